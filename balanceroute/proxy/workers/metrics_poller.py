@@ -55,10 +55,11 @@ _MOST_TOKENS: Final = 1e18
 _MOST_KV_TOKENS: Final = 2**40  # of one engine, or of a block of it
 _MOST_PER_STEP: Final = 256.0  # tokens of a request
 _OFF: Final = b'enable_prefix_caching="False"'
-_SAMPLE = re.compile(rb"vllm:\w+\{([^}]*)\} (\S+)")
-_CACHE = re.compile(rb"vllm:cache_config_info\{([^}]*)\}")
-_CACHE_SIZE = re.compile(rb'(block_size|kv_cache_size_tokens|num_gpu_blocks)="(\d{1,12})"')
-_ENGINE = re.compile(rb'engine="([^"]*)"')
+_SAMPLE = re.compile(rb"vllm:\w+\{(.*?)\}[ \t]+(\S+)")
+_CACHE = re.compile(rb"vllm:cache_config_info\{(.*)\}")
+# names whole: there are also mamba_block_size and effective_attention_block_size
+_CACHE_SIZE = re.compile(rb'(?:^|,)\s*(block_size|kv_cache_size_tokens|num_gpu_blocks)="(\d{1,12})"')
+_ENGINE = re.compile(rb'(?:^|,)\s*engine="([^"]*)"')
 FULL: Final = 1.0
 _UP: Final = WorkerState.UP
 

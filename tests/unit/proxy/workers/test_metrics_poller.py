@@ -99,6 +99,18 @@ def test_an_external_rank_s_only_engine_is_its_own_whatever_its_number() -> None
     assert of_worker({"5": {"kv_cache_usage_perc": 0.1}}, 0) == {"kv_cache_usage_perc": 0.1}
 
 
+def test_the_size_of_a_block_is_that_of_the_kv_cache_and_not_of_a_state_beside_it() -> None:
+    """As vLLM tells it of models that have both attention and Mamba layers."""
+    labels = b'block_size="16",effective_attention_block_size="528",engine="0",mamba_block_size="262144"'
+    samples = read_samples(b'vllm:cache_config_info{%s,num_gpu_blocks="100"} 1.0\n' % labels)
+    assert samples["0"] == {"kv_block_tokens": 16, "kv_capacity_tokens": 1600}
+
+
+@pytest.mark.parametrize("labels", [b'model_name="a}b",engine="1"', b'search_engine="x", engine="1"'])
+def test_a_sample_is_read_whatever_its_other_labels_are(labels: bytes) -> None:
+    assert read_samples(b"vllm:kv_cache_usage_perc{%s}  0.5\n" % labels) == {"1": {"kv_cache_usage_perc": 0.5}}
+
+
 def test_ranks_of_a_node_of_hybrid_load_balancing_are_counted_within_it_and_labelled_over_all_nodes() -> None:
     samples = {engine: {"num_requests_running": float(engine)} for engine in ("10", "8", "11", "9")}
     assert [of_worker(samples, rank) for rank in range(4)] == [samples[engine] for engine in ("8", "9", "10", "11")]
