@@ -256,10 +256,11 @@ def status_error(reply: Reply, body: bytes, worker: Worker, tier: str) -> Upstre
 
 
 def event_error(payload: bytes, worker: Worker) -> UpstreamStatus:
-    """An error event as the error that it would have been as a status."""
+    """An error event as the error that it would have been as a status. vLLM before 0.11 has no object in the object."""
     try:
-        told = orjson.loads(payload).get("error")
-        code = told.get("code") if isinstance(told, dict) else None
+        whole = orjson.loads(payload)
+        told = whole.get("error")
+        code = (told if isinstance(told, dict) else whole).get("code")
     except (ValueError, AttributeError):
         code = None
     status = code if isinstance(code, int) and 400 <= code <= 599 else 502

@@ -246,6 +246,7 @@ def test_what_one_choice_has_lost_counts_against_all_until_one_has_a_token() -> 
     [
         (b'{"error":{"code":400}}', 400),
         (b'{"error":{"code":503}}', 503),
+        (b'{"object":"error","message":"too long","code":400}', 400),
         (b'{"error":{"code":"x"}}', 502),
         (b'{"error":{"code":200}}', 502),
         (b"[]", 502),
