@@ -34,8 +34,8 @@ exact |
 reasoning in the prompt's ids; parsers that need to have seen the beginning take the rest of it for the answer. Which \
 one it is shows: where what follows is of another kind than what was before the cut, it is not relayed |
 | text held back | `stop` of one character | exact | nothing is held back |
-| | `stop`, given back with its marker | exact, or invalid where what was sent last may begin a stop string | the \
-marker's event has all that was held back; the rest of a stop string would not be recognised |
+| | `stop`, given back with its marker, or aborted | exact, or invalid where what was sent last may begin a stop \
+string | that event has all that was held back; the rest of a stop string would not be recognised |
 | | `stop`, decoder lost; `include_stop_str_in_output` | invalid | what was held back is gone; what was sent last is \
 not known |
 | what ids do not show | images, audio, `prompt_embeds` | invalid | 0.32 ignores ids beside media, 0.27 drops the \
