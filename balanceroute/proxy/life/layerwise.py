@@ -41,6 +41,7 @@ import orjson
 
 from balanceroute.core.types import DECODING, GONE, POOLED, Phase, WorkerState
 from balanceroute.errors import (
+    BadUpstreamReply,
     BalanceRouteError,
     ConnectFailed,
     InvalidRequest,
@@ -172,7 +173,7 @@ class Layerwise:
         try:
             done = await decode(leg, worker, grace_s=0.0)  # nothing is pinned by name
             if done and self._push is not None:
-                await asyncio.wait({self._push}, timeout=LAST_WORD_S)
+                await self._last_word(self._push)
             return done
         finally:
             connector.forget(token)
@@ -183,6 +184,16 @@ class Layerwise:
             if push is not None:
                 push.cancel()  # what it holds in the scheduler goes with the request's own release
             leg.answer.count_prompt_by_decoder()
+
+    async def _last_word(self, push: asyncio.Task[None]) -> None:
+        """Wait for what the prefiller says of the prompt. Raises: BadUpstreamReply: the answer lacks it."""
+        leg, answer = self._leg, self._leg.answer
+        lacks = answer.request.prompt_wishes is not None and not answer.request.stream
+        await asyncio.wait({push}, timeout=None if lacks else LAST_WORD_S)
+        if lacks and answer.prompt_reply is None:
+            raise BadUpstreamReply(
+                "it has not told what was asked of the prompt", worker=leg.prefiller_id, tier="prefill"
+            )
 
     # -- the prefill beside it
 

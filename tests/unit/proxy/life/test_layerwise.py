@@ -8,10 +8,23 @@ import pytest
 
 from balanceroute.core.types import Outcome
 from balanceroute.errors import BadUpstreamReply, ConnectionLost
+from balanceroute.proxy.client.fanout import PartAnswer
 from balanceroute.proxy.life.layerwise import LAST_WORD_S, Layerwise
+from balanceroute.proxy.life.leg import Leg
 from balanceroute.proxy.services import Services
 from balanceroute.proxy.wire.connectors import LayerwiseConnector
-from tests.unit.proxy.life.legs import DONE, PROMPT_IDS, Client, a_leg, dispatching, events, idle, whole
+from tests.unit.proxy.life.legs import (
+    DONE,
+    PROMPT_IDS,
+    Client,
+    a_leg,
+    a_request,
+    dispatching,
+    events,
+    idle,
+    probed,
+    whole,
+)
 from tests.unit.proxy.virtual_time import Answer, Page, ScriptedUpstream, a_config, a_router, in_virtual_time, let_pass
 
 LOST = ConnectionLost("reset", worker="p0", tier="prefill")
@@ -82,6 +95,26 @@ def test_a_prefiller_that_is_lost_once_its_decode_worker_gives_tokens_does_not_e
             assert prefiller is not None and prefiller.inflight == 0
             leg.abandon()
             await asyncio.wait({request})
+        assert idle(services)
+
+    in_virtual_time(served)
+
+
+@pytest.mark.parametrize("prefiller", ["late", "lost"])
+def test_an_unstreamed_echo_waits_for_the_prefiller_and_is_no_answer_without_its_word(prefiller: str) -> None:
+    async def served() -> None:
+        said = probed(None, text="a b c") if prefiller == "late" else LOST
+        services = a_pair(whole(20, 21), 5 * LAST_WORD_S, said)
+        request = a_request(stream=False, max_tokens=2, echo=True)
+        answer = PartAnswer(request)
+        async with dispatching(services):
+            leg = Leg(services, "r", request, answer, [], Layerwise)
+            if prefiller == "lost":
+                with pytest.raises(BadUpstreamReply):
+                    await leg.run()
+            else:
+                await leg.run()
+                assert orjson.loads(answer.answer(leg))["choices"][0]["text"] == "a b c 20 21"
         assert idle(services)
 
     in_virtual_time(served)
