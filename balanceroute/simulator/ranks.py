@@ -145,9 +145,12 @@ class Ranks:
         capacity = self.setting.kv_capacity_tokens
         if capacity is None:
             return True
-        coming = sum(self.kv[other] for other in rank.moving)
-        needed = self.loads[rank.index] + coming + self.kv[request]
-        return needed + (rank.held + 1) * self.most_tokens <= capacity
+        return self.next_kv(rank) + self.kv[request] + self.most_tokens <= capacity
+
+    def next_kv(self, rank: Rank) -> int:
+        """KV tokens of all that it holds, on the way or running, with those that each is about to add."""
+        coming = sum([self.kv[request] for request in rank.moving])
+        return self.loads[rank.index] + coming + rank.held * self.most_tokens
 
     def run(self, request: int, rank: Rank, step: int) -> None:
         """The request takes part in this step."""
@@ -162,14 +165,16 @@ class Ranks:
         self.ending[self.ends_at[request]].append(request)
 
     def overfull(self, step: int) -> list[int]:
-        """Take off, newest first, what must go so that the next tokens of each request fit; the requests."""
+        """Take off, newest first, what must go so that the next tokens of each request fit; the requests.
+
+        What is on the way keeps its KV, as in vLLM.
+        """
         capacity = self.setting.kv_capacity_tokens
         evicted: list[int] = []
         if capacity is None:
             return evicted
         for rank in self.ranks:
-            g = rank.index
-            while self.loads[g] + self.counts[g] * self.most_tokens > capacity:
+            while self.next_kv(rank) > capacity:
                 request = next(reversed(rank.running))
                 self.take_off(request, rank, step)
                 evicted.append(request)

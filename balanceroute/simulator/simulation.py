@@ -50,10 +50,9 @@ class Stopped(Exception):
 def check_lengths(lengths: TrueLengths, trace: Trace, setting: Setting) -> None:
     """Raises: InputError where a request fits no worker's memory, or the answers are too long to be simulated."""
     capacity, steps = setting.kv_capacity_tokens, lengths.least_steps(setting.n_workers * setting.slots)
-    if capacity is not None and lengths.largest_kv_tokens(trace) > capacity:
-        raise InputError(
-            f"KV capacity {capacity:,} tokens: the largest request needs {lengths.largest_kv_tokens(trace):,}"
-        )
+    needed = lengths.largest_kv_tokens(trace) + setting.draft_tokens  # a step that may yield them all has to fit
+    if capacity is not None and needed > capacity:
+        raise InputError(f"KV capacity {capacity:,} tokens: the largest request needs {needed:,}")
     if steps > MOST_STEPS:
         raise InputError(
             f"the answers of this trace take {steps:,} steps on this cluster at least; accepted are {MOST_STEPS:,}"

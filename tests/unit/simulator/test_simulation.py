@@ -229,6 +229,24 @@ def test_a_capacity_that_a_single_request_exceeds_is_refused() -> None:
         run(a_trace([(0.0, 100, 20)]), a_setting(kv_capacity_tokens=110))
 
 
+def test_what_is_on_its_way_to_a_worker_takes_memory_from_those_that_run_there() -> None:
+    setting = a_setting(n_workers=1, kv_capacity_tokens=100, transfer_steps=8)
+    outcome = run(a_trace([(0.0, 50, 45), (10.0, 40, 5)]), setting)
+    # the second one begins its transfer beside 51 tokens, and the first one is taken off when it has 59
+    assert outcome.loads.max() + 2 <= 100
+    assert outcome.figures.recomputed == 1
+    assert outcome.wait_s[1] < 10 and np.isfinite(outcome.tpot_s).all()
+
+
+@pytest.mark.parametrize("tokens", [1, 20])
+def test_a_capacity_must_hold_what_a_step_of_guesses_may_yield(tokens: int) -> None:
+    trace, setting = a_trace([(0.0, 100, tokens)]), a_setting(draft_tokens=3, kv_capacity_tokens=100 + tokens)
+    with pytest.raises(InputError, match=f"the largest request needs {103 + tokens}"):
+        run(trace, setting)
+    outcome = run(trace, replace(setting, kv_capacity_tokens=103 + tokens))
+    assert outcome.figures.recomputed == 0
+
+
 def test_what_a_lost_worker_held_is_done_elsewhere_and_it_comes_back_empty() -> None:
     trace = a_trace([(0.0, 100, 20), (0.0, 100, 20), (60.0, 5, 1), (60.0, 5, 1)])
     outcome = run(trace, a_setting(failures=(Failure(1, 5.0, 50.0),)))
