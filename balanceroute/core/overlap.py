@@ -41,11 +41,14 @@ class Overlap:
         self.transfer_s += max(WEIGHT, 1.0 / self.transfers) * (transfer_s - self.transfer_s)
 
     def see_answer(self, stay_s: float, tokens: int) -> None:
-        """Take in a finished answer: the seconds from its first token to its last, and how many these were."""
+        """Take in a finished answer: the seconds from its first token to its last, and how many these were.
+
+        Where a relay's word of the first was late they may look negative.
+        """
         if tokens < 2:
             return
         self.answers += 1
-        self.token_s += max(WEIGHT, 1.0 / self.answers) * (stay_s / (tokens - 1) - self.token_s)
+        self.token_s += max(WEIGHT, 1.0 / self.answers) * (max(0.0, stay_s) / (tokens - 1) - self.token_s)
 
     def requests(self, slots: int, answer_tokens: float, tokens_per_step: float) -> int:
         """m of a worker with so many slots (B), for answers of so many tokens on average (o): 0 to B."""

@@ -80,6 +80,15 @@ def test_nothing_is_sent_ahead_before_anything_was_measured() -> None:
     assert overlap.token_s == 0.0
 
 
+def test_an_answer_that_seems_to_end_before_it_began_took_no_time() -> None:
+    """A relay's word of the first token came later than its word of the end."""
+    overlap = Overlap()
+    overlap.see_answer(-0.25, 2)
+    assert overlap.token_s == 0.0 and overlap.requests(8, 100.0, 1.0) == 0
+    overlap.see_answer(0.5, 2)
+    assert overlap.token_s == 0.25
+
+
 def test_what_waited_for_its_slot_never_makes_a_transfer_seem_longer() -> None:
     overlap = Overlap()
     overlap.see_answer(1.0, 2)
