@@ -52,7 +52,7 @@ from balanceroute.core.types import (
     WorkerState,
 )
 from balanceroute.errors import InputError, InvariantError
-from balanceroute.plugins import learn_installed
+from balanceroute.plugins import described, learn_installed
 
 log = logging.getLogger(__name__)
 
@@ -294,8 +294,8 @@ class RecordingScheduler(Scheduler):
         self._inside = True
         try:
             answer = method(**args, now=now)
-        except InvariantError as error:
-            self._write(method.__name__, now, args, {"raised": str(error)})
+        except Exception as error:
+            self._write(method.__name__, now, args, {"raised": _told(error)})
             raise
         finally:
             self._inside = False
@@ -309,6 +309,11 @@ class RecordingScheduler(Scheduler):
 
     def _write(self, call: str, now: float, args: dict[str, Any], outcome: dict[str, Any]) -> None:
         self._writer.write(call_line(now, call, args, outcome), now)
+
+
+def _told(error: Exception) -> str:
+    """What a call raised: a contradiction that the scheduler found, or whatever a policy of one's own raises."""
+    return str(error) if isinstance(error, InvariantError) else described(error)
 
 
 # -- rerun ------------------------------------------------------------------------------------------------------------
@@ -369,7 +374,7 @@ def _rerun(path: Path, file: BinaryIO) -> RerunReport:
         try:
             entry = orjson.loads(line)
             last_s, call, args = float(entry["t"]), str(entry["call"]), dict(entry["args"])
-            outcome = _perform(scheduler, call, args, last_s)
+            outcome = _perform(scheduler, call, args, last_s, raised="raised" in entry)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise InputError(f"{path}, line {number}: not a journal entry ({error})") from error
         first_s = last_s if first_s is None else first_s
@@ -413,8 +418,11 @@ METHODS = {name for name in vars(RecordingScheduler) if not name.startswith("_")
 """The calls that are a method of the scheduler."""
 
 
-def _perform(scheduler: Scheduler, call: str, args: dict[str, Any], now: float) -> dict[str, Any]:
-    """Make one call: {"answer": ...}, or {"raised": ...} where the scheduler found a contradiction."""
+def _perform(scheduler: Scheduler, call: str, args: dict[str, Any], now: float, *, raised: bool) -> dict[str, Any]:
+    """Make one call: {"answer": ...}, or {"raised": ...} where the scheduler found a contradiction, or its policy one.
+
+    Args: raised: whether the call did when it was recorded; else whatever is raised speaks against the arguments.
+    """
     try:
         if call == "tokens":
             for request_id, count in args["counts"].items():
@@ -423,8 +431,10 @@ def _perform(scheduler: Scheduler, call: str, args: dict[str, Any], now: float) 
         if call not in METHODS:
             raise ValueError(f"unknown call {call!r}")
         return {"answer": getattr(scheduler, call)(**_typed(call, args), now=now)}
-    except InvariantError as error:
-        return {"raised": str(error)}
+    except Exception as error:
+        if not (raised or call == "admit" or isinstance(error, InvariantError)):
+            raise
+        return {"raised": _told(error)}
     finally:
         scheduler.due_refreshes()  # the recorded driver took these; what came of them are `refresh` calls
 

@@ -165,12 +165,9 @@ class Scheduler:
         for tracker in snapshot.requests.values():
             tracker.refreshed_remaining, tracker.refreshed_at, tracker.refresh_due_at = math.inf, 0, math.inf
         snapshot.set_horizon(self.policy.horizon_steps)
-        waiting = list(snapshot.pool)
-        for tracker in waiting:
+        for tracker in list(snapshot.pool):
             snapshot.pool.remove(tracker)
-        for tracker in waiting:
-            tracker.overdue_s = tracker.ready_s + self._patience_s(tracker)
-            snapshot.pool.add(tracker)
+            self._wait(tracker)
         self._refreshes.restart([tracker for tracker in snapshot.decoding() if tracker.running])
 
     # -- workers ----------------------------------------------------------------------------------------------
@@ -350,24 +347,35 @@ class Scheduler:
     # -- decode -----------------------------------------------------------------------------------------------
 
     def admit(self, now: float) -> list[Admit]:
-        """Let the policy bind waiting requests to decode workers, and charge each at once."""
+        """Let the policy bind waiting requests to decode workers, and charge each at once.
+
+        Raises: whatever a policy of one's own raises; then it has admitted nobody.
+        """
         self._promote(now)
-        admissions = self._decide(now)
-        if self.config.overlap_requests != 0 and self.policy.waits_for_slots and self.snapshot.pool.size:
-            admissions += self._send_ahead(now)
+        admissions: list[Admit] = []
+        try:
+            self._decide(now, False, admissions)
+            if self.config.overlap_requests != 0 and self.policy.waits_for_slots and self.snapshot.pool.size:
+                self._send_ahead(now, admissions)
+        except Exception:
+            for admission in admissions:  # the driver will not hear of them
+                self._unseat(self._find(admission.request, DECODING))
+            raise
         self._since_promotion += len(admissions)
         return admissions
 
-    def _decide(self, now: float, ahead: bool = False) -> list[Admit]:
-        admissions: list[Admit] = []
+    def _decide(self, now: float, ahead: bool, admissions: list[Admit]) -> None:
+        workers = self.snapshot.workers
         for choice in self.policy.decide(self.snapshot, now):
+            worker = choice.worker
+            if worker.index >= len(workers) or workers[worker.index] is not worker:
+                raise InvariantError(f"{self.policy.name} chose {worker.spec.id}, which is no worker of the snapshot")
+            score = float(choice.score)  # as numpy has it, it could not be written to the journal
             choice.request.sent_ahead = ahead
             self._bind(choice, now)
-            score = float(choice.score)  # as numpy has it, it could not be written to the journal
-            admissions.append(Admit(choice.request.id, choice.worker.spec.id, choice.stage, score))
-        return admissions
+            admissions.append(Admit(choice.request.id, worker.spec.id, choice.stage, score))
 
-    def _send_ahead(self, now: float) -> list[Admit]:
+    def _send_ahead(self, now: float, admissions: list[Admit]) -> None:
         """Let the policy choose for slots that are still to come, once it has filled those that are free.
 
         It sees workers with m slots more, and the loads of those that run and of those that were sent ahead: every
@@ -376,11 +384,11 @@ class Scheduler:
         self._size_overlap()
         snapshot = self.snapshot
         if snapshot.free_slots or not snapshot.has_room:
-            return []
+            return
         for worker in snapshot.workers:
             worker.own_slots += worker.ahead
         try:
-            return self._decide(now, ahead=True)
+            self._decide(now, True, admissions)
         finally:
             for worker in snapshot.workers:
                 worker.own_slots -= worker.ahead
@@ -499,6 +507,9 @@ class Scheduler:
         unasked = not tracker.generated and not tracker.pushing and request_id not in self.snapshot.asking
         if not unasked or (tracker.prefiller is None) != self.config.decode_first:
             raise InvariantError(f"{request_id} was sent to its worker already")
+        self._unseat(tracker)
+
+    def _unseat(self, tracker: RequestTracker) -> None:
         self._unbind(tracker)
         tracker.phase = POOLED
         self.snapshot.pool.add(tracker)
@@ -740,8 +751,15 @@ class Scheduler:
         tracker.refreshed_remaining = math.inf if expected_remaining is None else expected_remaining
         tracker.refreshed_at = 0
         snapshot.means.see_prompt(prompt_tokens)
-        tracker.overdue_s = now + self._patience_s(tracker)
-        snapshot.pool.add(tracker)
+        self._wait(tracker)
+
+    def _wait(self, tracker: RequestTracker) -> None:
+        """It waits in the pool, also where the patience of a policy of one's own raises: it can leave from there."""
+        tracker.overdue_s = math.inf
+        try:
+            tracker.overdue_s = tracker.ready_s + self._patience_s(tracker)
+        finally:
+            self.snapshot.pool.add(tracker)
 
     def _patience_s(self, tracker: RequestTracker) -> float:
         patience_s = self.policy.patience_s(tracker.prompt_tokens, self.snapshot)

@@ -1,0 +1,131 @@
+"""A policy of one's own that raises, or chooses what cannot be: whoever waits, waits on, and can leave."""
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from balanceroute.core.knobs import PolicySettings
+from balanceroute.core.policy import AdmissionPolicy, Choice
+from balanceroute.core.scheduler import Scheduler, SchedulerConfig
+from balanceroute.core.snapshot import ClusterSnapshot
+from balanceroute.core.types import Outcome, RequestSpec, Role, WorkerSpec
+from balanceroute.journal import RecordingScheduler, rerun
+from balanceroute.plugins import learn_policy
+
+
+class ThirdFails(AdmissionPolicy):
+    """Whoever is oldest goes to the first worker with room; something is wrong with the third choice."""
+
+    name = "third_fails"
+
+    def __init__(self, fault: str = "raises") -> None:
+        self.fault = fault
+
+    def decide(self, snapshot: ClusterSnapshot, now: float) -> Iterator[Choice]:
+        while len(snapshot.pool):
+            worker = next((worker for worker in snapshot.workers if worker.free_slots), None)
+            if worker is None:
+                return
+            choice = Choice(snapshot.pool.front[0], worker, 1, 0.0)
+            yield self.spoilt(choice) if sum(1 for _ in snapshot.decoding()) == 2 else choice
+
+    def spoilt(self, choice: Choice) -> Choice:
+        """The choice with what is wrong with it."""
+        if self.fault == "raises":
+            raise ZeroDivisionError("nothing to divide by")
+        if self.fault == "no score":
+            choice.score = None  # type: ignore[assignment]
+        elif self.fault == "a stranger":
+            choice.worker = copy.copy(choice.worker)
+        else:
+            choice.request = copy.copy(choice.request)
+        return choice
+
+
+class NoPatience(AdmissionPolicy):
+    """Cannot say how long anybody may wait."""
+
+    name = "no_patience"
+
+    def decide(self, snapshot: ClusterSnapshot, now: float) -> Iterator[Choice]:
+        return iter(())
+
+    def patience_s(self, prompt_tokens: int, snapshot: ClusterSnapshot) -> float:
+        raise LookupError("no such size")
+
+
+def five_wait(scheduler: Scheduler, slots: int = 3) -> None:
+    """Five prefilled requests, and two workers."""
+    scheduler.add_worker(WorkerSpec("p", Role.PREFILL), 0.0)
+    for name in ("d0", "d1"):
+        scheduler.add_worker(WorkerSpec(name, Role.DECODE, slots=slots), 0.0)
+    for index in range(4):
+        scheduler.submit(RequestSpec(f"r{index}", 100 + index), float(index))
+    for prefill in scheduler.dispatch(4.0):
+        scheduler.prefilled(prefill.request, 200, 5.0)
+    scheduler.submit_prefilled(RequestSpec("r4", 500), 5.0)
+
+
+FAULTS = pytest.mark.parametrize("fault", ["raises", "no score", "a stranger", "a copy"])
+
+
+@FAULTS
+@pytest.mark.parametrize("slots", [3, 1], ids=["into slots", "ahead of slots"])
+def test_a_decision_that_fails_admits_nobody_and_the_next_policy_decides_on_all(fault: str, slots: int) -> None:
+    scheduler = Scheduler(ThirdFails(fault), SchedulerConfig(overlap_requests=2))
+    five_wait(scheduler, slots)
+    before = [(tracker.id, tracker.ready_s, tracker.order) for tracker in scheduler.snapshot.pool]
+    for _ in range(2):
+        with pytest.raises(Exception, match=".") as raised:
+            scheduler.admit(6.0)
+        assert raised.type.__name__ in ("ZeroDivisionError", "TypeError", "InvariantError")
+        scheduler.snapshot.check_invariants()
+        assert [(tracker.id, tracker.ready_s, tracker.order) for tracker in scheduler.snapshot.pool] == before
+        assert [worker.own_slots for worker in scheduler.snapshot.workers] == [slots, slots]
+    scheduler.reroute(PolicySettings(policy="pool_fifo"), 7.0)
+    assert [admission.request for admission in scheduler.admit(7.0)] == [
+        f"r{index}" for index in range(min(5, 4 * slots))
+    ]
+
+
+def test_who_comes_while_the_patience_fails_waits_all_the_same_and_can_leave() -> None:
+    scheduler = Scheduler(NoPatience())
+    with pytest.raises(LookupError):
+        five_wait(scheduler)
+    with pytest.raises(LookupError):
+        scheduler.submit_prefilled(RequestSpec("late", 10), 6.0)
+    scheduler.snapshot.check_invariants()
+    assert [tracker.id for tracker in scheduler.snapshot.pool] == ["r0", "late"]
+    for request in list(scheduler.snapshot.requests):
+        scheduler.finish(request, Outcome.FAILED, 7.0)
+    scheduler.snapshot.check_invariants()
+    assert scheduler.snapshot.prefillers[0].pinned == 0
+
+
+def test_nobody_leaves_the_pool_when_a_policy_takes_over_whose_patience_fails() -> None:
+    learn_policy(f"{__name__}:NoPatience")
+    scheduler = Scheduler(ThirdFails())
+    five_wait(scheduler)
+    with pytest.raises(LookupError):
+        scheduler.reroute(PolicySettings(policy=f"{__name__}:NoPatience"), 6.0)
+    scheduler.snapshot.check_invariants()
+    assert len(scheduler.snapshot.pool) == 5
+
+
+@FAULTS
+def test_a_journal_tells_what_a_policy_raised_and_runs_again(fault: str, tmp_path: Path) -> None:
+    policy = f"{__name__}:ThirdFails"
+    learn_policy(policy)
+    settings = PolicySettings(policy=policy, options=(("fault", fault),))
+    scheduler = RecordingScheduler(settings, SchedulerConfig(), tmp_path / "journal")
+    five_wait(scheduler)
+    with pytest.raises(Exception, match="."):
+        scheduler.admit(6.0)
+    scheduler.reroute(PolicySettings(policy="least_kv"), 7.0)
+    assert len(scheduler.admit(7.0)) == 5
+    scheduler.close()
+    report = rerun(tmp_path / "journal")
+    assert report.difference is None and report.admissions == 5
+    assert (tmp_path / "journal").read_text().count('"raised":') == 1
