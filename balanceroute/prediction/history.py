@@ -43,7 +43,10 @@ PRUNE_EVERY_ROWS = 10_000
 CLOCK_ERROR_S = 86_400.0  # rows from further in the future, by a clock that was wrong, would make all others look old
 LOCK_WAIT_S = 2.0  # for another process that has the file; more would hold up the start
 
+SALT_BYTES = 16
+
 _DAMAGED = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
+_ERRORS = (sqlite3.Error, UnicodeDecodeError)  # where a schema is damaged, SQLite's word of it may be no text
 _SCHEMA = f"""
 PRAGMA journal_mode = WAL;
 PRAGMA synchronous = NORMAL;
@@ -115,7 +118,7 @@ class History:
         self._dropped = 0
         self._failing = False
         self._closed = False
-        self.salt = secrets.token_bytes(16)
+        self.salt = secrets.token_bytes(SALT_BYTES)
         self.path = self._open(Path(path)) if path is not None else None
         self._writer = None if self.path is None else self._started_writer()
 
@@ -140,11 +143,12 @@ class History:
         try:
             connection = sqlite3.connect(self.path)
             try:
+                connection.text_factory = _text
                 rows = _read(connection, self._oldest_s(), self._clock() + CLOCK_ERROR_S, self._max_rows)
                 left_out = connection.execute(f"SELECT count(*) FROM finished WHERE NOT ({_SENSIBLE})").fetchone()[0]
             finally:
                 connection.close()
-        except sqlite3.Error as error:
+        except _ERRORS as error:
             log.warning("prediction history cannot be read, starting cold: %s", error, extra={"path": str(self.path)})
             return []
         if left_out:
@@ -184,8 +188,8 @@ class History:
         try:
             try:
                 self._prepare(path)
-            except sqlite3.DatabaseError as error:
-                if error.sqlite_errorcode & 0xFF not in _DAMAGED:
+            except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
+                if not _is_damage(error):
                     raise
                 aside = _move_aside(path, self._clock())
                 log.warning(
@@ -195,7 +199,7 @@ class History:
                     extra={"path": str(path)},
                 )
                 self._prepare(path)
-        except (_Unusable, sqlite3.Error, OSError) as error:
+        except (_Unusable, *_ERRORS, OSError) as error:
             log.warning("prediction history not used, starting cold: %s", error, extra={"path": str(path)})
             return None
         return path
@@ -203,7 +207,7 @@ class History:
     def _prepare(self, path: Path) -> None:
         """Check the file, bring it to our schema, read salt and row count, prune.
 
-        Raises: _Unusable, sqlite3.DatabaseError, OSError.
+        Raises: _Unusable, sqlite3.DatabaseError, UnicodeDecodeError, OSError.
         """
         connection = sqlite3.connect(path, timeout=LOCK_WAIT_S)
         try:
@@ -267,7 +271,7 @@ class History:
                     _INSERT,
                     [(r.prompt_key, r.prompt_tokens, r.output_tokens, r.finish_reason, r.finished_s) for r in rows],
                 )
-        except sqlite3.Error as error:
+        except _ERRORS as error:
             self._dropped += len(rows)
             if not self._failing:
                 self._failing = True
@@ -284,7 +288,7 @@ class History:
     def _try_prune(self, connection: sqlite3.Connection) -> None:
         try:
             self._prune(connection)
-        except sqlite3.Error as error:  # the next batch tries again, so the file is only late in shrinking
+        except _ERRORS as error:  # the next batch tries again, so the file is only late in shrinking
             log.warning("prediction history cannot be pruned: %s", error, extra={"path": str(self.path)})
 
     def _prune(self, connection: sqlite3.Connection) -> None:
@@ -308,11 +312,12 @@ def read_rows(path: Path) -> list[FinishedRequest]:
     try:
         connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=LOCK_WAIT_S)
         try:
+            connection.text_factory = _text
             _check_ours(connection)
             return _read(connection, float("-inf"), time.time() + CLOCK_ERROR_S, -1)
         finally:
             connection.close()
-    except (_Unusable, sqlite3.Error) as error:
+    except (_Unusable, *_ERRORS) as error:
         raise InputError(f"{path}: not a readable prediction history: {error}") from error
 
 
@@ -323,6 +328,15 @@ def _read(connection: sqlite3.Connection, oldest_s: float, newest_s: float, limi
         (oldest_s, newest_s, limit),
     ).fetchall()
     return [FinishedRequest(*row) for row in reversed(rows)]
+
+
+def _text(raw: bytes) -> str:
+    """A text of the file, readable also where a byte of it is damaged: one such row is no reason to lose the others."""
+    return raw.decode(errors="replace")
+
+
+def _is_damage(error: sqlite3.DatabaseError | UnicodeDecodeError) -> bool:
+    return isinstance(error, UnicodeDecodeError) or error.sqlite_errorcode & 0xFF in _DAMAGED
 
 
 def _check_ours(connection: sqlite3.Connection) -> None:
@@ -346,13 +360,14 @@ def _check_whole(connection: sqlite3.Connection) -> None:
 
 
 def _salt(connection: sqlite3.Connection, fresh: bytes) -> bytes:
-    """Return the file's salt, which becomes `fresh` when it has none yet."""
+    """Return the file's salt, which becomes `fresh` when it has none yet, or one that is none."""
     with connection:
         found = connection.execute("SELECT salt FROM secret").fetchone()
-        if found is None:
-            connection.execute("INSERT INTO secret (salt) VALUES (?)", (fresh,))
-            return fresh
-    return bytes(found[0])
+        if found is not None and isinstance(found[0], bytes) and len(found[0]) >= SALT_BYTES:
+            return found[0]
+        connection.execute("DELETE FROM secret")
+        connection.execute("INSERT INTO secret (salt) VALUES (?)", (fresh,))
+    return fresh
 
 
 def _move_aside(path: Path, now_s: float) -> Path:

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from balanceroute.errors import InputError
+from balanceroute.plugins import described
 
 from .contract import FinishedRequest
 from .learned import NAMES, LearnedFit, Trees
@@ -87,16 +88,17 @@ def load_model(path: Path) -> Model:
         with path.open("rb") as file:
             if not zipfile.is_zipfile(file):
                 raise ValueError("no archive")
-        with np.load(path, allow_pickle=False) as arrays:
-            header = _header(path, arrays)
-            rows = _rows(arrays)
-            return Model(header["kind"], int(header["horizon_steps"]), rows, _learned(header, arrays, rows))
+            file.seek(0)
+            with np.load(file, allow_pickle=False) as arrays:
+                header = _header(path, arrays)
+                rows = _rows(arrays)
+                return Model(header["kind"], int(header["horizon_steps"]), rows, _learned(header, arrays, rows))
     except InputError:
         raise
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror or error}") from error
-    except (ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
-        raise InputError(f"{path}: not a predictor file, or a damaged one: {error}") from error
+    except Exception as error:  # of zipfile, zlib, numpy, json or tokenize: what a damaged archive leads to
+        raise InputError(f"{path}: not a predictor file, or a damaged one: {described(error)}") from error
 
 
 def _header(path: Path, arrays: Arrays) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -90,6 +91,16 @@ def test_a_missing_or_damaged_model_is_one_clear_error(content: bytes | None, tm
 
     with pytest.raises(InputError, match=r"m\.npz"):
         load_model(tmp_path / "m.npz")
+
+
+def test_a_model_with_any_damaged_byte_is_read_or_one_clear_error(tmp_path: Path) -> None:
+    path = tmp_path / "m.npz"
+    save_model(path, Model("survival", H, ROWS))
+    whole = path.read_bytes()
+    for at in range(0, len(whole), 7):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 0xA5]) + whole[at + 1 :])
+        with suppress(InputError):
+            load_model(path)
 
 
 def test_a_model_that_cannot_be_written_is_one_clear_error(tmp_path: Path) -> None:

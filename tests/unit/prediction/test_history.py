@@ -163,6 +163,46 @@ def test_a_damaged_file_is_moved_aside_and_a_new_one_begun(
     assert len(loaded(path)) == 1
 
 
+def test_a_schema_that_is_no_text_any_more_is_damage_and_no_crash(path: Path) -> None:
+    stored(path, a_finish(5))
+    damaged = path.read_bytes().replace(b"CREATE TABLE finished", b"CREATE TABLE fin\xcc(hed")
+    path.write_bytes(damaged)
+    with pytest.raises(InputError, match="not a readable prediction history"):
+        read_rows(path)
+
+    assert loaded(path) == []
+
+    (aside,) = path.parent.glob("*.damaged-*")
+    assert aside.read_bytes() == damaged
+
+
+@pytest.mark.parametrize("salt", ["'a text'", "1000", "1.5", "x''", "x'00'"])
+def test_a_salt_that_is_none_becomes_a_new_one_and_the_rows_stay(path: Path, salt: str) -> None:
+    stored(path, a_finish(5))
+    with sqlite3.connect(path) as file:
+        file.execute(f"UPDATE secret SET salt = {salt}")
+    file.close()
+
+    salts = set()
+    for _ in range(2):
+        history = History(path)
+        assert len(history.load()) == 1
+        salts.add(history.salt)
+        history.close()
+
+    assert [len(salt) for salt in salts] == [16]
+
+
+def test_a_row_whose_text_is_damaged_takes_no_other_with_it(path: Path) -> None:
+    stored(path, a_finish(5), a_finish(6))
+    with sqlite3.connect(path) as file:
+        file.execute("UPDATE finished SET prompt_key = CAST(x'ffff' AS TEXT) WHERE output_tokens = 5")
+    file.close()
+
+    assert [row.output_tokens for row in loaded(path)] == [5, 6]
+    assert [row.output_tokens for row in read_rows(path)] == [5, 6]
+
+
 def test_two_files_damaged_in_one_second_are_both_kept(path: Path) -> None:
     for content in (b"x" * 5000, b"y" * 5000):
         path.write_bytes(content)
