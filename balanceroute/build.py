@@ -1,5 +1,6 @@
 """Composition root: configuration in, scheduler out, the same for the proxy and for whoever drives it without one."""
 
+from collections.abc import Iterable
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -44,7 +45,7 @@ def bounds(config: Config) -> SchedulerConfig:
         prefill_policy=config.prefill.policy,
         decode_first=config.connector == "mooncake_layerwise",
         overlap_requests=_overlap_requests(config),
-        shared_barrier=_shares_barrier(config),
+        shared_barrier=any_waits(config.decode.barrier_group_of(worker) for worker in config.decode.workers),
     )
 
 
@@ -55,9 +56,9 @@ def _overlap_requests(config: Config) -> int | None:
     return 0 if config.connector == "mooncake_layerwise" else None
 
 
-def _shares_barrier(config: Config) -> bool:
-    """Whether any decode worker waits for another, as far as somebody has said."""
-    groups = [config.decode.barrier_group_of(worker) for worker in config.decode.workers]
+def any_waits(barrier_groups: Iterable[str]) -> bool:
+    """Whether any decode worker of these groups ("" for none) waits for another; a single one counts as if it did."""
+    groups = list(barrier_groups)
     named = [group for group in groups if group]
     return len(set(named)) < len(named) or len(groups) < 2
 

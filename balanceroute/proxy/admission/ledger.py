@@ -16,10 +16,11 @@ changed, and all of them are about the one scheduler.
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from balanceroute.build import build_scheduler
+from balanceroute.build import any_waits, build_scheduler
 from balanceroute.config import Config
 from balanceroute.core.knobs import PolicySettings
 from balanceroute.core.scheduler import Scheduler, SchedulerConfig
@@ -32,6 +33,7 @@ from balanceroute.core.types import (
     Prefill,
     Release,
     RequestSpec,
+    Role,
     Standing,
     WorkerSpec,
     WorkerState,
@@ -248,8 +250,9 @@ class Ledger:
             self.scheduler.close()
 
     def configure(self, config: SchedulerConfig) -> None:
-        """Other bounds and times from now on."""
-        self.scheduler.configure(config, self.now())
+        """Other bounds and times from now on; who waits for whom at a step's end, the workers that are here tell."""
+        groups = [worker.spec.barrier_group for worker in self.scheduler.snapshot.workers]
+        self.scheduler.configure(replace(config, shared_barrier=any_waits(groups)), self.now())
 
     def reroute(self, settings: PolicySettings, config: SchedulerConfig, forecasts: Forecasts | None) -> None:
         """Another policy and predictor from now on: what is bound stays, what waits is decided on anew."""
@@ -271,6 +274,8 @@ class Ledger:
     def add_worker(self, spec: WorkerSpec) -> None:
         """A worker joins."""
         self.scheduler.add_worker(spec, self.now())
+        if spec.role is Role.DECODE:
+            self.configure(self.scheduler.config)
         self.capacity_changed()
 
     def remove_if_idle(self, worker_id: str) -> bool:
@@ -284,6 +289,8 @@ class Ledger:
         if prefiller is not None and (prefiller.inflight or prefiller.pinned):
             return False
         self.scheduler.remove_worker(worker_id, self.now())
+        if worker is not None:
+            self.configure(self.scheduler.config)
         return True
 
     def set_worker_state(self, worker_id: str, state: WorkerState) -> None:

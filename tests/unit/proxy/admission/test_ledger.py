@@ -3,6 +3,7 @@
 import pytest
 
 from balanceroute.core.knobs import PolicySettings
+from balanceroute.core.scheduler import SchedulerConfig
 from balanceroute.core.types import Outcome, RequestSpec, Role, WorkerSpec, WorkerState
 from balanceroute.explain import explain
 from balanceroute.proxy.admission.decider import Answer, Refusal
@@ -115,6 +116,23 @@ def test_a_worker_that_joins_wakes_whoever_waits() -> None:
         assert ledger.decision_due.is_set()
         (admission,) = ledger.admit()
         assert (admission.request, admission.worker) == ("b", "d1")
+
+    in_virtual_time(test)
+
+
+def test_workers_that_join_and_leave_tell_whether_any_waits_for_another() -> None:
+    async def test() -> None:
+        ledger, _ = a_ledger()
+        known = [ledger.scheduler.snapshot.shared_barrier]
+        for name, group in (("d1", ""), ("d2", "g"), ("d3", "g")):
+            ledger.add_worker(WorkerSpec(name, Role.DECODE, barrier_group=group))
+            known.append(ledger.scheduler.snapshot.shared_barrier)
+        ledger.configure(SchedulerConfig(shared_barrier=False))
+        known.append(ledger.scheduler.snapshot.shared_barrier)
+        for name in ("d3", "d2", "d1"):
+            assert ledger.remove_if_idle(name)
+            known.append(ledger.scheduler.snapshot.shared_barrier)
+        assert known == [True, False, False, True, True, False, False, True]
 
     in_virtual_time(test)
 
