@@ -10,6 +10,7 @@ import json
 import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +43,7 @@ class Model:
 
 
 def save_model(path: Path, model: Model) -> None:
-    """Write `model`, over the file that was at `path`, whole or not at all. Raises: InputError."""
-    file_itself = path.resolve()  # not a link to it
-    if file_itself.exists() and not file_itself.is_file():  # a device or pipe would be gone
-        raise InputError(f"{path}: cannot be written: it is no regular file")
+    """Write `model`, over whatever was at `path`, whole or not at all."""
     rows = model.rows[-MAX_ROWS:]
     arrays: dict[str, npt.NDArray[Any]] = {
         "key": np.array([row.prompt_key for row in rows], dtype=np.str_),
@@ -70,13 +68,27 @@ def save_model(path: Path, model: Model) -> None:
         for stage, trees in (("classifier", model.learned.classifier), ("regressor", model.learned.regressor)):
             header[f"{stage}_base"] = trees.base
             arrays |= {f"{stage}_{part}": getattr(trees, part) for part in ("feature", "threshold", "leaf")}
-    partial = file_itself.with_name(f"{file_itself.name}.partial")
+    archive = BytesIO()
+    np.savez_compressed(archive, header=np.array(json.dumps(header)), **arrays)  # type: ignore[arg-type]
     try:
-        with partial.open("wb") as file:
-            np.savez_compressed(file, header=np.array(json.dumps(header)), **arrays)  # type: ignore[arg-type]
-        partial.replace(file_itself)
+        _put(path, archive.getvalue())
     except OSError as error:
         raise InputError(f"{path}: cannot be written: {error}") from error
+
+
+def _put(path: Path, content: bytes) -> None:
+    """Write a file whole or not at all; what is no file, such as a pipe or /dev/null, is written to and stays."""
+    if path.exists() and not path.is_file():
+        path.write_bytes(content)
+        return
+    target = path.resolve()  # a link stays as well
+    partial = target.with_name(f"{target.name}.partial")
+    try:
+        partial.write_bytes(content)
+        partial.replace(target)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def load_model(path: Path) -> Model:

@@ -1,3 +1,4 @@
+import errno
 import json
 import os
 from contextlib import suppress
@@ -108,16 +109,28 @@ def test_a_model_that_cannot_be_written_is_one_clear_error(tmp_path: Path) -> No
         save_model(tmp_path / "nowhere" / "m.npz", Model("survival", H, ROWS))
 
 
-def test_a_model_replaces_the_file_behind_a_link_and_no_pipe_or_device(tmp_path: Path) -> None:
-    """To replace /dev/null is one thing that root may do."""
-    (tmp_path / "current.npz").symlink_to(tmp_path / "m.npz")
-    save_model(tmp_path / "current.npz", Model("survival", H, ROWS))
-    assert (tmp_path / "current.npz").is_symlink() and load_model(tmp_path / "m.npz").rows == ROWS
+def test_a_model_goes_into_a_pipe_and_to_where_a_link_leads_and_replaces_neither(tmp_path: Path) -> None:
+    model, file, link, pipe = Model("survival", H, ROWS), tmp_path / "m.npz", tmp_path / "link", tmp_path / "pipe"
+    link.symlink_to(file)
+    save_model(link, model)
+    assert link.is_symlink() and load_model(file).rows == ROWS
 
-    os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(InputError, match="pipe: cannot be written: it is no regular file"):
-        save_model(tmp_path / "pipe", Model("survival", H, ROWS))
-    assert (tmp_path / "pipe").is_fifo()
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    save_model(pipe, model)
+    (tmp_path / "read.npz").write_bytes(os.read(reader, 1_000_000))
+    os.close(reader)
+    assert pipe.is_fifo() and load_model(tmp_path / "read.npz").rows == ROWS
+
+
+def test_what_could_not_be_written_whole_is_not_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, target: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(InputError, match="No space left"):
+        save_model(tmp_path / "m.npz", Model("survival", H, ROWS))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_with_size_buckets_a_miss_looks_at_prompts_of_like_size() -> None:
