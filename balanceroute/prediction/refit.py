@@ -95,6 +95,10 @@ class ProcessEnded(Exception):
     """A fit's process was killed, or crashed."""
 
 
+class NoThread(Exception):
+    """The system has no thread for the worker now."""
+
+
 EXPECTED = (BalanceRouteError, ArithmeticError, ValueError, MemoryError, OSError)  # a history no model can be made of
 
 
@@ -153,19 +157,20 @@ class Refitter(Generic[Fit]):
             self.close()
 
     def close(self) -> None:
-        """End the worker; a fit under way is not waited for."""
+        """End the worker; a fit under way is not waited for. Another `run` has another worker."""
         self._process.close()
+        self._process = FitProcess()
         if self._executor is not None:
             self._executor.shutdown(wait=False, cancel_futures=True)
+            self._executor = None
 
     async def refit(self) -> bool:
         """Fit once in the worker and adopt the result; False when the fit failed and the present one stays."""
         recent, fitter = self._predictor.ring.freeze(await self._running()), self._predictor.fitter()
         started_s = self._clock()
-        loop = asyncio.get_running_loop()
         try:
-            fitted = await loop.run_in_executor(self._worker(), self._work, fitter, recent)
-        except (*EXPECTED, ProcessEnded) as error:
+            fitted = await self._fitting(fitter, recent)
+        except (*EXPECTED, ProcessEnded, NoThread) as error:
             self.failures += 1
             ours = isinstance(error, BalanceRouteError)  # says all there is to say; of the others tell once where
             first = self.failures == 1 and not ours
@@ -181,13 +186,21 @@ class Refitter(Generic[Fit]):
             self._last_duration_s = self._last_end_s - started_s
         return False
 
-    def _work(self, fitter: Callable[[Observations], Fit], recent: Recent) -> Fit:
-        return self._process.fit(fitter, recent) if self._predictor.refits_in_process else fitter(recent.joined())
-
-    def _worker(self) -> Executor:
+    def _fitting(self, fitter: Callable[[Observations], Fit], recent: Recent) -> "asyncio.Future[Fit]":
+        """A fit that has begun in the worker. Raises: NoThread."""
         if self._executor is None:
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="prediction-refit")
-        return self._executor
+        in_process = self._process if self._predictor.refits_in_process else None
+        try:
+            return asyncio.get_running_loop().run_in_executor(self._executor, _fit, fitter, recent, in_process)
+        except RuntimeError as error:
+            self._executor.shutdown(wait=False, cancel_futures=True)  # it has queued the fit all the same
+            self._executor = None
+            raise NoThread(str(error)) from error
+
+
+def _fit(fitter: Callable[[Observations], Fit], recent: Recent, in_process: "FitProcess | None") -> Fit:
+    return fitter(recent.joined()) if in_process is None else in_process.fit(fitter, recent)
 
 
 class FitProcess:

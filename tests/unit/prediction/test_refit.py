@@ -3,7 +3,8 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -199,6 +200,43 @@ def test_the_loop_refits_by_itself_and_ends_its_worker() -> None:
         assert predictor.predict_one(0, 100, "") == (1.0, 5.0)
         with pytest.raises(RuntimeError):
             executor.submit(print)
+
+    asyncio.run(scenario())
+
+
+class NoThreads(ThreadPoolExecutor):
+    """What an executor does where the system has no thread."""
+
+    def submit(self, *args: object, **options: object) -> Future[Any]:  # type: ignore[override]
+        raise RuntimeError("can't start new thread")
+
+
+def test_a_moment_without_threads_costs_one_fit_and_not_those_after_it(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        predictor = Announcing(10)
+        observed(predictor, *[5] * 8)
+        refitter = Refitter(predictor, executor=NoThreads(1))
+        with caplog.at_level(logging.WARNING):
+            assert not await refitter.refit()
+        observed(predictor, *[5] * 8)
+        assert await refitter.refit()
+        assert (refitter.fits, refitter.failures) == (1, 1)
+        refitter.close()
+
+    asyncio.run(scenario())
+    assert "keeping the present fit: can't start new thread" in caplog.text
+
+
+@pytest.mark.parametrize("in_process", [False, True], ids=["in a thread", "in a process"])
+def test_refits_go_on_where_they_are_run_again_after_an_error(in_process: bool) -> None:
+    async def scenario() -> None:
+        predictor = Announcing(10)
+        predictor.refits_in_process = in_process
+        refitter = Refitter(predictor)
+        for _ in range(2):
+            observed(predictor, *[5] * 8)
+            assert await refitter.refit()
+            refitter.close()  # as `run` does on its way out
 
     asyncio.run(scenario())
 
