@@ -14,6 +14,7 @@ from balanceroute.core.tracker import RequestTracker
 from balanceroute.core.types import Phase
 from balanceroute.prediction import Forecaster, refit_on_growth
 from balanceroute.prediction.refit import Refittable
+from balanceroute.prediction.refresh import refresh_interval_tokens
 from balanceroute.traces import Trace
 
 
@@ -84,7 +85,7 @@ class PredictorForecast:
     def __init__(self, forecaster: Forecaster, *, learns: bool = False) -> None:
         self.forecaster = forecaster
         self.learns = learns
-        self.refresh_every_tokens: int | None = max(1, forecaster.horizon_steps // 2)
+        self.refresh_every_tokens: int | None = refresh_interval_tokens(forecaster.horizon_steps)
 
     def initial(self, request: int, prompt_tokens: int, prompt_key: str, age_tokens: int = 0) -> float | None:
         """c-hat at its age."""
