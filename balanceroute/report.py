@@ -1,4 +1,4 @@
-"""The one definition of every figure that balanceroute reports about latency and balance.
+"""What the figures are that balanceroute reports about latency and balance, and how those of requests are computed.
 
 Latency, from the times at which a client saw the tokens of one answer:
 
@@ -12,6 +12,9 @@ Balance, from the KV tokens L_g that each of G decode workers holds during one s
     excess       max L - mean L      what the barrier costs: step time = a * max L + b
     imbalance    G * max L - sum L   the paper's model (I)
     balance      throughput against that of perfectly level workers with every slot busy; 1.0 is the bound
+
+The first three are of one step, and their means are summed up where steps are made: `simulator/result.py`,
+`emulator/step_totals.py`.
 
 Waits are unfair when big prompts wait and small ones do not; `wait_by_size` shows who waits.
 """
@@ -53,24 +56,6 @@ def percentile(values: ArrayLike, q: float) -> float:
     """The q-th percentile (0-100) with linear interpolation; NaN of nothing."""
     array = np.asarray(values, dtype=np.float64)
     return float(np.percentile(array, q)) if array.size else float("nan")
-
-
-def load_spread(load: ArrayLike) -> float:
-    """max L - min L of one step, tokens."""
-    array = np.asarray(load, dtype=np.float64)
-    return float(array.max() - array.min())
-
-
-def excess(load: ArrayLike) -> float:
-    """max L - mean L of one step, tokens."""
-    array = np.asarray(load, dtype=np.float64)
-    return float(array.max() - array.mean())
-
-
-def imbalance(load: ArrayLike) -> float:
-    """G * max L - sum L of one step, tokens."""
-    array = np.asarray(load, dtype=np.float64)
-    return float(len(array) * array.max() - array.sum())
 
 
 def balance(

@@ -181,11 +181,6 @@ class DecodeInstanceState:
         return max(0, self.own_slots - len(self.active)) if self.state is UP else 0
 
     @property
-    def has_room(self) -> bool:
-        """Whether another request may be sent there: into a slot, or ahead of one."""
-        return len(self.active) < self.own_slots + self.ahead and self.state is UP
-
-    @property
     def occupied(self) -> int:
         """Requests on the worker, whoever sent them."""
         return len(self.active) + self.foreign_requests

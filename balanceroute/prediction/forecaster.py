@@ -50,10 +50,6 @@ class Tracked(Protocol):
         """The key of the prompt, "" where unknown."""
         ...
 
-    def remaining(self, horizon_steps: int) -> float:
-        """The c_hat that the scheduler holds now, steps."""
-        ...
-
 
 @dataclass(frozen=True, slots=True)
 class Questions:
@@ -90,8 +86,6 @@ class Forecaster:
         self.failures = 0  # batches that the driver got no answer to
         self.gate_open = 0
         self.gate_closed = 0
-        self.finished_count = 0
-        self.error_tokens_sum = 0.0
 
     @property
     def horizon_steps(self) -> int:
@@ -154,15 +148,8 @@ class Forecaster:
         self.gate_closed += len(answers.c_hat) - answers.opened
 
     def finished(self, tracker: Tracked, finish_reason: str, now: float) -> FinishedRequest:
-        """Learn from a request that leaves its worker, and return the row for the history.
-
-        A finish has no step to come, so the c_hat that the scheduler still holds is its absolute error in tokens;
-        what was cut short says nothing about that error.
-        """
+        """Learn from a request that leaves its worker, and return the row for the history."""
         row = finished_row(tracker, finish_reason, now)
-        if not row.censored:
-            self.finished_count += 1
-            self.error_tokens_sum += tracker.remaining(self.horizon_steps)
         self.predictor.observe(row)
         return row
 

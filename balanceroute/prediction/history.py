@@ -79,14 +79,11 @@ _INSERT = (
 
 @dataclass(frozen=True, slots=True)
 class HistoryStats:
-    """What a metrics page shows: rows stored, rows not yet written, rows given up, and whether the file is
-    in use.
-    """
+    """What a metrics page shows: rows stored, rows not yet written, rows given up."""
 
     rows: int
     pending: int
     dropped: int
-    persistent: bool
 
 
 class _Unusable(Exception):
@@ -125,7 +122,7 @@ class History:
     @property
     def stats(self) -> HistoryStats:
         """Counters for the metrics page; no I/O."""
-        return HistoryStats(self._rows, self._queue.qsize(), self._dropped, self.path is not None)
+        return HistoryStats(self._rows, self._queue.qsize(), self._dropped)
 
     def add(self, finished: FinishedRequest) -> None:
         """Queue one row for the writer; never waits. Nothing is kept without a file."""

@@ -152,9 +152,9 @@ async def test_the_predictor_learns_from_what_finishes_and_is_asked_while_reques
             bodies = [completion(max_tokens=30, stream=True) for _ in range(10)]
             await asyncio.gather(*(router.client.post("/v1/completions", json=body) for body in bodies))
         await router.settled()
-        forecaster = router.app.services.forecasts.forecaster
-        assert forecaster.finished_count == 30
-        assert forecaster.refreshes > 0
+        forecasts = router.app.services.forecasts
+        assert forecasts.metrics.error_tokens.count == 30
+        assert forecasts.forecaster.refreshes > 0
 
 
 async def test_ranks_behind_one_url_are_told_apart_by_the_header() -> None:

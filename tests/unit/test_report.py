@@ -24,13 +24,6 @@ def test_itl_of_one_chunk_is_empty() -> None:
     assert report.itl_s([1.0], [5]).tolist() == []
 
 
-def test_the_three_ways_to_say_how_uneven_loads_are() -> None:
-    load = [100, 60, 80, 40]
-    assert report.load_spread(load) == 60
-    assert report.excess(load) == 30
-    assert report.imbalance(load) == 120
-
-
 def test_level_full_workers_have_balance_one() -> None:
     step_s = 1e-6 * 1000 + 0.02
     assert report.balance(

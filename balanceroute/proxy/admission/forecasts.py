@@ -305,7 +305,7 @@ class LiveForecasts(HistoryOnly):
                 self._failed(error, "observations")
                 row = finished_row(tracker, reason, now)
             self.history.add(row)
-            if not row.censored:
+            if not row.censored:  # no step was to come any more: what was still expected is the error
                 self._metrics.error_tokens.observe(tracker.remaining(self._horizon))
 
     def runner(self, snapshot: ClusterSnapshot) -> Callable[[], Awaitable[None]] | None:

@@ -20,9 +20,5 @@ class ATracker:
     age_tokens: int = 0
     prompt_tokens: int = 100
     prompt_key: str = ""
-    expected_remaining: float = 80.0
     earlier_tokens: int = 0
     max_new_tokens: int | None = None
-
-    def remaining(self, horizon_steps: int) -> float:
-        return min(self.expected_remaining, horizon_steps)

@@ -34,12 +34,11 @@ def test_nothing_due_costs_nothing() -> None:
     assert forecaster.refreshes == 0
 
 
-def test_a_finish_counts_what_was_still_expected_as_error_and_is_learned() -> None:
+def test_a_finish_is_learned() -> None:
     forecaster = a_forecaster()
 
-    row = forecaster.finished(ATracker(age_tokens=55, expected_remaining=7.0), "stop", now=3.0)
+    row = forecaster.finished(ATracker(age_tokens=55), "stop", now=3.0)
 
-    assert (forecaster.finished_count, forecaster.error_tokens_sum) == (1, 7.0)
     assert (row.output_tokens, row.finished_s, row.censored) == (55, 3.0, False)
     assert forecaster.predictor.ring.pending == 1  # type: ignore[attr-defined]
 
@@ -71,12 +70,11 @@ def test_what_the_clients_limit_leaves_bounds_the_forecast_even_where_the_gate_i
     assert forecaster.initial(100, max_new_tokens=40) == 39.0
 
 
-def test_a_cancelled_request_has_no_error_but_is_learned_as_cut_short() -> None:
+def test_a_cancelled_request_is_learned_as_cut_short() -> None:
     forecaster = a_forecaster()
 
     row = forecaster.finished(ATracker(age_tokens=55), "cancelled", now=3.0)
 
-    assert forecaster.finished_count == 0
     assert row.censored
 
 

@@ -216,7 +216,7 @@ def run_without_it(path: Path, caplog: pytest.LogCaptureFixture, reason: str) ->
         history.add(a_finish(5))
         assert history.flush()
         assert history.load() == []
-        assert not history.stats.persistent
+        assert history.path is None
     assert [reason in record.getMessage() for record in caplog.records] == [True]
 
 
@@ -348,7 +348,7 @@ def test_without_a_path_nothing_is_kept() -> None:
     history.close()
 
     assert history.load() == []
-    assert not history.stats.persistent
+    assert history.path is None
 
 
 def test_what_is_added_after_closing_is_counted_as_dropped(path: Path) -> None:

@@ -114,7 +114,7 @@ def test_a_cancelled_request_is_recorded_as_cut_short_and_one_without_a_token_no
     forecasts.close()
 
     assert [(row.output_tokens, row.censored) for row in read_rows(path)] == [(3, True)]
-    assert forecasts.forecaster.finished_count == 0
+    assert forecasts.metrics.error_tokens.count == 0
 
 
 def test_the_clients_limit_is_known_before_any_history_is() -> None:
