@@ -4,7 +4,8 @@ from collections.abc import Iterable
 from dataclasses import fields, replace
 from pathlib import Path
 
-from balanceroute.config import Config
+from balanceroute.config import Config, DecodeWorker, Worker
+from balanceroute.config.models import Decode
 from balanceroute.core.knobs import PolicySettings
 from balanceroute.core.policies import make_policy
 from balanceroute.core.policy import StageTimer
@@ -65,21 +66,27 @@ def any_waits(barrier_groups: Iterable[str]) -> bool:
 
 def worker_specs(config: Config) -> list[WorkerSpec]:
     """Every worker of the configuration, prefillers first."""
-    prefillers = [WorkerSpec(w.worker_id, Role.PREFILL, w.url, w.dp_rank) for w in config.prefill.workers]
-    decoders = [
-        WorkerSpec(
-            w.worker_id,
-            Role.DECODE,
-            w.url,
-            w.dp_rank,
-            config.decode.slots_of(w),
-            w.slowdown,
-            config.decode.barrier_group_of(w),
-            config.decode.request_tokens,
-        )
-        for w in config.decode.workers
-    ]
-    return prefillers + decoders
+    prefillers = [prefiller_spec(worker) for worker in config.prefill.workers]
+    return prefillers + [decoder_spec(worker, config.decode) for worker in config.decode.workers]
+
+
+def prefiller_spec(worker: Worker) -> WorkerSpec:
+    """A prefiller as the scheduler knows it."""
+    return WorkerSpec(worker.worker_id, Role.PREFILL, worker.url, worker.dp_rank)
+
+
+def decoder_spec(worker: DecodeWorker, decode: Decode) -> WorkerSpec:
+    """A decode worker as the scheduler knows it; what it does not say itself is said by the section."""
+    return WorkerSpec(
+        worker.worker_id,
+        Role.DECODE,
+        worker.url,
+        worker.dp_rank,
+        decode.slots_of(worker),
+        worker.slowdown,
+        decode.barrier_group_of(worker),
+        decode.request_tokens,
+    )
 
 
 def build_scheduler(

@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from balanceroute.build import policy_settings
+from balanceroute.build import decoder_spec, policy_settings, prefiller_spec
 from balanceroute.config import DecodeWorker, normalised_url, server_of
 from balanceroute.config import Worker as WorkerConfig
 from balanceroute.config.models import Decode
@@ -263,22 +263,11 @@ def _spec(decode: Decode, role: Role, url: str, entry: dict[str, Any]) -> Worker
     """The worker that an operator describes. Raises: InvalidRequest."""
     try:
         if role is Role.PREFILL:
-            prefiller = WorkerConfig.model_validate({**entry, "url": url})
-            return WorkerSpec(prefiller.worker_id, role, prefiller.url, prefiller.dp_rank)
-        worker = DecodeWorker.model_validate({**entry, "url": url})
+            return prefiller_spec(WorkerConfig.model_validate({**entry, "url": url}))
+        return decoder_spec(DecodeWorker.model_validate({**entry, "url": url}), decode)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         raise InvalidRequest(f"instance {url}: {first['msg']}", param="instances") from None
-    return WorkerSpec(
-        worker.worker_id,
-        role,
-        worker.url,
-        worker.dp_rank,
-        decode.slots_of(worker),
-        worker.slowdown,
-        decode.barrier_group_of(worker),
-        decode.request_tokens,
-    )
 
 
 def _each(
