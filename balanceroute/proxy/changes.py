@@ -23,6 +23,7 @@ from balanceroute.proxy.link.files import is_gone, replace_content
 from balanceroute.proxy.ops.steering import with_policy
 from balanceroute.proxy.services import Services
 from balanceroute.proxy.telemetry.ticks import until_tick_s
+from balanceroute.proxy.telemetry.troubles import Trouble
 
 log = logging.getLogger(__name__)
 
@@ -110,7 +111,9 @@ class KeptChanges:
         does still; the file is the leader's to write.
         """
         self._path, self._lineage, self._leads = path, lineage, leads
-        self._fails = False
+        self._trouble = Trouble(
+            log, "what operators change is not kept for another brain", "what operators change is kept again"
+        )
         self.last = Changes(lineage)
         try:
             found = msgspec.json.decode(path.read_bytes(), type=Changes)
@@ -135,14 +138,9 @@ class KeptChanges:
         try:
             replace_content(self._path, msgspec.json.encode(changes))
         except OSError as error:
-            if not self._fails:
-                fields = {"file": file, "error": error.strerror}
-                log.warning("what operators change is not kept for another brain", extra=fields)
-            self._fails = True
+            self._trouble.begin(file=file, error=error.strerror)
             return
-        if self._fails:
-            log.info("what operators change is kept again", extra={"file": file})
-        self._fails = False
+        self._trouble.end(file=file)
         self.last = changes
 
     async def watch(self, services: Services, base: Callable[[], Config]) -> None:

@@ -30,6 +30,7 @@ from balanceroute.proxy.reload import asks_another_predictor, check_added, check
 from balanceroute.proxy.run_folder import RunFolder, relay_name, run_folder
 from balanceroute.proxy.supervisor import Main, Supervisor, be_called
 from balanceroute.proxy.telemetry.logs import configure
+from balanceroute.proxy.telemetry.troubles import Trouble
 
 log = logging.getLogger(__name__)
 
@@ -110,7 +111,7 @@ class Processes:
         self._handover: Handover | None = None
         self._was_up = False  # all children
         self._ends = False
-        self._is_found = True  # by others, as far as was said
+        self._trouble = Trouble(log, "no other router can take over from this one")
 
     @property
     def config(self) -> Config:
@@ -239,11 +240,9 @@ class Processes:
                 sockets = [*self._sockets, *self._links]
                 self._handover = Handover(self._folder.handover, self._told, sockets, self._lock, self._table.fd)
         except ConfigError as error:
-            if self._is_found:
-                log.warning("no other router can take over from this one", extra={"error": str(error)})
-            self._is_found = False
+            self._trouble.begin(error=str(error))
         else:
-            self._is_found = True
+            self._trouble.end()
 
     def succeeded(self) -> bool:
         """See `Owner`; then the run folder is the successor's, however long this router takes to finish."""

@@ -64,6 +64,7 @@ from balanceroute.proxy.relay_services import RelayServices
 from balanceroute.proxy.run_folder import CountsFile, RunFolder
 from balanceroute.proxy.server import ChildServer
 from balanceroute.proxy.telemetry.metrics import Metrics
+from balanceroute.proxy.telemetry.troubles import Trouble
 from balanceroute.proxy.wire.connectors import connector_for
 from balanceroute.proxy.workers.connector_check import shortened
 from balanceroute.proxy.workers.drainer import Drainer
@@ -201,19 +202,17 @@ async def _drain_left(services: RelayServices, pins: PinRecord) -> None:
     await services.known.wait()
     left, pins.left = pins.left, ()
     drain_left(services, left)
-    looked = True
+    trouble = Trouble(
+        log, "no look for what other relays have pinned", "what other relays have pinned is looked for again"
+    )
     while True:
         try:
             found = [pin for path in services.folder.other_pins(services.name) for pin in pins.take_over(path)]
         except OSError as error:  # no descriptor is free, most likely, and clients give theirs back
             found = []
-            if looked:
-                log.warning("no look for what other relays have pinned", extra={"error": error.strerror})
-            looked = False
+            trouble.begin(error=error.strerror)
         else:
-            if not looked:
-                log.info("what other relays have pinned is looked for again")
-            looked = True
+            trouble.end()
         if found:
             log.info("what another relay had pinned is drained", extra={"requests": len(found)})
             drain_left(services, found)

@@ -17,6 +17,7 @@ from balanceroute.proxy.link.messages import Activity, Counted, Explained, Learn
 from balanceroute.proxy.link.remote import LOST, RemoteBrain
 from balanceroute.proxy.run_folder import CountsFile, Gone, RunFolder
 from balanceroute.proxy.telemetry.ticks import until_tick_s
+from balanceroute.proxy.telemetry.troubles import Trouble
 from balanceroute.proxy.workers.fleet import Worker
 from balanceroute.proxy.workers.relay_fleet import RelayFleet
 from balanceroute.proxy.workers.silence import FrozenGroup
@@ -118,19 +119,17 @@ class RelayServices(ClientServices):
 
     async def live_on(self, life: int) -> None:
         """Every few seconds, see that a brain can know that this relay lives, and waits for it; until cancelled."""
-        told, gone = False, Gone(self.folder)
+        trouble, gone = Trouble(log, "the run folder does not say that this relay lives"), Gone(self.folder)
         while True:
             await asyncio.sleep(until_tick_s(self.loop.time(), LIFE_S))
             try:
                 again = self.folder.live_on(self.name, life)
             except ConfigError as error:
-                if not told:
-                    log.warning("the run folder does not say that this relay lives", extra={"error": str(error)})
-                told = True
+                trouble.begin(error=str(error))
             else:
                 if again:
                     log.warning("the run folder says again that this relay lives", extra={"relay": self.name})
-                told = False
+                trouble.end()
             if self.config.listen.brains:  # no brain here counts on for relays that will not return
                 gone.bury(self.loop.time(), lambda relay, counts: True)
 

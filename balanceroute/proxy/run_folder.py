@@ -23,6 +23,7 @@ from typing import BinaryIO, Final
 from balanceroute.config import Config
 from balanceroute.errors import ConfigError
 from balanceroute.proxy.link.files import NEW, is_at, is_gone, locked, replace_content
+from balanceroute.proxy.telemetry.troubles import Trouble
 
 log = logging.getLogger(__name__)
 
@@ -321,7 +322,7 @@ class Gone:
     def __init__(self, folder: RunFolder) -> None:
         self._folder = folder
         self._since: dict[str, float] = {}
-        self._tells, self._look_s = True, -math.inf
+        self._trouble, self._look_s = Trouble(log, "files of former relays are not removed"), -math.inf
 
     def bury(self, now: float, inherit: Callable[[str, bytes], bool]) -> None:
         """Every few seconds, remove what they have left once `inherit` has their counts; see `RunFolder.bury`."""
@@ -334,11 +335,9 @@ class Gone:
             for relay in sorted(gone):
                 if now - self._since[relay] >= GONE_S and self._folder.bury(relay, partial(inherit, relay)):
                     del self._since[relay]
-            self._tells = True
+            self._trouble.end()
         except OSError as error:  # no descriptor is free, most likely; what stays does no harm
-            if self._tells:
-                log.warning("files of former relays are not removed", extra={"error": error.strerror})
-            self._tells = False
+            self._trouble.begin(error=error.strerror)
 
 
 class CountsFile:
@@ -347,7 +346,7 @@ class CountsFile:
     def __init__(self, folder: RunFolder, name: str) -> None:
         """`name`: of a relay, or `LEADER`."""
         self._folder, self._name = folder, name
-        self._keeps = True
+        self._trouble = Trouble(log, "counts not kept", "counts are kept again")
 
     def last(self) -> bytes:
         """What the former lives have counted; nothing where that can't be read, which is no reason not to live."""
@@ -363,18 +362,14 @@ class CountsFile:
         return is_gone(self._folder.counts_file(self._name))
 
     def keep(self, counts: bytes) -> bool:
-        """Whether it is kept; that it can't be is told once, until it can be again."""
+        """Whether it is kept."""
         try:
             self._folder.keep_counts(self._name, counts)
         except OSError as error:
-            if self._keeps:
-                log.warning("counts not kept", extra={"relay": self._name, "error": error.strerror})
-            self._keeps = False
-        else:
-            if not self._keeps:
-                log.info("counts are kept again", extra={"relay": self._name})
-            self._keeps = True
-        return self._keeps
+            self._trouble.begin(relay=self._name, error=error.strerror)
+            return False
+        self._trouble.end(relay=self._name)
+        return True
 
 
 def relay_name(number: int, generation: int) -> str:

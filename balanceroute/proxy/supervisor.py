@@ -46,6 +46,7 @@ from typing import Final, NoReturn, Protocol
 from balanceroute.errors import BalanceRouteError, ConfigError
 from balanceroute.proxy.apart import WITHIN_S, Trial
 from balanceroute.proxy.handover import signal_input
+from balanceroute.proxy.telemetry.troubles import Trouble
 
 log = logging.getLogger(__name__)
 
@@ -137,7 +138,7 @@ class Supervisor:
         self._drains = False  # and may be taken over still
         self._deadline_s: float | None = None  # then all that is left is killed
         self._code = 0
-        self._cannot_fork = False  # and it has been told
+        self._trouble = Trouble(log, "no process can be started, tried again")
         self._reload_asked = False  # and not begun yet
         self._trial: Trial | None = None  # of the reload under way
         self._parent = os.getpid()
@@ -343,7 +344,7 @@ class Supervisor:
         except OSError as error:
             self._put_off(child, error)
             return
-        self._cannot_fork = False
+        self._trouble.end()
         child.pid, child.due_s, child.started_s = pid, None, time.monotonic()
         child.lives += 1
         log.info("child started", extra={"child": child.name, "pid": pid, "life": child.lives})
@@ -352,9 +353,7 @@ class Supervisor:
         """No process is to be had, or no memory: the others go on, and there may be some later."""
         child.failures += 1
         child.due_s = time.monotonic() + _pause_s(child.failures)
-        if not self._cannot_fork:
-            log.warning("no process can be started, tried again", extra={"child": child.name, "error": error.strerror})
-        self._cannot_fork = True
+        self._trouble.begin(child=child.name, error=error.strerror)
 
     def _fork(self, name: str, main: Callable[[], None]) -> int:
         """A process of that name, which runs `main`; returns its id. Raises: OSError: none is to be had."""

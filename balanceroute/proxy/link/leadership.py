@@ -22,6 +22,7 @@ from typing import Final, Protocol
 
 from balanceroute.errors import ConfigError
 from balanceroute.proxy.link.files import is_at, locked
+from balanceroute.proxy.telemetry.troubles import Trouble
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +69,7 @@ class FileLead:
         self._sign_s = self._looked_s = 0.0  # when that was seen first, and when we looked last
         self._held = threading.Lock()  # the file is not closed while it is touched
         self._renewed_s = 0.0
-        self._shows = True  # that it lives, as far as was said
+        self._trouble = Trouble(log, "the leader cannot show that it lives")
         self.epoch = 0
 
     def take(self) -> bool:
@@ -148,11 +149,9 @@ class FileLead:
         try:
             os.utime(file)
         except OSError as error:
-            if self._shows:
-                log.warning("the leader cannot show that it lives", extra={"error": error.strerror})
-            self._shows = False
+            self._trouble.begin(error=error.strerror)
         else:
-            self._shows = True
+            self._trouble.end()
 
     def _is_ours(self, file: int) -> bool:
         """Whether the locked file is the one by which a leader is known, as far as can be seen."""

@@ -29,6 +29,7 @@ from typing import Final
 from balanceroute.errors import ConfigError
 from balanceroute.proxy.link.kubernetes import Lease, LeaseApi, LeaseError, LeaseSpec
 from balanceroute.proxy.link.leadership import STUCK_S, FileLead
+from balanceroute.proxy.telemetry.troubles import Trouble
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +60,8 @@ class LeaseLead:
         self._next_s = 0.0  # not to be taken before
         self._seen: LeaseSpec | None = None  # and when that was seen first
         self._seen_s = 0.0
-        self._heard, self._in_trouble = again, False  # the API server has answered; the last call has failed
+        self._heard = again  # the API server has answered
+        self._trouble = Trouble(log, "lease")  # with the last call
         self._lease: Lease | None = None  # which we hold
         self._asked_s = self._renewed_s = 0.0  # when the loop asked last, and when we asked for the last renewal
         self._lost = self._resigned = False
@@ -77,7 +79,8 @@ class LeaseLead:
         self._next_s = now + self._retry_s * random.uniform(1.0, JITTER)
         try:
             lease = self._taken()
-            self._heard, self._in_trouble = True, False
+            self._heard = True
+            self._trouble.end()
         except LeaseError as error:
             if error.denied and not self._heard:
                 raise ConfigError(f"listen.lease: {error}") from None
@@ -201,7 +204,8 @@ class LeaseLead:
             self._warn(error)
             return held
         if renewed is not None:
-            self._renewed_s, self._in_trouble = asked_s, False
+            self._renewed_s = asked_s
+            self._trouble.end()
         return renewed
 
     def _reread(self) -> Lease | None:
@@ -235,10 +239,7 @@ class LeaseLead:
             self._warn(error)
 
     def _warn(self, error: LeaseError) -> None:
-        """Once, until it is over."""
-        if not self._in_trouble:
-            self._in_trouble = True
-            log.warning("lease", extra={"lease": self._api.name, "error": str(error)})
+        self._trouble.begin(lease=self._api.name, error=str(error))
 
 
 def _now() -> str:

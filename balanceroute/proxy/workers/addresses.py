@@ -13,6 +13,8 @@ import socket
 from collections.abc import Iterable
 from typing import Final
 
+from balanceroute.proxy.telemetry.troubles import Trouble
+
 log = logging.getLogger(__name__)
 
 FRESH_S: Final = 5.0
@@ -28,7 +30,7 @@ class Addresses:
         self._fresh_until_s = float("inf") if self._known else float("-inf")
         self._lookup: asyncio.Task[None] | None = None
         self._error: Exception | None = None
-        self._stale = False  # the last lookup failed, and that has been said
+        self._trouble = Trouble(log, "name not found: its last addresses count", "name found again")
         self._preferred = ""
 
     async def get(self) -> list[str]:
@@ -71,16 +73,13 @@ class Addresses:
             if self._known:
                 self._keep(loop, str(error))
             return
-        if self._stale:
-            log.info("name found again", extra={"host": self._host})
-        self._known, self._stale = self._in_order(dict.fromkeys(str(entry[4][0]) for entry in found)), False
+        self._trouble.end(host=self._host)
+        self._known = self._in_order(dict.fromkeys(str(entry[4][0]) for entry in found))
         self._fresh_until_s = loop.time() + FRESH_S
 
     def _keep(self, loop: asyncio.AbstractEventLoop, reason: str) -> None:
-        """Go on with the known ones, and say so once."""
-        if not self._stale:
-            log.warning("name not found: its last addresses count", extra={"host": self._host, "error": reason})
-        self._stale = True
+        """Go on with the known ones."""
+        self._trouble.begin(host=self._host, error=reason)
         self._fresh_until_s = loop.time() + FRESH_S
 
 

@@ -37,6 +37,7 @@ import orjson
 from balanceroute.errors import ConfigError
 from balanceroute.proxy.link.files import beside, is_at
 from balanceroute.proxy.telemetry.ticks import until_tick_s
+from balanceroute.proxy.telemetry.troubles import Trouble
 from balanceroute.proxy.wire.bounds import MAX_PARAMS_BYTES, token_count
 from balanceroute.proxy.wire.payloads import ClientRequest
 
@@ -104,7 +105,7 @@ class PinRecord:
         self._count = 0
         self._size = self._limit = 0
         self._file: int | None = None
-        self._lacks = False  # a file, and that was told
+        self._trouble = Trouble(log, "pinned KV is not recorded")
         try:
             self._file = os.open(self._path, _FLAGS, 0o600)
             self._lock(self._file, self._path)
@@ -171,12 +172,12 @@ class PinRecord:
             if self._file is None or not is_at(self._file, self._path):
                 self._see_that_it_is_nobodys()
                 self._rewrite()
-            elif not self._lacks:
+            elif not self._trouble.lasts:
                 return
         except (OSError, ConfigError) as error:
             self._tell_lack(error)
         else:
-            self._lacks = False
+            self._trouble.end()
             log.warning("pinned KV is recorded again", extra={"file": str(self._path)})
 
     async def watch(self) -> None:
@@ -206,11 +207,8 @@ class PinRecord:
                 _held(opened.read(), self._path, self, self._named)
 
     def _tell_lack(self, error: OSError | ConfigError) -> None:
-        """Once, until it is recorded again."""
-        if not self._lacks:
-            why = error.strerror if isinstance(error, OSError) else str(error)
-            log.warning("pinned KV is not recorded", extra={"file": str(self._path), "error": why})
-        self._lacks = True
+        why = error.strerror if isinstance(error, OSError) else str(error)
+        self._trouble.begin(file=str(self._path), error=why)
 
     def _lock(self, file: int, path: Path) -> None:
         """Make the file ours alone. Raises: ConfigError; OSError."""
