@@ -22,6 +22,7 @@ from balanceroute.proxy.client.response import Response
 from balanceroute.proxy.life.errors import ClientGone
 from balanceroute.proxy.life.leg import Leg
 from balanceroute.proxy.wire.answers import AnswerAssembler
+from balanceroute.proxy.wire.closing import DONE_EVENT, event_bytes, event_head
 from balanceroute.proxy.wire.payloads import ClientRequest, split
 from balanceroute.proxy.wire.prompt_echo import with_prompt
 from balanceroute.proxy.wire.responses import SSE_HEADERS, Headers
@@ -246,21 +247,13 @@ def closing_events(
     request: ClientRequest, request_id: str, created: int, model: str | None, legs: Sequence[Leg]
 ) -> bytes:
     """The end of a merged stream: usage, if asked for, and [DONE]; every leg has seen its own."""
-    done = b"data: [DONE]\n\n"
     if not request.include_usage:
-        return done
+        return DONE_EVENT
     usage = merged_usage(request, legs)
     if details := _completion_details(leg.answer.scanner.usage for leg in legs):
         usage["completion_tokens_details"] = details
-    event: dict[str, Any] = {
-        "id": public_id(request, request_id),
-        "object": "chat.completion.chunk" if request.endpoint == "chat" else "text_completion",
-        "created": created,
-        "model": model,
-        "choices": [],
-        "usage": usage,
-    }
-    return b"data: %s\n\n%s" % (orjson.dumps(event), done)
+    head = event_head(public_id(request, request_id), created, model, chat=request.endpoint == "chat")
+    return event_bytes({**head, "choices": [], "usage": usage}) + DONE_EVENT
 
 
 def merged_answer(request: ClientRequest, request_id: str, legs: Sequence[Leg], outlets: Sequence[PartAnswer]) -> bytes:

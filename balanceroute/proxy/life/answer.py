@@ -8,8 +8,6 @@ needs a client that has seen nothing of it; else it ends with an error.
 
 from typing import Any, Final
 
-import orjson
-
 from balanceroute.errors import BadUpstreamReply, NotResumable, UpstreamError
 from balanceroute.proxy.admission.prompt_estimates import has_estimate
 from balanceroute.proxy.life.outlet import Outlet
@@ -17,6 +15,7 @@ from balanceroute.proxy.life.resumption import Fidelity, resumption
 from balanceroute.proxy.life.retries import pushes_back
 from balanceroute.proxy.life.services import LifeServices
 from balanceroute.proxy.life.streaming import write_part
+from balanceroute.proxy.wire.closing import ended_by_length
 from balanceroute.proxy.wire.payloads import ClientRequest, PrefillResult, cut_alike, resume
 from balanceroute.proxy.wire.prompt_echo import prompt_text
 from balanceroute.proxy.wire.sse import EventScanner, StreamEnd
@@ -187,7 +186,9 @@ class Answer:
     async def end_by_length(self) -> None:
         """The limit was reached when the worker was lost: say so as a worker would have."""
         outlet = self.outlet
-        out = self.scanner.feed(_closing_events(self._original, self.prompt_tokens, self.scanner.tokens_in_life))
+        chat = self._original.endpoint == "chat"
+        tokens = self.scanner.tokens_in_life  # the scanner adds those of workers before
+        out = self.scanner.feed(ended_by_length(self._original.model, self.prompt_tokens, tokens, chat=chat))
         if not outlet.started:
             outlet.start()
         if outlet.ends_response:
@@ -206,19 +207,3 @@ class Answer:
         owed = scanner.owed_usage(self.request.model, chat=self.request.endpoint == "chat")
         if owed:
             await write_part(self.outlet, owed)
-
-
-def _closing_events(request: ClientRequest, prompt_tokens: int, tokens: int) -> bytes:
-    """As from a worker that has generated so many tokens itself; the scanner adds those of workers before it."""
-    chat = request.endpoint == "chat"
-    head = {
-        "id": "",
-        "object": "chat.completion.chunk" if chat else "text_completion",
-        "created": 0,
-        "model": request.model,
-    }
-    part: dict[str, Any] = {"delta": {}} if chat else {"text": ""}
-    choice = {"index": 0, **part, "logprobs": None, "finish_reason": "length", "stop_reason": None}
-    usage = {"prompt_tokens": prompt_tokens, "completion_tokens": tokens, "total_tokens": prompt_tokens + tokens}
-    events: tuple[dict[str, Any], ...] = ({**head, "choices": [choice]}, {**head, "choices": [], "usage": usage})
-    return b"".join(b"data: %s\n\n" % orjson.dumps(event) for event in events) + b"data: [DONE]\n\n"

@@ -16,6 +16,7 @@ from typing import Any
 import orjson
 
 from balanceroute.errors import BadUpstreamReply
+from balanceroute.proxy.wire.closing import DONE_EVENT, event_bytes, event_head
 from balanceroute.proxy.wire.payloads import ClientRequest
 
 _SHAPE_ERRORS = (TypeError, KeyError, IndexError, AttributeError, ValueError)
@@ -83,12 +84,7 @@ def scored_events(
     The options are those of a part of several answers, as of `EventScanner`.
     """
     choice = reply["choices"][0]
-    head = {
-        "id": public_id or reply.get("id"),
-        "object": "text_completion",
-        "created": created or reply.get("created"),
-        "model": reply.get("model"),
-    }
+    head = event_head(public_id or reply.get("id"), created or reply.get("created"), reply.get("model"), chat=False)
     shown = ("text", "logprobs", "finish_reason", "stop_reason", "prompt_token_ids", "token_ids")
     told = {"index": index} | {name: choice.get(name) for name in shown}
     events: list[dict[str, Any]] = [{**head, "choices": [told]}]
@@ -96,5 +92,5 @@ def scored_events(
         events[0]["usage"] = reply.get("usage")
     if request.include_usage and closing_events:
         events.append({**head, "choices": [], "usage": reply.get("usage")})
-    text = b"".join(b"data: %s\n\n" % orjson.dumps(event) for event in events)
-    return text + b"data: [DONE]\n\n" if closing_events else text
+    text = b"".join(map(event_bytes, events))
+    return text + DONE_EVENT if closing_events else text

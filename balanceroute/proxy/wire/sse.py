@@ -35,6 +35,7 @@ import orjson
 
 from balanceroute.proxy.hotpath import EventMatcher
 from balanceroute.proxy.wire.bounds import ABORT, answers, checked_choice, checked_usage, shown_id
+from balanceroute.proxy.wire.closing import event_bytes, event_head, usage_of
 from balanceroute.proxy.wire.usage import put_prompt_details
 
 MAX_EVENT_BYTES: Final = 32 * 1024 * 1024  # the ids of a prompt of 4 million tokens; more is no event
@@ -305,9 +306,7 @@ class EventScanner:
 
     def counted_usage(self) -> dict[str, Any]:
         """The usage by our own count."""
-        prompt_tokens = self._known_prompt_tokens or 0
-        usage: dict[str, Any] = {"prompt_tokens": prompt_tokens, "completion_tokens": self.tokens}
-        usage["total_tokens"] = prompt_tokens + self.tokens
+        usage: dict[str, Any] = {**usage_of(self._known_prompt_tokens or 0, self.tokens)}
         put_prompt_details(usage, self._prompt_details)
         return usage
 
@@ -321,15 +320,9 @@ class EventScanner:
         """The final usage event of an answer whose worker ended without one, from our own count; else nothing."""
         if self.usage is not None or self.finish_reason is None or self._known_prompt_tokens is None:
             return b""
-        event: dict[str, Any] = {
-            "id": self.public_id,
-            "object": "chat.completion.chunk" if chat else "text_completion",
-            "created": self.created,
-            "model": model,
-            "choices": [],
-            "usage": self.counted_usage(),
-        }
-        return self._final_usage(event, b"data: %s\n\n" % orjson.dumps(event))
+        head = event_head(self.public_id, self.created, model, chat=chat)
+        event = {**head, "choices": [], "usage": self.counted_usage()}
+        return self._final_usage(event, event_bytes(event))
 
     def last_words(self) -> bytes:
         """What ends a finished answer whose worker sends no [DONE]: that is not made up; other forms have an end."""

@@ -1,0 +1,34 @@
+"""How an answer's stream ends where no worker writes its end: usage, finish and [DONE] as an engine would send them."""
+
+from typing import Any, Final
+
+import orjson
+
+DONE_EVENT: Final = b"data: [DONE]\n\n"
+
+
+def event_bytes(event: dict[str, Any]) -> bytes:
+    """An event of a stream as it is sent."""
+    return b"data: %s\n\n" % orjson.dumps(event)
+
+
+def event_head(answer_id: str | None, created: int | None, model: str | None, *, chat: bool) -> dict[str, Any]:
+    """What every event of an answer begins with."""
+    kind = "chat.completion.chunk" if chat else "text_completion"
+    return {"id": answer_id, "object": kind, "created": created, "model": model}
+
+
+def usage_of(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
+    """A usage by counts alone."""
+    total_tokens = prompt_tokens + completion_tokens
+    return {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens, "total_tokens": total_tokens}
+
+
+def ended_by_length(model: str | None, prompt_tokens: int, tokens: int, *, chat: bool) -> bytes:
+    """The last events of an answer that has reached its limit, as from a worker that has generated so many tokens."""
+    head = event_head("", 0, model, chat=chat)
+    part: dict[str, Any] = {"delta": {}} if chat else {"text": ""}
+    choice = {"index": 0, **part, "logprobs": None, "finish_reason": "length", "stop_reason": None}
+    finish = {**head, "choices": [choice]}
+    usage = {**head, "choices": [], "usage": usage_of(prompt_tokens, tokens)}
+    return event_bytes(finish) + event_bytes(usage) + DONE_EVENT
