@@ -19,7 +19,7 @@ import httpx
 
 from balanceroute.config import Config, DecodeWorker, Worker
 from balanceroute.proxy.perimeter.tls import Tls
-from balanceroute.proxy.workers.metrics_poller import read_samples
+from balanceroute.proxy.wire.metrics_page import read_samples
 
 ROLES = {"prefill": ("kv_producer", "kv_both"), "decode": ("kv_consumer", "kv_both")}
 CONNECTORS = {"Layerwise": "mooncake_layerwise", "Nixl": "nixl", "Mooncake": "mooncake_v1"}  # the first that is in it

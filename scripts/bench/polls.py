@@ -17,7 +17,7 @@ import httpx
 from prometheus_client import CollectorRegistry, Gauge, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from balanceroute.proxy.workers.metrics_poller import read_samples
+from balanceroute.proxy.wire.metrics_page import read_samples
 from balanceroute.proxy.workers.upstream import Upstream
 
 WORKERS: Final = 144

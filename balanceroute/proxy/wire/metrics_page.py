@@ -1,0 +1,118 @@
+"""What a page of an engine's metrics says, read without I/O: vLLM's gauges and counters that the router counts with.
+
+The loop that relays streams reads these pages, and a parser of all that they have would hold it up
+(`scripts/bench/polls.py`).
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from typing import Final
+
+_MAX_REQUESTS: Final = 1e6  # of one engine
+_GAUGES: Final = (b"kv_cache_usage_perc", b"num_requests_running", b"num_requests_waiting")
+_COUNTERS: Final = (b"prefix_cache_queries_total", b"prefix_cache_hits_total")
+_DRAFTS: Final = (b"spec_decode_num_drafts_total", b"spec_decode_num_accepted_tokens_total")
+_MOST_TOKENS: Final = 1e18
+_MOST_KV_TOKENS: Final = 2**40  # of one engine, or of a block of it
+_MOST_PER_STEP: Final = 256.0  # tokens of a request
+_OFF: Final = b'enable_prefix_caching="False"'
+_SAMPLE = re.compile(rb"vllm:\w+\{(.*?)\}[ \t]+(\S+)")
+_CACHE = re.compile(rb"vllm:cache_config_info\{(.*)\}")
+# names whole: there are also mamba_block_size and effective_attention_block_size
+_CACHE_SIZE = re.compile(rb'(?:^|,)\s*(block_size|kv_cache_size_tokens|num_gpu_blocks)="(\d{1,12})"')
+_ENGINE = re.compile(rb'(?:^|,)\s*engine="([^"]*)"')
+
+
+def read_samples(text: bytes) -> dict[str, dict[str, float]]:
+    """KV usage, running and waiting requests per engine (DP rank as text); others are skipped unparsed.
+
+    So is what can't be meant: a usage that is no ratio, a number of requests or a size of a memory that is none.
+    `kv_capacity_tokens` and `kv_block_tokens` come from the labels of `cache_config_info`, where it has them, and so
+    does `prefix_caching`, 0 or 1; `prefix_cache_queries_total` and `..._hits_total` are tokens. `tokens_per_step`, of a
+    running request, is there with speculative decoding: each step yields one token and those of its draft that were
+    accepted.
+    """
+    engines: dict[str, dict[str, float]] = defaultdict(dict)
+    text = b"\n" + text
+    for name in (*_GAUGES, *_COUNTERS, *_DRAFTS):
+        for line in _lines(text, name):
+            match = _SAMPLE.match(line)
+            value = None if match is None else _number(match[2])
+            if match is not None and value is not None and 0.0 <= value <= _most(name):
+                engines[_engine(match[1])][name.decode()] = value
+    for line in _lines(text, b"cache_config_info"):
+        if (labels := _CACHE.match(line)) is not None:
+            size = {name: int(value) for name, value in _CACHE_SIZE.findall(labels[1])}
+            block = size.get(b"block_size", 0)
+            engines[_engine(labels[1])] |= {
+                "kv_block_tokens": _size(block),
+                "kv_capacity_tokens": _size(size.get(b"kv_cache_size_tokens", block * size.get(b"num_gpu_blocks", 0))),
+            }
+            if b"enable_prefix_caching=" in labels[1]:
+                engines[_engine(labels[1])]["prefix_caching"] = float(_OFF not in labels[1])
+    for samples in engines.values():
+        drafts, accepted = (samples.pop(name.decode(), 0.0) for name in _DRAFTS)
+        if 0.0 < drafts and accepted < drafts * _MOST_PER_STEP:
+            samples["tokens_per_step"] = 1.0 + accepted / drafts
+    return dict(engines)
+
+
+def _most(name: bytes) -> float:
+    """Above what a sample of that name can't be meant."""
+    if name in _COUNTERS or name in _DRAFTS:
+        return _MOST_TOKENS
+    return 1.0 if name == _GAUGES[0] else _MAX_REQUESTS
+
+
+def _size(tokens: int) -> int:
+    """That of a memory; 0, as where none is told, if it can't be meant."""
+    return tokens if tokens <= _MOST_KV_TOKENS else 0
+
+
+def _lines(text: bytes, name: bytes) -> Iterator[bytes]:
+    """The samples of one metric. A search for each name reads a page ten times as fast as one pattern for all lines."""
+    start = b"\nvllm:" + name + b"{"
+    at = text.find(start)
+    while at >= 0:
+        end = text.find(b"\n", at + 1)
+        yield text[at + 1 : end if end >= 0 else None]
+        at = text.find(start, end) if end >= 0 else -1
+
+
+def _number(text: bytes) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def _engine(labels: bytes) -> str:
+    engine = _ENGINE.search(labels)
+    return engine[1].decode("latin-1") if engine else "0"
+
+
+def of_worker(engines: dict[str, dict[str, float]], dp_rank: int | None) -> dict[str, float] | None:
+    """The samples of one worker: its rank's, or where it has none those of the only engine; None when unknown.
+
+    Several engines behind one URL without ranks are seen as their maximum: as full as the fullest.
+    """
+    if dp_rank is not None and len(engines) > 1:
+        return engines.get(_engine_of_rank(engines, dp_rank))
+    merged: dict[str, float] = {}
+    for samples in engines.values():
+        for name, value in samples.items():
+            merged[name] = max(merged.get(name, value), value)
+    return merged or None
+
+
+def _engine_of_rank(engines: Iterable[str], dp_rank: int) -> str:
+    """What a rank's samples are labelled with.
+
+    With hybrid load balancing engines are numbered over all nodes, and `dp_rank` counts those of its own node.
+    """
+    numbers = sorted(int(engine) for engine in engines if re.fullmatch("[0-9]{1,9}", engine))
+    first = numbers[0] if numbers else 0
+    if not first:
+        return str(dp_rank)
+    return str(numbers[dp_rank]) if dp_rank < len(numbers) else ""
