@@ -109,7 +109,7 @@ class PoolFifo(AdmissionPolicy):
 
     def decide(self, snapshot: ClusterSnapshot, now: float) -> Iterator[Choice]:
         while len(snapshot.pool):
-            open_workers = [worker for worker in snapshot.workers if worker.free_slots]
+            open_workers = snapshot.open_workers()
             if not open_workers:
                 return
             worker = min(open_workers, key=lambda candidate: candidate.step_load)

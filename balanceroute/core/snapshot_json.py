@@ -49,12 +49,7 @@ def snapshot_to_dict(snapshot: ClusterSnapshot, now: float, decider: Decider | N
         ],
         "prefilling": [_prefilling(tracker) for tracker in snapshot.requests.values() if tracker.offers is not None],
         "prefillers": [_prefiller(prefiller) for prefiller in snapshot.prefillers],
-        "means": _means(snapshot),
-        "draws": snapshot.draws,
-        "longest_wait_s": None if snapshot.longest_wait_s == math.inf else snapshot.longest_wait_s,
-        "pool_is_full": snapshot.pool_is_full,
-        "max_pooled": _pool_size(snapshot),
-        "shared_barrier": snapshot.shared_barrier,
+        **_of_the_whole(snapshot),
     }
 
 
@@ -66,18 +61,21 @@ def outline_to_dict(snapshot: ClusterSnapshot, now: float, decider: Decider | No
         "now_s": now,
         "workers": [_summed(worker, decider) for worker in snapshot.workers],
         "waiting": _all_waiting(snapshot, now, 0, decider),
+        **_of_the_whole(snapshot),
+    }
+
+
+def _of_the_whole(snapshot: ClusterSnapshot) -> dict[str, Any]:
+    """What policies look at beside workers and requests."""
+    bounded = snapshot.max_pooled < math.inf
+    return {
         "means": _means(snapshot),
         "draws": snapshot.draws,
         "longest_wait_s": None if snapshot.longest_wait_s == math.inf else snapshot.longest_wait_s,
         "pool_is_full": snapshot.pool_is_full,
-        "max_pooled": _pool_size(snapshot),
+        "max_pooled": int(snapshot.max_pooled) if bounded else None,  # compiled, the snapshot has it as a float
         "shared_barrier": snapshot.shared_barrier,
     }
-
-
-def _pool_size(snapshot: ClusterSnapshot) -> int | None:
-    """As a whole number: where the snapshot is compiled, its attribute is a float."""
-    return None if snapshot.max_pooled == math.inf else int(snapshot.max_pooled)
 
 
 def _means(snapshot: ClusterSnapshot) -> dict[str, Any]:
@@ -288,7 +286,7 @@ def _read_active(snapshot: ClusterSnapshot, worker: DecodeInstanceState, entry: 
         tracker.phase, tracker.worker = Phase.DECODING, worker
         tracker.counted = _whole(active, "generated_tokens", where, default=0)
         tracker.refreshed_at = tracker.counted
-        tracker.running = bool(active.get("running", True))
+        tracker.running = _flag(active, "running", where, default=True)
         _register(snapshot, tracker, where)
         worker.active[tracker.id] = tracker
         worker.load += tracker.kv_tokens
@@ -376,8 +374,8 @@ def _slowdown(data: dict[str, Any], path: str) -> float:
     return value
 
 
-def _flag(data: dict[str, Any], name: str, path: str) -> bool:
-    value = data.get(name, False)
+def _flag(data: dict[str, Any], name: str, path: str, default: bool = False) -> bool:
+    value = data.get(name, default)
     if not isinstance(value, bool):
         raise InputError(f"{_join(path, name)}: expected true or false, found {value!r:.60}")
     return value

@@ -52,6 +52,10 @@ def test_what_is_written_reads_back_the_same() -> None:
         ({"workers": [{"id": "d0", "slots": "x"}]}, r"workers\[0\].slots: expected a whole number from 1"),
         ({"workers": [{"id": "d0", "slots": 1, "slowdown": 0}]}, r"workers\[0\].slowdown: expected a number from 1e"),
         ({"workers": [{"id": "d0", "slots": 1, "state": "odd"}]}, r"state: 'odd'; accepted: up, draining, down"),
+        (
+            {"workers": [{"id": "d0", "slots": 1, "active": [{"id": "a", "prompt_tokens": 4, "running": "false"}]}]},
+            r"workers\[0\].active\[0\].running: expected true or false, found 'false'",
+        ),
         ({"waiting": [{"id": "a", "prompt_tokens": 4}]}, r"waiting\[0\].id: 'a' is there twice"),
         (
             {"waiting": [{"id": "w", "prompt_tokens": -4}]},
@@ -59,7 +63,7 @@ def test_what_is_written_reads_back_the_same() -> None:
         ),
         ({"waiting": ["w"]}, r"waiting\[0\]: expected an object"),
     ],
-    ids=["no list", "no id", "no number", "slowdown", "state", "twice", "negative", "no object"],
+    ids=["no list", "no id", "no number", "slowdown", "state", "no flag", "twice", "negative", "no object"],
 )
 def test_a_wrong_snapshot_is_refused_with_the_path_of_the_field(change: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
