@@ -149,9 +149,7 @@ def explain(state: Any, policy_name: str | None = None) -> Explanation:
     names it, too. Raises: InputError that names the field when it cannot be read, ConfigError for an unknown policy.
     """
     if policy_name is not None:
-        learn_policy(policy_name)
-        if isinstance(state, dict) and state.get("policy") != policy_name:
-            state = {**state, "policy": policy_name, "params": {}}
+        state = _decided_by(policy_name, state)
     elif isinstance(state, dict):
         learn_installed(state.get("policy"))
     policy, snapshot, now = state_from_dict(state)
@@ -170,6 +168,14 @@ def explain(state: Any, policy_name: str | None = None) -> Explanation:
         reason=_why_no_more(policy, snapshot),
         prefills=tuple(prefill_views(state)),
     )
+
+
+def _decided_by(policy_name: str, state: Any) -> Any:
+    """The document with this policy, and with its defaults unless it is the document's own. Raises: ConfigError."""
+    learn_policy(policy_name)
+    if isinstance(state, dict) and state.get("policy") != policy_name:
+        return {**state, "policy": policy_name, "params": {}}
+    return state
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,10 +197,7 @@ def outlook(state: Any, policy_name: str) -> Outlook:
 
     Raises: as `explain`.
     """
-    learn_policy(policy_name)
-    if state.get("policy") != policy_name:
-        state = {**state, "policy": policy_name, "params": {}}
-    policy, snapshot, now = state_from_dict(state)
+    policy, snapshot, now = state_from_dict(_decided_by(policy_name, state))
     admissions = _decide(policy, snapshot, now).admissions
     loads = [worker.total_load for worker in snapshot.workers if worker.state is not WorkerState.DOWN]
     return Outlook(
