@@ -263,10 +263,7 @@ def health_monitor(services: Services) -> HealthMonitor:
         services.loop,
         lambda: services.config,
         services.attention,
-        lambda worker_id: (
-            bool(services.fleet[worker_id].awaited_by)
-            or any(leg.expects_tokens_from(worker_id) for leg in services.legs)
-        ),
+        lambda worker_id: worker_id in services.awaited(),
         services.internal_error,
     )
 

@@ -154,8 +154,7 @@ class RelayServices(ClientServices):
         """Tell a brain what goes on here. While nothing does, once is enough: no process wakes up for it."""
         if self.brain.member is None:
             return  # what keys have used since then is told to the next one
-        awaited = {leg.decoder_id for leg in self.legs if leg.decoder_id and leg.expects_tokens_from(leg.decoder_id)}
-        uses = self.following.uses(self.loop.time(), awaited)
+        uses = self.following.uses(self.loop.time(), self.awaited())
         keys = () if self.perimeter.keys is None else self.perimeter.keys.uses()
         activity = Activity(self.exchanges, self.drainer.pending, uses, keys)
         if uses or keys or activity != self.told:

@@ -131,9 +131,9 @@ async def test_no_token_is_expected_of_a_decode_worker_before_the_kv_that_it_wai
         asked = await callback
         (leg,) = services.legs
         await until(lambda: leg.reply is not None)  # the head comes before the KV
-        assert leg.kv_due and not leg.expects_tokens_from(leg.decoder_id)
+        assert leg.kv_due and not leg.expects_tokens
         assert (await client.post(str(asked.url), content=asked.content)).status_code == 200
         await until(lambda: leg.streaming_from is not None)
-        assert not leg.kv_due and leg.expects_tokens_from(leg.decoder_id)
+        assert not leg.kv_due and leg.expects_tokens
         assert (await work).status_code == 200
         await router.settled()

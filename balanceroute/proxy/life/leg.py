@@ -294,10 +294,11 @@ class Leg:
         """Whether the worker isn't read at the moment because the client doesn't read, or has nothing left to say."""
         return self.reply is not None and (self.reply.paused or self.reply.over)
 
-    def expects_tokens_from(self, worker_id: str) -> bool:
-        """Whether a stream from that worker is open whose client reads, and tokens may come."""
+    @property
+    def expects_tokens(self) -> bool:
+        """Whether a stream from its decode worker is open whose client reads, and tokens may come."""
         return (
-            self.decoder_id == worker_id
+            bool(self.decoder_id)
             and self.reply is not None
             and self.answer.request.streams_upstream
             and not self.reply.paused

@@ -13,18 +13,17 @@ The reaper looks several times per second. Who is silent, and whether a whole gr
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from balanceroute.config import Config
 from balanceroute.core.types import Phase, Role, WorkerState
 from balanceroute.core.view import DecoderView, PrefillerView
 from balanceroute.proxy.admission.decider import no_workers
-from balanceroute.proxy.admission.tickets import Ticket, Tickets
+from balanceroute.proxy.admission.tickets import Ticket
 from balanceroute.proxy.life.leg import Leg
 from balanceroute.proxy.life.moves import Stuck, choose, room
-from balanceroute.proxy.telemetry.metrics import Metrics
-from balanceroute.proxy.workers.fleet import Fleet, Worker
-from balanceroute.proxy.workers.silence import ALL_WORKERS, Attention, FrozenGroup, Vitals, frozen_groups
+from balanceroute.proxy.life.services import LifeServices
+from balanceroute.proxy.workers.fleet import Worker
+from balanceroute.proxy.workers.silence import ALL_WORKERS, Vitals, frozen_groups
 
 log = logging.getLogger(__name__)
 
@@ -32,21 +31,11 @@ log = logging.getLogger(__name__)
 class Mover:
     """Looks with the reaper."""
 
-    def __init__(
-        self,
-        tickets: Tickets,
-        fleet: Fleet,
-        metrics: Metrics,
-        legs: set[Leg],
-        attention: Attention,
-        frozen: list[FrozenGroup],
-        config: Callable[[], Config],
-        judges: bool = True,
-    ) -> None:
-        """`frozen` is kept up to date here where it `judges`; `config` is called anew, so a reload counts."""
-        self._judges = judges
-        self._tickets, self._fleet, self._metrics, self._legs = tickets, fleet, metrics, legs
-        self._attention, self._frozen, self._config = attention, frozen, config
+    def __init__(self, services: LifeServices, judges: bool) -> None:
+        """The services' `frozen` is kept up to date here where it `judges`."""
+        self._services, self._judges = services, judges
+        self._tickets, self._fleet, self._frozen = services.tickets, services.fleet, services.frozen
+        self._legs: set[Leg] = services.legs
         self._out_since_s: dict[str, float] = {}
         self._moving: dict[str, str] = {}  # who has left which worker, and is not prefilled again yet
         self._none_up_since_s: dict[Role, float] = {}
@@ -55,7 +44,7 @@ class Mover:
 
     def look(self, now: float, period_s: float) -> None:
         """One look; `period_s` is the time between two."""
-        self._attentive = self._attention.look(now, period_s)
+        self._attentive = self._services.attention.look(now, period_s)
         if not self._attentive:
             return
         self._note_out(now)
@@ -72,7 +61,7 @@ class Mover:
         worker = self._worker_of(leg)
         if worker is None or not leg.answer.may_move:
             return False
-        wait_s = self._config().health.group_wait_s
+        wait_s = self._services.config.health.group_wait_s
         if self._is_frozen(worker):
             return not leg.late(now - (2 * wait_s if self._movable else wait_s))
         return self._movable and worker.id in self._out_since_s and not leg.late(now - wait_s)
@@ -84,10 +73,9 @@ class Mover:
         self._out_since_s = {name: self._out_since_s.get(name, now) for name in out}
 
     def _note_frozen(self, now: float) -> None:
-        window_s = self._config().health.silence_window_s
-        expecting = {leg.decoder_id for leg in self._legs if leg.decoder_id and leg.expects_tokens_from(leg.decoder_id)}
-        expecting |= {worker.id for worker in self._fleet if worker.awaited_by}
-        vitals = [_vitals(worker, worker.id in expecting, now, window_s) for worker in self._fleet]
+        window_s = self._services.config.health.silence_window_s
+        awaited = self._services.awaited()
+        vitals = [_vitals(worker, worker.id in awaited, now, window_s) for worker in self._fleet]
         before = {group.name for group in self._frozen}
         self._frozen[:] = frozen_groups(vitals, now, window_s)
         for group in self._frozen:
@@ -109,7 +97,7 @@ class Mover:
     # -- what follows
 
     def _move(self, now: float) -> None:
-        view, bounds, config = self._tickets.view(), self._tickets.bounds, self._config()
+        view, bounds, config = self._tickets.view(), self._tickets.bounds, self._services.config
         self._movable = _any_up(view.decoders) and _any_up(view.prefillers)
         self._moving = {name: worker for name, worker in self._moving.items() if self._is_moving(name, worker)}
         pool_room = (bounds.max_pooled or 2**31) - view.pooled - view.prefilling
@@ -129,7 +117,7 @@ class Mover:
             worker = self._worker_of(stuck[name])
             assert worker is not None
             self._moving[name] = worker.id
-            self._metrics.moves.inc(worker.spec.role.value)
+            self._services.metrics.moves.inc(worker.spec.role.value)
             log.debug("request moved", extra={"request": name, "worker": worker.id})
             stuck[name].move(worker.id, worker.spec.role.value)
 
@@ -138,7 +126,7 @@ class Mover:
         if worker is None or leg.blocked_by_client or not leg.answer.may_move:
             return False
         if self._is_frozen(worker):
-            return leg.late(now - self._config().health.group_wait_s)
+            return leg.late(now - self._services.config.health.group_wait_s)
         since_s = self._out_since_s.get(worker.id)
         return since_s is not None and leg.last_token_s <= since_s
 
@@ -167,7 +155,7 @@ class Mover:
                 self._none_up_since_s.pop(role, None)
                 continue
             since_s = self._none_up_since_s.setdefault(role, now)
-            if now - since_s < self._config().queue.no_worker_grace_s:
+            if now - since_s < self._services.config.queue.no_worker_grace_s:
                 continue
             for leg in list(self._legs):
                 if self._needs(role, leg, leg.ticket):

@@ -31,16 +31,7 @@ class PoolReaper:
     def __init__(self, services: LifeServices, expire: Callable[[], object], judges: bool = True) -> None:
         """`expire` ends what has waited too long before the scheduler; `judges`: whether workers are judged here."""
         self._s, self._expire = services, expire
-        self._mover = Mover(
-            services.tickets,
-            services.fleet,
-            services.metrics,
-            services.legs,
-            services.attention,
-            services.frozen,
-            lambda: services.config,
-            judges,
-        )
+        self._mover = Mover(services, judges)
 
     async def run(self) -> None:
         """Until cancelled."""

@@ -50,6 +50,11 @@ class LifeServices:
         """Whether the choice of a prefiller asks what a prompt begins with."""
         return self.config.prefill.policy == "prefix_affinity"
 
+    def awaited(self) -> set[str]:
+        """The decode workers whose next token a client waits for, here or at a relay."""
+        here = {leg.decoder_id for leg in self.legs if leg.expects_tokens}
+        return here | {worker.id for worker in self.fleet if worker.awaited_by}
+
     def configure(self, config: Config) -> None:
         """Other settings from now on, for all that reads them as it goes."""
         self.config = config

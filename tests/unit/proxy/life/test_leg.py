@@ -164,14 +164,14 @@ def test_tokens_are_expected_of_the_worker_of_an_open_stream_but_not_while_its_k
         request = parse("completions", b'{"prompt": "a", "stream": true}')
         leg = Leg(services, "r", request, PartAnswer(request), [], lambda leg: Stays(leg, 0.0, sent))
         leg.decoder_id = "d0"
-        assert not leg.expects_tokens_from("d0")  # nothing is open
+        assert not leg.expects_tokens  # nothing is open
         leg.reply = Open()
-        assert leg.expects_tokens_from("d0") and not leg.expects_tokens_from("d1")
+        assert leg.expects_tokens
         leg.kv_due = True
-        assert not leg.expects_tokens_from("d0")
+        assert not leg.expects_tokens
         leg.kv_due = False
         leg.reply.paused = True  # type: ignore[misc, union-attr]
-        assert not leg.expects_tokens_from("d0")  # its client does not read
+        assert not leg.expects_tokens  # its client does not read
 
     in_virtual_time(waiting)
 
