@@ -1,5 +1,6 @@
 """`balanceroute demo`."""
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, TypeVar
@@ -9,14 +10,15 @@ import typer
 from balanceroute.core.knobs import DEFAULTS
 
 if TYPE_CHECKING:
-    from balanceroute.demo import DemoScale, PolicyRun
+    from balanceroute.demo.decode_tier import DemoScale, PolicyRun
+    from balanceroute.demo.prefill_tier import PrefixRun
     from balanceroute.loadgen.run import Progress
-    from balanceroute.prefix_demo import PrefixRun
 
 Run = TypeVar("Run")
 Shown = TypeVar("Shown", "PolicyRun", "PrefixRun")
 Rows = list[tuple[str, Callable[[Shown], float], str]]  # name of a figure, where it is, its format
 
+LATE_S = 0.1  # of a request, by which its client could not keep up
 SHOWN = ("br_0", "br_h", DEFAULTS["policy"])  # the paper's two, and the default
 
 
@@ -44,9 +46,12 @@ def demo(
     Example: balanceroute demo --seconds 30 --against least_kv
     """
     from balanceroute.cli.output import print_json
-    from balanceroute.demo import DemoScale, as_tree, run_demo
+    from balanceroute.demo.decode_tier import DemoScale, as_tree, run_demo
+    from balanceroute.errors import ConfigError
     from balanceroute.plugins import learn_policy
 
+    if not math.isfinite(seconds):
+        raise ConfigError(f"--seconds {seconds}: accepted is a finite number")
     if prefix:
         from balanceroute.cli.prefix_demo import prefix_demo
 
@@ -74,7 +79,7 @@ def demo(
 def until_interrupted(names: Sequence[str], run: "Callable[[str, Progress], Run]") -> list[Run]:
     """What `run` finds for each of the policies, as far as it gets before Ctrl-C."""
     from balanceroute.cli.output import progress_bar
-    from balanceroute.demo import ended_by_signals
+    from balanceroute.demo.processes import ended_by_signals
 
     runs: list[Run] = []
     with suppress(KeyboardInterrupt):
@@ -107,7 +112,7 @@ def warn_if_busy() -> None:
     """Say so when the machine has other things to do than the demo."""
     import os
 
-    from balanceroute.demo import BUSY, busy_with
+    from balanceroute.demo.processes import BUSY, busy_with
 
     if busy_with() > BUSY:
         typer.echo(
@@ -119,8 +124,6 @@ def warn_if_busy() -> None:
 
 def warn_if_late(runs: "Sequence[PolicyRun | PrefixRun]") -> None:
     """Say so when the client could not send in time, so that the figures mean little."""
-    from balanceroute.demo import LATE_S
-
     late = [run for run in runs if run.report.late_s.p95 > LATE_S]
     if late:
         told = ", ".join(f"{run.policy} {run.report.late_s.p95 * 1e3:.0f} ms" for run in late)
@@ -133,7 +136,7 @@ def warn_if_late(runs: "Sequence[PolicyRun | PrefixRun]") -> None:
 
 def announce(scale: "DemoScale") -> None:
     """Say what runs, and how it was scaled."""
-    from balanceroute.demo import REFERENCE
+    from balanceroute.demo.decode_tier import REFERENCE
 
     trace = scale.trace()
     setting = scale.setting(trace)

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import typer
 
 if TYPE_CHECKING:
-    from balanceroute.prefix_demo import PrefixRun, PrefixScale
+    from balanceroute.demo.prefill_tier import PrefixRun, PrefixScale
 
 SHOWN = ("round_robin", "least_tokens", "prefix_affinity")
 
@@ -14,7 +14,7 @@ def prefix_demo(seconds: float, seed: int, json: bool) -> None:
     """Show what knowing the prefillers' caches is worth: the same conversations through every prefill policy."""
     from balanceroute.cli.demo import say_if_interrupted, until_interrupted, warn_if_late
     from balanceroute.cli.output import print_json
-    from balanceroute.prefix_demo import PrefixScale, as_tree, run_prefix_demo
+    from balanceroute.demo.prefill_tier import PrefixScale, as_tree, run_prefix_demo
 
     scale = PrefixScale(seconds=seconds, seed=seed)
     if not json:

@@ -14,7 +14,8 @@ import tempfile
 from pathlib import Path
 from typing import Final
 
-from balanceroute.demo import DemoScale, emulated_cluster, free_port, play, process, wait_ready
+from balanceroute.demo.decode_tier import DemoScale, emulated_cluster, play
+from balanceroute.demo.processes import free_port, process, wait_ready
 
 FIGURES: Final = ("load_spread_tokens", "excess_tokens")
 

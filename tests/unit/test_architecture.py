@@ -43,7 +43,6 @@ ALLOWED: dict[str, set[str]] = {
     "library": {"core", "plugins", "prediction", "simulator", "experiments", "traces", "errors"},
     "testing": {"core", "plugins", "prediction", "simulator", "errors"},
     "demo": {"core", "loadgen", "traces", "report", "errors"},
-    "prefix_demo": {"demo", "loadgen", "traces", "report", "errors"},
     "instrumentation": set(),
 }
 PURE_STDLIB_BANS = {"asyncio", "socket", "time", "logging", "random", "threading", "datetime", "os", "io"}

@@ -25,7 +25,7 @@ def test_a_setting_has_default_and_meaning_of_its_knob(name: str) -> None:
     assert (setting.description or "").startswith(knob.meaning)
 
 
-@pytest.mark.parametrize("layer", ["config", "cli", "library.py", "demo.py", "simulator", "proxy"])
+@pytest.mark.parametrize("layer", ["config", "cli", "library.py", "demo", "simulator", "proxy"])
 def test_no_default_of_a_knob_is_written_a_second_time(layer: str) -> None:
     """A default that is a word or a number of its own kind; 0, 1, true and false are everywhere."""
     place = PACKAGE / layer

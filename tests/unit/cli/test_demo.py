@@ -11,10 +11,10 @@ import typer
 
 from balanceroute.cli import main, prefix_demo
 from balanceroute.cli.demo import say_if_interrupted, show, until_interrupted
-from balanceroute.demo import PolicyRun
+from balanceroute.demo.decode_tier import PolicyRun
+from balanceroute.demo.prefill_tier import PrefixRun
 from balanceroute.loadgen import LoadReport
 from balanceroute.loadgen.run import Progress
-from balanceroute.prefix_demo import PrefixRun
 from balanceroute.report import Distribution
 from tests.waiting import block_until
 
@@ -22,7 +22,7 @@ LINUX = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the ker
 PARENT = """
 import sys, threading
 from pathlib import Path
-from balanceroute.demo import process
+from balanceroute.demo.processes import process
 with process(sys.argv[2:], Path(sys.argv[1])) as child:
     print(child.pid, flush=True)
     threading.Event().wait()
@@ -38,6 +38,7 @@ with process(sys.argv[2:], Path(sys.argv[1])) as child:
         (["--prefix", "--policy", "br_0"], "--policy is about the decode tier; with --prefix leave it out"),
         (["--prefix", "--load", "1.15"], "--load is about the decode tier"),
         (["--seconds", "inf"], "--seconds inf: accepted is a finite number"),
+        (["--prefix", "--seconds", "inf"], "--seconds inf: accepted is a finite number"),
         (["--slots", "70000"], "'--slots'"),
         (["--seed", "-1"], "'--seed'"),
     ],

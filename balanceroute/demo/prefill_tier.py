@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import numpy as np
 
-from balanceroute.demo import Progress, free_port, free_port_range, process, wait_ready
+from balanceroute.demo.processes import Progress, free_port, free_port_range, process, wait_ready
 from balanceroute.loadgen import LoadOptions, run_load
 from balanceroute.loadgen.run import LoadReport
 from balanceroute.traces import BLOCK_TOKENS, Trace, generate_conversations

@@ -1,0 +1,135 @@
+"""The processes of a demo: a cluster and a router in one each, none of which outlives this one, however that ends."""
+
+import asyncio
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+
+from balanceroute.errors import BalanceRouteError
+
+READY_TIMEOUT_S = 60.0  # of a machine that has other things to do
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+BUSY = 0.5  # processes per core before the demo begins, from which on its figures are the machine's, not the routers'
+
+Progress = Callable[[int, int], None]
+"""Told the requests ended and in all."""
+
+
+class DemoFailed(BalanceRouteError):
+    """A process did not come up, or there is too little to measure; the text says which."""
+
+
+@contextmanager
+def process(arguments: list[str], log: Path) -> Iterator["subprocess.Popen[bytes]"]:
+    """A `balanceroute` command in the background, ended on the way out."""
+    with log.open("wb") as output:
+        command = [sys.executable, "-m", "balanceroute", *arguments]
+        child = subprocess.Popen(
+            command, stdout=output, stderr=output, start_new_session=True, preexec_fn=die_with_parent(os.getpid())
+        )
+        try:
+            yield child
+        finally:
+            child.send_signal(signal.SIGTERM)
+            try:
+                child.wait(5)
+            except subprocess.TimeoutExpired:
+                child.kill()
+                child.wait()
+
+
+def die_with_parent(parent: int) -> Callable[[], None] | None:
+    """What a child does before it becomes a command: ask the kernel to kill it once its parent is gone (Linux alone).
+
+    A parent that is killed by SIGKILL can't end its children itself.
+    """
+    if not sys.platform.startswith("linux"):
+        return None
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+
+    def ask() -> None:
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it was gone before we could ask
+            os._exit(1)
+
+    return ask
+
+
+@contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP unwind what runs, as Ctrl-C does, so that nothing is left behind. Raises: SystemExit."""
+    came: list[int] = []
+
+    def end(number: int, frame: object) -> None:
+        came.append(number)
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            raise SystemExit(128 + number) from None
+        for task in asyncio.all_tasks(loop):
+            loop.call_soon_threadsafe(task.cancel)
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    except asyncio.CancelledError:
+        if came:
+            raise SystemExit(128 + came[0]) from None
+        raise
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def busy_with() -> float:
+    """How many processes ran or wanted to run on each core over the last minute: 0 on an idle machine."""
+    return os.getloadavg()[0] / (os.cpu_count() or 1)
+
+
+def wait_ready(url: str, child: "subprocess.Popen[bytes]", log: Path) -> None:
+    """Wait until the URL answers 200. Raises: DemoFailed with the end of the log."""
+    deadline = time.monotonic() + READY_TIMEOUT_S
+    while time.monotonic() < deadline:
+        if child.poll() is not None:
+            break
+        try:
+            if httpx.get(url, trust_env=False).status_code == 200:
+                return
+        except httpx.TransportError:
+            pass  # not listening yet: asked again below
+        time.sleep(0.1)
+    tail = log.read_text(errors="replace").strip().splitlines()[-1:]
+    raise DemoFailed(f"{url} did not come up: {' '.join(tail) or 'no output'}")
+
+
+def free_port() -> int:
+    """A loopback port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def free_port_range(prefillers: int, workers: int) -> int:
+    """A base port such that all ports of the cluster (prefillers from it, decode ranks from 100 above) are free."""
+    for base in range(21_000, 60_000, 500):
+        ports = [base + index for index in range(prefillers)]
+        ports += [base + 100 + index for index in range(workers)]
+        if all(is_free(port) for port in ports):
+            return base
+    raise DemoFailed("no free range of loopback ports between 21000 and 60000")
+
+
+def is_free(port: int) -> bool:
+    """Whether the loopback port can be bound."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        return probe.connect_ex(("127.0.0.1", port)) != 0
