@@ -25,7 +25,8 @@
     └── InvariantError           our bug: counted, logged with a snapshot, fatal in tests and simulation
 
 Foreign exceptions are translated where they enter (`proxy/workers/upstream.py` for the network); nothing else is caught
-wholesale. The core never raises anything of this list but `InvariantError`: it refuses with a `Reject` action.
+wholesale. Of this list the core raises `ConfigError` and `InputError` where it reads settings and snapshots. Deciding
+raises nothing but `InvariantError`: it refuses with a `Reject` action.
 """
 
 from typing import ClassVar

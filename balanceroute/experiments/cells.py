@@ -41,10 +41,7 @@ FACTORS = (
 )
 LATER_FACTORS = ("two groups", "no barrier", "draft 3")  # most random cells and all drawn workloads are older
 REQUEST_TOKENS = 13_400  # c of the published H200 decode steps: 0.269 ms per request over 2.01e-5 ms per token
-SHORT = (
-    0.64,
-    0.024,
-)  # prompts and answers of heavy_tailed times these: means 2,040 and 28, as code completion
+SHORT = (0.64, 0.024)  # prompts and answers of heavy_tailed times these: means 2,040 and 28, as code completion
 BURST_PERIOD_S, BURST_SHARE = 60.0, 0.4  # all that arrives in a minute arrives in its first 24 seconds
 SLOW = 1.3
 LITTLE_MEMORY = 1.1  # KV capacity of a worker in the mean tokens of a full one

@@ -15,8 +15,8 @@ connection's last), the time in which a client must take a part of what is writt
 
 **Ends.** A refusal before the body was read ends the connection, but not at once: what the client still sends is read
 and dropped for `LINGER_S` and up to `MAX_DROPPED_BYTES`, else the answer could be lost to a reset (RFC 9112 section
-9.6). The end of a client's
-stream during a completion is a client that has left, which is how every SDK cancels; any other route still answers.
+9.6). The end of a client's stream during a completion is a client that has left, which is how every SDK cancels; any
+other route still answers.
 
 `ClientProtocol` is one machine: every byte, deadline and end of an answer may change which of its states comes next.
 """

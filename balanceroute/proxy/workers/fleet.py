@@ -39,8 +39,8 @@ class Worker:
     """One schedulable (url, dp_rank) pair as the proxy reaches it.
 
     `progress_s` is when it last gave proof of life that counts, a token or an answered probe, `answered_s` when it last
-    answered a health check well; `busy_since_s` is when
-    it got its first request after idleness. `id` is its name in metrics, logs and /state.
+    answered a health check well; `busy_since_s` is when it got its first request after idleness. `id` is its name in
+    metrics, logs and /state.
     `in_use` are the upstream requests under way, probes, decodes and drains; `peak_in_use` the most since `take_peak`.
     """
 

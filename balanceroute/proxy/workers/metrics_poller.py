@@ -15,9 +15,9 @@ Of its prefix cache a prefiller tells the size (`cache_config_info`) and the tok
 far. Where the operator asks for prompts to be placed by what is cached, one that caches nothing is a condition, too:
 every prompt is computed whole, wherever it is sent.
 
-Decoders are asked too, but what they report is only compared
-with our own ledger (`reported` in /state), never put in its place: ours is exact and theirs is old. What they
-have beyond it for longer than their reports lag is somebody else's load (`foreign.py`), which decisions count.
+Decoders are asked too, but what they report is only compared with our own ledger (`reported` in /state), never put in
+its place: ours is exact and theirs is old. What they have beyond it for longer than their reports lag is somebody
+else's load (`foreign.py`), which decisions count.
 
 Pages are read by our own client and reader, because the loop that relays streams reads them. 100 kB take httpx 0.6 to
 2.4 ms and prometheus-client's parser 20 to 50 ms in one go, of two machines; ours 0.02 to 0.06 and 0.1, which for 144
