@@ -1,11 +1,15 @@
 """`balanceroute serve`: the router."""
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from balanceroute.errors import InputError
+
+if TYPE_CHECKING:
+    from balanceroute.config import Config
 
 
 def serve(
@@ -85,22 +89,17 @@ def serve(
 
     Example: balanceroute serve --config configs/4p1d.yaml --policy br_h
     """
-    import asyncio
     import logging
     import os
 
     from balanceroute.build import predicts
     from balanceroute.cli.check_config import check_files, check_model, check_paths
     from balanceroute.cli.output import check_written
-    from balanceroute.config import Config, from_example_flags, load, parse_assignment, unused_variables
+    from balanceroute.config import from_example_flags, load, parse_assignment, unused_variables
     from balanceroute.config.patience import in_time
     from balanceroute.errors import ConfigError
-    from balanceroute.proxy.admission.forecasts import build_forecasts
-    from balanceroute.proxy.app import create_app
-    from balanceroute.proxy.client.descriptors import raise_limit, warn_if_few
+    from balanceroute.proxy.client.descriptors import raise_limit
     from balanceroute.proxy.perimeter.perimeter import exposures
-    from balanceroute.proxy.reload import reload
-    from balanceroute.proxy.server import serve as run
     from balanceroute.proxy.telemetry.logs import configure
 
     overrides: dict[str, object] = dict(parse_assignment(text) for text in assignments or [])
@@ -134,12 +133,12 @@ def serve(
         logging.getLogger(__name__).warning(text)
     raise_limit()
 
-    def read() -> Config:
+    def read() -> "Config":
         again = load(config_file, os.environ, overrides)
         check_files(again)
         return again
 
-    def read_again() -> Config:
+    def read_again() -> "Config":
         return in_time(read, f"{config_file or 'the configuration'}, or a file that it names")
 
     if journal is not None and config.listen.brains:
@@ -154,6 +153,19 @@ def serve(
         raise typer.Exit(serve_processes(config, read_again, journal, take_over))
     if take_over:
         raise ConfigError("--take-over needs listen.relays: a router in one process can't be taken over from")
+    serve_alone(config, read_again, journal)
+
+
+def serve_alone(config: "Config", read_again: "Callable[[], Config]", journal: Path | None) -> None:
+    """One process is the router. Raises: ConfigError, InputError: a file of the configuration is wrong."""
+    import asyncio
+
+    from balanceroute.proxy.admission.forecasts import build_forecasts
+    from balanceroute.proxy.app import create_app
+    from balanceroute.proxy.client.descriptors import warn_if_few
+    from balanceroute.proxy.reload import reload
+    from balanceroute.proxy.server import serve as run
+    from balanceroute.proxy.telemetry.logs import configure
 
     async def on_reload() -> None:
         new = await asyncio.to_thread(read_again)

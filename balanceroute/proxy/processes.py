@@ -23,7 +23,7 @@ from balanceroute.proxy.client.descriptors import warn_if_few
 from balanceroute.proxy.client.relay_loads import Load, RelayLoads
 from balanceroute.proxy.configured import Configured
 from balanceroute.proxy.handover import Handover, Predecessor, Told
-from balanceroute.proxy.perimeter.key_table import KeyTable
+from balanceroute.proxy.perimeter.key_table import KeyTable, Seat
 from balanceroute.proxy.perimeter.perimeter import Perimeter
 from balanceroute.proxy.relay import run_relay
 from balanceroute.proxy.reload import asks_another_predictor, check_added, check_workers
@@ -299,9 +299,8 @@ class Processes:
             name,
             follow,
             on_up,
-            self.loads,
-            self._table,
-            place,
+            Load(self.loads, place),
+            Seat(self._table, place),
             self._was_up,
         )
 

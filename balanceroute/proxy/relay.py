@@ -45,7 +45,7 @@ from balanceroute.proxy.app import (
 )
 from balanceroute.proxy.client.acceptor import Acceptor
 from balanceroute.proxy.client.descriptors import most_clients
-from balanceroute.proxy.client.relay_loads import ACCEPTS, Load, RelayLoads
+from balanceroute.proxy.client.relay_loads import ACCEPTS, Load
 from balanceroute.proxy.client.services import ClientServices
 from balanceroute.proxy.configured import Configured
 from balanceroute.proxy.link.callbacks import CallbackListener, OtherRelays
@@ -56,7 +56,7 @@ from balanceroute.proxy.ops.admin import json_response
 from balanceroute.proxy.ops.forwarding import Forwarding
 from balanceroute.proxy.ops.metaserver import Metaserver
 from balanceroute.proxy.ops.to_brain import ToBrain, through_socket, to_machine
-from balanceroute.proxy.perimeter.key_table import KeyTable, Seat
+from balanceroute.proxy.perimeter.key_table import Seat
 from balanceroute.proxy.perimeter.perimeter import Perimeter
 from balanceroute.proxy.perimeter.routes import ACCESS, Access
 from balanceroute.proxy.perimeter.tls import Tls
@@ -94,24 +94,23 @@ def run_relay(
     name: str,
     follow: Callable[[], None],
     on_up: Callable[[], None],
-    loads: RelayLoads,
-    table: KeyTable,
-    place: int,
+    load: Load,
+    seat: Seat,
     again: bool = False,
 ) -> None:
     """Serve clients until a signal ends it.
 
     Args: listeners: bound sockets, shared with the other relays: the clients', and the operators' where `listen.admin`
     is set. name: one that no other living relay of the router has; the same after a restart. follow: has `configured`
-    be what the parent has reloaded, for SIGHUP. on_up: called when it accepts. loads, table: what all relays of this
-    router share; place: this one's in them. again: the router has been up, so that what is in the way is moved away.
+    be what the parent has reloaded, for SIGHUP. on_up: called when it accepts. load, seat: its place in what
+    all relays of this router share. again: the router has been up, so that what is in the way is moved away.
 
     Raises: ConfigError: a file of the folder can't be used.
     """
     folder.make(again)
     life = folder.come_to_life(name)
     configured.tls.catch_up()
-    configured.perimeter.sit(Seat(table, place))
+    configured.perimeter.sit(seat)
     app = create_relay_app(configured, folder, name, life, again)
 
     async def on_reload() -> None:
@@ -119,7 +118,7 @@ def run_relay(
         reload_relay(app.services, configured.config, configured.perimeter)
 
     server = RelayServer(app, configured.config, on_reload)
-    server.name, server.on_up, server.load = name, on_up, Load(loads, place)
+    server.name, server.on_up, server.load = name, on_up, load
     server.run(sockets=listeners)
 
 
