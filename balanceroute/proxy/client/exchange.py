@@ -44,7 +44,14 @@ from balanceroute.proxy.perimeter.keys import ClientKey
 from balanceroute.proxy.perimeter.routes import Access
 from balanceroute.proxy.telemetry.logs import log_request
 from balanceroute.proxy.wire.payloads import ClientRequest, Endpoint, parse
-from balanceroute.proxy.wire.responses import SSE_HEADERS, Headers, error_event, json_headers, status_of
+from balanceroute.proxy.wire.responses import (
+    INTERNAL_ERROR,
+    SSE_HEADERS,
+    Headers,
+    error_event,
+    json_headers,
+    status_of,
+)
 from balanceroute.proxy.wire.sse import DONE
 
 log = logging.getLogger("balanceroute.requests")
@@ -331,8 +338,7 @@ class Exchange:
         if self._s.strict:
             raise error
         if not self._response.started:
-            error = InvariantError("Internal error of the router; see its log.")
-            self._response.refuse(error, self._own_headers())
+            self._response.refuse(InvariantError(INTERNAL_ERROR), self._own_headers())
 
     async def _fail_started(self, error: BalanceRouteError) -> None:
         """After the first byte: an event that says so and, by returning without a last message, an unclean end."""

@@ -36,6 +36,7 @@ from balanceroute.proxy.client.head import Request, check_beginning, parse_head,
 from balanceroute.proxy.client.labels import holder_of, id_of, reason_of
 from balanceroute.proxy.client.response import Response
 from balanceroute.proxy.wire.message_errors import is_messages_path, message_refusal
+from balanceroute.proxy.wire.responses import INTERNAL_ERROR
 
 log = logging.getLogger(__name__)
 
@@ -372,7 +373,7 @@ class ClientProtocol(asyncio.Protocol):
             response.break_off()
         else:
             response.keep_alive = False
-            response.refuse(InvariantError("Internal error of the router; see its log."))
+            response.refuse(InvariantError(INTERNAL_ERROR))
 
     def response_done(self, keep_alive: bool) -> None:
         """An answer is complete: the next request, if the connection may have one."""

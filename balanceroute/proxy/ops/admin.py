@@ -28,7 +28,7 @@ from balanceroute.proxy.ops.guard import error_response, tell
 from balanceroute.proxy.ops.services import OperatorServices
 from balanceroute.proxy.ops.workers import why_not_up
 from balanceroute.proxy.perimeter.routes import ACCESS
-from balanceroute.proxy.wire.responses import error_body
+from balanceroute.proxy.wire.responses import INTERNAL_ERROR, error_body
 from balanceroute.proxy.workers.fleet import Fleet, Worker
 
 Entries = list[tuple[str, dict[str, Any]]]  # URL and further fields of each instance
@@ -66,8 +66,7 @@ async def http_error(request: Request, error: Exception) -> Response:
 
 async def internal_error(request: Request, error: Exception) -> Response:
     """A bug of ours: the server logs it, the client learns nothing from it."""
-    text = "Internal error of the router; see its log."
-    return Response(error_body(500, text), 500, media_type="application/json")
+    return Response(error_body(500, INTERNAL_ERROR), 500, media_type="application/json")
 
 
 async def hot(request: Request) -> Response:

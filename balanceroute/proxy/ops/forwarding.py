@@ -123,7 +123,7 @@ class Forwarding:
             try:
                 last = _checked(await _ask(worker, method, path, body, headers), worker)
             except (UpstreamError, TimeoutError) as error:
-                failed.append(f"{worker.id}: {str(error) or 'no answer in time'}")
+                failed.append(_failure(worker, error))
             else:
                 if last.status_code < 500:
                     return last
@@ -146,7 +146,7 @@ class Forwarding:
             try:
                 response = await _ask(worker, "POST", path, b"", headers)
             except (UpstreamError, TimeoutError) as error:
-                return f"{worker.id}: {str(error) or 'no answer in time'}"
+                return _failure(worker, error)
             if response.status_code != 200:
                 return f"{worker.id}: status {response.status_code}"
             reset.add(worker.spec.url)
@@ -215,6 +215,10 @@ async def _ask(worker: Worker, method: str, path: str, body: bytes, headers: lis
         reply = await worker.upstream.request(method, path, body, headers)
         answer = await reply.read(_LIMIT)
     return Response(answer, reply.status, media_type="application/json")
+
+
+def _failure(worker: Worker, error: UpstreamError | TimeoutError) -> str:
+    return f"{worker.id}: {str(error) or 'no answer in time'}"
 
 
 def _checked(answer: Response, worker: Worker) -> Response:

@@ -26,6 +26,7 @@ SSE_HEADERS: Final[Headers] = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # nginx would hold events back
 ]
+INTERNAL_ERROR: Final = "Internal error of the router; see its log."  # a bug of ours: clients learn nothing from it
 _line: Final = b": ".join
 _TYPES: Final = {
     400: "BadRequestError",
