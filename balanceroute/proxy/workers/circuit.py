@@ -72,7 +72,7 @@ class Circuit:
 
     def success(self) -> None:
         """The worker answered as it should."""
-        if self._faults or self._busy or self.state is not CLOSED:
+        if self.doubtful:
             self._faults = self._busy = 0
             self._until = 0.0
             self._enter(CLOSED, None)

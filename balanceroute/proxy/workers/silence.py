@@ -79,7 +79,7 @@ def _frozen(name: str, members: Iterable[Vitals], now: float, window_s: float) -
         for worker in voters
         if worker.silent_since_s is not None and now - worker.silent_since_s >= window_s
     )
-    if len(voters) < 2 or 2 * len(silent) <= len(voters):
+    if len(voters) < 2:
         return None
     mute = [entry for entry in silent if entry[2]]
     dated = [entry for entry in silent if not entry[2]]

@@ -14,6 +14,7 @@ from balanceroute.errors import (
     UpstreamTimeout,
 )
 from balanceroute.proxy.life.suspicion import (
+    CLEARED_AFTER_S,
     KNOWN_S,
     SAME_DEATH_S,
     TURN_S,
@@ -60,6 +61,27 @@ def test_two_losses_are_enough_and_explain_those_of_everybody_who_was_there() ->
     assert suspicions.lost(cause, "d1", 5.0)
     assert cause.workers == ["d0", "d1"]
     assert bystander.explained == 1 and not bystander.given_up
+
+
+def test_three_losses_under_an_answer_are_enough_unless_it_has_lived_long_on_a_worker() -> None:
+    suspicions, cause = Suspicions(), Suspect()
+    found = [suspicions.lost_midway(cause, f"d{number}", 10.0 * number, 1.0) for number in range(3)]
+    assert found == [False, False, True] and cause.workers == ["d0", "d1", "d2"]
+
+    suspicions, cleared = Suspicions(), Suspect()
+    lived_s = [1.0, 1.0, CLEARED_AFTER_S, 1.0, 1.0]
+    found = [suspicions.lost_midway(cleared, f"d{number}", 50.0 * number, each) for number, each in enumerate(lived_s)]
+    assert found == [False, False, False, False, True]  # the one after the long life counts
+
+
+def test_a_loss_under_an_answer_that_another_request_has_caused_does_not_count() -> None:
+    suspicions, cause, bystander = Suspicions(), Suspect(), Suspect()
+    suspicions.lost(cause, "d0", 0.0)
+    suspicions.lost_midway(bystander, "d0", 0.1, 1.0)
+    suspicions.lost(cause, "d1", 5.0)
+    assert not suspicions.lost_midway(bystander, "d2", 20.0, 1.0)
+    assert not suspicions.lost_midway(bystander, "d3", 40.0, 1.0)
+    assert suspicions.lost_midway(bystander, "d4", 60.0, 1.0)
 
 
 def test_two_requests_that_kill_and_share_a_worker_reach_one_more_each() -> None:

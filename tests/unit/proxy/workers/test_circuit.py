@@ -141,3 +141,33 @@ def test_late_failures_of_requests_sent_before_do_not_close_an_open_circuit() ->
     told.circuit.busy(1.0)
     told.circuit.inconclusive()
     assert told.state is CircuitState.OPEN
+
+
+def test_a_success_matters_until_nothing_is_held_against_the_worker() -> None:
+    told = Told(threshold=2)
+    assert not told.circuit.doubtful
+    told.circuit.fault(0.0)
+    told.circuit.tick(REST_S)
+    assert told.state is CircuitState.CLOSED and told.circuit.doubtful  # its next fault would be the second in a row
+    told.circuit.success()
+    assert not told.circuit.doubtful
+    told.circuit.busy(1.0)
+    told.circuit.tick(1.0 + REST_S)
+    assert told.state is CircuitState.HALF_OPEN and told.circuit.doubtful
+
+
+def test_a_request_to_a_worker_that_nothing_is_held_against_is_no_trial_and_time_changes_nothing() -> None:
+    told = Told()
+    told.circuit.used()
+    assert told.state is CircuitState.CLOSED
+    told.circuit.tick(100.0)
+    assert told.state is CircuitState.CLOSED
+
+
+def test_a_trial_that_goes_on_stays_the_only_request() -> None:
+    told = Told(threshold=1)
+    told.circuit.fault(0.0)
+    told.circuit.reachable()
+    told.circuit.used()
+    told.circuit.tick(100.0)
+    assert told.state is CircuitState.TRIAL

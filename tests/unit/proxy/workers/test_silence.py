@@ -34,7 +34,13 @@ def test_one_of_two_is_not_and_both_are() -> None:
 
 def test_workers_that_fell_silent_one_after_the_other_are_each_on_its_own() -> None:
     assert names(a_group(100.0, 106.0, 112.0, None), 120.0) == []
-    assert names(a_group(100.0, 104.0, 104.9, None), 120.0) == ["decode"]
+    assert names(a_group(100.0, 104.0, 105.0, None), 120.0) == ["decode"]
+
+
+def test_who_fell_silent_later_than_most_does_not_hide_them() -> None:
+    assert frozen_groups(a_group(100.0, 101.0, 102.0, 112.0, None), 120.0, WINDOW_S) == [
+        FrozenGroup("decode", ("decode0", "decode1", "decode2"), 100.0)
+    ]
 
 
 def test_it_takes_the_window_s_length_of_silence() -> None:
@@ -53,6 +59,7 @@ def test_who_is_down_and_holds_nothing_has_no_vote() -> None:
     long_gone = [Vitals(f"d{i}", "decode", 0.0, votes=False) for i in range(2, 6)]
     assert names([*a_group(100.0, None), *long_gone], 120.0) == []
     assert names([*a_group(100.0, 100.0, None), *long_gone], 120.0) == ["decode"]
+    assert names([*a_group(100.0), *long_gone], 120.0) == []  # the only one left is silent by itself
 
 
 def test_groups_are_looked_at_one_by_one() -> None:
