@@ -70,7 +70,8 @@ def serve(
         int | None, typer.Option(help="The example proxy's name for --relays; 1 is one process for all.")
     ] = None,
     journal: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write every decision to FILE, begun anew, for `explain --journal FILE`.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Write every decision to FILE, begun anew, for `explain --journal FILE`."),
     ] = None,
     take_over: Annotated[
         bool,

@@ -29,13 +29,13 @@ class FitRules:
     requests from which on a prompt waits for its place while a small pool is full. `alone_waits`: mean waits after
     which a request goes first where workers step alone. `outlier_from`: usual requests that an outlier holds;
     `outlier_patience`: of G mean answers' times, what it may wait for each of them, and `most_outlier_wait`: of
-    `max_wait_s`, at most. `window_per_slot`: requests that a scarce decision chooses from, the longest waiting ones, for
-    each slot in the barrier. `growth_share`, `stock_share`: how far T is below the mean, of (1 - 1/G) o, and of what the
-    stock lacks. `hold_from`: the share of its slots that every worker must have in use before a request is held back
-    beside a free one. `swap_passes`: how often the choices for several slots are made again. `sees_memory`: whether a
-    worker gets only what fits its KV memory. `sees_answers`: whether curvature and ageing are measured by the mean
-    answer where that is longer than the mean request. `orders_alone`: whether there is something to choose where one
-    worker is alone.
+    `max_wait_s`, at most. `window_per_slot`: requests that a scarce decision chooses from, the longest waiting ones,
+    for each slot in the barrier. `growth_share`, `stock_share`: how far T is below the mean, of (1 - 1/G) o, and of
+    what the stock lacks. `hold_from`: the share of its slots that every worker must have in use before a request is
+    held back beside a free one. `swap_passes`: how often the choices for several slots are made again.
+    `sees_memory`: whether a worker gets only what fits its KV memory. `sees_answers`: whether curvature and ageing are
+    measured by the mean answer where that is longer than the mean request. `orders_alone`: whether there is something
+    to choose where one worker is alone.
     """
 
     overflow_penalty: float
