@@ -128,11 +128,11 @@ class Window:
         if rules.sees_answers:
             mean_cost = max(mean_cost, means.answer_tokens)
         self._curvature = rules.curvature / mean_cost
-        most = int(min(params.window, rules.window_per_slot * snapshot.slots))
-        self.trackers = waiting.head(most)
+        count = int(min(params.window, rules.window_per_slot * snapshot.slots))
+        self.trackers = waiting.head(count)
         sizes, ready_s = waiting.arrays()
-        self._sizes: FloatArray = sizes[:most]
-        wait_s = now - ready_s[:most]
+        self._sizes: FloatArray = sizes[:count]
+        wait_s = now - ready_s[:count]
         self._late: FloatArray = wait_s / caps_s(self._sizes, snapshot, params, rules, pool_is_full)
         self.age = self._late
         if step_alone(snapshot, rules) and params.max_wait_s < math.inf:
