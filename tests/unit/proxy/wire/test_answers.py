@@ -64,7 +64,10 @@ def test_an_assembled_chat_with_ids_equals_the_workers() -> None:
 
 def test_an_answer_whose_worker_sends_no_usage_has_the_one_that_was_counted() -> None:
     request = payloads.parse("completions", b'{"prompt":"x"}')
-    scanner, assembler = EventScanner(want_usage=True, prompt_tokens=4, cached_tokens=3), AnswerAssembler(request)
+    scanner, assembler = (
+        EventScanner(want_usage=True, prompt_tokens=4, prompt_details={"cached_tokens": 3}),
+        AnswerAssembler(request),
+    )
     wire = event(usage(4, 0)) + event(completion("a", [1, 2], finish_reason="length")) + DONE
     assembler.feed(scanner.feed(wire))
     told = orjson.loads(assembler.answer(scanner))["usage"]
