@@ -173,6 +173,7 @@ class CellResult:
     lost_tpot: float = 0.0
     lost_wait: float | None = None  # against those within NEAR of the best tokens/s; None where it is none of them
     lost_tpot_near: float | None = None  # the same
+    seeds: int = 1
 
 
 def cell_results(scope: Scope, results: Results, cell: Cell) -> list[CellResult]:
@@ -198,6 +199,7 @@ def cell_results(scope: Scope, results: Results, cell: Cell) -> list[CellResult]
                 mean("load_spread_mean"),
                 mean("balance"),
                 fmean(run["throughput_tok_s"] * run["step_time_mean_s"] / full for run in runs),
+                seeds=len(runs),
             )
         )
     best_rate = max(s.tokens_s for s in found)
@@ -268,9 +270,9 @@ def worse_than_baselines(row: Sequence[CellResult]) -> float:
     worst = 0.0
     for s in row:
         if s.method in (methods.JSQ, methods.LEAST_KV):
-            deviation = 2.0 * ((s.tokens_s_deviation or 0.0) ** 2 + (own.tokens_s_deviation or 0.0) ** 2) ** 0.5
+            variance = ((s.tokens_s_deviation or 0.0) ** 2 + (own.tokens_s_deviation or 0.0) ** 2) / own.seeds
             lost = s.tokens_s - own.tokens_s
-            worst = max(worst, lost / s.tokens_s if lost > max(deviation, NEAR * s.tokens_s) else 0.0)
+            worst = max(worst, lost / s.tokens_s if lost > max(2.0 * variance**0.5, NEAR * s.tokens_s) else 0.0)
     return worst
 
 

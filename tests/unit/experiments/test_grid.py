@@ -53,6 +53,15 @@ def test_slots_in_use_are_a_share_of_all_whatever_a_step_yields(factor: str) -> 
     assert all(0.8 < result.utilisation < 1.05 for result in grid.cell_results(TINY, results, cell))
 
 
+@pytest.mark.parametrize(("seeds", "worse"), [(1, 0.0), (4, 0.04)])
+def test_the_noise_of_means_falls_with_the_number_of_seeds(seeds: int, worse: float) -> None:
+    def of(method: methods.Method, tokens_s: float) -> grid.CellResult:
+        return grid.CellResult(Cell("capped"), method, tokens_s, 22.0, 0.1, 1.0, 1.0, 1.0, 1.0, 1.0, seeds=seeds)
+
+    row = [of(methods.JSQ, 1000.0), of(methods.LEVEL_FIT, 960.0)]
+    assert grid.worse_than_baselines(row) == pytest.approx(worse)
+
+
 def test_bursts_bring_the_same_requests_in_part_of_each_minute() -> None:
     trace = requests_of("bursts", 0, 2000)
     burst = in_bursts(trace)
