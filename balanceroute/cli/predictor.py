@@ -1,5 +1,6 @@
 """`balanceroute predictor fit | evaluate`."""
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -33,7 +34,7 @@ BucketsOption = Annotated[
 
 def fit(
     out: Annotated[Path, typer.Option("--out", "-o", help="Model file to write (for predictor.model).")],
-    trace: Annotated[Path | None, typer.Option(help="Trace CSV to learn from, possibly .gz.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="Trace to learn from, or whatever `trace convert` reads.")] = None,
     history: Annotated[Path | None, typer.Option(help="History file of a router (predictor.history) instead.")] = None,
     kind: KindOption = "survival",
     horizon: HorizonOption = DEFAULTS["horizon_steps"],
@@ -69,7 +70,7 @@ def fit(
 
 
 def evaluate(
-    trace: Annotated[Path, typer.Option(help="Trace CSV to judge on, possibly .gz.")],
+    trace: Annotated[Path, typer.Option(help="Trace to judge on, or whatever `trace convert` reads.")],
     model: Annotated[Path | None, typer.Option(help="Model file to judge.")] = None,
     kind: AnyKindOption = "survival",
     param: Annotated[
@@ -183,11 +184,11 @@ def _from_trace(path: Path | None) -> "list[FinishedRequest]":
     """Rows of a trace as finished requests, in the order in which they finish at the nominal step time."""
     from balanceroute.prediction import FinishedRequest
     from balanceroute.prediction.evaluation import STEP_S
-    from balanceroute.traces import read_trace
+    from balanceroute.traces import load_trace
 
     if path is None:
         return []
-    trace = read_trace(path)
+    trace = load_trace(str(path), on_note=partial(typer.echo, err=True))
     finished_s = (trace.arrival_s + STEP_S * trace.output_tokens).tolist()
     columns = (trace.prompt_key.tolist(), trace.prompt_tokens.tolist(), trace.output_tokens.tolist(), finished_s)
     rows = [FinishedRequest(key, prompt, output, "stop", at) for key, prompt, output, at in zip(*columns, strict=True)]

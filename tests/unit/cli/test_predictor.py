@@ -93,6 +93,13 @@ def test_bad_input_is_one_clear_error(
         CliRunner().invoke(app, ["predictor", *(a.format(trace=trace) for a in arguments)], catch_exceptions=False)
 
 
+def test_a_log_is_judged_on_as_it_is(tmp_path: Path) -> None:
+    lines = [json.dumps({"timestamp": 900 * at, "input_length": 50, "output_length": 30}) for at in range(40)]
+    (tmp_path / "day.jsonl").write_text("\n".join(lines))
+    found = json.loads(run("evaluate", "--trace", str(tmp_path / "day.jsonl"), "--json"))
+    assert found["requests"] == 20
+
+
 @pytest.mark.parametrize("command", ["fit", "evaluate"])
 def test_help_shows_an_example(command: str) -> None:
     assert "Example: balanceroute predictor" in run(command, "--help")
