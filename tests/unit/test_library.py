@@ -436,6 +436,14 @@ def test_the_kit_is_a_command_with_exit_codes(capsys: pytest.CaptureFixture[str]
     assert conformance([]) == 2
 
 
+def test_a_folder_of_its_name_beside_a_script_does_not_hide_the_library(tmp_path: Path) -> None:
+    """Such as the checkout; the script finds what is installed, in an editable way or not."""
+    (tmp_path / "balanceroute").mkdir()
+    (tmp_path / "script.py").write_text("import balanceroute\nprint(balanceroute.Setting().n_workers)\n")
+    done = subprocess.run([sys.executable, "script.py"], capture_output=True, text=True, cwd=tmp_path)
+    assert (done.stdout, done.stderr) == ("8\n", "")
+
+
 # -- the examples
 
 
