@@ -1,6 +1,7 @@
 """`scripts/docs_figures.py`: the README's figures are those of the commands that a reader has."""
 
 import json
+import re
 import sys
 
 import pytest
@@ -24,10 +25,25 @@ def test_a_policy_of_the_readme_s_table_is_what_replay_prints_for_that_seed(
     assert {key: getattr(shown, key) for key in docs_figures.KEPT} == {key: printed[key] for key in docs_figures.KEPT}
 
 
-def test_the_pages_say_how_far_apart_the_loads_are_in_the_runs_that_they_show() -> None:
-    shown = [docs_figures.simulated(policy, 0).figures.load_spread_mean for policy in docs_figures.SHOWN]
-    left, right = (round(spread / 1000) for spread in shown)
-    for page in ("README.md", "docs/index.md"):
-        assert f"{left}k tokens on the left and {right}k on the right" in (docs_figures.ROOT / page).read_text(), page
-    assert f"(about {left},000 and {right},000 tokens)" in (docs_figures.ROOT / "docs/quickstart.md").read_text()
-    assert f"{left},000 与 {right},000" in (docs_figures.ROOT / "docs/zh/quickstart.md").read_text()
+@pytest.mark.parametrize(
+    ("page", "told"),
+    [
+        ("README.md", r"(\d+)k tokens on the left and (\d+)k on the right"),
+        ("docs/index.md", r"(\d+)k tokens on the left and (\d+)k on the right"),
+        ("docs/quickstart.md", r"`load_spread_mean` \(about (\d+),000 and (\d+),000 tokens\)"),
+        ("docs/zh/quickstart.md", r"`load_spread_mean`（约 (\d+),000 与 (\d+),000"),
+    ],
+)
+def test_the_pages_say_how_far_apart_the_loads_are_in_the_runs_that_they_show(
+    page: str, told: str, spreads: list[float]
+) -> None:
+    found = re.search(told, (docs_figures.ROOT / page).read_text())
+    assert found is not None
+    # another numpy, or another CPU, may round a number and with it a run otherwise
+    assert [float(number) * 1000 for number in found.groups()] == pytest.approx(spreads, rel=0.1)
+
+
+@pytest.fixture(scope="module")
+def spreads() -> list[float]:
+    """Load spreads of the two runs of docs/figures/load_panels.png."""
+    return [docs_figures.simulated(policy, 0).figures.load_spread_mean for policy in docs_figures.SHOWN]
