@@ -81,7 +81,7 @@ def as_text(text: str) -> str:
         entry = json.loads(text[found.start() :])
         # the date without its year, and without the fraction of a second
         return f"{entry['levelname']} {entry['asctime'][5:19]} [{entry['name']}] {entry['message']}\n"
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, RecursionError):
         return text
 
 
