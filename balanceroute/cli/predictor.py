@@ -99,6 +99,9 @@ def evaluate(
     if model is not None and train is not None:
         raise ConfigError("predictor evaluate: give --model or --train, not both")
     if plot is not None:
+        from balanceroute.experiments import figures
+
+        figures.pyplot()  # which may be missing
         check_written(plot, trace, model, train)
     rows = _from_trace(trace)
     predictor: BuiltPredictor
@@ -130,14 +133,14 @@ def evaluate(
 def draw_reliability(found: "Evaluation", title: str, path: Path) -> None:
     """Draw said against seen probability, with the number of samples per bin below.
 
-    Raises: ConfigError when matplotlib is missing, InputError when the file can't be written.
+    Raises: InputError when matplotlib is missing, or the file can't be written.
     """
-    from balanceroute.errors import ConfigError, InputError
+    from balanceroute.errors import InputError
+    from balanceroute.experiments import figures
 
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError("--plot needs matplotlib: scripts/install plots, or pip install matplotlib") from error
+    figures.pyplot()
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(5.0, 6.0), layout="constrained")
     curve, counts = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
     said = [row.mean_p_finish for row in found.calibration]

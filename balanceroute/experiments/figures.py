@@ -7,6 +7,7 @@ Without matplotlib every figure is None, and the tables stand alone. Every figur
 that it can stand alone. Equal data give equal bytes: nothing with a date or a random id is written.
 """
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from importlib.util import find_spec
@@ -96,6 +97,7 @@ def drawn(draw: Callable[P, Path]) -> Callable[P, Path | None]:
 
 def pyplot() -> Any:
     """matplotlib without a display, with our style. Raises: InputError where the extra is not installed."""
+    os.environ["MPLBACKEND"] = "Agg"  # read at the import; what a notebook's shell has there may not be installed here
     try:
         import matplotlib
     except ImportError:

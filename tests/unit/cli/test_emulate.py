@@ -2,9 +2,11 @@
 
 import asyncio
 import os
+import resource
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +56,15 @@ def test_a_bad_flag_ends_in_one_line_and_exit_code_2(flags: list[str], words: st
     done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert words in done.stderr
+
+
+def test_too_few_open_files_for_the_cluster_are_said_in_one_line() -> None:
+    base = free_base_port([0, 1, *range(DECODE_PORT_OFFSET, DECODE_PORT_OFFSET + 40)])
+    command = [sys.executable, "-m", "balanceroute", "emulate", "--decode", "40", "--base-port", str(base)]
+    few = partial(resource.setrlimit, resource.RLIMIT_NOFILE, (24, 24))
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, preexec_fn=few)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
+    assert "too many open files" in done.stderr.lower()
 
 
 @pytest.mark.e2e

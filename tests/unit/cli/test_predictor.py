@@ -1,4 +1,7 @@
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -91,6 +94,17 @@ def test_bad_input_is_one_clear_error(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(BalanceRouteError, match=reason):
         CliRunner().invoke(app, ["predictor", *(a.format(trace=trace) for a in arguments)], catch_exceptions=False)
+
+
+def test_a_figure_is_drawn_below_a_notebook_whose_way_to_show_figures_is_not_installed_here(
+    trace: Path, tmp_path: Path
+) -> None:
+    """`!balanceroute ...` in a cell has the notebook's MPLBACKEND."""
+    command = [sys.executable, "-m", "balanceroute", "predictor", "evaluate", "--trace", trace, "--plot"]
+    environment = os.environ | {"MPLBACKEND": "module://not_installed_here"}
+    done = subprocess.run([*command, tmp_path / "r.png"], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "r.png").stat().st_size
 
 
 def test_a_log_is_judged_on_as_it_is(tmp_path: Path) -> None:
