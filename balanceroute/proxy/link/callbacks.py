@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 EXPECTED: Final = "expected"
 REFUSED: Final = "refused"
-LOOK_S: Final = 1.0  # between two looks at what somebody may have removed: decode workers do not call again
+LOOK_S: Final = 0.25  # between two looks at what somebody may have removed: decode workers do not call again
 PATIENCE_S: Final = 5.0  # a relay that stands still for so long is given up anyway
 _TOKEN: Final = re.compile(r"relay-[0-9]{1,9}(\.[0-9]{1,9})?\.[A-Za-z0-9_-]{1,64}")
 _HEAD: Final = 4
@@ -109,7 +109,7 @@ class CallbackListener:
         os.chmod(self._path, 0o600)
 
     async def watch(self) -> None:
-        """Every second, listen anew if somebody has removed the socket; until cancelled."""
+        """Four times per second, listen anew if somebody has removed the socket; until cancelled."""
         while True:
             await asyncio.sleep(until_tick_s(time.monotonic(), LOOK_S))
             if is_gone(self._path):
