@@ -97,24 +97,21 @@ async def test_a_relay_whose_socket_somebody_has_removed_is_found_again(
 ) -> None:
     monkeypatch.setattr(callbacks_module, "LOOK_S", 0.02)
     async with relayed(SHAPE) as router:
-        paths = [router.folder.callbacks(f"relay-{number}") for number in range(2)]
-        if full:
-            with monkeypatch.context() as disk:
-                disk.setattr(asyncio, "start_unix_server", no_room)
-                for path in paths:
-                    path.unlink()
-                await until(lambda: said(caplog, "callbacks that arrive at other relays are not heard") == 2)
-        else:
-            for path in paths:
-                path.unlink()
-        await until(lambda: said(caplog, "callbacks that arrive at other relays are heard again") == 2)
 
         async def pass_on(request: httpx.Request) -> httpx.Response:
             return await to_the_other(router, token_of(request)).client.post(request.url.path, content=request.content)
 
         called_back(router, pass_on)
+        with monkeypatch.context() as disk:
+            if full:
+                disk.setattr(asyncio, "start_unix_server", no_room)
+            for number in range(2):
+                router.folder.callbacks(f"relay-{number}").unlink()
+            if full:
+                await until(lambda: said(caplog, "callbacks that arrive at other relays are not heard") == 2)
         asked = [relay.client.post("/v1/completions", json=completion(max_tokens=3)) for relay in router.relays]
         assert [reply.status_code for reply in await asyncio.gather(*asked)] == [200, 200]
+        assert said(caplog, "callbacks that arrive at other relays are heard again") == 2
         await router.settled()
 
 

@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 EXPECTED: Final = "expected"
 REFUSED: Final = "refused"
 LOOK_S: Final = 0.25  # between two looks at what somebody may have removed: decode workers do not call again
+LOOKS: Final = 8  # the run folder may have to be made anew before
 PATIENCE_S: Final = 5.0  # a relay that stands still for so long is given up anyway
 _TOKEN: Final = re.compile(r"relay-[0-9]{1,9}(\.[0-9]{1,9})?\.[A-Za-z0-9_-]{1,64}")
 _HEAD: Final = 4
@@ -84,7 +85,7 @@ class OtherRelays:
             return REFUSED
         try:
             async with asyncio.timeout(PATIENCE_S):
-                reader, writer = await asyncio.open_unix_connection(self._socket_of(owner))
+                reader, writer = await self._connected(self._socket_of(owner))
                 try:
                     _write(writer, Ask(token, body))
                     return _answers.decode(await _read(reader))
@@ -92,6 +93,17 @@ class OtherRelays:
                     writer.close()
         except _NO_FRAME:
             return REFUSED
+
+    async def _connected(self, path: Path) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """A connection to that relay. Raises: OSError: there is none.
+
+        A socket that somebody has removed is there again soon: a relay that is killed leaves its own.
+        """
+        for _ in range(LOOKS):
+            if not is_gone(path):
+                break
+            await asyncio.sleep(LOOK_S)
+        return await asyncio.open_unix_connection(path)
 
 
 class CallbackListener:
