@@ -72,6 +72,16 @@ def test_the_step_of_a_first_token_is_no_transfer_where_a_step_yields_several_to
     assert believed_single.requests(64, 28.0, 1.0) > 0
 
 
+def test_what_is_measured_is_a_mean_over_all_that_was() -> None:
+    overlap = Overlap()
+    for step_s in (0.02, 0.04, 0.06):
+        overlap.see_answer(step_s * 9, 10)
+    assert overlap.token_s == pytest.approx(0.04)
+    for transfer_s in (1.0, 2.0, 3.0):
+        overlap.see_first_token(transfer_s + 0.04, sent_ahead=False, tokens_per_step=1.0)
+    assert overlap.transfer_s == pytest.approx(2.0)
+
+
 def test_nothing_is_sent_ahead_before_anything_was_measured() -> None:
     overlap = Overlap()
     overlap.see_first_token(5.0, sent_ahead=False, tokens_per_step=1.0)  # how much is a step, nobody knows yet

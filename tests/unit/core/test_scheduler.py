@@ -176,7 +176,7 @@ def test_pool_and_queue_entries_expire_at_their_deadlines() -> None:
 
 
 @pytest.mark.parametrize("dispatches", [True, False])
-def test_requests_that_expired_behind_others_leave_nothing_in_the_queue(dispatches: bool) -> None:
+def test_requests_that_expired_behind_others_leave_nothing_in_the_queue_but_those_that_wait(dispatches: bool) -> None:
     """The class in front never ends, or nothing is dispatched at all."""
     known = trackers()  # those of other tests
     scheduler = a_scheduler(config=SchedulerConfig(queue_deadline_s=5.0, max_prefill_inflight=1))
@@ -190,6 +190,12 @@ def test_requests_that_expired_behind_others_leave_nothing_in_the_queue(dispatch
             assert not scheduler.dispatch(now)
     assert len(scheduler.snapshot.queued) == 12
     assert len(trackers() - known) < 120
+    waiting, served, running = list(scheduler.snapshot.queued), [], "running"
+    for _ in waiting:
+        scheduler.finish(running, Outcome.FINISHED, now)
+        running = scheduler.dispatch(now)[0].request
+        served.append(running)
+    assert sorted(served) == sorted(waiting)
 
 
 @pytest.mark.parametrize("policy", ["br_0", "level_fit"])
