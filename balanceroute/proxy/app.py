@@ -171,7 +171,7 @@ def hot_routes(services: ClientServices) -> Mapping[str, Callable[[Request, Resp
 
     def messages(request: Request, response: Response) -> Handler:
         response.refusal = message_refusal
-        return MessagesExchange(services, "chat", request, response)
+        return MessagesExchange(services, request, response)
 
     return {
         "/v1/completions": partial(Exchange, services, "completions"),

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+from typing import Any
 
 import orjson
 import pytest
@@ -41,39 +42,46 @@ async def test_a_request_that_a_worker_refuses_is_freed_without_a_search(n: int)
             gc.enable()
 
 
-async def _ask(router: Router, how: str) -> None:
+_SAID: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}]}
+_ASKED: dict[str, tuple[str, dict[str, Any]]] = {
+    "completion": ("/v1/completions", {"prompt": "a"}),
+    "choices": ("/v1/completions", {"prompt": "a", "n": 3}),
+    "chat": ("/v1/chat/completions", _SAID),
+    "message": ("/v1/messages", _SAID),
+}
+
+
+async def _ask(router: Router, how: str, what: str) -> None:
     """One request, which is served, or whose client leaves amid the answer or before it."""
-    request = {
-        "model": "emulated",
-        "prompt": "a",
-        "max_tokens": 400 if how == "left" else 100,
-        "stream": how != "whole",
-    }
+    path, asked = _ASKED[what]
+    request = {"model": "emulated", "max_tokens": 400 if how == "left" else 100, "stream": how != "whole", **asked}
     if how == "left at once":
         host, _, port = router.url.removeprefix("http://").partition(":")
         _, writer = await asyncio.open_connection(host, int(port))
         body = orjson.dumps(request)
-        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
+        head = b"POST %b HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % (path.encode(), len(body))
+        writer.write(head + body)
         await until(lambda: bool(router.app.services.legs))
         writer.transport.abort()
         return
-    async with router.client.stream("POST", "/v1/completions", json=request) as answer:
+    async with router.client.stream("POST", path, json=request) as answer:
         assert answer.status_code == 200
         async for _ in answer.aiter_raw():
             if how == "left":
                 break
 
 
+@pytest.mark.parametrize("what", _ASKED)
 @pytest.mark.parametrize("how", ["streamed", "whole", "left", "left at once"])
-async def test_a_request_that_was_served_or_left_is_freed_without_a_search(how: str) -> None:
+async def test_a_request_that_was_served_or_left_is_freed_without_a_search(how: str, what: str) -> None:
     async with running() as router:
-        await _ask(router, "streamed")  # what is made once
+        await _ask(router, "streamed", what)  # what is made once
         await router.settled()
         gc.collect()
         known = {id(one) for one in _requests()}
         gc.disable()
         try:
-            await _ask(router, how)
+            await _ask(router, how, what)
             await router.settled()
             await until(lambda: not [one for one in _requests() if id(one) not in known])
         finally:

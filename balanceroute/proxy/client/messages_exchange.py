@@ -12,7 +12,9 @@ from typing import Any, Final
 from balanceroute.errors import BalanceRouteError
 from balanceroute.proxy.client.exchange import Exchange, StreamOutlet
 from balanceroute.proxy.client.fanout import PartAnswer
+from balanceroute.proxy.client.head import Request
 from balanceroute.proxy.client.response import Response
+from balanceroute.proxy.client.services import ClientServices
 from balanceroute.proxy.life.outlet import Outlet
 from balanceroute.proxy.wire.message_answers import PING, Counts, MessageStream, message_of
 from balanceroute.proxy.wire.message_errors import message_error_event, with_message_id
@@ -26,7 +28,11 @@ PING_S: Final = 15.0
 class MessagesExchange(Exchange):
     """One `/v1/messages`: from its head to the line in the log. The response's `refusal` is `message_refusal`."""
 
-    __slots__ = ()
+    __slots__ = ("_outlet",)
+
+    def __init__(self, services: ClientServices, request: Request, response: Response) -> None:
+        super().__init__(services, "chat", request, response)
+        self._outlet: PingedOutlet | None = None  # of a stream
 
     def _parsed(self) -> ClientRequest:
         return parse_messages(self._request.body)
@@ -35,7 +41,8 @@ class MessagesExchange(Exchange):
         if not request.stream:
             return PartAnswer(request)
         headers = [*SSE_HEADERS, *self._own_headers()]
-        return PingedOutlet(self._response, headers, self._printed, self._s.loop)
+        self._outlet = PingedOutlet(self._response, headers, self._printed, self._s.loop)
+        return self._outlet
 
     def _scanner_options(self, request: ClientRequest) -> dict[str, Any] | None:
         if not request.stream:
@@ -50,6 +57,14 @@ class MessagesExchange(Exchange):
 
     def _own_headers(self) -> Headers:
         return with_message_id(super()._own_headers())
+
+    def _account(self) -> None:
+        """Also part those who know each other, which would else be kept until garbage is looked for."""
+        super()._account()
+        self._legs = []
+        outlet, self._outlet = self._outlet, None
+        if outlet is not None:
+            outlet.stop()
 
     def _counts(self) -> Counts:
         answer = self._legs[0].answer
@@ -92,9 +107,14 @@ class PingedOutlet(StreamOutlet):
         super().start()
         self._look()
 
-    def _end(self, body: bytes, /) -> None:
+    def stop(self) -> None:
+        """Ping no more."""
         if self._timer is not None:
             self._timer.cancel()
+        self.end = self._response.end
+
+    def _end(self, body: bytes, /) -> None:
+        self.stop()
         self._response.end(body)
 
     def _look(self) -> None:
