@@ -7,6 +7,7 @@ from typing import Any
 import orjson
 import pytest
 
+from balanceroute.emulator import ClusterShape
 from balanceroute.proxy.admission.tickets import Ticket
 from balanceroute.proxy.client.exchange import Exchange
 from balanceroute.proxy.client.response import Response
@@ -38,6 +39,27 @@ async def test_a_request_that_a_worker_refuses_is_freed_without_a_search(n: int)
             await router.settled()
             await asyncio.sleep(0)
             assert not [one for one in _requests() if id(one) not in known]
+        finally:
+            gc.enable()
+
+
+@pytest.mark.parametrize("connector", ["mooncake_v1", "mooncake_layerwise"])
+async def test_a_request_that_was_tried_again_is_freed_without_a_search(connector: str) -> None:
+    async with running(ClusterShape(prefillers=1, decoders=1, connector=connector)) as router:
+
+        async def ask() -> None:
+            await router.cluster.inject("d0", "status", status=500, count=1)
+            answer = await router.client.post("/v1/completions", json={"model": "emulated", "prompt": "a"})
+            assert answer.status_code == 200
+            await router.settled()
+
+        await ask()  # what is made once
+        gc.collect()
+        known = {id(one) for one in _requests()}
+        gc.disable()
+        try:
+            await ask()
+            await until(lambda: not [one for one in _requests() if id(one) not in known])
         finally:
             gc.enable()
 

@@ -154,7 +154,10 @@ class Layerwise:
                 await asyncio.sleep(retries.judge(error, worker, "decode", begun=bool(scanner.tokens)))
             elif not isinstance(error, WorkerSilent):  # a silent one may have written half of the KV
                 raise  # judged where it happened, and it was the last try
-        return await go_on(leg, self._result, lost)
+        try:
+            return await go_on(leg, self._result, lost)
+        finally:
+            lost = None  # it keeps the frames that it came through, this one among them
 
     async def _attempt(self, worker: Worker) -> bool:
         leg, connector = self._leg, self._connector

@@ -114,7 +114,10 @@ class Pull:
             lost = error
             await leg.suspect_loss(error, worker)
             await asyncio.sleep(retries.judge(error, worker, "decode", begun=bool(scanner.tokens)))
-        return await go_on(leg, self._result, lost)
+        try:
+            return await go_on(leg, self._result, lost)
+        finally:
+            lost = None  # it keeps the frames that it came through, this one among them
 
 
 async def go_on(leg: Leg, result: PrefillResult, lost: UpstreamError | None) -> Event:
