@@ -44,13 +44,25 @@ async def test_a_request_that_a_worker_refuses_is_freed_without_a_search(n: int)
 
 
 @pytest.mark.parametrize("connector", ["mooncake_v1", "mooncake_layerwise"])
-async def test_a_request_that_was_tried_again_is_freed_without_a_search(connector: str) -> None:
+@pytest.mark.parametrize(
+    ("worker", "fault"),
+    [
+        ("d0", {"fault": "status", "status": 500}),
+        ("d0", {"fault": "reset", "after_events": 6}),
+        ("p0", {"fault": "status", "status": 500}),
+    ],
+    ids=["refused", "lost", "prefill refused"],
+)
+async def test_a_request_that_was_tried_again_is_freed_without_a_search(
+    worker: str, fault: dict[str, Any], connector: str
+) -> None:
     async with running(ClusterShape(prefillers=1, decoders=1, connector=connector)) as router:
 
         async def ask() -> None:
-            await router.cluster.inject("d0", "status", status=500, count=1)
-            answer = await router.client.post("/v1/completions", json={"model": "emulated", "prompt": "a"})
-            assert answer.status_code == 200
+            await router.cluster.inject(worker, **fault, count=1)
+            asked = {"model": "emulated", "prompt": "a", "max_tokens": 20, "stream": True}
+            answer = await router.client.post("/v1/completions", json=asked)
+            assert answer.status_code == 200 and answer.text.endswith("[DONE]\n\n")
             await router.settled()
 
         await ask()  # what is made once

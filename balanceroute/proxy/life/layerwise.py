@@ -61,6 +61,7 @@ from balanceroute.proxy.life.leg import (
     Event,
     Leg,
     Transitions,
+    clear_frames,
 )
 from balanceroute.proxy.life.prefilling import has_prefilled, result_of
 from balanceroute.proxy.life.pull import go_on
@@ -145,6 +146,7 @@ class Layerwise:
         except PushFailed as failure:
             leg.check_abandoned(worker)
             lost = failure.error
+            clear_frames(failure)
             await asyncio.sleep(failure.delay_s)
         except UpstreamError as error:
             leg.check_abandoned(worker)
@@ -157,6 +159,7 @@ class Layerwise:
         try:
             return await go_on(leg, self._result, lost)
         finally:
+            clear_frames(lost)
             lost = None  # it keeps the frames that it came through, this one among them
 
     async def _attempt(self, worker: Worker) -> bool:

@@ -230,7 +230,7 @@ class Leg:
             self._task = None
             if self._grace is not None:  # it would keep the leg for seconds
                 self._grace.cancel()
-            _clear_frames(sys.exc_info()[1])
+            clear_frames(sys.exc_info()[1])
 
     # -- what others may do to it
 
@@ -403,7 +403,7 @@ class Leg:
             drainer.drain(Drain(self.id, self.answer.request, params, self.headers, self.pinned_s, drains, self.pin))
 
 
-def _clear_frames(error: BaseException | None) -> None:
+def clear_frames(error: BaseException | None) -> None:
     """Drop the variables of the frames that an error, and what led to it, has left."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)

@@ -9,7 +9,7 @@ from typing import Final
 from balanceroute.core.types import UP
 from balanceroute.errors import ForeignReply, UpstreamError
 from balanceroute.proxy.life.errors import NothingPinned
-from balanceroute.proxy.life.leg import ERROR_LIMIT, REPLY_LIMIT, Leg
+from balanceroute.proxy.life.leg import ERROR_LIMIT, REPLY_LIMIT, Leg, clear_frames
 from balanceroute.proxy.life.retries import status_error
 from balanceroute.proxy.wire.payloads import PrefillResult, parse_probe_reply, score_body
 from balanceroute.proxy.workers.connector_check import pinned_nothing
@@ -45,6 +45,7 @@ async def try_probe(leg: Leg, worker: Worker) -> PrefillResult | None:
     except UpstreamError as error:
         leg.check_abandoned(worker)
         await asyncio.sleep(leg.retries.judge(error, worker, "prefill", begun=bool(leg.answer.scanner.tokens)))
+        clear_frames(error)
         return None
     return result
 

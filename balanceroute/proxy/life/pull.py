@@ -27,6 +27,7 @@ from balanceroute.proxy.life.leg import (
     Event,
     Leg,
     Transitions,
+    clear_frames,
 )
 from balanceroute.proxy.life.prefilling import next_prefiller, try_probe
 from balanceroute.proxy.life.retries import pushes_back
@@ -117,6 +118,7 @@ class Pull:
         try:
             return await go_on(leg, self._result, lost)
         finally:
+            clear_frames(lost)
             lost = None  # it keeps the frames that it came through, this one among them
 
 
