@@ -30,6 +30,29 @@ def test_a_client_that_half_closes_behind_pipelined_requests_gets_all_answers(ed
         assert connection.has_ended()
 
 
+@pytest.mark.parametrize(
+    ("behind", "status"),
+    [
+        (b"\0\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\n\r\n", 400),
+        (request("FROBNICATE", "/health"), 405),
+        (request("POST", "/v1/completions", "Content-Length: 99999999999") + b"{}", 413),
+        (request("POST", "/v1/completions", "Transfer-Encoding: chunked") + b"x\r\n", 400),
+    ],
+    ids=["bytes", "no-host", "method", "too-large", "chunks"],
+)
+def test_a_client_that_half_closes_behind_what_is_refused_is_refused_once(
+    edge: Edge, behind: bytes, status: int
+) -> None:
+    """It once kept the router busy with nothing else, for ever."""
+    with edge.connect() as connection:
+        connection.send(request("GET", "/v1/models") + behind)  # a worker is asked, and meanwhile the end comes
+        connection.half_close()
+        assert [connection.answer().status for _ in range(2)] == [200, status]
+        assert connection.has_ended()
+    assert edge.serves()
+
+
 def test_the_end_of_what_a_client_sends_cancels_its_completion(edge: Edge) -> None:
     """It is all that is seen of an SDK that gives up; a slot is too dear to find out by writing to nobody."""
     edge.new_log_lines()

@@ -191,7 +191,7 @@ class ClientProtocol(asyncio.Protocol):
             return
         self._advancing = True
         try:
-            while self._raw:
+            while self._raw and not self.transport.is_closing():
                 try:
                     if self._request is not None:
                         self._take_body(self._request)
