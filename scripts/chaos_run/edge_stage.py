@@ -21,6 +21,7 @@ HOT_PATH: Final = "/hot"
 _STATUS: Final = re.compile(rb"HTTP/1\.1 (\d{3}) ")
 _ANSWER: Final = b"{}"
 _QUIET_TURNS: Final = 20  # of the loop in which nothing happens: everybody waits
+_MOST_WRITES: Final = 10_000  # to a connection
 _MOST_TURNS: Final = 10_000  # of the loop per piece; more is an endless one
 
 
@@ -61,8 +62,12 @@ class Socket(asyncio.Transport):
         self._loop, self._outcome = loop, outcome
         self.protocol: asyncio.Protocol | None = None
         self.reading = True
+        self._writes = 0
 
     def write(self, data: bytes) -> None:  # type: ignore[override]
+        self._writes += 1
+        if self._writes > _MOST_WRITES:
+            raise RuntimeError("the same is written for ever")
         if not self._outcome.closed:
             self._outcome.written += data
 
@@ -153,8 +158,11 @@ class Stage:
         await send({"type": "http.response.start", "status": 200, "headers": json_headers(_ANSWER)})
         await send({"type": "http.response.body", "body": _ANSWER})
 
-    async def connection(self, pieces: Iterable[bytes], *, half_close: bool = True) -> Outcome:
-        """One connection that says this and then, if it half-closes, waits for the answers."""
+    async def connection(self, pieces: Iterable[bytes], *, half_close: bool = True, at_once: bool = False) -> Outcome:
+        """One connection that says this and then, if it half-closes, waits for the answers.
+
+        `at_once`: it half-closes while the answers are still to come.
+        """
         self.taken = []
         outcome = Outcome(self.taken)
         socket = Socket(self._loop, outcome)
@@ -166,7 +174,8 @@ class Stage:
                 break
             if piece and socket.reading:
                 protocol.data_received(piece)
-        await self._until_idle(outcome)
+        if not at_once:
+            await self._until_idle(outcome)
         if half_close and not outcome.closed:
             if not protocol.eof_received():
                 socket.close()

@@ -174,6 +174,7 @@ async def one_input(stage: Stage, seed: int) -> None:
     data = stream(draw)
     in_reads = pieces(draw, data)
     half_close = draw.random() < 0.8
+    await stage.connection([data], at_once=True)
     whole = await stage.connection([data], half_close=half_close)
     check(whole)
     in_pieces = await stage.connection(in_reads, half_close=half_close)
