@@ -362,14 +362,10 @@ class Exchange:
             self._outcome = EXPIRED
         elif isinstance(error, ClientStalled):
             self._outcome = CANCELLED
-        elif isinstance(error, Rejected | InvalidRequest) or self._refused(error):
+        elif isinstance(error, Rejected | InvalidRequest) or _is_refused(error):
             self._outcome = REJECTED
         else:
             self._outcome = FAILED
-
-    @staticmethod
-    def _refused(error: BalanceRouteError) -> bool:
-        return isinstance(error, UpstreamStatus) and error.status < 500 and error.status != 429
 
     def _on_gone(self) -> None:
         legs = self._legs
@@ -433,7 +429,7 @@ class Exchange:
         if self._key is not None:
             fields["key"] = self._key.name
         if self._refusal is not None:
-            fields |= self._refused_fields(self._refusal)
+            fields |= _refused_fields(self._refusal, self._request)
         if legs:
             one = legs[0] if len(legs) == 1 else _Together(legs)
             fields |= {
@@ -448,12 +444,6 @@ class Exchange:
             }
         log_request(fields)
 
-    def _refused_fields(self, refusal: AccessDenied | KeyLimit) -> dict[str, Any]:
-        """Who was refused, and why: what an operator asks who sees a credential tried, or a key at its limit."""
-        request = self._request
-        fields = {"refused": refusal.reason, "peer": request.peer[0] if request.peer else "", "path": request.path}
-        return fields | ({"key": refusal.key} if isinstance(refusal, KeyLimit) else {})
-
 
 class _Together:
     """What the log says of several legs: their workers in order, the longest waits, the sums."""
@@ -464,3 +454,14 @@ class _Together:
         self.prefill_wait_s = max(leg.prefill_wait_s for leg in legs)
         self.decode_wait_s = max(leg.decode_wait_s for leg in legs)
         self.recomputes = sum(leg.recomputes for leg in legs)
+
+
+def _is_refused(error: BalanceRouteError) -> bool:
+    """Whether the engine finds the request wrong."""
+    return isinstance(error, UpstreamStatus) and error.status < 500 and error.status != 429
+
+
+def _refused_fields(refusal: AccessDenied | KeyLimit, request: Request) -> dict[str, Any]:
+    """Who was refused, and why: what an operator asks who sees a credential tried, or a key at its limit."""
+    fields = {"refused": refusal.reason, "peer": request.peer[0] if request.peer else "", "path": request.path}
+    return fields | ({"key": refusal.key} if isinstance(refusal, KeyLimit) else {})

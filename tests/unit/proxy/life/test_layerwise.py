@@ -44,7 +44,7 @@ class Asking(ScriptedUpstream):
         token = orjson.loads(body)["kv_transfer_params"]["metaserver"].rpartition("/")[2]
         sent_id = headers.partition(b"x-request-id: ")[2].partition(b"\r\n")[0].decode()
         assert self._connector.called_back(token, f"cmpl-{sent_id}-0", b'{"remote_host":"d0"}') == "accepted"
-        await asyncio.sleep(0.01)
+        await let_pass(0.01)
         return await super().request(method, path, body, headers, **options)
 
 
@@ -56,7 +56,7 @@ class Late(ScriptedUpstream):
         self._after_s = after_s
 
     async def request(self, *args: Any, **options: Any) -> Any:
-        await asyncio.sleep(self._after_s)
+        await let_pass(self._after_s)
         return await super().request(*args, **options)
 
 
