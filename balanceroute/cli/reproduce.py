@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+MOST_JOBS = 1024  # processes; each is a Python of its own
+
 
 def reproduce(
     context: typer.Context,
@@ -34,7 +36,9 @@ def reproduce(
             help="Add a policy of your own to main and fairness: module:Class, or an installed one; repeatable."
         ),
     ] = None,
-    jobs: Annotated[int | None, typer.Option(min=1, help="Processes; as many as cores if left out.")] = None,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, max=MOST_JOBS, help="Processes; as many as cores if left out.")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the names of what was written, not the report.")] = False,
 ) -> None:
     """Run the paper's experiments on the step simulator and print our figures beside the paper's.

@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import logging
 import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -96,6 +97,7 @@ async def test_a_relay_whose_socket_somebody_has_removed_is_found_again(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, full: bool
 ) -> None:
     monkeypatch.setattr(callbacks_module, "LOOK_S", 0.02)
+    caplog.set_level(logging.INFO)
     async with relayed(SHAPE) as router:
 
         async def pass_on(request: httpx.Request) -> httpx.Response:
@@ -111,7 +113,7 @@ async def test_a_relay_whose_socket_somebody_has_removed_is_found_again(
                 await until(lambda: said(caplog, "callbacks that arrive at other relays are not heard") == 2)
         asked = [relay.client.post("/v1/completions", json=completion(max_tokens=3)) for relay in router.relays]
         assert [reply.status_code for reply in await asyncio.gather(*asked)] == [200, 200]
-        assert said(caplog, "callbacks that arrive at other relays are heard again") == 2
+        assert said(caplog, "callbacks that arrive at other relays are heard again") == (2 if full else 0)
         await router.settled()
 
 

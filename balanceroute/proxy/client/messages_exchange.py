@@ -68,11 +68,9 @@ class MessagesExchange(Exchange):
 
     def _counts(self) -> Counts:
         answer = self._legs[0].answer
-        scanner = answer.scanner
-        prompt_tokens = answer.prompt_tokens
-        if not prompt_tokens and scanner.prompt_ids is not None:  # decode first: the decode worker may speak first
-            prompt_tokens = len(scanner.prompt_ids)
-        return Counts(prompt_tokens, answer.cached_tokens, scanner.tokens)
+        # decode first: the decode worker may speak before the prefiller
+        prompt_tokens = answer.prompt_tokens or answer.scanner.prompt_tokens or 0
+        return Counts(prompt_tokens, answer.cached_tokens, answer.scanner.tokens)
 
     def _printed(self) -> int:
         return self._legs[0].answer.scanner.matcher.printed

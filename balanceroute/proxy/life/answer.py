@@ -92,9 +92,8 @@ class Answer:
 
     def count_prompt_by_decoder(self) -> None:
         """Where no prefiller has told the prompt's size before the decode was over, the decode worker's word counts."""
-        ids, usage = self.scanner.prompt_ids, self.scanner.usage or {}
         if not self.prompt_tokens:
-            self.prompt_tokens = len(ids) if ids is not None else usage.get("prompt_tokens") or 0
+            self.prompt_tokens = self.scanner.prompt_tokens or (self.scanner.usage or {}).get("prompt_tokens") or 0
 
     def check_prefill(self, worker: Worker, result: PrefillResult) -> None:
         """An engine too old to take token ids for a chat would start the answer over: better an error than that.

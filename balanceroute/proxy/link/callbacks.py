@@ -29,6 +29,7 @@ import msgspec
 from balanceroute.proxy.link.files import is_gone
 from balanceroute.proxy.link.messages import MAX_FRAME_BYTES
 from balanceroute.proxy.telemetry.ticks import until_tick_s
+from balanceroute.proxy.telemetry.troubles import Trouble
 from balanceroute.proxy.wire.connectors import owner_of
 
 log = logging.getLogger(__name__)
@@ -113,7 +114,11 @@ class CallbackListener:
         """`path`: of the socket."""
         self._path, self._answer = path, answer
         self._server: asyncio.Server | None = None
-        self._lacks = False  # a socket, and that was told
+        self._trouble = Trouble(
+            log,
+            "callbacks that arrive at other relays are not heard",
+            "callbacks that arrive at other relays are heard again",
+        )
 
     async def serve(self) -> None:
         """Listen, for our user alone; a socket that a dead relay of this name has left is replaced."""
@@ -133,13 +138,9 @@ class CallbackListener:
         try:
             await self.serve()
         except OSError as error:
-            if not self._lacks:
-                fields = {"socket": str(self._path), "error": error.strerror}
-                log.warning("callbacks that arrive at other relays are not heard", extra=fields)
-            self._lacks = True
+            self._trouble.begin(socket=str(self._path), error=error.strerror)
         else:
-            self._lacks = False
-            log.warning("callbacks that arrive at other relays are heard again", extra={"socket": str(self._path)})
+            self._trouble.end(socket=str(self._path))
 
     def close(self) -> None:
         """Be there no more."""

@@ -306,19 +306,20 @@ class EventScanner:
 
     def counted_usage(self) -> dict[str, Any]:
         """The usage by our own count."""
-        usage: dict[str, Any] = {**usage_of(self._known_prompt_tokens or 0, self.tokens)}
+        usage: dict[str, Any] = {**usage_of(self.prompt_tokens or 0, self.tokens)}
         put_prompt_details(usage, self._prompt_details)
         return usage
 
     @property
-    def _known_prompt_tokens(self) -> int | None:
+    def prompt_tokens(self) -> int | None:
+        """The prompt's size by the prefiller's word, else by the ids that the decode worker told; None: not yet."""
         if self._prompt_tokens is None and self.prompt_ids is not None:
             return len(self.prompt_ids)
         return self._prompt_tokens
 
     def owed_usage(self, model: str | None, *, chat: bool) -> bytes:
         """The final usage event of an answer whose worker ended without one, from our own count; else nothing."""
-        if self.usage is not None or self.finish_reason is None or self._known_prompt_tokens is None:
+        if self.usage is not None or self.finish_reason is None or self.prompt_tokens is None:
             return b""
         head = event_head(self.public_id, self.created, model, chat=chat)
         event = {**head, "choices": [], "usage": self.counted_usage()}

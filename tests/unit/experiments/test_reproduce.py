@@ -311,6 +311,17 @@ def test_a_bad_trace_is_one_line_and_exit_code_2(
     assert "line 1" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("jobs", ["0", "4294967296"])
+def test_a_number_of_processes_that_no_machine_has_is_one_line_and_exit_code_2(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], jobs: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["balanceroute", "reproduce", "bound", "--jobs", jobs, "--out", str(tmp_path)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    told = capsys.readouterr().err
+    assert ended.value.code == 2 and "--jobs" in told and told.count("\n") == 1
+
+
 def test_the_command_lists_what_it_wrote(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

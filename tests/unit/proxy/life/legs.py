@@ -9,6 +9,7 @@ import orjson
 
 from balanceroute.proxy.admission.decode_dispatcher import DecodeDispatcher
 from balanceroute.proxy.admission.prefill_dispatcher import PrefillDispatcher
+from balanceroute.proxy.client.fanout import PartAnswer
 from balanceroute.proxy.life.leg import Leg, Strategy
 from balanceroute.proxy.life.pull import Pull
 from balanceroute.proxy.services import Services
@@ -94,6 +95,16 @@ def a_leg(
     **fields: Any,
 ) -> Leg:
     return Leg(services, request_id, a_request(**fields), client or Client(), [], strategy)
+
+
+def an_assembled_leg(
+    services: Services, strategy: Callable[[Leg], Strategy] = Pull, **fields: Any
+) -> tuple[Leg, Callable[[], Any]]:
+    """A leg whose client wants the answer whole, and what gives that once it has run."""
+    request = a_request(stream=False, **fields)
+    answer = PartAnswer(request)
+    leg = Leg(services, "r", request, answer, [], strategy)
+    return leg, lambda: orjson.loads(answer.answer(leg))
 
 
 @asynccontextmanager

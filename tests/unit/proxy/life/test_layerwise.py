@@ -8,9 +8,7 @@ import pytest
 
 from balanceroute.core.types import Outcome
 from balanceroute.errors import BadUpstreamReply, ConnectionLost
-from balanceroute.proxy.client.fanout import PartAnswer
 from balanceroute.proxy.life.layerwise import LAST_WORD_S, Layerwise
-from balanceroute.proxy.life.leg import Leg
 from balanceroute.proxy.services import Services
 from balanceroute.proxy.wire.connectors import LayerwiseConnector
 from tests.unit.proxy.life.legs import (
@@ -18,7 +16,7 @@ from tests.unit.proxy.life.legs import (
     PROMPT_IDS,
     Client,
     a_leg,
-    a_request,
+    an_assembled_leg,
     dispatching,
     events,
     idle,
@@ -105,16 +103,14 @@ def test_an_unstreamed_echo_waits_for_the_prefiller_and_is_no_answer_without_its
     async def served() -> None:
         said = probed(None, text="a b c") if prefiller == "late" else LOST
         services = a_pair(whole(20, 21), 5 * LAST_WORD_S, said)
-        request = a_request(stream=False, max_tokens=2, echo=True)
-        answer = PartAnswer(request)
         async with dispatching(services):
-            leg = Leg(services, "r", request, answer, [], Layerwise)
+            leg, answer = an_assembled_leg(services, Layerwise, max_tokens=2, echo=True)
             if prefiller == "lost":
                 with pytest.raises(BadUpstreamReply):
                     await leg.run()
             else:
                 await leg.run()
-                assert orjson.loads(answer.answer(leg))["choices"][0]["text"] == "a b c 20 21"
+                assert answer()["choices"][0]["text"] == "a b c 20 21"
         assert idle(services)
 
     in_virtual_time(served)

@@ -9,9 +9,6 @@ import pytest
 
 from balanceroute.core.types import Outcome
 from balanceroute.errors import ConnectFailed, ConnectionLost, UpstreamError
-from balanceroute.proxy.client.fanout import PartAnswer
-from balanceroute.proxy.life.leg import Leg
-from balanceroute.proxy.life.pull import Pull
 from balanceroute.proxy.services import Services
 from balanceroute.proxy.workers.circuit import CircuitState
 from balanceroute.proxy.workers.pins import PinRecord
@@ -20,7 +17,7 @@ from tests.unit.proxy.life.legs import (
     PROMPT_IDS,
     Client,
     a_leg,
-    a_request,
+    an_assembled_leg,
     dispatching,
     events,
     idle,
@@ -164,11 +161,9 @@ def test_no_text_comes_twice_when_an_engine_that_tells_no_token_ids_is_lost(stre
                     await a_leg(services, client).run()
                 assert client.text == " 20" and not client.ended and len(d0.asked) == 2  # with its /health
             else:
-                request = a_request(stream=False, max_tokens=100)
-                answer = PartAnswer(request)
-                leg = Leg(services, "r", request, answer, [], Pull)
+                leg, answer = an_assembled_leg(services, max_tokens=100)
                 await leg.run()
-                assert orjson.loads(answer.answer(leg))["choices"][0]["text"] == " 20 21"
+                assert answer()["choices"][0]["text"] == " 20 21"
         assert idle(services)
 
     in_virtual_time(served)
