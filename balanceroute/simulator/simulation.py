@@ -63,14 +63,15 @@ def check_lengths(lengths: TrueLengths, trace: Trace, setting: Setting) -> None:
 class Group:
     """The workers of one barrier, from the one with the number `first` on, and their clock.
 
-    `ends_s`: when the step under way ends, None where there is none. `told`: what each step tells the router, of which
-    the oldest is heard when the lag is over; `telling`: what the next one will.
+    `ends_s`: when the step under way ends, None where there is none; `ended_s`: when the last one ended. `told`: what
+    each step tells the router, of which the oldest is heard when the lag is over; `telling`: what the next one will.
     """
 
     ranks: Ranks
     first: int
     steps: int = 0
     ends_s: float | None = None
+    ended_s: float = 0.0
     told: deque[Batch] = field(default_factory=deque)
     telling: list[Callable[[], object]] = field(default_factory=list)
 
@@ -172,6 +173,7 @@ class Simulation:
         n = len(self.arrival_s)
         while self.finished < n:
             self.change_workers()
+            self.hear_idle()
             self.arrive()
             self.decide()
             for group in self.groups:
@@ -362,7 +364,7 @@ class Simulation:
         if len(busy) < len(self.groups) and (moment := min(self.moments(), default=NEVER)) < group.ends_s:
             self.t = moment
             return True
-        ranks, self.t, group.ends_s = group.ranks, group.ends_s, None
+        ranks, self.t, group.ended_s, group.ends_s = group.ranks, group.ends_s, group.ends_s, None
         group.steps += 1
         ranks.grow()
         if self.setting.lock_step:
@@ -385,6 +387,7 @@ class Simulation:
         moments += [entry[0] for entry in self.prefill_done[:1]]
         if self.next_arrival < len(self.arrival_s):
             moments.append(self.arrival_s[self.next_arrival])
+        moments += [self.heard_s(group) for group in self.groups if group.told and not group.ranks.active]
         return [moment for moment in moments if moment > self.t]
 
     def jump(self) -> None:
@@ -437,11 +440,24 @@ class Simulation:
     def hear_all(self) -> None:
         """The router catches up with the engine."""
         for group in self.groups:
-            while group.told:
-                self.hear(*group.told.popleft())
-            events, group.telling = group.telling, []
-            for event in events:
-                event()
+            self.hear_group(group)
+
+    def hear_group(self, group: Group) -> None:
+        while group.told:
+            self.hear(*group.told.popleft())
+        events, group.telling = group.telling, []
+        for event in events:
+            event()
+
+    def hear_idle(self) -> None:
+        """The router hears of groups that have nothing to run: no step of theirs follows after which it would."""
+        for group in self.groups:
+            if group.told and not group.ranks.active and self.t >= self.heard_s(group):
+                self.hear_group(group)
+
+    def heard_s(self, group: Group) -> float:
+        """When the router has heard all of a group that ran out of requests: the lag in steps of nothing later."""
+        return group.ended_s + self.setting.telemetry_lag_steps * self.setting.step_overhead_s
 
     def change_workers(self) -> None:
         """Carry out the failures and recoveries that are due."""

@@ -143,3 +143,12 @@ def test_what_runs_adds_up_after_every_step() -> None:
         held = [sum(10 + ranks.done[request] for request in rank.running) for rank in ranks.ranks]
         assert ranks.loads == held and ranks.counts == [len(rank.running) for rank in ranks.ranks]
     assert sorted(done) == list(range(8)) and not ranks.draws
+
+
+@pytest.mark.parametrize("lag_steps", [1, 3])
+def test_the_router_hears_of_a_worker_that_ran_dry_while_the_others_go_on(lag_steps: int) -> None:
+    trace = a_trace([(0.0, 10, 500), (0.0, 10, 2), (0.0, 10, 2)])
+    setting = a_setting(n_workers=2, barrier_groups=2, slots=1, telemetry_lag_steps=lag_steps)
+    outcome = run(trace, setting, "pool_fifo")
+    first_ends_s = step_times_s(10, 2, setting)
+    assert outcome.wait_s[2] == pytest.approx(first_ends_s + lag_steps * setting.step_overhead_s)
