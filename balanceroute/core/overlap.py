@@ -6,9 +6,13 @@ by Little's law a worker needs
 
     m = B * transfer_s / (t * o)
 
-requests on their way at any time, to the nearest whole number, but one at least where slots would be empty for more
-than `WORTH` of their time: with few slots m is less than one half even then. It is 0 where a transfer takes less than
-half a step, which is as finely as it is known: where transfers are short nothing is sent ahead.
+requests on their way at any time. That is 0 where a transfer takes less than half a step, which is as finely as it is
+known: where transfers are short nothing is sent ahead.
+
+A request that is sent ahead is chosen a departure too early, from loads that will have changed when it starts. Where
+workers wait for each other at a barrier, such a choice costs about as much as half of the slot that it fills, so m is
+taken to the nearest whole number (`docs/results`). A worker that no other waits for loses nothing: it is sent one at
+least where its slots would be empty for more than `WORTH` of their time.
 
 All of it is measured. A step takes t times the tokens that it yields of a request, which with speculative decoding are
 several; the engine says how many. `transfer_s` is the time from an admission to the first token, less a step, of
@@ -19,7 +23,7 @@ an upper bound, which may lower the estimate and never raises it.
 from dataclasses import dataclass
 
 SHORT_STEPS = 0.5  # a transfer that takes less counts as none
-WORTH = 0.01  # of a slot's time: one request ahead decides that much earlier what comes next, which costs about as much
+WORTH = 0.01  # of a slot's time: less is not worth the KV memory that a request sent ahead holds
 WEIGHT = 0.02  # of a new value in the running means, whose first 50 are averaged
 
 
@@ -50,10 +54,13 @@ class Overlap:
         self.answers += 1
         self.token_s += max(WEIGHT, 1.0 / self.answers) * (max(0.0, stay_s) / (tokens - 1) - self.token_s)
 
-    def requests(self, slots: int, answer_tokens: float, tokens_per_step: float) -> int:
-        """m of a worker with so many slots (B), for answers of so many tokens on average (o): 0 to B."""
+    def requests(self, slots: int, answer_tokens: float, tokens_per_step: float, *, alone: bool) -> int:
+        """m of a worker with so many slots (B), for answers of so many tokens on average (o): 0 to B.
+
+        `alone`: no other worker waits for this one at the end of a step.
+        """
         stay_s = self.token_s * answer_tokens
         if stay_s <= 0.0 or self.transfer_s < SHORT_STEPS * self.token_s * tokens_per_step:
             return 0
         empty = self.transfer_s / stay_s
-        return min(slots, max(round(slots * empty), int(empty > WORTH)))
+        return min(slots, max(round(slots * empty), int(alone and empty > WORTH)))

@@ -37,27 +37,28 @@ def held(scheduler: Scheduler) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("slots", "transfer_s", "answer_tokens", "requests"),
+    ("slots", "transfer_s", "answer_tokens", "together", "alone"),
     [
-        (64, 1.5, 1200.0, 2),
-        (64, 0.1, 1200.0, 0),
-        (64, 0.46, 1200.0, 0),
-        (64, 0.48, 1200.0, 1),
-        (8, 90.0, 20.0, 8),
-        (64, 1.0, 0.0, 0),
-        (64, 0.02, 10.0, 0),  # of a step of 0.05
-        (64, 0.03, 10.0, 4),
-        (4, 2.0, 500.0, 1),  # each slot would be empty for 8 % of its time
-        (8, 0.2, 500.0, 0),  # for .8 %
+        (64, 1.5, 1200.0, 2, 2),
+        (64, 0.1, 1200.0, 0, 0),
+        (64, 0.46, 1200.0, 0, 0),
+        (64, 0.48, 1200.0, 1, 1),
+        (8, 90.0, 20.0, 8, 8),
+        (64, 1.0, 0.0, 0, 0),
+        (64, 0.02, 10.0, 0, 0),  # of a step of 0.05
+        (64, 0.03, 10.0, 4, 4),
+        (4, 2.0, 500.0, 0, 1),  # each slot would be empty for 8 % of its time
+        (8, 0.2, 500.0, 0, 0),  # for .8 %
     ],
 )
 def test_as_many_are_sent_ahead_as_leave_during_a_transfer_and_never_more_than_there_are_slots(
-    slots: int, transfer_s: float, answer_tokens: float, requests: int
+    slots: int, transfer_s: float, answer_tokens: float, together: int, alone: int
 ) -> None:
     overlap = Overlap()
     overlap.see_answer(0.05 * 9, 10)
     overlap.see_first_token(transfer_s + 0.05, sent_ahead=False, tokens_per_step=1.0)
-    assert overlap.requests(slots, answer_tokens, 1.0) == requests
+    assert overlap.requests(slots, answer_tokens, 1.0, alone=False) == together
+    assert overlap.requests(slots, answer_tokens, 1.0, alone=True) == alone
 
 
 def test_the_step_of_a_first_token_is_no_transfer_where_a_step_yields_several_tokens() -> None:
@@ -65,11 +66,11 @@ def test_the_step_of_a_first_token_is_no_transfer_where_a_step_yields_several_to
     overlap.see_answer(1.8, 28)  # three tokens per step of .2 s
     overlap.see_first_token(0.2, sent_ahead=False, tokens_per_step=3.0)
     assert overlap.transfer_s == pytest.approx(0.0, abs=1e-9)
-    assert overlap.requests(64, 28.0, 3.0) == 0
+    assert overlap.requests(64, 28.0, 3.0, alone=False) == 0
     believed_single = Overlap()
     believed_single.see_answer(1.8, 28)
     believed_single.see_first_token(0.2, sent_ahead=False, tokens_per_step=1.0)
-    assert believed_single.requests(64, 28.0, 1.0) > 0
+    assert believed_single.requests(64, 28.0, 1.0, alone=False) > 0
 
 
 def test_what_is_measured_is_a_mean_over_all_that_was() -> None:
@@ -85,7 +86,7 @@ def test_what_is_measured_is_a_mean_over_all_that_was() -> None:
 def test_nothing_is_sent_ahead_before_anything_was_measured() -> None:
     overlap = Overlap()
     overlap.see_first_token(5.0, sent_ahead=False, tokens_per_step=1.0)  # how much is a step, nobody knows yet
-    assert overlap.requests(64, 100.0, 1.0) == 0
+    assert overlap.requests(64, 100.0, 1.0, alone=False) == 0
     overlap.see_answer(9.0, 1)  # one token says nothing of a step
     assert overlap.token_s == 0.0
 
@@ -94,7 +95,7 @@ def test_an_answer_that_seems_to_end_before_it_began_took_no_time() -> None:
     """A relay's word of the first token came later than its word of the end."""
     overlap = Overlap()
     overlap.see_answer(-0.25, 2)
-    assert overlap.token_s == 0.0 and overlap.requests(8, 100.0, 1.0) == 0
+    assert overlap.token_s == 0.0 and overlap.requests(8, 100.0, 1.0, alone=False) == 0
     overlap.see_answer(0.5, 2)
     assert overlap.token_s == 0.25
 
