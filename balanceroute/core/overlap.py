@@ -2,17 +2,21 @@
 
 A slot that frees stays empty until the KV of the next request has come. A request holds a slot while the tokens of its
 answer come; so of B slots one frees every t * o / B seconds, with t seconds from token to token and a mean answer o;
-by Little's law a worker needs
+by Little's law
 
-    m = B * transfer_s / (t * o)
+    on_way = B * transfer_s / (t * o)
 
-requests on their way at any time. That is 0 where a transfer takes less than half a step, which is as finely as it is
-known: where transfers are short nothing is sent ahead.
+requests are on their way at any time, more or fewer by about its square root. m is the least number that is enough but
+for a share q of the time:
 
-A request that is sent ahead is chosen a departure too early, from loads that will have changed when it starts. Where
-workers wait for each other at a barrier, such a choice costs about as much as half of the slot that it fills, so m is
-taken to the nearest whole number (`docs/results`). A worker that no other waits for loses nothing: it is sent one at
-least where its slots would be empty for more than `WORTH` of their time.
+    m = on_way + z(1 - q) * sqrt(on_way), rounded up from one half on; z: quantile of the normal distribution
+
+A request sent ahead is chosen a departure too early, from loads that will have changed when it starts, so the next
+choice must fill a slot with a probability that is worth it: q is what such a choice costs, in slots. Where workers wait
+for each other at a barrier that is how much prompts differ (`ClusterSnapshot.early_choice_slots`), up to one half, and
+then m is simply `on_way` to the nearest whole number. Where prompts are alike, or no worker waits for another, it costs
+the KV memory that such a request holds: `WORTH` of all slots. `docs/results` has the simulations behind this. m is 0
+where a transfer takes less than half a step, which is as finely as it is known.
 
 All of it is measured. A step takes t times the tokens that it yields of a request, which with speculative decoding are
 several; the engine says how many. `transfer_s` is the time from an admission to the first token, less a step, of
@@ -20,10 +24,13 @@ requests that had a slot waiting for them. One that was sent ahead may have wait
 an upper bound, which may lower the estimate and never raises it.
 """
 
+import math
 from dataclasses import dataclass
 
 SHORT_STEPS = 0.5  # a transfer that takes less counts as none
-WORTH = 0.01  # of a slot's time: less is not worth the KV memory that a request sent ahead holds
+WORTH = 0.002  # of a worker's slots: filling less is not worth the KV memory of a request sent ahead
+MOST_COST = 0.5  # slots, of an early choice
+LOGISTIC = 1.702  # makes the logistic distribution's quantile that of the normal one, within .05 between .05 and .95
 WEIGHT = 0.02  # of a new value in the running means, whose first 50 are averaged
 
 
@@ -54,13 +61,15 @@ class Overlap:
         self.answers += 1
         self.token_s += max(WEIGHT, 1.0 / self.answers) * (max(0.0, stay_s) / (tokens - 1) - self.token_s)
 
-    def requests(self, slots: int, answer_tokens: float, tokens_per_step: float, *, alone: bool) -> int:
+    def requests(self, slots: int, answer_tokens: float, tokens_per_step: float, early_choice_slots: float) -> int:
         """m of a worker with so many slots (B), for answers of so many tokens on average (o): 0 to B.
 
-        `alone`: no other worker waits for this one at the end of a step.
+        `early_choice_slots`: what a choice that is made a departure too early costs, in slots.
         """
         stay_s = self.token_s * answer_tokens
         if stay_s <= 0.0 or self.transfer_s < SHORT_STEPS * self.token_s * tokens_per_step:
             return 0
-        empty = self.transfer_s / stay_s
-        return min(slots, max(round(slots * empty), int(alone and empty > WORTH)))
+        on_way = slots * self.transfer_s / stay_s
+        too_few = min(MOST_COST, max(WORTH * slots, early_choice_slots))
+        spare = math.log((1.0 - too_few) / too_few) / LOGISTIC * math.sqrt(on_way)
+        return min(slots, math.floor(on_way + spare + 0.5))

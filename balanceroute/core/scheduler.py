@@ -408,9 +408,10 @@ class Scheduler:
             return min(slots, fixed)
         if worker.foreign_requests:
             return 0
-        answer_tokens, tokens_per_step = self.snapshot.means.answer_tokens, worker.tokens_per_step
-        alone = not self.snapshot.shared_barrier or len(self.snapshot.workers) == 1
-        return self.snapshot.overlap.requests(slots, answer_tokens, tokens_per_step, alone=alone)
+        snapshot = self.snapshot
+        return snapshot.overlap.requests(
+            slots, snapshot.means.answer_tokens, worker.tokens_per_step, snapshot.early_choice_slots()
+        )
 
     def recheck_s(self, now: float) -> float:
         """When to call `admit` again even if nothing happens until then; infinite for policies that never hold.

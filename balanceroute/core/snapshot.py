@@ -182,6 +182,18 @@ class ClusterSnapshot:
             return math.inf
         return self.overlap.token_s * self.means.answer_tokens
 
+    def early_choice_slots(self) -> float:
+        """What a choice made a departure too early costs in tokens/s, in slots left empty (`core.overlap`).
+
+        Nothing where no worker waits for another. Else the loads are less level by how much prompts differ, as a share
+        of the mean load of a slot, and the more workers there are, the likelier one of them is far above the others.
+        """
+        means = self.means
+        slot_tokens = means.prompt_tokens + 0.5 * means.answer_tokens
+        if not self.shared_barrier or self.n_in_barrier < 2 or slot_tokens <= 0.0:
+            return 0.0
+        return means.deviation_tokens / slot_tokens * (1.0 - 1.0 / self.n_in_barrier)
+
     def step_loads(self) -> list[float]:
         """`step_load` of every worker, by index. O(G)."""
         if self.alike:
