@@ -72,12 +72,12 @@ async def test_a_dead_worker_is_named_with_since_when_and_why_and_its_load_is_un
         # the sample of this news may be older than the worker's end
         news = await news_until(router, lambda news: news["sample"]["loads"][worker_id] is None)
         (down,) = [w for w in news["workers"] if w["state"] == "down"]
-        assert down["since"] and down["id"] == worker_id and down["why"] == "it does not answer /health"
+        assert down["since"] and down["id"] == worker_id and down["why"] == "its /health answers 503"
         assert (await router.client.get("/ready")).json()["workers_down"] == {worker_id: down["why"]}
         data = (await router.client.get("/dashboard/data")).json()
         assert data["past"]["loads"][worker_id][-1] is None
         assert [event["text"] for event in data["events"] if event["kind"] == "down"] == [
-            f"{worker_id} is down: it does not answer /health"
+            f"{worker_id} is down: its /health answers 503"
         ]
 
 

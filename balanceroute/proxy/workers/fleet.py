@@ -54,6 +54,7 @@ class Worker:
         "drained",
         "echoes_ids",
         "foreign",
+        "health_said",
         "healthy",
         "id",
         "in_use",
@@ -76,6 +77,7 @@ class Worker:
         self.rank_line = b"" if spec.dp_rank is None else b"x-data-parallel-rank: %d\r\n" % spec.dp_rank
         self.healthy = True
         self.seen_healthy = False
+        self.health_said: int | str = ""  # by the last check that failed: the status, or why there was none
         self.checks_failed = self.unreached = 0  # in a row; reads of a prefiller's metrics
         self.doubted = False  # the last check had no answer: nothing new goes there until the next one tells
         self.stalled = False

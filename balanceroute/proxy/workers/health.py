@@ -30,7 +30,7 @@ from balanceroute.config import Config
 from balanceroute.core.types import Role
 from balanceroute.errors import UpstreamError
 from balanceroute.proxy.workers.fleet import Fleet, Worker
-from balanceroute.proxy.workers.liveness import health_status
+from balanceroute.proxy.workers.liveness import health_status, why_not_healthy
 from balanceroute.proxy.workers.polling import Polling, Silent, answer_of, still_here
 from balanceroute.proxy.workers.silence import Attention
 
@@ -66,15 +66,18 @@ class HealthMonitor:
             pass
 
     async def _leaves_doubts(self, workers: list[Worker]) -> bool:
-        silent, asked_s = False, self._loop.time()
+        silent, asked_s, timeout_s = False, self._loop.time(), self._config().health.timeout_s
         if not (asked := still_here(self._fleet, workers)):
             return False
+        answer: int | str
         try:
-            status = await self._ask(asked[0])
+            answer = await answer_of(health_status(asked[0], 2 * timeout_s), timeout_s)
         except Silent as silence:
             if silence.ours:
                 return False
-            silent, status = True, None
+            silent, answer = True, f"no answer within {timeout_s:g} s"
+        except UpstreamError as error:  # the connection is refused or breaks
+            answer = str(error)
         present = still_here(self._fleet, asked)
         if asked[0] not in present:
             return True
@@ -83,34 +86,28 @@ class HealthMonitor:
             if silent and self._makes_progress(worker):
                 self._fleet.update(worker)
             else:
-                self._judge(worker, status)
+                self._judge(worker, answer)
         return any(worker.doubted and worker.healthy for worker in present)
 
     def _uncheckable(self, workers: list[Worker], error: Exception) -> None:
         """A worker that can't even be asked is no better than one that doesn't answer."""
         for worker in workers:
             if worker.id in self._fleet:
-                self._judge(worker, None)
+                self._judge(worker, "it could not be asked")
         self._on_bug("health", error, workers[0].id)
 
-    async def _ask(self, worker: Worker) -> int | None:
-        """The status of /health; None when the connection is refused or breaks. Raises: Silent."""
-        timeout_s = self._config().health.timeout_s
-        try:
-            return await answer_of(health_status(worker, 2 * timeout_s), timeout_s)
-        except UpstreamError:
-            return None
-
-    def _judge(self, worker: Worker, status: int | None) -> None:
+    def _judge(self, worker: Worker, answer: int | str) -> None:
+        """By the status of its /health, or by why there is none."""
         config = self._config().health
-        if status is not None and 200 <= status < 300:
+        if isinstance(answer, int) and 200 <= answer < 300:
             worker.checks_failed, worker.seen_healthy, worker.joining = 0, True, None
             worker.answered_s = self._loop.time()
         else:
             worker.checks_failed += 1
-            out = status == 503 or not worker.seen_healthy or worker.checks_failed >= config.failure_threshold
+            worker.health_said = answer
+            out = answer == 503 or not worker.seen_healthy or worker.checks_failed >= config.failure_threshold
             if out and worker.healthy:
-                log.warning("worker unhealthy", extra={"worker": worker.id, "status": status or "no answer"})
+                log.warning("worker unhealthy", extra={"worker": worker.id, "reason": why_not_healthy(worker)})
             if worker.joining is not None:
                 self._join(worker)
             if out:
@@ -148,6 +145,6 @@ class HealthMonitor:
         attempts -= 1
         worker.joining = (attempts, now + lifecycle.join_interval_s)
         if attempts <= 0:
-            log.warning("worker not ready, dropped", extra={"worker": worker.id})
+            log.warning("worker not ready, dropped", extra={"worker": worker.id, "reason": why_not_healthy(worker)})
             worker.joining = None
             self._fleet.leave(worker)

@@ -35,7 +35,7 @@ def stall(services: Services, worker: Worker) -> None:
 
 CHANGES: dict[str, tuple[Change, str]] = {
     "stalled": (stall, "generates no tokens"),
-    "never seen": (lambda services, worker: services.fleet.set_healthy(worker, False), "since the router started"),
+    "never seen": (lambda services, worker: services.fleet.set_healthy(worker, False), "has not answered /health yet"),
     "gone": (go_down, "it does not answer /health"),
     "circuit open": (lambda services, worker: fail(services, worker, 3), "requests to it fail"),
     "leaving": (lambda services, worker: services.fleet.leave(worker), "removed"),

@@ -7,6 +7,7 @@ import pytest
 from balanceroute.core.types import WorkerState
 from balanceroute.errors import CannotConnect, ConnectFailed
 from balanceroute.proxy.app import health_monitor
+from balanceroute.proxy.ops.workers import why_not_up
 from balanceroute.proxy.services import Services
 from balanceroute.proxy.workers.health import HealthMonitor
 from balanceroute.proxy.workers.polling import Polling
@@ -43,6 +44,45 @@ def test_a_worker_without_other_signs_of_life_is_out_after_failures_in_a_row_and
         script(services, "d0", 200)
         await rounds(monitor, services)
         assert services.fleet["d0"].state is WorkerState.UP
+
+    in_virtual_time(test)
+
+
+@pytest.mark.parametrize(
+    ("answer", "told"),
+    [(REFUSED, "it has not answered /health yet (refused)"), (404, "its /health answers 404")],
+    ids=["refused", "404"],
+)
+def test_a_worker_that_was_never_up_is_down_with_what_its_health_check_found(
+    answer: Answer, told: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def test() -> None:
+        services = a_router(a_config(health=HEALTH))
+        script(services, "d0", answer)
+        await rounds(health_monitor(services), services)
+        assert why_not_up(services.fleet["d0"]) == told
+        assert [getattr(line, "reason", "") for line in caplog.records if line.msg == "worker unhealthy"] == [told]
+
+    in_virtual_time(test)
+
+
+@pytest.mark.parametrize(
+    ("answer", "told"),
+    [
+        (REFUSED, "it does not answer /health (refused)"),
+        (None, "it does not answer /health (no answer within 3 s)"),
+        (503, "its /health answers 503"),
+    ],
+    ids=["refused", "silent", "503"],
+)
+def test_a_worker_that_goes_down_is_down_with_what_its_last_health_check_found(answer: Answer, told: str) -> None:
+    async def test() -> None:
+        services = a_router(a_config(health=HEALTH))
+        monitor = await seen_healthy(services)
+        script(services, "d0", 500, answer)
+        await rounds(monitor, services, 3)
+        assert services.fleet["d0"].state is WorkerState.DOWN
+        assert why_not_up(services.fleet["d0"]) == told
 
     in_virtual_time(test)
 
@@ -194,7 +234,9 @@ def test_a_worker_that_was_never_healthy_is_out_at_once() -> None:
     in_virtual_time(test)
 
 
-def test_a_worker_that_joins_and_never_answers_is_dropped_after_its_attempts() -> None:
+def test_a_worker_that_joins_and_never_answers_is_dropped_after_its_attempts_and_the_log_says_why(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async def test() -> None:
         lifecycle = {"join_attempts": 2, "join_interval_s": 10.0}
         services = a_router(a_config(health=HEALTH, lifecycle=lifecycle))
@@ -209,6 +251,8 @@ def test_a_worker_that_joins_and_never_answers_is_dropped_after_its_attempts() -
         await let_pass(10.0)
         await rounds(monitor, services)
         assert services.fleet.sweep() == ["d0"] and "d0" not in services.fleet
+        reasons = [getattr(line, "reason", "") for line in caplog.records if line.msg == "worker not ready, dropped"]
+        assert reasons == ["it has not answered /health yet (refused)"]
 
     in_virtual_time(test)
 

@@ -54,7 +54,7 @@ async def test_what_is_down_has_no_load_and_who_leaves_takes_the_past_along() ->
     router.fleet.sweep()
     recorder.sample()
     assert recorder.loads.keys() == {"d0"}
-    why = "it has not answered /health since the router started"
+    why = "it has not answered /health yet"
     assert [event.text for event in recorder.events][1:] == [f"d0 is down: {why}", "d1 has left"]
     router.fleet.set_healthy(router.fleet["d0"], True)
     recorder.sample()
