@@ -62,8 +62,8 @@ class Changes(msgspec.Struct, frozen=True):
     def apply(self, services: Services) -> None:
         """Make the same changes again, before any request is here.
 
-        An added worker whose server the configuration names by now, under another name, leaves: it would get twice its
-        share.
+        An added worker that is down just now is waited for: it may have served for long. One whose server the
+        configuration names by now, under another name, leaves: it would get twice its share.
         """
         fleet = services.fleet
         changed = {*self.removed, *(spec.id for spec in self.added)}
@@ -73,7 +73,7 @@ class Changes(msgspec.Struct, frozen=True):
                 fleet.leave(fleet[spec.id])
                 fleet.sweep()
             if spec.id not in fleet and _server(spec) not in named:
-                fleet.add(spec, services.config.lifecycle.join_attempts)
+                fleet.add(spec)
         for worker in fleet:
             if worker.id in self.removed:
                 fleet.leave(worker)

@@ -188,4 +188,4 @@ def change_workers(services: Services, old: Config, new: Config) -> None:
             services.fleet.leave(worker)
     for spec in wanted.values():
         if spec.id not in of_old_file and (spec.id not in services.fleet or services.fleet[spec.id].leaving):
-            services.fleet.add(spec, new.lifecycle.join_attempts)
+            services.fleet.add(spec)

@@ -193,9 +193,10 @@ class Fleet:
         """A new worker's circuit, which tells its changes."""
         return Circuit(self._config.circuit, changed)
 
-    def add(self, spec: WorkerSpec, join_attempts: int) -> Worker:
+    def add(self, spec: WorkerSpec, join_attempts: int | None = None) -> Worker:
         """A worker joins at run time; it gets requests once a health check succeeds.
 
+        join_attempts: health checks after which it is dropped; None: it is waited for as at the start.
         Raises: InvalidRequest: its id is taken.
         """
         self.check_new(spec)
@@ -206,7 +207,7 @@ class Fleet:
             return known
         self._ledger.add_worker(spec)
         worker = self.connect(spec)
-        worker.joining = (join_attempts, 0.0)
+        worker.joining = None if join_attempts is None else (join_attempts, 0.0)
         self.set_healthy(worker, False)
         return worker
 

@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 
 from balanceroute.build import worker_specs
-from balanceroute.core.types import Role, WorkerSpec
+from balanceroute.core.types import Role, WorkerSpec, WorkerState
 from balanceroute.errors import NoHealthyWorkers
+from balanceroute.proxy.app import health_monitor
 from balanceroute.proxy.changes import LOOK_S, Changes, KeptChanges, changes_of
 from balanceroute.proxy.services import Services
-from tests.unit.proxy.virtual_time import a_config, a_router, in_virtual_time, let_pass
+from balanceroute.proxy.workers.polling import Polling
+from tests.unit.proxy.virtual_time import a_config, a_router, in_virtual_time, let_pass, script
 
 LINEAGE = 7
 NEW = WorkerSpec("new", Role.DECODE, "http://new:1", slots=4)
@@ -35,6 +37,20 @@ def test_changes_are_what_a_router_has_beyond_its_configuration() -> None:
         other = a_router()
         found.apply(other)
         assert changes_of(other, base, LINEAGE) == found
+
+    in_virtual_time(test)
+
+
+def test_a_worker_that_was_added_and_is_down_while_another_brain_takes_over_is_not_dropped() -> None:
+    async def test() -> None:
+        services = a_router(a_config(lifecycle={"join_attempts": 1}))
+        Changes(LINEAGE, added=(NEW,)).apply(services)
+        monitor = health_monitor(services)
+        script(services, "new", 500, 500, 200)
+        for state in (WorkerState.DOWN, WorkerState.DOWN, WorkerState.UP):
+            await Polling(services.fleet, monitor._look, monitor._uncheckable).once()
+            services.fleet.sweep()
+            assert services.fleet["new"].state is state
 
     in_virtual_time(test)
 

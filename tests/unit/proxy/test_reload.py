@@ -11,15 +11,16 @@ import pytest
 from balanceroute.config import Config
 from balanceroute.core.scheduler import Scheduler
 from balanceroute.core.state import state_from_dict
-from balanceroute.core.types import Outcome, RequestSpec, Role, WorkerSpec
-from balanceroute.errors import ConfigError, InputError, QueueFull
+from balanceroute.core.types import Outcome, RequestSpec, Role, WorkerSpec, WorkerState
+from balanceroute.errors import ConfigError, ConnectFailed, InputError, QueueFull
 from balanceroute.journal import RecordingScheduler, rerun
 from balanceroute.proxy.admission.forecasts import LiveForecasts, build_forecasts
-from balanceroute.proxy.app import build_services
+from balanceroute.proxy.app import build_services, health_monitor
 from balanceroute.proxy.ops.admin import state
 from balanceroute.proxy.ops.steering import with_policy
 from balanceroute.proxy.reload import apply
-from tests.unit.proxy.virtual_time import a_config, a_router, in_virtual_time
+from balanceroute.proxy.workers.polling import Polling
+from tests.unit.proxy.virtual_time import a_config, a_router, in_virtual_time, let_pass, script
 
 
 def with_decoders(config: Config, *names: str, slots: int = 64) -> Config:
@@ -47,6 +48,23 @@ def test_workers_of_the_file_come_and_go_and_those_added_by_hand_stay() -> None:
         services.fleet.sweep()
         assert {worker.id for worker in services.fleet} == {"p0", "d1", "d2", "d9", "hand"}
         assert not services.fleet["d9"].healthy  # it has to answer first
+
+    in_virtual_time(test)
+
+
+def test_a_worker_that_the_file_brings_is_waited_for_however_long_its_engine_takes_to_start() -> None:
+    async def test() -> None:
+        services = a_router()
+        monitor = health_monitor(services)
+        apply(services, with_decoders(services.config, "d0", "d9"))
+        script(services, "d9", ConnectFailed("refused", worker="d9", tier="decode"))
+        for _ in range(services.config.lifecycle.join_attempts + 1):
+            await Polling(services.fleet, monitor._look, monitor._uncheckable).once()
+            await let_pass(services.config.lifecycle.join_interval_s)
+        services.fleet.sweep()
+        script(services, "d9", 200)
+        await Polling(services.fleet, monitor._look, monitor._uncheckable).once()
+        assert services.fleet["d9"].state is WorkerState.UP
 
     in_virtual_time(test)
 
