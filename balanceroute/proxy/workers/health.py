@@ -107,7 +107,7 @@ class HealthMonitor:
             worker.checks_failed += 1
             worker.health_said = answer
             out = answer == 503 or not worker.seen_healthy or worker.checks_failed >= config.failure_threshold
-            if out and worker.healthy:
+            if out and (worker.healthy or worker.checks_failed == 1):  # one that was added was never up
                 log.warning("worker unhealthy", extra={"worker": worker.id, "reason": why_not_healthy(worker)})
             if worker.joining is not None:
                 self._join(worker)

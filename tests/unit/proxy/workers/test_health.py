@@ -251,8 +251,9 @@ def test_a_worker_that_joins_and_never_answers_is_dropped_after_its_attempts_and
         await let_pass(10.0)
         await rounds(monitor, services)
         assert services.fleet.sweep() == ["d0"] and "d0" not in services.fleet
-        reasons = [getattr(line, "reason", "") for line in caplog.records if line.msg == "worker not ready, dropped"]
-        assert reasons == ["it has not answered /health yet (refused)"]
+        told = [(line.msg, line.reason) for line in caplog.records if hasattr(line, "reason")]
+        why = "it has not answered /health yet (refused)"
+        assert told == [("worker unhealthy", why), ("worker not ready, dropped", why)]
 
     in_virtual_time(test)
 
