@@ -5,6 +5,7 @@ A condition is a diagnosis and stops nothing by itself: an operator reads of it,
 
 import logging
 from collections import defaultdict
+from collections.abc import Iterable
 from typing import Final
 
 log = logging.getLogger(__name__)
@@ -33,9 +34,9 @@ class Conditions:
         if self._held.pop((kind, worker_id), None) is not None:
             log.info("no longer degraded", extra={"worker": worker_id, "kind": kind})
 
-    def forget(self, worker_id: str) -> None:
-        """The worker has left."""
-        for kind in KINDS:
+    def forget(self, worker_id: str, kinds: Iterable[str] = KINDS) -> None:
+        """The worker has left, or is down, which says more: nothing is better than before, so nothing is logged."""
+        for kind in kinds:
             self._held.pop((kind, worker_id), None)
 
     def count(self, kind: str) -> int:

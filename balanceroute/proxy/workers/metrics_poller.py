@@ -117,10 +117,12 @@ class MetricsPoller:
         problem = page.problem or ("" if _tells(worker, samples) else "its /metrics do not tell its load")
         if problem:
             self._metrics.scrapes_failed.inc(worker.id)
-        if problem and worker.healthy:
+        if not worker.healthy:
+            self._conditions.forget(worker.id, (METRICS, PREFIX_CACHE))
+        elif problem:
             self._conditions.hold(METRICS, worker.id, problem)
         else:
-            self._conditions.clear(METRICS, worker.id)  # of a worker that is down, that is no news
+            self._conditions.clear(METRICS, worker.id)
         if worker.spec.role is Role.PREFILL:
             worker.unreached = 0 if page.reached else worker.unreached + 1
             usage = None if samples is None else samples.get("kv_cache_usage_perc")

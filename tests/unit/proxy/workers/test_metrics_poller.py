@@ -1,5 +1,7 @@
 """What workers say of themselves, and what is made of those that don't."""
 
+import logging
+
 import orjson
 import pytest
 
@@ -131,14 +133,22 @@ def test_prefillers_none_of_which_can_be_asked_for_long_are_no_longer_full() -> 
     in_virtual_time(test)
 
 
-def test_what_a_worker_that_is_down_does_not_tell_is_no_news() -> None:
+def test_what_a_worker_that_is_down_does_not_tell_is_no_news_and_no_end_of_what_was_wrong(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+
     async def test() -> None:
         services = a_router(a_config(1, 1))
+        conditions = services.metrics.conditions
         script(services, "p0", REFUSED)
-        services.fleet.set_healthy(services.fleet["p0"], False)
         script(services, "d0", Page(GAUGE % b"0.1"))
         await polled(services)
-        assert services.metrics.conditions.count(METRICS) == 0
+        conditions.hold(PREFIX_CACHE, "p0", "prefix caching is off in the engine")
+        assert conditions.count(METRICS) == 1
+        services.fleet.set_healthy(services.fleet["p0"], False)
+        await polled(services)
+        assert conditions.reasons == [] and "no longer degraded" not in caplog.messages
 
     in_virtual_time(test)
 
