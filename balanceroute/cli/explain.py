@@ -83,13 +83,15 @@ def read_json(path: Path) -> object:
 
 
 def state_in(path: Path) -> object:
-    """What GET /state returned. Raises: InputError: it is the router's refusal."""
+    """What GET /state returned. Raises: InputError: it is the router's refusal, or the answer of another route."""
     from balanceroute.errors import InputError
 
     read = read_json(path)
     refusal = read.get("error") if isinstance(read, dict) else None
     if isinstance(refusal, dict) and "message" in refusal:
         raise InputError(f"no state, but an error of the router: {refusal['message']}")
+    if isinstance(read, dict) and not read.keys() & {"policy", "workers", "waiting"}:
+        raise InputError("no state: it has neither policy nor workers, as GET /state of the router has")
     return read
 
 

@@ -26,6 +26,7 @@ from balanceroute.traces import BLOCK_TOKENS, Trace
 
 END_MARKER = b"[DONE]"
 MOST_TIME_SCALE = 1e6
+MOST_TEXT = 300  # characters of an error that are shown
 Progress = Callable[[int, int], None]  # requests sent so far, requests ended so far
 
 
@@ -61,6 +62,7 @@ class RequestResult:
     sent_s: float
     late_s: float
     error: str | None  # None: complete
+    error_text: str = ""
     ttft_s: float | None = None
     tpot_s: float | None = None
     latency_s: float | None = None
@@ -84,6 +86,7 @@ class LoadReport:
     itl_s: Distribution
     latency_s: Distribution
     late_s: Distribution
+    error_texts: dict[str, str] = field(default_factory=dict)  # what the endpoint said of it, the first time
 
 
 async def run_load(
@@ -131,7 +134,8 @@ async def first_model(client: Client) -> str:
     try:
         return str(json.loads(reply.tail)["data"][0]["id"])
     except (ValueError, LookupError, TypeError) as error:
-        raise InputError(f"{client.url.geturl()}: no model list (status {reply.status})") from error
+        hint = "; it asks for another key: set OPENAI_API_KEY" if reply.status == 401 else ""
+        raise InputError(f"{client.url.geturl()}: no model list (status {reply.status}){hint}") from error
 
 
 class Run:
@@ -217,7 +221,7 @@ class Run:
 def result_of(reply: Reply, sent: float, sent_s: float, late_s: float, wanted_tokens: int) -> RequestResult:
     """Judge one reply: is it complete, and how fast was it."""
     if reply.status != 200:
-        return RequestResult(sent_s, late_s, f"status {reply.status}")
+        return RequestResult(sent_s, late_s, f"status {reply.status}", error_text=message_in(reply.tail))
     ending = Ending.of(reply.tail)
     times = reply.event_times_s[: len(reply.event_times_s) - ending.events_without_token]
     tokens = ending.completion_tokens if ending.completion_tokens is not None else len(times)
@@ -283,6 +287,15 @@ def payloads(tail: bytes) -> list[bytes]:
     return [event.partition(b"data:")[2].strip() for event in events if b"data:" in event]
 
 
+def message_in(body: bytes) -> str:
+    """What an error body says, in one short line; empty where it says nothing that is known."""
+    try:
+        text = json.loads(body)["error"]["message"]
+    except (ValueError, LookupError, TypeError):
+        return ""
+    return " ".join(str(text).split())[:MOST_TEXT]
+
+
 def error_kind(error: Any) -> str:
     """A short name for an error object of a stream."""
     if isinstance(error, dict):
@@ -309,4 +322,5 @@ def summarise(results: list[RequestResult]) -> LoadReport:
         itl_s=Distribution.of(np.concatenate([r.itl_s for r in complete]) if complete else []),
         latency_s=Distribution.of([r.latency_s for r in complete if r.latency_s is not None]),
         late_s=Distribution.of([result.late_s for result in results]),
+        error_texts={r.error: r.error_text for r in reversed(results) if r.error and r.error_text},
     )

@@ -293,11 +293,13 @@ async def test_a_worker_that_stalls_is_given_up_after_its_time(role: str) -> Non
         await router.cluster.inject(f"{role}0", "clear")
 
 
-async def test_a_request_past_its_own_deadline_gets_504() -> None:
+async def test_a_request_past_its_own_deadline_gets_504_that_names_the_limit_and_no_worker() -> None:
     async with running(PAIR) as router:
         await inject_everywhere(router, "d", "freeze")
         reply = await router.client.post("/v1/completions", json=completion(), headers={"X-Request-Timeout": "0.4"})
         assert reply.status_code == 504
+        told = reply.json()["error"]["message"]
+        assert "X-Request-Timeout" in told and "worker" not in told
         await inject_everywhere(router, "d", "unfreeze")
         await router.settled()
 

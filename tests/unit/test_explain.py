@@ -314,8 +314,12 @@ def test_a_bad_file_is_one_line_and_exit_code_2(
             '{"error": {"message": "admin routes are for this machine", "type": "permission_error"}}',
             "no state, but an error of the router: admin routes are for this machine",
         ),
+        (
+            '{"status": "ready", "workers_up": {"prefill": 1, "decode": 2}}',
+            "no state: it has neither policy nor workers, as GET /state of the router has",
+        ),
     ],
-    ids=["no answer", "refused"],
+    ids=["no answer", "refused", "another route's"],
 )
 def test_what_came_in_place_of_a_state_is_said(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str, said: str

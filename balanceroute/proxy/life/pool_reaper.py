@@ -23,6 +23,7 @@ from balanceroute.proxy.life.services import LifeServices
 from balanceroute.proxy.telemetry.ticks import until_tick_s
 
 PERIOD_S: Final = 0.25
+_TOO_LONG: Final = "The request took longer than its X-Request-Timeout, or limits.request_timeout_s of the router."
 
 
 class PoolReaper:
@@ -55,7 +56,7 @@ class PoolReaper:
 
     def _look_at(self, leg: Leg, now: float) -> None:
         if now > leg.deadline_s:
-            leg.interrupt(DeadlineExceeded("the request took too long", worker=leg.last_tried[0], tier=""))
+            leg.interrupt(DeadlineExceeded(_TOO_LONG, worker=leg.last_tried[0], tier=""))
         elif leg.blocked_by_client:
             # the worker isn't read, so its silence proves nothing
             leg.try_deadline_s = now + self._s.config.limits.idle_timeout_s

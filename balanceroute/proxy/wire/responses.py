@@ -74,8 +74,8 @@ def body_of(error: BalanceRouteError) -> bytes:
     text = str(error)
     if isinstance(error, UpstreamStatus):
         text = f"{error.tier} worker answered {error.status}: {error.body[:500].decode('utf-8', 'replace')}"
-    elif isinstance(error, UpstreamError):
-        text = f"{error.tier or 'upstream'} worker: {text}"
+    elif isinstance(error, UpstreamError) and error.tier:  # without one it is no worker's fault
+        text = f"{error.tier} worker: {text}"
     return error_body(status_of(error), text, param)
 
 

@@ -6,15 +6,17 @@ import json
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
 
+from balanceroute.cli.load import print_report
 from balanceroute.errors import InputError
 from balanceroute.loadgen import LoadOptions, LoadReport, run_load
-from balanceroute.loadgen.client import Client
+from balanceroute.loadgen.client import Client, Reply
 from balanceroute.loadgen.prompts import PromptText
+from balanceroute.loadgen.run import first_model
 from balanceroute.traces import Trace
 
 Body = dict[str, object]
@@ -130,6 +132,11 @@ async def answer_503(body: Body, writer: asyncio.StreamWriter) -> None:
     writer.write(b"HTTP/1.1 503 Busy\r\ncontent-length: 2\r\n\r\n{}")
 
 
+async def answer_404(body: Body, writer: asyncio.StreamWriter) -> None:
+    text = b'{"error": {"message": "no model\\n`nope`", "code": 404}}'
+    writer.write(b"HTTP/1.1 404 Not Found\r\ncontent-length: %d\r\n\r\n" % len(text) + text)
+
+
 async def answer_short(body: Body, writer: asyncio.StreamWriter) -> None:
     writer.write(STREAM_HEAD + chunk(token() + token("stop") + usage(2) + event(b"[DONE]")) + b"0\r\n\r\n")
 
@@ -159,6 +166,30 @@ async def answer_nonsense(body: Body, writer: asyncio.StreamWriter) -> None:
 
 async def answer_never(body: Body, writer: asyncio.StreamWriter) -> None:
     await asyncio.sleep(0)
+
+
+def test_what_the_endpoint_says_of_an_error_is_shown_once(capsys: pytest.CaptureFixture[str]) -> None:
+    report = loaded(a_trace([4, 4]), answer_404)
+    assert report.errors == {"status 404": 2} and report.error_texts == {"status 404": "no model `nope`"}
+    print_report(asdict(report), interrupted=False)
+    assert capsys.readouterr().out.count("status 404: no model `nope`") == 1
+
+
+def test_an_endpoint_that_asks_for_a_key_is_told_so() -> None:
+    async def ask() -> None:
+        with pytest.raises(InputError, match=r"no model list \(status 401\); .* set OPENAI_API_KEY$"):
+            await first_model(Refusing("http://127.0.0.1:1"))
+
+    asyncio.run(ask())
+
+
+class Refusing(Client):
+    """An endpoint that wants a key."""
+
+    async def get(self, path: str) -> Reply:
+        reply = Reply()
+        reply.status, reply.tail = 401, b'{"error": {"message": "no key"}}'
+        return reply
 
 
 @pytest.mark.parametrize(
