@@ -591,7 +591,7 @@ class Retry(Section):
     resume_after_silence_s: SecondsOrZero = Field(
         5.0,
         description="How long a stream stays on a decoder that was judged down only because it is silent: it "
-        "may just have paused. Where the connection broke, or no token has come yet, the request leaves at once.",
+        "may just have paused. Where the connection broke, or no token has come yet, it is not waited for.",
     )
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from balanceroute.emulator import ClusterShape
 from balanceroute.engine.tokens import continuation, decode
+from balanceroute.proxy.workers.silence import SETTLE_S
 from tests.integration.router import Router, looked_on, running
 from tests.integration.test_proxy_answers import PROMPT, completion
 from tests.waiting import until
@@ -29,7 +30,7 @@ SETTINGS: dict[str, Any] = {
     "queue": {"no_worker_grace_s": 0.5},
     "limits": {"idle_timeout_s": 600.0, "first_byte_timeout_s": {"prefill": 600.0, "decode": 600.0}},
 }
-LONGER_S = 0.8  # than resume_after_silence_s, by two looks
+LONGER_S = SETTLE_S + 0.8  # than anybody stays who may move, by two looks
 ROUTES = ("/health", "/metrics", "/v1/completions")
 
 

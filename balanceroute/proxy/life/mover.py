@@ -3,8 +3,9 @@
 The reaper looks several times per second. Who is silent, and whether a whole group is, is decided in
 `workers/silence.py`; who leaves and how many at a time in `moves.py`. Here is what they need to know, and what follows:
 
-    a worker is out, alone       what has no token there leaves at once, streams after `retry.resume_after_silence_s`,
-                                 as fast as the prefill tier takes them again
+    a worker is out, alone       its last words are read first (`SETTLE_S`): they say which requests it died under. Then
+                                 what has no token there leaves, streams after `retry.resume_after_silence_s`, as fast
+                                 as the prefill tier takes them again
     a group is frozen            nothing of it moves; /ready names it. What is late by `health.group_wait_s` beyond its
                                  own limit leaves after all, as fast as the prefill tier takes it
     we have looked away          nothing is judged until what lay in the sockets is read
@@ -23,7 +24,7 @@ from balanceroute.proxy.life.leg import Leg
 from balanceroute.proxy.life.moves import Stuck, choose, room
 from balanceroute.proxy.life.services import LifeServices
 from balanceroute.proxy.workers.fleet import Worker
-from balanceroute.proxy.workers.silence import ALL_WORKERS, Vitals, frozen_groups
+from balanceroute.proxy.workers.silence import ALL_WORKERS, SETTLE_S, Vitals, frozen_groups
 
 log = logging.getLogger(__name__)
 
@@ -128,7 +129,7 @@ class Mover:
         if self._is_frozen(worker):
             return leg.late(now - self._services.config.health.group_wait_s)
         since_s = self._out_since_s.get(worker.id)
-        return since_s is not None and leg.last_token_s <= since_s
+        return since_s is not None and now - since_s >= SETTLE_S and leg.last_token_s <= since_s
 
     def _stuck(self, leg: Leg, now: float) -> Stuck:
         worker = self._worker_of(leg)

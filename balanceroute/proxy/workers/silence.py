@@ -24,7 +24,7 @@ from typing import Final
 
 ALL_WORKERS: Final = "all workers"  # the name of the group that everybody belongs to
 LATE_LOOK_S: Final = 0.5  # above what a busy machine delays a timer by, below every timeout that silence is judged by
-SETTLE_S: Final = 1.0  # after a pause of ours: what lay in the sockets has been read by then
+SETTLE_S: Final = 1.0  # after a pause of ours, or a worker's death: what lay in the sockets has been read by then
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from balanceroute.core.types import Outcome, Phase
-from balanceroute.errors import NoHealthyWorkers, UpstreamTimeout
+from balanceroute.errors import DecodersLost, NoHealthyWorkers, UpstreamTimeout
 from balanceroute.proxy.life.errors import WorkerSilent
 from balanceroute.proxy.life.leg import Event, Leg
 from balanceroute.proxy.life.pool_reaper import PERIOD_S, PoolReaper
@@ -17,7 +17,16 @@ from balanceroute.proxy.services import Services
 from balanceroute.proxy.workers.silence import LATE_LOOK_S, SETTLE_S
 from tests.unit.proxy.life.legs import DONE, PROMPT_IDS, Client, a_leg, a_request, dispatching, events, probed
 from tests.unit.proxy.life.test_answer import PREFILLED, give
-from tests.unit.proxy.virtual_time import Page, VirtualTimeLoop, a_config, a_router, in_virtual_time, let_pass, script
+from tests.unit.proxy.virtual_time import (
+    Page,
+    ScriptedUpstream,
+    VirtualTimeLoop,
+    a_config,
+    a_router,
+    in_virtual_time,
+    let_pass,
+    script,
+)
 from tests.waiting import until
 
 RESUME_S = 5.0
@@ -75,7 +84,7 @@ def silence(services: Services, *names: str) -> None:
 
 
 @pytest.mark.parametrize("has_token", [False, True])
-def test_a_request_leaves_a_silent_worker_at_once_and_a_stream_after_a_while(has_token: bool) -> None:
+def test_a_request_leaves_a_silent_worker_soon_and_a_stream_after_a_while(has_token: bool) -> None:
     async def moved() -> None:
         services = a_silent_router()
         script(services, "d0", MUTE if has_token else Page(b"", ends=False))
@@ -89,11 +98,41 @@ def test_a_request_leaves_a_silent_worker_at_once_and_a_stream_after_a_while(has
             await until(lambda: leg.at_worker != "d0")
             left_after_s = services.ledger.now() - silent_s
             await task
-        assert (RESUME_S <= left_after_s <= RESUME_S + 1.0) if has_token else left_after_s <= 2 * PERIOD_S
+        least_s = RESUME_S if has_token else SETTLE_S
+        assert least_s <= left_after_s <= least_s + 1.0
         assert (leg.decoder_id, leg.outcome) == ("d1", Outcome.FINISHED)
         assert services.metrics.moves.value("decode") == 1
 
     in_virtual_time(moved)
+
+
+class Dies(ScriptedUpstream):
+    """Of a worker whose engine dies of its next request: its /health tells that before its answer does."""
+
+    def __init__(self, services: Services, worker_id: str) -> None:
+        super().__init__(Page(b'{"error": {"message": "EngineCore encountered an issue."}}', status=500))
+        self._services, self._worker_id = services, worker_id
+        services.fleet[worker_id].upstream = self  # type: ignore[assignment]
+
+    async def request(self, *args: Any, **options: Any) -> Any:
+        self._services.fleet.set_healthy(self._services.fleet[self._worker_id], False)
+        await let_pass(SETTLE_S / 2)
+        return await super().request(*args, **options)
+
+
+def test_what_a_dead_worker_still_says_counts_so_a_request_that_kills_reaches_no_third_one() -> None:
+    async def given_up() -> None:
+        services = a_router(a_config(2, 3, decode={"shared_barrier": False}))
+        for name in ("p0", "p1"):
+            script(services, name, probed())
+        decoders = [Dies(services, name) for name in ("d0", "d1", "d2")]
+        async with looking(services):
+            with pytest.raises(DecodersLost):
+                await a_leg(services).run()
+        assert sum(len(decoder.asked) for decoder in decoders) == 2
+        assert services.metrics.moves.value("decode") == 0
+
+    in_virtual_time(given_up)
 
 
 def test_a_group_that_fell_silent_together_keeps_its_requests_until_they_are_late_beyond_its_grace() -> None:
