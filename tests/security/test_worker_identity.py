@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from balanceroute.proxy.wire.payloads import FOLLOWED_ABOVE_TOKENS
 from tests.security.evil_worker import (
     ANYIO,
     Asked,
@@ -224,3 +225,18 @@ async def test_a_client_sees_the_same_id_however_many_tries_its_answer_took(
     assert re.fullmatch(r"cmpl-mine-[0-9a-f]{16}", ids.pop())
     asked = [one.id for one in (*router.prefiller.asked, *router.decoder.asked)]
     assert any(re.fullmatch(r"mine-[0-9a-f]{16}(-\d)?-2", one) for one in asked), asked
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+@pytest.mark.parametrize("chat", [True, False], ids=["chat", "completion"])
+async def test_an_answer_cut_off_at_its_limit_has_an_end_though_its_worker_echoes_ids(
+    router: Attacked, stream: bool, chat: bool
+) -> None:
+    """Nobody has anything left to generate, so the router writes the end, which no worker's id is in."""
+    limit = FOLLOWED_ABOVE_TOKENS + 1
+    router.prefiller.answer = lambda asked: reply(probed(asked, prompt_token_ids=[1, 2, 3]))
+    router.decoder.answer = lambda asked: events(*[token(asked)] * limit)
+    said = await router.complete(chat=chat, stream=stream, max_tokens=limit)
+    assert said.status_code == 200
+    assert '"finish_reason":"length"' in said.text
+    assert said.text.endswith("data: [DONE]\n\n") or not stream

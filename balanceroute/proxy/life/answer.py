@@ -187,6 +187,7 @@ class Answer:
         outlet = self.outlet
         chat = self._original.endpoint == "chat"
         tokens = self.scanner.tokens_in_life  # the scanner adds those of workers before
+        self.scanner.expect("", checked=False)  # these events are ours, and carry no worker's id
         out = self.scanner.feed(ended_by_length(self._original.model, self.prompt_tokens, tokens, chat=chat))
         if not outlet.started:
             outlet.start()
