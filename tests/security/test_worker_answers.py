@@ -188,6 +188,17 @@ async def test_a_prefillers_answer_that_no_engine_gives_is_a_502_with_its_reason
     assert (await router.client.get("/state")).json()["waiting"] == []
 
 
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+async def test_a_word_on_the_prompt_that_is_too_deep_to_be_passed_on_is_a_502(router: Attacked, stream: bool) -> None:
+    """The engine's reply goes to the client: what is read need not be what can be written."""
+    router.prefiller.answer = lambda asked: reply(
+        reply_body(probed(asked)).replace(b'"finish_reason"', b'"logprobs": {"tokens": ' + DEEP + b'}, "finish_reason"')
+    )
+    said = await router.complete(echo=True, max_tokens=0, stream=stream)
+    assert said.status_code == 502, said.text
+    assert said.json()["error"]["message"].startswith("prefill worker: ")
+
+
 @pytest.mark.parametrize("answer", [*STATUSES.values(), *ANSWERS.values()], ids=[*STATUSES, *ANSWERS])
 async def test_a_decoders_answer_that_no_engine_gives_is_a_502_with_its_reason(
     router: Attacked, answer: Answer

@@ -15,6 +15,7 @@ MAX_RETRY_AFTER_S: Final = 3600.0
 MAX_PARAMS_BYTES: Final = 16 * 2**20  # of kv_transfer_params: the block ids of a prompt of millions of tokens
 ABORT: Final = "abort"  # the finish reason that vLLM gives to all it has when it is stopped (SIGTERM, /pause)
 _MAX_NAME: Final = 64  # characters of a finish reason
+_MAX_DETAIL_DEPTH: Final = 4  # levels below a part of a usage's details; engines have one
 _COUNTS: Final = ("prompt_tokens", "completion_tokens", "total_tokens")
 _DETAILS: Final = ("prompt_tokens_details", "completion_tokens_details")
 _SAYS_WHY: Final = ("error", "message", "detail")  # where engines, and the frameworks around them, put an error's text
@@ -57,9 +58,25 @@ def _check_details(name: str, details: object) -> None:
     if not isinstance(details, dict):
         raise ValueError(f"usage.{name} is {_shown(details)}")
     for part, value in details.items():
-        # vLLM's `multimodal_tokens` is an object, and what is no number is added to nothing
-        if isinstance(value, int) or (part == "cached_tokens" and value is not None):
-            token_count(value, f"usage.{name}.{part[:_MAX_NAME]}")
+        told = f"usage.{name}.{part[:_MAX_NAME]}"
+        if part == "cached_tokens" and value is not None:
+            token_count(value, told)
+        else:
+            _check_counts(value, told, _MAX_DETAIL_DEPTH)
+
+
+def _check_counts(value: object, name: str, depth: int) -> None:
+    """Raises: ValueError: a number at any depth is no count, or there are more than `depth` levels.
+
+    vLLM's `multimodal_tokens` is an object. What is no number is added to nothing.
+    """
+    if isinstance(value, int):
+        token_count(value, name)
+    elif isinstance(value, dict | list):
+        if not depth:
+            raise ValueError(f"{name} is nested too deeply")
+        for inner in value.values() if isinstance(value, dict) else value:
+            _check_counts(inner, name, depth - 1)
 
 
 def checked_choice(choice: object) -> dict[str, Any]:

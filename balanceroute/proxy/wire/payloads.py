@@ -531,6 +531,8 @@ def parse_probe_reply(body: bytes, *, worker: str, keep: bool = False) -> Prefil
         if prompt_tokens is None:
             prompt_tokens = token_count(len(ids) if ids else 0, "prompt_token_ids")
         pinned = orjson.dumps(params) if isinstance(params, dict) and params else None
+        if keep:
+            orjson.dumps(reply)  # what can't be written again is found here, where another prefiller may be asked
         if pinned is not None and len(pinned) > MAX_PARAMS_BYTES:
             raise ValueError(f"kv_transfer_params are larger than {MAX_PARAMS_BYTES} bytes")
         return PrefillResult(

@@ -49,6 +49,8 @@ def test_details_of_a_usage_may_hold_what_we_do_not_know() -> None:
         {"prompt_tokens_details": 3},
         {"prompt_tokens_details": {"cached_tokens": "x"}},
         {"completion_tokens_details": {"reasoning_tokens": 2**63}},
+        {"prompt_tokens_details": {"multimodal_tokens": {"image": 2**63}}},
+        {"prompt_tokens_details": {"multimodal_tokens": [[[[[[]]]]]]}},
     ],
 )
 def test_a_usage_that_cannot_be_meant_is_refused(usage: Any) -> None:
