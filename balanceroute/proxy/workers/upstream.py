@@ -328,7 +328,7 @@ class Upstream:
         idle = self._idle
         while idle and connection.idle_since - idle[0].idle_since > self._keepalive_s:
             idle.popleft().abort()  # a burst has left it, and it would stay below those that are used now
-        if reusable and not self._closed and len(idle) < self._max_idle:
+        if reusable and not connection.unsent_bytes and not self._closed and len(idle) < self._max_idle:
             idle.append(connection)
         else:
             connection.abort()
@@ -632,6 +632,11 @@ class _Connection(asyncio.Protocol):
     def usable(self) -> bool:
         """Whether a request may be written."""
         return self._transport is not None and not self._transport.is_closing()
+
+    @property
+    def unsent_bytes(self) -> int:
+        """What of a request its worker has not taken; one that answers before may never take it."""
+        return 0 if self._transport is None else self._transport.get_write_buffer_size()
 
     @property
     def high_water_bytes(self) -> int:

@@ -136,6 +136,29 @@ def test_bytes_after_a_reply_are_not_taken_for_the_next_one(run: Run) -> None:
     run(test)
 
 
+@pytest.mark.parametrize("status", [b"413 Too Large", b"200 OK"])
+def test_a_worker_that_answers_before_it_has_read_the_request_gets_no_other_on_that_connection(
+    run: Run, status: bytes
+) -> None:
+    """The next one would wait behind the rest of the body, which the worker may never read."""
+
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.transport.pause_reading()  # type: ignore[attr-defined]
+        writer.write(plain(b"no", status))
+        await writer.drain()
+        await asyncio.Event().wait()
+
+    async def test() -> None:
+        async with worker(script) as server:
+            upstream = Upstream(server.url)
+            reply = await upstream.request("POST", "/v1/x", b"x" * 2**26)  # more than any socket buffers
+            assert await reply.read(10) == b"no"
+            assert (upstream.idle_connections, upstream.busy_connections) == (0, 0)
+
+    run(test)
+
+
 def test_a_gzip_body_passes_untouched(run: Run) -> None:
     async def test() -> None:
         body = b"\x1f\x8b\x08not really"
