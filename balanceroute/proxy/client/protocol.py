@@ -141,7 +141,10 @@ class ClientProtocol(asyncio.Protocol):
     def eof_received(self) -> bool:
         """The client sends no more; returns whether it may still be told something."""
         self._ended = True
-        if self._lingering or (self._hot and self._response is not None and self._request is None):
+        if self._lingering:
+            return False
+        if self._hot and self._response is not None and self._request is None:
+            self.abort()  # closing would wait for what it does not read, and TLS for its last word
             return False
         self._advance()
         return self._scheme == "http" and not self.transport.is_closing()
@@ -440,10 +443,14 @@ class ClientProtocol(asyncio.Protocol):
 
     def look(self, now: float) -> None:
         """See whether the client has been too slow, to send or to read; called by `Edge`."""
+        response = self._response
+        if self._below is not None and self._below.is_closing() and response is not None and not response.complete:
+            self.abort()  # its end has come without that of TLS, which is silent until the client has read everything
+            return
         if now >= self._deadline_s:
             self._late(now)
+            response = self._response
         waiting = self._unsent_bytes
-        response = self._response
         if not waiting or (response is not None and not response.complete and not self.write_paused):
             self._mark = None  # nothing to read, or a stream whose events it may take when they come
             return

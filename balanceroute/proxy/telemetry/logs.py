@@ -301,6 +301,13 @@ class _UncleanEnds(logging.Filter):
         return "without completing response" not in str(record.msg)
 
 
+class _DroppedWrites(logging.Filter):
+    """Drops what event loops say of each write to a client that has left: who writes is told so a moment later."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return record.msg not in ("SSL connection is closed", "socket.send() raised exception.")
+
+
 class _FailedStarts(logging.Filter):
     """Leaves one line of uvicorn's traceback where an error that is ours, and says what is wrong, ends a start."""
 
@@ -313,6 +320,7 @@ class _FailedStarts(logging.Filter):
 
 
 _unclean_ends: Final = _UncleanEnds()  # one of each, so that a reload doesn't add another
+_dropped_writes: Final = _DroppedWrites()
 _failed_starts: Final = _FailedStarts()
 
 
@@ -337,3 +345,4 @@ def configure(level: str, style: str, stream: TextIO | None = None, process: str
     logging.getLogger("uvicorn.error").addFilter(_failed_starts)
     for chatty in ("httpx", "httpcore", "asyncio"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
+    logging.getLogger("asyncio").addFilter(_dropped_writes)

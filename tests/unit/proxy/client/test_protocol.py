@@ -2,8 +2,10 @@
 
 import asyncio
 import logging
+import os
 import socket
 import ssl
+from contextlib import suppress
 
 import pytest
 
@@ -61,6 +63,42 @@ async def test_many_requests_pipelined_behind_a_completion_are_dropped_and_its_a
         await served(server)
         client.writer.close()
         await until(lambda: not server.connections)  # although it had sent so much more
+
+
+@pytest.mark.parametrize("encrypted", [False, True], ids=["plain", "tls"])
+async def test_a_client_that_ends_what_it_sends_and_reads_nothing_has_left_at_once(encrypted: bool) -> None:
+    """Its answer is under way, and there is more of it than its sockets take. The end of TLS does not come."""
+    async with listening(encrypted=encrypted, stall_timeout_s=3600.0, receive_timeout_s=0.2) as server:
+        client = await server.connect()
+        client.post(b"", b"x-do: flood")
+        await until(lambda: server.site.full)
+        with socket.socket(fileno=os.dup(client.writer.get_extra_info("socket").fileno())) as below:
+            below.shutdown(socket.SHUT_WR)
+        await until(lambda: not server.connections)
+
+
+async def test_a_client_that_ends_tls_alone_has_left_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handshake, "SHUTDOWN_S", 3600.0)
+    async with listening(encrypted=True) as server:
+        assert server.trusted is not None
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        come, left = ssl.MemoryBIO(), ssl.MemoryBIO()
+        tls = server.trusted.wrap_bio(come, left, server_hostname="127.0.0.1")
+        with pytest.raises(ssl.SSLWantReadError):
+            tls.do_handshake()
+        writer.write(left.read())
+        while not tls.version() or left.pending == 0:
+            come.write(await reader.read(2**16))
+            with suppress(ssl.SSLWantReadError):
+                tls.do_handshake()
+        tls.write(b"POST /hot HTTP/1.1\r\nhost: x\r\nx-do: wait\r\ncontent-length: 0\r\n\r\n")
+        writer.write(left.read())
+        await until(lambda: server.site.served)
+        with pytest.raises(ssl.SSLWantReadError):
+            tls.unwrap()
+        writer.write(left.read())
+        await until(lambda: server.site.abandoned)
+        writer.close()
 
 
 async def test_every_answer_of_a_long_pipeline_comes() -> None:

@@ -123,6 +123,16 @@ def test_a_log_that_nobody_takes_any_more_fails_no_request() -> None:
     logging.getLogger("a.b").warning("lost")
 
 
+@pytest.mark.parametrize("told", ["SSL connection is closed", "socket.send() raised exception."])
+def test_clients_that_leave_their_streams_fill_no_log(told: str) -> None:
+    """The loops say so of each write until the router hears of the end."""
+    stream = io.StringIO()
+    configure("info", "json", stream)
+    logging.getLogger("asyncio").warning(told)
+    logging.getLogger("asyncio").warning("something else")
+    assert [json.loads(line)["event"] for line in stream.getvalue().splitlines()] == ["something else"]
+
+
 def test_a_reload_sets_the_logs_up_again_without_leaving_anything_of_the_last_time() -> None:
     configure("info", "json", io.StringIO())
     before = len(logging.getLogger("uvicorn.error").filters)
