@@ -121,3 +121,41 @@ async def test_a_priority_beyond_its_bounds_is_clamped_in_our_own_order_and_reac
     lines = [vars(record) for record in caplog.records if record.message == "priority clamped"]
     assert [(line["asked"], line["priority"]) for line in lines] == [(-100, -2), (100, 5)]
     assert all(line["request"] for line in lines)
+
+
+def counting_reasoning(bodies: list[dict[str, Any]]) -> Script:
+    """A worker that gives its first answer back after a token; usages tell that each token was reasoning."""
+
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while True:
+            head, content = await read_request(reader)
+            if not head.startswith(b"POST /v1/"):
+                writer.write(plain(METRICS))
+                continue
+            body = json.loads(content)
+            if not body.get("stream"):
+                writer.write(plain(json.dumps(PROBED | {"usage": {"prompt_tokens": len(body["prompt"])}}).encode()))
+                continue
+            bodies.append(body)
+            choice = {"index": 0, "text": "x", "token_ids": [9], "prompt_token_ids": body["prompt"]}
+            end = {"stop_reason": "recomputed"} if len(bodies) == 1 else {"finish_reason": "length"}
+            usage = {"completion_tokens": 1, "completion_tokens_details": {"reasoning_tokens": 1}}
+            told = ({"choices": [choice | end]}, {"choices": [], "usage": {"prompt_tokens": 3} | usage})
+            text = b"".join(b"data: %s\n\n" % json.dumps({"id": "a", "created": 1} | each).encode() for each in told)
+            writer.write(CHUNKED_HEAD + chunked(text, b"data: [DONE]\n\n"))
+
+    return script
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_choices_of_which_one_went_on_elsewhere_tell_no_reasoning_tokens_rather_than_those_of_the_others(
+    stream: bool,
+) -> None:
+    bodies: list[dict[str, Any]] = []
+    asked = {"prompt": [1, 2, 3], "n": 2, "max_tokens": 99, "stream": stream}
+    options = {"stream_options": {"include_usage": True}} if stream else {}
+    async with routing(counting_reasoning(bodies)) as (_, client):
+        for begun, expected in ((1, None), (3, {"reasoning_tokens": 2})):
+            text = (await client.post("/v1/completions", json=asked | options)).text
+            usage = json.loads(text.split("data: ")[-2] if stream else text)["usage"]
+            assert usage.get("completion_tokens_details") == expected, f"after {begun} decodes"

@@ -229,7 +229,9 @@ def merged_usage(request: ClientRequest, legs: Sequence[Leg]) -> dict[str, Any]:
 
 
 def _completion_details(usages: Iterable[dict[str, Any] | None]) -> dict[str, Any]:
-    return summed((usage or {}).get("completion_tokens_details") for usage in usages)
+    """The details of all; nothing where one choice has none, as after it went on elsewhere: its share is not known."""
+    details = [(usage or {}).get("completion_tokens_details") for usage in usages]
+    return summed(details) if all(details) else {}
 
 
 def _model_of(events: bytes) -> str | None:
