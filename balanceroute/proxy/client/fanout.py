@@ -270,4 +270,6 @@ def merged_answer(request: ClientRequest, request_id: str, legs: Sequence[Leg], 
         **merged_usage(request, legs),
         "completion_tokens_details": details or None,
     }
+    if "metrics" in whole:
+        whole["metrics"] = None  # those of one choice; vLLM tells none of several
     return orjson.dumps(whole)

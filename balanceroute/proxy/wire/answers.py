@@ -89,6 +89,8 @@ class AnswerAssembler:
             whole["prompt_logprobs"] = None
             whole["prompt_token_ids"] = prompt_ids
         whole["kv_transfer_params"] = None
+        # what else engines tell, such as their figures of a request (`metrics`)
+        whole |= {name: value for name, value in self._top.items() if name not in whole}
         try:
             return orjson.dumps(whole)
         except TypeError as exc:  # orjson reads deeper than it writes

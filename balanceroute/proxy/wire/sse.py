@@ -478,6 +478,8 @@ class EventScanner:
         if self.finish_reason is None:  # of a life that will go on elsewhere; the last one tells the whole
             return b""
         changed = self._rewrite_usage(usage) | self._rewrite_identity(event)
+        if self._base and event.pop("metrics", None) is not None:  # of the last part only, as the details of its usage
+            changed = True
         self.usage = usage
         if not (self._want_usage and self._closing_events):
             return b""

@@ -122,6 +122,18 @@ def test_an_answer_over_two_lives_is_one_answer() -> None:
     assert answer["usage"]["prompt_tokens"] == 4
 
 
+def test_an_engines_figures_of_a_request_are_in_the_assembled_answer_unless_it_went_on_elsewhere() -> None:
+    """vLLM tells `metrics` of drafts, and of times where it is started so, in the last event of a stream."""
+    told = {"metrics": {"speculative_decoding": {"num_spec_steps": 2}}}
+    wire = event(completion("a", [1], finish_reason="length")) + event(usage(1, 1) | told) + DONE
+    assert assemble("completions", wire)["metrics"] == told["metrics"]
+    scanner, assembler = EventScanner(want_usage=True), AnswerAssembler(payloads.parse("completions", b'{"prompt":"x"}'))
+    assembler.feed(scanner.feed(event(completion("b", [2]))))
+    scanner.resume()
+    assembler.feed(scanner.feed(wire))
+    assert not orjson.loads(assembler.answer(scanner)).get("metrics")
+
+
 @pytest.mark.parametrize(
     "wire",
     [
