@@ -163,3 +163,15 @@ async def test_choices_of_which_one_went_on_elsewhere_tell_no_reasoning_tokens_r
             usage = json.loads(text.split("data: ")[-2] if stream else text)["usage"]
             assert usage.get("completion_tokens_details") == expected, f"after {begun} decodes"
             assert "mean_itl_ms" not in text, "an engine's figures of one choice are none of all"
+
+
+@pytest.mark.parametrize("n", [1, 2])
+async def test_a_usage_that_engines_are_started_to_tell_always_reaches_a_client_that_did_not_ask_for_it(n: int) -> None:
+    bodies: list[dict[str, Any]] = []
+    asked = {"prompt": [1, 2, 3], "n": n, "max_tokens": 99, "stream": True}
+    async with routing(counting_reasoning(bodies)) as (_, client):
+        for hidden in ({}, {"include_reasoning": False}):
+            text = (await client.post("/v1/completions", json=asked | hidden)).text
+            last = json.loads(text.split("data: ")[-2])
+            assert (last["choices"] == []) is (not hidden), "the router asks for one itself where it gets no ids"
+            assert text.endswith("data: [DONE]\n\n")

@@ -248,8 +248,9 @@ def _model_of(events: bytes) -> str | None:
 def closing_events(
     request: ClientRequest, request_id: str, created: int, model: str | None, legs: Sequence[Leg]
 ) -> bytes:
-    """The end of a merged stream: usage, if asked for, and [DONE]; every leg has seen its own."""
-    if not request.include_usage:
+    """The end of a merged stream: usage, if asked for or told unasked, and [DONE]; every leg has seen its own."""
+    unasked = not request.counted_by_usage and any(leg.answer.scanner.usage for leg in legs)
+    if not (request.include_usage or unasked):
         return DONE_EVENT
     usage = merged_usage(request, legs)
     if details := _completion_details(leg.answer.scanner.usage for leg in legs):

@@ -117,6 +117,7 @@ class Answer:
             want_token_ids=request.return_token_ids,
             want_usage=request.include_usage or request.assembled,
             want_continuous_usage=request.continuous_usage,
+            unasked_usage=not request.counted_by_usage,
             prompt_tokens=self.prompt_tokens or None,  # an estimate is nothing for a client
             prompt_details=result.prompt_details,
             **self.scanner_options,
@@ -185,10 +186,11 @@ class Answer:
     async def end_by_length(self) -> None:
         """The limit was reached when the worker was lost: say so as a worker would have."""
         outlet = self.outlet
-        chat = self._original.endpoint == "chat"
+        request = self._original
+        chat, told = request.endpoint == "chat", request.include_usage or request.assembled
         tokens = self.scanner.tokens_in_life  # the scanner adds those of workers before
         self.scanner.expect("", checked=False)  # these events are ours, and carry no worker's id
-        out = self.scanner.feed(ended_by_length(self._original.model, self.prompt_tokens, tokens, chat=chat))
+        out = self.scanner.feed(ended_by_length(request.model, self.prompt_tokens, tokens, chat=chat, told=told))
         if not outlet.started:
             outlet.start()
         if outlet.ends_response:

@@ -200,6 +200,14 @@ class ClientRequest:
         """Whether the decode worker is asked for a stream."""
         return self.stream or self.assembled
 
+    @property
+    def counted_by_usage(self) -> bool:
+        """Whether the decode worker is asked for usages that the client did not ask for.
+
+        A chat with `include_reasoning: false` may be answered without token ids.
+        """
+        return self.streams_upstream and self.rest.get("include_reasoning") is False
+
 
 @dataclass(slots=True)
 class PrefillResult:
@@ -455,17 +463,13 @@ def _wishes_of(request: ClientRequest) -> dict[str, Any]:
 
 
 def decode_body(request: ClientRequest, kv_transfer_params: bytes) -> bytes:
-    """The body for the decode worker: the client's wishes, the KV to pull, and token ids for the exact count.
-
-    A chat with `include_reasoning: false` may be answered without token ids, so there the cumulative usage
-    of every event is asked for too.
-    """
+    """The body for the decode worker: the client's wishes, the KV to pull, and token ids for the exact count."""
     rest = dict(request.rest)
     rest["return_token_ids"] = True
     if request.assembled:
         rest["stream"] = True
         rest["stream_options"] = {"include_usage": True}
-    if request.streams_upstream and rest.get("include_reasoning") is False:
+    if request.counted_by_usage:
         options = rest.get("stream_options") or {}
         rest["stream_options"] = {**options, "include_usage": True, "continuous_usage_stats": True}
     return _dump(request, rest, _with_resume_ids(request, kv_transfer_params))

@@ -135,12 +135,13 @@ class EventScanner:
         "_parts",
         "_parts_bytes",
         "_prefix",
+        "_pass_continuous",
+        "_pass_usage",
         "_prompt_details",
         "_prompt_tokens",
         "_request_id",
         "_role_sent",
         "_translation",
-        "_want_continuous",
         "_want_ids",
         "_want_usage",
         "begun",
@@ -163,6 +164,7 @@ class EventScanner:
         want_token_ids: bool = False,
         want_usage: bool = False,
         want_continuous_usage: bool = False,
+        unasked_usage: bool = False,
         prompt_tokens: int | None = None,
         prompt_details: dict[str, Any] | None = None,
         public_id: str | None = None,
@@ -175,7 +177,8 @@ class EventScanner:
     ) -> None:
         """Start on the first worker's stream.
 
-        `want_*` is what the client asked for. `prompt_tokens` and `prompt_details` are the prefiller's
+        `want_*` is what the client asked for. `unasked_usage` passes on what usages come unasked: the engine has been
+        started so (`--enable-force-include-usage`). `prompt_tokens` and `prompt_details` are the prefiller's
         word on the prompt (`usage.py`). `public_id`, `created` and `index` override what the
         worker says, and `closing_events` False keeps usage and [DONE] back: both for an answer made of
         several streams. `prefix` is what the first text begins with: an echoed prompt. `translation` makes the form
@@ -198,7 +201,8 @@ class EventScanner:
         self.created = created
         self._want_ids = want_token_ids
         self._want_usage = want_usage
-        self._want_continuous = want_usage and want_continuous_usage
+        self._pass_usage = want_usage or unasked_usage
+        self._pass_continuous = (want_usage and want_continuous_usage) or unasked_usage
         self._prompt_tokens = prompt_tokens
         self._prompt_details = prompt_details
         self._index = index
@@ -319,7 +323,7 @@ class EventScanner:
 
     def owed_usage(self, model: str | None, *, chat: bool) -> bytes:
         """The final usage event of an answer whose worker ended without one, from our own count; else nothing."""
-        if self.usage is not None or self.finish_reason is None or self.prompt_tokens is None:
+        if not self._want_usage or self.usage is not None or self.finish_reason is None or self.prompt_tokens is None:
             return b""
         head = event_head(self.public_id, self.created, model, chat=chat)
         event = {**head, "choices": [], "usage": self.counted_usage()}
@@ -477,11 +481,12 @@ class EventScanner:
         self._count_by_usage(usage)
         if self.finish_reason is None:  # of a life that will go on elsewhere; the last one tells the whole
             return b""
-        changed = self._rewrite_usage(usage) | self._rewrite_identity(event)
+        changed = put_prompt_details(usage, self._prompt_details)
+        changed |= self._rewrite_usage(usage) | self._rewrite_identity(event)
         if self._base and event.pop("metrics", None) is not None:  # of the last part only, as the details of its usage
             changed = True
         self.usage = usage
-        if not (self._want_usage and self._closing_events):
+        if not (self._pass_usage and self._closing_events):
             return b""
         return self._told(event, raw, changed, 0)
 
@@ -613,14 +618,16 @@ class EventScanner:
         Returns whether the event is another one by that.
         """
         self._count_by_usage(usage)
-        if self._want_continuous:
-            return self._rewrite_usage(usage)
+        if self._pass_continuous:
+            # engines tell details of the prompt at the end alone; where one tells them here, they are its prefiller's
+            changed = bool(usage.get("prompt_tokens_details")) and put_prompt_details(usage, self._prompt_details)
+            return changed | self._rewrite_usage(usage)
         del event["usage"]
         return True
 
     def _rewrite_usage(self, usage: dict[str, Any]) -> bool:
-        """Make a usage that of the whole answer, with the prefiller's word on the prompt."""
-        changed = put_prompt_details(usage, self._prompt_details)
+        """Make a usage that of the whole answer."""
+        changed = False
         if self._life:
             prompt_tokens = self._prompt_tokens
             if prompt_tokens is None:

@@ -127,7 +127,8 @@ def test_an_engines_figures_of_a_request_are_in_the_assembled_answer_unless_it_w
     told = {"metrics": {"speculative_decoding": {"num_spec_steps": 2}}}
     wire = event(completion("a", [1], finish_reason="length")) + event(usage(1, 1) | told) + DONE
     assert assemble("completions", wire)["metrics"] == told["metrics"]
-    scanner, assembler = EventScanner(want_usage=True), AnswerAssembler(payloads.parse("completions", b'{"prompt":"x"}'))
+    scanner = EventScanner(want_usage=True)
+    assembler = AnswerAssembler(payloads.parse("completions", b'{"prompt":"x"}'))
     assembler.feed(scanner.feed(event(completion("b", [2]))))
     scanner.resume()
     assembler.feed(scanner.feed(wire))

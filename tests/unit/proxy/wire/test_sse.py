@@ -269,6 +269,29 @@ def test_cached_tokens_are_the_prefillers() -> None:
     assert parsed(out)[1]["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
 
 
+@pytest.mark.parametrize("told", [{}, {"prompt_tokens_details": {"cached_tokens": 9}}], ids=["at the end", "always"])
+def test_a_usage_within_the_stream_tells_details_of_the_prompt_only_where_the_engine_does(told: dict[str, Any]) -> None:
+    """vLLM tells them in the last usage, and no others were to be told here."""
+    scanner = EventScanner(want_usage=True, want_continuous_usage=True, prompt_details={"cached_tokens": 4})
+    out = scanner.feed(event(completion("a", [1]) | {"usage": usage(10, 1, **told)["usage"]}))
+    expected = {"prompt_tokens_details": {"cached_tokens": 4}} if told else {}
+    assert parsed(out)[0]["usage"] == usage(10, 1)["usage"] | expected
+
+
+@pytest.mark.parametrize("unasked", [False, True])
+def test_usages_that_only_the_router_asked_for_are_left_out_and_others_are_passed_on(unasked: bool) -> None:
+    """An engine with `--enable-force-include-usage` sends them unasked, in every event."""
+    scanner = EventScanner(unasked_usage=unasked, prompt_tokens=10)
+    scanner.feed(event(completion("a", [1]) | {"usage": usage(10, 1)["usage"]}))
+    scanner.resume()
+    last = event(completion("b", [2], finish_reason="length") | {"usage": usage(11, 1)["usage"]}) + event(usage(11, 1))
+    told = [body["usage"] for body in parsed(scanner.feed(last)) if body.get("usage")]
+    assert told == ([usage(10, 2)["usage"]] * 2 if unasked else [])
+    scanner = EventScanner(unasked_usage=unasked, prompt_tokens=10)
+    scanner.feed(event(completion("a", [1], finish_reason="length")))
+    assert scanner.owed_usage("m", chat=False) == b"", "one that nobody has told is made up for nobody"
+
+
 @pytest.mark.parametrize(
     "garbage", [b"\xff\xfe\x00\r\n: \x80{]\n", b"HTTP/1.1 500\n", b"data: \xff\n\n", b"\x1f\x8b\x08\x00\n\n"]
 )
