@@ -140,10 +140,8 @@ def counting_reasoning(bodies: list[dict[str, Any]]) -> Script:
             choice = {"index": 0, "text": "x", "token_ids": [9], "prompt_token_ids": body["prompt"]}
             end = {"stop_reason": "recomputed"} if len(bodies) == 1 else {"finish_reason": "length"}
             usage = {"completion_tokens": 1, "completion_tokens_details": {"reasoning_tokens": 1}}
-            told = (
-                {"choices": [choice | end]},
-                {"choices": [], "usage": {"prompt_tokens": 3} | usage, "metrics": {"mean_itl_ms": 1}},
-            )
+            figures = {"metrics": {"mean_itl_ms": 1}, "system_fingerprint": "fp"}
+            told = {"choices": [choice | end]}, {"choices": [], "usage": {"prompt_tokens": 3} | usage} | figures
             text = b"".join(b"data: %s\n\n" % json.dumps({"id": "a", "created": 1} | each).encode() for each in told)
             writer.write(CHUNKED_HEAD + chunked(text, b"data: [DONE]\n\n"))
 
@@ -160,8 +158,9 @@ async def test_choices_of_which_one_went_on_elsewhere_tell_no_reasoning_tokens_r
     async with routing(counting_reasoning(bodies)) as (_, client):
         for begun, expected in ((1, None), (3, {"reasoning_tokens": 2})):
             text = (await client.post("/v1/completions", json=asked | options)).text
-            usage = json.loads(text.split("data: ")[-2] if stream else text)["usage"]
-            assert usage.get("completion_tokens_details") == expected, f"after {begun} decodes"
+            last = json.loads(text.split("data: ")[-2] if stream else text)
+            assert last["usage"].get("completion_tokens_details") == expected, f"after {begun} decodes"
+            assert last["system_fingerprint"] == "fp"
             assert "mean_itl_ms" not in text, "an engine's figures of one choice are none of all"
 
 

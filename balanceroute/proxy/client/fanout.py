@@ -256,7 +256,10 @@ def closing_events(
     if details := _completion_details(leg.answer.scanner.usage for leg in legs):
         usage["completion_tokens_details"] = details
     head = event_head(public_id(request, request_id), created, model, chat=request.endpoint == "chat")
-    return event_bytes({**head, "choices": [], "usage": usage}) + DONE_EVENT
+    event: dict[str, Any] = {**head, "choices": [], "usage": usage}
+    if fingerprint := next((leg.answer.scanner.fingerprint for leg in legs if leg.answer.scanner.fingerprint), None):
+        event["system_fingerprint"] = fingerprint
+    return event_bytes(event) + DONE_EVENT
 
 
 def merged_answer(request: ClientRequest, request_id: str, legs: Sequence[Leg], outlets: Sequence[PartAnswer]) -> bytes:

@@ -82,7 +82,7 @@ class AnswerAssembler:
             "model": self._top.get("model"),
             "choices": choices,
             "service_tier": self._top.get("service_tier"),
-            "system_fingerprint": self._top.get("system_fingerprint"),
+            "system_fingerprint": self._top.get("system_fingerprint") or scanner.fingerprint,
             "usage": {"prompt_tokens_details": None, "completion_tokens_details": None, **usage},
         }
         if self._chat:

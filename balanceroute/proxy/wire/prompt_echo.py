@@ -88,9 +88,12 @@ def scored_events(
     shown = ("text", "logprobs", "finish_reason", "stop_reason", "prompt_token_ids", "token_ids")
     told = {"index": index} | {name: choice.get(name) for name in shown}
     events: list[dict[str, Any]] = [{**head, "choices": [told]}]
+    usage = {name: value for name, value in (reply.get("usage") or {}).items() if value is not None}
     if request.continuous_usage:
-        events[0]["usage"] = reply.get("usage")
+        events[0]["usage"] = {name: value for name, value in usage.items() if name != "prompt_tokens_details"}
     if request.include_usage and closing_events:
-        events.append({**head, "choices": [], "usage": reply.get("usage")})
+        events.append({**head, "choices": [], "usage": usage})
+    if closing_events and reply.get("system_fingerprint"):
+        events[-1]["system_fingerprint"] = reply["system_fingerprint"]
     text = b"".join(map(event_bytes, events))
     return text + DONE_EVENT if closing_events else text

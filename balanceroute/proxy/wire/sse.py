@@ -112,8 +112,9 @@ class EventScanner:
         `tokens`. prompt_ids: the prompt's ids as the first worker told them, else None. end: None while the
         stream runs. error: the JSON of the error event. fault: what is wrong with a MALFORMED or FOREIGN stream.
         echoed: whether the present worker's events carry the id that they should (`expect`). finish_reason: the last
-        one seen. usage: the final usage, as sent. begun: whether this life has seen a data event. public_id, created:
-        what the client sees in every event. matcher: takes the events that fit the template, and keeps the counts.
+        one seen. usage: the final usage, as sent. fingerprint: the `system_fingerprint` that came with it. begun:
+        whether this life has seen a data event. public_id, created: what the client sees in every event. matcher: takes
+        the events that fit the template, and keeps the counts.
     """
 
     __slots__ = (
@@ -150,6 +151,7 @@ class EventScanner:
         "end",
         "error",
         "fault",
+        "fingerprint",
         "finish_reason",
         "ids_exact",
         "matcher",
@@ -196,6 +198,7 @@ class EventScanner:
         self._ids_checked = False
         self.finish_reason: str | None = None
         self.usage: dict[str, Any] | None = None
+        self.fingerprint: str | None = None
         self.begun = False
         self.public_id = public_id
         self.created = created
@@ -486,6 +489,8 @@ class EventScanner:
         if self._base and event.pop("metrics", None) is not None:  # of the last part only, as the details of its usage
             changed = True
         self.usage = usage
+        if isinstance(told := event.get("system_fingerprint"), str):
+            self.fingerprint = told
         if not (self._pass_usage and self._closing_events):
             return b""
         return self._told(event, raw, changed, 0)

@@ -63,9 +63,11 @@ def test_a_prompts_worth_alone_comes_without_the_parameters_of_its_kv() -> None:
 
 def test_a_prompts_worth_alone_is_one_event_then_usage_then_done() -> None:
     request = a_request(max_tokens=0, stream=True, stream_options={"include_usage": True})
-    events = scored_events(request, a_reply() | {"usage": {"prompt_tokens": 2}}).split(b"\n\n")
+    told = {"usage": {"prompt_tokens": 2, "completion_tokens_details": None}, "system_fingerprint": "fp"}
+    events = scored_events(request, a_reply() | told).split(b"\n\n")
     assert orjson.loads(events[0].removeprefix(b"data: "))["choices"][0]["text"] == "one two"
-    assert orjson.loads(events[1].removeprefix(b"data: "))["usage"] == {"prompt_tokens": 2}
+    last = orjson.loads(events[1].removeprefix(b"data: "))
+    assert (last["usage"], last["system_fingerprint"]) == ({"prompt_tokens": 2}, "fp")
     assert events[2:] == [b"data: [DONE]", b""]
 
 
