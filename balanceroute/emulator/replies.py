@@ -18,7 +18,7 @@ from balanceroute.emulator.errors import INTERNAL
 from balanceroute.emulator.requests import GenerationRequest
 from balanceroute.emulator.sse import SseWriter
 from balanceroute.emulator.structure import Part, Plan
-from balanceroute.engine.tokens import LEAD_ID, TOKEN_BYTES, decode
+from balanceroute.engine.tokens import LEAD_ID, TOKEN_BYTES, decode, decode_bytes
 
 FINGERPRINT = "vllm-emulated"
 RECOMPUTED = "recomputed"
@@ -33,6 +33,7 @@ class Choice:
     __slots__ = (
         "_decoder",
         "_held",
+        "_leaks",
         "_request",
         "finish_reason",
         "ids",
@@ -56,8 +57,9 @@ class Choice:
         self.stop_reason: str | int | None = None
         self._request = request
         self._decoder = _decoder("replace")
-        if prompt and prompt[-1] == LEAD_ID:  # vLLM's detokenizer starts with the prompt's last ids, for this very case
-            self._decoder.decode(TOKEN_BYTES[LEAD_ID])
+        self._leaks = ""  # of a prompt that ends within a character vLLM's detokenizer takes all for text of the answer
+        if prompt and prompt[-1] == LEAD_ID:
+            self._leaks = self._decoder.decode(decode_bytes(prompt))
         self.plan = None if request.structure is None else Plan(request.structure, prompt)
         self.told: dict[Part, str] = {}  # all text so far by part, where there is a plan
         self.offset = 0  # characters of the tokens whose logprobs are on the wire
@@ -72,6 +74,8 @@ class Choice:
         if token in self._request.stop_token_ids:
             ends, self.stop_reason, piece = "stop", token, b""
         text = self._decoder.decode(piece, ends is not None)
+        if text:
+            text, self._leaks = self._leaks + text, ""
         if self._request.stop:
             text, ends = self._stop(text, ends)
         self.text += text

@@ -205,6 +205,38 @@ async def test_offsets_and_logprobs_go_on_over_a_cut() -> None:
         await router.settled()
 
 
+@pytest.mark.parametrize("cut", ["reset", "recompute"])
+async def test_an_answer_cut_off_within_a_character_goes_on_before_it_and_shows_no_prompt(cut: str) -> None:
+    """An event of several tokens has text, and may end with half of a character all the same."""
+    async with running(PAIR, **QUICK) as router:
+        for asked in (completion(max_tokens=30, stream=True), chat(max_tokens=30, stream=True)):
+            body = asked | {"stream_interval": 3}
+            whole = await plain(router, body)
+            for after in range(1, 10):
+                await cut_everywhere(router, after, cut)
+                answer = await ask(router, body)
+                assert answer.complete and answer.said == whole.said, f"cut off after {after} events"
+        await router.settled()
+
+
+@pytest.mark.parametrize("told", [{"return_token_ids": True}, {"logprobs": 1}], ids=["ids", "logprobs"])
+async def test_within_a_character_whose_tokens_were_told_a_stream_ends_and_an_unseen_answer_starts_again(
+    told: dict[str, Any],
+) -> None:
+    async with running(PAIR, **QUICK) as router:
+        body, ended = completion(max_tokens=70, **told), 0
+        whole = await plain(router, body)
+        for after in range(1, 10):
+            await cut_everywhere(router, after, "reset")
+            answer = await ask(router, body | {"stream": True})
+            assert answer.said == whole.said if answer.complete else "half of a character" in str(answer.error)
+            ended += not answer.complete
+            await cut_everywhere(router, after, "reset")
+            assert (await ask(router, body)).said == whole.said
+        assert 0 < ended < 5
+        await router.settled()
+
+
 def a_case(n: int) -> dict[str, Any]:
     """The n-th of all kinds of requests."""
     kinds: list[dict[str, Any]] = [

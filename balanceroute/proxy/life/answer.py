@@ -6,6 +6,7 @@ would give a wrong answer (`resumption.py`), or the ids are not known, it starts
 needs a client that has seen nothing of it; else it ends with an error.
 """
 
+from array import array
 from typing import Any, Final
 
 from balanceroute.errors import BadUpstreamReply, NotResumable, UpstreamError
@@ -134,10 +135,19 @@ class Answer:
         resumable = resumption(self._original, scanner.cut()).fidelity is not Fidelity.INVALID
         return self._s.config.retry.resume_on_worker_loss and resumable and scanner.ids_exact
 
-    def resume(self, result: PrefillResult, error: UpstreamError | None, worker_id: str) -> bool:
+    @property
+    def goes_on_from(self) -> "array[int]":
+        """The ids that it would go on from, as far as is known; none where it can't go on."""
+        scanner = self.scanner
+        if not scanner.ids_exact or resumption(self._original, scanner.cut()).fidelity is Fidelity.INVALID:
+            return NOTHING_YET.ids
+        return scanner.kept_ids()
+
+    def resume(self, result: PrefillResult, error: UpstreamError | None, worker_id: str, broken: int = 0) -> bool:
         """Make the request that goes on where this worker ended; False when its limit leaves nothing to generate.
 
-        Args: error: how the worker was lost; None: it gave the request back.
+        Args: error: how the worker was lost; None: it gave the request back. broken: how many ids at the end of the
+        answer belong to a character that is not whole (`seam.py`).
 
         Raises: `error`, or BadUpstreamReply, when it can't be resumed.
         """
@@ -146,8 +156,8 @@ class Answer:
         is_lost = error is not None and not pushes_back(error)
         if self.outlet.started and is_lost and not self._s.config.retry.resume_on_worker_loss:
             raise lost
-        cut = scanner.cut()
-        scanner.resume()
+        cut = scanner.cut(broken)
+        scanner.resume(0 if cut.halved else broken)
         if scanner.tokens == 0:
             self.request = self._original
             return True

@@ -31,6 +31,7 @@ from balanceroute.proxy.life.leg import (
 )
 from balanceroute.proxy.life.prefilling import next_prefiller, try_probe
 from balanceroute.proxy.life.retries import pushes_back
+from balanceroute.proxy.life.seam import ids_of_a_broken_character
 from balanceroute.proxy.wire.payloads import PrefillResult
 from balanceroute.proxy.workers.fleet import Worker
 
@@ -133,7 +134,8 @@ async def go_on(leg: Leg, result: PrefillResult, lost: UpstreamError | None) -> 
         leg.services.metrics.recomputes.inc("recomputed" if lost is None else "worker_lost")
     leg.retries.left_worker()
     leg.retries.left_tier()
-    if not leg.answer.resume(result, lost, leg.decoder_id):
+    broken = await ids_of_a_broken_character(leg)
+    if not leg.answer.resume(result, lost, leg.decoder_id, broken):
         await leg.answer.end_by_length()
         return COMPLETE
     leg.recomputes += 1

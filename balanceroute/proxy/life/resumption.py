@@ -13,8 +13,9 @@ are the prompt as it was; what was said of it has been said |
 `logprobs`, `top_logprobs`, `priority`, `skip_special_tokens`, `n` (a request per choice) | exact | looked at anew for \
 every token |
 | tokens of prompt and output alike | `repetition_penalty` | exact | what was output counts as prompt, and is counted |
-| half of a character | detokenizer | exact | it starts from the prompt's last ids, and ids without text are given \
-back |
+| half of a character | detokenizer | exact, or invalid where its ids or their logprobs were told | an engine whose \
+prompt ends within a character takes the whole prompt for text of the answer; ids of no whole character are given back \
+(`seam.py`) |
 | how many tokens there are | `max_tokens`, `max_completion_tokens`, `min_tokens`, usage, `logprobs.text_offset` | \
 adjusted | less what has been generated; offsets and usage go on |
 | tokens of the output only | `presence_penalty`, `frequency_penalty`, `bad_words`, `repetition_detection` | \
@@ -128,6 +129,8 @@ def _invalid(request: ClientRequest, cut: Cut) -> str:
         return "a tool call that has begun"
     if cut.kinds != {REASONING} and (grammar := grammar_of(request.rest)):
         return grammar
+    if cut.halved:
+        return "half of a character"
     if not request.prompt_json:
         return "prompt_embeds"
     if request.endpoint == "chat" and has_media(request.prompt_json):

@@ -165,7 +165,7 @@ class _Choice:
             "logprobs": self.logprobs,
             "finish_reason": self.finish_reason,
             "stop_reason": self.stop_reason,
-            "token_ids": self.token_ids if want_ids else None,
+            "token_ids": (self.token_ids or None) if want_ids else None,
             "prompt_logprobs": None,
             "prompt_token_ids": prompt_ids,
         }
@@ -194,7 +194,7 @@ class _Choice:
             "logprobs": self.logprobs,
             "finish_reason": self.finish_reason,
             "stop_reason": self.stop_reason,
-            "token_ids": self.token_ids if want_ids else None,
+            "token_ids": (self.token_ids or None) if want_ids else None,
         }
 
 

@@ -75,13 +75,14 @@ class Cut:
 
     `kinds` of what has come over all lives. `tokens_in_life` of the worker that it was cut off at. `flushed` is the
     text of the event with the `recomputed` marker, or of an aborted one, which has all that its engine had held back;
-    None without one.
+    None without one. `halved`: the last tokens belong to a character that is not whole, and can't be given back.
     """
 
     kinds: frozenset[str]
     tokens_in_life: int
     flushed: str | None
     misparsed: bool
+    halved: bool = False
 
 
 class Translation(Protocol):
@@ -121,6 +122,8 @@ class EventScanner:
         "_base",
         "_closing_events",
         "_edge",
+        "_events_counted",
+        "_exact_before",
         "_expected_id",
         "_ids_checked",
         "_ids_in_life",
@@ -142,6 +145,7 @@ class EventScanner:
         "_prompt_tokens",
         "_request_id",
         "_role_sent",
+        "_scored",
         "_translation",
         "_want_ids",
         "_want_usage",
@@ -214,7 +218,8 @@ class EventScanner:
         self._life = 0
         self._base = 0  # tokens of earlier lives
         self._ids_in_life = False
-        self._role_sent = False
+        self._events_counted, self._exact_before = 0, True
+        self._role_sent = self._scored = False
         self._parts: list[bytes] = []  # of an event that has not ended
         self._parts_bytes = 0
         self._edge = b""  # the last bytes of `_parts`, where a blank line may straddle
@@ -260,10 +265,18 @@ class EventScanner:
         """Tokens that the present worker has generated."""
         return self.tokens - self._base
 
-    def resume(self) -> int:
-        """Begin another life of the same answer; returns how many tokens were given back to be made again."""
+    def kept_ids(self) -> "array[int]":
+        """The ids that a life after this one goes on from."""
+        return self.ids if self._want_ids else self.ids[: self.matcher.printed]
+
+    def resume(self, broken: int = 0) -> int:
+        """Begin another life of the same answer; returns how many tokens were given back to be made again.
+
+        `broken` of those that would be kept belong to a character that is not whole: these, too.
+        """
         dropped = 0
         if not self._want_ids and (self.ids_exact or not self.matcher.printed):
+            self.matcher.printed -= broken
             dropped = self.tokens - self.matcher.printed
             del self.ids[self.matcher.printed :]
             self.tokens = self.matcher.printed
@@ -277,7 +290,7 @@ class EventScanner:
         self.begun = False
         self._life += 1
         self._base = self.tokens
-        self._ids_in_life = False
+        self._ids_in_life, self._events_counted = False, 0
         self._parts.clear()
         self._parts_bytes = 0
         self._edge = b""
@@ -285,10 +298,12 @@ class EventScanner:
         self.matcher.between_events = True
         return dropped
 
-    def cut(self) -> Cut:
-        """Where the present life has ended; to be asked before `resume`."""
+    def cut(self, broken: int = 0) -> Cut:
+        """Where the present life has ended; to be asked before `resume`, and with the same."""
         misparsed = self.end is StreamEnd.MISPARSED
-        return Cut(frozenset(self._kinds), self.tokens_in_life, self._flushed, misparsed)
+        kept = self._want_ids or self._scored or broken >= self.matcher.printed
+        halved = bool(broken) and kept
+        return Cut(frozenset(self._kinds), self.tokens_in_life, self._flushed, misparsed, halved)
 
     def feed(self, data: bytes) -> bytes:
         """Take the next bytes of the worker; return what the client gets for them, whole events or nothing.
@@ -524,6 +539,7 @@ class EventScanner:
                 changed = True
             if choice.get("logprobs") is not None:
                 self.matcher.printed = self.tokens  # told to the client, text or not
+                self._scored = True
                 changed |= self._go_on_with_offsets(choice["logprobs"])
         usage = event.get("usage")
         ordinary = not (cut or finishes or usage or event.get("kv_transfer_params")) and len(choices) == 1
@@ -575,6 +591,8 @@ class EventScanner:
             if self.prompt_ids is None:
                 self.prompt_ids = taken
         else:
+            if self._events_counted and len(ids) >= self._events_counted:
+                self._uncount_events()
             self._ids_in_life = True
             self.tokens += len(ids)
             if taken is None:
@@ -613,9 +631,18 @@ class EventScanner:
 
         So it is known that the client has seen something, which must not come again from another worker.
         """
+        if not self._events_counted:
+            self._exact_before = self.ids_exact
+        self._events_counted += 1
         self.tokens += 1
         self.matcher.printed = self.tokens
         self.ids_exact = False
+
+    def _uncount_events(self) -> None:
+        """Ids come after all: what came before them was no tokens, but the message that a chat's `echo` repeats."""
+        self.tokens -= self._events_counted
+        self.matcher.printed = self.tokens
+        self.ids_exact, self._events_counted = self._exact_before, 0
 
     def _take_usage(self, event: dict[str, Any], usage: dict[str, Any]) -> bool:
         """The usage that an event with choices carries: counted, and left out unless it is wanted there.

@@ -159,17 +159,23 @@ _numbers = itertools.count()
 
 
 class ScriptedUpstream:
-    """Stands for `Upstream`; `answers` are used up in order, the last one stays."""
+    """Stands for `Upstream`; `answers` are used up in order, the last one stays.
+
+    `detokenized` are those of /detokenize, which is asked before an answer goes on; it is not in `asked`.
+    """
 
     def __init__(self, *answers: Answer) -> None:
         self.answers: list[Answer] = list(answers) or [200]
+        self.detokenized: list[Answer] = [404]
         self.asked: list[Asked] = []
         self.under_way = self.most_under_way = 0
         self.closed = False
 
     async def request(self, method: str, path: str, body: bytes = b"", headers: bytes = b"", **options: Any) -> _Reply:
-        self.asked.append(Asked(next(_numbers), asyncio.get_running_loop().time(), body, path))
-        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        answers = self.detokenized if path == "/detokenize" else self.answers
+        if answers is self.answers:
+            self.asked.append(Asked(next(_numbers), asyncio.get_running_loop().time(), body, path))
+        answer = answers.pop(0) if len(answers) > 1 else answers[0]
         self.under_way += 1
         self.most_under_way = max(self.most_under_way, self.under_way)
         try:

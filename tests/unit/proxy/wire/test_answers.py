@@ -135,6 +135,12 @@ def test_an_engines_figures_of_a_request_are_in_the_assembled_answer_unless_it_w
     assert not orjson.loads(assembler.answer(scanner)).get("metrics")
 
 
+def test_ids_that_the_engine_keeps_to_itself_are_null_as_in_its_own_answers() -> None:
+    """vLLM tells none with `include_reasoning: false`."""
+    wire = event(chat({"content": "a"}, None, finish_reason="stop")) + event(usage(1, 1)) + DONE
+    assert assemble("chat", wire, return_token_ids=True)["choices"][0]["token_ids"] is None
+
+
 @pytest.mark.parametrize(
     "wire",
     [

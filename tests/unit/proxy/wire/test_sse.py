@@ -505,6 +505,18 @@ def test_usage_of_a_second_life_without_a_prefillers_count_leaves_out_the_answer
     assert told == [{"prompt_tokens": 10, "completion_tokens": 3, "total_tokens": 13}]
 
 
+def test_the_message_that_a_chats_echo_repeats_is_no_token_and_the_answer_can_go_on_from_its_ids() -> None:
+    """vLLM tells it in an event without ids, before the first token."""
+    repeated: dict[str, Any] = chat({"content": "so the"}, None)
+    del repeated["choices"][0]["token_ids"]
+    scanner = EventScanner(prompt_tokens=5)
+    out = scanner.feed(event(chat({"role": "assistant", "content": ""}, None)) + event(repeated))
+    assert scanner.tokens == 1, "until the first ids: they may be those of a worker that tells none"
+    out += scanner.feed(event(chat({"content": " fox"}, [7])) + event(chat({"content": " runs"}, [8])))
+    assert (scanner.tokens, scanner.ids.tolist(), scanner.ids_exact, texts(out)) == (2, [7, 8], True, "so the fox runs")
+    assert scanner.resume() == 0 and scanner.kept_ids().tolist() == [7, 8]
+
+
 @pytest.mark.parametrize("continuous", [False, True])
 def test_the_tokens_of_reasoning_are_told_of_an_answer_that_one_worker_gave_alone(continuous: bool) -> None:
     """A worker knows those that it has generated itself: of a resumed answer they would be too few."""

@@ -1,0 +1,68 @@
+"""Between which two token ids an answer that was cut off may go on: not within a character.
+
+A character may take several tokens, and engines send its text with the last of them. An engine whose prompt ends within
+one sends, as the first text of its answer, the whole prompt with it (vLLM 0.32 fills its `DecodeStream` with the
+prompt's ids, and such a stream has shown nothing yet). An event of several tokens may end there though it has text:
+with `--stream-interval`, with drafts, or where an engine was ahead of its API server.
+
+Only a tokenizer can tell. So before an answer goes on, a prefiller is asked for the text of its last ids, which ends
+with U+FFFD where a character is not whole. The ids of that are generated again.
+"""
+
+import asyncio
+from typing import Final
+
+import orjson
+
+from balanceroute.core.types import UP, Role
+from balanceroute.errors import UpstreamError
+from balanceroute.proxy.life.leg import ERROR_LIMIT, Leg
+from balanceroute.proxy.workers.fleet import Worker
+
+TIMEOUT_S: Final = 2.0  # of one question, which takes a prefiller a millisecond
+_ASKED: Final = 2  # prefillers at most; without an answer the ids are taken as they are
+_TAIL: Final = 16  # ids whose text is asked for: a character has four bytes at most, and a token one at least
+_MOST: Final = 16  # ids that are looked at one by one; what is broken for longer is no text
+ALL: Final = 2**31  # none of these ends a character
+_BROKEN: Final = "\ufffd"
+
+
+async def ids_of_a_broken_character(leg: Leg) -> int:
+    """How many ids at the end of the answer belong to a character that is not whole; 0 where nobody can tell.
+
+    `ALL` where no id that was looked at ends one.
+    """
+    ids = leg.answer.goes_on_from
+    if not ids:
+        return 0
+    prefillers = [worker for worker in leg.services.fleet.of(Role.PREFILL) if worker.state is UP]
+    prefillers.sort(key=lambda worker: worker.id != leg.prefiller_id)
+    for worker in prefillers[:_ASKED]:
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                return await _ask(leg, worker, ids[-_TAIL - _MOST :].tolist())
+        except (UpstreamError, TimeoutError, ValueError, TypeError, KeyError):
+            continue  # it doesn't serve the route, or answers nonsense
+    return 0
+
+
+async def _ask(leg: Leg, worker: Worker, ids: list[int]) -> int:
+    """Raises: ValueError and the like: it is no tokenizer."""
+    for broken in range(min(_MOST, len(ids))):
+        whole = len(ids) - broken
+        if not (await _text(leg, worker, ids[max(0, whole - _TAIL) : whole])).endswith(_BROKEN):
+            return broken
+    return ALL
+
+
+async def _text(leg: Leg, worker: Worker, ids: list[int]) -> str:
+    model = leg.answer.request.model
+    body = orjson.dumps({"tokens": ids} if model is None else {"model": model, "tokens": ids})
+    reply = await worker.upstream.request("POST", "/detokenize", body, worker.headers_of(leg.upstream_id, leg.headers))
+    told = await reply.read(ERROR_LIMIT)
+    if reply.status != 200:
+        raise ValueError(f"status {reply.status}")
+    text = orjson.loads(told)["prompt"]
+    if not isinstance(text, str):
+        raise TypeError("its text is none")
+    return text

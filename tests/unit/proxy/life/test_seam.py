@@ -1,0 +1,71 @@
+"""How many ids at the end of an answer that was cut off belong to no whole character: what prefillers say."""
+
+import asyncio
+from typing import Any
+
+import orjson
+import pytest
+
+from balanceroute.errors import ConnectFailed
+from balanceroute.proxy.life.leg import Leg
+from balanceroute.proxy.life.seam import ALL, TIMEOUT_S, ids_of_a_broken_character
+from balanceroute.proxy.services import Services
+from balanceroute.proxy.wire.payloads import PrefillResult
+from tests.unit.proxy.life.legs import PROMPT_IDS, a_leg, events
+from tests.unit.proxy.virtual_time import Answer, Page, a_config, a_router, in_virtual_time, script
+
+WHOLE, BROKEN = (Page(orjson.dumps({"prompt": text})) for text in (" so", " so\ufffd"))
+REFUSED = ConnectFailed("refused", worker="p1", tier="prefill")
+
+
+def broken(
+    first: list[Answer], second: list[Answer] | None = None, tokens: int = 3, **fields: Any
+) -> tuple[int, float]:
+    """The number, and how long it took to know. p1 has prefilled the prompt: what that tells, and then p0."""
+    told = []
+
+    async def asked() -> None:
+        services = a_router(a_config(2, 1))
+        for name, answers in (("p1", first), ("p0", second or [404])):
+            script(services, name).detokenized = answers
+        leg = cut_off(services, tokens, **fields)
+        at_s = services.loop.time()
+        told.extend([await ids_of_a_broken_character(leg), services.loop.time() - at_s])
+
+    in_virtual_time(asked)
+    return int(told[0]), told[1]
+
+
+def cut_off(services: Services, tokens: int, **fields: Any) -> Leg:
+    """One that p1 has prefilled, and of which so many tokens have come."""
+    leg = a_leg(services, **fields)
+    leg.prefiller_id = "p1"
+    prefilled = PrefillResult(b"{}", len(PROMPT_IDS), None, PROMPT_IDS)
+    leg.answer.prompt_counted(prefilled)
+    leg.answer.begin(prefilled)
+    leg.answer.scanner.feed(events(*range(20, 20 + tokens), finish=None).replace(b"$ID", b"request-1"))
+    return leg
+
+
+@pytest.mark.parametrize(
+    ("answers", "expected"),
+    [([WHOLE], 0), ([BROKEN, WHOLE], 1), ([BROKEN, BROKEN, WHOLE], 2), ([BROKEN], ALL)],
+    ids=["none", "one", "two", "all"],
+)
+def test_ids_are_taken_off_until_the_text_ends_with_a_whole_character(answers: list[Answer], expected: int) -> None:
+    assert broken(answers) == (expected, 0)
+
+
+@pytest.mark.parametrize("useless", [404, 500, Page(b"no JSON"), Page(b'{"prompt":7}'), Page(b"[]"), REFUSED])
+def test_a_prefiller_that_does_not_say_is_followed_by_another(useless: Answer) -> None:
+    assert broken([useless], [BROKEN, WHOLE]) == (1, 0)
+    assert broken([useless], [useless]) == (0, 0), "the ids are taken as they are"
+
+
+def test_a_prefiller_that_is_silent_holds_up_no_answer_for_long() -> None:
+    assert broken([asyncio.Event()], [BROKEN, WHOLE]) == (1, TIMEOUT_S)
+
+
+@pytest.mark.parametrize(("tokens", "fields"), [(0, {}), (3, {"stop": ["held back"]})], ids=["nothing", "invalid"])
+def test_nobody_is_asked_where_the_answer_can_not_go_on_from_ids(tokens: int, fields: dict[str, Any]) -> None:
+    assert broken([BROKEN], [BROKEN], tokens, **fields) == (0, 0)
