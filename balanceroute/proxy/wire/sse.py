@@ -543,7 +543,7 @@ class EventScanner:
                 changed |= self._go_on_with_offsets(choice["logprobs"])
         usage = event.get("usage")
         ordinary = not (cut or finishes or usage or event.get("kv_transfer_params")) and len(choices) == 1
-        if carries and not self._ids_in_life and not (isinstance(usage, dict) and "completion_tokens" in usage):
+        if carries and not self._ids_in_life and not (isinstance(usage, dict) and usage.get("completion_tokens")):
             self._count_by_event()
         if isinstance(usage, dict):
             changed |= self._take_usage(event, usage)

@@ -505,9 +505,12 @@ def test_usage_of_a_second_life_without_a_prefillers_count_leaves_out_the_answer
     assert told == [{"prompt_tokens": 10, "completion_tokens": 3, "total_tokens": 13}]
 
 
-def test_the_message_that_a_chats_echo_repeats_is_no_token_and_the_answer_can_go_on_from_its_ids() -> None:
+@pytest.mark.parametrize("told", [{}, {"usage": usage(5, 0)["usage"]}], ids=["no usage", "continuous usage"])
+def test_the_message_that_a_chats_echo_repeats_is_no_token_and_the_answer_can_go_on_from_its_ids(
+    told: dict[str, Any],
+) -> None:
     """vLLM tells it in an event without ids, before the first token."""
-    repeated: dict[str, Any] = chat({"content": "so the"}, None)
+    repeated: dict[str, Any] = chat({"content": "so the"}, None) | told
     del repeated["choices"][0]["token_ids"]
     scanner = EventScanner(prompt_tokens=5)
     out = scanner.feed(event(chat({"role": "assistant", "content": ""}, None)) + event(repeated))
