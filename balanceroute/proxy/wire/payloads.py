@@ -568,9 +568,13 @@ def _take_prompt(data: dict[str, Any]) -> tuple[bytes, int, int]:
     if prompt is None or prompt == [] or prompt == "":
         raise InvalidRequest("Either prompt or prompt_embeds must be provided and non-empty.", param="prompt")
     if _is_batch(prompt):
-        if not all(_is_one_prompt(part) for part in prompt):
+        if not all(map(_is_one_prompt, prompt)):
+            prompt = [_ids_read(part) for part in prompt]
+        if not all(map(_is_one_prompt, prompt)):
             raise InvalidRequest("Each prompt must be a string or a list of token ids.", param="prompt")
         return _as_json(prompt), sum(map(_prompt_tokens, prompt)), len(prompt)
+    if not _is_one_prompt(prompt):
+        prompt = _ids_read(prompt)
     if not _is_one_prompt(prompt):
         raise InvalidRequest("prompt must be a string, a list of token ids, or a list of either.", param="prompt")
     return _as_json(prompt), _prompt_tokens(prompt), 1
@@ -624,6 +628,14 @@ def _is_one_prompt(prompt: object) -> bool:
     if isinstance(prompt, str):
         return True
     return isinstance(prompt, list) and bool(prompt) and set(map(type, prompt)) == {int}
+
+
+def _ids_read(prompt: Any) -> Any:
+    """Token ids as the engines read them, such as `5.0`; what holds something else is left as it is."""
+    if not isinstance(prompt, list) or not {int, float}.issuperset(map(type, prompt)):
+        return prompt
+    ids = list(map(int, prompt))
+    return ids if ids == prompt else prompt
 
 
 def _prompt_tokens(prompt: str | list[int]) -> int:

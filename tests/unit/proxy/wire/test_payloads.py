@@ -84,6 +84,15 @@ def test_prompt_tokens_are_exact_for_ids_and_estimated_for_text(prompt: Any, tok
     assert (request.prompt_tokens, request.prompts) == (tokens, prompts)
 
 
+@pytest.mark.parametrize(("prompt", "read"), [([1.0, 2], [1, 2]), ([[3.0], [4]], [[3], [4]])], ids=["one", "batch"])
+def test_token_ids_are_read_as_the_engines_read_them(prompt: Any, read: list[Any]) -> None:
+    """Numbers that come out of tables are written `1.0`."""
+    assert orjson.loads(a_request(prompt=prompt).prompt_json) == read
+    for wrong in ([1.5], [1.0, None], [[1.0], [0.5]], [1.0, {}]):
+        with pytest.raises(InvalidRequest):
+            a_request(prompt=wrong)
+
+
 def test_images_do_not_count_as_text() -> None:
     content = [{"type": "text", "text": "x" * 40}, {"type": "image_url", "image_url": {"url": "A" * 100_000}}]
     assert a_request("chat", messages=[{"role": "user", "content": content}]).prompt_tokens == 14
