@@ -15,7 +15,9 @@ MAX_VALUES: Final = 5_000_000  # that a text stands for; 100,000 client keys are
 
 
 class _Values(yaml.constructor.SafeConstructor):
-    """YAML without its three traps: a key given twice, aliases that few bytes repeat for ever, and 1e3 that is text."""
+    """YAML without its traps: a key given twice, aliases that few bytes repeat for ever, 1e3 that is text, and values
+    that are not what their tag says (`!!bool maybe`), on which PyYAML stumbles.
+    """
 
     def get_single_data(self) -> Any:
         node = self.get_single_node()  # type: ignore[attr-defined]  # the composer's, beside which this stands
@@ -24,9 +26,16 @@ class _Values(yaml.constructor.SafeConstructor):
         _count(node, {})
         return self.construct_document(node)
 
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (AttributeError, LookupError, TypeError):
+            kind = node.tag.rpartition(":")[2]
+            raise yaml.constructor.ConstructorError(None, None, f"it is no {kind}", node.start_mark) from None
+
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[object] = set()
-        for key_node, _ in node.value:
+        for key_node, _ in node.value if isinstance(node, yaml.MappingNode) else ():
             if key_node.tag == "tag:yaml.org,2002:merge":
                 continue
             key = self.construct_object(key_node, deep=True)

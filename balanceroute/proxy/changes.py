@@ -16,7 +16,7 @@ from typing import Final
 import msgspec
 
 from balanceroute.build import worker_specs
-from balanceroute.config import Config, server_of
+from balanceroute.config import Config
 from balanceroute.core.types import WorkerSpec
 from balanceroute.errors import ConfigError, NoHealthyWorkers
 from balanceroute.proxy.link.files import is_gone, replace_content
@@ -24,6 +24,7 @@ from balanceroute.proxy.ops.steering import with_policy
 from balanceroute.proxy.services import Services
 from balanceroute.proxy.telemetry.ticks import until_tick_s
 from balanceroute.proxy.telemetry.troubles import Trouble
+from balanceroute.proxy.workers.places import Places
 
 log = logging.getLogger(__name__)
 
@@ -67,13 +68,13 @@ class Changes(msgspec.Struct, frozen=True):
         """
         fleet = services.fleet
         changed = {*self.removed, *(spec.id for spec in self.added)}
-        named = {_server(worker.spec) for worker in fleet if worker.id not in changed}
+        named = Places(worker.spec for worker in fleet if worker.id not in changed)
         for spec in self.added:
             if spec.id in fleet and fleet[spec.id].spec != spec:
                 fleet.leave(fleet[spec.id])
                 fleet.sweep()
-            if spec.id not in fleet and _server(spec) not in named:
-                fleet.add(spec)
+            if spec.id not in fleet and named.whose(spec) is None:
+                fleet.add(spec, services.config.lifecycle.join_attempts)
         for worker in fleet:
             if worker.id in self.removed:
                 fleet.leave(worker)
@@ -82,10 +83,6 @@ class Changes(msgspec.Struct, frozen=True):
         for spec in self.workers:
             if spec.id not in fleet:
                 fleet.restore_leaving(spec)
-
-
-def _server(spec: WorkerSpec) -> tuple[str, int | None]:
-    return server_of(spec.url), spec.dp_rank
 
 
 def changes_of(services: Services, base: Config, lineage: int) -> Changes:

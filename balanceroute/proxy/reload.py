@@ -17,7 +17,7 @@ from threading import Thread
 from typing import Final
 
 from balanceroute.build import policy_settings, predicts, scheduler_config, worker_specs
-from balanceroute.config import Config, server_of
+from balanceroute.config import Config
 from balanceroute.config.patience import in_time
 from balanceroute.core.types import WorkerSpec
 from balanceroute.errors import ConfigError
@@ -27,6 +27,7 @@ from balanceroute.proxy.app import start_refits
 from balanceroute.proxy.perimeter.perimeter import Perimeter
 from balanceroute.proxy.services import Services
 from balanceroute.proxy.workers.connector_check import shortened
+from balanceroute.proxy.workers.places import Places
 
 log = logging.getLogger(__name__)
 
@@ -127,10 +128,10 @@ def check_added(added: Iterable[WorkerSpec], old: Config, new: Config) -> None:
 
     It would get twice its share. `added`: may have those of `old`, too.
     """
-    named = {spec.id for spec in worker_specs(old)}
-    brought = {(server_of(spec.url), spec.dp_rank): spec.id for spec in worker_specs(new) if spec.id not in named}
+    named = {spec.id: spec for spec in worker_specs(old)}
+    brought = Places(spec for spec in worker_specs(new) if spec != named.get(spec.id))
     for spec in added:
-        name = brought.get((server_of(spec.url), spec.dp_rank), spec.id)
+        name = brought.whose(spec) or spec.id
         if name != spec.id and spec.id not in named:
             raise ConfigError(
                 f"worker {name}: is the server of worker {spec.id}, which was added at run time; give it that id, or "
@@ -180,12 +181,19 @@ def _close(before: Forecasts) -> None:
 
 
 def change_workers(services: Services, old: Config, new: Config) -> None:
-    """Those of the old file that the new one does not name leave, new ones come; what was done by hand stays."""
+    """Those of the old file that the new one does not name leave, new ones come; what was done by hand stays.
+
+    One that was taken out by hand comes back when the file describes it anew. Workers of the file are waited for, as at
+    the start: an engine that was entered there may take minutes until it answers.
+    """
+    fleet = services.fleet
     wanted = {spec.id: spec for spec in worker_specs(new)}
-    of_old_file = {spec.id for spec in worker_specs(old)}
-    for worker in services.fleet:
+    of_old_file = {spec.id: spec for spec in worker_specs(old)}
+    for worker in fleet:
         if worker.id in of_old_file and worker.id not in wanted:
-            services.fleet.leave(worker)
+            fleet.leave(worker)
     for spec in wanted.values():
-        if spec.id not in of_old_file and (spec.id not in services.fleet or services.fleet[spec.id].leaving):
-            services.fleet.add(spec)
+        if spec.id in fleet and not fleet[spec.id].leaving:
+            fleet[spec.id].joining = None
+        elif spec != of_old_file.get(spec.id):
+            fleet.add(spec)

@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from balanceroute.config import Config, DecodeWorker
+from balanceroute.core.types import Role
 from balanceroute.emulator import ClusterShape, EmulatedCluster
 from balanceroute.errors import ConfigError
 from balanceroute.journal import rerun
@@ -80,8 +81,18 @@ async def test_a_drained_worker_gets_nothing_new_until_it_is_undrained() -> None
         ("add", "127.0.0.1:1", {"url": "127.0.0.1:2", "slots": -1}),
         ("drain", 0, "127.0.0.1:1"),
         ("remove", 0, "127.0.0.1:1"),
+        ("drain", 0, {"url": 1, "dp_rank": 1}),
+        ("undrain", 0, {"url": 1, "rank": 0}),
     ],
-    ids=["one here already", "one twice", "a bad field", "drain of an unknown one", "removal of an unknown one"],
+    ids=[
+        "one here already",
+        "one twice",
+        "a bad field",
+        "drain of an unknown one",
+        "removal of an unknown one",
+        "drain of an unknown rank",
+        "a field that workers don't have",
+    ],
 )
 async def test_a_change_of_several_workers_that_cannot_all_be_made_changes_none(
     route: str, good: str | int, bad: str | int | dict[str, object]
@@ -90,9 +101,44 @@ async def test_a_change_of_several_workers_that_cannot_all_be_made_changes_none(
         fleet, urls = router.app.services.fleet, router.cluster.decode_urls
         before = [(worker.id, worker.state, worker.drained, worker.leaving) for worker in fleet]
         instances = [urls[each] if isinstance(each, int) else each for each in (good, bad)]
+        for each in instances:
+            if isinstance(each, dict) and isinstance(each["url"], int):
+                each["url"] = urls[each["url"]]
         reply = await router.client.post(f"/instances/{route}", json={"type": "decode", "instances": instances})
         assert reply.status_code in (400, 404)
         assert [(worker.id, worker.state, worker.drained, worker.leaving) for worker in fleet] == before
+
+
+async def test_one_rank_of_a_server_is_drained_and_removed_by_its_rank_or_id_and_all_of_them_by_their_url() -> None:
+    async with running(ClusterShape(prefillers=1, decoders=4, ranks_per_url=4, time_scale=0.02)) as router:
+        fleet, url = router.app.services.fleet, router.cluster.decode_urls[0]
+        name = url.removeprefix("http://")
+
+        async def change(route: str, instance: str | dict[str, object]) -> None:
+            body = {"type": "decode", "instances": [instance]}
+            assert (await router.client.post(f"/instances/{route}", json=body)).status_code == 200
+
+        def drained() -> list[str]:
+            return [worker.id for worker in fleet if worker.drained]
+
+        await change("drain", {"url": url, "dp_rank": 1})
+        assert drained() == [f"{name}@1"]
+        await change("drain", {"url": name, "id": f"{name}@2"})
+        assert drained() == [f"{name}@1", f"{name}@2"]
+        await change("remove", {"url": url, "dp_rank": 1})
+        assert [worker.id for worker in fleet.of(Role.DECODE)] == [f"{name}@{rank}" for rank in (0, 2, 3)]
+        await change("drain", name)
+        assert len(drained()) == 3
+        await change("undrain", url)
+        assert drained() == []
+
+
+async def test_a_worker_of_https_is_named_as_it_is_listed() -> None:
+    async with running(SHAPE) as router:
+        add = {"type": "prefill", "instances": "https://127.0.0.1:1"}
+        listed = (await router.client.post("/instances/add", json=add)).json()["current_prefill_instances"][-1]
+        reply = await router.client.post("/instances/remove", json={"type": "prefill", "instances": listed})
+        assert reply.status_code == 200 and listed not in reply.json()["current_prefill_instances"]
 
 
 async def test_a_router_whose_decode_workers_are_all_drained_is_not_ready_and_says_which_they_are() -> None:
@@ -337,3 +383,6 @@ async def test_one_server_is_not_added_twice_by_one_request_but_two_of_its_ranks
         assert "a" not in router.app.services.fleet
         ranks = {"type": "decode", "instances": [{"url": url, "dp_rank": 0}, {"url": url, "dp_rank": 1}]}
         assert (await router.client.post("/instances/add", json=ranks)).status_code == 200
+        for other in ({"url": url}, {"url": router.cluster.decode_urls[0], "dp_rank": 0}):
+            reply = await router.client.post("/instances/add", json={"type": "decode", "instances": [other]})
+            assert reply.status_code == 400 and "is the server of worker" in reply.json()["error"]["message"]

@@ -30,6 +30,7 @@ from balanceroute.proxy.ops.workers import why_not_up
 from balanceroute.proxy.perimeter.routes import ACCESS
 from balanceroute.proxy.wire.responses import INTERNAL_ERROR, error_body
 from balanceroute.proxy.workers.fleet import Fleet, Worker
+from balanceroute.proxy.workers.places import Places
 
 Entries = list[tuple[str, dict[str, Any]]]  # URL and further fields of each instance
 Prepare = Callable[[OperatorServices, Role, Entries], list[Callable[[], object]]]
@@ -244,18 +245,14 @@ def _joins(services: OperatorServices, role: Role, entries: Entries) -> list[Cal
     A server may not come under a second name either, as in the configuration: it would get twice its share.
     """
     specs = [_spec(services.config.decode, role, url, entry) for url, entry in entries]
-    servers = {_server(worker.spec): worker.id for worker in services.fleet if not worker.leaving}
+    places = Places(worker.spec for worker in services.fleet if not worker.leaving)
     for number, spec in enumerate(specs):
         services.fleet.check_new(spec)
         if any(spec.id == other.id for other in specs[:number]):
             raise InvalidRequest(f"worker {spec.id} is named twice", param="instances")
-        if (other := servers.setdefault(_server(spec), spec.id)) != spec.id:
+        if (other := places.take(spec)) != spec.id:
             raise InvalidRequest(f"worker {spec.id} is the server of worker {other}", param="instances")
     return [partial(services.fleet.add, spec, services.config.lifecycle.join_attempts) for spec in specs]
-
-
-def _server(spec: WorkerSpec) -> tuple[str, int | None]:
-    return server_of(spec.url), spec.dp_rank
 
 
 def _spec(decode: Decode, role: Role, url: str, entry: dict[str, Any]) -> WorkerSpec:
@@ -272,14 +269,26 @@ def _spec(decode: Decode, role: Role, url: str, entry: dict[str, Any]) -> Worker
 def _each(
     services: OperatorServices, role: Role, entries: Entries, act: Callable[[Fleet, Worker], None]
 ) -> list[Callable[[], object]]:
-    """What does that to each worker of these URLs. Raises: InvalidRequest: there is none of one URL."""
+    """What does that to each worker of these servers, or to those alone that have the `dp_rank` and `id` of an entry.
+
+    Raises: InvalidRequest: there is none.
+    """
     acts: list[Callable[[], object]] = []
-    for url, _ in entries:
-        workers = [worker for worker in services.fleet.of(role) if worker.spec.url == url]
+    for url, entry in entries:
+        _spec(services.config.decode, role, url, entry)  # refuses what is no field of a worker
+        wanted = {field: entry[field] for field in ("id", "dp_rank") if entry.get(field) is not None}
+        workers = [worker for worker in services.fleet.of(role) if _is_meant(worker.spec, url, wanted)]
         if not workers:
-            raise InvalidRequest(f"There is no {role.value} worker {url}.", status=404, param="instances")
+            which = "".join(f", {field} {value}" for field, value in wanted.items())
+            raise InvalidRequest(f"There is no {role.value} worker {url}{which}.", status=404, param="instances")
         acts += [partial(act, services.fleet, worker) for worker in workers]
     return acts
+
+
+def _is_meant(spec: WorkerSpec, url: str, wanted: dict[str, Any]) -> bool:
+    """Whether a worker is of that server, named with its scheme or without, and has what else is wanted."""
+    same_server = server_of(spec.url) == server_of(url)
+    return same_server and all(getattr(spec, field) == value for field, value in wanted.items())
 
 
 def _addresses(services: OperatorServices, role: Role) -> list[str]:

@@ -196,13 +196,14 @@ class Fleet:
     def add(self, spec: WorkerSpec, join_attempts: int | None = None) -> Worker:
         """A worker joins at run time; it gets requests once a health check succeeds.
 
-        join_attempts: health checks after which it is dropped; None: it is waited for as at the start.
+        `join_attempts`: health checks after which it is dropped; None: it is waited for as at the start. One that is on
+        its way out comes back as one that has left would: what was said of it before is forgotten.
         Raises: InvalidRequest: its id is taken.
         """
         self.check_new(spec)
         known = self._workers.get(spec.id)
         if known is not None:
-            known.leaving = False
+            known.leaving = known.drained = False
             self.update(known)
             return known
         self._ledger.add_worker(spec)

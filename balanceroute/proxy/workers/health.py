@@ -20,7 +20,6 @@ several seconds. `health.timeout_s: 1` makes it 3 to 6 s, for workers whose mach
 and no token for `stall_after_s` is out until it produces one, or has nothing left to produce.
 
 A worker that an operator adds is asked `join_attempts` times, `join_interval_s` apart, and dropped if it never answers.
-One that a reload brings is waited for, as at the start: engines take minutes to load a model.
 """
 
 import asyncio

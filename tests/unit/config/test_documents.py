@@ -39,6 +39,19 @@ def test_what_holds_itself_is_refused(tmp_path: Path, text: str) -> None:
     assert "not valid YAML" in refusal(tmp_path / "c.yaml", text)
 
 
+@pytest.mark.parametrize("long", [0, documents.LONG], ids=["long", "short"])
+@pytest.mark.parametrize(
+    "value",
+    ["!!bool maybe", "!!timestamp soon", '!!int ""', '!!float ""', "!!map [1]", "!!set [1]", "!!int {a: 1}", "!!seq x"],
+)
+def test_a_value_that_is_not_what_its_tag_says_is_one_line_with_its_place(
+    tmp_path: Path, value: str, long: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(documents, "LONG", long)
+    told = refusal(tmp_path / "c.yaml", f"a: 1\nb: {value}\n")
+    assert told.startswith(f"{tmp_path / 'c.yaml'}: line 2, column 4: not valid YAML: ") and "\n" not in told
+
+
 def test_an_anchor_may_be_named_as_often_as_it_helps(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text("a: &a {x: 1}\nb: [*a, *a]\nc: {<<: *a, y: 2}\n")
     assert read_document(tmp_path / "c.yaml") == {"a": {"x": 1}, "b": [{"x": 1}] * 2, "c": {"x": 1, "y": 2}}

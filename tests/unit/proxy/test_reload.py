@@ -8,6 +8,7 @@ from pathlib import Path
 import orjson
 import pytest
 
+from balanceroute.build import worker_specs
 from balanceroute.config import Config
 from balanceroute.core.scheduler import Scheduler
 from balanceroute.core.state import state_from_dict
@@ -76,6 +77,45 @@ def test_a_worker_that_was_taken_out_by_hand_stays_away_when_the_policy_changes(
         services.fleet.sweep()
         apply(services, with_policy(services.config, "least_kv"))
         assert services.config.routing.policy == "least_kv" and "d0" not in services.fleet
+
+    in_virtual_time(test)
+
+
+def test_a_worker_that_was_taken_out_by_hand_comes_back_when_the_file_describes_it_anew() -> None:
+    async def test() -> None:
+        services = a_router()
+        services.fleet.leave(services.fleet["d0"])
+        services.fleet.sweep()
+        apply(services, with_decoders(services.config, "d0", "d1", "d2"))
+        assert "d0" not in services.fleet
+        larger = [
+            {"url": "http://d0:1", "id": "d0", "max_num_seqs": 7},
+            *({"url": f"http://d{n}:1", "id": f"d{n}"} for n in (1, 2)),
+        ]
+        apply(services, a_config(decode={"workers": larger}))
+        assert services.fleet["d0"].spec.slots == 7
+
+    in_virtual_time(test)
+
+
+@pytest.mark.parametrize("by_hand", [False, True], ids=["entered", "added by hand before"])
+def test_a_worker_of_the_file_whose_engine_takes_long_to_start_is_waited_for(by_hand: bool) -> None:
+    async def test() -> None:
+        services = a_router(a_config(lifecycle={"join_attempts": 1, "join_interval_s": 1.0}))
+        new = with_decoders(services.config, "d0", "d1", "d2", "d9")
+        if by_hand:
+            services.fleet.add(next(spec for spec in worker_specs(new) if spec.id == "d9"), join_attempts=1)
+        apply(services, new.model_copy(update={"lifecycle": services.config.lifecycle}))
+        upstream = script(services, "d9", ConnectFailed("refused", worker="d9", tier="decode"))
+        monitor = health_monitor(services)
+        for _ in range(60):
+            await monitor._polling.once()
+            services.fleet.sweep()
+            await let_pass(10.0)
+        assert len(upstream.asked) == 60 and not services.fleet["d9"].healthy
+        upstream.answers = [200]
+        await monitor._polling.once()
+        assert services.fleet["d9"].state is WorkerState.UP
 
     in_virtual_time(test)
 

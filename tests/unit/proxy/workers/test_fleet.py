@@ -151,6 +151,24 @@ def test_a_worker_called_back_while_it_leaves_stays_with_all_it_holds() -> None:
     in_virtual_time(test)
 
 
+def test_a_worker_called_back_takes_requests_whether_it_had_left_already_or_not_yet() -> None:
+    async def test() -> None:
+        services = a_router()
+        for name, held in (("d0", False), ("d1", True)):
+            worker = services.fleet[name]
+            if held:
+                holding(services, worker)
+            services.fleet.drain(worker)
+            services.fleet.leave(worker)
+            services.fleet.sweep()
+            assert (name in services.fleet) is held
+            again = services.fleet.add(worker.spec, join_attempts=3)
+            services.fleet.set_healthy(again, True)
+            assert told(services, again) is UP
+
+    in_virtual_time(test)
+
+
 def test_findings_on_a_worker_that_has_left_reach_nobody() -> None:
     async def test() -> None:
         services = a_router()
