@@ -45,7 +45,6 @@ from balanceroute.proxy.telemetry.instruments import StageClock
 from balanceroute.proxy.telemetry.metrics import Metrics
 from balanceroute.proxy.wire.connectors import connector_for
 from balanceroute.proxy.wire.message_errors import MESSAGES_PATH, is_messages_path, message_refusal
-from balanceroute.proxy.workers.circuit import CircuitConfig
 from balanceroute.proxy.workers.drainer import Drainer
 from balanceroute.proxy.workers.fleet import Fleet, FleetConfig
 from balanceroute.proxy.workers.health import HealthMonitor
@@ -252,8 +251,7 @@ def build_services(
 
 def fleet_config(config: Config, tls: Tls) -> FleetConfig:
     """How workers are connected to, and when one that fails rests."""
-    circuit = CircuitConfig(config.health.failure_threshold, config.health.open_for_s)
-    return FleetConfig(circuit, config.limits.client_buffer_bytes, tls.for_workers)
+    return FleetConfig.of(config, tls.for_workers)
 
 
 def health_monitor(services: Services) -> HealthMonitor:

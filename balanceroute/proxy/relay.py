@@ -353,7 +353,7 @@ class RelayServer(ChildServer):
 
     def ahead(self) -> bool:
         """Whether another relay has fewer connections."""
-        return self.load.ahead(most_clients(self._router_config))
+        return self.load.ahead(most_clients(self._app.services.config))
 
     def leave(self) -> None:
         """Others accept on these sockets: serve whoever is connected to the end of what it has begun.

@@ -22,7 +22,7 @@ from balanceroute import native
 from balanceroute.config import Config
 from balanceroute.errors import ConfigError, InputError
 from balanceroute.proxy.app import ClientApp
-from balanceroute.proxy.client.edge import ClientLimits
+from balanceroute.proxy.client.edge import limits_of
 from balanceroute.proxy.client.relay_loads import alone
 from balanceroute.proxy.client.services import ClientServices
 from balanceroute.proxy.client.uvicorn_protocol import protocol_class
@@ -57,7 +57,10 @@ class Server(uvicorn.Server):
                 uds=uds,
                 loop="uvloop",
                 http=protocol_class(
-                    app, ClientLimits.of(config), lambda: app.tls.server if uds is None else None, lambda: self.load
+                    app,
+                    limits_of(lambda: app.services.config),
+                    lambda: app.tls.server if uds is None else None,
+                    lambda: self.load,
                 ),
                 ws="none",
                 lifespan="on",

@@ -262,6 +262,11 @@ async def test_a_reload_changes_bounds_and_workers_and_refuses_what_needs_a_rest
         queue = old.queue.model_copy(update={"max_queued": 7})
         apply(services, old.model_copy(update={"decode": everyone, "queue": queue}))
         assert services.ledger.scheduler.config.max_queued == 7
+        prompt = "x" * 4096
+        assert (await router.client.post("/tokenize", json={"prompt": prompt})).status_code == 200
+        limits = old.limits.model_copy(update={"max_body_bytes": 2048})
+        apply(services, services.config.model_copy(update={"limits": limits}))
+        assert (await router.client.post("/tokenize", json={"prompt": prompt})).status_code == 413
         await until(lambda: first not in services.fleet)
         await until(lambda: all(worker.state.value == "up" for worker in services.fleet))
         assert (await router.client.post("/v1/completions", json=completion())).status_code == 200

@@ -9,7 +9,7 @@ import httpx
 
 from balanceroute.config import Config
 from balanceroute.proxy.app import RouterApp
-from balanceroute.proxy.client.edge import ClientLimits, Edge
+from balanceroute.proxy.client.edge import Edge, limits_of
 from balanceroute.proxy.client.protocol import ClientProtocol
 
 LOCAL = ("127.0.0.1", 8000)
@@ -58,7 +58,7 @@ class PeerTransport(httpx.AsyncBaseTransport):
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         loop = asyncio.get_running_loop()
-        edge = Edge(self._app, ClientLimits.of(self._config), loop, set(), set(), {})
+        edge = Edge(self._app, limits_of(lambda: self._config), loop, set(), set(), {})
         tls = ssl.create_default_context() if request.url.scheme == "https" else None
         connection, transport = ClientProtocol(edge), _Transport(self._peer, tls)
         connection.connection_made(transport)

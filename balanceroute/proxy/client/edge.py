@@ -122,6 +122,20 @@ class ClientLimits:
         return max(half // relays, min(self.max_body_bytes, half))
 
 
+def limits_of(config: Callable[[], Config]) -> Callable[[], ClientLimits]:
+    """Those of the configuration that `config` returns: a reload changes it."""
+    known: tuple[Config, ClientLimits] | None = None
+
+    def limits() -> ClientLimits:
+        nonlocal known
+        now = config()
+        if known is None or known[0] is not now:
+            known = now, ClientLimits.of(now)
+        return known[1]
+
+    return limits
+
+
 class Edge:
     """The connections, and what they share.
 
@@ -133,27 +147,38 @@ class Edge:
     def __init__(
         self,
         site: Site,
-        limits: ClientLimits,
+        limits: Callable[[], ClientLimits],
         loop: asyncio.AbstractEventLoop,
         connections: "set[Any]",
         tasks: "set[asyncio.Task[None]]",
         app_state: Mapping[str, Any],
         load: Load | None = None,
     ) -> None:
-        """`load`: what this relay has, among others; None: there are no others."""
+        """`limits`: those in force, asked for whenever they matter. `load`: what this relay has, among others; None:
+        there are no others.
+        """
         self.load = alone() if load is None else load
-        self._one_holder_bytes = limits.one_holder_bytes(self.load.relays)
-        self.site, self.limits, self.loop = site, limits, loop
+        self.site, self._limits, self.loop = site, limits, loop
         self.connections: set[Connection] = connections
         self.tasks, self.app_state = tasks, app_state
         self.waiting: dict[Connection, None] = {}
         self._incoming_bytes = self._served_bytes = 0
         self.held: dict[str, int] = {}
         self.date_line = b""
-        shortest_s = min(limits.receive_timeout_s, limits.keep_alive_s, limits.stall_timeout_s)
-        self.period_s = min(1.0, max(0.05, shortest_s / 4))
         self._looking: asyncio.TimerHandle | None = None
         self._due_s = math.inf  # when the next look is due
+
+    @property
+    def limits(self) -> ClientLimits:
+        """Those in force."""
+        return self._limits()
+
+    @property
+    def period_s(self) -> float:
+        """From one look at all connections to the next."""
+        limits = self._limits()
+        shortest_s = min(limits.receive_timeout_s, limits.keep_alive_s, limits.stall_timeout_s)
+        return min(1.0, max(0.05, shortest_s / 4))
 
     @property
     def incoming_bytes(self) -> int:
@@ -201,7 +226,7 @@ class Edge:
         limits, load = self.limits, self.load
         incoming = self._incoming_bytes + more_bytes + load.others(INCOMING_BYTES)
         full = incoming > limits.max_incoming_bytes and not complete
-        greedy = self.held.get(holder, 0) > self._one_holder_bytes
+        greedy = self.held.get(holder, 0) > limits.one_holder_bytes(load.relays)
         if full or greedy or incoming + self._served_bytes + load.others(SERVED_BYTES) > limits.max_held_bytes:
             text = "The router holds as many bytes of requests as it may; try again shortly."
             raise EdgeFull(text, retry_after_s=RETRY_AFTER_S)
@@ -237,8 +262,8 @@ class Edge:
         self.load.put(CONNECTIONS, len(self.connections))
 
     def _look(self) -> None:
-        now = self.loop.time()
-        stood_still, self._due_s = now > self._due_s + self.period_s, now + self.period_s
+        now, period_s = self.loop.time(), self.period_s
+        stood_still, self._due_s = now > self._due_s + period_s, now + period_s
         self.date_line = f"date: {formatdate(usegmt=True)}\r\n".encode()
         if not stood_still:  # else what has come meanwhile is read first
             for connection in list(self.connections):
@@ -247,4 +272,4 @@ class Edge:
                 except Exception:
                     log.exception("internal error", extra={"where": "client connections"})
                     connection.abort()
-        self._looking = self.loop.call_later(self.period_s, self._look) if self.connections else None
+        self._looking = self.loop.call_later(period_s, self._look) if self.connections else None

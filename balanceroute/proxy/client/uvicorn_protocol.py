@@ -23,11 +23,11 @@ from balanceroute.proxy.client.relay_loads import Load, alone
 
 def protocol_class(
     site: Site,
-    limits: ClientLimits,
+    limits: Callable[[], ClientLimits],
     tls: Callable[[], ssl.SSLContext | None] = lambda: None,
     load: Callable[[], Load] = alone,
 ) -> type[asyncio.Protocol]:
-    """What to give to one `uvicorn.Config` as `http`: connections that serve this site within these limits.
+    """What to give to one `uvicorn.Config` as `http`: connections that serve this site within the limits in force.
 
     `tls` is asked for each connection: the context that it is encrypted under, None for plain HTTP. `load`
     is asked once, with the first one.

@@ -60,6 +60,7 @@ class LifeServices:
         self.config = config
         self.tickets.decider.configure(self.bounds(config))
         self.drainer.pin_s = config.kv_pin_s
+        self.fleet.configure(config)
 
     def bounds(self, config: Config) -> Bounds:
         """For the decider."""

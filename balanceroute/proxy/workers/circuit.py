@@ -55,6 +55,10 @@ class Circuit:
         self._until = 0.0
         self.state = CLOSED
 
+    def configure(self, config: CircuitConfig) -> None:
+        """Go by this from the next failure on."""
+        self._config = config
+
     @property
     def doubtful(self) -> bool:
         """Whether a success would change anything."""

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final, Protocol
 
+from balanceroute.config import Config
 from balanceroute.core.types import Role, WorkerSpec, WorkerState
 from balanceroute.errors import InvalidRequest
 from balanceroute.proxy.wire.responses import JSON_TYPE, header_lines
@@ -129,6 +130,12 @@ class FleetConfig:
     high_water_bytes: int = 256 * 1024
     ssl_context: Callable[[], ssl.SSLContext] | None = None  # None: the system's CAs
 
+    @classmethod
+    def of(cls, config: Config, ssl_context: Callable[[], ssl.SSLContext] | None) -> "FleetConfig":
+        """As a configuration has it."""
+        circuit = CircuitConfig(config.health.failure_threshold, config.health.open_for_s)
+        return cls(circuit, config.limits.client_buffer_bytes, ssl_context)
+
 
 class Registry(Protocol):
     """Who has to know which workers there are: the ledger."""
@@ -153,6 +160,13 @@ class Fleet:
         self._loop: asyncio.AbstractEventLoop = ledger.loop
         self._workers: dict[str, Worker] = {}
         self.on_change: Callable[[], None] = _nothing  # told when a worker, or its circuit, may have changed
+
+    def configure(self, config: Config) -> None:
+        """Go by another configuration, with those as well that are here."""
+        self._config = FleetConfig.of(config, self._config.ssl_context)
+        for worker in self:
+            worker.circuit.configure(self._config.circuit)
+            worker.upstream.high_water_bytes = self._config.high_water_bytes
 
     def __getitem__(self, worker_id: str) -> Worker:
         return self._workers[worker_id]

@@ -93,6 +93,8 @@ class Sink(Protocol):
 class Connections(Protocol):
     """What the router asks of an `Upstream`. Compiled code takes a protocol from anything that has its methods."""
 
+    high_water_bytes: int
+
     async def request(
         self,
         method: str,

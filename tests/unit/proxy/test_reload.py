@@ -10,6 +10,7 @@ import pytest
 
 from balanceroute.build import worker_specs
 from balanceroute.config import Config
+from balanceroute.config.models import Health, Limits
 from balanceroute.core.scheduler import Scheduler
 from balanceroute.core.state import state_from_dict
 from balanceroute.core.types import Outcome, RequestSpec, Role, WorkerSpec, WorkerState
@@ -21,6 +22,7 @@ from balanceroute.proxy.ops.admin import state
 from balanceroute.proxy.ops.steering import with_policy
 from balanceroute.proxy.reload import apply
 from balanceroute.proxy.workers.polling import Polling
+from balanceroute.proxy.workers.circuit import CircuitState
 from tests.unit.proxy.virtual_time import a_config, a_router, in_virtual_time, let_pass, script
 
 
@@ -37,6 +39,24 @@ def test_bounds_and_times_count_from_the_reload_on() -> None:
         assert services.ledger.scheduler.config.queue_deadline_s == 5.0
         with pytest.raises(QueueFull):
             await services.tickets.submit(RequestSpec("r", 1)).prefiller()
+
+    in_virtual_time(test)
+
+
+def test_how_workers_are_judged_and_buffered_counts_from_the_reload_on_for_old_and_new_ones() -> None:
+    async def test() -> None:
+        services = a_router(a_config(health={"failure_threshold": 9}))
+        new = with_decoders(services.config, "d0", "d1", "d2", "d9")
+        health, limits = Health(failure_threshold=2, open_for_s=5.0), Limits(client_buffer_bytes=4096)
+        apply(services, new.model_copy(update={"health": health, "limits": limits}))
+        for name in ("d0", "d9"):
+            worker = services.fleet[name]
+            assert worker.upstream.high_water_bytes == 4096
+            for _ in range(2):
+                worker.circuit.fault(services.ledger.now())
+            assert worker.circuit.state is CircuitState.OPEN
+        await let_pass(6.0)
+        assert services.fleet["d0"].circuit.state is CircuitState.HALF_OPEN
 
     in_virtual_time(test)
 

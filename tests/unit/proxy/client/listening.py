@@ -180,7 +180,7 @@ async def listening(*, encrypted: bool = False, **limits: Any) -> AsyncIterator[
     config = uvicorn.Config(
         site,
         port=0,
-        http=protocol_class(site, ClientLimits(**limits), lambda: ours),
+        http=protocol_class(site, lambda: ClientLimits(**limits), lambda: ours),
         ws="none",
         lifespan="off",
         log_config=None,

@@ -7,10 +7,10 @@ from typing import Any, cast
 import pytest
 
 from balanceroute.errors import EdgeFull
-from balanceroute.proxy.client.edge import RESERVE, ClientLimits, Edge
+from balanceroute.proxy.client.edge import RESERVE, ClientLimits, Edge, limits_of
 from balanceroute.proxy.client.relay_loads import Load, RelayLoads
 from tests.unit.proxy.client.listening import Client, EchoSite, listening, served
-from tests.unit.proxy.virtual_time import in_virtual_time, let_pass
+from tests.unit.proxy.virtual_time import a_config, in_virtual_time, let_pass
 from tests.waiting import until
 
 
@@ -130,7 +130,7 @@ class Seat:
 
 
 def an_edge(**limits: Any) -> Edge:
-    return Edge(EchoSite(), ClientLimits(**limits), asyncio.get_running_loop(), set(), set(), {})
+    return Edge(EchoSite(), lambda: ClientLimits(**limits), asyncio.get_running_loop(), set(), set(), {})
 
 
 def test_far_above_the_bound_a_connection_is_not_even_heard() -> None:
@@ -177,6 +177,28 @@ def test_every_connection_is_looked_at_several_times_within_the_shortest_limit()
     in_virtual_time(test)
 
 
+def test_limits_count_from_when_they_change_also_for_who_is_here_already() -> None:
+    async def test() -> None:
+        config = a_config()
+        limits = limits_of(lambda: config)
+        edge = Edge(EchoSite(), limits, asyncio.get_running_loop(), set(), set(), {})
+        seats = [Seat() for _ in range(3)]
+        for seat in seats:
+            assert edge.join(seat)
+        edge.check_bytes(True, "client", 2 * 2**20)
+        assert limits() is limits() and not edge.full and edge.period_s == 1.0
+        config = a_config(limits={"max_connections": 2, "max_held_bytes": 2**20, "client_keep_alive_s": 1.0})
+        assert edge.full and edge.period_s == 0.25
+        with pytest.raises(EdgeFull):
+            edge.check_bytes(True, "client", 2 * 2**20)
+        await let_pass(2.0)
+        assert len(seats[0].looks) > 4
+        for seat in seats:
+            edge.leave(seat)
+
+    in_virtual_time(test)
+
+
 class StoppedLoop:
     """A loop of a process that stands still as long as the test likes."""
 
@@ -197,7 +219,7 @@ class StoppedLoop:
 
 def test_nobody_is_late_who_could_not_be_read_because_the_process_stood_still() -> None:
     loop, seat = StoppedLoop(), Seat()
-    edge = Edge(EchoSite(), ClientLimits(), cast(Any, loop), set(), set(), {})
+    edge = Edge(EchoSite(), ClientLimits, cast(Any, loop), set(), set(), {})
     assert edge.join(seat)
     loop.pass_(edge.period_s)
     assert seat.looks == [100.0, 100.0 + edge.period_s]
@@ -256,8 +278,8 @@ def test_there_is_room_for_bodies_that_come_for_all_that_are_held_and_for_half_o
 def edges(relays: int, **limits: Any) -> list[Edge]:
     """Of relays on one machine."""
     table, loop = RelayLoads(relays), asyncio.get_running_loop()
-    made = [(ClientLimits(**limits), Load(table, place)) for place in range(relays)]
-    return [Edge(EchoSite(), each, loop, set(), set(), {}, load) for each, load in made]
+    loads = [Load(table, place) for place in range(relays)]
+    return [Edge(EchoSite(), lambda: ClientLimits(**limits), loop, set(), set(), {}, load) for load in loads]
 
 
 def test_what_one_relay_does_not_need_of_the_bounds_another_may_use() -> None:

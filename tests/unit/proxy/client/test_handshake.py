@@ -48,7 +48,7 @@ async def listening(**limits: Any) -> AsyncIterator[Listening]:
     ca.issue_cert("127.0.0.1").configure_cert(ours)
     ca.configure_trust(theirs)
     loop = asyncio.get_running_loop()
-    edge = Edge(EchoSite(), ClientLimits(**limits), loop, set(), set(), {})
+    edge = Edge(EchoSite(), lambda: ClientLimits(**limits), loop, set(), set(), {})
     server = await loop.create_server(lambda: Handshake(edge, ours, Echo), "127.0.0.1", 0)
     try:
         yield Listening(edge, server.sockets[0].getsockname()[1], theirs)
@@ -108,7 +108,7 @@ class Plain(Transport):
 def test_bytes_before_the_handshake_have_a_bound() -> None:
     async def test() -> None:
         loop = asyncio.get_running_loop()
-        edge = Edge(EchoSite(), ClientLimits(), loop, set(), set(), {})
+        edge = Edge(EchoSite(), ClientLimits, loop, set(), set(), {})
         handshake, plain = Handshake(edge, ssl.create_default_context(ssl.Purpose.CLIENT_AUTH), Echo), Plain()
         handshake.connection_made(plain)
         assert plain.paused and edge.connections == {handshake}
@@ -123,7 +123,7 @@ def test_bytes_before_the_handshake_have_a_bound() -> None:
 def test_where_there_is_no_room_at_all_no_handshake_begins() -> None:
     async def test() -> None:
         loop = asyncio.get_running_loop()
-        edge = Edge(EchoSite(), ClientLimits(), loop, set(), set(), {})
+        edge = Edge(EchoSite(), ClientLimits, loop, set(), set(), {})
         edge.join = lambda connection: False  # type: ignore[method-assign]
         handshake, plain = Handshake(edge, ssl.create_default_context(ssl.Purpose.CLIENT_AUTH), Echo), Plain()
         handshake.connection_made(plain)

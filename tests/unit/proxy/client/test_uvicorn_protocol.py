@@ -41,6 +41,6 @@ async def test_a_stop_closes_idle_connections_and_waits_for_requests_under_way()
 
 async def test_the_class_asks_uvicorn_for_nothing_but_two_sets() -> None:
     state: Any = SimpleNamespace(connections=set(), tasks=set())
-    made: Any = protocol_class(EchoSite(), ClientLimits())
+    made: Any = protocol_class(EchoSite(), ClientLimits)
     connection = made(config=None, server_state=state, app_state={}, _loop=asyncio.get_running_loop())
     assert isinstance(connection, ClientProtocol) and uvicorn.Config(EchoSite(), http=made).http is made

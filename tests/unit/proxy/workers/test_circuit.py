@@ -27,6 +27,14 @@ def test_a_first_fault_rests_the_worker_just_long_enough_for_a_retry_elsewhere()
     assert told.state is CircuitState.CLOSED
 
 
+def test_another_configuration_counts_from_the_next_fault_on() -> None:
+    told = Told(threshold=3, open_for_s=10.0)
+    told.circuit.fault(0.0)
+    told.circuit.configure(CircuitConfig(2, 5.0))
+    told.circuit.fault(1.0)
+    assert told.state is CircuitState.OPEN and told.wakes[-1] == 5.0
+
+
 def test_rests_grow_with_faults_in_a_row_and_a_success_forgets_them() -> None:
     told = Told(threshold=9)
     for expected in (REST_S, 2 * REST_S, 4 * REST_S):
