@@ -423,7 +423,7 @@ class Queue(Section):
         ge=0,
         le=1_000_000,
         description="Most requests waiting for a prefiller; above it clients get 429. Raise it if bursts get "
-        "429 that clients would rather wait out.",
+        "429 that clients would rather wait out. 0: every request gets 429.",
     )
     deadline_s: Seconds = Field(
         120.0,

@@ -271,24 +271,22 @@ def _each(
 ) -> list[Callable[[], object]]:
     """What does that to each worker of these servers, or to those alone that have the `dp_rank` and `id` of an entry.
 
-    Raises: InvalidRequest: there is none.
+    A server may be named without its scheme, as it is listed. Raises: InvalidRequest: there is no such worker.
     """
+    at_server: dict[str, list[Worker]] = {}
+    for worker in services.fleet.of(role):
+        at_server.setdefault(server_of(worker.spec.url), []).append(worker)
     acts: list[Callable[[], object]] = []
     for url, entry in entries:
         _spec(services.config.decode, role, url, entry)  # refuses what is no field of a worker
         wanted = {field: entry[field] for field in ("id", "dp_rank") if entry.get(field) is not None}
-        workers = [worker for worker in services.fleet.of(role) if _is_meant(worker.spec, url, wanted)]
+        here = at_server.get(server_of(url), ())
+        workers = [worker for worker in here if all(getattr(worker.spec, name) == wanted[name] for name in wanted)]
         if not workers:
             which = "".join(f", {field} {value}" for field, value in wanted.items())
             raise InvalidRequest(f"There is no {role.value} worker {url}{which}.", status=404, param="instances")
         acts += [partial(act, services.fleet, worker) for worker in workers]
     return acts
-
-
-def _is_meant(spec: WorkerSpec, url: str, wanted: dict[str, Any]) -> bool:
-    """Whether a worker is of that server, named with its scheme or without, and has what else is wanted."""
-    same_server = server_of(spec.url) == server_of(url)
-    return same_server and all(getattr(spec, field) == value for field, value in wanted.items())
 
 
 def _addresses(services: OperatorServices, role: Role) -> list[str]:

@@ -230,7 +230,8 @@ class Fleet:
         """Raises: InvalidRequest: its id is taken, and not by itself on its way out."""
         known = self._workers.get(spec.id)
         if known is not None and not (known.leaving and known.spec == spec):
-            raise InvalidRequest(f"worker {spec.id} is here already", param="instances")
+            until = ", until it has finished what it has" if known.leaving else ""
+            raise InvalidRequest(f"worker {spec.id} is here already{until}", param="instances")
 
     def restore_leaving(self, spec: WorkerSpec) -> None:
         """A worker that another brain had, and that no other word tells of: what runs there goes on, nothing new comes.

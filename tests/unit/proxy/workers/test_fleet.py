@@ -151,6 +151,22 @@ def test_a_worker_called_back_while_it_leaves_stays_with_all_it_holds() -> None:
     in_virtual_time(test)
 
 
+def test_the_name_of_a_worker_that_leaves_is_free_for_another_one_when_it_has_gone() -> None:
+    async def test() -> None:
+        services = a_router()
+        worker = services.fleet["d1"]
+        other = WorkerSpec("d1", Role.PREFILL, worker.spec.url)
+        holding(services, worker)
+        services.fleet.leave(worker)
+        with pytest.raises(InvalidRequest, match="^worker d1 is here already, until it has finished what it has$"):
+            services.fleet.add(other, join_attempts=3)
+        services.ledger.finish("held", Outcome.FINISHED)
+        services.fleet.sweep()
+        assert services.fleet.add(other, join_attempts=3).spec.role is Role.PREFILL
+
+    in_virtual_time(test)
+
+
 def test_a_worker_called_back_takes_requests_whether_it_had_left_already_or_not_yet() -> None:
     async def test() -> None:
         services = a_router()
