@@ -74,7 +74,7 @@ class Changes(msgspec.Struct, frozen=True):
                 fleet.leave(fleet[spec.id])
                 fleet.sweep()
             if spec.id not in fleet and named.whose(spec) is None:
-                fleet.add(spec, services.config.lifecycle.join_attempts)
+                fleet.restore(spec)
         for worker in fleet:
             if worker.id in self.removed:
                 fleet.leave(worker)
@@ -82,7 +82,7 @@ class Changes(msgspec.Struct, frozen=True):
                 fleet.drain(worker)
         for spec in self.workers:
             if spec.id not in fleet:
-                fleet.restore_leaving(spec)
+                fleet.leave(fleet.restore(spec))
 
 
 def changes_of(services: Services, base: Config, lineage: int) -> Changes:

@@ -233,13 +233,13 @@ class Fleet:
             until = ", until it has finished what it has" if known.leaving else ""
             raise InvalidRequest(f"worker {spec.id} is here already{until}", param="instances")
 
-    def restore_leaving(self, spec: WorkerSpec) -> None:
-        """A worker that another brain had, and that no other word tells of: what runs there goes on, nothing new comes.
+    def restore(self, spec: WorkerSpec) -> Worker:
+        """A worker that another brain had: what runs there goes on, and it is judged as those of the configuration are.
 
-        Raises: InvalidRequest: its id is taken.
+        Raises: InvariantError: its id is taken.
         """
         self._ledger.add_worker(spec)
-        self.leave(self.connect(spec))
+        return self.connect(spec)
 
     def update(self, worker: Worker) -> None:
         """Let the scheduler know what the worker may do now."""

@@ -9,11 +9,10 @@ import pytest
 
 from balanceroute.build import worker_specs
 from balanceroute.core.types import Role, WorkerSpec, WorkerState
-from balanceroute.errors import NoHealthyWorkers
+from balanceroute.errors import ConnectFailed, NoHealthyWorkers
 from balanceroute.proxy.app import health_monitor
 from balanceroute.proxy.changes import LOOK_S, Changes, KeptChanges, changes_of
 from balanceroute.proxy.services import Services
-from balanceroute.proxy.workers.polling import Polling
 from tests.unit.proxy.virtual_time import a_config, a_router, in_virtual_time, let_pass, script
 
 LINEAGE = 7
@@ -41,16 +40,19 @@ def test_changes_are_what_a_router_has_beyond_its_configuration() -> None:
     in_virtual_time(test)
 
 
-def test_a_worker_that_was_added_and_is_down_while_another_brain_takes_over_is_not_dropped() -> None:
+def test_the_next_brain_drops_no_worker_that_serves_and_is_just_being_restarted() -> None:
     async def test() -> None:
-        services = a_router(a_config(lifecycle={"join_attempts": 1}))
-        Changes(LINEAGE, added=(NEW,)).apply(services)
-        monitor = health_monitor(services)
-        script(services, "new", 500, 500, 200)
-        for state in (WorkerState.DOWN, WorkerState.DOWN, WorkerState.UP):
-            await Polling(services.fleet, monitor._look, monitor._uncheckable).once()
-            services.fleet.sweep()
-            assert services.fleet["new"].state is state
+        services = a_router()
+        services.fleet.add(NEW, 1)
+        other = a_router(a_config(lifecycle={"join_attempts": 1}))
+        changes_of(services, services.config, LINEAGE).apply(other)
+        assert other.fleet["new"].state is WorkerState.UP, "what runs there goes on"
+        script(other, "new", ConnectFailed("refused", worker="new", tier="decode"))
+        monitor = health_monitor(other)
+        for _ in range(9):
+            await monitor._polling.once()
+            other.fleet.sweep()
+        assert other.fleet["new"].state is WorkerState.DOWN and not other.fleet["new"].leaving
 
     in_virtual_time(test)
 
