@@ -263,6 +263,7 @@ def create_brain_app(
         counted = LeaderCounts(folder, lead, services.metrics, inherited)
 
         services.metrics.beside = partial(_counts_of_relays, folder, counted, hub, reports)
+        services.metrics.before_page = partial(_keep_what_is_shown, counted)
 
         def left(worker_id: str) -> None:
             services.metrics.forget_worker(worker_id)
@@ -307,13 +308,17 @@ def _watch(app: BrainApp, counted: LeaderCounts, kept: KeptChanges) -> None:
         services.tasks[name] = loop.create_task(supervised(services, name, run), name=name)
 
 
+def _keep_what_is_shown(counted: LeaderCounts) -> None:
+    """No count of a page may fall with this process. Raises: NoHealthyWorkers: another brain leads."""
+    if not counted.keep():
+        raise NoHealthyWorkers("Another brain leads.", retry_after_s=METRICS_RETRY_S)
+
+
 def _counts_of_relays(folder: RunFolder, counted: LeaderCounts, hub: Hub, reports: RelayReports) -> list[bytes]:
     """What all relays have counted, there or not.
 
     Raises: NoHealthyWorkers: not all of it is known, and sums would be too low.
     """
-    if not counted.keep():  # what is shown must not fall with this process
-        raise NoHealthyWorkers("Another brain leads.", retry_after_s=METRICS_RETRY_S)
     if not hub.settled.is_set() or any(relay not in reports.counts for relay in hub.members):
         raise NoHealthyWorkers("What relays have counted is not known yet.", retry_after_s=METRICS_RETRY_S)
     try:

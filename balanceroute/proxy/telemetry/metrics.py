@@ -11,6 +11,8 @@ States are those of the process that decides.
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import orjson
@@ -26,7 +28,14 @@ from balanceroute.proxy.telemetry.cluster_gauges import cluster_gauges, prefille
 from balanceroute.proxy.telemetry.conditions import KINDS, Conditions
 from balanceroute.proxy.telemetry.divergence import Divergence
 from balanceroute.proxy.telemetry.forecast_metrics import ForecastCounts, ForecastMetrics
-from balanceroute.proxy.telemetry.instruments import DECISION_SECONDS, CounterFamily, HistogramFamily, StageClock
+from balanceroute.proxy.telemetry.instruments import (
+    DECISION_SECONDS,
+    CounterFamily,
+    Histogram,
+    HistogramFamily,
+    StageClock,
+)
+from balanceroute.proxy.telemetry.troubles import Trouble
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +59,31 @@ REFUSALS = (
 
 
 Counts = TypeVar("Counts", CounterFamily, HistogramFamily)
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What clients have got so far, from all processes of a router."""
+
+    requests: CounterFamily
+    tokens: float
+    ttft: Histogram
+    tpot: Histogram
+
+
+@dataclass(slots=True)
+class _Others:
+    """What other processes have counted: rows by the names of the families."""
+
+    counters: list[dict[str, Any]]
+    histograms: list[dict[str, Any]]
+    orphaned_kv: int
+
+    def take(self, counters: dict[str, Any], histograms: dict[str, Any], orphaned_kv: int) -> None:
+        """What one of them has. Raises: TypeError: it is no such thing."""
+        self.orphaned_kv += orphaned_kv
+        self.counters.append(counters)
+        self.histograms.append(histograms)
 
 
 class Metrics(Collector):
@@ -99,15 +133,16 @@ class Metrics(Collector):
             "refusals", "Requests refused for who asked: no key, a wrong one, a key's limit.", "reason"
         )
         self.tasks_failed = self._counter("internal_errors", "Bugs of ours: logged with a state snapshot.", "where")
-        self.ttft = self._histogram(
+        self._ttft = self._histogram(
             "request_ttft_seconds",
             "Arrival to first token, or to the end of an answer that its worker gives in one piece: one that is not "
             "streamed, of up to 64 tokens or with a rare field.",
             _SECONDS,
-        ).child()
-        self.tpot = self._histogram(
+        )
+        self._tpot = self._histogram(
             "request_tpot_seconds", "(last token - first token) / (tokens - 1).", _TOKEN_SECONDS
-        ).child()
+        )
+        self.ttft, self.tpot = self._ttft.child(), self._tpot.child()
         self.duration = self._histogram("request_duration_seconds", "Arrival to end.", _SECONDS).child()
         waits = self._histogram("wait_seconds", "Waits in the router: for a prefiller, for a slot.", _SECONDS, "tier")
         self.prefill_wait, self.decode_wait = waits.child("prefill"), waits.child("decode")
@@ -124,6 +159,8 @@ class Metrics(Collector):
         self._former_forecasts = ForecastCounts()
         self._former_prefills = {family.name: family for family in prefiller_counters(())}
         self.beside: Callable[[], Iterable[bytes]] = _nobody
+        self.before_page: Callable[[], None] = _no_need
+        self._unread = Trouble(log, "counts of another process are of no use")
         self._begin_at_zero()
         self.orphaned_kv = 0
         self.divergence = Divergence()
@@ -138,7 +175,9 @@ class Metrics(Collector):
             (self.retries, _TIERS),
             (self.moves, _TIERS),
             (self.recomputes, ("recomputed", "worker_lost")),
+            (self.resumes, ("exact", "adjusted", "approximate", "restarted", "ended")),
             (self.drains, ("drained", "orphaned")),
+            (self.callbacks, ("accepted", "repeated", "refused", "malformed", "unknown")),
             (self.refusals, REFUSALS),
             (self.tasks_failed, ("request", "drainer")),  # and the coroutines, as they start
         ):
@@ -148,6 +187,8 @@ class Metrics(Collector):
     def _counter(self, name: str, meaning: str, *labels: str) -> CounterFamily:
         """A counter of ours; one per worker has the label `worker` and loses its series when the worker leaves."""
         family = CounterFamily(f"balanceroute_{name}", meaning, labels)
+        if not labels:
+            family.inc(by=0)
         self._counters.append(family)
         return family
 
@@ -223,7 +264,33 @@ class Metrics(Collector):
 
     def exposition(self) -> bytes:
         """The text format of all metrics. Raises: Rejected: others' counts are not known yet."""
+        self.before_page()
         return generate_latest(self.registry)
+
+    def served(self) -> Served:
+        """What clients have got. Raises: Rejected: others' counts are not known yet."""
+        others = self._others()
+        return Served(
+            _summed(self.requests, others.counters),
+            _summed(self.tokens, others.counters).value(),
+            _summed(self._ttft, others.histograms).child(),
+            _summed(self._tpot, others.histograms).child(),
+        )
+
+    def _others(self) -> "_Others":
+        """What other processes have counted, but for what can't be read: that takes nothing from the rest."""
+        others, unread = _Others([], [], 0), ""
+        for counts in self.beside():
+            try:
+                told = orjson.loads(counts)
+                others.take(told["counters"], told["histograms"], told["orphaned_kv"])
+            except (ValueError, TypeError, KeyError) as error:
+                unread = str(error)
+        if unread:
+            self._unread.begin(error=unread)
+        else:
+            self._unread.end()
+        return others
 
     def describe(self) -> Iterable[Metric]:
         """Names and helps, for documentation tests."""
@@ -231,18 +298,18 @@ class Metrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Everything, as it is now."""
-        others = [orjson.loads(counts) for counts in self.beside()]
+        others = self._others()
         for counter in self._counters:
-            yield _summed(counter, [told["counters"] for told in others]).family()
+            yield _summed(counter, others.counters).family()
         for histogram in self._histograms:
-            yield _summed(histogram, [told["histograms"] for told in others]).family()
+            yield _summed(histogram, others.histograms).family()
         yield from cluster_gauges(self._view())
         for prefills in self._prefills():
             yield prefills.family()
         yield GaugeMetricFamily(
             "balanceroute_kv_orphans",
             "Undrainable prefill KV that no decoder is known to have pulled: pinned at worst until the timeout.",
-            self.orphaned_kv + sum(told["orphaned_kv"] for told in others),
+            self.orphaned_kv + others.orphaned_kv,
         )
         divergence = GaugeMetricFamily(
             "balanceroute_ledger_divergence",
@@ -284,11 +351,16 @@ def _nobody() -> Iterable[bytes]:
     return ()
 
 
+def _no_need() -> None:
+    """Nothing is to be done before a page is shown."""
+
+
 def _summed(family: Counts, others: list[dict[str, Any]]) -> Counts:
     """The family with what others have counted under its name."""
     if not others:
         return family
     whole = family.copy()
     for told in others:
-        whole.add(told.get(family.name, ()))
+        with suppress(ValueError, TypeError):  # another version's, with other buckets
+            whole.add(told.get(family.name, ()))
     return whole

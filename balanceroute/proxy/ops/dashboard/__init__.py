@@ -201,7 +201,7 @@ def _known() -> str:
 def overview(services: OperatorServices, recorder: Recorder) -> dict[str, Any]:
     """A few numbers per worker, and the router's counters; no request is named. O(workers + running requests)."""
     services.ledger.settle()
-    view, metrics = services.ledger.view(), services.metrics
+    view, served = services.ledger.view(), recorder.served()
     settings = policy_settings(services.config)
     knobs = KNOBS.get(settings.policy, ())
     predicts_hits = services.config.prefill.policy == "prefix_affinity"
@@ -246,10 +246,10 @@ def overview(services: OperatorServices, recorder: Recorder) -> dict[str, Any]:
             "pooled": view.pooled,
             "pooled_tokens": view.pooled_tokens,
         },
-        "generated_tokens": metrics.tokens.value() + services.ledger.running_tokens(),
-        "requests": {outcome.value: metrics.requests.value(outcome.value) for outcome in Outcome},
-        "ttft_s": _histogram(metrics.ttft),
-        "tpot_s": _histogram(metrics.tpot),
+        "generated_tokens": served and served.tokens + services.ledger.running_tokens(),
+        "requests": {outcome.value: served and served.requests.value(outcome.value) for outcome in Outcome},
+        "ttft_s": served and _histogram(served.ttft),
+        "tpot_s": served and _histogram(served.tpot),
     }
 
 

@@ -23,12 +23,13 @@ from balanceroute.build import policy_settings
 from balanceroute.core.policies import settings_to_dict
 from balanceroute.core.types import WorkerState
 from balanceroute.core.view import ClusterView, PrefillerView
-from balanceroute.errors import ConfigError, InputError
+from balanceroute.errors import ConfigError, InputError, Rejected
 from balanceroute.explain import runners_up
 from balanceroute.proxy.admission.decision_log import SAMPLES, DecisionLog, Sample
 from balanceroute.proxy.ops.services import OperatorServices
 from balanceroute.proxy.ops.workers import why_not_up
 from balanceroute.proxy.telemetry.instruments import Histogram
+from balanceroute.proxy.telemetry.metrics import Served
 from balanceroute.proxy.telemetry.ticks import until_tick_s
 
 SPAN: Final = 900  # samples, one per second: 15 minutes
@@ -136,7 +137,7 @@ class Recorder:
         self._drained: set[str] = set()
         self._config: object = None
         self._policy = ""
-        self._totals = np.zeros((SPAN, 2))  # tokens and finished requests so far
+        self._totals = np.full((SPAN, 2), np.nan)  # tokens and finished requests so far
         # prompt tokens so far: all, predicted hits; all where hits are told, hits
         self._hits = np.zeros((SPAN, 4))
         self._hits_of: dict[str, PrefillerView] = {}  # at the last sample
@@ -160,6 +161,13 @@ class Recorder:
         """Somebody watches the decisions."""
         if self.decisions is not None:
             self.decisions.watch()
+
+    def served(self) -> Served | None:
+        """What clients have got so far; None: other processes have yet to tell what they have counted."""
+        try:
+            return self._services().metrics.served()
+        except Rejected:
+            return None
 
     def sample(self) -> None:
         """Take down how everything is now. O(workers)."""
@@ -188,18 +196,19 @@ class Recorder:
         return made
 
     def _values(self, services: OperatorServices, view: ClusterView, row: int) -> dict[str, float]:
-        metrics, nan = services.metrics, math.nan
+        served, nan = self.served(), math.nan
         standing = [w for w in view.decoders if w.state is not WorkerState.DOWN]
         loads = [w.load_tokens + w.foreign_tokens for w in standing]
         most, mean = (max(loads), sum(loads) / len(loads)) if loads else (nan, nan)
-        self._totals[row] = (
-            metrics.tokens.value() + services.ledger.running_tokens(),
-            metrics.requests.value("finished"),
-        )
+        self._totals[row] = nan
+        if served is not None:
+            tokens = served.tokens + services.ledger.running_tokens()
+            self._totals[row] = tokens, served.requests.value("finished")
         rates = self._rates(row)
         oldest = view.oldest_ready_s
         found, predicted = self._prefix_hits(services.config.prefill.policy == "prefix_affinity", view, row)
-        ttft, tpot = self._since(metrics.ttft, "ttft", row), self._since(metrics.tpot, "tpot", row)
+        ttft = self._quantiles("ttft", None if served is None else served.ttft, row)
+        tpot = self._quantiles("tpot", None if served is None else served.tpot, row)
         return {
             "load_max": most,
             "load_mean": mean,
@@ -212,10 +221,10 @@ class Recorder:
             "prefilling": view.prefilling,
             "pooled": view.pooled,
             "oldest_wait_s": 0.0 if oldest is None else services.ledger.now() - oldest,
-            "ttft_p50_s": quantile(metrics.ttft.bounds, ttft, 0.5),
-            "ttft_p99_s": quantile(metrics.ttft.bounds, ttft, 0.99),
-            "tpot_p50_s": quantile(metrics.tpot.bounds, tpot, 0.5),
-            "tpot_p99_s": quantile(metrics.tpot.bounds, tpot, 0.99),
+            "ttft_p50_s": ttft[0],
+            "ttft_p99_s": ttft[1],
+            "tpot_p50_s": tpot[0],
+            "tpot_p99_s": tpot[1],
             "hits_found": found,
             "hits_predicted": predicted,
         }
@@ -249,15 +258,18 @@ class Recorder:
             min(1.0, predicted / prompts) if asked and prompts else math.nan,
         )
 
-    def _since(self, histogram: Histogram, name: str, row: int) -> NDArray[np.int64]:
-        """What the histogram has counted over the last `QUANTILE_S` samples."""
+    def _quantiles(self, name: str, histogram: Histogram | None, row: int) -> tuple[float, float]:
+        """p50 and p99 of what the histogram has counted over the last `QUANTILE_S` samples, or since the first one."""
+        if histogram is None:
+            if name in self._counts:
+                self._counts[name][row] = self._counts[name][(row - 1) % SPAN]
+            return math.nan, math.nan
         counts = np.array(histogram.counts, dtype=np.int64)
-        kept = self._counts.setdefault(name, np.zeros((SPAN, len(counts)), dtype=np.int64))
+        # of a router that is older than this process all has been counted before
+        kept = self._counts.setdefault(name, np.tile(counts, (SPAN, 1)))
         kept[row] = counts
-        if self.count < QUANTILE_S:
-            return counts
-        since: NDArray[np.int64] = counts - kept[(self.count - QUANTILE_S) % SPAN]
-        return since
+        since = (counts - kept[(row - QUANTILE_S) % SPAN]).clip(min=0)
+        return quantile(histogram.bounds, since, 0.5), quantile(histogram.bounds, since, 0.99)
 
     # -- events
 

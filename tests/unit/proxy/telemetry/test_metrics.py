@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import orjson
 import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
@@ -14,6 +15,8 @@ from balanceroute.core.view import view_cluster
 from balanceroute.proxy import perimeter
 from balanceroute.proxy.admission.forecasts import LiveForecasts
 from balanceroute.proxy.app import supervised
+from balanceroute.proxy.life.resumption import Fidelity
+from balanceroute.proxy.link.callbacks import REFUSED
 from balanceroute.proxy.telemetry.conditions import METRICS
 from balanceroute.proxy.telemetry.metrics import Metrics
 from tests.unit.proxy.virtual_time import a_config, a_router, in_virtual_time
@@ -90,6 +93,25 @@ def test_the_first_bug_of_a_coroutine_is_an_increase_to_prometheus() -> None:
     in_virtual_time(test)
 
 
+def test_every_counter_begins_at_zero_but_those_by_worker_and_those_of_what_breaks_http() -> None:
+    metrics = Metrics(lambda: view_cluster(ClusterSnapshot()), "br_0")
+    families = text_string_to_metric_families(metrics.exposition().decode())
+    begun_later = {family.name for family in families if family.type == "counter" and not family.samples}
+    by_worker = {"admissions", "upstream_errors", "scrape_failures"}
+    by_worker |= {"prefill_prompt_tokens", "prefix_hit_tokens", "prefix_predicted_tokens"}
+    assert begun_later == {f"balanceroute_{name}" for name in (*by_worker, "edge_refusals")}
+
+
+def test_every_way_to_continue_an_answer_and_every_end_of_a_callback_is_a_series_from_the_start() -> None:
+    metrics = Metrics(lambda: view_cluster(ClusterSnapshot()), "br_0")
+    ways = {fidelity.name.lower() for fidelity in Fidelity} - {"invalid"}
+    assert samples_of(metrics, "balanceroute_resumes") == dict.fromkeys(
+        ((way,) for way in (*ways, "restarted", "ended")), 0
+    )
+    ended = ("accepted", "repeated", "unknown", "malformed", REFUSED)
+    assert samples_of(metrics, "balanceroute_metaserver_callbacks") == dict.fromkeys(((how,) for how in ended), 0)
+
+
 # -- several processes
 
 
@@ -122,6 +144,33 @@ def test_a_page_sums_what_other_processes_have_counted_and_shows_its_own_states(
         assert line(page, "balanceroute_request_ttft_seconds_sum") == pytest.approx(3 * 70.02)
         assert line(page, 'balanceroute_wait_seconds_count{tier="decode"}') == 3
         assert line(page, "balanceroute_kv_orphans") == 6
+
+
+def test_what_clients_have_got_is_told_of_all_processes_together() -> None:
+    brain = a_relay()
+    brain.beside = lambda: [a_relay().counts()]
+    brain.tokens.inc(by=5)
+    served = brain.served()
+    assert (served.requests.value("finished"), served.tokens, served.ttft.count, served.tpot.count) == (6, 5, 4, 0)
+    assert brain.requests.value("finished") == 3
+
+
+@pytest.mark.parametrize("counts", [b"", b"{", b"[]", b'{"counters": {}}'])
+def test_a_file_of_counts_that_is_damaged_takes_nothing_from_the_page(counts: bytes) -> None:
+    brain = a_relay()
+    brain.beside = lambda: [counts, a_relay().counts()]
+    page = brain.exposition()
+    assert line(page, 'balanceroute_requests_total{outcome="finished"}') == 6
+    assert line(page, "balanceroute_kv_orphans") == 4
+
+
+def test_buckets_of_another_version_are_left_out_of_a_page() -> None:
+    other, brain = orjson.loads(a_relay().counts()), a_relay()
+    other["histograms"]["balanceroute_request_ttft_seconds"] = [["", [1, 2], 3.0]]
+    brain.beside = lambda: [orjson.dumps(other)]
+    page = brain.exposition()
+    assert line(page, "balanceroute_request_ttft_seconds_count") == 2
+    assert line(page, 'balanceroute_requests_total{outcome="finished"}') == 6
 
 
 def test_the_next_life_of_a_process_counts_on_and_holds_nothing_of_the_last_ones_state() -> None:

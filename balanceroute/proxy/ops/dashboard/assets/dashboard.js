@@ -261,7 +261,7 @@ function tiles() {
     ["TTFT p50 / p99", seconds(last("ttft_p50_s")) + " / " + seconds(last("ttft_p99_s"))],
     ["TPOT p50 / p99", seconds(last("tpot_p50_s")) + " / " + seconds(last("tpot_p99_s"))],
     ["finished/s", short(last("finished_per_s"))],
-    ["failed or expired", whole(now.requests.failed + now.requests.expired)],
+    ["failed or expired", whole(now.requests.failed === null ? null : now.requests.failed + now.requests.expired)],
   ];
   byId("tiles").replaceChildren(...figures.map(([name, value]) => {
     const tile = make("div");

@@ -6,7 +6,11 @@ import numpy as np
 import orjson
 import pytest
 
+from balanceroute.errors import NoHealthyWorkers
+from balanceroute.proxy.link.remote import NOBODY
+from balanceroute.proxy.ops.dashboard import overview
 from balanceroute.proxy.ops.dashboard.recorder import POINTS, QUANTILE_S, SERIES, SPAN, Recorder, quantile
+from balanceroute.proxy.telemetry.metrics import Metrics
 from tests.unit.proxy.virtual_time import a_config, a_router
 
 pytestmark = pytest.mark.anyio
@@ -76,11 +80,46 @@ async def test_rates_are_of_the_last_seconds_and_unknown_at_first() -> None:
 async def test_quantiles_forget_what_is_long_ago() -> None:
     router = a_router()
     recorder = Recorder(lambda: router)
+    recorder.sample()
     router.metrics.tpot.observe(0.02)
     for _ in range(QUANTILE_S + 1):
         recorder.sample()
     known = ~np.isnan(recorder.series["tpot_p50_s"])
-    assert known[:QUANTILE_S].all() and not known[QUANTILE_S]
+    assert known[1 : 1 + QUANTILE_S].all() and not known[0] and not known[1 + QUANTILE_S]
+
+
+async def test_what_clients_get_is_shown_of_all_processes_and_unknown_until_all_have_told() -> None:
+    now = [0.0]
+    router = a_router()
+    relay = Metrics(lambda: NOBODY, "br_0")
+    relay.requests.inc("failed", by=7)
+    relay.tokens.inc(by=1_000_000)  # in the life of the brain before this one
+    relay.ttft.observe(3.0)
+    silent = NoHealthyWorkers("What relays have counted is not known yet.", retry_after_s=1.0)
+    told: list[bytes] = []
+
+    def beside() -> list[bytes]:
+        if not told:
+            raise silent
+        return told
+
+    router.metrics.beside = beside
+    recorder = Recorder(lambda: router, lambda: now[0])
+    for second in range(12):
+        now[0] = float(second)
+        if second > 2:
+            told[:] = [relay.counts()]
+        recorder.sample()
+        relay.tokens.inc(by=100)
+        relay.requests.inc("finished", by=2)
+        relay.ttft.observe(0.2)
+        if second == 2:
+            assert overview(router, recorder)["requests"]["failed"] is None
+    series = recorder.series
+    assert np.isnan(series["tokens_per_s"][:4]).all() and np.isnan(series["ttft_p50_s"][:4]).all()
+    assert series["tokens_per_s"][11] == 100.0 and series["finished_per_s"][11] == 2.0
+    assert 0.1 < series["ttft_p50_s"][11] < 0.25 and 0.1 < series["ttft_p99_s"][11] < 0.25
+    assert overview(router, recorder)["requests"]["failed"] == 7
 
 
 async def test_the_loads_of_many_workers_are_thinned_out() -> None:
