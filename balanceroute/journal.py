@@ -21,12 +21,17 @@ The file is buffered and flushed once per second of the calls' own time, so a ki
 may leave half a line, which a rerun forgives at the very end of the file.
 """
 
+import errno
+import fcntl
 import logging
 import math
+import os
 import secrets
+import stat
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from hashlib import blake2b
+from io import BufferedWriter, FileIO
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -66,16 +71,14 @@ Answer = TypeVar("Answer")
 class JournalWriter:
     """Appends calls to a file; the first line says with what policy and bounds they are to be run again.
 
-    Raises InputError when the file cannot be begun. When it cannot be continued (a full disk) it ends there, and says
-    so: the router goes on without it.
+    Raises InputError when the file cannot be begun, as another process writes it still. When it cannot be continued (a
+    full disk) it ends there, and says so: the router goes on without it.
     """
 
     def __init__(self, path: Path, settings: PolicySettings, config: SchedulerConfig) -> None:
         header = {"journal": FORMAT, "version": __version__, **settings_to_dict(settings), "config": asdict(config)}
         try:
-            with path.open("wb", buffering=0) as file:
-                file.write(orjson.dumps(header) + b"\n")
-            self._file: BinaryIO = path.open("ab", buffering=BUFFER_BYTES)
+            self._file = _begun_anew(path, orjson.dumps(header) + b"\n")
         except OSError as error:
             raise InputError(f"{path}: {error.strerror}") from error
         self._path = path
@@ -105,6 +108,35 @@ class JournalWriter:
     def _end(self, error: OSError) -> None:
         self._ended = True
         log.warning("the journal ends here", extra={"path": str(self._path), "error": error.strerror})
+
+
+def claim(file: FileIO) -> None:
+    """Have this file for this process alone until it is closed; a pipe or a device is anybody's.
+
+    Raises: OSError: another process writes it.
+    """
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        return
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise OSError(errno.EBUSY, "another process writes it") from None
+    except OSError:  # a file system without locks
+        return
+
+
+def _begun_anew(path: Path, header: bytes) -> BufferedWriter:
+    """The file with this first line alone, claimed. Raises: OSError."""
+    file = FileIO(path, "ab")
+    try:
+        claim(file)
+        if path.is_file():
+            file.truncate(0)
+        file.write(header)
+    except OSError:
+        file.close()
+        raise
+    return BufferedWriter(file, BUFFER_BYTES)
 
 
 def call_line(now: float, call: str, args: dict[str, Any], outcome: dict[str, Any]) -> bytes:

@@ -11,11 +11,13 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from functools import partial
+from io import FileIO
 from pathlib import Path
 from typing import BinaryIO, Final
 
 from balanceroute.config import Config
 from balanceroute.errors import ConfigError
+from balanceroute.journal import claim
 from balanceroute.proxy.admission.forecasts import build_forecasts
 from balanceroute.proxy.brain import StandbyCallbacks, run_brain
 from balanceroute.proxy.changes import KeptChanges
@@ -351,6 +353,9 @@ def begin_anew(journal: Path) -> None:
     if journal.exists() and not (journal.is_file() or journal.is_dir()):
         return  # a device, or a pipe: nothing of the last router's
     try:
+        if journal.is_file():
+            with FileIO(journal, "ab") as last:
+                claim(last)
         journal.unlink(missing_ok=True)
         with journal.open("xb"):
             pass

@@ -1,5 +1,7 @@
 """The journal: a recorded run runs again to the same answers (INV-6), and a damaged file is refused with the line."""
 
+import errno
+import fcntl
 import json
 import os
 from pathlib import Path
@@ -11,8 +13,9 @@ import pytest
 from balanceroute.core.knobs import PolicySettings
 from balanceroute.core.scheduler import Scheduler, SchedulerConfig
 from balanceroute.core.types import Outcome, RequestSpec, Role, WorkerSpec
-from balanceroute.errors import InputError, InvariantError
+from balanceroute.errors import ConfigError, InputError, InvariantError
 from balanceroute.journal import RecordingScheduler, rerun
+from balanceroute.proxy.processes import begin_anew
 
 SETTINGS = PolicySettings(policy="br_h", horizon_steps=8)
 
@@ -198,6 +201,32 @@ def test_a_journal_that_cannot_be_continued_ends_and_the_scheduler_goes_on(
 def test_a_journal_that_cannot_be_begun_is_refused() -> None:
     with pytest.raises(InputError, match="No space left on device"):
         RecordingScheduler(PolicySettings(), SchedulerConfig(), Path("/dev/full"))
+
+
+def test_a_journal_that_is_being_written_is_refused_and_stays_whole(path: Path) -> None:
+    first = RecordingScheduler(SETTINGS, SchedulerConfig(), path)
+    first.dispatch(0.0)
+    before = path.read_bytes()
+    with pytest.raises(InputError, match="another process writes it"):
+        RecordingScheduler(SETTINGS, SchedulerConfig(), path)
+    with pytest.raises(ConfigError, match="another process writes it"):
+        begin_anew(path)
+    assert path.read_bytes() == before
+    first.close()
+    assert rerun(path).calls == 1
+    RecordingScheduler(SETTINGS, SchedulerConfig(), path).close()
+    assert rerun(path).calls == 0
+    begin_anew(path)
+    assert not path.exists()
+
+
+def test_a_journal_goes_on_where_its_file_system_has_no_locks(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(file: object, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    RecordingScheduler(SETTINGS, SchedulerConfig(), path).close()
+    assert rerun(path).calls == 0
 
 
 def test_what_a_killed_process_leaves_is_at_most_a_second_short(path: Path) -> None:
