@@ -177,6 +177,10 @@ class Fleet:
     def __contains__(self, worker_id: str) -> bool:
         return worker_id in self._workers
 
+    def has(self, worker: Worker) -> bool:
+        """Whether it has not left; another one may have come under its name."""
+        return self._workers.get(worker.id) is worker
+
     def of(self, role: Role) -> list[Worker]:
         """The workers of one role, in the order they joined."""
         return [worker for worker in self._workers.values() if worker.spec.role is role]
@@ -245,7 +249,7 @@ class Fleet:
         """Let the scheduler know what the worker may do now."""
         self.on_change()
         state = worker.wanted_state()
-        if state is worker.state or worker.spec.id not in self._workers:
+        if state is worker.state or not self.has(worker):
             return
         before, worker.state = worker.state, state
         if WorkerState.DOWN in (before, state):

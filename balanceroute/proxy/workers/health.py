@@ -91,9 +91,8 @@ class HealthMonitor:
 
     def _uncheckable(self, workers: list[Worker], error: Exception) -> None:
         """A worker that can't even be asked is no better than one that doesn't answer."""
-        for worker in workers:
-            if worker.id in self._fleet:
-                self._judge(worker, "it could not be asked")
+        for worker in still_here(self._fleet, workers):
+            self._judge(worker, "it could not be asked")
         self._on_bug("health", error, workers[0].id)
 
     def _judge(self, worker: Worker, answer: int | str) -> None:

@@ -36,7 +36,7 @@ async def answer_of(asking: Awaitable[_T], timeout_s: float) -> _T:
 
 def still_here(fleet: Fleet, workers: list[Worker]) -> list[Worker]:
     """Those that have not left. The first of them is asked for all: who has left has no connections any more."""
-    return [worker for worker in workers if worker.id in fleet]
+    return [worker for worker in workers if fleet.has(worker)]
 
 
 class Polling:

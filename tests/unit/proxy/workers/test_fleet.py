@@ -185,6 +185,20 @@ def test_a_worker_called_back_takes_requests_whether_it_had_left_already_or_not_
     in_virtual_time(test)
 
 
+def test_findings_on_a_worker_that_has_left_are_none_on_the_one_that_has_come_under_its_name() -> None:
+    async def test() -> None:
+        services = a_router()
+        left = services.fleet["d1"]
+        services.fleet.leave(left)
+        assert services.fleet.sweep() == ["d1"]
+        worker = services.fleet.add(WorkerSpec("d1", Role.DECODE, "http://another:1"), join_attempts=3)
+        services.fleet.set_healthy(worker, True)
+        services.fleet.set_healthy(left, False)
+        assert worker.state is told(services, worker) is UP
+
+    in_virtual_time(test)
+
+
 def test_findings_on_a_worker_that_has_left_reach_nobody() -> None:
     async def test() -> None:
         services = a_router()

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from balanceroute.core.types import WorkerState
+from balanceroute.core.types import Role, WorkerSpec, WorkerState
 from balanceroute.errors import CannotConnect, ConnectFailed
 from balanceroute.proxy.app import health_monitor
 from balanceroute.proxy.ops.workers import why_not_up
@@ -117,6 +117,26 @@ def test_a_rank_that_leaves_during_the_check_of_its_server_is_no_failure_of_the_
         await rounds(monitor, services)
         assert asked.asked and other.asked and "d0" not in services.fleet
         assert services.fleet["d1"].checks_failed == 0
+
+    in_virtual_time(test)
+
+
+def test_a_check_that_hung_when_its_worker_left_says_nothing_of_the_one_that_has_come_under_its_name() -> None:
+    async def test() -> None:
+        services = a_router(a_config(health=HEALTH))
+        monitor = await seen_healthy(services)
+        script(services, "d0", None)
+        looking = asyncio.ensure_future(rounds(monitor, services))
+        await let_pass(0.1)
+        services.fleet.leave(services.fleet["d0"])
+        services.fleet.sweep()
+        services.fleet.add(WorkerSpec("d0", Role.DECODE, "http://another:1"), join_attempts=3)
+        script(services, "d0", 200)
+        await rounds(monitor, services)
+        await looking
+        view = services.ledger.view()
+        assert next(worker.state for worker in view.decoders if worker.id == "d0") is WorkerState.UP
+        assert services.fleet["d0"].checks_failed == 0
 
     in_virtual_time(test)
 
