@@ -12,7 +12,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -174,6 +174,7 @@ class Recorder:
         services = self._services()
         services.ledger.settle()
         view, row, now = services.ledger.view(), self.count % SPAN, self._wall()
+        self._keep_order(now)
         self.at[row] = now
         self._note_events(services, view, now)
         values = self._values(services, view, row)
@@ -185,6 +186,16 @@ class Recorder:
         usage = {p.id: math.nan if p.kv_usage is None or p.state is down else p.kv_usage for p in view.prefillers}
         self.usage = self._write(self.usage, usage, row)
         self.count += 1
+
+    def _keep_order(self, now: float) -> None:
+        """Where the clock has been set back, set the past back with it: times of samples only grow."""
+        last_s = float(self.at[(self.count - 1) % SPAN]) if self.count else now
+        if last_s <= now:
+            return
+        back_s = last_s + PERIOD_S - now
+        self.at -= back_s
+        self.events = deque([replace(event, at=event.at - back_s) for event in self.events], maxlen=EVENTS)
+        self.states = {worker_id: (state, since - back_s) for worker_id, (state, since) in self.states.items()}
 
     @staticmethod
     def _write(columns: dict[str, Column], values: dict[str, float], row: int) -> dict[str, Column]:

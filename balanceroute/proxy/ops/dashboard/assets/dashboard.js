@@ -455,6 +455,11 @@ function listen() {
   source.onmessage = message => {
     const data = JSON.parse(message.data);
     heard();
+    if (data.sample && data.sample.at < past.at[past.at.length - 1]) {  // the router's clock was set back, and its past with it
+      source.close();
+      begin();
+      return;
+    }
     if (data.sample) add(data.sample);
     if (data.events.length) { events = events.concat(data.events).slice(-200); listEvents(); }
     show(data);

@@ -77,6 +77,22 @@ async def test_rates_are_of_the_last_seconds_and_unknown_at_first() -> None:
     assert math.isnan(rates[0]) and all(rate == 100.0 for rate in rates[1:20])
 
 
+async def test_a_clock_that_is_set_back_takes_the_past_along_and_changes_no_rate() -> None:
+    now = [5000.0]
+    router = a_router(a_config(decoders=1))
+    recorder = Recorder(lambda: router, lambda: now[0])
+    for second in range(10):
+        now[0] += 1.0 if second != 6 else -3600.0
+        router.metrics.tokens.inc(by=100)
+        if second == 4:
+            router.fleet.set_healthy(router.fleet["d0"], False)
+        recorder.sample()
+    assert recorder.past()["at"].tolist() == [1400.0 + second for second in range(10)]
+    assert recorder.series["tokens_per_s"][6:10].tolist() == [100.0] * 4
+    down = recorder.events[-1]
+    assert (down.kind, down.at) == ("down", 1404.0) and recorder.states["d0"][1] == 1404.0
+
+
 async def test_quantiles_forget_what_is_long_ago() -> None:
     router = a_router()
     recorder = Recorder(lambda: router)
