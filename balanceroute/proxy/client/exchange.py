@@ -331,7 +331,7 @@ class Exchange:
         return headers
 
     def _fail_by_bug(self, error: Exception) -> None:
-        self._outcome, self._status = FAILED, 500
+        self._outcome, self._status = FAILED, 200 if self._response.started else 500
         self._s.metrics.tasks_failed.inc("request")
         request_id = self._head.request_id if self._head is not None else ""
         log.error("internal error", exc_info=error, extra={"request": request_id})

@@ -130,14 +130,14 @@ async def go_on(leg: Leg, result: PrefillResult, lost: UpstreamError | None) -> 
 
     Raises: UpstreamError: the answer can't go on.
     """
-    if lost is None or not pushes_back(lost):
-        leg.services.metrics.recomputes.inc("recomputed" if lost is None else "worker_lost")
     leg.retries.left_worker()
     leg.retries.left_tier()
     broken = await ids_of_a_broken_character(leg)
     if not leg.answer.resume(result, lost, leg.decoder_id, broken):
         await leg.answer.end_by_length()
         return COMPLETE
+    if lost is None or not pushes_back(lost):
+        leg.services.metrics.recomputes.inc("recomputed" if lost is None else "worker_lost")
     leg.recomputes += 1
     leg.ticket.requeue()
     leg.free_kv()

@@ -258,6 +258,23 @@ def test_a_bug_of_ours_is_a_500_counted_and_logged_with_its_request(caplog: pyte
     assert any(record.levelno == logging.ERROR and record.exc_info for record in caplog.records)
 
 
+def test_a_bug_of_ours_within_a_stream_is_logged_with_the_status_that_the_client_was_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def test() -> None:
+        services, connection = a_router(a_config(1, 1)), Connection()
+        services.strict = False
+        script(services, "p0", probed())
+        script(services, "d0", Page(events(20, finish=None), breaks=RuntimeError("a bug")))
+        with caplog.at_level(logging.INFO, "balanceroute.requests"):
+            await served(services, connection, BODY | {"stream": True})
+        assert connection.answer[0] == 200 and counted(services) == {"failed": 1}
+        assert services.metrics.tasks_failed.value("request") == 1
+
+    in_virtual_time(test)
+    assert [record.status for record in caplog.records if record.message == "request"] == [200]
+
+
 def test_a_request_whose_body_never_came_is_accounted_for() -> None:
     async def test() -> None:
         services, connection = a_router(a_config(1, 1)), Connection()

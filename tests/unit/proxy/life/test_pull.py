@@ -109,6 +109,7 @@ def test_an_answer_that_is_cut_off_goes_on_from_its_last_token_where_that_is_all
                 assert asked(p0)[1]["prompt"] == [*PROMPT_IDS, 20, 21]
                 assert asked(d0)[1]["max_tokens"] == 8
                 assert leg.recomputes == 1
+        assert services.metrics.recomputes.value("worker_lost") == resumes, "counted where it is sent back, else not"
         assert idle(services)
 
     in_virtual_time(served)
