@@ -271,8 +271,9 @@ class Layerwise:
             except TimeoutError:
                 text = "The request waited too long for a prefiller."
                 raise QueueTimeout(text, retry_after_s=RETRY_AFTER_S) from None
-            if prefiller.state is WorkerState.UP:
+            finally:
                 leg.prefill_wait_s += now() - waiting_since_s
+            if prefiller.state is WorkerState.UP:
                 leg.prefiller_id = prefiller.id
                 return prefiller
             leg.ticket.push_failed()

@@ -342,16 +342,19 @@ class Leg:
         One that has gone out between the decision and now, be it for another request's trial, is not asked.
         """
         ticket, retries, fleet = self.ticket, self.retries, self.services.fleet
-        while True:
-            worker = fleet[await retries.patiently(ticket, ticket.admission())]
-            if retries.has_turn:
-                await retries.turn(worker)
-            if worker.state is UP:
-                self.decode_wait_s += self.services.tickets.now() - ticket.pooled_s
-                return worker
-            retries.left_worker()
-            retries.left_tier()
-            ticket.put_back()
+        waiting_since_s = ticket.pooled_s
+        try:
+            while True:
+                worker = fleet[await retries.patiently(ticket, ticket.admission())]
+                if retries.has_turn:
+                    await retries.turn(worker)
+                if worker.state is UP:
+                    return worker
+                retries.left_worker()
+                retries.left_tier()
+                ticket.put_back()
+        finally:
+            self.decode_wait_s += self.services.tickets.now() - waiting_since_s
 
     async def suspect_loss(self, error: UpstreamError, worker: Worker) -> None:
         """Take down that the decode worker died under this request, if it did. Raises: DecodersLost: once too often.

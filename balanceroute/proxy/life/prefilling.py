@@ -26,13 +26,15 @@ async def next_prefiller(leg: Leg) -> Worker:
     """Wait for the prefiller that takes the request. Raises: QueueTimeout."""
     services, ticket = leg.services, leg.ticket
     waiting_since_s = services.tickets.now()
-    while True:
-        worker = services.fleet[await leg.retries.patiently(ticket, ticket.prefiller())]
-        if worker.state is UP:
-            leg.prefill_wait_s += services.tickets.now() - waiting_since_s
-            leg.prefiller_id = worker.id
-            return worker
-        ticket.prefill_failed()
+    try:
+        while True:
+            worker = services.fleet[await leg.retries.patiently(ticket, ticket.prefiller())]
+            if worker.state is UP:
+                leg.prefiller_id = worker.id
+                return worker
+            ticket.prefill_failed()
+    finally:
+        leg.prefill_wait_s += services.tickets.now() - waiting_since_s
 
 
 async def try_probe(leg: Leg, worker: Worker) -> PrefillResult | None:

@@ -144,7 +144,12 @@ class Metrics(Collector):
         )
         self.ttft, self.tpot = self._ttft.child(), self._tpot.child()
         self.duration = self._histogram("request_duration_seconds", "Arrival to end.", _SECONDS).child()
-        waits = self._histogram("wait_seconds", "Waits in the router: for a prefiller, for a slot.", _SECONDS, "tier")
+        waits = self._histogram(
+            "wait_seconds",
+            "Waits in the router: for a prefiller, for a slot; those as well that ended without one.",
+            _SECONDS,
+            "tier",
+        )
         self.prefill_wait, self.decode_wait = waits.child("prefill"), waits.child("decode")
         self.admit_duration = self._histogram(
             "admit_duration_seconds", "One decision over the whole pool.", DECISION_SECONDS

@@ -16,7 +16,7 @@ from balanceroute.proxy.perimeter.perimeter import Perimeter
 from balanceroute.proxy.services import Services
 from tests.unit.proxy.client.connections import Connection, a_request
 from tests.unit.proxy.life.legs import DONE, dispatching, events, probed, whole
-from tests.unit.proxy.virtual_time import Answer, Page, a_config, a_router, in_virtual_time, script
+from tests.unit.proxy.virtual_time import Answer, Page, a_config, a_router, in_virtual_time, let_pass, script
 from tests.waiting import until
 
 BODY = {"model": "m", "prompt": "a b c", "max_tokens": 10}
@@ -273,6 +273,51 @@ def test_a_bug_of_ours_within_a_stream_is_logged_with_the_status_that_the_client
 
     in_virtual_time(test)
     assert [record.status for record in caplog.records if record.message == "request"] == [200]
+
+
+@pytest.mark.parametrize("tier", ["prefill", "decode"])
+def test_a_wait_that_ends_without_a_worker_is_told_and_counted_too(tier: str, caplog: pytest.LogCaptureFixture) -> None:
+    async def test() -> None:
+        services, connection = a_router(a_config(1, 1, queue={"deadline_s": 20.0}, pool={"ttl_s": 20.0})), Connection()
+        script(services, "p0", probed())
+        services.fleet.drain(services.fleet["p0" if tier == "prefill" else "d0"])
+        exchange = Exchange(services, "completions", a_request(BODY), connection.response())
+        exchange.check()
+        async with dispatching(services):
+            task = services.loop.create_task(exchange.run())
+            await let_pass(21.0)
+            services.ledger.expire()
+            with caplog.at_level(logging.INFO, "balanceroute.requests"):
+                await task
+        assert connection.answer[0] == 503 and counted(services) == {"expired": 1}
+        waits = {"prefill": services.metrics.prefill_wait, "decode": services.metrics.decode_wait}
+        assert (waits[tier].count, round(waits[tier].total)) == (1, 21)
+        assert waits["prefill"].count == 1 and waits["decode"].count == (tier == "decode")
+
+    in_virtual_time(test)
+    (line,) = [vars(record) for record in caplog.records if record.message == "request"]
+    waited_s = {"prefill": line["prefill_wait_s"], "decode": line["decode_wait_s"]}
+    assert round(waited_s.pop(tier)) == 21 and list(waited_s.values()) == [0.0]
+
+
+def test_who_is_refused_because_too_many_wait_has_waited_for_nothing() -> None:
+    async def test() -> None:
+        services = a_router(a_config(1, 1, queue={"max_queued": 1}))
+        services.fleet.drain(services.fleet["p0"])
+        first = Exchange(services, "completions", a_request(BODY), Connection().response())
+        first.check()
+        async with dispatching(services):
+            task = services.loop.create_task(first.run())
+            await until(lambda: services.ledger.view().queued == 1)
+            refused = Connection()
+            second = Exchange(services, "completions", a_request(BODY), refused.response())
+            second.check()
+            await second.run()
+            assert refused.answer[0] == 429 and services.metrics.prefill_wait.count == 0
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    in_virtual_time(test)
 
 
 def test_a_request_whose_body_never_came_is_accounted_for() -> None:
