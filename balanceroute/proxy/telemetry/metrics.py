@@ -95,7 +95,7 @@ class Metrics(Collector):
         self._counters: list[CounterFamily] = []
         self._histograms: list[HistogramFamily] = []
         self.requests = self._counter("requests", "Client requests that ended.", "outcome")
-        self.tokens = self._counter("generated_tokens", "Tokens generated for clients.")
+        self.tokens = self._counter("generated_tokens", "Tokens generated for clients, counted as their requests end.")
         self.admissions = self._counter(
             "admissions", "Requests bound to a decode worker, by stage of the decision.", "worker", "kind"
         )
@@ -143,7 +143,9 @@ class Metrics(Collector):
             "request_tpot_seconds", "(last token - first token) / (tokens - 1).", _TOKEN_SECONDS
         )
         self.ttft, self.tpot = self._ttft.child(), self._tpot.child()
-        self.duration = self._histogram("request_duration_seconds", "Arrival to end.", _SECONDS).child()
+        self.duration = self._histogram(
+            "request_duration_seconds", "Arrival to end of the requests that finished.", _SECONDS
+        ).child()
         waits = self._histogram(
             "wait_seconds",
             "Waits in the router: for a prefiller, for a slot; those as well that ended without one.",
