@@ -285,7 +285,8 @@ def _as_text(begin: str, entry: Mapping[str, object]) -> str:
     fields = dict(entry)
     event, exception = fields.pop("event"), fields.pop("exception", "")
     told = " ".join(f"{name}={_one_line(value)}" for name, value in fields.items())
-    return f"{begin}{_one_line(event)} {told}".rstrip() + f"\n{exception}" * bool(exception)
+    beneath = "".join(f"\n{_one_line(line)}" for line in str(exception).split("\n")) if exception else ""
+    return f"{begin}{_one_line(event)} {told}".rstrip() + beneath
 
 
 def _one_line(value: object) -> str:

@@ -64,6 +64,18 @@ def test_a_value_starts_no_line_of_its_own_and_commands_no_terminal(odd: str) ->
             assert odd not in out.getvalue().replace("\n", "") or odd == "\n"
 
 
+def test_a_traceback_keeps_its_lines_and_commands_no_terminal() -> None:
+    out = io.StringIO()
+    configure("info", "plain", out)
+    try:
+        raise ValueError("what a worker said: \x1b[2J")
+    except ValueError:
+        logging.getLogger("a").exception("broken")
+    first, *traceback, last = out.getvalue().splitlines()
+    assert first.endswith("broken") and traceback[0].startswith("Traceback")
+    assert last == "ValueError: what a worker said: \\x1b[2J"
+
+
 @pytest.mark.parametrize("style", ["json", "plain"])
 def test_text_that_is_no_unicode_is_one_line_like_any_other(style: str) -> None:
     out = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", errors="backslashreplace")
