@@ -216,6 +216,8 @@ class Leg:
             if error is None:
                 self.outcome = FINISHED if answer.scanner.end is DONE else CANCELLED
                 raise
+            if isinstance(error, QueueTimeout):
+                self.outcome = EXPIRED
             raise error from None
         finally:
             services.legs.discard(self)

@@ -4,7 +4,7 @@
     at a worker                 the first byte, or the next token, is late: that try has failed
     at a silent worker          moved elsewhere, or left there because its whole group is silent (`mover.py`)
     at the client               it has stopped reading with a full buffer: cut off
-    altogether                  the request's own deadline: 504, or an error event
+    altogether                  the request's own deadline: 504, or an error event; in the queue or the pool, as above
     leaving workers             forgotten once they hold nothing
 
 A few looks per second at a few numbers per request replace a timer per request and try. What has been generated since
@@ -15,7 +15,9 @@ import asyncio
 from collections.abc import Callable
 from typing import Final
 
-from balanceroute.errors import UpstreamTimeout
+from balanceroute.core.types import Phase
+from balanceroute.errors import BalanceRouteError, QueueTimeout, UpstreamTimeout
+from balanceroute.proxy.admission.decider import RETRY_AFTER_S
 from balanceroute.proxy.life.errors import ClientStalled, DeadlineExceeded
 from balanceroute.proxy.life.leg import Leg
 from balanceroute.proxy.life.mover import Mover
@@ -23,7 +25,8 @@ from balanceroute.proxy.life.services import LifeServices
 from balanceroute.proxy.telemetry.ticks import until_tick_s
 
 PERIOD_S: Final = 0.25
-_TOO_LONG: Final = "The request took longer than its X-Request-Timeout, or limits.request_timeout_s of the router."
+_TOO_LONG: Final = "The request took longer than its X-Request-Timeout, or limits.request_timeout_s of the router"
+_WAITS_FOR: Final = {Phase.QUEUED: "a prefiller", Phase.POOLED: "a decode worker"}
 
 
 class PoolReaper:
@@ -56,7 +59,7 @@ class PoolReaper:
 
     def _look_at(self, leg: Leg, now: float) -> None:
         if now > leg.deadline_s:
-            leg.interrupt(DeadlineExceeded(_TOO_LONG, worker=leg.last_tried[0], tier=""))
+            leg.interrupt(_too_late(leg))
         elif leg.blocked_by_client:
             # the worker isn't read, so its silence proves nothing
             leg.try_deadline_s = now + self._s.config.limits.idle_timeout_s
@@ -68,3 +71,11 @@ class PoolReaper:
             leg.interrupt(UpstreamTimeout("no answer in time", worker=worker, tier=tier))
         else:
             leg.stalled_since_s = float("inf")
+
+
+def _too_late(leg: Leg) -> BalanceRouteError:
+    """How the request's own deadline ends it: no worker is to blame where it still waits for one."""
+    waits_for = _WAITS_FOR.get(leg.ticket.phase)
+    if waits_for is None:
+        return DeadlineExceeded(f"{_TOO_LONG}.", worker=leg.last_tried[0], tier="")
+    return QueueTimeout(f"{_TOO_LONG}, while it waited for {waits_for}.", retry_after_s=RETRY_AFTER_S)

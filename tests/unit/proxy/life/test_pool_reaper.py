@@ -102,6 +102,24 @@ def test_the_request_s_own_deadline_ends_it_wherever_it_is(worker_answers: bool)
     in_virtual_time(waiting)
 
 
+@pytest.mark.parametrize(("drained", "waits_for"), [("p0", "a prefiller"), ("d0", "a decode worker")])
+def test_the_request_s_own_deadline_blames_no_worker_while_it_waits_for_one(drained: str, waits_for: str) -> None:
+    async def waiting() -> None:
+        services = a_router(a_config(1, 1))
+        script(services, "p0", probed())
+        services.fleet.drain(services.fleet[drained])
+        async with reaped(services):
+            leg = a_leg(services)
+            leg.deadline_s = services.ledger.now() + 2.0
+            with pytest.raises(QueueTimeout, match=f"X-Request-Timeout.* while it waited for {waits_for}") as ended:
+                await leg.run()
+        assert leg.outcome is Outcome.EXPIRED and ended.value.retry_after_s > 0
+        view = services.ledger.view()
+        assert not (view.queued or view.pooled or services.legs)
+
+    in_virtual_time(waiting)
+
+
 def test_what_waits_for_a_prefiller_is_expired_by_the_queue_s_deadline() -> None:
     async def waiting() -> None:
         config = a_config(1, 1, prefill={"max_inflight": 1}, queue={"deadline_s": 4.0})
