@@ -184,7 +184,8 @@ class Admin:
         services = self._services()
         try:
             role, entries = _instances(await request.body())
-            tell(request, role=role.value, instances=[url for url, _ in entries])
+            told = [_told(url, fields) for url, fields in entries]
+            tell(request, role=role.value, instances=told)
             for act in prepare(services, role, entries):
                 act()
             services.fleet.sweep()
@@ -193,7 +194,7 @@ class Admin:
             return error_response(error)
         return json_response(
             {
-                "message": f"{request.url.path.rsplit('/', 1)[-1]}: {', '.join(url for url, _ in entries)}",
+                "message": f"{request.url.path.rsplit('/', 1)[-1]}: {', '.join(told)}",
                 "current_prefill_instances": _addresses(services, Role.PREFILL),
                 "current_decode_instances": _addresses(services, Role.DECODE),
             }
@@ -283,10 +284,15 @@ def _each(
         here = at_server.get(server_of(url), ())
         workers = [worker for worker in here if all(getattr(worker.spec, name) == wanted[name] for name in wanted)]
         if not workers:
-            which = "".join(f", {field} {value}" for field, value in wanted.items())
-            raise InvalidRequest(f"There is no {role.value} worker {url}{which}.", status=404, param="instances")
+            raise InvalidRequest(f"There is no {role.value} worker {_told(url, wanted)}.", status=404, param="instances")
         acts += [partial(act, services.fleet, worker) for worker in workers]
     return acts
+
+
+def _told(url: str, named: dict[str, Any]) -> str:
+    """An instance in answers and in the log."""
+    which = ", ".join(f"{name} {str(named[name])[:200]}" for name in ("id", "dp_rank") if name in named)
+    return f"{url} ({which})" if which else url
 
 
 def _addresses(services: OperatorServices, role: Role) -> list[str]:

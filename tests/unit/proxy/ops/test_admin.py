@@ -34,3 +34,27 @@ async def test_the_state_is_read_back_as_the_policy_and_params_in_force(routing:
     assert settings_from_dict(state) == policy_settings(services.config)
     assert list(explain(state).admissions) == services.ledger.scheduler.admit(services.ledger.now())
     assert state["params"].get("options", {}) == services.config.routing.options
+
+
+@pytest.mark.parametrize(
+    ("instance", "drained"),
+    [
+        ("d:1", ["d0", "d1", "d2"]),
+        ({"url": "http://d:1"}, ["d0", "d1", "d2"]),
+        ({"url": "http://d:1", "dp_rank": 1}, ["d1"]),
+        ({"url": "d:1", "id": "d2", "max_num_seqs": 5}, ["d2"]),
+        ({"url": "d:1", "id": "d2", "dp_rank": 0}, []),
+        ({"url": "d:1", "dp_rank": 9}, []),
+        ({"url": "d:1", "id": "other"}, []),
+    ],
+)
+async def test_a_change_of_a_rank_or_a_worker_that_is_named_is_of_that_one_alone(
+    instance: object, drained: list[str]
+) -> None:
+    ranks = [{"url": "http://d:1", "id": f"d{rank}", "dp_rank": rank} for rank in range(3)]
+    services = a_router(a_config(decode={"workers": ranks}))
+    app = Starlette(routes=Admin(lambda: services).routes())
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router") as client:
+        reply = await client.post("/instances/drain", json={"type": "decode", "instances": [instance]})
+    assert reply.status_code == (200 if drained else 404)
+    assert [worker.id for worker in services.fleet if worker.drained] == drained

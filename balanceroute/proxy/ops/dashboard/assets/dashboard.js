@@ -294,7 +294,7 @@ function drainButton(worker, type) {
   button.setAttribute("aria-label", button.textContent + " " + worker.id);
   button.dataset.worker = worker.id;
   button.addEventListener("click", () => act(worker.drained ? "/instances/undrain" : "/instances/drain",
-    {type, instances: [worker.url]}, worker.drained ? worker.url + " takes requests again" : worker.url + " gets nothing new"));
+    {type, instances: [{url: worker.url, id: worker.id}]}, worker.id + (worker.drained ? " takes requests again" : " gets nothing new")));
   holder.append(button);
   return holder;
 }
