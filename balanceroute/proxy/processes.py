@@ -11,13 +11,11 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from functools import partial
-from io import FileIO
 from pathlib import Path
 from typing import BinaryIO, Final
 
 from balanceroute.config import Config
 from balanceroute.errors import ConfigError
-from balanceroute.journal import claim
 from balanceroute.proxy.admission.forecasts import build_forecasts
 from balanceroute.proxy.brain import StandbyCallbacks, run_brain
 from balanceroute.proxy.changes import KeptChanges
@@ -25,6 +23,7 @@ from balanceroute.proxy.client.descriptors import warn_if_few
 from balanceroute.proxy.client.relay_loads import Load, RelayLoads
 from balanceroute.proxy.configured import Configured
 from balanceroute.proxy.handover import Handover, Predecessor, Told
+from balanceroute.proxy.link.files import locked
 from balanceroute.proxy.perimeter.key_table import KeyTable, Seat
 from balanceroute.proxy.perimeter.perimeter import Perimeter
 from balanceroute.proxy.relay import run_relay
@@ -353,15 +352,25 @@ def begin_anew(journal: Path) -> None:
     if journal.exists() and not (journal.is_file() or journal.is_dir()):
         return  # a device, or a pipe: nothing of the last router's
     try:
-        if journal.is_file():
-            with FileIO(journal, "ab") as last:
-                claim(last)
+        if journal.is_file() and _is_written(journal):
+            raise ConfigError(f"{journal}: another process writes it")
         journal.unlink(missing_ok=True)
         with journal.open("xb"):
             pass
         journal.unlink()
     except OSError as error:
         raise ConfigError(f"{journal}: {error.strerror}") from None
+
+
+def _is_written(journal: Path) -> bool:
+    """Whether a router writes it still (`journal.claim`)."""
+    try:
+        file = locked(journal)
+    except OSError:  # a file system without locks, or what beginning it anew will tell
+        return False
+    if file is not None:
+        os.close(file)
+    return file is None
 
 
 def _listeners(config: Config, predecessor: Predecessor | None) -> Iterator[socket.socket]:
