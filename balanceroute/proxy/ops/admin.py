@@ -284,7 +284,9 @@ def _each(
         here = at_server.get(server_of(url), ())
         workers = [worker for worker in here if all(getattr(worker.spec, name) == wanted[name] for name in wanted)]
         if not workers:
-            raise InvalidRequest(f"There is no {role.value} worker {_told(url, wanted)}.", status=404, param="instances")
+            raise InvalidRequest(
+                f"There is no {role.value} worker {_told(url, wanted)}.", status=404, param="instances"
+            )
         acts += [partial(act, services.fleet, worker) for worker in workers]
     return acts
 
