@@ -8,10 +8,12 @@ makes in the same situation (the earlier admissions made) without the request, w
 without the worker, where everything finds a slot; if it then makes none, the other of the two.
 """
 
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from operator import itemgetter
 from typing import Any, Final
 
+from balanceroute.core.policies import BUILT_IN
 from balanceroute.core.policy import AdmissionPolicy
 from balanceroute.core.scarce_fit import kv_room
 from balanceroute.core.scheduler import Scheduler
@@ -21,7 +23,7 @@ from balanceroute.core.state import state_from_dict
 from balanceroute.core.target_fit import TargetFit
 from balanceroute.core.types import Admit, WorkerState
 from balanceroute.errors import InputError
-from balanceroute.plugins import learn_installed, learn_policy
+from balanceroute.plugins import learn_installed, learn_policy, while_it_runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,12 +148,20 @@ def explain(state: Any, policy_name: str | None = None) -> Explanation:
     many to each worker as the document says.
 
     `policy_name`: decide by this policy with its own defaults, not by the document's; one of your own, if the document
-    names it, too. Raises: InputError that names the field when it cannot be read, ConfigError for an unknown policy.
+    names it, too. Raises: InputError that names the field when it cannot be read, ConfigError for an unknown policy, or
+    one of your own that raises.
     """
     if policy_name is not None:
         state = _decided_by(policy_name, state)
     elif isinstance(state, dict):
         learn_installed(state.get("policy"))
+    name = state.get("policy") if isinstance(state, dict) else None
+    ours = not isinstance(name, str) or name in BUILT_IN
+    with nullcontext() if ours else while_it_runs(f"policy {name}"):
+        return _explanation(state)
+
+
+def _explanation(state: Any) -> Explanation:
     policy, snapshot, now = state_from_dict(state)
     workers = tuple(worker_views(snapshot))
     situation = _Situation(state, policy, snapshot, now)
@@ -353,8 +363,10 @@ def _why_no_more(policy: AdmissionPolicy, snapshot: ClusterSnapshot) -> str:
         return "no slot is left free" + ", and no place ahead of one" * ahead
     if _fits_no_memory(policy, snapshot):
         return "held back: the rest fits the KV memory of no worker with a free slot"
-    if policy.waits_for_slots:
+    if isinstance(policy, TargetFit):
         return "held back: the rest would raise the envelope, and may wait a little for a lighter worker"
+    if policy.waits_for_slots:
+        return "held back by the policy, though a slot is free"
     return "every worker holds as many requests as it may"
 
 

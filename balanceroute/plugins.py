@@ -16,12 +16,14 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from traceback import extract_tb
 from typing import Any
 
 from balanceroute.core.knobs import Option, PolicySettings
 from balanceroute.core.policies import POLICIES, make_policy, unknown_policy
 from balanceroute.core.policy import AdmissionPolicy, StageTimer
-from balanceroute.errors import ConfigError
+from balanceroute.errors import ConfigError, InputError
 
 POLICIES_GROUP = "balanceroute.policies"
 PREDICTORS_GROUP = "balanceroute.predictors"
@@ -44,6 +46,25 @@ def of_others(name: str) -> Iterator[None]:
         raise
     except BaseException as error:
         raise ConfigError(f"{name}: {described(error)}") from error
+
+
+@contextmanager
+def while_it_runs(what: str) -> Iterator[None]:
+    """Let what is not ours answer. Raises: ConfigError: one line for whatever it raises, with the place."""
+    try:
+        yield
+    except (ConfigError, InputError):
+        raise
+    except Exception as error:
+        raise ConfigError(f"{what}: {described(error)} ({raised_at(error)})") from error
+
+
+def raised_at(error: BaseException) -> str:
+    """The last line outside this package that led to an error; where there is none, the one that raised it."""
+    frames = extract_tb(error.__traceback__)
+    others = [frame for frame in frames if "balanceroute" not in Path(frame.filename).parts]
+    last = (others or frames)[-1]
+    return f"{Path(last.filename).name}, line {last.lineno}"
 
 
 def described(error: BaseException) -> str:

@@ -1,5 +1,6 @@
 """`balanceroute predictor fit | evaluate`."""
 
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -91,7 +92,8 @@ def evaluate(
     """
     from balanceroute.cli.output import check_written, print_fields, print_json
     from balanceroute.errors import ConfigError, InputError
-    from balanceroute.prediction import build_predictor, load_model
+    from balanceroute.plugins import while_it_runs
+    from balanceroute.prediction import OwnPredictor, build_predictor, load_model
     from balanceroute.prediction import evaluate as judge
     from balanceroute.prediction.evaluation import time_split
     from balanceroute.simulator import parse_options
@@ -116,7 +118,8 @@ def evaluate(
         predictor = _fitted(kind, horizon, known, size_buckets, parse_options("--param", param or []))
     if not tested:
         raise InputError(f"{trace}: too short to split by time; give --train")
-    found = judge(predictor, tested, horizon, online=online)
+    with while_it_runs(f"predictor {kind}") if isinstance(predictor, OwnPredictor) else nullcontext():
+        found = judge(predictor, tested, horizon, online=online)
     if plot is not None:
         draw_reliability(found, f"{kind} on {trace.name}, horizon {horizon}", plot)
     about = {"trace": str(trace), "kind": kind, "learned_from": learned_from, "online": online}

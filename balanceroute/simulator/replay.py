@@ -1,5 +1,6 @@
 """One replay from its parameters: trace, cluster, policy, predictor, seed. Picklable, so that many run in parallel."""
 
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -7,7 +8,7 @@ from balanceroute.core.knobs import DEFAULTS, Option, PolicySettings, accepted, 
 from balanceroute.core.policies import BUILT_IN, knobs_of, make_policy, misplaced
 from balanceroute.core.policy import AdmissionPolicy, StageTimer
 from balanceroute.errors import ConfigError, InputError
-from balanceroute.plugins import check_predictor, check_predictor_name, learn_policy
+from balanceroute.plugins import check_predictor, check_predictor_name, learn_policy, while_it_runs
 from balanceroute.prediction import KINDS, Forecaster, OwnPredictor, Predictor, build_predictor
 from balanceroute.prediction.build import BuiltPredictor
 from balanceroute.simulator.history import fitted
@@ -66,6 +67,11 @@ class Replay:
         Raises: InputError for a predictor that lacks its history, or settings that make no sense.
         """
         learn_policy(self.policy.policy)  # as this may be another process than the one that named it
+        of_ones_own = self._of_ones_own()
+        with while_it_runs(of_ones_own) if of_ones_own else nullcontext():
+            return self._run(on_progress, stage_timer)
+
+    def _run(self, on_progress: Progress | None, stage_timer: StageTimer | None) -> Outcome:
         lengths = TrueLengths(self.trace)
         simulation = Simulation(
             self.trace,
@@ -78,6 +84,20 @@ class Replay:
             check_invariants=self.check_invariants,
         )
         return simulation.run(on_progress)
+
+    def _of_ones_own(self) -> str:
+        """The policy or predictor that is none of ours, whose code may raise anything; nothing where both are ours."""
+        policy, predictor = self.policy.policy, self.predictor
+        found = []
+        if self.own_policy is not None:
+            found.append(f"policy {type(self.own_policy).__name__}")
+        elif policy not in BUILT_IN:
+            found.append(f"policy {policy}")
+        if isinstance(predictor, str) and predictor not in PREDICTORS:
+            found.append(f"predictor {predictor}")
+        elif not isinstance(predictor, str | BuiltPredictor):
+            found.append(f"predictor {type(predictor).__name__}")
+        return " and ".join(found)
 
     @staticmethod
     def _check_name(predictor: str) -> None:

@@ -5,6 +5,7 @@ the last but one is: before, the cluster fills; after, it drains. Means of loads
 taken over it; times per token and waits over all requests.
 """
 
+import math
 from array import array
 from dataclasses import dataclass
 
@@ -147,14 +148,15 @@ class Recorder:
         )
         wait, tpot = admitted - ready, (finished - admitted) / generated
         waits, tpots, prefills = (x[~np.isnan(x)] for x in (wait, tpot, np.where(np.isnan(ready), np.nan, prefill_s)))
-        throughput = float(tokens[window].sum() / self._time_of(window, duration))
+        seconds = self._time_of(window, duration) if len(duration) else math.nan
+        throughput = float(tokens[window].sum()) / seconds
         mean = total / workers
         decisions = np.array(self.decision_us)
         figures = Figures(
-            load_spread_mean=float((most - least)[window].mean()),
-            excess_mean=float((most - mean)[window].mean()),
-            imbalance_mean=float((workers * most - total)[window].mean()),
-            step_time_mean_s=float(duration[window].mean()),
+            load_spread_mean=mean_of((most - least)[window]),
+            excess_mean=mean_of((most - mean)[window]),
+            imbalance_mean=mean_of((workers * most - total)[window]),
+            step_time_mean_s=mean_of(duration[window]),
             tpot_p50_s=report.percentile(tpots, 50),
             tpot_p95_s=report.percentile(tpots, 95),
             throughput_tok_s=throughput,
@@ -164,7 +166,7 @@ class Recorder:
             makespan_s=makespan_s,
             balance=report.balance(
                 throughput / self.setting.tokens_per_step,
-                float(level[window].mean()),
+                mean_of(level[window]),
                 n_workers=self.setting.n_workers,
                 slots=self.setting.slots,
                 step_cost_s=self.setting.step_cost_s,
@@ -199,3 +201,8 @@ class Recorder:
             return float(duration_s[window].sum())
         start_s = np.array(self.start_s)[window]
         return float((start_s + duration_s[window]).max() - start_s[0])
+
+
+def mean_of(values: FloatArray) -> float:
+    """Their mean; NaN of none, as before the first step of a replay that was stopped."""
+    return float(values.mean()) if len(values) else math.nan

@@ -170,8 +170,11 @@ class Simulation:
 
     def play(self, on_progress: Progress | None) -> None:
         """Step after step until all requests have finished."""
-        n = len(self.arrival_s)
+        n, rounds = len(self.arrival_s), 0
         while self.finished < n:
+            rounds += 1  # not steps: there may be none for long
+            if on_progress is not None and rounds % 256 == 0:
+                on_progress(self.finished, n)
             self.change_workers()
             self.hear_idle()
             self.arrive()
@@ -184,8 +187,6 @@ class Simulation:
                 continue
             if self.check_invariants:
                 self.scheduler.snapshot.check_invariants()
-            if on_progress is not None and self.steps % 256 == 0:
-                on_progress(self.finished, n)
         if on_progress is not None:
             on_progress(n, n)
 

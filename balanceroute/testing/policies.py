@@ -5,7 +5,7 @@ return, prompts of 1 to 200,000 tokens, clocks that jump. A broken rule is told 
 found.
 
 1. It has the attributes of `AdmissionPolicy`; `horizon_steps` is at least 0, `patience_s` above 0, `recheck_s` a
-   number, and `decide` yields choices.
+   number, and `decide` yields choices. None of them raises anything.
 2. It admits requests of the class in front (`snapshot.pool.front`), each once, to workers that are up; a policy that
    `waits_for_slots` to those with a free slot.
 3. Equal calls have equal answers: no clock, no random state of its own, nothing remembered between decisions.
@@ -25,8 +25,8 @@ from balanceroute.core.scheduler import Scheduler
 from balanceroute.core.snapshot import ClusterSnapshot
 from balanceroute.core.snapshot_json import snapshot_from_dict, snapshot_to_dict
 from balanceroute.core.types import Admit, Outcome, RequestSpec, Role, WorkerSpec, WorkerState
-from balanceroute.errors import InvariantError
-from balanceroute.plugins import NEEDED
+from balanceroute.errors import BalanceRouteError, InvariantError
+from balanceroute.plugins import NEEDED, raised_at
 from balanceroute.testing.rules import RuleBroken, require
 
 LARGEST_PROMPT_TOKENS = 200_000
@@ -42,6 +42,10 @@ def check_policy(make: Callable[[], AdmissionPolicy], *, rounds: int = 60, seed:
             _Round(make, random).run()
         except (RuleBroken, InvariantError) as error:
             raise RuleBroken(f"round {number}: {error}") from error
+        except BalanceRouteError:  # it cannot be made
+            raise
+        except Exception as error:
+            raise RuleBroken(f"round {number}: rule 1: it raises {error!r} ({raised_at(error)})") from error
 
 
 def check_attributes(policy: AdmissionPolicy) -> None:

@@ -393,6 +393,11 @@ class NoPatience(Broken):
         return None
 
 
+class Raises(Broken):
+    def decide(self, snapshot, now):  # type: ignore[no-untyped-def]
+        raise ZeroDivisionError("nothing to divide by")
+
+
 class NoTime(Broken):
     def recheck_s(self, snapshot, now):  # type: ignore[no-untyped-def]
         return None
@@ -421,12 +426,21 @@ def test_a_score_of_numpy_is_answered_as_a_plain_number_that_can_be_written() ->
         (NoChoices, 2),
         (NoPatience, 1),
         (NoTime, 1),
+        (Raises, 1),
         (object, 1),
     ],
 )
 def test_the_kit_names_the_rule_that_a_policy_breaks(policy: type, rule: object) -> None:
     with pytest.raises(RuleBroken, match=f"rule {rule}: "):
         check_policy(policy)
+
+
+def test_the_kit_says_in_one_line_what_a_policy_raised_and_where(capsys: pytest.CaptureFixture[str]) -> None:
+    assert conformance(["tests.unit.test_library:Raises"]) == 1
+    said = capsys.readouterr().out
+    raised = "it raises ZeroDivisionError('nothing to divide by') (test_library.py, line "
+    assert said.startswith(f"tests.unit.test_library:Raises: round 0: rule 1: {raised}")
+    assert said.count("\n") == 1
 
 
 def test_the_kit_is_a_command_with_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:

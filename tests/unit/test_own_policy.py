@@ -1,18 +1,24 @@
 """A policy of one's own that raises, or chooses what cannot be: whoever waits, waits on, and can leave."""
 
 import copy
+import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+import balanceroute
 from balanceroute.core.knobs import PolicySettings
 from balanceroute.core.policy import AdmissionPolicy, Choice
 from balanceroute.core.scheduler import Scheduler, SchedulerConfig
 from balanceroute.core.snapshot import ClusterSnapshot
 from balanceroute.core.types import Outcome, RequestSpec, Role, WorkerSpec
+from balanceroute.errors import ConfigError
+from balanceroute.explain import explain
 from balanceroute.journal import RecordingScheduler, rerun
 from balanceroute.plugins import learn_policy
+from tests.commands import run_command
 
 
 class ThirdFails(AdmissionPolicy):
@@ -54,6 +60,13 @@ class NoPatience(AdmissionPolicy):
 
     def patience_s(self, prompt_tokens: int, snapshot: ClusterSnapshot) -> float:
         raise LookupError("no such size")
+
+
+class AdmitsNobody(AdmissionPolicy):
+    name = "admits_nobody"
+
+    def decide(self, snapshot: ClusterSnapshot, now: float) -> Iterator[Choice]:
+        return iter(())
 
 
 def five_wait(scheduler: Scheduler, slots: int = 3) -> None:
@@ -129,3 +142,42 @@ def test_a_journal_tells_what_a_policy_raised_and_runs_again(fault: str, tmp_pat
     report = rerun(tmp_path / "journal")
     assert report.difference is None and report.admissions == 5
     assert (tmp_path / "journal").read_text().count('"raised":') == 1
+
+
+FAILING = pytest.mark.parametrize(
+    ("policy", "problem"),
+    [
+        ("ThirdFails", "ZeroDivisionError: nothing to divide by (test_own_policy.py, line "),
+        ("NoPatience", "LookupError: no such size (test_own_policy.py, line "),
+    ],
+)
+
+
+@FAILING
+def test_a_replay_and_an_explanation_say_in_one_line_what_a_policy_raised_and_where(
+    policy: str, problem: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    state = tmp_path / "state.json"
+    workers = [{"id": name, "slots": 2} for name in ("d0", "d1")]
+    waiting = [{"id": f"r{index}", "prompt_tokens": 5} for index in range(4)]
+    state.write_text(json.dumps({"workers": workers, "waiting": waiting}))
+    of_trace, named = ("--trace", "capped", "--max-requests", "9"), f"{__name__}:{policy}"
+    for command in (("replay", *of_trace, "--policy", named), ("explain", str(state), "--policy", named)):
+        code, _, err = run_command(capsys, monkeypatch, *command)
+        assert code == 2 and err.count("\n") == 1
+        assert err.startswith(f"balanceroute: policy {named}: {problem}")
+
+
+@FAILING
+def test_a_simulation_names_the_policy_that_raised_and_keeps_what_it_was(policy: str, problem: str) -> None:
+    made = globals()[policy]()
+    with pytest.raises(ConfigError, match=f"^policy {policy}: {re.escape(problem)}") as raised:
+        balanceroute.simulate("capped", made, max_requests=9)
+    assert isinstance(raised.value.__cause__, ZeroDivisionError | LookupError)
+
+
+def test_who_waits_beside_a_free_slot_is_said_to_be_held_back_by_the_policy_itself() -> None:
+    """Nothing is known of why one of one's own admits nobody."""
+    named = f"{__name__}:AdmitsNobody"
+    state = {"workers": [{"id": "d0", "slots": 2}], "waiting": [{"id": "r0", "prompt_tokens": 5}]}
+    assert explain(state, named).reason == "held back by the policy, though a slot is free"

@@ -160,6 +160,30 @@ def test_options_reach_it_in_replay_and_evaluate(
     assert judged[0]["c_hat_mae"] != judged[1]["c_hat_mae"]
 
 
+class CannotAnswer(Fixed):
+    """Learns, and cannot answer."""
+
+    def predict_one(self, age: int, prompt_tokens: int, key: str) -> tuple[float, float]:
+        raise LookupError("no such age")
+
+    def predict(self, ages: Any, prompt_tokens: Any, keys: Any) -> Any:
+        raise LookupError("no such age")
+
+
+def test_replay_and_evaluate_say_in_one_line_what_it_raised_and_where(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    trace, named = str(tmp_path / "t.csv"), f"{HERE}:CannotAnswer"
+    balanceroute.write_trace(balanceroute.generate_trace("capped", rows=50), trace)
+    replay = ("replay", "--trace", trace, "--policy", "br_h", "--predictor", named)
+    for command in (replay, ("predictor", "evaluate", "--trace", trace, "--kind", named)):
+        code, _, err = run_command(capsys, monkeypatch, *command)
+        assert code == 2 and err.count("\n") == 1
+        assert err.startswith(
+            f"balanceroute: predictor {named}: LookupError: no such age (test_own_predictor.py, line "
+        )
+
+
 class Sure(Fixed):
     """More than sure."""
 

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -11,7 +12,8 @@ import pytest
 import balanceroute.simulator
 from balanceroute.core.knobs import DEFAULTS, PolicySettings
 from balanceroute.core.policies import KNOBS, POLICIES, make_policy
-from balanceroute.core.policy import AdmissionPolicy
+from balanceroute.core.policy import AdmissionPolicy, Choice
+from balanceroute.core.snapshot import ClusterSnapshot
 from balanceroute.errors import ConfigError, InputError
 from balanceroute.prediction import Forecaster, build_predictor
 from balanceroute.simulator import Failure, Figures, Outcome, Replay, Setting, Stopped, parse_params
@@ -516,6 +518,30 @@ def test_a_replay_that_is_stopped_tells_what_it_had_come_to() -> None:
     ended = ~np.isnan(part.tpot_s)
     assert np.array_equal(part.tpot_s[ended], full.tpot_s[ended])
     assert not any(math.isnan(value) for value in asdict(part.figures).values())
+
+
+class AsksForEver(AdmissionPolicy):
+    """Admits nobody, and wants to be asked again at once."""
+
+    name = "asks_for_ever"
+
+    def decide(self, snapshot: ClusterSnapshot, now: float) -> Iterator[Choice]:
+        return iter(())
+
+    def recheck_s(self, snapshot: ClusterSnapshot, now: float) -> float:
+        return now
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_replay_can_be_stopped_while_nothing_runs() -> None:
+    trace = generate_trace("capped", rows=5)
+
+    def tell(done: int, total: int) -> None:
+        raise Stopped
+
+    stopped = Replay(trace, PolicySettings(), own_policy=AsksForEver()).run(tell)
+    assert (stopped.finished, stopped.figures.steps, stopped.figures.admitted) == (0, 0, 0)
+    assert math.isnan(stopped.figures.load_spread_mean) and math.isnan(stopped.figures.throughput_tok_s)
 
 
 def test_only_the_oracle_reads_how_long_answers_become() -> None:
