@@ -23,6 +23,7 @@ that step independently have the a of their own fits: relative to the middle one
 """
 
 import math
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -180,9 +181,12 @@ def numbers(line: str) -> list[float]:
 def summarise(paths: Sequence[Path]) -> Summary:
     """Read and compare. Raises: BadStepLog, for a file that is there twice, too."""
     logs, notes = list[Log](), list[str]()
-    for index, path in enumerate(paths):
-        if path.resolve() in [other.resolve() for other in paths[:index]]:
+    seen = set[str]()
+    for path in paths:
+        file = os.path.realpath(path)
+        if file in seen:
             raise BadStepLog(f"{path}: is given twice; accepted is one file per DP rank")
+        seen.add(file)
         steps, repaired = in_order(read(path))
         logs.append((path, steps))
         notes += [f"{path.name}: {repaired}"] if repaired else []

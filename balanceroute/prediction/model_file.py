@@ -7,6 +7,7 @@ is warmed up; and the learned trees as arrays. No pickle is written, and reading
 """
 
 import json
+import os
 import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -81,7 +82,7 @@ def _put(path: Path, content: bytes) -> None:
     if path.exists() and not path.is_file():
         path.write_bytes(content)
         return
-    target = path.resolve()  # a link stays as well
+    target = Path(os.path.realpath(path))  # a link stays as well, unless it leads to itself
     partial = target.with_name(f"{target.name}.partial")
     try:
         partial.write_bytes(content)

@@ -236,6 +236,13 @@ def test_a_file_that_is_given_twice_is_no_second_server(tmp_path: Path) -> None:
             steps(twice)
 
 
+def test_a_link_that_leads_to_itself_is_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(link)
+    with pytest.raises(InputError, match="link: .*symbolic links"):
+        steps([link, link.with_name("other")])
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_fit_to_a_step_of_negative_cost_means_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], ranks: int

@@ -109,6 +109,13 @@ def test_a_model_that_cannot_be_written_is_one_clear_error(tmp_path: Path) -> No
         save_model(tmp_path / "nowhere" / "m.npz", Model("survival", H, ROWS))
 
 
+def test_a_model_takes_the_place_of_a_link_that_leads_to_itself(tmp_path: Path) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(link)
+    save_model(link, Model("survival", H, ROWS))
+    assert load_model(link).rows == ROWS and not link.is_symlink()
+
+
 def test_a_model_goes_into_a_pipe_and_to_where_a_link_leads_and_replaces_neither(tmp_path: Path) -> None:
     model, file, link, pipe = Model("survival", H, ROWS), tmp_path / "m.npz", tmp_path / "link", tmp_path / "pipe"
     link.symlink_to(file)
