@@ -75,12 +75,9 @@ def print_report(report: dict[str, Any], *, interrupted: bool) -> None:
     """Counts, then one line per latency that has values, and a word where no answer was complete."""
     from balanceroute.cli.output import print_fields
 
-    fields = {name: value for name, value in report.items() if not name.startswith("error")}
-    latencies = {name: value for name, value in fields.items() if isinstance(value, dict)}
-    counts = {name: value for name, value in fields.items() if name not in latencies}
+    latencies = {name: value for name, value in report.items() if isinstance(value, dict) and name != "errors"}
+    counts = {name: value for name, value in report.items() if name not in latencies and name != "errors"}
     print_fields("load", counts | {f"error: {kind}": n for kind, n in report["errors"].items()})
-    for kind, text in report["error_texts"].items():
-        typer.echo(f"  {kind}: {text}")
     if not report["completed"]:
         typer.echo("  no answer yet" if interrupted else "  no complete answer")
     known = {name: value for name, value in latencies.items() if value["n"]}

@@ -23,6 +23,7 @@ import httptools
 from balanceroute.errors import InputError
 
 TAIL_BYTES = 8192  # enough for the last token, the usage and the end marker of a stream
+DOCUMENT_BYTES = 1 << 20  # of what is fetched, such as a list of models
 EVENT_END = b"\n\n"
 HEADER_TEXT = re.compile(r"[!-~]+")  # what a header's value takes everywhere, also in config.values
 
@@ -57,6 +58,7 @@ class Connection(asyncio.Protocol):
         self.now = 0.0
         self.replying = False  # whether any byte of an answer has come
         self.ends_with_newline = False
+        self.keep_bytes = TAIL_BYTES
 
     @property
     def reusable(self) -> bool:
@@ -71,6 +73,7 @@ class Connection(asyncio.Protocol):
         """Send a request; the future ends with its whole reply."""
         assert self.transport is not None
         self.reply = Reply()
+        self.keep_bytes = DOCUMENT_BYTES if request.startswith(b"GET ") else TAIL_BYTES
         self.parser = httptools.HttpResponseParser(self)
         self.replying = self.ends_with_newline = False
         self.done = self.clock.create_future()
@@ -101,7 +104,7 @@ class Connection(asyncio.Protocol):
         if events:
             reply.event_times_s.extend([self.now] * events)
         reply.body_bytes += len(body)
-        reply.tail = body if len(body) >= TAIL_BYTES else (reply.tail + body)[-TAIL_BYTES:]
+        reply.tail = body if len(body) >= self.keep_bytes else (reply.tail + body)[-self.keep_bytes :]
 
     def on_message_complete(self) -> None:
         self.reply.status = self.parser.get_status_code()
@@ -136,7 +139,7 @@ class Client:
         return await self.request("POST", path, body)
 
     async def get(self, path: str) -> Reply:
-        """Fetch a short document. Raises: ExchangeFailed."""
+        """Fetch a document. Raises: ExchangeFailed."""
         return await self.request("GET", path, b"")
 
     async def request(self, method: str, path: str, body: bytes) -> Reply:

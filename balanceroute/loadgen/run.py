@@ -26,7 +26,7 @@ from balanceroute.traces import BLOCK_TOKENS, Trace
 
 END_MARKER = b"[DONE]"
 MOST_TIME_SCALE = 1e6
-MOST_TEXT = 300  # characters of an error that are shown
+MOST_MESSAGE = 200  # characters
 Progress = Callable[[int, int], None]  # requests sent so far, requests ended so far
 
 
@@ -62,7 +62,7 @@ class RequestResult:
     sent_s: float
     late_s: float
     error: str | None  # None: complete
-    error_text: str = ""
+    message: str = ""  # what the endpoint says of the error
     ttft_s: float | None = None
     tpot_s: float | None = None
     latency_s: float | None = None
@@ -76,7 +76,7 @@ class LoadReport:
 
     requests: int
     completed: int
-    errors: dict[str, int]  # what went wrong -> how often
+    errors: dict[str, int]  # what went wrong, with what the endpoint said of it the first time -> how often
     duration_s: float
     requests_per_s: float
     output_tokens: int
@@ -86,7 +86,6 @@ class LoadReport:
     itl_s: Distribution
     latency_s: Distribution
     late_s: Distribution
-    error_texts: dict[str, str] = field(default_factory=dict)  # what the endpoint said of it, the first time
 
 
 async def run_load(
@@ -133,9 +132,11 @@ async def first_model(client: Client) -> str:
         raise InputError(f"{client.url.geturl()}: {error}") from error
     try:
         return str(json.loads(reply.tail)["data"][0]["id"])
-    except (ValueError, LookupError, TypeError) as error:
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
+        said = message_of(reply.tail)
+        status = f"status {reply.status}: {said}" if said else f"status {reply.status}"
         hint = "; it asks for another key: set OPENAI_API_KEY" if reply.status == 401 else ""
-        raise InputError(f"{client.url.geturl()}: no model list (status {reply.status}){hint}") from error
+        raise InputError(f"{client.url.geturl()}: no model list ({status}){hint}") from error
 
 
 class Run:
@@ -221,7 +222,7 @@ class Run:
 def result_of(reply: Reply, sent: float, sent_s: float, late_s: float, wanted_tokens: int) -> RequestResult:
     """Judge one reply: is it complete, and how fast was it."""
     if reply.status != 200:
-        return RequestResult(sent_s, late_s, f"status {reply.status}", error_text=message_in(reply.tail))
+        return RequestResult(sent_s, late_s, f"status {reply.status}", message_of(reply.tail))
     ending = Ending.of(reply.tail)
     times = reply.event_times_s[: len(reply.event_times_s) - ending.events_without_token]
     tokens = ending.completion_tokens if ending.completion_tokens is not None else len(times)
@@ -229,11 +230,12 @@ def result_of(reply: Reply, sent: float, sent_s: float, late_s: float, wanted_to
     if error is None and tokens != wanted_tokens:
         error = "too few tokens" if tokens < wanted_tokens else "too many tokens"
     if not times:
-        return RequestResult(sent_s, late_s, error or "no tokens")
+        return RequestResult(sent_s, late_s, error or "no tokens", ending.message)
     return RequestResult(
         sent_s,
         late_s,
         error,
+        ending.message,
         ttft_s=report.ttft_s(sent, times[0]),
         tpot_s=report.tpot_s(times[0], times[-1], tokens),
         latency_s=times[-1] - sent,
@@ -250,35 +252,37 @@ class Ending:
     events_without_token: int
     completion_tokens: int | None
     error: str | None
+    message: str
 
     @classmethod
     def of(cls, tail: bytes) -> "Ending":
         """Parse the last bytes of a stream; the first event in them may be cut off and is then ignored."""
-        without_token, tokens, error = 0, None, None
+        without_token, tokens, error, message = 0, None, None, ""
         marked = finished = False
         for payload in payloads(tail):
             if payload == END_MARKER:
                 marked = True
                 without_token += 1
                 continue
-            try:
-                event = json.loads(payload)
-            except ValueError:
+            event = object_in(payload)
+            if not event:
                 continue
             if "error" in event:
-                error = f"error event: {error_kind(event['error'])}"
+                error, message = f"error event: {error_kind(event['error'])}", message_of(payload)
                 without_token += 1
                 continue
-            choices = event.get("choices") or []
+            choices = event.get("choices")
+            choices = [each for each in choices if isinstance(each, dict)] if isinstance(choices, list) else []
             finished = finished or any(choice.get("finish_reason") for choice in choices)
             without_token += not choices
-            if event.get("usage"):
-                tokens = int(event["usage"]["completion_tokens"])
+            usage = event.get("usage")
+            if isinstance(usage, dict) and isinstance(usage.get("completion_tokens"), int):
+                tokens = usage["completion_tokens"]
         if error is None and not marked:
             error = "no end marker"
         if error is None and not finished:
             error = "no finish reason"
-        return cls(without_token, tokens, error)
+        return cls(without_token, tokens, error, message)
 
 
 def payloads(tail: bytes) -> list[bytes]:
@@ -287,13 +291,21 @@ def payloads(tail: bytes) -> list[bytes]:
     return [event.partition(b"data:")[2].strip() for event in events if b"data:" in event]
 
 
-def message_in(body: bytes) -> str:
-    """What an error body says, in one short line; empty where it says nothing that is known."""
+def object_in(text: bytes) -> dict[str, Any]:
+    """The JSON object that the text is; an empty one for anything else."""
     try:
-        text = json.loads(body)["error"]["message"]
-    except (ValueError, LookupError, TypeError):
-        return ""
-    return " ".join(str(text).split())[:MOST_TEXT]
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def message_of(body: bytes) -> str:
+    """What an error's body says, in one line; nothing where it is none that is known."""
+    found = object_in(body)
+    error = found.get("error", found)
+    said = error.get("message") or error.get("detail") if isinstance(error, dict) else error
+    return " ".join(said.split())[:MOST_MESSAGE] if isinstance(said, str) else ""
 
 
 def error_kind(error: Any) -> str:
@@ -301,6 +313,16 @@ def error_kind(error: Any) -> str:
     if isinstance(error, dict):
         return str(error.get("type") or error.get("code") or "unnamed")
     return "unnamed"
+
+
+def counted(failed: list[RequestResult]) -> dict[str, int]:
+    """How often each error came, the most frequent first; messages may name requests, so the first stands for all."""
+    first: dict[str | None, str] = {}
+    for result in failed:
+        if result.message:
+            first.setdefault(result.error, result.message)
+    counts = collections.Counter(result.error for result in failed).most_common()
+    return {f"{error}: {first[error]}" if error in first else str(error): count for error, count in counts}
 
 
 def summarise(results: list[RequestResult]) -> LoadReport:
@@ -312,7 +334,7 @@ def summarise(results: list[RequestResult]) -> LoadReport:
     return LoadReport(
         requests=len(results),
         completed=len(complete),
-        errors=dict(collections.Counter(result.error for result in results if result.error).most_common()),
+        errors=counted([result for result in results if result.error]),
         duration_s=duration,
         requests_per_s=len(complete) / duration if duration else 0.0,
         output_tokens=tokens,
@@ -322,5 +344,4 @@ def summarise(results: list[RequestResult]) -> LoadReport:
         itl_s=Distribution.of(np.concatenate([r.itl_s for r in complete]) if complete else []),
         latency_s=Distribution.of([r.latency_s for r in complete if r.latency_s is not None]),
         late_s=Distribution.of([result.late_s for result in results]),
-        error_texts={r.error: r.error_text for r in reversed(results) if r.error and r.error_text},
     )

@@ -6,12 +6,11 @@ import json
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from balanceroute.cli.load import print_report
 from balanceroute.errors import InputError
 from balanceroute.loadgen import LoadOptions, LoadReport, run_load
 from balanceroute.loadgen.client import Client, Reply
@@ -133,8 +132,15 @@ async def answer_503(body: Body, writer: asyncio.StreamWriter) -> None:
 
 
 async def answer_404(body: Body, writer: asyncio.StreamWriter) -> None:
-    text = b'{"error": {"message": "no model\\n`nope`", "code": 404}}'
-    writer.write(b"HTTP/1.1 404 Not Found\r\ncontent-length: %d\r\n\r\n" % len(text) + text)
+    said = b'{"error": {"message": "The model `x`\\n does not exist.", "type": "NotFoundError", "code": 404}}'
+    writer.write(b"HTTP/1.1 404 Not Found\r\ncontent-length: %d\r\n\r\n" % len(said) + said)
+
+
+async def answer_odd_events(body: Body, writer: asyncio.StreamWriter) -> None:
+    odd: list[object] = [5, None, [], "error", {"choices": 5}, {"choices": [7]}, {"usage": 3}, {"usage": {"a": 1}}]
+    nested = event(b"[" * 5000)
+    events = token() * 4 + nested + b"".join(map(event, odd)) + usage(4) + event(b"[DONE]")
+    writer.write(STREAM_HEAD + chunk(events) + b"0\r\n\r\n")
 
 
 async def answer_short(body: Body, writer: asyncio.StreamWriter) -> None:
@@ -168,16 +174,9 @@ async def answer_never(body: Body, writer: asyncio.StreamWriter) -> None:
     await asyncio.sleep(0)
 
 
-def test_what_the_endpoint_says_of_an_error_is_shown_once(capsys: pytest.CaptureFixture[str]) -> None:
-    report = loaded(a_trace([4, 4]), answer_404)
-    assert report.errors == {"status 404": 2} and report.error_texts == {"status 404": "no model `nope`"}
-    print_report(asdict(report), interrupted=False)
-    assert capsys.readouterr().out.count("status 404: no model `nope`") == 1
-
-
 def test_an_endpoint_that_asks_for_a_key_is_told_so() -> None:
     async def ask() -> None:
-        with pytest.raises(InputError, match=r"no model list \(status 401\); .* set OPENAI_API_KEY$"):
+        with pytest.raises(InputError, match=r"no model list \(status 401: no key\); .* set OPENAI_API_KEY$"):
             await first_model(Refusing("http://127.0.0.1:1"))
 
     asyncio.run(ask())
@@ -196,10 +195,12 @@ class Refusing(Client):
     ("answer", "reason"),
     [
         (answer_503, "status 503"),
+        (answer_404, "status 404: The model `x` does not exist."),
+        (answer_odd_events, "no finish reason"),
         (answer_short, "too few tokens"),
         (answer_without_end, "no end marker"),
         (answer_without_finish, "no finish reason"),
-        (answer_error_event, "error event: upstream_error"),
+        (answer_error_event, "error event: upstream_error: gone"),
         (answer_cut, "connection closed before the end of the answer"),
         (answer_nonsense, "not HTTP"),
         (answer_never, "timed out"),
@@ -209,6 +210,41 @@ def test_what_is_wrong_with_an_answer_is_named(answer: Answer, reason: str) -> N
     report = loaded(a_trace([4]), answer, timeout_s=0.3)
     assert report.completed == 0
     assert [kind for kind in report.errors if kind.startswith(reason)], report.errors
+
+
+def test_errors_of_one_kind_are_counted_together_by_what_the_first_says() -> None:
+    number = 0
+
+    async def refuse(body: Body, writer: asyncio.StreamWriter) -> None:
+        nonlocal number
+        number += 1
+        said = b'{"detail": "request %d"}' % number
+        writer.write(b"HTTP/1.1 400 Bad\r\ncontent-length: %d\r\n\r\n" % len(said) + said)
+
+    report = loaded(a_trace([4] * 3), refuse)
+    assert list(report.errors.values()) == [3] and next(iter(report.errors)).startswith("status 400: request ")
+
+
+def test_the_first_model_of_a_long_list_is_asked_for() -> None:
+    listed = [{"id": f"model {number}", "object": "model"} for number in range(1000)]
+    models, asked = json.dumps({"data": listed}).encode(), list[Body]()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(asyncio.IncompleteReadError):
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(models) + models)
+            head = (await reader.readuntil(b"\r\n\r\n")).decode()
+            asked.append(json.loads(await reader.readexactly(int(head.rpartition("Content-Length: ")[2]))))
+            await whole_answer(asked[0], writer)
+        writer.close()
+
+    async def run() -> LoadReport:
+        async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            return await run_load(a_trace([3]), LoadOptions(f"http://127.0.0.1:{port}"))
+
+    assert asyncio.run(run()).completed == 1
+    assert asked[0]["model"] == "model 0"
 
 
 def test_connections_are_reused_and_a_stale_one_is_replaced() -> None:
