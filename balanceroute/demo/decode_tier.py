@@ -22,7 +22,15 @@ import httpx
 import numpy as np
 
 from balanceroute.core.knobs import PolicySettings
-from balanceroute.demo.processes import DemoFailed, Progress, free_port, free_port_range, process, wait_ready
+from balanceroute.demo.processes import (
+    DemoFailed,
+    Progress,
+    check_most,
+    free_port,
+    free_port_range,
+    process,
+    wait_ready,
+)
 from balanceroute.loadgen import LoadOptions, run_load
 from balanceroute.loadgen.run import LoadReport
 from balanceroute.traces import Trace
@@ -31,6 +39,7 @@ from balanceroute.traces.generate import generate_trace
 
 REFERENCE = ReferenceSetting()
 LEAST_REQUESTS = 20  # of a trace, to measure anything
+ROWS = 8000  # that are drawn, unless the demo takes longer than these
 SAMPLE_S = 0.25
 WARM_UP_RATIO = 0.3  # of the requests sent before the figures of the loads begin, as in the simulator
 
@@ -50,16 +59,26 @@ class DemoScale:
     seed: int = 1
 
     def trace(self) -> Trace:
-        """The heavy-tailed workload with lengths divided by the factor, at `load` of what perfect balance carries."""
-        full = generate_trace("heavy_tailed", rows=8000, seed=self.seed).with_lengths(1 / self.factor, 1 / self.factor)
-        longest = int(self.longest_outputs * full.output_tokens.mean())
-        cut = replace(full, output_tokens=np.minimum(full.output_tokens, longest))
+        """The heavy-tailed workload with lengths divided by the factor, at `load` of what perfect balance carries.
+
+        Raises: DemoFailed where that is more than can be sent.
+        """
+        cut = self._requests(ROWS)
         rate = self.load * ideal_capacity(cut, self.setting(cut))
-        return cut.head(max(1, round(rate * self.seconds))).at_rate(rate)
+        rows = max(1, round(rate * self.seconds))
+        check_most(rows, "--seconds, --load or --slots")
+        if rows > ROWS:
+            cut = self._requests(rows)
+        return cut.head(rows).at_rate(rate)
+
+    def _requests(self, rows: int) -> Trace:
+        full = generate_trace("heavy_tailed", rows=rows, seed=self.seed).with_lengths(1 / self.factor, 1 / self.factor)
+        longest = int(self.longest_outputs * full.output_tokens.mean())
+        return replace(full, output_tokens=np.minimum(full.output_tokens, longest))
 
     def setting(self, trace: Trace) -> ReferenceSetting:
         """The emulated cluster: reading KV takes the same share of a full step as in the reference setting."""
-        full_load = REFERENCE.slots * mean_kv_tokens(generate_trace("heavy_tailed", rows=8000, seed=self.seed))
+        full_load = REFERENCE.slots * mean_kv_tokens(generate_trace("heavy_tailed", rows=ROWS, seed=self.seed))
         share = REFERENCE.step_cost_s * full_load / REFERENCE.step_overhead_s
         step_cost_s = share * self.step_overhead_s / (self.slots * mean_kv_tokens(trace))
         return ReferenceSetting(self.workers, self.slots, step_cost_s, self.step_overhead_s)

@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import numpy as np
 
-from balanceroute.demo.processes import Progress, free_port, free_port_range, process, wait_ready
+from balanceroute.demo.processes import Progress, check_most, free_port, free_port_range, process, wait_ready
 from balanceroute.loadgen import LoadOptions, run_load
 from balanceroute.loadgen.run import LoadReport
 from balanceroute.traces import BLOCK_TOKENS, Trace, generate_conversations
@@ -52,9 +52,10 @@ class PrefixScale:
         return TOKENS_PER_S / self.factor * self.speed
 
     def trace(self) -> Trace:
-        """The conversations as they are sent."""
+        """The conversations as they are sent. Raises: DemoFailed where these are more than can be sent."""
         rate_per_s = RATE_PER_S * self.prefillers
         rows = max(1, round(rate_per_s * self.speed * self.seconds))
+        check_most(rows, "--seconds")
         full = generate_conversations(rows, seed=self.seed, rate_per_s=rate_per_s)
         return replace(
             full,

@@ -24,8 +24,17 @@ Progress = Callable[[int, int], None]
 """Told the requests ended and in all."""
 
 
+MOST_REQUESTS = 1_000_000  # of a trace: a day of them, and more than one machine sends
+
+
 class DemoFailed(BalanceRouteError):
-    """A process did not come up, or there is too little to measure; the text says which."""
+    """A process did not come up, or there is too little to measure or too much; the text says which."""
+
+
+def check_most(requests: int, remedy: str) -> None:
+    """Raises: DemoFailed: no machine sends so many."""
+    if requests > MOST_REQUESTS:
+        raise DemoFailed(f"{requests:,} requests are too many, {MOST_REQUESTS:,} are not: give it less {remedy}")
 
 
 @contextmanager

@@ -24,6 +24,7 @@ BOUNDS = {
     "draft_acceptance": ("draft acceptance", 0, 1),
     "barrier_groups": ("barrier groups", 1, 4096),
 }
+FLAGS = {"transfers_beside_full": "transfers beside full", "cost_aware": "cost aware"}
 FRACTIONS = {"step_cost_s", "step_overhead_s", "prefill_tokens_per_s", "draft_acceptance"}
 MOST_BLOCKS = 1_000_000
 MOST_KV_TOKENS = 10**12
@@ -140,6 +141,9 @@ class Setting:
     def _check(self) -> None:
         for name, (label, least, most) in BOUNDS.items():
             check_number(label, getattr(self, name), least, most, whole=name not in FRACTIONS)
+        for name, label in FLAGS.items():
+            if not isinstance(getattr(self, name), bool):
+                raise InputError(f"{label} {getattr(self, name)!r:.60}: accepted is True or False")
         if self.step_cost_s + self.step_overhead_s < SHORTEST_STEP_S:
             raise InputError(
                 f"step cost {self.step_cost_s} and step overhead {self.step_overhead_s}: a step must take some time, "

@@ -11,7 +11,7 @@ import typer
 
 from balanceroute.cli import main, prefix_demo
 from balanceroute.cli.demo import say_if_interrupted, show, until_interrupted
-from balanceroute.demo.decode_tier import PolicyRun
+from balanceroute.demo.decode_tier import DemoScale, PolicyRun
 from balanceroute.demo.prefill_tier import PrefixRun
 from balanceroute.loadgen import LoadReport
 from balanceroute.loadgen.run import Progress
@@ -39,6 +39,9 @@ with process(sys.argv[2:], Path(sys.argv[1])) as child:
         (["--prefix", "--load", "1.15"], "--load is about the decode tier"),
         (["--seconds", "inf"], "--seconds inf: accepted is a finite number"),
         (["--prefix", "--seconds", "inf"], "--seconds inf: accepted is a finite number"),
+        (["--seconds", "1e9"], "requests are too many, 1,000,000 are not: give it less --seconds, --load or --slots"),
+        (["--prefix", "--seconds", "1e9"], "requests are too many, 1,000,000 are not: give it less --seconds"),
+        (["--prefix", "--json", "--seconds", "1e9"], "requests are too many"),
         (["--slots", "70000"], "'--slots'"),
         (["--seed", "-1"], "'--seed'"),
     ],
@@ -52,6 +55,12 @@ def test_arguments_are_checked_before_anything_starts(
         main()
     assert ended.value.code == 2
     assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("scale", [DemoScale(seconds=28.0), DemoScale(seconds=300.0), DemoScale(slots=512)])
+def test_requests_arrive_for_as_long_as_asked_for(scale: DemoScale) -> None:
+    arrivals = scale.trace().arrival_s
+    assert arrivals[-1] - arrivals[0] == pytest.approx(scale.seconds, rel=0.001)
 
 
 def test_ctrl_c_leaves_what_is_done_and_says_how_far_it_got(capsys: pytest.CaptureFixture[str]) -> None:
