@@ -179,6 +179,9 @@ class Predecessor:
         except (FileNotFoundError, ConnectionRefusedError):
             connection.close()
             return None
+        except OSError as error:
+            connection.close()
+            raise ConfigError(f"--take-over: {path}: cannot be used: {error.strerror or error}") from None
         try:
             data, descriptors, _, _ = socket.recv_fds(connection, _MOST_BYTES, _MOST_SOCKETS)
             sockets = [socket.socket(fileno=descriptor) for descriptor in descriptors]

@@ -78,7 +78,8 @@ class Drainer:
     def drain(self, job: Drain) -> None:
         """Free this KV soon."""
         self._queue.append(job)
-        if len(self._tasks) < MAX_CONCURRENT:
+        working = sum(not task.done() for task in self._tasks)  # who has found the queue empty is in the set still
+        if working < MAX_CONCURRENT:
             task = self._tickets.loop.create_task(self._work())
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)

@@ -155,3 +155,11 @@ def test_where_no_router_answers_there_is_none_to_take_over(old: Old) -> None:
     assert Predecessor.find(old.path.with_name("nobody")) is None
     old.side.close()
     assert Predecessor.find(old.path) is None
+
+
+def test_a_run_folder_in_which_no_socket_can_be_is_refused_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="--take-over: .*: cannot be used: Not a directory"):
+        Predecessor.find(tmp_path / "file" / "sock")
+    with pytest.raises(ConfigError, match="--take-over: .*: cannot be used: AF_UNIX path too long"):
+        Predecessor.find(tmp_path / ("x" * 120))

@@ -182,6 +182,26 @@ def test_drains_are_few_at_a_time_and_all_come_to_their_end() -> None:
     in_virtual_time(test)
 
 
+def test_a_drain_that_comes_in_the_moment_in_which_all_others_end_does_not_wait_for_the_next_one() -> None:
+    async def test() -> None:
+        services = a_router()
+
+        def drain_one_more() -> None:
+            """Once all have been counted: their tasks have ended, and nobody has been told so."""
+            if sum(outcomes(services)) < MAX_CONCURRENT:
+                services.loop.call_soon(drain_one_more)
+            else:
+                services.drainer.drain(a_job(services))
+
+        for _ in range(MAX_CONCURRENT):
+            services.drainer.drain(a_job(services))
+        drain_one_more()
+        await let_pass(1)
+        assert not services.drainer.pending and outcomes(services) == (MAX_CONCURRENT + 1, 0, 0)
+
+    in_virtual_time(test)
+
+
 def test_choices_of_one_request_are_drained_one_by_one_and_no_more_after_one_that_a_worker_died_of() -> None:
     async def test() -> None:
         services, group = a_router(), DrainGroup()
