@@ -45,6 +45,7 @@ from balanceroute.errors import (
     BalanceRouteError,
     ConnectFailed,
     InvalidRequest,
+    InvariantError,
     QueueTimeout,
     UpstreamError,
     UpstreamTimeout,
@@ -216,6 +217,18 @@ class Layerwise:
         worker.progress_s = self._s.tickets.now()
         self._leg.ticket.request_prefill()
         self._push = self._s.loop.create_task(self._run_push(worker, body))
+        self._push.add_done_callback(self._push_is_over)
+
+    def _push_is_over(self, push: asyncio.Task[None]) -> None:
+        """A bug of ours in it must not have the leg wait for tokens that can't come."""
+        error = None if push.cancelled() else push.exception()
+        if error is None:
+            return
+        leg = self._leg
+        self._s.metrics.tasks_failed.inc("push")
+        log.error("internal error", exc_info=error, extra={"where": "push", "request": leg.id})
+        if not leg.answer.decodes:
+            leg.interrupt(InvariantError("the prefill has failed by a bug of ours"))
 
     async def _run_push(self, worker: Worker, body: bytes) -> None:
         leg, answer = self._leg, self._leg.answer

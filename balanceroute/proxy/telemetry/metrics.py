@@ -186,7 +186,7 @@ class Metrics(Collector):
             (self.drains, ("drained", "orphaned")),
             (self.callbacks, ("accepted", "repeated", "refused", "malformed", "unknown")),
             (self.refusals, REFUSALS),
-            (self.tasks_failed, ("request", "drainer")),  # and the coroutines, as they start
+            (self.tasks_failed, ("request", "drainer", "push")),  # and the coroutines, as they start
         ):
             for value in values:
                 family.inc(value, by=0)

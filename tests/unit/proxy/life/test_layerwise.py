@@ -7,7 +7,7 @@ import orjson
 import pytest
 
 from balanceroute.core.types import Outcome
-from balanceroute.errors import BadUpstreamReply, ConnectionLost
+from balanceroute.errors import BadUpstreamReply, ConnectionLost, InvariantError
 from balanceroute.proxy.life.layerwise import LAST_WORD_S, Layerwise
 from balanceroute.proxy.services import Services
 from balanceroute.proxy.wire.connectors import LayerwiseConnector
@@ -96,6 +96,27 @@ def test_a_prefiller_that_is_lost_once_its_decode_worker_gives_tokens_does_not_e
         assert idle(services)
 
     in_virtual_time(served)
+
+
+def test_a_bug_in_the_prefill_ends_the_request_at_once_instead_of_by_a_timeout(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Buggy(ScriptedUpstream):
+        async def request(self, *args: Any, **options: Any) -> Any:
+            raise LookupError("a bug")
+
+    async def served() -> None:
+        services = a_pair(None, 0.0, 200)
+        services.fleet["p0"].upstream = Buggy()  # type: ignore[assignment]
+        async with dispatching(services):
+            leg = a_leg(services, Client(), Layerwise)
+            with pytest.raises(InvariantError, match="the prefill has failed"):
+                await leg.run()
+            assert services.tickets.now() - leg.ticket.arrived_s < 1.0
+        assert services.metrics.tasks_failed.value("push") == 1 and idle(services)
+
+    in_virtual_time(served)
+    assert "a bug" in caplog.text
 
 
 @pytest.mark.parametrize("prefiller", ["late", "lost"])
