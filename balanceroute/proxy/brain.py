@@ -20,7 +20,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -84,67 +84,61 @@ class BrainApp(RouterApp):
 
 
 @dataclass(frozen=True, slots=True)
-class StandbyCallbacks:
-    """Who is told that a brain stands by, or listens as the first one, and that it leads."""
+class BrainCallbacks:
+    """Who is told that a brain stands by, or listens as the first one, and that it leads; `follow` has `configured` be
+    what the parent has reloaded, for SIGHUP.
+    """
 
     on_standby: Callable[[], None]
     on_lead: Callable[[], None]
+    follow: Callable[[], None]
 
 
-def run_brain(
-    configured: Configured,
-    folder: RunFolder,
-    follow: Callable[[], None],
-    lineage: int,
-    callbacks: StandbyCallbacks,
-    journal: Path | None = None,
-    link: socket.socket | None = None,
-    again: bool = False,
-    drains: bool = False,
-    relays: Collection[str] = (),
-) -> None:
+@dataclass(frozen=True, slots=True)
+class BrainSetup:
+    """What the parent says of the router to a brain that starts.
+
+    `lineage`: of the router, as in `changes.py`. `journal`: a file for every decision; where one is there, a brain has
+    led before, and this one writes beside it, with its process id at the end of the name. `link`: where relays of other
+    machines are let in, bound. `again`: the router has been up, so that a brain without a predictor is better than
+    none. `drains`: so do the relays, and this brain from its beginning. `relays`: the router's own, by name, which a
+    drain waits for.
+    """
+
+    lineage: int
+    journal: Path | None = None
+    link: socket.socket | None = None
+    again: bool = False
+    drains: bool = False
+    relays: Collection[str] = ()
+
+    def as_leader(self, waited: bool) -> "BrainSetup":
+        """The same once it leads; `waited`: another brain has led before."""
+        journal = self.journal
+        if journal is not None and journal.exists():
+            journal = journal.with_name(f"{journal.name}.{os.getpid()}")
+        return replace(self, journal=journal, again=self.again or waited)
+
+
+def run_brain(configured: Configured, folder: RunFolder, setup: BrainSetup, callbacks: BrainCallbacks) -> None:
     """Stand by, then decide until a signal ends it, or another brain leads.
-
-    Args: follow: has `configured` be what the parent has reloaded, for SIGHUP. lineage: of the router, as in
-    `changes.py`. journal: a file for every decision; where one is there, a brain has led before, and this one writes
-    beside it, with its process id at the end of the name. link: where relays of other machines are let in, bound.
-    again: the router has been up, so that a brain without a predictor is better than none. drains: so do the relays,
-    and this brain from its beginning. relays: the router's own, by name, which a drain waits for.
 
     Raises: ConfigError: a file or socket of the folder can't be used.
     """
-    folder.make(again)
-    lead = the_lead(configured.config, folder, again)
+    folder.make(setup.again)
+    lead = the_lead(configured.config, folder, setup.again)
 
     def follow_now() -> None:
         with suppress(ConfigError):  # that is for when it leads
             configured.learn()
-        follow()
+        callbacks.follow()
 
     with suppress(ConfigError):
         configured.learn()  # now, as it may take long
     waited = stand_by(lead, follow_now, callbacks.on_standby)
     try:
         callbacks.on_lead()
-        if journal is not None and journal.exists():
-            journal = journal.with_name(f"{journal.name}.{os.getpid()}")
-        configured.tls.catch_up()
-        expected = len(folder.living())
-        if again and not expected:  # the folder was emptied
-            expected = configured.config.listen.relays
-        app = create_brain_app(configured, folder, lead, expected, lineage, journal, again or waited)
-
-        async def on_reload() -> None:
-            await off_the_loop(configured.learn)
-            async with app.services.changing:
-                follow()
-                await reload_brain(app, configured.config, configured.perimeter)
-
-        server = BrainServer(app, configured.config, on_reload, uds=str(folder.operators))
-        app.end, app.leave = server.end, server.leave
-        server.link, server.drains, server.relays = link, drains, relays
-        if not waited:
-            server.on_up = callbacks.on_standby
+        server = _leading_server(configured, folder, lead, setup, callbacks, waited)
         server.run()
         if not server.leaves:
             lead.resign()
@@ -152,6 +146,30 @@ def run_brain(
             sys.exit(LOST)
     finally:
         lead.release()
+
+
+def _leading_server(
+    configured: Configured, folder: RunFolder, lead: Lead, setup: BrainSetup, callbacks: BrainCallbacks, waited: bool
+) -> "BrainServer":
+    """The server of who has got the lead; `waited`: not at once. Raises: ConfigError."""
+    configured.tls.catch_up()
+    expected = len(folder.living())
+    if setup.again and not expected:  # the folder was emptied
+        expected = configured.config.listen.relays
+    app = create_brain_app(configured, folder, lead, expected, setup.as_leader(waited))
+
+    async def on_reload() -> None:
+        await off_the_loop(configured.learn)
+        async with app.services.changing:
+            callbacks.follow()
+            await reload_brain(app, configured.config, configured.perimeter)
+
+    server = BrainServer(app, configured.config, on_reload, uds=str(folder.operators))
+    app.end, app.leave = server.end, server.leave
+    server.link, server.drains, server.relays = setup.link, setup.drains, setup.relays
+    if not waited:
+        server.on_up = callbacks.on_standby
+    return server
 
 
 def the_lead(config: Config, folder: RunFolder, again: bool = False) -> Lead:
@@ -210,78 +228,36 @@ def _ended_by_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def create_brain_app(
-    configured: Configured,
-    folder: RunFolder,
-    lead: Lead,
-    relays: int,
-    lineage: int,
-    journal: Path | None = None,
-    again: bool = False,
-) -> BrainApp:
+def create_brain_app(configured: Configured, folder: RunFolder, lead: Lead, relays: int, setup: BrainSetup) -> BrainApp:
     """The application of who has the lead, with what operators have changed under the one before.
 
-    Args: relays: how many live, whose word is waited for. lineage: of the router, as in `changes.py`. again: see
-    `run_brain`.
+    Args: relays: how many live, whose word is waited for.
 
     Raises: ConfigError: a file of the configuration is wrong.
     """
-    read = _known(configured.config, again)
-    kept = KeptChanges(folder.changes, lineage, lead.renew)
+    read = _known(configured.config, setup.again)
+    kept = KeptChanges(folder.changes, setup.lineage, lead.renew)
     config = kept.last.config(read)
-    forecasts, lacking = _forecasts(config, again)
+    forecasts, lacking = _forecasts(config, setup.again)
     if lacking:
         config = _without_predictor(config)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         assert isinstance(app, BrainApp)
-        loop = asyncio.get_running_loop()
-        services = app.services = build_services(
-            config, loop, forecasts, False, journal, configured.perimeter, configured.tls
-        )
-
-        def under_way(exchanges: int) -> None:
-            services.exchanges = exchanges
-
-        reports = RelayReports(services.fleet, loop, services.frozen, under_way)
-        hub = app.hub = Hub(
-            services.ledger,
-            reports,
-            loop,
-            lead.epoch,
-            relays,
-            app.superseded,
-            lambda: None if services.forecasts is None else services.forecasts.salt,
-            None if read.listen.link is None else FarMembers(folder.far),
-        )
-
-        def inherited(relay: str) -> None:
-            reports.counts.pop(relay, None)
-            services.metrics.forget_workers_but([worker.id for worker in services.fleet])
-
-        counted = LeaderCounts(folder, lead, services.metrics, inherited)
-
-        services.metrics.beside = partial(_counts_of_relays, folder, counted, hub, reports)
-        services.metrics.before_page = partial(_keep_what_is_shown, counted)
-
-        def left(worker_id: str) -> None:
-            services.metrics.forget_worker(worker_id)
-            reports.forget(worker_id)
-
-        reports.on_connector, reports.on_keys = services.note_connector, services.keys_elsewhere
-        services.fleet.on_leave = left
-        services.fleet.on_change = hub.workers_changed
+        loop, perimeter, tls = asyncio.get_running_loop(), configured.perimeter, configured.tls
+        services = app.services = build_services(config, loop, forecasts, False, setup.journal, perimeter, tls)
+        counted = _put_hub_in(app, relays)
         kept.last.apply(services)
         services.keep_changes = lambda: kept.keep(services, app.read)
         services.metrics.forget_workers_but([worker.id for worker in services.fleet])
-        await hub.serve(str(folder.link))
-        start(services, dashboard.recorder, hub.settled)
-        _watch(app, counted, kept)
         try:
+            await app.hub.serve(str(folder.link))
+            start(services, dashboard.recorder, app.hub.settled)
+            _watch(app, counted, kept)
             yield
         finally:
-            hub.close()
+            app.hub.close()
             try:
                 await stop(services)
             finally:
@@ -294,6 +270,39 @@ def create_brain_app(
     set_up(app, config, configured.tls)
     app.read, app.lead, app.folder, app.without_predictor = read, lead, folder, lacking
     return app
+
+
+def _put_hub_in(app: BrainApp, relays: int) -> LeaderCounts:
+    """Make the hub of an application, and have its services and the relays hear of each other; it does not listen yet.
+
+    Returns: what brains have counted, this one included. `relays`: how many are waited for.
+    """
+    services, folder, far = app.services, app.folder, None
+    if app.read.listen.link is not None:
+        far = FarMembers(folder.far)
+
+    def under_way(exchanges: int) -> None:
+        services.exchanges = exchanges
+
+    def salt() -> bytes | None:
+        return None if services.forecasts is None else services.forecasts.salt
+
+    def inherited(relay: str) -> None:
+        reports.counts.pop(relay, None)
+        services.metrics.forget_workers_but([worker.id for worker in services.fleet])
+
+    def left(worker_id: str) -> None:
+        services.metrics.forget_worker(worker_id)
+        reports.forget(worker_id)
+
+    reports = RelayReports(services.fleet, services.loop, services.frozen, under_way)
+    hub = app.hub = Hub(services.ledger, reports, services.loop, app.lead.epoch, relays, app.superseded, salt, far)
+    counted = LeaderCounts(folder, app.lead, services.metrics, inherited)
+    services.metrics.beside = partial(_counts_of_relays, folder, counted, hub, reports)
+    services.metrics.before_page = partial(_keep_what_is_shown, counted)
+    reports.on_connector, reports.on_keys = services.note_connector, services.keys_elsewhere
+    services.fleet.on_leave, services.fleet.on_change = left, hub.workers_changed
+    return counted
 
 
 def _watch(app: BrainApp, counted: LeaderCounts, kept: KeptChanges) -> None:

@@ -17,7 +17,7 @@ from typing import BinaryIO, Final
 from balanceroute.config import Config
 from balanceroute.errors import ConfigError
 from balanceroute.proxy.admission.forecasts import build_forecasts
-from balanceroute.proxy.brain import StandbyCallbacks, run_brain
+from balanceroute.proxy.brain import BrainCallbacks, BrainSetup, run_brain
 from balanceroute.proxy.changes import KeptChanges
 from balanceroute.proxy.client.descriptors import warn_if_few
 from balanceroute.proxy.client.relay_loads import Load, RelayLoads
@@ -26,7 +26,7 @@ from balanceroute.proxy.handover import Handover, Predecessor, Told
 from balanceroute.proxy.link.files import locked
 from balanceroute.proxy.perimeter.key_table import KeyTable, Seat
 from balanceroute.proxy.perimeter.perimeter import Perimeter
-from balanceroute.proxy.relay import run_relay
+from balanceroute.proxy.relay import RelaySetup, run_relay
 from balanceroute.proxy.reload import asks_another_predictor, check_added, check_workers
 from balanceroute.proxy.run_folder import RunFolder, relay_name, run_folder
 from balanceroute.proxy.supervisor import Main, Supervisor, be_called
@@ -274,36 +274,18 @@ class Processes:
         self._close_listeners()
         be_called(STANDBY)
         follow = self._begin(name)
-        callbacks = StandbyCallbacks(on_up, lambda: be_called(BRAIN))
-        run_brain(
-            self._configured,
-            self._folder,
-            follow,
-            self.lineage,
-            callbacks,
-            self._journal,
-            self._link,
-            self._was_up,
-            self._ends,
-            self.relays,
-        )
+        callbacks = BrainCallbacks(on_up, lambda: be_called(BRAIN), follow)
+        setup = BrainSetup(self.lineage, self._journal, self._link, self._was_up, self._ends, self.relays)
+        run_brain(self._configured, self._folder, setup, callbacks)
 
     def _relay(self, name: str, on_up: Callable[[], None]) -> None:
         self._end_handover()
         for link in self._links:
             link.close()
         follow, place = self._begin(name), self.relays.index(name)
-        run_relay(
-            self._configured,
-            self._sockets,
-            self._folder,
-            name,
-            follow,
-            on_up,
-            Load(self.loads, place),
-            Seat(self._table, place),
-            self._was_up,
-        )
+        load, seat = Load(self.loads, place), Seat(self._table, place)
+        setup = RelaySetup(name, self._sockets, load, seat, self._was_up)
+        run_relay(self._configured, self._folder, setup, follow, on_up)
 
     def _begin(self, name: str) -> Callable[[], None]:
         """Say in the log who this is; returns what has it follow the parent's reload."""

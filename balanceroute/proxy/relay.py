@@ -18,6 +18,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -87,53 +88,62 @@ class RelayApp(ClientApp):
     services: RelayServices
 
 
+@dataclass(frozen=True, slots=True)
+class RelaySetup:
+    """What the parent gives to a relay that starts.
+
+    `name`: one that no other living relay of the router has; the same after a restart. `listeners`: bound sockets,
+    shared with the other relays: the clients', and the operators' where `listen.admin` is set. `load`, `seat`: its
+    place in what all relays of this router share. `again`: the router has been up, so that what is in the way is moved
+    away.
+    """
+
+    name: str
+    listeners: list[socket.socket]
+    load: Load
+    seat: Seat
+    again: bool
+
+
 def run_relay(
     configured: Configured,
-    listeners: list[socket.socket],
     folder: RunFolder,
-    name: str,
+    setup: RelaySetup,
     follow: Callable[[], None],
     on_up: Callable[[], None],
-    load: Load,
-    seat: Seat,
-    again: bool = False,
 ) -> None:
     """Serve clients until a signal ends it.
 
-    Args: listeners: bound sockets, shared with the other relays: the clients', and the operators' where `listen.admin`
-    is set. name: one that no other living relay of the router has; the same after a restart. follow: has `configured`
-    be what the parent has reloaded, for SIGHUP. on_up: called when it accepts. load, seat: its place in what
-    all relays of this router share. again: the router has been up, so that what is in the way is moved away.
+    Args: follow: has `configured` be what the parent has reloaded, for SIGHUP. on_up: called when it accepts.
 
     Raises: ConfigError: a file of the folder can't be used.
     """
-    folder.make(again)
-    life = folder.come_to_life(name)
+    folder.make(setup.again)
+    life = folder.come_to_life(setup.name)
     configured.tls.catch_up()
-    configured.perimeter.sit(seat)
-    app = create_relay_app(configured, folder, name, life, again)
+    configured.perimeter.sit(setup.seat)
+    app = create_relay_app(configured, folder, setup.name, life, setup.again)
 
     async def on_reload() -> None:
         follow()
         reload_relay(app.services, configured.config, configured.perimeter)
 
     server = RelayServer(app, configured.config, on_reload)
-    server.name, server.on_up, server.load = name, on_up, load
-    server.run(sockets=listeners)
+    server.name, server.on_up, server.load = setup.name, on_up, setup.load
+    server.run(sockets=setup.listeners)
 
 
 def create_relay_app(configured: Configured, folder: RunFolder, name: str, life: int, again: bool = False) -> RelayApp:
-    """The application of the relay of that name. `life`: see `RunFolder.come_to_life`. `again`: see `run_relay`.
+    """The application of the relay of that name. `life`: see `RunFolder.come_to_life`. `again`: see `RelaySetup`.
 
     Raises: ConfigError: a file of the folder can't be used.
     """
-    config, perimeter, tls = configured.config, configured.perimeter, configured.tls
+    config, tls = configured.config, configured.tls
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         assert isinstance(app, RelayApp)
-        loop = asyncio.get_running_loop()
-        services = app.services = build_relay(config, loop, folder, name, perimeter, tls, pins, reach)
+        services = app.services = build_relay(configured, asyncio.get_running_loop(), folder, name, pins, reach)
         app.hot = hot_routes(services)
 
         def joined() -> None:
@@ -141,21 +151,12 @@ def create_relay_app(configured: Configured, folder: RunFolder, name: str, life:
             services.joined()
 
         services.brain.on_joined = joined
-        coroutines: dict[str, Callable[[], Awaitable[None]]] = {
-            "link": services.brain.run,
-            "pool_reaper": services.look,
-            "counts": services.count,
-            "run_folder": services.freshen,
-            "life": partial(services.live_on, life),
-            "certificates": services.tls.watch,
-        }
+        coroutines = _coroutines(services, life)
         if metaserver is not None:
             listener = CallbackListener(folder.callbacks(name), metaserver.answer)
             await listener.serve()
             closing.append(listener.close)
             coroutines["callbacks"] = listener.watch
-        if pins is not None:
-            coroutines |= {"left": partial(_drain_left, services, pins), "pins": pins.watch}
         for task, run in coroutines.items():
             services.tasks[task] = services.loop.create_task(supervised(services, task, run), name=task)
         try:
@@ -179,6 +180,21 @@ def create_relay_app(configured: Configured, folder: RunFolder, name: str, life:
     app = RelayApp(routes=routes, lifespan=lifespan, exception_handlers=HANDLERS)
     set_up(app, config, tls)
     return app
+
+
+def _coroutines(services: RelayServices, life: int) -> dict[str, Callable[[], Awaitable[None]]]:
+    """What runs beside the streams of every relay, by name; `life`: see `RunFolder.come_to_life`."""
+    coroutines: dict[str, Callable[[], Awaitable[None]]] = {
+        "link": services.brain.run,
+        "pool_reaper": services.look,
+        "counts": services.count,
+        "run_folder": services.freshen,
+        "life": partial(services.live_on, life),
+        "certificates": services.tls.watch,
+    }
+    if services.pins is not None:
+        coroutines |= {"left": partial(_drain_left, services, services.pins), "pins": services.pins.watch}
+    return coroutines
 
 
 def _ways_to_brain(config: Config, folder: RunFolder, tls: Tls) -> tuple[Reach, ToBrain]:
@@ -262,16 +278,15 @@ async def _alive(request: Request) -> Response:
 
 
 def build_relay(
-    config: Config,
+    configured: Configured,
     loop: asyncio.AbstractEventLoop,
     folder: RunFolder,
     name: str,
-    perimeter: Perimeter,
-    tls: Tls,
     pins: PinRecord | None,
     reach: Reach,
 ) -> RelayServices:
     """Put the parts together; nothing runs yet."""
+    config, perimeter, tls = configured.config, configured.perimeter, configured.tls
     brain = RemoteBrain(
         loop, reach, _name_on_link(config, folder, name), bounds(config), lambda each: services.void(each)
     )

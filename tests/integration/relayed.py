@@ -16,7 +16,7 @@ import httpx
 from balanceroute.config import Config
 from balanceroute.emulator import ClusterShape, EmulatedCluster
 from balanceroute.engine.tokens import continuation, decode
-from balanceroute.proxy.brain import BrainApp, BrainServer, create_brain_app
+from balanceroute.proxy.brain import BrainApp, BrainServer, BrainSetup, create_brain_app
 from balanceroute.proxy.configured import Configured
 from balanceroute.proxy.link.leadership import FileLead
 from balanceroute.proxy.relay import RelayApp, RelayServer, create_relay_app
@@ -81,7 +81,7 @@ async def a_brain(config: Config, folder: RunFolder, relays: int = 2, again: boo
     lead = FileLead(folder.lock)
     await until(lead.take)
     try:
-        app = create_brain_app(Configured.read(config), folder, lead, relays, LINEAGE, again=again)
+        app = create_brain_app(Configured.read(config), folder, lead, relays, BrainSetup(LINEAGE, again=again))
         server = BrainServer(app, config, uds=str(folder.operators))
         app.end, app.leave = server.end, server.leave
         async with serving(server):
