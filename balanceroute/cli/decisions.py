@@ -74,9 +74,10 @@ def asked(client: "httpx.Client", last: int) -> dict[str, Any]:
     url = str(client.base_url).rstrip("/")
     try:
         reply = client.get("/decisions", params={"last": last})
-        body: object = reply.json()
     except httpx.HTTPError as error:
         raise InputError(f"{url}: no answer: {str(error) or type(error).__name__}") from None
+    try:
+        body: object = reply.json()
     except ValueError:
         body = None
     if reply.status_code != 200 or not isinstance(body, dict) or "decisions" not in body:

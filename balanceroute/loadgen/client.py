@@ -199,8 +199,9 @@ def checked(base_url: str) -> SplitResult:
     """The parts of an http or https URL. Raises: InputError."""
     try:
         url = urlsplit(base_url)
-        usable = url.scheme in {"http", "https"} and bool(url.hostname) and (url.port is None or url.port > 0)
-    except ValueError:  # a port that is not a number, half an IPv6 address
+        host = (url.hostname or "").encode("idna")
+        usable = url.scheme in {"http", "https"} and bool(host) and (url.port is None or url.port > 0)
+    except ValueError:  # a port that is not a number, half an IPv6 address, a name with an empty or too long part
         usable = False
     if not usable or not HEADER_TEXT.fullmatch(base_url):
         raise InputError(f"{base_url!r} is not a URL such as http://127.0.0.1:8000")

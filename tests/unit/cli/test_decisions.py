@@ -63,8 +63,9 @@ def test_nobody_there_is_one_line_and_exit_code_2(
     assert told.startswith(f"balanceroute: {url}: no answer: ") and told.count("\n") == 1
     assert run(monkeypatch, url, "--admin-token", "\u00e9") == 2
     assert "--admin-token: accepted are printable ASCII characters" in capsys.readouterr().err
-    assert run(monkeypatch, "nonsense") == 2
-    assert "is not a URL such as http://127.0.0.1:8000" in capsys.readouterr().err
+    for url in ("nonsense", "http://no..name"):
+        assert run(monkeypatch, url) == 2
+        assert "is not a URL such as http://127.0.0.1:8000" in capsys.readouterr().err
 
 
 def test_a_refusal_is_told_as_the_router_says_it_and_the_token_is_sent(

@@ -296,7 +296,11 @@ def test_a_run_that_is_stopped_reports_what_was_sent_and_names_what_was_cut_off(
 
 
 @pytest.mark.parametrize(
-    "url", ["127.0.0.1:80", "ftp://x", "http://", "http://x:notaport", "http://[::1", "http://\u00e9"]
+    "url",
+    [
+        *("127.0.0.1:80", "ftp://x", "http://", "http://x:notaport", "http://[::1", "http://\u00e9"),
+        *("http://no..name", f"http://{'x' * 64}.name"),
+    ],
 )
 def test_a_url_that_is_none_is_refused(url: str) -> None:
     with pytest.raises(InputError, match="is not a URL"):
