@@ -33,6 +33,7 @@ CLASS_NAMES = {
 # decoder queues
 DEFAULT_LEASE_S = {Connector.MOONCAKE_V1: 480.0, Connector.NIXL: 30.0, Connector.MOONCAKE_LAYERWISE: 480.0}
 
+REMEMBERED_PINS = 4096
 _REQUIRED = ("remote_engine_id", "remote_host", "remote_port", "remote_request_id", "remote_block_ids")
 
 
@@ -90,16 +91,15 @@ class PinSource(Protocol):
 
 
 class PinBook:
-    """The pins of one prefiller; remembers the last `memory` of them after they are gone."""
+    """The pins of one prefiller; remembers the last `REMEMBERED_PINS` of them after they are gone."""
 
-    def __init__(self, memory: int = 4096) -> None:
+    def __init__(self) -> None:
         self._pins: OrderedDict[str, Pin] = OrderedDict()
-        self._memory = memory
 
     def add(self, pin: Pin) -> None:
         """Remember a fresh pin, forgetting the oldest ones that are gone."""
         self._pins[pin.request_id] = pin
-        while len(self._pins) > self._memory:
+        while len(self._pins) > REMEMBERED_PINS:
             self._pins.popitem(last=False)
 
     def get(self, request_id: object) -> Pin | None:

@@ -119,12 +119,12 @@ def assemble(ages: IntArray, prompt_tokens: IntArray, past: FloatArray, key_stat
     return features
 
 
-def training_set(history: Observations, horizon_steps: int, max_samples: int, seed: int = 0) -> TrainingSet:
+def training_set(history: Observations, horizon_steps: int, max_samples: int) -> TrainingSet:
     """Walk the history at ages 0, dT, 2 dT, ... (paper, "Training protocol") and attach the past as it was then.
 
     A request cut short at c still testifies that it did not finish within H at every age up to c - H; later
     ages say nothing and are left out. So are samples from the last H steps of the history, of which only those that
-    finished are known. Above `max_samples` a random part is kept.
+    finished are known. Above `max_samples` a random part is kept, the same every time.
     """
     order = np.argsort(history.finished_s, kind="stable")
     length, censored = history.output_tokens[order], history.censored[order]
@@ -133,7 +133,7 @@ def training_set(history: Observations, horizon_steps: int, max_samples: int, se
     at_s = finished_s[row] - (length[row] - age) * STEP_S
     settled = np.flatnonzero(at_s <= finished_s[-1:] - horizon_steps * STEP_S)
     if len(settled) > max_samples:
-        settled = np.sort(np.random.default_rng(seed).choice(settled, max_samples, replace=False))
+        settled = np.sort(np.random.default_rng(0).choice(settled, max_samples, replace=False))
     row, age, at_s = row[settled], age[settled], at_s[settled]
     by_time = np.argsort(at_s, kind="stable")
     row, age, at_s = row[by_time], age[by_time], at_s[by_time]

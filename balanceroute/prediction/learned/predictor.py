@@ -35,7 +35,7 @@ MIN_ROWS = 200  # below this the marginal curve is the better model
 MAX_SAMPLES = 200_000  # a fit of this size takes about 5 s on one core
 HELD_OUT = 0.15
 CALIBRATION_LIMIT = 0.03
-DEFAULT_KEYS = 20_000
+MAX_KEYS = 20_000
 NEEDS_SCIKIT_LEARN = "predictor.kind: 'learned' needs scikit-learn to be fitted: scripts/install learned"
 
 
@@ -141,18 +141,11 @@ class LearnedPredictor:
 
     refits_in_process = True
 
-    def __init__(
-        self,
-        horizon_steps: int,
-        *,
-        max_rows: int = DEFAULT_ROWS,
-        max_age_s: float | None = None,
-        max_keys: int = DEFAULT_KEYS,
-    ) -> None:
+    def __init__(self, horizon_steps: int, *, max_rows: int = DEFAULT_ROWS, max_age_s: float | None = None) -> None:
         self._horizon = horizon_steps
         self.ring = ObservationRing(max_rows, max_age_s)
         self._past = RecentPast()
-        self._keys = KeyMemory(max_keys)
+        self._keys = KeyMemory(MAX_KEYS)
         self.fitted = LearnedFit(None, None, 1.0, 0.0, 0.0, SurvivalCurve(Observations.of([])))
 
     def start(self, rows: Iterable[FinishedRequest]) -> None:

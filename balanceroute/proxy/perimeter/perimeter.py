@@ -16,22 +16,22 @@ from balanceroute.proxy.wire.responses import Headers
 class Perimeter:
     """Made from a configuration; a reload makes a new one.
 
-    `admin_port` is where admin routes are served alone, None if everywhere.
+    `admin_port` is where admin routes are served alone, None if everywhere. `seat`: at the table of what all relays on
+    this machine use of keys; None: there are no others.
     """
 
     __slots__ = ("admin", "admin_port", "keys", "pages", "public_metrics", "seat", "_worker_authorization")
 
-    def __init__(self, config: Config, seat: Seat | None = None, entries: Iterable[KeyEntry] | None = None) -> None:
-        """`seat`: at the table of what all relays on this machine use of keys; None: there are no others. `entries`:
-        what another process has read in the file of keys; None: it is read here.
+    def __init__(self, config: Config, entries: Iterable[KeyEntry] | None = None) -> None:
+        """`entries`: what another process has read in the file of keys; None: it is read here.
 
         Raises: ConfigError: the file of keys is wrong.
         """
         auth = config.auth
-        self.seat = seat
+        self.seat: Seat | None = None
         self.keys: ClientKeys | None = None
         if auth.client_keys is not None:
-            self.keys = ClientKeys(_entries(auth.client_keys) if entries is None else entries, seat)
+            self.keys = ClientKeys(_entries(auth.client_keys) if entries is None else entries)
         token = auth.admin_token
         self.admin = AdminGate(None if token is None else token.get_secret_value())
         self.pages = Pages(auth.allowed_origins)

@@ -68,6 +68,7 @@ from balanceroute.proxy.workers.fair_timeout import FairTimeout
 KEEPALIVE_S: Final = 4.0  # below the 5 s after which uvicorn closes an idle connection
 FRESH_S: Final = 1.0  # idle time up to which a request that can't be repeated may use a connection
 HIGH_WATER_BYTES: Final = 256 * 1024
+MAX_IDLE: Final = 4096  # connections to one worker that wait for a request
 CONNECT_TIMEOUT_S: Final = 5.0
 _OUR_SHORTAGES: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 MAX_HEAD_BYTES: Final = 64 * 1024
@@ -126,7 +127,6 @@ class Upstream:
         worker: str = "",
         tier: str = "decode",
         ssl_context: ssl.SSLContext | Callable[[], ssl.SSLContext] | None = None,
-        max_idle: int = 4096,
         keepalive_s: float = KEEPALIVE_S,
         high_water_bytes: int = HIGH_WATER_BYTES,
         socket_path: str | None = None,
@@ -156,7 +156,6 @@ class Upstream:
         self._host_header = parts.netloc.rpartition("@")[2].encode("idna" if not parts.netloc.isascii() else "ascii")
         self._socket_path = socket_path
         self._starts: dict[tuple[str, str], bytes] = {}
-        self._max_idle = max_idle
         self._keepalive_s = keepalive_s
         self._fresh_s = fresh_s
         self._idle: deque[_Connection] = deque()  # the one that has been idle for longest first
@@ -330,7 +329,7 @@ class Upstream:
         idle = self._idle
         while idle and connection.idle_since - idle[0].idle_since > self._keepalive_s:
             idle.popleft().abort()  # a burst has left it, and it would stay below those that are used now
-        if reusable and not connection.unsent_bytes and not self._closed and len(idle) < self._max_idle:
+        if reusable and not connection.unsent_bytes and not self._closed and len(idle) < MAX_IDLE:
             idle.append(connection)
         else:
             connection.abort()
