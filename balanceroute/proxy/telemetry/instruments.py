@@ -102,9 +102,10 @@ class HistogramFamily:
         return [(value, list(child.counts), child.total) for value, child in self._children.items()]
 
     def add(self, rows: Iterable[HistogramRow]) -> None:
-        """Add what others have observed, in the same buckets."""
+        """Add what others have observed; what another version has in other buckets can't be told in ours."""
         for value, counts, total in rows:
-            self.child(value).add(counts, total)
+            if len(counts) == len(self._bounds) + 1:
+                self.child(value).add(counts, total)
 
     def copy(self) -> "HistogramFamily":
         """Another one with the same observations."""
@@ -173,9 +174,10 @@ class CounterFamily:
         return [(list(values), count) for values, count in self._values.items()]
 
     def add(self, rows: Iterable[CounterRow]) -> None:
-        """Add what others have counted."""
+        """Add what others have counted; what another version has under other labels can't be told under ours."""
         for values, count in rows:
-            self.inc(*values, by=count)
+            if len(values) == len(self._labels):
+                self.inc(*values, by=count)
 
     def copy(self) -> "CounterFamily":
         """Another one with the same counts."""

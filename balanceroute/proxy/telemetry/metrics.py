@@ -260,7 +260,7 @@ class Metrics(Collector):
             for histogram in self._histograms:
                 histogram.add(told["histograms"].get(histogram.name, ()))
             self._former_forecasts.add(told.get("forecasts", ForecastCounts().told()))
-        except (ValueError, TypeError, KeyError) as error:  # another version's, with other buckets
+        except (ValueError, TypeError, KeyError) as error:
             log.warning("counts of a former life are of no use", extra={"error": str(error)})
 
     def _prefills(self) -> Iterator[CounterFamily]:

@@ -247,6 +247,20 @@ def test_series_of_workers_that_left_with_a_former_life_end() -> None:
     assert line(page, 'balanceroute_requests_total{outcome="finished"}') == 3
 
 
+def test_counts_of_another_version_with_other_buckets_and_labels_leave_a_page_with_all_the_rest() -> None:
+    """A relay of the former version, under a brain of the next one that has taken over."""
+    counts = orjson.loads(a_relay().counts())
+    counts["histograms"]["balanceroute_request_ttft_seconds"][0][1].append(7)
+    counts["counters"]["balanceroute_retries"].append([["prefill", "of its own"], 5])
+    brain, next_brain = prefilled(5), prefilled(5)
+    brain.beside = lambda: [orjson.dumps(counts)]
+    next_brain.carry_on(orjson.dumps(counts))
+    for page in (brain.exposition(), next_brain.exposition()):
+        assert line(page, 'balanceroute_requests_total{outcome="finished"}') == 3
+        assert line(page, "balanceroute_request_ttft_seconds_count") == 0
+        assert line(page, 'balanceroute_retries_total{tier="prefill"}') == 0
+
+
 @pytest.mark.parametrize("counts", [b"{", b"[]", b'{"counters":{}}'])
 def test_counts_that_cannot_be_read_keep_no_process_from_its_next_life(
     counts: bytes, caplog: pytest.LogCaptureFixture
