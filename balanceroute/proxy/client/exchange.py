@@ -103,13 +103,13 @@ class Exchange:
         "_refusal",
         "_request",
         "_response",
-        "_s",
+        "_services",
         "_status",
         "_task",
     )
 
     def __init__(self, services: ClientServices, endpoint: Endpoint, request: Request, response: Response) -> None:
-        self._s, self._endpoint, self._request, self._response = services, endpoint, request, response
+        self._services, self._endpoint, self._request, self._response = services, endpoint, request, response
         self._arrived_s = services.tickets.now()
         self._head: Head | None = None
         self._key: ClientKey | None = None
@@ -123,7 +123,7 @@ class Exchange:
 
     def check(self) -> None:
         """Read the head. Raises: AccessDenied, KeyLimit; InvalidRequest: a header is wrong; Rejected: a drain."""
-        perimeter, key_header = self._s.perimeter, self._s.config.predictor.key_header
+        perimeter, key_header = self._services.perimeter, self._services.config.predictor.key_header
         headers = self._request.headers
         head = self._head = read_head(
             headers,
@@ -138,8 +138,8 @@ class Exchange:
             self._response.on_last = self._leave_key
             self._request.holder = self._key.holder
         head.check()
-        if self._s.tickets.draining:
-            raise refusal(RejectReason.DRAINING, self._s.tickets.view).error()
+        if self._services.tickets.draining:
+            raise refusal(RejectReason.DRAINING, self._services.tickets.view).error()
 
     def refuse(self, error: BalanceRouteError) -> None:
         """The request never came whole, or may not be served."""
@@ -155,7 +155,7 @@ class Exchange:
 
     async def run(self) -> None:
         """Answer the request, one way or the other."""
-        services, response = self._s, self._response
+        services, response = self._services, self._response
         services.exchanges += 1
         try:
             if response.gone:
@@ -220,7 +220,7 @@ class Exchange:
     def _in_class(self, request: ClientRequest, request_id: str) -> ClientRequest:
         """The request with the priority that it has in our own order; the engines get its body, with the client's."""
         entry = None if self._key is None else self._key.entry
-        bounds = self._s.config.limits.priority if entry is None or entry.priority is None else entry.priority
+        bounds = self._services.config.limits.priority if entry is None or entry.priority is None else entry.priority
         priority = bounds.clamped(request.priority)
         if priority == request.priority:
             return request
@@ -261,7 +261,7 @@ class Exchange:
         shared = StreamHead(self._response, self._own_headers(), request.model)
         answers: list[PartAnswer] = []
         choices = Choices()
-        parts = fanout.parts_of(request, self._s.config.limits.max_choices, len(self._request.body))
+        parts = fanout.parts_of(request, self._services.config.limits.max_choices, len(self._request.body))
         for index, part in enumerate(parts):
             outlet: Outlet
             if request.stream:
@@ -295,7 +295,7 @@ class Exchange:
         choices: Choices | None = None,
     ) -> Leg:
         """The leg of one prompt with one answer; `options` of its scanner, which it shares with nobody."""
-        head, services = self._head, self._s
+        head, services = self._head, self._services
         assert head is not None
         keyer = services.keyer
         strategy: Callable[[Leg], Strategy] = Layerwise if services.connector.decode_first else Pull
@@ -325,17 +325,17 @@ class Exchange:
         if self._head is None:
             return []
         headers = [(b"x-request-id", self._head.told_id)]
-        pages = self._s.perimeter.pages
+        pages = self._services.perimeter.pages
         if pages.some:
             headers += pages.answer_headers(self._request.header(b"origin"))
         return headers
 
     def _fail_by_bug(self, error: Exception) -> None:
         self._outcome, self._status = FAILED, 200 if self._response.started else 500
-        self._s.metrics.tasks_failed.inc("request")
+        self._services.metrics.tasks_failed.inc("request")
         request_id = self._head.request_id if self._head is not None else ""
         log.error("internal error", exc_info=error, extra={"request": request_id})
-        if self._s.strict:
+        if self._services.strict:
             raise error
         if not self._response.started:
             self._response.refuse(InvariantError(INTERNAL_ERROR), self._own_headers())
@@ -357,7 +357,7 @@ class Exchange:
     def _note(self, error: BalanceRouteError) -> None:
         if isinstance(error, AccessDenied | KeyLimit):
             self._refusal = error
-            self._s.metrics.refusals.inc(error.reason)
+            self._services.metrics.refusals.inc(error.reason)
         if isinstance(error, QueueTimeout):
             self._outcome = EXPIRED
         elif isinstance(error, ClientStalled):
@@ -382,11 +382,11 @@ class Exchange:
         key, self._in_flight = self._in_flight, None
         if key is not None:
             tokens = sum(leg.answer.prompt_tokens + leg.answer.scanner.tokens for leg in self._legs)
-            key.leave(self._s.tickets.now(), tokens)
+            key.leave(self._services.tickets.now(), tokens)
 
     def _account(self) -> None:
         """The request is over: its counters, its histograms and its one line."""
-        metrics, now = self._s.metrics, self._s.tickets.now()
+        metrics, now = self._services.metrics, self._services.tickets.now()
         self._leave_key()
         metrics.requests.inc(self._outcome)
         duration_s = now - self._arrived_s

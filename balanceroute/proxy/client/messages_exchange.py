@@ -41,7 +41,7 @@ class MessagesExchange(Exchange):
         if not request.stream:
             return PartAnswer(request)
         headers = [*SSE_HEADERS, *self._own_headers()]
-        self._outlet = PingedOutlet(self._response, headers, self._printed, self._s.loop)
+        self._outlet = PingedOutlet(self._response, headers, self._printed, self._services.loop)
         return self._outlet
 
     def _scanner_options(self, request: ClientRequest) -> dict[str, Any] | None:

@@ -38,7 +38,7 @@ class Answer:
         "_estimated",
         "_original",
         "_restarts",
-        "_s",
+        "_services",
         "cached_tokens",
         "estimated_tokens",
         "outlet",
@@ -54,7 +54,7 @@ class Answer:
         self, services: LifeServices, request: ClientRequest, outlet: Outlet, scanner_options: dict[str, Any] | None
     ) -> None:
         """`scanner_options` are for an answer in another form, or one of several."""
-        self._s, self.outlet = services, outlet
+        self._services, self.outlet = services, outlet
         self.request = self._original = request
         self.scanner_options = scanner_options or {}
         self.scanner = NOTHING_YET
@@ -78,8 +78,8 @@ class Answer:
         self.prompt_details, self.prompt_reply = result.prompt_details, result.reply
         if self._estimated:
             error = abs(self.estimated_tokens - result.prompt_tokens) / (result.prompt_tokens or 1)
-            self._s.metrics.prompt_estimate_error.observe(error)
-            self._s.prompt_estimates.learn(self._original, self.estimated_tokens, result.prompt_tokens)
+            self._services.metrics.prompt_estimate_error.observe(error)
+            self._services.prompt_estimates.learn(self._original, self.estimated_tokens, result.prompt_tokens)
 
     def cut_prompt(self, tokens: int | None) -> None:
         """Have workers cut the client's prompt to so many tokens if it is to be cut by its limit; None: not at all."""
@@ -133,7 +133,7 @@ class Answer:
         if not scanner.tokens or not self.outlet.started:
             return True
         resumable = resumption(self._original, scanner.cut()).fidelity is not Fidelity.INVALID
-        return self._s.config.retry.resume_on_worker_loss and resumable and scanner.ids_exact
+        return self._services.config.retry.resume_on_worker_loss and resumable and scanner.ids_exact
 
     @property
     def goes_on_from(self) -> "array[int]":
@@ -154,7 +154,7 @@ class Answer:
         scanner = self.scanner
         lost = error or BadUpstreamReply("the answer can't be resumed", worker=worker_id, tier="decode")
         is_lost = error is not None and not pushes_back(error)
-        if self.outlet.started and is_lost and not self._s.config.retry.resume_on_worker_loss:
+        if self.outlet.started and is_lost and not self._services.config.retry.resume_on_worker_loss:
             raise lost
         cut = scanner.cut(broken)
         scanner.resume(0 if cut.halved else broken)
@@ -169,13 +169,13 @@ class Answer:
         if how.fidelity is Fidelity.INVALID or not scanner.ids_exact or prompt_ids is None:
             self._start_again(result, lost)
             return True
-        self._s.metrics.resumes.inc(how.fidelity.name.lower())
+        self._services.metrics.resumes.inc(how.fidelity.name.lower())
         try:
             self.request = resume(
                 self._original,
                 prompt_ids[: self.prompt_tokens],
                 scanner.ids,
-                resume_key=self._s.connector.resume_key,
+                resume_key=self._services.connector.resume_key,
             )
         except ValueError:
             return False
@@ -185,9 +185,9 @@ class Answer:
         """From the original prompt, which needs a client that has seen nothing. Raises: `lost`, where it has."""
         self._restarts += 1
         if self._restarts > MAX_RESTARTS or not self.outlet.forget():
-            self._s.metrics.resumes.inc("ended")
+            self._services.metrics.resumes.inc("ended")
             raise lost
-        self._s.metrics.resumes.inc("restarted")
+        self._services.metrics.resumes.inc("restarted")
         self.request = self._original
         self.begin(self._counted or result)  # the last prefill may have been of prompt and answer so far
 

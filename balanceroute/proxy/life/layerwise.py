@@ -108,7 +108,7 @@ class PushFailed(BalanceRouteError):
 class Layerwise:
     """The strategy whose decode worker is chosen first; the prefill runs beside the decode, in a task of its own."""
 
-    __slots__ = ("_connector", "_leg", "_push", "_result", "_s", "_worker")
+    __slots__ = ("_connector", "_leg", "_push", "_result", "_services", "_worker")
 
     first: ClassVar[Phase] = POOLED
     follows: ClassVar[Transitions] = {
@@ -119,7 +119,7 @@ class Layerwise:
     def __init__(self, leg: Leg) -> None:
         connector = leg.services.connector
         assert isinstance(connector, LayerwiseConnector)
-        self._leg, self._s, self._connector = leg, leg.services, connector
+        self._leg, self._services, self._connector = leg, leg.services, connector
         self._worker: Worker
         self._push: asyncio.Task[None] | None = None
         answer = leg.answer
@@ -176,7 +176,7 @@ class Layerwise:
         connector.expect(token, external_id(leg.answer.request, leg.upstream_id), called_back)
         silence = None
         if worker.kv_connector is None:
-            silence = self._s.loop.call_later(CALLBACK_S, self._never_asked, worker)
+            silence = self._services.loop.call_later(CALLBACK_S, self._never_asked, worker)
         try:
             done = await decode(leg, worker, grace_s=0.0)  # nothing is pinned by name
             if done and self._push is not None:
@@ -207,16 +207,16 @@ class Layerwise:
     def _never_asked(self, worker: Worker) -> None:
         if worker.kv_connector is None:
             reason = "it has asked for no prefill yet: its connector is not mooncake_layerwise, or it can't reach us"
-            self._s.metrics.conditions.hold(CONNECTOR, worker.id, f"{reason} (layerwise.callback_url)")
+            self._services.metrics.conditions.hold(CONNECTOR, worker.id, f"{reason} (layerwise.callback_url)")
 
     def _called_back(self, worker: Worker, body: bytes) -> None:
         if worker.kv_connector is None:
             worker.kv_connector = self._connector.name
-            self._s.metrics.conditions.clear(CONNECTOR, worker.id)
+            self._services.metrics.conditions.clear(CONNECTOR, worker.id)
         self._leg.try_deadline_s = math.inf  # from here on it is us whom the decode worker waits for
-        worker.progress_s = self._s.tickets.now()
+        worker.progress_s = self._services.tickets.now()
         self._leg.ticket.request_prefill()
-        self._push = self._s.loop.create_task(self._run_push(worker, body))
+        self._push = self._services.loop.create_task(self._run_push(worker, body))
         self._push.add_done_callback(self._push_is_over)
 
     def _push_is_over(self, push: asyncio.Task[None]) -> None:
@@ -225,7 +225,7 @@ class Layerwise:
         if error is None:
             return
         leg = self._leg
-        self._s.metrics.tasks_failed.inc("push")
+        self._services.metrics.tasks_failed.inc("push")
         log.error("internal error", exc_info=error, extra={"where": "push", "request": leg.id})
         if not leg.answer.decodes:
             leg.interrupt(InvariantError("the prefill has failed by a bug of ours"))
@@ -242,17 +242,17 @@ class Layerwise:
                 leg.ticket.pushed(leg.ticket.prompt_tokens)
             return
         try:
-            answer.check_prefill(self._s.fleet[leg.prefiller_id], result)
+            answer.check_prefill(self._services.fleet[leg.prefiller_id], result)
         except UpstreamError as error:
             if answer.scanner.finish_reason is None:
                 leg.interrupt(error)
             return
-        now = self._s.tickets.now()
+        now = self._services.tickets.now()
         leg.kv_due = False
         leg.ticket.pushed(result.prompt_tokens, result.cached_tokens)
         worker.progress_s = now
         if not answer.scanner.begun:
-            leg.try_deadline_s = now + first_bytes_s(self._s.config, answer.request)
+            leg.try_deadline_s = now + first_bytes_s(self._services.config, answer.request)
         if not answer.prompt_tokens:
             self._result = result
             answer.prompt_counted(result)
@@ -261,7 +261,7 @@ class Layerwise:
     async def _prefill_for(self, body: bytes) -> PrefillResult:
         """Have a prefiller push. Raises: QueueTimeout; PushFailed; UpstreamError of the last try."""
         leg = self._leg
-        deadline_s = self._s.tickets.now() + self._s.config.queue.deadline_s
+        deadline_s = self._services.tickets.now() + self._services.config.queue.deadline_s
         while True:
             prefiller = await self._next_prefiller(deadline_s)
             try:
@@ -275,12 +275,12 @@ class Layerwise:
 
     async def _next_prefiller(self, deadline_s: float) -> Worker:
         """Wait for the prefiller that is to push. Raises: QueueTimeout."""
-        leg, now = self._leg, self._s.tickets.now
+        leg, now = self._leg, self._services.tickets.now
         while True:
             waiting_since_s = now()
             try:
                 async with asyncio.timeout_at(deadline_s):
-                    prefiller = self._s.fleet[await leg.ticket.prefiller()]
+                    prefiller = self._services.fleet[await leg.ticket.prefiller()]
             except TimeoutError:
                 text = "The request waited too long for a prefiller."
                 raise QueueTimeout(text, retry_after_s=RETRY_AFTER_S) from None
@@ -292,7 +292,7 @@ class Layerwise:
             leg.ticket.push_failed()
 
     async def _ask_to_push(self, prefiller: Worker, body: bytes) -> PrefillResult:
-        leg, limits, request = self._leg, self._s.config.limits, self._leg.answer.request
+        leg, limits, request = self._leg, self._services.config.limits, self._leg.answer.request
         patience_s = limits.first_byte_timeout_s.prefill
         prefiller.take()
         prefiller.circuit.used()

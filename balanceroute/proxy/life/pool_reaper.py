@@ -34,27 +34,27 @@ class PoolReaper:
 
     def __init__(self, services: LifeServices, expire: Callable[[], object], judges: bool = True) -> None:
         """`expire` ends what has waited too long before the scheduler; `judges`: whether workers are judged here."""
-        self._s, self._expire = services, expire
+        self._services, self._expire = services, expire
         self._mover = Mover(services, judges)
 
     async def run(self) -> None:
         """Until cancelled."""
         while True:
-            await asyncio.sleep(until_tick_s(self._s.tickets.now(), PERIOD_S))
+            await asyncio.sleep(until_tick_s(self._services.tickets.now(), PERIOD_S))
             self.look()
 
     def look(self) -> None:
         """One look at everything that waits."""
-        self._s.tickets.settle()
+        self._services.tickets.settle()
         self._expire()
-        self._s.fleet.sweep()
-        self._s.metrics.fold()
-        now = self._s.last_look_s = self._s.tickets.now()
-        for leg in self._s.legs:
+        self._services.fleet.sweep()
+        self._services.metrics.fold()
+        now = self._services.last_look_s = self._services.tickets.now()
+        for leg in self._services.legs:
             if leg.streaming_from is not None:
                 leg.streaming_from.progress_s = max(leg.streaming_from.progress_s, leg.last_token_s)
         self._mover.look(now, PERIOD_S)
-        for leg in list(self._s.legs):
+        for leg in list(self._services.legs):
             self._look_at(leg, now)
 
     def _look_at(self, leg: Leg, now: float) -> None:
@@ -62,9 +62,9 @@ class PoolReaper:
             leg.interrupt(_too_late(leg))
         elif leg.blocked_by_client:
             # the worker isn't read, so its silence proves nothing
-            leg.try_deadline_s = now + self._s.config.limits.idle_timeout_s
+            leg.try_deadline_s = now + self._services.config.limits.idle_timeout_s
             leg.stalled_since_s = min(leg.stalled_since_s, now)
-            if now - leg.stalled_since_s > self._s.config.limits.client_stall_timeout_s:
+            if now - leg.stalled_since_s > self._services.config.limits.client_stall_timeout_s:
                 leg.interrupt(ClientStalled("the client has stopped reading"))
         elif leg.late(now) and not self._mover.tolerates(leg, now):
             worker, tier = leg.last_tried

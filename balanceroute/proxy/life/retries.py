@@ -65,13 +65,13 @@ class Retries:
         "_refusal",
         "_refused",
         "_request_id",
-        "_s",
+        "_services",
         "_suspect",
     )
 
     def __init__(self, services: LifeServices, request_id: str, choices: Choices | None) -> None:
         """`choices`: those of the same client request, for an answer made of several legs."""
-        self._s, self._request_id, self._choices = services, request_id, choices
+        self._services, self._request_id, self._choices = services, request_id, choices
         self._suspect: Suspect | None = None
         self._prefill_failures = self._decode_failures = self._fruitless = self._refused = 0  # in a row
         self._refusal: UpstreamStatus | None = None  # the last 429 or 503 before the first token
@@ -86,7 +86,7 @@ class Retries:
 
         Raises: `error`, when it was the last try.
         """
-        services, circuit = self._s, worker.circuit
+        services, circuit = self._services, worker.circuit
         if isinstance(error, DeadlineExceeded):
             circuit.inconclusive()
             raise error
@@ -142,7 +142,7 @@ class Retries:
         sign = sign_of(error)
         if sign is Sign.NONE:
             return
-        services = self._s
+        services = self._services
         if sign is Sign.MAYBE and await is_alive(worker, services.config.health.timeout_s):
             return
         suspect = self._suspect = self._suspect or Suspect(self._choices)
@@ -181,7 +181,7 @@ class Retries:
 
     async def _until_deadline(self, ticket: Ticket, answer: Awaitable[str], refusal: UpstreamStatus) -> str:
         try:
-            async with asyncio.timeout_at(ticket.arrived_s + self._s.config.queue.deadline_s):
+            async with asyncio.timeout_at(ticket.arrived_s + self._services.config.queue.deadline_s):
                 return await answer
         except TimeoutError:
             text = f"No worker has taken the request; the last one, for {refusal.tier}, answered {refusal.status}."
@@ -198,12 +198,12 @@ class Retries:
             await self._choices.turn(self)
         if self.has_losses:
             self._suspect = self._suspect or Suspect(self._choices)
-            await self._s.suspicions.turn(self._suspect, worker.id)
+            await self._services.suspicions.turn(self._suspect, worker.id)
 
     def left_worker(self) -> None:
         """It is at no decode worker: another suspect may go to the one that it was at."""
         if self._suspect is not None:
-            self._s.suspicions.end_turn(self._suspect)
+            self._services.suspicions.end_turn(self._suspect)
 
     def left_tier(self) -> None:
         """It waits for a decode worker anew: another choice of the same request may go."""
@@ -212,7 +212,7 @@ class Retries:
 
     def _backoff_s(self, failures: int) -> float:
         """Exponential with full jitter."""
-        retry = self._s.config.retry
+        retry = self._services.config.retry
         return _draws.uniform(0.0, min(retry.max_delay_s, retry.base_delay_s * 2.0 ** (failures - 1)))
 
     # -- what is forgotten
@@ -227,7 +227,7 @@ class Retries:
         self._refusal = None
         self._begun_s = now
         if self._suspect is not None:
-            self._s.suspicions.cleared(self._suspect)
+            self._services.suspicions.cleared(self._suspect)
         self.clear_choices()
 
     def clear_choices(self) -> None:

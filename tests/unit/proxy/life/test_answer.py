@@ -45,9 +45,12 @@ def test_a_prompt_that_its_limit_cuts_is_cut_where_its_prefiller_has_cut_it() ->
 
     async def prefilled() -> None:
         answer = an_answer(Client(), truncate_prompt_tokens=-1)
-        for body in (answer._s.connector.decode(answer.request, b"{}"), answer._s.connector.probe(answer.request)):
+        for body in (
+            answer._services.connector.decode(answer.request, b"{}"),
+            answer._services.connector.probe(answer.request),
+        ):
             assert orjson.loads(body)["truncate_prompt_tokens"] == len(PROMPT_IDS)
-        answer.check_prefill(next(iter(answer._s.fleet)), PREFILLED)  # it is the client's request all the same
+        answer.check_prefill(next(iter(answer._services.fleet)), PREFILLED)  # it is the client's request all the same
 
     in_virtual_time(prefilled)
 
@@ -70,9 +73,9 @@ def test_it_goes_on_from_prompt_and_tokens_so_far_with_what_is_left_of_its_limit
         answer = an_answer(Client())
         give(answer, *range(20, 24))
         assert answer.resume(PREFILLED, lost(), "d0")
-        asked = orjson.loads(answer._s.connector.probe(answer.request))
+        asked = orjson.loads(answer._services.connector.probe(answer.request))
         assert asked["prompt"] == [*PROMPT_IDS, 20, 21, 22, 23]
-        assert orjson.loads(answer._s.connector.decode(answer.request, b"{}"))["max_tokens"] == 6
+        assert orjson.loads(answer._services.connector.decode(answer.request, b"{}"))["max_tokens"] == 6
 
     in_virtual_time(cut_off)
 
@@ -186,7 +189,7 @@ def test_a_second_loss_goes_on_from_the_clients_prompt_and_not_from_what_was_pre
         again = PrefillResult(b"{}", len(PROMPT_IDS) + 1, None, [*PROMPT_IDS, 20])
         give(answer, 21)
         assert answer.resume(again, lost(), "d1")
-        assert orjson.loads(answer._s.connector.probe(answer.request))["prompt"] == [*PROMPT_IDS, 20, 21]
+        assert orjson.loads(answer._services.connector.probe(answer.request))["prompt"] == [*PROMPT_IDS, 20, 21]
 
     in_virtual_time(cut_off)
 
@@ -196,7 +199,7 @@ def test_a_prefill_of_another_prompt_than_the_answer_so_far_is_an_error_but_not_
 
     async def prefilled() -> None:
         answer = an_answer(Client())
-        worker = answer._s.fleet["p0"]
+        worker = answer._services.fleet["p0"]
         for count in (1, len(PROMPT_IDS), 99):  # the client's own words: only an engine knows how many tokens they are
             answer.check_prefill(worker, PrefillResult(b"{}", count, None, None))
         give(answer, 20)
