@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -29,8 +29,9 @@ from balanceroute.proxy.client.head import Request
 from balanceroute.proxy.client.messages_exchange import MessagesExchange
 from balanceroute.proxy.client.response import Response
 from balanceroute.proxy.client.services import ClientServices
+from balanceroute.proxy.coroutines import after, start_refits, stop, supervised
 from balanceroute.proxy.life.pool_reaper import PoolReaper
-from balanceroute.proxy.ops.admin import Admin, http_error, internal_error, state
+from balanceroute.proxy.ops.admin import Admin, http_error, internal_error
 from balanceroute.proxy.ops.dashboard import SIGN_IN, Dashboard
 from balanceroute.proxy.ops.dashboard.recorder import Recorder
 from balanceroute.proxy.ops.forwarding import Forwarding
@@ -40,6 +41,7 @@ from balanceroute.proxy.ops.steering import Steering
 from balanceroute.proxy.perimeter.access import DASHBOARD_PATH
 from balanceroute.proxy.perimeter.perimeter import Perimeter
 from balanceroute.proxy.perimeter.tls import Tls
+from balanceroute.proxy.reload import reload
 from balanceroute.proxy.services import Services
 from balanceroute.proxy.telemetry.instruments import StageClock
 from balanceroute.proxy.telemetry.metrics import Metrics
@@ -54,7 +56,6 @@ from balanceroute.proxy.workers.upstream import checked_lines
 
 log = logging.getLogger(__name__)
 
-_RESTART_S = 0.1
 _LARGE = ("/v1/", "/tokenize", "/detokenize")
 _SMALL_BYTES = 2**20  # of a body: the URLs of ten thousand workers
 
@@ -186,8 +187,6 @@ def operator_parts(services: Callable[[], Services], dashboard: Dashboard, read:
     """Everything that a process that decides serves beside the hot routes; `read`: its configuration as it was read."""
 
     async def switch(new: Config) -> list[str]:
-        from balanceroute.proxy.reload import reload  # which puts together what is here
-
         return await reload(services(), new, services().perimeter)  # no file is to be read again for it
 
     return [
@@ -310,71 +309,3 @@ def drain_left(services: ClientServices, pins: Iterable[Pin]) -> None:
     authorization = services.perimeter.authorization_for([])
     headers = [(b"authorization", authorization)] if authorization else []
     services.drainer.drain_left(pins, checked_lines(headers))
-
-
-def after(event: asyncio.Event | None, run: Callable[[], Awaitable[None]]) -> Callable[[], Awaitable[None]]:
-    """What runs once the event is set, if there is one."""
-    if event is None:
-        return run
-
-    async def later() -> None:
-        await event.wait()
-        await run()
-
-    return later
-
-
-def start_refits(services: Services) -> None:
-    """Keep the present predictor fresh, in place of the one before."""
-    before = services.tasks.pop("refits", None)
-    if before is not None:
-        before.cancel()
-    refits = services.ledger.refits()
-    if refits is not None:
-        run = supervised(services, "refits", refits)
-        services.tasks["refits"] = services.loop.create_task(run, name="refits")
-
-
-async def stop(services: Services) -> None:
-    """End everything; what still runs is cut off."""
-    try:
-        await stop_tasks(services)
-    finally:
-        if services.forecasts is not None:
-            services.forecasts.close()
-        services.ledger.close()
-
-
-async def stop_tasks(services: ClientServices) -> None:
-    """End the coroutines, the drains and the connections to workers."""
-    tasks = list(services.tasks.values())
-    for task in tasks:
-        task.cancel()
-    results = await asyncio.gather(*tasks, return_exceptions=True)
-    await services.drainer.close()
-    services.fleet.close()
-    if services.pins is not None:
-        services.pins.close()
-    for result in results:
-        if isinstance(result, Exception):
-            raise result
-
-
-def supervised(services: ClientServices, name: str, run: Callable[[], Awaitable[None]]) -> Coroutine[Any, Any, None]:
-    """What runs for ever, again after a bug of ours."""
-    services.metrics.tasks_failed.inc(name, by=0)
-
-    async def forever() -> None:
-        while True:
-            try:
-                await run()
-            except Exception:
-                # a router that decides nothing any more is worse than one that has met a bug of its own
-                services.metrics.tasks_failed.inc(name)
-                known = state(services) if isinstance(services, Services) else None
-                log.exception("internal error", extra={"where": name, "state": known})
-                if services.strict:
-                    raise
-                await asyncio.sleep(_RESTART_S)
-
-    return forever()

@@ -32,10 +32,11 @@ from balanceroute.config.patience import off_the_loop
 from balanceroute.errors import ConfigError, InputError, NoHealthyWorkers
 from balanceroute.plugins import learn_policy
 from balanceroute.proxy.admission.forecasts import Forecasts, build_forecasts
-from balanceroute.proxy.app import HANDLERS, RouterApp, build_services, operator_parts, set_up, start, stop, supervised
+from balanceroute.proxy.app import HANDLERS, RouterApp, build_services, operator_parts, set_up, start
 from balanceroute.proxy.changes import KeptChanges
 from balanceroute.proxy.client.services import ClientServices
 from balanceroute.proxy.configured import Configured
+from balanceroute.proxy.coroutines import stop, supervised
 from balanceroute.proxy.leader_counts import LeaderCounts
 from balanceroute.proxy.link.far import FarListener, FarMembers
 from balanceroute.proxy.link.files import is_gone

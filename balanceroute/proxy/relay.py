@@ -41,14 +41,13 @@ from balanceroute.proxy.app import (
     hot_routes,
     methods_served,
     set_up,
-    stop_tasks,
-    supervised,
 )
 from balanceroute.proxy.client.acceptor import Acceptor
 from balanceroute.proxy.client.descriptors import most_clients
 from balanceroute.proxy.client.relay_loads import ACCEPTS, Load
 from balanceroute.proxy.client.services import ClientServices
 from balanceroute.proxy.configured import Configured
+from balanceroute.proxy.coroutines import stop_tasks, supervised
 from balanceroute.proxy.link.callbacks import CallbackListener, OtherRelays
 from balanceroute.proxy.link.messages import FAR
 from balanceroute.proxy.link.reach import FarReach, Reach, SocketReach

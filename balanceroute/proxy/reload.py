@@ -23,7 +23,7 @@ from balanceroute.core.types import WorkerSpec
 from balanceroute.errors import ConfigError
 from balanceroute.proxy.admission.forecasts import Forecasts, Past, build_forecasts
 from balanceroute.proxy.apart import WITHIN_S
-from balanceroute.proxy.app import start_refits
+from balanceroute.proxy.coroutines import start_refits
 from balanceroute.proxy.perimeter.perimeter import Perimeter
 from balanceroute.proxy.services import Services
 from balanceroute.proxy.workers.connector_check import shortened

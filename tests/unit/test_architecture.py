@@ -145,6 +145,23 @@ def test_no_import_for_types_alone_hides_a_circle(folder: str) -> None:
     assert guarded <= {PACKAGE / "proxy/hotpath/__init__.py"}
 
 
+def imports_inside_functions(path: Path) -> set[str]:
+    """Modules of the package that are imported when a function is called."""
+    functions = [
+        n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+    inner = [node for function in functions for node in ast.walk(function) if isinstance(node, ast.ImportFrom)]
+    return {node.module for node in inner if node.module is not None and node.module.startswith("balanceroute")}
+
+
+@pytest.mark.parametrize("folder", ["core", "proxy"])
+def test_no_import_inside_a_function_hides_a_circle(folder: str) -> None:
+    # httpx takes time and memory, which a brain without a Lease should not cost
+    costly = {"balanceroute.proxy.link.kubernetes", "balanceroute.proxy.link.lease"}
+    found = {path: imports_inside_functions(path) - costly for path in (PACKAGE / folder).rglob("*.py")}
+    assert not {path: names for path, names in found.items() if names}
+
+
 LONG_LINES, MANY_METHODS = 500, 25
 WHY_WHOLE = re.compile(r"\bone (machine|class|file)\b")
 

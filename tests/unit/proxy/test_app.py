@@ -9,8 +9,9 @@ from unittest.mock import create_autospec
 import pytest
 
 from balanceroute.proxy.admission.forecasts import Forecasts
-from balanceroute.proxy.app import RouterApp, create_app, start, start_refits, stop
+from balanceroute.proxy.app import RouterApp, create_app, start
 from balanceroute.proxy.client.head import Request
+from balanceroute.proxy.coroutines import start_refits, stop
 from balanceroute.proxy.ops.dashboard.recorder import Recorder
 from balanceroute.proxy.services import Services
 from tests.unit.proxy.client.connections import Connection, a_request

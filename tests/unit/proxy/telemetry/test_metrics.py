@@ -14,7 +14,7 @@ from balanceroute.core.types import Role, WorkerSpec
 from balanceroute.core.view import view_cluster
 from balanceroute.proxy import perimeter
 from balanceroute.proxy.admission.forecasts import LiveForecasts
-from balanceroute.proxy.app import supervised
+from balanceroute.proxy.coroutines import supervised
 from balanceroute.proxy.life.resumption import Fidelity
 from balanceroute.proxy.link.callbacks import REFUSED
 from balanceroute.proxy.telemetry.conditions import METRICS

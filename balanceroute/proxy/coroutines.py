@@ -1,0 +1,82 @@
+"""The coroutines of a running router: each runs for ever, again after a bug of ours, until all of them are ended."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, Final
+
+from balanceroute.proxy.client.services import ClientServices
+from balanceroute.proxy.ops.admin import state
+from balanceroute.proxy.services import Services
+
+log = logging.getLogger(__name__)
+
+_RESTART_S: Final = 0.1
+
+
+def after(event: asyncio.Event | None, run: Callable[[], Awaitable[None]]) -> Callable[[], Awaitable[None]]:
+    """What runs once the event is set, if there is one."""
+    if event is None:
+        return run
+
+    async def later() -> None:
+        await event.wait()
+        await run()
+
+    return later
+
+
+def start_refits(services: Services) -> None:
+    """Keep the present predictor fresh, in place of the one before."""
+    before = services.tasks.pop("refits", None)
+    if before is not None:
+        before.cancel()
+    refits = services.ledger.refits()
+    if refits is not None:
+        run = supervised(services, "refits", refits)
+        services.tasks["refits"] = services.loop.create_task(run, name="refits")
+
+
+async def stop(services: Services) -> None:
+    """End everything; what still runs is cut off."""
+    try:
+        await stop_tasks(services)
+    finally:
+        if services.forecasts is not None:
+            services.forecasts.close()
+        services.ledger.close()
+
+
+async def stop_tasks(services: ClientServices) -> None:
+    """End the coroutines, the drains and the connections to workers."""
+    tasks = list(services.tasks.values())
+    for task in tasks:
+        task.cancel()
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    await services.drainer.close()
+    services.fleet.close()
+    if services.pins is not None:
+        services.pins.close()
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
+
+
+def supervised(services: ClientServices, name: str, run: Callable[[], Awaitable[None]]) -> Coroutine[Any, Any, None]:
+    """What runs for ever, again after a bug of ours."""
+    services.metrics.tasks_failed.inc(name, by=0)
+
+    async def forever() -> None:
+        while True:
+            try:
+                await run()
+            except Exception:
+                # a router that decides nothing any more is worse than one that has met a bug of its own
+                services.metrics.tasks_failed.inc(name)
+                known = state(services) if isinstance(services, Services) else None
+                log.exception("internal error", extra={"where": name, "state": known})
+                if services.strict:
+                    raise
+                await asyncio.sleep(_RESTART_S)
+
+    return forever()
