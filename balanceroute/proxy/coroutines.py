@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
 from typing import Any, Final
 
 from balanceroute.proxy.client.services import ClientServices
@@ -73,10 +74,16 @@ def supervised(services: ClientServices, name: str, run: Callable[[], Awaitable[
             except Exception:
                 # a router that decides nothing any more is worse than one that has met a bug of its own
                 services.metrics.tasks_failed.inc(name)
-                known = state(services) if isinstance(services, Services) else None
-                log.exception("internal error", extra={"where": name, "state": known})
+                log.exception("internal error", extra={"where": name, "state": _known(services)})
                 if services.strict:
                     raise
                 await asyncio.sleep(_RESTART_S)
 
     return forever()
+
+
+def _known(services: ClientServices) -> dict[str, Any] | None:
+    """The state, if it is here, and the bug has left one that can be told."""
+    with suppress(Exception):
+        return state(services) if isinstance(services, Services) else None
+    return None

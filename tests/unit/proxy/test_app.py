@@ -11,7 +11,7 @@ import pytest
 from balanceroute.proxy.admission.forecasts import Forecasts
 from balanceroute.proxy.app import RouterApp, create_app, start
 from balanceroute.proxy.client.head import Request
-from balanceroute.proxy.coroutines import start_refits, stop
+from balanceroute.proxy.coroutines import start_refits, stop, supervised
 from balanceroute.proxy.ops.dashboard.recorder import Recorder
 from balanceroute.proxy.services import Services
 from tests.unit.proxy.client.connections import Connection, a_request
@@ -119,6 +119,26 @@ def test_a_coroutine_that_meets_a_bug_begins_anew_unless_bugs_are_fatal(
     in_virtual_time(test)
     (record, *_) = [record for record in caplog.records if record.levelno == logging.ERROR]
     assert vars(record)["where"] == "pool_reaper" and "state" in vars(record)
+
+
+def test_a_coroutine_begins_anew_also_after_a_bug_that_has_left_no_state_that_can_be_told() -> None:
+    async def test() -> None:
+        services, begun = a_router(), []
+        services.strict = False
+        services.ledger.state = None  # type: ignore[method-assign,assignment]
+
+        async def run() -> None:
+            begun.append(True)
+            if len(begun) == 1:
+                raise RuntimeError("a bug")
+            await asyncio.Event().wait()
+
+        task = services.loop.create_task(supervised(services, "mine", run))
+        await let_pass(1.0)
+        assert len(begun) == 2 and not task.done()
+        task.cancel()
+
+    in_virtual_time(test)
 
 
 def a_recorder(services: Services) -> Recorder:
