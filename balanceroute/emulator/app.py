@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import orjson
@@ -97,6 +98,16 @@ class _NoConnection:
         raise ConnectionResetError("emulator: connection reset by an injected fault")
 
 
+@dataclass(frozen=True, slots=True)
+class _Exchange:
+    """One ASGI conversation: its two ends, the transport under it, and the fault that strikes it."""
+
+    receive: Receive
+    send: Send
+    connection: Connection
+    fault: Fault | None
+
+
 class GenerationEndpoint:
     """`/v1/completions` or `/v1/chat/completions` as a bare ASGI application, since it is the hot path."""
 
@@ -106,9 +117,9 @@ class GenerationEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         connection: Connection = (scope.get("extensions") or {}).get(CONNECTION) or _NoConnection()
-        fault = self._site.take_fault(scope["path"])
+        exchange = _Exchange(receive, send, connection, self._site.take_fault(scope["path"]))
         try:
-            if fault is not None and await self._strike(fault, connection, receive, send):
+            if await self._struck(exchange):
                 return
             raw = await _read_body(receive)
             if raw is None:
@@ -122,9 +133,9 @@ class GenerationEndpoint:
             await _send_json(send, error.status, error.body())
             return
         if request.stream:
-            await self._stream(worker, request, base_id, fault, connection, receive, send)
+            await self._stream(worker, request, base_id, exchange)
         else:
-            await self._answer(worker, request, base_id, fault, connection, receive, send)
+            await self._answer(worker, request, base_id, exchange)
 
     def _parse(self, raw: bytes, headers: dict[str, str]) -> tuple[GenerationRequest, str]:
         body = parse_body(raw, headers.get("content-type"))
@@ -132,62 +143,49 @@ class GenerationEndpoint:
         request = parse_generation(body, chat=self._chat, model=shape.model, max_model_len=shape.context_tokens)
         return request, headers.get("x-request-id") or request.request_id or uuid.uuid4().hex[:16]
 
-    async def _strike(self, fault: Fault, connection: Connection, receive: Receive, send: Send) -> bool:
+    async def _struck(self, exchange: _Exchange) -> bool:
         """Faults that come before any work; True when the exchange is over."""
+        fault = exchange.fault
+        if fault is None:
+            return False
         if fault.kind is FaultKind.STATUS:
-            await _read_body(receive)
+            await _read_body(exchange.receive)
             error = ApiError("Injected failure", status=fault.status)
-            await _send_json(send, error.status, error.body())
+            await _send_json(exchange.send, error.status, error.body())
         elif fault.kind is FaultKind.RESET_BEFORE_REPLY:
-            connection.reset()
-            await _until_disconnect(receive)
+            exchange.connection.reset()
+            await _until_disconnect(exchange.receive)
         elif fault.kind is FaultKind.STALL and fault.after_events == 0:
-            await _until_disconnect(receive)
+            await _until_disconnect(exchange.receive)
         else:
             return False
         return True
 
-    async def _stream(
-        self,
-        worker: Worker,
-        request: GenerationRequest,
-        base_id: str,
-        fault: Fault | None,
-        connection: Connection,
-        receive: Receive,
-        send: Send,
-    ) -> None:
+    async def _stream(self, worker: Worker, request: GenerationRequest, base_id: str, exchange: _Exchange) -> None:
         shape = self._site.shape
-        sse = sse_writer(send, self._site.tasks, fault, connection, shape.time_scale)
+        sse = sse_writer(exchange.send, self._site.tasks, exchange.fault, exchange.connection, shape.time_scale)
         await sse.start()
         call = StreamCall(request, base_id, sse, shape.stream_interval)
-        await _run(worker, call, fault, sse.completed, receive)
+        await _run(worker, call, exchange.fault, sse.completed, exchange.receive)
 
-    async def _answer(
-        self,
-        worker: Worker,
-        request: GenerationRequest,
-        base_id: str,
-        fault: Fault | None,
-        connection: Connection,
-        receive: Receive,
-        send: Send,
-    ) -> None:
+    async def _answer(self, worker: Worker, request: GenerationRequest, base_id: str, exchange: _Exchange) -> None:
         call = JsonCall(request, base_id)
-        if not await _run(worker, call, fault, call.result, receive):
+        if not await _run(worker, call, exchange.fault, call.result, exchange.receive):
             return
         status, body = call.result.result()
-        kind = fault.kind if fault is not None else None
+        kind, send, connection = None, exchange.send, exchange.connection
+        if exchange.fault is not None:
+            kind = exchange.fault.kind
         if kind is FaultKind.GARBAGE:
             body = b"\x80{not json" + body[:20]
         if kind in (FaultKind.HALF_EVENT, FaultKind.CLOSE, FaultKind.RESET):
             await _send_head(send, status, len(body))
             await send({"type": "http.response.body", "body": body[: len(body) // 2], "more_body": True})
             connection.reset() if kind is FaultKind.RESET else connection.close()
-            await _until_disconnect(receive)
+            await _until_disconnect(exchange.receive)
             return
         if kind is FaultKind.STALL:
-            await _until_disconnect(receive)
+            await _until_disconnect(exchange.receive)
             return
         await _send_json(send, status, body)
 
