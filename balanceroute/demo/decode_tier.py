@@ -13,7 +13,7 @@ import asyncio
 import re
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from balanceroute.demo.processes import (
     check_most,
     free_port,
     free_port_range,
+    page,
     process,
     wait_ready,
 )
@@ -117,7 +118,7 @@ class PolicyRun:
 def run_demo(scale: DemoScale, policy: str, on_progress: Progress) -> PolicyRun:
     """Start a cluster and a router with this policy, play the trace, and measure.
 
-    Raises: DemoFailed when a process does not come up.
+    Raises: DemoFailed when a process does not come up, or ends.
     """
     trace = scale.trace()
     with tempfile.TemporaryDirectory(prefix="balanceroute-demo-") as folder:
@@ -138,7 +139,7 @@ def one_policy(
     with process(["serve", *flags], log) as router:
         wait_ready(f"{router_url}/health", router, log)
         report, window = asyncio.run(play(trace, router_url, cluster_url, on_progress))
-        mean_s, decisions = decision_cost(httpx.get(f"{router_url}/metrics", trust_env=False).text)
+        mean_s, decisions = decision_cost(page(router_url))
     steps = max(1.0, window["steps"])
     return PolicyRun(
         policy=policy,
@@ -156,7 +157,10 @@ def one_policy(
 async def play(
     trace: Trace, router_url: str, cluster_url: str, on_progress: Progress
 ) -> tuple[LoadReport, dict[str, float]]:
-    """Send the trace; the report, and the engine's sums over the steps of the steady window."""
+    """Send the trace; the report, and the engine's sums over the steps of the steady window.
+
+    Raises: DemoFailed: there were too few; InputError: the router does not answer.
+    """
     sent = 0
     samples: list[tuple[int, dict[str, float]]] = []
 
@@ -168,14 +172,17 @@ async def play(
     async def sample() -> None:
         async with httpx.AsyncClient(trust_env=False) as client:
             while True:
-                state = (await client.get(f"{cluster_url}/_emulator/state")).json()
-                samples.append((sent, state["step_totals"]))
+                with suppress(httpx.TransportError):  # late, on a busy machine; one that has ended shows by its answers
+                    state = (await client.get(f"{cluster_url}/_emulator/state")).json()
+                    samples.append((sent, state["step_totals"]))
                 await asyncio.sleep(SAMPLE_S)
 
-    async with asyncio.TaskGroup() as group:
-        sampler = group.create_task(sample())
+    sampler = asyncio.ensure_future(sample())
+    try:
         report = await run_load(trace, LoadOptions(router_url), tell)
+    finally:
         sampler.cancel()
+        await asyncio.wait((sampler,))
     steady = [totals for count, totals in samples if WARM_UP_RATIO * len(trace) <= count < len(trace)]
     if len(steady) < 2:
         raise DemoFailed(f"the run of {len(trace)} requests was too short to measure: give it more seconds")

@@ -15,10 +15,18 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 
-from balanceroute.demo.processes import Progress, check_most, free_port, free_port_range, process, wait_ready
+from balanceroute.demo.processes import (
+    DemoFailed,
+    Progress,
+    check_most,
+    free_port,
+    free_port_range,
+    page,
+    process,
+    wait_ready,
+)
 from balanceroute.loadgen import LoadOptions, run_load
 from balanceroute.loadgen.run import LoadReport
 from balanceroute.traces import BLOCK_TOKENS, Trace, generate_conversations
@@ -96,10 +104,12 @@ def run_prefix_demo(scale: PrefixScale, policy: str, on_progress: Progress) -> P
 
 
 def figures(policy: str, report: LoadReport, pages: list[str], predicted: float) -> PrefixRun:
-    """From the prefillers' metrics."""
+    """From the prefillers' metrics. Raises: DemoFailed: no prompt has come to them."""
     queried = [total(text, "vllm:prefix_cache_queries_total") for text in pages]
     hits = [total(text, "vllm:prefix_cache_hits_total") for text in pages]
     computed = [asked - found for asked, found in zip(queried, hits, strict=True)]
+    if not sum(queried):
+        raise DemoFailed(f"no prefiller has had a prompt of {report.requests} requests: {report.errors}")
     return PrefixRun(
         policy,
         report,
@@ -108,11 +118,6 @@ def figures(policy: str, report: LoadReport, pages: list[str], predicted: float)
         hit_ratio=sum(hits) / sum(queried),
         busiest_ratio=max(computed) * len(computed) / sum(computed),
     )
-
-
-def page(url: str) -> str:
-    """A server's /metrics."""
-    return httpx.get(f"{url}/metrics", trust_env=False).text
 
 
 def total(text: str, name: str) -> float:

@@ -28,7 +28,7 @@ MOST_REQUESTS = 1_000_000  # of a trace: a day of them, and more than one machin
 
 
 class DemoFailed(BalanceRouteError):
-    """A process did not come up, or there is too little to measure or too much; the text says which."""
+    """A process did not come up, or has ended, or there is too little to measure or too much; the text says which."""
 
 
 def check_most(requests: int, remedy: str) -> None:
@@ -118,6 +118,14 @@ def wait_ready(url: str, child: "subprocess.Popen[bytes]", log: Path) -> None:
         time.sleep(0.1)
     tail = log.read_text(errors="replace").strip().splitlines()[-1:]
     raise DemoFailed(f"{url} did not come up: {' '.join(tail) or 'no output'}")
+
+
+def page(url: str) -> str:
+    """A server's /metrics, at the end of a run. Raises: DemoFailed: it does not answer any more."""
+    try:
+        return httpx.get(f"{url}/metrics", trust_env=False).text
+    except httpx.TransportError as error:
+        raise DemoFailed(f"{url} does not answer any more: {str(error) or type(error).__name__}") from error
 
 
 def free_port() -> int:

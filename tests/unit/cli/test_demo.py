@@ -1,5 +1,6 @@
 """`balanceroute demo`: what it refuses before anything runs, and that it leaves nothing behind."""
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -11,8 +12,10 @@ import typer
 
 from balanceroute.cli import main, prefix_demo
 from balanceroute.cli.demo import say_if_interrupted, show, until_interrupted
-from balanceroute.demo.decode_tier import DemoScale, PolicyRun
-from balanceroute.demo.prefill_tier import PrefixRun
+from balanceroute.demo.decode_tier import DemoScale, PolicyRun, play
+from balanceroute.demo.prefill_tier import PrefixRun, figures
+from balanceroute.demo.processes import DemoFailed, page
+from balanceroute.errors import InputError
 from balanceroute.loadgen import LoadReport
 from balanceroute.loadgen.run import Progress
 from balanceroute.report import Distribution
@@ -81,6 +84,17 @@ def test_ctrl_c_leaves_what_is_done_and_says_how_far_it_got(capsys: pytest.Captu
     assert ended.value.exit_code == 130
     assert capsys.readouterr().err == "balanceroute: interrupted after 1 of 3 policies\n"
     say_if_interrupted(3, 3)
+
+
+def test_a_router_or_cluster_that_has_ended_is_one_line_and_no_traceback() -> None:
+    nobody = "http://127.0.0.1:1"
+    with pytest.raises(InputError, match="cannot connect"):
+        asyncio.run(play(DemoScale().trace(), nobody, nobody, lambda done, total: None))
+    with pytest.raises(DemoFailed, match="does not answer any more"):
+        page(nobody)
+    failed = LoadReport(9, 0, {"status 503": 9}, 1.0, 0.0, 0, 0.0, *(Distribution.of([]) for _ in range(5)))
+    with pytest.raises(DemoFailed, match="no prefiller has had a prompt of 9 requests: .*status 503"):
+        figures("round_robin", failed, ["", ""], 0.0)
 
 
 @pytest.mark.parametrize("count", [1, 2])
