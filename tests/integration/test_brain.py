@@ -22,16 +22,18 @@ from balanceroute.errors import ConfigError, InputError
 from balanceroute.plugins import learn_policy
 from balanceroute.prediction import FinishedRequest, Model, save_model
 from balanceroute.proxy import run_folder
-from balanceroute.proxy.brain import reload_brain
+from balanceroute.proxy.brain import BrainSetup, create_brain_app, reload_brain
 from balanceroute.proxy.changes import Changes, KeptChanges
+from balanceroute.proxy.configured import Configured
 from balanceroute.proxy.life.suspicion import Suspect
+from balanceroute.proxy.link.leadership import FileLead
 from balanceroute.proxy.link.remote import RemoteBrain
 from balanceroute.proxy.ops import forwarding, to_brain
 from balanceroute.proxy.perimeter.perimeter import Perimeter
 from balanceroute.proxy.perimeter.routes import ACCESS
 from balanceroute.proxy.run_folder import LEADER, RunFolder
 from balanceroute.proxy.workers.circuit import CircuitState
-from tests.integration.relayed import SLOW, Relay, Relayed, a_brain, a_relay, answered, relayed
+from tests.integration.relayed import LINEAGE, SLOW, Relay, Relayed, a_brain, a_relay, answered, relayed
 from tests.integration.router import FAST, running
 from tests.integration.test_proxy_answers import completion
 from tests.waiting import until
@@ -44,6 +46,23 @@ async def test_all_relays_serve_from_one_set_of_slots() -> None:
         await asyncio.gather(*(answered(router.relays[number % 2], number) for number in range(80)))
         assert all(relay.app.services.metrics.requests.value("finished") == 40 for relay in router.relays)
         await router.settled()
+
+
+async def test_a_brain_that_cannot_listen_for_relays_ends_what_it_has_begun(tmp_path: Path) -> None:
+    urls = [{"url": f"http://127.0.0.1:{port}"} for port in range(1, 7)]
+    config = validate({"prefill": {"workers": urls[:3]}, "decode": {"workers": urls[3:], "max_num_seqs": 2}})
+    folder, journal = RunFolder(tmp_path), tmp_path / "journal"
+    folder.link.mkdir()
+    lead = FileLead(folder.lock)
+    assert lead.take()
+    try:
+        app = create_brain_app(Configured.read(config), folder, lead, 0, BrainSetup(LINEAGE, journal))
+        with pytest.raises(OSError):
+            async with app.router.lifespan_context(app):
+                pass
+        assert journal.read_text().count('"add_worker"') == 6
+    finally:
+        lead.release()
 
 
 def states(relay: Relay) -> dict[str, WorkerState]:
