@@ -151,14 +151,14 @@ def create_relay_app(configured: Configured, folder: RunFolder, name: str, life:
 
         services.brain.on_joined = joined
         coroutines = _coroutines(services, life)
-        if metaserver is not None:
-            listener = CallbackListener(folder.callbacks(name), metaserver.answer)
-            await listener.serve()
-            closing.append(listener.close)
-            coroutines["callbacks"] = listener.watch
-        for task, run in coroutines.items():
-            services.tasks[task] = services.loop.create_task(supervised(services, task, run), name=task)
         try:
+            if metaserver is not None:
+                listener = CallbackListener(folder.callbacks(name), metaserver.answer)
+                await listener.serve()
+                closing.append(listener.close)
+                coroutines["callbacks"] = listener.watch
+            for task, run in coroutines.items():
+                services.tasks[task] = services.loop.create_task(supervised(services, task, run), name=task)
             yield
         finally:
             for close in closing:

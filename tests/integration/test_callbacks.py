@@ -6,14 +6,19 @@ import logging
 import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
 import orjson
 import pytest
 
+from balanceroute.config import validate
 from balanceroute.engine.tokens import continuation, decode
+from balanceroute.proxy.configured import Configured
 from balanceroute.proxy.link import callbacks as callbacks_module
+from balanceroute.proxy.relay import create_relay_app
+from balanceroute.proxy.run_folder import RunFolder
 from balanceroute.proxy.wire.connectors import owner_of
 from tests.integration.relayed import Relay, Relayed, relayed
 from tests.integration.test_layerwise import ONE, SHAPE, ids_of
@@ -21,6 +26,20 @@ from tests.integration.test_proxy_answers import PROMPT, completion, events
 from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
+
+
+async def test_a_relay_that_cannot_hear_callbacks_ends_what_it_has_begun(tmp_path: Path) -> None:
+    urls = [{"url": f"http://127.0.0.1:{port}"} for port in (1, 2)]
+    sections = {"prefill": {"workers": urls[:1]}, "decode": {"workers": urls[1:], "max_num_seqs": 2}}
+    layerwise = {"connector": "mooncake_layerwise", "layerwise": {"callback_url": "http://127.0.0.1:3"}}
+    folder = RunFolder(tmp_path)
+    folder.callbacks("relay-0").mkdir()
+    with os.fdopen(life := folder.come_to_life("relay-0")):
+        app = create_relay_app(Configured.read(validate(sections | layerwise)), folder, "relay-0", life)
+        with pytest.raises(OSError):
+            async with app.router.lifespan_context(app):
+                pass
+    assert folder.counts("relay-0")  # what it has counted is kept
 
 
 def to_the_other(router: Relayed, token: str) -> Relay:
