@@ -474,6 +474,7 @@ class BrainServer(ChildServer):
         try:
             far = FarListener(loop, link, lambda: app.tls.link.brain, app.hub.connected, self.connected)
         except OSError as error:
+            link.close()
             raise ConfigError(f"listen.link: cannot listen on {address}: {error.strerror}") from None
         self.servers.append(far)  # type: ignore[arg-type]  # it is only closed
         return {"link": address}

@@ -131,15 +131,17 @@ class Server(uvicorn.Server):
         """Listen, and say where."""
         await super().startup(sockets=sockets)  # type: ignore[arg-type]
         if self.started:
-            log.info(
-                "listening",
-                extra={**await self.listening(), "hot_path_compiled": COMPILED, "core_compiled": native.COMPILED},
-            )
+            try:
+                told = await self.listening()
+            except BaseException:
+                await self.lifespan.shutdown()
+                raise
+            log.info("listening", extra={**told, "hot_path_compiled": COMPILED, "core_compiled": native.COMPILED})
             if STALE or native.STALE:
                 log.warning("what is compiled is of another version and not used; install balanceroute again")
 
     async def listening(self) -> dict[str, object]:
-        """Listen wherever else that is to be; returns where, for the log."""
+        """Listen wherever else that is to be; returns where, for the log. Raises: ConfigError."""
         sock = self.servers[0].sockets[0].getsockname()
         told: dict[str, object] = {"host": sock[0], "port": sock[1], "tls": self._app.tls.server is not None}
         address = self._router_config.listen.admin_address
@@ -167,7 +169,6 @@ class Server(uvicorn.Server):
         try:
             server = await loop.create_server(self.connected, *address, backlog=self.config.backlog)
         except OSError as error:
-            await self.lifespan.shutdown()
             raise ConfigError(f"listen.admin: cannot listen on {address[0]}:{address[1]}: {_reason(error)}") from None
         self.servers.append(server)
         port: int = server.sockets[0].getsockname()[1]

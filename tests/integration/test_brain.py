@@ -4,7 +4,10 @@ import asyncio
 import errno
 import hashlib
 import importlib
+import socket
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -22,7 +25,7 @@ from balanceroute.errors import ConfigError, InputError
 from balanceroute.plugins import learn_policy
 from balanceroute.prediction import FinishedRequest, Model, save_model
 from balanceroute.proxy import run_folder
-from balanceroute.proxy.brain import BrainSetup, create_brain_app, reload_brain
+from balanceroute.proxy.brain import BrainApp, BrainServer, BrainSetup, create_brain_app, reload_brain
 from balanceroute.proxy.changes import Changes, KeptChanges
 from balanceroute.proxy.configured import Configured
 from balanceroute.proxy.life.suspicion import Suspect
@@ -48,21 +51,41 @@ async def test_all_relays_serve_from_one_set_of_slots() -> None:
         await router.settled()
 
 
-async def test_a_brain_that_cannot_listen_for_relays_ends_what_it_has_begun(tmp_path: Path) -> None:
+@asynccontextmanager
+async def beginning(folder: RunFolder, journal: Path) -> AsyncIterator[BrainApp]:
+    """A brain that leads and does not listen yet; it has to end by itself, and then all of its journal is written."""
     urls = [{"url": f"http://127.0.0.1:{port}"} for port in range(1, 7)]
     config = validate({"prefill": {"workers": urls[:3]}, "decode": {"workers": urls[3:], "max_num_seqs": 2}})
-    folder, journal = RunFolder(tmp_path), tmp_path / "journal"
-    folder.link.mkdir()
     lead = FileLead(folder.lock)
     assert lead.take()
     try:
-        app = create_brain_app(Configured.read(config), folder, lead, 0, BrainSetup(LINEAGE, journal))
+        yield create_brain_app(Configured.read(config), folder, lead, 0, BrainSetup(LINEAGE, journal))
+        assert workers_added(journal) == 6
+    finally:
+        lead.release()
+
+
+def workers_added(journal: Path) -> int:
+    return journal.read_text().count('"add_worker"')
+
+
+async def test_a_brain_that_cannot_listen_for_relays_ends_what_it_has_begun(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.link.mkdir()
+    async with beginning(folder, tmp_path / "journal") as app:
         with pytest.raises(OSError):
             async with app.router.lifespan_context(app):
                 pass
-        assert journal.read_text().count('"add_worker"') == 6
-    finally:
-        lead.release()
+
+
+async def test_a_brain_that_cannot_listen_for_other_machines_ends_what_it_has_begun(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    async with beginning(folder, tmp_path / "journal") as app:
+        server = BrainServer(app, app.config, uds=str(folder.operators))
+        with socket.socket(type=socket.SOCK_DGRAM) as server.link, pytest.raises(ConfigError, match="listen.link"):
+            await server._serve()
+        for each in server.servers:
+            each.close()
 
 
 def states(relay: Relay) -> dict[str, WorkerState]:
