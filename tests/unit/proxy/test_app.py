@@ -1,22 +1,14 @@
-"""How the parts are put together: which routes are hot, what large bodies may be sent to, and what a bug ends."""
+"""How the parts are put together: which routes are hot, and what large bodies may be sent to."""
 
-import asyncio
-import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
-from unittest.mock import create_autospec
 
 import pytest
 
-from balanceroute.proxy.admission.forecasts import Forecasts
-from balanceroute.proxy.app import RouterApp, create_app, start
+from balanceroute.proxy.app import RouterApp, create_app
 from balanceroute.proxy.client.head import Request
-from balanceroute.proxy.coroutines import start_refits, stop, supervised
-from balanceroute.proxy.ops.dashboard.recorder import Recorder
-from balanceroute.proxy.services import Services
 from tests.unit.proxy.client.connections import Connection, a_request
-from tests.unit.proxy.virtual_time import a_config, a_router, in_virtual_time, let_pass
-from tests.waiting import until
+from tests.unit.proxy.virtual_time import a_config, in_virtual_time
 
 COROUTINES = {
     "prefill_dispatcher",
@@ -87,82 +79,3 @@ def test_what_the_edge_refuses_is_counted() -> None:
         assert app.services.metrics.edge_refusals.value("overload") == 1
 
     living(test)
-
-
-@pytest.mark.parametrize("strict", [False, True])
-def test_a_coroutine_that_meets_a_bug_begins_anew_unless_bugs_are_fatal(
-    strict: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    async def test() -> None:
-        services = a_router()
-        services.strict = strict
-        fails = [RuntimeError("a bug"), RuntimeError("another")]
-        fold = services.metrics.fold
-
-        def broken() -> None:
-            if fails:
-                raise fails.pop()
-            fold()
-
-        services.metrics.fold = broken  # type: ignore[method-assign]
-        start(services, a_recorder(services))
-        await let_pass(5.0)
-        assert services.metrics.tasks_failed.value("pool_reaper") == (1 if strict else 2)
-        assert services.tasks["pool_reaper"].done() == strict
-        if strict:
-            with pytest.raises(RuntimeError):
-                await stop(services)
-        else:
-            await stop(services)
-        assert all(task.done() for task in services.tasks.values())
-
-    in_virtual_time(test)
-    (record, *_) = [record for record in caplog.records if record.levelno == logging.ERROR]
-    assert vars(record)["where"] == "pool_reaper" and "state" in vars(record)
-
-
-def test_a_coroutine_begins_anew_also_after_a_bug_that_has_left_no_state_that_can_be_told() -> None:
-    async def test() -> None:
-        services, begun = a_router(), []
-        services.strict = False
-        services.ledger.state = None  # type: ignore[method-assign,assignment]
-
-        async def run() -> None:
-            begun.append(True)
-            if len(begun) == 1:
-                raise RuntimeError("a bug")
-            await asyncio.Event().wait()
-
-        task = services.loop.create_task(supervised(services, "mine", run))
-        await let_pass(1.0)
-        assert len(begun) == 2 and not task.done()
-        task.cancel()
-
-    in_virtual_time(test)
-
-
-def a_recorder(services: Services) -> Recorder:
-    return Recorder(lambda: services)
-
-
-def test_another_predictor_s_refits_take_the_place_of_the_last_one_s() -> None:
-    async def test() -> None:
-        services, begun = a_router(), []
-
-        async def refit() -> None:
-            begun.append(True)
-            await asyncio.Event().wait()
-
-        services.ledger.forecasts = forecasts = create_autospec(Forecasts)
-        forecasts.runner.return_value = refit
-        start_refits(services)
-        first = services.tasks["refits"]
-        await until(lambda: len(begun) == 1)
-        start_refits(services)
-        await until(lambda: len(begun) == 2)
-        assert first.cancelled() and not services.tasks["refits"].done()
-        services.ledger.forecasts = None
-        start_refits(services)
-        assert "refits" not in services.tasks
-
-    in_virtual_time(test)

@@ -1,0 +1,94 @@
+"""The coroutines of a running router: what a bug ends, and which one takes the place of another."""
+
+import asyncio
+import logging
+from unittest.mock import create_autospec
+
+import pytest
+
+from balanceroute.proxy.admission.forecasts import Forecasts
+from balanceroute.proxy.app import start
+from balanceroute.proxy.coroutines import start_refits, stop, supervised
+from balanceroute.proxy.ops.dashboard.recorder import Recorder
+from balanceroute.proxy.services import Services
+from tests.unit.proxy.virtual_time import a_router, in_virtual_time, let_pass
+from tests.waiting import until
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_coroutine_that_meets_a_bug_begins_anew_unless_bugs_are_fatal(
+    strict: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def test() -> None:
+        services = a_router()
+        services.strict = strict
+        fails = [RuntimeError("a bug"), RuntimeError("another")]
+        fold = services.metrics.fold
+
+        def broken() -> None:
+            if fails:
+                raise fails.pop()
+            fold()
+
+        services.metrics.fold = broken  # type: ignore[method-assign]
+        start(services, a_recorder(services))
+        await let_pass(5.0)
+        assert services.metrics.tasks_failed.value("pool_reaper") == (1 if strict else 2)
+        assert services.tasks["pool_reaper"].done() == strict
+        if strict:
+            with pytest.raises(RuntimeError):
+                await stop(services)
+        else:
+            await stop(services)
+        assert all(task.done() for task in services.tasks.values())
+
+    in_virtual_time(test)
+    (record, *_) = [record for record in caplog.records if record.levelno == logging.ERROR]
+    assert vars(record)["where"] == "pool_reaper" and "state" in vars(record)
+
+
+def test_a_coroutine_begins_anew_also_after_a_bug_that_has_left_no_state_that_can_be_told() -> None:
+    async def test() -> None:
+        services, begun = a_router(), []
+        services.strict = False
+        services.ledger.state = None  # type: ignore[method-assign,assignment]
+
+        async def run() -> None:
+            begun.append(True)
+            if len(begun) == 1:
+                raise RuntimeError("a bug")
+            await asyncio.Event().wait()
+
+        task = services.loop.create_task(supervised(services, "mine", run))
+        await let_pass(1.0)
+        assert len(begun) == 2 and not task.done()
+        task.cancel()
+
+    in_virtual_time(test)
+
+
+def a_recorder(services: Services) -> Recorder:
+    return Recorder(lambda: services)
+
+
+def test_another_predictor_s_refits_take_the_place_of_the_last_one_s() -> None:
+    async def test() -> None:
+        services, begun = a_router(), []
+
+        async def refit() -> None:
+            begun.append(True)
+            await asyncio.Event().wait()
+
+        services.ledger.forecasts = forecasts = create_autospec(Forecasts)
+        forecasts.runner.return_value = refit
+        start_refits(services)
+        first = services.tasks["refits"]
+        await until(lambda: len(begun) == 1)
+        start_refits(services)
+        await until(lambda: len(begun) == 2)
+        assert first.cancelled() and not services.tasks["refits"].done()
+        services.ledger.forecasts = None
+        start_refits(services)
+        assert "refits" not in services.tasks
+
+    in_virtual_time(test)
