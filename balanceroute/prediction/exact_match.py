@@ -83,16 +83,26 @@ class ExactMatchPredictor:
 
     def start(self, rows: Iterable[FinishedRequest]) -> None:
         """Take in a whole history, oldest first, and fit at once."""
-        for row in rows:
-            self.observe(row)
+        for finished in rows:
+            self._take_in(finished)
+        for row in self._row_of.values():
+            self._publish(row)  # once, not for each of its lengths
         self.adopt(self._fitter(self.ring.take()))
 
     def observe(self, finished: FinishedRequest) -> None:
         """Put one more length under its key, in place of the key's oldest one when its row is full."""
+        row = self._take_in(finished)
+        if row:
+            self._publish(row)
+
+    def _take_in(self, finished: FinishedRequest) -> int:
+        """The row that has one more length, which is to be published; 0: it has no key."""
         self.ring.add(finished)
-        if finished.prompt_key:
-            row = self._touch(finished.prompt_key)
-            self._insert(row, 2 * min(finished.output_tokens, _LONGEST) + finished.censored)
+        if not finished.prompt_key:
+            return 0
+        row = self._touch(finished.prompt_key)
+        self._insert(row, 2 * min(finished.output_tokens, _LONGEST) + finished.censored)
+        return row
 
     def _touch(self, key: str) -> int:
         """Return the row of `key`, now the most recently used; a new one gets a free row or the oldest's."""
@@ -119,10 +129,10 @@ class ExactMatchPredictor:
             newest[at] = code
         insort(codes, code)
         self._seen[row] += 1
-        self._publish(row, np.array(codes, dtype=np.int64))
 
-    def _publish(self, row: int, codes: IntArray) -> None:
+    def _publish(self, row: int) -> None:
         """Write the row's arrays for batches; nothing reads them past the end of the row."""
+        codes = np.array(self._codes[row], dtype=np.int64)
         n = len(codes)
         done = 1 - (codes & 1)
         self._sorted[row, :n] = codes - _BELOW_ZERO

@@ -133,15 +133,19 @@ class History:
             return
         self._queue.put(finished)
 
-    def load(self) -> list[FinishedRequest]:
-        """Read what the bounds allow, oldest first: what a predictor learns from at start. Reads the disk."""
+    def load(self, most_rows: int | None = None) -> list[FinishedRequest]:
+        """Read what the bounds allow, oldest first: what a predictor learns from at start. Reads the disk.
+
+        `most_rows`: of them, the newest; None: all.
+        """
+        limit = self._max_rows if most_rows is None else min(most_rows, self._max_rows)
         if self.path is None:
             return []
         try:
             connection = sqlite3.connect(self.path)
             try:
                 connection.text_factory = _text
-                rows = _read(connection, self._oldest_s(), self._clock() + CLOCK_ERROR_S, self._max_rows)
+                rows = _read(connection, self._oldest_s(), self._clock() + CLOCK_ERROR_S, limit)
                 left_out = connection.execute(f"SELECT count(*) FROM finished WHERE NOT ({_SENSIBLE})").fetchone()[0]
             finally:
                 connection.close()

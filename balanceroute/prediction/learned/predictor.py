@@ -36,6 +36,7 @@ MAX_SAMPLES = 200_000  # a fit of this size takes about 5 s on one core
 HELD_OUT = 0.15
 CALIBRATION_LIMIT = 0.03
 MAX_KEYS = 20_000
+RECALLED = 8192  # rows of a history; what is older weighs less than 1e-30 in any statistic of the recent past
 NEEDS_SCIKIT_LEARN = "predictor.kind: 'learned' needs scikit-learn to be fitted: scripts/install learned"
 
 
@@ -150,8 +151,11 @@ class LearnedPredictor:
 
     def start(self, rows: Iterable[FinishedRequest]) -> None:
         """Take in a whole history, oldest first; the marginal curve answers until trees are grown and adopted."""
-        for row in rows:
-            self.observe(row)
+        finished = list(rows)
+        for row in finished:
+            self._remember(row)
+        for row in finished[-RECALLED:]:
+            self._recall(row)
         pending = self.ring.pending
         self.fitted = LearnedFit(None, None, 1.0, 0.0, 0.0, SurvivalCurve(self.ring.take()))
         self.ring.pending = pending  # still unseen by any tree: the first re-fit is due
@@ -162,10 +166,17 @@ class LearnedPredictor:
 
     def observe(self, finished: FinishedRequest) -> None:
         """Renew the statistics of the recent past and of the key; O(1)."""
+        self._remember(finished)
+        self._recall(finished)
+
+    def _remember(self, finished: FinishedRequest) -> None:
         self.ring.add(finished)
         if not finished.censored:
-            self._past.observe(finished.output_tokens, finished.prompt_tokens)
             self._keys.observe(key_id(finished.prompt_key), finished.output_tokens)
+
+    def _recall(self, finished: FinishedRequest) -> None:
+        if not finished.censored:
+            self._past.observe(finished.output_tokens, finished.prompt_tokens)
 
     def predict(self, ages: IntArray, prompt_tokens: IntArray, keys: Sequence[str]) -> TwoStage:
         """Answer both stages for many requests; 1.1 ms for 512."""

@@ -193,7 +193,10 @@ class LiveForecasts(HistoryOnly):
             self._predictor = build_predictor(
                 chosen.kind,
                 self._horizon,
-                rows=self.history.load() if in_memory is None else in_memory.finished_requests(),
+                # a predictor that knows no keys forgets what is older than the rows it keeps
+                rows=self.history.load(ROWS_IN_MEMORY if chosen.kind == "survival" else None)
+                if in_memory is None
+                else in_memory.finished_requests(),
                 model=None if chosen.model is None else Path(chosen.model),
                 max_rows=min(chosen.max_rows, ROWS_IN_MEMORY),
                 max_age_s=chosen.max_age_s,

@@ -104,3 +104,21 @@ def test_an_evicted_row_leaves_nothing_to_the_next_key(history: list[tuple[int, 
     assert predictor.n_keys == len(since_eviction)
     for key, outputs in since_eviction.items():
         assert predictor.predict_one(0, 100, str(key)) == pytest.approx(counted(outputs, 0, 10))
+
+
+@given(st.lists(st.tuples(st.integers(-1, 6), st.integers(1, 60), st.booleans()), max_size=150))
+def test_a_whole_history_is_taken_in_as_if_it_had_come_row_by_row(history: list[tuple[int, int, bool]]) -> None:
+    rows = [
+        a_finish(output, key=str(key) if key >= 0 else "", reason="cancelled" if cut else "stop")
+        for key, output, cut in history
+    ]
+    at_once, one_by_one = fitted(rows, max_keys=3), fitted([], max_keys=3)
+    for row in rows:
+        one_by_one.observe(row)
+    one_by_one.adopt(one_by_one.fitter()(one_by_one.ring.take()))
+
+    keys = [str(key) for key in range(7)]
+    for age in (0, 5, 40):
+        asked = np.full(len(keys), age), np.full(len(keys), 100), keys
+        assert np.array_equal(at_once.predict(*asked), one_by_one.predict(*asked))
+    assert at_once.n_keys == one_by_one.n_keys

@@ -58,6 +58,14 @@ def test_a_restart_finds_every_row_and_the_same_salt(path: Path) -> None:
         assert again.stats.rows == 2
 
 
+def test_of_a_long_history_the_newest_rows_can_be_read_alone(path: Path) -> None:
+    rows = finishes(5, 6, 7, 8)
+    stored(path, *rows)
+    with opened(path) as history:
+        assert history.load(most_rows=2) == rows[-2:]
+        assert history.load(most_rows=9) == rows
+
+
 def test_two_files_never_share_a_salt(path: Path) -> None:
     with opened(path) as one, opened(path.with_name("other")) as other:
         assert one.salt != other.salt

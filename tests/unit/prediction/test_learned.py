@@ -1,6 +1,7 @@
 import asyncio
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,7 @@ from balanceroute.prediction import (
 )
 from balanceroute.prediction.evaluation import STEP_S, time_split
 from balanceroute.prediction.learned.features import NAMES, KeyMemory, training_set
-from balanceroute.prediction.learned.predictor import _calibrate
+from balanceroute.prediction.learned.predictor import RECALLED, _calibrate
 from balanceroute.prediction.learned.trees import Trees
 from balanceroute.prediction.observations import Observations, key_id
 
@@ -43,6 +44,16 @@ def history(n: int = 1200, seed: int = 0) -> list[FinishedRequest]:
         for at, (prompt, output) in enumerate(zip(prompts, outputs, strict=True))
     ]
     return sorted(rows, key=lambda row: row.finished_s)
+
+
+def test_a_long_history_is_taken_in_as_if_it_had_come_row_by_row() -> None:
+    rows = [replace(row, finish_reason="stop") for row in history(RECALLED + 16 * 200)]
+    at_once, one_by_one = LearnedPredictor(H), LearnedPredictor(H)
+    at_once.start(rows)
+    for row in rows:
+        one_by_one.observe(row)
+    assert at_once._past.published == pytest.approx(one_by_one._past.published, rel=1e-9)
+    assert at_once._keys._state == one_by_one._keys._state and len(at_once.ring) == len(rows)
 
 
 @pytest.fixture(scope="module")
