@@ -38,6 +38,7 @@ def test_kv_that_a_killed_router_has_left_pinned_is_freed_by_its_next_start(tmp_
         with process(*serve, log=killed_log) as router:
             port = listening_port(killed_log, router)
             clients = [ask(port, number) for number in range(REQUESTS)]
+            block_until(lambda: pooled(port) == REQUESTS - SLOTS)  # what it has not heard of it can't record
             block_until(lambda: pinned() == REQUESTS - SLOTS)
             router.send_signal(signal.SIGKILL)
             router.wait()
@@ -52,6 +53,11 @@ def test_kv_that_a_killed_router_has_left_pinned_is_freed_by_its_next_start(tmp_
             router.send_signal(signal.SIGTERM)
             assert router.wait(30) == 0
         assert pins.read_bytes().count(b"\n") <= 1 + REQUESTS + 2 * REQUESTS
+
+
+def pooled(port: int) -> int:
+    """Requests that wait for a slot, by the router's own word."""
+    return len(httpx.get(f"http://127.0.0.1:{port}/state", trust_env=False).json()["waiting"])
 
 
 def ask(port: int, number: int) -> socket.socket:
