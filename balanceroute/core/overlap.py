@@ -30,7 +30,7 @@ from dataclasses import dataclass
 SHORT_STEPS = 0.5  # a transfer that takes less counts as none
 WORTH = 0.002  # of a worker's slots: filling less is not worth the KV memory of a request sent ahead
 MOST_COST = 0.5  # slots, of an early choice
-LOGISTIC = 1.702  # makes the logistic distribution's quantile that of the normal one, within .05 between .05 and .95
+LOGISTIC = 1.702  # makes the logistic distribution's quantile that of the normal one, within .1 between .05 and .95
 WEIGHT = 0.02  # of a new value in the running means, whose first 50 are averaged
 
 
