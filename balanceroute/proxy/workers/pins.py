@@ -6,9 +6,12 @@
      "params":{...}}
     -7                                                 no longer: its parameters go to a decode worker now
 
-A line is one write, appended and never synced: it survives the process, not the machine. The second one is written
-before the parameters are sent, for they may be used once only; where a worker has surely not seen them, the first is
-written again. When the file has grown, what is pinned still is written anew beside it and takes its place.
+A line is appended and never synced: it survives the process, not the machine. The second one is written before the
+parameters are sent, for they may be used once only; where a worker has surely not seen them, the first is written
+again. When the file has grown, what is pinned still is written anew beside it and takes its place.
+
+The first line waits for `UNWRITTEN_S`: where slots are free most KV goes to a decode worker sooner, and costs no write
+at all. A kill in this time leaves the KV to its timeout, as one does while the prefiller's reply is on its way.
 
 Nothing of a prompt is written but its size. A decode worker pulls by the parameters alone and looks at no more of the
 prompt than how many tokens it has, so any prompt of that size drains it (`stand_in`).
@@ -47,6 +50,7 @@ HEAD: Final = b"balanceroute pins 1\n"
 COMPACT_BYTES: Final = 2**20  # a few thousand requests
 GROWTH: Final = 4  # times what is pinned, and at least `COMPACT_BYTES`, a file grows before it is written anew
 NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE)  # for a file more, or a descriptor
+UNWRITTEN_S: Final = 0.005  # for which KV may be pinned before it is taken down
 MEND_S: Final = 5.0  # between two looks at what somebody may have removed
 DRAWN_TOKENS: Final = 32  # twice the block of vLLM's prefix cache, whose names follow from the first block on
 _LEAST_ID: Final = 10  # ids that every vocabulary has
@@ -102,6 +106,9 @@ class PinRecord:
         self._path, self._named = Path(path), named
         self._live: dict[int, Pin] = {}
         self.left: tuple[Pin, ...] = ()
+        self._unwritten: dict[int, Pin] = {}  # of `_live`, what the file does not have yet
+        self._writing: asyncio.TimerHandle | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None  # while `watch` runs; without it all is written at once
         self._count = 0
         self._size = self._limit = 0
         self._file: int | None = None
@@ -116,7 +123,7 @@ class PinRecord:
             self._count = max(self._live, default=0)
             self._begin(data)
         except (OSError, ConfigError) as error:
-            self.close()
+            self._let_go()
             if isinstance(error, ConfigError):
                 raise
             if needed:
@@ -136,14 +143,23 @@ class PinRecord:
         """See `Pin.hold`."""
         if not pin.number:
             self._count += 1
-            pin.number, pin.line = self._count, _line(self._count, pin)
-        self._live[pin.number] = pin
-        self._append(pin.line)
+            pin.number = self._count
+        elif pin.number in self._live:
+            return
+        self._live[pin.number] = self._unwritten[pin.number] = pin
+        if self._loop is None:
+            self._write_new()
+        elif self._writing is None:
+            self._writing = self._loop.call_later(UNWRITTEN_S, self._write_new)
 
     def release(self, pin: Pin) -> None:
         """See `Pin.release`."""
-        if self._live.pop(pin.number, None) is not None:
+        if self._live.pop(pin.number, None) is None:
+            return
+        if self._unwritten.pop(pin.number, None) is None:
             self._append(b"-%d\n" % pin.number)
+        elif not self._unwritten:
+            self._write_no_more()
 
     def take_over(self, path: Path) -> tuple[Pin, ...]:
         """Move what another record holds here, and remove it, if nobody keeps it any more; returns what that was.
@@ -162,8 +178,9 @@ class PinRecord:
             except (OSError, ConfigError):
                 return ()  # it is kept, or is none of ours
         for pin in pins:
-            pin.number = 0
+            pin.number, pin.line = 0, b""
             self.hold(pin)
+        self._write_new()
         return pins
 
     def mend(self) -> None:
@@ -182,9 +199,14 @@ class PinRecord:
 
     async def watch(self) -> None:
         """Every few seconds, `mend`; until cancelled."""
-        while True:
-            await asyncio.sleep(until_tick_s(time.monotonic(), MEND_S))
-            self.mend()
+        self._loop = asyncio.get_running_loop()
+        try:
+            while True:
+                await asyncio.sleep(until_tick_s(time.monotonic(), MEND_S))
+                self.mend()
+        finally:
+            self._loop = None
+            self._write_new()
 
     def __len__(self) -> int:
         """How many are held."""
@@ -192,11 +214,28 @@ class PinRecord:
 
     def close(self) -> None:
         """Let go of the file; what is held stays in it for the next router."""
+        self._write_new()
+        self._let_go()
+
+    # -- the file
+
+    def _write_new(self) -> None:
+        unwritten = list(self._unwritten.values())
+        self._write_no_more()
+        if unwritten:
+            self._append(b"".join(map(_line, unwritten)))
+
+    def _write_no_more(self) -> None:
+        """All that is held is in the file, or never will be."""
+        self._unwritten.clear()
+        if self._writing is not None:
+            self._writing.cancel()
+            self._writing = None
+
+    def _let_go(self) -> None:
         file, self._file = self._file, None
         if file is not None:
             os.close(file)
-
-    # -- the file
 
     def _see_that_it_is_nobodys(self) -> None:
         """What is where ours was may be replaced. Raises: ConfigError; OSError."""
@@ -269,7 +308,7 @@ class PinRecord:
 
     def _rewrite(self) -> None:
         """Write what is held, and nothing else, to a new file in place of this one. Raises: OSError."""
-        data = HEAD + b"".join(pin.line for pin in self._live.values())
+        data = HEAD + b"".join(map(_line, self._live.values()))
         new = beside(self._path)
         new.unlink(missing_ok=True)
         file = os.open(new, _FLAGS | os.O_EXCL, 0o600)
@@ -281,7 +320,8 @@ class PinRecord:
             os.close(file)
             new.unlink(missing_ok=True)
             raise
-        self.close()
+        self._let_go()
+        self._write_no_more()
         self._file, self._size = file, len(data)
         self._limit = max(COMPACT_BYTES, GROWTH * len(data))
 
@@ -294,7 +334,7 @@ class PinRecord:
         except OSError as second:
             fields = {"file": str(self._path), "error": second.strerror}
             log.warning("the record of pinned KV is out of date; remove it", extra=fields)
-        self.close()
+        self._let_go()
 
 
 def _held(data: bytes, path: Path, record: PinRecord, named: bool) -> dict[int, Pin]:
@@ -341,18 +381,21 @@ def _write(file: int, data: bytes) -> None:
         data = data[os.write(file, data) :]
 
 
-def _line(number: int, pin: Pin) -> bytes:
-    told = {
-        "n": number,
-        "request": pin.request_id,
-        "prefiller": pin.prefiller,
-        "at": round(pin.at, 3),
-        "up": round(pin.up, 3),
-        "prompt_tokens": pin.prompt_tokens,
-        "model": pin.model,
-        "params": orjson.Fragment(pin.kv_transfer_params),
-    }
-    return orjson.dumps(told) + b"\n"
+def _line(pin: Pin) -> bytes:
+    """Made when it is first needed."""
+    if not pin.line:
+        told = {
+            "n": pin.number,
+            "request": pin.request_id,
+            "prefiller": pin.prefiller,
+            "at": round(pin.at, 3),
+            "up": round(pin.up, 3),
+            "prompt_tokens": pin.prompt_tokens,
+            "model": pin.model,
+            "params": orjson.Fragment(pin.kv_transfer_params),
+        }
+        pin.line = orjson.dumps(told) + b"\n"
+    return pin.line
 
 
 def _pin(line: bytes, record: PinRecord) -> Pin:

@@ -1,9 +1,12 @@
 """What is written of pinned KV, what a later router makes of it, and whose file it is."""
 
+import asyncio
 import errno
 import os
 import stat
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import orjson
@@ -12,6 +15,7 @@ import pytest
 from balanceroute.errors import ConfigError
 from balanceroute.proxy.workers import pins as module
 from balanceroute.proxy.workers.pins import DRAWN_TOKENS, HEAD, Pin, PinRecord, stand_in
+from tests.waiting import until
 
 PARAMS = b'{"remote_block_ids":[[4,2]],"remote_request_id":"r-1"}'
 
@@ -76,7 +80,7 @@ def test_what_a_worker_has_refused_is_pinned_again(path: Path) -> None:
     assert left_in(path) == ["r"]
 
 
-def test_every_line_is_in_the_file_as_soon_as_it_is_said(path: Path) -> None:
+def test_every_line_is_in_the_file_as_soon_as_it_is_said_while_nobody_watches_it(path: Path) -> None:
     record = PinRecord(path)
     pin = a_pin(record)
     held = path.read_bytes()
@@ -84,6 +88,92 @@ def test_every_line_is_in_the_file_as_soon_as_it_is_said(path: Path) -> None:
     pin.release()
     assert path.read_bytes() == held + b"-1\n"
     record.close()
+
+
+def written(path: Path) -> bytes:
+    return path.read_bytes()
+
+
+def removed(path: Path) -> None:
+    path.unlink()
+
+
+@asynccontextmanager
+async def watched(record: PinRecord) -> AsyncIterator[None]:
+    """As in a router that runs."""
+    watch = asyncio.get_running_loop().create_task(record.watch())
+    await asyncio.sleep(0)
+    try:
+        yield
+    finally:
+        watch.cancel()
+        await asyncio.wait([watch])
+
+
+def test_kv_that_a_decode_worker_gets_at_once_is_never_written_down(path: Path) -> None:
+    async def test() -> None:
+        record = PinRecord(path)
+        async with watched(record):
+            for _ in range(3):
+                a_pin(record).release()
+        assert written(path) == HEAD
+        record.close()
+
+    asyncio.run(test())
+
+
+def test_kv_that_waits_is_written_down_with_what_came_meanwhile_and_released(path: Path) -> None:
+    async def test() -> None:
+        record = PinRecord(path)
+        async with watched(record):
+            first, gone, _ = a_pin(record, "first"), a_pin(record, "gone"), a_pin(record, "second")
+            gone.release()
+            assert written(path) == HEAD
+            await until(lambda: written(path).count(b"\n") == 3)
+            first.release()
+            killed(record)
+        assert left_in(path) == ["second"]
+
+    asyncio.run(test())
+
+
+def test_a_pin_that_reached_the_file_with_a_new_one_is_released_there(path: Path) -> None:
+    async def test() -> None:
+        record = PinRecord(path)
+        async with watched(record):
+            pin = a_pin(record)
+            removed(path)
+            record.mend()
+            pin.release()
+            killed(record)
+        assert left_in(path) == []
+
+    asyncio.run(test())
+
+
+def test_a_pin_that_is_refused_twice_is_released_for_good(path: Path) -> None:
+    async def test() -> None:
+        record = PinRecord(path)
+        async with watched(record):
+            pin = a_pin(record)
+            await until(lambda: written(path) != HEAD)
+            pin.hold()
+            pin.release()
+        record.close()
+        assert left_in(path) == []
+
+    asyncio.run(test())
+
+
+def test_a_router_that_ends_writes_what_it_has_not_written(path: Path) -> None:
+    async def test() -> None:
+        record = PinRecord(path)
+        async with watched(record):
+            a_pin(record)
+        killed(record)
+        assert left_in(path) == ["r"]
+
+    asyncio.run(test())
 
 
 def test_only_its_owner_may_read_it_whatever_it_was_before(path: Path) -> None:
