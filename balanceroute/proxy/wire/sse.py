@@ -1,7 +1,7 @@
 r"""One upstream SSE stream: bytes in, whatever the chunking; bytes for the client and an exact token count
 out.
 
-Events end at a blank line (LF or CRLF). Each event takes one of two ways:
+Events end at a blank line. Lines may end with LF, CRLF or CR; clients get LF. Each event takes one of two ways:
 
 * **JSON**: parsed once with orjson, counted, judged (finish, `recomputed`, error, usage) and either passed on
   as the bytes that came, edited by slicing out ids, or written anew.
@@ -40,7 +40,7 @@ from balanceroute.proxy.wire.usage import put_prompt_details
 
 MAX_EVENT_BYTES: Final = 32 * 1024 * 1024  # the ids of a prompt of 4 million tokens; more is no event
 
-_BLANK_LINE = re.compile(rb"\n\r?\n")
+_BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
 _IDS_LIST = re.compile(rb'([,{]"(?:prompt_)?token_ids":)\[[0-9,]*\]')
 _TEXT_KEYS = (b'"text":"', b'"content":"', b'"reasoning":"', b'"reasoning_content":"')
 _IDS_KEY = b',"token_ids":['
@@ -119,6 +119,7 @@ class EventScanner:
     """
 
     __slots__ = (
+        "_after_cr",
         "_base",
         "_closing_events",
         "_edge",
@@ -222,7 +223,8 @@ class EventScanner:
         self._role_sent = self._scored = False
         self._parts: list[bytes] = []  # of an event that has not ended
         self._parts_bytes = 0
-        self._edge = b""  # the last bytes of `_parts`, where a blank line may straddle
+        self._edge = b""  # the last byte of `_parts`, where a blank line may straddle
+        self._after_cr = False  # what came last was a CR, and the LF that may follow belongs to it
         self._prefix = prefix
         self._kinds: set[str] = set()
         self._kind: str | None = None  # of the last text that came in this life
@@ -294,6 +296,7 @@ class EventScanner:
         self._parts.clear()
         self._parts_bytes = 0
         self._edge = b""
+        self._after_cr = False
         self.matcher.forget()
         self.matcher.between_events = True
         return dropped
@@ -356,7 +359,7 @@ class EventScanner:
     def _join(self, data: bytes) -> bytes | None:
         """All bytes since the last blank line if `data` completes an event, else None and they are kept."""
         seam = self._edge + data
-        if b"\n\n" in seam or b"\n\r\n" in seam:
+        if b"\n\n" in seam:
             whole = b"".join((*self._parts, data))
             self._parts.clear()
             self.matcher.between_events = True
@@ -369,12 +372,14 @@ class EventScanner:
     def _keep(self, data: bytes, seam: bytes) -> None:
         self._parts.append(data)
         self._parts_bytes += len(data)
-        self._edge = seam[-2:]
+        self._edge = seam[-1:]
         if self._parts_bytes > self._max_event_bytes:
             self.end = StreamEnd.OVERSIZED
             self._parts.clear()
 
     def _events_of(self, data: bytes) -> bytes:
+        if self._after_cr or b"\r" in data:
+            data = self._with_line_feeds(data)
         if self._parts:
             whole = self._join(data)
             if whole is None:
@@ -382,19 +387,14 @@ class EventScanner:
             data = whole
         out = []
         start = 0
-        crlf = b"\r" in data  # strings escape it, so it can only be part of a line end
         while self.end is None:
-            if crlf:
-                match = _BLANK_LINE.search(data, start)
-                stop = match.end() if match else -1
-            else:
-                found = data.find(b"\n\n", start)
-                stop = found + 2 if found >= 0 else -1
-            if stop < 0:
+            found = data.find(b"\n\n", start)
+            if found < 0:
                 if start < len(data):
                     rest = data[start:]
                     self._keep(rest, rest)
                 break
+            stop = found + 2
             raw = data[start:stop]
             start = stop
             relayed = self.matcher.match(raw)
@@ -403,6 +403,13 @@ class EventScanner:
             if relayed:
                 out.append(relayed)
         return out[0] if len(out) == 1 else b"".join(out)
+
+    def _with_line_feeds(self, data: bytes) -> bytes:
+        """`data` with LF for each line end; strings escape CR, so it can only be part of one."""
+        if self._after_cr and data.startswith(b"\n"):
+            data = data[1:]  # that line end has been taken
+        self._after_cr = data.endswith(b"\r")
+        return data.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
 
     # -------------------------------------------------------------------------------------------- template
 
@@ -436,7 +443,7 @@ class EventScanner:
 
     def _judge(self, raw: bytes) -> bytes:
         """Take one event the slow way; returns what the client gets for it."""
-        raw = _known_lines(raw)
+        raw = _known_lines(raw if self.begun else raw.removeprefix(_BYTE_ORDER_MARK))
         payload = _payload(raw)
         unread = raw if self._translation is None and raw.strip() else b""
         if payload is None:
@@ -718,8 +725,8 @@ class EventScanner:
 
 
 def payloads_of(events: bytes) -> Iterator[bytes]:
-    """The data of each of some whole events, whatever their line ends and whatever else they hold."""
-    for block in _BLANK_LINE.split(events) if b"\r" in events else events.split(b"\n\n"):
+    """The data of each of some whole events as `feed` returns them, whatever else they hold."""
+    for block in events.split(b"\n\n"):
         payload = block[6:] if block.startswith(b"data: ") and b"\n" not in block else _payload(block)
         if payload is not None:
             yield payload
@@ -729,8 +736,7 @@ def _payload(raw: bytes) -> bytes | None:
     """The data of an event, its lines joined by LF; None if it has none (a comment, a bare blank line)."""
     if raw.startswith(b"data: ") and raw.find(b"\n") == len(raw) - 2:
         return raw[6:-2]
-    lines = [line.rstrip(b"\r") for line in raw.split(b"\n")]
-    data = [line[5:].removeprefix(b" ") for line in lines if line.startswith(b"data:")]
+    data = [line[5:].removeprefix(b" ") for line in raw.split(b"\n") if line.startswith(b"data:")]
     return b"\n".join(data) if data else None
 
 
@@ -739,7 +745,7 @@ def _known_lines(raw: bytes) -> bytes:
     if raw.isascii() and raw.startswith(b"data: ") and raw.find(b"\n") == len(raw) - 2:
         return raw
     lines = raw.split(b"\n")
-    kept = [line for line in lines if line in (b"", b"\r") or (line.startswith(_LINE_STARTS) and _is_text(line))]
+    kept = [line for line in lines if not line or (line.startswith(_LINE_STARTS) and _is_text(line))]
     return raw if len(kept) == len(lines) else b"\n".join(kept)
 
 

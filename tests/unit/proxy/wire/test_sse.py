@@ -1,6 +1,7 @@
 """The scanner against a naive reference that parses everything, and against what a real vLLM sent."""
 
 import copy
+from itertools import cycle
 from typing import Any
 
 import orjson
@@ -59,7 +60,7 @@ def usage(prompt: int, generated: int, **extra: Any) -> dict[str, Any]:
 
 
 def parsed(out: bytes) -> list[Any]:
-    blocks = [block.strip() for block in out.replace(b"\r\n", b"\n").split(b"\n\n") if block.strip()]
+    blocks = [block.strip() for block in out.split(b"\n\n") if block.strip()]
     return [orjson.loads(b[6:]) if b.startswith(b"data: {") else b for b in blocks]
 
 
@@ -103,7 +104,7 @@ EVENTS = st.one_of(
         IDS,
     ),
 )
-STREAMS = st.lists(st.tuples(EVENTS, st.booleans(), st.sampled_from([b"\n", b"\r\n"])), max_size=8)
+STREAMS = st.lists(st.tuples(EVENTS, st.booleans(), st.sampled_from([b"\n", b"\r\n", b"\r"])), max_size=8)
 
 
 def reference(bodies: list[dict[str, Any]], want_ids: bool) -> tuple[list[int], list[dict[str, Any]]]:
@@ -141,7 +142,7 @@ def test_scanner_equals_a_full_parse_of_every_event_for_any_chunking(
     assert parsed(out) == expected
 
 
-@pytest.mark.parametrize("newline", [b"\n", b"\r\n"], ids=["lf", "crlf"])
+@pytest.mark.parametrize("newline", [b"\n", b"\r\n", b"\r"], ids=["lf", "crlf", "cr"])
 def test_an_event_split_at_every_byte_gives_the_same_bytes(newline: bytes) -> None:
     bodies = [completion("a", [1]), completion('q"\\', [2, 3]), completion("é", [4]), completion("b", [5])]
     wire = b"".join(event(body, newline=newline) for body in bodies)
@@ -152,6 +153,32 @@ def test_an_event_split_at_every_byte_gives_the_same_bytes(newline: bytes) -> No
         assert scanner.ids.tolist() == [1, 2, 3, 4, 5]
     scanner = EventScanner()
     assert b"".join(scanner.feed(wire[i : i + 1]) for i in range(len(wire))) == whole
+
+
+@pytest.mark.parametrize(
+    "ends",
+    [(b"\n",), (b"\r\n",), (b"\r",), (b"\r\n", b"\r"), (b"\n", b"\r\n"), (b"\r", b"\r\n", b"\r\n", b"\n")],
+    ids=lambda ends: "+".join(end.hex() for end in ends),
+)
+def test_an_event_of_several_lines_is_the_same_with_any_line_ends_and_pieces(ends: tuple[bytes, ...]) -> None:
+    body = orjson.dumps(completion("a", [1], finish_reason="stop")).replace(b",", b",\ndata: ")
+    wire = b": hi\n\nevent: x\ndata: %b\n\n" % body + DONE
+    expected = EventScanner().feed(wire)
+    assert texts(expected) == "a"
+    wire = b"".join(line + end for line, end in zip(wire.split(b"\n")[:-1], cycle(ends), strict=False))
+    for cut in range(len(wire)):
+        scanner = EventScanner()
+        assert scanner.feed(wire[:cut]) + scanner.feed(wire[cut:]) == expected
+        assert scanner.end is StreamEnd.DONE
+
+
+def test_a_byte_order_mark_before_a_life_hides_no_token() -> None:
+    good = event(completion("a", [1])) + event(completion("b", [2]))
+    scanner = EventScanner(want_token_ids=True)
+    assert b"".join(scanner.feed(byte.to_bytes()) for byte in b"\xef\xbb\xbf" + good) == good
+    scanner.resume()
+    assert scanner.feed(b"\xef\xbb\xbf" + good) == good
+    assert scanner.ids.tolist() == [1, 2, 1, 2]
 
 
 @settings(max_examples=300, deadline=None)
