@@ -16,7 +16,7 @@ from balanceroute.engine.tokens import continuation, decode
 from balanceroute.proxy.app import RouterApp, create_app
 from tests.integration.router import Router, running, served
 from tests.integration.test_proxy_answers import PROMPT, chat, completion, events, texts
-from tests.security.evil_worker import Asked, Evil, other, reply, well_decoded, well_prefilled
+from tests.security.evil_worker import Answer, Asked, Evil, other, reply, well_decoded, well_prefilled
 from tests.unit.proxy.servers import worker
 from tests.waiting import until
 
@@ -80,15 +80,19 @@ async def test_requests_beside_a_request_that_kills_all_get_their_answers() -> N
 
 
 @contextlib.asynccontextmanager
-async def before(decoders: dict[str, Evil]) -> AsyncIterator[tuple[RouterApp, httpx.AsyncClient]]:
-    """A router before these decoders, and a client of it."""
-    prefiller = Evil(well_prefilled)
+async def before(
+    decoders: dict[str, Evil], prefillers: dict[str, Evil] | None = None
+) -> AsyncIterator[tuple[RouterApp, httpx.AsyncClient]]:
+    """A router before these workers, and a client of it."""
+    prefillers = prefillers or {"p0": Evil(well_prefilled)}
     async with contextlib.AsyncExitStack() as stack:
-        urls = {name: (await stack.enter_async_context(worker(one.script))).url for name, one in decoders.items()}
-        source = await stack.enter_async_context(worker(prefiller.script))
+        urls = {
+            name: (await stack.enter_async_context(worker(one.script))).url
+            for name, one in {**prefillers, **decoders}.items()
+        }
         tree = {
-            "prefill": {"workers": [{"url": source.url}]},
-            "decode": {"workers": [{"url": url, "id": name} for name, url in urls.items()], "max_num_seqs": 8},
+            "prefill": {"workers": [{"url": urls[name], "id": name} for name in prefillers]},
+            "decode": {"workers": [{"url": urls[name], "id": name} for name in decoders], "max_num_seqs": 8},
             "routing": {"policy": "round_robin"},
             "predictor": {"kind": "none"},
             **QUICK,
@@ -390,3 +394,33 @@ async def test_an_answer_under_which_decoder_after_decoder_dies_is_ended_at_the_
         assert "3 decode workers" in got.getvalue()
         assert router.app.services.metrics.given_up_requests.value() == 1
         await router.settled()
+
+
+UNKNOWN = {"error": {"message": "KeyError: 'high'", "type": "InternalServerError", "param": None, "code": 500}}
+
+
+def chokes(well: Answer) -> Answer:
+    """A worker whose chat template has no word for one `reasoning_effort`: vLLM says 500, and lives."""
+
+    def answer(asked: Asked) -> bytes:
+        if "reasoning_effort" in asked.data:
+            return reply(UNKNOWN, status="500 Internal Server Error")
+        return well(asked)
+
+    return answer
+
+
+@pytest.mark.parametrize("n_workers", [1, 2])
+@pytest.mark.parametrize("tier", ["prefill", "decode"])
+async def test_a_request_that_all_workers_answer_with_500_takes_none_of_them_out(tier: str, n_workers: int) -> None:
+    def of(tier_of: str, well: Answer) -> dict[str, Evil]:
+        return {f"{tier_of[0]}{n}": Evil(chokes(well) if tier_of == tier else well) for n in range(n_workers)}
+
+    body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+    async with before(of("decode", well_decoded), of("prefill", well_prefilled)) as (app, client):
+        for stream in (False, True, False, True):
+            odd = {**body, "stream": stream, "reasoning_effort": "high"}
+            told = await client.post("/v1/chat/completions", json=odd)
+            assert (told.status_code, told.json()) == (500, UNKNOWN)
+            assert (await client.post("/v1/chat/completions", json={**body, "stream": stream})).status_code == 200
+            assert not [one.id for one in app.services.fleet if one.circuit.doubtful]

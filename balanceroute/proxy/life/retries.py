@@ -7,11 +7,16 @@
 | given back without a token | nothing | goes round again, `MAX_FRUITLESS` times in a row |
 | the whole took too long | nothing | ends |
 | no descriptor was free for a connection | nothing: that is ours | tries again, as below |
+| 500 from every worker that could take it | nothing, nor what was said before | ends |
 | anything else | a failure (`circuit.fault`) | tries again, `retry.max_attempts` times in a row |
 | it died | a failure | tries again, or ends when it is the likely cause (`suspicion.py`) |
 
 **Back-pressure is no failure.** A 429 or 503 is a worker's way to say "later". While every worker rests, the request
 waits as it would for a slot, and gets a 503 with Retry-After when it has waited `queue.deadline_s` for its first token.
+
+**Refused by all.** Some requests an engine answers with 500 where a 400 would be right: its chat template raises, or it
+lacks a feature. As failures, a few of them from one client would take a small tier out, and with it everybody's
+service. So where the last try ends so too, and no worker is left that might do better, none is to blame.
 """
 
 import asyncio
@@ -60,6 +65,7 @@ class Retries:
         "_begun_s",
         "_choices",
         "_decode_failures",
+        "_erred",
         "_fruitless",
         "_prefill_failures",
         "_refusal",
@@ -74,6 +80,7 @@ class Retries:
         self._services, self._request_id, self._choices = services, request_id, choices
         self._suspect: Suspect | None = None
         self._prefill_failures = self._decode_failures = self._fruitless = self._refused = 0  # in a row
+        self._erred: set[str] = set()  # the workers, of either tier, that have answered it with an error of their own
         self._refusal: UpstreamStatus | None = None  # the last 429 or 503 before the first token
         self._begun_s = math.inf  # when the first token came on its present decode worker
 
@@ -103,16 +110,33 @@ class Retries:
             self._refused += 1
             services.metrics.retries.inc(tier)
             return self._backoff_s(self._refused)
-        if isinstance(error, CannotConnect):
-            circuit.inconclusive()
-        else:
-            circuit.fault(now)
         failures = self._failed(tier)
         last = failures >= services.config.retry.max_attempts or not error.retryable
+        if isinstance(error, CannotConnect):
+            circuit.inconclusive()
+        elif not (self._errs(error, worker) and last and self._clear_all(worker)):
+            circuit.fault(now)
         if last or (isinstance(error, NothingPinned) and failures > 1):
             raise error
         services.metrics.retries.inc(tier)
         return self._backoff_s(max(1, failures))
+
+    def _errs(self, error: UpstreamError, worker: Worker) -> bool:
+        """Take down that a worker answered with an error of its own, if it did, which may be the request's doing."""
+        own = isinstance(error, UpstreamStatus) and error.status in (500, 501) and sign_of(error) is Sign.NONE
+        if own:
+            self._erred.add(worker.id)
+        return own
+
+    def _clear_all(self, worker: Worker) -> bool:
+        """Hold nothing against the workers of this one's tier if all have answered so; returns whether they have."""
+        tier = self._services.fleet.of(worker.spec.role)
+        erred = [one for one in tier if one.id in self._erred]
+        if any(one.able for one in tier if one not in erred):
+            return False
+        for one in erred:
+            one.circuit.success()
+        return True
 
     def _failed(self, tier: str) -> int:
         """One more failure; returns how many in a row count."""
@@ -224,6 +248,7 @@ class Retries:
     def begun(self, now: float) -> None:
         """The first tokens are here: what failed before is forgotten."""
         self._decode_failures = self._fruitless = self._refused = 0
+        self._erred.clear()
         self._refusal = None
         self._begun_s = now
         if self._suspect is not None:

@@ -114,6 +114,11 @@ class Worker:
         """Whether health checks have judged it down: it doesn't answer, or gives no tokens."""
         return not self.healthy or self.stalled
 
+    @property
+    def able(self) -> bool:
+        """Whether it takes requests, or will once it has rested."""
+        return self.state is not WorkerState.DOWN and not (self.drained or self.leaving)
+
     def wanted_state(self) -> WorkerState:
         """What operator, health and circuit allow together."""
         circuit = _CIRCUIT_SAYS[self.circuit.state]

@@ -64,6 +64,32 @@ def test_that_this_process_has_no_descriptor_left_is_no_fault_of_a_worker_but_a_
     in_virtual_time(judged)
 
 
+@pytest.mark.parametrize("body", [b"{}", b"EngineDeadError"], ids=["lives", "dead"])
+@pytest.mark.parametrize("status", [500, 501, 502])
+@pytest.mark.parametrize("left", ["none", "down", "drained", "up"])
+def test_an_error_of_all_workers_that_could_take_it_is_held_against_none(left: str, status: int, body: bytes) -> None:
+    async def judged() -> None:
+        services = a_router(a_config(decoders=2, retry=RETRY))
+        retries = Retries(services, "r", None)
+        fleet = services.fleet
+        erring, other = fleet["d0"], fleet["d1"]
+        if left == "down":
+            other.circuit.open(services.tickets.now())
+        elif left == "drained":
+            fleet.drain(other)
+        error = UpstreamStatus("its own", worker="d0", tier="decode", status=status, body=body)
+        retries.judge(error, erring, "decode", begun=False)
+        assert erring.circuit.doubtful
+        retries.judge(error, other if left == "none" else erring, "decode", begun=False)
+        with pytest.raises(UpstreamStatus):
+            retries.judge(error, erring, "decode", begun=False)
+        clear = left != "up" and status < 502 and body == b"{}"
+        assert erring.circuit.doubtful is not clear
+        assert other.circuit.doubtful is (left == "down" or (left == "none" and not clear))
+
+    in_virtual_time(judged)
+
+
 @pytest.mark.parametrize("status", [429, 503])
 def test_back_pressure_is_never_the_last_try(status: int) -> None:
     async def judged() -> None:
