@@ -120,7 +120,7 @@ def check_beginning(raw: bytes, scanned: int) -> None:
     Raises: InvalidRequest.
     """
     line_end = raw.find(b"\r\n", 0, MAX_LINE_BYTES + 2)
-    if line_end < 0 and len(raw) > MAX_LINE_BYTES:
+    if line_end < 0 and len(raw) > MAX_LINE_BYTES + raw.endswith(b"\r"):  # which may be half of its end
         raise _line_too_long()
     if len(raw) > MAX_HEAD_BYTES:
         raise _head_too_large()

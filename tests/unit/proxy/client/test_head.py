@@ -203,6 +203,14 @@ def test_heads_are_taken_up_to_their_bounds_and_refused_beyond() -> None:
     assert refusal(head(GET, HOST, b"x: " + b"y" * (room + 1))) == 431
 
 
+@pytest.mark.parametrize("room", [MAX_LINE_BYTES, MAX_LINE_BYTES - 1])
+def test_a_request_line_as_long_as_it_may_be_is_taken_in_any_pieces(room: int) -> None:
+    raw = head(b"GET /%b HTTP/1.1" % (b"a" * (room - len(b"GET / HTTP/1.1"))), HOST)
+    for end in range(MAX_LINE_BYTES - 2, len(raw)):
+        check_beginning(raw[:end], max(0, end - 3))
+    assert parse_head(raw)
+
+
 @pytest.mark.parametrize(
     ("raw", "status"),
     [
