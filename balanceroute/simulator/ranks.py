@@ -242,15 +242,18 @@ class DraftingRanks(Ranks):
     """Workers with speculative decoding: of `draft_tokens` guesses per step and request the first few hold.
 
     Each holds with probability `draft_acceptance` if the one before did, and one token comes in any case. Every request
-    has a sequence of its own, so that it is the same under every policy. A step takes as long as without.
+    has a sequence of its own, so that it is the same under every policy. A step takes as long as without. `draws`, by
+    request, belong to all barriers as well.
     """
 
-    def __init__(self, setting: Setting, workers: int, kv: list[int], left: list[int]) -> None:
+    def __init__(
+        self, setting: Setting, workers: int, kv: list[int], left: list[int], draws: dict[int, random.Random]
+    ) -> None:
         super().__init__(setting, workers, kv, left)
         self.most_tokens = 1 + setting.draft_tokens
         self.done: dict[int, int] = {}  # tokens of a running request since it (re)started
         self.coming: dict[int, int] = {}  # what each gets from this step
-        self.draws: dict[int, random.Random] = {}
+        self.draws = draws
         self.hold = sorted(setting.draft_acceptance ** (index + 1) for index in range(setting.draft_tokens))
 
     def expect_end(self, request: int, step: int) -> None:

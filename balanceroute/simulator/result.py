@@ -196,9 +196,7 @@ class Recorder:
         )
 
     def _time_of(self, window: slice, duration_s: FloatArray) -> float:
-        """Seconds of the steps of the window; where barrier groups step side by side, from the first to the last."""
-        if self.setting.barrier_groups == 1:
-            return float(duration_s[window].sum())
+        """Seconds from the window's first step to the end of its last one, with those in which nothing ran."""
         start_s = np.array(self.start_s)[window]
         return float((start_s + duration_s[window]).max() - start_s[0])
 

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from heapq import heappop, heappush
 from itertools import pairwise
 from time import perf_counter
@@ -480,7 +481,7 @@ class Simulation:
 def groups_of(setting: Setting, prompt_tokens: list[int], lengths: list[int]) -> tuple[list[Group], list[Group]]:
     """The groups, as equal in size as can be, and the one of each worker."""
     kv, left = list(prompt_tokens), list(lengths)
-    kind = DraftingRanks if setting.draft_tokens else Ranks
+    kind = partial(DraftingRanks, draws={}) if setting.draft_tokens else Ranks
     bounds = [setting.n_workers * index // setting.barrier_groups for index in range(setting.barrier_groups + 1)]
     sizes = [(first, end - first) for first, end in pairwise(bounds)]
     groups = [Group(kind(setting, workers, kv, left), first) for first, workers in sizes]

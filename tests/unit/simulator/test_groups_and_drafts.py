@@ -11,6 +11,7 @@ from balanceroute.core.policies import POLICIES
 from balanceroute.errors import InputError
 from balanceroute.simulator import Replay, Setting
 from balanceroute.simulator.ranks import DraftingRanks
+from balanceroute.simulator.simulation import Group, groups_of
 from balanceroute.traces import generate_trace
 from tests.unit.simulator.test_simulation import EVERY_OPTION, a_setting, a_trace, figures_of, run
 
@@ -60,6 +61,14 @@ def test_tokens_per_second_are_those_of_the_time_that_passes(groups: int) -> Non
     assert 0.9 < outcome.figures.balance < 1.02
 
 
+@pytest.mark.parametrize("groups", [1, 2])
+def test_time_in_which_nothing_runs_is_part_of_the_seconds_of_tokens_per_second(groups: int) -> None:
+    trace = a_trace([(10.0 * index, 100, 20) for index in range(100)])
+    figures = run(trace, Setting(n_workers=2, slots=4, barrier_groups=groups), "least_kv").figures
+    assert figures.throughput_tok_s == pytest.approx(20 / 10.0, rel=0.05)
+    assert figures.balance == pytest.approx(figures.throughput_tok_s * 0.025 / 8, rel=0.01)
+
+
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_guesses_that_never_hold_change_nothing(policy: str) -> None:
     trace = generate_trace("heavy_tailed", rows=200, seed=3).with_lengths(0.05, 0.05)
@@ -92,6 +101,25 @@ def test_a_request_has_the_same_luck_wherever_it_runs() -> None:
     )
     assert together.tpot_s == pytest.approx(alone.tpot_s)
     assert len(set(together.tpot_s)) == 3
+
+
+def test_a_request_that_loses_its_worker_goes_on_with_its_luck_behind_another_barrier() -> None:
+    setting = Setting(n_workers=2, slots=1, barrier_groups=2, draft_tokens=3)
+    (first, second), _ = groups_of(setting, [10], [1_000])
+
+    def tokens_of(steps: int, group: Group) -> list[int]:
+        group.ranks.bind(0, 0)
+        group.ranks.fill(group.steps)
+        found = []
+        for _ in range(steps):
+            found.append(group.ranks.step_tokens())
+            group.ranks.grow()
+            group.steps += 1
+        group.ranks.fail(0, group.steps)
+        return found
+
+    (undisturbed, _), _ = groups_of(setting, [10], [1_000])
+    assert tokens_of(20, first) + tokens_of(20, second) == tokens_of(40, undisturbed)
 
 
 @pytest.mark.parametrize("policy", ["level_fit", "br_h", "join_shortest_queue"])
@@ -130,7 +158,7 @@ def test_the_oracle_counts_steps_and_is_refused() -> None:
 
 
 def test_what_runs_adds_up_after_every_step() -> None:
-    ranks = DraftingRanks(Setting(n_workers=2, slots=4, draft_tokens=3), 2, [10] * 8, [5, 9, 1, 30, 2, 7, 11, 4])
+    ranks = DraftingRanks(Setting(n_workers=2, slots=4, draft_tokens=3), 2, [10] * 8, [5, 9, 1, 30, 2, 7, 11, 4], {})
     for request in range(8):
         ranks.bind(request, request % 2)
     done: list[int] = []
