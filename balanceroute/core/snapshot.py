@@ -229,7 +229,7 @@ class ClusterSnapshot:
             return present[:, None]
         per_request = None if self.alike else [worker.spec.request_tokens for worker in self.workers]
         loads = self.projection.loads(per_request)
-        foreign = [worker for worker in self.workers if worker.foreign_requests]
+        foreign = [worker for worker in self.workers if worker.foreign_requests or worker.foreign_tokens]
         if foreign:
             ahead = np.arange(self.horizon_steps + 1)
             for worker in foreign:

@@ -61,6 +61,12 @@ def test_a_policy_decides_as_if_the_requests_of_others_were_our_own(
     assert found.runners_up == expected.runners_up
 
 
+def test_tokens_of_others_count_on_every_step_ahead_also_where_no_request_of_theirs_is_named() -> None:
+    workers = [{"id": "d0", "slots": 4, "foreign": {"tokens": 900}}, {"id": "d1", "slots": 4, "active": []}]
+    shown = {view.id: view.margins for view in explain(a_state("br_h", workers, [100])).workers}
+    assert shown == {"d0": (0,) * 13, "d1": (900,) * 13}
+
+
 @pytest.mark.parametrize("policy", ["br_0", "br_h", "target_fit", "pool_fifo"])
 def test_a_worker_full_of_others_requests_gets_none_of_ours_and_gets_them_again_when_they_go(policy: str) -> None:
     scheduler = a_scheduler(policy, workers=2, slots=2)
