@@ -4,7 +4,7 @@ Twenty more have rare huge prompts. They were added when a test showed that the 
 
 Regrets and bars are those of the grid. A run is of some minutes, which is a few wait caps: who lets large prompts wait
 until its end has served more of the small ones before, and gains tokens/s though it ends no sooner. So the makespan is
-judged as well: the time from the first arrival to the last token.
+judged as well: the time from the trace's second 0 to the last token.
 """
 
 import random
@@ -77,8 +77,8 @@ def report(scope: Scope, results: Results, out: Path) -> Section:
     )
     section.table(grid.regret_table(busy, "drawn_regret"))
     section.text(
-        "The time from the first arrival to the last token, against the shortest on the same workload. A policy gains"
-        " tokens/s by letting large prompts wait until the end; here it does not."
+        "The time from the trace's second 0 to the last token, against the shortest on the same workload. A policy"
+        " gains tokens/s by letting large prompts wait until the end; here it does not."
     )
     section.table(makespan_table(scope, results, busy))
     section.text(f"The bars for the default, {methods.LEVEL_FIT.label}:")

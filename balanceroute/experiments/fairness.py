@@ -51,9 +51,10 @@ def report(scope: Scope, results: Results, out: Path) -> Section:
     """Waits by prompt size, wait against balance, and the load sweep."""
     section = Section("Fairness of waiting, and lower loads (not in the paper)")
     section.text(
-        "Waits (prefill done until admitted) by prompt size: the smallest half, up to the 90th percentile, up to the"
-        " 99th, and the largest hundredth. Level columns are fair. A router that may leave a request waiting for ever"
-        " can always be the better balanced one, so no imbalance figure should be read without these."
+        "p99 waits (prefill done until admitted) of the first seed by prompt size: the smallest half, up to the 90th"
+        " percentile, up to the 99th, and the largest hundredth. Level columns are fair. A router that may leave a"
+        " request waiting for ever can always be the better balanced one, so no imbalance figure should be read without"
+        " these."
     )
     for source in scope.sources:
         name = scope.workload(source).name
