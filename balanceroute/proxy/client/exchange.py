@@ -43,7 +43,7 @@ from balanceroute.proxy.life.suspicion import Choices
 from balanceroute.proxy.perimeter.keys import ClientKey
 from balanceroute.proxy.perimeter.routes import Access
 from balanceroute.proxy.telemetry.logs import log_request
-from balanceroute.proxy.wire.payloads import ClientRequest, Endpoint, parse
+from balanceroute.proxy.wire.payloads import ClientRequest, Endpoint, parse, with_priority
 from balanceroute.proxy.wire.responses import (
     INTERNAL_ERROR,
     SSE_HEADERS,
@@ -163,7 +163,8 @@ class Exchange:
             if services.tickets.draining:  # since the head came
                 raise refusal(RejectReason.DRAINING, services.tickets.view).error()
             assert self._head is not None
-            request = self._in_class(self._asked(), self._head.request_id)
+            request = with_priority(self._asked(), self._head.priority)
+            request = self._in_class(request, self._head.request_id)
             self._task = asyncio.current_task(services.loop)  # finding the loop takes a system call before Python 3.12
             response.on_gone = self._on_gone
             try:

@@ -21,13 +21,13 @@ from balanceroute.errors import InvalidRequest, InvariantError
 from balanceroute.proxy.client.response import Response
 from balanceroute.proxy.life.errors import ClientGone
 from balanceroute.proxy.life.leg import Leg
-from balanceroute.proxy.wire.answers import AnswerAssembler
+from balanceroute.proxy.wire.answers import AnswerAssembler, with_usage
 from balanceroute.proxy.wire.closing import DONE_EVENT, event_bytes, event_head
 from balanceroute.proxy.wire.payloads import ClientRequest, split
 from balanceroute.proxy.wire.prompt_echo import with_prompt
 from balanceroute.proxy.wire.responses import SSE_HEADERS, Headers
 from balanceroute.proxy.wire.sse import payloads_of
-from balanceroute.proxy.wire.usage import summed
+from balanceroute.proxy.wire.usage import put_prompt_details, summed
 
 MAX_COPIED_BYTES: Final = 256 * 2**20  # each choice sends its prompt, and all but the prompt, once more
 
@@ -157,7 +157,12 @@ class PartAnswer:
 
     def answer(self, leg: Leg) -> bytes:
         """The complete answer, with what the prefiller said of the prompt."""
-        body = self._body if self._body is not None else self._assembled().answer(leg.answer.scanner)
+        usage = leg.answer.scanner.usage or {}
+        late = bool(usage) and put_prompt_details(usage, leg.answer.prompt_details)  # since the decoder's end
+        if self._body is None:
+            body = self._assembled().answer(leg.answer.scanner)
+        else:
+            body = with_usage(self._body, usage) if late else self._body
         if leg.answer.prompt_reply is None or self._request.scores_only:
             return body
         return with_prompt(self._request, body, leg.answer.prompt_reply)

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from typing import Final
 
 from balanceroute.errors import InvalidRequest
+from balanceroute.proxy.wire.fields import checked
 from balanceroute.proxy.wire.responses import Headers
 
 # identity and tracing: what a worker may need, and nothing that frames or routes a message
 FORWARDED: Final = frozenset(
     [b"authorization", b"traceparent", b"tracestate", b"baggage", b"b3"]
     + [b"x-b3-traceid", b"x-b3-spanid", b"x-b3-parentspanid", b"x-b3-sampled", b"x-b3-flags"]
-    + [b"openai-organization", b"openai-project", b"user-agent", b"accept-language"]
+    + [b"openai-organization", b"openai-project", b"user-agent", b"accept-language", b"x-session-id"]
 )
 _ID_CHARACTERS: Final = frozenset(b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_.:")
 _MAX_ID: Final = 96
@@ -23,13 +24,17 @@ os.register_at_fork(after_in_child=_ids.seed)  # two relays must not give the sa
 
 @dataclass(slots=True)
 class Head:
-    """The headers that the router reads; `forwarded` go to the workers."""
+    """The headers that the router reads; `forwarded` go to the workers.
+
+    `priority` counts before the body's, as vLLM reads it; None where it is no integer that engines can hold.
+    """
 
     request_id: str
     client_id: str | None
     forwarded: list[tuple[bytes, bytes]]
     timeout_s: float
     key: str
+    priority: int | None
 
     @property
     def told_id(self) -> bytes:
@@ -59,7 +64,15 @@ def read_head(headers: Headers, key_header: bytes | None, authorization: bytes |
     unique = f"{_ids.getrandbits(64):016x}"
     request_id = f"{known}-{unique}" if known else unique  # some clients say one id of thousands at a time
     timeout_s = math.inf if timeout is None else _timeout(timeout)
-    return Head(request_id, known, forwarded, timeout_s, key.decode("latin-1"))
+    priority = told.get(b"x-vllm-priority")
+    return Head(
+        request_id,
+        known,
+        forwarded,
+        timeout_s,
+        key.decode("latin-1"),
+        None if priority is None else _priority(priority),
+    )
 
 
 def unread_coding(headers: Headers) -> InvalidRequest | None:
@@ -77,6 +90,13 @@ def _timeout(value: bytes) -> float:
     except ValueError:
         return math.nan
     return seconds if 0 < seconds < math.inf else math.nan
+
+
+def _priority(value: bytes) -> int | None:
+    try:
+        return checked("X-Vllm-Priority", int(value), least=None)
+    except (ValueError, InvalidRequest):
+        return None  # vLLM overlooks it, too
 
 
 def _clean(client_id: bytes) -> str:

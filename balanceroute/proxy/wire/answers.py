@@ -186,7 +186,7 @@ class _Choice:
             message["tool_calls"] = [
                 {**call, "function": _joined(call["function"])} for _, call in sorted(self.calls.items())
             ]
-        if self.calls or message["reasoning"]:
+        if self.calls or message["reasoning"] is not None:
             message["content"] = message["content"] or None
         return {
             "index": index,
@@ -271,6 +271,11 @@ def correct_answer(
         usage=usage,
         reply_id=told,
     )
+
+
+def with_usage(body: bytes, usage: dict[str, Any]) -> bytes:
+    """An unstreamed answer with another usage, where a prefiller has told of its prompt later than the decoder."""
+    return orjson.dumps({**orjson.loads(body), "usage": usage})
 
 
 def _as_asked(

@@ -312,6 +312,13 @@ def request_of(endpoint: Endpoint, data: dict[str, Any]) -> ClientRequest:
     )
 
 
+def with_priority(request: ClientRequest, priority: int | None) -> ClientRequest:
+    """The request with the priority that a header says; None: it says none."""
+    if priority is None or priority == request.priority:
+        return request
+    return replace(request, rest=request.rest | {"priority": priority}, priority=priority)
+
+
 def split(request: ClientRequest) -> list[ClientRequest]:
     """One single-prompt, single-answer request per choice, in the order of the choices' indices.
 

@@ -211,6 +211,23 @@ def test_a_priority_counts_within_the_bounds_of_the_operator_and_reaches_the_eng
     in_virtual_time(test)
 
 
+@pytest.mark.parametrize(
+    ("header", "engine_gets"),
+    [(b"-2", -2), (b"7", 7), (b"soon", 1), (b"99999999999999999999", 1)],
+    ids=["first", "last", "no-integer", "no-engine-holds-it"],
+)
+def test_a_header_s_priority_counts_before_the_body_s_as_on_vllm(header: bytes, engine_gets: int) -> None:
+    async def test() -> None:
+        services, connection = a_router(a_config(1, 1)), Connection()
+        p0 = script(services, "p0", probed())
+        d0 = script(services, "d0", whole(20, 21))
+        await served(services, connection, BODY | {"priority": 1}, [(b"x-vllm-priority", header)])
+        told = [orjson.loads(worker.asked[0].body)["priority"] for worker in (p0, d0)]
+        assert told == [engine_gets, engine_gets]
+
+    in_virtual_time(test)
+
+
 def test_a_key_s_limit_is_a_429_and_a_request_that_ends_gives_its_place_back(tmp_path: Path) -> None:
     async def test() -> None:
         keys = tmp_path / "keys.yaml"

@@ -19,9 +19,10 @@ def test_only_identity_and_trace_headers_are_forwarded() -> None:
         (b"x-data-parallel-rank", b"3"),
         (b"cookie", b"c"),
         (b"accept-encoding", b"gzip"),
+        (b"x-session-id", b"s1"),
     ]
     head = read_head(headers, None, None)
-    assert head.forwarded == [(b"authorization", b"Bearer a"), (b"traceparent", b"00-1")]
+    assert head.forwarded == [(b"authorization", b"Bearer a"), (b"traceparent", b"00-1"), (b"x-session-id", b"s1")]
 
 
 @pytest.mark.parametrize(

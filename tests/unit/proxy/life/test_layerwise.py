@@ -137,6 +137,27 @@ def test_an_unstreamed_echo_waits_for_the_prefiller_and_is_no_answer_without_its
     in_virtual_time(served)
 
 
+@pytest.mark.parametrize("limit", [2, 200], ids=["in-one-piece", "from-a-stream"])
+def test_an_unstreamed_answer_tells_the_cached_tokens_of_a_prefiller_that_is_heard_after_the_decode_worker(
+    limit: int,
+) -> None:
+    def telling(answer: Page, usage: bytes, cached: int) -> Page:
+        return Page(answer.body.replace(usage, usage + b',"prompt_tokens_details":{"cached_tokens":%d}' % cached))
+
+    async def served() -> None:
+        generated = b'"completion_tokens":2'
+        decoder = whole(20, 21) if limit == 2 else Page(events(20, 21) + TOLD + DONE)
+        prefiller = telling(probed(None), b'"completion_tokens":1', 2)
+        services = a_pair(telling(decoder, generated, len(PROMPT_IDS) - 1), LAST_WORD_S / 2, prefiller)
+        async with dispatching(services):
+            leg, answer = an_assembled_leg(services, Layerwise, max_tokens=limit)
+            await leg.run()
+        assert answer()["usage"]["prompt_tokens_details"] == {"cached_tokens": 2}
+        assert answer()["choices"][0]["text"] == " 20 21" and idle(services)
+
+    in_virtual_time(served)
+
+
 def test_no_estimate_of_a_prompt_s_size_is_told_to_a_client() -> None:
     """Its prefiller is late, its first decode worker is lost: only the second one says how many tokens it was."""
 
