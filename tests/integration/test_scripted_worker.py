@@ -134,7 +134,8 @@ def counting_reasoning(bodies: list[dict[str, Any]]) -> Script:
                 continue
             body = json.loads(content)
             if not body.get("stream"):
-                writer.write(plain(json.dumps(PROBED | {"usage": {"prompt_tokens": len(body["prompt"])}}).encode()))
+                counted = {"usage": {"prompt_tokens": len(body["prompt"])}, "system_fingerprint": "fp"}
+                writer.write(plain(json.dumps(PROBED | counted).encode()))
                 continue
             bodies.append(body)
             choice = {"index": 0, "text": "x", "token_ids": [9], "prompt_token_ids": body["prompt"]}
@@ -162,6 +163,17 @@ async def test_choices_of_which_one_went_on_elsewhere_tell_no_reasoning_tokens_r
             assert last["usage"].get("completion_tokens_details") == expected, f"after {begun} decodes"
             assert last["system_fingerprint"] == "fp"
             assert "mean_itl_ms" not in text, "an engine's figures of one choice are none of all"
+
+
+@pytest.mark.parametrize("n", [1, 2])
+async def test_a_stream_of_what_prompts_are_worth_tells_the_engine_s_fingerprint_however_many_choices_it_has(
+    n: int,
+) -> None:
+    asked = {"prompt": [1, 2, 3], "n": n, "max_tokens": 0, "echo": True, "stream": True}
+    async with routing(counting_reasoning([])) as (_, client):
+        options = {"stream_options": {"include_usage": True}}
+        text = (await client.post("/v1/completions", json=asked | options)).text
+        assert json.loads(text.split("data: ")[-2])["system_fingerprint"] == "fp"
 
 
 @pytest.mark.parametrize("n", [1, 2])

@@ -81,6 +81,7 @@ class Scoring:
             scanner.end, scanner.finish_reason = DONE, "length"
             # the engine generates one token, and counts it, though it shows none
             scanner.tokens = (reply.get("usage") or {}).get("completion_tokens") or 0
+            scanner.fingerprint = reply.get("system_fingerprint")
         reply = {**reply, "id": shown_id(reply.get("id"), self._leg.upstream_id, self._leg.id)}
         if not answer.request.stream:
             outlet.whole(scored_answer(reply))
