@@ -10,6 +10,16 @@ if TYPE_CHECKING:
 
 ASK_EVERY_S = 1.0
 TIMEOUT_S = 10.0
+LAST_TIME_S = 1e11  # the year 5138: of much later times there is no date
+PRINTED: dict[str, Any] = {
+    **dict.fromkeys(("policy", "request", "worker"), str),
+    "at": int | float,
+    "stage": int,
+    "score": int | float | None,  # JSON has no infinity, which a policy of one's own may say
+    "runner_up": str | None,
+    "runner_up_score": int | float | None,
+}
+"""What is printed of a decision, and its type."""
 
 
 def decisions(
@@ -70,21 +80,35 @@ def asked(client: "httpx.Client", last: int) -> dict[str, Any]:
     import httpx
 
     from balanceroute.errors import InputError
+    from balanceroute.loadgen.run import message_of, object_in
 
     url = str(client.base_url).rstrip("/")
     try:
         reply = client.get("/decisions", params={"last": last})
     except httpx.HTTPError as error:
         raise InputError(f"{url}: no answer: {str(error) or type(error).__name__}") from None
-    try:
-        body: object = reply.json()
-    except ValueError:
-        body = None
-    if reply.status_code != 200 or not isinstance(body, dict) or "decisions" not in body:
-        refusal = body.get("error") if isinstance(body, dict) else None
-        said = refusal.get("message") if isinstance(refusal, Mapping) else "is this a balanceroute router?"
+    body = object_in(reply.content)
+    if reply.status_code != 200 or not is_told(body):
+        said = message_of(reply.content)
+        if not said or reply.status_code in (200, 404):
+            said += "; " * bool(said) + "is this a balanceroute router, of this version?"
         raise InputError(f"{url}/decisions: status {reply.status_code}: {said}")
     return body
+
+
+def is_told(body: Mapping[str, Any]) -> bool:
+    """Whether it has all that is printed, in its type, as the answer of a router of this version has."""
+    rows = body.get("decisions")
+    return (
+        isinstance(body.get("count"), int)
+        and isinstance(rows, list)
+        and all(
+            isinstance(row, dict)
+            and all(isinstance(row.get(name), kind) for name, kind in PRINTED.items())
+            and 0 <= row["at"] < LAST_TIME_S
+            for row in rows
+        )
+    )
 
 
 def show_decisions(found: Mapping[str, Any]) -> None:
@@ -105,17 +129,21 @@ def show_decisions(found: Mapping[str, Any]) -> None:
         table.add_column("otherwise")
         table.add_column("its score", justify="right")
         for row in rows:
-            score = row["runner_up_score"]
             table.add_row(
                 time.strftime("%H:%M:%S", time.localtime(row["at"])),
                 *([row["policy"]] if several else []),
                 row["request"],
                 row["worker"],
                 STAGES.get(row["stage"], str(row["stage"])),
-                f"{row['score']:,.1f}",
+                score_text(row["score"]),
                 "not worked out" if row["runner_up"] is None else row["runner_up"],
-                "-" if score is None else f"{score:,.1f}",
+                score_text(row["runner_up_score"]),
             )
         print_table(table)
     by = f", by {', '.join(policies)}" if rows else ""
     print_table(f"{found['count']:,} admissions so far, {len(rows)} shown{by}")
+
+
+def score_text(score: float | None) -> str:
+    """The score; a dash where there is none."""
+    return "-" if score is None else f"{score:,.1f}"

@@ -24,8 +24,22 @@ def add(app: typer.Typer, function: Function, name: str | None = None) -> Functi
     return app.command(name, cls=Command, help=long_help(function), short_help=summary(function))(function)
 
 
+MEANT = {"serve": "--config", "replay": "--trace"}
+"""The option of a command that a name without one is most likely meant for."""
+
+
 class Command(TyperCommand):
     """A command whose help names its arguments alone, without the names of Python's types."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> Any:
+        """See typer; an argument too many is named with the option that it may be meant for."""
+        ctx.allow_extra_args = True
+        rest = super().parse_args(ctx, args)
+        if rest and not ctx.resilient_parsing:
+            option = MEANT.get(str(self.name))
+            hint = f"; did you mean {option} {rest[0]}?" if option and rest[0].isprintable() else ""
+            ctx.fail(f"Unexpected argument {rest[0]!r}{hint}")
+        return rest
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write what is said of arguments and options."""

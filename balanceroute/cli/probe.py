@@ -83,7 +83,7 @@ async def _ask(client: httpx.AsyncClient, config: Config, worker: Worker, role: 
 def _json(reply: httpx.Response) -> dict[str, Any]:
     try:
         return _object(reply.json())
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
 
 

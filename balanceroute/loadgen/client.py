@@ -130,8 +130,7 @@ class Client:
         self.url = checked(base_url)
         self.loop = asyncio.get_running_loop()
         self.idle: list[Connection] = []
-        host = self.url.netloc.rpartition("@")[2]  # with the brackets of an IPv6 address
-        lines = {"Host": host, "Content-Type": "application/json", **(headers or {})}
+        lines = {"Host": self.url.netloc, "Content-Type": "application/json", **(headers or {})}
         self.head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
 
     async def post(self, path: str, body: bytes) -> Reply:
@@ -205,6 +204,10 @@ def checked(base_url: str) -> SplitResult:
         usable = False
     if not usable or not HEADER_TEXT.fullmatch(base_url):
         raise InputError(f"{base_url!r} is not a URL such as http://127.0.0.1:8000")
+    if "@" in url.netloc:  # not shown: it is in the log of whatever runs this
+        raise InputError("the URL: leave out user and password; what is sent as authorisation is an option of its own")
+    if url.query or url.fragment:
+        raise InputError(f"{base_url!r}: leave out what begins with {'?' if url.query else '#'}, nothing would send it")
     if url.path.rstrip("/").endswith("/v1"):
         raise InputError(f"{base_url!r}: leave out /v1, it is added")
     return url

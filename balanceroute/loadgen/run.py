@@ -26,6 +26,8 @@ from balanceroute.traces import BLOCK_TOKENS, Trace
 
 END_MARKER = b"[DONE]"
 MOST_TIME_SCALE = 1e6
+MOST_PROMPT_TOKENS = 10_000_000  # more than any engine takes, and 40 MB of a request
+MOST_DAYS = 366  # from the first request to the last: who would wait longer has mistyped a number
 MOST_MESSAGE = 200  # characters
 Progress = Callable[[int, int], None]  # requests sent so far, requests ended so far
 
@@ -96,6 +98,7 @@ async def run_load(
     Raises: InputError when the endpoint cannot be used at all.
     """
     options.checked()
+    check_sendable(trace, options)
     headers = {"Authorization": f"Bearer {options.api_key}"} if options.api_key else {}
     client = Client(options.base_url, headers)
     results: dict[int, RequestResult] = {}
@@ -109,6 +112,16 @@ async def run_load(
     finally:
         client.close()
     return summarise([results[row] for row in sorted(results)])
+
+
+def check_sendable(trace: Trace, options: LoadOptions) -> None:
+    """Raises: InputError: the last request would never be sent, or one is larger than memory has room for."""
+    largest = int(trace.prompt_tokens.max())
+    if largest > MOST_PROMPT_TOKENS:
+        raise InputError(f"a prompt of {largest:,} tokens: at most {MOST_PROMPT_TOKENS:,} are sent")
+    last_s = (float(trace.arrival_s[-1]) - float(trace.arrival_s[0])) * options.time_scale
+    if not last_s <= MOST_DAYS * 86_400:  # NaN is not, of infinite arrivals
+        raise InputError(f"the last request would be sent more than {MOST_DAYS} days after the first")
 
 
 async def _unless(stop: asyncio.Event, work: Coroutine[None, None, None]) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from balanceroute.arrays import BoolArray, FloatArray, IntArray
+from balanceroute.errors import InputError
 
 from .contract import FinishedRequest, Predictor, TwoStage
 from .refit import Refittable, refit_on_growth
@@ -27,6 +28,7 @@ STEP_S = (
     0.05  # seconds per token at full slots in the reference setting (25 ms plus 1.2e-7 s per KV token of the fullest)
 )
 N_BINS = 10
+MOST_SAMPLES = 50_000_000  # of a walk; they take 2 GB of memory
 _BATCH = 512
 _TIMED_CALLS = 2_000
 
@@ -104,10 +106,18 @@ def started_s(row: FinishedRequest) -> float:
 
 
 def walk(rows: Sequence[FinishedRequest], horizon_steps: int) -> Samples:
-    """Walk every finished request at the ages 0, dT, 2 dT, ... below its length."""
+    """Walk every finished request at the ages 0, dT, 2 dT, ... below its length.
+
+    Raises: InputError: that would be too many samples.
+    """
     period = refresh_interval_tokens(horizon_steps)
     length = np.array([0 if row.censored else row.output_tokens for row in rows], dtype=np.int64)
     count = -(-length // period)
+    if count.sum() > MOST_SAMPLES:
+        raise InputError(
+            f"{count.sum():,} ages to judge the predictor at, one per {period} tokens of each answer: at most"
+            f" {MOST_SAMPLES:,} are walked; give fewer requests or a larger horizon"
+        )
     request = np.repeat(np.arange(len(rows)), count)
     first = np.cumsum(count) - count
     age = (np.arange(len(request)) - first[request]) * period
@@ -122,7 +132,7 @@ def evaluate(
 ) -> Evaluation:
     """Judge `predictor` on the finished requests of `rows`; with `online` it learns from them as they finish.
 
-    Raises: ValueError when there is nothing to judge.
+    Raises: ValueError when there is nothing to judge, InputError when there is too much.
     """
     samples = walk(rows, horizon_steps)
     if not len(samples.age):

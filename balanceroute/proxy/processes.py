@@ -39,6 +39,7 @@ BACKLOG: Final = 4096
 LINEAGE_BITS: Final = 48  # a process id would not do: in a container it is the same in each life
 BRAIN: Final = "brain"
 STANDBY: Final = "standby"
+AT_WORK: Final = "a router with relays runs there; --take-over takes its place, where it is up and not about to end"
 
 
 def serve_processes(
@@ -358,7 +359,13 @@ def _is_written(journal: Path) -> bool:
 def _listeners(config: Config, predecessor: Predecessor | None) -> Iterator[socket.socket]:
     """The clients' socket, and the operators' where they have one. Raises: ConfigError."""
     listen = config.listen
-    yield _listener("listen", listen.host, listen.port, predecessor)
+    try:
+        clients = _listener("listen", listen.host, listen.port, predecessor)
+    except ConfigError as error:
+        if predecessor is None and listen.port and run_folder(config, listen.port, os.environ).is_claimed:
+            raise ConfigError(f"{error}: {AT_WORK}") from None
+        raise
+    yield clients
     if listen.admin_address is not None:
         yield _listener("listen.admin", *listen.admin_address, predecessor)
 

@@ -140,6 +140,11 @@ class RunFolder:
             raise _unusable(self.folder, held)
         return lock
 
+    @property
+    def is_claimed(self) -> bool:
+        """Whether a router runs with it."""
+        return self.folder.is_dir() and _is_locked(self.folder / _ROUTER)
+
     def claim_again(self, lock: BinaryIO) -> bool:
         """Have `lock` be the folder's once more, if somebody has removed the file; returns whether that was so.
 

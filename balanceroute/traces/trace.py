@@ -120,8 +120,9 @@ class Trace:
         return Trace(self.arrival_s, prompts, outputs, self.prompt_key)
 
     def scaled(self, factor: float) -> "Trace":
-        """The same requests with every arrival time multiplied by `factor`."""
-        return replace(self, arrival_s=self.arrival_s * factor)
+        """The same requests with every arrival time multiplied by `factor`; infinite where that is too much."""
+        with np.errstate(over="ignore", invalid="ignore"):
+            return replace(self, arrival_s=self.arrival_s * factor)
 
 
 def numbers(column: ArrayLike, name: str) -> NDArray[Any]:
@@ -139,7 +140,8 @@ def text_of(key: object) -> str:
 
 def scaled_lengths(tokens: NDArray[np.int64], scale: float, name: str) -> NDArray[np.int64]:
     """Lengths times that, at least 1. Raises: InputError that names the column."""
-    scaled: NDArray[np.float64] = np.maximum(1.0, np.rint(tokens * scale))
+    with np.errstate(over="ignore"):
+        scaled: NDArray[np.float64] = np.maximum(1.0, np.rint(tokens * scale))
     if not scaled.max() <= MAX_TOKENS:
         raise InputError(f"{name} times {scale:g}: the largest is more than {MAX_TOKENS}")
     return scaled.astype(np.int64)

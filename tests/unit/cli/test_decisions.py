@@ -1,5 +1,6 @@
 """`balanceroute decisions`: what it prints, and how it ends where there is no router."""
 
+import json
 import socket
 import sys
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import pytest
 
 from balanceroute.cli import main
-from balanceroute.cli.decisions import show_decisions
+from balanceroute.cli.decisions import is_told, show_decisions
 from tests.unit.cli.answering import answering
 
 ROW: dict[str, Any] = {
@@ -86,7 +87,31 @@ def test_a_refusal_is_told_as_the_router_says_it_and_the_token_is_sent(
         assert run(monkeypatch, url, "--watch", "0") == 0
 
 
-def test_another_server_is_no_router(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    with answering(lambda head: (200, b"<html>")) as url:
+@pytest.mark.parametrize(
+    ("status", "body"),
+    [
+        (200, "<html>"),
+        (404, '{"detail": "Not Found"}'),
+        (200, '{"decisions": 5, "count": 5}'),
+        (200, '{"decisions": [5], "count": 1}'),
+        (200, '{"decisions": []}'),
+        (200, json.dumps({"count": 1, "decisions": [{**ROW, "at": 1e300}]})),
+        (200, json.dumps({"count": 1, "decisions": [{**ROW, "score": "high"}]})),
+        (200, '{"decisions": ' + "[" * 100_000),
+    ],
+    ids=["HTML", "404", "a number", "of numbers", "no count", "no date", "a score of letters", "nested deeply"],
+)
+def test_another_server_is_no_router(
+    status: int, body: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with answering(lambda head: (status, body.encode())) as url:
         assert run(monkeypatch, url, "--watch", "0") == 2
-    assert "is this a balanceroute router?" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert f"status {status}: " in told and "is this a balanceroute router" in told and told.count("\n") == 1
+
+
+def test_a_score_that_json_cannot_hold_is_a_dash(capsys: pytest.CaptureFixture[str]) -> None:
+    found = {"count": 1, "decisions": [{**ROW, "score": None}]}
+    assert is_told(found)
+    show_decisions(found)
+    assert ROW["request"] in capsys.readouterr().out

@@ -45,6 +45,22 @@ def test_values_of_options_and_arguments_are_words_and_nothing_is_cut_off(
     assert re.search(rf"^  Example: .*balanceroute {command}", text, re.M)
 
 
+@pytest.mark.parametrize(
+    ("typed", "told"),
+    [
+        ("serve --port 1 cluster.yaml", "Unexpected argument 'cluster.yaml'; did you mean --config cluster.yaml?"),
+        ("replay own.csv --load 1", "Unexpected argument 'own.csv'; did you mean --trace own.csv?"),
+        ("check-config one.yaml two.yaml", "Unexpected argument 'two.yaml'"),
+        ("key a \x1b[31m", "Unexpected argument '\\x1b[31m'"),
+    ],
+    ids=["a configuration", "a trace", "no option", "no text"],
+)
+def test_an_argument_too_many_is_named_with_the_option_it_may_be_meant_for(
+    typed: str, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert said_by(monkeypatch, capsys, *typed.split()) == f"balanceroute: {told}\n"
+
+
 def test_the_list_of_commands_is_whole_and_says_the_exit_codes(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -308,9 +308,24 @@ def test_a_url_that_is_none_is_refused(url: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("url", "reason"),
+    [
+        ("http://me:secret@h:1", "leave out user and password"),
+        ("http://h:1?tenant=a", "leave out what begins with \\?, nothing would send it"),
+        ("http://h:1/sub#there", "leave out what begins with #, nothing would send it"),
+    ],
+    ids=["a password", "a query", "a fragment"],
+)
+def test_what_no_request_would_carry_of_a_url_is_refused_and_no_password_is_shown(url: str, reason: str) -> None:
+    with pytest.raises(InputError, match=reason) as refused:
+        asyncio.run(run_load(a_trace([1]), LoadOptions(url)))
+    assert "secret" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
     ("url", "host"),
-    [("http://[::1]:80", "[::1]:80"), ("http://me:secret@h:1", "h:1"), ("https://h/sub", "h")],
-    ids=["IPv6", "with a name", "of a path"],
+    [("http://[::1]:80", "[::1]:80"), ("https://h/sub", "h")],
+    ids=["IPv6", "of a path"],
 )
 def test_the_host_of_a_request_is_that_of_its_url(url: str, host: str) -> None:
     async def head() -> str:

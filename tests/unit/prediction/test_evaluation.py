@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from balanceroute.errors import InputError
 from balanceroute.prediction import AnchorPredictor, ExactMatchPredictor, FinishedRequest, SurvivalPredictor, evaluate
 from balanceroute.prediction.contract import TwoStage
 from balanceroute.prediction.evaluation import (
@@ -136,3 +137,10 @@ def test_a_recurring_prompt_is_learned_online_but_not_frozen() -> None:
 def test_nothing_to_judge_is_said() -> None:
     with pytest.raises(ValueError, match="no finished request"):
         evaluate(AnchorPredictor(H), [], H)
+
+
+def test_more_samples_than_memory_has_room_for_are_refused_before_any_is_made() -> None:
+    rows = [FinishedRequest("", 10, 2**31 - 1, "stop", 1e9)]
+    with pytest.raises(InputError, match="53,687,092 ages .* at most 50,000,000 are walked"):
+        walk(rows, 80)
+    assert len(walk(rows, 4096).age) > 1_000_000

@@ -46,6 +46,12 @@ def test_an_address_in_use_is_named_with_its_setting(tmp_path: Path) -> None:
         assert refusal(a_config(listen=here | {"port": 0, "admin": f"127.0.0.1:{port}"})) == f"listen.admin: {wrong}"
 
 
+def test_a_port_of_another_router_is_refused_with_what_can_be_done(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken, RunFolder(tmp_path).claim():
+        told = refusal(a_config(listen={"relays": 1, "run_folder": str(tmp_path), "port": taken.getsockname()[1]}))
+    assert "Address already in use: a router with relays runs there; --take-over takes its place" in told
+
+
 def test_a_host_that_is_none_is_named() -> None:
     told = refusal(a_config(listen={"relays": 1, "host": "no.such.host.invalid", "port": 0}))
     assert told == "listen: cannot listen on no.such.host.invalid:0: there is no such address"
