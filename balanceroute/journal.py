@@ -408,7 +408,7 @@ def _rerun(path: Path, file: BinaryIO) -> RerunReport:
             last_s, call, args = float(entry["t"]), str(entry["call"]), dict(entry["args"])
             outcome = _perform(scheduler, call, args, last_s, raised="raised" in entry)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise InputError(f"{path}, line {number}: not a journal entry ({error})") from error
+            raise InputError(f"{path}, line {number}: not a journal entry ({error}){_written_by(version)}") from error
         first_s = last_s if first_s is None else first_s
         calls += 1
         tokens += sum(args["counts"].values()) if call == "tokens" else 0
@@ -420,19 +420,27 @@ def _rerun(path: Path, file: BinaryIO) -> RerunReport:
     return RerunReport(version, settings, calls, tokens, admissions, span_s, cut_short, difference)
 
 
+def _written_by(version: object) -> str:
+    """What to say after a reason why a line cannot be read, which another version may have."""
+    other = isinstance(version, str) and version != __version__
+    return f"; version {version!r:.40} wrote it, this is {__version__!r}" if other else ""
+
+
 def _begun(path: Path, line: bytes) -> tuple[str, PolicySettings, Scheduler]:
     """What the header says: the version, the policy, and a scheduler to make the calls on."""
+    version: object = __version__
     try:
         header = orjson.loads(line)
+        version = header.get("version")
         if header["journal"] != FORMAT:
             raise InputError(f"journal format {header['journal']}; this version reads {FORMAT}")
         learn_installed(header.get("policy"))
         settings = settings_from_dict(header)
         return str(header["version"]), settings, Scheduler(make_policy(settings), _read_config(header["config"]))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise InputError(f"{path}, line 1: not the header of a journal ({error})") from error
+        raise InputError(f"{path}, line 1: not the header of a journal ({error}){_written_by(version)}") from error
     except InputError as error:
-        raise InputError(f"{path}, line 1: {error}") from error
+        raise InputError(f"{path}, line 1: {error}{_written_by(version)}") from error
 
 
 def _read_config(entry: dict[str, Any]) -> SchedulerConfig:

@@ -75,6 +75,8 @@ def main() -> None:
     Of a configuration all that is wrong is said, a line each.
     """
     _fill_standard_streams()
+    if isinstance(sys.stdout, io.TextIOWrapper):  # the name of a file may be no text in its encoding
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         status = app(spread_lists(sys.argv[1:]), standalone_mode=False)
     except BalanceRouteError as error:

@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from balanceroute import __version__
+
 if TYPE_CHECKING:
     from balanceroute.explain import Explanation
     from balanceroute.journal import RerunReport
@@ -75,6 +77,8 @@ def read_json(path: Path) -> object:
         text = sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8-sig")
         if not text.strip():
             raise InputError(f"{name}: nothing in it")
+        if text.startswith('{"journal":'):
+            raise InputError(f"{name}: is a journal; explain --journal FILE runs it again")
         return json.loads(text)
     except OSError as error:
         raise InputError(f"{name}: {error.strerror}") from error
@@ -160,7 +164,8 @@ def show_rerun(path: Path, report: "RerunReport", *, as_json: bool) -> None:
     if as_json:
         print_json(asdict(report))
         return
-    typer.echo(f"{path}: version {report.version}, policy {report.settings.policy}")
+    version = report.version if report.version == __version__ else f"{report.version} (this is {__version__})"
+    typer.echo(f"{path}: version {version}, policy {report.settings.policy}")
     typer.echo(
         f"{report.calls:,} calls, {report.tokens:,} tokens, {report.admissions:,} admissions in {report.span_s:,.1f} s"
     )

@@ -10,12 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from balanceroute import __version__
 from balanceroute.core.knobs import PolicySettings
 from balanceroute.core.scheduler import Scheduler, SchedulerConfig
 from balanceroute.core.types import Outcome, RequestSpec, Role, WorkerSpec
 from balanceroute.errors import ConfigError, InputError, InvariantError
 from balanceroute.journal import RecordingScheduler, rerun
 from balanceroute.proxy.processes import begin_anew
+from tests.commands import run_command
 
 SETTINGS = PolicySettings(policy="br_h", horizon_steps=8)
 
@@ -164,6 +166,7 @@ def test_half_a_line_at_the_end_is_forgiven(path: Path) -> None:
         (4, '{"t":1.0,"call":"close","args":{},"answer":null}', "line 4: .*unknown call 'close'"),
         (4, '{"t":1.0,"call":"submit","args":{"spec":{"id":"a"}},"answer":null}', "line 4: not a journal entry"),
         (4, "[]", "line 4: not a journal entry"),
+        (1, '{"journal":2,"version":"9.0"}', "this version reads 1; version '9.0' wrote it, this is "),
     ],
 )
 def test_a_damaged_line_is_named(path: Path, number: int, line: str, message: str) -> None:
@@ -172,6 +175,15 @@ def test_a_damaged_line_is_named(path: Path, number: int, line: str, message: st
     with pytest.raises(InputError, match=message) as raised:
         rerun(path)
     assert str(raised.value).count(str(path)) == 1
+
+
+def test_a_call_that_only_another_version_knows_is_refused_with_that_version(path: Path) -> None:
+    record(path)
+    header, *calls = path.read_text().splitlines()
+    calls[0] = '{"t":1.0,"call":"foresee","args":{},"answer":null}'
+    path.write_text("\n".join([header.replace(f'"{__version__}"', '"9.0"'), *calls, ""]))
+    with pytest.raises(InputError, match=f"unknown call 'foresee'.; version '9.0' wrote it, this is '{__version__}'"):
+        rerun(path)
 
 
 def test_an_empty_or_missing_file_is_refused(path: Path) -> None:
@@ -282,3 +294,11 @@ def test_the_hashes_of_prompts_stay_in_the_router_and_the_journal_runs_again_all
     specs = [json.loads(line)["args"]["spec"] for line in text.splitlines()[1:] if '"submit"' in line]
     assert specs[4]["prefix"][:2] == specs[1]["prefix"]
     assert rerun(path).difference is None
+
+
+def test_a_journal_in_the_place_of_a_state_is_told_apart(
+    path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record(path)
+    code, _, told = run_command(capsys, monkeypatch, "explain", str(path))
+    assert (code, told) == (2, f"balanceroute: {path}: is a journal; explain --journal FILE runs it again\n")

@@ -1,6 +1,8 @@
 """`balanceroute trace ...` from the outside."""
 
+import io
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -111,3 +113,15 @@ def test_a_group_without_a_command_prints_its_help_and_no_empty_error(
     printed = capsys.readouterr()
     assert "Usage:" in printed.out + printed.err
     assert "balanceroute: \n" not in printed.err
+
+
+def test_a_name_that_is_no_text_in_the_encoding_of_the_output_is_shown_escaped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / os.fsdecode(b"\xff.csv")
+    file.write_text("arrival_s,prompt_tokens,output_tokens\n0,9,9\n")
+    shown = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, encoding="utf-8"))
+    assert run(monkeypatch, "trace", "describe", str(file)) == 0
+    sys.stdout.flush()
+    assert b"\\udcff.csv\n" in shown.getvalue()
