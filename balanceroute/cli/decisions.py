@@ -43,20 +43,24 @@ def decisions(
 
     Example: balanceroute decisions http://127.0.0.1:8000 --last 10
     """
-    from balanceroute.cli.output import print_json, stopped_by_signals
+    from balanceroute.cli.output import print_json
 
-    with stopped_by_signals() as stopped:
-        found = watched(url, last, watch, admin_token, stopped)
+    found = watched(url, last, watch, admin_token)
     if as_json:
         print_json(found)
     else:
         show_decisions(found)
 
 
-def watched(url: str, last: int, seconds: float, token: str | None, stopped: Any) -> dict[str, Any]:
-    """The router's answer after so many seconds of asking. Raises: InputError: it does not answer, or refuses."""
+def watched(url: str, last: int, seconds: float, token: str | None) -> dict[str, Any]:
+    """The router's answer after so many seconds of asking, or the last one before Ctrl-C or SIGTERM.
+
+    Raises: InputError: it does not answer, or refuses.
+    """
+    import signal
     import ssl
     import time
+    from contextlib import suppress
 
     import httpx
 
@@ -69,9 +73,12 @@ def watched(url: str, last: int, seconds: float, token: str | None, stopped: Any
     until = time.monotonic() + seconds
     with httpx.Client(base_url=url, headers=headers, verify=verify, timeout=TIMEOUT_S, trust_env=False) as client:
         found = asked(client, last)
-        while not stopped() and (left := until - time.monotonic()) > 0:
-            time.sleep(min(left, ASK_EVERY_S))
-            found = asked(client, last)
+        with suppress(KeyboardInterrupt):
+            if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+                signal.signal(signal.SIGTERM, signal.default_int_handler)
+            while (left := until - time.monotonic()) > 0:
+                time.sleep(min(left, ASK_EVERY_S))
+                found = asked(client, last)
     return found
 
 

@@ -217,8 +217,9 @@ def write_yaml(path: Path, tree: dict[str, Any]) -> None:
     import yaml
 
     from balanceroute.errors import ConfigError
+    from balanceroute.whole_file import write_whole
 
     try:
-        path.write_text(yaml.safe_dump(tree, sort_keys=False))
+        write_whole(path, yaml.safe_dump(tree, sort_keys=False).encode())
     except OSError as error:
         raise ConfigError(f"--write-config {path}: {error.strerror}") from error

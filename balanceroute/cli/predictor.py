@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 from functools import partial
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -140,6 +141,7 @@ def draw_reliability(found: "Evaluation", title: str, path: Path) -> None:
     """
     from balanceroute.errors import InputError
     from balanceroute.experiments import figures
+    from balanceroute.whole_file import write_whole
 
     figures.pyplot()
     from matplotlib.figure import Figure
@@ -158,7 +160,9 @@ def draw_reliability(found: "Evaluation", title: str, path: Path) -> None:
     counts.bar(low, [row.samples for row in found.calibration], width=0.1, align="edge", color="#0072B2")
     counts.set(yscale="log", xlabel="predicted probability of finishing (p_finish)", ylabel="samples")
     try:
-        figure.savefig(path, dpi=150)
+        drawn = BytesIO()
+        figure.savefig(drawn, dpi=150, format=path.suffix[1:] or None)
+        write_whole(path, drawn.getvalue())
     except (OSError, ValueError) as error:
         raise InputError(f"{path}: cannot be written: {error}") from error
 

@@ -344,6 +344,7 @@ def write_series(outcome: "Outcome", path: Path) -> None:
     import gzip
 
     from balanceroute.errors import InputError
+    from balanceroute.whole_file import write_whole
 
     rows = zip(outcome.step_start_s.tolist(), outcome.loads.tolist(), strict=True)
     header = ",".join(f"d{index}" for index in range(outcome.loads.shape[1]))
@@ -351,6 +352,6 @@ def write_series(outcome: "Outcome", path: Path) -> None:
     lines += [f"{step},{start:.6f}," + ",".join(map(str, loads)) for step, (start, loads) in enumerate(rows)]
     data = ("\n".join(lines) + "\n").encode()
     try:
-        path.write_bytes(gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)
+        write_whole(path, gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)
     except OSError as error:
         raise InputError(f"{path}: cannot be written: {error.strerror}") from error

@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from importlib.util import find_spec
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, cast
 
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 
 from balanceroute.errors import InputError
 from balanceroute.simulator import Figures
+from balanceroute.whole_file import write_whole
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -126,8 +128,14 @@ def save(figure: "Figure", stem: Path) -> Path:
     path, drawing = files_at(stem)
     figure.draw_without_rendering()
     figure.set_layout_engine("none")  # the layout is found; each format would search for it again
-    figure.savefig(path, dpi=DPI, metadata={"Software": "balanceroute"})
-    figure.savefig(drawing, metadata={"Date": None, "Creator": "balanceroute"})
+    about: dict[Path, dict[str, Any]] = {
+        path: {"dpi": DPI, "metadata": {"Software": "balanceroute"}},
+        drawing: {"metadata": {"Date": None, "Creator": "balanceroute"}},
+    }
+    for file, options in about.items():
+        drawn = BytesIO()
+        figure.savefig(drawn, format=file.suffix[1:], **options)
+        write_whole(file, drawn.getvalue())
     pyplot().close(figure)
     return path
 

@@ -26,6 +26,7 @@ from balanceroute.experiments import (
 )
 from balanceroute.experiments.jobs import Results, Task, run_jobs
 from balanceroute.experiments.scope import Scope, Section
+from balanceroute.whole_file import write_whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +104,7 @@ def reproduce(
         if not figures.available():
             parts.insert(1, f"({figures.HOW_TO_GET_FIGURES}.)")
         text = "\n\n".join(parts if scope.trace else [*parts, not_done()]) + "\n"
-        (out / "REPORT.md").write_text(text, encoding="utf-8")
+        write_whole(out / "REPORT.md", text.encode())
     except OSError as error:
         raise InputError(f"{error.filename or out}: cannot be written: {error.strerror}") from error
     return text

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from balanceroute.whole_file import write_whole
+
 Cell = str | int | float | None
 
 
@@ -53,5 +55,5 @@ class Table:
         writer.writerow(self.columns)
         writer.writerows([f"{cell:.6g}" if isinstance(cell, float) else cell for cell in row] for row in self.rows)
         path = folder / f"{self.name}.csv"
-        path.write_text(text.getvalue(), encoding="utf-8")
+        write_whole(path, text.getvalue().encode())
         return path

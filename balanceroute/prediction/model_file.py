@@ -7,7 +7,6 @@ is warmed up; and the learned trees as arrays. No pickle is written, and reading
 """
 
 import json
-import os
 import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ import numpy.typing as npt
 
 from balanceroute.errors import InputError
 from balanceroute.plugins import described
+from balanceroute.whole_file import write_whole
 
 from .contract import FinishedRequest
 from .learned import NAMES, LearnedFit, Trees
@@ -72,24 +72,9 @@ def save_model(path: Path, model: Model) -> None:
     archive = BytesIO()
     np.savez_compressed(archive, header=np.array(json.dumps(header)), **arrays)  # type: ignore[arg-type]
     try:
-        _put(path, archive.getvalue())
+        write_whole(path, archive.getvalue())
     except OSError as error:
         raise InputError(f"{path}: cannot be written: {error}") from error
-
-
-def _put(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all; what is no file, such as a pipe or /dev/null, is written to and stays."""
-    if path.exists() and not path.is_file():
-        path.write_bytes(content)
-        return
-    target = Path(os.path.realpath(path))  # a link stays as well, unless it leads to itself
-    partial = target.with_name(f"{target.name}.partial")
-    try:
-        partial.write_bytes(content)
-        partial.replace(target)
-    except OSError:
-        partial.unlink(missing_ok=True)
-        raise
 
 
 def load_model(path: Path) -> Model:

@@ -17,6 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from balanceroute.errors import InputError
 from balanceroute.traces.source import Source
+from balanceroute.whole_file import write_whole
 
 COLUMNS = ("arrival_s", "prompt_tokens", "output_tokens", "prompt_key")
 REQUIRED = COLUMNS[:3]  # a trace without keys is a trace
@@ -382,6 +383,6 @@ def write_trace(trace: Trace, path: str | Path) -> None:
     elif path.suffix == ".xz":
         data = lzma.compress(data)
     try:
-        path.write_bytes(data)
+        write_whole(path, data)
     except OSError as error:
         raise InputError(f"{path}: cannot be written: {error.strerror}") from error

@@ -13,13 +13,14 @@ PACKAGE = Path(__file__).parents[2] / "balanceroute"
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "arrays": set(),  # names of types, for everybody
+    "whole_file": set(),  # how results are written
     "native": set(),  # whether the core is compiled
     "engine": {"errors"},
-    "traces": {"errors"},
+    "traces": {"errors", "whole_file"},
     "report": {"errors"},
     "config": {"core", "errors", "plugins"},
     "core": {"errors", "native"},
-    "prediction": {"core", "plugins", "errors"},
+    "prediction": {"core", "plugins", "errors", "whole_file"},
     "plugins": {"core", "errors"},
     "journal": {"core", "plugins", "errors"},
     "explain": {"core", "plugins", "errors"},
@@ -36,6 +37,7 @@ ALLOWED: dict[str, set[str]] = {
         "config",
         "simulator",
         "errors",
+        "whole_file",
     },
     "loadgen": {"traces", "report", "errors"},
     "proxy": {"core", "plugins", "prediction", "config", "build", "journal", "explain", "errors", "native"},

@@ -1,6 +1,7 @@
 """`balanceroute decisions`: what it prints, and how it ends where there is no router."""
 
 import json
+import signal
 import socket
 import sys
 from typing import Any
@@ -108,6 +109,27 @@ def test_another_server_is_no_router(
         assert run(monkeypatch, url, "--watch", "0") == 2
     told = capsys.readouterr().err
     assert f"status {status}: " in told and "is this a balanceroute router" in told and told.count("\n") == 1
+
+
+def test_ctrl_c_ends_the_watching_also_while_the_router_does_not_answer(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers = iter([{"count": 7, "decisions": []}])
+
+    def asked(*_: object) -> dict[str, Any]:
+        for answer in answers:
+            return answer
+        raise KeyboardInterrupt  # as in the middle of a read
+
+    module = sys.modules[show_decisions.__module__]  # its name in the package is the function's
+    monkeypatch.setattr(module, "asked", asked)
+    monkeypatch.setattr(module, "ASK_EVERY_S", 0.0)
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        assert run(monkeypatch, "http://127.0.0.1:1", "--watch", "600") == 0
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert "7 admissions so far" in capsys.readouterr().out
 
 
 def test_a_score_that_json_cannot_hold_is_a_dash(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,28 @@
+"""Results that stand in a file whole, or not at all."""
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file: a full disk or Ctrl-C leaves what was there. A pipe or a device is written to, and stays.
+
+    A link stays as well, and so do the permissions of the file. Raises: OSError.
+    """
+    target = Path(os.path.realpath(path))  # of a link that leads to itself the link
+    partial = target.with_name(f"{target.name[:60]}.partial")
+    there = path.exists()
+    if there and not (path.is_file() and os.access(target.parent, os.W_OK)):
+        path.write_bytes(content)
+        return
+    try:
+        partial.write_bytes(content)
+        if there:
+            with suppress(OSError):  # of another owner
+                partial.chmod(target.stat().st_mode)
+        partial.replace(target)
+    except BaseException:
+        with suppress(OSError):
+            partial.unlink()
+        raise
