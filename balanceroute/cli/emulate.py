@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 DECODE_PORT_OFFSET = 100
 LAST_PORT = 65_535
+MOST_BLOCKS = 10_000_000  # each takes 40 bytes
 Member = TypeVar("Member", bound=StrEnum)
 
 
@@ -37,8 +38,8 @@ def emulate(
     ] = "mooncake_v1",
     step_cost: Annotated[float, typer.Option(help="a: seconds of a step per KV token of the fullest rank.")] = 1.2e-7,
     step_overhead: Annotated[float, typer.Option(help="b: seconds of a step whatever the load.")] = 0.025,
-    kv_blocks: Annotated[int, typer.Option(min=1, help="KV blocks of a decode rank.")] = 4096,
-    prefill_kv_blocks: Annotated[int, typer.Option(min=1, help="KV blocks of a prefiller.")] = 8192,
+    kv_blocks: Annotated[int, typer.Option(min=1, max=MOST_BLOCKS, help="KV blocks of a decode rank.")] = 4096,
+    prefill_kv_blocks: Annotated[int, typer.Option(min=1, max=MOST_BLOCKS, help="KV blocks of a prefiller.")] = 8192,
     block_size: Annotated[int, typer.Option(min=1, help="Tokens per KV block.")] = 128,
     prefill_rate: Annotated[float, typer.Option(help="Prompt tokens per second of a prefiller.")] = 50_000.0,
     transfer: Annotated[float, typer.Option(min=0, help="Seconds of a KV transfer, whatever its size.")] = 0.005,
@@ -153,6 +154,8 @@ def run(
         raise ConfigError(f"--base-port {base_port}: the last decode rank's port would be {decode_ports[-1]}")
     cluster: EmulatedCluster | ProcessCluster
     if processes:
+        if base_port == 1:
+            raise ConfigError("--base-port 1: with --processes the port below it is needed, too")
         members = members_of(shape, processes, host, prefill_ports, decode_ports)
         cluster = ProcessCluster(shape, members, host, base_port - 1)
     else:

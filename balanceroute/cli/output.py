@@ -25,7 +25,9 @@ def check_written(path: Path, *read: str | Path | None) -> None:
 
     An empty name is `.`, a folder. `read`: the files that the result is made of, which it must not replace.
     """
-    if os.path.isdir(path):
+    if str(path) == "-":
+        reason = "what is printed goes to standard output; accepted is a file"
+    elif os.path.isdir(path):
         reason = "it is a folder"
     elif any(os.path.exists(path) and os.path.exists(file) and os.path.samefile(path, file) for file in read if file):
         reason = "it is the file that is read"

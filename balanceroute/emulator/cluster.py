@@ -29,6 +29,7 @@ from balanceroute.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 HOST = "127.0.0.1"
+WILDCARDS = {"": HOST, "0.0.0.0": HOST, "::": "::1"}  # what is listened on -> where it is reached
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,8 +272,7 @@ class EmulatedCluster:
             ports = [server.port for server in self._servers]
         else:
             ports = [port or SIDE_CHANNEL_PORT + 100 + index for index, port in enumerate(self._ports)]
-        name = HOST if self._host == "0.0.0.0" else self._host
-        urls = [f"http://{name}:{port}" for port in ports]
+        urls = [f"http://{reached_at(self._host)}:{port}" for port in ports]
         self.prefill_urls = urls[: len(self.prefill)]
         self.decode_urls = urls[len(self.prefill) :]
         self._apps.update({url.removeprefix("http://"): app for url, app in zip(urls, apps, strict=True)})
@@ -287,3 +287,9 @@ class EmulatedCluster:
             await self._client.post(url, json=dict(body))
         except httpx.TransportError as error:
             raise OSError(str(error)) from error
+
+
+def reached_at(host: str) -> str:
+    """What a URL names for a server that listens on this host."""
+    name = WILDCARDS.get(host, host)
+    return f"[{name}]" if ":" in name else name

@@ -27,7 +27,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from balanceroute.emulator.cluster import HOST, EmulatedCluster, Part
+from balanceroute.emulator.cluster import EmulatedCluster, Part, reached_at
 from balanceroute.emulator.connectors import Connector
 from balanceroute.emulator.server import HttpServer
 from balanceroute.emulator.shape import ClusterShape
@@ -66,17 +66,13 @@ def members_of(
     size = shape.decoders // groups
     if size * groups != shape.decoders or size % shape.ranks_per_url:
         raise ConfigError(f"--processes {groups}: {shape.decoders} decode ranks can't be cut into so many equal groups")
-    urls = tuple(f"http://{_reached_at(host)}:{port}" for port in prefill_ports)
+    urls = tuple(f"http://{reached_at(host)}:{port}" for port in prefill_ports)
     members = [Member(Part(range(i, i + 1), range(0)), (port,)) for i, port in enumerate(prefill_ports)]
     ports = size // shape.ranks_per_url
     for group in range(groups):
         part = Part(range(0), range(group * size, (group + 1) * size), urls)
         members.append(Member(part, tuple(decode_ports[group * ports : (group + 1) * ports])))
     return members
-
-
-def _reached_at(host: str) -> str:
-    return HOST if host == "0.0.0.0" else host
 
 
 class ProcessCluster:
@@ -103,7 +99,7 @@ class ProcessCluster:
         return self._address(self._server.port)
 
     def _address(self, port: int) -> str:
-        return f"http://{_reached_at(self._host)}:{port}"
+        return f"http://{reached_at(self._host)}:{port}"
 
     async def __aenter__(self) -> Self:
         try:

@@ -84,6 +84,8 @@ class HttpServer:
             )
         except OSError as error:
             raise ConfigError(f"cannot listen on {self._host}:{self.port}: {error.strerror}") from error
+        except UnicodeError:  # of a name with an empty or too long part
+            raise ConfigError(f"cannot listen on {self._host!r}: no name of a host") from None
         if not self._server.sockets:  # asyncio passes over what is out of descriptors
             raise ConfigError(f"cannot listen on {self._host}:{self.port}: too many open files (`ulimit -n`)")
         self.port = self._server.sockets[0].getsockname()[1]

@@ -5,6 +5,7 @@ overhead_s`; the barrier makes the group wait for the slowest. A worker without 
 batch and pays the same.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -25,8 +26,8 @@ class StepTimeModel:
 
     def __post_init__(self) -> None:
         for name in ("per_token_s", "overhead_s"):
-            if not getattr(self, name) >= 0:
-                raise ConfigError(f"step time: {name} must be zero or more, got {getattr(self, name)}")
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ConfigError(f"step time: {name} must be a number from zero, got {getattr(self, name)}")
 
     def duration_s(self, loads: Iterable[int], slowdowns: Sequence[float] | None = None) -> float:
         """Seconds from barrier to barrier for the loads (tokens) of all workers of the group."""

@@ -15,7 +15,9 @@ import pytest
 
 from balanceroute.cli.emulate import DECODE_PORT_OFFSET, configuration, write_yaml
 from balanceroute.config import load
-from balanceroute.emulator import ClusterShape, EmulatedCluster
+from balanceroute.emulator import ClusterShape, EmulatedCluster, ProcessCluster
+from balanceroute.emulator.cluster import reached_at
+from balanceroute.emulator.processes import members_of
 from tests.ports import free_base_port
 
 
@@ -48,6 +50,10 @@ def test_the_written_configuration_is_one_that_serve_takes(
         (["--connector", "foo"], "mooncake_v1, nixl, mooncake_layerwise"),
         (["--output-lengths", "lognormal:3"], "lognormal:MEDIAN,SIGMA"),
         (["--time-scale", "0"], "time scale"),
+        (["--base-port", "1", "--processes", "1"], "--base-port 1: with --processes the port below it is needed"),
+        (["--kv-blocks", "9000000000"], "--kv-blocks"),
+        (["--step-cost", "inf"], "step time: per_token_s must be a number from zero, got inf"),
+        (["--host", "no..name"], "cannot listen on 'no..name': no name of a host"),
         (["--base-port", "65000", "--decode", "500"], "--base-port 65000: the last decode rank's port would be 65599"),
     ],
 )
@@ -90,3 +96,14 @@ def test_the_command_serves_until_a_signal_and_ends_cleanly_with_a_stream_open(
             assert process.wait(timeout=10) == 0
         assert process.stderr.read() == ""
     assert load(file, {}).prefill.workers[0].url == f"http://127.0.0.1:{port}"
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [("::1", "http://[::1]:9000"), ("::", "http://[::1]:9000"), ("", "http://127.0.0.1:9000"), ("h", "http://h:9000")],
+)
+def test_a_host_of_any_kind_is_named_as_a_url_does(host: str, url: str) -> None:
+    shape = ClusterShape(prefillers=1, decoders=1)
+    members = members_of(shape, 1, host, [9000], [9100])
+    assert ProcessCluster(shape, members, host, 8999).prefill_urls == [url]
+    assert f"http://{reached_at(host)}:9000" == url

@@ -125,3 +125,12 @@ def test_a_name_that_is_no_text_in_the_encoding_of_the_output_is_shown_escaped(
     assert run(monkeypatch, "trace", "describe", str(file)) == 0
     sys.stdout.flush()
     assert b"\\udcff.csv\n" in shown.getvalue()
+
+
+def test_a_dash_is_no_file_to_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(monkeypatch, "trace", "generate", "capped", "--rows", "9", "--out", "-") == 2
+    assert "-: cannot be written: what is printed goes to standard output" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
