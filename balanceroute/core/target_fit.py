@@ -146,26 +146,21 @@ class TargetFit:
             if not open_workers:
                 return
             waiting = len(pool.front)
-            if snapshot.n_in_barrier == 1 and not self.rules.orders_alone:
-                behind = len(pool) - waiting
-                yield from self._by_memory(snapshot, open_workers, now, pool_is_full)
-                if len(pool) > behind:
-                    return
-                continue
-            if waiting <= len(open_workers) or waiting <= free_slots(open_workers):
+            behind = len(pool) - waiting
+            alone = snapshot.n_in_barrier == 1 and not self.rules.orders_alone
+            if alone or waiting <= len(open_workers) or waiting <= free_slots(open_workers):
                 if timer:
                     timer("prepare")
-                others_wait = len(pool) > waiting
-                if self.rules.sees_memory and not others_wait and short_of_memory(snapshot, open_workers):
+                if alone or (self.rules.sees_memory and short_of_memory(snapshot, open_workers)):
                     yield from self._by_memory(snapshot, open_workers, now, pool_is_full)
                 else:
-                    may_hold = not (others_wait or pool_is_full or step_alone(snapshot, self.rules))
+                    may_hold = not (behind or pool_is_full or step_alone(snapshot, self.rules))
                     yield from self._slack(snapshot, open_workers, now, may_hold)
                 if timer:
                     timer("stage1")
-                if others_wait:
-                    continue
-                return
+                if len(pool) > behind:
+                    return  # nobody of a later class passes one that waits
+                continue
             loads = Loads(snapshot, open_workers, self.rules)
             window = Window(snapshot, now, self.params, self.rules, pool_is_full)
             if timer:

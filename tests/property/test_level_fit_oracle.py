@@ -151,11 +151,11 @@ class Oracle:
                 self.room(place) for place in self.places if place.free
             )
             last_class = len(front) == len(self.waiting)
-            if alone or (len(front) <= free and short and last_class):
+            if alone or (len(front) <= free and short):
                 self.by_memory(front)
-                if alone and not any(entry in self.waiting for entry in front):
-                    continue
-                break
+                if any(entry in self.waiting for entry in front):
+                    break
+                continue
             if len(front) > free:
                 slots = sum(place.slots for place in self.barrier)
                 self.scarce(front[:slots] if self.rules is LEVEL_FIT else front, free)

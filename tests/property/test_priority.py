@@ -37,15 +37,17 @@ knobs = st.builds(
 ).map(lambda drawn: replace(drawn, policy="br_0", pool_bypass=True) if drawn.policy == "bypass" else drawn)
 clusters = st.lists(st.lists(st.integers(1, 2_000), max_size=SLOTS), min_size=1, max_size=4)
 sizes = st.one_of(st.integers(1, 12), st.integers(1, 4_000))
+memories = st.sampled_from([0, 3_000, 9_000])  # tokens that fit a worker; 0: it does not tell
 pools = st.lists(st.tuples(sizes, st.integers(-2, 2), st.integers(0, 8)), min_size=1, max_size=14)
 NOW = 10.0
 
 
-def a_scheduler(knobs: PolicySettings, loads: list[list[int]], waiting: Waiting) -> Scheduler:
+def a_scheduler(knobs: PolicySettings, loads: list[list[int]], waiting: Waiting, memory_tokens: int = 0) -> Scheduler:
     """Workers that hold requests of these sizes, and a pool."""
     scheduler = Scheduler(make_policy(knobs))
     for worker, held in enumerate(loads):
         scheduler.add_worker(WorkerSpec(f"d{worker}", Role.DECODE, slots=SLOTS), 0.0)
+        scheduler.report_decoder_memory(f"d{worker}", memory_tokens, 0.0)
         for index, size in enumerate(held):
             scheduler.submit_prefilled(RequestSpec(f"d{worker}.{index}", size), 0.0, 2.0 if size % 3 == 0 else None)
             scheduler._bind(Choice(scheduler.snapshot.pool.front[0], scheduler.snapshot.workers[worker], 0, 0.0), 0.0)
@@ -72,14 +74,14 @@ def class_after_class(scheduler: Scheduler) -> list[Admit]:
 
 
 @settings(max_examples=400, deadline=None)
-@given(knobs, clusters, pools)
+@given(knobs, clusters, pools, memories)
 def test_every_policy_serves_one_class_after_the_other_as_if_each_were_alone(
-    knobs: PolicySettings, loads: list[list[int]], waiting: Waiting
+    knobs: PolicySettings, loads: list[list[int]], waiting: Waiting, memory_tokens: int
 ) -> None:
-    scheduler = a_scheduler(knobs, loads, waiting)
+    scheduler = a_scheduler(knobs, loads, waiting, memory_tokens)
     admissions = scheduler.admit(NOW)
     scheduler.snapshot.check_invariants()
-    assert admissions == class_after_class(a_scheduler(knobs, loads, waiting))
+    assert admissions == class_after_class(a_scheduler(knobs, loads, waiting, memory_tokens))
 
 
 @settings(max_examples=150, deadline=None)
@@ -94,12 +96,15 @@ def test_what_all_have_in_common_is_no_priority(
 
 @settings(max_examples=150, deadline=None)
 @given(
-    st.one_of(knobs, knobs.map(lambda drawn: replace(drawn, policy="level_fit", pool_bypass=False))), clusters, pools
+    st.one_of(knobs, knobs.map(lambda drawn: replace(drawn, policy="level_fit", pool_bypass=False))),
+    clusters,
+    pools,
+    memories,
 )
 def test_nobody_is_held_back_while_a_later_class_is_served(
-    knobs: PolicySettings, loads: list[list[int]], waiting: Waiting
+    knobs: PolicySettings, loads: list[list[int]], waiting: Waiting, memory_tokens: int
 ) -> None:
-    scheduler = a_scheduler(replace(knobs, hold_s=5.0), loads, waiting)
+    scheduler = a_scheduler(replace(knobs, hold_s=5.0), loads, waiting, memory_tokens)
     served = [waiting[int(admission.request[1:])][1] for admission in scheduler.admit(NOW)]
     assert served == sorted(served)
     left = [tracker.priority for tracker in scheduler.snapshot.pool]

@@ -287,6 +287,17 @@ def test_a_slot_stays_free_while_nothing_that_waits_fits_and_is_filled_once_it_d
     assert admitted(scheduler) == [("c", "d1")]
 
 
+def test_memory_is_waited_for_also_while_a_later_class_waits_and_nobody_of_that_passes() -> None:
+    scheduler = with_memory([[400, 500], [450, 500]], slots=8, capacity_tokens=1_000)
+    pool_all(scheduler, {"does not fit": 600, "fits": 40})
+    scheduler.submit_prefilled(RequestSpec("later", 10, 1), 0.0)
+    assert admitted(scheduler) == [("fits", "d0")]
+    scheduler.finish("d1.1", Outcome.FINISHED, 0.0)
+    assert admitted(scheduler) == []
+    scheduler.finish("d1.0", Outcome.FINISHED, 0.0)
+    assert admitted(scheduler) == [("does not fit", "d1"), ("later", "d1")]
+
+
 def test_what_waits_for_memory_beside_a_free_slot_is_due_at_no_time() -> None:
     scheduler = with_memory([[400, 500], [450, 500]], slots=3, capacity_tokens=1_000)
     pool_all(scheduler, {"large": 300}, now=10.0)
