@@ -150,6 +150,7 @@ class Window:
             self.drop += min(most, max(-most, rules.stock_share * (mean_prompt - stock)))
         self.prompts: list[float] = self._sizes.tolist()
         self._largest = float(np.maximum.reduce(self._sizes))
+        self._smallest, self._latest = min(self.prompts), float(np.maximum.reduce(self._late))
         self._bonus: list[float] = bonus.tolist()
         self._available: list[float] = self._bonus.copy()  # -inf where the request is used
         self._added: dict[tuple[float, int], list[float]] = {}  # (slowdown, c) -> what each adds to a load
@@ -162,17 +163,16 @@ class Window:
             added = self._added[kind] = ((self._sizes + spec.request_tokens) * spec.slowdown).tolist()
         return added
 
-    def _fitting(self, worker: OpenWorker) -> list[float]:
-        """As `_available`, of those that fit the worker's memory.
+    def may_fit(self, worker: OpenWorker) -> bool:
+        """False where nothing fits its memory, whatever is used: so it is on nearly all workers once that is short."""
+        return worker.room >= self._smallest or self._latest > _past(worker)
 
-        What is past its cap need not fit where no worker has more room, and past twice its cap nowhere: it waits in the
-        engine then, and what comes after it as well, so a worker that has no room left gets no more of it.
-        """
+    def _fitting(self, worker: OpenWorker) -> list[float]:
+        """As `_available`, of those that fit the worker's memory."""
         room = worker.room
         if room >= self._largest:
             return self._available
-        past = math.inf if room <= 0.0 else 1.0 if worker.roomiest else 2.0
-        fits = (self._sizes <= room) | (self._late > past)
+        fits = (self._sizes <= room) | (self._late > _past(worker))
         return [bonus if fit else -math.inf for bonus, fit in zip(self._available, fits.tolist(), strict=True)]
 
     def take(self, worker: OpenWorker, level: float, envelope: float, least: float) -> tuple[int, float]:
@@ -214,6 +214,17 @@ class Window:
         self._available[position] = self._bonus[position]
 
 
+def _past(worker: OpenWorker) -> float:
+    """Caps after which a request need not fit the worker's memory.
+
+    What is past its cap need not fit where no worker has more room, and past twice its cap nowhere: it waits in the
+    engine then, and what comes after it as well, so a worker that has no room left gets no more of it.
+    """
+    if worker.room <= 0.0:
+        return math.inf
+    return 1.0 if worker.roomiest else 2.0
+
+
 @dataclass(slots=True)
 class Fit:
     """A tentative admission: the request at `position` of the window to `worker`, at `cost` tokens."""
@@ -253,6 +264,8 @@ def choose_scarce(loads: Loads, window: Window, rounds: int) -> list[Fit]:
 
 
 def _fit(worker: OpenWorker, loads: Loads, window: Window) -> Fit | None:
+    if not window.may_fit(worker):
+        return None
     spec = worker.spec
     mean, envelope, least = loads.around(worker)
     level = min(envelope, mean - spec.slowdown * window.drop)
