@@ -12,7 +12,8 @@ batches, each batch one transaction, and prunes by age and count. What that buys
 A history is an optimisation, so nothing about it may stop the router. Opening never raises for what is in
 the file: a damaged file is moved aside (`NAME.damaged-TIME`, for whoever wants to look) and a new one
 begun; a file written by a newer version, a database that isn't ours, or one that can't be opened stays
-untouched, and this run keeps its history in memory only. Each is one log line.
+untouched, and this run keeps its history in memory only. Each is one log line. A file that is removed or moved
+away while it is written (a rotation) is begun anew with the next batch.
 
 The salt of the prompt keys lives in the file: keys of an earlier run match, while two deployments' keys
 never do.
@@ -116,8 +117,9 @@ class History:
         self._failing = False
         self._closed = False
         self.salt = secrets.token_bytes(SALT_BYTES)
+        self._file: tuple[int, int] | None = None  # which one is written
         self.path = self._open(Path(path)) if path is not None else None
-        self._writer = None if self.path is None else self._started_writer()
+        self._writer = None if self.path is None else self._started_writer(self.path)
 
     @property
     def stats(self) -> HistoryStats:
@@ -174,13 +176,13 @@ class History:
         self._queue.put(None)
         self._writer.join(timeout_s)
 
-    def _started_writer(self) -> threading.Thread | None:
+    def _started_writer(self, path: Path) -> threading.Thread | None:
         """None: no thread is to be had, and decisions can do without the file."""
-        writer = threading.Thread(target=self._write, name="prediction-history", daemon=True)
+        writer = threading.Thread(target=self._write, args=(path,), name="prediction-history", daemon=True)
         try:
             writer.start()
         except RuntimeError as error:
-            log.warning("prediction history not added to: %s", error, extra={"path": str(self.path)})
+            log.warning("prediction history not added to: %s", error, extra={"path": str(path)})
             return None
         return writer
 
@@ -188,7 +190,7 @@ class History:
         """Return the path when it can be used, else None; a damaged file is moved aside once."""
         try:
             try:
-                self._prepare(path)
+                self.salt = self._prepare(path)
             except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
                 if not _is_damage(error):
                     raise
@@ -199,14 +201,14 @@ class History:
                     aside.name,
                     extra={"path": str(path)},
                 )
-                self._prepare(path)
+                self.salt = self._prepare(path)
         except (_Unusable, *_ERRORS, OSError) as error:
             log.warning("prediction history not used, starting cold: %s", error, extra={"path": str(path)})
             return None
         return path
 
-    def _prepare(self, path: Path) -> None:
-        """Check the file, bring it to our schema, read salt and row count, prune.
+    def _prepare(self, path: Path) -> bytes:
+        """Check the file, bring it to our schema, read row count, prune; returns its salt.
 
         Raises: _Unusable, sqlite3.DatabaseError, UnicodeDecodeError, OSError.
         """
@@ -215,19 +217,21 @@ class History:
             _check_ours(connection)
             _check_whole(connection)
             connection.executescript(_SCHEMA)
-            self.salt = _salt(connection, self.salt)
+            salt = _salt(connection, self.salt)
             self._prune(connection)
+            self._file = _file_at(path)
+            return salt
         finally:
             connection.close()
 
-    def _write(self) -> None:
+    def _write(self, path: Path) -> None:
         connection: sqlite3.Connection | None = None
         since_prune = 0
         ending = False
         while not ending:
             rows, signals, ending = self._next_batch()
             if rows:
-                connection = self._store(connection, rows)
+                connection = self._store(path, connection, rows)
                 since_prune += len(rows)
             if connection is not None and (since_prune >= min(PRUNE_EVERY_ROWS, self._max_rows) or ending):
                 since_prune = 0
@@ -259,30 +263,39 @@ class History:
             deadline = deadline if deadline is not None else time.monotonic() + self._batch_s
         return rows, signals, False
 
-    def _store(self, connection: sqlite3.Connection | None, rows: list[FinishedRequest]) -> sqlite3.Connection | None:
+    def _store(
+        self, path: Path, connection: sqlite3.Connection | None, rows: list[FinishedRequest]
+    ) -> sqlite3.Connection | None:
         """Write one batch; on an error count the rows as dropped, say so once, and try again with the next
         batch.
         """
         try:
+            if _file_at(path) != self._file:  # SQLite would go on with one that nobody finds any more
+                if connection is not None:
+                    connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")  # what was moved is whole without its journal
+                    connection.close()
+                    connection = None
+                self._prepare(path)  # keys go on under the salt that they have
+                log.warning("prediction history was removed or moved away, begun anew", extra={"path": str(path)})
             if connection is None:
-                connection = sqlite3.connect(str(self.path), timeout=5.0)
+                connection = sqlite3.connect(path, timeout=5.0)
                 connection.execute("PRAGMA synchronous = NORMAL")
             with connection:
                 connection.executemany(
                     _INSERT,
                     [(r.prompt_key, r.prompt_tokens, r.output_tokens, r.finish_reason, r.finished_s) for r in rows],
                 )
-        except _ERRORS as error:
+        except (_Unusable, *_ERRORS, OSError) as error:
             self._dropped += len(rows)
             if not self._failing:
                 self._failing = True
-                log.warning("prediction history cannot be written: %s", error, extra={"path": str(self.path)})
+                log.warning("prediction history cannot be written: %s", error, extra={"path": str(path)})
             if connection is not None:
                 connection.close()
             return None
         if self._failing:
             self._failing = False
-            log.warning("prediction history is written again", extra={"path": str(self.path)})
+            log.warning("prediction history is written again", extra={"path": str(path)})
         self._rows += len(rows)
         return connection
 
@@ -369,6 +382,15 @@ def _salt(connection: sqlite3.Connection, fresh: bytes) -> bytes:
         connection.execute("DELETE FROM secret")
         connection.execute("INSERT INTO secret (salt) VALUES (?)", (fresh,))
     return fresh
+
+
+def _file_at(path: Path) -> tuple[int, int] | None:
+    """Device and inode; None where there is no file. Raises: OSError: that can't be told."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def _move_aside(path: Path, now_s: float) -> Path:

@@ -332,6 +332,50 @@ def test_rows_that_cannot_be_written_are_counted_and_said_once(path: Path, caplo
     assert ["cannot be written" in r.getMessage() for r in caplog.records] == [True, False]
 
 
+@pytest.mark.parametrize("moved", [False, True], ids=["removed", "moved"])
+def test_a_file_that_is_taken_away_is_begun_anew_with_the_same_salt(
+    path: Path, moved: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING), opened(path) as history:
+        history.add(a_finish(5, at_s=NOW))
+        assert history.flush()
+        salt = history.salt
+        if moved:
+            path.rename(path.with_name("old"))
+        else:
+            for file in path.parent.iterdir():
+                file.unlink()
+        for row in (a_finish(6, at_s=NOW), a_finish(7, at_s=NOW)):
+            history.add(row)
+            assert history.flush()
+        assert (history.stats.rows, history.stats.dropped, history.salt) == (2, 0, salt)
+
+    assert [row.output_tokens for row in loaded(path)] == [6, 7]
+    assert not moved or [row.output_tokens for row in loaded(path.with_name("old"))] == [5]
+    assert ["begun anew" in record.getMessage() for record in caplog.records] == [True]
+    with opened(path) as again:
+        assert again.salt == salt
+
+
+def test_a_folder_that_is_gone_is_said_once_and_its_rows_are_counted_as_dropped(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = path.parent / "folder"
+    folder.mkdir()
+    with caplog.at_level(logging.WARNING), opened(folder / "history") as history:
+        folder.rename(path.parent / "elsewhere")
+        for _ in range(2):
+            history.add(a_finish(5))
+            assert history.flush()
+        assert history.stats.dropped == 2
+        (path.parent / "elsewhere").rename(folder)
+        history.add(a_finish(6))
+        assert history.flush()
+        assert (history.stats.rows, history.stats.dropped) == (1, 2)
+
+    assert ["cannot be written" in record.getMessage() for record in caplog.records] == [True, False]
+
+
 def test_a_history_can_be_read_while_a_router_writes_it(path: Path) -> None:
     with opened(path, max_age_s=1.0) as history:
         history.add(a_finish(5, key="k", at_s=1.0))
