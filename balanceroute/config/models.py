@@ -26,6 +26,7 @@ from balanceroute.config.values import (
     KV_PIN_S,
     PREDICTOR_NAMES,
     Connector,
+    FilePath,
     HeaderName,
     Host,
     HostAndPort,
@@ -112,14 +113,12 @@ class Listen(Section):
         "down after two thirds of that. Lower: another pod leads sooner after one dies, and the API server gets "
         "more calls. The same for all routers.",
     )
-    service_account: str = Field(
+    service_account: FilePath = Field(
         "/var/run/secrets/kubernetes.io/serviceaccount",
-        min_length=1,
         description="With listen.lease: the folder with the pod's token, ca.crt and namespace.",
     )
-    run_folder: str | None = Field(
+    run_folder: FilePath | None = Field(
         None,
-        min_length=1,
         description="Folder, of mode 0700, in which the processes of listen.relays find each other and keep their "
         "records of pinned KV. Unset: balanceroute-PORT in XDG_RUNTIME_DIR, or without that balanceroute-USER-PORT in "
         "the system's temporary folder.",
@@ -348,14 +347,12 @@ class Predictor(Section):
         default_factory=dict,
         description="Keyword arguments of a predictor of your own, beside the horizon; the others take none.",
     )
-    history: str | None = Field(
+    history: FilePath | None = Field(
         None,
-        min_length=1,
         description="SQLite file of finished requests, so that a restart starts warm. Unset: in memory only.",
     )
-    model: str | None = Field(
+    model: FilePath | None = Field(
         None,
-        min_length=1,
         description="File written by `balanceroute predictor fit`, used until the first re-fit.",
     )
     max_rows: int = Field(200_000, ge=100, le=50_000_000, description="Most finished requests kept in the history.")
@@ -633,9 +630,8 @@ class Lifecycle(Section):
     join_attempts: int = Field(
         3, ge=1, le=100_000, description="An added worker that is not ready after so many tries is dropped."
     )
-    pins_file: str | None = Field(
+    pins_file: FilePath | None = Field(
         None,
-        min_length=1,
         description="File with a record of the KV that prefillers keep for requests under way: after a kill the "
         "next start has it drained. Set it, one file per router, best in memory: /run/balanceroute/pins. Unset: "
         "prefill.kv_pin_s frees that KV. With listen.relays each has its own record in listen.run_folder, "
@@ -652,9 +648,8 @@ class Auth(Section):
         "OPENAI_API_KEY of the environment; without that the client's Authorization as it came, or none with "
         "auth.client_keys.",
     )
-    client_keys: str | None = Field(
+    client_keys: FilePath | None = Field(
         None,
-        min_length=1,
         description="File of client keys as SHA-256 hashes (`balanceroute key` makes entries); then requests of "
         "clients need one. Unset: whoever can connect may use the cluster.",
     )
@@ -674,39 +669,30 @@ class Auth(Section):
 class TlsFiles(Section):
     """Certificates, as PEM files; read again when they change and on SIGHUP."""
 
-    cert_file: str | None = Field(
-        None, min_length=1, description="Certificate (chain) that clients see. Unset: plain HTTP."
-    )
-    key_file: str | None = Field(None, min_length=1, description="Its private key. Unset: it is in cert_file.")
-    client_ca_file: str | None = Field(
+    cert_file: FilePath | None = Field(None, description="Certificate (chain) that clients see. Unset: plain HTTP.")
+    key_file: FilePath | None = Field(None, description="Its private key. Unset: it is in cert_file.")
+    client_ca_file: FilePath | None = Field(
         None,
-        min_length=1,
         description="CA of the clients' certificates: every client must show one, of every route. Unset: none is asked "
         "for.",
     )
-    worker_ca_file: str | None = Field(
-        None, min_length=1, description="CA of the workers' certificates (https URLs). Unset: the system's."
+    worker_ca_file: FilePath | None = Field(
+        None, description="CA of the workers' certificates (https URLs). Unset: the system's."
     )
-    worker_cert_file: str | None = Field(
-        None, min_length=1, description="Certificate that the router shows to https workers. Unset: none."
+    worker_cert_file: FilePath | None = Field(
+        None, description="Certificate that the router shows to https workers. Unset: none."
     )
-    worker_key_file: str | None = Field(
-        None, min_length=1, description="Its private key. Unset: it is in worker_cert_file."
-    )
-    link_ca_file: str | None = Field(
+    worker_key_file: FilePath | None = Field(None, description="Its private key. Unset: it is in worker_cert_file.")
+    link_ca_file: FilePath | None = Field(
         None,
-        min_length=1,
         description="CA of the link between machines, of nothing else: whoever has a certificate of it is one of the "
         "router's own processes. Needed with listen.link and listen.brains.",
     )
-    link_cert_file: str | None = Field(
+    link_cert_file: FilePath | None = Field(
         None,
-        min_length=1,
         description="Certificate (chain) of this machine on the link; a brain's names the host of listen.brains.",
     )
-    link_key_file: str | None = Field(
-        None, min_length=1, description="Its private key. Unset: it is in link_cert_file."
-    )
+    link_key_file: FilePath | None = Field(None, description="Its private key. Unset: it is in link_cert_file.")
 
 
 class Layerwise(Section):

@@ -73,7 +73,7 @@ PredictorName = Annotated[str, AfterValidator(_predictor_name), OneOf(PREDICTOR_
 
 
 def _host(text: str) -> str:
-    if not text or any(c.isspace() or c in "/[]" for c in text):
+    if not text or any(c.isspace() or c in "/[]" or not c.isprintable() for c in text):
         raise ValueError("accepted is a host name or an IP address without brackets, such as 0.0.0.0 or ::")
     try:
         text.encode("idna")  # as who looks it up does
@@ -84,6 +84,11 @@ def _host(text: str) -> str:
             ipaddress.IPv6Address(text)
         except ValueError:
             raise ValueError("accepted is a host name or an IP address; the port has its own key") from None
+        return text
+    try:
+        text.encode("idna")  # as whoever looks it up does
+    except UnicodeError:
+        raise ValueError("accepted is a host name of parts of 1 to 63 characters, or an IP address") from None
     return text
 
 
@@ -105,6 +110,21 @@ def _host_and_port(text: str) -> str:
 
 
 HostAndPort = Annotated[str, AfterValidator(_host_and_port)]
+
+
+_LONGEST_PATH, _LONGEST_NAME = 4095, 255  # bytes; of Linux
+
+
+def _path(text: str) -> str:
+    """A path that the system can be asked for: what is none is often the content of the file that was meant."""
+    path = text.encode()
+    too_long = len(path) > _LONGEST_PATH or any(len(name) > _LONGEST_NAME for name in path.split(b"/"))
+    if too_long or any(byte < 32 for byte in path):
+        raise ValueError(f"accepted is a path of names of at most {_LONGEST_NAME} bytes, without control characters")
+    return text
+
+
+FilePath = Annotated[str, Field(min_length=1), AfterValidator(_path)]
 
 
 def _worker_id(text: str) -> str:

@@ -6,7 +6,15 @@ from pathlib import Path
 import pytest
 
 from balanceroute.build import policy_settings, scheduler_config
-from balanceroute.config import Config, effective_json, effective_yaml, load, parse_assignment, unused_variables
+from balanceroute.config import (
+    Config,
+    describe_settings,
+    effective_json,
+    effective_yaml,
+    load,
+    parse_assignment,
+    unused_variables,
+)
 from balanceroute.core.policies import POLICIES
 from balanceroute.errors import ConfigError
 
@@ -164,6 +172,9 @@ WRONG = [
     ),
     ("pool: {ttl_s: 0}", "pool.ttl_s = 0: accepted is a number, more than 0"),
     ("retry: {base_delay_s: 5}", "retry.max_delay_s = 2: accepted is at least retry.base_delay_s (5)"),
+    ('listen: {host: "\\0"}', "listen.host = '\\x00': accepted is a host name or an IP address"),
+    ("listen: {host: router..example}", "listen.host = 'router..example': accepted is a host name of parts of 1 to 63"),
+    ("listen: {admin: 'router..example:1'}", "listen.admin = 'router..example:1': accepted is a host name of parts"),
     ("log: {format: xml}", "log.format = 'xml': accepted is one of auto, json, plain"),
     ("auth: {admin_token: 12345}", "auth.admin_token = ********: accepted is text"),
     ("auth: 12345", "auth = ********: accepted is a mapping with the keys worker_api_key"),
@@ -175,6 +186,26 @@ def test_a_wrong_value_is_one_line_with_key_path_and_what_is_accepted(tmp_path: 
     message = refusal(tmp_path, WORKERS + text + "\n")
     assert f"c.yaml: {expected}" in message
     assert "\n" not in message
+
+
+PATHS = [setting.path for setting in describe_settings() if setting.path.endswith(("_file", "_folder"))]
+PATHS += ["auth.client_keys", "listen.service_account", "predictor.history", "predictor.model"]
+
+
+@pytest.mark.parametrize("key", PATHS)
+@pytest.mark.parametrize(
+    "text",
+    ["\0", "-----BEGIN PRIVATE KEY-----\nMIIE\n", "a" * 256, "a/" * 3000],
+    ids=["zero byte", "content of a file", "long name", "long path"],
+)
+def test_what_can_be_no_path_is_refused_before_it_is_opened(key: str, text: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load(
+            None, {}, {"prefill.workers": [{"url": "http://p:1"}], "decode.workers": [{"url": "http://d:1"}], key: text}
+        )
+    assert f"{key} = " in str(refused.value)
+    assert "accepted is a path" in str(refused.value)
+    assert len(str(refused.value).splitlines()) == 1
 
 
 WRONG_WORKERS = [
