@@ -1,5 +1,6 @@
 """`balanceroute check-config`: what a configuration file amounts to, or all that is wrong with it."""
 
+import os
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -94,19 +95,25 @@ def check_paths(config: "Config") -> None:
     """The predictor's model is there, its history and the record of pinned KV have folders. Raises: ConfigError."""
     from balanceroute.errors import ConfigError
 
-    problems: list[str] = []
-    model, history = config.predictor.model, config.predictor.history
-    if model is not None and not Path(model).is_file():
-        problems.append(f"predictor.model = {model!r}: there is no such file")
-    if history is not None and not Path(history).parent.is_dir():
-        problems.append(f"predictor.history = {history!r}: its folder does not exist; make it first")
-    pins = config.lifecycle.pins_file
-    if pins is not None and Path(pins).is_dir():
-        problems.append(f"lifecycle.pins_file = {pins!r}: is a folder; accepted is a file")
-    elif pins is not None and not Path(pins).parent.is_dir():
-        problems.append(f"lifecycle.pins_file = {pins!r}: its folder does not exist; make it first")
-    if problems:
+    paths = {
+        "predictor.model": config.predictor.model,
+        "predictor.history": config.predictor.history,
+        "lifecycle.pins_file": config.lifecycle.pins_file,
+    }
+    wrong = {key: _wrong_path(key, Path(path)) for key, path in paths.items() if path is not None}
+    if problems := [f"{key} = {paths[key]!r}: {text}" for key, text in wrong.items() if text]:
         raise ConfigError(*problems)
+
+
+def _wrong_path(key: str, path: Path) -> str:
+    try:
+        if key == "predictor.model":
+            return "" if path.is_file() else "there is no such file"
+        if key == "lifecycle.pins_file" and path.is_dir():
+            return "is a folder; accepted is a file"
+        return "" if path.parent.is_dir() else "its folder does not exist; make it first"
+    except OSError as error:  # a folder on the way that this user may not search
+        return error.strerror or str(error)
 
 
 def check_files(config: "Config") -> None:
@@ -119,11 +126,12 @@ def check_files(config: "Config") -> None:
     for key, file in files.items():
         if file is None:
             continue
-        if Path(file).is_fifo():
-            problems.append(f"{key} = {file!r}: is a pipe, which can't be read again; accepted is a file")
-        elif Path(file).is_file():
-            with suppress(OSError), Path(file).open("rb") as opened:  # who reads it says what is wrong with it
-                opened.read(1)
+        with suppress(OSError):  # who reads it says what is wrong with it
+            if Path(file).is_fifo():
+                problems.append(f"{key} = {file!r}: is a pipe, which can't be read again; accepted is a file")
+            elif Path(file).is_file():
+                with Path(file).open("rb") as opened:
+                    opened.read(1)
     if problems:
         raise ConfigError(*problems)
 
@@ -136,7 +144,7 @@ def check_model(config: "Config") -> None:
     from balanceroute.prediction import build_predictor
 
     chosen, horizon = config.predictor, config.routing.horizon_steps
-    if chosen.of_ones_own or (chosen.model is not None and Path(chosen.model).is_file()):
+    if chosen.of_ones_own or (chosen.model is not None and os.path.isfile(chosen.model)):  # False where none may look
         build_predictor(chosen.kind, horizon, model=chosen.model, options=chosen.options)
 
 

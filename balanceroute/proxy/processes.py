@@ -332,9 +332,9 @@ def _try_forecasts(config: Config) -> None:
 
 def begin_anew(journal: Path) -> None:
     """Forget the last router's; find out now whether the brain will be able to begin its own. Raises: ConfigError."""
-    if journal.exists() and not (journal.is_file() or journal.is_dir()):
-        return  # a device, or a pipe: nothing of the last router's
     try:
+        if journal.exists() and not (journal.is_file() or journal.is_dir()):
+            return  # a device, or a pipe: nothing of the last router's
         if journal.is_file() and _is_written(journal):
             raise ConfigError(f"{journal}: another process writes it")
         journal.unlink(missing_ok=True)

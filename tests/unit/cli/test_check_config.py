@@ -1,9 +1,12 @@
 """`balanceroute check-config` as a user runs it."""
 
+import errno
+import io
 import json
 import os
 import sys
 from pathlib import Path
+from typing import IO, Any
 
 import pytest
 import yaml
@@ -134,3 +137,30 @@ def test_check_config_reads_no_pipe_that_is_to_be_read_again(
     os.mkfifo(pipe)
     assert run(monkeypatch, file, "--set", f"auth.client_keys={pipe}") == 2
     assert f"auth.client_keys = '{pipe}': is a pipe, which can't be read again" in capsys.readouterr().err
+
+
+def test_files_behind_a_folder_that_may_not_be_searched_are_named_in_a_line_each(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], file: str, tmp_path: Path
+) -> None:
+    """As Debian's /etc/ssl/private for all but a group; simulated, as root, who may run the tests, searches all."""
+    closed, looked_at, opened = tmp_path / "private", os.stat, io.open
+
+    def stat(path: str | Path, **options: bool) -> os.stat_result:
+        return forbidden(path) or looked_at(path, **options)
+
+    def open_file(path: str | Path, *arguments: str, **options: str) -> IO[Any]:
+        return forbidden(path) or opened(path, *arguments, **options)
+
+    def forbidden(path: str | Path) -> None:
+        if str(path).startswith(str(closed)):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(os, "stat", stat)
+    monkeypatch.setattr(io, "open", open_file)
+    keys = ("predictor.model", "predictor.history", "lifecycle.pins_file", "auth.client_keys")
+    settings = [f"{key}={closed}/folder/{key}" for key in keys]
+    assert run(monkeypatch, file, *(part for text in settings for part in ("--set", text))) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == len(keys)
+    for key in keys:
+        assert sum(key in line and "Permission denied" in line for line in said) == 1, key

@@ -272,6 +272,8 @@ def test_a_journal_that_cannot_be_begun_is_named(tmp_path: Path) -> None:
     journal = tmp_path / "no_folder" / "journal.jsonl"
     assert refusal(config, journal) == f"{journal}: No such file or directory"
     assert refusal(config, tmp_path) == f"{tmp_path}: Is a directory"
+    unknowable = tmp_path / ("a" * 256)  # a look at it fails already, as in a folder that may not be searched
+    assert refusal(config, unknowable) == f"{unknowable}: File name too long"
 
 
 def test_a_journal_that_is_a_pipe_is_left_where_it_is(tmp_path: Path) -> None:
