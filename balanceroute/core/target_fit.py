@@ -47,7 +47,8 @@ because the largest misfit sets the load spread.
 *What fits the memory.* Where a worker's KV memory is known, a request that does not fit it is not sent there: it would
 wait on its slot inside the engine, and so would all later ones. A smaller request takes the slot, or it stays free
 until a request leaves. Past its cap a request is sent to the worker with the most room all the same, past twice its
-cap to any that has some.
+cap to any that has some. Where a later class waits, one that fits nowhere would keep the slots of all workers from that
+class; so if there are slots for all of its own class it goes to the most room at once.
 
 *Ageing by size.* Large prompts fit only where a large one ended; admitting one elsewhere raises that worker far above
 the others. So a large prompt waits for such a place as long as it may. With A above 1 + penalty its bonus exceeds that
@@ -152,7 +153,8 @@ class TargetFit:
                 if timer:
                     timer("prepare")
                 if alone or (self.rules.sees_memory and short_of_memory(snapshot, open_workers)):
-                    yield from self._by_memory(snapshot, open_workers, now, pool_is_full)
+                    holds_all_up = behind > 0 and not alone
+                    yield from self._by_memory(snapshot, open_workers, now, pool_is_full, holds_all_up)
                 else:
                     may_hold = not (behind or pool_is_full or step_alone(snapshot, self.rules))
                     yield from self._slack(snapshot, open_workers, now, may_hold)
@@ -212,10 +214,15 @@ class TargetFit:
                 heappop(lightest)
 
     def _by_memory(
-        self, snapshot: ClusterSnapshot, open_workers: list[DecodeInstanceState], now: float, pool_is_full: bool
+        self,
+        snapshot: ClusterSnapshot,
+        open_workers: list[DecodeInstanceState],
+        now: float,
+        pool_is_full: bool,
+        holds_all_up: bool,
     ) -> Iterator[Choice]:
         """There are slots for all, and perhaps no memory: in waiting order, each to the least load among those where it
-        fits; past its cap to the most room, if there is any.
+        fits; past its cap to the most room, if there is any. `holds_all_up`: as if each were past its cap.
         """
         loads, waiting = snapshot.step_loads(), snapshot.pool.front
         places = [OpenWorker(worker, loads[worker.index]) for worker in open_workers]
@@ -224,7 +231,8 @@ class TargetFit:
         sizes, ready_s = waiting.arrays()
         age = (now - ready_s) / caps_s(sizes, snapshot, self.params, self.rules, pool_is_full)
         most = roomiest(places)
-        for request, late in zip(waiting.head(len(waiting)), (age > 1.0).tolist(), strict=True):
+        past_cap = ((age > 1.0) | holds_all_up).tolist()
+        for request, late in zip(waiting.head(len(waiting)), past_cap, strict=True):
             if request.prompt_tokens <= most.room:
                 place = min([each for each in places if request.prompt_tokens <= each.room], key=load_of)
             elif late and most.room > 0.0:

@@ -152,7 +152,7 @@ class Oracle:
             )
             last_class = len(front) == len(self.waiting)
             if alone or (len(front) <= free and short):
-                self.by_memory(front)
+                self.by_memory(front, holds_all_up=not (alone or last_class))
                 if any(entry in self.waiting for entry in front):
                     break
                 continue
@@ -193,7 +193,7 @@ class Oracle:
             if not (may_hold and raises and busy and self.now < until_s):
                 self.admit(entry, place)
 
-    def by_memory(self, front: list[dict[str, Any]]) -> None:
+    def by_memory(self, front: list[dict[str, Any]], holds_all_up: bool) -> None:
         caps = [self.cap_s(entry["prompt_tokens"]) for entry in front]  # before any is admitted
         rooms = {place.name: self.room(place) for place in self.places if place.free}
         for entry, cap in zip(front, caps, strict=True):
@@ -202,7 +202,7 @@ class Oracle:
                 return
             fitting = [place for place in places if entry["prompt_tokens"] <= rooms[place.name]]
             most = max(places, key=lambda place: rooms[place.name])
-            late = self.now - entry["ready_s"] > cap
+            late = holds_all_up or self.now - entry["ready_s"] > cap
             if fitting or (late and rooms[most.name] > 0):
                 place = min(fitting, key=lambda place: place.load) if fitting else most
                 rooms[place.name] -= entry["prompt_tokens"]

@@ -74,14 +74,14 @@ def class_after_class(scheduler: Scheduler) -> list[Admit]:
 
 
 @settings(max_examples=400, deadline=None)
-@given(knobs, clusters, pools, memories)
+@given(knobs, clusters, pools)
 def test_every_policy_serves_one_class_after_the_other_as_if_each_were_alone(
-    knobs: PolicySettings, loads: list[list[int]], waiting: Waiting, memory_tokens: int
+    knobs: PolicySettings, loads: list[list[int]], waiting: Waiting
 ) -> None:
-    scheduler = a_scheduler(knobs, loads, waiting, memory_tokens)
+    scheduler = a_scheduler(knobs, loads, waiting)
     admissions = scheduler.admit(NOW)
     scheduler.snapshot.check_invariants()
-    assert admissions == class_after_class(a_scheduler(knobs, loads, waiting, memory_tokens))
+    assert admissions == class_after_class(a_scheduler(knobs, loads, waiting))
 
 
 @settings(max_examples=150, deadline=None)

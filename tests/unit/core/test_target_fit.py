@@ -287,15 +287,23 @@ def test_a_slot_stays_free_while_nothing_that_waits_fits_and_is_filled_once_it_d
     assert admitted(scheduler) == [("c", "d1")]
 
 
-def test_memory_is_waited_for_also_while_a_later_class_waits_and_nobody_of_that_passes() -> None:
+def test_while_a_later_class_waits_each_goes_where_it_fits_and_what_fits_nowhere_where_most_room_is() -> None:
+    """In 100 and 50 tokens: the smaller one goes to the larger load, as it does not fit the other any more."""
     scheduler = with_memory([[400, 500], [450, 500]], slots=8, capacity_tokens=1_000)
-    pool_all(scheduler, {"does not fit": 600, "fits": 40})
+    pool_all(scheduler, {"fits nowhere": 600, "fits": 40})
     scheduler.submit_prefilled(RequestSpec("later", 10, 1), 0.0)
-    assert admitted(scheduler) == [("fits", "d0")]
-    scheduler.finish("d1.1", Outcome.FINISHED, 0.0)
+    assert admitted(scheduler) == [("fits nowhere", "d0"), ("fits", "d1"), ("later", "d1")]
+
+
+def test_while_no_memory_is_left_nobody_of_a_later_class_passes_who_waits_for_some() -> None:
+    scheduler = with_memory([[500, 500], [400, 600]], slots=8, capacity_tokens=1_000)
+    pool_all(scheduler, {"first": 600})
+    scheduler.submit_prefilled(RequestSpec("later", 1, 1), 0.0)
     assert admitted(scheduler) == []
     scheduler.finish("d1.0", Outcome.FINISHED, 0.0)
-    assert admitted(scheduler) == [("does not fit", "d1"), ("later", "d1")]
+    assert admitted(scheduler) == [("first", "d1")]
+    scheduler.finish("d1.1", Outcome.FINISHED, 0.0)
+    assert admitted(scheduler) == [("later", "d1")]
 
 
 def test_what_waits_for_memory_beside_a_free_slot_is_due_at_no_time() -> None:
