@@ -169,6 +169,9 @@ class Scheduler:
             snapshot.pool.remove(tracker)
             self._wait(tracker)
         self._refreshes.restart([tracker for tracker in snapshot.decoding() if tracker.running])
+        for tracker in snapshot.decoding():
+            if not tracker.generated:  # it may be put back
+                self._set_patience(tracker)
 
     # -- workers ----------------------------------------------------------------------------------------------
 
@@ -602,8 +605,11 @@ class Scheduler:
             self._pool(tracker, standing.prompt_tokens, now - standing.ready_s, None)
         else:
             assert worker is not None
+            tracker.ready_s = now - standing.ready_s  # it may be put back
             self._seat(tracker, worker, now)
             self._adopt_decoding(tracker, worker, standing, prefiller, now)
+            if not standing.tokens:
+                self._set_patience(tracker)
         return True
 
     def _may_have_kept(self, worker: DecodeInstanceState) -> bool:
@@ -758,11 +764,15 @@ class Scheduler:
 
     def _wait(self, tracker: RequestTracker) -> None:
         """It waits in the pool, also where the patience of a policy of one's own raises: it can leave from there."""
-        tracker.overdue_s = math.inf
         try:
-            tracker.overdue_s = tracker.ready_s + self._patience_s(tracker)
+            self._set_patience(tracker)
         finally:
             self.snapshot.pool.add(tracker)
+
+    def _set_patience(self, tracker: RequestTracker) -> None:
+        """From when on it goes first in the pool, by the policy of now."""
+        tracker.overdue_s = math.inf
+        tracker.overdue_s = tracker.ready_s + self._patience_s(tracker)
 
     def _patience_s(self, tracker: RequestTracker) -> float:
         patience_s = self.policy.patience_s(tracker.prompt_tokens, self.snapshot)

@@ -6,6 +6,7 @@ byte for byte.
 """
 
 import json
+import math
 import shutil
 import tempfile
 from pathlib import Path
@@ -130,6 +131,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert heir.adopt(self.standing(tracker), self.now)
         heir.snapshot.check_invariants()
         assert holdings(heir.snapshot) == holdings(before)
+        for tracker in before.requests.values():
+            if self.is_unasked(tracker):
+                heir.put_back(tracker.id, self.now)
+                assert math.isclose(heir.snapshot.requests[tracker.id].ready_s, tracker.ready_s, abs_tol=1e-6)
+        heir.snapshot.check_invariants()
         for tracker in before.requests.values():  # and each of them can leave from there
             heir.finish(tracker.id, Outcome.CANCELLED, self.now)
         heir.snapshot.check_invariants()
@@ -244,15 +250,21 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.scheduler.finish(request, outcome, self.now)
             self.left += 1
 
+    def is_unasked(self, tracker: RequestTracker) -> bool:
+        """Whether it is bound to a worker that has not been asked yet, as far as the scheduler can know."""
+        if tracker.phase is not Phase.DECODING or tracker.generated or tracker.pushing:
+            return False
+        return tracker.id not in self.scheduler.snapshot.asking and (tracker.prefiller is None) == self.decode_first
+
+    @rule(drawn=policy_settings, bypass=st.booleans())
+    def reroute(self, drawn: PolicySettings, bypass: bool) -> None:
+        self.settings = with_bypass(drawn, bypass)
+        self.scheduler.reroute(self.settings, self.now)
+
     @rule(pick=st.integers(0, 99))
     def put_back(self, pick: int) -> None:
         snapshot = self.scheduler.snapshot
-        unasked = [
-            tracker.id
-            for tracker in snapshot.decoding()
-            if not tracker.generated and not tracker.pushing and tracker.id not in snapshot.asking
-            and (tracker.prefiller is None) == self.decode_first
-        ]  # fmt: skip
+        unasked = [tracker.id for tracker in snapshot.decoding() if self.is_unasked(tracker)]
         if unasked:
             request = unasked[pick % len(unasked)]
             ready_s = snapshot.requests[request].ready_s

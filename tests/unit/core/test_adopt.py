@@ -76,6 +76,19 @@ def test_whoever_names_a_worker_that_is_not_here_stays_unknown(heir: Scheduler, 
     assert not heir.snapshot.requests and not heir.snapshot.workers[0].active
 
 
+def test_one_that_was_bound_and_is_put_back_has_waited_since_its_prefill_and_not_for_ever() -> None:
+    policy = PolicySettings(policy="br_0", max_wait_s=20.0)
+    heir = workers(Scheduler(make_policy(policy), SchedulerConfig(pool_ttl_s=40.0)))
+    assert heir.adopt(decoding("a", prefiller="p0", waited_s=9.0, ready_s=5.0), 1_000.0)
+    heir.put_back("a", 1_001.0)
+    assert heir.expire(1_001.0) == []
+    heir.submit_prefilled(RequestSpec("fits better", 900), 1_001.0)
+    assert heir.snapshot.pool.front.most_overdue(1_020.0) is heir.snapshot.requests["a"]
+    assert [admission.request for admission in heir.admit(1_020.0)] == ["a"]
+    assert heir.snapshot.means.wait_s == pytest.approx(0.01 * 25.0)
+    heir.snapshot.check_invariants()
+
+
 def test_kv_stays_pinned_until_the_first_token(heir: Scheduler) -> None:
     heir.adopt(decoding("a", prefiller="p0"), 1.0)
     assert heir.snapshot.prefillers[0].pinned_tokens == 12

@@ -351,6 +351,20 @@ def test_another_policy_counts_patience_from_when_a_request_became_ready() -> No
     assert (action.request, action.stage) == ("old", 0)
 
 
+def test_who_was_bound_under_another_policy_and_is_put_back_is_as_patient_as_the_present_one() -> None:
+    scheduler = a_scheduler("join_shortest_queue", workers=1, slots=1)
+    for name in ("old", "running"):
+        into_prefill(scheduler, name)
+        scheduler.prefilled(name, 5, 0.0)
+    assert [request for request, _ in admitted(scheduler)] == ["old", "running"]
+    scheduler.reroute(PolicySettings(policy="br_0", max_wait_s=20.0), 1.0)
+    scheduler.put_back("old", 2.0)
+    pool_all(scheduler, {"best": 900}, now=2.0)
+    scheduler.finish("running", Outcome.FINISHED, 30.0)
+    action = scheduler.admit(30.0)[0]
+    assert (action.request, action.stage) == ("old", 0)
+
+
 def test_a_policy_that_looks_ahead_knows_what_was_bound_by_one_that_does_not() -> None:
     scheduler = a_scheduler("pool_fifo", workers=1)
     pool_all(scheduler, {"r": 10})
