@@ -404,7 +404,7 @@ class Scheduler:
     def places_ahead(self, worker: DecodeInstanceState) -> int:
         """How many requests a decision that is taken now may send to a worker ahead of its slots.
 
-        None is where others send requests, too: a wait for a slot that one of theirs has looks like a transfer.
+        Where that is measured, none where others send requests, too: a wait for a slot of theirs looks like a transfer.
         """
         fixed, slots = self.config.overlap_requests, worker.spec.slots
         if fixed is not None:
