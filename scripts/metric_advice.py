@@ -35,7 +35,7 @@ ADVICE: dict[str, tuple[str, str]] = {
     "decode_load_tokens": ("worker", "Apart for minutes while slots are full: see [tuning](tuning.md)."),
     "degraded_workers": ("kind", "Above 0: read `reasons` of `GET /ready`."),
     "edge_refusals": ("reason", "Rising: a client that breaks HTTP, or an attack; the reason names the limit."),
-    "generated_tokens": ("", "Its rate, over longer than an answer takes, is tokens/s of the cluster."),
+    "generated_tokens": ("", "Its rate is tokens/s of the cluster."),
     "internal_errors": ("where", "Any: a bug of the router. Please report it with the traceback in the log."),
     "kv_drains": ("outcome", "Failures rise: prefill KV stays pinned until the engine's timeout; check the decoders."),
     "kv_orphans": ("", "Above 0 for long: prefillers hold KV nobody will pull; watch their KV usage."),

@@ -372,10 +372,6 @@ class Ledger:
         """How many requests are here."""
         return len(self.scheduler.snapshot.requests)
 
-    def running_tokens(self) -> int:
-        """What the requests that are decoding have generated so far. O(requests)."""
-        return sum(tracker.age_tokens for tracker in self.scheduler.snapshot.decoding())
-
     def state(self, settings: PolicySettings) -> dict[str, Any]:
         """The state document, JSON-ready: what a decision can be explained from. `settings`: those in force.
         O(requests).

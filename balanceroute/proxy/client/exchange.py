@@ -347,6 +347,8 @@ class Exchange:
             raise error
         self._status = 200
         self._note(error)
+        if self._outcome is REJECTED:  # but some of it had been served
+            self._outcome = FAILED
         if isinstance(error, ClientStalled):
             return
         self._leave_key()
@@ -399,8 +401,6 @@ class Exchange:
                 metrics.prefill_wait.observe(leg.prefill_wait_s)
             if leg.decoder_id or (waited and leg.decode_wait_s):
                 metrics.decode_wait.observe(leg.decode_wait_s)
-            if not leg.answer.prompt_tokens:
-                continue
             generated = leg.answer.scanner.tokens
             tokens += generated
             first_s = leg.first_token_s
@@ -409,8 +409,6 @@ class Exchange:
                 took_s = leg.last_token_s - first_s
                 if generated > 1 and took_s > 0:
                     metrics.tpot.observe(took_s / (generated - 1))
-        if tokens:
-            metrics.tokens.inc(by=tokens)
         ttft_s = None if first_token_s == math.inf else first_token_s - self._arrived_s
         if ttft_s is not None:
             metrics.ttft.observe(ttft_s)

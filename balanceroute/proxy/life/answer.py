@@ -9,8 +9,9 @@ needs a client that has seen nothing of it; else it ends with an error.
 from array import array
 from typing import Any, Final
 
-from balanceroute.errors import BadUpstreamReply, NotResumable, UpstreamError
+from balanceroute.errors import BadUpstreamReply, NotResumable, Rejected, UpstreamError
 from balanceroute.proxy.admission.prompt_estimates import has_estimate
+from balanceroute.proxy.life.errors import DeadlineExceeded
 from balanceroute.proxy.life.outlet import Outlet
 from balanceroute.proxy.life.resumption import Fidelity, resumption
 from balanceroute.proxy.life.retries import pushes_back
@@ -35,6 +36,7 @@ class Answer:
 
     __slots__ = (
         "_counted",
+        "_cut_off",
         "_estimated",
         "_original",
         "_restarts",
@@ -58,6 +60,7 @@ class Answer:
         self.request = self._original = request
         self.scanner_options = scanner_options or {}
         self.scanner = NOTHING_YET
+        self._cut_off = ""  # how it is to go on, until it does
         self._counted: PrefillResult | None = None  # what a prefiller said of the client's own prompt
         self._estimated = has_estimate(request)
         self.estimated_tokens = (
@@ -169,7 +172,7 @@ class Answer:
         if how.fidelity is Fidelity.INVALID or not scanner.ids_exact or prompt_ids is None:
             self._start_again(result, lost)
             return True
-        self._services.metrics.resumes.inc(how.fidelity.name.lower())
+        self._cut_off = how.fidelity.name.lower()
         try:
             self.request = resume(
                 self._original,
@@ -185,11 +188,22 @@ class Answer:
         """From the original prompt, which needs a client that has seen nothing. Raises: `lost`, where it has."""
         self._restarts += 1
         if self._restarts > MAX_RESTARTS or not self.outlet.forget():
-            self._services.metrics.resumes.inc("ended")
             raise lost
-        self._services.metrics.resumes.inc("restarted")
+        self._cut_off = "restarted"
         self.request = self._original
         self.begin(self._counted or result)  # the last prefill may have been of prompt and answer so far
+
+    def goes_on(self) -> None:
+        """Tokens come, after it was cut off or at first."""
+        if self._cut_off:
+            self._services.metrics.resumes.inc(self._cut_off)
+            self._cut_off = ""
+
+    def fails(self, error: BaseException | None) -> None:
+        """It ends with this error."""
+        cut_off = isinstance(error, Rejected | UpstreamError) and not isinstance(error, DeadlineExceeded)
+        if self._cut_off or (cut_off and self.scanner.tokens and self.scanner.end is not StreamEnd.DONE):
+            self._services.metrics.resumes.inc("ended")
 
     # -- ends that no worker has written
 
@@ -197,6 +211,7 @@ class Answer:
         """The limit was reached when the worker was lost: say so as a worker would have."""
         outlet = self.outlet
         request = self._original
+        self.goes_on()
         chat, told = request.endpoint == "chat", request.include_usage or request.assembled
         tokens = self.scanner.tokens_in_life  # the scanner adds those of workers before
         self.scanner.expect("", checked=False)  # these events are ours, and carry no worker's id

@@ -177,6 +177,7 @@ async def _stream(leg: Leg, worker: Worker, reply: Reply) -> bool:
 def _has_begun(leg: Leg, worker: Worker) -> None:
     """The first tokens are here: from now on the next one is waited for, and what failed before is forgotten."""
     leg.ticket.began()  # the prefiller's KV has been pulled
+    leg.answer.goes_on()
     at = worker.progress_s = leg.ticket.last_token_s
     leg.streaming_from = worker
     if not leg.first_token_s:
@@ -233,6 +234,7 @@ async def _whole(leg: Leg, worker: Worker, reply: Reply) -> bool:
     scanner.tokens, scanner.finish_reason, scanner.usage = told.tokens, told.finish_reason, told.usage
     scanner.end = DONE
     leg.retries.clear_choices()
+    answer.goes_on()
     answer.outlet.whole(told.body)
     return True
 

@@ -296,6 +296,7 @@ class Layerwise:
         patience_s = limits.first_byte_timeout_s.prefill
         prefiller.take()
         prefiller.circuit.used()
+        leg.retries.tries("prefill")
         try:
             async with asyncio.timeout(patience_s):
                 reply = await prefiller.upstream.request(

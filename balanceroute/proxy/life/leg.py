@@ -105,6 +105,7 @@ class Leg:
         "_tries",
         "answer",
         "at_worker",
+        "counted_tokens",
         "deadline_s",
         "decode_wait_s",
         "streaming_from",
@@ -157,6 +158,7 @@ class Leg:
         self.outcome = FAILED
         self.prefiller_id = self.decoder_id = ""  # the last ones that were asked
         self.recomputes = self._tries = 0
+        self.counted_tokens = 0  # of its answer, in `generated_tokens_total`
         self.upstream_id = request_id  # X-Request-Id at the workers; every try has its own
         self.prefill_wait_s = self.decode_wait_s = self.first_token_s = 0.0
         # what it holds
@@ -221,6 +223,9 @@ class Leg:
             raise error from None
         finally:
             services.legs.discard(self)
+            self.count_tokens()
+            if self.outcome is FAILED or self.outcome is EXPIRED:
+                answer.fails(sys.exc_info()[1])
             self.retries.close()
             if self.outcome is FINISHED:
                 self.retries.clear_choices()  # on a failure the others are abandoned: none of them may go now
@@ -282,6 +287,13 @@ class Leg:
         """Whether the client has seen something of this leg."""
         return self.answer.outlet.started
 
+    def count_tokens(self) -> None:
+        """Count the tokens that have come since the last time; those of an answer that starts again count once."""
+        more = self.answer.scanner.tokens - self.counted_tokens
+        if more > 0:
+            self.counted_tokens += more
+            self.services.metrics.tokens.inc(by=more)
+
     @property
     def last_token_s(self) -> float:
         """When the last token came, on whatever worker; 0 before."""
@@ -322,6 +334,7 @@ class Leg:
         """
         worker.take()
         worker.circuit.used()
+        self.retries.tries(role)
         self.try_deadline_s, self._grace_s = deadline_s, grace_s
         self.at_worker = worker.id
         self.last_tried = (worker.id, role)

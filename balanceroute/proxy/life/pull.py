@@ -136,6 +136,8 @@ async def go_on(leg: Leg, result: PrefillResult, lost: UpstreamError | None) -> 
     if not leg.answer.resume(result, lost, leg.decoder_id, broken):
         await leg.answer.end_by_length()
         return COMPLETE
+    if not leg.answer.scanner.tokens:
+        leg.first_token_s = 0.0  # what the client gets is yet to come
     if lost is None or not pushes_back(lost):
         leg.services.metrics.recomputes.inc("recomputed" if lost is None else "worker_lost")
     leg.recomputes += 1

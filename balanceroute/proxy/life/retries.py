@@ -73,6 +73,7 @@ class Retries:
         "_request_id",
         "_services",
         "_suspect",
+        "_to_retry",
     )
 
     def __init__(self, services: LifeServices, request_id: str, choices: Choices | None) -> None:
@@ -83,6 +84,7 @@ class Retries:
         self._erred: set[str] = set()  # the workers, of either tier, that have answered it with an error of their own
         self._refusal: UpstreamStatus | None = None  # the last 429 or 503 before the first token
         self._begun_s = math.inf  # when the first token came on its present decode worker
+        self._to_retry = set[str]()  # tiers: a try there has failed, and another may be made
 
     # -- judging
 
@@ -108,7 +110,7 @@ class Retries:
             circuit.busy(now, error.retry_after_s)
             self._refusal = None if begun else error  # an answer that has begun has its own deadline
             self._refused += 1
-            services.metrics.retries.inc(tier)
+            self._to_retry.add(tier)
             return self._backoff_s(self._refused)
         failures = self._failed(tier)
         last = failures >= services.config.retry.max_attempts or not error.retryable
@@ -118,7 +120,7 @@ class Retries:
             circuit.fault(now)
         if last or (isinstance(error, NothingPinned) and failures > 1):
             raise error
-        services.metrics.retries.inc(tier)
+        self._to_retry.add(tier)
         return self._backoff_s(max(1, failures))
 
     def _errs(self, error: UpstreamError, worker: Worker) -> bool:
@@ -137,6 +139,12 @@ class Retries:
         for one in erred:
             one.circuit.success()
         return True
+
+    def tries(self, tier: str) -> None:
+        """A try is made: a retry, if one has failed before it."""
+        if tier in self._to_retry:
+            self._to_retry.discard(tier)
+            self._services.metrics.retries.inc(tier)
 
     def _failed(self, tier: str) -> int:
         """One more failure; returns how many in a row count."""

@@ -40,6 +40,14 @@ class LifeServices:
     frozen: list[FrozenGroup] = field(default_factory=list)  # groups of workers that fell silent together
     last_look_s: float = -math.inf  # when the reaper looked last: our loop was not stalled then
 
+    def __post_init__(self) -> None:
+        self.metrics.catch_up = self.count_tokens
+
+    def count_tokens(self) -> None:
+        """Count what has come of the answers that are under way. O(requests)."""
+        for leg in self.legs:
+            leg.count_tokens()
+
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
         """The one event loop."""

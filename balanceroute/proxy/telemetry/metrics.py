@@ -95,7 +95,7 @@ class Metrics(Collector):
         self._counters: list[CounterFamily] = []
         self._histograms: list[HistogramFamily] = []
         self.requests = self._counter("requests", "Client requests that ended.", "outcome")
-        self.tokens = self._counter("generated_tokens", "Tokens generated for clients, counted as their requests end.")
+        self.tokens = self._counter("generated_tokens", "Tokens generated for clients, counted as they come.")
         self.admissions = self._counter(
             "admissions", "Requests bound to a decode worker, by stage of the decision.", "worker", "kind"
         )
@@ -167,6 +167,7 @@ class Metrics(Collector):
         self._former_prefills = {family.name: family for family in prefiller_counters(())}
         self.beside: Callable[[], Iterable[bytes]] = _nobody
         self.before_page: Callable[[], None] = _no_need
+        self.catch_up: Callable[[], None] = _no_need
         self._unread = Trouble(log, "counts of another process are of no use")
         self._begin_at_zero()
         self.orphaned_kv = 0
@@ -240,6 +241,7 @@ class Metrics(Collector):
 
     def counts(self) -> bytes:
         """What this process has counted, for `beside` or `carry_on` of another one."""
+        self.catch_up()
         forecasts = self._former_forecasts if self._forecasts is None else self._forecasts.whole()
         told = {
             "counters": {family.name: family.rows() for family in (*self._counters, *self._prefills())},
@@ -276,6 +278,7 @@ class Metrics(Collector):
 
     def served(self) -> Served:
         """What clients have got. Raises: Rejected: others' counts are not known yet."""
+        self.catch_up()
         others = self._others()
         return Served(
             _summed(self.requests, others.counters),
@@ -305,6 +308,7 @@ class Metrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Everything, as it is now."""
+        self.catch_up()
         others = self._others()
         for counter in self._counters:
             yield _summed(counter, others.counters).family()

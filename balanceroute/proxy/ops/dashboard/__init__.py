@@ -246,7 +246,7 @@ def overview(services: OperatorServices, recorder: Recorder) -> dict[str, Any]:
             "pooled": view.pooled,
             "pooled_tokens": view.pooled_tokens,
         },
-        "generated_tokens": served and served.tokens + services.ledger.running_tokens(),
+        "generated_tokens": served and served.tokens,
         "requests": {outcome.value: served and served.requests.value(outcome.value) for outcome in Outcome},
         "ttft_s": served and _histogram(served.ttft),
         "tpot_s": served and _histogram(served.tpot),

@@ -213,8 +213,7 @@ class Recorder:
         most, mean = (max(loads), sum(loads) / len(loads)) if loads else (nan, nan)
         self._totals[row] = nan
         if served is not None:
-            tokens = served.tokens + services.ledger.running_tokens()
-            self._totals[row] = tokens, served.requests.value("finished")
+            self._totals[row] = served.tokens, served.requests.value("finished")
         rates = self._rates(row)
         oldest = view.oldest_ready_s
         found, predicted = self._prefix_hits(services.config.prefill.policy == "prefix_affinity", view, row)

@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 import pytest
 
-from balanceroute.errors import BadUpstreamReply, BalanceRouteError, InvalidRequest
+from balanceroute.errors import BadUpstreamReply, BalanceRouteError, InvalidRequest, NoHealthyWorkers
 from balanceroute.proxy.admission import decider
 from balanceroute.proxy.client.exchange import Exchange
 from balanceroute.proxy.perimeter.perimeter import Perimeter
@@ -44,6 +44,11 @@ async def served(
     async with dispatching(services):
         await exchange.run()
     return exchange
+
+
+def end_for_want_of_workers(services: Services) -> None:
+    for leg in list(services.legs):
+        leg.interrupt(NoHealthyWorkers("no decode worker"))
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -95,6 +100,34 @@ def test_a_failure_after_the_first_byte_is_an_event_and_the_answer_never_ends() 
         status, _, body = connection.answer
         assert status == 200 and b'"error"' in body and b"[DONE]" not in body
         assert connection.done == [] and counted(services) == {"failed": 1}
+
+    in_virtual_time(test)
+
+
+def test_an_answer_is_counted_and_timed_also_where_nobody_has_told_the_prompt_s_size() -> None:
+    async def test() -> None:
+        layerwise = {"callback_url": "http://10.0.0.5:8000"}
+        services = a_router(a_config(1, 1, connector="mooncake_layerwise", layerwise=layerwise))
+        script(services, "d0", WHOLE)  # it asks for no prefill, and tells no usage
+        await served(services, Connection(), BODY | {"stream": True})
+        assert counted(services) == {"finished": 1}
+        assert (services.metrics.tokens.value(), services.metrics.ttft.count) == (2, 1)
+
+    in_virtual_time(test)
+
+
+@pytest.mark.parametrize(
+    "then", [b'data: {"error": {"message": "no", "code": 400}}\n\n', b""], ids=["error", "silence"]
+)
+def test_what_ends_a_stream_that_has_begun_is_no_refusal(then: bytes) -> None:
+    async def test() -> None:
+        services, connection = a_router(a_config(1, 1)), Connection()
+        script(services, "p0", probed())
+        script(services, "d0", Page(events(20, finish=None) + then, ends=False))
+        services.loop.call_later(1.0, end_for_want_of_workers, services)
+        await served(services, connection, BODY | {"stream": True})
+        assert connection.answer[0] == 200 and connection.done == []
+        assert counted(services) == {"failed": 1}
 
     in_virtual_time(test)
 

@@ -12,7 +12,7 @@ from balanceroute.proxy.life.errors import ClientStalled, DeadlineExceeded
 from balanceroute.proxy.life.leg import Leg
 from balanceroute.proxy.life.pool_reaper import PERIOD_S, PoolReaper
 from balanceroute.proxy.services import Services
-from tests.unit.proxy.life.legs import DONE, a_leg, dispatching, events, idle, probed
+from tests.unit.proxy.life.legs import DONE, PROMPT_IDS, a_leg, dispatching, events, idle, probed
 from tests.unit.proxy.virtual_time import Page, a_config, a_router, in_virtual_time, let_pass, script
 from tests.waiting import until
 
@@ -193,7 +193,8 @@ def test_tokens_are_told_to_the_scheduler_and_count_as_the_worker_s_progress() -
             leg.ticket.progress(5)
             at_s = leg.last_token_s
             await let_pass(NEXT_LOOK_S)
-            assert services.ledger.running_tokens() == 6
+            (decoder,) = services.ledger.view().decoders
+            assert decoder.load_tokens == len(PROMPT_IDS) + 6
             assert services.fleet["d0"].progress_s == at_s
             task.cancel()
 

@@ -1,6 +1,7 @@
 """Prefill first: what follows a prefill, and an answer that ends early."""
 
 import asyncio
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import orjson
 import pytest
 
 from balanceroute.core.types import Outcome
-from balanceroute.errors import ConnectFailed, ConnectionLost, UpstreamError
+from balanceroute.errors import ConnectFailed, ConnectionLost, QueueTimeout, UpstreamError
 from balanceroute.proxy.services import Services
 from balanceroute.proxy.workers.circuit import CircuitState
 from balanceroute.proxy.workers.pins import PinRecord
@@ -162,7 +163,7 @@ def test_no_text_comes_twice_when_an_engine_that_tells_no_token_ids_is_lost(stre
                     await a_leg(services, client).run()
                 assert client.text == " 20" and not client.ended and len(d0.asked) == 2  # with its /health
             else:
-                leg, answer = an_assembled_leg(services, max_tokens=100)
+                leg, answer = an_assembled_leg(services, max_tokens=100, guided_json={"type": "object"})
                 await leg.run()
                 assert answer()["choices"][0]["text"] == " 20 21"
         assert idle(services)
@@ -193,7 +194,7 @@ def test_a_worker_that_pushed_back_is_tried_by_one_request_at_a_time() -> None:
         async with dispatching(services):
             tasks = [services.loop.create_task(a_leg(services, request_id=f"r{n}").run()) for n in range(requests)]
             await let_pass(2.0)  # its rests begin at once, after 0.5 s and after 1.5 s
-            assert services.metrics.retries.value("decode") == 3
+            assert services.metrics.upstream_errors.value("d0", "decode", "status_5xx") == 3
             d0.answers = [WHOLE]
             await asyncio.gather(*tasks)
         assert idle(services)
@@ -234,6 +235,103 @@ def test_back_pressure_of_a_decode_worker_is_no_recompute() -> None:
         assert client.text == " 20 21" and leg.recomputes >= 1
         assert services.metrics.recomputes.value("worker_lost") == services.metrics.recomputes.value("recomputed") == 0
         assert idle(services)
+
+    in_virtual_time(served)
+
+
+# -- what is counted
+
+
+def test_tokens_are_counted_while_they_come() -> None:
+    async def served() -> None:
+        services = a_router(a_config(1, 1))
+        script(services, "p0", probed())
+        script(services, "d0", Page(events(20, 21, finish=None), ends=False))
+        async with dispatching(services):
+            leg = a_leg(services)
+            task = services.loop.create_task(leg.run())
+            await until(lambda: leg.streaming_from is not None)
+            page = services.metrics.exposition().decode().splitlines()
+            assert "balanceroute_generated_tokens_total 2.0" in page
+            leg.abandon()
+            await asyncio.wait({task})
+        assert services.metrics.tokens.value() == 2
+
+    in_virtual_time(served)
+
+
+def test_an_answer_that_starts_again_is_counted_and_timed_as_the_client_gets_it() -> None:
+    async def served() -> None:
+        services = a_router(a_config(1, 1))
+        script(services, "p0", probed())
+        begun = Page(events(20, 21, finish=None), breaks=LOST)
+        script(services, "d0", begun, Page(events(*range(30, 40)) + DONE))
+        async with dispatching(services):
+            leg, answer = an_assembled_leg(services, max_tokens=100, guided_json={"type": "object"})
+            task = services.loop.create_task(leg.run())
+            await until(lambda: leg.first_token_s > 0)
+            began_s = leg.first_token_s
+            services.metrics.catch_up()
+            assert services.metrics.tokens.value() == 2
+            await task
+        assert answer()["usage"]["completion_tokens"] == services.metrics.tokens.value() == 10
+        assert leg.first_token_s > began_s
+        assert services.metrics.resumes.value("restarted") == 1
+
+    in_virtual_time(served)
+
+
+@pytest.mark.parametrize(("tier", "worker"), [("prefill", "p0"), ("decode", "d0")])
+def test_a_try_that_fails_and_is_followed_by_none_is_no_retry(tier: str, worker: str) -> None:
+    async def served() -> None:
+        services = a_router(a_config(1, 1, queue={"deadline_s": 3.0}))
+        script(services, "p0", probed())
+        scripted = script(services, worker, 503)
+        async with dispatching(services):
+            with pytest.raises(QueueTimeout):
+                await a_leg(services).run()
+        tries = [body for body in asked(scripted) if tier == "prefill" or body["stream"]]  # others are drains
+        assert services.metrics.retries.value(tier) == len(tries) - 1
+
+    in_virtual_time(served)
+
+
+FATES: dict[str, tuple[dict[str, Any], list[Any], str]] = {
+    "it goes on": ({}, [probed(prompt=[*PROMPT_IDS, 20, 21])], "adjusted"),
+    "it may not go on": ({"resume_on_worker_loss": False}, [500], "ended"),
+    "the worker was its last try": ({"max_attempts": 1}, [500], "ended"),
+    "nobody computes what is to go on": ({}, [Page(status=400)], "ended"),
+}
+
+
+@pytest.mark.parametrize("fate", FATES)
+def test_an_answer_that_is_cut_off_counts_once_by_what_has_become_of_it(fate: str) -> None:
+    retry, prefills, fidelity = FATES[fate]
+
+    async def served() -> None:
+        services = a_router(a_config(1, 1, retry=retry))
+        script(services, "p0", probed(), *prefills)
+        script(services, "d0", Page(events(20, 21, finish=None), breaks=LOST), Page(events(22) + DONE))
+        async with dispatching(services):
+            with suppress(UpstreamError):
+                await a_leg(services).run()
+        kinds = ("exact", "adjusted", "approximate", "restarted", "ended")
+        counted = {kind: services.metrics.resumes.value(kind) for kind in kinds}
+        assert {kind: count for kind, count in counted.items() if count} == {fidelity: 1}
+
+    in_virtual_time(served)
+
+
+@pytest.mark.parametrize("answer", [400, LOST], ids=["refused", "broken"])
+def test_an_answer_that_has_not_begun_was_not_cut_off(answer: Any) -> None:
+    async def served() -> None:
+        services = a_router(a_config(1, 1, retry={"max_attempts": 1}))
+        script(services, "p0", probed())
+        script(services, "d0", answer)
+        async with dispatching(services):
+            with pytest.raises(UpstreamError):
+                await a_leg(services).run()
+        assert services.metrics.resumes.value("ended") == 0
 
     in_virtual_time(served)
 
