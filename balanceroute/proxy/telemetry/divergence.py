@@ -50,7 +50,7 @@ class Divergence:
         return min(seen)
 
     def forget(self, worker_id: str) -> None:
-        """The worker has left."""
+        """The worker has left, or is down: what it said before is over."""
         self._seen.pop(worker_id, None)
         self._told.discard(worker_id)
 

@@ -40,6 +40,7 @@ from balanceroute.proxy.telemetry.troubles import Trouble
 log = logging.getLogger(__name__)
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0)
+_LIVES_SECONDS = (*_SECONDS, 500.0, 1000.0, 2500.0, 5000.0)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
 _MANY = 1024  # values of a histogram
 _TIERS = ("prefill", "decode")
@@ -144,7 +145,7 @@ class Metrics(Collector):
         )
         self.ttft, self.tpot = self._ttft.child(), self._tpot.child()
         self.duration = self._histogram(
-            "request_duration_seconds", "Arrival to end of the requests that finished.", _SECONDS
+            "request_duration_seconds", "Arrival to end of the requests that finished.", _LIVES_SECONDS
         ).child()
         waits = self._histogram(
             "wait_seconds",

@@ -119,6 +119,7 @@ class MetricsPoller:
             self._metrics.scrapes_failed.inc(worker.id)
         if not worker.healthy:
             self._conditions.forget(worker.id, (METRICS, PREFIX_CACHE))
+            self._divergence.forget(worker.id)
         elif problem:
             self._conditions.hold(METRICS, worker.id, problem)
         else:

@@ -93,6 +93,12 @@ def test_the_first_bug_of_a_coroutine_is_an_increase_to_prometheus() -> None:
     in_virtual_time(test)
 
 
+def test_the_longest_life_that_a_request_has_by_default_is_within_the_buckets_of_durations() -> None:
+    metrics = Metrics(lambda: view_cluster(ClusterSnapshot()), "br_0")
+    longest_s = a_config().limits.request_timeout_s
+    assert metrics.duration.bounds[-2] < longest_s <= metrics.duration.bounds[-1]
+
+
 def test_every_counter_begins_at_zero_but_those_by_worker_and_those_of_what_breaks_http() -> None:
     metrics = Metrics(lambda: view_cluster(ClusterSnapshot()), "br_0")
     families = text_string_to_metric_families(metrics.exposition().decode())

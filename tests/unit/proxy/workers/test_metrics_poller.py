@@ -12,6 +12,7 @@ from balanceroute.proxy.link.messages import Seen, frame
 from balanceroute.proxy.ops.admin import state
 from balanceroute.proxy.services import Services
 from balanceroute.proxy.telemetry.conditions import METRICS, PREFIX_CACHE
+from balanceroute.proxy.telemetry.divergence import WINDOW
 from balanceroute.proxy.workers.metrics_poller import FULL
 from balanceroute.proxy.workers.polling import Polling
 from tests.unit.proxy.virtual_time import Answer, Page, a_config, a_router, in_virtual_time, leaving, script
@@ -149,6 +150,21 @@ def test_what_a_worker_that_is_down_does_not_tell_is_no_news_and_no_end_of_what_
         services.fleet.set_healthy(services.fleet["p0"], False)
         await polled(services)
         assert conditions.reasons == [] and "no longer degraded" not in caplog.messages
+
+    in_virtual_time(test)
+
+
+def test_what_a_worker_had_beyond_our_ledger_is_over_when_it_is_down() -> None:
+    async def test() -> None:
+        services = a_router(a_config(1, 1))
+        divergence = services.metrics.divergence
+        script(services, "d0", Page(b'vllm:num_requests_running{engine="0"} 3.0\n'))
+        await polled(services, WINDOW)
+        assert divergence.lasting("d0") == 3.0
+        script(services, "d0", REFUSED)
+        services.fleet.set_healthy(services.fleet["d0"], False)
+        await polled(services)
+        assert divergence.lasting("d0") == 0.0
 
     in_virtual_time(test)
 
