@@ -194,7 +194,7 @@ class Answer:
         self.begin(self._counted or result)  # the last prefill may have been of prompt and answer so far
 
     def goes_on(self) -> None:
-        """Tokens come, after it was cut off or at first."""
+        """More has come of it, or it is complete."""
         if self._cut_off:
             self._services.metrics.resumes.inc(self._cut_off)
             self._cut_off = ""
@@ -211,7 +211,6 @@ class Answer:
         """The limit was reached when the worker was lost: say so as a worker would have."""
         outlet = self.outlet
         request = self._original
-        self.goes_on()
         chat, told = request.endpoint == "chat", request.include_usage or request.assembled
         tokens = self.scanner.tokens_in_life  # the scanner adds those of workers before
         self.scanner.expect("", checked=False)  # these events are ours, and carry no worker's id

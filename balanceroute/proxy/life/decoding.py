@@ -234,7 +234,6 @@ async def _whole(leg: Leg, worker: Worker, reply: Reply) -> bool:
     scanner.tokens, scanner.finish_reason, scanner.usage = told.tokens, told.finish_reason, told.usage
     scanner.end = DONE
     leg.retries.clear_choices()
-    answer.goes_on()
     answer.outlet.whole(told.body)
     return True
 

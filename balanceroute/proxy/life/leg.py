@@ -224,10 +224,11 @@ class Leg:
         finally:
             services.legs.discard(self)
             self.count_tokens()
+            self.retries.close()
             if self.outcome is FAILED or self.outcome is EXPIRED:
                 answer.fails(sys.exc_info()[1])
-            self.retries.close()
             if self.outcome is FINISHED:
+                answer.goes_on()  # without another token
                 self.retries.clear_choices()  # on a failure the others are abandoned: none of them may go now
             if not self.ticket.left:
                 self.ticket.finish(self.outcome, answer.scanner.finish_reason or "")

@@ -84,7 +84,7 @@ class Retries:
         self._erred: set[str] = set()  # the workers, of either tier, that have answered it with an error of their own
         self._refusal: UpstreamStatus | None = None  # the last 429 or 503 before the first token
         self._begun_s = math.inf  # when the first token came on its present decode worker
-        self._to_retry = set[str]()  # tiers: a try there has failed, and another may be made
+        self._to_retry: set[str] = set()  # tiers: a try there has failed, and another may be made
 
     # -- judging
 

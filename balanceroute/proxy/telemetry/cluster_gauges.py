@@ -116,7 +116,9 @@ def cluster_gauges(view: ClusterView) -> Iterator[Metric]:
     yield GaugeMetricFamily(
         "balanceroute_decode_imbalance_tokens", "I = G * M - sum(L).", len(loads) * envelope - sum(loads)
     )
-    waiting = GaugeMetricFamily("balanceroute_waiting_requests", "Requests that wait in the router.", labels=["phase"])
+    waiting = GaugeMetricFamily(
+        "balanceroute_waiting_requests", "Requests that wait, or are at a prefiller (prefilling).", labels=["phase"]
+    )
     for phase, requests in (
         ("queued", view.queued),
         ("prefilling", view.prefilling),
