@@ -395,11 +395,10 @@ class Exchange:
         duration_s = now - self._arrived_s
         first_token_s = math.inf
         tokens = 0
-        waited = self._outcome is not REJECTED  # who is refused has not waited, but for the word
         for leg in self._legs:
-            if leg.prefiller_id or (waited and leg.prefill_wait_s):
+            if leg.prefiller_id or leg.prefill_wait_s:
                 metrics.prefill_wait.observe(leg.prefill_wait_s)
-            if leg.decoder_id or (waited and leg.decode_wait_s):
+            if leg.decoder_id or leg.decode_wait_s:
                 metrics.decode_wait.observe(leg.decode_wait_s)
             generated = leg.answer.scanner.tokens
             tokens += generated

@@ -43,7 +43,7 @@ from typing import Any, ClassVar, Final, Protocol
 from mypy_extensions import mypyc_attr
 
 from balanceroute.core.types import CANCELLED, EXPIRED, FAILED, FINISHED, GONE, UP, Phase, RequestSpec
-from balanceroute.errors import BalanceRouteError, QueueTimeout, UpstreamError
+from balanceroute.errors import BalanceRouteError, QueueTimeout, Rejected, UpstreamError
 from balanceroute.proxy.admission.tickets import Ticket
 from balanceroute.proxy.life.answer import Answer
 from balanceroute.proxy.life.errors import ClientGone, ClientStalled, WorkerSilent
@@ -209,6 +209,10 @@ class Leg:
             self.outcome = FINISHED
         except QueueTimeout:
             self.outcome = EXPIRED
+            raise
+        except Rejected:
+            if self.ticket.left:  # it was refused as it came, and has waited for the word alone
+                self.prefill_wait_s = self.decode_wait_s = 0.0
             raise
         except (ClientStalled, ClientGone):
             self.outcome = CANCELLED

@@ -350,6 +350,18 @@ def test_a_wait_that_ends_without_a_worker_is_told_and_counted_too(tier: str, ca
     assert round(waited_s.pop(tier)) == 21 and list(waited_s.values()) == [0.0]
 
 
+def test_a_wait_that_ends_as_there_is_no_worker_any_more_is_counted_too() -> None:
+    async def test() -> None:
+        services, connection = a_router(a_config(1, 1)), Connection()
+        services.fleet.drain(services.fleet["p0"])
+        services.loop.call_later(21.0, end_for_want_of_workers, services)
+        await served(services, connection)
+        assert connection.answer[0] == 503 and counted(services) == {"rejected": 1}
+        assert (services.metrics.prefill_wait.count, services.metrics.prefill_wait.total) == (1, 21.0)
+
+    in_virtual_time(test)
+
+
 def test_who_is_refused_because_too_many_wait_has_waited_for_nothing() -> None:
     async def test() -> None:
         services = a_router(a_config(1, 1, queue={"max_queued": 1}))
