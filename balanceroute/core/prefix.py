@@ -143,6 +143,8 @@ class PrefixHits:
         """The engine's counters now; whether they began anew, and with them the engine."""
         before, self._counters = self._counters, (queried_tokens, hit_tokens)
         unchecked, self._unchecked = self._unchecked, 0
+        if before is None:
+            self.counted_tokens = self.told_tokens  # these were before the first look: what is known never falls
         if before is None or queried_tokens < before[0] or hit_tokens < before[1]:
             self._judged = (self.predicted_tokens, self.counted_tokens)
             return before is not None

@@ -340,6 +340,16 @@ def test_counters_that_begin_anew_are_those_of_an_engine_with_an_empty_cache() -
     assert scheduler.snapshot.prefillers[0].hits.counted_tokens == 0
 
 
+def test_hits_that_answers_told_before_the_counters_could_be_read_are_not_forgotten() -> None:
+    scheduler = with_policy("prefix_affinity", prefillers=1)
+    hits = scheduler.snapshot.prefillers[0].hits
+    converse(scheduler, 3, tell=500)
+    scheduler.report_prefix_hits("p0", 6_000, 1_500, 0.0)
+    assert hits.real_tokens == 1_500
+    scheduler.report_prefix_hits("p0", 9_000, 2_500, 0.0)
+    assert hits.real_tokens == 2_500
+
+
 def test_hits_of_an_engine_whose_counters_make_no_sense_stay_a_number_that_can_be_told() -> None:
     scheduler = with_policy("prefix_affinity", prefillers=1)
     for _ in range(40):
