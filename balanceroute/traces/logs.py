@@ -33,6 +33,7 @@ WRAPPERS = ("log", "MESSAGE")  # the names of the server's line in objects of do
 VLLM_JSON = re.compile(r'\{"asctime": "\d{4}-')  # how each line of vLLM's JSON log begins
 PLAIN_ROUTER = re.compile(r"\d\d:\d\d:\d\d\.\d{3} [A-Z]+ +(?:\[[^]]*\] )?request ")  # `log.format: plain`
 ROUTER_LINE = re.compile(r'\{\s*"time"')  # how each line of its JSON log begins
+MOST_CHOICES = 65536  # that `limits.max_choices` may be
 CHARACTERS_PER_TOKEN = 4.0  # of English, in the tokenizers of the day
 STAMP = re.compile(r"\b(?:DEBUG|INFO|WARNING|ERROR) (\d\d-\d\d \d\d:\d\d:\d\d)(?:\.\d+)? ")
 LOGGER = (
@@ -101,7 +102,8 @@ class RouterLog:
             read += 1
             if entry.get("event") == "request":
                 try:
-                    yield line, *request_in(entry), "", ()
+                    for row in requests_in(entry):
+                        yield line, *row, "", ()
                 except KeyError as error:
                     raise InputError(f"{path}: line {line}: no field {error}") from error
                 except ValueError as error:
@@ -130,14 +132,19 @@ class RouterLog:
                     yield line, entry
 
 
-def request_in(entry: dict[str, Any]) -> tuple[float, int, int]:
-    """When the request of a line came, seconds, and its prompt and answer, tokens."""
+def requests_in(entry: dict[str, Any]) -> list[tuple[float, int, int]]:
+    """When the request of a line came, seconds, and its prompt and answer, tokens.
+
+    One for several choices or prompts was as many to the workers; the line has their sums, which are shared out evenly.
+    """
     ended_s = stamp_s(field_of(entry, "time"), "time")
     arrived_s = ended_s - finite(field_of(entry, "duration_s"), "duration_s")
     if not entry.get("prompt_tokens"):
-        return arrived_s, 0, 0  # refused, or failed before its prompt was known
+        return [(arrived_s, 0, 0)]  # refused, or failed before its prompt was known
     prompt = token_count(field_of(entry, "prompt_tokens"), "prompt_tokens", least=1)
-    return arrived_s, prompt, token_count(field_of(entry, "tokens"), "tokens", least=0)
+    tokens = token_count(field_of(entry, "tokens"), "tokens", least=0)
+    choices = min(prompt, token_count(str(entry.get("choices", 1)), "choices", least=1), MOST_CHOICES)
+    return [(arrived_s, (prompt + n) // choices, (tokens + n) // choices) for n in range(choices)]
 
 
 @dataclass(slots=True)

@@ -442,6 +442,8 @@ class Exchange:
                 "tokens": tokens,
                 "recomputes": one.recomputes,
             }
+            if len(legs) > 1:
+                fields["choices"] = len(legs)
         log_request(fields)
 
 

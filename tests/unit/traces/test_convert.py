@@ -254,6 +254,14 @@ def test_this_routers_log_says_when_requests_came_and_how_long_they_were(tmp_pat
     assert result.trace.output_tokens.tolist() == [8, 31]
 
 
+def test_a_request_for_several_choices_is_read_as_the_requests_that_workers_got(tmp_path: Path) -> None:
+    several = ROUTER.replace('"prompt_tokens": 900, "tokens": 31', '"prompt_tokens": 900, "tokens": 31, "choices": 3')
+    result = convert_trace(written(tmp_path / "router.log", several))
+    assert result.trace.arrival_s == pytest.approx([0.0, 0.5, 0.5, 0.5])
+    assert result.trace.prompt_tokens.tolist() == [400, 300, 300, 300]
+    assert result.trace.output_tokens.tolist() == [8, 10, 10, 11]
+
+
 BANNER = "loading /etc/router.yaml\nwarning: {braces} of a shell\n"
 PREFIXES = {
     "nothing": "",

@@ -350,6 +350,20 @@ def test_a_wait_that_ends_without_a_worker_is_told_and_counted_too(tier: str, ca
     assert round(waited_s.pop(tier)) == 21 and list(waited_s.values()) == [0.0]
 
 
+@pytest.mark.parametrize("choices", [1, 3])
+def test_the_log_says_how_many_requests_to_workers_one_was(choices: int, caplog: pytest.LogCaptureFixture) -> None:
+    async def test() -> None:
+        services = a_router(a_config(1, 1))
+        script(services, "p0", probed())
+        script(services, "d0", whole(20, 21))
+        with caplog.at_level(logging.INFO, "balanceroute.requests"):
+            await served(services, Connection(), BODY | {"n": choices})
+
+    in_virtual_time(test)
+    (line,) = [vars(record) for record in caplog.records if record.message == "request"]
+    assert (line.get("choices", 1), line["tokens"]) == (choices, 2 * choices)
+
+
 def test_a_wait_that_ends_as_there_is_no_worker_any_more_is_counted_too() -> None:
     async def test() -> None:
         services, connection = a_router(a_config(1, 1)), Connection()
