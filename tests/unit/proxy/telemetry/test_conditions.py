@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from balanceroute.proxy.telemetry.conditions import CONNECTOR, METRICS, Conditions
+from balanceroute.proxy.telemetry.conditions import CONNECTOR, METRICS, QUIET_S, Conditions
 
 
 def test_a_condition_is_logged_when_it_begins_and_when_it_ends(caplog: pytest.LogCaptureFixture) -> None:
@@ -17,6 +17,25 @@ def test_a_condition_is_logged_when_it_begins_and_when_it_ends(caplog: pytest.Lo
     conditions.clear(METRICS, "p0")
     assert [record.message for record in caplog.records] == ["degraded", "no longer degraded"]
     assert conditions.reasons == []
+
+
+def test_a_condition_that_comes_and_goes_fills_no_log_and_one_that_stays_is_in_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    now = [0.0]
+    conditions = Conditions(lambda: now[0])
+    for _ in range(int(QUIET_S / 2) - 1):
+        conditions.hold(METRICS, "p0", "late")
+        assert conditions.count(METRICS) == 1
+        now[0] += 1.0
+        conditions.clear(METRICS, "p0")
+        now[0] += 1.0
+    assert [record.message for record in caplog.records] == ["degraded", "no longer degraded"]
+    for _ in range(3):
+        conditions.hold(METRICS, "p0", "late")
+        now[0] += 1.0
+    assert [record.message for record in caplog.records] == ["degraded", "no longer degraded", "degraded"]
 
 
 def test_workers_with_the_same_reason_are_told_together() -> None:
