@@ -153,6 +153,8 @@ def _leading_server(
     configured: Configured, folder: RunFolder, lead: Lead, setup: BrainSetup, callbacks: BrainCallbacks, waited: bool
 ) -> "BrainServer":
     """The server of who has got the lead; `waited`: not at once. Raises: ConfigError."""
+    if waited:
+        folder.make(again=True)  # a standby may have looked at it days ago
     configured.tls.catch_up()
     expected = len(folder.living())
     if setup.again and not expected:  # the folder was emptied

@@ -626,6 +626,22 @@ def test_what_is_in_the_way_of_a_file_of_the_run_folder_keeps_no_process_from_be
     with_router(test, cluster, tmp_path, standbys=1)
 
 
+def test_a_standby_moves_out_of_the_way_what_has_come_since_it_was_started(cluster: Cluster, tmp_path: Path) -> None:
+    async def test(router: Router) -> None:
+        await until((tmp_path / "lead.next").exists)  # it stands by
+        link, led = tmp_path / "link.sock", len(router.brains)
+        os.kill(router.brains[-1], signal.SIGSTOP)  # not killed: the next life would move it
+        link.unlink()
+        link.mkdir()
+        await until(lambda: len(router.brains) > led)
+        os.kill(router.brains[led - 1], signal.SIGKILL)
+        await until(link.is_socket)
+        assert await all_end(streams(router, 6, 20)) == 6
+        assert [line.get("signal") for line in router.said("child died")] == ["SIGKILL"]
+
+    with_router(test, cluster, tmp_path, standbys=1)
+
+
 def test_a_record_of_pinned_kv_that_somebody_has_removed_is_made_again(cluster: Cluster, tmp_path: Path) -> None:
     async def test(router: Router) -> None:
         path = tmp_path / "pins-relay-0"
