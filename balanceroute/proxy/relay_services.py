@@ -12,7 +12,7 @@ from balanceroute.proxy.admission.decider import Bounds
 from balanceroute.proxy.admission.forecasts import Keys
 from balanceroute.proxy.client.services import ClientServices
 from balanceroute.proxy.life.pool_reaper import PERIOD_S, PoolReaper
-from balanceroute.proxy.life.suspicion import Loss
+from balanceroute.proxy.life.suspicion import KNOWN_S, Loss
 from balanceroute.proxy.link.messages import Activity, Counted, Explained, Learned, Silent, Workers
 from balanceroute.proxy.link.remote import LOST, RemoteBrain
 from balanceroute.proxy.run_folder import CountsFile, Gone, RunFolder
@@ -162,8 +162,11 @@ class RelayServices(ClientServices):
             self.told = activity
 
     def joined(self) -> None:
-        """A new brain joined: resend what is otherwise sent only on change."""
+        """A new brain joined: resend what is otherwise sent only on change, or may have reached nobody."""
         self.told = None
         self.tell_counts()
+        explained = self.suspicions.explained_since(self.loop.time() - KNOWN_S)
+        if explained:
+            self.tell_explained(explained)
         if self.perimeter.keys is not None:
             self.perimeter.keys.forget_elsewhere()

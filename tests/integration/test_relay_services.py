@@ -14,6 +14,7 @@ from balanceroute.config import Config, digest_of
 from balanceroute.emulator import EmulatedCluster
 from balanceroute.errors import KeyLimit
 from balanceroute.proxy import relay_services, run_folder
+from balanceroute.proxy.life.suspicion import Suspect
 from balanceroute.proxy.link.messages import Activity, Counted, Explained, Judged, Learned
 from balanceroute.proxy.link.remote import NOBODY, RemoteBrain
 from balanceroute.proxy.perimeter.key_use import KeyUse
@@ -158,6 +159,20 @@ async def test_what_keys_use_while_there_is_no_brain_is_told_to_the_next_one(tmp
 
             await until(none_is_left)
         await until(lambda: one.brain.member is None and other.brain.member is None)
+
+
+async def test_a_death_that_is_explained_while_there_is_no_brain_is_known_to_the_others_from_the_next_one() -> None:
+    async with relayed(FAST) as router:
+        here, there = (relay.app.services for relay in router.relays)
+        cause, bystander = Suspect(), Suspect()
+        there.suspicions.lost(bystander, "d1", there.loop.time())
+        router.brain.end()
+        await until(lambda: here.brain.member is None and there.brain.member is None)
+        here.suspicions.lost(cause, "d0", here.loop.time())
+        assert here.suspicions.lost(cause, "d1", here.loop.time())
+        async with a_brain(router.config, router.folder):
+            await until(lambda: bystander.explained == 1)
+        await until(lambda: here.brain.member is None and there.brain.member is None)
 
 
 async def test_a_relay_where_nothing_happens_tells_each_brain_what_it_does_and_has_counted_only_once() -> None:

@@ -216,6 +216,10 @@ class Suspicions:
         self.on_explained(losses)
         return True
 
+    def explained_since(self, since_s: float) -> list[Loss]:
+        """The last death of each worker, where it is explained and came later than that."""
+        return [loss for loss in self._losses.values() if loss.explained and loss.at_s > since_s]
+
     def explained_elsewhere(self, worker_id: str, at_s: float) -> None:
         """A request of another process has caused the death of this worker at that time, heard of here or not yet."""
         loss = self._losses.get(worker_id)
