@@ -251,12 +251,11 @@ class ChildServer(ProcessServer):
         """See the class."""
         services = getattr(self._app, "services", None)
         if sig == signal.SIGINT or services is None:
-            super().handle_exit(sig, frame)
+            log.warning("ending now", extra={"signal": sig})
+            self.should_exit = self.force_exit = True  # without a drain: a brain would have all relays refuse
         elif not self._told_to_end:
             self._told_to_end = True
             services.loop.call_soon_threadsafe(services.loop.call_later, PARENT_S, self._leave_alone)
-        if sig == signal.SIGINT:
-            self.should_exit = self.force_exit = True
 
     def _leave_alone(self) -> None:
         if self._drain is None and not self.should_exit:

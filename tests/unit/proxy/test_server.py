@@ -8,7 +8,7 @@ import pytest
 
 from balanceroute.errors import ConfigError
 from balanceroute.proxy.app import RouterApp, create_app
-from balanceroute.proxy.server import ProcessServer, Server
+from balanceroute.proxy.server import ChildServer, ProcessServer, Server
 from balanceroute.proxy.services import Services
 from tests.unit.proxy.life.legs import a_leg, dispatching
 from tests.unit.proxy.virtual_time import a_config, a_router, in_virtual_time, let_pass, script
@@ -89,6 +89,18 @@ def test_a_second_signal_ends_at_once() -> None:
         await until(lambda: services.ledger.draining)
         server.handle_exit(signal.SIGINT, None)
         assert server.should_exit and server.force_exit
+
+    in_virtual_time(test)
+
+
+def test_a_process_that_is_told_to_end_at_once_has_nobody_refuse_what_another_one_may_serve() -> None:
+    async def test() -> None:
+        services = a_draining_router()
+        server = a_server(services, ChildServer)
+        server.handle_exit(signal.SIGINT, None)
+        assert server.should_exit and server.force_exit
+        await let_pass(1.0)
+        assert not services.ledger.draining
 
     in_virtual_time(test)
 
