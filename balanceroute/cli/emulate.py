@@ -191,6 +191,8 @@ async def running(cluster: "EmulatedCluster | ProcessCluster") -> AsyncIterator[
 
 def configuration(cluster: "EmulatedCluster | ProcessCluster", listen_port: int = 8000) -> dict[str, Any]:
     """What `serve` needs to stand in front of the cluster."""
+    from balanceroute.emulator import Connector
+
     shape = cluster.shape
     ranks = range(shape.ranks_per_url)
     decode_workers: list[dict[str, Any]] = [
@@ -210,8 +212,11 @@ def configuration(cluster: "EmulatedCluster | ProcessCluster", listen_port: int 
         "predictor": {"kind": "none"},
     }
     if shape.lease_s is not None or shape.time_scale < 1:
-        # the router's own default fits the connector's usual lease only
-        tree["pool"] = {"ttl_s": shape.pin_lease_s * shape.time_scale / 2}
+        # the router's own defaults fit the connector's usual lease only
+        lease_s = shape.pin_lease_s * shape.time_scale
+        tree["pool"] = {"ttl_s": lease_s / 2}
+        if shape.connector is not Connector.MOONCAKE_LAYERWISE:  # which pins none
+            tree["prefill"]["kv_pin_s"] = lease_s
     return tree
 
 

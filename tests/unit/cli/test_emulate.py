@@ -30,16 +30,20 @@ def a_configuration(**shape: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("connector", ["mooncake_v1", "nixl", "mooncake_layerwise"])
-@pytest.mark.parametrize("lease_s", [None, 6.0], ids=["usual lease", "short lease"])
+@pytest.mark.parametrize(
+    ("lease_s", "time_scale"), [(None, 1.0), (6.0, 1.0), (12.0, 0.5)], ids=["usual lease", "short lease", "fast"]
+)
 def test_the_written_configuration_is_one_that_serve_takes(
-    tmp_path: Path, connector: str, lease_s: float | None
+    tmp_path: Path, connector: str, lease_s: float | None, time_scale: float
 ) -> None:
     file = tmp_path / "cluster.yaml"
-    write_yaml(file, a_configuration(prefillers=2, decoders=4, ranks_per_url=2, connector=connector, lease_s=lease_s))
+    leases = {"lease_s": lease_s, "time_scale": time_scale}
+    write_yaml(file, a_configuration(prefillers=2, decoders=4, ranks_per_url=2, connector=connector, **leases))
     config = load(file, {})
     assert [worker.dp_rank for worker in config.decode.workers] == [0, 1, 0, 1]
     assert (len(config.prefill.workers), config.routing.policy, config.decode.max_num_seqs) == (2, "level_fit", 8)
     assert lease_s is None or config.pool_ttl_s == 3.0
+    assert lease_s is None or config.kv_pin_s == (None if connector == "mooncake_layerwise" else 6.0)
 
 
 @pytest.mark.parametrize(
