@@ -8,9 +8,10 @@ the storm, and SIGTERM to the router in the middle of it. `frozen`: the storm ov
 processes of their own, which are stopped (SIGSTOP) and continued, killed and started. `frozen-group`: one process with
 all ranks at one barrier; the process, or only its barrier, stands still from time to time.
 
-With `--relays` the router has several processes, and in the storm those are killed and stopped too, and their links
-broken (`kills.py`). Streams of a relay that is killed may break off, and nothing else may; while a relay stands still
-its clients wait, and their answers may be later by so much.
+With `--relays` the router has several processes, and in the storm those are killed, stopped and told to end too, their
+links broken, their configuration reloaded, and another router takes over (`kills.py`). Streams of a relay that is
+killed may break off, and nothing else may; while a relay stands still its clients wait, and their answers may be later
+by so much.
 
 The seed fixes the requests and the faults, in their order; how they meet depends on the machine. So each failure is
 told with the request id, and the router's log of it can be kept (--keep).
@@ -187,7 +188,7 @@ class Run:
         )
         self._saboteur = Saboteur(stack.control_urls, schedule)
         self._operator = Operator(stack.url, plan.shape, stack.base_port, plan.seed)
-        self._killer = Killer(stack.router.pid, plan.seed, stack.folder / "run")
+        self._killer = Killer(stack, plan.seed)
         self._started_s = time.monotonic()
         self._stopping = False
         self.tally, self.memory, self.findings = Tally(), Memory(), Findings()
@@ -332,13 +333,15 @@ class Run:
             failed = tally.kinds[Kind.REFUSED] + tally.kinds[Kind.BROKEN]
             findings.check(failed == 0, f"failed requests {failed} with 1 of {plan.shape.decoders} decoders at 503")
         if plan.relays and plan.scenario == "storm":
-            takeovers = sorted(self._killer.takeovers_s(self._stack.router.log))
+            takeovers = sorted(self._killer.takeovers_s())
             latest_s = takeovers[max(0, math.ceil(0.99 * len(takeovers)) - 1)] if takeovers else 0.0
             middle_s = takeovers[len(takeovers) // 2] if takeovers else 0.0
             within = f"(p99 of {len(takeovers)}, allowed {TAKEOVER_S:g}; median {middle_s:.2f})"
             findings.check(latest_s <= TAKEOVER_S, f"a brain decides again after {latest_s:.2f} s {within}")
         findings.check(tally.kinds[Kind.RIGHT] > 0, f"right answers {tally.kinds[Kind.RIGHT]}")
         findings.check(exit_code == 0, f"exit code of the router after SIGTERM {exit_code}")
+        tracebacks = sum(router.log.read_text(errors="replace").count("Traceback") for router in self._stack.routers)
+        findings.check(tracebacks == 0, f"tracebacks in the log {tracebacks}")
 
     def report(self) -> str:
         """The summary table, then the first failures."""
@@ -379,6 +382,10 @@ async def run(plan: Plan, folder: Path) -> bool:
         if stack.router.alive or plan.scenario == "shutdown":
             await this.inspect()
         this.judge_all(await stack.router.stop())
+        former = [await router.stop() for router in stack.routers if router is not stack.router]
+        this.findings.check(
+            set(former) <= {0, 2}, f"exit codes of those that were taken over, or took over in vain {former}"
+        )
         code = await stack.emulator.stop()  # killed and -9 if requests of the storm keep it from ending
         this.findings.check(code == 0, f"exit code of the emulator after SIGTERM {code}")
     print(this.report())

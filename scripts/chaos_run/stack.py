@@ -114,12 +114,8 @@ class Process:
         return self._process.returncode is None
 
     def rss_bytes(self) -> int:
-        """Resident memory now; 0 when it has ended."""
-        try:
-            pages = int(Path(f"/proc/{self._process.pid}/statm").read_text().split()[1])
-        except OSError:
-            return 0
-        return pages * os.sysconf("SC_PAGE_SIZE")
+        """Resident memory now, of it or its largest child; 0 when it has ended."""
+        return max(map(_rss_bytes, (self.pid, *children(self.pid))))
 
     def cpu_s(self) -> float:
         """CPU seconds so far; 0 when it has ended."""
@@ -162,6 +158,8 @@ class Stack:
         self.base_port, self.port = free_ports(shape)
         self.emulator: Process
         self.router: Process
+        self.routers: list[Process] = []  # those that were to take over as well
+        self._config = folder / "config.yaml"
         self._processes: list[Process] = []
 
     @property
@@ -178,7 +176,7 @@ class Stack:
 
     async def __aenter__(self) -> Self:
         self.folder.mkdir(parents=True, exist_ok=True)
-        written, config = self.folder / "emulated.yaml", self.folder / "config.yaml"
+        written, config = self.folder / "emulated.yaml", self._config
         try:
             self.emulator = await self._start(
                 ["emulate", *self.shape.flags(self.base_port, written)], "emulator.log", self.control_urls[-1]
@@ -186,6 +184,7 @@ class Stack:
             tree = yaml.safe_load(written.read_text())
             config.write_text(yaml.safe_dump(merged(tree, settings(self.shape, self.port), self._overrides)))
             self.router = await self._start(["serve", "--config", str(config)], "router.log", self.url)
+            self.routers.append(self.router)
         except BaseException:
             await self.__aexit__(None, None, None)
             raise
@@ -197,11 +196,48 @@ class Stack:
         for process in reversed(self._processes):
             await process.stop()
 
+    def parents(self) -> list[int]:
+        """The routers that run: the present one, one that is to take over, and those that finish what they have."""
+        return [router.pid for router in self.routers if router.alive]
+
+    async def take_over(self) -> bool:
+        """Have another router take over from the present one; False: it has ended instead, as while one starts."""
+        log = f"router-{len(self.routers) + 1}.log"
+        router = await Process.start(["serve", "--config", str(self._config), "--take-over"], self.folder / log)
+        self._processes.append(router)
+        self.routers.append(router)
+        while router.alive:
+            if '"taking over"' in router.log.read_text(errors="replace"):
+                self.router = router
+                return True
+            await asyncio.sleep(0.05)
+        return False
+
+    def reload(self, more: dict[str, Any]) -> None:
+        """Have the router read other settings."""
+        self._config.write_text(yaml.safe_dump(merged(yaml.safe_load(self._config.read_text()), more)))
+        self.router.signal(signal.SIGHUP)
+
     async def _start(self, arguments: list[str], log: str, url: str) -> Process:
         process = await Process.start(arguments, self.folder / log)
         self._processes.append(process)
         await process.answers(f"{url}/health")
         return process
+
+
+def children(pid: int) -> list[int]:
+    """The processes that this one has started, and that have not ended."""
+    with suppress(OSError):
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return []
+
+
+def _rss_bytes(pid: int) -> int:
+    try:
+        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    except OSError:
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def settings(shape: Shape, port: int) -> dict[str, Any]:
