@@ -61,6 +61,7 @@ TRIAL: Final = "trial"
 NOT_TAKING_OVER: Final = "not taking over: the router that runs goes on"
 _ENDING: Final = (signal.SIGTERM, signal.SIGINT)
 _AWAITED: Final = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD, signal.SIGIO}
+_OF_CHILDREN: Final = {signal.SIGUSR1, signal.SIGUSR2}  # by mistake to the parent, they would end all streams
 _PR_SET_PDEATHSIG: Final = 1  # prctl(2)
 _PR_SET_NAME: Final = 15
 
@@ -147,7 +148,7 @@ class Supervisor:
         """Start all and watch over them; returns the exit code when the last one has ended."""
         gc.collect()
         gc.freeze()  # what is here stays shared with the children
-        signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
+        signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED | _OF_CHILDREN)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # who starts it may ignore it: no death would be heard of
         signal_input(self._news)
         try:

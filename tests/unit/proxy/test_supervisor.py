@@ -212,6 +212,17 @@ def test_a_signal_to_a_router_that_has_ended_all_but_itself_does_not_make_its_en
     assert running.process.wait(60) == 0
 
 
+def test_the_parent_does_not_end_by_signals_that_are_for_children_and_those_get_them_still(running: Running) -> None:
+    running.up(brain=1, relay_0=1, relay_1=1)
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        running.process.send_signal(number)
+    os.kill(running.pid("relay-0"), signal.SIGKILL)
+    running.up(relay_0=2)
+    running.process.send_signal(signal.SIGTERM)
+    assert running.process.wait(60) == 0
+    assert running.told("relay-0")[-2:] == ["SIGUSR2", "ends"]
+
+
 def test_who_is_needed_comes_back_even_while_the_others_finish(running: Running) -> None:
     (running.folder / "hold-relay-0").touch()
     (running.folder / "hold-brain").touch()
