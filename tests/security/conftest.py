@@ -22,6 +22,12 @@ LIMITS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def anyio_backend() -> tuple[str, dict[str, bool]]:
+    """uvloop, as the router runs on in production."""
+    return "asyncio", {"use_uvloop": True}
+
+
 @pytest.fixture(scope="session")
 def workers() -> Iterator[Workers]:
     with serving_workers() as running:

@@ -11,7 +11,6 @@ import httpx
 import pytest
 
 from tests.security.evil_worker import (
-    ANYIO,
     Asked,
     Attacked,
     answered,
@@ -30,11 +29,6 @@ HUGE = int("9" * 400)
 DEEP = b"[" * 400 + b"]" * 400
 ABYSS = b"[" * 100_000 + b"]" * 100_000
 Answer = Callable[[Asked], bytes]
-
-
-@pytest.fixture(scope="module")
-def anyio_backend() -> tuple[str, dict[str, bool]]:
-    return ANYIO
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from balanceroute.proxy.wire import answers, sse
-from tests.security.evil_worker import ANYIO, Asked, attacked, token
+from tests.security.evil_worker import Asked, attacked, token
 
 pytestmark = pytest.mark.anyio
 
@@ -16,11 +16,6 @@ LIMIT = 2**18
 FLOOD_BYTES = 2**27  # what a worker would send if nobody stopped it
 DEFAULTS = sse.EventScanner.__init__.__kwdefaults__
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
-
-
-@pytest.fixture(scope="module")
-def anyio_backend() -> tuple[str, dict[str, bool]]:
-    return ANYIO
 
 
 def event(data: dict[str, Any]) -> bytes:

@@ -14,7 +14,6 @@ import pytest
 
 from balanceroute.proxy.wire.payloads import FOLLOWED_ABOVE_TOKENS
 from tests.security.evil_worker import (
-    ANYIO,
     Asked,
     Attacked,
     answered,
@@ -30,11 +29,6 @@ from tests.waiting import pace, until
 
 pytestmark = pytest.mark.anyio
 POISON = "poison"
-
-
-@pytest.fixture(scope="module")
-def anyio_backend() -> tuple[str, dict[str, bool]]:
-    return ANYIO
 
 
 @pytest.fixture

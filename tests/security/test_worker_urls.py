@@ -4,16 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from tests.security.evil_worker import ANYIO, attacked, other
+from tests.security.evil_worker import attacked, other
 from tests.unit.config.test_urls import ODD
 from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
-
-
-@pytest.fixture
-def anyio_backend() -> tuple[str, dict[str, bool]]:
-    return ANYIO
 
 
 async def test_an_operator_cannot_add_a_worker_that_cannot_be_asked() -> None:
