@@ -8,8 +8,9 @@ import bisect
 import math
 from collections.abc import Callable
 from operator import itemgetter
-from typing import Any, Protocol
+from typing import Any
 
+from balanceroute.core.scheduler import Scheduler
 from balanceroute.core.snapshot import ClusterSnapshot
 from balanceroute.core.tracker import DecodeInstanceState, PrefillerBudget, RequestTracker
 from balanceroute.core.types import Phase, Role, WorkerSpec, WorkerState
@@ -24,25 +25,13 @@ Patience = Callable[[int, ClusterSnapshot], float]
 """How long a prompt of this size may wait before it goes first, seconds (`AdmissionPolicy.patience_s`)."""
 
 
-class Decider(Protocol):
-    """What a scheduler would change in its snapshot before it decides."""
-
-    def places_ahead(self, worker: DecodeInstanceState) -> int:
-        """How many requests it may send to a worker ahead of its slots."""
-        ...
-
-    def due_promotion(self, now: float) -> RequestTracker | None:
-        """Who would join the class in front."""
-        ...
-
-
-def snapshot_to_dict(snapshot: ClusterSnapshot, now: float, decider: Decider | None = None) -> dict[str, Any]:
-    """The snapshot at `now` as JSON-ready values; with its scheduler for `decider` as that would decide on it now."""
+def snapshot_to_dict(snapshot: ClusterSnapshot, now: float, scheduler: Scheduler | None = None) -> dict[str, Any]:
+    """The snapshot at `now` as JSON-ready values; with its `scheduler` as that would decide on it now."""
     return {
         "now_s": now,
         "horizon_steps": snapshot.horizon_steps,
-        "workers": [_worker(worker, snapshot.horizon_steps, decider) for worker in snapshot.workers],
-        "waiting": _all_waiting(snapshot, now, snapshot.horizon_steps, decider),
+        "workers": [_worker(worker, snapshot.horizon_steps, scheduler) for worker in snapshot.workers],
+        "waiting": _all_waiting(snapshot, now, snapshot.horizon_steps, scheduler),
         "queued": [
             {"id": tracker.id, "prompt_tokens": tracker.prompt_tokens, "wait_s": now - tracker.arrived_s}
             for tracker in snapshot.queued.values()
@@ -53,14 +42,14 @@ def snapshot_to_dict(snapshot: ClusterSnapshot, now: float, decider: Decider | N
     }
 
 
-def outline_to_dict(snapshot: ClusterSnapshot, now: float, decider: Decider | None = None) -> dict[str, Any]:
+def outline_to_dict(snapshot: ClusterSnapshot, now: float, scheduler: Scheduler | None = None) -> dict[str, Any]:
     """What a policy that looks at the present loads alone decides on: requests that run are written as sums, as if
     others had sent them. Loads, free slots and what waits are the same. O(workers + waiting).
     """
     return {
         "now_s": now,
-        "workers": [_summed(worker, decider) for worker in snapshot.workers],
-        "waiting": _all_waiting(snapshot, now, 0, decider),
+        "workers": [_summed(worker, scheduler) for worker in snapshot.workers],
+        "waiting": _all_waiting(snapshot, now, 0, scheduler),
         **_of_the_whole(snapshot),
     }
 
@@ -93,7 +82,7 @@ def _means(snapshot: ClusterSnapshot) -> dict[str, Any]:
     }
 
 
-def _fixed(worker: DecodeInstanceState, decider: Decider | None) -> dict[str, Any]:
+def _fixed(worker: DecodeInstanceState, scheduler: Scheduler | None) -> dict[str, Any]:
     return {
         "id": worker.spec.id,
         "state": worker.state.value,
@@ -102,12 +91,12 @@ def _fixed(worker: DecodeInstanceState, decider: Decider | None) -> dict[str, An
         "request_tokens": worker.spec.request_tokens,
         "kv_capacity_tokens": worker.kv_capacity_tokens,
         "tokens_per_step": worker.tokens_per_step,
-        "ahead": worker.ahead if decider is None else decider.places_ahead(worker),
+        "ahead": worker.ahead if scheduler is None else scheduler.places_ahead(worker),
     }
 
 
-def _summed(worker: DecodeInstanceState, decider: Decider | None) -> dict[str, Any]:
-    fixed, free = _fixed(worker, decider), worker.own_slots - len(worker.active)
+def _summed(worker: DecodeInstanceState, scheduler: Scheduler | None) -> dict[str, Any]:
+    fixed, free = _fixed(worker, scheduler), worker.own_slots - len(worker.active)
     return {
         **fixed,
         "ahead": max(0, fixed["ahead"] + min(0, free)),  # less those that were sent ahead already
@@ -120,9 +109,9 @@ def _summed(worker: DecodeInstanceState, decider: Decider | None) -> dict[str, A
     }
 
 
-def _worker(worker: DecodeInstanceState, horizon_steps: int, decider: Decider | None) -> dict[str, Any]:
+def _worker(worker: DecodeInstanceState, horizon_steps: int, scheduler: Scheduler | None) -> dict[str, Any]:
     return {
-        **_fixed(worker, decider),
+        **_fixed(worker, scheduler),
         "load_tokens": worker.load,
         "reported": worker.reported,
         "foreign": {
@@ -144,9 +133,9 @@ def _worker(worker: DecodeInstanceState, horizon_steps: int, decider: Decider | 
 
 
 def _all_waiting(
-    snapshot: ClusterSnapshot, now: float, horizon_steps: int, decider: Decider | None
+    snapshot: ClusterSnapshot, now: float, horizon_steps: int, scheduler: Scheduler | None
 ) -> list[dict[str, Any]]:
-    promoted = None if decider is None else decider.due_promotion(now)
+    promoted = None if scheduler is None else scheduler.due_promotion(now)
     entries = [_waiting(tracker, now, horizon_steps) for tracker in snapshot.pool if tracker is not promoted]
     if promoted is not None:
         entry = {**_waiting(promoted, now, horizon_steps), "priority": snapshot.pool.front[0].priority}

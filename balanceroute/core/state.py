@@ -9,16 +9,17 @@ from typing import Any
 from balanceroute.core.knobs import PolicySettings
 from balanceroute.core.policies import make_policy, settings_from_dict, settings_to_dict
 from balanceroute.core.policy import AdmissionPolicy
+from balanceroute.core.scheduler import Scheduler
 from balanceroute.core.snapshot import ClusterSnapshot
-from balanceroute.core.snapshot_json import Decider, snapshot_from_dict, snapshot_to_dict
+from balanceroute.core.snapshot_json import snapshot_from_dict, snapshot_to_dict
 from balanceroute.errors import ConfigError, InputError
 
 
 def state_to_dict(
-    settings: PolicySettings, snapshot: ClusterSnapshot, now: float, decider: Decider | None = None
+    settings: PolicySettings, snapshot: ClusterSnapshot, now: float, scheduler: Scheduler | None = None
 ) -> dict[str, Any]:
-    """The document of this moment, JSON-ready; `decider`: the scheduler. O(requests)."""
-    return {**settings_to_dict(settings), **snapshot_to_dict(snapshot, now, decider)}
+    """The document of this moment, JSON-ready; with its `scheduler` as that would decide on it. O(requests)."""
+    return {**settings_to_dict(settings), **snapshot_to_dict(snapshot, now, scheduler)}
 
 
 def state_from_dict(data: Any) -> tuple[AdmissionPolicy, ClusterSnapshot, float]:
