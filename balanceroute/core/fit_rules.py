@@ -18,100 +18,65 @@ MIN_CAP_S = 1e-3  # keeps u finite when max_wait_s is 0, which makes the order f
 
 @dataclass(frozen=True, slots=True)
 class FitRules:
-    """The constants of one policy of this family.
+    """The constants of one policy of this family. What has a default does nothing by it."""
 
-    `overflow_penalty`, `underflow_penalty`: what a token above the envelope, or below the least load of the others,
-    costs beside its distance; `curvature`: what the square of the distance costs, in mean requests (`mean prompt + c`).
-    `size_bonus` and `mean_bonus`: A and B of the ageing; `deviation_bonus`: what B has besides for each mean prompt
-    that prompts deviate from the mean, on average. `mean_waits`: in a cap; `least_cap`: of `max_wait_s`, and
-    `least_stays`: of the mean answer's time, the shorter of which is the shortest one. `patience`: times its cap that a
-    request may wait longer, for each mean request of its cost, and `most_patience`, at most. `large_from`: mean
-    requests from which on a prompt waits for its place while a small pool is full. `alone_waits`: mean waits after
-    which a request goes first where workers step alone. `outlier_from`: usual requests that an outlier holds;
-    `outlier_patience`: of G mean answers' times, what it may wait for each of them, and `most_outlier_wait`: of
-    `max_wait_s`, at most. `window_per_slot`: requests that a scarce decision chooses from, the longest waiting ones,
-    for each slot in the barrier. `growth_share`, `stock_share`: how far T is below the mean, of (1 - 1/G) o, and of
-    what the stock lacks. `hold_from`: the share of its slots that every worker must have in use before a request is
-    held back beside a free one. `swap_passes`: how often the choices for several slots are made again.
-    `sees_memory`: whether a worker gets only what fits its KV memory. `sees_answers`: whether curvature and ageing are
-    measured by the mean answer where that is longer than the mean request. `orders_alone`: whether there is something
-    to choose where one worker is alone.
-    """
-
-    overflow_penalty: float
-    underflow_penalty: float
-    curvature: float
-    size_bonus: float
-    mean_bonus: float
-    deviation_bonus: float
-    mean_waits: float
-    least_cap: float
-    least_stays: float
-    patience: float
-    most_patience: float
-    large_from: float
-    alone_waits: float
-    outlier_from: float
-    outlier_patience: float
-    most_outlier_wait: float
-    window_per_slot: float
-    growth_share: float
-    stock_share: float
-    hold_from: float
-    swap_passes: int
-    sees_memory: bool
-    sees_answers: bool
-    orders_alone: bool
+    overflow_penalty: float  # what a token above the envelope costs beside its distance
+    size_bonus: float  # A of the ageing
+    mean_waits: float  # in a cap,
+    least_cap: float  # which is at least so much of `max_wait_s`,
+    patience: float  # and so many times longer for each mean request (`mean prompt + c`) that a request costs,
+    most_patience: float  # at most so many times
+    swap_passes: int  # how often the choices for several slots are made again
+    least_stays: float = math.inf  # of the mean answer's time: the shortest cap, where that is less than `least_cap`
+    mean_bonus: float = 0.0  # B of the ageing,
+    deviation_bonus: float = 0.0  # and more of it for each mean prompt that prompts deviate from the mean, on average
+    underflow_penalty: float = 0.0  # what a token below the least load of the others costs beside its distance
+    curvature: float = 0.0  # what the square of the distance costs, in mean requests
+    growth_share: float = 0.0  # how far T is below the mean, of (1 - 1/G) o,
+    stock_share: float = 0.0  # and of what the stock lacks
+    large_from: float = math.inf  # mean requests from which on a prompt waits for its place while a small pool is full
+    outlier_from: float = math.inf  # usual requests that an outlier holds;
+    outlier_patience: float = 0.0  # of G mean answers' times, what it may wait for each of them,
+    most_outlier_wait: float = 0.0  # and of `max_wait_s`, at most
+    alone_waits: float = math.inf  # mean waits after which a request goes first where workers step alone
+    window_per_slot: float = math.inf  # of the barrier: how many of the longest waiting a scarce decision looks at
+    hold_from: float = 0.0  # share of its slots that each worker must have in use before a request is held back
+    sees_memory: bool = False  # whether a worker gets only what fits its KV memory
+    sees_answers: bool = False  # whether curvature and ageing go by the mean answer where that is more than a request
+    orders_alone: bool = True  # whether there is something to choose where one worker is alone
 
 
 TARGET_FIT = FitRules(
     overflow_penalty=7.0,
-    underflow_penalty=0.0,
-    curvature=0.0,
     size_bonus=2.0,
-    mean_bonus=32.0,
-    deviation_bonus=0.0,
     mean_waits=5.0,
     least_cap=1.0,
-    least_stays=math.inf,
     patience=0.1,
     most_patience=5.0,
-    large_from=math.inf,
-    alone_waits=math.inf,
-    outlier_from=math.inf,
-    outlier_patience=0.0,
-    most_outlier_wait=0.0,
-    window_per_slot=math.inf,
-    growth_share=0.0,
-    stock_share=0.0,
-    hold_from=0.0,
     swap_passes=2,
-    sees_memory=False,
-    sees_answers=False,
-    orders_alone=True,
+    mean_bonus=32.0,
 )
 LEVEL_FIT = FitRules(
     overflow_penalty=6.0,
-    underflow_penalty=1.5,
-    curvature=0.25,
     size_bonus=13.0,
-    mean_bonus=0.0,
-    deviation_bonus=46.0,
     mean_waits=6.3,
     least_cap=1 / 15,
-    least_stays=3.0,
     patience=0.07,
     most_patience=0.62,
+    swap_passes=1,
+    least_stays=3.0,
+    deviation_bonus=46.0,
+    underflow_penalty=1.5,
+    curvature=0.25,
+    growth_share=1.1,
+    stock_share=1.0,
     large_from=5.0,
-    alone_waits=1.0,
     outlier_from=50.0,
     outlier_patience=1 / 64,
     most_outlier_wait=3.0,
+    alone_waits=1.0,
     window_per_slot=1.0,
-    growth_share=1.1,
-    stock_share=1.0,
     hold_from=0.5,
-    swap_passes=1,
     sees_memory=True,
     sees_answers=True,
     orders_alone=False,
@@ -123,12 +88,10 @@ class TargetFitParams:
     """The knobs of TargetFit; `PolicySettings` has the defaults of those that can be set.
 
     `max_wait_s`: age at which a request precedes younger ones. `hold_s`: longest hold in slack, 0 for never.
-    `window`: how many of a class, in waiting order, a scarce decision chooses from, at most.
     """
 
     max_wait_s: float
     hold_s: float
-    window: int = 512
 
 
 def step_alone(snapshot: ClusterSnapshot, rules: FitRules) -> bool:

@@ -17,6 +17,7 @@ from balanceroute.core.types import UP, WorkerSpec
 from balanceroute.core.workload_means import WorkloadMeans
 
 OVERDUE_BONUS = 1e13
+MOST_WINDOW = 512  # of a class, in waiting order, that a decision chooses from
 GROWTH_ANSWERS, GROWTH_PART = 2.0, 32.0  # of the memory that is kept for growth: see `kv_room`
 LARGE = 5.0  # mean prompts: a larger one counts for no more in the stock, where it waits for its hole
 
@@ -128,7 +129,7 @@ class Window:
         if rules.sees_answers:
             mean_cost = max(mean_cost, means.answer_tokens)
         self._curvature = rules.curvature / mean_cost
-        count = int(min(params.window, rules.window_per_slot * snapshot.slots))
+        count = int(min(MOST_WINDOW, rules.window_per_slot * snapshot.slots))
         self.trackers = waiting.head(count)
         sizes, ready_s = waiting.arrays()
         self._sizes: FloatArray = sizes[:count]
