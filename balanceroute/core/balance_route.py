@@ -196,24 +196,19 @@ class BalanceRoute:
             timer("prepare")
         while room.free and len(pool):
             waiting = pool.front
-            for choice in chain(
+            single = chain(
                 self._overdue(waiting, margins, room, now),
                 self._slack(waiting, room),
                 self._greedy(waiting, margins, room),
-            ):
-                yield choice
-                room.take(choice.worker)
-                if room.free:
-                    margins.admit(choice.request, choice.worker)
-            if timer:
-                timer("stage1")
-            for choice in self._refined(waiting, margins, room):
-                yield choice
-                room.take(choice.worker)
-                if room.free:
-                    margins.admit(choice.request, choice.worker)
-            if timer:
-                timer("stage2")
+            )
+            for stage, choices in (("stage1", single), ("stage2", self._refined(waiting, margins, room))):
+                for choice in choices:
+                    yield choice
+                    room.take(choice.worker)
+                    if room.free:
+                        margins.admit(choice.request, choice.worker)
+                if timer:
+                    timer(stage)
 
     def margins(self, snapshot: ClusterSnapshot) -> Margins:
         """The margins for one decision: present ones for H = 0, else the projected."""

@@ -1,4 +1,4 @@
-"""Projected loads over the horizon, kept incrementally (paper, appendix C.1, eq. wprofile; `L_g(k+h)`).
+"""Projected loads over the horizon, kept incrementally (paper, appendix C.1, eq. wprofile-new; `L_g(k+h)`).
 
 **What remains of a request** is kept everywhere in the core as c, the last step ahead on which it counts: it adds s + a
 + h to step k+h for h = 0..c and nothing after. Step k itself is h = 0, so with r steps to go, the present one included,
@@ -9,7 +9,7 @@ the last step; the anchor stays until it is renewed. Whoever says c says the sam
     predictors   p = P(r <= H) and mu = E[r | r <= H] speak of r; `prediction.refresh.gated` alone makes c of them
     documents    `expected_remaining` of a state document is c
 
-The paper (eq. wprofile) counts steps ahead from 1 where we count from 0: its c-hat is r.
+The paper (eq. wprofile-new) counts steps ahead from 1 where we count from 0: its c-hat is r.
 
 Summed over a worker's requests,
 

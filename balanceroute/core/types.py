@@ -5,8 +5,8 @@ Times are float seconds of any monotonic origin (`_s`), loads are KV tokens, `ho
 Nobody changes any of them once made. What is made per request is not frozen all the same: that would make its making
 several times slower.
 
-Where a call is made per request, phases and states go by their names in this module: a member that is looked up on its
-class costs ten times as much (Python 3.11).
+Where a call is made per request, phases, states and outcomes go by their names in this module: a member that is looked
+up on its class costs ten times as much (Python 3.11).
 """
 
 from collections.abc import Sequence
@@ -55,7 +55,6 @@ class Outcome(StrEnum):
     REJECTED = "rejected"
 
 
-# A member under a name of its own costs nothing to look up: by its class it takes Python 3.11 a tenth of a microsecond.
 FINISHED, FAILED, CANCELLED, EXPIRED, REJECTED = Outcome
 
 
@@ -141,7 +140,7 @@ class Prefill:
 class Admit:
     """Send the request to this decode worker, for its lifetime.
 
-    `stage`: 0 overdue, 1 greedy fill, 2 refined allocation, 3 assigned at once; `score` is the F-score of the choice
+    `stage`: 0 overdue, 1 abundant, 2 scarce, 3 at once (docs/glossary.md); `score` is the F-score of the choice
     (of the whole subset in stage 2), or the policy's own figure of merit, in tokens; larger is better.
     """
 
