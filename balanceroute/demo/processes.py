@@ -146,7 +146,6 @@ def free_port_range(prefillers: int, workers: int) -> int:
 
 
 def is_free(port: int) -> bool:
-    """Whether the loopback port can be bound."""
+    """Whether nobody listens on the loopback port."""
     with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         return probe.connect_ex(("127.0.0.1", port)) != 0

@@ -21,24 +21,22 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager, suppress
+from collections.abc import Awaitable, Callable
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import httpx
 
 from balanceroute.engine.tokens import FIRST_TRIPLE_ID, continuation, decode
+from scripts.e2e.harness import PATIENCE_S, Process, Wrong, free_base_port, free_ports, held, verdict, wait_for
 
 ROOT: Final = Path(__file__).parents[2]
 PREFILLERS, RANKS, SLOTS = 2, 2, 8
-PATIENCE_S: Final = 60.0
 LEASE_S: Final = 30  # of prefilled KV that nobody pulls
 CHECKED_S: Final = 3.0  # until HAProxy has found out that a machine is gone: 2 checks, 1 s apart
 KEY: Final = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes"
@@ -50,50 +48,7 @@ CERTIFICATE: Final = (
     f"{KEY} -days 365 -subj /CN=127.0.0.1 -addext subjectAltName=IP:127.0.0.1 "
     "-addext basicConstraints=critical,CA:false -CA link-ca.pem -CAkey link-ca.key -keyout link.key -out link.pem"
 )
-
-
-class Wrong(Exception):
-    """Something is not as it must be."""
-
-
-class Process:
-    """One with its children, in a process group of its own."""
-
-    def __init__(self, log: Path, *command: str) -> None:
-        self.log, self._command = log, command
-        self.start()
-
-    def start(self) -> None:
-        """Start it, after its death again."""
-        with self.log.open("ab") as sink:
-            self._told_from = self.log.stat().st_size
-            self.running = subprocess.Popen(self._command, stdout=sink, stderr=sink, start_new_session=True)
-
-    def kill(self) -> None:
-        """All its processes at once."""
-        with suppress(ProcessLookupError):
-            os.killpg(self.running.pid, signal.SIGKILL)
-        self.running.wait()
-
-    def lines(self, event: str) -> list[dict[str, Any]]:
-        """What the present life has logged of an event."""
-        text = self.log.read_bytes()[self._told_from :].decode()
-        told = [json.loads(line) for line in text.splitlines() if line.startswith("{") and line.endswith("}")]
-        return [line for line in told if line.get("event") == event]
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that nobody uses."""
-    with ExitStack() as held:
-        socks = [held.enter_context(closing(socket.create_server(("127.0.0.1", 0)))) for _ in range(count)]
-        return [sock.getsockname()[1] for sock in socks]
-
-
-def free_base_port() -> int:
-    """One for an emulated cluster of two prefillers and two ranks."""
-    return next(
-        port for port in range(21_000, 29_000, 200) if all(map(_is_free, (port, port + 1, port + 100, port + 101)))
-    )
+_FILES: Final = {"ca": "link-ca.pem", "cert": "link.pem", "key": "link.key"}
 
 
 class Site:
@@ -164,37 +119,6 @@ class Site:
     def held(self) -> dict[str, float]:
         """What is left of requests; nothing: all is over."""
         return held(self.get("/state"), self.prefillers)
-
-
-def held(state_answer: httpx.Response | None, prefillers: list[str]) -> dict[str, float]:
-    """Requests that are left, by the brain's /state, and shares of KV, by the prefillers; nothing: all is over."""
-    if state_answer is None:
-        return {"no brain": 1}
-    state = state_answer.json()
-    active = sum(len(worker["active"]) for worker in state["workers"])
-    left: dict[str, float] = {"waiting": len(state["waiting"]), "at relays": state["exchanges"], "active": active}
-    for url in prefillers:
-        page = httpx.get(f"{url}/metrics", trust_env=False).text
-        left[url] = sum(float(use) for use in re.findall(r"kv_cache_usage_perc\{.*\} (\S+)", page))
-    return {what: count for what, count in left.items() if count}
-
-
-_FILES: Final = {"ca": "link-ca.pem", "cert": "link.pem", "key": "link.key"}
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) != 0
-
-
-def wait_for(what: str, happened: Callable[[], bool]) -> float:
-    """Wait until it has; returns how long that took, in seconds. Raises: Wrong."""
-    began = time.monotonic()
-    while not happened():
-        if time.monotonic() - began > PATIENCE_S:
-            raise Wrong(f"{what}: not after {PATIENCE_S:.0f} s")
-        time.sleep(0.1)
-    return time.monotonic() - began
 
 
 class Load:
@@ -312,17 +236,6 @@ def _right(found: Counter[str]) -> Counter[str]:
     return Counter({"right": found["right"]})
 
 
-@contextmanager
-def kept(folder: str | None) -> Iterator[Path]:
-    """The folder for logs; one of its own is gone at the end."""
-    if folder is None:
-        with tempfile.TemporaryDirectory(prefix="haproxy") as made:
-            yield Path(made)
-    else:
-        Path(folder).mkdir(parents=True)
-        yield Path(folder).absolute()
-
-
 def main() -> int:
     """The exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -330,16 +243,12 @@ def main() -> int:
     parser.add_argument("--clients", type=int, default=12)
     parser.add_argument("--keep", metavar="DIR", help="a new folder, in which the logs stay")
     arguments = parser.parse_args()
-    with kept(arguments.keep) as folder, ExitStack() as stack:
-        try:
+
+    def check(folder: Path) -> None:
+        with ExitStack() as stack:
             asyncio.run(run(Site(folder, stack), arguments.clients, arguments.seconds))
-            for log in folder.glob("*.log"):
-                if "Traceback" in log.read_text() or "internal error" in log.read_text():
-                    raise Wrong(f"{log}: there is a traceback in it")
-        except Wrong as error:
-            print(f"wrong: {error}")
-            return 1
-    return 0
+
+    return verdict(check, arguments.keep)
 
 
 if __name__ == "__main__":

@@ -27,12 +27,11 @@ from typing import Final
 import httpx
 
 from balanceroute.engine.tokens import FIRST_TRIPLE_ID, continuation, decode
-from scripts.e2e.haproxy import Process, Wrong, free_base_port, free_ports, held, kept, wait_for
+from scripts.e2e.harness import PATIENCE_S, Process, Wrong, free_base_port, free_ports, held, verdict, wait_for
 
 PREFILLERS, RANKS, SLOTS = 2, 2, 256
 STEP_S: Final = 0.1
 TOKENS: Final = (20, 30, 40)  # of a stream, in turn: 2 to 4 s
-PATIENCE_S: Final = 60.0
 COUNTED: Final = re.compile(r'balanceroute_requests_total\{outcome="(\w+)"\} (\S+)')
 
 
@@ -219,15 +218,6 @@ async def run(site: Site, rate_per_s: float, times: int, seconds: float) -> None
     print(f"at the end   {load.sent} requests sent and counted as finished, nothing is held")
 
 
-def check(folder: Path, rate_per_s: float, times: int, seconds: float) -> None:
-    """Run all of it with logs in a folder. Raises: Wrong."""
-    with ExitStack() as stack:
-        asyncio.run(run(Site(folder, stack), rate_per_s, times, seconds))
-    for log in folder.glob("*.log"):
-        if "Traceback" in log.read_text() or "internal error" in log.read_text():
-            raise Wrong(f"{log}: there is a traceback in it")
-
-
 def main() -> int:
     """The exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -236,13 +226,12 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=5.0, help="of load before each of them")
     parser.add_argument("--keep", metavar="DIR", help="a new folder, in which the logs stay")
     arguments = parser.parse_args()
-    with kept(arguments.keep) as folder:
-        try:
-            check(folder, arguments.rate, arguments.times, arguments.seconds)
-        except Wrong as error:
-            print(f"wrong: {error}")
-            return 1
-    return 0
+
+    def check(folder: Path) -> None:
+        with ExitStack() as stack:
+            asyncio.run(run(Site(folder, stack), arguments.rate, arguments.times, arguments.seconds))
+
+    return verdict(check, arguments.keep)
 
 
 if __name__ == "__main__":
