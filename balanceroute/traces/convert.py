@@ -15,6 +15,7 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -201,34 +202,14 @@ def columns_of(path: Source, columns: tuple[str, ...]) -> Iterator[tuple[int, li
         yield line, [row[place] for place in places]
 
 
-def read_azure(path: Source) -> Iterator[Row]:
-    """Rows of an Azure trace; the stamps have seven decimals in 2023 and a zone in 2024."""
-    for line, (stamp, prompt, output) in columns_of(path, ("TIMESTAMP", "ContextTokens", "GeneratedTokens")):
+def read_table(path: Source, columns: tuple[str, str, str], seconds: Callable[[str, str], float]) -> Iterator[Row]:
+    """Rows of a CSV with such columns of arrivals, prompts and outputs; `seconds` reads an arrival of a column."""
+    at, of_prompt, of_output = columns
+    for line, (stamp, prompt, output) in columns_of(path, columns):
         try:
-            yield (
-                line,
-                stamp_s(stamp),
-                token_count(prompt, "ContextTokens", least=0),
-                token_count(output, "GeneratedTokens", least=0),
-                "",
-                (),
-            )
-        except ValueError as error:
-            raise InputError(f"{path}: line {line}: {error}") from error
-
-
-def read_burstgpt(path: Source) -> Iterator[Row]:
-    """Rows of a BurstGPT trace."""
-    for line, (stamp, prompt, output) in columns_of(path, ("Timestamp", "Request tokens", "Response tokens")):
-        try:
-            yield (
-                line,
-                finite(stamp, "Timestamp"),
-                token_count(prompt, "Request tokens", least=0),
-                token_count(output, "Response tokens", least=0),
-                "",
-                (),
-            )
+            arrival_s = seconds(stamp, at)
+            tokens = token_count(prompt, of_prompt, least=0), token_count(output, of_output, least=0)
+            yield line, arrival_s, *tokens, "", ()
         except ValueError as error:
             raise InputError(f"{path}: line {line}: {error}") from error
 
@@ -267,7 +248,10 @@ def digest(blocks: Any) -> str:
 
 
 READERS: dict[TraceFormat, Callable[[Source], Iterator[Row]]] = {
-    TraceFormat.AZURE: read_azure,
+    # the stamps have seven decimals in 2023 and a zone in 2024
+    TraceFormat.AZURE: partial(read_table, columns=("TIMESTAMP", "ContextTokens", "GeneratedTokens"), seconds=stamp_s),
     TraceFormat.MOONCAKE: read_mooncake,
-    TraceFormat.BURSTGPT: read_burstgpt,
+    TraceFormat.BURSTGPT: partial(
+        read_table, columns=("Timestamp", "Request tokens", "Response tokens"), seconds=finite
+    ),
 }

@@ -8,7 +8,7 @@ from typing import Any
 Row = tuple[int, float, int, int, str, tuple[int, ...]]
 
 
-def stamp_s(stamp: str, name: str = "TIMESTAMP") -> float:
+def stamp_s(stamp: str, name: str) -> float:
     """Seconds since the epoch of an ISO stamp with up to nine decimals; without a zone it is UTC."""
     try:
         moment = datetime.fromisoformat(stamp.strip())
