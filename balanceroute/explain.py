@@ -112,9 +112,9 @@ class Explanation:
             "params": self.params,
             "admissions": [
                 {
-                    **_admission(admission),
+                    **asdict(admission),
                     "sent_ahead": index >= into_slots,
-                    "runner_up": runner_up.admission and _admission(runner_up.admission),
+                    "runner_up": runner_up.admission and asdict(runner_up.admission),
                     "otherwise": str(runner_up),
                 }
                 for index, (admission, runner_up) in enumerate(zip(self.admissions, self.runners_up, strict=True))
@@ -137,10 +137,6 @@ class Explanation:
             "reason": self.reason,
             "prefills": [asdict(prefill) for prefill in self.prefills],
         }
-
-
-def _admission(admit: Admit) -> dict[str, Any]:
-    return {"request": admit.request, "worker": admit.worker, "stage": admit.stage, "score": admit.score}
 
 
 def explain(state: Any, policy_name: str | None = None) -> Explanation:

@@ -8,8 +8,12 @@ import typer
 from balanceroute import __version__
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from balanceroute.explain import Explanation
     from balanceroute.journal import RerunReport
+
+STAGES = {0: "overdue", 1: "abundant", 2: "scarce", 3: "at once"}
 
 POLICY_HELP = (
     "Decide by this policy instead, with its defaults: what would it do now? A module:Class of your own that the file "
@@ -101,48 +105,13 @@ def state_in(path: Path) -> object:
 
 def show_explanation(result: "Explanation") -> None:
     """Print the workers before the decision, and each admission with what came second."""
-    from rich.table import Table
-
     from balanceroute.cli.output import print_table
 
-    print_table(f"policy {result.policy}, {len(result.workers)} workers")
-    workers = Table("worker", "state", title="Before the decision (tokens)", title_justify="left")
-    ahead = any(worker.ahead for worker in result.workers)
-    for name in (
-        "load",
-        "margin now",
-        "least margin ahead",
-        "active",
-        "free slots",
-        *(["may send ahead"] if ahead else []),
-    ):
-        workers.add_column(name, justify="right")
-    for worker in result.workers:
-        cells = [worker.load_tokens, worker.margin, worker.least_margin, worker.active, worker.free_slots]
-        cells += [worker.ahead] if ahead else []
-        workers.add_row(worker.id, worker.state, *("-" if cell is None else f"{cell:,}" for cell in cells))
-    print_table(workers)
+    print_table(f"policy {result.policy}, {len(result.workers)} workers", workers_table(result))
     if result.admissions:
-        admissions = Table("request", "worker", "stage", title="Admissions", title_justify="left")
-        admissions.add_column("score", justify="right")
-        admissions.add_column("otherwise")
-        admissions.add_column("its score", justify="right")
-        into_slots = len(result.admissions) - result.sent_ahead
-        for index, (admit, runner_up) in enumerate(zip(result.admissions, result.runners_up, strict=True)):
-            its_score = "-" if runner_up.score is None else f"{runner_up.score:,.1f}"
-            stage = f"{admit.stage} {STAGES[admit.stage]}" + ", sent ahead" * (index >= into_slots)
-            admissions.add_row(admit.request, admit.worker, stage, f"{admit.score:,.1f}", str(runner_up), its_score)
-        print_table(admissions)
+        print_table(admissions_table(result))
     if result.prefills:
-        prefills = Table("request", "prefiller", title="Being prefilled (tokens)", title_justify="left")
-        for name in ("prompt", "to compute"):
-            prefills.add_column(name, justify="right")
-        prefills.add_column("work there and elsewhere")
-        for prefill in result.prefills:
-            costs = ", ".join(f"{name} {cost:,.0f}" for name, cost in prefill.costs.items())
-            tokens = (f"{prefill.prompt_tokens:,}", f"{prefill.uncached_tokens:,}")
-            prefills.add_row(prefill.request, prefill.prefiller, *tokens, costs)
-        print_table(prefills)
+        print_table(prefills_table(result))
     admitted = f"{len(result.admissions)} admitted"
     if result.sent_ahead:
         admitted += f", {result.sent_ahead} of them ahead of a slot"
@@ -152,7 +121,50 @@ def show_explanation(result: "Explanation") -> None:
         print_table("No request waits, so there is nothing to decide.")
 
 
-STAGES = {0: "overdue", 1: "abundant", 2: "scarce", 3: "at once"}
+def workers_table(result: "Explanation") -> "Table":
+    """Loads, margins and slots, a row per worker."""
+    from rich.table import Table
+
+    table = Table("worker", "state", title="Before the decision (tokens)", title_justify="left")
+    ahead = any(worker.ahead for worker in result.workers)
+    for name in ("load", "margin now", "least margin ahead", "active", "free slots", *(["may send ahead"] * ahead)):
+        table.add_column(name, justify="right")
+    for worker in result.workers:
+        cells = [worker.load_tokens, worker.margin, worker.least_margin, worker.active, worker.free_slots]
+        cells += [worker.ahead] * ahead
+        table.add_row(worker.id, worker.state, *("-" if cell is None else f"{cell:,}" for cell in cells))
+    return table
+
+
+def admissions_table(result: "Explanation") -> "Table":
+    """Who goes where, and what would have been done otherwise."""
+    from rich.table import Table
+
+    table = Table("request", "worker", "stage", title="Admissions", title_justify="left")
+    table.add_column("score", justify="right")
+    table.add_column("otherwise")
+    table.add_column("its score", justify="right")
+    into_slots = len(result.admissions) - result.sent_ahead
+    for index, (admit, runner_up) in enumerate(zip(result.admissions, result.runners_up, strict=True)):
+        its_score = "-" if runner_up.score is None else f"{runner_up.score:,.1f}"
+        stage = f"{admit.stage} {STAGES[admit.stage]}" + ", sent ahead" * (index >= into_slots)
+        table.add_row(admit.request, admit.worker, stage, f"{admit.score:,.1f}", str(runner_up), its_score)
+    return table
+
+
+def prefills_table(result: "Explanation") -> "Table":
+    """Prompts under way, and what each prefiller would have cost."""
+    from rich.table import Table
+
+    table = Table("request", "prefiller", title="Being prefilled (tokens)", title_justify="left")
+    for name in ("prompt", "to compute"):
+        table.add_column(name, justify="right")
+    table.add_column("work there and elsewhere")
+    for prefill in result.prefills:
+        costs = ", ".join(f"{name} {cost:,.0f}" for name, cost in prefill.costs.items())
+        tokens = (f"{prefill.prompt_tokens:,}", f"{prefill.uncached_tokens:,}")
+        table.add_row(prefill.request, prefill.prefiller, *tokens, costs)
+    return table
 
 
 def show_rerun(path: Path, report: "RerunReport", *, as_json: bool) -> None:
