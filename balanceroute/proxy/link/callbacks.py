@@ -27,7 +27,7 @@ from typing import Final, Protocol
 import msgspec
 
 from balanceroute.proxy.link.files import is_gone
-from balanceroute.proxy.link.messages import MAX_FRAME_BYTES
+from balanceroute.proxy.link.messages import HEAD_BYTES, MAX_FRAME_BYTES
 from balanceroute.proxy.telemetry.ticks import until_tick_s
 from balanceroute.proxy.telemetry.troubles import Trouble
 from balanceroute.proxy.wire.connectors import owner_of
@@ -40,7 +40,6 @@ LOOK_S: Final = 0.25  # between two looks at what somebody may have removed: dec
 LOOKS: Final = 8  # the run folder may have to be made anew before
 PATIENCE_S: Final = 5.0  # a relay that stands still for so long is given up anyway
 _TOKEN: Final = re.compile(r"relay-[0-9]{1,9}(\.[0-9]{1,9})?\.[A-Za-z0-9_-]{1,64}")
-_HEAD: Final = 4
 
 
 class Ask(msgspec.Struct, frozen=True, array_like=True):
@@ -161,11 +160,11 @@ class CallbackListener:
 
 def _write(writer: asyncio.StreamWriter, value: Ask | str) -> None:
     body = msgspec.msgpack.encode(value)
-    writer.write(len(body).to_bytes(_HEAD, "big") + body)
+    writer.write(len(body).to_bytes(HEAD_BYTES, "big") + body)
 
 
 async def _read(reader: asyncio.StreamReader) -> bytes:
-    size = int.from_bytes(await reader.readexactly(_HEAD), "big")
+    size = int.from_bytes(await reader.readexactly(HEAD_BYTES), "big")
     if size > MAX_FRAME_BYTES:
         raise msgspec.DecodeError("larger than any frame")
     return await reader.readexactly(size)

@@ -5,10 +5,9 @@ import socket
 from collections.abc import Callable
 from typing import Final, Generic, TypeVar, cast
 
-from balanceroute.proxy.link.messages import MAX_FRAME_BYTES, LinkError, frame
+from balanceroute.proxy.link.messages import HEAD_BYTES, MAX_FRAME_BYTES, LinkError, frame
 
 MAX_UNSENT_BYTES: Final = 64 * 2**20  # to one who doesn't read: more is a reason to give it up
-_HEAD: Final = 4
 
 Said = TypeVar("Said")
 
@@ -28,7 +27,7 @@ class Frames(asyncio.Protocol, Generic[Said]):
         self._loop, self._on_frame, self._on_lost = loop, on_frame, on_lost
         self._transport: asyncio.Transport | None = None
         self._pieces: list[bytes] = []  # of a frame that is not whole, put together once
-        self._held_bytes, self._needed_bytes = 0, _HEAD
+        self._held_bytes, self._needed_bytes = 0, HEAD_BYTES
         self._unsaid: list[Said] = []
         self._flushes = False  # at the end of this turn
         self._reason = "the connection was closed"
@@ -99,11 +98,11 @@ class Frames(asyncio.Protocol, Generic[Said]):
         data, at = b"".join(self._pieces), 0
         try:
             while self._transport is not None and len(data) >= at + self._needed_bytes:
-                if self._needed_bytes == _HEAD:
-                    self._needed_bytes = _HEAD + _size_of(data[at : at + _HEAD])
+                if self._needed_bytes == HEAD_BYTES:
+                    self._needed_bytes = HEAD_BYTES + _size_of(data[at : at + HEAD_BYTES])
                 if len(data) >= at + self._needed_bytes:
-                    end, self._needed_bytes = at + self._needed_bytes, _HEAD
-                    self._on_frame(self, data[at + _HEAD : end])
+                    end, self._needed_bytes = at + self._needed_bytes, HEAD_BYTES
+                    self._on_frame(self, data[at + HEAD_BYTES : end])
                     at = end
         except LinkError as error:
             self.abort(str(error))

@@ -56,6 +56,7 @@ PROGRESS_S: Final = 0.005
 SOON_S: Final = 0.05  # a slot that nobody waits for may be known to be free so late: about a step
 BEAT_S: Final = 1.0
 SILENT_S: Final = 5.0  # a process that says nothing for so long is given up; one that has died is known of at once
+HEAD_BYTES: Final = 4  # of a frame: its length
 MAX_FRAME_BYTES: Final = 64 * 2**20
 """A Hello of 100,000 streams is half of that: 320 bytes for each. Each request that has yet to get its prefill takes 9
 bytes more for every block of its prompt."""
@@ -361,7 +362,7 @@ _from_brain = msgspec.msgpack.Decoder(list[FromBrain])
 def frame(messages: "list[FromRelay] | list[FromBrain]") -> bytes:
     """The messages as one frame."""
     body = _encoder.encode(messages)
-    return len(body).to_bytes(4, "big") + body
+    return len(body).to_bytes(HEAD_BYTES, "big") + body
 
 
 def read_from_relay(body: bytes | memoryview) -> list[FromRelay]:
