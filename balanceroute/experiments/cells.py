@@ -11,14 +11,16 @@ from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 
 from balanceroute.engine.dp_balancer import THRESHOLD_BLOCKS
 from balanceroute.errors import InputError
+from balanceroute.experiments.jobs import Task, whole_trace
 from balanceroute.experiments.methods import Method
 from balanceroute.simulator import Failure, Figures, Replay, Setting, at_load
-from balanceroute.traces import Trace, generate_trace, load_trace, mean_kv_tokens
+from balanceroute.traces import Trace, generate_trace, mean_kv_tokens
 from balanceroute.traces.capacity import ideal_capacity
 from balanceroute.traces.drawn import drawn_workload
 
@@ -154,18 +156,12 @@ def requests_of(shape: str, seed: int, rows: int) -> Trace:
     if shape.startswith(DRAWN):
         return drawn_workload(int(shape.removeprefix(DRAWN))).trace(rows, seed)
     if shape not in SHAPES:
-        return read_trace_once(shape).head(rows)
+        return whole_trace(shape).head(rows)
     if shape == "short":
         return generate_trace("heavy_tailed", rows=rows, seed=seed).with_lengths(*SHORT)
     if shape == "bursts":
         return generate_trace("heavy_tailed", rows=rows, seed=seed)
     return generate_trace(shape, rows=rows, seed=seed)
-
-
-@lru_cache(maxsize=1)
-def read_trace_once(path: str) -> Trace:
-    """The user's trace."""
-    return load_trace(path)
 
 
 @lru_cache(maxsize=64)
@@ -192,12 +188,11 @@ def in_bursts(trace: Trace) -> Trace:
 
 
 @dataclass(frozen=True, slots=True)
-class CellJob:
+class CellJob(Task):
     """One policy in one cell."""
 
     cell: Cell
     method: Method
-    timed: bool = False
 
     @property
     def key(self) -> str:
@@ -224,3 +219,8 @@ class CellJob:
             Replay(trace, self.method.seeded(cell.seed).policy, setting, self.method.predictor).run().figures
         )
         return asdict(figures)
+
+
+def mean_over(runs: Sequence[dict[str, float]], name: str) -> float:
+    """Mean over runs of one figure."""
+    return fmean(run[name] for run in runs)

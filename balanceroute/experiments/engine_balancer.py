@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import fmean
 
 from balanceroute.experiments import methods
-from balanceroute.experiments.cells import Cell, CellJob
+from balanceroute.experiments.cells import Cell, CellJob, mean_over
 from balanceroute.experiments.jobs import Results
 from balanceroute.experiments.methods import Method
 from balanceroute.experiments.scope import Scope, Section
@@ -61,22 +61,19 @@ def report(scope: Scope, results: Results, out: Path) -> Section:
             for factor in FACTORS:
                 runs = [results[job] for job in jobs_of(scope, source, method, factor)]
 
-                def mean(name: str, runs: list[dict[str, float]] = runs) -> float:
-                    return fmean(run[name] for run in runs)
-
-                rate = mean("throughput_tok_s")
+                rate = mean_over(runs, "throughput_tok_s")
                 alone = alone or rate
                 table.add(
                     method.label,
                     "no" if factor == "none" else "yes",
                     rate,
                     None if factor == "none" else 100 * (rate / alone - 1),
-                    mean("load_spread_mean"),
-                    1000 * mean("tpot_p95_s"),
-                    mean("wait_p99_s"),
+                    mean_over(runs, "load_spread_mean"),
+                    1000 * mean_over(runs, "tpot_p95_s"),
+                    mean_over(runs, "wait_p99_s"),
                     fmean(run["pauses"] / run["admitted"] for run in runs),
-                    mean("pause_p99_s"),
-                    mean("pause_max_s"),
+                    mean_over(runs, "pause_p99_s"),
+                    mean_over(runs, "pause_max_s"),
                 )
         section.text(f"### {scope.title(source)}")
         section.table(table)

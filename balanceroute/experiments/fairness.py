@@ -10,6 +10,8 @@ from balanceroute.experiments.scope import Scope, Section
 from balanceroute.experiments.tables import Table
 
 DEFAULTS = (methods.BR_0_DEFAULT, methods.BR_H_DEFAULT)
+ROWS = (*((method, variant) for method in MAIN for variant in variants(method)), *((each, each) for each in DEFAULTS))
+"""Methods, each with itself or with itself under the cap."""
 SWEPT = methods.AS_SERVED
 
 
@@ -67,8 +69,7 @@ def report(scope: Scope, results: Results, out: Path) -> Section:
                 mean_of(results, jobs_of(scope, source, variant), "wait_p99_s"),
                 mean_of(results, jobs_of(scope, source, variant), "balance"),
             )
-            for method in MAIN + DEFAULTS
-            for variant in (variants(method) if method in MAIN else [method])
+            for method, variant in ROWS
         ]
         section.figure(figures.wait_versus_balance(points, name, out / f"wait_{name}"), f"Wait versus balance, {name}")
         if not can_sweep(scope, source):
@@ -92,18 +93,13 @@ def waits_table(scope: Scope, results: Results, source: str, name: str) -> Table
         ["router", "smallest half", "to p90", "to p99", "largest 1 %", "all: p50", "all: p99", "all: max", "balance"],
         digits={"all: p50": 1, "balance": 3},
     )
-    for method in MAIN + DEFAULTS:
-        for variant in variants(method) if method in MAIN else [method]:
-            jobs = jobs_of(scope, source, variant)
-            by_size = [sizes.wait.p99 for sizes in results[jobs[0]].waits]
-            table.add(
-                variant.label + (", capped" if variant is not method else ""),
-                *by_size,
-                mean_of(results, jobs, "wait_p50_s"),
-                mean_of(results, jobs, "wait_p99_s"),
-                mean_of(results, jobs, "wait_max_s"),
-                mean_of(results, jobs, "balance"),
-            )
+    for method, variant in ROWS:
+        jobs = jobs_of(scope, source, variant)
+        table.add(
+            variant.label + (", capped" if variant is not method else ""),
+            *(sizes.wait.p99 for sizes in results[jobs[0]].waits),
+            *(mean_of(results, jobs, name) for name in ("wait_p50_s", "wait_p99_s", "wait_max_s", "balance")),
+        )
     return table
 
 

@@ -31,6 +31,7 @@ from balanceroute.experiments.cells import (
     Cell,
     CellJob,
     later_random_cells,
+    mean_over,
     one_factor_cells,
     random_cells,
 )
@@ -182,9 +183,6 @@ def cell_results(scope: Scope, results: Results, cell: Cell) -> list[CellResult]
     for method in POLICIES:
         runs = [results[job] for job in jobs_of(scope, cell, method)]
 
-        def mean(name: str, runs: list[dict[str, float]] = runs) -> float:
-            return fmean(run[name] for run in runs)
-
         rates = [run["throughput_tok_s"] for run in runs]
         full = cell.n_workers * 64 * cell.tokens_per_step
         found.append(
@@ -193,11 +191,11 @@ def cell_results(scope: Scope, results: Results, cell: Cell) -> list[CellResult]
                 method,
                 fmean(rates),
                 stdev(rates) if len(rates) > 1 else None,
-                mean("tpot_p95_s"),
-                mean("wait_p99_s"),
-                mean("wait_max_s"),
-                mean("load_spread_mean"),
-                mean("balance"),
+                mean_over(runs, "tpot_p95_s"),
+                mean_over(runs, "wait_p99_s"),
+                mean_over(runs, "wait_max_s"),
+                mean_over(runs, "load_spread_mean"),
+                mean_over(runs, "balance"),
                 fmean(run["throughput_tok_s"] * run["step_time_mean_s"] / full for run in runs),
                 seeds=len(runs),
             )

@@ -57,8 +57,31 @@ class Workload:
         return self.source if self.synthetic else Path(self.source).name.split(".")[0]
 
 
+class Task(Protocol):
+    """What `run_jobs` can run: hashable, picklable. A class that inherits from it needs a cost, and how to run."""
+
+    @property
+    def cost(self) -> float:
+        """A guess at how long it takes, relative to others: the longest start first."""
+        ...
+
+    @property
+    def timed(self) -> bool:
+        """Whether its result depends on how fast it runs: such ones run alone."""
+        return False
+
+    @property
+    def key(self) -> str | None:
+        """What names its result among finished runs; None: it is not kept."""
+        return None
+
+    def run(self) -> Any:
+        """Do it in this process; the result is small."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
-class Job:
+class Job(Task):
     """One simulation: a method on a workload. `panel`: keep a segment of loads; `timed`: time the stages."""
 
     workload: Workload
@@ -80,17 +103,29 @@ class Job:
 
     def run(self) -> "JobResult":
         """Simulate in this process."""
-        return run_job(self)
+        trace, train = replayed(self.workload, self.n_workers)
+        timer = StageClock() if self.timed else None
+        method = self.method
+        outcome = Replay(trace, method.policy, self.setting, method.predictor, train, with_loads=self.panel).run(
+            stage_timer=timer
+        )
+        panel = np.empty((0, 0), dtype=np.int64)
+        if self.panel:
+            # the middle of the steady window: the same place for every method, whatever its makespan
+            middle = (outcome.window.start + outcome.window.stop) // 2
+            panel = outcome.loads[max(0, middle - PANEL_STEPS // 2) :][:PANEL_STEPS].copy()
+        waits = report.wait_by_size(outcome.wait_s, outcome.prompt_tokens)
+        times = timer.times(outcome.decision_us) if timer else None
+        return JobResult(outcome.figures, waits, panel, times)
 
 
 @dataclass(frozen=True, slots=True)
-class PredictorJob:
+class PredictorJob(Task):
     """One predictor, fitted on the history of a workload and judged on its trace."""
 
     workload: Workload
     kind: str
     horizon_steps: int
-    timed: bool = False
 
     @property
     def cost(self) -> float:
@@ -102,24 +137,6 @@ class PredictorJob:
         trace, train = replayed(self.workload, 8)
         predictor = fitted(self.kind, train, self.horizon_steps)
         return evaluate(predictor, list(finished_requests(trace)), self.horizon_steps)
-
-
-class Task(Protocol):
-    """What `run_jobs` can run: hashable, picklable, with a guess at its cost; `timed` ones run alone."""
-
-    @property
-    def cost(self) -> float:
-        """Relative duration."""
-        ...
-
-    @property
-    def timed(self) -> bool:
-        """Whether its result depends on how fast it runs."""
-        ...
-
-    def run(self) -> Any:
-        """Do it in this process; the result is small."""
-        ...
 
 
 Results = dict[Any, Any]  # Job -> JobResult, PredictorJob -> Evaluation
@@ -173,23 +190,6 @@ def replayed(workload: Workload, n_workers: int) -> tuple[Trace, Trace]:
     return rest.at_rate(workload.load * ideal_capacity(rest, setting)), whole.head(max(1, cut))
 
 
-def run_job(job: Job) -> JobResult:
-    """Simulate one job in this process."""
-    trace, train = replayed(job.workload, job.n_workers)
-    timer = StageClock() if job.timed else None
-    outcome = Replay(trace, job.method.policy, job.setting, job.method.predictor, train, with_loads=job.panel).run(
-        stage_timer=timer
-    )
-    panel = np.empty((0, 0), dtype=np.int64)
-    if job.panel:
-        # the middle of the steady window: the same place for every method, whatever its makespan
-        middle = (outcome.window.start + outcome.window.stop) // 2
-        panel = outcome.loads[max(0, middle - PANEL_STEPS // 2) :][:PANEL_STEPS].copy()
-    waits = report.wait_by_size(outcome.wait_s, outcome.prompt_tokens)
-    times = timer.times(outcome.decision_us) if timer else None
-    return JobResult(outcome.figures, waits, panel, times)
-
-
 class StageClock:
     """Measures the stages of decisions: told when one begins, then the name of each stage as it ends."""
 
@@ -208,11 +208,6 @@ class StageClock:
     def times(self, total_us: NDArray[np.float64]) -> StageTimes:
         """All measurements so far."""
         return StageTimes({stage: np.array(spent) for stage, spent in self.spent.items()}, total_us)
-
-
-def run_task(task: Task) -> Any:
-    """Run any task; a function, so that a process pool can name it."""
-    return task.run()
 
 
 @contextmanager
@@ -294,12 +289,12 @@ def run_jobs(
     parallel, alone = [job for job in ordered if not job.timed], [job for job in ordered if job.timed]
     results: Results = {}
     if store is not None:
-        results |= {job: store.known[job.key] for job in ordered if getattr(job, "key", None) in store.known}  # type: ignore[attr-defined]
+        results |= {job: store.known[job.key] for job in ordered if job.key in store.known}
         parallel = [job for job in parallel if job not in results]
 
     def keep(job: Task, result: Any) -> None:
         results[job] = result
-        if store is not None and hasattr(job, "key"):
+        if store is not None and job.key is not None:
             store.keep(job, result)
         if on_done is not None:
             on_done(len(results), len(ordered))
@@ -311,7 +306,7 @@ def run_jobs(
     else:
         with worker_processes(workers) as pool:
             with signals_held_back():  # an executor starts its processes as it is given work
-                futures = {pool.submit(run_task, job): job for job in parallel}
+                futures = {pool.submit(job.run): job for job in parallel}
             for future in as_completed(futures):
                 keep(futures[future], future.result())
     for job in alone:

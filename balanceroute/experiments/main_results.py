@@ -1,6 +1,7 @@
 """The paper's main table: every router on both workloads at heavy load, and the same under one cap on waiting."""
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from statistics import fmean, stdev
 
@@ -95,38 +96,25 @@ def main_table(scope: Scope, results: Results, source: str, name: str) -> Table:
     for method in rows(scope):
         for variant in variants(method):
             jobs = jobs_of(scope, source, variant)
-            ours = {n: mean_of(results, jobs, n) for n in methods_figures()}
+            ours = partial(mean_of, results, jobs)
             theirs = printed.get(method.paper) if variant is method else None
             jsq = printed.get("join_shortest_queue")
             table.add(
                 variant.label + (", capped" if variant is not method else ""),
-                ours["load_spread_mean"],
+                ours("load_spread_mean"),
                 spread_of(results, jobs, "load_spread_mean"),
-                ratio(base_spread, ours["load_spread_mean"]),
+                ratio(base_spread, ours("load_spread_mean")),
                 jsq.imbalance / theirs.imbalance if theirs and jsq else None,
-                ours["tpot_p95_s"] * 1000,
-                ours["throughput_tok_s"],
-                ours["throughput_tok_s"] / base_rate,
+                ours("tpot_p95_s") * 1000,
+                ours("throughput_tok_s"),
+                ours("throughput_tok_s") / base_rate,
                 theirs.throughput / jsq.throughput if theirs and jsq else None,
-                ours["balance"],
-                ours["wait_p50_s"],
-                ours["wait_p99_s"],
-                ours["wait_max_s"],
+                ours("balance"),
+                ours("wait_p50_s"),
+                ours("wait_p99_s"),
+                ours("wait_max_s"),
             )
     return table
-
-
-def methods_figures() -> tuple[str, ...]:
-    """The figures that the table shows."""
-    return (
-        "load_spread_mean",
-        "tpot_p95_s",
-        "throughput_tok_s",
-        "balance",
-        "wait_p50_s",
-        "wait_p99_s",
-        "wait_max_s",
-    )
 
 
 def not_reproduced(scope: Scope, results: Results, source: str) -> list[str]:

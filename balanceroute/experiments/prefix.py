@@ -35,7 +35,7 @@ from balanceroute.core.prefill import (
 from balanceroute.core.scheduler import SchedulerConfig
 from balanceroute.core.tracker import PrefillerBudget, RequestTracker
 from balanceroute.errors import InputError
-from balanceroute.experiments.jobs import Results, whole_trace
+from balanceroute.experiments.jobs import Results, Task, whole_trace
 from balanceroute.experiments.scope import Scope, Section
 from balanceroute.experiments.tables import Table
 from balanceroute.simulator import PrefillFigures, PrefillTier, replay_prefill, replay_queue
@@ -145,14 +145,13 @@ POLICIES = RIVALS | {f"weight {weight}": weighted(weight) for weight in WEIGHTS}
 
 
 @dataclass(frozen=True, slots=True)
-class PrefixJob:
+class PrefixJob(Task):
     """One of `POLICIES` on one size of cache; `source`: a trace file, or one of `SYNTHETIC`."""
 
     source: str
     rows: int
     policy: str
     cache_tokens: int
-    timed: bool = False
 
     @property
     def cost(self) -> float:
@@ -167,12 +166,11 @@ class PrefixJob:
 
 
 @dataclass(frozen=True, slots=True)
-class QueueJob:
+class QueueJob(Task):
     """Short and huge prompts through prefillers that take one at a time; `ageing`: of the scheduler."""
 
     ageing: float
     rows: int
-    timed: bool = False
 
     @property
     def cost(self) -> float:

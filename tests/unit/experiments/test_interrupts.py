@@ -12,7 +12,7 @@ from threading import Event, Thread
 import pytest
 
 from balanceroute.errors import BalanceRouteError
-from balanceroute.experiments.jobs import run_jobs, signals_held_back
+from balanceroute.experiments.jobs import Task, run_jobs, signals_held_back
 from tests.waiting import block_until
 
 STARTED_WITHIN_S, ENDED_WITHIN_S = 120.0, 60.0  # bounds for a busy machine; it takes about one second
@@ -23,11 +23,10 @@ pytestmark = [
 
 
 @dataclass(frozen=True, slots=True)
-class Killed:
+class Killed(Task):
     """A task whose process dies as one that the kernel kills for want of memory."""
 
     cost: float = 1.0
-    timed: bool = False
 
     def run(self) -> None:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -29,7 +29,7 @@ from balanceroute.experiments import (
     scaling,
     subsets,
 )
-from balanceroute.experiments.jobs import Job, Workload, replayed, run_job, run_jobs
+from balanceroute.experiments.jobs import Job, Workload, replayed, run_jobs
 from balanceroute.experiments.methods import MAIN
 from balanceroute.experiments.tables import Table
 from balanceroute.traces import Trace, generate_trace, write_trace
@@ -90,7 +90,7 @@ def test_both_stages_run_in_the_rows_that_say_so(
         return admissions
 
     monkeypatch.setattr(Scheduler, "admit", counting)
-    run_job(Job(Workload("heavy_tailed", rows=900), method, 2))
+    Job(Workload("heavy_tailed", rows=900), method, 2).run()
     assert stages[1] > 0 and (stages[2] > 0) is both
 
 
@@ -110,7 +110,7 @@ def test_every_load_panel_of_the_paper_is_drawn() -> None:
 
 def test_overhead_is_measured_by_stage() -> None:
     job = Job(Workload("heavy_tailed", rows=200), methods.BR_H_DEFAULT, 2, timed=True)
-    times = run_job(job).times
+    times = job.run().times
     assert times is not None
     parts = sum(values.sum() for values in times.stages.values())
     assert 0 < parts < times.total.sum()
