@@ -68,9 +68,7 @@ class Site:
         return None
 
     def pick(self, rank_header: str | None) -> Worker:
-        """The rank of `X-data-parallel-rank`, else the least busy one. Raises: ApiError 400 when out of
-        range.
-        """
+        """The rank of `X-data-parallel-rank`, else the least busy one. Raises: ApiError 400 when out of range."""
         size = len(self.workers)
         if rank_header is not None:
             with contextlib.suppress(ValueError):  # vLLM ignores what is no number
@@ -87,9 +85,7 @@ def _queue_score(worker: Worker) -> int:
 
 
 class _NoConnection:
-    """Stands in when the server has no transport to offer: the fault becomes an exception in the
-    application.
-    """
+    """Stands in when the server has no transport to offer: the fault becomes an exception in the application."""
 
     def close(self) -> None:
         raise ConnectionAbortedError("emulator: connection closed by an injected fault")
@@ -193,9 +189,7 @@ class GenerationEndpoint:
 async def _run(
     worker: Worker, call: Call, fault: Fault | None, completed: asyncio.Future[Any], receive: Receive
 ) -> bool:
-    """Let a worker serve a call until it is complete (True) or the client has gone; frees it in either
-    case.
-    """
+    """Let a worker serve a call until it is complete (True) or the client has gone; frees it in either case."""
     gone = asyncio.get_running_loop().create_task(_until_disconnect(receive))
     try:
         worker.submit(call, fault)

@@ -7,9 +7,7 @@ from balanceroute.errors import ConfigError
 
 
 class EmulatedClock:
-    """`time_scale` is real seconds per modelled second: 0.1 runs ten times as fast as modelled, 2 half as
-    fast.
-    """
+    """`time_scale` is real seconds per modelled second: 0.1 runs ten times as fast as modelled, 2 half as fast."""
 
     def __init__(self, time_scale: float = 1.0) -> None:
         if not (math.isfinite(time_scale) and time_scale > 0):

@@ -32,6 +32,11 @@ HOST = "127.0.0.1"
 WILDCARDS = {"": HOST, "0.0.0.0": HOST, "::": "::1"}  # what is listened on -> where it is reached
 
 
+def reached_at(host: str) -> str:
+    """Where a server that listens on `host` is reached from this machine."""
+    return HOST if host == "0.0.0.0" else host
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
     """The workers of a cluster that one process runs, by number; `prefill_urls` are those of the others' prefillers."""
@@ -164,9 +169,7 @@ class EmulatedCluster:
         return all(worker.kv.used == 0 and not any(worker.queue_counts()) for worker in self.workers.values())
 
     async def inject(self, worker: str, fault: Fault | FaultKind | str, **values: Any) -> None:
-        """Put a fault on a worker: `inject("d0", "reset", after_events=3)`. Raises: ApiError when it makes
-        no sense.
-        """
+        """Put a fault on a worker: `inject("d0", "reset", after_events=3)`. Raises: ApiError when it makes no sense."""
         if not isinstance(fault, Fault):
             fault = Fault.from_json({"kind": str(fault), **values})
         target = self.workers.get(worker)
@@ -278,9 +281,7 @@ class EmulatedCluster:
         self._apps.update({url.removeprefix("http://"): app for url, app in zip(urls, apps, strict=True)})
 
     async def _post_json(self, url: str, body: Mapping[str, Any]) -> None:
-        """POST for layerwise callbacks. Raises: OSError on transport errors; the status is nobody's
-        business.
-        """
+        """POST for layerwise callbacks. Raises: OSError on transport errors; the status is nobody's business."""
         if self._client is None:
             self._client = httpx.AsyncClient(trust_env=False, timeout=None)
         try:

@@ -46,7 +46,7 @@ class FaultKind(StrEnum):
     KILL_ENGINE = "kill_engine"  # error events, /health 503
     STOP = "stop"  # process gone: connections cut, port closed
     START = "start"  # comes back empty, with a new engine id
-    CLEAR = "clear"  # forgets the waiting request faults, heals slow prefill and freeze
+    CLEAR = "clear"  # forgets the waiting request faults, undoes slow_prefill, freeze and pause
     # the group, at once
     STOP_BARRIER = "stop_barrier"  # no rank of the group makes progress
     START_BARRIER = "start_barrier"

@@ -96,7 +96,7 @@ class PrefillWorker(Worker):
         self._wake.set()
 
     def _blocks_of(self, choice: Choice, request: GenerationRequest) -> list[int]:
-        """None where a prompt is computed whole: caching is off, or its logprobs are wanted."""
+        """Names of its blocks; none where it is computed whole: caching is off, or its logprobs are wanted."""
         if self.prefiller.cache is None or request.prompt_logprobs is not None:
             return []
         return block_names(choice.prompt, self.kv.block_size, request.cache_salt)
@@ -264,9 +264,7 @@ class PrefillWorker(Worker):
             )
 
     def _push(self, call: Call, choice: Choice) -> None:
-        """Layerwise: the KV is at the decoder when the prompt is done; it is matched by the shared request
-        id.
-        """
+        """Layerwise: the KV is at the decoder when the prompt is done; it is matched by the shared request id."""
         params = call.request.kv_transfer_params or {}
         sink = self.exchange.sink(params.get("remote_engine_id"))
         if sink is None or not sink(call.external_id(choice), prompt_digest(choice.prompt)):

@@ -14,7 +14,7 @@ from typing import Any
 
 import orjson
 
-from balanceroute.emulator.errors import INTERNAL
+from balanceroute.emulator.errors import INTERNAL, error_body
 from balanceroute.emulator.requests import GenerationRequest
 from balanceroute.emulator.sse import SseWriter
 from balanceroute.emulator.structure import Part, Plan
@@ -66,9 +66,7 @@ class Choice:
         self._held = ""  # may be the beginning of a stop string
 
     def feed(self, token: int, ends: str | None) -> None:
-        """Add a token; `ends` is the reason if the engine is done with it. Stop ids and strings may end it
-        earlier.
-        """
+        """Add a token; `ends` is the reason if the engine is done with it. Stop ids and strings may end it earlier."""
         self.ids.append(token)
         piece = TOKEN_BYTES[token]
         if token in self._request.stop_token_ids:
@@ -185,9 +183,8 @@ class JsonCall(Call):
 
     def fail(self, message: str = INTERNAL) -> None:
         """Answer 500."""
-        body = {"error": {"message": message, "type": "InternalServerError", "param": None, "code": 500}}
         if not self.result.done():
-            self.result.set_result((500, orjson.dumps(body)))
+            self.result.set_result((500, error_body(message)))
 
     def _close(self) -> None:
         self.open -= 1
@@ -303,9 +300,7 @@ class StreamCall(Call):
             self._close()
 
     def recomputed(self, choice: Choice) -> None:
-        """Write the marker, unless nothing was sent yet: then vLLM drops the chunk and with it the finish
-        reason.
-        """
+        """Write the marker, unless nothing was sent yet: then vLLM drops the chunk and with it the finish reason."""
         if choice.ids:
             choice.give_up()
             self.sse.event(self._chunk(choice))

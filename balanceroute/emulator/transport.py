@@ -120,9 +120,7 @@ class _BodyStream(httpx.AsyncByteStream):
 
 
 class StreamingTransport(httpx.AsyncBaseTransport):
-    """Sends requests to applications by `host:port` of their URL; one that is not there refuses the
-    connection.
-    """
+    """Sends requests to applications by `host:port` of their URL; one that is not there refuses the connection."""
 
     def __init__(self, apps: Mapping[str, App]) -> None:
         self._apps = apps

@@ -111,9 +111,7 @@ class StepPlan(Generic[R]):
 
 
 class DecodeRank(Generic[R]):
-    """One data-parallel rank: `slots` requests at most (B), a FIFO queue, and KV blocks (None: memory never
-    ends).
-    """
+    """One data-parallel rank: `slots` requests at most (B), a FIFO queue, and KV blocks (None: memory never ends)."""
 
     def __init__(
         self,
@@ -234,9 +232,7 @@ class DecodeRank(Generic[R]):
         self.paused.clear()
 
     def make_room(self) -> None:
-        """Secure one more KV token for every running request, taking it from the last ones when memory is
-        out.
-        """
+        """Secure one more KV token for every running request, taking it from the last ones when memory is out."""
         kv = self.kv
         if kv is None:
             return
@@ -262,9 +258,7 @@ class DecodeRank(Generic[R]):
         return outcome
 
     def remove(self, request_id: str) -> R:
-        """Take a request off the rank with all it holds (finish, abort); raises InvariantError when it is
-        not here.
-        """
+        """Take a request off the rank with all it holds (finish, abort); raises InvariantError when it is not here."""
         for place in (self.running, self.paused, self.transferring, self.waiting):
             request = place.pop(request_id, None)
             if request is not None:

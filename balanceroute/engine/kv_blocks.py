@@ -11,9 +11,7 @@ from balanceroute.errors import ConfigError, InvariantError
 
 
 class KvBlocks:
-    """A pool of `num_blocks` blocks of `block_size` tokens; ids count from 1, as vLLM keeps block 0 for
-    itself.
-    """
+    """A pool of `num_blocks` blocks of `block_size` tokens; ids count from 1, as vLLM keeps block 0 for itself."""
 
     __slots__ = ("_free", "_held", "block_size", "num_blocks")
 
@@ -56,9 +54,7 @@ class KvBlocks:
         return tuple(self._held.get(owner, ()))
 
     def grow(self, owner: Hashable, tokens: int) -> bool:
-        """Give `owner` what it lacks to hold `tokens` tokens, all or nothing; False when not enough are
-        free.
-        """
+        """Give `owner` what it lacks to hold `tokens` tokens, all or nothing; False when not enough are free."""
         held = self._held.get(owner)
         missing = self.blocks_for(tokens) - (len(held) if held else 0)
         if missing <= 0:

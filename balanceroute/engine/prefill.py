@@ -92,9 +92,7 @@ class Prefiller(Generic[J]):
         self._start(now)
 
     def advance(self, now: float) -> list[J]:
-        """Do everything due by `now`: finish prompts, drop expired pins, start the next; returns the
-        finished jobs.
-        """
+        """Do everything due by `now`: finish prompts, drop expired pins, start the next; returns the finished jobs."""
         finished: list[J] = []
         while True:
             self._expire(now)
