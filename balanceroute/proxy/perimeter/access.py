@@ -120,8 +120,6 @@ def _check_origin(visit: Visit) -> None:
 
 def foreign_origin(headers: Headers) -> bytes | None:
     """The Origin of a request that a page of another site made; None where there is none, or it is our own."""
-    if b"origin" not in dict(headers):
-        return None
     for name, value in headers:
         if name == b"origin":
             host = _host(headers)
