@@ -22,11 +22,10 @@ from balanceroute.errors import InputError
 
 from .contract import FinishedRequest, Predictor, TwoStage
 from .refit import Refittable, refit_on_growth
-from .refresh import GATE, gated_batch, refresh_interval_tokens
+from .refresh import GATE, gated_batch, refresh_ages, refresh_interval_tokens
 
-STEP_S = (
-    0.05  # seconds per token at full slots in the reference setting (25 ms plus 1.2e-7 s per KV token of the fullest)
-)
+STEP_S = 0.05
+"""Seconds per token at full slots in the reference setting (25 ms plus 1.2e-7 s per KV token of the fullest)."""
 N_BINS = 10
 MOST_SAMPLES = 50_000_000  # of a walk; they take 2 GB of memory
 _BATCH = 512
@@ -110,17 +109,15 @@ def walk(rows: Sequence[FinishedRequest], horizon_steps: int) -> Samples:
 
     Raises: InputError: that would be too many samples.
     """
-    period = refresh_interval_tokens(horizon_steps)
     length = np.array([0 if row.censored else row.output_tokens for row in rows], dtype=np.int64)
-    count = -(-length // period)
-    if count.sum() > MOST_SAMPLES:
+    period = refresh_interval_tokens(horizon_steps)
+    samples = int((-(-length // period)).sum())
+    if samples > MOST_SAMPLES:
         raise InputError(
-            f"{count.sum():,} ages to judge the predictor at, one per {period} tokens of each answer: at most"
+            f"{samples:,} ages to judge the predictor at, one per {period} tokens of each answer: at most"
             f" {MOST_SAMPLES:,} are walked; give fewer requests or a larger horizon"
         )
-    request = np.repeat(np.arange(len(rows)), count)
-    first = np.cumsum(count) - count
-    age = (np.arange(len(request)) - first[request]) * period
+    request, age = refresh_ages(length, horizon_steps)
     begun_s = np.array([started_s(row) for row in rows], dtype=np.float64)
     at_s = begun_s[request] + age * STEP_S
     order = np.argsort(at_s, kind="stable")
@@ -153,7 +150,7 @@ def evaluate(
         ),
         c_hat_mae=float(np.mean(np.abs(c_hat - truth))),
         gate_open_rate=float(np.mean(stages.p_finish >= GATE)),
-        calibration_error=sum(b.samples * abs(b.mean_p_finish - b.finish_rate) for b in bins) / len(finished),
+        calibration_error=calibration_error(bins),
         samples=len(finished),
         requests=len(np.unique(samples.request)),
         finish_rate=float(np.mean(finished)),
@@ -191,6 +188,11 @@ def calibration_bins(p_finish: FloatArray, finished: BoolArray) -> tuple[Calibra
             )
         )
     return tuple(found)
+
+
+def calibration_error(bins: Sequence[CalibrationBin]) -> float:
+    """How far stated and observed frequency are apart, on average over the samples."""
+    return sum(b.samples * abs(b.mean_p_finish - b.finish_rate) for b in bins) / sum(b.samples for b in bins)
 
 
 def _predict(predictor: Predictor, rows: Sequence[FinishedRequest], samples: Samples, online: bool) -> TwoStage:

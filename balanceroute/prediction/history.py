@@ -159,9 +159,7 @@ class History:
         return rows
 
     def flush(self, timeout_s: float = 10.0) -> bool:
-        """Wait until everything added so far is written; True when it is. For shutdown and tests, not for
-        the loop.
-        """
+        """Wait until everything added so far is written; True when it is. For shutdown and tests, not for the loop."""
         if self._writer is None or self._closed:
             return True
         written = threading.Event()
@@ -242,9 +240,7 @@ class History:
             connection.close()
 
     def _next_batch(self) -> tuple[list[FinishedRequest], list[threading.Event], bool]:
-        """Wait for a first row, then collect until the batch is full, its time is over, or someone waits
-        for it.
-        """
+        """Wait for a first row, then collect until the batch is full, its time is over, or someone waits for it."""
         rows: list[FinishedRequest] = []
         signals: list[threading.Event] = []
         deadline: float | None = None
@@ -266,9 +262,7 @@ class History:
     def _store(
         self, path: Path, connection: sqlite3.Connection | None, rows: list[FinishedRequest]
     ) -> sqlite3.Connection | None:
-        """Write one batch; on an error count the rows as dropped, say so once, and try again with the next
-        batch.
-        """
+        """Write one batch; on an error count the rows as dropped, say so once, and try again with the next batch."""
         try:
             if _file_at(path) != self._file:  # SQLite would go on with one that nobody finds any more
                 if connection is not None:

@@ -10,8 +10,10 @@ to the last row: that needs no clock, and rows of one that was ahead for a while
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from balanceroute.arrays import BoolArray, FloatArray, IntArray
 
@@ -37,25 +39,18 @@ class Observations:
     def __len__(self) -> int:
         return len(self.output_tokens)
 
+    @property
+    def columns(self) -> tuple[NDArray[Any], ...]:
+        """All of them, in their order."""
+        return self.output_tokens, self.censored, self.prompt_tokens, self.finished_s, self.key_ids
+
     def where(self, keep: BoolArray) -> "Observations":
         """Return the rows that `keep` marks."""
-        return Observations(
-            self.output_tokens[keep],
-            self.censored[keep],
-            self.prompt_tokens[keep],
-            self.finished_s[keep],
-            self.key_ids[keep],
-        )
+        return Observations(*(column[keep] for column in self.columns))
 
     def head(self, n: int) -> "Observations":
         """Copy the first `n` rows."""
-        return Observations(
-            self.output_tokens[:n].copy(),
-            self.censored[:n].copy(),
-            self.prompt_tokens[:n].copy(),
-            self.finished_s[:n].copy(),
-            self.key_ids[:n].copy(),
-        )
+        return Observations(*(column[:n].copy() for column in self.columns))
 
     @classmethod
     def of(cls, rows: Iterable[FinishedRequest]) -> "Observations":
@@ -90,13 +85,8 @@ class Recent:
 
     def joined(self) -> Observations:
         """Join the chunks and leave out what is too old or too much; any thread."""
-        rows = Observations(
-            np.concatenate([chunk.output_tokens for chunk in self.chunks])[-self.capacity :],
-            np.concatenate([chunk.censored for chunk in self.chunks])[-self.capacity :],
-            np.concatenate([chunk.prompt_tokens for chunk in self.chunks])[-self.capacity :],
-            np.concatenate([chunk.finished_s for chunk in self.chunks])[-self.capacity :],
-            np.concatenate([chunk.key_ids for chunk in self.chunks])[-self.capacity :],
-        )
+        columns = zip(*(chunk.columns for chunk in self.chunks), strict=True)
+        rows = Observations(*(np.concatenate(parts)[-self.capacity :] for parts in columns))
         if self.max_age_s is None or not len(rows):
             return rows
         return rows.where(rows.finished_s >= rows.finished_s[-1] - self.max_age_s)

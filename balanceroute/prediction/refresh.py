@@ -20,7 +20,7 @@ import math
 
 import numpy as np
 
-from balanceroute.arrays import FloatArray
+from balanceroute.arrays import FloatArray, IntArray
 
 from .contract import TwoStage
 
@@ -31,6 +31,15 @@ ROUNDING = 1e-6  # tokens: a mean over equal lengths that weights have made a li
 def refresh_interval_tokens(horizon_steps: int) -> int:
     """Return dT, the generated tokens between two refreshes of one request."""
     return max(1, horizon_steps // 2)
+
+
+def refresh_ages(end_tokens: IntArray, horizon_steps: int) -> tuple[IntArray, IntArray]:
+    """Walk each of some requests at the ages 0, dT, 2 dT, ... below its end: whose, by its place, and at what age."""
+    period = refresh_interval_tokens(horizon_steps)
+    count = -(-end_tokens // period)
+    request = np.repeat(np.arange(len(end_tokens)), count)
+    first = np.cumsum(count) - count
+    return request, (np.arange(len(request)) - first[request]) * period
 
 
 def composite(p_finish: float, mean_if_finished: float, horizon_steps: float) -> float:

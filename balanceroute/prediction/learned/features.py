@@ -1,8 +1,7 @@
 """What the learned predictor looks at: causal features of a request and of the recent past.
 
     of the request      prompt tokens s, age a
-    of the recent past  two EWMAs of output lengths; mean, deviation, median and 90th percentile of the last
-    outputs and
+    of the recent past  two EWMAs of output lengths; mean, deviation, median and 90th percentile of the last outputs and
                         the mean of the last prompts
     of its key          how often the key was seen, and what its last and its average output would leave at this age
 
@@ -16,10 +15,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from balanceroute.arrays import BoolArray, FloatArray, IntArray
+from balanceroute.arrays import FloatArray, IntArray
 
+from ..evaluation import STEP_S
 from ..observations import Observations
-from ..refresh import refresh_interval_tokens
+from ..refresh import refresh_ages
 
 NAMES = (
     "age",
@@ -36,7 +36,6 @@ NAMES = (
     "key_mean_left",
 )
 N_PAST = 7
-STEP_S = 0.05  # nominal seconds per token, as in the evaluation
 
 _WINDOW = 256
 _PUBLISH_EVERY = 16  # finishes; percentiles of the window cost 60 us
@@ -129,7 +128,8 @@ def training_set(history: Observations, horizon_steps: int, max_samples: int) ->
     order = np.argsort(history.finished_s, kind="stable")
     length, censored = history.output_tokens[order], history.censored[order]
     prompts, finished_s, keys = history.prompt_tokens[order], history.finished_s[order], history.key_ids[order]
-    row, age = _walked(length, censored, horizon_steps)
+    end = np.where(censored, np.maximum(length - horizon_steps + 1, 0), length)
+    row, age = refresh_ages(end, horizon_steps)
     at_s = finished_s[row] - (length[row] - age) * STEP_S
     settled = np.flatnonzero(at_s <= finished_s[-1:] - horizon_steps * STEP_S)
     if len(settled) > max_samples:
@@ -143,15 +143,6 @@ def training_set(history: Observations, horizon_steps: int, max_samples: int) ->
     remaining = np.where(censored[row], 0, length[row] - age)
     finishes = ((remaining > 0) & (remaining <= horizon_steps)).astype(np.int64)
     return TrainingSet(assemble(age, prompts[row], past, states), finishes, remaining)
-
-
-def _walked(length: IntArray, censored: BoolArray, horizon_steps: int) -> tuple[IntArray, IntArray]:
-    period = refresh_interval_tokens(horizon_steps)
-    end = np.where(censored, np.maximum(length - horizon_steps + 1, 0), length)
-    count = -(-end // period)
-    row = np.repeat(np.arange(len(length)), count)
-    first = np.cumsum(count) - count
-    return row, (np.arange(len(row)) - first[row]) * period
 
 
 def _past_at(outputs: IntArray, prompts: IntArray, finished_s: FloatArray, at_s: FloatArray) -> FloatArray:

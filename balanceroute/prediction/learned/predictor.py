@@ -23,7 +23,7 @@ from balanceroute.arrays import FloatArray, IntArray
 from balanceroute.errors import ConfigError
 
 from ..contract import FinishedRequest, TwoStage
-from ..evaluation import calibration_bins
+from ..evaluation import calibration_bins, calibration_error
 from ..observations import DEFAULT_ROWS, ObservationRing, Observations, key_id
 from ..survival import SurvivalCurve
 from .features import KeyMemory, RecentPast, TrainingSet, assemble, training_set
@@ -56,6 +56,11 @@ class LearnedFit:
     calibration_error: float
     curve: SurvivalCurve
 
+    @classmethod
+    def without_trees(cls, curve: SurvivalCurve) -> "LearnedFit":
+        """Where there is too little history for them."""
+        return cls(None, None, 1.0, 0.0, 0.0, curve)
+
 
 @dataclass(frozen=True, slots=True)
 class LearnedFitter:
@@ -68,7 +73,7 @@ class LearnedFitter:
         """Fit both stages. Raises: ConfigError without scikit-learn."""
         curve = SurvivalCurve(observations)
         if len(observations) < MIN_ROWS:
-            return LearnedFit(None, None, 1.0, 0.0, 0.0, curve)
+            return LearnedFit.without_trees(curve)
         samples = training_set(observations, self.horizon_steps, self.max_samples)
         return _grow(samples, curve)
 
@@ -80,7 +85,7 @@ def _grow(samples: TrainingSet, curve: SurvivalCurve) -> LearnedFit:
     train, held_out = slice(0, n_train), slice(n_train, None)
     labels = samples.finishes
     if len(np.unique(labels[train])) < 2 or not len(labels[held_out]):
-        return LearnedFit(None, None, 1.0, 0.0, 0.0, curve)
+        return LearnedFit.without_trees(curve)
     options = {"max_iter": N_TREES, "max_depth": TREE_DEPTH, "early_stopping": False, "random_state": 0}
     positive = np.flatnonzero(labels[train])
     with limits(1):  # two threads on two busy cores spin against each other: 8,000 rows took 12-22 s, not 5
@@ -114,8 +119,7 @@ def _calibrate(raw: FloatArray, labels: IntArray) -> tuple[float, float, float]:
 
 
 def _calibration_error(p_finish: FloatArray, labels: IntArray) -> float:
-    bins = calibration_bins(p_finish, labels.astype(np.bool_))
-    return sum(b.samples * abs(b.mean_p_finish - b.finish_rate) for b in bins) / len(labels)
+    return calibration_error(calibration_bins(p_finish, labels.astype(np.bool_)))
 
 
 def _platt(raw: FloatArray, labels: IntArray) -> tuple[float, float]:
@@ -147,7 +151,7 @@ class LearnedPredictor:
         self.ring = ObservationRing(max_rows, max_age_s)
         self._past = RecentPast()
         self._keys = KeyMemory(MAX_KEYS)
-        self.fitted = LearnedFit(None, None, 1.0, 0.0, 0.0, SurvivalCurve(Observations.of([])))
+        self.fitted = LearnedFit.without_trees(SurvivalCurve(Observations.of([])))
 
     def start(self, rows: Iterable[FinishedRequest]) -> None:
         """Take in a whole history, oldest first; the marginal curve answers until trees are grown and adopted."""
@@ -157,7 +161,7 @@ class LearnedPredictor:
         for row in finished[-RECALLED:]:
             self._recall(row)
         pending = self.ring.pending
-        self.fitted = LearnedFit(None, None, 1.0, 0.0, 0.0, SurvivalCurve(self.ring.take()))
+        self.fitted = LearnedFit.without_trees(SurvivalCurve(self.ring.take()))
         self.ring.pending = pending  # still unseen by any tree: the first re-fit is due
 
     def grow(self) -> None:
