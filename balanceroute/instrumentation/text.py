@@ -31,7 +31,7 @@ def _table(ranks: list[RankSummary]) -> list[str]:
 
 def _of_group(group: Group, title: str) -> list[str]:
     if len(group.files) == 1:
-        return [f"{title}{group.files[0]}, alone: {_line(group.fit, 'L')}"]
+        return [f"{title}{group.files[0]}, alone: {_line(group.fit)}"]
     lines = [f"{title}{len(group.files)} ranks that step together: {', '.join(group.files)}"]
     if group.load_spread_mean is not None:
         share = group.load_spread_of_mean_ratio
@@ -40,14 +40,13 @@ def _of_group(group: Group, title: str) -> list[str]:
             f"load spread (max - min): mean {group.load_spread_mean:.0f} tokens{of_mean}; "
             f"p99 {group.load_spread_p99:.0f}; over {group.overlap_s:.1f} s"
         )
-    return [*lines, f"largest load of all ranks: {_line(group.fit, 'L')}"]
+    return [*lines, f"largest load of all ranks: {_line(group.fit)}"]
 
 
-def _line(fit: Fit | None, load: str) -> str:
+def _line(fit: Fit | None) -> str:
     if fit is None:
         return NO_FIT
-    if fit.c_tokens:
-        load = f"({load} + {fit.c_tokens:.0f} * requests)"
+    load = f"(L + {fit.c_tokens:.0f} * requests)" if fit.c_tokens else "L"
     line = f"step = {fit.a_us_per_token:.4f} us * {load} + {fit.b_ms:.3f} ms   (R2 {fit.r2:.3f}, {fit.steps} steps)"
     if fit.doubt is not None:
         return f"{line}\n  this fit means nothing: {fit.doubt}"
