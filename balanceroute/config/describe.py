@@ -1,4 +1,4 @@
-"""What the settings are, read off the models: rows of the README's table, and what errors say is accepted."""
+"""What the settings are, read off the models: rows of docs/settings.md, and what errors say is accepted."""
 
 import json
 import math

@@ -269,12 +269,9 @@ def _check_host(headers: Headers, *, required: bool) -> None:
 def _read_fields(request: Request) -> None:
     """What the fields say of framing and connection."""
     lengths, codings = [], []
-    hosts = 0
     options: bytes = b""
     for name, value in request.headers:
-        if name == b"host":
-            hosts += 1
-        elif name == b"content-length":
+        if name == b"content-length":
             lengths.append(value)
         elif name == b"transfer-encoding":
             codings.append(value)

@@ -62,7 +62,6 @@ class LeaseLead:
         self._seen_s = 0.0
         self._heard = again  # the API server has answered
         self._trouble = Trouble(log, "lease")  # with the last call
-        self._lease: Lease | None = None  # which we hold
         self._asked_s = self._renewed_s = 0.0  # when the loop asked last, and when we asked for the last renewal
         self._lost = self._resigned = False
         self._ends = threading.Event()
@@ -170,7 +169,7 @@ class LeaseLead:
         )
 
     def _lead(self, lease: Lease, asked_s: float) -> None:
-        self._lease, self._renewed_s, self._asked_s = lease, asked_s, self._clock()
+        self._renewed_s, self._asked_s = asked_s, self._clock()
         self._lost = self._resigned = False
         self.epoch = lease.spec.lease_transitions or 0
         self._local.lift(self.epoch)

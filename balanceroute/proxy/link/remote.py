@@ -413,7 +413,7 @@ class RemoteBrain:
     def _heard(self, frames: Frames[FromRelay], body: bytes) -> None:
         for message in read_from_brain(body):
             if isinstance(message, Welcome):
-                self._welcome(frames, message)
+                self._welcome(message)
             elif isinstance(message, Farewell):
                 self.epoch = max(self.epoch, message.epoch)
                 raise LinkError(message.reason)
@@ -435,7 +435,7 @@ class RemoteBrain:
             elif isinstance(message, Explained):
                 self.on_explained(message)
 
-    def _welcome(self, frames: Frames[FromRelay], message: Welcome) -> None:
+    def _welcome(self, message: Welcome) -> None:
         if message.version != VERSION or message.epoch < self.epoch:
             raise LinkError(f"version {message.version}, epoch {message.epoch}: not the brain to talk to")
         self.epoch, self.member = message.epoch, message.member

@@ -2,10 +2,10 @@
 
     /v1/models, /v1/models/{id}, /version      the first worker that answers, prefillers before decoders
     /tokenize, /detokenize                     the same: every worker has the tokenizer
+    /v1/messages/count_tokens                  the same, as /tokenize of the chat that it would become
     /reset_prefix_cache, /start_profile,       every worker, once per URL; 500 with the list of those that failed
     /stop_profile
-    /v1/messages/count_tokens                  the same, as /tokenize of the chat that it would become
-    /v1/responses                              404
+    /v1/responses, the rest of /v1/messages    404
 
 Nothing else of a client's URL reaches a worker: paths are those of this list, written anew, and only the calls to every
 worker have a query. Answers are JSON or none.
