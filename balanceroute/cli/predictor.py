@@ -150,14 +150,13 @@ def draw_reliability(found: "Evaluation", title: str, path: Path) -> None:
     curve, counts = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
     said = [row.mean_p_finish for row in found.calibration]
     seen = [row.finish_rate for row in found.calibration]
-    # blue and orange of the Okabe-Ito palette, told apart by line style and marker too
-    curve.plot([0, 1], [0, 1], linestyle="--", color="#E69F00", label="perfect calibration")
-    curve.plot(said, seen, marker="o", color="#0072B2", label="predictor")
+    curve.plot([0, 1], [0, 1], linestyle="--", color=figures.ORANGE, label="perfect calibration")
+    curve.plot(said, seen, marker="o", color=figures.BLUE, label="predictor")
     curve.set(xlim=(0, 1), ylim=(0, 1), ylabel="share that finished within the horizon", title=title)
     auc = "n/a" if found.auc is None else f"{found.auc:.3f}"
     curve.legend(loc="upper left", title=f"AUC {auc}, Brier {found.brier:.3f}")
     low = [row.low for row in found.calibration]
-    counts.bar(low, [row.samples for row in found.calibration], width=0.1, align="edge", color="#0072B2")
+    counts.bar(low, [row.samples for row in found.calibration], width=0.1, align="edge", color=figures.BLUE)
     counts.set(yscale="log", xlabel="predicted probability of finishing (p_finish)", ylabel="samples")
     try:
         drawn = BytesIO()
