@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from balanceroute.emulator.errors import bad_type
 from balanceroute.engine import TokenStream
 from balanceroute.engine.tokens import EOS_ID, encode, generated_suffix, prompt_digest
 
@@ -65,8 +66,17 @@ def _call(body: Mapping[str, Any]) -> tuple[str | None, bool]:
     if not tools or choice == "none":
         return None, False
     if isinstance(choice, dict):
-        return str(choice["function"]["name"]), False
-    return str(tools[0]["function"]["name"]), choice == "auto"
+        return _function_of(choice, "tool_choice"), False
+    return _function_of(tools[0] if isinstance(tools, list) else tools, "tools"), choice == "auto"
+
+
+def _function_of(tool: object, param: str) -> str:
+    """The function's name. Raises: ApiError: it has none."""
+    function = tool.get("function") if isinstance(tool, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str):
+        raise bad_type(param, "model_type", "Input should be a valid tool", tool)
+    return name
 
 
 class Plan:

@@ -542,3 +542,16 @@ def test_a_port_that_is_taken_is_named() -> None:
                     pass
 
     run(test)
+
+
+def test_tools_that_are_none_are_a_400() -> None:
+    async def test() -> None:
+        async with a_cluster() as (cluster, client):
+            chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+            tool = {"type": "function", "function": {"name": "f"}}
+            for odd in ("x", 1, 1.5, True, {"x": 1}, [1], [None], [[1]], [{}], [{"function": "f"}]):
+                for asked in ({"tools": odd}, {"tools": [tool], "tool_choice": {"function": odd}}):
+                    answer = await client.post(cluster.decode_urls[0] + "/v1/chat/completions", json=chat | asked)
+                    assert answer.status_code == 400, asked
+
+    run(test)
