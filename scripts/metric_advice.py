@@ -75,7 +75,11 @@ ADVICE: dict[str, tuple[str, str]] = {
         "",
         "Wide: the model's chat template is not known yet; the router learns from answers.",
     ),
-    "recomputes": ("kind", "Rising: decoders run out of KV blocks; lower `max_num_seqs` or add decoders."),
+    "recomputes": (
+        "kind",
+        "Rising: decoders run out of KV blocks; lower `max_num_seqs` or add decoders. `pulled_late`: decoders stand "
+        "still for longer than prefillers keep KV (`prefill.kv_pin_s`).",
+    ),
     "refusals": ("reason", "Rising: clients without a key or beyond their limits."),
     "request_duration_seconds": ("", "For information; see TTFT and TPOT first."),
     "request_tpot_seconds": ("", "Rises with `decode_envelope_tokens`: set fewer slots, or add decoders."),

@@ -9,9 +9,11 @@ How the stream ends, and what that means:
 | [DONE] without one, or `stop_reason: "recomputed"` | the request was given back: the answer goes on elsewhere |
 | `finish_reason: "abort"`: the engine is being stopped | an error, which `retries.py` judges |
 | broken off, an error event, no JSON, another request's | the same |
+| its first event comes after it has stood still until its KV may have been dropped | not read, made anew, once |
 """
 
 import asyncio
+import logging
 import math
 
 from balanceroute.config import Config
@@ -27,6 +29,8 @@ from balanceroute.proxy.wire.sse import DONE, StreamEnd
 from balanceroute.proxy.workers.fleet import Worker
 from balanceroute.proxy.workers.identity import check_id, foreign_reply, learn_id
 from balanceroute.proxy.workers.upstream import Reply
+
+log = logging.getLogger(__name__)
 
 _NO_ANSWER = frozenset((StreamEnd.ERROR, StreamEnd.MALFORMED, StreamEnd.FOREIGN))
 
@@ -52,6 +56,7 @@ async def decode(leg: Leg, worker: Worker, grace_s: float) -> bool:
     try:
         body = services.connector.decode(answer.request, params)
         leg.unspent = None
+        leg.pulls_at, leg.sent_s, leg.pulled_late = worker, now, False
         if leg.pin is not None:
             leg.pin.release()
         reply = leg.reply = await worker.upstream.request(
@@ -84,7 +89,7 @@ async def decode(leg: Leg, worker: Worker, grace_s: float) -> bool:
     finally:
         if leg.reply is not None and answer.scanner.end is not DONE:
             leg.reply.abort()
-        leg.reply = leg.streaming_from = None
+        leg.reply = leg.streaming_from = leg.pulls_at = None
         if not answered and leg.unspent is None and answer.scanner.tokens == tokens:
             services.drainer.orphan()  # the worker was told, but gave no sign of having pulled the KV
         leg.stalled_since_s = math.inf
@@ -139,6 +144,8 @@ async def _stream(leg: Leg, worker: Worker, reply: Reply) -> bool:
         if chunk is None:
             scanner.close()
             break
+        if not scanner.begun and _pulled_late(leg, worker):
+            return False
         out += scanner.feed(chunk)
         if len(out) > ERROR_LIMIT and not scanner.begun:
             break
@@ -214,6 +221,8 @@ async def _whole(leg: Leg, worker: Worker, reply: Reply) -> bool:
     """An answer in one piece; False when it was given back, and nothing of it has reached the client."""
     answer, scanner = leg.answer, leg.answer.scanner
     body = await reply.read(REPLY_LIMIT)
+    if _pulled_late(leg, worker):
+        return False
     told = correct_answer(
         answer.request,
         body,
@@ -235,6 +244,20 @@ async def _whole(leg: Leg, worker: Worker, reply: Reply) -> bool:
     scanner.end = DONE
     leg.retries.clear_choices()
     answer.outlet.whole(told.body)
+    return True
+
+
+def _pulled_late(leg: Leg, worker: Worker) -> bool:
+    """Whether its first word is of KV that may have been another request's by the time that it was pulled.
+
+    A worker that stands still for longer than prefillers keep KV reads what is there by then, and nobody notices. Once:
+    a worker all of whose requests wait for memory is silent, too, but keeps their KV alive (NIXL's heartbeats).
+    """
+    leg.pulls_at = None
+    if not leg.pulled_late or leg.made_anew:
+        return False
+    leg.made_anew = True
+    log.warning("answer made anew", extra={"request": leg.id, "worker": worker.id, "reason": "its KV was pulled late"})
     return True
 
 

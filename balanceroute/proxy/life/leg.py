@@ -119,6 +119,9 @@ class Leg:
         "pinned_s",
         "prefill_wait_s",
         "prefiller_id",
+        "pulled_late",
+        "pulls_at",
+        "sent_s",
         "recomputes",
         "reply",
         "services",
@@ -129,6 +132,7 @@ class Leg:
         "upstream_id",
         "retries",
         "last_tried",
+        "made_anew",
         "decoder_id",
     )
 
@@ -165,6 +169,10 @@ class Leg:
         self.ticket: Ticket
         self.unspent: bytes | None = None  # kv_transfer_params that no decode worker has seen
         self.pinned_s = 0.0  # since when their KV has been pinned at most
+        self.pulls_at: Worker | None = None  # the decode worker that has its parameters, and has said nothing yet
+        self.sent_s = 0.0  # since when
+        self.pulled_late = False  # such a one has stood still until that KV may have been dropped
+        self.made_anew = False  # for that reason
         self.pin: Pin | None = None  # the record of it, which has it for as long as they are unspent
         # where it is
         self._task: asyncio.Task[Any] | None = None
@@ -348,6 +356,13 @@ class Leg:
         """The worker has the request: a client that goes is now reason enough to hang up. Raises: ClientGone."""
         self._grace_s = 0.0
         self.check_abandoned(worker)
+
+    def watch_pull(self) -> None:
+        """Note a decode worker that stands still for longer than prefillers keep KV: it reads what is there by then."""
+        worker = self.pulls_at
+        if worker is not None and not self.pulled_late:
+            since_s = self.sent_s if self.sent_s > worker.progress_s else worker.progress_s
+            self.pulled_late = self.services.drainer.outlived(self.pinned_s, since_s)
 
     def leave(self, worker: Worker) -> None:
         """The request to this worker is over."""

@@ -53,6 +53,8 @@ class PoolReaper:
         for leg in self._services.legs:
             if leg.streaming_from is not None:
                 leg.streaming_from.progress_s = max(leg.streaming_from.progress_s, leg.last_token_s)
+        for leg in self._services.legs:
+            leg.watch_pull()
         self._mover.look(now, PERIOD_S)
         for leg in list(self._services.legs):
             self._look_at(leg, now)

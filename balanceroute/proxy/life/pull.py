@@ -103,7 +103,7 @@ class Pull:
         """Have the answer generated, from wherever it is."""
         leg, worker = self._leg, self._worker
         scanner, retries = leg.answer.scanner, leg.retries
-        tokens = scanner.tokens
+        tokens, made_anew = scanner.tokens, leg.made_anew
         lost: UpstreamError | None = None
         try:
             if await decode(leg, worker, DECODE_GRACE_S):
@@ -117,16 +117,18 @@ class Pull:
             await leg.suspect_loss(error, worker)
             await asyncio.sleep(retries.judge(error, worker, "decode", begun=bool(scanner.tokens)))
         try:
-            return await go_on(leg, self._result, lost)
+            why = "pulled_late" if leg.made_anew and not made_anew else "recomputed"
+            return await go_on(leg, self._result, lost, why)
         finally:
             clear_frames(lost)
             lost = None  # it keeps the frames that it came through, this one among them
 
 
-async def go_on(leg: Leg, result: PrefillResult, lost: UpstreamError | None) -> Event:
+async def go_on(leg: Leg, result: PrefillResult, lost: UpstreamError | None, why: str = "recomputed") -> Event:
     """After a decode that ended early, queue again for what is left of the answer, if anything.
 
-    Args: result: what the last prefill said. lost: how the worker was lost; None: it gave the request back.
+    Args: result: what the last prefill said. lost: how the worker was lost; None: `why` says what else has happened, as
+    metrics call it.
 
     Raises: UpstreamError: the answer can't go on.
     """
@@ -139,7 +141,7 @@ async def go_on(leg: Leg, result: PrefillResult, lost: UpstreamError | None) -> 
     if not leg.answer.scanner.tokens:
         leg.first_token_s = 0.0  # what the client gets is yet to come
     if lost is None or not pushes_back(lost):
-        leg.services.metrics.recomputes.inc("recomputed" if lost is None else "worker_lost")
+        leg.services.metrics.recomputes.inc(why if lost is None else "worker_lost")
     leg.recomputes += 1
     leg.ticket.requeue()
     leg.free_kv()

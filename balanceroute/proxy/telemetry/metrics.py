@@ -183,7 +183,7 @@ class Metrics(Collector):
             (self.requests, [outcome.value for outcome in Outcome]),
             (self.retries, _TIERS),
             (self.moves, _TIERS),
-            (self.recomputes, ("recomputed", "worker_lost")),
+            (self.recomputes, ("recomputed", "worker_lost", "pulled_late")),
             (self.resumes, ("exact", "adjusted", "approximate", "restarted", "ended")),
             (self.drains, ("drained", "orphaned")),
             (self.callbacks, ("accepted", "repeated", "refused", "malformed", "unknown")),

@@ -110,6 +110,11 @@ class Drainer:
         """Whether KV pinned at that time may be gone before a worker that is sent its parameters now has pulled it."""
         return self.pin_s is not None and self._tickets.now() - pinned_s > self.pin_s * SAFE_SHARE
 
+    def outlived(self, pinned_s: float, silent_since_s: float) -> bool:
+        """Whether KV pinned at that time may be gone; a decoder that is silent since the other has kept none alive."""
+        now, pin_s = self._tickets.now(), self.pin_s
+        return pin_s is not None and now - pinned_s > pin_s and now - silent_since_s > pin_s * (1 - SAFE_SHARE)
+
     async def close(self) -> None:
         """Give up what is left."""
         self._queue.clear()

@@ -10,6 +10,7 @@ import pytest
 
 from balanceroute.core.types import Outcome
 from balanceroute.errors import ConnectFailed, ConnectionLost, QueueTimeout, UpstreamError
+from balanceroute.proxy.life.pool_reaper import PoolReaper
 from balanceroute.proxy.services import Services
 from balanceroute.proxy.workers.circuit import CircuitState
 from balanceroute.proxy.workers.pins import PinRecord
@@ -112,6 +113,92 @@ def test_an_answer_that_is_cut_off_goes_on_from_its_last_token_where_that_is_all
                 assert leg.recomputes == 1
         assert services.metrics.recomputes.value("worker_lost") == resumes, "counted where it is sent back, else not"
         assert idle(services)
+
+    in_virtual_time(served)
+
+
+class Slow(ScriptedUpstream):
+    """A decode worker whose answers take so many seconds each; `stands_still`: it gives others no tokens meanwhile."""
+
+    def __init__(self, services: Services, delays_s: list[int], answers: tuple[Page, ...], stands_still: bool) -> None:
+        super().__init__(*answers)
+        self._services, self._delays_s, self._stands_still = services, delays_s, stands_still
+        self._reaper = PoolReaper(services, lambda: None)
+
+    async def request(self, method: str, path: str, *args: Any, **options: Any) -> Any:
+        for _ in range(self._delays_s.pop(0) if path == "/v1/completions" else 0):
+            await let_pass(1.0)
+            if not self._stands_still:
+                self._services.fleet["d0"].progress_s = self._services.tickets.now()
+            self._reaper.look()
+        return await super().request(method, path, *args, **options)
+
+
+def a_slow_decoder(delays_s: list[int], *answers: Page, stands_still: bool = True) -> tuple[Services, ScriptedUpstream]:
+    services = a_router(a_config(1, 1, connector="nixl"))
+    slow = services.fleet["d0"].upstream = Slow(services, delays_s, answers, stands_still)  # type: ignore[assignment]
+    return services, slow
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
+def test_an_answer_whose_decode_worker_stood_still_until_the_kv_may_be_gone_is_made_anew_from_a_new_prefill(
+    stream: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """vLLM reads what is in the blocks by then, and answers 200: an engine that had stood still gave wrong texts."""
+
+    async def served() -> None:
+        of_others, right = (Page(events(90, 91) + DONE), WHOLE) if stream else (whole(90, 91), whole(20, 21))
+        services, d0 = a_slow_decoder([32, 1], of_others, right)
+        client, params = Client(), {"remote_engine_id": "second"}
+        script(services, "p0", probed(), probed(params))
+        async with dispatching(services):
+            leg = a_leg(services, client, stream=stream)
+            await leg.run()
+        text = client.text if stream else orjson.loads(client.got)["choices"][0]["text"]
+        assert text == " 20 21" and client.ended and leg.outcome is Outcome.FINISHED
+        assert asked(d0)[1]["kv_transfer_params"] == params
+        assert services.metrics.recomputes.value("pulled_late") == 1 and idle(services)
+
+    in_virtual_time(served)
+    assert [record.message for record in caplog.records if "anew" in record.message] == ["answer made anew"]
+
+
+def test_an_answer_is_made_anew_only_once() -> None:
+    async def served() -> None:
+        services, d0 = a_slow_decoder([32, 32], WHOLE, WHOLE)
+        client = Client()
+        script(services, "p0", probed(), probed())
+        async with dispatching(services):
+            await a_leg(services, client).run()
+        assert client.text == " 20 21" and len(d0.asked) == 2 and idle(services)
+
+    in_virtual_time(served)
+
+
+def test_an_answer_that_waited_long_at_a_decode_worker_that_was_at_work_is_not_made_anew() -> None:
+    """NIXL's heartbeats have kept its KV alive."""
+
+    async def served() -> None:
+        services, d0 = a_slow_decoder([50], WHOLE, stands_still=False)
+        client = Client()
+        script(services, "p0", probed())
+        async with dispatching(services):
+            await a_leg(services, client).run()
+        assert client.text == " 20 21" and len(d0.asked) == 1 and idle(services)
+
+    in_virtual_time(served)
+
+
+def test_the_rest_of_an_answer_whose_kv_was_pulled_late_is_made_anew_and_nothing_comes_twice() -> None:
+    async def served() -> None:
+        broken = Page(events(20, finish=None), breaks=LOST)
+        services, d0 = a_slow_decoder([0, 32, 0], broken, Page(events(90, 91) + DONE), Page(events(21) + DONE))
+        client, cut = Client(), probed(prompt=[*PROMPT_IDS, 20])
+        script(services, "p0", probed(), cut, cut)
+        async with dispatching(services):
+            await a_leg(services, client).run()
+        assert client.text == " 20 21" and client.ended
+        assert [body["max_tokens"] for body in asked(d0)] == [10, 9, 9] and idle(services)
 
     in_virtual_time(served)
 
