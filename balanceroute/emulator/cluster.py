@@ -32,11 +32,6 @@ HOST = "127.0.0.1"
 WILDCARDS = {"": HOST, "0.0.0.0": HOST, "::": "::1"}  # what is listened on -> where it is reached
 
 
-def reached_at(host: str) -> str:
-    """Where a server that listens on `host` is reached from this machine."""
-    return HOST if host == "0.0.0.0" else host
-
-
 @dataclass(frozen=True, slots=True)
 class Part:
     """The workers of a cluster that one process runs, by number; `prefill_urls` are those of the others' prefillers."""
@@ -291,6 +286,6 @@ class EmulatedCluster:
 
 
 def reached_at(host: str) -> str:
-    """What a URL names for a server that listens on this host."""
+    """What a URL names for a server that listens on this host, from this machine."""
     name = WILDCARDS.get(host, host)
     return f"[{name}]" if ":" in name else name
