@@ -117,7 +117,7 @@ def walk(rows: Sequence[FinishedRequest], horizon_steps: int) -> Samples:
             f"{samples:,} ages to judge the predictor at, one per {period} tokens of each answer: at most"
             f" {MOST_SAMPLES:,} are walked; give fewer requests or a larger horizon"
         )
-    request, age = refresh_ages(length, horizon_steps)
+    request, age = refresh_ages(length, horizon_steps, MOST_SAMPLES)
     begun_s = np.array([started_s(row) for row in rows], dtype=np.float64)
     at_s = begun_s[request] + age * STEP_S
     order = np.argsort(at_s, kind="stable")

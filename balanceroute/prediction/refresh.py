@@ -33,13 +33,21 @@ def refresh_interval_tokens(horizon_steps: int) -> int:
     return max(1, horizon_steps // 2)
 
 
-def refresh_ages(end_tokens: IntArray, horizon_steps: int) -> tuple[IntArray, IntArray]:
-    """Walk each of some requests at the ages 0, dT, 2 dT, ... below its end: whose, by its place, and at what age."""
+def refresh_ages(end_tokens: IntArray, horizon_steps: int, most: int) -> tuple[IntArray, IntArray]:
+    """Walk each of some requests at the ages 0, dT, 2 dT, ... below its end: whose, by its place, and at what age.
+
+    Of more than `most` such samples it is a random part, the same every time.
+    """
     period = refresh_interval_tokens(horizon_steps)
-    count = -(-end_tokens // period)
-    request = np.repeat(np.arange(len(end_tokens)), count)
-    first = np.cumsum(count) - count
-    return request, (np.arange(len(request)) - first[request]) * period
+    until = np.cumsum(-(-end_tokens // period))
+    total = int(until[-1]) if len(until) else 0
+    if total > most:
+        at = np.unique(np.random.default_rng(0).integers(total, size=most))
+    else:
+        at = np.arange(total)
+    request = until.searchsorted(at, side="right")
+    first = np.concatenate(([0], until[:-1]))
+    return request, (at - first[request]) * period
 
 
 def composite(p_finish: float, mean_if_finished: float, horizon_steps: float) -> float:

@@ -36,6 +36,7 @@ NAMES = (
     "key_mean_left",
 )
 N_PAST = 7
+MOST_WALKED = 4_000_000  # samples: a short horizon has one per token, of which long answers have billions; 0.3 GB
 
 _WINDOW = 256
 _PUBLISH_EVERY = 16  # finishes; percentiles of the window cost 60 us
@@ -129,7 +130,7 @@ def training_set(history: Observations, horizon_steps: int, max_samples: int) ->
     length, censored = history.output_tokens[order], history.censored[order]
     prompts, finished_s, keys = history.prompt_tokens[order], history.finished_s[order], history.key_ids[order]
     end = np.where(censored, np.maximum(length - horizon_steps + 1, 0), length)
-    row, age = refresh_ages(end, horizon_steps)
+    row, age = refresh_ages(end, horizon_steps, MOST_WALKED)
     at_s = finished_s[row] - (length[row] - age) * STEP_S
     settled = np.flatnonzero(at_s <= finished_s[-1:] - horizon_steps * STEP_S)
     if len(settled) > max_samples:

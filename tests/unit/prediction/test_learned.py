@@ -163,6 +163,17 @@ def test_above_the_limit_a_random_part_is_trained_on() -> None:
     assert len(training_set(Observations.of(history(200)), H, max_samples=50).finishes) == 50
 
 
+def test_of_answers_with_a_sample_per_token_only_a_part_is_walked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A walk of all would take gigabytes, here terabytes, and a machine without them kills a process."""
+    monkeypatch.setattr("balanceroute.prediction.learned.features.MOST_WALKED", 3_000)
+    rows = [a_finish(2**32, at_s=1e9 + number) for number in range(300)]
+    samples = training_set(Observations.of(rows), 1, max_samples=1_000)
+    assert len(samples.finishes) == 1_000
+    assert samples.features[0].min() >= 0 and samples.remaining.min() >= 1
+    again = training_set(Observations.of(rows), 1, max_samples=1_000)
+    assert np.array_equal(samples.features, again.features)
+
+
 def test_a_poorly_calibrated_score_is_corrected() -> None:
     rng = np.random.default_rng(0)
     truth = rng.normal(size=5000)
