@@ -151,7 +151,8 @@ async def running(
         app = create_app(config, forecasts=forecasts, strict=True)
         callbacks = httpx.AsyncClient(transport=httpx.ASGITransport(app), trust_env=False, timeout=None)
         cluster.route_metaserver(callbacks)
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        # idle connections are left before the emulated servers close them, also where a busy machine is late
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=2.0)
         async with (
             served(app) as url,
             httpx.AsyncClient(base_url=url, trust_env=False, timeout=120.0, limits=limits) as client,
