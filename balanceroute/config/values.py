@@ -75,10 +75,6 @@ PredictorName = Annotated[str, AfterValidator(_predictor_name), OneOf(PREDICTOR_
 def _host(text: str) -> str:
     if not text or any(c.isspace() or c in "/[]" or not c.isprintable() for c in text):
         raise ValueError("accepted is a host name or an IP address without brackets, such as 0.0.0.0 or ::")
-    try:
-        text.encode("idna")  # as who looks it up does
-    except UnicodeError:
-        raise ValueError("accepted is a host name, of parts of 1 to 63 characters, or an IP address") from None
     if ":" in text:
         try:
             ipaddress.IPv6Address(text)

@@ -21,6 +21,7 @@ import time
 from collections import Counter
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -218,6 +219,12 @@ async def run(site: Site, rate_per_s: float, times: int, seconds: float) -> None
     print(f"at the end   {load.sent} requests sent and counted as finished, nothing is held")
 
 
+def check(folder: Path, rate_per_s: float, times: int, seconds: float) -> None:
+    """Run all of it with logs in a folder. Raises: Wrong."""
+    with ExitStack() as stack:
+        asyncio.run(run(Site(folder, stack), rate_per_s, times, seconds))
+
+
 def main() -> int:
     """The exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -226,12 +233,8 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=5.0, help="of load before each of them")
     parser.add_argument("--keep", metavar="DIR", help="a new folder, in which the logs stay")
     arguments = parser.parse_args()
-
-    def check(folder: Path) -> None:
-        with ExitStack() as stack:
-            asyncio.run(run(Site(folder, stack), arguments.rate, arguments.times, arguments.seconds))
-
-    return verdict(check, arguments.keep)
+    load = {"rate_per_s": arguments.rate, "times": arguments.times, "seconds": arguments.seconds}
+    return verdict(partial(check, **load), arguments.keep)
 
 
 if __name__ == "__main__":

@@ -314,9 +314,19 @@ async def test_the_body_of_a_workers_error_is_an_openai_error_to_the_client(rout
     assert said.json()["error"]["code"] == 400 and "prefill worker answered 400" in said.json()["error"]["message"]
 
 
-async def test_an_error_event_holds_no_second_event() -> None:
+@pytest.mark.parametrize(
+    ("error", "events_told"),
+    [
+        (b'{"error":\t{"message": "m\\r\\rdata: x", "code": 500}}', [b'"choices"', b'{"error":{"message":"m']),
+        (b'{"error":\r{"message": "m",\r\r"code": 500}}', [b'"choices"', b'{"error":', b'{"error":{"message":"decode']),
+    ],
+    ids=["escaped", "whose lines end"],
+)
+async def test_a_client_sees_the_events_that_a_reader_of_the_worker_sees(
+    error: bytes, events_told: list[bytes]
+) -> None:
     def answer(asked: Asked) -> bytes:
-        return events(token(asked), b'{"error":\r{"message": "m",\r\r"code": 500}}', done=False)
+        return events(token(asked), error, done=False)
 
     async with attacked(decoder=answer, retry={"resume_on_worker_loss": False}) as router:
         got = b""
@@ -325,8 +335,11 @@ async def test_an_error_event_holds_no_second_event() -> None:
             async with router.client.stream("POST", "/v1/completions", json=body) as said:
                 async for part in said.aiter_bytes():
                     got += part
-        assert b'"error":{"message":"m"' in got
-        assert b"\r" not in got and got.count(b"\n\n") == got.count(b"data: ") == 2
+        *seen, rest = got.split(b"\n\n")
+        assert b"\r" not in got and not rest
+        assert all(event.startswith(b"data: ") and event.count(b"\n") == 0 for event in seen)
+        assert len(seen) == len(events_told)
+        assert all(part in event for part, event in zip(events_told, seen, strict=True))
 
 
 async def test_good_workers_pass_every_check_of_this_file() -> None:
