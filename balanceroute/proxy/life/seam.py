@@ -5,8 +5,9 @@ one sends, as the first text of its answer, the whole prompt with it (vLLM 0.32 
 prompt's ids, and such a stream has shown nothing yet). An event of several tokens may end there though it has text:
 with `--stream-interval`, with drafts, or where an engine was ahead of its API server.
 
-Only a tokenizer can tell. So before an answer goes on, a prefiller is asked for the text of its last ids, which ends
-with U+FFFD where a character is not whole. The ids of that are generated again.
+Only a tokenizer can tell, and every engine has one. So before an answer goes on, a prefiller is asked for the text of
+its last ids, or another decode worker if none tells. It ends with U+FFFD where a character is not whole. The ids of
+that are generated again.
 """
 
 import asyncio
@@ -19,12 +20,13 @@ from balanceroute.errors import UpstreamError
 from balanceroute.proxy.life.leg import ERROR_LIMIT, Leg
 from balanceroute.proxy.workers.fleet import Worker
 
-TIMEOUT_S: Final = 2.0  # of one question, which takes a prefiller a millisecond
-_ASKED: Final = 2  # prefillers at most; without an answer the ids are taken as they are
+TIMEOUT_S: Final = 2.0  # of one question, which takes an engine a millisecond
+_ASKED: Final = 2  # of each tier at most; without an answer the ids are taken as they are
 _TAIL: Final = 16  # ids whose text is asked for: a character has four bytes at most, and a token one at least
 _MOST: Final = 16  # ids that are looked at one by one; what is broken for longer is no text
 ALL: Final = 2**31  # none of these ends a character
 _BROKEN: Final = "\ufffd"
+_TIERS: Final = (Role.PREFILL, Role.DECODE)
 
 
 async def ids_of_a_broken_character(leg: Leg) -> int:
@@ -35,9 +37,10 @@ async def ids_of_a_broken_character(leg: Leg) -> int:
     ids = leg.answer.goes_on_from
     if not ids:
         return 0
-    prefillers = [worker for worker in leg.services.fleet.of(Role.PREFILL) if worker.state is UP]
+    prefillers, decoders = ([one for one in leg.services.fleet.of(role) if one.state is UP] for role in _TIERS)
     prefillers.sort(key=lambda worker: worker.id != leg.prefiller_id)
-    for worker in prefillers[:_ASKED]:
+    decoders.sort(key=lambda worker: worker.id == leg.decoder_id)  # it may just have died
+    for worker in (*prefillers[:_ASKED], *decoders[:_ASKED]):
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 return await _ask(leg, worker, ids[-_TAIL - _MOST :].tolist())

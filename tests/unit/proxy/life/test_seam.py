@@ -1,4 +1,4 @@
-"""How many ids at the end of an answer that was cut off belong to no whole character: what prefillers say."""
+"""How many ids at the end of an answer that was cut off belong to no whole character: what engines say."""
 
 import asyncio
 from typing import Any
@@ -19,14 +19,20 @@ REFUSED = ConnectFailed("refused", worker="p1", tier="prefill")
 
 
 def broken(
-    first: list[Answer], second: list[Answer] | None = None, tokens: int = 3, **fields: Any
+    first: list[Answer],
+    second: list[Answer] | None = None,
+    tokens: int = 3,
+    others: list[Answer] | None = None,
+    **fields: Any,
 ) -> tuple[int, float]:
-    """The number, and how long it took to know. p1 has prefilled the prompt: what that tells, and then p0."""
+    """The number, and how long it took to know. p1 has prefilled the prompt, and d1 was lost: what p1 tells, then p0,
+    and `others`: then d0.
+    """
     told = []
 
     async def asked() -> None:
-        services = a_router(a_config(2, 1))
-        for name, answers in (("p1", first), ("p0", second or [404])):
+        services = a_router(a_config(2, 2))
+        for name, answers in (("p1", first), ("p0", second or [404]), ("d0", others or [404])):
             script(services, name).detokenized = answers
         leg = cut_off(services, tokens, **fields)
         at_s = services.loop.time()
@@ -39,7 +45,7 @@ def broken(
 def cut_off(services: Services, tokens: int, **fields: Any) -> Leg:
     """One that p1 has prefilled, and of which so many tokens have come."""
     leg = a_leg(services, **fields)
-    leg.prefiller_id = "p1"
+    leg.prefiller_id, leg.decoder_id = "p1", "d1"
     prefilled = PrefillResult(b"{}", len(PROMPT_IDS), None, PROMPT_IDS)
     leg.answer.prompt_counted(prefilled)
     leg.answer.begin(prefilled)
@@ -60,6 +66,10 @@ def test_ids_are_taken_off_until_the_text_ends_with_a_whole_character(answers: l
 def test_a_prefiller_that_does_not_say_is_followed_by_another(useless: Answer) -> None:
     assert broken([useless], [BROKEN, WHOLE]) == (1, 0)
     assert broken([useless], [useless]) == (0, 0), "the ids are taken as they are"
+
+
+def test_another_decode_worker_is_asked_where_no_prefiller_tells() -> None:
+    assert broken([REFUSED], [500], others=[BROKEN, WHOLE]) == (1, 0)
 
 
 def test_a_prefiller_that_is_silent_holds_up_no_answer_for_long() -> None:
