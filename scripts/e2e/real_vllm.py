@@ -507,14 +507,27 @@ def check_freeze_decoder(servers: Servers) -> str:
     """A decoder that stands still: connections stay open, and nothing comes any more."""
     # those that are to stand still have far to go: a warm engine makes 200 tokens per second
     bodies = [a_body(seed, max_tokens=1500 if seed < 5008 else 600) for seed in range(5000, 5016)]
-    own = [completion_ids(DECODE[1], body) for body in bodies]
+    with ThreadPoolExecutor(len(bodies)) as pool:  # as many at a time as below: see check_kill_brain
+        own = list(pool.map(lambda body: completion_ids(DECODE[1], body), bodies))
     begun: set[str] = set()
+    halved: list[int] = []  # those that end with an error, because the client has ids of half a character
 
     def ends(index: int) -> float:
         name = f"freeze-{index}"
-        got = streamed_ids(bodies[index], lambda tokens: begun.add(name) if tokens > 20 else None, name)
-        begun.discard(name)
-        assert got == (own[index], "length"), f"request {index} is not what an undisturbed run gives"
+        try:
+            got = streamed_ids(bodies[index], lambda tokens: begun.add(name) if tokens > 20 else None, name)
+        except RuntimeError as error:
+            if "half of a character" not in str(error):
+                raise
+            halved.append(index)
+            return time.monotonic()
+        finally:
+            begun.discard(name)
+        same = len(os.path.commonprefix([got[0], own[index]]))
+        assert got == (own[index], "length"), (
+            f"request {index} is not what an undisturbed run gives: {same} tokens of {len(own[index])} are,"
+            f" of {len(got[0])}, and it ended by {got[1]}"
+        )
         return time.monotonic()
 
     with ThreadPoolExecutor(len(bodies)) as pool:
@@ -535,8 +548,8 @@ def check_freeze_decoder(servers: Servers) -> str:
     for port in DECODE:
         wait_for("decoders are empty", lambda port=port: metric(port, "vllm:num_requests_running") == 0, 30)  # type: ignore[misc]
     return (
-        f"{on_it} of 8 streams on it, {moved:.0f} requests moved; fresh ones done after {fresh_s:.1f} s,"
-        f" streams after {streams_s:.1f} s"
+        f"{on_it} of 8 streams on it, {moved:.0f} requests moved, {len(halved)} ended within a character; fresh ones"
+        f" done after {fresh_s:.1f} s, streams after {streams_s:.1f} s"
     )
 
 
