@@ -38,6 +38,7 @@ from typing import Any, BinaryIO, TypeVar
 import orjson
 
 from balanceroute import __version__
+from balanceroute.bounded import lines
 from balanceroute.core.knobs import PolicySettings
 from balanceroute.core.policies import make_policy, settings_from_dict, settings_to_dict
 from balanceroute.core.policy import StageTimer
@@ -393,13 +394,13 @@ def rerun(path: Path) -> RerunReport:
 
 
 def _rerun(path: Path, file: BinaryIO) -> RerunReport:
-    lines = enumerate(file, start=1)
-    version, settings, scheduler = _begun(path, next(lines, (1, b""))[1])
+    numbered = enumerate(lines(file), start=1)
+    version, settings, scheduler = _begun(path, next(numbered, (1, b""))[1])
     calls = tokens = admissions = 0
     first_s: float | None = None
     last_s = 0.0
     cut_short, difference = False, None
-    for number, line in lines:
+    for number, line in numbered:
         if not line.endswith(b"\n"):
             cut_short = True
             break

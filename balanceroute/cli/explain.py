@@ -72,13 +72,14 @@ def explain(
 def read_json(path: Path) -> object:
     """The parsed file, or standard input for `-`. Raises InputError."""
     import json
-    import sys
 
+    from balanceroute.bounded import whole
     from balanceroute.errors import InputError
 
     name = "standard input" if str(path) == "-" else str(path)
     try:
-        text = sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8-sig")
+        with open(0, "rb", closefd=False) if str(path) == "-" else path.open("rb") as file:
+            text = whole(file).decode("utf-8-sig")
         if not text.strip():
             raise InputError(f"{name}: nothing in it")
         if text.startswith('{"journal":'):

@@ -27,6 +27,7 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -50,6 +51,7 @@ COMPUTED_US = 5.0  # per token: no engine reads a token's KV that slowly, and no
 COMPUTED_FAST_US = 0.5  # the same for a log in which no step has anything of the step before
 UNRELATED = 0.8  # of the difference between steps far apart: 1 where all requests are new, near 0 where most stay
 SAME_SLOWDOWN = 0.05  # slopes that differ by less are the same engine's on two days
+LONGEST_LINE = 1_000_000  # characters; what goes on after that is another line, as a device would go on for ever
 LARGEST = 1e15  # of any field; squares of what is larger would leave the range of a float
 SLOWDOWNS = (0.01, 100.0)  # the least and the most that a configuration accepts
 ROUNDS = 8  # of c; it settles in two or three
@@ -153,7 +155,8 @@ def read(path: Path) -> Floats:
 def _rows(path: Path) -> Floats:
     rows: list[list[float]] = []
     # each line by itself: a quote that is never closed would swallow the rest of the file
-    with path.open(encoding="utf-8-sig", errors="replace") as lines:
+    with path.open(encoding="utf-8-sig", errors="replace") as file:
+        lines = iter(partial(file.readline, LONGEST_LINE), "")
         if tuple(next(lines, "").rstrip("\n").split(",")) != COLUMNS:
             raise BadStepLog(f"{path}, line 1: expected the columns {','.join(COLUMNS)}")
         broken: int | None = None

@@ -29,6 +29,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from balanceroute.bounded import check_regular
 from balanceroute.errors import InputError
 
 from .contract import FinishedRequest
@@ -318,6 +319,7 @@ def read_rows(path: Path) -> list[FinishedRequest]:
     Raises: InputError when there is no file, or none of ours.
     """
     try:
+        check_regular(path)
         connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=LOCK_WAIT_S)
         try:
             connection.text_factory = _text
@@ -325,8 +327,9 @@ def read_rows(path: Path) -> list[FinishedRequest]:
             return _read(connection, float("-inf"), time.time() + CLOCK_ERROR_S, -1)
         finally:
             connection.close()
-    except (_Unusable, *_ERRORS) as error:
-        raise InputError(f"{path}: not a readable prediction history: {error}") from error
+    except (_Unusable, *_ERRORS, OSError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"{path}: not a readable prediction history: {reason}") from error
 
 
 def _read(connection: sqlite3.Connection, oldest_s: float, newest_s: float, limit: int) -> list[FinishedRequest]:

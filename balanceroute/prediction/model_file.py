@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from balanceroute.bounded import check_regular
 from balanceroute.errors import InputError
 from balanceroute.plugins import described
 from balanceroute.whole_file import write_whole
@@ -83,6 +84,7 @@ def load_model(path: Path) -> Model:
     Raises: InputError when it is missing, not ours, newer than this version, or contradicts itself.
     """
     try:
+        check_regular(path)
         with path.open("rb") as file:
             if not zipfile.is_zipfile(file):
                 raise ValueError("no archive")

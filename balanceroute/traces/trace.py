@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from balanceroute.bounded import lines
 from balanceroute.errors import InputError
 from balanceroute.traces.source import Source
 from balanceroute.whole_file import write_whole
@@ -338,7 +339,7 @@ def text_lines(path: Source, *, any_bytes: bool = False) -> Iterator[tuple[int, 
     line, blank = 0, True
     try:
         with path.open() as file:
-            for line, text in enumerate(file, start=1):
+            for line, text in enumerate(lines(file), start=1):
                 if not any_bytes:
                     text.encode()
                 if text.strip():

@@ -14,15 +14,16 @@ ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "arrays": set(),  # names of types, for everybody
     "whole_file": set(),  # how results are written
+    "bounded": set(),  # how files are read
     "native": set(),  # whether the core is compiled
     "engine": {"errors"},
-    "traces": {"errors", "whole_file"},
+    "traces": {"bounded", "errors", "whole_file"},
     "report": {"errors"},
     "config": {"core", "errors", "plugins"},
     "core": {"errors", "native"},
-    "prediction": {"core", "plugins", "errors", "whole_file"},
+    "prediction": {"bounded", "core", "plugins", "errors", "whole_file"},
     "plugins": {"core", "errors"},
-    "journal": {"core", "plugins", "errors"},
+    "journal": {"bounded", "core", "plugins", "errors"},
     "explain": {"core", "plugins", "errors"},
     "build": {"core", "prediction", "config", "journal", "errors"},
     "simulator": {"core", "plugins", "prediction", "engine", "traces", "report", "build", "config", "errors"},
