@@ -191,17 +191,14 @@ def _fitted(
 
 def _from_trace(path: Path | None) -> "list[FinishedRequest]":
     """Rows of a trace as finished requests, in the order in which they finish at the nominal step time."""
-    from balanceroute.prediction import FinishedRequest
     from balanceroute.prediction.evaluation import STEP_S
+    from balanceroute.simulator.history import finished_requests
     from balanceroute.traces import load_trace
 
     if path is None:
         return []
     trace = load_trace(str(path), on_note=partial(typer.echo, err=True))
-    finished_s = (trace.arrival_s + STEP_S * trace.output_tokens).tolist()
-    columns = (trace.prompt_key.tolist(), trace.prompt_tokens.tolist(), trace.output_tokens.tolist(), finished_s)
-    rows = [FinishedRequest(key, prompt, output, "stop", at) for key, prompt, output, at in zip(*columns, strict=True)]
-    return sorted(rows, key=lambda row: row.finished_s)
+    return sorted(finished_requests(trace, STEP_S), key=lambda row: row.finished_s)
 
 
 def _from_history(path: Path) -> "list[FinishedRequest]":

@@ -15,14 +15,13 @@ def fitted(kind: str, train: Trace, horizon_steps: int, options: Mapping[str, Op
     return predictor
 
 
-def finished_requests(train: Trace) -> Iterator[FinishedRequest]:
-    """The rows of a past trace as a predictor learns them."""
-    rows = zip(
-        train.prompt_key.tolist(),
-        train.prompt_tokens.tolist(),
-        train.output_tokens.tolist(),
-        train.arrival_s.tolist(),
-        strict=True,
-    )
-    for key, prompt, output, arrival in rows:
-        yield FinishedRequest(key, prompt, output, finished_s=arrival)
+def finished_requests(trace: Trace, step_s: float = 0.0) -> Iterator[FinishedRequest]:
+    """The rows of a trace as a predictor learns them, in order of arrival.
+
+    A trace has no finish times: a request finishes `step_s` per token after its arrival. None counts where all of a
+    trace lies in the past; the published figures of the learned predictor depend on that.
+    """
+    finished_s = trace.arrival_s + step_s * trace.output_tokens
+    columns = (trace.prompt_key, trace.prompt_tokens, trace.output_tokens, finished_s)
+    for key, prompt, output, at_s in zip(*(column.tolist() for column in columns), strict=True):
+        yield FinishedRequest(key, prompt, output, finished_s=at_s)
