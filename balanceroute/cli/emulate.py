@@ -221,13 +221,9 @@ def configuration(cluster: "EmulatedCluster | ProcessCluster", listen_port: int 
 
 
 def write_yaml(path: Path, tree: dict[str, Any]) -> None:
-    """Write plain data as YAML. Raises: ConfigError."""
+    """Write plain data as YAML. Raises: InputError."""
     import yaml
 
-    from balanceroute.errors import ConfigError
     from balanceroute.whole_file import write_whole
 
-    try:
-        write_whole(path, yaml.safe_dump(tree, sort_keys=False).encode())
-    except OSError as error:
-        raise ConfigError(f"--write-config {path}: {error.strerror}") from error
+    write_whole(path, yaml.safe_dump(tree, sort_keys=False).encode())

@@ -158,12 +158,12 @@ def draw_reliability(found: "Evaluation", title: str, path: Path) -> None:
     low = [row.low for row in found.calibration]
     counts.bar(low, [row.samples for row in found.calibration], width=0.1, align="edge", color=figures.BLUE)
     counts.set(yscale="log", xlabel="predicted probability of finishing (p_finish)", ylabel="samples")
+    drawn = BytesIO()
     try:
-        drawn = BytesIO()
         figure.savefig(drawn, dpi=150, format=path.suffix[1:] or None)
-        write_whole(path, drawn.getvalue())
-    except (OSError, ValueError) as error:
+    except ValueError as error:  # no format of this name
         raise InputError(f"{path}: cannot be written: {error}") from error
+    write_whole(path, drawn.getvalue())
 
 
 def _fitted(

@@ -306,13 +306,9 @@ def stem_of(path: Path) -> Path:
 
 def draw_comparison(found: "dict[str, Figures]", title: str, path: Path) -> None:
     """The comparison as a figure."""
-    from balanceroute.errors import InputError
     from balanceroute.experiments import figures
 
-    try:
-        drawn = figures.comparison(found, f"Every policy on {Path(title).name}", stem_of(path))
-    except OSError as error:
-        raise InputError(f"{path}: cannot be written: {error.strerror}") from error
+    drawn = figures.comparison(found, f"Every policy on {Path(title).name}", stem_of(path))
     typer.echo(f"figure: {drawn}", err=True)
 
 
@@ -343,7 +339,6 @@ def write_series(outcome: "Outcome", path: Path) -> None:
     """One row per step: when it began, and the KV tokens of every worker."""
     import gzip
 
-    from balanceroute.errors import InputError
     from balanceroute.whole_file import write_whole
 
     rows = zip(outcome.step_start_s.tolist(), outcome.loads.tolist(), strict=True)
@@ -351,7 +346,4 @@ def write_series(outcome: "Outcome", path: Path) -> None:
     lines = [f"step,start_s,{header}"]
     lines += [f"{step},{start:.6f}," + ",".join(map(str, loads)) for step, (start, loads) in enumerate(rows)]
     data = ("\n".join(lines) + "\n").encode()
-    try:
-        write_whole(path, gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)
-    except OSError as error:
-        raise InputError(f"{path}: cannot be written: {error.strerror}") from error
+    write_whole(path, gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)

@@ -88,25 +88,22 @@ def reproduce(
 ) -> str:
     """Run the named experiments (all for none) and write the report; its Markdown is returned too.
 
-    Raises: InputError for an unknown name, and, before anything runs, for a folder that cannot be written.
+    Raises: InputError for an unknown name, and for what cannot be written, before anything runs if that can be seen.
     """
     experiments = chosen(names)
     check_writable(out, files_of(names, scope))
     jobs = [job for experiment in experiments for job in experiment.plan(scope)]
     store = grid.Store(out / grid.STORE) if keeps_runs(names) else None
     results = run_jobs(jobs, n_processes, on_progress, store)
-    try:
-        sections = [experiment.report(scope, results, out) for experiment in experiments]
-        for section in sections:
-            for table in section.tables:
-                table.write_csv(out)
-        parts = [preface(scope), *(section.markdown() for section in sections)]
-        if not figures.available():
-            parts.insert(1, f"({figures.HOW_TO_GET_FIGURES}.)")
-        text = "\n\n".join(parts if scope.trace else [*parts, not_done()]) + "\n"
-        write_whole(out / "REPORT.md", text.encode())
-    except OSError as error:
-        raise InputError(f"{error.filename or out}: cannot be written: {error.strerror}") from error
+    sections = [experiment.report(scope, results, out) for experiment in experiments]
+    for section in sections:
+        for table in section.tables:
+            table.write_csv(out)
+    parts = [preface(scope), *(section.markdown() for section in sections)]
+    if not figures.available():
+        parts.insert(1, f"({figures.HOW_TO_GET_FIGURES}.)")
+    text = "\n\n".join(parts if scope.trace else [*parts, not_done()]) + "\n"
+    write_whole(out / "REPORT.md", text.encode())
     return text
 
 

@@ -45,7 +45,7 @@ class Model:
 
 
 def save_model(path: Path, model: Model) -> None:
-    """Write `model`, over whatever was at `path`, whole or not at all."""
+    """Write `model`, over whatever was at `path`, whole or not at all. Raises: InputError."""
     rows = model.rows[-MAX_ROWS:]
     arrays: dict[str, npt.NDArray[Any]] = {
         "key": np.array([row.prompt_key for row in rows], dtype=np.str_),
@@ -72,10 +72,7 @@ def save_model(path: Path, model: Model) -> None:
             arrays |= {f"{stage}_{part}": getattr(trees, part) for part in ("feature", "threshold", "leaf")}
     archive = BytesIO()
     np.savez_compressed(archive, header=np.array(json.dumps(header)), **arrays)  # type: ignore[arg-type]
-    try:
-        write_whole(path, archive.getvalue())
-    except OSError as error:
-        raise InputError(f"{path}: cannot be written: {error}") from error
+    write_whole(path, archive.getvalue())
 
 
 def load_model(path: Path) -> Model:

@@ -383,7 +383,4 @@ def write_trace(trace: Trace, path: str | Path) -> None:
         data = gzip.compress(data, mtime=0)  # the time of writing would make equal traces differ
     elif path.suffix == ".xz":
         data = lzma.compress(data)
-    try:
-        write_whole(path, data)
-    except OSError as error:
-        raise InputError(f"{path}: cannot be written: {error.strerror}") from error
+    write_whole(path, data)

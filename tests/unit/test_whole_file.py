@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from balanceroute.errors import InputError
 from balanceroute.whole_file import write_whole
 
 
@@ -29,7 +30,7 @@ def test_a_full_disk_leaves_what_was_there(before: bytes | None, tmp_path: Path)
     file = tmp_path / "result.csv"
     if before is not None:
         file.write_bytes(before)
-    with room_for(1000), pytest.raises(OSError, match="too large"):
+    with room_for(1000), pytest.raises(InputError, match=r"result\.csv: cannot be written: File too large"):
         write_whole(file, b"x" * 10_000)
     assert [each.read_bytes() for each in tmp_path.iterdir()] == ([] if before is None else [before])
 
