@@ -26,8 +26,8 @@ from balanceroute.demo.processes import (
     DemoFailed,
     Progress,
     check_most,
+    emulated,
     free_port,
-    free_port_range,
     page,
     process,
     wait_ready,
@@ -199,15 +199,9 @@ def decision_cost(metrics: str) -> tuple[float, int]:
 @contextmanager
 def emulated_cluster(scale: DemoScale, setting: ReferenceSetting, logs: Path) -> Iterator[tuple[Path, str]]:
     """A running cluster: the configuration for `serve`, and the URL of a worker that tells the cluster's state."""
-    config, log = logs / "cluster.yaml", logs / "cluster.log"
-    base_port = free_port_range(scale.prefillers, scale.workers)
-    flags = ["--prefill", str(scale.prefillers), "--decode", str(scale.workers), "--base-port", str(base_port)]
-    flags += ["--max-num-seqs", str(scale.slots), "--write-config", str(config)]
-    flags += ["--step-cost", repr(setting.step_cost_s), "--step-overhead", repr(setting.step_overhead_s)]
-    with process(["emulate", *flags], log) as cluster:
-        url = f"http://127.0.0.1:{base_port}"
-        wait_ready(f"{url}/health", cluster, log)
-        yield config, url
+    flags = ["--step-cost", repr(setting.step_cost_s), "--step-overhead", repr(setting.step_overhead_s)]
+    with emulated(scale.prefillers, scale.workers, scale.slots, flags, logs) as (config, urls):
+        yield config, urls[0]
 
 
 def as_tree(scale: DemoScale, runs: list[PolicyRun]) -> dict[str, Any]:

@@ -21,8 +21,8 @@ from balanceroute.demo.processes import (
     DemoFailed,
     Progress,
     check_most,
+    emulated,
     free_port,
-    free_port_range,
     page,
     process,
     wait_ready,
@@ -128,17 +128,11 @@ def total(text: str, name: str) -> float:
 @contextmanager
 def cluster(scale: PrefixScale, logs: Path) -> Iterator[tuple[Path, list[str]]]:
     """A running cluster with prefix caches: the configuration for `serve`, and the prefillers' URLs."""
-    config, log = logs / "cluster.yaml", logs / "cluster.log"
-    base_port = free_port_range(scale.prefillers, scale.workers)
     cache_blocks = scale.cache_tokens // scale.factor // scale.block_tokens
-    flags = ["--prefill", str(scale.prefillers), "--decode", str(scale.workers), "--base-port", str(base_port)]
-    flags += ["--max-num-seqs", str(scale.slots), "--write-config", str(config), "--prefix-caching"]
-    flags += ["--prefill-rate", repr(scale.tokens_per_s), "--prefill-kv-blocks", str(cache_blocks)]
+    flags = ["--prefix-caching", "--prefill-rate", repr(scale.tokens_per_s), "--prefill-kv-blocks", str(cache_blocks)]
     flags += ["--block-size", str(scale.block_tokens), "--max-model-len", "65536"]
-    with process(["emulate", *flags], log) as emulator:
-        urls = [f"http://127.0.0.1:{base_port + index}" for index in range(scale.prefillers)]
-        wait_ready(f"{urls[0]}/health", emulator, log)
-        yield config, urls
+    with emulated(scale.prefillers, scale.workers, scale.slots, flags, logs) as running:
+        yield running
 
 
 def as_tree(scale: PrefixScale, runs: list[PrefixRun]) -> dict[str, Any]:

@@ -104,20 +104,40 @@ def busy_with() -> float:
     return os.getloadavg()[0] / (os.cpu_count() or 1)
 
 
+@contextmanager
+def emulated(
+    prefillers: int, workers: int, slots: int, flags: list[str], folder: Path
+) -> Iterator[tuple[Path, list[str]]]:
+    """A running cluster: the configuration for `serve`, and the prefillers' URLs. Raises: DemoFailed."""
+    config, log, base_port = folder / "cluster.yaml", folder / "cluster.log", free_port_range(prefillers, workers)
+    shape = ["--prefill", str(prefillers), "--decode", str(workers), "--max-num-seqs", str(slots)]
+    places = ["--base-port", str(base_port), "--write-config", str(config)]
+    with process(["emulate", *shape, *places, *flags], log) as cluster:
+        wait_until(config.exists, "the emulated cluster", cluster, log)  # its ports may answer for another cluster
+        yield config, [f"http://127.0.0.1:{base_port + index}" for index in range(prefillers)]
+
+
 def wait_ready(url: str, child: "subprocess.Popen[bytes]", log: Path) -> None:
     """Wait until the URL answers 200. Raises: DemoFailed with the end of the log."""
-    deadline = time.monotonic() + READY_TIMEOUT_S
-    while time.monotonic() < deadline:
-        if child.poll() is not None:
-            break
+
+    def answers() -> bool:
         try:
-            if httpx.get(url, trust_env=False).status_code == 200:
-                return
+            return httpx.get(url, trust_env=False).status_code == 200
         except httpx.TransportError:
-            pass  # not listening yet: asked again below
+            return False  # not listening yet
+
+    wait_until(answers, url, child, log)
+
+
+def wait_until(ready: Callable[[], bool], what: str, child: "subprocess.Popen[bytes]", log: Path) -> None:
+    """Wait until `ready` says so. Raises: DemoFailed with the end of the log."""
+    deadline = time.monotonic() + READY_TIMEOUT_S
+    while time.monotonic() < deadline and child.poll() is None:
+        if ready():
+            return
         time.sleep(0.1)
     tail = log.read_text(errors="replace").strip().splitlines()[-1:]
-    raise DemoFailed(f"{url} did not come up: {' '.join(tail) or 'no output'}")
+    raise DemoFailed(f"{what} did not come up: {' '.join(tail) or 'no output'}")
 
 
 def page(url: str) -> str:
@@ -136,8 +156,13 @@ def free_port() -> int:
 
 
 def free_port_range(prefillers: int, workers: int) -> int:
-    """A base port such that all ports of the cluster (prefillers from it, decode ranks from 100 above) are free."""
-    for base in range(21_000, 60_000, 500):
+    """A base port such that all ports of the cluster (prefillers from it, decode ranks from 100 above) are free.
+
+    Each process looks from another place on, since a second demo that starts now sees the same ones free.
+    """
+    bases = list(range(21_000, 60_000, 500))
+    first = os.getpid() % len(bases)
+    for base in bases[first:] + bases[:first]:
         ports = [base + index for index in range(prefillers)]
         ports += [base + 100 + index for index in range(workers)]
         if all(is_free(port) for port in ports):

@@ -5,16 +5,19 @@ import os
 import signal
 import subprocess
 import sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
 
 import pytest
 import typer
 
 from balanceroute.cli import main, prefix_demo
 from balanceroute.cli.demo import say_if_interrupted, show, until_interrupted
+from balanceroute.demo import processes
 from balanceroute.demo.decode_tier import DemoScale, PolicyRun, play
 from balanceroute.demo.prefill_tier import PrefixRun, figures
-from balanceroute.demo.processes import DemoFailed, page
+from balanceroute.demo.processes import DemoFailed, emulated, page
 from balanceroute.errors import InputError
 from balanceroute.loadgen import LoadReport
 from balanceroute.loadgen.run import Progress
@@ -123,3 +126,27 @@ def is_running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (ProcessLookupError, FileNotFoundError):
         return False
+
+
+class Healthy(BaseHTTPRequestHandler):
+    """Another cluster, which answers in the place of ours."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *arguments: object) -> None:
+        """Not to stderr."""
+
+
+def test_the_cluster_of_another_demo_is_not_taken_for_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with HTTPServer(("127.0.0.1", 0), Healthy) as other:
+        thread = Thread(target=other.serve_forever, args=(0.05,))
+        thread.start()
+        monkeypatch.setattr(processes, "free_port_range", lambda prefillers, workers: other.server_port)
+        try:
+            with pytest.raises(DemoFailed, match="did not come up: .*cannot listen"), emulated(1, 1, 8, [], tmp_path):
+                pytest.fail("it is another one's")
+        finally:
+            other.shutdown()
+            thread.join()
