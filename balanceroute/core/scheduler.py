@@ -305,12 +305,10 @@ class Scheduler:
         """
         tracker = self._find(request_id, PREFILLING)
         prefiller = tracker.prefiller
-        assert prefiller is not None
         self._learn_prefix(tracker, prompt_tokens, cached_tokens)
         self._end_prefill(tracker, now, done=True)
-        prefiller.pinned += 1
-        prefiller.pinned_tokens += prompt_tokens
-        tracker.prefiller = prefiller
+        tracker.prompt_tokens = prompt_tokens
+        self._pin(tracker, prefiller)
         self._pool(tracker, prompt_tokens, now, expected_remaining)
 
     def prefill_failed(self, request_id: str, now: float) -> None:
