@@ -44,7 +44,7 @@ def bounds(config: Config) -> SchedulerConfig:
         kv_usage_limit=config.prefill.kv_usage_limit,
         max_prefill_inflight=config.prefill.max_inflight,
         prefill_policy=config.prefill.policy,
-        decode_first=config.connector == "mooncake_layerwise",
+        decode_first=config.decode_first,
         overlap_requests=_overlap_requests(config),
         shared_barrier=any_waits(config.decode.barrier_group_of(worker) for worker in config.decode.workers),
     )
@@ -54,7 +54,7 @@ def _overlap_requests(config: Config) -> int | None:
     """m, or None where it is measured. A decode worker that asks for its prefill itself is sent nothing ahead."""
     if config.decode.overlap_requests != "auto":
         return config.decode.overlap_requests
-    return 0 if config.connector == "mooncake_layerwise" else None
+    return 0 if config.decode_first else None
 
 
 def any_waits(barrier_groups: Iterable[str]) -> bool:

@@ -752,6 +752,11 @@ class Config(Section):
     layerwise: Layerwise = Layerwise.model_validate({})
 
     @property
+    def decode_first(self) -> bool:
+        """Whether the decode worker is chosen before the prefill, and asks for it."""
+        return self.connector == "mooncake_layerwise"
+
+    @property
     def callback_url(self) -> str:
         """Base URL of the router as decode workers reach it (mooncake_layerwise); "" where it can't be known."""
         if self.layerwise.callback_url is not None:

@@ -41,7 +41,7 @@ def _routing_problems(config: "Config") -> Iterator[str]:
 
 
 def _layerwise_problems(config: "Config") -> Iterator[str]:
-    if config.connector == "mooncake_layerwise":
+    if config.decode_first:
         if not config.callback_url:
             yield (
                 f"listen = {config.listen.host}:{config.listen.port}: decode workers call the router back "
@@ -119,7 +119,7 @@ def _link_problems(config: "Config") -> Iterator[str]:
             yield f"{key} = {value!r}: accepted only with listen.relays, 1 or more"
         if config.tls.link_ca_file is None or config.tls.link_cert_file is None:
             yield f"{key} = {value!r}: needs tls.link_ca_file and tls.link_cert_file; the link is never plain TCP"
-        if config.connector == "mooncake_layerwise":
+        if config.decode_first:
             yield (
                 f"{key} = {value!r}: not accepted with connector mooncake_layerwise, whose callbacks reach the "
                 "relays of one machine alone"

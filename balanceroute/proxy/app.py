@@ -45,7 +45,7 @@ from balanceroute.proxy.reload import reload
 from balanceroute.proxy.services import Services
 from balanceroute.proxy.telemetry.instruments import StageClock
 from balanceroute.proxy.telemetry.metrics import Metrics
-from balanceroute.proxy.wire.connectors import connector_for
+from balanceroute.proxy.wire.connectors import Callbacks
 from balanceroute.proxy.wire.message_errors import MESSAGES_PATH, is_messages_path, message_refusal
 from balanceroute.proxy.workers.drainer import Drainer
 from balanceroute.proxy.workers.fleet import Fleet, FleetConfig
@@ -117,7 +117,7 @@ def create_app(
         pins = PinRecord(config.lifecycle.pins_file)
     dashboard = Dashboard(lambda: app.services)
     parts = operator_parts(lambda: app.services, dashboard, config)
-    if config.connector == "mooncake_layerwise":
+    if config.decode_first:
         parts.append(Metaserver(lambda: app.services))
 
     @asynccontextmanager
@@ -227,9 +227,8 @@ def build_services(
     fleet = Fleet(ledger, fleet_config(config, tls), metrics.forget_worker)
     for spec in worker_specs(config):
         fleet.connect(spec)
-    connector = connector_for(config)
-    tickets = Tickets(ledger, loop, connector.decode_first)
-    drainer = Drainer(fleet, tickets, metrics, connector, config.kv_pin_s)
+    tickets = Tickets(ledger, loop, config.decode_first)
+    drainer = Drainer(fleet, tickets, metrics, config.kv_pin_s)
     perimeter = perimeter or Perimeter(config)
     return Services(
         config=config,
@@ -238,7 +237,7 @@ def build_services(
         fleet=fleet,
         metrics=metrics,
         drainer=drainer,
-        connector=connector,
+        callbacks=Callbacks(config.callback_url),
         pins=pins,
         perimeter=perimeter,
         tls=tls,

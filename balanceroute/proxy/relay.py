@@ -65,7 +65,7 @@ from balanceroute.proxy.run_folder import CountsFile, RunFolder
 from balanceroute.proxy.server import ChildServer
 from balanceroute.proxy.telemetry.metrics import Metrics
 from balanceroute.proxy.telemetry.troubles import Trouble
-from balanceroute.proxy.wire.connectors import connector_for
+from balanceroute.proxy.wire.connectors import Callbacks
 from balanceroute.proxy.workers.connector_check import shortened
 from balanceroute.proxy.workers.drainer import Drainer
 from balanceroute.proxy.workers.pins import PinRecord
@@ -170,7 +170,7 @@ def create_relay_app(configured: Configured, folder: RunFolder, name: str, life:
     pins = None if config.kv_pin_s is None else _own_pins(folder.pins(name), again)
     closing: list[Callable[[], None]] = [to_brain.close]
     metaserver = None
-    if config.connector == "mooncake_layerwise":
+    if config.decode_first:
         metaserver = Metaserver(lambda: app.services, OtherRelays(name, folder.callbacks))
     callbacks = [] if metaserver is None else metaserver.routes()
     routes = guarded_routes(
@@ -293,8 +293,7 @@ def build_relay(
     counts_file = CountsFile(folder, name)
     metrics.carry_on(counts_file.last())
     fleet = RelayFleet(loop, fleet_config(config, tls), brain.report, metrics.forget_worker)
-    connector = connector_for(config, name)
-    tickets = Tickets(brain, loop, connector.decode_first)
+    tickets = Tickets(brain, loop, config.decode_first)
     brain.tickets = tickets.by_id
     perimeter.come_to_limits(loop.time())
     services = RelayServices(
@@ -302,8 +301,8 @@ def build_relay(
         tickets=tickets,
         fleet=fleet,
         metrics=metrics,
-        drainer=Drainer(fleet, tickets, metrics, connector, config.kv_pin_s),
-        connector=connector,
+        drainer=Drainer(fleet, tickets, metrics, config.kv_pin_s),
+        callbacks=Callbacks(config.callback_url, name),
         pins=pins,
         perimeter=perimeter,
         tls=tls,

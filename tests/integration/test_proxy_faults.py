@@ -9,8 +9,9 @@ from typing import Any
 import httpx
 import pytest
 
-from balanceroute.emulator import ClusterShape
+from balanceroute.emulator import ClusterShape, requests
 from balanceroute.emulator.connectors import Connector
+from balanceroute.emulator.requests import chat_prompt
 from balanceroute.engine.tokens import continuation, decode
 from balanceroute.proxy.wire.payloads import parse
 from balanceroute.proxy.workers.circuit import CircuitState
@@ -377,8 +378,8 @@ async def test_a_deadline_ends_a_request_whose_client_does_not_read() -> None:
 async def test_a_chat_is_not_started_over_by_an_engine_that_cannot_take_token_ids(
     connector: Connector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(requests, "chat_prompt", lambda body, params: chat_prompt(body, None))
     async with running(replace(PAIR, connector=connector), **QUICK) as router:
-        monkeypatch.setattr(router.app.services.connector, "resume_key", "a_key_that_no_engine_knows")
         await inject_everywhere(router, "d", "recompute", after_events=4)
         got = b""
         with pytest.raises(httpx.RemoteProtocolError):

@@ -299,7 +299,7 @@ class Exchange:
         head, services = self._head, self._services
         assert head is not None
         keyer = services.keyer
-        strategy: Callable[[Leg], Strategy] = Layerwise if services.connector.decode_first else Pull
+        strategy: Callable[[Leg], Strategy] = Layerwise if services.tickets.decode_first else Pull
         if request.scores_only:
             strategy = Scoring
         return Leg(

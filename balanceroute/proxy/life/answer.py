@@ -174,12 +174,7 @@ class Answer:
             return True
         self._cut_off = how.fidelity.name.lower()
         try:
-            self.request = resume(
-                self._original,
-                prompt_ids[: self.prompt_tokens],
-                scanner.ids,
-                resume_key=self._services.connector.resume_key,
-            )
+            self.request = resume(self._original, prompt_ids[: self.prompt_tokens], scanner.ids)
         except ValueError:
             return False
         return True

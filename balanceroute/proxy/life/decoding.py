@@ -24,7 +24,7 @@ from balanceroute.proxy.life.retries import event_error, status_error
 from balanceroute.proxy.life.streaming import stream_events
 from balanceroute.proxy.wire.answers import correct_answer
 from balanceroute.proxy.wire.bounds import ABORT, aborted
-from balanceroute.proxy.wire.payloads import ClientRequest
+from balanceroute.proxy.wire.payloads import ClientRequest, decode_body
 from balanceroute.proxy.wire.sse import DONE, StreamEnd
 from balanceroute.proxy.workers.fleet import Worker
 from balanceroute.proxy.workers.identity import check_id, foreign_reply, learn_id
@@ -54,7 +54,7 @@ async def decode(leg: Leg, worker: Worker, grace_s: float) -> bool:
     leg.enter(worker, "decode", now + first_bytes_s(services.config, answer.request), grace_s)
     tokens, answered = answer.scanner.tokens, False
     try:
-        body = services.connector.decode(answer.request, params)
+        body = decode_body(answer.request, params)
         leg.unspent = None
         leg.pulls_at, leg.sent_s, leg.pulled_late = worker, now, False
         if leg.pin is not None:

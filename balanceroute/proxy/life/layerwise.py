@@ -68,8 +68,7 @@ from balanceroute.proxy.life.prefilling import has_prefilled, result_of
 from balanceroute.proxy.life.pull import go_on
 from balanceroute.proxy.life.retries import pushes_back
 from balanceroute.proxy.telemetry.conditions import CONNECTOR
-from balanceroute.proxy.wire.connectors import LayerwiseConnector
-from balanceroute.proxy.wire.payloads import ClientRequest, PrefillResult
+from balanceroute.proxy.wire.payloads import ClientRequest, PrefillResult, push_body
 from balanceroute.proxy.workers.fleet import Worker
 
 log = logging.getLogger(__name__)
@@ -108,7 +107,7 @@ class PushFailed(BalanceRouteError):
 class Layerwise:
     """The strategy whose decode worker is chosen first; the prefill runs beside the decode, in a task of its own."""
 
-    __slots__ = ("_connector", "_leg", "_push", "_result", "_services", "_worker")
+    __slots__ = ("_leg", "_push", "_result", "_services", "_worker")
 
     first: ClassVar[Phase] = POOLED
     follows: ClassVar[Transitions] = {
@@ -117,9 +116,7 @@ class Layerwise:
     }
 
     def __init__(self, leg: Leg) -> None:
-        connector = leg.services.connector
-        assert isinstance(connector, LayerwiseConnector)
-        self._leg, self._services, self._connector = leg, leg.services, connector
+        self._leg, self._services = leg, leg.services
         self._worker: Worker
         self._push: asyncio.Task[None] | None = None
         answer = leg.answer
@@ -164,16 +161,16 @@ class Layerwise:
             lost = None  # it keeps the frames that it came through, this one among them
 
     async def _attempt(self, worker: Worker) -> bool:
-        leg, connector = self._leg, self._connector
+        leg, callbacks = self._leg, self._services.callbacks
         leg.new_try()
         leg.kv_due = True
-        token = connector.new_token()
-        leg.unspent = connector.params(token)
+        token = callbacks.new_token()
+        leg.unspent = callbacks.params(token)
 
         def called_back(asked: bytes) -> None:
-            self._called_back(worker, connector.push(leg.answer.request, asked))
+            self._called_back(worker, push_body(leg.answer.request, asked))
 
-        connector.expect(token, external_id(leg.answer.request, leg.upstream_id), called_back)
+        callbacks.expect(token, external_id(leg.answer.request, leg.upstream_id), called_back)
         silence = None
         if worker.kv_connector is None:
             silence = self._services.loop.call_later(CALLBACK_S, self._never_asked, worker)
@@ -183,7 +180,7 @@ class Layerwise:
                 await self._last_word(self._push)
             return done
         finally:
-            connector.forget(token)
+            callbacks.forget(token)
             if silence is not None:
                 silence.cancel()
             leg.unspent = None
@@ -211,7 +208,7 @@ class Layerwise:
 
     def _called_back(self, worker: Worker, body: bytes) -> None:
         if worker.kv_connector is None:
-            worker.kv_connector = self._connector.name
+            worker.kv_connector = self._services.config.connector
             self._services.metrics.conditions.clear(CONNECTOR, worker.id)
         self._leg.try_deadline_s = math.inf  # from here on it is us whom the decode worker waits for
         worker.progress_s = self._services.tickets.now()

@@ -1,6 +1,6 @@
 """One try at a prefiller: the probe, which has it compute the prompt and keep the KV.
 
-The body is the connector's (`wire/connectors.py`). A client that goes meanwhile does not end it at once: see `leg.py`.
+A client that goes meanwhile does not end it at once: see `leg.py`.
 """
 
 import asyncio
@@ -11,7 +11,7 @@ from balanceroute.errors import ForeignReply, UpstreamError
 from balanceroute.proxy.life.errors import NothingPinned
 from balanceroute.proxy.life.leg import ERROR_LIMIT, REPLY_LIMIT, Leg, clear_frames
 from balanceroute.proxy.life.retries import status_error
-from balanceroute.proxy.wire.payloads import PrefillResult, parse_probe_reply, score_body
+from balanceroute.proxy.wire.payloads import PrefillResult, parse_probe_reply, probe_body, score_body
 from balanceroute.proxy.workers.connector_check import pinned_nothing
 from balanceroute.proxy.workers.fleet import Worker
 from balanceroute.proxy.workers.identity import check_id
@@ -62,14 +62,14 @@ async def probe(leg: Leg, worker: Worker) -> PrefillResult:
         reply = await worker.upstream.request(
             "POST",
             request.path,
-            score_body(request) if request.scores_only else services.connector.probe(request),
+            score_body(request) if request.scores_only else probe_body(request),
             worker.headers_of(leg.upstream_id, leg.headers),
             connect_timeout_s=limits.connect_timeout_s,
         )
         body = await reply.read(REPLY_LIMIT if reply.status == 200 else ERROR_LIMIT)
         result = result_of(leg, worker, reply, body)
         if result.kv_transfer_params is None and not request.scores_only:
-            pinned_nothing(worker, services.connector, services.metrics.conditions)
+            pinned_nothing(worker, services.config, services.metrics.conditions)
             raise NothingPinned("it returned no kv_transfer_params", worker=worker.id, tier="prefill")
         has_prefilled(leg, worker, result)
         return result

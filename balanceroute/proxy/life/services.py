@@ -12,7 +12,7 @@ from balanceroute.proxy.admission.prompt_estimates import PromptEstimates
 from balanceroute.proxy.admission.tickets import Tickets
 from balanceroute.proxy.life.suspicion import Suspicions
 from balanceroute.proxy.telemetry.metrics import Metrics
-from balanceroute.proxy.wire.connectors import Connector, connector_of
+from balanceroute.proxy.wire.connectors import Callbacks, connector_of
 from balanceroute.proxy.wire.prompt_blocks import PromptBlocks
 from balanceroute.proxy.workers.connector_check import note_connector, shortened
 from balanceroute.proxy.workers.drainer import Drainer
@@ -30,7 +30,7 @@ class LifeServices:
     fleet: Fleet
     metrics: Metrics
     drainer: Drainer
-    connector: Connector
+    callbacks: Callbacks  # none where prefill comes first
     pins: PinRecord | None = None  # where what prefillers keep for requests is taken down
     prompt_estimates: PromptEstimates = field(default_factory=PromptEstimates)
     prompt_blocks: PromptBlocks = field(default_factory=PromptBlocks)
@@ -80,6 +80,6 @@ class LifeServices:
 
     def note_connector(self, worker: Worker, connector: str | None) -> None:
         """As `check_connector`, of what the parameters have told."""
-        found = note_connector(worker, connector, self.connector, self.metrics.conditions)
+        found = note_connector(worker, connector, self.config, self.metrics.conditions)
         if found is not None:
             self.configure(shortened(self.config, [found]))

@@ -12,7 +12,7 @@ from starlette.routing import Route
 from balanceroute.proxy.client.asgi import REQUEST_ID
 from balanceroute.proxy.life.services import LifeServices
 from balanceroute.proxy.link.callbacks import EXPECTED, REFUSED, Elsewhere, Nowhere
-from balanceroute.proxy.wire.connectors import METASERVER_PATH, LayerwiseConnector
+from balanceroute.proxy.wire.connectors import METASERVER_PATH, Callbacks
 from balanceroute.proxy.wire.responses import error_body
 
 log = logging.getLogger(__name__)
@@ -59,13 +59,11 @@ class Metaserver:
     def answer(self, token: str, body: bytes | None) -> str:
         """Whether the token is expected in this process; with a body, what has become of the callback."""
         services = self._services()
-        connector = services.connector
-        assert isinstance(connector, LayerwiseConnector)
-        if not connector.expects(token):
+        if not services.callbacks.expects(token):
             return REFUSED
         if body is None:
             return EXPECTED
-        outcome = _take(connector, token, body)
+        outcome = _take(services.callbacks, token, body)
         services.metrics.callbacks.inc(outcome)
         return outcome
 
@@ -76,7 +74,7 @@ class Metaserver:
         return _error(REFUSED)
 
 
-def _take(connector: LayerwiseConnector, token: str, body: bytes) -> str:
+def _take(callbacks: Callbacks, token: str, body: bytes) -> str:
     try:
         asked = orjson.loads(body)
         known_as = asked["request_id"]
@@ -85,7 +83,7 @@ def _take(connector: LayerwiseConnector, token: str, body: bytes) -> str:
         params = orjson.dumps(asked)
     except (ValueError, KeyError, TypeError):
         return "malformed"
-    return connector.called_back(token, known_as, params)
+    return callbacks.called_back(token, known_as, params)
 
 
 def _error(outcome: str) -> Response:

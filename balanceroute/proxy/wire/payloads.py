@@ -58,9 +58,8 @@ PROBE_KV_PARAMS: Final[dict[str, Any]] = {
     "remote_port": None,
 }
 _PROBE_KV_PARAMS: Final = orjson.dumps(PROBE_KV_PARAMS)
-# vLLM >= 0.27 knows this key; a vllm-ascend with its recompute patch "_vllm_ascend_recompute_token_ids".
-RESUME_IDS_KEY: Final = "prompt_token_ids"
-ASCEND_RESUME_IDS_KEY: Final = "_vllm_ascend_recompute_token_ids"
+# of kv_transfer_params: vLLM >= 0.27 looks for the first, a vllm-ascend with its recompute patch for the second
+RESUME_IDS_KEYS: Final = (b"prompt_token_ids", b"_vllm_ascend_recompute_token_ids")
 
 MAX_DEPTH: Final = 250  # orjson reads 1024 levels and writes 254
 MIN_SEED: Final = -(2**63)  # vLLM's bounds of `seed`
@@ -135,7 +134,6 @@ class ClientRequest:
     prompt_wishes: PromptWishes | None
     scores_only: bool  # echo without an answer: a prefiller alone serves it
     resume_ids: bytes = field(repr=False)  # chat only: the ids to go on from, as a JSON list
-    resume_key: str
 
     # a dataclass' own `__init__` stays Python where this is compiled, and would be a tenth of reading a request
     def __init__(
@@ -161,7 +159,6 @@ class ClientRequest:
         prompt_wishes: PromptWishes | None = None,
         scores_only: bool = False,
         resume_ids: bytes = b"",
-        resume_key: str = RESUME_IDS_KEY,
     ) -> None:
         """The fields, in their order."""
         self.endpoint, self.rest, self.prompt_json, self.prompt_tokens = endpoint, rest, prompt_json, prompt_tokens
@@ -171,7 +168,7 @@ class ClientRequest:
         self.limit_field, self.limit, self.min_tokens = limit_field, limit, min_tokens
         self.model, self.priority, self.request_id = model, priority, request_id
         self.prompt_wishes, self.scores_only = prompt_wishes, scores_only
-        self.resume_ids, self.resume_key = resume_ids, resume_key
+        self.resume_ids = resume_ids
 
     @property
     def path(self) -> str:
@@ -358,19 +355,13 @@ def _prompts_of(request: ClientRequest) -> list[tuple[dict[str, Any], bytes, int
     return [(rest, request.prompt_json, request.prompt_tokens)]
 
 
-def resume(
-    request: ClientRequest,
-    prompt_ids: Sequence[int],
-    generated: Sequence[int],
-    *,
-    resume_key: str = RESUME_IDS_KEY,
-) -> ClientRequest:
+def resume(request: ClientRequest, prompt_ids: Sequence[int], generated: Sequence[int]) -> ClientRequest:
     """The request that goes on where a recomputed or lost one stopped.
 
     `prompt_ids` are the ids of the client's own prompt and `generated` every id that this request has
     generated so far, over all its lives; `request` is the client's original. Completions send all ids as
     the prompt; chat keeps the messages (tools and parsers need them) and hands the ids over in
-    `kv_transfer_params[resume_key]`.
+    `kv_transfer_params`.
 
     Raises: ValueError: nothing is left to generate; the caller ends the answer with "length" instead.
     """
@@ -400,7 +391,7 @@ def resume(
     )
     if request.endpoint == "completions":
         return replace(changed, prompt_json=ids)
-    return replace(changed, resume_ids=ids, resume_key=resume_key)
+    return replace(changed, resume_ids=ids)
 
 
 def cut_alike(request: ClientRequest, prompt_tokens: int | None) -> ClientRequest:
@@ -505,9 +496,7 @@ def _with_resume_ids(request: ClientRequest, kv_transfer_params: bytes) -> bytes
         return kv_transfer_params
     head = kv_transfer_params.rstrip()[:-1]
     comma = b"" if head.rstrip().endswith(b"{") else b","
-    # an engine looks for one of the two and passes the other by
-    keys = (RESUME_IDS_KEY, ASCEND_RESUME_IDS_KEY) if request.resume_key == RESUME_IDS_KEY else (request.resume_key,)
-    ids = b",".join(orjson.dumps(key) + b":" + request.resume_ids for key in keys)
+    ids = b",".join(b'"%b":%b' % (key, request.resume_ids) for key in RESUME_IDS_KEYS)
     return b"".join((head, comma, ids, b"}"))
 
 

@@ -12,7 +12,6 @@ from balanceroute.config import Config
 from balanceroute.config.values import KV_PIN_S
 from balanceroute.errors import BadUpstreamReply
 from balanceroute.proxy.telemetry.conditions import CONNECTOR, Conditions
-from balanceroute.proxy.wire.connectors import Connector
 from balanceroute.proxy.workers.fleet import Worker
 
 
@@ -22,27 +21,27 @@ class WrongConnector(BadUpstreamReply):
     retryable = False
 
 
-def note_connector(worker: Worker, found: str | None, named: Connector, conditions: Conditions) -> str | None:
+def note_connector(worker: Worker, found: str | None, config: Config, conditions: Conditions) -> str | None:
     """Take note of what the first parameters of a prefiller tell; returns its connector if that is not the named one.
 
     Args: found: None where they don't tell. Raises: WrongConnector.
     """
     worker.kv_connector = found or ""
-    if found is None or found == named.name:
+    if found is None or found == config.connector:
         conditions.clear(CONNECTOR, worker.id)
         return None
-    reason = f"its kv_transfer_params are of {found}, the configuration says {named.name}; set connector: {found}"
+    reason = f"its kv_transfer_params are of {found}, the configuration says {config.connector}; set connector: {found}"
     conditions.hold(CONNECTOR, worker.id, reason)
-    if named.decode_first:
+    if config.decode_first:
         worker.kv_connector = None  # the next one is refused too
         raise WrongConnector(reason, worker=worker.id, tier="prefill")
     return found
 
 
-def pinned_nothing(worker: Worker, named: Connector, conditions: Conditions) -> None:
+def pinned_nothing(worker: Worker, config: Config, conditions: Conditions) -> None:
     """A probe was answered without parameters; a prefiller that never gave any is none, or has another connector."""
     if worker.kv_connector is None:
-        reason = f"it returns no kv_transfer_params: it is no kv_producer, or its connector is not {named.name}"
+        reason = f"it returns no kv_transfer_params: it is no kv_producer, or its connector is not {config.connector}"
         conditions.hold(CONNECTOR, worker.id, reason)
 
 

@@ -23,8 +23,7 @@ from balanceroute.core.types import Role, WorkerState
 from balanceroute.errors import ConnectFailed, UpstreamError
 from balanceroute.proxy.admission.tickets import Tickets
 from balanceroute.proxy.telemetry.metrics import Metrics
-from balanceroute.proxy.wire.connectors import Connector
-from balanceroute.proxy.wire.payloads import ClientRequest
+from balanceroute.proxy.wire.payloads import ClientRequest, drain_body
 from balanceroute.proxy.workers.fleet import Fleet, Worker
 from balanceroute.proxy.workers.pins import Pin, stand_in
 
@@ -62,11 +61,8 @@ class Drain:
 class Drainer:
     """The queue of drains and the tasks that work on it; `pin_s` is the connector's own timeout."""
 
-    def __init__(
-        self, fleet: Fleet, tickets: Tickets, metrics: Metrics, connector: Connector, pin_s: float | None
-    ) -> None:
-        self._fleet, self._tickets, self._metrics = fleet, tickets, metrics
-        self._connector, self.pin_s = connector, pin_s
+    def __init__(self, fleet: Fleet, tickets: Tickets, metrics: Metrics, pin_s: float | None) -> None:
+        self._fleet, self._tickets, self._metrics, self.pin_s = fleet, tickets, metrics, pin_s
         self._queue: deque[Drain] = deque()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -201,7 +197,7 @@ class Drainer:
                 reply = await worker.upstream.request(
                     "POST",
                     job.request.path,
-                    self._connector.drain(job.request, job.kv_transfer_params),
+                    drain_body(job.request, job.kv_transfer_params),
                     worker.headers_of(f"{job.request_id}-drain", job.headers),
                     retry_stale=False,  # the worker may have pulled the KV before the connection broke
                 )

@@ -10,7 +10,7 @@ from balanceroute.errors import BadUpstreamReply, ConnectionLost, NotResumable, 
 from balanceroute.proxy.client.fanout import PartAnswer
 from balanceroute.proxy.life.answer import MAX_RESTARTS, Answer
 from balanceroute.proxy.life.layerwise import Layerwise
-from balanceroute.proxy.wire.payloads import PrefillResult
+from balanceroute.proxy.wire.payloads import PrefillResult, decode_body, probe_body
 from tests.unit.proxy.life.legs import PROMPT_IDS, Client, a_leg, a_request
 from tests.unit.proxy.virtual_time import a_config, a_router, in_virtual_time
 
@@ -45,10 +45,7 @@ def test_a_prompt_that_its_limit_cuts_is_cut_where_its_prefiller_has_cut_it() ->
 
     async def prefilled() -> None:
         answer = an_answer(Client(), truncate_prompt_tokens=-1)
-        for body in (
-            answer._services.connector.decode(answer.request, b"{}"),
-            answer._services.connector.probe(answer.request),
-        ):
+        for body in (decode_body(answer.request, b"{}"), probe_body(answer.request)):
             assert orjson.loads(body)["truncate_prompt_tokens"] == len(PROMPT_IDS)
         answer.check_prefill(next(iter(answer._services.fleet)), PREFILLED)  # it is the client's request all the same
 
@@ -73,9 +70,9 @@ def test_it_goes_on_from_prompt_and_tokens_so_far_with_what_is_left_of_its_limit
         answer = an_answer(Client())
         give(answer, *range(20, 24))
         assert answer.resume(PREFILLED, lost(), "d0")
-        asked = orjson.loads(answer._services.connector.probe(answer.request))
+        asked = orjson.loads(probe_body(answer.request))
         assert asked["prompt"] == [*PROMPT_IDS, 20, 21, 22, 23]
-        assert orjson.loads(answer._services.connector.decode(answer.request, b"{}"))["max_tokens"] == 6
+        assert orjson.loads(decode_body(answer.request, b"{}"))["max_tokens"] == 6
 
     in_virtual_time(cut_off)
 
@@ -189,7 +186,7 @@ def test_a_second_loss_goes_on_from_the_clients_prompt_and_not_from_what_was_pre
         again = PrefillResult(b"{}", len(PROMPT_IDS) + 1, None, [*PROMPT_IDS, 20])
         give(answer, 21)
         assert answer.resume(again, lost(), "d1")
-        assert orjson.loads(answer._services.connector.probe(answer.request))["prompt"] == [*PROMPT_IDS, 20, 21]
+        assert orjson.loads(probe_body(answer.request))["prompt"] == [*PROMPT_IDS, 20, 21]
 
     in_virtual_time(cut_off)
 

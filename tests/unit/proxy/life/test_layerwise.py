@@ -10,7 +10,6 @@ from balanceroute.core.types import Outcome
 from balanceroute.errors import BadUpstreamReply, ConnectionLost, InvariantError
 from balanceroute.proxy.life.layerwise import LAST_WORD_S, Layerwise
 from balanceroute.proxy.services import Services
-from balanceroute.proxy.wire.connectors import LayerwiseConnector
 from tests.unit.proxy.life.legs import (
     DONE,
     PROMPT_IDS,
@@ -35,13 +34,12 @@ class Asking(ScriptedUpstream):
 
     def __init__(self, services: Services, answer: Answer) -> None:
         super().__init__(answer)
-        assert isinstance(services.connector, LayerwiseConnector)
-        self._connector = services.connector
+        self._callbacks = services.callbacks
 
     async def request(self, method: str, path: str, body: bytes = b"", headers: bytes = b"", **options: Any) -> Any:
         token = orjson.loads(body)["kv_transfer_params"]["metaserver"].rpartition("/")[2]
         sent_id = headers.partition(b"x-request-id: ")[2].partition(b"\r\n")[0].decode()
-        assert self._connector.called_back(token, f"cmpl-{sent_id}-0", b'{"remote_host":"d0"}') == "accepted"
+        assert self._callbacks.called_back(token, f"cmpl-{sent_id}-0", b'{"remote_host":"d0"}') == "accepted"
         await let_pass(0.01)
         return await super().request(method, path, body, headers, **options)
 

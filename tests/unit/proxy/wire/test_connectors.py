@@ -1,26 +1,23 @@
-"""What differs between connectors: bodies, who is first, and who waits for which callback."""
+"""What parameters tell of their connector, and who waits for which callback."""
 
 import orjson
 import pytest
 
-from balanceroute.proxy.wire.connectors import LayerwiseConnector, PullConnector, connector_for, connector_of
-from balanceroute.proxy.wire.payloads import parse
+from balanceroute.proxy.wire.connectors import Callbacks, connector_of
+from balanceroute.proxy.wire.payloads import decode_body, drain_body, parse, probe_body, push_body
 from tests.unit.proxy.virtual_time import a_config
 
 REQUEST = parse("completions", orjson.dumps({"model": "m", "prompt": "one two", "max_tokens": 5, "stream": True}))
 
 
-@pytest.mark.parametrize(("name", "decode_first"), [("mooncake_v1", False), ("nixl", False)])
-def test_a_pulling_connector_probes_with_one_token_and_sends_its_parameters_on(name: str, decode_first: bool) -> None:
-    connector = PullConnector(name)
-    assert connector.decode_first is decode_first
-    probe = orjson.loads(connector.probe(REQUEST))
+def test_a_probe_asks_for_one_token_and_its_parameters_are_sent_on() -> None:
+    probe = orjson.loads(probe_body(REQUEST))
     assert probe["max_tokens"] == 1 and probe["stream"] is False
     assert probe["kv_transfer_params"]["do_remote_decode"] is True
     params = {"remote_engine_id": "e", "remote_block_ids": [1, 2], "a_key_of_tomorrow": {"x": [None]}}
-    decode = orjson.loads(connector.decode(REQUEST, orjson.dumps(params)))
+    decode = orjson.loads(decode_body(REQUEST, orjson.dumps(params)))
     assert decode["kv_transfer_params"] == params and decode["max_tokens"] == 5
-    drain = orjson.loads(connector.drain(REQUEST, orjson.dumps(params)))
+    drain = orjson.loads(drain_body(REQUEST, orjson.dumps(params)))
     assert drain["kv_transfer_params"] == params and drain["max_tokens"] == 1
 
 
@@ -38,31 +35,31 @@ def test_a_prefillers_parameters_tell_its_connector(params: dict[str, object], n
 
 
 def test_a_callback_is_taken_once_and_only_with_token_and_id_of_its_attempt() -> None:
-    connector, taken = LayerwiseConnector("http://router"), list[bytes]()
-    connector.expect("token", "cmpl-r-0", taken.append)
-    assert connector.expects("token") and not connector.expects("another")
-    assert connector.called_back("another", "cmpl-r-0", b"a") == "unknown"
-    assert connector.called_back("token", "cmpl-x-0", b"b") == "unknown"
-    assert connector.called_back("token", "cmpl-r-0", b"c") == "accepted"
-    assert connector.called_back("token", "cmpl-r-0", b"d") == "repeated"
-    connector.forget("token")
-    assert connector.called_back("token", "cmpl-r-0", b"e") == "unknown"
+    callbacks, taken = Callbacks("http://router"), list[bytes]()
+    callbacks.expect("token", "cmpl-r-0", taken.append)
+    assert callbacks.expects("token") and not callbacks.expects("another")
+    assert callbacks.called_back("another", "cmpl-r-0", b"a") == "unknown"
+    assert callbacks.called_back("token", "cmpl-x-0", b"b") == "unknown"
+    assert callbacks.called_back("token", "cmpl-r-0", b"c") == "accepted"
+    assert callbacks.called_back("token", "cmpl-r-0", b"d") == "repeated"
+    callbacks.forget("token")
+    assert callbacks.called_back("token", "cmpl-r-0", b"e") == "unknown"
     assert taken == [b"c"]
 
 
 def test_a_decode_worker_is_told_where_to_ask_with_its_own_token() -> None:
-    params = orjson.loads(LayerwiseConnector("http://router:8000").params("token"))
+    params = orjson.loads(Callbacks("http://router:8000").params("token"))
     assert params["metaserver"] == "http://router:8000/v1/metaserver/token"
     assert params["do_remote_prefill"] is True and params["do_remote_decode"] is False
 
 
 def test_what_a_decode_worker_says_of_its_blocks_goes_to_the_prefiller_with_one_token() -> None:
     asked = {"request_id": "cmpl-r-0", "do_remote_decode": True, "remote_block_ids": [[4]]}
-    push = orjson.loads(LayerwiseConnector("http://router").push(REQUEST, orjson.dumps(asked)))
+    push = orjson.loads(push_body(REQUEST, orjson.dumps(asked)))
     assert push["kv_transfer_params"] == asked and push["max_tokens"] == 1
 
 
 @pytest.mark.parametrize("name", ["mooncake_v1", "nixl", "mooncake_layerwise"])
-def test_a_configuration_has_its_connector(name: str) -> None:
-    connector = connector_for(a_config().model_copy(update={"connector": name}))
-    assert connector.name == name and connector.decode_first is (name == "mooncake_layerwise")
+def test_decode_workers_are_chosen_first_where_they_ask_for_their_prefill(name: str) -> None:
+    config = a_config().model_copy(update={"connector": name})
+    assert config.decode_first is (name == "mooncake_layerwise")

@@ -3,14 +3,19 @@
 import orjson
 import pytest
 
+from balanceroute.config import Config
 from balanceroute.proxy.telemetry.conditions import CONNECTOR, Conditions
-from balanceroute.proxy.wire.connectors import LayerwiseConnector, PullConnector, connector_of
+from balanceroute.proxy.wire.connectors import connector_of
 from balanceroute.proxy.workers.connector_check import WrongConnector, note_connector, pinned_nothing, shortened
 from balanceroute.proxy.workers.fleet import Worker
 from tests.unit.proxy.virtual_time import a_config, a_router, in_virtual_time
 
 OF_NIXL = orjson.dumps({"remote_engine_id": "e", "tp_size": 4})
 OF_NOBODY = orjson.dumps({"remote_engine_id": "e"})
+
+
+def named(connector: str) -> Config:
+    return a_config().model_copy(update={"connector": connector})
 
 
 def a_prefiller() -> tuple[Worker, Conditions]:
@@ -22,7 +27,7 @@ def test_the_named_connector_is_learned_and_its_condition_cleared() -> None:
     async def checked() -> None:
         worker, conditions = a_prefiller()
         conditions.hold(CONNECTOR, worker.id, "before")
-        assert note_connector(worker, connector_of(OF_NIXL), PullConnector("nixl"), conditions) is None
+        assert note_connector(worker, connector_of(OF_NIXL), named("nixl"), conditions) is None
         assert worker.kv_connector == "nixl" and conditions.reasons == []
 
     in_virtual_time(checked)
@@ -31,7 +36,7 @@ def test_the_named_connector_is_learned_and_its_condition_cleared() -> None:
 def test_another_pulling_connector_is_told_and_served_on() -> None:
     async def checked() -> None:
         worker, conditions = a_prefiller()
-        assert note_connector(worker, connector_of(OF_NIXL), PullConnector("mooncake_v1"), conditions) == "nixl"
+        assert note_connector(worker, connector_of(OF_NIXL), named("mooncake_v1"), conditions) == "nixl"
         assert any("connector: nixl" in reason for reason in conditions.reasons)
 
     in_virtual_time(checked)
@@ -42,7 +47,7 @@ def test_a_pulling_prefiller_is_refused_where_the_decode_worker_is_chosen_first(
         worker, conditions = a_prefiller()
         for _ in range(2):  # and the next one too
             with pytest.raises(WrongConnector):
-                note_connector(worker, connector_of(OF_NIXL), LayerwiseConnector("http://router"), conditions)
+                note_connector(worker, connector_of(OF_NIXL), named("mooncake_layerwise"), conditions)
 
     in_virtual_time(checked)
 
@@ -50,7 +55,7 @@ def test_a_pulling_prefiller_is_refused_where_the_decode_worker_is_chosen_first(
 def test_parameters_that_do_not_tell_change_nothing() -> None:
     async def checked() -> None:
         worker, conditions = a_prefiller()
-        assert note_connector(worker, connector_of(OF_NOBODY), PullConnector("mooncake_v1"), conditions) is None
+        assert note_connector(worker, connector_of(OF_NOBODY), named("mooncake_v1"), conditions) is None
         assert conditions.reasons == []
 
     in_virtual_time(checked)
@@ -59,10 +64,10 @@ def test_parameters_that_do_not_tell_change_nothing() -> None:
 def test_a_prefiller_that_never_pinned_anything_is_told_one_that_has_is_not() -> None:
     async def checked() -> None:
         worker, conditions = a_prefiller()
-        pinned_nothing(worker, PullConnector("nixl"), conditions)
+        pinned_nothing(worker, named("nixl"), conditions)
         assert any("kv_producer" in reason for reason in conditions.reasons)
-        note_connector(worker, connector_of(OF_NIXL), PullConnector("nixl"), conditions)
-        pinned_nothing(worker, PullConnector("nixl"), conditions)
+        note_connector(worker, connector_of(OF_NIXL), named("nixl"), conditions)
+        pinned_nothing(worker, named("nixl"), conditions)
         assert conditions.reasons == []
 
     in_virtual_time(checked)
