@@ -47,18 +47,9 @@ from balanceroute.core.view import (
     view_prefiller,
 )
 from balanceroute.journal import RecordingScheduler
-from balanceroute.proxy.admission.decider import Answer, Refusal, RefusalKind, Tell, refusal
+from balanceroute.proxy.admission.decider import Refusal, RefusalKind, Tell, refusal
 from balanceroute.proxy.admission.forecasts import Forecasts
 from balanceroute.proxy.telemetry.instruments import StageClock
-
-
-def _nobody(request_id: str, answer: Answer) -> None:
-    """Nobody is told yet."""
-
-
-def _nothing() -> None:
-    """No tokens are kept elsewhere."""
-
 
 MEMORY_STEPS: Final = 64  # a worker's KV memory is told anew where it differs by more than one of so many parts of it
 PER_STEP_TOKENS: Final = 0.05  # its tokens per step, where they differ by more
@@ -79,8 +70,8 @@ class Ledger:
         self.scheduler, self.loop, self.forecasts = scheduler, loop, forecasts
         self._stage_clock = stage_clock or StageClock()  # hears the policy's stages; told here when they begin
         self.now = loop.time
-        self.tell: Tell = _nobody
-        self.collect: Callable[[], None] = _nothing
+        self.tell: Tell = lambda request_id, answer: None
+        self.collect: Callable[[], None] = lambda: None
         self.adopts = False  # requests that others hold have yet to be told: no worker is known to be idle
         self.prefill_event = asyncio.Event()  # a queued request may now find a prefiller
         self.decision_due = asyncio.Event()  # the pool or what may take from it has changed since the last decision

@@ -163,10 +163,6 @@ class Suspect:
         return [loss.worker for loss in self.midway + self.all_losses]
 
 
-def _nobody_else(losses: list[Loss]) -> None:
-    """There is one process."""
-
-
 class Suspicions:
     """All requests of a router that have lost a worker before their first token."""
 
@@ -174,7 +170,7 @@ class Suspicions:
         """Nobody is suspected."""
         self._losses: dict[str, Loss] = {}  # the last one of each worker
         self._alone: dict[str, tuple[Suspect, asyncio.Event]] = {}  # who is alone with a worker, and when that ends
-        self.on_explained: Callable[[list[Loss]], None] = _nobody_else
+        self.on_explained: Callable[[list[Loss]], None] = lambda losses: None
 
     def lost(self, suspect: Suspect, worker_id: str, now: float) -> bool:
         """The worker died under this request before its first token; returns whether the request is given up.

@@ -111,14 +111,14 @@ class RemoteBrain:
         self._loop, self._reach, self._relay, self._on_void = loop, reach, relay, on_void
         self.bounds = bounds
         self.soon_s, self.silent_s, self.frozen_s = SOON_S, SILENT_S, FROZEN_S
-        self.tell: Tell = _nobody
-        self.collect: Callable[[], None] = _nothing
-        self.on_workers: Callable[[Workers, bool], None] = _unheard_workers  # True: these are all
-        self.on_silent: Callable[[Silent], None] = _unheard_silence
-        self.on_keys: Callable[[KeysElsewhere], None] = _unheard_keys
-        self.on_explained: Callable[[Explained], None] = _unheard_explanation
-        self.on_salt: Callable[[bytes | None], None] = _unheard_salt
-        self.on_joined: Callable[[], None] = _nothing
+        self.tell: Tell = lambda request_id, answer: None
+        self.collect: Callable[[], None] = lambda: None
+        self.on_workers: Callable[[Workers, bool], None] = lambda message, whole: None  # `whole`: these are all
+        self.on_silent: Callable[[Silent], None] = lambda message: None
+        self.on_keys: Callable[[KeysElsewhere], None] = lambda message: None
+        self.on_explained: Callable[[Explained], None] = lambda message: None
+        self.on_salt: Callable[[bytes | None], None] = lambda salt: None
+        self.on_joined: Callable[[], None] = lambda: None
         self.leaving = False  # new requests are refused here
         self.tickets: dict[str, Ticket] = {}  # `admission.Tickets.by_id`, set by whoever makes both
         self.epoch = 0
@@ -460,31 +460,3 @@ class RemoteBrain:
         if isinstance(answer, Refusal):
             self._leave(request_id)
         self.tell(request_id, answer)
-
-
-def _nobody(request_id: str, answer: Answer) -> None:
-    """Nobody is told yet."""
-
-
-def _unheard_workers(message: Workers, whole: bool) -> None:
-    """Nobody has workers here."""
-
-
-def _unheard_silence(message: Silent) -> None:
-    """Nobody has workers here."""
-
-
-def _unheard_explanation(message: Explained) -> None:
-    """Nobody has lost workers here."""
-
-
-def _unheard_keys(message: KeysElsewhere) -> None:
-    """Nobody has keys here."""
-
-
-def _unheard_salt(salt: bytes | None) -> None:
-    """Nobody makes keys here."""
-
-
-def _nothing() -> None:
-    """No tokens are kept elsewhere."""

@@ -8,10 +8,6 @@ from balanceroute.proxy.admission.ledger import Ledger
 from balanceroute.proxy.client.services import ClientServices
 
 
-def _nothing() -> None:
-    """There is no other brain."""
-
-
 @dataclass(slots=True, eq=False, kw_only=True)
 class OperatorServices(ClientServices):
     """In the process that holds the ledger.
@@ -22,5 +18,5 @@ class OperatorServices(ClientServices):
     """
 
     ledger: Ledger
-    keep_changes: Callable[[], None] = _nothing
+    keep_changes: Callable[[], None] = lambda: None
     changing: asyncio.Lock = field(default_factory=asyncio.Lock)

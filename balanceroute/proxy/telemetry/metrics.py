@@ -166,9 +166,9 @@ class Metrics(Collector):
         self._forecasts: ForecastMetrics | None = None
         self._former_forecasts = ForecastCounts()
         self._former_prefills = {family.name: family for family in prefiller_counters(())}
-        self.beside: Callable[[], Iterable[bytes]] = _nobody
-        self.before_page: Callable[[], None] = _no_need
-        self.catch_up: Callable[[], None] = _no_need
+        self.beside: Callable[[], Iterable[bytes]] = lambda: ()
+        self.before_page: Callable[[], None] = lambda: None
+        self.catch_up: Callable[[], None] = lambda: None
         self._unread = Trouble(log, "counts of another process are of no use")
         self._begin_at_zero()
         self.orphaned_kv = 0
@@ -356,15 +356,6 @@ def without_orphans(counts: bytes) -> bytes:
     if not isinstance(told, dict) or not {"counters", "histograms", "orphaned_kv"} <= told.keys():
         raise ValueError("these are no counts")
     return orjson.dumps(told | {"orphaned_kv": 0})
-
-
-def _nobody() -> Iterable[bytes]:
-    """No other process counts."""
-    return ()
-
-
-def _no_need() -> None:
-    """Nothing is to be done before a page is shown."""
 
 
 def _summed(family: Counts, others: list[dict[str, Any]]) -> Counts:

@@ -164,7 +164,7 @@ class Fleet:
         self._ledger, self._config, self.on_leave = ledger, config, on_leave
         self._loop: asyncio.AbstractEventLoop = ledger.loop
         self._workers: dict[str, Worker] = {}
-        self.on_change: Callable[[], None] = _nothing  # told when a worker, or its circuit, may have changed
+        self.on_change: Callable[[], None] = lambda: None  # told when a worker, or its circuit, may have changed
 
     def configure(self, config: Config) -> None:
         """Go by another configuration, with those as well that are here."""
@@ -308,7 +308,3 @@ class Fleet:
 
     def _tick(self, worker: Worker) -> None:
         worker.circuit.tick(self._loop.time())
-
-
-def _nothing() -> None:
-    """Nobody is told."""

@@ -22,7 +22,7 @@ class ReportedCircuit(Circuit):
     __slots__ = ("_doubtful", "_report", "_worker_id")
 
     def __init__(self, worker_id: str, report: Report) -> None:
-        super().__init__(CircuitConfig(), _nobody)
+        super().__init__(CircuitConfig(), lambda wake_in_s: None)  # nobody is told of changes
         self._worker_id, self._report = worker_id, report
         self._doubtful = False
 
@@ -148,7 +148,3 @@ class RelayFleet(Fleet):
 
 def _age(now: float, at_s: float) -> float | None:
     return None if at_s == -math.inf else now - at_s
-
-
-def _nobody(wake_in_s: float | None) -> None:
-    """Nobody is told of changes."""

@@ -25,8 +25,8 @@ class RelayReports:
         many client requests all relays have.
         """
         self._fleet, self._loop, self._frozen, self._under_way = fleet, loop, frozen, under_way
-        self.on_keys: Callable[[str, tuple[KeyUse, ...]], None] = _unheard_keys
-        self.on_connector: Callable[[Worker, str | None], None] = _unheard
+        self.on_keys: Callable[[str, tuple[KeyUse, ...]], None] = lambda relay, keys: None
+        self.on_connector: Callable[[Worker, str | None], None] = lambda worker, connector: None
         self.counts: dict[str, bytes] = {}  # of every relay, here or not: a sum must not fall while one is away
         self._said: dict[str, Activity] = {}
         self._uses: dict[str, dict[str, Use]] = {}  # by relay and worker
@@ -110,14 +110,6 @@ _ACTS: dict[Finding, Callable[[Circuit], None]] = {
     Finding.SUCCESS: Circuit.success,
     Finding.INCONCLUSIVE: Circuit.inconclusive,
 }
-
-
-def _unheard(worker: Worker, connector: str | None) -> None:
-    """Nobody wants to know."""
-
-
-def _unheard_keys(relay: str, keys: tuple[KeyUse, ...]) -> None:
-    """Nobody wants to know."""
 
 
 def _note(worker: Worker, use: Use, before: Use | None, now: float) -> None:
