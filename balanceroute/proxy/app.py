@@ -29,7 +29,7 @@ from balanceroute.proxy.client.head import Request
 from balanceroute.proxy.client.messages_exchange import MessagesExchange
 from balanceroute.proxy.client.response import Response
 from balanceroute.proxy.client.services import ClientServices
-from balanceroute.proxy.coroutines import after, start_refits, stop, supervised
+from balanceroute.proxy.coroutines import after, start_all, start_refits, stop
 from balanceroute.proxy.life.pool_reaper import PoolReaper
 from balanceroute.proxy.ops.admin import Admin, http_error, internal_error
 from balanceroute.proxy.ops.dashboard import SIGN_IN, Dashboard
@@ -296,8 +296,7 @@ def start(services: Services, recorder: Recorder, settled: asyncio.Event | None 
     }
     if services.pins is not None:
         coroutines["pins"] = services.pins.watch
-    for name, run in coroutines.items():
-        services.tasks[name] = services.loop.create_task(supervised(services, name, run), name=name)
+    start_all(services, coroutines)
     start_refits(services)
     if services.pins is not None:
         drain_left(services, services.pins.left)

@@ -23,7 +23,7 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from starlette.applications import Starlette
 
@@ -36,7 +36,7 @@ from balanceroute.proxy.app import HANDLERS, RouterApp, build_services, operator
 from balanceroute.proxy.changes import KeptChanges
 from balanceroute.proxy.client.services import ClientServices
 from balanceroute.proxy.configured import Configured
-from balanceroute.proxy.coroutines import stop, supervised
+from balanceroute.proxy.coroutines import start_all, stop
 from balanceroute.proxy.leader_counts import LeaderCounts
 from balanceroute.proxy.link.far import FarListener, FarMembers
 from balanceroute.proxy.link.files import is_gone
@@ -310,14 +310,13 @@ def _put_hub_in(app: BrainApp, relays: int) -> LeaderCounts:
 
 def _watch(app: BrainApp, counted: LeaderCounts, kept: KeptChanges) -> None:
     """Start what only a brain watches."""
-    services, loop = app.services, asyncio.get_running_loop()
+    services = app.services
     coroutines: dict[str, Callable[[], Awaitable[None]]] = {
         "lead": lambda: _keep_lead(app),
         "counts": counted.watch,
         "changes": lambda: kept.watch(services, lambda: app.read),
     }
-    for name, run in coroutines.items():
-        services.tasks[name] = loop.create_task(supervised(services, name, run), name=name)
+    start_all(services, coroutines)
 
 
 def _keep_what_is_shown(counted: LeaderCounts) -> None:
@@ -355,9 +354,7 @@ def _known(config: Config, again: bool) -> Config:
         if not again:
             raise
         log.warning("leading with the default policy until SIGHUP finds the other", extra={"error": str(error)})
-    routing = config.routing.model_dump(exclude_unset=True, exclude={"policy", "options"})
-    tree = {field: getattr(config, field) for field in config.model_fields_set}
-    return validate(tree | {"routing": routing})
+    return _with(config, routing=config.routing.model_dump(exclude_unset=True, exclude={"policy", "options"}))
 
 
 def _forecasts(config: Config, again: bool) -> tuple[Forecasts | None, bool]:
@@ -372,8 +369,11 @@ def _forecasts(config: Config, again: bool) -> tuple[Forecasts | None, bool]:
 
 
 def _without_predictor(config: Config) -> Config:
-    tree = {field: getattr(config, field) for field in config.model_fields_set}
-    return validate(tree | {"predictor": {"kind": "none"}})
+    return _with(config, predictor={"kind": "none"})
+
+
+def _with(config: Config, **sections: dict[str, Any]) -> Config:
+    return validate({field: getattr(config, field) for field in config.model_fields_set} | sections)
 
 
 def _tell_lack(error: ConfigError | InputError) -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import suppress
 from typing import Any, Final
 
@@ -27,6 +27,12 @@ def after(event: asyncio.Event | None, run: Callable[[], Awaitable[None]]) -> Ca
     return later
 
 
+def start_all(services: ClientServices, coroutines: Mapping[str, Callable[[], Awaitable[None]]]) -> None:
+    """Start these, by their names."""
+    for name, run in coroutines.items():
+        services.tasks[name] = services.loop.create_task(supervised(services, name, run), name=name)
+
+
 def start_refits(services: Services) -> None:
     """Keep the present predictor fresh, in place of the one before."""
     before = services.tasks.pop("refits", None)
@@ -34,8 +40,7 @@ def start_refits(services: Services) -> None:
         before.cancel()
     refits = services.ledger.refits()
     if refits is not None:
-        run = supervised(services, "refits", refits)
-        services.tasks["refits"] = services.loop.create_task(run, name="refits")
+        start_all(services, {"refits": refits})
 
 
 async def stop(services: Services) -> None:

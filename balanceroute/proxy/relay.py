@@ -47,7 +47,7 @@ from balanceroute.proxy.client.descriptors import most_clients
 from balanceroute.proxy.client.relay_loads import ACCEPTS, Load
 from balanceroute.proxy.client.services import ClientServices
 from balanceroute.proxy.configured import Configured
-from balanceroute.proxy.coroutines import stop_tasks, supervised
+from balanceroute.proxy.coroutines import start_all, stop_tasks
 from balanceroute.proxy.link.callbacks import CallbackListener, OtherRelays
 from balanceroute.proxy.link.messages import FAR
 from balanceroute.proxy.link.reach import FarReach, Reach, SocketReach
@@ -157,8 +157,7 @@ def create_relay_app(configured: Configured, folder: RunFolder, name: str, life:
                 await listener.serve()
                 closing.append(listener.close)
                 coroutines["callbacks"] = listener.watch
-            for task, run in coroutines.items():
-                services.tasks[task] = services.loop.create_task(supervised(services, task, run), name=task)
+            start_all(services, coroutines)
             yield
         finally:
             for close in closing:
