@@ -385,8 +385,7 @@ class Leg:
                     await retries.turn(worker)
                 if worker.state is UP:
                     return worker
-                retries.left_worker()
-                retries.left_tier()
+                retries.waits_anew()
                 ticket.put_back()
         finally:
             self.decode_wait_s += self.services.tickets.now() - waiting_since_s

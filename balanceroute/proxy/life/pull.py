@@ -93,8 +93,7 @@ class Pull:
         self._worker = await leg.admission()
         if not leg.services.drainer.too_old(leg.pinned_s):
             return ADMITTED
-        leg.retries.left_worker()
-        leg.retries.left_tier()
+        leg.retries.waits_anew()
         leg.ticket.requeue()
         leg.free_kv()
         return KV_AGED
@@ -132,8 +131,7 @@ async def go_on(leg: Leg, result: PrefillResult, lost: UpstreamError | None, why
 
     Raises: UpstreamError: the answer can't go on.
     """
-    leg.retries.left_worker()
-    leg.retries.left_tier()
+    leg.retries.waits_anew()
     broken = await ids_of_a_broken_character(leg)
     if not leg.answer.resume(result, lost, leg.decoder_id, broken):
         await leg.answer.end_by_length()

@@ -237,8 +237,9 @@ class Retries:
         if self._suspect is not None:
             self._services.suspicions.end_turn(self._suspect)
 
-    def left_tier(self) -> None:
-        """It waits for a decode worker anew: another choice of the same request may go."""
+    def waits_anew(self) -> None:
+        """It has left its decode worker and waits for another: so may go another choice of the same request."""
+        self.left_worker()
         if self._choices is not None:
             self._choices.back(self)
 
