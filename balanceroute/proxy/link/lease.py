@@ -158,12 +158,13 @@ class LeaseLead:
     def _next_epoch(self) -> int:
         return max(self.epoch + 1, self._local.epoch)  # the file counts as well
 
-    def _held(self, epoch: int) -> LeaseSpec:
+    def _held(self, epoch: int, since: str | None = None) -> LeaseSpec:
+        """Ours, as of now; `since`: when it was acquired, where that was before."""
         now = _now()
         return LeaseSpec(
             holder_identity=self._holder,
             lease_duration_seconds=self._duration_s,
-            acquire_time=now,
+            acquire_time=since or now,
             renew_time=now,
             lease_transitions=epoch,
         )
@@ -195,10 +196,10 @@ class LeaseLead:
         """The Lease with a later time, or as it was where that can't be told; None: it is not ours any more."""
         asked_s = self._clock()
         try:
-            renewed = self._api.replace(held, self._still_held(held))
+            renewed = self._api.replace(held, self._held(self.epoch, held.spec.acquire_time))
             if renewed is None and (held_by_now := self._reread()) is not None:
                 asked_s = self._clock()
-                renewed = self._api.replace(held_by_now, self._still_held(held_by_now))
+                renewed = self._api.replace(held_by_now, self._held(self.epoch, held_by_now.spec.acquire_time))
         except LeaseError as error:
             self._warn(error)
             return held
@@ -215,15 +216,6 @@ class LeaseLead:
         spec = found.spec
         ours = spec.holder_identity == self._holder and spec.lease_transitions == self.epoch
         return found if ours else None
-
-    def _still_held(self, held: Lease) -> LeaseSpec:
-        return LeaseSpec(
-            holder_identity=self._holder,
-            lease_duration_seconds=self._duration_s,
-            acquire_time=held.spec.acquire_time,
-            renew_time=_now(),
-            lease_transitions=self.epoch,
-        )
 
     def _give_up(self, held: Lease) -> None:
         """Have nobody hold it; the number stays. Who can't do so lets it run out."""
