@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 
@@ -71,48 +71,6 @@ class Past:
         ]
 
 
-class Forecasts(Protocol):
-    """Expected remaining steps, clipped to [0, H], for requests of one router."""
-
-    def key(self, prompt: bytes, header: str) -> str:
-        """The predictor's key of a prompt (its JSON) or of the configured header; "" where it uses none."""
-        ...
-
-    @property
-    def salt(self) -> bytes | None:
-        """Of the keys; None where it uses none."""
-        ...
-
-    def initial(self, tracker: RequestTracker, prompt_tokens: int) -> float | None:
-        """c-hat of a request that was just prefilled, with this prompt; None where nothing is predicted."""
-        ...
-
-    def renew(self, scheduler: Scheduler) -> None:
-        """Tell the scheduler c-hat of the requests for which it is due."""
-        ...
-
-    def finished(self, tracker: RequestTracker, reason: str) -> None:
-        """A request leaves, for `reason`: the engine's word, or the router's outcome."""
-        ...
-
-    def runner(self, snapshot: ClusterSnapshot) -> Callable[[], Awaitable[None]] | None:
-        """What keeps the predictor fresh beside the loop, if anything."""
-        ...
-
-    @property
-    def metrics(self) -> ForecastMetrics:
-        """The series of a metrics page."""
-        ...
-
-    def past(self) -> "Past":
-        """What the predictor that takes over starts from."""
-        ...
-
-    def close(self) -> None:
-        """Write what is to be kept."""
-        ...
-
-
 class Keys:
     """The keys of prompts that one history knows, wherever they are made."""
 
@@ -126,8 +84,10 @@ class Keys:
         return self._keyer.of_header(header) if self._by_header and header else self._keyer.of_json(prompt)
 
 
-class HistoryOnly:
-    """No predictor: what finishes is recorded for a later day."""
+class Forecasts:
+    """Expected remaining steps, clipped to [0, H], for requests of one router. Here without a predictor: what finishes
+    is recorded for a later day.
+    """
 
     def __init__(self, config: Config, past: Past | None = None) -> None:
         chosen = config.predictor
@@ -139,7 +99,7 @@ class HistoryOnly:
         self._metrics = ForecastMetrics(self.history)
 
     def key(self, prompt: bytes, header: str) -> str:
-        """See `Keys`; "" where no keys are used."""
+        """The key of a prompt (its JSON) or of the configured header: see `Keys`; "" where none are used."""
         return "" if self._keys is None else self._keys.key(prompt, header)
 
     @property
@@ -148,23 +108,23 @@ class HistoryOnly:
         return None if self._keys is None else self._keys.salt
 
     def initial(self, tracker: RequestTracker, prompt_tokens: int) -> float | None:
-        """Nothing is predicted."""
+        """c-hat of a request that waits for its admission, with this prompt; None: nothing is predicted."""
         return None
 
     def renew(self, scheduler: Scheduler) -> None:
-        """Nothing is due, ever."""
+        """Tell the scheduler c-hat of the requests for which it is due: of none."""
 
     def finished(self, tracker: RequestTracker, reason: str) -> None:
-        """Record a request that has generated something."""
+        """A request leaves, for `reason`: the engine's word, or the router's outcome. Record one that has generated."""
         if tracker.age_tokens:
             self.history.add(finished_row(tracker, reason, time.time()))
 
     def runner(self, snapshot: ClusterSnapshot) -> Callable[[], Awaitable[None]] | None:
-        """Nothing to keep fresh."""
+        """What keeps the predictor fresh beside the loop, if anything."""
         return None
 
     def past(self) -> Past:
-        """Nothing but the salt: rows are in the file, if anywhere."""
+        """What the predictor that takes over starts from: the salt alone, as rows are in the file, if anywhere."""
         return Past(self.history.salt, None)
 
     @property
@@ -177,7 +137,7 @@ class HistoryOnly:
         self.history.close()
 
 
-class LiveForecasts(HistoryOnly):
+class LiveForecasts(Forecasts):
     """A predictor with its history."""
 
     def __init__(self, config: Config, past: Past | None = None) -> None:
@@ -218,7 +178,7 @@ class LiveForecasts(HistoryOnly):
         self._metrics = ForecastMetrics(self.history, self.forecaster)
 
     def initial(self, tracker: RequestTracker, prompt_tokens: int) -> float | None:
-        """c-hat of a request that waits for its admission."""
+        """See `Forecasts`."""
         try:
             expected = self.forecaster.initial(
                 prompt_tokens - tracker.earlier_tokens,
@@ -363,4 +323,4 @@ def build_forecasts(config: Config, past: Past | None = None) -> Forecasts | Non
     """
     if predicts(config):
         return LiveForecasts(config, past)
-    return HistoryOnly(config, past) if config.predictor.history is not None else None
+    return Forecasts(config, past) if config.predictor.history is not None else None

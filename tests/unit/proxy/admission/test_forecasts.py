@@ -18,7 +18,7 @@ from balanceroute.core.types import Outcome, RequestSpec, Role, WorkerSpec
 from balanceroute.errors import ConfigError, InputError
 from balanceroute.prediction import FinishedRequest, History, LearnedPredictor, Model, TwoStage, save_model
 from balanceroute.prediction.history import read_rows
-from balanceroute.proxy.admission.forecasts import HistoryOnly, LiveForecasts, build_forecasts
+from balanceroute.proxy.admission.forecasts import Forecasts, LiveForecasts, build_forecasts
 from balanceroute.proxy.admission.ledger import Ledger
 from balanceroute.proxy.admission.tickets import Tickets
 from tests.waiting import until
@@ -291,7 +291,7 @@ def test_without_a_predictor_a_wanted_history_is_recorded_all_the_same(policy: s
     assert build_forecasts(a_config(policy, kind=kind)) is None
     path = tmp_path / "history.sqlite3"
     forecasts = build_forecasts(a_config(policy, kind=kind, history=str(path)))
-    assert isinstance(forecasts, HistoryOnly) and not isinstance(forecasts, LiveForecasts)
+    assert isinstance(forecasts, Forecasts) and not isinstance(forecasts, LiveForecasts)
     scheduler = a_scheduler()
     decoding(scheduler, "r")
     scheduler.progress("r", 3, 0.0)
