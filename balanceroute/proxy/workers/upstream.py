@@ -46,7 +46,7 @@ import ssl
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import Final, Protocol, cast
+from typing import Final, Protocol, TypeVar, cast
 from urllib.parse import urlsplit
 
 import httptools
@@ -79,6 +79,7 @@ _PLAIN: Final = re.compile(
     re.IGNORECASE | re.ASCII,
 )
 _BODILESS: Final = frozenset(("GET", "HEAD", "DELETE"))
+_Error = TypeVar("_Error", bound=UpstreamError)
 
 
 class Sink(Protocol):
@@ -219,7 +220,7 @@ class Upstream:
                     await reply.head
             delivered = True
         except TimeoutError as exc:
-            raise UpstreamTimeout(f"no answer within {timeout_s:g} s", worker=self.worker, tier=self.tier) from exc
+            raise self.failure(UpstreamTimeout, f"no answer within {timeout_s:g} s") from exc
         finally:
             if not delivered:  # a head that comes in the moment of a cancellation reaches nobody
                 reply.abort()
@@ -304,9 +305,13 @@ class Upstream:
         )
         return connection
 
+    def failure(self, kind: type[_Error], text: str) -> _Error:
+        """An error that names the worker."""
+        return kind(text, worker=self.worker, tier=self.tier)
+
     def _unsent(self, kind: type[ConnectFailed], text: str) -> ConnectFailed:
         """A failure before the worker can have seen anything of the request."""
-        error = kind(text, worker=self.worker, tier=self.tier)
+        error = self.failure(kind, text)
         error.sent = False
         return error
 
@@ -376,6 +381,7 @@ class Reply:
         "_error",
         "_headers",
         "_lines",
+        "_owner",
         "_parts",
         "_parts_bytes",
         "_paused",
@@ -388,7 +394,8 @@ class Reply:
         "undelivered",
     )
 
-    def __init__(self, connection: "_Connection") -> None:
+    def __init__(self, owner: Upstream, connection: "_Connection") -> None:
+        self._owner = owner
         self.status = 0
         self._headers: list[tuple[bytes, bytes]] = []
         self._lines = b""  # headers that nobody has asked for yet
@@ -469,7 +476,7 @@ class Reply:
                 parts.append(chunk)
                 total += len(chunk)
                 if total > limit:
-                    raise self._failure(BadUpstreamReply, f"the body is longer than {limit} bytes")
+                    raise self._owner.failure(BadUpstreamReply, f"the body is longer than {limit} bytes")
         except BaseException:
             self.abort()
             raise
@@ -503,7 +510,7 @@ class Reply:
         if connection is not None:
             self._connection = None
             self._sink = None
-            self._finish(self._failure_of(connection, "the request was aborted by the router"))
+            self._finish(self._owner.failure(ConnectFailed, "the request was aborted by the router"))
             connection.give_up()
 
     def discard(self, grace_s: float) -> None:
@@ -528,8 +535,7 @@ class Reply:
         waiter = self._waiter
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
-        connection = self._connection
-        if connection is not None and not self._paused and self._parts_bytes > connection.high_water_bytes:
+        if not self._paused and self._parts_bytes > self._owner.high_water_bytes:
             self.pause()
 
     def _fill(self, lines: bytes, body: bytes) -> None:
@@ -572,16 +578,6 @@ class Reply:
         if self._paused:
             self.resume()
         return data
-
-    def _failure(self, kind: type[UpstreamError], text: str) -> UpstreamError:
-        connection = self._connection
-        if connection is None:
-            return kind(text, worker="", tier="")
-        return connection.failure(kind, text)
-
-    @staticmethod
-    def _failure_of(connection: "_Connection", text: str) -> UpstreamError:
-        return connection.failure(ConnectFailed, text)
 
 
 _NOTHING_READ: Final = ChunkReader(lambda data: None)  # of connections that are lost
@@ -639,15 +635,6 @@ class _Connection(asyncio.Protocol):
         """What of a request its worker has not taken; one that answers before may never take it."""
         return 0 if self._transport is None else self._transport.get_write_buffer_size()
 
-    @property
-    def high_water_bytes(self) -> int:
-        """Bytes of one reply above which its socket is not read."""
-        return self._owner.high_water_bytes
-
-    def failure(self, kind: type[UpstreamError], text: str) -> UpstreamError:
-        """An error that names this connection's worker."""
-        return kind(text, worker=self._owner.worker, tier=self._owner.tier)
-
     def send(self, message: bytes) -> Reply:
         """Write a request; its reply will fill the returned object."""
         assert self._transport is not None
@@ -656,7 +643,7 @@ class _Connection(asyncio.Protocol):
             self._parser = None
             self._silent_bytes, self._refused = 0, ""
             self._chunk_ended = self._over = False
-        reply = self.reply = Reply(self)
+        reply = self.reply = Reply(self._owner, self)
         self._reader.take = reply.keep
         self._transport.write(message)
         return reply
@@ -712,7 +699,7 @@ class _Connection(asyncio.Protocol):
             parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as exc:
             if not self._over:
-                self._fail(self.failure(BadUpstreamReply, self._refused or f"not HTTP: {exc}"))
+                self._fail(self._owner.failure(BadUpstreamReply, self._refused or f"not HTTP: {exc}"))
                 return
             self._keep_alive = False  # the answer is complete; what follows it belongs to no request
         buffered = self._buffered
@@ -726,7 +713,7 @@ class _Connection(asyncio.Protocol):
             if self._silent_bytes > MAX_HEAD_BYTES:
                 part = "body" if reply.started else "head"
                 text = f"more than {MAX_HEAD_BYTES} bytes of the reply's {part} say nothing"
-                self._fail(self.failure(BadUpstreamReply, text))
+                self._fail(self._owner.failure(BadUpstreamReply, text))
                 return
         if self.reply is reply:
             self._reader.between_chunks = self._chunk_ended and data.endswith(b"\r\n")
@@ -751,19 +738,14 @@ class _Connection(asyncio.Protocol):
         reply = self.reply
         if reply is None:
             return
+        how = f": {exc}" if exc else ""
+        error: UpstreamError | None = None
         if not reply.started:
-            how = f": {exc}" if exc else ""
-            error = self.failure(ConnectFailed, f"the connection closed before the reply{how}")
+            error = self._owner.failure(ConnectFailed, f"the connection closed before the reply{how}")
         elif self._framed:
-            how = f": {exc}" if exc else ""
-            error = self.failure(ConnectionLost, f"the connection closed inside the reply{how}")
+            error = self._owner.failure(ConnectionLost, f"the connection closed inside the reply{how}")
         elif exc is not None:
-            error = self.failure(ConnectionLost, f"the connection broke: {exc}")
-        else:
-            self._forget()
-            self._owner._release(self, reusable=False)
-            reply._finish(None)
-            return
+            error = self._owner.failure(ConnectionLost, f"the connection broke{how}")
         self._fail(error)
 
     def _complete(self, reply: Reply) -> None:
@@ -776,7 +758,8 @@ class _Connection(asyncio.Protocol):
         self._owner._release(self, reusable=reusable)
         reply._finish(None)
 
-    def _fail(self, error: UpstreamError) -> None:
+    def _fail(self, error: UpstreamError | None) -> None:
+        """The reply ends with this error, or by its close, and the connection with it."""
         reply = self.reply
         self._forget()
         self._buffered.clear()

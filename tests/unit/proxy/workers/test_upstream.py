@@ -509,12 +509,13 @@ def test_abort_closes_a_stream_at_once_and_is_idempotent(run: Run) -> None:
     run(test)
 
 
-def test_read_refuses_a_body_above_its_limit(run: Run) -> None:
+def test_read_refuses_a_body_above_its_limit_and_says_whose_it_is(run: Run) -> None:
     async def test() -> None:
         async with worker(answering(plain(b"x" * 1000))) as server:
-            upstream = Upstream(server.url)
-            with pytest.raises(BadUpstreamReply, match="longer than 999"):
+            upstream = Upstream(server.url, worker="p0", tier="prefill")
+            with pytest.raises(BadUpstreamReply, match="longer than 999") as refused:
                 await (await post(upstream)).read(999)
+            assert (refused.value.worker, refused.value.tier) == ("p0", "prefill")
             upstream.close()
 
     run(test)
