@@ -64,7 +64,6 @@ class StreamEnd(Enum):
 
 DONE: Final = StreamEnd.DONE
 
-
 TEXT, REASONING, TOOL_CALLS = "text", "reasoning", "tool_calls"  # what an event may carry, in this order
 _KIND_OF_DELTA: Final = {"reasoning": REASONING, "reasoning_content": REASONING, "tool_calls": TOOL_CALLS}
 
@@ -193,18 +192,14 @@ class EventScanner:
         """
         self._translation = None if translation is None else translation()
         self.matcher = EventMatcher(want_token_ids, self._translation is not None)
-        self.end: StreamEnd | None = None
         self.ids_exact = True
         self.prompt_ids: array[int] | None = None
-        self.error: bytes | None = None
         self.fault = ""
         self.echoed = False
         self._expected_id = self._request_id = ""
         self._ids_checked = False
-        self.finish_reason: str | None = None
         self.usage: dict[str, Any] | None = None
         self.fingerprint: str | None = None
-        self.begun = False
         self.public_id = public_id
         self.created = created
         self._want_ids = want_token_ids
@@ -217,21 +212,29 @@ class EventScanner:
         self._closing_events = closing_events
         self._max_event_bytes = max_event_bytes
         self._life = 0
-        self._base = 0  # tokens of earlier lives
-        self._ids_in_life = False
-        self._events_counted, self._exact_before = 0, True
+        self._exact_before = True
         self._role_sent = self._scored = False
+        self._prefix = prefix
+        self._kinds: set[str] = set()
+        self._last_kind: str | None = None  # of the last text that came in earlier lives
+        self._offset = 0  # characters of all tokens whose logprobs have come: where those of the next life begin
+        self._begin_life()
+
+    def _begin_life(self) -> None:
+        """Nothing has come of the next worker's stream."""
+        self.end: StreamEnd | None = None
+        self.error: bytes | None = None
+        self.finish_reason: str | None = None
+        self.begun = False
+        self._base = self.tokens  # of earlier lives
+        self._ids_in_life, self._events_counted = False, 0
         self._parts: list[bytes] = []  # of an event that has not ended
         self._parts_bytes = 0
         self._edge = b""  # the last byte of `_parts`, where a blank line may straddle
         self._after_cr = False  # what came last was a CR, and the LF that may follow belongs to it
-        self._prefix = prefix
-        self._kinds: set[str] = set()
         self._kind: str | None = None  # of the last text that came in this life
-        self._last_kind: str | None = None  # of the last text that came in earlier lives
         self._flushed: str | None = None
-        self._offset = 0  # characters of all tokens whose logprobs have come: where those of the next life begin
-        self._first_offset = 0
+        self._first_offset = self._offset
 
     def prefilled(self, prompt_tokens: int, prompt_details: dict[str, Any] | None) -> None:
         """The prefiller's word, where it comes when the decoder's stream is open already."""
@@ -284,19 +287,8 @@ class EventScanner:
             self.tokens = self.matcher.printed
             self.ids_exact = True
         self._last_kind = self._kind or self._last_kind
-        self._kind = self._flushed = None
-        self._first_offset = self._offset
-        self.end = None
-        self.error = None
-        self.finish_reason = None
-        self.begun = False
         self._life += 1
-        self._base = self.tokens
-        self._ids_in_life, self._events_counted = False, 0
-        self._parts.clear()
-        self._parts_bytes = 0
-        self._edge = b""
-        self._after_cr = False
+        self._begin_life()
         self.matcher.forget()
         self.matcher.between_events = True
         return dropped
@@ -574,16 +566,13 @@ class EventScanner:
     def _told(self, event: dict[str, Any], raw: bytes, changed: bool, blanked: int) -> bytes:
         """What the client gets for an event; `blanked` of its lists of ids are null by now."""
         if self._translation is not None:
-            return self._translated(event, self._translation)
+            self.matcher.forget()  # what a text stands in may have ended
+            return self._translation.event(event)
         if event.get("kv_transfer_params"):  # where in the cluster's memory the answer's KV is
             event["kv_transfer_params"], changed = None, True
         if changed:
             return _write(event, raw)
         return _blank_ids(event, raw, blanked) if blanked else raw
-
-    def _translated(self, event: dict[str, Any], translation: Translation) -> bytes:
-        self.matcher.forget()  # what a text stands in may have ended
-        return translation.event(event)
 
     def _take_ids(self, holder: dict[str, Any], name: str, *, prompt: bool = False) -> int:
         """Record a list of ids; null it in the event unless the client wants it. Returns lists nulled."""
@@ -666,19 +655,16 @@ class EventScanner:
 
     def _rewrite_usage(self, usage: dict[str, Any]) -> bool:
         """Make a usage that of the whole answer."""
-        changed = False
-        if self._life:
-            prompt_tokens = self._prompt_tokens
-            if prompt_tokens is None:
-                told = usage.get("prompt_tokens")
-                prompt_tokens = max(0, told - self._base) if _is_count(told) else 0
-            usage["prompt_tokens"] = prompt_tokens
-            usage["completion_tokens"] = self.tokens
-            usage["total_tokens"] = prompt_tokens + self.tokens
-            if self._base:  # a worker breaks down its own tokens only: too few of reasoning
-                usage.pop("completion_tokens_details", None)
-            changed = True
-        return changed
+        if not self._life:
+            return False
+        prompt_tokens = self._prompt_tokens
+        if prompt_tokens is None:
+            told = usage.get("prompt_tokens")
+            prompt_tokens = max(0, told - self._base) if _is_count(told) else 0
+        usage |= usage_of(prompt_tokens, self.tokens)
+        if self._base:  # a worker breaks down its own tokens only: too few of reasoning
+            usage.pop("completion_tokens_details", None)
+        return True
 
     def _rewrite_identity(self, event: dict[str, Any]) -> bool:
         """Keep `id` and `created` those of the answer's first event."""
