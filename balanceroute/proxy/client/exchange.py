@@ -309,7 +309,7 @@ class Exchange:
             outlet,
             head.forwarded,
             strategy,
-            prompt_key="" if keyer is None else keyer.key(request.prompt_key, head.key),
+            prompt_key="" if keyer is None else keyer.key(request.prompt_json, head.key),
             deadline_s=self._arrived_s + min(head.timeout_s, services.config.limits.request_timeout_s),
             scanner_options=self._scanner_options(request) if options is None else options,
             choices=choices,

@@ -108,9 +108,10 @@ class PromptWishes:
 class ClientRequest:
     """What one client asked for, parsed once; nobody changes one, `replace` makes others.
 
-    `prompt_json` is the prompt (completions) or the messages (chat) as JSON; `rest` is every other field
-    that may reach a worker. `limit` is what the client wrote into `limit_field`, both None if it set none.
-    `prompt_tokens` is exact for token ids, else an estimate of one token per 4 bytes of text.
+    `prompt_json` is the prompt (completions) or the messages (chat) as JSON, equal for equal prompts, whatever the
+    whitespace; the predictors hash it. `rest` is every other field that may reach a worker. `limit` is what the client
+    wrote into `limit_field`, both None if it set none. `prompt_tokens` is exact for token ids,
+    else an estimate of one token per 4 bytes of text.
     """
 
     endpoint: Endpoint
@@ -174,11 +175,6 @@ class ClientRequest:
     def path(self) -> str:
         """The route of the workers that serves this request."""
         return "/v1/completions" if self.endpoint == "completions" else "/v1/chat/completions"
-
-    @property
-    def prompt_key(self) -> bytes:
-        """Bytes that are equal for equal prompts, whatever the whitespace; the predictors hash them."""
-        return self.prompt_json
 
     @property
     def effective_limit(self) -> int | None:
@@ -295,7 +291,7 @@ def request_of(endpoint: Endpoint, data: dict[str, Any]) -> ClientRequest:
         include_usage=include_usage,
         continuous_usage=continuous,
         return_token_ids="return_token_ids" in data and boolean(data, "return_token_ids"),
-        n=_count(data) if "n" in data else 1,
+        n=(integer(data, "n", least=1) or 1) if "n" in data else 1,
         prompts=prompts,
         messages=messages,
         limit_field=limit_field,
@@ -666,11 +662,6 @@ def _followed(endpoint: Endpoint, limit: int | None) -> bool:
     if limit is None:
         return endpoint == "chat"
     return limit > FOLLOWED_ABOVE_TOKENS
-
-
-def _count(data: dict[str, Any]) -> int:
-    n = integer(data, "n", least=1)
-    return 1 if n is None else n
 
 
 def _clean(data: dict[str, Any]) -> None:

@@ -101,7 +101,7 @@ def test_images_do_not_count_as_text() -> None:
 def test_equal_prompts_have_equal_keys_whatever_their_whitespace_and_other_fields() -> None:
     one = payloads.parse("completions", b'{"prompt": [1, 2,3], "max_tokens": 3}')
     two = payloads.parse("completions", b'{"seed":1,"prompt":[1,2,3]}')
-    assert one.prompt_key == two.prompt_key
+    assert one.prompt_json == two.prompt_json
 
 
 @pytest.mark.parametrize(
