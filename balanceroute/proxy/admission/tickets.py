@@ -242,9 +242,8 @@ class Ticket:
 class Tickets:
     """All requests of one process, by id; asks `decider`, and is told its answers."""
 
-    def __init__(self, decider: Decider, loop: asyncio.AbstractEventLoop, decode_first: bool = False) -> None:
-        """`decode_first`: as in `SchedulerConfig`."""
-        self.decider, self.loop, self.decode_first = decider, loop, decode_first
+    def __init__(self, decider: Decider, loop: asyncio.AbstractEventLoop) -> None:
+        self.decider, self.loop, self.decode_first = decider, loop, decider.bounds.decode_first
         self.now = loop.time
         self.by_id: dict[str, Ticket] = {}
         self.behind: list[Ticket] = []  # those that may have unreported tokens; always this one list

@@ -16,7 +16,7 @@ def a_ledger(policy: str = "br_0", slots: int = 1, **config: float) -> tuple[Led
     scheduler.add_worker(WorkerSpec("p0", Role.PREFILL), 0.0)
     scheduler.add_worker(WorkerSpec("d0", Role.DECODE, slots=slots), 0.0)
     ledger = Ledger(scheduler, asyncio.get_running_loop())
-    return ledger, Tickets(ledger, ledger.loop, bounds.decode_first)
+    return ledger, Tickets(ledger, ledger.loop)
 
 
 async def turns(count: int = 5) -> None:
