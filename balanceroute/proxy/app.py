@@ -121,8 +121,7 @@ def create_app(
         parts.append(Metaserver(lambda: app.services))
 
     @asynccontextmanager
-    async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        assert isinstance(app, RouterApp)
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
         predictor = forecasts or build_forecasts(config)
         loop = asyncio.get_running_loop()
         try:
@@ -224,10 +223,10 @@ def build_services(
     if forecasts is not None:
         metrics.include(forecasts.metrics)
     tls = tls or Tls(config)
-    fleet = Fleet(ledger, fleet_config(config, tls), metrics.forget_worker)
+    fleet = Fleet(ledger, FleetConfig.of(config, tls.for_workers), metrics.forget_worker)
     for spec in worker_specs(config):
         fleet.connect(spec)
-    tickets = Tickets(ledger, loop, config.decode_first)
+    tickets = Tickets(ledger, loop)
     drainer = Drainer(fleet, tickets, metrics, config.kv_pin_s)
     perimeter = perimeter or Perimeter(config)
     return Services(
@@ -245,11 +244,6 @@ def build_services(
         keyer=forecasts,
         strict=strict,
     )
-
-
-def fleet_config(config: Config, tls: Tls) -> FleetConfig:
-    """How workers are connected to, and when one that fails rests."""
-    return FleetConfig.of(config, tls.for_workers)
 
 
 def health_monitor(services: Services) -> HealthMonitor:

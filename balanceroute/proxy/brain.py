@@ -246,8 +246,7 @@ def create_brain_app(configured: Configured, folder: RunFolder, lead: Lead, rela
         config = _without_predictor(config)
 
     @asynccontextmanager
-    async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        assert isinstance(app, BrainApp)
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
         loop, perimeter, tls = asyncio.get_running_loop(), configured.perimeter, configured.tls
         services = app.services = build_services(config, loop, forecasts, False, setup.journal, perimeter, tls)
         counted = _put_hub_in(app, relays)
@@ -416,6 +415,7 @@ async def _keep_lead(app: BrainApp) -> None:
 class BrainServer(ChildServer):
     """The server of the brain's process; it listens on a socket that is our user's alone."""
 
+    _app: BrainApp
     leaves = drains = lost = False
     on_up: Callable[[], None] = staticmethod(lambda: None)
     link: socket.socket | None = None
@@ -423,7 +423,6 @@ class BrainServer(ChildServer):
 
     def _begin_drain(self, services: ClientServices) -> None:
         super()._begin_drain(services)
-        assert isinstance(self._app, BrainApp)
         for listener in self.servers:
             if isinstance(listener, FarListener):
                 listener.close()
@@ -442,13 +441,11 @@ class BrainServer(ChildServer):
 
     def busy(self, services: ClientServices) -> bool:
         """Whether relays are here still, or live and may come, or something is left to drain."""
-        assert isinstance(self._app, BrainApp)
         hub = self._app.hub
         return not hub.settled.is_set() or bool(hub.near_members) or super().busy(services) or self._relays_live()
 
     def _relays_live(self) -> bool:
         """Whether a relay of this router lives; one that is no member stood still, or has lost its connection."""
-        assert isinstance(self._app, BrainApp)
         try:
             return not set(self.relays).isdisjoint(self._app.folder.living())
         except OSError:  # no descriptor is free, most likely
@@ -456,7 +453,7 @@ class BrainServer(ChildServer):
 
     async def listening(self) -> dict[str, object]:
         """Say where."""
-        assert isinstance(self._app, BrainApp) and self.config.uds is not None
+        assert self.config.uds is not None
         os.chmod(self.config.uds, 0o600)
         self._app.sockets = (self._app.folder.link, self._app.folder.operators)
         told: dict[str, object] = {"socket": self.config.uds, "pid": os.getpid(), "epoch": self._app.hub.epoch}
@@ -471,7 +468,6 @@ class BrainServer(ChildServer):
         app, address = self._app, self._router_config.listen.link
         if self.link is None:
             return {}
-        assert isinstance(app, BrainApp)
         loop, link = asyncio.get_running_loop(), self.link.dup()  # the parent's is for the next brain
         try:
             far = FarListener(loop, link, lambda: app.tls.link.brain, app.hub.connected, self.connected)

@@ -36,7 +36,6 @@ from balanceroute.proxy.app import (
     HANDLERS,
     ClientApp,
     drain_left,
-    fleet_config,
     guarded_routes,
     hot_routes,
     methods_served,
@@ -68,6 +67,7 @@ from balanceroute.proxy.telemetry.troubles import Trouble
 from balanceroute.proxy.wire.connectors import Callbacks
 from balanceroute.proxy.workers.connector_check import shortened
 from balanceroute.proxy.workers.drainer import Drainer
+from balanceroute.proxy.workers.fleet import FleetConfig
 from balanceroute.proxy.workers.pins import PinRecord
 from balanceroute.proxy.workers.relay_fleet import RelayFleet
 
@@ -140,8 +140,7 @@ def create_relay_app(configured: Configured, folder: RunFolder, name: str, life:
     config, tls = configured.config, configured.tls
 
     @asynccontextmanager
-    async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        assert isinstance(app, RelayApp)
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
         services = app.services = build_relay(configured, asyncio.get_running_loop(), folder, name, pins, reach)
         app.hot = hot_routes(services)
 
@@ -291,8 +290,8 @@ def build_relay(
     metrics = Metrics(lambda: NOBODY, config.routing.policy)
     counts_file = CountsFile(folder, name)
     metrics.carry_on(counts_file.last())
-    fleet = RelayFleet(loop, fleet_config(config, tls), brain.report, metrics.forget_worker)
-    tickets = Tickets(brain, loop, config.decode_first)
+    fleet = RelayFleet(loop, FleetConfig.of(config, tls.for_workers), brain.report, metrics.forget_worker)
+    tickets = Tickets(brain, loop)
     brain.tickets = tickets.by_id
     perimeter.come_to_limits(loop.time())
     services = RelayServices(
@@ -306,7 +305,6 @@ def build_relay(
         perimeter=perimeter,
         tls=tls,
         brain=brain,
-        following=fleet,
         folder=folder,
         name=name,
         counts_file=counts_file,
@@ -331,6 +329,7 @@ def reload_relay(services: RelayServices, new: Config, perimeter: Perimeter) -> 
 class RelayServer(ChildServer):
     """The server of a relay's process, on sockets that it shares with others."""
 
+    _app: RelayApp
     name = ""
     listeners: Sequence[socket.socket] = ()
     stays_until_another = False  # told to leave
@@ -372,7 +371,6 @@ class RelayServer(ChildServer):
 
         Who drains already refuses nothing by itself any more, and keeps its deadline.
         """
-        assert isinstance(self._app, RelayApp)
         if self._app.leaving:
             return
         self.load.put(ACCEPTS, 0)

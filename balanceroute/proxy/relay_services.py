@@ -32,10 +32,10 @@ UNKNOWN: Final = "The workers are not known yet, because no process decides for 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class RelayServices(ClientServices):
-    """Everything of a relay; `fleet` is a `RelayFleet`."""
+    """Everything of a relay."""
 
+    fleet: RelayFleet
     brain: RemoteBrain
-    following: RelayFleet
     folder: RunFolder
     name: str
     counts_file: CountsFile
@@ -67,9 +67,9 @@ class RelayServices(ClientServices):
 
     def name_workers(self, message: Workers, whole: bool) -> None:
         """The brain says which workers there are, or what has changed."""
-        self.following.follow(message, whole)
+        self.fleet.follow(message, whole)
         if whole:  # others may have left while this relay, or the brain, was not there
-            self.metrics.forget_workers_but([worker.id for worker in self.following])
+            self.metrics.forget_workers_but([worker.id for worker in self.fleet])
         self.known.set()
 
     def note_connector(self, worker: Worker, connector: str | None) -> None:
@@ -154,7 +154,7 @@ class RelayServices(ClientServices):
         """Tell a brain what goes on here. While nothing does, once is enough: no process wakes up for it."""
         if self.brain.member is None:
             return  # what keys have used since then is told to the next one
-        uses = self.following.uses(self.loop.time(), self.awaited())
+        uses = self.fleet.uses(self.loop.time(), self.awaited())
         keys = () if self.perimeter.keys is None else self.perimeter.keys.uses()
         activity = Activity(self.exchanges, self.drainer.pending, uses, keys)
         if uses or keys or activity != self.told:
