@@ -57,14 +57,12 @@ from balanceroute.proxy.life.leg import (
     ADMITTED,
     COMPLETE,
     CUT_OFF,
-    ERROR_LIMIT,
-    REPLY_LIMIT,
     Event,
     Leg,
     Transitions,
     clear_frames,
 )
-from balanceroute.proxy.life.prefilling import has_prefilled, result_of
+from balanceroute.proxy.life.prefilling import ask, has_prefilled
 from balanceroute.proxy.life.pull import go_on
 from balanceroute.proxy.life.retries import pushes_back
 from balanceroute.proxy.telemetry.conditions import CONNECTOR
@@ -289,22 +287,13 @@ class Layerwise:
             leg.ticket.push_failed()
 
     async def _ask_to_push(self, prefiller: Worker, body: bytes) -> PrefillResult:
-        leg, limits, request = self._leg, self._services.config.limits, self._leg.answer.request
-        patience_s = limits.first_byte_timeout_s.prefill
+        leg, patience_s = self._leg, self._services.config.limits.first_byte_timeout_s.prefill
         prefiller.take()
         prefiller.circuit.used()
         leg.retries.tries("prefill")
         try:
             async with asyncio.timeout(patience_s):
-                reply = await prefiller.upstream.request(
-                    "POST",
-                    request.path,
-                    body,
-                    prefiller.headers_of(leg.upstream_id, leg.headers),
-                    connect_timeout_s=limits.connect_timeout_s,
-                )
-                answer = await reply.read(REPLY_LIMIT if reply.status == 200 else ERROR_LIMIT)
-            result = result_of(leg, prefiller, reply, answer)
+                result = await ask(leg, prefiller, body)
             has_prefilled(leg, prefiller, result)
             return result
         except TimeoutError:

@@ -15,7 +15,6 @@ from balanceroute.proxy.wire.payloads import PrefillResult, parse_probe_reply, p
 from balanceroute.proxy.workers.connector_check import pinned_nothing
 from balanceroute.proxy.workers.fleet import Worker
 from balanceroute.proxy.workers.identity import check_id
-from balanceroute.proxy.workers.upstream import Reply
 
 # Hanging up costs (chance to hit the window) x (480 s of pinned KV), going on costs half of what the prefill takes:
 # with a window of 20 ms between engine and reply (a busy machine) both are equal for a prefill of 4.4 s.
@@ -55,19 +54,11 @@ async def try_probe(leg: Leg, worker: Worker) -> PrefillResult | None:
 async def probe(leg: Leg, worker: Worker) -> PrefillResult:
     """Ask the prefiller once. Raises: UpstreamError."""
     services, request = leg.services, leg.answer.request
-    limits, now = services.config.limits, services.tickets.now
     leg.new_try()
-    leg.enter(worker, "prefill", now() + limits.first_byte_timeout_s.prefill, PROBE_GRACE_S)
+    deadline_s = services.tickets.now() + services.config.limits.first_byte_timeout_s.prefill
+    leg.enter(worker, "prefill", deadline_s, PROBE_GRACE_S)
     try:
-        reply = await worker.upstream.request(
-            "POST",
-            request.path,
-            score_body(request) if request.scores_only else probe_body(request),
-            worker.headers_of(leg.upstream_id, leg.headers),
-            connect_timeout_s=limits.connect_timeout_s,
-        )
-        body = await reply.read(REPLY_LIMIT if reply.status == 200 else ERROR_LIMIT)
-        result = result_of(leg, worker, reply, body)
+        result = await ask(leg, worker, score_body(request) if request.scores_only else probe_body(request))
         if result.kv_transfer_params is None and not request.scores_only:
             pinned_nothing(worker, services.config, services.metrics.conditions)
             raise NothingPinned("it returned no kv_transfer_params", worker=worker.id, tier="prefill")
@@ -87,11 +78,15 @@ async def probe(leg: Leg, worker: Worker) -> PrefillResult:
         leg.leave(worker)
 
 
-def result_of(leg: Leg, worker: Worker, reply: Reply, body: bytes) -> PrefillResult:
-    """What a prefiller has answered. Raises: UpstreamError: an error, or no answer to this request."""
+async def ask(leg: Leg, worker: Worker, body: bytes) -> PrefillResult:
+    """What a prefiller answers to this body. Raises: UpstreamError: an error, or no answer to this request."""
+    request, upstream = leg.answer.request, worker.upstream
+    headers, connect_s = worker.headers_of(leg.upstream_id, leg.headers), leg.services.config.limits.connect_timeout_s
+    reply = await upstream.request("POST", request.path, body, headers, connect_timeout_s=connect_s)
+    answer = await reply.read(REPLY_LIMIT if reply.status == 200 else ERROR_LIMIT)
     if reply.status != 200:
-        raise status_error(reply, body, worker, "prefill")
-    result = parse_probe_reply(body, worker=worker.id, keep=leg.answer.request.prompt_wishes is not None)
+        raise status_error(reply, answer, worker, "prefill")
+    result = parse_probe_reply(answer, worker=worker.id, keep=request.prompt_wishes is not None)
     check_id(worker, "prefill", result.reply_id, leg.upstream_id)
     return result
 
