@@ -1,4 +1,4 @@
-"""Which addresses are this machine itself."""
+"""Which addresses are this machine itself, and how they are written in URLs."""
 
 import ipaddress
 
@@ -13,3 +13,8 @@ def is_loopback(host: str | None) -> bool:
         return False
     mapped = ip.ipv4_mapped if isinstance(ip, ipaddress.IPv6Address) else None
     return (mapped or ip).is_loopback
+
+
+def host_in_url(host: str) -> str:
+    """A host as it stands in a URL: an IPv6 address in brackets."""
+    return f"[{host}]" if ":" in host else host

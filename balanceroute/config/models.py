@@ -19,7 +19,7 @@ from pydantic import (
     model_validator,
 )
 
-from balanceroute.config.addresses import is_loopback
+from balanceroute.config.addresses import host_in_url, is_loopback
 from balanceroute.config.rules import broken_rules
 from balanceroute.config.urls import normalised_url, server_of
 from balanceroute.config.values import (
@@ -766,7 +766,7 @@ class Config(Section):
         if port == 0 or is_wildcard(host) or (elsewhere and is_loopback(host)):
             return ""
         scheme = "http" if self.tls.cert_file is None else "https"
-        return normalised_url(f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}")
+        return normalised_url(f"{scheme}://{host_in_url(host)}:{port}")
 
     @property
     def kv_pin_s(self) -> float | None:

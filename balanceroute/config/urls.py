@@ -9,6 +9,8 @@ import re
 from typing import Final
 from urllib.parse import urlsplit
 
+from balanceroute.config.addresses import host_in_url
+
 _ACCEPTED: Final = "accepted is http://HOST:PORT or https://HOST:PORT, an IPv6 HOST in brackets"
 _MAX_CHARACTERS: Final = 2048
 _SERVER: Final = re.compile(r"(?:\[(?P<address>[0-9a-f:.]+)\]|(?P<name>[a-z0-9_.-]{1,253}))(?::[0-9]*)?")
@@ -43,8 +45,7 @@ def normalised_url(text: str) -> str:
 def server_of(url: str) -> str:
     """HOST:PORT of a checked base URL plus its path, if any: the same for all workers of one server."""
     parts = urlsplit(url)
-    host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
-    return f"{host}:{parts.port or (443 if parts.scheme == 'https' else 80)}{parts.path}"
+    return f"{host_in_url(parts.hostname or '')}:{parts.port or (443 if parts.scheme == 'https' else 80)}{parts.path}"
 
 
 def _host(netloc: str) -> str:

@@ -17,6 +17,7 @@ import httpx
 import msgspec
 import orjson
 
+from balanceroute.config.addresses import host_in_url
 from balanceroute.errors import BalanceRouteError, ConfigError
 
 _KIND: Final = {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease"}
@@ -120,8 +121,7 @@ def lease_api(named: str, account: Path, environ: Mapping[str, str], timeout_s: 
         (account / "token").read_bytes(), (account / "ca.crt").read_bytes()
     except OSError as error:
         raise ConfigError(f"{problem} with a service account: {error.filename}: {error.strerror}") from None
-    url = f"https://[{host}]:{port}" if ":" in host else f"https://{host}:{port}"
-    return LeaseApi(url, namespace, name, account, timeout_s)
+    return LeaseApi(f"https://{host_in_url(host)}:{port}", namespace, name, account, timeout_s)
 
 
 def _lease(body: bytes) -> Lease:

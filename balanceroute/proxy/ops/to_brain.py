@@ -14,6 +14,7 @@ from typing import Final
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
+from balanceroute.config.addresses import host_in_url
 from balanceroute.errors import NoHealthyWorkers, UpstreamError, UpstreamTimeout
 from balanceroute.proxy.client.asgi import REQUEST_ID
 from balanceroute.proxy.ops.guard import error_response
@@ -54,8 +55,7 @@ def through_socket(path: str) -> Upstream:
 def to_machine(address: tuple[str, int], context: Callable[[], ssl.SSLContext]) -> Upstream:
     """Connections to a brain on another machine."""
     host, port = address
-    url = f"https://[{host}]:{port}" if ":" in host else f"https://{host}:{port}"
-    return Upstream(url, worker="brain", tier="brain", ssl_context=context)
+    return Upstream(f"https://{host_in_url(host)}:{port}", worker="brain", tier="brain", ssl_context=context)
 
 
 class ToBrain:

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from balanceroute.config import Config, KeyEntry, is_loopback, read_client_keys
+from balanceroute.config.addresses import host_in_url
 from balanceroute.errors import AccessDenied, ConfigError, InvalidRequest
 from balanceroute.proxy.perimeter.access import AdminGate
 from balanceroute.proxy.perimeter.key_table import Seat
@@ -110,8 +111,8 @@ def exposures(config: Config) -> Iterator[str]:
             "auth.client_keys"
         )
     if not is_loopback(listen.host):
-        host = f"[{listen.host}]" if ":" in listen.host else listen.host
-        yield f"whoever reaches {host}:{listen.port} may use the cluster: auth.client_keys is not set"
+        address = f"{host_in_url(listen.host)}:{listen.port}"
+        yield f"whoever reaches {address} may use the cluster: auth.client_keys is not set"
 
 
 def _entries(file: str) -> tuple[KeyEntry, ...]:
