@@ -44,40 +44,34 @@ class Successor:
 async def reload(services: Services, new: Config, perimeter: Perimeter | None = None) -> list[str]:
     """Switch to `new`; what may be long, keys and a history, is read beside the loop.
 
-    `perimeter`: of `new`, where its files, certificates included, have been read; None: they are read here. Raises: as
-    `apply`.
+    `perimeter`: of `new`, where its files, certificates included, have been read; None: they are read here. Raises:
+    ConfigError: it needs a restart, or a file that it names is wrong; InputError: a model file is; nothing changed.
     """
     check(services, new)
-    successor = None
     certificates = perimeter is None
     if perimeter is None:
         perimeter = await asyncio.to_thread(in_time, partial(Perimeter, new), "auth.client_keys", WITHIN_S)
-    before = services.forecasts
+    successor = None
     if asks_another_predictor(services.config, new):
-        past = None if before is None else before.past()
-        successor = Successor(await asyncio.to_thread(build_forecasts, new, past))
+        successor = Successor(await asyncio.to_thread(build_forecasts, new, past_of(services)))
     return apply(services, new, successor, perimeter, certificates)
 
 
+def past_of(services: Services) -> Past | None:
+    """What the predictor that takes over starts from."""
+    return None if services.forecasts is None else services.forecasts.past()
+
+
 def apply(
-    services: Services,
-    new: Config,
-    successor: Successor | None = None,
-    perimeter: Perimeter | None = None,
-    certificates: bool = True,
+    services: Services, new: Config, successor: Successor | None, perimeter: Perimeter, certificates: bool
 ) -> list[str]:
     """Switch to `new`; returns what changed, for the log.
 
-    `successor`: where the predictor changes; made here if it is not given. `perimeter`: of `new`, the same. Its
-    certificates are read with `certificates`. Raises: ConfigError: it needs a restart, or a file that it names is
-    wrong; InputError: a model file is; nothing changed.
+    `successor`: where the predictor changes. `perimeter`: of `new`. Its certificates are read with `certificates`.
+    Raises: ConfigError: it needs a restart, or a certificate is wrong; nothing changed.
     """
     try:
         check(services, new)
-        perimeter = perimeter or Perimeter(new)
-        if successor is None and asks_another_predictor(services.config, new):
-            past: Past | None = None if services.forecasts is None else services.forecasts.past()
-            successor = Successor(build_forecasts(new, past))
         if certificates:
             services.tls.reload(new)  # the last that may refuse
     except BaseException:

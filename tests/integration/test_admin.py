@@ -15,9 +15,10 @@ from balanceroute.errors import ConfigError
 from balanceroute.journal import rerun
 from balanceroute.proxy.app import create_app
 from balanceroute.proxy.perimeter.perimeter import Perimeter
-from balanceroute.proxy.reload import apply, reload
+from balanceroute.proxy.reload import reload
 from tests.integration.router import Router, configuration, patient, running, served
 from tests.integration.test_proxy_answers import completion
+from tests.unit.proxy.reloading import apply
 from tests.waiting import until
 
 pytestmark = pytest.mark.anyio

@@ -18,12 +18,12 @@ from balanceroute.emulator import ClusterShape
 from balanceroute.errors import ConfigError
 from balanceroute.proxy.ops.guard import guarded
 from balanceroute.proxy.perimeter.routes import ACCESS, Access, access_of
-from balanceroute.proxy.reload import apply
 from tests.integration.router import Router, running
 from tests.integration.test_proxy_answers import completion
 from tests.security.peers import PeerTransport
 from tests.unit.proxy.client.connections import Connection, a_request
 from tests.unit.proxy.perimeter.test_keys import entry
+from tests.unit.proxy.reloading import apply
 from tests.waiting import until
 
 pytestmark = pytest.mark.anyio

@@ -20,9 +20,9 @@ from balanceroute.proxy.admission.forecasts import LiveForecasts, build_forecast
 from balanceroute.proxy.app import build_services, health_monitor
 from balanceroute.proxy.ops.admin import state
 from balanceroute.proxy.ops.steering import with_policy
-from balanceroute.proxy.reload import apply
 from balanceroute.proxy.workers.circuit import CircuitState
 from balanceroute.proxy.workers.polling import Polling
+from tests.unit.proxy.reloading import apply
 from tests.unit.proxy.virtual_time import a_config, a_router, in_virtual_time, let_pass, script
 
 

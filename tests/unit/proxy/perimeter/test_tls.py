@@ -14,8 +14,8 @@ from balanceroute.config import Config
 from balanceroute.errors import ConfigError, ConnectFailed
 from balanceroute.proxy.app import build_services
 from balanceroute.proxy.perimeter.tls import Tls
-from balanceroute.proxy.reload import apply
 from balanceroute.proxy.workers.upstream import Upstream
+from tests.unit.proxy.reloading import apply
 from tests.unit.proxy.servers import plain, read_request, worker
 from tests.unit.proxy.virtual_time import a_config
 from tests.waiting import until

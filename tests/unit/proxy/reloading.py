@@ -1,0 +1,16 @@
+"""A reload without threads, for tests in virtual time."""
+
+from balanceroute.config import Config
+from balanceroute.proxy import reload
+from balanceroute.proxy.admission.forecasts import build_forecasts
+from balanceroute.proxy.perimeter.perimeter import Perimeter
+from balanceroute.proxy.services import Services
+
+
+def apply(services: Services, new: Config) -> list[str]:
+    """As `reload.reload`, which reads what may be long beside the loop."""
+    reload.check(services, new)
+    perimeter, successor = Perimeter(new), None
+    if reload.asks_another_predictor(services.config, new):
+        successor = reload.Successor(build_forecasts(new, reload.past_of(services)))
+    return reload.apply(services, new, successor, perimeter, certificates=True)
