@@ -234,23 +234,28 @@ class Leg:
                 self.outcome = EXPIRED
             raise error from None
         finally:
-            services.legs.discard(self)
-            self.count_tokens()
-            self.retries.close()
-            if self.outcome is FAILED or self.outcome is EXPIRED:
-                answer.fails(sys.exc_info()[1])
-            if self.outcome is FINISHED:
-                answer.goes_on()  # without another token
-                self.retries.clear_choices()  # on a failure the others are abandoned: none of them may go now
-            if not self.ticket.left:
-                self.ticket.finish(self.outcome, answer.scanner.finish_reason or "")
-            self.free_kv()
-            # Errors keep the frames that they came through, these keep the leg with its bodies, and the leg the errors:
-            # a ring that is freed only when all garbage is looked for, which may take very long.
-            self._task = None
-            if self._grace is not None:  # it would keep the leg for seconds
-                self._grace.cancel()
-            clear_frames(sys.exc_info()[1])
+            self._close(sys.exc_info()[1])
+
+    def _close(self, error: BaseException | None) -> None:
+        """Let go of all that it holds; `error`: what it ends with."""
+        answer = self.answer
+        self.services.legs.discard(self)
+        self.count_tokens()
+        self.retries.close()
+        if self.outcome is FAILED or self.outcome is EXPIRED:
+            answer.fails(error)
+        if self.outcome is FINISHED:
+            answer.goes_on()  # without another token
+            self.retries.clear_choices()  # on a failure the others are abandoned: none of them may go now
+        if not self.ticket.left:
+            self.ticket.finish(self.outcome, answer.scanner.finish_reason or "")
+        self.free_kv()
+        # Errors keep the frames that they came through, these keep the leg with its bodies, and the leg the errors:
+        # a ring that is freed only when all garbage is looked for, which may take very long.
+        self._task = None
+        if self._grace is not None:  # it would keep the leg for seconds
+            self._grace.cancel()
+        clear_frames(error)
 
     # -- what others may do to it
 
