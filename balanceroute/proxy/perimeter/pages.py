@@ -31,7 +31,6 @@ class Pages:
     def __init__(self, allowed: Iterable[str]) -> None:
         self._allowed = frozenset(origin.encode() for origin in allowed)
         self._any = b"*" in self._allowed
-
         self.some = bool(self._allowed)
 
     def check(self, headers: Headers) -> None:

@@ -375,19 +375,18 @@ def resume(request: ClientRequest, prompt_ids: Sequence[int], generated: Sequenc
     min_tokens = max(0, request.min_tokens - len(generated))
     if "min_tokens" in rest:
         rest["min_tokens"] = min_tokens
-    tokens = len(prompt_ids) + len(generated)
-    changed = replace(
+    completions = request.endpoint == "completions"
+    return replace(
         request,
         rest=rest,
         limit_field=limit_field,
         limit=left,
         min_tokens=min_tokens,
-        prompt_tokens=tokens,
+        prompt_tokens=len(prompt_ids) + len(generated),
         prompt_wishes=None,
+        prompt_json=ids if completions else request.prompt_json,
+        resume_ids=b"" if completions else ids,
     )
-    if request.endpoint == "completions":
-        return replace(changed, prompt_json=ids)
-    return replace(changed, resume_ids=ids)
 
 
 def cut_alike(request: ClientRequest, prompt_tokens: int | None) -> ClientRequest:

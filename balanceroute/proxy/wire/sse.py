@@ -1,5 +1,4 @@
-r"""One upstream SSE stream: bytes in, whatever the chunking; bytes for the client and an exact token count
-out.
+r"""One upstream SSE stream: bytes in, whatever the chunking; out come bytes for the client and an exact token count.
 
 Events end at a blank line. Lines may end with LF, CRLF or CR; clients get LF. Each event takes one of two ways:
 
