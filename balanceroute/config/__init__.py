@@ -5,7 +5,15 @@ from balanceroute.config.client_keys import KeyEntry, digest_of, new_key, read_c
 from balanceroute.config.describe import Setting, describe_settings, effective, effective_json, effective_yaml
 from balanceroute.config.documents import to_yaml
 from balanceroute.config.example_flags import from_example_flags, worker_url
-from balanceroute.config.loading import load, load_sections, parse_assignment, read_yaml, unused_variables, validate
+from balanceroute.config.loading import (
+    load,
+    load_sections,
+    parse_assignment,
+    read_yaml,
+    unused_variables,
+    validate,
+    with_sections,
+)
 from balanceroute.config.models import Config, DecodeWorker, PriorityBounds, Worker
 from balanceroute.config.urls import normalised_url, server_of
 from balanceroute.config.values import PolicyName
@@ -36,5 +44,6 @@ __all__ = [
     "to_yaml",
     "unused_variables",
     "validate",
+    "with_sections",
     "worker_url",
 ]

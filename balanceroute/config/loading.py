@@ -157,6 +157,11 @@ def validate(tree: Tree, origin: str = "", sources: Mapping[str, str] | None = N
     raise ConfigError(*problems)
 
 
+def with_sections(config: Config, **sections: object) -> Config:
+    """The configuration with these sections in place of its own. Raises: ConfigError: they do not go with the rest."""
+    return validate({name: getattr(config, name) for name in config.model_fields_set} | sections)
+
+
 def parse_assignment(text: str) -> tuple[str, object]:
     """Read `section.key=value` as the command line gives it into a key path and a value of the key's type."""
     key, sign, value = text.partition("=")

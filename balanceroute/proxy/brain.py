@@ -23,11 +23,11 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from starlette.applications import Starlette
 
-from balanceroute.config import Config, validate
+from balanceroute.config import Config, with_sections
 from balanceroute.config.patience import off_the_loop
 from balanceroute.errors import ConfigError, InputError, NoHealthyWorkers
 from balanceroute.plugins import learn_policy
@@ -353,7 +353,7 @@ def _known(config: Config, again: bool) -> Config:
         if not again:
             raise
         log.warning("leading with the default policy until SIGHUP finds the other", extra={"error": str(error)})
-    return _with(config, routing=config.routing.model_dump(exclude_unset=True, exclude={"policy", "options"}))
+    return with_sections(config, routing=config.routing.model_dump(exclude_unset=True, exclude={"policy", "options"}))
 
 
 def _forecasts(config: Config, again: bool) -> tuple[Forecasts | None, bool]:
@@ -368,11 +368,7 @@ def _forecasts(config: Config, again: bool) -> tuple[Forecasts | None, bool]:
 
 
 def _without_predictor(config: Config) -> Config:
-    return _with(config, predictor={"kind": "none"})
-
-
-def _with(config: Config, **sections: dict[str, Any]) -> Config:
-    return validate({field: getattr(config, field) for field in config.model_fields_set} | sections)
+    return with_sections(config, predictor={"kind": "none"})
 
 
 def _tell_lack(error: ConfigError | InputError) -> None:

@@ -7,7 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from balanceroute.config import Config, validate
+from balanceroute.config import Config, with_sections
 from balanceroute.core.knobs import Option
 from balanceroute.core.policies import POLICIES
 from balanceroute.errors import BalanceRouteError, ConfigError, InputError, InvalidRequest
@@ -74,7 +74,7 @@ def with_policy(config: Config, name: str, options: Mapping[str, Option] | None 
 
     Those of the present policy stay behind. Raises: ConfigError: the settings do not go with it.
     """
-    tree = {field: getattr(config, field) for field in config.model_fields_set}
-    if name != config.routing.policy:
-        tree["routing"] = config.routing.model_copy(update={"policy": name, "options": dict(options or {})})
-    return validate(tree)
+    if name == config.routing.policy:
+        return with_sections(config)
+    changed = config.routing.model_copy(update={"policy": name, "options": dict(options or {})})
+    return with_sections(config, routing=changed)
