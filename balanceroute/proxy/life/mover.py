@@ -112,30 +112,28 @@ class Mover:
         )
         if not free or not self._movable:
             return
-        stuck = {leg.id: leg for leg in self._legs if self._is_stuck(leg, now)}
-        found = [self._stuck(leg, now) for leg in stuck.values()]
-        for name in choose(found, free, config.retry.resume_after_silence_s):
-            worker = self._worker_of(stuck[name])
-            assert worker is not None
+        at = [(leg, worker) for leg in self._legs if (worker := self._worker_of(leg)) is not None]
+        stuck = {leg.id: (leg, worker, found) for leg, worker in at if (found := self._stuck(leg, worker, now))}
+        for name in choose([found for _, _, found in stuck.values()], free, config.retry.resume_after_silence_s):
+            leg, worker, _ = stuck[name]
             self._moving[name] = worker.id
             self._services.metrics.moves.inc(worker.spec.role.value)
             log.debug("request moved", extra={"request": name, "worker": worker.id})
-            stuck[name].move(worker.id, worker.spec.role.value)
+            leg.move(worker.id, worker.spec.role.value)
 
-    def _is_stuck(self, leg: Leg, now: float) -> bool:
-        worker = self._worker_of(leg)
-        if worker is None or leg.blocked_by_client or not leg.answer.may_move:
-            return False
+    def _stuck(self, leg: Leg, worker: Worker, now: float) -> Stuck | None:
+        """What may leave this worker; None: it has reason to stay."""
+        if leg.blocked_by_client or not leg.answer.may_move:
+            return None
+        since_s = -math.inf
         if self._is_frozen(worker):
-            return leg.late(now - self._services.config.health.group_wait_s)
-        since_s = self._out_since_s.get(worker.id)
-        return since_s is not None and now - since_s >= SETTLE_S and leg.last_token_s <= since_s
-
-    def _stuck(self, leg: Leg, now: float) -> Stuck:
-        worker = self._worker_of(leg)
-        assert worker is not None
-        waited_s = math.inf if self._is_frozen(worker) else now - self._out_since_s[worker.id]
-        return Stuck(leg.id, leg.streaming_from is not None, leg.ticket.order, waited_s)
+            if not leg.late(now - self._services.config.health.group_wait_s):
+                return None
+        else:
+            since_s = self._out_since_s.get(worker.id, math.inf)
+            if now - since_s < SETTLE_S or leg.last_token_s > since_s:
+                return None
+        return Stuck(leg.id, leg.streaming_from is not None, leg.ticket.order, now - since_s)
 
     def _is_moving(self, request_id: str, left: str) -> bool:
         """Whether it still needs its prefill: bound to the worker that it leaves, or waiting for a prefiller."""
