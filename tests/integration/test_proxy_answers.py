@@ -225,8 +225,32 @@ async def test_kv_of_a_request_that_left_the_pool_is_drained_through_a_decoder()
         await router.settled()
         assert router.app.services.metrics.drains.value("drained") == 1
         assert router.cluster.violations() == {}
-        assert any(head["x-request-id"].endswith("-drain") for head in seen)
         assert all(head["content-type"] == "application/json" for head in seen)  # vLLM refuses a body without
+
+
+async def test_a_drain_bears_the_id_that_the_prefiller_knows_its_kv_by() -> None:
+    """Before vllm-ascend 0.14 a decode worker names its own request to the prefiller whose KV it has pulled."""
+    shape = ClusterShape(prefillers=1, decoders=1, max_num_seqs=1, time_scale=0.1)
+    async with running(shape) as router:
+        snapshot = router.app.services.ledger.scheduler.snapshot
+        seen: list[dict[str, str]] = []
+        _watch_requests(router, seen)
+        await router.cluster.inject("d0", "stop_barrier")
+        first = asyncio.create_task(router.client.post("/v1/completions", json=completion()))  # noqa: TID251
+        await until(lambda: len(snapshot.workers[0].active) == 1)
+        await router.cluster.inject("p0", "null_params")  # its second try has another id than the client's request
+        second = asyncio.create_task(router.client.post("/v1/completions", json=completion()))  # noqa: TID251
+        await until(lambda: len(snapshot.pool) == 1)
+        second.cancel()
+        await asyncio.wait([second])
+        await router.cluster.inject("d0", "start_barrier")
+        assert (await first).status_code == 200
+        await router.settled()
+        assert router.app.services.metrics.drains.value("drained") == 1
+    ids = [head["x-request-id"] for head in seen]
+    (again,) = {name for name in ids if name.endswith("-2")}
+    assert ids.count(again) == 2  # its probe and its drain
+    assert len(set(ids)) == 3  # the other request's, and that of the first try
 
 
 @pytest.mark.parametrize(

@@ -418,7 +418,7 @@ class Leg:
         params, request, tokens = result.kv_transfer_params, self.answer.request, result.prompt_tokens
         if params is not None and tokens and request.prompt_json and not self.retries.has_losses:
             age_s = self.services.tickets.now() - self.pinned_s
-            self.pin = pins.pin(self.id, self.prefiller_id, params, tokens, request.model, age_s)
+            self.pin = pins.pin(self.upstream_id, self.prefiller_id, params, tokens, request.model, age_s)
 
     def refused(self, params: bytes) -> None:
         """The decode worker's engine has surely not seen the parameters that it was sent: their KV is still pinned."""
@@ -441,8 +441,8 @@ class Leg:
             if self.pin is not None:
                 self.pin.release()
         else:
-            drains = self.retries.drains
-            drainer.drain(Drain(self.id, self.answer.request, params, self.headers, self.pinned_s, drains, self.pin))
+            request, drains = self.answer.request, self.retries.drains
+            drainer.drain(Drain(self.upstream_id, request, params, self.headers, self.pinned_s, drains, self.pin))
 
 
 def clear_frames(error: BaseException | None) -> None:

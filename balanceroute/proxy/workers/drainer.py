@@ -47,7 +47,11 @@ class DrainGroup:
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """Pinned KV to be freed: whose, where, and the parameters that nobody has used."""
+    """Pinned KV to be freed: whose, where, and the parameters that nobody has used.
+
+    `request_id` is the X-Request-Id that its prefiller was sent. Before vllm-ascend 0.14 a decode worker names its own
+    request to the prefiller when it has pulled, so under another id the KV stays pinned.
+    """
 
     request_id: str
     request: ClientRequest
@@ -198,7 +202,7 @@ class Drainer:
                     "POST",
                     job.request.path,
                     drain_body(job.request, job.kv_transfer_params),
-                    worker.headers_of(f"{job.request_id}-drain", job.headers),
+                    worker.headers_of(job.request_id, job.headers),
                     retry_stale=False,  # the worker may have pulled the KV before the connection broke
                 )
                 await reply.read(_REPLY_LIMIT)
