@@ -514,6 +514,10 @@ class EventScanner:
         changed = carries = finishes = False
         cut: StreamEnd | None = None
         for choice in choices:
+            if self._tells_last_id_again(choice):
+                self.end = StreamEnd.RECOMPUTED
+                self._flushed = None if _kinds_of(choice) else ""
+                return b""
             blanked += self._take_ids(choice, "token_ids")
             blanked += self._take_ids(choice, "prompt_token_ids", prompt=True)
             if kinds := _kinds_of(choice):
@@ -598,6 +602,17 @@ class EventScanner:
             return 0
         holder[name] = None
         return 1
+
+    def _tells_last_id_again(self, choice: dict[str, Any]) -> bool:
+        """Whether a `recomputed` marker ends with the id before it once more: vllm-ascend up to 0.14 puts it there.
+
+        Such an event is left out as a whole: a newer engine may mean a token of its own by that, which is made again.
+        """
+        ids = choice.get("token_ids")
+        if _cut_by(choice) is not StreamEnd.RECOMPUTED or not isinstance(ids, list):
+            return False
+        last = ids[-2:] if self.tokens == self._base or not self.ids else [self.ids[-1], *ids][-2:]
+        return len(last) == 2 and last[0] == last[1]
 
     def _go_on_with_offsets(self, logprobs: Any) -> bool:
         """Completions say at which character of the answer a token begins: a second life's begin anew at 0."""

@@ -407,6 +407,31 @@ def test_text_that_came_merged_with_the_marker_is_not_lost() -> None:
     assert scanner.tokens == 1
 
 
+@pytest.mark.parametrize(
+    ("ids", "text", "flushed"), [([1], "", ""), ([2, 2], "b", None), ([1], "a", None)], ids=["alone", "merged", "new"]
+)
+@pytest.mark.parametrize("want_ids", [False, True])
+def test_an_id_that_a_marker_tells_once_more_is_no_token(
+    ids: list[int], text: str, flushed: str | None, want_ids: bool
+) -> None:
+    """As vllm-ascend 0.11 to 0.14 does; the answer would go on with that token twice."""
+    scanner = EventScanner(want_token_ids=want_ids)
+    scanner.feed(event(completion("a", [1])))
+    marker = completion(text, ids, finish_reason="stop", stop_reason="recomputed")
+    assert scanner.feed(event(marker) + DONE) == b""
+    assert scanner.end is StreamEnd.RECOMPUTED and scanner.cut().flushed == flushed
+    assert scanner.resume() == 0 and list(scanner.ids) == [1]
+
+
+def test_a_marker_that_begins_with_the_last_id_of_another_worker_is_heeded() -> None:
+    scanner = EventScanner()
+    scanner.feed(event(completion("a", [1])))
+    scanner.close()
+    scanner.resume()
+    out = scanner.feed(event(completion("a", [1], finish_reason="stop", stop_reason="recomputed")))
+    assert texts(out) == "a" and list(scanner.ids) == [1, 1]
+
+
 LOGPROBS = {"text_offset": [0], "token_logprobs": [-1.0], "tokens": ["?"], "top_logprobs": [None]}
 EMPTY_LOGPROBS = {name: [] for name in LOGPROBS}
 
