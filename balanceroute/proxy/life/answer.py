@@ -18,7 +18,7 @@ from balanceroute.proxy.life.retries import pushes_back
 from balanceroute.proxy.life.services import LifeServices
 from balanceroute.proxy.life.streaming import write_part
 from balanceroute.proxy.wire.closing import ended_by_length
-from balanceroute.proxy.wire.payloads import ClientRequest, PrefillResult, cut_alike, resume
+from balanceroute.proxy.wire.payloads import ClientRequest, PrefillResult, cut_alike, kept_apart, resume
 from balanceroute.proxy.wire.prompt_echo import prompt_text
 from balanceroute.proxy.wire.sse import EventScanner, StreamEnd
 from balanceroute.proxy.workers.fleet import Worker
@@ -128,6 +128,10 @@ class Answer:
         )
 
     # -- when the decode ends early
+
+    def distrust_caches(self) -> None:
+        """A decode worker may have cached another prompt's KV under this one: ask for the rest under a salt."""
+        self._original = kept_apart(self._original)
 
     @property
     def may_move(self) -> bool:

@@ -257,6 +257,7 @@ def _pulled_late(leg: Leg, worker: Worker) -> bool:
     if not leg.pulled_late or leg.made_anew:
         return False
     leg.made_anew = True
+    leg.answer.distrust_caches()
     log.warning("answer made anew", extra={"request": leg.id, "worker": worker.id, "reason": "its KV was pulled late"})
     return True
 

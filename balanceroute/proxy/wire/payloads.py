@@ -31,6 +31,7 @@ All bodies are made in this one file, because what one of them leaves out anothe
 between probe and decode is moved in one place.
 """
 
+import secrets
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -73,6 +74,7 @@ _NOT_FOR_ONE_TOKEN: Final = frozenset(
 _NESTED: Final = frozenset((dict, list))
 _PROMPT_FIELDS: Final = frozenset(("echo", "prompt_logprobs"))
 _TRUNCATE: Final = "truncate_prompt_tokens"
+_SALT: Final = "cache_salt"
 _IN_IDS: Final = frozenset((_TRUNCATE, "suffix", "echo"))  # the ids are what these made of the prompt; said already
 _EMBEDDING_BYTES: Final = 4096  # of one token, on the wire: some KiB
 # Fields whose effect on a streamed answer `answers.py` can turn into the non-stream answer without loss.
@@ -403,6 +405,14 @@ def cut_alike(request: ClientRequest, prompt_tokens: int | None) -> ClientReques
     return replace(request, rest=rest)
 
 
+def kept_apart(request: ClientRequest) -> ClientRequest:
+    """The request under a salt that no other one has: its KV in prefix caches serves nobody else, nor theirs it.
+
+    A decoder that pulls from blocks that are another request's by then caches that under this prompt.
+    """
+    return replace(request, rest=request.rest | {_SALT: secrets.token_hex(8)})
+
+
 def remaining_limit(request: ClientRequest, generated_tokens: int) -> int | None:
     """Tokens that the client's limit still allows after `generated_tokens`; None where it set no limit."""
     limit = request.effective_limit
@@ -469,8 +479,13 @@ def decode_body(request: ClientRequest, kv_transfer_params: bytes) -> bytes:
 
 
 def drain_body(request: ClientRequest, kv_transfer_params: bytes) -> bytes:
-    """The body that makes a decoder pull (and so free) KV that nobody waits for any more."""
-    return _dump(request, _one_token(request, min_tokens=0), _with_resume_ids(request, kv_transfer_params))
+    """The body that makes a decoder pull (and so free) KV that nobody waits for any more.
+
+    It may be gone already: engines that refuse a request (vLLM from 0.23) have its prefiller free it. So what is pulled
+    is cached apart.
+    """
+    rest = _one_token(kept_apart(request), min_tokens=0)
+    return _dump(request, rest, _with_resume_ids(request, kv_transfer_params))
 
 
 def _one_token(request: ClientRequest, *, min_tokens: int) -> dict[str, Any]:

@@ -157,6 +157,8 @@ def test_an_answer_whose_decode_worker_stood_still_until_the_kv_may_be_gone_is_m
         text = client.text if stream else orjson.loads(client.got)["choices"][0]["text"]
         assert text == " 20 21" and client.ended and leg.outcome is Outcome.FINISHED
         assert asked(d0)[1]["kv_transfer_params"] == params
+        first, second = (body.get("cache_salt") for body in asked(d0))
+        assert first is None and second  # the decode worker has cached the wrong KV under the prompt
         assert services.metrics.recomputes.value("pulled_late") == 1 and idle(services)
 
     in_virtual_time(served)

@@ -349,6 +349,15 @@ def test_the_drain_body_asks_for_one_token_of_the_pinned_kv() -> None:
     assert body["kv_transfer_params"] == orjson.loads(KV)
 
 
+@pytest.mark.parametrize("fields", [{}, {"cache_salt": "mine"}])
+def test_what_a_drain_pulls_serves_no_other_request_from_a_prefix_cache(fields: dict[str, str]) -> None:
+    """The KV may be another prompt's by then: an engine that refuses a request has its prefiller free it."""
+    request = a_request(**fields)
+    salts = {load(payloads.drain_body(request, KV))["cache_salt"] for _ in range(2)}
+    assert len(salts) == 2 and not salts & set(fields.values())
+    assert load(payloads.decode_body(request, KV)).get("cache_salt") == fields.get("cache_salt")
+
+
 def test_building_one_body_does_not_change_the_next() -> None:
     request = a_request("chat", max_tokens=300, stream_options=None)
     first = payloads.decode_body(request, KV)
