@@ -12,6 +12,23 @@ if TYPE_CHECKING:
     from balanceroute.config import Config
 
 
+# flags of other example proxies, and why they are not taken
+_OF_OTHERS = (
+    dict.fromkeys(
+        ("--prefiller-hosts-num", "--prefiller-ports-inc", "--decoder-hosts-num", "--decoder-ports-inc"),
+        "name every server, by --prefiller-hosts, --prefiller-ports, --decoder-hosts and --decoder-ports",
+    )
+    | dict.fromkeys(
+        ("--encoder-hosts", "--encoder-ports", "--pd-hosts", "--pd-ports", "--encode-servers-urls"),
+        "encoders are not served; it is a flag of the proxies for encoders apart from prefillers (EPD)",
+    )
+    | dict.fromkeys(
+        ("--dp-hosts", "--dp-ports", "--server-hosts", "--server-ports"),
+        "it is a flag of a proxy for servers that prefill and decode; here these are apart",
+    )
+)
+
+
 def serve(
     config_file: Annotated[
         Path | None, typer.Option("--config", metavar="FILE", help="The YAML; flags override what it says.")
@@ -185,7 +202,7 @@ def spread_lists(arguments: list[str]) -> list[str]:
     """Let a list flag take several values, as argparse does: `--decoder-ports 1 2` -> one flag per value.
 
     Without its last letter it is the same flag: argparse takes what begins one, and vLLM's example names both.
-    Raises: InputError: another option stands where a value should.
+    Raises: InputError: another option stands where a value should, or the flag is one of a proxy of another kind.
     """
     lists = {
         name: flag
@@ -199,6 +216,8 @@ def spread_lists(arguments: list[str]) -> list[str]:
         if fresh and argument.startswith("-"):
             raise InputError(f"{flag}: no value after it")
         name, equals, value = argument.partition("=")
+        if name in _OF_OTHERS:
+            raise InputError(f"{name}: {_OF_OTHERS[name]}")
         if name in lists:
             flag, fresh = (None, False) if equals else (lists[name], True)
             spread.append(f"{lists[name]}{equals}{value}")

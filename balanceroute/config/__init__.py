@@ -15,7 +15,7 @@ from balanceroute.config.loading import (
     with_sections,
 )
 from balanceroute.config.models import Config, DecodeWorker, PriorityBounds, Worker
-from balanceroute.config.urls import normalised_url, server_of
+from balanceroute.config.urls import normalised_url, place_of
 from balanceroute.config.values import PolicyName
 
 __all__ = [
@@ -38,9 +38,9 @@ __all__ = [
     "new_key",
     "normalised_url",
     "parse_assignment",
+    "place_of",
     "read_client_keys",
     "read_yaml",
-    "server_of",
     "to_yaml",
     "unused_variables",
     "validate",

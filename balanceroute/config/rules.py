@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from balanceroute.config.urls import place_of
 from balanceroute.config.values import KV_PIN_S, POLICY_NAMES, is_wildcard
 from balanceroute.plugins import try_policy
 
@@ -139,7 +140,7 @@ def _worker_problems(config: "Config") -> Iterator[str]:
     by_server: dict[tuple[str, int | None], str] = {}
     by_id: dict[str, str] = {}
     for path, worker in config.all_workers():
-        place = (worker.address, worker.dp_rank)
+        place = (place_of(worker.url), worker.dp_rank)
         rank = "" if worker.dp_rank is None else f" with dp_rank {worker.dp_rank}"
         if place in by_server:
             yield (
@@ -151,8 +152,9 @@ def _worker_problems(config: "Config") -> Iterator[str]:
             yield f"{path}.id = {worker.worker_id!r}: already the id of {taken_by}; accepted are unique ids"
         by_server[place] = by_id[worker.worker_id] = path
     for path, worker in config.all_workers():
-        if worker.dp_rank is not None and (worker.address, None) in by_server:
+        server = (place_of(worker.url), None)
+        if worker.dp_rank is not None and server in by_server:
             yield (
-                f"{path} = {worker.url!r}: {by_server[worker.address, None]} has the same url without a dp_rank; "
+                f"{path} = {worker.url!r}: {by_server[server]} has the same url without a dp_rank; "
                 "accepted is a dp_rank on all workers of one url or on none"
             )

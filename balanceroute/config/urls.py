@@ -6,6 +6,7 @@ check again. International host names are written in their ASCII form (xn--...).
 
 import ipaddress
 import re
+import socket
 from typing import Final
 from urllib.parse import urlsplit
 
@@ -48,13 +49,20 @@ def server_of(url: str) -> str:
     return f"{host_in_url(parts.hostname or '')}:{parts.port or (443 if parts.scheme == 'https' else 80)}{parts.path}"
 
 
+def place_of(url: str) -> str:
+    """`server_of`, with one name for this machine."""
+    return re.sub("^localhost:", "127.0.0.1:", server_of(url))
+
+
 def _host(netloc: str) -> str:
     server = _SERVER.fullmatch(netloc.lower())
     try:
         if server is None or (server["name"] and not _NAME.fullmatch(server["name"])):
             raise ValueError(netloc)
+        if server["name"] and "." in server["name"] and server["name"].replace(".", "").isdigit():
+            socket.inet_aton(server["name"])  # not two that a shell has joined, nor one with too large a number
         return server["name"] or f"[{ipaddress.IPv6Address(server['address']).compressed}]"
-    except ValueError:
+    except (ValueError, OSError):
         raise ValueError(f"{_ACCEPTED}; HOST is a name of letters, digits, - and _, or an address") from None
 
 

@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from balanceroute.build import decoder_spec, policy_settings, prefiller_spec
-from balanceroute.config import DecodeWorker, normalised_url, server_of
+from balanceroute.config import DecodeWorker, normalised_url, place_of
 from balanceroute.config import Worker as WorkerConfig
 from balanceroute.config.models import Decode
 from balanceroute.core.types import Role, WorkerSpec, WorkerState
@@ -276,12 +276,12 @@ def _each(
     """
     at_server: dict[str, list[Worker]] = {}
     for worker in services.fleet.of(role):
-        at_server.setdefault(server_of(worker.spec.url), []).append(worker)
+        at_server.setdefault(place_of(worker.spec.url), []).append(worker)
     acts: list[Callable[[], object]] = []
     for url, entry in entries:
         _spec(services.config.decode, role, url, entry)  # refuses what is no field of a worker
         wanted = {field: entry[field] for field in ("id", "dp_rank") if entry.get(field) is not None}
-        here = at_server.get(server_of(url), ())
+        here = at_server.get(place_of(url), ())
         workers = [worker for worker in here if all(getattr(worker.spec, name) == wanted[name] for name in wanted)]
         if not workers:
             raise InvalidRequest(

@@ -6,7 +6,7 @@ workers that name theirs.
 
 from collections.abc import Iterable
 
-from balanceroute.config import server_of
+from balanceroute.config import place_of
 from balanceroute.core.types import WorkerSpec
 
 
@@ -20,7 +20,7 @@ class Places:
 
     def whose(self, spec: WorkerSpec) -> str | None:
         """The id of a worker that has this one's place; None: nobody has it."""
-        ranks = self._ranks.get(server_of(spec.url), {})
+        ranks = self._ranks.get(place_of(spec.url), {})
         if spec.dp_rank is None:
             return next(iter(ranks.values()), None)
         return ranks.get(spec.dp_rank, ranks.get(None))
@@ -29,5 +29,5 @@ class Places:
         """Have a worker take its place; returns the id of who has it, which may be another's."""
         taken_by = self.whose(spec)
         if taken_by is None:
-            self._ranks.setdefault(server_of(spec.url), {})[spec.dp_rank] = taken_by = spec.id
+            self._ranks.setdefault(place_of(spec.url), {})[spec.dp_rank] = taken_by = spec.id
         return taken_by

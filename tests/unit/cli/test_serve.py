@@ -38,6 +38,15 @@ def test_a_list_flag_without_a_value_is_named(after: list[str]) -> None:
         spread_lists(["serve", "--prefiller-hosts", *after])
 
 
+@pytest.mark.parametrize(
+    ("flag", "why"),
+    [("--encoder-hosts", "encoders are not served"), ("--decoder-ports-inc=2", "name every server")],
+)
+def test_a_flag_of_a_proxy_of_another_kind_is_refused_with_the_reason(flag: str, why: str) -> None:
+    with pytest.raises(InputError, match=f"^{flag.partition('=')[0]}: {why}"):
+        spread_lists(["serve", "--port", "1", flag, "a"])
+
+
 def test_a_knob_that_the_policy_does_not_have_is_refused_at_the_start(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -227,6 +227,10 @@ WRONG_WORKERS = [
         "[{url: 'http://d:1'}, {url: 'http://D:1/'}]",
         "decode.workers[1] = 'http://d:1': duplicate of decode.workers[0]",
     ),
+    (
+        "[{url: 'http://127.0.0.1:1'}, {url: 'http://localhost:1'}]",
+        "decode.workers[1] = 'http://localhost:1': duplicate of decode.workers[0]",
+    ),
     ("[{url: 'http://p:1'}]", "decode.workers[0] = 'http://p:1': duplicate of prefill.workers[0]"),
     (
         "[{url: 'http://d:1', id: x}, {url: 'http://d:2', id: x}]",

@@ -42,6 +42,8 @@ ODD = {
     "bracket that is not closed": "http://[::1",
     "no IPv6 address in brackets": "http://[h]:1",
     "two hosts": "http://h,g:1",
+    "two addresses without the space between them": "http://192.0.0.3192.0.0.3:1",
+    "a number that no address has": "http://10.0.0.256:1",
     "host that no name server takes": f"http://{'a' * 300}:1",
     "endless path": f"http://h:1/{'a' * 4096}",
 }
@@ -53,6 +55,7 @@ ODD = {
         ("http://10.0.1.1:9000", "http://10.0.1.1:9000"),
         ("http://Host.Example:9000/", "http://host.example:9000"),
         ("https://h", "https://h"),
+        ("http://42:1", "http://42:1"),
         ("http://[FE80::1]:9000", "http://[fe80::1]:9000"),
         ("http://h:1/base/", "http://h:1/base"),
         ("http://h:1/a/v1x", "http://h:1/a/v1x"),

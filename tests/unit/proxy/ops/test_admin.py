@@ -58,3 +58,13 @@ async def test_a_change_of_a_rank_or_a_worker_that_is_named_is_of_that_one_alone
         reply = await client.post("/instances/drain", json={"type": "decode", "instances": [instance]})
     assert reply.status_code == (200 if drained else 404)
     assert [worker.id for worker in services.fleet if worker.drained] == drained
+
+
+async def test_a_server_on_this_machine_may_be_named_in_either_way_as_on_the_example_proxy() -> None:
+    services = a_router(a_config(decode={"workers": [{"url": "http://127.0.0.1:1", "id": "d0"}]}))
+    app = Starlette(routes=Admin(lambda: services).routes())
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router") as client:
+        body = {"type": "decode", "instances": "localhost:1"}
+        assert (await client.post("/instances/add", json=body)).status_code == 400  # it is here
+        assert (await client.post("/instances/drain", json=body)).status_code == 200
+    assert [worker.id for worker in services.fleet if worker.drained] == ["d0"]

@@ -15,6 +15,7 @@ def a_worker(name: str, url: str, rank: int | None = None) -> WorkerSpec:
     [
         (("http://h:1", None), ("http://h:1", None), True),
         (("http://h", None), ("http://h:80", None), True),
+        (("http://localhost:1", None), ("http://127.0.0.1:1", None), True),
         (("http://h:1", 0), ("http://h:1", 0), True),
         (("http://h:1", 0), ("http://h:1", None), True),
         (("http://h:1", None), ("http://h:1", 3), True),
@@ -25,6 +26,7 @@ def a_worker(name: str, url: str, rank: int | None = None) -> WorkerSpec:
     ids=[
         "one server",
         "its port left out",
+        "this machine",
         "one rank",
         "a server beside its rank",
         "a rank beside its server",
