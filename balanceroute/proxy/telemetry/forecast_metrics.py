@@ -3,14 +3,14 @@
 A predictor ends with its brain, or with a reload that brings another one; what it has counted is counted on (`former`).
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from balanceroute.prediction import Forecaster, History, Refitter
-from balanceroute.proxy.telemetry.instruments import CounterFamily, HistogramFamily
+from balanceroute.proxy.telemetry.instruments import CounterFamily, CounterRow, HistogramFamily, HistogramRow
 
 _TOKENS = (0.0, 1.0, 2.0, 5.0, 10.0, 20.0, 40.0, 79.0, 160.0, 320.0, 640.0)  # 79: the default anchor stands alone
 _OF_HISTORY: Final = {"history_dropped": ("Finished requests that could not be recorded.",)}
@@ -44,11 +44,11 @@ class ForecastCounts:
         rows = {name: rows for name, counter in self.counters.items() if (rows := counter.rows())}
         return {"counters": rows, "errors": self.errors.rows()}
 
-    def add(self, told: dict[str, Any]) -> None:
-        """Add what others have. Raises: ValueError, TypeError, KeyError: it is another version's."""
+    def add(self, counters: Mapping[str, Iterable[CounterRow]], errors: Iterable[HistogramRow]) -> None:
+        """Add what others have."""
         for name, counter in self.counters.items():
-            counter.add(told["counters"].get(name, ()))
-        self.errors.add(told["errors"])
+            counter.add(counters.get(name, ()))
+        self.errors.add(errors)
 
 
 class ForecastMetrics(Collector):
@@ -68,7 +68,7 @@ class ForecastMetrics(Collector):
     def whole(self) -> ForecastCounts:
         """What this one has counted, and those before it."""
         whole = ForecastCounts()
-        whole.add(self.former.told())
+        whole.add(**self.former.told())
         whole.errors.add(self.errors.rows())
         counters = whole.counters
         counters["history_dropped"].inc(by=self._history.stats.dropped)

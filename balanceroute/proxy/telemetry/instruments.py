@@ -13,9 +13,9 @@ import numpy as np
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 
 CounterRow = Sequence[Any]
-"""The values of the labels, and the count; a list where it was JSON in between."""
+"""The values of the labels, and the count."""
 HistogramRow = Sequence[Any]
-"""The value of the label, how many fell in each bucket, and the sum; a list where it was JSON in between."""
+"""The value of the label, how many fell in each bucket, and the sum."""
 
 _WORTH_AN_ARRAY: Final = 32  # values; below, numpy's calls cost more than the loop
 DECISION_SECONDS = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 1e-1)

@@ -10,11 +10,11 @@ States are those of the process that decides.
 """
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Annotated, Any, Final, TypeVar
 
+import msgspec
 import orjson
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily, Metric
@@ -72,19 +72,28 @@ class Served:
     tpot: Histogram
 
 
-@dataclass(slots=True)
-class _Others:
-    """What other processes have counted: rows by the names of the families."""
+_Count = Annotated[int, msgspec.Meta(ge=0)]
+_CounterRows = dict[str, list[tuple[tuple[str, ...], Annotated[float, msgspec.Meta(ge=0)]]]]
+_HistogramRows = list[tuple[str, list[_Count], float]]
 
-    counters: list[dict[str, Any]]
-    histograms: list[dict[str, Any]]
-    orphaned_kv: int
 
-    def take(self, counters: dict[str, Any], histograms: dict[str, Any], orphaned_kv: int) -> None:
-        """What one of them has. Raises: TypeError: it is no such thing."""
-        self.orphaned_kv += orphaned_kv
-        self.counters.append(counters)
-        self.histograms.append(histograms)
+class _Predicted(msgspec.Struct):
+    """What predictors have counted: see `ForecastCounts.told`."""
+
+    counters: _CounterRows
+    errors: _HistogramRows
+
+
+class _Told(msgspec.Struct):
+    """What a process has counted, by the names of the families; checked as it is read, whoever wrote it."""
+
+    counters: _CounterRows
+    histograms: dict[str, _HistogramRows]
+    orphaned_kv: _Count
+    forecasts: _Predicted | None = None
+
+
+_told: Final = msgspec.json.Decoder(_Told)
 
 
 class Metrics(Collector):
@@ -257,14 +266,16 @@ class Metrics(Collector):
         if not counts:
             return
         try:
-            told = orjson.loads(counts)
-            for counter in (*self._counters, *self._former_prefills.values()):
-                counter.add(told["counters"].get(counter.name, ()))
-            for histogram in self._histograms:
-                histogram.add(told["histograms"].get(histogram.name, ()))
-            self._former_forecasts.add(told.get("forecasts", ForecastCounts().told()))
-        except (ValueError, TypeError, KeyError) as error:
+            told = _told.decode(counts)
+        except ValueError as error:
             log.warning("counts of a former life are of no use", extra={"error": str(error)})
+            return
+        for counter in (*self._counters, *self._former_prefills.values()):
+            counter.add(told.counters.get(counter.name, ()))
+        for histogram in self._histograms:
+            histogram.add(told.histograms.get(histogram.name, ()))
+        if told.forecasts is not None:
+            self._former_forecasts.add(told.forecasts.counters, told.forecasts.errors)
 
     def _prefills(self) -> Iterator[CounterFamily]:
         """What is counted of prefillers, by former lives as well."""
@@ -281,21 +292,21 @@ class Metrics(Collector):
         """What clients have got. Raises: Rejected: others' counts are not known yet."""
         self.catch_up()
         others = self._others()
+        counters, histograms = [told.counters for told in others], [told.histograms for told in others]
         return Served(
-            _summed(self.requests, others.counters),
-            _summed(self.tokens, others.counters).value(),
-            _summed(self._ttft, others.histograms).child(),
-            _summed(self._tpot, others.histograms).child(),
+            _summed(self.requests, counters),
+            _summed(self.tokens, counters).value(),
+            _summed(self._ttft, histograms).child(),
+            _summed(self._tpot, histograms).child(),
         )
 
-    def _others(self) -> "_Others":
+    def _others(self) -> list[_Told]:
         """What other processes have counted, but for what can't be read: that takes nothing from the rest."""
-        others, unread = _Others([], [], 0), ""
+        others, unread = [], ""
         for counts in self.beside():
             try:
-                told = orjson.loads(counts)
-                others.take(told["counters"], told["histograms"], told["orphaned_kv"])
-            except (ValueError, TypeError, KeyError) as error:
+                others.append(_told.decode(counts))
+            except ValueError as error:
                 unread = str(error)
         if unread:
             self._unread.begin(error=unread)
@@ -311,17 +322,18 @@ class Metrics(Collector):
         """Everything, as it is now."""
         self.catch_up()
         others = self._others()
+        counters, histograms = [told.counters for told in others], [told.histograms for told in others]
         for counter in self._counters:
-            yield _summed(counter, others.counters).family()
+            yield _summed(counter, counters).family()
         for histogram in self._histograms:
-            yield _summed(histogram, others.histograms).family()
+            yield _summed(histogram, histograms).family()
         yield from cluster_gauges(self._view())
         for prefills in self._prefills():
             yield prefills.family()
         yield GaugeMetricFamily(
             "balanceroute_kv_orphans",
             "Undrainable prefill KV that no decoder is known to have pulled: pinned at worst until the timeout.",
-            self.orphaned_kv + others.orphaned_kv,
+            self.orphaned_kv + sum(told.orphaned_kv for told in others),
         )
         divergence = GaugeMetricFamily(
             "balanceroute_ledger_divergence",
@@ -352,18 +364,15 @@ def without_orphans(counts: bytes) -> bytes:
 
     Raises: ValueError: it is no such thing.
     """
-    told = orjson.loads(counts)
-    if not isinstance(told, dict) or not {"counters", "histograms", "orphaned_kv"} <= told.keys():
-        raise ValueError("these are no counts")
-    return orjson.dumps(told | {"orphaned_kv": 0})
+    _told.decode(counts)
+    return orjson.dumps(orjson.loads(counts) | {"orphaned_kv": 0})
 
 
-def _summed(family: Counts, others: list[dict[str, Any]]) -> Counts:
+def _summed(family: Counts, others: Sequence[Mapping[str, Any]]) -> Counts:
     """The family with what others have counted under its name."""
     if not others:
         return family
     whole = family.copy()
     for told in others:
-        with suppress(ValueError, TypeError):  # another version's, with other buckets
-            whole.add(told.get(family.name, ()))
+        whole.add(told.get(family.name, ()))
     return whole

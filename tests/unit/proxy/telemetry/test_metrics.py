@@ -18,7 +18,7 @@ from balanceroute.proxy.coroutines import supervised
 from balanceroute.proxy.life.resumption import Fidelity
 from balanceroute.proxy.link.callbacks import REFUSED
 from balanceroute.proxy.telemetry.conditions import METRICS
-from balanceroute.proxy.telemetry.metrics import Metrics
+from balanceroute.proxy.telemetry.metrics import Metrics, without_orphans
 from tests.unit.proxy.virtual_time import a_config, a_router, in_virtual_time
 
 
@@ -267,9 +267,39 @@ def test_counts_of_another_version_with_other_buckets_and_labels_leave_a_page_wi
         assert line(page, 'balanceroute_retries_total{tier="prefill"}') == 0
 
 
-@pytest.mark.parametrize("counts", [b"{", b"[]", b'{"counters":{}}'])
+DAMAGED = {
+    "no JSON": b"{",
+    "no object": b"[]",
+    "too little": b'{"counters":{}}',
+    "a list of families": b'{"counters":[],"histograms":{},"orphaned_kv":0}',
+    "a label that is no text": b'{"counters":{"balanceroute_requests":[[[1],5]]},"histograms":{},"orphaned_kv":0}',
+    "a count that is none": b'{"counters":{"balanceroute_requests":[[["failed"],-5]]},"histograms":{},"orphaned_kv":0}',
+    "a predictor's": b'{"counters":{},"histograms":{},"orphaned_kv":0,"forecasts":{"counters":[],"errors":[]}}',
+}
+
+
+@pytest.mark.parametrize("counts", DAMAGED.values(), ids=DAMAGED)
 def test_counts_that_cannot_be_read_keep_no_process_from_its_next_life(
     counts: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    prefilled(5).carry_on(counts)
+    after = prefilled(5)
+    after.carry_on(counts)
     assert "counts of a former life are of no use" in caplog.text
+    assert line(after.exposition(), 'balanceroute_requests_total{outcome="failed"}') == 0
+
+
+@pytest.mark.parametrize("counts", DAMAGED.values(), ids=DAMAGED)
+def test_counts_of_another_process_that_cannot_be_read_take_nothing_from_the_page(
+    counts: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    brain = prefilled(5)
+    brain.beside = lambda: [counts, a_relay().counts()]
+    assert line(brain.exposition(), 'balanceroute_requests_total{outcome="finished"}') == 3
+    assert brain.served().requests.value("finished") == 3
+    assert "counts of another process are of no use" in caplog.text
+
+
+@pytest.mark.parametrize("counts", DAMAGED.values(), ids=DAMAGED)
+def test_a_relay_that_tells_such_counts_is_not_believed(counts: bytes) -> None:
+    with pytest.raises(ValueError):
+        without_orphans(counts)
