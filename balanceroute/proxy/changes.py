@@ -16,7 +16,7 @@ from typing import Final
 import msgspec
 
 from balanceroute.build import worker_specs
-from balanceroute.config import Config
+from balanceroute.config import Config, normalised_url
 from balanceroute.core.types import WorkerSpec
 from balanceroute.errors import ConfigError, NoHealthyWorkers
 from balanceroute.proxy.link.files import is_gone, replace_content
@@ -114,9 +114,11 @@ class KeptChanges:
         self.last = Changes(lineage)
         try:
             found = msgspec.json.decode(path.read_bytes(), type=Changes)
+            for spec in (*found.added, *found.workers):
+                _check(spec)
         except FileNotFoundError:
             return
-        except (OSError, msgspec.MsgspecError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             log.warning("what operators had changed can't be read", extra={"file": str(path), "error": str(error)})
             return
         if found.lineage == lineage:
@@ -146,3 +148,10 @@ class KeptChanges:
             await asyncio.sleep(until_tick_s(services.loop.time(), LOOK_S))
             with suppress(NoHealthyWorkers):  # this process is about to end
                 self.keep(services, base())
+
+
+def _check(spec: WorkerSpec) -> None:
+    """Raises: ValueError: no router has such a worker."""
+    normalised_url(spec.url)
+    if not spec.id or spec.slots < 1 or not spec.slowdown > 0 or spec.request_tokens < 0:
+        raise ValueError(f"worker {spec.id!r} has values that cannot be")

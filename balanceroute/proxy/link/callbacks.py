@@ -54,7 +54,7 @@ Answer = Callable[[str, bytes | None], str]
 
 _asks: Final = msgspec.msgpack.Decoder(Ask)
 _answers: Final = msgspec.msgpack.Decoder(str)
-_NO_FRAME: Final = (OSError, asyncio.IncompleteReadError, msgspec.MsgspecError, TimeoutError)
+_NO_FRAME: Final = (OSError, asyncio.IncompleteReadError, ValueError, TimeoutError)
 
 
 class Elsewhere(Protocol):
@@ -166,5 +166,5 @@ def _write(writer: asyncio.StreamWriter, value: Ask | str) -> None:
 async def _read(reader: asyncio.StreamReader) -> bytes:
     size = int.from_bytes(await reader.readexactly(HEAD_BYTES), "big")
     if size > MAX_FRAME_BYTES:
-        raise msgspec.DecodeError("larger than any frame")
+        raise ValueError("larger than any frame")
     return await reader.readexactly(size)

@@ -130,7 +130,7 @@ def _lease(body: bytes) -> Lease:
         if whole["kind"] != "Lease" or not whole["metadata"]["resourceVersion"]:
             raise ValueError(f"kind {whole['kind']!r}")
         return Lease(whole, msgspec.convert(whole.get("spec") or {}, LeaseSpec))
-    except (ValueError, LookupError, TypeError, AttributeError, msgspec.ValidationError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise LeaseError(f"the API server's answer is no Lease: {error}") from error
 
 

@@ -369,7 +369,7 @@ def read_from_relay(body: bytes | memoryview) -> list[FromRelay]:
     """A frame's messages. Raises: LinkError."""
     try:
         return _from_relay.decode(body)
-    except msgspec.MsgspecError as error:
+    except ValueError as error:  # a text that is no UTF-8, too
         raise LinkError(f"a relay's frame can't be read: {error}") from None
 
 
@@ -377,5 +377,5 @@ def read_from_brain(body: bytes | memoryview) -> list[FromBrain]:
     """A frame's messages. Raises: LinkError."""
     try:
         return _from_brain.decode(body)
-    except msgspec.MsgspecError as error:
+    except ValueError as error:
         raise LinkError(f"the brain's frame can't be read: {error}") from None

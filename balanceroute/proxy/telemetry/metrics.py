@@ -266,7 +266,7 @@ class Metrics(Collector):
         if not counts:
             return
         try:
-            told = _told.decode(counts)
+            told = _read(counts)
         except ValueError as error:
             log.warning("counts of a former life are of no use", extra={"error": str(error)})
             return
@@ -305,7 +305,7 @@ class Metrics(Collector):
         others, unread = [], ""
         for counts in self.beside():
             try:
-                others.append(_told.decode(counts))
+                others.append(_read(counts))
             except ValueError as error:
                 unread = str(error)
         if unread:
@@ -359,12 +359,20 @@ class Metrics(Collector):
         yield build
 
 
+def _read(counts: bytes) -> _Told:
+    """What a process has counted. Raises: ValueError: it is no such thing."""
+    try:
+        return _told.decode(counts)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
 def without_orphans(counts: bytes) -> bytes:
     """What a process has counted, when it is not there: nobody would take off orphans that their prefillers drop.
 
     Raises: ValueError: it is no such thing.
     """
-    _told.decode(counts)
+    _read(counts)
     return orjson.dumps(orjson.loads(counts) | {"orphaned_kv": 0})
 
 

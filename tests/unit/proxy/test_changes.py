@@ -5,6 +5,7 @@ import logging
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from balanceroute.build import worker_specs
@@ -205,4 +206,25 @@ def test_a_file_is_read_in_the_lineage_that_wrote_it(tmp_path: Path, caplog: pyt
     assert KeptChanges(path, LINEAGE).last.drained == ("p0",)
     assert KeptChanges(path, LINEAGE + 1).last == Changes(LINEAGE + 1)
     path.write_text("nonsense")
+    assert KeptChanges(path, LINEAGE).last == Changes(LINEAGE) and "can't be read" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        (b'"random"', b'"r\xffndom"'),
+        (b"http://new:1", b"hutp://new:1"),
+        (b'"slots":4', b'"slots":0'),
+        (b'"policy"', b'"more":' + b"[" * 100_000 + b',"policy"'),
+    ],
+    ids=["no UTF-8", "no URL", "no slots", "no end of brackets"],
+)
+def test_a_damaged_file_keeps_no_brain_from_leading(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: tuple[bytes, bytes]
+) -> None:
+    whole = msgspec.json.encode(Changes(LINEAGE, (NEW,), policy="random", workers=(NEW,)))
+    path = tmp_path / "changes"
+    path.write_bytes(whole)
+    assert KeptChanges(path, LINEAGE).last.added == (NEW,)
+    path.write_bytes(whole.replace(*damage))
     assert KeptChanges(path, LINEAGE).last == Changes(LINEAGE) and "can't be read" in caplog.text

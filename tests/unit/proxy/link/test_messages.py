@@ -135,6 +135,13 @@ def test_a_message_that_is_not_of_this_version_is_refused(body: object) -> None:
         m.read_from_relay(msgspec.msgpack.encode(body))
 
 
+def test_a_text_that_is_no_utf_8_is_an_error_of_the_link_and_nothing_else() -> None:
+    body = m.frame([m.Farewell(0, "ab")])[4:].replace(b"ab", b"a\xff")
+    for read in (m.read_from_relay, m.read_from_brain):
+        with pytest.raises(m.LinkError, match="can't be read"):
+            read(body)
+
+
 def test_one_side_does_not_take_the_other_sides_messages() -> None:
     with pytest.raises(m.LinkError):
         m.read_from_relay(m.frame([m.Chosen(1, 1, "p0")])[4:])

@@ -274,6 +274,8 @@ DAMAGED = {
     "a list of families": b'{"counters":[],"histograms":{},"orphaned_kv":0}',
     "a label that is no text": b'{"counters":{"balanceroute_requests":[[[1],5]]},"histograms":{},"orphaned_kv":0}',
     "a count that is none": b'{"counters":{"balanceroute_requests":[[["failed"],-5]]},"histograms":{},"orphaned_kv":0}',
+    "no UTF-8": b'{"counters":{"balanceroute_requests":[[["\xff"],5]]},"histograms":{},"orphaned_kv":0}',
+    "no end of brackets": b'{"orphaned_kv":0,"more":' + b"[" * 100_000,
     "a predictor's": b'{"counters":{},"histograms":{},"orphaned_kv":0,"forecasts":{"counters":[],"errors":[]}}',
 }
 

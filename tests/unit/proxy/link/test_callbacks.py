@@ -1,0 +1,62 @@
+"""What relays ask each other about callbacks, where one of them says what can't be read."""
+
+import asyncio
+import shutil
+import tempfile
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from balanceroute.proxy.link.callbacks import REFUSED, CallbackListener, OtherRelays
+from tests.waiting import PATIENCE_S
+
+NO_UTF_8 = b"\xa1\xff"  # in msgpack, a text of one byte
+
+
+def on(test: Callable[[Path], Awaitable[None]]) -> list[dict[str, Any]]:
+    """Run a test with a folder for sockets; returns what nobody has caught."""
+    uncaught: list[dict[str, Any]] = []
+
+    async def run(folder: Path) -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: uncaught.append(context))
+        async with asyncio.timeout(PATIENCE_S):
+            await test(folder)
+
+    folder = tempfile.mkdtemp(prefix="link")  # a socket's path may have 107 characters
+    try:
+        asyncio.run(run(Path(folder)))
+    finally:
+        shutil.rmtree(folder)
+    return uncaught
+
+
+def framed(body: bytes) -> bytes:
+    return len(body).to_bytes(4, "big") + body
+
+
+def test_who_asks_in_no_utf_8_is_hung_up_on_and_no_more() -> None:
+    async def test(folder: Path) -> None:
+        listener = CallbackListener(folder / "sock", lambda token, body: token)
+        await listener.serve()
+        reader, writer = await asyncio.open_unix_connection(folder / "sock")
+        writer.write(framed(b"\x91" + NO_UTF_8))
+        assert await reader.read() == b""
+        writer.close()
+        listener.close()
+
+    assert on(test) == []
+
+
+def test_a_relay_that_answers_in_no_utf_8_has_refused() -> None:
+    async def test(folder: Path) -> None:
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.write(framed(NO_UTF_8))
+            await writer.drain()
+            writer.close()
+
+        server = await asyncio.start_unix_server(answer, folder / "relay-1")
+        relays = OtherRelays("relay-0", lambda relay: folder / relay)
+        assert await relays.ask("relay-1.token") == REFUSED
+        server.close()
+
+    assert on(test) == []
