@@ -22,6 +22,7 @@ from typing import Final, Protocol
 
 from balanceroute.errors import ConfigError
 from balanceroute.proxy.link.files import is_at, locked
+from balanceroute.proxy.link.messages import MAX_EPOCH
 from balanceroute.proxy.telemetry.troubles import Trouble
 
 log = logging.getLogger(__name__)
@@ -225,6 +226,7 @@ def _number(content: bytes) -> int | None:
     A machine that lost its power may leave zeros where it was.
     """
     try:
-        return int(content.strip(b"\0") or b"0")
+        number = int(content.strip(b"\0") or b"0")
     except ValueError:
         return None
+    return number if 0 <= number <= MAX_EPOCH else None

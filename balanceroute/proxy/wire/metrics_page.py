@@ -16,6 +16,8 @@ _DRAFTS: Final = (b"spec_decode_num_drafts_total", b"spec_decode_num_accepted_to
 _MOST_TOKENS: Final = 1e18
 _MOST_KV_TOKENS: Final = 2**40  # of one engine, or of a block of it
 _MOST_PER_STEP: Final = 256.0  # tokens of a request
+_MOST_ENGINES: Final = 1024  # of one page
+_MOST_BYTES: Final = 2**18  # of one metric's samples, which may have a kilobyte of labels each
 _OFF: Final = b'enable_prefix_caching="False"'
 _SAMPLE = re.compile(rb"vllm:\w+\{(.*?)\}[ \t]+(\S+)")
 _CACHE = re.compile(rb"vllm:cache_config_info\{(.*)\}")
@@ -71,13 +73,22 @@ def _size(tokens: int) -> int:
 
 
 def _lines(text: bytes, name: bytes) -> Iterator[bytes]:
-    """The samples of one metric. A search for each name reads a page ten times as fast as one pattern for all lines."""
-    start = b"\nvllm:" + name + b"{"
+    """The samples of one metric, as many as engines may have: the loop that relays streams stands still meanwhile.
+
+    A search for each name reads a page ten times as fast as one pattern for all lines.
+    """
+    start, left_bytes = b"\nvllm:" + name + b"{", _MOST_BYTES
     at = text.find(start)
-    while at >= 0:
+    for _ in range(_MOST_ENGINES):
+        if at < 0:
+            return
         end = text.find(b"\n", at + 1)
-        yield text[at + 1 : end if end >= 0 else None]
-        at = text.find(start, end) if end >= 0 else -1
+        end = len(text) if end < 0 else end
+        left_bytes -= end - at
+        if left_bytes < 0:
+            return
+        yield text[at + 1 : end]
+        at = text.find(start, end)
 
 
 def _number(text: bytes) -> float | None:

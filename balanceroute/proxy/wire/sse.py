@@ -38,11 +38,15 @@ from balanceroute.proxy.wire.closing import event_bytes, event_head, usage_of
 from balanceroute.proxy.wire.usage import put_prompt_details
 
 MAX_EVENT_BYTES: Final = 32 * 1024 * 1024  # the ids of a prompt of 4 million tokens; more is no event
+MAX_LINES: Final = 1024  # of an event; engines write one
+MAX_CHOICES: Final = 128  # of an event; a worker is asked for one
+MAX_IDLE_EVENTS: Final = 10_000  # without a token, in a row: each takes as long to read as one with a token
 
 _BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
 _IDS_LIST = re.compile(rb'([,{]"(?:prompt_)?token_ids":)\[[0-9,]*\]')
 _TEXT_KEYS = (b'"text":"', b'"content":"', b'"reasoning":"', b'"reasoning_content":"')
 _IDS_KEY = b',"token_ids":['
+_BLANK_LINES = re.compile(rb"\n*")
 _LINE_STARTS = (b"data:", b"event:", b"id:", b"retry:", b":")
 
 
@@ -132,6 +136,8 @@ class EventScanner:
         "_life",
         "_max_event_bytes",
         "_flushed",
+        "_idle_events",
+        "_idle_since",
         "_kind",
         "_kinds",
         "_offset",
@@ -212,6 +218,7 @@ class EventScanner:
         self._max_event_bytes = max_event_bytes
         self._life = 0
         self._exact_before = True
+        self._idle_events = self._idle_since = 0  # events in a row that brought no token, and how many there were then
         self._role_sent = self._scored = False
         self._prefix = prefix
         self._kinds: set[str] = set()
@@ -379,6 +386,8 @@ class EventScanner:
         out = []
         start = 0
         while self.end is None:
+            if data.startswith(b"\n", start):  # of no event: a worker may send any number of them
+                start = _after_blank_lines(data, start)
             found = data.find(b"\n\n", start)
             if found < 0:
                 if start < len(data):
@@ -434,6 +443,8 @@ class EventScanner:
 
     def _judge(self, raw: bytes) -> bytes:
         """Take one event the slow way; returns what the client gets for it."""
+        if (fault := self._flood(raw)) is not None:
+            return self._refuse(StreamEnd.MALFORMED, fault)
         raw = _known_lines(raw if self.begun else raw.removeprefix(_BYTE_ORDER_MARK))
         payload = _payload(raw)
         unread = raw if self._translation is None and raw.strip() else b""
@@ -458,6 +469,8 @@ class EventScanner:
         try:
             if not isinstance(choices, list):
                 raise ValueError("choices are no list")
+            if len(choices) > MAX_CHOICES:
+                raise ValueError(f"it has {len(choices)} choices")
             for choice in choices:
                 checked_choice(choice)
             checked_usage(event.get("usage"))
@@ -470,6 +483,15 @@ class EventScanner:
         if not choices:
             return self._final_usage(event, raw)
         return self._tokens(event, choices, raw)
+
+    def _flood(self, raw: bytes) -> str | None:
+        """What is wrong with a stream that takes long to read and says nothing."""
+        if self.tokens != self._idle_since:
+            self._idle_since, self._idle_events = self.tokens, 0
+        self._idle_events += 1
+        if self._idle_events > MAX_IDLE_EVENTS:
+            return f"more than {MAX_IDLE_EVENTS} events in a row bring no token"
+        return f"an event has more than {MAX_LINES} lines" if raw.count(b"\n") > MAX_LINES else None
 
     def _is_ours(self, told: object) -> bool:
         echoed = answers(told, self._expected_id)
@@ -730,6 +752,12 @@ def payloads_of(events: bytes) -> Iterator[bytes]:
         payload = block[6:] if block.startswith(b"data: ") and b"\n" not in block else _payload(block)
         if payload is not None:
             yield payload
+
+
+def _after_blank_lines(data: bytes, at: int) -> int:
+    found = _BLANK_LINES.match(data, at)
+    assert found is not None, "none is a number, too"
+    return found.end()
 
 
 def _payload(raw: bytes) -> bytes | None:

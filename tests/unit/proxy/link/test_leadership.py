@@ -178,6 +178,16 @@ def test_another_file_is_not_overwritten(tmp_path: Path) -> None:
         FileLead(tmp_path / "missing" / "lead").take()
 
 
+@pytest.mark.parametrize("spoilt", [b"-5\n", b"9" * 31], ids=["negative", "too large"])
+def test_a_number_that_no_leader_has_written_is_none(tmp_path: Path, spoilt: bytes) -> None:
+    (tmp_path / "lead").write_bytes(spoilt)
+    with pytest.raises(ConfigError, match="no epoch"):
+        FileLead(tmp_path / "lead").take()
+    lead = FileLead(tmp_path / "lead", 1000, again=True)
+    assert lead.take() and lead.epoch == 1000
+    lead.release()
+
+
 @pytest.mark.parametrize("content", [b"", b"\0\0\0"], ids=["nothing", "zeros"])
 def test_a_number_that_a_machine_has_lost_with_its_power_keeps_nobody_from_leading(
     tmp_path: Path, content: bytes

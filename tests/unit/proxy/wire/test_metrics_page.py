@@ -93,3 +93,14 @@ def test_ranks_of_a_node_of_hybrid_load_balancing_are_counted_within_it_and_labe
 
 def test_engines_with_labels_that_are_no_ranks_belong_to_no_rank() -> None:
     assert of_worker({"a": {"num_requests_running": 1.0}, "9" * 5000: {"num_requests_running": 2.0}}, 0) is None
+
+
+def test_a_page_of_more_engines_than_there_can_be_is_not_read_to_its_end() -> None:
+    line = b'vllm:num_requests_running{engine="%d"} 1.0\n'
+    assert 1000 < len(read_samples(b"".join(line % engine for engine in range(50_000)))) < 2000
+
+
+def test_samples_of_more_bytes_than_there_can_be_are_not_read() -> None:
+    labels = b"," * 2**20
+    page = b'vllm:kv_cache_usage_perc{%b,engine="0"} 0.5\nvllm:num_requests_running{engine="0"} 1.0\n' % labels
+    assert read_samples(page) == {"0": {"num_requests_running": 1.0}}

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from balanceroute.proxy.wire.sse import EventScanner, StreamEnd
+from balanceroute.proxy.wire.sse import MAX_CHOICES, MAX_IDLE_EVENTS, MAX_LINES, EventScanner, StreamEnd
 from tests.unit.proxy.captures import body_of, capture_files
 
 DONE = b"data: [DONE]\n\n"
@@ -669,3 +669,49 @@ def test_every_recorded_stream_is_counted_exactly() -> None:
             assert scanner.end is StreamEnd.DONE, path
         assert texts(pieces) == texts(body), path
     assert counted > 30
+
+
+@pytest.mark.parametrize("line_end", [b"\n", b"\r\n", b"\r"], ids=["LF", "CRLF", "CR"])
+def test_blank_lines_without_number_are_no_events_and_take_no_time(
+    line_end: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judged: list[bytes] = []
+    judge = EventScanner._judge
+
+    def counted(scanner: EventScanner, raw: bytes) -> bytes:
+        judged.append(raw)
+        return judge(scanner, raw)
+
+    monkeypatch.setattr(EventScanner, "_judge", counted)
+    scanner, told = EventScanner(), event(completion("a", None), newline=line_end)
+    out = scanner.feed(line_end * 5001 + told + line_end * 5000)
+    out += scanner.feed(line_end * 5000) + scanner.feed(told)
+    assert len(judged) == 2 and out == event(completion("a", None)) * 2 and scanner.tokens == 2
+
+
+IDLE = {
+    "comments": b": ping\n\n",
+    "no field": b"x\n\n",
+    "no object": b"data: 1\n\n",
+    "no choices": b"data: {}\n\n",
+    "no tokens": event(chat({"role": "assistant"}, None)),
+}
+
+
+@pytest.mark.parametrize("idle", IDLE.values(), ids=IDLE)
+def test_events_without_a_token_are_read_up_to_a_number_in_a_row(idle: bytes) -> None:
+    scanner = EventScanner()
+    for _ in range(2):
+        scanner.feed(idle * (MAX_IDLE_EVENTS - 1) + event(completion("a", [5])))
+    assert scanner.end is None and scanner.tokens == 2
+    scanner.feed(idle * (MAX_IDLE_EVENTS + 1))
+    assert scanner.end is StreamEnd.MALFORMED and "bring no token" in scanner.fault
+
+
+def test_an_event_of_more_lines_or_choices_than_engines_write_is_none() -> None:
+    lines, choices = EventScanner(), EventScanner()
+    lines.feed(b"data:\n" * (MAX_LINES + 1) + b"\n")
+    assert lines.end is StreamEnd.MALFORMED and "lines" in lines.fault
+    many = completion("a", [5])
+    choices.feed(event(many | {"choices": many["choices"] * (MAX_CHOICES + 1)}))
+    assert choices.end is StreamEnd.MALFORMED and "choices" in choices.fault and choices.tokens == 0
