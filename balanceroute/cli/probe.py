@@ -62,7 +62,7 @@ async def probe(config: Config) -> list[Answer]:
 async def _ask(client: httpx.AsyncClient, config: Config, worker: Worker, role: str) -> Answer:
     answer = Answer(worker.worker_id, role)
     try:
-        reply = await client.get(f"{worker.url}/health")
+        reply = await _get(client, config, f"{worker.url}/health")
     except httpx.HTTPError as error:
         answer.problems.append(f"{worker.url} can't be reached: {str(error) or type(error).__name__}")
         return answer
@@ -70,14 +70,24 @@ async def _ask(client: httpx.AsyncClient, config: Config, worker: Worker, role: 
     if not answer.healthy:
         answer.problems.append(f"/health answers {reply.status_code}")
     try:
-        answer.problems += _read_models(answer, await client.get(f"{worker.url}/v1/models"))
-        answer.problems += _read_metrics(answer, config, await client.get(f"{worker.url}/metrics"))
-        reply = await client.get(f"{worker.url}/server_info", params={"config_format": "json"})
+        answer.problems += _read_models(answer, await _get(client, config, f"{worker.url}/v1/models"))
+        answer.problems += _read_metrics(answer, config, await _get(client, config, f"{worker.url}/metrics"))
+        reply = await _get(client, config, f"{worker.url}/server_info?config_format=json")
         if reply.status_code == 200:
             answer.problems += _read_server_info(answer, config, worker, _json(reply))
     except httpx.HTTPError as error:
         answer.problems.append(f"stopped answering: {str(error) or type(error).__name__}")
     return answer
+
+
+async def _get(client: httpx.AsyncClient, config: Config, url: str) -> httpx.Response:
+    """A whole answer. Raises: httpx.HTTPError; also for one that has begun and does not end."""
+    timeout_s = config.health.timeout_s
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await client.get(url)
+    except TimeoutError:
+        raise httpx.ReadTimeout(f"no whole answer within {timeout_s:g} s") from None
 
 
 def _json(reply: httpx.Response) -> dict[str, Any]:
@@ -92,12 +102,17 @@ def _object(value: object) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
+def _shown(value: object) -> str:
+    """What a server says as text for a terminal, which control characters could take over."""
+    return "".join(character if character.isprintable() else "?" for character in str(value))
+
+
 def _read_models(answer: Answer, reply: httpx.Response) -> Iterator[str]:
     if reply.status_code == 401:
         yield "/v1/models answers 401: auth.worker_api_key (or OPENAI_API_KEY) is not its key"
         return
     rows = _json(reply).get("data")
-    names = [str(row["id"]) for row in map(_object, rows) if "id" in row] if isinstance(rows, list) else []
+    names = [_shown(row["id"]) for row in map(_object, rows) if "id" in row] if isinstance(rows, list) else []
     answer.models = tuple(sorted(names))
     if not names:
         yield f"/v1/models (status {reply.status_code}) names no model: is this an OpenAI server?"
@@ -122,8 +137,8 @@ def _read_server_info(answer: Answer, config: Config, worker: Worker, body: Mapp
     scheduler, transfer = _object(settings.get("scheduler_config")), _object(settings.get("kv_transfer_config"))
     slots, role, connector = scheduler.get("max_num_seqs"), transfer.get("kv_role"), transfer.get("kv_connector")
     answer.max_num_seqs = slots if isinstance(slots, int) else None
-    answer.kv_role = role if isinstance(role, str) else None
-    answer.connector = connector if isinstance(connector, str) else None
+    answer.kv_role = _shown(role) if isinstance(role, str) else None
+    answer.connector = _shown(connector) if isinstance(connector, str) else None
     if isinstance(worker, DecodeWorker) and answer.max_num_seqs is not None:
         ours = config.decode.slots_of(worker)
         if answer.max_num_seqs < ours:

@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import pytest
@@ -17,6 +17,7 @@ from balanceroute.cli.probe import Answer, not_compared, probe
 from balanceroute.config import validate
 from balanceroute.emulator import ClusterShape, Connector, EmulatedCluster
 from balanceroute.emulator.server import HttpServer
+from tests.waiting import pace
 
 pytestmark = pytest.mark.anyio
 METRICS = (
@@ -172,3 +173,27 @@ async def test_a_server_that_answers_in_other_shapes_than_vllm_is_reported_and_e
     async with served(odd, odd) as (one, other):
         for answer in await asked([one], [other]):
             assert answer.healthy and answer.problems and answer.max_num_seqs is answer.kv_role is None
+
+
+async def test_an_answer_that_does_not_end_is_a_problem_of_its_worker_and_ends_the_wait() -> None:
+    async def drip(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
+        with suppress(ConnectionError):
+            while not reader.at_eof():
+                writer.write(b"x")
+                await writer.drain()
+                await pace(0.01)
+        writer.close()
+
+    async with await asyncio.start_server(drip, "127.0.0.1", 0) as server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        answers = await asked([url], [f"{url}/d"], health={"timeout_s": 0.2})
+    assert all("no whole answer within 0.2 s" in answer.problems[0] for answer in answers)
+
+
+async def test_what_a_worker_says_reaches_no_terminal_as_a_control_sequence() -> None:
+    evil = a_vllm("kv_producer\x1b[2J", "Mooncake\x1b]0;owned\x07", 64, model="m\x1b[31m")
+    async with served(evil) as (url,):
+        first, second = await asked([url], [f"{url}/d"])
+    assert first.models == ("m?[31m",) and first.connector == "Mooncake?]0;owned?"
+    assert all(text.isprintable() for text in [*first.problems, *second.problems])
