@@ -209,6 +209,11 @@ def test_what_comes_through_the_balancer_of_the_configuration_never_passes_for_t
         AdminGate(None).admit(replace(local, headers=[*local.headers, (b"x-forwarded-for", b"203.0.113.9")]), 0.0)
 
 
+def test_the_balancer_of_the_configuration_holds_no_token_back() -> None:
+    lines = (ROOT / "deploy" / "haproxy.cfg").read_text().splitlines()
+    assert "option http-no-delay" in [line.strip() for line in lines]  # else it waits 0.2 s for more to send with it
+
+
 def test_stopping_leaves_time_to_drain() -> None:
     drain_s = config_of("4p1d").lifecycle.drain_timeout_s
     unit = (ROOT / "deploy" / "balanceroute.service").read_text()
