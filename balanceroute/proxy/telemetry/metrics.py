@@ -31,6 +31,7 @@ from balanceroute.proxy.telemetry.forecast_metrics import ForecastCounts, Foreca
 from balanceroute.proxy.telemetry.instruments import (
     DECISION_SECONDS,
     CounterFamily,
+    CounterRow,
     Histogram,
     HistogramFamily,
     StageClock,
@@ -44,6 +45,8 @@ _LIVES_SECONDS = (*_SECONDS, 500.0, 1000.0, 2500.0, 5000.0)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
 _MANY = 1024  # values of a histogram
 _TIERS = ("prefill", "decode")
+FAILURES = ("connect", "timeout", "bad_reply", "foreign_reply", "status_4xx", "status_5xx")
+"""How a worker fails a request."""
 REFUSALS = (
     "no_key",
     "wrong_key",
@@ -202,6 +205,15 @@ class Metrics(Collector):
             for value in values:
                 family.inc(value, by=0)
 
+    def _zero_of_workers(self) -> dict[str, list[CounterRow]]:
+        """The same for the workers: one that dies fails all its requests at once, and no rate would show that."""
+        view = self._view()
+        workers = [("prefill", w.id) for w in view.prefillers] + [("decode", w.id) for w in view.decoders]
+        return {
+            self.upstream_errors.name: [((w, tier, kind), 0) for tier, w in workers for kind in FAILURES],
+            self.scrapes_failed.name: [((w,), 0) for _, w in workers],
+        }
+
     def _counter(self, name: str, meaning: str, *labels: str) -> CounterFamily:
         """A counter of ours; one per worker has the label `worker` and loses its series when the worker leaves."""
         family = CounterFamily(f"balanceroute_{name}", meaning, labels)
@@ -323,6 +335,7 @@ class Metrics(Collector):
         self.catch_up()
         others = self._others()
         counters, histograms = [told.counters for told in others], [told.histograms for told in others]
+        counters.append(self._zero_of_workers())
         for counter in self._counters:
             yield _summed(counter, counters).family()
         for histogram in self._histograms:

@@ -12,10 +12,19 @@ from balanceroute import errors
 from balanceroute.core.snapshot import ClusterSnapshot
 from balanceroute.core.types import Role, WorkerSpec
 from balanceroute.core.view import view_cluster
+from balanceroute.errors import (
+    BadUpstreamReply,
+    ConnectFailed,
+    ForeignReply,
+    UpstreamError,
+    UpstreamStatus,
+    UpstreamTimeout,
+)
 from balanceroute.proxy import perimeter
 from balanceroute.proxy.admission.forecasts import LiveForecasts
 from balanceroute.proxy.coroutines import supervised
 from balanceroute.proxy.life.resumption import Fidelity
+from balanceroute.proxy.life.retries import kind_of
 from balanceroute.proxy.link.callbacks import REFUSED
 from balanceroute.proxy.telemetry.conditions import METRICS
 from balanceroute.proxy.telemetry.metrics import Metrics, without_orphans
@@ -106,6 +115,25 @@ def test_every_counter_begins_at_zero_but_those_by_worker_and_those_of_what_brea
     by_worker = {"admissions", "upstream_errors", "scrape_failures"}
     by_worker |= {"prefill_prompt_tokens", "prefix_hit_tokens", "prefix_predicted_tokens"}
     assert begun_later == {f"balanceroute_{name}" for name in (*by_worker, "edge_refusals")}
+
+
+def test_the_first_failure_of_a_worker_is_an_increase_to_prometheus_until_it_leaves() -> None:
+    snapshot = ClusterSnapshot()
+    snapshot.add_worker(WorkerSpec("d0", Role.DECODE))
+    snapshot.add_worker(WorkerSpec("p0", Role.PREFILL))
+    metrics = Metrics(lambda: view_cluster(snapshot), "br_0")
+    plain = (ConnectFailed, UpstreamTimeout, BadUpstreamReply, ForeignReply)
+    failures: list[UpstreamError] = [error("x", worker="d0", tier="decode") for error in plain]
+    failures += [UpstreamStatus("x", worker="d0", tier="decode", status=status, body=b"") for status in (429, 500)]
+    kinds = {kind_of(error) for error in failures}
+    expected = {(kind, tier, worker): 0.0 for kind in kinds for tier, worker in (("decode", "d0"), ("prefill", "p0"))}
+    assert samples_of(metrics, "balanceroute_upstream_errors") == expected
+    assert samples_of(metrics, "balanceroute_scrape_failures") == {("d0",): 0.0, ("p0",): 0.0}
+    metrics.upstream_errors.inc("d0", "decode", "bad_reply", by=64)
+    assert samples_of(metrics, "balanceroute_upstream_errors")["bad_reply", "decode", "d0"] == 64.0
+    snapshot.remove_worker("d0")
+    metrics.forget_worker("d0")
+    assert {worker for _, _, worker in samples_of(metrics, "balanceroute_upstream_errors")} == {"p0"}
 
 
 def test_every_way_to_continue_an_answer_and_every_end_of_a_callback_is_a_series_from_the_start() -> None:
