@@ -3,6 +3,7 @@
 A name is looked up at most once in `FRESH_S`, by one lookup for all who wait: one for each connection costs as much as
 the connection itself. While a lookup fails or takes long, the last addresses count, as in Envoy; so an outage of the
 cluster's DNS takes no worker out. Addresses that refuse are looked up again at once: a pod comes back with another.
+Where the name is gone by then, they are forgotten: another pod that gets them would get this one's requests.
 Of several, one that answered where others did not comes first: each health check would wait for a silent one.
 """
 
@@ -19,6 +20,7 @@ log = logging.getLogger(__name__)
 
 FRESH_S: Final = 5.0
 PATIENCE_S: Final = 1.0  # for a lookup, where older addresses are known
+_GONE: Final = (socket.EAI_NONAME, socket.EAI_NODATA)  # answers of name servers; EAI_AGAIN: none of them could tell
 
 
 class Addresses:
@@ -64,13 +66,19 @@ class Addresses:
         if self._fresh_until_s < float("inf"):
             self._fresh_until_s = float("-inf")
 
+    @property
+    def _in_doubt(self) -> bool:
+        return self._fresh_until_s == float("-inf")
+
     async def _look(self) -> None:
         loop = asyncio.get_running_loop()
         try:
             found = await loop.getaddrinfo(self._host, None, type=socket.SOCK_STREAM)
         except (OSError, UnicodeError) as error:
             self._error = error
-            if self._known:
+            if self._in_doubt and isinstance(error, socket.gaierror) and error.errno in _GONE:
+                self._known = []
+            elif self._known:
                 self._keep(loop, str(error))
             return
         self._trouble.end(host=self._host)

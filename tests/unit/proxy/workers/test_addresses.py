@@ -125,6 +125,35 @@ def test_addresses_in_doubt_are_looked_up_at_once() -> None:
     run(test)
 
 
+@pytest.mark.parametrize("code", [socket.EAI_NONAME, socket.EAI_NODATA])
+def test_addresses_that_refuse_are_forgotten_once_the_name_is_gone_because_another_pod_may_get_them(code: int) -> None:
+    async def test() -> None:
+        names, addresses = Names("10.0.0.1"), Addresses("d0")
+        await addresses.get()
+        names.error = socket.gaierror(code, "Name or service not known")
+        await let_pass(FRESH_S + 1)
+        assert await addresses.get() == ["10.0.0.1"]  # a pod that is not ready has no name, and may serve
+        addresses.doubt()
+        for _ in range(2):
+            with pytest.raises(socket.gaierror, match="not known"):
+                await addresses.get()
+        names.error, names.addresses = None, ["10.0.0.2"]
+        assert await addresses.get() == ["10.0.0.2"]
+
+    run(test)
+
+
+def test_addresses_that_refuse_are_kept_while_no_name_server_can_tell() -> None:
+    async def test() -> None:
+        names, addresses = Names("10.0.0.1"), Addresses("d0")
+        await addresses.get()
+        names.error = LOST
+        addresses.doubt()
+        assert await addresses.get() == ["10.0.0.1"]
+
+    run(test)
+
+
 def test_the_preferred_address_comes_first_as_long_as_the_name_leads_there() -> None:
     async def test() -> None:
         names = Names("10.0.0.1", "10.0.0.2", "10.0.0.3")
