@@ -388,13 +388,20 @@ def _generation(relay: str) -> int:
 
 
 def run_folder(config: Config, port: int, environ: Mapping[str, str]) -> RunFolder:
-    """The folder of the router that listens on this port, which tells it from others of the same user."""
+    """The folder of the router that listens on this port, which tells it from others of the same user.
+
+    Raises: ConfigError: none is named, and the system has no temporary folder that can be written.
+    """
     if config.listen.run_folder is not None:
         return RunFolder(Path(config.listen.run_folder).absolute())
     own = environ.get("XDG_RUNTIME_DIR")
     if own:
         return RunFolder(Path(own) / f"balanceroute-{port}")
-    return RunFolder(Path(tempfile.gettempdir()) / f"balanceroute-{os.geteuid()}-{port}")
+    try:
+        temporary = Path(tempfile.gettempdir())
+    except FileNotFoundError as error:  # in a container whose root is read-only
+        raise ConfigError(f"listen.run_folder = None: name a folder that can be written: {error.strerror}") from None
+    return RunFolder(temporary / f"balanceroute-{os.geteuid()}-{port}")
 
 
 def _name_in(path: Path) -> str:

@@ -51,6 +51,15 @@ def test_one_that_cannot_be_used_is_one_line(tmp_path: Path, what: str) -> None:
     assert "\n" not in str(refused.value)
 
 
+def test_where_the_system_has_no_temporary_folder_either_one_has_to_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def a_read_only_root() -> str:
+        raise FileNotFoundError(2, "No usable temporary directory found in ['/tmp', '/']")
+
+    monkeypatch.setattr("tempfile.gettempdir", a_read_only_root)
+    with pytest.raises(ConfigError, match=r"^listen\.run_folder = None: name a folder that can be written: No usable"):
+        run_folder(a_config(), 8000, {})
+
+
 def test_a_claim_whose_file_was_removed_is_made_again_unless_another_router_has_the_folder_by_now(
     tmp_path: Path,
 ) -> None:
