@@ -59,9 +59,9 @@ class Site:
         for command in (CA, CERTIFICATE):
             subprocess.run(command.split(), cwd=folder, check=True, capture_output=True)
         self.link, front, *ports = free_ports(5)
-        self.url = f"http://127.0.0.1:{front}"
         self._emulate()
         home, *others = ports
+        self.url, self._machine_url = f"http://127.0.0.1:{front}", f"http://127.0.0.1:{home}"
         self.brain = self._machine("brain", home, f"listen.link=127.0.0.1:{self.link}")
         brains = f"listen.brains=[127.0.0.1:{self.link}]"
         self.relays = [self._machine(name, port, brains) for name, port in zip("ab", others, strict=True)]
@@ -107,18 +107,23 @@ class Site:
         file.write_text(text)
         self._balancer = self._start("haproxy", "haproxy", "-db", "-f", str(file))
 
-    def get(self, path: str) -> httpx.Response | None:
-        """What HAProxy answers; None: nothing, or 5xx. Raises: Wrong: it has ended."""
+    def ready(self) -> bool:
+        """Whether HAProxy has somebody who serves. Raises: Wrong: it has ended."""
         if self._balancer.running.poll() is not None:
             raise Wrong(f"HAProxy has ended: {self._balancer.log.read_text()}")
-        with suppress(httpx.TransportError):
-            answer = httpx.get(self.url + path, trust_env=False, timeout=5.0)
-            return answer if answer.status_code < 500 else None
-        return None
+        return _answer(f"{self.url}/ready") is not None
 
     def held(self) -> dict[str, float]:
-        """What is left of requests; nothing: all is over."""
-        return held(self.get("/state"), self.prefillers)
+        """What is left of requests; nothing: all is over. HAProxy gets no /state: a machine's operator does."""
+        return held(_answer(f"{self._machine_url}/state"), self.prefillers)
+
+
+def _answer(url: str) -> httpx.Response | None:
+    """None: nothing, or 5xx."""
+    with suppress(httpx.TransportError):
+        answer = httpx.get(url, trust_env=False, timeout=5.0)
+        return answer if answer.status_code < 500 else None
+    return None
 
 
 class Load:
@@ -177,7 +182,7 @@ class Load:
 
 async def run(site: Site, clients: int, seconds: float) -> None:
     """All phases. Raises: Wrong."""
-    await asyncio.to_thread(wait_for, "the first answer", lambda: site.get("/ready") is not None)
+    await asyncio.to_thread(wait_for, "the first answer", site.ready)
     load = Load(site.url, clients)
     dies, brain = site.relays[0], site.brain
 
