@@ -293,6 +293,10 @@ def _put_hub_in(app: BrainApp, relays: int) -> LeaderCounts:
         reports.counts.pop(relay, None)
         services.metrics.forget_workers_but([worker.id for worker in services.fleet])
 
+    def given_up(counts: bytes) -> None:
+        services.metrics.carry_on(counts)
+        services.metrics.forget_workers_but([worker.id for worker in services.fleet])
+
     def left(worker_id: str) -> None:
         services.metrics.forget_worker(worker_id)
         reports.forget(worker_id)
@@ -303,6 +307,7 @@ def _put_hub_in(app: BrainApp, relays: int) -> LeaderCounts:
     services.metrics.beside = partial(_counts_of_relays, folder, counted, hub, reports)
     services.metrics.before_page = partial(_keep_what_is_shown, counted)
     reports.on_connector, reports.on_keys = services.note_connector, services.keys_elsewhere
+    reports.on_given_up = given_up
     services.fleet.on_leave, services.fleet.on_change = left, hub.workers_changed
     return counted
 

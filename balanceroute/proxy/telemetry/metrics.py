@@ -238,8 +238,7 @@ class Metrics(Collector):
     def forget_workers_but(self, known: Collection[str]) -> None:
         """Only these workers are there: series of others, which a former life has left, end."""
         for family in (*self._counters, *self._former_prefills.values()):
-            for worker_id in family.workers().difference(known):
-                family.forget_worker(worker_id)
+            _forget_workers_but(family, known)
 
     def orphan(self, requests: int) -> None:
         """So many requests' pinned KV has been given up; negative: its prefiller has dropped it by now."""
@@ -336,11 +335,15 @@ class Metrics(Collector):
         others = self._others()
         counters, histograms = [told.counters for told in others], [told.histograms for told in others]
         counters.append(self._zero_of_workers())
+        view = self._view()
+        here = {worker.id for worker in (*view.prefillers, *view.decoders)}
         for counter in self._counters:
-            yield _summed(counter, counters).family()
+            whole = _summed(counter, counters)
+            _forget_workers_but(whole, here)  # others may have counted of one that has left
+            yield whole.family()
         for histogram in self._histograms:
             yield _summed(histogram, histograms).family()
-        yield from cluster_gauges(self._view())
+        yield from cluster_gauges(view)
         for prefills in self._prefills():
             yield prefills.family()
         yield GaugeMetricFamily(
@@ -387,6 +390,12 @@ def without_orphans(counts: bytes) -> bytes:
     """
     _read(counts)
     return orjson.dumps(orjson.loads(counts) | {"orphaned_kv": 0})
+
+
+def _forget_workers_but(family: CounterFamily, known: Collection[str]) -> None:
+    """Series of other workers end."""
+    for worker_id in family.workers().difference(known):
+        family.forget_worker(worker_id)
 
 
 def _summed(family: Counts, others: Sequence[Mapping[str, Any]]) -> Counts:

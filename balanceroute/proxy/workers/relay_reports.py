@@ -2,13 +2,16 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
+from typing import Final
 
-from balanceroute.proxy.link.messages import Activity, Finding, Judged, Learned, SilentGroup, Use, WorkerStanding
+from balanceroute.proxy.link.messages import FAR, Activity, Finding, Judged, Learned, SilentGroup, Use, WorkerStanding
 from balanceroute.proxy.perimeter.key_use import KeyUse
 from balanceroute.proxy.telemetry.metrics import without_orphans
 from balanceroute.proxy.workers.circuit import Circuit, CircuitState
 from balanceroute.proxy.workers.fleet import Fleet, Worker
 from balanceroute.proxy.workers.silence import FrozenGroup
+
+MOST_AWAY: Final = 256  # relays of other machines, more than a router has: where machines are replaced, none returns
 
 
 class RelayReports:
@@ -27,7 +30,10 @@ class RelayReports:
         self._fleet, self._loop, self._frozen, self._under_way = fleet, loop, frozen, under_way
         self.on_keys: Callable[[str, tuple[KeyUse, ...]], None] = lambda relay, keys: None
         self.on_connector: Callable[[Worker, str | None], None] = lambda worker, connector: None
+        # told what a relay has counted that will not return
+        self.on_given_up: Callable[[bytes], None] = lambda counts: None
         self.counts: dict[str, bytes] = {}  # of every relay, here or not: a sum must not fall while one is away
+        self._away: dict[str, None] = {}  # those of other machines that have left, the first of them first
         self._said: dict[str, Activity] = {}
         self._uses: dict[str, dict[str, Use]] = {}  # by relay and worker
 
@@ -68,6 +74,7 @@ class RelayReports:
     def counted(self, relay: str, counts: bytes) -> None:
         """All that a relay's process has counted. Raises: ValueError: it is no such thing."""
         without_orphans(counts)  # which must succeed when the relay is gone
+        self._away.pop(relay, None)
         self.counts[relay] = counts
 
     def learned(self, message: Learned) -> None:
@@ -81,6 +88,7 @@ class RelayReports:
         self._count()
         if relay in self.counts:
             self.counts[relay] = without_orphans(self.counts[relay])
+            self._note_away(relay)
         for use in self._uses.pop(relay, {}).values():
             if use.worker in self._fleet:
                 worker = self._fleet[use.worker]
@@ -89,6 +97,15 @@ class RelayReports:
         for worker in self._fleet:
             if worker.circuit.state is CircuitState.TRIAL:
                 worker.circuit.inconclusive()
+
+    def _note_away(self, relay: str) -> None:
+        """A relay of another machine, which has no file here, is kept apart until so many have left after it."""
+        if FAR in relay:
+            self._away[relay] = None
+            if len(self._away) > MOST_AWAY:
+                first = next(iter(self._away))
+                del self._away[first]
+                self.on_given_up(self.counts.pop(first))
 
     def _count(self) -> None:
         self._under_way(sum(said.exchanges for said in self._said.values()))

@@ -60,6 +60,18 @@ def samples_of(metrics: Metrics, name: str) -> dict[tuple[str, ...], float]:
     return {tuple(value for _, value in sorted(s.labels.items())): s.value for s in families[name].samples}
 
 
+def test_nothing_is_said_of_a_worker_that_has_left_though_a_relay_that_is_gone_has_counted_of_it() -> None:
+    async def test() -> None:
+        metrics, relay = a_router().metrics, Metrics(lambda: view_cluster(ClusterSnapshot()), "br_0")
+        for worker in ("d0", "left"):
+            relay.upstream_errors.inc(worker, "decode", "timeout")
+        metrics.upstream_errors.inc("late", "decode", "timeout")  # of one that had left before it failed
+        metrics.beside = lambda: [relay.counts()]
+        assert samples_of(metrics, "balanceroute_upstream_errors") == {("timeout", "decode", "d0"): 1.0}
+
+    in_virtual_time(test)
+
+
 def test_nothing_is_said_any_more_of_a_worker_that_has_left() -> None:
     async def test() -> None:
         services = a_router()
@@ -156,7 +168,9 @@ def line(page: bytes, series: str) -> float:
 
 def a_relay() -> Metrics:
     """Which has counted something of every kind."""
-    relay = Metrics(lambda: view_cluster(ClusterSnapshot()), "br_0")
+    snapshot = ClusterSnapshot()
+    snapshot.add_worker(WorkerSpec("d0", Role.DECODE))
+    relay = Metrics(lambda: view_cluster(snapshot), "br_0")
     relay.requests.inc("finished", by=3)
     relay.upstream_errors.inc("d0", "decode", "timeout")
     relay.ttft.observe(0.02)

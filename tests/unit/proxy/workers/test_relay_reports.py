@@ -8,7 +8,7 @@ from balanceroute.proxy.link.remote import NOBODY
 from balanceroute.proxy.services import Services
 from balanceroute.proxy.telemetry.metrics import Metrics
 from balanceroute.proxy.workers.circuit import CircuitState
-from balanceroute.proxy.workers.relay_reports import RelayReports
+from balanceroute.proxy.workers.relay_reports import MOST_AWAY, RelayReports
 from balanceroute.proxy.workers.silence import FrozenGroup
 from tests.unit.proxy.virtual_time import a_router, in_virtual_time, let_pass
 
@@ -128,6 +128,42 @@ def test_orphans_of_a_relay_that_never_returns_are_not_shown_for_ever() -> None:
         page = services.metrics.exposition()
         assert b"\nbalanceroute_kv_orphans 0.0\n" in page
         assert b'\nbalanceroute_retries_total{tier="prefill"} 1.0\n' in page
+
+    in_virtual_time(test)
+
+
+def test_what_is_kept_of_relays_of_machines_that_never_return_is_bounded_and_no_count_falls() -> None:
+    async def test() -> None:
+        services = a_router()
+        heard, relay = reports(services), Metrics(lambda: NOBODY, "level_fit")
+        services.metrics.beside = heard.counts.values
+        heard.on_given_up = services.metrics.carry_on
+        relay.retries.inc("prefill")
+        heard.counted("r0@stays", relay.counts())
+        for number in range(2 * MOST_AWAY):
+            heard.counted(f"r0@pod-{number}", relay.counts())
+            heard.lost(f"r0@pod-{number}")
+        assert len(heard.counts) == MOST_AWAY + 1 and "r0@stays" in heard.counts
+        page = services.metrics.exposition().decode()
+        assert f'balanceroute_retries_total{{tier="prefill"}} {2.0 * MOST_AWAY + 1}\n' in page
+
+    in_virtual_time(test)
+
+
+def test_a_relay_of_another_machine_that_comes_back_is_not_counted_twice() -> None:
+    async def test() -> None:
+        services = a_router()
+        heard, relay = reports(services), Metrics(lambda: NOBODY, "level_fit")
+        services.metrics.beside = heard.counts.values
+        heard.on_given_up = services.metrics.carry_on
+        relay.retries.inc("prefill")
+        for number in range(MOST_AWAY):
+            for name in ("r0@returns", f"r0@pod-{number}"):
+                heard.counted(name, relay.counts())
+                heard.lost(name)
+        assert len(heard.counts) == MOST_AWAY
+        page = services.metrics.exposition().decode()
+        assert f'balanceroute_retries_total{{tier="prefill"}} {MOST_AWAY + 1.0}\n' in page
 
     in_virtual_time(test)
 
