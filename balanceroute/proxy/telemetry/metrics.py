@@ -336,7 +336,7 @@ class Metrics(Collector):
         counters, histograms = [told.counters for told in others], [told.histograms for told in others]
         counters.append(self._zero_of_workers())
         view = self._view()
-        here = {worker.id for worker in (*view.prefillers, *view.decoders)}
+        here = {prefiller.id for prefiller in view.prefillers} | {worker.id for worker in view.decoders}
         for counter in self._counters:
             whole = _summed(counter, counters)
             _forget_workers_but(whole, here)  # others may have counted of one that has left
