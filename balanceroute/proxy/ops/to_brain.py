@@ -7,6 +7,7 @@ No credential of the router's own crosses: not the admin token, a session of the
 caller has sent for the workers does, on the routes that call them, as the brain calls them in the relay's place.
 """
 
+import asyncio
 import ssl
 from collections.abc import AsyncIterator, Callable
 from typing import Final
@@ -15,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from balanceroute.config.addresses import host_in_url
-from balanceroute.errors import NoHealthyWorkers, UpstreamError, UpstreamTimeout
+from balanceroute.errors import ConnectFailed, NoHealthyWorkers, UpstreamError, UpstreamTimeout
 from balanceroute.proxy.client.asgi import REQUEST_ID
 from balanceroute.proxy.ops.guard import error_response
 from balanceroute.proxy.perimeter.access import READS
@@ -24,6 +25,7 @@ from balanceroute.proxy.workers.upstream import Connections, Reply, Upstream
 RETRY_AFTER_S: Final = 1.0
 READ_S: Final = 30.0  # until the head of an answer
 CHANGE_S: Final = 300.0  # workers have 30 s, and another policy's predictor may have much to read
+TURN_S: Final = 1.0  # for answers under way: the brain that is joined may have been asked before
 _OURS: Final = frozenset(  # of one connection, said by the relay itself, or credentials
     (
         b"accept-encoding",
@@ -65,6 +67,7 @@ class ToBrain:
         """`connections`: makes those to the application of the brain that leads now."""
         self._connections = connections
         self._upstream = connections()
+        self._former: set[Connections] = set()
 
     async def answer(self, request: Request, authorization: bool = False) -> Response:
         """Pass the request on, and the answer back as it comes; `authorization`: its own, too, which is for workers."""
@@ -82,8 +85,10 @@ class ToBrain:
         except UpstreamTimeout as error:
             text = f"The process that decides for this router (the brain) is late: {error}."
             return error_response(NoHealthyWorkers(text, retry_after_s=RETRY_AFTER_S))
-        except UpstreamError:
+        except UpstreamError as error:
             text = "No process decides for this router (no brain leads); one is being started."
+            if method not in READS and not (isinstance(error, ConnectFailed) and not error.sent):
+                text = "The process that decides for this router (the brain) gave no answer; it may have done as asked."
             return error_response(NoHealthyWorkers(text, retry_after_s=RETRY_AFTER_S))
         response = StreamingResponse(_body(reply), reply.status)
         length = b"content-length"  # an answer is passed on whole; to HEAD it is all that is
@@ -91,13 +96,22 @@ class ToBrain:
         return response
 
     def turn_to_another(self) -> None:
-        """Another brain leads: ask it from now on, and wait no longer for one that may stand still."""
-        self._upstream.close()
-        self._upstream = self._connections()
+        """Another brain leads: ask it from now on, and wait `TURN_S` at most for one that may stand still."""
+        former, self._upstream = self._upstream, self._connections()
+        former.drop_idle()
+        self._former.add(former)
+        asyncio.get_running_loop().call_later(TURN_S, self._leave, former)
 
     def close(self) -> None:
         """Close every connection."""
-        self._upstream.close()
+        for upstream in (self._upstream, *self._former):
+            upstream.close()
+        self._former.clear()
+
+    def _leave(self, former: Connections) -> None:
+        """Who has not answered yet does not."""
+        self._former.discard(former)
+        former.close()
 
 
 async def _body(reply: Reply) -> AsyncIterator[bytes]:

@@ -22,6 +22,7 @@ HEAD = (
 )
 
 PAUSE = b""
+TURN = b"the relay joins another brain"
 
 
 class Named:
@@ -35,7 +36,11 @@ class Named:
         await self._app(scope, receive, send)
 
 
-def with_brain(test: Callable[[httpx.AsyncClient, list[tuple[bytes, bytes]]], Awaitable[None]], *parts: bytes) -> None:
+Got = list[tuple[bytes, bytes]]
+PASSES: list[ToBrain] = []  # of the test that runs
+
+
+def with_brain(test: Callable[[httpx.AsyncClient, Got], Awaitable[None]], *parts: bytes) -> None:
     """Run with a client of a relay, and what the brain gets; it answers with these bytes, or is not there."""
 
     async def run() -> None:
@@ -49,6 +54,9 @@ def with_brain(test: Callable[[httpx.AsyncClient, list[tuple[bytes, bytes]]], Aw
             for part in parts:
                 if part is PAUSE:
                     await reader.read()  # until the relay has gone
+                if part is TURN:
+                    PASSES[0].turn_to_another()
+                    continue
                 writer.write(part)
                 await writer.drain()
             writer.close()
@@ -59,6 +67,7 @@ def with_brain(test: Callable[[httpx.AsyncClient, list[tuple[bytes, bytes]]], Aw
         path = f"{folder}/operators.sock"
         server = await asyncio.start_unix_server(serve, path) if parts else None
         passes = ToBrain(lambda: through_socket(path))
+        PASSES[:] = [passes]
         app = Starlette(routes=[Route("/state", passes.answer, methods=["GET", "POST"])])
         try:
             async with httpx.AsyncClient(transport=httpx.ASGITransport(Named(app)), base_url="http://relay") as client:
@@ -112,5 +121,41 @@ def test_while_there_is_no_brain_the_answer_is_503_and_says_when_to_ask_again() 
         answer = await client.get("/state")
         assert answer.status_code == 503 and answer.headers["retry-after"]
         assert "one is being started" in answer.json()["error"]["message"]
+
+    with_brain(test)
+
+
+def test_a_change_that_a_brain_makes_while_its_relay_joins_it_is_answered() -> None:
+    async def test(client: httpx.AsyncClient, got: Got) -> None:
+        answer = await client.post("/state", content=b"{}")
+        assert answer.status_code == 200 and answer.text == "ok"
+
+    with_brain(test, TURN, HEAD)
+
+
+def test_a_brain_that_stands_still_is_waited_for_no_longer_once_another_leads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(to_brain, "TURN_S", 0.01)
+
+    async def test(client: httpx.AsyncClient, got: Got) -> None:
+        answer = await client.post("/state", content=b"{}")
+        assert answer.status_code == 503
+
+    with_brain(test, TURN, PAUSE)
+
+
+def test_a_change_that_a_brain_may_have_made_before_it_died_is_not_said_to_have_found_none() -> None:
+    async def test(client: httpx.AsyncClient, got: Got) -> None:
+        for method, said in (("POST", "it may have done as asked"), ("GET", "one is being started")):
+            answer = await client.request(method, "/state", content=b"{}")
+            assert answer.status_code == 503 and answer.headers["retry-after"]
+            assert said in answer.json()["error"]["message"]
+
+    with_brain(test, b"HTTP/1.1 ")
+
+
+def test_a_change_for_which_no_brain_is_there_is_said_to_have_found_none() -> None:
+    async def test(client: httpx.AsyncClient, got: Got) -> None:
+        answer = await client.post("/state", content=b"{}")
+        assert answer.status_code == 503 and "one is being started" in answer.json()["error"]["message"]
 
     with_brain(test)
