@@ -186,3 +186,49 @@ async def test_a_usage_that_engines_are_started_to_tell_always_reaches_a_client_
             last = json.loads(text.split("data: ")[-2])
             assert (last["choices"] == []) is (not hidden), "the router asks for one itself where it gets no ids"
             assert text.endswith("data: [DONE]\n\n")
+
+
+def thinking(gone_on: asyncio.Event, streams: list[dict[str, Any]]) -> Script:
+    """As vLLM with a reasoning parser: it tells each token of its reasoning, or nothing until that is over."""
+
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while True:
+            head, content = await read_request(reader)
+            body = json.loads(content) if head.startswith(b"POST /v1/") else None
+            if body is None:
+                writer.write(plain(METRICS))
+            elif not body.get("stream"):
+                writer.write(plain(json.dumps(PROBED).encode()))
+            else:
+                streams.append(body)
+                writer.write(CHUNKED_HEAD + chunked(event([], role="assistant", content=""), last=False))
+                tokens = 0
+                while not gone_on.is_set():
+                    await pace(0.02)
+                    tokens += 1
+                    if body.get("include_reasoning", True):
+                        writer.write(chunked(event([tokens], reasoning="secret"), last=False))
+                usage = {"usage": {"prompt_tokens": 3, "completion_tokens": tokens + 1}}
+                last = json.loads(event([7], "stop", content="answer")[6:]) | usage
+                writer.write(chunked(b"data: %s\n\n" % json.dumps(last).encode(), b"data: [DONE]\n\n"))
+
+    return script
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("beside", [{}, {"logprobs": True}], ids=["hidden by the router", "hidden by the engine"])
+async def test_reasoning_that_a_client_does_not_want_to_see_may_take_longer_than_two_tokens_may(
+    stream: bool, beside: dict[str, Any]
+) -> None:
+    limits = {"first_byte_timeout_s": {"decode": 0.2}, "idle_timeout_s": 0.2}
+    gone_on = asyncio.Event()
+    asked = {**CHAT, "stream": stream, "include_reasoning": False, "max_tokens": 9999} | beside
+    streams: list[dict[str, Any]] = []
+    async with routing(thinking(gone_on, streams), **limits) as (app, client):
+        reply = asyncio.ensure_future(client.post("/v1/chat/completions", json=asked))
+        await until(lambda: any(leg.reply is not None and leg.reply.status == 200 for leg in app.services.legs))
+        await looked_on(app.services, 0.8)
+        gone_on.set()
+        text = (await reply).text
+        assert "answer" in text and "secret" not in text and "error" not in text
+        assert len(streams) == 1, "no worker was given up"

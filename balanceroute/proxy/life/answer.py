@@ -122,6 +122,7 @@ class Answer:
             want_usage=request.include_usage or request.assembled,
             want_continuous_usage=request.continuous_usage,
             unasked_usage=not request.counted_by_usage,
+            hide_reasoning=request.hides_reasoning,
             prompt_tokens=self.prompt_tokens or None,  # an estimate is nothing for a client
             prompt_details=result.prompt_details,
             **self.scanner_options,

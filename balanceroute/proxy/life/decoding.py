@@ -100,11 +100,12 @@ async def decode(leg: Leg, worker: Worker, grace_s: float) -> bool:
 def first_bytes_s(config: Config, request: ClientRequest) -> float:
     """How long the first bytes of an answer may take.
 
-    An unstreamed one comes as a whole: each of its tokens may take as long as the next event of a stream.
+    An unstreamed one comes as a whole: each of its tokens may take as long as the next event of a stream. One whose
+    engine hides its reasoning may be nothing else for as long.
     """
     limits, tokens = config.limits, request.effective_limit
     first_s = limits.first_byte_timeout_s.decode
-    if request.streams_upstream:
+    if request.streams_upstream and not request.counted_by_usage:
         return first_s
     return math.inf if tokens is None else first_s + (tokens - 1) * limits.idle_timeout_s
 
@@ -189,8 +190,9 @@ def _has_begun(leg: Leg, worker: Worker) -> None:
     leg.streaming_from = worker
     if not leg.first_token_s:
         leg.first_token_s = at
-    leg.idle_s = leg.services.config.limits.idle_timeout_s
-    leg.try_deadline_s = at + leg.idle_s
+    if not leg.answer.request.counted_by_usage:
+        leg.idle_s = leg.services.config.limits.idle_timeout_s
+        leg.try_deadline_s = at + leg.idle_s
     leg.retries.begun(at)
 
 

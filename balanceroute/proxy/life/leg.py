@@ -333,6 +333,7 @@ class Leg:
             bool(self.decoder_id)
             and self.reply is not None
             and self.answer.request.streams_upstream
+            and not self.answer.request.counted_by_usage
             and not self.reply.paused
             and not self.kv_due
         )

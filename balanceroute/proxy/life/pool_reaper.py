@@ -64,7 +64,7 @@ class PoolReaper:
             leg.interrupt(_too_late(leg))
         elif leg.blocked_by_client:
             # the worker isn't read, so its silence proves nothing
-            leg.try_deadline_s = now + self._services.config.limits.idle_timeout_s
+            leg.try_deadline_s = max(leg.try_deadline_s, now + self._services.config.limits.idle_timeout_s)
             leg.stalled_since_s = min(leg.stalled_since_s, now)
             if now - leg.stalled_since_s > self._services.config.limits.client_stall_timeout_s:
                 leg.interrupt(ClientStalled("the client has stopped reading"))

@@ -41,7 +41,7 @@ import orjson
 
 from balanceroute.errors import BadUpstreamReply, InvalidRequest, NotJson
 from balanceroute.proxy.wire.bounds import ABORT, MAX_PARAMS_BYTES, aborted, checked_choice, checked_usage, token_count
-from balanceroute.proxy.wire.fields import as_integer, boolean, checked, integer, kind
+from balanceroute.proxy.wire.fields import as_boolean, as_integer, boolean, checked, integer, kind
 from balanceroute.proxy.wire.json_size import check_size
 from balanceroute.proxy.wire.usage import prompt_details_of
 
@@ -76,6 +76,12 @@ _PROMPT_FIELDS: Final = frozenset(("echo", "prompt_logprobs"))
 _TRUNCATE: Final = "truncate_prompt_tokens"
 _SALT: Final = "cache_salt"
 _IN_IDS: Final = frozenset((_TRUNCATE, "suffix", "echo"))  # the ids are what these made of the prompt; said already
+# What `include_reasoning: false` also changes in an engine: a grammar then begins with the first token, and where a
+# parser is set (which only the engine knows), ids and logprobs are told of no token.
+_BESIDE_REASONING: Final = (
+    *("logprobs", "return_token_ids", "tools", "tool_choice", "response_format", "structured_outputs"),
+    *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structural_tag"),
+)
 _EMBEDDING_BYTES: Final = 4096  # of one token, on the wire: some KiB
 # Fields whose effect on a streamed answer `answers.py` can turn into the non-stream answer without loss.
 ASSEMBLED_FIELDS: Final = frozenset(
@@ -196,12 +202,26 @@ class ClientRequest:
         return self.stream or self.assembled
 
     @property
+    def hides_reasoning(self) -> bool:
+        """Whether the decode worker streams its reasoning though the client wants none, and it is taken out here.
+
+        An engine that is to hide it is silent while it reasons, for minutes, and tells no token ids.
+        """
+        return self._without_reasoning and self.endpoint == "chat" and not any(map(self.rest.get, _BESIDE_REASONING))
+
+    @property
     def counted_by_usage(self) -> bool:
         """Whether the decode worker is asked for usages that the client did not ask for.
 
-        A chat with `include_reasoning: false` may be answered without token ids.
+        It hides its reasoning itself: it may be silent for long, and tell no token ids.
         """
-        return self.streams_upstream and self.rest.get("include_reasoning") is False
+        return self._without_reasoning and not self.hides_reasoning
+
+    @property
+    def _without_reasoning(self) -> bool:
+        return "include_reasoning" in self.rest and (
+            self.streams_upstream and as_boolean(self.rest["include_reasoning"]) is False
+        )
 
 
 @dataclass(slots=True)
@@ -472,6 +492,8 @@ def decode_body(request: ClientRequest, kv_transfer_params: bytes) -> bytes:
     if request.assembled:
         rest["stream"] = True
         rest["stream_options"] = {"include_usage": True}
+    if request.hides_reasoning:
+        rest["include_reasoning"] = True
     if request.counted_by_usage:
         options = rest.get("stream_options") or {}
         rest["stream_options"] = {**options, "include_usage": True, "continuous_usage_stats": True}

@@ -68,7 +68,8 @@ class StreamEnd(Enum):
 DONE: Final = StreamEnd.DONE
 
 TEXT, REASONING, TOOL_CALLS = "text", "reasoning", "tool_calls"  # what an event may carry, in this order
-_KIND_OF_DELTA: Final = {"reasoning": REASONING, "reasoning_content": REASONING, "tool_calls": TOOL_CALLS}
+_REASONING_KEYS: Final = ("reasoning", "reasoning_content")
+_KIND_OF_DELTA: Final = {**dict.fromkeys(_REASONING_KEYS, REASONING), "tool_calls": TOOL_CALLS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +132,7 @@ class EventScanner:
         "_ids_checked",
         "_ids_in_life",
         "_first_offset",
+        "_hide_reasoning",
         "_index",
         "_last_kind",
         "_life",
@@ -176,6 +178,7 @@ class EventScanner:
         want_usage: bool = False,
         want_continuous_usage: bool = False,
         unasked_usage: bool = False,
+        hide_reasoning: bool = False,
         prompt_tokens: int | None = None,
         prompt_details: dict[str, Any] | None = None,
         public_id: str | None = None,
@@ -189,10 +192,10 @@ class EventScanner:
         """Start on the first worker's stream.
 
         `want_*` is what the client asked for. `unasked_usage` passes on what usages come unasked: the engine has been
-        started so (`--enable-force-include-usage`). `prompt_tokens` and `prompt_details` are the prefiller's
-        word on the prompt (`usage.py`). `public_id`, `created` and `index` override what the
-        worker says, and `closing_events` False keeps usage and [DONE] back: both for an answer made of
-        several streams. `prefix` is what the first text begins with: an echoed prompt. `translation` makes the form
+        started so (`--enable-force-include-usage`). `hide_reasoning` takes out what reasoning comes. `prompt_tokens`
+        and `prompt_details` are the prefiller's word on the prompt (`usage.py`). `public_id`, `created` and `index`
+        override what the worker says, and `closing_events` False keeps usage and [DONE] back: both for an answer made
+        of several streams. `prefix` is what the first text begins with: an echoed prompt. `translation` makes the form
         that the events leave in, if not their own.
         """
         self._translation = None if translation is None else translation()
@@ -211,6 +214,7 @@ class EventScanner:
         self._want_usage = want_usage
         self._pass_usage = want_usage or unasked_usage
         self._pass_continuous = (want_usage and want_continuous_usage) or unasked_usage
+        self._hide_reasoning = hide_reasoning
         self._prompt_tokens = prompt_tokens
         self._prompt_details = prompt_details
         self._index = index
@@ -571,6 +575,8 @@ class EventScanner:
             self._count_by_event()
         if isinstance(usage, dict):
             changed |= self._take_usage(event, usage)
+        if self._hide_reasoning and _drop_reasoning(choices):
+            changed, ordinary, carries = True, False, any(map(_kinds_of, choices))
         if cut is not None:
             self.end = cut
             if not (carries or any(map(_tells_tokens, choices))):
@@ -794,6 +800,12 @@ def _kinds_of(choice: dict[str, Any]) -> list[str]:
         return []
     found = {_KIND_OF_DELTA.get(name, TEXT) for name, value in delta.items() if value and name != "role"}
     return [kind for kind in (REASONING, TEXT, TOOL_CALLS) if kind in found]
+
+
+def _drop_reasoning(choices: list[dict[str, Any]]) -> bool:
+    """Take the reasoning out of an event; whether there was any."""
+    deltas = [delta for choice in choices if isinstance(delta := choice.get("delta"), dict)]
+    return any([delta.pop(name, None) for delta in deltas for name in _REASONING_KEYS])
 
 
 def _tells_tokens(choice: dict[str, Any]) -> bool:

@@ -337,10 +337,22 @@ def test_short_and_unknown_unstreamed_requests_stay_unstreamed(fields: dict[str,
     assert "stream" not in load(payloads.decode_body(request, KV))
 
 
-def test_continuous_usage_is_asked_for_where_ids_may_be_withheld() -> None:
-    request = a_request("chat", stream=True, include_reasoning=False)
-    options = load(payloads.decode_body(request, KV))["stream_options"]
-    assert options == {"include_usage": True, "continuous_usage_stats": True}
+@pytest.mark.parametrize("beside", [{"logprobs": True}, {"return_token_ids": True}, {"tool_choice": "required"}])
+@pytest.mark.parametrize("no", [False, "false", 0])
+def test_continuous_usage_is_asked_for_where_ids_may_be_withheld(no: Any, beside: dict[str, Any]) -> None:
+    request = a_request("chat", stream=True, include_reasoning=no, **beside)
+    body = load(payloads.decode_body(request, KV))
+    assert body["stream_options"] == {"include_usage": True, "continuous_usage_stats": True}
+    assert body["include_reasoning"] == no and not request.hides_reasoning
+
+
+@pytest.mark.parametrize("no", [False, "false", 0])
+def test_reasoning_that_the_client_does_not_want_is_asked_for_and_hidden_here(no: Any) -> None:
+    request = a_request("chat", stream=True, include_reasoning=no, logprobs=None)
+    body = load(payloads.decode_body(request, KV))
+    assert request.hides_reasoning and body["include_reasoning"] is True and "stream_options" not in body
+    short = a_request("chat", max_tokens=5, include_reasoning=no)
+    assert load(payloads.decode_body(short, KV))["include_reasoning"] == no, "an engine's own answer in one piece"
 
 
 def test_the_drain_body_asks_for_one_token_of_the_pinned_kv() -> None:

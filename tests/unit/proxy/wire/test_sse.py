@@ -715,3 +715,28 @@ def test_an_event_of_more_lines_or_choices_than_engines_write_is_none() -> None:
     many = completion("a", [5])
     choices.feed(event(many | {"choices": many["choices"] * (MAX_CHOICES + 1)}))
     assert choices.end is StreamEnd.MALFORMED and "choices" in choices.fault and choices.tokens == 0
+def test_hidden_reasoning_is_counted_and_kept_for_a_resume_and_reaches_no_client() -> None:
+    scanner = EventScanner(hide_reasoning=True)
+    wire = [
+        event(chat({"role": "assistant", "content": ""}, None)),
+        event(chat({"reasoning": "hmm"}, [1])),
+        event(chat({"reasoning": "secret"}, [2])),
+        event(chat({"reasoning_content": "old"}, [3])),
+        event(chat({"reasoning": " end", "content": "a"}, [4])),
+        event(chat({"reasoning": " end", "content": "b"}, [5])),
+        event(chat({"content": "c"}, [6])),
+        event(chat({"content": "d"}, [7])),
+    ]
+    out = [scanner.feed(piece) for piece in wire]
+    assert not any(out[1:4])
+    assert [choice["choices"][0]["delta"] for choice in parsed(b"".join(out))] == [
+        {"role": "assistant", "content": ""},
+        *({"content": text} for text in "abcd"),
+    ]
+    assert scanner.tokens == 7 and scanner.kept_ids().tolist() == [1, 2, 3, 4, 5, 6, 7]
+    cut = EventScanner(hide_reasoning=True)
+    for piece in wire[:3]:
+        cut.feed(piece)
+    assert cut.cut().kinds == {"reasoning"} and cut.kept_ids().tolist() == [1, 2]
+    end = scanner.feed(event(chat({"reasoning": "x"}, [8], finish_reason="length")))
+    assert parsed(end) == [chat({}, None, finish_reason="length")]
