@@ -6,7 +6,7 @@ turns to that one if the trial has succeeded. A reader that finds another number
 
 import mmap
 import pickle
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from balanceroute.config import Config, KeyEntry
@@ -22,6 +22,7 @@ class Agreed:
 
     config: Config
     keys: tuple[KeyEntry, ...] | None
+    number: int = field(default=0, compare=False)  # which of those that were accepted, once it is
 
     @classmethod
     def of(cls, config: Config, perimeter: Perimeter) -> "Agreed":
@@ -39,11 +40,12 @@ class Agreement:
 
     def propose(self, agreed: Agreed) -> None:
         """Have this one be the next that is accepted. Raises: ConfigError: it is too large."""
-        content = pickle.dumps(agreed)
+        number = self._numbers[0] + 1
+        content = pickle.dumps(replace(agreed, number=number))
         if len(content) > self._most_bytes:
             most = f"accepted are {self._most_bytes}, with all client keys"
             raise ConfigError(f"the configuration takes {len(content)} bytes of memory; {most}")
-        place = (self._numbers[0] + 1) % 2
+        place = number % 2
         self._places[place][: len(content)] = content
         self._numbers[1 + place] = len(content)
 

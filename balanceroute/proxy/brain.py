@@ -18,7 +18,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -33,13 +33,13 @@ from balanceroute.errors import ConfigError, InputError, NoHealthyWorkers
 from balanceroute.plugins import learn_policy
 from balanceroute.proxy.admission.forecasts import Forecasts, build_forecasts
 from balanceroute.proxy.app import HANDLERS, RouterApp, build_services, operator_parts, set_up, start
-from balanceroute.proxy.changes import KeptChanges
+from balanceroute.proxy.changes import FIRST, KeptChanges
 from balanceroute.proxy.client.services import ClientServices
 from balanceroute.proxy.configured import Configured
 from balanceroute.proxy.coroutines import start_all, stop
 from balanceroute.proxy.leader_counts import LeaderCounts
 from balanceroute.proxy.link.far import FarListener, FarMembers
-from balanceroute.proxy.link.files import is_gone
+from balanceroute.proxy.link.files import is_still
 from balanceroute.proxy.link.hub import Hub
 from balanceroute.proxy.link.leadership import RENEW_S, FileLead, Lead
 from balanceroute.proxy.link.messages import FAR
@@ -74,7 +74,8 @@ class BrainApp(RouterApp):
     end: Callable[[], None]
     leave: Callable[[], None]
     folder: RunFolder
-    sockets: tuple[Path, ...] = ()
+    kept: KeptChanges
+    sockets: Mapping[Path, os.stat_result] = {}
 
     def superseded(self, epoch: int) -> int | None:
         """A relay has seen this epoch above ours: the number to go on under, or None and the end, as another leads."""
@@ -165,7 +166,7 @@ def _leading_server(
         await off_the_loop(configured.learn)
         async with app.services.changing:
             callbacks.follow()
-            await reload_brain(app, configured.config, configured.perimeter)
+            await reload_brain(app, configured.config, configured.perimeter, configured.number)
 
     server = BrainServer(app, configured.config, on_reload, uds=str(folder.operators))
     app.end, app.leave = server.end, server.leave
@@ -239,7 +240,7 @@ def create_brain_app(configured: Configured, folder: RunFolder, lead: Lead, rela
     Raises: ConfigError: a file of the configuration is wrong.
     """
     read = _known(configured.config, setup.again)
-    kept = KeptChanges(folder.changes, setup.lineage, lead.renew)
+    kept = KeptChanges(folder.changes, setup.lineage, lead.renew, configured.number)
     config = kept.last.config(read)
     forecasts, lacking = _forecasts(config, setup.again)
     if lacking:
@@ -270,7 +271,7 @@ def create_brain_app(configured: Configured, folder: RunFolder, lead: Lead, rela
     routes = [trusted(route) for part in parts for route in part.routes()]
     app = BrainApp(routes=routes, lifespan=lifespan, exception_handlers=HANDLERS)
     set_up(app, config, configured.tls)
-    app.read, app.lead, app.folder, app.without_predictor = read, lead, folder, lacking
+    app.read, app.lead, app.folder, app.without_predictor, app.kept = read, lead, folder, lacking, kept
     return app
 
 
@@ -380,7 +381,7 @@ def _tell_lack(error: ConfigError | InputError) -> None:
     log.warning("leading without the predictor until SIGHUP finds it", extra={"error": str(error)})
 
 
-async def reload_brain(app: BrainApp, new: Config, perimeter: Perimeter) -> None:
+async def reload_brain(app: BrainApp, new: Config, perimeter: Perimeter, number: int = FIRST) -> None:
     """Switch to another configuration, with what its files held; where the predictor was lacking it may still be.
 
     Raises: ConfigError, InputError: it can't be used; nothing changed.
@@ -393,7 +394,7 @@ async def reload_brain(app: BrainApp, new: Config, perimeter: Perimeter) -> None
             raise
         await reload(app.services, _without_predictor(new), perimeter)
         _tell_lack(error)
-    app.read = new
+    app.read, app.kept.number = new, number
     with suppress(NoHealthyWorkers):  # another brain leads: this process is about to end
         app.services.keep_changes()
 
@@ -401,7 +402,7 @@ async def reload_brain(app: BrainApp, new: Config, perimeter: Perimeter) -> None
 async def _keep_lead(app: BrainApp) -> None:
     """Keep the lead until it is lost, or a socket of ours is, or until cancelled."""
     while app.lead.renew():
-        lost = [str(path) for path in app.sockets if is_gone(path)]
+        lost = [str(path) for path, ours in app.sockets.items() if not is_still(path, ours)]
         if lost:
             log.warning("nobody finds this brain any more; another one is to lead", extra={"lost": lost})
             app.leave()
@@ -456,7 +457,7 @@ class BrainServer(ChildServer):
         """Say where."""
         assert self.config.uds is not None
         os.chmod(self.config.uds, 0o600)
-        self._app.sockets = (self._app.folder.link, self._app.folder.operators)
+        self._app.sockets = {path: path.stat() for path in (self._app.folder.link, self._app.folder.operators)}
         told: dict[str, object] = {"socket": self.config.uds, "pid": os.getpid(), "epoch": self._app.hub.epoch}
         told |= self._listen_to_machines()
         if self.drains:

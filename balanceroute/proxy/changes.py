@@ -3,7 +3,7 @@
 A brain that is started again would otherwise know the configuration alone: streams on a worker that was added by hand,
 or that leaves, would have no place in it, and a worker that was taken out would be back. It holds for a lineage: a
 router and those that have taken over from it, by a number that the first one draws. A restart of the whole router
-forgets it.
+forgets it. A reload that no brain has made, because none led, changes of it what it would have changed of theirs.
 """
 
 import asyncio
@@ -30,21 +30,25 @@ log = logging.getLogger(__name__)
 
 LOOK_S: Final = 0.25
 RETRY_S: Final = 1.0
+FIRST: Final = 1  # a router's configuration as it starts; where it takes over, operators' changes are kept
 
 
 class Changes(msgspec.Struct, frozen=True):
     """Beside the configuration, in this lineage: workers added, removed and drained, and another policy.
 
-    `added`: those as well that differ from the configuration's of the same id. `workers`: all that the router has, for
-    one that leaves may have requests still, whether an operator took it out or a configuration that no longer names it.
+    `added`: those as well that differ from the configuration's of the same id. `removed`: as the configuration
+    described them; one that it describes anew is back. `workers`: all that the router has, for one that leaves may have
+    requests still, whether an operator took it out or a configuration that no longer names it. `number`: of the
+    configuration (`configured.py`).
     """
 
     lineage: int
     added: tuple[WorkerSpec, ...] = ()
-    removed: tuple[str, ...] = ()
+    removed: tuple[WorkerSpec, ...] = ()
     drained: tuple[str, ...] = ()
     policy: str | None = None
     workers: tuple[WorkerSpec, ...] = ()
+    number: int = 0
 
     def in_use(self, config: Config) -> list[WorkerSpec]:
         """The workers that a router of this configuration has."""
@@ -67,7 +71,8 @@ class Changes(msgspec.Struct, frozen=True):
         configuration names by now, under another name, leaves: it would get twice its share.
         """
         fleet = services.fleet
-        changed = {*self.removed, *(spec.id for spec in self.added)}
+        removed = {spec.id for spec in self.removed if spec.id in fleet and fleet[spec.id].spec == spec}
+        changed = removed.union(spec.id for spec in self.added)
         named = Places(worker.spec for worker in fleet if worker.id not in changed)
         for spec in self.added:
             if spec.id in fleet and fleet[spec.id].spec != spec:
@@ -76,7 +81,7 @@ class Changes(msgspec.Struct, frozen=True):
             if spec.id not in fleet and named.whose(spec) is None:
                 fleet.restore(spec)
         for worker in fleet:
-            if worker.id in self.removed:
+            if worker.id in removed:
                 fleet.leave(worker)
             if worker.id in self.drained:
                 fleet.drain(worker)
@@ -85,29 +90,30 @@ class Changes(msgspec.Struct, frozen=True):
                 fleet.leave(fleet.restore(spec))
 
 
-def changes_of(services: Services, base: Config, lineage: int) -> Changes:
-    """What a running router has beyond its configuration `base`."""
+def changes_of(services: Services, base: Config, lineage: int, number: int = 0) -> Changes:
+    """What a running router has beyond its configuration `base`, which is of that `number`."""
     configured = {spec.id: spec for spec in worker_specs(base)}
     staying = {worker.id: worker.spec for worker in services.fleet if not worker.leaving}
     policy = services.config.routing.policy
     return Changes(
         lineage,
         tuple(spec for spec in staying.values() if spec != configured.get(spec.id)),
-        tuple(sorted(configured.keys() - staying.keys())),
+        tuple(spec for name, spec in sorted(configured.items()) if name not in staying),
         tuple(worker.id for worker in services.fleet if worker.drained),
         None if policy == base.routing.policy else policy,
         tuple(worker.spec for worker in services.fleet),
+        number,
     )
 
 
 class KeptChanges:
-    """The file of one run folder. `last` is what it says."""
+    """The file of one run folder. `last` is what it says, `number` that of the configuration that is gone by."""
 
-    def __init__(self, path: Path, lineage: int, leads: Callable[[], bool] = lambda: True) -> None:
-        """`last` is, at first, what a brain of the same lineage before this one has left. `leads`: whether this one
-        does still; the file is the leader's to write.
+    def __init__(self, path: Path, lineage: int, leads: Callable[[], bool] = lambda: True, number: int = 0) -> None:
+        """`last` is, at first, what a brain of the same lineage before this one has left, and what a reload since then
+        has left of that. `leads`: whether this one does still; the file is the leader's to write.
         """
-        self._path, self._lineage, self._leads = path, lineage, leads
+        self._path, self._lineage, self._leads, self.number = path, lineage, leads, number
         self._trouble = Trouble(
             log, "what operators change is not kept for another brain", "what operators change is kept again"
         )
@@ -122,14 +128,15 @@ class KeptChanges:
             log.warning("what operators had changed can't be read", extra={"file": str(path), "error": str(error)})
             return
         if found.lineage == lineage:
-            self.last = found
+            reloaded = number > max(found.number, FIRST)
+            self.last = msgspec.structs.replace(found, policy=None) if reloaded else found
 
     def keep(self, services: Services, base: Config) -> None:
         """Write down what is not in the file yet; that it can't be written is told once, until it can be again.
 
         Raises: NoHealthyWorkers: another brain leads, and does not know of it.
         """
-        changes, file = changes_of(services, base, self._lineage), str(self._path)
+        changes, file = changes_of(services, base, self._lineage, self.number), str(self._path)
         if changes == self.last and not is_gone(self._path):
             return
         if not self._leads():

@@ -27,6 +27,7 @@ class Configured:
     perimeter: Perimeter
     tls: Tls
     agreement: Agreement  # for children that are there when it changes
+    number: int = 1  # of the configuration; each reload counts
 
     @classmethod
     def read(cls, config: Config) -> "Configured":
@@ -65,3 +66,4 @@ class Configured:
         agreed = self.agreement.get()
         self.tls.follow(agreed.config)
         self.config, self.perimeter = agreed.config, Perimeter(agreed.config, entries=agreed.keys)
+        self.number = agreed.number

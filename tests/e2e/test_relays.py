@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -585,14 +586,20 @@ def test_a_run_folder_that_is_lost_is_made_anew_and_streams_go_on(cluster: Clust
     asyncio.run(test())
 
 
+@pytest.mark.parametrize("instead", ["nothing", "another's socket"])
 @pytest.mark.parametrize("name", ["link.sock", "operators.sock"])
-def test_a_socket_that_is_lost_is_made_anew_and_streams_go_on(cluster: Cluster, tmp_path: Path, name: str) -> None:
+def test_a_socket_that_is_lost_is_made_anew_and_streams_go_on(
+    cluster: Cluster, tmp_path: Path, name: str, instead: str
+) -> None:
     async def test(router: Router) -> None:
         begun = streams(router, RANKS * SLOTS)
         await all_under_way(router, begun)
         before = router.brains[-1]
         (tmp_path / name).unlink()
-        await until(lambda: router.brains[-1] != before)
+        with socket.socket(socket.AF_UNIX) as other:
+            if instead == "another's socket":
+                other.bind(str(tmp_path / name))
+            await until(lambda: router.brains[-1] != before)
         assert await all_end(streams(router, 4, 20, first=100)) == 4
         assert await all_end(begun) == len(begun)
         assert len((await router.state())["workers"]) == RANKS

@@ -25,6 +25,16 @@ def is_at(file: int, path: Path) -> bool:
         return False
 
 
+def is_still(path: Path, status: os.stat_result) -> bool:
+    """Whether the file at this path is the one of that status; one that cannot be looked at may be."""
+    try:
+        return os.path.samestat(status, path.stat())
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+
+
 def is_gone(path: Path) -> bool:
     """Whether there is no such file any more; one that cannot be looked at may be there."""
     try:

@@ -9,10 +9,12 @@ import msgspec
 import pytest
 
 from balanceroute.build import worker_specs
+from balanceroute.config import validate
 from balanceroute.core.types import Role, WorkerSpec, WorkerState
 from balanceroute.errors import ConnectFailed, NoHealthyWorkers
 from balanceroute.proxy.app import health_monitor
 from balanceroute.proxy.changes import LOOK_S, Changes, KeptChanges, changes_of
+from balanceroute.proxy.ops.steering import with_policy
 from balanceroute.proxy.services import Services
 from tests.unit.proxy.virtual_time import a_config, a_router, in_virtual_time, let_pass, script
 
@@ -33,8 +35,7 @@ def test_changes_are_what_a_router_has_beyond_its_configuration() -> None:
         services.fleet.leave(services.fleet["d1"])
         services.fleet.drain(services.fleet["p0"])
         found = changes_of(services, base, LINEAGE)
-        assert (found.added, found.removed, found.drained) == ((NEW,), ("d1",), ("p0",))
-        other = a_router()
+        assert (found.added, found.removed, found.drained) == ((NEW,), (specs(other := a_router())["d1"],), ("p0",))
         found.apply(other)
         assert changes_of(other, base, LINEAGE) == found
 
@@ -228,3 +229,32 @@ def test_a_damaged_file_keeps_no_brain_from_leading(
     assert KeptChanges(path, LINEAGE).last.added == (NEW,)
     path.write_bytes(whole.replace(*damage))
     assert KeptChanges(path, LINEAGE).last == Changes(LINEAGE) and "can't be read" in caplog.text
+def test_a_reload_while_no_brain_leads_brings_back_what_it_describes_anew_and_ends_the_operators_policy(
+    tmp_path: Path,
+) -> None:
+    async def test() -> None:
+        path, services = tmp_path / "changes", a_router()
+        for name in ("d1", "d2"):
+            services.fleet.leave(services.fleet[name])
+            services.fleet.sweep()
+        under = with_policy(services.config, "random")
+        base, services.config = services.config, under
+        kept = KeptChanges(path, LINEAGE, number=3)
+        kept.keep(services, base)
+        tree = base.model_dump(exclude_unset=True)
+        tree["decode"]["workers"][1]["max_num_seqs"] = 99
+        new = validate(tree)
+        for number, config, back, policy in (
+            (3, base, set(), "random"),
+            (4, new, {"d1"}, None),
+            (1, new, {"d1"}, "random"),
+        ):
+            led, next_one = KeptChanges(path, LINEAGE, number=number), a_router(config)
+            assert led.last.policy == policy, "a router that takes over counts from 1, and keeps it"
+            led.last.apply(next_one)
+            assert {worker.id for worker in next_one.fleet if not worker.leaving} & {"d1", "d2"} == back
+        led = KeptChanges(path, LINEAGE, number=4)
+        led.keep(services, base)
+        assert KeptChanges(path, LINEAGE, number=4).last.policy == "random", "chosen since that reload"
+
+    in_virtual_time(test)
