@@ -6,6 +6,7 @@ is not what JSON has for it is given to the same reader, and the body goes on wi
 
 from typing import Annotated, Any, Final
 
+import orjson
 from pydantic import AllowInfNan, TypeAdapter, ValidationError
 
 from balanceroute.errors import InvalidRequest
@@ -78,4 +79,5 @@ def checked(name: str, value: int, *, least: int | None) -> int:
 def kind(value: object) -> str:
     """What JSON calls a value, for an error."""
     names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
+    names[orjson.Fragment] = "a number of more than 64 bits"
     return names.get(type(value), "a number")

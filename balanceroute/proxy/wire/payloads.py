@@ -43,6 +43,7 @@ from balanceroute.errors import BadUpstreamReply, InvalidRequest, NotJson
 from balanceroute.proxy.wire.bounds import ABORT, MAX_PARAMS_BYTES, aborted, checked_choice, checked_usage, token_count
 from balanceroute.proxy.wire.fields import as_boolean, as_integer, boolean, checked, integer, kind
 from balanceroute.proxy.wire.json_size import check_size
+from balanceroute.proxy.wire.large_integers import with_large_integers
 from balanceroute.proxy.wire.usage import prompt_details_of
 
 Endpoint = Literal["completions", "chat"]
@@ -270,7 +271,7 @@ def _loaded(body: bytes) -> dict[str, Any]:
         raise NotJson(f"The body is not valid JSON: {exc}") from exc
     if not isinstance(data, dict):
         raise InvalidRequest(f"The body must be a JSON object, not {kind(data)}.")
-    return data
+    return with_large_integers(body, data)
 
 
 def request_of(endpoint: Endpoint, data: dict[str, Any]) -> ClientRequest:

@@ -1,0 +1,62 @@
+"""Numbers reach an engine as the client has written them."""
+
+import json
+from typing import Any
+
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from balanceroute.errors import InvalidRequest
+from balanceroute.proxy.wire import payloads
+from balanceroute.proxy.wire.message_requests import parse_messages
+
+KV = b'{"do_remote_prefill":true}'
+LARGE = "1" + "0" * 300
+
+
+@pytest.mark.parametrize(
+    "number", [str(2**63 - 1), str(2**64 - 1), str(2**64), str(-(2**63)), str(-(2**63) - 1), LARGE]
+)
+@pytest.mark.parametrize("field", ['"novel":%s', '"tools":[{"parameters":{"maximum":%s}}]', '"vllm_xargs":{"a":[%s]}'])
+def test_an_integer_of_any_size_reaches_the_engines_digit_for_digit(field: str, number: str) -> None:
+    told = (field % number).encode()
+    request = payloads.parse("completions", b'{"prompt":"x","max_tokens":9,%s}' % told)
+    for body in (payloads.decode_body(request, KV), payloads.probe_body(request)):
+        assert told in body
+
+
+numbers = st.integers() | st.integers(-(2**65), 2**65) | st.floats(allow_nan=False, allow_infinity=False)
+trees = st.recursive(numbers | st.text(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner))
+
+
+@given(trees)
+def test_the_engines_get_what_python_reads_in_the_client_s_body(tree: Any) -> None:
+    body = json.dumps({"prompt": "x", "novel": tree}).encode()
+    try:
+        request = payloads.parse("completions", body)
+    except InvalidRequest:  # half of a surrogate pair
+        with pytest.raises(orjson.JSONDecodeError):
+            orjson.loads(body)
+        return
+    read = json.loads(payloads.decode_body(request, KV))["novel"]
+    assert repr(read) == repr(tree)
+
+
+@pytest.mark.parametrize("field", ["max_tokens", "seed", "min_tokens", "n", "priority"])
+def test_a_field_of_ours_that_is_too_large_is_refused_or_left_to_the_engines(field: str) -> None:
+    body = b'{"prompt":["a","b"],"%s":%d}' % (field.encode(), 2**70)
+    try:
+        parts = payloads.split(payloads.parse("completions", body))
+    except InvalidRequest as error:
+        assert error.param == field
+    else:
+        assert str(2**70).encode() in payloads.decode_body(parts[0], KV)
+
+
+def test_a_number_in_a_tool_of_an_anthropic_client_is_the_client_s_too() -> None:
+    tool = {"name": "f", "input_schema": {"type": "object", "properties": {"a": {"maximum": 2**64}}}}
+    asked = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "a"}], "tools": [tool]}
+    body = payloads.decode_body(parse_messages(json.dumps(asked).encode()), KV)
+    assert b'"maximum":%d' % 2**64 in body
