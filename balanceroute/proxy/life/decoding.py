@@ -185,6 +185,7 @@ async def _stream(leg: Leg, worker: Worker, reply: Reply) -> bool:
 def _has_begun(leg: Leg, worker: Worker) -> None:
     """The first tokens are here: from now on the next one is waited for, and what failed before is forgotten."""
     leg.ticket.began()  # the prefiller's KV has been pulled
+    leg.made_anew = False
     leg.answer.goes_on()
     at = worker.progress_s = leg.ticket.last_token_s
     leg.streaming_from = worker
@@ -252,9 +253,11 @@ async def _whole(leg: Leg, worker: Worker, reply: Reply) -> bool:
 def _pulled_late(leg: Leg, worker: Worker) -> bool:
     """Whether its first word is of KV that may have been another request's by the time that it was pulled.
 
-    A worker that stands still for longer than prefillers keep KV reads what is there by then, and nobody notices. Once:
-    a worker all of whose requests wait for memory is silent, too, but keeps their KV alive (NIXL's heartbeats).
+    A worker that stands still for longer than prefillers keep KV reads what is there by then, and nobody notices. Once,
+    until it has gone on: a worker all of whose requests wait for memory is silent, too, but keeps their KV alive
+    (NIXL's heartbeats).
     """
+    leg.watch_pull()
     leg.pulls_at = None
     if not leg.pulled_late or leg.made_anew:
         return False

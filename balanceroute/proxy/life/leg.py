@@ -172,7 +172,7 @@ class Leg:
         self.pulls_at: Worker | None = None  # the decode worker that has its parameters, and has said nothing yet
         self.sent_s = 0.0  # since when
         self.pulled_late = False  # such a one has stood still until that KV may have been dropped
-        self.made_anew = False  # for that reason
+        self.made_anew = False  # for that reason, and nothing has come since
         self.pin: Pin | None = None  # the record of it, which has it for as long as they are unspent
         # where it is
         self._task: asyncio.Task[Any] | None = None

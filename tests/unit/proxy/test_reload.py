@@ -362,3 +362,17 @@ def test_a_time_to_live_that_shortens_the_patience_counts_for_what_waits() -> No
         assert tracker.overdue_s == pytest.approx(now + 10 * 1.1)
 
     in_virtual_time(test)
+
+
+def test_shorter_waits_count_for_who_waits_already_from_when_it_came() -> None:
+    async def test() -> None:
+        services = a_router()
+        scheduler = services.ledger.scheduler
+        scheduler.submit_prefilled(RequestSpec("pooled", 100), services.loop.time())
+        scheduler.submit(RequestSpec("queued", 100), services.loop.time())
+        await let_pass(10.0)
+        assert scheduler.expire(services.loop.time()) == []
+        apply(services, a_config(pool={"ttl_s": 9.0}, queue={"deadline_s": 9.0}))
+        assert [release.request for release in scheduler.expire(services.loop.time())] == ["pooled", "queued"]
+
+    in_virtual_time(test)

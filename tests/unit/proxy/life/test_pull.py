@@ -118,23 +118,31 @@ def test_an_answer_that_is_cut_off_goes_on_from_its_last_token_where_that_is_all
 
 
 class Slow(ScriptedUpstream):
-    """A decode worker whose answers take so many seconds each; `stands_still`: it gives others no tokens meanwhile."""
+    """A decode worker whose answers take so many seconds each, a last part of it between two looks of the reaper;
+    `stands_still`: it gives others no tokens meanwhile.
+    """
 
-    def __init__(self, services: Services, delays_s: list[int], answers: tuple[Page, ...], stands_still: bool) -> None:
+    def __init__(
+        self, services: Services, delays_s: list[float], answers: tuple[Page, ...], stands_still: bool
+    ) -> None:
         super().__init__(*answers)
         self._services, self._delays_s, self._stands_still = services, delays_s, stands_still
         self._reaper = PoolReaper(services, lambda: None)
 
     async def request(self, method: str, path: str, *args: Any, **options: Any) -> Any:
-        for _ in range(self._delays_s.pop(0) if path == "/v1/completions" else 0):
+        delay_s = self._delays_s.pop(0) if path == "/v1/completions" else 0.0
+        for _ in range(int(delay_s)):
             await let_pass(1.0)
             if not self._stands_still:
                 self._services.fleet["d0"].progress_s = self._services.tickets.now()
             self._reaper.look()
+        await let_pass(delay_s % 1.0)
         return await super().request(method, path, *args, **options)
 
 
-def a_slow_decoder(delays_s: list[int], *answers: Page, stands_still: bool = True) -> tuple[Services, ScriptedUpstream]:
+def a_slow_decoder(
+    delays_s: list[float], *answers: Page, stands_still: bool = True
+) -> tuple[Services, ScriptedUpstream]:
     services = a_router(a_config(1, 1, connector="nixl"))
     slow = services.fleet["d0"].upstream = Slow(services, delays_s, answers, stands_still)  # type: ignore[assignment]
     return services, slow
@@ -168,6 +176,33 @@ def test_an_answer_whose_decode_worker_stood_still_until_the_kv_may_be_gone_is_m
 def test_an_answer_is_made_anew_only_once() -> None:
     async def served() -> None:
         services, d0 = a_slow_decoder([32, 32], WHOLE, WHOLE)
+        client = Client()
+        script(services, "p0", probed(), probed())
+        async with dispatching(services):
+            await a_leg(services, client).run()
+        assert client.text == " 20 21" and len(d0.asked) == 2 and idle(services)
+
+    in_virtual_time(served)
+
+
+def test_an_answer_that_has_gone_on_since_it_was_made_anew_may_be_made_anew_again() -> None:
+    async def served() -> None:
+        of_others, broken = Page(events(90, 91) + DONE), Page(events(20, finish=None), breaks=LOST)
+        services, d0 = a_slow_decoder([32, 0, 32, 0], of_others, broken, of_others, Page(events(21) + DONE))
+        client, cut = Client(), probed(prompt=[*PROMPT_IDS, 20])
+        script(services, "p0", probed(), probed(), cut, cut)
+        async with dispatching(services):
+            await a_leg(services, client).run()
+        assert client.text == " 20 21" and client.ended
+        assert [asked.path for asked in d0.asked].count("/v1/completions") == 4
+        assert services.metrics.recomputes.value("pulled_late") == 2 and idle(services)
+
+    in_virtual_time(served)
+
+
+def test_a_worker_that_goes_on_before_anybody_has_looked_may_have_pulled_too_late_as_well() -> None:
+    async def served() -> None:
+        services, d0 = a_slow_decoder([30.1, 0], Page(events(90, 91) + DONE), WHOLE)
         client = Client()
         script(services, "p0", probed(), probed())
         async with dispatching(services):
