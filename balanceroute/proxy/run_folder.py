@@ -22,7 +22,7 @@ from typing import BinaryIO, Final
 
 from balanceroute.config import Config
 from balanceroute.errors import ConfigError
-from balanceroute.proxy.link.files import NEW, is_at, is_gone, locked, replace_content
+from balanceroute.proxy.link.files import NEW, is_at, is_gone, locked, overwritten, replace_content
 from balanceroute.proxy.telemetry.troubles import Trouble
 
 log = logging.getLogger(__name__)
@@ -40,6 +40,7 @@ GONE_S: Final = 60.0  # more than it takes to start a relay again, as often as t
 _GONE_LOOK_S: Final = 5.0
 _TRIES: Final = 20
 _PAUSE_S: Final = 0.05
+COUNTS_ROOM_BYTES: Final = 4096  # labels that appear, and digits: some 20 KB are written within minutes of a start
 MAX_SOCKET_PATH: Final = 107  # bytes, of a unix socket's name on Linux
 
 
@@ -242,7 +243,7 @@ class RunFolder:
     def counts(self, relay: str) -> bytes:
         """What the former lives of this relay, or of the leader, have counted; empty: nothing."""
         try:
-            return self.counts_file(relay).read_bytes()
+            return self.counts_file(relay).read_bytes().rstrip(b" ")
         except FileNotFoundError:
             return b""
 
@@ -255,9 +256,15 @@ class RunFolder:
     def keep_counts(self, relay: str, counts: bytes) -> None:
         """Keep what this relay, or the leader, has counted; a kill in between leaves what was kept before.
 
+        On a full disk it is written over that: the file has room to grow a little, so that counters still do not fall.
         Raises: OSError: it can't be kept.
         """
-        replace_content(self.counts_file(relay), counts)
+        file, roomy = self.counts_file(relay), counts.ljust(len(counts) + COUNTS_ROOM_BYTES)
+        try:
+            replace_content(file, roomy)
+        except OSError:
+            if not overwritten(file, counts):
+                raise
 
     def forget_counts(self) -> None:
         """A router begins to count, beside those who live."""

@@ -75,3 +75,16 @@ def replace_content(path: Path, content: bytes) -> None:
     except OSError:
         new.unlink(missing_ok=True)
         raise
+
+
+def overwritten(path: Path, content: bytes) -> bool:
+    """Whether the file has this content now, and spaces behind it: written over what it held, which needs no room.
+
+    False: it is too small, or that failed, too. A kill within the one call may leave some of both.
+    """
+    try:
+        with open(os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC), "r+b", buffering=0) as file:
+            size_bytes = os.fstat(file.fileno()).st_size
+            return len(content) <= size_bytes and file.write(content.ljust(size_bytes)) == size_bytes
+    except OSError:
+        return False

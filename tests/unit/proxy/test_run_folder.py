@@ -1,5 +1,6 @@
 """The folder that the processes of one router share: whose it is, where it is, and what is kept there."""
 
+import errno
 import os
 import shutil
 import socket
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from balanceroute.errors import ConfigError
+from balanceroute.proxy import run_folder as run_folder_module
 from balanceroute.proxy.link.leadership import FileLead
 from balanceroute.proxy.run_folder import LEADER, MAX_SOCKET_PATH, CountsFile, RunFolder, relay_name, run_folder
 from tests.unit.proxy.virtual_time import a_config
@@ -152,6 +154,25 @@ def test_that_counts_cannot_be_kept_stops_nobody_and_is_said_once_until_they_can
         assert file.keep(b"{2}") and file.keep(b"{3}") and folder.counts("relay-0") == b"{3}"
         shutil.rmtree(folder.folder)
     assert [each.getMessage() for each in caplog.records] == ["counts not kept", "counts are kept again"] * 2
+
+
+def test_counts_are_kept_on_a_full_disk_in_the_room_of_those_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(path: Path, content: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    folder = RunFolder(tmp_path)
+    file = CountsFile(folder, "relay-0")
+    assert file.keep(b"{99}")
+    before = folder.counts_file("relay-0").stat()
+    monkeypatch.setattr(run_folder_module, "replace_content", full)
+    assert file.keep(b"{100}") and folder.counts("relay-0") == b"{100}" and not caplog.records
+    assert file.keep(b"{1}") and folder.counts("relay-0") == b"{1}"
+    after = folder.counts_file("relay-0").stat()
+    assert (after.st_ino, after.st_size) == (before.st_ino, before.st_size), "no more room is taken"
+    assert not file.keep(b"x" * (after.st_size + 1)) and folder.counts("relay-0") == b"{1}"
+    assert not CountsFile(folder, "relay-1").keep(b"{1}") and "No space left" in str(vars(caplog.records[-1]))
 
 
 @contextmanager
