@@ -302,6 +302,9 @@ class RecordingScheduler(Scheduler):
     def adopt(self, standing: Standing, now: float) -> bool:
         return self._record(super().adopt, now, standing=replace(standing, spec=self._disguised(standing.spec)))
 
+    def order_by_arrival(self, now: float) -> None:
+        self._record(super().order_by_arrival, now)
+
     def requeue(self, request_id: str, now: float, prefix: Sequence[int] = ()) -> Release:
         told = {"prefix": [self._name(block) for block in prefix]} if prefix else {}
         return self._record(super().requeue, now, request_id=request_id, **told)

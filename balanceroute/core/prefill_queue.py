@@ -58,6 +58,11 @@ class PrefillQueue:
         else:
             heappop(self._ordered)
 
+    def order_anew(self) -> None:
+        """Those that wait have other arrival numbers."""
+        self._incoming += [entry[-1] for entry in self._ordered if entry[-1].phase is QUEUED]
+        self._ordered.clear()
+
     def _put_in_order(self, tracker: RequestTracker, snapshot: ClusterSnapshot) -> None:
         if tracker.queue_s is None:
             ahead_s = self._ageing * expected_prefill_s(tracker, snapshot)

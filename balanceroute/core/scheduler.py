@@ -610,6 +610,23 @@ class Scheduler:
                 self._set_patience(tracker)
         return True
 
+    def order_by_arrival(self, now: float) -> None:
+        """Have those that wait do so in the order in which they came: they were taken in holder by holder."""
+        snapshot = self.snapshot
+        by_arrival = sorted(
+            (tracker for tracker in snapshot.requests.values() if tracker.phase is not DECODING),
+            key=attrgetter("arrived_s", "order"),
+        )
+        pooled = list(snapshot.pool)
+        for tracker in pooled:
+            snapshot.pool.remove(tracker)
+        orders = sorted([tracker.order for tracker in by_arrival])
+        for tracker, order in zip(by_arrival, orders, strict=True):
+            tracker.order = order
+        for tracker in pooled:
+            snapshot.pool.add(tracker)
+        self._queue.order_anew()
+
     def _may_have_kept(self, worker: DecodeInstanceState) -> bool:
         """Whether the slot of one that decodes there already is still its own."""
         if not (self._has_admitted and self.policy.waits_for_slots):

@@ -166,6 +166,10 @@ class Ledger:
         self.prefill_capacity_changed()
         return True
 
+    def order_by_arrival(self) -> None:
+        """All that others have told of is here: those that wait do so by when they came, whoever holds them."""
+        self.scheduler.order_by_arrival(self.now())
+
     def _pooled(self, request_id: str) -> None:
         """The request is in the pool, with the size that it has, or, decode first, is thought to have."""
         if self.forecasts is not None:

@@ -354,6 +354,8 @@ class Hub:
                 self._owners[request_id] = (member, held.ticket)
             else:
                 void.append(held.ticket)
+        if self.settled.is_set() and tickets:
+            self._ledger.order_by_arrival()
         return tuple(void)
 
     def _is_another(self, member: Member, hello: Hello) -> bool:
@@ -390,6 +392,7 @@ class Hub:
             return
         self.settled.set()
         self._ledger.adopts = False
+        self._ledger.order_by_arrival()
         self._awaited.clear()
         log.info("the brain decides", extra={"epoch": self.epoch, "relays": len(self.members)})
         for member in list(self.members.values()):

@@ -108,6 +108,29 @@ def test_waiting_counts_from_the_arrival_at_the_predecessor(heir: Scheduler) -> 
     assert [release.request for release in heir.expire(20.0)] == ["late"]
 
 
+@pytest.mark.parametrize("phase", [Phase.POOLED, Phase.QUEUED])
+def test_who_waits_does_so_by_arrival_whoever_holds_it(heir: Scheduler, phase: Phase) -> None:
+    waited_s = {"a1": 9.0, "a2": 5.0, "b1": 7.0, "b2": 1.0}  # two holders tell of theirs one after the other
+    heir.configure(SchedulerConfig(max_prefill_inflight=1), 20.0)
+    for name, seconds in waited_s.items():
+        assert heir.adopt(Standing(RequestSpec(name, 10), phase, 10, waited_s=seconds, ready_s=0.5), 20.0)
+    for _ in range(2):
+        heir.order_by_arrival(20.0)
+        heir.snapshot.check_invariants()
+        assert [tracker.id for tracker in heir.snapshot.pool] == (["a1", "b1", "a2", "b2"] * (phase is Phase.POOLED))
+    prefilled = []
+    while phase is Phase.QUEUED and (prefills := heir.dispatch(20.0)):
+        for prefill in prefills:
+            heir.prefilled(prefill.request, 10, 20.0)
+            prefilled.append(prefill.request)
+        heir.order_by_arrival(20.0)
+    assert [tracker.id for tracker in heir.snapshot.pool] == ["a1", "b1", "a2", "b2"]
+    assert prefilled in ([], ["a1", "b1", "a2", "b2"])
+    heir.submit_prefilled(RequestSpec("new", 10), 20.0)
+    assert [tracker.id for tracker in heir.snapshot.pool][-1] == "new"
+    heir.snapshot.check_invariants()
+
+
 def test_a_journal_of_a_takeover_reruns(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     heir = RecordingScheduler(SETTINGS, BOUNDS, path)
@@ -115,12 +138,13 @@ def test_a_journal_of_a_takeover_reruns(tmp_path: Path) -> None:
     heir.adopt(decoding("a", tokens=3), 1.0)
     heir.adopt(decoding("b"), 1.0)
     heir.adopt(Standing(RequestSpec("c", 10, prefix=[7, 8], block_tokens=4), Phase.POOLED, 10, prefiller="p0"), 1.0)
+    heir.order_by_arrival(1.0)
     heir.admit(2.0)
     heir.requeue("a", 3.0, [7, 8])
     heir.dispatch(3.0)
     heir.close()
     report = rerun(path)
-    assert report.difference is None and report.calls == 8
+    assert report.difference is None and report.calls == 9
 
 
 def test_one_that_was_adopted_without_its_prefix_is_prefilled_where_that_is_cached_again() -> None:

@@ -162,6 +162,27 @@ def test_relays_of_one_machine_share_what_keys_use_and_those_of_another_share_so
     assert [table_of(name) for name in other] == ["@a.b_1", "@a.b_1", "@c_2"]
 
 
+def test_who_waits_at_a_new_brain_does_so_by_arrival_whichever_relay_holds_it() -> None:
+    def pooled(number: int, name: str, waited_s: float) -> Held:
+        return Held(number, 1, Standing(RequestSpec(name, 10), Phase.POOLED, 10, waited_s, prefiller="p0"))
+
+    async def test(stage: Stage) -> None:
+        brain = await stage.brain(slots=1, relays=2, patience=Patience(grace_s=3600.0))
+        relays = [await RawRelay().connect(stage) for _ in range(2)]
+        relays[0].hello(stream(1, "a0"), pooled(2, "a5", 5.0), pooled(3, "a9", 9.0), relay="a")
+        relays[1].hello(pooled(1, "b7", 7.0), pooled(2, "b1", 1.0), relay="b")
+        await until(brain.hub.settled.is_set)
+        pool = brain.scheduler.snapshot.pool
+        assert [tracker.id for tracker in pool] == ["a9", "b7", "a5", "b1"]
+        late = await RawRelay().connect(stage)
+        late.hello(pooled(1, "c6", 6.0), relay="c")
+        await until(lambda: len(pool) == 5)
+        assert [tracker.id for tracker in pool] == ["a9", "b7", "c6", "a5", "b1"]
+        brain.scheduler.snapshot.check_invariants()
+
+    on(test)
+
+
 def test_a_silent_relay_is_given_up_and_may_come_back() -> None:
     async def test(stage: Stage) -> None:
         brain = await stage.brain()
