@@ -183,9 +183,7 @@ class _Choice:
             **_joined(self.fields),
         }
         if self.calls:
-            message["tool_calls"] = [
-                {**call, "function": _joined(call["function"])} for _, call in sorted(self.calls.items())
-            ]
+            message["tool_calls"] = [_whole_call(call) for _, call in sorted(self.calls.items())]
         if self.calls or message["reasoning"] is not None:
             message["content"] = message["content"] or None
         return {
@@ -196,6 +194,13 @@ class _Choice:
             "stop_reason": self.stop_reason,
             "token_ids": (self.token_ids or None) if want_ids else None,
         }
+
+
+def _whole_call(call: dict[str, Any]) -> dict[str, Any]:
+    """A tool call with what clients read in every one, also where it was cut off right behind its name."""
+    function = _joined(call["function"])
+    function.setdefault("arguments", "")
+    return {"type": "function", **call, "function": function}
 
 
 def _append(fields: dict[str, Any], name: str, value: Any) -> None:

@@ -131,6 +131,18 @@ def test_an_answer_over_two_lives_is_one_answer() -> None:
     assert answer["usage"]["prompt_tokens"] == 4
 
 
+def test_a_tool_call_that_is_cut_off_behind_its_name_has_arguments() -> None:
+    """OpenAI's clients read them in every call; a stream tells the name alone first."""
+    call = {"index": 0, "id": "t0", "type": "function", "function": {"name": "f"}}
+    wire = event(chat({"role": "assistant", "content": ""}, [])) + event(chat({"tool_calls": [call]}, [1]))
+    wire += event(chat({}, [2], finish_reason="length")) + event(usage(3, 2)) + DONE
+    choice = assemble("chat", wire)["choices"][0]
+    assert choice["finish_reason"] == "length"
+    assert choice["message"]["tool_calls"] == [
+        {"type": "function", "id": "t0", "function": {"name": "f", "arguments": ""}}
+    ]
+
+
 def test_an_engines_figures_of_a_request_are_in_the_assembled_answer_unless_it_went_on_elsewhere() -> None:
     """vLLM tells `metrics` of drafts, and of times where it is started so, in the last event of a stream."""
     told = {"metrics": {"speculative_decoding": {"num_spec_steps": 2}}}
