@@ -333,8 +333,8 @@ class Metrics(Collector):
         """Everything, as it is now."""
         self.catch_up()
         others = self._others()
-        counters, histograms = [told.counters for told in others], [told.histograms for told in others]
-        counters.append(self._zero_of_workers())
+        counters: list[Mapping[str, Any]] = [self._zero_of_workers(), *(told.counters for told in others)]
+        histograms = [told.histograms for told in others]
         view = self._view()
         here = {prefiller.id for prefiller in view.prefillers} | {worker.id for worker in view.decoders}
         for counter in self._counters:

@@ -229,6 +229,8 @@ def test_a_damaged_file_keeps_no_brain_from_leading(
     assert KeptChanges(path, LINEAGE).last.added == (NEW,)
     path.write_bytes(whole.replace(*damage))
     assert KeptChanges(path, LINEAGE).last == Changes(LINEAGE) and "can't be read" in caplog.text
+
+
 def test_a_reload_while_no_brain_leads_brings_back_what_it_describes_anew_and_ends_the_operators_policy(
     tmp_path: Path,
 ) -> None:

@@ -715,6 +715,8 @@ def test_an_event_of_more_lines_or_choices_than_engines_write_is_none() -> None:
     many = completion("a", [5])
     choices.feed(event(many | {"choices": many["choices"] * (MAX_CHOICES + 1)}))
     assert choices.end is StreamEnd.MALFORMED and "choices" in choices.fault and choices.tokens == 0
+
+
 def test_hidden_reasoning_is_counted_and_kept_for_a_resume_and_reaches_no_client() -> None:
     scanner = EventScanner(hide_reasoning=True)
     wire = [
