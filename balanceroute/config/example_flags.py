@@ -41,7 +41,7 @@ def from_example_flags(
         "retry.max_attempts": None if max_retries is None else max(1, max_retries),
         "retry.base_delay_s": None if retry_delay is None else float(retry_delay),
         "listen.relays": 0 if workers == 1 else workers,
-        "lifecycle.join_attempts": max_waiting_retries,
+        "lifecycle.join_attempts": None if max_waiting_retries is None else max(1, max_waiting_retries),
         "lifecycle.join_interval_s": None if waiting_retry_interval is None else float(waiting_retry_interval),
         "log.level": log_level,
     }

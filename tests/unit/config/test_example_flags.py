@@ -50,6 +50,12 @@ def test_all_flags_reach_their_settings() -> None:
     assert config.decode.workers[0].url == "http://localhost:2"
 
 
+@pytest.mark.parametrize("tries", [0, -1])
+def test_no_more_tries_are_one_try_as_on_the_example_proxy(tries: int) -> None:
+    overrides = from_example_flags(max_retries=tries, max_waiting_retries=tries)
+    assert overrides == {"retry.max_attempts": 1, "lifecycle.join_attempts": 1}
+
+
 @pytest.mark.parametrize("host", ["2001:db8::7", "[2001:db8::7]", "2001:0db8:0:0::7"])
 def test_an_ipv6_host_is_bracketed_once(host: str) -> None:
     overrides: Any = from_example_flags(decoder_hosts=[host], decoder_ports=[9000])
