@@ -35,6 +35,19 @@ async def test_the_page_needs_nothing_from_elsewhere() -> None:
         assert (await router.client.get("/dashboard/assets/..%2fpage.html")).status_code == 404
 
 
+async def test_a_process_that_starts_while_its_version_is_replaced_has_the_page_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def no_file(*_: object) -> bytes:
+        raise FileNotFoundError(2, "No such file or directory")
+
+    monkeypatch.setattr("pathlib.Path.read_bytes", no_file)
+    async with running() as router:
+        for path in ("", "/assets/dashboard.js", "/assets/uPlot.min.css"):
+            reply = await router.client.get(f"/dashboard{path}")
+            assert reply.status_code == 200 and reply.text
+
+
 async def test_the_address_alone_leads_to_the_dashboard() -> None:
     async with running() as router:
         reply = await router.client.get("/", follow_redirects=False)

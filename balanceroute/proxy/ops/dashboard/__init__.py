@@ -49,7 +49,7 @@ _POLICY: Final = (
 _SIGN_IN_POLICY: Final = (
     f"default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; {_OF_PAGES}"
 )
-_ASSETS: Final = {
+_MEDIA_TYPES: Final = {
     "dashboard.css": "text/css; charset=utf-8",
     "dashboard.js": "text/javascript; charset=utf-8",
     "uPlot.min.css": "text/css; charset=utf-8",
@@ -65,7 +65,14 @@ def _page(name: str, policy: str, status: int = 200) -> Response:
     return Response((files(__name__) / name).read_bytes(), status, headers, media_type="text/html; charset=utf-8")
 
 
+def _asset(name: str, media_type: str) -> Response:
+    return Response((files(__name__) / "assets" / name).read_bytes(), headers=closed_headers(), media_type=media_type)
+
+
+# read with the module: to a process that is started again after an upgrade the files would be gone, or the other version's
 SIGN_IN: Final = _page("sign_in.html", _SIGN_IN_POLICY, 401)
+_PAGE: Final = _page("page.html", _POLICY)
+_ASSETS: Final = {name: _asset(name, media_type) for name, media_type in _MEDIA_TYPES.items()}
 
 
 class Dashboard:
@@ -73,7 +80,6 @@ class Dashboard:
 
     def __init__(self, services: Callable[[], OperatorServices]) -> None:
         self._services = services
-        self._page = _page("page.html", _POLICY)
         self.recorder = Recorder(services)
         self._asking = asyncio.Lock()  # one question about policies at a time
 
@@ -96,15 +102,12 @@ class Dashboard:
 
     async def page(self, request: Request) -> Response:
         """The page."""
-        return self._page
+        return _PAGE
 
     async def asset(self, request: Request) -> Response:
         """A file of the page."""
-        name = request.path_params["name"]
-        if name not in _ASSETS:
-            return error_response(InvalidRequest("There is no such file.", status=404))
-        body = (files(__name__) / "assets" / name).read_bytes()
-        return Response(body, headers=closed_headers(), media_type=_ASSETS[name])
+        asset = _ASSETS.get(request.path_params["name"])
+        return asset or error_response(InvalidRequest("There is no such file.", status=404))
 
     async def data(self, request: Request) -> Response:
         """What the page draws at first."""
