@@ -69,7 +69,7 @@ def _asset(name: str, media_type: str) -> Response:
     return Response((files(__name__) / "assets" / name).read_bytes(), headers=closed_headers(), media_type=media_type)
 
 
-# read with the module: to a process that is started again after an upgrade the files would be gone, or the other version's
+# read with the module: where another version was installed meanwhile, a process that is restarted would find its files
 SIGN_IN: Final = _page("sign_in.html", _SIGN_IN_POLICY, 401)
 _PAGE: Final = _page("page.html", _POLICY)
 _ASSETS: Final = {name: _asset(name, media_type) for name, media_type in _MEDIA_TYPES.items()}
