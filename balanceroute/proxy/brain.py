@@ -409,7 +409,7 @@ async def _keep_lead(app: BrainApp) -> None:
             break
         await asyncio.sleep(until_tick_s(time.monotonic(), RENEW_S))
     else:
-        log.warning("another brain leads", extra={"epoch": app.lead.epoch})
+        log.warning("this brain leads no more", extra={"epoch": app.lead.epoch})
         app.end()
     await asyncio.Event().wait()
 

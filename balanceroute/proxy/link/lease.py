@@ -98,6 +98,7 @@ class LeaseLead:
         if self._resigned or now - self._renewed_s < self._deadline_s:
             return True
         log.warning("the lease was not renewed in time", extra={"lease": self._api.name})
+        self._lost = True
         return False
 
     def outrank(self, epoch: int) -> bool:

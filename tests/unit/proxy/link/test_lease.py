@@ -179,7 +179,9 @@ def test_a_leader_that_is_cut_off_has_stepped_down_when_another_leads(server: Ap
         assert not first.renew() and second.epoch > first.epoch
 
 
-def test_a_leader_that_cannot_reach_the_api_server_leads_for_two_thirds_of_the_duration(server: ApiServer) -> None:
+def test_a_leader_that_cannot_reach_the_api_server_leads_for_two_thirds_of_the_duration_and_says_so_once(
+    server: ApiServer, caplog: pytest.LogCaptureFixture
+) -> None:
     clock = Clock()
     with pods(Pod(server, "a", clock)) as (leader,):
         assert leader.take()
@@ -187,7 +189,8 @@ def test_a_leader_that_cannot_reach_the_api_server_leads_for_two_thirds_of_the_d
         clock.now_s += 9.9
         assert leader.renew()
         clock.now_s += 0.2
-        assert not leader.renew()
+        assert not leader.renew() and not leader.renew()
+    assert caplog.messages.count("the lease was not renewed in time") == 1
 
 
 def test_a_leader_whose_lease_another_has_taken_is_told_at_its_next_renewal(server: ApiServer) -> None:
