@@ -60,6 +60,18 @@ REFUSALS = (
     "content_type",
 )
 """Why one is refused for who asks: `AccessDenied.reason`."""
+EDGE_REFUSALS = (
+    "malformed",
+    "method",
+    "slow",
+    "body_too_large",
+    "line_too_long",
+    "expectation",
+    "head_too_large",
+    "version",
+    "overload",
+)
+"""Why one is refused for what it is: `client/labels.py`."""
 
 
 Counts = TypeVar("Counts", CounterFamily, HistogramFamily)
@@ -200,6 +212,7 @@ class Metrics(Collector):
             (self.drains, ("drained", "orphaned")),
             (self.callbacks, ("accepted", "repeated", "refused", "malformed", "unknown")),
             (self.refusals, REFUSALS),
+            (self.edge_refusals, EDGE_REFUSALS),
             (self.tasks_failed, ("request", "drainer", "push")),  # and the coroutines, as they start
         ):
             for value in values:

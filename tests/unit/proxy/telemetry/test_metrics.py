@@ -15,13 +15,16 @@ from balanceroute.core.view import view_cluster
 from balanceroute.errors import (
     BadUpstreamReply,
     ConnectFailed,
+    EdgeFull,
     ForeignReply,
+    InvalidRequest,
     UpstreamError,
     UpstreamStatus,
     UpstreamTimeout,
 )
 from balanceroute.proxy import perimeter
 from balanceroute.proxy.admission.forecasts import LiveForecasts
+from balanceroute.proxy.client.labels import reason_of
 from balanceroute.proxy.coroutines import supervised
 from balanceroute.proxy.life.resumption import Fidelity
 from balanceroute.proxy.life.retries import kind_of
@@ -122,13 +125,20 @@ def test_the_longest_life_that_a_request_has_by_default_is_within_the_buckets_of
     assert metrics.duration.bounds[-2] < longest_s <= metrics.duration.bounds[-1]
 
 
-def test_every_counter_begins_at_zero_but_those_by_worker_and_those_of_what_breaks_http() -> None:
+def test_the_first_refusal_of_what_breaks_http_is_an_increase_to_prometheus() -> None:
+    refusals = [EdgeFull("x"), *(InvalidRequest("x", status=status) for status in range(400, 600))]
+    reasons = {reason_of(error) for error in refusals} - {""}
+    metrics = Metrics(lambda: view_cluster(ClusterSnapshot()), "br_0")
+    assert samples_of(metrics, "balanceroute_edge_refusals") == {(reason,): 0.0 for reason in reasons}
+
+
+def test_every_counter_begins_at_zero_but_those_by_worker() -> None:
     metrics = Metrics(lambda: view_cluster(ClusterSnapshot()), "br_0")
     families = text_string_to_metric_families(metrics.exposition().decode())
     begun_later = {family.name for family in families if family.type == "counter" and not family.samples}
     by_worker = {"admissions", "upstream_errors", "scrape_failures"}
     by_worker |= {"prefill_prompt_tokens", "prefix_hit_tokens", "prefix_predicted_tokens"}
-    assert begun_later == {f"balanceroute_{name}" for name in (*by_worker, "edge_refusals")}
+    assert begun_later == {f"balanceroute_{name}" for name in by_worker}
 
 
 def test_the_first_failure_of_a_worker_is_an_increase_to_prometheus_until_it_leaves() -> None:
