@@ -14,6 +14,8 @@ MAX_TOKENS: Final = 2**24  # of a prompt or an answer; the longest published con
 MAX_RETRY_AFTER_S: Final = 3600.0
 MAX_PARAMS_BYTES: Final = 16 * 2**20  # of kv_transfer_params: the block ids of a prompt of millions of tokens
 ABORT: Final = "abort"  # the finish reason that vLLM gives to all it has when it is stopped (SIGTERM, /pause)
+MAX_CHOICES: Final = 128  # of an event, though a worker is asked for one
+_MAX_INDEX: Final = 2**16  # of a choice, as `limits.max_choices` may be
 _MAX_NAME: Final = 64  # characters of a finish reason
 _MAX_DETAIL_DEPTH: Final = 4  # levels below a part of a usage's details; engines have one
 _COUNTS: Final = ("prompt_tokens", "completion_tokens", "total_tokens")
@@ -88,7 +90,7 @@ def checked_choice(choice: object) -> dict[str, Any]:
         if value is not None and type(value) is not kind:
             raise ValueError(f"{name} is {_shown(value)}")
     index = choice.get("index", 0)
-    if type(index) is not int:
+    if type(index) is not int or not 0 <= index < _MAX_INDEX:
         raise ValueError(f"index is {_shown(index)}")
     reason = choice.get("finish_reason")
     if reason is not None and len(reason) > _MAX_NAME:

@@ -33,13 +33,12 @@ from typing import Any, Final, Protocol, TypeGuard
 import orjson
 
 from balanceroute.proxy.hotpath import EventMatcher
-from balanceroute.proxy.wire.bounds import ABORT, answers, checked_choice, checked_usage, shown_id
+from balanceroute.proxy.wire.bounds import ABORT, MAX_CHOICES, answers, checked_choice, checked_usage, shown_id
 from balanceroute.proxy.wire.closing import event_bytes, event_head, usage_of
 from balanceroute.proxy.wire.usage import put_prompt_details
 
 MAX_EVENT_BYTES: Final = 32 * 1024 * 1024  # the ids of a prompt of 4 million tokens; more is no event
 MAX_LINES: Final = 1024  # of an event; engines write one
-MAX_CHOICES: Final = 128  # of an event; a worker is asked for one
 MAX_IDLE_EVENTS: Final = 10_000  # without a token, in a row: each takes as long to read as one with a token
 
 _BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"

@@ -65,6 +65,8 @@ def test_a_usage_that_cannot_be_meant_is_refused(usage: Any) -> None:
         {"finish_reason": 3},
         {"finish_reason": "x" * 65},
         {"index": "0"},
+        {"index": -1},
+        {"index": 10**9},
         {"delta": "x"},
         {"text": 3},
         {"token_ids": 3},

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from balanceroute.proxy.wire.sse import MAX_CHOICES, MAX_IDLE_EVENTS, MAX_LINES, EventScanner, StreamEnd
+from balanceroute.proxy.wire.bounds import MAX_CHOICES
+from balanceroute.proxy.wire.sse import MAX_IDLE_EVENTS, MAX_LINES, EventScanner, StreamEnd
 from tests.unit.proxy.captures import body_of, capture_files
 
 DONE = b"data: [DONE]\n\n"
