@@ -495,6 +495,8 @@ def decode_body(request: ClientRequest, kv_transfer_params: bytes) -> bytes:
         rest["stream_options"] = {"include_usage": True}
     if request.hides_reasoning:
         rest["include_reasoning"] = True
+    if "stream_interval" in rest and (as_integer(rest["stream_interval"]) or 0) > FOLLOWED_ABOVE_TOKENS:
+        rest["stream_interval"] = FOLLOWED_ABOVE_TOKENS  # a worker that tells nothing for longer is taken for lost
     if request.counted_by_usage:
         options = rest.get("stream_options") or {}
         rest["stream_options"] = {**options, "include_usage": True, "continuous_usage_stats": True}

@@ -355,6 +355,12 @@ def test_reasoning_that_the_client_does_not_want_is_asked_for_and_hidden_here(no
     assert load(payloads.decode_body(short, KV))["include_reasoning"] == no, "an engine's own answer in one piece"
 
 
+@pytest.mark.parametrize(("asked", "told"), [(1, 1), (64, 64), (65, 64), (10**6, 64), ("500", 64), (None, None)])
+def test_a_worker_tells_of_its_tokens_at_least_every_64_whatever_the_client_wants(asked: Any, told: Any) -> None:
+    request = a_request("chat", stream=True, stream_interval=asked)
+    assert load(payloads.decode_body(request, KV))["stream_interval"] == told
+
+
 def test_the_drain_body_asks_for_one_token_of_the_pinned_kv() -> None:
     body = load(payloads.drain_body(a_request(stream=True, max_tokens=100, min_tokens=50), KV))
     assert (body["stream"], body["max_tokens"], body["min_tokens"]) == (False, 1, 0)
