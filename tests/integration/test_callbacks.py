@@ -4,6 +4,7 @@ import asyncio
 import errno
 import logging
 import os
+import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -133,6 +134,28 @@ async def test_a_relay_whose_socket_somebody_has_removed_is_found_again(
         asked = [relay.client.post("/v1/completions", json=completion(max_tokens=3)) for relay in router.relays]
         assert [reply.status_code for reply in await asyncio.gather(*asked)] == [200, 200]
         assert said(caplog, "callbacks that arrive at other relays are heard again") == (2 if full else 0)
+        await router.settled()
+
+
+async def test_a_relay_whose_socket_another_file_has_taken_the_place_of_is_found_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(callbacks_module, "LOOK_S", 0.02)
+    async with relayed(SHAPE) as router:
+
+        async def pass_on(request: httpx.Request) -> httpx.Response:
+            return await to_the_other(router, token_of(request)).client.post(request.url.path, content=request.content)
+
+        called_back(router, pass_on)
+        for number in range(2):
+            path = router.folder.callbacks(f"relay-{number}")
+            path.unlink()
+            with socket.socket(socket.AF_UNIX) as other:
+                other.bind(str(path))
+                others = path.stat().st_ino
+                await until(lambda: path.exists() and path.stat().st_ino != others)  # noqa: B023
+        asked = [relay.client.post("/v1/completions", json=completion(max_tokens=3)) for relay in router.relays]
+        assert [reply.status_code for reply in await asyncio.gather(*asked)] == [200, 200]
         await router.settled()
 
 

@@ -26,7 +26,7 @@ from typing import Final, Protocol
 
 import msgspec
 
-from balanceroute.proxy.link.files import is_gone
+from balanceroute.proxy.link.files import is_gone, is_still
 from balanceroute.proxy.link.messages import HEAD_BYTES, MAX_FRAME_BYTES
 from balanceroute.proxy.telemetry.ticks import until_tick_s
 from balanceroute.proxy.telemetry.troubles import Trouble
@@ -113,6 +113,7 @@ class CallbackListener:
         """`path`: of the socket."""
         self._path, self._answer = path, answer
         self._server: asyncio.Server | None = None
+        self._status: os.stat_result | None = None  # of our socket
         self._trouble = Trouble(
             log,
             "callbacks that arrive at other relays are not heard",
@@ -123,12 +124,13 @@ class CallbackListener:
         """Listen, for our user alone; a socket that a dead relay of this name has left is replaced."""
         self._server = await asyncio.start_unix_server(self._answered, self._path)
         os.chmod(self._path, 0o600)
+        self._status = self._path.stat()
 
     async def watch(self) -> None:
-        """Four times per second, listen anew if somebody has removed the socket; until cancelled."""
+        """Four times per second, listen anew if somebody has removed or replaced the socket; until cancelled."""
         while True:
             await asyncio.sleep(until_tick_s(time.monotonic(), LOOK_S))
-            if is_gone(self._path):
+            if self._status is None or not is_still(self._path, self._status):
                 await self._serve_again()
 
     async def _serve_again(self) -> None:
