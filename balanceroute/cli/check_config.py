@@ -37,8 +37,6 @@ def check_config(
 
     Example: balanceroute check-config configs/4p1d.yaml --set routing.policy=br_0
     """
-    import os
-
     from balanceroute.config import (
         effective_json,
         effective_yaml,
