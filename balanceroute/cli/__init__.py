@@ -66,7 +66,7 @@ def root(
         typer.Option("--version", callback=show_version, is_eager=True, help="Print the version and exit."),
     ] = False,
 ) -> None:
-    """Keep the decode workers level: `balanceroute demo` shows it in two minutes."""
+    """Keep the decode workers level: `balanceroute demo` shows it in four minutes."""
 
 
 def main() -> None:

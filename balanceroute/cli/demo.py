@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from balanceroute.loadgen.run import Progress
 
 Run = TypeVar("Run")
+Scale = TypeVar("Scale")
 Shown = TypeVar("Shown", "PolicyRun", "PrefixRun")
 Rows = list[tuple[str, Callable[[Shown], float], str]]  # name of a figure, where it is, its format
 
@@ -45,7 +46,6 @@ def demo(
 
     Example: balanceroute demo --seconds 30 --against least_kv
     """
-    from balanceroute.cli.output import print_json
     from balanceroute.demo.decode_tier import DemoScale, as_tree, run_demo
     from balanceroute.errors import ConfigError
     from balanceroute.plugins import learn_policy
@@ -65,11 +65,25 @@ def demo(
     scale = DemoScale(seconds=seconds, load=load, slots=slots, seed=seed)
     scale.checked()
     warn_if_busy()
-    if not json:
+    side_by_side(scale, names, run_demo, as_tree if json else None, announce, show)
+
+
+def side_by_side(
+    scale: Scale,
+    names: Sequence[str],
+    run: "Callable[[Scale, str, Progress], Shown]",
+    as_tree: "Callable[[Scale, list[Shown]], dict[str, Any]] | None",
+    announce: Callable[[Scale], None],
+    show: "Callable[[list[Shown]], None]",
+) -> None:
+    """Run each of the policies, and print what was found: as JSON where `as_tree` is given, else as `show` does."""
+    from balanceroute.cli.output import print_json
+
+    if as_tree is None:
         announce(scale)
-    runs = until_interrupted(names, lambda name, tell: run_demo(scale, name, tell))
+    runs = until_interrupted(names, lambda name, tell: run(scale, name, tell))
     warn_if_late(runs)
-    if json:
+    if as_tree is not None:
         print_json(as_tree(scale, runs))
     elif runs:
         show(runs)

@@ -12,20 +12,11 @@ SHOWN = ("round_robin", "least_tokens", "prefix_affinity")
 
 def prefix_demo(seconds: float, seed: int, json: bool) -> None:
     """Show what knowing the prefillers' caches is worth: the same conversations through every prefill policy."""
-    from balanceroute.cli.demo import say_if_interrupted, until_interrupted, warn_if_late
-    from balanceroute.cli.output import print_json
+    from balanceroute.cli.demo import side_by_side
     from balanceroute.demo.prefill_tier import PrefixScale, as_tree, run_prefix_demo
 
     scale = PrefixScale(seconds=seconds, seed=seed)
-    if not json:
-        announce(scale)
-    runs = until_interrupted(SHOWN, lambda name, tell: run_prefix_demo(scale, name, tell))
-    warn_if_late(runs)
-    if json:
-        print_json(as_tree(scale, runs))
-    elif runs:
-        show(runs)
-    say_if_interrupted(len(runs), len(SHOWN))
+    side_by_side(scale, SHOWN, run_prefix_demo, as_tree if json else None, announce, show)
 
 
 def announce(scale: "PrefixScale") -> None:

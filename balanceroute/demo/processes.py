@@ -158,11 +158,12 @@ def free_port() -> int:
 def free_port_range(prefillers: int, workers: int) -> int:
     """A base port such that all ports of the cluster (prefillers from it, decode ranks from 100 above) are free.
 
-    Each process looks from another place on, since a second demo that starts now sees the same ones free.
+    Each process looks from another place on, since a second demo that starts now sees the same ones free. From 32,768
+    on are those that Linux gives to connections.
     """
-    bases = list(range(21_000, 60_000, 500))
+    bases, later = list(range(21_000, 32_500, 500)), list(range(32_500, 60_000, 500))
     first = os.getpid() % len(bases)
-    for base in bases[first:] + bases[:first]:
+    for base in bases[first:] + bases[:first] + later:
         ports = [base + index for index in range(prefillers)]
         ports += [base + 100 + index for index in range(workers)]
         if all(is_free(port) for port in ports):
@@ -171,6 +172,11 @@ def free_port_range(prefillers: int, workers: int) -> int:
 
 
 def is_free(port: int) -> bool:
-    """Whether nobody listens on the loopback port."""
+    """Whether a server may listen on the loopback port: nobody does, nor has a connection from it."""
     with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) != 0
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers have it
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+        return True
