@@ -30,10 +30,10 @@ from balanceroute.traces.trace import (
     MAX_TIME,
     REQUIRED,
     Trace,
-    check_single,
     checked_blocks,
     csv_rows,
     finite,
+    header_of,
     text_lines,
     token_count,
     trace_of,
@@ -189,12 +189,7 @@ def guess_format(path: Source) -> TraceFormat | None:
 def columns_of(path: Source, columns: tuple[str, ...]) -> Iterator[tuple[int, list[str]]]:
     """(line number, the wanted columns) of each CSV row."""
     rows = csv_rows(path)
-    line, names = next(rows)
-    header = [name.strip() for name in names]
-    missing = [name for name in columns if name not in header]
-    if missing:
-        raise InputError(f"{path}: line {line}: no column {', '.join(missing)}")
-    check_single(header, columns, f"{path}: line {line}")
+    header = header_of(path, rows, columns, columns)
     places = [header.index(name) for name in columns]
     for line, row in rows:
         if len(row) < len(header):

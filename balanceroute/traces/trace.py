@@ -208,12 +208,7 @@ def read_trace(path: str | Path | Source) -> Trace:
     """
     path = Source.of(path)
     rows = csv_rows(path)
-    line, names = next(rows)
-    header = [name.strip() for name in names]
-    missing = [name for name in REQUIRED if name not in header]
-    if missing:
-        raise InputError(f"{path}: line {line}: no column {', '.join(missing)}; expected {','.join(COLUMNS)}")
-    check_single(header, (*COLUMNS, PREFIX_COLUMN), f"{path}: line {line}")
+    header = header_of(path, rows, REQUIRED, (*COLUMNS, PREFIX_COLUMN))
     at_arrival, at_prompt, at_output = (header.index(name) for name in REQUIRED)
     at_key = header.index("prompt_key") if "prompt_key" in header else -1
     at_prefix = header.index(PREFIX_COLUMN) if PREFIX_COLUMN in header else -1
@@ -241,11 +236,22 @@ def read_trace(path: str | Path | Source) -> Trace:
     return replace(trace, arrival_s=np.round(trace.arrival_s - clock, 6)) if clock else trace
 
 
-def check_single(header: Sequence[str], names: Sequence[str], place: str) -> None:
-    """Raises: InputError: a column that is read is there twice."""
-    twice = [name for name in names if header.count(name) > 1]
+def header_of(
+    path: Source, rows: Iterator[tuple[int, list[str]]], needed: Sequence[str], read: Sequence[str]
+) -> list[str]:
+    """The names of the columns, from the first row.
+
+    Raises: InputError: one that is needed is not there, or one that is read is there twice.
+    """
+    line, names = next(rows)
+    header = [name.strip() for name in names]
+    missing = [name for name in needed if name not in header]
+    twice = [name for name in read if header.count(name) > 1]
+    if missing:
+        raise InputError(f"{path}: line {line}: no column {', '.join(missing)}; expected {','.join(needed)}")
     if twice:
-        raise InputError(f"{place}: more than one column {', '.join(twice)}")
+        raise InputError(f"{path}: line {line}: more than one column {', '.join(twice)}")
+    return header
 
 
 def block_names(text: str, prompt_tokens: int) -> tuple[int, ...]:
