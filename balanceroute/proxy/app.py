@@ -2,8 +2,8 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -67,12 +67,22 @@ class ClientApp(Starlette):
     why it could not start.
     """
 
-    config: Config
     services: ClientServices
-    tls: Tls
     leaving = False
     failure: BalanceRouteError | None = None
-    hot: Mapping[str, Callable[[Request, Response], Handler]]
+
+    def __init__(
+        self,
+        config: Config,
+        tls: Tls,
+        routes: Sequence[Route],
+        lifespan: Callable[[Starlette], AbstractAsyncContextManager[None]],
+    ) -> None:
+        handlers: dict[Any, Callable[..., Any]] = {HTTPException: http_error, Exception: internal_error}
+        super().__init__(routes=routes, lifespan=lifespan, exception_handlers=handlers)
+        self.config, self.tls = config, tls
+        self.hot: Mapping[str, Callable[[Request, Response], Handler]] = {}
+        self.router.redirect_slashes = False  # to the Host that the client named; `http_error` does that
 
     def gate(self, request: Request) -> None:
         """Only prompts, and what decode workers send of them, may be large; a client's are its key's, on all routes."""
@@ -138,8 +148,7 @@ def create_app(
             await stop(services)
 
     routes = guarded_routes(lambda: app.services, (route for part in parts for route in part.routes()))
-    app = RouterApp(routes=routes, lifespan=lifespan, exception_handlers=HANDLERS)
-    set_up(app, config, tls)
+    app = RouterApp(config, tls, routes, lifespan)
     return app
 
 
@@ -154,15 +163,6 @@ def guarded_routes(services: Callable[[], ClientServices], routes: Iterable[Rout
         )
         for route in routes
     ]
-
-
-HANDLERS: dict[Any, Callable[..., Any]] = {HTTPException: http_error, Exception: internal_error}
-
-
-def set_up(app: ClientApp, config: Config, tls: Tls) -> None:
-    """What every application of ours has."""
-    app.config, app.hot, app.tls = config, {}, tls
-    app.router.redirect_slashes = False  # to the Host that the client named; `http_error` does that
 
 
 def hot_routes(services: ClientServices) -> Mapping[str, Callable[[Request, Response], Handler]]:

@@ -32,7 +32,7 @@ from balanceroute.config.patience import off_the_loop
 from balanceroute.errors import ConfigError, InputError, NoHealthyWorkers
 from balanceroute.plugins import learn_policy
 from balanceroute.proxy.admission.forecasts import Forecasts, build_forecasts
-from balanceroute.proxy.app import HANDLERS, RouterApp, build_services, operator_parts, set_up, start
+from balanceroute.proxy.app import RouterApp, build_services, operator_parts, start
 from balanceroute.proxy.changes import FIRST, KeptChanges
 from balanceroute.proxy.client.services import ClientServices
 from balanceroute.proxy.configured import Configured
@@ -269,8 +269,7 @@ def create_brain_app(configured: Configured, folder: RunFolder, lead: Lead, rela
     dashboard = Dashboard(lambda: app.services)
     parts = operator_parts(lambda: app.services, dashboard, read)
     routes = [trusted(route) for part in parts for route in part.routes()]
-    app = BrainApp(routes=routes, lifespan=lifespan, exception_handlers=HANDLERS)
-    set_up(app, config, configured.tls)
+    app = BrainApp(config, configured.tls, routes, lifespan)
     app.read, app.lead, app.folder, app.without_predictor, app.kept = read, lead, folder, lacking, kept
     return app
 

@@ -33,13 +33,11 @@ from balanceroute.config import Config
 from balanceroute.errors import ConfigError
 from balanceroute.proxy.admission.tickets import Tickets
 from balanceroute.proxy.app import (
-    HANDLERS,
     ClientApp,
     drain_left,
     guarded_routes,
     hot_routes,
     methods_served,
-    set_up,
 )
 from balanceroute.proxy.client.acceptor import Acceptor
 from balanceroute.proxy.client.descriptors import most_clients
@@ -174,8 +172,7 @@ def create_relay_app(configured: Configured, folder: RunFolder, name: str, life:
     routes = guarded_routes(
         lambda: app.services, [*_routes(lambda: app.services, to_brain, methods_served(config)), *callbacks]
     )
-    app = RelayApp(routes=routes, lifespan=lifespan, exception_handlers=HANDLERS)
-    set_up(app, config, tls)
+    app = RelayApp(config, tls, routes, lifespan)
     return app
 
 

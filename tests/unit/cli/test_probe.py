@@ -176,6 +176,8 @@ async def test_a_server_that_answers_in_other_shapes_than_vllm_is_reported_and_e
 
 
 async def test_an_answer_that_does_not_end_is_a_problem_of_its_worker_and_ends_the_wait() -> None:
+    ended = asyncio.Queue[None]()
+
     async def drip(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
         with suppress(ConnectionError):
@@ -184,10 +186,15 @@ async def test_an_answer_that_does_not_end_is_a_problem_of_its_worker_and_ends_t
                 await writer.drain()
                 await pace(0.01)
         writer.close()
+        with suppress(ConnectionError):
+            await writer.wait_closed()
+        ended.put_nowait(None)
 
     async with await asyncio.start_server(drip, "127.0.0.1", 0) as server:
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         answers = await asked([url], [f"{url}/d"], health={"timeout_s": 0.2})
+        for _ in answers:
+            await ended.get()
     assert all("no whole answer within 0.2 s" in answer.problems[0] for answer in answers)
 
 
