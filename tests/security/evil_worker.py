@@ -167,6 +167,12 @@ class Attacked:
         """What the router counts."""
         return (await self.client.get("/metrics")).text
 
+    async def failures(self) -> float:
+        """How many failures of workers the router has counted."""
+        return sum(
+            map(float, re.findall(r"^balanceroute_upstream_errors_total\{.*\} (\S+)", await self.metrics(), re.M))
+        )
+
     async def unharmed(self) -> None:
         """The router holds nothing, has met no bug of its own, can still show itself, and serves with good workers."""
         self.prefiller.answer, self.decoder.answer = well_prefilled, well_decoded
