@@ -11,7 +11,6 @@ decision from the router's own /metrics.
 
 import asyncio
 import re
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
@@ -30,6 +29,7 @@ from balanceroute.demo.processes import (
     free_port,
     page,
     process,
+    temporary_folder,
     wait_ready,
 )
 from balanceroute.loadgen import LoadOptions, run_load
@@ -121,8 +121,7 @@ def run_demo(scale: DemoScale, policy: str, on_progress: Progress) -> PolicyRun:
     Raises: DemoFailed when a process does not come up, or ends.
     """
     trace = scale.trace()
-    with tempfile.TemporaryDirectory(prefix="balanceroute-demo-") as folder:
-        logs = Path(folder)
+    with temporary_folder() as logs:
         with emulated_cluster(scale, scale.setting(trace), logs) as (config, cluster_url):
             return one_policy(policy, scale, trace, config, cluster_url, logs / "router.log", on_progress)
 

@@ -8,7 +8,6 @@ router's /metrics, latencies are what the client saw.
 
 import asyncio
 import re
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -25,6 +24,7 @@ from balanceroute.demo.processes import (
     free_port,
     page,
     process,
+    temporary_folder,
     wait_ready,
 )
 from balanceroute.loadgen import LoadOptions, run_load
@@ -88,8 +88,7 @@ class PrefixRun:
 def run_prefix_demo(scale: PrefixScale, policy: str, on_progress: Progress) -> PrefixRun:
     """A fresh cluster and router, the conversations, and what came of them. Raises: DemoFailed."""
     trace = scale.trace()
-    with tempfile.TemporaryDirectory(prefix="balanceroute-demo-") as folder:
-        logs = Path(folder)
+    with temporary_folder() as logs:
         with cluster(scale, logs) as (config, urls):
             port, log = free_port(), logs / "router.log"
             flags = ["--config", str(config), "--port", str(port), "--log-level", "warning"]

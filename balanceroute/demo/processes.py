@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -35,6 +36,17 @@ def check_most(requests: int, remedy: str) -> None:
     """Raises: DemoFailed: no machine sends so many."""
     if requests > MOST_REQUESTS:
         raise DemoFailed(f"{requests:,} requests are too many, {MOST_REQUESTS:,} are not: give it less {remedy}")
+
+
+@contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """It is gone on the way out. Raises: DemoFailed: there is no place for one."""
+    try:
+        folder = tempfile.TemporaryDirectory(prefix="balanceroute-demo-")
+    except OSError as error:  # a container whose root is read-only, a full disk
+        raise DemoFailed(f"the demo needs a temporary folder: {error.strerror}") from None
+    with folder as name:
+        yield Path(name)
 
 
 @contextmanager
