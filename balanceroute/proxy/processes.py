@@ -187,7 +187,7 @@ class Processes:
         Raises: ConfigError, InputError.
         """
         changes = KeptChanges(self._folder.changes, self.lineage).last
-        check_workers(changes.in_use(self.config), new)
+        check_workers(changes.in_use(self.config), self.config, new)
         check_added(changes.added, self.config, new)
         try:
             self._configured.learn()

@@ -96,13 +96,16 @@ def apply(
 def check(services: Services, new: Config) -> None:
     """Raises: ConfigError: `new` needs a restart."""
     check_fixed(services.config, new)
-    check_workers((worker.spec for worker in services.fleet), new)
+    check_workers((worker.spec for worker in services.fleet), services.config, new)
     check_added((worker.spec for worker in services.fleet if not worker.leaving), services.config, new)
 
 
-def check_workers(in_use: Iterable[WorkerSpec], new: Config) -> None:
-    """Raises: ConfigError: `new` has another worker of the same name as one that is in use."""
-    wanted = {spec.id: spec for spec in worker_specs(new)}
+def check_workers(in_use: Iterable[WorkerSpec], old: Config, new: Config) -> None:
+    """Raises: ConfigError: `new` brings another worker of the same name as one that is in use.
+
+    What it describes as `old` did, an operator may have taken out, and have added another of that name, which stays.
+    """
+    wanted = _brought(old, new)
     for used in in_use:
         spec = wanted.get(used.id)
         if spec is not None and spec != used:
@@ -122,8 +125,8 @@ def check_added(added: Iterable[WorkerSpec], old: Config, new: Config) -> None:
 
     It would get twice its share. `added`: may have those of `old`, too.
     """
-    named = {spec.id: spec for spec in worker_specs(old)}
-    brought = Places(spec for spec in worker_specs(new) if spec != named.get(spec.id))
+    named = {spec.id for spec in worker_specs(old)}
+    brought = Places(_brought(old, new).values())
     for spec in added:
         name = brought.whose(spec) or spec.id
         if name != spec.id and spec.id not in named:
@@ -131,6 +134,12 @@ def check_added(added: Iterable[WorkerSpec], old: Config, new: Config) -> None:
                 f"worker {name}: is the server of worker {spec.id}, which was added at run time; give it that id, or "
                 "remove that one first"
             )
+
+
+def _brought(old: Config, new: Config) -> dict[str, WorkerSpec]:
+    """The workers of `new`, by id, that `old` has not, or describes otherwise."""
+    named = {spec.id: spec for spec in worker_specs(old)}
+    return {spec.id: spec for spec in worker_specs(new) if spec != named.get(spec.id)}
 
 
 def check_fixed(old: Config, new: Config) -> None:

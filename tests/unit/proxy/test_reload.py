@@ -186,6 +186,24 @@ def test_a_server_that_an_operator_has_taken_out_and_added_under_another_name_ke
     in_virtual_time(test)
 
 
+@pytest.mark.parametrize("role", [Role.DECODE, Role.PREFILL], ids=["other slots", "another role"])
+def test_a_worker_that_an_operator_has_taken_out_and_added_as_another_keeps_no_reload_from_being_made(
+    role: Role,
+) -> None:
+    async def test() -> None:
+        services = a_router()
+        services.fleet.leave(services.fleet["d0"])
+        assert services.fleet.sweep() == ["d0"]
+        hand = WorkerSpec("d0", role, services.fleet["d1"].spec.url.replace("d1", "d0"), slots=4)
+        services.fleet.add(hand, join_attempts=3)
+        apply(services, with_policy(services.config, "least_kv"))
+        assert services.fleet["d0"].spec == hand and not services.fleet["d0"].leaving
+        with pytest.raises(ConfigError, match="worker d0: .*slots from 4 to 9, .*cannot change while it is in use"):
+            apply(services, with_decoders(services.config, "d0", slots=9))
+
+    in_virtual_time(test)
+
+
 def test_a_worker_of_the_file_is_renamed_by_a_reload() -> None:
     async def test() -> None:
         services = a_router()
