@@ -10,11 +10,11 @@ from random import Random
 
 from balanceroute.core.policy import AdmissionPolicy, Choice
 from balanceroute.core.snapshot import ClusterSnapshot
-from balanceroute.core.tracker import DecodeInstanceState, RequestTracker
+from balanceroute.core.tracker import DecodeInstanceState
 
 
 class AssignAtOnce(AdmissionPolicy):
-    """Base of the policies that do not wait for a slot: subclasses pick a worker for one request."""
+    """Base of the policies that do not wait for a slot: subclasses pick a worker, whatever the request."""
 
     name = ""
     waits_for_slots = False
@@ -27,14 +27,11 @@ class AssignAtOnce(AdmissionPolicy):
             workers = snapshot.up
             if not workers:
                 return
-            request = snapshot.pool.front[0]
-            worker = self.pick(workers, request, snapshot)
-            yield Choice(request, worker, 3, float(-worker.step_load))
+            worker = self.pick(workers, snapshot)
+            yield Choice(snapshot.pool.front[0], worker, 3, float(-worker.step_load))
 
-    def pick(
-        self, workers: list[DecodeInstanceState], request: RequestTracker, snapshot: ClusterSnapshot
-    ) -> DecodeInstanceState:
-        """The worker for this request, out of those that take new ones."""
+    def pick(self, workers: list[DecodeInstanceState], snapshot: ClusterSnapshot) -> DecodeInstanceState:
+        """The worker for the next request, out of those that take new ones."""
         raise NotImplementedError
 
     def draw(self, snapshot: ClusterSnapshot) -> Random:
@@ -48,9 +45,7 @@ class RandomChoice(AssignAtOnce):
 
     name = "random"
 
-    def pick(
-        self, workers: list[DecodeInstanceState], request: RequestTracker, snapshot: ClusterSnapshot
-    ) -> DecodeInstanceState:
+    def pick(self, workers: list[DecodeInstanceState], snapshot: ClusterSnapshot) -> DecodeInstanceState:
         return self.draw(snapshot).choice(workers)
 
 
@@ -59,9 +54,7 @@ class RoundRobin(AssignAtOnce):
 
     name = "round_robin"
 
-    def pick(
-        self, workers: list[DecodeInstanceState], request: RequestTracker, snapshot: ClusterSnapshot
-    ) -> DecodeInstanceState:
+    def pick(self, workers: list[DecodeInstanceState], snapshot: ClusterSnapshot) -> DecodeInstanceState:
         snapshot.draws += 1
         return workers[(snapshot.draws - 1) % len(workers)]
 
@@ -71,9 +64,7 @@ class PowerOfTwo(AssignAtOnce):
 
     name = "power_of_two"
 
-    def pick(
-        self, workers: list[DecodeInstanceState], request: RequestTracker, snapshot: ClusterSnapshot
-    ) -> DecodeInstanceState:
+    def pick(self, workers: list[DecodeInstanceState], snapshot: ClusterSnapshot) -> DecodeInstanceState:
         if len(workers) == 1:
             return workers[0]
         return min(self.draw(snapshot).sample(workers, 2), key=occupancy)
@@ -84,9 +75,7 @@ class JoinShortestQueue(AssignAtOnce):
 
     name = "join_shortest_queue"
 
-    def pick(
-        self, workers: list[DecodeInstanceState], request: RequestTracker, snapshot: ClusterSnapshot
-    ) -> DecodeInstanceState:
+    def pick(self, workers: list[DecodeInstanceState], snapshot: ClusterSnapshot) -> DecodeInstanceState:
         least = min(map(occupancy, workers))
         return self.draw(snapshot).choice([worker for worker in workers if occupancy(worker) == least])
 
@@ -96,9 +85,7 @@ class LeastKv(AssignAtOnce):
 
     name = "least_kv"
 
-    def pick(
-        self, workers: list[DecodeInstanceState], request: RequestTracker, snapshot: ClusterSnapshot
-    ) -> DecodeInstanceState:
+    def pick(self, workers: list[DecodeInstanceState], snapshot: ClusterSnapshot) -> DecodeInstanceState:
         return min(workers, key=lambda worker: worker.step_load)
 
 

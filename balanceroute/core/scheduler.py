@@ -828,8 +828,7 @@ class Scheduler:
         worker.active[tracker.id] = tracker
         worker.load += tracker.prompt_tokens
         worker.running += tracker.running
-        if self.snapshot.horizon_steps:
-            self._project(tracker, worker, 1)
+        self._project(tracker, worker, 1)
         if tracker.running:
             self._refreshes.plan(tracker, self.snapshot.horizon_steps)
 
@@ -854,8 +853,7 @@ class Scheduler:
 
     def _unbind(self, tracker: RequestTracker) -> None:
         worker = self._worker_of(tracker)
-        if self.snapshot.horizon_steps:
-            self._project(tracker, worker, -1)
+        self._project(tracker, worker, -1)
         tracker.counted = generated = tracker.generated
         worker.load -= tracker.prompt_tokens + generated
         worker.running -= tracker.running

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from multiprocessing import active_children, get_context
 from multiprocessing.connection import Connection, wait
@@ -180,13 +180,8 @@ def replayed(workload: Workload, n_workers: int) -> tuple[Trace, Trace]:
         return trace, train
     whole = whole_trace(workload.source)
     cut = min(max(1, int(TRAIN_RATIO * len(whole))), len(whole) - 1)
-    rest = Trace(
-        whole.arrival_s[cut:] - whole.arrival_s[cut],
-        whole.prompt_tokens[cut:],
-        whole.output_tokens[cut:],
-        whole.prompt_key[cut:],
-        whole.prefix[cut:],
-    ).head(workload.rows)
+    rest = whole.part(cut, cut + workload.rows)
+    rest = replace(rest, arrival_s=rest.arrival_s - whole.arrival_s[cut])
     return rest.at_rate(workload.load * ideal_capacity(rest, setting)), whole.head(max(1, cut))
 
 

@@ -80,19 +80,12 @@ class Recorder:
 
     def completed(self, outputs: object) -> None:
         """A step call has returned; None says that it only scheduled."""
-        if not self.off and self._log is not None and outputs is not None:
-            try:
-                self._log.completed()
-            except Exception as error:
-                self._give_up(error)
+        if outputs is not None:
+            self._record(StepLog.completed)
 
     def dummy(self, began: float) -> None:
         """A dummy batch has been computed."""
-        if not self.off and self._log is not None:
-            try:
-                self._log.dummy(began)
-            except Exception as error:
-                self._give_up(error)
+        self._record(lambda log: log.dummy(began))
 
     def close(self) -> None:
         """Write what is buffered; an engine process may end without Python's own exit."""
@@ -109,14 +102,17 @@ class Recorder:
         def recorded(*args: Any, **options: Any) -> Any:
             began = time.perf_counter()
             planned = schedule(*args, **options)
-            if not self.off and self._log is not None:
-                try:
-                    self._log.scheduled(batch_of(scheduler, planned), began)
-                except Exception as error:
-                    self._give_up(error)
+            self._record(lambda log: log.scheduled(batch_of(scheduler, planned), began))
             return planned
 
         return recorded
+
+    def _record(self, tell: Callable[[StepLog], None]) -> None:
+        if not self.off and self._log is not None:
+            try:
+                tell(self._log)
+            except Exception as error:
+                self._give_up(error)
 
     def _give_up(self, error: Exception) -> None:
         self.off = True

@@ -7,7 +7,6 @@ comes from predictors that were fitted on another trace. A test keeps the column
 
 import math
 from collections import defaultdict
-from typing import Protocol
 
 from balanceroute.core.scheduler import Scheduler
 from balanceroute.core.tracker import RequestTracker
@@ -34,48 +33,29 @@ class TrueLengths:
         return max([*self.tokens, math.ceil(self.total / n_slots)])
 
 
-class Forecast(Protocol):
-    """How the simulator asks for c-hat: at the start of the wait, and whenever it is to be renewed."""
+class Forecast:
+    """How the simulator asks for c-hat: at the start of the wait, and whenever it is to be renewed.
 
-    refresh_every_tokens: int | None
-
-    def initial(self, request: int, prompt_tokens: int, prompt_key: str, age_tokens: int = 0) -> float | None:
-        """c-hat of a request that waits, steps; `None` for no forecast. `age_tokens`: 0 unless it was requeued."""
-        ...
-
-    def started(self, request: int, step: int, left: int) -> None:
-        """The request runs from this step on, with so many tokens to go (for the oracle's eyes)."""
-        ...
-
-    def renew(self, scheduler: Scheduler, step: int, now: float) -> None:
-        """Tell the scheduler the forecasts that are due after a step."""
-        ...
-
-    def finished(self, scheduler: Scheduler, tracker: RequestTracker, now: float) -> None:
-        """The router has heard that this request is done, and is about to forget it."""
-        ...
-
-
-class NoForecast:
-    """Nothing is known: every request counts as staying for the whole horizon."""
+    This one knows nothing: every request counts as staying for the whole horizon.
+    """
 
     refresh_every_tokens: int | None = None
 
     def initial(self, request: int, prompt_tokens: int, prompt_key: str, age_tokens: int = 0) -> float | None:
-        """No value."""
+        """c-hat of a request that waits, steps; `None` for no forecast. `age_tokens`: 0 unless it was requeued."""
         return None
 
     def started(self, request: int, step: int, left: int) -> None:
-        """Nothing to note."""
+        """The request runs from this step on, with so many tokens to go (for the oracle's eyes)."""
 
     def renew(self, scheduler: Scheduler, step: int, now: float) -> None:
-        """Nothing is due, ever."""
+        """Tell the scheduler the forecasts that are due after a step."""
 
     def finished(self, scheduler: Scheduler, tracker: RequestTracker, now: float) -> None:
-        """Nothing is learned."""
+        """The router has heard that this request is done, and is about to forget it."""
 
 
-class PredictorForecast:
+class PredictorForecast(Forecast):
     """A predictor, asked as the live proxy asks it: when the scheduler says that a refresh is due.
 
     With `learns` it starts knowing nothing and is told each finish that the router hears of, as the live one is;
@@ -85,14 +65,11 @@ class PredictorForecast:
     def __init__(self, forecaster: Forecaster, *, learns: bool = False) -> None:
         self.forecaster = forecaster
         self.learns = learns
-        self.refresh_every_tokens: int | None = refresh_interval_tokens(forecaster.horizon_steps)
+        self.refresh_every_tokens = refresh_interval_tokens(forecaster.horizon_steps)
 
     def initial(self, request: int, prompt_tokens: int, prompt_key: str, age_tokens: int = 0) -> float | None:
         """c-hat at its age."""
         return self.forecaster.initial(prompt_tokens, prompt_key, age_tokens=age_tokens)
-
-    def started(self, request: int, step: int, left: int) -> None:
-        """Predictors do not look at `left`."""
 
     def renew(self, scheduler: Scheduler, step: int, now: float) -> None:
         """One batched call for all that are due."""
@@ -115,14 +92,12 @@ class PredictorForecast:
             )
 
 
-class OracleForecast:
+class OracleForecast(Forecast):
     """What is true of each request at every step: with r steps to go c-hat = min(r-1, H) (`core.projection`).
 
     The scheduler counts it down and it stays exact, so a request needs one refresh, on the step on which its last load
     comes within the horizon.
     """
-
-    refresh_every_tokens: int | None = None
 
     def __init__(self, lengths: TrueLengths, horizon_steps: int) -> None:
         self.lengths = lengths
@@ -149,6 +124,3 @@ class OracleForecast:
                 continue
             if self.started_at[request] == started_at:  # else it was taken off since, and has more to go
                 scheduler.refresh(tracker.id, self.horizon_steps - 1.0, now)
-
-    def finished(self, scheduler: Scheduler, tracker: RequestTracker, now: float) -> None:
-        """It was known before."""

@@ -12,7 +12,7 @@ from balanceroute.plugins import check_predictor, check_predictor_name, learn_po
 from balanceroute.prediction import KINDS, Forecaster, OwnPredictor, Predictor, build_predictor
 from balanceroute.prediction.build import BuiltPredictor
 from balanceroute.simulator.history import fitted
-from balanceroute.simulator.oracle import Forecast, NoForecast, OracleForecast, PredictorForecast, TrueLengths
+from balanceroute.simulator.oracle import Forecast, OracleForecast, PredictorForecast, TrueLengths
 from balanceroute.simulator.result import Outcome
 from balanceroute.simulator.setting import Setting
 from balanceroute.simulator.simulation import Progress, Simulation
@@ -124,7 +124,7 @@ class Replay:
         if options and self.predictor in PREDICTORS:
             raise InputError(f"predictor {self.predictor}: it takes no options, and {', '.join(options)} are given")
         if self.predictor == "none":
-            return NoForecast()
+            return Forecast()
         if self.predictor == "oracle":
             if self.setting.barrier_groups > 1 or self.setting.draft_tokens:
                 raise InputError("predictor oracle: it is not modelled together with barrier groups or draft tokens")

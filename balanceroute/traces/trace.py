@@ -94,13 +94,13 @@ class Trace:
 
     def head(self, rows: int | None) -> "Trace":
         """The first `rows` requests; all of them for `None`."""
-        return Trace(
-            self.arrival_s[:rows],
-            self.prompt_tokens[:rows],
-            self.output_tokens[:rows],
-            self.prompt_key[:rows],
-            self.prefix[:rows],
-        )
+        return self.part(0, rows)
+
+    def part(self, first: int, end: int | None) -> "Trace":
+        """The requests from `first` on, to before `end`; to the last one for `None`."""
+        here = slice(first, end)
+        columns = (self.arrival_s[here], self.prompt_tokens[here], self.output_tokens[here], self.prompt_key[here])
+        return Trace(*columns, self.prefix[here])
 
     def at_rate(self, requests_per_s: float) -> "Trace":
         """The same requests with their gaps stretched so that they arrive at the given mean rate."""
@@ -177,26 +177,22 @@ def describe_trace(trace: Trace) -> TraceSummary:
     gaps = np.diff(trace.arrival_s)
     span = float(trace.arrival_s[-1] - trace.arrival_s[0])
     keyed = trace.prompt_key[trace.prompt_key != ""]
-    p50, p95, p99 = (float(x) for x in np.percentile(trace.prompt_tokens, (50, 95, 99)))
-    o50, o95, o99 = (float(x) for x in np.percentile(trace.output_tokens, (50, 95, 99)))
     return TraceSummary(
         rows=len(trace),
         span_s=span,
         rate_per_s=(len(trace) - 1) / span if span > 0 else math.nan,
         interarrival_cv=float(gaps.std() / gaps.mean()) if span > 0 else math.nan,
-        prompt_mean=float(trace.prompt_tokens.mean()),
-        prompt_p50=p50,
-        prompt_p95=p95,
-        prompt_p99=p99,
-        prompt_max=int(trace.prompt_tokens.max()),
-        output_mean=float(trace.output_tokens.mean()),
-        output_p50=o50,
-        output_p95=o95,
-        output_p99=o99,
-        output_max=int(trace.output_tokens.max()),
+        **_lengths("prompt", trace.prompt_tokens),
+        **_lengths("output", trace.output_tokens),
         keyed_ratio=len(keyed) / len(trace),
         distinct_keys=len(np.unique(keyed)),
     )
+
+
+def _lengths(name: str, tokens: NDArray[np.int64]) -> dict[str, Any]:
+    p50, p95, p99 = np.percentile(tokens, (50, 95, 99)).tolist()
+    mean, most = float(tokens.mean()), int(tokens.max())
+    return {f"{name}_mean": mean, f"{name}_p50": p50, f"{name}_p95": p95, f"{name}_p99": p99, f"{name}_max": most}
 
 
 def read_trace(path: str | Path | Source) -> Trace:

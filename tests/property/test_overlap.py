@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from balanceroute.core.knobs import PolicySettings
 from balanceroute.core.policies import make_policy
 from balanceroute.simulator import Setting
-from balanceroute.simulator.oracle import NoForecast, TrueLengths
+from balanceroute.simulator.oracle import Forecast, TrueLengths
 from balanceroute.simulator.simulation import Simulation
 from balanceroute.traces import generate_trace
 
@@ -39,7 +39,7 @@ def a_simulation(setting: Setting, policy: str, seed: int, rows: int = 120) -> t
     """A heavy-tailed trace, shrunk, that arrives faster than it can be served; and where admissions will stand."""
     trace = generate_trace("heavy_tailed", rows=rows, seed=seed).with_lengths(0.05, 0.02).at_rate(50.0)
     made = make_policy(PolicySettings(policy=policy, seed=seed))
-    simulation = Watched(trace, setting, made, TrueLengths(trace), NoForecast(), check_invariants=True)
+    simulation = Watched(trace, setting, made, TrueLengths(trace), Forecast(), check_invariants=True)
     admissions: list[Bound] = []
     bind = simulation.groups[0].ranks.bind
 

@@ -18,7 +18,7 @@ from balanceroute.errors import ConfigError, InputError
 from balanceroute.prediction import Forecaster, build_predictor
 from balanceroute.simulator import Failure, Figures, Outcome, Replay, Setting, Stopped, parse_params
 from balanceroute.simulator.history import fitted
-from balanceroute.simulator.oracle import Forecast, NoForecast, OracleForecast, PredictorForecast, TrueLengths
+from balanceroute.simulator.oracle import Forecast, OracleForecast, PredictorForecast, TrueLengths
 from balanceroute.simulator.simulation import Group, Simulation
 from balanceroute.traces import Trace, generate_trace
 
@@ -296,7 +296,7 @@ def test_no_more_wait_than_may_whether_prefilled_or_not(policy: str) -> None:
             most = max(most, self.waiting)
 
     lengths = TrueLengths(trace)
-    Watched(trace, setting, make_policy(PolicySettings(policy=policy)), lengths, NoForecast()).run()
+    Watched(trace, setting, make_policy(PolicySettings(policy=policy)), lengths, Forecast()).run()
     assert most == 8
 
 
