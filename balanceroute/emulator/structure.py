@@ -21,7 +21,7 @@ from typing import Any
 
 from balanceroute.emulator.errors import bad_type
 from balanceroute.engine import TokenStream
-from balanceroute.engine.tokens import EOS_ID, encode, generated_suffix, prompt_digest
+from balanceroute.engine.tokens import EOS_ID, FIRST_WORD_ID, LEAD_ID, encode, generated_suffix, prompt_digest
 
 THINK_TOKENS = 12
 LEAD_TOKENS = 8
@@ -110,7 +110,7 @@ class Plan:
 
 
 class PlannedStream:
-    """The model's own words first, then what the grammar forces."""
+    """The model's own words first, which end with a whole character, then what the grammar forces."""
 
     def __init__(self, words: TokenStream, count: int, tail: Sequence[int]) -> None:
         self._words, self._count, self._tail = words, count, tail
@@ -123,7 +123,8 @@ class PlannedStream:
         if eos:
             return EOS_ID
         if position < 0 or not self._tail:
-            return self._words.next()
+            word = self._words.next()
+            return FIRST_WORD_ID if word == LEAD_ID and position == -1 and self._tail else word
         return self._tail[position] if position < len(self._tail) else EOS_ID
 
 
