@@ -24,6 +24,8 @@ from balanceroute.emulator.replies import Call, JsonCall, StreamCall
 from balanceroute.emulator.requests import (
     GenerationRequest,
     chat_prompt,
+    check_model,
+    ids_to_decode,
     parse_body,
     parse_generation,
     text_prompts,
@@ -342,15 +344,19 @@ class _SideRoutes:
         return _json({"vllm_config": settings if as_json else str(settings), "vllm_env": {}, "system_env": {}})
 
     async def tokenize(self, request: Request) -> Response:
-        body = parse_body(await request.body(), request.headers.get("content-type"))
+        body = await self._tokenizer_body(request)
         prompts = chat_prompt(body, None) if "messages" in body else text_prompts(body.get("prompt"))
         limit = self._site.shape.context_tokens
         ids = list(prompts[0])
         return _json({"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": None})
 
     async def detokenize(self, request: Request) -> Response:
+        return _json({"prompt": decode(ids_to_decode(await self._tokenizer_body(request)))})
+
+    async def _tokenizer_body(self, request: Request) -> dict[str, Any]:
         body = parse_body(await request.body(), request.headers.get("content-type"))
-        return _json({"prompt": decode(text_prompts(body.get("tokens"))[0])})
+        check_model(body, self._site.shape.model)
+        return body
 
     async def reset_prefix_cache(self, _: Request) -> Response:
         for worker in self._site.workers:

@@ -88,9 +88,7 @@ def parse_body(raw: bytes, content_type: str | None) -> dict[str, Any]:
 def parse_generation(body: dict[str, Any], *, chat: bool, model: str, max_model_len: int) -> GenerationRequest:
     """Check a body and render its prompts to ids. Raises: ApiError with vLLM's status and text."""
     fields = _Fields(body)
-    wanted = fields.text("model")
-    if wanted not in (None, "", model):
-        raise ApiError(f"The model `{wanted}` does not exist. Valid aliases: {model}.", status=404, param="model")
+    check_model(body, model)
     stream = fields.flag("stream")
     options = fields.mapping("stream_options")
     if options is not None and not stream:
@@ -131,6 +129,21 @@ def parse_generation(body: dict[str, Any], *, chat: bool, model: str, max_model_
         cache_salt=fields.text("cache_salt"),
         kills_decoder=bool((fields.mapping("vllm_xargs") or {}).get(KILLS_DECODER)),
     )
+
+
+def check_model(body: Mapping[str, Any], model: str) -> None:
+    """Raises: ApiError 404: the body names another model."""
+    wanted = _Fields(body).text("model")
+    if wanted not in (None, "", model):
+        raise ApiError(f"The model `{wanted}` does not exist. Valid aliases: {model}.", status=404, param="model")
+
+
+def ids_to_decode(body: Mapping[str, Any]) -> tuple[int, ...]:
+    """The `tokens` of `/detokenize`. Raises: ApiError 400."""
+    ids = _id_list(body.get("tokens"), "tokens")
+    if ids:
+        _check_vocabulary(ids)
+    return ids
 
 
 class _Fields:
@@ -317,6 +330,10 @@ def _check_prompt(prompt: tuple[int, ...], max_model_len: int) -> None:
             "input_tokens",
             len(prompt),
         )
-    worst = max(prompt) if min(prompt) >= 0 else min(prompt)
+    _check_vocabulary(prompt)
+
+
+def _check_vocabulary(ids: tuple[int, ...]) -> None:
+    worst = max(ids) if min(ids) >= 0 else min(ids)
     if not 0 <= worst < VOCAB_SIZE:
         raise ApiError(f"Token id {worst} is out of vocabulary")

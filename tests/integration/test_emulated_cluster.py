@@ -555,3 +555,18 @@ def test_tools_that_are_none_are_a_400() -> None:
                     assert answer.status_code == 400, asked
 
     run(test)
+
+
+def test_what_the_tokenizer_routes_cannot_read_is_a_400_and_another_model_a_404() -> None:
+    async def test() -> None:
+        async with a_cluster() as (cluster, client):
+            url = cluster.prefill_urls[0]
+            for odd in (None, "abc", [-5], [99_999_999], [[1, 2], [3]], [1.5]):
+                answer = await client.post(url + "/detokenize", json={"tokens": odd})
+                assert answer.status_code == 400, odd
+            assert (await client.post(url + "/detokenize", json={"tokens": []})).json() == {"prompt": ""}
+            for route, body in (("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [5]})):
+                assert (await client.post(url + route, json=body)).status_code == 200
+                assert (await client.post(url + route, json=body | {"model": "nope"})).status_code == 404
+
+    run(test)
