@@ -203,10 +203,10 @@ class DecodeWorker(Worker):
         self.exchange.register_sink(self.engine_id, self.kv_pushed)
 
     def _only_frees(self, call: Call) -> bool:
-        """Whether a router drains KV with a prompt of the same size: engines compare no more than that."""
+        """Whether a router drains KV, cached apart, with a prompt of the same size: engines compare no more."""
         blocks = (call.request.kv_transfer_params or {})["remote_block_ids"]
         fits = [self.kv.blocks_for(len(choice.prompt)) for choice in call.choices] == [sum(map(len, blocks))]
-        return fits and call.request.max_tokens == 1 and call.base_id.endswith("-drain")
+        return fits and call.request.max_tokens == 1 and call.request.cache_salt is not None
 
     def state(self) -> dict[str, Any]:
         """State with the load that the barrier sees."""

@@ -23,7 +23,7 @@ from balanceroute.proxy.admission.tickets import Ticket
 from balanceroute.proxy.changes import changes_of
 from balanceroute.proxy.ops.admin import Admin
 from balanceroute.proxy.ops.steering import with_policy
-from balanceroute.proxy.reload import apply
+from tests.unit.proxy.reloading import apply
 from tests.unit.proxy.virtual_time import VirtualTimeLoop, a_config, a_router
 
 LINEAGE = 7
