@@ -12,25 +12,41 @@ from balanceroute import native
 
 REPO = Path(__file__).parents[2]
 ASK = """
-import balanceroute.{0} as module
+from importlib import import_module
 from balanceroute import native
-print(native.COMPILED, native.STALE, module.__file__)
+files = [import_module(f"balanceroute.{name}").__file__ for name in native.MODULES]
+print(native.COMPILED, native.STALE, *files, sep="\\n")
+"""
+CHANGE_EACH = """
+from balanceroute import native
+for name, source in native.SOURCES.items():
+    before = source.read_bytes()
+    source.write_bytes(before + b"\\nADDED = 1\\n")
+    if native.library() is not None:
+        print(name)
+    source.write_bytes(before)
+if native.library() is None:
+    print("the sources as they were")
 """
 
 
-def asked(root: Path, module: str = "core.scheduler", **environment: str) -> list[str]:
-    """Whether the core is compiled, whether it is stale, and where the module comes from, in a process of its own."""
+def said(root: Path, code: str, **environment: str) -> list[str]:
+    """The lines that Python code prints, in a process of its own beside that package."""
     kept = {name: value for name, value in os.environ.items() if name != "BALANCEROUTE_PURE_PYTHON"}
-    command = [sys.executable, "-c", ASK.format(module)]
     run = subprocess.run(
-        command,
+        [sys.executable, "-c", code],
         cwd=root,
         env={**kept, **environment, "PYTHONPATH": str(root)},
         capture_output=True,
         text=True,
         check=True,
     )
-    return run.stdout.split()
+    return run.stdout.splitlines()
+
+
+def sources_of(root: Path) -> list[str]:
+    """The modules as Python."""
+    return [str(root / f"balanceroute/{module.replace('.', '/')}.py") for module in native.MODULES]
 
 
 @pytest.fixture
@@ -40,35 +56,36 @@ def copy(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("module", native.MODULES)
-def test_each_module_is_compiled_where_the_library_is_that_of_its_sources(module: str) -> None:
-    compiled, stale, file = asked(REPO, module)
+def test_every_module_is_compiled_where_the_library_is_that_of_the_sources() -> None:
+    compiled, stale, *files = said(REPO, ASK)
     assert (compiled, stale) == ("True", "False")
-    assert file.endswith(".so")
+    assert [file for file in files if not file.endswith(".so")] == []
 
 
 def test_the_environment_keeps_to_python(copy: Path) -> None:
-    assert asked(copy, BALANCEROUTE_PURE_PYTHON="1") == ["False", "False", str(copy / "balanceroute/core/scheduler.py")]
+    assert said(copy, ASK, BALANCEROUTE_PURE_PYTHON="1") == ["False", "False", *sources_of(copy)]
 
 
-@pytest.mark.parametrize("changed", native.MODULES)
-def test_a_change_of_any_source_ends_the_use_of_all_compiled_ones(copy: Path, changed: str) -> None:
-    source = copy / f"balanceroute/{changed.replace('.', '/')}.py"
+def test_the_library_is_not_that_of_the_sources_where_any_of_them_has_changed(copy: Path) -> None:
+    assert said(copy, CHANGE_EACH) == []
+
+
+def test_where_the_library_is_that_of_other_sources_no_compiled_module_is_used(copy: Path) -> None:
+    source = copy / "balanceroute/core/scheduler.py"
     source.write_text(source.read_text() + "\nADDED = 1\n")
-    assert asked(copy) == ["False", "True", str(copy / "balanceroute/core/scheduler.py")]
-    assert asked(copy, changed)[2] == str(source)
+    assert said(copy, ASK) == ["False", "True", *sources_of(copy)]
 
 
 def test_without_a_compiler_there_is_nothing_stale(copy: Path) -> None:
     for compiled in copy.rglob("*.so"):
         compiled.unlink()
-    assert asked(copy) == ["False", "False", str(copy / "balanceroute/core/scheduler.py")]
+    assert said(copy, ASK) == ["False", "False", *sources_of(copy)]
 
 
 def test_modules_without_their_library_are_not_used(copy: Path) -> None:
     for library in (copy / "balanceroute").glob("native_*"):
         library.unlink()
-    assert asked(copy)[2] == str(copy / "balanceroute/core/scheduler.py")
+    assert said(copy, ASK) == ["False", "False", *sources_of(copy)]
 
 
 DECIDE = """
@@ -79,26 +96,17 @@ from balanceroute.simulator.replay import Replay
 from balanceroute.simulator.setting import Setting
 from balanceroute.traces import generate_trace
 
+print(native.COMPILED)
 trace = generate_trace("heavy_tailed", rows=600, seed=3)
 setting = Setting(slots=16, pool=64, slowdowns=(1.0,) * 7 + (1.3,), request_tokens=700)
-outcome = Replay(trace, PolicySettings(policy="{0}"), setting).run()
-print(native.COMPILED, sha256(outcome.wait_s.tobytes() + outcome.tpot_s.tobytes()).hexdigest())
+for policy in ("br_0", "br_h", "target_fit", "level_fit"):
+    outcome = Replay(trace, PolicySettings(policy=policy), setting).run()
+    print(policy, sha256(outcome.wait_s.tobytes() + outcome.tpot_s.tobytes()).hexdigest())
 """
 
 
-@pytest.mark.parametrize("policy", ["br_0", "br_h", "target_fit", "level_fit"])
-def test_the_compiled_core_decides_as_python_does_to_the_last_bit(policy: str) -> None:
-    kept = {name: value for name, value in os.environ.items() if name != "BALANCEROUTE_PURE_PYTHON"}
-    compiled, python = (
-        subprocess.run(
-            [sys.executable, "-c", DECIDE.format(policy)],
-            cwd=REPO,
-            env={**kept, **environment},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout.split()
-        for environment in ({}, {"BALANCEROUTE_PURE_PYTHON": "1"})
-    )
-    assert (compiled[0], python[0]) == ("True", "False")
-    assert compiled[1] == python[1]
+def test_the_compiled_core_decides_as_python_does_to_the_last_bit() -> None:
+    compiled, *decided = said(REPO, DECIDE)
+    python, *as_python = said(REPO, DECIDE, BALANCEROUTE_PURE_PYTHON="1")
+    assert (compiled, python) == ("True", "False")
+    assert len(decided) == 4 and decided == as_python
