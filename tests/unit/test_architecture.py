@@ -3,6 +3,7 @@
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -51,15 +52,22 @@ ALLOWED: dict[str, set[str]] = {
 PURE_STDLIB_BANS = {"asyncio", "socket", "time", "logging", "random", "threading", "datetime", "os", "io"}
 
 
-def modules() -> Iterator[Path]:
-    return PACKAGE.rglob("*.py")
+def modules(folder: str = "") -> Iterator[Path]:
+    """All of a folder, those below it included."""
+    return (PACKAGE / folder).rglob("*.py")
 
 
+@cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
+@cache
 def imports_of(path: Path) -> set[str]:
     """Absolute dotted names of everything that the module imports."""
     found: set[str] = set()
     here = path.relative_to(PACKAGE.parent).with_suffix("").parts
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -79,19 +87,18 @@ def package_layers(path: Path) -> set[str]:
     return {layer_of(name) for name in names} - {"", "__version__"}
 
 
-@pytest.mark.parametrize("path", sorted(modules()), ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_module_imports_only_the_layers_below_it(path: Path) -> None:
-    layer = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-    if layer in {"cli", "__init__", "__main__"}:
-        return
-    assert layer in ALLOWED, f"{layer} is not a known layer: add it to the table with what it may import"
-    assert package_layers(path) - {layer, "arrays"} <= ALLOWED[layer]
+def test_every_module_imports_only_the_layers_below_it() -> None:
+    for path in modules():
+        layer = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        if layer not in {"cli", "__init__", "__main__"}:
+            assert layer in ALLOWED, f"{layer} is not a known layer: add it to the table with what it may import"
+            assert package_layers(path) - {layer, "arrays"} <= ALLOWED[layer], path
 
 
 @pytest.mark.parametrize("folder", ["core", "engine"])
 def test_pure_layers_use_no_clock_socket_task_logger_or_global_random_state(folder: str) -> None:
     # random.Random(seed) objects are explicit state, so `core` may import the class, never the module's functions
-    for path in (PACKAGE / folder).rglob("*.py"):
+    for path in modules(folder):
         roots = {name.split(".")[0] for name in imports_of(path) if name != "random.Random"}
         assert not roots & PURE_STDLIB_BANS, path
 
@@ -100,14 +107,12 @@ def test_pure_layers_use_no_clock_socket_task_logger_or_global_random_state(fold
 RUNGS = ("wire", "telemetry", "perimeter", "admission", "link", "workers", "life", "client", "ops")
 
 
-@pytest.mark.parametrize(
-    "path", sorted((PACKAGE / "proxy").glob("*/**/*.py")), ids=lambda p: str(p.relative_to(PACKAGE))
-)
-def test_rung_of_the_proxy_imports_only_rungs_below_it(path: Path) -> None:
-    rung = path.relative_to(PACKAGE / "proxy").parts[0]
-    inner = {name.split(".")[2] for name in imports_of(path) if name.startswith("balanceroute.proxy.")}
-    below = {"hotpath", *RUNGS[: RUNGS.index(rung) + 1]} if rung in RUNGS else {"hotpath"}
-    assert inner <= below
+def test_every_rung_of_the_proxy_imports_only_rungs_below_it() -> None:
+    for path in (PACKAGE / "proxy").glob("*/**/*.py"):
+        rung = path.relative_to(PACKAGE / "proxy").parts[0]
+        inner = {name.split(".")[2] for name in imports_of(path) if name.startswith("balanceroute.proxy.")}
+        below = {"hotpath", *RUNGS[: RUNGS.index(rung) + 1]} if rung in RUNGS else {"hotpath"}
+        assert inner <= below, path
 
 
 def test_the_page_on_the_architecture_has_the_rungs_in_their_order_with_all_their_modules() -> None:
@@ -126,33 +131,28 @@ BEHIND_THE_WAIST = {"scheduler", "_scheduler", "snapshot", "_snapshot", "tracker
 """Names under which the state, or a part of it that is alive, could come across."""
 
 
-@pytest.mark.parametrize(
-    "path", sorted((PACKAGE / "proxy").rglob("*.py")), ids=lambda p: str(p.relative_to(PACKAGE / "proxy"))
-)
-def test_nobody_outside_admission_touches_the_scheduler_or_its_state(path: Path) -> None:
-    if path.relative_to(PACKAGE / "proxy").parts[0] == "admission":
-        return
-    imported = {name.split(".")[2] for name in imports_of(path) if name.startswith("balanceroute.core.")}
-    assert not imported & SCHEDULERS_OWN
-    assert not {"balanceroute.build.build_scheduler"} & imports_of(path)
-    assert not any(name.startswith("balanceroute.journal") for name in imports_of(path))
-    tree = ast.walk(ast.parse(path.read_text()))
-    touched = {node.attr for node in tree if isinstance(node, ast.Attribute)} & BEHIND_THE_WAIST
-    assert not touched, "ask the ledger: its calls and views carry plain data"
+def test_nobody_outside_admission_touches_the_scheduler_or_its_state() -> None:
+    for path in modules("proxy"):
+        if path.relative_to(PACKAGE / "proxy").parts[0] == "admission":
+            continue
+        imported = {name.split(".")[2] for name in imports_of(path) if name.startswith("balanceroute.core.")}
+        assert not imported & SCHEDULERS_OWN, path
+        assert not {"balanceroute.build.build_scheduler"} & imports_of(path), path
+        assert not any(name.startswith("balanceroute.journal") for name in imports_of(path)), path
+        touched = {node.attr for node in nodes_of(path) if isinstance(node, ast.Attribute)} & BEHIND_THE_WAIST
+        assert not touched, f"{path}: ask the ledger: its calls and views carry plain data"
 
 
 @pytest.mark.parametrize("folder", ["core", "proxy"])
 def test_no_import_for_types_alone_hides_a_circle(folder: str) -> None:
     # the hot path names its Python twin for the type checker and imports the compiled one
-    guarded = {path for path in (PACKAGE / folder).rglob("*.py") if "typing.TYPE_CHECKING" in imports_of(path)}
+    guarded = {path for path in modules(folder) if "typing.TYPE_CHECKING" in imports_of(path)}
     assert guarded <= {PACKAGE / "proxy/hotpath/__init__.py"}
 
 
 def imports_inside_functions(path: Path) -> set[str]:
     """Modules of the package that are imported when a function is called."""
-    functions = [
-        n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)
-    ]
+    functions = [node for node in nodes_of(path) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     inner = [node for function in functions for node in ast.walk(function) if isinstance(node, ast.ImportFrom)]
     return {node.module for node in inner if node.module is not None and node.module.startswith("balanceroute")}
 
@@ -161,7 +161,7 @@ def imports_inside_functions(path: Path) -> set[str]:
 def test_no_import_inside_a_function_hides_a_circle(folder: str) -> None:
     # httpx takes time and memory, which a brain without a Lease should not cost
     costly = {"balanceroute.proxy.link.kubernetes", "balanceroute.proxy.link.lease"}
-    found = {path: imports_inside_functions(path) - costly for path in (PACKAGE / folder).rglob("*.py")}
+    found = {path: imports_inside_functions(path) - costly for path in modules(folder)}
     assert not {path: names for path, names in found.items() if names}
 
 
@@ -169,19 +169,17 @@ LONG_LINES, MANY_METHODS = 500, 25
 WHY_WHOLE = re.compile(r"\bone (machine|class|file)\b")
 
 
-@pytest.mark.parametrize(
-    "path", sorted((PACKAGE / "proxy").rglob("*.py")), ids=lambda p: str(p.relative_to(PACKAGE / "proxy"))
-)
-def test_a_long_module_or_class_of_the_proxy_says_why_it_is_one(path: Path) -> None:
-    text = path.read_text()
-    tree = ast.parse(text)
-    classes = [node.body for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
-    methods = [sum(isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) for node in body) for body in classes]
-    if text.count("\n") > LONG_LINES or max(methods, default=0) > MANY_METHODS:
-        assert WHY_WHOLE.search(ast.get_docstring(tree) or ""), "split it, or say what makes it one machine"
+def test_a_long_module_or_class_of_the_proxy_says_why_it_is_one() -> None:
+    for path in modules("proxy"):
+        text = path.read_text()
+        classes = [node.body for node in nodes_of(path) if isinstance(node, ast.ClassDef)]
+        methods = [sum(isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) for node in body) for body in classes]
+        if text.count("\n") > LONG_LINES or max(methods, default=0) > MANY_METHODS:
+            why = ast.get_docstring(ast.parse(text)) or ""
+            assert WHY_WHOLE.search(why), f"{path}: split it, or say what makes it one machine"
 
 
 def test_only_the_oracle_reads_true_output_lengths_in_the_simulator() -> None:
     """INV-7: no policy or predictor sees the future; see `simulator/oracle.py`."""
-    for path in (PACKAGE / "core").rglob("*.py"):
+    for path in modules("core"):
         assert "output_tokens" not in path.read_text(), path

@@ -90,15 +90,16 @@ def test_every_script_file_and_folder_that_a_page_names_exists(page: Path) -> No
     assert [name for name in named if not (ROOT / name).exists()] == []
 
 
-@pytest.mark.parametrize("page", [README, *DOCS], ids=lambda page: page.name)
-def test_every_setting_and_metric_that_a_page_names_exists(page: Path) -> None:
+def test_every_setting_and_metric_that_a_page_names_exists() -> None:
     keys = {setting.path.replace("[]", "") for setting in describe_settings()}
     known = keys | {key.rpartition(".")[0] for key in keys}
     sections = {key.split(".")[0] for key in keys if "." in key}
-    named = {name.replace("[]", "") for name in re.findall(r"`((?:\w+(?:\[\])?\.)+\w+)", page.read_text())}
-    assert {name for name in named if name.split(".")[0] in sections} - known == set()
-    metrics = {re.sub("_(total|info)$", "", name) for name in re.findall(r"`balanceroute_(\w+)`", page.read_text())}
-    assert metrics - set(ADVICE) == set()
+    for page in (README, *DOCS):
+        text = page.read_text()
+        named = {name.replace("[]", "") for name in re.findall(r"`((?:\w+(?:\[\])?\.)+\w+)", text)}
+        assert {name for name in named if name.split(".")[0] in sections} - known == set(), page
+        metrics = {re.sub("_(total|info)$", "", name) for name in re.findall(r"`balanceroute_(\w+)`", text)}
+        assert metrics - set(ADVICE) == set(), page
 
 
 def test_the_api_page_has_every_route() -> None:

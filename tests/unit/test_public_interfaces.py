@@ -94,21 +94,16 @@ def overridden(module: str, source: str) -> list[str]:
     return found
 
 
-def modules() -> list[Path]:
-    return sorted(PACKAGE.rglob("*.py"))
+def test_no_module_uses_a_private_name_of_a_dependency() -> None:
+    uses = {path: private_uses(path.read_text()) for path in PACKAGE.rglob("*.py")}
+    assert {path: names for path, names in uses.items() if names} == {}
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_no_module_uses_a_private_name_of_a_dependency(path: Path) -> None:
-    assert private_uses(path.read_text()) == []
-
-
-@pytest.mark.parametrize(
-    "path", [path for path in modules() if path.name != "__main__.py"], ids=lambda path: str(path.relative_to(PACKAGE))
-)
-def test_no_class_overwrites_a_private_name_of_the_dependency_it_inherits_from(path: Path) -> None:
-    module = ".".join((OWN, *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__")
-    assert overridden(module, path.read_text()) == []
+def test_no_class_overwrites_a_private_name_of_the_dependency_it_inherits_from() -> None:
+    for path in PACKAGE.rglob("*.py"):
+        if path.name != "__main__.py":
+            module = ".".join((OWN, *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__")
+            assert overridden(module, path.read_text()) == [], path
 
 
 @pytest.mark.parametrize(
