@@ -18,6 +18,7 @@ from balanceroute.config import load
 from balanceroute.emulator import ClusterShape, EmulatedCluster, ProcessCluster
 from balanceroute.emulator.cluster import reached_at
 from balanceroute.emulator.processes import members_of
+from tests.commands import run_command
 from tests.ports import free_base_port
 
 
@@ -61,11 +62,12 @@ def test_the_written_configuration_is_one_that_serve_takes(
         (["--base-port", "65000", "--decode", "500"], "--base-port 65000: the last decode rank's port would be 65599"),
     ],
 )
-def test_a_bad_flag_ends_in_one_line_and_exit_code_2(flags: list[str], words: str) -> None:
-    command = [sys.executable, "-m", "balanceroute", "emulate", *flags]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
-    assert words in done.stderr
+def test_a_bad_flag_ends_in_one_line_and_exit_code_2(
+    flags: list[str], words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, printed, told = run_command(capsys, monkeypatch, "emulate", *flags)
+    assert (code, printed, told.count("\n")) == (2, "", 1)
+    assert words in told
 
 
 def test_too_few_open_files_for_the_cluster_are_said_in_one_line() -> None:

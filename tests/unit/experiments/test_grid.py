@@ -48,7 +48,7 @@ def test_the_cells_change_one_factor_at_a_time_around_their_bases() -> None:
 
 @pytest.mark.parametrize("factor", ["none", "draft 3", "two groups"])
 def test_slots_in_use_are_a_share_of_all_whatever_a_step_yields(factor: str) -> None:
-    cell = Cell("capped", load=1.2, n_workers=2, factor=factor, rows=600)
+    cell = Cell("capped", load=1.2, n_workers=2, factor=factor, rows=300)
     results = {job: job.run() for method in grid.POLICIES for job in grid.jobs_of(TINY, cell, method)}
     assert all(0.8 < result.utilisation < 1.05 for result in grid.cell_results(TINY, results, cell))
 
@@ -233,7 +233,7 @@ def test_drawn_workloads_are_reported_with_every_policy_and_with_makespans(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("matplotlib")
-    few = [replace(cell, n_workers=2, rows=600) for cell in drawn.cells(TINY)[:2]]
+    few = [replace(cell, n_workers=2, rows=150) for cell in drawn.cells(TINY)[:2]]
     monkeypatch.setattr(drawn, "cells", lambda scope: few)
     text = reproduce(["drawn"], TINY, tmp_path, n_processes=1)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["REPORT.md", *drawn.files(TINY)])
