@@ -53,6 +53,13 @@ def test_a_place_ahead_of_a_slot_is_one_to_come_back_to() -> None:
     assert not heir.adopt(decoding("c", tokens=3), 1.0)
 
 
+def test_one_beyond_the_slots_was_sent_ahead_and_tells_nothing_of_how_long_a_transfer_takes() -> None:
+    heir = workers(Scheduler(make_policy(SETTINGS), SchedulerConfig(overlap_requests=1)))
+    for name in "ab":
+        assert heir.adopt(decoding(name), 1.0)
+    assert [heir.snapshot.requests[name].sent_ahead for name in "ab"] == [False, True]
+
+
 def test_all_that_run_go_on_at_a_successor_even_beyond_the_slots(heir: Scheduler) -> None:
     """The predecessor may have sent requests ahead of slots, or had more of them."""
     for name in "abc":

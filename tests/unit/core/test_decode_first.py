@@ -111,6 +111,18 @@ def test_a_prefill_that_no_prefiller_has_seen_is_asked_for_again() -> None:
     assert scheduler.dispatch(0.0) == [Prefill("r", "p0")]
 
 
+@pytest.mark.parametrize("dispatched", [False, True], ids=["asking", "pushing"])
+def test_a_request_whose_worker_has_asked_for_its_kv_cannot_be_put_back(dispatched: bool) -> None:
+    scheduler = decode_first()
+    decoding(scheduler)
+    scheduler.request_prefill("r", 0.0)
+    if dispatched:
+        scheduler.dispatch(0.0)
+    with pytest.raises(InvariantError):
+        scheduler.put_back("r", 0.0)
+    scheduler.snapshot.check_invariants()
+
+
 def test_asking_twice_or_answering_what_was_not_asked_is_refused() -> None:
     scheduler = decode_first()
     decoding(scheduler)

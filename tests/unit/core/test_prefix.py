@@ -3,6 +3,7 @@
 import random
 from dataclasses import replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -383,9 +384,24 @@ def test_nothing_cached_of_less_than_one_block_of_the_engine_says_nothing() -> N
     assert scheduler.snapshot.prefillers[0].cache.matched((7,)) == 1
 
 
+@pytest.mark.parametrize("decode_first", [False, True])
+def test_a_prompt_whose_prefill_failed_is_not_believed_to_be_cached(decode_first: bool) -> None:
+    config = SchedulerConfig(prefill_policy="prefix_affinity", decode_first=decode_first)
+    scheduler = a_scheduler(config=config)
+    scheduler.submit(RequestSpec("r", 3 * BLOCK, prefix=chained([1, 2, 3]), block_tokens=BLOCK), 0.0)
+    if decode_first:
+        scheduler.admit(0.0)
+        scheduler.request_prefill("r", 0.0)
+    scheduler.dispatch(0.0)
+    (prefiller,) = scheduler.snapshot.prefillers
+    assert len(prefiller.cache) == 3
+    (scheduler.push_failed if decode_first else scheduler.prefill_failed)("r", 1.0)
+    assert len(prefiller.cache) == 0
+
+
 def test_another_policy_begins_with_empty_indexes() -> None:
     scheduler = with_policy("prefix_affinity", prefillers=1)
     converse(scheduler, 2)
     for policy in ("least_tokens", "prefix_affinity"):
         scheduler.configure(replace(scheduler.config, prefill_policy=policy), 0.0)
-    assert len(scheduler.snapshot.prefillers[0].cache) == 0
+    assert len(scheduler.snapshot.prefillers[0].cache) == len(scheduler.snapshot.shared_prefixes.conversations) == 0

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from balanceroute.core.types import Outcome
-from balanceroute.errors import QueueTimeout, UpstreamTimeout
+from balanceroute.errors import QueueTimeout, UpstreamError, UpstreamTimeout
 from balanceroute.proxy.life.errors import ClientStalled, DeadlineExceeded
 from balanceroute.proxy.life.leg import Leg
 from balanceroute.proxy.life.pool_reaper import PERIOD_S, PoolReaper
@@ -156,6 +156,33 @@ def test_a_client_that_reads_nothing_is_cut_off_and_its_worker_is_not_called_lat
         assert 6.0 < took_s <= 6.0 + 2 * NEXT_LOOK_S
         assert leg.outcome is Outcome.CANCELLED
         assert services.metrics.upstream_errors.value("d0", "decode", "timeout") == 0
+
+    in_virtual_time(waiting)
+
+
+def test_a_client_that_reads_again_is_as_good_as_any_and_its_worker_has_its_time_anew() -> None:
+    async def waiting() -> None:
+        limits = {"idle_timeout_s": 3.0, "client_stall_timeout_s": 6.0}
+        services = a_router(a_config(1, 1, limits=limits, retry={"max_attempts": 1, "resume_on_worker_loss": False}))
+        script(services, "p0", probed())
+        script(services, "d0", MUTE)
+        async with reaped(services):
+            leg = a_leg(services)
+
+            async def read_now_and_then() -> None:
+                await until(lambda: leg.streaming_from is not None)
+                reply: Any = leg.reply
+                for _ in range(2):
+                    reply.pause()
+                    await let_pass(5.0)
+                    reply.resume()
+                    await let_pass(1.0)
+
+            reading = services.loop.create_task(read_now_and_then())
+            took_s = await ends_after_s(services, leg, UpstreamError)
+            await reading
+        assert 11.0 + 3.0 - PERIOD_S <= took_s <= 11.0 + 3.0 + NEXT_LOOK_S
+        assert services.metrics.upstream_errors.value("d0", "decode", "timeout") == 1
 
     in_virtual_time(waiting)
 

@@ -90,6 +90,21 @@ def test_an_error_of_all_workers_that_could_take_it_is_held_against_none(left: s
     in_virtual_time(judged)
 
 
+def test_an_error_before_the_first_token_clears_no_worker_that_fails_after_it() -> None:
+    async def judged() -> None:
+        services = a_router(a_config(decoders=2, retry=RETRY))
+        retries, worker = Retries(services, "r", None), services.fleet["d1"]
+        retries.judge(a_status(500), services.fleet["d0"], "decode", begun=False)
+        retries.begun(services.tickets.now())
+        for _ in range(2):
+            retries.judge(a_status(500), worker, "decode", begun=True)
+        with pytest.raises(UpstreamStatus):
+            retries.judge(a_status(500), worker, "decode", begun=True)
+        assert worker.circuit.doubtful
+
+    in_virtual_time(judged)
+
+
 @pytest.mark.parametrize("status", [429, 503])
 def test_back_pressure_is_never_the_last_try(status: int) -> None:
     async def judged() -> None:
@@ -234,6 +249,7 @@ def test_a_request_under_which_decode_workers_die_goes_to_no_further_one() -> No
         assert retries.has_losses
         with pytest.raises(DecodersLost):
             await retries.suspect_loss(dead, services.fleet["d2"], midway=False)
+        assert services.fleet["d2"].circuit.doubtful
 
     in_virtual_time(judged)
 

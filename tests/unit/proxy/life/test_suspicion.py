@@ -128,6 +128,18 @@ def test_suspects_are_alone_with_a_worker_one_after_the_other() -> None:
     in_virtual_time(story)
 
 
+def test_a_suspect_that_goes_to_another_worker_keeps_nobody_from_the_first() -> None:
+    async def story() -> None:
+        suspicions, first, second = Suspicions(), Suspect(), Suspect()
+        await suspicions.turn(first, "d0")
+        await suspicions.turn(first, "d1")  # it was not sent to the first after all
+        start_s = asyncio.get_running_loop().time()
+        await suspicions.turn(second, "d0")
+        assert asyncio.get_running_loop().time() == start_s
+
+    in_virtual_time(story)
+
+
 def test_of_choices_whose_workers_take_long_no_more_are_out_than_may_be_lost() -> None:
     async def story() -> None:
         choices, suspicions = Choices(), Suspicions()
