@@ -3,6 +3,7 @@
 import pytest
 
 from balanceroute.errors import InvalidRequest
+from balanceroute.proxy.client import head as heads
 from balanceroute.proxy.client.head import MAX_FIELDS, MAX_HEAD_BYTES, MAX_LINE_BYTES, check_beginning, parse_head
 
 
@@ -237,3 +238,10 @@ def test_the_beginning_of_no_head_is_refused_before_its_end_comes(raw: bytes, st
     with pytest.raises(InvalidRequest) as refused:
         check_beginning(raw, 0)
     assert refused.value.status == status
+
+
+@pytest.mark.parametrize("name", [b"Authorization", b"Cookie", b"Proxy-Authorization", b"X-Api-Key"])
+def test_what_is_kept_of_heads_for_the_next_ones_holds_no_secret(name: bytes) -> None:
+    parse_head(b"GET /kept HTTP/1.1\r\nHost: kept.example\r\n%b: a-secret\r\n\r\n" % name)
+    assert b"Host: kept.example" in heads._known_fields
+    assert not [line for line in heads._known_fields if b"a-secret" in line]

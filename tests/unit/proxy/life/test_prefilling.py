@@ -7,7 +7,7 @@ import pytest
 from balanceroute.core.types import Outcome, WorkerState
 from balanceroute.errors import BadUpstreamReply, ForeignReply, UpstreamError, UpstreamStatus
 from balanceroute.proxy.admission import decider
-from balanceroute.proxy.life.errors import NothingPinned
+from balanceroute.proxy.life.errors import ClientGone, NothingPinned
 from balanceroute.proxy.life.leg import Leg
 from balanceroute.proxy.life.prefilling import PROBE_GRACE_S
 from balanceroute.proxy.services import Services
@@ -108,6 +108,25 @@ def test_a_client_that_goes_during_a_probe_leaves_it_time_to_answer_so_that_its_
             assert isinstance((await asyncio.gather(task, return_exceptions=True))[0], asyncio.CancelledError)
         assert leg.outcome is Outcome.CANCELLED and not d0.asked
         assert services.metrics.orphaned_kv == 1, "the prefiller may finish all the same"
+
+    in_virtual_time(asked)
+
+
+def test_a_probe_that_fails_when_its_client_has_gone_is_not_made_again_and_says_nothing_of_the_prefiller() -> None:
+    async def asked() -> None:
+        services = a_router(a_config(1, 1))
+        answers_badly = asyncio.Event()
+        p0 = script(services, "p0", answers_badly)
+        leg = a_leg(services)
+        async with dispatching(services):
+            task = services.loop.create_task(leg.run())
+            await until(lambda: p0.under_way)
+            leg.abandon()
+            answers_badly.set()
+            with pytest.raises(ClientGone):
+                await task
+        assert len(p0.asked) == 1 and not services.fleet["p0"].circuit.doubtful
+        assert leg.outcome is Outcome.CANCELLED and idle(services)
 
     in_virtual_time(asked)
 

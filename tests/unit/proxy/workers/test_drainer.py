@@ -156,6 +156,7 @@ def test_the_freest_worker_is_asked_first_and_one_that_rests_last() -> None:
         services = a_router()
         services.ledger.set_worker_state("d0", WorkerState.DRAINING)
         services.ledger.set_worker_state("d1", WorkerState.DOWN)
+        services.ledger.report_decoder("d2", 10_000, 10_000, 0)  # it is full, but does not rest
         script(services, "d2", 503)
         services.drainer.drain(a_job(services))
         await drained(services)

@@ -93,6 +93,19 @@ def test_a_health_check_answered_brings_the_trial_of_an_open_circuit_forward_unl
     in_virtual_time(test)
 
 
+def test_what_is_known_of_a_worker_s_version_is_forgotten_when_it_goes_down() -> None:
+    async def test() -> None:
+        services = a_router()
+        worker = services.fleet["d0"]
+        worker.echoes_ids, worker.kv_connector = True, "nixl"
+        services.fleet.set_healthy(worker, True)
+        assert (worker.echoes_ids, worker.kv_connector) == (True, "nixl")
+        services.fleet.set_healthy(worker, False)
+        assert worker.echoes_ids is worker.kv_connector is None
+
+    in_virtual_time(test)
+
+
 def test_a_worker_that_joins_gets_nothing_before_it_has_answered() -> None:
     async def test() -> None:
         services = a_router()

@@ -87,6 +87,17 @@ def test_a_worker_that_goes_down_is_down_with_what_its_last_health_check_found(a
     in_virtual_time(test)
 
 
+def test_a_worker_that_says_itself_that_its_engine_is_dead_is_out_at_once() -> None:
+    async def test() -> None:
+        services = a_router(a_config(health=HEALTH))
+        monitor = await seen_healthy(services)
+        script(services, "d0", 503)
+        await rounds(monitor, services)
+        assert services.fleet["d0"].state is WorkerState.DOWN
+
+    in_virtual_time(test)
+
+
 def test_a_silent_worker_gets_nothing_new_after_one_check_and_is_out_when_three_had_no_answer() -> None:
     async def test() -> None:
         services = a_router(a_config(health=HEALTH))
