@@ -26,10 +26,9 @@ from balanceroute.errors import BalanceRouteError, InvalidRequest, InvariantErro
 from balanceroute.proxy.client.asgi import REQUEST_ID
 from balanceroute.proxy.ops.guard import error_response, tell
 from balanceroute.proxy.ops.services import OperatorServices
-from balanceroute.proxy.ops.workers import why_not_up
 from balanceroute.proxy.perimeter.routes import ACCESS
 from balanceroute.proxy.wire.responses import INTERNAL_ERROR, error_body
-from balanceroute.proxy.workers.fleet import Fleet, Worker
+from balanceroute.proxy.workers.fleet import Fleet, Worker, why_not_up
 from balanceroute.proxy.workers.places import Places
 
 Entries = list[tuple[str, dict[str, Any]]]  # URL and further fields of each instance

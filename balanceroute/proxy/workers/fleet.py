@@ -127,6 +127,29 @@ class Worker:
         return WorkerState.DRAINING if self.drained or self.leaving or self.doubted else circuit
 
 
+def why_not_up(worker: Worker) -> str:
+    """What keeps requests from a worker, in an operator's words: the first that holds; empty where nothing does."""
+    reasons = (
+        (worker.stalled, "it runs requests and generates no tokens"),
+        (not worker.healthy, why_not_healthy(worker)),
+        (worker.circuit.state is CircuitState.OPEN, "requests to it fail"),
+        (worker.leaving, "it was removed and finishes what it has"),
+        (worker.drained, "it was drained by an operator"),
+        (worker.doubted, "its last health check had no answer"),
+        (worker.circuit.state is not CircuitState.CLOSED, "it failed or refused a request and gets a pause"),
+    )
+    return next((text for holds, text in reasons if holds), "")
+
+
+def why_not_healthy(worker: Worker) -> str:
+    """What an operator has to know of a worker whose health checks fail."""
+    said = worker.health_said
+    if isinstance(said, int):
+        return f"its /health answers {said}"
+    began = "it does not answer /health" if worker.seen_healthy else "it has not answered /health yet"
+    return f"{began} ({said})" if said else began
+
+
 @dataclass(frozen=True, slots=True)
 class FleetConfig:
     """How workers are connected to and judged."""
@@ -258,7 +281,10 @@ class Fleet:
             return
         before, worker.state = worker.state, state
         if WorkerState.DOWN in (before, state):
-            log.warning("worker state", extra={"worker": worker.id, "state": state.value, "before": before.value})
+            told = {"worker": worker.id, "state": state.value, "before": before.value}
+            log.warning(
+                "worker state", extra={**told, "reason": why_not_up(worker)} if state is not WorkerState.UP else told
+            )
         self._ledger.set_worker_state(worker.id, state)
 
     def set_healthy(self, worker: Worker, healthy: bool) -> None:

@@ -29,8 +29,8 @@ from collections.abc import Callable
 from balanceroute.config import Config
 from balanceroute.core.types import Role
 from balanceroute.errors import UpstreamError
-from balanceroute.proxy.workers.fleet import Fleet, Worker
-from balanceroute.proxy.workers.liveness import health_status, why_not_healthy
+from balanceroute.proxy.workers.fleet import Fleet, Worker, why_not_healthy
+from balanceroute.proxy.workers.liveness import health_status
 from balanceroute.proxy.workers.polling import Polling, Silent, answer_of, still_here
 from balanceroute.proxy.workers.silence import Attention
 
@@ -115,10 +115,10 @@ class HealthMonitor:
                 self._fleet.update(worker)
             return
         stalled = self._is_stalled(worker)
-        if stalled and not worker.stalled:
+        before, worker.stalled = worker.stalled, stalled
+        if stalled and not before:
             log.warning("worker makes no progress", extra={"worker": worker.id})
             worker.circuit.open(self._loop.time())
-        worker.stalled = stalled
         self._fleet.set_healthy(worker, True)
 
     def _makes_progress(self, worker: Worker) -> bool:

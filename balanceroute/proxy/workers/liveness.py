@@ -1,4 +1,4 @@
-"""What a worker's /health says: a single look out of turn, and why it counts as down."""
+"""What a worker's /health says: a single look out of turn."""
 
 from typing import Final
 
@@ -25,12 +25,3 @@ async def health_status(worker: Worker, connect_timeout_s: float) -> int:
     reply = await worker.upstream.request("GET", "/health", connect_timeout_s=connect_timeout_s)
     await reply.read(_LIMIT)
     return reply.status
-
-
-def why_not_healthy(worker: Worker) -> str:
-    """What an operator has to know of a worker whose health checks fail."""
-    said = worker.health_said
-    if isinstance(said, int):
-        return f"its /health answers {said}"
-    began = "it does not answer /health" if worker.seen_healthy else "it has not answered /health yet"
-    return f"{began} ({said})" if said else began

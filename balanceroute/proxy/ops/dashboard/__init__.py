@@ -37,9 +37,9 @@ from balanceroute.proxy.ops.admin import state
 from balanceroute.proxy.ops.dashboard.recorder import Recorder
 from balanceroute.proxy.ops.guard import closed_headers, error_response
 from balanceroute.proxy.ops.services import OperatorServices
-from balanceroute.proxy.ops.workers import why_not_up
 from balanceroute.proxy.perimeter.access import DASHBOARD_PATH, SESSION_COOKIE, SESSION_S
 from balanceroute.proxy.telemetry.instruments import Histogram
+from balanceroute.proxy.workers.fleet import why_not_up
 
 # nothing from elsewhere may run or be shown in the page, whatever a worker's name is
 _OF_PAGES: Final = "form-action 'none'; frame-ancestors 'none'; base-uri 'none'"

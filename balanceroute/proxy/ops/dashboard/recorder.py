@@ -27,10 +27,10 @@ from balanceroute.errors import ConfigError, InputError, Rejected
 from balanceroute.explain import runners_up
 from balanceroute.proxy.admission.decision_log import SAMPLES, DecisionLog, Sample
 from balanceroute.proxy.ops.services import OperatorServices
-from balanceroute.proxy.ops.workers import why_not_up
 from balanceroute.proxy.telemetry.instruments import Histogram
 from balanceroute.proxy.telemetry.metrics import Served
 from balanceroute.proxy.telemetry.ticks import until_tick_s
+from balanceroute.proxy.workers.fleet import why_not_up
 
 SPAN: Final = 900  # samples, one per second: 15 minutes
 PERIOD_S: Final = 1.0

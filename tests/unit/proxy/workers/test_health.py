@@ -7,8 +7,8 @@ import pytest
 from balanceroute.core.types import Role, WorkerSpec, WorkerState
 from balanceroute.errors import CannotConnect, ConnectFailed
 from balanceroute.proxy.app import health_monitor
-from balanceroute.proxy.ops.workers import why_not_up
 from balanceroute.proxy.services import Services
+from balanceroute.proxy.workers.fleet import why_not_up
 from balanceroute.proxy.workers.health import HealthMonitor
 from balanceroute.proxy.workers.polling import Polling
 from tests.unit.proxy.virtual_time import Answer, a_config, a_router, in_virtual_time, leaving, let_pass, script
@@ -284,7 +284,11 @@ def test_a_worker_that_joins_and_never_answers_is_dropped_after_its_attempts_and
         assert services.fleet.sweep() == ["d0"] and "d0" not in services.fleet
         told = [(line.msg, line.reason) for line in caplog.records if hasattr(line, "reason")]
         why = "it has not answered /health yet (refused)"
-        assert told == [("worker unhealthy", why), ("worker not ready, dropped", why)]
+        assert told == [
+            ("worker state", "it has not answered /health yet"),
+            ("worker unhealthy", why),
+            ("worker not ready, dropped", why),
+        ]
 
     in_virtual_time(test)
 

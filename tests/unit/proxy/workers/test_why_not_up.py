@@ -5,9 +5,8 @@ from collections.abc import Callable
 import pytest
 
 from balanceroute.core.types import WorkerState
-from balanceroute.proxy.ops.workers import why_not_up
 from balanceroute.proxy.services import Services
-from balanceroute.proxy.workers.fleet import Worker
+from balanceroute.proxy.workers.fleet import Worker, why_not_up
 from tests.unit.proxy.virtual_time import a_router, in_virtual_time
 
 Change = Callable[[Services, Worker], object]
@@ -67,5 +66,31 @@ def test_of_several_causes_the_one_that_weighs_most_is_said() -> None:
         assert "drained" in why_not_up(worker)
         go_down(services, worker)
         assert "/health" in why_not_up(worker)
+
+    in_virtual_time(test)
+
+
+@pytest.mark.parametrize("cause", ["stalled", "gone", "circuit open"])
+def test_the_line_of_a_worker_that_goes_down_says_why(cause: str, caplog: pytest.LogCaptureFixture) -> None:
+    async def test() -> None:
+        services = a_router()
+        change, told = CHANGES[cause]
+        change(services, services.fleet["d0"])
+        (line,) = [record for record in caplog.records if record.message == "worker state"]
+        assert told in vars(line)["reason"]
+
+    in_virtual_time(test)
+
+
+def test_the_line_of_a_worker_that_comes_back_has_no_reason(caplog: pytest.LogCaptureFixture) -> None:
+    async def test() -> None:
+        services = a_router()
+        worker = services.fleet["d0"]
+        go_down(services, worker)
+        services.fleet.set_healthy(worker, True)
+        assert [hasattr(record, "reason") for record in caplog.records if record.message == "worker state"] == [
+            True,
+            False,
+        ]
 
     in_virtual_time(test)
