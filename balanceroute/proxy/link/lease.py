@@ -61,7 +61,7 @@ class LeaseLead:
         self._seen: LeaseSpec | None = None  # and when that was seen first
         self._seen_s = 0.0
         self._heard = again  # the API server has answered
-        self._trouble = Trouble(log, "lease")  # with the last call
+        self._trouble = Trouble(log, "the lease can't be read or renewed")  # by the last call
         self._asked_s = self._renewed_s = 0.0  # when the loop asked last, and when we asked for the last renewal
         self._lost = self._resigned = False
         self._ends = threading.Event()

@@ -1,0 +1,63 @@
+"""docs/log.md has every warning and error that the router logs, and no line that it does not."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from balanceroute.proxy import supervisor
+
+ROOT = Path(__file__).parents[2]
+LOUD = {"warning", "error", "critical", "exception"}
+PAGE = (ROOT / "docs/log.md").read_text()
+COMPUTED = {supervisor.NOT_TAKING_OVER, "prediction history ..."}  # by name, and by what all of them begin with
+
+
+def texts(value: ast.expr) -> list[str]:
+    return [value.value] if isinstance(value, ast.Constant) and isinstance(value.value, str) else []
+
+
+def logged(tree: ast.AST) -> Iterator[str]:
+    """The constant texts of loud calls, and of what is logged when it begins and when it ends."""
+    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+        name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+        if name in LOUD and call.args and "log" in ast.unparse(call.func):
+            yield from texts(call.args[0])
+        elif name == "Trouble":
+            yield from texts(call.args[1])
+
+
+def events() -> list[str]:
+    """What can be an `event` of level warning or above, without what is put into the text."""
+    found = set()
+    for folder in ("proxy", "prediction"):
+        for path in (ROOT / "balanceroute" / folder).rglob("*.py"):
+            found |= set(logged(ast.parse(path.read_text())))
+    return sorted(found)
+
+
+def rows() -> list[str]:
+    """The events of the page's tables."""
+    cells = [line.split(" | ")[0] for line in PAGE.splitlines() if line.startswith("| `")]
+    warnings = PAGE.split("## Warnings and errors")[1]
+    return [event for cell in cells if cell in warnings for event in re.findall(r"`([^`]+)`", cell)]
+
+
+def beginning(event: str) -> str:
+    """What of it never changes: up to what is filled in."""
+    return re.split(r"%|:? \.\.\.|ADDRESS", event.removeprefix("%s "))[0].rstrip(": ")
+
+
+@pytest.mark.parametrize("event", events())
+def test_a_line_that_somebody_should_act_on_is_on_the_page(event: str) -> None:
+    known = [beginning(row) for row in rows()]
+    assert any(event.startswith(row) or row.endswith(beginning(event)) for row in known if row)
+
+
+@pytest.mark.parametrize("row", rows())
+def test_no_row_is_of_a_line_that_nobody_writes(row: str) -> None:
+    sources = [path.read_text() for path in (ROOT / "balanceroute").rglob("*.py")]
+    said = beginning(row.removeprefix("VARIABLE: ").removeprefix("forecasts "))
+    assert any(said in source for source in sources)
