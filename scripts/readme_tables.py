@@ -1,4 +1,4 @@
-"""Writes the generated parts of README.md and docs/: settings, metrics, the explained decision, the table of results.
+"""Writes the generated parts of README.md and docs/: settings, metrics, alerts, the explained decision, the results.
 
 python -m scripts.readme_tables           rewrites the files
 python -m scripts.readme_tables --check   exit code 1 when one is out of date
@@ -12,6 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import yaml
 from prometheus_client import Metric
 
 from balanceroute.config import describe_settings
@@ -20,6 +21,7 @@ from scripts.metric_advice import ADVICE
 ROOT = Path(__file__).parents[1]
 PAGES = (ROOT / "README.md", *(ROOT / "docs" / name for name in ("settings.md", "metrics.md", "how.md")))
 RESULTS = ROOT / "docs" / "figures" / "results.json"
+ALERTS = ROOT / "deploy" / "prometheus-alerts.yaml"
 EXAMPLE = ROOT / "tests" / "data" / "explain_example.json"
 
 
@@ -57,6 +59,15 @@ def metrics_table() -> str:
         suffix = {"counter": "_total", "info": "_info"}.get(family.type, "")
         labels, advice = ADVICE[family.name.removeprefix("balanceroute_")]
         rows.append(f"| `{family.name}{suffix}` | {family.type} | {labels} | {family.documentation} | {advice} |")
+    return "\n".join(rows)
+
+
+def alerts_table() -> str:
+    """One row per alert, in the order of the file."""
+    rows = ["| alert | fires on | look first |", "|---|---|---|"]
+    for rule in yaml.safe_load(ALERTS.read_text())["groups"][0]["rules"]:
+        lasts = f", for {rule['for'].replace('m', ' min')}" if "for" in rule else ""
+        rows.append(f"| {rule['alert']} | `{rule['expr']}`{lasts} | {rule['annotations']['action']} |")
     return "\n".join(rows)
 
 
@@ -102,6 +113,7 @@ def generated() -> dict[str, str]:
     return {
         "settings": settings_table(),
         "metrics": metrics_table(),
+        "alerts": alerts_table(),
         "explain": explained(),
         "results": results_table(),
     }

@@ -1,4 +1,4 @@
-"""The Grafana dashboard asks for nothing that the router does not export."""
+"""The Grafana dashboard and the alerts ask for nothing that the router does not export."""
 
 import json
 import re
@@ -6,16 +6,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from balanceroute.core.snapshot import ClusterSnapshot
 from balanceroute.core.view import view_cluster
 from balanceroute.proxy.telemetry.instruments import CounterFamily
 from balanceroute.proxy.telemetry.metrics import Metrics
 
-BOARD: dict[str, Any] = json.loads((Path(__file__).parents[2] / "deploy/grafana/balanceroute.json").read_text())
+DEPLOY = Path(__file__).parents[2] / "deploy"
+BOARD: dict[str, Any] = json.loads((DEPLOY / "grafana/balanceroute.json").read_text())
 PANELS = [panel for panel in BOARD["panels"] if panel["type"] != "row"]
 EXPRESSIONS = [target["expr"] for panel in PANELS for target in panel["targets"]]
 EXPRESSIONS += [variable["query"]["query"] for variable in BOARD["templating"]["list"] if variable["type"] == "query"]
+
+ALERTS: list[dict[str, Any]] = yaml.safe_load((DEPLOY / "prometheus-alerts.yaml").read_text())["groups"][0]["rules"]
+WOKEN_FOR = sorted(
+    {metric for rule in ALERTS for metric in re.findall(r"balanceroute_\w+", rule["expr"])}
+    | {"balanceroute_upstream_errors_total", "balanceroute_ledger_divergence", "balanceroute_kv_orphans"}
+    | {"balanceroute_waiting_requests", "balanceroute_decode_imbalance_tokens"}
+)
+ASKED = [*EXPRESSIONS, *(rule["expr"] for rule in ALERTS if "up{" not in rule["expr"])]
 
 SUFFIXES = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count"), "gauge": ("",), "info": ("_info",)}
 
@@ -27,7 +37,7 @@ def exported() -> set[str]:
 
 def test_every_metric_of_every_expression_is_exported() -> None:
     known = exported()
-    for expression in EXPRESSIONS:
+    for expression in ASKED:
         names = set(re.findall(r"balanceroute_\w+", expression))
         assert names and names <= known, expression
 
@@ -36,7 +46,7 @@ def test_every_label_of_an_expression_is_one_that_its_metric_has() -> None:
     metrics = Metrics(lambda: view_cluster(ClusterSnapshot()), "br_h")
     counters = {c.name + "_total": set(c._labels) for c in vars(metrics).values() if isinstance(c, CounterFamily)}
     gauges = {family.name: set(getattr(family, "_labelnames", ())) for family in metrics.collect()}
-    for expression in EXPRESSIONS:
+    for expression in ASKED:
         known = {"le", "job"}
         for name in re.findall(r"balanceroute_\w+", expression):
             known |= counters.get(name, set()) | gauges.get(re.sub(r"_(bucket|sum|count|info)$", "", name), set())
@@ -45,19 +55,7 @@ def test_every_label_of_an_expression_is_one_that_its_metric_has() -> None:
         assert asked <= known, expression
 
 
-@pytest.mark.parametrize(
-    "metric",
-    [
-        "balanceroute_requests_total",
-        "balanceroute_worker_state",
-        "balanceroute_upstream_errors_total",
-        "balanceroute_internal_errors_total",
-        "balanceroute_ledger_divergence",
-        "balanceroute_kv_orphans",
-        "balanceroute_waiting_requests",
-        "balanceroute_decode_imbalance_tokens",
-    ],
-)
+@pytest.mark.parametrize("metric", WOKEN_FOR)
 def test_what_an_operator_is_woken_for_is_on_the_board(metric: str) -> None:
     assert any(metric in expression for expression in EXPRESSIONS)
 
