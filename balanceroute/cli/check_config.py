@@ -38,6 +38,7 @@ def check_config(
     Example: balanceroute check-config configs/4p1d.yaml --set routing.policy=br_0
     """
     from balanceroute.config import (
+        assumptions,
         effective_json,
         effective_yaml,
         load,
@@ -59,6 +60,8 @@ def check_config(
         raise ConfigError(*error.problems, *file_problems(beside, model_too=False)) from None
     if wrong := file_problems(config):
         raise ConfigError(*wrong)
+    for text in assumptions(config):
+        typer.echo(f"warning: {text}", err=True)
     if ask:
         show_probe(config, as_json=as_json)
     else:

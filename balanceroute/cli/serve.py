@@ -113,7 +113,7 @@ def serve(
     from balanceroute.build import predicts
     from balanceroute.cli.check_config import check_files, check_model, check_paths
     from balanceroute.cli.output import check_written
-    from balanceroute.config import from_example_flags, load, parse_assignment, unused_variables
+    from balanceroute.config import assumptions, from_example_flags, load, parse_assignment, unused_variables
     from balanceroute.config.patience import in_time
     from balanceroute.errors import ConfigError
     from balanceroute.proxy.client.descriptors import raise_limit
@@ -147,7 +147,7 @@ def serve(
     check_paths(config)
     check_files(config)
     configure(config.log.level, config.log.format)
-    for text in (*unused_variables(os.environ), *exposures(config)):
+    for text in (*unused_variables(os.environ), *assumptions(config), *exposures(config)):
         logging.getLogger(__name__).warning(text)
     raise_limit()
 

@@ -6,6 +6,7 @@ from balanceroute.config.describe import Setting, describe_settings, effective, 
 from balanceroute.config.documents import to_yaml
 from balanceroute.config.example_flags import from_example_flags, worker_url
 from balanceroute.config.loading import (
+    assumptions,
     load,
     load_sections,
     parse_assignment,
@@ -26,6 +27,7 @@ __all__ = [
     "PriorityBounds",
     "Setting",
     "Worker",
+    "assumptions",
     "describe_settings",
     "digest_of",
     "effective",

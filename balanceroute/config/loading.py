@@ -202,6 +202,16 @@ def unused_variables(environ: Mapping[str, str]) -> Iterator[str]:
         yield f"{variable}: is no setting and changes nothing{hint}"
 
 
+def assumptions(config: Config) -> Iterator[str]:
+    """What is taken for granted because nobody has said it and no engine tells it, a line each."""
+    decode = config.decode
+    if "max_num_seqs" not in decode.model_fields_set and any(each.max_num_seqs is None for each in decode.workers):
+        yield (
+            f"decode.max_num_seqs is not set: {decode.max_num_seqs} slots per decode worker are assumed; "
+            "it must be the engines' own --max-num-seqs, per DP rank"
+        )
+
+
 def _setting_of(variable: str, text: str) -> Iterator[tuple[str, object]]:
     """The key path and value that a variable sets, if it is a setting. Raises: ConfigError."""
     if not variable.startswith(ENV_PREFIX):

@@ -65,7 +65,8 @@ def test_a_journal_is_not_written_over_the_configuration(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     path = tmp_path / "c.yaml"
-    path.write_text("prefill: {workers: [{url: http://p:1}]}\ndecode: {workers: [{url: http://d:1}]}\n")
+    decode = "{workers: [{url: http://d:1}], max_num_seqs: 64}"
+    path.write_text(f"prefill: {{workers: [{{url: http://p:1}}]}}\ndecode: {decode}\n")
     monkeypatch.setattr("balanceroute.proxy.server.serve", lambda *args: None)
     monkeypatch.setattr(sys, "argv", ["balanceroute", "serve", "--config", str(path), "--journal", str(path)])
     with pytest.raises(SystemExit) as ended:

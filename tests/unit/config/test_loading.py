@@ -8,6 +8,7 @@ import pytest
 from balanceroute.build import policy_settings, scheduler_config
 from balanceroute.config import (
     Config,
+    assumptions,
     describe_settings,
     effective_json,
     effective_yaml,
@@ -395,6 +396,20 @@ def test_variables_that_look_like_settings_are_named_and_those_of_kubernetes_are
     ]
     (text,) = unused_variables({"BALANCEROUTE_PORT": "8123"})
     assert text.endswith("did you mean BALANCEROUTE_LISTEN__PORT?")
+
+
+@pytest.mark.parametrize(
+    ("decode", "lines"),
+    [
+        ("{workers: [{url: http://d:1}]}", 1),
+        ("{workers: [{url: http://d:1, max_num_seqs: 8}, {url: http://d:2}]}", 1),
+        ("{workers: [{url: http://d:1, max_num_seqs: 8}]}", 0),
+        ("{workers: [{url: http://d:1}], max_num_seqs: 64}", 0),
+    ],
+)
+def test_slots_that_nobody_has_named_are_said_to_be_assumed(tmp_path: Path, decode: str, lines: int) -> None:
+    config = from_yaml(tmp_path, f"prefill: {{workers: [{{url: http://p:1}}]}}\ndecode: {decode}\n")
+    assert len([line for line in assumptions(config) if "decode.max_num_seqs" in line]) == lines
 
 
 @pytest.mark.parametrize("name", ["max_wait_s", "hold_s"])
