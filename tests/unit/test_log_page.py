@@ -1,4 +1,4 @@
-"""docs/log.md has every warning and error that the router logs, and no line that it does not."""
+"""docs/log.md has every warning and error that the router logs and no other; docs/operate.md quotes errors."""
 
 import ast
 import re
@@ -61,3 +61,16 @@ def test_no_row_is_of_a_line_that_nobody_writes(row: str) -> None:
     sources = [path.read_text() for path in (ROOT / "balanceroute").rglob("*.py")]
     said = beginning(row.removeprefix("VARIABLE: ").removeprefix("forecasts "))
     assert any(said in source for source in sources)
+
+
+def test_what_the_troubleshooting_page_quotes_of_errors_is_what_clients_are_told() -> None:
+    page = (ROOT / "docs/operate.md").read_text().split("## Troubleshooting by symptom")[1].split("\n## ")[0]
+    sources = "\n".join(path.read_text() for path in (ROOT / "balanceroute/proxy").rglob("*.py"))
+    quoted = [
+        text.removeprefix("2 ").rstrip("… ")
+        for line in page.splitlines()
+        if re.match(r"\| [45]\d\d ", line)
+        for text in re.findall(r'"([^"]+)"', line.split(" | ")[0])
+    ]
+    assert len(quoted) > 8
+    assert [text for text in quoted if text not in sources and text != "Too many open files"] == []
