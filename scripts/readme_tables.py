@@ -64,10 +64,10 @@ def metrics_table() -> str:
 
 def alerts_table() -> str:
     """One row per alert, in the order of the file."""
-    rows = ["| alert | fires on | look first |", "|---|---|---|"]
+    rows = ["| alert | meaning | look first |", "|---|---|---|"]
     for rule in yaml.safe_load(ALERTS.read_text())["groups"][0]["rules"]:
-        lasts = f", for {rule['for'].replace('m', ' min')}" if "for" in rule else ""
-        rows.append(f"| {rule['alert']} | `{rule['expr']}`{lasts} | {rule['annotations']['action']} |")
+        told = rule["annotations"]
+        rows.append(f"| {rule['alert']} | {told['summary']} | {told['action']} |")
     return "\n".join(rows)
 
 
