@@ -118,7 +118,8 @@ def report(scope: Scope, results: Results, out: Path) -> Section:
         method.label: [results[job_of(scope, method, width)].figures for width in scope.widths] for method in METHODS
     }
     name = scope.workload(source_of(scope)).name
-    section.figure(figures.scaling(scope.widths, lines, printed_points(scope), name, out / "scaling"), "Scaling")
+    figure = figures.scaling(scope.widths, lines, printed_points(scope), name, out / "scaling")
+    section.figure(figure, "Load spread, TPOT p95 and balance of each policy by number of workers")
     for width in scope.widths:
         panels = [(method.label, results[job_of(scope, method, width)].panel) for method in METHODS]
         figure = figures.load_panels(panels, f"{name}, G = {width}", out / f"loads_scaling_g{width}")

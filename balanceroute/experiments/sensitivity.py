@@ -98,7 +98,8 @@ def report(scope: Scope, results: Results, out: Path) -> Section:
         for width in scope.sensitivity_widths
     }
     name = scope.workload(scope.sources[0]).name
-    section.figure(figures.sensitivity(points, theirs_at(scope), DEPLOYED, name, out / "sensitivity"), "Sensitivity")
+    figure = figures.sensitivity(points, theirs_at(scope), DEPLOYED, name, out / "sensitivity")
+    section.figure(figure, "Load spread by beta and gamma, one panel per number of workers")
     for width in scope.sensitivity_widths:
         panels = [
             (f"beta {beta:g}, gamma {gamma:g}", results[job_of(scope, beta, gamma, width)].panel)
