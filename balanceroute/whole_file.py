@@ -3,6 +3,7 @@
 import os
 from contextlib import suppress
 from pathlib import Path
+from secrets import token_hex
 
 from balanceroute.errors import InputError
 
@@ -23,7 +24,7 @@ def write_whole(path: Path, content: bytes) -> None:
 
 def _replace(path: Path, content: bytes) -> None:
     target = Path(os.path.realpath(path))  # of a link that leads to itself the link
-    partial = target.with_name(f"{target.name[:60]}.partial")
+    partial = target.with_name(f"{target.name[:50]}.{token_hex(4)}.partial")  # another may write the same file now
     try:
         partial.write_bytes(content)
         if path.exists():

@@ -35,6 +35,27 @@ def test_a_full_disk_leaves_what_was_there(before: bytes | None, tmp_path: Path)
     assert [each.read_bytes() for each in tmp_path.iterdir()] == ([] if before is None else [before])
 
 
+def test_of_two_that_write_a_file_at_once_the_last_one_has_it_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, replace = tmp_path / "result.csv", Path.replace
+
+    def after_another(partial: Path, target: Path) -> Path:
+        monkeypatch.undo()
+        write_whole(file, b"another's")  # begun and ended while ours was about to be renamed
+        return replace(partial, target)
+
+    monkeypatch.setattr(Path, "replace", after_another)
+    write_whole(file, b"ours")
+    assert [each.read_bytes() for each in tmp_path.iterdir()] == [b"ours"]
+
+
+def test_a_name_as_long_as_may_be_can_be_written(tmp_path: Path) -> None:
+    file = tmp_path / ("\N{GREEK SMALL LETTER ALPHA}" * 127)
+    write_whole(file, b"new")
+    assert file.read_bytes() == b"new"
+
+
 def test_the_permissions_of_a_file_and_a_link_to_it_stay(tmp_path: Path) -> None:
     file, link = tmp_path / "secret.csv", tmp_path / "link.csv"
     file.touch(mode=0o600)
