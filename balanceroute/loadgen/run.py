@@ -300,8 +300,7 @@ class Ending:
 
 def payloads(tail: bytes) -> list[bytes]:
     """The data of the events that end in these bytes."""
-    events = tail.split(b"\n\n")
-    return [event.partition(b"data:")[2].strip() for event in events if b"data:" in event]
+    return [line.removeprefix(b"data:").strip() for line in tail.splitlines() if line.startswith(b"data:")]
 
 
 def object_in(text: bytes) -> dict[str, Any]:

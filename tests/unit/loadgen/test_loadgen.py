@@ -127,6 +127,21 @@ def test_events_are_counted_however_the_bytes_are_cut(piece: int) -> None:
     assert (report.completed, report.itl_s.n) == (1, 5)
 
 
+@pytest.mark.parametrize("piece", [1, 7, 4096])
+def test_an_endpoint_may_end_its_lines_with_both_characters_and_send_comments(piece: int) -> None:
+    async def answer(body: Body, writer: asyncio.StreamWriter) -> None:
+        comment = b": keep-alive\n\n"
+        text = comment + token() * 3 + comment + token("length") + usage(4) + event(b"[DONE]")
+        text = text.replace(b"\n", b"\r\n")
+        writer.write(STREAM_HEAD)
+        for start in range(0, len(text), piece):
+            writer.write(chunk(text[start : start + piece]))
+        writer.write(b"0\r\n\r\n")
+
+    report = loaded(a_trace([4]), answer)
+    assert (report.completed, report.errors, report.itl_s.n) == (1, {}, 3)
+
+
 async def answer_503(body: Body, writer: asyncio.StreamWriter) -> None:
     writer.write(b"HTTP/1.1 503 Busy\r\ncontent-length: 2\r\n\r\n{}")
 
