@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from balanceroute.prediction import Evaluation, FinishedRequest
     from balanceroute.prediction.build import BuiltPredictor
 
+PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 SUMMARY = "Fit predictors of the remaining output, and measure how good they are."
 app = typer.Typer(no_args_is_help=True, help=SUMMARY, rich_markup_mode=None)
 
@@ -72,6 +73,7 @@ def fit(
 
 
 def evaluate(
+    context: typer.Context,
     trace: Annotated[Path, typer.Option(help="Trace to judge on, or whatever `trace convert` reads.")],
     model: Annotated[Path | None, typer.Option(help="Model file to judge.")] = None,
     kind: AnyKindOption = "survival",
@@ -91,7 +93,8 @@ def evaluate(
 
     Example: balanceroute predictor evaluate --trace day.csv.gz --kind exact_match --horizon 80 --json
     """
-    from balanceroute.cli.output import check_written, print_fields, print_json
+    from balanceroute.cli.given import given, refuse_unused
+    from balanceroute.cli.output import print_fields, print_json
     from balanceroute.errors import ConfigError, InputError
     from balanceroute.plugins import while_it_runs
     from balanceroute.prediction import OwnPredictor, build_predictor, load_model
@@ -102,14 +105,17 @@ def evaluate(
     if model is not None and train is not None:
         raise ConfigError("predictor evaluate: give --model or --train, not both")
     if plot is not None:
-        from balanceroute.experiments import figures
-
-        figures.pyplot()  # which may be missing
-        check_written(plot, trace, model, train)
+        check_plot(plot, trace, model, train)
+    if model is not None:
+        held = load_model(model).kind
+        if given(context, "kind") and kind != held:
+            raise ConfigError(f"--kind {kind}: {model} holds a {held} predictor")
+        kind = held
+    refuse_unused(context, "param", model is None, "without --model")
+    refuse_unused(context, "size_buckets", kind == "exact_match", "by exact_match")
     rows = _from_trace(trace)
     predictor: BuiltPredictor
     if model is not None:
-        kind = load_model(model).kind
         learned_from, tested = "model file", rows
         predictor = build_predictor(kind, horizon, model=model, size_buckets=size_buckets)
     else:
@@ -134,17 +140,27 @@ def evaluate(
         typer.echo(f"    {row.mean_p_finish:.3f} -> {row.finish_rate:.3f}   {row.samples:,}")
 
 
+def check_plot(path: Path, *read: Path | None) -> None:
+    """Say before anything is judged what would keep the diagram from being drawn. Raises: InputError."""
+    from balanceroute.cli.output import check_written
+    from balanceroute.errors import InputError
+    from balanceroute.experiments import figures
+
+    figures.pyplot()  # which may be missing
+    check_written(path, *read)
+    if path.suffix not in PLOT_SUFFIXES:
+        raise InputError(f"--plot {path}: accepted are names that end in {', '.join(PLOT_SUFFIXES)}")
+
+
 def draw_reliability(found: "Evaluation", title: str, path: Path) -> None:
     """Draw said against seen probability, with the number of samples per bin below.
 
-    Raises: InputError when matplotlib is missing, or the file can't be written.
+    Raises: InputError when the file can't be written.
     """
-    from balanceroute.errors import InputError
+    from matplotlib.figure import Figure
+
     from balanceroute.experiments import figures
     from balanceroute.whole_file import write_whole
-
-    figures.pyplot()
-    from matplotlib.figure import Figure
 
     figure = Figure(figsize=(5.0, 6.0), layout="constrained")
     curve, counts = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
@@ -159,10 +175,7 @@ def draw_reliability(found: "Evaluation", title: str, path: Path) -> None:
     counts.bar(low, [row.samples for row in found.calibration], width=0.1, align="edge", color=figures.BLUE)
     counts.set(yscale="log", xlabel="predicted probability of finishing (p_finish)", ylabel="samples")
     drawn = BytesIO()
-    try:
-        figure.savefig(drawn, dpi=150, format=path.suffix[1:] or None)
-    except ValueError as error:  # no format of this name
-        raise InputError(f"{path}: cannot be written: {error}") from error
+    figure.savefig(drawn, dpi=150, format=path.suffix[1:])
     write_whole(path, drawn.getvalue())
 
 

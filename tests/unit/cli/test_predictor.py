@@ -96,6 +96,31 @@ def test_bad_input_is_one_clear_error(
         CliRunner().invoke(app, ["predictor", *(a.format(trace=trace) for a in arguments)], catch_exceptions=False)
 
 
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["--kind", "exact_match"], "--kind exact_match: .* holds a survival predictor"),
+        (["--param", "a=1"], "--param: changes nothing here; it is read without --model"),
+        (["--size-buckets", "4"], "--size-buckets: changes nothing here; it is read by exact_match"),
+    ],
+    ids=["another kind", "options", "buckets"],
+)
+def test_what_a_model_file_does_not_read_is_refused(
+    options: list[str], reason: str, trace: Path, tmp_path: Path
+) -> None:
+    model = tmp_path / "model.npz"
+    run("fit", "--trace", trace, "--out", model)
+    assert "survival" in run("evaluate", "--trace", trace, "--model", model, "--kind", "survival")
+    with pytest.raises(BalanceRouteError, match=reason):
+        run("evaluate", "--trace", trace, "--model", model, *options)
+
+
+def test_a_diagram_of_no_known_format_is_refused_before_anything_is_judged(trace: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    with pytest.raises(BalanceRouteError, match=r"--plot .*: accepted are names that end in \.png, \.svg, \.pdf"):
+        run("evaluate", "--trace", "missing.csv", "--plot", tmp_path / "r.foo")
+
+
 def test_a_figure_is_drawn_below_a_notebook_whose_way_to_show_figures_is_not_installed_here(
     trace: Path, tmp_path: Path
 ) -> None:
