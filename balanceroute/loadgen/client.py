@@ -15,6 +15,7 @@ import re
 import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from time import monotonic
 from typing import cast
 from urllib.parse import SplitResult, urlsplit
 
@@ -41,7 +42,7 @@ class Reply:
     """What came back for one request: status, when each event came, and the last bytes of the body."""
 
     status: int = 0
-    event_times_s: list[float] = field(default_factory=list)  # one entry per event of data, on the loop's clock
+    event_times_s: list[float] = field(default_factory=list)  # one entry per event of data, by `monotonic`
     tail: bytes = b""  # the whole body where it is short
     body_bytes: int = 0
 
@@ -49,8 +50,8 @@ class Reply:
 class Connection(asyncio.Protocol):
     """One connection to the endpoint; the methods named on_* are called by the parser."""
 
-    def __init__(self, clock: asyncio.AbstractEventLoop) -> None:
-        self.clock = clock
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
         self.transport: asyncio.Transport | None = None
         self.reply = Reply()
         self.done: asyncio.Future[Reply] | None = None
@@ -76,7 +77,7 @@ class Connection(asyncio.Protocol):
         self.keep_bytes = DOCUMENT_BYTES if request.startswith(b"GET ") else TAIL_BYTES
         self.parser = httptools.HttpResponseParser(self)
         self.replying, self.begun = False, b"\n"
-        self.done = self.clock.create_future()
+        self.done = self.loop.create_future()
         self.transport.write(request)
         return self.done
 
@@ -86,7 +87,7 @@ class Connection(asyncio.Protocol):
             self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
-        self.now = self.clock.time()
+        self.now = monotonic()  # uvloop's own clock counts milliseconds
         self.replying = True
         try:
             self.parser.feed_data(data)

@@ -13,6 +13,7 @@ import json
 import math
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
+from time import monotonic
 from typing import Any
 
 import numpy as np
@@ -170,7 +171,6 @@ class Run:
         self.options = options
         self.client = client
         self.on_progress = on_progress
-        self.loop = asyncio.get_running_loop()
         self.prompts = PromptText(options.seed)
         body = {
             "model": model,
@@ -187,11 +187,11 @@ class Run:
 
     async def run(self) -> None:
         """Send everything on time and wait for all answers; what is cut short by a cancellation is `interrupted`."""
-        self.start_s = self.loop.time()
+        self.start_s = monotonic()
         due = (self.trace.arrival_s - self.trace.arrival_s[0]) * self.options.time_scale
         async with asyncio.TaskGroup() as group:
             for row, due_s in enumerate(due.tolist()):
-                await asyncio.sleep(max(0.0, self.start_s + due_s - self.loop.time()))
+                await asyncio.sleep(max(0.0, self.start_s + due_s - monotonic()))
                 group.create_task(self.one(row, due_s))
                 self.sent += 1
                 self.tell()
@@ -216,8 +216,9 @@ class Run:
     async def one(self, row: int, due_s: float) -> None:
         """One request, from sending it to its result."""
         body = self.body_of(row)
-        sent = self.loop.time()
-        sent_s, late_s = sent - self.start_s, sent - self.start_s - due_s
+        sent = monotonic()
+        sent_s = sent - self.start_s
+        late_s = max(0.0, sent_s - due_s)  # a timer may be a millisecond early
         self.results[row] = RequestResult(sent_s, late_s, "interrupted")
         try:
             async with asyncio.timeout(self.options.timeout_s):
