@@ -313,10 +313,10 @@ def regret_table(busy: Sequence[Sequence[CellResult]], name: str = "regret") -> 
         table.add(
             method.label,
             100 * fmean(s.lost_tokens for s in own) if own else None,
-            100 * max((s.lost_tokens for s in own), default=0.0),
+            100 * max(s.lost_tokens for s in own) if own else None,
             sum(s.lost_tokens <= NEAR for s in own),
             100 * fmean(s.lost_tpot for s in own) if own else None,
-            100 * max((s.lost_tpot for s in own), default=0.0),
+            100 * max(s.lost_tpot for s in own) if own else None,
             sum(s.lost_tpot <= 0.05 for s in own),
             sum(s.lost_wait is not None and s.lost_wait <= 0.1 for s in own),
         )

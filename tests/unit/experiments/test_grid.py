@@ -189,6 +189,10 @@ def test_of_waits_a_second_more_is_nobodys_regret(wait_s: float, least_s: float,
     assert grid._lost_wait(wait_s, least_s) == pytest.approx(lost)
 
 
+def test_where_no_cell_is_busy_the_regrets_are_unknown_and_not_zero() -> None:
+    assert all(row[1:3] == [None, None] and row[4:6] == [None, None] for row in grid.regret_table([]).rows)
+
+
 def test_the_grid_is_reported_with_every_policy_in_every_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(grid, "cells", lambda scope: CELLS)
