@@ -8,9 +8,9 @@ clocks of two machines differ, or one was set back, the costs of the steps tell 
 A prefiller is not a decode rank: the plugin names its file so, and a file in which no request stays for a second step,
 and a token costs what it costs to compute, is one, too. It is listed and left out of all else.
 
-A rank's load at a time is that of its last step before it, so the ranks of a barrier are compared at the ends of all
-their steps, over the span that all of them cover. `load_spread` is max - min over the ranks, in KV tokens; its mean is
-weighted by the time until the next step's end.
+A rank's load at a time is that of its last step before it, or of one that is about to end, so the ranks of a barrier
+are compared at the ends of all their steps, over the span that all of them cover. `load_spread` is max - min over the
+ranks, in KV tokens; its mean is weighted by the time until the next step's end.
 
 The fit is least squares of step_ms = a * (L + c * n) + b over the decode steps: those with a request in them and none
 that has just joined, whose prompt or transfer they would count. L and n are the rank's own KV tokens and requests;
@@ -363,9 +363,15 @@ def with_slowdowns(found: Sequence[tuple[Group, Observed]]) -> list[Group]:
 
 
 def _at(steps: Floats, times: Floats) -> Floats:
-    """A rank's steps at each of some times: the last one not after it."""
-    last = np.clip(np.searchsorted(steps[:, 0], times, side="right") - 1, 0, None)
-    found: Floats = steps[last]
+    """A rank's steps at each of some times: the last one not after it, or the next one where its end is near.
+
+    The ranks of a barrier do not end a step at the same instant: who is half a millisecond later has ended it, too.
+    """
+    ends = steps[:, 0]
+    last = np.clip(np.searchsorted(ends, times, side="right") - 1, 0, None)
+    following = np.minimum(last + 1, len(steps) - 1)
+    near = np.minimum(times - ends[last], steps[following, 1] / 2e3)  # in its second half, and not just after another
+    found: Floats = steps[np.where(ends[following] - times < near, following, last)]
     return found
 
 

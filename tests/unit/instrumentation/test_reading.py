@@ -57,6 +57,15 @@ def test_the_spread_is_largest_minus_smallest_load_at_the_same_time(tmp_path: Pa
     assert summary.load_spread_of_mean_ratio == pytest.approx(600 / 700)
 
 
+def test_ranks_of_a_barrier_that_end_a_step_not_quite_at_once_are_compared_in_the_same_step(tmp_path: Path) -> None:
+    loads = np.random.default_rng(1).integers(1000, 9000, 60).tolist()
+    files = [a_log(tmp_path / name, loads, start_s=1e9 + at) for name, at in (("a", 0.0), ("b", 0.0004))]
+    summary = summarise(files)
+    assert (summary.load_spread_mean, summary.load_spread_p99) == (0.0, 0.0)
+    assert summary.envelope_fit is not None
+    assert (summary.envelope_fit.a_us_per_token, summary.envelope_fit.r2) == pytest.approx((2.0, 1.0), rel=1e-6)
+
+
 def test_only_the_time_that_all_files_cover_is_compared(tmp_path: Path) -> None:
     early = a_log(tmp_path / "a", [9000] * 20 + [100] * 20)
     late = a_log(tmp_path / "b", [100] * 20, start_s=1e9 + 1.0)
