@@ -81,7 +81,6 @@ class DecodeWorker(Worker):
     @property
     def kv(self) -> KvBlocks:
         """Its KV memory."""
-        assert self.rank.kv is not None
         return self.rank.kv
 
     def submit(self, call: Call, fault: Fault | None = None) -> None:

@@ -111,25 +111,23 @@ class StepPlan(Generic[R]):
 
 
 class DecodeRank(Generic[R]):
-    """One data-parallel rank: `slots` requests at most (B), a FIFO queue, and KV blocks (None: memory never ends)."""
+    """One data-parallel rank: `slots` requests at most (B), a FIFO queue, and KV blocks."""
 
     def __init__(
         self,
         slots: int,
-        kv: KvBlocks | None = None,
+        kv: KvBlocks,
         *,
         preemption: Preemption = Preemption.RECOMPUTE_LOCALLY,
         recompute_s_per_token: float = 0.0,
-        slowdown: float = 1.0,
         transfers_beside_full: bool = False,
     ) -> None:
-        if slots < 1 or not slowdown > 0:
-            raise ConfigError(f"decode rank: slots and slowdown must be positive, got {slots} and {slowdown}")
+        if slots < 1:
+            raise ConfigError(f"decode rank: slots must be positive, got {slots}")
         self.slots = slots
         self.kv = kv
         self.preemption = preemption
         self.recompute_s_per_token = recompute_s_per_token
-        self.slowdown = slowdown
         self.transfers_beside_full = transfers_beside_full
         self.load = 0  # tokens of the running requests: L_g
         self.stalled = False  # frozen by a fault: keeps what it has, moves nothing
@@ -160,11 +158,10 @@ class DecodeRank(Generic[R]):
         """Queue a request. Raises: ConfigError when its KV can never fit this rank."""
         if request.place is not Place.GONE or self.find(request.id):
             raise InvariantError(f"decode rank: {request.id} is already here")
-        if self.kv and self.kv.blocks_for(request.prompt_tokens + 1) > self.kv.num_blocks:
-            raise ConfigError(
-                f"decode rank: {request.id} needs {self.kv.blocks_for(request.prompt_tokens + 1)} KV blocks,"
-                f" the rank has {self.kv.num_blocks}"
-            )
+        needed = self.kv.blocks_for(request.prompt_tokens + 1)
+        if needed > self.kv.num_blocks:
+            text = f"decode rank: {request.id} needs {needed} KV blocks, the rank has {self.kv.num_blocks}"
+            raise ConfigError(text)
         request.place = Place.WAITING
         self.waiting[request.id] = request
 
@@ -177,7 +174,7 @@ class DecodeRank(Generic[R]):
                 break
             # the first token's KV is part of the claim, so that a fresh request evicts nobody in its first
             # step
-            if self.kv and not self.kv.grow(request.id, request.kv_tokens + 1):
+            if not self.kv.grow(request.id, request.kv_tokens + 1):
                 break
             del self.waiting[request.id]
             request.place = Place.TRANSFERRING
@@ -233,11 +230,8 @@ class DecodeRank(Generic[R]):
 
     def make_room(self) -> None:
         """Secure one more KV token for every running request, taking it from the last ones when memory is out."""
-        kv = self.kv
-        if kv is None:
-            return
         for request in list(self.running.values()):
-            while request.place is Place.RUNNING and not kv.grow(request.id, request.kv_tokens + 1):
+            while request.place is Place.RUNNING and not self.kv.grow(request.id, request.kv_tokens + 1):
                 self._give_way(next(reversed(self.running.values())))
 
     def pop(self, request_id: str) -> R:
@@ -269,7 +263,7 @@ class DecodeRank(Generic[R]):
             self.load -= request.kv_tokens
         elif request.place is Place.TRANSFERRING:
             self._computing -= request.local
-        if self.kv and self.kv.holds(request_id):
+        if self.kv.holds(request_id):
             self.kv.release(request_id)
         request.place = Place.GONE
         return request
@@ -301,15 +295,14 @@ class DecodeRank(Generic[R]):
         ):
             if any(request.place is not place for request in members.values()):
                 raise InvariantError(f"decode rank: a request in {place} believes it is elsewhere")
-        if self.kv:
-            self.kv.check_invariants()
+        self.kv.check_invariants()
 
     def _give_way(self, last: R) -> None:
         if self.preemption is Preemption.POP_LAST:
             self.pop(last.id)
             return
         # alone and still out of blocks: hopeless only if nobody else (a request whose KV is on its way) holds any
-        if self.kv is not None and self.kv.blocks_for(last.kv_tokens + 1) > self.kv.used + self.kv.free:
+        if self.kv.blocks_for(last.kv_tokens + 1) > self.kv.used + self.kv.free:
             raise ConfigError(f"decode rank: one request alone ({last.id}) needs more KV blocks than the rank has")
         self.remove(last.id)
         last.preemptions += 1
@@ -328,8 +321,6 @@ class DecodeGroup(Generic[R]):
         self.ranks = list(ranks)
         self.step_time = step_time
         self.steps = 0
-        slowdowns = [rank.slowdown for rank in self.ranks]
-        self._slowdowns = None if all(slowdown == 1.0 for slowdown in slowdowns) else slowdowns
 
     @property
     def busy(self) -> bool:
@@ -354,12 +345,8 @@ class DecodeGroup(Generic[R]):
                 admitted, started = rank.begin_step(now)
                 plan.admitted += admitted
                 plan.started += started
-        plan.duration_s = self.duration_s()
+        plan.duration_s = self.step_time.duration_s(rank.load for rank in self.ranks)
         return plan
-
-    def duration_s(self) -> float:
-        """Seconds that a step takes with the present loads."""
-        return self.step_time.duration_s((rank.load for rank in self.ranks), self._slowdowns)
 
     def end_step(self) -> list[StepOutcome[R]]:
         """One token for every running request of every rank; outcomes in the order of the ranks."""

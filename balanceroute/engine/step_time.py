@@ -6,7 +6,7 @@ batch and pays the same.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from balanceroute.errors import ConfigError
@@ -14,11 +14,10 @@ from balanceroute.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class StepTimeModel:
-    """Step time `a * max(load * slowdown) + b`.
+    """Step time `a * max load + b`.
 
     per_token_s: a, seconds per resident KV token. overhead_s: b, seconds. The defaults are the reference
-    setting of the step simulator. `slowdowns` are relative seconds per token of each worker (1.0 unless one is
-    slower).
+    setting of the step simulator.
     """
 
     per_token_s: float = 1.2e-7
@@ -29,7 +28,6 @@ class StepTimeModel:
             if not 0 <= getattr(self, name) < math.inf:
                 raise ConfigError(f"step time: {name} must be a number from zero, got {getattr(self, name)}")
 
-    def duration_s(self, loads: Iterable[int], slowdowns: Sequence[float] | None = None) -> float:
+    def duration_s(self, loads: Iterable[int]) -> float:
         """Seconds from barrier to barrier for the loads (tokens) of all workers of the group."""
-        weighted = loads if slowdowns is None else map(float.__mul__, map(float, loads), slowdowns)
-        return self.per_token_s * max(weighted, default=0) + self.overhead_s
+        return self.per_token_s * max(loads, default=0) + self.overhead_s

@@ -16,6 +16,10 @@ def a_request(name: str = "r", *, prompt: int = 100, output: int = 5, transfer_s
     return EngineRequest(name, prompt, output, transfer_s=transfer_s)
 
 
+def roomy() -> KvBlocks:
+    return KvBlocks(1000, 100)
+
+
 def step(rank: Rank, now: float = 0.0) -> list[str]:
     rank.begin_step(now)
     outcome = rank.end_step()
@@ -24,7 +28,7 @@ def step(rank: Rank, now: float = 0.0) -> list[str]:
 
 
 def test_a_request_gets_one_token_per_step_and_leaves_with_its_last() -> None:
-    rank = Rank(slots=2)
+    rank = Rank(slots=2, kv=roomy())
     request = a_request(output=3)
     rank.submit(request)
     assert [step(rank) for _ in range(4)] == [["r"], ["r"], ["r"], []]
@@ -32,7 +36,7 @@ def test_a_request_gets_one_token_per_step_and_leaves_with_its_last() -> None:
 
 
 def test_load_is_prompt_plus_generated_of_the_running_requests() -> None:
-    rank = Rank(slots=2)
+    rank = Rank(slots=2, kv=roomy())
     rank.submit(a_request("a", prompt=100))
     rank.submit(a_request("b", prompt=50))
     step(rank)
@@ -41,14 +45,14 @@ def test_load_is_prompt_plus_generated_of_the_running_requests() -> None:
 
 
 def test_waiting_requests_get_slots_first_come_first_served() -> None:
-    rank = Rank(slots=1)
+    rank = Rank(slots=1, kv=roomy())
     for name in "abc":
         rank.submit(a_request(name, output=1))
     assert [step(rank) for _ in range(3)] == [["a"], ["b"], ["c"]]
 
 
 def test_a_request_holds_no_slot_while_its_kv_is_on_the_way() -> None:
-    rank = Rank(slots=1)
+    rank = Rank(slots=1, kv=roomy())
     rank.submit(a_request("a", output=1, transfer_s=1.0))
     rank.submit(a_request("b", output=1))
     assert [step(rank, now) for now in (0.0, 0.5, 1.0, 1.5)] == [["b"], [], ["a"], []]
@@ -58,7 +62,7 @@ def test_a_request_holds_no_slot_while_its_kv_is_on_the_way() -> None:
 def test_a_transfer_begins_beside_a_full_batch_only_on_an_engine_that_does_so(
     beside_full: bool, after: list[list[str]]
 ) -> None:
-    rank = Rank(slots=1, transfers_beside_full=beside_full)
+    rank = Rank(slots=1, kv=roomy(), transfers_beside_full=beside_full)
     rank.submit(a_request("first", output=2))
     assert step(rank, 0.0) == ["first"]
     rank.submit(a_request("next", output=1, transfer_s=1.0))
@@ -67,7 +71,7 @@ def test_a_transfer_begins_beside_a_full_batch_only_on_an_engine_that_does_so(
 
 
 def test_a_step_with_a_free_slot_begins_every_transfer_and_later_ones_do_not_wait_for_it() -> None:
-    rank = Rank(slots=2)
+    rank = Rank(slots=2, kv=roomy())
     for name in ("old", "older"):
         rank.submit(a_request(name, output=2 if name == "older" else 3))
     step(rank, 0.0)
@@ -78,7 +82,7 @@ def test_a_step_with_a_free_slot_begins_every_transfer_and_later_ones_do_not_wai
 
 
 def test_what_a_rank_computes_itself_holds_a_slot_meanwhile() -> None:
-    rank = Rank(slots=1)
+    rank = Rank(slots=1, kv=roomy())
     local = a_request("local", output=1, transfer_s=1.0)
     local.local = True
     rank.submit(local)
@@ -87,7 +91,7 @@ def test_what_a_rank_computes_itself_holds_a_slot_meanwhile() -> None:
 
 
 def test_kv_that_never_comes_is_started_by_its_arrival() -> None:
-    rank = Rank(slots=1)
+    rank = Rank(slots=1, kv=roomy())
     rank.submit(a_request("a", transfer_s=math.inf))
     assert step(rank, 1e9) == []
     rank.kv_arrived("a", 2e9)
@@ -133,7 +137,7 @@ def test_a_request_that_never_fits_is_refused() -> None:
 
 
 def test_removing_a_request_twice_is_an_error() -> None:
-    rank = Rank(slots=1)
+    rank = Rank(slots=1, kv=roomy())
     rank.submit(a_request())
     rank.remove("r")
     with pytest.raises(InvariantError):
@@ -150,7 +154,7 @@ def test_a_failed_rank_holds_nothing() -> None:
 
 
 def test_the_step_of_a_group_costs_what_its_fullest_rank_costs() -> None:
-    ranks = [Rank(slots=4), Rank(slots=4), Rank(slots=4)]
+    ranks = [Rank(slots=4, kv=roomy()), Rank(slots=4, kv=roomy()), Rank(slots=4, kv=roomy())]
     group = DecodeGroup(ranks, StepTimeModel(per_token_s=0.001, overhead_s=0.5))
     ranks[0].submit(a_request("a", prompt=1000))
     ranks[1].submit(a_request("b", prompt=3000))
@@ -159,16 +163,8 @@ def test_the_step_of_a_group_costs_what_its_fullest_rank_costs() -> None:
     assert [len(outcome.stepped) for outcome in group.end_step()] == [1, 1, 0]
 
 
-def test_a_slower_rank_weighs_more_at_the_barrier() -> None:
-    ranks = [Rank(slots=1, slowdown=2.0), Rank(slots=1)]
-    group = DecodeGroup(ranks, StepTimeModel(per_token_s=0.001, overhead_s=0.0))
-    ranks[0].submit(a_request("a", prompt=1000))
-    ranks[1].submit(a_request("b", prompt=1500))
-    assert group.begin_step(0.0).duration_s == pytest.approx(2.0)
-
-
 def test_a_stalled_rank_keeps_its_requests_and_gives_no_tokens() -> None:
-    rank = Rank(slots=1)
+    rank = Rank(slots=1, kv=roomy())
     group = DecodeGroup([rank], StepTimeModel())
     rank.submit(a_request())
     group.begin_step(0.0)
