@@ -149,7 +149,7 @@ class EmulatedCluster:
     def kv(self, what: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """What a decode rank in another process asks of the prefillers here. Raises: KeyError."""
         assert self._exchange is not None
-        return PrefillSide(self._exchange, self.shape.connector).answer(what, body)
+        return PrefillSide(self._exchange).answer(what, body)
 
     def violations(self) -> dict[str, int]:
         """What the router did wrong, by kind, over all workers."""

@@ -68,8 +68,24 @@ class Pin:
     state: PinState = PinState.PINNED
 
 
-class PinSource(Protocol):
-    """The prefiller side that a decoder talks to."""
+class KvSource(Protocol):
+    """The prefiller that a decoder pulls from, by the ids under which KV is pinned there."""
+
+    def remembers(self, request_id: str) -> bool:
+        """Whether its transfer engine answers, and is the one that has pinned this."""
+
+    def claim(self, request_id: str) -> None:
+        """A decoder is about to read it; with NIXL its heartbeats begin, and the lease does not run out."""
+
+    def give_back(self, request_id: str) -> None:
+        """The decoder does not read it after all; with NIXL the heartbeats stop, and a last lease begins."""
+
+    def pull(self, request_id: str) -> bool:
+        """Free the pinned KV after reading it; False when it is gone already."""
+
+
+class PinSource(KvSource, Protocol):
+    """A prefiller of this process."""
 
     engine_id: str
     host: str
@@ -79,15 +95,6 @@ class PinSource(Protocol):
     @property
     def reachable(self) -> bool:
         """Whether its transfer engine answers."""
-
-    def pull(self, request_id: str) -> bool:
-        """Free the pinned KV after reading it; False when it is gone already."""
-
-    def hold(self, request_id: str) -> None:
-        """A decoder's heartbeats begin: the lease does not run out."""
-
-    def unhold(self, request_id: str) -> None:
-        """The heartbeats stop without a pull: a last lease begins."""
 
 
 class PinBook:
@@ -157,12 +164,12 @@ class KvExchange:
 
 @dataclass(frozen=True, slots=True)
 class PullPlan:
-    """A decoder's reaction, the KV it concerns, and the violation to count if the router caused trouble."""
+    """A decoder's reaction, the violation to count if the router caused trouble, and where the KV is, if anywhere."""
 
     reaction: Reaction
     violation: str | None = None
-    source: PinSource | None = None
-    pin: Pin | None = None
+    source: KvSource | None = None
+    request_id: str = ""  # under which it is pinned there
 
 
 def reply_params(
@@ -251,10 +258,10 @@ def plan_from_source(params: Mapping[str, Any], digest: int, exchange: KvExchang
     if len(blocks) < len(pin.block_ids):
         return PullPlan(Reaction.ENGINE_DIES, "malformed_params")
     if blocks != pin.block_ids:
-        return PullPlan(Reaction.WRONG_TOKENS, "params_modified", source, pin)
+        return PullPlan(Reaction.WRONG_TOKENS, "params_modified", source, pin.request_id)
     if pin.digest != digest:
-        return PullPlan(Reaction.WRONG_TOKENS, "wrong_prompt", source, pin)
-    return PullPlan(Reaction.PULL, None, source, pin)
+        return PullPlan(Reaction.WRONG_TOKENS, "wrong_prompt", source, pin.request_id)
+    return PullPlan(Reaction.PULL, None, source, pin.request_id)
 
 
 def _is_block_list(blocks: object) -> bool:

@@ -8,9 +8,7 @@ from typing import Any
 
 from balanceroute.emulator.clock import EmulatedClock
 from balanceroute.emulator.connectors import (
-    Connector,
     KvExchange,
-    PinState,
     PullPlan,
     Reaction,
     plan_pull,
@@ -36,14 +34,14 @@ METASERVER_ATTEMPTS = 3  # vllm-ascend's connector retries transport errors so o
 PostJson = Callable[[str, dict[str, Any]], Coroutine[Any, Any, None]]
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, kw_only=True)
 class Generation(EngineRequest):
     """A choice of a call on a decode rank."""
 
-    call: Call | None = None
-    choice: Choice | None = None
-    plan: PullPlan | None = None
-    ends_with_eos: bool = False
+    call: Call
+    choice: Choice
+    plan: PullPlan
+    ends_with_eos: bool
     stream: TokenStream | PlannedStream | None = None
     recompute_after: int | None = None
 
@@ -72,7 +70,6 @@ class DecodeWorker(Worker):
         )
         self._wake = wake
         self._post_json = post_json
-        self._tasks: set[asyncio.Task[None]] = set()
         self._generations: dict[str, Generation] = {}  # everything on the rank, and what was just popped
         self._to_recompute: dict[str, Generation] = {}
         self._planning: dict[Call, asyncio.Task[None]] = {}  # whose KV another process is asked about
@@ -93,7 +90,7 @@ class DecodeWorker(Worker):
             self.kill_engine()
             return
         if isinstance(self.exchange, RemoteKv):
-            self._planning[call] = self._spawn(self._submit_remote(call, self.exchange, fault))
+            self._planning[call] = self.spawn(self._submit_remote(call, self.exchange, fault))
             return
         plans = [
             plan_pull(request.kv_transfer_params, choice.prompt, self.shape.connector, self.exchange)
@@ -109,8 +106,8 @@ class DecodeWorker(Worker):
             self._submit(call, plans, fault)
             return
         for plan in plans:
-            if plan.source and plan.pin:
-                plan.source.pull(plan.pin.request_id)
+            if plan.source:
+                plan.source.pull(plan.request_id)
 
     def _submit(self, call: Call, plans: list[PullPlan], fault: Fault | None) -> None:
         for plan in plans:
@@ -146,10 +143,8 @@ class DecodeWorker(Worker):
         if fault is not None and fault.kind is FaultKind.RECOMPUTE:
             generation.recompute_after = fault.after_events
             self._to_recompute[generation.id] = generation
-        if plan.pin and plan.source:
-            plan.pin.state = PinState.CLAIMED
-            if self.shape.connector is Connector.NIXL:
-                plan.source.hold(plan.pin.request_id)
+        if plan.source:
+            plan.source.claim(plan.request_id)
         self._generations[generation.id] = generation
         self.rank.submit(generation)
 
@@ -180,10 +175,8 @@ class DecodeWorker(Worker):
         lost = self.rank.fail()
         for generation in lost:
             plan = generation.plan
-            if generation.stream is None and plan and plan.source and plan.pin:
-                plan.pin.state = PinState.PINNED
-                if self.shape.connector is Connector.NIXL:
-                    plan.source.unhold(plan.pin.request_id)
+            if generation.stream is None and plan.source:
+                plan.source.give_back(plan.request_id)
         self._generations.clear()
         self._to_recompute.clear()
         planning = list(self._planning)
@@ -191,8 +184,7 @@ class DecodeWorker(Worker):
         for call in planning:
             call.fail(message)
         for generation in lost:
-            if generation.call:
-                generation.call.fail(message)
+            generation.call.fail(message)
 
     def come_back(self) -> None:
         """Start again under a new engine id."""
@@ -232,10 +224,12 @@ class DecodeWorker(Worker):
 
     def admitted(self, generation: Generation) -> None:
         """It has its blocks; the layerwise connector now asks for the prefill."""
-        if generation.plan and generation.plan.reaction is Reaction.PUSHED and not generation.preemptions:
-            self._spawn(self._call_metaserver(generation))
-        elif generation.plan and isinstance(generation.plan.source, RemotePins) and not generation.preemptions:
-            self._spawn(self._fetch(generation, generation.plan.source))
+        if generation.preemptions:
+            return
+        if generation.plan.reaction is Reaction.PUSHED:
+            self.spawn(self._call_metaserver(generation))
+        elif isinstance(generation.plan.source, RemotePins):
+            self.spawn(self._fetch(generation, generation.plan.source))
 
     async def _fetch(self, generation: Generation, source: RemotePins) -> None:
         """Read the KV from the prefiller's process; the request starts when it has been transferred."""
@@ -244,34 +238,22 @@ class DecodeWorker(Worker):
             self.rank.kv_arrived(generation.id, self.clock.now() + self.shape.transfer_for(generation.prompt_tokens))
             self._wake.set()
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
-
     def started(self, generation: Generation) -> None:
         """Its KV is here: read it, whatever it is, and let the prefiller free it."""
         if generation.stream is not None:  # back after a local preemption
             return
         plan, choice, call = generation.plan, generation.choice, generation.call
-        assert plan is not None and choice is not None and call is not None
         wrong = plan.reaction is Reaction.WRONG_TOKENS
-        if (
-            plan.source
-            and plan.pin
-            and (not plan.source.reachable or plan.source.pins.get(plan.pin.request_id) is None)
-        ):
+        if plan.source and not plan.source.remembers(plan.request_id):
             self._transfer_failed(generation)  # the prefiller died meanwhile: nobody's fault but its own
             return
-        if plan.source and plan.pin and not plan.source.pull(plan.pin.request_id):
+        if plan.source and not plan.source.pull(plan.request_id):
             self.violate("params_expired", call.id)
             wrong = True
         self.counters["prompt_tokens"] += generation.prompt_tokens
         generation.stream = stream_of(choice, CORRUPT if wrong else b"")
 
     def _transfer_failed(self, generation: Generation) -> None:
-        assert generation.call is not None
         self._forget(generation)
         if generation.place is not Place.GONE:  # it may have been popped within the same step
             self.rank.remove(generation.id)
@@ -282,7 +264,7 @@ class DecodeWorker(Worker):
         """Layerwise: a prefiller has pushed the KV of the request with that id."""
         for generation in self.rank.transferring.values():
             call, choice = generation.call, generation.choice
-            if call and choice and math.isinf(generation.ready_s) and call.external_id(choice) == external_id:
+            if math.isinf(generation.ready_s) and call.external_id(choice) == external_id:
                 if prompt_digest(choice.prompt) != digest:
                     self.violate("wrong_prompt", call.id)
                     generation.plan = PullPlan(Reaction.WRONG_TOKENS)
@@ -295,7 +277,7 @@ class DecodeWorker(Worker):
     def give_token(self, generation: Generation) -> None:
         """One step's token of one request, from the engine to the wire."""
         call, choice, stream = generation.call, generation.choice, generation.stream
-        assert call is not None and choice is not None and stream is not None
+        assert stream is not None, "it has started"
         ends = None
         if generation.finished:
             ends = "stop" if generation.ends_with_eos else "length"
@@ -313,7 +295,6 @@ class DecodeWorker(Worker):
         self._forget(generation)
         self.counters["recomputed"] += 1
         self.finished["stop"] += 1
-        assert generation.call is not None and generation.choice is not None
         generation.call.recomputed(generation.choice)
 
     def knows(self, generation: Generation) -> bool:
@@ -326,12 +307,11 @@ class DecodeWorker(Worker):
 
     def _let_go(self, generation: Generation) -> None:
         plan = generation.plan
-        if generation.stream is None and plan and plan.source and plan.pin and plan.reaction is Reaction.PULL:
-            plan.source.pull(plan.pin.request_id)
+        if generation.stream is None and plan.source and plan.reaction is Reaction.PULL:
+            plan.source.pull(plan.request_id)
 
     async def _call_metaserver(self, generation: Generation) -> None:
         call, choice = generation.call, generation.choice
-        assert call is not None and choice is not None
         url = str((call.request.kv_transfer_params or {})["metaserver"])
         body = {
             "token_ids": [],

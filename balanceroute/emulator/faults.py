@@ -229,10 +229,7 @@ class SplittingSseWriter(SseWriter):
         """Queue the bytes."""
         self._pending += [data[place : place + 1] for place in range(len(data))]
         if not self._flushing:
-            self._flushing = True
-            task = asyncio.get_running_loop().create_task(self._drip())
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._flush_by(self._drip())
 
     async def _drip(self) -> None:
         while self._pending:

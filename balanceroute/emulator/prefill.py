@@ -29,15 +29,15 @@ from balanceroute.engine import (
 from balanceroute.engine.tokens import EOS_ID, prompt_digest
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, kw_only=True)
 class Prompt(PrefillJob):
     """A choice of a call on a prefiller."""
 
-    call: Call | None = None
-    choice: Choice | None = None
-    output_tokens: int = 1
-    ends_with_eos: bool = False
-    null_params: bool = False
+    call: Call
+    choice: Choice
+    output_tokens: int
+    ends_with_eos: bool
+    null_params: bool
 
 
 class PrefillWorker(Worker):
@@ -59,7 +59,6 @@ class PrefillWorker(Worker):
             cache=PrefixCache(shape.prefill_blocks) if shape.prefix_caching else None,
         )
         self._wake = asyncio.Event()
-        self._tasks: set[asyncio.Task[None]] = set()
         self._decoding: dict[str, Prompt] = {}  # jobs that were asked for more than one token
         exchange.register(self)
 
@@ -130,14 +129,24 @@ class PrefillWorker(Worker):
         self._wake.set()
         return freed
 
-    def hold(self, request_id: str) -> None:
-        """A decoder's heartbeats begin: the lease does not run out."""
-        self.prefiller.set_expiry(request_id, math.inf)
+    def remembers(self, request_id: str) -> bool:
+        """See `KvSource`."""
+        return self.reachable and self.pins.get(request_id) is not None
 
-    def unhold(self, request_id: str) -> None:
-        """The heartbeats stop without a pull: a last lease begins."""
-        self.prefiller.set_expiry(request_id, self.clock.now() + self.shape.pin_lease_s)
-        self._wake.set()
+    def claim(self, request_id: str) -> None:
+        """See `KvSource`."""
+        self.pins.mark(request_id, PinState.CLAIMED)
+        if self.shape.connector is Connector.NIXL:
+            self.prefiller.set_expiry(request_id, math.inf)
+
+    def give_back(self, request_id: str) -> None:
+        """See `KvSource`; what has expired or was pulled stays so."""
+        pin = self.pins.get(request_id)
+        if pin is not None and pin.state is PinState.CLAIMED:
+            pin.state = PinState.PINNED
+            if self.shape.connector is Connector.NIXL:
+                self.prefiller.set_expiry(request_id, self.clock.now() + self.shape.pin_lease_s)
+                self._wake.set()
 
     def end_leases(self) -> None:
         """The lease of all pinned KV runs out now."""
@@ -154,8 +163,7 @@ class PrefillWorker(Worker):
         lost = [*self.prefiller.fail(), *self._decoding.values()]
         self._decoding.clear()
         for job in lost:
-            if job.call:
-                job.call.fail(message)
+            job.call.fail(message)
 
     def come_back(self) -> None:
         """Start again under a new engine id."""
@@ -203,24 +211,19 @@ class PrefillWorker(Worker):
 
     def _prefilled(self, job: Prompt) -> None:
         call, choice = job.call, job.choice
-        assert call is not None and choice is not None
         self.counters["prompt_tokens"] += job.prompt_tokens
         self.counters["prefix_hits"] += job.cached_tokens
         if self.shape.prompt_tokens_details:
             call.cached_tokens = (call.cached_tokens or 0) + job.cached_tokens
         if job.output_tokens > 1:
             self._decoding[job.id] = job
-            task = asyncio.get_running_loop().create_task(self._decode(job))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self.spawn(self._decode(job))
             return
-        stream = stream_of(choice)
-        self._last_token(job, stream.next(eos=job.ends_with_eos))
+        self._last_token(job, stream_of(choice).next(eos=job.ends_with_eos))
 
     async def _decode(self, job: Prompt) -> None:
         """Write the tokens of a request that is served here from prompt to end, as a plain server would."""
         call, choice = job.call, job.choice
-        assert call is not None and choice is not None
         stream = stream_of(choice)
         for _ in range(job.output_tokens - 1):
             self.counters["generation_tokens"] += 1
@@ -238,7 +241,6 @@ class PrefillWorker(Worker):
 
     def _last_token(self, job: Prompt, token: int) -> None:
         call, choice = job.call, job.choice
-        assert call is not None and choice is not None
         reason = "stop" if job.ends_with_eos else "length"
         self._pin_or_free(job, token)
         if call.request.is_probe and self.shape.connector is Connector.MOONCAKE_LAYERWISE:
@@ -250,7 +252,6 @@ class PrefillWorker(Worker):
     def _pin_or_free(self, job: Prompt, token: int) -> None:
         """Pin a probe's KV and put the params into the reply; Mooncake pins only what ended by its length."""
         call, choice = job.call, job.choice
-        assert call is not None and choice is not None
         if job.id not in self.prefiller.pinned:
             return
         if job.null_params or (job.ends_with_eos and self.shape.connector is Connector.MOONCAKE_V1):

@@ -19,9 +19,6 @@ import httpx
 from balanceroute.emulator.connectors import (
     Connector,
     KvExchange,
-    Pin,
-    PinBook,
-    PinState,
     PullPlan,
     Reaction,
     plan_from_params,
@@ -36,8 +33,8 @@ TIMEOUT_S: Final = 60.0  # of a transfer from a prefiller that stands still
 class PrefillSide:
     """What a prefiller's process answers to decode ranks in others; `exchange` holds its own workers."""
 
-    def __init__(self, exchange: KvExchange, connector: Connector) -> None:
-        self._exchange, self._connector = exchange, connector
+    def __init__(self, exchange: KvExchange) -> None:
+        self._exchange = exchange
 
     def answer(self, what: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """One call. Raises: KeyError for one that there is none of."""
@@ -45,11 +42,9 @@ class PrefillSide:
 
     def _plan(self, body: Mapping[str, Any]) -> dict[str, Any]:
         plan = plan_from_source(body["params"], int(body["digest"]), self._exchange)
-        if plan.pin is not None and plan.source is not None:
-            plan.pin.state = PinState.CLAIMED
-            if self._connector is Connector.NIXL:
-                plan.source.hold(plan.pin.request_id)
-        return {"reaction": plan.reaction, "violation": plan.violation, "pinned": plan.pin is not None}
+        if plan.source is not None:
+            plan.source.claim(plan.request_id)
+        return {"reaction": plan.reaction, "violation": plan.violation, "pinned": plan.source is not None}
 
     def _pull(self, body: Mapping[str, Any]) -> dict[str, Any]:
         source = self._exchange.find(body["engine_id"])
@@ -58,31 +53,30 @@ class PrefillSide:
     def _release(self, body: Mapping[str, Any]) -> dict[str, Any]:
         source = self._exchange.find(body["engine_id"])
         if source is not None:
-            source.pins.mark(body["request_id"], PinState.PINNED)
-            if self._connector is Connector.NIXL:
-                source.unhold(body["request_id"])
+            source.give_back(body["request_id"])
         return {}
 
 
 class RemotePins:
-    """One pinned prompt on a prefiller in another process, as its decode rank sees it: a `PinSource`."""
+    """One pinned prompt on a prefiller in another process, as its decode rank sees it: a `KvSource`."""
 
     def __init__(self, kv: "RemoteKv", url: str, params: Mapping[str, Any]) -> None:
-        self.engine_id: str = params["remote_engine_id"]
-        self.host: str = params["remote_host"]
-        self.port: int = params["remote_port"]
-        self.pins = PinBook()
-        self.reachable = True
-        self._kv, self._url, self._request_id = kv, url, params["remote_request_id"]
+        self._kv, self._url = kv, url
+        self._body = {"engine_id": params["remote_engine_id"], "request_id": params["remote_request_id"]}
+        self._reachable = True
         self._pulled: bool | None = None
 
     async def fetch(self) -> None:
-        """Have the KV transferred; `reachable` and `pull` say what came of it."""
+        """Have the KV transferred; `remembers` and `pull` say what came of it."""
         answer = await self._kv.ask(self._url, "pull", self._body)
         if answer is None:
-            self.reachable = False
+            self._reachable = False
         else:
             self._pulled = answer["pulled"]
+
+    def remembers(self, request_id: str) -> bool:
+        """Whether its process answered."""
+        return self._reachable
 
     def pull(self, request_id: str) -> bool:
         """Whether the KV was read; where nothing was fetched, the decode rank lets go of it now."""
@@ -91,16 +85,12 @@ class RemotePins:
             return True
         return self._pulled
 
-    def hold(self, request_id: str) -> None:
-        """Done on the other side, with the claim."""
+    def claim(self, request_id: str) -> None:
+        """The other side has done so, as it was asked for the plan."""
 
-    def unhold(self, request_id: str) -> None:
+    def give_back(self, request_id: str) -> None:
         """Claimed, and not pulled after all."""
         self._kv.tell(self._url, "release", self._body)
-
-    @property
-    def _body(self) -> dict[str, Any]:
-        return {"engine_id": self.engine_id, "request_id": self._request_id}
 
 
 class RemoteKv(KvExchange):
@@ -127,9 +117,7 @@ class RemoteKv(KvExchange):
         if not answer["pinned"]:
             return PullPlan(Reaction(answer["reaction"]), answer["violation"])
         source = RemotePins(self, url, params)
-        pin = Pin(params["remote_request_id"], 0, ())
-        source.pins.add(pin)
-        return PullPlan(Reaction(answer["reaction"]), answer["violation"], source, pin)
+        return PullPlan(Reaction(answer["reaction"]), answer["violation"], source, params["remote_request_id"])
 
     async def ask(self, url: str, what: str, body: dict[str, Any]) -> dict[str, Any] | None:
         """One call to a prefiller's process; None when it can't be reached."""

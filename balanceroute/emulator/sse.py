@@ -98,8 +98,12 @@ class SseWriter:
             if not more:
                 self._complete()
             return
+        self._flush_by(self._flush(coroutine, waits_for, more))
+
+    def _flush_by(self, work: Coroutine[Any, Any, None]) -> None:
+        """Let a task write, which ends the flush."""
         self._flushing = True
-        task = asyncio.get_running_loop().create_task(self._flush(coroutine, waits_for, more))
+        task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 

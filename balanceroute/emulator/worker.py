@@ -4,11 +4,13 @@
 in one event loop; nothing awaits between reading the engine and acting on it.
 """
 
+import asyncio
 import itertools
 import logging
 import uuid
 from abc import ABC, abstractmethod
 from collections import Counter, deque
+from collections.abc import Coroutine
 from typing import Any
 
 from balanceroute.emulator.clock import EmulatedClock
@@ -66,12 +68,20 @@ class Worker(ABC):
         self.finished: Counter[str] = Counter()  # by finished_reason
         self.violations: Counter[str] = Counter()
         self.violation_log: deque[str] = deque(maxlen=100)
+        self._tasks: set[asyncio.Task[None]] = set()
 
     def violate(self, kind: str, request_id: str) -> None:
         """Count something that a router must never do."""
         self.violations[kind] += 1
         self.violation_log.append(f"{kind}: {request_id}")
         logger.debug("violation", extra={"worker": self.name, "kind": kind, "request_id": request_id})
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run it beside the engine."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
     def serves(self) -> bool:
         """Whether the engine lives."""
