@@ -58,35 +58,36 @@ class EmulatedCluster:
         decode_ports: Sequence[int] | None = None,
         part: Part | None = None,
     ) -> None:
-        self.shape = shape or ClusterShape()
-        self.part = part or Part(range(self.shape.prefillers), range(self.shape.decoders))
+        self.shape = shape = shape or ClusterShape()
+        part = part or Part(range(shape.prefillers), range(shape.decoders))
         self._listen = listen
         self._host = host
-        prefillers, urls = len(self.part.prefillers), len(self.part.decoders) // self.shape.ranks_per_url
+        size, prefillers = shape.ranks_per_url, len(part.prefillers)
+        urls = len(part.decoders) // size
         self._ports = [*(prefill_ports or [0] * prefillers), *(decode_ports or [0] * urls)]
         if len(self._ports) != prefillers + urls:
             raise ConfigError("emulated cluster: as many ports as URLs are needed")
-        self.prefill: list[PrefillWorker] = []
-        self.decode: list[DecodeWorker] = []
+        clock, wake = EmulatedClock(shape.time_scale), asyncio.Event()
+        exchange = self._exchange = RemoteKv(part.prefill_urls) if part.prefill_urls else KvExchange()
+        self.prefill = [PrefillWorker(f"p{i}", shape, clock, exchange, SIDE_CHANNEL_PORT + i) for i in part.prefillers]
+        self.decode = [DecodeWorker(f"d{i}", shape, clock, exchange, wake, self._post_json) for i in part.decoders]
+        self._runner = DecodeGroupRunner(self.decode, shape.step_time, clock, wake)
+        self._sites = [Site([worker], shape, self) for worker in self.prefill]
+        self._sites += [Site(self.decode[url * size : (url + 1) * size], shape, self) for url in range(urls)]
         self.prefill_urls: list[str] = []
         self.decode_urls: list[str] = []
-        self._sites: list[Site] = []
         self._servers: list[HttpServer] = []
         self._apps: dict[str, App] = {}  # what the in-process transport reaches, by host:port
         self._tasks: list[asyncio.Task[None]] = []
         self._client: httpx.AsyncClient | None = None
-        self._runner: DecodeGroupRunner | None = None
-        self._exchange: KvExchange | None = None
 
     async def __aenter__(self) -> Self:
-        self._build()
         try:
             await self._open()
         except BaseException:
             await self.aclose()
             raise
         loop = asyncio.get_running_loop()
-        assert self._runner is not None
         self._tasks = [loop.create_task(worker.run()) for worker in self.prefill]
         if self.decode:
             self._tasks.append(loop.create_task(self._runner.run()))
@@ -135,7 +136,6 @@ class EmulatedCluster:
 
     def state(self) -> dict[str, Any]:
         """What every worker holds, and what went wrong."""
-        assert self._runner is not None
         workers = [worker.state() for worker in self.workers.values()]
         return {
             "workers": {state["name"]: state for state in workers},
@@ -148,7 +148,6 @@ class EmulatedCluster:
 
     def kv(self, what: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """What a decode rank in another process asks of the prefillers here. Raises: KeyError."""
-        assert self._exchange is not None
         return PrefillSide(self._exchange).answer(what, body)
 
     def violations(self) -> dict[str, int]:
@@ -176,7 +175,6 @@ class EmulatedCluster:
             target.faults.add(fault)
 
     async def _act(self, worker: Worker, fault: Fault) -> None:
-        assert self._runner is not None
         match fault.kind:
             case FaultKind.KILL_ENGINE:
                 worker.kill_engine()
@@ -213,7 +211,6 @@ class EmulatedCluster:
         elif isinstance(worker, DecodeWorker):
             worker.rank.stalled = False
             worker.rank.resume()
-        assert self._runner is not None
         self._runner.wake()
 
     async def _stop(self, worker: Worker) -> None:
@@ -240,26 +237,6 @@ class EmulatedCluster:
 
     def _netloc(self, index: int) -> str:
         return httpx.URL([*self.prefill_urls, *self.decode_urls][index]).netloc.decode()
-
-    def _build(self) -> None:
-        shape = self.shape
-        clock, wake = EmulatedClock(shape.time_scale), asyncio.Event()
-        exchange = self._exchange = RemoteKv(self.part.prefill_urls) if self.part.prefill_urls else KvExchange()
-        self._runner = DecodeGroupRunner(shape, clock, wake)
-        self.prefill = [
-            PrefillWorker(f"p{index}", shape, clock, exchange, SIDE_CHANNEL_PORT + index)
-            for index in self.part.prefillers
-        ]
-        self.decode = [
-            DecodeWorker(f"d{index}", shape, clock, exchange, wake, self._post_json) for index in self.part.decoders
-        ]
-        if self.decode:
-            self._runner.attach(self.decode)
-        self._sites = [Site([worker], shape, self) for worker in self.prefill]
-        size = shape.ranks_per_url
-        self._sites += [
-            Site(self.decode[first : first + size], shape, self) for first in range(0, len(self.decode), size)
-        ]
 
     async def _open(self) -> None:
         apps = [create_app(site) for site in self._sites]

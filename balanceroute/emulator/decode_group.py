@@ -4,30 +4,24 @@ import asyncio
 
 from balanceroute.emulator.clock import EmulatedClock
 from balanceroute.emulator.decode import DecodeWorker, Generation
-from balanceroute.emulator.shape import ClusterShape
 from balanceroute.emulator.step_totals import StepTotals
-from balanceroute.engine import (
-    DecodeGroup,
-)
+from balanceroute.engine import DecodeGroup, StepTimeModel
 
 
 class DecodeGroupRunner:
     """Steps all decode ranks of a cluster at one barrier in real time."""
 
-    def __init__(self, shape: ClusterShape, clock: EmulatedClock, wake: asyncio.Event) -> None:
-        self._shape = shape
+    def __init__(
+        self, workers: list[DecodeWorker], step_time: StepTimeModel, clock: EmulatedClock, wake: asyncio.Event
+    ) -> None:
+        """Without workers there is nothing to run."""
+        self._workers = workers
         self._clock = clock
         self._wake = wake
-        self._workers: list[DecodeWorker] = []
-        self.group: DecodeGroup[Generation] | None = None
+        self.group = DecodeGroup([worker.rank for worker in workers], step_time) if workers else None
         self.stopped = False
         self.late_s = 0.0  # modelled seconds by which steps ended later than they should have, in sum
         self.totals = StepTotals()
-
-    def attach(self, workers: list[DecodeWorker]) -> None:
-        """Set the members of the group."""
-        self._workers = workers
-        self.group = DecodeGroup([worker.rank for worker in workers], self._shape.step_time)
 
     def wake(self) -> None:
         """Something changed that a resting group must look at."""
