@@ -5,7 +5,10 @@ measured on 144 NPUs with a proprietary trace and with Azure 2024; we simulate s
 ratios can be compared.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
+
+from balanceroute.experiments.tables import Cell, Table
 
 
 class Printed(NamedTuple):
@@ -29,6 +32,25 @@ def verdict(differences: list[str], what: str = "ratios to JSQ", whose: str = "p
     if not differences:
         return f"All {what} are within a factor of {FAR_OFF:g} of the {whose}."
     return f"Not reproduced ({what} not within a factor of {FAR_OFF:g} of the {whose}): " + "; ".join(differences) + "."
+
+
+def times_below_jsq(theirs: Printed | None, jsq: Printed | None) -> float | None:
+    """How many times smaller the paper's imbalance is than JSQ's; None where one of them is not printed."""
+    return jsq.imbalance / theirs.imbalance if theirs and jsq else None
+
+
+def _first(row: list[Cell]) -> str:
+    return str(row[0])
+
+
+def verdict_on(table: Table, name: Callable[[list[Cell]], str] = _first) -> str:
+    """What is said under a table with our ratios to JSQ, `vs JSQ`, beside the paper's, `paper`; `name`: of a row."""
+    found = []
+    for row in table.rows:
+        ours, theirs = (row[table.columns.index(column)] for column in ("vs JSQ", "paper"))
+        if isinstance(ours, float) and isinstance(theirs, float) and far_off(ours, theirs):
+            found.append(f"{name(row)}: {ours:.1f}× here, {theirs:.1f}× in the paper")
+    return verdict(found)
 
 
 NOT_DONE = (
