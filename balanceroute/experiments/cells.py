@@ -47,6 +47,7 @@ SHORT = (0.64, 0.024)  # prompts and answers of heavy_tailed times these: means 
 BURST_PERIOD_S, BURST_SHARE = 60.0, 0.4  # all that arrives in a minute arrives in its first 24 seconds
 SLOW = 1.3
 LITTLE_MEMORY = 1.1  # KV capacity of a worker in the mean tokens of a full one
+SLOTS = Setting().slots
 ROWS_PER_SLOT = 20
 LONGER = 5  # times the rows where answers are short: with 20 per slot a run is over in 22 s, less than the wait cap
 
@@ -147,7 +148,7 @@ def _drawn_cells(
 
 def rows_of(shape: str, width: int) -> int:
     """How many requests a cell of this width has."""
-    return width * 64 * ROWS_PER_SLOT * (LONGER if shape == "short" else 1)
+    return width * SLOTS * ROWS_PER_SLOT * (LONGER if shape == "short" else 1)
 
 
 @lru_cache(maxsize=2)

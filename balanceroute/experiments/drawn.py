@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import fmean
 
 from balanceroute.experiments import figures, grid, methods
-from balanceroute.experiments.cells import DRAWN, FACTORS, ROWS_PER_SLOT, Cell, CellJob
+from balanceroute.experiments.cells import DRAWN, FACTORS, ROWS_PER_SLOT, SLOTS, Cell, CellJob
 from balanceroute.experiments.jobs import Results
 from balanceroute.experiments.scope import Scope, Section
 from balanceroute.experiments.tables import Table
@@ -25,7 +25,6 @@ QUICK_WORKLOADS = (*range(11), RARE_FROM)
 LOADS = (0.8, 0.95, 1.05, 1.2)
 WIDTHS, WEIGHTS = (4, 8, 16), (5, 6, 2)  # the widest take longest
 UNDISTURBED = 0.5  # of the workloads
-SLOTS = 64
 
 
 def cells(scope: Scope) -> list[Cell]:

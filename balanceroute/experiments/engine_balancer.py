@@ -60,7 +60,6 @@ def report(scope: Scope, results: Results, out: Path) -> Section:
             alone = 0.0
             for factor in FACTORS:
                 runs = [results[job] for job in jobs_of(scope, source, method, factor)]
-
                 rate = mean_over(runs, "throughput_tok_s")
                 alone = alone or rate
                 table.add(

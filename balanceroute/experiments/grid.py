@@ -27,6 +27,7 @@ from balanceroute.experiments.cells import (
     FACTORS,
     LATER_FACTORS,
     LOADS,
+    SLOTS,
     WIDTHS,
     Cell,
     CellJob,
@@ -182,9 +183,8 @@ def cell_results(scope: Scope, results: Results, cell: Cell) -> list[CellResult]
     found = []
     for method in POLICIES:
         runs = [results[job] for job in jobs_of(scope, cell, method)]
-
         rates = [run["throughput_tok_s"] for run in runs]
-        full = cell.n_workers * 64 * cell.tokens_per_step
+        full = cell.n_workers * SLOTS * cell.tokens_per_step
         found.append(
             CellResult(
                 cell,

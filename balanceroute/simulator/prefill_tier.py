@@ -5,7 +5,7 @@ its prefix cache holds. So what a prompt finds cached is what those sent there b
 when it is sent.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
@@ -87,37 +87,19 @@ def replay_prefill(
     if not trace.prefix:
         raise InputError("the trace has no prefix_blocks: convert one that has hash_ids, of Mooncake")
     tier = PrefillTier(n_prefillers, tokens_per_s, cache_tokens)
-    scheduler = Scheduler(
-        make_policy(PolicySettings(policy="pool_fifo")),
-        SchedulerConfig(prefill_policy=policy if isinstance(policy, str) else "least_tokens"),
-    )
-    if not isinstance(policy, str):
+    if isinstance(policy, str):
+        scheduler = _scheduler_of(tier, SchedulerConfig(prefill_policy=policy))
+    else:
+        scheduler = _scheduler_of(tier, SchedulerConfig())
         scheduler.prefill_policy = policy(tier)
     for name in tier.names:
-        scheduler.add_worker(WorkerSpec(name, Role.PREFILL), 0.0)
         scheduler.report_prefix_cache(name, cache_tokens, 0.0)
-    scheduler.add_worker(WorkerSpec("d0", Role.DECODE), 0.0)
     arrivals, prompts = trace.arrival_s.tolist(), trace.prompt_tokens.tolist()
     latency_s = np.zeros(len(trace))
     predicted = 0
-    running: list[tuple[float, int, int]] = []  # (when its prefill ends, request, cached tokens)
-
-    def end_until(now: float) -> None:
-        while running and running[0][0] <= now:
-            done, request, cached = heappop(running)
-            scheduler.prefilled(str(request), prompts[request], done, None, cached)
-            scheduler.finish(str(request), Outcome.FINISHED, done)
-
-    for request, (now, tokens) in enumerate(zip(arrivals, prompts, strict=True)):
-        end_until(now)
-        prefix = trace.full_blocks(request)
-        scheduler.submit(RequestSpec(str(request), tokens, prefix=prefix, block_tokens=BLOCK_TOKENS), now)
-        for prefill in scheduler.dispatch(now):
-            predicted += tokens - scheduler.snapshot.requests[prefill.request].uncached_tokens
-            done, cached = tier.compute(prefill.worker, prefix, tokens, now)
-            latency_s[request] = done - now
-            heappush(running, (done, request, cached))
-    end_until(float("inf"))
+    for request, _, done in _sent(tier, scheduler, arrivals, prompts, trace.full_blocks):
+        predicted += prompts[request] - scheduler.snapshot.requests[str(request)].uncached_tokens
+        latency_s[request] = done - arrivals[request]
     scheduler.snapshot.check_invariants()
     computed = list(tier.computed.values())
     return PrefillFigures(
@@ -139,24 +121,43 @@ def replay_queue(
 ) -> NDArray[np.float64]:
     """How long each prompt waits in the router for a prefiller, seconds; nothing is cached."""
     tier = PrefillTier(n_prefillers, tokens_per_s, 0)
+    wait_s = np.zeros(len(arrival_s))
+    for request, now, _ in _sent(tier, _scheduler_of(tier, config), arrival_s, prompt_tokens, lambda request: ()):
+        wait_s[request] = now - arrival_s[request]
+    return wait_s
+
+
+def _scheduler_of(tier: PrefillTier, config: SchedulerConfig) -> Scheduler:
+    """With the tier's prefillers, and a decode worker, without which nothing would be let in."""
     scheduler = Scheduler(make_policy(PolicySettings(policy="pool_fifo")), config)
     for name in tier.names:
         scheduler.add_worker(WorkerSpec(name, Role.PREFILL), 0.0)
     scheduler.add_worker(WorkerSpec("d0", Role.DECODE), 0.0)
-    wait_s = np.zeros(len(arrival_s))
-    running: list[tuple[float, int]] = []  # (when its prefill ends, request)
+    return scheduler
+
+
+def _sent(
+    tier: PrefillTier,
+    scheduler: Scheduler,
+    arrival_s: Sequence[float],
+    prompt_tokens: Sequence[int],
+    prefix_of: Callable[[int], Sequence[int]],
+) -> Iterator[tuple[int, float, float]]:
+    """Each request as it is sent to its prefiller: (its number, when, when its prefill will have ended)."""
+    running: list[tuple[float, int, int]] = []  # (when its prefill ends, request, cached tokens)
     coming = list(zip(arrival_s, range(len(arrival_s)), strict=True))[::-1]
     while coming or running:
         if running and (not coming or running[0][0] <= coming[-1][0]):
-            now, request = heappop(running)
-            scheduler.prefilled(str(request), prompt_tokens[request], now)
+            now, request, cached = heappop(running)
+            scheduler.prefilled(str(request), prompt_tokens[request], now, None, cached)
             scheduler.finish(str(request), Outcome.FINISHED, now)
         else:
             now, request = coming.pop()
-            scheduler.submit(RequestSpec(str(request), prompt_tokens[request]), now)
+            prefix = prefix_of(request)
+            spec = RequestSpec(str(request), prompt_tokens[request], prefix=prefix, block_tokens=BLOCK_TOKENS)
+            scheduler.submit(spec, now)
         for prefill in scheduler.dispatch(now):
             begun = int(prefill.request)
-            done, _ = tier.compute(prefill.worker, (), prompt_tokens[begun], now)
-            wait_s[begun] = now - arrival_s[begun]
-            heappush(running, (done, begun))
-    return wait_s
+            done, cached = tier.compute(prefill.worker, prefix_of(begun), prompt_tokens[begun], now)
+            heappush(running, (done, begun, cached))
+            yield begun, now, done

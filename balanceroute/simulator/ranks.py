@@ -212,12 +212,16 @@ class Ranks:
             if self.ends_at[request] != step:
                 continue  # it was taken off meanwhile
             self.ends_at[request] = -1  # it may stand here twice: taken off, and back on the same step
-            rank = self.ranks[self.home[request]]
-            del rank.running[request]
-            self.loads[rank.index] -= self.kv[request] + self.left[request]
-            self.counts[rank.index] -= 1
+            self.leave(request)
             done.append(request)
         return done
+
+    def leave(self, request: int) -> None:
+        """A running request has all of its answer."""
+        rank = self.ranks[self.home[request]]
+        del rank.running[request]
+        self.loads[rank.index] -= self.kv[request] + self.left[request]
+        self.counts[rank.index] -= 1
 
     def fail(self, index: int, step: int) -> list[int]:
         """The worker is gone; the requests that it held."""
@@ -290,8 +294,6 @@ class DraftingRanks(Ranks):
         """Requests that are done before this step begins; they leave."""
         ended = [request for request, tokens in self.done.items() if tokens == self.left[request]]
         for request in ended:
-            rank = self.ranks[self.home[request]]
-            del rank.running[request], self.done[request], self.draws[request]
-            self.loads[rank.index] -= self.kv[request] + self.left[request]
-            self.counts[rank.index] -= 1
+            self.leave(request)
+            del self.done[request], self.draws[request]
         return ended
