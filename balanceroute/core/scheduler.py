@@ -254,16 +254,12 @@ class Scheduler:
         reason = self._refusal()
         if reason is not None:
             return Reject(spec.id, reason)
-        tracker = self._register(spec, now)
-        if self.config.decode_first:
-            self._pool(tracker, spec.prompt_tokens, now, None)
-        else:
-            self._enqueue(tracker)
+        self._begin(self._register(spec, now), now)
         return None
 
     def submit_prefilled(self, spec: RequestSpec, now: float, expected_remaining: float | None = None) -> None:
         """A request arrives whose prefill somebody else has done: straight into the pool."""
-        self._pool(self._register(spec, now), spec.prompt_tokens, now, expected_remaining)
+        self._pool(self._register(spec, now), now, expected_remaining)
 
     def dispatch(self, now: float) -> list[Prefill]:
         """Assign queued requests to prefillers, in order, while one may take more and the pool has room.
@@ -309,7 +305,7 @@ class Scheduler:
         self._end_prefill(tracker, now, done=True)
         tracker.prompt_tokens = prompt_tokens
         self._pin(tracker, prefiller)
-        self._pool(tracker, prompt_tokens, now, expected_remaining)
+        self._pool(tracker, now, expected_remaining)
 
     def prefill_failed(self, request_id: str, now: float) -> None:
         """The probe failed without pinning anything: the request queues again in its old place."""
@@ -534,10 +530,7 @@ class Scheduler:
         tracker.requeues += 1
         if prefix:
             tracker.prefix = prefix
-        if self.config.decode_first:
-            self._pool(tracker, tracker.prompt_tokens, now, None)
-        else:
-            self._enqueue(tracker)
+        self._begin(tracker, now)
         return Release(request_id, None, phase, pinned_at)
 
     # -- leaving ----------------------------------------------------------------------------------------------
@@ -581,7 +574,7 @@ class Scheduler:
         in no more than it would admit. No queue is too long for it.
         """
         spec, phase = standing.spec, standing.phase
-        prefiller = self._known_prefiller(standing.prefiller)
+        prefiller = next((p for p in self.snapshot.prefillers if p.spec.id == standing.prefiller), None)
         worker = next((w for w in self.snapshot.workers if w.spec.id == standing.decoder), None)
         needs_prefiller = phase is PREFILLING or standing.pushing
         if needs_prefiller and prefiller is None:
@@ -600,7 +593,7 @@ class Scheduler:
             self._begin_prefill(tracker, prefiller, now)
         elif phase is POOLED:
             self._pin(tracker, prefiller)
-            self._pool(tracker, standing.prompt_tokens, now - standing.ready_s, None)
+            self._pool(tracker, now - standing.ready_s)
         else:
             assert worker is not None
             tracker.ready_s = now - standing.ready_s  # it may be put back
@@ -654,9 +647,6 @@ class Scheduler:
         if tracker.refresh_due_at < math.inf:
             self._refreshes.make_due(tracker)  # nothing is forecast of it here yet
 
-    def _known_prefiller(self, worker_id: str) -> PrefillerBudget | None:
-        return next((p for p in self.snapshot.prefillers if p.spec.id == worker_id), None)
-
     def _pin(self, tracker: RequestTracker, prefiller: PrefillerBudget | None) -> None:
         if prefiller is not None:
             prefiller.pinned += 1
@@ -695,6 +685,13 @@ class Scheduler:
         )
         self.snapshot.requests[spec.id] = tracker
         return tracker
+
+    def _begin(self, tracker: RequestTracker, now: float) -> None:
+        """Its first phase: the queue or, decode first, the pool."""
+        if self.config.decode_first:
+            self._pool(tracker, now)
+        else:
+            self._enqueue(tracker)
 
     def _enqueue(self, tracker: RequestTracker) -> None:
         tracker.phase = QUEUED
@@ -769,12 +766,11 @@ class Scheduler:
         tracker.pushing = False
         self._free_prefiller(tracker, now, done)
 
-    def _pool(self, tracker: RequestTracker, prompt_tokens: int, now: float, expected_remaining: float | None) -> None:
-        snapshot = self.snapshot
-        tracker.phase, tracker.prompt_tokens, tracker.ready_s = POOLED, prompt_tokens, now
+    def _pool(self, tracker: RequestTracker, now: float, expected_remaining: float | None = None) -> None:
+        tracker.phase, tracker.ready_s = POOLED, now
         tracker.refreshed_remaining = math.inf if expected_remaining is None else expected_remaining
         tracker.refreshed_at = 0
-        snapshot.means.see_prompt(prompt_tokens)
+        self.snapshot.means.see_prompt(tracker.prompt_tokens)
         self._wait(tracker)
 
     def _wait(self, tracker: RequestTracker) -> None:
@@ -787,13 +783,9 @@ class Scheduler:
     def _set_patience(self, tracker: RequestTracker) -> None:
         """From when on it goes first in the pool, by the policy of now."""
         tracker.overdue_s = math.inf
-        tracker.overdue_s = tracker.ready_s + self._patience_s(tracker)
-
-    def _patience_s(self, tracker: RequestTracker) -> float:
         patience_s = self.policy.patience_s(tracker.prompt_tokens, self.snapshot)
         if patience_s < math.inf:  # a large prompt's longer patience must not outlast its pinned KV
-            patience_s = min(patience_s, PATIENCE_SHARE * self.config.pool_ttl_s)
-        return patience_s
+            tracker.overdue_s = tracker.ready_s + min(patience_s, self.snapshot.longest_wait_s)
 
     def _promote(self, now: float) -> None:
         """Let the request that has waited longest behind another class join the one in front, if it is time."""
@@ -809,7 +801,7 @@ class Scheduler:
         pool = self.snapshot.pool
         if self._since_promotion < PROMOTION_PERIOD or not pool.behind:
             return None
-        starving_s = now - PATIENCE_SHARE * self.config.pool_ttl_s
+        starving_s = now - self.snapshot.longest_wait_s
         longest = [waiting.longest_waiting() for waiting in pool.behind]
         return min((t for t in longest if t.ready_s <= starving_s), key=attrgetter("ready_s"), default=None)
 

@@ -52,14 +52,12 @@ class WorkloadMeans:
     def see_answer(self, tokens: int) -> None:
         """Take in the length of an answer that is complete."""
         self.answers += 1
-        weight = ANSWER_WEIGHT if self.answers > PLAIN_MEAN_OF else 1.0 / self.answers
-        self.answer_tokens += weight * (tokens - self.answer_tokens)
+        self.answer_tokens += max(ANSWER_WEIGHT, 1.0 / self.answers) * (tokens - self.answer_tokens)
 
     def see_prefill(self, work: float) -> None:
         """Take in the work of a prompt that is sent to a prefiller, tokens."""
         self.prefills += 1
-        weight = ANSWER_WEIGHT if self.prefills > PLAIN_MEAN_OF else 1.0 / self.prefills
-        self.prefill_tokens += weight * (work - self.prefill_tokens)
+        self.prefill_tokens += max(ANSWER_WEIGHT, 1.0 / self.prefills) * (work - self.prefill_tokens)
 
     def patience_factor(self, prompt_tokens: int) -> float:
         """How much longer than most a prompt of this size may wait: 1 to 6 (6 from 50 times the mean on)."""

@@ -25,6 +25,7 @@ from balanceroute.config import Config
 from balanceroute.core.knobs import PolicySettings
 from balanceroute.core.scheduler import Scheduler, SchedulerConfig
 from balanceroute.core.state import state_to_dict
+from balanceroute.core.tracker import RequestTracker
 from balanceroute.core.types import (
     DECODING,
     POOLED,
@@ -172,12 +173,14 @@ class Ledger:
 
     def _pooled(self, request_id: str) -> None:
         """The request is in the pool, with the size that it has, or, decode first, is thought to have."""
-        if self.forecasts is not None:
-            tracker = self.scheduler.snapshot.requests[request_id]
-            expected = self.forecasts.initial(tracker, tracker.prompt_tokens)
-            if expected is not None:
-                self.scheduler.refresh(request_id, expected, self.now())
+        self._forecast(self.scheduler.snapshot.requests[request_id])
         self.pool_filled()
+
+    def _forecast(self, tracker: RequestTracker) -> None:
+        """Tell the scheduler what is expected of one that waits in the pool."""
+        expected = None if self.forecasts is None else self.forecasts.initial(tracker, tracker.prompt_tokens)
+        if expected is not None:
+            self.scheduler.refresh(tracker.id, expected, self.now())
 
     # -- decisions
 
@@ -254,14 +257,10 @@ class Ledger:
         self.settle()
         self.forecasts = forecasts
         self.configure(config)
-        now = self.now()
-        self.scheduler.reroute(settings, now)
+        self.scheduler.reroute(settings, self.now())
         self._waits_for_slots = self.scheduler.policy.waits_for_slots
-        if forecasts is not None:
-            for tracker in list(self.scheduler.snapshot.pool):
-                expected = forecasts.initial(tracker, tracker.prompt_tokens)
-                if expected is not None:
-                    self.scheduler.refresh(tracker.id, expected, now)
+        for tracker in list(self.scheduler.snapshot.pool):
+            self._forecast(tracker)
         self.capacity_changed()
 
     # -- workers
