@@ -6,13 +6,15 @@ of others, `decode.request_tokens` and a worker's `slowdown` (`DecodeInstanceSta
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import Final
+from typing import Final, TypeVar
 
 from prometheus_client.core import GaugeMetricFamily, Metric
 
 from balanceroute.core.types import WorkerState
 from balanceroute.core.view import ClusterView, DecoderView, PrefillerView
 from balanceroute.proxy.telemetry.instruments import CounterFamily
+
+_View = TypeVar("_View", DecoderView, PrefillerView)
 
 _STATES: Final = {WorkerState.DOWN: 0.0, WorkerState.DRAINING: 1.0, WorkerState.UP: 2.0}
 
@@ -88,13 +90,24 @@ def prefiller_counters(prefillers: Iterable[PrefillerView]) -> Iterator[CounterF
         yield counter
 
 
+def gauge_by(label: str, name: str, meaning: str, values: Iterable[tuple[str, float]]) -> Metric:
+    """A gauge with one series for each value of its label."""
+    gauge = GaugeMetricFamily(name, meaning, labels=[label])
+    for labelled, value in values:
+        gauge.add_metric([labelled], value)
+    return gauge
+
+
+def _per_worker(
+    rows: Iterable[tuple[str, str, Callable[[_View], float]]], workers: Iterable[_View]
+) -> Iterator[Metric]:
+    for name, meaning, value in rows:
+        yield gauge_by("worker", f"balanceroute_{name}", meaning, ((worker.id, value(worker)) for worker in workers))
+
+
 def cluster_gauges(view: ClusterView) -> Iterator[Metric]:
     """All of them."""
-    for name, meaning, of_decoder in PER_DECODER:
-        gauge = GaugeMetricFamily(f"balanceroute_{name}", meaning, labels=["worker"])
-        for decoder in view.decoders:
-            gauge.add_metric([decoder.id], of_decoder(decoder))
-        yield gauge
+    yield from _per_worker(PER_DECODER, view.decoders)
     states = GaugeMetricFamily(
         "balanceroute_worker_state", "2 up, 1 draining or resting, 0 down.", labels=["worker", "tier"]
     )
@@ -103,11 +116,7 @@ def cluster_gauges(view: ClusterView) -> Iterator[Metric]:
     for prefiller in view.prefillers:
         states.add_metric([prefiller.id, "prefill"], _STATES[prefiller.state])
     yield states
-    for name, meaning, of_prefiller in PER_PREFILLER:
-        gauge = GaugeMetricFamily(f"balanceroute_{name}", meaning, labels=["worker"])
-        for prefiller in view.prefillers:
-            gauge.add_metric([prefiller.id], of_prefiller(prefiller))
-        yield gauge
+    yield from _per_worker(PER_PREFILLER, view.prefillers)
     loads = [decoder.load_tokens for decoder in view.decoders if decoder.state is not WorkerState.DOWN]
     envelope = max(loads, default=0)
     yield GaugeMetricFamily(
@@ -116,14 +125,12 @@ def cluster_gauges(view: ClusterView) -> Iterator[Metric]:
     yield GaugeMetricFamily(
         "balanceroute_decode_imbalance_tokens", "I = G * M - sum(L).", len(loads) * envelope - sum(loads)
     )
-    waiting = GaugeMetricFamily(
-        "balanceroute_waiting_requests", "Requests that wait, or are at a prefiller (prefilling).", labels=["phase"]
-    )
-    for phase, requests in (
+    waiting = (
         ("queued", view.queued),
         ("prefilling", view.prefilling),
         ("pooled", view.pooled),
         ("asking", view.asking),  # layerwise: at a decode worker, and no prefiller may take them
-    ):
-        waiting.add_metric([phase], requests)
-    yield waiting
+    )
+    yield gauge_by(
+        "phase", "balanceroute_waiting_requests", "Requests that wait, or are at a prefiller (prefilling).", waiting
+    )

@@ -24,7 +24,7 @@ from balanceroute import __version__, native
 from balanceroute.core.types import Outcome
 from balanceroute.core.view import ClusterView
 from balanceroute.proxy.hotpath import COMPILED
-from balanceroute.proxy.telemetry.cluster_gauges import cluster_gauges, prefiller_counters
+from balanceroute.proxy.telemetry.cluster_gauges import cluster_gauges, gauge_by, prefiller_counters
 from balanceroute.proxy.telemetry.conditions import KINDS, Conditions
 from balanceroute.proxy.telemetry.divergence import Divergence
 from balanceroute.proxy.telemetry.forecast_metrics import ForecastCounts, ForecastMetrics
@@ -364,23 +364,19 @@ class Metrics(Collector):
             "Undrainable prefill KV that no decoder is known to have pulled: pinned at worst until the timeout.",
             self.orphaned_kv + sum(told.orphaned_kv for told in others),
         )
-        divergence = GaugeMetricFamily(
+        yield gauge_by(
+            "worker",
             "balanceroute_ledger_divergence",
             "What a worker reports beyond our ledger in every one of the last polls: requests of a decoder, KV usage "
             "(ratio) of a prefiller that holds nothing for us. 0 is well.",
-            labels=["worker"],
+            ((worker_id, self.divergence.lasting(worker_id)) for worker_id in self.divergence.workers()),
         )
-        for worker_id in self.divergence.workers():
-            divergence.add_metric([worker_id], self.divergence.lasting(worker_id))
-        yield divergence
-        degraded = GaugeMetricFamily(
+        yield gauge_by(
+            "kind",
             "balanceroute_degraded_workers",
             "Workers with something wrong although requests are served; /ready says what.",
-            labels=["kind"],
+            ((kind, self.conditions.count(kind)) for kind in KINDS),
         )
-        for kind in KINDS:
-            degraded.add_metric([kind], self.conditions.count(kind))
-        yield degraded
         build = InfoMetricFamily("balanceroute_build", "What runs.")
         hot_path = "compiled" if COMPILED else "python"
         core = "compiled" if native.COMPILED else "python"
