@@ -97,29 +97,34 @@ class HealthMonitor:
 
     def _judge(self, worker: Worker, answer: int | str) -> None:
         """By the status of its /health, or by why there is none."""
-        config = self._config().health
         if isinstance(answer, int) and 200 <= answer < 300:
-            worker.checks_failed, worker.seen_healthy, worker.joining = 0, True, None
-            worker.answered_s = self._loop.time()
+            self._passed(worker)
         else:
-            worker.checks_failed += 1
-            worker.health_said = answer
-            out = answer == 503 or not worker.seen_healthy or worker.checks_failed >= config.failure_threshold
-            if out and (worker.healthy or worker.checks_failed == 1):  # one that was added was never up
-                log.warning("worker unhealthy", extra={"worker": worker.id, "reason": why_not_healthy(worker)})
-            if worker.joining is not None:
-                self._join(worker)
-            if out:
-                self._fleet.set_healthy(worker, False)
-            else:
-                self._fleet.update(worker)
-            return
+            self._failed(worker, answer)
+
+    def _passed(self, worker: Worker) -> None:
+        worker.checks_failed, worker.seen_healthy, worker.joining = 0, True, None
+        worker.answered_s = self._loop.time()
         stalled = self._is_stalled(worker)
         before, worker.stalled = worker.stalled, stalled
         if stalled and not before:
             log.warning("worker makes no progress", extra={"worker": worker.id})
             worker.circuit.open(self._loop.time())
         self._fleet.set_healthy(worker, True)
+
+    def _failed(self, worker: Worker, answer: int | str) -> None:
+        worker.checks_failed += 1
+        worker.health_said = answer
+        often = worker.checks_failed >= self._config().health.failure_threshold
+        out = often or answer == 503 or not worker.seen_healthy
+        if out and (worker.healthy or worker.checks_failed == 1):  # one that was added was never up
+            log.warning("worker unhealthy", extra={"worker": worker.id, "reason": why_not_healthy(worker)})
+        if worker.joining is not None:
+            self._join(worker)
+        if out:
+            self._fleet.set_healthy(worker, False)
+        else:
+            self._fleet.update(worker)
 
     def _makes_progress(self, worker: Worker) -> bool:
         """Whether it is too busy to answer, but not to work."""
