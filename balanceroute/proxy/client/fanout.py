@@ -22,7 +22,7 @@ from balanceroute.proxy.client.response import Response
 from balanceroute.proxy.life.errors import ClientGone
 from balanceroute.proxy.life.leg import Leg
 from balanceroute.proxy.wire.answers import AnswerAssembler, with_usage
-from balanceroute.proxy.wire.closing import DONE_EVENT, event_bytes, event_head
+from balanceroute.proxy.wire.closing import DONE_EVENT, event_bytes, event_head, usage_of
 from balanceroute.proxy.wire.payloads import ClientRequest, split
 from balanceroute.proxy.wire.prompt_echo import with_prompt
 from balanceroute.proxy.wire.responses import SSE_HEADERS, Headers
@@ -223,11 +223,7 @@ def merged_usage(request: ClientRequest, legs: Sequence[Leg]) -> dict[str, Any]:
     of_prompts = legs[:: request.n]
     prompt_tokens = sum(leg.answer.prompt_tokens for leg in of_prompts)
     completion_tokens = sum(leg.answer.scanner.tokens for leg in legs)
-    usage: dict[str, Any] = {
-        "prompt_tokens": prompt_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-        "completion_tokens": completion_tokens,
-    }
+    usage: dict[str, Any] = {**usage_of(prompt_tokens, completion_tokens)}
     if details := summed(leg.answer.prompt_details for leg in of_prompts):
         usage["prompt_tokens_details"] = details
     return usage

@@ -73,6 +73,12 @@ class Answer:
 
     # -- what a prefiller says of the prompt
 
+    def prefilled(self, result: PrefillResult) -> None:
+        """A prefill is done; the first is of the client's own prompt, and with it the answer begins."""
+        if self.scanner is NOTHING_YET:
+            self.prompt_counted(result)
+            self.begin(result)
+
     def prompt_counted(self, result: PrefillResult) -> None:
         """A prefiller has counted the client's own prompt, as far as it has not cut it."""
         self.cut_prompt(result.prompt_tokens)

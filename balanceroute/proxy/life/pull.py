@@ -14,7 +14,6 @@ from mypy_extensions import mypyc_attr
 
 from balanceroute.core.types import DECODING, GONE, POOLED, PREFILLING, QUEUED, Phase
 from balanceroute.errors import UpstreamError
-from balanceroute.proxy.life.answer import NOTHING_YET
 from balanceroute.proxy.life.decoding import decode
 from balanceroute.proxy.life.leg import (
     ADMITTED,
@@ -80,9 +79,7 @@ class Pull:
             leg.record(services.pins, result)
         leg.check_abandoned(worker)
         leg.answer.check_prefill(worker, result)
-        if leg.answer.scanner is NOTHING_YET:
-            leg.answer.prompt_counted(result)
-            leg.answer.begin(result)
+        leg.answer.prefilled(result)
         self._result = result
         leg.ticket.prefilled(result.prompt_tokens, result.cached_tokens)
         return PREFILLED

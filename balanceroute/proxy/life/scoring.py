@@ -14,7 +14,6 @@ from typing import Any, ClassVar
 from balanceroute.core.types import GONE, PREFILLING, QUEUED, Phase, WorkerState
 from balanceroute.errors import InvariantError, NoHealthyWorkers
 from balanceroute.proxy.admission.decider import RETRY_AFTER_S
-from balanceroute.proxy.life.answer import NOTHING_YET
 from balanceroute.proxy.life.leg import (
     COMPLETE,
     PREFILL_FAILED,
@@ -66,9 +65,7 @@ class Scoring:
                 leg.ticket.prefill_failed()
             return PREFILL_FAILED
         leg.check_abandoned(self._prefiller)
-        if leg.answer.scanner is NOTHING_YET:
-            leg.answer.prompt_counted(result)
-            leg.answer.begin(result)
+        leg.answer.prefilled(result)
         if result.reply is None:
             raise InvariantError("the reply with a prompt's scores was not kept")
         await self._answer(result.reply)
