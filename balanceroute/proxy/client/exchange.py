@@ -23,7 +23,6 @@ from balanceroute.errors import (
     NotJson,
     QueueTimeout,
     Rejected,
-    UpstreamStatus,
 )
 from balanceroute.proxy.admission.decider import refusal
 from balanceroute.proxy.client import fanout
@@ -37,6 +36,7 @@ from balanceroute.proxy.life.layerwise import Layerwise
 from balanceroute.proxy.life.leg import Leg, Strategy
 from balanceroute.proxy.life.outlet import Outlet
 from balanceroute.proxy.life.pull import Pull
+from balanceroute.proxy.life.retries import is_refused
 from balanceroute.proxy.life.scoring import Scoring
 from balanceroute.proxy.life.streaming import write_part
 from balanceroute.proxy.life.suspicion import Choices
@@ -365,7 +365,7 @@ class Exchange:
             self._outcome = EXPIRED
         elif isinstance(error, ClientStalled):
             self._outcome = CANCELLED
-        elif isinstance(error, Rejected | InvalidRequest) or _is_refused(error):
+        elif isinstance(error, Rejected | InvalidRequest) or is_refused(error):
             self._outcome = REJECTED
         else:
             self._outcome = FAILED
@@ -456,11 +456,6 @@ class _Together:
         self.prefill_wait_s = max(leg.prefill_wait_s for leg in legs)
         self.decode_wait_s = max(leg.decode_wait_s for leg in legs)
         self.recomputes = sum(leg.recomputes for leg in legs)
-
-
-def _is_refused(error: BalanceRouteError) -> bool:
-    """Whether the engine finds the request wrong."""
-    return isinstance(error, UpstreamStatus) and error.status < 500 and error.status != 429
 
 
 def _refused_fields(refusal: AccessDenied | KeyLimit, request: Request) -> dict[str, Any]:

@@ -31,6 +31,7 @@ import orjson
 
 from balanceroute.errors import (
     BadUpstreamReply,
+    BalanceRouteError,
     CannotConnect,
     ConnectFailed,
     DecodersLost,
@@ -96,10 +97,7 @@ class Retries:
         Raises: `error`, when it was the last try.
         """
         services, circuit = self._services, worker.circuit
-        if isinstance(error, DeadlineExceeded):
-            circuit.inconclusive()
-            raise error
-        if isinstance(error, UpstreamStatus) and error.status < 500 and error.status != 429:
+        if is_refused(error) or isinstance(error, DeadlineExceeded):
             circuit.inconclusive()
             raise error
         services.metrics.upstream_errors.inc(worker.id, tier, kind_of(error))
@@ -273,6 +271,11 @@ class Retries:
         """The request is over."""
         self._refusal = None  # it keeps the frames that it came through
         self.left_worker()
+
+
+def is_refused(error: BalanceRouteError) -> bool:
+    """Whether the engine finds the request wrong."""
+    return isinstance(error, UpstreamStatus) and error.status < 500 and error.status != 429
 
 
 def pushes_back(error: UpstreamError) -> bool:
