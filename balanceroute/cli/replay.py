@@ -116,23 +116,13 @@ def replay(
 
     Example: balanceroute replay --trace heavy_tailed --policy br_0 --param s_greedy=0 --json
     """
-    from dataclasses import asdict
-
     from balanceroute.cli.given import refuse_unused
-    from balanceroute.cli.output import (
-        INTERRUPTED,
-        check_written,
-        print_fields,
-        print_json,
-        progress_bar,
-        stopped_by_signals,
-    )
+    from balanceroute.cli.output import check_written
     from balanceroute.core.knobs import PolicySettings
     from balanceroute.errors import InputError
     from balanceroute.simulator import Replay, Setting, at_load, parse_options, parse_params, usual_predictor
     from balanceroute.traces import load_trace
 
-    predictor = usual_predictor(policy) if predictor is None else predictor
     setting = Setting(
         n_workers=workers,
         slots=slots,
@@ -162,7 +152,7 @@ def replay(
         trace=requests if load is None else at_load(requests, load, setting.checked()),
         policy=parse_params(PolicySettings(policy=policy, seed=seed), param or []),
         setting=setting,
-        predictor=predictor,
+        predictor=usual_predictor(policy) if predictor is None else predictor,
         predictor_options=tuple(parse_options("--predictor-param", predictor_param or []).items()),
         # a generated history has a seed of its own: never the trace that is replayed
         train=load_trace(train, seed=seed + 1, on_note=partial(typer.echo, err=True)) if train is not None else None,
@@ -185,18 +175,7 @@ def replay(
         raise InputError("--figure: of --compare alone")
     if series is not None:
         check_written(series, trace, train)
-    with progress_bar("replaying") as tell, stopped_by_signals() as stopped:
-        outcome = job.run(until(stopped, tell))
-    if series is not None:
-        write_series(outcome, series)
-    figures = asdict(outcome.figures)
-    if json:
-        print_json(figures)
-    else:
-        print_fields(f"{trace}: {policy}, predictor {predictor}", figures)
-    if stopped():
-        typer.echo(f"balanceroute: interrupted with {outcome.finished:,} of {len(requests):,} finished", err=True)
-        raise typer.Exit(INTERRUPTED)
+    replay_one(job, trace, series, as_json=json)
 
 
 def parse_overlap(text: str | None, engine_balancer: bool) -> int | None:
@@ -223,6 +202,26 @@ def until(stopped: Callable[[], bool], tell: Callable[[int, int], None]) -> Call
             raise Stopped
 
     return told
+
+
+def replay_one(job: "Replay", title: str, series: Path | None, *, as_json: bool) -> None:
+    """Replay the job's requests through its own policy, print what it comes to, and write the loads to `series`."""
+    from dataclasses import asdict
+
+    from balanceroute.cli.output import INTERRUPTED, print_fields, print_json, progress_bar, stopped_by_signals
+
+    with progress_bar("replaying") as tell, stopped_by_signals() as stopped:
+        outcome = job.run(until(stopped, tell))
+    if series is not None:
+        write_series(outcome, series)
+    figures = asdict(outcome.figures)
+    if as_json:
+        print_json(figures)
+    else:
+        print_fields(f"{title}: {job.policy.policy}, predictor {job.predictor}", figures)
+    if stopped():
+        typer.echo(f"balanceroute: interrupted with {outcome.finished:,} of {len(job.trace):,} finished", err=True)
+        raise typer.Exit(INTERRUPTED)
 
 
 def compare_policies(job: "Replay", title: str, *, as_json: bool, figure: Path | None) -> None:
