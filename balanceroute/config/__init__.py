@@ -4,27 +4,23 @@ from balanceroute.config.addresses import is_loopback
 from balanceroute.config.client_keys import KeyEntry, digest_of, new_key, read_client_keys
 from balanceroute.config.describe import Setting, describe_settings, effective, effective_json, effective_yaml
 from balanceroute.config.documents import to_yaml
-from balanceroute.config.example_flags import from_example_flags, worker_url
+from balanceroute.config.example_flags import from_example_flags
 from balanceroute.config.loading import (
     assumptions,
     load,
     load_sections,
     parse_assignment,
-    read_yaml,
     unused_variables,
     validate,
     with_sections,
 )
-from balanceroute.config.models import Config, DecodeWorker, PriorityBounds, Worker
+from balanceroute.config.models import Config, DecodeWorker, Worker
 from balanceroute.config.urls import normalised_url, place_of
-from balanceroute.config.values import PolicyName
 
 __all__ = [
     "Config",
     "DecodeWorker",
     "KeyEntry",
-    "PolicyName",
-    "PriorityBounds",
     "Setting",
     "Worker",
     "assumptions",
@@ -42,10 +38,8 @@ __all__ = [
     "parse_assignment",
     "place_of",
     "read_client_keys",
-    "read_yaml",
     "to_yaml",
     "unused_variables",
     "validate",
     "with_sections",
-    "worker_url",
 ]

@@ -51,7 +51,7 @@ def from_example_flags(
     return overrides
 
 
-def worker_url(host: str, port: int, flag: str = "host") -> str:
+def _url(host: str, port: int, flag: str) -> str:
     """The base URL of a worker; an IPv6 address may come with or without brackets."""
     bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     if ":" in bare:
@@ -73,8 +73,7 @@ def _workers(
     ports = ports or [default_port]
     if len(hosts) != len(ports):
         raise ConfigError(
-            f"--{role}-hosts = {' '.join(hosts)}: {len(hosts)} of them, but --{role}-ports has "
-            f"{len(ports)}; accepted is "
-            "one port per host, in the same order"
+            f"--{role}-hosts = {' '.join(hosts)}: {len(hosts)} of them, but --{role}-ports has {len(ports)}; "
+            "accepted is one port per host, in the same order"
         )
-    return [{"url": worker_url(host, port, f"--{role}-hosts")} for host, port in zip(hosts, ports, strict=True)]
+    return [{"url": _url(host, port, f"--{role}-hosts")} for host, port in zip(hosts, ports, strict=True)]

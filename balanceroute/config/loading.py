@@ -86,8 +86,11 @@ def load_sections(
 
 
 def _read(path: str | Path | None) -> tuple[Tree, str]:
-    """The file's tree, and how errors name the file."""
-    return ({}, "") if path is None else (read_yaml(Path(path)), str(path))
+    """The file's tree, and how errors name the file. Raises: ConfigError with the line of a syntax error."""
+    if path is None:
+        return {}, ""
+    keys = ", ".join(Config.model_fields)
+    return read_mapping(Path(path), "at least prefill.workers and decode.workers", keys), str(path)
 
 
 def _put_layers(
@@ -239,14 +242,6 @@ def field_at(path: tuple[str | int, ...]) -> FieldInfo | None:
     return field
 
 
-def read_yaml(path: Path) -> Tree:
-    """Read a configuration file into plain data. Raises: ConfigError with the line of a syntax error."""
-    return read_mapping(path, "at least prefill.workers and decode.workers", ", ".join(Config.model_fields))
-
-
-# -- the texts of errors
-
-
 def _put(tree: Tree, key: str, value: object, source: str) -> None:
     *sections, last = key.split(".")
     for name in sections:
@@ -257,6 +252,9 @@ def _put(tree: Tree, key: str, value: object, source: str) -> None:
             raise ConfigError(f"{source}: {key}: {name} is not a section")
         tree = below
     tree[last] = value
+
+
+# -- the texts of errors
 
 
 def _problem(found: Mapping[str, Any], origin: str, sources: Mapping[str, str]) -> str:
