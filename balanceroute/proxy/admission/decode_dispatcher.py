@@ -11,6 +11,7 @@ token, so it is asked again after `HOLD_S`.
 import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import asdict
 from time import perf_counter
 from typing import Final
 
@@ -57,15 +58,7 @@ class DecodeDispatcher:
             self._on_admit(admission)
         if log.isEnabledFor(logging.DEBUG):
             for admission in admissions:
-                log.debug(
-                    "admit",
-                    extra={
-                        "request": admission.request,
-                        "worker": admission.worker,
-                        "stage": admission.stage,
-                        "score": admission.score,
-                    },
-                )
+                log.debug("admit", extra=asdict(admission))
         ledger.decision_due.clear()
         if ledger.scheduler.snapshot.pool.size and ledger.decision_possible and self._again is None:
             self._again = ledger.loop.call_later(HOLD_S, self._ask_again)

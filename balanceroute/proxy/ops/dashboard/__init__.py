@@ -17,6 +17,7 @@ of `/dashboard/session`, for a cookie that shows the dashboard for a week and op
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import asdict
 from importlib.resources import files
 from itertools import islice
 from typing import Any, Final
@@ -293,10 +294,7 @@ def _decisions(rows: Sequence[Decision], last: int, now: float) -> list[dict[str
             "number": row.number,
             "age_s": now - row.at_s,
             "policy": row.policy,
-            "request": row.admission.request,
-            "worker": row.admission.worker,
-            "stage": row.admission.stage,
-            "score": row.admission.score,
+            **asdict(row.admission),
             "runner_up": row.runner_up,
             "runner_up_score": row.runner_up_score,
         }
@@ -312,8 +310,5 @@ def _outlook(found: Outlook) -> dict[str, Any]:
         "reason": found.reason,
         "max_load_tokens": found.max_load_tokens,
         "mean_load_tokens": found.mean_load_tokens,
-        "admissions": [
-            {"request": a.request, "worker": a.worker, "stage": a.stage, "score": a.score}
-            for a in found.admissions[:_SHOWN]
-        ],
+        "admissions": [asdict(admission) for admission in found.admissions[:_SHOWN]],
     }
