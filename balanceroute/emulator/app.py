@@ -125,7 +125,7 @@ class GenerationEndpoint:
             headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
             request, base_id = self._parse(raw, headers)
             worker = self._site.pick(headers.get("x-data-parallel-rank"))
-            if not worker.serves():
+            if worker.dead:
                 raise ApiError(ENGINE_DEAD, status=500)
         except ApiError as error:
             await _send_json(send, error.status, error.body())
@@ -317,7 +317,7 @@ class _SideRoutes:
 
     async def health(self, request: Request) -> Response:
         await self._struck(request)
-        return Response(status_code=200 if all(worker.serves() for worker in self._site.workers) else 503)
+        return Response(status_code=503 if any(worker.dead for worker in self._site.workers) else 200)
 
     async def metrics(self, request: Request) -> Response:
         await self._struck(request)

@@ -14,19 +14,14 @@ from collections.abc import Coroutine
 from typing import Any
 
 from balanceroute.emulator.clock import EmulatedClock
-from balanceroute.emulator.connectors import (
-    KvExchange,
-)
+from balanceroute.emulator.connectors import KvExchange
 from balanceroute.emulator.errors import ENGINE_DEAD
 from balanceroute.emulator.faults import Fault, FaultBox
 from balanceroute.emulator.replies import Call, Choice
 from balanceroute.emulator.requests import GenerationRequest
 from balanceroute.emulator.shape import ClusterShape
 from balanceroute.emulator.structure import PlannedStream
-from balanceroute.engine import (
-    KvBlocks,
-    TokenStream,
-)
+from balanceroute.engine import KvBlocks, TokenStream
 from balanceroute.engine.tokens import plan_length
 
 logger = logging.getLogger(__name__)
@@ -82,10 +77,6 @@ class Worker(ABC):
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
-
-    def serves(self) -> bool:
-        """Whether the engine lives."""
-        return not self.dead
 
     @property
     @abstractmethod
