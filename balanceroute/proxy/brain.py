@@ -48,7 +48,7 @@ from balanceroute.proxy.ops.guard import trusted
 from balanceroute.proxy.perimeter.perimeter import Perimeter
 from balanceroute.proxy.reload import reload
 from balanceroute.proxy.run_folder import RunFolder
-from balanceroute.proxy.server import ChildServer
+from balanceroute.proxy.server import ChildServer, Reload
 from balanceroute.proxy.telemetry.ticks import until_tick_s
 from balanceroute.proxy.workers.relay_reports import RelayReports
 
@@ -168,12 +168,7 @@ def _leading_server(
             callbacks.follow()
             await reload_brain(app, configured.config, configured.perimeter, configured.number)
 
-    server = BrainServer(app, configured.config, on_reload, uds=str(folder.operators))
-    app.end, app.leave = server.end, server.leave
-    server.link, server.drains, server.relays = setup.link, setup.drains, setup.relays
-    if not waited:
-        server.on_up = callbacks.on_standby
-    return server
+    return BrainServer(app, configured.config, setup, on_reload, (lambda: None) if waited else callbacks.on_standby)
 
 
 def the_lead(config: Config, folder: RunFolder, again: bool = False) -> Lead:
@@ -417,10 +412,19 @@ class BrainServer(ChildServer):
     """The server of the brain's process; it listens on a socket that is our user's alone."""
 
     _app: BrainApp
-    leaves = drains = lost = False
-    on_up: Callable[[], None] = staticmethod(lambda: None)
-    link: socket.socket | None = None
-    relays: Collection[str] = ()  # of this router
+    leaves = lost = False
+
+    def __init__(
+        self,
+        app: BrainApp,
+        config: Config,
+        setup: BrainSetup,
+        on_reload: Reload | None = None,
+        on_up: Callable[[], None] = lambda: None,
+    ) -> None:
+        super().__init__(app, config, on_reload, uds=str(app.folder.operators))
+        self._setup, self._on_up = setup, on_up
+        app.end, app.leave = self.end, self.leave
 
     def _begin_drain(self, services: ClientServices) -> None:
         super()._begin_drain(services)
@@ -448,7 +452,7 @@ class BrainServer(ChildServer):
     def _relays_live(self) -> bool:
         """Whether a relay of this router lives; one that is no member stood still, or has lost its connection."""
         try:
-            return not set(self.relays).isdisjoint(self._app.folder.living())
+            return not set(self._setup.relays).isdisjoint(self._app.folder.living())
         except OSError:  # no descriptor is free, most likely
             return True
 
@@ -459,17 +463,17 @@ class BrainServer(ChildServer):
         self._app.sockets = {path: path.stat() for path in (self._app.folder.link, self._app.folder.operators)}
         told: dict[str, object] = {"socket": self.config.uds, "pid": os.getpid(), "epoch": self._app.hub.epoch}
         told |= self._listen_to_machines()
-        if self.drains:
+        if self._setup.drains:
             self._begin_drain(self._app.services)
-        self.on_up()
+        self._on_up()
         return told
 
     def _listen_to_machines(self) -> dict[str, object]:
         """Let relays of other machines in, where there is to be a way; returns it. Raises: ConfigError."""
         app, address = self._app, self._router_config.listen.link
-        if self.link is None:
+        if self._setup.link is None:
             return {}
-        loop, link = asyncio.get_running_loop(), self.link.dup()  # the parent's is for the next brain
+        loop, link = asyncio.get_running_loop(), self._setup.link.dup()  # the parent's is for the next brain
         try:
             far = FarListener(loop, link, lambda: app.tls.link.brain, app.hub.connected, self.connected)
         except OSError as error:

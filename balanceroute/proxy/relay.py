@@ -21,7 +21,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -126,7 +126,7 @@ def run_relay(
         reload_relay(app.services, configured.config, configured.perimeter)
 
     server = RelayServer(app, configured.config, on_reload)
-    server.name, server.on_up, server.load = setup.name, on_up, setup.load
+    server.on_up, server.load = on_up, setup.load
     server.run(sockets=setup.listeners)
 
 
@@ -327,28 +327,27 @@ class RelayServer(ChildServer):
     """The server of a relay's process, on sockets that it shares with others."""
 
     _app: RelayApp
-    name = ""
     listeners: Sequence[socket.socket] = ()
     stays_until_another = False  # told to leave
     on_up: Callable[[], None] = staticmethod(lambda: None)
 
-    async def startup(self, sockets: list[Any] | None = None) -> None:
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Accept on these sockets, with others."""
         self.listeners = sockets or ()
         await super().startup(sockets=[])
 
     async def listening(self) -> dict[str, object]:
         """Accept, and say where."""
-        loop = asyncio.get_running_loop()
+        loop, services = asyncio.get_running_loop(), self._app.services
         for listener in self.listeners:
             listener.setblocking(False)
             listener.listen(self.config.backlog)
             self.servers.append(Acceptor(loop, listener, self.connected, self.ahead))  # type: ignore[arg-type]  # it is only closed
-        told: dict[str, object] = {"relay": self.name, "pid": os.getpid(), "tls": self._app.tls.server is not None}
+        told: dict[str, object] = {"relay": services.name, "pid": os.getpid(), "tls": self._app.tls.server is not None}
         ports = [listener.getsockname() for listener in self.listeners]
         told |= {"host": ports[0][0], "port": ports[0][1]}
         if len(ports) > 1:
-            told["admin_port"] = self._app.services.perimeter.admin_port = ports[1][1]
+            told["admin_port"] = services.perimeter.admin_port = ports[1][1]
         self.load.accept(time.monotonic())
         self.on_up()
         return told
@@ -385,10 +384,11 @@ class RelayServer(ChildServer):
         if self._drain is not None or self.should_exit or self.load.step_back(time.monotonic()):
             super()._leave_alone()
             return
+        services = self._app.services
         if not self.stays_until_another:
             self.stays_until_another = True
-            log.warning("not leaving before another relay accepts", extra={"relay": self.name, "pid": os.getpid()})
-        self._app.services.loop.call_later(ANOTHER_S, self._leave_alone)
+            log.warning("not leaving before another relay accepts", extra={"relay": services.name, "pid": os.getpid()})
+        services.loop.call_later(ANOTHER_S, self._leave_alone)
 
     def drain(self) -> None:
         """The router ends; who leaves already refuses from now on, and has its own deadline."""

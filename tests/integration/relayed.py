@@ -81,10 +81,9 @@ async def a_brain(config: Config, folder: RunFolder, relays: int = 2, again: boo
     lead = FileLead(folder.lock)
     await until(lead.take)
     try:
-        app = create_brain_app(Configured.read(config), folder, lead, relays, BrainSetup(LINEAGE, again=again))
-        server = BrainServer(app, config, uds=str(folder.operators))
-        app.end, app.leave = server.end, server.leave
-        async with serving(server):
+        setup = BrainSetup(LINEAGE, again=again)
+        app = create_brain_app(Configured.read(config), folder, lead, relays, setup)
+        async with serving(BrainServer(app, config, setup)):
             yield app
     finally:
         lead.release()

@@ -81,8 +81,8 @@ async def test_a_brain_that_cannot_listen_for_relays_ends_what_it_has_begun(tmp_
 async def test_a_brain_that_cannot_listen_for_other_machines_ends_what_it_has_begun(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     async with beginning(folder, tmp_path / "journal") as app:
-        server = BrainServer(app, app.config, uds=str(folder.operators))
-        with socket.socket(type=socket.SOCK_DGRAM) as server.link, pytest.raises(ConfigError, match="listen.link"):
+        with socket.socket(type=socket.SOCK_DGRAM) as link, pytest.raises(ConfigError, match="listen.link"):
+            server = BrainServer(app, app.config, BrainSetup(LINEAGE, link=link))
             await server._serve()
         for each in server.servers:
             each.close()
