@@ -29,13 +29,13 @@ from balanceroute.proxy.perimeter.perimeter import Perimeter
 from balanceroute.proxy.relay import RelaySetup, run_relay
 from balanceroute.proxy.reload import asks_another_predictor, check_added, check_workers
 from balanceroute.proxy.run_folder import RunFolder, relay_name, run_folder
+from balanceroute.proxy.server import BACKLOG
 from balanceroute.proxy.supervisor import Main, Supervisor, be_called
 from balanceroute.proxy.telemetry.logs import configure
 from balanceroute.proxy.telemetry.troubles import Trouble
 
 log = logging.getLogger(__name__)
 
-BACKLOG: Final = 4096
 LINEAGE_BITS: Final = 48  # a process id would not do: in a container it is the same in each life
 BRAIN: Final = "brain"
 STANDBY: Final = "standby"

@@ -12,6 +12,7 @@ import gc
 import logging
 import os
 import signal
+import socket
 import sys
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -30,6 +31,7 @@ from balanceroute.proxy.hotpath import COMPILED, STALE
 
 log = logging.getLogger(__name__)
 
+BACKLOG = 4096  # connections that wait to be accepted
 SWITCH_INTERVAL_S = 0.001  # Python's own is 0.005
 YOUNG_OBJECTS = 20_000  # new objects between two looks for garbage in rings; Python's own is 700
 PARENT_S = 0.5  # for the parent's word; it has nothing else to do
@@ -68,7 +70,7 @@ class Server(uvicorn.Server):
                 log_config=None,
                 proxy_headers=False,
                 server_header=False,
-                backlog=4096,
+                backlog=BACKLOG,
                 timeout_graceful_shutdown=5,
             )
         )
@@ -127,9 +129,9 @@ class Server(uvicorn.Server):
                 await asyncio.sleep(_LOOK_S)
         self.should_exit = True
 
-    async def startup(self, sockets: list[object] | None = None) -> None:  # type: ignore[override]
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, and say where."""
-        await super().startup(sockets=sockets)  # type: ignore[arg-type]
+        await super().startup(sockets=sockets)
         if self.started:
             try:
                 told = await self.listening()
@@ -149,9 +151,9 @@ class Server(uvicorn.Server):
             told["admin_port"] = self._app.services.perimeter.admin_port = await self._listen_for_operators(address)
         return told
 
-    async def shutdown(self, sockets: list[object] | None = None) -> None:  # type: ignore[override]
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop. Where the end is forced uvicorn leaves the application out; it is told, but has little time."""
-        await super().shutdown(sockets=sockets)  # type: ignore[arg-type]
+        await super().shutdown(sockets=sockets)
         if self.force_exit:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_ABORT_S):
@@ -184,7 +186,7 @@ class ProcessServer(Server):
         self._reload_asked = False
         self._reloading: asyncio.Task[None] | None = None
 
-    async def startup(self, sockets: list[object] | None = None) -> None:  # type: ignore[override]
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, then tune the interpreter."""
         if self._on_reload is not None:  # before anybody can know that it listens: SIGHUP would end it
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._reload)
@@ -232,7 +234,7 @@ class ChildServer(ProcessServer):
 
     _told_to_end = False
 
-    async def startup(self, sockets: list[object] | None = None) -> None:  # type: ignore[override]
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, and for the parent's signals, too."""
         await super().startup(sockets=sockets)
         loop = asyncio.get_running_loop()
