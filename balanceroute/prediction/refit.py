@@ -38,7 +38,7 @@ Fit = TypeVar("Fit")
 Ages = Sequence[tuple[int, int]] | IntArray
 
 FIRST_ROWS = 8  # below this a distribution says nothing yet
-FIRST_ROWS_IN_PROCESS = 200  # `learned.MIN_ROWS`: below it no trees are grown, and a process takes a second to start
+FIRST_ROWS_IN_PROCESS = 200  # below it the marginal curve beats any trees, and a process takes a second to start
 GROWTH = 8  # re-fit when an eighth of the fitted rows is new
 REST = 9  # rest this many times the duration of the last fit
 POLL_S = 1.0

@@ -25,13 +25,12 @@ from balanceroute.errors import ConfigError
 from ..contract import FinishedRequest, TwoStage
 from ..evaluation import calibration_bins, calibration_error
 from ..observations import DEFAULT_ROWS, ObservationRing, Observations, key_id
+from ..refit import FIRST_ROWS_IN_PROCESS
 from ..survival import SurvivalCurve
 from .features import KeyMemory, RecentPast, TrainingSet, assemble, training_set
-from .trees import Trees, flatten
+from .trees import DEPTH, Trees, flatten
 
 N_TREES = 200
-TREE_DEPTH = 3
-MIN_ROWS = 200  # below this the marginal curve is the better model
 MAX_SAMPLES = 200_000  # a fit of this size takes about 5 s on one core
 HELD_OUT = 0.15
 CALIBRATION_LIMIT = 0.03
@@ -72,7 +71,7 @@ class LearnedFitter:
     def __call__(self, observations: Observations) -> LearnedFit:
         """Fit both stages. Raises: ConfigError without scikit-learn."""
         curve = SurvivalCurve(observations)
-        if len(observations) < MIN_ROWS:
+        if len(observations) < FIRST_ROWS_IN_PROCESS:
             return LearnedFit.without_trees(curve)
         samples = training_set(observations, self.horizon_steps, self.max_samples)
         return _grow(samples, curve)
@@ -86,7 +85,7 @@ def _grow(samples: TrainingSet, curve: SurvivalCurve) -> LearnedFit:
     labels = samples.finishes
     if len(np.unique(labels[train])) < 2 or not len(labels[held_out]):
         return LearnedFit.without_trees(curve)
-    options = {"max_iter": N_TREES, "max_depth": TREE_DEPTH, "early_stopping": False, "random_state": 0}
+    options = {"max_iter": N_TREES, "max_depth": DEPTH, "early_stopping": False, "random_state": 0}
     positive = np.flatnonzero(labels[train])
     with limits(1):  # two threads on two busy cores spin against each other: 8,000 rows took 12-22 s, not 5
         classifier = classes[0](**options).fit(features.T[train], labels[train])
