@@ -35,7 +35,7 @@ from balanceroute.proxy.ops.admin import Admin, http_error, internal_error
 from balanceroute.proxy.ops.dashboard import SIGN_IN, Dashboard
 from balanceroute.proxy.ops.dashboard.recorder import Recorder
 from balanceroute.proxy.ops.forwarding import Forwarding
-from balanceroute.proxy.ops.guard import guarded, with_message_errors, with_request_id
+from balanceroute.proxy.ops.guard import ERROR_HANDLERS, guarded, with_message_errors, with_request_id
 from balanceroute.proxy.ops.metaserver import Metaserver
 from balanceroute.proxy.ops.steering import Steering
 from balanceroute.proxy.perimeter.access import DASHBOARD_PATH
@@ -79,7 +79,7 @@ class ClientApp(Starlette):
         lifespan: Callable[[Starlette], AbstractAsyncContextManager[None]],
     ) -> None:
         handlers: dict[Any, Callable[..., Any]] = {HTTPException: http_error, Exception: internal_error}
-        super().__init__(routes=routes, lifespan=lifespan, exception_handlers=handlers)
+        super().__init__(routes=routes, lifespan=lifespan, exception_handlers=handlers | ERROR_HANDLERS)
         self.config, self.tls = config, tls
         self.hot: Mapping[str, Callable[[Request, Response], Handler]] = {}
         self.router.redirect_slashes = False  # to the Host that the client named; `http_error` does that

@@ -22,9 +22,9 @@ from balanceroute.config import DecodeWorker, normalised_url, place_of
 from balanceroute.config import Worker as WorkerConfig
 from balanceroute.config.models import Decode
 from balanceroute.core.types import Role, WorkerSpec, WorkerState
-from balanceroute.errors import BalanceRouteError, InvalidRequest, InvariantError, Rejected
+from balanceroute.errors import InvalidRequest, InvariantError
 from balanceroute.proxy.client.asgi import REQUEST_ID
-from balanceroute.proxy.ops.guard import error_response, tell
+from balanceroute.proxy.ops.guard import tell
 from balanceroute.proxy.ops.services import OperatorServices
 from balanceroute.proxy.perimeter.routes import ACCESS
 from balanceroute.proxy.wire.responses import INTERNAL_ERROR, error_body
@@ -148,11 +148,7 @@ class Admin:
         """The Prometheus text format."""
         services = self._services()
         services.ledger.settle()
-        try:
-            page = services.metrics.exposition()
-        except Rejected as error:  # other processes have yet to tell what they have counted
-            return error_response(error)
-        return Response(page, headers={"content-type": CONTENT_TYPE_LATEST})
+        return Response(services.metrics.exposition(), headers={"content-type": CONTENT_TYPE_LATEST})
 
     async def state(self, request: Request) -> Response:
         """The snapshot and the policy that decides on it: the input of `balanceroute explain`."""
@@ -181,16 +177,13 @@ class Admin:
     async def _change(self, request: Request, prepare: Prepare) -> Response:
         """All that the request names is changed, or nothing is."""
         services = self._services()
-        try:
-            role, entries = _instances(await request.body())
-            told = [_told(url, fields) for url, fields in entries]
-            tell(request, role=role.value, instances=told)
-            for act in prepare(services, role, entries):
-                act()
-            services.fleet.sweep()
-            services.keep_changes()
-        except BalanceRouteError as error:
-            return error_response(error)
+        role, entries = _instances(await request.body())
+        told = [_told(url, fields) for url, fields in entries]
+        tell(request, role=role.value, instances=told)
+        for act in prepare(services, role, entries):
+            act()
+        services.fleet.sweep()
+        services.keep_changes()
         return json_response(
             {
                 "message": f"{request.url.path.rsplit('/', 1)[-1]}: {', '.join(told)}",

@@ -32,7 +32,6 @@ from starlette.routing import Route
 from balanceroute.core.types import Role, WorkerState
 from balanceroute.errors import (
     BadUpstreamReply,
-    BalanceRouteError,
     InvalidRequest,
     NoHealthyWorkers,
     NotJson,
@@ -41,7 +40,7 @@ from balanceroute.errors import (
 from balanceroute.proxy.admission.decider import NO_WORKERS_RETRY_AFTER_S
 from balanceroute.proxy.client.intake import read_head, unread_coding
 from balanceroute.proxy.client.services import ClientServices
-from balanceroute.proxy.ops.guard import error_response, route_of
+from balanceroute.proxy.ops.guard import route_of
 from balanceroute.proxy.perimeter.perimeter import Perimeter
 from balanceroute.proxy.wire.bounds import token_count
 from balanceroute.proxy.wire.message_errors import MESSAGES_PATH
@@ -85,23 +84,18 @@ class Forwarding:
 
     async def forward(self, request: Request) -> Response:
         """Pass the request to the first worker that has an answer."""
-        try:
-            path, headers = _target(request), _headers(request, self._services().perimeter)
-        except BalanceRouteError as error:
-            return error_response(error)
+        path, headers = _target(request), _headers(request, self._services().perimeter)
         # HEAD as GET: our client of workers waits for the body that a length announces, and HEAD has none
         method = "GET" if request.method == "HEAD" else request.method
         return await self._first_answer(method, path, await request.body(), headers)
 
     async def count_tokens(self, request: Request) -> Response:
         """Anthropic's count of a prompt's tokens, by the engines' own tokenizer and chat template."""
+        headers = _headers(request, self._services().perimeter)
         try:
-            headers = _headers(request, self._services().perimeter)
             body = tokenize_body(await request.body())
         except NotJson as error:
-            return error_response(unread_coding(request.headers.raw) or error)
-        except BalanceRouteError as error:
-            return error_response(error)
+            raise unread_coding(request.headers.raw) or error from None
         answer = await self._first_answer("POST", "/tokenize", body, headers)
         if answer.status_code != 200:
             return answer
@@ -109,15 +103,12 @@ class Forwarding:
             count = token_count(orjson.loads(answer.body)["count"], "count")
         except (ValueError, TypeError, KeyError) as error:
             text = f"its answer is no count of tokens ({error})"
-            return error_response(BadUpstreamReply(text, worker="", tier="tokenize"))
+            raise BadUpstreamReply(text, worker="", tier="tokenize") from None
         return Response(orjson.dumps({"input_tokens": count}), media_type="application/json")
 
     async def _first_answer(self, method: str, path: str, body: bytes, headers: list[tuple[bytes, bytes]]) -> Response:
         services = self._services()
-        try:
-            await services.know_workers(min(TIMEOUT_S, services.config.queue.deadline_s))
-        except NoHealthyWorkers as error:
-            return error_response(error)
+        await services.know_workers(min(TIMEOUT_S, services.config.queue.deadline_s))
         failed, last = [], None
         for worker in sorted(services.fleet, key=lambda worker: worker.state is WorkerState.DOWN):
             try:
@@ -130,15 +121,12 @@ class Forwarding:
         if last is not None:
             return last
         text = f"No worker answered ({'; '.join(failed) or 'there is none'})."
-        return error_response(NoHealthyWorkers(text, retry_after_s=NO_WORKERS_RETRY_AFTER_S))
+        raise NoHealthyWorkers(text, retry_after_s=NO_WORKERS_RETRY_AFTER_S)
 
     async def to_all(self, request: Request) -> Response:
         """Every worker, side by side."""
-        try:
-            path = _target(request) + _flags(request)
-            headers = _headers(request, self._services().perimeter)
-        except BalanceRouteError as error:
-            return error_response(error)
+        path = _target(request) + _flags(request)
+        headers = _headers(request, self._services().perimeter)
         first_of = {worker.spec.url: worker for worker in self._services().fleet}
         reset: set[str] = set()
 

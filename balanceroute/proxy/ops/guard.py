@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from balanceroute.errors import AccessDenied, BalanceRouteError, InvalidRequest, KeyLimit
+from balanceroute.errors import AccessDenied, BalanceRouteError, InvalidRequest, KeyLimit, Rejected, UpstreamError
 from balanceroute.proxy.client.asgi import REQUEST_ID
 from balanceroute.proxy.client.intake import read_head
 from balanceroute.proxy.perimeter.access import Visit
@@ -41,6 +41,15 @@ def error_response(error: BalanceRouteError) -> Response:
     """An error as its status and an OpenAI error body."""
     headers = dict(_texts(extra_headers(error)))
     return Response(body_of(error), status_of(error), headers, media_type="application/json")
+
+
+async def _told(request: Request, error: Exception) -> Response:
+    assert isinstance(error, BalanceRouteError)
+    return error_response(error)
+
+
+ERROR_HANDLERS: Final = dict.fromkeys((InvalidRequest, Rejected, UpstreamError), _told)
+"""For an application: what its handlers raise that is to be told; all else is a bug."""
 
 
 def _texts(headers: Headers) -> Iterator[tuple[str, str]]:

@@ -10,10 +10,10 @@ from starlette.routing import Route
 from balanceroute.config import Config, with_sections
 from balanceroute.core.knobs import Option
 from balanceroute.core.policies import POLICIES
-from balanceroute.errors import BalanceRouteError, ConfigError, InputError, InvalidRequest
+from balanceroute.errors import ConfigError, InputError, InvalidRequest
 from balanceroute.plugins import installed, learn_policy
 from balanceroute.proxy.ops.admin import json_response
-from balanceroute.proxy.ops.guard import error_response, tell
+from balanceroute.proxy.ops.guard import tell
 from balanceroute.proxy.ops.services import OperatorServices
 
 Switch = Callable[[Config], Awaitable[object]]
@@ -46,9 +46,7 @@ class Steering:
                 self._options_of[before.routing.policy] = before.routing.options
                 services.keep_changes()
         except (ConfigError, InputError) as error:
-            return error_response(InvalidRequest(str(error), param="policy"))
-        except BalanceRouteError as error:
-            return error_response(error)
+            raise InvalidRequest(str(error), param="policy") from None
         until = "the configuration is read again (SIGHUP or restart)"
         return json_response({"policy": name, "before": before.routing.policy, "until": until})
 

@@ -31,12 +31,12 @@ from balanceroute import __version__
 from balanceroute.build import policy_settings
 from balanceroute.core.policies import KNOBS, POLICIES
 from balanceroute.core.types import Outcome, WorkerState
-from balanceroute.errors import BalanceRouteError, ConfigError, InputError, InvalidRequest
+from balanceroute.errors import ConfigError, InputError, InvalidRequest
 from balanceroute.explain import Outlook, outlook
 from balanceroute.proxy.admission.decision_log import ROWS, Decision
 from balanceroute.proxy.ops.admin import state
 from balanceroute.proxy.ops.dashboard.recorder import Recorder
-from balanceroute.proxy.ops.guard import closed_headers, error_response
+from balanceroute.proxy.ops.guard import closed_headers
 from balanceroute.proxy.ops.services import OperatorServices
 from balanceroute.proxy.perimeter.access import DASHBOARD_PATH, SESSION_COOKIE, SESSION_S
 from balanceroute.proxy.telemetry.instruments import Histogram
@@ -108,7 +108,9 @@ class Dashboard:
     async def asset(self, request: Request) -> Response:
         """A file of the page."""
         asset = _ASSETS.get(request.path_params["name"])
-        return asset or error_response(InvalidRequest("There is no such file.", status=404))
+        if asset is None:
+            raise InvalidRequest("There is no such file.", status=404)
+        return asset
 
     async def data(self, request: Request) -> Response:
         """What the page draws at first."""
@@ -153,7 +155,7 @@ class Dashboard:
         """The last `?last=` admissions, the newest first, and how many there were; who asks is watching."""
         last, log = request.query_params.get("last", str(_SHOWN)), self.recorder.decisions
         if not (last.isascii() and last.isdigit() and 1 <= int(last[:9]) <= ROWS):
-            return error_response(InvalidRequest(f"last must be a number from 1 to {ROWS}.", param="last"))
+            raise InvalidRequest(f"last must be a number from 1 to {ROWS}.", param="last")
         self.recorder.watch()
         now, unix = self._services().ledger.now(), time.time()
         found = [] if log is None else _decisions(log.rows, int(last), now)
@@ -164,17 +166,15 @@ class Dashboard:
         """What each of the policies asked for would do on the state of this moment, side by side."""
         names = request.query_params.getlist("policy")
         services = self._services()
+        if not 1 <= len(names) <= _MOST_POLICIES or any(name not in POLICIES for name in names):
+            raise InvalidRequest(f"policy must be given 1 to {_MOST_POLICIES} times, each one of {_known()}.")
         try:
-            if not 1 <= len(names) <= _MOST_POLICIES or any(name not in POLICIES for name in names):
-                raise InvalidRequest(f"policy must be given 1 to {_MOST_POLICIES} times, each one of {_known()}.")
             async with self._asking:
                 services.ledger.settle()
                 document = state(services)
                 found = [await asyncio.to_thread(outlook, document, name) for name in names]
         except (ConfigError, InputError) as error:
-            return error_response(InvalidRequest(str(error)))
-        except BalanceRouteError as error:
-            return error_response(error)
+            raise InvalidRequest(str(error)) from None
         return _json({"waiting": len(document["waiting"]), "policies": [_outlook(each) for each in found]})
 
     async def session(self, request: Request) -> Response:

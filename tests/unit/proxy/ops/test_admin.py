@@ -9,8 +9,10 @@ from starlette.applications import Starlette
 from balanceroute.build import policy_settings
 from balanceroute.core.policies import settings_from_dict
 from balanceroute.core.types import RequestSpec
+from balanceroute.errors import InvariantError
 from balanceroute.explain import explain
 from balanceroute.proxy.ops.admin import Admin
+from balanceroute.proxy.ops.guard import ERROR_HANDLERS
 from tests.unit.proxy.ops.test_steering import Patient
 from tests.unit.proxy.virtual_time import a_config, a_router
 
@@ -28,7 +30,7 @@ pytestmark = pytest.mark.anyio
 async def test_the_state_is_read_back_as_the_policy_and_params_in_force(routing: dict[str, object]) -> None:
     services = a_router(a_config(routing=routing))
     services.ledger.scheduler.submit_prefilled(RequestSpec("r", 100), services.ledger.now())
-    app = Starlette(routes=Admin(lambda: services).routes())
+    app = Starlette(routes=Admin(lambda: services).routes(), exception_handlers=ERROR_HANDLERS)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router") as client:
         state = (await client.get("/state")).json()
     assert settings_from_dict(state) == policy_settings(services.config)
@@ -53,7 +55,7 @@ async def test_a_change_of_a_rank_or_a_worker_that_is_named_is_of_that_one_alone
 ) -> None:
     ranks = [{"url": "http://d:1", "id": f"d{rank}", "dp_rank": rank} for rank in range(3)]
     services = a_router(a_config(decode={"workers": ranks}))
-    app = Starlette(routes=Admin(lambda: services).routes())
+    app = Starlette(routes=Admin(lambda: services).routes(), exception_handlers=ERROR_HANDLERS)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router") as client:
         reply = await client.post("/instances/drain", json={"type": "decode", "instances": [instance]})
     assert reply.status_code == (200 if drained else 404)
@@ -62,9 +64,21 @@ async def test_a_change_of_a_rank_or_a_worker_that_is_named_is_of_that_one_alone
 
 async def test_a_server_on_this_machine_may_be_named_in_either_way_as_on_the_example_proxy() -> None:
     services = a_router(a_config(decode={"workers": [{"url": "http://127.0.0.1:1", "id": "d0"}]}))
-    app = Starlette(routes=Admin(lambda: services).routes())
+    app = Starlette(routes=Admin(lambda: services).routes(), exception_handlers=ERROR_HANDLERS)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router") as client:
         body = {"type": "decode", "instances": "localhost:1"}
         assert (await client.post("/instances/add", json=body)).status_code == 400  # it is here
         assert (await client.post("/instances/drain", json=body)).status_code == 200
     assert [worker.id for worker in services.fleet if worker.drained] == ["d0"]
+
+
+async def test_a_bug_of_ours_is_told_to_the_server_that_logs_it_and_not_to_who_asked() -> None:
+    def fail() -> None:
+        raise InvariantError("a secret of ours")
+
+    services = a_router(a_config(decode={"workers": [{"url": "http://127.0.0.1:1", "id": "d0"}]}))
+    services.keep_changes = fail
+    app = Starlette(routes=Admin(lambda: services).routes(), exception_handlers=ERROR_HANDLERS)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router") as client:
+        with pytest.raises(InvariantError):
+            await client.post("/instances/drain", json={"type": "decode", "instances": "127.0.0.1:1"})

@@ -14,6 +14,7 @@ from balanceroute import AdmissionPolicy, Choice, ClusterSnapshot
 from balanceroute.config import Config
 from balanceroute.core.policies import BUILT_IN, POLICIES
 from balanceroute.errors import ConfigError, Draining
+from balanceroute.proxy.ops.guard import ERROR_HANDLERS
 from balanceroute.proxy.ops.steering import Steering, with_policy
 from balanceroute.proxy.services import Services
 from tests.unit.proxy.virtual_time import a_config, a_router
@@ -35,7 +36,8 @@ class Switched:
 
 
 async def asked(services: Services, switch: Switched, body: bytes) -> httpx.Response:
-    app = Starlette(routes=Steering(lambda: services, switch, services.config).routes())
+    routes = Steering(lambda: services, switch, services.config).routes()
+    app = Starlette(routes=routes, exception_handlers=ERROR_HANDLERS)
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
         return await client.post("/routing/policy", content=body)
