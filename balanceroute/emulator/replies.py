@@ -127,7 +127,6 @@ class Call(ABC):
 
     def __init__(self, request: GenerationRequest, base_id: str) -> None:
         self.request = request
-        self.base_id = base_id
         self.id = ("chatcmpl-" if request.chat else "cmpl-") + base_id
         self.created = int(time.time())
         self.choices = [
