@@ -6,11 +6,11 @@ from balanceroute.experiments import paper
 from balanceroute.experiments.jobs import PredictorJob, Results, Task
 from balanceroute.experiments.scope import Scope, Section
 from balanceroute.experiments.tables import Table
-from balanceroute.prediction import Evaluation
+from balanceroute.prediction import KINDS, Evaluation
+from balanceroute.prediction.learned import can_grow
 
 HORIZON_STEPS = 80
 FAR_OFF_AUC = 0.05
-KINDS = ("survival", "exact_match", "learned")
 
 
 def plan(scope: Scope) -> list[Task]:
@@ -94,8 +94,4 @@ def training(scope: Scope) -> str:
 
 def kinds_here() -> tuple[str, ...]:
     """The predictors that this installation has: the learned one needs an extra."""
-    try:
-        import sklearn  # noqa: F401
-    except ImportError:
-        return KINDS[:2]
-    return KINDS
+    return KINDS[1:] if can_grow() else KINDS[1:3]
