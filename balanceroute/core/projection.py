@@ -20,8 +20,8 @@ b = 0..H: both are integer arrays of shape (G, H+1). Every event touches one or 
 its bucket, a generated token the tokens of its bucket and, unless it is anchored, a move to the bucket below. A
 decision reads the loads as one suffix sum over the arrays, O(G*H) whatever the number of requests.
 
-Requests that a step-driven engine does not run yet keep their place at h = 0 and count as anchored; they stand apart
-(`idle`), so that a lock-step moves the running ones alone.
+Requests that a step-driven engine does not run yet count like all others, c of their own included, as they do where
+tokens are told one by one; they stand apart (`idle`), so that a lock-step moves the running ones alone.
 """
 
 from collections.abc import Sequence
@@ -48,8 +48,7 @@ class Projection:
         # bucket b lies in column H - b, so that the sums over c >= h are running sums along memory
         self._sums = np.zeros((2, n_workers, self._width), dtype=np.int64)
         self._tokens, self._counts = self._sums
-        self._idle_tokens = np.zeros((n_workers, 1), dtype=np.int64)
-        self._idle_counts = np.zeros((n_workers, 1), dtype=np.int64)
+        self._idle_sums = np.zeros_like(self._sums)
         self._idle = 0
         # scalar access through a memoryview costs a third of numpy's item assignment
         self._token_cells = self._tokens.reshape(-1).data
@@ -65,13 +64,13 @@ class Projection:
         self._put(worker, -kv_tokens, remaining, running, -1)
 
     def _put(self, worker: int, kv_tokens: int, remaining: float, running: bool, count: int) -> None:
+        column = self.horizon_steps - int(remaining)
         if running:
-            cell = worker * self._width + self.horizon_steps - int(remaining)
+            cell = worker * self._width + column
             self._token_cells[cell] += kv_tokens
             self._count_cells[cell] += count
         else:
-            self._idle_tokens[worker, 0] += kv_tokens
-            self._idle_counts[worker, 0] += count
+            self._idle_sums[:, worker, column] += (kv_tokens, count)
             self._idle += count
 
     def grow(self, worker: int, tokens: int) -> None:
@@ -104,20 +103,13 @@ class Projection:
 
         `request_tokens`: c of each worker, added for every request while it is there; None for 0.
         """
-        sums = self._sums.cumsum(axis=2)
+        sums = (self._sums + self._idle_sums if self._idle else self._sums).cumsum(axis=2)
         loads: IntArray = sums[0]
         counts: IntArray = sums[1]
-        if self._idle:
-            loads += self._idle_tokens
-            counts += self._idle_counts
         counts *= self._steps if request_tokens is None else self._steps + np.array(request_tokens)[:, None]
         loads += counts
         return loads[:, ::-1]
 
     def equals(self, other: "Projection") -> bool:
         """Whether both hold the same sums."""
-        return (
-            bool(np.array_equal(self._sums, other._sums))
-            and bool(np.array_equal(self._idle_tokens, other._idle_tokens))
-            and bool(np.array_equal(self._idle_counts, other._idle_counts))
-        )
+        return bool(np.array_equal(self._sums, other._sums) and np.array_equal(self._idle_sums, other._idle_sums))

@@ -21,7 +21,7 @@ class RefreshSchedule:
         self._lock_step = False
         self._due: list[RequestTracker] = []
         self._steps = 0
-        self._at_step: list[tuple[int, int, float, RequestTracker]] = []  # a heap; with a date that may have changed
+        self._at_step: list[tuple[int, int, RequestTracker]] = []  # a heap: when to look whether a date has come
 
     def configure(self, every_tokens: int | None, lock_step: bool) -> None:
         """From now on: tokens between two predictions, None without a predictor; whether `step` tells what is due."""
@@ -42,7 +42,7 @@ class RefreshSchedule:
             ahead = min(ahead, until_certain) if until_certain > 0 else ahead
         tracker.refresh_due_at = tracker.generated + ahead
         if self._lock_step:
-            heappush(self._at_step, (self._steps + int(ahead), tracker.order, tracker.refresh_due_at, tracker))
+            heappush(self._at_step, (self._steps + int(ahead), tracker.order, tracker))
 
     def make_due(self, tracker: RequestTracker) -> None:
         """Its date has come."""
@@ -54,8 +54,8 @@ class RefreshSchedule:
         self._steps += 1
         dates = self._at_step
         while dates and dates[0][0] <= self._steps:
-            _, _, due_at, tracker = heappop(dates)
-            if tracker.phase is DECODING and tracker.refresh_due_at == due_at:
+            _, _, tracker = heappop(dates)
+            if tracker.phase is DECODING and tracker.generated >= tracker.refresh_due_at:
                 self.make_due(tracker)
 
     def restart(self, running: Iterable[RequestTracker]) -> None:

@@ -102,9 +102,8 @@ class OracleForecast(Forecast):
     def __init__(self, lengths: TrueLengths, horizon_steps: int) -> None:
         self.lengths = lengths
         self.horizon_steps = horizon_steps
-        self.changing: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
-        """By step: requests that come within the horizon of their end, and the steps on which they started."""
-        self.started_at: dict[int, int] = {}
+        self.changing: defaultdict[int, list[int]] = defaultdict(list)
+        """By step: requests that come within the horizon of their end, if they have run until then."""
 
     def initial(self, request: int, prompt_tokens: int, prompt_key: str, age_tokens: int = 0) -> float | None:
         """min(r - 1, H)."""
@@ -112,15 +111,17 @@ class OracleForecast(Forecast):
 
     def started(self, request: int, step: int, left: int) -> None:
         """Note when it comes within the horizon of its end."""
-        self.started_at[request] = step
         if left > self.horizon_steps > 0:
-            self.changing[step + left - self.horizon_steps].append((request, step))
+            self.changing[step + left - self.horizon_steps].append(request)
 
     def renew(self, scheduler: Scheduler, step: int, now: float) -> None:
         """Tell the true remainder of the requests for which counting down is not enough."""
-        for request, started_at in self.changing.pop(step, ()):
+        for request in self.changing.pop(step, ()):
             tracker = scheduler.snapshot.requests.get(str(request))
             if tracker is None or tracker.phase is not Phase.DECODING:
                 continue
-            if self.started_at[request] == started_at:  # else it was taken off since, and has more to go
+            late = self.lengths.tokens[request] - tracker.age_tokens - self.horizon_steps
+            if late == 0:
                 scheduler.refresh(tracker.id, self.horizon_steps - 1.0, now)
+            elif late > 0:  # it was taken off meanwhile, or has been paused
+                self.changing[step + late].append(request)

@@ -41,7 +41,7 @@ class Model:
         return int(self.remaining)
 
     def load_at(self, h: int) -> int:
-        return self.tokens + h if h <= self.remaining or not self.running else 0
+        return self.tokens + h if h <= self.remaining else 0
 
 
 @settings(max_examples=2000, deadline=None)

@@ -268,6 +268,44 @@ def test_a_lock_step_advances_running_requests_only() -> None:
 
 
 @pytest.mark.parametrize("lock_step", [False, True], ids=["by token", "by step"])
+def test_a_date_of_an_earlier_life_renews_no_prediction(lock_step: bool) -> None:
+    config = SchedulerConfig(refresh_every_tokens=4, lock_step=lock_step)
+    scheduler = a_scheduler("br_h", workers=1, config=config, horizon_steps=8)
+    scheduler.submit_prefilled(a_request(), 0.0, 3.0)
+
+    def generate() -> None:
+        if lock_step:
+            scheduler.step(0.0)
+        else:
+            scheduler.progress("r", 1, 0.0)
+
+    for life in range(2):
+        if life:
+            scheduler.requeue("r", 0.0)
+            scheduler.dispatch(0.0)
+            scheduler.prefilled("r", 102, 0.0, 3.0)
+        scheduler.admit(0.0)
+        if lock_step:
+            scheduler.start("r", 0.0)
+        for _ in range(2):
+            generate()
+            assert not scheduler.due_refreshes()
+    generate()
+    assert [tracker.id for tracker in scheduler.due_refreshes()] == ["r"]
+
+
+def test_what_is_on_its_way_is_projected_alike_by_step_and_by_token() -> None:
+    """A replay with transfers or late reports decides as the router does, which is told tokens."""
+    loads = []
+    for lock_step in (False, True):
+        scheduler = a_scheduler("br_h", config=SchedulerConfig(lock_step=lock_step), horizon_steps=4)
+        scheduler.submit_prefilled(a_request("r", 100), 0.0, 1.0)
+        scheduler.admit(0.0)
+        loads.append([row.tolist() for row in scheduler.snapshot.projected_loads() if row.any()])
+    assert loads == [[[100, 101, 0, 0, 0]]] * 2
+
+
+@pytest.mark.parametrize("lock_step", [False, True], ids=["by token", "by step"])
 def test_predictions_fall_due_every_period_and_when_they_reach_their_floor(lock_step: bool) -> None:
     config = SchedulerConfig(refresh_every_tokens=4, lock_step=lock_step)
     scheduler = a_scheduler("br_h", config=config, horizon_steps=8)

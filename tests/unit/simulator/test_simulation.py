@@ -376,19 +376,23 @@ class Looking(Simulation):
         expected = np.zeros((len(self.scheduler.snapshot.workers), len(self.steps_ahead)), dtype=int)
         for worker in self.scheduler.snapshot.workers:
             for tracker in worker.active.values():
-                # one that has no room on its worker yet has no known end
-                to_go = self.lengths.tokens[int(tracker.id)] - tracker.age_tokens if tracker.running else math.inf
+                # one that has no room on its worker yet counts as if it had
+                to_go = self.lengths.tokens[int(tracker.id)] - tracker.age_tokens
                 expected[worker.index] += np.where(self.steps_ahead < to_go, tracker.kv_tokens + self.steps_ahead, 0)
         assert self.scheduler.snapshot.projection.loads().tolist() == expected.tolist()
         self.looks += 1
         super().arrive()
 
 
+@pytest.mark.parametrize("lag", [0, 3])
 @pytest.mark.parametrize("horizon", [1, 2, 3, 20])
-def test_an_oracle_projects_the_loads_that_will_be_at_every_step_up_to_the_last_of_a_request(horizon: int) -> None:
+def test_an_oracle_projects_the_loads_that_will_be_at_every_step_up_to_the_last_of_a_request(
+    horizon: int, lag: int
+) -> None:
     rng = np.random.default_rng(3)
     trace = a_trace([(0.3 * n, 100 + n, int(o)) for n, o in enumerate(rng.integers(1, 50, 60))])
-    setting = a_setting(n_workers=2, slots=4, pool=8, kv_capacity_tokens=700, failures=(Failure(0, 9.0, 12.0),))
+    setting = a_setting(n_workers=2, slots=4, pool=8, kv_capacity_tokens=450, failures=(Failure(0, 9.0, 12.0),))
+    setting = replace(setting, telemetry_lag_steps=lag)
     looking = Looking(trace, setting, horizon, OracleForecast(TrueLengths(trace), horizon))
 
     assert looking.run().figures.recomputed > 0
