@@ -183,7 +183,10 @@ class BalanceRoute:
         return math.inf
 
     def decide(self, snapshot: ClusterSnapshot, now: float) -> Iterator[Choice]:
-        """Yield admissions. O(G*H) to read the loads, O(H log H + log W) per admission, and subset searches."""
+        """Yield admissions. O(G*H) to read the loads, O(H log H + log W) per admission, and subset searches.
+
+        An overdue request is scored on every worker with a free slot, at O(H log H) each.
+        """
         pool = snapshot.pool
         if not len(pool):
             return

@@ -8,12 +8,15 @@ actions.
 
 import asyncio
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
+from balanceroute.arrays import IntArray
 from balanceroute.config import Config
 from balanceroute.core.knobs import PolicySettings
 from balanceroute.core.policies import POLICIES, make_policy
@@ -21,7 +24,7 @@ from balanceroute.core.scheduler import Scheduler
 from balanceroute.core.types import Outcome, RequestSpec
 from balanceroute.emulator import ClusterShape, EmulatedCluster
 from balanceroute.loadgen import LoadOptions, run_load
-from balanceroute.prediction import Forecaster, build_predictor
+from balanceroute.prediction import FinishedRequest, Forecaster, TwoStage, build_predictor
 from balanceroute.proxy.app import create_app
 from balanceroute.simulator.oracle import PredictorForecast, TrueLengths
 from balanceroute.simulator.setting import Setting
@@ -37,12 +40,28 @@ def a_trace() -> Trace:
     return generate_trace("heavy_tailed", rows=40, seed=3).with_lengths(1 / 32, 1 / 64).at_rate(400.0)
 
 
-def live_run(policy: str, journal: Path) -> list[dict[str, Any]]:
+class Soon:
+    """Foresees that every request is done five tokens from now."""
+
+    def __init__(self, horizon_steps: int) -> None:
+        pass
+
+    def observe(self, finished: FinishedRequest) -> None:
+        """Nothing to learn."""
+
+    def predict_one(self, age: int, prompt_tokens: int, key: str) -> tuple[float, float]:
+        return 1.0, 5.0
+
+    def predict(self, ages: IntArray, prompt_tokens: IntArray, keys: Sequence[str]) -> TwoStage:
+        return TwoStage(np.full(len(keys), 1.0), np.full(len(keys), 5.0))
+
+
+def live_run(policy: str, predictor: str, journal: Path) -> list[dict[str, Any]]:
     """Serve the trace; the lines of the journal."""
 
     async def run() -> Config:
         async with EmulatedCluster(patient(SHAPE)) as cluster:
-            config = configuration(cluster, routing={"policy": policy})
+            config = configuration(cluster, routing={"policy": policy}, predictor={"kind": predictor})
             app = create_app(config, journal=journal, strict=True)
             async with served(app) as url, httpx.AsyncClient(base_url=url, trust_env=False):
                 report = await run_load(a_trace(), LoadOptions(url))
@@ -62,9 +81,11 @@ def simulators_scheduler(header: dict[str, Any]) -> Scheduler:
     return Simulation(trace, setting, make_policy(settings), TrueLengths(trace), forecast).scheduler
 
 
-@pytest.mark.parametrize("policy", sorted(POLICIES))
-def test_the_simulators_scheduler_takes_the_live_proxys_decisions(policy: str, tmp_path: Path) -> None:
-    header, *calls = live_run(policy, tmp_path / "journal.jsonl")
+@pytest.mark.parametrize(
+    ("policy", "predictor"), [*((policy, "none") for policy in sorted(POLICIES)), ("br_h", f"{__name__}:Soon")]
+)
+def test_the_simulators_scheduler_takes_the_live_proxys_decisions(policy: str, predictor: str, tmp_path: Path) -> None:
+    header, *calls = live_run(policy, predictor, tmp_path / "journal.jsonl")
     scheduler = simulators_scheduler(header)
     joined = [call["args"]["spec"]["id"] for call in calls if call["call"] == "add_worker"]
     simulated = [f"p{i}" for i in range(SHAPE.prefillers)] + [f"d{i}" for i in range(SHAPE.decoders)]
@@ -92,11 +113,13 @@ def test_the_simulators_scheduler_takes_the_live_proxys_decisions(policy: str, t
                 expected = [(a["request"], name[a["worker"]], a["score"]) for a in call["answer"]]
                 assert [(a.request, a.worker, a.score) for a in taken] == expected
                 decisions += len(taken)
-                for admission in taken:
-                    scheduler.start(admission.request, now)
             case "tokens":
                 for request_id, tokens in args["counts"].items():
+                    if not scheduler.snapshot.requests[request_id].running:
+                        scheduler.start(request_id, now)  # as a replay does, with the first token
                     scheduler.progress(request_id, tokens, now)
+            case "refresh":
+                scheduler.refresh(args["request_id"], args["expected_remaining"], now)
             case "finish":
                 scheduler.finish(args["request_id"], Outcome(args["outcome"]), now)
             case "add_worker" | "set_worker_state" | "expire":
