@@ -31,6 +31,7 @@ parent's word to drain is another signal, without which the one child ends alone
 """
 
 import ctypes
+import errno
 import gc
 import logging
 import os
@@ -62,6 +63,7 @@ NOT_TAKING_OVER: Final = "not taking over: the router that runs goes on"
 _ENDING: Final = (signal.SIGTERM, signal.SIGINT)
 _AWAITED: Final = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD, signal.SIGIO}
 _OF_CHILDREN: Final = {signal.SIGUSR1, signal.SIGUSR2}  # by mistake to the parent, they would end all streams
+_SHORTAGES: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ENOSPC)
 _PR_SET_PDEATHSIG: Final = 1  # prctl(2)
 _PR_SET_NAME: Final = 15
 
@@ -379,7 +381,11 @@ class Supervisor:
         except SystemExit as error:
             code = error.code if isinstance(error.code, int) else 1
         except BaseException as error:  # it must not return into the parent's code
-            log.critical("internal error", exc_info=error, extra={"where": name})
+            lacking = _shortage(error)
+            if lacking is None:
+                log.critical("internal error", exc_info=error, extra={"where": name})
+            else:  # there may be some when it is started again
+                log.error("child cannot run", extra={"child": name, "error": lacking})
         finally:
             with suppress(Exception):  # nobody takes the log, and the disk that it is on is full
                 logging.shutdown()
@@ -393,6 +399,13 @@ class Supervisor:
         else:
             logging.shutdown()  # its lines come before the last words
             print(f"balanceroute: {error}", file=sys.stderr)
+
+
+def _shortage(error: BaseException) -> str | None:
+    """What the machine had too little of; None: that is not why."""
+    if isinstance(error, MemoryError):
+        return os.strerror(errno.ENOMEM)
+    return os.strerror(error.errno) if isinstance(error, OSError) and error.errno in _SHORTAGES else None
 
 
 def _pause_s(times: int) -> float:

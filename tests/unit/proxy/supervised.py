@@ -5,7 +5,8 @@ What happens to a child it appends to FOLDER/events; who has died the parent app
 FOLDER/hold-NAME is there, that child does not end when it is told to drain. Where FOLDER/refuse is there, the parent
 removes it and refuses a reload. While FOLDER/try is there, the child that tries a reload, `trial`, waits until
 FOLDER/hold-trial is gone, and fails where FOLDER/fail is there. While FOLDER/no-fork is there, no process can be
-started. Whatever happens, FOLDER/found is made again by the parent.
+started. Where FOLDER/short-NAME is there, that child removes it and ends as for lack of what it says: `memory`, or
+an errno's name. Whatever happens, FOLDER/found is made again by the parent.
 
 Options: `wrong`, a child that ends with a wrong configuration; `dies`, one that ends as soon as it is there; `deaf`,
 one that ends for no signal; `slow`, one that is never up; `end_s`, for END_S; `mend_s`, for MEND_S; `within_s`, for a
@@ -136,10 +137,14 @@ async def live(name: str, listener: socket.socket | None, on_up: Callable[[], No
     server = None if listener is None else await asyncio.start_server(partial(answer, name), sock=listener)
     note(name, "up")
     on_up()
-    wrong = FOLDER / f"wrong-{name}"
-    await until(lambda: drain.is_set() or now.is_set() or wrong.exists(), within_s=LIFE_S)
+    wrong, short = FOLDER / f"wrong-{name}", FOLDER / f"short-{name}"
+    await until(lambda: drain.is_set() or now.is_set() or wrong.exists() or short.exists(), within_s=LIFE_S)
     if wrong.exists():
         raise ConfigError(f"{name}: wrong")
+    if short.exists():
+        lacking = short.read_text()
+        short.unlink()
+        raise MemoryError if lacking == "memory" else OSError(getattr(errno, lacking), lacking)
     await until(lambda: now.is_set() or not (FOLDER / f"hold-{name}").exists(), within_s=LIFE_S)
     note(name, "ends")
     if server is not None:

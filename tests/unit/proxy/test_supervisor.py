@@ -355,6 +355,20 @@ def test_a_file_that_is_wrong_once_all_are_up_stops_nobody_but_who_starts_until_
     assert len(running.lives("relay-0")) == len(running.lives("relay-1")) == 1
 
 
+@pytest.mark.parametrize(("lacking", "told"), [("memory", "Cannot allocate memory"), ("EMFILE", "Too many open files")])
+def test_a_child_for_which_the_machine_has_no_room_says_so_in_one_line_and_is_started_again(
+    running: Running, lacking: str, told: str
+) -> None:
+    running.up(brain=1, relay_0=1, relay_1=1)
+    block_until((running.folder / "all-up").exists)
+    whole = running.folder / "short"
+    whole.write_text(lacking)
+    whole.rename(running.folder / "short-relay-0")
+    running.up(relay_0=2)
+    assert [(line["child"], line["error"]) for line in running.said("child cannot run")] == [("relay-0", told)]
+    assert not running.said("internal error")
+
+
 @pytest.mark.parametrize("running", [{"dies": "relay-1"}], indirect=True)
 def test_a_child_that_dies_again_and_again_is_started_ever_later(running: Running) -> None:
     block_until(lambda: len(running.said("child died")) >= 5)
