@@ -23,6 +23,7 @@ from balanceroute.proxy.life.leg import Leg
 from balanceroute.proxy.life.mover import Mover
 from balanceroute.proxy.life.services import LifeServices
 from balanceroute.proxy.telemetry.ticks import until_tick_s
+from balanceroute.proxy.workers.silence import SETTLE_S
 
 PERIOD_S: Final = 0.25
 _TOO_LONG: Final = "The request took longer than its X-Request-Timeout, or limits.request_timeout_s of the router"
@@ -49,13 +50,15 @@ class PoolReaper:
         self._expire()
         self._services.fleet.sweep()
         self._services.metrics.fold()
-        now = self._services.last_look_s = self._services.tickets.now()
+        now = self._services.tickets.now()
         for leg in self._services.legs:
             if leg.streaming_from is not None:
                 leg.streaming_from.progress_s = max(leg.streaming_from.progress_s, leg.last_token_s)
         for leg in self._services.legs:
             leg.watch_pull()
         self._mover.look(now, PERIOD_S)
+        if now - self._services.attention.since_s >= SETTLE_S:  # what came while we were stopped has been read by then
+            self._services.last_look_s = now
         for leg in list(self._services.legs):
             self._look_at(leg, now)
 

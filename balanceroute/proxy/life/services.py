@@ -38,7 +38,7 @@ class LifeServices:
     legs: set[Any] = field(default_factory=set)  # every `Leg` that runs; its module imports this one
     attention: Attention = field(default_factory=Attention)
     frozen: list[FrozenGroup] = field(default_factory=list)  # groups of workers that fell silent together
-    last_look_s: float = -math.inf  # when the reaper looked last: our loop was not stalled then
+    last_look_s: float = -math.inf  # when the reaper looked last, and all was read that had come before
 
     def __post_init__(self) -> None:
         self.metrics.catch_up = self.count_tokens

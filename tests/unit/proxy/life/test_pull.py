@@ -10,7 +10,7 @@ import pytest
 
 from balanceroute.core.types import Outcome
 from balanceroute.errors import ConnectFailed, ConnectionLost, QueueTimeout, UpstreamError
-from balanceroute.proxy.life.pool_reaper import PoolReaper
+from balanceroute.proxy.life.pool_reaper import PERIOD_S, PoolReaper
 from balanceroute.proxy.services import Services
 from balanceroute.proxy.workers.circuit import CircuitState
 from balanceroute.proxy.workers.pins import PinRecord
@@ -88,6 +88,42 @@ def test_kv_that_waited_too_long_for_a_slot_is_computed_anew() -> None:
             await second
             assert waits.outcome is Outcome.FINISHED and len(p0.asked) == 3
             assert first.cancelled()
+
+    in_virtual_time(served)
+
+
+class Unread(ScriptedUpstream):
+    """A prefiller whose first answer is read so late, after a look of the reaper; `stopped`: the only one meanwhile."""
+
+    def __init__(self, services: Services, unread_s: float, stopped: bool) -> None:
+        super().__init__(probed())
+        self._services, self._unread_s, self._stopped = services, unread_s, stopped
+        self._reaper = PoolReaper(services, lambda: None)
+
+    async def request(self, method: str, path: str, *args: Any, **options: Any) -> Any:
+        unread_s, self._unread_s = self._unread_s, 0.0
+        until_s = self._services.tickets.now() + unread_s
+        while (left_s := until_s - self._services.tickets.now()) > 0:
+            self._reaper.look()
+            await let_pass(left_s if self._stopped else min(left_s, PERIOD_S))
+        self._reaper.look()
+        return await super().request(method, path, *args, **options)
+
+
+@pytest.mark.parametrize("stopped", [True, False])
+def test_kv_is_as_old_as_an_answer_may_be_that_came_while_the_router_was_stopped(stopped: bool) -> None:
+    """A machine is suspended for longer than prefillers keep KV: decoders read what is in the blocks by then."""
+
+    async def served() -> None:
+        services = a_router(a_config(1, 1))
+        assert services.drainer.pin_s is not None
+        p0, d0 = Unread(services, services.drainer.pin_s + 1, stopped), script(services, "d0", WHOLE)
+        services.fleet["p0"].upstream = p0  # type: ignore[assignment]
+        async with dispatching(services):
+            leg = a_leg(services)
+            await leg.run()
+        assert leg.outcome is Outcome.FINISHED and len(asked(d0)) == 1
+        assert len(asked(p0)) == 1 + stopped
 
     in_virtual_time(served)
 
