@@ -21,6 +21,11 @@ from balanceroute.proxy.wire.payloads import ClientRequest
 from balanceroute.proxy.wire.sse import EventScanner, payloads_of
 from balanceroute.proxy.wire.usage import put_prompt_details
 
+# what engines write unstreamed, in their order; in a stream they leave out what is null
+_USAGE: Final = (
+    *("prompt_tokens", "total_tokens", "completion_tokens"),
+    *("prompt_tokens_details", "completion_tokens_details"),
+)
 MAX_ANSWER_BYTES: Final = 256 * 2**20  # of events; an answer of 128k tokens with 20 logprobs each has half of that
 
 
@@ -83,7 +88,7 @@ class AnswerAssembler:
             "choices": choices,
             "service_tier": self._top.get("service_tier"),
             "system_fingerprint": self._top.get("system_fingerprint") or scanner.fingerprint,
-            "usage": {"prompt_tokens_details": None, "completion_tokens_details": None, **usage},
+            "usage": {**dict.fromkeys(_USAGE), **usage},
         }
         if self._chat:
             whole["prompt_logprobs"] = None

@@ -686,13 +686,14 @@ def _stream_options(data: dict[str, Any], stream: bool) -> tuple[bool, bool]:
 
 
 def _limit(endpoint: Endpoint, data: dict[str, Any]) -> tuple[LimitField | None, int | None]:
-    total = integer(data, "max_tokens", least=1) if "max_tokens" in data else None
-    if total is None and endpoint == "completions":
-        data.pop("max_tokens", None)  # null is their default to new engines; older ones answer 500 in the end
     if "max_completion_tokens" in data and endpoint == "chat":  # completions have no such field: engines overlook it
         completion = integer(data, "max_completion_tokens", least=1)
         if completion is not None:
+            integer(data, "max_tokens", least=None)  # engines read it, and go by the other
             return "max_completion_tokens", completion
+    total = integer(data, "max_tokens", least=1) if "max_tokens" in data else None
+    if total is None and endpoint == "completions":
+        data.pop("max_tokens", None)  # null is their default to new engines; older ones answer 500 in the end
     return ("max_tokens", total) if total is not None else (None, None)
 
 

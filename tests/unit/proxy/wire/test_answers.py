@@ -51,7 +51,9 @@ def test_an_assembled_answer_equals_the_workers_unstreamed_one(
     whole = orjson.loads(body_of(capture_files(f"{unstreamed}.resp")[0])[1])
     whole["choices"][0]["token_ids"] = None
     whole["choices"][0]["prompt_token_ids"] = None
-    assert without_identity(assemble(endpoint, wire)) == without_identity(whole)
+    answer = assemble(endpoint, wire)
+    assert without_identity(answer) == without_identity(whole)
+    assert list(answer["usage"]) == list(whole["usage"])  # in its order, too
 
 
 def test_an_assembled_chat_with_ids_equals_the_workers() -> None:

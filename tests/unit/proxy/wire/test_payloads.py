@@ -194,6 +194,15 @@ def test_a_limit_of_null_is_none_to_a_completion_whatever_its_engine_makes_of_nu
     assert load(payloads.decode_body(a_request("chat", max_tokens=None), KV))["max_tokens"] is None
 
 
+@pytest.mark.parametrize("older", [0, -3, 100_000])
+def test_max_tokens_says_nothing_beside_max_completion_tokens_as_in_the_engines(older: int) -> None:
+    request = a_request("chat", max_tokens=older, max_completion_tokens=5)
+    assert (request.limit_field, request.effective_limit) == ("max_completion_tokens", 5)
+    assert load(payloads.decode_body(request, KV))["max_tokens"] == older
+    with pytest.raises(InvalidRequest, match="max_tokens must be an integer"):
+        a_request("chat", max_tokens="many", max_completion_tokens=5)
+
+
 @pytest.mark.parametrize("newer", [0, 5, 500, "many"])
 def test_completions_overlook_max_completion_tokens_as_the_engines_do(newer: object) -> None:
     request = a_request(max_tokens=100, max_completion_tokens=newer)
