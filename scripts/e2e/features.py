@@ -149,11 +149,14 @@ _STREAMED: dict[str, dict[str, Any]] = {
     "bad model": {"model": "nobody"},
     "bad max_tokens": {"max_tokens": 100000},
 }
+_TOOLS: list[dict[str, Any]] = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+_CALL = r'<tool_call>\n\{"name": "f", "arguments": \{"a": 12\}\}\n</tool_call>'  # as hermes' parser reads it
 _CHATS: dict[str, dict[str, Any]] = {
     **{name: body for name, body in _SHAPES.items() if name != "tokens as ids"},
     **{name: body for name, body in _WRONG.items() if name != "zero max_tokens"},
     **_GRAMMARS,
     "max_completion_tokens": {"max_completion_tokens": 9, "max_tokens": 30},
+    "max_completion_tokens beside max_tokens 0": {"max_completion_tokens": 9, "max_tokens": 0},
     "logprobs": {"logprobs": True, "top_logprobs": 2},
     "logprobs long": {"logprobs": True, "max_tokens": 80, "ignore_eos": True},
     "prompt_logprobs": {"prompt_logprobs": 1},
@@ -166,10 +169,10 @@ _CHATS: dict[str, dict[str, Any]] = {
     },
     "no messages": {"messages": []},
     "bad role": {"messages": [{"content": "hello"}]},
-    "tool_choice none": {
-        "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}],
-        "tool_choice": "none",
-    },
+    "tool_choice none": {"tools": _TOOLS, "tool_choice": "none"},
+    "tool_choice required": {"tools": _TOOLS, "tool_choice": "required", "max_tokens": 60},
+    "tool_choice named": {"tools": _TOOLS, "tool_choice": {"type": "function", "function": {"name": "f"}}},
+    "tool call": {"tools": _TOOLS, "structured_outputs": {"regex": _CALL}, "max_tokens": 64},
 }
 _STREAMED_CHATS: dict[str, dict[str, Any]] = {
     **{name: _SHAPES[name] for name in ("plain", "long", "one token", "stop", "token ids", "n")},
