@@ -85,7 +85,15 @@ def test_a_choice_may_hold_what_we_do_not_know() -> None:
 
 @pytest.mark.parametrize(
     ("header", "seconds"),
-    [(None, 0.0), (b"", 0.0), (b"7", 7.0), (b"Wed, 21 Oct 2026 07:28:00 GMT", 0.0), (b"-3", 0.0), (b"1.5", 0.0)],
+    [
+        (None, 0.0),
+        (b"", 0.0),
+        (b"7", 7.0),
+        (b"000007", 7.0),
+        (b"Wed, 21 Oct 2026 07:28:00 GMT", 0.0),
+        (b"-3", 0.0),
+        (b"1.5", 0.0),
+    ],
 )
 def test_a_pause_is_whole_seconds(header: bytes | None, seconds: float) -> None:
     assert retry_after_s(header) == seconds
