@@ -404,6 +404,7 @@ async def _keep_lead(app: BrainApp) -> None:
         await asyncio.sleep(until_tick_s(time.monotonic(), RENEW_S))
     else:
         log.warning("this brain leads no more", extra={"epoch": app.lead.epoch})
+        app.hub.close()  # it decides nothing more, for relays of other machines either, who see no other one yet
         app.end()
     await asyncio.Event().wait()
 

@@ -440,6 +440,14 @@ async def test_a_brain_that_leads_no_more_neither_keeps_nor_shows_counts() -> No
         assert router.folder.counts(LEADER) == b"another brain's"
 
 
+async def test_a_brain_that_leads_no_more_has_no_members_before_its_server_ends() -> None:
+    async with relayed(FAST, count=1) as router:
+        router.brain.end = lambda: None  # on a busy machine that takes long
+        router.folder.lock.unlink()
+        await until(lambda: router.relays[0].app.services.brain.member is None)
+        assert not router.brain.hub.members
+
+
 async def test_a_brain_that_takes_over_leads_without_a_predictor_whose_file_is_broken_until_a_reload_finds_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
