@@ -32,6 +32,7 @@ class FitRules:
     deviation_bonus: float = 0.0  # and more of it for each mean prompt that prompts deviate from the mean, on average
     underflow_penalty: float = 0.0  # what a token below the least load of the others costs beside its distance
     curvature: float = 0.0  # what the square of the distance costs, in mean requests
+    most_slope: float = math.inf  # what that adds for each token of the distance, at most
     growth_share: float = 0.0  # how far T is below the mean, of (1 - 1/G) o,
     stock_share: float = 0.0  # and of what the stock lacks
     large_from: float = math.inf  # mean requests from which on a prompt waits for its place while a small pool is full
@@ -68,6 +69,7 @@ LEVEL_FIT = FitRules(
     deviation_bonus=46.0,
     underflow_penalty=1.5,
     curvature=0.25,
+    most_slope=6.0,
     growth_share=1.1,
     stock_share=1.0,
     large_from=5.0,

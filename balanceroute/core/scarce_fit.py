@@ -187,7 +187,8 @@ class Window:
         numpy take 6 us; not compiled it takes 16 us.
         """
         rules = self.rules
-        above, below, curvature = 1.0 + rules.overflow_penalty, 1.0 + rules.underflow_penalty, self._curvature
+        above, below = 1.0 + rules.overflow_penalty, 1.0 + rules.underflow_penalty
+        curvature, most_slope = self._curvature, rules.most_slope
         offset = worker.load - level
         upper = above * offset - rules.overflow_penalty * (envelope - level)
         lower = below * offset + rules.underflow_penalty * (level - least)
@@ -195,14 +196,17 @@ class Window:
         added, available = self.added(worker.spec), self._fitting(worker)
         for size, bonus in zip(added, available):  # noqa: B905 (mypyc has no loop for a strict one)
             misfit = size + offset
-            price = misfit if misfit > 0.0 else -misfit
+            price = distance = misfit if misfit > 0.0 else -misfit
             beyond = above * size + upper
             if beyond > price:
                 price = beyond
             beyond = -below * size - lower
             if beyond > price:
                 price = beyond
-            price = price + misfit * misfit * curvature - bonus
+            bend = misfit * misfit * curvature
+            if bend > most_slope * distance:
+                bend = most_slope * distance
+            price = price + bend - bonus
             if price < best:
                 best, position = price, index
             index += 1

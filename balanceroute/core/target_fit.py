@@ -42,7 +42,7 @@ once when slots are plenty, as after an outage.
 level does not change the load spread. Below the least it does, as above the largest, though no other worker waits for
 it. So LevelFit adds `underflow_penalty` per token below the least load of the other workers (or below T, where that is
 less), and `curvature` times y^2 / (mean prompt + c), y = x - T: one large misfit is worse than two of half its size,
-because the largest misfit sets the load spread.
+because the largest misfit sets the load spread. From 24 mean requests on it is 6 |y|: see huge prompts.
 
 *What fits the memory.* Where a worker's KV memory is known, a request that does not fit it is not sent there: it would
 wait on its slot inside the engine, and so would all later ones. A smaller request takes the slot, or it stays free
@@ -55,6 +55,12 @@ the others. So a large prompt waits for such a place as long as it may. With A a
 cost on the least loaded worker before its cap, up to 24 mean prompts (the curvature keeps larger ones until their cap,
 if no place comes); until then the places go to those that waited longest. So the cap of large prompts can be a third of
 TargetFit's at no more load spread.
+
+*Huge prompts come together.* While one worker has a huge prompt, another one on another worker makes no step longer. So
+what curvature adds is bounded by 6 |y|, such that 1 + penalty + 6 = A: a huge prompt that raises the largest load waits
+until its cap, but up to that load it costs 1 + 6 for each token, less than its bonus from .73 of its cap on. When one
+goes in, those that have waited nearly as long follow, and the barrier is slow once for all of them. The square alone
+would keep each until its own cap, one after another.
 
 *Ageing by how much prompts differ.* A wait competes with differences of misfit, and these are as large as the prompts
 differ. Measured by the mean prompt alone, a wait weighs too little where few prompts are large and most are small: the

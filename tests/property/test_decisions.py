@@ -138,7 +138,8 @@ def naive_fit(
             distance = abs(totals[i] - level)
             beyond = rules.overflow_penalty * max(0.0, totals[i] - envelope)
             beyond += rules.underflow_penalty * max(0.0, least - totals[i])
-            return distance + beyond + rules.curvature * distance**2 / mean_prompt
+            square = rules.curvature * distance**2 / mean_prompt
+            return distance + beyond + min(square, rules.most_slope * distance if distance else 0.0)
 
         return min(unused, key=cost)
 

@@ -234,7 +234,8 @@ class Oracle:
                 x = place.load + place.slowdown * (entry["prompt_tokens"] + place.c)
                 price = abs(x - target) + self.rules.overflow_penalty * max(0.0, x - envelope)
                 price += self.rules.underflow_penalty * max(0.0, least - x)
-                price += self.rules.curvature * (x - target) ** 2 / self.mean_cost()
+                square = self.rules.curvature * (x - target) ** 2 / self.mean_cost()
+                price += min(square, self.rules.most_slope * abs(x - target))
                 costs.append((price - bonus[entry["id"]], entry))
             if not costs:
                 return None

@@ -218,6 +218,18 @@ def test_a_large_prompt_raises_the_envelope_before_its_cap_and_not_long_before()
     assert at(7.0) == [("large", "d1")]
 
 
+@pytest.mark.parametrize(("running", "first"), [(90_000, "huge"), (900, "b")], ids=["one runs", "none does"])
+def test_huge_prompts_that_have_waited_nearly_as_long_follow_one_that_is_in(running: int, first: str) -> None:
+    """Where another one makes no step longer, .8 of the cap of 6.48 s is enough for a prompt 800 times the mean."""
+    loads = [[running, 100], *([[900, 100]] * 6), [900]]
+    scheduler = level_fitting(loads, slots=2, mean_prompt=100)
+    scheduler.submit_prefilled(RequestSpec("huge", 80_000), 1000.0 - 0.8 * 6.48)
+    pool_all(scheduler, {"a": 1000, "b": 100}, now=1000.0)
+    see_means(scheduler, 100, 0.0)
+    scheduler.snapshot.means.deviation_tokens = 100.0
+    assert admitted(scheduler, 1000.0) == [(first, "d7")]
+
+
 def test_no_prompt_may_wait_until_the_pool_gives_it_up() -> None:
     """Behind long waits a large prompt would go first after 6 * 40 * 1.7 s; the pool keeps it for 100."""
     for pool_ttl_s, expected in ((math.inf, "young"), (100.0, "old")):
