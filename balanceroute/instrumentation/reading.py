@@ -12,11 +12,9 @@ A rank's load at a time is that of its last step before it, or of one that is ab
 are compared at the ends of all their steps, over the span that all of them cover. `load_spread` is max - min over the
 ranks, in KV tokens; its mean is weighted by the time until the next step's end.
 
-The fit is least squares of step_ms = a * (L + c * n) + b over the decode steps: those with a request in them and none
-that has just joined, whose prompt or transfer they would count. L and n are the rank's own KV tokens and requests;
-behind a barrier they are those of the rank with the largest L + c * n, for which the others wait (c from the fit
-before, until it stays). Steps far off the line (pauses of the engine) are dropped once. A c that is no larger than its
-error is 0. `doubt` says when the fit means nothing.
+What a step costs is fitted (`step_fit`) to the decode steps: those with a request in them and none that has just
+joined, whose prompt or transfer they would count. Behind a barrier the tokens and requests are those of the rank with
+the largest L + c * n, for which the others wait (c from the fit before, until it stays).
 
 Behind a barrier every rank's steps take as long as the slowest one's, so its ranks have one slowdown. Ranks and groups
 that step independently have the a of their own fits: relative to the middle one, that is their slowdown.
@@ -36,16 +34,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from balanceroute.instrumentation.clocks import clock_offset, in_order, with_times
+from balanceroute.instrumentation.step_fit import ENOUGH_STEPS, Fit, Floats, fit_steps
 from balanceroute.instrumentation.step_log import COLUMNS, PREFILL_NAME
 
-Floats = NDArray[np.float64]
-
-ENOUGH_STEPS = 30  # fewer say little: of a slope, of a common barrier, or of what kind of engine it was
-LEAST_R2 = 0.2  # share of the variance below which a fit is no use for predicting a step
 MUCH_BETTER_R2 = 0.1  # by which one rank's own load must surpass the largest one to be the cause of the steps
-LEAST_T = 4.0  # errors that a coefficient must be away from 0: one in 15,000 by chance
-LEAST_MS = 0.01  # of a step: less is the rounding of a log
-FAR_OFF = 8.0  # median absolute deviations: a step further off the line is a pause, not a step
 TOGETHER = 0.7  # mean resultant length of the phases: 1 in lock-step, near 0 for steps that drift past each other
 COMPUTED_US = 5.0  # per token: no engine reads a token's KV that slowly, and none computes a prompt as fast
 COMPUTED_FAST_US = 0.5  # the same for a log in which no step has anything of the step before
@@ -59,22 +51,6 @@ ROUNDS = 8  # of c; it settles in two or three
 
 class BadStepLog(ValueError):
     """A file that is no step log; the text names file and line."""
-
-
-@dataclass(frozen=True, slots=True)
-class Fit:
-    """step_ms = a_us_per_token * (L + c_tokens * n) / 1000 + b_ms.
-
-    `r2` is the share of the variance that it explains; `doubt` is why it means nothing, None where it does mean
-    something.
-    """
-
-    a_us_per_token: float
-    b_ms: float
-    r2: float
-    steps: int
-    c_tokens: float = 0.0
-    doubt: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,7 +272,7 @@ class Observed:
         found, c_tokens = None, 0.0
         for _ in range(ROUNDS):
             slowest = (self.loads + c_tokens * self.requests).argmax(axis=0)
-            found = _fit(self.loads[slowest, columns], self.requests[slowest, columns], self.step_ms)
+            found = fit_steps(self.loads[slowest, columns], self.requests[slowest, columns], self.step_ms)
             if found is None or found.doubt is not None or found.c_tokens == c_tokens:
                 break
             c_tokens = found.c_tokens
@@ -306,7 +282,7 @@ class Observed:
         """The fit, with a doubt where one rank's own load explains the steps much better than the largest load does."""
         if fit is None or fit.doubt is not None:
             return fit
-        own = [_fit(*rank, self.step_ms) for rank in zip(self.loads, self.requests, strict=True)]
+        own = [fit_steps(*rank, self.step_ms) for rank in zip(self.loads, self.requests, strict=True)]
         best = max(range(len(own)), key=lambda index: _r2(own[index]))
         if _r2(own[best]) < fit.r2 + MUCH_BETTER_R2:
             return fit
@@ -316,7 +292,7 @@ class Observed:
     def slope_with(self, c_tokens: float) -> float:
         """a where c is given, us per token; nan where there is none."""
         load = (self.loads + c_tokens * self.requests).max(axis=0)
-        found = _fit(load, np.zeros_like(load), self.step_ms)
+        found = fit_steps(load, np.zeros_like(load), self.step_ms)
         return np.nan if found is None or found.doubt is not None else found.a_us_per_token
 
 
@@ -410,7 +386,7 @@ def only_prefills(steps: Floats) -> bool:
     same = running == busy[:-1, 2]
     stayed = same & (change > 0) & (change <= 8 * running)  # a token each, or a few where the engine speculates
     jumps = float(np.median(np.abs(change))) > 16 * float(np.median(running))
-    fit = _fit(busy[:, 3], busy[:, 2], busy[:, 1])
+    fit = fit_steps(busy[:, 3], busy[:, 2], busy[:, 1])
     least_us = COMPUTED_FAST_US if unrelated(busy[:, 3]) else COMPUTED_US
     computes = fit is not None and fit.a_us_per_token >= least_us and fit.b_ms < 0.5 * float(busy[:, 1].mean())
     return bool(stayed.mean() < 0.01 and jumps and computes)
@@ -422,97 +398,10 @@ def unrelated(loads: Floats) -> bool:
     return float(np.median(next_one)) > UNRELATED * float(np.median(far))
 
 
-# -- the fit -------------------------------------------------------------------------------------------------
-
-
 def _fit_of(steps: Floats) -> Fit | None:
     busy = steps[_decodes(steps)]
-    return _fit(busy[:, 3], busy[:, 2], busy[:, 1])
-
-
-def _fit(load: Floats, requests: Floats, step_ms: Floats) -> Fit | None:
-    """None where there is nothing to tell a slope from: fewer than three steps, or all with one load."""
-    if len(load) < 3 or float(np.ptp(load)) == 0.0:
-        return None
-    first = _Line.through(load, requests, step_ms)
-    near = first.near(step_ms)
-    if near.all() or near.sum() < 3 or float(np.ptp(load[near])) == 0.0:
-        found = first.fit()
-    else:
-        found = _Line.through(load[near], requests[near], step_ms[near]).fit()
-    negative = int(np.count_nonzero(step_ms < 0.0))
-    return replace(found, doubt=f"{negative} of the steps cost less than 0 ms") if negative else found
-
-
-@dataclass(frozen=True, slots=True)
-class _Line:
-    """A least-squares solution: coefficients of tokens, requests (0 where they say nothing) and 1, ms."""
-
-    per_token: float
-    per_request: float
-    base: float
-    token_t: float
-    base_t: float
-    rest: Floats
-    r2: float
-
-    @classmethod
-    def through(cls, load: Floats, requests: Floats, step_ms: Floats) -> "_Line":
-        if len(load) >= ENOUGH_STEPS and float(np.ptp(requests)) > 0:
-            (token, request, base), errors, rest, r2 = _least_squares(step_ms, load, requests)
-            if request > LEAST_T * errors[1]:
-                return cls(token, request, base, ratio(token, errors[0]), ratio(base, errors[2]), rest, r2)
-        (token, base), errors, rest, r2 = _least_squares(step_ms, load)
-        return cls(token, 0.0, base, ratio(token, errors[0]), ratio(base, errors[1]), rest, r2)
-
-    def near(self, step_ms: Floats) -> NDArray[np.bool_]:
-        """Which steps are not far off the line."""
-        off = np.abs(self.rest - np.median(self.rest))
-        limit = max(FAR_OFF * 1.4826 * float(np.median(off)), 1e-6 * float(np.abs(step_ms).max()))
-        return off <= limit
-
-    def fit(self) -> Fit:
-        c_tokens = self.per_request / self.per_token if self.per_token > 0 else 0.0
-        return Fit(self.per_token * 1e3, self.base, self.r2, len(self.rest), c_tokens, self.doubt())
-
-    def doubt(self) -> str | None:
-        """Why the fit means nothing."""
-        if self.per_token <= 0:
-            return "the slope is not above zero: time does not follow the KV tokens"
-        if self.token_t < LEAST_T:
-            return "the slope is no larger than its error"
-        if self.base_t < -LEAST_T and self.base < -LEAST_MS:
-            return f"an empty step would take {self.base:.3f} ms: time does not follow the KV tokens in a line"
-        if self.r2 < LEAST_R2:
-            return f"it explains {self.r2:.0%} of the variance of step times"
-        if len(self.rest) < ENOUGH_STEPS:
-            return f"{len(self.rest)} steps are too few"
-        return None
+    return fit_steps(busy[:, 3], busy[:, 2], busy[:, 1])
 
 
 def _r2(fit: Fit | None) -> float:
     return -math.inf if fit is None or fit.doubt is not None else fit.r2
-
-
-def ratio(coefficient: float, error: float) -> float:
-    """How many errors a coefficient is away from 0."""
-    return coefficient / error if error else float(np.copysign(np.inf, coefficient))
-
-
-def _least_squares(step_ms: Floats, *columns: Floats) -> tuple[list[float], list[float], Floats, float]:
-    """Coefficients (the last is that of 1), their standard errors, what is left over, and R^2."""
-    scales = [float(np.abs(column).max()) or 1.0 for column in columns] + [1.0]
-    matrix = np.stack([*(c / s for c, s in zip(columns, scales, strict=False)), np.ones(len(step_ms))], axis=1)
-    solution = np.linalg.lstsq(matrix, step_ms, rcond=None)[0]
-    rest: Floats = step_ms - matrix @ solution
-    total, left = float(((step_ms - step_ms.mean()) ** 2).sum()), float((rest**2).sum())
-    free = max(1, len(step_ms) - matrix.shape[1])
-    variances = np.diag(np.linalg.pinv(matrix.T @ matrix)) * left / free
-    errors = np.sqrt(np.clip(variances, 0.0, None))
-    r2 = 1.0 - left / total if total else 1.0
-    return (
-        [float(value / scale) for value, scale in zip(solution, scales, strict=True)],
-        [float(value / scale) for value, scale in zip(errors, scales, strict=True)],
-        rest,
-        r2,
-    )

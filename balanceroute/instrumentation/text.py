@@ -1,6 +1,7 @@
 """A summary of step logs for people: a table of the files, a line or two per barrier, and what to configure."""
 
-from balanceroute.instrumentation.reading import COMPUTED_FAST_US, Fit, Group, RankSummary, Summary
+from balanceroute.instrumentation.reading import COMPUTED_FAST_US, Group, RankSummary, Summary
+from balanceroute.instrumentation.step_fit import Fit
 
 NO_FIT = "no fit (too few steps, or all with the same load)"
 

@@ -44,7 +44,6 @@ class Reply:
     status: int = 0
     event_times_s: list[float] = field(default_factory=list)  # one entry per event of data, by `monotonic`
     tail: bytes = b""  # the whole body where it is short
-    body_bytes: int = 0
 
 
 class Connection(asyncio.Protocol):
@@ -103,7 +102,6 @@ class Connection(asyncio.Protocol):
         self.begun = text[start:] if start >= 0 else b""
         if events:
             reply.event_times_s.extend([self.now] * events)
-        reply.body_bytes += len(body)
         reply.tail = body if len(body) >= self.keep_bytes else (reply.tail + body)[-self.keep_bytes :]
 
     def on_message_complete(self) -> None:

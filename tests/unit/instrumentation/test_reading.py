@@ -11,7 +11,8 @@ import pytest
 from balanceroute.cli.steps import steps
 from balanceroute.errors import InputError
 from balanceroute.instrumentation.__main__ import main
-from balanceroute.instrumentation.reading import BadStepLog, Fit, Group, Summary, read, summarise
+from balanceroute.instrumentation.reading import BadStepLog, Group, Summary, read, summarise
+from balanceroute.instrumentation.step_fit import Fit
 from balanceroute.instrumentation.step_log import COLUMNS
 from balanceroute.instrumentation.text import configuration
 
