@@ -25,7 +25,7 @@ pytestmark = pytest.mark.e2e
 
 WORKERS = {
     "prefill": {"workers": [{"url": "http://127.0.0.1:1"}]},
-    "decode": {"workers": [{"url": "http://127.0.0.1:2"}]},
+    "decode": {"workers": [{"url": "http://127.0.0.1:2"}], "max_num_seqs": 64},
     "predictor": {"kind": "none"},
 }
 

@@ -22,6 +22,7 @@ from balanceroute.errors import ConfigError
 from balanceroute.proxy.admission.tickets import Ticket
 from balanceroute.proxy.changes import changes_of
 from balanceroute.proxy.ops.admin import Admin
+from balanceroute.proxy.ops.guard import ERROR_HANDLERS
 from balanceroute.proxy.ops.steering import with_policy
 from tests.unit.proxy.reloading import apply
 from tests.unit.proxy.virtual_time import VirtualTimeLoop, a_config, a_router
@@ -63,7 +64,7 @@ class OperatorsMachine(RuleBasedStateMachine):
             self.services = a_router(self.file)
 
         self.do(made())
-        self.app = Starlette(routes=Admin(lambda: self.services).routes())
+        self.app = Starlette(routes=Admin(lambda: self.services).routes(), exception_handlers=ERROR_HANDLERS)
         self.named = {spec.id: spec for spec in worker_specs(self.file)}  # by the file
         self.here, self.drained = dict(self.named), set[str]()
 
