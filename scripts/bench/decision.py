@@ -40,7 +40,7 @@ from typing import Any, NamedTuple
 
 import numpy
 
-from balanceroute import __version__
+from balanceroute import __version__, native
 from balanceroute.core import subset
 from balanceroute.core.knobs import PolicySettings
 from balanceroute.core.policies import make_policy
@@ -244,8 +244,9 @@ def header() -> str:
     """What was measured where."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     model = [line for line in open("/proc/cpuinfo") if line.startswith("model name")] or [platform.processor()]
+    form = "compiled" if native.COMPILED else "run as Python, not compiled"
     return (
-        f"balanceroute {__version__} ({commit.stdout.strip() or 'no git'}), Python {platform.python_version()}, "
+        f"balanceroute {__version__} ({commit.stdout.strip() or 'none'}), {form}; Python {platform.python_version()}, "
         f"numpy {numpy.__version__}, {model[0].split(':')[-1].strip()}\nB={SLOTS} H={HORIZON}; microseconds"
     )
 

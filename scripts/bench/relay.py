@@ -43,6 +43,9 @@ from typing import Any
 from processes import allow_many_sockets
 from routers import HERE, KEY, Site, Target
 
+from balanceroute import native
+from balanceroute.proxy import hotpath
+
 REFERENCE, OURS, DIRECT = "bare relay", "balanceroute", "direct"
 LOADS: dict[str, tuple[float, list[str]]] = {  # interval of the workers in ms, arguments of relay_load.py
     "unary": (20, ["unary", "--clients", "32", "--tokens", "16"]),
@@ -169,14 +172,15 @@ def interval(ours: list[float], others: list[float], draws: int = 2000) -> str:
 
 
 def conditions() -> str:
-    """Commit, processor and versions, for below the table."""
+    """Commit, whether it is compiled, processor and versions, for below the table."""
     command = ["git", "-C", str(HERE), "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
     info = Path("/proc/cpuinfo").read_text().splitlines()
     cpu = next((line.partition(": ")[2] for line in info if line.startswith("model name")), platform.machine())
     names = ("uvicorn", "uvloop", "httptools", "orjson", "numpy")
     versions = ", ".join(f"{name} {version(name)}" for name in names)
-    return f"commit {commit}; {os.cpu_count()} x {cpu}; Python {platform.python_version()}, {versions}"
+    form = "compiled" if native.COMPILED and hotpath.COMPILED else "run as Python, not compiled"
+    return f"commit {commit}, {form}; {os.cpu_count()} x {cpu}; Python {platform.python_version()}, {versions}"
 
 
 def main() -> None:
