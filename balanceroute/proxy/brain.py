@@ -235,7 +235,7 @@ def create_brain_app(configured: Configured, folder: RunFolder, lead: Lead, rela
     Raises: ConfigError: a file of the configuration is wrong.
     """
     read = _known(configured.config, setup.again)
-    kept = KeptChanges(folder.changes, setup.lineage, lead.renew, configured.number)
+    kept = KeptChanges(folder.changes, setup.lineage, lead, configured.number)
     config = kept.last.config(read)
     forecasts, lacking = _forecasts(config, setup.again)
     if lacking:

@@ -3,7 +3,8 @@
 A brain that is started again would otherwise know the configuration alone: streams on a worker that was added by hand,
 or that leaves, would have no place in it, and a worker that was taken out would be back. It holds for a lineage: a
 router and those that have taken over from it, by a number that the first one draws. A restart of the whole router
-forgets it. A reload that no brain has made, because none led, changes of it what it would have changed of theirs.
+forgets it. So does a router of another machine that leads meanwhile (`lease.py`): operators have spoken to that one
+since. A reload that no brain has made, because none led, changes of it what it would have changed of theirs.
 """
 
 import asyncio
@@ -20,6 +21,7 @@ from balanceroute.config import Config, normalised_url
 from balanceroute.core.types import WorkerSpec
 from balanceroute.errors import ConfigError, NoHealthyWorkers
 from balanceroute.proxy.link.files import is_gone, replace_content
+from balanceroute.proxy.link.leadership import Lead
 from balanceroute.proxy.ops.steering import with_policy
 from balanceroute.proxy.services import Services
 from balanceroute.proxy.telemetry.ticks import until_tick_s
@@ -39,7 +41,7 @@ class Changes(msgspec.Struct, frozen=True):
     `added`: those as well that differ from the configuration's of the same id. `removed`: as the configuration
     described them; one that it describes anew is back. `workers`: all that the router has, for one that leaves may have
     requests still, whether an operator took it out or a configuration that no longer names it. `number`: of the
-    configuration (`configured.py`).
+    configuration (`configured.py`). `epoch`: of the brain that wrote it.
     """
 
     lineage: int
@@ -49,6 +51,7 @@ class Changes(msgspec.Struct, frozen=True):
     policy: str | None = None
     workers: tuple[WorkerSpec, ...] = ()
     number: int = 0
+    epoch: int = 0
 
     def in_use(self, config: Config) -> list[WorkerSpec]:
         """The workers that a router of this configuration has."""
@@ -90,8 +93,8 @@ class Changes(msgspec.Struct, frozen=True):
                 fleet.leave(fleet.restore(spec))
 
 
-def changes_of(services: Services, base: Config, lineage: int, number: int = 0) -> Changes:
-    """What a running router has beyond its configuration `base`, which is of that `number`."""
+def changes_of(services: Services, base: Config, lineage: int, number: int = 0, epoch: int = 0) -> Changes:
+    """What a running router has beyond its configuration `base`, which is of that `number`; `epoch`: of its brain."""
     configured = {spec.id: spec for spec in worker_specs(base)}
     staying = {worker.id: worker.spec for worker in services.fleet if not worker.leaving}
     policy = services.config.routing.policy
@@ -103,17 +106,18 @@ def changes_of(services: Services, base: Config, lineage: int, number: int = 0) 
         None if policy == base.routing.policy else policy,
         tuple(worker.spec for worker in services.fleet),
         number,
+        epoch,
     )
 
 
 class KeptChanges:
     """The file of one run folder. `last` is what it says, `number` that of the configuration that is gone by."""
 
-    def __init__(self, path: Path, lineage: int, leads: Callable[[], bool] = lambda: True, number: int = 0) -> None:
-        """`last` is, at first, what a brain of the same lineage before this one has left, and what a reload since then
-        has left of that. `leads`: whether this one does still; the file is the leader's to write.
+    def __init__(self, path: Path, lineage: int, lead: Lead | None = None, number: int = 0) -> None:
+        """`last` is, at first, what a brain of the same lineage before this one has left, and what a reload since then,
+        or a brain of another run folder, has left of that. `lead`: the file is the leader's to write; None: to look.
         """
-        self._path, self._lineage, self._leads, self.number = path, lineage, leads, number
+        self._path, self._lineage, self._lead, self.number = path, lineage, lead, number
         self._trouble = Trouble(
             log, "what operators change is not kept for another brain", "what operators change is kept again"
         )
@@ -127,19 +131,24 @@ class KeptChanges:
         except (OSError, ValueError, RecursionError) as error:
             log.warning("what operators had changed can't be read", extra={"file": str(path), "error": str(error)})
             return
-        if found.lineage == lineage:
-            reloaded = number > max(found.number, FIRST)
-            self.last = msgspec.structs.replace(found, policy=None) if reloaded else found
+        if found.lineage != lineage:
+            return
+        if lead is not None and lead.others > found.epoch:
+            log.info("what operators had changed is forgotten: another router has led since")
+            found = Changes(lineage, workers=found.workers, number=found.number)  # streams may be on them still
+        reloaded = number > max(found.number, FIRST)
+        self.last = msgspec.structs.replace(found, policy=None) if reloaded else found
 
     def keep(self, services: Services, base: Config) -> None:
         """Write down what is not in the file yet; that it can't be written is told once, until it can be again.
 
         Raises: NoHealthyWorkers: another brain leads, and does not know of it.
         """
-        changes, file = changes_of(services, base, self._lineage, self.number), str(self._path)
+        epoch = 0 if self._lead is None else self._lead.epoch
+        changes, file = changes_of(services, base, self._lineage, self.number, epoch), str(self._path)
         if changes == self.last and not is_gone(self._path):
             return
-        if not self._leads():
+        if self._lead is not None and not self._lead.renew():
             raise NoHealthyWorkers("Another brain leads.", retry_after_s=RETRY_S)
         try:
             replace_content(self._path, msgspec.json.encode(changes))

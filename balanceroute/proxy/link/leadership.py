@@ -37,6 +37,7 @@ class Lead(Protocol):
     """The lead, from `take` until it is lost, released, or the process ends."""
 
     epoch: int
+    others: int  # the last number under which a brain of another run folder has led, as far as is known; 0: none has
 
     def take(self) -> bool:
         """Lead, if nobody does; looked at again and again by a standby. Raises: ConfigError: it can never work."""
@@ -71,7 +72,7 @@ class FileLead:
         self._held = threading.Lock()  # the file is not closed while it is touched
         self._renewed_s = 0.0
         self._trouble = Trouble(log, "the leader cannot show that it lives")
-        self.epoch = 0
+        self.epoch = self.others = 0
 
     def take(self) -> bool:
         """Lead, if nobody does or the leader stands still. Raises: ConfigError: the file can't be used."""

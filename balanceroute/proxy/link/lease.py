@@ -66,7 +66,7 @@ class LeaseLead:
         self._lost = self._resigned = False
         self._ends = threading.Event()
         self._thread: threading.Thread | None = None
-        self.epoch = 0
+        self.epoch = self.others = 0
 
     def take(self) -> bool:
         """Lead, if nobody does, here and in the cluster. Raises: ConfigError: the API server lets us do nothing."""
@@ -151,6 +151,8 @@ class LeaseLead:
                 log.info("who holds the lease", extra={"lease": self._api.name, "holder": spec.holder_identity})
             self._seen, self._seen_s = spec, self._clock()
             self.epoch = max(self.epoch, spec.lease_transitions or 0)
+            if spec.holder_identity != self._holder:  # of one that was given up that was we, or another one
+                self.others = self.epoch
 
     def _is_over(self, spec: LeaseSpec) -> bool:
         """Whether it has not been renewed for so long, by our own clock, while we looked."""

@@ -22,6 +22,28 @@ LINEAGE = 7
 NEW = WorkerSpec("new", Role.DECODE, "http://new:1", slots=4)
 
 
+class ALead:
+    """One that is lost when told so."""
+
+    def __init__(self, epoch: int = 1, others: int = 0) -> None:
+        self.epoch, self.others, self.leads = epoch, others, True
+
+    def take(self) -> bool:
+        return True
+
+    def renew(self) -> bool:
+        return self.leads
+
+    def outrank(self, epoch: int) -> bool:
+        return False
+
+    def resign(self) -> None:
+        """Nobody hears."""
+
+    def release(self) -> None:
+        """Nobody hears."""
+
+
 def specs(services: Services) -> dict[str, WorkerSpec]:
     return {worker.id: worker.spec for worker in services.fleet}
 
@@ -173,14 +195,13 @@ def test_a_file_that_somebody_removes_is_written_again(tmp_path: Path) -> None:
 
 
 def test_who_leads_no_more_writes_nothing_and_an_operator_is_told_so(tmp_path: Path) -> None:
-    path, leads = tmp_path / "changes", True
+    path, lead = tmp_path / "changes", ALead()
 
     async def test() -> None:
-        nonlocal leads
         services = a_router()
-        kept = KeptChanges(path, LINEAGE, lambda: leads)
+        kept = KeptChanges(path, LINEAGE, lead)
         kept.keep(services, services.config)
-        leads, before = False, path.read_bytes()
+        lead.leads, before = False, path.read_bytes()
         kept.keep(services, services.config)  # nothing has changed
         services.fleet.drain(services.fleet["p0"])
         with pytest.raises(NoHealthyWorkers):
@@ -208,6 +229,38 @@ def test_a_file_is_read_in_the_lineage_that_wrote_it(tmp_path: Path, caplog: pyt
     assert KeptChanges(path, LINEAGE + 1).last == Changes(LINEAGE + 1)
     path.write_text("nonsense")
     assert KeptChanges(path, LINEAGE).last == Changes(LINEAGE) and "can't be read" in caplog.text
+
+
+@pytest.mark.parametrize("others", [0, 3, 4, 5])
+def test_a_router_forgets_what_operators_have_changed_of_it_where_another_one_has_led_since(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, others: int
+) -> None:
+    caplog.set_level(logging.INFO)
+    path = tmp_path / "changes"
+
+    async def test() -> None:
+        services = a_router()
+        base = services.config
+        services.fleet.add(NEW, 3)
+        services.fleet.leave(services.fleet["d1"])
+        services.fleet.sweep()
+        services.fleet.drain(services.fleet["p0"])
+        services.config = with_policy(base, "random")
+        KeptChanges(path, LINEAGE, ALead(epoch=4)).keep(services, base)
+        led, again = KeptChanges(path, LINEAGE, ALead(epoch=6, others=others)), a_router()
+        led.last.apply(again)
+        forgets = others > 4
+        assert led.last.config(base).routing.policy == (base.routing.policy if forgets else "random")
+        assert {worker.id for worker in again.fleet if worker.drained} == (set() if forgets else {"p0"})
+        staying = {worker.id for worker in again.fleet if not worker.leaving}
+        assert staying - set(specs(a_router())) == (set() if forgets else {"new"})
+        assert ("d1" in staying) is forgets
+        assert "new" in again.fleet, "streams of the time when it led may be there"
+        assert ("another router has led since" in caplog.text) is forgets
+        led.keep(again, base)
+        assert KeptChanges(path, LINEAGE, ALead(epoch=7, others=others)).last.drained == led.last.drained
+
+    in_virtual_time(test)
 
 
 @pytest.mark.parametrize(

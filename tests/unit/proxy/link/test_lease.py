@@ -284,6 +284,28 @@ def test_a_lease_that_was_deleted_is_made_again_with_a_larger_number(server: Api
         block_until(lambda: not first.renew())
 
 
+def test_who_leads_again_knows_whether_another_pod_has_led_meanwhile(server: ApiServer) -> None:
+    first, second = Pod(server, "a"), Pod(server, "b")
+    with pods(first, second) as (lead, other):
+        assert lead.take() and lead.others == 0
+        lead.release()
+        again = first.brain()
+        assert again.take() and (again.epoch, again.others) == (2, 0)
+        again.resign()
+        block_until(lambda: server.spec["holderIdentity"] == "")
+        again.release()
+        third = first.brain()
+        assert third.take() and (third.epoch, third.others) == (3, 2), "whoever has given it up led before it"
+        third.resign()
+        block_until(lambda: server.spec["holderIdentity"] == "")
+        third.release()
+        assert other.take() and other.epoch == 4
+        other.resign()
+        block_until(lambda: server.spec["holderIdentity"] == "")
+        fourth = first.brain()
+        assert fourth.take() and (fourth.epoch, fourth.others) == (5, 4)
+
+
 def test_who_is_told_a_larger_number_leads_no_more_and_is_followed_by_one_that_counts_above_it(
     server: ApiServer,
 ) -> None:
