@@ -27,7 +27,7 @@ class Agreed:
     @classmethod
     def of(cls, config: Config, perimeter: Perimeter) -> "Agreed":
         """What `perimeter`, made from `config`, has read."""
-        return cls(config, None if perimeter.keys is None else tuple(key.entry for key in perimeter.keys))
+        return cls(config, perimeter.entries)
 
 
 class Agreement:

@@ -80,6 +80,8 @@ def apply(
         raise
     old = services.config
     changed = [name for name in type(new).model_fields if getattr(old, name) != getattr(new, name)]
+    if perimeter.entries != services.perimeter.entries:
+        changed.append("auth.client_keys")  # what the file holds
     if perimeter is not services.perimeter:
         perimeter.inherit(services.perimeter)
     new = shortened(new, [worker.kv_connector for worker in services.fleet])

@@ -45,6 +45,11 @@ class Perimeter:
         else:
             self._worker_authorization = None if self.keys is None else b""
 
+    @property
+    def entries(self) -> tuple[KeyEntry, ...] | None:
+        """What the file of keys held; None: there are no keys."""
+        return None if self.keys is None else tuple(key.entry for key in self.keys)
+
     def sit(self, seat: Seat) -> None:
         """Share with all relays on this machine what they use of keys: in a relay, which is forked with it."""
         self.seat = seat

@@ -43,6 +43,25 @@ def test_bounds_and_times_count_from_the_reload_on() -> None:
     in_virtual_time(test)
 
 
+def test_a_reload_says_whether_the_file_of_keys_holds_others(tmp_path: Path) -> None:
+    async def test() -> None:
+        file = tmp_path / "keys.yaml"
+        config = a_config(auth={"client_keys": str(file)})
+        file.write_text(f"- {{name: a, sha256: {'a' * 64}}}\n")
+        services = a_router(config)
+        assert apply(services, config) == []
+        for content in (
+            f"- {{name: a, sha256: {'b' * 64}}}\n",
+            f"- {{name: a, sha256: {'b' * 64}, max_in_flight: 3}}\n",
+            "[]",
+        ):
+            file.write_text(content)
+            assert apply(services, config) == ["auth.client_keys"]
+            assert apply(services, config) == []
+
+    in_virtual_time(test)
+
+
 def test_how_workers_are_judged_and_buffered_counts_from_the_reload_on_for_old_and_new_ones() -> None:
     async def test() -> None:
         services = a_router(a_config(health={"failure_threshold": 9}))
