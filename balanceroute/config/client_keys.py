@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Annotated, Final
 
 from pydantic import AfterValidator, Field, ValidationError
+from pydantic_core import ErrorDetails
 
 from balanceroute.config.documents import read_document, read_mapping
 from balanceroute.config.models import PriorityBounds, Section
@@ -63,8 +64,7 @@ def read_client_keys(path: Path) -> tuple[KeyEntry, ...]:
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).lstrip(".")
-        text = str(first["ctx"]["error"]) if first["type"] == "value_error" else first["msg"]
-        raise ConfigError(f"{path}: {where}: {text}") from None
+        raise ConfigError(f"{path}: {where}: {_problem(first)}") from None
     for field in ("name", "sha256"):
         seen: dict[str, int] = {}
         for index, entry in enumerate(entries):
@@ -73,6 +73,22 @@ def read_client_keys(path: Path) -> tuple[KeyEntry, ...]:
                 raise ConfigError(f"{path}: keys[{index}].{field}: the same as that of keys[{seen[value]}]")
             seen[value] = index
     return entries
+
+
+def _problem(found: ErrorDetails) -> str:
+    loc = found["loc"]
+    fields = ", ".join((_File if len(loc) == 1 else PriorityBounds if "priority" in loc else KeyEntry).model_fields)
+    match found["type"]:
+        case "value_error":
+            return str(found["ctx"]["error"])
+        case "extra_forbidden":
+            return f"unknown key; accepted are {fields}"
+        case "model_type":
+            return f"accepted is a mapping with the keys {fields}"
+        case "tuple_type":
+            return "accepted is a list of keys"
+        case _:
+            return found["msg"]
 
 
 def digest_of(key: bytes) -> bytes:
