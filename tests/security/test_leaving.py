@@ -3,7 +3,7 @@
 import pytest
 
 from tests.security.deployment import HOLD, Edge
-from tests.security.wire import Connection, body, completion, request
+from tests.security.wire import Connection, body, chunked, completion, request
 from tests.waiting import block_until
 
 pytestmark = pytest.mark.e2e
@@ -61,6 +61,25 @@ def test_the_end_of_what_a_client_sends_cancels_its_completion(edge: Edge) -> No
         assert connection.head()[0] == 200
         connection.half_close()
         block_until(lambda: edge.workers.left == 1, "the worker's stream goes on")
+        assert b"[DONE]" not in connection.rest()
+    assert edge.new_log_lines() == []
+
+
+def test_a_client_that_half_closes_behind_a_large_chunked_body_gets_its_answer(edge: Edge) -> None:
+    with edge.connect() as connection:
+        head = request("POST", "/tokenize", "Content-Type: application/json", "Transfer-Encoding: chunked")
+        connection.send(head + chunked(body("x" * 200_000)))
+        connection.half_close()
+        assert connection.answer("POST").status == 200
+        assert connection.has_ended()
+
+
+def test_a_completion_behind_another_request_is_cancelled_by_an_end_that_comes_before_it_begins(edge: Edge) -> None:
+    edge.new_log_lines()
+    with edge.connect() as connection:
+        connection.send(request("GET", "/v1/models") + completion(HOLD, stream=True))  # a worker is asked for the first
+        connection.half_close()
+        assert connection.answer().status == 200
         assert b"[DONE]" not in connection.rest()
     assert edge.new_log_lines() == []
 

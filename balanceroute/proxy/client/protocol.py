@@ -141,10 +141,10 @@ class ClientProtocol(asyncio.Protocol):
     def eof_received(self) -> bool:
         """The client sends no more; returns whether it may still be told something."""
         self._ended = True
-        if self._lingering:
-            return False
         if self._hot and self._response is not None and self._request is None:
             self.abort()  # closing would wait for what it does not read, and TLS for its last word
+            return False
+        if self._lingering:
             return False
         self._advance()
         return self._scheme == "http" and not self.transport.is_closing()
@@ -218,7 +218,7 @@ class ClientProtocol(asyncio.Protocol):
                 else:
                     self.close()
                 return
-        elif receiving and self._ended:
+        elif receiving and self._ended and (self._hot or not self._raw):  # else there are slices of a chunked body left
             self._cut_short()
             return
         if receiving and self._receiving_since_s == math.inf:
@@ -331,6 +331,9 @@ class ClientProtocol(asyncio.Protocol):
         """The request is complete."""
         handler, response = self._handler, self._response
         assert handler is not None and response is not None
+        if self._hot and self._ended:  # while it waited for the answers before it: its client has left
+            self.close()
+            return
         request.complete = True
         self._forget_request()
         self._deadline_s = math.inf

@@ -65,13 +65,19 @@ async def test_many_requests_pipelined_behind_a_completion_are_dropped_and_its_a
         await until(lambda: not server.connections)  # although it had sent so much more
 
 
+@pytest.mark.parametrize("behind", [b"", b"x" * 70_000], ids=["nothing-behind", "much-behind"])
 @pytest.mark.parametrize("encrypted", [False, True], ids=["plain", "tls"])
-async def test_a_client_that_ends_what_it_sends_and_reads_nothing_has_left_at_once(encrypted: bool) -> None:
+async def test_a_client_that_ends_what_it_sends_and_reads_nothing_has_left_at_once(
+    encrypted: bool, behind: bytes
+) -> None:
     """Its answer is under way, and there is more of it than its sockets take. The end of TLS does not come."""
     async with listening(encrypted=encrypted, stall_timeout_s=3600.0, receive_timeout_s=0.2) as server:
         client = await server.connect()
         client.post(b"", b"x-do: flood")
         await until(lambda: server.site.full)
+        client.send(behind)
+        (connection,) = server.connections
+        await until(lambda: connection._lingering is bool(behind))
         with socket.socket(fileno=os.dup(client.writer.get_extra_info("socket").fileno())) as below:
             below.shutdown(socket.SHUT_WR)
         await until(lambda: not server.connections)
