@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from balanceroute.core.types import Role
 from balanceroute.emulator import ClusterShape
 from balanceroute.errors import ConfigError
 from balanceroute.proxy.ops.guard import guarded
@@ -415,6 +416,15 @@ async def test_over_tls_the_cookie_stays_on_tls() -> None:
     ):
         signed_in = await laptop.post("/dashboard/session", headers=bearer(ADMIN))
         assert "secure" in signed_in.headers["set-cookie"].lower()
+
+
+async def test_a_host_that_looks_like_an_address_and_is_none_breaks_no_admin_route() -> None:
+    async with running(SMALL, auth={"admin_token": ADMIN}) as router:
+        headers = bearer(ADMIN) | {"host": "[....]"}
+        (worker,) = router.app.services.fleet.of(Role.PREFILL)
+        body = {"type": "prefill", "instances": worker.spec.url}
+        assert (await router.client.post("/instances/undrain", json=body, headers=headers)).status_code == 200
+        assert (await router.client.post("/dashboard/session", headers=headers)).status_code == 204
 
 
 async def test_metrics_can_be_put_behind_the_token() -> None:

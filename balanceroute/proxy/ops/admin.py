@@ -186,7 +186,7 @@ class Admin:
         services.keep_changes()
         return json_response(
             {
-                "message": f"{request.url.path.rsplit('/', 1)[-1]}: {', '.join(told)}",
+                "message": f"{request.scope['path'].rsplit('/', 1)[-1]}: {', '.join(told)}",
                 "current_prefill_instances": _addresses(services, Role.PREFILL),
                 "current_decode_instances": _addresses(services, Role.DECODE),
             }

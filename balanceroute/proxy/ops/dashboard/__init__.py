@@ -180,7 +180,7 @@ class Dashboard:
     async def session(self, request: Request) -> Response:
         """For who has shown the admin token: a cookie, so that the browser need not keep the token."""
         # a brain is asked by relays without TLS, whatever they speak to the browser
-        over_tls = request.url.scheme == "https" or self._services().config.tls.cert_file is not None
+        over_tls = request.scope["scheme"] == "https" or self._services().config.tls.cert_file is not None
         response = Response(status_code=204, headers=closed_headers())
         response.set_cookie(
             SESSION_COOKIE,
