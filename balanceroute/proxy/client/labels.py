@@ -38,8 +38,8 @@ def id_of(request: Request | None, raw: bytes) -> bytes:
     """
     if request is not None:
         return read_head(request.headers, None).told_id
-    head = raw[:MAX_HEAD_BYTES].partition(b"\r\n\r\n")[0] + b"\r\n"
-    told = _ID_LINE.findall(head)
+    head, end, _ = raw[:MAX_HEAD_BYTES].partition(b"\r\n\r\n")
+    told = _ID_LINE.findall(head + end)  # half a line may be another request's
     return read_head([(b"x-request-id", told[0].strip())] if len(told) == 1 else (), None).told_id
 
 

@@ -1,8 +1,8 @@
-"""Whose share of the memory a body takes."""
+"""What a refusal is called, and whose share of the memory a body takes."""
 
 import pytest
 
-from balanceroute.proxy.client.labels import holder_of
+from balanceroute.proxy.client.labels import holder_of, id_of
 
 
 @pytest.mark.parametrize(
@@ -20,3 +20,9 @@ from balanceroute.proxy.client.labels import holder_of
 )
 def test_addresses_of_one_customer_are_one_holder(peer: str, holder: str) -> None:
     assert holder_of(peer) == holder
+
+
+def test_an_id_that_was_cut_off_is_nobodys() -> None:
+    head = b"GET / HTTP/1.1\r\nhost: x\r\nx-request-id: client-12"
+    assert id_of(None, head + b"\r\n") == id_of(None, head + b"\r\n\r\nx") == b"client-12"
+    assert not id_of(None, head).startswith(b"client")
