@@ -17,7 +17,7 @@ from balanceroute.core.knobs import PolicySettings
 from balanceroute.core.policies import make_policy
 from balanceroute.core.scheduler import Scheduler, SchedulerConfig
 from balanceroute.core.types import Outcome, RequestSpec, Role, WorkerSpec
-from balanceroute.proxy.wire.payloads import ClientRequest, parse
+from balanceroute.proxy.wire.client_request import ClientRequest, parse
 from balanceroute.proxy.wire.prompt_blocks import PromptBlocks
 
 PREFILLERS, FILLED, ROUNDS, REQUESTS = 8, 2000, 300, 20

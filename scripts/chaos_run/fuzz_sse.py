@@ -7,7 +7,7 @@ doubled, cut, flipped, inserted, swapped, events spliced into each other) and cu
 
 * through an `EventScanner` of random settings, then as a second life of the same answer: nothing may raise; what it
   gives goes through an `AnswerAssembler`: only BadUpstreamReply may come out;
-* as a client's body through `payloads.parse` (and every body built from it): only InvalidRequest may come out;
+* as a client's body through `client_request.parse` (and every body built from it): only InvalidRequest may come out;
 * as a prefiller's and a decoder's reply through their readers: only BadUpstreamReply may come out.
 
 Reproduce a failure with its seed: `--seed S --inputs 1 --processes 1`.
@@ -21,16 +21,10 @@ import orjson
 
 from balanceroute.errors import BadUpstreamReply, InvalidRequest
 from balanceroute.proxy.wire.answers import AnswerAssembler, correct_answer
-from balanceroute.proxy.wire.payloads import (
-    ClientRequest,
-    Endpoint,
-    decode_body,
-    drain_body,
-    parse,
-    parse_probe_reply,
-    probe_body,
-    split,
-)
+from balanceroute.proxy.wire.client_request import ClientRequest, Endpoint, parse
+from balanceroute.proxy.wire.derived_requests import split
+from balanceroute.proxy.wire.payloads import decode_body, drain_body, probe_body
+from balanceroute.proxy.wire.probe_reply import parse_probe_reply
 from balanceroute.proxy.wire.sse import EventScanner
 from scripts.chaos_run.fuzzing import Batch, Mutation, cut, double, drop, feed, flip, inserting, place, reads
 

@@ -12,7 +12,7 @@ from balanceroute.proxy.admission.tickets import Ticket
 from balanceroute.proxy.client.exchange import Exchange
 from balanceroute.proxy.client.response import Response
 from balanceroute.proxy.life.leg import Leg
-from balanceroute.proxy.wire.payloads import ClientRequest
+from balanceroute.proxy.wire.client_request import ClientRequest
 from balanceroute.proxy.wire.sse import EventScanner
 from balanceroute.proxy.workers.upstream import Reply
 from tests.integration.router import Router, running

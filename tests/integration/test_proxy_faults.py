@@ -13,7 +13,7 @@ from balanceroute.emulator import ClusterShape, requests
 from balanceroute.emulator.connectors import Connector
 from balanceroute.emulator.requests import chat_prompt
 from balanceroute.engine.tokens import continuation, decode
-from balanceroute.proxy.wire.payloads import parse
+from balanceroute.proxy.wire.client_request import parse
 from balanceroute.proxy.workers.circuit import CircuitState
 from balanceroute.proxy.workers.drainer import Drain
 from tests.integration.router import Router, pushed_back, running

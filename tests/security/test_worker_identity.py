@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from balanceroute.proxy.wire.payloads import FOLLOWED_ABOVE_TOKENS
+from balanceroute.proxy.wire.client_request import FOLLOWED_ABOVE_TOKENS
 from tests.security.evil_worker import (
     Asked,
     Attacked,

@@ -14,7 +14,7 @@ from typing import Final
 
 import numpy as np
 
-from balanceroute.proxy.wire.payloads import ClientRequest
+from balanceroute.proxy.wire.client_request import ClientRequest
 from balanceroute.proxy.wire.prompt_traits import TRAITS, Traits, traits_of, weigh, weights_of_pairs
 
 MAX_MODELS: Final = 64

@@ -43,7 +43,8 @@ from balanceroute.proxy.life.suspicion import Choices
 from balanceroute.proxy.perimeter.keys import ClientKey
 from balanceroute.proxy.perimeter.routes import Access
 from balanceroute.proxy.telemetry.logs import log_request
-from balanceroute.proxy.wire.payloads import ClientRequest, Endpoint, parse, with_priority
+from balanceroute.proxy.wire.client_request import ClientRequest, Endpoint, parse
+from balanceroute.proxy.wire.derived_requests import with_priority
 from balanceroute.proxy.wire.responses import (
     INTERNAL_ERROR,
     SSE_HEADERS,

@@ -22,8 +22,9 @@ from balanceroute.proxy.client.response import Response
 from balanceroute.proxy.life.errors import ClientGone
 from balanceroute.proxy.life.leg import Leg
 from balanceroute.proxy.wire.answers import AnswerAssembler, with_usage
+from balanceroute.proxy.wire.client_request import ClientRequest
 from balanceroute.proxy.wire.closing import DONE_EVENT, event_bytes, event_head, usage_of
-from balanceroute.proxy.wire.payloads import ClientRequest, split
+from balanceroute.proxy.wire.derived_requests import split
 from balanceroute.proxy.wire.prompt_echo import with_prompt
 from balanceroute.proxy.wire.responses import SSE_HEADERS, Headers
 from balanceroute.proxy.wire.sse import payloads_of

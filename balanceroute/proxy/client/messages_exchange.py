@@ -16,10 +16,10 @@ from balanceroute.proxy.client.head import Request
 from balanceroute.proxy.client.response import Response
 from balanceroute.proxy.client.services import ClientServices
 from balanceroute.proxy.life.outlet import Outlet
+from balanceroute.proxy.wire.client_request import ClientRequest
 from balanceroute.proxy.wire.message_answers import PING, Counts, MessageStream, message_of
 from balanceroute.proxy.wire.message_errors import message_error_event, with_message_id
 from balanceroute.proxy.wire.message_requests import parse_messages
-from balanceroute.proxy.wire.payloads import ClientRequest
 from balanceroute.proxy.wire.responses import SSE_HEADERS, Headers
 
 PING_S: Final = 15.0

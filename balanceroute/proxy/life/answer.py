@@ -17,8 +17,10 @@ from balanceroute.proxy.life.resumption import Fidelity, resumption
 from balanceroute.proxy.life.retries import pushes_back
 from balanceroute.proxy.life.services import LifeServices
 from balanceroute.proxy.life.streaming import write_part
+from balanceroute.proxy.wire.client_request import ClientRequest
 from balanceroute.proxy.wire.closing import ended_by_length
-from balanceroute.proxy.wire.payloads import ClientRequest, PrefillResult, cut_alike, kept_apart, resume
+from balanceroute.proxy.wire.derived_requests import cut_alike, kept_apart, resume
+from balanceroute.proxy.wire.probe_reply import PrefillResult
 from balanceroute.proxy.wire.prompt_echo import prompt_text
 from balanceroute.proxy.wire.sse import EventScanner, StreamEnd
 from balanceroute.proxy.workers.fleet import Worker

@@ -24,7 +24,8 @@ from balanceroute.proxy.life.retries import event_error, status_error
 from balanceroute.proxy.life.streaming import stream_events
 from balanceroute.proxy.wire.answers import correct_answer
 from balanceroute.proxy.wire.bounds import ABORT, aborted
-from balanceroute.proxy.wire.payloads import ClientRequest, decode_body
+from balanceroute.proxy.wire.client_request import ClientRequest
+from balanceroute.proxy.wire.payloads import decode_body
 from balanceroute.proxy.wire.sse import DONE, StreamEnd
 from balanceroute.proxy.workers.fleet import Worker
 from balanceroute.proxy.workers.identity import check_id, foreign_reply, learn_id

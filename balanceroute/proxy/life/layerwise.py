@@ -66,7 +66,9 @@ from balanceroute.proxy.life.prefilling import ask, has_prefilled
 from balanceroute.proxy.life.pull import go_on
 from balanceroute.proxy.life.retries import pushes_back
 from balanceroute.proxy.telemetry.conditions import CONNECTOR
-from balanceroute.proxy.wire.payloads import ClientRequest, PrefillResult, push_body
+from balanceroute.proxy.wire.client_request import ClientRequest
+from balanceroute.proxy.wire.payloads import push_body
+from balanceroute.proxy.wire.probe_reply import PrefillResult
 from balanceroute.proxy.workers.fleet import Worker
 
 log = logging.getLogger(__name__)

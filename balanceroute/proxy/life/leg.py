@@ -51,7 +51,8 @@ from balanceroute.proxy.life.outlet import Outlet
 from balanceroute.proxy.life.retries import Retries
 from balanceroute.proxy.life.services import LifeServices
 from balanceroute.proxy.life.suspicion import Choices
-from balanceroute.proxy.wire.payloads import ClientRequest, PrefillResult
+from balanceroute.proxy.wire.client_request import ClientRequest
+from balanceroute.proxy.wire.probe_reply import PrefillResult
 from balanceroute.proxy.wire.sse import DONE
 from balanceroute.proxy.workers.drainer import Drain
 from balanceroute.proxy.workers.fleet import Worker

@@ -11,7 +11,8 @@ from balanceroute.errors import ForeignReply, UpstreamError
 from balanceroute.proxy.life.errors import NothingPinned
 from balanceroute.proxy.life.leg import ERROR_LIMIT, REPLY_LIMIT, Leg, clear_frames
 from balanceroute.proxy.life.retries import status_error
-from balanceroute.proxy.wire.payloads import PrefillResult, parse_probe_reply, probe_body, score_body
+from balanceroute.proxy.wire.payloads import probe_body, score_body
+from balanceroute.proxy.wire.probe_reply import PrefillResult, parse_probe_reply
 from balanceroute.proxy.workers.connector_check import pinned_nothing
 from balanceroute.proxy.workers.fleet import Worker
 from balanceroute.proxy.workers.identity import check_id

@@ -31,7 +31,7 @@ from balanceroute.proxy.life.leg import (
 from balanceroute.proxy.life.prefilling import next_prefiller, try_probe
 from balanceroute.proxy.life.retries import pushes_back
 from balanceroute.proxy.life.seam import ids_of_a_broken_character
-from balanceroute.proxy.wire.payloads import PrefillResult
+from balanceroute.proxy.wire.probe_reply import PrefillResult
 from balanceroute.proxy.workers.fleet import Worker
 
 # From a decoder's socket to its engine, tokenisation included. An idle one needs milliseconds and its first event ends

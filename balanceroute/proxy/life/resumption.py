@@ -54,7 +54,7 @@ from typing import Any, Final
 
 import orjson
 
-from balanceroute.proxy.wire.payloads import ClientRequest
+from balanceroute.proxy.wire.client_request import ClientRequest
 from balanceroute.proxy.wire.sse import REASONING, TOOL_CALLS, Cut
 
 

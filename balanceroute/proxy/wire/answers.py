@@ -4,7 +4,7 @@ Most non-stream requests are streamed between router and worker (`ClientRequest.
 progress is known token by token and a recompute continues instead of starting over. `AnswerAssembler` turns
 the scanner's events into the one JSON object that the worker would have sent, in the worker's shape.
 
-What it cannot rebuild (echo, prompt_logprobs, fields unknown to `payloads.ASSEMBLED_FIELDS`) and what is
+What it cannot rebuild (echo, prompt_logprobs, fields unknown to `client_request.ASSEMBLED_FIELDS`) and what is
 short stays unstreamed: `correct_answer` counts it at the end. Nothing of such an answer reaches the client
 before it is whole, so one that was recomputed is asked for again from the client's own prompt.
 """
@@ -17,7 +17,7 @@ import orjson
 
 from balanceroute.errors import BadUpstreamReply
 from balanceroute.proxy.wire.bounds import checked_choice, checked_usage, shown_id, token_count
-from balanceroute.proxy.wire.payloads import ClientRequest
+from balanceroute.proxy.wire.client_request import ClientRequest
 from balanceroute.proxy.wire.sse import EventScanner, payloads_of
 from balanceroute.proxy.wire.usage import put_prompt_details
 

@@ -27,8 +27,9 @@ from typing import Any, Final
 import orjson
 
 from balanceroute.errors import InvalidRequest
+from balanceroute.proxy.wire.client_request import ClientRequest, request_of
 from balanceroute.proxy.wire.fields import as_boolean, as_integer, as_number, checked
-from balanceroute.proxy.wire.payloads import ClientRequest, check_depth, read_object, request_of
+from balanceroute.proxy.wire.json_body import check_depth, load_writable_object
 
 _WITHOUT_EFFECT: Final = frozenset(
     ("service_tier", "cache_control", "context_management", "diagnostics", "speed", "user_profile_id", "workspace_id")
@@ -54,14 +55,14 @@ Block = dict[str, Any]
 
 def parse_messages(body: bytes) -> ClientRequest:
     """A client's `/v1/messages` as the chat that it is served as. Raises: InvalidRequest: it names the field."""
-    chat = chat_of(read_object(body))
+    chat = chat_of(load_writable_object(body))
     check_depth(body, chat)  # a tool's schema is a level deeper in a chat
     return request_of("chat", chat)
 
 
 def tokenize_body(body: bytes) -> bytes:
     """What a worker's `/tokenize` is asked for a `/v1/messages/count_tokens`. Raises: InvalidRequest."""
-    chat = chat_of({**read_object(body), "max_tokens": 1})
+    chat = chat_of({**load_writable_object(body), "max_tokens": 1})
     check_depth(body, chat)
     return orjson.dumps({name: value for name, value in chat.items() if name in _TOKENIZED})
 

@@ -19,7 +19,7 @@ from typing import Final
 import orjson
 import xxhash
 
-from balanceroute.proxy.wire.payloads import ClientRequest
+from balanceroute.proxy.wire.client_request import ClientRequest
 from balanceroute.proxy.wire.prompt_traits import template_fields
 
 BLOCK_BYTES: Final = 1024  # 200 to 350 tokens of text or ids: one to three blocks of vllm-ascend's 128 tokens

@@ -1,7 +1,7 @@
 """What an answer says about its prompt: `echo`, and the logprobs of prompt tokens.
 
-The prefiller says it in its reply to the probe (`payloads.PromptWishes`), the decoder writes the rest, and one plain
-server would have sent both in one object: here they become one.
+The prefiller says it in its reply to the probe (`client_request.PromptWishes`), and the decoder writes the rest. One
+plain server would have sent both in one object: here they become one.
 
     completions, echo              choice.text = prompt + answer
     completions, echo + logprobs   choice.logprobs: the prompt's lists, then the answer's, text offsets going on
@@ -16,8 +16,8 @@ from typing import Any
 import orjson
 
 from balanceroute.errors import BadUpstreamReply
+from balanceroute.proxy.wire.client_request import ClientRequest
 from balanceroute.proxy.wire.closing import DONE_EVENT, event_bytes, event_head
-from balanceroute.proxy.wire.payloads import ClientRequest
 
 _SHAPE_ERRORS = (TypeError, KeyError, IndexError, AttributeError, ValueError)
 

@@ -24,7 +24,7 @@ import numpy.typing as npt
 import orjson
 
 from balanceroute.proxy.hotpath import COMPILED, count_pairs, weigh_pairs
-from balanceroute.proxy.wire.payloads import ClientRequest
+from balanceroute.proxy.wire.client_request import ClientRequest
 
 Traits = npt.NDArray[np.float64]
 PairCounts = npt.NDArray[np.int64]

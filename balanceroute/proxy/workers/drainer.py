@@ -23,7 +23,8 @@ from balanceroute.core.types import Role, WorkerState
 from balanceroute.errors import ConnectFailed, UpstreamError
 from balanceroute.proxy.admission.tickets import Tickets
 from balanceroute.proxy.telemetry.metrics import Metrics
-from balanceroute.proxy.wire.payloads import ClientRequest, drain_body
+from balanceroute.proxy.wire.client_request import ClientRequest
+from balanceroute.proxy.wire.payloads import drain_body
 from balanceroute.proxy.workers.fleet import Fleet, Worker
 from balanceroute.proxy.workers.pins import Pin, stand_in
 

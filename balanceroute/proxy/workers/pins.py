@@ -42,7 +42,7 @@ from balanceroute.proxy.link.files import beside, is_at
 from balanceroute.proxy.telemetry.ticks import until_tick_s
 from balanceroute.proxy.telemetry.troubles import Trouble
 from balanceroute.proxy.wire.bounds import MAX_PARAMS_BYTES, token_count
-from balanceroute.proxy.wire.payloads import ClientRequest
+from balanceroute.proxy.wire.client_request import ClientRequest
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import orjson
 
-from balanceroute.proxy.wire.payloads import ClientRequest, parse
+from balanceroute.proxy.wire.client_request import ClientRequest, parse
 
 MEASURED = Path(__file__).parents[3] / "data" / "prompts" / "measured.jsonl.gz"
 

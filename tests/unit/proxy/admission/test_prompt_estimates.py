@@ -9,7 +9,7 @@ import pytest
 
 from balanceroute.errors import InvalidRequest
 from balanceroute.proxy.admission.prompt_estimates import MAX_MODELS, PromptEstimates, has_estimate
-from balanceroute.proxy.wire.payloads import ClientRequest, parse
+from balanceroute.proxy.wire.client_request import ClientRequest, parse
 from balanceroute.proxy.wire.prompt_traits import image_size
 from tests.unit.proxy.admission.prompts import a_request, jpeg, measured, png
 

@@ -4,7 +4,7 @@ import pytest
 
 from balanceroute.errors import InvalidRequest
 from balanceroute.proxy.client.fanout import MAX_COPIED_BYTES, parts_of
-from balanceroute.proxy.wire.payloads import parse
+from balanceroute.proxy.wire.client_request import parse
 
 LARGE = b"x" * (MAX_COPIED_BYTES // 128)
 

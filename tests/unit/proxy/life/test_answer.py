@@ -10,7 +10,8 @@ from balanceroute.errors import BadUpstreamReply, ConnectionLost, NotResumable, 
 from balanceroute.proxy.client.fanout import PartAnswer
 from balanceroute.proxy.life.answer import MAX_RESTARTS, Answer
 from balanceroute.proxy.life.layerwise import Layerwise
-from balanceroute.proxy.wire.payloads import PrefillResult, decode_body, probe_body
+from balanceroute.proxy.wire.payloads import decode_body, probe_body
+from balanceroute.proxy.wire.probe_reply import PrefillResult
 from tests.unit.proxy.life.legs import PROMPT_IDS, Client, a_leg, a_request
 from tests.unit.proxy.virtual_time import a_config, a_router, in_virtual_time
 

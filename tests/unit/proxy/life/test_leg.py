@@ -15,7 +15,7 @@ from balanceroute.proxy.life.layerwise import Layerwise
 from balanceroute.proxy.life.leg import Event, Leg, Strategy
 from balanceroute.proxy.life.pull import Pull
 from balanceroute.proxy.life.scoring import Scoring
-from balanceroute.proxy.wire.payloads import parse
+from balanceroute.proxy.wire.client_request import parse
 from balanceroute.proxy.workers.upstream import Reply
 from tests.unit.proxy.virtual_time import a_router, in_virtual_time, let_pass
 

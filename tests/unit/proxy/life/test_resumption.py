@@ -6,7 +6,7 @@ import orjson
 import pytest
 
 from balanceroute.proxy.life.resumption import Fidelity, resumption
-from balanceroute.proxy.wire.payloads import parse
+from balanceroute.proxy.wire.client_request import parse
 from balanceroute.proxy.wire.sse import REASONING, TEXT, TOOL_CALLS, Cut
 
 IMAGE = [{"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}, {"type": "text", "text": "hi"}]

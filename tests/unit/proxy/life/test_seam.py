@@ -10,7 +10,7 @@ from balanceroute.errors import ConnectFailed
 from balanceroute.proxy.life.leg import Leg
 from balanceroute.proxy.life.seam import ALL, TIMEOUT_S, ids_of_a_broken_character
 from balanceroute.proxy.services import Services
-from balanceroute.proxy.wire.payloads import PrefillResult
+from balanceroute.proxy.wire.probe_reply import PrefillResult
 from tests.unit.proxy.life.legs import PROMPT_IDS, a_leg, events
 from tests.unit.proxy.virtual_time import Answer, Page, a_config, a_router, in_virtual_time, script
 

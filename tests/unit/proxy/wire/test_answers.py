@@ -6,16 +6,16 @@ import orjson
 import pytest
 
 from balanceroute.errors import BadUpstreamReply
-from balanceroute.proxy.wire import payloads
+from balanceroute.proxy.wire import client_request
 from balanceroute.proxy.wire.answers import AnswerAssembler, correct_answer
 from balanceroute.proxy.wire.sse import EventScanner, StreamEnd
 from tests.unit.proxy.captures import body_of, capture_files
 from tests.unit.proxy.wire.test_sse import DONE, chat, completion, event, usage
 
 
-def assemble(endpoint: payloads.Endpoint, wire: bytes, **fields: Any) -> dict[str, Any]:
+def assemble(endpoint: client_request.Endpoint, wire: bytes, **fields: Any) -> dict[str, Any]:
     body = {"prompt": "x", "messages": [{"role": "user"}]} | fields
-    request = payloads.parse(endpoint, orjson.dumps(body))
+    request = client_request.parse(endpoint, orjson.dumps(body))
     scanner = EventScanner(want_token_ids=request.return_token_ids, want_usage=True)
     assembler = AnswerAssembler(request)
     for i in range(0, len(wire), 61):
@@ -45,7 +45,7 @@ def without_identity(answer: dict[str, Any]) -> dict[str, Any]:
     ],
 )
 def test_an_assembled_answer_equals_the_workers_unstreamed_one(
-    endpoint: payloads.Endpoint, streamed: str, unstreamed: str
+    endpoint: client_request.Endpoint, streamed: str, unstreamed: str
 ) -> None:
     wire = body_of(capture_files(f"{streamed}.resp")[0])[1]
     whole = orjson.loads(body_of(capture_files(f"{unstreamed}.resp")[0])[1])
@@ -65,7 +65,7 @@ def test_an_assembled_chat_with_ids_equals_the_workers() -> None:
 
 
 def test_an_answer_whose_worker_sends_no_usage_has_the_one_that_was_counted() -> None:
-    request = payloads.parse("completions", b'{"prompt":"x"}')
+    request = client_request.parse("completions", b'{"prompt":"x"}')
     scanner, assembler = (
         EventScanner(want_usage=True, prompt_tokens=4, prompt_details={"cached_tokens": 3}),
         AnswerAssembler(request),
@@ -117,7 +117,7 @@ def test_logprobs_of_all_events_are_joined() -> None:
 
 
 def test_an_answer_over_two_lives_is_one_answer() -> None:
-    request = payloads.parse("completions", b'{"prompt":"x","max_tokens":100,"return_token_ids":true}')
+    request = client_request.parse("completions", b'{"prompt":"x","max_tokens":100,"return_token_ids":true}')
     scanner = EventScanner(want_token_ids=True, want_usage=True, prompt_tokens=4)
     assembler = AnswerAssembler(request)
     marker = completion("", [], finish_reason="stop", stop_reason="recomputed")
@@ -151,7 +151,7 @@ def test_an_engines_figures_of_a_request_are_in_the_assembled_answer_unless_it_w
     wire = event(completion("a", [1], finish_reason="length")) + event(usage(1, 1) | told) + DONE
     assert assemble("completions", wire)["metrics"] == told["metrics"]
     scanner = EventScanner(want_usage=True)
-    assembler = AnswerAssembler(payloads.parse("completions", b'{"prompt":"x"}'))
+    assembler = AnswerAssembler(client_request.parse("completions", b'{"prompt":"x"}'))
     assembler.feed(scanner.feed(event(completion("b", [2]))))
     scanner.resume()
     assembler.feed(scanner.feed(wire))
@@ -187,7 +187,7 @@ def test_no_text_is_lost_whatever_else_its_event_holds(wire: bytes) -> None:
     ],
 )
 def test_an_event_that_is_no_part_of_an_answer_ends_it_for_good(choice: dict[str, Any]) -> None:
-    assembler = AnswerAssembler(payloads.parse("completions", b'{"prompt":"x"}'))
+    assembler = AnswerAssembler(client_request.parse("completions", b'{"prompt":"x"}'))
     with pytest.raises(BadUpstreamReply) as caught:
         assembler.feed(event(completion("a", [1], **choice)))
     assert not caught.value.retryable
@@ -196,7 +196,7 @@ def test_an_event_that_is_no_part_of_an_answer_ends_it_for_good(choice: dict[str
 def test_an_unstreamed_answer_is_counted_and_stripped() -> None:
     body = body_of(capture_files("single/036-chat-token_ids.resp")[0])[1]
     corrected = correct_answer(
-        payloads.parse("chat", b'{"messages":[{}]}'), body, worker="d0", prompt_details={"cached_tokens": 3}
+        client_request.parse("chat", b'{"messages":[{}]}'), body, worker="d0", prompt_details={"cached_tokens": 3}
     )
     answer = orjson.loads(corrected.body)
     assert (corrected.tokens, corrected.finish_reason, corrected.recomputed) == (8, "length", False)
@@ -217,4 +217,4 @@ def test_an_unstreamed_answer_is_counted_and_stripped() -> None:
 )
 def test_an_unstreamed_reply_that_is_no_completion_is_a_bad_reply(body: bytes) -> None:
     with pytest.raises(BadUpstreamReply):
-        correct_answer(payloads.parse("chat", b'{"messages":[{}]}'), body, worker="d0")
+        correct_answer(client_request.parse("chat", b'{"messages":[{}]}'), body, worker="d0")

@@ -3,8 +3,9 @@
 import orjson
 import pytest
 
+from balanceroute.proxy.wire.client_request import parse
 from balanceroute.proxy.wire.connectors import Callbacks, connector_of
-from balanceroute.proxy.wire.payloads import decode_body, drain_body, parse, probe_body, push_body
+from balanceroute.proxy.wire.payloads import decode_body, drain_body, probe_body, push_body
 from tests.unit.proxy.virtual_time import a_config
 
 REQUEST = parse("completions", orjson.dumps({"model": "m", "prompt": "one two", "max_tokens": 5, "stream": True}))

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 
 from balanceroute.errors import InvalidRequest
 from balanceroute.proxy.wire import payloads
+from balanceroute.proxy.wire.client_request import parse
+from balanceroute.proxy.wire.derived_requests import split
 from balanceroute.proxy.wire.message_requests import parse_messages
 
 KV = b'{"do_remote_prefill":true}'
@@ -22,7 +24,7 @@ LARGE = "1" + "0" * 300
 @pytest.mark.parametrize("field", ['"novel":%s', '"tools":[{"parameters":{"maximum":%s}}]', '"vllm_xargs":{"a":[%s]}'])
 def test_an_integer_of_any_size_reaches_the_engines_digit_for_digit(field: str, number: str) -> None:
     told = (field % number).encode()
-    request = payloads.parse("completions", b'{"prompt":"x","max_tokens":9,%s}' % told)
+    request = parse("completions", b'{"prompt":"x","max_tokens":9,%s}' % told)
     for body in (payloads.decode_body(request, KV), payloads.probe_body(request)):
         assert told in body
 
@@ -35,7 +37,7 @@ trees = st.recursive(numbers | st.text(), lambda inner: st.lists(inner) | st.dic
 def test_the_engines_get_what_python_reads_in_the_client_s_body(tree: Any) -> None:
     body = json.dumps({"prompt": "x", "novel": tree}).encode()
     try:
-        request = payloads.parse("completions", body)
+        request = parse("completions", body)
     except InvalidRequest:  # half of a surrogate pair
         with pytest.raises(orjson.JSONDecodeError):
             orjson.loads(body)
@@ -48,7 +50,7 @@ def test_the_engines_get_what_python_reads_in_the_client_s_body(tree: Any) -> No
 def test_a_field_of_ours_that_is_too_large_is_refused_or_left_to_the_engines(field: str) -> None:
     body = b'{"prompt":["a","b"],"%s":%d}' % (field.encode(), 2**70)
     try:
-        parts = payloads.split(payloads.parse("completions", body))
+        parts = split(parse("completions", body))
     except InvalidRequest as error:
         assert error.param == field
     else:

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from balanceroute.emulator.requests import parse_generation
 from balanceroute.errors import InvalidRequest
+from balanceroute.proxy.wire.client_request import parse
 from balanceroute.proxy.wire.message_requests import chat_of, parse_messages, tokenize_body
-from balanceroute.proxy.wire.payloads import decode_body, parse, probe_body
+from balanceroute.proxy.wire.payloads import decode_body, probe_body
 
 TOOL = {"name": "look_up", "description": "Looks a word up.", "input_schema": {"properties": {"word": {}}}}
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}

@@ -6,7 +6,7 @@ from typing import Any
 import orjson
 import pytest
 
-from balanceroute.proxy.wire.payloads import ClientRequest, parse
+from balanceroute.proxy.wire.client_request import ClientRequest, parse
 from balanceroute.proxy.wire.prompt_blocks import BLOCK_BYTES, MAX_BLOCKS, PromptBlocks
 
 BLOCKS = PromptBlocks(seed=7)

@@ -6,7 +6,7 @@ import orjson
 import pytest
 
 from balanceroute.errors import BadUpstreamReply
-from balanceroute.proxy.wire.payloads import ClientRequest, parse
+from balanceroute.proxy.wire.client_request import ClientRequest, parse
 from balanceroute.proxy.wire.prompt_echo import prompt_text, scored_answer, scored_events, with_prompt
 
 PROMPT_LOGPROBS = {

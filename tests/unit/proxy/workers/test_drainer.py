@@ -12,7 +12,7 @@ import pytest
 from balanceroute.core.types import Role, WorkerState
 from balanceroute.errors import BadUpstreamReply, ConnectFailed
 from balanceroute.proxy.services import Services
-from balanceroute.proxy.wire.payloads import parse
+from balanceroute.proxy.wire.client_request import parse
 from balanceroute.proxy.workers import pins
 from balanceroute.proxy.workers.drainer import MAX_CONCURRENT, SAFE_SHARE, TIMEOUT_S, Drain, DrainGroup
 from balanceroute.proxy.workers.pins import PinRecord

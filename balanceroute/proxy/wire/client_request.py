@@ -1,0 +1,319 @@
+"""What a client asks for: its body, read and checked once.
+
+Only what the router itself reads is checked, and what a decoder would refuse after the prefill has pinned KV (a limit
+below 1, `min_tokens` above the limit). The workers judge the rest.
+
+`kv_transfer_params`, and every other field that could carry them, is taken out: they never pass from a client to a
+worker.
+
+**Assembled answers.** A client that does not stream is served from a worker's stream as well
+(`ClientRequest.assembled`), because only a stream tells the router how far a request has come. Two kinds of requests
+are not streamed: those with a field whose answer `answers.py` cannot rebuild, and those with a limit of at most
+`FOLLOWED_ABOVE_TOKENS`. The whole growth of such an answer is a KV block or two, so its worker's load is wrong by no
+more than that until the answer has come and its tokens are counted.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
+
+from balanceroute.errors import InvalidRequest
+from balanceroute.proxy.wire.fields import as_boolean, boolean, integer, kind
+from balanceroute.proxy.wire.json_body import as_json, load_object
+from balanceroute.proxy.wire.prompts import take_messages, take_prompt
+
+Endpoint = Literal["completions", "chat"]
+LimitField = Literal["max_tokens", "max_completion_tokens"]
+
+DEFAULT_COMPLETION_LIMIT: Final = 16  # vLLM's default of max_tokens on completions; chat fills the context
+FOLLOWED_ABOVE_TOKENS: Final = 64  # of an answer; an event costs about 20 us of CPU, a whole short answer about 50
+
+_INTERNAL_FIELDS = ("kv_transfer_params", "ec_transfer_params", "request_id")
+_CARRIERS: Final = frozenset((*_INTERNAL_FIELDS, "vllm_xargs"))
+_NESTED: Final = frozenset((dict, list))
+_PROMPT_FIELDS: Final = frozenset(("echo", "prompt_logprobs"))
+# With one of these, `include_reasoning: false` changes more in an engine than what it sends: a grammar begins with the
+# first token; an engine with a reasoning parser (only the engine knows) sends no ids or logprobs of any token.
+_CHANGED_BY_HIDING: Final = (
+    *("logprobs", "return_token_ids", "tools", "tool_choice", "response_format", "structured_outputs"),
+    *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structural_tag"),
+)
+# With these fields alone, `answers.py` can rebuild the unstreamed answer from a stream without loss.
+ASSEMBLED_FIELDS: Final = frozenset(
+    """model prompt messages stream stream_options max_tokens max_completion_tokens min_tokens temperature
+    top_p top_k min_p n stop stop_token_ids ignore_eos seed user priority presence_penalty frequency_penalty
+    repetition_penalty length_penalty logit_bias logprobs top_logprobs skip_special_tokens
+    spaces_between_special_tokens truncate_prompt_tokens add_special_tokens include_stop_str_in_output
+    bad_words allowed_token_ids logits_processors response_format structured_outputs guided_json
+    guided_regex guided_choice guided_grammar tools tool_choice parallel_tool_calls reasoning_effort
+    thinking_token_budget include_reasoning chat_template chat_template_kwargs add_generation_prompt
+    continue_final_message documents mm_processor_kwargs media_io_kwargs cache_salt store metadata
+    service_tier safety_identifier prompt_cache_key verbosity return_token_ids return_tokens_as_token_ids
+    request_id vllm_xargs stream_interval""".split()
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptWishes:
+    """What the answer is to say of the client's prompt. Only a prefiller can say it, because it computes the prompt.
+
+    A decoder that pulls KV skips that computation: today's engines die if they are asked for a prompt's logprobs then.
+    So these fields are taken out of the body for the decoder, the probe asks the prefiller for them, and
+    `prompt_echo.py` merges both answers.
+
+    Attributes: `echo`: the answer begins with the prompt. `logprobs`: how many per token, of an echoed prompt as well.
+    `prompt_logprobs`: how many per token of the prompt.
+    """
+
+    echo: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+
+@dataclass(slots=True, init=False)
+class ClientRequest:
+    """What one client asked for, parsed once. It is never changed; `derived_requests.py` makes others of it.
+
+    `prompt_json` is the prompt (completions) or the messages (chat) as JSON. It is equal for equal prompts, whatever
+    their whitespace; the predictors hash it. `rest` holds every other field that may reach a worker. `limit` is what
+    the client wrote into `limit_field`; both are None where it set no limit. `prompt_tokens`: see `prompts.py`.
+    """
+
+    endpoint: Endpoint
+    rest: dict[str, Any]
+    prompt_json: bytes
+    prompt_tokens: int
+    stream: bool
+    assembled: bool  # an unstreamed answer is built from a worker's stream, see above
+    include_usage: bool
+    continuous_usage: bool
+    return_token_ids: bool
+    n: int
+    prompts: int
+    messages: int  # of a chat
+    limit_field: LimitField | None
+    limit: int | None
+    min_tokens: int
+    model: str | None
+    priority: int
+    request_id: str | None
+    prompt_wishes: PromptWishes | None
+    scores_only: bool  # the client wants its prompt echoed and no answer: a prefiller alone serves that
+    resume_ids: bytes = field(repr=False)  # of a resumed chat: the ids so far, as a JSON list
+
+    # a generated `__init__` stays Python where this module is compiled, and would be a tenth of reading a request
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        rest: dict[str, Any],
+        prompt_json: bytes,
+        prompt_tokens: int,
+        stream: bool,
+        assembled: bool = False,
+        include_usage: bool = False,
+        continuous_usage: bool = False,
+        return_token_ids: bool = False,
+        n: int = 1,
+        prompts: int = 1,
+        messages: int = 0,
+        limit_field: LimitField | None = None,
+        limit: int | None = None,
+        min_tokens: int = 0,
+        model: str | None = None,
+        priority: int = 0,
+        request_id: str | None = None,
+        prompt_wishes: PromptWishes | None = None,
+        scores_only: bool = False,
+        resume_ids: bytes = b"",
+    ) -> None:
+        """The fields, in their order."""
+        self.endpoint, self.rest, self.prompt_json, self.prompt_tokens = endpoint, rest, prompt_json, prompt_tokens
+        self.stream, self.assembled = stream, assembled
+        self.include_usage, self.continuous_usage = include_usage, continuous_usage
+        self.return_token_ids, self.n, self.prompts, self.messages = return_token_ids, n, prompts, messages
+        self.limit_field, self.limit, self.min_tokens = limit_field, limit, min_tokens
+        self.model, self.priority, self.request_id = model, priority, request_id
+        self.prompt_wishes, self.scores_only = prompt_wishes, scores_only
+        self.resume_ids = resume_ids
+
+    @property
+    def path(self) -> str:
+        """The route of the workers that serves this request."""
+        return "/v1/completions" if self.endpoint == "completions" else "/v1/chat/completions"
+
+    @property
+    def effective_limit(self) -> int | None:
+        """The most tokens that the request may generate; None: as many as the context holds."""
+        if self.limit is None and self.endpoint == "completions":
+            return DEFAULT_COMPLETION_LIMIT
+        return self.limit
+
+    @property
+    def single(self) -> bool:
+        """Whether this is one prompt with one answer, the only shape that a KV transfer can carry."""
+        return self.n == 1 and self.prompts == 1
+
+    @property
+    def streams_upstream(self) -> bool:
+        """Whether the decode worker is asked for a stream."""
+        return self.stream or self.assembled
+
+    @property
+    def hides_reasoning(self) -> bool:
+        """Whether the router takes out reasoning that the client does not want, and the decode worker streams it.
+
+        An engine that hides its reasoning itself is silent while it reasons, for minutes, and sends no token ids.
+        """
+        return self._unwanted_reasoning and self.endpoint == "chat" and not any(map(self.rest.get, _CHANGED_BY_HIDING))
+
+    @property
+    def counted_by_usage(self) -> bool:
+        """Whether tokens are counted by cumulative usages, which the decode worker is asked for.
+
+        It is such a worker that hides its reasoning itself, so it may send no token ids.
+        """
+        return self._unwanted_reasoning and not self.hides_reasoning
+
+    @property
+    def _unwanted_reasoning(self) -> bool:
+        """Whether the client wants no reasoning in an answer that the decode worker streams."""
+        return "include_reasoning" in self.rest and (
+            self.streams_upstream and as_boolean(self.rest["include_reasoning"]) is False
+        )
+
+
+def parse(endpoint: Endpoint, body: bytes) -> ClientRequest:
+    """The request of a client's body. Raises: InvalidRequest: with the message and parameter of an OpenAI error."""
+    return request_of(endpoint, load_object(body))
+
+
+def request_of(endpoint: Endpoint, data: dict[str, Any]) -> ClientRequest:
+    """The request of a body that has been read as `data`, which becomes part of it. Raises: InvalidRequest."""
+    request_id = data.get("request_id")
+    if not _CARRIERS.isdisjoint(data):
+        _remove_internal_fields(data)
+    if endpoint == "completions":
+        (prompt_json, tokens, prompts), messages = take_prompt(data), 0
+    else:
+        (prompt_json, tokens, messages), prompts = take_messages(data), 1
+    if not _NESTED.isdisjoint(map(type, data.values())):
+        as_json(data)  # what can't be written again is refused before a prefiller works for it
+    stream = "stream" in data and boolean(data, "stream")
+    include_usage, continuous = _stream_options(data, stream) if "stream_options" in data else (False, False)
+    assembled = not stream and ASSEMBLED_FIELDS.issuperset(data)
+    wishes = None if _PROMPT_FIELDS.isdisjoint(data) else _prompt_wishes(endpoint, data, stream)
+    scores_only = wishes is not None and wishes.echo and integer(data, "max_tokens", least=None) == 0
+    limit_field, limit = (None, None) if scores_only else _limit(endpoint, data)
+    min_tokens = _min_tokens(data, limit) if "min_tokens" in data else 0
+    if "use_beam_search" in data:
+        _refuse_beam_search(data)
+    model = data.get("model")
+    if model is not None and not isinstance(model, str):
+        raise InvalidRequest(f"model must be a string, not {kind(model)}.", param="model")
+    return ClientRequest(
+        endpoint=endpoint,
+        rest=data,
+        prompt_json=prompt_json,
+        prompt_tokens=tokens or 1,
+        stream=stream,
+        assembled=assembled and _is_worth_streaming(endpoint, limit),
+        include_usage=include_usage,
+        continuous_usage=continuous,
+        return_token_ids="return_token_ids" in data and boolean(data, "return_token_ids"),
+        n=(integer(data, "n", least=1) or 1) if "n" in data else 1,
+        prompts=prompts,
+        messages=messages,
+        limit_field=limit_field,
+        limit=limit,
+        min_tokens=min_tokens,
+        model=model,
+        priority=(integer(data, "priority", least=None) or 0) if "priority" in data else 0,
+        request_id=request_id if isinstance(request_id, str) else None,
+        prompt_wishes=wishes,
+        scores_only=scores_only,
+    )
+
+
+# ------------------------------------------------------------------------------------- fields
+
+
+def _remove_internal_fields(data: dict[str, Any]) -> None:
+    """Take out what only a router may say to a worker.
+
+    `vllm_xargs` become the sampling parameters' extra_args, and KV parameters reach an engine in the same place.
+    """
+    for name in _INTERNAL_FIELDS:
+        data.pop(name, None)
+    xargs = data.get("vllm_xargs")
+    if isinstance(xargs, dict):
+        for name in _INTERNAL_FIELDS:
+            xargs.pop(name, None)
+
+
+def _min_tokens(data: dict[str, Any], limit: int | None) -> int:
+    min_tokens = integer(data, "min_tokens", least=0) or 0
+    if limit is not None and min_tokens > limit:
+        text = f"min_tokens must be less than or equal to max_tokens={limit}, got {min_tokens}."
+        raise InvalidRequest(text, param="min_tokens")
+    return min_tokens
+
+
+def _refuse_beam_search(data: dict[str, Any]) -> None:
+    if boolean(data, "use_beam_search"):
+        text = "use_beam_search cannot be served: its requests carry no KV transfer."
+        raise InvalidRequest(text, param="use_beam_search")
+
+
+def _stream_options(data: dict[str, Any], stream: bool) -> tuple[bool, bool]:
+    """Whether the client wants a usage at the end of its stream, and one in every event."""
+    options = data.get("stream_options")
+    if options is None:
+        return False, False
+    if not isinstance(options, dict):
+        raise InvalidRequest(f"stream_options must be an object, not {kind(options)}.", param="stream_options")
+    if options and not stream:
+        raise InvalidRequest("Stream options can only be defined when `stream=True`.", param="stream_options")
+    include = stream and boolean(options, "include_usage")
+    return include, include and boolean(options, "continuous_usage_stats")
+
+
+def _prompt_wishes(endpoint: Endpoint, data: dict[str, Any], stream: bool) -> PromptWishes | None:
+    """Take out of `data` what the client wants to know of its prompt; None if that is nothing.
+
+    Raises: InvalidRequest: a stream is to have logprobs of the prompt, by themselves (vLLM refuses that as well) or
+    with `echo` (its first event can't wait for them).
+    """
+    wanted = integer(data, "prompt_logprobs", least=-1)
+    data.pop("prompt_logprobs", None)
+    if stream and wanted is not None:
+        if wanted != 0:
+            raise InvalidRequest("prompt_logprobs are not available when stream=True.", param="prompt_logprobs")
+        wanted = None  # vLLM takes it, and streams none
+    echo, logprobs = False, None
+    if endpoint == "completions":  # a chat's echo concerns its last message, and is the workers' business
+        echo = boolean(data, "echo")
+        data.pop("echo", None)
+        logprobs = integer(data, "logprobs", least=None)
+    if echo and stream and logprobs is not None:
+        text = "echo with logprobs is not available when stream=True: the prompt's logprobs come from a prefiller."
+        raise InvalidRequest(text, param="echo")
+    return PromptWishes(echo, logprobs, wanted) if echo or wanted is not None else None
+
+
+def _limit(endpoint: Endpoint, data: dict[str, Any]) -> tuple[LimitField | None, int | None]:
+    """The client's limit, and the field that says it. Raises: InvalidRequest."""
+    if "max_completion_tokens" in data and endpoint == "chat":  # completions have no such field: engines overlook it
+        completion = integer(data, "max_completion_tokens", least=1)
+        if completion is not None:
+            integer(data, "max_tokens", least=None)  # engines read this field as well, but go by the other one
+            return "max_completion_tokens", completion
+    total = integer(data, "max_tokens", least=1) if "max_tokens" in data else None
+    if total is None and endpoint == "completions":
+        data.pop("max_tokens", None)  # new engines take null for their default; older ones answer 500 at the end
+    return ("max_tokens", total) if total is not None else (None, None)
+
+
+def _is_worth_streaming(endpoint: Endpoint, limit: int | None) -> bool:
+    """Whether an answer may become so long that following its growth is worth an event per token."""
+    if limit is None:
+        return endpoint == "chat"
+    return limit > FOLLOWED_ABOVE_TOKENS

@@ -1,0 +1,68 @@
+"""A prefiller's answer to a probe: the KV that it has pinned, and what it says of the prompt."""
+
+from array import array
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from balanceroute.errors import BadUpstreamReply
+from balanceroute.proxy.wire.bounds import ABORT, MAX_PARAMS_BYTES, aborted, checked_choice, checked_usage, token_count
+from balanceroute.proxy.wire.usage import prompt_details_of
+
+
+@dataclass(slots=True)
+class PrefillResult:
+    """What a prefiller answered to a probe.
+
+    `kv_transfer_params` is raw JSON, None if nothing was pinned. `prompt_details` is all that the usage says of the
+    prompt, `cached_tokens` among it. `reply_id` is the answer's own `id`, whatever the worker put there.
+    """
+
+    kv_transfer_params: bytes | None
+    prompt_tokens: int
+    cached_tokens: int | None
+    prompt_token_ids: "array[int] | None"
+    reply_id: Any = None
+    reply: dict[str, Any] | None = None  # the whole answer, where the client has `PromptWishes`
+    prompt_details: dict[str, Any] | None = None
+
+
+def parse_probe_reply(body: bytes, *, worker: str, keep: bool = False) -> PrefillResult:
+    """Read a prefiller's 200. `keep`: the result holds the whole answer, for what it says about the prompt.
+
+    Raises: BadUpstreamReply: it is no completion, or an aborted one. Null `kv_transfer_params` are no error here: the
+    caller retries.
+    """
+    try:
+        reply = orjson.loads(body)
+        usage = checked_usage(reply.get("usage"))
+        details = prompt_details_of(usage)
+        params = reply.get("kv_transfer_params")
+        choice = checked_choice(reply["choices"][0])
+        if choice.get("finish_reason") == ABORT:
+            raise aborted(worker, "prefill")
+        ids = choice.get("prompt_token_ids") or reply.get("prompt_token_ids")
+        prompt_tokens = usage.get("prompt_tokens")
+        if prompt_tokens is None:
+            prompt_tokens = token_count(len(ids) if ids else 0, "prompt_token_ids")
+        pinned = orjson.dumps(params) if isinstance(params, dict) and params else None
+        if keep:
+            orjson.dumps(reply)  # if it can't be written again, another prefiller may still be asked
+        if pinned is not None and len(pinned) > MAX_PARAMS_BYTES:
+            raise ValueError(f"kv_transfer_params are larger than {MAX_PARAMS_BYTES} bytes")
+        return PrefillResult(
+            kv_transfer_params=pinned,
+            prompt_tokens=prompt_tokens,
+            cached_tokens=None if details is None else details.get("cached_tokens"),
+            prompt_token_ids=array("I", ids) if ids else None,
+            reply=reply if keep else None,
+            reply_id=reply.get("id"),
+            prompt_details=details,
+        )
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError) as exc:
+        raise BadUpstreamReply(
+            f"the prefiller's reply is not a completion ({type(exc).__name__}: {exc})",
+            worker=worker,
+            tier="prefill",
+        ) from exc

@@ -1,0 +1,147 @@
+"""What a body asks for, and which bodies are refused."""
+
+from contextlib import suppress
+from typing import Any
+
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from balanceroute.errors import InvalidRequest
+from balanceroute.proxy.wire.client_request import Endpoint, parse
+from balanceroute.proxy.wire.derived_requests import resume, split
+from balanceroute.proxy.wire.payloads import decode_body
+from tests.unit.proxy.wire.requests import KV, a_request, load
+
+
+def test_parse_reads_what_the_router_needs() -> None:
+    request = a_request(
+        "chat",
+        stream=True,
+        stream_options={"include_usage": True, "continuous_usage_stats": True},
+        return_token_ids=True,
+        max_tokens=9,
+        max_completion_tokens=5,
+        min_tokens=2,
+        priority=-3,
+        n=2,
+        request_id="mine",
+    )
+    assert (request.stream, request.include_usage, request.continuous_usage) == (True, True, True)
+    assert (request.return_token_ids, request.n, request.single) == (True, 2, False)
+    assert (request.limit_field, request.limit, request.min_tokens) == ("max_completion_tokens", 5, 2)
+    assert (request.model, request.priority, request.request_id) == ("m", -3, "mine")
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body", "message"),
+    [
+        ("completions", b'{"prompt": "x"', "not valid JSON"),
+        ("completions", b"\xff", "not valid JSON"),
+        ("completions", b"[1]", "must be a JSON object, not a list"),
+        ("completions", b"{}", "Either prompt or prompt_embeds"),
+        ("completions", b'{"prompt": ""}', "Either prompt or prompt_embeds"),
+        ("completions", b'{"prompt": []}', "Either prompt or prompt_embeds"),
+        ("completions", b'{"prompt": 5}', "prompt must be"),
+        ("completions", b'{"prompt": [1, "a"]}', "prompt must be"),
+        ("completions", b'{"prompt": [true]}', "prompt must be"),
+        ("completions", b'{"prompt": ["a", 1]}', "Each prompt"),
+        ("completions", b'{"prompt": "a", "max_tokens": 0}', "max_tokens must be at least 1, got 0"),
+        ("completions", b'{"prompt": "a", "max_tokens": "a few"}', "max_tokens must be an integer, not a string"),
+        ("completions", b'{"prompt": "a", "max_tokens": 4.5}', "max_tokens must be an integer, not a number"),
+        ("completions", b'{"prompt": "a", "max_tokens": []}', "max_tokens must be an integer, not a list"),
+        ("completions", b'{"prompt": "a", "max_tokens": "9223372036854775808"}', "an integer of 64 bits"),
+        (
+            "completions",
+            b'{"prompt": "a", "max_tokens": 3, "min_tokens": 9}',
+            "less than or equal to max_tokens=3",
+        ),
+        ("completions", b'{"prompt": "a", "n": 0}', "n must be at least 1"),
+        ("completions", b'{"prompt": "a", "stream": "perhaps"}', "stream must be true or false"),
+        (
+            "completions",
+            b'{"prompt": "a", "stream_options": {"include_usage": true}}',
+            "only be defined when `stream=True`",
+        ),
+        ("completions", b'{"prompt": "a", "stream": true, "stream_options": 1}', "must be an object"),
+        ("completions", b'{"prompt": "a", "model": 7}', "model must be a string, not a number"),
+        ("completions", b'{"prompt": "a", "use_beam_search": true}', "carry no KV transfer"),
+        ("completions", b'{"prompt_embeds": ""}', "Either prompt or prompt_embeds"),
+        ("completions", b'{"prompt_embeds": [5]}', "prompt_embeds must be a string or a list"),
+        ("completions", b'{"prompt": "a", "prompt_embeds": "AAAA"}', "cannot be served in one request"),
+        ("chat", b"{}", "messages must be a non-empty list"),
+        ("chat", b'{"messages": "hi"}', "messages must be a non-empty list"),
+        ("chat", b'{"messages": ["hi"]}', "Each message must be an object"),
+    ],
+)
+def test_bad_bodies_are_refused_with_the_reason(endpoint: Endpoint, body: bytes, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        parse(endpoint, body)
+
+
+def test_numbers_and_flags_are_read_as_the_engines_read_them() -> None:
+    fields = {"prompt": "a", "max_tokens": 4.0, "min_tokens": "2", "n": "3", "priority": True, "stream": "true"}
+    request = parse("completions", orjson.dumps(fields))
+    assert (request.limit, request.min_tokens, request.n, request.priority, request.stream) == (4, 2, 3, 1, True)
+    sent = load(decode_body(split(request)[0], KV))
+    assert (sent["max_tokens"], sent["min_tokens"], sent["stream"]) == (4, 2, True)
+    assert a_request(echo="1", max_tokens="0", use_beam_search="off").scores_only
+
+
+def test_empty_stream_options_are_none() -> None:
+    assert not parse("completions", b'{"prompt": "a", "stream_options": {}}').include_usage
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens", "n"])
+def test_nothing_to_generate_is_refused_before_a_prefill(name: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"{name} must be at least 1"):
+        a_request("chat", **{name: 0})
+
+
+def test_a_limit_of_null_is_none_to_a_completion_whatever_its_engine_makes_of_null() -> None:
+    request = a_request(max_tokens=None)
+    assert request.effective_limit == 16
+    assert "max_tokens" not in load(decode_body(request, KV))
+    assert load(decode_body(a_request("chat", max_tokens=None), KV))["max_tokens"] is None
+
+
+@pytest.mark.parametrize("older", [0, -3, 100_000])
+def test_max_tokens_says_nothing_beside_max_completion_tokens_as_in_the_engines(older: int) -> None:
+    request = a_request("chat", max_tokens=older, max_completion_tokens=5)
+    assert (request.limit_field, request.effective_limit) == ("max_completion_tokens", 5)
+    assert load(decode_body(request, KV))["max_tokens"] == older
+    with pytest.raises(InvalidRequest, match="max_tokens must be an integer"):
+        a_request("chat", max_tokens="many", max_completion_tokens=5)
+
+
+@pytest.mark.parametrize("newer", [0, 5, 500, "many"])
+def test_completions_overlook_max_completion_tokens_as_the_engines_do(newer: object) -> None:
+    request = a_request(max_tokens=100, max_completion_tokens=newer)
+    assert request.effective_limit == 100
+    assert load(decode_body(resume(request, [1], [2] * 60), KV))["max_tokens"] == 40
+    assert a_request(max_completion_tokens=newer).effective_limit == 16
+
+
+@given(st.binary(max_size=60) | st.recursive(st.none() | st.integers() | st.text(), st.lists).map(repr).map(str.encode))
+def test_no_body_raises_anything_but_invalid_request(body: bytes) -> None:
+    for endpoint in ("completions", "chat"):
+        with suppress(InvalidRequest):  # now and then one is a request
+            parse(endpoint, body)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "fields", [{"max_tokens": 64}, {"max_tokens": 500, "echo": True}, {"max_tokens": 500, "novel": 1}, {}]
+)
+def test_short_and_unknown_unstreamed_requests_stay_unstreamed(fields: dict[str, Any]) -> None:
+    request = a_request(**fields)
+    assert not request.streams_upstream
+    assert "stream" not in load(decode_body(request, KV))
+
+
+@pytest.mark.parametrize("field", ["max_tokens", "n", "priority", "min_tokens"])
+@pytest.mark.parametrize("value", [2**63, 2**64 - 1])
+def test_an_integer_that_no_engine_can_hold_is_a_bad_request(field: str, value: int) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        parse("completions", b'{"prompt": "a", "%b": %d}' % (field.encode(), value))
+    assert refused.value.param == field

@@ -1,0 +1,55 @@
+"""What prefillers answer to probes, recorded and broken."""
+
+import orjson
+import pytest
+
+from balanceroute.errors import BadUpstreamReply
+from balanceroute.proxy.wire.bounds import MAX_PARAMS_BYTES
+from balanceroute.proxy.wire.probe_reply import parse_probe_reply
+from tests.unit.proxy.captures import body_of, capture_files
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b"{}", b'{"choices":[]}', b'{"choices":[1]}', b'{"choices":"x"}'])
+def test_a_probe_reply_that_is_no_completion_is_a_bad_reply(body: bytes) -> None:
+    with pytest.raises(BadUpstreamReply):
+        parse_probe_reply(body, worker="p0")
+
+
+def test_transfer_parameters_without_end_are_a_bad_reply() -> None:
+    reply = {
+        "choices": [{}],
+        "usage": {"prompt_tokens": 3},
+        "kv_transfer_params": {"x": "y" * MAX_PARAMS_BYTES},
+    }
+    with pytest.raises(BadUpstreamReply, match="larger than"):
+        parse_probe_reply(orjson.dumps(reply), worker="p0")
+
+
+def test_a_probe_reply_without_transfer_parameters_says_so() -> None:
+    reply = b'{"choices":[{}],"usage":{"prompt_tokens":3},"kv_transfer_params":null}'
+    assert parse_probe_reply(reply, worker="p0").kv_transfer_params is None
+
+
+@pytest.mark.parametrize("name", ["013-compl-token_ids-prompt", "036-chat-token_ids"])
+def test_a_probe_with_return_token_ids_tells_the_prompts_ids(name: str) -> None:
+    (path,) = capture_files(f"single/{name}.resp")
+    result = parse_probe_reply(body_of(path)[1], worker="p0")
+    assert result.prompt_token_ids is not None
+    assert len(result.prompt_token_ids) == result.prompt_tokens
+
+
+def test_recorded_probe_replies_give_their_transfer_parameters_unchanged() -> None:
+    found = 0
+    for path in [*capture_files("pd-*/*probe*.resp"), *capture_files("pd-hand/001*.resp")]:
+        head, body = body_of(path)
+        if not head.startswith(b"http/1.1 200") or b"application/json" not in head or not body:
+            continue
+        result = parse_probe_reply(body, worker="p0")
+        told = orjson.loads(body)["kv_transfer_params"]
+        if told:
+            found += 1
+            assert result.kv_transfer_params is not None
+            assert orjson.loads(result.kv_transfer_params) == told
+            if "140-probe" not in path.name:  # odd probes: a list of prompts, 100 tokens
+                assert result.prompt_tokens == told["remote_num_tokens"]
+    assert found > 10
