@@ -77,9 +77,11 @@ MODULES: Final = (
     "proxy.wire.prompts",
     "proxy.wire.responses",
     "proxy.workers.circuit",
+    "proxy.workers.connection",
     "proxy.workers.fleet",
     "proxy.workers.identity",
     "proxy.workers.relay_fleet",
+    "proxy.workers.reply",
     "proxy.workers.upstream",
 )
 PACKAGE: Final = Path(__file__).parent

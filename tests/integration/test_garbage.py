@@ -14,7 +14,7 @@ from balanceroute.proxy.client.response import Response
 from balanceroute.proxy.life.leg import Leg
 from balanceroute.proxy.wire.client_request import ClientRequest
 from balanceroute.proxy.wire.sse import EventScanner
-from balanceroute.proxy.workers.upstream import Reply
+from balanceroute.proxy.workers.reply import Reply
 from tests.integration.router import Router, running
 from tests.waiting import until
 

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from balanceroute.errors import UpstreamError
 from balanceroute.proxy.hotpath.events import unchunked
-from balanceroute.proxy.workers.upstream import Upstream, _Connection
+from balanceroute.proxy.workers.connection import Connection
+from balanceroute.proxy.workers.upstream import Upstream
 
 HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 chunks = st.lists(st.binary(min_size=1, max_size=40) | st.sampled_from([b"\r\n", b"0\r\n\r\n", b"5\r\nhello\r\n"]))
@@ -53,7 +54,7 @@ def received(reads: list[bytes]) -> tuple[bytes, bool, bool]:
     """The body that a consumer gets of these reads, whether it ended, and whether it broke."""
 
     async def test() -> tuple[bytes, bool, bool]:
-        connection = _Connection(Upstream("http://127.0.0.1:1"), asyncio.get_running_loop())
+        connection = Connection(Upstream("http://127.0.0.1:1"), asyncio.get_running_loop())
         transport: Any = Transport()
         connection.connection_made(transport)
         reply = connection.send(b"")
@@ -121,7 +122,7 @@ def seen(data: bytes) -> tuple[int, list[tuple[bytes, bytes]], bytes | None, boo
 
     async def test() -> tuple[int, list[tuple[bytes, bytes]], bytes | None, bool, bool]:
         upstream = Upstream("http://127.0.0.1:1")
-        connection = _Connection(upstream, asyncio.get_running_loop())
+        connection = Connection(upstream, asyncio.get_running_loop())
         closed: list[bool] = []
         transport: Any = Transport()
         transport.abort = lambda: closed.append(True)
@@ -170,6 +171,6 @@ starts = st.sampled_from(
 @example(b"HTTP/1.1 200 OK", [b"content-length: 5", b"X-Request-Id:  a b "], b"hello")
 def test_a_reply_without_a_parser_is_what_it_is_with_one(start: bytes, head: list[bytes], body: bytes) -> None:
     data = b"\r\n".join([start, *head, b"", body])
-    with patch("balanceroute.proxy.workers.upstream.plain_reply", lambda data: None):
+    with patch("balanceroute.proxy.workers.connection.plain_reply", lambda data: None):
         parsed = seen(data)
     assert seen(data) == parsed

@@ -7,7 +7,8 @@ r"""The way of an event, from a worker's read to the client's write, top to bott
     Flusher.flush, Pump.flush   at the end of the loop's turn
     PartWriter.write            the write: a chunk of the client's response
 
-What is not the plain case goes to the owners of these objects: `upstream.py`, `sse.py`, `streaming.py`, `response.py`.
+Anything but the plain case goes to the owners of these objects: `connection.py`, `sse.py`, `streaming.py`,
+`response.py`.
 
 This file is ordinary Python and runs as it is. Where there is a C compiler Cython compiles it, as the module `compiled`
 and with the C types that `compiled.pxd` gives to its variables; docs/decisions/0008-compiled-hot-path.md says what that
@@ -36,7 +37,7 @@ from typing import Any, Final
 
 from balanceroute.errors import UpstreamError
 
-SOURCE: Final = "7da4b94ea2f26463"  # digest of this file and compiled.pxd; a test says the new one
+SOURCE: Final = "2e028b2e5a72b2df"  # digest of this file and compiled.pxd; a test says the new one
 _SIZE_DIGITS: Final = 7  # of a chunk, at most: its size fits 32 bits
 _ID_DIGITS: Final = 10  # of a token id, at most
 _MAX_ID: Final = 2**32 - 1  # ids are kept in 32 bits

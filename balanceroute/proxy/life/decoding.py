@@ -29,7 +29,7 @@ from balanceroute.proxy.wire.payloads import decode_body
 from balanceroute.proxy.wire.sse import DONE, StreamEnd
 from balanceroute.proxy.workers.fleet import Worker
 from balanceroute.proxy.workers.identity import check_id, foreign_reply, learn_id
-from balanceroute.proxy.workers.upstream import Reply
+from balanceroute.proxy.workers.reply import Reply
 
 log = logging.getLogger(__name__)
 

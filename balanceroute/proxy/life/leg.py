@@ -57,7 +57,8 @@ from balanceroute.proxy.wire.sse import DONE
 from balanceroute.proxy.workers.drainer import Drain
 from balanceroute.proxy.workers.fleet import Worker
 from balanceroute.proxy.workers.pins import Pin, PinRecord
-from balanceroute.proxy.workers.upstream import Reply, checked_lines
+from balanceroute.proxy.workers.reply import Reply
+from balanceroute.proxy.workers.upstream import checked_lines
 
 REPLY_LIMIT: Final = 256 * 2**20  # an unstreamed answer with logprobs and the prompt's ids; more is a fault
 ERROR_LIMIT: Final = 2**20

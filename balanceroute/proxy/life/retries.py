@@ -50,7 +50,7 @@ from balanceroute.proxy.wire.bounds import retry_after_s
 from balanceroute.proxy.workers.drainer import DrainGroup
 from balanceroute.proxy.workers.fleet import Worker
 from balanceroute.proxy.workers.liveness import is_alive
-from balanceroute.proxy.workers.upstream import Reply
+from balanceroute.proxy.workers.reply import Reply
 
 log = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from typing import Protocol
 from balanceroute.errors import UpstreamError
 from balanceroute.proxy.hotpath import Flusher, Pump
 from balanceroute.proxy.wire.sse import EventScanner, StreamEnd
-from balanceroute.proxy.workers.upstream import Reply
+from balanceroute.proxy.workers.reply import Reply
 
 
 class BodyWriter(Protocol):

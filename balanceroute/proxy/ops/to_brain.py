@@ -20,7 +20,8 @@ from balanceroute.errors import ConnectFailed, NoHealthyWorkers, UpstreamError, 
 from balanceroute.proxy.client.asgi import REQUEST_ID
 from balanceroute.proxy.ops.guard import error_response
 from balanceroute.proxy.perimeter.access import READS
-from balanceroute.proxy.workers.upstream import Connections, Reply, Upstream
+from balanceroute.proxy.workers.reply import Reply
+from balanceroute.proxy.workers.upstream import Connections, Upstream
 
 RETRY_AFTER_S: Final = 1.0
 READ_S: Final = 30.0  # until the head of an answer

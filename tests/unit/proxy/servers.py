@@ -5,6 +5,9 @@ import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
+from balanceroute.proxy.workers.reply import Reply
+from balanceroute.proxy.workers.upstream import Upstream
+
 Script = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 Test = Callable[[], Awaitable[None]]
 Run = Callable[[Test], None]
@@ -102,3 +105,8 @@ def falling_silent(said: bytes = b"") -> Script:
         await reader.read()
 
     return script
+
+
+async def post(upstream: Upstream, **options: float | bool | None) -> Reply:
+    """The reply to a small request."""
+    return await upstream.request("POST", "/v1/x", b"{}", [(b"x-request-id", b"r1")], **options)  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ from balanceroute.proxy.life.leg import Event, Leg, Strategy
 from balanceroute.proxy.life.pull import Pull
 from balanceroute.proxy.life.scoring import Scoring
 from balanceroute.proxy.wire.client_request import parse
-from balanceroute.proxy.workers.upstream import Reply
+from balanceroute.proxy.workers.reply import Reply
 from tests.unit.proxy.virtual_time import a_router, in_virtual_time, let_pass
 
 REPO = Path(__file__).parents[4]

@@ -8,7 +8,8 @@ import pytest
 from balanceroute.errors import BadUpstreamReply, UpstreamError
 from balanceroute.proxy.life.streaming import stream_events
 from balanceroute.proxy.wire.sse import EventScanner, StreamEnd
-from balanceroute.proxy.workers.upstream import Reply, Upstream
+from balanceroute.proxy.workers.reply import Reply
+from balanceroute.proxy.workers.upstream import Upstream
 from tests.unit.proxy.servers import CHUNKED_HEAD, Run, Script, answering, chunked, read_request, worker
 from tests.unit.proxy.wire.test_sse import DONE, completion, event, texts
 from tests.waiting import pace, until

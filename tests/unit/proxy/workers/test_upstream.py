@@ -11,28 +11,22 @@ from typing import Any
 import pytest
 import trustme
 
-from balanceroute.errors import BadUpstreamReply, CannotConnect, ConnectFailed, UpstreamError, UpstreamTimeout
+from balanceroute.errors import CannotConnect, ConnectFailed, UpstreamTimeout
 from balanceroute.proxy.wire.responses import status_of
-from balanceroute.proxy.workers.upstream import KEEPALIVE_S, Reply, Upstream
-from tests.unit.proxy.servers import CHUNKED_HEAD, Run, answering, chunked, falling_silent, plain, read_request, worker
+from balanceroute.proxy.workers.upstream import KEEPALIVE_S, Upstream
+from tests.unit.proxy.servers import (
+    CHUNKED_HEAD,
+    Run,
+    answering,
+    chunked,
+    falling_silent,
+    plain,
+    post,
+    read_request,
+    worker,
+)
 from tests.unit.proxy.virtual_time import in_virtual_time, let_pass, stand_still
 from tests.waiting import until
-
-
-async def post(upstream: Upstream, **options: float | bool | None) -> Reply:
-    return await upstream.request("POST", "/v1/x", b"{}", [(b"x-request-id", b"r1")], **options)  # type: ignore[arg-type]
-
-
-def test_a_reply_has_status_headers_and_body(run: Run) -> None:
-    async def test() -> None:
-        async with worker(answering(plain(b"hello", b"404 Not Found"))) as server:
-            upstream = Upstream(server.url, worker="d0")
-            reply = await post(upstream)
-            assert (reply.status, reply.header(b"content-type")) == (404, b"text/plain")
-            assert await reply.read(100) == b"hello"
-            upstream.close()
-
-    run(test)
 
 
 def test_the_request_is_framed_and_carries_the_given_headers(run: Run) -> None:
@@ -89,53 +83,6 @@ def test_concurrent_requests_use_a_connection_each_and_share_them_later(run: Run
     run(test)
 
 
-@pytest.mark.parametrize(
-    "head",
-    [b"connection: close\r\ncontent-length: 2\r\n", b"connection: close\r\n", b""],
-    ids=["close-with-length", "close-without-length", "ended-by-close"],
-)
-def test_a_reply_that_forbids_reuse_closes_its_connection(run: Run, head: bytes) -> None:
-    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await read_request(reader)
-        writer.write(b"HTTP/1.1 200 OK\r\n%s\r\nok" % head)
-
-    async def test() -> None:
-        async with worker(script) as server:
-            upstream = Upstream(server.url)
-            for _ in range(2):
-                assert await (await post(upstream)).read(9) == b"ok"
-            assert server.connections == 2
-            assert upstream.busy_connections == 0
-
-    run(test)
-
-
-def test_interim_responses_are_skipped(run: Run) -> None:
-    async def test() -> None:
-        reply_bytes = b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\nlink: x\r\n\r\n" + plain(b"ok")
-        async with worker(answering(reply_bytes)) as server:
-            upstream = Upstream(server.url)
-            for _ in range(2):
-                reply = await post(upstream)
-                assert (reply.status, reply.header(b"link"), await reply.read(9)) == (200, None, b"ok")
-            assert server.connections == 1
-            upstream.close()
-
-    run(test)
-
-
-def test_bytes_after_a_reply_are_not_taken_for_the_next_one(run: Run) -> None:
-    async def test() -> None:
-        async with worker(answering(plain(b"ok") + plain(b"evil"))) as server:
-            upstream = Upstream(server.url)
-            for _ in range(2):
-                assert await (await post(upstream)).read(9) == b"ok"
-            assert server.connections == 2
-            upstream.close()
-
-    run(test)
-
-
 @pytest.mark.parametrize("status", [b"413 Too Large", b"200 OK"])
 def test_a_worker_that_answers_before_it_has_read_the_request_gets_no_other_on_that_connection(
     run: Run, status: bytes
@@ -155,50 +102,6 @@ def test_a_worker_that_answers_before_it_has_read_the_request_gets_no_other_on_t
             reply = await upstream.request("POST", "/v1/x", b"x" * 2**26)  # more than any socket buffers
             assert await reply.read(10) == b"no"
             assert (upstream.idle_connections, upstream.busy_connections) == (0, 0)
-
-    run(test)
-
-
-def test_a_gzip_body_passes_untouched(run: Run) -> None:
-    async def test() -> None:
-        body = b"\x1f\x8b\x08not really"
-        raw = b"HTTP/1.1 200 OK\r\ncontent-encoding: gzip\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)
-        async with worker(answering(raw)) as server:
-            upstream = Upstream(server.url)
-            reply = await post(upstream)
-            assert (reply.header(b"content-encoding"), await reply.read(99)) == (b"gzip", body)
-            upstream.close()
-
-    run(test)
-
-
-# ---------------------------------------------------------------------------------------- what breaks
-
-
-@pytest.mark.parametrize(
-    "sent",
-    [
-        CHUNKED_HEAD + chunked(b"abc", last=False),
-        CHUNKED_HEAD + b"5\r\nab",
-        b"HTTP/1.1 200 OK\r\ncontent-length: 10\r\n\r\nabc",
-        CHUNKED_HEAD + chunked(b"abc", last=False) + b"zz\r\n",
-    ],
-    ids=["before-last-chunk", "inside-a-chunk", "short-of-length", "broken-framing"],
-)
-def test_a_truncated_body_is_an_error_after_its_bytes(run: Run, sent: bytes) -> None:
-    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await read_request(reader)
-        writer.write(sent)
-
-    async def test() -> None:
-        async with worker(script) as server:
-            upstream = Upstream(server.url, worker="d7")
-            reply = await post(upstream)
-            with pytest.raises(BadUpstreamReply) as caught:
-                while await reply.next_chunk() is not None:
-                    pass
-            assert caught.value.worker == "d7"
-            assert (upstream.busy_connections, upstream.idle_connections) == (0, 0)
 
     run(test)
 
@@ -324,24 +227,6 @@ def test_a_request_that_cannot_be_repeated_takes_only_a_connection_that_was_used
             await (await post(upstream)).read(9)
             assert server.connections == 4
             upstream.close()
-
-    run(test)
-
-
-def test_garbage_is_a_bad_reply(run: Run) -> None:
-    async def test() -> None:
-        async with worker(answering(b"SSH-2.0-OpenSSH\r\n")) as server:
-            with pytest.raises(BadUpstreamReply, match="not HTTP"):
-                await post(Upstream(server.url))
-
-    run(test)
-
-
-def test_an_endless_head_is_a_bad_reply(run: Run) -> None:
-    async def test() -> None:
-        async with worker(answering(b"HTTP/1.1 200 OK\r\n" + b"a: " + b"x" * 200_000)) as server:
-            with pytest.raises(BadUpstreamReply):
-                await post(Upstream(server.url))
 
     run(test)
 
@@ -495,32 +380,6 @@ def test_a_request_cancelled_at_any_turn_of_the_loop_leaves_no_connection_busy(r
     run(test)
 
 
-def test_abort_closes_a_stream_at_once_and_is_idempotent(run: Run) -> None:
-    async def test() -> None:
-        async with worker(falling_silent(CHUNKED_HEAD + chunked(b"x", last=False))) as server:
-            upstream = Upstream(server.url)
-            reply = await post(upstream)
-            assert await reply.next_chunk() == b"x"
-            reply.abort()
-            reply.abort()
-            await server.closed.wait()
-            assert (upstream.busy_connections, upstream.idle_connections) == (0, 0)
-
-    run(test)
-
-
-def test_read_refuses_a_body_above_its_limit_and_says_whose_it_is(run: Run) -> None:
-    async def test() -> None:
-        async with worker(answering(plain(b"x" * 1000))) as server:
-            upstream = Upstream(server.url, worker="p0", tier="prefill")
-            with pytest.raises(BadUpstreamReply, match="longer than 999") as refused:
-                await (await post(upstream)).read(999)
-            assert (refused.value.worker, refused.value.tier) == ("p0", "prefill")
-            upstream.close()
-
-    run(test)
-
-
 def test_a_closed_upstream_refuses_requests(run: Run) -> None:
     async def test() -> None:
         upstream = Upstream("http://127.0.0.1:1")
@@ -555,100 +414,6 @@ def test_https_verifies_the_worker_and_works(run: Run, tmp_path: Path) -> None:
             with pytest.raises(ConnectFailed, match=r"(?i)certificate"):
                 await post(Upstream(url))
             upstream.close()
-
-    run(test)
-
-
-# ---------------------------------------------------------------------------------------- streams
-
-
-def test_a_consumer_that_lags_stops_the_worker_and_loses_nothing(run: Run) -> None:
-    total = 8 * 1024 * 1024
-    sent = 0
-
-    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        nonlocal sent
-        await read_request(reader)
-        writer.write(CHUNKED_HEAD)
-        while sent < total:
-            writer.write(chunked(b"y" * 65536, last=False))
-            await writer.drain()
-            sent += 65536
-        writer.write(b"0\r\n\r\n")
-        await reader.read()
-
-    async def test() -> None:
-        async with worker(script) as server:
-            upstream = Upstream(server.url, high_water_bytes=100_000)
-            reply = await post(upstream)
-            await until(lambda: reply.paused)
-            assert reply.buffered_bytes < 100_000 + 512 * 1024  # the mark and one read of the loop
-            assert sent < total
-            got = 0
-            while (chunk := await reply.next_chunk()) is not None:
-                got += len(chunk)
-            assert got == total
-            assert upstream.idle_connections == 1
-            upstream.close()
-
-    run(test)
-
-
-class Recorder:
-    """A sink that writes down what it was told."""
-
-    def __init__(self) -> None:
-        self.data = b""
-        self.ends: list[UpstreamError | None] = []
-        self.over = asyncio.Event()
-
-    def chunk(self, data: bytes) -> None:
-        assert data
-        self.data += data
-
-    def ended(self, error: UpstreamError | None) -> None:
-        self.ends.append(error)
-        self.over.set()
-
-
-@pytest.mark.parametrize("late", [False, True], ids=["early", "after-the-end"])
-def test_a_sink_gets_every_byte_and_one_end(run: Run, late: bool) -> None:
-    async def test() -> None:
-        async with worker(answering(CHUNKED_HEAD + chunked(*(b"%d," % i for i in range(500))))) as server:
-            upstream = Upstream(server.url)
-            reply = await post(upstream)
-            if late:
-                await until(lambda: reply.over)
-            sink = Recorder()
-            reply.attach(sink)
-            await sink.over.wait()
-            assert sink.data == b"".join(b"%d," % i for i in range(500))
-            assert sink.ends == [None]
-            upstream.close()
-
-    run(test)
-
-
-def test_a_discarded_reply_that_ends_gives_its_connection_back(run: Run) -> None:
-    async def test() -> None:
-        async with worker(answering(CHUNKED_HEAD + chunked(b"a" * 100_000))) as server:
-            upstream = Upstream(server.url)
-            reply = await post(upstream)
-            reply.discard(5.0)
-            await until(lambda: not upstream.busy_connections)
-            assert upstream.idle_connections == 1
-            upstream.close()
-
-    run(test)
-
-
-def test_a_discarded_reply_that_does_not_end_is_closed(run: Run) -> None:
-    async def test() -> None:
-        async with worker(falling_silent(CHUNKED_HEAD)) as server:
-            upstream = Upstream(server.url)
-            (await post(upstream)).discard(0.02)
-            await server.closed.wait()
-            assert upstream.busy_connections == 0
 
     run(test)
 

@@ -1,0 +1,124 @@
+"""Where one reply ends, and whether the connection serves another one."""
+
+import asyncio
+
+import pytest
+
+from balanceroute.errors import BadUpstreamReply
+from balanceroute.proxy.workers.upstream import Upstream
+from tests.unit.proxy.servers import (
+    CHUNKED_HEAD,
+    Run,
+    answering,
+    chunked,
+    plain,
+    post,
+    read_request,
+    worker,
+)
+
+
+@pytest.mark.parametrize(
+    "head",
+    [b"connection: close\r\ncontent-length: 2\r\n", b"connection: close\r\n", b""],
+    ids=["close-with-length", "close-without-length", "ended-by-close"],
+)
+def test_a_reply_that_forbids_reuse_closes_its_connection(run: Run, head: bytes) -> None:
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await read_request(reader)
+        writer.write(b"HTTP/1.1 200 OK\r\n%s\r\nok" % head)
+
+    async def test() -> None:
+        async with worker(script) as server:
+            upstream = Upstream(server.url)
+            for _ in range(2):
+                assert await (await post(upstream)).read(9) == b"ok"
+            assert server.connections == 2
+            assert upstream.busy_connections == 0
+
+    run(test)
+
+
+def test_interim_responses_are_skipped(run: Run) -> None:
+    async def test() -> None:
+        reply_bytes = b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\nlink: x\r\n\r\n" + plain(b"ok")
+        async with worker(answering(reply_bytes)) as server:
+            upstream = Upstream(server.url)
+            for _ in range(2):
+                reply = await post(upstream)
+                assert (reply.status, reply.header(b"link"), await reply.read(9)) == (200, None, b"ok")
+            assert server.connections == 1
+            upstream.close()
+
+    run(test)
+
+
+def test_bytes_after_a_reply_are_not_taken_for_the_next_one(run: Run) -> None:
+    async def test() -> None:
+        async with worker(answering(plain(b"ok") + plain(b"evil"))) as server:
+            upstream = Upstream(server.url)
+            for _ in range(2):
+                assert await (await post(upstream)).read(9) == b"ok"
+            assert server.connections == 2
+            upstream.close()
+
+    run(test)
+
+
+def test_a_gzip_body_passes_untouched(run: Run) -> None:
+    async def test() -> None:
+        body = b"\x1f\x8b\x08not really"
+        raw = b"HTTP/1.1 200 OK\r\ncontent-encoding: gzip\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)
+        async with worker(answering(raw)) as server:
+            upstream = Upstream(server.url)
+            reply = await post(upstream)
+            assert (reply.header(b"content-encoding"), await reply.read(99)) == (b"gzip", body)
+            upstream.close()
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        CHUNKED_HEAD + chunked(b"abc", last=False),
+        CHUNKED_HEAD + b"5\r\nab",
+        b"HTTP/1.1 200 OK\r\ncontent-length: 10\r\n\r\nabc",
+        CHUNKED_HEAD + chunked(b"abc", last=False) + b"zz\r\n",
+    ],
+    ids=["before-last-chunk", "inside-a-chunk", "short-of-length", "broken-framing"],
+)
+def test_a_truncated_body_is_an_error_after_its_bytes(run: Run, sent: bytes) -> None:
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await read_request(reader)
+        writer.write(sent)
+
+    async def test() -> None:
+        async with worker(script) as server:
+            upstream = Upstream(server.url, worker="d7")
+            reply = await post(upstream)
+            with pytest.raises(BadUpstreamReply) as caught:
+                while await reply.next_chunk() is not None:
+                    pass
+            assert caught.value.worker == "d7"
+            assert (upstream.busy_connections, upstream.idle_connections) == (0, 0)
+
+    run(test)
+
+
+def test_garbage_is_a_bad_reply(run: Run) -> None:
+    async def test() -> None:
+        async with worker(answering(b"SSH-2.0-OpenSSH\r\n")) as server:
+            with pytest.raises(BadUpstreamReply, match="not HTTP"):
+                await post(Upstream(server.url))
+
+    run(test)
+
+
+def test_an_endless_head_is_a_bad_reply(run: Run) -> None:
+    async def test() -> None:
+        async with worker(answering(b"HTTP/1.1 200 OK\r\n" + b"a: " + b"x" * 200_000)) as server:
+            with pytest.raises(BadUpstreamReply):
+                await post(Upstream(server.url))
+
+    run(test)
