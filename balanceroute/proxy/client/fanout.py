@@ -25,9 +25,9 @@ from balanceroute.proxy.wire.answers import AnswerAssembler, with_usage
 from balanceroute.proxy.wire.client_request import ClientRequest
 from balanceroute.proxy.wire.closing import DONE_EVENT, event_bytes, event_head, usage_of
 from balanceroute.proxy.wire.derived_requests import split
+from balanceroute.proxy.wire.event_stream import payloads_of
 from balanceroute.proxy.wire.prompt_echo import with_prompt
 from balanceroute.proxy.wire.responses import SSE_HEADERS, Headers
-from balanceroute.proxy.wire.sse import payloads_of
 from balanceroute.proxy.wire.usage import put_prompt_details, summed
 
 MAX_COPIED_BYTES: Final = 256 * 2**20  # each choice sends its prompt, and all but the prompt, once more

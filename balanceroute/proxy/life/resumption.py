@@ -55,7 +55,8 @@ from typing import Any, Final
 import orjson
 
 from balanceroute.proxy.wire.client_request import ClientRequest
-from balanceroute.proxy.wire.sse import REASONING, TOOL_CALLS, Cut
+from balanceroute.proxy.wire.event_contents import REASONING, TOOL_CALLS
+from balanceroute.proxy.wire.sse import Cut
 
 
 class Fidelity(IntEnum):

@@ -18,7 +18,8 @@ import orjson
 from balanceroute.errors import BadUpstreamReply
 from balanceroute.proxy.wire.bounds import checked_choice, checked_usage, shown_id, token_count
 from balanceroute.proxy.wire.client_request import ClientRequest
-from balanceroute.proxy.wire.sse import EventScanner, payloads_of
+from balanceroute.proxy.wire.event_stream import payloads_of
+from balanceroute.proxy.wire.sse import EventScanner
 from balanceroute.proxy.wire.usage import put_prompt_details
 
 # what engines write unstreamed, in their order; in a stream they leave out what is null

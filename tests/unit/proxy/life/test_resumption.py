@@ -7,7 +7,8 @@ import pytest
 
 from balanceroute.proxy.life.resumption import Fidelity, resumption
 from balanceroute.proxy.wire.client_request import parse
-from balanceroute.proxy.wire.sse import REASONING, TEXT, TOOL_CALLS, Cut
+from balanceroute.proxy.wire.event_contents import REASONING, TEXT, TOOL_CALLS
+from balanceroute.proxy.wire.sse import Cut
 
 IMAGE = [{"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}, {"type": "text", "text": "hi"}]
 

@@ -1,0 +1,63 @@
+"""The text format of event streams: where events end, and what of an event is its data."""
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from balanceroute.proxy.wire.event_stream import EventSplitter, known_lines, payload_of, payloads_of
+
+lines = st.sampled_from([b"data: 1", b"data: 2", b": comment", b"id: 3", b"event: x"])
+ends = st.sampled_from([b"\n", b"\r\n", b"\r"])
+
+
+@given(st.lists(st.lists(lines, min_size=1, max_size=3), max_size=4), ends, st.data())
+def test_events_are_the_same_with_any_line_ends_and_in_any_pieces(
+    told: list[list[bytes]], end: bytes, data: st.DataObject
+) -> None:
+    stream = b"".join(end.join([*event, b"", b""]) for event in told)
+    cuts = sorted({0, len(stream), *data.draw(st.lists(st.integers(0, len(stream)), max_size=8))})
+    splitter = EventSplitter()
+    events = [event for start, stop in pairwise(cuts) for event in splitter.events(stream[start:stop])]
+    assert [event.strip(b"\n") for event in events] == [b"\n".join(event) for event in told]
+    assert not splitter.partial
+
+
+def test_an_event_that_has_not_ended_is_kept_until_it_is_dropped() -> None:
+    splitter = EventSplitter()
+    assert list(splitter.events(b"data: 1\n\ndata: ")) == [b"data: 1\n\n"]
+    assert splitter.partial
+    splitter.drop()
+    assert not splitter.partial
+
+
+@pytest.mark.parametrize("size", [1, 7, 40])
+def test_an_event_above_the_limit_is_told_and_its_bytes_are_dropped(size: int) -> None:
+    splitter = EventSplitter(max_event_bytes=20)
+    for _ in range(0, 40, size):
+        assert list(splitter.events(b"x" * size)) == []
+    assert splitter.oversized
+
+
+@pytest.mark.parametrize(
+    ("event", "payload"),
+    [
+        (b"data: {}\n\n", b"{}"),
+        (b"data:{}\n\n", b"{}"),
+        (b"data: a\nid: 1\ndata: b\n\n", b"a\nb"),
+        (b": comment\n\n", None),
+        (b"\n", None),
+    ],
+)
+def test_the_data_of_an_event_are_its_data_lines_joined(event: bytes, payload: bytes | None) -> None:
+    assert payload_of(event) == payload
+
+
+def test_the_data_of_several_events_come_in_order_without_comments() -> None:
+    assert list(payloads_of(b"data: 1\n\n: comment\n\nid: 5\ndata: 2\n\n")) == [b"1", b"2"]
+
+
+def test_lines_that_are_no_field_or_no_text_are_left_out() -> None:
+    assert known_lines(b"data: 1\nnonsense\ndata: \xff\n\n") == b"data: 1\n\n"
+    assert known_lines("data: é\n\n".encode()) == "data: é\n\n".encode()
