@@ -17,7 +17,8 @@ from typing import BinaryIO, Final
 from balanceroute.config import Config
 from balanceroute.errors import ConfigError
 from balanceroute.proxy.admission.forecasts import build_forecasts
-from balanceroute.proxy.brain import BrainCallbacks, BrainSetup, run_brain
+from balanceroute.proxy.brain import BrainCallbacks, run_brain
+from balanceroute.proxy.brain_app import BrainSetup
 from balanceroute.proxy.changes import KeptChanges
 from balanceroute.proxy.client.descriptors import warn_if_few
 from balanceroute.proxy.client.relay_loads import Load, RelayLoads
@@ -84,7 +85,7 @@ def serve_processes(
 
 
 class Processes:
-    """What the children run, and the configuration that the next one starts with, with what its files held."""
+    """What the children run, and the configuration that a child starts with, files included."""
 
     def __init__(
         self,
@@ -117,28 +118,28 @@ class Processes:
 
     @property
     def config(self) -> Config:
-        """That holds."""
+        """The configuration that is in force."""
         return self._configured.config
 
     @property
     def lineage(self) -> int:
-        """This router's and that of those that take over from it, as in `changes.py`."""
+        """The number that this router shares with those that take over from it, see `changes.py`."""
         return self._told.lineage
 
     @property
     def brains(self) -> list[str]:
-        """The names of those that may lead; none where a brain of another machine does."""
+        """The names of the brains; none where a brain of another machine leads."""
         if self.config.listen.brains:
             return []
         return [BRAIN, *(f"{BRAIN}-{number + 2}" for number in range(self.config.listen.standbys))]
 
     @property
     def relays(self) -> list[str]:
-        """The names of the relays, which those of no predecessor have."""
+        """The names of the relays; no relay of a predecessor has one of them."""
         return [relay_name(number, self._told.generation) for number in range(self.config.listen.relays)]
 
     def mains(self) -> dict[str, Main]:
-        """Every child's, by its name; the brains are first."""
+        """What each child runs, by its name; the brains are first."""
         mains: dict[str, Main] = {name: partial(self._brain, name) for name in self.brains}
         return mains | {name: partial(self._relay, name) for name in self.relays}
 
@@ -150,11 +151,11 @@ class Processes:
         return self.config.lifecycle.drain_timeout_s
 
     def try_reload(self) -> None:
-        """See `Owner`: a module of others that the configuration names may do anything, or take long.
+        """See `Owner`. It imports the policy that the configuration names, which may take long or do anything.
 
         Raises: ConfigError, InputError.
         """
-        self._close_listeners()  # this process must hold nothing of the router's
+        self._close_listeners()  # the trial's process must not keep them open
         for link in self._links:
             link.close()
         self._let_go()
@@ -164,7 +165,7 @@ class Processes:
         self._name_keys(self._configured.propose(new))
 
     def reload(self, failure: ConfigError | None) -> bool:
-        """See `Owner`; where it can't be used nothing has changed."""
+        """See `Owner`; if the configuration can't be used nothing changes."""
         if failure is not None:
             log.warning("reload refused", extra={"error": str(failure)})
             return False
@@ -177,12 +178,12 @@ class Processes:
         return True
 
     def _name_keys(self, perimeter: Perimeter) -> None:
-        """Have all keys in the table before any relay hears of them. Raises: ConfigError: it is full."""
+        """Put all keys into the table before a relay uses them. Raises: ConfigError: the table is full."""
         if perimeter.keys is not None:
             self._table.name(key.name for key in perimeter.keys)
 
     def _check_for_brain(self, new: Config) -> None:
-        """Refuse what the leading brain would refuse: relays must not go by what it does not.
+        """Refuse a configuration that the leading brain would refuse: relays must not use what the brain does not.
 
         Raises: ConfigError, InputError.
         """
@@ -198,15 +199,15 @@ class Processes:
             _try_forecasts(new)
 
     def begin_drain(self) -> None:
-        """See `Owner`; the sockets are there for a router that takes over, and relays that refuse what comes."""
+        """See `Owner`. The sockets stay open, for a successor and for relays that refuse new requests."""
         self._ends = True
 
     def stop_listening(self) -> None:
-        """Leave the sockets to the relays that are there: connections are refused once the last one has ended."""
+        """Leave the sockets to the relays: connections are refused once the last relay has ended."""
         self._ends = True
         self._close_listeners()
         if self._predecessor is not None:
-            self._predecessor.close()  # if this router has not taken over, it never will
+            self._predecessor.close()  # this router will never take over
 
     def _close_listeners(self) -> None:
         self._end_handover()
@@ -222,14 +223,14 @@ class Processes:
             self._predecessor.go()
 
     def died(self, name: str) -> None:
-        """See `Owner`; what a relay has said in memory that all share is true no more."""
+        """See `Owner`; clears what a dead relay has written into shared memory."""
         if name in self.relays:
             place = self.relays.index(name)
             Load(self.loads, place).clear()
             self._table.clear(place)
 
     def mend(self) -> None:
-        """See `Owner`; what a router that prepares to take over was given stays as it is."""
+        """See `Owner`. While a successor prepares, the files that it was given stay as they are."""
         if self.has_successor:
             return
         try:
@@ -247,7 +248,7 @@ class Processes:
             self._trouble.end()
 
     def succeeded(self) -> bool:
-        """See `Owner`; then the run folder is the successor's, however long this router takes to finish."""
+        """See `Owner`. From then on the run folder is the successor's, however long this router takes to finish."""
         if self._handover is None or not self._handover.look():
             return False
         self._lock.close()
@@ -271,7 +272,7 @@ class Processes:
     # -- the children
 
     def _brain(self, name: str, on_up: Callable[[], None]) -> None:
-        """The process title is its role, because any brain may lead."""
+        """Run a brain; the name of its process says whether it leads."""
         self._close_listeners()
         be_called(STANDBY)
         follow = self._begin(name)
@@ -289,7 +290,7 @@ class Processes:
         run_relay(self._configured, self._folder, setup, follow, on_up)
 
     def _begin(self, name: str) -> Callable[[], None]:
-        """Say in the log who this is; returns what has it follow the parent's reload."""
+        """Name this child in its log; returns the function that makes it follow a reload of the parent."""
         self._let_go()
 
         def follow() -> None:
@@ -300,21 +301,21 @@ class Processes:
         return follow
 
     def _let_go(self) -> None:
-        """What the parent alone holds."""
+        """Close what only the parent may hold."""
         self._lock.close()
         if self._predecessor is not None:
             self._predecessor.close()
 
 
 def _predecessor(config: Config) -> Predecessor | None:
-    """The router that runs with the same run folder. Raises: ConfigError."""
+    """The router that runs with the same run folder; None: there is none. Raises: ConfigError."""
     if not config.listen.port and config.listen.run_folder is None:
         raise ConfigError("--take-over: listen.port = 0 names no router; set listen.run_folder")
     return Predecessor.find(run_folder(config, config.listen.port, os.environ).handover)
 
 
 def _go_on_counting(table: KeyTable, predecessor: Predecessor) -> None:
-    """Give keys no more than what they have left."""
+    """Charge the keys with what clients used of them at the predecessor."""
     if predecessor.keys is None:
         return
     try:
@@ -324,14 +325,14 @@ def _go_on_counting(table: KeyTable, predecessor: Predecessor) -> None:
 
 
 def _try_forecasts(config: Config) -> None:
-    """Find out now whether the brain will be able to lead. Raises: ConfigError, InputError."""
+    """Find out at the start whether the predictor can be used. Raises: ConfigError, InputError."""
     forecasts = build_forecasts(config)
     if forecasts is not None:
         forecasts.close()
 
 
 def begin_anew(journal: Path) -> None:
-    """Forget the last router's; find out now whether the brain will be able to begin its own. Raises: ConfigError."""
+    """Remove the last router's journal, and find out whether a new one can be written. Raises: ConfigError."""
     try:
         if journal.exists() and not (journal.is_file() or journal.is_dir()):
             return  # a device, or a pipe: nothing of the last router's
@@ -346,7 +347,7 @@ def begin_anew(journal: Path) -> None:
 
 
 def _is_written(journal: Path) -> bool:
-    """Whether a router writes it still (`journal.claim`)."""
+    """Whether a router still writes this journal (`journal.claim`)."""
     try:
         file = locked(journal)
     except OSError:  # a file system without locks, or what beginning it anew will tell

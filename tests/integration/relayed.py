@@ -16,7 +16,8 @@ import httpx
 from balanceroute.config import Config
 from balanceroute.emulator import ClusterShape, EmulatedCluster
 from balanceroute.engine.tokens import continuation, decode
-from balanceroute.proxy.brain import BrainApp, BrainServer, BrainSetup, create_brain_app
+from balanceroute.proxy.brain import BrainServer
+from balanceroute.proxy.brain_app import BrainApp, BrainSetup, create_brain_app
 from balanceroute.proxy.configured import Configured
 from balanceroute.proxy.link.leadership import FileLead
 from balanceroute.proxy.relay import RelayApp, RelayServer, create_relay_app

@@ -1,0 +1,129 @@
+"""How a brain that has the lead starts, also where a file of its configuration can't be used."""
+
+import importlib
+import socket
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from balanceroute.config import validate
+from balanceroute.core.policies import POLICIES
+from balanceroute.errors import ConfigError, InputError
+from balanceroute.plugins import learn_policy
+from balanceroute.prediction import FinishedRequest, Model, save_model
+from balanceroute.proxy.brain import BrainServer
+from balanceroute.proxy.brain_app import BrainApp, BrainSetup, create_brain_app, reload_brain
+from balanceroute.proxy.configured import Configured
+from balanceroute.proxy.link.leadership import FileLead
+from balanceroute.proxy.perimeter.perimeter import Perimeter
+from balanceroute.proxy.run_folder import RunFolder
+from tests.integration.relayed import LINEAGE, a_brain, answered, relayed
+from tests.integration.router import FAST
+from tests.waiting import until
+
+pytestmark = pytest.mark.anyio
+
+
+@asynccontextmanager
+async def beginning(folder: RunFolder, journal: Path) -> AsyncIterator[BrainApp]:
+    """A brain that leads and does not listen yet; it has to end by itself, and then all of its journal is written."""
+    urls = [{"url": f"http://127.0.0.1:{port}"} for port in range(1, 7)]
+    config = validate({"prefill": {"workers": urls[:3]}, "decode": {"workers": urls[3:], "max_num_seqs": 2}})
+    lead = FileLead(folder.lock)
+    assert lead.take()
+    try:
+        yield create_brain_app(Configured.read(config), folder, lead, 0, BrainSetup(LINEAGE, journal))
+        assert workers_added(journal) == 6
+    finally:
+        lead.release()
+
+
+def workers_added(journal: Path) -> int:
+    return journal.read_text().count('"add_worker"')
+
+
+async def test_a_brain_that_cannot_listen_for_relays_ends_what_it_has_begun(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.link.mkdir()
+    async with beginning(folder, tmp_path / "journal") as app:
+        with pytest.raises(OSError):
+            async with app.router.lifespan_context(app):
+                pass
+
+
+async def test_a_brain_that_cannot_listen_for_other_machines_ends_what_it_has_begun(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    async with beginning(folder, tmp_path / "journal") as app:
+        with socket.socket(type=socket.SOCK_DGRAM) as link, pytest.raises(ConfigError, match="listen.link"):
+            server = BrainServer(app, app.config, BrainSetup(LINEAGE, link=link))
+            await server._serve()
+        for each in server.servers:
+            each.close()
+
+
+async def test_a_brain_that_takes_over_leads_without_a_predictor_whose_file_is_broken_until_a_reload_finds_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = tmp_path / "model.npz"
+    model.write_text("half written")
+    predictor = {"kind": "survival", "model": str(model)}
+    async with relayed(FAST, count=1) as router:
+        relay = router.relays[0]
+        tree = router.config.model_dump(exclude_unset=True)
+        routing = {"policy": "br_h", "horizon_steps": 4}
+        config = validate(tree | {"routing": routing, "predictor": predictor})
+        router.brain.end()
+        await until(lambda: relay.app.services.brain.member is None)
+        with pytest.raises(InputError):
+            async with a_brain(config, router.folder, relays=1):
+                pass
+        async with a_brain(config, router.folder, relays=1, again=True) as brain:
+            assert brain.services.forecasts is None and "leading without the predictor" in caplog.text
+            await answered(relay, 1)
+            await reload_brain(brain, config, Perimeter(config))
+            assert brain.services.forecasts is None and brain.read is config
+            rows = [FinishedRequest("", 10, length, "stop", float(length)) for length in range(1, 100)]
+            save_model(model, Model("survival", 4, rows))
+            await reload_brain(brain, config, Perimeter(config))
+            assert brain.services.forecasts is not None
+            await answered(relay, 2)
+
+
+async def test_a_brain_leads_under_the_default_policy_where_its_own_can_be_imported_no_more_until_a_reload_finds_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    module, name = tmp_path / "policy_that_goes.py", "policy_that_goes:FirstFit"
+    whole = (Path(__file__).parents[2] / "examples" / "own_policy.py").read_text()
+
+    def forgotten() -> None:
+        POLICIES.pop(name, None)
+        sys.modules.pop(module.stem, None)
+        importlib.invalidate_caches()
+
+    async with relayed(FAST, count=1) as router:
+        relay = router.relays[0]
+        module.write_text(whole)
+        tree = router.config.model_dump(exclude_unset=True)
+        config = validate(tree | {"routing": {"policy": name, "options": {"patience_s": 5.0}}})
+        module.unlink()
+        forgotten()
+        router.brain.end()
+        await until(lambda: relay.app.services.brain.member is None)
+        with pytest.raises(ConfigError):
+            async with a_brain(config, router.folder, relays=1):
+                pass
+        async with a_brain(config, router.folder, relays=1, again=True) as brain:
+            assert brain.services.config.routing.policy == "level_fit"
+            assert "leading with the default policy" in caplog.text
+            await answered(relay, 1)
+            module.write_text(whole)
+            forgotten()
+            learn_policy(name)
+            await reload_brain(brain, config, Perimeter(config))
+            assert brain.services.config.routing.policy == name and brain.read is config
+            await answered(relay, 2)
+    forgotten()
