@@ -54,11 +54,11 @@ class Changes(msgspec.Struct, frozen=True):
     epoch: int = 0
 
     def in_use(self, config: Config) -> list[WorkerSpec]:
-        """The workers that a router of this configuration has."""
+        """The workers of a router of this configuration with these changes."""
         return list(self.workers) or worker_specs(config)
 
     def config(self, config: Config) -> Config:
-        """The configuration under the policy that an operator has chosen."""
+        """The configuration with the policy that an operator has chosen."""
         if self.policy is None:
             return config
         try:
@@ -68,7 +68,7 @@ class Changes(msgspec.Struct, frozen=True):
             return config
 
     def apply(self, services: Services) -> None:
-        """Make the same changes again, before any request is here.
+        """Make these changes in a new brain, before it has requests.
 
         An added worker that is down just now is waited for: it may have served for long. One whose server the
         configuration names by now, under another name, leaves: it would get twice its share.
@@ -94,7 +94,7 @@ class Changes(msgspec.Struct, frozen=True):
 
 
 def changes_of(services: Services, base: Config, lineage: int, number: int = 0, epoch: int = 0) -> Changes:
-    """What a running router has beyond its configuration `base`, which is of that `number`; `epoch`: of its brain."""
+    """What differs in a running router from its configuration `base`, which has this `number`. `epoch`: of its brain."""
     configured = {spec.id: spec for spec in worker_specs(base)}
     staying = {worker.id: worker.spec for worker in services.fleet if not worker.leaving}
     policy = services.config.routing.policy
@@ -111,11 +111,11 @@ def changes_of(services: Services, base: Config, lineage: int, number: int = 0, 
 
 
 class KeptChanges:
-    """The file of one run folder. `last` is what it says, `number` that of the configuration that is gone by."""
+    """The file of one run folder. `last`: its contents. `number`: of the configuration in force."""
 
     def __init__(self, path: Path, lineage: int, lead: Lead | None = None, number: int = 0) -> None:
-        """`last` is, at first, what a brain of the same lineage before this one has left, and what a reload since then,
-        or a brain of another run folder, has left of that. `lead`: the file is the leader's to write; None: to look.
+        """At first, `last` is what an earlier brain of the same lineage wrote, but for what a reload since, or a brain
+        of another run folder, has undone. `lead`: only the leader writes the file; None: it is only read.
         """
         self._path, self._lineage, self._lead, self.number = path, lineage, lead, number
         self._trouble = Trouble(
@@ -140,7 +140,7 @@ class KeptChanges:
         self.last = msgspec.structs.replace(found, policy=None) if reloaded else found
 
     def keep(self, services: Services, base: Config) -> None:
-        """Write down what is not in the file yet; that it can't be written is told once, until it can be again.
+        """Write the changes that are not in the file yet. Failures to write are logged once, until it works again.
 
         Raises: NoHealthyWorkers: another brain leads, and does not know of it.
         """
@@ -159,7 +159,7 @@ class KeptChanges:
         self.last = changes
 
     async def watch(self, services: Services, base: Callable[[], Config]) -> None:
-        """Keep what changes otherwise than by an operator's request, until cancelled."""
+        """Write changes that no operator's request has made, until cancelled."""
         while True:
             await asyncio.sleep(until_tick_s(services.loop.time(), LOOK_S))
             with suppress(NoHealthyWorkers):  # this process is about to end
@@ -167,7 +167,7 @@ class KeptChanges:
 
 
 def _check(spec: WorkerSpec) -> None:
-    """Raises: ValueError: no router has such a worker."""
+    """Raises: ValueError: no router can have such a worker."""
     normalised_url(spec.url)
     if not spec.id or spec.slots < 1 or not spec.slowdown > 0 or spec.request_tokens < 0:
         raise ValueError(f"worker {spec.id!r} has values that cannot be")

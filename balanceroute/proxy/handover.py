@@ -52,7 +52,7 @@ class Told(msgspec.Struct, frozen=True):
 
 
 class Handover:
-    """The old parent's side. The kernel sends SIGIO when there is something to `look` at."""
+    """The old parent's side. The kernel sends SIGIO when `look` has something to do."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class Handover:
         lock: BinaryIO | None = None,
         keys: int | None = None,
     ) -> None:
-        """Listen at `path`, in place of who did before. `lock`: of the run folder. `keys`: the file of their table.
+        """Listen at `path`, in place of an earlier router. `lock`: of the run folder. `keys`: the file of their table.
 
         Raises: ConfigError.
         """
@@ -81,7 +81,7 @@ class Handover:
             successor, _ = self._listener.accept()
         except BlockingIOError:
             pass  # nobody is there
-        except OSError as error:  # no descriptor is free, most likely; it gives up, and may be started again
+        except OSError as error:  # most likely no descriptor is free; the successor gives up, and may be started again
             log.warning("another router can't be answered", extra={"error": error.strerror})
         else:
             self._meet(successor)
@@ -96,12 +96,12 @@ class Handover:
 
     @property
     def has_successor(self) -> bool:
-        """Whether one has been answered that has neither gone nor said that it is ready."""
+        """Whether a successor prepares: it was answered, and has neither gone nor said that it is ready."""
         return self._successor is not None
 
     @property
     def is_lost(self) -> bool:
-        """Whether nobody finds it any more: its socket was removed, or replaced by a successor that has died."""
+        """Whether no successor can find this router: its socket was removed, or replaced by one that has died."""
         try:
             return self._path.stat().st_ino != self._inode
         except OSError:
@@ -142,7 +142,7 @@ class Handover:
 
 
 def _listener(path: Path) -> socket.socket:
-    """A socket at `path`, for our user alone, that signals who comes. Raises: OSError."""
+    """A socket at `path`, for our user alone; a connection to it causes SIGIO. Raises: OSError."""
     listener = socket.socket(socket.AF_UNIX)
     try:
         path.unlink(missing_ok=True)
@@ -157,7 +157,7 @@ def _listener(path: Path) -> socket.socket:
 
 
 class Predecessor:
-    """The new parent's side: the router that runs, its listening sockets, its run folder's lock, its table of keys."""
+    """The new parent's side: the router that is to be taken over, and what it has sent."""
 
     def __init__(
         self,
@@ -171,7 +171,7 @@ class Predecessor:
 
     @classmethod
     def find(cls, path: Path) -> "Predecessor | None":
-        """The router that answers at `path`, if one does. Raises: ConfigError: it can't be taken over."""
+        """The router that answers at `path`; None: there is none. Raises: ConfigError: it can't be taken over."""
         connection = socket.socket(socket.AF_UNIX)
         connection.settimeout(TIMEOUT_S)
         try:
@@ -195,7 +195,7 @@ class Predecessor:
             raise ConfigError(f"--take-over: the router that runs can't be taken over: {why}") from None
 
     def listener(self, host: str, port: int) -> socket.socket | None:
-        """Its socket that listens there, if it has one; from now on it is the caller's."""
+        """Hand over its socket that listens at this address, if it has one."""
         for sock in self._sockets:
             if sock.getsockname()[:2] == (host, port):
                 self._sockets.remove(sock)
@@ -204,27 +204,27 @@ class Predecessor:
 
     @property
     def abandoned(self) -> list[str]:
-        """The addresses at which nobody will listen once it has left."""
+        """The addresses that only the predecessor listens at, where nobody will once it has left."""
         return ["{}:{}".format(*sock.getsockname()[:2]) for sock in self._sockets]
 
     @property
     def lives(self) -> bool:
-        """Whether it has not ended, which alone is still to be heard of it."""
+        """Whether the predecessor has not ended; nothing else can still come from it."""
         return not select([self._connection], [], [], 0)[0]
 
     def lock(self) -> BinaryIO | None:
-        """The run folder's, locked since the first of them, if it sent it; from now on it is the caller's."""
+        """Hand over the run folder's lock, if the predecessor sent it."""
         lock, self._lock = self._lock, None
         return lock
 
     def go(self) -> None:
-        """All is ready: it may leave."""
-        with suppress(OSError):  # it has died meanwhile, and its relays with it
+        """Tell the predecessor that this router is ready: it leaves."""
+        with suppress(OSError):  # the predecessor has died meanwhile, and its relays with it
             self._connection.sendall(GO)
         self.close()
 
     def close(self) -> None:
-        """Let go of it; before `go`, it goes on as if nothing had happened."""
+        """End the connection; before `go`, the predecessor goes on as if nothing had happened."""
         self._connection.close()
         for sock in self._sockets:
             sock.close()
@@ -235,7 +235,7 @@ class Predecessor:
 
 
 def _file(connection: socket.socket, name: bytes) -> BinaryIO | None:
-    """What follows the sockets. Raises: OSError."""
+    """Receive a file that follows the sockets. Raises: OSError."""
     _, descriptors, _, _ = socket.recv_fds(connection, len(name), 1)
     return os.fdopen(descriptors[0], "rb") if descriptors else None
 

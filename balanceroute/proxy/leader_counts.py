@@ -1,4 +1,4 @@
-"""What brains have counted, kept in the run folder for the one that leads next.
+"""What brains have counted, kept in the run folder for the next leader.
 
 It takes over what relays have counted that will not return, so that their files do not pile up. The file names them
 until theirs are removed: who is killed in between leaves a successor that counts nothing twice.
@@ -21,7 +21,7 @@ _INHERITED: Final = "inherited"
 
 
 class LeaderCounts:
-    """The file of one run folder, which belongs to who leads; `metrics` go on from what is in it.
+    """The file of one run folder, which the leader writes; `metrics` begin with its contents.
 
     `inherited`: the relays whose counts are in it although they have a file still.
     """
@@ -38,20 +38,20 @@ class LeaderCounts:
         self.inherited = _inherited(last)
 
     def keep(self) -> bool:
-        """Write down what is new, as far as that can be; False: another brain leads, and nothing was written."""
+        """Write what is new, if it can be written; False: another brain leads, and nothing was written."""
         if not self._lead.renew():
             return False
         self._write()
         return True
 
     def bury(self, now: float) -> None:
-        """Count on for relays that are gone for good, and remove their files."""
+        """Take over the counts of relays that are gone for good, and remove their files."""
         if self._lead.renew():
             self._gone.bury(now, self._inherit)
             self.inherited = {relay for relay in self.inherited if not is_gone(self._folder.counts_file(relay))}
 
     async def watch(self) -> None:
-        """Keep it every second, until cancelled."""
+        """Keep the file every second, until cancelled."""
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(until_tick_s(loop.time(), PERIOD_S))
@@ -69,7 +69,7 @@ class LeaderCounts:
         return self._write()
 
     def _write(self) -> bool:
-        """Whether the file has all that was counted."""
+        """Write the file; returns whether it has all that was counted."""
         counts = self._metrics.counts()
         if self.inherited:
             counts = orjson.dumps(orjson.loads(counts) | {_INHERITED: sorted(self.inherited)})
@@ -79,7 +79,7 @@ class LeaderCounts:
 
 
 def _inherited(counts: bytes) -> set[str]:
-    """The relays that a leader has named."""
+    """The relays that the counts of a leader name as taken over."""
     try:
         told: Any = orjson.loads(counts)[_INHERITED]
         return {relay for relay in told if isinstance(relay, str)}

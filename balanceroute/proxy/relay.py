@@ -1,14 +1,14 @@
 """A process that holds clients and their streams, while the brain decides (`brain.py`).
 
-It parses, probes, decodes, streams and counts, as a router in one process does; what it does not do is to judge workers
-and to decide. Its tickets speak to the brain over the link. It keeps its streams while there is no brain, and tells the
-next one what it holds.
+It parses, probes, decodes, streams and counts, as a router in one process does. It does not judge workers, and does not
+decide: its tickets ask the brain over the link. It keeps its streams while there is no brain, and tells the next brain
+what it holds.
 
 SIGUSR2             drain: new requests get 503, running ones may finish within `lifecycle.drain_timeout_s`
 SIGINT              end now
-SIGUSR1             leave: accept no more connections, answer on those that are there, each once more at most
-SIGTERM             the same, unless SIGUSR2 follows, and as soon as another relay of this machine accepts
-SIGHUP              read the configuration again: limits, keys, certificates; workers are the brain's to change
+SIGUSR1             leave: accept no more connections, answer at most once more on each present one
+SIGTERM             leave as soon as another relay of this machine accepts, unless SIGUSR2 follows
+SIGHUP              use a new configuration: limits, keys, certificates; the brain changes workers
 """
 
 import asyncio
@@ -75,7 +75,7 @@ PINS_TRIES: Final = 10
 PINS_PAUSE_S: Final = 0.05
 LEFT_S: Final = 5.0  # between two looks for records of relays that are gone
 ANOTHER_S: Final = 1.0  # between two looks for a relay that accepts
-ALIVE: Final = ("/health", "/ping")  # that this process lives, it says itself
+ALIVE: Final = ("/health", "/ping")  # answered by the relay itself
 READY: Final = "/ready"
 
 
@@ -131,7 +131,7 @@ def run_relay(
 
 
 def create_relay_app(configured: Configured, folder: RunFolder, name: str, life: int, again: bool = False) -> RelayApp:
-    """The application of the relay of that name. `life`: see `RunFolder.come_to_life`. `again`: see `RelaySetup`.
+    """The application of a relay. `life`: see `RunFolder.come_to_life`. `again`: see `RelaySetup`.
 
     Raises: ConfigError: a file of the folder can't be used.
     """
@@ -177,7 +177,7 @@ def create_relay_app(configured: Configured, folder: RunFolder, name: str, life:
 
 
 def _coroutines(services: RelayServices, life: int) -> dict[str, Callable[[], Awaitable[None]]]:
-    """What runs beside the streams of every relay, by name; `life`: see `RunFolder.come_to_life`."""
+    """The coroutines of a relay, by name. `life`: see `RunFolder.come_to_life`."""
     coroutines: dict[str, Callable[[], Awaitable[None]]] = {
         "link": services.brain.run,
         "pool_reaper": services.look,
@@ -192,7 +192,7 @@ def _coroutines(services: RelayServices, life: int) -> dict[str, Callable[[], Aw
 
 
 def _ways_to_brain(config: Config, folder: RunFolder, tls: Tls) -> tuple[Reach, ToBrain]:
-    """For the link, and for operators' requests."""
+    """The ways to the brain: for the link, and for operators' requests."""
     if not config.listen.brains:
         return SocketReach(folder.link), ToBrain(lambda: through_socket(str(folder.operators)))
     reach = FarReach(config.listen.brain_addresses, lambda: tls.link.relay)
@@ -200,13 +200,16 @@ def _ways_to_brain(config: Config, folder: RunFolder, tls: Tls) -> tuple[Reach, 
 
 
 def _name_on_link(config: Config, folder: RunFolder, name: str) -> str:
-    """A name that no relay of another machine has, where the brain is on one. Raises: ConfigError."""
+    """The relay's name on the link; if the brain is on another machine, one that no other machine's relay has.
+
+    Raises: ConfigError.
+    """
     return f"{name}{FAR}{folder.identity()}" if config.listen.brains else name
 
 
 async def _drain_left(services: RelayServices, pins: PinRecord) -> None:
-    """Have what this relay's former life has left pinned drained, once it is known which workers there are; and from
-    time to time what relays have left that are gone for good. Until cancelled.
+    """Drain the KV that a former process of this relay has left pinned, once the workers are known; and from time to
+    time that of relays that are gone for good. Until cancelled.
     """
     await services.known.wait()
     left, pins.left = pins.left, ()
@@ -229,7 +232,7 @@ async def _drain_left(services: RelayServices, pins: PinRecord) -> None:
 
 
 def _own_pins(path: Path, again: bool) -> PinRecord:
-    """This relay's record; `again`: the router has been up, and this relay goes on without a file if it must.
+    """This relay's record of pinned KV. `again`: the router has been up, so the relay starts even without a file.
 
     Raises: ConfigError.
     """
@@ -243,7 +246,7 @@ def _own_pins(path: Path, again: bool) -> PinRecord:
 def _routes(
     services: Callable[[], RelayServices], to_brain: ToBrain, methods: Mapping[str, Sequence[str]]
 ) -> list[Route]:
-    """All but the hot ones: what any worker can answer is asked here, the rest of the brain.
+    """All routes but the hot ones: those that any worker can answer are sent to a worker, the others to the brain.
 
     `methods`: of each route, by its path; other methods are refused here, as a router of one process refuses them.
     """
@@ -254,7 +257,9 @@ def _routes(
         return await to_brain.answer(request)
 
     async def call_workers(request: Request) -> Response:
-        """By the brain, as it must know of it; whose credential they get is decided here, where the token is known."""
+        """Have the brain call all workers, because it must know of it. Which credential they get is decided here, where
+        the token is known.
+        """
         own = services().perimeter.authorization_for(request.headers.raw) is None
         return await to_brain.answer(request, authorization=own)
 
@@ -279,7 +284,7 @@ def build_relay(
     pins: PinRecord | None,
     reach: Reach,
 ) -> RelayServices:
-    """Put the parts together; nothing runs yet."""
+    """Put the parts of a relay together; nothing runs yet."""
     config, perimeter, tls = configured.config, configured.perimeter, configured.tls
     brain = RemoteBrain(
         loop, reach, _name_on_link(config, folder, name), bounds(config), lambda each: services.void(each)
@@ -313,7 +318,7 @@ def build_relay(
 
 
 def reload_relay(services: RelayServices, new: Config, perimeter: Perimeter) -> None:
-    """Switch to another configuration, with what its files held, as far as it is a relay's."""
+    """Switch a relay to another configuration. `perimeter`: made of the files that it names."""
     if services.perimeter.seat is not None:
         perimeter.sit(services.perimeter.seat)
     perimeter.inherit(services.perimeter)
@@ -332,12 +337,12 @@ class RelayServer(ChildServer):
     on_up: Callable[[], None] = staticmethod(lambda: None)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept on these sockets, with others."""
+        """Accept on these sockets, beside other relays."""
         self.listeners = sockets or ()
         await super().startup(sockets=[])
 
     async def listening(self) -> dict[str, object]:
-        """Accept, and say where."""
+        """Begin to accept, and return where, for the log."""
         loop, services = asyncio.get_running_loop(), self._app.services
         for listener in self.listeners:
             listener.setblocking(False)
@@ -363,9 +368,9 @@ class RelayServer(ChildServer):
         return self.load.ahead(most_clients(self._app.services.config))
 
     def leave(self) -> None:
-        """Others accept on these sockets: serve whoever is connected to the end of what it has begun.
+        """Other relays accept on these sockets: serve the connected clients to the end of what they have begun.
 
-        Who drains already refuses nothing by itself any more, and keeps its deadline.
+        A relay that drains already stops refusing requests by itself, and keeps its deadline.
         """
         if self._app.leaving:
             return
@@ -380,7 +385,7 @@ class RelayServer(ChildServer):
             self._drain = services.loop.create_task(self._until_drained(services))
 
     def _leave_alone(self) -> None:
-        """Not while clients would have nobody: the parent starts a successor when this process has ended."""
+        """Leave once another relay accepts: the parent starts a new process in place of this one only after its end."""
         if self._drain is not None or self.should_exit or self.load.step_back(time.monotonic()):
             super()._leave_alone()
             return
@@ -391,12 +396,12 @@ class RelayServer(ChildServer):
         services.loop.call_later(ANOTHER_S, self._leave_alone)
 
     def drain(self) -> None:
-        """The router ends; who leaves already refuses from now on, and has its own deadline."""
+        """The router ends: refuse new requests. A relay that leaves already keeps its deadline."""
         self._app.services.begin_drain()
         super().drain()
 
     def busy(self, services: ClientServices) -> bool:
-        """Whether something is left to wait for; who leaves waits for idle connections, too, where a request may be on
-        its way.
+        """Whether something is left to wait for. A relay that leaves waits for idle connections as well: a request may
+        be on its way.
         """
         return super().busy(services) or (self._app.leaving and bool(self.server_state.connections))

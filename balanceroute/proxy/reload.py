@@ -1,6 +1,6 @@
-"""A new configuration for a running router: what may change does, what may not is named.
+"""A new configuration for a running router: it is applied, or refused with what needs a restart.
 
-May not, and needs a restart: the listening sockets, the connector and its callback address, and the slots, slowdown or
+What needs a restart: the listening sockets, the connector and its callback address, and the slots, slowdown or
 URL of a worker that is in use. Everything else changes under the requests that are there: none of them is lost.
 
 Another policy or predictor is made from the snapshot: what is bound to a worker stays there, what waits is decided on
@@ -58,7 +58,7 @@ async def reload(services: Services, new: Config, perimeter: Perimeter | None = 
 
 
 def past_of(services: Services) -> Past | None:
-    """What the predictor that takes over starts from."""
+    """What a new predictor starts from."""
     return None if services.forecasts is None else services.forecasts.past()
 
 
@@ -73,7 +73,7 @@ def apply(
     try:
         check(services, new)
         if certificates:
-            services.tls.reload(new)  # the last that may refuse
+            services.tls.reload(new)  # last, because it may refuse
     except BaseException:
         if successor is not None and successor.forecasts is not None:
             successor.forecasts.close()
@@ -103,7 +103,7 @@ def check(services: Services, new: Config) -> None:
 
 
 def check_workers(in_use: Iterable[WorkerSpec], old: Config, new: Config) -> None:
-    """Raises: ConfigError: `new` brings another worker of the same name as one that is in use.
+    """Raises: ConfigError: `new` names another worker as one that is in use is named.
 
     What it describes as `old` did, an operator may have taken out, and have added another of that name, which stays.
     """
@@ -139,13 +139,13 @@ def check_added(added: Iterable[WorkerSpec], old: Config, new: Config) -> None:
 
 
 def _brought(old: Config, new: Config) -> dict[str, WorkerSpec]:
-    """The workers of `new`, by id, that `old` has not, or describes otherwise."""
+    """The workers of `new`, by id, that `old` does not have, or describes differently."""
     named = {spec.id: spec for spec in worker_specs(old)}
     return {spec.id: spec for spec in worker_specs(new) if spec != named.get(spec.id)}
 
 
 def check_fixed(old: Config, new: Config) -> None:
-    """Raises: ConfigError: something has changed that can't while the router runs."""
+    """Raises: ConfigError: a setting has changed that needs a restart."""
     for name in FIXED:
         if getattr(old, name) != getattr(new, name):
             raise ConfigError(f"{name}: cannot change while the router runs; restart it")
@@ -154,13 +154,13 @@ def check_fixed(old: Config, new: Config) -> None:
 
 
 def asks_another_predictor(old: Config, new: Config) -> bool:
-    """Whether what the predictor is made from has changed."""
+    """Whether settings of the predictor have changed."""
     horizons = [config.routing.horizon_steps if predicts(config) else None for config in (old, new)]
     return horizons[0] != horizons[1] or old.predictor != new.predictor
 
 
 def reroute(services: Services, new: Config, successor: Successor | None) -> None:
-    """Another policy, and with `successor` another predictor."""
+    """Switch to another policy and, with `successor`, to another predictor."""
     before = services.forecasts
     if successor is not None:
         services.forecasts = services.keyer = successor.forecasts
@@ -178,7 +178,7 @@ def reroute(services: Services, new: Config, successor: Successor | None) -> Non
 
 
 def _close(before: Forecasts) -> None:
-    """Beside the loop, as it waits for a disk; here where no thread is to be had, as the rest must still change."""
+    """Close a predictor in a thread, because that waits for a disk; here if no thread can be started."""
     try:
         Thread(target=before.close, name="prediction-close").start()
     except RuntimeError:
@@ -186,7 +186,7 @@ def _close(before: Forecasts) -> None:
 
 
 def change_workers(services: Services, old: Config, new: Config) -> None:
-    """Those of the old file that the new one does not name leave, new ones come; what was done by hand stays.
+    """Remove workers of the old file that the new one does not name, and add new ones; operators' changes stay.
 
     One that was taken out by hand comes back when the file describes it anew. Workers of the file are waited for, as at
     the start: an engine that was entered there may take minutes until it answers.

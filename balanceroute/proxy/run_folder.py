@@ -29,18 +29,18 @@ log = logging.getLogger(__name__)
 
 _COUNTS: Final = "counts-"
 _PINS: Final = "pins-"
-LEADER: Final = "brain"  # whose counts are those of every brain that has led; no relay's name
+LEADER: Final = "brain"  # in place of a relay's name: the counts of all brains that have led
 _ROUTER: Final = "router"  # locked by the parent
 _LIFE: Final = "life-"  # locked by a relay while it lives
-_LONGEST: Final = "relay-63.9999"
+_LONGEST: Final = "relay-63.9999"  # of the names of relays
 _FILE: Final = re.compile(rf"(router|lead|lead\.next|identity|far|changes|({_LIFE}|{_COUNTS}|{_PINS}).+)(\{NEW})?")
-_LEFT: Final = re.compile(rf"({_LIFE}|{_COUNTS}).+")  # by a relay, or by brains
+_LEFT: Final = re.compile(rf"({_LIFE}|{_COUNTS}).+")  # files that relays, or brains, leave behind
 _SOCKET: Final = re.compile(r"(link|operators|handover|relay-[0-9.]+)\.sock")
-GONE_S: Final = 60.0  # more than it takes to start a relay again, as often as that fails
-_GONE_LOOK_S: Final = 5.0
-_TRIES: Final = 20
-_PAUSE_S: Final = 0.05
-COUNTS_ROOM_BYTES: Final = 4096  # labels that appear, and digits: some 20 KB are written within minutes of a start
+GONE_S: Final = 60.0  # a relay dead for so long will not return: to start it again takes less, also after failures
+_GONE_LOOK_S: Final = 5.0  # between two looks for relays that are gone
+_TRIES: Final = 20  # to get a lock: another process may hold it for a moment
+_PAUSE_S: Final = 0.05  # between two tries
+COUNTS_ROOM_BYTES: Final = 4096  # for labels and digits to come; the counts are some 20 KB minutes after a start
 MAX_SOCKET_PATH: Final = 107  # bytes, of a unix socket's name on Linux
 
 
@@ -63,15 +63,14 @@ class RunFolder:
 
     @property
     def lock(self) -> Path:
-        """The file whose lock makes the leader, with the number of its leadership."""
+        """The file that a leading brain holds locked; it contains the leader's epoch."""
         return self.folder / "lead"
 
     def identity(self) -> str:
-        """The name of this folder in a cluster, which nobody else has; for who holds the lock.
+        """The name of this folder in a cluster, which no other folder has. Only the leader may ask for it.
 
-        Whoever has asked for it once, and is forked from there, has the same name again, and makes a removed file anew;
-        so is one that a machine has spoilt as it lost its power. Raises: ConfigError: the file that keeps it can't be
-        used.
+        A process that has asked once remembers the name, and so do its children. The file that keeps it is made again
+        if it was removed, or spoilt by a loss of power. Raises: ConfigError: the file can't be used.
         """
         path = self.folder / "identity"
         try:
@@ -88,7 +87,7 @@ class RunFolder:
 
     @property
     def far(self) -> Path:
-        """The names of the relays of other machines that are members."""
+        """The file with the names of the relays of other machines that are members."""
         return self.folder / "far"
 
     @property
@@ -98,11 +97,11 @@ class RunFolder:
 
     @property
     def changes(self) -> Path:
-        """What operators have changed at run time."""
+        """The file with the changes that operators have made at run time."""
         return self.folder / "changes"
 
     def callbacks(self, relay: str) -> Path:
-        """The socket at which this relay is told of callbacks that have arrived at another one."""
+        """The socket at which this relay gets callbacks that have arrived at another relay."""
         return self.folder / f"{relay}.sock"
 
     def pins(self, relay: str) -> Path:
@@ -110,27 +109,33 @@ class RunFolder:
         return self.folder / f"{_PINS}{relay}"
 
     def other_pins(self, relay: str) -> list[Path]:
-        """The records of all other relays, those as well that are gone. Raises: OSError."""
+        """The records of all other relays, also of relays that are gone. Raises: OSError."""
         found = self.folder.glob(f"{_PINS}*")
         return [file for file in found if file != self.pins(relay) and file.suffix != NEW]
 
     def come_to_life(self, relay: str) -> int:
-        """This process is that relay, until it ends; returns the file that says so. Raises: ConfigError: another is."""
+        """Lock the file that says that this process is that relay; returns its descriptor.
+
+        Raises: ConfigError: another process is that relay.
+        """
         return self._locked(f"{_LIFE}{relay}", f"another process is its {relay}; each router needs its own")
 
     def live_on(self, relay: str, life: int) -> bool:
-        """Have the file say so once more, if somebody has removed it; returns whether that was so.
+        """Make that file again if somebody has removed it; returns whether that was so. `life`: its descriptor.
 
-        Raises: ConfigError: it can't be.
+        Raises: ConfigError: it can't be made.
         """
         return self._held_again(f"{_LIFE}{relay}", life)
 
     def claim(self, beside: bool = False, unanswered: bool = False) -> BinaryIO:
-        """The folder is this router's as long as the file, or a copy of its descriptor, is open.
+        """Take the folder for this router; it is taken as long as the returned file, or a copy of it, is open.
 
-        `beside`: another router, which is about to leave. Without it no brain may lead here: where one does, its router
-        runs, and somebody has removed the file that it had locked. `unanswered`: who was to be taken over has not
-        answered. Raises: ConfigError: the folder is another one's.
+        Args:
+            beside: another router has the folder, and is about to leave. If there is none, no brain may lead here:
+                that would be one of a router that runs, and whose locked file somebody has removed.
+            unanswered: the router that was to be taken over has not answered; for the text of the error.
+
+        Raises: ConfigError: another router has the folder.
         """
         held = "another router runs with it; --take-over takes that one's place, once it is up, or set another folder"
         if unanswered:
@@ -143,18 +148,18 @@ class RunFolder:
 
     @property
     def is_claimed(self) -> bool:
-        """Whether a router runs with it."""
+        """Whether a router has taken the folder."""
         return self.folder.is_dir() and _is_locked(self.folder / _ROUTER)
 
     def claim_again(self, lock: BinaryIO) -> bool:
-        """Have `lock` be the folder's once more, if somebody has removed the file; returns whether that was so.
+        """Make the file of `claim` again if somebody has removed it; returns whether that was so.
 
-        Raises: ConfigError: it can't be; another router has the folder meanwhile, most likely.
+        Raises: ConfigError: it can't be made, most likely because another router has taken the folder meanwhile.
         """
         return self._held_again(_ROUTER, lock.fileno())
 
     def _is_led(self) -> bool:
-        """Whether a brain leads that has not just been killed."""
+        """Whether a brain leads; the lock of one that was just killed may last for a moment, which is waited for."""
         for _ in range(_TRIES):
             if not (self.lock.exists() and _is_locked(self.lock)):
                 return False
@@ -162,9 +167,9 @@ class RunFolder:
         return True
 
     def freshen(self) -> None:
-        """Have no file look old: what cleans a folder of temporary files would remove it. Raises: OSError.
+        """Give all files the present time, or a cleaner of temporary folders would remove them. Raises: OSError.
 
-        The leader's is left out: by its time the leader shows that it lives.
+        The leader's file is left out: by its time the leader shows that it lives.
         """
         for file in [*self._ours(_FILE), *self._ours(_SOCKET)]:
             if file != self.lock:
@@ -177,7 +182,7 @@ class RunFolder:
     def _locked(self, name: str, held: str, tries: int = _TRIES) -> int:
         """A file of that name, locked. Raises: ConfigError: another process holds it."""
         try:
-            for number in range(tries):  # `living` holds it for a moment, and who has just been killed
+            for number in range(tries):  # `living` holds the lock for a moment, and so does a process just killed
                 if number:
                     time.sleep(_PAUSE_S)
                 file = locked(self.folder / name)
@@ -188,13 +193,16 @@ class RunFolder:
         raise _unusable(self.folder, held)
 
     def _held_again(self, name: str, held: int) -> bool:
-        """Have this descriptor be the file of that name, locked, once more. Raises: ConfigError."""
+        """Make the file of that name again if it is gone, and lock it under the descriptor `held`.
+
+        Returns: whether it was gone. Raises: ConfigError.
+        """
         try:
             if is_at(held, self.folder / name):
                 return False
             self.make(again=True)
             file = self._locked(name, f"another process holds {name} in it by now", tries=1)
-            os.dup2(file, held, inheritable=False)  # who has the number goes on with it
+            os.dup2(file, held, inheritable=False)  # so the caller's descriptor is that of the new file
             os.close(file)
         except OSError as error:
             raise _unusable(self.folder, f"cannot be used: {error.strerror}") from None
@@ -206,7 +214,10 @@ class RunFolder:
         return [file.name.removeprefix(_LIFE) for file in found if _is_locked(file)]
 
     def generation(self) -> int:
-        """The next one: above those of the relays that live, which those of a router that was killed soon do not."""
+        """The generation of relays to be started: above those of the relays that live.
+
+        Relays of a router that was killed are about to die, and are waited for.
+        """
         for _ in range(_TRIES):
             if not self.living():
                 break
@@ -214,21 +225,21 @@ class RunFolder:
         return 1 + self.newest()
 
     def newest(self) -> int:
-        """The last generation of which a relay lives; 0: none does."""
+        """The highest generation of a relay that lives; 0: none lives."""
         return max(map(_generation, self.living()), default=0)
 
     def gone(self) -> set[str]:
-        """The relays that do not live, and have left something. Raises: OSError."""
+        """The relays that do not live, and have left files. Raises: OSError."""
         names = {path.name for path in self._ours(_LEFT) if path.suffix != NEW}
         relays = {name.removeprefix(_LIFE).removeprefix(_COUNTS) for name in names}
         return relays.difference([LEADER], self.living())
 
     def bury(self, relay: str, inherit: Callable[[bytes], bool]) -> bool:
-        """Remove the files of a relay that will not return, but for its pins; returns whether it is done.
+        """Remove the files of a relay that will not return, except its pins; returns whether that was done.
 
-        `inherit`: takes what it has counted, and returns whether that is safe. Raises: OSError.
+        `inherit`: takes what the relay has counted, and returns whether it is kept. Raises: OSError.
         """
-        life = locked(self.folder / f"{_LIFE}{relay}")  # nobody is this relay meanwhile
+        life = locked(self.folder / f"{_LIFE}{relay}")  # so that no process becomes this relay meanwhile
         if life is None:
             return False
         try:
@@ -241,23 +252,23 @@ class RunFolder:
             os.close(life)
 
     def counts(self, relay: str) -> bytes:
-        """What the former lives of this relay, or of the leader, have counted; empty: nothing."""
+        """What former processes of this relay, or of the leader, have counted; empty: nothing."""
         try:
             return self.counts_file(relay).read_bytes().rstrip(b" ")
         except FileNotFoundError:
             return b""
 
     def counts_of_others(self, known: Collection[str]) -> list[bytes]:
-        """What relays but these have counted, those as well that have ended. Raises: OSError."""
+        """What all relays except the `known` ones have counted, also relays that have ended. Raises: OSError."""
         names = [file.name.removeprefix(_COUNTS) for file in self.folder.glob(f"{_COUNTS}*")]
         others = [name for name in names if not name.endswith(NEW) and name != LEADER and name not in known]
         return [self.counts(name) for name in others]
 
     def keep_counts(self, relay: str, counts: bytes) -> None:
-        """Keep what this relay, or the leader, has counted; a kill in between leaves what was kept before.
+        """Keep what this relay, or the leader, has counted. A kill meanwhile leaves what was kept before.
 
-        On a full disk it is written over that: the file has room to grow a little, so that counters still do not fall.
-        Raises: OSError: it can't be kept.
+        On a full disk the new counts are written over the old ones, in the room that the file has to grow, so that
+        counters still do not fall. Raises: OSError: they can't be kept.
         """
         file, roomy = self.counts_file(relay), counts.ljust(len(counts) + COUNTS_ROOM_BYTES)
         try:
@@ -267,20 +278,20 @@ class RunFolder:
                 raise
 
     def forget_counts(self) -> None:
-        """A router begins to count, beside those who live."""
+        """Remove the counts of all relays that do not live, and of the leader: a router begins to count."""
         kept = {self.counts_file(relay) for relay in self.living()}
         for file in self.folder.glob(f"{_COUNTS}*"):
             if file not in kept:
                 file.unlink(missing_ok=True)
 
     def counts_file(self, relay: str) -> Path:
-        """Where it keeps what it has counted."""
+        """The file with what this relay, or the leader, has counted."""
         return self.folder / f"{_COUNTS}{relay}"
 
     def make(self, again: bool = False) -> None:
-        """Make the folder, for our user alone. `again`: it has been ours, so what is in the way is moved away.
+        """Make the folder, for our user alone. `again`: it has been ours, so files in the way are moved aside.
 
-        Raises: ConfigError: it can't be, or it is somebody else's.
+        Raises: ConfigError: it can't be made, or it is another user's.
         """
         if len(os.fsencode(self.callbacks(_LONGEST))) > MAX_SOCKET_PATH:
             raise _unusable(self.folder, f"its path is too long for a socket in it, at most {MAX_SOCKET_PATH} bytes")
@@ -296,7 +307,7 @@ class RunFolder:
             raise _unusable(self.folder, f"cannot be used: {error.strerror}") from None
 
     def _check(self, name: re.Pattern[str], is_right: Callable[[Path], bool], kind: str, again: bool) -> None:
-        """Find out now whether something else is where files of ours are to be. Raises: ConfigError; OSError."""
+        """Check that nothing else is where files of ours are to be. Raises: ConfigError; OSError."""
         for path in self._ours(name):
             with suppress(FileNotFoundError):
                 if is_right(path):
@@ -304,18 +315,18 @@ class RunFolder:
                 if not again:
                     raise _unusable(self.folder, f"{path.name} in it is no {kind}; remove it")
                 with self._alone():
-                    if not is_right(path):  # still: who was faster may have put a file of ours there
+                    if not is_right(path):  # checked again: another process may have made it right
                         self._move_away(path, f"no {kind}")
 
     def _move_away(self, path: Path, why: str) -> None:
-        """Give it a name that nothing else has. Raises: OSError."""
+        """Rename a file to a name that nothing else has. Raises: OSError."""
         aside = path.with_name(f"aside-{secrets.token_hex(4)}-{path.name}")
         path.rename(aside)
         log.warning("moved out of the way", extra={"file": str(path), "to": aside.name, "reason": why})
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """One process at a time, unless it stands still. Raises: OSError."""
+        """Within this context no other process moves files aside, unless one stands still in it. Raises: OSError."""
         folder = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             for _ in range(_TRIES):
@@ -337,7 +348,9 @@ class Gone:
         self._trouble, self._look_s = Trouble(log, "files of former relays are not removed"), -math.inf
 
     def bury(self, now: float, inherit: Callable[[str, bytes], bool]) -> None:
-        """Every few seconds, remove what they have left once `inherit` has their counts; see `RunFolder.bury`."""
+        """Remove the files of relays that are gone once `inherit` has their counts. To be called often; it acts every
+        few seconds. See `RunFolder.bury`.
+        """
         if now < self._look_s:
             return
         self._look_s = now + _GONE_LOOK_S
@@ -348,12 +361,12 @@ class Gone:
                 if now - self._since[relay] >= GONE_S and self._folder.bury(relay, partial(inherit, relay)):
                     del self._since[relay]
             self._trouble.end()
-        except OSError as error:  # no descriptor is free, most likely; what stays does no harm
+        except OSError as error:  # most likely no descriptor is free; files that stay do no harm
             self._trouble.begin(error=error.strerror)
 
 
 class CountsFile:
-    """What one process has counted, kept for its next life."""
+    """What one relay, or the leader, has counted, kept for the process that takes its place."""
 
     def __init__(self, folder: RunFolder, name: str) -> None:
         """`name`: of a relay, or `LEADER`."""
@@ -361,7 +374,7 @@ class CountsFile:
         self._trouble = Trouble(log, "counts not kept", "counts are kept again")
 
     def last(self) -> bytes:
-        """What the former lives have counted; nothing where that can't be read, which is no reason not to live."""
+        """What former processes have counted; empty where it can't be read, which is no reason not to start."""
         try:
             return self._folder.counts(self._name)
         except OSError as error:
@@ -370,11 +383,11 @@ class CountsFile:
 
     @property
     def is_lost(self) -> bool:
-        """Whether somebody has removed it, or there is none yet."""
+        """Whether somebody has removed the file, or there is none yet."""
         return is_gone(self._folder.counts_file(self._name))
 
     def keep(self, counts: bytes) -> bool:
-        """Whether it is kept."""
+        """Keep these counts; returns whether that worked."""
         try:
             self._folder.keep_counts(self._name, counts)
         except OSError as error:
@@ -385,7 +398,7 @@ class CountsFile:
 
 
 def relay_name(number: int, generation: int) -> str:
-    """The name of a relay, which those of no other generation have."""
+    """The name of a relay; no relay of another generation has it."""
     return f"relay-{number}" if generation == 1 else f"relay-{number}.{generation}"
 
 
@@ -395,9 +408,9 @@ def _generation(relay: str) -> int:
 
 
 def run_folder(config: Config, port: int, environ: Mapping[str, str]) -> RunFolder:
-    """The folder of the router that listens on this port, which tells it from others of the same user.
+    """The run folder of the router that listens on this port; other routers of the same user have other ports.
 
-    Raises: ConfigError: none is named, and the system has no temporary folder that can be written.
+    Raises: ConfigError: none is configured, and the system has no temporary folder that can be written.
     """
     if config.listen.run_folder is not None:
         return RunFolder(Path(config.listen.run_folder).absolute())
@@ -412,7 +425,7 @@ def run_folder(config: Config, port: int, environ: Mapping[str, str]) -> RunFold
 
 
 def _name_in(path: Path) -> str:
-    """What the file says; empty: there is none, or what it holds is no name. Raises: OSError."""
+    """The name in a file; empty: there is no file, or no name in it. Raises: OSError."""
     try:
         name = path.read_text(encoding="utf-8")
     except (FileNotFoundError, UnicodeDecodeError):
@@ -425,7 +438,10 @@ def _is_socket(path: Path) -> bool:
 
 
 def _is_our_file(path: Path) -> bool:
-    """Whether it is a file that we can read and write, now at the latest. Raises: FileNotFoundError."""
+    """Whether it is a regular file that we can read and write, if need be by a change of its mode.
+
+    Raises: FileNotFoundError.
+    """
     if not stat.S_ISREG(path.lstat().st_mode):
         return False
     if not os.access(path, os.R_OK | os.W_OK):
@@ -441,9 +457,9 @@ def _is_locked(path: Path) -> bool:
     except BlockingIOError:
         return True
     except (FileNotFoundError, IsADirectoryError):
-        return False  # somebody has removed it, or put something else in its place
+        return False  # somebody has removed the file, or put something else in its place
     except OSError:
-        return True  # it can't be seen: who waits for nobody loses less than who does not wait
+        return True  # unknown: to wait for a process that is not there costs less than not to wait for one that is
     return False
 
 

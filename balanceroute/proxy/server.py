@@ -33,8 +33,8 @@ log = logging.getLogger(__name__)
 
 BACKLOG = 4096  # connections that wait to be accepted
 SWITCH_INTERVAL_S = 0.001  # Python's own is 0.005
-YOUNG_OBJECTS = 20_000  # new objects between two looks for garbage in rings; Python's own is 700
-PARENT_S = 0.5  # for the parent's word; it has nothing else to do
+YOUNG_OBJECTS = 20_000  # new objects between two runs of the cyclic garbage collector; Python's default is 700
+PARENT_S = 0.5  # to wait for the parent's signal; the parent has nothing else to do
 _LOOK_S = 0.05
 _ABORT_S = 3.0
 
@@ -42,7 +42,7 @@ Reload = Callable[[], Awaitable[None]]
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server whose stop is a drain first."""
+    """uvicorn's server that drains before it stops."""
 
     _exits = False
     _wake: Callable[[], object] | None = None  # who waits for the end
@@ -89,7 +89,7 @@ class Server(uvicorn.Server):
             self._wake()
 
     async def main_loop(self) -> None:
-        """Wait for the end. uvicorn looks ten times per second for it, which idle processes wake up for."""
+        """Wait for the end, without waking ten times per second as uvicorn's own loop does."""
         ended = asyncio.Event()
         loop = asyncio.get_running_loop()
         self._wake = lambda: loop.call_soon_threadsafe(ended.set)  # from a signal's handler as well
@@ -143,7 +143,7 @@ class Server(uvicorn.Server):
                 log.warning("what is compiled is of another version and not used; install balanceroute again")
 
     async def listening(self) -> dict[str, object]:
-        """Listen wherever else that is to be; returns where, for the log. Raises: ConfigError."""
+        """Listen at further addresses; returns them, for the log. Raises: ConfigError."""
         sock = self.servers[0].sockets[0].getsockname()
         told: dict[str, object] = {"host": sock[0], "port": sock[1], "tls": self._app.tls.server is not None}
         address = self._router_config.listen.admin_address
@@ -152,7 +152,7 @@ class Server(uvicorn.Server):
         return told
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stop. Where the end is forced uvicorn leaves the application out; it is told, but has little time."""
+        """Stop. At a forced end uvicorn does not tell the application; here it is told, with little time."""
         await super().shutdown(sockets=sockets)
         if self.force_exit:
             with contextlib.suppress(TimeoutError):
@@ -160,7 +160,7 @@ class Server(uvicorn.Server):
                     await self.lifespan.shutdown()
 
     def connected(self) -> asyncio.Protocol:
-        """The protocol of one more connection."""
+        """The protocol of a new connection."""
         kind: Any = self.config.http_protocol_class
         protocol: asyncio.Protocol = kind(self.config, self.server_state, self.lifespan.state)
         return protocol
@@ -197,8 +197,8 @@ class ProcessServer(Server):
             # stream for some 20 ms (100 ms on a busy machine).
             gc.collect()
             gc.freeze()
-            # What a request leaves is freed by its count of references; looking for rings after every 700 objects, as
-            # Python does, walks the same requests under way again and again.
+            # Reference counts free what a request leaves. With Python's default, a garbage collection after every 700
+            # objects would walk the requests under way again and again.
             gc.set_threshold(YOUNG_OBJECTS, *gc.get_threshold()[1:])
             # A re-fit's thread may otherwise keep the interpreter for 5 ms whenever the loop comes back from a system
             # call, and an event takes several: gaps of 8 ms were seen.
@@ -212,7 +212,7 @@ class ProcessServer(Server):
             self._reloading = asyncio.get_running_loop().create_task(self._reload_as_asked())
 
     async def _reload_as_asked(self) -> None:
-        """One reload after the other; a signal meanwhile asks for one more."""
+        """Reload until no signal has come meanwhile."""
         assert self._on_reload is not None
         while self._reload_asked:
             self._reload_asked = False
@@ -220,22 +220,22 @@ class ProcessServer(Server):
                 await self._on_reload()
             except (ConfigError, InputError) as error:
                 log.warning("reload refused", extra={"error": str(error)})
-            except Exception as error:  # such as that no thread can be started: nobody's stream should end for it
+            except Exception as error:  # for example, no thread can be started: no stream should end for that
                 log.error("reload failed", exc_info=error, extra={"error": repr(error)})
 
 
 class ChildServer(ProcessServer):
     """The server of one of several processes, whose parent tells them what to do.
 
-    SIGUSR2 drains. SIGINT ends now. SIGUSR1 says that another router takes over. SIGTERM is not the parent's: it may
-    come to all processes at once, parent included, so the parent's own word is waited for. Without it this process is
-    meant alone, which no request should notice: it leaves, and the parent starts it again.
+    SIGUSR2 drains. SIGINT ends now. SIGUSR1 says that another router takes over. SIGTERM does not come from the parent.
+    It may have come to all processes, parent included, so the parent's own signal is waited for. If that does not come,
+    SIGTERM was for this process alone, which no request should notice: it leaves, and the parent starts it again.
     """
 
     _told_to_end = False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, and for the parent's signals, too."""
+        """Listen, also for the parent's signals."""
         await super().startup(sockets=sockets)
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGUSR1, self.leave)
@@ -284,5 +284,5 @@ def serve(app: ClientApp, config: Config, on_reload: Reload | None = None) -> No
 
 
 def _reason(error: OSError) -> str:
-    """Without the address, which asyncio's own text has, too."""
+    """The error in words without the address, which asyncio's text repeats."""
     return os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)

@@ -4,30 +4,30 @@
        |------- relay-0
        '------- relay-1
 
-The parent is the one that an operator knows. It has no loop, no thread and no connection, so that there is little it
-could die of: it waits for signals and for children. They are forked from it, so one that is started again runs the same
-code on the same sockets within milliseconds, whatever has been installed meanwhile.
+The parent is the process that an operator knows. It has no loop, no thread and no connection, so there is little that
+it could die of: it waits for signals and for children. Children are forked from it, so a child that is started again
+runs the same code on the same sockets within milliseconds, whatever has been installed meanwhile.
 
-SIGTERM, SIGINT     all children drain (SIGUSR2); who is needed by the others ends when they have
-                    while another router prepares to take over: nothing, unless it ends; then they drain
-                    before this router has taken over from another one: all children leave (SIGUSR1), that one goes on
-the same again      all end now (SIGINT), or are killed `END_S` later
-SIGHUP              the configuration is read again, by one more child that tries all of it (`apart.py`), while all else
-                    goes on; if it can be used, children go by it
+SIGTERM, SIGINT     all children drain (SIGUSR2); a child that the others need ends after them
+                    while a successor prepares to take over: nothing, unless the successor ends; then children drain
+                    before this router has taken over: all children leave (SIGUSR1), and its predecessor goes on
+the same again      all children end now (SIGINT), or are killed `END_S` later
+SIGHUP              one more child reads the configuration and tries all of it (`apart.py`), while all else goes on; if
+                    it can be used, the children are told to use it
 SIGIO               a child is up, or another router is ready to take over, for which all children leave (SIGUSR1)
-a child dies        it is started again, at once the first time, ever later if it dies as soon as it is there, or where
-                    the machine has no process or memory for it
-a child exits 2     before all have been up: a configuration that can't be used. All end, or leave where another router
-                    goes on, and so does the parent, with 2. Later it is a child that dies: what runs goes on without
-                    it, and it is tried again
+a child dies        it is started again: at once the first time, after ever longer pauses if it dies soon after its
+                    start, or if the machine has no process or memory for it
+a child exits 2     before all children have been up: the configuration can't be used. All children end (or leave, where
+                    the predecessor goes on), and the parent exits with 2. Later: as a child that dies
 the parent dies     the kernel kills the children
 
-A child starts with SIGHUP blocked, and unblocks it once it has a handler: what comes meanwhile waits until then. No
-thread is to be started before that where it is not blocked: it would be delivered there, and end the process.
+A child starts with SIGHUP blocked, and unblocks it once it has a handler; a signal that comes earlier waits until then.
+No thread may be started before that with SIGHUP unblocked: the signal would be delivered to it, and end the process.
 
 Every child leads a process group of its own, so that Ctrl-C in a terminal reaches the parent alone. SIGTERM may come to
-children from others (a service manager that signals a whole control group, or somebody who means one process): the
-parent's word to drain is another signal, without which the one child ends alone, and is started again.
+children from others: a service manager that signals a whole control group, or somebody who means one process. The
+parent tells children to drain by another signal (SIGUSR2). A child that gets SIGTERM alone ends alone, and is started
+again.
 """
 
 import ctypes
@@ -51,39 +51,42 @@ from balanceroute.proxy.telemetry.troubles import Trouble
 
 log = logging.getLogger(__name__)
 
-STEADY_S: Final = 5.0  # who has lived so long starts well
+STEADY_S: Final = 5.0  # a child that has lived for longer did not fail at its start
 PAUSE_S: Final = 0.1  # before the second start in a row; twice as long before every further one
 MAX_PAUSE_S: Final = 5.0
-END_S: Final = 5.0  # to end at once
-MEND_S: Final = 5.0  # between two looks at what somebody may have removed
-KILL_S: Final = 30.0  # beyond the time to drain: what is left is pinned KV, drained in less
+END_S: Final = 5.0  # from the signal to end now until a child is killed
+MEND_S: Final = 5.0  # between two checks whether somebody has removed a file of the router
+KILL_S: Final = 30.0  # after the time to drain, for draining pinned KV, until a child is killed
 WRONG_CONFIG: Final = 2
 TRIAL: Final = "trial"
 NOT_TAKING_OVER: Final = "not taking over: the router that runs goes on"
 _ENDING: Final = (signal.SIGTERM, signal.SIGINT)
 _AWAITED: Final = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD, signal.SIGIO}
-_OF_CHILDREN: Final = {signal.SIGUSR1, signal.SIGUSR2}  # by mistake to the parent, they would end all streams
+_OF_CHILDREN: Final = {signal.SIGUSR1, signal.SIGUSR2}  # sent to the parent by mistake, they would end all streams
 _SHORTAGES: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ENOSPC)
 _PR_SET_PDEATHSIG: Final = 1  # prctl(2)
 _PR_SET_NAME: Final = 15
 
 
 Main = Callable[[Callable[[], None]], None]
-"""What a child runs; it calls its argument when it is up, and hears SIGHUP by then."""
+"""What a child runs. It calls its argument when it is up, and has a handler for SIGHUP by then."""
 
 
 class Owner(Protocol):
-    """Whose children they are: `processes.Processes`."""
+    """What a `Supervisor` asks of the router whose processes it runs: `processes.Processes`."""
 
     @property
     def drain_timeout_s(self) -> float:
-        """How long what runs may finish."""
+        """How long requests under way may take to finish."""
 
     def try_reload(self) -> None:
-        """Read the configuration again, in a process of its own. Raises: ConfigError, or anything: it can't be used."""
+        """Read and try the configuration; runs in a process of its own. Raises: anything: it can't be used."""
 
     def reload(self, failure: ConfigError | None) -> bool:
-        """Go by what was read, or say why not; `failure`: of `try_reload`. Returns whether children are to go by it."""
+        """Use the new configuration, or log why it can't be used.
+
+        Args: failure: of `try_reload`. Returns: whether children are to use it.
+        """
 
     def begin_drain(self) -> None:
         """The children are about to be told to drain; another router may take over still."""
@@ -95,7 +98,7 @@ class Owner(Protocol):
         """Every child is up, for the first time."""
 
     def succeeded(self) -> bool:
-        """There is something to read: is it that another router is ready to take over?"""
+        """Read what a successor says; returns whether it is ready to take over."""
 
     @property
     def has_successor(self) -> bool:
@@ -103,13 +106,13 @@ class Owner(Protocol):
 
     @property
     def has_predecessor(self) -> bool:
-        """Whether another router serves, which this one has not taken over from yet."""
+        """Whether another router still serves, from which this one is to take over."""
 
     def died(self, name: str) -> None:
-        """That child is there no more."""
+        """The child of that name has died."""
 
     def mend(self) -> None:
-        """Make anew what others find this router by, if somebody has removed it."""
+        """Make the files again by which others find this router, if somebody has removed them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -118,28 +121,30 @@ class Child:
 
     name: str
     main: Main
-    needed: bool  # by the others: it is there until they have ended
+    needed: bool  # by the other children: it ends after them
     pid: int | None = None
     lives: int = 0
-    failures: int = 0  # in a row: it could not be started, or has died as soon as it was there
+    failures: int = 0  # in a row: it could not be started, or died within `STEADY_S`
     up: bool = False
     started_s: float = 0.0
-    due_s: float | None = 0.0  # when it is to be started; None: it is there, or not wanted any more
+    due_s: float | None = 0.0  # when it is to be started; None: it runs, or is to run no more
 
 
 class Supervisor:
     """Runs children until a signal ends them."""
 
     def __init__(self, mains: Mapping[str, Main], needed: Collection[str], owner: Owner) -> None:
-        """`mains`: what each child runs, by its name, in the order of their start. `needed`: who the others need."""
+        """`mains`: what each child runs, by its name, in the order of their start. `needed`: the names of the children
+        that the others need.
+        """
         self.children = [Child(name, main, name in needed) for name, main in mains.items()]
         self._owner = owner
         self._news, self._to_parent = os.pipe()  # the process ids of children that are up
         self._all_up = False
-        self._signals = 0  # to end
-        self._postponed = False  # a drain, for a successor
-        self._drains = False  # and may be taken over still
-        self._deadline_s: float | None = None  # then all that is left is killed
+        self._signals = 0  # so many have asked for the end
+        self._postponed = False  # a drain was asked for, and waits for a successor
+        self._drains = False  # and a successor may still take over
+        self._deadline_s: float | None = None  # then the children that are left are killed
         self._code = 0
         self._trouble = Trouble(log, "no process can be started, tried again")
         self._reload_asked = False  # and not begun yet
@@ -149,9 +154,9 @@ class Supervisor:
     def run(self) -> int:
         """Start all and watch over them; returns the exit code when the last one has ended."""
         gc.collect()
-        gc.freeze()  # what is here stays shared with the children
+        gc.freeze()  # so that memory stays shared with the children
         signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED | _OF_CHILDREN)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # who starts it may ignore it: no death would be heard of
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if it was inherited as ignored, no death would be heard of
         signal_input(self._news)
         try:
             while self._step():
@@ -163,11 +168,11 @@ class Supervisor:
             self._kill()
             os.close(self._news)
             os.close(self._to_parent)
-            gc.unfreeze()  # signals stay blocked: one that comes now must not be what the process dies of
+            gc.unfreeze()  # signals stay blocked: the process is to exit with its own code, not by a late signal
         return self._code
 
     def _step(self) -> bool:
-        """Note who has died, start who is due; whether anybody is there, or will be."""
+        """Note which children have died, and start those that are due; returns whether any runs, or will."""
         self._reap()
         now = time.monotonic()
         for child in self.children:
@@ -183,7 +188,7 @@ class Supervisor:
         return any(child.pid is not None or child.due_s is not None for child in self.children)
 
     def _patience_s(self) -> float:
-        """Until something is to be done, though nobody signals."""
+        """How long to wait for a signal: until the next thing that is to be done without one."""
         now = time.monotonic()
         times_s = [now + MEND_S, *(child.due_s for child in self.children if child.due_s is not None)]
         if self._deadline_s is not None:
@@ -198,7 +203,7 @@ class Supervisor:
 
     @property
     def _others_run(self) -> bool:
-        """Whether somebody is there who may need the one that is needed."""
+        """Whether a child runs that may need the needed one."""
         return any(child.pid is not None and not child.needed for child in self.children)
 
     # -- signals
@@ -218,7 +223,7 @@ class Supervisor:
             self._asked_to_end(number)
 
     def _begin_reload(self) -> None:
-        """One after the other."""
+        """Try the configuration in a process of its own, unless an earlier trial has not ended."""
         if not self._reload_asked or self._trial is not None:
             return
         self._reload_asked = False
@@ -232,7 +237,7 @@ class Supervisor:
             self._send(signal.SIGHUP)
 
     def _give_up_reload(self) -> None:
-        """Nobody is to follow it any more."""
+        """End the trial of a reload: children are to end, not to use it."""
         if self._trial is not None:
             self._trial.give_up()
         self._trial = None
@@ -243,7 +248,7 @@ class Supervisor:
             log.warning("ending now", extra={"signal": number})
             self._end(signal.SIGINT, END_S)
         elif self._owner.has_successor and not self._postponed:
-            self._postponed = True  # its relays would refuse as well, under a brain that drains
+            self._postponed = True  # a brain that drains would have the successor's relays refuse, too
             log.warning("not draining: another router prepares to take over", extra={"signal": number})
         elif self._owner.has_predecessor:
             self._leave(NOT_TAKING_OVER)
@@ -258,7 +263,7 @@ class Supervisor:
         self._send(signal.SIGUSR2)
 
     def _leave(self, why: str) -> None:
-        """Another router has brains, and relays that accept: ours finish what they have."""
+        """Another router serves new clients: our children finish what they have, and end."""
         log.warning(why, extra={"children": self._alive})
         for child in self.children:
             child.needed = False
@@ -274,14 +279,14 @@ class Supervisor:
             self._owner.all_up()
 
     def _end(self, number: signal.Signals, within_s: float) -> None:
-        """Tell all children to end, and listen no more."""
+        """Stop listening, and send all children this signal, which ends them."""
         self._drains = False
         self._owner.stop_listening()
         self._start_none(within_s)
         self._send(number)
 
     def _start_none(self, within_s: float) -> None:
-        """No child is started again but who is needed; who is left after that time is killed."""
+        """From now on, start no child again but a needed one, and kill what is left after `within_s`."""
         self._signals = max(1, self._signals)
         self._give_up_reload()
         for child in self.children:
@@ -295,7 +300,7 @@ class Supervisor:
                 os.kill(child.pid, number)  # it is not reaped yet, so the number is nobody else's
 
     def _kill(self) -> None:
-        """End all that are left, whatever they do."""
+        """Kill the children that are left."""
         self._deadline_s = None
         self._send(signal.SIGKILL)
         for child in self.children:
@@ -306,7 +311,7 @@ class Supervisor:
     # -- births and deaths
 
     def _reap(self) -> None:
-        """Note who has died; as the first process of a container it is also the parent of others' orphans."""
+        """Note which children have died. The first process of a container also reaps orphans, which are no children."""
         while self._alive or self._trial is not None:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if not pid:
@@ -320,7 +325,7 @@ class Supervisor:
                     self._died(child, os.waitstatus_to_exitcode(status))
 
     def _died(self, child: Child, code: int) -> None:
-        """`code`: its exit code, or less than 0, the signal that it died of."""
+        """A child has died; `code`: its exit code, or below 0, the signal that killed it."""
         now = time.monotonic()
         child.pid = None
         self._owner.died(child.name)
@@ -330,8 +335,8 @@ class Supervisor:
                 self._leave(NOT_TAKING_OVER)
             else:
                 self._end(signal.SIGINT, END_S)
-        returns = child.needed and code and not self._code and self._signals == 1 and self._others_run
-        if self._signals and not returns:
+        start_again = child.needed and code and not self._code and self._signals == 1 and self._others_run
+        if self._signals and not start_again:
             if not self._others_run:
                 self._end(signal.SIGUSR2, KILL_S)
             return
@@ -353,26 +358,26 @@ class Supervisor:
         log.info("child started", extra={"child": child.name, "pid": pid, "life": child.lives})
 
     def _put_off(self, child: Child, error: OSError) -> None:
-        """No process is to be had, or no memory: the others go on, and there may be some later."""
+        """The machine has no process or memory for a child: try again later; the other children go on."""
         child.failures += 1
         child.due_s = time.monotonic() + _pause_s(child.failures)
         self._trouble.begin(child=child.name, error=error.strerror)
 
     def _fork(self, name: str, main: Callable[[], None]) -> int:
-        """A process of that name, which runs `main`; returns its id. Raises: OSError: none is to be had."""
+        """Start a process of that name that runs `main`; returns its id. Raises: OSError: it can't be started."""
         pid = os.fork()
         if not pid:
             self._become(name, main)
         return pid
 
     def _become(self, name: str, main: Callable[[], None]) -> NoReturn:
-        """What the new process is, from its first moment to its last."""
+        """Run `main` in the new process, and end it with an exit code and a log line that say how `main` ended."""
         code = 1
         try:
             _belong_to(self._parent, name)
             for number in _ENDING:
-                signal.signal(number, signal.SIG_DFL)  # no traceback, wherever it is by then
-            signal.pthread_sigmask(signal.SIG_SETMASK, {signal.SIGHUP})  # whatever who starts the router has blocked
+                signal.signal(number, signal.SIG_DFL)  # ends it without a traceback, wherever it is by then
+            signal.pthread_sigmask(signal.SIG_SETMASK, {signal.SIGHUP})  # in place of a mask that was inherited
             main()
             code = 0
         except BalanceRouteError as error:
@@ -380,36 +385,36 @@ class Supervisor:
             self._tell_why(name, error)
         except SystemExit as error:
             code = error.code if isinstance(error.code, int) else 1
-        except BaseException as error:  # it must not return into the parent's code
+        except BaseException as error:  # the child must not return into the parent's code
             lacking = _shortage(error)
             if lacking is None:
                 log.critical("internal error", exc_info=error, extra={"where": name})
-            else:  # there may be some when it is started again
+            else:  # the machine may have enough of it when the child is started again
                 log.error("child cannot run", extra={"child": name, "error": lacking})
         finally:
-            with suppress(Exception):  # nobody takes the log, and the disk that it is on is full
+            with suppress(Exception):  # nobody reads the log, or its disk is full
                 logging.shutdown()
                 sys.stderr.flush()
             os._exit(code)
 
     def _tell_why(self, name: str, error: BalanceRouteError) -> None:
-        """Say why this child can't run: at the start to who types the command, later as a line of the log."""
+        """Say why this child can't run: at the start on stderr, for who typed the command; later in the log."""
         if self._all_up:
             log.error("child cannot run", extra={"child": name, "error": str(error)})
         else:
-            logging.shutdown()  # its lines come before the last words
+            logging.shutdown()  # flushes the log, so that this line is the last
             print(f"balanceroute: {error}", file=sys.stderr)
 
 
 def _shortage(error: BaseException) -> str | None:
-    """What the machine had too little of; None: that is not why."""
+    """What the machine lacked, such as memory or file descriptors; None: the error has another cause."""
     if isinstance(error, MemoryError):
         return os.strerror(errno.ENOMEM)
     return os.strerror(error.errno) if isinstance(error, OSError) and error.errno in _SHORTAGES else None
 
 
 def _pause_s(times: int) -> float:
-    """Before one more start, after so many in a row that came to nothing."""
+    """The pause before the next start, after so many failed ones in a row."""
     return min(MAX_PAUSE_S, PAUSE_S * 2.0 ** min(times - 1, 10)) if times > 0 else 0.0  # 2 ** 1024 is no float
 
 
@@ -418,16 +423,16 @@ def _say_up(pipe: int) -> None:
 
 
 def be_called(name: str) -> None:
-    """Be known by this name (`ps -o comm`)."""
+    """Give this process a name for `ps -o comm`."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_NAME, f"br-{name}".encode(), 0, 0, 0)
 
 
 def _belong_to(parent: int, name: str) -> None:
-    """Die with the parent, however that dies, and be known by a name of one's own (`ps -o comm`)."""
+    """Have this process die with its parent, however that dies, and lead a process group of its own."""
     os.setpgid(0, 0)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     be_called(name)
-    if os.getppid() != parent:  # it has died meanwhile
+    if os.getppid() != parent:  # the parent died before prctl
         os._exit(1)

@@ -1,4 +1,4 @@
-"""The last admissions, for who watches the router, and the states that they were decided on.
+"""The last admissions, for the dashboard, and the states that they were decided on.
 
 From such a state the runner-up is worked out elsewhere, without holding up the decisions. So states are kept only while
 somebody watches, and a large one is followed by a longer pause: writing a row (a worker, a request) takes about 2 us,
@@ -18,7 +18,7 @@ from balanceroute.core.types import Admit
 from balanceroute.proxy.admission.ledger import Ledger
 
 ROWS: Final = 100
-SAMPLES: Final = 20  # as many as are shown
+SAMPLES: Final = 20  # as many as the dashboard shows
 PAUSE_S: Final = 1e-4
 MOST_ROWS: Final = 3000
 UNWATCHED: Final = "unknown: nobody watched"
@@ -62,11 +62,11 @@ class DecisionLog:
         self._watched_until_s = self._next_s = 0.0
         self._state: dict[str, Any] | None = None
         self._unknown: str | None = UNWATCHED  # why this decision's runner-up cannot be worked out
-        self._kept: deque[_Admissions | list[Decision]] = deque(maxlen=ROWS)  # of one decision each
-        self.samples: deque[Sample] = deque(maxlen=SAMPLES)  # whoever works one out takes it
+        self._kept: deque[_Admissions | list[Decision]] = deque(maxlen=ROWS)  # an entry per decision
+        self.samples: deque[Sample] = deque(maxlen=SAMPLES)  # the recorder takes each one out that it works on
 
     def watch(self) -> None:
-        """Somebody is watching now."""
+        """The dashboard is being watched."""
         self._watched_until_s = self._ledger.now() + _WATCHED_S
 
     def before(self) -> None:
@@ -102,7 +102,7 @@ class DecisionLog:
 
     @property
     def rows(self) -> list[Decision]:
-        """The last ones, the newest at the end; those that nobody watched become objects here."""
+        """The last decisions, the newest at the end."""
         kept = [each if isinstance(each, list) else _decisions(*each) for each in self._kept]
         return [row for made in kept for row in made][-ROWS:]
 

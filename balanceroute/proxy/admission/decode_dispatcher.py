@@ -26,7 +26,7 @@ HOLD_S: Final = 0.02  # about one decode step: the loads a held request waits fo
 
 
 class DecodeDispatcher:
-    """Sleeps on `ledger.decision_due`; `on_admit` is told each admission."""
+    """Decides whenever `ledger.decision_due` is set; calls `on_admit` with each admission."""
 
     def __init__(
         self,
@@ -40,14 +40,14 @@ class DecodeDispatcher:
         self._again: asyncio.TimerHandle | None = None  # one at a time, however many arrive while something is held
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Decide until cancelled."""
         due = self._ledger.decision_due
         while True:
             await due.wait()
             self.step()
 
     def step(self) -> None:
-        """One decision; sets up what the next one waits for."""
+        """Take one decision, and set what the next one waits for."""
         ledger = self._ledger
         self._decisions.before()
         started = perf_counter()

@@ -52,12 +52,12 @@ from balanceroute.proxy.admission.decider import Refusal, RefusalKind, Tell, ref
 from balanceroute.proxy.admission.forecasts import Forecasts
 from balanceroute.proxy.telemetry.instruments import StageClock
 
-MEMORY_STEPS: Final = 64  # a worker's KV memory is told anew where it differs by more than one of so many parts of it
-PER_STEP_TOKENS: Final = 0.05  # its tokens per step, where they differ by more
+MEMORY_STEPS: Final = 64  # a worker's KV memory is passed on if it has changed by more than one part of so many
+PER_STEP_TOKENS: Final = 0.05  # a worker's tokens per step are passed on if they have changed by more
 
 
 class Ledger:
-    """All that one scheduler is told and has decided, and the events between that and the dispatchers."""
+    """The calls of requests to one scheduler, its answers to them, and the events that the dispatchers wait for."""
 
     at_once = False
 
@@ -69,11 +69,11 @@ class Ledger:
         stage_clock: StageClock | None = None,
     ) -> None:
         self.scheduler, self.loop, self.forecasts = scheduler, loop, forecasts
-        self._stage_clock = stage_clock or StageClock()  # hears the policy's stages; told here when they begin
+        self._stage_clock = stage_clock or StageClock()  # times the policy's stages
         self.now = loop.time
         self.tell: Tell = lambda request_id, answer: None
         self.collect: Callable[[], None] = lambda: None
-        self.adopts = False  # requests that others hold have yet to be told: no worker is known to be idle
+        self.adopts = False  # relays have not said yet what they hold, so no worker is known to be idle
         self.prefill_event = asyncio.Event()  # a queued request may now find a prefiller
         self.decision_due = asyncio.Event()  # the pool or what may take from it has changed since the last decision
         self._waits_for_slots = scheduler.policy.waits_for_slots
@@ -88,7 +88,7 @@ class Ledger:
         elif self.scheduler.config.decode_first:
             self._pooled(spec.id)
         elif len(self.scheduler.snapshot.queued) == 1:
-            self.dispatch()  # nobody waits before it: prefillers are given out one by one, so there is nothing to batch
+            self.dispatch()  # at once: prefillers are chosen request by request, so there is nothing to batch
         else:
             self.prefill_event.set()
 
@@ -124,17 +124,17 @@ class Ledger:
         self.prefill_capacity_changed()
 
     def progress(self, request_id: str, tokens: int) -> None:
-        """So many more tokens have been generated. Raises InvariantError when not decoding."""
+        """The request has generated so many more tokens. Raises InvariantError when it is not decoding."""
         self.scheduler.progress(request_id, tokens, self.now())
 
     def progress_all(self, request_ids: list[str], tokens: list[int]) -> None:
-        """So many more tokens of each, told at one time. Raises InvariantError where one is not decoding."""
+        """As `progress` for several requests. Raises InvariantError where one is not decoding."""
         scheduler, now = self.scheduler, self.now()
         for index in range(len(request_ids)):
             scheduler.progress(request_ids[index], tokens[index], now)
 
     def began(self, request_id: str, age_s: float = 0.0) -> None:
-        """The first tokens came `age_s` ago; only asked for where transfers are measured."""
+        """The first tokens came `age_s` ago; called only where KV transfers are measured."""
         self.scheduler.began(request_id, self.now() - age_s)
 
     def put_back(self, request_id: str) -> None:
@@ -159,7 +159,7 @@ class Ledger:
         self.released(self.scheduler.finish(request_id, outcome, self.now() - age_s))
 
     def adopt(self, standing: Standing) -> bool:
-        """A request that somebody else has let in goes on where it stands; False: it can't, and is unknown here."""
+        """Take over a request of a former brain where it stands; False: it can't go on, and is unknown here."""
         if not self.scheduler.adopt(standing, self.now()):
             return False
         if standing.phase is POOLED:
@@ -168,16 +168,16 @@ class Ledger:
         return True
 
     def order_by_arrival(self) -> None:
-        """All that others have told of is here: those that wait do so by when they came, whoever holds them."""
+        """All relays have said what they hold: order what waits by its arrival, whichever relay holds it."""
         self.scheduler.order_by_arrival(self.now())
 
     def _pooled(self, request_id: str) -> None:
-        """The request is in the pool, with the size that it has, or, decode first, is thought to have."""
+        """The request has come into the pool; decode first, its size is an estimate."""
         self._forecast(self.scheduler.snapshot.requests[request_id])
         self.pool_filled()
 
     def _forecast(self, tracker: RequestTracker) -> None:
-        """Tell the scheduler what is expected of one that waits in the pool."""
+        """Give the scheduler the forecast of a request that waits in the pool."""
         expected = None if self.forecasts is None else self.forecasts.initial(tracker, tracker.prompt_tokens)
         if expected is not None:
             self.scheduler.refresh(tracker.id, expected, self.now())
@@ -185,18 +185,18 @@ class Ledger:
     # -- decisions
 
     def dispatch(self) -> list[Prefill]:
-        """Give queued requests to prefillers, as far as these take them."""
+        """Give queued requests to the prefillers that may take them."""
         prefills = self.scheduler.dispatch(self.now())
         for prefill in prefills:
             self.tell(prefill.request, prefill.worker)
         return prefills
 
     def settle(self) -> None:
-        """Have every token told that has come. O(requests that have generated any since the last time)."""
+        """Have all tokens reported that have come. O(requests that have generated any since the last call)."""
         self.collect()
 
     def admit(self) -> list[Admit]:
-        """One decision over the pool, with what the predictor says now."""
+        """One decision over the pool, with the predictor's present forecasts."""
         self.collect()
         scheduler, now = self.scheduler, self.now()
         if self.forecasts is not None:
@@ -210,7 +210,7 @@ class Ledger:
         return admissions
 
     def expire(self) -> list[str]:
-        """End what has waited too long, and tell; returns their ids."""
+        """End the requests that have waited too long, and tell them; returns their ids."""
         now = self.now()
         if self.forecasts is not None:
             for tracker in self.scheduler.late(now):  # what had been generated before a requeue was cut short
@@ -230,7 +230,7 @@ class Ledger:
         return self.scheduler.draining
 
     def drain(self) -> None:
-        """Refuse every new request from now on; those that are here are served."""
+        """Refuse every new request from now on; the present ones are served."""
         self.scheduler.set_draining(True, self.now())
 
     @property
@@ -239,21 +239,21 @@ class Ledger:
         return self.scheduler.config
 
     def refits(self) -> Callable[[], Awaitable[None]] | None:
-        """What keeps the present predictor fresh beside the loop, if anything."""
+        """The coroutine that fits the present predictor anew; None: it needs none."""
         return None if self.forecasts is None else self.forecasts.runner(self.scheduler.snapshot)
 
     def close(self) -> None:
-        """Write what a journal has not written yet."""
+        """Write the rest of the journal."""
         if isinstance(self.scheduler, RecordingScheduler):
             self.scheduler.close()
 
     def configure(self, config: SchedulerConfig) -> None:
-        """Other bounds and times from now on; who waits for whom at a step's end, the workers that are here tell."""
+        """Use other bounds and times from now on; which workers share a barrier follows from their specs."""
         groups = [worker.spec.barrier_group for worker in self.scheduler.snapshot.workers]
         self.scheduler.configure(replace(config, shared_barrier=any_waits(groups)), self.now())
 
     def reroute(self, settings: PolicySettings, config: SchedulerConfig, forecasts: Forecasts | None) -> None:
-        """Another policy and predictor from now on: what is bound stays, what waits is decided on anew."""
+        """Use another policy and predictor from now on: bound requests stay, waiting ones are decided anew."""
         self.settle()
         self.forecasts = forecasts
         self.configure(config)
@@ -294,14 +294,14 @@ class Ledger:
         self.capacity_changed()
 
     def report_prefiller(self, worker_id: str, kv_usage: float | None) -> None:
-        """A sample of a prefiller's KV usage; None where it doesn't tell."""
+        """A sample of a prefiller's KV usage; None: the prefiller does not report it."""
         self.scheduler.report_prefiller(worker_id, kv_usage, self.now())
         self.prefill_capacity_changed()
 
     def report_prefix_cache(
         self, worker_id: str, capacity_tokens: int | None, block_tokens: int, counters: tuple[float, float] | None
     ) -> None:
-        """What a prefiller says of its prefix cache; told only when it is new.
+        """What a prefiller says of its prefix cache; passed on only if it is new.
 
         Args: capacity_tokens: 0 where it is off, None where that is not known. block_tokens: of its blocks. counters:
         tokens looked up and found so far, None where it doesn't tell.
@@ -317,7 +317,7 @@ class Ledger:
         self.scheduler.forget_prefixes(worker_id, self.now())
 
     def report_decoder(self, worker_id: str, foreign_requests: int, foreign_tokens: int, least_own_slots: int) -> None:
-        """What others run on a decode worker, and how many slots are ours all the same; told only when it is new."""
+        """What others run on a decode worker, and how many slots are ours nevertheless; passed on only if new."""
         worker = self.scheduler.snapshot.worker(worker_id)
         before = worker.own_slots
         known = (worker.foreign_requests, worker.foreign_tokens, worker.least_own_slots)
@@ -328,14 +328,14 @@ class Ledger:
             self._slots_changed()
 
     def report_decoder_memory(self, worker_id: str, capacity_tokens: int) -> None:
-        """How many KV tokens fit a decode worker, counted as its load is; told only when it is new."""
+        """How many KV tokens fit a decode worker, counted as its load is; passed on only if it is new."""
         known = self.scheduler.snapshot.worker(worker_id).kv_capacity_tokens
         if abs(capacity_tokens - known) * MEMORY_STEPS > known:
             self.scheduler.report_decoder_memory(worker_id, capacity_tokens, self.now())
             self._slots_changed()
 
     def report_tokens_per_step(self, worker_id: str, tokens_per_step: float) -> None:
-        """How many tokens a step of a decode worker yields of a request, on average; told only when it is new."""
+        """How many tokens a decode worker generates per request and step, on average; passed on only if it is new."""
         known = self.scheduler.snapshot.worker(worker_id).tokens_per_step
         if abs(tokens_per_step - known) > PER_STEP_TOKENS:
             self.scheduler.report_tokens_per_step(worker_id, tokens_per_step, self.now())
@@ -367,13 +367,13 @@ class Ledger:
         return len(self.scheduler.snapshot.requests)
 
     def state(self, settings: PolicySettings) -> dict[str, Any]:
-        """The state document, JSON-ready: what a decision can be explained from. `settings`: those in force.
+        """The document of `/state`, JSON-ready, from which a decision can be explained. `settings`: in force.
         O(requests).
         """
         return state_to_dict(settings, self.scheduler.snapshot, self.now(), self.scheduler)
 
     def rows(self, *, running: bool) -> int:
-        """How many workers and waiting requests a state has; `running`: and requests that run. O(workers)."""
+        """How many rows `state` has: workers, waiting requests and, with `running`, running ones. O(workers)."""
         snapshot = self.scheduler.snapshot
         return len(snapshot.workers) + (len(snapshot.requests) if running else len(snapshot.pool))
 
@@ -381,7 +381,7 @@ class Ledger:
 
     @property
     def decision_possible(self) -> bool:
-        """Whether the policy could admit something: a worker may be sent one, or it does not wait for that."""
+        """Whether the policy could admit a request: a worker can take one, or the policy does not wait for that."""
         return not self._waits_for_slots or self.scheduler.snapshot.has_room
 
     def pool_filled(self) -> None:
@@ -400,7 +400,7 @@ class Ledger:
         self._slots_changed()
 
     def released(self, release: Release) -> None:
-        """A request has left its phase: whoever waited for what it held is woken."""
+        """A request has left its phase: wake the dispatcher that waits for what it held."""
         self.prefill_capacity_changed()
         if release.phase is DECODING:
             self._slots_changed()

@@ -40,7 +40,7 @@ _PRIOR: Final = {
 }
 _PRIOR_WEIGHTS: Final = [_PRIOR[name][0] for name in TRAITS]
 _PRIOR_VARIANCE: Final = np.array([_PRIOR[name][1] ** 2 for name in TRAITS])
-_NOISE: Final = 0.08**2  # relative error that is left with the right weights
+_NOISE: Final = 0.08**2  # squared relative error that remains with the right weights
 _FORGETTING: Final = 0.9995  # a model whose prompts change is followed within some thousands of answers
 _MAX_SURPRISE: Final = 1.0  # relative; one odd prompt moves the weights no further
 _FARTHEST: Final = 4.0
@@ -51,7 +51,7 @@ _EAGER, _GOOD = 200, 0.05  # after so many answers, what is met within 5 % teach
 class _Weights:
     """One model's weights, and how certain they are.
 
-    Attributes: `answers` that have been learned from, or were met too well for that.
+    Attributes: `answers`: so many have been learned from, or were estimated too well to learn from.
     """
 
     __slots__ = ("_both", "_covariance", "_of_pairs", "_others", "answers")
@@ -100,18 +100,18 @@ class PromptEstimates:
     """The estimates of one router."""
 
     def __init__(self) -> None:
-        """Nothing is learned yet."""
+        """Begin with what tokenizers have in common."""
         self._models: OrderedDict[str, _Weights] = OrderedDict()
         self._unknown = _Weights()
 
     def estimate(self, request: ClientRequest) -> int:
-        """Tokens of the request's prompt, at least 1."""
+        """The estimated tokens of the request's prompt, at least 1."""
         weights = self._models.get(request.model or "", self._unknown)
         tokens = round(weights.tokens(request))
         return tokens if tokens > 1 else 1
 
     def learn(self, request: ClientRequest, estimated_tokens: int, tokens: int) -> None:
-        """A prefiller has counted that prompt, after it was estimated."""
+        """Learn from a prompt that was estimated, and whose tokens a prefiller has counted."""
         if tokens < 1 or request.rest.get("truncate_prompt_tokens") is not None:
             return
         model = request.model or ""

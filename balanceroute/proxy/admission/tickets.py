@@ -35,8 +35,8 @@ from balanceroute.proxy.admission.decider import Answer, Bounds, Decider, Refusa
 class Ticket:
     """One request's place before the scheduler, from `submit` to its single `finish`.
 
-    `phase` is the scheduler's, as far as it has been told; `decoder` the worker that it is bound to in it, "" for none.
-    Decode first, `asking`: it waits for a prefiller while it is bound; `pushing`: one computes its prompt.
+    `phase` is the scheduler's, as far as that has been told; `decoder` is the worker that it is bound to, "" for none.
+    Decode first, `asking`: the ticket is bound and waits for a prefiller; `pushing`: a prefiller computes its prompt.
 
     `prefiller_id`: who computes its prompt, or keeps its KV for it; until its first token the latter is so.
     `prompt_tokens`: of its present life, with the `earlier_tokens` that it has generated in `requeues` others;
@@ -102,7 +102,7 @@ class Ticket:
         return self._wait()
 
     def check(self) -> None:
-        """For who waits for no worker. Raises: as `prefiller`, if that has been told."""
+        """Raise the refusal that has come while the request waited for no worker. Raises: as `prefiller`."""
         if isinstance(self._answer, Refusal):
             raise self._answer.error()
 
@@ -132,7 +132,7 @@ class Ticket:
         self._decider.push_failed(self.id)
 
     def progress(self, tokens: int) -> None:
-        """So many more tokens have been generated. The relay's path."""
+        """So many more tokens have been generated. Hot: called for every read of a stream."""
         self.last_token_s = self._now()
         if self._at_once:
             self.told_tokens += tokens
@@ -143,14 +143,14 @@ class Ticket:
         self.unreported_tokens += tokens
 
     def settle(self) -> None:
-        """Tell the tokens that the scheduler hasn't heard of."""
+        """Report the tokens that the scheduler hasn't heard of."""
         tokens, self.unreported_tokens = self.unreported_tokens, 0
         if tokens:
             self.told_tokens += tokens
             self._decider.progress(self.id, tokens)
 
     def began(self) -> None:
-        """The first tokens have come, and all that came is told."""
+        """The first tokens have come; all tokens so far are reported."""
         self.settle()
         if self._decider.bounds.overlap_requests is None:
             self._decider.began(self.id)
@@ -163,7 +163,7 @@ class Ticket:
     def requeue(self) -> None:
         """The decode ended early, or the pinned KV was lost: queue for a prefill again."""
         self.settle()
-        self._answer = None  # decode first, it may name the prefiller of a push that has ended since
+        self._answer = None  # decode first: it may name the prefiller of a push that has ended since
         self.asking = self.pushing = False
         self.decoder = self.prefiller_id = ""
         self.prompt_tokens += self.told_tokens
@@ -185,10 +185,10 @@ class Ticket:
         self._decider.finish(self.id, outcome, reason)
 
     def standing(self, now: float) -> Standing:
-        """Where it stands, for one who decides from now on; `settle` first."""
+        """Where the ticket stands, for a new brain; call `settle` first."""
         spec = self.spec
         if spec.prefix and self.phase is DECODING and self.told_tokens and not (self.asking or self.pushing):
-            spec = replace(spec, prefix=())  # it has had its prefill
+            spec = replace(spec, prefix=())  # its prefill is over
         return Standing(
             spec,
             self.phase,
@@ -207,7 +207,7 @@ class Ticket:
     # -- the deciding side
 
     def answer(self, answer: Answer) -> None:
-        """Take what has been decided, and wake who waits for it."""
+        """Take an answer of the decider, and wake the request if it waits for one."""
         if isinstance(answer, Refusal):
             self._leave()
         elif self.phase is QUEUED:
@@ -246,23 +246,23 @@ class Tickets:
         self.decider, self.loop, self.decode_first = decider, loop, decider.bounds.decode_first
         self.now = loop.time
         self.by_id: dict[str, Ticket] = {}
-        self.behind: list[Ticket] = []  # those that may have unreported tokens; always this one list
+        self.behind: list[Ticket] = []  # tickets that may have unreported tokens; always this one list
         self._arrivals = 0
         decider.tell, decider.collect = self.answer, self.settle
 
     def submit(self, spec: RequestSpec) -> Ticket:
-        """A request arrives; a refusal is the first thing that its ticket hears."""
+        """A request arrives; if it is refused, its ticket's first `prefiller` or `admission` says so."""
         self._arrivals += 1
         ticket = self.by_id[spec.id] = Ticket(self, spec, self._arrivals)
         self.decider.submit(spec)
         return ticket
 
     def answer(self, request_id: str, answer: Answer) -> None:
-        """What has been decided on a request."""
+        """The decider has answered on a request."""
         self.by_id[request_id].answer(answer)
 
     def settle(self) -> None:
-        """Tell every token that has come. O(requests that have generated any since the last time)."""
+        """Report all tokens that have come. O(requests that have generated any since the last call)."""
         progress = self.decider.progress
         for ticket in self.behind:
             tokens = ticket.unreported_tokens

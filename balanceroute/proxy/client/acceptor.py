@@ -47,7 +47,7 @@ class Acceptor:
         loop.add_reader(sock, self._ready)
 
     def close(self) -> None:
-        """Take no more. Idempotent."""
+        """Accept no more. Idempotent."""
         if self._sock.fileno() >= 0:
             self._loop.remove_reader(self._sock)
         if self._resume is not None:

@@ -19,7 +19,7 @@ KEPT_PER_WORKER: Final = 4  # health and metrics, and what idles
 
 
 def raise_limit() -> None:
-    """Have as many descriptors as the system lets this process, and its children, have."""
+    """Raise the limit of descriptors of this process and its children as far as the system allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MOST if hard == resource.RLIM_INFINITY else min(hard, MOST)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -30,13 +30,13 @@ def raise_limit() -> None:
 
 
 def limit() -> int:
-    """How many this process may have."""
+    """How many descriptors this process may have."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return MOST if soft == resource.RLIM_INFINITY else soft
 
 
 def clients_within(descriptors: int, workers: int) -> int:
-    """How many clients so many descriptors are enough for; at least half of these are for clients."""
+    """How many clients so many descriptors are enough for; workers take at most half of them."""
     kept = min(descriptors // 2, KEPT + KEPT_PER_WORKER * workers)
     return max(1, (descriptors - kept) // PER_CLIENT)
 
@@ -48,7 +48,7 @@ def most_clients(config: Config) -> int:
 
 
 def warn_if_few(config: Config) -> None:
-    """Say so where that is less than somebody has set, or less than half of the default."""
+    """Log a warning if that is less than configured, or less than half of the default."""
     most, limits = most_clients(config), config.limits
     wanted = limits.max_connections if "max_connections" in limits.model_fields_set else limits.max_connections // 2
     if most < wanted:

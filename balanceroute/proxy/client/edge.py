@@ -49,7 +49,7 @@ class Handler(Protocol):
 
 
 class Site(Protocol):
-    """What is served.
+    """What a listener serves.
 
     `hot` are the routes that are served without ASGI, by path, for POST. `gate` sees every request as soon as its head
     is known, before a byte of its body is read: it is where who may do what is decided.
@@ -101,7 +101,7 @@ class ClientLimits:
 
     @classmethod
     def of(cls, config: Config) -> "ClientLimits":
-        """Those of a configuration, as far as this process has descriptors."""
+        """The limits of a configuration, as far as this process has descriptors for them."""
         limits = config.limits
         return cls(
             most_clients(config),
@@ -123,7 +123,7 @@ class ClientLimits:
 
 
 def limits_of(config: Callable[[], Config]) -> Callable[[], ClientLimits]:
-    """Those of the configuration that `config` returns: a reload changes it."""
+    """The limits by the configuration that `config` returns at that moment: a reload changes it."""
     known: tuple[Config, ClientLimits] | None = None
 
     def limits() -> ClientLimits:
@@ -154,9 +154,7 @@ class Edge:
         app_state: Mapping[str, Any],
         load: Load | None = None,
     ) -> None:
-        """`limits`: those in force, asked for whenever they matter. `load`: what this relay has, among others; None:
-        there are no others.
-        """
+        """`limits`: returns those in force. `load`: what this relay has, beside the others; None: there are none."""
         self.load = alone() if load is None else load
         self.site, self._limits, self.loop = site, limits, loop
         self.connections: set[Connection] = connections
@@ -170,19 +168,19 @@ class Edge:
 
     @property
     def limits(self) -> ClientLimits:
-        """Those in force."""
+        """The limits in force."""
         return self._limits()
 
     @property
     def period_s(self) -> float:
-        """From one look at all connections to the next."""
+        """The time between two looks at all connections."""
         limits = self._limits()
         shortest_s = min(limits.receive_timeout_s, limits.keep_alive_s, limits.stall_timeout_s)
         return min(1.0, max(0.05, shortest_s / 4))
 
     @property
     def incoming_bytes(self) -> int:
-        """Of all bodies here that are not complete."""
+        """Bytes of all bodies of this process that are not complete."""
         return self._incoming_bytes
 
     @incoming_bytes.setter
@@ -192,7 +190,7 @@ class Edge:
 
     @property
     def served_bytes(self) -> int:
-        """Of those whose answers are not."""
+        """Bytes of all complete bodies whose answers are not complete."""
         return self._served_bytes
 
     @served_bytes.setter
@@ -217,7 +215,7 @@ class Edge:
             raise EdgeFull(text, retry_after_s=RETRY_AFTER_S)
 
     def check_bytes(self, complete: bool, holder: str, more_bytes: int = 0) -> None:
-        """See whether there is room for a body that is `complete`, or still coming; `more_bytes` are not counted yet.
+        """Check that there is room for a body that is `complete`, or still coming; `more_bytes` are not counted yet.
 
         One holder may have half of it, so that there is room for others; of several relays each judges for itself.
 
@@ -232,7 +230,7 @@ class Edge:
             raise EdgeFull(text, retry_after_s=RETRY_AFTER_S)
 
     def hold(self, holder: str, size: int) -> None:
-        """So many more bytes of a large body are held for `holder`; less where it is negative."""
+        """Count so many more bytes of a large body for `holder`; fewer where `size` is negative."""
         held = self.held.pop(holder, 0) + size
         if held:
             self.held[holder] = held

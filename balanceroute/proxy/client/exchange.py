@@ -1,7 +1,7 @@
-"""The client's side of a request: its body in, its answer or its error out, and what is told about it at the end.
+"""A client's request on one of the two hot routes: head and body in, an answer or an error out, then its log line.
 
-The handler of the two hot routes: the connection (`protocol.py`) gives it a request whose body has come, and the leg
-(`life/leg.py`) runs in the task that the connection made for it. A client that goes away cancels that task.
+The connection (`protocol.py`) makes an `Exchange` for a request's head, and runs it once the body has come, in a task
+of its own. The request's legs (`life/leg.py`) run in that task. A client that goes away cancels it.
 """
 
 import asyncio
@@ -62,7 +62,7 @@ _CLIENT: Final = Access.CLIENT
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class StreamOutlet:
-    """A leg's answer as the client's own stream."""
+    """The outlet of a leg whose answer is streamed to the client as it comes."""
 
     __slots__ = ("_headers", "_response", "drained", "end", "ends_response", "started", "write")
 
@@ -74,23 +74,23 @@ class StreamOutlet:
         self.ends_response = True
 
     def start(self) -> None:
-        """The 200: a decoder has said its first word."""
+        """Begin the response with a 200: the decoder's first event has come, and is no error."""
         self.started = True
         self._response.start(200, self._headers)
         self.write = self._response.write
 
     def whole(self, body: bytes) -> None:
-        """A stream never comes in one piece."""
+        """Not for a stream. Raises: InvariantError."""
         raise InvariantError("an unstreamed answer for a client that streams")
 
     def forget(self) -> bool:
-        """Nothing is kept: what has come has been sent."""
+        """Whether the answer may begin anew: nothing of it has been sent."""
         return not self.started
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class Exchange:
-    """One client request: from its head to the line in the log. A `Handler` of the edge."""
+    """One client request, from its head to its log line. A `Handler` of the edge."""
 
     __slots__ = (
         "_arrived_s",
@@ -114,7 +114,7 @@ class Exchange:
         self._arrived_s = services.tickets.now()
         self._head: Head | None = None
         self._key: ClientKey | None = None
-        self._in_flight: ClientKey | None = None  # until it has been told that the request is over
+        self._in_flight: ClientKey | None = None  # the key that counts this request as under way
         self._legs: list[Leg] = []
         self._outcome = FAILED
         self._refusal: AccessDenied | KeyLimit | None = None
@@ -143,7 +143,7 @@ class Exchange:
             raise refusal(RejectReason.DRAINING, self._services.tickets.view).error()
 
     def refuse(self, error: BalanceRouteError) -> None:
-        """The request never came whole, or may not be served."""
+        """Answer with an error: the request has not come whole, or may not be served."""
         if self._head is None:  # refused before it was checked
             self._head = read_head(self._request.headers, None)
         self._fail(error)
@@ -161,7 +161,7 @@ class Exchange:
         try:
             if response.gone:
                 raise ClientGone
-            if services.tickets.draining:  # since the head came
+            if services.tickets.draining:  # it has begun since the head came
                 raise refusal(RejectReason.DRAINING, services.tickets.view).error()
             assert self._head is not None
             request = with_priority(self._asked(), self._head.priority)
@@ -179,12 +179,12 @@ class Exchange:
         except BalanceRouteError as error:
             self._fail(error)
         except Exception as error:
-            # a bug of ours must not take the connection's other requests, or the accounting, with it
+            # a bug of ours must harm neither the connection's other requests nor the accounting
             self._fail_by_bug(error)
         except asyncio.CancelledError:
             if self._outcome is not FINISHED:
                 self._outcome = CANCELLED
-            # the cancellation was ours alone: the server's task ends as if the request were over, which it is
+            # if only `_on_gone` has cancelled this task, it ends normally: the request is over
             if not self._gone or (self._task is not None and self._task.uncancel() > 0):
                 raise
         finally:
@@ -192,7 +192,7 @@ class Exchange:
             self._account()
 
     def _asked(self) -> ClientRequest:
-        """What the client asks for, where it can be read. Raises: InvalidRequest, 415 for a compressed body."""
+        """The client's request. Raises: InvalidRequest; with status 415 for a compressed body."""
         try:
             return self._parsed()
         except NotJson:
@@ -202,17 +202,17 @@ class Exchange:
             raise compressed from None
 
     def _parsed(self) -> ClientRequest:
-        """What the client asks for. Raises: InvalidRequest."""
+        """The body as a request. Raises: InvalidRequest."""
         return parse(self._endpoint, self._request.body)
 
     def _outlet_for(self, request: ClientRequest) -> Outlet:
-        """Where the one answer goes."""
+        """The outlet of a single answer."""
         if request.stream:
             return StreamOutlet(self._response, [*SSE_HEADERS, *self._own_headers()])
         return PartAnswer(request)
 
     def _scanner_options(self, request: ClientRequest) -> dict[str, Any] | None:
-        """How the stream of a single answer is read, where that is not as every stream is."""
+        """Arguments of the `EventScanner` of a single answer, beside those that every answer has."""
         return None
 
     def _whole(self, answer: bytes) -> bytes:
@@ -220,19 +220,19 @@ class Exchange:
         return answer
 
     def _in_class(self, request: ClientRequest, request_id: str) -> ClientRequest:
-        """The request with the priority that it has in our own order; the engines get its body, with the client's."""
+        """The request with a priority within its key's bounds, for our queues; engines get the client's own."""
         entry = None if self._key is None else self._key.entry
         bounds = self._services.config.limits.priority if entry is None or entry.priority is None else entry.priority
         priority = bounds.clamped(request.priority)
         if priority == request.priority:
             return request
-        if request.priority:  # 0 is also what a client means that says nothing
+        if request.priority:  # 0 may be the default of a client that asks for none
             fields = {"request": request_id, "asked": request.priority, "priority": priority}
             log.info("priority clamped", extra=fields)
         return replace(request, priority=priority)
 
     async def _answer(self, request: ClientRequest) -> None:
-        """One prompt, one answer: nearly every request."""
+        """Answer a request of one prompt and one answer, as nearly all are; others by `_answer_many`."""
         if not request.single:
             await self._answer_many(request)
             return
@@ -256,7 +256,7 @@ class Exchange:
             self._response.end(leg.answer.scanner.last_words())
 
     async def _answer_many(self, request: ClientRequest) -> None:
-        """Several prompts or answers: a leg for each choice, merged."""
+        """Answer a request of several prompts or answers: a leg for each choice, and their answers merged."""
         head = self._head
         assert head is not None
         created = fanout.created_now()
@@ -296,7 +296,11 @@ class Exchange:
         options: dict[str, Any] | None = None,
         choices: Choices | None = None,
     ) -> Leg:
-        """The leg of one prompt with one answer; `options` of its scanner, which it shares with nobody."""
+        """A leg for one prompt with one answer.
+
+        Args: options: arguments of its `EventScanner`; None: those of a single answer. choices: what the legs of one
+        request share.
+        """
         head, services = self._head, self._services
         assert head is not None
         keyer = services.keyer
@@ -317,13 +321,13 @@ class Exchange:
         )
 
     def _fail(self, error: BalanceRouteError) -> None:
-        """Before the first byte: a status and an error body."""
+        """Answer with a status and an error body: nothing has been sent yet."""
         self._status = status_of(error)
         self._note(error)
         self._response.refuse(error, self._own_headers())
 
     def _own_headers(self) -> Headers:
-        """What every answer to this request says."""
+        """The headers of every response to this request."""
         if self._head is None:
             return []
         headers = [(b"x-request-id", self._head.told_id)]
@@ -343,12 +347,12 @@ class Exchange:
             self._response.refuse(InvariantError(INTERNAL_ERROR), self._own_headers())
 
     async def _fail_started(self, error: BalanceRouteError) -> None:
-        """After the first byte: an event that says so and, by returning without a last message, an unclean end."""
+        """Send an error as an event: the response has begun. It is never completed, so its end is an unclean one."""
         if isinstance(error, InvariantError):
             raise error
         self._status = 200
         self._note(error)
-        if self._outcome is REJECTED:  # but some of it had been served
+        if self._outcome is REJECTED:  # a part of the answer was served, so it is no rejection
             self._outcome = FAILED
         if isinstance(error, ClientStalled):
             return
@@ -359,6 +363,7 @@ class Exchange:
         return error_event(error)
 
     def _note(self, error: BalanceRouteError) -> None:
+        """Take the request's outcome from an error."""
         if isinstance(error, AccessDenied | KeyLimit):
             self._refusal = error
             self._services.metrics.refusals.inc(error.reason)
@@ -372,9 +377,10 @@ class Exchange:
             self._outcome = FAILED
 
     def _on_gone(self) -> None:
+        """The client has left: end the legs, or the task if it has none yet."""
         legs = self._legs
         if legs and all(leg.answer.scanner.end is DONE for leg in legs):
-            return  # servers say so after the last byte as well
+            return  # the connection also closes after the last byte
         self._gone = True
         for leg in legs:
             leg.abandon()
@@ -382,7 +388,7 @@ class Exchange:
             self._task.cancel()
 
     def _leave_key(self) -> None:
-        """The key may send another request."""
+        """Tell the key that the request is over, once: it may send another one."""
         key, self._in_flight = self._in_flight, None
         if key is not None:
             tokens = sum(leg.answer.prompt_tokens + leg.answer.scanner.tokens for leg in self._legs)
@@ -422,7 +428,7 @@ class Exchange:
         fields: dict[str, Any] = {
             "request": head.request_id if head is not None else "",
             "outcome": self._outcome.value,
-            "status": self._status or (200 if self._response.started else 0),  # of who left, too
+            "status": self._status or (200 if self._response.started else 0),  # of a client that left, too
             "duration_s": round(duration_s, 4),
         }
         if head is not None and head.client_id:
@@ -449,7 +455,7 @@ class Exchange:
 
 
 class _Together:
-    """What the log says of several legs: their workers in order, the longest waits, the sums."""
+    """Several legs as one line of the log: their workers in order, the longest waits, the sums."""
 
     def __init__(self, legs: list[Leg]) -> None:
         self.prefiller_id = ",".join(leg.prefiller_id for leg in legs)
@@ -460,6 +466,6 @@ class _Together:
 
 
 def _refused_fields(refusal: AccessDenied | KeyLimit, request: Request) -> dict[str, Any]:
-    """Who was refused, and why: what an operator asks who sees a credential tried, or a key at its limit."""
+    """Log fields of a refusal: who was refused, and why, for an operator who looks for tried keys or limits reached."""
     fields = {"refused": refusal.reason, "peer": request.peer[0] if request.peer else "", "path": request.path}
     return fields | ({"key": refusal.key} if isinstance(refusal, KeyLimit) else {})

@@ -34,7 +34,7 @@ MAX_COPIED_BYTES: Final = 256 * 2**20  # each choice sends its prompt, and all b
 
 
 def parts_of(request: ClientRequest, max_choices: int, body_bytes: int) -> list[ClientRequest]:
-    """The single requests of a request whose body has `body_bytes`.
+    """The request of each choice, made of a request whose body has `body_bytes`.
 
     Raises: InvalidRequest: more than `max_choices`, or together more than `MAX_COPIED_BYTES`.
     """
@@ -60,7 +60,7 @@ def public_id(request: ClientRequest, request_id: str) -> str:
 
 
 class StreamHead:
-    """The client's response that several legs share: whoever has something first starts it.
+    """The client's response that several legs share; the first leg that has bytes starts it.
 
     `model` is what the workers call the model, from the first event; clients may leave it out.
     """
@@ -79,7 +79,7 @@ class StreamHead:
             self._response.start(200, self._headers)
 
     def write(self, body: bytes) -> bool:
-        """Some leg's events; the very first ones are looked into."""
+        """Write events of a leg; the model's name is taken from the very first ones."""
         if self.model is None:
             self.model = _model_of(body)
         return self._response.write(body)
@@ -122,7 +122,7 @@ class PartStream:
 
 
 class PartAnswer:
-    """One leg's answer, kept."""
+    """The outlet of a leg whose answer is kept until it is complete."""
 
     __slots__ = ("_assembler", "_body", "_request", "ends_response", "started")
 
@@ -152,7 +152,7 @@ class PartAnswer:
         self._body = body
 
     def forget(self) -> bool:
-        """All of it: the client gets nothing before the end."""
+        """Drop what has come; the answer may begin anew, because the client has got nothing."""
         self._assembler = None
         return True
 
@@ -180,12 +180,12 @@ async def run_all(legs: Sequence[Leg]) -> None:
     if failure is not None:
         try:
             raise failure
-        finally:  # its traceback keeps this frame, which would keep it, with all that it knows
+        finally:  # else the failure and this frame, which its traceback holds, keep each other alive
             del failure
 
 
 async def _failure_of(legs: Sequence[Leg]) -> BaseException | None:
-    """Run legs; why the first of them failed. That the client has gone counts only if nothing else has happened."""
+    """Run legs; returns the first failure. That the client has gone is returned only if no leg failed otherwise."""
     loop = asyncio.get_running_loop()
     tasks = [loop.create_task(leg.run()) for leg in legs]
     try:
@@ -205,7 +205,7 @@ async def _failure_of(legs: Sequence[Leg]) -> BaseException | None:
 
 
 def scanner_options(request: ClientRequest, request_id: str, index: int, created: int) -> dict[str, Any]:
-    """What makes a leg's events those of a choice of the whole."""
+    """Arguments of a leg's `EventScanner` that make its events those of one choice of the whole answer."""
     return {
         "public_id": public_id(request, request_id),
         "created": created,
@@ -231,7 +231,7 @@ def merged_usage(request: ClientRequest, legs: Sequence[Leg]) -> dict[str, Any]:
 
 
 def _completion_details(usages: Iterable[dict[str, Any] | None]) -> dict[str, Any]:
-    """The details of all; nothing where one choice has none, as after it went on elsewhere: its share is not known."""
+    """The details of all choices; empty where one has none, as after a resume: its share is unknown."""
     details = [(usage or {}).get("completion_tokens_details") for usage in usages]
     return summed(details) if all(details) else {}
 
@@ -250,7 +250,7 @@ def _model_of(events: bytes) -> str | None:
 def closing_events(
     request: ClientRequest, request_id: str, created: int, model: str | None, legs: Sequence[Leg]
 ) -> bytes:
-    """The end of a merged stream: usage, if asked for or told unasked, and [DONE]; every leg has seen its own."""
+    """The end of a merged stream: usage, if asked for or sent unasked, and [DONE], when all legs have ended."""
     unasked = not request.counted_by_usage and any(leg.answer.scanner.usage for leg in legs)
     if not (request.include_usage or unasked):
         return DONE_EVENT

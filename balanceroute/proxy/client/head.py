@@ -105,7 +105,7 @@ class Request:
 
 
 class _Fields:
-    """What the parser calls back."""
+    """Collects the fields that the parser reports."""
 
     def __init__(self) -> None:
         self.headers: list[tuple[bytes, bytes]] = []
@@ -129,13 +129,13 @@ def check_beginning(raw: bytes, scanned: int) -> None:
 
 
 def path_asked(raw: bytes) -> str:
-    """The path in the first line of what may be a request; empty where there is none. For the form of a refusal."""
+    """The path in the first line of `raw`, which may be no request; empty: none. For the form of a refusal."""
     words = raw[:MAX_LINE_BYTES].split(b"\r\n", 1)[0].split(b" ")
     return words[1].partition(b"?")[0].decode("latin-1") if len(words) > 1 else ""
 
 
 def parse_head(raw: bytes) -> Request:
-    """The request whose head is `raw`, the empty line at its end included.
+    """The request of a complete head; `raw` ends with its empty line.
 
     Raises: InvalidRequest: with the status that says why.
     """
@@ -150,7 +150,7 @@ _known_fields: dict[bytes, tuple[bytes, bytes]] = {}
 
 
 def read_plain(raw: bytes) -> Request | None:
-    """The request of a head that gives nothing to judge; None for any other."""
+    """The request of a head that is plain in every line; None for any other, which `read_any` reads."""
     lines = raw.split(b"\r\n")
     line = _known_lines.get(lines[0]) or _plain_line(lines[0])
     n_fields = len(lines) - 3  # the empty line leaves two behind it
@@ -171,7 +171,7 @@ def read_plain(raw: bytes) -> Request | None:
 
 
 def _plain_line(line: bytes) -> tuple[str, bytes] | None:
-    """Method and target of a request line that gives nothing to judge."""
+    """Method and target of a plain request line."""
     plain = _PLAIN_LINE.fullmatch(line) if len(line) <= MAX_LINE_BYTES else None
     if plain is None:
         return None
@@ -181,7 +181,7 @@ def _plain_line(line: bytes) -> tuple[str, bytes] | None:
 
 
 def _plain_field(line: bytes) -> tuple[bytes, bytes] | None:
-    """Name and value of a field that gives nothing to judge."""
+    """Name and value of a plain field."""
     plain = _PLAIN_FIELD.fullmatch(line)
     if plain is None:
         return None
@@ -267,7 +267,7 @@ def _check_host(headers: Headers, *, required: bool) -> None:
 
 
 def _read_fields(request: Request) -> None:
-    """What the fields say of framing and connection."""
+    """Take framing and connection from the fields."""
     lengths, codings = [], []
     options: bytes = b""
     for name, value in request.headers:

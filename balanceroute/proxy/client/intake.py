@@ -48,7 +48,7 @@ class Head:
 
 
 def read_head(headers: Headers, key_header: bytes | None, authorization: bytes | None = None) -> Head:
-    """What `headers` mean; of one that comes twice the last counts.
+    """What the headers mean; of a header that comes twice the last one counts.
 
     `authorization` goes to the workers in place of the client's own: empty for none, None for the client's as it came.
     """
@@ -62,7 +62,7 @@ def read_head(headers: Headers, key_header: bytes | None, authorization: bytes |
     key = b"" if key_header is None else told.get(key_header, b"")
     known = None if client_id is None else _clean(client_id)
     unique = f"{_ids.getrandbits(64):016x}"
-    request_id = f"{known}-{unique}" if known else unique  # some clients say one id of thousands at a time
+    request_id = f"{known}-{unique}" if known else unique  # some clients use one id for thousands of requests
     timeout_s = math.inf if timeout is None else _timeout(timeout)
     priority = told.get(b"x-vllm-priority")
     return Head(
@@ -76,7 +76,7 @@ def read_head(headers: Headers, key_header: bytes | None, authorization: bytes |
 
 
 def unread_coding(headers: Headers) -> InvalidRequest | None:
-    """Why a body with these headers is no JSON, if that is because it is compressed: 415."""
+    """The refusal (415) of a body that is no JSON because these headers say that it is compressed; None: it is not."""
     codings = b", ".join([value for name, value in headers if name == b"content-encoding"])
     if codings.lower() in (b"", b"identity"):
         return None
@@ -100,5 +100,5 @@ def _priority(value: bytes) -> int | None:
 
 
 def _clean(client_id: bytes) -> str:
-    """A client's id as far as it may appear in headers, logs and metrics of others."""
+    """A client's id without what may not appear in headers and logs."""
     return bytes(c for c in client_id[:_MAX_ID] if c in _ID_CHARACTERS).decode("ascii")

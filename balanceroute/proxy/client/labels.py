@@ -23,7 +23,7 @@ _SITE_BITS: Final = 64  # of an IPv6 address: what one customer of a network has
 
 
 def reason_of(error: BalanceRouteError) -> str:
-    """The label under which a refusal is counted here; empty for one that is counted where it is decided."""
+    """The label under which the edge counts a refusal; empty for one that is counted where it was decided."""
     if isinstance(error, EdgeFull):
         return "overload"
     if isinstance(error, InvalidRequest) and not isinstance(error, AccessDenied):
@@ -44,7 +44,7 @@ def id_of(request: Request | None, raw: bytes) -> bytes:
 
 
 def holder_of(peer: str) -> str:
-    """Who a client is where addresses are all that tells them apart."""
+    """The name of a client that is known only by its address."""
     try:
         address = ipaddress.ip_address(peer)
     except ValueError:

@@ -3,20 +3,21 @@
     data_received -> head.parse_head -> Site.gate, Handler.check -> body.Body -> Handler.run -> Response
                          one request at a time; what comes after it waits unparsed
 
-**Who serves.** The two hot routes by their own handler, all else by ASGI (`edge.Site`). A completion is served when its
-body has come whole; an ASGI application is called at once, and gets the body when it is whole. To refuse a request by
-its head alone, before a byte of its body is read (an API key, a drain), raise from `Site.gate` or `Handler.check`, or
-answer from an ASGI application that has not asked for the body: what the client sends then is dropped.
+**Who serves.** The two hot routes have a handler of their own; every other route is served by ASGI (`edge.Site`). A
+completion is served when its body has come whole. An ASGI application is called at once, and gets the body when it is
+whole. To refuse a request by its head alone, before a byte of its body is read (an API key, a drain), raise from
+`Site.gate` or `Handler.check`, or answer from an ASGI application that has not asked for the body: then the body is
+dropped as it comes.
 
-**Bounds.** The head (`head.py`), the body and its trailers (`body.py`), the time for both together, the bytes that wait
-behind the request under way (then the socket is not read; behind a completion they are dropped, and its answer is the
-connection's last), the time in which a client must take a part of what is written to it. All deadlines are looked at by
-`Edge`, a few times per second.
+**Bounds.** There are bounds for the head (`head.py`); for the body and its trailers (`body.py`); for the time that both
+take together; for the bytes that wait behind the request under way; and for the time in which a client must take a part
+of what is written to it. Where too many bytes wait, the socket is not read; behind a completion they are dropped, and
+its answer is the connection's last. `Edge` looks at all deadlines a few times per second.
 
-**Ends.** A refusal before the body was read ends the connection, but not at once: what the client still sends is read
-and dropped for `LINGER_S` and up to `MAX_DROPPED_BYTES`, else the answer could be lost to a reset (RFC 9112 section
-9.6). The end of a client's stream during a completion is a client that has left, which is how every SDK cancels; any
-other route still answers.
+**Ends.** A refusal before the body was read ends the connection, but not at once: it lingers. What the client still
+sends is read and dropped for `LINGER_S` and up to `MAX_DROPPED_BYTES`, else the answer could be lost to a reset (RFC
+9112 section 9.6). A client that ends its side of the connection during a completion has left, which is how every SDK
+cancels; on any other route it still gets its answer.
 
 `ClientProtocol` is one machine: every byte, deadline and end of an answer may change which of its states comes next.
 """
@@ -41,10 +42,10 @@ from balanceroute.proxy.wire.responses import INTERNAL_ERROR
 log = logging.getLogger(__name__)
 
 LINGER_S: Final = 2.0
-MAX_DROPPED_BYTES: Final = 64 * 2**20  # that nobody wants any more; twice the largest body by default
-LARGE_BODY_BYTES: Final = 64 * 1024  # below, nobody keeps count of who sends them
+MAX_DROPPED_BYTES: Final = 64 * 2**20  # while the connection lingers; twice the largest body by default
+LARGE_BODY_BYTES: Final = 64 * 1024  # of larger ones it is counted what each client holds
 MAX_WAITING_BYTES: Final = 64 * 1024  # behind the request under way; then the socket is not read
-_SLICE_BYTES: Final = 8 * 1024  # of a chunked body per turn of the loop: a chunk may be as small as a byte
+_SLICE_BYTES: Final = 8 * 1024  # of a chunked body per turn of the loop: with chunks of a byte this takes a while
 _BLANK_LINES: Final = re.compile(rb"(?:\r\n)+")
 _CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 
@@ -66,7 +67,7 @@ class ClientProtocol(asyncio.Protocol):
         "_hot",
         "_lingering",
         "_local",
-        "_mark",
+        "_backlog",
         "_peer",
         "_raw",
         "_reading_paused",
@@ -83,24 +84,24 @@ class ClientProtocol(asyncio.Protocol):
     )
 
     def __init__(self, edge: Edge, below: asyncio.Transport | None = None) -> None:
-        """`below`: what carries the connection where it is encrypted; it takes all that is written at once."""
+        """`below`: where the connection is encrypted, the TCP transport under TLS, which buffers what is written."""
         self.edge, self.loop, self._below = edge, edge.loop, below
         self.transport: asyncio.Transport = cast(Any, None)
         self.write_paused = False
         self._drained: asyncio.Event | None = None
-        self._raw = b""  # not looked at yet, or not complete
-        self._scanned = 0  # bytes of an incomplete head that hold no end of it
+        self._raw = b""  # bytes that have come and are not parsed yet
+        self._scanned = 0  # so many bytes at the start of an incomplete head do not contain its end
         self._request: Request | None = None
         self._response: Response | None = None
         self._handler: Handler | None = None
         self._body: Body | None = None  # while it is not complete
         self._hot = self._advancing = self._lingering = self._ended = self._reading_paused = False
-        self._served_bytes = 0  # of the body whose answer is not complete
-        self._held_bytes, self._holder = 0, ""  # of a large body, and for whom
-        self._dropped_bytes = 0  # that came while lingering
-        self._receiving_since_s = math.inf  # the first byte of an incomplete request
+        self._served_bytes = 0  # size of the body whose answer is not complete
+        self._held_bytes, self._holder = 0, ""  # of a large body, and the client that the edge counts them for
+        self._dropped_bytes = 0  # while lingering
+        self._receiving_since_s = math.inf  # when the first byte of the incomplete request came
         self._deadline_s = math.inf
-        self._mark: tuple[float, int] | None = None  # when how many bytes waited for the client to read
+        self._backlog: tuple[float, int] | None = None  # a time, and how many bytes the client had not read then
 
     @property
     def date_line(self) -> bytes:
@@ -131,7 +132,7 @@ class ClientProtocol(asyncio.Protocol):
         response, handler = self._response, self._handler
         self._forget_request()
         self._response, self._raw = None, b""
-        self._served()
+        self._forget_body()
         self._wake_writers()
         if response is not None:
             response.lost()
@@ -139,10 +140,10 @@ class ClientProtocol(asyncio.Protocol):
             handler.abandoned()
 
     def eof_received(self) -> bool:
-        """The client sends no more; returns whether it may still be told something."""
+        """The client has ended its side; returns whether the connection stays open for writing."""
         self._ended = True
         if self._hot and self._response is not None and self._request is None:
-            self.abort()  # closing would wait for what it does not read, and TLS for its last word
+            self.abort()  # `close` would wait for a client that no longer reads, and for TLS to end
             return False
         if self._lingering:
             return False
@@ -168,7 +169,7 @@ class ClientProtocol(asyncio.Protocol):
 
     def resume_writing(self) -> None:
         """It has caught up."""
-        self._mark = None
+        self._backlog = None
         self._wake_writers()
         if self._response is not None:
             self._response.allow()
@@ -189,7 +190,7 @@ class ClientProtocol(asyncio.Protocol):
     # -- a request comes in
 
     def _advance(self) -> None:
-        """Take what has come as far as it goes: to the end of one request, whose answer comes first then."""
+        """Parse what has come, up to the end of one request: the next one waits until that is answered."""
         if self._advancing or self._lingering or self.transport.is_closing():
             return
         self._advancing = True
@@ -209,6 +210,9 @@ class ClientProtocol(asyncio.Protocol):
             self._await_the_rest()
 
     def _await_the_rest(self) -> None:
+        """Set the deadline of an incomplete request, end one whose client has left, and stop reading where too much
+        waits.
+        """
         receiving = self._request is not None
         if self._response is None and not self.write_paused:
             receiving = bool(self._raw)
@@ -226,7 +230,7 @@ class ClientProtocol(asyncio.Protocol):
             self._deadline_s = self._receiving_since_s + self.edge.limits.receive_timeout_s
         if len(self._raw) > MAX_WAITING_BYTES:
             if self._hot and self._response is not None and not self.receiving:
-                # Who is not read can't be seen to leave, and a decode slot is too dear for that.
+                # a client whose socket is not read can't be seen to leave, and its decode slot is too dear for that
                 self._response.keep_alive = False
                 self._lingering, self._raw = True, b""
             elif not self._reading_paused:
@@ -237,10 +241,10 @@ class ClientProtocol(asyncio.Protocol):
             self.transport.resume_reading()
 
     def _take_head(self) -> bool:
-        """Whether a head is here. Raises: BalanceRouteError: its request is refused."""
+        """Take a head, if one has come whole; returns whether it has. Raises: BalanceRouteError: it is refused."""
         raw = self._raw
         if not self._scanned and (blank := _BLANK_LINES.match(raw)):
-            raw = self._raw = raw[blank.end() :]  # some clients send one after a body (RFC 9112 section 2.2)
+            raw = self._raw = raw[blank.end() :]  # some clients send a blank line after a body (RFC 9112 section 2.2)
         end = raw.find(b"\r\n\r\n", self._scanned) + 4
         if end < 4:
             check_beginning(raw, self._scanned)
@@ -252,7 +256,10 @@ class ClientProtocol(asyncio.Protocol):
         return True
 
     def _open(self, request: Request) -> None:
-        """A head is here: who serves it, and may it be served? Raises: BalanceRouteError."""
+        """Find the handler of a request whose head has come, and begin with its body.
+
+        Raises: BalanceRouteError: it may not be served.
+        """
         edge = self.edge
         request.peer, request.local, request.scheme = self._peer, self._local, self._scheme
         response = Response(
@@ -287,7 +294,7 @@ class ClientProtocol(asyncio.Protocol):
             self._go_on()
 
     def _go_on(self) -> None:
-        """Tell a client that waits for it to send its body."""
+        """Send 100 Continue to a client that waits for it before it sends the body."""
         if self._request is not None and self._request.expects_continue:
             self._request.expects_continue = False
             if not self._body or not self._body.size:
@@ -303,7 +310,7 @@ class ClientProtocol(asyncio.Protocol):
         self._complete(request)
 
     def _take_body(self, request: Request) -> None:
-        """Take what has come of the body. Raises: BalanceRouteError: it may not be served."""
+        """Take the part of the body that has come. Raises: BalanceRouteError: it may not be served."""
         body, edge = self._body, self.edge
         assert body is not None
         before = body.size
@@ -314,7 +321,7 @@ class ClientProtocol(asyncio.Protocol):
                 self.loop.call_soon(self._advance)
             else:
                 self._raw = body.feed(self._raw)
-        finally:  # what it kept before it refused will be taken off, too
+        finally:  # a body that is refused has kept bytes as well, which `_forget_request` subtracts
             edge.incoming_bytes += body.size - before
             if body.size > LARGE_BODY_BYTES:
                 self._hold(body.size, request)
@@ -328,7 +335,7 @@ class ClientProtocol(asyncio.Protocol):
     # -- and is served
 
     def _complete(self, request: Request) -> None:
-        """The request is complete."""
+        """The body has come whole: have the request served."""
         handler, response = self._handler, self._response
         assert handler is not None and response is not None
         if self._hot and self._ended:  # while it waited for the answers before it: its client has left
@@ -344,19 +351,20 @@ class ClientProtocol(asyncio.Protocol):
             self._serve(handler, response)
 
     def _serve(self, handler: Handler, response: Response) -> None:
+        """Run the handler in a task of its own."""
         task = self.loop.create_task(handler.run())
         self.edge.tasks.add(task)
         task.add_done_callback(partial(self._ran, response))
 
     def _forget_request(self) -> None:
-        """It is received, or will not be."""
+        """No request is being received any more: it is complete, refused or cut short."""
         if self._body is not None:
             self.edge.incoming_bytes -= self._body.size
         self._request = self._handler = self._body = None
         self._receiving_since_s = math.inf
 
-    def _served(self) -> None:
-        """Nobody needs the body any more."""
+    def _forget_body(self) -> None:
+        """Nobody needs the body of the last complete request any more: subtract it from the edge's counts."""
         self.edge.served_bytes -= self._served_bytes
         self._served_bytes = 0
         if self._held_bytes:
@@ -364,11 +372,13 @@ class ClientProtocol(asyncio.Protocol):
             self._held_bytes, self._holder = 0, ""
 
     def _hold(self, size: int, request: Request) -> None:
+        """Count a large body, `size` so far, for the client that sends it."""
         self._holder = self._holder or request.holder or holder_of(self._peer[0] if self._peer else "")
         self.edge.hold(self._holder, size - self._held_bytes)
         self._held_bytes = size
 
     def _ran(self, response: Response, task: "asyncio.Task[None]") -> None:
+        """The handler's task has ended: end a response that it left incomplete."""
         self.edge.tasks.discard(task)
         failed = not task.cancelled() and task.exception() is not None
         if failed:
@@ -382,15 +392,15 @@ class ClientProtocol(asyncio.Protocol):
             response.refuse(InvariantError(INTERNAL_ERROR))
 
     def response_done(self, keep_alive: bool) -> None:
-        """An answer is complete: the next request, if the connection may have one."""
+        """The response is complete: go on with the next request, or end the connection."""
         self._response = None
-        self._served()
+        self._forget_body()
         nothing_more = self._request is None and not (self._raw or self._lingering)
         if self._request is not None:  # an application may refuse one before it has come
             self._forget_request()
         if not keep_alive:
             if self._below is not None and nothing_more:
-                self.close()  # only the end of TLS tells the client that no more comes
+                self.close()  # only the end of TLS tells the client that nothing more comes
             else:
                 self._linger()
             return
@@ -402,8 +412,8 @@ class ClientProtocol(asyncio.Protocol):
     def _refuse(self, error: BalanceRouteError, counted: bool = True) -> None:
         """Answer bytes that are no request, or a request that may not be served, with an error.
 
-        Where the whole body is here already the connection serves on, unless there is no room; else nobody could tell
-        where the next one begins.
+        If the whole body has come already, the connection goes on, unless the router has no room. Otherwise it ends,
+        because nobody could tell where the next request begins.
         """
         handler, response, request = self._handler, self._response, self._request
         if counted and (reason := reason_of(error)):
@@ -430,7 +440,7 @@ class ClientProtocol(asyncio.Protocol):
             response.break_off()
 
     def _cut_short(self) -> None:
-        """The client's stream has ended inside a request: it has left, or else it is told why there is no answer."""
+        """The client has ended its side inside a request: it has left, or it reads why it gets no answer."""
         handler, self._handler = self._handler, None
         if handler is not None:
             handler.abandoned()
@@ -440,35 +450,36 @@ class ClientProtocol(asyncio.Protocol):
 
     @property
     def _unsent_bytes(self) -> int:
-        """What is written and the client's socket has not taken."""
+        """Bytes that are written and that the client's socket has not taken."""
         below = 0 if self._below is None else self._below.get_write_buffer_size()
         return below + self.transport.get_write_buffer_size()
 
     def look(self, now: float) -> None:
-        """See whether the client has been too slow, to send or to read; called by `Edge`."""
+        """End the connection of a client that sends or reads too slowly; called by `Edge`."""
         response = self._response
         if self._below is not None and self._below.is_closing() and response is not None and not response.complete:
-            self.abort()  # its end has come without that of TLS, which is silent until the client has read everything
+            self.abort()  # TCP has ended without TLS, which says so only when the client has read everything
             return
         if now >= self._deadline_s:
             self._late(now)
             response = self._response
         waiting = self._unsent_bytes
         if not waiting or (response is not None and not response.complete and not self.write_paused):
-            self._mark = None  # nothing to read, or a stream whose events it may take when they come
+            self._backlog = None  # the client has nothing to read, or reads a stream as its events come
             return
-        if self._mark is None:
-            self._mark = (now, waiting)
-        since_s, before = self._mark
+        if self._backlog is None:
+            self._backlog = (now, waiting)
+        since_s, before = self._backlog
         limits = self.edge.limits
         if now - since_s >= limits.stall_timeout_s:
             if before - waiting < limits.min_rate_bytes_per_s * (now - since_s):
                 self.abort()
-            self._mark = (now, waiting)
+            self._backlog = (now, waiting)
 
     def _late(self, now: float) -> None:
+        """The deadline is over: of lingering, of an idle connection, or of a request that has not come whole."""
         if self._receiving_since_s == math.inf and self._unsent_bytes:
-            self._deadline_s = now + LINGER_S  # `look` sees to it that the client reads its last answer
+            self._deadline_s = now + LINGER_S  # the client still reads its last answer, as fast as `look` asks
         elif self._lingering and self._below is None:
             self.abort()
         elif self._receiving_since_s == math.inf:
@@ -482,7 +493,7 @@ class ClientProtocol(asyncio.Protocol):
                 self._refuse(InvalidRequest(f"The request was not sent within {patience_s:.3g} s.", status=408))
 
     def give_way(self) -> None:
-        """Another client needs the place of this one, which has no complete request."""
+        """End this connection, which has no complete request, because another client needs its place."""
         self.edge.waiting.pop(self, None)
         if self._lingering or self._unsent_bytes:
             self.abort()
@@ -490,7 +501,7 @@ class ClientProtocol(asyncio.Protocol):
             self.close()
 
     def shutdown(self) -> None:
-        """The server stops: what is under way is the last."""
+        """The server stops: the response under way is the connection's last."""
         if self._response is None:
             self.close()
         else:
@@ -499,7 +510,7 @@ class ClientProtocol(asyncio.Protocol):
     def close(self) -> None:
         """Close once everything is written."""
         self.edge.waiting.pop(self, None)
-        if self._below is not None and self._unsent_bytes:  # TLS would give it no longer than its own last word
+        if self._below is not None and self._unsent_bytes:  # TLS would not wait until all of it is read
             self._lingering, self._raw, self._receiving_since_s = True, b"", math.inf
             self._deadline_s = self.loop.time()
             return

@@ -34,29 +34,29 @@ class Load:
         self._cells, self._place, self.relays = loads.cells, place, loads.relays
 
     def clear(self) -> None:
-        """No relay lives here: for the parent."""
+        """Clear the numbers of a relay that has died; for the parent."""
         for field in range(FIELDS):
             self.put(field, 0)
 
     def put(self, field: int, value: int) -> None:
-        """It has so much."""
+        """Set a number of this relay."""
         self._cells[field * self.relays + self._place] = value
 
     def others(self, field: int) -> int:
-        """What all others have together."""
+        """The sum of all other relays."""
         if self.relays == 1:
             return 0
         cells = self._all(field)
         return sum(cells) - cells[self._place]
 
     def accept(self, now_s: float) -> None:
-        """Show that it accepts, which counts for `SHOWN_S`."""
+        """Show that this relay accepts; that holds for `SHOWN_S`."""
         self.put(ACCEPTS, round(1000 * now_s))
 
     def step_back(self, now_s: float) -> bool:
-        """Be one that accepts no more; False: no other does, so that this one must go on.
+        """Stop accepting; returns False if no other relay accepts, so that this one must go on.
 
-        Of two that do so in the same moment both may have to, but never none: each says so before it looks.
+        If two relays stop in the same moment, both may have to go on, but never neither: each writes before it reads.
         """
         self.put(ACCEPTS, 0)
         if max(self._all(ACCEPTS)) > 1000 * (now_s - SHOWN_S):
@@ -77,5 +77,5 @@ class Load:
 
 
 def alone() -> Load:
-    """Of a process that accepts alone."""
+    """The load of a process that accepts alone."""
     return Load(RelayLoads(1), 0)

@@ -67,8 +67,10 @@ def _not_under_way(body: bytes) -> bool:
 
 
 # Writer and response form a reference cycle: a response has its own only while parts may be written. These never open.
-_NO_PARTS: Final = PartWriter(lambda body: None, _not_under_way)  # of one without a head, or complete
-_LOST_PARTS: Final = PartWriter(lambda body: None, lambda body: True)  # of one broken off, or whose client has gone
+_NO_PARTS: Final = PartWriter(lambda body: None, _not_under_way)  # of a response without a head, or complete
+_LOST_PARTS: Final = PartWriter(
+    lambda body: None, lambda body: True
+)  # of a response broken off, or whose client has gone
 
 
 class Response:
@@ -135,7 +137,7 @@ class Response:
         self.respond(*self.refusal(error, headers or []))
 
     def start(self, status: int, headers: Headers) -> None:
-        """The head of a response whose body comes in parts; it waits for the first of them."""
+        """Make the head of a response whose body comes in parts; it is sent with the first part."""
         if self.started:
             raise InvariantError("a second response to one request")
         self.started = True
@@ -192,7 +194,7 @@ class Response:
         self._finish()
 
     def break_off(self) -> None:
-        """An unclean end: what is written goes out, then the connection closes inside the body."""
+        """End uncleanly: what is written goes out, then the connection closes inside the body."""
         self._is_last()
         self._flush()
         self._parts.open = False
@@ -213,7 +215,7 @@ class Response:
     # -- what the connection calls
 
     def allow(self) -> None:
-        """Parts may be written, if nothing speaks against it."""
+        """The client's socket takes more: allow parts, if the response is under way."""
         self._parts.open = (
             self.started
             and not (self.complete or self.gone or self._bodiless or self._connection.write_paused)

@@ -1,8 +1,8 @@
 """The brain's end of the link to other machines: TLS 1.3, where both sides show a certificate of the link's own CA.
 
-Who shows none has cost a socket for `HANDSHAKE_S` at most, one of `MAX_STRANGERS` that may shake hands at a time, and
-no byte of his is read as a frame. Whoever has one is a process of the router: it may join as a relay, or send
-operators' requests, which the relay that passes them on has let through. ALPN tells which.
+A peer without one costs a socket for `HANDSHAKE_S` at most, one of `MAX_STRANGERS` that may shake hands at a time; no
+byte of it is read as a frame. A peer with a certificate is a process of the router: it joins as a relay, or it sends
+operators' requests, which its relay has let through. ALPN tells which.
 
 A relay of another machine has no file here. So a brain writes down who its far members are: the next one on this
 machine waits for them, as it waits for the relays that it sees living.
@@ -31,7 +31,7 @@ Protocols = Callable[[], asyncio.Protocol]
 
 
 class FarListener:
-    """Takes connections of other machines; it stands for `asyncio.Server` where that is only closed."""
+    """Accepts connections of other machines; it takes the place of an `asyncio.Server` that is only closed."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class FarListener:
         loop.add_reader(sock, self._accept)
 
     def close(self) -> None:
-        """Take no more. Idempotent."""
+        """Accept no more. Idempotent."""
         if self._sock.fileno() >= 0:
             self._loop.remove_reader(self._sock)
         if self._resume is not None:
@@ -65,7 +65,7 @@ class FarListener:
         self._sock.close()
 
     async def wait_closed(self) -> None:
-        """Wait until nobody shakes hands any more."""
+        """Wait until no handshake is under way."""
         await asyncio.gather(*self._strangers, return_exceptions=True)
 
     def _accept(self) -> None:
@@ -107,7 +107,7 @@ class FarListener:
             self._refuse(host, getattr(error, "reason", None) or str(error) or type(error).__name__)
 
     def _refuse(self, host: str, reason: str) -> None:
-        """Say so, not more often than somebody reads it."""
+        """Log a refusal, at most every `TELL_S`."""
         self._refused += 1
         now = self._loop.time()
         if now - self._told_s >= TELL_S:
@@ -116,7 +116,7 @@ class FarListener:
 
 
 class _LetIn(asyncio.Protocol):
-    """Who has shown a certificate, until it is known what for."""
+    """The protocol of a peer that has shown a certificate, until ALPN tells what it is."""
 
     def __init__(self, link: Protocols, operators: Protocols) -> None:
         self._link, self._operators = link, operators
@@ -133,7 +133,7 @@ class FarMembers:
     """The names of the far members of a brain's leaderships, in a file that outlives it."""
 
     def __init__(self, path: Path) -> None:
-        """Read what the former brain of this folder has left."""
+        """Read the names that the former brain of this folder has left."""
         self._path = path
         self.known = True  # False: nothing is known of who may come
         try:
@@ -142,14 +142,14 @@ class FarMembers:
             self.known, self.names = False, frozenset()
 
     def keep(self, names: Iterable[str]) -> None:
-        """These are the members now."""
+        """Keep the names of the present members."""
         try:
             replace_content(self._path, "\n".join(names).encode())
         except OSError as error:
             log.warning("relays of other machines not kept", extra={"error": error.strerror})
 
     def forget(self) -> None:
-        """They turn to a brain of another machine."""
+        """Forget all names: the relays turn to a brain of another machine."""
         try:
             self._path.unlink(missing_ok=True)
         except OSError as error:  # the next brain waits for them in vain, for some seconds

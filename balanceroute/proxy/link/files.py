@@ -13,7 +13,7 @@ _FLAGS: Final = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLO
 
 
 def beside(path: Path) -> Path:
-    """Where the content of this file is written before it takes the file's place."""
+    """The path at which a new content is written before it takes the file's place."""
     return path.with_name(path.name + NEW)
 
 
@@ -26,7 +26,7 @@ def is_at(file: int, path: Path) -> bool:
 
 
 def is_still(path: Path, status: os.stat_result) -> bool:
-    """Whether the file at this path is the one of that status; one that cannot be looked at may be."""
+    """Whether the file at this path is the one with that status; True where that can't be seen."""
     try:
         return os.path.samestat(status, path.stat())
     except FileNotFoundError:
@@ -36,7 +36,7 @@ def is_still(path: Path, status: os.stat_result) -> bool:
 
 
 def is_gone(path: Path) -> bool:
-    """Whether there is no such file any more; one that cannot be looked at may be there."""
+    """Whether the file is gone; False where that can't be seen."""
     try:
         path.stat()
     except FileNotFoundError:
@@ -47,7 +47,7 @@ def is_gone(path: Path) -> bool:
 
 
 def locked(path: Path) -> int | None:
-    """The file, locked; None: somebody else has locked it, or has replaced it meanwhile. Raises: OSError."""
+    """Open and lock a file; None: another process has locked it, or has replaced it meanwhile. Raises: OSError."""
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -78,9 +78,9 @@ def replace_content(path: Path, content: bytes) -> None:
 
 
 def overwritten(path: Path, content: bytes) -> bool:
-    """Whether the file has this content now, and spaces behind it: written over what it held, which needs no room.
+    """Write a content over the old one, with spaces up to its end, which needs no room; returns whether that worked.
 
-    False: it is too small, or that failed, too. A kill within the one call may leave some of both.
+    It fails where the file is too small. A kill within the one call may leave a part of each.
     """
     try:
         with open(os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC), "r+b", buffering=0) as file:

@@ -7,7 +7,7 @@ from typing import Final, Generic, TypeVar, cast
 
 from balanceroute.proxy.link.messages import HEAD_BYTES, MAX_FRAME_BYTES, LinkError, frame
 
-MAX_UNSENT_BYTES: Final = 64 * 2**20  # to one who doesn't read: more is a reason to give it up
+MAX_UNSENT_BYTES: Final = 64 * 2**20  # a peer that leaves more unread is given up
 
 Said = TypeVar("Said")
 
@@ -35,7 +35,7 @@ class Frames(asyncio.Protocol, Generic[Said]):
 
     @property
     def open(self) -> bool:
-        """Whether what is said may arrive."""
+        """Whether messages can still be sent."""
         return self._transport is not None
 
     @property
@@ -49,7 +49,7 @@ class Frames(asyncio.Protocol, Generic[Said]):
         return self._transport is not None and self._transport.get_extra_info("ssl_object") is not None
 
     def say(self, message: Said) -> None:
-        """Send this at the end of the loop's turn, after what was said before; nothing happens once it is closed."""
+        """Send a message at the end of the loop's turn, after earlier ones; dropped if the connection is closed."""
         if self._transport is None:
             return
         if not self._flushes:
@@ -58,7 +58,7 @@ class Frames(asyncio.Protocol, Generic[Said]):
         self._unsaid.append(message)
 
     def flush(self) -> None:
-        """Send what has been said."""
+        """Send the messages of this turn."""
         self._flushes = False
         unsaid, transport = self._unsaid, self._transport
         if not unsaid or transport is None:
@@ -70,7 +70,7 @@ class Frames(asyncio.Protocol, Generic[Said]):
             self.abort("it does not read")
 
     def close(self, reason: str) -> None:
-        """Send what has been said, then close."""
+        """Send the messages of this turn, then close."""
         self._reason = reason
         self.flush()
         if self._transport is not None:
@@ -89,7 +89,7 @@ class Frames(asyncio.Protocol, Generic[Said]):
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
 
     def data_received(self, data: bytes) -> None:
-        """Take what has come apart. O(bytes), in however many pieces a frame comes."""
+        """Cut what has come into frames. O(bytes), in however many pieces a frame comes."""
         self.heard_s = self._loop.time()
         self._pieces.append(data)
         self._held_bytes += len(data)

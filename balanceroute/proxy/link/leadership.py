@@ -34,24 +34,24 @@ LEASE_S: Final = 1.0  # a takeover breaks no stream, so a leader that is only sl
 
 
 class Lead(Protocol):
-    """The lead, from `take` until it is lost, released, or the process ends."""
+    """The lead of one brain, from `take` until it is lost, released, or the process ends."""
 
     epoch: int
     others: int  # the last number under which a brain of another run folder has led, as far as is known; 0: none has
 
     def take(self) -> bool:
-        """Lead, if nobody does; looked at again and again by a standby. Raises: ConfigError: it can never work."""
+        """Take the lead, if it is free; a standby tries again and again. Raises: ConfigError: it can never work."""
 
     def renew(self) -> bool:
-        """Say that the leader lives; False: it leads no more. Called every `RENEW_S`, and must not wait."""
+        """Show that the leader lives; False: it leads no more. Called every `RENEW_S`, and must not block."""
 
     def outrank(self, epoch: int) -> bool:
-        """Go on under a number above that one, which a relay has seen; False: another brain may lead, and whoever leads
-        next with this run folder counts above that number.
+        """Go on under an epoch above this one, which a relay has seen; False: another brain may lead, and the next
+        leader of this run folder gets an epoch above this one.
         """
 
     def resign(self) -> None:
-        """The router drains: others than its own processes may lead. What it has begun it leads to its end."""
+        """The router drains: brains of other routers may lead. This one leads what it has begun to its end."""
 
     def release(self) -> None:
         """Let another process of the router lead at once."""
@@ -61,8 +61,8 @@ class FileLead:
     """The lead among the processes that share a folder."""
 
     def __init__(self, path: Path, first: int = 1, again: bool = False) -> None:
-        """Nothing is taken yet. `path`: the file, in a folder that outlives the processes. `first`: the epoch where the
-        file says none. `again`: it has been ours, so that what is no number in it is a number that was lost.
+        """`path`: the file, in a folder that outlives the processes. `first`: the epoch where the file contains none.
+        `again`: the file has been ours, so if it contains no number, a number was lost.
         """
         self._first, self._again = first, again
         self._path, self._next = path, path.with_name(f"{path.name}.next")
@@ -75,7 +75,7 @@ class FileLead:
         self.epoch = self.others = 0
 
     def take(self) -> bool:
-        """Lead, if nobody does or the leader stands still. Raises: ConfigError: the file can't be used."""
+        """Take the lead, if it is free or the leader stands still. Raises: ConfigError: the file can't be used."""
         try:
             file = locked(self._path)
             if file is not None:
@@ -101,14 +101,14 @@ class FileLead:
         return True
 
     def lift(self, epoch: int) -> None:
-        """Lead under a larger number, which another lead beside this one has. Raises: OSError."""
+        """Lead under this larger epoch, which a lead beside this one (a Lease) has. Raises: OSError."""
         with self._held:
             if self._file is not None and epoch > self.epoch:
                 self._count_up(self._file, epoch - 1)
 
     def outrank(self, epoch: int) -> bool:
-        """See `Lead`. Who holds the lock leads all relays, those of other machines as well: without a Lease nobody else
-        does, and that number was in a file that is lost.
+        """See `Lead`. The holder of the lock leads all relays, also those of other machines: without a Lease no other
+        brain does, so that epoch was in a file that is lost.
         """
         try:
             if not self.renew():
@@ -119,7 +119,7 @@ class FileLead:
         return True
 
     def resign(self) -> None:
-        """All who know the file are processes of one router."""
+        """Nothing: all who know the file are processes of one router."""
 
     def release(self) -> None:
         """Let another one lead."""
@@ -137,7 +137,7 @@ class FileLead:
             log.warning("leading without patience for a slow event loop", extra={"error": str(error)})
 
     def _touch(self, file: int) -> None:
-        """Until it is released or lost, touch the file where the loop is late, unless it hangs."""
+        """In a thread: touch the file when the loop is late, not when it hangs, until the lead is released or lost."""
         while True:
             time.sleep(TOUCH_S)
             with self._held:
@@ -147,7 +147,7 @@ class FileLead:
                     self._show_life(file)
 
     def _show_life(self, file: int) -> None:
-        """Touch the file, if that can be: where it can't, a standby can hardly put another one in its place."""
+        """Touch the file. Nothing is done where that fails: a standby can hardly put another file in its place."""
         try:
             os.utime(file)
         except OSError as error:
@@ -156,7 +156,7 @@ class FileLead:
             self._trouble.end()
 
     def _is_ours(self, file: int) -> bool:
-        """Whether the locked file is the one by which a leader is known, as far as can be seen."""
+        """Whether the locked file is still the one at the leader's path, as far as that can be seen."""
         try:
             return is_at(file, self._path)
         except PermissionError:  # for the other processes of our user as well: nobody can have deposed us
@@ -171,19 +171,19 @@ class FileLead:
             raise
 
     def _epoch(self, file: int) -> int:
-        """What the last leader has written. Raises: ConfigError: nothing of ours."""
+        """The epoch that the last leader has written. Raises: ConfigError: the file is none of ours."""
         epoch = _number(os.pread(file, 32, 0))
         if epoch is None and not self._again:
             raise ConfigError(f"{self._path}: it holds no epoch; is it the right file?")
         return epoch or 0
 
     def _count_up(self, file: int, former: int) -> None:
-        """Write the next number in place of what is there, which takes no more room."""
+        """Write the next epoch over the last one, which needs no more room."""
         self.epoch = former + 1
         os.ftruncate(file, os.pwrite(file, b"%d\n" % self.epoch, 0))
 
     def _stands_still(self) -> bool:
-        """Whether the leader has shown no sign of life for so long, by our own clock, while we looked."""
+        """Whether the leader has shown no sign of life for `LEASE_S` by our clock, while we looked all the time."""
         with suppress(FileNotFoundError):
             status = self._path.stat()
             now, sign = time.monotonic(), (status.st_ino, status.st_mtime_ns)
@@ -194,7 +194,7 @@ class FileLead:
         return False
 
     def _reserve(self) -> None:
-        """Have the next leader's file hold something. Raises: OSError."""
+        """Write something into the next leader's file, so that there is room for its epoch. Raises: OSError."""
         with suppress(FileNotFoundError):
             if self._next.stat().st_size:
                 return
@@ -204,7 +204,7 @@ class FileLead:
                 opened.write(b"0\n")
 
     def _deposed(self) -> int | None:
-        """Put a file of ours in place of the leader's; None: another standby does, or has done it."""
+        """Put a file of ours in place of the leader's; returns it. None: another standby is faster."""
         file = locked(self._next)
         if file is None:
             return None
@@ -222,7 +222,7 @@ class FileLead:
 
 
 def _number(content: bytes) -> int | None:
-    """What the last leader has written; None: that is something else.
+    """The number in a leader's file; None: it contains something else.
 
     A machine that lost its power may leave zeros where it was.
     """

@@ -51,8 +51,8 @@ class LeaseLead:
         clock: Callable[[], float] = time.monotonic,
         again: bool = False,
     ) -> None:
-        """`local`: the lead in this pod. `identity`: of its folder, asked for by who has the lock. `again`: the API
-        server has let this pod lead before, so that it will again.
+        """`local`: the lead in this pod. `identity`: returns that of its folder; called with the lock held. `again`:
+        the API server has let this pod lead before, so it will again.
         """
         self._local, self._api, self._identity, self._duration_s, self._clock = local, api, identity, duration_s, clock
         self._deadline_s, self._retry_s = DEADLINE * duration_s, RETRY * duration_s
@@ -69,7 +69,7 @@ class LeaseLead:
         self.epoch = self.others = 0
 
     def take(self) -> bool:
-        """Lead, if nobody does, here and in the cluster. Raises: ConfigError: the API server lets us do nothing."""
+        """Take the lead, if it is free here and in the cluster. Raises: ConfigError: the API server refuses us."""
         if not self._leads_here():
             return False
         now = self._clock()
@@ -91,7 +91,7 @@ class LeaseLead:
         return True
 
     def renew(self) -> bool:
-        """Say that the event loop goes on, if the lead is ours still: here, and in the cluster until we resign."""
+        """Show that the event loop goes on; False: the lead is lost, here or (until we resign) in the cluster."""
         now = self._asked_s = self._clock()
         if not self._local.renew() or self._lost:
             return False
@@ -113,7 +113,7 @@ class LeaseLead:
         self._ends.set()
 
     def release(self) -> None:
-        """Let another process of this pod lead; without one the Lease is anybody's once it is over."""
+        """Let another process of this pod lead; if there is none, the Lease runs out and is free for other pods."""
         self._ends.set()
         self._local.release()  # whoever gets it writes on another version than the thread, and one of the two fails
         if self._thread is not None:
@@ -135,7 +135,7 @@ class LeaseLead:
         return True
 
     def _taken(self) -> Lease | None:
-        """The Lease, ours by now; None: it is another's. Raises: LeaseError."""
+        """Take the Lease; returns it as it is then. None: another pod holds it. Raises: LeaseError."""
         found = self._api.read()
         if found is None:
             return self._api.create(self._held(self._next_epoch()))
@@ -155,14 +155,14 @@ class LeaseLead:
                 self.others = self.epoch
 
     def _is_over(self, spec: LeaseSpec) -> bool:
-        """Whether it has not been renewed for so long, by our own clock, while we looked."""
+        """Whether the Lease has not been renewed for its duration, by our own clock, while we looked all the time."""
         return self._clock() - self._seen_s > (spec.lease_duration_seconds or self._duration_s)
 
     def _next_epoch(self) -> int:
         return max(self.epoch + 1, self._local.epoch)  # the file counts as well
 
     def _held(self, epoch: int, since: str | None = None) -> LeaseSpec:
-        """Ours, as of now; `since`: when it was acquired, where that was before."""
+        """The contents of a Lease that we hold now; `since`: when it was acquired, if that was earlier."""
         now = _now()
         return LeaseSpec(
             holder_identity=self._holder,
@@ -184,7 +184,7 @@ class LeaseLead:
     # -- keeping: in the thread
 
     def _keep(self, lease: Lease, ends: threading.Event) -> None:
-        """Until it is released or lost, renew it, unless the loop hangs."""
+        """In a thread: renew the Lease, but not when the loop hangs, until the lead is released or lost."""
         held: Lease | None = lease
         while held is not None and not ends.wait(self._retry_s):
             if self._clock() - self._asked_s < STUCK_S:
@@ -196,7 +196,7 @@ class LeaseLead:
             self._give_up(held)
 
     def _renewed(self, held: Lease) -> Lease | None:
-        """The Lease with a later time, or as it was where that can't be told; None: it is not ours any more."""
+        """The renewed Lease, or the one as it was if the answer is unknown; None: it is not ours any more."""
         asked_s = self._clock()
         try:
             renewed = self._api.replace(held, self._held(self.epoch, held.spec.acquire_time))
@@ -212,7 +212,7 @@ class LeaseLead:
         return renewed
 
     def _reread(self) -> Lease | None:
-        """The Lease, if it is ours as we know it: an answer was lost, or somebody has put a label on it."""
+        """Read the Lease again, after a lost answer or a change by others; None: it is not ours any more."""
         found = self._api.read()
         if found is None:
             return None
@@ -221,7 +221,7 @@ class LeaseLead:
         return found if ours else None
 
     def _give_up(self, held: Lease) -> None:
-        """Have nobody hold it; the number stays. Who can't do so lets it run out."""
+        """Release the Lease; its epoch stays. If that fails, the Lease runs out."""
         nobody = LeaseSpec(
             holder_identity="", lease_duration_seconds=1, renew_time=_now(), lease_transitions=self.epoch
         )

@@ -19,10 +19,10 @@ class Reach(Protocol):
 
     @property
     def near(self) -> bool:
-        """Whether that is on this machine, where one that is gone is started again."""
+        """Whether the brain is on this machine, where a brain that has died is started again."""
 
     async def connect(self, protocol: Callable[[], P]) -> tuple[P, Moved]:
-        """One connection, to be asked for again where it is not. Raises: OSError."""
+        """Connect; to be tried again where that fails. Raises: OSError."""
 
     def turn_away(self) -> None:
         """This address does not lead; try the next."""
@@ -44,7 +44,7 @@ class SocketReach:
         return made, lambda: self._another_listens(listening)
 
     def turn_away(self) -> None:
-        """There is no other place."""
+        """Nothing: there is no other address."""
 
     def _another_listens(self, listening: int) -> bool:
         try:
@@ -54,10 +54,9 @@ class SocketReach:
 
 
 class FarReach:
-    """Brains of other machines: the one that led last, and the next of the list where it does not answer.
+    """Brains of other machines: the one that led last, then, where it does not answer, the next of the list.
 
-    A brain that stands by takes no connection. That a leader is deposed shows by its silence, and by the epoch of the
-    next one.
+    A brain that stands by takes no connection. A deposed leader is known by its silence, and by the epoch of the next.
     """
 
     near: Final = False
@@ -69,7 +68,7 @@ class FarReach:
 
     @property
     def address(self) -> tuple[str, int]:
-        """Of who was found last, or is tried next."""
+        """The address of the brain that was found last, or is tried next."""
         return self._addresses[self._at]
 
     async def connect(self, protocol: Callable[[], P]) -> tuple[P, Moved]:

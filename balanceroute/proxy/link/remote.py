@@ -1,19 +1,19 @@
-"""A relay's end of the link: the brain as `decider.Decider`, in another process.
+"""A relay's end of the link: the brain, in another process, as a `decider.Decider`.
 
-While there is no brain, nothing is lost: what tickets hold is kept by the tickets themselves, and the next brain hears
-all of it in one `Hello`. So a call that is made meanwhile changes the ticket and is not sent. What no brain has heard
-of yet is submitted then, and may be refused; what waits for longer than the queue's deadline is ended here.
+While there is no brain, nothing is lost: tickets know themselves what they hold, and the next brain hears all of it in
+one `Hello`. So a call that is made meanwhile changes the ticket and is not sent. A ticket of which no brain has heard
+is submitted after the `Hello`, and may be refused; one that waits for longer than the queue's deadline is ended here.
 
     looking for a brain --connected--> Hello --Welcome--> member --lost--> looking for a brain
                                          '----Farewell----'          (tickets go on; new ones wait)
 
-Tokens are written down as they come, for a brain that reads them (`token_counts.py`); one that can't is told within
-`PROGRESS_S`.
+Counts of tokens are written into shared memory as they grow, where the brain can read it (`token_counts.py`); a brain
+that can't is sent them within `PROGRESS_S`.
 
-A brain whose epoch is smaller than one seen before is not listened to. One that stands still may have been deposed: on
-the same machine its successor has put a socket of its own in place of the former's, so a member looks whether it is
-still the same (`reach.py`). Tickets that a brain can't take over are void: each is refused, and `on_void` is told,
-which has to end the stream that it stood for, if there is one.
+A relay does not listen to a brain whose epoch is smaller than one seen before. A brain that stands still may have a
+successor: on the same machine that puts a socket of its own in place of the former's, so a member checks whether the
+socket is still the same (`reach.py`). Tickets that a brain can't take over are void: each is refused, and `on_void` is
+called to end the stream of its request, if there is one.
 
 `RemoteBrain` is one class with many short methods: each is a call of `decider.Decider` or a message of the brain, and
 what any of them does depends on whether there is a brain.
@@ -74,17 +74,19 @@ from balanceroute.proxy.telemetry.ticks import until_tick_s
 log = logging.getLogger(__name__)
 
 ENDS: Final = "this relay ends"
-FROZEN_S: Final = 2 * BEAT_S  # a brain that says nothing for so long may end nothing that has waited too long
-RETRY_S: Final = 0.05  # between two looks for a brain
-LOOK_S: Final = 0.25  # between two looks at the one that was found, and whether another one listens
+FROZEN_S: Final = 2 * BEAT_S  # a brain that is silent for longer may not end requests that have waited too long
+RETRY_S: Final = 0.05  # between two tries to connect to a brain
+LOOK_S: Final = 0.25  # between two checks whether the connected brain lives, and is still the one that listens
 NO_BRAIN: Final = "The request waited too long: what decides on it is not there."
 LOST: Final = "The router has lost its hold on the request; send it again."
 NOBODY: Final = ClusterView((), (), 0, 0, 0, 0, draining=False)
 
 
 class _Open:
-    """A ticket as the link knows it: its number, how many answers it has asked for, whether a brain has heard of it,
-    and what it has generated since.
+    """A ticket as the link knows it.
+
+    Attributes: `number`: its name on the link. `turn`: how many answers it has asked for. `told`: a brain has heard of
+    it. `tokens`: generated since the present brain heard of it.
     """
 
     __slots__ = ("number", "tokens", "told", "turn")
@@ -107,7 +109,7 @@ class RemoteBrain:
         bounds: Bounds,
         on_void: Callable[[str], None],
     ) -> None:
-        """`reach` is the way to the brain, `relay` this relay's name, `on_void` told the id of each void ticket."""
+        """`reach`: the way to the brain. `relay`: this relay's name. `on_void`: called with the id of a void ticket."""
         self._loop, self._reach, self._relay, self._on_void = loop, reach, relay, on_void
         self.bounds = bounds
         self.soon_s, self.silent_s, self.frozen_s = SOON_S, SILENT_S, FROZEN_S
@@ -122,35 +124,35 @@ class RemoteBrain:
         self.leaving = False  # new requests are refused here
         self.tickets: dict[str, Ticket] = {}  # `admission.Tickets.by_id`, set by whoever makes both
         self.epoch = 0
-        self.member: int | None = None  # the number of the membership, while there is one
+        self.member: int | None = None  # the number that the brain gave this relay; None: it is no member
         self._view = NOBODY
         self._frames: Frames[FromRelay] | None = None
         self._open: dict[str, _Open] = {}
         self._ids: dict[int, str] = {}  # by number
         self.token_counts = WrittenCounts()
-        self._tokens_read = False  # by the brain
-        self._unsaid: dict[int, int] = {}  # tokens by ticket, to be said
-        self._kept: list[tuple[float, Callable[[float], FromRelay]]] = []  # since when, and what: see `_say_soon`
+        self._tokens_read = False  # the brain reads `token_counts`
+        self._unsaid: dict[int, int] = {}  # tokens to be sent, by ticket
+        self._kept: list[tuple[float, Callable[[float], FromRelay]]] = []  # time and message, see `_say_soon`
         self._kept_timer: asyncio.TimerHandle | None = None
         self._looked_s = loop.time()
         self._knows_workers = False
-        self._greeted = False  # Hello has been said: what is said after it comes after it
+        self._greeted = False  # Hello has been sent over the present connection; other messages follow it
         self._lost = asyncio.Event()
-        self._troubles: set[str] = set()  # why no brain is found, as far as it was said
+        self._troubles: set[str] = set()  # reasons for finding no brain that have been logged
 
     # -- what lifecycles may know
 
     @property
     def draining(self) -> bool:
-        """Whether every new request is refused, here or by the last word of the brain."""
+        """Whether new requests are refused: this relay leaves, or the brain last said that it drains."""
         return self.leaving or self._view.draining
 
     def configure(self, config: Bounds) -> None:
-        """Other bounds from now on, for lifecycles here: the brain has its own."""
+        """Use other bounds for the requests of this relay; the brain has its own."""
         self.bounds = config
 
     def view(self) -> ClusterView:
-        """The cluster by the last word of the brain."""
+        """The cluster as the brain described it last."""
         return self._view
 
     # -- the calls
@@ -196,7 +198,7 @@ class RemoteBrain:
             self._ask(request_id, lambda number: Requeue(number, tokens, prefix))
 
     def progress(self, request_id: str, tokens: int) -> None:
-        """Written down, or told within `PROGRESS_S`. The relay's path."""
+        """See `decider.Decider`. Hot: called for every read of a stream."""
         entry = self._open.get(request_id)
         if self._greeted and entry is not None:
             entry.tokens += tokens
@@ -219,17 +221,18 @@ class RemoteBrain:
             self._say_soon(lambda age_s: Began(number, age_s))
 
     def report(self, message: Judged | Activity | Counted | Learned | Explained) -> None:
-        """What is known here, of workers above all; nobody hears it while there is no brain."""
+        """Tell the brain what this relay knows, above all of workers; it is dropped while there is no brain."""
         self._say(message)
 
     def _ask(self, request_id: str, message: Callable[[int], FromRelay]) -> None:
-        """Say it, if the ticket is not void by now."""
+        """Send a call that will be answered, unless the ticket is void. `message`: by the ticket's number."""
         entry = self._open.get(request_id)
         if entry is not None:
             entry.turn += 1
             self._say(message(entry.number))
 
     def _leave(self, request_id: str) -> _Open:
+        """Forget a ticket that has ended."""
         entry = self._open.pop(request_id)
         del self._ids[entry.number]
         self._unsaid.pop(entry.number, None)
@@ -237,7 +240,7 @@ class RemoteBrain:
         return entry
 
     def _put(self, entry: _Open) -> None:
-        """Have the brain know the tokens of a ticket."""
+        """Have the brain know how many tokens a ticket has generated."""
         if self._tokens_read and self.token_counts.write(entry.number, entry.tokens):
             return
         if not self._unsaid:
@@ -245,16 +248,18 @@ class RemoteBrain:
         self._unsaid[entry.number] = entry.tokens
 
     def _say(self, message: FromRelay) -> None:
+        """Send a message, after those that were put off."""
         if not self._greeted or self._frames is None:
-            return  # the next Hello says it
+            return  # the next Hello contains it
         self._say_progress()
         if self._kept:
             self._say_kept()
         self._frames.say(message)
 
     def _say_soon(self, message: Callable[[float], FromRelay]) -> None:
-        """Say what no request waits for, as far as is known, with what is said next, or within `soon_s`: a frame wakes
-        a process. `message`: by its age, seconds.
+        """Put off a message until the next one, at most for `soon_s`, unless a request waits for what it changes.
+
+        Every frame wakes the brain's process, so fewer frames save CPU. `message`: by its age, seconds.
         """
         view = self._view
         if view.queued or view.asking or view.pooled:
@@ -265,7 +270,7 @@ class RemoteBrain:
             self._kept.append((self._loop.time(), message))
 
     def _say_kept(self) -> None:
-        """Say now what was to be said soon."""
+        """Send the messages that were put off."""
         kept, now, frames = self._kept, self._loop.time(), self._frames
         self._forget_kept()
         if frames is not None:
@@ -284,9 +289,9 @@ class RemoteBrain:
             self._unsaid = {}
 
     def _look(self, frames: Frames[FromRelay]) -> None:
-        """Every `LOOK_S` of a membership: whether the other side lives, and hears that this one does."""
+        """Check that the brain lives, and show it that this relay does; called every `LOOK_S` of a membership."""
         now = self._loop.time()
-        if now - self._looked_s > self.silent_s / 2:  # it was us who did not listen
+        if now - self._looked_s > self.silent_s / 2:  # this process stood still, so the brain's silence says nothing
             frames.heard_s = now
         self._looked_s = now
         if now - frames.said_s > BEAT_S:
@@ -299,7 +304,7 @@ class RemoteBrain:
     # -- the membership
 
     async def run(self) -> None:
-        """Find a brain, stay its member, and find the next one; until cancelled."""
+        """Find a brain, stay its member, then find the next one; until cancelled."""
         try:
             while True:
                 self._lost.clear()
@@ -307,16 +312,16 @@ class RemoteBrain:
                     frames, moved = await self._reach.connect(self._connection)
                 except OSError as error:
                     self._expire()
-                    if not self._reach.near:  # on this machine the next one is being started
+                    if not self._reach.near:  # on this machine the next brain is being started
                         self._tell_trouble(str(error) or type(error).__name__)
                     await asyncio.sleep(RETRY_S)
                     continue
                 self._frames = frames
-                if not frames.open:  # it was closed before anybody here was told
+                if not frames.open:  # the brain has closed it already
                     self._reach.turn_away()
                     await asyncio.sleep(RETRY_S)
                     continue
-                if moved():  # it came between the two: which one is this?
+                if moved():  # another brain has put its socket there meanwhile: it is unknown which one this is
                     frames.abort("another brain listens there")
                     await self._lost.wait()
                     continue
@@ -332,7 +337,7 @@ class RemoteBrain:
                 self._frames.close(ENDS)
 
     async def _stay(self, frames: Frames[FromRelay], moved: Moved) -> bool:
-        """Wait until the connection is lost; returns whether this was seen to be a member over it."""
+        """Wait until the connection is lost; returns whether this relay has been a member over it."""
         deadline_s, joined = self._loop.time() + self.silent_s, False
         timer: asyncio.TimerHandle
 
@@ -360,16 +365,16 @@ class RemoteBrain:
         return Frames(self._loop, self._heard, self._closed)
 
     def _tell_trouble(self, reason: str) -> None:
-        """Say once why there is no brain: somebody may have to act."""
+        """Log each reason for finding no brain once: somebody may have to act."""
         if reason not in self._troubles:
             self._troubles.add(reason)
             log.warning("no brain lets this relay in", extra={"relay": self._relay, "reason": reason})
 
     def _hello(self) -> None:
-        """Say who this is, and everything that lives here."""
+        """Tell a brain who this relay is, and what each of its tickets holds."""
         assert self._frames is not None
-        self._unsaid = {}  # the standings have them
-        self._forget_kept()  # of tickets that it does not hold
+        self._unsaid = {}  # the standings of tickets contain these tokens
+        self._forget_kept()  # meant for the brain before; this one hears only of what is held now
         for entry in self._open.values():
             entry.tokens = 0
             self.token_counts.write(entry.number, 0)
@@ -379,14 +384,14 @@ class RemoteBrain:
         self._frames.say(Hello(VERSION, self._relay, os.getpid(), self.epoch, tuple(held), self.token_counts.fd))
         self._greeted, self._knows_workers = True, False
         for ticket, entry in opened:
-            if not entry.told:  # it may be refused still
+            if not entry.told:  # no brain has accepted it, so it may still be refused
                 entry.told = True
                 self._say(Submit(entry.number, ticket.spec))
 
     def _expire(self) -> None:
-        """End what has waited too long for a brain, as one that is there would (`Scheduler.late`).
+        """End the tickets that have waited too long without a brain, as a brain would (`Scheduler.late`).
 
-        One that stands still may go on later, so it is told.
+        A brain that stands still may go on later, so it is sent their ends.
         """
         now = self._loop.time()
         queue_limit, pool_limit = now - self.bounds.queue_deadline_s, now - self.bounds.pool_ttl_s
@@ -398,8 +403,9 @@ class RemoteBrain:
                 self._say(Finish(number, Outcome.EXPIRED, "", 0, 0.0))
 
     def _closed(self, frames: Frames[FromRelay], reason: str) -> None:
+        """The connection is lost."""
         if frames is not self._frames:
-            return  # it was closed before it was used
+            return  # a connection that was never used
         if self._greeted and self.member is None:
             self._tell_trouble(reason)
         elif self.member is not None:
@@ -453,7 +459,9 @@ class RemoteBrain:
                 self._on_void(request_id)
 
     def _answer(self, number: int, answer: Answer, turn: int | None = None) -> None:
-        """Hand on an answer, unless it has crossed a later call; a refusal has no turn, because it ends the ticket."""
+        """Hand on an answer, unless the ticket has made another call since (`turn`). A refusal has no turn: it ends the
+        ticket whatever that waits for.
+        """
         request_id = self._ids.get(number)
         if request_id is None or (turn is not None and turn != self._open[request_id].turn):
             return

@@ -21,15 +21,15 @@ from typing import Final
 
 from balanceroute.proxy.hotpath import grown_counts
 
-PLACES: Final = 2**16  # tickets of a relay that are here; the tokens of more are said
-NOWHERE: Final = 0  # the place of a ticket whose tokens are said
+PLACES: Final = 2**16  # of tickets at a time; the tokens of further ones are sent as messages
+NOWHERE: Final = 0  # the place of tickets whose tokens are sent as messages
 _BYTES: Final = 8 * PLACES
 _LIVES: Final = 2**31
 _UCRED: Final = struct.Struct("3i")  # pid, uid, gid: unix(7)
 
 
 def place_of(number: int) -> int:
-    """Where the tokens of the ticket of this number are."""
+    """The place of the tokens of the ticket with this number."""
     return number % PLACES
 
 
@@ -46,7 +46,7 @@ class WrittenCounts:
         self._lives = 0
 
     def number(self) -> int:
-        """Of one more ticket; no other has had it."""
+        """A number for a new ticket, which no other ticket has had."""
         self._lives += 1
         place = NOWHERE
         if self._free:
@@ -86,22 +86,22 @@ class ReadCounts:
         self._known = array("q", [0]) * PLACES
 
     def news(self, used: int) -> list[int]:
-        """Each place below `used` that says something new, then what: see `life_of` and `tokens_of`. O(used)."""
+        """Each place below `used` whose value is new, followed by the value (see `life_of`, `tokens_of`). O(used)."""
         return grown_counts(self._places, self._known, used)
 
 
 def life_of(said: int) -> int:
-    """Of the ticket that a place speaks of (31 bits)."""
+    """The life (31 bits) in the value of a place."""
     return said >> 32
 
 
 def tokens_of(said: int) -> int:
-    """What that ticket has generated."""
+    """The tokens in the value of a place."""
     return said & 0xFFFFFFFF
 
 
 def same_life(number: int, life: int) -> bool:
-    """Whether what a place says of that life is about the ticket of this number."""
+    """Whether the value of a place, of that life, belongs to the ticket with this number."""
     return number // PLACES % _LIVES == life
 
 

@@ -50,20 +50,20 @@ class Row:
         self._own: list[float] = [self.all(field)[place] for field in range(FIELDS)]  # nobody else writes them
 
     def own(self, field: int) -> float:
-        """This relay's."""
+        """This relay's number."""
         return self._own[field]
 
     def put(self, field: int, value: float) -> None:
-        """This relay has so many."""
+        """Set this relay's number."""
         self._own[field] = value
         _put(self._memory, self._start + 8 * (field * self.relays + self._place), value)
 
     def add(self, field: int, amount: float) -> None:
-        """This relay has so many more."""
+        """Add to this relay's number."""
         self.put(field, self._own[field] + amount)
 
     def all(self, field: int) -> tuple[float, ...]:
-        """Every relay's."""
+        """The numbers of all relays."""
         return self._all(self._memory, self._start + 8 * field * self.relays)
 
     def rate(self, first: int) -> tuple[float, ...]:
@@ -80,7 +80,7 @@ def row_alone() -> Row:
 
 
 class KeyTable:
-    """The memory; made before the processes that share it are forked. `fd` is its file, for who takes over."""
+    """The memory; made before the processes that share it are forked. `fd`: its file, for a successor."""
 
     def __init__(self, relays: int, slots: int = SLOTS) -> None:
         self.relays, self._slots = relays, slots
@@ -93,7 +93,7 @@ class KeyTable:
             self._numbers[index] = number
 
     def name(self, names: Iterable[str]) -> None:
-        """Give these their slots; one process at a time does. Raises: ConfigError: there are no more."""
+        """Give these names slots; only one process at a time may do so. Raises: ConfigError: no slot is left."""
         known = _known(self._numbers)
         for digest in map(_digest, names):
             if digest in known:
@@ -109,12 +109,12 @@ class KeyTable:
             self._numbers[_HEADER - 1] = slot + 1
 
     def rows(self, names: Iterable[str], place: int) -> dict[str, Row]:
-        """That relay's rows of those names, which all have a slot."""
+        """The rows of the relay at `place`; all names must have slots."""
         known = _known(self._numbers)
         return {name: self._row(known[_digest(name)], place) for name in names}
 
     def clear(self, place: int) -> None:
-        """The relay there has died: what it had in flight is over. For the parent."""
+        """The relay at `place` has died: nothing of it is in flight any more. For the parent."""
         for slot in range(self._numbers[_HEADER - 1]):
             row = self._row(slot, place)
             row.put(IN_FLIGHT, 0.0)
@@ -150,14 +150,14 @@ class Seat:
         self._rows: dict[str, Row] = {}
 
     def rows(self, names: Iterable[str]) -> dict[str, Row]:
-        """This relay's rows of those names, the same each time."""
+        """This relay's rows of those names; the same objects each time."""
         names = tuple(names)
         self._rows |= self._table.rows([name for name in names if name not in self._rows], self._place)
         return {name: self._rows[name] for name in names}
 
 
 def _digest(name: str) -> int:
-    """Another one for another name."""
+    """The digest of a name."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], signed=True)
 
 

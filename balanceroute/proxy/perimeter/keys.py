@@ -29,7 +29,7 @@ from balanceroute.proxy.perimeter.key_table import (
 from balanceroute.proxy.perimeter.key_use import KeyUse
 from balanceroute.proxy.wire.responses import Headers
 
-_BUSY_RETRY_S = 1.0  # when one of a key's requests ends can't be known
+_BUSY_RETRY_S = 1.0  # of a key with too many requests in flight; when one ends is unknown
 
 
 class Bucket:
@@ -66,7 +66,7 @@ class Bucket:
             self._begin(now, charged)
 
     def wait_s(self, now: float, charged: float = 0.0) -> float:
-        """How long until the level is not below zero; 0 when it is not."""
+        """Seconds until the level reaches zero; 0 where it is not below."""
         return max(0.0, -self.level(now, charged) / self._rate)
 
     def _look(self, per_minute: float) -> tuple[float, float]:
@@ -132,22 +132,22 @@ class ClientKey:
 
     @property
     def holder(self) -> str:
-        """Whose share of the memory for bodies its requests take."""
+        """The name under which the edge counts the memory that bodies of its requests take."""
         return f"key {self.entry.name}"
 
     def change(self, entry: KeyEntry) -> None:
-        """Go on under a new entry of the same name; what has been used stays used."""
+        """Use a new entry of the same name; what was used stays used."""
         self.entry, self.digest = entry, bytes.fromhex(entry.sha256)
         self._requests = _bucket(self.row, REQUESTS, entry.requests_per_minute)
         self._tokens = _bucket(self.row, TOKENS, entry.tokens_per_minute)
 
     def buckets(self) -> list[Bucket]:
-        """Of the rates that have a limit."""
+        """The buckets of the rates that have a limit."""
         return [bucket for bucket in (self._requests, self._tokens) if bucket is not None]
 
     def enter(self, now: float) -> None:
         """A request begins; `leave` ends it. Raises: KeyLimit: the key has no room for it."""
-        self.row.add(IN_FLIGHT, 1.0)  # before the look: of two relays that do so at once none overlooks the other
+        self.row.add(IN_FLIGHT, 1.0)  # before the check: so of two relays that begin at once each sees the other
         try:
             self._check(now)
         except KeyLimit:
@@ -172,20 +172,20 @@ class ClientKey:
             raise KeyLimit(text, key=self.name, retry_after_s=wait_s)
 
     def leave(self, now: float, tokens: int = 0) -> None:
-        """A request that had entered is over; `tokens` are those of its prompt and of its answer."""
+        """A request that entered is over; `tokens`: of its prompt and of its answer."""
         self.in_flight -= 1
         self.row.add(IN_FLIGHT, -1.0)
         self._untold_tokens += tokens
         self._charge(self._tokens, TOKENS + USED, tokens, now)
 
     def use(self) -> KeyUse | None:
-        """What others have to know, to tell them; None: nothing since the last call."""
+        """The use that other processes have to be told; None: nothing has changed since the last call."""
         told = KeyUse(self.name, self.in_flight, self._untold_requests, self._untold_tokens)
         self._untold_requests = self._untold_tokens = 0
         return told if told.in_flight or told.requests or told.tokens else None
 
     def used_elsewhere(self, process: str, use: KeyUse | None, now: float) -> None:
-        """What another process has of this key by now; None: nothing."""
+        """Another process says what it has used of this key; None: nothing any more."""
         if use is None:
             self._elsewhere.pop(process, None)
         else:
@@ -195,7 +195,7 @@ class ClientKey:
         self.elsewhere = sum(self._elsewhere.values())
 
     def forget_elsewhere(self) -> None:
-        """No other process has any of it in flight, as far as is known."""
+        """Forget what other processes have in flight."""
         self._elsewhere, self.elsewhere = {}, 0
 
     def _charge(self, bucket: Bucket | None, field: int, amount: int, now: float) -> None:
@@ -205,7 +205,7 @@ class ClientKey:
 
 
 class ClientKeys:
-    """All keys of the file. None of them is known here, only their hashes."""
+    """The keys of the file, of which only hashes are known."""
 
     def __init__(self, entries: Iterable[KeyEntry], seat: Seat | None = None) -> None:
         """`seat`: at the table of what all relays on this machine use; None: there are no others."""
@@ -218,7 +218,7 @@ class ClientKeys:
         return iter(self._by_digest.values())
 
     def inherit(self, before: "ClientKeys") -> None:
-        """Take the place of other keys, whose use goes on under the same names."""
+        """Take the use of the keys before over to the keys of the same names."""
         known = {key.name: key for key in before}
         for digest, key in self._by_digest.items():
             if key.name in known:
@@ -234,11 +234,11 @@ class ClientKeys:
                 bucket.come_to_limit(now)
 
     def uses(self) -> tuple[KeyUse, ...]:
-        """What other processes have to know of all keys."""
+        """The use of all keys that other processes have to be told."""
         return tuple(use for key in self if (use := key.use()) is not None)
 
     def used_elsewhere(self, process: str, uses: Iterable[KeyUse], now: float) -> None:
-        """What another process has of all keys by now."""
+        """Another process says what it has used of all keys."""
         by_name = {use.name: use for use in uses}
         for key in self:
             key.used_elsewhere(process, by_name.get(key.name), now)
@@ -249,7 +249,7 @@ class ClientKeys:
             key.forget_elsewhere()
 
     def of(self, headers: Headers) -> ClientKey:
-        """Whose key the headers hold, as `Authorization: Bearer KEY` or `x-api-key: KEY`.
+        """The key in the headers, as `Authorization: Bearer KEY` or `x-api-key: KEY`.
 
         What is compared are hashes, so the time that it takes tells nothing about any key. Raises: AccessDenied: 401.
         """

@@ -38,7 +38,7 @@ class Histogram:
         self.observe = self._taken_down.append
 
     def fold(self, at_least: int = 1) -> None:
-        """Count what has been taken down, if that is so many values; O(values * log buckets)."""
+        """Sort the values taken down into the buckets, if there are `at_least` so many; O(values * log buckets)."""
         values = self._taken_down
         if len(values) < at_least:
             return
@@ -52,7 +52,7 @@ class Histogram:
         values.clear()
 
     def add(self, counts: Sequence[int], total: float) -> None:
-        """Add what another one has observed, in the same buckets."""
+        """Add the observations of another histogram with the same buckets."""
         self._counts = [count + more for count, more in zip(self._counts, counts, strict=True)]
         self._total += total
 
@@ -98,23 +98,23 @@ class HistogramFamily:
         return child
 
     def rows(self) -> list[HistogramRow]:
-        """All that was observed, as plain data."""
+        """All observations, as plain data."""
         return [(value, list(child.counts), child.total) for value, child in self._children.items()]
 
     def add(self, rows: Iterable[HistogramRow]) -> None:
-        """Add what others have observed; what another version has in other buckets can't be told in ours."""
+        """Add observations of other processes; those of another version with other buckets are left out."""
         for value, counts, total in rows:
             if len(counts) == len(self._bounds) + 1:
                 self.child(value).add(counts, total)
 
     def copy(self) -> "HistogramFamily":
-        """Another one with the same observations."""
+        """A copy with the same observations."""
         other = HistogramFamily(self.name, self.help_text, self._bounds, self._label)
         other.add(self.rows())
         return other
 
     def fold(self, at_least: int) -> None:
-        """Count what each histogram has taken down, where that is so many values."""
+        """As `Histogram.fold`, for each."""
         for child in self._children.values():
             child.fold(at_least)
 
@@ -174,23 +174,23 @@ class CounterFamily:
         return [(list(values), count) for values, count in self._values.items()]
 
     def add(self, rows: Iterable[CounterRow]) -> None:
-        """Add what others have counted; what another version has under other labels can't be told under ours."""
+        """Add counts of other processes; those of another version with other labels are left out."""
         for values, count in rows:
             if len(values) == len(self._labels):
                 self.inc(*values, by=count)
 
     def copy(self) -> "CounterFamily":
-        """Another one with the same counts."""
+        """A copy with the same counts."""
         other = CounterFamily(self.name, self.help_text, self._labels)
         other.add(self.rows())
         return other
 
     def workers(self) -> set[str]:
-        """Those that have a series, if there is a label `worker`."""
+        """The workers that have a series; none where there is no label `worker`."""
         return {values[self._labels.index("worker")] for values in self._values} if "worker" in self._labels else set()
 
     def forget_worker(self, worker_id: str) -> None:
-        """Drop every series whose label `worker` says so, if there is such a label: the worker has left."""
+        """Drop every series of a worker that has left, if there is a label `worker`."""
         if "worker" in self._labels:
             place = self._labels.index("worker")
             for key in [key for key in self._values if key[place] == worker_id]:

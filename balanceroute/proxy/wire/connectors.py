@@ -23,7 +23,7 @@ Callback = Callable[[bytes], None]
 
 
 def connector_of(kv_transfer_params: bytes) -> str | None:
-    """Which connector a prefiller's parameters are of; None where they don't tell."""
+    """The connector that a prefiller's parameters belong to; None where they don't show it."""
     keys = orjson.loads(kv_transfer_params).keys()
     fits = [name for name, only in _ONLY_OF.items() if not only.isdisjoint(keys)]
     return fits[0] if len(fits) == 1 else None
@@ -39,7 +39,7 @@ class _Expected:
 
 @dataclass(slots=True)
 class Callbacks:
-    """Who waits for which callback of a decode worker (layerwise).
+    """The callbacks of decode workers that requests wait for (layerwise).
 
     `url` is the router's base URL as decode workers reach it. Each attempt has a token of its own in the URL that its
     decode worker is sent, so nobody else can say where a request's KV is to be pushed. It begins with the name of the
@@ -51,7 +51,7 @@ class Callbacks:
     _expected: dict[str, _Expected] = field(default_factory=dict)  # by token
 
     def new_token(self) -> str:
-        """One for an attempt, which nobody can guess."""
+        """A token for one attempt, which nobody can guess."""
         secret = secrets.token_urlsafe(TOKEN_BYTES)
         return f"{self.relay}.{secret}" if self.relay else secret
 
@@ -65,7 +65,7 @@ class Callbacks:
         self._expected[token] = _Expected(external_id, callback)
 
     def forget(self, token: str) -> None:
-        """That attempt is over."""
+        """The attempt with this token is over."""
         self._expected.pop(token, None)
 
     def expects(self, token: str) -> bool:
@@ -85,5 +85,5 @@ class Callbacks:
 
 
 def owner_of(token: str) -> str:
-    """The relay that has made a token; "": it names none."""
+    """The name of the relay that made a token; "": it contains none."""
     return token.rpartition(".")[0]

@@ -100,7 +100,7 @@ def traits_of(request: ClientRequest) -> Traits:
 
 
 def weigh(request: ClientRequest, weights: PairWeights) -> tuple[float, float, int, int]:
-    """What a prompt's text weighs without its traits being made.
+    """The weight of a prompt's text, without making its traits.
 
     Returns: its weight by each row of `weights_of_pairs`, its media and their patches.
     """
@@ -128,7 +128,7 @@ def _text_of(request: ClientRequest) -> tuple[bytes, int, int]:
 
 
 def weights_of_pairs(weights: npt.NDArray[np.float64]) -> PairWeights:
-    """What each pair of classes weighs where each trait weighs so much, for two rows of traits."""
+    """The weight of each pair of classes, of the weights of traits, for two rows of them."""
     of_pairs: PairWeights = weights.dot(_TRAITS_OF_PAIR).ravel()
     return of_pairs
 
@@ -149,7 +149,7 @@ def _written(value: Any) -> bytes:
 
 
 def pairs_of_text(text: bytes) -> tuple[PairCounts, float]:
-    """The pairs of UTF-8 text, escaped as in JSON, after a newline; and the number that each of them stands for."""
+    """The pairs of neighbouring bytes in UTF-8 text, escaped as in JSON, by class; and how many each stands for."""
     text, share = _sampled(text)
     if COMPILED:
         pairs = np.zeros(_CLASSES**2, np.int64)
@@ -161,7 +161,7 @@ def pairs_of_text(text: bytes) -> tuple[PairCounts, float]:
 
 
 def _sampled(text: bytes) -> tuple[bytes, float]:
-    """The pieces of a text that are looked at, and the number of bytes that each byte of them stands for."""
+    """The sampled pieces of a text, and how many bytes each of their bytes stands for."""
     size = len(text)
     if size > SAMPLED_BYTES:
         step = size * _PIECE_BYTES // SAMPLED_BYTES

@@ -26,7 +26,7 @@ SSE_HEADERS: Final[Headers] = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # nginx would hold events back
 ]
-INTERNAL_ERROR: Final = "Internal error of the router; see its log."  # a bug of ours: clients learn nothing from it
+INTERNAL_ERROR: Final = "Internal error of the router; see its log."  # clients learn nothing of a bug of ours
 _line: Final = b": ".join
 _TYPES: Final = {
     400: "BadRequestError",
@@ -74,13 +74,13 @@ def body_of(error: BalanceRouteError) -> bytes:
     text = str(error)
     if isinstance(error, UpstreamStatus):
         text = f"{error.tier} worker answered {error.status}: {error.body[:500].decode('utf-8', 'replace')}"
-    elif isinstance(error, UpstreamError) and error.tier:  # without one it is no worker's fault
+    elif isinstance(error, UpstreamError) and error.tier:  # an error without a tier is no worker's
         text = f"{error.tier} worker: {text}"
     return error_body(status_of(error), text, param)
 
 
 def error_event(error: BalanceRouteError) -> bytes:
-    """An SSE event that tells an error after the first byte: one that clients know by its `error`."""
+    """The SSE event of an error after the first byte; clients recognise it by its `error`."""
     body = body_of(error)
     if isinstance(error, UpstreamStatus) and not orjson.loads(body).get("error"):
         body = error_body(error.status, text_of(body))
@@ -111,7 +111,7 @@ def refusal(error: BalanceRouteError, headers: Headers) -> tuple[int, Headers, b
 
 
 def extra_headers(error: BalanceRouteError) -> Headers:
-    """Headers that belong to an error: when to come back, with what, or not to (OpenAI's clients obey the last)."""
+    """Headers that belong to an error: when to retry, how to authenticate, not to retry (for OpenAI's clients)."""
     if isinstance(error, DecodersLost):
         return [(b"x-should-retry", b"false")]
     if isinstance(error, AccessDenied) and error.status == 401:
@@ -124,7 +124,7 @@ def extra_headers(error: BalanceRouteError) -> Headers:
 
 
 def _retry_after(wait_s: float) -> tuple[bytes, bytes]:
-    """Never too early: who comes back a moment before may is refused once more."""
+    """Whole seconds, rounded up: a client that comes back too early is refused once more."""
     return b"retry-after", b"%d" % max(1, math.ceil(round(wait_s, 3)))
 
 

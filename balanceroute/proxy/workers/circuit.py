@@ -45,7 +45,7 @@ class CircuitConfig:
 
 
 class Circuit:
-    """One worker's circuit. `on_change(wake_in_s)` is told of every new state and when to call `tick` next."""
+    """One worker's circuit. It calls `on_change(wake_in_s)` at every new state; `tick` is due after that time."""
 
     __slots__ = ("_busy", "_config", "_faults", "_on_change", "_until", "state")
 
@@ -56,7 +56,7 @@ class Circuit:
         self.state = CLOSED
 
     def configure(self, config: CircuitConfig) -> None:
-        """Go by this from the next failure on."""
+        """Use another configuration from the next failure on."""
         self._config = config
 
     @property
@@ -66,7 +66,7 @@ class Circuit:
 
     @property
     def failures(self) -> int:
-        """Requests in a row that failed, for whichever reason."""
+        """How many requests in a row have failed, for whichever reason."""
         return self._faults + self._busy
 
     def used(self) -> None:
@@ -95,7 +95,7 @@ class Circuit:
             self._rest(now, 0.0)
 
     def busy(self, now: float, retry_after_s: float = 0.0) -> None:
-        """The worker can't take more now; not before `retry_after_s`, if it said so."""
+        """The worker refused a request for want of room; it rests for `retry_after_s` at least, if it said so."""
         if self.state is not RESTING or not self._busy:
             self._busy += 1
         self._rest(now, retry_after_s)

@@ -40,7 +40,7 @@ _REPLY_LIMIT: Final = 64 * 2**20  # a reply repeats the prompt's ids
 
 @dataclass(slots=True, eq=False)
 class DrainGroup:
-    """Drains that have the same to fear; `busy`, one is under way; `failed`, one was not pulled."""
+    """Drains of one client's request. `busy`: one is under way. `failed`: one was not pulled."""
 
     busy: bool = False
     failed: bool = False
@@ -48,7 +48,7 @@ class DrainGroup:
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """Pinned KV to be freed: whose, where, and the parameters that nobody has used.
+    """Pinned KV that is to be freed: its request, its prefiller, and its parameters, which nobody has used.
 
     `request_id` is the X-Request-Id that its prefiller was sent. Before vllm-ascend 0.14 a decode worker names its own
     request to the prefiller when it has pulled, so under another id the KV stays pinned.
@@ -86,7 +86,7 @@ class Drainer:
             task.add_done_callback(self._tasks.discard)
 
     def drain_left(self, pins: Iterable[Pin], headers: bytes) -> None:
-        """Free what another router has left behind, as far as it is surely still there."""
+        """Free the KV that another router has left pinned, as far as it is surely still there."""
         now = self._tickets.now()
         drains = dropped = 0
         for pin in pins:
@@ -102,17 +102,17 @@ class Drainer:
             log.info("draining KV that a router left behind", extra={"drains": drains, "too_old": dropped})
 
     def orphan(self) -> None:
-        """Pinned KV that can't be drained: counted until the prefiller drops it by itself."""
+        """Count pinned KV that can't be drained, until the prefiller drops it by itself."""
         if self.pin_s is not None:
             self._metrics.orphan(1)
             self._tickets.loop.call_later(self.pin_s, self._dropped)
 
     def too_old(self, pinned_s: float) -> bool:
-        """Whether KV pinned at that time may be gone before a worker that is sent its parameters now has pulled it."""
+        """Whether KV pinned at that time may be dropped before a worker that gets its parameters now has pulled it."""
         return self.pin_s is not None and self._tickets.now() - pinned_s > self.pin_s * SAFE_SHARE
 
     def outlived(self, pinned_s: float, silent_since_s: float) -> bool:
-        """Whether KV pinned at that time may be gone; a decoder that is silent since the other has kept none alive."""
+        """Whether KV pinned at that time may be gone; a decoder silent since `silent_since_s` has kept none alive."""
         now, pin_s = self._tickets.now(), self.pin_s
         return pin_s is not None and now - pinned_s > pin_s and now - silent_since_s > pin_s * (1 - SAFE_SHARE)
 
@@ -145,7 +145,7 @@ class Drainer:
                     job.pin.release()
 
     def _next(self) -> Drain | None:
-        """The first in the queue of whose group none is under way; whoever works on that one comes back."""
+        """The first drain in the queue whose group has none under way; None: there is none."""
         for position, job in enumerate(self._queue):
             if not job.group.busy:
                 del self._queue[position]
@@ -153,7 +153,9 @@ class Drainer:
         return None
 
     async def _pull_anywhere(self, job: Drain) -> bool:
-        """Whether the KV was pulled. A worker that surely hasn't seen the parameters leaves them for another one."""
+        """Have a worker pull the KV; returns whether one did. After a worker that surely hasn't seen the parameters,
+        another is tried.
+        """
         tried: set[str] = set()
         pause_s = PAUSE_S
         while (left_s := self._left_s(job)) > 0:

@@ -78,15 +78,15 @@ class Worker:
         self.rank_line = b"" if spec.dp_rank is None else b"x-data-parallel-rank: %d\r\n" % spec.dp_rank
         self.healthy = True
         self.seen_healthy = False
-        self.health_said: int | str = ""  # by the last check that failed: the status, or why there was none
+        self.health_said: int | str = ""  # what the last failed check saw: a status, or why there was none
         self.checks_failed = self.unreached = 0  # in a row; reads of a prefiller's metrics
-        self.doubted = False  # the last check had no answer: nothing new goes there until the next one tells
+        self.doubted = False  # the last check had no answer: nothing new is sent until the next check
         self.stalled = False
         self.joining: tuple[int, float] | None = None  # attempts left and when the next one counts
         self.drained = False
         self.leaving = False
         self.in_use = self.peak_in_use = 0
-        self.awaited_by = 0  # relays with a client that waits for its next token
+        self.awaited_by = 0  # so many relays have a client that waits for this worker's next token
         self.foreign = ForeignLoad()
         self.kv_connector: str | None = None  # whose kv_transfer_params it gives, "" where they don't tell
         self.echoes_ids: bool | None = None  # X-Request-Id, as its answers' id; None: it has not answered yet
@@ -95,13 +95,13 @@ class Worker:
         self.state = WorkerState.UP
 
     def take(self) -> None:
-        """A request to it is about to be sent; who sends it takes it off `in_use` when it is over."""
+        """Count a request that is about to be sent; the sender subtracts it from `in_use` when it is over."""
         self.in_use += 1
         if self.in_use > self.peak_in_use:
             self.peak_in_use = self.in_use
 
     def headers_of(self, request_id: str, forwarded: bytes) -> bytes:
-        """The header lines of a JSON body to it; `forwarded` are those that the client sent for it."""
+        """The header lines of a request with a JSON body; `forwarded`: the client's headers that workers get."""
         return b"".join((_JSON_AND_ID, request_id.encode(), b"\r\n", forwarded, self.rank_line))
 
     def take_peak(self) -> int:
@@ -111,12 +111,12 @@ class Worker:
 
     @property
     def out(self) -> bool:
-        """Whether health checks have judged it down: it doesn't answer, or gives no tokens."""
+        """Whether health checks found the worker down: it doesn't answer, or gives no tokens."""
         return not self.healthy or self.stalled
 
     @property
     def able(self) -> bool:
-        """Whether it takes requests, or will once it has rested."""
+        """Whether the worker takes requests, or will after a rest."""
         return self.state is not WorkerState.DOWN and not (self.drained or self.leaving)
 
     def wanted_state(self) -> WorkerState:
@@ -160,13 +160,13 @@ class FleetConfig:
 
     @classmethod
     def of(cls, config: Config, ssl_context: Callable[[], ssl.SSLContext] | None) -> "FleetConfig":
-        """As a configuration has it."""
+        """The fleet's part of a configuration."""
         circuit = CircuitConfig(config.health.failure_threshold, config.health.open_for_s)
         return cls(circuit, config.limits.client_buffer_bytes, ssl_context)
 
 
 class Registry(Protocol):
-    """Who has to know which workers there are: the ledger."""
+    """What a fleet tells of its workers to who decides: the ledger."""
 
     loop: asyncio.AbstractEventLoop
 
@@ -190,7 +190,7 @@ class Fleet:
         self.on_change: Callable[[], None] = lambda: None  # told when a worker, or its circuit, may have changed
 
     def configure(self, config: Config) -> None:
-        """Go by another configuration, with those as well that are here."""
+        """Use another configuration, also for the present workers."""
         self._config = FleetConfig.of(config, self._config.ssl_context)
         for worker in self:
             worker.circuit.configure(self._config.circuit)
@@ -206,7 +206,7 @@ class Fleet:
         return worker_id in self._workers
 
     def has(self, worker: Worker) -> bool:
-        """Whether it has not left; another one may have come under its name."""
+        """Whether this very worker is here; another one may have come under its name."""
         return self._workers.get(worker.id) is worker
 
     def of(self, role: Role) -> list[Worker]:
@@ -266,7 +266,7 @@ class Fleet:
             raise InvalidRequest(f"worker {spec.id} is here already{until}", param="instances")
 
     def restore(self, spec: WorkerSpec) -> Worker:
-        """A worker that another brain had: what runs there goes on, and it is judged as those of the configuration are.
+        """Add a worker that operators added under another brain; it is judged like those of the configuration.
 
         Raises: InvariantError: its id is taken.
         """
@@ -288,7 +288,7 @@ class Fleet:
         self._ledger.set_worker_state(worker.id, state)
 
     def set_healthy(self, worker: Worker, healthy: bool) -> None:
-        """What a health check has found."""
+        """A health check has found the worker healthy, or not."""
         worker.healthy = healthy
         if not healthy:
             worker.echoes_ids = worker.kv_connector = None  # it may come back as another version

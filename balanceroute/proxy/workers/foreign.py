@@ -56,7 +56,7 @@ class ForeignLoad:
         self._unread = 0
 
     def see(self, samples: Mapping[str, float] | None, requests: int, load: int, mean_tokens: float) -> Foreign:
-        """Take in a report (None: it could not be read) and say what of it is others'.
+        """Take in a report (None: it could not be read); returns the part of it that is others'.
 
         Args: requests: the most that we had there since the last report. load: KV tokens that we have there now.
         mean_tokens: what a request of ours holds.
@@ -78,7 +78,7 @@ class ForeignLoad:
 
 
 def difference(samples: Mapping[str, float], own: Own) -> Foreign:
-    """What a report has beyond our own, at least 0.
+    """The part of a report that exceeds our own load, at least 0.
 
     Without the size of the KV cache a foreign request counts as large as ours are on average.
     """
@@ -103,12 +103,12 @@ class Occupancy:
 
     @property
     def free(self) -> int:
-        """Slots that nobody holds."""
+        """Free slots."""
         return self.slots - self.active - self.foreign
 
 
 def least_own_slots(worker: Occupancy, others: Sequence[Occupancy], waiting: int) -> int:
-    """How many slots of `worker` we may use whatever others hold there; 0: none beyond those that are free.
+    """How many slots of `worker` we may use even where others hold them; 0: only free ones.
 
     Args: others: the other decode workers that are up. waiting: requests in our pool.
     """

@@ -13,7 +13,7 @@ log = logging.getLogger(__name__)
 
 
 def check_id(worker: Worker, tier: str, told: object, sent_id: str) -> None:
-    """Raises: ForeignReply: the answer's `id` is not the one that was sent, and this worker's always were."""
+    """Raises: ForeignReply: an answer has not the `id` of the request, though this worker is known to echo ids."""
     if answers(told, sent_id):
         worker.echoes_ids = True
     elif worker.echoes_ids:
@@ -23,7 +23,7 @@ def check_id(worker: Worker, tier: str, told: object, sent_id: str) -> None:
 
 
 def learn_id(worker: Worker, echoed: bool) -> None:
-    """Remember what an answer says of its worker."""
+    """Remember whether a worker echoes ids."""
     if echoed:
         worker.echoes_ids = True
     elif worker.echoes_ids is None:

@@ -62,8 +62,8 @@ _FLAGS: Final = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
 class Pin:
     """KV that a prefiller keeps for a request until a decode worker has pulled it.
 
-    `at` is since when at most, as Unix time, `up` the same since the machine's start; `prompt_tokens` its size, `model`
-    what the request named.
+    `at`: since when at most, as Unix time; `up`: the same, since the machine's start. `prompt_tokens`: its size.
+    `model`: that the request named.
     """
 
     request_id: str
@@ -78,7 +78,7 @@ class Pin:
     line: bytes = b""
 
     def age_s(self) -> float:
-        """For how long it has been kept at least; negative: the clock was set back, and nobody knows.
+        """For how long it has been kept at least, seconds; negative: unknown, because the clock was set back.
 
         A clock that was set back by less shows less, and a machine that was started anew since then is no longer up.
         """
@@ -86,20 +86,20 @@ class Pin:
         return age_s if age_s < 0 else max(age_s, time.monotonic() - self.up)
 
     def hold(self) -> None:
-        """Its parameters have not been used, or not after all."""
+        """Record that its parameters have not been used."""
         self.record.hold(self)
 
     def release(self) -> None:
-        """Its parameters are about to be used, or never will be. Idempotent."""
+        """Record that its parameters are about to be used, or never will be. Idempotent."""
         self.record.release(self)
 
 
 class PinRecord:
-    """The file of one router. `left` is what the one before it has not released, and is held until it is."""
+    """The file of one router. `left`: pins that the router before it has not released; they are held until released."""
 
     def __init__(self, path: str | Path, named: bool = True, needed: bool = True) -> None:
-        """`named`: by an operator, who may have named a file that is none of ours; otherwise all that can be read of it
-        is. `needed`: otherwise a file that can't be used is no reason not to go on without it.
+        """`named`: an operator has named the file, which may be none of ours; otherwise whatever can be read of it is
+        used. `needed`: a file that can't be used is an error; otherwise the router goes on without one.
 
         Raises: ConfigError: the file can't be used, is none of ours, or is another router's.
         """
@@ -162,7 +162,7 @@ class PinRecord:
             self._write_no_more()
 
     def take_over(self, path: Path) -> tuple[Pin, ...]:
-        """Move what another record holds here, and remove it, if nobody keeps it any more; returns what that was.
+        """Move the pins of another record here, and remove it, if no process keeps it any more; returns these pins.
 
         A kill in between loses it to its timeout: better than two records with the same parameters.
         """
@@ -184,7 +184,7 @@ class PinRecord:
         return pins
 
     def mend(self) -> None:
-        """Have what is held in the file once more, if somebody has removed it, or it could not be written."""
+        """Write the held pins again, if somebody has removed the file, or it could not be written."""
         try:
             if self._file is None or not is_at(self._file, self._path):
                 self._see_that_it_is_nobodys()
@@ -209,11 +209,11 @@ class PinRecord:
             self._write_new()
 
     def __len__(self) -> int:
-        """How many are held."""
+        """How many pins are held."""
         return len(self._live)
 
     def close(self) -> None:
-        """Let go of the file; what is held stays in it for the next router."""
+        """Close the file; pins that are held stay in it for the next router."""
         self._write_new()
         self._let_go()
 
@@ -226,7 +226,7 @@ class PinRecord:
             self._append(b"".join(map(_line, unwritten)))
 
     def _write_no_more(self) -> None:
-        """All that is held is in the file, or never will be."""
+        """No pin waits to be written any more."""
         self._unwritten.clear()
         if self._writing is not None:
             self._writing.cancel()
@@ -238,7 +238,7 @@ class PinRecord:
             os.close(file)
 
     def _see_that_it_is_nobodys(self) -> None:
-        """What is where ours was may be replaced. Raises: ConfigError; OSError."""
+        """Check that what is at the path of our removed file may be replaced. Raises: ConfigError; OSError."""
         with suppress(FileNotFoundError):
             file = os.open(self._path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
             with open(file, "rb") as opened:
@@ -250,7 +250,7 @@ class PinRecord:
         self._trouble.begin(file=str(self._path), error=why)
 
     def _lock(self, file: int, path: Path) -> None:
-        """Make the file ours alone. Raises: ConfigError; OSError."""
+        """Lock the file. Raises: ConfigError: another router has locked it; OSError."""
         status = os.fstat(file)
         if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
             raise ConfigError(f"lifecycle.pins_file = {str(path)!r}: accepted is a file of the router's own user")
@@ -265,7 +265,7 @@ class PinRecord:
         return ConfigError(f"lifecycle.pins_file = {str(self._path)!r}: another router is using it; each needs its own")
 
     def _begin(self, data: bytes) -> None:
-        """Write anew what is held, or go on with the file as it is. Raises: OSError."""
+        """Write the held pins to a new file, or go on with the present one. Raises: OSError."""
         try:
             self._rewrite()
         except OSError as error:
@@ -274,7 +274,7 @@ class PinRecord:
             self._go_on(data)
 
     def _go_on(self, data: bytes) -> None:
-        """Append to the file that holds this, from its last whole line on. Raises: OSError."""
+        """Go on with the file, which contains `data`, after its last whole line. Raises: OSError."""
         assert self._file is not None
         self._size = data.rfind(b"\n") + 1
         self._limit = self._size + COMPACT_BYTES
@@ -298,7 +298,7 @@ class PinRecord:
             self._give_up(error)
 
     def _compact(self) -> None:
-        """Write it anew; later, where there is no room for that now. Raises: OSError."""
+        """Write the file anew without released pins; later, if there is no room now. Raises: OSError."""
         try:
             self._rewrite()
         except OSError as error:
@@ -326,7 +326,7 @@ class PinRecord:
         self._limit = max(COMPACT_BYTES, GROWTH * len(data))
 
     def _give_up(self, error: OSError) -> None:
-        """Better no record than one that says of used parameters that they are not."""
+        """Do without a record: none is better than one that calls used parameters unused."""
         assert self._file is not None
         self._tell_lack(error)
         try:
@@ -364,7 +364,7 @@ def _held(data: bytes, path: Path, record: PinRecord, named: bool) -> dict[int, 
 
 
 def stand_in(pin: Pin) -> ClientRequest:
-    """A request with a prompt of the same size, in place of the one that nobody remembers.
+    """A request with a prompt of the same size, in place of the pinned one, whose prompt nobody remembers.
 
     Under this prompt a worker may keep the KV in its prefix cache. It is another prompt's, so nobody may ever ask for
     it: the first tokens are drawn.
@@ -382,7 +382,7 @@ def _write(file: int, data: bytes) -> None:
 
 
 def _line(pin: Pin) -> bytes:
-    """Made when it is first needed."""
+    """The line of a pin, made when it is first needed."""
     if not pin.line:
         told = {
             "n": pin.number,
@@ -399,7 +399,7 @@ def _line(pin: Pin) -> bytes:
 
 
 def _pin(line: bytes, record: PinRecord) -> Pin:
-    """A line of a former router. Raises: ValueError, TypeError, KeyError: it is damaged."""
+    """The pin of a line of a former router. Raises: ValueError, TypeError, KeyError: it is damaged."""
     told = orjson.loads(line)
     number, request, prefiller, at, model = (told[name] for name in ("n", "request", "prefiller", "at", "model"))
     tokens, params = token_count(told["prompt_tokens"], "prompt_tokens"), told["params"]

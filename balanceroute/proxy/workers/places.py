@@ -11,7 +11,7 @@ from balanceroute.core.types import WorkerSpec
 
 
 class Places:
-    """The places of workers, by who came first."""
+    """The places of workers; a worker that came first keeps its place."""
 
     def __init__(self, workers: Iterable[WorkerSpec] = ()) -> None:
         self._ranks: dict[str, dict[int | None, str]] = {}  # the ids at each server
@@ -19,14 +19,14 @@ class Places:
             self.take(spec)
 
     def whose(self, spec: WorkerSpec) -> str | None:
-        """The id of a worker that has this one's place; None: nobody has it."""
+        """The id of the worker that has the place of `spec`; None: it is free."""
         ranks = self._ranks.get(place_of(spec.url), {})
         if spec.dp_rank is None:
             return next(iter(ranks.values()), None)
         return ranks.get(spec.dp_rank, ranks.get(None))
 
     def take(self, spec: WorkerSpec) -> str:
-        """Have a worker take its place; returns the id of who has it, which may be another's."""
+        """Give a worker its place; returns the id of the worker that has it, which may be another one."""
         taken_by = self.whose(spec)
         if taken_by is None:
             self._ranks.setdefault(place_of(spec.url), {})[spec.dp_rank] = taken_by = spec.id

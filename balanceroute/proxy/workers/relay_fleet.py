@@ -28,11 +28,11 @@ class ReportedCircuit(Circuit):
 
     @property
     def doubtful(self) -> bool:
-        """Whether the brain has to hear of a success."""
+        """Whether a success would change the brain's circuit, so that it has to be reported."""
         return self._doubtful
 
     def told(self, state: CircuitState, doubtful: bool) -> None:
-        """The brain's word."""
+        """The brain has said what the worker may get."""
         self.state, self._doubtful = state, doubtful
 
     def used(self) -> None:
@@ -66,19 +66,19 @@ class ReportedCircuit(Circuit):
 
 
 class _Nowhere:
-    """The registry of a fleet that decides nothing."""
+    """The registry of a relay's fleet: the brain decides, so it has nothing to record."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
 
     def add_worker(self, spec: WorkerSpec) -> None:
-        """The brain knows."""
+        """Nothing: the brain knows of the worker already."""
 
     def set_worker_state(self, worker_id: str, state: WorkerState) -> None:
-        """The brain has said it."""
+        """Nothing: the state came from the brain."""
 
     def remove_if_idle(self, worker_id: str) -> bool:
-        """The brain has it removed already."""
+        """True: the brain has removed the worker already."""
         return True
 
 
@@ -92,17 +92,17 @@ class RelayFleet(Fleet):
         report: Report,
         on_leave: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """`report`: says to the brain."""
+        """`report`: sends to the brain."""
         super().__init__(_Nowhere(loop), config, on_leave)
         self._report = report
         self._told_use: set[str] = set()  # the workers that were in use when that was told last
 
     def circuit(self, spec: WorkerSpec, changed: Callable[[float | None], None]) -> Circuit:
-        """One that the brain keeps."""
+        """A circuit that reports to the one at the brain."""
         return ReportedCircuit(spec.id, self._report)
 
     def update(self, worker: Worker) -> None:
-        """Its state is the brain's to say."""
+        """Nothing: the brain decides on the worker's state."""
 
     def follow(self, message: Workers, whole: bool) -> None:
         """Take over what the brain says; `whole`: there are no other workers."""
@@ -129,7 +129,7 @@ class RelayFleet(Fleet):
         return self.connect(spec)
 
     def uses(self, now: float, awaited: set[str]) -> tuple[Use, ...]:
-        """What the brain does not know yet of who is in use; `awaited`: workers whose next token a client waits for."""
+        """Which workers are in use, as far as that is new to the brain; `awaited`: whose next token a client awaits."""
         in_use = {worker.id for worker in self if worker.in_use or worker.peak_in_use}
         told = [worker for worker in self if worker.id in in_use or worker.id in self._told_use]
         self._told_use = in_use

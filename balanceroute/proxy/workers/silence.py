@@ -97,14 +97,14 @@ def _frozen(name: str, members: Iterable[Vitals], now: float, window_s: float) -
 
 
 class Attention:
-    """When we looked, and whether we had looked away: `since_s` is the end of our last pause, with what it left."""
+    """Whether this process has looked all the time. `since_s`: the end of its last pause and its backlog."""
 
     def __init__(self) -> None:
         self._last_look_s: float | None = None
         self.since_s = float("-inf")
 
     def look(self, now: float, period_s: float) -> bool:
-        """A look, one per period; whether what is seen now may be judged."""
+        """Note a look, one per period; returns whether silence that is seen now may be judged."""
         if self._last_look_s is not None and now - self._last_look_s > period_s + LATE_LOOK_S:
             self.since_s = now
         self._last_look_s = now
