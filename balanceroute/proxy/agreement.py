@@ -1,7 +1,8 @@
 """The configuration that holds, in memory that the parent and its children share.
 
-There are two places. Who tries another configuration (`apart.py`) writes it to the one that is not read, and the parent
-turns to that one if the trial has succeeded. A reader that finds another number afterwards reads again.
+There are two places. The process that tries another configuration (`apart.py`) writes it to the place that is not read,
+and the parent switches to that place if the trial has succeeded. A reader that finds another number afterwards reads
+again.
 """
 
 import mmap
@@ -26,7 +27,7 @@ class Agreed:
 
     @classmethod
     def of(cls, config: Config, perimeter: Perimeter) -> "Agreed":
-        """What `perimeter`, made from `config`, has read."""
+        """A configuration, with what `perimeter`, made from it, has read."""
         return cls(config, perimeter.entries)
 
 
@@ -39,7 +40,7 @@ class Agreement:
         self._places = [mmap.mmap(-1, most_bytes) for _ in range(2)]
 
     def propose(self, agreed: Agreed) -> None:
-        """Have this one be the next that is accepted. Raises: ConfigError: it is too large."""
+        """Write what `accept` will accept. Raises: ConfigError: it is too large."""
         number = self._numbers[0] + 1
         content = pickle.dumps(replace(agreed, number=number))
         if len(content) > self._most_bytes:
@@ -50,7 +51,7 @@ class Agreement:
         self._numbers[1 + place] = len(content)
 
     def accept(self) -> None:
-        """From now on all get what was proposed last."""
+        """Have all processes get what was proposed last."""
         self._numbers[0] += 1
 
     def get(self) -> Agreed:

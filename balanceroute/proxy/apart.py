@@ -1,7 +1,7 @@
 """Trying something in a process of its own.
 
-The parent must not load what may break it, or what does not survive a fork: libraries that start threads, above all.
-Nor does it wait: it hears of the end as of every child's.
+The parent must not load what may break it, or what does not survive a fork: above all, libraries that start threads.
+Nor does it wait: the end of the process is heard of like that of any child.
 """
 
 import os
@@ -26,7 +26,7 @@ class Trial:
     """An attempt in the process `pid`, without its effects on this one."""
 
     def __init__(self, attempt: Attempt, fork: Fork, within_s: float = WITHIN_S) -> None:
-        """Begin. Raises: OSError: no process, or no pipe, is to be had."""
+        """Begin the attempt. Raises: OSError: no process or pipe can be made."""
         self._within_s, self._late = within_s, False
         self._told, writable = os.pipe()
         os.set_blocking(self._told, False)  # its own children may have the other end
@@ -40,12 +40,12 @@ class Trial:
         self.deadline_s: float | None = time.monotonic() + within_s
 
     def give_up(self) -> None:
-        """It has taken too long, or nobody wants to know any more: its process ends."""
+        """Kill the process: it has taken too long, or its result is not wanted any more."""
         self._late, self.deadline_s = True, None
         os.kill(self.pid, signal.SIGKILL)  # it is not reaped yet
 
     def failure(self) -> ConfigError | None:
-        """Once, when the process has ended: why the attempt has failed, or that it took too long; None: it has not."""
+        """Why the attempt has failed, or that it took too long; None: it succeeded. Called once, after its end."""
         try:
             told = os.read(self._told, _MOST_BYTES).decode(errors="replace")
         except BlockingIOError:
@@ -59,7 +59,7 @@ class Trial:
 
 
 def _try(attempt: Attempt, writable: int) -> None:
-    """In the other process."""
+    """Run the attempt; in the other process."""
     try:
         attempt()
         told = "done"

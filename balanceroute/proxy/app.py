@@ -85,7 +85,7 @@ class ClientApp(Starlette):
         self.router.redirect_slashes = False  # to the Host that the client named; `http_error` does that
 
     def gate(self, request: Request) -> None:
-        """Only prompts, and what decode workers send of them, may be large; a client's are its key's, on all routes."""
+        """Bound the body, which may be large only on routes for prompts, and name the key that it counts for."""
         if not request.path.startswith(_LARGE):
             request.body_limit_bytes = _SMALL_BYTES
         elif request.path not in self.hot:  # these find out by themselves
@@ -197,7 +197,7 @@ def operator_parts(services: Callable[[], Services], dashboard: Dashboard, read:
 
 
 def methods_served(config: Config) -> dict[str, list[str]]:
-    """The methods of each route of a process that decides, by its path, for one that passes requests on to it."""
+    """The methods of each route of a process that decides, by path, for a relay that passes requests on to it."""
 
     def nobody() -> Services:
         raise InvariantError("these routes are asked for their methods alone")

@@ -94,7 +94,7 @@ class Changes(msgspec.Struct, frozen=True):
 
 
 def changes_of(services: Services, base: Config, lineage: int, number: int = 0, epoch: int = 0) -> Changes:
-    """What differs in a running router from its configuration `base`, which has this `number`. `epoch`: of its brain."""
+    """What differs in a running router from its configuration `base` of this `number`. `epoch`: of its brain."""
     configured = {spec.id: spec for spec in worker_specs(base)}
     staying = {worker.id: worker.spec for worker in services.fleet if not worker.leaving}
     policy = services.config.routing.policy

@@ -21,7 +21,7 @@ from balanceroute.proxy.reload import check_fixed
 
 @dataclass(slots=True)
 class Configured:
-    """The configuration that holds, its keys and its certificates."""
+    """The configuration in force, its keys and its certificates."""
 
     config: Config
     perimeter: Perimeter
@@ -39,7 +39,7 @@ class Configured:
         return read
 
     def propose(self, new: Config) -> Perimeter:
-        """Have another one be what is accepted next: in a process of its own, as the certificates change here.
+        """Propose another configuration, in a process of its own, because the certificates change here.
 
         Raises: ConfigError: it needs a restart, or a file can't be used.
         """
@@ -50,19 +50,19 @@ class Configured:
         return perimeter
 
     def accept(self) -> None:
-        """Go by what was proposed, as children may from now on: in the parent."""
+        """Use what was proposed, in the parent; children may use it from now on."""
         self.agreement.accept()
         self.follow()
 
     def learn(self) -> None:
-        """Import a policy of one's own that is agreed on, before a brain decides by it; it may take seconds.
+        """Import the policy that the agreed configuration names, before a brain uses it; it may take seconds.
 
-        Raises: ConfigError: it can't be imported any more: who tried the reload has imported it.
+        Raises: ConfigError: it can't be imported any more, as it could when the reload was tried.
         """
         learn_policy(self.agreement.get().config.routing.policy)
 
     def follow(self) -> None:
-        """Go by what is agreed on."""
+        """Use the agreed configuration."""
         agreed = self.agreement.get()
         self.tls.follow(agreed.config)
         self.config, self.perimeter = agreed.config, Perimeter(agreed.config, entries=agreed.keys)

@@ -16,7 +16,7 @@ _RESTART_S: Final = 0.1
 
 
 def after(event: asyncio.Event | None, run: Callable[[], Awaitable[None]]) -> Callable[[], Awaitable[None]]:
-    """What runs once the event is set, if there is one."""
+    """A coroutine function that waits for the event, then runs `run`; without an event, `run` itself."""
     if event is None:
         return run
 
@@ -69,7 +69,7 @@ async def stop_tasks(services: ClientServices) -> None:
 
 
 def supervised(services: ClientServices, name: str, run: Callable[[], Awaitable[None]]) -> Coroutine[Any, Any, None]:
-    """What runs for ever, again after a bug of ours."""
+    """A coroutine that runs `run` for ever, and again after a bug of ours."""
     services.metrics.tasks_failed.inc(name, by=0)
 
     async def forever() -> None:
@@ -88,7 +88,7 @@ def supervised(services: ClientServices, name: str, run: Callable[[], Awaitable[
 
 
 def _known(services: ClientServices) -> dict[str, Any] | None:
-    """The state, if it is here, and the bug has left one that can be told."""
+    """The state, if this process has it, and the bug has left it readable."""
     with suppress(Exception):
         return state(services) if isinstance(services, Services) else None
     return None

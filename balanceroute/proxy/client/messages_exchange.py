@@ -59,7 +59,7 @@ class MessagesExchange(Exchange):
         return with_message_id(super()._own_headers())
 
     def _account(self) -> None:
-        """Also part those who know each other, which would else be kept until garbage is looked for."""
+        """Also break references in a circle, which only the garbage collector would free."""
         super()._account()
         self._legs = []
         outlet, self._outlet = self._outlet, None
@@ -106,7 +106,7 @@ class PingedOutlet(StreamOutlet):
         self._look()
 
     def stop(self) -> None:
-        """Ping no more."""
+        """Stop sending pings."""
         if self._timer is not None:
             self._timer.cancel()
         self.end = self._response.end

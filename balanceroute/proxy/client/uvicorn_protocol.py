@@ -56,7 +56,7 @@ def protocol_class(
             super().__init__(shared(server_state, app_state, _loop))
 
     class UvicornHandshake(Handshake):
-        """A connection of one server that is to be encrypted."""
+        """A connection that begins with a TLS handshake."""
 
         def __init__(
             self,

@@ -62,10 +62,10 @@ def to_machine(address: tuple[str, int], context: Callable[[], ssl.SSLContext]) 
 
 
 class ToBrain:
-    """The handler of all such routes."""
+    """The handler of all routes that the brain answers."""
 
     def __init__(self, connections: Callable[[], Connections]) -> None:
-        """`connections`: makes those to the application of the brain that leads now."""
+        """`connections`: makes connections to the application of the leading brain."""
         self._connections = connections
         self._upstream = connections()
         self._former: set[Connections] = set()
@@ -97,7 +97,7 @@ class ToBrain:
         return response
 
     def turn_to_another(self) -> None:
-        """Another brain leads: ask it from now on, and wait `TURN_S` at most for one that may stand still."""
+        """Another brain leads: send requests to it from now on, and wait `TURN_S` at most for answers of the former."""
         former, self._upstream = self._upstream, self._connections()
         former.drop_idle()
         self._former.add(former)
@@ -110,7 +110,7 @@ class ToBrain:
         self._former.clear()
 
     def _leave(self, former: Connections) -> None:
-        """Who has not answered yet does not."""
+        """End the requests that the former brain has not answered."""
         self._former.discard(former)
         former.close()
 

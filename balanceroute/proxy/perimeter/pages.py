@@ -23,7 +23,7 @@ _EXPOSED: Final = (b"access-control-expose-headers", b"x-request-id, request-id,
 
 
 class Pages:
-    """The origins whose pages may use the client routes; `*` is all of them.
+    """The origins whose pages may use the client routes; `*`: every origin.
 
     Attributes: `some`, whether there are any: else OPTIONS is a method like others that no route has.
     """

@@ -84,7 +84,7 @@ class Perimeter:
         return self._worker_authorization
 
     def holder(self, headers: Headers) -> str:
-        """Whose share of the memory for bodies a client's request takes; empty: that of its address."""
+        """The name under which the edge counts the memory of a client's bodies; empty: its address."""
         if self.keys is None:
             return ""
         try:
@@ -106,7 +106,7 @@ class Perimeter:
 
 
 def exposures(config: Config) -> Iterator[str]:
-    """What an operator should know who starts a router with this configuration, a line each."""
+    """Warnings for an operator who starts a router with this configuration, a line each."""
     listen, auth = config.listen, config.auth
     if auth.client_keys is not None or config.tls.client_ca_file is not None:
         return

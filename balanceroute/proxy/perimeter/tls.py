@@ -83,7 +83,7 @@ class Tls:
         self._use(_Contexts(config.tls))
 
     def follow(self, config: Config) -> None:
-        """The same where another process has found the files good: one that is of no use by now is left for `watch`."""
+        """As `reload`, once another process has found the files good; one that is spoilt by now is left to `watch`."""
         stamp = _stamp(config.tls)  # before they are read: what comes meanwhile is another change
         try:
             self.reload(config)
@@ -97,7 +97,7 @@ class Tls:
         self._workers = found.workers
 
     def catch_up(self) -> None:
-        """Read files again that have changed since, for who was not there to `watch`; blocks."""
+        """Read the files again that have changed since, for a process that did not `watch`; blocks."""
         stamp = _stamp(self._settings)
         if stamp == self._stamp:
             return
@@ -111,7 +111,7 @@ class Tls:
         log.warning("certificates not reloaded", extra={"error": str(error)})
 
     async def watch(self, period_s: float = LOOK_S) -> None:
-        """Until cancelled, read files again that have changed, as those are that are renewed by themselves.
+        """Read files again when they have changed, as renewed certificates do; until cancelled.
 
         A file that does not answer holds up nobody but the next look.
         """
@@ -217,7 +217,7 @@ def _stamp(settings: TlsFiles) -> Stamp:
 
 
 def _state(file: str) -> tuple[int, ...]:
-    """Its time is not enough: what packs or restores files may give all of them the same.
+    """What tells one version of a file from another. Its time is not enough: archives may give all files the same.
 
     Empty: it is missing, or out of reach; who reads it says so.
     """

@@ -59,7 +59,7 @@ class Conditions:
 
     @property
     def reasons(self) -> list[str]:
-        """What is wrong, and where; workers with the same reason together."""
+        """What is wrong, and at which workers; workers with the same reason are named together."""
         where: dict[str, list[str]] = defaultdict(list)
         for (_, worker_id), reason in self._held.items():
             where[reason].append(worker_id)

@@ -43,7 +43,7 @@ class Divergence:
         self._tell(worker_id, role)
 
     def lasting(self, worker_id: str) -> float:
-        """What has been different in every one of the last polls: the smallest of them, 0 when any agreed."""
+        """The smallest difference of the last polls; 0 where any of them agreed."""
         seen = self._seen.get(worker_id)
         if seen is None or len(seen) < WINDOW:
             return 0.0
@@ -55,7 +55,7 @@ class Divergence:
         self._told.discard(worker_id)
 
     def workers(self) -> list[str]:
-        """Whom it has seen."""
+        """The workers that were polled."""
         return list(self._seen)
 
     def _tell(self, worker_id: str, role: Role) -> None:

@@ -66,7 +66,7 @@ class ForecastMetrics(Collector):
         return self.collect()
 
     def whole(self) -> ForecastCounts:
-        """What this one has counted, and those before it."""
+        """The counts of this predictor and of those before it."""
         whole = ForecastCounts()
         whole.add(**self.former.told())
         whole.errors.add(self.errors.rows())

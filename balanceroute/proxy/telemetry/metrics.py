@@ -202,7 +202,7 @@ class Metrics(Collector):
         self.registry.register(self)
 
     def _begin_at_zero(self) -> None:
-        """Show series before their first event: Prometheus sees no increase in one that begins at 1."""
+        """Show series at 0 before their first event: Prometheus sees no increase in a series that begins at 1."""
         for family, values in (
             (self.requests, [outcome.value for outcome in Outcome]),
             (self.retries, _TIERS),
@@ -219,7 +219,7 @@ class Metrics(Collector):
                 family.inc(value, by=0)
 
     def _zero_of_workers(self) -> dict[str, list[CounterRow]]:
-        """The same for the workers: one that dies fails all its requests at once, and no rate would show that."""
+        """Show series of workers at 0: one that dies fails all its requests at once, which no rate would show else."""
         view = self._view()
         workers = [("prefill", w.id) for w in view.prefillers] + [("decode", w.id) for w in view.decoders]
         return {
@@ -254,11 +254,11 @@ class Metrics(Collector):
             _forget_workers_but(family, known)
 
     def orphan(self, requests: int) -> None:
-        """So many requests' pinned KV has been given up; negative: its prefiller has dropped it by now."""
+        """The pinned KV of so many requests has been given up; negative: prefillers have dropped it by now."""
         self.orphaned_kv += requests
 
     def include(self, forecasts: ForecastMetrics) -> None:
-        """Show the predictor's series too, which go on from those of predictors before it."""
+        """Show the predictor's series as well; they go on from those of earlier predictors."""
         forecasts.former = self._former_forecasts
         self.registry.register(forecasts)
         self._forecasts = forecasts
@@ -385,7 +385,7 @@ class Metrics(Collector):
 
 
 def _read(counts: bytes) -> _Told:
-    """What a process has counted. Raises: ValueError: it is no such thing."""
+    """The counts of a process. Raises: ValueError: `counts` contains none."""
     try:
         return _told.decode(counts)
     except RecursionError:

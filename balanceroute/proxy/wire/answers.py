@@ -285,7 +285,7 @@ def correct_answer(
 
 
 def with_usage(body: bytes, usage: dict[str, Any]) -> bytes:
-    """An unstreamed answer with another usage, where a prefiller has told of its prompt later than the decoder."""
+    """An unstreamed answer with another usage, for a prefiller that has answered after the decoder."""
     return orjson.dumps({**orjson.loads(body), "usage": usage})
 
 

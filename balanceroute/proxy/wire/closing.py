@@ -25,9 +25,9 @@ def usage_of(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
 
 
 def ended_by_length(model: str | None, prompt_tokens: int, tokens: int, *, chat: bool, told: bool = True) -> bytes:
-    """The last events of an answer that has reached its limit, as from a worker that has generated so many tokens.
+    """The last events of an answer that ends at its limit, as a worker would send them after `tokens`.
 
-    `told`: the usage, too.
+    `told`: with a usage.
     """
     head = event_head("", 0, model, chat=chat)
     part: dict[str, Any] = {"delta": {}} if chat else {"text": ""}

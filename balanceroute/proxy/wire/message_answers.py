@@ -126,7 +126,7 @@ def _call_id(message_id: str, place: int) -> str:
 
 
 class MessageStream:
-    """Tells the events of one chat as those of one message: the `Translation` of a scanner."""
+    """Writes the events of one chat as those of one message: the `Translation` of a scanner."""
 
     __slots__ = (
         "_arguments",
@@ -188,7 +188,7 @@ class MessageStream:
         return b"".join((*out, _named("message_stop", {})))
 
     def frame(self, key: str) -> tuple[bytes, bytes] | None:
-        """Between what a text under `key` is told, if it belongs to the open block."""
+        """What stands before and after a text under `key`, if it belongs to the open block."""
         kind = self._kind
         if kind is None or _KINDS.get(key) != kind or self._said not in ([], [key]):
             return None

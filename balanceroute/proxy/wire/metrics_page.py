@@ -68,7 +68,7 @@ def _most(name: bytes) -> float:
 
 
 def _size(tokens: int) -> int:
-    """That of a memory; 0, as where none is told, if it can't be meant."""
+    """The size of a memory; 0 where it is missing, or can't be true."""
     return tokens if tokens <= _MOST_KV_TOKENS else 0
 
 
@@ -104,7 +104,7 @@ def _engine(labels: bytes) -> str:
 
 
 def of_worker(engines: dict[str, dict[str, float]], dp_rank: int | None) -> dict[str, float] | None:
-    """The samples of one worker: its rank's, or where it has none those of the only engine; None when unknown.
+    """The samples of one worker: those of its rank, or if it names no rank, of the only engine; None: unknown.
 
     Several engines behind one URL without ranks are seen as their maximum: as full as the fullest.
     """

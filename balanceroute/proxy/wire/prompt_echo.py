@@ -79,7 +79,7 @@ def scored_events(
     index: int = 0,
     closing_events: bool = True,
 ) -> bytes:
-    """The same as a stream: one event with everything, then the usage if asked for, and [DONE].
+    """An answer of the prompt alone as a stream: one event with everything, then the usage if asked for, and [DONE].
 
     The options are those of a part of several answers, as of `EventScanner`.
     """

@@ -19,7 +19,7 @@ def prompt_details_of(usage: Details) -> Details | None:
 
 
 def put_prompt_details(usage: Details, told: Details | None) -> bool:
-    """Have a decoder's usage say what the prefiller `told` of the prompt; whether it is another one by that."""
+    """Have a decoder's usage say what the prefiller `told` of the prompt; returns whether that has changed it."""
     details = usage.get("prompt_tokens_details")
     known = details if isinstance(details, dict) else {}
     wanted = {name: value for name, value in known.items() if name != _OF_PREFILLERS} | (told or {})

@@ -36,7 +36,7 @@ class Addresses:
         self._preferred = ""
 
     async def get(self) -> list[str]:
-        """All of them, as the system orders them, but the preferred one first.
+        """All addresses, in the system's order, but the preferred one first.
 
         Raises: OSError, UnicodeError: none was ever known.
         """

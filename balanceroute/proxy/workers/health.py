@@ -90,7 +90,7 @@ class HealthMonitor:
         return any(worker.doubted and worker.healthy for worker in present)
 
     def _uncheckable(self, workers: list[Worker], error: Exception) -> None:
-        """A worker that can't even be asked is no better than one that doesn't answer."""
+        """Treat a worker whose check failed by a bug of ours like one that doesn't answer."""
         for worker in still_here(self._fleet, workers):
             self._judge(worker, "it could not be asked")
         self._on_bug("health", error, workers[0].id)

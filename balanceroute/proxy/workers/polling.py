@@ -35,7 +35,7 @@ async def answer_of(asking: Awaitable[_T], timeout_s: float) -> _T:
 
 
 def still_here(fleet: Fleet, workers: list[Worker]) -> list[Worker]:
-    """Those that have not left. The first of them is asked for all: who has left has no connections any more."""
+    """The workers that have not left; the first of them is asked for all, because it has connections."""
     return [worker for worker in workers if fleet.has(worker)]
 
 

@@ -72,7 +72,7 @@ class RelayReports:
         self.on_keys(relay, keys)
 
     def counted(self, relay: str, counts: bytes) -> None:
-        """All that a relay's process has counted. Raises: ValueError: it is no such thing."""
+        """A relay says what its process has counted. Raises: ValueError: `counts` contains no counts."""
         without_orphans(counts)  # which must succeed when the relay is gone
         self._away.pop(relay, None)
         self.counts[relay] = counts

@@ -178,7 +178,7 @@ class Dashboard:
         return _json({"waiting": len(document["waiting"]), "policies": [_outlook(each) for each in found]})
 
     async def session(self, request: Request) -> Response:
-        """For who has shown the admin token: a cookie, so that the browser need not keep the token."""
+        """Give a browser that has shown the admin token a cookie, so that it need not keep the token."""
         # a brain is asked by relays without TLS, whatever they speak to the browser
         over_tls = request.scope["scheme"] == "https" or self._services().config.tls.cert_file is not None
         response = Response(status_code=204, headers=closed_headers())
@@ -281,7 +281,7 @@ def _histogram(histogram: Histogram) -> dict[str, Any]:
 
 
 def _events(recorder: Recorder, seen: int) -> list[dict[str, Any]]:
-    """Those after the first `seen`."""
+    """The events after the first `seen` ones."""
     new = min(len(recorder.events), recorder.event_count - seen)
     newest = list(recorder.events)[len(recorder.events) - new :]
     return [{"at": event.at, "kind": event.kind, "text": event.text} for event in newest]

@@ -199,7 +199,7 @@ class Recorder:
 
     @staticmethod
     def _write(columns: dict[str, Column], values: dict[str, float], row: int) -> dict[str, Column]:
-        """A value per worker; those that have left take their past with them."""
+        """Write a value per worker; the past of workers that have left is dropped."""
         kept = {name: columns.get(name) for name in values}
         made = {name: column() if found is None else found for name, found in kept.items()}
         for name, value in values.items():
