@@ -198,7 +198,8 @@ def test_a_child_that_ends_for_no_signal_is_killed(running: Running) -> None:
         running.process.send_signal(signal.SIGTERM)
         block_until(lambda: len(running.events("relay-0")) > before)  # noqa: B023
     assert running.process.wait(60) == 0
-    assert [line["children"] for line in running.said("children killed: they have not ended in time")] == [["relay-0"]]
+    killed = [line["children"] for line in running.said("children killed: they have not ended in time")]
+    assert ["relay-0" in children for children in killed] == [True]  # a busy machine may give others too little time
 
 
 @pytest.mark.parametrize("running", [{"lingers": True}], indirect=True)
