@@ -148,7 +148,7 @@ def check_plot(path: Path, *read: Path | None) -> None:
 
     figures.pyplot()  # which may be missing
     check_written(path, *read)
-    if path.suffix not in PLOT_SUFFIXES:
+    if path.suffix.lower() not in PLOT_SUFFIXES:
         raise InputError(f"--plot {path}: accepted are names that end in {', '.join(PLOT_SUFFIXES)}")
 
 
@@ -175,7 +175,7 @@ def draw_reliability(found: "Evaluation", title: str, path: Path) -> None:
     counts.bar(low, [row.samples for row in found.calibration], width=0.1, align="edge", color=figures.BLUE)
     counts.set(yscale="log", xlabel="predicted probability of finishing (p_finish)", ylabel="samples")
     drawn = BytesIO()
-    figure.savefig(drawn, dpi=150, format=path.suffix[1:])
+    figure.savefig(drawn, dpi=150, format=path.suffix[1:].lower())
     write_whole(path, drawn.getvalue())
 
 

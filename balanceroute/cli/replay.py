@@ -300,7 +300,7 @@ def check_figure(path: Path) -> None:
 
 def stem_of(path: Path) -> Path:
     """Where to draw: the suffix of either format is put back, all else is the name."""
-    return path.with_suffix("") if path.suffix in (".png", ".svg") else path
+    return path.with_suffix("") if path.suffix.lower() in (".png", ".svg") else path
 
 
 def draw_comparison(found: "dict[str, Figures]", title: str, path: Path) -> None:
@@ -345,4 +345,4 @@ def write_series(outcome: "Outcome", path: Path) -> None:
     lines = [f"step,start_s,{header}"]
     lines += [f"{step},{start:.6f}," + ",".join(map(str, loads)) for step, (start, loads) in enumerate(rows)]
     data = ("\n".join(lines) + "\n").encode()
-    write_whole(path, gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)
+    write_whole(path, gzip.compress(data, mtime=0) if path.suffix.lower() == ".gz" else data)

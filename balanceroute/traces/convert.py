@@ -41,6 +41,9 @@ from balanceroute.traces.trace import (
 
 CLOCK_S = (1e9, 1e10)  # seconds of a clock between 2001 and 2286; as milliseconds, 12 to 115 days after a start
 GUESSED_LINES = 200  # that are looked at: a server prints its banner first
+AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")  # columns of arrivals, prompts and outputs
+BURSTGPT = ("Timestamp", "Request tokens", "Response tokens")
+MOONCAKE = ("timestamp", "input_length", "output_length")
 
 
 class TraceFormat(StrEnum):
@@ -111,8 +114,7 @@ def convert_trace(
         _, header = next(text_lines(path))
         if set(REQUIRED) <= {name.strip(' \r\n"') for name in header.split(",")}:
             raise InputError(f"{path}: is a trace already, which replay and describe read as it is")
-        accepted = ", ".join(sorted(set(TraceFormat) - {TraceFormat.AUTO}))
-        raise InputError(f"{path}: not one of {accepted}; say which with --format")
+        raise unknown(path)
     arrivals, prompts, outputs, keys = list[float](), list[int](), list[int](), list[str]()
     prefix: list[tuple[int, ...]] = []
     without_output = 0
@@ -164,13 +166,14 @@ def is_foreign(path: Source) -> bool:
 def guess_format(path: Source) -> TraceFormat | None:
     """Tell the formats apart: the tables by their first line, the logs by the first line that is of either.
 
-    Raises: InputError for a file that cannot be read, or this router's log in a form that says too little.
+    None is a table with other columns. Raises: InputError for a file that cannot be read, JSON of something else, or
+    this router's log in a form that says too little.
     """
     lines = list(islice(log_lines(path), GUESSED_LINES))
     first = lines[0][1].lstrip() if lines else ""
-    if "ContextTokens" in first:
+    if AZURE[1] in first:
         return TraceFormat.AZURE
-    if "Request tokens" in first:
+    if BURSTGPT[1] in first:
         return TraceFormat.BURSTGPT
     for line, text in lines:
         before, _, rest = text.partition("{")
@@ -183,7 +186,20 @@ def guess_format(path: Source) -> TraceFormat | None:
                 f"{path}: line {line}: this router's log as plain text, which says no dates; "
                 "run it with log.format: json"
             )
-    return TraceFormat.MOONCAKE if first.startswith("{") else None
+    if first.startswith(("{", "[")):
+        if any(f'"{name}"' in first for name in MOONCAKE[1:]):  # many a log has a timestamp
+            return TraceFormat.MOONCAKE
+        raise unknown(path)
+    return None
+
+
+def unknown(path: Source) -> InputError:
+    """What is said of a file in none of the forms: what it could have begun with."""
+    return InputError(
+        f"{path}: no known trace: expected a CSV with {','.join(REQUIRED)}, or with {','.join(AZURE)} (azure), or with "
+        f"{','.join(BURSTGPT)} (burstgpt), or JSON lines with {', '.join(MOONCAKE)} (mooncake), or a JSON log of this "
+        "router (router), or of vllm serve --enable-log-requests (vllm); trace convert --format NAME names one"
+    )
 
 
 def columns_of(path: Source, columns: tuple[str, ...]) -> Iterator[tuple[int, list[str]]]:
@@ -244,9 +260,7 @@ def digest(blocks: Any) -> str:
 
 READERS: dict[TraceFormat, Callable[[Source], Iterator[Row]]] = {
     # the stamps have seven decimals in 2023 and a zone in 2024
-    TraceFormat.AZURE: partial(read_table, columns=("TIMESTAMP", "ContextTokens", "GeneratedTokens"), seconds=stamp_s),
+    TraceFormat.AZURE: partial(read_table, columns=AZURE, seconds=stamp_s),
     TraceFormat.MOONCAKE: read_mooncake,
-    TraceFormat.BURSTGPT: partial(
-        read_table, columns=("Timestamp", "Request tokens", "Response tokens"), seconds=finite
-    ),
+    TraceFormat.BURSTGPT: partial(read_table, columns=BURSTGPT, seconds=finite),
 }

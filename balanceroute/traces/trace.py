@@ -381,8 +381,9 @@ def write_trace(trace: Trace, path: str | Path) -> None:
             row.append(" ".join(map(str, trace.prefix[request])))
         writer.writerow(row)
     data = text.getvalue().encode()
-    if path.suffix == ".gz":
+    suffix = path.suffix.lower()
+    if suffix == ".gz":
         data = gzip.compress(data, mtime=0)  # the time of writing would make equal traces differ
-    elif path.suffix == ".xz":
+    elif suffix == ".xz":
         data = lzma.compress(data)
     write_whole(path, data)

@@ -121,6 +121,12 @@ def test_a_diagram_of_no_known_format_is_refused_before_anything_is_judged(trace
         run("evaluate", "--trace", "missing.csv", "--plot", tmp_path / "r.foo")
 
 
+def test_a_diagram_s_format_may_be_written_in_capitals(trace: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    run("evaluate", "--trace", trace, "--plot", tmp_path / "r.PNG")
+    assert (tmp_path / "r.PNG").read_bytes().startswith(b"\x89PNG")
+
+
 def test_a_figure_is_drawn_below_a_notebook_whose_way_to_show_figures_is_not_installed_here(
     trace: Path, tmp_path: Path
 ) -> None:

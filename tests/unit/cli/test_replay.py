@@ -99,7 +99,9 @@ def test_br_h_alone_has_the_predictor_that_it_has_in_the_comparison(
     assert found[0] == found[1] == found[2]
 
 
-@pytest.mark.parametrize(("name", "stem"), [("cmp.v2", "cmp.v2"), ("load1.05.svg", "load1.05"), ("a.png", "a")])
+@pytest.mark.parametrize(
+    ("name", "stem"), [("cmp.v2", "cmp.v2"), ("load1.05.svg", "load1.05"), ("a.png", "a"), ("b.PNG", "b")]
+)
 def test_a_figure_s_name_keeps_its_dots(
     name: str, stem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -73,8 +73,40 @@ def test_mooncake_rows_with_equal_blocks_share_a_key(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("header", ["what,ever", "arrival_s;prompt_tokens;output_tokens"], ids=["no", "semicolons"])
 def test_a_file_in_no_known_form_is_refused_with_the_forms_that_are_known(tmp_path: Path, header: str) -> None:
-    with pytest.raises(InputError, match="not one of azure, burstgpt, mooncake, router, vllm; say which with --format"):
+    with pytest.raises(InputError, match="no known trace: expected a CSV with arrival_s.*--format") as refused:
         convert_trace(written(tmp_path / "t.csv", f"{header}\n"))
+    for name in set(TraceFormat) - {TraceFormat.AUTO}:
+        assert f"({name})" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"custom_id": "1", "body": {"max_tokens": 5}}\n',
+        '{"timestamp": "2026-01-05T10:00:00Z", "level": "info"}\n',
+        '{\n  "timestamp": 5\n}\n',
+        '[\n  {"input_length": 5}\n]\n',
+    ],
+    ids=["batch", "log", "object", "array"],
+)
+def test_json_of_something_else_is_no_mooncake_trace_and_is_told_what_one_has(tmp_path: Path, text: str) -> None:
+    for read in (convert_trace, load_trace):
+        with pytest.raises(InputError, match="JSON lines with timestamp, input_length, output_length") as refused:
+            read(str(written(tmp_path / "t.jsonl", text)))
+        assert "\n" not in str(refused.value)
+
+
+def test_mooncake_lines_with_one_of_the_lengths_missing_are_told_which(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="line 1: no field 'output_length'"):
+        convert_trace(written(tmp_path / "t.jsonl", '{"timestamp": 5, "input_length": 5}\n'))
+
+
+@pytest.mark.parametrize("name", ["t.csv.GZ", "t.csv.XZ"])
+def test_a_name_in_capitals_is_compressed_as_any_other(tmp_path: Path, name: str) -> None:
+    trace = convert_trace(written(tmp_path / "b.csv", BURSTGPT)).trace
+    write_trace(trace, tmp_path / name)
+    assert not (tmp_path / name).read_bytes().startswith(b"arrival_s")
+    assert read_trace(tmp_path / name).prompt_tokens.tolist() == trace.prompt_tokens.tolist()
 
 
 @pytest.mark.parametrize("quote", ["", '"'], ids=["plain", "quoted"])
