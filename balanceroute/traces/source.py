@@ -18,8 +18,8 @@ from balanceroute.errors import InputError
 
 STDIN = "-"  # as a name
 MOST_PIPED_BYTES = 2**29  # kept in memory; a larger file is better written down first
-OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}  # by suffix
-MAGIC = {b"\x1f\x8b": ".gz", b"\xfd7zXZ\x00": ".xz"}  # first bytes, none of which begin a text in UTF-8
+# by the first bytes, none of which begin a text in UTF-8; what a download has unpacked may be named .gz still
+OPENERS: dict[bytes, Callable[..., Any]] = {b"\x1f\x8b": gzip.open, b"\xfd7zXZ\x00": lzma.open}
 
 
 class Source:
@@ -45,7 +45,7 @@ class Source:
         """
         with ExitStack() as stack:
             raw = stack.enter_context(self._bytes())
-            opener = OPENERS.get(self.path.suffix) or OPENERS.get(suffix_of(raw), io.TextIOWrapper)
+            opener = opener_of(raw)
             options = {} if opener is io.TextIOWrapper else {"mode": "rt"}
             # a decoder that stops at what is not UTF-8 reads ahead of the line
             yield stack.enter_context(
@@ -66,11 +66,11 @@ class Source:
         return io.BytesIO(self._kept)
 
 
-def suffix_of(raw: BinaryIO) -> str:
-    """How the name of such a file would end; it is at its beginning afterwards."""
-    start = raw.read(max(map(len, MAGIC)))
+def opener_of(raw: BinaryIO) -> Callable[..., Any]:
+    """What reads such a file as text; it is at its beginning afterwards."""
+    start = raw.read(max(map(len, OPENERS)))
     raw.seek(0)
-    return next((suffix for magic, suffix in MAGIC.items() if start.startswith(magic)), "")
+    return next((opener for magic, opener in OPENERS.items() if start.startswith(magic)), io.TextIOWrapper)
 
 
 def check_read_again(path: str | Path) -> None:

@@ -308,7 +308,7 @@ def finite(text: str, name: str, *, most: float = MAX_TIME) -> float:
 def token_count(text: str, name: str, *, least: int) -> int:
     """A whole number from `least` to `MAX_TOKENS`, or ValueError that names the column."""
     try:
-        value = int(text)
+        value = int(text.removesuffix(".0"))  # as pandas writes a column that had gaps once
     except ValueError:
         raise ValueError(f"{name} {text!r:.60} is not a whole number") from None
     if value < least:
@@ -350,7 +350,8 @@ def text_lines(path: Source, *, any_bytes: bool = False) -> Iterator[tuple[int, 
     except FileNotFoundError as error:
         raise InputError(f"{path}: no such file") from error
     except UnicodeEncodeError as error:
-        raise InputError(f"{path}: line {line}: not UTF-8 text") from error
+        others = "; of compressed files .gz and .xz are read" if line == 1 else ""
+        raise InputError(f"{path}: line {line}: not UTF-8 text{others}") from error
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
         raise InputError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
     if blank:

@@ -281,10 +281,10 @@ class Fleet:
             return
         before, worker.state = worker.state, state
         if WorkerState.DOWN in (before, state):
-            told = {"worker": worker.id, "state": state.value, "before": before.value}
-            log.warning(
-                "worker state", extra={**told, "reason": why_not_up(worker)} if state is not WorkerState.UP else told
-            )
+            told = {"worker": worker.id, "state": state.value}
+            if state is not WorkerState.UP:
+                told["reason"] = why_not_up(worker)
+            log.warning("worker state", extra=told)
         self._ledger.set_worker_state(worker.id, state)
 
     def set_healthy(self, worker: Worker, healthy: bool) -> None:

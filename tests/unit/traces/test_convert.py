@@ -197,7 +197,7 @@ def test_jitter_that_is_no_span_of_time_is_refused(tmp_path: Path, jitter_s: flo
 
 
 def test_a_damaged_xz_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "m.jsonl.xz").write_bytes(b"not xz")
+    (tmp_path / "m.jsonl.xz").write_bytes(lzma.compress(mooncake_line(0, [1]).encode())[:-20])
     with pytest.raises(InputError, match="cannot be read"):
         convert_trace(tmp_path / "m.jsonl.xz", TraceFormat.MOONCAKE)
 

@@ -1,5 +1,6 @@
 """The trace table: reading, writing, refusing."""
 
+import bz2
 import gzip
 import lzma
 import re
@@ -109,6 +110,7 @@ def test_a_byte_order_mark_and_blank_lines_are_no_part_of_the_table(tmp_path: Pa
     [
         (HEADER.encode(), "no requests in it"),
         (b"\xff\xfe\x00", "not UTF-8"),
+        (bz2.compress(HEADER.encode()), "line 1: not UTF-8 text; of compressed files .gz and .xz are read$"),
     ],
 )
 def test_a_file_that_is_no_trace_is_refused(tmp_path: Path, content: bytes, reason: str) -> None:
@@ -117,14 +119,25 @@ def test_a_file_that_is_no_trace_is_refused(tmp_path: Path, content: bytes, reas
         read_trace(tmp_path / "t.csv")
 
 
+@pytest.mark.parametrize("name", ["t.csv.gz", "t.csv.xz"])
+def test_a_file_that_a_download_has_unpacked_and_not_renamed_is_read(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text(HEADER + "0,5,7,\n")
+    assert read_trace(tmp_path / name).output_tokens.tolist() == [7]
+
+
+def test_whole_numbers_may_have_the_point_that_pandas_writes(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text(HEADER + "0.0,5.0,70.0,\n")
+    trace = read_trace(tmp_path / "t.csv")
+    assert (trace.prompt_tokens.tolist(), trace.output_tokens.tolist()) == ([5], [70])
+
+
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda data: b"plain text",
         lambda data: data[: len(data) // 2],
         lambda data: data[:10] + b"\xff" * 20 + data[30:],
     ],
-    ids=["not compressed", "cut short", "bytes overwritten"],
+    ids=["cut short", "bytes overwritten"],
 )
 @pytest.mark.parametrize(("suffix", "compress"), [(".gz", gzip.compress), (".xz", lzma.compress)])
 def test_a_damaged_compressed_file_is_refused_with_its_name(

@@ -78,6 +78,7 @@ def test_the_line_of_a_worker_that_goes_down_says_why(cause: str, caplog: pytest
         change(services, services.fleet["d0"])
         (line,) = [record for record in caplog.records if record.message == "worker state"]
         assert told in vars(line)["reason"]
+        assert not hasattr(line, "before")  # of one whose circuit rests it is "draining", which no operator asked for
 
     in_virtual_time(test)
 
