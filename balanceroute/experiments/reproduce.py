@@ -144,7 +144,8 @@ def check_writable(out: Path, files: Sequence[str]) -> None:
         with TemporaryFile(dir=out):
             pass
     except OSError as error:
-        raise InputError(f"{out}: cannot be written: {error.strerror}") from error
+        reason = "it is no folder" if isinstance(error, FileExistsError) else error.strerror
+        raise InputError(f"{out}: cannot be written: {reason}") from error
     for path in (out / file for file in files):
         if path.is_dir():
             raise InputError(f"{path}: is a folder, and a file of this name is to be written")

@@ -57,11 +57,21 @@ async def http_error(request: Request, error: Exception) -> Response:
     if error.status_code == 404 and path.endswith("/") and path[:-1] in ACCESS:
         query = request.scope["query_string"].decode("latin-1")
         return Response(status_code=307, headers={"location": f"{path[:-1]}{'?' * bool(query)}{query}"})
-    body = error_body(error.status_code, f"{request.method} {path}: {error.detail}")
+    hint = meant(path) if error.status_code == 404 else ""
+    body = error_body(error.status_code, f"{request.method} {path}: {error.detail}{hint}")
     headers = dict(error.headers or {})
     if "Allow" in headers:  # of a set, whose order every process has its own of
         headers["Allow"] = ", ".join(sorted(headers["Allow"].split(", ")))
     return Response(body, error.status_code, headers, media_type="application/json")
+
+
+def meant(path: str) -> str:
+    """Where a client wanted to go whose base URL has no /v1, or one too many; empty where that is no route either."""
+    rest = path
+    while rest.startswith("/v1/"):
+        rest = rest.removeprefix("/v1")
+    route = f"/v1{rest}"
+    return f"; the route is {route}: see the client's base URL" if route in ACCESS else ""
 
 
 async def internal_error(request: Request, error: Exception) -> Response:

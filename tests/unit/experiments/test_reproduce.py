@@ -274,6 +274,12 @@ def test_a_folder_that_cannot_be_written_is_refused_before_anything_runs() -> No
         reproduce(["predictors"], TINY, Path("/proc/self"), n_processes=1, on_progress=never)
 
 
+def test_a_file_in_place_of_the_folder_is_refused_as_that(tmp_path: Path) -> None:
+    (tmp_path / "out").touch()
+    with pytest.raises(InputError, match="out: cannot be written: it is no folder"):
+        reproduce(["predictors"], TINY, tmp_path / "out", n_processes=1, on_progress=never)
+
+
 def test_a_report_that_cannot_be_written_in_the_end_is_one_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,13 +5,14 @@ import math
 import httpx
 import pytest
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 
 from balanceroute.build import policy_settings
 from balanceroute.core.policies import settings_from_dict
 from balanceroute.core.types import RequestSpec
 from balanceroute.errors import InvariantError
 from balanceroute.explain import explain
-from balanceroute.proxy.ops.admin import Admin
+from balanceroute.proxy.ops.admin import Admin, http_error
 from balanceroute.proxy.ops.guard import ERROR_HANDLERS
 from tests.unit.proxy.ops.test_steering import Patient
 from tests.unit.proxy.virtual_time import a_config, a_router
@@ -36,6 +37,22 @@ async def test_the_state_is_read_back_as_the_policy_and_params_in_force(routing:
     assert settings_from_dict(state) == policy_settings(services.config)
     assert list(explain(state).admissions) == services.ledger.scheduler.admit(services.ledger.now())
     assert state["params"].get("options", {}) == services.config.routing.options
+
+
+@pytest.mark.parametrize(
+    ("path", "told"),
+    [
+        ("/chat/completions", "; the route is /v1/chat/completions: see the client's base URL"),
+        ("/v1/v1/messages", "; the route is /v1/messages: see the client's base URL"),
+        ("/v1/state", ""),
+        ("/nowhere", ""),
+    ],
+)
+async def test_a_client_whose_base_url_has_v1_too_often_or_not_at_all_is_told_the_route(path: str, told: str) -> None:
+    app = Starlette(exception_handlers={HTTPException: http_error})
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router") as client:
+        reply = await client.post(path)
+    assert (reply.status_code, reply.json()["error"]["message"]) == (404, f"POST {path}: Not Found{told}")
 
 
 @pytest.mark.parametrize(
