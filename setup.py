@@ -23,7 +23,9 @@ AS_PYTHON_COUNTS = "-ffp-contract=off"  # Arm multiplies and adds in one roundin
 
 
 def core() -> list[Extension]:
-    """The modules of balanceroute/native.py; none where mypyc cannot take them."""
+    """The modules of balanceroute/native.py; none where mypyc cannot take them, or they are beside their sources."""
+    if "editable_wheel" in sys.argv and NATIVE["library"]() is not None:
+        return []  # other extras of the same sources
     try:
         from mypyc.build import mypycify
 

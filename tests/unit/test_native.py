@@ -88,6 +88,32 @@ def test_modules_without_their_library_are_not_used(copy: Path) -> None:
     assert said(copy, ASK) == ["False", "False", *sources_of(copy)]
 
 
+BUILD = """
+import runpy, sys, types
+import setuptools
+from importlib.machinery import EXTENSION_SUFFIXES
+from balanceroute import native
+
+setuptools.setup = lambda **options: print(len(options["ext_modules"]) - 1)  # beside the events' way
+mypyc = types.SimpleNamespace(mypycify=lambda paths, **options: [setuptools.Extension("core", [])])
+sys.modules["mypyc"] = sys.modules["mypyc.build"] = mypyc
+for library in native.PACKAGE.glob("native_*"):
+    library.unlink()
+for _ in range(2):
+    for command in ("editable_wheel", "bdist_wheel"):
+        sys.argv = ["setup.py", command]
+        runpy.run_path("setup.py")
+    (native.PACKAGE / f"{native.group()}__mypyc{EXTENSION_SUFFIXES[0]}").touch()
+"""
+
+
+def test_what_is_compiled_beside_its_sources_is_not_compiled_again_for_more_extras_but_for_a_wheel_it_is(
+    copy: Path,
+) -> None:
+    shutil.copy(REPO / "setup.py", copy)
+    assert said(copy, BUILD) == ["1", "1", "0", "1"]
+
+
 DECIDE = """
 from hashlib import sha256
 from balanceroute import native
