@@ -16,7 +16,6 @@ import logging
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -33,6 +32,7 @@ from balanceroute.proxy.link.far import FarListener
 from balanceroute.proxy.link.leadership import FileLead, Lead
 from balanceroute.proxy.run_folder import RunFolder
 from balanceroute.proxy.server import ChildServer, Reload
+from balanceroute.proxy.telemetry.clock import now_s
 from balanceroute.proxy.telemetry.ticks import until_tick_s
 
 log = logging.getLogger(__name__)
@@ -136,7 +136,7 @@ def stand_by(lead: Lead, follow: Callable[[], None], on_wait: Callable[[], None]
             if not waited:
                 on_wait()
             waited = True
-            if signal.sigtimedwait({signal.SIGHUP}, until_tick_s(time.monotonic(), STANDBY_LOOK_S)) is not None:
+            if signal.sigtimedwait({signal.SIGHUP}, until_tick_s(now_s(), STANDBY_LOOK_S)) is not None:
                 _reload(follow)
     return waited
 

@@ -9,7 +9,6 @@ import asyncio
 import logging
 import os
 import socket
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
@@ -38,6 +37,7 @@ from balanceroute.proxy.ops.guard import trusted
 from balanceroute.proxy.perimeter.perimeter import Perimeter
 from balanceroute.proxy.reload import reload
 from balanceroute.proxy.run_folder import RunFolder
+from balanceroute.proxy.telemetry.clock import now_s
 from balanceroute.proxy.telemetry.ticks import until_tick_s
 from balanceroute.proxy.workers.relay_reports import RelayReports
 
@@ -211,7 +211,7 @@ async def _keep_lead(app: BrainApp) -> None:
             log.warning("nobody finds this brain any more; another one is to lead", extra={"lost": lost})
             app.leave()
             break
-        await asyncio.sleep(until_tick_s(time.monotonic(), RENEW_S))
+        await asyncio.sleep(until_tick_s(now_s(), RENEW_S))
     else:
         log.warning("this brain leads no more", extra={"epoch": app.lead.epoch})
         app.hub.close()  # relays of other machines may not know the new leader yet: they get no decisions from here

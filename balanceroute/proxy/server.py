@@ -28,6 +28,7 @@ from balanceroute.proxy.client.relay_loads import alone
 from balanceroute.proxy.client.services import ClientServices
 from balanceroute.proxy.client.uvicorn_protocol import protocol_class
 from balanceroute.proxy.hotpath import COMPILED, STALE
+from balanceroute.proxy.telemetry.clock import Loop
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +58,7 @@ class Server(uvicorn.Server):
                 host=listen.host,
                 port=listen.port,
                 uds=uds,
-                loop="uvloop",
+                loop="none",
                 http=protocol_class(
                     app,
                     limits_of(lambda: app.services.config),
@@ -76,6 +77,11 @@ class Server(uvicorn.Server):
         )
         self._app, self._router_config = app, config
         self._drain: asyncio.Task[None] | None = None
+
+    def run(self, sockets: list[socket.socket] | None = None) -> None:
+        """Until the end, by our clock."""
+        with asyncio.Runner(loop_factory=Loop) as runner:
+            runner.run(self.serve(sockets=sockets))
 
     @property
     def should_exit(self) -> bool:

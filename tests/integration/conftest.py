@@ -1,8 +1,12 @@
-"""Integration tests run on uvloop, as the router does in production."""
+"""Integration tests run on the loop that the router has in production."""
+
+from typing import Any
 
 import pytest
 
+from balanceroute.proxy.telemetry.clock import Loop
+
 
 @pytest.fixture
-def anyio_backend() -> tuple[str, dict[str, bool]]:
-    return "asyncio", {"use_uvloop": True}
+def anyio_backend() -> tuple[str, dict[str, Any]]:
+    return "asyncio", {"loop_factory": Loop}

@@ -7,13 +7,13 @@ import asyncio
 from typing import Any
 
 import pytest
-import uvloop
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from balanceroute.emulator import ClusterShape, FaultKind
 from balanceroute.emulator.faults import WORKER_KINDS
 from balanceroute.engine import OutputLengths
+from balanceroute.proxy.telemetry.clock import Loop
 from scripts.chaos_run.asks import Asker, Mix
 from scripts.chaos_run.verdict import FAULTS, judge
 from scripts.chaos_run.wire import Client
@@ -122,4 +122,5 @@ async def heal(router: Router) -> None:
 def test_no_fault_yields_a_wrong_answer_or_leaves_anything_behind(
     seed: int, faults: list[tuple[str, FaultKind, dict[str, Any]]]
 ) -> None:
-    uvloop.run(storm(seed, faults))
+    with asyncio.Runner(loop_factory=Loop) as runner:
+        runner.run(storm(seed, faults))

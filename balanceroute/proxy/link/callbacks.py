@@ -18,7 +18,6 @@ import asyncio
 import logging
 import os
 import re
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -28,6 +27,7 @@ import msgspec
 
 from balanceroute.proxy.link.files import is_gone, is_still
 from balanceroute.proxy.link.messages import HEAD_BYTES, MAX_FRAME_BYTES
+from balanceroute.proxy.telemetry.clock import now_s
 from balanceroute.proxy.telemetry.ticks import until_tick_s
 from balanceroute.proxy.telemetry.troubles import Trouble
 from balanceroute.proxy.wire.connectors import owner_of
@@ -129,7 +129,7 @@ class CallbackListener:
     async def watch(self) -> None:
         """Four times per second, listen anew if somebody has removed or replaced the socket; until cancelled."""
         while True:
-            await asyncio.sleep(until_tick_s(time.monotonic(), LOOK_S))
+            await asyncio.sleep(until_tick_s(now_s(), LOOK_S))
             if self._status is None or not is_still(self._path, self._status):
                 await self._serve_again()
 

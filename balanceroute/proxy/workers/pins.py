@@ -39,6 +39,7 @@ import orjson
 
 from balanceroute.errors import ConfigError
 from balanceroute.proxy.link.files import beside, is_at
+from balanceroute.proxy.telemetry.clock import now_s
 from balanceroute.proxy.telemetry.ticks import until_tick_s
 from balanceroute.proxy.telemetry.troubles import Trouble
 from balanceroute.proxy.wire.bounds import MAX_PARAMS_BYTES, token_count
@@ -83,7 +84,7 @@ class Pin:
         A clock that was set back by less shows less, and a machine that was started anew since then is no longer up.
         """
         age_s = time.time() - self.at
-        return age_s if age_s < 0 else max(age_s, time.monotonic() - self.up)
+        return age_s if age_s < 0 else max(age_s, now_s() - self.up)
 
     def hold(self) -> None:
         """Record that its parameters have not been used."""
@@ -134,7 +135,7 @@ class PinRecord:
         self, request_id: str, prefiller: str, params: bytes, prompt_tokens: int, model: str | None, age_s: float
     ) -> Pin:
         """Take down that KV has been pinned, for `age_s` seconds at most."""
-        at, up = time.time() - age_s, time.monotonic() - age_s
+        at, up = time.time() - age_s, now_s() - age_s
         pin = Pin(request_id, prefiller, params, prompt_tokens, model, at, up, self)
         pin.hold()
         return pin
@@ -202,7 +203,7 @@ class PinRecord:
         self._loop = asyncio.get_running_loop()
         try:
             while True:
-                await asyncio.sleep(until_tick_s(time.monotonic(), MEND_S))
+                await asyncio.sleep(until_tick_s(now_s(), MEND_S))
                 self.mend()
         finally:
             self._loop = None

@@ -1,14 +1,14 @@
-"""Both event loops, for tests of the wire: the router runs on uvloop, libraries that embed it on whatever they like."""
+"""Both event loops, for tests of the wire: the router runs on its own, and whoever embeds it on whatever they like."""
 
 import asyncio
 
 import pytest
-import uvloop
 
+from balanceroute.proxy.telemetry.clock import Loop
 from tests.unit.proxy.servers import Run, Test
 
 
-@pytest.fixture(params=[asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+@pytest.fixture(params=[asyncio.new_event_loop, Loop], ids=["asyncio", "uvloop"])
 def run(request: pytest.FixtureRequest) -> Run:
     """Runs a test's coroutine on the loop under test, within 10 s."""
 

@@ -28,12 +28,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import uvloop
-
 from balanceroute.errors import ConfigError
 from balanceroute.proxy import supervisor
 from balanceroute.proxy.handover import Handover, Told
 from balanceroute.proxy.supervisor import Main, Supervisor
+from balanceroute.proxy.telemetry.clock import Loop
 from balanceroute.proxy.telemetry.logs import configure
 from tests.waiting import block_until, until
 
@@ -114,7 +113,7 @@ def child(name: str, listener: socket.socket | None, on_up: Callable[[], None]) 
     if name == OPTIONS.get("dies"):
         note(name, "dies")
         os._exit(7)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # as what ships
+    with asyncio.Runner(loop_factory=Loop) as runner:  # as what ships
         runner.run(live(name, listener, on_up))
 
 

@@ -10,6 +10,7 @@ from balanceroute.errors import ConfigError
 from balanceroute.proxy.app import RouterApp, create_app
 from balanceroute.proxy.server import ChildServer, ProcessServer, Server
 from balanceroute.proxy.services import Services
+from balanceroute.proxy.telemetry.clock import Loop
 from tests.unit.proxy.life.legs import a_leg, dispatching
 from tests.unit.proxy.virtual_time import a_config, a_router, in_virtual_time, let_pass, script
 from tests.waiting import until
@@ -25,6 +26,17 @@ def a_server(services: Services, kind: type[Server] = Server, **more: Any) -> An
 
 def a_draining_router() -> Services:
     return a_router(a_config(1, 1, lifecycle={"drain_timeout_s": DRAIN_S}))
+
+
+def test_a_router_goes_by_a_clock_that_goes_on_in_a_suspend(monkeypatch: pytest.MonkeyPatch) -> None:
+    loops: list[object] = []
+
+    async def serve(*_: object, **__: object) -> None:
+        loops.append(asyncio.get_running_loop())
+
+    monkeypatch.setattr(Server, "serve", serve)
+    Server(create_app(a_config()), a_config()).run()
+    assert isinstance(*loops, Loop)
 
 
 def test_the_first_signal_refuses_what_is_new_and_the_server_ends_when_the_last_request_has() -> None:

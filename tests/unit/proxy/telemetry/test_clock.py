@@ -1,0 +1,44 @@
+"""The router's clock: a machine that is suspended is like a process that is stopped."""
+
+import asyncio
+import time
+
+import pytest
+
+from balanceroute.proxy.telemetry.clock import Loop, now_s
+
+
+def test_it_goes_on_while_the_machine_is_suspended_and_timers_still_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    read, suspended_s = time.clock_gettime, 0.0
+
+    async def suspended() -> None:
+        nonlocal suspended_s
+        loop = asyncio.get_running_loop()
+        before_s = loop.time()
+        suspended_s += 600.0
+        assert loop.time() - before_s >= 600.0 and loop.time() <= now_s()
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.01):
+                await asyncio.Event().wait()
+        assert loop.time() - before_s < 660.0
+
+    monkeypatch.setattr(time, "clock_gettime", lambda clock: read(clock) + suspended_s)
+    with asyncio.Runner(loop_factory=Loop) as runner:
+        runner.run(suspended())
+
+
+def test_it_is_no_clock_that_stands_still_in_a_suspend() -> None:
+    earliest_s, latest_s = time.clock_gettime(time.CLOCK_BOOTTIME), now_s()
+    assert earliest_s <= latest_s <= time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def test_it_shows_a_turn_of_the_loop_that_is_stopped_half_way() -> None:
+    async def stopped() -> None:
+        loop = asyncio.get_running_loop()
+        turn_s, until_s = loop.time(), now_s() + 0.002
+        while now_s() < until_s:
+            pass
+        assert loop.time() - turn_s >= 0.002
+
+    with asyncio.Runner(loop_factory=Loop) as runner:
+        runner.run(stopped())
