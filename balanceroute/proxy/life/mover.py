@@ -56,8 +56,11 @@ class Mover:
         self._refuse_waiting(now)
 
     def tolerates(self, leg: Leg, now: float) -> bool:
-        """Whether a leg that is late at its worker is left there: the silence may be ours, or it waits for its move."""
-        if not self._attentive:
+        """Whether a leg that is late at its worker is left there: the silence may be ours, or it waits for its move.
+
+        What stood still with us has as long for its next token as after one.
+        """
+        if not self._attentive or now - self._services.attention.since_s < self._services.config.limits.idle_timeout_s:
             return True
         worker = self._worker_of(leg)
         if worker is None or not leg.answer.may_move:

@@ -1,5 +1,6 @@
 """What has waited too long is ended: by whose limit, and how."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -13,7 +14,7 @@ from balanceroute.proxy.life.leg import Leg
 from balanceroute.proxy.life.pool_reaper import PERIOD_S, PoolReaper
 from balanceroute.proxy.services import Services
 from tests.unit.proxy.life.legs import DONE, PROMPT_IDS, a_leg, dispatching, events, idle, probed
-from tests.unit.proxy.virtual_time import Page, a_config, a_router, in_virtual_time, let_pass, script
+from tests.unit.proxy.virtual_time import Page, a_config, a_router, in_virtual_time, let_pass, script, stand_still
 from tests.waiting import until
 
 NEXT_LOOK_S = 2 * PERIOD_S
@@ -82,6 +83,29 @@ def test_a_decode_worker_is_late_with_its_next_token() -> None:
             took_s = await ends_after_s(services, leg, Exception)
         assert 5.0 < took_s <= 5.0 + NEXT_LOOK_S
         assert leg.outcome is Outcome.FAILED and idle(services)
+
+    in_virtual_time(waiting)
+
+
+def test_a_decode_worker_that_stood_still_with_the_router_has_its_time_anew() -> None:
+    """As where the machine of both is suspended; it may need seconds until it is at work again."""
+
+    async def waiting() -> None:
+        services = a_router(a_config(1, 1, limits={"idle_timeout_s": 20.0}))
+        script(services, "p0", probed())
+        script(services, "d0", MUTE)
+        async with reaped(services):
+            leg = a_leg(services)
+            task = services.loop.create_task(leg.run())
+            await until(lambda: leg.streaming_from is not None)
+            await let_pass(NEXT_LOOK_S)
+            stand_still(100.0)
+            await let_pass(19.0)
+            assert services.metrics.upstream_errors.value("d0", "decode", "timeout") == 0
+            await let_pass(2.0)
+            assert services.metrics.upstream_errors.value("d0", "decode", "timeout") == 1
+            leg.abandon()
+            await asyncio.wait({task})
 
     in_virtual_time(waiting)
 
