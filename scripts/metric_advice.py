@@ -77,8 +77,8 @@ ADVICE: dict[str, tuple[str, str]] = {
     ),
     "recomputes": (
         "kind",
-        "Rising: decoders run out of KV blocks; lower `max_num_seqs` or add decoders. `pulled_late`: decoders stand "
-        "still for longer than prefillers keep KV (`prefill.kv_pin_s`).",
+        "Rising: decoders run out of KV blocks; lower `max_num_seqs` or add decoders. `pulled_late`: decoders, or "
+        "the router, stand still for longer than prefillers keep KV (`prefill.kv_pin_s`).",
     ),
     "refusals": ("reason", "Rising: clients without a key or beyond their limits."),
     "request_duration_seconds": ("", "For information; see TTFT and TPOT first."),

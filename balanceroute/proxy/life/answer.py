@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from balanceroute.errors import BadUpstreamReply, NotResumable, Rejected, UpstreamError
 from balanceroute.proxy.admission.prompt_estimates import has_estimate
-from balanceroute.proxy.life.errors import DeadlineExceeded
+from balanceroute.proxy.life.errors import DeadlineExceeded, PromptsDiffer
 from balanceroute.proxy.life.outlet import Outlet
 from balanceroute.proxy.life.resumption import Fidelity, resumption
 from balanceroute.proxy.life.retries import pushes_back
@@ -19,7 +19,7 @@ from balanceroute.proxy.life.services import LifeServices
 from balanceroute.proxy.life.streaming import write_part
 from balanceroute.proxy.wire.client_request import ClientRequest
 from balanceroute.proxy.wire.closing import ended_by_length
-from balanceroute.proxy.wire.derived_requests import cut_alike, kept_apart, resume
+from balanceroute.proxy.wire.derived_requests import cut_alike, resume
 from balanceroute.proxy.wire.probe_reply import PrefillResult
 from balanceroute.proxy.wire.prompt_echo import prompt_text
 from balanceroute.proxy.wire.sse import EventScanner, StreamEnd
@@ -41,6 +41,7 @@ class Answer:
         "_cut_off",
         "_estimated",
         "_original",
+        "_prefilled_ids",
         "_restarts",
         "_services",
         "cached_tokens",
@@ -64,6 +65,7 @@ class Answer:
         self.scanner = NOTHING_YET
         self._cut_off = ""  # how it is to go on, until it does
         self._counted: PrefillResult | None = None  # what a prefiller said of the client's own prompt
+        self._prefilled_ids: array[int] | None = None  # of the prompt that the last one has computed, if it told
         self._estimated = has_estimate(request)
         self.estimated_tokens = (
             services.prompt_estimates.estimate(request) if self._estimated else request.prompt_tokens
@@ -77,6 +79,7 @@ class Answer:
 
     def prefilled(self, result: PrefillResult) -> None:
         """A prefill is done; the first is of the client's own prompt, and with it the answer begins."""
+        self._prefilled_ids = result.prompt_token_ids
         if self.scanner is NOTHING_YET:
             self.prompt_counted(result)
             self.begin(result)
@@ -120,6 +123,20 @@ class Answer:
                 tier="prefill",
             )
 
+    def check_prompt(self, worker: Worker) -> None:
+        """Engines with different chat templates, or tokenizers, count different prompts: one is decoded by wrong KV.
+
+        Raises: PromptsDiffer.
+        """
+        computed, read = self._prefilled_ids, self.scanner.prompt_ids
+        if self.request is self._original and computed and read and len(computed) != len(read):
+            raise PromptsDiffer(
+                f"its prompt has {len(read)} tokens, and {len(computed)} at the prefiller: their chat templates, "
+                "tokenizers or versions differ",
+                worker=worker.id,
+                tier="decode",
+            )
+
     def begin(self, result: PrefillResult) -> None:
         """Nothing has come yet. `result` is what is known of the prompt; its size, as far as it has been counted."""
         request = self.request
@@ -137,10 +154,6 @@ class Answer:
         )
 
     # -- when the decode ends early
-
-    def distrust_caches(self) -> None:
-        """A decode worker may have cached another prompt's KV under this one: ask for the rest under a salt."""
-        self._original = kept_apart(self._original)
 
     @property
     def may_move(self) -> bool:

@@ -9,16 +9,17 @@ How the stream ends, and what that means:
 | [DONE] without one, or `stop_reason: "recomputed"` | the request was given back: the answer goes on elsewhere |
 | `finish_reason: "abort"`: the engine is being stopped | an error, which `retries.py` judges |
 | broken off, an error event, no JSON, another request's | the same |
-| its first event comes after it has stood still until its KV may have been dropped | not read, made anew, once |
+| its first event comes when its KV may have been dropped before the worker pulled it | not read, made anew |
 """
 
 import asyncio
 import logging
 import math
+from functools import partial
 
 from balanceroute.config import Config
-from balanceroute.errors import BadUpstreamReply, BalanceRouteError, ConnectFailed, UpstreamError, UpstreamStatus
-from balanceroute.proxy.life.errors import ClientStalled
+from balanceroute.errors import BadUpstreamReply, BalanceRouteError, UpstreamError, UpstreamStatus
+from balanceroute.proxy.life.errors import ClientStalled, KvTooOld
 from balanceroute.proxy.life.leg import ERROR_LIMIT, REPLY_LIMIT, Leg
 from balanceroute.proxy.life.retries import event_error, status_error
 from balanceroute.proxy.life.streaming import stream_events
@@ -43,7 +44,7 @@ async def decode(leg: Leg, worker: Worker, grace_s: float) -> bool:
 
     Args: grace_s: how long to wait for its first event when the client goes.
 
-    Raises: UpstreamError; ClientStalled.
+    Raises: UpstreamError; ClientStalled; KvTooOld: nothing of the answer was asked for, or used.
     """
     services, answer, params = leg.services, leg.answer, leg.unspent
     assert params is not None
@@ -54,20 +55,19 @@ async def decode(leg: Leg, worker: Worker, grace_s: float) -> bool:
     streams = answer.request.streams_upstream
     leg.enter(worker, "decode", now + first_bytes_s(services.config, answer.request), grace_s)
     tokens, answered = answer.scanner.tokens, False
+    leg.cache_salt = worker.cache_salt
     try:
-        body = decode_body(answer.request, params)
-        leg.unspent = None
-        leg.pulls_at, leg.sent_s, leg.pulled_late = worker, now, False
-        if leg.pin is not None:
-            leg.pin.release()
         reply = leg.reply = await worker.upstream.request(
             "POST",
             answer.request.path,
-            body,
+            decode_body(answer.request, params, leg.cache_salt),
             worker.headers_of(leg.upstream_id, leg.headers),
             connect_timeout_s=limits.connect_timeout_s,
             retry_stale=False,  # a worker that took the request and died looks the same: the KV may be pulled
+            about_to_send=partial(leg.spend, worker),
         )
+        if streams and services.drainer.too_old(leg.pinned_s):
+            leg.doubt_kv(worker)  # we may have been stopped as it was written
         if reply.status != 200:
             raise await _refusal(leg, worker, reply, params)
         if reply.header(b"content-encoding") not in (None, b"identity"):
@@ -77,10 +77,6 @@ async def decode(leg: Leg, worker: Worker, grace_s: float) -> bool:
         if complete:
             worker.circuit.success()  # also of an answer that finished in the same read as what is wrong behind it
         return complete
-    except ConnectFailed as error:
-        if not error.sent:
-            leg.refused(params)
-        raise
     except asyncio.CancelledError:
         worker.circuit.inconclusive()
         interruption = leg.interruption()
@@ -146,8 +142,8 @@ async def _stream(leg: Leg, worker: Worker, reply: Reply) -> bool:
         if chunk is None:
             scanner.close()
             break
-        if not scanner.begun and _pulled_late(leg, worker):
-            return False
+        if not scanner.begun:
+            _check_kv(leg, worker)
         out += scanner.feed(chunk)
         if len(out) > ERROR_LIMIT and not scanner.begun:
             break
@@ -155,6 +151,7 @@ async def _stream(leg: Leg, worker: Worker, reply: Reply) -> bool:
             ticket.progress(scanner.tokens - counted)
             counted = scanner.tokens
             _has_begun(leg, worker)
+    answer.check_prompt(worker)
     if not scanner.begun:  # [DONE] alone is a request that was given back at once
         if chunk is None or scanner.end is None:
             raise BadUpstreamReply("its stream holds no event of an answer", worker=worker.id, tier="decode")
@@ -186,7 +183,6 @@ async def _stream(leg: Leg, worker: Worker, reply: Reply) -> bool:
 def _has_begun(leg: Leg, worker: Worker) -> None:
     """The first tokens are here: from now on the next one is waited for, and what failed before is forgotten."""
     leg.ticket.began()  # the prefiller's KV has been pulled
-    leg.made_anew = False
     leg.answer.goes_on()
     at = worker.progress_s = leg.ticket.last_token_s
     leg.streaming_from = worker
@@ -225,8 +221,7 @@ async def _whole(leg: Leg, worker: Worker, reply: Reply) -> bool:
     """An answer in one piece; False when it was given back, and nothing of it has reached the client."""
     answer, scanner = leg.answer, leg.answer.scanner
     body = await reply.read(REPLY_LIMIT)
-    if _pulled_late(leg, worker):
-        return False
+    _check_kv(leg, worker)
     told = correct_answer(
         answer.request,
         body,
@@ -251,21 +246,17 @@ async def _whole(leg: Leg, worker: Worker, reply: Reply) -> bool:
     return True
 
 
-def _pulled_late(leg: Leg, worker: Worker) -> bool:
-    """Whether its first word is of KV that may have been another request's by the time that it was pulled.
+def _check_kv(leg: Leg, worker: Worker) -> None:
+    """Look once more whether it was there when the worker pulled it, now that its first word is here.
 
-    A worker that stands still for longer than prefillers keep KV reads what is there by then, and nobody notices. Once,
-    until it has gone on: a worker all of whose requests wait for memory is silent, too, but keeps their KV alive
-    (NIXL's heartbeats).
+    Raises: KvTooOld: it may not have been, or not that of another request, which the worker has cached by now.
     """
     leg.watch_pull()
     leg.pulls_at = None
-    if not leg.pulled_late or leg.made_anew:
-        return False
-    leg.made_anew = True
-    leg.answer.distrust_caches()
-    log.warning("answer made anew", extra={"request": leg.id, "worker": worker.id, "reason": "its KV was pulled late"})
-    return True
+    if leg.cache_salt != worker.cache_salt:
+        fields = {"request": leg.id, "worker": worker.id, "reason": "its KV was pulled late"}
+        log.warning("answer made anew", extra=fields)
+        raise KvTooOld
 
 
 def _check_is_stream(reply: Reply, worker: Worker) -> None:

@@ -7,6 +7,10 @@ class NothingPinned(BadUpstreamReply):
     """The prefiller answered without kv_transfer_params: sent on, a decoder would prefill by itself."""
 
 
+class PromptsDiffer(BadUpstreamReply):
+    """Prefiller and decode worker have made another prompt each of one request: the KV is none of what is decoded."""
+
+
 class WorkerSilent(UpstreamTimeout):
     """The worker has fallen silent, and the request leaves it (`mover.py`)."""
 
@@ -15,6 +19,10 @@ class DeadlineExceeded(UpstreamTimeout):
     """The request as a whole took too long."""
 
     retryable = False
+
+
+class KvTooOld(Exception):
+    """A prefiller may have dropped the KV before the decode worker had pulled it: it would read what is there then."""
 
 
 class ClientGone(Exception):

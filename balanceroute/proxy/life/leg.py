@@ -21,7 +21,8 @@ only then `Outlet.start` is called. Up to that point a failure is another try or
 
 **Parameters once.** `unspent` holds the prefiller's kv_transfer_params from its answer until a decoder may have seen
 them. If the request leaves while it still holds them, the KV is drained. They are not sent any more once the prefiller
-may soon drop the KV, as after a pause of our whole process: a decoder would read what is there by then, unnoticed.
+may soon drop the KV, as after a pause of our whole process: a decoder would read what is there by then, unnoticed. That
+is looked at last of all (`spend`); what comes all the same of KV that may have been gone is not used (`watch_pull`).
 
 **A client that goes away is not always a reason to hang up at once.** A prefiller that has just finished pins KV whose
 parameters only its reply tells, and a decoder that has not handed the request to its engine yet forgets it without
@@ -34,6 +35,7 @@ and the reaper, which looks at all legs a few times per second, interrupts those
 
 import asyncio
 import math
+import secrets
 import sys
 import traceback
 from collections.abc import Awaitable, Callable, Mapping
@@ -46,7 +48,7 @@ from balanceroute.core.types import CANCELLED, EXPIRED, FAILED, FINISHED, GONE, 
 from balanceroute.errors import BalanceRouteError, QueueTimeout, Rejected, UpstreamError
 from balanceroute.proxy.admission.tickets import Ticket
 from balanceroute.proxy.life.answer import Answer
-from balanceroute.proxy.life.errors import ClientGone, ClientStalled, WorkerSilent
+from balanceroute.proxy.life.errors import ClientGone, ClientStalled, KvTooOld, WorkerSilent
 from balanceroute.proxy.life.outlet import Outlet
 from balanceroute.proxy.life.retries import Retries
 from balanceroute.proxy.life.services import LifeServices
@@ -71,12 +73,11 @@ class Event(StrEnum):
     PREFILLED = "prefilled"
     PREFILL_FAILED = "prefill failed"  # and may be tried again
     ADMITTED = "admitted"  # a decode worker takes the request
-    KV_AGED = "KV aged"  # the prefiller may drop it before a decode worker has pulled it
     CUT_OFF = "cut off"  # the decode worker was lost, or gave the request back: the answer goes on from where it was
     COMPLETE = "complete"
 
 
-TAKEN, PREFILLED, PREFILL_FAILED, ADMITTED, KV_AGED, CUT_OFF, COMPLETE = Event
+TAKEN, PREFILLED, PREFILL_FAILED, ADMITTED, CUT_OFF, COMPLETE = Event
 
 
 Transitions = Mapping[Phase, Mapping[Event, Phase]]
@@ -107,6 +108,7 @@ class Leg:
         "_tries",
         "answer",
         "at_worker",
+        "cache_salt",
         "counted_tokens",
         "deadline_s",
         "decode_wait_s",
@@ -121,7 +123,6 @@ class Leg:
         "pinned_s",
         "prefill_wait_s",
         "prefiller_id",
-        "pulled_late",
         "pulls_at",
         "sent_s",
         "recomputes",
@@ -134,7 +135,6 @@ class Leg:
         "upstream_id",
         "retries",
         "last_tried",
-        "made_anew",
         "decoder_id",
     )
 
@@ -173,8 +173,7 @@ class Leg:
         self.pinned_s = 0.0  # since when their KV has been pinned at most
         self.pulls_at: Worker | None = None  # the decode worker that has its parameters, and has said nothing yet
         self.sent_s = 0.0  # since when
-        self.pulled_late = False  # such a one has stood still until that KV may have been dropped
-        self.made_anew = False  # for that reason, and nothing has come since
+        self.cache_salt = ""  # that worker's, when it was asked: it has another since it may have cached what is wrong
         self.pin: Pin | None = None  # the record of it, which has it for as long as they are unspent
         # where it is
         self._task: asyncio.Task[Any] | None = None
@@ -365,12 +364,37 @@ class Leg:
         self._grace_s = 0.0
         self.check_abandoned(worker)
 
+    def spend(self, worker: Worker) -> None:
+        """The parameters are about to be written to this decode worker. Raises: KvTooOld: they must not be."""
+        if self.services.drainer.too_old(self.pinned_s):
+            raise KvTooOld
+        self.unspent = None
+        self.pulls_at, self.sent_s = worker, self.services.tickets.now()
+        if self.pin is not None:
+            self.pin.release()
+
     def watch_pull(self) -> None:
-        """Note a decode worker that stands still for longer than prefillers keep KV: it reads what is there by then."""
-        worker = self.pulls_at
-        if worker is not None and not self.pulled_late:
-            since_s = self.sent_s if self.sent_s > worker.progress_s else worker.progress_s
-            self.pulled_late = self.services.drainer.outlived(self.pinned_s, since_s)
+        """See whether the KV may have been dropped before its decode worker, which owes the first word, pulled it.
+
+        With NIXL a worker keeps KV alive while it is at work, as its tokens show: those that came before our last look,
+        for what is read after a pause of ours may be of any time. One that answers as a whole may be busy with that
+        answer, as long as nothing is known against it.
+        """
+        worker, looked_s = self.pulls_at, self.services.last_look_s
+        if worker is None or self.cache_salt != worker.cache_salt:
+            return
+        alive_s = self.sent_s
+        if not self.answer.request.streams_upstream and worker.state is UP:
+            alive_s = looked_s
+        elif self.services.config.connector == "nixl":
+            alive_s = min(worker.progress_s, looked_s)
+        if self.services.drainer.outlived(self.pinned_s, max(alive_s, self.sent_s)):
+            self.doubt_kv(worker)
+
+    def doubt_kv(self, worker: Worker) -> None:
+        """The decode worker may have pulled, and cached, what is not its KV: what it was sent by now is made anew."""
+        if self.cache_salt == worker.cache_salt:
+            worker.cache_salt = secrets.token_hex(8)
 
     def leave(self, worker: Worker) -> None:
         """The request to this worker is over."""

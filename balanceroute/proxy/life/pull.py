@@ -15,11 +15,11 @@ from mypy_extensions import mypyc_attr
 from balanceroute.core.types import DECODING, GONE, POOLED, PREFILLING, QUEUED, Phase
 from balanceroute.errors import UpstreamError
 from balanceroute.proxy.life.decoding import decode
+from balanceroute.proxy.life.errors import KvTooOld
 from balanceroute.proxy.life.leg import (
     ADMITTED,
     COMPLETE,
     CUT_OFF,
-    KV_AGED,
     PREFILL_FAILED,
     PREFILLED,
     TAKEN,
@@ -49,7 +49,7 @@ class Pull:
     follows: ClassVar[Transitions] = {
         QUEUED: {TAKEN: PREFILLING},
         PREFILLING: {PREFILLED: POOLED, PREFILL_FAILED: QUEUED},
-        POOLED: {ADMITTED: DECODING, KV_AGED: QUEUED},
+        POOLED: {ADMITTED: DECODING},
         DECODING: {COMPLETE: GONE, CUT_OFF: QUEUED},
     }
 
@@ -86,20 +86,14 @@ class Pull:
 
     async def pooled(self) -> Event:
         """Wait for a slot at a decode worker."""
-        leg = self._leg
-        self._worker = await leg.admission()
-        if not leg.services.drainer.too_old(leg.pinned_s):
-            return ADMITTED
-        leg.retries.waits_anew()
-        leg.ticket.requeue()
-        leg.free_kv()
-        return KV_AGED
+        self._worker = await self._leg.admission()
+        return ADMITTED
 
     async def decoding(self) -> Event:
         """Have the answer generated, from wherever it is."""
         leg, worker = self._leg, self._worker
         scanner, retries = leg.answer.scanner, leg.retries
-        tokens, made_anew = scanner.tokens, leg.made_anew
+        tokens, why = scanner.tokens, "recomputed"
         lost: UpstreamError | None = None
         try:
             if await decode(leg, worker, DECODE_GRACE_S):
@@ -107,13 +101,16 @@ class Pull:
             worker.circuit.inconclusive()
             if scanner.tokens == tokens:
                 await asyncio.sleep(retries.fruitless(worker))
+        except KvTooOld:
+            why = "pulled_late"
+            worker.circuit.inconclusive()
+            await asyncio.sleep(retries.fruitless(worker))
         except UpstreamError as error:
             leg.check_abandoned(worker)
             lost = error
             await leg.suspect_loss(error, worker)
             await asyncio.sleep(retries.judge(error, worker, "decode", begun=bool(scanner.tokens)))
         try:
-            why = "pulled_late" if leg.made_anew and not made_anew else "recomputed"
             return await go_on(leg, self._result, lost, why)
         finally:
             clear_frames(lost)

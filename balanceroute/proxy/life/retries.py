@@ -4,8 +4,9 @@
 |---|---|---|
 | 4xx except 429 | nothing | ends: the error is the client's |
 | 429, 503 | rests (`circuit.busy`) | goes round again, counted as no failure; ends at the queue's deadline |
-| given back without a token | nothing | goes round again, `MAX_FRUITLESS` times in a row |
+| given back without a token, or made anew | nothing | goes round again, `MAX_FRUITLESS` times in a row |
 | the whole took too long | nothing | ends |
+| prefiller and decode worker make other prompts of it | nothing: some requests may still be served | ends |
 | no descriptor was free for a connection | nothing: that is ours | tries again, as below |
 | 500 from every worker that could take it | nothing, nor what was said before | ends |
 | anything else | a failure (`circuit.fault`) | tries again, `retry.max_attempts` times in a row |
@@ -43,7 +44,7 @@ from balanceroute.errors import (
 )
 from balanceroute.proxy.admission.decider import RETRY_AFTER_S
 from balanceroute.proxy.admission.tickets import Ticket
-from balanceroute.proxy.life.errors import DeadlineExceeded, NothingPinned
+from balanceroute.proxy.life.errors import DeadlineExceeded, NothingPinned, PromptsDiffer
 from balanceroute.proxy.life.services import LifeServices
 from balanceroute.proxy.life.suspicion import Choices, Sign, Suspect, sign_of
 from balanceroute.proxy.wire.bounds import retry_after_s
@@ -97,7 +98,7 @@ class Retries:
         Raises: `error`, when it was the last try.
         """
         services, circuit = self._services, worker.circuit
-        if is_refused(error) or isinstance(error, DeadlineExceeded):
+        if is_refused(error) or isinstance(error, DeadlineExceeded | PromptsDiffer):
             circuit.inconclusive()
             raise error
         services.metrics.upstream_errors.inc(worker.id, tier, kind_of(error))
@@ -153,13 +154,15 @@ class Retries:
         return self._decode_failures - (0 if self._suspect is None else self._suspect.explained)
 
     def fruitless(self, worker: Worker) -> float:
-        """A decode was given back without a token: no fault, but no reason to go round for ever either.
+        """A decode was given back without a token, or made anew: no fault, but no reason to go round for ever either.
 
         Returns how long to wait. Raises: BadUpstreamReply: it has happened `MAX_FRUITLESS` times in a row.
         """
         self._fruitless += 1
         if self._fruitless >= MAX_FRUITLESS:
-            raise BadUpstreamReply("it gives the request back again and again", worker=worker.id, tier="decode")
+            raise BadUpstreamReply(
+                "it gives the request back, or its KV is too old, again and again", worker=worker.id, tier="decode"
+            )
         return self._backoff_s(self._fruitless)
 
     async def suspect_loss(self, error: UpstreamError, worker: Worker, *, midway: bool) -> None:

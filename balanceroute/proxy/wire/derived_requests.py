@@ -18,7 +18,7 @@ from balanceroute.proxy.wire.prompts import batch_of, embeds_tokens
 MIN_SEED: Final = -(2**63)  # vLLM's bounds of `seed`
 MAX_SEED: Final = 2**63 - 1
 _TRUNCATE: Final = "truncate_prompt_tokens"
-_SALT: Final = "cache_salt"
+CACHE_SALT: Final = "cache_salt"
 _DONE_BY_IDS: Final = frozenset((_TRUNCATE, "suffix", "echo"))  # the prompt's ids have these done to them already
 
 
@@ -133,4 +133,4 @@ def kept_apart(request: ClientRequest) -> ClientRequest:
     It is for a pull that may come too late: the prefiller may have given the blocks to another request, whose KV the
     decoder would then cache under this prompt.
     """
-    return replace(request, rest=request.rest | {_SALT: secrets.token_hex(8)})
+    return replace(request, rest=request.rest | {CACHE_SALT: secrets.token_hex(8)})

@@ -22,7 +22,7 @@ from typing import Any, Final
 import orjson
 
 from balanceroute.proxy.wire.client_request import FOLLOWED_ABOVE_TOKENS, ClientRequest
-from balanceroute.proxy.wire.derived_requests import kept_apart
+from balanceroute.proxy.wire.derived_requests import CACHE_SALT, kept_apart
 from balanceroute.proxy.wire.fields import as_integer
 
 PROBE_KV_PARAMS: Final[dict[str, Any]] = {
@@ -60,10 +60,15 @@ def score_body(request: ClientRequest) -> bytes:
     return _dump(request, rest | _wishes_of(request) | {"max_tokens": 0}, None)
 
 
-def decode_body(request: ClientRequest, kv_transfer_params: bytes) -> bytes:
-    """The body for the decode worker: the client's wishes, the KV to pull, and token ids for the exact count."""
+def decode_body(request: ClientRequest, kv_transfer_params: bytes, cache_salt: str = "") -> bytes:
+    """The body for the decode worker: the client's wishes, the KV to pull, and token ids for the exact count.
+
+    `cache_salt` is the worker's own, beside the client's.
+    """
     rest = dict(request.rest)
     rest["return_token_ids"] = True
+    if cache_salt:
+        rest[CACHE_SALT] = f"{rest.get(CACHE_SALT) or ''}{cache_salt}"
     if request.assembled:
         rest["stream"] = True
         rest["stream_options"] = {"include_usage": True}

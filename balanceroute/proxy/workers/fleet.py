@@ -43,12 +43,14 @@ class Worker:
     answered a health check well; `busy_since_s` is when it got its first request after idleness. `id` is its name in
     metrics, logs and /state.
     `in_use` are the upstream requests under way, probes, decodes and drains; `peak_in_use` the most since `take_peak`.
+    `cache_salt` keeps its cache apart from what it may have cached wrongly before, if anything ("").
     """
 
     __slots__ = (
         "answered_s",
         "awaited_by",
         "busy_since_s",
+        "cache_salt",
         "checks_failed",
         "circuit",
         "doubted",
@@ -93,6 +95,7 @@ class Worker:
         self.progress_s = self.answered_s = -math.inf
         self.busy_since_s = -math.inf
         self.state = WorkerState.UP
+        self.cache_salt = ""
 
     def take(self) -> None:
         """Count a request that is about to be sent; the sender subtracts it from `in_use` when it is over."""

@@ -67,6 +67,7 @@ class Connections(Protocol):
         connect_timeout_s: float = CONNECT_TIMEOUT_S,
         first_byte_timeout_s: float | None = None,
         retry_stale: bool = True,
+        about_to_send: Callable[[], None] | None = None,
     ) -> Reply:
         """As `Upstream.request`."""
 
@@ -143,12 +144,14 @@ class Upstream:
         connect_timeout_s: float = CONNECT_TIMEOUT_S,
         first_byte_timeout_s: float | None = None,
         retry_stale: bool = True,
+        about_to_send: Callable[[], None] | None = None,
     ) -> Reply:
         """Send one request; returns when the reply's head is here.
 
         The caller must read the reply to its end or `abort()` it. Cancelling this call closes the connection.
         `headers` are sent as they are, beside host and content-length; they must not frame the message. A caller that
-        sends the same headers often calls `checked_lines` once, and passes its bytes.
+        sends the same headers often calls `checked_lines` once, and passes its bytes. `about_to_send` is called when
+        there is a connection, right before the request is written to it; what it raises prevents that.
 
         Raises: ConnectFailed, UpstreamTimeout, BadUpstreamReply.
         """
@@ -158,6 +161,12 @@ class Upstream:
             reused = connection is not None
             if connection is None:
                 connection = await self._connected(connect_timeout_s)
+            if about_to_send is not None:
+                try:
+                    about_to_send()
+                except BaseException:
+                    connection.abort()
+                    raise
             self._busy.add(connection)
             reply = connection.send(message)
             try:

@@ -107,6 +107,6 @@ def falling_silent(said: bytes = b"") -> Script:
     return script
 
 
-async def post(upstream: Upstream, **options: float | bool | None) -> Reply:
+async def post(upstream: Upstream, **options: object) -> Reply:
     """The reply to a small request."""
     return await upstream.request("POST", "/v1/x", b"{}", [(b"x-request-id", b"r1")], **options)  # type: ignore[arg-type]

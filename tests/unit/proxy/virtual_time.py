@@ -103,16 +103,24 @@ class _Reply(Reply):
 
     paused = over = aborted = False  # type: ignore[assignment]
 
-    def __init__(self, page: Page, sent_id: bytes = b"") -> None:
+    def __init__(
+        self, page: Page, sent_id: bytes = b"", before_body: Callable[[], Awaitable[None]] | None = None
+    ) -> None:
         self.status, self._page, self.undelivered = page.status, page, False
         self._body: bytes | None = page.body.replace(b"$ID", sent_id)
-        self.over, self._error = page.ends, page.breaks  # type: ignore[misc]
+        self._before_body = before_body
+        self._error = page.breaks
+        self.over = page.ends and before_body is None  # type: ignore[misc]
         self.loop = asyncio.get_running_loop()
 
     def header(self, name: bytes) -> bytes | None:
         return dict(self._page.headers).get(name)
 
     async def next_chunk(self) -> bytes | None:
+        waits, self._before_body = self._before_body, None
+        if waits is not None:
+            await waits()
+            self.over = self._page.ends  # type: ignore[misc]
         body, self._body = self._body, None
         if not body and self._error is not None:
             raise self._error
@@ -171,8 +179,19 @@ class ScriptedUpstream:
         self.under_way = self.most_under_way = 0
         self.closed = False
 
-    async def request(self, method: str, path: str, body: bytes = b"", headers: bytes = b"", **options: Any) -> _Reply:
+    async def request(
+        self,
+        method: str,
+        path: str,
+        body: bytes = b"",
+        headers: bytes = b"",
+        about_to_send: Callable[[], None] | None = None,
+        **options: Any,
+    ) -> _Reply:
         answers = self.detokenized if path == "/detokenize" else self.answers
+        unsent = isinstance(answers[0], ConnectFailed) and not answers[0].sent
+        if about_to_send is not None and not unsent:
+            about_to_send()
         if answers is self.answers:
             self.asked.append(Asked(next(_numbers), asyncio.get_running_loop().time(), body, path))
         answer = answers.pop(0) if len(answers) > 1 else answers[0]
@@ -183,11 +202,15 @@ class ScriptedUpstream:
                 raise answer
             if isinstance(answer, int | Page):
                 page = Page(status=answer) if isinstance(answer, int) else answer
-                return _Reply(page, _id_in(headers))
+                waits = self.before_body if path.startswith("/v1/") else None
+                return _Reply(page, _id_in(headers), waits)
             await (answer or asyncio.Event()).wait()
             return _Reply(Page())
         finally:
             self.under_way -= 1
+
+    async def before_body(self) -> None:
+        """What passes between the head and the body of an answer to a request of clients."""
 
     def close(self) -> None:
         self.closed = True

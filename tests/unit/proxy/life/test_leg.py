@@ -69,10 +69,6 @@ def test_a_request_that_was_cut_off_comes_by_a_slot_of_a_decode_worker_again(str
             phase = strategy.follows[phase][Event.TAKEN if phase is Phase.QUEUED else Event.PREFILLED]
 
 
-def test_kv_that_a_prefiller_may_drop_is_never_sent_to_a_decode_worker() -> None:
-    assert Pull.follows[Phase.POOLED][Event.KV_AGED] is Phase.QUEUED
-
-
 # ---------------------------------------------------------------------------------------- one that runs
 
 

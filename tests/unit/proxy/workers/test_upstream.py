@@ -12,6 +12,7 @@ import pytest
 import trustme
 
 from balanceroute.errors import CannotConnect, ConnectFailed, UpstreamTimeout
+from balanceroute.proxy.life.errors import KvTooOld
 from balanceroute.proxy.wire.responses import status_of
 from balanceroute.proxy.workers.upstream import KEEPALIVE_S, Upstream
 from tests.unit.proxy.servers import (
@@ -54,6 +55,23 @@ def test_a_header_with_a_line_break_is_refused(run: Run) -> None:
     async def test() -> None:
         with pytest.raises(ValueError, match="line break"):
             await Upstream("http://127.0.0.1:1").request("GET", "/", headers=[(b"a", b"b\r\nc: d")])
+
+    run(test)
+
+
+def test_what_is_looked_at_last_is_so_with_a_connection_there_and_may_keep_the_request_back(run: Run) -> None:
+    async def test() -> None:
+        async with worker(answering(plain(b"a"))) as server:
+            upstream = Upstream(server.url)
+
+            def about_to_send() -> None:
+                raise KvTooOld
+
+            with pytest.raises(KvTooOld):
+                await post(upstream, about_to_send=about_to_send)
+            assert (upstream.idle_connections, upstream.busy_connections) == (0, 0)
+            assert await (await post(upstream, about_to_send=lambda: None)).read(9) == b"a"
+            upstream.close()
 
     run(test)
 
