@@ -22,7 +22,8 @@ def put_prompt_details(usage: Details, told: Details | None) -> bool:
     """Have a decoder's usage say what the prefiller `told` of the prompt; returns whether that has changed it."""
     details = usage.get("prompt_tokens_details")
     known = details if isinstance(details, dict) else {}
-    wanted = {name: value for name, value in known.items() if name != _OF_PREFILLERS} | (told or {})
+    # null is what engines say of a cache that they don't count, and their clients look for the name
+    wanted = {name: value for name, value in known.items() if name != _OF_PREFILLERS or value is None} | (told or {})
     if known.get("cached_tokens") and "cached_tokens" not in (told or {}):
         wanted["cached_tokens"] = 0
     if wanted == known:

@@ -36,6 +36,11 @@ def test_details_are_summed_figure_by_figure() -> None:
             {"cached_tokens": 64, "created_cache_tokens": 32},
         ),
         ({"cached_tokens": 99, "created_cache_tokens": 1}, {"cached_tokens": 64}, {"cached_tokens": 64}),
+        (  # a completion of vLLM 0.32, which counts it for chats alone
+            {"cached_tokens": 42, "created_cache_tokens": None, "multimodal_tokens": None},
+            {"cached_tokens": 32, "created_cache_tokens": None, "multimodal_tokens": None},
+            {"cached_tokens": 32, "created_cache_tokens": None, "multimodal_tokens": None},
+        ),
     ],
 )
 def test_of_the_prompt_the_prefiller_has_the_word(
