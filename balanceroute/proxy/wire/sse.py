@@ -143,6 +143,7 @@ class EventScanner:
         "_pass_continuous",
         "_pass_usage",
         "_prompt_details",
+        "_prompt_told",
         "_prompt_tokens",
         "_request_id",
         "_role_sent",
@@ -201,6 +202,7 @@ class EventScanner:
         self.matcher = EventMatcher(want_token_ids, self._translation is not None)
         self.ids_exact = True
         self.prompt_ids: array[int] | None = None
+        self._prompt_told = False  # to the client, if it wants ids
         self.fault = ""
         self.echoed = False
         self._expected_id = self._request_id = ""
@@ -526,6 +528,7 @@ class EventScanner:
         changed |= role | self._rewrite_identity(event)
         if not (carries or finishes) and self._says_nothing(choices, role):
             return b""
+        self._prompt_told = self._prompt_told or self.prompt_ids is not None
         if self._prefix and "text" in choices[0]:
             choices[0]["text"] = self._prefix + (choices[0]["text"] or "")
             self._prefix = ""
@@ -570,7 +573,8 @@ class EventScanner:
                 self.ids_exact = False
             else:
                 self.ids.extend(taken)
-        if self._want_ids and not (prompt and self._life):
+        # a later life's prompt is told where no earlier one has told it, unless it ends with the answer so far
+        if self._want_ids and not (prompt and self._life and (self._prompt_told or self._base)):
             return 0
         holder[name] = None
         return 1

@@ -259,6 +259,27 @@ def test_prompt_ids_of_a_resumed_life_are_not_the_clients_prompt() -> None:
     assert scanner.prompt_ids.tolist() == [8]
 
 
+def test_prompt_ids_that_no_earlier_life_has_told_are_told_by_the_next_one() -> None:
+    scanner = EventScanner(want_token_ids=True)
+    marker = completion("", [], prompt_token_ids=[8, 9], finish_reason="stop", stop_reason="recomputed")
+    assert scanner.feed(event(marker)) == b""
+    assert scanner.end is StreamEnd.RECOMPUTED
+    scanner.resume()
+    begun = event(completion("a", [1], prompt_token_ids=[8, 9]))
+    assert scanner.feed(begun) == begun
+    scanner.resume()
+    assert scanner.feed(event(completion("b", [2], prompt_token_ids=[8, 9, 1]))) == event(completion("b", [2]))
+
+
+def test_prompt_ids_of_a_chat_are_told_with_its_role_once() -> None:
+    scanner = EventScanner(want_token_ids=True)
+    scanner.resume()
+    begun = event({**chat({"role": "assistant", "content": ""}, None), "prompt_token_ids": [8, 9]})
+    assert scanner.feed(begun) == begun
+    scanner.resume()
+    assert scanner.feed(begun) == b""
+
+
 def test_text_that_looks_like_token_ids_is_not_counted() -> None:
     scanner = EventScanner()
     text = ',"token_ids":[1,2,3]}]}'
