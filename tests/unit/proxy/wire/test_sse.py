@@ -693,6 +693,20 @@ def test_every_recorded_stream_is_counted_exactly() -> None:
     assert counted > 30
 
 
+@pytest.mark.parametrize("want_ids", [False, True], ids=["no ids", "ids"])
+def test_where_the_first_worker_told_nothing_a_recorded_stream_reads_as_from_one_worker(want_ids: bool) -> None:
+    for path in capture_files("*/*.resp"):
+        head, body = body_of(path)
+        if b"text/event-stream" not in head:
+            continue
+        alone, second = (EventScanner(want_token_ids=want_ids, want_usage=True) for _ in range(2))
+        assert second.feed(b"") == b""
+        second.close()
+        second.resume()
+        assert second.feed(body) == alone.feed(body), path
+        assert (second.close(), second.tokens, second.usage) == (alone.close(), alone.tokens, alone.usage), path
+
+
 @pytest.mark.parametrize("line_end", [b"\n", b"\r\n", b"\r"], ids=["LF", "CRLF", "CR"])
 def test_blank_lines_without_number_are_no_events_and_take_no_time(
     line_end: bytes, monkeypatch: pytest.MonkeyPatch
