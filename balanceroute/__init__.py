@@ -62,7 +62,8 @@ if TYPE_CHECKING:
     from balanceroute.core.knobs import PolicySettings
     from balanceroute.core.policies import make_policy
     from balanceroute.core.policy import AdmissionPolicy, Choice
-    from balanceroute.core.scheduler import Scheduler, SchedulerConfig
+    from balanceroute.core.scheduler import Scheduler
+    from balanceroute.core.scheduler_config import SchedulerConfig
     from balanceroute.core.snapshot import ClusterSnapshot
     from balanceroute.core.types import RequestSpec, Role, WorkerSpec
     from balanceroute.errors import BalanceRouteError, ConfigError, InputError
@@ -92,7 +93,8 @@ _HOMES = {
     "core.knobs": ("PolicySettings",),
     "core.policies": ("make_policy",),
     "core.policy": ("AdmissionPolicy", "Choice"),
-    "core.scheduler": ("Scheduler", "SchedulerConfig"),
+    "core.scheduler": ("Scheduler",),
+    "core.scheduler_config": ("SchedulerConfig",),
     "core.snapshot": ("ClusterSnapshot",),
     "core.types": ("RequestSpec", "Role", "WorkerSpec"),
     "errors": ("BalanceRouteError", "ConfigError", "InputError"),

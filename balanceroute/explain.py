@@ -3,9 +3,11 @@
 The state document (`core.state`) is what `GET /state` of a running router returns; a hand-made one needs only the
 workers with their active requests and what waits. `explain` lets the policy decide on it and adds what a reader needs
 to check the answer by hand: load, margins and free slots per worker before the decision, and for each admission its
-stage, its score and the *runner-up*. That is what the policy does when it may not do this: the first admission that it
-makes in the same situation (the earlier admissions made) without the request, where more wait than slots are free, and
-without the worker, where everything finds a slot; if it then makes none, the other of the two.
+stage, its score and the *runner-up*.
+
+The runner-up of an admission is what the policy does when it may not make it. The earlier admissions are made first.
+Where more requests wait than slots are free, the policy then decides without the request; where every request finds a
+slot, without the worker. The runner-up is its first admission. If it makes none, the other of the two is left out.
 """
 
 from contextlib import nullcontext
@@ -66,9 +68,11 @@ class PrefillView:
 
 @dataclass(frozen=True, slots=True)
 class RunnerUp:
-    """What the policy does when it may not make an admission; where it then makes none, `admission` is None and `why`
-    says whether it had a choice. `score`: its own, where both were made in one stage. It may be the larger one: some
-    policies (`level_fit`) aim at what suits all that waits, and without the request the aim is another.
+    """What the policy does first when it may not make an admission.
+
+    `admission`: None where it then makes none; `why` says whether it had a choice. `score`: of this admission, where
+    both were made in the same stage. It may exceed the score of the admission that was made: some policies
+    (`level_fit`) aim at what suits all waiting requests, and without one of them the aim is another.
     """
 
     admission: Admit | None
@@ -265,8 +269,10 @@ class _Decision:
 
 
 def _decide(policy: AdmissionPolicy, snapshot: ClusterSnapshot, now: float) -> _Decision:
-    """Decide as `Scheduler.admit` does with overlap requests, whose numbers it would size anew; the places that were
-    decided on count as slots of the snapshot afterwards.
+    """Decide as `Scheduler.admit` does: first into free slots, then ahead of taken ones.
+
+    How many are sent ahead is in the document; `Scheduler.admit` would size it anew, from what the document lacks.
+    Afterwards these places count as slots of the snapshot.
     """
     into_slots = _admit(policy, snapshot, now)
     if not policy.waits_for_slots or not len(snapshot.pool) or snapshot.free_slots:
@@ -287,7 +293,7 @@ class _Situation:
     """A state before a decision, to decide on it again with a little changed."""
 
     def __init__(self, state: dict[str, Any], policy: AdmissionPolicy, snapshot: ClusterSnapshot, now: float) -> None:
-        # everything spelt out (means, overdue times), so that what is made of it differs in what it is meant to only
+        # written anew, with means and overdue times: a changed document then differs only in what was changed
         self._written = {
             "policy": state["policy"],
             "params": state.get("params", {}),

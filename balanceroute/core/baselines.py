@@ -1,4 +1,4 @@
-"""The baselines of the paper and two that its sceptics ask for: `least_kv` and `pool_fifo`.
+"""The baselines of the paper, and two more that a comparison needs: `least_kv` and `pool_fifo`.
 
 The assign-at-once policies bind a request to a worker as soon as its prefill is done, whether a slot is free or not;
 the surplus queues at the worker. Random choices are drawn from the seed and the number of draws so far, which is in the
@@ -11,6 +11,8 @@ from random import Random
 from balanceroute.core.policy import AdmissionPolicy, Choice
 from balanceroute.core.snapshot import ClusterSnapshot
 from balanceroute.core.tracker import DecodeInstanceState
+
+SEED_STRIDE = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: draws of neighbouring seeds do not overlap
 
 
 class AssignAtOnce(AdmissionPolicy):
@@ -37,7 +39,7 @@ class AssignAtOnce(AdmissionPolicy):
     def draw(self, snapshot: ClusterSnapshot) -> Random:
         """A fresh generator for the next random decision."""
         snapshot.draws += 1
-        return Random(self.seed * 0x9E3779B97F4A7C15 + snapshot.draws)
+        return Random(self.seed * SEED_STRIDE + snapshot.draws)
 
 
 class RandomChoice(AssignAtOnce):

@@ -1,8 +1,39 @@
-"""The constants of TargetFit and LevelFit, and how long these let a request wait.
+"""The constants of TargetFit and LevelFit, and the cap: how long each request may wait before it goes first.
 
-What each is for is told in `target_fit.py`. They are operating points of the simulator on the two synthetic workloads,
-from a search for the shortest p99 wait at the same load spread; `growth_share` came out a tenth above the 1 that the
-argument gives.
+The constants are operating points of the simulator on the two synthetic workloads. They come from a search for the
+shortest p99 wait at the same load spread (docs/results). `growth_share` came out a tenth above the 1 that the argument
+in `scarce_fit.py` gives.
+
+The cap (`caps_s`) of a usual request is `mean_waits` mean waits, or `least_cap` times `max_wait_s` where that is more.
+A request that costs more than the mean one may wait longer, by `patience` for each mean request, at most by
+`most_patience`. No cap exceeds `ClusterSnapshot.longest_wait_s`, after which a request would leave the pool unserved,
+unless `max_wait_s` is infinite. LevelFit changes this in five ways.
+
+*Shorter caps of large prompts.* LevelFit's bonus for waiting grows with the size of a prompt (`size_bonus` in
+`scarce_fit.py`), so most large prompts are placed before their cap. Their cap can then be a third of TargetFit's at no
+more load spread.
+
+*Short waits.* Where hardly anybody waits, as below saturation and after a burst, a wait of `max_wait_s` is long and
+gains little. So `least_cap` is 1/15. Where answers are short departures are many, and a place comes soon: there
+`least_stays` times the mean answer's time is the least cap, if that is less.
+
+*Full pool.* While a pool of W is full, the mean wait is W over the rate of departures, so `mean_waits` of these are
+short where W is small beside G (512 for 144 workers, say). But how soon a place for a large prompt comes does not
+depend on W, and how many requests a large prompt slows down elsewhere grows with G. So while the pool is full a request
+of `large_from` mean requests may wait at least R G^2 / W, R being the time of the mean answer, and at most
+`max_wait_s`. That of a smaller request is less in proportion. Few requests are so large, so the p99 wait hardly grows.
+With 16 in the pool for each of eight workers this is less than 6.3 mean waits.
+
+*Outliers.* A prompt of k usual requests that goes where no large one ended raises the largest load by k requests, of
+the n that a worker has. For the time R of its answer all G n requests of the barrier are slower by about k / n, which
+costs them G R k together; if it waits for a place, it alone loses. So from k = `outlier_from` on a prompt may wait in
+proportion to G R k, whatever others wait, at most `most_outlier_wait` times `max_wait_s`. At most one request in k is
+so large.
+
+*Workers that step alone.* Where no worker waits for another (`SchedulerConfig.shared_barrier`), a misfit slows down
+one worker alone, and unequal loads serve as many tokens: level loads only make the slowest requests faster. That is not
+worth a long wait. So a request that has waited for `alone_waits` mean waits goes first, whatever its size; the longest
+waits are then about those of first come, first served. For KV memory requests wait as they do elsewhere.
 """
 
 import math
@@ -13,38 +44,47 @@ import numpy as np
 from balanceroute.arrays import FloatArray
 from balanceroute.core.snapshot import ClusterSnapshot
 
-MIN_CAP_S = 1e-3  # keeps u finite when max_wait_s is 0, which makes the order first come, first served
+MIN_CAP_S = 1e-3  # keeps wait / cap finite when max_wait_s is 0, which makes the order first come, first served
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FitRules:
-    """The constants of one policy of this family. What has a default does nothing by it."""
+    """The constants of one policy of this family. At its default a constant has no effect."""
 
-    overflow_penalty: float  # what a token above the envelope costs beside its distance
-    size_bonus: float  # A of the ageing
-    mean_waits: float  # in a cap,
-    least_cap: float  # which is at least so much of `max_wait_s`,
-    patience: float  # and so many times longer for each mean request (`mean prompt + c`) that a request costs,
-    most_patience: float  # at most so many times
+    # Cost of a load, in tokens: `scarce_fit.Window.take`.
+    overflow_penalty: float  # cost of a token above the envelope, beside its distance from the level
+    underflow_penalty: float = 0.0  # cost of a token below the least load of the others, beside its distance
+    curvature: float = 0.0  # factor of the squared distance, which is divided by a mean request
+    most_slope: float = math.inf  # the most that the square adds for each token of distance
     swap_passes: int  # how often the choices for several slots are made again
-    least_stays: float = math.inf  # of the mean answer's time: the shortest cap, where that is less than `least_cap`
-    mean_bonus: float = 0.0  # B of the ageing,
-    deviation_bonus: float = 0.0  # and more of it for each mean prompt that prompts deviate from the mean, on average
-    underflow_penalty: float = 0.0  # what a token below the least load of the others costs beside its distance
-    curvature: float = 0.0  # what the square of the distance costs, in mean requests
-    most_slope: float = math.inf  # what that adds for each token of the distance, at most
-    growth_share: float = 0.0  # how far T is below the mean, of (1 - 1/G) o,
-    stock_share: float = 0.0  # and of what the stock lacks
-    large_from: float = math.inf  # mean requests from which on a prompt waits for its place while a small pool is full
-    outlier_from: float = math.inf  # usual requests that an outlier holds;
-    outlier_patience: float = 0.0  # of G mean answers' times, what it may wait for each of them,
-    most_outlier_wait: float = 0.0  # and of `max_wait_s`, at most
-    alone_waits: float = math.inf  # mean waits after which a request goes first where workers step alone
-    window_per_slot: float = math.inf  # of the barrier: how many of the longest waiting a scarce decision looks at
-    hold_from: float = 0.0  # share of its slots that each worker must have in use before a request is held back
+
+    # Level T: `scarce_fit.Window`.
+    growth_share: float = 0.0  # how far T is below the mean, in (1 - 1/G) mean answers
+    stock_share: float = 0.0  # factor of the difference between arriving and waiting prompts, which lowers T further
+
+    # Bonus for waiting, u^2 times tokens: `scarce_fit.Window`.
+    size_bonus: float  # A: factor of what the request costs
+    mean_bonus: float = 0.0  # B: factor of what the mean request costs
+    deviation_bonus: float = 0.0  # what prompts' mean absolute deviation, in mean prompts, adds to B: a factor
+
+    # Cap: see above.
+    mean_waits: float  # mean waits in the cap of a usual request
+    least_cap: float  # the least such cap, in `max_wait_s`
+    least_stays: float = math.inf  # the least such cap in mean answers' times, where that is less than by `least_cap`
+    patience: float  # how much longer the cap is for each mean request that a request costs: a factor
+    most_patience: float  # the most that this adds
+    large_from: float = math.inf  # mean requests: from this size on a full pool's longer cap holds in full
+    outlier_from: float = math.inf  # usual requests: from this size on a request is an outlier
+    outlier_patience: float = 0.0  # cap of an outlier for each usual request, in G mean answers' times
+    most_outlier_wait: float = 0.0  # the most of such a cap, in `max_wait_s`
+    alone_waits: float = math.inf  # the cap where workers step alone, in mean waits
+
+    # What a decision looks at.
+    window_per_slot: float = math.inf  # waiting requests that a scarce decision chooses from, for each slot
+    hold_from: float = 0.0  # share of its slots that each worker has in use before a request is held back
     sees_memory: bool = False  # whether a worker gets only what fits its KV memory
-    sees_answers: bool = False  # whether curvature and ageing go by the mean answer where that is more than a request
-    orders_alone: bool = True  # whether there is something to choose where one worker is alone
+    sees_answers: bool = False  # whether the mean answer stands for the mean request where it is larger
+    orders_alone: bool = True  # whether one worker alone gets requests by size, not in waiting order
 
 
 TARGET_FIT = FitRules(
@@ -97,7 +137,7 @@ class TargetFitParams:
 
 
 def step_alone(snapshot: ClusterSnapshot, rules: FitRules) -> bool:
-    """Whether no worker waits for another, and the policy looks at that."""
+    """Whether no worker waits for another, and the policy has a rule for that."""
     return not snapshot.shared_barrier and rules.alone_waits < math.inf
 
 
@@ -108,9 +148,9 @@ def caps_s(
     rules: FitRules,
     pool_is_full: bool,
 ) -> FloatArray:
-    """The cap of requests of these prompts, seconds; shape (n,). The more a request costs, the longer it may wait.
+    """The cap of requests with prompts of these sizes, shape (n,); returns seconds of the same shape.
 
-    `pool_is_full`: when the decision began.
+    `pool_is_full`: whether it was when the decision began.
     """
     if params.max_wait_s == math.inf:
         return np.full(len(prompt_tokens), math.inf)
@@ -129,16 +169,13 @@ def caps_s(
 
 
 def _least_cap_s(snapshot: ClusterSnapshot, params: TargetFitParams, rules: FitRules) -> float:
-    """How long a mean request may wait however little others do, seconds."""
+    """The least cap of a usual request, seconds."""
     least_s = rules.least_cap * params.max_wait_s
     return least_s if rules.least_stays == math.inf else min(least_s, rules.least_stays * snapshot.mean_stay_s())
 
 
 def _place_s(snapshot: ClusterSnapshot, params: TargetFitParams, rules: FitRules) -> float:
-    """How long a large prompt may wait for its place whatever others wait, where the pool is full, seconds.
-
-    0: no longer than that.
-    """
+    """The least cap of a large request while the pool is full, seconds; 0: none ("Full pool")."""
     stay_s = snapshot.mean_stay_s()
     if rules.large_from == math.inf or stay_s == math.inf:
         return 0.0
@@ -148,7 +185,7 @@ def _place_s(snapshot: ClusterSnapshot, params: TargetFitParams, rules: FitRules
 def _outlier_caps_s(
     costs: FloatArray, snapshot: ClusterSnapshot, params: TargetFitParams, rules: FitRules
 ) -> FloatArray:
-    """The caps of requests that cost many times what usual ones hold, seconds, 0 for the others; shape (n,)."""
+    """The caps of outliers, seconds, and 0 for other requests; shape (n,) ("Outliers")."""
     stay_s, means = snapshot.mean_stay_s(), snapshot.means
     if stay_s == math.inf:
         return np.zeros(len(costs))

@@ -105,6 +105,15 @@ JUDGED_TOKENS: Final = 32_768
 LEAST_FOUND: Final = 0.75
 """Share of the predicted hits below which an index remembers too much. Counters run a little ahead of answers."""
 
+LEAST_KEPT: Final = 0.5
+"""Share of its tokens that an index keeps at least when it is found to remember too much."""
+
+LIMIT_GROWTH: Final = 2.0
+"""Factor by which the limit of an index grows each time when its predictions are confirmed again."""
+
+BLOCK_TOKENS: Final = 512
+"""Tokens of a block of ours, by which `MAX_BLOCKS` are counted as tokens."""
+
 
 @dataclass(slots=True)
 class PrefixHits:
@@ -242,13 +251,13 @@ class PrefixIndex:
         self._evict()
 
     def trust(self, found_ratio: float) -> None:
-        """So much of what was predicted was found: remember less, or more again."""
+        """Remember less where this share of the predicted hits is too small, else more again."""
         if found_ratio < LEAST_FOUND:
-            self.limit_tokens = self.tokens * max(found_ratio, 0.5)
+            self.limit_tokens = self.tokens * max(found_ratio, LEAST_KEPT)
             self._evict()
         elif self.limit_tokens < math.inf:
-            self.limit_tokens = max(2.0 * self.limit_tokens, JUDGED_TOKENS)
-            if self.limit_tokens >= (self.capacity_tokens or self.max_blocks * 512):
+            self.limit_tokens = max(LIMIT_GROWTH * self.limit_tokens, JUDGED_TOKENS)
+            if self.limit_tokens >= (self.capacity_tokens or self.max_blocks * BLOCK_TOKENS):
                 self.limit_tokens = math.inf
 
     def clear(self) -> None:

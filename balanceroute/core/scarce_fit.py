@@ -1,7 +1,64 @@
-"""The scarce decision of TargetFit and LevelFit: more requests wait than slots are free (theory in `target_fit.py`).
+"""The scarce decision of TargetFit and LevelFit: more requests wait than slots are free.
 
-`Loads` are the workers and `Window` the requests while one decision is made, both as they would be with what has been
-chosen so far; `choose_scarce` chooses. Nothing of the snapshot is changed.
+There are as many rounds as free slots. In each the emptiest worker (requests over slots; tie: least load) takes the
+request with the least cost
+
+    |x - T| + penalty * max(0, x - max L) - bonus,      x = L_g + slowdown_g (s_i + c_g)
+
+When two or more were chosen, each is taken out and chosen again, given all the others (`swap_passes` times): the first
+choices were made before it was known what the last slots would get.
+
+The bonus is for waiting. With u = wait / cap (`fit_rules.caps_s`) it is u^2 (A (s + c) + B (mean prompt + c)), so that
+no request waits long for a perfect fit. It is measured by what requests cost, c being the mean over the workers: where
+c is several times a prompt, a token of misfit makes the step longer by so much less, and a wait for the right prompt
+gains as little. Past its cap a request goes before every younger one, because 1e13 u exceeds any load.
+
+`Loads` are the workers during one decision, `Window` the requests; both include what was chosen so far.
+`choose_scarce` chooses. Nothing of the snapshot is changed.
+
+LevelFit adds the following; `FitRules` has the constants.
+
+*Level below the mean.* A departure takes away a prompt and its answer; an admission adds a prompt alone. Between two
+departures a worker grows by one token per request and step, by the mean answer o in all. If each load came back to the
+mean, the loads would rise by that much from one departure to the next; only large prompts could sustain that, and the
+pool would run out of them. So LevelFit comes back to where the worker stood after its last departure. The others are,
+on average, half way through their growth, and relative to the mean that is T = mean L - (1 - 1/G) o.
+
+*Stock.* If the level is still too high, waiting prompts become smaller than arriving ones. T falls by `stock_share`
+times the difference. A small pool is a weak sample, so the correction is bounded: T is below the mean by no more than
+half a mean prompt, or twice the growth where that is more. Where answers are short the growth is little and departures
+are many. A bound of the growth alone would not preserve the pool's mix of sizes, and all prompts left in it would be
+admitted at once when slots are plenty, as after an outage.
+
+*Cost outside the present range of loads.* Between the least and the largest load, a distance from the level does not
+change the load spread. Below the least it does, as above the largest, though no other worker waits for it. So each
+token below the least load of the other workers (or below T, where that is less) costs `underflow_penalty`. The square
+of the distance costs `curvature` / (mean prompt + c): one large misfit is worse than two of half its size, because the
+largest misfit sets the load spread.
+
+*Large prompts wait for a place.* A large prompt fits only where a large one ended; elsewhere it raises a worker far
+above the others. So it waits for such a place as long as it may. With A above 1 + penalty its bonus exceeds that cost
+on the least loaded worker before its cap, up to 24 mean prompts (the curvature keeps larger ones until their cap, if no
+place comes). Until then the places go to those that waited longest.
+
+*Huge prompts come together.* While one worker has a huge prompt, another one on another worker makes no step longer. So
+the square adds at most `most_slope` = 6 for each token, such that 1 + penalty + 6 = A; it does so from 24 mean requests
+on. A huge prompt that raises the largest load waits until its cap, but up to that load a token costs 1 + 6, less than
+its bonus from .73 of its cap on. When one goes in, those that have waited nearly as long follow, and the barrier is
+slow once for all of them. The square alone would keep each until its own cap, one after another.
+
+*Bonus by how much prompts differ.* A wait competes with differences of misfit, and these are as large as the prompts
+differ. Measured by the mean prompt alone, a wait weighs too little where few prompts are large and most are small: the
+small ones, more than half of all, wait longest there. So B is `deviation_bonus` times the mean absolute deviation of
+prompts, in mean prompts: 48 where prompts have a heavy tail (`heavy_tailed`), 31 where they are bounded (`capped`).
+
+*Long answers.* Where answers are longer than prompts, the distance from the level is made of answers, and the choice
+among prompts changes it by little. Measured by the mean prompt, the square of the distance would exceed any bonus, and
+small differences of size would decide who waits for a minute. So the mean answer stands for the mean request there.
+
+*Large pools.* Where more wait than there are slots, whatever the last of them are chosen for, they wait longer than the
+mean answer takes; and so many are not needed to find one that fits. So a decision chooses among as many as there are
+slots in the barrier, those that have waited longest.
 """
 
 import math
@@ -18,8 +75,9 @@ from balanceroute.core.workload_means import WorkloadMeans
 
 OVERDUE_BONUS = 1e13
 MOST_WINDOW = 512  # of a class, in waiting order, that a decision chooses from
-GROWTH_ANSWERS, GROWTH_PART = 2.0, 32.0  # of the memory that is kept for growth: see `kv_room`
-LARGE = 5.0  # mean prompts: a larger one counts for no more in the stock, where it waits for its hole
+GROWTH_ANSWERS = 2.0  # mean answers of KV memory that are kept free for growth: see `kv_room`
+MOST_GROWTH_SHARE = 1 / 32  # of the KV memory: no more is kept free
+LARGE = 5.0  # mean prompts: a larger one counts for no more in the stock, as it waits there for its place
 
 
 def kv_room(worker: DecodeInstanceState, means: WorkloadMeans) -> float:
@@ -31,7 +89,7 @@ def kv_room(worker: DecodeInstanceState, means: WorkloadMeans) -> float:
     capacity_tokens = worker.kv_capacity_tokens
     if not capacity_tokens or not worker.occupied:
         return math.inf
-    growth_tokens = min(GROWTH_ANSWERS * means.answer_tokens, capacity_tokens / GROWTH_PART)
+    growth_tokens = min(GROWTH_ANSWERS * means.answer_tokens, capacity_tokens * MOST_GROWTH_SHARE)
     return capacity_tokens - growth_tokens - worker.total_load
 
 
@@ -106,29 +164,29 @@ class Loads:
             self.open.remove(worker)
 
     def leave(self, worker: OpenWorker) -> None:
-        """Its slots stay free."""
+        """Leave its slots free: nothing fits its memory."""
         self.left = True
         self.open.remove(worker)
 
 
 class Window:
-    """The requests that a scarce decision chooses from, all of one class, and what their ageing is worth.
+    """The requests that a scarce decision chooses from, all of one class, and the bonus of each for waiting.
 
-    Attributes: `trackers`, in waiting order, `prompts`, their tokens, and `age`, u = wait / cap, shape (W,), where
-    workers step alone by a cap of its own; `drop`, how far below the mean load the level is, tokens.
+    Attributes: `trackers`, in waiting order; `prompts`, their tokens; `age`, u = wait / cap, shape (W,), with a shorter
+    cap where workers step alone; `drop`, how far below the mean load the level is, tokens.
     """
 
     def __init__(
         self, snapshot: ClusterSnapshot, now: float, params: TargetFitParams, rules: FitRules, pool_is_full: bool
     ) -> None:
         means, waiting = snapshot.means, snapshot.pool.front
-        mean_prompt = means.prompt_tokens or 1.0
         self.rules = rules
-        request_tokens = snapshot.request_tokens
-        mean_cost = mean_prompt + request_tokens
+        self._mean_prompt = means.prompt_tokens or 1.0
+        self._request_tokens = snapshot.request_tokens
+        self._mean_cost = self._mean_prompt + self._request_tokens
         if rules.sees_answers:
-            mean_cost = max(mean_cost, means.answer_tokens)
-        self._curvature = rules.curvature / mean_cost
+            self._mean_cost = max(self._mean_cost, means.answer_tokens)
+        self._curvature = rules.curvature / self._mean_cost
         count = int(min(MOST_WINDOW, rules.window_per_slot * snapshot.slots))
         self.trackers = waiting.head(count)
         sizes, ready_s = waiting.arrays()
@@ -138,23 +196,36 @@ class Window:
         self.age = self._late
         if step_alone(snapshot, rules) and params.max_wait_s < math.inf:
             self.age = np.maximum(self._late, wait_s / max(rules.alone_waits * means.wait_s, MIN_CAP_S))
-        bonus: FloatArray = self._sizes + request_tokens
-        bonus *= rules.size_bonus
-        bonus += (rules.mean_bonus + rules.deviation_bonus * means.deviation_tokens / mean_prompt) * mean_cost
-        bonus *= self.age * self.age
-        if np.maximum.reduce(self.age) > 1.0:
-            bonus += np.where(self.age > 1.0, OVERDUE_BONUS * self.age, 0.0)
-        self.drop = growth = rules.growth_share * means.answer_tokens * (1.0 - 1.0 / snapshot.n_in_barrier)
-        if growth:
-            stock = float(np.add.reduce(np.minimum(self._sizes, LARGE * mean_prompt))) / len(self._sizes)
-            most = max(growth, mean_prompt / 2.0 - growth)
-            self.drop += min(most, max(-most, rules.stock_share * (mean_prompt - stock)))
+        self.drop = self._level_drop(means, snapshot.n_in_barrier)
         self.prompts: list[float] = self._sizes.tolist()
         self._largest = float(np.maximum.reduce(self._sizes))
         self._smallest, self._latest = min(self.prompts), float(np.maximum.reduce(self._late))
-        self._bonus: list[float] = bonus.tolist()
+        self._bonus: list[float] = self._bonuses(means).tolist()
         self._available: list[float] = self._bonus.copy()  # -inf where the request is used
         self._added: dict[tuple[float, int], list[float]] = {}  # (slowdown, c) -> what each adds to a load
+
+    def _bonuses(self, means: WorkloadMeans) -> FloatArray:
+        """u^2 (A (s + c) + B (mean prompt + c)), and `OVERDUE_BONUS` u past the cap; tokens, shape (W,)."""
+        rules = self.rules
+        bonus: FloatArray = self._sizes + self._request_tokens
+        bonus *= rules.size_bonus
+        bonus += (
+            rules.mean_bonus + rules.deviation_bonus * means.deviation_tokens / self._mean_prompt
+        ) * self._mean_cost
+        bonus *= self.age * self.age
+        if np.maximum.reduce(self.age) > 1.0:
+            bonus += np.where(self.age > 1.0, OVERDUE_BONUS * self.age, 0.0)
+        return bonus
+
+    def _level_drop(self, means: WorkloadMeans, n_in_barrier: int) -> float:
+        """How far below the mean load the level is, tokens: the growth, and the correction by the stock."""
+        rules = self.rules
+        growth = rules.growth_share * means.answer_tokens * (1.0 - 1.0 / n_in_barrier)
+        if not growth:
+            return growth
+        stock = float(np.add.reduce(np.minimum(self._sizes, LARGE * self._mean_prompt))) / len(self._sizes)
+        most = max(growth, self._mean_prompt / 2.0 - growth)
+        return growth + min(most, max(-most, rules.stock_share * (self._mean_prompt - stock)))
 
     def added(self, spec: WorkerSpec) -> list[float]:
         """What each request adds to the load of such a worker, as `cost`."""
@@ -165,15 +236,15 @@ class Window:
         return added
 
     def may_fit(self, worker: OpenWorker) -> bool:
-        """False where nothing fits its memory, whatever is used: so it is on nearly all workers once that is short."""
-        return worker.room >= self._smallest or self._latest > _past(worker)
+        """False where no request fits its memory, used or not: so on nearly all workers while memory is short."""
+        return worker.room >= self._smallest or self._latest > _caps_until_forced(worker)
 
     def _fitting(self, worker: OpenWorker) -> list[float]:
         """As `_available`, of those that fit the worker's memory."""
         room = worker.room
         if room >= self._largest:
             return self._available
-        fits = (self._sizes <= room) | (self._late > _past(worker))
+        fits = (self._sizes <= room) | (self._late > _caps_until_forced(worker))
         return [bonus if fit else -math.inf for bonus, fit in zip(self._available, fits.tolist(), strict=True)]
 
     def take(self, worker: OpenWorker, level: float, envelope: float, least: float) -> tuple[int, float]:
@@ -219,11 +290,11 @@ class Window:
         self._available[position] = self._bonus[position]
 
 
-def _past(worker: OpenWorker) -> float:
-    """Caps after which a request need not fit the worker's memory.
+def _caps_until_forced(worker: OpenWorker) -> float:
+    """After how many caps of waiting a request goes to this worker though it does not fit its memory.
 
-    What is past its cap need not fit where no worker has more room, and past twice its cap nowhere: it waits in the
-    engine then, and what comes after it as well, so a worker that has no room left gets no more of it.
+    One where no worker has more room, else two. It then waits in the engine, and so does all that comes after it: a
+    worker without room gets no more such requests.
     """
     if worker.room <= 0.0:
         return math.inf
@@ -240,7 +311,7 @@ class Fit:
 
 
 def choose_scarce(loads: Loads, window: Window, rounds: int) -> list[Fit]:
-    """Choose a request for each of `rounds` slots, then each again, given all the others: `swap_passes` times."""
+    """Choose a request for each of `rounds` slots; then `swap_passes` times each again, given all the others."""
     fits: list[Fit] = []
     while len(fits) < rounds and loads.open:
         worker = loads.emptiest()
@@ -250,12 +321,12 @@ def choose_scarce(loads: Loads, window: Window, rounds: int) -> list[Fit]:
             continue
         fits.append(fit)
         loads.occupy(worker)
-    settled = 1  # choices in a row that were made, or stood, given all the others as they are: the last was
+    settled = 1  # choices in a row that hold, given all the others as they are now; the last one made does
     for index in list(range(len(fits))) * window.rules.swap_passes:
         if settled == len(fits):
-            break  # so would every further choice
+            break  # all hold: another choice would change nothing
         fit = fits[index]
-        if fit.worker.room < 0.0:  # by one that need not fit: what else it got might not now
+        if fit.worker.room < 0.0:  # it got a request that does not fit, so what else it got might not fit again
             settled += 1
             continue
         fit.worker.load -= window.added(fit.worker.spec)[fit.position]

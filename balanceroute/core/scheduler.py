@@ -20,11 +20,11 @@ slot beside it and releases it by `pushed`, `push_failed`, `requeue` or `finish`
 
 `finish` is legal in every phase and releases what that phase holds, once; a second one raises InvariantError.
 
-**Priority.** Lower classes go first wherever requests wait: for a prefiller (`PrefillQueue` and asking requests) and
-for a slot. No class ages into another by itself, so a flood of one class could keep the next one waiting until it
-expires. What the prefilled lose then is their prefill; so one that has waited `PATIENCE_SHARE` of the pool's TTL behind
-another class joins the class in front, but no more than one in `PROMOTION_PERIOD` admissions: the rest of the slots
-stay with those that were meant to go first. Without a TTL classes are strict.
+The scheduler moves requests between phases. The counters that change with a move belong to others: prefill slots and
+pinned KV to `PrefillerBudget`, slots and load to `ClusterSnapshot.seat` and `unseat`.
+
+Lower priority classes go first wherever requests wait: for a prefiller (`PrefillQueue`, and requests that ask for one)
+and for a slot (`PromptPool`). `Promotion` bounds how long one class keeps another waiting.
 
 Predictions enter as values: the driver asks `due_refreshes()` which requests need one (`RefreshSchedule`) and passes
 the results to `refresh`, so a rerun needs no predictor.
@@ -32,7 +32,6 @@ the results to `refresh`, so a rerun needs no predictor.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from operator import attrgetter
 
 from mypy_extensions import mypyc_attr
@@ -41,11 +40,20 @@ from balanceroute.core.knobs import PolicySettings
 from balanceroute.core.policies import make_policy
 from balanceroute.core.policy import AdmissionPolicy, Choice, StageTimer
 from balanceroute.core.prefill import PREFILL_POLICIES, SHARED_BY, PrefillPolicy, cheapest, ready_prefillers
-from balanceroute.core.prefill_queue import AGEING, PrefillQueue
+from balanceroute.core.prefill_queue import PrefillQueue
 from balanceroute.core.prefill_work import work_tokens
+from balanceroute.core.promotion import PATIENCE_SHARE, Promotion
 from balanceroute.core.refresh_schedule import RefreshSchedule
+from balanceroute.core.scheduler_config import SchedulerConfig
 from balanceroute.core.snapshot import ClusterSnapshot
-from balanceroute.core.tracker import DecodeInstanceState, PrefillerBudget, RequestTracker
+from balanceroute.core.tracker import (
+    DecodeInstanceState,
+    PrefillerBudget,
+    RequestTracker,
+    prefiller_of,
+    unpin,
+    worker_of,
+)
 from balanceroute.core.types import (
     DECODING,
     DOWN,
@@ -67,46 +75,6 @@ from balanceroute.core.types import (
 )
 from balanceroute.errors import InvariantError
 
-PATIENCE_SHARE = 0.75  # of the pool's TTL: the rest is for a slot to free and the transfer to begin
-PROMOTION_PERIOD = 16  # admissions: 6 % of the slots, about what Linux keeps free of realtime tasks for all others
-
-
-@mypyc_attr(native_class=False)  # written to the journal by orjson, which crashes on compiled dataclasses
-@dataclass(frozen=True, slots=True)
-class SchedulerConfig:
-    """Bounds and cadences of the scheduler.
-
-    Args:
-        max_queued: arrivals that may wait for a prefiller; None for no bound.
-        max_pooled: pool entries plus prefills under way; no further prefill is started beyond.
-        pool_ttl_s: how long an entry may wait in the pool before it expires.
-        queue_deadline_s: how long an arrival may wait for a prefiller before it expires.
-        kv_usage_limit: KV usage (ratio) of a prefiller above which it gets no new probe.
-        max_prefill_inflight: probes under way on one prefiller, and their seconds in mean prompts; None for no bound.
-        prefill_policy: which prefiller takes a probe, of `core.prefill.PREFILL_POLICIES`.
-        refresh_every_tokens: dT, generated tokens between predictor refreshes (H/2); None without a predictor.
-        ageing: seconds of waiting for a prefiller that weigh as one of the own prefill; 0: first come first served.
-        decode_first: whether a decode worker is chosen before the prefill; `max_pooled` then refuses arrivals.
-        overlap_requests: requests that each decode worker is sent beyond its slots (m, `core.overlap`); None: as many
-            as measured transfers need.
-        shared_barrier: whether decode workers wait for each other at the end of a step; False: each steps alone.
-        lock_step: whether the driver steps the engine itself (`start`, `step`) instead of reporting `progress`.
-    """
-
-    max_queued: int | None = None
-    max_pooled: int | None = None
-    pool_ttl_s: float = math.inf
-    queue_deadline_s: float = math.inf
-    kv_usage_limit: float = 0.9
-    max_prefill_inflight: int | None = None
-    refresh_every_tokens: int | None = None
-    lock_step: bool = False
-    decode_first: bool = False
-    prefill_policy: str = "least_tokens"
-    ageing: float = AGEING
-    overlap_requests: int | None = 0
-    shared_barrier: bool = True
-
 
 @mypyc_attr(allow_interpreted_subclasses=True)  # the journal's
 class Scheduler:
@@ -115,7 +83,7 @@ class Scheduler:
     def __init__(
         self, policy: AdmissionPolicy, config: SchedulerConfig | None = None, stage_timer: StageTimer | None = None
     ) -> None:
-        """`stage_timer`: the policy's own, for those that come after it."""
+        """`stage_timer`: the one that `policy` was made with; `reroute` makes later policies with it."""
         self.policy = policy
         self.config = config or SchedulerConfig()
         self.prefill_policy: PrefillPolicy = PREFILL_POLICIES[self.config.prefill_policy]
@@ -123,26 +91,26 @@ class Scheduler:
         self.snapshot = ClusterSnapshot(policy.horizon_steps)
         self._queue = PrefillQueue()
         self._refreshes = RefreshSchedule()
-        self._tell_bounds()
+        self._hand_out_bounds()
         self.draining = False
         self._arrivals = 0
         self._dispatches = 0
-        self._since_promotion = 0  # admissions
+        self._promotion = Promotion()
         self._has_admitted = False
 
     def configure(self, config: SchedulerConfig, now: float) -> None:
-        """Other bounds and times from now on."""
+        """Apply another configuration from now on."""
         if config.prefill_policy != self.config.prefill_policy:
             for prefiller in self.snapshot.prefillers:
-                prefiller.cache.clear()  # what is sent under a policy that knows no prefixes is not taken down
+                prefiller.cache.clear()  # under a policy that knows no prefixes nobody writes down what is sent
             self.snapshot.shared_prefixes.clear()
         self.config = config
         self._size_overlap()
-        self._tell_bounds()
+        self._hand_out_bounds()
         self.prefill_policy = PREFILL_POLICIES[config.prefill_policy]
 
-    def _tell_bounds(self) -> None:
-        """What of the configuration others must know."""
+    def _hand_out_bounds(self) -> None:
+        """Give the snapshot, the queue and the schedule the bounds that they apply."""
         self.snapshot.longest_wait_s = PATIENCE_SHARE * self.config.pool_ttl_s
         self.snapshot.max_pooled = math.inf if self.config.max_pooled is None else self.config.max_pooled
         self.snapshot.shared_barrier = self.config.shared_barrier
@@ -154,11 +122,11 @@ class Scheduler:
         self.draining = draining
 
     def reroute(self, settings: PolicySettings, now: float) -> None:
-        """Another policy from now on. What is bound stays where it is, what waits is decided on by the new one.
+        """Use another policy from now on. Requests that are bound stay where they are; the new policy decides the rest.
 
-        Nothing of the old policy is kept but the snapshot: patience counts anew from when a request became ready,
-        loads are projected over the new horizon, and c-hat, which counts within a horizon, is forgotten: each request
-        counts as staying until its forecast is renewed, which is due at once (and for waiting ones the driver's to do).
+        Only the snapshot is kept. Patience counts anew from when a request became ready, and loads are projected over
+        the new horizon. c-hat counts within a horizon, so it is forgotten: each request counts as staying until its
+        forecast is renewed. That is due at once; for waiting requests it is the driver's to do.
         """
         self.policy = make_policy(settings, self._stage_timer)
         snapshot = self.snapshot
@@ -184,7 +152,7 @@ class Scheduler:
         self.snapshot.remove_worker(worker_id)
 
     def set_worker_state(self, worker_id: str, state: WorkerState, now: float) -> None:
-        """Health or an operator says what the worker may do; its requests stay where they are."""
+        """Set what a worker may do, as health or an operator says; its requests stay where they are."""
         for worker in self.snapshot.workers:
             if worker.spec.id == worker_id:
                 self.snapshot.set_state(worker, state)
@@ -226,9 +194,9 @@ class Scheduler:
     def report_decoder(
         self, worker_id: str, foreign_requests: int, foreign_tokens: int, least_own_slots: int, now: float
     ) -> None:
-        """What others than us are known to run on a decode worker: it takes slots and counts as load in decisions.
+        """What others than us run on a decode worker: it takes slots, and counts as load in decisions.
 
-        `least_own_slots` may be used whatever others hold, so that they can't shut us out.
+        `least_own_slots` stay ours whatever others hold, so that they can't shut us out.
         """
         self.snapshot.worker(worker_id).set_foreign(foreign_requests, foreign_tokens, least_own_slots)
 
@@ -244,7 +212,7 @@ class Scheduler:
         self.snapshot.worker(worker_id).tokens_per_step = tokens_per_step
 
     def show_report(self, worker_id: str, samples: dict[str, float]) -> None:
-        """What a decode worker says of itself, to be shown beside our own ledger: no decision reads it."""
+        """Keep what a decode worker reports of itself, to be shown beside our own ledger: no decision reads it."""
         self.snapshot.worker(worker_id).reported = samples
 
     # -- prefill ----------------------------------------------------------------------------------------------
@@ -297,20 +265,20 @@ class Scheduler:
     ) -> None:
         """The probe was answered: the exact prompt size is known, the KV is pinned, the request waits for a slot.
 
-        `cached_tokens`: what of the prompt the prefiller says it had; None where it doesn't say.
+        `cached_tokens`: how many of the prompt's tokens the prefiller had cached; None where it doesn't say.
         """
         tracker = self._find(request_id, PREFILLING)
-        prefiller = tracker.prefiller
-        self._learn_prefix(tracker, prompt_tokens, cached_tokens)
+        prefiller = prefiller_of(tracker)
+        prefiller.learn_cached(tracker, prompt_tokens, cached_tokens)
         self._end_prefill(tracker, now, done=True)
         tracker.prompt_tokens = prompt_tokens
-        self._pin(tracker, prefiller)
+        prefiller.pin(tracker)
         self._pool(tracker, now, expected_remaining)
 
     def prefill_failed(self, request_id: str, now: float) -> None:
         """The probe failed without pinning anything: the request queues again in its old place."""
         tracker = self._find(request_id, PREFILLING)
-        self._withdraw_prefix(tracker)
+        prefiller_of(tracker).withdraw_prefix(tracker)
         self._end_prefill(tracker, now)
         self._enqueue(tracker)
 
@@ -326,18 +294,18 @@ class Scheduler:
     def pushed(self, request_id: str, prompt_tokens: int, now: float, cached_tokens: int | None = None) -> None:
         """The prefiller has written the KV to the decode worker: the exact prompt size is known."""
         tracker = self._find_pushing(request_id)
-        self._learn_prefix(tracker, prompt_tokens, cached_tokens)
+        prefiller_of(tracker).learn_cached(tracker, prompt_tokens, cached_tokens)
         self._end_push(tracker, now, done=True)
-        worker = self._worker_of(tracker)
-        self._project(tracker, worker, -1)
+        worker, snapshot = worker_of(tracker), self.snapshot
+        snapshot.remove_projection(tracker)
         worker.load += prompt_tokens - tracker.prompt_tokens
         tracker.prompt_tokens = prompt_tokens
-        self._project(tracker, worker, 1)
+        snapshot.add_projection(tracker)
 
     def push_failed(self, request_id: str, now: float) -> None:
         """The prefiller has not seen the request, so that another may: it waits for a prefiller again."""
         tracker = self._find_pushing(request_id)
-        self._withdraw_prefix(tracker)
+        prefiller_of(tracker).withdraw_prefix(tracker)
         self._end_push(tracker, now)
         self.snapshot.asking[request_id] = tracker
 
@@ -346,9 +314,9 @@ class Scheduler:
     def admit(self, now: float) -> list[Admit]:
         """Let the policy bind waiting requests to decode workers, and charge each at once.
 
-        Raises: whatever a policy of one's own raises; then it has admitted nobody.
+        Raises: whatever a user's own policy raises; then nobody is admitted.
         """
-        self._promote(now)
+        self._promotion.promote(self.snapshot, now)
         admissions: list[Admit] = []
         try:
             self._decide(now, False, admissions)
@@ -356,9 +324,9 @@ class Scheduler:
                 self._send_ahead(now, admissions)
         except Exception:
             for admission in admissions:  # the driver will not hear of them
-                self._unseat(self._find(admission.request, DECODING))
+                self._return_to_pool(self._find(admission.request, DECODING))
             raise
-        self._since_promotion += len(admissions)
+        self._promotion.count_admissions(len(admissions))
         return admissions
 
     def _decide(self, now: float, ahead: bool, admissions: list[Admit]) -> None:
@@ -375,8 +343,8 @@ class Scheduler:
     def _send_ahead(self, now: float, admissions: list[Admit]) -> None:
         """Let the policy choose for slots that are still to come, once it has filled those that are free.
 
-        It sees workers with m slots more, and the loads of those that run and of those that were sent ahead: every
-        worker has as many departures before the next one starts, so that these loads differ as they will then.
+        It sees every worker with m slots more. The loads that it sees count what runs and what was sent ahead. Before
+        the next request starts, every worker has as many departures; so the differences between these loads will last.
         """
         self._size_overlap()
         snapshot = self.snapshot
@@ -396,55 +364,48 @@ class Scheduler:
             worker.ahead = self.places_ahead(worker)
 
     def places_ahead(self, worker: DecodeInstanceState) -> int:
-        """How many requests a decision that is taken now may send to a worker ahead of its slots.
+        """How many requests a decision that is taken now may send to a worker ahead of its slots."""
+        return self.snapshot.places_ahead(worker, self.config.overlap_requests)
 
-        Where that is measured, none where others send requests, too: a wait for a slot of theirs looks like a transfer.
-        """
-        fixed, slots = self.config.overlap_requests, worker.spec.slots
-        if fixed is not None:
-            return min(slots, fixed)
-        if worker.foreign_requests:
-            return 0
-        snapshot = self.snapshot
-        return snapshot.overlap.requests(
-            slots, snapshot.means.answer_tokens, worker.tokens_per_step, snapshot.early_choice_slots()
-        )
+    def due_promotion(self, now: float) -> RequestTracker | None:
+        """The request that joins the front class with a decision that is taken now; None: nobody."""
+        return self._promotion.due(self.snapshot, now)
 
     def recheck_s(self, now: float) -> float:
-        """When to call `admit` again even if nothing happens until then; infinite for policies that never hold.
+        """When to call `admit` again even if nothing happens until then; infinite where nothing is held back.
 
-        `target_fit` and `level_fit` in slack may hold a request back beside a free slot, for `hold_s`; a driver without
-        steps of its own must then ask again by this time.
+        `target_fit` and `level_fit` may hold a request back beside a free slot. A driver without steps of its own must
+        ask again by this time.
         """
         return self.policy.recheck_s(self.snapshot, now)
 
     def start(self, request_id: str, now: float) -> None:
         """Lock-step drivers: the engine runs the request from its next step on; its KV has left the prefiller."""
         tracker = self._find(request_id, DECODING)
-        worker = self._worker_of(tracker)
+        worker, snapshot = worker_of(tracker), self.snapshot
         if tracker.running:
             raise InvariantError(f"{request_id} runs already")
-        self._project(tracker, worker, -1)
+        snapshot.remove_projection(tracker)
         tracker.running, tracker.joined_step = True, worker.steps
         worker.running += 1
         self._see_first_token(tracker, now)
-        self._project(tracker, worker, 1)
-        self._refreshes.plan(tracker, self.snapshot.horizon_steps)
-        self._unpin(tracker)
+        snapshot.add_projection(tracker)
+        self._refreshes.plan(tracker, snapshot.horizon_steps)
+        unpin(tracker)
 
     def began(self, request_id: str, now: float) -> None:
-        """Its first token came at `now`: what is measured to size the overlap (`SchedulerConfig.overlap_requests`)."""
+        """Its first token came at `now`: the overlap is sized by it (`SchedulerConfig.overlap_requests`)."""
         self._see_first_token(self._find(request_id, DECODING), now)
 
     def _see_first_token(self, tracker: RequestTracker, now: float) -> None:
         tracker.began_s = now
-        worker = self._worker_of(tracker)
+        worker = worker_of(tracker)
         if not worker.foreign_requests:
             delay_s = now - tracker.admitted_s
             self.snapshot.overlap.see_first_token(delay_s, tracker.sent_ahead, worker.tokens_per_step)
 
     def progress(self, request_id: str, tokens: int, now: float) -> None:
-        """The request has generated `tokens` more. The relay's path: O(1), whatever is active."""
+        """The request has generated `tokens` more. Called for every token, so O(1) whatever is active."""
         tracker = self.snapshot.requests.get(request_id)
         if tracker is None or tracker.phase is not DECODING:
             raise InvariantError(f"{request_id} is not decoding")
@@ -468,7 +429,7 @@ class Scheduler:
         tracker.counted += tokens
         worker.load += tokens
         if tracker.prefiller is not None:
-            self._unpin(tracker)
+            unpin(tracker)
         if tracker.counted >= tracker.refresh_due_at:
             self._refreshes.make_due(tracker)
 
@@ -491,26 +452,26 @@ class Scheduler:
         if pooled is not None and pooled.phase is POOLED:
             pooled.refreshed_remaining = expected_remaining
             return
-        tracker = self._find(request_id, DECODING)
-        worker = self._worker_of(tracker)
-        self._project(tracker, worker, -1)
+        tracker, snapshot = self._find(request_id, DECODING), self.snapshot
+        snapshot.remove_projection(tracker)
         tracker.refreshed_remaining, tracker.refreshed_at = expected_remaining, tracker.generated
-        self._project(tracker, worker, 1)
-        self._refreshes.plan(tracker, self.snapshot.horizon_steps)
+        snapshot.add_projection(tracker)
+        self._refreshes.plan(tracker, snapshot.horizon_steps)
 
     def put_back(self, request_id: str, now: float) -> None:
-        """The worker of its admission was not asked after all: it waits in the pool again, in its old place.
+        """The request was not sent to its worker after all: it waits in the pool again, in its old place.
 
-        Its KV is still pinned, and has been since it became ready, so nothing of its patience or time to live is new.
+        Its KV has been pinned since it became ready, so its patience and its time to live go on from then.
         """
         tracker = self._find(request_id, DECODING)
         unasked = not tracker.generated and not tracker.pushing and request_id not in self.snapshot.asking
         if not unasked or (tracker.prefiller is None) != self.config.decode_first:
             raise InvariantError(f"{request_id} was sent to its worker already")
-        self._unseat(tracker)
+        self._return_to_pool(tracker)
 
-    def _unseat(self, tracker: RequestTracker) -> None:
-        self._unbind(tracker)
+    def _return_to_pool(self, tracker: RequestTracker) -> None:
+        """Undo its admission."""
+        self.snapshot.unseat(tracker)
         tracker.phase = POOLED
         self.snapshot.pool.add(tracker)
 
@@ -518,7 +479,7 @@ class Scheduler:
         """The decode ended without finishing (recompute, worker lost): prefill again, with what was generated so far.
 
         Legal while pooled too, when the pinned KV is known to be lost. The Release says what is left to be drained.
-        Decode-first it waits in the pool again. `prefix`: as in its spec, where it may have been adopted without.
+        Decode-first it waits in the pool again. `prefix`: as in its spec; a request may have been adopted without it.
         """
         tracker = self.snapshot.requests.get(request_id)
         if tracker is None or tracker.phase not in (DECODING, POOLED):
@@ -557,7 +518,7 @@ class Scheduler:
         return [self.finish(tracker.id, Outcome.EXPIRED, now) for tracker in self.late(now)]
 
     def late(self, now: float) -> list[RequestTracker]:
-        """Whom `expire` would end now, in its order: a driver has something to learn from them before they go."""
+        """The requests that `expire` would end now, in its order, for a driver that learns from them before."""
         pool_limit, queue_limit = now - self.config.pool_ttl_s, now - self.config.queue_deadline_s
         late = [tracker for tracker in self.snapshot.pool if tracker.ready_s < pool_limit]
         late += [t for t in self.snapshot.queued.values() if t.arrived_s < queue_limit and not t.requeues]
@@ -566,12 +527,14 @@ class Scheduler:
     # -- taking over ------------------------------------------------------------------------------------------
 
     def adopt(self, standing: Standing, now: float) -> bool:
-        """A request that another scheduler has let in goes on here, where it stands; False: it can't.
+        """Continue a request that another scheduler let in. Returns False where that is impossible.
 
-        It can't where it is prefilling or decoding on a worker that is not here, or where its slot may have been given
-        to another meanwhile: then it is unknown here, and whoever holds it must end it. A scheduler that has admitted
-        nothing yet has given no slot away, so it takes in all that run, whatever its own bounds are. One that has takes
-        in no more than it would admit. No queue is too long for it.
+        It is impossible where the request prefills or decodes on a worker that is not here, or where another request
+        may have got its slot. The request is then unknown here, and whoever holds it must end it.
+
+        A scheduler that has admitted nobody yet has given no slot away: it takes in every request that runs, whatever
+        its own bounds are. A scheduler that has admitted takes in no more than it would admit. Queues and the pool take
+        in all.
         """
         spec, phase = standing.spec, standing.phase
         prefiller = next((p for p in self.snapshot.prefillers if p.spec.id == standing.prefiller), None)
@@ -592,7 +555,8 @@ class Scheduler:
             self.snapshot.prefilling += 1
             self._begin_prefill(tracker, prefiller, now)
         elif phase is POOLED:
-            self._pin(tracker, prefiller)
+            if prefiller is not None:
+                prefiller.pin(tracker)
             self._pool(tracker, now - standing.ready_s)
         else:
             assert worker is not None
@@ -604,7 +568,7 @@ class Scheduler:
         return True
 
     def order_by_arrival(self, now: float) -> None:
-        """Have those that wait do so in the order in which they came: they were taken in holder by holder."""
+        """Put waiting requests in the order of their arrival, after `adopt` has taken them in holder by holder."""
         snapshot = self.snapshot
         by_arrival = sorted(
             (tracker for tracker in snapshot.requests.values() if tracker.phase is not DECODING),
@@ -621,7 +585,7 @@ class Scheduler:
         self._queue.order_anew()
 
     def _may_have_kept(self, worker: DecodeInstanceState) -> bool:
-        """Whether the slot of one that decodes there already is still its own."""
+        """Whether a request that already decodes on the worker can still have its slot."""
         if not (self._has_admitted and self.policy.waits_for_slots):
             return True
         return len(worker.active) < worker.spec.slots + worker.ahead
@@ -642,16 +606,10 @@ class Scheduler:
         elif standing.pushing and prefiller is not None:
             tracker.pushing = True
             self._begin_prefill(tracker, prefiller, now)
-        elif not standing.tokens:
-            self._pin(tracker, prefiller)
+        elif not standing.tokens and prefiller is not None:
+            prefiller.pin(tracker)
         if tracker.refresh_due_at < math.inf:
             self._refreshes.make_due(tracker)  # nothing is forecast of it here yet
-
-    def _pin(self, tracker: RequestTracker, prefiller: PrefillerBudget | None) -> None:
-        if prefiller is not None:
-            prefiller.pinned += 1
-            prefiller.pinned_tokens += tracker.prompt_tokens
-            tracker.prefiller = prefiller
 
     # -- the moves between phases -----------------------------------------------------------------------------
 
@@ -699,8 +657,8 @@ class Scheduler:
         self._queue.add(tracker, len(self.snapshot.queued))
 
     def _choose_prefiller(self, tracker: RequestTracker) -> PrefillerBudget | None:
-        config = self.config
-        snapshot, most = self.snapshot, config.max_prefill_inflight
+        config, snapshot = self.config, self.snapshot
+        most = config.max_prefill_inflight
         prompt_s = math.inf if most is None else snapshot.means.prefill_tokens * snapshot.prefill_s_per_token
         ready = ready_prefillers(snapshot.prefillers, config.kv_usage_limit, most, prompt_s)
         if not ready:
@@ -714,57 +672,21 @@ class Scheduler:
 
     def _begin_prefill(self, tracker: RequestTracker, prefiller: PrefillerBudget, now: float) -> Prefill:
         self._dispatches += 1
-        prefiller.pace.pass_time(now, prefiller.inflight > 0)
-        tokens = uncached = tracker.prompt_tokens
-        if tracker.prefix:
-            use = tracker.prefix_use = prefiller.cache.use(tracker.prefix, tracker.block_tokens)
-            uncached = tracker.uncached_after(use.matched)
-            self.snapshot.shared_prefixes.use(tracker.prefix)
-        tracker.prefiller, tracker.uncached_tokens = prefiller, uncached
-        prefiller.inflight += 1
-        prefiller.inflight_tokens += tokens
-        prefiller.inflight_uncached_tokens += uncached
+        prefiller.begin(tracker, now)
         prefiller.last_used = self._dispatches
-        self.snapshot.means.see_prefill(work_tokens(tokens, uncached))
+        snapshot = self.snapshot
+        if tracker.prefix:
+            snapshot.shared_prefixes.use(tracker.prefix)
+        snapshot.means.see_prefill(work_tokens(tracker.prompt_tokens, tracker.uncached_tokens))
         return Prefill(tracker.id, prefiller.spec.id)
 
-    def _learn_prefix(self, tracker: RequestTracker, prompt_tokens: int, cached_tokens: int | None) -> None:
-        use, prefiller = tracker.prefix_use, tracker.prefiller
-        assert prefiller is not None
-        predicted = tracker.prompt_tokens - tracker.uncached_tokens if tracker.prefix else 0
-        prefiller.hits.answered(prompt_tokens, predicted, cached_tokens)
-        if use is None or cached_tokens is None or not tracker.prompt_tokens:
-            return
-        block_tokens = tracker.block_tokens * prompt_tokens / tracker.prompt_tokens  # now that the size is exact
-        if not block_tokens or use.matched * block_tokens < prefiller.cache.engine_block_tokens:
-            return  # not one block of the engine's: it may have all of that and skip nothing
-        prefiller.cache.correct(use, max(cached_tokens > 0, int(cached_tokens / block_tokens)))
-
-    def _withdraw_prefix(self, tracker: RequestTracker) -> None:
-        if tracker.prefix_use is not None and tracker.prefiller is not None:
-            tracker.prefiller.cache.withdraw(tracker.prefix, tracker.prefix_use)
-
-    def _free_prefiller(self, tracker: RequestTracker, now: float, done: bool) -> None:
-        prefiller = tracker.prefiller
-        assert prefiller is not None
-        prefiller.pace.pass_time(now, True)
-        if done:
-            prefiller.pace.done(work_tokens(tracker.prompt_tokens, tracker.uncached_tokens))
-        else:
-            prefiller.pace.failed()
-        prefiller.inflight -= 1
-        prefiller.inflight_tokens -= tracker.prompt_tokens
-        prefiller.inflight_uncached_tokens -= tracker.uncached_tokens
-        tracker.prefiller = None
-        tracker.uncached_tokens, tracker.prefix_use, tracker.offers = 0, None, None
-
     def _end_prefill(self, tracker: RequestTracker, now: float, done: bool = False) -> None:
-        self._free_prefiller(tracker, now, done)
+        prefiller_of(tracker).end(tracker, now, done)
         self.snapshot.prefilling -= 1
 
     def _end_push(self, tracker: RequestTracker, now: float, done: bool = False) -> None:
         tracker.pushing = False
-        self._free_prefiller(tracker, now, done)
+        prefiller_of(tracker).end(tracker, now, done)
 
     def _pool(self, tracker: RequestTracker, now: float, expected_remaining: float | None = None) -> None:
         tracker.phase, tracker.ready_s = POOLED, now
@@ -774,36 +696,18 @@ class Scheduler:
         self._wait(tracker)
 
     def _wait(self, tracker: RequestTracker) -> None:
-        """It waits in the pool, also where the patience of a policy of one's own raises: it can leave from there."""
+        """Put it in the pool, even if `patience_s` of a user's own policy raises: from the pool it can leave."""
         try:
             self._set_patience(tracker)
         finally:
             self.snapshot.pool.add(tracker)
 
     def _set_patience(self, tracker: RequestTracker) -> None:
-        """From when on it goes first in the pool, by the policy of now."""
+        """Set the time from which it goes first in the pool, by the present policy."""
         tracker.overdue_s = math.inf
         patience_s = self.policy.patience_s(tracker.prompt_tokens, self.snapshot)
         if patience_s < math.inf:  # a large prompt's longer patience must not outlast its pinned KV
             tracker.overdue_s = tracker.ready_s + min(patience_s, self.snapshot.longest_wait_s)
-
-    def _promote(self, now: float) -> None:
-        """Let the request that has waited longest behind another class join the one in front, if it is time."""
-        pool, starving = self.snapshot.pool, self.due_promotion(now)
-        if starving is not None:
-            pool.remove(starving)
-            starving.priority = pool.front[0].priority
-            pool.add(starving)
-            self._since_promotion = 0
-
-    def due_promotion(self, now: float) -> RequestTracker | None:
-        """Who joins the class in front with a decision that is taken now; None: nobody."""
-        pool = self.snapshot.pool
-        if self._since_promotion < PROMOTION_PERIOD or not pool.behind:
-            return None
-        starving_s = now - self.snapshot.longest_wait_s
-        longest = [waiting.longest_waiting() for waiting in pool.behind]
-        return min((t for t in longest if t.ready_s <= starving_s), key=attrgetter("ready_s"), default=None)
 
     def _bind(self, choice: Choice, now: float) -> None:
         tracker, worker = choice.request, choice.worker
@@ -813,14 +717,8 @@ class Scheduler:
         self._seat(tracker, worker, now)
 
     def _seat(self, tracker: RequestTracker, worker: DecodeInstanceState, now: float) -> None:
-        tracker.phase, tracker.worker, tracker.admitted_s = DECODING, worker, now
-        tracker.counted, tracker.joined_step = 0, worker.steps
-        tracker.began_s = math.inf
-        tracker.running = not self.config.lock_step
-        worker.active[tracker.id] = tracker
-        worker.load += tracker.prompt_tokens
-        worker.running += tracker.running
-        self._project(tracker, worker, 1)
+        tracker.admitted_s, tracker.began_s = now, math.inf
+        self.snapshot.seat(tracker, worker, running=not self.config.lock_step)
         if tracker.running:
             self._refreshes.plan(tracker, self.snapshot.horizon_steps)
 
@@ -830,7 +728,7 @@ class Scheduler:
             self.snapshot.asking.pop(tracker.id, None)
             if tracker.pushing:
                 self._end_push(tracker, now)
-            self._unbind(tracker)
+            self.snapshot.unseat(tracker)
         elif tracker.phase is QUEUED:
             del self.snapshot.queued[tracker.id]
         elif tracker.phase is PREFILLING:
@@ -840,35 +738,8 @@ class Scheduler:
         prefiller = tracker.prefiller
         if prefiller is None:
             return None
-        self._unpin(tracker)
+        unpin(tracker)
         return prefiller.spec.id
-
-    def _unbind(self, tracker: RequestTracker) -> None:
-        worker = self._worker_of(tracker)
-        self._project(tracker, worker, -1)
-        tracker.counted = generated = tracker.generated
-        worker.load -= tracker.prompt_tokens + generated
-        worker.running -= tracker.running
-        del worker.active[tracker.id]
-        tracker.running, tracker.worker, tracker.refresh_due_at = False, None, math.inf
-
-    def _unpin(self, tracker: RequestTracker) -> None:
-        prefiller = tracker.prefiller
-        if prefiller is not None and not tracker.pushing:
-            prefiller.pinned -= 1
-            prefiller.pinned_tokens -= tracker.prompt_tokens
-            tracker.prefiller = None
-
-    def _project(self, tracker: RequestTracker, worker: DecodeInstanceState, sign: int) -> None:
-        horizon, projection = self.snapshot.horizon_steps, self.snapshot.projection
-        if horizon:
-            change = projection.add if sign > 0 else projection.remove
-            change(worker.index, tracker.kv_tokens, tracker.remaining(horizon), tracker.running)
-
-    def _worker_of(self, tracker: RequestTracker) -> DecodeInstanceState:
-        if tracker.worker is None:
-            raise InvariantError(f"{tracker.id} has no decode worker")
-        return tracker.worker
 
     def _find_pushing(self, request_id: str) -> RequestTracker:
         tracker = self._find(request_id, DECODING)

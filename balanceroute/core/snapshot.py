@@ -26,7 +26,7 @@ from balanceroute.core.pool import PromptPool
 from balanceroute.core.prefill_work import FIRST_S_PER_TOKEN
 from balanceroute.core.prefix import SharedPrefixes
 from balanceroute.core.projection import LoadArray, Projection
-from balanceroute.core.tracker import DecodeInstanceState, PrefillerBudget, RequestTracker
+from balanceroute.core.tracker import DecodeInstanceState, PrefillerBudget, RequestTracker, worker_of
 from balanceroute.core.types import (
     DECODING,
     DOWN,
@@ -153,6 +153,54 @@ class ClusterSnapshot:
             for tracker in worker.active.values():
                 projection.add(worker.index, tracker.kv_tokens, tracker.remaining(self.horizon_steps), tracker.running)
         return projection
+
+    # -- what a request holds on its decode worker -------------------------------------------------------------
+
+    def seat(self, tracker: RequestTracker, worker: DecodeInstanceState, *, running: bool) -> None:
+        """The request takes a slot and charges its load; `running`: whether the engine runs it from now on."""
+        tracker.phase, tracker.worker, tracker.running = DECODING, worker, running
+        tracker.counted, tracker.joined_step = 0, worker.steps
+        worker.active[tracker.id] = tracker
+        worker.load += tracker.prompt_tokens
+        worker.running += running
+        self.add_projection(tracker)
+
+    def unseat(self, tracker: RequestTracker) -> None:
+        """The request releases its slot and its load; `counted` keeps what it has generated."""
+        worker = worker_of(tracker)
+        self.remove_projection(tracker)
+        tracker.counted = generated = tracker.generated
+        worker.load -= tracker.prompt_tokens + generated
+        worker.running -= tracker.running
+        del worker.active[tracker.id]
+        tracker.running, tracker.worker, tracker.refresh_due_at = False, None, math.inf
+
+    def add_projection(self, tracker: RequestTracker) -> None:
+        """Project the request over the horizon, as it stands now."""
+        horizon = self.horizon_steps
+        if horizon:
+            index, remaining = worker_of(tracker).index, tracker.remaining(horizon)
+            self.projection.add(index, tracker.kv_tokens, remaining, tracker.running)
+
+    def remove_projection(self, tracker: RequestTracker) -> None:
+        """Take the request out of the projection. Call it before anything that `add_projection` reads changes."""
+        horizon = self.horizon_steps
+        if horizon:
+            index, remaining = worker_of(tracker).index, tracker.remaining(horizon)
+            self.projection.remove(index, tracker.kv_tokens, remaining, tracker.running)
+
+    def places_ahead(self, worker: DecodeInstanceState, fixed: int | None) -> int:
+        """How many requests a worker may be sent ahead of its slots: `fixed`, or as measured where that is None.
+
+        None as measured where others send requests, too: waiting for one of their slots looks like a transfer.
+        """
+        slots = worker.spec.slots
+        if fixed is not None:
+            return min(slots, fixed)
+        if worker.foreign_requests:
+            return 0
+        answer_tokens, early_choice_slots = self.means.answer_tokens, self.early_choice_slots()
+        return self.overlap.requests(slots, answer_tokens, worker.tokens_per_step, early_choice_slots)
 
     # -- reading ----------------------------------------------------------------------------------------------
 

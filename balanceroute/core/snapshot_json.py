@@ -38,7 +38,7 @@ def snapshot_to_dict(snapshot: ClusterSnapshot, now: float, scheduler: Scheduler
         ],
         "prefilling": [_prefilling(tracker) for tracker in snapshot.requests.values() if tracker.offers is not None],
         "prefillers": [_prefiller(prefiller) for prefiller in snapshot.prefillers],
-        **_of_the_whole(snapshot),
+        **_cluster(snapshot),
     }
 
 
@@ -50,12 +50,12 @@ def outline_to_dict(snapshot: ClusterSnapshot, now: float, scheduler: Scheduler 
         "now_s": now,
         "workers": [_summed(worker, scheduler) for worker in snapshot.workers],
         "waiting": _all_waiting(snapshot, now, 0, scheduler),
-        **_of_the_whole(snapshot),
+        **_cluster(snapshot),
     }
 
 
-def _of_the_whole(snapshot: ClusterSnapshot) -> dict[str, Any]:
-    """What policies look at beside workers and requests."""
+def _cluster(snapshot: ClusterSnapshot) -> dict[str, Any]:
+    """What policies read of the cluster as a whole."""
     bounded = snapshot.max_pooled < math.inf
     return {
         "means": _means(snapshot),

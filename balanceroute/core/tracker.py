@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from balanceroute.core.prefill_work import Pace, work_tokens
 from balanceroute.core.prefix import PrefixHits, PrefixIndex, PrefixUse
 from balanceroute.core.types import QUEUED, UP, Phase, WorkerSpec, WorkerState
+from balanceroute.errors import InvariantError
 
 
 class RequestTracker:
@@ -72,7 +73,7 @@ class RequestTracker:
         overdue_s: float = math.inf,
         refreshed_remaining: float = math.inf,
     ) -> None:
-        """It has arrived, and holds nothing yet."""
+        """A request that has arrived and holds nothing yet."""
         self.id, self.prompt_tokens, self.order = id, prompt_tokens, order
         self.priority, self.prompt_key, self.max_new_tokens = priority, prompt_key, max_new_tokens
         self.phase: Phase = QUEUED
@@ -199,11 +200,13 @@ class DecodeInstanceState:
 
 @dataclass(slots=True, eq=False)
 class PrefillerBudget:
-    """A prefiller: the latest sample of its KV usage, and what we have sent there and not seen released.
+    """A prefiller: the latest sample of its KV usage, and our ledger of what requests hold there.
 
-    `kv_usage` is a ratio; 1.0 where its metrics can't be reached, so that it is never preferred, and None where they
-    don't tell, so that only our own ledger bounds what it gets. `inflight_uncached_tokens` are those in flight that its
-    prefix cache was thought not to hold when they were sent.
+    A prefill takes a slot by `begin` and releases it by `end`; then its KV is pinned by `pin`, until `unpin`.
+
+    `kv_usage` is a ratio: 1.0 where its metrics can't be reached, so that it is never preferred; None where they don't
+    tell, so that only our own ledger bounds what it gets. `inflight_uncached_tokens` are the tokens in flight that its
+    prefix cache was predicted not to hold.
     """
 
     spec: WorkerSpec
@@ -224,3 +227,76 @@ class PrefillerBudget:
     def inflight_s(self) -> float:
         """Expected seconds of the prefills under way, done one after the other."""
         return work_tokens(self.inflight_tokens, self.inflight_uncached_tokens) * self.pace.s_per_token
+
+    def begin(self, tracker: RequestTracker, now: float) -> None:
+        """A prefill takes a slot here; its prompt counts as cached from now on, as far as blocks fit."""
+        self.pace.pass_time(now, self.inflight > 0)
+        tracker.prefiller, tracker.uncached_tokens = self, tracker.prompt_tokens
+        if tracker.prefix:
+            use = tracker.prefix_use = self.cache.use(tracker.prefix, tracker.block_tokens)
+            tracker.uncached_tokens = tracker.uncached_after(use.matched)
+        self.inflight += 1
+        self.inflight_tokens += tracker.prompt_tokens
+        self.inflight_uncached_tokens += tracker.uncached_tokens
+
+    def end(self, tracker: RequestTracker, now: float, done: bool) -> None:
+        """The prefill releases its slot. `done`: whether the prompt was computed, so that its time counts."""
+        self.pace.pass_time(now, True)
+        if done:
+            self.pace.done(work_tokens(tracker.prompt_tokens, tracker.uncached_tokens))
+        else:
+            self.pace.failed()
+        self.inflight -= 1
+        self.inflight_tokens -= tracker.prompt_tokens
+        self.inflight_uncached_tokens -= tracker.uncached_tokens
+        tracker.prefiller = None
+        tracker.uncached_tokens, tracker.prefix_use, tracker.offers = 0, None, None
+
+    def pin(self, tracker: RequestTracker) -> None:
+        """The KV of the prompt stays here until `unpin`."""
+        self.pinned += 1
+        self.pinned_tokens += tracker.prompt_tokens
+        tracker.prefiller = self
+
+    def learn_cached(self, tracker: RequestTracker, prompt_tokens: int, cached_tokens: int | None) -> None:
+        """Compare what the engine found cached of a prompt with what was predicted. Call it before `end`.
+
+        Args: prompt_tokens: the exact size. cached_tokens: None where the engine does not tell.
+        """
+        use = tracker.prefix_use
+        predicted = tracker.prompt_tokens - tracker.uncached_tokens if tracker.prefix else 0
+        self.hits.answered(prompt_tokens, predicted, cached_tokens)
+        if use is None or cached_tokens is None or not tracker.prompt_tokens:
+            return
+        block_tokens = tracker.block_tokens * prompt_tokens / tracker.prompt_tokens  # now that the size is exact
+        if not block_tokens or use.matched * block_tokens < self.cache.engine_block_tokens:
+            return  # less than one block of the engine's: it may hold all of that and skip nothing
+        self.cache.correct(use, max(cached_tokens > 0, int(cached_tokens / block_tokens)))
+
+    def withdraw_prefix(self, tracker: RequestTracker) -> None:
+        """The prompt was not computed, so its blocks do not count as cached. Call it before `end`."""
+        if tracker.prefix_use is not None:
+            self.cache.withdraw(tracker.prefix, tracker.prefix_use)
+
+
+def unpin(tracker: RequestTracker) -> None:
+    """The request's pinned KV, if it has any, has left its prefiller. While it is `pushing`, none is pinned."""
+    prefiller = tracker.prefiller
+    if prefiller is not None and not tracker.pushing:
+        prefiller.pinned -= 1
+        prefiller.pinned_tokens -= tracker.prompt_tokens
+        tracker.prefiller = None
+
+
+def prefiller_of(tracker: RequestTracker) -> PrefillerBudget:
+    """The prefiller on which the request holds something. Raises: InvariantError: there is none."""
+    if tracker.prefiller is None:
+        raise InvariantError(f"{tracker.id} has no prefiller")
+    return tracker.prefiller
+
+
+def worker_of(tracker: RequestTracker) -> DecodeInstanceState:
+    """The decode worker of the request. Raises: InvariantError: there is none."""
+    if tracker.worker is None:
+        raise InvariantError(f"{tracker.id} has no decode worker")
+    return tracker.worker

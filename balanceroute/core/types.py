@@ -105,13 +105,20 @@ class RequestSpec:
 
 @dataclass(slots=True)
 class Standing:
-    """A request that is under way, as one who has not seen its past has to know it: see `Scheduler.adopt`.
+    """Where a request stands: all that a scheduler needs to continue one that it has not seen before (`adopt`).
 
-    Args: waited_s: since its arrival. ready_s: since it came to the pool last. prompt_tokens: with the tokens of
-    earlier lives (`earlier_tokens`); `tokens`: generated in this one. prefiller: who computes its prompt, or keeps its
-    KV; decoder: which it is bound to; "" for none. asking, pushing: decode first, it waits for a prefiller while it is
-    bound, or one computes its prompt. One that generates is told without the `prefix` of its spec, which only a
-    prefill needs: `Scheduler.requeue` is told it again.
+    Args:
+        waited_s: seconds since its arrival.
+        ready_s: seconds since it last came to the pool.
+        prompt_tokens: with the tokens generated in earlier lives (`earlier_tokens`).
+        tokens: generated in this life.
+        prefiller: id of the prefiller that computes its prompt or keeps its KV; "" for none.
+        decoder: id of the decode worker that it is bound to; "" for none.
+        asking: decode-first, whether it is bound and waits for a prefiller.
+        pushing: decode-first, whether it is bound and a prefiller computes its prompt.
+
+    The `spec` of a request that generates may lack its `prefix`, which only a prefill needs; `Scheduler.requeue` then
+    gets it.
     """
 
     spec: RequestSpec

@@ -1,7 +1,7 @@
-"""What the snapshot looks like from outside: plain frozen data, which nobody can write through.
+"""Views of the snapshot for those outside the core: plain frozen copies, through which nobody can write.
 
-Whoever shows, measures or watches the cluster gets these, never the snapshot itself. A view is true when it is made and
-does not follow what happens later.
+Whoever shows, measures or watches the cluster gets these, never the snapshot itself. A view is true when it is made; it
+does not follow later changes.
 """
 
 from dataclasses import dataclass

@@ -6,6 +6,8 @@ PROMPT_WEIGHT, WAIT_WEIGHT, ANSWER_WEIGHT = 0.02, 0.01, 0.01  # of a new value i
 USUAL_WEIGHT, MOST_USUAL = 0.005, 20.0  # the same of the mean that rare huge prompts are held against, and its bound
 PLAIN_MEAN_OF = 100  # values: from there on a new one weighs as much as in the EWMA
 START_PROMPTS = 50  # whose mean the EWMA of prompt sizes starts from
+PATIENCE_PROMPTS = 10.0  # mean prompts for which patience grows by once that of a small prompt,
+MOST_MORE_PATIENCE = 5.0  # at most by so many times
 
 
 @dataclass(slots=True)
@@ -63,4 +65,4 @@ class WorkloadMeans:
         """How much longer than most a prompt of this size may wait: 1 to 6 (6 from 50 times the mean on)."""
         if self.prompt_tokens <= 0:
             return 1.0
-        return 1.0 + min(5.0, prompt_tokens / (10.0 * self.prompt_tokens))
+        return 1.0 + min(MOST_MORE_PATIENCE, prompt_tokens / (PATIENCE_PROMPTS * self.prompt_tokens))

@@ -32,7 +32,7 @@ from balanceroute.core.prefill import (
     lone_tokens_of,
     work,
 )
-from balanceroute.core.scheduler import SchedulerConfig
+from balanceroute.core.scheduler_config import SchedulerConfig
 from balanceroute.core.tracker import PrefillerBudget, RequestTracker
 from balanceroute.errors import InputError
 from balanceroute.experiments.jobs import Results, Task, whole_trace

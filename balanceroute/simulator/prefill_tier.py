@@ -16,7 +16,8 @@ from balanceroute import report
 from balanceroute.core.knobs import PolicySettings
 from balanceroute.core.policies import make_policy
 from balanceroute.core.prefill import PrefillPolicy
-from balanceroute.core.scheduler import Scheduler, SchedulerConfig
+from balanceroute.core.scheduler import Scheduler
+from balanceroute.core.scheduler_config import SchedulerConfig
 from balanceroute.core.types import Outcome, RequestSpec, Role, WorkerSpec
 from balanceroute.engine import PrefixCache
 from balanceroute.errors import InputError

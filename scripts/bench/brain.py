@@ -36,7 +36,8 @@ import uvloop
 from balanceroute.config import validate
 from balanceroute.core.knobs import PolicySettings
 from balanceroute.core.policies import make_policy
-from balanceroute.core.scheduler import Scheduler, SchedulerConfig
+from balanceroute.core.scheduler import Scheduler
+from balanceroute.core.scheduler_config import SchedulerConfig
 from balanceroute.core.types import Outcome, RequestSpec, Role, WorkerSpec
 from balanceroute.proxy.admission.decode_dispatcher import HOLD_S
 from balanceroute.proxy.admission.ledger import Ledger

@@ -44,7 +44,8 @@ from balanceroute import __version__, native
 from balanceroute.core import subset
 from balanceroute.core.knobs import PolicySettings
 from balanceroute.core.policies import make_policy
-from balanceroute.core.scheduler import Scheduler, SchedulerConfig
+from balanceroute.core.scheduler import Scheduler
+from balanceroute.core.scheduler_config import SchedulerConfig
 from balanceroute.core.types import Admit, Outcome, RequestSpec, Role, WorkerSpec
 
 SLOTS, HORIZON = 64, 80

@@ -15,7 +15,8 @@ import orjson
 
 from balanceroute.core.knobs import PolicySettings
 from balanceroute.core.policies import make_policy
-from balanceroute.core.scheduler import Scheduler, SchedulerConfig
+from balanceroute.core.scheduler import Scheduler
+from balanceroute.core.scheduler_config import SchedulerConfig
 from balanceroute.core.types import Outcome, RequestSpec, Role, WorkerSpec
 from balanceroute.proxy.wire.client_request import ClientRequest, parse
 from balanceroute.proxy.wire.prompt_blocks import PromptBlocks

@@ -1,4 +1,4 @@
-"""`level_fit` and `target_fit` against the text of `core/target_fit.py`, written again from it in plain Python.
+"""`level_fit` and `target_fit` against their texts (`target_fit.py`, `scarce_fit.py`, `fit_rules.py`) in plain Python.
 
 Whole decisions on random states: waits past and before their caps, two classes, slowdowns and costs per request, KV
 memory, workers that are down, small pools that are full, outliers. Only the way to the numbers differs: nothing is kept

@@ -7,7 +7,8 @@ leave. What differs is how they keep count, and that a replay tells when a reque
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from balanceroute.core.scheduler import Scheduler, SchedulerConfig
+from balanceroute.core.scheduler import Scheduler
+from balanceroute.core.scheduler_config import SchedulerConfig
 from balanceroute.core.types import Outcome, Phase, RequestSpec
 from tests.unit.core.builders import a_scheduler
 

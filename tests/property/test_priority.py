@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from balanceroute.core.knobs import PolicySettings
 from balanceroute.core.policies import make_policy
 from balanceroute.core.policy import Choice
-from balanceroute.core.scheduler import PATIENCE_SHARE, PROMOTION_PERIOD, Scheduler, SchedulerConfig
+from balanceroute.core.promotion import PATIENCE_SHARE, PROMOTION_PERIOD
+from balanceroute.core.scheduler import Scheduler
+from balanceroute.core.scheduler_config import SchedulerConfig
 from balanceroute.core.snapshot_json import outline_to_dict
 from balanceroute.core.state import state_to_dict
 from balanceroute.core.types import Admit, Outcome, RequestSpec, Role, WorkerSpec

@@ -18,7 +18,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from balanceroute.core.knobs import PolicySettings
 from balanceroute.core.policies import POLICIES, make_policy
-from balanceroute.core.scheduler import Scheduler, SchedulerConfig
+from balanceroute.core.scheduler import Scheduler
+from balanceroute.core.scheduler_config import SchedulerConfig
 from balanceroute.core.snapshot import ClusterSnapshot
 from balanceroute.core.state import state_to_dict
 from balanceroute.core.tracker import RequestTracker

@@ -14,7 +14,8 @@ from balanceroute.cli import main
 from balanceroute.core.knobs import PolicySettings
 from balanceroute.core.policies import POLICIES, make_policy, settings_to_dict
 from balanceroute.core.prefill import LONE_WEIGHT
-from balanceroute.core.scheduler import Scheduler, SchedulerConfig
+from balanceroute.core.scheduler import Scheduler
+from balanceroute.core.scheduler_config import SchedulerConfig
 from balanceroute.core.snapshot_json import outline_to_dict, snapshot_to_dict
 from balanceroute.core.state import state_to_dict
 from balanceroute.core.types import Outcome, RequestSpec, Role, WorkerSpec

@@ -12,7 +12,8 @@ import pytest
 
 from balanceroute import __version__
 from balanceroute.core.knobs import PolicySettings
-from balanceroute.core.scheduler import Scheduler, SchedulerConfig
+from balanceroute.core.scheduler import Scheduler
+from balanceroute.core.scheduler_config import SchedulerConfig
 from balanceroute.core.types import Outcome, RequestSpec, Role, WorkerSpec
 from balanceroute.errors import ConfigError, InputError, InvariantError
 from balanceroute.journal import RecordingScheduler, rerun

@@ -11,7 +11,8 @@ import pytest
 import balanceroute
 from balanceroute.core.knobs import PolicySettings
 from balanceroute.core.policy import AdmissionPolicy, Choice
-from balanceroute.core.scheduler import Scheduler, SchedulerConfig
+from balanceroute.core.scheduler import Scheduler
+from balanceroute.core.scheduler_config import SchedulerConfig
 from balanceroute.core.snapshot import ClusterSnapshot
 from balanceroute.core.types import Outcome, RequestSpec, Role, WorkerSpec
 from balanceroute.errors import ConfigError

@@ -14,7 +14,8 @@ import balanceroute
 from balanceroute.config import validate
 from balanceroute.core.knobs import PolicySettings
 from balanceroute.core.policies import make_policy
-from balanceroute.core.scheduler import Scheduler, SchedulerConfig
+from balanceroute.core.scheduler import Scheduler
+from balanceroute.core.scheduler_config import SchedulerConfig
 from balanceroute.core.types import RequestSpec, Role, WorkerSpec
 from balanceroute.errors import ConfigError
 from balanceroute.prediction import KINDS, FinishedRequest, TwoStage, build_predictor

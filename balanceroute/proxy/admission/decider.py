@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final, Protocol
 
-from balanceroute.core.scheduler import SchedulerConfig
+from balanceroute.core.scheduler_config import SchedulerConfig
 from balanceroute.core.types import Outcome, RejectReason, RequestSpec, WorkerState
 from balanceroute.core.view import ClusterView
 from balanceroute.errors import Draining, NoHealthyWorkers, QueueFull, QueueTimeout, Rejected

@@ -23,7 +23,8 @@ from typing import Any, Final
 from balanceroute.build import any_waits, build_scheduler
 from balanceroute.config import Config
 from balanceroute.core.knobs import PolicySettings
-from balanceroute.core.scheduler import Scheduler, SchedulerConfig
+from balanceroute.core.scheduler import Scheduler
+from balanceroute.core.scheduler_config import SchedulerConfig
 from balanceroute.core.state import state_to_dict
 from balanceroute.core.tracker import RequestTracker
 from balanceroute.core.types import (

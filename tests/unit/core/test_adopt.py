@@ -6,7 +6,8 @@ import pytest
 
 from balanceroute.core.knobs import PolicySettings
 from balanceroute.core.policies import make_policy
-from balanceroute.core.scheduler import Scheduler, SchedulerConfig
+from balanceroute.core.scheduler import Scheduler
+from balanceroute.core.scheduler_config import SchedulerConfig
 from balanceroute.core.types import Outcome, Phase, RequestSpec, Role, Standing, WorkerSpec
 from balanceroute.journal import RecordingScheduler, rerun
 

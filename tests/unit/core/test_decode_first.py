@@ -2,7 +2,8 @@
 
 import pytest
 
-from balanceroute.core.scheduler import Scheduler, SchedulerConfig
+from balanceroute.core.scheduler import Scheduler
+from balanceroute.core.scheduler_config import SchedulerConfig
 from balanceroute.core.types import Outcome, Phase, Prefill, Reject, RejectReason, Release, WorkerState
 from balanceroute.errors import InvariantError
 from tests.unit.core.builders import a_request, a_scheduler

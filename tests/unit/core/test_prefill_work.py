@@ -4,7 +4,8 @@ import pytest
 
 from balanceroute.core.prefill_queue import AGEING
 from balanceroute.core.prefill_work import FIRST_S_PER_TOKEN, Pace, work_tokens
-from balanceroute.core.scheduler import Scheduler, SchedulerConfig
+from balanceroute.core.scheduler import Scheduler
+from balanceroute.core.scheduler_config import SchedulerConfig
 from balanceroute.core.types import Outcome, RequestSpec
 from tests.unit.core.builders import a_scheduler
 

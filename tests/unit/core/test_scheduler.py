@@ -5,7 +5,8 @@ import gc
 import pytest
 
 from balanceroute.core.knobs import PolicySettings
-from balanceroute.core.scheduler import Scheduler, SchedulerConfig
+from balanceroute.core.scheduler import Scheduler
+from balanceroute.core.scheduler_config import SchedulerConfig
 from balanceroute.core.tracker import RequestTracker
 from balanceroute.core.types import Outcome, Phase, Prefill, Reject, RejectReason, Release, RequestSpec, WorkerState
 from balanceroute.errors import InvariantError

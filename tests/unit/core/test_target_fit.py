@@ -7,7 +7,8 @@ import pytest
 
 from balanceroute.core.fit_rules import LEVEL_FIT, TARGET_FIT, TargetFitParams, caps_s
 from balanceroute.core.knobs import PolicySettings
-from balanceroute.core.scheduler import Scheduler, SchedulerConfig
+from balanceroute.core.scheduler import Scheduler
+from balanceroute.core.scheduler_config import SchedulerConfig
 from balanceroute.core.snapshot_json import snapshot_from_dict, snapshot_to_dict
 from balanceroute.core.types import Outcome, RequestSpec, Role, WorkerSpec, WorkerState
 from tests.unit.core.builders import a_scheduler, admitted, pool_all

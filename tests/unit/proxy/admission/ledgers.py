@@ -4,7 +4,8 @@ import asyncio
 
 from balanceroute.core.knobs import PolicySettings
 from balanceroute.core.policies import make_policy
-from balanceroute.core.scheduler import Scheduler, SchedulerConfig
+from balanceroute.core.scheduler import Scheduler
+from balanceroute.core.scheduler_config import SchedulerConfig
 from balanceroute.core.types import RequestSpec, Role, WorkerSpec
 from balanceroute.proxy.admission.ledger import Ledger
 from balanceroute.proxy.admission.tickets import Ticket, Tickets

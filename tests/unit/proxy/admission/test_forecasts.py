@@ -13,7 +13,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from balanceroute.config import Config, validate
 from balanceroute.core.knobs import PolicySettings
 from balanceroute.core.policies import make_policy
-from balanceroute.core.scheduler import Scheduler, SchedulerConfig
+from balanceroute.core.scheduler import Scheduler
+from balanceroute.core.scheduler_config import SchedulerConfig
 from balanceroute.core.types import Outcome, RequestSpec, Role, WorkerSpec
 from balanceroute.errors import ConfigError, InputError
 from balanceroute.prediction import FinishedRequest, History, LearnedPredictor, Model, TwoStage, save_model

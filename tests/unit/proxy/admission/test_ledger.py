@@ -3,7 +3,7 @@
 import pytest
 
 from balanceroute.core.knobs import PolicySettings
-from balanceroute.core.scheduler import SchedulerConfig
+from balanceroute.core.scheduler_config import SchedulerConfig
 from balanceroute.core.types import Outcome, RequestSpec, Role, WorkerSpec, WorkerState
 from balanceroute.explain import explain
 from balanceroute.proxy.admission.decider import Answer, Refusal

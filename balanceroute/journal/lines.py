@@ -1,0 +1,20 @@
+"""How calls are written: what the writer writes, and the reader compares byte for byte."""
+
+from typing import Any
+
+import orjson
+
+from balanceroute.errors import InvariantError
+from balanceroute.plugins import described
+
+FORMAT = 1
+
+
+def call_line(now: float, call: str, args: dict[str, Any], outcome: dict[str, Any]) -> bytes:
+    """One call as it stands in the file; `outcome` is {"answer": ...} or {"raised": ...}."""
+    return orjson.dumps({"t": float(now), "call": call, "args": args, **outcome}, option=orjson.OPT_APPEND_NEWLINE)
+
+
+def told(error: Exception) -> str:
+    """What a call raised: a contradiction that the scheduler found, or whatever a policy of one's own raises."""
+    return str(error) if isinstance(error, InvariantError) else described(error)
