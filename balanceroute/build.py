@@ -5,11 +5,12 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from balanceroute.config import Config, DecodeWorker, Worker
-from balanceroute.config.models import Decode
+from balanceroute.config.sections.tiers import Decode
 from balanceroute.core.knobs import PolicySettings
 from balanceroute.core.policies import make_policy
 from balanceroute.core.policy import StageTimer
-from balanceroute.core.scheduler import Scheduler, SchedulerConfig
+from balanceroute.core.scheduler import Scheduler
+from balanceroute.core.scheduler_config import SchedulerConfig
 from balanceroute.core.types import Role, WorkerSpec
 from balanceroute.journal import RecordingScheduler
 

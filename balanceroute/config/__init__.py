@@ -14,7 +14,8 @@ from balanceroute.config.loading import (
     validate,
     with_sections,
 )
-from balanceroute.config.models import Config, DecodeWorker, Worker
+from balanceroute.config.models import Config
+from balanceroute.config.sections.tiers import DecodeWorker, Worker
 from balanceroute.config.urls import normalised_url, place_of
 
 __all__ = [

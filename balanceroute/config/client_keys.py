@@ -22,7 +22,8 @@ from pydantic import AfterValidator, Field, ValidationError
 from pydantic_core import ErrorDetails
 
 from balanceroute.config.documents import read_document, read_mapping
-from balanceroute.config.models import PriorityBounds, Section
+from balanceroute.config.sections.limits import PriorityBounds
+from balanceroute.config.sections.section import Section
 from balanceroute.errors import ConfigError
 
 KEY_PREFIX: Final = "sk-br-"

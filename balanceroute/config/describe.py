@@ -12,7 +12,8 @@ from pydantic import BaseModel, SecretStr
 from pydantic.fields import FieldInfo
 
 from balanceroute.config.documents import to_yaml
-from balanceroute.config.models import Auth, Config
+from balanceroute.config.models import Config
+from balanceroute.config.sections.access import Auth
 from balanceroute.config.values import Endless, OneOf
 from balanceroute.core.knobs import DEFAULTS
 from balanceroute.core.policies import knobs_of

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from balanceroute.build import bounds, policy_settings
-from balanceroute.config.models import Routing
+from balanceroute.config.sections.routing import Routing
 from balanceroute.core.knobs import ALL, BR_H_BETA, PolicySettings
 from tests.unit.proxy.virtual_time import a_config
 

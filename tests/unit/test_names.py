@@ -7,7 +7,7 @@ from typer.main import get_command
 
 from balanceroute.cli import app
 from balanceroute.cli.probe import CONNECTORS
-from balanceroute.config.models import Prefill
+from balanceroute.config.sections.tiers import Prefill
 from balanceroute.config.values import KV_PIN_S, POLICY_NAMES, PREDICTOR_NAMES, Connector, PrefillPolicyName
 from balanceroute.core.policies import BUILT_IN
 from balanceroute.core.prefill import PREFILL_POLICIES

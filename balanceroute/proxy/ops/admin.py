@@ -20,7 +20,7 @@ from starlette.routing import Route
 from balanceroute.build import decoder_spec, policy_settings, prefiller_spec
 from balanceroute.config import DecodeWorker, normalised_url, place_of
 from balanceroute.config import Worker as WorkerConfig
-from balanceroute.config.models import Decode
+from balanceroute.config.sections.tiers import Decode
 from balanceroute.core.types import Role, WorkerSpec, WorkerState
 from balanceroute.errors import InvalidRequest, InvariantError
 from balanceroute.proxy.client.asgi import REQUEST_ID

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Final
 
 from balanceroute.config import Config
-from balanceroute.config.models import TlsFiles
 from balanceroute.config.patience import off_the_loop
+from balanceroute.config.sections.access import TlsFiles
 from balanceroute.errors import ConfigError
 
 log = logging.getLogger(__name__)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from balanceroute.config import Config, effective, effective_yaml, validate
-from balanceroute.config.models import DecodeWorker
+from balanceroute.config.sections.tiers import DecodeWorker
 from balanceroute.errors import ConfigError
 
 REACHED = {"layerwise": {"callback_url": "http://10.0.0.5:8000"}}

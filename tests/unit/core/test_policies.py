@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 from pydantic import ValidationError
 
-from balanceroute.config.models import Routing
+from balanceroute.config.sections.routing import Routing
 from balanceroute.core.balance_route import BalanceRoute, BalanceRouteParams
 from balanceroute.core.knobs import ALL, PolicySettings, is_accepted
 from balanceroute.core.policies import POLICIES, make_policy, settings_from_dict, settings_to_dict
 from balanceroute.core.pool_bypass import PoolBypass
-from balanceroute.core.scheduler import SchedulerConfig
+from balanceroute.core.scheduler_config import SchedulerConfig
 from balanceroute.core.types import Outcome, WorkerState
 from balanceroute.errors import ConfigError
 from tests.unit.core.builders import a_request, a_scheduler, admitted, pool_all

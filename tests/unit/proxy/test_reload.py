@@ -10,7 +10,8 @@ import pytest
 
 from balanceroute.build import worker_specs
 from balanceroute.config import Config
-from balanceroute.config.models import Health, Limits
+from balanceroute.config.sections.failures import Health
+from balanceroute.config.sections.limits import Limits
 from balanceroute.core.scheduler import Scheduler
 from balanceroute.core.state import state_from_dict
 from balanceroute.core.types import Outcome, RequestSpec, Role, WorkerSpec, WorkerState

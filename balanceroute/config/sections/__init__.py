@@ -1,0 +1,1 @@
+"""The sections of the configuration, by what they are about; `config/models.py` puts them together."""

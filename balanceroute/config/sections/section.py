@@ -1,0 +1,9 @@
+"""What all sections have in common."""
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Section(BaseModel):
+    """A part of the configuration: no unknown keys, immutable, finite numbers, no silent conversions."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, strict=True)
