@@ -7,8 +7,9 @@ other sources than at its installation) or `BALANCEROUTE_PURE_PYTHON=1` is set, 
 Python.
 
 setup.py runs this file by its path, so it imports nothing of the package. What stays Python: dataclasses that go to
-orjson, which crashes on compiled ones (`core/types.py`, `core/view.py`); what others inherit from (`core/policy.py`,
-the services, `client/protocol.py`); `core/subset.py`, where numpy does the work; and what runs seldom.
+orjson, which crashes on compiled ones (`core/types.py`, `core/view.py`, `core/scheduler_config.py`); what others
+inherit from (`core/policy.py`, the services, `client/protocol.py`); `core/subset.py`, where numpy does the work; and
+what runs seldom.
 """
 
 import hashlib
@@ -33,6 +34,7 @@ MODULES: Final = (
     "core.prefill_work",
     "core.prefix",
     "core.projection",
+    "core.promotion",
     "core.refresh_schedule",
     "core.scarce_fit",
     "core.scheduler",
@@ -59,6 +61,8 @@ MODULES: Final = (
     "proxy.life.retries",
     "proxy.link.frames",
     "proxy.link.hub",
+    "proxy.link.member_requests",
+    "proxy.link.members",
     "proxy.link.remote",
     "proxy.link.token_counts",
     "proxy.perimeter.key_table",

@@ -1,41 +1,41 @@
-"""The brain's end of the link: relays as members, whose calls reach the ledger and whose answers go back.
+"""The brain's end of the link: relays join as members, and learn what they need to know of each other and of workers.
 
-A relay is a member from its Hello to the end of its connection. When that ends, for whatever reason, all that it holds
-is released at once: a process that died says so by its socket, and one that was only cut off finds out by the same, and
-joins anew with what it still holds.
+A relay is a member from its Hello to the end of its connection. When the connection ends, all that the member holds is
+released at once. A process that died closes its socket by that. A relay that was only cut off notices it too, and joins
+again with what it still holds. `member_requests.py` knows who holds what.
 
-**Taking over.** A new brain knows nothing. Until all relays that it expects have said Hello, or `Patience.grace_s` is
-over, it decides nothing: what members call meanwhile waits, and is heard in order once it is `settled`. So no slot is
-given away that a relay holds which has not been heard yet. A ticket that comes later and finds its slot taken is void.
+**Taking over.** A new brain knows nothing. It decides nothing until all expected relays have said Hello, or until
+`Patience.grace_s` is over. What members call meanwhile waits, and is heard in order once the hub is `settled`. So no
+slot is given away that a relay holds which has not been heard yet. A ticket that comes later and finds its slot taken
+is void.
 
-Relays of other machines are connected by `far.py`. Those that a former brain of this machine knew are waited for as
-well, for as long as they may take to find out that it stands still.
+`far.py` accepts the relays of other machines. The hub also waits for those that a former brain of this machine knew, as
+long as they may take to notice that it stands still.
 
 **Tokens** of a relay on this machine are read where the relay writes them (`token_counts.py`), by `collect`: before
 each decision and several times per second. Tokens that can't be read come as messages.
 
-**Who leads.** Hello tells the largest epoch that a relay has seen. One above ours means that another brain leads, or
-that the file with the number is lost: `on_superseded` is told, and knows the number to go on under; None: it leads no
-more, and nobody is a member here any more.
+**Who leads.** A Hello says the largest epoch that the relay has seen. One above ours means that another brain leads, or
+that the file with the number is lost. `on_superseded` gets this epoch. It returns the epoch to go on under, or None:
+this brain leads no more, and takes no members.
 
-Members and their hub are one machine: each join, leave and message may end the wait of all, and what one member tells
-of a worker all others hear.
+**Workers.** What one member tells of a worker, all others hear.
 """
 
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from balanceroute.core.types import GONE, Outcome, RequestSpec
 from balanceroute.core.view import ClusterView
 from balanceroute.errors import InvariantError
-from balanceroute.proxy.admission.decider import Answer, Refusal
 from balanceroute.proxy.admission.ledger import Ledger
 from balanceroute.proxy.link.far import FarMembers
 from balanceroute.proxy.link.frames import Frames
+from balanceroute.proxy.link.member_requests import MemberRequests
+from balanceroute.proxy.link.members import Member, token_counts_of
 from balanceroute.proxy.link.messages import (
     BEAT_S,
     FAR,
@@ -44,29 +44,17 @@ from balanceroute.proxy.link.messages import (
     VERSION,
     Activity,
     Beat,
-    Began,
-    Chosen,
     Counted,
     Explained,
     Farewell,
-    Finish,
     FromBrain,
     FromRelay,
-    Held,
     Hello,
     Judged,
     KeysElsewhere,
     Learned,
     LinkError,
-    Prefilled,
-    PrefillFailed,
     Progress,
-    Pushed,
-    PushFailed,
-    PutBack,
-    Refused,
-    RequestPrefill,
-    Requeue,
     Seen,
     Silent,
     SilentGroup,
@@ -77,7 +65,6 @@ from balanceroute.proxy.link.messages import (
     read_from_relay,
     table_of,
 )
-from balanceroute.proxy.link.token_counts import ReadCounts, life_of, peer_pid, place_of, same_life, tokens_of
 from balanceroute.proxy.perimeter.key_use import KeyUse
 from balanceroute.proxy.telemetry.ticks import until_tick_s
 
@@ -99,13 +86,13 @@ class Patience:
 
 
 class Reports(Protocol):
-    """What is made of relays' words on workers, and what relays are told of these: `workers/relay_reports.py`."""
+    """Takes in what relays report of workers, and says how workers are judged: `workers/relay_reports.py`."""
 
     def judged(self, message: Judged) -> None:
-        """A request has told something about a worker."""
+        """A request of a relay has succeeded or failed on a worker."""
 
     def active(self, relay: str, said: Activity) -> None:
-        """What a relay does."""
+        """How much a relay has under way on each worker."""
 
     def keys_used(self, relay: str, keys: tuple[KeyUse, ...]) -> None:
         """What a relay's clients have used of their keys."""
@@ -126,67 +113,6 @@ class Reports(Protocol):
         """The groups of workers that fell silent together."""
 
 
-class _Ticket:
-    """A member's ticket: its number, its request, how many answers have been asked for, and the tokens known of."""
-
-    __slots__ = ("number", "request_id", "tokens", "turn")
-
-    def __init__(self, number: int, request_id: str, turn: int) -> None:
-        self.number, self.request_id, self.turn = number, request_id, turn
-        self.tokens = 0
-
-    def grow(self, tokens: int) -> int:
-        """How many are new, where it has generated so many; older news has none: some is said, some is read."""
-        more = tokens - self.tokens
-        if more <= 0:
-            return 0
-        self.tokens = tokens
-        return more
-
-
-class Member:
-    """A relay, for one connection."""
-
-    def __init__(self, number: int, relay: str, process: int, frames: Frames[FromBrain]) -> None:
-        self.number, self.relay, self.process, self.frames = number, relay, process, frames
-        self.tickets: dict[int, _Ticket] = {}
-        self.counts: ReadCounts | None = None
-        self.places: list[_Ticket | None] = []  # its tickets by the places in `counts`
-        self.uses_keys = self.says_farewell = False
-        self.waiting: list[FromRelay] = []  # what it has called before the brain was settled
-
-    def hold(self, number: int, request_id: str, turn: int) -> None:
-        """It has this ticket."""
-        ticket = self.tickets[number] = _Ticket(number, request_id, turn)
-        place = place_of(number)
-        while len(self.places) <= place:
-            self.places.append(None)
-        self.places[place] = ticket
-
-    def release(self, number: int) -> None:
-        """The ticket has left."""
-        ticket, place = self.tickets.pop(number), place_of(number)
-        if self.places[place] is ticket:
-            self.places[place] = None
-
-    def read(self) -> tuple[list[str], list[int]]:
-        """The requests that have generated more, by what it has written, and how many tokens each. O(its tickets)."""
-        requests: list[str] = []
-        grown: list[int] = []
-        if self.counts is None:
-            return requests, grown
-        places = self.places
-        news = self.counts.news(len(places))
-        for index in range(0, len(news), 2):
-            ticket, said = places[news[index]], news[index + 1]
-            if ticket is not None and same_life(ticket.number, life_of(said)):
-                more = ticket.grow(tokens_of(said))
-                if more:
-                    requests.append(ticket.request_id)
-                    grown.append(more)
-        return requests, grown
-
-
 class Hub:
     """All members of one leadership. `serve` listens, `close` ends it."""
 
@@ -202,9 +128,15 @@ class Hub:
         far: FarMembers | None = None,
         patience: Patience | None = None,
     ) -> None:
-        """`relays`: how many of this machine are expected to join; 0: nothing is waited for. `salt`: as in `Welcome`.
-        `far`: the members of other machines, where they are let in. `on_superseded`: told an epoch that a relay has
-        seen.
+        """Nobody is a member yet.
+
+        Args:
+            epoch: of this leadership.
+            relays: how many of this machine are expected to join; 0: none is waited for.
+            on_superseded: see "Who leads".
+            salt: as in `Welcome`.
+            far: the members of other machines; None: relays of other machines are not accepted.
+            patience: how long relays are waited for.
         """
         self.patience = patience or Patience()
         self._far, self._awaited = far, set() if far is None else set(far.names)
@@ -212,20 +144,19 @@ class Hub:
         self._reports, self._salt = reports, salt
         self._standings: dict[str, WorkerStanding] = {}  # as members know them
         self._silent: tuple[str, ...] = ()
-        self._telling = False
+        self._telling = False  # whether `_tell_changes` is about to run
         self._ledger, self._loop, self.epoch, self._relays = ledger, loop, epoch, relays
         self._on_superseded = on_superseded
         self.members: dict[str, Member] = {}  # by the name of the relay
-        self._at: dict[Frames[FromBrain], Member | None] = {}
-        self._owners: dict[str, tuple[Member, int]] = {}  # by request
-        self._count = 0
-        self._seen: ClusterView | None = None
+        self._connections: dict[Frames[FromBrain], Member | None] = {}  # None: it has not said Hello yet
+        self.requests = MemberRequests(ledger)
+        self._n_joined = 0
+        self._view_told: ClusterView | None = None
         self._server: asyncio.Server | None = None
         self._looked_s = loop.time()
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self.settled = asyncio.Event()
-        self.stale_messages = 0  # about tickets that are no more: they have crossed a refusal
-        ledger.tell, ledger.collect = self._tell, self.collect
+        ledger.collect = self.collect
 
     async def serve(self, path: str) -> None:
         """Listen on this socket, which belongs to our user alone; one that a dead brain has left is replaced."""
@@ -245,7 +176,7 @@ class Hub:
             timer.cancel()
         if self._server is not None:
             self._server.close()
-        for frames in list(self._at):
+        for frames in list(self._connections):
             frames.close("this brain ends")
 
     # -- members
@@ -253,12 +184,12 @@ class Hub:
     def connected(self) -> Frames[FromBrain]:
         """The protocol of one more connection."""
         frames: Frames[FromBrain] = Frames(self._loop, self._heard, self._lost)
-        self._at[frames] = None
+        self._connections[frames] = None
         self._loop.call_later(self.patience.hello_s, self._expect_hello, frames)
         return frames
 
     def _expect_hello(self, frames: Frames[FromBrain]) -> None:
-        if frames in self._at and self._at[frames] is None:
+        if frames in self._connections and self._connections[frames] is None:
             frames.abort("it has not said Hello")
 
     def dismiss_far(self) -> None:
@@ -283,7 +214,7 @@ class Hub:
 
     def _heard(self, frames: Frames[FromBrain], body: bytes) -> None:
         for message in read_from_relay(body):
-            member = self._at.get(frames)
+            member = self._connections.get(frames)
             if isinstance(message, Hello):
                 if member is not None:
                     raise LinkError(f"relay {member.relay} has said Hello already")
@@ -307,11 +238,13 @@ class Hub:
             self._release(before)
             before.frames.abort("the relay has joined anew")
         self.tell_workers()  # what has changed; the new member gets all of them after its Welcome
-        self._count += 1
-        member = self.members[hello.relay] = Member(self._count, hello.relay, hello.process, frames)
-        self._at[frames] = member
-        member.counts = _counts(frames, hello)
-        void = self._adopt(member, hello.held)
+        self._n_joined += 1
+        member = self.members[hello.relay] = Member(self._n_joined, hello.relay, hello.process, frames)
+        self._connections[frames] = member
+        member.counts = token_counts_of(frames, hello)
+        void = self.requests.adopt(member, hello.held)
+        if self.settled.is_set() and hello.held:
+            self._ledger.order_by_arrival()
         fields = {"relay": hello.relay, "pid": hello.process, "requests": len(hello.held), "void": len(void)}
         log.info("relay joined", extra=fields)
         frames.say(Welcome(VERSION, self.epoch, member.number, void, self._salt(), member.counts is not None))
@@ -324,9 +257,9 @@ class Hub:
             self._settle()
 
     def _refusal(self, frames: Frames[FromBrain], hello: Hello) -> tuple[Farewell, str] | None:
-        """What a relay is told that can be no member here, and why its connection is closed; None: it can be one.
+        """Why a relay cannot be a member: the Farewell that it gets, and the reason for the log. None: it can be one.
 
-        Raises: LinkError: it is told nothing.
+        Raises: LinkError: its connection is closed without a Farewell.
         """
         if hello.version != VERSION:  # what else it says may mean something else
             text = f"this brain speaks version {VERSION} of the link, not {hello.version}"
@@ -343,25 +276,10 @@ class Hub:
             return Farewell(0, TAKEN), "its name is taken"
         return None
 
-    def _adopt(self, member: Member, tickets: Sequence[Held]) -> tuple[int, ...]:
-        """Take in what it holds already, the longest wait first; returns the tickets that find no place here."""
-        void = []
-        for held in sorted(tickets, key=lambda held: -held.standing.waited_s):
-            request_id = held.standing.spec.id
-            known = request_id in self._owners or held.ticket in member.tickets
-            if not known and held.standing.phase is not GONE and self._ledger.adopt(held.standing):
-                member.hold(held.ticket, request_id, held.turn)
-                self._owners[request_id] = (member, held.ticket)
-            else:
-                void.append(held.ticket)
-        if self.settled.is_set() and tickets:
-            self._ledger.order_by_arrival()
-        return tuple(void)
-
     def _is_another(self, member: Member, hello: Hello) -> bool:
-        """Whether the member lives, and this is not the same relay that has lost its connection.
+        """Whether the Hello comes from another process than the member, and the member is alive.
 
-        Each of two would come back as soon as the other has pushed it out.
+        Two relays of one name are refused: else each would come back as soon as the other has pushed it out.
         """
         return member.process != hello.process and self._loop.time() - member.frames.heard_s < ALIVE_S
 
@@ -382,7 +300,10 @@ class Hub:
         return True
 
     def _keep_far(self, relay: str) -> None:
-        """A relay has come or gone; who is still awaited is not forgotten, should this brain die before it comes."""
+        """Write down the relays of other machines after one has come or gone, those still awaited included.
+
+        The next brain waits for them, should this one die before they come.
+        """
         if self._far is not None and FAR in relay and not self._dismissed:
             self._far.keep([*self._awaited, *(member.relay for member in self.far_members)])
 
@@ -405,7 +326,7 @@ class Hub:
         self._ledger.capacity_changed()
 
     def _lost(self, frames: Frames[FromBrain], reason: str) -> None:
-        member = self._at.pop(frames, None)
+        member = self._connections.pop(frames, None)
         if member is not None and self.members.get(member.relay) is member:
             told = {"relay": member.relay, "requests": len(member.tickets), "reason": reason}
             if member.says_farewell:
@@ -418,15 +339,10 @@ class Hub:
                 self._keep_far(member.relay)
 
     def _release(self, member: Member) -> None:
-        """What it holds is free: its clients are gone with it, or it comes back with what it still has."""
-        tickets, member.tickets, member.places = list(member.tickets.values()), {}, []
+        """The member is gone, and all that it holds with it."""
         member.waiting = []
-        for each in tickets:
-            del self._owners[each.request_id]
-            try:
-                self._ledger.finish(each.request_id, Outcome.FAILED)
-            except Exception as error:  # a bug of ours must not keep what else it holds, and the relay from coming back
-                log.error("internal error", exc_info=error, extra={"where": "hub", "request": each.request_id})
+        for request_id, error in self.requests.release(member):
+            log.error("internal error", exc_info=error, extra={"where": "hub", "request": request_id})
         self._reports.lost(member.relay)
         self._tell_keys(member, ())
 
@@ -452,8 +368,9 @@ class Hub:
         self.tell_workers()
 
     def _tell_keys(self, member: Member, keys: tuple[KeyUse, ...]) -> None:
-        """Tell the others what a member's clients have used of their keys, if that may have changed; those that share
-        it in memory know it.
+        """Tell the other members what this one's clients have used of their keys, if that may have changed.
+
+        Members that share the key table in memory know it already.
         """
         if not (keys or member.uses_keys):
             return
@@ -463,17 +380,12 @@ class Hub:
             if table_of(other.relay) != table_of(member.relay):
                 other.frames.say(KeysElsewhere(member.relay, keys))
 
-    def _tell_others(self, member: Member, message: FromBrain) -> None:
-        for other in self.members.values():
-            if other is not member:
-                other.frames.say(message)
-
     def _tell_all(self, message: FromBrain) -> None:
         for member in self.members.values():
             member.frames.say(message)
 
     def _look(self) -> None:
-        """Tell members what is to be seen, and give up the silent ones."""
+        """Send members the cluster's view where it has changed, and drop the members that are silent."""
         now, silent_s = self._loop.time(), self.patience.silent_s
         self._timers["look"] = self._loop.call_later(until_tick_s(now, LOOK_S), self._look)  # first: it may fail below
         self._ledger.settle()
@@ -486,15 +398,15 @@ class Hub:
         paused, self._looked_s = now - self._looked_s > LOOK_S + silent_s / 2, now
         for member in list(self.members.values()):
             frames = member.frames
-            if paused:  # it was us who did not listen
+            if paused:  # this process stood still, and could not hear them
                 frames.heard_s = now
-            if view != self._seen:
+            if view != self._view_told:
                 frames.say(Seen(view))
             elif now - frames.said_s > BEAT_S:
                 frames.say(Beat())
             if now - frames.heard_s > silent_s:
                 frames.abort("it is silent")
-        self._seen = view
+        self._view_told = view
 
     # -- calls and answers
 
@@ -502,12 +414,9 @@ class Hub:
         """Hand a call on. Raises: LinkError: it does not fit what is known of the ticket."""
         try:
             if isinstance(message, Submit):
-                self._submit(member, message.ticket, message.spec)
+                self.requests.submit(member, message.ticket, message.spec)
             elif isinstance(message, Progress):
-                for number, tokens in zip(message.tickets, message.tokens, strict=True):
-                    ticket = member.tickets.get(number)
-                    if ticket is not None:
-                        self._advance(ticket, tokens)
+                self.requests.progress(member, message)
             elif isinstance(message, Judged):
                 self._reports.judged(message)
             elif isinstance(message, Activity):
@@ -518,94 +427,23 @@ class Hub:
             elif isinstance(message, Learned):
                 self._reports.learned(message)
             elif isinstance(message, Explained):
-                self._tell_others(member, message)
+                for other in self.members.values():
+                    if other is not member:
+                        other.frames.say(message)
             elif isinstance(message, Farewell):
                 member.says_farewell = True
                 raise LinkError(message.reason)
             elif not isinstance(message, Beat | Hello):
-                ticket = member.tickets.get(message.ticket)
-                if ticket is None:
-                    self.stale_messages += 1
-                else:
-                    self._call(member, ticket, message)
+                self.requests.call(member, message)
         except (InvariantError, ValueError) as error:
             raise LinkError(f"relay {member.relay} says what can't be: {error}") from error
 
-    def _submit(self, member: Member, number: int, spec: RequestSpec) -> None:
-        if spec.id in self._owners or number in member.tickets:
-            raise LinkError(f"relay {member.relay} has request {spec.id} already")
-        member.hold(number, spec.id, 1)
-        self._owners[spec.id] = (member, number)
-        self._ledger.submit(spec)
-
-    def _call(
-        self,
-        member: Member,
-        ticket: _Ticket,
-        message: Prefilled | PrefillFailed | RequestPrefill | Pushed | PushFailed | PutBack | Requeue | Finish | Began,
-    ) -> None:
-        ledger, request_id = self._ledger, ticket.request_id
-        if isinstance(message, Began):
-            ledger.began(request_id, message.age_s)
-            return
-        if isinstance(message, Finish):
-            self._advance(ticket, message.tokens)
-            member.release(message.ticket)
-            del self._owners[request_id]
-            ledger.finish(request_id, message.outcome, message.reason, message.age_s)
-            return
-        if isinstance(message, Pushed):
-            ledger.pushed(request_id, message.prompt_tokens, message.cached_tokens)
-            return
-        ticket.turn += 1
-        if isinstance(message, Prefilled):
-            ledger.prefilled(request_id, message.prompt_tokens, message.cached_tokens)
-        elif isinstance(message, PrefillFailed):
-            ledger.prefill_failed(request_id)
-        elif isinstance(message, RequestPrefill):
-            ledger.request_prefill(request_id)
-        elif isinstance(message, PushFailed):
-            ledger.push_failed(request_id)
-        elif isinstance(message, PutBack):
-            ledger.put_back(request_id)
-        else:
-            self._advance(ticket, message.tokens)
-            ledger.requeue(request_id, message.prefix)
-
     def collect(self) -> None:
-        """Read what relays on this machine have written. O(their tickets), little each."""
+        """Read the tokens that relays on this machine have written. O(their tickets), little each."""
         if not self.settled.is_set():
             return  # what they have called waits as well
         for member in self.members.values():
             try:
-                self._ledger.progress_all(*member.read())
+                self.requests.read_tokens(member)
             except InvariantError as error:
                 member.frames.abort(f"relay {member.relay} counts what can't be: {error}")
-
-    def _advance(self, ticket: _Ticket, tokens: int) -> None:
-        """A ticket has generated so many by now. Raises: InvariantError: it generates nothing."""
-        more = ticket.grow(tokens)
-        if more:
-            self._ledger.progress(ticket.request_id, more)
-
-    def _tell(self, request_id: str, answer: Answer) -> None:
-        member, number = self._owners[request_id]
-        if isinstance(answer, Refusal):
-            member.release(number)
-            del self._owners[request_id]
-            member.frames.say(Refused(number, answer.kind, answer.text, answer.retry_after_s))
-        else:
-            member.frames.say(Chosen(number, member.tickets[number].turn, answer))
-
-
-def _counts(frames: Frames[FromBrain], hello: Hello) -> ReadCounts | None:
-    """What a relay on this machine writes; None: it says it."""
-    connection = frames.socket
-    pid = None if connection is None else peer_pid(connection)
-    if pid is None or hello.token_file is None:
-        return None
-    try:
-        return ReadCounts(pid, hello.token_file)
-    except OSError as error:
-        log.warning("tokens of a relay are not readable", extra={"relay": hello.relay, "error": str(error)})
-        return None

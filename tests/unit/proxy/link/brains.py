@@ -7,8 +7,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 from balanceroute.core.policies import PolicySettings, make_policy
-from balanceroute.core.scheduler import Scheduler, SchedulerConfig
-from balanceroute.core.types import RequestSpec, Role, WorkerSpec
+from balanceroute.core.scheduler import Scheduler
+from balanceroute.core.scheduler_config import SchedulerConfig
+from balanceroute.core.types import Phase, RequestSpec, Role, Standing, WorkerSpec
 from balanceroute.proxy.admission.decode_dispatcher import DecodeDispatcher
 from balanceroute.proxy.admission.ledger import Ledger
 from balanceroute.proxy.admission.prefill_dispatcher import PrefillDispatcher
@@ -16,7 +17,7 @@ from balanceroute.proxy.admission.tickets import Ticket, Tickets
 from balanceroute.proxy.link.far import FarMembers
 from balanceroute.proxy.link.frames import Frames
 from balanceroute.proxy.link.hub import Hub, Patience
-from balanceroute.proxy.link.messages import FromRelay
+from balanceroute.proxy.link.messages import VERSION, FromBrain, FromRelay, Held, Hello, Workers, read_from_brain
 from balanceroute.proxy.link.reach import Moved, P, Reach, SocketReach
 from balanceroute.proxy.link.remote import RemoteBrain
 from balanceroute.proxy.telemetry.instruments import Histogram
@@ -206,3 +207,32 @@ def on(test: Callable[[Stage], Awaitable[None]]) -> None:
             await test(stage)
 
     asyncio.run(run())
+
+
+class RawRelay:
+    """A connection that says what it is told to."""
+
+    def __init__(self) -> None:
+        self.heard: list[FromBrain] = []
+        self.frames: Frames[FromRelay]
+
+    async def connect(self, stage: Stage) -> "RawRelay":
+        loop = asyncio.get_running_loop()
+
+        def made() -> Frames[FromRelay]:
+            return Frames(loop, lambda _, body: self.heard.extend(read_from_brain(body)), lambda *_: None)
+
+        _, self.frames = await loop.create_unix_connection(made, stage.path)
+        return self
+
+    def circuits(self) -> list[str]:
+        """Of the workers that it has heard of, as they were told."""
+        return [each.circuit for message in self.heard if isinstance(message, Workers) for each in message.changed]
+
+    def hello(self, *held: Held, relay: str = "raw", epoch: int = 0, version: int = VERSION) -> None:
+        self.frames.say(Hello(version, relay, 1, epoch, held))
+
+
+def stream(number: int, request_id: str, tokens: int = 1) -> Held:
+    spec = RequestSpec(request_id, 10)
+    return Held(number, 2, Standing(spec, Phase.DECODING, 10, decoder="d0", tokens=tokens))

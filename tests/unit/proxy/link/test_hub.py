@@ -6,7 +6,6 @@ from collections.abc import Callable
 import pytest
 
 from balanceroute.core.types import Outcome, Phase, RequestSpec, Role, Standing, WorkerSpec
-from balanceroute.proxy.link.frames import Frames
 from balanceroute.proxy.link.hub import Patience
 from balanceroute.proxy.link.messages import (
     VERSION,
@@ -15,52 +14,19 @@ from balanceroute.proxy.link.messages import (
     Counted,
     Explained,
     Farewell,
-    FromBrain,
     FromRelay,
     Held,
     Hello,
     KeysElsewhere,
     Prefilled,
-    Requeue,
     Submit,
     Welcome,
-    Workers,
-    read_from_brain,
     table_of,
 )
 from balanceroute.proxy.perimeter.key_use import KeyUse
 from balanceroute.proxy.workers.circuit import CircuitState
-from tests.unit.proxy.link.brains import Stage, on
+from tests.unit.proxy.link.brains import RawRelay, Stage, on, stream
 from tests.waiting import until
-
-
-class RawRelay:
-    """A connection that says what it is told to."""
-
-    def __init__(self) -> None:
-        self.heard: list[FromBrain] = []
-        self.frames: Frames[FromRelay]
-
-    async def connect(self, stage: Stage) -> "RawRelay":
-        loop = asyncio.get_running_loop()
-
-        def made() -> Frames[FromRelay]:
-            return Frames(loop, lambda _, body: self.heard.extend(read_from_brain(body)), lambda *_: None)
-
-        _, self.frames = await loop.create_unix_connection(made, stage.path)
-        return self
-
-    def circuits(self) -> list[str]:
-        """Of the workers that it has heard of, as they were told."""
-        return [each.circuit for message in self.heard if isinstance(message, Workers) for each in message.changed]
-
-    def hello(self, *held: Held, relay: str = "raw", epoch: int = 0, version: int = VERSION) -> None:
-        self.frames.say(Hello(version, relay, 1, epoch, held))
-
-
-def stream(number: int, request_id: str, tokens: int = 1) -> Held:
-    spec = RequestSpec(request_id, 10)
-    return Held(number, 2, Standing(spec, Phase.DECODING, 10, decoder="d0", tokens=tokens))
 
 
 def test_the_log_tells_a_relay_that_ends_from_one_that_is_lost(caplog: pytest.LogCaptureFixture) -> None:
@@ -216,20 +182,6 @@ def test_a_relay_that_joins_anew_holds_what_it_says_last() -> None:
     on(test)
 
 
-def test_a_request_that_another_relay_holds_is_void() -> None:
-    async def test(stage: Stage) -> None:
-        brain = await stage.brain()
-        one, two = await RawRelay().connect(stage), await RawRelay().connect(stage)
-        one.hello(stream(1, "a"), relay="one")
-        await until(lambda: brain.active == ["a"])
-        two.hello(stream(5, "a"), stream(6, "b"), relay="two")
-        await until(lambda: any(isinstance(message, Welcome) for message in two.heard))
-        assert next(message.void for message in two.heard if isinstance(message, Welcome)) == (5,)
-        assert brain.active == ["a", "b"]
-
-    on(test)
-
-
 @pytest.mark.parametrize(
     ("said", "told"),
     [
@@ -268,38 +220,6 @@ def test_who_says_what_may_not_be_is_no_member_and_holds_nothing(said: list[From
     on(test)
 
 
-def test_tickets_that_cannot_be_are_void() -> None:
-    async def test(stage: Stage) -> None:
-        brain, relay = await stage.brain(), await RawRelay().connect(stage)
-        gone = Held(1, 1, Standing(RequestSpec("gone", 10), Phase.GONE, 10))
-        relay.hello(gone, stream(2, "a"), stream(2, "b"))
-        await until(lambda: bool(relay.heard))
-        assert next(message.void for message in relay.heard if isinstance(message, Welcome)) == (1, 2)
-        relay.frames.abort("its process is killed")
-        await until(lambda: not brain.hub.members and not brain.scheduler.snapshot.requests)
-
-    on(test)
-
-
-def test_a_relay_comes_back_though_a_request_of_its_former_membership_is_unknown(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    async def test(stage: Stage) -> None:
-        brain = await stage.brain()
-        before, anew = await RawRelay().connect(stage), await RawRelay().connect(stage)
-        before.hello(stream(1, "a"), stream(2, "b"))
-        await until(lambda: brain.active == ["a", "b"])
-        brain.scheduler.finish("a", Outcome.FAILED, brain.ledger.now())
-        anew.hello(stream(3, "c"))
-        await until(lambda: brain.active == ["c"])
-        anew.frames.abort("its process is killed")
-        await until(lambda: not brain.hub.members and not brain.active)
-
-    on(test)
-    (error,) = [record for record in caplog.records if record.levelname == "ERROR"]
-    assert error.message == "internal error" and error.__dict__["request"] == "a"
-
-
 def test_a_relay_that_joins_anew_is_welcomed_before_it_hears_of_workers() -> None:
     """Its former membership ends a trial, of which all members hear."""
 
@@ -332,18 +252,6 @@ def test_one_look_that_fails_is_not_the_last() -> None:
         brain.frozen.clear()
         relay.heard.clear()
         await until(lambda: any(isinstance(message, Beat) for message in relay.heard))
-
-    on(test)
-
-
-def test_a_call_that_crossed_a_refusal_is_counted_and_dropped() -> None:
-    async def test(stage: Stage) -> None:
-        brain = await stage.brain()
-        relay = await RawRelay().connect(stage)
-        relay.hello()
-        relay.frames.say(Requeue(17, 0))
-        await until(lambda: brain.hub.stale_messages == 1)
-        assert relay.frames.open
 
     on(test)
 

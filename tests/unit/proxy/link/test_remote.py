@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from balanceroute.core.scheduler import SchedulerConfig
+from balanceroute.core.scheduler_config import SchedulerConfig
 from balanceroute.core.types import Outcome, Phase, RequestSpec
 from balanceroute.errors import NoHealthyWorkers, QueueFull, QueueTimeout
 from balanceroute.proxy.link.frames import Frames
@@ -48,7 +48,7 @@ def test_a_request_goes_its_whole_way_over_the_link() -> None:
         assert await ticket.admission() == "d0"
         ticket.finish(Outcome.FINISHED, "stop")
         await until(lambda: not brain.scheduler.snapshot.requests)
-        assert brain.hub.stale_messages == 0
+        assert brain.hub.requests.stale_messages == 0
         brain.scheduler.snapshot.check_invariants()
 
     on(test)

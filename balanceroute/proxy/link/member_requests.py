@@ -1,0 +1,142 @@
+"""`MemberRequests`: which member holds which request; its calls go to the ledger, and the answers back to it.
+
+A member and the ledger know a request by different names: the member by the number of its ticket, the ledger by its id.
+"""
+
+from collections.abc import Sequence
+
+from balanceroute.core.types import GONE, Outcome, RequestSpec
+from balanceroute.proxy.admission.decider import Answer, Refusal
+from balanceroute.proxy.admission.ledger import Ledger
+from balanceroute.proxy.link.members import Member, Ticket
+from balanceroute.proxy.link.messages import (
+    Began,
+    Chosen,
+    Finish,
+    Held,
+    LinkError,
+    Prefilled,
+    PrefillFailed,
+    Progress,
+    Pushed,
+    PushFailed,
+    PutBack,
+    Refused,
+    RequestPrefill,
+    Requeue,
+)
+
+Call = Prefilled | PrefillFailed | RequestPrefill | Pushed | PushFailed | PutBack | Requeue | Finish | Began
+
+
+class MemberRequests:
+    """The requests of all members. Answers of the ledger come in by its `tell`, which is `answer` from now on."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._owners: dict[str, tuple[Member, int]] = {}  # by request: who holds it, under which number
+        self.stale_messages = 0  # about tickets that are no more: they have crossed a refusal
+        ledger.tell = self.answer
+
+    def adopt(self, member: Member, tickets: Sequence[Held]) -> tuple[int, ...]:
+        """Take in what a member that joins holds already, the longest wait first.
+
+        Returns the numbers of the tickets that find no place here.
+        """
+        void = []
+        for held in sorted(tickets, key=lambda held: -held.standing.waited_s):
+            request_id = held.standing.spec.id
+            known = request_id in self._owners or held.ticket in member.tickets
+            if not known and held.standing.phase is not GONE and self._ledger.adopt(held.standing):
+                member.hold(held.ticket, request_id, held.turn)
+                self._owners[request_id] = (member, held.ticket)
+            else:
+                void.append(held.ticket)
+        return tuple(void)
+
+    def release(self, member: Member) -> list[tuple[str, Exception]]:
+        """End all that a member holds: its clients are gone with it, or it comes back with what it still has.
+
+        Returns the requests whose end failed, a bug of ours: that must keep neither the others nor the member itself.
+        """
+        tickets, member.tickets, member.places = list(member.tickets.values()), {}, []
+        failed: list[tuple[str, Exception]] = []
+        for each in tickets:
+            del self._owners[each.request_id]
+            try:
+                self._ledger.finish(each.request_id, Outcome.FAILED)
+            except Exception as error:
+                failed.append((each.request_id, error))
+        return failed
+
+    def submit(self, member: Member, number: int, spec: RequestSpec) -> None:
+        """A member has a new request. Raises: LinkError: somebody has it already."""
+        if spec.id in self._owners or number in member.tickets:
+            raise LinkError(f"relay {member.relay} has request {spec.id} already")
+        member.hold(number, spec.id, 1)
+        self._owners[spec.id] = (member, number)
+        self._ledger.submit(spec)
+
+    def call(self, member: Member, message: Call) -> None:
+        """A member's call on one of its requests.
+
+        Raises: InvariantError, ValueError: the request does not stand where this may be called.
+        """
+        ticket = member.tickets.get(message.ticket)
+        if ticket is None:
+            self.stale_messages += 1
+            return
+        ledger, request_id = self._ledger, ticket.request_id
+        if isinstance(message, Began):
+            ledger.began(request_id, message.age_s)
+            return
+        if isinstance(message, Finish):
+            self._advance(ticket, message.tokens)
+            member.release(message.ticket)
+            del self._owners[request_id]
+            ledger.finish(request_id, message.outcome, message.reason, message.age_s)
+            return
+        if isinstance(message, Pushed):
+            ledger.pushed(request_id, message.prompt_tokens, message.cached_tokens)
+            return
+        ticket.turn += 1
+        if isinstance(message, Prefilled):
+            ledger.prefilled(request_id, message.prompt_tokens, message.cached_tokens)
+        elif isinstance(message, PrefillFailed):
+            ledger.prefill_failed(request_id)
+        elif isinstance(message, RequestPrefill):
+            ledger.request_prefill(request_id)
+        elif isinstance(message, PushFailed):
+            ledger.push_failed(request_id)
+        elif isinstance(message, PutBack):
+            ledger.put_back(request_id)
+        else:
+            self._advance(ticket, message.tokens)
+            ledger.requeue(request_id, message.prefix)
+
+    def progress(self, member: Member, message: Progress) -> None:
+        """How many tokens requests of a member have generated by now. Raises: InvariantError: one generates nothing."""
+        for number, tokens in zip(message.tickets, message.tokens, strict=True):
+            ticket = member.tickets.get(number)
+            if ticket is not None:
+                self._advance(ticket, tokens)
+
+    def read_tokens(self, member: Member) -> None:
+        """Read the tokens that a relay on this machine has written. Raises: InvariantError: a request has none."""
+        self._ledger.progress_all(*member.read())
+
+    def _advance(self, ticket: Ticket, tokens: int) -> None:
+        """A ticket has generated so many by now. Raises: InvariantError: it generates nothing."""
+        more = ticket.grow(tokens)
+        if more:
+            self._ledger.progress(ticket.request_id, more)
+
+    def answer(self, request_id: str, answer: Answer) -> None:
+        """Tell the member that holds the request what was decided on it; a refused one is held no more."""
+        member, number = self._owners[request_id]
+        if isinstance(answer, Refusal):
+            member.release(number)
+            del self._owners[request_id]
+            member.frames.say(Refused(number, answer.kind, answer.text, answer.retry_after_s))
+        else:
+            member.frames.say(Chosen(number, member.tickets[number].turn, answer))

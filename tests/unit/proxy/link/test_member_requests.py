@@ -1,0 +1,66 @@
+"""Which member holds which request: what it may claim when it joins, and what is free when it is gone."""
+
+import pytest
+
+from balanceroute.core.types import Outcome, Phase, RequestSpec, Standing
+from balanceroute.proxy.link.messages import Held, Requeue, Welcome
+from tests.unit.proxy.link.brains import RawRelay, Stage, on, stream
+from tests.waiting import until
+
+
+def test_a_request_that_another_relay_holds_is_void() -> None:
+    async def test(stage: Stage) -> None:
+        brain = await stage.brain()
+        one, two = await RawRelay().connect(stage), await RawRelay().connect(stage)
+        one.hello(stream(1, "a"), relay="one")
+        await until(lambda: brain.active == ["a"])
+        two.hello(stream(5, "a"), stream(6, "b"), relay="two")
+        await until(lambda: any(isinstance(message, Welcome) for message in two.heard))
+        assert next(message.void for message in two.heard if isinstance(message, Welcome)) == (5,)
+        assert brain.active == ["a", "b"]
+
+    on(test)
+
+
+def test_tickets_that_cannot_be_are_void() -> None:
+    async def test(stage: Stage) -> None:
+        brain, relay = await stage.brain(), await RawRelay().connect(stage)
+        gone = Held(1, 1, Standing(RequestSpec("gone", 10), Phase.GONE, 10))
+        relay.hello(gone, stream(2, "a"), stream(2, "b"))
+        await until(lambda: bool(relay.heard))
+        assert next(message.void for message in relay.heard if isinstance(message, Welcome)) == (1, 2)
+        relay.frames.abort("its process is killed")
+        await until(lambda: not brain.hub.members and not brain.scheduler.snapshot.requests)
+
+    on(test)
+
+
+def test_a_relay_comes_back_though_a_request_of_its_former_membership_is_unknown(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def test(stage: Stage) -> None:
+        brain = await stage.brain()
+        before, anew = await RawRelay().connect(stage), await RawRelay().connect(stage)
+        before.hello(stream(1, "a"), stream(2, "b"))
+        await until(lambda: brain.active == ["a", "b"])
+        brain.scheduler.finish("a", Outcome.FAILED, brain.ledger.now())
+        anew.hello(stream(3, "c"))
+        await until(lambda: brain.active == ["c"])
+        anew.frames.abort("its process is killed")
+        await until(lambda: not brain.hub.members and not brain.active)
+
+    on(test)
+    (error,) = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert error.message == "internal error" and error.__dict__["request"] == "a"
+
+
+def test_a_call_that_crossed_a_refusal_is_counted_and_dropped() -> None:
+    async def test(stage: Stage) -> None:
+        brain = await stage.brain()
+        relay = await RawRelay().connect(stage)
+        relay.hello()
+        relay.frames.say(Requeue(17, 0))
+        await until(lambda: brain.hub.requests.stale_messages == 1)
+        assert relay.frames.open
+
+    on(test)
