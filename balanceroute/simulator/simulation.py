@@ -13,35 +13,30 @@ The engine's truth is in `Ranks`; the scheduler only hears of it (`start`, `step
 telemetry lag it hears late. The loop never looks at the router's ledger to move the engine, nor the other way round.
 """
 
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
-from functools import partial
-from heapq import heappop, heappush
-from itertools import pairwise
 from time import perf_counter
 
 import numpy as np
 
 from balanceroute.core.policy import AdmissionPolicy, StageTimer
-from balanceroute.core.scheduler import Scheduler, SchedulerConfig
-from balanceroute.core.types import Outcome as RequestOutcome
-from balanceroute.core.types import RequestSpec, Role, WorkerSpec, WorkerState
+from balanceroute.core.scheduler import Scheduler
+from balanceroute.core.scheduler_config import SchedulerConfig
+from balanceroute.core.types import Role, WorkerSpec, WorkerState
 from balanceroute.errors import InputError, InvariantError
+from balanceroute.simulator.arrivals import NEVER, Arrivals
+from balanceroute.simulator.groups import Group, ranks_by_barrier, up_capacity
 from balanceroute.simulator.oracle import Forecast, TrueLengths
 from balanceroute.simulator.prefill_tier import PrefillTier
-from balanceroute.simulator.ranks import DraftingRanks, Ranks
 from balanceroute.simulator.result import Outcome, Recorder
 from balanceroute.simulator.setting import Setting
-from balanceroute.traces import BLOCK_TOKENS, Trace
+from balanceroute.simulator.telemetry import Channel
+from balanceroute.traces import Trace
 
 Progress = Callable[[int, int], None]
 """Told the finished requests and all requests; may raise `Stopped`."""
-NEVER = float("inf")
-Batch = tuple[int, list[Callable[[], object]]]
 MOST_STEPS = 20_000_000  # of what must be simulated: ten minutes and 3 GB of figures, twelve days of steps of 50 ms
-SHORTEST_WAIT_S = 1e-6  # by which time goes on where a policy asks to be asked again at once
+SHORTEST_WAIT_S = 1e-6  # time goes on by this much where a policy asks to be asked again at once
 
 
 class Stopped(Exception):
@@ -58,23 +53,6 @@ def check_lengths(lengths: TrueLengths, trace: Trace, setting: Setting) -> None:
         raise InputError(
             f"the answers of this trace take {steps:,} steps on this cluster at least; accepted are {MOST_STEPS:,}"
         )
-
-
-@dataclass(slots=True, eq=False)
-class Group:
-    """The workers of one barrier, from the one with the number `first` on, and their clock.
-
-    `ends_s`: when the step under way ends, None where there is none; `ended_s`: when the last one ended. `told`: what
-    each step tells the router, of which the oldest is heard when the lag is over; `telling`: what the next one will.
-    """
-
-    ranks: Ranks
-    first: int
-    steps: int = 0
-    ends_s: float | None = None
-    ended_s: float = 0.0
-    told: deque[Batch] = field(default_factory=deque)
-    telling: list[Callable[[], object]] = field(default_factory=list)
 
 
 class Simulation:
@@ -94,32 +72,33 @@ class Simulation:
     ) -> None:
         self.setting = setting = setting.checked()
         check_lengths(lengths, trace, setting)
-        self.arrival_s: list[float] = trace.arrival_s.tolist()
-        self.prompt_tokens: list[int] = trace.prompt_tokens.tolist()
+        self.trace = trace
+        prompt_tokens: list[int] = trace.prompt_tokens.tolist()
         self.names = [str(request) for request in range(len(trace))]
-        self.keys: list[str] = trace.prompt_key.tolist()
         self.lengths = lengths
         self.forecast = forecast
         self.policy = policy
         self.stage_timer = stage_timer
         self.check_invariants = check_invariants
-        self.groups, self.group_of = groups_of(setting, self.prompt_tokens, lengths.tokens)
-        self.recorder = Recorder(setting, self.prompt_tokens, with_loads=with_loads)
+        self.recorder = Recorder(setting, prompt_tokens, with_loads=with_loads)
         self.t, self.steps = 0.0, 0
-        self.next_arrival, self.finished = 0, 0
+        self.finished = 0
         self.changes = self.planned_changes()
-        self.trace = trace
         # what must be prefilled again needs a prefiller: one that takes no time, unless a tier is simulated
         self.tier = PrefillTier(
             setting.prefillers or int(setting.requeues),
             setting.prefill_tokens_per_s if setting.prefillers else NEVER,
             setting.prefix_cache_tokens,
         )
-        self.cached_tokens: dict[str, int] = {}  # of the prompts that are being prefilled
-        self.prefill_done: list[tuple[float, int, str]] = []  # (when, sequence, request)
-        self.prefills = 0
-        self.room_since_s = 0.0  # when the waiting area last became open: requests left it, or a first worker came back
         self.scheduler = self.new_scheduler()
+        self.groups = [
+            Group(ranks, first, Channel(self.scheduler, forecast, self.names, setting))
+            for first, ranks in ranks_by_barrier(setting, prompt_tokens, lengths.tokens)
+        ]
+        self.group_of = [group for group in self.groups for _ in group.ranks.ranks]  # by worker
+        self.arrivals = Arrivals(
+            trace, setting, self.scheduler, self.tier, forecast, self.recorder, self.queued_at_workers
+        )
 
     def planned_changes(self) -> list[tuple[float, int, WorkerState]]:
         """Failures and recoveries in order of time; failures of one worker that overlap are one."""
@@ -160,25 +139,29 @@ class Simulation:
             scheduler.report_tokens_per_step(spec.id, setting.tokens_per_step, 0.0)
         return scheduler
 
+    def queued_at_workers(self) -> int:
+        """Requests that wait at workers for a slot."""
+        return sum([group.ranks.queued for group in self.groups])
+
     def run(self, on_progress: Progress | None = None) -> Outcome:
         """Replay the whole trace, or until `on_progress` stops it."""
         with suppress(Stopped):
             self.play(on_progress)
-        latency_s = np.array(self.recorder.ready_s) - np.array(self.arrival_s)
+        latency_s = np.array(self.recorder.ready_s) - self.trace.arrival_s
         return self.recorder.outcome(
             np.array(self.lengths.tokens, dtype=np.float64), self.t, latency_s, self.tier.computed_ratio
         )
 
     def play(self, on_progress: Progress | None) -> None:
         """Step after step until all requests have finished."""
-        n, rounds = len(self.arrival_s), 0
+        n, rounds = len(self.trace), 0
         while self.finished < n:
             rounds += 1  # not steps: there may be none for long
             if on_progress is not None and rounds % 256 == 0:
                 on_progress(self.finished, n)
             self.change_workers()
             self.hear_idle()
-            self.arrive()
+            self.arrivals.let_in(self.t)
             self.decide()
             for group in self.groups:
                 if group.ends_s is None:
@@ -190,91 +173,6 @@ class Simulation:
                 self.scheduler.snapshot.check_invariants()
         if on_progress is not None:
             on_progress(n, n)
-
-    # -- arrivals and prefill ---------------------------------------------------------------------------------
-
-    def arrive(self) -> None:
-        """Let in what has arrived and, with a prefill tier, what has been prefilled by now."""
-        if self.setting.prefillers:
-            self.arrive_through_prefill()
-            return
-        self.dispatch(self.t)  # what is to be prefilled again, which takes no time without a tier
-        scheduler = self.scheduler
-        while self.next_arrival < len(self.arrival_s) and self.arrival_s[self.next_arrival] <= self.t:
-            if self.waiting >= self.setting.pool:
-                return
-            request = self.next_arrival
-            self.next_arrival += 1
-            self.recorder.ready_s[request] = self.t
-            scheduler.submit_prefilled(self.spec(request), self.t, self.expected(request))
-
-    def arrive_through_prefill(self) -> None:
-        """Arrivals and ends of prefills up to now, in order of time; each may let the next prefill begin.
-
-        What arrived while nothing more was let in enters when that ended, which was with the step before.
-        """
-        while True:
-            arrival = done = NEVER
-            if self.next_arrival < len(self.arrival_s) and self.lets_in:
-                arrival = max(self.arrival_s[self.next_arrival], self.room_since_s)
-            if self.prefill_done:
-                done = self.prefill_done[0][0]
-            now = min(arrival, done)
-            if now > self.t:
-                break
-            if arrival <= done:
-                self.scheduler.submit(self.spec(self.next_arrival), now)
-                self.next_arrival += 1
-            else:
-                self.prefilled(heappop(self.prefill_done)[2], now)
-            self.dispatch(now)
-        self.dispatch(self.t)
-
-    def dispatch(self, now: float) -> None:
-        """Start the prefills that the router asks for."""
-        for prefill in self.scheduler.dispatch(now):
-            tracker = self.scheduler.snapshot.requests[prefill.request]
-            done, cached = self.tier.compute(prefill.worker, tracker.prefix, tracker.prompt_tokens, now)
-            self.cached_tokens[prefill.request] = cached
-            self.prefills += 1
-            if done <= now:
-                self.prefilled(prefill.request, now)
-            else:
-                heappush(self.prefill_done, (done, self.prefills, prefill.request))
-
-    def prefilled(self, request_id: str, now: float) -> None:
-        """The prefill is over: the request waits for a decode slot."""
-        request = int(request_id)
-        if self.recorder.ready_s[request] < 0:
-            self.recorder.ready_s[request] = now
-        tokens = self.scheduler.snapshot.requests[request_id].prompt_tokens
-        age = self.scheduler.snapshot.requests[request_id].earlier_tokens
-        cached = self.cached_tokens.pop(request_id)
-        self.scheduler.prefilled(request_id, tokens, now, self.expected(request, age), cached)
-
-    def spec(self, request: int) -> RequestSpec:
-        return RequestSpec(
-            self.names[request],
-            self.prompt_tokens[request],
-            prompt_key=self.keys[request],
-            prefix=self.trace.full_blocks(request),
-            block_tokens=BLOCK_TOKENS,
-        )
-
-    def expected(self, request: int, age_tokens: int = 0) -> float | None:
-        return self.forecast.initial(request, self.prompt_tokens[request], self.keys[request], age_tokens)
-
-    @property
-    def lets_in(self) -> bool:
-        """Whether the router takes what arrives: it refuses a request while no decode worker is there."""
-        return self.waiting < self.setting.pool and self.scheduler.snapshot.n_in_barrier > 0
-
-    @property
-    def waiting(self) -> int:
-        """Requests that wait for a slot, in the pool or at workers, or are prefilled or about to be."""
-        snapshot = self.scheduler.snapshot
-        queued = sum([group.ranks.queued for group in self.groups])
-        return len(snapshot.pool) + queued + len(snapshot.queued) + len(self.prefill_done)
 
     # -- decisions --------------------------------------------------------------------------------------------
 
@@ -295,18 +193,18 @@ class Simulation:
 
     def fill(self, group: Group) -> None:
         """The engine takes what was sent to it, as far as slots and memory go."""
-        self.room_since_s = self.t
+        self.arrivals.room_since_s = self.t
         ranks = group.ranks
         for request in ranks.overfull(group.steps):
             self.recorder.recomputed += 1
-            self.tell_requeue(group, request)
+            group.channel.requeue(request)
         if ranks.balancer is not None:
             self.follow_plan(group)
             return
         for request in ranks.fill(group.steps):
             self.recorder.admit(request, self.steps, self.t)
             self.forecast.started(request, group.steps, ranks.left[request])
-            self.tell_start(group, request)
+            group.channel.start(request)
 
     def follow_plan(self, group: Group) -> None:
         """The engine runs what its balancer planned."""
@@ -370,96 +268,55 @@ class Simulation:
         group.steps += 1
         ranks.grow()
         if self.setting.lock_step:
-            group.telling.append(lambda: self.scheduler.step(self.t))
+            group.channel.step()
         else:
-            self.tell_tokens(group, ranks.gains())
+            group.channel.tokens(ranks.gains())
         for request in ranks.finished(group.steps):
             self.recorder.finished_s[request] = self.t
             self.finished += 1
-            self.tell_finish(group, request)
-        group.told.append((group.steps, group.telling))
-        group.telling = []
-        while len(group.told) > self.setting.telemetry_lag_steps:
-            self.hear(*group.told.popleft())
+            group.channel.finish(request)
+        group.channel.end_step(group.steps, self.t)
         return True
 
     def moments(self) -> list[float]:
         """When something happens next, beside ends of steps."""
-        moments = [change[0] for change in self.changes[:1]]
-        moments += [entry[0] for entry in self.prefill_done[:1]]
-        if self.next_arrival < len(self.arrival_s):
-            moments.append(self.arrival_s[self.next_arrival])
-        moments += [self.heard_s(group) for group in self.groups if group.told and not group.ranks.active]
+        moments = [change[0] for change in self.changes[:1]] + self.arrivals.moments()
+        moments += [
+            group.channel.heard_s(group.ended_s)
+            for group in self.groups
+            if group.channel.has_steps and not group.ranks.active
+        ]
         return [moment for moment in moments if moment > self.t]
 
     def jump(self) -> None:
         """Nothing runs: go to the next moment at which something happens."""
-        if any(group.told or group.telling for group in self.groups):
+        if not all(group.channel.is_empty for group in self.groups):
             self.hear_all()
             return
         later = self.moments()
-        if not later and self.waiting:  # all that is left is held back by the policy, which says until when
+        if not later and self.arrivals.waiting:  # all that is left is held back by the policy, which says until when
             at = self.scheduler.recheck_s(self.t)
             later = [max(at, self.t + SHORTEST_WAIT_S)] if at < NEVER else []
         if not later:
-            outside = len(self.arrival_s) - self.next_arrival
-            waits = f"at {self.t:.3f} s nothing runs and {self.waiting + outside} requests wait for ever"
+            stuck = self.arrivals.waiting + self.arrivals.outside
+            waits = f"at {self.t:.3f} s nothing runs and {stuck} requests wait for ever"
             if not any(rank.up for group in self.groups for rank in group.ranks.ranks):
                 raise InputError(f"failures: no worker is left, and none comes back: {waits}")
             raise InvariantError(waits)
         self.t = min(later)
 
-    # -- what the router hears --------------------------------------------------------------------------------
-
-    def tell_tokens(self, group: Group, gains: list[tuple[int, int]]) -> None:
-        def progress() -> None:
-            tell, names, now = self.scheduler.progress, self.names, self.t
-            for request, tokens in gains:
-                tell(names[request], tokens, now)
-
-        group.telling.append(progress)
-
-    def tell_start(self, group: Group, request: int) -> None:
-        tell = self.scheduler.start if self.setting.lock_step else self.scheduler.began
-        group.telling.append(lambda: tell(self.names[request], self.t))
-
-    def tell_finish(self, group: Group, request: int) -> None:
-        group.telling.append(lambda: self.hear_finish(self.names[request]))
-
-    def tell_requeue(self, group: Group, request: int) -> None:
-        group.telling.append(lambda: self.scheduler.requeue(self.names[request], self.t))
-
-    def hear_finish(self, request_id: str) -> None:
-        self.forecast.finished(self.scheduler, self.scheduler.snapshot.requests[request_id], self.t)
-        self.scheduler.finish(request_id, RequestOutcome.FINISHED, self.t)
-
-    def hear(self, step: int, events: list[Callable[[], object]]) -> None:
-        """The router learns what happened up to the end of a step, and renews its forecasts."""
-        for event in events:
-            event()
-        self.forecast.renew(self.scheduler, step, self.t)
+    # -- the router and the engine ----------------------------------------------------------------------------
 
     def hear_all(self) -> None:
         """The router catches up with the engine."""
         for group in self.groups:
-            self.hear_group(group)
-
-    def hear_group(self, group: Group) -> None:
-        while group.told:
-            self.hear(*group.told.popleft())
-        events, group.telling = group.telling, []
-        for event in events:
-            event()
+            group.channel.hear_all(self.t)
 
     def hear_idle(self) -> None:
         """The router hears of groups that have nothing to run: no step of theirs follows after which it would."""
         for group in self.groups:
-            if group.told and not group.ranks.active and self.t >= self.heard_s(group):
-                self.hear_group(group)
-
-    def heard_s(self, group: Group) -> float:
-        """When the router has heard all of a group that ran out of requests: the lag in steps of nothing later."""
-        return group.ended_s + self.setting.telemetry_lag_steps * self.setting.step_overhead_s
+            if group.channel.has_steps and not group.ranks.active and self.t >= group.channel.heard_s(group.ended_s):
+                group.channel.hear_all(self.t)
 
     def change_workers(self) -> None:
         """Carry out the failures and recoveries that are due."""
@@ -467,7 +324,7 @@ class Simulation:
             _, index, state = self.changes.pop(0)
             self.hear_all()
             if not self.scheduler.snapshot.n_in_barrier:
-                self.room_since_s = self.t
+                self.arrivals.room_since_s = self.t
             self.scheduler.set_worker_state(f"d{index}", state, self.t)
             group = self.group_of[index]
             if state is WorkerState.UP:
@@ -476,19 +333,3 @@ class Simulation:
             for request in group.ranks.fail(index - group.first, group.steps):
                 self.recorder.recomputed += 1
                 self.scheduler.requeue(self.names[request], self.t)
-
-
-def groups_of(setting: Setting, prompt_tokens: list[int], lengths: list[int]) -> tuple[list[Group], list[Group]]:
-    """The groups, as equal in size as can be, and the one of each worker."""
-    kv, left = list(prompt_tokens), list(lengths)
-    kind = partial(DraftingRanks, draws={}) if setting.draft_tokens else Ranks
-    bounds = [setting.n_workers * index // setting.barrier_groups for index in range(setting.barrier_groups + 1)]
-    sizes = [(first, end - first) for first, end in pairwise(bounds)]
-    groups = [Group(kind(setting, workers, kv, left), first) for first, workers in sizes]
-    return groups, [group for group in groups for _ in group.ranks.ranks]
-
-
-def up_capacity(ranks: Ranks, slowdowns: Sequence[float]) -> float:
-    """What the workers that are up can carry per token of the common level: each the inverse of its slowdown."""
-    slowdowns = slowdowns or (1.0,) * len(ranks.ranks)
-    return sum(1.0 / slowdown for slowdown, rank in zip(slowdowns, ranks.ranks, strict=True) if rank.up)

@@ -10,8 +10,8 @@ from balanceroute.core.knobs import PolicySettings
 from balanceroute.core.policies import POLICIES
 from balanceroute.errors import InputError
 from balanceroute.simulator import Replay, Setting
-from balanceroute.simulator.ranks import DraftingRanks
-from balanceroute.simulator.simulation import Group, groups_of
+from balanceroute.simulator.groups import ranks_by_barrier
+from balanceroute.simulator.ranks import DraftingRanks, Ranks
 from balanceroute.traces import generate_trace
 from tests.unit.simulator.test_simulation import EVERY_OPTION, a_setting, a_trace, figures_of, run
 
@@ -105,20 +105,19 @@ def test_a_request_has_the_same_luck_wherever_it_runs() -> None:
 
 def test_a_request_that_loses_its_worker_goes_on_with_its_luck_behind_another_barrier() -> None:
     setting = Setting(n_workers=2, slots=1, barrier_groups=2, draft_tokens=3)
-    (first, second), _ = groups_of(setting, [10], [1_000])
+    (_, first), (_, second) = ranks_by_barrier(setting, [10], [1_000])
 
-    def tokens_of(steps: int, group: Group) -> list[int]:
-        group.ranks.bind(0, 0)
-        group.ranks.fill(group.steps)
+    def tokens_of(steps: int, ranks: Ranks) -> list[int]:
+        ranks.bind(0, 0)
+        ranks.fill(0)
         found = []
         for _ in range(steps):
-            found.append(group.ranks.step_tokens())
-            group.ranks.grow()
-            group.steps += 1
-        group.ranks.fail(0, group.steps)
+            found.append(ranks.step_tokens())
+            ranks.grow()
+        ranks.fail(0, steps)
         return found
 
-    (undisturbed, _), _ = groups_of(setting, [10], [1_000])
+    (_, undisturbed), _ = ranks_by_barrier(setting, [10], [1_000])
     assert tokens_of(20, first) + tokens_of(20, second) == tokens_of(40, undisturbed)
 
 

@@ -17,9 +17,10 @@ from balanceroute.core.snapshot import ClusterSnapshot
 from balanceroute.errors import ConfigError, InputError
 from balanceroute.prediction import Forecaster, build_predictor
 from balanceroute.simulator import Failure, Figures, Outcome, Replay, Setting, Stopped, parse_params
+from balanceroute.simulator.groups import Group
 from balanceroute.simulator.history import fitted
 from balanceroute.simulator.oracle import Forecast, OracleForecast, PredictorForecast, TrueLengths
-from balanceroute.simulator.simulation import Group, Simulation
+from balanceroute.simulator.simulation import Simulation
 from balanceroute.traces import Trace, generate_trace
 
 TIMED = {"decision_p50_us", "decision_p99_us"}  # wall clock: the only figures that differ between equal runs
@@ -293,7 +294,7 @@ def test_no_more_wait_than_may_whether_prefilled_or_not(policy: str) -> None:
         def fill(self, group: Group) -> None:
             nonlocal most
             super().fill(group)
-            most = max(most, self.waiting)
+            most = max(most, self.arrivals.waiting)
 
     lengths = TrueLengths(trace)
     Watched(trace, setting, make_policy(PolicySettings(policy=policy)), lengths, Forecast()).run()
@@ -372,7 +373,8 @@ class Looking(Simulation):
         self.steps_ahead = np.arange(horizon + 1)
         self.looks = 0
 
-    def arrive(self) -> None:
+    def hear_idle(self) -> None:
+        super().hear_idle()
         expected = np.zeros((len(self.scheduler.snapshot.workers), len(self.steps_ahead)), dtype=int)
         for worker in self.scheduler.snapshot.workers:
             for tracker in worker.active.values():
@@ -381,7 +383,6 @@ class Looking(Simulation):
                 expected[worker.index] += np.where(self.steps_ahead < to_go, tracker.kv_tokens + self.steps_ahead, 0)
         assert self.scheduler.snapshot.projection.loads().tolist() == expected.tolist()
         self.looks += 1
-        super().arrive()
 
 
 @pytest.mark.parametrize("lag", [0, 3])

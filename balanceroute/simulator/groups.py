@@ -1,0 +1,40 @@
+"""The workers of the simulated cluster by barrier: each group has its own clock, and its own news for the router."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+
+from balanceroute.simulator.ranks import DraftingRanks, Ranks
+from balanceroute.simulator.setting import Setting
+from balanceroute.simulator.telemetry import Channel
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """The workers of one barrier, from the one with the number `first` on, and their clock.
+
+    `channel`: what happens here, on its way to the router. `ends_s`: when the step under way ends, None where there is
+    none; `ended_s`: when the last one ended.
+    """
+
+    ranks: Ranks
+    first: int
+    channel: Channel
+    steps: int = 0
+    ends_s: float | None = None
+    ended_s: float = 0.0
+
+
+def ranks_by_barrier(setting: Setting, prompt_tokens: list[int], lengths: list[int]) -> list[tuple[int, Ranks]]:
+    """The workers of each barrier with the number of the first, as equal in number as can be."""
+    kv, left = list(prompt_tokens), list(lengths)
+    kind = partial(DraftingRanks, draws={}) if setting.draft_tokens else Ranks
+    bounds = [setting.n_workers * index // setting.barrier_groups for index in range(setting.barrier_groups + 1)]
+    return [(first, kind(setting, end - first, kv, left)) for first, end in pairwise(bounds)]
+
+
+def up_capacity(ranks: Ranks, slowdowns: Sequence[float]) -> float:
+    """What the workers that are up can carry per token of the common level: each the inverse of its slowdown."""
+    slowdowns = slowdowns or (1.0,) * len(ranks.ranks)
+    return sum(1.0 / slowdown for slowdown, rank in zip(slowdowns, ranks.ranks, strict=True) if rank.up)

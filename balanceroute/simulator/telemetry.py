@@ -1,0 +1,100 @@
+"""What the router hears of the engine, and when: of every step some steps late.
+
+An event is a call into the scheduler that is still to be made; it gets the time at which the router hears of it.
+"""
+
+from collections import deque
+from collections.abc import Callable
+
+from balanceroute.core.scheduler import Scheduler
+from balanceroute.core.types import Outcome
+from balanceroute.simulator.oracle import Forecast
+from balanceroute.simulator.setting import Setting
+
+Event = Callable[[float], object]
+
+
+class Channel:
+    """The news of one group of workers on their way to the router.
+
+    `events` are those since the last end of a step; `steps` are (step, its events), the oldest first.
+    """
+
+    def __init__(self, scheduler: Scheduler, forecast: Forecast, names: list[str], setting: Setting) -> None:
+        self._scheduler, self._forecast, self._names = scheduler, forecast, names
+        self._lock_step = setting.lock_step
+        self._lag_steps = setting.telemetry_lag_steps
+        self._lag_s = setting.telemetry_lag_steps * setting.step_overhead_s
+        self._events: list[Event] = []
+        self._steps: deque[tuple[int, list[Event]]] = deque()
+
+    # -- what happens
+
+    def tokens(self, gains: list[tuple[int, int]]) -> None:
+        """Running requests got so many tokens each."""
+
+        def progress(now: float) -> None:
+            tell, names = self._scheduler.progress, self._names
+            for request, tokens in gains:
+                tell(names[request], tokens, now)
+
+        self._events.append(progress)
+
+    def step(self) -> None:
+        """Every running request got one token."""
+        self._events.append(self._scheduler.step)
+
+    def start(self, request: int) -> None:
+        """The request runs."""
+        tell = self._scheduler.start if self._lock_step else self._scheduler.began
+        self._events.append(lambda now: tell(self._names[request], now))
+
+    def finish(self, request: int) -> None:
+        """The request has all of its answer."""
+        self._events.append(lambda now: self._finish(self._names[request], now))
+
+    def requeue(self, request: int) -> None:
+        """The request must be prefilled again."""
+        self._events.append(lambda now: self._scheduler.requeue(self._names[request], now))
+
+    def _finish(self, request_id: str, now: float) -> None:
+        self._forecast.finished(self._scheduler, self._scheduler.snapshot.requests[request_id], now)
+        self._scheduler.finish(request_id, Outcome.FINISHED, now)
+
+    # -- what is heard
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the router has heard of everything."""
+        return not self._steps and not self._events
+
+    @property
+    def has_steps(self) -> bool:
+        """Whether the router has not heard of some step yet."""
+        return bool(self._steps)
+
+    def end_step(self, step: int, now: float) -> None:
+        """A step has ended; the router hears of those whose lag is over."""
+        self._steps.append((step, self._events))
+        self._events = []
+        while len(self._steps) > self._lag_steps:
+            self._hear_step(now)
+
+    def hear_all(self, now: float) -> None:
+        """The router catches up."""
+        while self._steps:
+            self._hear_step(now)
+        events, self._events = self._events, []
+        for event in events:
+            event(now)
+
+    def heard_s(self, ended_s: float) -> float:
+        """When the router hears of a last step that ended then: after the lag in steps in which nothing runs."""
+        return ended_s + self._lag_s
+
+    def _hear_step(self, now: float) -> None:
+        """The router hears of the oldest step, and renews its forecasts."""
+        step, events = self._steps.popleft()
+        for event in events:
+            event(now)
+        self._forecast.renew(self._scheduler, step, now)

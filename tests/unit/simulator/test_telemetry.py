@@ -1,0 +1,40 @@
+"""What the router hears of the simulated engine, and when."""
+
+from balanceroute.core.knobs import PolicySettings
+from balanceroute.core.policies import make_policy
+from balanceroute.core.scheduler import Scheduler
+from balanceroute.core.types import RequestSpec, Role, WorkerSpec
+from balanceroute.simulator import Setting
+from balanceroute.simulator.oracle import Forecast
+from balanceroute.simulator.telemetry import Channel
+
+
+def a_decoding_request(lag_steps: int) -> tuple[Scheduler, Channel]:
+    """Request 0 decodes, of which the channel is about to tell."""
+    scheduler = Scheduler(make_policy(PolicySettings(policy="pool_fifo")))
+    scheduler.add_worker(WorkerSpec("d0", Role.DECODE, slots=1), 0.0)
+    scheduler.submit_prefilled(RequestSpec("0", 100), 0.0)
+    scheduler.admit(0.0)
+    setting = Setting(n_workers=2, barrier_groups=2, telemetry_lag_steps=lag_steps, step_overhead_s=0.5)
+    return scheduler, Channel(scheduler, Forecast(), ["0"], setting)
+
+
+def test_the_router_hears_of_a_step_when_its_lag_is_over() -> None:
+    scheduler, channel = a_decoding_request(lag_steps=2)
+    heard = []
+    for step in range(1, 5):
+        channel.tokens([(0, 1)])
+        channel.end_step(step, now=float(step))
+        heard.append(scheduler.snapshot.requests["0"].generated)
+    assert heard == [0, 0, 1, 2]
+    assert channel.heard_s(ended_s=4.0) == 5.0
+
+
+def test_a_router_that_catches_up_hears_of_everything() -> None:
+    scheduler, channel = a_decoding_request(lag_steps=2)
+    channel.tokens([(0, 3)])
+    channel.end_step(1, now=1.0)
+    channel.finish(0)
+    assert "0" in scheduler.snapshot.requests and not channel.is_empty
+    channel.hear_all(now=2.0)
+    assert not scheduler.snapshot.requests and channel.is_empty
