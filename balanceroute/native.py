@@ -55,6 +55,7 @@ MODULES: Final = (
     "proxy.client.response",
     "proxy.life.answer",
     "proxy.life.decoding",
+    "proxy.life.held_kv",
     "proxy.life.leg",
     "proxy.life.prefilling",
     "proxy.life.pull",

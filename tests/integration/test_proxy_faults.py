@@ -473,7 +473,7 @@ async def test_kv_that_became_too_old_while_our_own_process_slept_is_prefilled_a
         waiting = next(
             leg for leg in services.legs if leg.id in services.ledger.scheduler.snapshot.requests and not leg.decoder_id
         )
-        waiting.pinned_s -= 85.0  # as if the process had been stopped for so long
+        waiting.kv.pinned_s -= 85.0  # as if the process had been stopped for so long
         assert (await second).json()["choices"][0]["text"] == decode(continuation(PROMPT, 24))
         assert (await first).status_code == 200
         assert router.cluster.prefill[0].counters["requests"] == 3

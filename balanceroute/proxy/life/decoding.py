@@ -40,13 +40,13 @@ _NO_ANSWER = frozenset((StreamEnd.ERROR, StreamEnd.MALFORMED, StreamEnd.FOREIGN)
 async def decode(leg: Leg, worker: Worker, grace_s: float) -> bool:
     """Let the worker decode; True when the answer is complete, False when it was given back.
 
-    Uses up `leg.unspent`, unless the worker has surely not seen it.
+    Uses up `leg.kv.params`, unless the worker has surely not seen it.
 
     Args: grace_s: how long to wait for its first event when the client goes.
 
     Raises: UpstreamError; ClientStalled; KvTooOld: nothing of the answer was asked for, or used.
     """
-    services, answer, params = leg.services, leg.answer, leg.unspent
+    services, answer, params = leg.services, leg.answer, leg.kv.params
     assert params is not None
     limits, now = services.config.limits, services.tickets.now()
     leg.decoder_id = worker.id
@@ -55,19 +55,19 @@ async def decode(leg: Leg, worker: Worker, grace_s: float) -> bool:
     streams = answer.request.streams_upstream
     leg.enter(worker, "decode", now + first_bytes_s(services.config, answer.request), grace_s)
     tokens, answered = answer.scanner.tokens, False
-    leg.cache_salt = worker.cache_salt
+    leg.kv.cache_salt = worker.cache_salt
     try:
         reply = leg.reply = await worker.upstream.request(
             "POST",
             answer.request.path,
-            decode_body(answer.request, params, leg.cache_salt),
+            decode_body(answer.request, params, leg.kv.cache_salt),
             worker.headers_of(leg.upstream_id, leg.headers),
             connect_timeout_s=limits.connect_timeout_s,
             retry_stale=False,  # a worker that took the request and died looks the same: the KV may be pulled
-            about_to_send=partial(leg.spend, worker),
+            about_to_send=partial(leg.kv.spend, worker),
         )
-        if streams and services.drainer.too_old(leg.pinned_s):
-            leg.doubt_kv(worker)  # we may have been stopped as it was written
+        if streams:
+            leg.kv.written(worker)
         if reply.status != 200:
             raise await _refusal(leg, worker, reply, params)
         if reply.header(b"content-encoding") not in (None, b"identity"):
@@ -86,8 +86,9 @@ async def decode(leg: Leg, worker: Worker, grace_s: float) -> bool:
     finally:
         if leg.reply is not None and answer.scanner.end is not DONE:
             leg.reply.abort()
-        leg.reply = leg.streaming_from = leg.pulls_at = None
-        if not answered and leg.unspent is None and answer.scanner.tokens == tokens:
+        leg.reply = leg.streaming_from = None
+        leg.kv.answered()
+        if not answered and leg.kv.params is None and answer.scanner.tokens == tokens:
             services.drainer.orphan()  # the worker was told, but gave no sign of having pulled the KV
         leg.stalled_since_s = math.inf
         leg.idle_s = -math.inf
@@ -112,7 +113,7 @@ async def _refusal(leg: Leg, worker: Worker, reply: Reply, params: bytes) -> Ups
     error = status_error(reply, await reply.read(ERROR_LIMIT), worker, "decode")
     streams = leg.answer.request.streams_upstream
     if isinstance(error, UpstreamStatus) and (error.status < 500 or error.status == 503 or streams):
-        leg.refused(params)
+        leg.kv.refused(params)
     return error
 
 
@@ -251,12 +252,12 @@ def _check_kv(leg: Leg, worker: Worker) -> None:
 
     Raises: KvTooOld: it may not have been, or not that of another request, which the worker has cached by now.
     """
-    leg.watch_pull()
-    leg.pulls_at = None
-    if leg.cache_salt != worker.cache_salt:
+    try:
+        leg.kv.check_first_word(worker, streams=leg.answer.request.streams_upstream)
+    except KvTooOld:
         fields = {"request": leg.id, "worker": worker.id, "reason": "its KV was pulled late"}
         log.warning("answer made anew", extra=fields)
-        raise KvTooOld
+        raise
 
 
 def _check_is_stream(reply: Reply, worker: Worker) -> None:

@@ -165,7 +165,7 @@ class Layerwise:
         leg.new_try()
         leg.kv_due = True
         token = callbacks.new_token()
-        leg.unspent = callbacks.params(token)
+        leg.kv.params = callbacks.params(token)
 
         def called_back(asked: bytes) -> None:
             self._called_back(worker, push_body(leg.answer.request, asked))
@@ -183,7 +183,7 @@ class Layerwise:
             callbacks.forget(token)
             if silence is not None:
                 silence.cancel()
-            leg.unspent = None
+            leg.kv.params = None
             push, self._push = self._push, None
             if push is not None:
                 push.cancel()  # what it holds in the scheduler goes with the request's own release

@@ -19,10 +19,9 @@ trials of circuits) is released in the scope that took it. Releasing never await
 **Status before bytes.** The decoder's stream is read until there is something for the client or the stream has ended;
 only then `Outlet.start` is called. Up to that point a failure is another try or a status.
 
-**Parameters once.** `unspent` holds the prefiller's kv_transfer_params from its answer until a decoder may have seen
-them. If the request leaves while it still holds them, the KV is drained. They are not sent any more once the prefiller
-may soon drop the KV, as after a pause of our whole process: a decoder would read what is there by then, unnoticed. That
-is looked at last of all (`spend`); what comes all the same of KV that may have been gone is not used (`watch_pull`).
+**Parameters once.** `kv` holds the prefiller's kv_transfer_params from its answer until a decoder may have seen them.
+If the request leaves while it still holds them, the KV is drained. `held_kv.py` prevents that KV is used which may be
+gone.
 
 **A client that goes away is not always a reason to hang up at once.** A prefiller that has just finished pins KV whose
 parameters only its reply tells, and a decoder that has not handed the request to its engine yet forgets it without
@@ -35,7 +34,6 @@ and the reaper, which looks at all legs a few times per second, interrupts those
 
 import asyncio
 import math
-import secrets
 import sys
 import traceback
 from collections.abc import Awaitable, Callable, Mapping
@@ -48,7 +46,8 @@ from balanceroute.core.types import CANCELLED, EXPIRED, FAILED, FINISHED, GONE, 
 from balanceroute.errors import BalanceRouteError, QueueTimeout, Rejected, UpstreamError
 from balanceroute.proxy.admission.tickets import Ticket
 from balanceroute.proxy.life.answer import Answer
-from balanceroute.proxy.life.errors import ClientGone, ClientStalled, KvTooOld, WorkerSilent
+from balanceroute.proxy.life.errors import ClientGone, ClientStalled, WorkerSilent
+from balanceroute.proxy.life.held_kv import HeldKv
 from balanceroute.proxy.life.outlet import Outlet
 from balanceroute.proxy.life.retries import Retries
 from balanceroute.proxy.life.services import LifeServices
@@ -58,7 +57,7 @@ from balanceroute.proxy.wire.probe_reply import PrefillResult
 from balanceroute.proxy.wire.sse import DONE
 from balanceroute.proxy.workers.drainer import Drain
 from balanceroute.proxy.workers.fleet import Worker
-from balanceroute.proxy.workers.pins import Pin, PinRecord
+from balanceroute.proxy.workers.pins import PinRecord
 from balanceroute.proxy.workers.reply import Reply
 from balanceroute.proxy.workers.upstream import checked_lines
 
@@ -108,7 +107,6 @@ class Leg:
         "_tries",
         "answer",
         "at_worker",
-        "cache_salt",
         "counted_tokens",
         "deadline_s",
         "decode_wait_s",
@@ -117,21 +115,17 @@ class Leg:
         "headers",
         "id",
         "idle_s",
+        "kv",
         "kv_due",
         "outcome",
-        "pin",
-        "pinned_s",
         "prefill_wait_s",
         "prefiller_id",
-        "pulls_at",
-        "sent_s",
         "recomputes",
         "reply",
         "services",
         "try_deadline_s",
         "stalled_since_s",
         "ticket",
-        "unspent",
         "upstream_id",
         "retries",
         "last_tried",
@@ -169,12 +163,7 @@ class Leg:
         self.prefill_wait_s = self.decode_wait_s = self.first_token_s = 0.0
         # what it holds
         self.ticket: Ticket
-        self.unspent: bytes | None = None  # kv_transfer_params that no decode worker has seen
-        self.pinned_s = 0.0  # since when their KV has been pinned at most
-        self.pulls_at: Worker | None = None  # the decode worker that has its parameters, and has said nothing yet
-        self.sent_s = 0.0  # since when
-        self.cache_salt = ""  # that worker's, when it was asked: it has another since it may have cached what is wrong
-        self.pin: Pin | None = None  # the record of it, which has it for as long as they are unspent
+        self.kv = HeldKv(services)
         # where it is
         self._task: asyncio.Task[Any] | None = None
         self.at_worker = ""  # the id of the worker that a request of ours is under way at
@@ -364,38 +353,6 @@ class Leg:
         self._grace_s = 0.0
         self.check_abandoned(worker)
 
-    def spend(self, worker: Worker) -> None:
-        """The parameters are about to be written to this decode worker. Raises: KvTooOld: they must not be."""
-        if self.services.drainer.too_old(self.pinned_s):
-            raise KvTooOld
-        self.unspent = None
-        self.pulls_at, self.sent_s = worker, self.services.tickets.now()
-        if self.pin is not None:
-            self.pin.release()
-
-    def watch_pull(self) -> None:
-        """See whether the KV may have been dropped before its decode worker, which owes the first word, pulled it.
-
-        With NIXL a worker keeps KV alive while it is at work, as its tokens show: those that came before our last look,
-        for what is read after a pause of ours may be of any time. One that answers as a whole may be busy with that
-        answer, as long as nothing is known against it.
-        """
-        worker, looked_s = self.pulls_at, self.services.last_look_s
-        if worker is None or self.cache_salt != worker.cache_salt:
-            return
-        alive_s = self.sent_s
-        if not self.answer.request.streams_upstream and worker.state is UP:
-            alive_s = looked_s
-        elif self.services.config.connector == "nixl":
-            alive_s = min(worker.progress_s, looked_s)
-        if self.services.drainer.outlived(self.pinned_s, max(alive_s, self.sent_s)):
-            self.doubt_kv(worker)
-
-    def doubt_kv(self, worker: Worker) -> None:
-        """The decode worker may have pulled, and cached, what is not its KV: what it was sent by now is made anew."""
-        if self.cache_salt == worker.cache_salt:
-            worker.cache_salt = secrets.token_hex(8)
-
     def leave(self, worker: Worker) -> None:
         """The request to this worker is over."""
         self._grace_s = 0.0
@@ -441,17 +398,11 @@ class Leg:
 
         Not where a drain would be one more try of a suspect, nor for embeddings, which are no count of token ids.
         """
-        self.pin = None
+        self.kv.pin = None
         params, request, tokens = result.kv_transfer_params, self.answer.request, result.prompt_tokens
         if params is not None and tokens and request.prompt_json and not self.retries.has_losses:
-            age_s = self.services.tickets.now() - self.pinned_s
-            self.pin = pins.pin(self.upstream_id, self.prefiller_id, params, tokens, request.model, age_s)
-
-    def refused(self, params: bytes) -> None:
-        """The decode worker's engine has surely not seen the parameters that it was sent: their KV is still pinned."""
-        self.unspent = params
-        if self.pin is not None:
-            self.pin.hold()
+            age_s = self.services.tickets.now() - self.kv.pinned_s
+            self.kv.pin = pins.pin(self.upstream_id, self.prefiller_id, params, tokens, request.model, age_s)
 
     def free_kv(self) -> None:
         """Have pinned KV pulled that the request leaves behind, unless a decoder may have been told to already.
@@ -459,17 +410,18 @@ class Leg:
         A decoder that failed before its first token may or may not have pulled: its parameters must not be used
         again, so that KV is only counted (`decoding.py`).
         """
-        params, self.unspent = self.unspent, None
+        kv = self.kv
+        params, kv.params = kv.params, None
         if params is None:
             return
         drainer = self.services.drainer
         if self.retries.has_losses:
             drainer.orphan()  # a drain is the same request once more, at yet another decode worker
-            if self.pin is not None:
-                self.pin.release()
+            if kv.pin is not None:
+                kv.pin.release()
         else:
             request, drains = self.answer.request, self.retries.drains
-            drainer.drain(Drain(self.upstream_id, request, params, self.headers, self.pinned_s, drains, self.pin))
+            drainer.drain(Drain(self.upstream_id, request, params, self.headers, kv.pinned_s, drains, kv.pin))
 
 
 def clear_frames(error: BaseException | None) -> None:

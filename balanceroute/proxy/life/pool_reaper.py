@@ -55,7 +55,7 @@ class PoolReaper:
             if leg.streaming_from is not None:
                 leg.streaming_from.progress_s = max(leg.streaming_from.progress_s, leg.last_token_s)
         for leg in self._services.legs:
-            leg.watch_pull()
+            leg.kv.watch_pull(streams=leg.answer.request.streams_upstream)
         self._mover.look(now, PERIOD_S)
         if now - self._services.attention.since_s >= SETTLE_S:  # what came while we were stopped has been read by then
             self._services.last_look_s = now

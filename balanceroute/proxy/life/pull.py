@@ -73,8 +73,8 @@ class Pull:
             leg.ticket.prefill_failed()
             return PREFILL_FAILED
         # the answer may have lain there since our loop turned last
-        leg.unspent = result.kv_transfer_params
-        leg.pinned_s = sent_s if sent_s > services.last_look_s else services.last_look_s
+        leg.kv.params = result.kv_transfer_params
+        leg.kv.pinned_s = sent_s if sent_s > services.last_look_s else services.last_look_s
         if services.pins is not None:
             leg.record(services.pins, result)
         leg.check_abandoned(worker)

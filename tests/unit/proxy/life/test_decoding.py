@@ -41,7 +41,7 @@ class Once(Pull):
         try:
             self.complete = await decode(self._leg, self._worker, 0.0)
         finally:
-            self.kept, self._leg.unspent = self._leg.unspent, None
+            self.kept, self._leg.kv.params = self._leg.kv.params, None
         return Event.COMPLETE
 
 

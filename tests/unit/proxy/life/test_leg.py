@@ -181,7 +181,7 @@ def test_kv_that_is_left_is_pulled_unless_decode_workers_have_died_under_the_req
         if lost:
             dead = UpstreamStatus("dead", worker="d1", tier="decode", status=500, body=b"EngineDeadError")
             await leg.suspect_loss(dead, leg.services.fleet["d1"])
-        leg.unspent, leg.pinned_s = b'{"x": 1}', leg.services.ledger.now()
+        leg.kv.params, leg.kv.pinned_s = b'{"x": 1}', leg.services.ledger.now()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
