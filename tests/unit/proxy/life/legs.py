@@ -7,6 +7,7 @@ from typing import Any
 
 import orjson
 
+from balanceroute.errors import ConnectionLost
 from balanceroute.proxy.admission.decode_dispatcher import DecodeDispatcher
 from balanceroute.proxy.admission.prefill_dispatcher import PrefillDispatcher
 from balanceroute.proxy.client.fanout import PartAnswer
@@ -14,7 +15,7 @@ from balanceroute.proxy.life.leg import Leg, Strategy
 from balanceroute.proxy.life.pull import Pull
 from balanceroute.proxy.services import Services
 from balanceroute.proxy.wire.client_request import ClientRequest, parse
-from tests.unit.proxy.virtual_time import Page
+from tests.unit.proxy.virtual_time import Page, ScriptedUpstream
 
 PROMPT_IDS = [5, 6, 7]
 DONE = b"data: [DONE]\n\n"
@@ -77,6 +78,15 @@ def events(*ids: int, finish: str | None = "length", **last: Any) -> bytes:
         event = {"id": "cmpl-$ID", "object": "text_completion", "created": 1, "model": "m", "choices": [choice]}
         out += b"data: %s\n\n" % orjson.dumps(event)
     return out
+
+
+LOST = ConnectionLost("reset", worker="d0", tier="decode")
+WHOLE = Page(events(20, 21) + DONE)
+
+
+def asked(upstream: ScriptedUpstream) -> list[dict[str, Any]]:
+    """The completions that a worker was asked for."""
+    return [orjson.loads(one.body) for one in upstream.asked if one.path == "/v1/completions"]
 
 
 def whole(*ids: int) -> Page:

@@ -7,15 +7,18 @@ import orjson
 import pytest
 
 from balanceroute.core.types import Outcome, WorkerState
-from balanceroute.errors import BadUpstreamReply, ConnectionLost
+from balanceroute.errors import BadUpstreamReply
 from balanceroute.proxy.life.pool_reaper import PERIOD_S, PoolReaper
 from balanceroute.proxy.life.retries import MAX_FRUITLESS
 from balanceroute.proxy.services import Services
 from tests.unit.proxy.life.legs import (
     DONE,
+    LOST,
     PROMPT_IDS,
+    WHOLE,
     Client,
     a_leg,
+    asked,
     dispatching,
     events,
     idle,
@@ -32,13 +35,6 @@ from tests.unit.proxy.virtual_time import (
     script,
     stand_still,
 )
-
-LOST = ConnectionLost("reset", worker="d0", tier="decode")
-WHOLE = Page(events(20, 21) + DONE)
-
-
-def asked(upstream: ScriptedUpstream) -> list[dict[str, Any]]:
-    return [orjson.loads(one.body) for one in upstream.asked if one.path == "/v1/completions"]
 
 
 class Slow(ScriptedUpstream):

@@ -17,10 +17,13 @@ from balanceroute.proxy.workers.circuit import CircuitState
 from balanceroute.proxy.workers.pins import PinRecord
 from tests.unit.proxy.life.legs import (
     DONE,
+    LOST,
     PROMPT_IDS,
+    WHOLE,
     Client,
     a_leg,
     an_assembled_leg,
+    asked,
     dispatching,
     events,
     idle,
@@ -37,13 +40,6 @@ from tests.unit.proxy.virtual_time import (
     script,
 )
 from tests.waiting import until
-
-LOST = ConnectionLost("reset", worker="d0", tier="decode")
-WHOLE = Page(events(20, 21) + DONE)
-
-
-def asked(upstream: ScriptedUpstream) -> list[dict[str, Any]]:
-    return [orjson.loads(one.body) for one in upstream.asked if one.path == "/v1/completions"]
 
 
 def test_a_decode_worker_is_asked_once_with_the_parameters_of_the_prefiller_as_they_came() -> None:
