@@ -184,7 +184,7 @@ async def _relay_events(turns: int, events_per_read: int, route: str) -> None:
                 await asyncio.sleep(0)
                 for theirs in clients:
                     theirs.recv(1 << 20)
-        assert all(scanner.ids_exact and scanner.tokens == turns * events_per_read for scanner in scanners)
+        assert all(scanner.generated.exact and scanner.tokens == turns * events_per_read for scanner in scanners)
         for task in relays:
             task.cancel()
         await asyncio.gather(*relays, return_exceptions=True)

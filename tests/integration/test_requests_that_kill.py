@@ -382,7 +382,7 @@ async def test_an_answer_under_which_decoder_after_decoder_dies_is_ended_at_the_
         def strike() -> bool:
             for worker in router.cluster.decode:
                 tokens = sum(
-                    leg.answer.scanner.tokens_in_life for leg in router.app.services.legs if leg.streaming_from
+                    leg.answer.scanner.generated.in_life for leg in router.app.services.legs if leg.streaming_from
                 )
                 if worker.rank.running and tokens and not worker.dead:
                     worker.kill_engine()

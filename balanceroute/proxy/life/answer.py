@@ -103,7 +103,7 @@ class Answer:
     @property
     def decodes(self) -> bool:
         """Whether the present decode worker has all of the prompt's KV: it has given tokens, or the whole answer."""
-        return bool(self.scanner.tokens_in_life) or self.scanner.finish_reason is not None
+        return bool(self.scanner.generated.in_life) or self.scanner.finish_reason is not None
 
     def count_prompt_by_decoder(self) -> None:
         """Where no prefiller has told the prompt's size before the decode was over, the decode worker's word counts."""
@@ -128,7 +128,7 @@ class Answer:
 
         Raises: PromptsDiffer.
         """
-        computed, read = self._prefilled_ids, self.scanner.prompt_ids
+        computed, read = self._prefilled_ids, self.scanner.generated.prompt_ids
         if self.request is self._original and computed and read and len(computed) != len(read):
             raise PromptsDiffer(
                 f"its prompt has {len(read)} tokens, and {len(computed)} at the prefiller: their chat templates, "
@@ -162,15 +162,15 @@ class Answer:
         if not scanner.tokens or not self.outlet.started:
             return True
         resumable = resumption(self._original, scanner.cut()).fidelity is not Fidelity.INVALID
-        return self._services.config.retry.resume_on_worker_loss and resumable and scanner.ids_exact
+        return self._services.config.retry.resume_on_worker_loss and resumable and scanner.generated.exact
 
     @property
     def goes_on_from(self) -> "array[int]":
         """The ids that it would go on from, as far as is known; none where it can't go on."""
         scanner = self.scanner
-        if not scanner.ids_exact or resumption(self._original, scanner.cut()).fidelity is Fidelity.INVALID:
-            return NOTHING_YET.ids
-        return scanner.kept_ids()
+        if not scanner.generated.exact or resumption(self._original, scanner.cut()).fidelity is Fidelity.INVALID:
+            return NOTHING_YET.generated.ids
+        return scanner.generated.kept_ids
 
     def resume(self, result: PrefillResult, error: UpstreamError | None, worker_id: str, broken: int = 0) -> bool:
         """Make the request that goes on where this worker ended; False when its limit leaves nothing to generate.
@@ -194,13 +194,13 @@ class Answer:
         if how.fidelity is Fidelity.INVALID:
             text = f"the answer was cut off, and {how.because} is state that another decode worker does not have"
             lost = NotResumable(text, worker=worker_id, tier="decode")
-        prompt_ids = scanner.prompt_ids or result.prompt_token_ids
-        if how.fidelity is Fidelity.INVALID or not scanner.ids_exact or prompt_ids is None:
+        prompt_ids = scanner.generated.prompt_ids or result.prompt_token_ids
+        if how.fidelity is Fidelity.INVALID or not scanner.generated.exact or prompt_ids is None:
             self._start_again(result, lost)
             return True
         self._cut_off = how.fidelity.name.lower()
         try:
-            self.request = resume(self._original, prompt_ids[: self.prompt_tokens], scanner.ids)
+            self.request = resume(self._original, prompt_ids[: self.prompt_tokens], scanner.generated.ids)
         except ValueError:
             return False
         return True
@@ -233,8 +233,8 @@ class Answer:
         outlet = self.outlet
         request = self._original
         chat, told = request.endpoint == "chat", request.include_usage or request.assembled
-        tokens = self.scanner.tokens_in_life  # the scanner adds those of workers before
-        self.scanner.expect("", checked=False)  # these events are ours, and carry no worker's id
+        tokens = self.scanner.generated.in_life  # the scanner adds those of workers before
+        self.scanner.identity.expect("", checked=False)  # these events are ours, and carry no worker's id
         out = self.scanner.feed(ended_by_length(request.model, self.prompt_tokens, tokens, chat=chat, told=told))
         if not outlet.started:
             outlet.start()

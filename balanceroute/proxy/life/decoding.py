@@ -135,7 +135,7 @@ async def _stream(leg: Leg, worker: Worker, reply: Reply) -> bool:
     scanner, outlet = answer.scanner, answer.outlet
     before = counted = scanner.tokens
     _check_is_stream(reply, worker)
-    scanner.expect(leg.upstream_id, checked=bool(worker.echoes_ids), request_id=leg.id)
+    scanner.identity.expect(leg.upstream_id, checked=bool(worker.echoes_ids), request_id=leg.id)
     out = b""
     while not (out and scanner.begun) and scanner.end is None:
         chunk = await reply.next_chunk()
@@ -160,7 +160,7 @@ async def _stream(leg: Leg, worker: Worker, reply: Reply) -> bool:
     elif scanner.end in _NO_ANSWER:
         out = out if b"data:" in out else b""  # comments that came before an error are no reason for a 200
     else:
-        learn_id(worker, scanner.echoed)
+        learn_id(worker, scanner.identity.echoed)
         worker.circuit.success()
     broken: UpstreamError | None = None
     if out:

@@ -384,7 +384,7 @@ class Leg:
 
         Only then may another suspect go to that worker, and it hears of the death before it goes.
         """
-        midway = bool(self.answer.scanner.tokens_in_life)
+        midway = bool(self.answer.scanner.generated.in_life)
         try:
             await self.retries.suspect_loss(error, worker, midway=midway)
         except asyncio.CancelledError:

@@ -75,7 +75,7 @@ class AnswerAssembler:
 
     def answer(self, scanner: EventScanner) -> bytes:
         """The complete answer; call it once the scanner's stream is `StreamEnd.DONE`. Raises: UnreadableEvent."""
-        prompt_ids = scanner.prompt_ids.tolist() if self._want_ids and scanner.prompt_ids else None
+        prompt_ids = scanner.generated.prompt_ids.tolist() if self._want_ids and scanner.generated.prompt_ids else None
         usage = scanner.usage or scanner.counted_usage()
         choices = [
             choice.chat(index, self._want_ids) if self._chat else choice.text(index, self._want_ids, prompt_ids)

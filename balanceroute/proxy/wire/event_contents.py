@@ -1,6 +1,6 @@
 """What one choice of an event carries for the client: which kinds of text, which tokens."""
 
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 
 TEXT: Final = "text"
 REASONING: Final = "reasoning"
@@ -44,3 +44,8 @@ def text_of(choice: dict[str, Any]) -> str:
     delta = choice.get("delta")
     text = choice.get("text") if not isinstance(delta, dict) else delta.get("content") or delta.get("reasoning")
     return text if isinstance(text, str) else ""
+
+
+def is_count(value: object) -> TypeGuard[int]:
+    """Whether a JSON value is a whole number; `true` is none."""
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -15,25 +15,28 @@ worker, so `resume()` gives back the ids whose text has not come, and they are g
 worker holds back more text than the last ids show: an event with a `recomputed` marker or an abort contains that text,
 a lost connection loses it.
 
-`EventScanner` is one machine: what an event is judged by, what it is rewritten to and what the next template is made of
-are one state, and each event changes all of it. Parts would share every field.
+What of an answer can be told by itself is in parts: its tokens (`answer_tokens.py`), its id (`answer_identity.py`) and
+the offsets of its text (`text_offsets.py`). The rest of `EventScanner` is one machine: what an event is judged by, what
+it is rewritten to and what the next template is made of are one state, and each event changes all of it.
 """
 
 import re
-from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Final, Protocol, TypeGuard
+from typing import Any, Final, Protocol
 
 import orjson
 
 from balanceroute.proxy.hotpath import EventMatcher
-from balanceroute.proxy.wire.bounds import ABORT, MAX_CHOICES, answers, checked_choice, checked_usage, shown_id
+from balanceroute.proxy.wire.answer_identity import AnswerIdentity
+from balanceroute.proxy.wire.answer_tokens import AnswerTokens
+from balanceroute.proxy.wire.bounds import ABORT, MAX_CHOICES, checked_choice, checked_usage
 from balanceroute.proxy.wire.closing import event_bytes, event_head, usage_of
-from balanceroute.proxy.wire.event_contents import continues, drop_reasoning, kinds_of, tells_tokens, text_of
+from balanceroute.proxy.wire.event_contents import continues, drop_reasoning, is_count, kinds_of, tells_tokens, text_of
 from balanceroute.proxy.wire.event_stream import MAX_EVENT_BYTES, EventSplitter, known_lines, payload_of
 from balanceroute.proxy.wire.event_template import template_of
+from balanceroute.proxy.wire.text_offsets import TextOffsets
 from balanceroute.proxy.wire.usage import put_prompt_details
 
 MAX_LINES: Final = 1024  # of an event; engines write one
@@ -108,26 +111,16 @@ class EventScanner:
     """Counts one answer's tokens and rewrites its events for the client; never raises on any input.
 
     Attributes of the answer, over all its lives:
-        tokens: generated so far. ids: their ids, in order. ids_exact: `ids` holds all of `tokens`. prompt_ids: the
-        prompt's ids from the first worker that sent them. public_id, created: what the client sees in every event.
-        usage: the final usage, as sent. fingerprint: the `system_fingerprint` that came with it. matcher: takes the
-        events that fit the template, and keeps `tokens` and `ids`.
+        generated: its tokens. identity: its id. usage: the final usage, as sent. fingerprint: the `system_fingerprint`
+        that came with it. matcher: takes the events that fit the template, and keeps the count and the ids of tokens.
 
     Attributes of the present life:
         end: how it ended; None while it runs. begun: a data event has come. finish_reason: the last one that has come.
-        error: the JSON of the error event. fault: what is wrong with a MALFORMED or FOREIGN stream. echoed: the events
-        carry the id of our request (see `expect`).
+        error: the JSON of the error event. fault: what is wrong with a MALFORMED or FOREIGN stream.
     """
 
     __slots__ = (
-        "_base",
         "_closing_events",
-        "_events_counted",
-        "_exact_before",
-        "_expected_id",
-        "_ids_checked",
-        "_ids_in_life",
-        "_first_offset",
         "_hide_reasoning",
         "_index",
         "_last_kind",
@@ -138,32 +131,27 @@ class EventScanner:
         "_tokens_before_idle",
         "_kind",
         "_kinds",
-        "_offset",
         "_prefix",
         "_pass_continuous",
         "_pass_usage",
         "_prompt_details",
-        "_prompt_told",
         "_prompt_tokens",
-        "_request_id",
         "_role_sent",
         "_scored",
         "_splitter",
+        "_text_offsets",
         "_translation",
         "_want_ids",
         "_want_usage",
         "begun",
-        "created",
-        "echoed",
         "end",
         "error",
         "fault",
         "fingerprint",
         "finish_reason",
-        "ids_exact",
+        "generated",
+        "identity",
         "matcher",
-        "prompt_ids",
-        "public_id",
         "usage",
     )
 
@@ -200,17 +188,11 @@ class EventScanner:
         """
         self._translation = None if translation is None else translation()
         self.matcher = EventMatcher(want_token_ids, self._translation is not None)
-        self.ids_exact = True
-        self.prompt_ids: array[int] | None = None
-        self._prompt_told = False  # to the client, if it wants ids
+        self.generated = AnswerTokens(self.matcher, want_token_ids)
+        self.identity = AnswerIdentity(public_id, created)
         self.fault = ""
-        self.echoed = False
-        self._expected_id = self._request_id = ""
-        self._ids_checked = False
         self.usage: dict[str, Any] | None = None
         self.fingerprint: str | None = None
-        self.public_id = public_id
-        self.created = created
         self._want_ids = want_token_ids
         self._want_usage = want_usage
         self._pass_usage = want_usage or unasked_usage
@@ -222,14 +204,13 @@ class EventScanner:
         self._closing_events = closing_events
         self._max_event_bytes = max_event_bytes
         self._life = 0
-        self._exact_before = True
         self._idle_events = 0  # events in a row that brought no token
         self._tokens_before_idle = 0  # tokens when the first of them came
         self._role_sent = self._scored = False
         self._prefix = prefix
         self._kinds: set[str] = set()
         self._last_kind: str | None = None  # of the last text of earlier lives
-        self._offset = 0  # characters of all tokens whose logprobs have come: where those of the next life begin
+        self._text_offsets = TextOffsets()
         self._begin_life()
 
     def _begin_life(self) -> None:
@@ -238,28 +219,13 @@ class EventScanner:
         self.error: bytes | None = None
         self.finish_reason: str | None = None
         self.begun = False
-        self._base = self.tokens  # generated in earlier lives
-        self._ids_in_life = False  # a list of token ids has come
-        self._events_counted = 0  # events that were counted as a token each, see `_count_by_event`
         self._splitter = EventSplitter(self._max_event_bytes)
         self._kind: str | None = None  # of the last text of this life
         self._flushed: str | None = None  # see `Cut`
-        self._first_offset = self._offset
 
     def prefilled(self, prompt_tokens: int, prompt_details: dict[str, Any] | None) -> None:
         """What the prefiller says of the prompt, where it answers after the decoder's stream was opened."""
         self._prompt_tokens, self._prompt_details = prompt_tokens, prompt_details
-
-    def expect(self, upstream_id: str, *, checked: bool, request_id: str = "") -> None:
-        """Say which request the next worker's events answer: the one that was sent with this X-Request-Id.
-
-        Every try has an id of its own; clients see `request_id`, which all tries share, in its place.
-
-        `checked`: this worker is known to put our id into its events. Another worker becomes known by the first event
-        that has it. From then on every event must have it, in its parsed `id` or in the bytes of the template.
-        """
-        self._expected_id, self._ids_checked, self.echoed = upstream_id, checked, False
-        self._request_id = request_id or upstream_id
 
     @property
     def tokens(self) -> int:
@@ -270,45 +236,26 @@ class EventScanner:
     def tokens(self, tokens: int) -> None:
         self.matcher.tokens = tokens
 
-    @property
-    def ids(self) -> "array[int]":
-        """The ids of those tokens."""
-        return self.matcher.ids
-
-    @property
-    def tokens_in_life(self) -> int:
-        """Tokens that the present worker has generated."""
-        return self.tokens - self._base
-
-    def kept_ids(self) -> "array[int]":
-        """The ids that a life after this one goes on from."""
-        return self.ids if self._want_ids else self.ids[: self.matcher.printed]
-
     def resume(self, broken: int = 0) -> int:
         """Begin another life of the answer; returns how many tokens were given back, to be generated again.
 
         `broken`: so many of the last tokens whose text has come are half of a character; they are given back as well.
         """
-        dropped = 0
-        if not self._want_ids and (self.ids_exact or not self.matcher.printed):
-            self.matcher.printed -= broken
-            dropped = self.tokens - self.matcher.printed
-            del self.ids[self.matcher.printed :]
-            self.tokens = self.matcher.printed
-            self.ids_exact = True
+        given_back = self.generated.resume(broken)
+        self._text_offsets.begin_life()
         self._last_kind = self._kind or self._last_kind
         self._life += 1
         self._begin_life()
         self.matcher.forget()
         self.matcher.between_events = True
-        return dropped
+        return given_back
 
     def cut(self, broken: int = 0) -> Cut:
         """Where the present life has ended; to be called before `resume`, with the same argument."""
         misparsed = self.end is StreamEnd.MISPARSED
         kept = self._want_ids or self._scored or broken >= self.matcher.printed
         halved = bool(broken) and kept
-        return Cut(frozenset(self._kinds), self.tokens_in_life, self._flushed, misparsed, halved)
+        return Cut(frozenset(self._kinds), self.generated.in_life, self._flushed, misparsed, halved)
 
     def feed(self, data: bytes) -> bytes:
         """Take the next bytes of the worker; return what the client gets for them, whole events or nothing.
@@ -339,15 +286,15 @@ class EventScanner:
     @property
     def prompt_tokens(self) -> int | None:
         """The prompt's size by the prefiller's word, else by the ids that the decode worker told; None: not yet."""
-        if self._prompt_tokens is None and self.prompt_ids is not None:
-            return len(self.prompt_ids)
+        if self._prompt_tokens is None and self.generated.prompt_ids is not None:
+            return len(self.generated.prompt_ids)
         return self._prompt_tokens
 
     def owed_usage(self, model: str | None, *, chat: bool) -> bytes:
         """The final usage event of an answer whose worker ended without one, from our own count; else nothing."""
         if not self._want_usage or self.usage is not None or self.finish_reason is None or self.prompt_tokens is None:
             return b""
-        head = event_head(self.public_id, self.created, model, chat=chat)
+        head = event_head(self.identity.public_id, self.identity.created, model, chat=chat)
         event = {**head, "choices": [], "usage": self.counted_usage()}
         return self._final_usage(event, event_bytes(event))
 
@@ -423,7 +370,7 @@ class EventScanner:
                 self._translation.check(choices)
         except ValueError as error:
             return self._refuse(StreamEnd.MALFORMED, f"an event is no part of an answer: {error}")
-        if self._expected_id and not self._is_ours(event.get("id")):
+        if not self.identity.is_ours(event.get("id")):
             return self._refuse(StreamEnd.FOREIGN, "an event carries the id of another request's answer")
         if not choices:
             return self._final_usage(event, raw)
@@ -437,13 +384,6 @@ class EventScanner:
         if self._idle_events > MAX_IDLE_EVENTS:
             return f"more than {MAX_IDLE_EVENTS} events in a row bring no token"
         return f"an event has more than {MAX_LINES} lines" if raw.count(b"\n") > MAX_LINES else None
-
-    def _is_ours(self, told: object) -> bool:
-        """Whether an event with the `id` that is `told` may be of this answer (see `expect`)."""
-        echoed = answers(told, self._expected_id)
-        if echoed:
-            self.echoed = self._ids_checked = True
-        return echoed or not self._ids_checked
 
     def _refuse(self, end: StreamEnd, fault: str) -> bytes:
         """End the stream; the client gets nothing for this event."""
@@ -463,12 +403,14 @@ class EventScanner:
         usage = event.get("usage")
         if not isinstance(usage, dict):
             return raw
-        self._count_by_usage(usage)
+        self.generated.count_by_usage(usage)
         if self.finish_reason is None:  # the answer goes on in another life, whose usage will be that of the whole
             return b""
         changed = put_prompt_details(usage, self._prompt_details)
-        changed |= self._rewrite_usage(usage) | self._rewrite_identity(event)
-        if self._base and event.pop("metrics", None) is not None:  # they would be those of the last life alone
+        changed |= self._rewrite_usage(usage) | self.identity.put_into(event)
+        if (
+            self.generated.earlier and event.pop("metrics", None) is not None
+        ):  # they would be those of the last life alone
             changed = True
         self.usage = usage
         if isinstance(told := event.get("system_fingerprint"), str):
@@ -479,7 +421,7 @@ class EventScanner:
 
     def _part_of_answer(self, event: dict[str, Any], choices: list[Any], raw: bytes) -> bytes:
         """Take an event with choices: count what it brings, then rewrite it for the client."""
-        blanked = self._take_ids(event, "prompt_token_ids", prompt=True)
+        blanked = self.generated.take_prompt_ids(event)
         changed = carries = finishes = False
         cut: StreamEnd | None = None
         for choice in choices:
@@ -487,14 +429,14 @@ class EventScanner:
                 self.end = StreamEnd.RECOMPUTED
                 self._flushed = None if kinds_of(choice) else ""
                 return b""
-            blanked += self._take_ids(choice, "token_ids")
-            blanked += self._take_ids(choice, "prompt_token_ids", prompt=True)
+            blanked += self.generated.take_ids(choice)
+            blanked += self.generated.take_prompt_ids(choice)
             if kinds := kinds_of(choice):
                 if self._life and self._kind is None and not continues(self._last_kind, kinds[0]):
                     self.end = StreamEnd.MISPARSED
                     return b""
                 carries = True
-                self.matcher.printed = self.tokens
+                self.generated.printed()
                 self._kinds.update(kinds)
                 self._kind = kinds[-1]
             if (ended := _cut_by(choice)) is not None:
@@ -509,13 +451,13 @@ class EventScanner:
                 choice["index"] = self._index
                 changed = True
             if choice.get("logprobs") is not None:
-                self.matcher.printed = self.tokens  # logprobs show a token to the client even where it has no text
+                self.generated.printed()  # logprobs show a token to the client even where it has no text
                 self._scored = True
-                changed |= self._go_on_with_offsets(choice["logprobs"])
+                changed |= self._text_offsets.go_on(choice["logprobs"])
         usage = event.get("usage")
         ordinary = not (cut or finishes or usage or event.get("kv_transfer_params")) and len(choices) == 1
-        if carries and not self._ids_in_life and not (isinstance(usage, dict) and usage.get("completion_tokens")):
-            self._count_by_event()
+        if carries:
+            self.generated.count_by_event(usage)
         if isinstance(usage, dict):
             changed |= self._take_usage(event, usage)
         if self._hide_reasoning and drop_reasoning(choices):
@@ -525,10 +467,10 @@ class EventScanner:
             if not (carries or any(map(tells_tokens, choices))):
                 return b""
         role = self._rewrite_role(choices)
-        changed |= role | self._rewrite_identity(event)
+        changed |= role | self.identity.put_into(event)
         if not (carries or finishes) and self._says_nothing(choices, role):
             return b""
-        self._prompt_told = self._prompt_told or self.prompt_ids is not None
+        self.generated.relayed()
         if self._prefix and "text" in choices[0]:
             choices[0]["text"] = self._prefix + (choices[0]["text"] or "")
             self._prefix = ""
@@ -552,33 +494,6 @@ class EventScanner:
             return _write(event, raw)
         return _blank_ids(event, raw, blanked) if blanked else raw
 
-    def _take_ids(self, holder: dict[str, Any], name: str, *, prompt: bool = False) -> int:
-        """Record a list of ids; null it in the event unless the client wants it. Returns lists nulled."""
-        ids = holder.get(name)
-        if not isinstance(ids, list):
-            return 0
-        try:
-            taken = array("I", ids)
-        except (TypeError, OverflowError):
-            taken = None
-        if prompt:
-            if self.prompt_ids is None:
-                self.prompt_ids = taken
-        else:
-            if self._events_counted and len(ids) >= self._events_counted:
-                self._uncount_events()
-            self._ids_in_life = True
-            self.tokens += len(ids)
-            if taken is None:
-                self.ids_exact = False
-            else:
-                self.ids.extend(taken)
-        # a later life's prompt is told where no earlier one has told it, unless it ends with the answer so far
-        if self._want_ids and not (prompt and self._life and (self._prompt_told or self._base)):
-            return 0
-        holder[name] = None
-        return 1
-
     def _tells_last_id_again(self, choice: dict[str, Any]) -> bool:
         """Whether the ids of a `recomputed` marker end with the last id twice: vllm-ascend up to 0.14 repeats it there.
 
@@ -587,61 +502,14 @@ class EventScanner:
         ids = choice.get("token_ids")
         if _cut_by(choice) is not StreamEnd.RECOMPUTED or not isinstance(ids, list):
             return False
-        last = ids[-2:] if self.tokens == self._base or not self.ids else [self.ids[-1], *ids][-2:]
-        return len(last) == 2 and last[0] == last[1]
-
-    def _go_on_with_offsets(self, logprobs: Any) -> bool:
-        """Have `text_offset` of a completion's logprobs go on from earlier lives; a worker's begin at 0.
-
-        Returns whether that has changed the event.
-        """
-        offsets = logprobs.get("text_offset") if isinstance(logprobs, dict) else None
-        tokens = logprobs.get("tokens") if isinstance(logprobs, dict) else None
-        if not isinstance(offsets, list) or not isinstance(tokens, list) or not offsets or len(offsets) != len(tokens):
-            return False
-        if not all(map(_is_count, offsets)) or not isinstance(tokens[-1], str):
-            return False
-        if self._first_offset:
-            offsets = logprobs["text_offset"] = [self._first_offset + offset for offset in offsets]
-        self._offset = offsets[-1] + len(tokens[-1])
-        return bool(self._first_offset)
-
-    def _count_by_usage(self, usage: dict[str, Any]) -> None:
-        """Where a worker sends no ids, its cumulative usage counts."""
-        generated = usage.get("completion_tokens")
-        if self._ids_in_life or not _is_count(generated):
-            return
-        if self._base + generated > self.tokens:
-            self.tokens = self._base + generated
-            self.ids_exact = False
-
-    def _count_by_event(self) -> None:
-        """Count one token, the least that it can be, for an event with text of a worker that sends no ids and no usage.
-
-        So it is known that the client has seen text, which must not come again from another worker.
-        """
-        if not self._events_counted:
-            self._exact_before = self.ids_exact
-        self._events_counted += 1
-        self.tokens += 1
-        self.matcher.printed = self.tokens
-        self.ids_exact = False
-
-    def _uncount_events(self) -> None:
-        """Take back what `_count_by_event` counted: ids come after all, so the text before them was no token.
-
-        It was the client's last message, which a chat repeats with `echo`.
-        """
-        self.tokens -= self._events_counted
-        self.matcher.printed = self.tokens
-        self.ids_exact, self._events_counted = self._exact_before, 0
+        return self.generated.ends_twice(ids)
 
     def _take_usage(self, event: dict[str, Any], usage: dict[str, Any]) -> bool:
         """Count by the usage in an event with choices, and take the usage out unless the client gets it there.
 
         Returns whether that has changed the event.
         """
-        self._count_by_usage(usage)
+        self.generated.count_by_usage(usage)
         if self._pass_continuous:
             # engines send details of the prompt at the end only; those that are sent here give way to the prefiller's
             changed = bool(usage.get("prompt_tokens_details")) and put_prompt_details(usage, self._prompt_details)
@@ -656,26 +524,11 @@ class EventScanner:
         prompt_tokens = self._prompt_tokens
         if prompt_tokens is None:
             told = usage.get("prompt_tokens")
-            prompt_tokens = max(0, told - self._base) if _is_count(told) else 0
+            prompt_tokens = max(0, told - self.generated.earlier) if is_count(told) else 0
         usage |= usage_of(prompt_tokens, self.tokens)
-        if self._base:  # these details are of the last life alone: too few tokens of reasoning
+        if self.generated.earlier:  # these details are of the last life alone: too few tokens of reasoning
             usage.pop("completion_tokens_details", None)
         return True
-
-    def _rewrite_identity(self, event: dict[str, Any]) -> bool:
-        """Keep `id` and `created` those of the answer's first event; returns whether that has changed the event."""
-        changed = False
-        if self.public_id is None and isinstance(told := event.get("id"), str):
-            self.public_id = str(shown_id(told, self._expected_id, self._request_id))
-        if "id" in event and event["id"] != self.public_id:
-            event["id"] = self.public_id
-            changed = True
-        if self.created is None and _is_count(event.get("created")):
-            self.created = event["created"]
-        elif "created" in event and event["created"] != self.created:
-            event["created"] = self.created
-            changed = True
-        return changed
 
     def _rewrite_role(self, choices: list[dict[str, Any]]) -> bool:
         """Drop the role from a delta if the client already has it; returns whether one was dropped."""
@@ -708,10 +561,6 @@ def _cut_by(choice: dict[str, Any]) -> StreamEnd | None:
     if choice.get("stop_reason") == "recomputed":
         return StreamEnd.RECOMPUTED
     return StreamEnd.ABORTED if choice.get("finish_reason") == ABORT else None
-
-
-def _is_count(value: object) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _blank_ids(event: dict[str, Any], raw: bytes, lists: int) -> bytes:

@@ -133,7 +133,7 @@ def test_one_that_starts_again_after_it_had_gone_on_says_the_size_of_the_clients
         answer = an_answer(client, stream=False)
         give(answer, 20, 21)
         assert answer.resume(PREFILLED, lost(), "d0")
-        answer.scanner.ids_exact = False  # the second worker does not tell its tokens
+        answer.scanner.generated.exact = False  # the second worker does not tell its tokens
         prefilled_last = PrefillResult(b"{}", len(PROMPT_IDS) + 2, 0, [*PROMPT_IDS, 20, 21])
         assert answer.resume(prefilled_last, lost(), "d1")
         assert answer.request is answer._original

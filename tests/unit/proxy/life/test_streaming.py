@@ -83,7 +83,7 @@ def test_every_event_is_relayed_counted_and_ended_in_one_response(run: Run) -> N
             for _ in range(2):
                 done = Relayed()
                 await done.run(upstream)
-                assert done.tokens == len(done.scanner.ids) == 201
+                assert done.tokens == len(done.scanner.generated.ids) == 201
                 assert texts(done.client.body) == "".join(f"{i} " for i in range(200)) + "end"
                 assert done.client.body.endswith(DONE)
                 assert done.client.ended
@@ -208,7 +208,7 @@ def test_a_recomputed_stream_ends_the_relay_with_the_response_open(run: Run) -> 
             await done.run(Upstream(server.url))
             assert done.error is None
             assert done.scanner.end is StreamEnd.RECOMPUTED
-            assert done.scanner.ids.tolist() == [0, 1, 2]
+            assert done.scanner.generated.ids.tolist() == [0, 1, 2]
             assert not done.client.ended
 
     run(test)

@@ -138,7 +138,7 @@ def test_scanner_equals_a_full_parse_of_every_event_for_any_chunking(
     scanner = EventScanner(want_token_ids=want_ids)
     out = b"".join(scanner.feed(wire[a:b]) for a, b in zip([0, *cuts], [*cuts, len(wire)], strict=True))
     ids, expected = reference([body for body, _, _ in stream], want_ids)
-    assert scanner.ids.tolist() == ids
+    assert scanner.generated.ids.tolist() == ids
     assert scanner.tokens == len(ids)
     assert parsed(out) == expected
 
@@ -151,7 +151,7 @@ def test_an_event_split_at_every_byte_gives_the_same_bytes(newline: bytes) -> No
     for cut in range(len(wire)):
         scanner = EventScanner()
         assert scanner.feed(wire[:cut]) + scanner.feed(wire[cut:]) == whole
-        assert scanner.ids.tolist() == [1, 2, 3, 4, 5]
+        assert scanner.generated.ids.tolist() == [1, 2, 3, 4, 5]
     scanner = EventScanner()
     assert b"".join(scanner.feed(wire[i : i + 1]) for i in range(len(wire))) == whole
 
@@ -179,7 +179,7 @@ def test_a_byte_order_mark_before_a_life_hides_no_token() -> None:
     assert b"".join(scanner.feed(byte.to_bytes()) for byte in b"\xef\xbb\xbf" + good) == good
     scanner.resume()
     assert scanner.feed(b"\xef\xbb\xbf" + good) == good
-    assert scanner.ids.tolist() == [1, 2, 1, 2]
+    assert scanner.generated.ids.tolist() == [1, 2, 1, 2]
 
 
 @settings(max_examples=300, deadline=None)
@@ -233,8 +233,8 @@ def test_unasked_token_ids_become_null_as_a_worker_not_asked_for_them_would_send
     scanner = EventScanner()
     out = scanner.feed(event(completion("a", [1], prompt_token_ids=[8, 9])) + event(completion("b", [2])))
     assert out == event(completion("a", None)) + event(completion("b", None))
-    assert scanner.prompt_ids is not None
-    assert scanner.prompt_ids.tolist() == [8, 9]
+    assert scanner.generated.prompt_ids is not None
+    assert scanner.generated.prompt_ids.tolist() == [8, 9]
 
 
 def test_asked_token_ids_pass_byte_for_byte() -> None:
@@ -246,7 +246,7 @@ def test_prompt_ids_are_stripped_however_often_they_come() -> None:
     scanner = EventScanner()
     out = scanner.feed(event(completion("a", [1], prompt_token_ids=[8, 9])) * 3)
     assert out == event(completion("a", None)) * 3
-    assert scanner.ids.tolist() == [1, 1, 1]
+    assert scanner.generated.ids.tolist() == [1, 1, 1]
 
 
 def test_prompt_ids_of_a_resumed_life_are_not_the_clients_prompt() -> None:
@@ -255,8 +255,8 @@ def test_prompt_ids_of_a_resumed_life_are_not_the_clients_prompt() -> None:
     scanner.resume()
     out = scanner.feed(event(completion("b", [2], prompt_token_ids=[8, 1])))
     assert out == event(completion("b", [2]))
-    assert scanner.prompt_ids is not None
-    assert scanner.prompt_ids.tolist() == [8]
+    assert scanner.generated.prompt_ids is not None
+    assert scanner.generated.prompt_ids.tolist() == [8]
 
 
 def test_prompt_ids_that_no_earlier_life_has_told_are_told_by_the_next_one() -> None:
@@ -284,7 +284,7 @@ def test_text_that_looks_like_token_ids_is_not_counted() -> None:
     scanner = EventScanner()
     text = ',"token_ids":[1,2,3]}]}'
     assert texts(scanner.feed(event(completion("a", [1])) + event(completion(text, [2])))) == "a" + text
-    assert scanner.ids.tolist() == [1, 2]
+    assert scanner.generated.ids.tolist() == [1, 2]
 
 
 def test_empty_deltas_that_only_carry_ids_are_dropped_but_counted() -> None:
@@ -306,7 +306,7 @@ def test_continuous_usage_counts_where_no_ids_come() -> None:
     for n in (1, 3, 4):
         scanner.feed(event(completion("x", None) | {"usage": {"prompt_tokens": 2, "completion_tokens": n}}))
     assert scanner.tokens == 4
-    assert not scanner.ids_exact
+    assert not scanner.generated.exact
 
 
 def test_cached_tokens_are_the_prefillers() -> None:
@@ -358,7 +358,7 @@ def test_an_id_of_more_digits_than_python_reads_does_not_raise(ids: bytes) -> No
         scanner.feed(event(completion("a", [token])))
     scanner.feed(event(completion("b", [3])).replace(b"[3]", b"[%b]" % ids))
     scanner.feed(event(completion("c", [4])))
-    assert scanner.end is None and scanner.ids[-1] == 4
+    assert scanner.end is None and scanner.generated.ids[-1] == 4
 
 
 def test_comments_and_events_that_are_not_json_pass_unchanged() -> None:
@@ -396,9 +396,9 @@ def test_text_of_an_engine_that_tells_neither_ids_nor_usage_counts_by_its_events
     scanner = EventScanner()
     texts = [completion(text, None) for text in ("a", "", "b")]
     scanner.feed(b"".join(map(event, texts)))
-    assert (scanner.tokens, scanner.ids_exact) == (2, False)
+    assert (scanner.tokens, scanner.generated.exact) == (2, False)
     assert scanner.resume() == 0
-    assert (scanner.tokens, scanner.ids_exact) == (2, False)
+    assert (scanner.tokens, scanner.generated.exact) == (2, False)
 
 
 def test_an_abort_is_no_end_of_an_answer_and_never_reaches_the_client() -> None:
@@ -442,7 +442,7 @@ def test_an_id_that_a_marker_tells_once_more_is_no_token(
     marker = completion(text, ids, finish_reason="stop", stop_reason="recomputed")
     assert scanner.feed(event(marker) + DONE) == b""
     assert scanner.end is StreamEnd.RECOMPUTED and scanner.cut().flushed == flushed
-    assert scanner.resume() == 0 and list(scanner.ids) == [1]
+    assert scanner.resume() == 0 and list(scanner.generated.ids) == [1]
 
 
 def test_a_marker_that_begins_with_the_last_id_of_another_worker_is_heeded() -> None:
@@ -451,7 +451,7 @@ def test_a_marker_that_begins_with_the_last_id_of_another_worker_is_heeded() -> 
     scanner.close()
     scanner.resume()
     out = scanner.feed(event(completion("a", [1], finish_reason="stop", stop_reason="recomputed")))
-    assert texts(out) == "a" and list(scanner.ids) == [1, 1]
+    assert texts(out) == "a" and list(scanner.generated.ids) == [1, 1]
 
 
 LOGPROBS = {"text_offset": [0], "token_logprobs": [-1.0], "tokens": ["?"], "top_logprobs": [None]}
@@ -467,7 +467,7 @@ def test_tokens_without_text_that_came_merged_with_the_marker_are_told_to_who_wa
     scanner.feed(event(completion("a", [1])))
     marker = completion("", [2], finish_reason="stop", stop_reason="recomputed", logprobs=logprobs)
     (told,) = parsed(scanner.feed(event(marker)))
-    assert scanner.end is StreamEnd.RECOMPUTED and scanner.resume() == 0 and list(scanner.ids) == [1, 2]
+    assert scanner.end is StreamEnd.RECOMPUTED and scanner.resume() == 0 and list(scanner.generated.ids) == [1, 2]
     part = told["choices"][0]
     assert part["token_ids"] == ([2] if want_ids else None) and part["logprobs"] == logprobs
     assert part["finish_reason"] is part["stop_reason"] is None
@@ -489,7 +489,7 @@ def test_where_the_kv_of_an_answer_is_no_client_learns(want_ids: bool) -> None:
     told = b""
     for part in (completion("a", [1]), completion("b", [2]), completion("c", [3], finish_reason="stop"), usage(9, 3)):
         told += scanner.feed(event(part | params))
-    assert texts(told) == "abc" and scanner.usage is not None and list(scanner.ids) == [1, 2, 3]
+    assert texts(told) == "abc" and scanner.usage is not None and list(scanner.generated.ids) == [1, 2, 3]
     assert b"remote_host" not in told and told.count(b'"kv_transfer_params":null') == 4
 
 
@@ -542,14 +542,14 @@ def test_a_resumed_answer_is_one_unbroken_stream() -> None:
     assert sum("role" in (c["delta"] or {}) for e in events[:-2] for c in e["choices"]) == 1
     assert events[-2]["usage"] == {"prompt_tokens": 10, "completion_tokens": 5, "total_tokens": 15}
     assert events[-1] == b"data: [DONE]"
-    assert scanner.ids.tolist() == [1, 2, 3, 4, 5]
+    assert scanner.generated.ids.tolist() == [1, 2, 3, 4, 5]
 
 
 def test_resume_gives_back_tokens_whose_text_was_never_seen() -> None:
     scanner = EventScanner()
     scanner.feed(event(completion("a", [1])) + event(completion("", [2])) + event(completion("", [3])))
     assert scanner.resume() == 2
-    assert scanner.ids.tolist() == [1]
+    assert scanner.generated.ids.tolist() == [1]
     assert scanner.tokens == 1
 
 
@@ -557,7 +557,7 @@ def test_resume_keeps_every_token_that_the_client_has_seen_as_an_id() -> None:
     scanner = EventScanner(want_token_ids=True)
     scanner.feed(event(completion("a", [1])) + event(completion("", [2])))
     assert scanner.resume() == 0
-    assert scanner.ids.tolist() == [1, 2]
+    assert scanner.generated.ids.tolist() == [1, 2]
 
 
 def test_ids_that_were_never_sent_are_not_known_after_a_resume() -> None:
@@ -565,9 +565,9 @@ def test_ids_that_were_never_sent_are_not_known_after_a_resume() -> None:
     scanner = EventScanner()
     scanner.feed(event(completion("a", None) | {"usage": usage(3, 1)["usage"]}))
     scanner.feed(event(completion("b", None) | {"usage": usage(3, 2)["usage"]}))
-    assert (scanner.tokens, scanner.ids_exact) == (2, False)
+    assert (scanner.tokens, scanner.generated.exact) == (2, False)
     scanner.resume()
-    assert not scanner.ids_exact
+    assert not scanner.generated.exact
 
 
 def test_usage_of_a_second_life_without_a_prefillers_count_leaves_out_the_answer_so_far() -> None:
@@ -590,8 +590,13 @@ def test_the_message_that_a_chats_echo_repeats_is_no_token_and_the_answer_can_go
     out = scanner.feed(event(chat({"role": "assistant", "content": ""}, None)) + event(repeated))
     assert scanner.tokens == 1, "until the first ids: they may be those of a worker that tells none"
     out += scanner.feed(event(chat({"content": " fox"}, [7])) + event(chat({"content": " runs"}, [8])))
-    assert (scanner.tokens, scanner.ids.tolist(), scanner.ids_exact, texts(out)) == (2, [7, 8], True, "so the fox runs")
-    assert scanner.resume() == 0 and scanner.kept_ids().tolist() == [7, 8]
+    assert (scanner.tokens, scanner.generated.ids.tolist(), scanner.generated.exact, texts(out)) == (
+        2,
+        [7, 8],
+        True,
+        "so the fox runs",
+    )
+    assert scanner.resume() == 0 and scanner.generated.kept_ids.tolist() == [7, 8]
 
 
 @pytest.mark.parametrize("continuous", [False, True])
@@ -771,10 +776,10 @@ def test_hidden_reasoning_is_counted_and_kept_for_a_resume_and_reaches_no_client
         {"role": "assistant", "content": ""},
         *({"content": text} for text in "abcd"),
     ]
-    assert scanner.tokens == 7 and scanner.kept_ids().tolist() == [1, 2, 3, 4, 5, 6, 7]
+    assert scanner.tokens == 7 and scanner.generated.kept_ids.tolist() == [1, 2, 3, 4, 5, 6, 7]
     cut = EventScanner(hide_reasoning=True)
     for piece in wire[:3]:
         cut.feed(piece)
-    assert cut.cut().kinds == {"reasoning"} and cut.kept_ids().tolist() == [1, 2]
+    assert cut.cut().kinds == {"reasoning"} and cut.generated.kept_ids.tolist() == [1, 2]
     end = scanner.feed(event(chat({"reasoning": "x"}, [8], finish_reason="length")))
     assert parsed(end) == [chat({}, None, finish_reason="length")]

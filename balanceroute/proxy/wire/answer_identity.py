@@ -1,0 +1,59 @@
+"""`AnswerIdentity`: what every event of one answer is called, and whether an event is of this answer."""
+
+from typing import Any
+
+from balanceroute.proxy.wire.bounds import answers, shown_id
+from balanceroute.proxy.wire.event_contents import is_count
+
+
+class AnswerIdentity:
+    """`id` and `created` of an answer, which stay those of its first event whatever later workers send.
+
+    Attributes:
+        public_id, created: what the client sees in every event; None until an event has told it. echoed: the present
+        worker's events carry the id of our request (see `expect`).
+    """
+
+    __slots__ = ("_checked", "_expected_id", "_request_id", "created", "echoed", "public_id")
+
+    def __init__(self, public_id: str | None = None, created: int | None = None) -> None:
+        """Given ones are put in place of what workers say; for an answer made of several streams."""
+        self.public_id = public_id
+        self.created = created
+        self.echoed = self._checked = False
+        self._expected_id = self._request_id = ""
+
+    def expect(self, upstream_id: str, *, checked: bool, request_id: str = "") -> None:
+        """Say which request the next worker's events answer: the one that was sent with this X-Request-Id.
+
+        Every try has an id of its own; clients see `request_id`, which all tries share, in its place.
+
+        `checked`: this worker is known to put our id into its events. Another worker becomes known by the first event
+        that has it. From then on every event must have it, in its parsed `id` or in the bytes of the template.
+        """
+        self._expected_id, self._checked, self.echoed = upstream_id, checked, False
+        self._request_id = request_id or upstream_id
+
+    def is_ours(self, told: object) -> bool:
+        """Whether an event with the `id` that is `told` may be of this answer."""
+        if not self._expected_id:
+            return True
+        echoed = answers(told, self._expected_id)
+        if echoed:
+            self.echoed = self._checked = True
+        return echoed or not self._checked
+
+    def put_into(self, event: dict[str, Any]) -> bool:
+        """Give an event the answer's `id` and `created`; returns whether that has changed the event."""
+        changed = False
+        if self.public_id is None and isinstance(told := event.get("id"), str):
+            self.public_id = str(shown_id(told, self._expected_id, self._request_id))
+        if "id" in event and event["id"] != self.public_id:
+            event["id"] = self.public_id
+            changed = True
+        if self.created is None and is_count(event.get("created")):
+            self.created = event["created"]
+        elif "created" in event and event["created"] != self.created:
+            event["created"] = self.created
+            changed = True
+        return changed

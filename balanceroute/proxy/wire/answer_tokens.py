@@ -1,0 +1,171 @@
+"""`AnswerTokens`: how many tokens of one answer have been generated, and their ids.
+
+A worker is counted by the token ids that it sends. One that sends none is counted by its cumulative usage, and one that
+sends no usage either by its events with text: one token each, the least that it can be.
+"""
+
+from array import array
+from typing import Any
+
+from balanceroute.proxy.hotpath import EventMatcher
+from balanceroute.proxy.wire.event_contents import is_count
+
+
+class AnswerTokens:
+    """The tokens of an answer over all its lives (see `sse.py`).
+
+    Attributes:
+        exact: `ids` holds all of `tokens`. prompt_ids: the prompt's ids from the first worker that sent them. earlier:
+        tokens generated in earlier lives. by_ids: a list of token ids has come in this life.
+    """
+
+    __slots__ = (
+        "_by_event",
+        "_exact_before",
+        "_is_later_life",
+        "_matcher",
+        "_prompt_told",
+        "_want_ids",
+        "by_ids",
+        "earlier",
+        "exact",
+        "prompt_ids",
+    )
+
+    def __init__(self, matcher: EventMatcher, want_ids: bool) -> None:
+        """`matcher` keeps the count and the ids, as it takes most events. `want_ids`: the client gets the ids."""
+        self._matcher = matcher
+        self._want_ids = want_ids
+        self.exact = self._exact_before = True
+        self.prompt_ids: array[int] | None = None
+        self._prompt_told = False  # to a client that wants ids
+        self._is_later_life = False
+        self._begin_life()
+
+    def _begin_life(self) -> None:
+        self.earlier = self.tokens
+        self.by_ids = False
+        self._by_event = 0  # events of this life that were counted as a token each
+
+    @property
+    def tokens(self) -> int:
+        """Tokens generated so far."""
+        return self._matcher.tokens
+
+    @property
+    def ids(self) -> "array[int]":
+        """The ids of those tokens, in order."""
+        return self._matcher.ids
+
+    @property
+    def in_life(self) -> int:
+        """Tokens that the present worker has generated."""
+        return self.tokens - self.earlier
+
+    @property
+    def kept_ids(self) -> "array[int]":
+        """The ids that a life after this one goes on from: all if the client has them, else those with text."""
+        return self.ids if self._want_ids else self.ids[: self._matcher.printed]
+
+    def resume(self, broken: int) -> int:
+        """Begin another life; returns how many tokens were given back (see `EventScanner.resume`)."""
+        matcher, given_back = self._matcher, 0
+        if not self._want_ids and (self.exact or not matcher.printed):
+            matcher.printed -= broken
+            given_back = matcher.tokens - matcher.printed
+            del matcher.ids[matcher.printed :]
+            matcher.tokens = matcher.printed
+            self.exact = True
+        self._is_later_life = True
+        self._begin_life()
+        return given_back
+
+    def take_ids(self, holder: dict[str, Any]) -> int:
+        """Count the `token_ids` of an event or a choice; null them there unless the client wants them.
+
+        Returns lists nulled: 0 or 1.
+        """
+        ids = holder.get("token_ids")
+        if not isinstance(ids, list):
+            return 0
+        if self._by_event and len(ids) >= self._by_event:
+            self._uncount_events()
+        self.by_ids = True
+        self._matcher.tokens += len(ids)
+        if (taken := _as_ids(ids)) is None:
+            self.exact = False
+        else:
+            self.ids.extend(taken)
+        return 0 if self._want_ids else _null(holder, "token_ids")
+
+    def take_prompt_ids(self, holder: dict[str, Any]) -> int:
+        """Keep the `prompt_token_ids` of an event or a choice; null them there unless the client is to get them.
+
+        A later life's prompt is told where no earlier one has told it, unless it ends with the answer so far. Returns
+        lists nulled: 0 or 1.
+        """
+        ids = holder.get("prompt_token_ids")
+        if not isinstance(ids, list):
+            return 0
+        if self.prompt_ids is None:
+            self.prompt_ids = _as_ids(ids)
+        told_already = self._is_later_life and (self._prompt_told or self.earlier)
+        return 0 if self._want_ids and not told_already else _null(holder, "prompt_token_ids")
+
+    def relayed(self) -> None:
+        """The client gets the event whose ids were just taken."""
+        self._prompt_told = self._prompt_told or self.prompt_ids is not None
+
+    def printed(self) -> None:
+        """The client has been shown every token so far, by text or by its logprobs."""
+        self._matcher.printed = self._matcher.tokens
+
+    def count_by_usage(self, usage: dict[str, Any]) -> None:
+        """Where a worker sends no ids, its cumulative usage counts."""
+        generated = usage.get("completion_tokens")
+        if self.by_ids or not is_count(generated):
+            return
+        if self.earlier + generated > self.tokens:
+            self._matcher.tokens = self.earlier + generated
+            self.exact = False
+
+    def count_by_event(self, usage: object) -> None:
+        """Count one token for an event with text, of a worker that sends no ids and here no `usage` that counts.
+
+        So it is known that the client has seen text, which must not come again from another worker.
+        """
+        if self.by_ids or (isinstance(usage, dict) and usage.get("completion_tokens")):
+            return
+        if not self._by_event:
+            self._exact_before = self.exact
+        self._by_event += 1
+        self._matcher.tokens += 1
+        self.printed()
+        self.exact = False
+
+    def _uncount_events(self) -> None:
+        """Take back what was counted by events: ids come after all, so the text before them was no token.
+
+        It was the client's last message, which a chat repeats with `echo`.
+        """
+        self._matcher.tokens -= self._by_event
+        self.printed()
+        self.exact, self._by_event = self._exact_before, 0
+
+    def ends_twice(self, ids: list[Any]) -> bool:
+        """Whether the answer, with these ids at its end, ends with the same id of this life twice."""
+        last = ids[-2:] if not self.in_life or not self.ids else [self.ids[-1], *ids][-2:]
+        return len(last) == 2 and last[0] == last[1]
+
+
+def _as_ids(ids: list[Any]) -> "array[int] | None":
+    """None where they are no token ids."""
+    try:
+        return array("I", ids)
+    except (TypeError, OverflowError):
+        return None
+
+
+def _null(holder: dict[str, Any], name: str) -> int:
+    holder[name] = None
+    return 1

@@ -1,0 +1,64 @@
+"""`AnswerIdentity`: the id of an answer, and which events are of it."""
+
+from balanceroute.proxy.wire.answer_identity import AnswerIdentity
+
+
+def test_every_event_has_the_id_and_the_time_of_the_first_one() -> None:
+    identity = AnswerIdentity()
+    first = {"id": "cmpl-a", "created": 1}
+    later = {"id": "cmpl-b", "created": 2}
+
+    assert not identity.put_into(first)
+    assert identity.put_into(later)
+    assert later == {"id": "cmpl-a", "created": 1}
+
+
+def test_given_names_take_the_place_of_what_workers_say() -> None:
+    event = {"id": "cmpl-a", "created": 1}
+
+    AnswerIdentity("cmpl-whole", 7).put_into(event)
+
+    assert event == {"id": "cmpl-whole", "created": 7}
+
+
+def test_an_event_without_id_or_time_gets_none() -> None:
+    event = {"choices": []}
+
+    assert not AnswerIdentity("cmpl-whole", 7).put_into(event)
+    assert event == {"choices": []}
+
+
+def test_the_client_sees_the_id_that_all_tries_share() -> None:
+    identity, event = AnswerIdentity(), {"id": "cmpl-r-7-t2"}
+    identity.expect("r-7-t2", checked=False, request_id="r-7")
+
+    identity.put_into(event)
+
+    assert event == {"id": "cmpl-r-7"}
+
+
+def test_a_worker_that_puts_our_id_into_one_event_must_put_it_into_all() -> None:
+    identity = AnswerIdentity()
+    identity.expect("r-7", checked=False)
+    assert identity.is_ours("cmpl-other") and not identity.echoed
+
+    assert identity.is_ours("cmpl-r-7") and identity.echoed
+
+    assert not identity.is_ours("cmpl-other")
+
+
+def test_a_worker_known_to_tell_our_id_must_tell_it_from_its_first_event_on() -> None:
+    identity = AnswerIdentity()
+    identity.expect("r-7", checked=True)
+
+    assert not identity.is_ours("cmpl-other")
+
+
+def test_another_worker_is_judged_anew() -> None:
+    identity = AnswerIdentity()
+    identity.expect("r-7", checked=False)
+    identity.is_ours("cmpl-r-7")
+
+    identity.expect("r-7-t2", checked=False)
+
+    assert not identity.echoed and identity.is_ours("anything")

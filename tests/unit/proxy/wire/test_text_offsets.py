@@ -1,0 +1,48 @@
+"""`TextOffsets`: offsets of a completion's logprobs over several workers."""
+
+from typing import Any
+
+import pytest
+
+from balanceroute.proxy.wire.text_offsets import TextOffsets
+
+
+def test_the_offsets_of_a_later_worker_go_on_where_the_last_one_ended() -> None:
+    offsets, logprobs = TextOffsets(), {"tokens": ["x", "yz"], "text_offset": [0, 1]}
+    assert not offsets.go_on({"tokens": ["ab", "cde"], "text_offset": [0, 2]})
+    offsets.begin_life()
+
+    assert offsets.go_on(logprobs)
+    assert logprobs["text_offset"] == [5, 6]
+
+
+def test_what_a_worker_takes_to_pieces_is_moved_by_the_same_length() -> None:
+    offsets, second = TextOffsets(), {"tokens": ["d"], "text_offset": [1]}
+    offsets.go_on({"tokens": ["ab"], "text_offset": [0]})
+    offsets.begin_life()
+    offsets.go_on({"tokens": ["c"], "text_offset": [0]})
+
+    offsets.go_on(second)
+
+    assert second["text_offset"] == [3]
+
+
+@pytest.mark.parametrize(
+    "logprobs",
+    [
+        None,
+        [],
+        {},
+        {"tokens": [], "text_offset": []},
+        {"tokens": ["a"], "text_offset": [0, 1]},
+        {"tokens": ["a"], "text_offset": ["0"]},
+        {"tokens": [None], "text_offset": [0]},
+        {"content": [{"token": "a"}]},
+    ],
+)
+def test_logprobs_of_another_form_are_left_alone(logprobs: Any) -> None:
+    offsets = TextOffsets()
+    offsets.go_on({"tokens": ["ab"], "text_offset": [0]})
+    offsets.begin_life()
+
+    assert not offsets.go_on(logprobs)
