@@ -20,6 +20,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -248,6 +249,9 @@ def main() -> int:
     parser.add_argument("--clients", type=int, default=12)
     parser.add_argument("--keep", metavar="DIR", help="a new folder, in which the logs stay")
     arguments = parser.parse_args()
+    for program in ("haproxy", "openssl"):
+        if shutil.which(program) is None:
+            parser.error(f"{program} is not installed")
 
     def check(folder: Path) -> None:
         with ExitStack() as stack:
