@@ -6,6 +6,11 @@ digest of the sources, beside a small module for each. Where that library is not
 other sources than at its installation) or `BALANCEROUTE_PURE_PYTHON=1` is set, `Sources` has the same modules read as
 Python.
 
+A compiled coroutine has no exception state of its own (mypyc 2): while it waits in an `except` or a `finally`, the
+exception is lost to whoever else runs, and to raise it again crashes the process, or ends as if nothing had happened.
+So these modules never wait in a `finally`, name what they raise again after a wait, and leave no `async with` that
+waits on its way out.
+
 setup.py runs this file by its path, so it imports nothing of the package. What stays Python: dataclasses that go to
 orjson, which crashes on compiled ones (`core/types.py`, `core/view.py`, `core/scheduler_config.py`); what others
 inherit from (`core/policy.py`, the services, `client/protocol.py`); `core/subset.py`, where numpy does the work; and

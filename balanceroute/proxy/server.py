@@ -127,6 +127,7 @@ class Server(uvicorn.Server):
         deadline = services.loop.time() + services.config.lifecycle.drain_timeout_s
         while self.busy(services) and services.loop.time() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(_LOOK_S)
+        services.begin_drain()  # a relay that leaves has served its connected clients until now
         if services.exchanges:
             log.warning("aborting requests", extra={"requests": services.exchanges})
             services.abort_all()

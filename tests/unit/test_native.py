@@ -1,9 +1,11 @@
 """Compiled modules run only where they are those of the sources, and are otherwise the same."""
 
+import ast
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -47,6 +49,33 @@ def said(root: Path, code: str, **environment: str) -> list[str]:
 def sources_of(root: Path) -> list[str]:
     """The modules as Python."""
     return [str(root / f"balanceroute/{module.replace('.', '/')}.py") for module in native.MODULES]
+
+
+ENDS_AT_ONCE = ("asyncio.timeout(", "asyncio.timeout_at(", "limit")  # `async with` of these; the last is a FairTimeout
+
+
+def inside(nodes: list[ast.stmt]) -> Iterator[ast.AST]:
+    """All nodes of a block, but for those of functions that it defines."""
+    for node in nodes:
+        yield node
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield from inside(list(ast.iter_child_nodes(node)))  # type: ignore[arg-type]
+
+
+def risks(source: str) -> Iterator[int]:
+    """The lines of Python code whose compiled form loses an exception, see `native.py`."""
+    waits = ast.Await | ast.AsyncFor | ast.AsyncWith
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.AsyncWith):
+            managers = [ast.unparse(item.context_expr) for item in node.items]
+            yield from [node.lineno for manager in managers if not manager.startswith(ENDS_AT_ONCE)]
+        if not isinstance(node, ast.Try):
+            continue
+        yield from [each.lineno for each in inside(node.finalbody) if isinstance(each, waits)]
+        for handler in node.handlers:
+            first_wait = min([each.lineno for each in inside(handler.body) if isinstance(each, waits)], default=None)
+            raises = [each.lineno for each in inside(handler.body) if isinstance(each, ast.Raise) and each.exc is None]
+            yield from [line for line in raises if first_wait is not None and line > first_wait]
 
 
 @pytest.fixture
@@ -136,3 +165,21 @@ def test_the_compiled_core_decides_as_python_does_to_the_last_bit() -> None:
     python, *as_python = said(REPO, DECIDE, BALANCEROUTE_PURE_PYTHON="1")
     assert (compiled, python) == ("True", "False")
     assert len(decided) == 4 and decided == as_python
+
+
+@pytest.mark.parametrize("name", native.MODULES)
+def test_no_compiled_coroutine_loses_the_exception_during_which_it_waits(name: str) -> None:
+    assert list(risks(native.SOURCES[f"balanceroute.{name}"].read_text())) == []
+
+
+def test_what_loses_an_exception_once_it_is_compiled_is_recognised() -> None:
+    def found(body: str) -> bool:
+        return bool(list(risks(f"async def f():\n try:\n  await g()\n{body}")))
+
+    assert found(" finally:\n  await g()")
+    assert found(" except KeyError:\n  await g()\n  raise")
+    assert found(" except KeyError:\n  if h():\n   async for _ in g(): pass\n  raise")
+    assert found(" finally:\n  pass\n async with g(): pass")
+    assert not found(" except KeyError as error:\n  await g()\n  raise error")
+    assert not found(" except KeyError:\n  if h():\n   raise\n  await g()")
+    assert not found(" finally:\n  pass\n async with asyncio.timeout(1): pass")

@@ -194,11 +194,11 @@ async def _failure_of(legs: Sequence[Leg]) -> BaseException | None:
             for leg in legs:
                 leg.abandon()
             await asyncio.wait(pending)
-    except asyncio.CancelledError:
+    except asyncio.CancelledError as cancelled:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        raise
+        raise cancelled  # by name, see `native.py`
     failures = [ClientGone() if task.cancelled() else task.exception() for task in tasks]
     told = [failure for failure in failures if failure is not None]
     return next((failure for failure in told if not isinstance(failure, ClientGone)), told[0] if told else None)

@@ -92,6 +92,24 @@ def test_requests_that_outlast_the_drain_are_aborted_and_the_server_ends_all_the
     in_virtual_time(test)
 
 
+def test_a_process_that_leaves_takes_no_request_that_comes_after_its_deadline() -> None:
+    class LeavingServer(ChildServer):
+        def leave(self) -> None:
+            self._drain = asyncio.get_running_loop().create_task(self._until_drained(self._app.services))
+
+    async def test() -> None:
+        services = a_draining_router()
+        services.exchanges = 1
+        server = a_server(services, LeavingServer)
+        server.leave()
+        await let_pass(DRAIN_S / 2)
+        assert not services.ledger.draining
+        await let_pass(DRAIN_S)
+        assert services.ledger.draining
+
+    in_virtual_time(test)
+
+
 def test_a_second_signal_ends_at_once() -> None:
     async def test() -> None:
         services = a_draining_router()
