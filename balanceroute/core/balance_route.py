@@ -28,7 +28,8 @@ from typing import Protocol
 import numpy as np
 from mypy_extensions import mypyc_attr
 
-from balanceroute.core.fscore import HorizonWeights, Score, present_score
+from balanceroute.arrays import FloatArray
+from balanceroute.core.fscore import HorizonWeights, Score, present_score, present_value
 from balanceroute.core.policy import Choice, StageTimer
 from balanceroute.core.pool import WaitingClass
 from balanceroute.core.projection import LoadArray
@@ -71,6 +72,10 @@ class Margins(Protocol):
         """Smallest margin of the worker over the horizon, tokens."""
         ...
 
+    def best(self, workers: Sequence[DecodeInstanceState], prompt_tokens: int) -> tuple[DecodeInstanceState, float]:
+        """The worker where F of a prompt is largest (tie: smallest load, then the first), and that F."""
+        ...
+
     def admit(self, choice: RequestTracker, worker: DecodeInstanceState) -> None:
         """Take in an admission that was just made; asked for only while more may follow."""
         ...
@@ -79,10 +84,9 @@ class Margins(Protocol):
 class PresentMargins:
     """Margins of the present step alone, read from the snapshot itself: m_g = M - L_g."""
 
-    def __init__(self, snapshot: ClusterSnapshot, params: BalanceRouteParams) -> None:
-        self._snapshot = snapshot
-        self._alpha = params.alpha
-        self._beta = params.beta if params.beta is not None else float(snapshot.n_in_barrier)
+    def __init__(self, snapshot: ClusterSnapshot, alpha: float, beta: float | None) -> None:
+        self._alpha = alpha
+        self._beta = beta if beta is not None else float(snapshot.n_in_barrier)
         self._envelope = snapshot.envelope
 
     def score(self, worker: DecodeInstanceState) -> Score:
@@ -91,6 +95,17 @@ class PresentMargins:
 
     def least_margin(self, worker: DecodeInstanceState) -> float:
         return self._envelope - worker.step_load
+
+    def best(self, workers: Sequence[DecodeInstanceState], prompt_tokens: int) -> tuple[DecodeInstanceState, float]:
+        envelope, alpha, beta = self._envelope, self._alpha, self._beta
+        best, most, least_load = workers[0], -math.inf, math.inf
+        for worker in workers:
+            spec, load = worker.spec, worker.step_load
+            slowdown, tokens = spec.slowdown, prompt_tokens + spec.request_tokens
+            value = present_value(tokens, (envelope - load) / slowdown, alpha, beta * slowdown)
+            if value > most or (value == most and load < least_load):
+                best, most, least_load = worker, value, load
+        return best, most
 
     def admit(self, choice: RequestTracker, worker: DecodeInstanceState) -> None:
         self._envelope = max(self._envelope, worker.step_load)
@@ -108,12 +123,17 @@ class ProjectedMargins:
         self._horizon = weights.horizon_steps
         self._loads: LoadArray | None = None
         self._envelope: LoadArray
+        self._slowdowns: FloatArray
+        self._request_tokens: FloatArray
 
     def _project(self) -> LoadArray:
         loads = self._loads = self._snapshot.projected_loads()[:, : self._horizon + 1]
         down = self._snapshot.down
         standing = np.delete(loads, down, axis=0) if down else loads
         self._envelope = np.maximum.reduce(standing)
+        specs = [worker.spec for worker in self._snapshot.workers]
+        self._slowdowns = np.array([spec.slowdown for spec in specs])
+        self._request_tokens = np.array([float(spec.request_tokens) for spec in specs])
         return loads
 
     def _margin(self, worker: DecodeInstanceState) -> LoadArray:
@@ -127,6 +147,32 @@ class ProjectedMargins:
 
     def least_margin(self, worker: DecodeInstanceState) -> float:
         return float(self._margin(worker).min())
+
+    def best(self, workers: Sequence[DecodeInstanceState], prompt_tokens: int) -> tuple[DecodeInstanceState, float]:
+        """All workers are scored step by step, and by segments only those that come near the best."""
+        loads = self._project() if self._loads is None else self._loads
+        slowdowns, weights = self._slowdowns, self._weights
+        tokens: FloatArray = prompt_tokens + self._request_tokens
+        if self._snapshot.alike:
+            above = loads - (self._envelope - prompt_tokens)
+        else:
+            above = (loads - self._envelope) / slowdowns[:, None] + tokens[:, None]
+        losses = weights.losses(np.maximum(above, 0, out=above), slowdowns)
+        values: list[float] = (weights.gain * tokens - losses).tolist()
+        lost: list[float] = losses.tolist()
+        near = max([values[worker.index] for worker in workers])
+        near -= weights.rounding * float(tokens.max()) * max(1.0, float(slowdowns.max()))
+        best, most, least_load = workers[0], -math.inf, math.inf
+        for worker in workers:
+            value = values[worker.index]
+            if value < near:
+                continue
+            if lost[worker.index]:
+                value = self.score(worker)(prompt_tokens + worker.spec.request_tokens)
+            load = worker.step_load
+            if value > most or (value == most and load < least_load):
+                best, most, least_load = worker, value, load
+        return best, most
 
     def admit(self, choice: RequestTracker, worker: DecodeInstanceState) -> None:
         if self._loads is None:
@@ -185,7 +231,7 @@ class BalanceRoute:
     def decide(self, snapshot: ClusterSnapshot, now: float) -> Iterator[Choice]:
         """Yield admissions. O(G*H) to read the loads, O(H log H + log W) per admission, and subset searches.
 
-        An overdue request is scored on every worker with a free slot, at O(H log H) each.
+        An overdue request is scored on every worker with a free slot: O(G*H).
         """
         pool = snapshot.pool
         if not len(pool):
@@ -216,7 +262,7 @@ class BalanceRoute:
     def margins(self, snapshot: ClusterSnapshot) -> Margins:
         """The margins for one decision: present ones for H = 0, else the projected."""
         if self.horizon_steps == 0:
-            return PresentMargins(snapshot, self.params)
+            return PresentMargins(snapshot, self.params.alpha, self.params.beta)
         beta = self.params.beta if self.params.beta is not None else float(snapshot.n_in_barrier)
         horizon = self.horizon_of(snapshot)
         if self._weights is None or self._weights[0] != beta or self._weights[1].horizon_steps != horizon:
@@ -236,10 +282,8 @@ class BalanceRoute:
     def _overdue(self, waiting: WaitingClass, margins: Margins, room: Room, now: float) -> Iterator[Choice]:
         """Requests beyond their patience, each to the worker where F is largest (tie: smallest load)."""
         while room.free and (request := waiting.most_overdue(now)):
-            tokens = request.prompt_tokens
-            scores = [margins.score(worker)(tokens + worker.spec.request_tokens) for worker in room.workers]
-            best = max(range(len(scores)), key=lambda index: (scores[index], -room.workers[index].step_load))
-            yield Choice(request, room.workers[best], 0, scores[best])
+            worker, score = margins.best(room.workers, request.prompt_tokens)
+            yield Choice(request, worker, 0, score)
 
     def _slack(self, waiting: WaitingClass, room: Room) -> Iterator[Choice]:
         """Everything fits: the largest prompt to the lightest worker, again and again."""

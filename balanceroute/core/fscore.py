@@ -19,9 +19,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from balanceroute.arrays import FloatArray
+
 Margins = NDArray[np.int64] | NDArray[np.float64]
 
 ROUNDING = 1e-12  # relative: discounts that are summed in another order differ by less
+SUMMED_APART = 1e-10  # relative: F by its segments and F by its steps differ by less
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,11 @@ def present_score(margin: float, alpha: float, beta: float) -> Score:
     return _score(alpha, (margin,), (0.0, beta), (0.0, beta * margin))
 
 
+def present_value(tokens: float, margin: float, alpha: float, beta: float) -> float:
+    """`present_score(margin, alpha, beta)(tokens)`, to the last bit."""
+    return alpha * tokens if tokens <= margin else (alpha - beta) * tokens + beta * margin
+
+
 class HorizonWeights:
     """alpha, beta and the discounts gamma^h, h = 0..H, ready to make a worker's `Score` from its margins.
 
@@ -62,6 +70,7 @@ class HorizonWeights:
         discounts = np.array([1.0] + [gamma] * horizon_steps).cumprod()
         self.gain = float(alpha * discounts.cumsum()[-1])
         self._weights = beta * discounts
+        self.rounding = SUMMED_APART * (self.gain + float(self._weights.sum()))
 
     def score(self, margins: Margins, slowdown: float = 1.0) -> Score:
         """F for a worker of this slowdown, with these margins in its tokens at h = 0..H, non-negative. O(H log H)."""
@@ -73,6 +82,18 @@ class HorizonWeights:
         fallen = [0.0, *np.add.accumulate(weights).tolist()]
         offsets = [0.0, *np.add.accumulate(weights * ascending).tolist()]
         return _score(self.gain, kinks, fallen, offsets)
+
+    def losses(self, above: Margins, slowdowns: FloatArray) -> FloatArray:
+        """What n workers lose of F = gain * tokens because of the margins, shape (n,). O(n*H).
+
+        It differs from `score` by at most `rounding` for each token, times the slowdown where that is above 1; not at
+        all where nothing is lost.
+
+        Args: above: tokens beyond the margins at h = 0..H, shape (n, H+1), non-negative. slowdowns: shape (n,).
+        """
+        losses: FloatArray = np.einsum("ij,j->i", above, self._weights)
+        losses *= slowdowns
+        return losses
 
 
 def _score(gain: float, margins: Sequence[float], fallen: Sequence[float], offsets: Sequence[float]) -> Score:

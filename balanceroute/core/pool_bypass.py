@@ -15,10 +15,9 @@ worker, as in stage 1, then to the lowest index.
 import math
 from collections.abc import Iterator
 
-from balanceroute.core.fscore import present_score
+from balanceroute.core.balance_route import PresentMargins
 from balanceroute.core.policy import Choice
 from balanceroute.core.snapshot import ClusterSnapshot
-from balanceroute.core.tracker import DecodeInstanceState
 
 
 class PoolBypass:
@@ -43,18 +42,12 @@ class PoolBypass:
 
     def decide(self, snapshot: ClusterSnapshot, now: float) -> Iterator[Choice]:
         """Yield an admission for each request, in waiting order, while a worker is below its cap. O(G) each."""
-        beta = self.beta if self.beta is not None else float(snapshot.n_in_barrier)
-        while len(snapshot.pool):
+        margins = PresentMargins(snapshot, self.alpha, self.beta)
+        workers = [worker for worker in snapshot.up if len(worker.active) < worker.own_slots + self.margin]
+        while workers and len(snapshot.pool):
             request = snapshot.pool.front[0]
-            envelope = snapshot.envelope
-            best: tuple[float, float, DecodeInstanceState] | None = None
-            for worker in snapshot.up:
-                if len(worker.active) < worker.own_slots + self.margin:
-                    load = worker.step_load
-                    slowdown, added = worker.spec.slowdown, request.prompt_tokens + worker.spec.request_tokens
-                    score = present_score((envelope - load) / slowdown, self.alpha, beta * slowdown)(added)
-                    if best is None or (score, -load) > (best[0], -best[1]):
-                        best = (score, load, worker)
-            if best is None:
-                return
-            yield Choice(request, best[2], 3, best[0])
+            worker, score = margins.best(workers, request.prompt_tokens)
+            yield Choice(request, worker, 3, score)
+            margins.admit(request, worker)
+            if len(worker.active) >= worker.own_slots + self.margin:
+                workers.remove(worker)

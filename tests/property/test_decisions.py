@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from balanceroute.core.balance_route import BalanceRoute, BalanceRouteParams, ProjectedMargins, best_single
 from balanceroute.core.fit_rules import LEVEL_FIT, TARGET_FIT, FitRules, TargetFitParams
-from balanceroute.core.fscore import HorizonWeights, present_score
+from balanceroute.core.fscore import HorizonWeights, present_score, present_value
 from balanceroute.core.knobs import PolicySettings
 from balanceroute.core.policies import make_policy
 from balanceroute.core.policy import Choice
@@ -76,6 +76,28 @@ def test_the_horizon_score_with_no_horizon_is_the_score_of_br_0(
     horizon = HorizonWeights(0, 1.0, float(workers), gamma).score(np.array([margin]))
     present = present_score(margin, 1.0, float(workers))
     assert (horizon(tokens), horizon.peak) == (present(tokens), present.peak)
+
+
+@MANY
+@given(st.lists(st.integers(0, 3_000), min_size=1, max_size=60), weights, st.data())
+def test_scores_by_segments_and_by_steps_differ_by_rounding_alone(
+    row: list[int], knobs: tuple[float, float, float], data: st.DataObject
+) -> None:
+    slowdown = data.draw(st.sampled_from([1.0, 1.1, 1e9]))
+    tokens = data.draw(st.sampled_from(row) | st.integers(1, 6_000))
+    by_steps = HorizonWeights(len(row) - 1, *knobs)
+    above = np.maximum(tokens - np.array([row], dtype=float), 0.0)
+    loss = float(by_steps.losses(above, np.array([slowdown]))[0])
+    score = by_steps.score(np.array(row), slowdown)(tokens)
+    assert abs(by_steps.gain * tokens - loss - score) <= by_steps.rounding * tokens * slowdown
+    if tokens <= min(row):
+        assert loss == 0.0 and score == by_steps.gain * tokens
+
+
+@MANY
+@given(st.integers(0, 60), st.integers(0, 60), st.sampled_from([0.1, 0.3, 1.0, 2.5]), st.sampled_from([0.0, 0.7, 43.0]))
+def test_the_value_of_br_0_is_its_score_to_the_last_bit(margin: int, tokens: int, alpha: float, beta: float) -> None:
+    assert present_value(tokens, margin, alpha, beta) == present_score(margin, alpha, beta)(tokens)
 
 
 class ProjectingBalanceRoute(BalanceRoute):
