@@ -19,10 +19,12 @@ from balanceroute.core.policies import BUILT_IN
 from balanceroute.core.policy import AdmissionPolicy
 from balanceroute.core.scarce_fit import kv_room
 from balanceroute.core.scheduler import Scheduler
+from balanceroute.core.scheduler_config import SchedulerConfig
 from balanceroute.core.snapshot import ClusterSnapshot
 from balanceroute.core.snapshot_json import snapshot_to_dict
 from balanceroute.core.state import state_from_dict
 from balanceroute.core.target_fit import TargetFit
+from balanceroute.core.tracker import DecodeInstanceState
 from balanceroute.core.types import Admit, WorkerState
 from balanceroute.errors import InputError
 from balanceroute.plugins import learn_installed, learn_policy, while_it_runs
@@ -268,25 +270,19 @@ class _Decision:
     sent_ahead: int
 
 
+class _AsWritten(Scheduler):
+    """Sends as many requests ahead of a worker's slots as the document says: it lacks what they are measured by."""
+
+    def places_ahead(self, worker: DecodeInstanceState) -> int:
+        return worker.ahead
+
+
 def _decide(policy: AdmissionPolicy, snapshot: ClusterSnapshot, now: float) -> _Decision:
-    """Decide as `Scheduler.admit` does: first into free slots, then ahead of taken ones.
-
-    How many are sent ahead is in the document; `Scheduler.admit` would size it anew, from what the document lacks.
-    Afterwards these places count as slots of the snapshot.
-    """
-    into_slots = _admit(policy, snapshot, now)
-    if not policy.waits_for_slots or not len(snapshot.pool) or snapshot.free_slots:
-        return _Decision(into_slots, 0)
-    for worker in snapshot.workers:
-        worker.own_slots += worker.ahead
-    ahead = _admit(policy, snapshot, now)
-    return _Decision(into_slots + ahead, len(ahead))
-
-
-def _admit(policy: AdmissionPolicy, snapshot: ClusterSnapshot, now: float) -> list[Admit]:
-    scheduler = Scheduler(policy)
+    scheduler = _AsWritten(policy, SchedulerConfig(overlap_requests=None))
     scheduler.snapshot = snapshot
-    return scheduler.admit(now)
+    admissions = scheduler.admit(now)
+    ahead = [admission for admission in admissions if snapshot.requests[admission.request].sent_ahead]
+    return _Decision(admissions, len(ahead))
 
 
 class _Situation:
@@ -360,7 +356,7 @@ def _why_no_more(policy: AdmissionPolicy, snapshot: ClusterSnapshot) -> str:
         return "nothing is left waiting"
     if not any(worker.state is WorkerState.UP for worker in snapshot.workers):
         return "no worker takes new requests"
-    if policy.waits_for_slots and not snapshot.free_slots:
+    if policy.waits_for_slots and not snapshot.has_room:
         ahead = any(worker.ahead for worker in snapshot.up)
         return "no slot is left free" + ", and no place ahead of one" * ahead
     if _fits_no_memory(policy, snapshot):
@@ -376,5 +372,6 @@ def _fits_no_memory(policy: AdmissionPolicy, snapshot: ClusterSnapshot) -> bool:
     """Whether the policy looks at KV memory, and nothing that waits fits any."""
     if not isinstance(policy, TargetFit) or not policy.rules.sees_memory:
         return False
-    most = max([kv_room(worker, snapshot.means) for worker in snapshot.open_workers()])
+    ahead = [worker for worker in snapshot.up if len(worker.active) < worker.own_slots + worker.ahead]
+    most = max([kv_room(worker, snapshot.means) for worker in snapshot.open_workers() or ahead])
     return all(tracker.prompt_tokens > most for tracker in snapshot.pool)

@@ -78,8 +78,9 @@ class JoinShortestQueue(AssignAtOnce):
     name = "join_shortest_queue"
 
     def pick(self, workers: list[DecodeInstanceState], snapshot: ClusterSnapshot) -> DecodeInstanceState:
-        least = min(map(occupancy, workers))
-        return self.draw(snapshot).choice([worker for worker in workers if occupancy(worker) == least])
+        occupancies = [occupancy(worker) for worker in workers]
+        least = min(occupancies)
+        return self.draw(snapshot).choice([w for w, share in zip(workers, occupancies, strict=True) if share == least])
 
 
 class LeastKv(AssignAtOnce):
