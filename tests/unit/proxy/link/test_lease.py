@@ -387,6 +387,25 @@ def test_an_api_server_that_fails_later_ends_nobody_who_stands_by(server: ApiSer
         assert second.take()  # the lease was over long ago by its clock
 
 
+@pytest.mark.parametrize(("answer_s", "leads"), [(9.9, True), (10.0, False)])
+def test_who_is_answered_when_it_would_have_had_to_renew_already_does_not_lead(
+    server: ApiServer, answer_s: float, leads: bool
+) -> None:
+    """Two thirds of 15 s. The Lease says that we hold it, so the next call takes it at once."""
+    clock = Clock()
+    pod = Pod(server, "a", clock)
+    with pods(pod) as (lead,):
+        create = lead._api.create
+
+        def slowly(spec: LeaseSpec) -> Lease | None:
+            clock.now_s += answer_s
+            return create(spec)
+
+        lead._api.create = slowly  # type: ignore[method-assign]
+        assert lead.take() is leads
+        assert leads or lead.take()
+
+
 def test_an_event_loop_that_hangs_loses_the_lease(server: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lease_module, "STUCK_S", 0.5)
     with pods(Pod(server, "a", duration_s=SHORT_S), Pod(server, "b", duration_s=SHORT_S)) as (first, second):

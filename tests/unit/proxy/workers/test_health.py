@@ -304,3 +304,39 @@ def test_what_we_could_not_ask_for_want_of_a_descriptor_says_nothing_of_the_work
         assert services.fleet["d0"].state is WorkerState.UP
 
     in_virtual_time(test)
+
+
+@pytest.mark.parametrize("lately", ["token", "first request", "pause of ours", None])
+def test_a_worker_is_stalled_when_none_of_what_excuses_it_is_young(lately: str | None) -> None:
+    """Its streams wait for tokens. The last token, its first request after idleness and our last pause are old."""
+
+    async def test() -> None:
+        services = a_router(a_config(health=HEALTH | {"stall_after_s": 30.0}))
+        monitor = await seen_healthy(services)
+        worker = services.fleet["d0"]
+        monitor._expects_tokens = lambda worker_id: worker_id == "d0"
+        worker.take()
+        await let_pass(100.0)
+        now = services.loop.time()
+        worker.progress_s = now - (30.0 if lately != "token" else 29.9)
+        worker.busy_since_s = now - (30.0 if lately != "first request" else 29.9)
+        services.attention.since_s = now - (30.0 if lately != "pause of ours" else 29.9)
+        await rounds(monitor, services)
+        assert worker.stalled is (lately is None)
+
+    in_virtual_time(test)
+
+
+@pytest.mark.parametrize("reason", ["idle", "nobody waits"])
+def test_a_worker_of_which_nobody_expects_a_token_is_not_stalled(reason: str) -> None:
+    async def test() -> None:
+        services = a_router(a_config(health=HEALTH | {"stall_after_s": 30.0}))
+        monitor = await seen_healthy(services)
+        monitor._expects_tokens = lambda worker_id: reason == "idle"
+        if reason != "idle":
+            services.fleet["d0"].take()
+        await let_pass(100.0)
+        await rounds(monitor, services)
+        assert not services.fleet["d0"].stalled
+
+    in_virtual_time(test)
