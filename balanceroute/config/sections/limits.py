@@ -65,8 +65,8 @@ class Limits(Section):
         2**30,
         ge=2**20,
         le=2**40,
-        description="Most bytes of request bodies that are still arriving, all together; above it 503. Of all "
-        "relays on a machine.",
+        description="Most bytes of requests that are still arriving, all together, with those that clients have sent "
+        "ahead; above it 503. Of all relays on a machine.",
     )
     max_held_bytes: int = Field(
         2 * 2**30,

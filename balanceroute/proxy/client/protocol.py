@@ -11,8 +11,9 @@ dropped as it comes.
 
 **Bounds.** There are bounds for the head (`head.py`); for the body and its trailers (`body.py`); for the time that both
 take together; for the bytes that wait behind the request under way; and for the time in which a client must take a part
-of what is written to it. Where too many bytes wait, the socket is not read; behind a completion they are dropped, and
-its answer is the connection's last. `Edge` looks at all deadlines a few times per second.
+of what is written to it. Where too many bytes wait, the socket is not read. Behind a completion, or where the router
+has no room for more, they are dropped, and the answer before them is the connection's last. `Edge` counts all bytes
+that wait with those of bodies, and looks at all deadlines a few times per second.
 
 **Ends.** A refusal before the body was read ends the connection, but not at once: it lingers. What the client still
 sends is read and dropped for `LINGER_S` and up to `MAX_DROPPED_BYTES`, else the answer could be lost to a reset (RFC
@@ -77,6 +78,7 @@ class ClientProtocol(asyncio.Protocol):
         "_scanned",
         "_scheme",
         "_served_bytes",
+        "_waiting_bytes",
         "edge",
         "loop",
         "transport",
@@ -90,6 +92,7 @@ class ClientProtocol(asyncio.Protocol):
         self.write_paused = False
         self._drained: asyncio.Event | None = None
         self._raw = b""  # bytes that have come and are not parsed yet
+        self._waiting_bytes = 0  # of them, as far as the edge has counted them
         self._scanned = 0  # so many bytes at the start of an incomplete head do not contain its end
         self._request: Request | None = None
         self._response: Response | None = None
@@ -132,6 +135,7 @@ class ClientProtocol(asyncio.Protocol):
         response, handler = self._response, self._handler
         self._forget_request()
         self._response, self._raw = None, b""
+        self._count_waiting()
         self._forget_body()
         self._wake_writers()
         if response is not None:
@@ -145,7 +149,7 @@ class ClientProtocol(asyncio.Protocol):
         if self._hot and self._response is not None and self._request is None:
             self.abort()  # `close` would wait for a client that no longer reads, and for TLS to end
             return False
-        if self._lingering:
+        if self._lingering and self._response is None:
             return False
         self._advance()
         return self._scheme == "http" and not self.transport.is_closing()
@@ -194,6 +198,9 @@ class ClientProtocol(asyncio.Protocol):
         if self._advancing or self._lingering or self.transport.is_closing():
             return
         self._advancing = True
+        if self._waiting_bytes:  # what becomes part of a body is counted there
+            self.edge.incoming_bytes -= self._waiting_bytes
+            self._waiting_bytes = 0
         try:
             while self._raw and not self.transport.is_closing():
                 try:
@@ -228,17 +235,63 @@ class ClientProtocol(asyncio.Protocol):
         if receiving and self._receiving_since_s == math.inf:
             self._receiving_since_s = self.loop.time()
             self._deadline_s = self._receiving_since_s + self.edge.limits.receive_timeout_s
-        if len(self._raw) > MAX_WAITING_BYTES:
-            if self._hot and self._response is not None and not self.receiving:
-                # a client whose socket is not read can't be seen to leave, and its decode slot is too dear for that
-                self._response.keep_alive = False
-                self._lingering, self._raw = True, b""
-            elif not self._reading_paused:
-                self._reading_paused = True
-                self.transport.pause_reading()
+        if self._raw:
+            self._keep_waiting()
         elif self._reading_paused:
-            self._reading_paused = False
-            self.transport.resume_reading()
+            self._read_on()
+
+    def _keep_waiting(self) -> None:
+        """Have bytes wait that cannot be parsed yet, if they may."""
+        self._count_waiting()
+        many = len(self._raw) > MAX_WAITING_BYTES
+        if self._request is None:
+            try:
+                self.edge.check_bytes(False, "")
+            except EdgeFull as error:
+                self._make_room(error)
+                return
+            if many and self._hot and self._response is not None:
+                # a client whose socket is not read can't be seen to leave, and its decode slot is too dear for that
+                self._drop_the_rest()
+                return
+        if many and not self._reading_paused:
+            self._reading_paused = True
+            self.transport.pause_reading()
+        elif not many and self._reading_paused:
+            self._read_on()
+
+    def _make_room(self, full: EdgeFull) -> None:
+        """The router has no room for the bytes that wait here."""
+        if self._response is not None:
+            self._drop_the_rest()
+        elif self.write_paused:
+            self._linger()
+        else:
+            self._refuse(full)
+
+    def _drop_the_rest(self) -> None:
+        """The answer under way is the last: what comes behind its request is read and dropped."""
+        assert self._response is not None
+        self._response.keep_alive = False
+        self._listen_no_more()
+
+    def _listen_no_more(self) -> None:
+        """Drop what has come and what will."""
+        self._lingering, self._raw = True, b""
+        self._count_waiting()
+        if self._reading_paused:
+            self._read_on()
+
+    def _read_on(self) -> None:
+        self._reading_paused = False
+        self.transport.resume_reading()
+
+    def _count_waiting(self) -> None:
+        """Have the edge count the bytes that wait."""
+        waiting = len(self._raw)
+        if waiting != self._waiting_bytes:
+            self.edge.incoming_bytes += waiting - self._waiting_bytes
+            self._waiting_bytes = waiting
 
     def _take_head(self) -> bool:
         """Take a head, if one has come whole; returns whether it has. Raises: BalanceRouteError: it is refused."""
@@ -511,7 +564,8 @@ class ClientProtocol(asyncio.Protocol):
         """Close once everything is written."""
         self.edge.waiting.pop(self, None)
         if self._below is not None and self._unsent_bytes:  # TLS would not wait until all of it is read
-            self._lingering, self._raw, self._receiving_since_s = True, b"", math.inf
+            self._listen_no_more()
+            self._receiving_since_s = math.inf
             self._deadline_s = self.loop.time()
             return
         self._deadline_s = math.inf
@@ -528,12 +582,9 @@ class ClientProtocol(asyncio.Protocol):
         if self._ended or self.transport.is_closing():
             self.close()
             return
-        self._lingering, self._raw = True, b""
+        self._listen_no_more()
         self._deadline_s = self.loop.time() + LINGER_S
         self.edge.waiting[self] = None
-        if self._reading_paused:
-            self._reading_paused = False
-            self.transport.resume_reading()
         if self.transport.can_write_eof():
             self.transport.write_eof()
 

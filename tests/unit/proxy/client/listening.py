@@ -68,7 +68,7 @@ class Echo:
 
 
 class EchoSite:
-    """`POST /hot` without ASGI, everything else by ASGI: `?SECONDS` takes so long."""
+    """`POST /hot` without ASGI, everything else by ASGI: `?SECONDS` takes so long, `/wait` until `going_on`."""
 
     def __init__(self) -> None:
         self.hot: Mapping[str, Any] = {"/hot": lambda request, response: Echo(self, request, response)}
@@ -77,6 +77,7 @@ class EchoSite:
         self.reasons: list[str] = []
         self.scopes: list[Scope] = []
         self.edges: list[Edge] = []
+        self.going_on = asyncio.Event()
 
     leaving = False
 
@@ -91,6 +92,8 @@ class EchoSite:
         self.scopes.append(scope)
         await pace(float(scope["query_string"] or 0))
         body = (await receive())["body"] or b"hi"
+        if scope["path"] == "/wait":
+            await self.going_on.wait()
         if scope["path"] == "/large":
             body = b"x" * 2**24
         if scope["path"] == "/parts":

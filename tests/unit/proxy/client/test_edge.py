@@ -109,6 +109,38 @@ async def test_bodies_under_way_have_a_bound_together() -> None:
             answer.cancel()
 
 
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    "first",
+    [
+        pytest.param(b"POST /hot HTTP/1.1\r\nhost: x\r\nx-do: wait\r\n\r\n", id="behind-a-completion"),
+        pytest.param(b"GET /wait HTTP/1.1\r\nhost: x\r\n\r\n", id="behind-another-request"),
+        pytest.param(b"GET /large HTTP/1.1\r\nhost: x\r\n\r\n", id="behind-an-answer-that-nobody-reads"),
+        pytest.param(b"", id="of-a-head"),
+    ],
+)
+async def test_bytes_that_wait_count_with_bodies_under_way(first: bytes) -> None:
+    """10,000 clients could have the router keep 320 KiB each, beside all bodies that it has room for."""
+    async with listening(max_incoming_bytes=150_000) as server:
+        for number in range(4):
+            client = await server.connect()
+            client.send(first)
+            begun = number + 1 if first else 0
+            await until(lambda: len(server.site.scopes) + server.site.served == begun)  # noqa: B023
+            client.send(b"GET / HTTP/1.1\r\nhost: x\r\nx: " + b"y" * 50_000)
+            await until(lambda: len(server.connections) == number + 1)  # noqa: B023
+            if number < 2:
+                await until(lambda: server.edge.incoming_bytes > 50_000 * (number + 1))  # noqa: B023
+            else:
+                await until(lambda: [each._lingering for each in server.connections].count(True) == number - 1)  # noqa: B023
+        edge = server.edge
+        assert 100_000 < edge.incoming_bytes < 101_000
+        server.site.going_on.set()
+        server.close()
+        await until(lambda: not server.connections)
+        assert edge.incoming_bytes == 0
+
+
 class Seat:
     """A connection, as far as the edge knows it."""
 
