@@ -51,6 +51,7 @@ from balanceroute.proxy.link.reach import FarReach, Reach, SocketReach
 from balanceroute.proxy.link.remote import NOBODY, RemoteBrain
 from balanceroute.proxy.ops.admin import json_response
 from balanceroute.proxy.ops.forwarding import Forwarding
+from balanceroute.proxy.ops.guard import READY
 from balanceroute.proxy.ops.metaserver import Metaserver
 from balanceroute.proxy.ops.to_brain import ToBrain, through_socket, to_machine
 from balanceroute.proxy.perimeter.key_table import Seat
@@ -76,7 +77,6 @@ PINS_PAUSE_S: Final = 0.05
 LEFT_S: Final = 5.0  # between two looks for records of relays that are gone
 ANOTHER_S: Final = 1.0  # between two looks for a relay that accepts
 ALIVE: Final = ("/health", "/ping")  # answered by the relay itself
-READY: Final = "/ready"
 
 
 class RelayApp(ClientApp):

@@ -46,13 +46,21 @@ async def test_a_worker_that_is_down_or_failing_is_passed_over() -> None:
         assert (await router.client.post("/tokenize", json={"model": "emulated", "prompt": "abc"})).status_code == 200
 
 
-async def test_when_nobody_answers_the_client_gets_503_with_the_reasons() -> None:
+async def test_when_nobody_answers_the_client_gets_503_and_the_log_the_reasons(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The client may be anybody: the answer names no worker."""
     async with running() as router:
+        caplog.set_level("INFO", "balanceroute.proxy.ops.forwarding")
         for name in router.cluster.workers:
             await router.cluster.inject(name, "stop")
         reply = await router.client.get("/version")
-        assert reply.status_code == 503 and "cannot connect" in reply.json()["error"]["message"]
-        assert reply.headers["retry-after"] == "5"
+        workers = [worker.id for worker in router.app.services.fleet]
+        assert reply.status_code == 503 and reply.headers["retry-after"] == "5"
+        assert not any(part in reply.text for worker in workers for part in worker.split(":"))
+        (line,) = [vars(record) for record in caplog.records if record.message == "no worker answered"]
+        assert line["path"] == "/version" and "cannot connect" in line["failed"][0]
+        assert all(text.startswith(f"{worker}: ") for worker, text in zip(workers, line["failed"], strict=True))
 
 
 async def test_the_path_is_written_anew_and_holds_a_models_name_at_most() -> None:

@@ -63,6 +63,9 @@ class TlsFiles(Section):
 
 
 class MetricsPage(Section):
-    """Who may read `/metrics`."""
+    """Who may read `/metrics`, and so learn how workers are called."""
 
-    public: bool = Field(True, description="false: /metrics is an admin route (auth.admin_token).")
+    public: bool = Field(
+        True,
+        description="false: /metrics is an admin route (auth.admin_token), and /ready names workers to operators only.",
+    )

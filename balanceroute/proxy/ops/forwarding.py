@@ -13,11 +13,13 @@ worker have a query. Answers are JSON or none.
 A relay that has just been started waits for the brain to tell which workers there are, as requests wait for it.
 
 A worker that can't be reached, is late, or answers 5xx is passed over for the next; its last word is the client's only
-when nobody had a better one. Responses would go through a decoder whose recomputed requests look complete on that
+when nobody had a better one. The log says which worker failed how; the client, who may be anybody (`/version`), is not
+told how workers are called. Responses would go through a decoder whose recomputed requests look complete on that
 route, so that answers would be cut short silently; 404, because OpenAI's clients try every 5xx again.
 """
 
 import asyncio
+import logging
 import re
 from collections.abc import Callable
 from typing import Any, Final
@@ -47,6 +49,8 @@ from balanceroute.proxy.wire.message_errors import MESSAGES_PATH
 from balanceroute.proxy.wire.message_requests import tokenize_body
 from balanceroute.proxy.wire.responses import error_body
 from balanceroute.proxy.workers.fleet import Worker
+
+log = logging.getLogger(__name__)
 
 TIMEOUT_S: Final = 30.0
 GET_TIMEOUT_S: Final = 3.0  # per worker, as on the example proxy
@@ -120,7 +124,8 @@ class Forwarding:
                     return last
         if last is not None:
             return last
-        text = f"No worker answered ({'; '.join(failed) or 'there is none'})."
+        log.info("no worker answered", extra={"path": path, "failed": failed})
+        text = f"None of {len(failed)} workers answered; GET /ready says more." if failed else "There is no worker."
         raise NoHealthyWorkers(text, retry_after_s=NO_WORKERS_RETRY_AFTER_S)
 
     async def to_all(self, request: Request) -> Response:

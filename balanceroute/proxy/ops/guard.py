@@ -1,6 +1,6 @@
 """What stands between a route and its handler: the class of the route, who asks, and a line in the log.
 
-    open      no question, no line
+    open      no question, no line; `/ready` names workers to operators alone where `/metrics` is theirs alone
     client    a client key where keys are set; a line
     decoder   the handler itself knows the token that it gave out
     admin     `perimeter.access`; a line with who asked, by what, and for what
@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
+import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -32,6 +33,7 @@ from balanceroute.proxy.wire.responses import Headers, body_of, extra_headers, j
 
 log = logging.getLogger(__name__)
 
+READY: Final = "/ready"
 TOLD: Final = "told"  # where in `request.state` a handler puts fields for the line of its call
 _ROUTE: Final = "balanceroute.route"  # in the scope: of the route that matched, which not every Starlette names
 _CLOSED: Final = {"cache-control": "no-store", "x-content-type-options": "nosniff", "x-frame-options": "DENY"}
@@ -130,10 +132,11 @@ class _Guard:
         """Ask, serve or refuse, and say so."""
         perimeter, loop = self._perimeter(), asyncio.get_running_loop()
         access = access_of(self._path, public_metrics=perimeter.public_metrics)
-        if access is Access.OPEN or access is Access.DECODER:
-            await self._app(scope, receive, send)
-            return
         call = _Call(scope, send)
+        if access is Access.OPEN or access is Access.DECODER:
+            named = self._path != READY or perimeter.names_workers_to(call.visit, time.time())
+            await self._app(scope, receive, send if named else without_names(send))
+            return
         try:
             if access is Access.CLIENT and scope["method"] == "OPTIONS":
                 told = perimeter.pages.preflight(scope["headers"], self._methods)
@@ -243,6 +246,28 @@ def with_message_errors(scope: Scope, send: Send) -> Send:
         await send(message)
 
     return translated
+
+
+def without_names(send: Send) -> Send:
+    """A `send` of what `/ready` says, without its workers and what is wrong with them."""
+    start: Message = {}
+    body = b""
+
+    async def shortened(message: Message) -> None:
+        nonlocal start, body
+        if message["type"] == "http.response.start":
+            start = message
+            return
+        body += message.get("body", b"")
+        if message.get("more_body", False):
+            return
+        told = orjson.loads(body)
+        short = orjson.dumps({name: told[name] for name in ("status", "workers_up", "error") if name in told})
+        kept = [field for field in start["headers"] if field[0] not in (b"content-length", b"content-type")]
+        await send({**start, "headers": [*json_headers(short), *kept]})
+        await send({"type": "http.response.body", "body": short})
+
+    return shortened
 
 
 def route_of(request: Request) -> str:

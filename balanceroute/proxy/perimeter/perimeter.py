@@ -6,7 +6,7 @@ from pathlib import Path
 from balanceroute.config import Config, KeyEntry, is_loopback, read_client_keys
 from balanceroute.config.addresses import host_in_url
 from balanceroute.errors import AccessDenied, ConfigError, InvalidRequest
-from balanceroute.proxy.perimeter.access import AdminGate
+from balanceroute.proxy.perimeter.access import AdminGate, Visit
 from balanceroute.proxy.perimeter.key_table import Seat
 from balanceroute.proxy.perimeter.keys import ClientKey, ClientKeys
 from balanceroute.proxy.perimeter.pages import Pages
@@ -73,6 +73,16 @@ class Perimeter:
             return
         if (access is Access.ADMIN) is not (port == self.admin_port):
             raise InvalidRequest("There is no such route on this listener.", status=404)
+
+    def names_workers_to(self, visit: Visit, now_unix_s: float) -> bool:
+        """Whether a caller of an open route may learn how workers are called; where `/metrics` is open, it tells, too."""
+        if self.public_metrics:
+            return True
+        try:
+            self.admin.admit(visit, now_unix_s)
+        except AccessDenied:
+            return False
+        return True
 
     def authorization_for(self, headers: Headers) -> bytes | None:
         """The Authorization that workers get with a request: None is its own as it came, empty is none.

@@ -1,7 +1,7 @@
 """What stands before a route: who is let through, what the others get, and what the log says."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ import orjson
 import pytest
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
@@ -28,6 +28,13 @@ SEEN = Response("sign in here", 401)
 
 async def handler(request: Request) -> Response:
     tell(request, did="something")
+    if request.url.path == "/ready":
+
+        async def parts() -> AsyncIterator[bytes]:
+            yield b'{"status": "degraded", "workers_up": {"prefill": 1}, "workers_'
+            yield b'down": {"d0": "no"}, "reasons": ["p0: no metrics"]}'
+
+        return StreamingResponse(parts(), 503, {"x-request-id": "mine"})
     return JSONResponse({"path": request.url.path})
 
 
@@ -41,6 +48,7 @@ class Site:
             guarded(Route(path, handler, methods=methods), lambda: self.perimeter, lambda: self.refusals, sign_in)
             for path, methods in (
                 ("/health", ["GET"]),
+                ("/ready", ["GET"]),
                 ("/tokenize", ["POST"]),
                 ("/state", ["GET"]),
                 ("/routing/policy", ["POST"]),
@@ -59,6 +67,21 @@ async def test_an_open_route_is_served_to_everyone_and_leaves_no_line(caplog: py
     site = Site(auth={"admin_token": TOKEN})
     assert (await site.ask("GET", "/health", "203.0.113.9")).status_code == 200
     assert not [record for record in caplog.records if record.message.endswith(" call")]
+
+
+@pytest.mark.parametrize(
+    ("public", "token", "named"),
+    [(True, "", True), (False, TOKEN, True), (False, "", False), (False, "wrong", False)],
+    ids=["public", "operator", "anybody", "wrong-token"],
+)
+async def test_who_may_not_read_metrics_is_told_no_names_of_workers(public: bool, token: str, named: bool) -> None:
+    site = Site(auth={"admin_token": TOKEN}, metrics={"public": public})
+    headers = {"authorization": f"Bearer {token}"} if token else {}
+    reply = await site.ask("GET", "/ready", "203.0.113.9", headers=headers)
+    told = reply.json()
+    assert (reply.status_code, reply.headers["x-request-id"]) == (503, "mine")
+    assert (told.pop("status"), told.pop("workers_up")) == ("degraded", {"prefill": 1})
+    assert bool(told) is named
 
 
 @pytest.mark.parametrize(
