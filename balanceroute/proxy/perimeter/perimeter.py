@@ -75,7 +75,7 @@ class Perimeter:
             raise InvalidRequest("There is no such route on this listener.", status=404)
 
     def names_workers_to(self, visit: Visit, now_unix_s: float) -> bool:
-        """Whether a caller of an open route may learn how workers are called; where `/metrics` is open, it tells, too."""
+        """Whether a caller of an open route may learn how workers are called, as everybody may of public metrics."""
         if self.public_metrics:
             return True
         try:
