@@ -123,15 +123,17 @@ class Answer:
                 tier="prefill",
             )
 
-    def check_prompt(self, worker: Worker) -> None:
+    def check_prompt(self, worker: Worker, read: int) -> None:
         """Engines with different chat templates, or tokenizers, count different prompts: one is decoded by wrong KV.
+
+        Args: read: how many token ids of the prompt its decode worker has told; 0: it has told none.
 
         Raises: PromptsDiffer.
         """
-        computed, read = self._prefilled_ids, self.scanner.generated.prompt_ids
-        if self.request is self._original and computed and read and len(computed) != len(read):
+        computed = self._prefilled_ids
+        if self.request is self._original and computed and read and len(computed) != read:
             raise PromptsDiffer(
-                f"its prompt has {len(read)} tokens, and {len(computed)} at the prefiller: their chat templates, "
+                f"its prompt has {read} tokens, and {len(computed)} at the prefiller: their chat templates, "
                 "tokenizers or versions differ",
                 worker=worker.id,
                 tier="decode",

@@ -230,13 +230,17 @@ def _is_text(value: Any) -> bool:
 
 @dataclass(slots=True)
 class CorrectedAnswer:
-    """An unstreamed answer as the client gets it, and what it says about progress."""
+    """An unstreamed answer as the client gets it, and what it says about progress.
+
+    `prompt_ids` is how many token ids of the prompt it told, 0 where none.
+    """
 
     body: bytes
     tokens: int
     recomputed: bool
     finish_reason: str | None
     usage: dict[str, Any]
+    prompt_ids: int = 0
     reply_id: Any = None
 
 
@@ -264,6 +268,7 @@ def correct_answer(
         tokens = token_count(len(ids), "token_ids") if ids is not None else usage.get("completion_tokens") or 0
         if ids is not None:
             array("I", ids)  # each is a token's id
+        prompt_ids = len(choice.get("prompt_token_ids") or answer.get("prompt_token_ids") or ())
         told = answer.get("id")
         if upstream_id != request_id:
             answer["id"] = shown_id(told, upstream_id, request_id)
@@ -280,6 +285,7 @@ def correct_answer(
         recomputed=choice.get("stop_reason") == "recomputed",
         finish_reason=choice.get("finish_reason"),
         usage=usage,
+        prompt_ids=prompt_ids,
         reply_id=told,
     )
 

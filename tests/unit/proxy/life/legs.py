@@ -89,9 +89,10 @@ def asked(upstream: ScriptedUpstream) -> list[dict[str, Any]]:
     return [orjson.loads(one.body) for one in upstream.asked if one.path == "/v1/completions"]
 
 
-def whole(*ids: int) -> Page:
+def whole(*ids: int, **more: Any) -> Page:
     """An answer in one piece."""
     choice = {"index": 0, "text": "".join(f" {token}" for token in ids), "token_ids": [*ids], "finish_reason": "length"}
+    choice |= more
     reply = {"id": "cmpl-$ID", "object": "text_completion", "created": 1, "model": "m", "choices": [choice]}
     usage = {"prompt_tokens": len(PROMPT_IDS), "completion_tokens": len(ids)}
     return Page(orjson.dumps(reply | {"usage": usage}))

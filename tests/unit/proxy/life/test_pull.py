@@ -133,19 +133,21 @@ def test_kv_is_as_old_as_an_answer_may_be_that_came_while_the_router_was_stopped
     in_virtual_time(served)
 
 
+@pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("read", [len(PROMPT_IDS) - 1, len(PROMPT_IDS), len(PROMPT_IDS) + 1])
-def test_an_answer_to_another_prompt_than_the_one_whose_kv_was_computed_is_not_relayed(read: int) -> None:
+def test_an_answer_to_another_prompt_than_the_one_whose_kv_was_computed_is_not_relayed(read: int, stream: bool) -> None:
     """Prefiller and decode worker render a chat each: with different templates the KV is none of what is decoded."""
 
     async def served() -> None:
         services, client = a_router(a_config(1, 1)), Client()
         script(services, "p0", probed())
-        script(services, "d0", Page(events(20, prompt_token_ids=[7] * read) + DONE))
+        told = {"prompt_token_ids": [7] * read}
+        script(services, "d0", Page(events(20, **told) + DONE) if stream else whole(20, **told))
         async with dispatching(services):
-            leg = a_leg(services, client)
+            leg = a_leg(services, client, stream=stream)
             with nullcontext() if read == len(PROMPT_IDS) else pytest.raises(PromptsDiffer, match="templates"):
                 await leg.run()
-        assert client.text == (" 20" if read == len(PROMPT_IDS) else "") and idle(services)
+        assert bool(client.got) is client.ended is (read == len(PROMPT_IDS)) and idle(services)
         assert services.fleet["d0"].circuit.state is CircuitState.CLOSED
 
     in_virtual_time(served)

@@ -200,6 +200,7 @@ def test_an_unstreamed_answer_is_counted_and_stripped() -> None:
     )
     answer = orjson.loads(corrected.body)
     assert (corrected.tokens, corrected.finish_reason, corrected.recomputed) == (8, "length", False)
+    assert corrected.prompt_ids == corrected.usage["prompt_tokens"]
     assert answer["choices"][0]["token_ids"] is answer["prompt_token_ids"] is None
     assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 3}
 
