@@ -29,6 +29,13 @@ def test_an_integer_of_any_size_reaches_the_engines_digit_for_digit(field: str, 
         assert told in body
 
 
+def test_millions_of_token_ids_are_read_once_whatever_stands_beside_them() -> None:
+    """Beside a large integer their second reading took seconds, in which nobody's stream went on."""
+    ids = b",".join([b"1"] * 300_000)
+    request = parse("completions", b'{"prompt":[%b],"novel":%d}' % (ids, 2**64))
+    assert request.rest["novel"] == float(2**64) and request.prompt_json.count(b",") == 299_999
+
+
 numbers = st.integers() | st.integers(-(2**65), 2**65) | st.floats(allow_nan=False, allow_infinity=False)
 trees = st.recursive(numbers | st.text(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner))
 
