@@ -12,5 +12,5 @@ whatever happened to the workers meanwhile.
     aftermath.py what must be zero when all is over
     folder.py    where a run writes its logs
     fuzzing.py   how the fuzzers damage bytes, and their command
-    chaos.py, soak.py, siege.py, fuzz_sse.py, fuzz_http.py    the runs
+    chaos.py, soak.py, siege.py, fuzz_sse.py, fuzz_http.py, fuzz_connections.py    the runs
 """
