@@ -165,6 +165,7 @@ class RelayServices(ClientServices):
         """A new brain joined: resend what is otherwise sent only on change, or may have reached nobody."""
         self.told = None
         self.tell_counts()
+        self.fleet.tell_doubts()
         explained = self.suspicions.explained_since(self.loop.time() - KNOWN_S)
         if explained:
             self.tell_explained(explained)

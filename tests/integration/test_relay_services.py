@@ -11,16 +11,18 @@ import pytest
 import yaml
 
 from balanceroute.config import Config, digest_of
+from balanceroute.core.types import Role
 from balanceroute.emulator import EmulatedCluster
 from balanceroute.errors import KeyLimit
 from balanceroute.proxy import relay_services, run_folder
 from balanceroute.proxy.life.suspicion import Suspect
-from balanceroute.proxy.link.messages import Activity, Counted, Explained, Judged, Learned
+from balanceroute.proxy.link.messages import Activity, CacheDoubted, Counted, Explained, Judged, Learned
 from balanceroute.proxy.link.remote import NOBODY, RemoteBrain
 from balanceroute.proxy.perimeter.key_use import KeyUse
 from balanceroute.proxy.relay_services import COUNTS_S, RelayServices
 from balanceroute.proxy.run_folder import RunFolder
 from balanceroute.proxy.telemetry.metrics import Metrics
+from balanceroute.proxy.workers.fleet import Worker
 from tests.integration.relayed import Relay, a_brain, a_relay, relayed
 from tests.integration.router import FAST, configuration, patient
 from tests.waiting import until
@@ -34,7 +36,7 @@ class Overheard:
     def __init__(self, brain: RemoteBrain, told: list[type]) -> None:
         self._brain, self._told = brain, told
 
-    def report(self, message: Judged | Activity | Counted | Learned | Explained) -> None:
+    def report(self, message: Judged | Activity | Counted | Learned | Explained | CacheDoubted) -> None:
         """As `RemoteBrain.report`."""
         self._told.append(type(message))
         self._brain.report(message)
@@ -173,6 +175,31 @@ async def test_a_death_that_is_explained_while_there_is_no_brain_is_known_to_the
         async with a_brain(router.config, router.folder):
             await until(lambda: bystander.explained == 1)
         await until(lambda: here.brain.member is None and there.brain.member is None)
+
+
+async def test_what_a_decode_worker_may_have_cached_wrongly_serves_no_request_of_any_relay_or_under_any_brain() -> None:
+    """The cache is the engine's, so it is every relay's; and it stays when the brain, or a relay, is another one."""
+
+    def decoder(relay: Relay, number: int = 0) -> Worker:
+        return relay.app.services.fleet.of(Role.DECODE)[number]
+
+    def salts(*relays: Relay) -> set[str]:
+        return {decoder(relay).cache_salt for relay in relays}
+
+    async with relayed(FAST) as router:
+        here, there = router.relays
+        here.app.services.fleet.doubt_cache(decoder(here))
+        await until(lambda: len(salts(*router.relays)) == 1 and "" not in salts(*router.relays))
+        router.brain.end()
+        await until(lambda: here.app.services.brain.member is None and there.app.services.brain.member is None)
+        there.app.services.fleet.doubt_cache(decoder(there))  # of what it has cached since
+        latest = salts(there)
+        assert latest != salts(here)
+        async with a_brain(router.config, router.folder), a_relay(router.config, router.folder, "relay-2") as new:
+            await until(new.app.services.known.is_set)
+            await until(lambda: salts(here, there, new) == latest)
+            assert decoder(new, 1).cache_salt == ""
+        await until(lambda: here.app.services.brain.member is None and there.app.services.brain.member is None)
 
 
 async def test_a_relay_where_nothing_happens_tells_each_brain_what_it_does_and_has_counted_only_once() -> None:

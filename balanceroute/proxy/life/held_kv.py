@@ -14,8 +14,6 @@ finds none of what it has cached so far (`doubt`).
 Parameters are used once: `params` are there until a decode worker may have seen them.
 """
 
-import secrets
-
 from balanceroute.core.types import UP
 from balanceroute.proxy.life.errors import KvTooOld
 from balanceroute.proxy.life.services import LifeServices
@@ -83,7 +81,7 @@ class HeldKv:
     def doubt(self, worker: Worker) -> None:
         """The decode worker may have pulled, and cached, what is not its KV: what it was sent by now is made anew."""
         if self.cache_salt == worker.cache_salt:
-            worker.cache_salt = secrets.token_hex(8)
+            self._services.fleet.doubt_cache(worker)
 
     def check_first_word(self, worker: Worker, *, streams: bool) -> None:
         """The first word of the decode worker is here. Raises: KvTooOld: it may have read another request's KV."""

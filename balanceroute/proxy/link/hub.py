@@ -44,6 +44,7 @@ from balanceroute.proxy.link.messages import (
     VERSION,
     Activity,
     Beat,
+    CacheDoubted,
     Counted,
     Explained,
     Farewell,
@@ -102,6 +103,9 @@ class Reports(Protocol):
 
     def learned(self, message: Learned) -> None:
         """A prefiller's parameters have told its connector."""
+
+    def cache_doubted(self, message: CacheDoubted) -> None:
+        """A decode worker may have cached wrong KV."""
 
     def lost(self, relay: str) -> None:
         """A relay is gone, and all that it had under way."""
@@ -426,6 +430,8 @@ class Hub:
                 self._reports.counted(member.relay, message.counts)
             elif isinstance(message, Learned):
                 self._reports.learned(message)
+            elif isinstance(message, CacheDoubted):
+                self._reports.cache_doubted(message)
             elif isinstance(message, Explained):
                 for other in self.members.values():
                     if other is not member:

@@ -12,7 +12,7 @@ generated is not said to a brain on the same machine, which reads it (`token_cou
       |<-- Welcome(version, epoch, member) --------|   or Farewell(reason), and the connection is closed
       |-- Submit, Prefilled, ..., Progress ------->|
       |<-- Chosen, Refused, Seen ------------------|
-      |-- Judged, Activity ----------------------->|   what requests have found out about workers
+      |-- Judged, Activity, CacheDoubted --------->|   what requests have found out about workers
       |<-- Workers, Silent ------------------------|   which there are, and what they may get
       |-- Beat ----------------------------------->|   both ways, so that silence can be told from having nothing to say
       |<-- Beat -----------------------------------|
@@ -49,7 +49,7 @@ from balanceroute.errors import BalanceRouteError
 from balanceroute.proxy.admission.decider import RefusalKind
 from balanceroute.proxy.perimeter.key_use import KeyUse
 
-VERSION: Final = 5
+VERSION: Final = 6
 FAR: Final = "@"  # in the name of a relay of another machine, before that machine's; in no other
 MAX_EPOCH: Final = 2**48  # that a peer is believed: they begin with seconds since 1970 at most, and frames carry 2**64
 PROGRESS_S: Final = 0.005
@@ -223,13 +223,17 @@ class Seen(Message, frozen=True, tag=32):
 
 
 class WorkerStanding(Message, frozen=True):
-    """A worker as the brain judges it: its circuit, whether successes matter to that, and whether it is out."""
+    """A worker as the brain judges it: its circuit, whether successes matter to that, and whether it is out.
+
+    `cache_salt`: as in `workers/fleet.py`.
+    """
 
     spec: WorkerSpec
     state: WorkerState
     circuit: str
     doubtful: bool
     out: bool
+    cache_salt: str = ""
 
 
 class Workers(Message, frozen=True, tag=33):
@@ -331,6 +335,13 @@ class Explained(Message, frozen=True, tag=44):
     ages_s: tuple[float, ...]
 
 
+class CacheDoubted(Message, frozen=True, tag=45):
+    """A decode worker may have cached wrong KV; it gets this salt from now on. Also on joining, of earlier doubts."""
+
+    worker: str
+    cache_salt: str
+
+
 FromRelay = (
     Hello
     | Beat
@@ -351,6 +362,7 @@ FromRelay = (
     | Counted
     | Learned
     | Explained
+    | CacheDoubted
 )
 FromBrain = Welcome | Farewell | Beat | Chosen | Refused | Seen | Workers | Silent | KeysElsewhere | Explained
 

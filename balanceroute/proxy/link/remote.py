@@ -39,6 +39,7 @@ from balanceroute.proxy.link.messages import (
     Activity,
     Beat,
     Began,
+    CacheDoubted,
     Chosen,
     Counted,
     Explained,
@@ -220,7 +221,7 @@ class RemoteBrain:
             number = entry.number
             self._say_soon(lambda age_s: Began(number, age_s))
 
-    def report(self, message: Judged | Activity | Counted | Learned | Explained) -> None:
+    def report(self, message: Judged | Activity | Counted | Learned | Explained | CacheDoubted) -> None:
         """Tell the brain what this relay knows, above all of workers; it is dropped while there is no brain."""
         self._say(message)
 

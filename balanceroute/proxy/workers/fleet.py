@@ -11,6 +11,7 @@ three sources that don't know each other:
 import asyncio
 import logging
 import math
+import secrets
 import ssl
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from balanceroute.proxy.workers.upstream import Connections, Upstream
 
 log = logging.getLogger(__name__)
 
+_COUNT_DIGITS: Final = 8  # at the beginning of a salt: how many came before it
 _JSON_AND_ID: Final = header_lines([JSON_TYPE]) + b"x-request-id: "
 _CIRCUIT_SAYS = {
     CircuitState.CLOSED: WorkerState.UP,
@@ -43,7 +45,8 @@ class Worker:
     answered a health check well; `busy_since_s` is when it got its first request after idleness. `id` is its name in
     metrics, logs and /state.
     `in_use` are the upstream requests under way, probes, decodes and drains; `peak_in_use` the most since `take_peak`.
-    `cache_salt` keeps its cache apart from what it may have cached wrongly before, if anything ("").
+    `cache_salt` keeps its cache apart from what it may have cached wrongly before, if anything (""). Of two salts the
+    later one is the greater text, so all processes that are told of both agree, in whichever order they hear of them.
     """
 
     __slots__ = (
@@ -298,6 +301,17 @@ class Fleet:
         if healthy and not worker.stalled:
             worker.circuit.reachable()
         self.update(worker)
+
+    def doubt_cache(self, worker: Worker) -> None:
+        """Have what is sent to a decode worker from now on find nothing of what it has cached."""
+        count = int(worker.cache_salt[:_COUNT_DIGITS] or "0", 16) + 1
+        self.salt_cache(worker, f"{count:0{_COUNT_DIGITS}x}{secrets.token_hex(8)}")
+
+    def salt_cache(self, worker: Worker, salt: str) -> None:
+        """Use this salt for a decode worker's cache, unless it has a later one."""
+        if salt > worker.cache_salt:
+            worker.cache_salt = salt
+            self.on_change()
 
     def drain(self, worker: Worker) -> None:
         """An operator's word: nothing new to this worker."""

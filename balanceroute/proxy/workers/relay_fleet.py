@@ -9,11 +9,11 @@ import math
 from collections.abc import Callable
 
 from balanceroute.core.types import WorkerSpec, WorkerState
-from balanceroute.proxy.link.messages import Finding, Judged, Use, Workers
+from balanceroute.proxy.link.messages import CacheDoubted, Finding, Judged, Use, Workers
 from balanceroute.proxy.workers.circuit import Circuit, CircuitConfig, CircuitState
 from balanceroute.proxy.workers.fleet import Fleet, FleetConfig, Worker
 
-Report = Callable[[Judged], None]
+Report = Callable[[Judged | CacheDoubted], None]
 
 
 class ReportedCircuit(Circuit):
@@ -104,6 +104,17 @@ class RelayFleet(Fleet):
     def update(self, worker: Worker) -> None:
         """Nothing: the brain decides on the worker's state."""
 
+    def doubt_cache(self, worker: Worker) -> None:
+        """See `Fleet`; the brain tells the other relays."""
+        super().doubt_cache(worker)
+        self._report(CacheDoubted(worker.id, worker.cache_salt))
+
+    def tell_doubts(self) -> None:
+        """Tell a new brain which salts decode workers' caches have."""
+        for worker in self:
+            if worker.cache_salt:
+                self._report(CacheDoubted(worker.id, worker.cache_salt))
+
     def follow(self, message: Workers, whole: bool) -> None:
         """Take over what the brain says; `whole`: there are no other workers."""
         for standing in message.changed:
@@ -114,6 +125,7 @@ class RelayFleet(Fleet):
             worker.healthy = not standing.out
             assert isinstance(worker.circuit, ReportedCircuit)
             worker.circuit.told(CircuitState(standing.circuit), standing.doubtful)
+            self.salt_cache(worker, standing.cache_salt)
         named = {standing.spec.id for standing in message.changed}
         for worker in self:
             if worker.id in message.gone or (whole and worker.id not in named):

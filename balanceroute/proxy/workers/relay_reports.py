@@ -4,7 +4,17 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from balanceroute.proxy.link.messages import FAR, Activity, Finding, Judged, Learned, SilentGroup, Use, WorkerStanding
+from balanceroute.proxy.link.messages import (
+    FAR,
+    Activity,
+    CacheDoubted,
+    Finding,
+    Judged,
+    Learned,
+    SilentGroup,
+    Use,
+    WorkerStanding,
+)
 from balanceroute.proxy.perimeter.key_use import KeyUse
 from balanceroute.proxy.telemetry.metrics import without_orphans
 from balanceroute.proxy.workers.circuit import Circuit, CircuitState
@@ -82,6 +92,11 @@ class RelayReports:
         if message.worker in self._fleet:
             self.on_connector(self._fleet[message.worker], message.connector)
 
+    def cache_doubted(self, message: CacheDoubted) -> None:
+        """A decode worker may have cached wrong KV: all relays are to use this salt, or a later one."""
+        if message.worker in self._fleet:
+            self._fleet.salt_cache(self._fleet[message.worker], message.cache_salt)
+
     def lost(self, relay: str) -> None:
         """A relay is gone, and all that it had under way. If one of that was a trial, another one may be made."""
         self._said.pop(relay, None)
@@ -143,4 +158,6 @@ def _note(worker: Worker, use: Use, before: Use | None, now: float) -> None:
 
 def _standing(worker: Worker) -> WorkerStanding:
     circuit = worker.circuit
-    return WorkerStanding(worker.spec, worker.state, circuit.state.value, circuit.doubtful, worker.out)
+    return WorkerStanding(
+        worker.spec, worker.state, circuit.state.value, circuit.doubtful, worker.out, worker.cache_salt
+    )

@@ -88,6 +88,7 @@ from_relay = st.one_of(
     st.builds(m.Counted, st.binary(max_size=30)),
     st.builds(m.Learned, texts, st.none() | texts),
     st.builds(m.Explained, st.lists(texts).map(tuple), st.lists(seconds).map(tuple)),
+    st.builds(m.CacheDoubted, texts, texts),
 )
 from_brain = st.one_of(
     st.builds(m.Welcome, counts, counts, counts, st.lists(numbers).map(tuple)),

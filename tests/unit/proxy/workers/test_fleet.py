@@ -106,6 +106,25 @@ def test_what_is_known_of_a_worker_s_version_is_forgotten_when_it_goes_down() ->
     in_virtual_time(test)
 
 
+def test_of_two_doubts_of_a_cache_the_later_one_holds_in_whichever_order_they_are_heard() -> None:
+    """A relay hears of its own earlier doubt again while the brain has not heard of its later one."""
+
+    async def test() -> None:
+        fleet = a_router().fleet
+        worker, salts = fleet["d0"], [""]
+        for _ in range(20):
+            fleet.doubt_cache(worker)
+            salts.append(worker.cache_salt)
+        assert salts == sorted(set(salts))
+        fleet.salt_cache(worker, salts[-2])
+        assert worker.cache_salt == salts[-1]
+        fleet.salt_cache(fleet["d1"], salts[-1])
+        fleet.salt_cache(fleet["d1"], salts[1])
+        assert fleet["d1"].cache_salt == salts[-1]
+
+    in_virtual_time(test)
+
+
 def test_a_worker_that_joins_gets_nothing_before_it_has_answered() -> None:
     async def test() -> None:
         services = a_router()
