@@ -374,6 +374,8 @@ class EventScanner:
             return self._refuse(StreamEnd.FOREIGN, "an event carries the id of another request's answer")
         if not choices:
             return self._final_usage(event, raw)
+        if self.finish_reason is not None:  # said twice, or by mistake: no part of an answer that has ended
+            return b""
         return self._part_of_answer(event, choices, raw)
 
     def _flooding(self, raw: bytes) -> str | None:
@@ -447,6 +449,7 @@ class EventScanner:
             elif isinstance(choice.get("finish_reason"), str):
                 self.finish_reason = choice["finish_reason"]
                 finishes = True
+                self.matcher.forget()
             if self._index is not None and choice.get("index") != self._index:
                 choice["index"] = self._index
                 changed = True

@@ -377,6 +377,17 @@ def test_done_after_a_finish_reason_is_passed_on() -> None:
     assert scanner.finish_reason == "length"
 
 
+@pytest.mark.parametrize("at_once", [True, False])
+def test_an_event_that_is_sent_again_after_the_finish_reason_brings_no_text_and_no_token(at_once: bool) -> None:
+    scanner = EventScanner(want_usage=True)
+    ordinary = event(completion(" a", [1]))
+    last = event(completion(" b", [2], finish_reason="length"))
+    sent = [ordinary, ordinary, last, last, ordinary, event(usage(5, 3)), DONE]
+    out = b"".join(map(scanner.feed, [b"".join(sent)] if at_once else sent))
+    assert texts(out) == " a a b" and scanner.tokens == 3 and scanner.end is StreamEnd.DONE
+    assert out.count(b'"length"') == out.count(b'"usage"') == 1 and out.endswith(DONE)
+
+
 def test_done_without_a_finish_reason_is_held_back() -> None:
     scanner = EventScanner()
     assert scanner.feed(DONE) == b""
@@ -681,7 +692,7 @@ def test_every_recorded_stream_is_counted_exactly() -> None:
     counted = 0
     for path in capture_files("*/*.resp"):
         head, body = body_of(path)
-        if b"text/event-stream" not in head:
+        if b"text/event-stream" not in head or b'"index":1' in body:  # a scanner's is the stream of one answer
             continue
         scanner = EventScanner(want_usage=True)
         pieces = b"".join(scanner.feed(body[i : i + 97]) for i in range(0, len(body), 97))
