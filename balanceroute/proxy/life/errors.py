@@ -25,6 +25,10 @@ class KvTooOld(Exception):
     """A prefiller may have dropped the KV before the decode worker had pulled it: it would read what is there then."""
 
 
+class KvLost(KvTooOld):
+    """The prefiller's process has ended since, and its KV with it."""
+
+
 class ClientGone(Exception):
     """The client disconnected: nobody is there to be answered."""
 

@@ -1,11 +1,11 @@
 """The KV that a request has at a prefiller: from its pinning to the first word of the decode worker that pulls it.
 
 A prefiller keeps KV for a time and then drops it, unseen by anybody. A decode worker that pulls later gets what is in
-those blocks by then, another prompt's KV most likely, and caches it as this prompt's. Two looks prevent that such an
-answer is used:
+those blocks by then, another prompt's KV most likely, and caches it as this prompt's. The same may happen where the
+prefiller was started anew meanwhile, under the same engine id. Two looks prevent that such an answer is used:
 
 *Before.* Right before the parameters are written to a decode worker they are looked at once more (`spend`): they must
-not be written once the prefiller may soon drop the KV, as after a pause of our whole process.
+not be written once the prefiller may soon drop the KV, as after a pause of our whole process, or has lost it.
 
 *After.* When the first word comes, or our own pause shows, the KV may have been gone when it was pulled (`watch_pull`).
 Then everything that this worker was sent by now is made anew, and it gets a salt for its prefix cache, under which it
@@ -15,7 +15,7 @@ Parameters are used once: `params` are there until a decode worker may have seen
 """
 
 from balanceroute.core.types import UP
-from balanceroute.proxy.life.errors import KvTooOld
+from balanceroute.proxy.life.errors import KvLost, KvTooOld
 from balanceroute.proxy.life.services import LifeServices
 from balanceroute.proxy.workers.fleet import Worker
 from balanceroute.proxy.workers.pins import Pin
@@ -29,7 +29,7 @@ class HeldKv:
     worker when it was asked.
     """
 
-    __slots__ = ("_pulls_at", "_sent_s", "_services", "cache_salt", "params", "pin", "pinned_s")
+    __slots__ = ("_life", "_prefiller", "_pulls_at", "_sent_s", "_services", "cache_salt", "params", "pin", "pinned_s")
 
     def __init__(self, services: LifeServices) -> None:
         self._services = services
@@ -37,11 +37,34 @@ class HeldKv:
         self.pinned_s = 0.0
         self.pin: Pin | None = None
         self.cache_salt = ""
+        self._prefiller: Worker | None = None  # that has pinned it
+        self._life = 0  # of that prefiller, in which it has
         self._pulls_at: Worker | None = None  # the decode worker that has the parameters, and has said nothing yet
         self._sent_s = 0.0  # since when
 
+    def pinned(self, prefiller: Worker, params: bytes | None, pinned_s: float) -> None:
+        """A prefiller has answered with these parameters, if any, and has pinned the KV at `pinned_s` or later."""
+        self.params, self.pinned_s = params, pinned_s
+        self._prefiller, self._life = prefiller, prefiller.life
+
+    @property
+    def _lost(self) -> bool:
+        """Whether the prefiller's process has ended since."""
+        return self._prefiller is not None and self._prefiller.life != self._life
+
+    def leave(self) -> bytes | None:
+        """The request goes without its KV: the parameters by which that can be freed, if it is there still."""
+        params, self.params = self.params, None
+        if params is not None and self._lost:
+            if self.pin is not None:
+                self.pin.release()
+            return None
+        return params
+
     def spend(self, worker: Worker) -> None:
         """The parameters are about to be written to this decode worker. Raises: KvTooOld: they must not be."""
+        if self._lost:
+            raise KvLost
         if self._services.drainer.too_old(self.pinned_s):
             raise KvTooOld
         self.params = None

@@ -411,7 +411,7 @@ class Leg:
         again, so that KV is only counted (`decoding.py`).
         """
         kv = self.kv
-        params, kv.params = kv.params, None
+        params = kv.leave()
         if params is None:
             return
         drainer = self.services.drainer

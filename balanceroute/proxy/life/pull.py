@@ -15,7 +15,7 @@ from mypy_extensions import mypyc_attr
 from balanceroute.core.types import DECODING, GONE, POOLED, PREFILLING, QUEUED, Phase
 from balanceroute.errors import UpstreamError
 from balanceroute.proxy.life.decoding import decode
-from balanceroute.proxy.life.errors import KvTooOld
+from balanceroute.proxy.life.errors import KvLost, KvTooOld
 from balanceroute.proxy.life.leg import (
     ADMITTED,
     COMPLETE,
@@ -73,8 +73,8 @@ class Pull:
             leg.ticket.prefill_failed()
             return PREFILL_FAILED
         # the answer may have lain there since our loop turned last
-        leg.kv.params = result.kv_transfer_params
-        leg.kv.pinned_s = sent_s if sent_s > services.last_look_s else services.last_look_s
+        pinned_s = sent_s if sent_s > services.last_look_s else services.last_look_s
+        leg.kv.pinned(worker, result.kv_transfer_params, pinned_s)
         if services.pins is not None:
             leg.record(services.pins, result)
         leg.check_abandoned(worker)
@@ -101,8 +101,8 @@ class Pull:
             worker.circuit.inconclusive()
             if scanner.tokens == tokens:
                 await asyncio.sleep(retries.fruitless(worker))
-        except KvTooOld:
-            why = "pulled_late"
+        except KvTooOld as gone:
+            why = "worker_lost" if isinstance(gone, KvLost) else "pulled_late"
             worker.circuit.inconclusive()
             await asyncio.sleep(retries.fruitless(worker))
         except UpstreamError as error:

@@ -86,21 +86,21 @@ class HealthMonitor:
             if silent and self._makes_progress(worker):
                 self._fleet.update(worker)
             else:
-                self._judge(worker, answer)
+                self._judge(worker, answer, silent)
         return any(worker.doubted and worker.healthy for worker in present)
 
     def _uncheckable(self, workers: list[Worker], error: Exception) -> None:
         """Treat a worker whose check failed by a bug of ours like one that doesn't answer."""
         for worker in still_here(self._fleet, workers):
-            self._judge(worker, "it could not be asked")
+            self._judge(worker, "it could not be asked", silent=True)
         self._on_bug("health", error, workers[0].id)
 
-    def _judge(self, worker: Worker, answer: int | str) -> None:
-        """By the status of its /health, or by why there is none."""
+    def _judge(self, worker: Worker, answer: int | str, silent: bool) -> None:
+        """By the status of its /health, or by why there is none, which with `silent` may be any reason."""
         if isinstance(answer, int) and 200 <= answer < 300:
             self._passed(worker)
         else:
-            self._failed(worker, answer)
+            self._failed(worker, answer, silent)
 
     def _passed(self, worker: Worker) -> None:
         worker.checks_failed, worker.seen_healthy, worker.joining = 0, True, None
@@ -112,7 +112,7 @@ class HealthMonitor:
             worker.circuit.open(self._loop.time())
         self._fleet.set_healthy(worker, True)
 
-    def _failed(self, worker: Worker, answer: int | str) -> None:
+    def _failed(self, worker: Worker, answer: int | str, silent: bool) -> None:
         worker.checks_failed += 1
         worker.health_said = answer
         often = worker.checks_failed >= self._config().health.failure_threshold
@@ -121,6 +121,8 @@ class HealthMonitor:
             log.warning("worker unhealthy", extra={"worker": worker.id, "reason": why_not_healthy(worker)})
         if worker.joining is not None:
             self._join(worker)
+        if out and worker.healthy and (answer == 503 or not (silent or isinstance(answer, int))):
+            worker.life += 1
         if out:
             self._fleet.set_healthy(worker, False)
         else:

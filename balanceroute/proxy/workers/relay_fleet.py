@@ -122,7 +122,7 @@ class RelayFleet(Fleet):
             worker.state, worker.leaving = standing.state, False
             if standing.out and worker.healthy:
                 worker.echoes_ids = worker.kv_connector = None  # it may come back as another version
-            worker.healthy = not standing.out
+            worker.healthy, worker.life = not standing.out, standing.life
             assert isinstance(worker.circuit, ReportedCircuit)
             worker.circuit.told(CircuitState(standing.circuit), standing.doubtful)
             self.salt_cache(worker, standing.cache_salt)

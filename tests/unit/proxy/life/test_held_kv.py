@@ -1,5 +1,6 @@
 """KV that a prefiller may have dropped before its decode worker pulled it: no answer by it is used."""
 
+import asyncio
 from contextlib import nullcontext
 from typing import Any
 
@@ -35,6 +36,7 @@ from tests.unit.proxy.virtual_time import (
     script,
     stand_still,
 )
+from tests.waiting import until
 
 
 class Slow(ScriptedUpstream):
@@ -168,6 +170,32 @@ def test_kv_that_becomes_too_old_while_a_decode_worker_is_connected_to_is_not_se
             await a_leg(services, client).run()
         assert client.text == " 20 21" and len(asked(p0)) == 2 and idle(services)
         assert len(d0.asked) == 1 and services.metrics.recomputes.value("pulled_late") == 1
+
+    in_virtual_time(served)
+
+
+@pytest.mark.parametrize("client_stays", [True, False])
+def test_kv_whose_prefiller_has_ended_since_is_sent_to_no_decode_worker(client_stays: bool) -> None:
+    """It could only fail by it, or read what a prefiller of the same engine id has in those blocks by then."""
+
+    async def served() -> None:
+        services = a_router(a_config(1, 1, decode={"max_num_seqs": 1}))
+        p0, d0 = script(services, "p0", probed()), script(services, "d0", Page(events(1, finish=None), ends=False))
+        async with dispatching(services):
+            holds, waits = a_leg(services), a_leg(services, request_id="s")
+            tasks = [services.loop.create_task(leg.run()) for leg in (holds, waits)]
+            await until(lambda: waits.kv.params is not None)
+            services.fleet["p0"].life += 1
+            d0.answers = [WHOLE]
+            if not client_stays:
+                waits.abandon()
+                await let_pass(1.0)
+            holds.abandon()
+            await asyncio.wait(tasks)
+        assert waits.outcome is (Outcome.FINISHED if client_stays else Outcome.CANCELLED)
+        assert len(p0.asked) == 2 + client_stays and len(asked(d0)) == 1 + client_stays
+        assert services.metrics.recomputes.value("worker_lost") == client_stays
+        assert services.metrics.orphaned_kv == 0 and idle(services)
 
     in_virtual_time(served)
 

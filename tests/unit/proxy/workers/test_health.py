@@ -49,6 +49,29 @@ def test_a_worker_without_other_signs_of_life_is_out_after_failures_in_a_row_and
 
 
 @pytest.mark.parametrize(
+    ("answer", "ended"), [(REFUSED, 1), (503, 1), (500, 0), (None, 0)], ids=["refused", "503", "500", "silent"]
+)
+def test_a_process_has_ended_where_its_port_refuses_or_its_engine_is_dead_and_not_where_it_is_only_out(
+    answer: Answer | None, ended: int
+) -> None:
+    async def test() -> None:
+        services = a_router(a_config(health=HEALTH))
+        monitor, d0 = await seen_healthy(services), services.fleet["d0"]
+        if answer is None:
+            for _ in range(3):
+                monitor._judge(d0, "no answer within 3 s", silent=True)
+        else:
+            script(services, "d0", answer)
+            await rounds(monitor, services, 4)
+        assert d0.state is WorkerState.DOWN and d0.life == ended
+        script(services, "d0", 200)
+        await rounds(monitor, services)
+        assert d0.state is WorkerState.UP and d0.life == ended
+
+    in_virtual_time(test)
+
+
+@pytest.mark.parametrize(
     ("answer", "told"),
     [(REFUSED, "it has not answered /health yet (refused)"), (404, "its /health answers 404")],
     ids=["refused", "404"],

@@ -78,6 +78,15 @@ def test_a_worker_that_was_out_may_come_back_as_another_version() -> None:
     on_fleet(test)
 
 
+def test_a_relay_knows_whose_process_has_ended_since_and_which_caches_are_in_doubt() -> None:
+    def test(fleet: RelayFleet, said: list[Judged]) -> None:
+        follow(fleet, standing(D0), whole=True)
+        follow(fleet, WorkerStanding(D0, WorkerState.UP, CircuitState.CLOSED.value, False, False, "00000001a", 2))
+        assert (fleet["d0"].cache_salt, fleet["d0"].life) == ("00000001a", 2)
+
+    on_fleet(test)
+
+
 def findings(said: list[Judged]) -> list[Finding]:
     found = [message.finding for message in said]
     said.clear()
