@@ -29,7 +29,17 @@ class HeldKv:
     worker when it was asked.
     """
 
-    __slots__ = ("_life", "_prefiller", "_pulls_at", "_sent_s", "_services", "cache_salt", "params", "pin", "pinned_s")
+    __slots__ = (
+        "_ended_at",
+        "_prefiller",
+        "_pulls_at",
+        "_sent_s",
+        "_services",
+        "cache_salt",
+        "params",
+        "pin",
+        "pinned_s",
+    )
 
     def __init__(self, services: LifeServices) -> None:
         self._services = services
@@ -38,19 +48,19 @@ class HeldKv:
         self.pin: Pin | None = None
         self.cache_salt = ""
         self._prefiller: Worker | None = None  # that has pinned it
-        self._life = 0  # of that prefiller, in which it has
+        self._ended_at = 0.0  # when that had ended last by then
         self._pulls_at: Worker | None = None  # the decode worker that has the parameters, and has said nothing yet
         self._sent_s = 0.0  # since when
 
     def pinned(self, prefiller: Worker, params: bytes | None, pinned_s: float) -> None:
         """A prefiller has answered with these parameters, if any, and has pinned the KV at `pinned_s` or later."""
         self.params, self.pinned_s = params, pinned_s
-        self._prefiller, self._life = prefiller, prefiller.life
+        self._prefiller, self._ended_at = prefiller, prefiller.ended_at
 
     @property
     def _lost(self) -> bool:
         """Whether the prefiller's process has ended since."""
-        return self._prefiller is not None and self._prefiller.life != self._life
+        return self._prefiller is not None and self._prefiller.ended_at != self._ended_at
 
     def leave(self) -> bytes | None:
         """The request goes without its KV: the parameters by which that can be freed, if it is there still."""

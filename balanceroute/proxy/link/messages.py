@@ -225,7 +225,7 @@ class Seen(Message, frozen=True, tag=32):
 class WorkerStanding(Message, frozen=True):
     """A worker as the brain judges it: its circuit, whether successes matter to that, and whether it is out.
 
-    `cache_salt`, `life`: as in `workers/fleet.py`.
+    `cache_salt`, `ended_at`: as in `workers/fleet.py`.
     """
 
     spec: WorkerSpec
@@ -234,7 +234,7 @@ class WorkerStanding(Message, frozen=True):
     doubtful: bool
     out: bool
     cache_salt: str = ""
-    life: int = 0
+    ended_at: float = 0.0
 
 
 class Workers(Message, frozen=True, tag=33):

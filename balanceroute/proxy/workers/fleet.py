@@ -44,7 +44,8 @@ class Worker:
     `progress_s` is when it last gave proof of life that counts, a token or an answered probe, `answered_s` when it last
     answered a health check well; `busy_since_s` is when it got its first request after idleness. `id` is its name in
     metrics, logs and /state.
-    `life` counts how often its process was found to have ended, and all KV with it.
+    `ended_at` is when its process was last found to have ended, and all KV with it, as Unix time: a later brain, which
+    does not know of it, finds a later time. 0: never.
     `in_use` are the upstream requests under way, probes, decodes and drains; `peak_in_use` the most since `take_peak`.
     `cache_salt` keeps its cache apart from what it may have cached wrongly before, if anything (""). Of two salts the
     later one is the greater text, so all processes that are told of both agree, in whichever order they hear of them.
@@ -60,6 +61,7 @@ class Worker:
         "doubted",
         "drained",
         "echoes_ids",
+        "ended_at",
         "foreign",
         "health_said",
         "healthy",
@@ -68,7 +70,6 @@ class Worker:
         "joining",
         "kv_connector",
         "leaving",
-        "life",
         "peak_in_use",
         "progress_s",
         "rank_line",
@@ -101,7 +102,7 @@ class Worker:
         self.busy_since_s = -math.inf
         self.state = WorkerState.UP
         self.cache_salt = ""
-        self.life = 0
+        self.ended_at = 0.0
 
     def take(self) -> None:
         """Count a request that is about to be sent; the sender subtracts it from `in_use` when it is over."""

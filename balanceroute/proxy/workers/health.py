@@ -24,6 +24,7 @@ A worker that an operator adds is asked `join_attempts` times, `join_interval_s`
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 
 from balanceroute.config import Config
@@ -122,7 +123,7 @@ class HealthMonitor:
         if worker.joining is not None:
             self._join(worker)
         if out and worker.healthy and (answer == 503 or not (silent or isinstance(answer, int))):
-            worker.life += 1
+            worker.ended_at = time.time()
         if out:
             self._fleet.set_healthy(worker, False)
         else:

@@ -122,7 +122,8 @@ class RelayFleet(Fleet):
             worker.state, worker.leaving = standing.state, False
             if standing.out and worker.healthy:
                 worker.echoes_ids = worker.kv_connector = None  # it may come back as another version
-            worker.healthy, worker.life = not standing.out, standing.life
+            worker.healthy = not standing.out
+            worker.ended_at = max(worker.ended_at, standing.ended_at)  # a new brain knows of no end before its own time
             assert isinstance(worker.circuit, ReportedCircuit)
             worker.circuit.told(CircuitState(standing.circuit), standing.doubtful)
             self.salt_cache(worker, standing.cache_salt)

@@ -159,5 +159,11 @@ def _note(worker: Worker, use: Use, before: Use | None, now: float) -> None:
 def _standing(worker: Worker) -> WorkerStanding:
     circuit = worker.circuit
     return WorkerStanding(
-        worker.spec, worker.state, circuit.state.value, circuit.doubtful, worker.out, worker.cache_salt, worker.life
+        worker.spec,
+        worker.state,
+        circuit.state.value,
+        circuit.doubtful,
+        worker.out,
+        worker.cache_salt,
+        worker.ended_at,
     )

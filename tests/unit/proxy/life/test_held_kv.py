@@ -185,7 +185,7 @@ def test_kv_whose_prefiller_has_ended_since_is_sent_to_no_decode_worker(client_s
             holds, waits = a_leg(services), a_leg(services, request_id="s")
             tasks = [services.loop.create_task(leg.run()) for leg in (holds, waits)]
             await until(lambda: waits.kv.params is not None)
-            services.fleet["p0"].life += 1
+            services.fleet["p0"].ended_at += 1.0
             d0.answers = [WHOLE]
             if not client_stays:
                 waits.abandon()

@@ -49,10 +49,12 @@ def test_a_worker_without_other_signs_of_life_is_out_after_failures_in_a_row_and
 
 
 @pytest.mark.parametrize(
-    ("answer", "ended"), [(REFUSED, 1), (503, 1), (500, 0), (None, 0)], ids=["refused", "503", "500", "silent"]
+    ("answer", "ended"),
+    [(REFUSED, True), (503, True), (500, False), (None, False)],
+    ids=["refused", "503", "500", "silent"],
 )
 def test_a_process_has_ended_where_its_port_refuses_or_its_engine_is_dead_and_not_where_it_is_only_out(
-    answer: Answer | None, ended: int
+    answer: Answer | None, ended: bool
 ) -> None:
     async def test() -> None:
         services = a_router(a_config(health=HEALTH))
@@ -63,10 +65,11 @@ def test_a_process_has_ended_where_its_port_refuses_or_its_engine_is_dead_and_no
         else:
             script(services, "d0", answer)
             await rounds(monitor, services, 4)
-        assert d0.state is WorkerState.DOWN and d0.life == ended
+        assert d0.state is WorkerState.DOWN and bool(d0.ended_at) == ended
+        at = d0.ended_at
         script(services, "d0", 200)
         await rounds(monitor, services)
-        assert d0.state is WorkerState.UP and d0.life == ended
+        assert d0.state is WorkerState.UP and d0.ended_at == at
 
     in_virtual_time(test)
 

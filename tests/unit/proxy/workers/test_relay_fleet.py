@@ -81,8 +81,9 @@ def test_a_worker_that_was_out_may_come_back_as_another_version() -> None:
 def test_a_relay_knows_whose_process_has_ended_since_and_which_caches_are_in_doubt() -> None:
     def test(fleet: RelayFleet, said: list[Judged]) -> None:
         follow(fleet, standing(D0), whole=True)
-        follow(fleet, WorkerStanding(D0, WorkerState.UP, CircuitState.CLOSED.value, False, False, "00000001a", 2))
-        assert (fleet["d0"].cache_salt, fleet["d0"].life) == ("00000001a", 2)
+        follow(fleet, WorkerStanding(D0, WorkerState.UP, CircuitState.CLOSED.value, False, False, "00000001a", 2.0))
+        follow(fleet, standing(D0), whole=True)  # another brain, which has found nothing yet
+        assert (fleet["d0"].cache_salt, fleet["d0"].ended_at) == ("00000001a", 2.0)
 
     on_fleet(test)
 
