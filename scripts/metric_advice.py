@@ -89,6 +89,10 @@ ADVICE: dict[str, tuple[str, str]] = {
     ),
     "requests": ("outcome", "Failed or expired ones rise: see `upstream_errors_total` and the log."),
     "resumes": ("fidelity", "Rising: streams are cut off; see `moves_total` and `upstream_errors_total`."),
+    "restarts": (
+        "process",
+        "Any that you did not cause: the log says how the process ended (`child died`), and has its last lines.",
+    ),
     "retries": ("tier", "Rising: see `upstream_errors_total` for the worker."),
     "scrape_failures": ("worker", "Rising: that worker's `/metrics` cannot be read, so its KV usage is unknown."),
     "upstream_errors": ("worker, tier, kind", "One worker alone: look there. All of one tier: network or connector."),

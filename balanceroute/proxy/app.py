@@ -224,6 +224,7 @@ def build_services(
         metrics.include(forecasts.metrics)
     tls = tls or Tls(config)
     fleet = Fleet(ledger, FleetConfig.of(config, tls.for_workers), metrics.forget_worker)
+    metrics.withdrawn = fleet.withdrawn
     for spec in worker_specs(config):
         fleet.connect(spec)
     tickets = Tickets(ledger, loop)

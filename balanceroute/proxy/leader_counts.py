@@ -34,7 +34,7 @@ class LeaderCounts:
         self._kept = b""
         self._folder, self._gone, self._on_inherited = folder, Gone(folder), on_inherited
         last = self._file.last()
-        metrics.carry_on(last)
+        metrics.succeed("brain", last)
         self.inherited = _inherited(last)
 
     def keep(self) -> bool:

@@ -291,7 +291,7 @@ def build_relay(
     )
     metrics = Metrics(lambda: NOBODY, config.routing.policy)
     counts_file = CountsFile(folder, name)
-    metrics.carry_on(counts_file.last())
+    metrics.succeed("relay", counts_file.last())
     fleet = RelayFleet(loop, FleetConfig.of(config, tls.for_workers), brain.report, metrics.forget_worker)
     tickets = Tickets(brain, loop)
     brain.tickets = tickets.by_id

@@ -335,6 +335,9 @@ def test_counts_fall_for_no_death_of_a_process(cluster: Cluster, tmp_path: Path)
             await until(lambda: died not in (*router.relays.values(), router.brains[-1]))  # noqa: B023
             assert await all_end(streams(router, 6, 9, first=100 * number)) == 6
             await until(lambda: are(18 + 6 * number))  # noqa: B023
+        page = (await router.get("/metrics")).text
+        restarts = dict(re.findall(r'^balanceroute_restarts_total\{process="(\w+)"\} (\S+)$', page, re.MULTILINE))
+        assert restarts == {"relay": "2.0", "brain": f"{len(router.brains) - 1}.0"}
 
     with_router(test, cluster, tmp_path)
 

@@ -47,7 +47,7 @@ def test_every_label_of_an_expression_is_one_that_its_metric_has() -> None:
     counters = {c.name + "_total": set(c._labels) for c in vars(metrics).values() if isinstance(c, CounterFamily)}
     gauges = {family.name: set(getattr(family, "_labelnames", ())) for family in metrics.collect()}
     for expression in ASKED:
-        known = {"le", "job"}
+        known = {"le", "job", "instance"}
         for name in re.findall(r"balanceroute_\w+", expression):
             known |= counters.get(name, set()) | gauges.get(re.sub(r"_(bucket|sum|count|info)$", "", name), set())
         asked = {label.strip() for group in re.findall(r"by \(([^)]*)\)", expression) for label in group.split(",")}

@@ -127,14 +127,14 @@ class Admin:
             "decode": {each.id: each.state for each in view.decoders},
         }
         down = [name for tier in tiers.values() for name, state in tier.items() if state is WorkerState.DOWN]
-        closed = [worker.id for worker in services.fleet if worker.drained or worker.leaving]
-        up = {tier: len(states.keys() - {*down, *closed}) for tier, states in tiers.items()}
+        withdrawn = services.fleet.withdrawn()
+        up = {tier: len(states.keys() - withdrawn.union(down)) for tier, states in tiers.items()}
         ready = not view.draining and all(up.values())
         status = "draining" if view.draining else "ready" if ready else "no healthy workers"
         answer: dict[str, Any] = {"status": status, "workers_up": up}
         if down:
             answer["workers_down"] = {name: why_not_up(services.fleet[name]) for name in down}
-        if drained := [name for name in closed if name not in down]:
+        if drained := [worker.id for worker in services.fleet if worker.id in withdrawn.difference(down)]:
             answer["workers_drained"] = {name: why_not_up(services.fleet[name]) for name in drained}
         if services.frozen:
             answer["silent_groups"] = {group.name: list(group.workers) for group in services.frozen}

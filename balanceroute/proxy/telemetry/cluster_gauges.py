@@ -5,7 +5,7 @@ of others, `decode.request_tokens` and a worker's `slowdown` (`DecodeInstanceSta
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Final, TypeVar
 
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -105,16 +105,19 @@ def _per_worker(
         yield gauge_by("worker", f"balanceroute_{name}", meaning, ((worker.id, value(worker)) for worker in workers))
 
 
-def cluster_gauges(view: ClusterView) -> Iterator[Metric]:
-    """All of them."""
+def cluster_gauges(view: ClusterView, withdrawn: Collection[str] = ()) -> Iterator[Metric]:
+    """All of them. `withdrawn`: the workers that operators have drained or removed."""
     yield from _per_worker(PER_DECODER, view.decoders)
     states = GaugeMetricFamily(
-        "balanceroute_worker_state", "2 up, 1 draining or resting, 0 down.", labels=["worker", "tier"]
+        "balanceroute_worker_state",
+        "2 up, 1 drained by an operator (it may be down meanwhile) or resting, 0 down.",
+        labels=["worker", "tier"],
     )
-    for decoder in view.decoders:
-        states.add_metric([decoder.id, "decode"], _STATES[decoder.state])
-    for prefiller in view.prefillers:
-        states.add_metric([prefiller.id, "prefill"], _STATES[prefiller.state])
+    for tier, workers in (("decode", view.decoders), ("prefill", view.prefillers)):
+        for worker in workers:
+            states.add_metric(
+                [worker.id, tier], _STATES[WorkerState.DRAINING if worker.id in withdrawn else worker.state]
+            )
     yield states
     yield from _per_worker(PER_PREFILLER, view.prefillers)
     loads = [decoder.load_tokens for decoder in view.decoders if decoder.state is not WorkerState.DOWN]

@@ -158,6 +158,9 @@ class Metrics(Collector):
             "refusals", "Requests refused for who asked: no key, a wrong one, a key's limit.", "reason"
         )
         self.tasks_failed = self._counter("internal_errors", "Bugs of ours: logged with a state snapshot.", "where")
+        self.restarts = self._counter(
+            "restarts", "Processes of a router with relays that took the place of one that had ended.", "process"
+        )
         self._ttft = self._histogram(
             "request_ttft_seconds",
             "Arrival to first token, or to the end of an answer that its worker gives in one piece: one that is not "
@@ -193,6 +196,7 @@ class Metrics(Collector):
         self.beside: Callable[[], Iterable[bytes]] = lambda: ()
         self.before_page: Callable[[], None] = lambda: None
         self.catch_up: Callable[[], None] = lambda: None
+        self.withdrawn: Callable[[], Collection[str]] = lambda: ()  # workers that operators have drained or removed
         self._unread = Trouble(log, "counts of another process are of no use")
         self._begin_at_zero()
         self.orphaned_kv = 0
@@ -213,6 +217,7 @@ class Metrics(Collector):
             (self.callbacks, ("accepted", "repeated", "refused", "malformed", "unknown")),
             (self.refusals, REFUSALS),
             (self.edge_refusals, EDGE_REFUSALS),
+            (self.restarts, ("relay", "brain")),
             (self.tasks_failed, ("request", "drainer", "push")),  # and the coroutines, as they start
         ):
             for value in values:
@@ -301,6 +306,12 @@ class Metrics(Collector):
         if told.forecasts is not None:
             self._former_forecasts.add(told.forecasts.counters, told.forecasts.errors)
 
+    def succeed(self, process: str, counts: bytes) -> None:
+        """Carry on what a former process of this name has counted, if there was one; `process`: what it is."""
+        self.carry_on(counts)
+        if counts:
+            self.restarts.inc(process)
+
     def _prefills(self) -> Iterator[CounterFamily]:
         """What is counted of prefillers, by former lives as well."""
         for family in prefiller_counters(self._view().prefillers):
@@ -356,7 +367,7 @@ class Metrics(Collector):
             yield whole.family()
         for histogram in self._histograms:
             yield _summed(histogram, histograms).family()
-        yield from cluster_gauges(view)
+        yield from cluster_gauges(view, self.withdrawn())
         for prefills in self._prefills():
             yield prefills.family()
         yield GaugeMetricFamily(

@@ -223,6 +223,10 @@ class Fleet:
         """The workers of one role, in the order they joined."""
         return [worker for worker in self._workers.values() if worker.spec.role is role]
 
+    def withdrawn(self) -> set[str]:
+        """The workers that operators have drained or removed, by id."""
+        return {worker.id for worker in self if worker.drained or worker.leaving}
+
     def connect(self, spec: WorkerSpec) -> Worker:
         """Make the connections to a worker that the scheduler knows already."""
         upstream = Upstream(

@@ -47,6 +47,7 @@ def test_the_next_leader_counts_on(tmp_path: Path) -> None:
         metrics.admissions.inc("d0", "stage_1")
         assert counts.keep()
         assert metrics.admissions.value("d0", "stage_1") == life
+        assert metrics.restarts.value("brain") == life - 1
 
 
 def test_who_leads_no_more_leaves_the_file_to_the_next(tmp_path: Path) -> None:

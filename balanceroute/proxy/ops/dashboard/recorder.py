@@ -309,7 +309,7 @@ class Recorder:
             self._note(now, "drain", f"{worker_id} has left")
 
     def _note_drains(self, services: OperatorServices, here: Collection[str], now: float) -> None:
-        drained = {worker.id for worker in services.fleet if worker.drained or worker.leaving}
+        drained = services.fleet.withdrawn()
         for worker_id in sorted(drained ^ self._drained):
             if worker_id in here:
                 what = "is drained" if worker_id in drained else "takes requests again"

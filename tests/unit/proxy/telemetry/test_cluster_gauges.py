@@ -12,7 +12,8 @@ def samples_of(services: Services, name: str) -> dict[tuple[str, ...], float]:
     """Values of a metric by its labels' values."""
     view = services.ledger.view()
     counted = [counter.family() for counter in prefiller_counters(view.prefillers)]
-    families = {family.name: family for family in (*cluster_gauges(view), *counted)}
+    gauges = cluster_gauges(view, services.metrics.withdrawn())
+    families = {family.name: family for family in (*gauges, *counted)}
     return {tuple(value for _, value in sorted(s.labels.items())): s.value for s in families[name].samples}
 
 
@@ -23,6 +24,20 @@ def test_a_worker_s_state_is_a_number_that_an_alarm_can_be_set_on() -> None:
             services.ledger.set_worker_state(name, state)
         found = samples_of(services, "balanceroute_worker_state")
         assert found == {("prefill", "p0"): 2, ("decode", "d0"): 0, ("decode", "d1"): 1, ("decode", "d2"): 2}
+
+    in_virtual_time(test)
+
+
+def test_a_worker_that_an_operator_has_drained_is_no_failure_while_its_engine_is_restarted() -> None:
+    async def test() -> None:
+        services = a_router()
+        drained, leaving, down = (services.fleet[name] for name in ("d0", "d1", "d2"))
+        services.fleet.drain(drained)
+        services.fleet.leave(leaving)
+        for worker in (drained, leaving, down):
+            services.fleet.set_healthy(worker, False)
+        found = samples_of(services, "balanceroute_worker_state")
+        assert found == {("prefill", "p0"): 2, ("decode", "d0"): 1, ("decode", "d1"): 1, ("decode", "d2"): 0}
 
     in_virtual_time(test)
 
