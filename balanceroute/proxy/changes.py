@@ -54,8 +54,14 @@ class Changes(msgspec.Struct, frozen=True):
     epoch: int = 0
 
     def in_use(self, config: Config) -> list[WorkerSpec]:
-        """The workers of a router of this configuration with these changes."""
-        return list(self.workers) or worker_specs(config)
+        """The workers of a router of this configuration with these changes.
+
+        A brain writes all of them as soon as it leads. Where a Lease decides who does, none may have led here: then no
+        request of this router is on any worker.
+        """
+        if self.workers or config.listen.lease is not None:
+            return list(self.workers)
+        return worker_specs(config)
 
     def config(self, config: Config) -> Config:
         """The configuration with the policy that an operator has chosen."""

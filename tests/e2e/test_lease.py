@@ -4,13 +4,15 @@ import asyncio
 import os
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
+import httpx
 import pytest
 
 from tests.api_server import ApiServer, an_api_server
 from tests.e2e.test_far_relays import Authority, a_folder, a_free_port
-from tests.e2e.test_relays import Cluster, Router, a_router, all_end, cluster, end_group, streams
+from tests.e2e.test_relays import SLOTS, Cluster, Router, a_router, all_end, cluster, end_group, process, streams
 from tests.waiting import until
 
 pytestmark = pytest.mark.e2e
@@ -71,6 +73,35 @@ def test_the_other_pod_takes_over(cluster: Cluster, tmp_path: Path, server: ApiS
             assert server.spec["holderIdentity"] != holder and server.spec["leaseTransitions"] >= 2
             complete = await all_end(begun)
             assert complete == (4 if ends is drain else 0)
+
+    asyncio.run(run())
+
+
+def test_a_pod_that_stands_by_takes_other_slots_which_the_leader_refuses_and_leads_with_them(
+    cluster: Cluster, tmp_path: Path, server: ApiServer
+) -> None:
+    file, folder, log = tmp_path / "router.yaml", tmp_path / "b", tmp_path / "b.log"
+    file.write_text(cluster.config.read_text())
+    folder.mkdir()
+    command = ["serve", "--config", str(file), "--relays", "1", "--host", "127.0.0.1", "--port", "0"]
+    command += ["--set", f"listen.run_folder={folder}", "--set", "listen.standbys=0", *flags(server)]
+
+    async def run() -> None:
+        async with a_router(replace(cluster, config=file), tmp_path, *flags(server), relays=1) as first:
+            with process(*command, log=log) as running:
+                second = Router(log, running, first.client)
+                await until(lambda: "who holds the lease" in log.read_text() and bool(second.relays))
+                file.write_text(cluster.config.read_text().replace(f"max_num_seqs: {SLOTS}", "max_num_seqs: 7"))
+                for router in (first, second):
+                    router.running.send_signal(signal.SIGHUP)
+                await until(lambda: first.said("reload refused"))
+                await until(lambda: len(second.said("configuration reloaded")) == 2)  # the relay, and the brain
+                kill(first)
+                await until(lambda: second.brains)
+                (port,) = {line["port"] for line in second.said("listening") if "relay" in line}
+                async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False) as client:
+                    state = await Router(log, running, client).state()
+                assert {worker["slots"] for worker in state["workers"]} == {7}
 
     asyncio.run(run())
 

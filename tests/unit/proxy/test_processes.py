@@ -107,6 +107,21 @@ def test_a_reload_that_any_child_would_refuse_is_refused_for_all(
         assert parent.config == (wanted if accepted else old)
 
 
+@pytest.mark.parametrize("has_led", [False, True])
+def test_slots_change_in_a_pod_that_has_not_led_as_none_of_its_requests_is_on_a_worker(
+    tmp_path: Path, has_led: bool
+) -> None:
+    folder = RunFolder(tmp_path)
+    listen = {"relays": 1, "run_folder": str(tmp_path), "lease": "router"}
+    old, wanted = a_config(1, 1, listen=listen), a_config(1, 1, listen=listen, decode={"max_num_seqs": 3})
+    with folder.claim() as lock:
+        parent = Processes(Configured.read(old), lambda: wanted, folder, lock, [], None, None)
+        if has_led:
+            workers = tuple(worker_specs(old))
+            replace_content(folder.changes, msgspec.json.encode(Changes(parent.lineage, workers=workers)))
+        assert reloaded(parent) is not has_led
+
+
 def test_a_reload_that_names_an_added_server_anew_is_refused_for_all(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     listen = {"relays": 1, "run_folder": str(tmp_path)}
