@@ -12,7 +12,19 @@ import pytest
 
 from tests.api_server import ApiServer, an_api_server
 from tests.e2e.test_far_relays import Authority, a_folder, a_free_port
-from tests.e2e.test_relays import SLOTS, Cluster, Router, a_router, all_end, cluster, end_group, process, streams
+from tests.e2e.test_relays import (
+    SLOTS,
+    Cluster,
+    Router,
+    a_router,
+    all_end,
+    cluster,
+    end_group,
+    keeps_asking,
+    process,
+    streams,
+)
+from tests.ports import free_base_port
 from tests.waiting import until
 
 pytestmark = pytest.mark.e2e
@@ -102,6 +114,39 @@ def test_a_pod_that_stands_by_takes_other_slots_which_the_leader_refuses_and_lea
                 async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False) as client:
                     state = await Router(log, running, client).state()
                 assert {worker["slots"] for worker in state["workers"]} == {7}
+
+    asyncio.run(run())
+
+
+def test_who_takes_over_from_the_leader_has_the_lease_at_once_while_the_other_pod_stands_by(
+    cluster: Cluster, tmp_path: Path, server: ApiServer
+) -> None:
+    port, standby, log = free_base_port((0,)), tmp_path / "b", tmp_path / "b.log"
+    standby.mkdir()
+    command = ["serve", "--config", str(cluster.config), "--relays", "1", "--host", "127.0.0.1", "--port", "0"]
+    command += ["--set", f"listen.run_folder={standby}", *flags(server)]
+
+    async def run() -> None:
+        async with a_router(cluster, tmp_path, *flags(server), port=port, relays=1) as old:
+            holder = server.spec["holderIdentity"]
+            with process(*command, log=log):
+                await until(lambda: "who holds the lease" in log.read_text())
+                begun, ended = streams(old, 4, 200), asyncio.Event()
+                await until(lambda: all(stream.begun for stream in begun))
+                clients = [asyncio.get_running_loop().create_task(keeps_asking(old, n, ended)) for n in range(4)]
+                async with a_router(
+                    cluster, tmp_path, "--take-over", *flags(server), port=port, relays=1, log_name="new.log"
+                ) as new:
+                    await until(lambda: bool(new.brains))
+                    assert await all_end(begun) == 4
+                    await until(lambda: old.running.poll() is not None)
+                    assert old.running.returncode == 0
+                    assert await all_end(streams(new, 4, 20, first=300)) == 4
+                    ended.set()
+                    assert all([await client for client in clients])
+                    await until(new.holds_nothing)
+                    assert server.spec["holderIdentity"] == holder
+                    assert '"epoch"' not in log.read_text()
 
     asyncio.run(run())
 
