@@ -16,7 +16,9 @@ import signal
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
+from multiprocessing.resource_tracker import ensure_running
 from types import TracebackType
 from typing import Any, Final, Self
 
@@ -84,6 +86,7 @@ class ProcessCluster:
         self.prefill_urls, self.decode_urls = urls["p"], urls["d"]
         self.groups = sum(member.role == "d" for member in members)
         self._processes: dict[int, SpawnProcess] = {}
+        self._said: dict[int, Connection] = {}  # where a process that starts says that it listens, or why it can't
         self._stopped: set[int] = set()  # by SIGSTOP
         routes = [
             Route("/_emulator/state", self._state, methods=["GET"]),
@@ -153,8 +156,15 @@ class ProcessCluster:
     def _spawn(self, index: int) -> None:
         member = self._members[index]
         context = multiprocessing.get_context("spawn")
-        process = context.Process(target=run_member, args=(self.shape, member, self._host), daemon=True)
-        process.start()
+        self._said[index], tells = context.Pipe(duplex=False)
+        process = context.Process(target=run_member, args=(self.shape, member, self._host, tells), daemon=True)
+        ensure_running()  # `start` would do it, and not restore our mask then
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # Ctrl-C is for the parent, which ends it
+        try:
+            process.start()  # it has our mask from its first instruction
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        tells.close()
         self._processes[index] = process
 
     def _send(self, index: int, number: signal.Signals) -> None:
@@ -163,19 +173,24 @@ class ProcessCluster:
             os.kill(process.pid, number)
 
     async def _ready(self, index: int) -> None:
-        url = self._url(index)
+        """Wait until a process says that it listens; something else may answer at its ports. Raises: ConfigError."""
+        said, process, loop = self._said.pop(index), self._processes[index], asyncio.get_running_loop()
+        says = asyncio.Event()
+        loop.add_reader(said.fileno(), says.set)
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
-                while self._processes[index].is_alive():
-                    try:
-                        await self._client.get(f"{url}/health")
-                    except httpx.TransportError:
-                        await asyncio.sleep(0.05)
-                    else:
-                        return
+                await says.wait()
+            failure = said.recv()
         except TimeoutError:
-            pass
-        raise ConfigError(f"emulated worker {self._members[index].names[0]} did not start on {url}")
+            failure = f"has not started within {START_TIMEOUT_S:g} s"
+        except EOFError:
+            await asyncio.to_thread(process.join, STOP_TIMEOUT_S)
+            failure = f"ended at its start with code {process.exitcode}"
+        finally:
+            loop.remove_reader(said.fileno())
+            said.close()
+        if failure is not None:
+            raise ConfigError(f"the process of {', '.join(self._members[index].names)} {failure}")
 
     def _url(self, index: int) -> str:
         return self._address(self._members[index].ports[0])
@@ -222,17 +237,22 @@ def _json(body: Any, status: int = 200) -> Response:
     return Response(orjson.dumps(body), status, media_type="application/json")
 
 
-def run_member(shape: ClusterShape, member: Member, host: str) -> None:
-    """A child process: serve its workers until SIGTERM, or until its parent has gone."""
+def run_member(shape: ClusterShape, member: Member, host: str, tells: Connection) -> None:
+    """A child process: serve its workers until SIGTERM, or until its parent has gone.
+
+    It tells None when it listens, or else why it can't.
+    """
     import uvloop
 
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, who ends us
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(shape, member, host))
+        try:
+            runner.run(_serve(shape, member, host, tells))
+        except ConfigError as error:
+            tells.send(str(error))
 
 
-async def _serve(shape: ClusterShape, member: Member, host: str) -> None:
+async def _serve(shape: ClusterShape, member: Member, host: str, tells: Connection) -> None:
     stopped = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)
     prefillers = len(member.part.prefillers)
@@ -244,6 +264,7 @@ async def _serve(shape: ClusterShape, member: Member, host: str) -> None:
         part=member.part,
     )
     async with cluster:
+        tells.send(None)
         await stopped.wait()
 
 

@@ -2,6 +2,10 @@
 
 import asyncio
 import json
+import multiprocessing
+import re
+import signal
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -75,6 +79,31 @@ async def test_kv_goes_between_processes_once_and_a_rank_that_stands_still_leave
         assert await decoded(client, second, await prefilled(client, cluster)) == right
         assert await strike("d7", "sigstop") == 400
         await strike("d0", "sigstop")  # and the whole cluster ends all the same
+
+
+async def test_a_process_whose_port_something_else_has_is_named_with_the_port() -> None:
+    cluster = a_cluster(SHAPE, 1)
+    second = httpx.URL(cluster.decode_urls[1])
+
+    async def answers(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(answers, second.host, second.port):
+        with pytest.raises(ConfigError, match=f"the process of d0, d1 cannot listen on {HOST}:{second.port}: "):
+            await cluster.__aenter__()
+
+
+def blocks_sigint(pid: int | None) -> bool:
+    (blocked,) = re.findall(r"^SigBlk:\s*([0-9a-f]+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    return bool(int(blocked, 16) >> (signal.SIGINT - 1) & 1)
+
+
+async def test_ctrl_c_is_for_the_parent_while_processes_still_start_too() -> None:
+    known = multiprocessing.active_children()
+    async with a_cluster(SHAPE, 1):
+        started = [each.pid for each in multiprocessing.active_children() if each not in known]
+        assert len(started) == 2 and all(map(blocks_sigint, started))  # since it exists: it is no handler of its own
 
 
 def test_the_written_configuration_names_the_groups() -> None:
