@@ -73,7 +73,7 @@ PredictorName = Annotated[str, AfterValidator(_predictor_name), OneOf(PREDICTOR_
 
 
 def _host(text: str) -> str:
-    if not text or any(c.isspace() or c in "/[]" or not c.isprintable() for c in text):
+    if not text or any(c.isspace() or c in "*/[]" or not c.isprintable() for c in text):
         raise ValueError("accepted is a host name or an IP address without brackets, such as 0.0.0.0 or ::")
     if ":" in text:
         try:

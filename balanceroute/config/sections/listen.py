@@ -10,7 +10,8 @@ class Listen(Section):
     """Where clients reach the router."""
 
     host: Host = Field(
-        "127.0.0.1", description="Address to listen on; 0.0.0.0, or :: for IPv6, to be reached from other machines."
+        "127.0.0.1",
+        description="Address to listen on; 0.0.0.0, or :: for IPv6 alone, to be reached from other machines.",
     )
     port: int = Field(8000, ge=0, le=65535, description="TCP port; 0 lets the system choose one.")
     admin: HostAndPort | None = Field(

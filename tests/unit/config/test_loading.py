@@ -140,6 +140,10 @@ WRONG = [
     ),
     ("listen: {port: 70000}", "listen.port = 70000: accepted is an integer, 0 to 65535"),
     ("listen: {host: 'a b'}", "listen.host = 'a b': accepted is a host name or an IP address"),
+    (
+        "listen: {host: '*'}",
+        "listen.host = '*': accepted is a host name or an IP address without brackets, such as 0.0.0.0",
+    ),
     ("listen: {host: 'h:80'}", "listen.host = 'h:80': accepted is a host name or an IP address; the port"),
     (
         "predictor: {kind: null}",
