@@ -54,7 +54,10 @@ ADVICE: dict[str, tuple[str, str]] = {
         "Far above a tenth of the horizon: lengths have changed; the predictor refits by itself.",
     ),
     "predictor_failures": ("", "Any: the log says why; br_h counts those requests as staying."),
-    "predictor_fit_age_seconds": ("", "Above `predictor.refit_interval_s` many times over: refits fail."),
+    "predictor_fit_age_seconds": (
+        "",
+        "Above `predictor.refit_interval_s` many times over while requests finish: refits fail.",
+    ),
     "predictor_fits": ("outcome", "Failed ones: the log says why; the last good fit stays in use."),
     "predictor_gate": ("kind", "Mostly closed: br_h has nothing to go by and decides nearly as br_0."),
     "predictor_history_dropped": ("", "Any: the disk of `predictor.history` is full or slow."),

@@ -124,7 +124,7 @@ class Refitter(Generic[Fit]):
         self._executor = executor
         self._process = FitProcess()
         self._clock = clock
-        self._last_end_s = clock()
+        self._last_end_s = self._adopted_s = clock()
         self._last_duration_s = 0.0
         self.fits = 0
         self.failures = 0
@@ -132,13 +132,13 @@ class Refitter(Generic[Fit]):
     @property
     def fit_age_s(self) -> float:
         """Seconds since the present fit was adopted (since the start when there was none)."""
-        return self._clock() - self._last_end_s
+        return self._clock() - self._adopted_s
 
     @property
     def is_due(self) -> bool:
         """True when a fit is worth its time now."""
         ring = self._predictor.ring
-        rested_s = self.fit_age_s
+        rested_s = self._clock() - self._last_end_s
         if not ring.pending or rested_s < REST * self._last_duration_s:
             return False
         first_rows = FIRST_ROWS_IN_PROCESS if self._predictor.refits_in_process else FIRST_ROWS
@@ -177,6 +177,7 @@ class Refitter(Generic[Fit]):
             log.warning("predictor not fitted anew, keeping the present fit: %s", error, exc_info=first)
         else:
             self._predictor.adopt(fitted)
+            self._adopted_s = self._clock()
             self.fits += 1
             took_s = round(self._clock() - started_s, 3)
             log.info("predictor fitted anew", extra={"fits": self.fits, "rows": recent.n_rows, "took_s": took_s})

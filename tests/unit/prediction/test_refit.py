@@ -150,6 +150,23 @@ def test_a_failed_fit_keeps_the_present_one_and_is_counted(caplog: pytest.LogCap
     assert "no scikit-learn here" in caplog.text
 
 
+def test_the_age_of_the_present_fit_goes_on_where_refits_fail() -> None:
+    async def scenario() -> None:
+        clock, predictor = Clock(), Gated()
+        predictor.may_end.set()
+        observed(predictor, *[5] * 8)
+        refitter = Refitter(predictor, clock=clock)
+        assert await refitter.refit()
+        predictor.error = ConfigError("no scikit-learn here")
+        for age_s in (60.0, 120.0):
+            clock.now += 60
+            observed(predictor, 5)
+            assert not await refitter.refit()
+            assert refitter.fit_age_s == age_s and not refitter.is_due
+
+    asyncio.run(scenario())
+
+
 def test_it_is_due_when_grown_or_after_the_interval_but_never_without_news() -> None:
     clock, predictor = Clock(), SurvivalPredictor(10)
     predictor.start(finishes(*[5] * 80))
