@@ -20,6 +20,7 @@ from typing import TextIO
 COLUMNS = ("time", "step_cost_ms", "running_reqs", "total_tokens", "waiting_reqs", "kv_cache_usage")
 PREFILL_NAME = "steps-prefill-"  # what the name of a prefiller's file begins with
 FLUSH_EVERY_S = 1.0  # a killed engine loses about that much
+_LONGEST_LINE = 1024  # bytes; the longest of ours has a tenth
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,7 @@ class StepLog:
         self._ended = now
         if self._file is None:
             self._folder.mkdir(parents=True, exist_ok=True)
-            self._file = self.path.open("a", encoding="ascii")
+            self._file = _continued(self.path)
             if self._file.tell() == 0:
                 self._file.write(",".join(COLUMNS) + "\n")
         self._file.write(
@@ -98,3 +99,16 @@ class StepLog:
         if now - self._flushed >= FLUSH_EVERY_S:
             self._file.flush()
             self._flushed = now
+
+
+def _continued(path: Path) -> TextIO:
+    """The file, to be appended to, without half a last line.
+
+    In a container an engine has the process id of the one before it, and so its file; that one may have been killed
+    while it wrote.
+    """
+    with path.open("ab+") as file:
+        file.seek(max(0, file.tell() - _LONGEST_LINE))
+        tail = file.read()
+        file.truncate(file.tell() - len(tail) + tail.rfind(b"\n") + 1)
+    return path.open("a", encoding="ascii")

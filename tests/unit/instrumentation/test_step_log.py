@@ -120,6 +120,26 @@ def test_overlapping_steps_are_not_counted_twice(tmp_path: Path) -> None:
     assert steps_in(tmp_path)[:, 0].tolist() == pytest.approx([1e9 + 0.010, 1e9 + 0.018])
 
 
+@pytest.mark.parametrize(
+    "left", ["1700000000.1,5.2,3", "", "time,step_co"], ids=["half a step", "all", "half a header"]
+)
+def test_an_engine_with_the_process_id_of_a_killed_one_goes_on_behind_its_last_whole_line(
+    tmp_path: Path, left: str
+) -> None:
+    before = StepLog(tmp_path, "0")
+    before.dummy(0.0)
+    before.close()
+    whole = "" if left.startswith("time") else before.path.read_text()
+    before.path.write_text(whole + left)
+
+    after = StepLog(tmp_path, "0")
+    after.dummy(0.0)
+    after.close()
+
+    assert after.path == before.path and after.path.read_text().startswith(whole)
+    assert len(read(after.path)) == (2 if whole else 1)
+
+
 def test_an_error_of_the_engine_is_the_engines_own(tmp_path: Path) -> None:
     kind = an_engine_core()
 
