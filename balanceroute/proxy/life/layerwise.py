@@ -24,8 +24,10 @@ What can go wrong, and what is done:
 * P fails without having seen the request (no connection, 429, 503): another is asked to push to the same D.
 * P fails otherwise: D may hold half of the KV and would wait for ever, so its stream is closed and the request goes
   back to the pool. A 4xx of P goes to the client. If D has given tokens, it has all of the KV: nothing happens.
-* D never asks: its engine has another connector, or can't reach the URL. Nothing else would say so before the first
-  byte is late, so after `CALLBACK_S` it is a line in the log and in /ready, until D asks.
+* D never asks: its engine has another connector, or can't reach the URL. After `CALLBACK_S` that is a line in the log
+  and in /ready, until D asks. Where no decode worker has ever asked, the request ends after `GIVE_UP_S`: somebody has
+  to change a setting, and every other try would take as long. Of one that has asked before, an answer in one piece is
+  waited for no longer than a stream: nothing of it is being generated.
 * The client goes, or D fails: P is hung up on at once. Nothing is pinned, so nothing is drained.
 
 A requeued request is pooled again at once (`Ticket.requeue`), so the leg has two phases, and the prefill runs beside
@@ -39,7 +41,7 @@ from typing import Any, ClassVar, Final
 
 import orjson
 
-from balanceroute.core.types import DECODING, GONE, POOLED, Phase, WorkerState
+from balanceroute.core.types import DECODING, GONE, POOLED, Phase, Role, WorkerState
 from balanceroute.errors import (
     BadUpstreamReply,
     BalanceRouteError,
@@ -69,11 +71,14 @@ from balanceroute.proxy.telemetry.conditions import CONNECTOR
 from balanceroute.proxy.wire.client_request import ClientRequest
 from balanceroute.proxy.wire.payloads import push_body
 from balanceroute.proxy.wire.probe_reply import PrefillResult
+from balanceroute.proxy.workers.connector_check import WrongConnector
 from balanceroute.proxy.workers.fleet import Worker
 
 log = logging.getLogger(__name__)
 
-CALLBACK_S: Final = 10.0  # an engine asks as soon as it has the blocks
+CALLBACK_S: Final = 5.0  # an engine asks as soon as it has the blocks
+GIVE_UP_S: Final = 20.0  # a cluster that is full at our start frees blocks by then
+_MISTAKEN: Final = "its connector is not mooncake_layerwise, or it can't reach us"
 LAST_WORD_S: Final = 1.0  # D's last token may overtake P's reply, which only counts by then
 
 
@@ -107,7 +112,7 @@ class PushFailed(BalanceRouteError):
 class Layerwise:
     """The strategy whose decode worker is chosen first; the prefill runs beside the decode, in a task of its own."""
 
-    __slots__ = ("_leg", "_push", "_result", "_services", "_worker")
+    __slots__ = ("_leg", "_patience", "_push", "_result", "_services", "_worker")
 
     first: ClassVar[Phase] = POOLED
     follows: ClassVar[Transitions] = {
@@ -119,6 +124,7 @@ class Layerwise:
         self._leg, self._services = leg, leg.services
         self._worker: Worker
         self._push: asyncio.Task[None] | None = None
+        self._patience: asyncio.TimerHandle  # until the decode worker should have asked
         answer = leg.answer
         answer.cut_prompt(None)  # the decode worker is asked before anybody has counted it
         self._result = PrefillResult(None, answer.estimated_tokens, None, None, reply=own_echo(answer.request))
@@ -146,6 +152,8 @@ class Layerwise:
             lost = failure.error
             clear_frames(failure)
             await asyncio.sleep(failure.delay_s)
+        except WrongConnector:
+            raise  # no fault of this worker's: out of service, it would be said to be down, and no longer why
         except UpstreamError as error:
             leg.check_abandoned(worker)
             lost = error
@@ -171,9 +179,7 @@ class Layerwise:
             self._called_back(worker, push_body(leg.answer.request, asked))
 
         callbacks.expect(token, external_id(leg.answer.request, leg.upstream_id), called_back)
-        silence = None
-        if worker.kv_connector is None:
-            silence = self._services.loop.call_later(CALLBACK_S, self._never_asked, worker)
+        self._patience = self._services.loop.call_later(CALLBACK_S, self._not_asked, worker)
         try:
             done = await decode(leg, worker, grace_s=0.0)  # nothing is pinned by name
             if done and self._push is not None:
@@ -181,8 +187,7 @@ class Layerwise:
             return done
         finally:
             callbacks.forget(token)
-            if silence is not None:
-                silence.cancel()
+            self._patience.cancel()
             leg.kv.params = None
             push, self._push = self._push, None
             if push is not None:
@@ -201,10 +206,24 @@ class Layerwise:
 
     # -- the prefill beside it
 
-    def _never_asked(self, worker: Worker) -> None:
+    def _not_asked(self, worker: Worker) -> None:
+        """It should have asked by now: tell operators, where it never has, and wait for no tokens that can't come."""
+        if self._push is not None:
+            return
+        leg, services = self._leg, self._services
         if worker.kv_connector is None:
-            reason = "it has asked for no prefill yet: its connector is not mooncake_layerwise, or it can't reach us"
-            self._services.metrics.conditions.hold(CONNECTOR, worker.id, f"{reason} (layerwise.callback_url)")
+            reason = f"it has asked for no prefill yet: {_MISTAKEN} at {services.config.callback_url}"
+            services.metrics.conditions.hold(CONNECTOR, worker.id, f"{reason} (layerwise.callback_url)")
+            self._patience = services.loop.call_later(GIVE_UP_S - CALLBACK_S, self._give_up, worker)
+        first_byte_s = services.config.limits.first_byte_timeout_s.decode
+        leg.try_deadline_s = min(leg.try_deadline_s, services.tickets.now() + first_byte_s - CALLBACK_S)
+
+    def _give_up(self, worker: Worker) -> None:
+        """No decode worker has ever asked, and none will. The error tells clients no address."""
+        unknown = all(each.kv_connector is None for each in self._services.fleet.of(Role.DECODE))
+        if unknown and self._push is None:
+            reason = f"it has asked for no prefill in {GIVE_UP_S:g} s: {_MISTAKEN} (layerwise.callback_url)"
+            self._leg.interrupt(WrongConnector(reason, worker=worker.id, tier="decode"))
 
     def _called_back(self, worker: Worker, body: bytes) -> None:
         if worker.kv_connector is None:

@@ -7,9 +7,10 @@ import orjson
 import pytest
 
 from balanceroute.core.types import Outcome
-from balanceroute.errors import BadUpstreamReply, ConnectionLost, InvariantError
-from balanceroute.proxy.life.layerwise import LAST_WORD_S, Layerwise
+from balanceroute.errors import BadUpstreamReply, ConnectionLost, InvariantError, UpstreamTimeout
+from balanceroute.proxy.life.layerwise import CALLBACK_S, GIVE_UP_S, LAST_WORD_S, Layerwise
 from balanceroute.proxy.services import Services
+from balanceroute.proxy.workers.connector_check import WrongConnector
 from tests.unit.proxy.life.legs import (
     DONE,
     PROMPT_IDS,
@@ -22,6 +23,7 @@ from tests.unit.proxy.life.legs import (
     probed,
     whole,
 )
+from tests.unit.proxy.life.test_pool_reaper import reaped
 from tests.unit.proxy.virtual_time import Answer, Page, ScriptedUpstream, a_config, a_router, in_virtual_time, let_pass
 
 LOST = ConnectionLost("reset", worker="p0", tier="prefill")
@@ -193,6 +195,59 @@ def test_a_prompt_that_its_prefiller_has_not_counted_in_time_counts_as_the_decod
             leg = a_leg(services, Client(), Layerwise, **fields)
             await leg.run()
         assert (leg.outcome, leg.answer.prompt_tokens) == (Outcome.FINISHED, len(PROMPT_IDS))
+        assert idle(services)
+
+    in_virtual_time(served)
+
+
+def test_a_request_ends_early_and_says_why_where_no_decode_worker_has_ever_asked_for_a_prefill() -> None:
+    async def served() -> None:
+        services = a_pair(None, 0.0, 200, attempts=3)
+        services.fleet["d0"].upstream = ScriptedUpstream(None)  # type: ignore[assignment]
+        async with dispatching(services):
+            leg = a_leg(services, Client(), Layerwise)
+            request = asyncio.ensure_future(leg.run())
+            await let_pass(CALLBACK_S + 1)
+            assert "http://10.0.0.5:8000" in services.metrics.conditions.reasons[0]
+            with pytest.raises(WrongConnector, match="asked for no prefill"):
+                await request
+            assert services.tickets.now() - leg.ticket.arrived_s < GIVE_UP_S + 1
+            assert services.metrics.conditions.reasons and not services.fleet["d0"].circuit.failures
+        assert idle(services)
+
+    in_virtual_time(served)
+
+
+def test_an_answer_in_one_piece_is_given_up_as_a_stream_is_by_a_decode_worker_that_asks_nobody() -> None:
+    """It may take a minute per token only from when it can be generated."""
+
+    async def served() -> None:
+        services = a_pair(None, 0.0, 200)
+        services.fleet["d0"].upstream = ScriptedUpstream(None)  # type: ignore[assignment]
+        services.fleet["d0"].kv_connector = "mooncake_layerwise"  # it has asked before
+        async with reaped(services):
+            leg, _ = an_assembled_leg(services, Layerwise, max_tokens=60)
+            with pytest.raises(UpstreamTimeout):
+                await leg.run()
+            waited_s = services.tickets.now() - leg.ticket.arrived_s
+            assert waited_s < services.config.limits.first_byte_timeout_s.decode + 1
+        assert idle(services)
+
+    in_virtual_time(served)
+
+
+def test_a_long_answer_is_not_ended_because_its_decode_worker_has_gone_down_since_it_asked() -> None:
+    async def served() -> None:
+        services = a_pair(Page(events(20, finish=None), ends=False), 0.0, probed(None))
+        async with dispatching(services):
+            leg = a_leg(services, Client(), Layerwise)
+            request = asyncio.ensure_future(leg.run())
+            await let_pass(1.0)
+            services.fleet["d0"].kv_connector = None  # as when it is down: it may come back as another version
+            await let_pass(GIVE_UP_S + 1)
+            assert not request.done()
+            leg.abandon()
+            await asyncio.wait({request})
         assert idle(services)
 
     in_virtual_time(served)
