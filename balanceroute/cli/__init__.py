@@ -86,6 +86,8 @@ def main() -> None:
         sys.exit(2)
     except USAGE_ERROR as error:  # typer's own report is a box of many lines
         text = error.format_message()  # one line; when nothing was asked for the help, or nothing once that is printed
+        if (cause := getattr(error.__cause__, "errors", None)) is not None:  # pydantic's: newer typer names no value
+            text += f": {cause()[0]['input']!r:.80}"
         if text:
             print(text if "\n" in text else f"balanceroute: {text}", file=sys.stderr)
         sys.exit(2)

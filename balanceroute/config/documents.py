@@ -11,6 +11,10 @@ from balanceroute.errors import ConfigError
 
 MAX_BYTES: Final = 2**25  # of a file; 100,000 client keys take half of it
 LONG: Final = 2**16  # characters; 500 client keys
+_HINTS: Final = {
+    "'\\t'": "; indent with spaces, not with tabs",
+    "mapping values are not allowed": "; look at the indentation, and quote a text with ': ' in it",
+}  # of the mistakes that are made most
 MAX_VALUES: Final = 5_000_000  # that a text stands for; 100,000 client keys are a million
 
 
@@ -117,7 +121,8 @@ def read_mapping(path: Path, needed: str, keys: str = "") -> dict[str, Any]:
     if tree is None:
         raise ConfigError(f"{path}: is empty; accepted is a mapping with {needed}")
     if not isinstance(tree, dict):
-        raise ConfigError(f"{path}: is a {type(tree).__name__}; accepted is a mapping with the keys {keys or needed}")
+        kind = "a list" if isinstance(tree, list) else "a single value"
+        raise ConfigError(f"{path}: is {kind}; accepted is a mapping with the keys {keys or needed}")
     return tree
 
 
@@ -138,7 +143,9 @@ def read_document(path: Path) -> object:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = "" if mark is None else f" line {mark.line + 1}, column {mark.column + 1}:"
-        raise ConfigError(f"{path}:{where} not valid YAML: {one_line(error.problem or error.context)}") from None
+        problem = one_line(error.problem or error.context)
+        hint = next((hint for said, hint in _HINTS.items() if said in problem), "")
+        raise ConfigError(f"{path}:{where} not valid YAML: {problem}{hint}") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: not valid YAML: {one_line(str(error))}") from None
 

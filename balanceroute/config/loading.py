@@ -151,7 +151,7 @@ def validate(tree: Tree, origin: str = "", sources: Mapping[str, str] | None = N
         found = error.errors(include_url=False)
         inner = [each["loc"] for each in found]  # a list whose items are wrong is not wrong for itself
         problems = [
-            _problem(each, origin, sources or {})
+            problem(each, origin, sources or {})
             for each in found
             if not any(loc[: len(each["loc"])] == each["loc"] != loc for loc in inner)
         ]
@@ -257,7 +257,8 @@ def _put(tree: Tree, key: str, value: object, source: str) -> None:
 # -- the texts of errors
 
 
-def _problem(found: Mapping[str, Any], origin: str, sources: Mapping[str, str]) -> str:
+def problem(found: Mapping[str, Any], origin: str, sources: Mapping[str, str]) -> str:
+    """What an error of pydantic's says, in our words; its `loc` is the key path in the whole configuration."""
     loc = found["loc"]
     path = _dotted(loc)
     field = field_at(loc)
@@ -280,9 +281,17 @@ def _problem(found: Mapping[str, Any], origin: str, sources: Mapping[str, str]) 
 
 
 def _prefixed(text: str, path: str, origin: str, sources: Mapping[str, str]) -> str:
-    """Put the value's source in front: a variable or the command line where they set it, else the file."""
+    """Put the value's source in front: a variable or the command line where they set it, else the file.
+
+    A rule that names a section is broken by whoever set a value in it last.
+    """
+    named = path.partition(" ")[0].rstrip(":")
     source = next(
-        (name for key, name in reversed(list(sources.items())) if re.match(rf"{re.escape(key)}(?![\w])", path)),
+        (
+            name
+            for key, name in reversed(list(sources.items()))
+            if re.match(rf"{re.escape(key)}(?![\w])", path) or key.startswith(f"{named}.")
+        ),
         origin,
     )
     return f"{source}: {text}" if source else text
@@ -296,10 +305,17 @@ def _nearest(loc: tuple[str | int, ...]) -> str:
     keys = [] if model is None else list(model.model_fields)
     close = difflib.get_close_matches(str(loc[-1]), keys, n=1, cutoff=0.6)
     close = close or [key for key in keys if key.startswith(f"{loc[-1]}_")][:1]
-    elsewhere = [] if close else [path for path in _all_paths(Config) if path.endswith(f".{loc[-1]}")]
     prefix = _dotted(loc[:-1]) + "." if len(loc) > 1 else ""
-    hint = [prefix + key for key in close] or elsewhere[:1]
-    return (f"did you mean {hint[0]}? " if hint else "") + f"accepted are {', '.join(keys)}"
+    hints = [prefix + key for key in close]
+    paths = list(_all_paths(Config))
+    if len(loc) == 1 and loc[0] in paths:  # written as these texts and --set have it
+        section, _, key = str(loc[0]).rpartition(".")
+        hints = [f"{section}: {{{key}: ...}}"]
+    elif not any(isinstance(part, int) for part in loc):
+        elsewhere = [path for path in paths if path.endswith(f".{loc[-1]}")]
+        # a key that stands below no section, for want of indentation, is what it says, not a section of a like name
+        hints = elsewhere + hints if len(loc) == 1 else hints + elsewhere
+    return (f"did you mean {hints[0]}? " if hints else "") + f"accepted are {', '.join(keys)}"
 
 
 def _all_paths(model: type[BaseModel], prefix: str = "") -> Iterator[str]:

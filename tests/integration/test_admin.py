@@ -392,3 +392,25 @@ async def test_one_server_is_not_added_twice_by_one_request_but_two_of_its_ranks
         for other in ({"url": url}, {"url": router.cluster.decode_urls[0], "dp_rank": 0}):
             reply = await router.client.post("/instances/add", json={"type": "decode", "instances": [other]})
             assert reply.status_code == 400 and "is the server of worker" in reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("entry", "told"),
+    [
+        ({"max_num_seq": 3}, "decode.workers.max_num_seq: unknown key; did you mean decode.workers.max_num_seqs?"),
+        ({"max_num_seqs": 0}, "decode.workers.max_num_seqs = 0: accepted is an integer, 1 to 65536"),
+    ],
+    ids=["unknown", "out of bounds"],
+)
+async def test_a_wrong_field_of_an_instance_is_named_as_in_the_configuration(entry: dict[str, int], told: str) -> None:
+    async with running(SHAPE) as router:
+        body = {"type": "decode", "instances": [{"url": "http://127.0.0.1:1", **entry}]}
+        reply = await router.client.post("/instances/add", json=body)
+        assert reply.status_code == 400 and told in reply.json()["error"]["message"]
+
+
+async def test_what_stands_beside_the_instances_of_a_change_is_refused_as_it_would_change_nothing() -> None:
+    async with running(SHAPE) as router:
+        body = {"type": "decode", "instances": "127.0.0.1:1", "max_num_seqs": 3}
+        assert (await router.client.post("/instances/add", json=body)).status_code == 400
+        assert "127.0.0.1:1" not in router.app.services.fleet

@@ -20,6 +20,7 @@ from starlette.routing import Route
 from balanceroute.build import decoder_spec, policy_settings, prefiller_spec
 from balanceroute.config import DecodeWorker, normalised_url, place_of
 from balanceroute.config import Worker as WorkerConfig
+from balanceroute.config.loading import problem
 from balanceroute.config.sections.tiers import Decode
 from balanceroute.core.types import Role, WorkerSpec, WorkerState
 from balanceroute.errors import InvalidRequest, InvariantError
@@ -219,8 +220,10 @@ def _instances(body: bytes) -> tuple[Role, Entries]:
     """What a change is about. Raises: InvalidRequest."""
     try:
         data = orjson.loads(body)
-        role = _ROLES[data["type"]]
-        instances = data["instances"]
+        role = _ROLES[data.pop("type")]
+        instances = data.pop("instances")
+        if data:  # what stands beside them would change nothing; it is a field of an instance
+            raise KeyError
         entries = instances if isinstance(instances, list) else [instances]
         parsed = []
         for entry in entries:
@@ -266,7 +269,8 @@ def _spec(decode: Decode, role: Role, url: str, entry: dict[str, Any]) -> Worker
         return decoder_spec(DecodeWorker.model_validate({**entry, "url": url}), decode)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        raise InvalidRequest(f"instance {url}: {first['msg']}", param="instances") from None
+        first["loc"] = (role.value, "workers", *first["loc"])
+        raise InvalidRequest(f"instance {url}: {problem(first, '', {})}", param="instances") from None
 
 
 def _each(

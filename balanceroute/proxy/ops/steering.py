@@ -57,7 +57,8 @@ def _wanted(body: bytes) -> str:
     Raises: InvalidRequest: it is none. ConfigError: it cannot be imported.
     """
     try:
-        name = orjson.loads(body)["policy"]
+        asked = orjson.loads(body)
+        name = asked["policy"] if len(asked) == 1 else None  # knobs beside it would change nothing
     except (orjson.JSONDecodeError, KeyError, TypeError):
         name = None
     known = {*POLICIES, *installed()}

@@ -61,6 +61,14 @@ def test_an_argument_too_many_is_named_with_the_option_it_may_be_meant_for(
     assert said_by(monkeypatch, capsys, *typed.split()) == f"balanceroute: {told}\n"
 
 
+@pytest.mark.parametrize("typed", ["serve --decoder-ports 1 2-9", "replay --load 2-9"], ids=["integer", "number"])
+def test_what_is_no_number_is_shown_with_its_option(
+    typed: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = said_by(monkeypatch, capsys, *typed.split())
+    assert "'2-9'" in said and typed.split()[1] in said and said.count("\n") == 1
+
+
 def test_the_list_of_commands_is_whole_and_says_the_exit_codes(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

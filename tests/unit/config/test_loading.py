@@ -117,6 +117,8 @@ WRONG = [
     # what is written after the workers, what the line must say
     ("routing: {horizon_step: 80}", "routing.horizon_step: unknown key; did you mean routing.horizon_steps?"),
     ("horizon_steps: 80", "horizon_steps: unknown key; did you mean routing.horizon_steps?"),
+    ("max_entries: 80", "max_entries: unknown key; did you mean pool.max_entries?"),  # and not metrics
+    ("pool.max_entries: 80", "pool.max_entries: unknown key; did you mean pool: {max_entries: ...}?"),
     ("rooting: {}", "rooting: unknown key; did you mean routing?"),
     ("pool: {max: 3}", "pool.max: unknown key; did you mean pool.max_entries?"),
     ("routing: {policy: br_1}", "routing.policy = 'br_1': accepted is one of br_0, br_h, target_fit, level_fit,"),
@@ -227,6 +229,7 @@ WRONG_WORKERS = [
         "[{url: 'http://d:1', rank: 0}]",
         "decode.workers[0].rank: unknown key; did you mean decode.workers[0].dp_rank?",
     ),
+    ("[{url: 'http://d:1', host: d}]", "decode.workers[0].host: unknown key; accepted are url, id, dp_rank"),
     ("[{url: 'http://d:1', id: 'a b'}]", "decode.workers[0].id = 'a b': accepted are 1 to 128 letters"),
     (
         "[{url: 'http://d:1'}, {url: 'http://D:1/'}]",
@@ -261,7 +264,12 @@ WRONG_FILES = [
     ("# only a comment\n", "c.yaml: is empty"),
     ("- a\n- b\n", "c.yaml: is a list; accepted is a mapping"),
     ("routing:\n  policy: [br_0\n", "c.yaml: line 3, column 1: not valid YAML"),
-    ("routing:\n\tpolicy: br_0\n", "c.yaml: line 2, column 1: not valid YAML"),
+    ("hello\n", "c.yaml: is a single value; accepted is a mapping"),
+    ("routing:\n\tpolicy: br_0\n", "that cannot start any token; indent with spaces, not with tabs"),
+    (
+        "pool:\n max_entries: 3\n  ttl_s: 4\n",
+        "c.yaml: line 3, column 8: not valid YAML: mapping values are not allowed",
+    ),
     (
         "listen: {port: 1, port: 2}\n",
         "c.yaml: line 1, column 19: not valid YAML: the key port is given twice",
@@ -330,6 +338,11 @@ def test_without_a_file_the_flags_that_would_do_are_named() -> None:
             "BALANCEROUTE_LISTN__PORT",
             "1",
             "BALANCEROUTE_LISTN__PORT: listn: unknown key; did you mean listen?",
+        ),
+        (
+            "BALANCEROUTE_LIMITS__PRIORITY__MIN",
+            "20",
+            "BALANCEROUTE_LIMITS__PRIORITY__MIN: limits.priority = {'min': 20}: accepted is a min that is not above",
         ),
         (
             "BALANCEROUTE_POOL__TTL_S",

@@ -54,7 +54,10 @@ async def test_a_policy_takes_over_with_every_other_setting_as_it_was() -> None:
     assert new == config.model_copy(update={"routing": config.routing.model_copy(update={"policy": "least_kv"})})
 
 
-@pytest.mark.parametrize("body", [b"", b"no", b"[]", b"{}", b'{"policy": 3}', b'{"policy": "os:system"}'])
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"no", b"[]", b"{}", b'{"policy": 3}', b'{"policy": "os:system"}', b'{"policy": "least_kv", "alpha": 3}'],
+)
 async def test_what_names_no_policy_that_is_known_here_is_a_400_that_says_which_are(body: bytes) -> None:
     switch = Switched()
     reply = await asked(a_router(), switch, body)
