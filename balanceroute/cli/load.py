@@ -72,12 +72,14 @@ def load(
 
 
 def print_report(report: dict[str, Any], *, interrupted: bool) -> None:
-    """Counts, then one line per latency that has values, and a word where no answer was complete."""
+    """Counts, a line per kind of failure, one per latency that has values, and a word where no answer was complete."""
     from balanceroute.cli.output import print_fields
 
     latencies = {name: value for name, value in report.items() if isinstance(value, dict) and name != "errors"}
     counts = {name: value for name, value in report.items() if name not in latencies and name != "errors"}
-    print_fields("load", counts | {f"error: {kind}": n for kind, n in report["errors"].items()})
+    print_fields("load", counts)
+    for kind, count in report["errors"].items():  # a worker's message may be long
+        typer.echo(f"  {count:,} failed: {kind}")
     if not report["completed"]:
         typer.echo("  no answer yet" if interrupted else "  no complete answer")
     known = {name: value for name, value in latencies.items() if value["n"]}

@@ -72,3 +72,10 @@ def test_what_was_measured_is_shown_line_by_line(capsys: pytest.CaptureFixture[s
     assert "no answer" not in shown and "nan" not in shown
     assert "  ttft                       250.0" in shown
     assert "tpot" not in shown, "one token has no time between tokens"
+
+
+def test_a_long_error_does_not_push_the_figures_out_of_sight(capsys: pytest.CaptureFixture[str]) -> None:
+    refused = RequestResult(0.1, 0.002, "status 400", message="too long, " * 20)
+    print_report(asdict(summarise([refused])), interrupted=False)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if len(line) > 80] == [f"  1 failed: status 400: {refused.message}"]
