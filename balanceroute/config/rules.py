@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from balanceroute.config.addresses import host_in_url
 from balanceroute.config.urls import place_of
 from balanceroute.config.values import KV_PIN_S, POLICY_NAMES, is_wildcard
 from balanceroute.plugins import try_policy
@@ -137,6 +138,9 @@ def _link_problems(config: "Config") -> Iterator[str]:
 
 
 def _worker_problems(config: "Config") -> Iterator[str]:
+    listen = config.listen
+    here = {listen.host, "127.0.0.1", "::1"} if is_wildcard(listen.host) else {listen.host}
+    ours = {place_of(f"http://{host_in_url(host)}:{listen.port}") for host in here}
     by_server: dict[tuple[str, int | None], str] = {}
     by_id: dict[str, str] = {}
     for path, worker in config.all_workers():
@@ -147,6 +151,8 @@ def _worker_problems(config: "Config") -> Iterator[str]:
                 f"{path} = {worker.url!r}{rank}: duplicate of {by_server[place]}; accepted is each server and rank "
                 "once, as a prefiller or as a decoder"
             )
+        if place[0] in ours:
+            yield f"{path} = {worker.url!r}: this is the router's own address (listen); accepted is a worker's"
         if worker.worker_id in by_id:
             taken_by = by_id[worker.worker_id]
             yield f"{path}.id = {worker.worker_id!r}: already the id of {taken_by}; accepted are unique ids"

@@ -239,6 +239,10 @@ WRONG_WORKERS = [
         "[{url: 'http://127.0.0.1:1'}, {url: 'http://localhost:1'}]",
         "decode.workers[1] = 'http://localhost:1': duplicate of decode.workers[0]",
     ),
+    (
+        "[{url: 'http://localhost:8000'}]",
+        "decode.workers[0] = 'http://localhost:8000': this is the router's own address",
+    ),
     ("[{url: 'http://p:1'}]", "decode.workers[0] = 'http://p:1': duplicate of prefill.workers[0]"),
     (
         "[{url: 'http://d:1', id: x}, {url: 'http://d:2', id: x}]",
@@ -257,6 +261,14 @@ def test_a_wrong_worker_is_named_by_its_place_in_the_list(tmp_path: Path, worker
     message = refusal(tmp_path, text)
     assert f"c.yaml: {expected}" in message
     assert "\n" not in message
+
+
+def test_a_router_that_listens_everywhere_is_no_worker_of_its_own_and_what_shares_its_port_elsewhere_may_be_one(
+    tmp_path: Path,
+) -> None:
+    listen = "listen: {host: '::', port: 9000}\nprefill: {workers: [{url: http://10.0.0.1:9000}]}\n"
+    message = refusal(tmp_path, f"{listen}decode: {{workers: [{{url: 'http://[::1]:9000'}}]}}\n")
+    assert message.count("own address") == 1 and "decode.workers[0]" in message
 
 
 WRONG_FILES = [
