@@ -64,7 +64,8 @@ class Trace:
         if not rows:
             raise InputError("trace: no requests in it")
         for name, tokens in (("prompt_tokens", prompts), ("output_tokens", outputs)):
-            if tokens.dtype.kind not in "iu" or not 1 <= tokens.min() <= tokens.max() <= MAX_TOKENS:
+            bounded = tokens.dtype.kind in "iuf" and 1 <= tokens.min() <= tokens.max() <= MAX_TOKENS
+            if not bounded or np.any(tokens % 1):  # a column of a data frame may hold whole numbers as floats
                 raise InputError(f"{name}: accepted are whole numbers from 1 to {MAX_TOKENS}")
         if not np.all((arrival_s >= 0) & (arrival_s <= MAX_ARRIVAL_S)):  # NaN is neither
             raise InputError(f"arrival_s: accepted are numbers from 0 to {MAX_ARRIVAL_S:g}")

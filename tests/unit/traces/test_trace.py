@@ -196,6 +196,12 @@ def test_a_trace_made_by_hand_that_makes_no_sense_is_refused(changed: dict[str, 
         replace(a_trace(), **columns).checked()
 
 
+def test_whole_numbers_may_be_floats_as_in_a_data_frame() -> None:
+    whole = np.array([3.0, 4.0])
+    made = Trace([0, 1], whole, whole, ["", ""]).checked()  # type: ignore[arg-type]
+    assert made.prompt_tokens.tolist() == [3, 4] and made.prompt_tokens.dtype == np.int64
+
+
 def test_a_trace_made_by_hand_may_have_columns_of_any_kind_that_hold_numbers() -> None:
     small = np.array([200, 255], dtype=np.uint8)
     made = Trace([0, 1], small, small, [7, None], ([1], np.array([2]))).checked()  # type: ignore[arg-type]
