@@ -152,7 +152,7 @@ async def _stream(leg: Leg, worker: Worker, reply: Reply) -> bool:
             ticket.progress(scanner.tokens - counted)
             counted = scanner.tokens
             _has_begun(leg, worker)
-    answer.check_prompt(worker, len(scanner.prompt_ids or ()))
+    answer.check_prompt(worker, len(scanner.generated.prompt_ids or ()))
     if not scanner.begun:  # [DONE] alone is a request that was given back at once
         if chunk is None or scanner.end is None:
             raise BadUpstreamReply("its stream holds no event of an answer", worker=worker.id, tier="decode")

@@ -1,1 +1,3 @@
-"""The calls of `admission/decider.py` between processes: relays hold requests, the brain decides on them."""
+"""The link between relays, which hold requests, and the brain, which decides on them: the calls of
+`admission/decider.py`.
+"""

@@ -1,17 +1,17 @@
-"""A decode worker's callback on its way to the relay that has its request (`life/layerwise.py`).
+"""Passes a decode worker's callback to the relay that holds its request (`life/layerwise.py`).
 
 All relays accept on the same sockets, so a callback may arrive at any of them. Its token begins with the name of the
-relay that made it (`wire/connectors.py`), and that relay listens on a socket in the run folder. It is asked first
-whether it expects the token: only then does the other one read the body, as a router in one process does. The brain has
-no part in it, so a callback arrives also while there is none.
+relay that made it (`wire/connectors.py`), and that relay listens on a socket in the run folder. The relay that was
+called first asks it whether it expects the token, and only then reads the body, as a router in one process does. The
+brain takes no part, so callbacks arrive also while there is none.
 
     relay that is called                       relay that the token names
       |-- Ask(token) -------------------------------->|
       |<-- "expected" or "refused" -------------------|
       |-- Ask(token, body), on another connection --->|
-      |<-- what has become of it ---------------------|
+      |<-- the outcome -------------------------------|
 
-Each is four bytes of length, big-endian, and one msgpack value.
+Each message is four bytes of length, big-endian, and one msgpack value.
 """
 
 import asyncio
@@ -36,14 +36,14 @@ log = logging.getLogger(__name__)
 
 EXPECTED: Final = "expected"
 REFUSED: Final = "refused"
-LOOK_S: Final = 0.25  # between two looks at what somebody may have removed: decode workers do not call again
-LOOKS: Final = 8  # the run folder may have to be made anew before
-PATIENCE_S: Final = 5.0  # a relay that stands still for so long is given up anyway
+LOOK_S: Final = 0.25  # between two checks of the socket's file: a decode worker does not call again
+LOOKS: Final = 8  # for a new socket: the run folder may have to be made anew first
+PATIENCE_S: Final = 5.0  # the time after which a silent relay is given up anyway
 _TOKEN: Final = re.compile(r"relay-[0-9]{1,9}(\.[0-9]{1,9})?\.[A-Za-z0-9_-]{1,64}")
 
 
 class Ask(msgspec.Struct, frozen=True, array_like=True):
-    """Whether the token is expected, or, with the body of the callback, to take that."""
+    """The question whether a relay expects the token; with the body, the request to take the callback."""
 
     token: str
     body: bytes | None = None
@@ -58,14 +58,14 @@ _NO_FRAME: Final = (OSError, asyncio.IncompleteReadError, ValueError, TimeoutErr
 
 
 class Elsewhere(Protocol):
-    """The other processes that may hold the request of a callback."""
+    """Asks the other processes, one of which may hold the request of a callback."""
 
     async def ask(self, token: str, body: bytes | None = None) -> str:
-        """`EXPECTED`, or `REFUSED` where nobody expects it; with a body, what has become of the callback."""
+        """`EXPECTED`, or `REFUSED` if no process expects the token; with a body, the outcome of the callback."""
 
 
 class Nowhere:
-    """Of a router in one process."""
+    """`Elsewhere` for a router in one process: there are no others."""
 
     async def ask(self, token: str, body: bytes | None = None) -> str:
         """See `Elsewhere`."""
@@ -76,11 +76,11 @@ class OtherRelays:
     """The relays of one run folder."""
 
     def __init__(self, name: str, socket_of: Callable[[str], Path]) -> None:
-        """`name`: of this relay, which is not asked. `socket_of`: where the relay of a name listens."""
+        """`name`: of this relay, which is not asked. `socket_of`: the path of a relay's socket, by its name."""
         self._name, self._socket_of = name, socket_of
 
     async def ask(self, token: str, body: bytes | None = None) -> str:
-        """See `Elsewhere`; a relay that does not answer has lost its requests, or will."""
+        """See `Elsewhere`. A relay that does not answer counts as refusing: its requests are lost, or will be."""
         if not _TOKEN.fullmatch(token) or (owner := owner_of(token)) == self._name:
             return REFUSED
         try:
@@ -97,7 +97,7 @@ class OtherRelays:
     async def _connected(self, path: Path) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """A connection to that relay. Raises: OSError: there is none.
 
-        A socket that somebody has removed is there again soon: a relay that is killed leaves its own.
+        A missing socket was removed by somebody, and is made again soon: a killed relay leaves its socket behind.
         """
         for _ in range(LOOKS):
             if not is_gone(path):
@@ -107,13 +107,13 @@ class OtherRelays:
 
 
 class CallbackListener:
-    """Where a relay is asked by others. `serve` listens, `watch` sees that it can be found, `close` ends it."""
+    """The socket at which other relays ask this one. `serve` listens, `watch` replaces a removed socket, `close` ends."""
 
     def __init__(self, path: Path, answer: Answer) -> None:
         """`path`: of the socket."""
         self._path, self._answer = path, answer
         self._server: asyncio.Server | None = None
-        self._status: os.stat_result | None = None  # of our socket
+        self._status: os.stat_result | None = None  # identifies the own socket
         self._trouble = Trouble(
             log,
             "callbacks that arrive at other relays are not heard",
@@ -144,14 +144,14 @@ class CallbackListener:
             self._trouble.end(socket=str(self._path))
 
     def close(self) -> None:
-        """Be there no more."""
+        """Stop listening."""
         if self._server is not None:
             self._server.close()
             self._path.unlink(missing_ok=True)
 
     async def _answered(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            with suppress(*_NO_FRAME):  # who asks takes silence for a refusal
+            with suppress(*_NO_FRAME):  # the other side takes no answer for a refusal
                 async with asyncio.timeout(PATIENCE_S):
                     asked = _asks.decode(await _read(reader))
                     _write(writer, self._answer(asked.token, asked.body))

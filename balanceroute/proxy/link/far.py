@@ -1,11 +1,11 @@
 """The brain's end of the link to other machines: TLS 1.3, where both sides show a certificate of the link's own CA.
 
-A peer without one costs a socket for `HANDSHAKE_S` at most, one of `MAX_STRANGERS` that may shake hands at a time; no
-byte of it is read as a frame. A peer with a certificate is a process of the router: it joins as a relay, or it sends
-operators' requests, which its relay has let through. ALPN tells which.
+A peer has `HANDSHAKE_S` for its handshake, and `MAX_STRANGERS` may be in one at a time; nothing that a peer without a
+certificate sends is read as a frame. A peer with one is a process of the router: it joins as a relay, or passes on
+operators' requests that its relay has let through. ALPN tells which.
 
-A relay of another machine has no file here. So a brain writes down who its far members are: the next one on this
-machine waits for them, as it waits for the relays that it sees living.
+A far relay (of another machine) has no file here, by which a new brain could see that it lives. So a brain writes down
+the names of its far members, and the next brain of this machine waits for them.
 """
 
 import asyncio
@@ -22,10 +22,10 @@ from balanceroute.proxy.perimeter.tls import LINK
 log = logging.getLogger(__name__)
 
 HANDSHAKE_S: Final = 3.0
-MAX_STRANGERS: Final = 64  # who have not shown a certificate; the first of them gives way to one more
+MAX_STRANGERS: Final = 64  # peers that have not shown a certificate yet; at one more, the oldest is dropped
 BACKLOG: Final = 1024
-PAUSE_S: Final = 1.0  # while no connection can be taken
-TELL_S: Final = 10.0  # between two lines about strangers
+PAUSE_S: Final = 1.0  # before the next try, if no connection can be accepted
+TELL_S: Final = 10.0  # between two log lines about refused peers
 
 Protocols = Callable[[], asyncio.Protocol]
 
@@ -49,7 +49,7 @@ class FarListener:
         self._loop, self._sock, self._context = loop, sock, context
         self._link, self._operators = link, operators
         self.sockets = (sock,)
-        self._strangers: dict[asyncio.Task[None], str] = {}  # their hosts, in the order in which they came
+        self._strangers: dict[asyncio.Task[None], str] = {}  # handshakes under way: their peers' hosts, oldest first
         self._resume: asyncio.TimerHandle | None = None
         self._refused, self._told_s = 0, loop.time() - TELL_S
         loop.add_reader(sock, self._accept)
@@ -72,7 +72,7 @@ class FarListener:
         try:
             peer, address = self._sock.accept()
         except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-            return  # it has gone
+            return  # the peer has gone
         except OSError as error:
             log.warning("no connection can be taken", extra={"error": error.strerror})
             self._loop.remove_reader(self._sock)
@@ -86,7 +86,7 @@ class FarListener:
         task.add_done_callback(lambda done: self._strangers.pop(done, None))
 
     def _give_way(self) -> None:
-        """End the oldest handshake: an honest one takes some milliseconds, so it is hardly ever the oldest of many."""
+        """End the oldest handshake: a genuine one takes some milliseconds, so it is hardly ever the oldest of many."""
         oldest = next(iter(self._strangers))
         self._refuse(self._strangers.pop(oldest), "too many shake hands")
         oldest.cancel()
@@ -102,7 +102,7 @@ class FarListener:
         except asyncio.CancelledError:
             peer.close()
             raise
-        except OSError as error:  # as every failure of TLS and of the network
+        except OSError as error:  # all failures of TLS and of the network are OSErrors
             peer.close()
             self._refuse(host, getattr(error, "reason", None) or str(error) or type(error).__name__)
 
@@ -116,7 +116,7 @@ class FarListener:
 
 
 class _LetIn(asyncio.Protocol):
-    """The protocol of a peer that has shown a certificate, until ALPN tells what it is."""
+    """The protocol of a peer with a certificate until the end of the handshake; then ALPN selects its real one."""
 
     def __init__(self, link: Protocols, operators: Protocols) -> None:
         self._link, self._operators = link, operators
@@ -135,10 +135,10 @@ class FarMembers:
     def __init__(self, path: Path) -> None:
         """Read the names that the former brain of this folder has left."""
         self._path = path
-        self.known = True  # False: nothing is known of who may come
+        self.known = True  # False: the names of far relays are not known
         try:
             self.names = frozenset(path.read_text(encoding="utf-8").split("\n")) - {""}
-        except (OSError, UnicodeDecodeError):  # there is none, or it is spoilt
+        except (OSError, UnicodeDecodeError):  # there is no file, or it is damaged
             self.known, self.names = False, frozenset()
 
     def keep(self, names: Iterable[str]) -> None:
@@ -152,5 +152,5 @@ class FarMembers:
         """Forget all names: the relays turn to a brain of another machine."""
         try:
             self._path.unlink(missing_ok=True)
-        except OSError as error:  # the next brain waits for them in vain, for some seconds
+        except OSError as error:  # harmless: the next brain waits some seconds for nothing
             log.warning("relays of other machines not forgotten", extra={"error": error.strerror})

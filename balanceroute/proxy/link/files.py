@@ -1,6 +1,7 @@
-"""Files that a process leaves for the next one on this machine: a kill at any moment leaves the old content or the new.
+"""Files that a process leaves for its successor on this machine: a kill at any moment leaves the old content or the
+new.
 
-They outlive a process, not the machine: nothing is synced.
+They outlive the process, not a crash of the machine: nothing is synced.
 """
 
 import fcntl
@@ -18,7 +19,7 @@ def beside(path: Path) -> Path:
 
 
 def is_at(file: int, path: Path) -> bool:
-    """Whether the open file is the one at this path; False: it was removed, or replaced."""
+    """Whether the open file is still at this path; False: it was removed or replaced."""
     try:
         return os.path.samestat(os.fstat(file), path.stat())
     except FileNotFoundError:
@@ -26,7 +27,7 @@ def is_at(file: int, path: Path) -> bool:
 
 
 def is_still(path: Path, status: os.stat_result) -> bool:
-    """Whether the file at this path is the one with that status; True where that can't be seen."""
+    """Whether the file with this status is still at this path; True if that can't be checked."""
     try:
         return os.path.samestat(status, path.stat())
     except FileNotFoundError:
@@ -36,7 +37,7 @@ def is_still(path: Path, status: os.stat_result) -> bool:
 
 
 def is_gone(path: Path) -> bool:
-    """Whether the file is gone; False where that can't be seen."""
+    """Whether there is no file at this path; False if that can't be checked."""
     try:
         path.stat()
     except FileNotFoundError:
@@ -63,9 +64,9 @@ def locked(path: Path) -> int | None:
 
 
 def replace_content(path: Path, content: bytes) -> None:
-    """Put a file with this content, for our user alone, in place of what is there. One writer at a time.
+    """Replace the file at this path by one with this content, which only our user can read. One writer at a time.
 
-    Raises: OSError: it can't be written; what was there is there still.
+    Raises: OSError: it can't be written; the old file stays.
     """
     new = beside(path)
     try:
@@ -78,9 +79,9 @@ def replace_content(path: Path, content: bytes) -> None:
 
 
 def overwritten(path: Path, content: bytes) -> bool:
-    """Write a content over the old one, with spaces up to its end, which needs no room; returns whether that worked.
+    """Overwrite the file in place, padded with spaces, which needs no disk space; returns whether that worked.
 
-    It fails where the file is too small. A kill within the one call may leave a part of each.
+    It fails if the file is too small. A kill within the one write may leave a mixture.
     """
     try:
         with open(os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC), "r+b", buffering=0) as file:

@@ -1,4 +1,4 @@
-"""Frames on a stream socket: each side writes at the end of its loop's turn what it has to say, as one frame."""
+"""Frames on a stream socket: a side sends all messages of one turn of its event loop as one frame."""
 
 import asyncio
 import socket
@@ -7,15 +7,15 @@ from typing import Final, Generic, TypeVar, cast
 
 from balanceroute.proxy.link.messages import HEAD_BYTES, MAX_FRAME_BYTES, LinkError, frame
 
-MAX_UNSENT_BYTES: Final = 64 * 2**20  # a peer that leaves more unread is given up
+MAX_UNSENT_BYTES: Final = 64 * 2**20  # the connection to a peer that leaves more unread is ended
 
 Said = TypeVar("Said")
 
 
 class Frames(asyncio.Protocol, Generic[Said]):
-    """One connection. `on_frame` gets the body of each frame, `on_lost` the end; both once per event, on the loop.
+    """One connection. On the loop, it calls `on_frame` with the body of each frame, and `on_lost` once at the end.
 
-    What `on_frame` raises as LinkError ends the connection.
+    A LinkError from `on_frame` ends the connection.
     """
 
     def __init__(
@@ -26,10 +26,10 @@ class Frames(asyncio.Protocol, Generic[Said]):
     ) -> None:
         self._loop, self._on_frame, self._on_lost = loop, on_frame, on_lost
         self._transport: asyncio.Transport | None = None
-        self._pieces: list[bytes] = []  # of a frame that is not whole, put together once
+        self._pieces: list[bytes] = []  # the pieces of an incomplete frame, joined once it is complete
         self._held_bytes, self._needed_bytes = 0, HEAD_BYTES
         self._unsaid: list[Said] = []
-        self._flushes = False  # at the end of this turn
+        self._flushes = False  # to be sent at the end of this turn
         self._reason = "the connection was closed"
         self.heard_s = self.said_s = loop.time()
 
@@ -40,12 +40,12 @@ class Frames(asyncio.Protocol, Generic[Said]):
 
     @property
     def socket(self) -> socket.socket | None:
-        """What it goes over; None where that is no socket, or it is closed."""
+        """The socket; None: the transport has none, or is closed."""
         return None if self._transport is None else self._transport.get_extra_info("socket")
 
     @property
     def far(self) -> bool:
-        """Whether it goes to another machine: that is always under TLS."""
+        """Whether the peer is on another machine: only those connections use TLS."""
         return self._transport is not None and self._transport.get_extra_info("ssl_object") is not None
 
     def say(self, message: Said) -> None:
@@ -85,11 +85,11 @@ class Frames(asyncio.Protocol, Generic[Said]):
     # -- asyncio's side
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """The connection is there."""
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
+        """Begin."""
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's does not inherit from asyncio.Transport
 
     def data_received(self, data: bytes) -> None:
-        """Cut what has come into frames. O(bytes), in however many pieces a frame comes."""
+        """Split the received bytes into frames. O(bytes), however many pieces a frame comes in."""
         self.heard_s = self._loop.time()
         self._pieces.append(data)
         self._held_bytes += len(data)
@@ -110,13 +110,13 @@ class Frames(asyncio.Protocol, Generic[Said]):
         self._pieces, self._held_bytes = [data[at:]], len(data) - at
 
     def connection_lost(self, error: Exception | None) -> None:
-        """The end, whoever made it."""
+        """End, whichever side closed the connection."""
         self._transport, self._unsaid = None, []
         self._on_lost(self, str(error) if error is not None else self._reason)
 
 
 def _size_of(head: bytes) -> int:
-    """Of a frame's body. Raises: LinkError."""
+    """The size of a frame's body, from its header. Raises: LinkError: too large."""
     size = int.from_bytes(head, "big")
     if size > MAX_FRAME_BYTES:
         raise LinkError(f"a frame of {size} bytes is larger than any may be")

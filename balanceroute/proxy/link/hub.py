@@ -1,25 +1,24 @@
-"""The brain's end of the link: relays join as members, and learn what they need to know of each other and of workers.
+"""The brain's end of the link: relays join it as members; it passes their calls on, and tells them of workers.
 
-A relay is a member from its Hello to the end of its connection. When the connection ends, all that the member holds is
-released at once. A process that died closes its socket by that. A relay that was only cut off notices it too, and joins
-again with what it still holds. `member_requests.py` knows who holds what.
+A relay is a member from its Hello to the end of its connection. When the connection ends, all requests of the member
+are released at once. The kernel closes the socket of a process that died. A relay that lives joins again with the
+requests that it still holds. `member_requests.py` records which member holds which request.
 
 **Taking over.** A new brain knows nothing. It decides nothing until all expected relays have said Hello, or until
-`Patience.grace_s` is over. What members call meanwhile waits, and is heard in order once the hub is `settled`. So no
-slot is given away that a relay holds which has not been heard yet. A ticket that comes later and finds its slot taken
-is void.
+`Patience.grace_s` is over. Calls of members wait until then, and are handled in order once the hub is `settled`. So no
+slot is given away that an expected relay still holds. A ticket that is reported later and finds its slot taken is void.
 
-`far.py` accepts the relays of other machines. The hub also waits for those that a former brain of this machine knew, as
-long as they may take to notice that it stands still.
+`far.py` accepts the relays of other machines. The hub also waits for those that a former brain of this machine knew,
+for as long as they may take to notice that it has stopped.
 
-**Tokens** of a relay on this machine are read where the relay writes them (`token_counts.py`), by `collect`: before
-each decision and several times per second. Tokens that can't be read come as messages.
+**Tokens** of a relay on this machine are read by `collect` from shared memory (`token_counts.py`), before each decision
+and several times per second. Tokens of other relays come as messages.
 
 **Who leads.** A Hello says the largest epoch that the relay has seen. One above ours means that another brain leads, or
-that the file with the number is lost. `on_superseded` gets this epoch. It returns the epoch to go on under, or None:
-this brain leads no more, and takes no members.
+that the file with the number is lost. `on_superseded` is called with it. It returns the epoch to continue under, or
+None: this brain no longer leads, and accepts no members.
 
-**Workers.** What one member tells of a worker, all others hear.
+**Workers.** The hub passes what one member reports of a worker on to all others.
 """
 
 import asyncio
@@ -73,45 +72,45 @@ log = logging.getLogger(__name__)
 
 MAX_NAME: Final = 256  # characters
 LOOK_S: Final = 0.25
-ALIVE_S: Final = 2 * BEAT_S  # after its last word a member may be gone
+ALIVE_S: Final = 2 * BEAT_S  # after its last message a member may be gone
 TAKEN: Final = "a relay of this name is here; do two machines have the same identity file?"
 
 
 @dataclass(frozen=True)
 class Patience:
-    """How long relays are waited for."""
+    """How long the hub waits for relays."""
 
-    grace_s: float = 1.0  # all that are expected; a relay looks for a brain twenty times per second
-    hello_s: float = 3.0  # from a connection to its Hello
-    silent_s: float = SILENT_S  # until the next word of a member
+    grace_s: float = 1.0  # for all expected relays; a relay tries to connect twenty times per second
+    hello_s: float = 3.0  # from a connection to the Hello
+    silent_s: float = SILENT_S  # between two messages of a member
 
 
 class Reports(Protocol):
-    """Takes in what relays report of workers, and says how workers are judged: `workers/relay_reports.py`."""
+    """Takes relays' reports on workers, and gives the state of each worker: `workers/relay_reports.py`."""
 
     def judged(self, message: Judged) -> None:
         """A request of a relay has succeeded or failed on a worker."""
 
     def active(self, relay: str, said: Activity) -> None:
-        """How much a relay has under way on each worker."""
+        """How many requests a relay has under way on each worker."""
 
     def keys_used(self, relay: str, keys: tuple[KeyUse, ...]) -> None:
-        """What a relay's clients have used of their keys."""
+        """The use of client keys at a relay."""
 
     def counted(self, relay: str, counts: bytes) -> None:
-        """All that a relay's process has counted."""
+        """The counts of a relay's process."""
 
     def learned(self, message: Learned) -> None:
-        """A prefiller's parameters have told its connector."""
+        """A relay has read a prefiller's connector from its KV parameters."""
 
     def cache_doubted(self, message: CacheDoubted) -> None:
         """A decode worker may have cached wrong KV."""
 
     def lost(self, relay: str) -> None:
-        """A relay is gone, and all that it had under way."""
+        """A relay is gone, with all its requests."""
 
     def standings(self) -> dict[str, WorkerStanding]:
-        """All workers as they are judged now, by id."""
+        """The present state of all workers, by id."""
 
     def silent(self) -> tuple[SilentGroup, ...]:
         """The groups of workers that fell silent together."""
@@ -132,11 +131,11 @@ class Hub:
         far: FarMembers | None = None,
         patience: Patience | None = None,
     ) -> None:
-        """Nobody is a member yet.
+        """Make a hub without members.
 
         Args:
             epoch: of this leadership.
-            relays: how many of this machine are expected to join; 0: none is waited for.
+            relays: how many relays of this machine the hub waits for.
             on_superseded: see "Who leads".
             salt: as in `Welcome`.
             far: the members of other machines; None: relays of other machines are not accepted.
@@ -146,13 +145,13 @@ class Hub:
         self._far, self._awaited = far, set() if far is None else set(far.names)
         self._dismissed = self._closing = False
         self._reports, self._salt = reports, salt
-        self._standings: dict[str, WorkerStanding] = {}  # as members know them
+        self._standings: dict[str, WorkerStanding] = {}  # as last sent to members
         self._silent: tuple[str, ...] = ()
         self._telling = False  # whether `_tell_changes` is about to run
         self._ledger, self._loop, self.epoch, self._relays = ledger, loop, epoch, relays
         self._on_superseded = on_superseded
         self.members: dict[str, Member] = {}  # by the name of the relay
-        self._connections: dict[Frames[FromBrain], Member | None] = {}  # None: it has not said Hello yet
+        self._connections: dict[Frames[FromBrain], Member | None] = {}  # None: no Hello yet
         self.requests = MemberRequests(ledger)
         self._n_joined = 0
         self._view_told: ClusterView | None = None
@@ -163,18 +162,18 @@ class Hub:
         ledger.collect = self.collect
 
     async def serve(self, path: str) -> None:
-        """Listen on this socket, which belongs to our user alone; one that a dead brain has left is replaced."""
+        """Listen on a unix socket at this path, for our user only; replace one that a dead brain has left."""
         self._ledger.adopts = True
         self._server = await self._loop.create_unix_server(self.connected, path)
         os.chmod(path, 0o600)
         grace_s = self.patience.grace_s if self._relays or self._far is not None else 0.0
-        if self._awaited:  # they see by its silence alone that the former brain stands still
+        if self._awaited:  # far relays notice only by its silence that the former brain has stopped
             grace_s += self.patience.silent_s
         self._timers["grace"] = self._loop.call_later(grace_s, self._settle)
         self._look()
 
     def close(self) -> None:
-        """End every membership; the relays look for another brain."""
+        """End every membership; the relays then look for another brain."""
         self._closing = True
         for timer in self._timers.values():
             timer.cancel()
@@ -186,7 +185,7 @@ class Hub:
     # -- members
 
     def connected(self) -> Frames[FromBrain]:
-        """The protocol of one more connection."""
+        """The protocol for a new connection."""
         frames: Frames[FromBrain] = Frames(self._loop, self._heard, self._lost)
         self._connections[frames] = None
         self._loop.call_later(self.patience.hello_s, self._expect_hello, frames)
@@ -197,7 +196,7 @@ class Hub:
             frames.abort("it has not said Hello")
 
     def dismiss_far(self) -> None:
-        """Others may lead: relays of other machines turn to them, and are members here no more."""
+        """End the memberships of far relays: they turn to the brain that leads now."""
         self._dismissed = True
         if self._far is None:
             return
@@ -208,12 +207,12 @@ class Hub:
 
     @property
     def near_members(self) -> list[Member]:
-        """Those of this machine."""
+        """The members of this machine."""
         return [member for member in self.members.values() if FAR not in member.relay]
 
     @property
     def far_members(self) -> list[Member]:
-        """Those of other machines."""
+        """The members of other machines."""
         return [member for member in self.members.values() if FAR in member.relay]
 
     def _heard(self, frames: Frames[FromBrain], body: bytes) -> None:
@@ -241,7 +240,7 @@ class Hub:
         if before is not None:
             self._release(before)
             before.frames.abort("the relay has joined anew")
-        self.tell_workers()  # what has changed; the new member gets all of them after its Welcome
+        self.tell_workers()  # only changes; the new member gets all workers after its Welcome
         self._n_joined += 1
         member = self.members[hello.relay] = Member(self._n_joined, hello.relay, hello.process, frames)
         self._connections[frames] = member
@@ -261,11 +260,11 @@ class Hub:
             self._settle()
 
     def _refusal(self, frames: Frames[FromBrain], hello: Hello) -> tuple[Farewell, str] | None:
-        """Why a relay cannot be a member: the Farewell that it gets, and the reason for the log. None: it can be one.
+        """Why a relay can't join: the Farewell for it, and the reason for the log. None: it can join.
 
         Raises: LinkError: its connection is closed without a Farewell.
         """
-        if hello.version != VERSION:  # what else it says may mean something else
+        if hello.version != VERSION:  # other fields may mean something else in another version
             text = f"this brain speaks version {VERSION} of the link, not {hello.version}"
             return Farewell(self.epoch, text), "version"
         far = frames.far
@@ -283,14 +282,14 @@ class Hub:
     def _is_another(self, member: Member, hello: Hello) -> bool:
         """Whether the Hello comes from another process than the member, and the member is alive.
 
-        Two relays of one name are refused: else each would come back as soon as the other has pushed it out.
+        A second relay of one name is refused; otherwise each would push the other out, again and again.
         """
         return member.process != hello.process and self._loop.time() - member.frames.heard_s < ALIVE_S
 
     def _outranks(self, hello: Hello) -> bool:
-        """Go on under an epoch above the relay's, if it is certain that nobody else leads.
+        """Continue under an epoch above the relay's, if it is certain that no other brain leads.
 
-        Raises: LinkError: no brain has led under that one, and to count above it would soon leave no number.
+        Raises: LinkError: no brain can have led under so large an epoch; above it, numbers would soon run out.
         """
         if hello.epoch > MAX_EPOCH:
             log.warning("an epoch that cannot be", extra={"relay": hello.relay, "epoch": hello.epoch})
@@ -304,15 +303,15 @@ class Hub:
         return True
 
     def _keep_far(self, relay: str) -> None:
-        """Write down the relays of other machines after one has come or gone, those still awaited included.
+        """Write down the names of far relays after one has come or gone, including those still awaited.
 
-        The next brain waits for them, should this one die before they come.
+        If this brain dies before they join, the next one waits for them.
         """
         if self._far is not None and FAR in relay and not self._dismissed:
             self._far.keep([*self._awaited, *(member.relay for member in self.far_members)])
 
     def _settle(self) -> None:
-        """Every relay that is coming has been heard: decide from now on."""
+        """All relays were heard, or their time is over: decide from now on."""
         if self.settled.is_set():
             return
         self.settled.set()
@@ -343,7 +342,7 @@ class Hub:
                 self._keep_far(member.relay)
 
     def _release(self, member: Member) -> None:
-        """The member is gone, and all that it holds with it."""
+        """End a membership and all requests of the member."""
         member.waiting = []
         for request_id, error in self.requests.release(member):
             log.error("internal error", exc_info=error, extra={"where": "hub", "request": request_id})
@@ -353,7 +352,7 @@ class Hub:
     # -- workers
 
     def tell_workers(self) -> None:
-        """Tell members what has changed about workers, now."""
+        """Send members the changes of workers now."""
         standings, known = self._reports.standings(), self._standings
         changed = tuple(each for name, each in standings.items() if known.get(name) != each)
         gone = tuple(name for name in known if name not in standings)
@@ -362,7 +361,7 @@ class Hub:
             self._tell_all(Workers(changed, gone))
 
     def workers_changed(self) -> None:
-        """Tell members at the end of this turn of the loop."""
+        """Send members the changes of workers at the end of this turn of the loop."""
         if not self._telling:
             self._telling = True
             self._loop.call_soon(self._tell_changes)
@@ -372,9 +371,9 @@ class Hub:
         self.tell_workers()
 
     def _tell_keys(self, member: Member, keys: tuple[KeyUse, ...]) -> None:
-        """Tell the other members what this one's clients have used of their keys, if that may have changed.
+        """Send the key use of this member's clients to the other members, if it may have changed.
 
-        Members that share the key table in memory know it already.
+        Members that share the key table in memory are left out.
         """
         if not (keys or member.uses_keys):
             return
@@ -389,9 +388,9 @@ class Hub:
             member.frames.say(message)
 
     def _look(self) -> None:
-        """Send members the cluster's view where it has changed, and drop the members that are silent."""
+        """Send members the view of the cluster if it has changed, and drop silent members."""
         now, silent_s = self._loop.time(), self.patience.silent_s
-        self._timers["look"] = self._loop.call_later(until_tick_s(now, LOOK_S), self._look)  # first: it may fail below
+        self._timers["look"] = self._loop.call_later(until_tick_s(now, LOOK_S), self._look)  # first: the rest may fail
         self._ledger.settle()
         view = self._ledger.view()
         self.tell_workers()
@@ -402,7 +401,7 @@ class Hub:
         paused, self._looked_s = now - self._looked_s > LOOK_S + silent_s / 2, now
         for member in list(self.members.values()):
             frames = member.frames
-            if paused:  # this process stood still, and could not hear them
+            if paused:  # this process was stopped, and could not read
                 frames.heard_s = now
             if view != self._view_told:
                 frames.say(Seen(view))
@@ -415,7 +414,7 @@ class Hub:
     # -- calls and answers
 
     def _take(self, member: Member, message: FromRelay) -> None:
-        """Hand a call on. Raises: LinkError: it does not fit what is known of the ticket."""
+        """Handle a call. Raises: LinkError: it does not fit the ticket's state."""
         try:
             if isinstance(message, Submit):
                 self.requests.submit(member, message.ticket, message.spec)
@@ -445,9 +444,9 @@ class Hub:
             raise LinkError(f"relay {member.relay} says what can't be: {error}") from error
 
     def collect(self) -> None:
-        """Read the tokens that relays on this machine have written. O(their tickets), little each."""
+        """Read the tokens that relays on this machine have written. O(their tickets), cheap per ticket."""
         if not self.settled.is_set():
-            return  # what they have called waits as well
+            return  # until then their calls wait, too
         for member in self.members.values():
             try:
                 self.requests.read_tokens(member)

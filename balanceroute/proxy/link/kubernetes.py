@@ -1,9 +1,9 @@
 """One Lease of a Kubernetes cluster (coordination.k8s.io/v1), read and written as the pod's service account.
 
-Three calls, each answered by the object as it is now. A write names the `resourceVersion` that it is based on, so of
-two writers who have read the same one fails (409) and nothing is overwritten unseen. The service account's token is
-read for each call, because it is replaced about once per hour; connections and the cluster's CA last until a call
-fails.
+Each of the three calls returns the present object. A write carries the `resourceVersion` that it is based on. So of two
+writers that have read the same version one fails (409), and no change is overwritten unseen. The service account's
+token is read for each call, because it is replaced about once per hour; the connection and the cluster's CA are kept
+until a call fails.
 """
 
 import ssl
@@ -25,7 +25,7 @@ _MOST_OF_A_REASON: Final = 300
 
 
 class LeaseError(BalanceRouteError):
-    """The API server is not there, or refuses; `denied`: us, for who we are."""
+    """The API server can't be reached, or refuses the call. `denied`: with 401 or 403."""
 
     def __init__(self, text: str, denied: bool = False) -> None:
         super().__init__(text)
@@ -33,9 +33,9 @@ class LeaseError(BalanceRouteError):
 
 
 class LeaseSpec(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
-    """Who holds the Lease, for how long after each renewal, and how often the holder has changed.
+    """The spec of a Lease: its holder, its duration after each renewal, and how often the holder has changed.
 
-    Times are by the holder's clock, for people to read.
+    Times are by the holder's clock, for people; the program does not compare them.
     """
 
     holder_identity: str | None = None
@@ -47,14 +47,14 @@ class LeaseSpec(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """The object as the API server has it; `whole` has all that others have put into it."""
+    """A Lease as the API server has it; `whole`: the whole object, with fields of others."""
 
     whole: dict[str, Any]
     spec: LeaseSpec
 
 
 class LeaseApi:
-    """The calls. Each may block for `timeout_s` between two bytes. Raises in each: LeaseError."""
+    """Reads and writes one Lease. Each call may block for `timeout_s` between two bytes, and may raise LeaseError."""
 
     def __init__(self, url: str, namespace: str, name: str, account: Path, timeout_s: float) -> None:
         """`url`: of the API server. `account`: the folder of the service account."""
@@ -65,15 +65,15 @@ class LeaseApi:
         self._client: httpx.Client | None = None
 
     def read(self) -> Lease | None:
-        """None: there is none."""
+        """Read the Lease; None: there is none."""
         return self._call("GET", self._one, None, absent=(404,))
 
     def create(self, spec: LeaseSpec) -> Lease | None:
-        """None: another one has done so."""
+        """Create the Lease; None: it exists already."""
         return _written(self._call("POST", self._all, self._new | {"spec": spec}, absent=(409,)), spec)
 
     def replace(self, lease: Lease, spec: LeaseSpec) -> Lease | None:
-        """None: it has changed since it was read, or is gone."""
+        """Write the Lease; None: it has changed since it was read, or is gone."""
         return _written(self._call("PUT", self._one, lease.whole | {"spec": spec}, absent=(404, 409)), spec)
 
     def close(self) -> None:
@@ -101,15 +101,15 @@ class LeaseApi:
         return _lease(reply.content)
 
     def _connected(self) -> httpx.Client:
-        """Raises: OSError: the CA's file can't be used."""
+        """A client that trusts the cluster's CA. Raises: OSError: the CA's file can't be used."""
         trusted = ssl.create_default_context(cafile=str(self._account / "ca.crt"))
         return httpx.Client(verify=trusted, timeout=self._timeout_s, trust_env=False)
 
 
 def lease_api(named: str, account: Path, environ: Mapping[str, str], timeout_s: float) -> LeaseApi:
-    """The Lease of that name, which may begin with NAMESPACE/, of the cluster whose pod we are.
+    """The Lease NAME or NAMESPACE/NAME in the cluster of this pod.
 
-    Raises: ConfigError: we are in no pod, or it has no service account.
+    Raises: ConfigError: this process runs in no pod, or the pod has no service account.
     """
     problem = f"listen.lease = {named!r}: accepted only in a pod of Kubernetes"
     host, port = environ.get("KUBERNETES_SERVICE_HOST"), environ.get("KUBERNETES_SERVICE_PORT")
@@ -135,7 +135,7 @@ def _lease(body: bytes) -> Lease:
 
 
 def _written(lease: Lease | None, spec: LeaseSpec) -> Lease | None:
-    """The answer to a write. Raises: LeaseError: it says something else than was written."""
+    """Check the answer to a write. Raises: LeaseError: it is not what was written."""
     if lease is not None:
         told = lease.spec.holder_identity or "", lease.spec.lease_transitions
         if told != (spec.holder_identity or "", spec.lease_transitions):
@@ -144,7 +144,7 @@ def _written(lease: Lease | None, spec: LeaseSpec) -> Lease | None:
 
 
 def _reason(body: bytes) -> str:
-    """What the API server says of a refusal, in its Status object."""
+    """The reason of a refusal, from the API server's Status object."""
     with suppress(ValueError, AttributeError):
         return str(orjson.loads(body).get("message"))[:_MOST_OF_A_REASON]
     return body[:_MOST_OF_A_REASON].decode("utf-8", "replace")

@@ -1,15 +1,15 @@
-"""Which of several brains leads: who keeps the lead, under a number (epoch) that no leader has had before.
+"""Which of several brains leads: one at a time holds the lead, under a number (epoch) larger than all before.
 
-On one machine that is who holds the lock of a file, `FileLead`; in a Kubernetes cluster who holds a Lease as well
-(`lease.py`). The kernel drops the lock with its process, however that ends. It does not for one that stands still, so a
-leader also touches the file every `RENEW_S`. One that has not for `LEASE_S` is deposed: a standby puts another file in
-its place, which it has locked before. The deposed one sees that when it goes on, and ends; relays see it by the brain's
-socket, which is another one then (`remote.py`), and by the epoch. Where the event loop is late a thread touches the
-file, so that a leader that has much to do keeps the lead: taking over the requests of thousands of streams may take
-longer than `LEASE_S` on a busy machine. A loop that does nothing else for `STUCK_S` hangs.
+On one machine the leader holds the lock of a file (`FileLead`); in a Kubernetes cluster it holds a Lease as well
+(`lease.py`). The kernel drops the lock when the process ends, but not when it is stopped. So a leader also touches the
+file every `RENEW_S`. If it has not for `LEASE_S`, a standby deposes it: it puts another file, already locked, in place
+of the leader's. A deposed leader that continues notices that, and ends; relays notice it by the brain's new socket
+(`remote.py`) and by the epoch. If the event loop is late, a thread touches the file, so that a busy leader keeps the
+lead: to take over thousands of streams may take longer than `LEASE_S` on a busy machine. A loop that is late by
+`STUCK_S` counts as hung.
 
     lead        the epoch of the last leader, locked and touched by it
-    lead.next   room for that of the next one, written by who stands by: the disk may be full when it is needed
+    lead.next the next leader's file, written in advance by a standby: the disk may be full when it is needed
 """
 
 import logging
@@ -28,30 +28,30 @@ from balanceroute.proxy.telemetry.troubles import Trouble
 log = logging.getLogger(__name__)
 
 RENEW_S: Final = 0.25
-TOUCH_S: Final = 0.4  # between two looks of the thread at whether the event loop renews
+TOUCH_S: Final = 0.4  # between two checks of the thread whether the event loop renews
 STUCK_S: Final = 10.0
-LEASE_S: Final = 1.0  # a takeover breaks no stream, so a leader that is only slow may lose the lead for nothing
+LEASE_S: Final = 1.0  # short: a takeover breaks no stream, so it does little harm if the leader was only slow
 
 
 class Lead(Protocol):
     """The lead of one brain, from `take` until it is lost, released, or the process ends."""
 
     epoch: int
-    others: int  # the last number under which a brain of another run folder has led, as far as is known; 0: none has
+    others: int  # the last known epoch of a leader of another run folder; 0: there was none
 
     def take(self) -> bool:
-        """Take the lead, if it is free; a standby tries again and again. Raises: ConfigError: it can never work."""
+        """Take the lead if it is free; a standby calls this repeatedly. Raises: ConfigError: it can never work."""
 
     def renew(self) -> bool:
-        """Show that the leader lives; False: it leads no more. Called every `RENEW_S`, and must not block."""
+        """Show that the leader lives; False: it has lost the lead. Called every `RENEW_S`; must not block."""
 
     def outrank(self, epoch: int) -> bool:
-        """Go on under an epoch above this one, which a relay has seen; False: another brain may lead, and the next
+        """Continue under an epoch above this one, which a relay has seen; False: another brain may lead, and the next
         leader of this run folder gets an epoch above this one.
         """
 
     def resign(self) -> None:
-        """The router drains: brains of other routers may lead. This one leads what it has begun to its end."""
+        """The router drains: brains of other run folders may lead. This one still finishes its own requests."""
 
     def release(self) -> None:
         """Let another process of the router lead at once."""
@@ -67,9 +67,9 @@ class FileLead:
         self._first, self._again = first, again
         self._path, self._next = path, path.with_name(f"{path.name}.next")
         self._file: int | None = None
-        self._sign: tuple[int, int] | None = None  # of the leader's life, as it was seen last: which file, touched when
-        self._sign_s = self._looked_s = 0.0  # when that was seen first, and when we looked last
-        self._held = threading.Lock()  # the file is not closed while it is touched
+        self._sign: tuple[int, int] | None = None  # the leader's file as last seen: which one, touched when
+        self._sign_s = self._looked_s = 0.0  # when that state was first seen, and when it was last checked
+        self._held = threading.Lock()  # so that the file is not closed while the thread touches it
         self._renewed_s = 0.0
         self._trouble = Trouble(log, "the leader cannot show that it lives")
         self.epoch = self.others = 0
@@ -83,7 +83,7 @@ class FileLead:
             elif self._stands_still():
                 file = self._deposed()
             else:
-                with suppress(OSError):  # it is tried again at each look, and the leader may last until there is room
+                with suppress(OSError):  # tried again at each look; there may be room before the leader ends
                     self._reserve()
             if file is None:
                 return False
@@ -101,14 +101,16 @@ class FileLead:
         return True
 
     def lift(self, epoch: int) -> None:
-        """Lead under this larger epoch, which a lead beside this one (a Lease) has. Raises: OSError."""
+        """Raise the file's epoch to that of the Lease. Raises: OSError."""
         with self._held:
             if self._file is not None and epoch > self.epoch:
                 self._count_up(self._file, epoch - 1)
 
     def outrank(self, epoch: int) -> bool:
-        """See `Lead`. The holder of the lock leads all relays, also those of other machines: without a Lease no other
-        brain does, so that epoch was in a file that is lost.
+        """See `Lead`.
+
+        Without a Lease the holder of the lock leads all relays, also those of other machines. No other brain leads, so
+        the larger epoch was in a file that is lost.
         """
         try:
             if not self.renew():
@@ -119,10 +121,10 @@ class FileLead:
         return True
 
     def resign(self) -> None:
-        """Nothing: all who know the file are processes of one router."""
+        """Nothing: only processes of one router use the file."""
 
     def release(self) -> None:
-        """Let another one lead."""
+        """Release the lock."""
         with self._held:
             if self._file is not None:
                 os.close(self._file)
@@ -133,11 +135,13 @@ class FileLead:
         self._renewed_s = time.monotonic()
         try:
             threading.Thread(target=self._touch, args=(file,), name="lead", daemon=True).start()
-        except RuntimeError as error:  # no thread is to be had: a leader that may be deposed is better than none
+        except RuntimeError as error:  # no thread can be started: a leader that may be deposed is better than none
             log.warning("leading without patience for a slow event loop", extra={"error": str(error)})
 
     def _touch(self, file: int) -> None:
-        """In a thread: touch the file when the loop is late, not when it hangs, until the lead is released or lost."""
+        """In a thread: touch the file while the loop is late, but not when it hangs, until the lead is released or
+        lost.
+        """
         while True:
             time.sleep(TOUCH_S)
             with self._held:
@@ -147,7 +151,7 @@ class FileLead:
                     self._show_life(file)
 
     def _show_life(self, file: int) -> None:
-        """Touch the file. Nothing is done where that fails: a standby can hardly put another file in its place."""
+        """Touch the file. A failure is ignored: where this fails, a standby can hardly replace the file either."""
         try:
             os.utime(file)
         except OSError as error:
@@ -156,45 +160,45 @@ class FileLead:
             self._trouble.end()
 
     def _is_ours(self, file: int) -> bool:
-        """Whether the locked file is still the one at the leader's path, as far as that can be seen."""
+        """Whether the locked file is still at the leader's path, as far as that can be checked."""
         try:
             return is_at(file, self._path)
-        except PermissionError:  # for the other processes of our user as well: nobody can have deposed us
+        except PermissionError:  # no process of our user can check it, so none can have deposed this leader
             return True
 
     def _begin(self, file: int) -> None:
-        """Count up in a file that is locked; it is closed where that fails. Raises: ConfigError; OSError."""
+        """Write the next epoch into a locked file, which is closed if that fails. Raises: ConfigError; OSError."""
         try:
             self._count_up(file, self._epoch(file) or self._first - 1)
         except BaseException:
-            os.close(file)  # else we would take ourselves for a leader
+            os.close(file)  # its lock would look like a leader's
             raise
 
     def _epoch(self, file: int) -> int:
-        """The epoch that the last leader has written. Raises: ConfigError: the file is none of ours."""
+        """The epoch that the last leader has written. Raises: ConfigError: the file contains something else."""
         epoch = _number(os.pread(file, 32, 0))
         if epoch is None and not self._again:
             raise ConfigError(f"{self._path}: it holds no epoch; is it the right file?")
         return epoch or 0
 
     def _count_up(self, file: int, former: int) -> None:
-        """Write the next epoch over the last one, which needs no more room."""
+        """Write the next epoch over the last one, which needs no disk space."""
         self.epoch = former + 1
         os.ftruncate(file, os.pwrite(file, b"%d\n" % self.epoch, 0))
 
     def _stands_still(self) -> bool:
-        """Whether the leader has shown no sign of life for `LEASE_S` by our clock, while we looked all the time."""
+        """Whether the file was not touched for `LEASE_S` by our clock, while this process ran all the time."""
         with suppress(FileNotFoundError):
             status = self._path.stat()
             now, sign = time.monotonic(), (status.st_ino, status.st_mtime_ns)
-            if sign != self._sign or now - self._looked_s > LEASE_S:  # or it was us who stood still
+            if sign != self._sign or now - self._looked_s > LEASE_S:  # otherwise this process may have been stopped
                 self._sign, self._sign_s = sign, now
             self._looked_s = now
             return now - self._sign_s > LEASE_S
         return False
 
     def _reserve(self) -> None:
-        """Write something into the next leader's file, so that there is room for its epoch. Raises: OSError."""
+        """Write the next leader's file in advance, so that there is room for its epoch. Raises: OSError."""
         with suppress(FileNotFoundError):
             if self._next.stat().st_size:
                 return
@@ -204,7 +208,7 @@ class FileLead:
                 opened.write(b"0\n")
 
     def _deposed(self) -> int | None:
-        """Put a file of ours in place of the leader's; returns it. None: another standby is faster."""
+        """Put a locked file in place of the leader's; returns it. None: another standby was faster."""
         file = locked(self._next)
         if file is None:
             return None
@@ -224,7 +228,7 @@ class FileLead:
 def _number(content: bytes) -> int | None:
     """The number in a leader's file; None: it contains something else.
 
-    A machine that lost its power may leave zeros where it was.
+    After a loss of power the file may contain zeros.
     """
     try:
         number = int(content.strip(b"\0") or b"0")

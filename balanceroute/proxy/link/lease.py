@@ -1,21 +1,21 @@
-"""The lead among the pods of a Kubernetes cluster: whose brain holds a Lease. In each pod one has the lock of a file.
+"""The lead among the pods of a Kubernetes cluster: one pod holds a Lease; in the pod, one brain holds a file's lock.
 
 The rules are those of client-go's leaderelection, and so are the proportions of its times (15 s, 10 s, 2 s):
 
-    every 2/15 of the Lease's duration     the leader renews it, and others look whether it does
-    2/3 of the duration after the leader last asked for a renewal that was granted, it leads no more
-    1/1 after they last saw the Lease change, others take it
+    every 2/15 of the Lease's duration     the leader renews it, and standbys read it
+    2/3 of the duration after the leader sent its last successful renewal, it leads no more
+    one duration after standbys last saw the Lease change, they may take it
 
-Both spans are measured by each one's own monotonic clock: what a Lease says of the time is by another's, and is not
-looked at. The leader begins to count before it asks, and the others when they have seen the answer, so it has stepped
-down before another one leads, unless one's clock runs half as fast again as the other's. Beyond that, epochs decide:
-`leaseTransitions` is counted up by each new leader, and relays go to no brain that leads under a smaller number.
+Each process measures these spans by its own monotonic clock; times in the Lease are another's, and are not used. The
+leader counts from before its request, standbys from after their answer. So the leader has stepped down before another
+one leads, unless one clock runs 1.5 times as fast as the other. Beyond that, epochs decide: each new leader increments
+`leaseTransitions`, and relays join no brain with a smaller number.
 
-A Lease is held by a run folder, not by a process. So who gets the file's lock in a folder that holds the Lease leads at
-once: its former leader is dead or deposed (`leadership.py`), and writes no more, as the Lease has another version then.
-A Lease that somebody deletes is made again with a number above all that were seen.
+The holder of a Lease is a run folder, not a process. So a brain that gets the file's lock in that folder leads at once:
+the former leader there is dead or deposed (`leadership.py`), and its next write fails because the Lease's version has
+changed. A deleted Lease is created again with a number above all that were seen.
 
-A thread renews, as a thread touches the file. It stops where the event loop hangs for `STUCK_S`.
+A thread renews the Lease. It stops when the event loop hangs for `STUCK_S`.
 """
 
 import logging
@@ -33,14 +33,14 @@ from balanceroute.proxy.telemetry.troubles import Trouble
 
 log = logging.getLogger(__name__)
 
-DEADLINE: Final = 2 / 3  # of the duration; these three are client-go's defaults
+DEADLINE: Final = 2 / 3  # share of the duration; these three are client-go's defaults
 RETRY: Final = 2 / 15
 JITTER: Final = 1.2
-MOST_TRANSITIONS: Final = 2**31 - 2**20  # that a relay is believed: Kubernetes' int32 has room for leaders after that
+MOST_TRANSITIONS: Final = 2**31 - 2**20  # accepted from a relay; Kubernetes' int32 leaves room for more leaders
 
 
 class LeaseLead:
-    """The lead among those who know a Lease; see `leadership.Lead`."""
+    """The lead among pods that use one Lease; see `leadership.Lead`."""
 
     def __init__(
         self,
@@ -51,18 +51,18 @@ class LeaseLead:
         clock: Callable[[], float] = time.monotonic,
         again: bool = False,
     ) -> None:
-        """`local`: the lead in this pod. `identity`: returns that of its folder; called with the lock held. `again`:
-        the API server has let this pod lead before, so it will again.
+        """`local`: the lead in this pod. `identity`: returns the run folder's name; called with the lock held. `again`:
+        the API server has accepted this pod before, so a refusal is not final.
         """
         self._local, self._api, self._identity, self._duration_s, self._clock = local, api, identity, duration_s, clock
         self._deadline_s, self._retry_s = DEADLINE * duration_s, RETRY * duration_s
-        self._holder = ""  # we, in the Lease
-        self._next_s = 0.0  # not to be taken before
+        self._holder = ""  # our holderIdentity
+        self._next_s = 0.0  # the earliest next try
         self._seen: LeaseSpec | None = None  # and when that was seen first
         self._seen_s = 0.0
         self._heard = again  # the API server has answered
         self._trouble = Trouble(log, "the lease can't be read or renewed")  # by the last call
-        self._asked_s = self._renewed_s = 0.0  # when the loop asked last, and when we asked for the last renewal
+        self._asked_s = self._renewed_s = 0.0  # of the last `renew`, and of the last renewal that succeeded
         self._lost = self._resigned = False
         self._ends = threading.Event()
         self._thread: threading.Thread | None = None
@@ -91,7 +91,7 @@ class LeaseLead:
         return True
 
     def renew(self) -> bool:
-        """Show that the event loop goes on; False: the lead is lost, here or (until we resign) in the cluster."""
+        """Show that the event loop runs; False: the lead is lost, here or (before `resign`) in the cluster."""
         now = self._asked_s = self._clock()
         if not self._local.renew() or self._lost:
             return False
@@ -102,24 +102,24 @@ class LeaseLead:
         return False
 
     def outrank(self, epoch: int) -> bool:
-        """See `Lead`: another pod has led under that number, or the Lease was deleted while no pod knew it."""
+        """See `Lead`: another pod has led under that number, or the Lease was deleted while no pod ran that knew it."""
         if epoch <= MOST_TRANSITIONS:
             self._local.outrank(epoch)
         return False
 
     def resign(self) -> None:
-        """Let another pod lead; what this one has begun it leads to its end."""
+        """Let another pod lead; this one still finishes its own requests."""
         self._resigned = True
         self._ends.set()
 
     def release(self) -> None:
-        """Let another process of this pod lead; if there is none, the Lease runs out and is free for other pods."""
+        """Let another process of this pod lead; if there is none, the Lease expires and is free for other pods."""
         self._ends.set()
-        self._local.release()  # whoever gets it writes on another version than the thread, and one of the two fails
+        self._local.release()  # of the next holder's write and the thread's one fails: versions differ
         if self._thread is not None:
-            self._thread.join(self._deadline_s)  # an answer that comes byte by byte has no end
+            self._thread.join(self._deadline_s)  # an answer that comes byte by byte may never end
             if self._thread.is_alive():
-                return  # and ends with its process
+                return  # the thread ends with its process
             self._thread = None
         self._api.close()
 
@@ -151,18 +151,18 @@ class LeaseLead:
                 log.info("who holds the lease", extra={"lease": self._api.name, "holder": spec.holder_identity})
             self._seen, self._seen_s = spec, self._clock()
             self.epoch = max(self.epoch, spec.lease_transitions or 0)
-            if spec.holder_identity != self._holder:  # of one that was given up that was we, or another one
+            if spec.holder_identity != self._holder:  # a Lease without holder was given up by this pod or another
                 self.others = self.epoch
 
     def _is_over(self, spec: LeaseSpec) -> bool:
-        """Whether the Lease has not been renewed for its duration, by our own clock, while we looked all the time."""
+        """Whether the Lease was not renewed for its duration by our clock, while this process ran all the time."""
         return self._clock() - self._seen_s > (spec.lease_duration_seconds or self._duration_s)
 
     def _next_epoch(self) -> int:
         return max(self.epoch + 1, self._local.epoch)  # the file counts as well
 
     def _held(self, epoch: int, since: str | None = None) -> LeaseSpec:
-        """The contents of a Lease that we hold now; `since`: when it was acquired, if that was earlier."""
+        """The spec of a Lease that this pod holds now; `since`: when it was acquired, if earlier."""
         now = _now()
         return LeaseSpec(
             holder_identity=self._holder,
@@ -196,7 +196,7 @@ class LeaseLead:
             self._give_up(held)
 
     def _renewed(self, held: Lease) -> Lease | None:
-        """The renewed Lease, or the one as it was if the answer is unknown; None: it is not ours any more."""
+        """The renewed Lease, or the old one if the answer is unknown; None: another pod holds it."""
         asked_s = self._clock()
         try:
             renewed = self._api.replace(held, self._held(self.epoch, held.spec.acquire_time))
@@ -212,7 +212,7 @@ class LeaseLead:
         return renewed
 
     def _reread(self) -> Lease | None:
-        """Read the Lease again, after a lost answer or a change by others; None: it is not ours any more."""
+        """Read the Lease again, after a lost answer or a change by others; None: another pod holds it."""
         found = self._api.read()
         if found is None:
             return None
@@ -221,7 +221,7 @@ class LeaseLead:
         return found if ours else None
 
     def _give_up(self, held: Lease) -> None:
-        """Release the Lease; its epoch stays. If that fails, the Lease runs out."""
+        """Release the Lease; its epoch stays. If that fails, the Lease expires."""
         nobody = LeaseSpec(
             holder_identity="", lease_duration_seconds=1, renew_time=_now(), lease_transitions=self.epoch
         )
@@ -237,5 +237,5 @@ class LeaseLead:
 
 
 def _now() -> str:
-    """As Kubernetes' MicroTime has it."""
+    """The present time as Kubernetes' MicroTime."""
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")

@@ -1,4 +1,4 @@
-"""`Member`: a relay for the time of one connection, and the tickets of the requests that it holds."""
+"""`Member`: a relay during one connection, with the tickets of its requests."""
 
 import logging
 
@@ -12,7 +12,8 @@ log = logging.getLogger(__name__)
 class Ticket:
     """A request of a member: its number on the link, its id, its `turn`, and how many tokens of it are known.
 
-    `turn`: how many answers have been asked for, so that a late answer to an earlier call can be told from the present.
+    `turn`: the number of calls so far that ask for an answer; it tells a late answer to an earlier call from the
+    present one's.
     """
 
     __slots__ = ("number", "request_id", "tokens", "turn")
@@ -22,9 +23,9 @@ class Ticket:
         self.tokens = 0
 
     def grow(self, tokens: int) -> int:
-        """It has generated so many by now; returns how many of them are new.
+        """Set the sum of generated tokens; returns how many are new.
 
-        None are where the news is older than what is known: some tokens come in messages, others are read.
+        0 for an older sum: some sums come in messages, others are read from memory.
         """
         more = tokens - self.tokens
         if more <= 0:
@@ -34,18 +35,18 @@ class Ticket:
 
 
 class Member:
-    """A relay, for one connection."""
+    """A relay during one connection."""
 
     def __init__(self, number: int, relay: str, process: int, frames: Frames[FromBrain]) -> None:
         self.number, self.relay, self.process, self.frames = number, relay, process, frames
         self.tickets: dict[int, Ticket] = {}
         self.counts: ReadCounts | None = None
-        self.places: list[Ticket | None] = []  # its tickets by the places in `counts`
+        self.places: list[Ticket | None] = []  # tickets by their places in `counts`
         self.uses_keys = self.says_farewell = False
-        self.waiting: list[FromRelay] = []  # what it has called before the brain was settled
+        self.waiting: list[FromRelay] = []  # its calls from before the brain was settled
 
     def hold(self, number: int, request_id: str, turn: int) -> None:
-        """It has this ticket."""
+        """Add a ticket."""
         ticket = self.tickets[number] = Ticket(number, request_id, turn)
         place = place_of(number)
         while len(self.places) <= place:
@@ -53,13 +54,13 @@ class Member:
         self.places[place] = ticket
 
     def release(self, number: int) -> None:
-        """The ticket has left."""
+        """Remove a ticket."""
         ticket, place = self.tickets.pop(number), place_of(number)
         if self.places[place] is ticket:
             self.places[place] = None
 
     def read(self) -> tuple[list[str], list[int]]:
-        """The requests that have generated more, by what it has written, and how many tokens each. O(its tickets)."""
+        """Read shared memory: the requests with new tokens, and the number of these. O(its tickets)."""
         requests: list[str] = []
         grown: list[int] = []
         if self.counts is None:
@@ -77,7 +78,7 @@ class Member:
 
 
 def token_counts_of(frames: Frames[FromBrain], hello: Hello) -> ReadCounts | None:
-    """The token counts that a relay on this machine writes; None: it sends them as messages."""
+    """The shared memory with the relay's token counts; None: the relay sends them as messages."""
     connection = frames.socket
     pid = None if connection is None else peer_pid(connection)
     if pid is None or hello.token_file is None:

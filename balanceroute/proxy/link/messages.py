@@ -1,40 +1,39 @@
-"""Everything that relays and the brain say to each other. This file is the protocol; `VERSION` counts its changes.
+"""The protocol between relays and the brain: all messages. `VERSION` counts its changes.
 
 A frame is four bytes of length, big-endian, and one msgpack array of messages, each an array that begins with its
-number. Both sides collect what they have to say in one turn of their loop and write it as one frame: a frame wakes a
-process that slept, which costs more than all that is in it. So what nobody waits for (`Began`; `Finish`, while no
-request waits for a slot) goes along with the next message, or alone after `SOON_S`. What streams have
-generated is not said to a brain on the same machine, which reads it (`token_counts.py`); to others it is said within
-`PROGRESS_S`, in one message per relay and not per stream.
+number. A side sends all messages of one turn of its loop as one frame: to wake the other process costs more than the
+messages. So a message that nothing waits for (`Began`; `Finish`, while no request waits for a slot) goes with the next
+one, or alone after `SOON_S`. A brain on the same machine reads the tokens of streams from shared memory
+(`token_counts.py`); to others a relay sends them within `PROGRESS_S`, in one message for all its streams.
 
     relay                                      brain
-      |-- Hello(version, relay, epoch, ...) ------>|   who it is, and everything that lives there
+      |-- Hello(version, relay, epoch, ...) ------>| its name and the requests that it holds
       |<-- Welcome(version, epoch, member) --------|   or Farewell(reason), and the connection is closed
       |-- Submit, Prefilled, ..., Progress ------->|
       |<-- Chosen, Refused, Seen ------------------|
-      |-- Judged, Activity, CacheDoubted --------->|   what requests have found out about workers
-      |<-- Workers, Silent ------------------------|   which there are, and what they may get
-      |-- Beat ----------------------------------->|   both ways, so that silence can be told from having nothing to say
+      |-- Judged, Activity, CacheDoubted --------->| how requests fared at workers
+      |<-- Workers, Silent ------------------------| the workers and their states
+      |-- Beat ----------------------------------->| both ways, while there is nothing else to send
       |<-- Beat -----------------------------------|
 
 **Numbers for requests.** A relay numbers its tickets; ids cross once, in `Submit` or `Held`. Tokens of a ticket are
-sums since `Submit`, or since the Hello that held it, so one that is read or said twice does no harm. `turn` counts the
-calls of a ticket that ask for an answer, beginning with 1 for its arrival; an answer carries the turn that it is to, so
-one that has crossed a later call is known and dropped.
+sums since `Submit`, or since the Hello with it, so to read or send one twice does no harm. `turn` numbers the calls of
+a ticket that ask for an answer; its arrival is 1. An answer carries the turn of its call, so one that has crossed a
+later call is dropped.
 
-**Epochs.** Each leadership of a brain has a number, larger than all before. A relay never goes back to a smaller one:
-its Hello says the largest that it has seen, and a brain that leads under a smaller one is not the leader any more. A
-membership has a number as well (`member`): what a relay that was given up as dead still says on its old connection is
-not read, and it has to say Hello again.
+**Epochs.** Each leadership of a brain has a number, larger than all before. A relay never joins a brain with a smaller
+one: its Hello has the largest that it has seen, and a brain with a smaller one no longer leads. A membership has a
+number as well (`member`): if a relay was given up as dead, messages on its old connection are not read, and it has to
+send Hello again.
 
-**Workers** are judged by the brain: it asks for their health, and relays tell it how their requests fared. Relays only
-hold connections, and hear of every change. The first `Workers` of a membership names all there are.
+**Workers** are judged by the brain, by its health checks and by relays' reports on their requests. Relays hold the
+connections, and get every change of a worker's state. The first `Workers` of a membership names all workers.
 
-**Between machines** the same frames go over TCP and TLS (`far.py`, `reach.py`). There the name of a relay is that of
-its process, `@` and that of its run folder in the cluster; and a brain that drains says Farewell to them. A relay whose
-process ends as it should says Farewell, too, so that the log can tell it from one that is lost.
+**Between machines** the same frames go over TCP and TLS (`far.py`, `reach.py`). There a relay's name is
+PROCESS@RUN-FOLDER, and a brain that drains sends these relays Farewell. A relay that ends regularly sends Farewell,
+too, so that the log can tell it from a lost one.
 
-Times are durations (`_s`, before the message was written): clocks of two machines have nothing in common.
+Times are durations (`_s`, before the message was written), because the clocks of two machines differ.
 """
 
 from collections.abc import Sequence
@@ -50,36 +49,36 @@ from balanceroute.proxy.admission.decider import RefusalKind
 from balanceroute.proxy.perimeter.key_use import KeyUse
 
 VERSION: Final = 6
-FAR: Final = "@"  # in the name of a relay of another machine, before that machine's; in no other
-MAX_EPOCH: Final = 2**48  # that a peer is believed: they begin with seconds since 1970 at most, and frames carry 2**64
+FAR: Final = "@"  # only in names of relays of other machines, before the run folder's name
+MAX_EPOCH: Final = 2**48  # accepted from a peer: epochs begin at seconds since 1970 at most, and frames carry 2**64
 PROGRESS_S: Final = 0.005
-SOON_S: Final = 0.05  # a slot that nobody waits for may be known to be free so late: about a step
+SOON_S: Final = 0.05  # the longest delay of a message that nothing waits for: about a decode step
 BEAT_S: Final = 1.0
-SILENT_S: Final = 5.0  # a process that says nothing for so long is given up; one that has died is known of at once
-HEAD_BYTES: Final = 4  # of a frame: its length
+SILENT_S: Final = 5.0  # a silent process is given up after this time; the death of one is noticed at once
+HEAD_BYTES: Final = 4  # the header of a frame: the length of its body
 MAX_FRAME_BYTES: Final = 64 * 2**20
 """A Hello of 100,000 streams is half of that: 320 bytes for each. Each request that has yet to get its prefill takes 9
 bytes more for every block of its prompt."""
 
 
 def table_of(relay: str) -> str:
-    """The same for relays of one router on one machine, which share what their clients use of keys (`key_table.py`)."""
+    """The name of a relay's key table (`key_table.py`), which all relays of one router on one machine share."""
     return relay.removeprefix("relay-").lstrip("0123456789")
 
 
 class LinkError(BalanceRouteError):
-    """The other side says what it may not, or is not the one to talk to."""
+    """The other side violates the protocol, or is not the right one."""
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Arrays instead of maps: names are not sent."""
+    """The base of all messages, encoded as arrays: field names are not sent."""
 
 
 # -- joining ---------------------------------------------------------------------------------------------------------
 
 
 class Held(Message, frozen=True):
-    """A request that lives at a relay, where it stands, and how many answers it has asked for."""
+    """A request that a relay holds: its ticket, `turn` and state."""
 
     ticket: int
     turn: int
@@ -87,9 +86,9 @@ class Held(Message, frozen=True):
 
 
 class Hello(Message, frozen=True, tag=0):
-    """A relay joins. `relay` is its name, `process` tells one life of it from the next.
+    """A relay joins. `relay`: its name; `process`: differs after each restart.
 
-    `token_file`: which of its open files holds its tokens (`token_counts.py`), for a brain on the same machine.
+    `token_file`: the descriptor of its token counts (`token_counts.py`), for a brain on the same machine.
     """
 
     version: int
@@ -101,10 +100,10 @@ class Hello(Message, frozen=True, tag=0):
 
 
 class Welcome(Message, frozen=True, tag=1):
-    """The relay is a member; what it told is taken over. `void`: tickets that could not be, and have ended.
+    """The relay is a member, and its requests are taken over. `void`: tickets that could not be, and have ended.
 
-    `salt`: of the keys of prompts, where the brain's predictor asks for them. `reads_tokens`: tokens that the relay has
-    written down need not be said.
+    `salt`: for the keys of prompts, if the brain's predictor uses them. `reads_tokens`: the brain reads the relay's
+    token counts from memory.
     """
 
     version: int
@@ -116,14 +115,14 @@ class Welcome(Message, frozen=True, tag=1):
 
 
 class Farewell(Message, frozen=True, tag=2):
-    """The connection is over: `reason` says why. `epoch`: of the one who says it, or knows of it."""
+    """The sender closes the connection, for this `reason`. `epoch`: the largest that it knows."""
 
     epoch: int
     reason: str
 
 
 class Beat(Message, frozen=True, tag=3):
-    """Nothing else was to be said for a while."""
+    """The sender lives; it had nothing else to send for a while."""
 
 
 # -- a relay's calls: `decider.Decider` -------------------------------------------------------------------------------
@@ -161,7 +160,7 @@ class PushFailed(Message, frozen=True, tag=15):
 
 
 class Progress(Message, frozen=True, tag=16):
-    """`tokens[i]` of `tickets[i]` by now."""
+    """`tickets[i]` has generated `tokens[i]` so far."""
 
     tickets: tuple[int, ...]
     tokens: tuple[int, ...]
@@ -172,7 +171,9 @@ class PutBack(Message, frozen=True, tag=17):
 
 
 class Requeue(Message, frozen=True, tag=18):
-    """`prefix`: as in the ticket's spec; a brain that was told of the ticket while it generated does not know it."""
+    """The request waits for prefill again. `prefix`: as in the ticket's spec, which a brain that took the ticket over
+    while it decoded does not know.
+    """
 
     ticket: int
     tokens: int
@@ -180,7 +181,7 @@ class Requeue(Message, frozen=True, tag=18):
 
 
 class Finish(Message, frozen=True, tag=19):
-    """`age_s` ago, which is more than nothing only where tokens had come."""
+    """The request ended `age_s` ago; more than 0 only if it had generated tokens."""
 
     ticket: int
     outcome: Outcome
@@ -190,7 +191,7 @@ class Finish(Message, frozen=True, tag=19):
 
 
 class Began(Message, frozen=True, tag=20):
-    """The first tokens came `age_s` ago."""
+    """The first tokens of a request came `age_s` ago."""
 
     ticket: int
     age_s: float
@@ -208,7 +209,7 @@ class Chosen(Message, frozen=True, tag=30):
 
 
 class Refused(Message, frozen=True, tag=31):
-    """The ticket has left with this refusal."""
+    """The ticket is refused, and has ended."""
 
     ticket: int
     kind: RefusalKind
@@ -217,13 +218,13 @@ class Refused(Message, frozen=True, tag=31):
 
 
 class Seen(Message, frozen=True, tag=32):
-    """The cluster as the brain sees it; sent when it has changed, a few times per second at most."""
+    """The brain's view of the cluster; sent after a change, a few times per second at most."""
 
     view: ClusterView
 
 
 class WorkerStanding(Message, frozen=True):
-    """A worker as the brain judges it: its circuit, whether successes matter to that, and whether it is out.
+    """A worker's state by the brain's judgement: its circuit, whether successes change that, and whether it is out.
 
     `cache_salt`, `ended_at`: as in `workers/fleet.py`.
     """
@@ -238,14 +239,14 @@ class WorkerStanding(Message, frozen=True):
 
 
 class Workers(Message, frozen=True, tag=33):
-    """Workers that are new or have changed, and those that have left."""
+    """Workers that are new or changed, and those that have left."""
 
     changed: tuple[WorkerStanding, ...]
     gone: tuple[str, ...]
 
 
 class SilentGroup(Message, frozen=True):
-    """A group of workers that fell silent together, so long ago."""
+    """A group of workers that fell silent together, `age_s` ago."""
 
     name: str
     workers: tuple[str, ...]
@@ -253,14 +254,15 @@ class SilentGroup(Message, frozen=True):
 
 
 class Silent(Message, frozen=True, tag=34):
-    """All such groups."""
+    """All silent groups."""
 
     groups: tuple[SilentGroup, ...]
 
 
 class KeysElsewhere(Message, frozen=True, tag=35):
-    """What another relay's clients have used of their keys, to all that do not share it in memory; nothing: that relay
-    is gone, or has none in flight.
+    """The key use at another relay, for relays that do not share its key table.
+
+    Empty: that relay is gone, or has no request with a key in flight.
     """
 
     relay: str
@@ -281,7 +283,7 @@ class Finding(StrEnum):
 
 
 class Judged(Message, frozen=True, tag=40):
-    """A request has told something about a worker; `retry_after_s` is what a busy one asked for."""
+    """How a request fared at a worker. `retry_after_s`: what a busy worker asked for."""
 
     worker: str
     finding: Finding
@@ -289,8 +291,11 @@ class Judged(Message, frozen=True, tag=40):
 
 
 class Use(Message, frozen=True):
-    """What a relay has at a worker: requests under way, the most since it said so last, whether a client waits for the
-    worker's next token, how long ago the last proof of life came, and the first request after idleness; None: never.
+    """A relay's use of a worker.
+
+    `in_use`: requests under way. `peak`: their maximum since the last report. `awaits_tokens`: whether a client waits
+    for the worker's next token. `progress_age_s`: since its last sign of life. `busy_age_s`: since the first request
+    after idleness. None: never.
     """
 
     worker: str
@@ -302,9 +307,10 @@ class Use(Message, frozen=True):
 
 
 class Activity(Message, frozen=True, tag=41):
-    """What a relay does: after joining, and a few times per second if that is new. `uses`: of workers with news.
+    """A relay's activity: sent after joining, then after changes, a few times per second at most. `uses`: of changed
+    workers.
 
-    `keys`: what clients' keys have used, which the brain tells relays that do not know it.
+    `keys`: the key use of its clients, which the brain passes on to relays that do not share its key table.
     """
 
     exchanges: int
@@ -314,13 +320,15 @@ class Activity(Message, frozen=True, tag=41):
 
 
 class Counted(Message, frozen=True, tag=42):
-    """What the relay's process has counted (`telemetry/metrics.py`), all of it: on joining, and every second if new."""
+    """All counts of the relay's process (`telemetry/metrics.py`): sent on joining, then every second if they have
+    changed.
+    """
 
     counts: bytes
 
 
 class Learned(Message, frozen=True, tag=43):
-    """A prefiller's parameters have been looked at, and told its connector; None: they don't tell."""
+    """The connector that a prefiller's KV parameters belong to; None: they do not tell."""
 
     worker: str
     connector: str | None
@@ -329,7 +337,7 @@ class Learned(Message, frozen=True, tag=43):
 class Explained(Message, frozen=True, tag=44):
     """A request was given up as the cause of these workers' deaths, `ages_s` ago; the brain tells the other relays.
 
-    Requests of theirs that were on one of them have only been there.
+    A relay's own requests on these workers are then not charged with a failed try.
     """
 
     workers: tuple[str, ...]
@@ -373,7 +381,7 @@ _from_brain = msgspec.msgpack.Decoder(list[FromBrain])
 
 
 def frame(messages: "list[FromRelay] | list[FromBrain]") -> bytes:
-    """The messages as one frame."""
+    """Encode messages as one frame."""
     body = _encoder.encode(messages)
     return len(body).to_bytes(HEAD_BYTES, "big") + body
 
@@ -382,7 +390,7 @@ def read_from_relay(body: bytes | memoryview) -> list[FromRelay]:
     """A frame's messages. Raises: LinkError."""
     try:
         return _from_relay.decode(body)
-    except ValueError as error:  # a text that is no UTF-8, too
+    except ValueError as error:  # also for text that is not UTF-8
         raise LinkError(f"a relay's frame can't be read: {error}") from None
 
 

@@ -1,4 +1,4 @@
-"""Where a relay finds the brain: at a socket of the run folder, or on another machine out of a list."""
+"""How a relay connects to the brain: at a socket of the run folder, or on one of a list of other machines."""
 
 import asyncio
 import os
@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final, Protocol, TypeVar
 
-TRY_S: Final = 1.5  # until a brain of another machine has shown its certificate
+TRY_S: Final = 1.5  # for the TLS handshake with a brain of another machine
 
 P = TypeVar("P", bound=asyncio.Protocol)
 Moved = Callable[[], bool]
@@ -19,17 +19,17 @@ class Reach(Protocol):
 
     @property
     def near(self) -> bool:
-        """Whether the brain is on this machine, where a brain that has died is started again."""
+        """Whether the brain is on this machine, where its parent restarts it."""
 
     async def connect(self, protocol: Callable[[], P]) -> tuple[P, Moved]:
-        """Connect; to be tried again where that fails. Raises: OSError."""
+        """Connect; the caller tries again after a failure. Raises: OSError."""
 
     def turn_away(self) -> None:
-        """This address does not lead; try the next."""
+        """The brain at this address does not lead; try the next address."""
 
 
 class SocketReach:
-    """A brain on this machine. Each leader has a socket of its own, at the same path."""
+    """A brain on this machine. Each leader makes its own socket, at the same path."""
 
     near: Final = True
 
@@ -50,25 +50,25 @@ class SocketReach:
         try:
             return os.stat(self._path).st_ino != listening
         except OSError:
-            return False  # nobody to turn to
+            return False  # there is no other address
 
 
 class FarReach:
-    """Brains of other machines: the one that led last, then, where it does not answer, the next of the list.
+    """Brains of other machines: first the one that led last, then the next ones of the list.
 
-    A brain that stands by takes no connection. A deposed leader is known by its silence, and by the epoch of the next.
+    A standby accepts no connections. A deposed leader is recognised by its silence, and by the next one's larger epoch.
     """
 
     near: Final = False
 
     def __init__(self, addresses: Sequence[tuple[str, int]], context: Callable[[], ssl.SSLContext]) -> None:
-        """`context` is asked for each connection: the other side must show a certificate for its host."""
+        """`context` is called for each connection: the brain must show a certificate for its host."""
         self._addresses, self._context = addresses, context
         self._at = 0
 
     @property
     def address(self) -> tuple[str, int]:
-        """The address of the brain that was found last, or is tried next."""
+        """The address of the brain that was connected last, or is tried next."""
         return self._addresses[self._at]
 
     async def connect(self, protocol: Callable[[], P]) -> tuple[P, Moved]:

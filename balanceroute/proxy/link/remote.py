@@ -1,19 +1,19 @@
-"""A relay's end of the link: the brain, in another process, as a `decider.Decider`.
+"""A relay's end of the link: a `decider.Decider` that calls the brain in another process.
 
-While there is no brain, nothing is lost: tickets know themselves what they hold, and the next brain hears all of it in
-one `Hello`. So a call that is made meanwhile changes the ticket and is not sent. A ticket of which no brain has heard
-is submitted after the `Hello`, and may be refused; one that waits for longer than the queue's deadline is ended here.
+While there is no brain, nothing is lost: tickets hold their own state, and one `Hello` tells the next brain all of it.
+So a call in the meantime changes the ticket, and is not sent. A ticket that no brain knows is submitted after the
+`Hello`, and may be refused; one that waits for longer than the queue's deadline is ended here.
 
     looking for a brain --connected--> Hello --Welcome--> member --lost--> looking for a brain
                                          '----Farewell----'          (tickets go on; new ones wait)
 
-Counts of tokens are written into shared memory as they grow, where the brain can read it (`token_counts.py`); a brain
-that can't is sent them within `PROGRESS_S`.
+Counts of tokens are written into shared memory, which a brain on the same machine reads (`token_counts.py`); to another
+brain they are sent within `PROGRESS_S`.
 
-A relay does not listen to a brain whose epoch is smaller than one seen before. A brain that stands still may have a
-successor: on the same machine that puts a socket of its own in place of the former's, so a member checks whether the
-socket is still the same (`reach.py`). Tickets that a brain can't take over are void: each is refused, and `on_void` is
-called to end the stream of its request, if there is one.
+A relay joins no brain whose epoch is smaller than one seen before. A brain that has stopped may have a successor: on
+the same machine that replaces the former's socket, so a member checks whether the socket is still the same
+(`reach.py`). Tickets that a brain can't take over are void: each is refused, and `on_void` ends the stream of its
+request.
 
 `RemoteBrain` is one class with many short methods: each is a call of `decider.Decider` or a message of the brain, and
 what any of them does depends on whether there is a brain.
@@ -75,7 +75,7 @@ from balanceroute.proxy.telemetry.ticks import until_tick_s
 log = logging.getLogger(__name__)
 
 ENDS: Final = "this relay ends"
-FROZEN_S: Final = 2 * BEAT_S  # a brain that is silent for longer may not end requests that have waited too long
+FROZEN_S: Final = 2 * BEAT_S  # after this silence the relay itself ends requests that have waited too long
 RETRY_S: Final = 0.05  # between two tries to connect to a brain
 LOOK_S: Final = 0.25  # between two checks whether the connected brain lives, and is still the one that listens
 NO_BRAIN: Final = "The request waited too long: what decides on it is not there."
@@ -86,8 +86,8 @@ NOBODY: Final = ClusterView((), (), 0, 0, 0, 0, draining=False)
 class _Open:
     """A ticket as the link knows it.
 
-    Attributes: `number`: its name on the link. `turn`: how many answers it has asked for. `told`: a brain has heard of
-    it. `tokens`: generated since the present brain heard of it.
+    Attributes: `number`: its name on the link. `turn`: the number of its calls that ask for an answer. `told`: a brain
+    knows it. `tokens`: generated since the present brain knows it.
     """
 
     __slots__ = ("number", "tokens", "told", "turn")
@@ -116,7 +116,7 @@ class RemoteBrain:
         self.soon_s, self.silent_s, self.frozen_s = SOON_S, SILENT_S, FROZEN_S
         self.tell: Tell = lambda request_id, answer: None
         self.collect: Callable[[], None] = lambda: None
-        self.on_workers: Callable[[Workers, bool], None] = lambda message, whole: None  # `whole`: these are all
+        self.on_workers: Callable[[Workers, bool], None] = lambda message, whole: None  # `whole`: these are all workers
         self.on_silent: Callable[[Silent], None] = lambda message: None
         self.on_keys: Callable[[KeysElsewhere], None] = lambda message: None
         self.on_explained: Callable[[Explained], None] = lambda message: None
@@ -125,7 +125,7 @@ class RemoteBrain:
         self.leaving = False  # new requests are refused here
         self.tickets: dict[str, Ticket] = {}  # `admission.Tickets.by_id`, set by whoever makes both
         self.epoch = 0
-        self.member: int | None = None  # the number that the brain gave this relay; None: it is no member
+        self.member: int | None = None  # the number of the membership; None: not a member
         self._view = NOBODY
         self._frames: Frames[FromRelay] | None = None
         self._open: dict[str, _Open] = {}
@@ -145,15 +145,15 @@ class RemoteBrain:
 
     @property
     def draining(self) -> bool:
-        """Whether new requests are refused: this relay leaves, or the brain last said that it drains."""
+        """Whether new requests are refused: this relay leaves, or the brain drains."""
         return self.leaving or self._view.draining
 
     def configure(self, config: Bounds) -> None:
-        """Use other bounds for the requests of this relay; the brain has its own."""
+        """Use other bounds for this relay's requests; the brain has its own."""
         self.bounds = config
 
     def view(self) -> ClusterView:
-        """The cluster as the brain described it last."""
+        """The brain's last view of the cluster."""
         return self._view
 
     # -- the calls
@@ -222,7 +222,7 @@ class RemoteBrain:
             self._say_soon(lambda age_s: Began(number, age_s))
 
     def report(self, message: Judged | Activity | Counted | Learned | Explained | CacheDoubted) -> None:
-        """Tell the brain what this relay knows, above all of workers; it is dropped while there is no brain."""
+        """Send the brain a report, mostly on workers; dropped while there is no brain."""
         self._say(message)
 
     def _ask(self, request_id: str, message: Callable[[int], FromRelay]) -> None:
@@ -241,7 +241,7 @@ class RemoteBrain:
         return entry
 
     def _put(self, entry: _Open) -> None:
-        """Have the brain know how many tokens a ticket has generated."""
+        """Write a ticket's tokens to shared memory, or put them into the next message."""
         if self._tokens_read and self.token_counts.write(entry.number, entry.tokens):
             return
         if not self._unsaid:
@@ -249,7 +249,7 @@ class RemoteBrain:
         self._unsaid[entry.number] = entry.tokens
 
     def _say(self, message: FromRelay) -> None:
-        """Send a message, after those that were put off."""
+        """Send a message, after the deferred ones."""
         if not self._greeted or self._frames is None:
             return  # the next Hello contains it
         self._say_progress()
@@ -258,7 +258,7 @@ class RemoteBrain:
         self._frames.say(message)
 
     def _say_soon(self, message: Callable[[float], FromRelay]) -> None:
-        """Put off a message until the next one, at most for `soon_s`, unless a request waits for what it changes.
+        """Defer a message to the next one, by `soon_s` at most, unless a request waits for what it changes.
 
         Every frame wakes the brain's process, so fewer frames save CPU. `message`: by its age, seconds.
         """
@@ -271,7 +271,7 @@ class RemoteBrain:
             self._kept.append((self._loop.time(), message))
 
     def _say_kept(self) -> None:
-        """Send the messages that were put off."""
+        """Send the deferred messages."""
         kept, now, frames = self._kept, self._loop.time(), self._frames
         self._forget_kept()
         if frames is not None:
@@ -292,7 +292,7 @@ class RemoteBrain:
     def _look(self, frames: Frames[FromRelay]) -> None:
         """Check that the brain lives, and show it that this relay does; called every `LOOK_S` of a membership."""
         now = self._loop.time()
-        if now - self._looked_s > self.silent_s / 2:  # this process stood still, so the brain's silence says nothing
+        if now - self._looked_s > self.silent_s / 2:  # this process was stopped, so the brain's silence means nothing
             frames.heard_s = now
         self._looked_s = now
         if now - frames.said_s > BEAT_S:
@@ -313,7 +313,7 @@ class RemoteBrain:
                     frames, moved = await self._reach.connect(self._connection)
                 except OSError as error:
                     self._expire()
-                    if not self._reach.near:  # on this machine the next brain is being started
+                    if not self._reach.near:  # on this machine the next brain is just starting
                         self._tell_trouble(str(error) or type(error).__name__)
                     await asyncio.sleep(RETRY_S)
                     continue
@@ -322,7 +322,7 @@ class RemoteBrain:
                     self._reach.turn_away()
                     await asyncio.sleep(RETRY_S)
                     continue
-                if moved():  # another brain has put its socket there meanwhile: it is unknown which one this is
+                if moved():  # another brain has replaced the socket meanwhile, so the peer may be either
                     frames.abort("another brain listens there")
                     await self._lost.wait()
                     continue
@@ -344,7 +344,7 @@ class RemoteBrain:
 
         def look() -> None:
             nonlocal joined, timer
-            timer = self._loop.call_later(until_tick_s(self._loop.time(), LOOK_S), look)  # first: it may fail below
+            timer = self._loop.call_later(until_tick_s(self._loop.time(), LOOK_S), look)  # first: the rest may fail
             joined = joined or self.member is not None
             if self.member is None:
                 self._expire()
@@ -372,10 +372,10 @@ class RemoteBrain:
             log.warning("no brain lets this relay in", extra={"relay": self._relay, "reason": reason})
 
     def _hello(self) -> None:
-        """Tell a brain who this relay is, and what each of its tickets holds."""
+        """Send a brain the relay's name and the state of each of its tickets."""
         assert self._frames is not None
-        self._unsaid = {}  # the standings of tickets contain these tokens
-        self._forget_kept()  # meant for the brain before; this one hears only of what is held now
+        self._unsaid = {}  # the tickets' states in Hello contain these tokens
+        self._forget_kept()  # meant for the former brain; this one gets the present state only
         for entry in self._open.values():
             entry.tokens = 0
             self.token_counts.write(entry.number, 0)
@@ -385,14 +385,14 @@ class RemoteBrain:
         self._frames.say(Hello(VERSION, self._relay, os.getpid(), self.epoch, tuple(held), self.token_counts.fd))
         self._greeted, self._knows_workers = True, False
         for ticket, entry in opened:
-            if not entry.told:  # no brain has accepted it, so it may still be refused
+            if not entry.told:  # no brain knows it, so it may still be refused
                 entry.told = True
                 self._say(Submit(entry.number, ticket.spec))
 
     def _expire(self) -> None:
         """End the tickets that have waited too long without a brain, as a brain would (`Scheduler.late`).
 
-        A brain that stands still may go on later, so it is sent their ends.
+        A brain that has stopped may continue later, so it is sent their ends.
         """
         now = self._loop.time()
         queue_limit, pool_limit = now - self.bounds.queue_deadline_s, now - self.bounds.pool_ttl_s
@@ -460,8 +460,9 @@ class RemoteBrain:
                 self._on_void(request_id)
 
     def _answer(self, number: int, answer: Answer, turn: int | None = None) -> None:
-        """Hand on an answer, unless the ticket has made another call since (`turn`). A refusal has no turn: it ends the
-        ticket whatever that waits for.
+        """Pass an answer to its ticket, unless that has made another call since (`turn`).
+
+        A refusal has no turn: it ends the ticket in any state.
         """
         request_id = self._ids.get(number)
         if request_id is None or (turn is not None and turn != self._open[request_id].turn):

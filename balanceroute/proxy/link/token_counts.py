@@ -1,13 +1,13 @@
-"""Tokens that a relay's requests have generated, in memory that a brain on the same machine reads when it decides.
+"""Counts of a relay's generated tokens, in shared memory that a brain on the same machine reads when it decides.
 
-To say them takes a frame every few milliseconds, for which both processes have to wake up, although they matter only
-when somebody looks. So the relay writes the sum of each ticket to the ticket's place in a file without a name
-(memfd_create(2)), and the brain compares the whole file with what it has read before. No process wakes up for that, and
-the brain knows each token that the relay has counted.
+To send them would take a frame every few milliseconds, for which both processes wake up, although only decisions need
+them. So the relay writes the sum of each ticket to the ticket's place in an anonymous file (memfd_create(2)), and the
+brain compares the file with what it read before. That wakes no process, and the brain has every token that the relay
+has counted.
 
-A place is eight bytes: the life of the ticket above, its tokens since the relay's last Hello below. They are written by
-one store, so who reads finds the old or the new. A ticket's number is its life times `PLACES` plus its place: what a
-place says of another life is about a ticket that the reader does not know yet, or not any more.
+A place is eight bytes, written by one store: the upper half is the ticket's life, the lower half its tokens since the
+relay's last Hello. A ticket's number is its life times `PLACES` plus its place. A place with another life than expected
+belongs to an earlier or a later ticket.
 """
 
 import mmap
@@ -21,7 +21,7 @@ from typing import Final
 
 from balanceroute.proxy.hotpath import grown_counts
 
-PLACES: Final = 2**16  # of tickets at a time; the tokens of further ones are sent as messages
+PLACES: Final = 2**16  # tickets at a time; the tokens of further ones are sent as messages
 NOWHERE: Final = 0  # the place of tickets whose tokens are sent as messages
 _BYTES: Final = 8 * PLACES
 _LIVES: Final = 2**31
@@ -34,19 +34,19 @@ def place_of(number: int) -> int:
 
 
 class WrittenCounts:
-    """A relay's side: numbers its tickets, and writes what they have generated."""
+    """A relay's side: it numbers tickets and writes their counts."""
 
     def __init__(self) -> None:
         self.fd = os.memfd_create("balanceroute-tokens")
         os.ftruncate(self.fd, _BYTES)
         self._places = memoryview(mmap.mmap(self.fd, _BYTES)).cast("q")
-        weakref.finalize(self._places, os.close, self.fd)  # a compiled object has no weak references
+        weakref.finalize(self._places, os.close, self.fd)  # not `self`: a compiled object has no weak references
         self._free: list[int] = []
         self._used = NOWHERE
         self._lives = 0
 
     def number(self) -> int:
-        """A number for a new ticket, which no other ticket has had."""
+        """A new ticket's number, never used before."""
         self._lives += 1
         place = NOWHERE
         if self._free:
@@ -56,13 +56,13 @@ class WrittenCounts:
         return self._lives * PLACES + place
 
     def leave(self, number: int) -> None:
-        """The ticket of this number has left."""
+        """Free the place of a ticket that has ended."""
         place = place_of(number)
         if place != NOWHERE:
             self._free.append(place)
 
     def write(self, number: int, tokens: int) -> bool:
-        """Write what the ticket has generated; False: it has no place, and that has to be said."""
+        """Write a ticket's sum; False: it has no place, so the sum must be sent."""
         place = number % PLACES
         if place == NOWHERE:
             return False
@@ -74,7 +74,7 @@ class ReadCounts:
     """The brain's side."""
 
     def __init__(self, pid: int, fd: int) -> None:
-        """`fd` of that process is the file. Raises: OSError: it can't be read here, or is something else."""
+        """Open the descriptor `fd` of that process. Raises: OSError: it can't be read, or is another kind of file."""
         file = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
         try:
             status = os.fstat(file)
@@ -106,7 +106,7 @@ def same_life(number: int, life: int) -> bool:
 
 
 def peer_pid(connection: socket.socket) -> int | None:
-    """The process at the other end, as the kernel knows it; None: it is on another machine, or out of sight."""
+    """The process id of the peer, from the kernel; None: it is on another machine, or in a foreign pid namespace."""
     if connection.family != socket.AF_UNIX:
         return None
     pid: int = _UCRED.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))[0]

@@ -1,7 +1,7 @@
-"""Everything that is not hot and is the router's own: health, state, metrics, the set of workers.
+"""The operators' routes that the router answers itself: health, readiness, state, metrics, the set of workers.
 
-`/health` says that the process lives, `/ready` that a request would be served; a drain fails readiness first. The
-example proxy's routes keep their keys (`/healthcheck`, `/instances/add`, `/instances/remove`).
+`/health` says that the process runs, `/ready` that a request would be served; a drain fails `/ready` first. The routes
+of vllm-ascend's example proxy keep its JSON keys (`/healthcheck`, `/instances/add`, `/instances/remove`).
 """
 
 import logging
@@ -47,9 +47,9 @@ def json_response(data: Any, status: int = 200) -> Response:
 
 
 async def http_error(request: Request, error: Exception) -> Response:
-    """No such route, or not with this method: in the form of every other error.
+    """404 or 405 as an OpenAI error body.
 
-    A slash too many is told by a path alone: with a host, which the client chooses, an answer could lead anywhere.
+    The redirect for a trailing slash names the path only: the client chooses the Host, so a URL could lead anywhere.
     """
     assert isinstance(error, HTTPException)
     path: str = request.scope["path"]
@@ -61,13 +61,13 @@ async def http_error(request: Request, error: Exception) -> Response:
     hint = meant(path) if error.status_code == 404 else ""
     body = error_body(error.status_code, f"{request.method} {path}: {error.detail}{hint}")
     headers = dict(error.headers or {})
-    if "Allow" in headers:  # of a set, whose order every process has its own of
+    if "Allow" in headers:  # the order of a set differs from process to process
         headers["Allow"] = ", ".join(sorted(headers["Allow"].split(", ")))
     return Response(body, error.status_code, headers, media_type="application/json")
 
 
 def meant(path: str) -> str:
-    """Where a client wanted to go whose base URL has no /v1, or one too many; empty where that is no route either."""
+    """The route that a client meant whose base URL lacks /v1 or has it twice; empty if that is no route either."""
     rest = path
     while rest.startswith("/v1/"):
         rest = rest.removeprefix("/v1")
@@ -76,12 +76,12 @@ def meant(path: str) -> str:
 
 
 async def internal_error(request: Request, error: Exception) -> Response:
-    """A bug of ours: the server logs it, the client learns nothing from it."""
+    """500 for a bug of the router: the server logs it, the client gets no details."""
     return Response(error_body(500, INTERNAL_ERROR), 500, media_type="application/json")
 
 
 async def hot(request: Request) -> Response:
-    """Stands for the hot routes, whose POSTs never come here."""
+    """A placeholder for the hot routes: `ClientApp` answers their POSTs before Starlette sees them."""
     raise InvariantError("a POST to a hot route came by ASGI")
 
 
@@ -112,14 +112,14 @@ class Admin:
     # -- what runs
 
     async def health(self, request: Request) -> Response:
-        """The process lives."""
+        """200: the process runs."""
         return json_response({"status": "ok"})
 
     async def ready(self, request: Request) -> Response:
-        """A request sent now would be served, if not as well as it should be; then `reasons` says what is wrong.
+        """200 if a request sent now would be served; `reasons` says what is wrong in spite of that.
 
-        Workers that are down, or that operators have drained or removed, are named with why, and are no reason where
-        others of their tier serve.
+        Workers that are down, drained or removed are listed with the cause. They are no reason for 503 while others of
+        their tier serve.
         """
         services = self._services()
         view = services.ledger.view()
@@ -144,7 +144,7 @@ class Admin:
         return json_response(answer, 200 if ready else 503)
 
     async def healthcheck(self, request: Request) -> Response:
-        """The example proxy's keys."""
+        """`/healthcheck` with the JSON keys of vllm-ascend's example proxy."""
         services = self._services()
         return json_response(
             {
@@ -170,23 +170,25 @@ class Admin:
     # -- the set of workers
 
     async def add_instances(self, request: Request) -> Response:
-        """Workers join, as soon as they answer; `{"type": "prefill"|"decode", "instances": "host:port" or a list}`."""
+        """Add workers, each from its first answer on; body `{"type": "prefill"|"decode", "instances": "host:port" or a
+        list}`.
+        """
         return await self._change(request, _joins)
 
     async def remove_instances(self, request: Request) -> Response:
-        """Workers get nothing new and leave when they hold nothing."""
+        """Remove workers: they get no new requests, and leave once they hold none."""
         return await self._change(request, partial(_each, act=Fleet.leave))
 
     async def drain_instances(self, request: Request) -> Response:
-        """Workers get nothing new, and stay."""
+        """Drain workers: they get no new requests, and stay."""
         return await self._change(request, partial(_each, act=Fleet.drain))
 
     async def undrain_instances(self, request: Request) -> Response:
-        """Drained workers take requests again."""
+        """Give drained workers requests again."""
         return await self._change(request, partial(_each, act=Fleet.undrain))
 
     async def _change(self, request: Request, prepare: Prepare) -> Response:
-        """All that the request names is changed, or nothing is."""
+        """Change all workers that the request names, or none."""
         services = self._services()
         role, entries = _instances(await request.body())
         told = [_told(url, fields) for url, fields in entries]
@@ -205,7 +207,7 @@ class Admin:
 
 
 def state(services: OperatorServices) -> dict[str, Any]:
-    """What `GET /state` returns: the state document (`core.state`), and what else operators ask for."""
+    """The body of `GET /state`: the state document (`core.state`) and figures for operators."""
     ledger, keys = services.ledger, services.perimeter.keys
     return {
         **ledger.state(policy_settings(services.config)),
@@ -217,7 +219,7 @@ def state(services: OperatorServices) -> dict[str, Any]:
 
 
 def _instances(body: bytes) -> tuple[Role, Entries]:
-    """What a change is about. Raises: InvalidRequest."""
+    """Read the workers that a change names. Raises: InvalidRequest."""
     try:
         data = orjson.loads(body)
         role = _ROLES[data.pop("type")]
@@ -238,7 +240,7 @@ def _instances(body: bytes) -> tuple[Role, Entries]:
 
 
 def _base_url(address: str) -> str:
-    """An instance's URL, of which HOST:PORT is enough. Raises: InvalidRequest."""
+    """An instance's URL, from a URL or HOST:PORT. Raises: InvalidRequest."""
     try:
         return normalised_url(address if "://" in address else f"http://{address}")
     except ValueError as error:
@@ -246,9 +248,9 @@ def _base_url(address: str) -> str:
 
 
 def _joins(services: OperatorServices, role: Role, entries: Entries) -> list[Callable[[], object]]:
-    """What adds these workers. Raises: InvalidRequest: one makes no sense, is here already, or is named twice.
+    """A function that adds these workers. Raises: InvalidRequest: one is invalid, known already, or named twice.
 
-    A server may not come under a second name either, as in the configuration: it would get twice its share.
+    As in the configuration, a server may have one name only: with two it would get twice its share.
     """
     specs = [_spec(services.config.decode, role, url, entry) for url, entry in entries]
     places = Places(worker.spec for worker in services.fleet if not worker.leaving)
@@ -276,16 +278,17 @@ def _spec(decode: Decode, role: Role, url: str, entry: dict[str, Any]) -> Worker
 def _each(
     services: OperatorServices, role: Role, entries: Entries, act: Callable[[Fleet, Worker], None]
 ) -> list[Callable[[], object]]:
-    """What does that to each worker of these servers, or to those alone that have the `dp_rank` and `id` of an entry.
+    """A function that calls `change` for each worker of these servers, or for those with the `dp_rank` and `id` of an
+    entry.
 
-    A server may be named without its scheme, as it is listed. Raises: InvalidRequest: there is no such worker.
+    The scheme of a server may be left out, as in listings. Raises: InvalidRequest: there is no such worker.
     """
     at_server: dict[str, list[Worker]] = {}
     for worker in services.fleet.of(role):
         at_server.setdefault(place_of(worker.spec.url), []).append(worker)
     acts: list[Callable[[], object]] = []
     for url, entry in entries:
-        _spec(services.config.decode, role, url, entry)  # refuses what is no field of a worker
+        _spec(services.config.decode, role, url, entry)  # refuses unknown fields
         wanted = {field: entry[field] for field in ("id", "dp_rank") if entry.get(field) is not None}
         here = at_server.get(place_of(url), ())
         workers = [worker for worker in here if all(getattr(worker.spec, name) == wanted[name] for name in wanted)]
@@ -298,7 +301,7 @@ def _each(
 
 
 def _told(url: str, named: dict[str, Any]) -> str:
-    """An instance in answers and in the log."""
+    """How an instance is written in answers and in the log."""
     which = ", ".join(f"{name} {str(named[name])[:200]}" for name in ("id", "dp_rank") if name in named)
     return f"{url} ({which})" if which else url
 

@@ -1,4 +1,4 @@
-"""Routes that any one worker can answer: models, versions, tokens; and those that nobody can answer well.
+"""Routes that the router forwards to workers (models, versions, tokenizer, caches, profiles), and those it refuses.
 
     /v1/models, /v1/models/{id}, /version      the first worker that answers, prefillers before decoders
     /tokenize, /detokenize                     the same: every worker has the tokenizer
@@ -7,15 +7,15 @@
     /stop_profile
     /v1/responses, the rest of /v1/messages    404
 
-Nothing else of a client's URL reaches a worker: paths are those of this list, written anew, and only the calls to every
-worker have a query. Answers are JSON or none.
+A worker gets a path of this list, never the client's URL; only calls to every worker have a query. Answers are JSON or
+empty.
 
-A relay that has just been started waits for the brain to tell which workers there are, as requests wait for it.
+A relay that was just started waits until the brain has named the workers.
 
-A worker that can't be reached, is late, or answers 5xx is passed over for the next; its last word is the client's only
-when nobody had a better one. The log says which worker failed how; the client, who may be anybody (`/version`), is not
-told how workers are called. Responses would go through a decoder whose recomputed requests look complete on that
-route, so that answers would be cut short silently; 404, because OpenAI's clients try every 5xx again.
+If a worker can't be reached, is late, or answers 5xx, the next one is asked; the client gets the last failure only if
+all fail. The log says which worker failed and how; the client, which may be anybody (`/version`), gets no names of
+workers. `/v1/responses` is refused because on that route an answer that the decoder gave up for recomputation looks
+complete, so answers would be cut short unnoticed. The status is 404, because OpenAI's clients repeat every 5xx.
 """
 
 import asyncio
@@ -53,7 +53,7 @@ from balanceroute.proxy.workers.fleet import Worker
 log = logging.getLogger(__name__)
 
 TIMEOUT_S: Final = 30.0
-GET_TIMEOUT_S: Final = 3.0  # per worker, as on the example proxy
+GET_TIMEOUT_S: Final = 3.0  # per worker, as in vllm-ascend's example proxy
 RESET_PREFIX_CACHE: Final = "/reset_prefix_cache"
 _LIMIT: Final = 64 * 2**20
 _MAX_NAME: Final = 512  # characters of a model's name
@@ -66,7 +66,7 @@ class Forwarding:
     def __init__(
         self, services: Callable[[], ClientServices], forget_prefixes: Callable[[str], None] = lambda worker_id: None
     ) -> None:
-        """`forget_prefixes` is told each prefiller whose prefix cache has been emptied."""
+        """`forget_prefixes` is called with each prefiller whose prefix cache has been emptied."""
         self._services, self._forget_prefixes = services, forget_prefixes
 
     def routes(self) -> list[Route]:
@@ -87,7 +87,7 @@ class Forwarding:
         ]
 
     async def forward(self, request: Request) -> Response:
-        """Pass the request to the first worker that has an answer."""
+        """Answer with the reply of the first worker that has one."""
         path, headers = _target(request), _headers(request, self._services().perimeter)
         # HEAD as GET: our client of workers waits for the body that a length announces, and HEAD has none
         method = "GET" if request.method == "HEAD" else request.method
@@ -129,7 +129,7 @@ class Forwarding:
         raise NoHealthyWorkers(text, retry_after_s=NO_WORKERS_RETRY_AFTER_S)
 
     async def to_all(self, request: Request) -> Response:
-        """Every worker, side by side."""
+        """Call every worker, all at the same time."""
         path = _target(request) + _flags(request)
         headers = _headers(request, self._services().perimeter)
         first_of = {worker.spec.url: worker for worker in self._services().fleet}
@@ -154,10 +154,10 @@ class Forwarding:
         return Response(orjson.dumps(answer), 500 if failed else 200, media_type="application/json")
 
     async def not_served(self, request: Request) -> Response:
-        """Not through prefill and decode."""
+        """404: this route does not go through prefill and decode."""
         path: str = request.scope["path"]
         if path.removesuffix("/") == MESSAGES_PATH:
-            raise HTTPException(404)  # a slash too many
+            raise HTTPException(404)  # a trailing slash
         asked = route_of(request).partition("/{")[0]
         asked, other = (path, MESSAGES_PATH) if asked == MESSAGES_PATH else (asked, "/v1/chat/completions")
         text = f"{asked} is not served through prefill/decode disaggregation; use {other}."
@@ -173,9 +173,9 @@ def _headers(request: Request, perimeter: Perimeter) -> list[tuple[bytes, bytes]
 
 
 def _target(request: Request) -> str:
-    """The path for the workers, written anew: the route's own, with its model's name if it has one, and no query.
+    """The path for the workers: the route's own, with the model's name if it has one, without a query.
 
-    Raises: InvalidRequest: a name that a server on the way may take for another path.
+    Raises: InvalidRequest: a server on the way may take the name for another path.
     """
     route = route_of(request)
     stem, _, rest = route.partition("{")
@@ -190,7 +190,7 @@ def _target(request: Request) -> str:
 
 
 def _flags(request: Request) -> str:
-    """The query of a call to all workers, written anew. Raises: InvalidRequest."""
+    """The query for a call to all workers, of checked flags. Raises: InvalidRequest."""
     query: bytes = request.scope["query_string"]
     if not query:
         return ""
@@ -215,9 +215,9 @@ def _failure(worker: Worker, error: UpstreamError | TimeoutError) -> str:
 
 
 def _checked(answer: Response, worker: Worker) -> Response:
-    """A worker's answer as far as a client may see it: JSON, whatever it says that it is.
+    """The body of a worker's answer, if it is JSON, whatever its Content-Type.
 
-    Raises: BadUpstreamReply: a page or a redirect, which a browser would take for the router's own.
+    Raises: BadUpstreamReply: it is a page or a redirect, which a browser would take for the router's.
     """
     try:
         if 300 <= answer.status_code < 400:

@@ -1,11 +1,11 @@
-"""What stands between a route and its handler: the class of the route, who asks, and a line in the log.
+"""Access control before each handler, by the class of its route, and one log line per call.
 
-    open      no question, no line; `/ready` names workers to operators alone where `/metrics` is theirs alone
+    open      no check, no line; `/ready` names workers to operators alone where `/metrics` is theirs alone
     client    a client key where keys are set; a line
-    decoder   the handler itself knows the token that it gave out
-    admin     `perimeter.access`; a line with who asked, by what, and for what
+    decoder   the handler itself checks the token that it gave out
+    admin     `perimeter.access`; a line with the caller, its credential and the call
 
-The hot routes ask the same `Perimeter` on their own way (`client/exchange.py`).
+The hot routes ask the same `Perimeter` in `client/exchange.py`.
 """
 
 import asyncio
@@ -34,8 +34,8 @@ from balanceroute.proxy.wire.responses import Headers, body_of, extra_headers, j
 log = logging.getLogger(__name__)
 
 READY: Final = "/ready"
-TOLD: Final = "told"  # where in `request.state` a handler puts fields for the line of its call
-_ROUTE: Final = "balanceroute.route"  # in the scope: of the route that matched, which not every Starlette names
+TOLD: Final = "told"  # the attribute of `request.state` with a handler's fields for the log line
+_ROUTE: Final = "balanceroute.route"  # in the ASGI scope: the matched route, which not every Starlette sets
 _CLOSED: Final = {"cache-control": "no-store", "x-content-type-options": "nosniff", "x-frame-options": "DENY"}
 
 
@@ -64,9 +64,11 @@ def guarded(
     refusals: Callable[[], CounterFamily],
     sign_in: Response | None = None,
 ) -> Route:
-    """The route behind its class; perimeter and counter are asked for per request, as they exist while the router runs.
+    """The route with the access control of its class.
 
-    Args: sign_in: what a browser without the admin token gets to see.
+    `perimeter` and `refusals` are called per request, because they exist only while the router runs.
+
+    Args: sign_in: the page for a browser without the admin token.
     Raises: KeyError: the table of classes does not have the route.
     """
     access_of(route.path)
@@ -74,15 +76,15 @@ def guarded(
 
 
 def trusted(route: Route) -> Route:
-    """The route as it is, for who has been let in by another process of the router."""
+    """The route without access control, for callers that another process of the router has let in."""
     return _TrustedRoute(route.path, route.endpoint, methods=sorted(route.methods or ()))
 
 
 class _TrustedRoute(Route):
-    """A route whose handler may ask which it is. Who called it the other process says; here a line says for what."""
+    """A route that notes its name in the scope, and logs the call. The other process logs the caller."""
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """A request for this path."""
+        """Serve a request for this path."""
         scope[_ROUTE] = self.path
         call = _Call(scope, send)
         await super().handle(scope, receive, call.send)
@@ -92,14 +94,14 @@ class _TrustedRoute(Route):
 
 
 class _GuardedRoute(Route):
-    """A route that is not there on another class's listener, whatever the method, and answers browsers' preflights."""
+    """A route that another class's listener answers with 404 for every method; it answers browsers' preflights."""
 
     def __init__(self, route: Route, guard: "_Guard", perimeter: Callable[[], Perimeter]) -> None:
         super().__init__(route.path, guard, methods=sorted(route.methods or ()))
         self._perimeter = perimeter
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """A request for this path, with one of its methods or not."""
+        """Serve a request for this path, whatever its method."""
         perimeter, server = self._perimeter(), scope.get("server")
         access = access_of(self.path, public_metrics=perimeter.public_metrics)
         try:
@@ -115,7 +117,7 @@ class _GuardedRoute(Route):
 
 
 class _Guard:
-    """One route's guard, an ASGI application."""
+    """The access control of one route, as an ASGI application."""
 
     def __init__(
         self,
@@ -129,7 +131,7 @@ class _Guard:
         self._app: ASGIApp = route.app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Ask, serve or refuse, and say so."""
+        """Check the caller, serve or refuse the call, and log it."""
         perimeter, loop = self._perimeter(), asyncio.get_running_loop()
         access = access_of(self._path, public_metrics=perimeter.public_metrics)
         call = _Call(scope, send)
@@ -166,34 +168,34 @@ class _Guard:
 
 
 class _Call:
-    """One call of a guarded route, for its decision and its line."""
+    """One call of a guarded route: the decision on it and its log line."""
 
     def __init__(self, scope: Scope, send: Send) -> None:
         self._scope, self._send = scope, send
         peer = scope.get("client")
         self.visit = Visit(scope["method"], scope["headers"], peer[0] if peer else None, scope["path"])
         self.status = 0
-        self.key: ClientKey | None = None  # until it has been told that the call is over
-        self.headers: Headers = []  # of every answer to it, besides its own
+        self.key: ClientKey | None = None  # set while the key's request is in flight
+        self.headers: Headers = []  # added to every answer
         self.fields: dict[str, Any] = {}
 
     async def send(self, message: Message) -> None:
-        """Pass on; the status is noted."""
+        """Pass a message on, and note the status."""
         if message["type"] == "http.response.start":
             self.status = message["status"]
             message = {**message, "headers": [*message.get("headers", ()), *self.headers]}
         elif not message.get("more_body", False):
-            self.leave()  # the client may ask again as soon as it has this
+            self.leave()  # before the last byte: the client may send its next request as soon as it has that
         await self._send(message)
 
     def leave(self) -> None:
-        """The key may send another request."""
+        """Release the key's request in flight."""
         key, self.key = self.key, None
         if key is not None:
             key.leave(asyncio.get_running_loop().time())
 
     def told(self) -> dict[str, Any]:
-        """The fields of the line. The query is left out: people put secrets there."""
+        """The fields of the log line, without the query: people put secrets there."""
         state = self._scope.get("state", {})
         return {
             "request": self._scope.get(REQUEST_ID, ""),
@@ -207,8 +209,8 @@ class _Call:
 
 
 def with_request_id(scope: Scope, send: Send) -> Send:
-    """A `send` whose response carries X-Request-Id, the client's own where there is one."""
-    if REQUEST_ID not in scope:  # another server than ours
+    """A `send` that adds X-Request-Id to the response: the client's own, if it sent one."""
+    if REQUEST_ID not in scope:  # set by the router's own server only
         scope[REQUEST_ID] = read_head(scope["headers"], None).told_id.decode()
     header = (b"x-request-id", scope[REQUEST_ID].encode())
 
@@ -222,9 +224,9 @@ def with_request_id(scope: Scope, send: Send) -> Send:
 
 
 def with_message_errors(scope: Scope, send: Send) -> Send:
-    """A `send` for Anthropic's clients: errors, whoever makes them, in the form that these know, and `request-id`.
+    """A `send` for Anthropic's clients: it adds `request-id`, and gives every error Anthropic's form.
 
-    `with_request_id` comes first. Errors here are small, and come in one piece.
+    `with_request_id` comes first. Errors are assumed to be small, in one message.
     """
     request_id: str = scope[REQUEST_ID]
     refused: Message | None = None
@@ -271,17 +273,17 @@ def without_names(send: Send) -> Send:
 
 
 def route_of(request: Request) -> str:
-    """The path of the route that serves this, with the names of its parameters in braces."""
+    """The path of the route that serves this scope, with its parameters in braces."""
     path: str = request.scope[_ROUTE]
     return path
 
 
 def tell(request: Request, **fields: Any) -> None:
-    """Add fields to the line of a call."""
+    """Add fields to the log line of a call."""
     told: dict[str, Any] = request.scope.setdefault("state", {}).setdefault(TOLD, {})
     told.update(fields)
 
 
 def closed_headers() -> dict[str, str]:
-    """Headers of what only operators see: kept by no cache, shown in no other page."""
+    """Headers for operators' pages: not cached, not shown in frames of other pages."""
     return dict(_CLOSED)

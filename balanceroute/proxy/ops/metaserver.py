@@ -32,18 +32,20 @@ class Metaserver:
     """`POST /v1/metaserver/TOKEN`: decode workers ask for prefills; `services` is called per request."""
 
     def __init__(self, services: Callable[[], LifeServices], elsewhere: Elsewhere | None = None) -> None:
-        """`elsewhere`: who else may hold the request; None: nobody."""
+        """`elsewhere`: asks the other processes that may hold the request; None: there are none."""
         self._services, self._elsewhere = services, elsewhere or Nowhere()
 
     def routes(self) -> list[Route]:
-        """The one route, and the one of the example proxy, where nobody shows a token."""
+        """The route with a token, and the example proxy's without one, which is refused."""
         return [
             Route(METASERVER_PATH, self.callback, methods=["POST"]),
             Route(METASERVER_PATH + "/{token}", self.callback, methods=["POST"]),
         ]
 
     async def callback(self, request: Request) -> Response:
-        """Answered before the prefill begins: the connector has 32 threads per engine for all its callbacks."""
+        """Take a callback. It is answered before the prefill begins: a connector has 32 threads per engine for all
+        callbacks.
+        """
         token = request.path_params.get("token", "")
         here = self.answer(token, None) == EXPECTED
         if not here and await self._elsewhere.ask(token) != EXPECTED:
@@ -57,7 +59,7 @@ class Metaserver:
         return Response(orjson.dumps({"status": "ok"}), media_type="application/json")
 
     def answer(self, token: str, body: bytes | None) -> str:
-        """Whether the token is expected in this process; with a body, what has become of the callback."""
+        """Say whether this process expects the token; with a body, take the callback and say how that went."""
         services = self._services()
         if not services.callbacks.expects(token):
             return REFUSED
@@ -70,7 +72,7 @@ class Metaserver:
     def _refused(self, request: Request) -> Response:
         self._services().metrics.callbacks.inc(REFUSED)
         told = {"request": request.scope.get(REQUEST_ID, ""), "peer": request.client.host if request.client else ""}
-        log.info("callback refused", extra={**told, "path": METASERVER_PATH, "status": 403})  # the token may be one
+        log.info("callback refused", extra={**told, "path": METASERVER_PATH, "status": 403})  # a token may be valid
         return _error(REFUSED)
 
 

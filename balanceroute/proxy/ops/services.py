@@ -1,4 +1,4 @@
-"""What operators' routes need of the router: beside what client requests share, who decides."""
+"""The services that operators' routes use: those of client requests, and the ledger."""
 
 import asyncio
 from collections.abc import Callable
@@ -12,9 +12,9 @@ from balanceroute.proxy.client.services import ClientServices
 class OperatorServices(ClientServices):
     """In the process that holds the ledger.
 
-    `keep_changes` keeps what operators have changed for the next brain; it is called before they are answered. Raises:
-    NoHealthyWorkers: another brain leads, and does not know of it. `changing` is held by who makes another
-    configuration from the present one: that may take seconds, in which no other may come.
+    `keep_changes` writes operators' changes down for the next brain, before the operator gets an answer. Raises:
+    NoHealthyWorkers: another brain leads, and does not know the change. `changing` is held while a change of the
+    configuration is made, which may take seconds: one change at a time.
     """
 
     ledger: Ledger

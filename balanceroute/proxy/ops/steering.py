@@ -1,4 +1,4 @@
-"""`POST /routing/policy`: another policy, until a reload or restart reads the configuration again."""
+"""`POST /routing/policy`: switch the policy until a reload or restart reads the configuration again."""
 
 from collections.abc import Awaitable, Callable, Mapping
 
@@ -20,7 +20,7 @@ Switch = Callable[[Config], Awaitable[object]]
 
 
 class Steering:
-    """The handler; `switch` makes a configuration the router's."""
+    """The handler; `switch` applies a configuration to the router."""
 
     def __init__(self, services: Callable[[], OperatorServices], switch: Switch, read: Config) -> None:
         """`read`: the configuration as it was read; a brain may begin under another policy (`proxy/changes.py`)."""
@@ -32,9 +32,9 @@ class Steering:
         return [Route("/routing/policy", self.policy, methods=["POST"])]
 
     async def policy(self, request: Request) -> Response:
-        """`{"policy": NAME}`, with the other knobs as they are. What is bound stays; what waits is decided on anew.
+        """Switch to the policy of `{"policy": NAME}`. Admitted requests stay; waiting ones are decided on anew.
 
-        A policy of one's own takes its `routing.options` along, and finds them again when it is switched back to.
+        The other settings stay. `routing.options` belong to a policy: they come back when it is switched back to.
         """
         services = self._services()
         try:
@@ -52,9 +52,9 @@ class Steering:
 
 
 def _wanted(body: bytes) -> str:
-    """The name that is asked for: of ours, of installed packages, or one of one's own that has been configured.
+    """The policy's name: built in, of an installed package, or a user's own that has been configured.
 
-    Raises: InvalidRequest: it is none. ConfigError: it cannot be imported.
+    Raises: InvalidRequest: there is no such policy. ConfigError: it can't be imported.
     """
     try:
         asked = orjson.loads(body)
@@ -69,9 +69,9 @@ def _wanted(body: bytes) -> str:
 
 
 def with_policy(config: Config, name: str, options: Mapping[str, Option] | None = None) -> Config:
-    """The same settings under another policy, with `options` if it had some before.
+    """The configuration with another policy, and the `options` that it had before.
 
-    Those of the present policy stay behind. Raises: ConfigError: the settings do not go with it.
+    The present policy's options are dropped. Raises: ConfigError: the settings do not fit the policy.
     """
     if name == config.routing.policy:
         return with_sections(config)

@@ -1,10 +1,10 @@
-"""A relay's operators' routes: the brain answers them, whichever relay is asked.
+"""Operators' routes on a relay: it passes each request on to the brain, which answers.
 
-Who may ask is decided by the relay, which knows the client; the brain's socket is open to our user alone, and from
-other machines to certificates of the link. While there is no brain, the answer is 503.
+The relay decides who may ask, because it knows the client. The brain's socket is open to the router's user only, and to
+other machines with a certificate of the link. While there is no brain, the answer is 503.
 
-No credential of the router's own crosses: not the admin token, a session of the dashboard, or a client's key. What a
-caller has sent for the workers does, on the routes that call them, as the brain calls them in the relay's place.
+No credential for the router is passed on: no admin token, dashboard session or client key. A credential that a caller
+sent for the workers is, on routes where the brain calls workers for the relay.
 """
 
 import asyncio
@@ -24,10 +24,10 @@ from balanceroute.proxy.workers.reply import Reply
 from balanceroute.proxy.workers.upstream import Connections, Upstream
 
 RETRY_AFTER_S: Final = 1.0
-READ_S: Final = 30.0  # until the head of an answer
-CHANGE_S: Final = 300.0  # workers have 30 s, and another policy's predictor may have much to read
-TURN_S: Final = 1.0  # for answers under way: the brain that is joined may have been asked before
-_OURS: Final = frozenset(  # of one connection, said by the relay itself, or credentials
+READ_S: Final = 30.0  # for the head of an answer
+CHANGE_S: Final = 300.0  # workers may take 30 s, and a new policy's predictor may read large files
+TURN_S: Final = 1.0  # for answers under way of the former brain
+_OURS: Final = frozenset(  # not passed on: hop-by-hop, set by the relay itself, or credentials
     (
         b"accept-encoding",
         b"authorization",
@@ -51,7 +51,7 @@ _OURS: Final = frozenset(  # of one connection, said by the relay itself, or cre
 
 
 def through_socket(path: str) -> Upstream:
-    """Connections to a brain on this machine, whose application listens there."""
+    """Connections to the application of a brain on this machine, at this unix socket."""
     return Upstream("http://brain", worker="brain", tier="brain", socket_path=path)
 
 
@@ -65,13 +65,13 @@ class ToBrain:
     """The handler of all routes that the brain answers."""
 
     def __init__(self, connections: Callable[[], Connections]) -> None:
-        """`connections`: makes connections to the application of the leading brain."""
+        """`connections` connects to the application of the leading brain."""
         self._connections = connections
         self._upstream = connections()
         self._former: set[Connections] = set()
 
     async def answer(self, request: Request, authorization: bool = False) -> Response:
-        """Pass the request on, and the answer back as it comes; `authorization`: its own, too, which is for workers."""
+        """Pass the request on, and stream the answer back. `authorization`: also pass on that header, for workers."""
         query: bytes = request.scope["query_string"]
         path = request.scope["raw_path"].decode("latin-1") + ("?" + query.decode("latin-1") if query else "")
         method = "GET" if request.method == "HEAD" else request.method
@@ -92,12 +92,12 @@ class ToBrain:
                 text = "The process that decides for this router (the brain) gave no answer; it may have done as asked."
             return error_response(NoHealthyWorkers(text, retry_after_s=RETRY_AFTER_S))
         response = StreamingResponse(_body(reply), reply.status)
-        length = b"content-length"  # an answer is passed on whole; to HEAD it is all that is
+        length = b"content-length"  # the answer is sent with its own length; an answer to HEAD has only that
         response.raw_headers = [(name, value) for name, value in reply.headers if name not in _OURS or name == length]
         return response
 
     def turn_to_another(self) -> None:
-        """Another brain leads: send requests to it from now on, and wait `TURN_S` at most for answers of the former."""
+        """Another brain leads: send new requests to it, and wait `TURN_S` at most for answers of the former one."""
         former, self._upstream = self._upstream, self._connections()
         former.drop_idle()
         self._former.add(former)

@@ -1,1 +1,1 @@
-"""What the router says about itself: metrics, their instruments, logs."""
+"""Metrics, their instruments, logs."""

@@ -1,7 +1,8 @@
 """The router's clock, which goes on while its machine is suspended.
 
-Elsewhere prefillers keep KV for so many seconds, and drop it meanwhile. Python's and libuv's clocks stand still in a
-suspend, so KV would look younger than it is, and decode workers would read what is in its blocks by then.
+Prefillers on other machines drop pinned KV after a time, also while this machine is suspended. Python's and libuv's
+clocks stop during a suspend. By them KV would look younger than it is, and decode workers would read blocks that hold
+other data by then.
 """
 
 import time
@@ -19,9 +20,9 @@ def now_s() -> float:
 
 
 class Loop(uvloop.Loop):
-    """A loop by this clock: a suspend looks like a stop of the process, and what is done about that is right for it.
+    """An event loop on this clock: a suspend looks like a stopped process, and is handled as one.
 
-    uvloop's own clock is also that of the turn's beginning; here a turn that is stopped half-way knows.
+    uvloop's own clock gives the time at which the turn began; this one also advances within a turn.
     """
 
     def time(self) -> float:

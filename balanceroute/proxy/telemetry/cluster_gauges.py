@@ -1,7 +1,7 @@
-"""States of the cluster as metrics, read from a view at the moment of a scrape: a row of a table for each.
+"""Gauges of the cluster's state, read from a view at each scrape. Each gauge is a row of a table.
 
-`L_g` and `M` are of our own requests alone, in KV tokens, as our ledger counts them. Decisions also weigh the requests
-of others, `decode.request_tokens` and a worker's `slowdown` (`DecodeInstanceState.step_load`).
+`L_g` and `M` count the router's own requests, in KV tokens of its ledger. Decisions also weigh other routers' requests,
+`decode.request_tokens` and a worker's `slowdown` (`DecodeInstanceState.step_load`).
 """
 
 import math
@@ -81,7 +81,7 @@ COUNTED_PER_PREFILLER: Final[tuple[tuple[str, str, Callable[[PrefillerView], flo
 
 
 def prefiller_counters(prefillers: Iterable[PrefillerView]) -> Iterator[CounterFamily]:
-    """What is counted of these prefillers, since this process has known them."""
+    """Counters of these prefillers, since this process has known them."""
     for name, meaning, counted in COUNTED_PER_PREFILLER:
         counter = CounterFamily(f"balanceroute_{name}", meaning, ["worker"])
         for prefiller in prefillers:
@@ -132,7 +132,7 @@ def cluster_gauges(view: ClusterView, withdrawn: Collection[str] = ()) -> Iterat
         ("queued", view.queued),
         ("prefilling", view.prefilling),
         ("pooled", view.pooled),
-        ("asking", view.asking),  # layerwise: at a decode worker, and no prefiller may take them
+        ("asking", view.asking),  # layerwise: they have a decode worker, but no prefiller may take them
     )
     yield gauge_by(
         "phase", "balanceroute_waiting_requests", "Requests that wait, or are at a prefiller (prefilling).", waiting

@@ -1,7 +1,7 @@
-"""What is wrong although requests are served: one log line when it begins and one when it ends, `/ready`.
+"""Conditions: faults that do not stop service. Each gets a log line at its begin and its end, and a reason in `/ready`.
 
-A condition is a diagnosis and stops nothing by itself: an operator reads of it, and may act. One that comes and goes,
-as of a worker that is often too busy to be read, is logged once in `QUIET_S`; one that stays is logged by then.
+A condition changes nothing by itself: it informs an operator. One that comes and goes (a worker that is often too busy
+to be read) is logged once per `QUIET_S` at most; one that lasts is logged within that time.
 """
 
 import logging
@@ -18,7 +18,7 @@ METRICS: Final = "metrics"
 PREFIX_CACHE: Final = "prefix_cache"
 KINDS: Final = (CONNECTOR, METRICS, PREFIX_CACHE)
 QUIET_S: Final = 60.0
-_NAMED: Final = 4  # workers of one reason that are named; the rest is counted
+_NAMED: Final = 4  # workers named per reason; further ones are only counted
 
 
 class Conditions:
@@ -27,11 +27,11 @@ class Conditions:
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
         self._held: dict[tuple[str, str], str] = {}
-        self._told: set[tuple[str, str]] = set()  # of which the log says that they hold
-        self._told_s: dict[tuple[str, str], float] = {}  # when the log said so last
+        self._told: set[tuple[str, str]] = set()  # those whose begin was logged
+        self._told_s: dict[tuple[str, str], float] = {}  # when that was
 
     def hold(self, kind: str, worker_id: str, reason: str) -> None:
-        """From now on; told once, however often it is said again, and whatever the reason becomes."""
+        """Begin a condition. Idempotent: it is logged once, even if the reason changes."""
         key, now = (kind, worker_id), self._now()
         self._held[key] = reason
         if key not in self._told and now - self._told_s.get(key, -math.inf) >= QUIET_S:
@@ -40,14 +40,14 @@ class Conditions:
             log.warning("degraded", extra={"worker": worker_id, "kind": kind, "reason": reason})
 
     def clear(self, kind: str, worker_id: str) -> None:
-        """The condition is over. Idempotent."""
+        """End a condition. Idempotent."""
         self._held.pop((kind, worker_id), None)
         if (kind, worker_id) in self._told:
             self._told.discard((kind, worker_id))
             log.info("no longer degraded", extra={"worker": worker_id, "kind": kind})
 
     def forget(self, worker_id: str, kinds: Iterable[str] = KINDS) -> None:
-        """The worker has left, or is down, which says more: nothing is better than before, so nothing is logged."""
+        """Drop the conditions of a worker that has left or is down, without a log line: nothing has improved."""
         for kind in kinds:
             self._held.pop((kind, worker_id), None)
             self._told.discard((kind, worker_id))
@@ -59,7 +59,7 @@ class Conditions:
 
     @property
     def reasons(self) -> list[str]:
-        """What is wrong, and at which workers; workers with the same reason are named together."""
+        """The reasons, each with the workers that it holds for."""
         where: dict[str, list[str]] = defaultdict(list)
         for (_, worker_id), reason in self._held.items():
             where[reason].append(worker_id)

@@ -1,9 +1,9 @@
-"""Compares our ledger with what the workers say of themselves, and says so loudly when they differ for long.
+"""Compares the ledger with workers' own figures, and warns when they differ for long.
 
-Both views are right at different moments, so one difference means nothing. A surplus of theirs that has lasted over
-`WINDOW` polls does: requests that a decoder runs and we know nothing of (another router in front of it, an abort that
-was not noticed), or KV on a prefiller for which we hold nothing. A decoder that reports less than we have there is no
-finding: what was sent last is not in its report yet, and under load there is always something that was sent last.
+Both are taken at different moments, so one difference means nothing. A worker's surplus that lasts for `WINDOW` polls
+is a finding: a decoder runs requests that the ledger does not have (of another router, or after an abort that it
+missed), or a prefiller holds KV for which the ledger has no request. A decoder that reports fewer requests than the
+ledger is no finding: the newest ones are not in its report yet.
 """
 
 import logging
@@ -15,7 +15,7 @@ from balanceroute.core.types import Role
 log = logging.getLogger(__name__)
 
 WINDOW: Final = 10  # polls; at the default interval ten seconds, longer than any decode worker's metrics are old
-IDLE_USAGE: Final = 0.005  # KV usage below this is nothing: vLLM keeps one block of its own
+IDLE_USAGE: Final = 0.005  # KV usage below this counts as none: vLLM keeps one block of its own
 
 
 class Divergence:
@@ -26,10 +26,10 @@ class Divergence:
         self._told: set[str] = set()
 
     def see(self, worker_id: str, role: Role, samples: dict[str, float], *, held: int, orphans: int) -> None:
-        """Take in one poll.
+        """Compare one poll with the ledger.
 
-        Args: held: requests that we have on this worker (a prefiller's: in flight or pinned). orphans: pinned KV
-        anywhere that waits for its timeout, which explains any prefiller's usage.
+        Args: held: the ledger's requests on this worker (at a prefiller: in flight or pinned). orphans: pinned KV, at
+        any prefiller, that waits for its timeout; it explains any prefiller's usage.
         """
         if role is Role.DECODE:
             running = samples.get("num_requests_running")
@@ -43,14 +43,14 @@ class Divergence:
         self._tell(worker_id, role)
 
     def lasting(self, worker_id: str) -> float:
-        """The smallest difference of the last polls; 0 where any of them agreed."""
+        """The smallest difference of the last `WINDOW` polls; 0: at least one agreed."""
         seen = self._seen.get(worker_id)
         if seen is None or len(seen) < WINDOW:
             return 0.0
         return min(seen)
 
     def forget(self, worker_id: str) -> None:
-        """The worker has left, or is down: what it said before is over."""
+        """Drop the polls of a worker that has left or is down."""
         self._seen.pop(worker_id, None)
         self._told.discard(worker_id)
 

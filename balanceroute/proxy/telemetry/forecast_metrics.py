@@ -1,6 +1,6 @@
-"""What `/metrics` shows of the predictor and its history: plain counters elsewhere, read when scraped.
+"""Metrics of the predictor and its history, read at each scrape from their own counters.
 
-A predictor ends with its brain, or with a reload that brings another one; what it has counted is counted on (`former`).
+A predictor ends with its brain, or with a reload to another one. Its counts are carried over (`former`).
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -40,12 +40,12 @@ class ForecastCounts:
         )
 
     def told(self) -> dict[str, Any]:
-        """All of it, as plain data."""
+        """The counts as plain data."""
         rows = {name: rows for name, counter in self.counters.items() if (rows := counter.rows())}
         return {"counters": rows, "errors": self.errors.rows()}
 
     def add(self, counters: Mapping[str, Iterable[CounterRow]], errors: Iterable[HistogramRow]) -> None:
-        """Add what others have."""
+        """Add the counts of others."""
         for name, counter in self.counters.items():
             counter.add(counters.get(name, ()))
         self.errors.add(errors)

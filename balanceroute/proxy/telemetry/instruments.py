@@ -24,8 +24,8 @@ DECISION_SECONDS = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 
 class Histogram:
     """Observations in fixed buckets (upper bounds, ascending; +Inf is implied).
 
-    `observe(value)` only takes the value down, which is a list's append and no function of ours; all reading counts
-    what has been taken down, and somebody must call `fold` now and then where nobody reads.
+    `observe(value)` is the `append` of a list. Reading sorts the appended values into the buckets; if nothing reads,
+    call `fold` from time to time.
     """
 
     __slots__ = ("_counts", "_taken_down", "_total", "bounds", "observe")
@@ -38,7 +38,7 @@ class Histogram:
         self.observe = self._taken_down.append
 
     def fold(self, at_least: int = 1) -> None:
-        """Sort the values taken down into the buckets, if there are `at_least` so many; O(values * log buckets)."""
+        """Sort the appended values into the buckets, if there are `at_least` that many. O(values * log buckets)."""
         values = self._taken_down
         if len(values) < at_least:
             return
@@ -141,7 +141,7 @@ class StageClock:
         self._since = 0.0
 
     def begin(self) -> None:
-        """A decision begins now."""
+        """Begin to time a decision."""
         self._since = perf_counter()
 
     def __call__(self, stage: str) -> None:

@@ -1,10 +1,10 @@
-"""How the router's log records look: one JSON object per line for machines, plain text on a terminal.
+"""The format and the output of log records: one JSON object per line, or plain text on a terminal.
 
-Lines below a warning leave in bunches (`LineHandler`), and the line that every request ends with takes a short way
-(`log_request`): by `logging` alone it was a tenth of the CPU of a short request.
+Lines below WARNING are written in batches (`LineHandler`), and the line at the end of each request bypasses `logging`
+(`log_request`), which took a tenth of the CPU of a short request.
 
-Nobody waits long for who reads the log through a pipe or on a terminal, however slowly: a write that blocks would stop
-every stream. Lines that are not taken are lost, and counted in one that comes once lines are taken again.
+A write that blocks would stop every stream, so a slow reader (a pipe, a terminal) is waited for only briefly. Lines
+that it does not take are dropped; their number is logged once it reads again.
 """
 
 import asyncio
@@ -27,15 +27,15 @@ from balanceroute.proxy.telemetry.long_lines import bounded
 
 FLUSH_S: Final = 0.1
 MAX_WAITING: Final = 1000  # lines
-PATIENCE_S: Final = 0.5  # for a reader that stands still
-SHARE: Final = 0.01  # of the time, for one that is slow
+PATIENCE_S: Final = 0.5  # longest wait for a reader that has stopped
+SHARE: Final = 0.01  # share of the time spent waiting for a slow reader
 _root: Final = logging.getLogger()
 _requests: Final = logging.getLogger("balanceroute.requests")
 _STANDARD: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "color_message", "taskName"}
 
 
 def fields_of(record: logging.LogRecord) -> dict[str, object]:
-    """What the caller gave as `extra`."""
+    """The fields that the caller passed as `extra`."""
     return {name: value for name, value in vars(record).items() if name not in _STANDARD}
 
 
@@ -52,12 +52,12 @@ class LineFormat(Protocol):
 
 
 class _Reader:
-    """Who takes the lines of a stream: a file at once, others as they can. Nobody waits for them longer than
-    `PATIENCE_S`, and then for no more than `SHARE` of the time.
+    """The output of a stream: a file takes lines at once; a pipe or terminal is waited for.
 
-    A pipe that was about to be full may be so before we write, as other processes write, too, and a long line is more
-    than it has room for. So writes block nobody, but for other holders of the stream they are as they were: it is
-    opened once more.
+    One wait takes `PATIENCE_S` at most; for a slow reader all waits together take `SHARE` of the time at most.
+
+    The stream is opened again for writes that never block: other processes write to the same pipe and may fill it
+    first, and a long line may exceed its room. Other holders of the stream keep their own mode.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -65,22 +65,22 @@ class _Reader:
         self._patience_s, self._asked_s = PATIENCE_S, time.monotonic()
         self._file: int | None = None
         self.may_stand_still = False
-        self._torn = False  # a line of which the reader has not taken all
-        with suppress(OSError, ValueError):  # one in memory
+        self._torn = False  # the last line was taken only in part
+        with suppress(OSError, ValueError):  # a stream in memory has no descriptor
             given = stream.fileno()
             self.may_stand_still = not stat.S_ISREG(os.fstat(given).st_mode)
             self._file = _opened_again(given) if self.may_stand_still else os.dup(given)
             self._room.register(self._file, POLLOUT)
 
     def takes(self, text: str) -> bool:
-        """Write it; returns whether all of it was taken. Raises: ValueError: the stream was closed."""
+        """Write a piece; returns whether all of it was taken. Raises: ValueError: the stream was closed."""
         if self._file is None:
             self._stream.write(text)
             self._stream.flush()
             return True
         whole = (b"\n" if self._torn else b"") + text.encode(self._stream.encoding, "backslashreplace")
         left = whole
-        with suppress(OSError):  # another process was faster, the disk is full, or nobody reads any more
+        with suppress(OSError):  # another process filled the pipe, the disk is full, or the reader has gone
             while left and self._has_room():
                 left = left[os.write(self._file, left[:PIPE_BUF]) :]
         if len(left) < len(whole):
@@ -88,14 +88,14 @@ class _Reader:
         return not left
 
     def close(self) -> None:
-        """Let go of what was opened once more."""
+        """Close the descriptor that was opened again."""
         if self._file is not None:
             self._room.unregister(self._file)
             os.close(self._file)
             self._file = None
 
     def _has_room(self) -> bool:
-        """Whether a piece can be written, soon at the latest; or fails, as nobody reads any more."""
+        """Wait within the time left for room for a piece; also True if the reader has gone, so the write will fail."""
         if not self.may_stand_still:
             return True
         now = time.monotonic()
@@ -107,15 +107,15 @@ class _Reader:
 
 
 def _opened_again(file: int) -> int:
-    """A descriptor of the same pipe or terminal, whose writes block nobody."""
+    """A new descriptor of the same pipe or terminal whose writes do not block."""
     try:
         return os.open(f"/proc/self/fd/{file}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
-    except OSError:  # a socket, which has room for more than a piece where it has any, or another user's
+    except OSError:  # a socket (if it has room, then for a whole piece), or another user's
         return os.dup(file)
 
 
 class LineHandler(logging.Handler):
-    """Lines to a stream: warnings at once, what is below them within `FLUSH_S` while an event loop runs."""
+    """Writes lines to a stream: from WARNING up at once, others within `FLUSH_S` while an event loop runs."""
 
     def __init__(self, stream: TextIO, lines: LineFormat, *, shared: bool = False) -> None:
         """`shared`: other processes write to the stream, too."""
@@ -148,22 +148,22 @@ class LineHandler(logging.Handler):
                 self.flush()
 
     def flush(self) -> None:
-        """Write what waits."""
+        """Write the waiting lines."""
         with self.lock:  # type: ignore[union-attr]
             lines, self._waiting = self._waiting, []
-            with suppress(ValueError):  # nobody takes the log any more; requests are served all the same
+            with suppress(ValueError):  # the log can't be written; requests are served all the same
                 for bunch in _bunches(lines) if self._in_pieces else [lines] if lines else []:
                     self._write(bunch)
 
     def close(self) -> None:
-        """Write what waits, and let go of the stream."""
+        """Write the waiting lines, and close the own descriptor."""
         with self.lock:  # type: ignore[union-attr]
             self.flush()
             self._reader.close()
         super().close()
 
     def _write(self, lines: list[str]) -> None:
-        """Write them, unless that would wait for a reader that stands still, or fails."""
+        """Write lines; drop and count those that the reader does not take."""
         if self._lost and self._reader.takes(f"{self._line_of_loss()}\n"):
             self._lost = 0
         if self._lost or not self._reader.takes("\n".join([*lines, ""])):
@@ -176,12 +176,12 @@ class LineHandler(logging.Handler):
 
 
 def _most_bytes(process: str) -> int:
-    """Of a line without its end: what a pipe takes in one piece where several processes write, else anything."""
+    """The longest line, without its end: `PIPE_BUF` if several processes write to a pipe, else unbounded."""
     return PIPE_BUF - 1 if process else sys.maxsize
 
 
 def _bunches(lines: list[str]) -> Iterator[list[str]]:
-    """As many lines each as a pipe takes in one piece, so that those of several processes do not mix."""
+    """Group lines into pieces that a pipe takes whole, so that lines of several processes do not mix."""
     bunch, size = list[str](), 0
     for line in lines:
         more = len(line.encode(errors="backslashreplace")) + 1
@@ -199,7 +199,7 @@ def log_request(fields: dict[str, object]) -> None:
     handlers = _root.handlers
     if len(handlers) == 1 and isinstance(handlers[0], LineHandler):
         handlers[0].request(fields)
-    else:  # somebody else's set-up
+    else:  # logging was set up by other code
         _requests.info("request", extra=fields)
 
 
@@ -207,7 +207,7 @@ class JsonFormatter(logging.Formatter):
     """One object per line: time, level, logger, event, then the fields."""
 
     def __init__(self, process: str = "") -> None:
-        """`process`: which of several writes; "" for the only one."""
+        """`process`: the name of this process in the lines; "": there is only one."""
         super().__init__()
         self._own = {"process": process} if process else {}
         self._most_bytes = _most_bytes(process)
@@ -247,7 +247,7 @@ class JsonFormatter(logging.Formatter):
 def _as_bytes(entry: Mapping[str, object]) -> bytes:
     try:
         return orjson.dumps(entry, default=str)
-    except TypeError:  # text that is no Unicode, as of a file's name
+    except TypeError:  # lone surrogates, as in a file's name
         return json.dumps(entry, default=str).encode()
 
 
@@ -281,7 +281,7 @@ class PlainFormatter(logging.Formatter):
 
 
 def _as_text(begin: str, entry: Mapping[str, object]) -> str:
-    """Its line, and beneath it the traceback, if there is one."""
+    """The record's line, then its traceback, if there is one."""
     fields = dict(entry)
     event, exception = fields.pop("event"), fields.pop("exception", "")
     told = " ".join(f"{name}={_one_line(value)}" for name, value in fields.items())
@@ -290,7 +290,7 @@ def _as_text(begin: str, entry: Mapping[str, object]) -> str:
 
 
 def _one_line(value: object) -> str:
-    """As text that neither ends the line nor says anything to a terminal: clients and workers choose some of it."""
+    """Text without line ends and terminal controls: clients and workers choose some of it."""
     text = str(value)
     return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
@@ -303,14 +303,14 @@ class _UncleanEnds(logging.Filter):
 
 
 class _DroppedWrites(logging.Filter):
-    """Drops what event loops say of each write to a client that has left: who writes is told so a moment later."""
+    """Drops event loops' warnings about writes to a client that has left: the writer hears of it a moment later."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         return record.msg not in ("SSL connection is closed", "socket.send() raised exception.")
 
 
 class _FailedStarts(logging.Filter):
-    """Leaves one line of uvicorn's traceback where an error that is ours, and says what is wrong, ends a start."""
+    """Replaces uvicorn's traceback by one line when a start ends with a `BalanceRouteError`."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         text = str(record.msg)
@@ -320,7 +320,7 @@ class _FailedStarts(logging.Filter):
         return True
 
 
-_unclean_ends: Final = _UncleanEnds()  # one of each, so that a reload doesn't add another
+_unclean_ends: Final = _UncleanEnds()  # one instance of each, so that a second `configure` adds none
 _dropped_writes: Final = _DroppedWrites()
 _failed_starts: Final = _FailedStarts()
 
@@ -328,8 +328,8 @@ _failed_starts: Final = _FailedStarts()
 def configure(level: str, style: str, stream: TextIO | None = None, process: str = "") -> None:
     """Set up the root logger.
 
-    Args: style: json, plain, or auto (plain on a terminal). process: whose lines these are, where several processes
-    write to one stream.
+    Args: style: json, plain, or auto (plain on a terminal). process: this process's name in the lines, if several write
+    to one stream.
     """
     out = stream or sys.stderr
     plain = style == "plain" or (style == "auto" and out.isatty())
@@ -338,7 +338,7 @@ def configure(level: str, style: str, stream: TextIO | None = None, process: str
     lines = PlainFormatter(process) if plain else JsonFormatter(process)
     _root.handlers[:] = [LineHandler(out, lines, shared=bool(process))]
     _root.setLevel(level.upper())
-    # Neither format shows where a record was made; finding out takes longer than writing the line
+    # Neither format shows the source line of a record; to find it takes longer than to write the line
     # ("Optimization" in the logging HOWTO of the Python documentation).
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     logging._srcfile = None

@@ -1,21 +1,21 @@
-"""Lines of a log that a pipe takes in one piece, however long the fields are that clients or workers have chosen."""
+"""Bounds the length of a log line by cutting long fields, so that a pipe takes the line in one piece."""
 
 from collections.abc import Callable, Mapping
 from typing import Final
 
 import orjson
 
-CUT: Final = "cut"  # the field of a line that says what was longer: by name, of how many characters
-LEAST: Final = 200  # characters that every field keeps as long as others have more
+CUT: Final = "cut"  # this field of a line says which others were cut: their names and full lengths, in characters
+LEAST: Final = 200  # characters that each field keeps while another has more
 _CLIENTS: Final = ("path", "method", "instances", "policy", "request")  # clients choose these, so they are cut first
-_END_TELLS: Final = "exception"  # of a traceback the last line says what it is
+_END_TELLS: Final = "exception"  # of a traceback the end is kept: its last line names the error
 _WHOLE: Final = frozenset(("time", "level", "logger", "process"))
 
 Render = Callable[[Mapping[str, object]], str]
 
 
 def bounded(fields: Mapping[str, object], render: Render, most_bytes: int) -> str:
-    """The line of these fields; where it would be longer than that, some are cut, and `cut` says which."""
+    """Render fields as one line of at most `most_bytes`; if some are cut, the field `cut` says which."""
     line = render(fields)
     if _size(line) <= most_bytes:
         return line
@@ -33,8 +33,8 @@ def bounded(fields: Mapping[str, object], render: Render, most_bytes: int) -> st
 
 
 def _cut(told: dict[str, object], name: str, text: str, least: int, render: Render, most_bytes: int) -> str:
-    """The line with as much of one field as fits, and `least` characters where nothing does."""
-    low, high = least, min(len(text), most_bytes)  # what is taken of a character depends on it
+    """The line with one field cut to what fits, but to no fewer than `least` characters."""
+    low, high = least, min(len(text), most_bytes)  # a search: a character may take several bytes
     while low < high:
         middle = (low + high + 1) // 2
         told[name] = _part(name, text, middle)
@@ -47,7 +47,7 @@ def _cut(told: dict[str, object], name: str, text: str, least: int, render: Rend
 
 
 def _in_order(texts: Mapping[str, str]) -> list[str]:
-    """The names of what may be cut: what clients choose, then the longest."""
+    """The fields in the order in which they are cut: those that clients choose, then the longest."""
     clients = [name for name in _CLIENTS if name in texts]
     others = [name for name in texts if name not in _WHOLE and name not in _CLIENTS]
     return [*clients, *sorted(others, key=lambda name: -len(texts[name]))]
@@ -64,5 +64,5 @@ def _text(value: object) -> str:
 
 
 def _size(line: str) -> int:
-    """Bytes, as standard error writes them."""
+    """The length in bytes, as standard error writes it."""
     return len(line.encode(errors="backslashreplace"))

@@ -1,12 +1,12 @@
-"""What `/metrics` shows, in a registry of its own.
+"""The metrics of one router, in their own registry.
 
-Per request: a handful of counters and histograms, bound once (`instruments.py`). Per token: nothing. Everything that
-is a state (loads, slots, waiting requests) is read from the ledger at the moment of the scrape, so it can't drift
-and a worker's series go when the worker goes.
+A request updates a handful of counters and histograms (`instruments.py`); a token updates none. States (loads, slots,
+waiting requests) are read from the ledger at each scrape, so they can't drift, and a worker's series end with the
+worker.
 
-Where a router has several processes, each counts for itself. What they have counted is told as plain data (`counts`) to
-the one that shows it (`beside`), and to the next life of one that has ended (`carry_on`), so that no sum ever falls.
-States are those of the process that decides.
+In a router of several processes each counts for itself, and passes its counts on as plain data (`counts`): to the
+process that serves the page (`beside`), and to its own successor after a restart (`carry_on`), so that no counter
+falls. States come from the process that decides.
 """
 
 import logging
@@ -93,14 +93,14 @@ _HistogramRows = list[tuple[str, list[_Count], float]]
 
 
 class _Predicted(msgspec.Struct):
-    """What predictors have counted: see `ForecastCounts.told`."""
+    """The counts of predictors: see `ForecastCounts.told`."""
 
     counters: _CounterRows
     errors: _HistogramRows
 
 
 class _Told(msgspec.Struct):
-    """What a process has counted, by the names of the families; checked as it is read, whoever wrote it."""
+    """The counts of a process, by the names of the families; validated when read."""
 
     counters: _CounterRows
     histograms: dict[str, _HistogramRows]
@@ -218,13 +218,15 @@ class Metrics(Collector):
             (self.refusals, REFUSALS),
             (self.edge_refusals, EDGE_REFUSALS),
             (self.restarts, ("relay", "brain")),
-            (self.tasks_failed, ("request", "drainer", "push")),  # and the coroutines, as they start
+            (self.tasks_failed, ("request", "drainer", "push")),  # coroutines get theirs when they start
         ):
             for value in values:
                 family.inc(value, by=0)
 
     def _zero_of_workers(self) -> dict[str, list[CounterRow]]:
-        """Show series of workers at 0: one that dies fails all its requests at once, which no rate would show else."""
+        """Show a worker's series at 0 from the start: if it fails all its requests at once, a rate needs the value
+        before.
+        """
         view = self._view()
         workers = [("prefill", w.id) for w in view.prefillers] + [("decode", w.id) for w in view.decoders]
         return {
@@ -247,39 +249,39 @@ class Metrics(Collector):
         return family
 
     def forget_worker(self, worker_id: str) -> None:
-        """A worker has left: its series end."""
+        """Drop the series of a worker that has left."""
         for family in (*self._counters, *self._former_prefills.values()):
             family.forget_worker(worker_id)
         self.divergence.forget(worker_id)
         self.conditions.forget(worker_id)
 
     def forget_workers_but(self, known: Collection[str]) -> None:
-        """Only these workers are there: series of others, which a former life has left, end."""
+        """Drop the series of all workers but these: a former process may have left some."""
         for family in (*self._counters, *self._former_prefills.values()):
             _forget_workers_but(family, known)
 
     def orphan(self, requests: int) -> None:
-        """The pinned KV of so many requests has been given up; negative: prefillers have dropped it by now."""
+        """Count requests whose pinned KV was given up; negative: prefillers have dropped it since."""
         self.orphaned_kv += requests
 
     def include(self, forecasts: ForecastMetrics) -> None:
-        """Show the predictor's series as well; they go on from those of earlier predictors."""
+        """Add a predictor's series; they continue those of earlier predictors."""
         forecasts.former = self._former_forecasts
         self.registry.register(forecasts)
         self._forecasts = forecasts
 
     def leave_out(self, forecasts: ForecastMetrics) -> None:
-        """The predictor is another one now."""
+        """Remove the predictor's series: another one takes its place."""
         self.registry.unregister(forecasts)
         self._former_forecasts, self._forecasts = forecasts.whole(), None
 
     def fold(self) -> None:
-        """Count what histograms have taken down, so that it doesn't pile up while nobody scrapes."""
+        """Fold all histograms, so that appended values do not pile up while nothing scrapes."""
         for histogram in (*self._histograms, *([] if self._forecasts is None else [self._forecasts.errors])):
             histogram.fold(_MANY)
 
     def counts(self) -> bytes:
-        """What this process has counted, for `beside` or `carry_on` of another one."""
+        """The counts of this process, for another one's `beside` or `carry_on`."""
         self.catch_up()
         forecasts = self._former_forecasts if self._forecasts is None else self._forecasts.whole()
         told = {
@@ -291,7 +293,7 @@ class Metrics(Collector):
         return orjson.dumps(told)
 
     def carry_on(self, counts: bytes) -> None:
-        """Go on from what former lives of this process have counted, if anything; no reason not to live is in it."""
+        """Continue from the counts of this process's former lives, if they can be read; if not, begin at 0."""
         if not counts:
             return
         try:
@@ -313,18 +315,18 @@ class Metrics(Collector):
             self.restarts.inc(process)
 
     def _prefills(self) -> Iterator[CounterFamily]:
-        """What is counted of prefillers, by former lives as well."""
+        """The counters of prefillers, with those of former lives."""
         for family in prefiller_counters(self._view().prefillers):
             family.add(self._former_prefills[family.name].rows())
             yield family
 
     def exposition(self) -> bytes:
-        """The text format of all metrics. Raises: Rejected: others' counts are not known yet."""
+        """All metrics in the text format. Raises: Rejected: the counts of others are not known yet."""
         self.before_page()
         return generate_latest(self.registry)
 
     def served(self) -> Served:
-        """What clients have got. Raises: Rejected: others' counts are not known yet."""
+        """What clients have got, from all processes. Raises: Rejected: the counts of others are not known yet."""
         self.catch_up()
         others = self._others()
         counters, histograms = [told.counters for told in others], [told.histograms for told in others]
@@ -336,7 +338,7 @@ class Metrics(Collector):
         )
 
     def _others(self) -> list[_Told]:
-        """What other processes have counted, but for what can't be read: that takes nothing from the rest."""
+        """The counts of other processes; those that can't be read are left out."""
         others, unread = [], ""
         for counts in self.beside():
             try:
@@ -354,7 +356,7 @@ class Metrics(Collector):
         return self.collect()
 
     def collect(self) -> Iterator[Metric]:
-        """Everything, as it is now."""
+        """The present values of all families."""
         self.catch_up()
         others = self._others()
         counters: list[Mapping[str, Any]] = [self._zero_of_workers(), *(told.counters for told in others)]
@@ -363,7 +365,7 @@ class Metrics(Collector):
         here = {prefiller.id for prefiller in view.prefillers} | {worker.id for worker in view.decoders}
         for counter in self._counters:
             whole = _summed(counter, counters)
-            _forget_workers_but(whole, here)  # others may have counted of one that has left
+            _forget_workers_but(whole, here)  # other processes may have series of a worker that has left
             yield whole.family()
         for histogram in self._histograms:
             yield _summed(histogram, histograms).family()
@@ -404,22 +406,22 @@ def _read(counts: bytes) -> _Told:
 
 
 def without_orphans(counts: bytes) -> bytes:
-    """What a process has counted, when it is not there: nobody would take off orphans that their prefillers drop.
+    """The counts of a process that has ended, without orphans: it can't count down those that prefillers drop.
 
-    Raises: ValueError: it is no such thing.
+    Raises: ValueError: these are no counts.
     """
     _read(counts)
     return orjson.dumps(orjson.loads(counts) | {"orphaned_kv": 0})
 
 
 def _forget_workers_but(family: CounterFamily, known: Collection[str]) -> None:
-    """Series of other workers end."""
+    """Drop the series of other workers."""
     for worker_id in family.workers().difference(known):
         family.forget_worker(worker_id)
 
 
 def _summed(family: Counts, others: Sequence[Mapping[str, Any]]) -> Counts:
-    """The family with what others have counted under its name."""
+    """The family with the counts of others added."""
     if not others:
         return family
     whole = family.copy()

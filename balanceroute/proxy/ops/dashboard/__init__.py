@@ -1,17 +1,17 @@
-"""`GET /dashboard`: the cluster at a glance, in one page without any asset from elsewhere.
+"""`GET /dashboard`: one page about the cluster, which loads nothing from other servers.
 
     /dashboard             the page; /dashboard/assets/* its script, style and uPlot
-    /dashboard/data        now and the last 15 minutes (`recorder`), which a page reads once
-    /dashboard/stream      then every second: now, the newest sample, new events, the last decisions, as server-sent
-                           events; one of them alone to who does not ask for `text/event-stream`
-    /dashboard/what_if     what other policies would do on the state of this moment
-    /decisions             the last decisions for who is no browser (`balanceroute decisions`)
+    /dashboard/data        the present and the last 15 minutes (`recorder`), read once
+    /dashboard/stream      then every second: the present, the newest sample, new events and the last decisions, as
+    server-sent events; one of them, if the client does not accept `text/event-stream`
+    /dashboard/what_if     what other policies would do in the present state
+    /decisions             the last decisions, for other clients (`balanceroute decisions`)
 
-`/dashboard/data` names no request; decisions do, as `/state` does.
+`/dashboard/data` contains no request ids; decisions do, as `/state` does.
 
-Where an admin token is set, a browser without it gets a page that asks for the token and posts it, as the bearer token
-of `/dashboard/session`, for a cookie that shows the dashboard for a week and opens nothing else: what changes something
-(drain, another policy) is asked for with the token itself.
+If an admin token is set, a browser without it gets a page that asks for the token and posts it, as the bearer token, to
+`/dashboard/session`. The answer sets a cookie that is valid for a week and shows the dashboard only: changes (drain,
+another policy) need the token itself.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ from balanceroute.proxy.perimeter.access import DASHBOARD_PATH, SESSION_COOKIE, 
 from balanceroute.proxy.telemetry.instruments import Histogram
 from balanceroute.proxy.workers.fleet import why_not_up
 
-# nothing from elsewhere may run or be shown in the page, whatever a worker's name is
+# the page runs and shows nothing from other servers, whatever a worker's name contains
 _OF_PAGES: Final = "form-action 'none'; frame-ancestors 'none'; base-uri 'none'"
 _POLICY: Final = (
     f"default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; {_OF_PAGES}"
@@ -58,7 +58,7 @@ _MEDIA_TYPES: Final = {
 }
 _WRITE: Final = orjson.OPT_SERIALIZE_NUMPY
 _MOST_POLICIES: Final = 4
-_SHOWN: Final = 20  # admissions of a policy, and decisions in the log
+_SHOWN: Final = 20  # admissions per policy in a what-if, and decisions in the log
 
 
 def _page(name: str, policy: str, status: int = 200) -> Response:
@@ -70,7 +70,7 @@ def _asset(name: str, media_type: str) -> Response:
     return Response((files(__name__) / "assets" / name).read_bytes(), headers=closed_headers(), media_type=media_type)
 
 
-# read with the module: where another version was installed meanwhile, a process that is restarted would find its files
+# read at import: a process that is forked later must not find the files of a version installed meanwhile
 SIGN_IN: Final = _page("sign_in.html", _SIGN_IN_POLICY, 401)
 _PAGE: Final = _page("page.html", _POLICY)
 _ASSETS: Final = {name: _asset(name, media_type) for name, media_type in _MEDIA_TYPES.items()}
@@ -82,7 +82,7 @@ class Dashboard:
     def __init__(self, services: Callable[[], OperatorServices]) -> None:
         self._services = services
         self.recorder = Recorder(services)
-        self._asking = asyncio.Lock()  # one question about policies at a time
+        self._asking = asyncio.Lock()  # one what-if at a time
 
     def routes(self) -> list[Route]:
         """Page and data."""
@@ -98,29 +98,29 @@ class Dashboard:
         ]
 
     async def front(self, request: Request) -> Response:
-        """Where a browser lands that was given the address alone."""
+        """Redirect `/` to the dashboard."""
         return RedirectResponse(DASHBOARD_PATH)
 
     async def page(self, request: Request) -> Response:
-        """The page."""
+        """Send the page, or the form for the token."""
         return _PAGE
 
     async def asset(self, request: Request) -> Response:
-        """A file of the page."""
+        """Send a file of the page."""
         asset = _ASSETS.get(request.path_params["name"])
         if asset is None:
             raise InvalidRequest("There is no such file.", status=404)
         return asset
 
     async def data(self, request: Request) -> Response:
-        """What the page draws at first."""
+        """Send what the page draws first: the present and the recorded past."""
         recorder, services = self.recorder, self._services()
         recorder.look()
         whole = {**overview(services, recorder), "past": recorder.past(), "events": _events(recorder, 0)}
         return _json(whole)
 
     async def stream(self, request: Request) -> Response:
-        """What is new, every second."""
+        """Stream what is new, every second."""
         if "text/event-stream" not in request.headers.get("accept", ""):
             return _json(self._news(0))
         headers = {**closed_headers(), "x-accel-buffering": "no"}
@@ -130,9 +130,9 @@ class Dashboard:
         recorder, services = self.recorder, self._services()
         seen = recorder.event_count
         token = services.config.auth.admin_token
-        while services.config.auth.admin_token == token:  # with another one, who watches has to ask again
+        while services.config.auth.admin_token == token:  # with another perimeter the page has to ask again
             if services.ledger.draining and not services.exchanges:
-                return  # the router ends, and must not wait for us
+                return  # the router ends, and must not wait for this stream
             recorder.watch()
             news, seen = self._news(seen), recorder.event_count
             yield b"data: " + orjson.dumps(news, option=_WRITE) + b"\n\n"
@@ -152,7 +152,9 @@ class Dashboard:
         }
 
     async def decisions(self, request: Request) -> Response:
-        """The last `?last=` admissions, the newest first, and how many there were; who asks is watching."""
+        """The last `?last=` admissions, newest first, and their number so far; this counts as watching
+        (`Recorder.watch`).
+        """
         last, log = request.query_params.get("last", str(_SHOWN)), self.recorder.decisions
         if not (last.isascii() and last.isdigit() and 1 <= int(last[:9]) <= ROWS):
             raise InvalidRequest(f"last must be a number from 1 to {ROWS}.", param="last")
@@ -163,7 +165,7 @@ class Dashboard:
         return _json({"count": 0 if log is None else log.count, "decisions": dated})
 
     async def what_if(self, request: Request) -> Response:
-        """What each of the policies asked for would do on the state of this moment, side by side."""
+        """What each of the named policies would do in the present state."""
         names = request.query_params.getlist("policy")
         services = self._services()
         if not 1 <= len(names) <= _MOST_POLICIES or any(name not in POLICIES for name in names):
@@ -178,8 +180,8 @@ class Dashboard:
         return _json({"waiting": len(document["waiting"]), "policies": [_outlook(each) for each in found]})
 
     async def session(self, request: Request) -> Response:
-        """Give a browser that has shown the admin token a cookie, so that it need not keep the token."""
-        # a brain is asked by relays without TLS, whatever they speak to the browser
+        """Give a browser that has sent the admin token a cookie, so that it need not keep the token."""
+        # relays ask the brain without TLS, whether or not the browser uses it
         over_tls = request.scope["scheme"] == "https" or self._services().config.tls.cert_file is not None
         response = Response(status_code=204, headers=closed_headers())
         response.set_cookie(
@@ -203,7 +205,7 @@ def _known() -> str:
 
 
 def overview(services: OperatorServices, recorder: Recorder) -> dict[str, Any]:
-    """A few numbers per worker, and the router's counters; no request is named. O(workers + running requests)."""
+    """Figures per worker and the router's counters, without request ids. O(workers + running requests)."""
     services.ledger.settle()
     view, served = services.ledger.view(), recorder.served()
     settings = policy_settings(services.config)
@@ -258,7 +260,7 @@ def overview(services: OperatorServices, recorder: Recorder) -> dict[str, Any]:
 
 
 def _standing(services: OperatorServices, recorder: Recorder, worker_id: str, now: WorkerState) -> dict[str, Any]:
-    """Who it is, and if it is not up: why, and since when as far as that is known."""
+    """A worker's name and state; if it is not up, the reason and, if known, since when."""
     worker = services.fleet[worker_id]
     seen, since = recorder.states.get(worker_id, (None, None))
     return {
@@ -272,7 +274,7 @@ def _standing(services: OperatorServices, recorder: Recorder, worker_id: str, no
 
 
 def _shown(value: object) -> object:
-    """A knob as JSON can say it."""
+    """A setting as a JSON value."""
     return "no limit" if value == float("inf") else "the number of decode workers" if value is None else value
 
 
@@ -281,14 +283,14 @@ def _histogram(histogram: Histogram) -> dict[str, Any]:
 
 
 def _events(recorder: Recorder, seen: int) -> list[dict[str, Any]]:
-    """The events after the first `seen` ones."""
+    """All events but the first `seen`."""
     new = min(len(recorder.events), recorder.event_count - seen)
     newest = list(recorder.events)[len(recorder.events) - new :]
     return [{"at": event.at, "kind": event.kind, "text": event.text} for event in newest]
 
 
 def _decisions(rows: Sequence[Decision], last: int, now: float) -> list[dict[str, Any]]:
-    """The newest of these, the newest first."""
+    """The newest of these decisions, newest first."""
     return [
         {
             "number": row.number,

@@ -1,8 +1,8 @@
-"""What the dashboard shows of the past: one sample per second, the last `SPAN` of them, in memory of fixed size.
+"""The dashboard's history: the last `SPAN` samples, one per second, in memory of fixed size.
 
-A series is an array of `SPAN` numbers, written round and round. What was not known at a second is NaN there, never 0:
-the load of a worker that is down, a quantile of no request, a KV usage that nobody tells. A second that was missed (the
-loop had no time) has no sample, and the page draws a gap.
+A series is a ring buffer of `SPAN` numbers. A value that was not known is NaN, never 0: the load of a worker that is
+down, a quantile of no request, a KV usage that no worker reports. A second in which the loop had no time has no sample,
+and the page draws a gap.
 
 Memory: 4 bytes per number, so 3.6 kB per series and worker; 144 workers take half a megabyte.
 """
@@ -35,10 +35,10 @@ from balanceroute.proxy.workers.fleet import why_not_up
 SPAN: Final = 900  # samples, one per second: 15 minutes
 PERIOD_S: Final = 1.0
 RATE_S: Final = 5  # samples over which rates are taken
-QUANTILE_S: Final = 30  # samples over which quantiles are
+QUANTILE_S: Final = 30  # samples over which quantiles are taken
 EVENTS: Final = 200
-WORK_S: Final = 0.1  # of a thread, per sample, to work out runners-up
-POINTS: Final = 40_000  # most of them that a page gets of all workers at first
+WORK_S: Final = 0.1  # time of a thread, per sample, to work out runners-up
+POINTS: Final = 40_000  # at most so many values, of all workers, go to a page at first
 
 Column = NDArray[np.float32]
 SERIES: Final = (
@@ -64,7 +64,7 @@ SERIES: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something to mark in the charts; `at` in Unix seconds."""
+    """A mark in the charts; `at` in Unix seconds."""
 
     at: float
     kind: str  # deploy, down, up, drain, reload, policy
@@ -72,12 +72,12 @@ class Event:
 
 
 def column() -> Column:
-    """A series that knows nothing yet."""
+    """An empty series: all NaN."""
     return np.full(SPAN, np.nan, dtype=np.float32)
 
 
 def quantile(bounds: list[float], counts: NDArray[np.int64], q: float) -> float:
-    """The q-quantile of values in buckets, linear within one; NaN of none, the last bound where it lies above."""
+    """The q-quantile of values in buckets, linear within a bucket. NaN: no values; above the last bound: that bound."""
     total = int(counts.sum())
     if total <= 0:
         return math.nan
@@ -92,9 +92,9 @@ def quantile(bounds: list[float], counts: NDArray[np.int64], q: float) -> float:
 
 
 def _work_out(policy: dict[str, Any], samples: list[Sample]) -> None:
-    """Write the runners-up into the decisions, as far as `WORK_S` go; what is not worked out then never will be.
+    """Write the runners-up into the decisions for `WORK_S` at most; the remaining ones never get any.
 
-    `policy`: that and its params, as a state document has them.
+    `policy`: the policy and its params, as in a state document.
     """
     until = time.monotonic() + WORK_S
     for sample in samples:
@@ -104,7 +104,7 @@ def _work_out(policy: dict[str, Any], samples: list[Sample]) -> None:
         try:
             found = runners_up({**policy, **sample.state}, SAMPLES)
         except (ConfigError, InputError):
-            continue  # a policy that a document may not name
+            continue  # a policy that a state document can't name
         for admit, runner_up in found:
             decision = decided.get(admit.request)
             if decision is not None and decision.admission.worker == admit.worker:
@@ -112,7 +112,7 @@ def _work_out(policy: dict[str, Any], samples: list[Sample]) -> None:
 
 
 def _hits_since(before: PrefillerView, now: PrefillerView) -> tuple[int, int, int, int]:
-    """Prompt tokens, predicted hits; and prompt tokens and hits, where hits are told."""
+    """Prompt tokens and predicted hits; then prompt tokens and hits at prefillers that report hits."""
     prompts, predicted = now.prompt_tokens - before.prompt_tokens, now.predicted_tokens - before.predicted_tokens
     if now.hit_tokens is None:
         return prompts, predicted, 0, 0
@@ -138,13 +138,13 @@ class Recorder:
         self._config: object = None
         self._policy = ""
         self._totals = np.full((SPAN, 2), np.nan)  # tokens and finished requests so far
-        # prompt tokens so far: all, predicted hits; all where hits are told, hits
+        # prompt tokens so far: all, predicted hits; all at prefillers that report hits, hits
         self._hits = np.zeros((SPAN, 4))
         self._hits_of: dict[str, PrefillerView] = {}  # at the last sample
         self._counts: dict[str, NDArray[np.int64]] = {}  # of each histogram so far, by sample
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Take a sample every `PERIOD_S`, until cancelled."""
         while True:
             self.sample()
             await self._find_runners_up()
@@ -153,24 +153,26 @@ class Recorder:
             await asyncio.sleep(until_tick_s(asyncio.get_running_loop().time(), PERIOD_S))
 
     def look(self) -> None:
-        """Take down what has happened since: whatever a page is shown of workers is an event, too."""
+        """Note what has changed since the last look: each change of a worker's state that a page shows is an event,
+        too.
+        """
         services = self._services()
         self._note_events(services, services.ledger.view(), self._wall())
 
     def watch(self) -> None:
-        """Somebody watches the decisions."""
+        """Note that a client reads decisions: runners-up are worked out for them."""
         if self.decisions is not None:
             self.decisions.watch()
 
     def served(self) -> Served | None:
-        """What clients have got so far; None: other processes have yet to tell what they have counted."""
+        """What clients have got so far; None: the counts of other processes are not known yet."""
         try:
             return self._services().metrics.served()
         except Rejected:
             return None
 
     def sample(self) -> None:
-        """Take down how everything is now. O(workers)."""
+        """Record the present state. O(workers)."""
         services = self._services()
         services.ledger.settle()
         view, row, now = services.ledger.view(), self.count % SPAN, self._wall()
@@ -188,7 +190,7 @@ class Recorder:
         self.count += 1
 
     def _keep_order(self, now: float) -> None:
-        """Where the clock has been set back, set the past back with it: times of samples only grow."""
+        """If the clock was set back, set the samples' times back too, so that they only grow."""
         last_s = float(self.at[(self.count - 1) % SPAN]) if self.count else now
         if last_s <= now:
             return
@@ -199,7 +201,7 @@ class Recorder:
 
     @staticmethod
     def _write(columns: dict[str, Column], values: dict[str, float], row: int) -> dict[str, Column]:
-        """Write a value per worker; the past of workers that have left is dropped."""
+        """Write a value per worker; drop the series of workers that have left."""
         kept = {name: columns.get(name) for name in values}
         made = {name: column() if found is None else found for name, found in kept.items()}
         for name, value in values.items():
@@ -249,16 +251,16 @@ class Recorder:
         return rates.clip(min=0.0)
 
     def _prefix_hits(self, asked: bool, view: ClusterView, row: int) -> tuple[float, float]:
-        """Shares of the last `QUANTILE_S` samples' prompt tokens that prefillers had cached, and were thought to have.
+        """Shares of the prompt tokens of the last `QUANTILE_S` samples: cached at prefillers, and predicted to be.
 
-        NaN where no prefiller tells, nothing was prefilled, or the policy does not ask (`asked`). An engine's counters
-        run a little ahead of its answers, so a share is cut at 1.
+        NaN: no prefiller reports hits, nothing was prefilled, or the policy does not use predictions (`asked`). An
+        engine's counters run a little ahead of its answers, so a share is cut at 1.
         """
         last = (self.count - 1) % SPAN
         self._hits[row] = self._hits[last] if self.count else 0.0
         for prefiller in view.prefillers:
             before = self._hits_of.get(prefiller.id)
-            if before is not None and prefiller.prompt_tokens >= before.prompt_tokens:  # fewer: it has joined anew
+            if before is not None and prefiller.prompt_tokens >= before.prompt_tokens:  # fewer: the worker has rejoined
                 self._hits[row] += _hits_since(before, prefiller)
         self._hits_of = {prefiller.id: prefiller for prefiller in view.prefillers}
         since = self._hits[row] - self._hits[(row - min(self.count, QUANTILE_S)) % SPAN]
@@ -275,7 +277,7 @@ class Recorder:
                 self._counts[name][row] = self._counts[name][(row - 1) % SPAN]
             return math.nan, math.nan
         counts = np.array(histogram.counts, dtype=np.int64)
-        # of a router that is older than this process all has been counted before
+        # the router is older than this process: what was counted before it is not new
         kept = self._counts.setdefault(name, np.tile(counts, (SPAN, 1)))
         kept[row] = counts
         since = (counts - kept[(row - QUANTILE_S) % SPAN]).clip(min=0)
@@ -327,7 +329,7 @@ class Recorder:
     # -- decisions
 
     async def _find_runners_up(self) -> None:
-        """Work out what would have been done instead, for decisions whose states were kept, the newest first."""
+        """Work out the runners-up of decisions whose states were kept, newest first."""
         log = self.decisions
         if log is None or not log.samples:
             return
@@ -339,12 +341,12 @@ class Recorder:
     # -- reading
 
     def order(self) -> NDArray[np.int64]:
-        """Where the samples are, oldest first."""
+        """The indices of the samples, oldest first."""
         first = max(0, self.count - SPAN)
         return np.arange(first, self.count, dtype=np.int64) % SPAN
 
     def past(self) -> dict[str, Any]:
-        """All of it; `orjson` writes NaN as null. Loads of many workers are thinned out: every `stride`-th sample."""
+        """The whole history; `orjson` writes NaN as null. For many workers, loads have only every `stride`-th sample."""
         order = self.order()
         stride = max(1, math.ceil(len(order) * len(self.loads) / POINTS))
         thin = order[(len(order) - 1) % stride :: stride] if len(order) else order
