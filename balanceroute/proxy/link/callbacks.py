@@ -107,7 +107,10 @@ class OtherRelays:
 
 
 class CallbackListener:
-    """The socket at which other relays ask this one. `serve` listens, `watch` replaces a removed socket, `close` ends."""
+    """The socket at which other relays ask this one.
+
+    `serve` listens, `watch` makes a removed socket anew, `close` ends.
+    """
 
     def __init__(self, path: Path, answer: Answer) -> None:
         """`path`: of the socket."""

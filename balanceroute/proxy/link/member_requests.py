@@ -122,7 +122,7 @@ class MemberRequests:
                 self._advance(ticket, tokens)
 
     def read_tokens(self, member: Member) -> None:
-        """Read the tokens that a relay on this machine has written. Raises: InvariantError: a request is not decoding."""
+        """Read the tokens that a relay has written into memory. Raises: InvariantError: a request is not decoding."""
         self._ledger.progress_all(*member.read())
 
     def _advance(self, ticket: Ticket, tokens: int) -> None:

@@ -1,12 +1,12 @@
 """Non-stream answers: built from a worker's stream, or corrected on the way through.
 
-Most non-stream requests are streamed between router and worker (`ClientRequest.assembled`), so that their
-progress is known token by token and a recompute continues instead of starting over. `AnswerAssembler` turns
-the scanner's events into the one JSON object that the worker would have sent, in the worker's shape.
+For most unstreamed requests the router asks the worker for a stream (`ClientRequest.assembled`): it then knows their
+progress token by token, and a recomputed answer continues instead of starting over. `AnswerAssembler` builds from the
+scanner's events the JSON object that the worker would have sent.
 
-What it cannot rebuild (echo, prompt_logprobs, fields unknown to `client_request.ASSEMBLED_FIELDS`) and what is
-short stays unstreamed: `correct_answer` counts it at the end. Nothing of such an answer reaches the client
-before it is whole, so one that was recomputed is asked for again from the client's own prompt.
+Short answers, and those that it can't rebuild (echo, prompt_logprobs, fields not in `client_request.ASSEMBLED_FIELDS`),
+stay unstreamed: `correct_answer` counts their tokens at the end. The client gets nothing of such an answer before it is
+complete, so after a recompute it is generated again from the client's prompt.
 """
 
 from array import array
@@ -22,22 +22,22 @@ from balanceroute.proxy.wire.event_stream import payloads_of
 from balanceroute.proxy.wire.sse import EventScanner
 from balanceroute.proxy.wire.usage import put_prompt_details
 
-# what engines write unstreamed, in their order; in a stream they leave out what is null
+# fields of unstreamed answers, in engines' order; a stream leaves out null ones
 _USAGE: Final = (
     *("prompt_tokens", "total_tokens", "completion_tokens"),
     *("prompt_tokens_details", "completion_tokens_details"),
 )
-MAX_ANSWER_BYTES: Final = 256 * 2**20  # of events; an answer of 128k tokens with 20 logprobs each has half of that
+MAX_ANSWER_BYTES: Final = 256 * 2**20  # of all events; an answer of 128k tokens with 20 logprobs each has half of that
 
 
 class UnreadableEvent(BadUpstreamReply):
-    """An event that an answer can't be built from; its tokens are counted already, so there is no going on."""
+    """An event that can't be part of the answer. Its tokens are counted already, so the answer can't be continued."""
 
     retryable = False
 
 
 class AnswerAssembler:
-    """Collects what an `EventScanner` (made with `want_usage=True`) relays, over every life of the answer."""
+    """Collects the events of an `EventScanner` (made with `want_usage=True`) over all lives of the answer."""
 
     def __init__(self, request: ClientRequest) -> None:
         """Start an answer to `request`."""
@@ -48,7 +48,9 @@ class AnswerAssembler:
         self._fed_bytes = 0
 
     def feed(self, events: bytes) -> None:
-        """Take what `EventScanner.feed` returned: whole events. Raises: UnreadableEvent: also where they don't end."""
+        """Take the events that `EventScanner.feed` returned. Raises: UnreadableEvent: also if the last one is
+        incomplete.
+        """
         self._fed_bytes += len(events)
         if self._fed_bytes > MAX_ANSWER_BYTES:
             raise UnreadableEvent(f"the answer is larger than {MAX_ANSWER_BYTES} bytes", worker="", tier="decode")
@@ -56,7 +58,7 @@ class AnswerAssembler:
             try:
                 event = orjson.loads(payload)
             except ValueError:
-                continue  # the scanner passes on what it cannot read; there is no place for it in one object
+                continue  # the scanner passes unreadable events on; one object has no place for them
             if not isinstance(event, dict):
                 continue
             try:
@@ -95,7 +97,7 @@ class AnswerAssembler:
             whole["prompt_logprobs"] = None
             whole["prompt_token_ids"] = prompt_ids
         whole["kv_transfer_params"] = None
-        # what else engines tell, such as their figures of a request (`metrics`)
+        # further fields of engines, such as `metrics` of the request
         whole |= {name: value for name, value in self._top.items() if name not in whole}
         try:
             return orjson.dumps(whole)
@@ -110,7 +112,7 @@ class _Choice:
 
     def __init__(self) -> None:
         self.role = "assistant"
-        self.fields: dict[str, Any] = {}  # a list of str for what came as text, else the last value
+        self.fields: dict[str, Any] = {}  # a list of str for texts, else the last value
         self.logprobs: dict[str, Any] | None = None
         self.finish_reason: str | None = None
         self.stop_reason: Any = None
@@ -203,7 +205,7 @@ class _Choice:
 
 
 def _whole_call(call: dict[str, Any]) -> dict[str, Any]:
-    """A tool call with what clients read in every one, also where it was cut off right behind its name."""
+    """A tool call with all fields that clients read, even if it was cut off after its name."""
     function = _joined(call["function"])
     function.setdefault("arguments", "")
     return {"type": "function", **call, "function": function}
@@ -230,9 +232,9 @@ def _is_text(value: Any) -> bool:
 
 @dataclass(slots=True)
 class CorrectedAnswer:
-    """An unstreamed answer as the client gets it, and what it says about progress.
+    """An unstreamed answer for the client, and its progress.
 
-    `prompt_ids` is how many token ids of the prompt it told, 0 where none.
+    `prompt_ids`: how many token ids of the prompt it has told; 0: none.
     """
 
     body: bytes
@@ -253,10 +255,10 @@ def correct_answer(
     upstream_id: str = "",
     request_id: str = "",
 ) -> CorrectedAnswer:
-    """Count a decode worker's unstreamed 200 and take out what the client did not ask for.
+    """Count the tokens of a decode worker's unstreamed answer, and remove what the client did not ask for.
 
-    `prompt_details` are the prefiller's. `upstream_id` is the X-Request-Id of this try, and clients see `request_id` in
-    its place.
+    `prompt_details`: the prefiller's. `upstream_id`: the X-Request-Id of this try; the client sees `request_id`
+    instead.
 
     Raises: BadUpstreamReply: not a completion.
     """
@@ -291,7 +293,7 @@ def correct_answer(
 
 
 def with_usage(body: bytes, usage: dict[str, Any]) -> bytes:
-    """An unstreamed answer with another usage, for a prefiller that has answered after the decoder."""
+    """The answer with a corrected usage, if the prefiller answered after the decoder."""
     return orjson.dumps({**orjson.loads(body), "usage": usage})
 
 
@@ -302,7 +304,7 @@ def _as_asked(
     usage: dict[str, Any],
     prompt_details: dict[str, Any] | None,
 ) -> bytes:
-    """The answer without what only the router asked for. Raises: TypeError: nested deeper than can be written."""
+    """The answer without fields that only the router asked for. Raises: TypeError: nested deeper than orjson writes."""
     if not request.return_token_ids:
         choice["token_ids"] = None
         if "prompt_token_ids" in choice:

@@ -1,7 +1,7 @@
-"""What a worker may claim: the shapes and numbers that are taken from an answer, each with its bound.
+"""Checks workers' answers: each shape and number that the router reads has a bound.
 
-A worker may be broken, or be something else than it was thought to be. What no engine can mean makes its answer a bad
-one (`BadUpstreamReply`, or `StreamEnd.MALFORMED` of a stream), before it reaches the ledger, `/state` or a client.
+A worker may be broken, or not an engine at all. A value that no engine sends makes the answer invalid
+(`BadUpstreamReply`, or `StreamEnd.MALFORMED` in a stream), before it reaches the ledger, `/state` or a client.
 """
 
 from typing import Any, Final
@@ -13,15 +13,15 @@ from balanceroute.errors import BadUpstreamReply
 MAX_TOKENS: Final = 2**24  # of a prompt or an answer; the longest published context windows hold 10 million
 MAX_RETRY_AFTER_S: Final = 3600.0
 MAX_PARAMS_BYTES: Final = 16 * 2**20  # of kv_transfer_params: the block ids of a prompt of millions of tokens
-ABORT: Final = "abort"  # the finish reason that vLLM gives to all it has when it is stopped (SIGTERM, /pause)
+ABORT: Final = "abort"  # vLLM's finish reason for all its requests when it is stopped (SIGTERM, /pause)
 MAX_CHOICES: Final = 128  # of an event, though a worker is asked for one
 _MAX_INDEX: Final = 2**16  # of a choice, as `limits.max_choices` may be
 _MAX_NAME: Final = 64  # characters of a finish reason
 _MAX_DETAIL_DEPTH: Final = 4  # levels below a part of a usage's details; engines have one
 _COUNTS: Final = ("prompt_tokens", "completion_tokens", "total_tokens")
 _DETAILS: Final = ("prompt_tokens_details", "completion_tokens_details")
-_SAYS_WHY: Final = ("error", "message", "detail")  # where engines, and the frameworks around them, put an error's text
-# Of a choice, by what each one is that is there; null is as good as absent.
+_SAYS_WHY: Final = ("error", "message", "detail")  # fields in which engines and their frameworks put an error's text
+# The types of a choice's fields; null counts as absent.
 _FIELDS: Final[tuple[tuple[str, type], ...]] = (
     ("finish_reason", str),
     ("delta", dict),
@@ -33,14 +33,14 @@ _FIELDS: Final[tuple[tuple[str, type], ...]] = (
 
 
 def token_count(value: object, name: str) -> int:
-    """A number of tokens; `name` says in an error what it is. Raises: ValueError: it is none."""
+    """Check a number of tokens; `name`: for the error. Raises: ValueError."""
     if type(value) is int and 0 <= value <= MAX_TOKENS:
         return value
     raise ValueError(f"{name} is {_shown(value)}, no number of tokens")
 
 
 def checked_usage(usage: object) -> dict[str, Any]:
-    """A `usage` whose every count can be meant; empty where there is none. Raises: ValueError."""
+    """Check a `usage`; returns {} if there is none. Raises: ValueError: a count is out of bounds."""
     if usage is None:
         return {}
     if not isinstance(usage, dict):
@@ -68,9 +68,9 @@ def _check_details(name: str, details: object) -> None:
 
 
 def _check_counts(value: object, name: str, depth: int) -> None:
-    """Raises: ValueError: a number at any depth is no count, or there are more than `depth` levels.
+    """Check the numbers in `value`. Raises: ValueError: one is no count, or there are more than `depth` levels.
 
-    vLLM's `multimodal_tokens` is an object. What is no number is added to nothing.
+    vLLM's `multimodal_tokens` is an object. Values that are not numbers are ignored: nothing sums them.
     """
     if isinstance(value, int):
         token_count(value, name)
@@ -82,7 +82,7 @@ def _check_counts(value: object, name: str, depth: int) -> None:
 
 
 def checked_choice(choice: object) -> dict[str, Any]:
-    """One choice, of an event or of a whole answer, whose fields can be looked into. Raises: ValueError."""
+    """Check the types of a choice's fields, of an event or a whole answer. Raises: ValueError."""
     if not isinstance(choice, dict):
         raise ValueError(f"a choice is {_shown(choice)}")
     for name, kind in _FIELDS:
@@ -99,31 +99,31 @@ def checked_choice(choice: object) -> dict[str, Any]:
 
 
 def aborted(worker: str, tier: str) -> BadUpstreamReply:
-    """The error of an answer with that finish reason: it ends before its time, and may go on at another engine."""
+    """The error for an answer with the finish reason `abort`: it is incomplete, and may continue at another engine."""
     return BadUpstreamReply("its engine has aborted the request", worker=worker, tier=tier)
 
 
 def answers(told: object, upstream_id: str) -> bool:
-    """Whether an answer's `id` is the one that an engine makes of our X-Request-Id: `cmpl-ID` or `chatcmpl-ID`."""
+    """Whether an answer's `id` is made of the X-Request-Id that was sent: `cmpl-ID` or `chatcmpl-ID`."""
     return isinstance(told, str) and told.endswith(upstream_id)
 
 
 def shown_id(told: object, upstream_id: str, request_id: str) -> object:
-    """The `id` that a client sees: the engine's, without what tells one try of a request from another."""
+    """The `id` for the client: the engine's, without the part that differs between tries of a request."""
     if upstream_id == request_id or not isinstance(told, str) or not told.endswith(upstream_id):
         return told
     return told.removesuffix(upstream_id) + request_id
 
 
 def retry_after_s(header: bytes | None) -> float:
-    """The pause that a worker asks for, seconds, at most `MAX_RETRY_AFTER_S`; 0 for none, or for a date."""
+    """The Retry-After of a worker, in seconds, at most `MAX_RETRY_AFTER_S`; 0: none, or a date."""
     if header is None or not header.isdigit():
         return 0.0
     return MAX_RETRY_AFTER_S if len(header.lstrip(b"0")) > 5 else min(MAX_RETRY_AFTER_S, float(header))
 
 
 def error_object(body: bytes) -> bytes | None:
-    """A worker's own error as one line of JSON; None unless it is a JSON object that says what is wrong."""
+    """A worker's error as one line of JSON; None: it is no JSON object with an error's text."""
     try:
         data = orjson.loads(body)
         return orjson.dumps(data) if isinstance(data, dict) and any(map(data.get, _SAYS_WHY)) else None

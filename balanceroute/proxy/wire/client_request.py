@@ -1,16 +1,14 @@
-"""What a client asks for: its body, read and checked once.
+"""A client's request: its body, parsed and checked once.
 
-Only what the router itself reads is checked, and what a decoder would refuse after the prefill has pinned KV (a limit
-below 1, `min_tokens` above the limit). The workers judge the rest.
+Checked are the fields that the router reads, and what a decoder would refuse only after the prefill has pinned KV (a
+limit below 1, `min_tokens` above the limit). Workers check the rest.
 
-`kv_transfer_params`, and every other field that could carry them, is taken out: they never pass from a client to a
-worker.
+`kv_transfer_params`, and every other field that could carry them, are removed: a client must not send them to workers.
 
-**Assembled answers.** A client that does not stream is served from a worker's stream as well
-(`ClientRequest.assembled`), because only a stream tells the router how far a request has come. Two kinds of requests
-are not streamed: those with a field whose answer `answers.py` cannot rebuild, and those with a limit of at most
-`FOLLOWED_ABOVE_TOKENS`. The whole growth of such an answer is a KV block or two, so its worker's load is wrong by no
-more than that until the answer has come and its tokens are counted.
+**Assembled answers.** An answer for a client that does not stream is also built from a worker's stream
+(`ClientRequest.assembled`), because only a stream shows its progress. Two kinds are not streamed: requests with a field
+whose answer `answers.py` can't rebuild, and those with a limit of at most `FOLLOWED_ABOVE_TOKENS`. Such an answer grows
+by a KV block or two, so until it is counted, its worker's load is wrong by no more than that.
 """
 
 from dataclasses import dataclass, field
@@ -25,7 +23,7 @@ Endpoint = Literal["completions", "chat"]
 LimitField = Literal["max_tokens", "max_completion_tokens"]
 
 DEFAULT_COMPLETION_LIMIT: Final = 16  # vLLM's default of max_tokens on completions; chat fills the context
-FOLLOWED_ABOVE_TOKENS: Final = 64  # of an answer; an event costs about 20 us of CPU, a whole short answer about 50
+FOLLOWED_ABOVE_TOKENS: Final = 64  # tokens; an event costs about 20 us of CPU, a whole short answer about 50
 
 _INTERNAL_FIELDS = ("kv_transfer_params", "ec_transfer_params", "request_id")
 _CARRIERS: Final = frozenset((*_INTERNAL_FIELDS, "vllm_xargs"))
@@ -54,7 +52,7 @@ ASSEMBLED_FIELDS: Final = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class PromptWishes:
-    """What the answer is to say of the client's prompt. Only a prefiller can say it, because it computes the prompt.
+    """What the client wants in the answer about its prompt. Only a prefiller knows it, because it computes the prompt.
 
     A decoder that pulls KV skips that computation: today's engines die if they are asked for a prompt's logprobs then.
     So these fields are taken out of the body for the decoder, the probe asks the prefiller for them, and
@@ -71,7 +69,7 @@ class PromptWishes:
 
 @dataclass(slots=True, init=False)
 class ClientRequest:
-    """What one client asked for, parsed once. It is never changed; `derived_requests.py` makes others of it.
+    """A client's request, parsed once and never changed; `derived_requests.py` makes others of it.
 
     `prompt_json` is the prompt (completions) or the messages (chat) as JSON. It is equal for equal prompts, whatever
     their whitespace; the predictors hash it. `rest` holds every other field that may reach a worker. `limit` is what
@@ -97,7 +95,7 @@ class ClientRequest:
     priority: int
     request_id: str | None
     prompt_wishes: PromptWishes | None
-    scores_only: bool  # the client wants its prompt echoed and no answer: a prefiller alone serves that
+    scores_only: bool  # `echo` with `max_tokens` 0: a prefiller alone serves that
     resume_ids: bytes = field(repr=False)  # of a resumed chat: the ids so far, as a JSON list
 
     # a generated `__init__` stays Python where this module is compiled, and would be a tenth of reading a request
@@ -142,7 +140,7 @@ class ClientRequest:
 
     @property
     def effective_limit(self) -> int | None:
-        """The most tokens that the request may generate; None: as many as the context holds."""
+        """The most tokens that the request may generate; None: limited by the context only."""
         if self.limit is None and self.endpoint == "completions":
             return DEFAULT_COMPLETION_LIMIT
         return self.limit
@@ -159,35 +157,35 @@ class ClientRequest:
 
     @property
     def hides_reasoning(self) -> bool:
-        """Whether the router takes out reasoning that the client does not want, and the decode worker streams it.
+        """Whether the decode worker streams reasoning that the router removes for the client.
 
-        An engine that hides its reasoning itself is silent while it reasons, for minutes, and sends no token ids.
+        An engine that hides reasoning itself is silent for minutes meanwhile, and sends no token ids.
         """
         return self._unwanted_reasoning and self.endpoint == "chat" and not any(map(self.rest.get, _CHANGED_BY_HIDING))
 
     @property
     def counted_by_usage(self) -> bool:
-        """Whether tokens are counted by cumulative usages, which the decode worker is asked for.
+        """Whether tokens are counted by the cumulative usage of each event, which the decode worker is asked for.
 
-        It is such a worker that hides its reasoning itself, so it may send no token ids.
+        True if the worker hides reasoning itself: it may send no token ids.
         """
         return self._unwanted_reasoning and not self.hides_reasoning
 
     @property
     def _unwanted_reasoning(self) -> bool:
-        """Whether the client wants no reasoning in an answer that the decode worker streams."""
+        """Whether the client wants no reasoning, and the decode worker streams the answer."""
         return "include_reasoning" in self.rest and (
             self.streams_upstream and as_boolean(self.rest["include_reasoning"]) is False
         )
 
 
 def parse(endpoint: Endpoint, body: bytes) -> ClientRequest:
-    """The request of a client's body. Raises: InvalidRequest: with the message and parameter of an OpenAI error."""
+    """Parse a client's body. Raises: InvalidRequest: with the message and parameter of an OpenAI error."""
     return request_of(endpoint, load_object(body))
 
 
 def request_of(endpoint: Endpoint, data: dict[str, Any]) -> ClientRequest:
-    """The request of a body that has been read as `data`, which becomes part of it. Raises: InvalidRequest."""
+    """Check a body that was read as `data`, which becomes part of the request. Raises: InvalidRequest."""
     request_id = data.get("request_id")
     if not _CARRIERS.isdisjoint(data):
         _remove_internal_fields(data)
@@ -196,7 +194,7 @@ def request_of(endpoint: Endpoint, data: dict[str, Any]) -> ClientRequest:
     else:
         (prompt_json, tokens, messages), prompts = take_messages(data), 1
     if not _NESTED.isdisjoint(map(type, data.values())):
-        as_json(data)  # what can't be written again is refused before a prefiller works for it
+        as_json(data)  # what can't be serialised again is refused before a prefiller works for it
     stream = "stream" in data and boolean(data, "stream")
     include_usage, continuous = _stream_options(data, stream) if "stream_options" in data else (False, False)
     assembled = not stream and ASSEMBLED_FIELDS.issuperset(data)
@@ -237,9 +235,9 @@ def request_of(endpoint: Endpoint, data: dict[str, Any]) -> ClientRequest:
 
 
 def _remove_internal_fields(data: dict[str, Any]) -> None:
-    """Take out what only a router may say to a worker.
+    """Remove fields that only a router may send to a worker.
 
-    `vllm_xargs` become the sampling parameters' extra_args, and KV parameters reach an engine in the same place.
+    Engines take `vllm_xargs` into the sampling parameters' `extra_args`, where KV parameters are, too.
     """
     for name in _INTERNAL_FIELDS:
         data.pop(name, None)
@@ -277,19 +275,19 @@ def _stream_options(data: dict[str, Any], stream: bool) -> tuple[bool, bool]:
 
 
 def _prompt_wishes(endpoint: Endpoint, data: dict[str, Any], stream: bool) -> PromptWishes | None:
-    """Take out of `data` what the client wants to know of its prompt; None if that is nothing.
+    """Move what the client wants to know of its prompt out of `data`; None: nothing.
 
-    Raises: InvalidRequest: a stream is to have logprobs of the prompt, by themselves (vLLM refuses that as well) or
-    with `echo` (its first event can't wait for them).
+    Raises: InvalidRequest: a stream with logprobs of the prompt, alone (vLLM refuses that as well) or with `echo` (the
+    first event can't wait for them).
     """
     wanted = integer(data, "prompt_logprobs", least=-1)
     data.pop("prompt_logprobs", None)
     if stream and wanted is not None:
         if wanted != 0:
             raise InvalidRequest("prompt_logprobs are not available when stream=True.", param="prompt_logprobs")
-        wanted = None  # vLLM takes it, and streams none
+        wanted = None  # vLLM accepts it, and streams none
     echo, logprobs = False, None
-    if endpoint == "completions":  # a chat's echo concerns its last message, and is the workers' business
+    if endpoint == "completions":  # in a chat `echo` concerns the last message; workers handle it
         echo = boolean(data, "echo")
         data.pop("echo", None)
         logprobs = integer(data, "logprobs", least=None)
@@ -300,20 +298,20 @@ def _prompt_wishes(endpoint: Endpoint, data: dict[str, Any], stream: bool) -> Pr
 
 
 def _limit(endpoint: Endpoint, data: dict[str, Any]) -> tuple[LimitField | None, int | None]:
-    """The client's limit, and the field that says it. Raises: InvalidRequest."""
-    if "max_completion_tokens" in data and endpoint == "chat":  # completions have no such field: engines overlook it
+    """The client's limit of tokens, and its field's name. Raises: InvalidRequest."""
+    if "max_completion_tokens" in data and endpoint == "chat":  # completions have no such field: engines ignore it
         completion = integer(data, "max_completion_tokens", least=1)
         if completion is not None:
-            integer(data, "max_tokens", least=None)  # engines read this field as well, but go by the other one
+            integer(data, "max_tokens", least=None)  # engines accept both, and use the other one
             return "max_completion_tokens", completion
     total = integer(data, "max_tokens", least=1) if "max_tokens" in data else None
     if total is None and endpoint == "completions":
-        data.pop("max_tokens", None)  # new engines take null for their default; older ones answer 500 at the end
+        data.pop("max_tokens", None)  # new engines take null for their default; older ones end with 500
     return ("max_tokens", total) if total is not None else (None, None)
 
 
 def _is_worth_streaming(endpoint: Endpoint, limit: int | None) -> bool:
-    """Whether an answer may become so long that following its growth is worth an event per token."""
+    """Whether an answer may become long enough to follow its growth, at the cost of an event per token."""
     if limit is None:
         return endpoint == "chat"
     return limit > FOLLOWED_ABOVE_TOKENS

@@ -1,4 +1,4 @@
-"""How an answer's stream ends where no worker writes its end: usage, finish and [DONE] as an engine would send them."""
+"""The last events of a stream whose end no worker sends: finish reason, usage and [DONE], as an engine writes them."""
 
 from typing import Any, Final
 
@@ -13,7 +13,7 @@ def event_bytes(event: dict[str, Any]) -> bytes:
 
 
 def event_head(answer_id: str | None, created: int | None, model: str | None, *, chat: bool) -> dict[str, Any]:
-    """What every event of an answer begins with."""
+    """The fields that begin every event of an answer."""
     kind = "chat.completion.chunk" if chat else "text_completion"
     return {"id": answer_id, "object": kind, "created": created, "model": model}
 
@@ -25,9 +25,9 @@ def usage_of(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
 
 
 def ended_by_length(model: str | None, prompt_tokens: int, tokens: int, *, chat: bool, told: bool = True) -> bytes:
-    """The last events of an answer that ends at its limit, as a worker would send them after `tokens`.
+    """The last events of an answer that has reached its limit with `tokens`, as a worker would send them.
 
-    `told`: with a usage.
+    `told`: the client wants a usage.
     """
     head = event_head("", 0, model, chat=chat)
     part: dict[str, Any] = {"delta": {}} if chat else {"text": ""}

@@ -1,8 +1,8 @@
-"""What the router must know of how KV gets from prefiller to decoder.
+"""KV connectors: their parameters, and the callbacks of the layerwise one.
 
-Both pulling connectors (vllm-ascend's MooncakeConnectorV1 and vLLM's NixlConnector) take the same messages, and a
-prefiller's parameters go to the decoder whole; they tell which of the two it runs. A layerwise decode worker pulls
-nothing: it is told where to ask for its prefill, and calls back.
+Both pulling connectors (vllm-ascend's MooncakeConnectorV1 and vLLM's NixlConnector) use the same messages: a
+prefiller's parameters go to the decoder unchanged, and show which of the two it runs. A layerwise decode worker pulls
+nothing: it gets a URL, and asks there for its prefill.
 """
 
 import secrets
@@ -12,7 +12,7 @@ from typing import Final
 
 import orjson
 
-_ONLY_OF: Final = {  # keys of a prefiller's kv_transfer_params that no other connector has, from the engines' sources
+_ONLY_OF: Final = {  # keys of kv_transfer_params that only one connector has, from the engines' sources
     "nixl": frozenset(("tp_size", "remote_num_tokens", "remote_blocks_expiry_time", "transfer_mode")),
     "mooncake_v1": frozenset(("remote_ptp_size", "remote_pcp_size", "last_token_id", "num_prompt_blocks")),
 }
@@ -23,7 +23,7 @@ Callback = Callable[[bytes], None]
 
 
 def connector_of(kv_transfer_params: bytes) -> str | None:
-    """The connector that a prefiller's parameters belong to; None where they don't show it."""
+    """The connector that a prefiller's parameters belong to; None: they do not show it."""
     keys = orjson.loads(kv_transfer_params).keys()
     fits = [name for name, only in _ONLY_OF.items() if not only.isdisjoint(keys)]
     return fits[0] if len(fits) == 1 else None
@@ -31,7 +31,7 @@ def connector_of(kv_transfer_params: bytes) -> str | None:
 
 @dataclass(slots=True)
 class _Expected:
-    """A callback that a decode worker was told to make; `callback` is None once it has come."""
+    """A callback that a decode worker is to make; `callback` is None once it has come."""
 
     external_id: str
     callback: Callback | None
@@ -41,9 +41,9 @@ class _Expected:
 class Callbacks:
     """The callbacks of decode workers that requests wait for (layerwise).
 
-    `url` is the router's base URL as decode workers reach it. Each attempt has a token of its own in the URL that its
-    decode worker is sent, so nobody else can say where a request's KV is to be pushed. It begins with the name of the
-    `relay` that made it, as the callback may arrive at another one; "": there is only one process.
+    `url` is the router's base URL as decode workers reach it. The URL for each attempt contains its own token, so only
+    its decode worker can say where the KV is to be pushed. The token begins with the name of the `relay` that made it,
+    because the callback may arrive at another one; "": there is only one process.
     """
 
     url: str
@@ -56,24 +56,24 @@ class Callbacks:
         return f"{self.relay}.{secret}" if self.relay else secret
 
     def params(self, token: str) -> bytes:
-        """What the decode worker gets: nothing to pull, and where to ask."""
+        """The decode worker's KV parameters: nothing to pull, and the URL to ask at."""
         url = f"{self.url}{METASERVER_PATH}/{token}"
         return orjson.dumps({"do_remote_decode": False, "do_remote_prefill": True, "metaserver": url})
 
     def expect(self, token: str, external_id: str, callback: Callback) -> None:
-        """A decode worker is about to be sent the request that it calls by this id, with this unguessable token."""
+        """Expect a callback with this token, for the request that the decode worker knows under this id."""
         self._expected[token] = _Expected(external_id, callback)
 
     def forget(self, token: str) -> None:
-        """The attempt with this token is over."""
+        """Expect no callback with this token any more."""
         self._expected.pop(token, None)
 
     def expects(self, token: str) -> bool:
-        """Whether a decode worker was sent this token for an attempt that goes on."""
+        """Whether the token belongs to an attempt that is under way."""
         return token in self._expected
 
     def called_back(self, token: str, external_id: str, asked: bytes) -> str:
-        """A decode worker asks for a prefill; returns "accepted", "repeated" or "unknown"."""
+        """Take a decode worker's callback; returns "accepted", "repeated" or "unknown"."""
         expected = self._expected.get(token)
         if expected is None or expected.external_id != external_id:
             return "unknown"
@@ -85,5 +85,5 @@ class Callbacks:
 
 
 def owner_of(token: str) -> str:
-    """The name of the relay that made a token; "": it contains none."""
+    """The name of the relay that made a token; "": the token contains none."""
     return token.rpartition(".")[0]

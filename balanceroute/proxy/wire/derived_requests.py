@@ -1,6 +1,6 @@
 """Requests made of a client's request: one per choice, the rest of an interrupted one, and the same one changed.
 
-Each is an ordinary `ClientRequest` again, so the bodies that workers get for it need no code of their own.
+Each is an ordinary `ClientRequest`, so workers' bodies are made of it like those of any other.
 """
 
 import secrets
@@ -19,11 +19,11 @@ MIN_SEED: Final = -(2**63)  # vLLM's bounds of `seed`
 MAX_SEED: Final = 2**63 - 1
 _TRUNCATE: Final = "truncate_prompt_tokens"
 CACHE_SALT: Final = "cache_salt"
-_DONE_BY_IDS: Final = frozenset((_TRUNCATE, "suffix", "echo"))  # the prompt's ids have these done to them already
+_DONE_BY_IDS: Final = frozenset((_TRUNCATE, "suffix", "echo"))  # already applied to the prompt's ids
 
 
 def with_priority(request: ClientRequest, priority: int | None) -> ClientRequest:
-    """The request with the priority that a header says; unchanged where it says none (None)."""
+    """The request with a header's priority; None: unchanged."""
     if priority is None or priority == request.priority:
         return request
     return replace(request, rest=request.rest | {"priority": priority}, priority=priority)
@@ -40,7 +40,7 @@ def split(request: ClientRequest) -> list[ClientRequest]:
         return [request]
     seed = request.rest.get("seed")
     if seed is not None and type(seed) is not int:
-        seed = integer(request.rest, "seed", least=None)  # "5", as the engines read it, so that it can be counted up
+        seed = integer(request.rest, "seed", least=None)  # engines also read "5"; here it must be an integer to add to
     if isinstance(seed, int) and not MIN_SEED <= seed <= MAX_SEED - (request.n - 1):
         raise InvalidRequest(f"seed must be from {MIN_SEED} to {MAX_SEED} for every choice.", param="seed")
     parts = []
@@ -56,7 +56,7 @@ def split(request: ClientRequest) -> list[ClientRequest]:
 
 
 def _prompts_of(request: ClientRequest) -> list[tuple[dict[str, Any], bytes, int]]:
-    """Each prompt by itself: the body's other fields, the prompt as JSON, its tokens."""
+    """For each prompt: the body's other fields, the prompt as JSON, its tokens."""
     rest = request.rest
     if request.endpoint == "completions":
         embeds = rest.get("prompt_embeds")
@@ -69,7 +69,7 @@ def _prompts_of(request: ClientRequest) -> list[tuple[dict[str, Any], bytes, int
 
 
 def resume(request: ClientRequest, prompt_ids: Sequence[int], generated: Sequence[int]) -> ClientRequest:
-    """The request that goes on where a recomputed or lost one stopped.
+    """The request that continues a recomputed or lost one.
 
     A completion sends all ids as its prompt. A chat keeps its messages, which tools and parsers need, and hands the ids
     over in `kv_transfer_params`.
@@ -89,7 +89,7 @@ def resume(request: ClientRequest, prompt_ids: Sequence[int], generated: Sequenc
         limit_field = limit_field or "max_tokens"
         rest[limit_field] = left
         if limit_field == "max_completion_tokens":
-            rest.pop("max_tokens", None)  # it still has the whole limit; workers overlook it beside the other field
+            rest.pop("max_tokens", None)  # it still has the whole limit; workers ignore it beside the other field
     min_tokens = max(0, request.min_tokens - len(generated))
     if "min_tokens" in rest:
         rest["min_tokens"] = min_tokens
@@ -108,16 +108,16 @@ def resume(request: ClientRequest, prompt_ids: Sequence[int], generated: Sequenc
 
 
 def remaining_limit(request: ClientRequest, generated_tokens: int) -> int | None:
-    """Tokens that the client's limit still allows after `generated_tokens`; None where it set no limit."""
+    """Tokens that the client's limit still allows after `generated_tokens`; None: no limit."""
     limit = request.effective_limit
     return None if limit is None else limit - generated_tokens
 
 
 def cut_alike(request: ClientRequest, prompt_tokens: int | None) -> ClientRequest:
-    """The request with a negative `truncate_prompt_tokens` replaced by a number; None: by nothing.
+    """The request with a negative `truncate_prompt_tokens` replaced by `tokens`, or removed (None).
 
-    A negative one means "as many as fit", in some engines "as fit beside `max_tokens`", which the router sets to 1 for
-    a prefiller. So prefiller and decoder would cut the prompt differently, and the decoder pull the KV of another one.
+    A negative value means "as many as fit", in some engines "as fit beside `max_tokens`", which the router sets to 1
+    for a prefiller. So prefiller and decoder would cut the prompt differently, and the decoder would pull the wrong KV.
     """
     if (as_integer(request.rest.get(_TRUNCATE)) or 0) >= 0:
         return request
@@ -128,9 +128,9 @@ def cut_alike(request: ClientRequest, prompt_tokens: int | None) -> ClientReques
 
 
 def kept_apart(request: ClientRequest) -> ClientRequest:
-    """The request under a salt of its own: no prefix cache shares its KV with another request, in either direction.
+    """The request with a unique cache salt: no prefix cache shares its KV with another request, in either direction.
 
-    It is for a pull that may come too late: the prefiller may have given the blocks to another request, whose KV the
-    decoder would then cache under this prompt.
+    For a pull that may come too late: if the prefiller has given the blocks to another request, the decoder would cache
+    that one's KV under this prompt.
     """
     return replace(request, rest=request.rest | {CACHE_SALT: secrets.token_hex(8)})

@@ -1,16 +1,16 @@
-"""What one choice of an event carries for the client: which kinds of text, which tokens."""
+"""The contents of one choice of an event: kinds of text, tokens."""
 
 from typing import Any, Final, TypeGuard
 
 TEXT: Final = "text"
 REASONING: Final = "reasoning"
 TOOL_CALLS: Final = "tool_calls"
-_REASONING_KEYS: Final = ("reasoning", "reasoning_content")  # of a delta; engines have renamed it
+_REASONING_KEYS: Final = ("reasoning", "reasoning_content")  # the field's two names in a delta; engines have renamed it
 _KIND_OF_KEY: Final = {**dict.fromkeys(_REASONING_KEYS, REASONING), "tool_calls": TOOL_CALLS}
 
 
 def kinds_of(choice: dict[str, Any]) -> list[str]:
-    """The kinds of text that a choice carries, in their order in an answer; empty for a role or an empty delta."""
+    """The kinds of text in a choice, in their order in an answer; empty: only a role, or an empty delta."""
     if choice.get("text"):
         return [TEXT]
     delta = choice.get("delta")
@@ -21,21 +21,21 @@ def kinds_of(choice: dict[str, Any]) -> list[str]:
 
 
 def continues(before: str | None, after: str) -> bool:
-    """Whether text of the kind `after` may follow text of the kind `before`, at which an answer was cut off.
+    """Whether an answer that was cut off in text of the kind `before` may continue with the kind `after`.
 
-    Text may turn to a tool call. Any other change means that the second engine has misread where the answer stands.
+    Text may be followed by a tool call. Any other change means that the second engine has misparsed the answer so far.
     """
     return before is None or after == before or (before == TEXT and after == TOOL_CALLS)
 
 
 def drop_reasoning(choices: list[dict[str, Any]]) -> bool:
-    """Take reasoning out of the choices of an event; returns whether there was any."""
+    """Remove reasoning from the choices of an event; returns whether there was any."""
     deltas = [delta for choice in choices if isinstance(delta := choice.get("delta"), dict)]
     return any([delta.pop(name, None) for delta in deltas for name in _REASONING_KEYS])
 
 
 def tells_tokens(choice: dict[str, Any]) -> bool:
-    """Whether a choice, even without text, has tokens for a client that wants their ids or logprobs."""
+    """Whether a choice has token ids or logprobs for the client, even without text."""
     return bool(choice.get("token_ids")) or any((choice.get("logprobs") or {}).values())
 
 

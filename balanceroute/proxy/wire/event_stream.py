@@ -1,13 +1,13 @@
-"""The text format of event streams: bytes in whatever pieces to whole events, and an event to its data.
+"""The text format of event streams: splits bytes into events, and reads an event's data.
 
-An event ends at a blank line. Lines may end with LF, CRLF or CR; what leaves here has LF alone.
+An event ends at a blank line. Lines may end with LF, CRLF or CR; returned events have LF only.
 """
 
 import re
 from collections.abc import Iterator
 from typing import Final
 
-MAX_EVENT_BYTES: Final = 32 * 1024 * 1024  # the ids of a prompt of 4 million tokens; more is no event
+MAX_EVENT_BYTES: Final = 32 * 1024 * 1024  # the ids of a prompt of 4 million tokens
 _BLANK_LINES: Final = re.compile(rb"\n*")
 _LINE_STARTS: Final = (b"data:", b"event:", b"id:", b"retry:", b":")
 
@@ -39,9 +39,9 @@ class EventSplitter:
         self._parts.clear()
 
     def events(self, data: bytes) -> Iterator[bytes]:
-        """The events that `data` completes, each with its blank line; what is left of `data` is kept.
+        """The events that `data` completes, each with its blank line; the rest of `data` is kept.
 
-        O(len(data)) over the life of the stream, whatever the pieces.
+        O(len(data)) over the whole stream, however it is split.
         """
         if self._after_cr or b"\r" in data:
             data = self._with_line_feeds(data)
@@ -52,7 +52,7 @@ class EventSplitter:
             data = whole
         start = 0
         while True:
-            if data.startswith(b"\n", start):  # blank lines of no event: a worker may send any number of them
+            if data.startswith(b"\n", start):  # blank lines between events: a worker may send any number of them
                 start = _after_blank_lines(data, start)
             found = data.find(b"\n\n", start)
             if found < 0:

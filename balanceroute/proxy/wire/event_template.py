@@ -1,9 +1,9 @@
-r"""Whether an event may be the template of those that follow (`hotpath.EventMatcher`), and where its parts are.
+r"""Makes a template of an event, by which `hotpath.EventMatcher` takes later ones apart.
 
 A key is found by its bytes. In valid JSON the bytes `,"token_ids":` or `{"token_ids":` are always that key. Their first
-quote follows a comma or brace, not a backslash, so it opens or closes a string. Did it close one, the next byte outside
-a string would be a letter, which is no JSON. So it opens one, and the second quote, which follows a letter, closes it
-before a colon: a key. A model that writes `"token_ids":[1]` reaches the wire as `\"token_ids\":[1]`, which does not
+quote follows a comma or brace, not a backslash, so it opens or closes a string. If it closed one, a letter would follow
+outside a string, which is not JSON. So it opens one; the second quote, which follows a letter, closes it before a
+colon: this is a key. A model's text `"token_ids":[1]` is sent as `\"token_ids\":[1]`, which does not
 contain these bytes.
 """
 
@@ -23,11 +23,11 @@ class Template(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Of the field that holds the text."""
+        """The name of the field with the text."""
         return self.key[1:-3].decode()
 
     def frame(self, out: bytes) -> tuple[bytes, bytes] | None:
-        """What stands before and after the text where ids are null; None: that can't be told.
+        """The bytes before and after the text in an event with null for its ids; None: unknown.
 
         `out` is what the client got for the event of the template, in the same form.
         """
@@ -37,16 +37,16 @@ class Template(NamedTuple):
 
 
 def template_of(raw: bytes) -> Template | None:
-    """The parts of an ordinary event as it came; None if no other event should be taken apart by it."""
+    """The template of an ordinary event; None: the event is no model for others."""
     if b'"prompt_token_ids":[' in raw or raw.find(b"\n") != len(raw) - 2:
-        return None  # ids that come once would have to be taken out of every match; one line is all that is looked at
+        return None  # prompt ids come only once, and a template covers one line
     ids_at = raw.rfind(_IDS_KEY)
     for key in _TEXT_KEYS:
         if ids_at > 0 and raw.count(key) == 1:
             start = raw.index(key) + len(key)
             stop = raw.find(b'"', start)
             before = raw[start - len(key) - 1 : start - len(key)]
-            escaped = raw[stop - 1 : stop] == b"\\"  # then the quote may be one of the text
+            escaped = raw[stop - 1 : stop] == b"\\"  # the quote may then be part of the text
             if before not in (b",", b"{") or escaped or not start <= stop < ids_at:
                 return None
             mid = raw[stop : ids_at + len(_IDS_KEY)]

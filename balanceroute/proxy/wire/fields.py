@@ -1,7 +1,7 @@
-"""Numbers and flags of a client's body, as the engines read them.
+"""Reads numbers and flags of a client's body as engines do.
 
-vLLM takes `4.0`, `"4"` and `"true"` for what they mean: its bodies are pydantic models, which are lax. So a value that
-is not what JSON has for it is given to the same reader, and the body goes on with what came of it.
+vLLM's bodies are lax pydantic models: they accept `4.0` and `"4"` as 4, and `"true"` as true. So a value of another
+JSON type is read by pydantic here as well, and replaced by the result.
 """
 
 from typing import Annotated, Any, Final
@@ -18,7 +18,7 @@ _NUMBER: Final = TypeAdapter(Annotated[float, AllowInfNan(False)])
 
 
 def boolean(data: dict[str, Any], name: str) -> bool:
-    """A field of `data` that is true or false; false where it is null or left out. Raises: InvalidRequest."""
+    """A boolean field of `data`; False if it is null or absent. Raises: InvalidRequest."""
     value = data.get(name)
     if value is None or isinstance(value, bool):
         return bool(value)
@@ -30,7 +30,7 @@ def boolean(data: dict[str, Any], name: str) -> bool:
 
 
 def integer(data: dict[str, Any], name: str, *, least: int | None) -> int | None:
-    """A field of `data` that is an integer of 64 bits; None where it is null or left out. Raises: InvalidRequest."""
+    """A 64-bit integer field of `data`; None if it is null or absent. Raises: InvalidRequest."""
     value = data.get(name)
     if value is None:
         return None
@@ -44,7 +44,7 @@ def integer(data: dict[str, Any], name: str, *, least: int | None) -> int | None
 
 
 def as_boolean(value: object) -> bool | None:
-    """The flag that engines read there; None where it is none."""
+    """The boolean that engines read from a value; None: they refuse it."""
     try:
         return _BOOLEAN.validate_python(value)
     except ValidationError:
@@ -52,7 +52,7 @@ def as_boolean(value: object) -> bool | None:
 
 
 def as_integer(value: object) -> int | None:
-    """The integer that engines read there; None where it is none."""
+    """The integer that engines read from a value; None: they refuse it."""
     try:
         return _INTEGER.validate_python(value)
     except ValidationError:
@@ -60,7 +60,7 @@ def as_integer(value: object) -> int | None:
 
 
 def as_number(value: object) -> float | None:
-    """The number that engines read there; None where it is none, or what JSON has no word for."""
+    """The number that engines read from a value; None: they refuse it, or JSON can't express it."""
     try:
         return _NUMBER.validate_python(value)
     except ValidationError:
@@ -68,7 +68,7 @@ def as_number(value: object) -> float | None:
 
 
 def checked(name: str, value: int, *, least: int | None) -> int:
-    """An integer that engines can hold. Raises: InvalidRequest."""
+    """Check that an integer has 64 bits at most. Raises: InvalidRequest."""
     if not -_MAX_INTEGER <= value <= _MAX_INTEGER:
         raise InvalidRequest(f"{name} must be an integer of 64 bits, not {value}.", param=name)
     if least is not None and value < least:
@@ -77,7 +77,7 @@ def checked(name: str, value: int, *, least: int | None) -> int:
 
 
 def kind(value: object) -> str:
-    """What JSON calls a value, for an error."""
+    """The JSON type of a value, for an error."""
     names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
     names[orjson.Fragment] = "a number of more than 64 bits"
     return names.get(type(value), "a number")

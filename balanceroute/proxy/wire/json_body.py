@@ -1,4 +1,4 @@
-"""A client's body as JSON: read within bounds, and refused at once where workers could not be sent it again."""
+"""Reads a client's body as JSON within bounds, and refuses what could not be serialised again for workers."""
 
 from typing import Any, Final
 
@@ -15,7 +15,7 @@ MAX_DEPTH: Final = 250  # orjson reads 1024 levels and writes 254
 def load_object(body: bytes) -> dict[str, Any]:
     """The JSON object of a body.
 
-    Raises: NotJson: the body is no JSON. InvalidRequest: it is no object, or holds more than may be read.
+    Raises: NotJson: the body is not JSON. InvalidRequest: it is no object, or exceeds the bounds of `json_size`.
     """
     check_size(body)
     try:
@@ -37,7 +37,7 @@ def load_writable_object(body: bytes) -> dict[str, Any]:
 def check_depth(body: bytes, data: dict[str, Any]) -> None:
     """Refuse `data`, read from `body`, if it is too deep to be written. Raises: InvalidRequest.
 
-    This is asked before a prefiller works for the request.
+    Called before a prefiller works for the request.
     """
     if body.count(b"[") + body.count(b"{") > MAX_DEPTH:
         as_json(data)

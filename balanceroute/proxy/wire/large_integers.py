@@ -1,8 +1,8 @@
-"""Integers of more than 64 bits in a client's body, such as a bound in a tool's schema, as the client wrote them.
+"""Keeps integers of more than 64 bits in a client's body (a bound in a tool's schema) as the client wrote them.
 
 orjson reads them as floats, and an engine would get `1.8446744073709552e+19` for 18446744073709551616: another prompt.
-So a body that may hold one is read once more, and each is kept as the text that it is. Python does that, in seconds for
-millions of token ids, with everybody's stream at a stop: a body of so many values keeps its floats.
+So a body that may contain one is parsed again, and each is kept as text. Python does that, and would stop all streams
+for seconds over millions of token ids: a body of so many values keeps its floats.
 """
 
 import json
@@ -11,14 +11,14 @@ from typing import Any, Final
 import orjson
 
 _NESTED: Final = frozenset((dict, list))
-_PROMPTS: Final = frozenset(("messages", "prompt"))  # large, and no place of such numbers
+_PROMPTS: Final = frozenset(("messages", "prompt"))  # large, and without such numbers
 _MAX_COMMAS: Final = 2**18  # reading that many numbers takes about 0.1 s
 _DIGITS: Final = bytes(ord("0") if chr(byte).isdigit() and byte < 128 else ord(".") for byte in range(256))
 _SHORTEST: Final = b"0" * len(str(2**63))
 
 
 def with_large_integers(body: bytes, data: dict[str, Any]) -> dict[str, Any]:
-    """What orjson has read of a body, or the same with its large integers as `orjson.Fragment`."""
+    """The data that orjson has read of a body, with large integers replaced by `orjson.Fragment`."""
     if not _may_hold_one(body, data) or body.count(b",") > _MAX_COMMAS:
         return data
     try:

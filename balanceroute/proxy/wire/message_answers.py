@@ -1,14 +1,14 @@
-r"""The answer to a chat as Anthropic's message: whole, or as named events while it comes.
+r"""Translates a chat's answer into Anthropic's message: as a whole, or event by event.
 
     message_start                                                        usage of the prompt
     (content_block_start, content_block_delta ..., content_block_stop)*  thinking, text, tool_use
     message_delta                                                        stop_reason, usage of all
     message_stop
 
-Only one block is open at a time. Text that comes amid a tool's arguments is kept until they are complete, and is then a
-block of its own. A block of thinking ends with a signature; it proves nothing here, but clients expect one.
+Only one block is open at a time. Text between a tool's arguments is held back until these are complete, then sent as
+its own block. A block of thinking ends with a signature, because clients expect one; it proves nothing here.
 
-Most events never come here: the scanner matches them, and writes their text into the `frame` of the open block.
+Most events bypass this module: the scanner matches them, and writes their text into the `frame` of the open block.
 
 Source: https://docs.anthropic.com/en/api/messages-streaming; fields as vLLM 0.32 fills them on its own `/v1/messages`.
 """
@@ -31,14 +31,14 @@ _KINDS: Final[dict[str, Kind]] = {"reasoning": "thinking", "reasoning_content": 
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Tokens of a prompt, of those the ones that a prefiller had cached (None: it does not say), and of the answer."""
+    """Tokens of the prompt, of its part that was cached at the prefiller (None: unknown), and of the answer."""
 
     prompt_tokens: int
     cached_tokens: int | None
     generated_tokens: int
 
     def usage(self) -> dict[str, int]:
-        """As Anthropic counts: what was read from a cache is no input."""
+        """Anthropic's usage, in which cached tokens do not count as input."""
         usage = {"input_tokens": self.prompt_tokens, "output_tokens": self.generated_tokens}
         if self.cached_tokens is not None:
             usage["input_tokens"] = max(0, self.prompt_tokens - self.cached_tokens)
@@ -50,7 +50,7 @@ class Counts:
 
 
 def message_of(answer: bytes, message_id: str) -> bytes:
-    """A whole chat completion as a message. Raises: BadUpstreamReply: it is none."""
+    """Translate a whole chat completion. Raises: BadUpstreamReply: it is none."""
     try:
         told = orjson.loads(answer)
         choice = told["choices"][0]
@@ -88,7 +88,7 @@ def message_of(answer: bytes, message_id: str) -> bytes:
 
 
 def _input_of(arguments: object) -> tuple[dict[str, Any], bool]:
-    """A call's arguments, and whether they are complete: a limit may have cut them off, and half an object is none."""
+    """A call's arguments, and whether they are complete; {} if a limit has cut them off."""
     try:
         read = orjson.loads(arguments) if isinstance(arguments, str) and arguments else {}
     except ValueError:
@@ -99,7 +99,8 @@ def _input_of(arguments: object) -> tuple[dict[str, Any], bool]:
 def _stop_of(choice: dict[str, Any], *, used: bool, complete: bool) -> tuple[str | None, str | None]:
     """`stop_reason` and `stop_sequence`.
 
-    A call that a stop string has cut short must not be run, so the stop string is told; beside a complete one it isn't.
+    A call that a stop string has cut off must not be run, so the stop string is the reason. After a complete call it is
+    not.
     """
     reason, stop = choice.get("finish_reason"), choice.get("stop_reason")
     if reason in _STOP_REASONS:
@@ -126,7 +127,7 @@ def _call_id(message_id: str, place: int) -> str:
 
 
 class MessageStream:
-    """Writes the events of one chat as those of one message: the `Translation` of a scanner."""
+    """Translates the events of one chat into those of one message: the `Translation` of a scanner."""
 
     __slots__ = (
         "_arguments",
@@ -146,20 +147,20 @@ class MessageStream:
     )
 
     def __init__(self, message_id: str, model: str | None, counts: Callable[[], Counts]) -> None:
-        """`counts` is asked at the beginning, and at an end that comes without usage. `model` is the client's name."""
+        """`counts` is called at the beginning, and at an end without usage. `model`: the name that the client sent."""
         self._id, self._model, self._counts = message_id, model, counts
         self._started = self._delta_sent = self._used = False
-        self._index = 0  # of the block that is open, or else of the next one
-        self._kind: Kind | None = None  # of the open block
-        self._call = 0  # the open tool_use: its index in the chat
+        self._index = 0  # index of the open block, or else of the next one
+        self._kind: Kind | None = None  # type of the open block
+        self._call = 0  # index, in the chat, of the open tool_use
         self._calls_ended: set[int] = set()
-        self._arguments: list[str] = []  # of the last call
-        self._kept: list[str] = []  # text that came amid a call
-        self._choice: dict[str, Any] = {}  # the one that finished
-        self._said: list[str] = []  # what the last event had something under
+        self._arguments: list[str] = []  # arguments of the last call
+        self._kept: list[str] = []  # text held back during a call
+        self._choice: dict[str, Any] = {}  # the choice that finished
+        self._said: list[str] = []  # the last event's fields with contents
 
     def check(self, choices: list[dict[str, Any]]) -> None:
-        """Raises: ValueError: an event of these choices is no part of a message."""
+        """Check an event's choices. Raises: ValueError: they have no place in a message."""
         for choice in choices:
             delta = choice.get("delta") or {}
             for key in _KINDS:
@@ -171,7 +172,7 @@ class MessageStream:
                 self._check_call(call)
 
     def event(self, event: dict[str, Any]) -> bytes:
-        """What the client gets for an event of the chat."""
+        """Translate an event of the chat."""
         out: list[bytes] = []
         if not self._started:
             self._start(event.get("model"), out)
@@ -182,13 +183,13 @@ class MessageStream:
         return b"".join(out)
 
     def end(self) -> bytes:
-        """What it gets at the chat's end."""
+        """The events at the end of the chat."""
         out: list[bytes] = []
         self._end(self._counts(), out)
         return b"".join((*out, _named("message_stop", {})))
 
     def frame(self, key: str) -> tuple[bytes, bytes] | None:
-        """What stands before and after a text under `key`, if it belongs to the open block."""
+        """The bytes before and after a text under `key`; None: it does not belong to the open block."""
         kind = self._kind
         if kind is None or _KINDS.get(key) != kind or self._said not in ([], [key]):
             return None
@@ -222,10 +223,10 @@ class MessageStream:
 
     def _take(self, choice: dict[str, Any], out: list[bytes]) -> None:
         if self._delta_sent:
-            return  # nothing can follow it
+            return  # nothing may follow it
         delta = choice.get("delta") or {}
         self._said = [key for key in (*_KINDS, "tool_calls") if delta.get(key)]
-        if reasoning := delta.get("reasoning") or delta.get("reasoning_content"):  # there are engines that send both
+        if reasoning := delta.get("reasoning") or delta.get("reasoning_content"):  # some engines send both names
             self._text("thinking", reasoning, out)
         if delta.get("content"):
             self._text("text", delta["content"], out)
@@ -249,7 +250,7 @@ class MessageStream:
         index, arguments = call.get("index") or 0, function.get("arguments")
         if self._kind != "tool_use" or self._call != index:
             if index in self._calls_ended:
-                return  # nothing more of it
+                return  # the choice has ended
             self._close(out)
             name, call_id = function.get("name") or "", call.get("id") or _call_id(self._id, index)
             self._used, self._call, self._arguments = True, index, []
@@ -263,7 +264,7 @@ class MessageStream:
         out.append(_named("content_block_start", {"index": self._index, "content_block": block}))
 
     def _close(self, out: list[bytes]) -> None:
-        """End the open block, if there is one, and tell what was kept during it."""
+        """End the open block, if there is one, and send the text held back during it."""
         kind, self._kind = self._kind, None
         if kind is None:
             return
@@ -279,7 +280,7 @@ class MessageStream:
                 self._close(out)
 
     def _end(self, counts: Counts, out: list[bytes]) -> None:
-        """The stop reason and the usage, once."""
+        """Send the stop reason and the usage, once."""
         if self._delta_sent:
             return
         self._delta_sent = True

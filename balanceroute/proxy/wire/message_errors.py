@@ -1,9 +1,10 @@
-"""Errors as Anthropic's clients know them, made from those that everybody else gets.
+"""Translates OpenAI errors into Anthropic's.
 
     {"type": "error", "error": {"type": "overloaded_error", "message": "..."}, "request_id": "..."}
 
-The status is the same as on any other route; by it, `retry-after` and `x-should-retry` Anthropic's clients choose their
-exception and whether to try again. Agents read the words for a prompt that is too long, and then compact it.
+The status is the same as on other routes. Anthropic's clients choose their exception, and whether to retry, by the
+status, `retry-after` and `x-should-retry`. Agents recognise the message for a prompt that is too long, and then compact
+it.
 Source: https://docs.anthropic.com/en/api/errors; https://github.com/musistudio/claude-code-router/issues/1799
 """
 
@@ -31,17 +32,17 @@ _TOO_LONG: Final = re.compile(
     r"maximum context length is (?P<most>\d+) tokens\. "
     r"However, your prompt contains (?:at least )?(?P<count>\d+) (?P<unit>input tokens|characters)"
 )
-# Of refused fields, what tells SDKs to go on without them: their tool runners ask for a thread unless told not to
+# Refused fields whose error makes SDKs continue without them: their tool runners ask for a thread by default
 _DETAILS: Final = {"thread": {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}}
 
 
 def is_messages_path(path: str) -> bool:
-    """Whether errors of this path are told as Anthropic tells them."""
+    """Whether this path answers with Anthropic's errors."""
     return path == MESSAGES_PATH or path.startswith(MESSAGES_PATH + "/")
 
 
 def message_error_body(status: int, body: bytes, request_id: str, *, field: str | None = None) -> bytes:
-    """Anthropic's error object that says what an OpenAI one, or an engine's own, says. `field` was refused."""
+    """Anthropic's error object for an OpenAI error, or an engine's own. `field`: the refused field."""
     kind = _TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
     error: dict[str, Any] = {"type": kind, "message": _in_anthropics_words(text_of(body))}
     if field in _DETAILS:
@@ -50,13 +51,13 @@ def message_error_body(status: int, body: bytes, request_id: str, *, field: str 
 
 
 def message_error_event(error: BalanceRouteError, request_id: str) -> bytes:
-    """An SSE event that tells an error after the first byte."""
+    """The SSE event for an error after the first byte."""
     body = message_error_body(status_of(error), body_of(error), request_id)
     return b"event: error\ndata: %b\n\n" % body
 
 
 def message_refusal(error: BalanceRouteError, headers: Headers) -> tuple[int, Headers, bytes]:
-    """Status, headers and body of an error; `headers` may name the request, and then do so as Anthropic does too."""
+    """Status, headers and body of an error; a request id in `headers` is added under Anthropic's name as well."""
     request_id = next((value for name, value in headers if name == b"x-request-id"), b"")
     status = status_of(error)
     field = error.param if isinstance(error, InvalidRequest) else None
@@ -65,16 +66,16 @@ def message_refusal(error: BalanceRouteError, headers: Headers) -> tuple[int, He
 
 
 def with_message_id(headers: Headers) -> Headers:
-    """The headers of an answer, with the id of the request under Anthropic's name for it as well."""
+    """An answer's headers, with the request id added under Anthropic's name."""
     ids = [(b"request-id", value) for name, value in headers if name == b"x-request-id"]
     return [*(field for field in headers if field[0] != b"request-id"), *ids]
 
 
 def _in_anthropics_words(text: str) -> str:
-    """vLLM's words for a prompt that the model has no room for, as Anthropic says it; any other text as it is."""
+    """Anthropic's message for vLLM's error on a prompt that is too long; any other text unchanged."""
     told = _TOO_LONG.search(text)
     if told is None:
         return text
-    if told["unit"] == "characters":  # so many that vLLM has not counted the tokens
+    if told["unit"] == "characters":  # vLLM refused the prompt by its characters, before it counted tokens
         return f"prompt is too long: {text}"
     return f"prompt is too long: {told['count']} tokens > {told['most']} maximum"

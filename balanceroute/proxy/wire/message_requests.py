@@ -1,22 +1,22 @@
-"""Anthropic's Messages API as a chat: the body of a `/v1/messages` becomes that of a `/v1/chat/completions`.
+"""Translates the body of Anthropic's `/v1/messages` into that of `/v1/chat/completions`.
 
     system, and messages of role system    the first message, role system
     text, image, document (of text)        content of a message
-    tool_result                            messages of role tool, before what else the user says; its images after them
+    tool_result                            messages of role tool, before the user's other content; its images after them
     tool_use                               tool_calls of the assistant's message
-    thinking                               its reasoning; redacted_thinking is left out, nobody can read it
+    thinking                               its reasoning; redacted_thinking is left out (encrypted)
     a last message of the assistant        is continued
     tools, tool_choice                     functions; `any` is "required"
     thinking                               chat_template_kwargs and thinking_token_budget
     output_config                          reasoning_effort, response_format
 
-The router sees no chat template, so system messages from the middle of a conversation join the first one: there are
-templates that refuse them anywhere else. Lines with which an agent bills itself (`x-anthropic-billing-header`, a hash
-per request) are left out, because no prefix cache would survive them. Where nothing speaks against it, a body becomes
-the chat that vLLM 0.32 makes of it on its own `/v1/messages`.
+System messages in the middle of a conversation are joined to the first one: some chat templates refuse them elsewhere,
+and the router does not know the template. Agents' billing lines (`x-anthropic-billing-header`, a hash per request) are
+left out, because they would defeat the prefix cache. Otherwise the chat is, as far as possible, the one that vLLM 0.32
+makes on its own `/v1/messages`.
 
-What only concerns Anthropic's service (`cache_control`, `service_tier`, ...) is accepted and has no effect. What would
-have one, and cannot be translated, is refused by its name.
+Fields for Anthropic's service only (`cache_control`, `service_tier`, ...) are accepted without effect. A field that
+would have an effect, and can't be translated, is refused by name.
 
 Source: https://docs.anthropic.com/en/api/messages; vLLM's `entrypoints/anthropic`.
 """
@@ -54,21 +54,21 @@ Block = dict[str, Any]
 
 
 def parse_messages(body: bytes) -> ClientRequest:
-    """A client's `/v1/messages` as the chat that it is served as. Raises: InvalidRequest: it names the field."""
+    """Parse the body of `/v1/messages` as a chat. Raises: InvalidRequest: it names the field."""
     chat = chat_of(load_writable_object(body))
     check_depth(body, chat)  # a tool's schema is a level deeper in a chat
     return request_of("chat", chat)
 
 
 def tokenize_body(body: bytes) -> bytes:
-    """What a worker's `/tokenize` is asked for a `/v1/messages/count_tokens`. Raises: InvalidRequest."""
+    """The body for a worker's `/tokenize`, for a `/v1/messages/count_tokens`. Raises: InvalidRequest."""
     chat = chat_of({**load_writable_object(body), "max_tokens": 1})
     check_depth(body, chat)
     return orjson.dumps({name: value for name, value in chat.items() if name in _TOKENIZED})
 
 
 def chat_of(data: dict[str, Any]) -> dict[str, Any]:
-    """The body of a chat that asks for what this body of a message asks for. Raises: InvalidRequest."""
+    """Translate a body of `/v1/messages` into a chat's. Raises: InvalidRequest."""
     _check_fields(data, _FIELDS)
     chat: dict[str, Any] = {
         name: read(data[name], name) for name, read in _OF_CHAT.items() if data.get(name) is not None
@@ -128,11 +128,11 @@ def _system_texts(content: object, path: str) -> list[str]:
 
 
 def _user_messages(content: object, path: str) -> list[dict[str, Any]]:
-    """The results of tools, each a message of its own, then what else the user says, if anything."""
+    """Each tool's result as its own message, then the user's other content, if any."""
     if isinstance(content, str):
         return [{"role": "user", "content": content}]
     results: list[dict[str, Any]] = []
-    shown: list[Block] = []  # images of results
+    shown: list[Block] = []  # images in tools' results
     parts: list[Block] = []
     for at, block in _blocks(content, path):
         if block.get("type") == "tool_result":
@@ -144,7 +144,7 @@ def _user_messages(content: object, path: str) -> list[dict[str, Any]]:
 
 
 def _tool_message(block: Block, path: str, images: list[Block]) -> dict[str, Any]:
-    """What a tool said as text; its images go to `images`: a message of role tool has none."""
+    """A tool's result as text; its images are added to `images`, as a message of role tool can't hold any."""
     content = block.get("content")
     if content is None or isinstance(content, str):
         text = content or ""
@@ -179,7 +179,7 @@ def _assistant_message(content: object, path: str) -> dict[str, Any]:
         elif kind != "redacted_thinking":
             raise _untranslatable(kind, at)
     message: dict[str, Any] = {"role": "assistant", "content": _content_of(parts) if parts else ""}
-    if any(reasoning):  # Anthropic's API may keep what was thought to itself, and leave the text empty
+    if any(reasoning):  # Anthropic's API may omit the text of thinking
         message["reasoning"] = "".join(reasoning)
     if calls:
         message["tool_calls"] = calls
@@ -220,7 +220,7 @@ def _url_of(source: Block, path: str) -> str:
 
 
 def _document_parts(block: Block, path: str) -> list[Block]:
-    """A document whose text is here; its title and context come before it."""
+    """The text of a document, after its title and context."""
     if _object(block.get("citations") or {}, f"{path}.citations").get("enabled"):
         raise _wrong(f"{path}.citations", "Citations cannot be asked of a chat.")
     head = [_text(block[name], f"{path}.{name}") for name in ("title", "context") if block.get(name) is not None]
@@ -252,7 +252,7 @@ def _text_of(block: Block, path: str) -> str:
 
 
 def _content_of(parts: list[Block]) -> str | list[Block]:
-    """One text as it is, which every chat template can read."""
+    """A single text as a string, which every chat template accepts; several parts as a list."""
     return parts[0]["text"] if len(parts) == 1 and parts[0]["type"] == "text" else parts
 
 
@@ -280,7 +280,7 @@ def _put_sampling(chat: dict[str, Any], data: dict[str, Any]) -> None:
             raise _wrong(name, f"{value} is out of range.")
         chat[name] = value
     if data.get("top_k") is not None and (top_k := _integer(data["top_k"], "top_k", least=0)):
-        chat["top_k"] = top_k  # none of them is what a chat means without it
+        chat["top_k"] = top_k  # 0, no limit, is a chat's default
 
 
 def _put_tools(chat: dict[str, Any], data: dict[str, Any]) -> None:
@@ -312,7 +312,7 @@ def _put_tools(chat: dict[str, Any], data: dict[str, Any]) -> None:
 
 
 def _function_of(tool: object, path: str) -> Block:
-    """A client's own tool; those that Anthropic's service runs itself, or has trained, have a `type`."""
+    """A client's own tool as a function; tools that Anthropic's service defines have a `type`."""
     fields = _object(tool, path)
     kind = fields.get("type")
     if kind not in (None, "custom"):
@@ -328,7 +328,7 @@ def _function_of(tool: object, path: str) -> Block:
 
 
 def _put_thinking(chat: dict[str, Any], data: dict[str, Any]) -> None:
-    """Templates switch thinking by a variable, whose name is one of two; a budget is the engine's business."""
+    """Translate `thinking`: templates switch it by a variable with one of two names; the engine applies a budget."""
     if data.get("thinking") is None:
         return
     thinking = _object(data["thinking"], "thinking")
@@ -369,7 +369,9 @@ def _put_output(chat: dict[str, Any], data: dict[str, Any]) -> None:
 
 
 def _check_fields(fields: dict[str, Any], known: frozenset[str], path: str = "") -> None:
-    """Raises: InvalidRequest: another field than the known ones says something. `path` leads to them, with its dot."""
+    """Refuse unknown fields unless they are null. Raises: InvalidRequest. `path`: the prefix of their names, with its
+    dot.
+    """
     for name, value in fields.items():
         said = value is not None and value != [] and value != {}
         if said and name not in known:
@@ -422,7 +424,7 @@ def _token_ids(value: object, path: str) -> list[int]:
 
 
 def _engine_arguments(value: object, path: str) -> dict[str, Any]:
-    """Of `vllm_xargs`: texts, numbers and lists of them."""
+    """Check `vllm_xargs`: strings, numbers and lists of them."""
     arguments = _object(value, path)
     for name, given in arguments.items():
         if not all(isinstance(each, str | int | float) for each in (given if isinstance(given, list) else [given])):
@@ -430,7 +432,7 @@ def _engine_arguments(value: object, path: str) -> dict[str, Any]:
     return arguments
 
 
-# engines' and the router's own, under the names that they have in a chat
+# fields of engines and of the router, named as in a chat
 _OF_CHAT: Final[dict[str, Callable[[object, str], object]]] = {
     **dict.fromkeys(("min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"), _number),
     **dict.fromkeys(("priority", "min_tokens", "seed"), _integer),

@@ -1,6 +1,6 @@
-"""What a page of an engine's metrics says, read without I/O: vLLM's gauges and counters that the router counts with.
+"""Reads the gauges and counters that the router uses from the text of an engine's metrics page.
 
-The loop that relays streams reads these pages, and a parser of all that they have would hold it up
+It runs on the event loop that relays streams; a parser of whole pages would stop it for too long
 (`scripts/bench/polls.py`).
 """
 
@@ -17,23 +17,22 @@ _MOST_TOKENS: Final = 1e18
 _MOST_KV_TOKENS: Final = 2**40  # of one engine, or of a block of it
 _MOST_PER_STEP: Final = 256.0  # tokens of a request
 _MOST_ENGINES: Final = 1024  # of one page
-_MOST_BYTES: Final = 2**18  # of one metric's samples, which may have a kilobyte of labels each
+_MOST_BYTES: Final = 2**18  # bytes of one metric's samples, which may have a kilobyte of labels each
 _OFF: Final = b'enable_prefix_caching="False"'
 _SAMPLE = re.compile(rb"vllm:\w+\{(.*?)\}[ \t]+(\S+)")
 _CACHE = re.compile(rb"vllm:cache_config_info\{(.*)\}")
-# names whole: there are also mamba_block_size and effective_attention_block_size
+# whole names: there are also mamba_block_size and effective_attention_block_size
 _CACHE_SIZE = re.compile(rb'(?:^|,)\s*(block_size|kv_cache_size_tokens|num_gpu_blocks)="(\d{1,12})"')
 _ENGINE = re.compile(rb'(?:^|,)\s*engine="([^"]*)"')
 
 
 def read_samples(text: bytes) -> dict[str, dict[str, float]]:
-    """KV usage, running and waiting requests per engine (DP rank as text); others are skipped unparsed.
+    """Samples per engine (DP rank as text): KV usage, running and waiting requests, and the figures below.
 
-    So is what can't be meant: a usage that is no ratio, a number of requests or a size of a memory that is none.
-    `kv_capacity_tokens` and `kv_block_tokens` come from the labels of `cache_config_info`, where it has them, and so
-    does `prefix_caching`, 0 or 1; `prefix_cache_queries_total` and `..._hits_total` are tokens. `tokens_per_step`, of a
-    running request, is there with speculative decoding: each step yields one token and those of its draft that were
-    accepted.
+    Invalid values are skipped: a usage that is no ratio, an impossible number of requests or size.
+    `kv_capacity_tokens`, `kv_block_tokens` and `prefix_caching` (0 or 1) come from the labels of `cache_config_info`,
+    if it has them; `prefix_cache_queries_total` and `..._hits_total` are tokens. `tokens_per_step`, of a running
+    request, exists with speculative decoding: each step yields one token and the accepted ones of its draft.
     """
     engines: dict[str, dict[str, float]] = defaultdict(dict)
     text = b"\n" + text
@@ -61,21 +60,21 @@ def read_samples(text: bytes) -> dict[str, dict[str, float]]:
 
 
 def _most(name: bytes) -> float:
-    """Above what a sample of that name can't be meant."""
+    """The largest valid value of a sample of that name."""
     if name in _COUNTERS or name in _DRAFTS:
         return _MOST_TOKENS
     return 1.0 if name == _GAUGES[0] else _MAX_REQUESTS
 
 
 def _size(tokens: int) -> int:
-    """The size of a memory; 0 where it is missing, or can't be true."""
+    """A size in tokens; 0: absent or impossible."""
     return tokens if tokens <= _MOST_KV_TOKENS else 0
 
 
 def _lines(text: bytes, name: bytes) -> Iterator[bytes]:
-    """The samples of one metric, as many as engines may have: the loop that relays streams stands still meanwhile.
+    """The samples of one metric, a bounded number: the event loop waits meanwhile.
 
-    A search for each name reads a page ten times as fast as one pattern for all lines.
+    To search for each name is ten times as fast as one pattern for all lines.
     """
     start, left_bytes = b"\nvllm:" + name + b"{", _MOST_BYTES
     at = text.find(start)
@@ -104,9 +103,9 @@ def _engine(labels: bytes) -> str:
 
 
 def of_worker(engines: dict[str, dict[str, float]], dp_rank: int | None) -> dict[str, float] | None:
-    """The samples of one worker: those of its rank, or if it names no rank, of the only engine; None: unknown.
+    """The samples of one worker: of its rank, or without a rank, of the only engine; None: unknown.
 
-    Several engines behind one URL without ranks are seen as their maximum: as full as the fullest.
+    Of several engines behind one URL without ranks, the maximum of each sample is taken.
     """
     if dp_rank is not None and len(engines) > 1:
         return engines.get(_engine_of_rank(engines, dp_rank))
@@ -118,7 +117,7 @@ def of_worker(engines: dict[str, dict[str, float]], dp_rank: int | None) -> dict
 
 
 def _engine_of_rank(engines: Iterable[str], dp_rank: int) -> str:
-    """What a rank's samples are labelled with.
+    """The label `engine` of a rank's samples.
 
     With hybrid load balancing engines are numbered over all nodes, and `dp_rank` counts those of its own node.
     """

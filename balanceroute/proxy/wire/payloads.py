@@ -1,20 +1,19 @@
-"""The bodies that workers get: what each of them is asked for in a client's name.
+"""Makes all request bodies for workers.
 
     ClientRequest --probe_body()---> prefiller (one token, no stream, KV pinned)
                   --decode_body()--> decoder    (the client's wishes + the pulled KV)
                   --drain_body()---> decoder    (pull the KV, one token, thrown away)
-                  --score_body()---> prefiller  (nothing but what the prompt is worth)
+                  --score_body()---> prefiller  (the prompt's logprobs only)
                   --push_body()----> prefiller  (layerwise: KV goes to a waiting decoder)
 
-The prompt is the only large part. Every body splices its JSON in as it is (`orjson.Fragment`), so a 1 MB prompt costs
-one copy per body and nothing else. Splicing into the client's own bytes would save serialising it once, but leaves
-duplicate keys wherever the client already sent a field that has to change, and parsers disagree about those.
+The prompt is the only large part. Its JSON is spliced into each body unchanged (`orjson.Fragment`), so a 1 MB prompt
+costs one copy per body. To splice changed fields into the client's bytes instead would leave duplicate keys, about
+which parsers disagree.
 
-What a prefiller returned as `kv_transfer_params` is spliced whole into exactly one decode or drain body; using it once
-is the caller's duty.
+A prefiller's `kv_transfer_params` are spliced unchanged into one decode or drain body; the caller must use them only
+once.
 
-All bodies are made in this one file, because what one of them leaves out another one must have: a field that is moved
-between probe and decode is moved in one place.
+All bodies are made in this file, because a field that one of them leaves out another one must have.
 """
 
 from typing import Any, Final
@@ -34,7 +33,7 @@ PROBE_KV_PARAMS: Final[dict[str, Any]] = {
     "remote_port": None,
 }
 _PROBE_KV_PARAMS: Final = orjson.dumps(PROBE_KV_PARAMS)
-# keys of kv_transfer_params: vLLM >= 0.27 reads the first, a vllm-ascend with its recompute patch the second
+# keys of kv_transfer_params: the first for vLLM >= 0.27, the second for vllm-ascend with its recompute patch
 RESUME_IDS_KEYS: Final = (b"prompt_token_ids", b"_vllm_ascend_recompute_token_ids")
 _NOT_FOR_ONE_TOKEN: Final = frozenset(
     ("stream_options", "n", "logprobs", "top_logprobs", "logprob_token_ids", "echo", "best_of")
@@ -44,13 +43,15 @@ _NOT_FOR_ONE_TOKEN: Final = frozenset(
 def probe_body(request: ClientRequest) -> bytes:
     """The body for the prefiller: one token, no stream, the KV pinned for a remote decode.
 
-    `min_tokens` 1 keeps the one token from being a stop token, after which nothing would be pinned.
+    `min_tokens` 1 prevents that the one token is a stop token, after which the engine pins nothing.
     """
     return _dump(request, _prefill_fields(request), _with_resume_ids(request, _PROBE_KV_PARAMS))
 
 
 def push_body(request: ClientRequest, kv_transfer_params: bytes) -> bytes:
-    """The body for a prefiller that pushes its KV: one token, and the decode worker's word on where its blocks are."""
+    """The body for a prefiller that pushes its KV: one token, and the decode worker's parameters, which say where its
+    blocks are.
+    """
     return _dump(request, _prefill_fields(request), _with_resume_ids(request, kv_transfer_params))
 
 
@@ -61,9 +62,9 @@ def score_body(request: ClientRequest) -> bytes:
 
 
 def decode_body(request: ClientRequest, kv_transfer_params: bytes, cache_salt: str = "") -> bytes:
-    """The body for the decode worker: the client's wishes, the KV to pull, and token ids for the exact count.
+    """The body for the decode worker: the client's fields, the KV to pull, and token ids for an exact count.
 
-    `cache_salt` is the worker's own, beside the client's.
+    `cache_salt` is added to the client's own for this worker.
     """
     rest = dict(request.rest)
     rest["return_token_ids"] = True
@@ -75,7 +76,7 @@ def decode_body(request: ClientRequest, kv_transfer_params: bytes, cache_salt: s
     if request.hides_reasoning:
         rest["include_reasoning"] = True
     if "stream_interval" in rest and (as_integer(rest["stream_interval"]) or 0) > FOLLOWED_ABOVE_TOKENS:
-        rest["stream_interval"] = FOLLOWED_ABOVE_TOKENS  # a worker that is silent for longer is taken for lost
+        rest["stream_interval"] = FOLLOWED_ABOVE_TOKENS  # a worker that is silent for longer counts as lost
     if request.counted_by_usage:
         options = rest.get("stream_options") or {}
         rest["stream_options"] = {**options, "include_usage": True, "continuous_usage_stats": True}
@@ -83,17 +84,17 @@ def decode_body(request: ClientRequest, kv_transfer_params: bytes, cache_salt: s
 
 
 def drain_body(request: ClientRequest, kv_transfer_params: bytes) -> bytes:
-    """The body that makes a decoder pull, and so free, KV that nobody waits for any more.
+    """The body that makes a decoder pull KV that no request needs, so that the prefiller frees it.
 
-    The KV may be gone already: engines that refuse a request (vLLM from 0.23) have its prefiller free it. So what is
-    pulled is cached apart from everything else (`kept_apart`).
+    The KV may be gone already: a decoder that refuses a request (vLLM from 0.23) has its prefiller free the KV. So the
+    pulled blocks get a unique cache salt (`kept_apart`).
     """
     rest = _one_token(kept_apart(request), min_tokens=0)
     return _dump(request, rest, _with_resume_ids(request, kv_transfer_params))
 
 
 def _prefill_fields(request: ClientRequest) -> dict[str, Any]:
-    """One token, and the client's wishes about its prompt.
+    """The fields of a prefill: one token, and the client's `PromptWishes`.
 
     With `echo`, `max_tokens` 0 makes an engine answer with the prompt alone (its text, its tokens and their logprobs).
     It generates one token all the same, so the KV is pinned. `return_token_ids` would leave the text out.
@@ -125,12 +126,12 @@ def _one_token(request: ClientRequest, *, min_tokens: int) -> dict[str, Any]:
     rest["min_tokens"] = min_tokens
     if "max_completion_tokens" in rest:
         rest["max_completion_tokens"] = 1
-    rest["return_token_ids"] = True  # the prompt's ids are what a resume starts from
+    rest["return_token_ids"] = True  # a resume starts from the prompt's ids
     return rest
 
 
 def _with_resume_ids(request: ClientRequest, kv_transfer_params: bytes) -> bytes:
-    """The parameters, JSON, with the ids that a resumed chat goes on from."""
+    """The KV parameters, as JSON, with the ids from which a resumed chat continues."""
     if not request.resume_ids:
         return kv_transfer_params
     head = kv_transfer_params.rstrip()[:-1]

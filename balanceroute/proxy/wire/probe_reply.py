@@ -1,4 +1,4 @@
-"""A prefiller's answer to a probe: the KV that it has pinned, and what it says of the prompt."""
+"""Reads a prefiller's answer to a probe: the pinned KV, and the prompt's figures."""
 
 from array import array
 from dataclasses import dataclass
@@ -13,10 +13,10 @@ from balanceroute.proxy.wire.usage import prompt_details_of
 
 @dataclass(slots=True)
 class PrefillResult:
-    """What a prefiller answered to a probe.
+    """A prefiller's answer to a probe.
 
-    `kv_transfer_params` is raw JSON, None if nothing was pinned. `prompt_details` is all that the usage says of the
-    prompt, `cached_tokens` among it. `reply_id` is the answer's own `id`, whatever the worker put there.
+    `kv_transfer_params` is raw JSON, None if nothing was pinned. `prompt_details`: the usage's details of the prompt,
+    such as `cached_tokens`. `reply_id`: the answer's `id`, unchecked.
     """
 
     kv_transfer_params: bytes | None
@@ -24,14 +24,14 @@ class PrefillResult:
     cached_tokens: int | None
     prompt_token_ids: "array[int] | None"
     reply_id: Any = None
-    reply: dict[str, Any] | None = None  # the whole answer, where the client has `PromptWishes`
+    reply: dict[str, Any] | None = None  # the whole answer, if the client has `PromptWishes`
     prompt_details: dict[str, Any] | None = None
 
 
 def parse_probe_reply(body: bytes, *, worker: str, keep: bool = False) -> PrefillResult:
-    """Read a prefiller's 200. `keep`: the result holds the whole answer, for what it says about the prompt.
+    """Parse the body of a 200. `keep`: keep the whole answer, for `PromptWishes`.
 
-    Raises: BadUpstreamReply: it is no completion, or an aborted one. Null `kv_transfer_params` are no error here: the
+    Raises: BadUpstreamReply: it is no completion, or an aborted one. Null `kv_transfer_params` are no error here; the
     caller retries.
     """
     try:
@@ -48,7 +48,7 @@ def parse_probe_reply(body: bytes, *, worker: str, keep: bool = False) -> Prefil
             prompt_tokens = token_count(len(ids) if ids else 0, "prompt_token_ids")
         pinned = orjson.dumps(params) if isinstance(params, dict) and params else None
         if keep:
-            orjson.dumps(reply)  # if it can't be written again, another prefiller may still be asked
+            orjson.dumps(reply)  # checked now: if it can't be serialised, another prefiller may still be asked
         if pinned is not None and len(pinned) > MAX_PARAMS_BYTES:
             raise ValueError(f"kv_transfer_params are larger than {MAX_PARAMS_BYTES} bytes")
         return PrefillResult(

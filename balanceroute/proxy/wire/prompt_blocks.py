@@ -1,16 +1,16 @@
-"""Chained hashes over blocks of a prompt: equal hashes mean that two prompts are equal up to there.
+"""Chained hashes over blocks of a prompt: equal hashes mean equal prompts up to the end of the block.
 
-An engine names its cache's blocks by hashes over token ids, and there are none before the prompt is tokenised. So our
-blocks are of bytes: `BLOCK_BYTES` of the prompt's canonical JSON, each hashed with the hash before it as its seed. What
-decides about the tokens of the whole prompt (model or LoRA, cache_salt, chat template and its arguments, ...) is hashed
-first, tools and documents stand before the messages, as chat templates put them. A prompt of token ids is JSON too.
+An engine hashes blocks of token ids; the router has none before the prompt is tokenised. So its blocks are
+`BLOCK_BYTES` of the prompt's canonical JSON (also for token ids), each hashed with the former hash as its seed. Fields
+that affect all tokens (model or LoRA, cache_salt, chat template and its arguments, ...) are hashed first; tools and
+documents stand before the messages, where chat templates put them.
 
-A block stands for as many tokens as its share of the prompt's bytes, by what the prompt is thought to have
-(`admission/prompt_estimates.py`), or has, if it is token ids.
+A block counts for its share, by bytes, of the prompt's tokens: their number if the prompt is token ids, else the
+estimate of `admission/prompt_estimates.py`.
 
 XXH3 with a random 64-bit seed per router: about 25 us per 100 kB (`scripts/bench/prompt_blocks.py`); BLAKE2b and BLAKE3
-take more than ten times as long. It withstands no attacker who knows the seed, and need not: the hashes stay in the
-router's memory, and a false match would cost a misplaced prefill, since the engine compares for itself.
+take more than ten times as long. It is not safe against an attacker who knows the seed, and need not be: hashes stay in
+the router's memory, and a false match only misplaces a prefill, because the engine compares its own hashes.
 """
 
 import secrets
@@ -23,7 +23,7 @@ from balanceroute.proxy.wire.client_request import ClientRequest
 from balanceroute.proxy.wire.prompt_traits import template_fields
 
 BLOCK_BYTES: Final = 1024  # 200 to 350 tokens of text or ids: one to three blocks of vllm-ascend's 128 tokens
-MAX_BLOCKS: Final = 4096  # of one prompt, about a million tokens; what comes after counts as unknown
+MAX_BLOCKS: Final = 4096  # per prompt, about a million tokens; the rest counts as unknown
 
 _SHAPING: Final = frozenset(
     """model cache_salt add_special_tokens truncate_prompt_tokens chat_template chat_template_kwargs reasoning_effort
@@ -33,15 +33,15 @@ _hash = xxhash.xxh3_64_intdigest
 
 
 class PromptBlocks:
-    """Hashes of one router. Args: seed: 64 bits; drawn if not given."""
+    """The hash function of one router. Args: seed: 64 bits; random if not given."""
 
     def __init__(self, seed: int | None = None) -> None:
         self._seed = secrets.randbits(64) if seed is None else seed
 
     def of(self, request: ClientRequest, prompt_tokens: int) -> tuple[list[int], int]:
-        """The hashes of a prompt's full blocks, and how many tokens each stands for; none for a short prompt.
+        """The hashes of a prompt's full blocks, and the tokens per block; no hashes for a short prompt.
 
-        None either where the engine computes the prompt whole, whatever it has cached: its logprobs are wanted.
+        No hashes either if the prompt's logprobs are wanted: the engine then computes the whole prompt.
         O(bytes), of `MAX_BLOCKS` at most.
         """
         text, rest = request.prompt_json, request.rest

@@ -1,10 +1,9 @@
-"""What an answer says about its prompt: `echo`, and the logprobs of prompt tokens.
+"""Merges the prompt's part of an answer, `echo` and prompt logprobs, with the decoder's part.
 
-The prefiller says it in its reply to the probe (`client_request.PromptWishes`), and the decoder writes the rest. One
-plain server would have sent both in one object: here they become one.
+The prefiller's reply to the probe has the prompt's part (`client_request.PromptWishes`), the decoder's answer the rest.
 
     completions, echo              choice.text = prompt + answer
-    completions, echo + logprobs   choice.logprobs: the prompt's lists, then the answer's, text offsets going on
+    completions, echo + logprobs   choice.logprobs: the prompt's lists, then the answer's, with text offsets shifted
     prompt_logprobs                of the choice (completions) or of the answer (chat)
 
 A request with `echo` and `max_tokens: 0` has no answer: the prefiller's reply is all there is (`scored_answer`, or
@@ -23,9 +22,9 @@ _SHAPE_ERRORS = (TypeError, KeyError, IndexError, AttributeError, ValueError)
 
 
 def prompt_text(request: ClientRequest, reply: dict[str, Any]) -> str:
-    """What a stream's first text begins with, as told by the prefiller; "" where nothing is echoed.
+    """The prompt's text, from the prefiller, with which a stream's first text begins; "": no echo.
 
-    An engine that is asked for token ids leaves the prompt's text out of an echo, so that client gets none either.
+    An engine that is asked for token ids leaves the prompt's text out of an echo; so does the router.
     """
     wishes = request.prompt_wishes
     if wishes is None or not wishes.echo or request.return_token_ids:
@@ -35,7 +34,7 @@ def prompt_text(request: ClientRequest, reply: dict[str, Any]) -> str:
 
 
 def with_prompt(request: ClientRequest, answer: bytes, reply: dict[str, Any]) -> bytes:
-    """The decoder's whole answer to one prompt, with what the prefiller said of it.
+    """The decoder's whole answer to one prompt, with the prompt's part from the prefiller.
 
     Raises: BadUpstreamReply: the two do not fit together.
     """
@@ -59,14 +58,14 @@ def with_prompt(request: ClientRequest, answer: bytes, reply: dict[str, Any]) ->
 
 
 def _joined(prompt: dict[str, Any], answer: dict[str, Any]) -> dict[str, Any]:
-    """Logprobs of completions: four lists in step; offsets are characters into the whole text."""
+    """Join the logprobs of completions: four parallel lists; offsets count characters of the whole text."""
     start = prompt["text_offset"][-1] + len(prompt["tokens"][-1])
     shifted = {**answer, "text_offset": [start + offset for offset in answer["text_offset"]]}
     return {name: [*values, *shifted[name]] if isinstance(values, list) else values for name, values in prompt.items()}
 
 
 def scored_answer(reply: dict[str, Any]) -> bytes:
-    """The whole answer to a request for its prompt alone."""
+    """The whole answer to a request without generated text."""
     return orjson.dumps({**reply, "kv_transfer_params": None})
 
 
@@ -79,9 +78,9 @@ def scored_events(
     index: int = 0,
     closing_events: bool = True,
 ) -> bytes:
-    """An answer of the prompt alone as a stream: one event with everything, then the usage if asked for, and [DONE].
+    """The same as a stream: one event with everything, then the usage if asked for, and [DONE].
 
-    The options are those of a part of several answers, as of `EventScanner`.
+    For the options see `EventScanner`.
     """
     choice = reply["choices"][0]
     head = event_head(public_id or reply.get("id"), created or reply.get("created"), reply.get("model"), chat=False)

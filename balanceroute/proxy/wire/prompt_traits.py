@@ -1,16 +1,15 @@
-"""How large a prompt is, before any engine has counted its tokens.
+"""Traits of a prompt from which its number of tokens is estimated, before an engine has counted them.
 
 Tokenizers cut text into runs of one kind (words, digits, marks, blanks, characters of a script) and the runs into
-pieces. So a prompt is taken as counts of such runs and of their bytes, `TRAITS`, and its tokens as a weighted sum of
-them: the weights differ from model to model, the traits do not. `admission/prompt_estimates.py` learns the weights.
+pieces. So the traits (`TRAITS`) are the numbers of such runs and of their bytes, and the tokens are a weighted sum of
+them. The weights differ between models; `admission/prompt_estimates.py` learns them.
 
 Everything that a chat template writes is counted: messages with their roles, tool calls and results, `tools`,
-`documents`. JSON stands for what the template makes of it: its names and brackets are marks and words too, and a
-model's own share of them is in the weights. Media count by number and by what is known of an image's size, never by
-the bytes that they take.
+`documents`. The JSON is counted in place of the template's output: its names and brackets are words and marks, too, and
+the weights allow for the difference. Media count by their number and the sizes of images, not by their bytes.
 
-Of texts longer than `SAMPLED_BYTES` only evenly spread pieces are looked at, so the cost is bounded: 2 us of CPU
-for 1 kB, 10 us for a large prompt; twice to four times that where the count is not compiled.
+Of texts longer than `SAMPLED_BYTES` only evenly spread pieces are read, so the cost is bounded: 2 us of CPU for 1 kB,
+10 us for a large prompt; two to four times that if the count is not compiled.
 """
 
 import base64
@@ -32,17 +31,17 @@ PairCounts = npt.NDArray[np.int64]
 PairWeights = npt.NDArray[np.float64]
 """What each pair of classes weighs, by one model and then by another, shape (2 * classes ** 2,)."""
 
-# Counts of, in this order. A run is bytes of one class in a row.
+# The traits in their order, all counts. A run is consecutive bytes of one class.
 TRAITS: Final = (
     "prompts", "messages", "words", "letters", "capitals", "digit_runs", "digits", "mark_runs", "marks", "newline_runs",
     "indents", "wide", "letters_2", "letters_3", "letters_4", "media", "patches",
 )  # fmt: skip
 SAMPLED_BYTES: Final = 2**14
 _PIECE_BYTES: Final = 2**9
-_PATCH: Final = 28  # pixels per side of what Qwen's vision models make one token of; others are learned from there
+_PATCH: Final = 28  # pixels per side for one token in Qwen's vision models; for others the weight is learned
 _MAX_PATCHES: Final = 16384
-_UNKNOWN_PATCHES: Final = 1000  # of an image behind a URL
-_HEAD: Final = 2**12  # base64 characters of an image in which its size is looked for
+_UNKNOWN_PATCHES: Final = 1000  # patches of an image behind a URL, whose size is unknown
+_HEAD: Final = 2**12  # base64 characters in which an image's size is searched
 _TEMPLATE_FIELDS: Final = ("tools", "functions", "documents")
 _MEDIA: Final = (b'"image', b'"video', b'"audio', b'"input_audio', b'"file')
 
@@ -62,9 +61,9 @@ def _class_table() -> bytes:
 
 
 def _traits_of_pairs() -> npt.NDArray[np.float64]:
-    """How often each trait is in a pair of neighbouring bytes, by their classes; shape (traits, classes ** 2)."""
+    """The traits in each pair of neighbouring bytes, by their classes; shape (traits, classes ** 2)."""
     letters = (LETTER, CAPITAL)
-    rules: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {  # (what comes, what must not come before it)
+    rules: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {  # (a byte's class, classes not allowed before it)
         "words": (letters, letters),
         "letters": (letters, ()),
         "capitals": ((CAPITAL,), (CAPITAL,)),
@@ -91,7 +90,7 @@ _TRAITS_OF_PAIR: Final = _traits_of_pairs()
 
 
 def traits_of(request: ClientRequest) -> Traits:
-    """The traits of a request's prompt, shape (len(TRAITS),); of one given as token ids they are not needed."""
+    """The traits of a request's prompt, shape (len(TRAITS),). Not needed for token ids."""
     text, media, patches = _text_of(request)
     pairs, share = pairs_of_text(text)
     traits: Traits = _TRAITS_OF_PAIR.dot(pairs) * share
@@ -100,9 +99,9 @@ def traits_of(request: ClientRequest) -> Traits:
 
 
 def weigh(request: ClientRequest, weights: PairWeights) -> tuple[float, float, int, int]:
-    """The weight of a prompt's text, without making its traits.
+    """The weighted sum of a prompt's text, computed without its traits.
 
-    Returns: its weight by each row of `weights_of_pairs`, its media and their patches.
+    Returns: the sum by each row of `weights_of_pairs`, the number of media and their patches.
     """
     text, media, patches = _text_of(request)
     if COMPILED:
@@ -115,10 +114,10 @@ def weigh(request: ClientRequest, weights: PairWeights) -> tuple[float, float, i
 
 
 def _text_of(request: ClientRequest) -> tuple[bytes, int, int]:
-    """All that a chat template writes, without media; how many media there are, and their patches."""
+    """The text that a chat template writes, without media; the number of media, and their patches."""
     text, media, patches = request.prompt_json, 0, 0
     if request.endpoint == "chat":
-        # a media part stands in a list in the list; of one byte a search is fast
+        # media are in a list within the list; a search for one byte is fast
         if text.find(b"[", 1) > 0 and b'"type":' in text and any(name in text for name in _MEDIA):
             text, media, patches = _without_media(text)
         written = template_fields(request)
@@ -128,13 +127,13 @@ def _text_of(request: ClientRequest) -> tuple[bytes, int, int]:
 
 
 def weights_of_pairs(weights: npt.NDArray[np.float64]) -> PairWeights:
-    """The weight of each pair of classes, of the weights of traits, for two rows of them."""
+    """The weight of each pair of classes, from two rows of weights of traits."""
     of_pairs: PairWeights = weights.dot(_TRAITS_OF_PAIR).ravel()
     return of_pairs
 
 
 def template_fields(request: ClientRequest) -> list[bytes]:
-    """What a chat template writes beside the messages, each as JSON."""
+    """The fields that a chat template writes beside the messages, each as JSON."""
     rest = request.rest
     if rest.keys().isdisjoint(_TEMPLATE_FIELDS):
         return []
@@ -144,18 +143,20 @@ def template_fields(request: ClientRequest) -> list[bytes]:
 def _written(value: Any) -> bytes:
     try:
         return orjson.dumps(value)
-    except TypeError:  # nested deeper than JSON is written; to refuse it is not the business of an estimate
+    except TypeError:  # nested deeper than orjson writes: refused elsewhere
         return b""
 
 
 def pairs_of_text(text: bytes) -> tuple[PairCounts, float]:
-    """The pairs of neighbouring bytes in UTF-8 text, escaped as in JSON, by class; and how many each stands for."""
+    """The pairs of neighbouring bytes in UTF-8 text, escaped as in JSON, by class; and the pairs that each sample
+    stands for.
+    """
     text, share = _sampled(text)
     if COMPILED:
         pairs = np.zeros(_CLASSES**2, np.int64)
         count_pairs(text, _CLASS_OF, _CLASSES, NEWLINE, pairs)
         return pairs, share
-    # not compiled, the count takes ten times as long as this
+    # as Python, a count in a loop takes ten times as long
     classes = np.frombuffer((b"\n" + text).translate(_CLASS_OF), np.uint8)
     return np.bincount(classes[:-1] * _CLASSES + classes[1:], minlength=_CLASSES**2), share
 
@@ -173,7 +174,7 @@ def _sampled(text: bytes) -> tuple[bytes, float]:
 
 
 def _without_media(messages_json: bytes) -> tuple[bytes, int, int]:
-    """Messages without their media, how many there were, and how many patches their images have."""
+    """Messages without media, the number of media, and the patches of their images."""
     messages = orjson.loads(messages_json)
     media = patches = 0
     for message in messages:
@@ -205,7 +206,7 @@ def _patches_of(part: dict[str, Any]) -> int:
 
 
 def image_size(url: str) -> tuple[int, int] | None:
-    """Width and height, pixels, of a PNG, GIF, JPEG or WebP in a data URL; None where they can't be told."""
+    """Width and height in pixels of a PNG, GIF, JPEG or WebP in a data URL; None: unknown."""
     head, comma, data = url[: _HEAD + 64].partition(",")
     if not comma or not head.startswith("data:image/") or not head.endswith(";base64"):
         return None

@@ -1,7 +1,7 @@
-"""The prompts of a client's body: taken out of its other fields, sized, and given back one by one.
+"""Takes the prompts out of a client's body, sizes them, and splits batches.
 
-A prompt is kept as JSON and never as Python objects: a list of token ids is several times larger in Python than on the
-wire. Its size in tokens is exact for token ids; for text it is an estimate of one token per 4 bytes.
+A prompt is kept as JSON, because a list of token ids is several times larger in Python. Its size in tokens is exact for
+token ids; for text it is estimated as one token per 4 bytes.
 """
 
 from typing import Any, Final
@@ -11,14 +11,14 @@ import orjson
 from balanceroute.errors import InvalidRequest
 from balanceroute.proxy.wire.json_body import as_json
 
-_EMBEDDING_BYTES: Final = 4096  # of one token, on the wire: some KiB
+_EMBEDDING_BYTES: Final = 4096  # bytes of one token's embedding: some KiB
 
 
 def take_prompt(data: dict[str, Any]) -> tuple[bytes, int, int]:
     """Remove the prompt of a completion from `data`.
 
-    Returns: the prompt as JSON (empty where embeddings stand for it; these stay in `data`), its tokens, and how many
-    prompts it holds. Raises: InvalidRequest.
+    Returns: the prompt as JSON (empty: embeddings stand for it, and stay in `data`), its tokens, and the number of
+    prompts. Raises: InvalidRequest.
     """
     prompt = data.pop("prompt", None)
     if embeds := data.pop("prompt_embeds", None):
@@ -42,7 +42,7 @@ def take_prompt(data: dict[str, Any]) -> tuple[bytes, int, int]:
 def take_messages(data: dict[str, Any]) -> tuple[bytes, int, int]:
     """Remove the messages of a chat from `data`.
 
-    Returns: the messages as JSON, their tokens, and how many there are. Raises: InvalidRequest.
+    Returns: the messages as JSON, their tokens, and their number. Raises: InvalidRequest.
     """
     messages = data.pop("messages", None)
     if not isinstance(messages, list) or not messages:
@@ -56,9 +56,9 @@ def take_messages(data: dict[str, Any]) -> tuple[bytes, int, int]:
 
 
 def _sizes_of_embeds(embeds: object, prompt: object) -> tuple[int, int]:
-    """About how many tokens `prompt_embeds` stand for, and how many prompts they are.
+    """The approximate tokens of `prompt_embeds`, and the number of prompts.
 
-    `prompt` is the field beside them, which must be empty; OpenAI's clients send "". Raises: InvalidRequest.
+    `prompt`, the field beside them, must be empty; OpenAI's clients send "". Raises: InvalidRequest.
     """
     if prompt not in (None, "", []):
         raise InvalidRequest("prompt and prompt_embeds cannot be served in one request.", param="prompt_embeds")
@@ -69,13 +69,13 @@ def _sizes_of_embeds(embeds: object, prompt: object) -> tuple[int, int]:
 
 
 def batch_of(prompt_json: bytes) -> list[tuple[bytes, int]]:
-    """The prompts of a batch, each as JSON and with its tokens; empty where there is one prompt and no batch."""
+    """The prompts of a batch, each as JSON and with its tokens; empty: a single prompt."""
     prompts = orjson.loads(prompt_json)
     return [(as_json(prompt), _prompt_tokens(prompt)) for prompt in prompts] if _is_batch(prompts) else []
 
 
 def embeds_tokens(embeds: str) -> int:
-    """The tokens of one prompt that comes as embeddings, about."""
+    """The approximate tokens of one prompt of embeddings."""
     return len(embeds) // _EMBEDDING_BYTES
 
 
@@ -99,7 +99,7 @@ def _is_one_prompt(prompt: object) -> bool:
 
 
 def _as_ids(prompt: Any) -> Any:
-    """A list of numbers as token ids, read as the engines read them (5.0 is 5); anything else as it is."""
+    """A list of numbers as token ids, as engines read them (5.0 is 5); any other value unchanged."""
     if not isinstance(prompt, list) or not {int, float}.issuperset(map(type, prompt)):
         return prompt
     ids = list(map(int, prompt))

@@ -1,4 +1,4 @@
-"""What the router itself says to a client: OpenAI error bodies, with the status that fits, and plain JSON."""
+"""The router's own answers to clients: OpenAI error bodies with their status, and JSON."""
 
 import math
 from collections.abc import Sequence
@@ -24,9 +24,9 @@ JSON_TYPE: Final = (b"content-type", b"application/json")
 SSE_HEADERS: Final[Headers] = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # nginx would hold events back
+    (b"x-accel-buffering", b"no"),  # nginx would buffer events otherwise
 ]
-INTERNAL_ERROR: Final = "Internal error of the router; see its log."  # clients learn nothing of a bug of ours
+INTERNAL_ERROR: Final = "Internal error of the router; see its log."  # clients get no details of a bug in the router
 _line: Final = b": ".join
 _TYPES: Final = {
     400: "BadRequestError",
@@ -57,14 +57,14 @@ def error_body(status: int, message: str, param: str | None = None) -> bytes:
 
 
 def status_of(error: BalanceRouteError) -> int:
-    """The status that a client should see for an error."""
+    """The HTTP status for an error."""
     if isinstance(error, InvalidRequest | UpstreamStatus):
         return error.status
     return error.status_hint
 
 
 def body_of(error: BalanceRouteError) -> bytes:
-    """The JSON body for an error: a worker's own where it sent one, else ours."""
+    """The JSON body for an error: a worker's own, if it sent one, else the router's."""
     if isinstance(error, UpstreamStatus) and (own := error_object(error.body)) is not None:
         return own
     if isinstance(error, AccessDenied) and error.status == 401:  # as OpenAI's own
@@ -74,7 +74,7 @@ def body_of(error: BalanceRouteError) -> bytes:
     text = str(error)
     if isinstance(error, UpstreamStatus):
         text = f"{error.tier} worker answered {error.status}: {error.body[:500].decode('utf-8', 'replace')}"
-    elif isinstance(error, UpstreamError) and error.tier:  # an error without a tier is no worker's
+    elif isinstance(error, UpstreamError) and error.tier:  # an error without a tier is not a worker's
         text = f"{error.tier} worker: {text}"
     return error_body(status_of(error), text, param)
 
@@ -88,7 +88,7 @@ def error_event(error: BalanceRouteError) -> bytes:
 
 
 def text_of(body: bytes) -> str:
-    """The message in a JSON error object, wherever engines put it; else the body as text."""
+    """The message in a JSON error object of an engine; else the body as text."""
     try:
         told = orjson.loads(body)
     except ValueError:
@@ -105,13 +105,13 @@ def text_of(body: bytes) -> str:
 
 
 def refusal(error: BalanceRouteError, headers: Headers) -> tuple[int, Headers, bytes]:
-    """Status, headers and body of an error; `headers` are what the response says beside it."""
+    """Status, headers and body of an error; `headers`: further headers of the response."""
     body = body_of(error)
     return status_of(error), json_headers(body, [*extra_headers(error), *headers]), body
 
 
 def extra_headers(error: BalanceRouteError) -> Headers:
-    """Headers that belong to an error: when to retry, how to authenticate, not to retry (for OpenAI's clients)."""
+    """Headers for an error: Retry-After, WWW-Authenticate, and x-should-retry for OpenAI's clients."""
     if isinstance(error, DecodersLost):
         return [(b"x-should-retry", b"false")]
     if isinstance(error, AccessDenied) and error.status == 401:
@@ -129,7 +129,7 @@ def _retry_after(wait_s: float) -> tuple[bytes, bytes]:
 
 
 def header_lines(headers: Headers) -> bytes:
-    """Headers as they are sent."""
+    """Headers as bytes of HTTP/1.1."""
     return b"\r\n".join((*map(_line, headers), b""))
 
 

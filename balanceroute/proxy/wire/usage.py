@@ -1,6 +1,6 @@
-"""What a usage says beside its three counts.
+"""The details of a usage, beside its three counts.
 
-Of the prompt only its prefiller knows: a decoder counts pulled KV as cached, and next to nothing as written to a cache.
+Details of the prompt come from the prefiller: a decoder counts pulled KV as cached.
 """
 
 from collections.abc import Iterable
@@ -12,17 +12,17 @@ Details = dict[str, Any]
 
 
 def prompt_details_of(usage: Details) -> Details | None:
-    """What a prefiller's checked usage says of the prompt; None if nothing."""
+    """The details of the prompt in a prefiller's checked usage; None: there are none."""
     details = usage.get("prompt_tokens_details")
     told = {name: value for name, value in (details or {}).items() if value is not None}
     return told or None
 
 
 def put_prompt_details(usage: Details, told: Details | None) -> bool:
-    """Have a decoder's usage say what the prefiller `told` of the prompt; returns whether that has changed it."""
+    """Put the prefiller's details of the prompt (`told`) into a decoder's usage; returns whether that changed it."""
     details = usage.get("prompt_tokens_details")
     known = details if isinstance(details, dict) else {}
-    # null is what engines say of a cache that they don't count, and their clients look for the name
+    # engines send null for a cache that they don't count, and their clients expect the field
     wanted = {name: value for name, value in known.items() if name != _OF_PREFILLERS or value is None} | (told or {})
     if known.get("cached_tokens") and "cached_tokens" not in (told or {}):
         wanted["cached_tokens"] = 0
@@ -33,7 +33,7 @@ def put_prompt_details(usage: Details, told: Details | None) -> bool:
 
 
 def summed(details: Iterable[object]) -> Details:
-    """The details of several usages as one, each figure summed, such as reasoning tokens or those of images."""
+    """The details of several usages, each figure summed (such as reasoning tokens)."""
     total: Details = {}
     for each in details:
         for name, value in (each if isinstance(each, dict) else {}).items():

@@ -346,7 +346,7 @@ class Recorder:
         return np.arange(first, self.count, dtype=np.int64) % SPAN
 
     def past(self) -> dict[str, Any]:
-        """The whole history; `orjson` writes NaN as null. For many workers, loads have only every `stride`-th sample."""
+        """The whole history; `orjson` writes NaN as null. Loads of many workers have only every `stride`-th sample."""
         order = self.order()
         stride = max(1, math.ceil(len(order) * len(self.loads) / POINTS))
         thin = order[(len(order) - 1) % stride :: stride] if len(order) else order
