@@ -1,8 +1,7 @@
-"""The configuration that holds, in memory that the parent and its children share.
+"""The accepted configuration, in memory that the parent and its children share.
 
-There are two places. The process that tries another configuration (`apart.py`) writes it to the place that is not read,
-and the parent switches to that place if the trial has succeeded. A reader that finds another number afterwards reads
-again.
+There are two places. The process that tries another configuration (`apart.py`) writes it to the unused place, and the
+parent switches to it if the trial succeeds. A reader whose number has changed meanwhile reads again.
 """
 
 import mmap
@@ -14,33 +13,33 @@ from balanceroute.config import Config, KeyEntry
 from balanceroute.errors import ConfigError
 from balanceroute.proxy.perimeter.perimeter import Perimeter
 
-MOST_BYTES: Final = 2**25  # some 100,000 keys; pages that nothing has been written to are not there
+MOST_BYTES: Final = 2**25  # room for some 100,000 keys; unwritten pages take no memory
 
 
 @dataclass(frozen=True, slots=True)
 class Agreed:
-    """A configuration, and what its file of keys held; None: it names none."""
+    """A configuration, and the contents of its key file; None: it names none."""
 
     config: Config
     keys: tuple[KeyEntry, ...] | None
-    number: int = field(default=0, compare=False)  # which of those that were accepted, once it is
+    number: int = field(default=0, compare=False)  # its number, once accepted
 
     @classmethod
     def of(cls, config: Config, perimeter: Perimeter) -> "Agreed":
-        """A configuration, with what `perimeter`, made from it, has read."""
+        """A configuration, with the key file that `perimeter`, made from it, has read."""
         return cls(config, perimeter.entries)
 
 
 class Agreement:
-    """The memory; made before the processes that share it are forked. One at a time writes, and the parent accepts."""
+    """The shared memory, made before the fork. One process at a time writes; only the parent accepts."""
 
     def __init__(self, most_bytes: int = MOST_BYTES) -> None:
         self._most_bytes = most_bytes
-        self._numbers = memoryview(mmap.mmap(-1, 24)).cast("q")  # how often one was accepted; the bytes in each place
+        self._numbers = memoryview(mmap.mmap(-1, 24)).cast("q")  # the number of acceptances; the bytes in each place
         self._places = [mmap.mmap(-1, most_bytes) for _ in range(2)]
 
     def propose(self, agreed: Agreed) -> None:
-        """Write what `accept` will accept. Raises: ConfigError: it is too large."""
+        """Write a configuration for `accept`. Raises: ConfigError: it is too large."""
         number = self._numbers[0] + 1
         content = pickle.dumps(replace(agreed, number=number))
         if len(content) > self._most_bytes:
@@ -51,11 +50,11 @@ class Agreement:
         self._numbers[1 + place] = len(content)
 
     def accept(self) -> None:
-        """Have all processes get what was proposed last."""
+        """Make the last proposed configuration the accepted one."""
         self._numbers[0] += 1
 
     def get(self) -> Agreed:
-        """What was accepted last."""
+        """The configuration that was accepted last."""
         while True:
             number = self._numbers[0]
             place = number % 2

@@ -1,7 +1,7 @@
-"""Trying something in a process of its own.
+"""Tries a function in its own process.
 
-The parent must not load what may break it, or what does not survive a fork: above all, libraries that start threads.
-Nor does it wait: the end of the process is heard of like that of any child.
+The parent must not load code that may break it, or libraries that do not survive a fork, above all those that start
+threads. It does not wait: SIGCHLD tells the end of the process.
 """
 
 import os
@@ -15,7 +15,7 @@ from balanceroute.errors import BalanceRouteError, ConfigError
 from balanceroute.plugins import described
 
 WITHIN_S: Final = 30.0  # a model or a long history takes seconds
-_MOST_BYTES: Final = 4096  # which a pipe takes, whoever has used up how much of them
+_MOST_BYTES: Final = 4096  # the least room of a pipe, even when the user's quota is used up
 
 Attempt = Callable[[], object]
 Fork = Callable[[Callable[[], None]], int]
@@ -23,13 +23,13 @@ Fork = Callable[[Callable[[], None]], int]
 
 
 class Trial:
-    """An attempt in the process `pid`, without its effects on this one."""
+    """A call in the process `pid`, without effects on this one."""
 
     def __init__(self, attempt: Attempt, fork: Fork, within_s: float = WITHIN_S) -> None:
         """Begin the attempt. Raises: OSError: no process or pipe can be made."""
         self._within_s, self._late = within_s, False
         self._told, writable = os.pipe()
-        os.set_blocking(self._told, False)  # its own children may have the other end
+        os.set_blocking(self._told, False)  # its own children may hold the other end open
         try:
             self.pid = fork(partial(_try, attempt, writable))
         except OSError:
@@ -42,7 +42,7 @@ class Trial:
     def give_up(self) -> None:
         """Kill the process: it has taken too long, or its result is not wanted any more."""
         self._late, self.deadline_s = True, None
-        os.kill(self.pid, signal.SIGKILL)  # it is not reaped yet
+        os.kill(self.pid, signal.SIGKILL)  # not reaped yet, so the number is still its own
 
     def failure(self) -> ConfigError | None:
         """Why the attempt has failed, or that it took too long; None: it succeeded. Called once, after its end."""

@@ -57,14 +57,14 @@ from balanceroute.proxy.workers.upstream import checked_lines
 log = logging.getLogger(__name__)
 
 _LARGE = ("/v1/", "/tokenize", "/detokenize")
-_SMALL_BYTES = 2**20  # of a body: the URLs of ten thousand workers
+_SMALL_BYTES = 2**20  # bytes of a body: the URLs of ten thousand workers
 
 
 class ClientApp(Starlette):
-    """Starlette, and beside it the hot routes, which take no ASGI: a `Site` of the edge.
+    """A `Site` of the edge: Starlette, and the hot routes, which bypass ASGI.
 
-    `config` is what it was made from. `services` exist, and `hot` is filled, between startup and shutdown. `failure` is
-    why it could not start.
+    `config`: its configuration. `services` and the handlers in `hot` exist between startup and shutdown. `failure`: why
+    the startup failed.
     """
 
     services: ClientServices
@@ -82,17 +82,17 @@ class ClientApp(Starlette):
         super().__init__(routes=routes, lifespan=lifespan, exception_handlers=handlers | ERROR_HANDLERS)
         self.config, self.tls = config, tls
         self.hot: Mapping[str, Callable[[Request, Response], Handler]] = {}
-        self.router.redirect_slashes = False  # to the Host that the client named; `http_error` does that
+        self.router.redirect_slashes = False  # Starlette would redirect to the client's Host; see `http_error`
 
     def gate(self, request: Request) -> None:
-        """Bound the body, which may be large only on routes for prompts, and name the key that it counts for."""
+        """Set the request's limit of the body, which is large only for prompts, and the client key that it counts for."""
         if not request.path.startswith(_LARGE):
             request.body_limit_bytes = _SMALL_BYTES
-        elif request.path not in self.hot:  # these find out by themselves
+        elif request.path not in self.hot:  # hot routes check the key themselves
             request.holder = self.services.perimeter.holder(request.headers)
 
     def refused(self, reason: str) -> None:
-        """Count what the edge refuses by itself."""
+        """Count a request that the edge has refused."""
         self.services.metrics.edge_refusals.inc(reason)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -166,7 +166,7 @@ def guarded_routes(services: Callable[[], ClientServices], routes: Iterable[Rout
 
 
 def hot_routes(services: ClientServices) -> Mapping[str, Callable[[Request, Response], Handler]]:
-    """The handlers of what clients ask for all the time."""
+    """The handlers of the hot routes."""
 
     def messages(request: Request, response: Response) -> Handler:
         response.refusal = message_refusal
@@ -183,10 +183,10 @@ Part = Admin | Forwarding | Dashboard | Metaserver | Steering
 
 
 def operator_parts(services: Callable[[], Services], dashboard: Dashboard, read: Config) -> list[Part]:
-    """Everything that a process that decides serves beside the hot routes; `read`: its configuration as it was read."""
+    """The operators' routes of a process that decides; `read`: its configuration as it was read."""
 
     async def switch(new: Config) -> list[str]:
-        return await reload(services(), new, services().perimeter)  # no file is to be read again for it
+        return await reload(services(), new, services().perimeter)  # no file is read again for a change of policy
 
     return [
         Admin(services),
@@ -216,7 +216,7 @@ def build_services(
     tls: Tls | None = None,
     pins: PinRecord | None = None,
 ) -> Services:
-    """Put the parts together; nothing runs yet."""
+    """Make the services; nothing runs yet."""
     stage_clock = StageClock()
     ledger = open_ledger(config, loop, forecasts, stage_clock, journal)
     metrics = Metrics(ledger.view, config.routing.policy, stage_clock)
@@ -298,7 +298,7 @@ def start(services: Services, recorder: Recorder, settled: asyncio.Event | None 
 
 
 def drain_left(services: ClientServices, pins: Iterable[Pin]) -> None:
-    """Have what a former process has left pinned drained."""
+    """Drain the KV that a former process has left pinned."""
     authorization = services.perimeter.authorization_for([])
     headers = [(b"authorization", authorization)] if authorization else []
     services.drainer.drain_left(pins, checked_lines(headers))

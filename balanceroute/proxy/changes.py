@@ -1,10 +1,10 @@
-"""What operators have changed at run time, kept in the run folder for the next brain of the same router.
+"""Operators' changes at run time, kept in the run folder for the next brain of the router.
 
-A brain that is started again would otherwise know the configuration alone: streams on a worker that was added by hand,
-or that leaves, would have no place in it, and a worker that was taken out would be back. It holds for a lineage: a
-router and those that have taken over from it, by a number that the first one draws. A restart of the whole router
-forgets it. So does a router of another machine that leads meanwhile (`lease.py`): operators have spoken to that one
-since. A reload that no brain has made, because none led, changes of it what it would have changed of theirs.
+A restarted brain would otherwise have only the configuration: it would not know workers that were added by hand, or
+that are leaving, although they have streams, and would bring back removed ones. The file is valid for a lineage: a
+router and its successors, by a number that the first one draws. It is dropped at a restart of the whole router, and
+when a router of another machine leads meanwhile (`lease.py`), because operators have used that one since. A reload
+while no brain led is applied to the file as a brain would have applied it.
 """
 
 import asyncio
@@ -32,16 +32,16 @@ log = logging.getLogger(__name__)
 
 LOOK_S: Final = 0.25
 RETRY_S: Final = 1.0
-FIRST: Final = 1  # a router's configuration as it starts; where it takes over, operators' changes are kept
+FIRST: Final = 1  # the number of a router's first configuration
 
 
 class Changes(msgspec.Struct, frozen=True):
-    """Beside the configuration, in this lineage: workers added, removed and drained, and another policy.
+    """Changes to the configuration in a lineage: workers added, removed and drained, and another policy.
 
-    `added`: those as well that differ from the configuration's of the same id. `removed`: as the configuration
-    described them; one that it describes anew is back. `workers`: all that the router has, for one that leaves may have
-    requests still, whether an operator took it out or a configuration that no longer names it. `number`: of the
-    configuration (`configured.py`). `epoch`: of the brain that wrote it.
+    `added`: also workers that differ from the configuration's of the same id. `removed`: as the configuration described
+    them; a worker that it describes differently now is back. `workers`: all that the router has, because workers that
+    leave may still have requests. `number`: of the configuration (`configured.py`). `epoch`: of the brain that wrote
+    this.
     """
 
     lineage: int
@@ -69,15 +69,15 @@ class Changes(msgspec.Struct, frozen=True):
             return config
         try:
             return with_policy(config, self.policy)
-        except ConfigError as error:  # it is another configuration by now
+        except ConfigError as error:  # the configuration has changed since
             log.warning("the policy is the configuration's again", extra={"policy": self.policy, "error": str(error)})
             return config
 
     def apply(self, services: Services) -> None:
         """Make these changes in a new brain, before it has requests.
 
-        An added worker that is down just now is waited for: it may have served for long. One whose server the
-        configuration names by now, under another name, leaves: it would get twice its share.
+        An added worker that is down is waited for: it may have served for long. One whose server the configuration
+        names under another name by now leaves: that server would get twice its share.
         """
         fleet = services.fleet
         removed = {spec.id for spec in self.removed if spec.id in fleet and fleet[spec.id].spec == spec}
@@ -100,7 +100,7 @@ class Changes(msgspec.Struct, frozen=True):
 
 
 def changes_of(services: Services, base: Config, lineage: int, number: int = 0, epoch: int = 0) -> Changes:
-    """What differs in a running router from its configuration `base` of this `number`. `epoch`: of its brain."""
+    """The changes of a running router to its configuration `base` of this `number`. `epoch`: of its brain."""
     configured = {spec.id: spec for spec in worker_specs(base)}
     staying = {worker.id: worker.spec for worker in services.fleet if not worker.leaving}
     policy = services.config.routing.policy
@@ -120,8 +120,8 @@ class KeptChanges:
     """The file of one run folder. `last`: its contents. `number`: of the configuration in force."""
 
     def __init__(self, path: Path, lineage: int, lead: Lead | None = None, number: int = 0) -> None:
-        """At first, `last` is what an earlier brain of the same lineage wrote, but for what a reload since, or a brain
-        of another run folder, has undone. `lead`: only the leader writes the file; None: it is only read.
+        """Read the file of an earlier brain of the lineage, without what a later reload, or a brain of another run
+        folder, has undone. `lead`: only the leader writes the file; None: it is only read.
         """
         self._path, self._lineage, self._lead, self.number = path, lineage, lead, number
         self._trouble = Trouble(
@@ -141,14 +141,14 @@ class KeptChanges:
             return
         if lead is not None and lead.others > found.epoch:
             log.info("what operators had changed is forgotten: another router has led since")
-            found = Changes(lineage, workers=found.workers, number=found.number)  # streams may be on them still
+            found = Changes(lineage, workers=found.workers, number=found.number)  # they may still have streams
         reloaded = number > max(found.number, FIRST)
         self.last = msgspec.structs.replace(found, policy=None) if reloaded else found
 
     def keep(self, services: Services, base: Config) -> None:
         """Write the changes that are not in the file yet. Failures to write are logged once, until it works again.
 
-        Raises: NoHealthyWorkers: another brain leads, and does not know of it.
+        Raises: NoHealthyWorkers: another brain leads, and does not know the changes.
         """
         epoch = 0 if self._lead is None else self._lead.epoch
         changes, file = changes_of(services, base, self._lineage, self.number, epoch), str(self._path)
@@ -165,7 +165,7 @@ class KeptChanges:
         self.last = changes
 
     async def watch(self, services: Services, base: Callable[[], Config]) -> None:
-        """Write changes that no operator's request has made, until cancelled."""
+        """Write other changes of the workers (not made by an operator's request), until cancelled."""
         while True:
             await asyncio.sleep(until_tick_s(services.loop.time(), LOOK_S))
             with suppress(NoHealthyWorkers):  # this process is about to end
@@ -173,7 +173,7 @@ class KeptChanges:
 
 
 def _check(spec: WorkerSpec) -> None:
-    """Raises: ValueError: no router can have such a worker."""
+    """Check workers read from the file. Raises: ValueError: one is invalid."""
     normalised_url(spec.url)
     if not spec.id or spec.slots < 1 or not spec.slowdown > 0 or spec.request_tokens < 0:
         raise ValueError(f"worker {spec.id!r} has values that cannot be")

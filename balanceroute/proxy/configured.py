@@ -1,10 +1,10 @@
-"""A configuration and what its files held, as one: the parent's is what every child starts with.
+"""A configuration together with the contents of its files. Every child starts with the parent's.
 
-A child that is started again, a standby that takes the lead, or a child that hears SIGHUP must not depend on what a
-file holds in that moment: one that is being written would keep it down, and one that was changed since would make it
-differ from the others. So one process reads the files at a reload, the one that tries it, and all others, the parent as
-well, go by what that has read (`follow`). None of that imports anything: what is not ours (a policy) may take seconds,
-for which the parent would not watch its children. A brain imports it before it decides by it (`learn`).
+A restarted child, a standby that takes the lead, or a child that gets SIGHUP must not read the files again: an
+incomplete file would keep it down, and a changed one would make it differ from the others. So at a reload only the
+process that tries it reads the files, and all others use the contents that it has read (`follow`). None of this imports
+a user's policy: that may take seconds, in which the parent would not watch its children. A brain imports it before use
+(`learn`).
 
 Certificates are the exception: they are renewed without a signal (`perimeter/tls.py`).
 """
@@ -26,8 +26,8 @@ class Configured:
     config: Config
     perimeter: Perimeter
     tls: Tls
-    agreement: Agreement  # for children that are there when it changes
-    number: int = 1  # of the configuration; each reload counts
+    agreement: Agreement  # for children that run when it changes
+    number: int = 1  # of the configuration; each reload increments it
 
     @classmethod
     def read(cls, config: Config) -> "Configured":
@@ -39,7 +39,7 @@ class Configured:
         return read
 
     def propose(self, new: Config) -> Perimeter:
-        """Propose another configuration, in a process of its own, because the certificates change here.
+        """Propose another configuration. Runs in its own process, because it replaces this one's certificates.
 
         Raises: ConfigError: it needs a restart, or a file can't be used.
         """
@@ -50,14 +50,14 @@ class Configured:
         return perimeter
 
     def accept(self) -> None:
-        """Use what was proposed, in the parent; children may use it from now on."""
+        """In the parent: use the proposed configuration; children may use it from now on."""
         self.agreement.accept()
         self.follow()
 
     def learn(self) -> None:
-        """Import the policy that the agreed configuration names, before a brain uses it; it may take seconds.
+        """Import the policy of the agreed configuration, before a brain uses it. It may take seconds.
 
-        Raises: ConfigError: it can't be imported any more, as it could when the reload was tried.
+        Raises: ConfigError: it can't be imported any more.
         """
         learn_policy(self.agreement.get().config.routing.policy)
 

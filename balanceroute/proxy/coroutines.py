@@ -1,4 +1,4 @@
-"""The coroutines of a running router: each runs for ever, again after a bug of ours, until all of them are ended."""
+"""The coroutines of a running router: each is restarted after a bug, until all are stopped."""
 
 import asyncio
 import logging
@@ -34,7 +34,7 @@ def start_all(services: ClientServices, coroutines: Mapping[str, Callable[[], Aw
 
 
 def start_refits(services: Services) -> None:
-    """Keep the present predictor fresh, in place of the one before."""
+    """Start the re-fits of the present predictor, and stop those of the former one."""
     before = services.tasks.pop("refits", None)
     if before is not None:
         before.cancel()
@@ -44,7 +44,7 @@ def start_refits(services: Services) -> None:
 
 
 async def stop(services: Services) -> None:
-    """End everything; what still runs is cut off."""
+    """Stop everything; requests under way are cut off."""
     try:
         await stop_tasks(services)
     finally:
@@ -69,7 +69,7 @@ async def stop_tasks(services: ClientServices) -> None:
 
 
 def supervised(services: ClientServices, name: str, run: Callable[[], Awaitable[None]]) -> Coroutine[Any, Any, None]:
-    """A coroutine that runs `run` for ever, and again after a bug of ours."""
+    """A coroutine that runs `run` again and again; a bug in it is logged."""
     services.metrics.tasks_failed.inc(name, by=0)
 
     async def forever() -> None:
@@ -77,7 +77,7 @@ def supervised(services: ClientServices, name: str, run: Callable[[], Awaitable[
             try:
                 await run()
             except Exception:
-                # a router that decides nothing any more is worse than one that has met a bug of its own
+                # a router that has stopped deciding is worse than one that continues after a bug
                 services.metrics.tasks_failed.inc(name)
                 log.exception("internal error", extra={"where": name, "state": _known(services)})
                 if services.strict:
@@ -88,7 +88,7 @@ def supervised(services: ClientServices, name: str, run: Callable[[], Awaitable[
 
 
 def _known(services: ClientServices) -> dict[str, Any] | None:
-    """The state, if this process has it, and the bug has left it readable."""
+    """The state for the log, if this process has it and it is readable."""
     with suppress(Exception):
         return state(services) if isinstance(services, Services) else None
     return None

@@ -33,16 +33,16 @@ log = logging.getLogger(__name__)
 GO: Final = b"go\n"
 LOCK: Final = b"lock\n"
 KEYS: Final = b"keys\n"
-TIMEOUT_S: Final = 10.0  # for the answer of a parent, which does little else
+TIMEOUT_S: Final = 10.0  # for the answer of a parent, which has little else to do
 _MOST_BYTES: Final = 4096
 _MOST_SOCKETS: Final = 16
 
 
 class Told(msgspec.Struct, frozen=True):
-    """What a successor must know: `generation` is its predecessor's number, `lineage` what the first one has drawn.
+    """The data for a successor. `generation`: its predecessor's number. `lineage`: see `changes.py`.
 
-    `lock_follows`, `keys_follow`: the run folder's lock is sent as well, and the file of the table of keys, each in a
-    message of its own, which older versions do not read.
+    `lock_follows`, `keys_follow`: the run folder's lock and the file of the key table are sent as well, each in its own
+    message, which older versions do not read.
     """
 
     lineage: int
@@ -71,7 +71,7 @@ class Handover:
         self._successor: socket.socket | None = None
         try:
             self._listener = _listener(path)
-            self._inode = path.stat().st_ino  # not another socket's as long as ours is bound
+            self._inode = path.stat().st_ino  # identifies the socket while it is bound
         except OSError as error:
             raise ConfigError(f"{path}: cannot be used: {error.strerror}") from None
 
@@ -80,8 +80,8 @@ class Handover:
         try:
             successor, _ = self._listener.accept()
         except BlockingIOError:
-            pass  # nobody is there
-        except OSError as error:  # most likely no descriptor is free; the successor gives up, and may be started again
+            pass  # no successor has connected
+        except OSError as error:  # most likely no descriptor is free; the successor gives up and may try again
             log.warning("another router can't be answered", extra={"error": error.strerror})
         else:
             self._meet(successor)
@@ -96,7 +96,7 @@ class Handover:
 
     @property
     def has_successor(self) -> bool:
-        """Whether a successor prepares: it was answered, and has neither gone nor said that it is ready."""
+        """Whether a successor prepares: it has its data, and has neither gone nor said that it is ready."""
         return self._successor is not None
 
     @property
@@ -108,7 +108,7 @@ class Handover:
             return True
 
     def close(self) -> None:
-        """Answer nobody."""
+        """Stop listening."""
         self._listener.close()
         if self._successor is not None:
             self._successor.close()
@@ -122,7 +122,7 @@ class Handover:
             for name, file in follow.items():
                 socket.send_fds(successor, [name], [file])
         except OSError:
-            successor.close()  # it has gone
+            successor.close()  # the successor has gone
         else:
             self._successor = successor
             log.info("another router prepares to take over")
@@ -157,7 +157,7 @@ def _listener(path: Path) -> socket.socket:
 
 
 class Predecessor:
-    """The new parent's side: the router that is to be taken over, and what it has sent."""
+    """The new parent's side: the running router, and what it has sent."""
 
     def __init__(
         self,
@@ -204,12 +204,12 @@ class Predecessor:
 
     @property
     def abandoned(self) -> list[str]:
-        """The addresses that only the predecessor listens at, where nobody will once it has left."""
+        """The addresses at which only the predecessor listens: they close when it leaves."""
         return ["{}:{}".format(*sock.getsockname()[:2]) for sock in self._sockets]
 
     @property
     def lives(self) -> bool:
-        """Whether the predecessor has not ended; nothing else can still come from it."""
+        """Whether the predecessor lives. Its end is the only thing that the connection can still bring."""
         return not select([self._connection], [], [], 0)[0]
 
     def lock(self) -> BinaryIO | None:
@@ -241,7 +241,7 @@ def _file(connection: socket.socket, name: bytes) -> BinaryIO | None:
 
 
 def signal_input(descriptor: int) -> None:
-    """Have this process sent SIGIO whenever there is something to read, and make reads not wait for it."""
+    """Have the kernel send this process SIGIO when there is something to read; reads do not block."""
     fcntl.fcntl(descriptor, fcntl.F_SETOWN, os.getpid())
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
     fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_ASYNC | os.O_NONBLOCK)

@@ -1,7 +1,7 @@
-"""What brains have counted, kept in the run folder for the next leader.
+"""The counts of all leaders, kept in the run folder for the next one.
 
-It takes over what relays have counted that will not return, so that their files do not pile up. The file names them
-until theirs are removed: who is killed in between leaves a successor that counts nothing twice.
+They include the counts of relays that will not return, so that these relays' files can be removed. The file names such
+a relay until its own is gone, so that after a kill in between nothing is counted twice.
 """
 
 import asyncio
@@ -21,15 +21,15 @@ _INHERITED: Final = "inherited"
 
 
 class LeaderCounts:
-    """The file of one run folder, which the leader writes; `metrics` begin with its contents.
+    """The leader's file in one run folder; `metrics` continue from its contents.
 
-    `inherited`: the relays whose counts are in it although they have a file still.
+    `inherited`: relays whose counts are included while their files still exist.
     """
 
     def __init__(
         self, folder: RunFolder, lead: Lead, metrics: Metrics, on_inherited: Callable[[str], None] = lambda relay: None
     ) -> None:
-        """`on_inherited` is told whose counts are among the leader's from now on."""
+        """`on_inherited` is called with relays whose counts are included from now on."""
         self._file, self._lead, self._metrics = CountsFile(folder, LEADER), lead, metrics
         self._kept = b""
         self._folder, self._gone, self._on_inherited = folder, Gone(folder), on_inherited
@@ -38,14 +38,14 @@ class LeaderCounts:
         self.inherited = _inherited(last)
 
     def keep(self) -> bool:
-        """Write what is new, if it can be written; False: another brain leads, and nothing was written."""
+        """Write new counts if possible; False: another brain leads, and nothing was written."""
         if not self._lead.renew():
             return False
         self._write()
         return True
 
     def bury(self, now: float) -> None:
-        """Take over the counts of relays that are gone for good, and remove their files."""
+        """Include the counts of relays that will not return, and remove their files."""
         if self._lead.renew():
             self._gone.bury(now, self._inherit)
             self.inherited = {relay for relay in self.inherited if not is_gone(self._folder.counts_file(relay))}
@@ -59,7 +59,7 @@ class LeaderCounts:
             self.keep()
 
     def _inherit(self, relay: str, counts: bytes) -> bool:
-        """Whether what that relay has counted is in the file."""
+        """Include the counts of a relay; returns whether the file has them."""
         if not counts:
             return True
         if relay not in self.inherited:
@@ -69,7 +69,7 @@ class LeaderCounts:
         return self._write()
 
     def _write(self) -> bool:
-        """Write the file; returns whether it has all that was counted."""
+        """Write the file; returns whether it has all counts."""
         counts = self._metrics.counts()
         if self.inherited:
             counts = orjson.dumps(orjson.loads(counts) | {_INHERITED: sorted(self.inherited)})
@@ -79,7 +79,7 @@ class LeaderCounts:
 
 
 def _inherited(counts: bytes) -> set[str]:
-    """The relays that the counts of a leader name as taken over."""
+    """The relays named as included in a leader's counts."""
     try:
         told: Any = orjson.loads(counts)[_INHERITED]
         return {relay for relay in told if isinstance(relay, str)}

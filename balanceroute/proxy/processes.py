@@ -1,7 +1,7 @@
-"""A router of several processes: one that decides, relays that hold clients, and a parent that watches over them.
+"""A router of several processes: a brain that decides, relays that serve clients, and a parent that supervises them.
 
-The parent binds the sockets that clients reach, before there are children, and every relay accepts on them. So a relay
-that died, or stands still, leaves the connections that wait there to the others.
+The parent binds clients' sockets before it forks, and every relay accepts on them. So connections that wait there are
+accepted by the other relays if one dies or stops.
 """
 
 import logging
@@ -37,7 +37,7 @@ from balanceroute.proxy.telemetry.troubles import Trouble
 
 log = logging.getLogger(__name__)
 
-LINEAGE_BITS: Final = 48  # a process id would not do: in a container it is the same in each life
+LINEAGE_BITS: Final = 48  # not the process id: in a container it is the same after each restart
 BRAIN: Final = "brain"
 STANDBY: Final = "standby"
 AT_WORK: Final = "a router with relays runs there; --take-over takes its place, where it is up and not about to end"
@@ -54,7 +54,7 @@ def serve_processes(
 
     Raises: ConfigError: the configuration, an address or the run folder can't be used.
     """
-    configured = Configured.read(config)  # one line of the parent, instead of one of each child
+    configured = Configured.read(config)  # one log line of the parent instead of one per child
     with ExitStack() as held:
         predecessor = _predecessor(config) if take_over else None
         if predecessor is not None:
@@ -70,7 +70,7 @@ def serve_processes(
         if config.listen.link_address is not None:
             link = held.enter_context(_bound("listen.link", *config.listen.link_address, predecessor))
         if config.listen.brains or config.listen.lease is not None:
-            folder.identity()  # made by one process alone
+            folder.identity()  # made by one process only
         processes = Processes(configured, load, folder, lock, sockets, journal, predecessor, link)
         if predecessor is None:
             folder.forget_counts()
@@ -85,7 +85,7 @@ def serve_processes(
 
 
 class Processes:
-    """What the children run, and the configuration that a child starts with, files included."""
+    """What the children run, and the configuration with its files that a child starts with."""
 
     def __init__(
         self,
@@ -105,10 +105,10 @@ class Processes:
         self.loads = RelayLoads(max(1, self.config.listen.relays))
         self._table = KeyTable(max(1, self.config.listen.relays))
         self._name_keys(configured.perimeter)
-        if predecessor is None:  # relays may live whose own router has left, and whose successor has died
+        if predecessor is None:  # relays of a router that has left may live, although its successor has died
             self._told = Told(secrets.randbits(LINEAGE_BITS), folder.generation())
         else:
-            generation = 1 + max(predecessor.told.generation, folder.newest())  # one that did not take over may finish
+            generation = 1 + max(predecessor.told.generation, folder.newest())  # new names: others may still finish
             self._told = Told(predecessor.told.lineage, generation)
             _go_on_counting(self._table, predecessor)
         self._handover: Handover | None = None
@@ -123,12 +123,12 @@ class Processes:
 
     @property
     def lineage(self) -> int:
-        """The number that this router shares with those that take over from it, see `changes.py`."""
+        """The number that this router shares with its successors, see `changes.py`."""
         return self._told.lineage
 
     @property
     def brains(self) -> list[str]:
-        """The names of the brains; none where a brain of another machine leads."""
+        """The names of the brains; none if a brain of another machine leads."""
         if self.config.listen.brains:
             return []
         return [BRAIN, *(f"{BRAIN}-{number + 2}" for number in range(self.config.listen.standbys))]
@@ -155,7 +155,7 @@ class Processes:
 
         Raises: ConfigError, InputError.
         """
-        self._close_listeners()  # the trial's process must not keep them open
+        self._close_listeners()  # the process of the trial must not keep the sockets open
         for link in self._links:
             link.close()
         self._let_go()
@@ -172,7 +172,7 @@ class Processes:
         try:
             self._configured.accept()
             configure(self.config.log.level, self.config.log.format, process="parent")
-        except Exception as error:  # all streams would end with this process
+        except Exception as error:  # otherwise all streams would end with this process
             log.error("reload failed", exc_info=error, extra={"error": repr(error)})
             return False
         return True
@@ -193,7 +193,7 @@ class Processes:
         try:
             self._configured.learn()
             asked = asks_another_predictor(changes.config(self.config), new)
-        except ConfigError:  # what the brain decides by can't be imported any more
+        except ConfigError:  # the brain's policy can't be imported any more
             asked = True
         if asked:
             _try_forecasts(new)
@@ -248,7 +248,7 @@ class Processes:
             self._trouble.end()
 
     def succeeded(self) -> bool:
-        """See `Owner`. From then on the run folder is the successor's, however long this router takes to finish."""
+        """See `Owner`. From then on the run folder belongs to the successor."""
         if self._handover is None or not self._handover.look():
             return False
         self._lock.close()
@@ -308,14 +308,14 @@ class Processes:
 
 
 def _predecessor(config: Config) -> Predecessor | None:
-    """The router that runs with the same run folder; None: there is none. Raises: ConfigError."""
+    """The router that runs with this run folder; None: there is none. Raises: ConfigError."""
     if not config.listen.port and config.listen.run_folder is None:
         raise ConfigError("--take-over: listen.port = 0 names no router; set listen.run_folder")
     return Predecessor.find(run_folder(config, config.listen.port, os.environ).handover)
 
 
 def _go_on_counting(table: KeyTable, predecessor: Predecessor) -> None:
-    """Charge the keys with what clients used of them at the predecessor."""
+    """Take over the key use of the predecessor's clients."""
     if predecessor.keys is None:
         return
     try:
@@ -335,7 +335,7 @@ def begin_anew(journal: Path) -> None:
     """Remove the last router's journal, and find out whether a new one can be written. Raises: ConfigError."""
     try:
         if journal.exists() and not (journal.is_file() or journal.is_dir()):
-            return  # a device, or a pipe: nothing of the last router's
+            return  # a device or a pipe: nothing to remove
         if journal.is_file() and _is_written(journal):
             raise ConfigError(f"{journal}: another process writes it")
         journal.unlink(missing_ok=True)
@@ -350,7 +350,7 @@ def _is_written(journal: Path) -> bool:
     """Whether a router still writes this journal (`journal.claim`)."""
     try:
         file = locked(journal)
-    except OSError:  # a file system without locks, or what beginning it anew will tell
+    except OSError:  # a file system without locks, or an error that opening the journal will report
         return False
     if file is not None:
         os.close(file)
@@ -372,7 +372,7 @@ def _listeners(config: Config, predecessor: Predecessor | None) -> Iterator[sock
 
 
 def _listener(name: str, host: str, port: int, predecessor: Predecessor | None) -> socket.socket:
-    """A socket that listens there, the predecessor's if it has one. Raises: ConfigError."""
+    """A socket that listens at this address, the predecessor's if it has one. Raises: ConfigError."""
     sock = _bound(name, host, port, predecessor)
     try:
         sock.listen(BACKLOG)
@@ -383,11 +383,11 @@ def _listener(name: str, host: str, port: int, predecessor: Predecessor | None) 
 
 
 def _bound(name: str, host: str, port: int, predecessor: Predecessor | None) -> socket.socket:
-    """A socket that is bound there, the predecessor's if it has one. Raises: ConfigError."""
+    """A socket that is bound to this address, the predecessor's if it has one. Raises: ConfigError."""
     wrong = "there is no such address"
     with suppress(socket.gaierror):
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, _, _, _, address = min(found)  # IPv4 first, where a name has both
+        family, _, _, _, address = min(found)  # IPv4 first, if a name has both
         if predecessor is not None and (taken := predecessor.listener(str(address[0]), port)) is not None:
             return taken
         try:

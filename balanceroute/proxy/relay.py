@@ -1,8 +1,8 @@
-"""A process that holds clients and their streams, while the brain decides (`brain.py`).
+"""A relay: the process that serves clients and their streams, while the brain decides (`brain.py`).
 
-It parses, probes, decodes, streams and counts, as a router in one process does. It does not judge workers, and does not
-decide: its tickets ask the brain over the link. It keeps its streams while there is no brain, and tells the next brain
-what it holds.
+It parses, sends probes and decode requests, streams and counts, as a router in one process does. It does not judge
+workers, and does not decide: its tickets ask the brain over the link. It keeps its streams while there is no brain, and
+tells the next brain which requests it holds.
 
 SIGUSR2             drain: new requests get 503, running ones may finish within `lifecycle.drain_timeout_s`
 SIGINT              end now
@@ -74,8 +74,8 @@ log = logging.getLogger(__name__)
 
 PINS_TRIES: Final = 10
 PINS_PAUSE_S: Final = 0.05
-LEFT_S: Final = 5.0  # between two looks for records of relays that are gone
-ANOTHER_S: Final = 1.0  # between two looks for a relay that accepts
+LEFT_S: Final = 5.0  # between two searches for pin records of relays that are gone
+ANOTHER_S: Final = 1.0  # between two checks whether another relay accepts
 ALIVE: Final = ("/health", "/ping")  # answered by the relay itself
 
 
@@ -89,10 +89,9 @@ class RelayApp(ClientApp):
 class RelaySetup:
     """What the parent gives to a relay that starts.
 
-    `name`: one that no other living relay of the router has; the same after a restart. `listeners`: bound sockets,
-    shared with the other relays: the clients', and the operators' where `listen.admin` is set. `load`, `seat`: its
-    place in what all relays of this router share. `again`: the router has been up, so that what is in the way is moved
-    away.
+    `name`: unique among living relays of the router, and the same after a restart. `listeners`: bound sockets that
+    relays share: the clients', and the operators' if `listen.admin` is set. `load`, `seat`: its place in the relays'
+    shared memory. `again`: the router has been up, so files in the way are moved aside.
     """
 
     name: str
@@ -111,7 +110,7 @@ def run_relay(
 ) -> None:
     """Serve clients until a signal ends it.
 
-    Args: follow: has `configured` be what the parent has reloaded, for SIGHUP. on_up: called when it accepts.
+    Args: follow: on SIGHUP, updates `configured` to what the parent has reloaded. on_up: called when it accepts.
 
     Raises: ConfigError: a file of the folder can't be used.
     """
@@ -220,7 +219,7 @@ async def _drain_left(services: RelayServices, pins: PinRecord) -> None:
     while True:
         try:
             found = [pin for path in services.folder.other_pins(services.name) for pin in pins.take_over(path)]
-        except OSError as error:  # no descriptor is free, most likely, and clients give theirs back
+        except OSError as error:  # most likely no descriptor is free; clients give theirs back
             found = []
             trouble.begin(error=error.strerror)
         else:
@@ -232,14 +231,15 @@ async def _drain_left(services: RelayServices, pins: PinRecord) -> None:
 
 
 def _own_pins(path: Path, again: bool) -> PinRecord:
-    """This relay's record of pinned KV. `again`: the router has been up, so the relay starts even without a file.
+    """This relay's record of pinned KV. `again`: the router has been up, so the relay starts even if the file can't be
+    used.
 
     Raises: ConfigError.
     """
     for _ in range(PINS_TRIES):
         with suppress(ConfigError):
             return PinRecord(path, named=False)
-        time.sleep(PINS_PAUSE_S)  # another relay may be taking it over in this moment
+        time.sleep(PINS_PAUSE_S)  # another relay may just be taking it over
     return PinRecord(path, named=False, needed=not again)
 
 
@@ -248,17 +248,18 @@ def _routes(
 ) -> list[Route]:
     """All routes but the hot ones: those that any worker can answer are sent to a worker, the others to the brain.
 
-    `methods`: of each route, by its path; other methods are refused here, as a router of one process refuses them.
+    `methods`: of each route, by its path; other methods are refused here, as in a router of one process.
     """
 
     async def ready(request: Request) -> Response:
-        if services().brain.leaving:  # the brain may go on: of another machine, or of the router that takes over
+        if services().brain.leaving:  # the brain may continue: it is on another machine, or belongs to the successor
             return json_response({"status": "draining"}, 503)
         return await to_brain.answer(request)
 
     async def call_workers(request: Request) -> Response:
-        """Have the brain call all workers, because it must know of it. Which credential they get is decided here, where
-        the token is known.
+        """Have the brain call all workers, because it must know of the call.
+
+        This relay knows the admin token, so it decides which credential the workers get.
         """
         own = services().perimeter.authorization_for(request.headers.raw) is None
         return await to_brain.answer(request, authorization=own)
@@ -284,7 +285,7 @@ def build_relay(
     pins: PinRecord | None,
     reach: Reach,
 ) -> RelayServices:
-    """Put the parts of a relay together; nothing runs yet."""
+    """Make the services of a relay; nothing runs yet."""
     config, perimeter, tls = configured.config, configured.perimeter, configured.tls
     brain = RemoteBrain(
         loop, reach, _name_on_link(config, folder, name), bounds(config), lambda each: services.void(each)
@@ -318,7 +319,7 @@ def build_relay(
 
 
 def reload_relay(services: RelayServices, new: Config, perimeter: Perimeter) -> None:
-    """Switch a relay to another configuration. `perimeter`: made of the files that it names."""
+    """Switch a relay to another configuration. `perimeter`: made from the files that it names."""
     if services.perimeter.seat is not None:
         perimeter.sit(services.perimeter.seat)
     perimeter.inherit(services.perimeter)
@@ -329,7 +330,7 @@ def reload_relay(services: RelayServices, new: Config, perimeter: Perimeter) -> 
 
 
 class RelayServer(ChildServer):
-    """The server of a relay's process, on sockets that it shares with others."""
+    """The server of a relay's process, on sockets that relays share."""
 
     _app: RelayApp
     listeners: Sequence[socket.socket] = ()
@@ -368,9 +369,9 @@ class RelayServer(ChildServer):
         return self.load.ahead(most_clients(self._app.services.config))
 
     def leave(self) -> None:
-        """Other relays accept on these sockets: serve the connected clients to the end of what they have begun.
+        """Leave the sockets to other relays, and finish the requests of connected clients.
 
-        A relay that drains already stops refusing requests by itself, and keeps its deadline.
+        A relay that drains already no longer refuses new requests itself, and keeps its deadline.
         """
         if self._app.leaving:
             return
@@ -385,7 +386,7 @@ class RelayServer(ChildServer):
             self._drain = services.loop.create_task(self._until_drained(services))
 
     def _leave_alone(self) -> None:
-        """Leave once another relay accepts: the parent starts a new process in place of this one only after its end."""
+        """Leave once another relay accepts: the parent replaces this process only after its end."""
         if self._drain is not None or self.should_exit or self.load.step_back(time.monotonic()):
             super()._leave_alone()
             return
@@ -401,7 +402,7 @@ class RelayServer(ChildServer):
         super().drain()
 
     def busy(self, services: ClientServices) -> bool:
-        """Whether something is left to wait for. A relay that leaves waits for idle connections as well: a request may
+        """Whether requests or drains are under way. A relay that leaves also waits for idle connections: a request may
         be on its way.
         """
         return super().busy(services) or (self._app.leaving and bool(self.server_state.connections))

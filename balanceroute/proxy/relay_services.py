@@ -1,4 +1,4 @@
-"""What a relay has, and what it hears from the brain and tells it beside its tickets."""
+"""The services of a relay, and its messages to and from the brain that concern no ticket."""
 
 import asyncio
 import logging
@@ -26,21 +26,21 @@ log = logging.getLogger(__name__)
 
 COUNTS_S: Final = 1.0
 LIFE_S: Final = 5.0
-FRESHEN_S: Final = 3600.0  # cleaners of temporary folders remove what is older than some days
+FRESHEN_S: Final = 3600.0  # cleaners of temporary folders remove files older than some days
 UNKNOWN: Final = "The workers are not known yet, because no process decides for this router (no brain leads)."
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class RelayServices(ClientServices):
-    """Everything of a relay."""
+    """The services of a relay."""
 
     fleet: RelayFleet
     brain: RemoteBrain
     folder: RunFolder
     name: str
     counts_file: CountsFile
-    kept: bytes = b""  # of the counts
-    told: Activity | None = None  # last; None: the brain that is there has not heard
+    kept: bytes = b""  # of counts
+    told: Activity | None = None  # sent last; None: not to the present brain
     known: asyncio.Event = field(default_factory=asyncio.Event)  # a brain has named the workers
 
     def begin_drain(self) -> None:
@@ -60,56 +60,56 @@ class RelayServices(ClientServices):
             raise NoHealthyWorkers(UNKNOWN, retry_after_s=1.0) from None
 
     def void(self, request_id: str) -> None:
-        """The brain has given up its hold on a request: its stream ends."""
+        """End the stream of a request that the brain can't take over."""
         for leg in list(self.legs):
             if leg.id == request_id:
                 leg.interrupt(NoHealthyWorkers(LOST, retry_after_s=1.0))
 
     def name_workers(self, message: Workers, whole: bool) -> None:
-        """The brain says which workers there are, or what has changed."""
+        """Take the brain's list of workers, or changes of it."""
         self.fleet.follow(message, whole)
-        if whole:  # others may have left while this relay, or the brain, was not there
+        if whole:  # workers may have left while this relay, or the brain, was away
             self.metrics.forget_workers_but([worker.id for worker in self.fleet])
         self.known.set()
 
     def note_connector(self, worker: Worker, connector: str | None) -> None:
-        """Take note of what a prefiller's parameters have told, and tell the brain."""
+        """Note a prefiller's connector, and tell the brain."""
         self.brain.report(Learned(worker.id, connector))
         ClientServices.note_connector(self, worker, connector)
 
     def tell_explained(self, losses: list[Loss]) -> None:
-        """Tell the other relays which workers have died of a request."""
+        """Tell the other relays which workers a request has killed."""
         now = self.loop.time()
         ages_s = tuple(now - loss.at_s for loss in losses)
         self.brain.report(Explained(tuple(loss.worker for loss in losses), ages_s))
 
     def explained(self, message: Explained) -> None:
-        """Workers have died of another relay's request."""
+        """Note that another relay's request has killed workers."""
         now = self.loop.time()
         for worker_id, age_s in zip(message.workers, message.ages_s, strict=False):
             self.suspicions.explained_elsewhere(worker_id, now - age_s)
 
     def tell_counts(self) -> None:
-        """Tell the brain what has been counted, for a page of metrics that is one for all processes, and keep it."""
+        """Keep this relay's counts, and send them to the brain, which serves the metrics of all processes."""
         self.kept = b""
         self.keep_counts()
 
     def keep_counts(self) -> None:
-        """If anything was counted, keep it for this relay's next life and for a brain yet to come, then tell it."""
+        """If counts have changed, keep them for this relay's next life and for the next brain, then send them."""
         counts = self.metrics.counts()
         if counts != self.kept or self.counts_file.is_lost:
-            kept = self.counts_file.keep(counts)  # first: what is shown must not fall with this process
+            kept = self.counts_file.keep(counts)  # first: shown counters must not fall if this process ends
             self.kept = counts if kept else b""
             self.brain.report(Counted(counts))
 
     async def count(self) -> None:
-        """Every second, tell and keep what has been counted, if that is new; until cancelled."""
+        """Every second, keep and send the counts if they have changed; until cancelled."""
         while True:
             await asyncio.sleep(until_tick_s(self.loop.time(), COUNTS_S))
             self.keep_counts()
 
     async def freshen(self) -> None:
-        """Every hour, keep the run folder from what removes old files; until cancelled."""
+        """Every hour, renew the times of the run folder's files, against cleaners of old files; until cancelled."""
         while True:
             try:
                 self.folder.freshen()
@@ -118,7 +118,7 @@ class RelayServices(ClientServices):
             await asyncio.sleep(until_tick_s(self.loop.time(), FRESHEN_S))
 
     async def live_on(self, life: int) -> None:
-        """Every few seconds, see that a brain can know that this relay lives, and waits for it; until cancelled."""
+        """Every few seconds, make the file again by which brains see that this relay lives; until cancelled."""
         trouble, gone = Trouble(log, "the run folder does not say that this relay lives"), Gone(self.folder)
         while True:
             await asyncio.sleep(until_tick_s(self.loop.time(), LIFE_S))
@@ -130,20 +130,20 @@ class RelayServices(ClientServices):
                 if again:
                     log.warning("the run folder says again that this relay lives", extra={"relay": self.name})
                 trouble.end()
-            if self.config.listen.brains:  # no brain here counts on for relays that will not return
+            if self.config.listen.brains:  # no brain on this machine takes over their counts
                 gone.bury(self.loop.time(), lambda relay, counts: True)
 
     def silence(self, message: Silent) -> None:
-        """Groups of workers have fallen silent together, or no longer."""
+        """Take the brain's list of groups of workers that are silent together."""
         now = self.loop.time()
         self.frozen[:] = [FrozenGroup(group.name, group.workers, now - group.age_s) for group in message.groups]
 
     def salted(self, salt: bytes | None) -> None:
-        """The keys of prompts that the brain's predictor knows."""
+        """The keys of prompts, as the brain's predictor makes them."""
         self.keyer = None if salt is None else Keys(salt, self.config.predictor.key_header is not None)
 
     async def look(self) -> None:
-        """A few times per second, look at what waits, then tell what goes on here; until cancelled."""
+        """A few times per second, end requests that have waited too long, then report; until cancelled."""
         reaper = PoolReaper(self, lambda: None, judges=False)
         while True:
             await asyncio.sleep(until_tick_s(self.loop.time(), PERIOD_S))
@@ -151,9 +151,9 @@ class RelayServices(ClientServices):
             self.report()
 
     def report(self) -> None:
-        """Tell a brain what goes on here. While nothing does, once is enough: no process wakes up for it."""
+        """Send the brain this relay's activity. While idle it is sent once, so that no process wakes up."""
         if self.brain.member is None:
-            return  # what keys have used since then is told to the next one
+            return  # later key use is sent to the next brain
         uses = self.fleet.uses(self.loop.time(), self.awaited())
         keys = () if self.perimeter.keys is None else self.perimeter.keys.uses()
         activity = Activity(self.exchanges, self.drainer.pending, uses, keys)
@@ -162,7 +162,7 @@ class RelayServices(ClientServices):
             self.told = activity
 
     def joined(self) -> None:
-        """A new brain joined: resend what is otherwise sent only on change, or may have reached nobody."""
+        """After joining a brain, send again what is otherwise sent only on change, or may be lost."""
         self.told = None
         self.tell_counts()
         self.fleet.tell_doubts()

@@ -1,11 +1,11 @@
-"""A new configuration for a running router: it is applied, or refused with what needs a restart.
+"""Applies a new configuration to a running router, or refuses it and names what needs a restart.
 
 What needs a restart: the listening sockets, the connector and its callback address, and the slots, slowdown or
-URL of a worker that is in use. Everything else changes under the requests that are there: none of them is lost.
+URL of a worker that is in use. Everything else changes while requests are under way; none is lost.
 
-Another policy or predictor is made from the snapshot: what is bound to a worker stays there, what waits is decided on
-anew, and all forecasts are renewed. What a predictor has learned comes out of its history file or, where there is none,
-out of its memory; `exact_match` then knows the lengths that it saw, but not whose they were.
+Another policy or predictor starts from the snapshot: admitted requests stay, waiting ones are decided on anew, and all
+forecasts are renewed. A predictor learns from the history file, or without one from the former predictor's memory;
+`exact_match` then has the lengths, but not the prompts that they belong to.
 """
 
 import asyncio
@@ -36,16 +36,17 @@ FIXED: Final = ("listen", "connector", "layerwise")
 
 @dataclass(frozen=True, slots=True)
 class Successor:
-    """The predictor that takes over, if the configuration has one."""
+    """The new predictor; `forecasts` None: the configuration has no predictor."""
 
     forecasts: Forecasts | None
 
 
 async def reload(services: Services, new: Config, perimeter: Perimeter | None = None) -> list[str]:
-    """Switch to `new`; what may be long, keys and a history, is read beside the loop.
+    """Switch to `new`. Keys and a history, which may be large, are read in a thread.
 
-    `perimeter`: of `new`, where its files, certificates included, have been read; None: they are read here. Raises:
-    ConfigError: it needs a restart, or a file that it names is wrong; InputError: a model file is; nothing changed.
+    `perimeter`: of `new`, if its files and certificates were read already; None: they are read here. Raises:
+    ConfigError: it needs a restart, or a file that it names is wrong; InputError: a model file is wrong. Nothing has
+    changed then.
     """
     check(services, new)
     certificates = perimeter is None
@@ -58,7 +59,7 @@ async def reload(services: Services, new: Config, perimeter: Perimeter | None = 
 
 
 def past_of(services: Services) -> Past | None:
-    """What a new predictor starts from."""
+    """The present predictor's memory, for a new one to learn from; None: there is no predictor."""
     return None if services.forecasts is None else services.forecasts.past()
 
 
@@ -67,13 +68,13 @@ def apply(
 ) -> list[str]:
     """Switch to `new`; returns what changed, for the log.
 
-    `successor`: where the predictor changes. `perimeter`: of `new`. Its certificates are read with `certificates`.
-    Raises: ConfigError: it needs a restart, or a certificate is wrong; nothing changed.
+    `successor`: the new predictor, if it changes. `perimeter`: of `new`. `certificates`: also read its certificates.
+    Raises: ConfigError: it needs a restart, or a certificate is wrong. Nothing has changed then.
     """
     try:
         check(services, new)
         if certificates:
-            services.tls.reload(new)  # last, because it may refuse
+            services.tls.reload(new)  # the last check: it also replaces the certificates
     except BaseException:
         if successor is not None and successor.forecasts is not None:
             successor.forecasts.close()
@@ -81,7 +82,7 @@ def apply(
     old = services.config
     changed = [name for name in type(new).model_fields if getattr(old, name) != getattr(new, name)]
     if perimeter.entries != services.perimeter.entries:
-        changed.append("auth.client_keys")  # what the file holds
+        changed.append("auth.client_keys")  # the workers of the file
     if perimeter is not services.perimeter:
         perimeter.inherit(services.perimeter)
     new = shortened(new, [worker.kv_connector for worker in services.fleet])
@@ -96,16 +97,16 @@ def apply(
 
 
 def check(services: Services, new: Config) -> None:
-    """Raises: ConfigError: `new` needs a restart."""
+    """Check that `new` can be applied. Raises: ConfigError: it needs a restart."""
     check_fixed(services.config, new)
     check_workers((worker.spec for worker in services.fleet), services.config, new)
     check_added((worker.spec for worker in services.fleet if not worker.leaving), services.config, new)
 
 
 def check_workers(in_use: Iterable[WorkerSpec], old: Config, new: Config) -> None:
-    """Raises: ConfigError: `new` names another worker as one that is in use is named.
+    """Check workers' names. Raises: ConfigError: `new` gives the id of a worker in use to another worker.
 
-    What it describes as `old` did, an operator may have taken out, and have added another of that name, which stays.
+    Allowed: `new` repeats a worker of `old` that an operator has replaced by another one of that id, which stays.
     """
     wanted = _brought(old, new)
     for used in in_use:
@@ -123,9 +124,9 @@ def check_workers(in_use: Iterable[WorkerSpec], old: Config, new: Config) -> Non
 
 
 def check_added(added: Iterable[WorkerSpec], old: Config, new: Config) -> None:
-    """Raises: ConfigError: `new` brings the server of an added worker, which stays, under another name.
+    """Check added workers. Raises: ConfigError: `new` names the server of one under another id.
 
-    It would get twice its share. `added`: may have those of `old`, too.
+    That server would get twice its share. `added` may contain workers of `old`.
     """
     named = {spec.id for spec in worker_specs(old)}
     brought = Places(_brought(old, new).values())
@@ -145,7 +146,7 @@ def _brought(old: Config, new: Config) -> dict[str, WorkerSpec]:
 
 
 def check_fixed(old: Config, new: Config) -> None:
-    """Raises: ConfigError: a setting has changed that needs a restart."""
+    """Check fixed settings. Raises: ConfigError: one has changed that needs a restart."""
     for name in FIXED:
         if getattr(old, name) != getattr(new, name):
             raise ConfigError(f"{name}: cannot change while the router runs; restart it")
@@ -154,7 +155,7 @@ def check_fixed(old: Config, new: Config) -> None:
 
 
 def asks_another_predictor(old: Config, new: Config) -> bool:
-    """Whether settings of the predictor have changed."""
+    """Whether the predictor's settings have changed."""
     horizons = [config.routing.horizon_steps if predicts(config) else None for config in (old, new)]
     return horizons[0] != horizons[1] or old.predictor != new.predictor
 
@@ -178,7 +179,7 @@ def reroute(services: Services, new: Config, successor: Successor | None) -> Non
 
 
 def _close(before: Forecasts) -> None:
-    """Close a predictor in a thread, because that waits for a disk; here if no thread can be started."""
+    """Close a predictor in a thread, because that waits for the disk; directly if no thread can be started."""
     try:
         Thread(target=before.close, name="prediction-close").start()
     except RuntimeError:
@@ -188,8 +189,8 @@ def _close(before: Forecasts) -> None:
 def change_workers(services: Services, old: Config, new: Config) -> None:
     """Remove workers of the old file that the new one does not name, and add new ones; operators' changes stay.
 
-    One that was taken out by hand comes back when the file describes it anew. Workers of the file are waited for, as at
-    the start: an engine that was entered there may take minutes until it answers.
+    A worker that an operator removed comes back if the file describes it differently. New workers of the file are
+    waited for, as at the start: an engine may take minutes until it answers.
     """
     fleet = services.fleet
     wanted = {spec.id: spec for spec in worker_specs(new)}

@@ -1,6 +1,6 @@
 """The files that the processes of one router share: its run folder, which belongs to our user alone.
 
-`RunFolder` is one class with many short methods: each is a file, or what is done with it.
+`RunFolder` is one class with many short methods, each for one file.
 """
 
 import fcntl
@@ -38,10 +38,10 @@ _LEFT: Final = re.compile(rf"({_LIFE}|{_COUNTS}).+")  # files that relays, or br
 _SOCKET: Final = re.compile(r"(link|operators|handover|relay-[0-9.]+)\.sock")
 GONE_S: Final = 60.0  # a relay dead for so long will not return: to start it again takes less, also after failures
 _GONE_LOOK_S: Final = 5.0  # between two looks for relays that are gone
-_TRIES: Final = 20  # to get a lock: another process may hold it for a moment
+_TRIES: Final = 20  # for a lock: another process may hold it for a moment
 _PAUSE_S: Final = 0.05  # between two tries
-COUNTS_ROOM_BYTES: Final = 4096  # for labels and digits to come; the counts are some 20 KB minutes after a start
-MAX_SOCKET_PATH: Final = 107  # bytes, of a unix socket's name on Linux
+COUNTS_ROOM_BYTES: Final = 4096  # room for later labels and digits; counts take some 20 KB minutes after a start
+MAX_SOCKET_PATH: Final = 107  # bytes of a unix socket's path on Linux
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The process around the application: uvicorn on uvloop, one worker, and what signals mean.
+"""The server process: uvicorn on uvloop, one worker, and the handling of signals.
 
 SIGTERM, SIGINT     drain: readiness fails, new requests get 503 with Retry-After, running ones may finish within
                     `lifecycle.drain_timeout_s`, then they are aborted
@@ -46,7 +46,7 @@ class Server(uvicorn.Server):
     """uvicorn's server that drains before it stops."""
 
     _exits = False
-    _wake: Callable[[], object] | None = None  # who waits for the end
+    _wake: Callable[[], object] | None = None  # futures that wait for the end
 
     def __init__(self, app: ClientApp, config: Config, uds: str | None = None) -> None:
         """`uds`: a unix socket to listen on, instead of `listen.host` and `listen.port`."""
@@ -79,13 +79,13 @@ class Server(uvicorn.Server):
         self._drain: asyncio.Task[None] | None = None
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
-        """Until the end, by our clock."""
+        """Run to the end on `telemetry.clock.Loop`."""
         with asyncio.Runner(loop_factory=Loop) as runner:
             runner.run(self.serve(sockets=sockets))
 
     @property
     def should_exit(self) -> bool:
-        """Whether the end has been asked for: by uvicorn, or here."""
+        """Whether the end was requested, by uvicorn or here."""
         return self._exits
 
     @should_exit.setter
@@ -98,14 +98,14 @@ class Server(uvicorn.Server):
         """Wait for the end, without waking ten times per second as uvicorn's own loop does."""
         ended = asyncio.Event()
         loop = asyncio.get_running_loop()
-        self._wake = lambda: loop.call_soon_threadsafe(ended.set)  # from a signal's handler as well
-        while not await self.on_tick(0):  # writes the Date of answers, in seconds
+        self._wake = lambda: loop.call_soon_threadsafe(ended.set)  # also from a signal's handler
+        while not await self.on_tick(0):  # updates the Date header, once per second
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(ended.wait(), 1.0)
         self._wake = None
 
     def handle_exit(self, sig: int, frame: object) -> None:
-        """The first signal drains, the second ends."""
+        """Drain at the first signal, end at the second."""
         services = getattr(self._app, "services", None)
         if services is None or self._drain is not None or self.should_exit:
             log.warning("ending now", extra={"signal": sig})
@@ -120,7 +120,7 @@ class Server(uvicorn.Server):
             self._drain = services.loop.create_task(self._until_drained(services))
 
     def busy(self, services: ClientServices) -> bool:
-        """Whether something is left to wait for."""
+        """Whether requests or drains are under way."""
         return bool(services.exchanges or services.drainer.pending)
 
     async def _until_drained(self, services: ClientServices) -> None:
@@ -131,13 +131,13 @@ class Server(uvicorn.Server):
         if services.exchanges:
             log.warning("aborting requests", extra={"requests": services.exchanges})
             services.abort_all()
-            deadline = services.loop.time() + _ABORT_S  # their error events go out, what they had pinned is drained
+            deadline = services.loop.time() + _ABORT_S  # time to send error events, and to drain pinned KV
             while self.busy(services) and services.loop.time() < deadline:  # noqa: ASYNC110
                 await asyncio.sleep(_LOOK_S)
         self.should_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, and say where."""
+        """Listen, and log the addresses."""
         await super().startup(sockets=sockets)
         if self.started:
             try:
@@ -159,7 +159,7 @@ class Server(uvicorn.Server):
         return told
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stop. At a forced end uvicorn does not tell the application; here it is told, with little time."""
+        """Stop. Unlike uvicorn, a forced end also shuts the application down, within a short time."""
         await super().shutdown(sockets=sockets)
         if self.force_exit:
             with contextlib.suppress(TimeoutError):
@@ -167,7 +167,7 @@ class Server(uvicorn.Server):
                     await self.lifespan.shutdown()
 
     def connected(self) -> asyncio.Protocol:
-        """The protocol of a new connection."""
+        """Make the protocol of a new connection."""
         kind: Any = self.config.http_protocol_class
         protocol: asyncio.Protocol = kind(self.config, self.server_state, self.lifespan.state)
         return protocol
@@ -195,12 +195,12 @@ class ProcessServer(Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, then tune the interpreter."""
-        if self._on_reload is not None:  # before anybody can know that it listens: SIGHUP would end it
+        if self._on_reload is not None:  # before it can be known to listen: SIGHUP would end it
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._reload)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})  # see `supervisor.py`
         await super().startup(sockets=sockets)
         if self.started:
-            # What exists now stays: 53,000 objects that no full collection has to walk again, which stopped every
+            # Present objects stay: a full collection of these 53,000 objects stopped every
             # stream for some 20 ms (100 ms on a busy machine).
             gc.collect()
             gc.freeze()
@@ -219,7 +219,7 @@ class ProcessServer(Server):
             self._reloading = asyncio.get_running_loop().create_task(self._reload_as_asked())
 
     async def _reload_as_asked(self) -> None:
-        """Reload until no signal has come meanwhile."""
+        """Reload, again if another signal came meanwhile."""
         assert self._on_reload is not None
         while self._reload_asked:
             self._reload_asked = False
@@ -232,11 +232,11 @@ class ProcessServer(Server):
 
 
 class ChildServer(ProcessServer):
-    """The server of one of several processes, whose parent tells them what to do.
+    """The server of a child process, controlled by its parent's signals.
 
-    SIGUSR2 drains. SIGINT ends now. SIGUSR1 says that another router takes over. SIGTERM does not come from the parent.
-    It may have come to all processes, parent included, so the parent's own signal is waited for. If that does not come,
-    SIGTERM was for this process alone, which no request should notice: it leaves, and the parent starts it again.
+    SIGUSR2: drain. SIGINT: end now. SIGUSR1: another router takes over. SIGTERM is not from the parent. If it went to
+    all processes, the parent sends its own signal soon, which is waited for. If not, SIGTERM was for this process only:
+    it leaves without loss of requests, and the parent starts it again.
     """
 
     _told_to_end = False
@@ -261,7 +261,7 @@ class ChildServer(ProcessServer):
         services = getattr(self._app, "services", None)
         if sig == signal.SIGINT or services is None:
             log.warning("ending now", extra={"signal": sig})
-            self.should_exit = self.force_exit = True  # without a drain: a brain would have all relays refuse
+            self.should_exit = self.force_exit = True  # no drain: a brain that drains makes all relays refuse requests
         elif not self._told_to_end:
             self._told_to_end = True
             services.loop.call_soon_threadsafe(services.loop.call_later, PARENT_S, self._leave_alone)
@@ -275,7 +275,7 @@ class ChildServer(ProcessServer):
 def serve(app: ClientApp, config: Config, on_reload: Reload | None = None) -> None:
     """Run until a signal ends it. Raises: ConfigError: the address cannot be listened on; `app.failure`."""
     server = ProcessServer(app, config, on_reload)
-    # why a start fails is the command's last line
+    # the reason of a failed start is the command's last line
     its_log = logging.getLogger("uvicorn.error")
     its_log.addFilter(lambda record: app.failure is None and not isinstance(record.msg, OSError))
     try:
@@ -283,13 +283,13 @@ def serve(app: ClientApp, config: Config, on_reload: Reload | None = None) -> No
     except SystemExit as error:
         if app.failure is not None:
             raise app.failure from None
-        cause = error.__context__  # of uvicorn's own exit
+        cause = error.__context__  # uvicorn's own exit
         reason = f": {_reason(cause)}" if isinstance(cause, OSError) else ""
         raise ConfigError(f"listen: cannot listen on {config.listen.host}:{config.listen.port}{reason}") from None
-    if not server.started:  # older versions of uvicorn return
+    if not server.started:  # older versions of uvicorn return instead of exiting
         raise app.failure or ConfigError(f"listen: cannot start on {config.listen.host}:{config.listen.port}")
 
 
 def _reason(error: OSError) -> str:
-    """The error in words without the address, which asyncio's text repeats."""
+    """The error's text without the address, which asyncio repeats."""
     return os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)

@@ -1,7 +1,6 @@
-"""The parts of a running router, made once by `app.create_app`'s lifespan.
+"""All services of a running router, made by the lifespan of `app.create_app`.
 
-Each rung of the ladder declares what it needs: `LifeServices`, on it `ClientServices`, and on that `OperatorServices`.
-This is all of it, for those who put it together.
+Each layer declares what it uses: `LifeServices`, then `ClientServices` on it, then `OperatorServices` on that.
 """
 
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from balanceroute.proxy.ops.services import OperatorServices
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Services(OperatorServices):
-    """Everything, in the process that decides."""
+    """The services of the process that decides."""
 
     forecasts: Forecasts | None = None
 

@@ -4,9 +4,9 @@
        |------- relay-0
        '------- relay-1
 
-The parent is the process that an operator knows. It has no loop, no thread and no connection, so there is little that
-it could die of: it waits for signals and for children. Children are forked from it, so a child that is started again
-runs the same code on the same sockets within milliseconds, whatever has been installed meanwhile.
+Operators signal the parent. It has no event loop, no thread and no connection: it waits for signals and for children,
+so little can make it fail. Children are forked from it, so a restarted child runs the same code on the same sockets
+within milliseconds, whatever has been installed meanwhile.
 
 SIGTERM, SIGINT     all children drain (SIGUSR2); a child that the others need ends after them
                     while a successor prepares to take over: nothing, unless the successor ends; then children drain
@@ -51,18 +51,18 @@ from balanceroute.proxy.telemetry.troubles import Trouble
 
 log = logging.getLogger(__name__)
 
-STEADY_S: Final = 5.0  # a child that has lived for longer did not fail at its start
-PAUSE_S: Final = 0.1  # before the second start in a row; twice as long before every further one
+STEADY_S: Final = 5.0  # a child that lived longer did not fail at its start
+PAUSE_S: Final = 0.1  # pause before the second start in a row; doubled before each further one
 MAX_PAUSE_S: Final = 5.0
 END_S: Final = 5.0  # from the signal to end now until a child is killed
 MEND_S: Final = 5.0  # between two checks whether somebody has removed a file of the router
-KILL_S: Final = 30.0  # after the time to drain, for draining pinned KV, until a child is killed
+KILL_S: Final = 30.0  # after the time to drain: for pinned KV, until a child is killed
 WRONG_CONFIG: Final = 2
 TRIAL: Final = "trial"
 NOT_TAKING_OVER: Final = "not taking over: the router that runs goes on"
 _ENDING: Final = (signal.SIGTERM, signal.SIGINT)
 _AWAITED: Final = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD, signal.SIGIO}
-_OF_CHILDREN: Final = {signal.SIGUSR1, signal.SIGUSR2}  # sent to the parent by mistake, they would end all streams
+_OF_CHILDREN: Final = {signal.SIGUSR1, signal.SIGUSR2}  # ignored by the parent: they would end all streams
 _SHORTAGES: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ENOSPC)
 _PR_SET_PDEATHSIG: Final = 1  # prctl(2)
 _PR_SET_NAME: Final = 15
@@ -73,7 +73,7 @@ Main = Callable[[Callable[[], None]], None]
 
 
 class Owner(Protocol):
-    """What a `Supervisor` asks of the router whose processes it runs: `processes.Processes`."""
+    """What a `Supervisor` needs of the router whose processes it runs: `processes.Processes`."""
 
     @property
     def drain_timeout_s(self) -> float:
@@ -89,16 +89,16 @@ class Owner(Protocol):
         """
 
     def begin_drain(self) -> None:
-        """The children are about to be told to drain; another router may take over still."""
+        """Called before children are told to drain; another router may still take over."""
 
     def stop_listening(self) -> None:
-        """The children are about to be told to end or to leave, or all that accepted have ended."""
+        """Called before children are told to end or to leave, and when all that accepted have ended."""
 
     def all_up(self) -> None:
-        """Every child is up, for the first time."""
+        """Called when all children are up for the first time."""
 
     def succeeded(self) -> bool:
-        """Read what a successor says; returns whether it is ready to take over."""
+        """Read a successor's message; returns whether it is ready to take over."""
 
     @property
     def has_successor(self) -> bool:
@@ -109,7 +109,7 @@ class Owner(Protocol):
         """Whether another router still serves, from which this one is to take over."""
 
     def died(self, name: str) -> None:
-        """The child of that name has died."""
+        """Called when the child of that name has died."""
 
     def mend(self) -> None:
         """Make the files again by which others find this router, if somebody has removed them."""
@@ -121,13 +121,13 @@ class Child:
 
     name: str
     main: Main
-    needed: bool  # by the other children: it ends after them
+    needed: bool  # other children need it: it ends after them
     pid: int | None = None
     lives: int = 0
-    failures: int = 0  # in a row: it could not be started, or died within `STEADY_S`
+    failures: int = 0  # consecutive failures: it could not be started, or died within `STEADY_S`
     up: bool = False
     started_s: float = 0.0
-    due_s: float | None = 0.0  # when it is to be started; None: it runs, or is to run no more
+    due_s: float | None = 0.0  # time of the next start; None: it runs, or is not to run again
 
 
 class Supervisor:
@@ -141,22 +141,22 @@ class Supervisor:
         self._owner = owner
         self._news, self._to_parent = os.pipe()  # the process ids of children that are up
         self._all_up = False
-        self._signals = 0  # so many have asked for the end
-        self._postponed = False  # a drain was asked for, and waits for a successor
+        self._signals = 0  # signals to end, so far
+        self._postponed = False  # a drain was requested, and waits for a successor
         self._drains = False  # and a successor may still take over
-        self._deadline_s: float | None = None  # then the children that are left are killed
+        self._deadline_s: float | None = None  # when remaining children are killed
         self._code = 0
         self._trouble = Trouble(log, "no process can be started, tried again")
-        self._reload_asked = False  # and not begun yet
+        self._reload_asked = False  # a reload was requested, and has not begun
         self._trial: Trial | None = None  # of the reload under way
         self._parent = os.getpid()
 
     def run(self) -> int:
         """Start all and watch over them; returns the exit code when the last one has ended."""
         gc.collect()
-        gc.freeze()  # so that memory stays shared with the children
+        gc.freeze()  # so that the children's memory stays shared
         signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED | _OF_CHILDREN)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if it was inherited as ignored, no death would be heard of
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # SIGCHLD may be inherited as ignored
         signal_input(self._news)
         try:
             while self._step():
@@ -172,7 +172,7 @@ class Supervisor:
         return self._code
 
     def _step(self) -> bool:
-        """Note which children have died, and start those that are due; returns whether any runs, or will."""
+        """Reap dead children, and start those that are due; returns whether any runs, or will."""
         self._reap()
         now = time.monotonic()
         for child in self.children:
@@ -188,7 +188,7 @@ class Supervisor:
         return any(child.pid is not None or child.due_s is not None for child in self.children)
 
     def _patience_s(self) -> float:
-        """How long to wait for a signal: until the next thing that is to be done without one."""
+        """How long to wait for a signal: until the next timed action."""
         now = time.monotonic()
         times_s = [now + MEND_S, *(child.due_s for child in self.children if child.due_s is not None)]
         if self._deadline_s is not None:
@@ -203,7 +203,7 @@ class Supervisor:
 
     @property
     def _others_run(self) -> bool:
-        """Whether a child runs that may need the needed one."""
+        """Whether a child runs that may depend on the needed ones."""
         return any(child.pid is not None and not child.needed for child in self.children)
 
     # -- signals
@@ -248,7 +248,7 @@ class Supervisor:
             log.warning("ending now", extra={"signal": number})
             self._end(signal.SIGINT, END_S)
         elif self._owner.has_successor and not self._postponed:
-            self._postponed = True  # a brain that drains would have the successor's relays refuse, too
+            self._postponed = True  # a brain that drains would make the successor's relays refuse, too
             log.warning("not draining: another router prepares to take over", extra={"signal": number})
         elif self._owner.has_predecessor:
             self._leave(NOT_TAKING_OVER)
@@ -286,7 +286,7 @@ class Supervisor:
         self._send(number)
 
     def _start_none(self, within_s: float) -> None:
-        """From now on, start no child again but a needed one, and kill what is left after `within_s`."""
+        """From now on, restart only needed children, and kill the remaining ones after `within_s`."""
         self._signals = max(1, self._signals)
         self._give_up_reload()
         for child in self.children:
@@ -297,7 +297,7 @@ class Supervisor:
     def _send(self, number: signal.Signals) -> None:
         for child in self.children:
             if child.pid is not None:
-                os.kill(child.pid, number)  # it is not reaped yet, so the number is nobody else's
+                os.kill(child.pid, number)  # not reaped yet, so the number is still its own
 
     def _kill(self) -> None:
         """Kill the children that are left."""
@@ -311,7 +311,7 @@ class Supervisor:
     # -- births and deaths
 
     def _reap(self) -> None:
-        """Note which children have died. The first process of a container also reaps orphans, which are no children."""
+        """Reap dead children. As the first process of a container it also reaps orphans, which are ignored."""
         while self._alive or self._trial is not None:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if not pid:
@@ -325,7 +325,7 @@ class Supervisor:
                     self._died(child, os.waitstatus_to_exitcode(status))
 
     def _died(self, child: Child, code: int) -> None:
-        """A child has died; `code`: its exit code, or below 0, the signal that killed it."""
+        """Handle a child's death. `code`: its exit code; below 0: the signal that killed it."""
         now = time.monotonic()
         child.pid = None
         self._owner.died(child.name)
@@ -358,7 +358,7 @@ class Supervisor:
         log.info("child started", extra={"child": child.name, "pid": pid, "life": child.lives})
 
     def _put_off(self, child: Child, error: OSError) -> None:
-        """The machine has no process or memory for a child: try again later; the other children go on."""
+        """Start a child later, because the machine lacks a process or memory for it."""
         child.failures += 1
         child.due_s = time.monotonic() + _pause_s(child.failures)
         self._trouble.begin(child=child.name, error=error.strerror)
@@ -371,13 +371,13 @@ class Supervisor:
         return pid
 
     def _become(self, name: str, main: Callable[[], None]) -> NoReturn:
-        """Run `main` in the new process, and end it with an exit code and a log line that say how `main` ended."""
+        """In the new process: run `main`, then exit with a code and a log line that say how it ended."""
         code = 1
         try:
             _belong_to(self._parent, name)
             for number in _ENDING:
-                signal.signal(number, signal.SIG_DFL)  # ends it without a traceback, wherever it is by then
-            signal.pthread_sigmask(signal.SIG_SETMASK, {signal.SIGHUP})  # in place of a mask that was inherited
+                signal.signal(number, signal.SIG_DFL)  # ends without a traceback, wherever it is
+            signal.pthread_sigmask(signal.SIG_SETMASK, {signal.SIGHUP})  # replaces the inherited mask
             main()
             code = 0
         except BalanceRouteError as error:
@@ -389,16 +389,16 @@ class Supervisor:
             lacking = _shortage(error)
             if lacking is None:
                 log.critical("internal error", exc_info=error, extra={"where": name})
-            else:  # the machine may have enough of it when the child is started again
+            else:  # at the next start the machine may have enough
                 log.error("child cannot run", extra={"child": name, "error": lacking})
         finally:
-            with suppress(Exception):  # nobody reads the log, or its disk is full
+            with suppress(Exception):  # the log's reader has gone, or its disk is full
                 logging.shutdown()
                 sys.stderr.flush()
             os._exit(code)
 
     def _tell_why(self, name: str, error: BalanceRouteError) -> None:
-        """Say why this child can't run: at the start on stderr, for who typed the command; later in the log."""
+        """Report why this child can't run: at the start on stderr, later in the log."""
         if self._all_up:
             log.error("child cannot run", extra={"child": name, "error": str(error)})
         else:
@@ -407,14 +407,14 @@ class Supervisor:
 
 
 def _shortage(error: BaseException) -> str | None:
-    """What the machine lacked, such as memory or file descriptors; None: the error has another cause."""
+    """The resource that the machine lacks, such as memory or descriptors; None: the error has another cause."""
     if isinstance(error, MemoryError):
         return os.strerror(errno.ENOMEM)
     return os.strerror(error.errno) if isinstance(error, OSError) and error.errno in _SHORTAGES else None
 
 
 def _pause_s(times: int) -> float:
-    """The pause before the next start, after so many failed ones in a row."""
+    """The pause before the next start after so many (`times`) failed ones in a row."""
     return min(MAX_PAUSE_S, PAUSE_S * 2.0 ** min(times - 1, 10)) if times > 0 else 0.0  # 2 ** 1024 is no float
 
 
@@ -423,13 +423,13 @@ def _say_up(pipe: int) -> None:
 
 
 def be_called(name: str) -> None:
-    """Give this process a name for `ps -o comm`."""
+    """Set this process's name for `ps -o comm`."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_NAME, f"br-{name}".encode(), 0, 0, 0)
 
 
 def _belong_to(parent: int, name: str) -> None:
-    """Have this process die with its parent, however that dies, and lead a process group of its own."""
+    """Have the kernel kill this process when its parent dies, and make it the leader of its own process group."""
     os.setpgid(0, 0)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
