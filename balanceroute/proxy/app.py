@@ -85,7 +85,7 @@ class ClientApp(Starlette):
         self.router.redirect_slashes = False  # Starlette would redirect to the client's Host; see `http_error`
 
     def gate(self, request: Request) -> None:
-        """Set the request's limit of the body, which is large only for prompts, and the client key that it counts for."""
+        """Set the limit of the request's body, which is large only for prompts, and its client key."""
         if not request.path.startswith(_LARGE):
             request.body_limit_bytes = _SMALL_BYTES
         elif request.path not in self.hot:  # hot routes check the key themselves
