@@ -1,1 +1,1 @@
-"""The side of the clients: what comes in, how it is answered, several choices of one request."""
+"""HTTP from clients: connections, requests, responses, requests with several choices."""

@@ -1,16 +1,15 @@
 """Takes connections from a socket on which other processes accept as well, so that each gets its share.
 
-*Bursts.* An event loop's own server takes all that wait when it wakes: of a burst of 400 connections one of two relays
-got 319. Here a relay takes one and then does what else there is to do, and whoever has less to do takes more: 192 and
-208. That costs 12 us more for each connection.
+*Bursts.* An event loop's own server accepts all waiting connections when it wakes: of a burst of 400 one of two relays
+got 319. Here a relay accepts one, then does its other work, so a relay with less work accepts more: 192 and 208. That
+costs 12 us more per connection.
 
-*One by one.* The kernel wakes all who wait, but in an order that does not change, so of connections that come when
-everybody is idle one of two relays got 26 of 32. They stay where they are: a client's pool keeps them for hours. So a
-relay that has many more connections than another leaves what comes to the others, and takes it after `LEAVE_S` if it is
-there still. Few are left as they come: a relay carries them with ease, and two that wake up for a part each take more
-CPU than one that wakes up for all. Each tells its number in memory that all share (`relay_loads.py`). A number may be
-old, where a relay stands still or has died; so who was left a connection takes all that come for `TAKE_S`, and then
-looks again.
+*One by one.* The kernel wakes all waiting relays, but always in the same order: of connections that came while all were
+idle one of two relays got 26 of 32, and a client's pool keeps them for hours. So a relay with many more connections
+than another leaves new ones to the others, and accepts one after `LEAVE_S` if it still waits. A small difference is
+left: two relays that wake for a part each take more CPU than one that wakes for all. Each relay writes its number of
+connections to shared memory (`relay_loads.py`). The number of a stopped or dead relay is stale; so a relay that had to
+accept a connection left to others accepts all for `TAKE_S`, and then checks again.
 """
 
 import asyncio
@@ -22,14 +21,14 @@ from typing import Final
 
 log = logging.getLogger(__name__)
 
-PAUSE_S: Final = 1.0  # while no connection can be taken: others may, and descriptors may be given back
-LEAVE_S: Final = 0.002  # many times what a wakeup takes
-TAKE_S: Final = 0.02  # others lose so little of their share while they are busy, and are not waited for often
+PAUSE_S: Final = 1.0  # before the next try, if no connection can be accepted
+LEAVE_S: Final = 0.002  # many times the duration of a wakeup
+TAKE_S: Final = 0.02  # short enough that busy relays lose little of their share
 _EXHAUSTED: Final = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 
 class Acceptor:
-    """A listening socket under an event loop; it stands for `asyncio.Server` where that is only closed."""
+    """Accepts on a listening socket in an event loop; replaces an `asyncio.Server` that is only closed."""
 
     def __init__(
         self,
@@ -38,7 +37,7 @@ class Acceptor:
         protocol: Callable[[], asyncio.Protocol],
         ahead: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`sock` doesn't block, and is listened on. `ahead`: whether others should take more now."""
+        """`sock` is listening and non-blocking. `ahead`: whether other relays should accept more now."""
         self._loop, self._sock, self._protocol, self._ahead = loop, sock, protocol, ahead
         self.sockets = (sock,)
         self._opening: set[asyncio.Task[object]] = set()
@@ -55,7 +54,7 @@ class Acceptor:
         self._sock.close()
 
     async def wait_closed(self) -> None:
-        """Wait until every connection that was taken has its protocol."""
+        """Wait until every accepted connection has its protocol."""
         await asyncio.gather(*self._opening, return_exceptions=True)
 
     def _ready(self) -> None:
@@ -93,4 +92,4 @@ class Acceptor:
         try:
             await self._loop.connect_accepted_socket(self._protocol, client)
         except OSError:
-            client.close()  # it has gone meanwhile
+            client.close()  # the client has gone meanwhile

@@ -1,4 +1,4 @@
-"""Every route but the hot ones: one request as an ASGI conversation."""
+"""Serves a request by an ASGI application: every route but the hot ones."""
 
 import asyncio
 import logging
@@ -16,13 +16,13 @@ from balanceroute.proxy.wire.message_errors import is_messages_path, message_ref
 
 log = logging.getLogger(__name__)
 
-REQUEST_ID: Final = "balanceroute.request_id"  # in the scope: what the response's X-Request-Id says
+REQUEST_ID: Final = "balanceroute.request_id"  # the scope's key for the response's X-Request-Id
 
 
 class AsgiHandler:
     """Calls the application as soon as the head is known, so that it may refuse a request before its body is read.
 
-    The body reaches the application whole. `go_on` tells a client that waits to be told to send it.
+    The application gets the body whole. `go_on` sends 100 Continue to a client that waits for it.
     """
 
     __slots__ = ("_app", "_app_state", "_come", "_go_on", "_lost", "_name", "_request", "_response", "_told")
@@ -38,17 +38,17 @@ class AsgiHandler:
         self._app, self._app_state = app, app_state
         self._name = read_head(request.headers, None).told_id
         self._request, self._response, self._go_on = request, response, go_on
-        self._come: asyncio.Event | None = None  # set when the body has come, or won't
+        self._come: asyncio.Event | None = None  # set when the body is complete, or will never be
         self._told = False
         self._lost = False
         if is_messages_path(request.path):
             response.refusal = message_refusal
 
     def check(self) -> None:
-        """The application judges for itself."""
+        """Nothing: the application checks requests itself."""
 
     def refuse(self, error: BalanceRouteError) -> None:
-        """As everywhere; the application would have said the id, and written the line."""
+        """Send the error, with the id and the log line that the application would have made."""
         self.abandoned()
         if not self._response.started:
             request = self._request
@@ -57,12 +57,12 @@ class AsgiHandler:
             self._response.refuse(error, [(b"x-request-id", self._name)])
 
     def abandoned(self) -> None:
-        """The body won't come."""
+        """Note that the body will not come."""
         self._lost = True
         self.body_has_come()
 
     def body_has_come(self) -> None:
-        """The whole body is there."""
+        """Note that the body is complete."""
         if self._come is not None:
             self._come.set()
 
@@ -108,7 +108,7 @@ class AsgiHandler:
     async def _send(self, message: Message) -> None:
         response = self._response
         if self._lost:
-            return  # it has been answered, or nobody is there
+            return  # it has been answered, or the client has gone
         if message["type"] == "http.response.start":
             headers = [(bytes(name).lower(), bytes(value)) for name, value in message.get("headers", ())]
             check_headers(headers)

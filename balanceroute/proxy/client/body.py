@@ -1,8 +1,8 @@
-"""A request's body as it comes in: counted, bounded, and told from what follows it.
+"""Reads a request's body: bounds it, and finds its end.
 
-A body of known length is a number of bytes. A chunked one (RFC 9112 section 7.1) is read by the letter: sizes of at
-most `MAX_SIZE_DIGITS` hexadecimal digits, extensions and trailers bounded and dropped. A trailer never becomes a
-header: no worker and no route sees it.
+A body of known length is a number of bytes. A chunked one (RFC 9112 section 7.1) is read strictly: sizes of at most
+`MAX_SIZE_DIGITS` hexadecimal digits, extensions and trailers bounded and dropped. A trailer never becomes a header: no
+worker and no route sees it.
 """
 
 import re
@@ -11,8 +11,8 @@ from typing import Final
 from balanceroute.errors import InvalidRequest
 
 MAX_SIZE_DIGITS: Final = 15
-MAX_LINE_BYTES: Final = 512  # a size with its extensions
-MAX_EXTENSION_BYTES: Final = 16 * 1024  # of all chunks of a body together
+MAX_LINE_BYTES: Final = 512  # bytes of a chunk's size with its extensions
+MAX_EXTENSION_BYTES: Final = 16 * 1024  # bytes of extensions of all chunks of a body
 MAX_TRAILER_BYTES: Final = 8 * 1024
 _SIZE: Final = re.compile(rb"([0-9A-Fa-f]{1,%d})([ \t]*;[\t\x20-\x7e\x80-\xff]*)?\r\n" % MAX_SIZE_DIGITS)
 _TRAILER: Final = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+:[\t\x20-\x7e\x80-\xff]*\r\n")
@@ -77,9 +77,9 @@ class ChunkedBody(Body):
         """At most `limit` bytes."""
         super().__init__()
         self._limit = limit
-        self._raw = b""  # of a line that has not ended
+        self._raw = b""  # the incomplete line
         self._chunk_left = self._extension_bytes = self._trailer_bytes = 0
-        self._joined = bytearray()  # chunks are joined as they come: a million of one byte are no million objects
+        self._joined = bytearray()  # joined at once: a million chunks of a byte are not a million objects
         self._step = self._size_line
 
     def feed(self, data: bytes) -> bytes:

@@ -1,7 +1,7 @@
-"""How many descriptors a process may have (`ulimit -n`), and for how many clients those are enough.
+"""The limit of descriptors (`ulimit -n`), and the number of clients that it allows.
 
-A client takes one for its connection and one for its worker's. Where they run out, requests that were accepted fail
-half way; so no more clients are accepted than there are descriptors for, and the limit is raised as far as it may be.
+A client takes two: its connection and its worker's. If they run out, accepted requests fail half way. So the limit is
+raised as far as possible, and no more clients are accepted than it allows.
 """
 
 import logging
@@ -12,10 +12,10 @@ from balanceroute.config import Config
 
 log = logging.getLogger(__name__)
 
-MOST: Final = 2**20  # more are of no use, and what loops over all possible ones takes long
+MOST: Final = 2**20  # more are useless, and code that loops over all possible descriptors gets slow
 PER_CLIENT: Final = 2
 KEPT: Final = 128  # listeners, files, the link, and connections that are only refused
-KEPT_PER_WORKER: Final = 4  # health and metrics, and what idles
+KEPT_PER_WORKER: Final = 4  # health checks, metrics, idle connections
 
 
 def raise_limit() -> None:
@@ -36,13 +36,15 @@ def limit() -> int:
 
 
 def clients_within(descriptors: int, workers: int) -> int:
-    """How many clients so many descriptors are enough for; workers take at most half of them."""
+    """The clients that this many descriptors allow, with at most half of them for workers."""
     kept = min(descriptors // 2, KEPT + KEPT_PER_WORKER * workers)
     return max(1, (descriptors - kept) // PER_CLIENT)
 
 
 def most_clients(config: Config) -> int:
-    """How many client connections all relays together accept: `limits.max_connections`, or what they have room for."""
+    """The client connections that all relays together accept: `limits.max_connections`, or fewer if descriptors are
+    short.
+    """
     workers = len(config.prefill.workers) + len(config.decode.workers)
     return min(config.limits.max_connections, max(1, config.listen.relays) * clients_within(limit(), workers))
 

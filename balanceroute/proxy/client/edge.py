@@ -1,12 +1,12 @@
-"""What all client connections of a listener share: who serves, the limits, and one look per period at each of them.
+"""All client connections of a listener together: their handlers, limits and deadlines.
 
-No connection has a timer. Each keeps the moment until which it may stay as it is, and `Edge` looks at all of them a few
-times per second; so a deadline is kept to within `period_s`.
+No connection has a timer. Each has its deadline as a number, and `Edge` checks all of them a few times per second, so
+deadlines are kept to within `period_s`.
 
-**Places.** Above `max_connections` the connection that has waited longest for a request to begin or to become complete
-makes room; who sends slowly, or nothing, keeps nobody out. Where all of them are busy the new one is refused with 503,
-but for GET and HEAD, so that an operator and a liveness probe still see the router; `RESERVE` above the limit,
-connections are closed unheard. Connections and bytes are counted with those of all other relays on this machine.
+**Places.** Above `max_connections` the connection that has waited longest without a complete request is closed, so slow
+or silent clients keep no other out. If all are busy, the new one gets 503, except for GET and HEAD, so that an operator
+and a liveness probe still reach the router; `RESERVE` above the limit, new connections are closed unread. Connections
+and bytes are counted with those of all other relays on this machine.
 """
 
 import asyncio
@@ -33,13 +33,13 @@ RETRY_AFTER_S: Final = 1.0
 
 
 class Handler(Protocol):
-    """Serves one request. Its body has come whole before `run` is called."""
+    """Serves one request. `run` is called when its body is complete."""
 
     def check(self) -> None:
         """Judge the request by its head, before its body is read. Raises: BalanceRouteError: it is refused."""
 
     def refuse(self, error: BalanceRouteError) -> None:
-        """Answer with an error, and account for it: `check` has refused, or the body was not what it may be."""
+        """Answer with an error, and count it: `check` has refused the request, or its body is invalid."""
 
     def abandoned(self) -> None:
         """The client has gone before its body was complete."""
@@ -49,10 +49,10 @@ class Handler(Protocol):
 
 
 class Site(Protocol):
-    """What a listener serves.
+    """The routes of a listener.
 
-    `hot` are the routes that are served without ASGI, by path, for POST. `gate` sees every request as soon as its head
-    is known, before a byte of its body is read: it is where who may do what is decided.
+    `hot` are the routes that are served without ASGI, by path, for POST. `gate` checks every request's head before its
+    body is read.
     """
 
     @property
@@ -61,23 +61,23 @@ class Site(Protocol):
 
     @property
     def leaving(self) -> bool:
-        """Whether the next request of a connection is its last, because another process is to serve its client."""
+        """Whether connections end after their next request, because another process is to serve their clients."""
 
     def gate(self, request: Request) -> None:
         """Raises: BalanceRouteError: the request is refused with it."""
 
     def refused(self, reason: str) -> None:
-        """The edge has refused a request for this reason, one of a handful of words."""
+        """Count a refusal of the edge by its reason, one of a handful of words."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve any other route, as ASGI."""
 
 
 class Connection(Protocol):
-    """A client connection, as far as it is one of many."""
+    """A client connection, as `Edge` uses it."""
 
     def look(self, now: float) -> None:
-        """See whether the client has been too slow; `now` is the loop's time."""
+        """Check the deadlines; `now` is the loop's time."""
 
     def give_way(self) -> None:
         """Close, for another client."""
@@ -101,7 +101,7 @@ class ClientLimits:
 
     @classmethod
     def of(cls, config: Config) -> "ClientLimits":
-        """The limits of a configuration, as far as this process has descriptors for them."""
+        """The limits of a configuration, reduced to what this process has descriptors for."""
         limits = config.limits
         return cls(
             most_clients(config),
@@ -115,15 +115,15 @@ class ClientLimits:
         )
 
     def one_holder_bytes(self, relays: int) -> int:
-        """What one client may hold at each of so many relays: its part of the half that all clients leave to others,
-        but no less than one body, as far as that half has room for it.
+        """The bytes that one client may hold at each of `relays` relays: the relay's part of half of all bytes, but at
+        least one body, if that half has room for it.
         """
         half = self.max_held_bytes // 2
         return max(half // relays, min(self.max_body_bytes, half))
 
 
 def limits_of(config: Callable[[], Config]) -> Callable[[], ClientLimits]:
-    """The limits by the configuration that `config` returns at that moment: a reload changes it."""
+    """A function that returns the limits of the present configuration, which a reload changes."""
     known: tuple[Config, ClientLimits] | None = None
 
     def limits() -> ClientLimits:
@@ -137,11 +137,10 @@ def limits_of(config: Callable[[], Config]) -> Callable[[], ClientLimits]:
 
 
 class Edge:
-    """The connections, and what they share.
+    """All connections, with their shared limits and counts.
 
-    Attributes: `waiting`, those without a complete request, the one that has waited longest first. `held`, bytes of
-    large bodies, by whom. `date_line`, the Date field. `tasks`, of requests under way, and `connections`, both the
-    server's own sets.
+    Attributes: `waiting`: connections without a complete request, longest wait first. `held`: bytes of large bodies by
+    client. `date_line`: the Date field. `tasks` (of requests under way) and `connections`: the server's own sets.
     """
 
     def __init__(
@@ -154,7 +153,9 @@ class Edge:
         app_state: Mapping[str, Any],
         load: Load | None = None,
     ) -> None:
-        """`limits`: returns those in force. `load`: what this relay has, beside the others; None: there are none."""
+        """`limits`: returns the present limits. `load`: this relay's counts in shared memory; None: there are no other
+        relays.
+        """
         self.load = alone() if load is None else load
         self.site, self._limits, self.loop = site, limits, loop
         self.connections: set[Connection] = connections
@@ -164,7 +165,7 @@ class Edge:
         self.held: dict[str, int] = {}
         self.date_line = b""
         self._looking: asyncio.TimerHandle | None = None
-        self._due_s = math.inf  # when the next look is due
+        self._due_s = math.inf  # time of the next check
 
     @property
     def limits(self) -> ClientLimits:
@@ -209,17 +210,17 @@ class Edge:
         return len(self.connections) + self.load.others(CONNECTIONS)
 
     def check_place(self, method: str) -> None:
-        """Raises: EdgeFull: there are more connections than there may be for requests of this method."""
+        """Check that a request of this method has a place. Raises: EdgeFull: too many connections."""
         if self.full and method not in ("GET", "HEAD"):
             text = "The router has as many client connections as it may have; try again shortly."
             raise EdgeFull(text, retry_after_s=RETRY_AFTER_S)
 
     def check_bytes(self, complete: bool, holder: str, more_bytes: int = 0) -> None:
-        """Check that there is room for a body that is `complete`, or still coming; `more_bytes` are not counted yet.
+        """Check that there is room for `more_bytes` of a body that is `complete` or still arriving.
 
-        One holder may have half of it, so that there is room for others; of several relays each judges for itself.
+        One client may have half of the room; each relay checks this for itself.
 
-        Raises: EdgeFull: there are more bytes of bodies than there may be.
+        Raises: EdgeFull: too many bytes.
         """
         limits, load = self.limits, self.load
         incoming = self._incoming_bytes + more_bytes + load.others(INCOMING_BYTES)
@@ -230,19 +231,19 @@ class Edge:
             raise EdgeFull(text, retry_after_s=RETRY_AFTER_S)
 
     def hold(self, holder: str, size: int) -> None:
-        """Count so many more bytes of a large body for `holder`; fewer where `size` is negative."""
+        """Count `size` more bytes (or fewer, if negative) of a large body for the client `holder`."""
         held = self.held.pop(holder, 0) + size
         if held:
             self.held[holder] = held
 
     def join(self, connection: Connection) -> bool:
-        """Take in a new connection; False if there is no room even to refuse it."""
+        """Add a new connection; False: there is no room even to refuse it."""
         self.connections.add(connection)
         self._tell()
         if self.full and self.waiting:
             longest = next(iter(self.waiting))
             longest.give_way()
-            self.leave(longest)  # its place is free now, not when its socket has closed
+            self.leave(longest)  # its place is free now, before its socket has closed
         if self._everywhere > self.limits.max_connections + RESERVE:
             return False
         self.waiting[connection] = None
@@ -263,7 +264,7 @@ class Edge:
         now, period_s = self.loop.time(), self.period_s
         stood_still, self._due_s = now > self._due_s + period_s, now + period_s
         self.date_line = f"date: {formatdate(usegmt=True)}\r\n".encode()
-        if not stood_still:  # else what has come meanwhile is read first
+        if not stood_still:  # so that input that waits is not read first
             for connection in list(self.connections):
                 try:
                     connection.look(now)

@@ -1,7 +1,7 @@
-"""A client's request on one of the two hot routes: head and body in, an answer or an error out, then its log line.
+"""Serves a client's request on a hot route: from head and body to the answer or error, and its log line.
 
-The connection (`protocol.py`) makes an `Exchange` for a request's head, and runs it once the body has come, in a task
-of its own. The request's legs (`life/leg.py`) run in that task. A client that goes away cancels it.
+The connection (`protocol.py`) makes an `Exchange` from a request's head, and runs it in its own task once the body is
+complete. The request's legs (`life/leg.py`) run in that task. If the client leaves, the task is cancelled.
 """
 
 import asyncio
@@ -80,11 +80,11 @@ class StreamOutlet:
         self.write = self._response.write
 
     def whole(self, body: bytes) -> None:
-        """Not for a stream. Raises: InvariantError."""
+        """Never called for a stream. Raises: InvariantError."""
         raise InvariantError("an unstreamed answer for a client that streams")
 
     def forget(self) -> bool:
-        """Whether the answer may begin anew: nothing of it has been sent."""
+        """Whether the answer may start again: nothing of it has been sent."""
         return not self.started
 
 
@@ -114,7 +114,7 @@ class Exchange:
         self._arrived_s = services.tickets.now()
         self._head: Head | None = None
         self._key: ClientKey | None = None
-        self._in_flight: ClientKey | None = None  # the key that counts this request as under way
+        self._in_flight: ClientKey | None = None  # the client key that counts this request
         self._legs: list[Leg] = []
         self._outcome = FAILED
         self._refusal: AccessDenied | KeyLimit | None = None
@@ -143,7 +143,7 @@ class Exchange:
             raise refusal(RejectReason.DRAINING, self._services.tickets.view).error()
 
     def refuse(self, error: BalanceRouteError) -> None:
-        """Answer with an error: the request has not come whole, or may not be served."""
+        """Answer with an error: the request is incomplete, or refused."""
         if self._head is None:  # refused before it was checked
             self._head = read_head(self._request.headers, None)
         self._fail(error)
@@ -155,18 +155,18 @@ class Exchange:
         self._account()
 
     async def run(self) -> None:
-        """Answer the request, one way or the other."""
+        """Answer the request, with an error if need be."""
         services, response = self._services, self._response
         services.exchanges += 1
         try:
             if response.gone:
                 raise ClientGone
-            if services.tickets.draining:  # it has begun since the head came
+            if services.tickets.draining:  # the drain has begun since the head came
                 raise refusal(RejectReason.DRAINING, services.tickets.view).error()
             assert self._head is not None
             request = with_priority(self._asked(), self._head.priority)
             request = self._in_class(request, self._head.request_id)
-            self._task = asyncio.current_task(services.loop)  # finding the loop takes a system call before Python 3.12
+            self._task = asyncio.current_task(services.loop)  # else a system call before Python 3.12
             response.on_gone = self._on_gone
             try:
                 await self._answer(request)
@@ -179,7 +179,7 @@ class Exchange:
         except BalanceRouteError as error:
             self._fail(error)
         except Exception as error:
-            # a bug of ours must harm neither the connection's other requests nor the accounting
+            # a bug must not harm the connection's other requests, or the counts
             self._fail_by_bug(error)
         except asyncio.CancelledError:
             if self._outcome is not FINISHED:
@@ -220,19 +220,19 @@ class Exchange:
         return answer
 
     def _in_class(self, request: ClientRequest, request_id: str) -> ClientRequest:
-        """The request with a priority within its key's bounds, for our queues; engines get the client's own."""
+        """The request with its priority bounded by the key, for the router's queues; engines get the client's value."""
         entry = None if self._key is None else self._key.entry
         bounds = self._services.config.limits.priority if entry is None or entry.priority is None else entry.priority
         priority = bounds.clamped(request.priority)
         if priority == request.priority:
             return request
-        if request.priority:  # 0 may be the default of a client that asks for none
+        if request.priority:  # 0 may be a client's default
             fields = {"request": request_id, "asked": request.priority, "priority": priority}
             log.info("priority clamped", extra=fields)
         return replace(request, priority=priority)
 
     async def _answer(self, request: ClientRequest) -> None:
-        """Answer a request of one prompt and one answer, as nearly all are; others by `_answer_many`."""
+        """Answer a request of one prompt with one answer; pass others to `_answer_many`."""
         if not request.single:
             await self._answer_many(request)
             return
@@ -256,7 +256,7 @@ class Exchange:
             self._response.end(leg.answer.scanner.last_words())
 
     async def _answer_many(self, request: ClientRequest) -> None:
-        """Answer a request of several prompts or answers: a leg for each choice, and their answers merged."""
+        """Answer a request of several choices: run a leg for each, and merge their answers."""
         head = self._head
         assert head is not None
         created = fanout.created_now()
@@ -347,12 +347,12 @@ class Exchange:
             self._response.refuse(InvariantError(INTERNAL_ERROR), self._own_headers())
 
     async def _fail_started(self, error: BalanceRouteError) -> None:
-        """Send an error as an event: the response has begun. It is never completed, so its end is an unclean one."""
+        """Send an error event, because the response has begun, and never complete the response."""
         if isinstance(error, InvariantError):
             raise error
         self._status = 200
         self._note(error)
-        if self._outcome is REJECTED:  # a part of the answer was served, so it is no rejection
+        if self._outcome is REJECTED:  # part of the answer was sent, so it is not rejected
             self._outcome = FAILED
         if isinstance(error, ClientStalled):
             return
@@ -377,7 +377,7 @@ class Exchange:
             self._outcome = FAILED
 
     def _on_gone(self) -> None:
-        """The client has left: end the legs, or the task if it has none yet."""
+        """Handle a client that has left: end the legs, or the task if there are none yet."""
         legs = self._legs
         if legs and all(leg.answer.scanner.end is DONE for leg in legs):
             return  # the connection also closes after the last byte
@@ -395,7 +395,7 @@ class Exchange:
             key.leave(self._services.tickets.now(), tokens)
 
     def _account(self) -> None:
-        """The request is over: its counters, its histograms and its one line."""
+        """At the request's end: update counters and histograms, write its log line."""
         metrics, now = self._services.metrics, self._services.tickets.now()
         self._leave_key()
         metrics.requests.inc(self._outcome)
@@ -428,7 +428,7 @@ class Exchange:
         fields: dict[str, Any] = {
             "request": head.request_id if head is not None else "",
             "outcome": self._outcome.value,
-            "status": self._status or (200 if self._response.started else 0),  # of a client that left, too
+            "status": self._status or (200 if self._response.started else 0),  # also if the client has left
             "duration_s": round(duration_s, 4),
         }
         if head is not None and head.client_id:
@@ -455,7 +455,7 @@ class Exchange:
 
 
 class _Together:
-    """Several legs as one line of the log: their workers in order, the longest waits, the sums."""
+    """The figures of several legs for one log line: their workers in order, the longest waits, the sums."""
 
     def __init__(self, legs: list[Leg]) -> None:
         self.prefiller_id = ",".join(leg.prefiller_id for leg in legs)
@@ -466,6 +466,8 @@ class _Together:
 
 
 def _refused_fields(refusal: AccessDenied | KeyLimit, request: Request) -> dict[str, Any]:
-    """Log fields of a refusal: who was refused, and why, for an operator who looks for tried keys or limits reached."""
+    """Log fields of a refused request: the client and the reason, so that an operator finds tried keys and reached
+    limits.
+    """
     fields = {"refused": refusal.reason, "peer": request.peer[0] if request.peer else "", "path": request.path}
     return fields | ({"key": refusal.key} if isinstance(refusal, KeyLimit) else {})

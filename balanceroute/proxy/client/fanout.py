@@ -1,13 +1,13 @@
-"""One client request with several answers: `n` > 1, or a list of prompts.
+"""Serves a client request with several answers: `n` > 1, or a list of prompts.
 
-A KV transfer carries one prompt and one answer, so such a request becomes as many legs as it has choices, each with its
-own prefill, its own place in the pool and its own decode worker. Their answers meet again here:
+A KV transfer carries one prompt and one answer, so such a request becomes a leg per choice, each with its own prefill,
+place in the pool and decode worker. Their answers are merged here:
 
-    stream        the legs' events as they come, every choice under its index, one id; then one usage, one [DONE]
-    otherwise     one object with all choices in order, usage summed
+    stream        the legs' events in order of arrival, each with its choice's index, under one id; then one usage, one
+    [DONE] otherwise     one object with all choices in order, usage summed
 
-A prompt counts once in the usage however many answers it got, as on vLLM. When one leg fails, the others are abandoned
-and the whole request fails: half of the choices is not what was asked for.
+A prompt counts once in the usage, as on vLLM, however many answers it has. If one leg fails, the others are abandoned
+and the whole request fails.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ from balanceroute.proxy.wire.prompt_echo import with_prompt
 from balanceroute.proxy.wire.responses import SSE_HEADERS, Headers
 from balanceroute.proxy.wire.usage import put_prompt_details, summed
 
-MAX_COPIED_BYTES: Final = 256 * 2**20  # each choice sends its prompt, and all but the prompt, once more
+MAX_COPIED_BYTES: Final = 256 * 2**20  # each choice sends its prompt and all other fields again
 
 
 def parts_of(request: ClientRequest, max_choices: int, body_bytes: int) -> list[ClientRequest]:

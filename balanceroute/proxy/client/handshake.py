@@ -1,11 +1,11 @@
-"""A connection that is not encrypted yet: it counts as one of the edge's, gives way as one, and has a deadline.
+"""The TLS handshake of a client's connection: within the edge's limits, and with a deadline.
 
-The listener itself knows nothing of TLS. A server that is given a context shakes hands before anybody here hears of the
-client, so that neither `max_connections` nor a deadline of ours would hold for those that never finish.
+The listener does not use TLS itself: a server with a TLS context reports a client only after its handshake, so
+`max_connections` and deadlines would not bound unfinished ones.
 
 uvloop begins to read as soon as `connection_made` returns, paused or not, so the client's first bytes may come before
-`start_tls` has put its own protocol in place. That one is a buffered protocol (`asyncio.BufferedProtocol`); it is
-given them before it is told of the connection, and takes them up when it is.
+`start_tls` has put its own protocol in place. That is an `asyncio.BufferedProtocol`; it gets these bytes before its
+`connection_made`, which then reads them.
 """
 
 import asyncio
@@ -15,8 +15,8 @@ from typing import Any, Final, cast
 
 from balanceroute.proxy.client.edge import Edge
 
-MAX_EARLY_BYTES: Final = 64 * 1024  # of a ClientHello, and what may follow it before an answer
-SHUTDOWN_S: Final = 2.0  # for the client's last word of TLS; until then it has its place
+MAX_EARLY_BYTES: Final = 64 * 1024  # bytes of a ClientHello, and of what may follow before an answer
+SHUTDOWN_S: Final = 2.0  # for the client's TLS close; until then the connection counts
 
 
 class Handshake(asyncio.Protocol):
@@ -25,16 +25,16 @@ class Handshake(asyncio.Protocol):
     def __init__(
         self, edge: Edge, context: ssl.SSLContext, protocol: Callable[[asyncio.Transport], asyncio.Protocol]
     ) -> None:
-        """`protocol` is made of what carries the encrypted connection."""
+        """`protocol` makes the protocol of the encrypted connection, from its transport."""
         self._edge, self._context, self._protocol = edge, context, protocol
         self._transport: asyncio.Transport = cast(Any, None)
         self._early = b""  # before the handshake has begun
-        self._come = b""  # plain text right behind its end
+        self._come = b""  # decrypted bytes right after the handshake
         self._begun = False
         self._task: asyncio.Task[None] | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """A client has connected, and begins."""
+        """Begin the handshake of a new connection."""
         self._transport = cast(asyncio.Transport, transport)
         if not self._edge.join(self):
             self.abort()
@@ -43,7 +43,7 @@ class Handshake(asyncio.Protocol):
         self._task = self._edge.loop.create_task(self._shake_hands())
 
     def data_received(self, data: bytes) -> None:
-        """What nobody else takes yet."""
+        """Keep bytes until the next protocol takes them."""
         if self._begun:
             self._come += data
         else:
@@ -52,11 +52,11 @@ class Handshake(asyncio.Protocol):
                 self.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """It has left before it was handed over."""
+        """The client has left during the handshake."""
         self._edge.leave(self)
 
     def look(self, now: float) -> None:
-        """The deadline is that of the handshake."""
+        """Nothing: the handshake has its own deadline."""
 
     def give_way(self) -> None:
         """Another client needs the place."""
@@ -87,7 +87,7 @@ class Handshake(asyncio.Protocol):
                 ssl_handshake_timeout=edge.limits.receive_timeout_s,
                 ssl_shutdown_timeout=SHUTDOWN_S,
             )
-        except OSError:  # as every failure of TLS and of the network: nobody is there who could be told
+        except OSError:  # all failures of TLS and of the network are OSErrors; no client is left to be told
             self.abort()
             return
         edge.leave(self)

@@ -1,25 +1,25 @@
-"""A request's head, from bytes to meaning, or the refusal that it deserves.
+"""Parses a request's head, or refuses it.
 
-`httptools` judges the syntax; what it lets pass in one version and not in another, and what two parsers might read
-differently, is settled here, so that no worker and no proxy before us can see another message than we do:
+`httptools` checks the syntax. What its versions treat differently, and what two parsers might read differently, is
+refused here, so that a proxy before the router and a worker behind it read the same message:
 
     400  a control character, a CR or LF of its own, a folded line, a name or a host that is none, spaces around the
          parts of the request line, no Host or two, a Content-Length that is not one plain number, one beside a
          Transfer-Encoding, a Transfer-Encoding other than chunked, or in HTTP/1.0
     414  a request line above `MAX_LINE_BYTES`
     431  a head above `MAX_HEAD_BYTES`, or with more than `MAX_FIELDS` fields
-    417  an expectation other than 100-continue
-    405  a method that nobody has heard of, CONNECT
+    417  an Expect other than 100-continue
+    405  an unknown method, CONNECT
     505  a version other than HTTP/1.0 and HTTP/1.1
 
 RFC 9110 and 9112 suggest 501 for a method and a coding that are not implemented; clients of the OpenAI API send a
 request again after any 5xx, and these would never be served.
 
-Nearly every head gives nothing to judge: a GET or POST in HTTP/1.1, fields by the letter of RFC 9110, in ASCII, none
-twice and none that asks for anything. `read_plain` reads it without a parser, as the long way would have.
+Nearly every head is plain: a GET or POST in HTTP/1.1, fields strictly by RFC 9110, in ASCII, none twice, none with a
+special meaning. `read_plain` reads it without a parser, with the same result.
 
-An offer to upgrade (h2c, websocket) is passed over, as RFC 9110 section 7.8 allows. A target in absolute form gives the
-host in place of the Host field (RFC 9112 section 3.2.2).
+An offer to upgrade (h2c, websocket) is ignored, as RFC 9110 section 7.8 allows. The host of a target in absolute form
+replaces the Host field (RFC 9112 section 3.2.2).
 """
 
 import re
@@ -59,10 +59,10 @@ _ORDINARY: Final = bytes([0x09, *range(0x20, 0x7F), *range(0x80, 0x100)])  # wha
 class Request:
     """One request: its head, and its body once that is `complete`.
 
-    Attributes: `path` without its query, decoded; `headers`, names in lower case. `length`, that of the body, None
-    where it is chunked; `body_limit_bytes`, a bound below the general one, for who knows the route to set. `peer` and
-    `local`, the connection's two addresses, host and port; `scheme`, http or https. `holder`, whose share of the memory
-    for bodies it takes, for who knows the client to set; empty: the peer's.
+    Attributes: `path`: decoded, without its query. `headers`: names in lower case. `length`: of the body; None:
+    chunked. `body_limit_bytes`: the route's bound below the general one. `peer`, `local`: the connection's two
+    addresses, host and port. `scheme`: http or https. `holder`: the client whose share of the memory for bodies it
+    takes; empty: the peer.
     """
 
     __slots__ = (
@@ -120,7 +120,7 @@ def check_beginning(raw: bytes, scanned: int) -> None:
     Raises: InvalidRequest.
     """
     line_end = raw.find(b"\r\n", 0, MAX_LINE_BYTES + 2)
-    if line_end < 0 and len(raw) > MAX_LINE_BYTES + raw.endswith(b"\r"):  # which may be half of its end
+    if line_end < 0 and len(raw) > MAX_LINE_BYTES + raw.endswith(b"\r"):  # it may be part of the end
         raise _line_too_long()
     if len(raw) > MAX_HEAD_BYTES:
         raise _head_too_large()
@@ -129,7 +129,7 @@ def check_beginning(raw: bytes, scanned: int) -> None:
 
 
 def path_asked(raw: bytes) -> str:
-    """The path in the first line of `raw`, which may be no request; empty: none. For the form of a refusal."""
+    """The path in the first line of `raw`, if it has one; it selects the form of the refusal."""
     words = raw[:MAX_LINE_BYTES].split(b"\r\n", 1)[0].split(b" ")
     return words[1].partition(b"?")[0].decode("latin-1") if len(words) > 1 else ""
 
@@ -144,13 +144,13 @@ def parse_head(raw: bytes) -> Request:
     return read_plain(raw) or read_any(raw)
 
 
-# plain lines as they were read: clients say the same again and again
+# a cache of plain lines: clients repeat them
 _known_lines: dict[bytes, tuple[str, bytes]] = {}
 _known_fields: dict[bytes, tuple[bytes, bytes]] = {}
 
 
 def read_plain(raw: bytes) -> Request | None:
-    """The request of a head that is plain in every line; None for any other, which `read_any` reads."""
+    """Parse a head that is plain in every line; None: it is not, so use `read_any`."""
     lines = raw.split(b"\r\n")
     line = _known_lines.get(lines[0]) or _plain_line(lines[0])
     n_fields = len(lines) - 3  # the empty line leaves two behind it
@@ -198,7 +198,7 @@ def _keep(known: dict[bytes, _T], line: bytes, meaning: _T) -> None:
     if len(line) > _MAX_KNOWN_BYTES:
         return
     if len(known) >= _MAX_KNOWN:
-        known.clear()  # somebody says ever new ones; what is common comes back with the next requests
+        known.clear()  # a client sends ever new lines; common ones return with the next requests
     known[line] = meaning
 
 
@@ -267,7 +267,7 @@ def _check_host(headers: Headers, *, required: bool) -> None:
 
 
 def _read_fields(request: Request) -> None:
-    """Take framing and connection from the fields."""
+    """Read framing and connection handling from the fields."""
     lengths, codings = [], []
     options: bytes = b""
     for name, value in request.headers:

@@ -1,4 +1,4 @@
-"""What a request's headers mean to the router, read before anything is decided."""
+"""Reads the headers of a request that matter to the router."""
 
 import math
 import os
@@ -10,7 +10,7 @@ from balanceroute.errors import InvalidRequest
 from balanceroute.proxy.wire.fields import checked
 from balanceroute.proxy.wire.responses import Headers
 
-# identity and tracing: what a worker may need, and nothing that frames or routes a message
+# for identity and tracing; none that frames or routes a message
 FORWARDED: Final = frozenset(
     [b"authorization", b"traceparent", b"tracestate", b"baggage", b"b3"]
     + [b"x-b3-traceid", b"x-b3-spanid", b"x-b3-parentspanid", b"x-b3-sampled", b"x-b3-flags"]
@@ -18,8 +18,8 @@ FORWARDED: Final = frozenset(
 )
 _ID_CHARACTERS: Final = frozenset(b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_.:")
 _MAX_ID: Final = 96
-_ids: Final = random.Random()  # names, no secrets: seeded once by the system, instead of a system call per request
-os.register_at_fork(after_in_child=_ids.seed)  # two relays must not give the same names
+_ids: Final = random.Random()  # ids are no secrets: one seed from the system instead of a system call per request
+os.register_at_fork(after_in_child=_ids.seed)  # two relays must not make the same ids
 
 
 @dataclass(slots=True)
@@ -42,15 +42,15 @@ class Head:
         return (self.client_id or self.request_id).encode()
 
     def check(self) -> None:
-        """Raises: InvalidRequest: X-Request-Timeout is no positive number."""
+        """Check the values. Raises: InvalidRequest: X-Request-Timeout is no positive number."""
         if math.isnan(self.timeout_s):
             raise InvalidRequest("X-Request-Timeout must be a positive number of seconds.", param="X-Request-Timeout")
 
 
 def read_head(headers: Headers, key_header: bytes | None, authorization: bytes | None = None) -> Head:
-    """What the headers mean; of a header that comes twice the last one counts.
+    """Read the headers; of a header that comes twice the last one counts.
 
-    `authorization` goes to the workers in place of the client's own: empty for none, None for the client's as it came.
+    `authorization`: sent to workers instead of the client's; empty: none is sent; None: the client's is sent.
     """
     told = dict(headers)
     forwarded = [field for field in headers if field[0] in FORWARDED]
@@ -62,7 +62,7 @@ def read_head(headers: Headers, key_header: bytes | None, authorization: bytes |
     key = b"" if key_header is None else told.get(key_header, b"")
     known = None if client_id is None else _clean(client_id)
     unique = f"{_ids.getrandbits(64):016x}"
-    request_id = f"{known}-{unique}" if known else unique  # some clients use one id for thousands of requests
+    request_id = f"{known}-{unique}" if known else unique  # some clients use one id for many requests
     timeout_s = math.inf if timeout is None else _timeout(timeout)
     priority = told.get(b"x-vllm-priority")
     return Head(
@@ -96,9 +96,9 @@ def _priority(value: bytes) -> int | None:
     try:
         return checked("X-Vllm-Priority", int(value), least=None)
     except (ValueError, InvalidRequest):
-        return None  # vLLM overlooks it, too
+        return None  # as vLLM does
 
 
 def _clean(client_id: bytes) -> str:
-    """A client's id without what may not appear in headers and logs."""
+    """A client's id without characters that must not appear in headers and logs."""
     return bytes(c for c in client_id[:_MAX_ID] if c in _ID_CHARACTERS).decode("ascii")

@@ -1,4 +1,4 @@
-"""What the edge says of a request that it refuses by itself: its id, and the reason that is counted."""
+"""The id of a request that the edge refuses, and the reason for the metrics."""
 
 import ipaddress
 import re
@@ -19,11 +19,11 @@ _REASONS: Final = {
     431: "head_too_large",
     505: "version",
 }
-_SITE_BITS: Final = 64  # of an IPv6 address: what one customer of a network has
+_SITE_BITS: Final = 64  # bits of an IPv6 address that one customer of a network has
 
 
 def reason_of(error: BalanceRouteError) -> str:
-    """The label under which the edge counts a refusal; empty for one that is counted where it was decided."""
+    """The label for a refusal of the edge; empty: it was counted elsewhere."""
     if isinstance(error, EdgeFull):
         return "overload"
     if isinstance(error, InvalidRequest) and not isinstance(error, AccessDenied):
@@ -39,12 +39,12 @@ def id_of(request: Request | None, raw: bytes) -> bytes:
     if request is not None:
         return read_head(request.headers, None).told_id
     head, end, _ = raw[:MAX_HEAD_BYTES].partition(b"\r\n\r\n")
-    told = _ID_LINE.findall(head + end)  # half a line may be another request's
+    told = _ID_LINE.findall(head + end)  # an incomplete line may belong to another request
     return read_head([(b"x-request-id", told[0].strip())] if len(told) == 1 else (), None).told_id
 
 
 def holder_of(peer: str) -> str:
-    """The name of a client that is known only by its address."""
+    """The name of a client without a key, from its address."""
     try:
         address = ipaddress.ip_address(peer)
     except ValueError:

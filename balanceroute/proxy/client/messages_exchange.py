@@ -1,8 +1,8 @@
-"""Anthropic's `/v1/messages`: a chat between two translations, `wire/message_requests.py` and `message_answers.py`.
+"""Serves Anthropic's `/v1/messages` as a chat, translated by `wire/message_requests.py` and `message_answers.py`.
 
     body -> chat -> Leg, whose scanner has a MessageStream for its translation -> the message's events -> client
 
-A stream that says nothing for `PING_S` gets a ping, so that neither the client nor what is between takes it for dead.
+A stream without events for `PING_S` gets a ping, so that neither the client nor a proxy gives it up.
 """
 
 import asyncio
@@ -59,7 +59,7 @@ class MessagesExchange(Exchange):
         return with_message_id(super()._own_headers())
 
     def _account(self) -> None:
-        """Also break references in a circle, which only the garbage collector would free."""
+        """As `Exchange`; also break a reference cycle, which only the garbage collector would free."""
         super()._account()
         self._legs = []
         outlet, self._outlet = self._outlet, None
@@ -68,7 +68,7 @@ class MessagesExchange(Exchange):
 
     def _counts(self) -> Counts:
         answer = self._legs[0].answer
-        # decode first: the decode worker may speak before the prefiller
+        # decode first: the decode worker may answer before the prefiller
         prompt_tokens = answer.prompt_tokens or answer.scanner.prompt_tokens or 0
         return Counts(prompt_tokens, answer.cached_tokens, answer.scanner.tokens)
 
@@ -86,22 +86,22 @@ class MessagesExchange(Exchange):
 
 
 class PingedOutlet(StreamOutlet):
-    """A leg's answer as the client's own stream, with a ping whenever nothing has been said for `PING_S`."""
+    """Streams a leg's answer to the client, with a ping after each `PING_S` without events."""
 
     __slots__ = ("_last", "_loop", "_printed", "_timer")
 
     def __init__(
         self, response: Response, headers: Headers, printed: Callable[[], int], loop: asyncio.AbstractEventLoop
     ) -> None:
-        """`printed` tells how many tokens have had their text seen."""
+        """`printed` returns how many tokens have had their text sent."""
         super().__init__(response, headers)
         self._printed, self._loop = printed, loop
-        self._last = -1  # what it told last
+        self._last = -1  # its last value
         self._timer: asyncio.TimerHandle | None = None
         self.end = self._end
 
     def start(self) -> None:
-        """The 200: a decoder has said its first word."""
+        """Send the 200: the decoder's first event has come."""
         super().start()
         self._look()
 

@@ -3,11 +3,11 @@
     data_received -> head.parse_head -> Site.gate, Handler.check -> body.Body -> Handler.run -> Response
                          one request at a time; what comes after it waits unparsed
 
-**Who serves.** The two hot routes have a handler of their own; every other route is served by ASGI (`edge.Site`). A
-completion is served when its body has come whole. An ASGI application is called at once, and gets the body when it is
-whole. To refuse a request by its head alone, before a byte of its body is read (an API key, a drain), raise from
-`Site.gate` or `Handler.check`, or answer from an ASGI application that has not asked for the body: then the body is
-dropped as it comes.
+**Who serves.** The hot routes have their own handlers; every other route is served by ASGI (`edge.Site`). A completion
+is served when its body is complete. An ASGI application is called at once, and gets the body when it is complete. To
+refuse a request by its head alone, before a byte of its body is read (an API key, a drain), raise from `Site.gate` or
+`Handler.check`, or answer from an ASGI application that has not asked for the body: then the body is dropped as it
+comes.
 
 **Bounds.** There are bounds for the head (`head.py`); for the body and its trailers (`body.py`); for the time that both
 take together; for the bytes that wait behind the request under way; and for the time in which a client must take a part
@@ -44,9 +44,9 @@ log = logging.getLogger(__name__)
 
 LINGER_S: Final = 2.0
 MAX_DROPPED_BYTES: Final = 64 * 2**20  # while the connection lingers; twice the largest body by default
-LARGE_BODY_BYTES: Final = 64 * 1024  # of larger ones it is counted what each client holds
+LARGE_BODY_BYTES: Final = 64 * 1024  # above this size a body is counted for its client
 MAX_WAITING_BYTES: Final = 64 * 1024  # behind the request under way; then the socket is not read
-_SLICE_BYTES: Final = 8 * 1024  # of a chunked body per turn of the loop: with chunks of a byte this takes a while
+_SLICE_BYTES: Final = 8 * 1024  # bytes of a chunked body per turn of the loop: chunks of one byte take long
 _BLANK_LINES: Final = re.compile(rb"(?:\r\n)+")
 _CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 
@@ -86,14 +86,14 @@ class ClientProtocol(asyncio.Protocol):
     )
 
     def __init__(self, edge: Edge, below: asyncio.Transport | None = None) -> None:
-        """`below`: where the connection is encrypted, the TCP transport under TLS, which buffers what is written."""
+        """`below`: the TCP transport under TLS, which buffers what is written; None: plain."""
         self.edge, self.loop, self._below = edge, edge.loop, below
         self.transport: asyncio.Transport = cast(Any, None)
         self.write_paused = False
         self._drained: asyncio.Event | None = None
         self._raw = b""  # bytes that have come and are not parsed yet
         self._waiting_bytes = 0  # of them, as far as the edge has counted them
-        self._scanned = 0  # so many bytes at the start of an incomplete head do not contain its end
+        self._scanned = 0  # bytes of an incomplete head that were searched for its end
         self._request: Request | None = None
         self._response: Response | None = None
         self._handler: Handler | None = None
@@ -104,16 +104,16 @@ class ClientProtocol(asyncio.Protocol):
         self._dropped_bytes = 0  # while lingering
         self._receiving_since_s = math.inf  # when the first byte of the incomplete request came
         self._deadline_s = math.inf
-        self._backlog: tuple[float, int] | None = None  # a time, and how many bytes the client had not read then
+        self._backlog: tuple[float, int] | None = None  # a time, and the bytes that the client had not read then
 
     @property
     def date_line(self) -> bytes:
-        """The Date field of a response that is made now."""
+        """The present Date field."""
         return self.edge.date_line
 
     @property
     def receiving(self) -> bool:
-        """Whether the request under way has not come whole."""
+        """Whether the request under way is incomplete."""
         return self._request is not None
 
     # -- the transport
@@ -147,7 +147,7 @@ class ClientProtocol(asyncio.Protocol):
         """The client has ended its side; returns whether the connection stays open for writing."""
         self._ended = True
         if self._hot and self._response is not None and self._request is None:
-            self.abort()  # `close` would wait for a client that no longer reads, and for TLS to end
+            self.abort()  # `close` would wait for a client that no longer reads, and for the end of TLS
             return False
         if self._lingering and self._response is None:
             return False
@@ -172,7 +172,7 @@ class ClientProtocol(asyncio.Protocol):
             self._response.forbid()
 
     def resume_writing(self) -> None:
-        """It has caught up."""
+        """The client reads again."""
         self._backlog = None
         self._wake_writers()
         if self._response is not None:
@@ -217,9 +217,7 @@ class ClientProtocol(asyncio.Protocol):
             self._await_the_rest()
 
     def _await_the_rest(self) -> None:
-        """Set the deadline of an incomplete request, end one whose client has left, and stop reading where too much
-        waits.
-        """
+        """Set the deadline of an incomplete request, end one whose client has left, and stop reading if too much waits."""
         receiving = self._request is not None
         if self._response is None and not self.write_paused:
             receiving = bool(self._raw)
@@ -251,7 +249,7 @@ class ClientProtocol(asyncio.Protocol):
                 self._make_room(error)
                 return
             if many and self._hot and self._response is not None:
-                # a client whose socket is not read can't be seen to leave, and its decode slot is too dear for that
+                # drop it: without reading, a client that leaves is not noticed and keeps its decode slot
                 self._drop_the_rest()
                 return
         if many and not self._reading_paused:
@@ -404,7 +402,7 @@ class ClientProtocol(asyncio.Protocol):
             self._serve(handler, response)
 
     def _serve(self, handler: Handler, response: Response) -> None:
-        """Run the handler in a task of its own."""
+        """Run the handler in its own task."""
         task = self.loop.create_task(handler.run())
         self.edge.tasks.add(task)
         task.add_done_callback(partial(self._ran, response))
@@ -449,11 +447,11 @@ class ClientProtocol(asyncio.Protocol):
         self._response = None
         self._forget_body()
         nothing_more = self._request is None and not (self._raw or self._lingering)
-        if self._request is not None:  # an application may refuse one before it has come
+        if self._request is not None:  # an application may answer before the body is complete
             self._forget_request()
         if not keep_alive:
             if self._below is not None and nothing_more:
-                self.close()  # only the end of TLS tells the client that nothing more comes
+                self.close()  # only the end of TLS shows the client that nothing more comes
             else:
                 self._linger()
             return
@@ -465,8 +463,8 @@ class ClientProtocol(asyncio.Protocol):
     def _refuse(self, error: BalanceRouteError, counted: bool = True) -> None:
         """Answer bytes that are no request, or a request that may not be served, with an error.
 
-        If the whole body has come already, the connection goes on, unless the router has no room. Otherwise it ends,
-        because nobody could tell where the next request begins.
+        If the body is complete, the connection continues, unless the router has no room. Otherwise it ends, because the
+        start of the next request is unknown.
         """
         handler, response, request = self._handler, self._response, self._request
         if counted and (reason := reason_of(error)):
@@ -493,7 +491,7 @@ class ClientProtocol(asyncio.Protocol):
             response.break_off()
 
     def _cut_short(self) -> None:
-        """The client has ended its side inside a request: it has left, or it reads why it gets no answer."""
+        """Handle a client that has ended its side inside a request: it has left, or gets an error."""
         handler, self._handler = self._handler, None
         if handler is not None:
             handler.abandoned()
@@ -511,14 +509,14 @@ class ClientProtocol(asyncio.Protocol):
         """End the connection of a client that sends or reads too slowly; called by `Edge`."""
         response = self._response
         if self._below is not None and self._below.is_closing() and response is not None and not response.complete:
-            self.abort()  # TCP has ended without TLS, which says so only when the client has read everything
+            self.abort()  # TCP has ended but TLS has not: TLS reports that only when the client has read everything
             return
         if now >= self._deadline_s:
             self._late(now)
             response = self._response
         waiting = self._unsent_bytes
         if not waiting or (response is not None and not response.complete and not self.write_paused):
-            self._backlog = None  # the client has nothing to read, or reads a stream as its events come
+            self._backlog = None  # the client has nothing to read, or reads events in time
             return
         if self._backlog is None:
             self._backlog = (now, waiting)
@@ -530,9 +528,9 @@ class ClientProtocol(asyncio.Protocol):
             self._backlog = (now, waiting)
 
     def _late(self, now: float) -> None:
-        """The deadline is over: of lingering, of an idle connection, or of a request that has not come whole."""
+        """Handle a deadline: of lingering, of an idle connection, or of an incomplete request."""
         if self._receiving_since_s == math.inf and self._unsent_bytes:
-            self._deadline_s = now + LINGER_S  # the client still reads its last answer, as fast as `look` asks
+            self._deadline_s = now + LINGER_S  # the client still reads its last answer, fast enough for `look`
         elif self._lingering and self._below is None:
             self.abort()
         elif self._receiving_since_s == math.inf:
@@ -563,7 +561,7 @@ class ClientProtocol(asyncio.Protocol):
     def close(self) -> None:
         """Close once everything is written."""
         self.edge.waiting.pop(self, None)
-        if self._below is not None and self._unsent_bytes:  # TLS would not wait until all of it is read
+        if self._below is not None and self._unsent_bytes:  # TLS would not wait until everything is read
             self._listen_no_more()
             self._receiving_since_s = math.inf
             self._deadline_s = self.loop.time()
@@ -590,5 +588,5 @@ class ClientProtocol(asyncio.Protocol):
 
 
 def _address(name: object) -> tuple[str, int] | None:
-    """Host and port of a socket's address; None where it has none."""
+    """Host and port of a socket's address; None: it has none."""
     return (str(name[0]), int(name[1])) if isinstance(name, tuple) and len(name) >= 2 else None

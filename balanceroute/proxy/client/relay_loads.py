@@ -1,8 +1,8 @@
-"""What the client connections of each relay on one machine take, in memory that all of them share.
+"""Counts of each relay's client connections and bodies, in memory that the relays on a machine share.
 
-So `limits.max_connections`, `max_incoming_bytes` and `max_held_bytes` are bounds of the router: what one relay does not
-need another may use. Each relay writes its own numbers and reads those of all, also when it last showed that it
-accepts. The parent clears those of one that has died.
+So `limits.max_connections`, `max_incoming_bytes` and `max_held_bytes` bound all relays together. Each relay writes its
+own numbers, and the time when it last showed that it accepts, and reads those of all. The parent clears the numbers of
+a dead relay.
 """
 
 import mmap
@@ -11,9 +11,9 @@ from typing import Final
 CONNECTIONS: Final = 0
 INCOMING_BYTES: Final = 1
 SERVED_BYTES: Final = 2
-ACCEPTS: Final = 3  # when it last showed that it does, in milliseconds of the machine's monotonic clock; 0: it does not
+ACCEPTS: Final = 3  # when it last showed that it accepts, in ms of the machine's monotonic clock; 0: it does not
 FIELDS: Final = 4
-SHOWN_S: Final = 2.5  # a relay shows every second that it accepts: one that has not for so long stands still
+SHOWN_S: Final = 2.5  # a relay shows every second that it accepts: after this time it counts as stopped
 FEW: Final = 64  # streams of an event per 20 ms are a tenth of what a relay carries
 
 
@@ -22,11 +22,11 @@ class RelayLoads:
 
     def __init__(self, relays: int) -> None:
         self.relays = relays
-        self.cells = memoryview(mmap.mmap(-1, 8 * FIELDS * relays)).cast("q")  # all relays', field after field
+        self.cells = memoryview(mmap.mmap(-1, 8 * FIELDS * relays)).cast("q")  # field by field, all relays' values
 
 
 class Load:
-    """What the relay at `place` has, and what the others have."""
+    """The numbers of the relay at `place`, and sums of the others'."""
 
     __slots__ = ("_cells", "_place", "relays")
 
@@ -54,9 +54,9 @@ class Load:
         self.put(ACCEPTS, round(1000 * now_s))
 
     def step_back(self, now_s: float) -> bool:
-        """Stop accepting; returns False if no other relay accepts, so that this one must go on.
+        """Stop accepting; False: no other relay accepts, so this one must continue.
 
-        If two relays stop in the same moment, both may have to go on, but never neither: each writes before it reads.
+        Each relay writes before it reads: if two stop at the same moment, at least one continues.
         """
         self.put(ACCEPTS, 0)
         if max(self._all(ACCEPTS)) > 1000 * (now_s - SHOWN_S):
@@ -65,8 +65,9 @@ class Load:
         return False
 
     def ahead(self, most: int) -> bool:
-        """Whether another relay has fewer connections, by more than `FEW`, or an eighth where that is more; near the
-        bound of `most` on all, by any: who has no room for a new one closes one of its own.
+        """Whether another relay has fewer connections, by more than `FEW` or an eighth, whichever is larger.
+
+        Near the bound `most` for all relays any difference counts: a relay without room closes a connection of its own.
         """
         cells = self._all(CONNECTIONS)
         own, least = cells[self._place], min(cells)
@@ -77,5 +78,5 @@ class Load:
 
 
 def alone() -> Load:
-    """The load of a process that accepts alone."""
+    """The `Load` of a process without other relays."""
     return Load(RelayLoads(1), 0)

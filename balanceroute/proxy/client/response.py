@@ -1,10 +1,10 @@
-"""The answer to one request: a whole one at once, or a head and then parts, never more than one write for what is here.
+"""Writes the answer to one request: at once, or a head and then parts, with as few writes as possible.
 
-A head waits for the first part of its body, at most until the loop's turn ends: who writes twice wakes the client
-twice, and that second system call was the most expensive single thing in a short request.
+A head waits for the first part of its body, at most to the end of the loop's turn: a second write wakes the client
+twice, and was the most expensive step of a short request.
 
-Nothing here waits. `write` takes a part or says that the client's socket is full; `drained` is then what to await.
-What is written for a client that has gone is dropped; whoever serves the request learns of it by `on_gone`.
+Nothing here blocks. `write` takes a part, or returns False if the client's socket is full; then await `drained`. Writes
+for a client that has gone are dropped; `on_gone` reports it.
 
 A body is framed by its Content-Length if the headers have one, else by chunks, else (HTTP/1.0) by the close.
 """
@@ -49,7 +49,7 @@ class Connection(Protocol):
 
     @property
     def receiving(self) -> bool:
-        """Whether the request has not come whole: then nothing can follow its response."""
+        """Whether the request is incomplete: then its response is the connection's last."""
         ...
 
     async def drained(self) -> None:
@@ -67,20 +67,20 @@ def _not_under_way(body: bytes) -> bool:
 
 
 # Writer and response form a reference cycle: a response has its own only while parts may be written. These never open.
-_NO_PARTS: Final = PartWriter(lambda body: None, _not_under_way)  # of a response without a head, or complete
+_NO_PARTS: Final = PartWriter(lambda body: None, _not_under_way)  # for a response without a head, or a complete one
 _LOST_PARTS: Final = PartWriter(
     lambda body: None, lambda body: True
-)  # of a response broken off, or whose client has gone
+)  # for a broken response, or one whose client has gone
 
 
 class Response:
     """One answer; `keep_alive` says whether the connection may serve another request after it.
 
-    Attributes: `started`, the head is made; `complete`, the body too, or as much of it as there will be. `gone`, the
-    client has left. `on_gone`, called once when it does while the answer is not complete; whoever sets it looks at
-    `gone` first. `on_last`, called before the last bytes are written: the client may ask again as soon as it has them.
-    `refusal` makes the answer of an error, in OpenAI's form if nobody sets another. `write`, of a part of a body, not
-    empty and not the last: False if the client's socket is full, then nothing has happened.
+    Attributes: `started`: the head is made. `complete`: the body has ended, or was broken off. `gone`: the client has
+    left. `on_gone`: called once when it leaves before the answer is complete; check `gone` before you set it.
+    `on_last`: called before the last bytes are written, because the client may send its next request then. `refusal`:
+    makes the answer to an error, by default in OpenAI's form. `write`: takes a part of the body, not empty and not the
+    last; False: the client's socket is full, and nothing was written.
     """
 
     __slots__ = (
@@ -107,7 +107,7 @@ class Response:
         self.write: Callable[[bytes], bool] = _NO_PARTS.write
         self._connection = connection
         self._bodiless, self._http_1_0, self.keep_alive = head_only, http_1_0, keep_alive
-        self._left: int | None = None  # of a body of known length
+        self._left: int | None = None  # bytes left of a body of known length
         self.started = self.complete = self.gone = False
         self.on_gone: Callable[[], None] | None = None
         self.on_last: Callable[[], None] | None = None
@@ -119,7 +119,7 @@ class Response:
         """Whether the client's socket takes no part now."""
         return self._connection.write_paused and not self.gone
 
-    # -- what those who serve a request call
+    # -- for handlers of a request
 
     def respond(self, status: int, headers: Headers, body: bytes) -> None:
         """A whole response in one write; `headers` are well-formed and have its length."""
@@ -159,7 +159,7 @@ class Response:
         self.allow()
 
     def _write_other(self, body: bytes) -> bool:
-        """What `write` does where a part may not simply be written."""
+        """`write`, if the part can't simply be written."""
         if self.gone or self._bodiless:
             return True
         if self._connection.write_paused:
@@ -173,7 +173,7 @@ class Response:
         return True
 
     def end(self, body: bytes = b"") -> None:
-        """The last of the body, taken even where the client's socket is full."""
+        """Write the last part, even if the client's socket is full."""
         if self.gone:
             return
         if not self.started or self.complete:
@@ -194,7 +194,7 @@ class Response:
         self._finish()
 
     def break_off(self) -> None:
-        """End uncleanly: what is written goes out, then the connection closes inside the body."""
+        """End uncleanly: send what is written, then close the connection inside the body."""
         self._is_last()
         self._flush()
         self._parts.open = False
@@ -212,7 +212,7 @@ class Response:
             self._over = self._over or asyncio.Event()
             await self._over.wait()
 
-    # -- what the connection calls
+    # -- for the connection
 
     def allow(self) -> None:
         """The client's socket takes more: allow parts, if the response is under way."""
@@ -266,7 +266,7 @@ class Response:
 
 
 def check_headers(headers: Headers) -> None:
-    """Raises: InvariantError: an application's header would break the response's framing."""
+    """Check an application's headers. Raises: InvariantError: one would break the response's framing."""
     for name, value in headers:
         if not name or _NOT_IN_NAMES.search(name) or _NOT_IN_VALUES.search(value):
             raise InvariantError(f"the header {name!r} is malformed")

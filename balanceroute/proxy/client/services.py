@@ -1,4 +1,4 @@
-"""What a process that serves clients is made of."""
+"""The services of a process that serves clients."""
 
 import asyncio
 import logging
@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 class Keyer(Protocol):
-    """What tells kinds of prompts apart for a predictor."""
+    """Makes keys of prompts for a predictor."""
 
     def key(self, prompt: bytes, header: str) -> str:
         """As `Forecasts.key`."""
@@ -24,35 +24,35 @@ class Keyer(Protocol):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class ClientServices(LifeServices):
-    """Beside what legs need; `perimeter` and `keyer` are replaced by a reload."""
+    """The services of legs, and those of client requests. A reload replaces `perimeter` and `keyer`."""
 
     perimeter: Perimeter
     tls: Tls
     tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict)  # the coroutines, once they run, by name
     keyer: Keyer | None = None
     exchanges: int = 0  # client requests under way
-    strict: bool = False  # tests: our own bugs are fatal
+    strict: bool = False  # in tests bugs are fatal
 
     @property
     def degraded_by(self) -> list[str]:
-        """What is wrong although requests are served, one line each."""
+        """The conditions of the router, one line each."""
         silent = [f"{', '.join(group.workers)}: fell silent together ({group.name})" for group in self.frozen]
         return [*self.metrics.conditions.reasons, *silent]
 
     def keys_elsewhere(self, relay: str, keys: tuple[KeyUse, ...]) -> None:
-        """What another process's clients have used of their keys."""
+        """Take the key use of another process."""
         if self.perimeter.keys is not None:
             self.perimeter.keys.used_elsewhere(relay, keys, self.loop.time())
 
     async def know_workers(self, within_s: float) -> None:
-        """Wait until it is known which workers there are. Raises: NoHealthyWorkers: it is not so soon."""
+        """Wait until the workers are known. Raises: NoHealthyWorkers: that takes too long."""
 
     def begin_drain(self) -> None:
         """Refuse every new request from now on."""
         raise NotImplementedError
 
     def internal_error(self, where: str, error: Exception, worker: str) -> None:
-        """A bug of ours: counted and logged with its traceback. Raises: `error`, where bugs are fatal."""
+        """Count a bug, and log it with its traceback. Raises: `error`, if bugs are fatal."""
         self.metrics.tasks_failed.inc(where)
         log.error("internal error", exc_info=error, extra={"where": where, "worker": worker})
         if self.strict:

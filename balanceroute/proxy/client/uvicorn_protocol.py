@@ -1,7 +1,7 @@
-"""What our client protocol takes from uvicorn, which is this and nothing else.
+"""The adapter between uvicorn and the client protocol: all that is assumed of uvicorn.
 
 uvicorn serves with any `asyncio.Protocol` class that it is given as `http=` (its settings page, "HTTP protocol
-implementation"). What it expects of such a class is written down nowhere, so it is assumed here, once, and tested
+implementation"). What it expects of such a class is not documented; it is assumed here, and tested
 (`tests/unit/proxy/client/test_uvicorn_protocol.py`) with the lowest and the newest version that pyproject.toml allows:
 
     the class is called with the keywords config, server_state, app_state and _loop, once per connection
@@ -27,10 +27,10 @@ def protocol_class(
     tls: Callable[[], ssl.SSLContext | None] = lambda: None,
     load: Callable[[], Load] = alone,
 ) -> type[asyncio.Protocol]:
-    """What to give to one `uvicorn.Config` as `http`: connections that serve this site within the limits in force.
+    """The protocol class for a `uvicorn.Config`'s `http`: connections that serve `site` within `limits`.
 
-    `tls` is asked for each connection: the context that it is encrypted under, None for plain HTTP. `load`
-    is asked once, with the first one.
+    `tls`: called for each connection; returns its TLS context, or None for plain HTTP. `load`: called once, at the
+    first connection.
     """
     edge: Edge | None = None
 

@@ -1,1 +1,1 @@
-"""Who may ask for what: the classes of routes, the credentials, the keys of clients. Pure but for reading files."""
+"""Access control: classes of routes, credentials, client keys. No I/O except reading files."""

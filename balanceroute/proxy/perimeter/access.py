@@ -1,7 +1,7 @@
-"""The decisions of the perimeter: from a request's headers and its peer to who it is, or to a refusal.
+"""Decides by a request's headers and peer whether it is admitted, and as whom.
 
-Pure, so that every way into the router can ask it before it reads a body: the ASGI routes (`ops/guard.py`) and the hot
-path. The peer is that of the socket. A header that names another one is never believed; it only closes doors.
+Pure, so that the ASGI routes (`ops/guard.py`) and the hot path can call it before they read a body. The peer is the
+socket's. A header that names another peer never grants access; it only denies it.
 
 **Client** routes ask for a key where `auth.client_keys` is set. Without, they are for everyone who can connect.
 
@@ -9,8 +9,8 @@ path. The peer is that of the socket. A header that names another one is never b
 loopback address, no header says that a proxy stands in between (it makes everyone loopback), and Host is a name of this
 machine, so that a page whose name resolves to 127.0.0.1 gets nowhere (DNS rebinding).
 
-In both cases a browser may do nothing that a page of another site made it do: Origin and Sec-Fetch-Site must be the
-router's own, and what changes something is a POST of JSON, which no form and no plain `fetch` can make.
+In both cases requests that another site's page made a browser send are refused: Origin and Sec-Fetch-Site must be the
+router's own, and every change is a POST of JSON, which no form and no plain `fetch` can make.
 """
 
 import hashlib
@@ -34,7 +34,9 @@ _OF_PROXIES: Final = frozenset((b"forwarded", b"via", b"x-real-ip", b"true-clien
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """What a decision depends on; header names in lower case, `peer` the socket's address without port."""
+    """The parts of a request that the decision depends on; header names in lower case, `peer`: the socket's address
+    without port.
+    """
 
     method: str
     headers: Headers
@@ -43,20 +45,22 @@ class Visit:
 
     @property
     def watches(self) -> bool:
-        """Whether it asks to see the dashboard, and no more."""
+        """Whether the request only shows the dashboard."""
         return self.method in READS and (self.path == DASHBOARD_PATH or self.path.startswith(f"{DASHBOARD_PATH}/"))
 
 
 class AdminGate:
-    """The rules of the admin routes under one token, or none."""
+    """Access control of the admin routes, with a token or without."""
 
     def __init__(self, token: str | None) -> None:
         self._digest = None if token is None else _digest(token.encode())
-        # for sessions: what it signs is void as soon as the token changes
+        # signs sessions, which end when the token changes
         self._session_key = b"" if token is None else _digest(b"dashboard session\0" + token.encode())
 
     def admit(self, visit: Visit, now_unix_s: float) -> str:
-        """By what the visitor is let in: "token", "session" or "loopback". Raises: AccessDenied: 401, 403 or 415."""
+        """Admit a request; returns by which credential: "token", "session" or "loopback". Raises: AccessDenied: 401,
+        403, 415.
+        """
         by = self._identify(visit, now_unix_s)
         _check_origin(visit)
         if visit.method not in READS:
@@ -64,7 +68,7 @@ class AdminGate:
         return by
 
     def is_shown(self, headers: Headers) -> bool:
-        """Whether the token is there and right."""
+        """Whether the request has the right token."""
         given = None if self._digest is None else bearer(headers)
         return given is not None and self._digest is not None and compare_digest(_digest(given), self._digest)
 
@@ -98,7 +102,7 @@ class AdminGate:
 
 
 def _check_local(visit: Visit) -> None:
-    """Raises: AccessDenied: 403, unless the visitor surely sits on this machine."""
+    """Check that the request comes from this machine. Raises: AccessDenied: 403."""
     if not is_loopback(visit.peer):
         raise _forbidden("is open to the router's own machine only", "not_loopback")
     for name, _ in visit.headers:
@@ -109,7 +113,7 @@ def _check_local(visit: Visit) -> None:
 
 
 def _check_origin(visit: Visit) -> None:
-    """Raises: AccessDenied: 403, when a page of another site made the browser ask."""
+    """Refuse requests that another site's page made a browser send. Raises: AccessDenied: 403."""
     foreign = foreign_origin(visit.headers) is not None
     for name, value in visit.headers:
         if name == b"sec-fetch-site" and visit.method not in READS and value not in (b"same-origin", b"none"):
@@ -119,7 +123,7 @@ def _check_origin(visit: Visit) -> None:
 
 
 def foreign_origin(headers: Headers) -> bytes | None:
-    """The Origin of a request that a page of another site made; None where there is none, or it is our own."""
+    """The Origin of another site; None: there is none, or it is the router's own."""
     for name, value in headers:
         if name == b"origin":
             host = _host(headers)
@@ -129,7 +133,7 @@ def foreign_origin(headers: Headers) -> bytes | None:
 
 
 def _check_content_type(visit: Visit) -> None:
-    """Raises: AccessDenied: 415, for a body that isn't declared as JSON, which any page may send."""
+    """Refuse a body that is not declared as JSON: any page may send one. Raises: AccessDenied: 415."""
     declared = [value for name, value in visit.headers if name == b"content-type"]
     if not declared and not _has_body(visit.headers):
         return

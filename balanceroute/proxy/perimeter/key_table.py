@@ -1,9 +1,9 @@
-"""What relays on one machine have used of each client key, in memory that they share, so that a limit is the router's.
+"""The use of each client key, in memory that relays on a machine share, so that limits hold for all of them together.
 
-The parent makes a `KeyTable` before it forks, and alone gives names their slots. A relay writes only its own row of a
-slot, and reads all rows: no lock is needed, and no sum is older than a store takes to be seen. The rows outlive their
-relay: the parent clears what was in flight, and its next life, which has the same `Seat`, goes on with all else.
-Relays of a router that takes over have a table of their own; its rates go on from those of the table before it.
+The parent makes a `KeyTable` before it forks, and only the parent assigns slots to names. A relay writes only its own
+row of a slot, and reads all rows, so no lock is needed. The rows outlive their relay: the parent clears the requests in
+flight, and the restarted relay, which has the same `Seat`, continues with the rest. A router that takes over has its
+own table, whose rates continue from the former's.
 
     FIELDS, relays, slots, how many have names | the names' digests | the slots, each: its fields, each: all relays'
 """
@@ -19,15 +19,15 @@ from typing import Final
 
 from balanceroute.errors import ConfigError
 
-SLOTS: Final = 2**17  # more than keys that a router can agree on; pages that no key has are not there
+SLOTS: Final = 2**17  # more keys than `Agreement` has room for; unused pages take no memory
 
 IN_FLIGHT: Final = 0
 REQUESTS: Final = 1  # the first of the fields of a rate
 TOKENS: Final = 5
-USED: Final = 0  # by clients of this relay, ever
-FAR: Final = 1  # by relays of other machines, ever, as far as this one has heard: each hears the same
-PER_MINUTE: Final = 2  # the limit that LOST is about; 0: none
-LOST: Final = 3  # see `Bucket`; -inf where there is no limit
+USED: Final = 0  # by clients of this relay, since the start
+FAR: Final = 1  # by relays of other machines, since the start, as reported to this relay
+PER_MINUTE: Final = 2  # the limit that LOST belongs to; 0: none
+LOST: Final = 3  # see `Bucket`; -inf: no limit
 FIELDS: Final = 9
 _HEADER: Final = 4  # numbers before the digests
 
@@ -37,8 +37,10 @@ _put: Final = struct.Struct("d").pack_into
 
 
 class Row:
-    """What one relay, at `place` of so many, has of a key. The key's part of `memory` begins at byte `start`, and has
-    all relays' numbers of the first field, then those of the next.
+    """A key's numbers of one relay, the one at `place` of `relays`.
+
+    The key's part of `memory` begins at byte `start`, and has all relays' numbers of the first field, then those of the
+    next.
     """
 
     __slots__ = ("_all", "_memory", "_own", "_place", "_rate", "_start", "relays")
@@ -47,7 +49,7 @@ class Row:
         self._memory, self._start, self.relays, self._place = memory, start, relays, place
         self._all = struct.Struct(f"{relays}d").unpack_from
         self._rate = struct.Struct(f"{4 * relays}d").unpack_from
-        self._own: list[float] = [self.all(field)[place] for field in range(FIELDS)]  # nobody else writes them
+        self._own: list[float] = [self.all(field)[place] for field in range(FIELDS)]  # only this relay writes them
 
     def own(self, field: int) -> float:
         """This relay's number."""
@@ -72,7 +74,7 @@ class Row:
 
 
 def row_alone() -> Row:
-    """A row that nobody else sees."""
+    """A row of a process without other relays."""
     row = Row(bytearray(8 * FIELDS), 0, 1, 0)
     for rate in (REQUESTS, TOKENS):
         row.put(rate + LOST, -math.inf)
@@ -80,7 +82,7 @@ def row_alone() -> Row:
 
 
 class KeyTable:
-    """The memory; made before the processes that share it are forked. `fd`: its file, for a successor."""
+    """The shared memory, made before the fork. `fd`: its file, for a successor."""
 
     def __init__(self, relays: int, slots: int = SLOTS) -> None:
         self.relays, self._slots = relays, slots
@@ -88,12 +90,12 @@ class KeyTable:
         os.ftruncate(self.fd, _row_at(slots, relays, slots))
         self._memory = mmap.mmap(self.fd, 0)
         self._numbers = memoryview(self._memory).cast("q")
-        weakref.finalize(self._numbers, os.close, self.fd)  # a compiled object has no weak references
+        weakref.finalize(self._numbers, os.close, self.fd)  # not `self`: a compiled object has no weak references
         for index, number in enumerate((FIELDS, relays, slots, 0)):
             self._numbers[index] = number
 
     def name(self, names: Iterable[str]) -> None:
-        """Give these names slots; only one process at a time may do so. Raises: ConfigError: no slot is left."""
+        """Assign slots to these names; one process at a time. Raises: ConfigError: no slot is left."""
         known = _known(self._numbers)
         for digest in map(_digest, names):
             if digest in known:
@@ -114,7 +116,7 @@ class KeyTable:
         return {name: self._row(known[_digest(name)], place) for name in names}
 
     def clear(self, place: int) -> None:
-        """The relay at `place` has died: nothing of it is in flight any more. For the parent."""
+        """For the parent: clear the requests in flight of the dead relay at `place`."""
         for slot in range(self._numbers[_HEADER - 1]):
             row = self._row(slot, place)
             row.put(IN_FLIGHT, 0.0)
@@ -122,8 +124,8 @@ class KeyTable:
                 row.put(rate + FAR, max(row.all(rate + FAR)))
 
     def go_on(self, fd: int) -> None:
-        """Have rates go on from those of another router on this machine, whose table is in that file; before any relay
-        is here. Raises: ValueError, OSError: it is of no use.
+        """Continue the rates of another router's table in this file; called before relays start. Raises: ValueError,
+        OSError: it can't be used.
         """
         memory = mmap.mmap(fd, 0, prot=mmap.PROT_READ)
         numbers = memoryview(memory).cast("q")
@@ -173,7 +175,7 @@ def _row_at(slots: int, relays: int, slot: int) -> int:
 
 
 def _go_on(former: Row, rows: Sequence[Row]) -> None:
-    """Have all relays' rows of a key be at the limits, and at the level of the buckets, of those at another table."""
+    """Set a key's rows to the limits and the buckets' levels of another table."""
     for rate in (REQUESTS, TOKENS):
         limits, losses = former.all(rate + PER_MINUTE), former.all(rate + LOST)
         if (limit := max(limits)) > 0:

@@ -1,11 +1,11 @@
-"""What the processes of one router tell each other of a client key."""
+"""The use of a client key, as the processes of a router exchange it."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class KeyUse:
-    """What one process has of a key: requests in flight, and those that began, with tokens, since it said so last."""
+    """A process's use of a key: requests in flight; requests that began, and tokens, since its last report."""
 
     name: str
     in_flight: int

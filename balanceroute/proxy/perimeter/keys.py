@@ -1,11 +1,11 @@
-"""Client keys at run time: who a key belongs to, and what it has used of its limits. No clock: times are arguments.
+"""Client keys at run time: recognises them, and keeps their limits. No clock: times are arguments.
 
-Relays on one machine share what they have used (`key_table.py`); those of other machines tell it, and so do those of
-two routers of which one takes over.
+Relays on a machine share their use in memory (`key_table.py`). Relays of other machines report it to each other, and so
+do a router and its successor.
 
-Rates are token buckets that hold one minute's allowance, so a key that was idle may use its minute at once and then
-goes on at its pace. A request's tokens are known only at its end; they are charged then, and while that has left the
-bucket below zero, new requests wait outside.
+Rates are token buckets that hold one minute's allowance: an idle key may use that at once, and then continues at its
+rate. A request's tokens are known only at its end; they are charged then, and while the bucket is below zero, new
+requests are refused.
 """
 
 import math
@@ -29,7 +29,7 @@ from balanceroute.proxy.perimeter.key_table import (
 from balanceroute.proxy.perimeter.key_use import KeyUse
 from balanceroute.proxy.wire.responses import Headers
 
-_BUSY_RETRY_S = 1.0  # of a key with too many requests in flight; when one ends is unknown
+_BUSY_RETRY_S = 1.0  # Retry-After with too many requests in flight: the end of one is unknown
 
 
 class Bucket:
@@ -37,9 +37,8 @@ class Bucket:
 
         level = rate * now - lost - used
 
-    `lost` is what time has given to a bucket that was full. It only grows, as `used` does: whichever relay looks, and
-    in whatever order they do, all find the same level, and so does the next life of one that died. `level` may be below
-    zero after a charge that could not be known before.
+    `lost`: refills while the bucket was full. `lost` and `used` only grow, so all relays, also restarted ones, compute
+    the same level in any order. `level` may be below zero after a charge that was not known before.
     """
 
     __slots__ = ("_per_minute", "_rate", "_row", "_which")
@@ -50,7 +49,7 @@ class Bucket:
         self._per_minute, self._rate = float(per_minute), per_minute / 60.0  # per second
 
     def level(self, now: float, charged: float = 0.0) -> float:
-        """What is there after a use of `charged` that is counted already; `lost` is as it was before."""
+        """The level after a use of `charged` that is counted already, with `lost` from before it."""
         row, which, per_minute = self._row, self._which, self._per_minute
         self.come_to_limit(now, charged)
         used, lost = self._look(per_minute)
@@ -61,16 +60,16 @@ class Bucket:
         return given - lost - used
 
     def come_to_limit(self, now: float, charged: float = 0.0) -> None:
-        """Have this relay's row be about this limit."""
+        """Set this relay's row to this limit."""
         if self._row.own(self._which + PER_MINUTE) != self._per_minute:
             self._begin(now, charged)
 
     def wait_s(self, now: float, charged: float = 0.0) -> float:
-        """Seconds until the level reaches zero; 0 where it is not below."""
+        """Seconds until the level reaches zero; 0: it is not below."""
         return max(0.0, -self.level(now, charged) / self._rate)
 
     def _look(self, per_minute: float) -> tuple[float, float]:
-        """What all have used, and the most that was lost as those know it who have this limit."""
+        """The use of all relays, and the largest `lost` of those with this limit."""
         row, which, relays = self._row, self._which, self._row.relays
         while True:
             cells = row.rate(which)
@@ -80,17 +79,19 @@ class Bucket:
             else:
                 mine = [each for each, limit in zip(losses, limits, strict=True) if limit == per_minute]
                 lost = max(mine, default=-math.inf)
-            if lost == row.own(which + LOST) or row.all(which + PER_MINUTE) == limits:  # else one changes just now
+            if lost == row.own(which + LOST) or row.all(which + PER_MINUTE) == limits:  # else a row just changes
                 return sum(cells[:relays]) + max(cells[relays : 2 * relays]), lost
 
     def _begin(self, now: float, charged: float) -> None:
-        """Come to this limit; the first relay that does takes along what was missing under the one before."""
+        """Change to this limit; the first relay that does so carries over what the bucket lacked under the former
+        limit.
+        """
         row, which, before = self._row, self._which, self._row.own(self._which + PER_MINUTE)
         used, lost = self._look(self._per_minute)
         if before > 0 and lost == -math.inf:
             used -= charged
             level = min(before, before / 60.0 * now - self._look(before)[1] - used)
-            # what is missing is no debt where there was none: a smaller bucket is empty at worst
+            # without a debt before, a smaller bucket is empty at worst
             level = max(self._per_minute - (before - level), min(level, 0.0))
             lost = self._rate * now - used - level
         _limit(row, which, self._per_minute, lost)
@@ -99,8 +100,8 @@ class Bucket:
 class ClientKey:
     """One key: its entry in the file, and its use.
 
-    `in_flight` are requests here, `elsewhere` those that other processes tell of; relays on this machine write theirs
-    to the key's `row` in memory that they share.
+    `in_flight`: requests of this process. `elsewhere`: requests that other processes report; relays on this machine
+    write theirs to the key's shared `row`.
     """
 
     __slots__ = (
@@ -132,11 +133,11 @@ class ClientKey:
 
     @property
     def holder(self) -> str:
-        """The name under which the edge counts the memory that bodies of its requests take."""
+        """The client's name for the edge's count of memory for bodies."""
         return f"key {self.entry.name}"
 
     def change(self, entry: KeyEntry) -> None:
-        """Use a new entry of the same name; what was used stays used."""
+        """Use a new entry of the same name; its past use still counts."""
         self.entry, self.digest = entry, bytes.fromhex(entry.sha256)
         self._requests = _bucket(self.row, REQUESTS, entry.requests_per_minute)
         self._tokens = _bucket(self.row, TOKENS, entry.tokens_per_minute)
@@ -147,7 +148,7 @@ class ClientKey:
 
     def enter(self, now: float) -> None:
         """A request begins; `leave` ends it. Raises: KeyLimit: the key has no room for it."""
-        self.row.add(IN_FLIGHT, 1.0)  # before the check: so of two relays that begin at once each sees the other
+        self.row.add(IN_FLIGHT, 1.0)  # before the check, so that two relays that begin at once see each other
         try:
             self._check(now)
         except KeyLimit:
@@ -179,13 +180,13 @@ class ClientKey:
         self._charge(self._tokens, TOKENS + USED, tokens, now)
 
     def use(self) -> KeyUse | None:
-        """The use that other processes have to be told; None: nothing has changed since the last call."""
+        """The use to report to other processes; None: unchanged since the last call."""
         told = KeyUse(self.name, self.in_flight, self._untold_requests, self._untold_tokens)
         self._untold_requests = self._untold_tokens = 0
         return told if told.in_flight or told.requests or told.tokens else None
 
     def used_elsewhere(self, process: str, use: KeyUse | None, now: float) -> None:
-        """Another process says what it has used of this key; None: nothing any more."""
+        """Take another process's use of this key; None: it has no requests in flight any more."""
         if use is None:
             self._elsewhere.pop(process, None)
         else:
@@ -200,15 +201,15 @@ class ClientKey:
 
     def _charge(self, bucket: Bucket | None, field: int, amount: int, now: float) -> None:
         if bucket is not None and amount:
-            bucket.level(now)  # full until now, where it was
+            bucket.level(now)  # full until now, if it was full
         self.row.add(field, amount)
 
 
 class ClientKeys:
-    """The keys of the file, of which only hashes are known."""
+    """The keys of the file, which contains only their hashes."""
 
     def __init__(self, entries: Iterable[KeyEntry], seat: Seat | None = None) -> None:
-        """`seat`: at the table of what all relays on this machine use; None: there are no others."""
+        """`seat`: at the key table of this machine's relays; None: there are no other relays."""
         entries = tuple(entries)
         rows = {} if seat is None else seat.rows([entry.name for entry in entries])
         keys = [ClientKey(entry, rows.get(entry.name)) for entry in entries]
@@ -218,7 +219,7 @@ class ClientKeys:
         return iter(self._by_digest.values())
 
     def inherit(self, before: "ClientKeys") -> None:
-        """Take the use of the keys before over to the keys of the same names."""
+        """Take over the use of the former keys of the same names."""
         known = {key.name: key for key in before}
         for digest, key in self._by_digest.items():
             if key.name in known:
@@ -226,32 +227,34 @@ class ClientKeys:
                 self._by_digest[digest] = known[key.name]
 
     def come_to_limits(self, now: float) -> None:
-        """Go by the limits of the file, at once: a relay that comes to one by its next request alone may find that
-        limit's level of long ago, where all have had another one meanwhile.
+        """Change all rows to the limits of the file now.
+
+        A relay that did so only at its next request might find an old level of that limit, if all had another limit
+        meanwhile.
         """
         for key in self:
             for bucket in key.buckets():
                 bucket.come_to_limit(now)
 
     def uses(self) -> tuple[KeyUse, ...]:
-        """The use of all keys that other processes have to be told."""
+        """The use of all keys to report to other processes."""
         return tuple(use for key in self if (use := key.use()) is not None)
 
     def used_elsewhere(self, process: str, uses: Iterable[KeyUse], now: float) -> None:
-        """Another process says what it has used of all keys."""
+        """Take another process's use of all keys."""
         by_name = {use.name: use for use in uses}
         for key in self:
             key.used_elsewhere(process, by_name.get(key.name), now)
 
     def forget_elsewhere(self) -> None:
-        """Nothing is known of other processes any more: each tells anew what it has in flight."""
+        """Forget the requests in flight of other processes: each reports them again."""
         for key in self:
             key.forget_elsewhere()
 
     def of(self, headers: Headers) -> ClientKey:
         """The key in the headers, as `Authorization: Bearer KEY` or `x-api-key: KEY`.
 
-        What is compared are hashes, so the time that it takes tells nothing about any key. Raises: AccessDenied: 401.
+        Hashes are compared, so the time taken reveals nothing about a key. Raises: AccessDenied: 401.
         """
         given = credential(headers)
         if given is None:
@@ -288,12 +291,12 @@ def credential(headers: Headers) -> bytes | None:
 def _bucket(row: Row, which: int, per_minute: int | None) -> Bucket | None:
     if per_minute is not None:
         return Bucket(row, which, per_minute)
-    _limit(row, which, 0.0, -math.inf)  # one that comes later begins anew
+    _limit(row, which, 0.0, -math.inf)  # if the process returns it begins anew
     return None
 
 
 def _limit(row: Row, which: int, per_minute: float, lost: float) -> None:
-    """Have a relay come to another limit; nobody takes what is lost under the one for the other's."""
+    """Change a relay's row to another limit, so that `lost` of one limit is never used with another."""
     row.put(which + PER_MINUTE, -1.0)
     row.put(which + LOST, lost)
     row.put(which + PER_MINUTE, per_minute)

@@ -1,8 +1,8 @@
-"""What pages in browsers may do on the client routes: those of the router's own site, and those of allowed origins.
+"""Access of browsers' pages to the client routes: the router's own pages and those of allowed origins.
 
 Pages of other sites get nothing unless `auth.allowed_origins` names them. A browser keeps them from reading answers,
 but not from sending a form, so where no client key is asked for, a request that names a foreign origin is refused.
-Where keys are set a page needs one, as everybody does. Credentials that browsers add by themselves (cookies) mean
+If keys are set a page needs one, too. Credentials that browsers add by themselves (cookies) mean
 nothing on these routes, so no answer says Access-Control-Allow-Credentials.
 
 The protocol is CORS of the Fetch standard (https://fetch.spec.whatwg.org, "HTTP extensions"). Admin routes never take
@@ -17,7 +17,7 @@ from balanceroute.errors import AccessDenied
 from balanceroute.proxy.perimeter.access import foreign_origin
 from balanceroute.proxy.wire.responses import Headers
 
-MAX_AGE_S: Final = 600  # for which a browser need not ask again
+MAX_AGE_S: Final = 600  # for which a browser caches a preflight
 _NAMES: Final = re.compile(rb"[A-Za-z0-9!#$%&'*+.^_`|~, -]{0,1024}")
 _EXPOSED: Final = (b"access-control-expose-headers", b"x-request-id, request-id, retry-after")
 
@@ -25,7 +25,7 @@ _EXPOSED: Final = (b"access-control-expose-headers", b"x-request-id, request-id,
 class Pages:
     """The origins whose pages may use the client routes; `*`: every origin.
 
-    Attributes: `some`, whether there are any: else OPTIONS is a method like others that no route has.
+    Attributes: `some`: whether there are any; if not, OPTIONS is refused like any method that no route has.
     """
 
     def __init__(self, allowed: Iterable[str]) -> None:
@@ -34,14 +34,14 @@ class Pages:
         self.some = bool(self._allowed)
 
     def check(self, headers: Headers) -> None:
-        """Raises: AccessDenied: 403, the request comes from a page that may not use the router."""
+        """Refuse requests of other pages. Raises: AccessDenied: 403."""
         origin = foreign_origin(headers)
         if origin is not None and not self._is_allowed(origin):
             text = "Pages of other sites may not use this route, unless auth.allowed_origins names their origin."
             raise AccessDenied(text, status=403, reason="foreign_origin")
 
     def answer_headers(self, origin: bytes | None) -> list[tuple[bytes, bytes]]:
-        """What an answer says to the page that asked, so that the browser lets it read."""
+        """The CORS headers of an answer, so that the browser lets the page read it."""
         if not self.some:
             return []
         if self._any:

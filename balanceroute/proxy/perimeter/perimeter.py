@@ -15,16 +15,16 @@ from balanceroute.proxy.wire.responses import Headers
 
 
 class Perimeter:
-    """Made from a configuration; a reload makes a new one.
+    """The access control of one configuration; a reload makes a new one.
 
-    `admin_port` is where admin routes are served alone, None if everywhere. `seat`: at the table of what all relays on
-    this machine use of keys; None: there are no others.
+    `admin_port`: the only port for admin routes; None: all ports. `seat`: at the key table of this machine's relays;
+    None: there are no others.
     """
 
     __slots__ = ("admin", "admin_port", "keys", "pages", "public_metrics", "seat", "_worker_authorization")
 
     def __init__(self, config: Config, entries: Iterable[KeyEntry] | None = None) -> None:
-        """`entries`: what another process has read in the file of keys; None: it is read here.
+        """`entries`: the contents of the key file, read by another process; None: the file is read here.
 
         Raises: ConfigError: the file of keys is wrong.
         """
@@ -38,7 +38,7 @@ class Perimeter:
         self.pages = Pages(auth.allowed_origins)
         self.public_metrics = config.metrics.public
         address = config.listen.admin_address
-        self.admin_port = None if address is None else address[1]  # the server says which where that is 0
+        self.admin_port = None if address is None else address[1]  # the server sets it if it is 0
         key = auth.worker_api_key
         if key is not None:
             self._worker_authorization: bytes | None = b"Bearer " + key.get_secret_value().encode()
@@ -47,23 +47,23 @@ class Perimeter:
 
     @property
     def entries(self) -> tuple[KeyEntry, ...] | None:
-        """What the file of keys held; None: there are no keys."""
+        """The contents of the key file; None: there are no keys."""
         return None if self.keys is None else tuple(key.entry for key in self.keys)
 
     def sit(self, seat: Seat) -> None:
-        """Share with all relays on this machine what they use of keys: in a relay, which is forked with it."""
+        """In a relay: share key use with all relays on this machine, at the table that it was forked with."""
         self.seat = seat
         if self.keys is not None:
             self.keys = ClientKeys((key.entry for key in self.keys), seat)
 
     def inherit(self, before: "Perimeter") -> None:
-        """Take the place of another one: what its keys have used stays used."""
+        """Replace another perimeter: past use of its keys still counts."""
         self.admin_port = before.admin_port
         if self.keys is not None and before.keys is not None:
             self.keys.inherit(before.keys)
 
     def come_to_limits(self, now: float) -> None:
-        """Have all keys be at the limits of this configuration from now on."""
+        """Change all keys to the limits of this configuration."""
         if self.keys is not None:
             self.keys.come_to_limits(now)
 
@@ -85,9 +85,9 @@ class Perimeter:
         return True
 
     def authorization_for(self, headers: Headers) -> bytes | None:
-        """The Authorization that workers get with a request: None is its own as it came, empty is none.
+        """The Authorization for workers; None: the request's own; empty: none.
 
-        The admin token is nobody's business but ours, whatever route it was sent to.
+        The admin token is never passed on.
         """
         if self._worker_authorization is None and self.admin.is_shown(headers):
             return b""
@@ -103,7 +103,7 @@ class Perimeter:
             return ""  # its body will not be read
 
     def client(self, headers: Headers, now: float) -> ClientKey | None:
-        """Let a client's request in; its key must be told when it leaves. None: there are no keys.
+        """Admit a client's request; call `leave` of the returned key at its end. None: there are no keys.
 
         Raises: AccessDenied: 401, or 403 to a page of another site. KeyLimit: 429.
         """
@@ -116,7 +116,7 @@ class Perimeter:
 
 
 def exposures(config: Config) -> Iterator[str]:
-    """Warnings for an operator who starts a router with this configuration, a line each."""
+    """Warnings about open access in this configuration, a line each."""
     listen, auth = config.listen, config.auth
     if auth.client_keys is not None or config.tls.client_ca_file is not None:
         return

@@ -1,7 +1,7 @@
-"""Which class each route is in: the one table. A route that is not in it is not served (`ops/guard.py`).
+"""The table of all routes and their access classes. A route that is not in it is not served (`ops/guard.py`).
 
-open      says only that the router lives and what it counts; names no client and no prompt
-client    spends the cluster's time; a client key where keys are set
+open      health and metrics only; names no client and no prompt
+client    uses the cluster; a client key if keys are set
 decoder   called by decode workers, with the token that they were sent for one request
 admin     changes or shows the router itself
 """

@@ -1,13 +1,13 @@
-"""Certificates: ours towards clients, theirs if they must show one, and both sides' towards workers.
+"""TLS contexts: for clients (with client certificates if required), for workers, and for the link between machines.
 
-Every handshake is made under the context of the moment (`client/handshake.py`). Whether there is TLS at all, and
-whether clients must show a certificate, stays until a restart, so that no change of a file opens a router.
+Every handshake uses the present context (`client/handshake.py`). Whether TLS is on, and whether clients must show a
+certificate, changes only at a restart, so that no change of a file opens a router.
 
 Between machines the link between brain and relays has a CA of its own, and both sides show a certificate of it. One
 port carries the link and operators' requests, which ALPN tells apart.
 
-Files are read again on SIGHUP, and when they have changed; connections that stand go on under the old ones. No session
-is resumed: a client whose CA has gone must not come back by what it was given before.
+Files are read again on SIGHUP and when they change; open connections keep the old ones. Sessions are never resumed, so
+that a client of a removed CA can't come back.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ class LinkTls:
 
 
 class _Contexts:
-    """What the files of `settings` held at `stamp`."""
+    """The contexts made from the files of `settings` as of `stamp`."""
 
     def __init__(self, settings: TlsFiles) -> None:
         """Raises: ConfigError: a file cannot be used."""
@@ -66,25 +66,25 @@ class Tls:
     def for_workers(self) -> ssl.SSLContext:
         """For the next connection to an https worker."""
         if self._workers is None:
-            self._workers = ssl.create_default_context()  # takes time and memory, which plain HTTP should not cost
+            self._workers = ssl.create_default_context()  # imported only if needed: it takes time and memory
         return self._workers
 
     @property
     def link(self) -> LinkTls:
-        """For the next connection to or from another machine's brain or relay; the configuration has it."""
+        """The contexts of the link between machines, which must be configured."""
         assert self._link is not None
         return self._link
 
     def reload(self, config: Config) -> None:
-        """Use what the files hold now. Raises: ConfigError: one is of no use, or needs a restart; nothing changed."""
+        """Read the files again. Raises: ConfigError: one is invalid, or needs a restart; nothing has changed."""
         for name in ("cert_file", "client_ca_file", "link_ca_file", "link_cert_file"):
             if (getattr(config.tls, name) is None) is not (getattr(self._settings, name) is None):
                 raise ConfigError(f"tls.{name}: cannot be set or unset while the router runs; restart it")
         self._use(_Contexts(config.tls))
 
     def follow(self, config: Config) -> None:
-        """As `reload`, once another process has found the files good; one that is spoilt by now is left to `watch`."""
-        stamp = _stamp(config.tls)  # before they are read: what comes meanwhile is another change
+        """As `reload`, after another process has checked the files; a file that is invalid by now is left to `watch`."""
+        stamp = _stamp(config.tls)  # before the files are read: a later change must count as another
         try:
             self.reload(config)
         except ConfigError as error:
@@ -107,13 +107,13 @@ class Tls:
             self._refused(stamp, error)
 
     def _refused(self, stamp: Stamp, error: ConfigError) -> None:
-        self._stamp = stamp  # said once; the next change is another try
+        self._stamp = stamp  # logged once; the next change is another try
         log.warning("certificates not reloaded", extra={"error": str(error)})
 
     async def watch(self, period_s: float = LOOK_S) -> None:
         """Read files again when they have changed, as renewed certificates do; until cancelled.
 
-        A file that does not answer holds up nobody but the next look.
+        A file system that does not answer delays only the next check.
         """
         while True:
             await asyncio.sleep(period_s)
@@ -123,7 +123,7 @@ class Tls:
                 continue
             try:
                 found = await off_the_loop(partial(_Contexts, settings))
-                if settings is self._settings:  # else they were reloaded meanwhile
+                if settings is self._settings:  # otherwise they were reloaded meanwhile
                     self._use(found)
             except ConfigError as error:
                 self._refused(stamp, error)
@@ -147,13 +147,13 @@ def _server_context(settings: TlsFiles) -> ssl.SSLContext | None:
 
 
 def _worker_context(settings: TlsFiles) -> ssl.SSLContext | None:
-    """None: that of the system will do."""
+    """The context for workers; None: the system's default."""
     if settings.worker_ca_file is None and settings.worker_cert_file is None:
         return None
     if settings.worker_ca_file is None:
         context = ssl.create_default_context()
     else:
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # this CA alone
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # only this CA
         _load_ca(context, "tls.worker_ca_file", settings.worker_ca_file)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     if settings.worker_cert_file is not None:
@@ -212,14 +212,14 @@ def _told(error: OSError, accepted: str) -> str:
 
 
 def _stamp(settings: TlsFiles) -> Stamp:
-    """What tells each file from the one before."""
+    """The states of all files, which differ after a change."""
     return tuple((file, _state(file)) for file in settings.model_dump().values() if file is not None)
 
 
 def _state(file: str) -> tuple[int, ...]:
-    """What tells one version of a file from another. Its time is not enough: archives may give all files the same.
+    """A file's state, which differs after a change. The time alone is not enough: archives may give all files the same.
 
-    Empty: it is missing, or out of reach; who reads it says so.
+    Empty: it is missing or can't be read; its reader reports that.
     """
     try:
         found = Path(file).stat()
