@@ -217,7 +217,7 @@ class ClientProtocol(asyncio.Protocol):
             self._await_the_rest()
 
     def _await_the_rest(self) -> None:
-        """Set the deadline of an incomplete request, end one whose client has left, and stop reading if too much waits."""
+        """Set an incomplete request's deadline, end one whose client has left, and stop reading if too much waits."""
         receiving = self._request is not None
         if self._response is None and not self.write_paused:
             receiving = bool(self._raw)

@@ -1,1 +1,1 @@
-"""One request from its arrival to its end: its lifecycle, both orders of calls, its stream to the client."""
+"""The lifecycle of a request, in both orders (prefill first, decode first), and its stream to the client."""

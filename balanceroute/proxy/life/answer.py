@@ -1,9 +1,9 @@
-"""The answer to one prompt as far as it has come, and how it goes on when its decode worker is lost.
+"""The answer to one prompt so far, and its continuation when the decode worker is lost.
 
-A decode that ends early, because the engine gave it back or because the worker died, becomes a new request: prompt and
-answer so far as token ids, the limit less what has been generated. The client sees one unbroken stream. Where that
-would give a wrong answer (`resumption.py`), or the ids are not known, it starts again from the original prompt, which
-needs a client that has seen nothing of it; else it ends with an error.
+A decode that ends early, because the engine gave the request back or the worker died, becomes a new request: prompt and
+answer so far as token ids, the limit reduced by the generated tokens. The client sees one unbroken stream. If that
+would give a wrong answer (`resumption.py`), or the ids are not known, the answer starts again from the original prompt,
+provided that the client has seen nothing of it; if it has, the answer ends with an error.
 """
 
 from array import array
@@ -25,15 +25,15 @@ from balanceroute.proxy.wire.prompt_echo import prompt_text
 from balanceroute.proxy.wire.sse import EventScanner, StreamEnd
 from balanceroute.proxy.workers.fleet import Worker
 
-MAX_RESTARTS: Final = 8  # of an answer that can't be resumed: each one is lost work
+MAX_RESTARTS: Final = 8  # restarts of an answer that can't be resumed: each one is lost work
 NOTHING_YET: Final = EventScanner()  # stands for the scanner until the first prefill is done
 
 
 class Answer:
-    """What was asked, what has come, and where it goes.
+    """A request, its answer so far, and the outlet for it.
 
-    `request` is what workers are asked next: the client's, or one that goes on where the last worker ended.
-    `estimated_tokens` is the prompt's size before a prefiller has counted it, `prompt_tokens` after, 0 before.
+    `request`: the next one for workers: the client's, or one that continues after the last worker. `estimated_tokens`:
+    the prompt's size before a prefiller has counted it. `prompt_tokens`: its size after that; 0: not counted yet.
     """
 
     __slots__ = (
@@ -58,34 +58,34 @@ class Answer:
     def __init__(
         self, services: LifeServices, request: ClientRequest, outlet: Outlet, scanner_options: dict[str, Any] | None
     ) -> None:
-        """`scanner_options` are for an answer in another form, or one of several."""
+        """`scanner_options`: for an answer in another form, or one of several."""
         self._services, self.outlet = services, outlet
         self.request = self._original = request
         self.scanner_options = scanner_options or {}
         self.scanner = NOTHING_YET
-        self._cut_off = ""  # how it is to go on, until it does
-        self._counted: PrefillResult | None = None  # what a prefiller said of the client's own prompt
-        self._prefilled_ids: array[int] | None = None  # of the prompt that the last one has computed, if it told
+        self._cut_off = ""  # how it is to be continued, until it is
+        self._counted: PrefillResult | None = None  # the prefiller's figures of the client's own prompt
+        self._prefilled_ids: array[int] | None = None  # ids of the last prefilled prompt, if reported
         self._estimated = has_estimate(request)
         self.estimated_tokens = (
             services.prompt_estimates.estimate(request) if self._estimated else request.prompt_tokens
         )
         self.prompt_tokens = self._restarts = 0
         self.cached_tokens: int | None = None
-        self.prompt_details: dict[str, Any] | None = None  # all that the prefiller's usage says of it
-        self.prompt_reply: dict[str, Any] | None = None  # a prefiller's, where the client wishes to know of its prompt
+        self.prompt_details: dict[str, Any] | None = None  # the prefiller's usage details of it
+        self.prompt_reply: dict[str, Any] | None = None  # a prefiller's whole answer, for `PromptWishes`
 
     # -- what a prefiller says of the prompt
 
     def prefilled(self, result: PrefillResult) -> None:
-        """A prefill is done; the first is of the client's own prompt, and with it the answer begins."""
+        """Take the result of a prefill; the first, of the client's own prompt, begins the answer."""
         self._prefilled_ids = result.prompt_token_ids
         if self.scanner is NOTHING_YET:
             self.prompt_counted(result)
             self.begin(result)
 
     def prompt_counted(self, result: PrefillResult) -> None:
-        """A prefiller has counted the client's own prompt, as far as it has not cut it."""
+        """Take the size of the client's own prompt from a prefiller, after it may have cut it."""
         self.cut_prompt(result.prompt_tokens)
         self._counted = result
         self.prompt_tokens, self.cached_tokens = result.prompt_tokens, result.cached_tokens
@@ -96,22 +96,22 @@ class Answer:
             self._services.prompt_estimates.learn(self._original, self.estimated_tokens, result.prompt_tokens)
 
     def cut_prompt(self, tokens: int | None) -> None:
-        """Have workers cut the client's prompt to so many tokens if it is to be cut by its limit; None: not at all."""
+        """Have workers cut the client's prompt to so many tokens, if its limit asks for a cut; None: do not cut."""
         if self.request is self._original and "truncate_prompt_tokens" in self._original.rest:
             self.request = self._original = cut_alike(self._original, tokens)
 
     @property
     def decodes(self) -> bool:
-        """Whether the present decode worker has all of the prompt's KV: it has given tokens, or the whole answer."""
+        """Whether the present decode worker has all of the prompt's KV: it has sent tokens, or the whole answer."""
         return bool(self.scanner.generated.in_life) or self.scanner.finish_reason is not None
 
     def count_prompt_by_decoder(self) -> None:
-        """Where no prefiller has told the prompt's size before the decode was over, the decode worker's word counts."""
+        """Take the prompt's size from the decode worker, if no prefiller has counted it by the end of the decode."""
         if not self.prompt_tokens:
             self.prompt_tokens = self.scanner.prompt_tokens or (self.scanner.usage or {}).get("prompt_tokens") or 0
 
     def check_prefill(self, worker: Worker, result: PrefillResult) -> None:
-        """An engine too old to take token ids for a chat would start the answer over: better an error than that.
+        """Check the size of a continued prompt: an engine too old for token ids in a chat would start the answer again.
 
         Raises: BadUpstreamReply: the prefill was of another prompt than prompt and answer so far.
         """
@@ -124,7 +124,8 @@ class Answer:
             )
 
     def check_prompt(self, worker: Worker, read: int) -> None:
-        """Engines with different chat templates, or tokenizers, count different prompts: one is decoded by wrong KV.
+        """Check that prefiller and decode worker count the same prompt; with other templates or tokenizers the KV is
+        wrong.
 
         Args: read: how many token ids of the prompt its decode worker has told; 0: it has told none.
 
@@ -140,7 +141,7 @@ class Answer:
             )
 
     def begin(self, result: PrefillResult) -> None:
-        """Nothing has come yet. `result` is what is known of the prompt; its size, as far as it has been counted."""
+        """Begin an answer. `result`: the prefiller's figures of the prompt."""
         request = self.request
         prefix = prompt_text(request, result.reply) if result.reply is not None and request.stream else ""
         self.scanner = EventScanner(
@@ -150,7 +151,7 @@ class Answer:
             want_continuous_usage=request.continuous_usage,
             unasked_usage=not request.counted_by_usage,
             hide_reasoning=request.hides_reasoning,
-            prompt_tokens=self.prompt_tokens or None,  # an estimate is nothing for a client
+            prompt_tokens=self.prompt_tokens or None,  # clients get no estimate
             prompt_details=result.prompt_details,
             **self.scanner_options,
         )
@@ -159,7 +160,7 @@ class Answer:
 
     @property
     def may_move(self) -> bool:
-        """Whether it can go on elsewhere; one that can't is left where it is, until it is late."""
+        """Whether it can continue on another worker; if not, it stays until it is late."""
         scanner = self.scanner
         if not scanner.tokens or not self.outlet.started:
             return True
@@ -168,17 +169,17 @@ class Answer:
 
     @property
     def goes_on_from(self) -> "array[int]":
-        """The ids that it would go on from, as far as is known; none where it can't go on."""
+        """The ids that it would continue from; empty: it can't be continued."""
         scanner = self.scanner
         if not scanner.generated.exact or resumption(self._original, scanner.cut()).fidelity is Fidelity.INVALID:
             return NOTHING_YET.generated.ids
         return scanner.generated.kept_ids
 
     def resume(self, result: PrefillResult, error: UpstreamError | None, worker_id: str, broken: int = 0) -> bool:
-        """Make the request that goes on where this worker ended; False when its limit leaves nothing to generate.
+        """Make the request that continues after this worker; False: its limit leaves nothing to generate.
 
-        Args: error: how the worker was lost; None: it gave the request back. broken: how many ids at the end of the
-        answer belong to a character that is not whole (`seam.py`).
+        Args: error: how the worker was lost; None: it gave the request back. broken: the number of ids at the answer's
+        end that are an incomplete character (`seam.py`).
 
         Raises: `error`, or BadUpstreamReply, when it can't be resumed.
         """
@@ -208,7 +209,7 @@ class Answer:
         return True
 
     def _start_again(self, result: PrefillResult, lost: UpstreamError) -> None:
-        """From the original prompt, which needs a client that has seen nothing. Raises: `lost`, where it has."""
+        """Start again from the original prompt. Raises: `lost`: the client has seen part of the answer."""
         self._restarts += 1
         if self._restarts > MAX_RESTARTS or not self.outlet.forget():
             raise lost
@@ -217,13 +218,13 @@ class Answer:
         self.begin(self._counted or result)  # the last prefill may have been of prompt and answer so far
 
     def goes_on(self) -> None:
-        """More has come of it, or it is complete."""
+        """Note that the answer continues after a loss, or is complete."""
         if self._cut_off:
             self._services.metrics.resumes.inc(self._cut_off)
             self._cut_off = ""
 
     def fails(self, error: BaseException | None) -> None:
-        """It ends with this error."""
+        """Note that it ends with this error."""
         cut_off = isinstance(error, Rejected | UpstreamError) and not isinstance(error, DeadlineExceeded)
         if self._cut_off or (cut_off and self.scanner.tokens and self.scanner.end is not StreamEnd.DONE):
             self._services.metrics.resumes.inc("ended")
@@ -231,12 +232,12 @@ class Answer:
     # -- ends that no worker has written
 
     async def end_by_length(self) -> None:
-        """The limit was reached when the worker was lost: say so as a worker would have."""
+        """End the answer with "length", as a worker would: its limit was reached when the worker was lost."""
         outlet = self.outlet
         request = self._original
         chat, told = request.endpoint == "chat", request.include_usage or request.assembled
         tokens = self.scanner.generated.in_life  # the scanner adds those of workers before
-        self.scanner.identity.expect("", checked=False)  # these events are ours, and carry no worker's id
+        self.scanner.identity.expect("", checked=False)  # the router's own events have no worker's id
         out = self.scanner.feed(ended_by_length(request.model, self.prompt_tokens, tokens, chat=chat, told=told))
         if not outlet.started:
             outlet.start()
@@ -246,10 +247,9 @@ class Answer:
             await write_part(outlet, out)
 
     async def close_finished(self) -> None:
-        """The answer has finished, and whatever the worker does before its [DONE] takes nothing from it.
+        """Complete an answer that has a finish reason, but no [DONE] from the worker.
 
-        Going on from here would generate beyond its end; it only lacks the usage, if any, and the closing event, and
-        that one is not made up.
+        To continue it would generate beyond its end. Only the usage is sent; [DONE] is not made up.
         """
         scanner = self.scanner
         scanner.end = StreamEnd.NO_DONE

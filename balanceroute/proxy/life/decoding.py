@@ -6,7 +6,7 @@ How the stream ends, and what that means:
 |---|---|
 | [DONE] after a finish reason | complete |
 | broken off after a finish reason | complete, without a [DONE] of ours |
-| [DONE] without one, or `stop_reason: "recomputed"` | the request was given back: the answer goes on elsewhere |
+| [DONE] without one, or `stop_reason: "recomputed"` | the request was given back: the answer continues elsewhere |
 | `finish_reason: "abort"`: the engine is being stopped | an error, which `retries.py` judges |
 | broken off, an error event, no JSON, another request's | the same |
 | its first event comes when its KV may have been dropped before the worker pulled it | not read, made anew |
@@ -40,11 +40,11 @@ _NO_ANSWER = frozenset((StreamEnd.ERROR, StreamEnd.MALFORMED, StreamEnd.FOREIGN)
 async def decode(leg: Leg, worker: Worker, grace_s: float) -> bool:
     """Let the worker decode; True when the answer is complete, False when it was given back.
 
-    Uses up `leg.kv.params`, unless the worker has surely not seen it.
+    Uses up `leg.kv.params`, unless the worker certainly has not seen them.
 
     Args: grace_s: how long to wait for its first event when the client goes.
 
-    Raises: UpstreamError; ClientStalled; KvTooOld: nothing of the answer was asked for, or used.
+    Raises: UpstreamError; ClientStalled; KvTooOld: no request was sent, or its answer was not used.
     """
     services, answer, params = leg.services, leg.answer, leg.kv.params
     assert params is not None
@@ -89,17 +89,17 @@ async def decode(leg: Leg, worker: Worker, grace_s: float) -> bool:
         leg.reply = leg.streaming_from = None
         leg.kv.answered()
         if not answered and leg.kv.params is None and answer.scanner.tokens == tokens:
-            services.drainer.orphan()  # the worker was told, but gave no sign of having pulled the KV
+            services.drainer.orphan()  # the worker got the parameters, but has not shown that it pulled the KV
         leg.stalled_since_s = math.inf
         leg.idle_s = -math.inf
         leg.leave(worker)
 
 
 def first_bytes_s(config: Config, request: ClientRequest) -> float:
-    """How long the first bytes of an answer may take.
+    """The time limit for the first bytes of an answer.
 
-    An unstreamed one comes as a whole: each of its tokens may take as long as the next event of a stream. One whose
-    engine hides its reasoning may be nothing else for as long.
+    An unstreamed answer comes whole, so each of its tokens may take as long as an event of a stream. The same holds if
+    the engine hides reasoning: the answer may be nothing else.
     """
     limits, tokens = config.limits, request.effective_limit
     first_s = limits.first_byte_timeout_s.decode
@@ -109,7 +109,7 @@ def first_bytes_s(config: Config, request: ClientRequest) -> float:
 
 
 async def _refusal(leg: Leg, worker: Worker, reply: Reply, params: bytes) -> UpstreamError:
-    """The error that an answer other than 200 is; the leg keeps the parameters if the engine has not seen them."""
+    """The error for a status other than 200; the leg keeps the parameters if the engine has not seen them."""
     error = status_error(reply, await reply.read(ERROR_LIMIT), worker, "decode")
     streams = leg.answer.request.streams_upstream
     if isinstance(error, UpstreamStatus) and (error.status < 500 or error.status == 503 or streams):
@@ -118,7 +118,7 @@ async def _refusal(leg: Leg, worker: Worker, reply: Reply, params: bytes) -> Ups
 
 
 async def _interrupted(leg: Leg, error: BalanceRouteError) -> bool:
-    """End a try that was interrupted; True when its answer is complete all the same. Raises: `error`; ClientStalled."""
+    """End an interrupted try; True: its answer is complete all the same. Raises: `error`; ClientStalled."""
     answer = leg.answer
     if leg.reply is not None and leg.reply.undelivered:
         raise ClientStalled("the client had not taken all events when the request was ended") from None
@@ -182,7 +182,7 @@ async def _stream(leg: Leg, worker: Worker, reply: Reply) -> bool:
 
 
 def _has_begun(leg: Leg, worker: Worker) -> None:
-    """The first tokens are here: from now on the next one is waited for, and what failed before is forgotten."""
+    """Note the first tokens: the next one now has a deadline, and earlier failures are forgotten."""
     leg.ticket.began()  # the prefiller's KV has been pulled
     leg.answer.goes_on()
     at = worker.progress_s = leg.ticket.last_token_s
@@ -219,7 +219,7 @@ def _ended(leg: Leg, worker: Worker, broken: UpstreamError | None) -> bool:
 
 
 async def _whole(leg: Leg, worker: Worker, reply: Reply) -> bool:
-    """An answer in one piece; False when it was given back, and nothing of it has reached the client."""
+    """Take an unstreamed answer; False: the request was given back, and the client has got nothing."""
     answer, scanner = leg.answer, leg.answer.scanner
     body = await reply.read(REPLY_LIMIT)
     _check_kv(leg, worker)
@@ -249,9 +249,9 @@ async def _whole(leg: Leg, worker: Worker, reply: Reply) -> bool:
 
 
 def _check_kv(leg: Leg, worker: Worker) -> None:
-    """Look once more whether it was there when the worker pulled it, now that its first word is here.
+    """At the first bytes, check again whether the KV was still pinned when the worker pulled it.
 
-    Raises: KvTooOld: it may not have been, or not that of another request, which the worker has cached by now.
+    Raises: KvTooOld: the worker may have pulled, or cached earlier, another request's KV.
     """
     try:
         leg.kv.check_first_word(worker, streams=leg.answer.request.streams_upstream)
@@ -262,7 +262,7 @@ def _check_kv(leg: Leg, worker: Worker) -> None:
 
 
 def _check_is_stream(reply: Reply, worker: Worker) -> None:
-    """Raises: BadUpstreamReply: the answer says that it is something else than the stream that was asked for."""
+    """Check the Content-Type. Raises: BadUpstreamReply: the answer is not a stream."""
     kind = reply.header(b"content-type")
     if kind is not None and not kind.lower().startswith(b"text/event-stream"):
         told = kind[:80].decode("latin-1")

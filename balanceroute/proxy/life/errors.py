@@ -1,14 +1,14 @@
-"""How a leg ends or a try fails, as far as nobody below it knows."""
+"""Errors that end a leg or a try, and that no lower layer raises."""
 
 from balanceroute.errors import BadUpstreamReply, BalanceRouteError, UpstreamTimeout
 
 
 class NothingPinned(BadUpstreamReply):
-    """The prefiller answered without kv_transfer_params: sent on, a decoder would prefill by itself."""
+    """The prefiller answered without kv_transfer_params; without them a decoder would prefill itself."""
 
 
 class PromptsDiffer(BadUpstreamReply):
-    """Prefiller and decode worker have made another prompt each of one request: the KV is none of what is decoded."""
+    """Prefiller and decode worker have made different prompts of one request, so the KV is wrong."""
 
 
 class WorkerSilent(UpstreamTimeout):
@@ -22,7 +22,7 @@ class DeadlineExceeded(UpstreamTimeout):
 
 
 class KvTooOld(Exception):
-    """A prefiller may have dropped the KV before the decode worker had pulled it: it would read what is there then."""
+    """The prefiller may have dropped the KV before the decode worker pulled it; the blocks may hold other data."""
 
 
 class KvLost(KvTooOld):
@@ -30,7 +30,7 @@ class KvLost(KvTooOld):
 
 
 class ClientGone(Exception):
-    """The client disconnected: nobody is there to be answered."""
+    """The client has disconnected."""
 
 
 class ClientStalled(BalanceRouteError):

@@ -1,17 +1,17 @@
-"""The KV that a request has at a prefiller: from its pinning to the first word of the decode worker that pulls it.
+"""A request's KV at a prefiller: from its pinning to the first event of the decode worker that pulls it.
 
-A prefiller keeps KV for a time and then drops it, unseen by anybody. A decode worker that pulls later gets what is in
-those blocks by then, another prompt's KV most likely, and caches it as this prompt's. The same may happen where the
-prefiller was started anew meanwhile, under the same engine id. Two looks prevent that such an answer is used:
+A prefiller drops pinned KV after a time, without notice. A decode worker that pulls later gets the blocks' new
+contents, most likely another prompt's KV, and caches them as this prompt's. The same may happen if the prefiller was
+restarted meanwhile, under the same engine id. Two checks prevent that such an answer is used:
 
-*Before.* Right before the parameters are written to a decode worker they are looked at once more (`spend`): they must
-not be written once the prefiller may soon drop the KV, as after a pause of our whole process, or has lost it.
+*Before.* Right before the parameters are sent to a decode worker, `spend` checks them: they must not be sent if the
+prefiller may soon drop the KV, as after a pause of this process, or has lost it.
 
-*After.* When the first word comes, or our own pause shows, the KV may have been gone when it was pulled (`watch_pull`).
-Then everything that this worker was sent by now is made anew, and it gets a salt for its prefix cache, under which it
-finds none of what it has cached so far (`doubt`).
+*After.* When the first event comes, or a pause of this process is noticed, `watch_pull` checks whether the KV may have
+been gone when it was pulled. If so, all requests sent to this worker so far are made anew, and later ones get a cache
+salt, with which they match nothing that it has cached (`doubt`).
 
-Parameters are used once: `params` are there until a decode worker may have seen them.
+Parameters are used once: `params` is set until a decode worker may have seen them.
 """
 
 from balanceroute.core.types import UP
@@ -22,11 +22,11 @@ from balanceroute.proxy.workers.pins import Pin
 
 
 class HeldKv:
-    """One request's KV, one after the other where it is prefilled again.
+    """The KV of one request; replaced if it is prefilled again.
 
-    Attributes: `params`, the kv_transfer_params that no decode worker has seen; `pinned_s`, since when their KV has
-    been pinned at most; `pin`, the record of it, for as long as `params` are there; `cache_salt`, that of the decode
-    worker when it was asked.
+    Attributes: `params`: kv_transfer_params that no decode worker has seen. `pinned_s`: the earliest time at which
+    their KV was pinned. `pin`: its record, while `params` is set. `cache_salt`: the decode worker's, when the request
+    was sent.
     """
 
     __slots__ = (
@@ -47,9 +47,9 @@ class HeldKv:
         self.pinned_s = 0.0
         self.pin: Pin | None = None
         self.cache_salt = ""
-        self._prefiller: Worker | None = None  # that has pinned it
-        self._ended_at = 0.0  # when that had ended last by then
-        self._pulls_at: Worker | None = None  # the decode worker that has the parameters, and has said nothing yet
+        self._prefiller: Worker | None = None  # which has pinned the KV
+        self._ended_at = 0.0  # when its process had last ended by then
+        self._pulls_at: Worker | None = None  # the decode worker that has the parameters, and has sent nothing yet
         self._sent_s = 0.0  # since when
 
     def pinned(self, prefiller: Worker, params: bytes | None, pinned_s: float) -> None:
@@ -72,7 +72,9 @@ class HeldKv:
         return params
 
     def spend(self, worker: Worker) -> None:
-        """The parameters are about to be written to this decode worker. Raises: KvTooOld: they must not be."""
+        """Give up the parameters, which are about to be sent to this decode worker. Raises: KvTooOld: they must not be
+        sent.
+        """
         if self._lost:
             raise KvLost
         if self._services.drainer.too_old(self.pinned_s):
@@ -83,22 +85,26 @@ class HeldKv:
             self.pin.release()
 
     def refused(self, params: bytes) -> None:
-        """The decode worker's engine has surely not seen the parameters that it was sent: their KV is still pinned."""
+        """Take the parameters back: the decode worker's engine certainly has not seen them, so their KV is still
+        pinned.
+        """
         self.params = params
         if self.pin is not None:
             self.pin.hold()
 
     def written(self, worker: Worker) -> None:
-        """The head of a stream is here: if the KV is too old by now, we may have been stopped before the writing."""
+        """Check at a stream's head: if the KV is too old by now, this process may have been stopped before it sent the
+        request.
+        """
         if self._services.drainer.too_old(self.pinned_s):
             self.doubt(worker)
 
     def watch_pull(self, *, streams: bool) -> None:
-        """See whether the KV may have been dropped before the decode worker, which owes its first word, pulled it.
+        """Check whether the KV may have been dropped before the decode worker, which has sent nothing yet, pulled it.
 
-        With NIXL a worker keeps KV alive while it is at work, as its tokens show: those that came before our last look,
-        for what is read after a pause of ours may be of any time. One that answers as a whole (not `streams`) may be
-        busy with that answer, as long as nothing is known against it.
+        With NIXL a working engine keeps KV alive. Its tokens show that it works, but only those read before the last
+        look: after a pause of this process bytes may be old. A worker that answers unstreamed (not `streams`) counts as
+        working while it is up.
         """
         worker, looked_s = self._pulls_at, self._services.last_look_s
         if worker is None or self.cache_salt != worker.cache_salt:
@@ -112,17 +118,17 @@ class HeldKv:
             self.doubt(worker)
 
     def doubt(self, worker: Worker) -> None:
-        """The decode worker may have pulled, and cached, what is not its KV: what it was sent by now is made anew."""
+        """Note that the decode worker may have pulled and cached wrong KV: requests sent to it so far are made anew."""
         if self.cache_salt == worker.cache_salt:
             self._services.fleet.doubt_cache(worker)
 
     def check_first_word(self, worker: Worker, *, streams: bool) -> None:
-        """The first word of the decode worker is here. Raises: KvTooOld: it may have read another request's KV."""
+        """Check at the decode worker's first event. Raises: KvTooOld: it may have read another request's KV."""
         self.watch_pull(streams=streams)
         self.answered()
         if self.cache_salt != worker.cache_salt:
             raise KvTooOld
 
     def answered(self) -> None:
-        """No first word is waited for any more."""
+        """Stop waiting for the first event."""
         self._pulls_at = None

@@ -76,21 +76,21 @@ from balanceroute.proxy.workers.fleet import Worker
 
 log = logging.getLogger(__name__)
 
-CALLBACK_S: Final = 5.0  # an engine asks as soon as it has the blocks
-GIVE_UP_S: Final = 20.0  # a cluster that is full at our start frees blocks by then
+CALLBACK_S: Final = 5.0  # an engine asks as soon as it has allocated the blocks
+GIVE_UP_S: Final = 20.0  # a cluster that is full at the router's start frees blocks by then
 _MISTAKEN: Final = "its connector is not mooncake_layerwise, or it can't reach us"
 LAST_WORD_S: Final = 1.0  # D's last token may overtake P's reply, which only counts by then
 
 
 def external_id(request: ClientRequest, upstream_id: str) -> str:
-    """What vLLM calls a request that came with this X-Request-Id."""
+    """vLLM's name for a request with this X-Request-Id."""
     return f"chatcmpl-{upstream_id}" if request.endpoint == "chat" else f"cmpl-{upstream_id}-0"
 
 
 def own_echo(request: ClientRequest) -> dict[str, Any] | None:
-    """What a stream's echo is made of: its first event may come before the prefiller's word on the prompt.
+    """The text for a stream's echo: its first event may come before the prefiller's answer.
 
-    Raises: InvalidRequest: the prompt is token ids, whose text only an engine knows.
+    Raises: InvalidRequest: the prompt is token ids, whose text only an engine can make.
     """
     wishes = request.prompt_wishes
     if wishes is None or not (wishes.echo and request.stream) or request.return_token_ids:
@@ -102,7 +102,7 @@ def own_echo(request: ClientRequest) -> dict[str, Any] | None:
 
 
 class PushFailed(BalanceRouteError):
-    """The prefill that a decode worker waits for has failed; the request starts over after `delay_s`."""
+    """The prefill that a decode worker waits for has failed; the request starts again after `delay_s`."""
 
     def __init__(self, error: UpstreamError, delay_s: float) -> None:
         super().__init__(str(error))
@@ -110,7 +110,7 @@ class PushFailed(BalanceRouteError):
 
 
 class Layerwise:
-    """The strategy whose decode worker is chosen first; the prefill runs beside the decode, in a task of its own."""
+    """The strategy that chooses the decode worker first; the prefill runs beside the decode, in its own task."""
 
     __slots__ = ("_leg", "_patience", "_push", "_result", "_services", "_worker")
 
@@ -126,7 +126,7 @@ class Layerwise:
         self._push: asyncio.Task[None] | None = None
         self._patience: asyncio.TimerHandle  # until the decode worker should have asked
         answer = leg.answer
-        answer.cut_prompt(None)  # the decode worker is asked before anybody has counted it
+        answer.cut_prompt(None)  # an estimate: the decode worker is asked before the prompt has been counted
         self._result = PrefillResult(None, answer.estimated_tokens, None, None, reply=own_echo(answer.request))
         answer.begin(self._result)
 
@@ -136,7 +136,7 @@ class Layerwise:
         return ADMITTED
 
     async def decoding(self) -> Event:
-        """Have the decode worker ask for the KV and generate the answer, from wherever it is."""
+        """Have the decode worker ask for the KV and generate the answer, or the rest of it."""
         leg, worker = self._leg, self._worker
         scanner, retries = leg.answer.scanner, leg.retries
         tokens = scanner.tokens
@@ -161,12 +161,12 @@ class Layerwise:
                 await leg.suspect_loss(error, worker)
                 await asyncio.sleep(retries.judge(error, worker, "decode", begun=bool(scanner.tokens)))
             elif not isinstance(error, WorkerSilent):  # a silent one may have written half of the KV
-                raise  # judged where it happened, and it was the last try
+                raise  # judged already, as the last try
         try:
             return await go_on(leg, self._result, lost)
         finally:
             clear_frames(lost)
-            lost = None  # it keeps the frames that it came through, this one among them
+            lost = None  # errors keep the frames that they passed, such as this one
 
     async def _attempt(self, worker: Worker) -> bool:
         leg, callbacks = self._leg, self._services.callbacks
@@ -191,11 +191,11 @@ class Layerwise:
             leg.kv.params = None
             push, self._push = self._push, None
             if push is not None:
-                push.cancel()  # what it holds in the scheduler goes with the request's own release
+                push.cancel()  # the scheduler releases the prefiller with the request
             leg.answer.count_prompt_by_decoder()
 
     async def _last_word(self, push: asyncio.Task[None]) -> None:
-        """Wait for what the prefiller says of the prompt. Raises: BadUpstreamReply: the answer lacks it."""
+        """Wait for the prefiller's figures of the prompt. Raises: BadUpstreamReply: they do not come."""
         leg, answer = self._leg, self._leg.answer
         lacks = answer.request.prompt_wishes is not None and not answer.request.stream
         await asyncio.wait({push}, timeout=None if lacks else LAST_WORD_S)
@@ -229,14 +229,14 @@ class Layerwise:
         if worker.kv_connector is None:
             worker.kv_connector = self._services.config.connector
             self._services.metrics.conditions.clear(CONNECTOR, worker.id)
-        self._leg.try_deadline_s = math.inf  # from here on it is us whom the decode worker waits for
+        self._leg.try_deadline_s = math.inf  # from here on the decode worker waits for the router
         worker.progress_s = self._services.tickets.now()
         self._leg.ticket.request_prefill()
         self._push = self._services.loop.create_task(self._run_push(worker, body))
         self._push.add_done_callback(self._push_is_over)
 
     def _push_is_over(self, push: asyncio.Task[None]) -> None:
-        """A bug of ours in it must not have the leg wait for tokens that can't come."""
+        """Handle the end of the prefill's task: after a bug in it the leg must not wait for tokens that can't come."""
         error = None if push.cancelled() else push.exception()
         if error is None:
             return
@@ -328,5 +328,5 @@ class Layerwise:
 
 
 def _unseen(error: UpstreamError) -> bool:
-    """Whether the prefiller has surely not begun: another one may push to the same place."""
+    """Whether the prefiller certainly has not begun, so that another one may push to the same place."""
     return pushes_back(error) or (isinstance(error, ConnectFailed) and not error.sent)

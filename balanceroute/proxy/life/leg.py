@@ -1,32 +1,31 @@
 """One request from its arrival to its single finish.
 
-A `Leg` is one prompt with one answer, the only shape that a KV transfer can carry. It runs inside the task of whoever
-serves the client. It keeps what the request holds and where it stands; what it does in a phase, and which phase follows
-which, is its strategy's: `pull.py`, `layerwise.py` or `scoring.py`.
+A `Leg` is one prompt with one answer, the only shape that a KV transfer can carry. It runs inside the task that serves
+the client. It holds the request's resources and state. Its strategy (`pull.py`, `layerwise.py` or `scoring.py`) has the
+phases and their order.
 
 | module | what it does for a leg |
 |---|---|
-| `pull.py`, `layerwise.py`, `scoring.py` | the phases in their order, each with a table of what follows what |
+| `pull.py`, `layerwise.py`, `scoring.py` | the phases, with a table of their order |
 | `prefilling.py`, `decoding.py` | one try at a prefiller, one at a decode worker |
-| `answer.py` | what has come of the answer, and how it goes on when a worker is lost |
-| `retries.py` | what a failed try means, and how long to wait before the next |
+| `answer.py` | the answer so far, and its continuation when a worker is lost |
+| `retries.py` | judges failed tries, and waits before the next |
 
 Four rules:
 
-**Once.** `finish` is called in one `finally`, whatever happened; everything else that the leg holds (connections,
-trials of circuits) is released in the scope that took it. Releasing never awaits, so it can't be cancelled half-way.
+**Once.** `finish` is called in one `finally`; everything else that the leg holds (connections, trials of circuits) is
+released in the scope that took it. Releasing never awaits, so it can't be cancelled half-way.
 
 **Status before bytes.** The decoder's stream is read until there is something for the client or the stream has ended;
 only then `Outlet.start` is called. Up to that point a failure is another try or a status.
 
 **Parameters once.** `kv` holds the prefiller's kv_transfer_params from its answer until a decoder may have seen them.
-If the request leaves while it still holds them, the KV is drained. `held_kv.py` prevents that KV is used which may be
-gone.
+If the request ends while it still holds them, the KV is drained. `held_kv.py` prevents the use of KV that may be gone.
 
 **A client that goes away is not always a reason to hang up at once.** A prefiller that has just finished pins KV whose
-parameters only its reply tells, and a decoder that has not handed the request to its engine yet forgets it without
-telling the prefiller; both then hold the KV until the connector's timeout, minutes later. So `abandon` lets a try run
-on for as long as it was given (`enter`), and hangs up then.
+parameters are only in its reply; a decoder that has not yet passed the request to its engine drops it without telling
+the prefiller. In both cases the KV stays pinned until the connector's timeout, minutes later. So `abandon` lets a try
+continue for its grace time (`enter`) before it hangs up.
 
 Timeouts cost nothing per event: the leg keeps its deadlines as plain numbers, its ticket the time of the last token,
 and the reaper, which looks at all legs a few times per second, interrupts those that are late (`interrupt`).
@@ -66,13 +65,13 @@ ERROR_LIMIT: Final = 2**20
 
 
 class Event(StrEnum):
-    """How a phase of a leg has ended, unless by an error, which ends the leg."""
+    """The end of a phase of a leg, other than by an error, which ends the leg."""
 
     TAKEN = "taken"  # a prefiller takes the request
     PREFILLED = "prefilled"
     PREFILL_FAILED = "prefill failed"  # and may be tried again
     ADMITTED = "admitted"  # a decode worker takes the request
-    CUT_OFF = "cut off"  # the decode worker was lost, or gave the request back: the answer goes on from where it was
+    CUT_OFF = "cut off"  # the decode worker was lost, or gave the request back: the answer is continued
     COMPLETE = "complete"
 
 
@@ -83,9 +82,9 @@ Transitions = Mapping[Phase, Mapping[Event, Phase]]
 
 
 class Strategy(Protocol):
-    """In which order a leg's phases come. For each phase in `follows` it has a coroutine of the phase's name.
+    """The order of a leg's phases, in `follows`. For each phase it has a coroutine of that name.
 
-    The phases are the scheduler's, which may be ahead: it has chosen a worker before the leg has heard of it.
+    The phases are the scheduler's, which may be ahead: it chooses a worker before the leg hears of it.
     """
 
     first: ClassVar[Phase]
@@ -146,9 +145,9 @@ class Leg:
         scanner_options: dict[str, Any] | None = None,
         choices: Choices | None = None,
     ) -> None:
-        """`headers` go to the workers as they are.
+        """`headers`: sent to workers unchanged.
 
-        `scanner_options` are for an answer in another form, or made of several legs, as `choices` are.
+        `scanner_options`, `choices`: for an answer in another form, or made of several legs.
         """
         self.id, self.services, self._strategy = request_id, services, strategy
         self.answer = Answer(services, request, outlet, scanner_options)
@@ -156,24 +155,24 @@ class Leg:
         self.headers, self._key = checked_lines(headers), prompt_key
         self.deadline_s = deadline_s
         self.outcome = FAILED
-        self.prefiller_id = self.decoder_id = ""  # the last ones that were asked
+        self.prefiller_id = self.decoder_id = ""  # the last workers asked
         self.recomputes = self._tries = 0
-        self.counted_tokens = 0  # of its answer, in `generated_tokens_total`
+        self.counted_tokens = 0  # tokens of its answer that are in `generated_tokens_total`
         self.upstream_id = request_id  # X-Request-Id at the workers; every try has its own
         self.prefill_wait_s = self.decode_wait_s = self.first_token_s = 0.0
-        # what it holds
+        # its resources
         self.ticket: Ticket
         self.kv = HeldKv(services)
-        # where it is
+        # its state
         self._task: asyncio.Task[Any] | None = None
-        self.at_worker = ""  # the id of the worker that a request of ours is under way at
+        self.at_worker = ""  # the id of the worker with a request under way
         self.last_tried = ("", "")  # the id and role of the worker that the present try, or the last one, went to
         self.streaming_from: Worker | None = None  # the decode worker whose tokens come
-        self.reply: Reply | None = None  # the decode worker's, while it is read
+        self.reply: Reply | None = None  # the decode worker's stream, while it is read
         self.kv_due = False  # its decode worker waits for KV that is being computed: no token can come
-        # until when
-        self._grace_s = 0.0  # how long the try under way goes on when the client goes
-        self._grace: asyncio.TimerHandle | None = None  # and what ends it, once the client has gone
+        # the deadline of the try
+        self._grace_s = 0.0  # how long the try continues if the client leaves
+        self._grace: asyncio.TimerHandle | None = None  # the timer that then ends it
         self.try_deadline_s = self.stalled_since_s = math.inf
         self.idle_s = -math.inf  # longest pause between two tokens, once there has been one
         self._abandoned = False
@@ -182,10 +181,9 @@ class Leg:
     async def run(self, task: asyncio.Task[Any] | None = None) -> None:
         """Serve the request: returns when its answer is complete.
 
-        Args: task: the one that runs this, where the caller has asked already.
+        Args: task: the running one, if the caller knows it already.
 
-        Raises: Rejected, UpstreamError: what the client is to be told; `started` says whether as a status or as an
-        event.
+        Raises: Rejected, UpstreamError: the error for the client, as an event if `started`, else as a status.
         """
         if self._abandoned:
             raise ClientGone
@@ -227,7 +225,7 @@ class Leg:
             self._close(sys.exc_info()[1])
 
     def _close(self, error: BaseException | None) -> None:
-        """Let go of all that it holds; `error`: what it ends with."""
+        """Release all resources; `error`: the leg's error, if any."""
         answer = self.answer
         self.services.legs.discard(self)
         self.count_tokens()
@@ -235,27 +233,27 @@ class Leg:
         if self.outcome is FAILED or self.outcome is EXPIRED:
             answer.fails(error)
         if self.outcome is FINISHED:
-            answer.goes_on()  # without another token
-            self.retries.clear_choices()  # on a failure the others are abandoned: none of them may go now
+            answer.goes_on()  # no further token came
+            self.retries.clear_choices()  # after a failure the other choices are abandoned, so none may start now
         if not self.ticket.left:
             self.ticket.finish(self.outcome, answer.scanner.finish_reason or "")
         self.free_kv()
-        # Errors keep the frames that they came through, these keep the leg with its bodies, and the leg the errors:
-        # a ring that is freed only when all garbage is looked for, which may take very long.
+        # Errors refer to frames, frames to the leg with its bodies, and the leg to the errors: a reference cycle that
+        # only a full garbage collection would free, which may come very late.
         self._task = None
-        if self._grace is not None:  # it would keep the leg for seconds
+        if self._grace is not None:  # the timer would keep the leg for seconds
             self._grace.cancel()
         clear_frames(error)
 
-    # -- what others may do to it
+    # -- for other tasks: to end or move it
 
     def abandon(self) -> None:
-        """The client is gone: end the request, at once or as soon as nothing leaks by it."""
+        """End the request, because the client is gone: at once, or when no pinned KV would leak."""
         if self._abandoned:
             return
         self._abandoned = True
         if self._task is None:
-            return  # it will find out as soon as it runs
+            return  # the task checks when it starts
         if self._grace_s:
             self._grace = self.services.loop.call_later(self._grace_s, self._hang_up)
         else:
@@ -266,37 +264,37 @@ class Leg:
             self._task.cancel()
 
     def check_abandoned(self, worker: Worker) -> None:
-        """Raises: ClientGone: nobody waits for what this worker has said."""
+        """Check whether the client has left. Raises: ClientGone."""
         if self._abandoned:
             worker.circuit.inconclusive()
             raise ClientGone
 
     def interrupt(self, error: BalanceRouteError) -> None:
-        """End what it does now with this error: the reaper found it late."""
+        """Interrupt the present step with this error: the reaper found it late."""
         if self._interruption is None and self._task is not None:
             self._interruption = error
             self._task.cancel()
 
     def move(self, worker_id: str, role: str) -> None:
-        """Leave a worker that has fallen silent: that try has failed, and whatever it still sends is not read."""
+        """Leave a silent worker: that try has failed, and nothing more is read of it."""
         self.interrupt(WorkerSilent("the worker has fallen silent", worker=worker_id, tier=role))
 
     def interruption(self) -> BalanceRouteError | None:
-        """Why it was interrupted, once; None if the cancellation, or part of it, came from elsewhere."""
+        """The error of `interrupt`, once; None: the cancellation came from elsewhere, too."""
         error, self._interruption = self._interruption, None
         if error is None or self._task is None or self._task.uncancel() > 0:
             return None
         return error
 
-    # -- what others may know
+    # -- for other tasks: its state
 
     @property
     def started(self) -> bool:
-        """Whether the client has seen something of this leg."""
+        """Whether the client has got part of this leg's answer."""
         return self.answer.outlet.started
 
     def count_tokens(self) -> None:
-        """Count the tokens that have come since the last time; those of an answer that starts again count once."""
+        """Count the tokens since the last call; those of an answer that starts again count once."""
         more = self.answer.scanner.tokens - self.counted_tokens
         if more > 0:
             self.counted_tokens += more
@@ -304,21 +302,23 @@ class Leg:
 
     @property
     def last_token_s(self) -> float:
-        """When the last token came, on whatever worker; 0 before."""
+        """The time of the last token, from any worker; 0: none has come."""
         return self.ticket.last_token_s
 
     def late(self, now: float) -> bool:
-        """Whether the worker should have given its answer, its first byte or its next token by now."""
+        """Whether the worker's answer, first byte or next token is overdue."""
         return now > max(self.try_deadline_s, self.last_token_s + self.idle_s)
 
     @property
     def blocked_by_client(self) -> bool:
-        """Whether the worker isn't read at the moment because the client doesn't read, or has nothing left to say."""
+        """Whether the worker is not read now because the client does not read, or because the worker's stream has
+        ended.
+        """
         return self.reply is not None and (self.reply.paused or self.reply.over)
 
     @property
     def expects_tokens(self) -> bool:
-        """Whether a stream from its decode worker is open whose client reads, and tokens may come."""
+        """Whether the decode worker's stream is open, tokens may come, and the client reads."""
         return (
             bool(self.decoder_id)
             and self.reply is not None
@@ -331,15 +331,15 @@ class Leg:
     # -- for its strategy
 
     def new_try(self) -> None:
-        """What is sent from now on is another request to the workers."""
+        """Begin a new try, which is another request to the workers."""
         self._tries += 1
         if self._tries > 1:
             self.upstream_id = f"{self.id}-{self._tries}"
 
     def enter(self, worker: Worker, role: str, deadline_s: float, grace_s: float) -> None:
-        """A request to this worker is about to be sent, which the next `leave` ends.
+        """Note that a request to this worker is about to be sent; `leave` ends it.
 
-        Args: deadline_s: when its first byte is late. grace_s: how long it goes on when the client goes.
+        Args: deadline_s: for its first byte. grace_s: how long it continues if the client leaves.
         """
         worker.take()
         worker.circuit.used()
@@ -349,12 +349,12 @@ class Leg:
         self.last_tried = (worker.id, role)
 
     def heard(self, worker: Worker) -> None:
-        """The worker has the request: a client that goes is now reason enough to hang up. Raises: ClientGone."""
+        """Note that the worker has the request, so it can be hung up when the client leaves. Raises: ClientGone."""
         self._grace_s = 0.0
         self.check_abandoned(worker)
 
     def leave(self, worker: Worker) -> None:
-        """The request to this worker is over."""
+        """Note that the request to this worker is over."""
         self._grace_s = 0.0
         self.try_deadline_s = math.inf
         self.at_worker = ""
@@ -363,7 +363,7 @@ class Leg:
     async def admission(self) -> Worker:
         """Wait for the decode worker. Raises: QueueTimeout.
 
-        One that has gone out between the decision and now, be it for another request's trial, is not asked.
+        A worker that has gone out since the decision, or is taken by another request's trial, is not used.
         """
         ticket, retries, fleet = self.ticket, self.retries, self.services.fleet
         waiting_since_s = ticket.pooled_s
@@ -380,23 +380,24 @@ class Leg:
             self.decode_wait_s += self.services.tickets.now() - waiting_since_s
 
     async def suspect_loss(self, error: UpstreamError, worker: Worker) -> None:
-        """Take down that the decode worker died under this request, if it did. Raises: DecodersLost: once too often.
+        """Record the decode worker's death under this request, if it died. Raises: DecodersLost: too many have died.
 
-        Only then may another suspect go to that worker, and it hears of the death before it goes.
+        Another suspect may use that worker only after this, so it knows of the death.
         """
         midway = bool(self.answer.scanner.generated.in_life)
         try:
             await self.retries.suspect_loss(error, worker, midway=midway)
         except asyncio.CancelledError:
-            worker.circuit.inconclusive()  # else nobody would ever judge what may have been its trial
+            worker.circuit.inconclusive()  # otherwise a trial would never be judged
             raise
         finally:
             self.retries.left_worker()
 
     def record(self, pins: PinRecord, result: PrefillResult) -> None:
-        """Take down what a prefiller has pinned, if any prompt may stand in for this one.
+        """Record the KV that a prefiller has pinned, if any prompt of the same size can drain it.
 
-        Not where a drain would be one more try of a suspect, nor for embeddings, which are no count of token ids.
+        Not for a suspect, for which a drain would be another try, and not for embeddings, whose size in token ids is
+        unknown.
         """
         self.kv.pin = None
         params, request, tokens = result.kv_transfer_params, self.answer.request, result.prompt_tokens
@@ -405,7 +406,7 @@ class Leg:
             self.kv.pin = pins.pin(self.upstream_id, self.prefiller_id, params, tokens, request.model, age_s)
 
     def free_kv(self) -> None:
-        """Have pinned KV pulled that the request leaves behind, unless a decoder may have been told to already.
+        """Have the request's pinned KV drained, unless a decoder may have its parameters.
 
         A decoder that failed before its first token may or may not have pulled: its parameters must not be used
         again, so that KV is only counted (`decoding.py`).
@@ -425,7 +426,7 @@ class Leg:
 
 
 def clear_frames(error: BaseException | None) -> None:
-    """Drop the variables of the frames that an error, and what led to it, has left."""
+    """Clear the frames of an error and of its causes."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__context__

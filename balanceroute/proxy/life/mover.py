@@ -1,15 +1,15 @@
-"""Takes requests off workers that were judged down because they are silent, and leaves them where that would not help.
+"""Moves requests off silent workers, unless a move would not help.
 
-The reaper looks several times per second. Who is silent, and whether a whole group is, is decided in
-`workers/silence.py`; who leaves and how many at a time in `moves.py`. Here is what they need to know, and what follows:
+The reaper calls it several times per second. `workers/silence.py` decides which workers and groups are silent,
+`moves.py` which requests leave and how many at a time. This module gathers their inputs and carries the decisions out:
 
-    a worker is out, alone       its last words are read first (`SETTLE_S`): they say which requests it died under. Then
-                                 what has no token there leaves, streams after `retry.resume_after_silence_s`, as fast
-                                 as the prefill tier takes them again
-    a group is frozen            nothing of it moves; /ready names it. What is late by `health.group_wait_s` beyond its
-                                 own limit leaves after all, as fast as the prefill tier takes it
-    we have looked away          nothing is judged until what lay in the sockets is read
-    all workers of a role down   what waits for one is refused after `queue.no_worker_grace_s`, as new requests are
+    a worker is out, alone       its last bytes are read first (`SETTLE_S`): they tell which requests it died under.
+                                 Then requests without a token there leave, streams after
+                                 `retry.resume_after_silence_s`, as fast as the prefill tier takes them again
+    a group is frozen            its requests stay; /ready names it. Those that are late by `health.group_wait_s` beyond
+                                 their own limit leave after all, as fast as the prefill tier takes them
+    this process was stopped     nothing is judged until the sockets' contents have been read
+    all workers of a role down   requests that wait for one are refused after `queue.no_worker_grace_s`, as new ones are
 """
 
 import logging
@@ -30,18 +30,18 @@ log = logging.getLogger(__name__)
 
 
 class Mover:
-    """Looks with the reaper."""
+    """Moves requests off silent workers, called by the reaper."""
 
     def __init__(self, services: LifeServices, judges: bool) -> None:
-        """The services' `frozen` is kept up to date here where it `judges`."""
+        """With `judges` it also updates the services' `frozen`."""
         self._services, self._judges = services, judges
         self._tickets, self._fleet, self._frozen = services.tickets, services.fleet, services.frozen
         self._legs: set[Leg] = services.legs
         self._out_since_s: dict[str, float] = {}
-        self._moving: dict[str, str] = {}  # who has left which worker, and is not prefilled again yet
+        self._moving: dict[str, str] = {}  # requests that left a worker and are not prefilled again yet
         self._none_up_since_s: dict[Role, float] = {}
         self._attentive = True
-        self._movable = False  # somebody could take what leaves a silent worker, now or soon
+        self._movable = False  # a worker could take requests that leave, now or soon
 
     def look(self, now: float, period_s: float) -> None:
         """One look; `period_s` is the time between two."""
@@ -56,9 +56,10 @@ class Mover:
         self._refuse_waiting(now)
 
     def tolerates(self, leg: Leg, now: float) -> bool:
-        """Whether a leg that is late at its worker is left there: the silence may be ours, or it waits for its move.
+        """Whether a late leg stays at its worker: the silence may be due to this process, or the leg waits for its
+        move.
 
-        What stood still with us has as long for its next token as after one.
+        After a pause of this process its next token gets the full time again.
         """
         if not self._attentive or now - self._services.attention.since_s < self._services.config.limits.idle_timeout_s:
             return True
@@ -92,7 +93,7 @@ class Mover:
         return any(group.name in (worker.spec.barrier_group, ALL_WORKERS) for group in self._frozen)
 
     def _worker_of(self, leg: Leg) -> Worker | None:
-        """The worker that the leg is at; decode first, the prefiller that works for it, if that one is out."""
+        """The worker of the leg; decode first, the prefiller that works for it, if that is out."""
         name = leg.at_worker
         if leg.ticket.pushing and leg.prefiller_id in self._out_since_s:
             name = leg.prefiller_id
@@ -125,7 +126,7 @@ class Mover:
             leg.move(worker.id, worker.spec.role.value)
 
     def _stuck(self, leg: Leg, worker: Worker, now: float) -> Stuck | None:
-        """What may leave this worker; None: it has reason to stay."""
+        """How long the leg is stuck at this worker; None: it stays."""
         if leg.blocked_by_client or not leg.answer.may_move:
             return None
         since_s = -math.inf
@@ -139,7 +140,7 @@ class Mover:
         return Stuck(leg.id, leg.streaming_from is not None, leg.ticket.order, now - since_s)
 
     def _is_moving(self, request_id: str, left: str) -> bool:
-        """Whether it still needs its prefill: bound to the worker that it leaves, or waiting for a prefiller."""
+        """Whether a moved request still needs its prefill: it is bound to its former worker, or is queued."""
         ticket = self._tickets.by_id.get(request_id)
         if ticket is None:
             return False
@@ -148,10 +149,10 @@ class Mover:
         return ticket.phase is not Phase.POOLED or self._tickets.decode_first
 
     def _refuse_waiting(self, now: float) -> None:
-        """End what waits for a prefiller or for a decoder while there is none, as a new request would be refused."""
+        """End requests that wait for a prefiller or decoder while there is none, with the refusal of a new request."""
         view = self._tickets.view()
         if not self._judges and not (view.prefillers or view.decoders):
-            return  # who judges has not been heard yet
+            return  # the brain's judgement is not known yet
         for role, members in ((Role.PREFILL, view.prefillers), (Role.DECODE, view.decoders)):
             if any(member.state is not WorkerState.DOWN for member in members):
                 self._none_up_since_s.pop(role, None)
@@ -164,7 +165,7 @@ class Mover:
                     leg.interrupt(no_workers(view).error())
 
     def _needs(self, role: Role, leg: Leg, ticket: Ticket) -> bool:
-        """Whether it waits for a worker of that role, or for the answer of a prefiller that is out."""
+        """Whether a leg waits for a worker of that role, or for the answer of a prefiller that is out."""
         if role is Role.DECODE:
             return ticket.phase is Phase.POOLED
         if ticket.phase is Phase.QUEUED or ticket.asking:
@@ -178,7 +179,7 @@ def _any_up(workers: Sequence[DecoderView] | Sequence[PrefillerView]) -> bool:
 
 
 def _vitals(worker: Worker, expects_tokens: bool, now: float, window_s: float) -> Vitals:
-    """What the last signs of life say; see `silence.py`."""
+    """The workers' last signs of life; see `silence.py`."""
     mute = False
     since_s: float | None = None
     if expects_tokens:

@@ -1,12 +1,11 @@
-"""Which requests leave a silent worker, and how many at a time.
+"""Chooses which requests leave a silent worker, and how many at a time.
 
-A request that leaves a decoder needs its prompt, and what it has generated, prefilled once more; on the silent worker
-it loses nothing by waiting while no prefiller could take it. So at most as many are on their way back through the
-prefill tier as its prefillers keep busy with (`room`), and those go first that have nothing to lose: without a token,
-then streams, each in the order of arrival. A stream waits `resume_after_silence_s` first, for a worker that has only
-paused.
+A request that leaves a decoder is prefilled again, with the tokens it has generated. While no prefiller could take it,
+it loses nothing by waiting on the silent worker. So only as many leave at a time as keep the prefillers busy (`room`):
+first requests without a token, then streams, each in order of arrival. A stream first waits `resume_after_silence_s`,
+because the worker may only have paused.
 
-Pure: what is stuck and how long comes in, ids come out.
+Pure: from stuck requests with their times to ids.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,7 +16,7 @@ from balanceroute.core.prefill import usage_allows
 from balanceroute.core.types import WorkerState
 from balanceroute.core.view import PrefillerView
 
-LANES: Final = 4  # prompts that keep a prefiller busy from one look to the next, where its limit is not configured
+LANES: Final = 4  # prompts that keep a prefiller busy between two looks, if `max_inflight` is not set
 
 
 @dataclass(frozen=True, slots=True)

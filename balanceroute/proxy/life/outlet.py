@@ -1,4 +1,4 @@
-"""Where a leg's answer goes: the client's stream, a share of one, or memory."""
+"""The destination of a leg's answer: the client's stream, a part of it, or memory."""
 
 from typing import Protocol
 
@@ -8,7 +8,7 @@ class Outlet(Protocol):
 
     @property
     def started(self) -> bool:
-        """Whether the client has seen the status; from then on nothing can be taken back."""
+        """Whether the client has got the status; after that the answer can't start again."""
         ...
 
     @property
@@ -21,7 +21,7 @@ class Outlet(Protocol):
         ...
 
     def write(self, body: bytes, /) -> bool:
-        """Take whole events, not the last; False if the client's socket is full: nothing has happened."""
+        """Take whole events, not the last; False: the client's socket is full, and nothing was taken."""
         ...
 
     def end(self, body: bytes, /) -> None:
@@ -37,5 +37,5 @@ class Outlet(Protocol):
         ...
 
     def forget(self) -> bool:
-        """Drop what the client has not seen yet; returns whether that is everything, so that the answer may restart."""
+        """Drop what the client has not got yet; True: it had got nothing, so the answer may start again."""
         ...

@@ -1,4 +1,4 @@
-"""The fourth coroutine: whatever has waited too long.
+"""The fourth coroutine: it ends what has waited too long.
 
     in the queue or the pool    expired by the scheduler; the client gets a 503, pinned KV is drained
     at a worker                 the first byte, or the next token, is late: that try has failed
@@ -7,8 +7,8 @@
     altogether                  the request's own deadline: 504, or an error event; in the queue or the pool, as above
     leaving workers             forgotten once they hold nothing
 
-A few looks per second at a few numbers per request replace a timer per request and try. What has been generated since
-the last look is told to the scheduler, and for what worker it speaks to the fleet, so neither is ever far behind.
+It checks a few numbers per request several times per second, instead of a timer per request and try. It also reports
+new tokens to the scheduler, and workers' progress to the fleet.
 """
 
 import asyncio
@@ -34,7 +34,9 @@ class PoolReaper:
     """Looks every `PERIOD_S`."""
 
     def __init__(self, services: LifeServices, expire: Callable[[], object], judges: bool = True) -> None:
-        """`expire` ends what has waited too long before the scheduler; `judges`: whether workers are judged here."""
+        """`expire` ends requests that have waited too long in the queue or pool; `judges`: whether this process judges
+        workers.
+        """
         self._services, self._expire = services, expire
         self._mover = Mover(services, judges)
 
@@ -57,7 +59,7 @@ class PoolReaper:
         for leg in self._services.legs:
             leg.kv.watch_pull(streams=leg.answer.request.streams_upstream)
         self._mover.look(now, PERIOD_S)
-        if now - self._services.attention.since_s >= SETTLE_S:  # what came while we were stopped has been read by then
+        if now - self._services.attention.since_s >= SETTLE_S:  # bytes that came during a pause have been read
             self._services.last_look_s = now
         for leg in list(self._services.legs):
             self._look_at(leg, now)
@@ -66,7 +68,7 @@ class PoolReaper:
         if now > leg.deadline_s:
             leg.interrupt(_too_late(leg))
         elif leg.blocked_by_client:
-            # the worker isn't read, so its silence proves nothing
+            # the worker is not read, so its silence means nothing
             leg.try_deadline_s = max(leg.try_deadline_s, now + self._services.config.limits.idle_timeout_s)
             leg.stalled_since_s = min(leg.stalled_since_s, now)
             if now - leg.stalled_since_s > self._services.config.limits.client_stall_timeout_s:
@@ -79,7 +81,7 @@ class PoolReaper:
 
 
 def _too_late(leg: Leg) -> BalanceRouteError:
-    """How the request's own deadline ends it: no worker is to blame where it still waits for one."""
+    """The error for a request's own deadline; it blames no worker if the request still waits for one."""
     waits_for = _WAITS_FOR.get(leg.ticket.phase)
     if waits_for is None:
         return DeadlineExceeded(f"{_TOO_LONG}.", worker=leg.last_tried[0], tier="")

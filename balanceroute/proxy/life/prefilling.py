@@ -1,6 +1,6 @@
-"""One try at a prefiller: the probe, which has it compute the prompt and keep the KV.
+"""One try at a prefiller: the probe, which makes it compute the prompt and pin the KV.
 
-A client that goes meanwhile does not end it at once: see `leg.py`.
+If the client leaves meanwhile the try does not end at once: see `leg.py`.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from balanceroute.proxy.workers.connector_check import pinned_nothing
 from balanceroute.proxy.workers.fleet import Worker
 from balanceroute.proxy.workers.identity import check_id
 
-# Hanging up costs (chance to hit the window) x (480 s of pinned KV), going on costs half of what the prefill takes:
+# To hang up costs (chance to hit the window) x (480 s of pinned KV), to continue half of the prefill's time:
 # with a window of 20 ms between engine and reply (a busy machine) both are equal for a prefill of 4.4 s.
 PROBE_GRACE_S: Final = 5.0
 
@@ -38,7 +38,7 @@ async def next_prefiller(leg: Leg) -> Worker:
 
 
 async def try_probe(leg: Leg, worker: Worker) -> PrefillResult | None:
-    """The prefiller's answer; None when it failed and, the wait being over, another try may be made.
+    """Ask the prefiller; None: the try has failed and its pause is over, so another one may be made.
 
     Raises: ClientGone; UpstreamError: it was the last try.
     """
@@ -66,11 +66,11 @@ async def probe(leg: Leg, worker: Worker) -> PrefillResult:
         has_prefilled(leg, worker, result)
         return result
     except ForeignReply:
-        services.drainer.orphan()  # what it has pinned for us, if anything, nobody will ever be told
+        services.drainer.orphan()  # the parameters of what it has pinned, if anything, are lost
         raise
     except asyncio.CancelledError:
         worker.circuit.inconclusive()
-        services.drainer.orphan()  # it may finish, or have finished, all the same
+        services.drainer.orphan()  # it may finish all the same
         error = leg.interruption()
         if error is None:
             raise
@@ -80,7 +80,7 @@ async def probe(leg: Leg, worker: Worker) -> PrefillResult:
 
 
 async def ask(leg: Leg, worker: Worker, body: bytes) -> PrefillResult:
-    """What a prefiller answers to this body. Raises: UpstreamError: an error, or no answer to this request."""
+    """A prefiller's answer to this body. Raises: UpstreamError: an error, or an answer to another request."""
     request, upstream = leg.answer.request, worker.upstream
     headers, connect_s = worker.headers_of(leg.upstream_id, leg.headers), leg.services.config.limits.connect_timeout_s
     reply = await upstream.request("POST", request.path, body, headers, connect_timeout_s=connect_s)
@@ -93,7 +93,7 @@ async def ask(leg: Leg, worker: Worker, body: bytes) -> PrefillResult:
 
 
 def has_prefilled(leg: Leg, worker: Worker, result: PrefillResult) -> None:
-    """The prefiller has computed the prompt. Raises: WrongConnector: its parameters are no use here."""
+    """Note that the prefiller has computed the prompt. Raises: WrongConnector: its parameters can't be used."""
     if result.kv_transfer_params is not None and worker.kv_connector is None:
         leg.services.check_connector(worker, result.kv_transfer_params)
     worker.circuit.success()

@@ -34,8 +34,8 @@ from balanceroute.proxy.life.seam import ids_of_a_broken_character
 from balanceroute.proxy.wire.probe_reply import PrefillResult
 from balanceroute.proxy.workers.fleet import Worker
 
-# From a decoder's socket to its engine, tokenisation included. An idle one needs milliseconds and its first event ends
-# the wait; a real vLLM on an overloaded machine had not done it after 0.5 s, and its prefiller kept the KV.
+# For a decoder to pass a request from its socket to its engine. An idle one needs milliseconds; its first event ends
+# the wait. A real vLLM on an overloaded machine had not done it after 0.5 s, and its prefiller kept the KV.
 DECODE_GRACE_S: Final = 5.0
 
 
@@ -72,7 +72,7 @@ class Pull:
         if result is None:
             leg.ticket.prefill_failed()
             return PREFILL_FAILED
-        # the answer may have lain there since our loop turned last
+        # the answer may have waited since the loop's last turn
         pinned_s = sent_s if sent_s > services.last_look_s else services.last_look_s
         leg.kv.pinned(worker, result.kv_transfer_params, pinned_s)
         if services.pins is not None:
@@ -90,7 +90,7 @@ class Pull:
         return ADMITTED
 
     async def decoding(self) -> Event:
-        """Have the answer generated, from wherever it is."""
+        """Have the answer generated, or the rest of it."""
         leg, worker = self._leg, self._worker
         scanner, retries = leg.answer.scanner, leg.retries
         tokens, why = scanner.tokens, "recomputed"
@@ -118,10 +118,10 @@ class Pull:
 
 
 async def go_on(leg: Leg, result: PrefillResult, lost: UpstreamError | None, why: str = "recomputed") -> Event:
-    """After a decode that ended early, queue again for what is left of the answer, if anything.
+    """After a decode that ended early, queue again for the rest of the answer, if any.
 
-    Args: result: what the last prefill said. lost: how the worker was lost; None: `why` says what else has happened, as
-    metrics call it.
+    Args: result: of the last prefill. lost: how the worker was lost; None: see `why`. why: another cause, as in the
+    metrics.
 
     Raises: UpstreamError: the answer can't go on.
     """
@@ -131,7 +131,7 @@ async def go_on(leg: Leg, result: PrefillResult, lost: UpstreamError | None, why
         await leg.answer.end_by_length()
         return COMPLETE
     if not leg.answer.scanner.tokens:
-        leg.first_token_s = 0.0  # what the client gets is yet to come
+        leg.first_token_s = 0.0  # the client has got nothing yet
     if lost is None or not pushes_back(lost):
         leg.services.metrics.recomputes.inc(why if lost is None else "worker_lost")
     leg.recomputes += 1

@@ -1,8 +1,8 @@
-"""What an answer that was cut off may be continued as, on another decode worker.
+"""Which answers that were cut off can be continued on another decode worker.
 
-A request that a decoder gives back, or that loses its decoder, goes on as prompt + token ids. An engine keeps more
-than ids per request, and all of that begins anew. How well the rest of the answer then is what it would have been,
-field by field (vLLM 0.32; earlier ones where they differ):
+A request that a decoder gives back, or that loses its decoder, continues from prompt + token ids. An engine's other
+state of the request is lost. The table says, field by field, how close the rest of the answer comes to the
+uninterrupted one (vLLM 0.32; earlier ones where they differ):
 
 | state in the engine | fields | class | why |
 |---|---|---|---|
@@ -43,8 +43,8 @@ not known |
 media |
 
 What is invalid is not continued: where the client has seen nothing of it the answer starts again from the original
-prompt, else it ends with an error event that says why (`NotResumable`). Everything else goes on: to end a long healthy
-stream over a penalty would cost its user more than the penalty.
+prompt, else it ends with an error event that says why (`NotResumable`). Everything else is continued: to lose a long
+stream costs its user more than an approximate penalty.
 """
 
 from collections.abc import Iterable, Mapping
@@ -60,7 +60,7 @@ from balanceroute.proxy.wire.sse import Cut
 
 
 class Fidelity(IntEnum):
-    """How well an answer is continued; of several fields the worst one counts."""
+    """How exactly an answer is continued; of several fields the worst counts."""
 
     EXACT = 0
     ADJUSTED = 1
@@ -90,16 +90,16 @@ _STATELESS: Final = frozenset(
     guided_decoding_backend guided_whitespace_pattern use_beam_search""".split()
 )
 _COUNTS: Final = frozenset(("max_tokens", "max_completion_tokens", "min_tokens"))
-_OFF: Final[tuple[Any, ...]] = (None, False, 0, "", [], {})  # what switches any field off
+_OFF: Final[tuple[Any, ...]] = (None, False, 0, "", [], {})  # values that switch a field off
 _GUIDED: Final = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structural_tag")
-# in `structured_outputs` these only say how; everything else in it is a constraint
+# options of `structured_outputs`; all other fields in it are constraints
 _GRAMMAR_OPTIONS: Final = frozenset(
     ("disable_any_whitespace", "disable_additional_properties", "disable_fallback", "whitespace_pattern", "backend")
 )
 
 
 def resumption(request: ClientRequest, cut: Cut) -> Resumption:
-    """The class of going on from `cut`; `request` is the client's original. See the module's table."""
+    """The class of a continuation from `cut`; `request`: the client's original. See the module's table."""
     invalid = _invalid(request, cut)
     if invalid:
         return Resumption(Fidelity.INVALID, invalid)
@@ -123,7 +123,7 @@ def _of_field(name: str, value: Any, rest: Mapping[str, Any]) -> Fidelity:
 
 
 def _invalid(request: ClientRequest, cut: Cut) -> str:
-    """What forbids to go on from here; "" for nothing."""
+    """The field or state that forbids a continuation; "": none."""
     if cut.misparsed:
         return "the reasoning parser"
     if TOOL_CALLS in cut.kinds:
@@ -140,7 +140,7 @@ def _invalid(request: ClientRequest, cut: Cut) -> str:
 
 
 def grammar_of(rest: Mapping[str, Any]) -> str:
-    """The field that binds the answer to a grammar; "" for none."""
+    """The field that binds the answer to a grammar; "": none."""
     wanted = rest.get("response_format")
     if isinstance(wanted, dict) and wanted.get("type") not in (None, "text"):
         return "response_format"

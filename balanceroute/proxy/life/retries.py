@@ -1,23 +1,23 @@
-"""What failed tries say of a request and of its workers, and how long to wait before the next one.
+"""Judges failed tries of a request: what they mean for it and its workers, and the wait before the next try.
 
 | what happened | the worker | the request |
 |---|---|---|
 | 4xx except 429 | nothing | ends: the error is the client's |
-| 429, 503 | rests (`circuit.busy`) | goes round again, counted as no failure; ends at the queue's deadline |
-| given back without a token, or made anew | nothing | goes round again, `MAX_FRUITLESS` times in a row |
-| the whole took too long | nothing | ends |
-| prefiller and decode worker make other prompts of it | nothing: some requests may still be served | ends |
-| no descriptor was free for a connection | nothing: that is ours | tries again, as below |
-| 500 from every worker that could take it | nothing, nor what was said before | ends |
+| 429, 503 | rests (`circuit.busy`) | tries again, without counting a failure; ends at the queue's deadline |
+| given back without a token, or made anew | nothing | tries again, `MAX_FRUITLESS` times in a row |
+| the request's own deadline | nothing | ends |
+| prefiller and decode worker make different prompts of it | nothing: other requests may be served | ends |
+| no descriptor was free for a connection | nothing: the router's fault | tries again, as below |
+| 500 from every worker that could take it | nothing; its earlier 500s are cleared, too | ends |
 | anything else | a failure (`circuit.fault`) | tries again, `retry.max_attempts` times in a row |
 | it died | a failure | tries again, or ends when it is the likely cause (`suspicion.py`) |
 
-**Back-pressure is no failure.** A 429 or 503 is a worker's way to say "later". While every worker rests, the request
-waits as it would for a slot, and gets a 503 with Retry-After when it has waited `queue.deadline_s` for its first token.
+**Back-pressure is no failure.** A 429 or 503 means "later". While every worker rests, the request waits as for a slot,
+and gets a 503 with Retry-After if it has no first token after `queue.deadline_s`.
 
 **Refused by all.** Some requests an engine answers with 500 where a 400 would be right: its chat template raises, or it
-lacks a feature. As failures, a few of them from one client would take a small tier out, and with it everybody's
-service. So where the last try ends so too, and no worker is left that might do better, none is to blame.
+lacks a feature. Counted as failures, a few such requests of one client would take a small tier out for all clients. So
+if the last try ends with 500, too, and no other worker is left, no worker is blamed.
 """
 
 import asyncio
@@ -61,7 +61,7 @@ os.register_at_fork(after_in_child=_draws.seed)
 
 
 class Retries:
-    """Of one leg: its failures in a row, the last refusal, what it is suspected of, and its turn among its choices."""
+    """A leg's failures in a row, its last refusal, the suspicion against it, and its turn among the choices."""
 
     __slots__ = (
         "_begun_s",
@@ -79,21 +79,21 @@ class Retries:
     )
 
     def __init__(self, services: LifeServices, request_id: str, choices: Choices | None) -> None:
-        """`choices`: those of the same client request, for an answer made of several legs."""
+        """`choices`: all choices of the client's request, if it has several."""
         self._services, self._request_id, self._choices = services, request_id, choices
         self._suspect: Suspect | None = None
         self._prefill_failures = self._decode_failures = self._fruitless = self._refused = 0  # in a row
-        self._erred: set[str] = set()  # the workers, of either tier, that have answered it with an error of their own
+        self._erred: set[str] = set()  # workers of either tier that answered it with their own error
         self._refusal: UpstreamStatus | None = None  # the last 429 or 503 before the first token
         self._begun_s = math.inf  # when the first token came on its present decode worker
-        self._to_retry: set[str] = set()  # tiers: a try there has failed, and another may be made
+        self._to_retry: set[str] = set()  # tiers where a try has failed and another may be made
 
     # -- judging
 
     def judge(self, error: UpstreamError, worker: Worker, tier: str, *, begun: bool) -> float:
-        """Take note of a failed try; returns how long to wait before the next, in seconds.
+        """Judge a failed try; returns the wait before the next, in seconds.
 
-        Args: begun: the answer has tokens already, from whichever worker.
+        Args: begun: the answer has tokens already, from any worker.
 
         Raises: `error`, when it was the last try.
         """
@@ -123,14 +123,16 @@ class Retries:
         return self._backoff_s(max(1, failures))
 
     def _errs(self, error: UpstreamError, worker: Worker) -> bool:
-        """Take down that a worker answered with an error of its own, if it did, which may be the request's doing."""
+        """Note a worker's own error, which the request may have caused."""
         own = isinstance(error, UpstreamStatus) and error.status in (500, 501) and sign_of(error) is Sign.NONE
         if own:
             self._erred.add(worker.id)
         return own
 
     def _clear_all(self, worker: Worker) -> bool:
-        """Hold nothing against the workers of this one's tier if all have answered so; returns whether they have."""
+        """If all workers of this one's tier have answered with their own errors, clear their failures; returns whether
+        so.
+        """
         tier = self._services.fleet.of(worker.spec.role)
         erred = [one for one in tier if one.id in self._erred]
         if any(one.able for one in tier if one not in erred):
@@ -140,13 +142,13 @@ class Retries:
         return True
 
     def tries(self, tier: str) -> None:
-        """A try is made: a retry, if one has failed before it."""
+        """Count a try as a retry if one has failed before it."""
         if tier in self._to_retry:
             self._to_retry.discard(tier)
             self._services.metrics.retries.inc(tier)
 
     def _failed(self, tier: str) -> int:
-        """One more failure; returns how many in a row count."""
+        """Count a failure; returns the failures in a row."""
         if tier == "prefill":
             self._prefill_failures += 1
             return self._prefill_failures
@@ -154,7 +156,7 @@ class Retries:
         return self._decode_failures - (0 if self._suspect is None else self._suspect.explained)
 
     def fruitless(self, worker: Worker) -> float:
-        """A decode was given back without a token, or made anew: no fault, but no reason to go round for ever either.
+        """Count a decode that was given back without a token, or made anew: no failure, but bounded.
 
         Returns how long to wait. Raises: BadUpstreamReply: it has happened `MAX_FRUITLESS` times in a row.
         """
@@ -166,11 +168,11 @@ class Retries:
         return self._backoff_s(self._fruitless)
 
     async def suspect_loss(self, error: UpstreamError, worker: Worker, *, midway: bool) -> None:
-        """Take down that the worker died under this request, if it did.
+        """Record the worker's death under this request, if it died.
 
-        Args: midway: it had given tokens of the answer.
+        Args: midway: it had sent tokens of the answer.
 
-        Raises: DecodersLost: once too often.
+        Raises: DecodersLost: too many have died.
         """
         sign = sign_of(error)
         if sign is Sign.NONE:
@@ -197,19 +199,19 @@ class Retries:
 
     @property
     def has_losses(self) -> bool:
-        """Whether a decode worker has died under it, or another choice, before its first token there."""
+        """Whether a decode worker died under it, or another choice, before the first token there."""
         shared = self._choices is not None and bool(self._choices.losses)
         return shared or (self._suspect is not None and bool(self._suspect.losses))
 
     @property
     def drains(self) -> DrainGroup:
-        """With which others its pinned KV is drained."""
+        """The drain group of its pinned KV."""
         return DrainGroup() if self._choices is None or self._choices.cleared else self._choices.drains
 
     # -- waiting
 
     def patiently(self, ticket: Ticket, answer: Awaitable[str]) -> Awaitable[str]:
-        """Waits for a worker; once refused by one, until the queue's deadline only. Raises: QueueTimeout."""
+        """Wait for a worker; after a refusal only until the queue's deadline. Raises: QueueTimeout."""
         return answer if self._refusal is None else self._until_deadline(ticket, answer, self._refusal)
 
     async def _until_deadline(self, ticket: Ticket, answer: Awaitable[str], refusal: UpstreamStatus) -> str:
@@ -234,12 +236,12 @@ class Retries:
             await self._services.suspicions.turn(self._suspect, worker.id)
 
     def left_worker(self) -> None:
-        """It is at no decode worker: another suspect may go to the one that it was at."""
+        """Note that it left its decode worker: another suspect may go there."""
         if self._suspect is not None:
             self._services.suspicions.end_turn(self._suspect)
 
     def waits_anew(self) -> None:
-        """It has left its decode worker and waits for another: so may go another choice of the same request."""
+        """Note that it waits for another decode worker: another choice of the same request may go."""
         self.left_worker()
         if self._choices is not None:
             self._choices.back(self)
@@ -252,11 +254,11 @@ class Retries:
     # -- what is forgotten
 
     def prefilled(self) -> None:
-        """A probe was answered."""
+        """Forget failures of the prefill: a probe was answered."""
         self._prefill_failures = 0
 
     def begun(self, now: float) -> None:
-        """The first tokens are here: what failed before is forgotten."""
+        """Forget failures: the first tokens are here."""
         self._decode_failures = self._fruitless = self._refused = 0
         self._erred.clear()
         self._refusal = None
@@ -266,28 +268,28 @@ class Retries:
         self.clear_choices()
 
     def clear_choices(self) -> None:
-        """This choice has an answer: the others need not wait for their turns."""
+        """Free the other choices from waiting for turns: this one has an answer."""
         if self._choices is not None:
             self._choices.clear()
 
     def close(self) -> None:
-        """The request is over."""
-        self._refusal = None  # it keeps the frames that it came through
+        """Release everything: the request is over."""
+        self._refusal = None  # an error keeps the frames that it passed
         self.left_worker()
 
 
 def is_refused(error: BalanceRouteError) -> bool:
-    """Whether the engine finds the request wrong."""
+    """Whether the engine refuses the request as invalid."""
     return isinstance(error, UpstreamStatus) and error.status < 500 and error.status != 429
 
 
 def pushes_back(error: UpstreamError) -> bool:
-    """Whether a worker says that it can't take more now: back-pressure, no fault, and its engine has seen nothing."""
+    """Whether the error is back-pressure: the worker can't take more now, and its engine has not seen the request."""
     return isinstance(error, UpstreamStatus) and error.status in (429, 503)
 
 
 def status_error(reply: Reply, body: bytes, worker: Worker, tier: str) -> UpstreamError:
-    """A worker's answer that is no 200: an error of its own, or one that no completion has."""
+    """The error for a worker's status other than 200."""
     if reply.status < 400:
         return BadUpstreamReply(f"it answered with status {reply.status}", worker=worker.id, tier=tier)
     error = UpstreamStatus(f"status {reply.status}", worker=worker.id, tier=tier, status=reply.status, body=body)
@@ -296,7 +298,7 @@ def status_error(reply: Reply, body: bytes, worker: Worker, tier: str) -> Upstre
 
 
 def event_error(payload: bytes, worker: Worker) -> UpstreamStatus:
-    """An error event as the error that it would have been as a status. vLLM before 0.11 has no object in the object."""
+    """An error event as the error of the corresponding status. vLLM before 0.11 does not nest the object."""
     try:
         whole = orjson.loads(payload)
         told = whole.get("error")

@@ -1,12 +1,12 @@
-"""Requests that want nothing but what their prompt is worth: `echo` with `max_tokens: 0`.
+"""Requests for the logprobs of their prompt only: `echo` with `max_tokens: 0`.
 
 A prefiller computes the prompt anyway, so it answers alone, with no KV pinned and no decode worker involved:
 
     submit -> QUEUED -> PREFILLING -> GONE
                 ^---------'
 
-Decode first, the scheduler gives out prefillers only to requests that a decode worker has asked for, so the least busy
-one is taken here. The table `Scoring.follows` is what runs.
+Decode first, the scheduler assigns prefillers only on a decode worker's request, so the least busy one is taken here.
+The table `Scoring.follows` is what runs.
 """
 
 from typing import Any, ClassVar
@@ -57,7 +57,7 @@ class Scoring:
         return TAKEN
 
     async def prefilling(self) -> Event:
-        """Have the prompt computed, and answer with what the prefiller says of it."""
+        """Have the prompt computed, and answer with the prefiller's logprobs."""
         leg, services = self._leg, self._leg.services
         result = await try_probe(leg, self._prefiller)
         if result is None:
@@ -91,7 +91,7 @@ class Scoring:
             await write_part(outlet, body)
 
     def _least_busy(self) -> Worker:
-        """Of those that have not left since the cluster was seen. Raises: NoHealthyWorkers."""
+        """The least busy prefiller of those still present. Raises: NoHealthyWorkers."""
         services = self._leg.services
         here = [p for p in services.tickets.view().prefillers if p.id in services.fleet]
         up = [p for p in here if p.state is WorkerState.UP]

@@ -1,13 +1,13 @@
-"""Between which two token ids an answer that was cut off may go on: not within a character.
+"""Finds the token after which a cut-off answer may continue: never within a character.
 
 A character may take several tokens, and engines send its text with the last of them. An engine whose prompt ends within
 one sends, as the first text of its answer, the whole prompt with it (vLLM 0.32 fills its `DecodeStream` with the
 prompt's ids, and such a stream has shown nothing yet). An event of several tokens may end there though it has text:
 with `--stream-interval`, with drafts, or where an engine was ahead of its API server.
 
-Only a tokenizer can tell, and every engine has one. So before an answer goes on, a prefiller is asked for the text of
-its last ids, or another decode worker if none tells. It ends with U+FFFD where a character is not whole. The ids of
-that are generated again.
+Only a tokenizer can tell, and every engine has one. So before an answer is continued, a prefiller is asked for the text
+of its last ids, or another decode worker if none answers. The text ends with U+FFFD if a character is incomplete; its
+ids are generated again.
 """
 
 import asyncio
@@ -20,19 +20,19 @@ from balanceroute.errors import UpstreamError
 from balanceroute.proxy.life.leg import ERROR_LIMIT, Leg
 from balanceroute.proxy.workers.fleet import Worker
 
-TIMEOUT_S: Final = 2.0  # of one question, which takes an engine a millisecond
-_ASKED: Final = 2  # of each tier at most; without an answer the ids are taken as they are
+TIMEOUT_S: Final = 2.0  # for one question, which takes an engine a millisecond
+_ASKED: Final = 2  # workers asked per tier; without an answer the ids are used unchanged
 _TAIL: Final = 16  # ids whose text is asked for: a character has four bytes at most, and a token one at least
-_MOST: Final = 16  # ids that are looked at one by one; what is broken for longer is no text
+_MOST: Final = 16  # ids checked one by one; a longer broken end is no text
 ALL: Final = 2**31  # none of these ends a character
 _BROKEN: Final = "\ufffd"
 _TIERS: Final = (Role.PREFILL, Role.DECODE)
 
 
 async def ids_of_a_broken_character(leg: Leg) -> int:
-    """How many ids at the end of the answer belong to a character that is not whole; 0 where nobody can tell.
+    """The number of ids at the answer's end that are an incomplete character; 0 also if no worker answers.
 
-    `ALL` where no id that was looked at ends one.
+    `ALL`: none of the checked ids ends a character.
     """
     ids = leg.answer.goes_on_from
     if not ids:
@@ -45,12 +45,12 @@ async def ids_of_a_broken_character(leg: Leg) -> int:
             async with asyncio.timeout(TIMEOUT_S):
                 return await _ask(leg, worker, ids[-_TAIL - _MOST :].tolist())
         except (UpstreamError, TimeoutError, ValueError, TypeError, KeyError):
-            continue  # it doesn't serve the route, or answers nonsense
+            continue  # it does not serve the route, or answers something else
     return 0
 
 
 async def _ask(leg: Leg, worker: Worker, ids: list[int]) -> int:
-    """Raises: ValueError and the like: it is no tokenizer."""
+    """The text of ids, by a worker's tokenizer. Raises: ValueError and the like: it has none."""
     for broken in range(min(_MOST, len(ids))):
         whole = len(ids) - broken
         if not (await _text(leg, worker, ids[max(0, whole - _TAIL) : whole])).endswith(_BROKEN):

@@ -1,4 +1,4 @@
-"""What requests need of the router."""
+"""The services that requests use."""
 
 import asyncio
 import math
@@ -31,20 +31,20 @@ class LifeServices:
     metrics: Metrics
     drainer: Drainer
     callbacks: Callbacks  # none where prefill comes first
-    pins: PinRecord | None = None  # where what prefillers keep for requests is taken down
+    pins: PinRecord | None = None  # the record of pinned KV
     prompt_estimates: PromptEstimates = field(default_factory=PromptEstimates)
     prompt_blocks: PromptBlocks = field(default_factory=PromptBlocks)
     suspicions: Suspicions = field(default_factory=Suspicions)
     legs: set[Any] = field(default_factory=set)  # every `Leg` that runs; its module imports this one
     attention: Attention = field(default_factory=Attention)
     frozen: list[FrozenGroup] = field(default_factory=list)  # groups of workers that fell silent together
-    last_look_s: float = -math.inf  # when the reaper looked last, and all was read that had come before
+    last_look_s: float = -math.inf  # the reaper's last look; bytes that came before have been read
 
     def __post_init__(self) -> None:
         self.metrics.catch_up = self.count_tokens
 
     def count_tokens(self) -> None:
-        """Count what has come of the answers that are under way. O(requests)."""
+        """Count the new tokens of all answers under way. O(requests)."""
         for leg in self.legs:
             leg.count_tokens()
 
@@ -55,7 +55,7 @@ class LifeServices:
 
     @property
     def knows_prefixes(self) -> bool:
-        """Whether the choice of a prefiller asks what a prompt begins with."""
+        """Whether the choice of a prefiller uses prefix hashes."""
         return self.config.prefill.policy == "prefix_affinity"
 
     def awaited(self) -> set[str]:
@@ -64,14 +64,14 @@ class LifeServices:
         return here | {worker.id for worker in self.fleet if worker.awaited_by}
 
     def configure(self, config: Config) -> None:
-        """Other settings from now on, for all that reads them as it goes."""
+        """Use other settings from now on."""
         self.config = config
         self.tickets.decider.configure(self.bounds(config))
         self.drainer.pin_s = config.kv_pin_s
         self.fleet.configure(config)
 
     def bounds(self, config: Config) -> Bounds:
-        """For the decider."""
+        """The bounds for the decider."""
         return scheduler_config(config)
 
     def check_connector(self, worker: Worker, kv_transfer_params: bytes) -> None:
@@ -79,7 +79,7 @@ class LifeServices:
         self.note_connector(worker, connector_of(kv_transfer_params))
 
     def note_connector(self, worker: Worker, connector: str | None) -> None:
-        """As `check_connector`, of what the parameters have told."""
+        """As `check_connector`, with the connector found."""
         found = note_connector(worker, connector, self.config, self.metrics.conditions)
         if found is not None:
             self.configure(shortened(self.config, [found]))

@@ -83,7 +83,7 @@ class Tls:
         self._use(_Contexts(config.tls))
 
     def follow(self, config: Config) -> None:
-        """As `reload`, after another process has checked the files; a file that is invalid by now is left to `watch`."""
+        """As `reload`, after another process has checked the files; one that is invalid by now is left to `watch`."""
         stamp = _stamp(config.tls)  # before the files are read: a later change must count as another
         try:
             self.reload(config)

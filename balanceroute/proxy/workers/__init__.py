@@ -1,1 +1,1 @@
-"""The prefillers and decode workers: HTTP to them, their circuits, health, reports, and what is drained."""
+"""Prefillers and decode workers: connections, circuits, health, metrics, drains."""

@@ -1,10 +1,10 @@
-"""Where a worker's name leads, also while nobody can say so.
+"""Look-ups of workers' host names, which survive outages of the name server.
 
-A name is looked up at most once in `FRESH_S`, by one lookup for all who wait: one for each connection costs as much as
-the connection itself. While a lookup fails or takes long, the last addresses count, as in Envoy; so an outage of the
-cluster's DNS takes no worker out. Addresses that refuse are looked up again at once: a pod comes back with another.
-Where the name is gone by then, they are forgotten: another pod that gets them would get this one's requests.
-Of several, one that answered where others did not comes first: each health check would wait for a silent one.
+A name is looked up once per `FRESH_S` at most, for all waiting connections together: a look-up costs as much as a
+connection. While a look-up fails or takes long, the last addresses are used, as in Envoy, so an outage of the cluster's
+DNS takes no worker out. If the addresses refuse connections, the name is looked up again at once, because a restarted
+pod has another address. If the name is gone by then, the addresses are dropped: another pod may have them. Of several
+addresses the last one that answered comes first, so that health checks do not wait for a silent one.
 """
 
 import asyncio
@@ -19,8 +19,8 @@ from balanceroute.proxy.telemetry.troubles import Trouble
 log = logging.getLogger(__name__)
 
 FRESH_S: Final = 5.0
-PATIENCE_S: Final = 1.0  # for a lookup, where older addresses are known
-_GONE: Final = (socket.EAI_NONAME, socket.EAI_NODATA)  # answers of name servers; EAI_AGAIN: none of them could tell
+PATIENCE_S: Final = 1.0  # for a look-up, if older addresses are known
+_GONE: Final = (socket.EAI_NONAME, socket.EAI_NODATA)  # answers of name servers; EAI_AGAIN: none could tell
 
 
 class Addresses:
@@ -38,7 +38,7 @@ class Addresses:
     async def get(self) -> list[str]:
         """All addresses, in the system's order, but the preferred one first.
 
-        Raises: OSError, UnicodeError: none was ever known.
+        Raises: OSError, UnicodeError: no address is known.
         """
         loop = asyncio.get_running_loop()
         if loop.time() < self._fresh_until_s:
@@ -54,7 +54,7 @@ class Addresses:
         return self._known
 
     def prefer(self, address: str) -> None:
-        """It answers where others did not: it comes first from now on."""
+        """Put an address first, because it answered where others did not."""
         self._preferred = address
         self._known = self._in_order(self._known)
 
@@ -62,7 +62,7 @@ class Addresses:
         return sorted(addresses, key=lambda address: address != self._preferred)
 
     def doubt(self) -> None:
-        """Nobody can be reached there: look them up before the next connection."""
+        """Look the name up before the next connection: no address could be reached."""
         if self._fresh_until_s < float("inf"):
             self._fresh_until_s = float("-inf")
 
@@ -86,7 +86,7 @@ class Addresses:
         self._fresh_until_s = loop.time() + FRESH_S
 
     def _keep(self, loop: asyncio.AbstractEventLoop, reason: str) -> None:
-        """Go on with the known ones."""
+        """Keep the known addresses after a failed look-up."""
         self._trouble.begin(host=self._host, error=reason)
         self._fresh_until_s = loop.time() + FRESH_S
 

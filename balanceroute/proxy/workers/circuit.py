@@ -1,16 +1,15 @@
-"""When a worker gets new requests: one circuit per worker, fed by what real requests find.
+"""The circuit of a worker: requests' results decide whether it gets new ones.
 
     closed --fault--> resting --time--> closed                  (a short pause, longer with every one in a row)
     closed --busy---> resting --time--> half-open --one trial--> closed | resting
     closed --faults in a row >= threshold--> open --time--> half-open --one trial--> closed | open
 
-A *fault* is a connection that fails, a reply that breaks off, a 5xx; *busy* is a 429 or 503: the worker says that it
-can't take more, which is back-pressure and never opens the circuit. A 4xx is the client's and no sign of either.
+*Fault*: a connection that fails, a reply that breaks off, a 5xx. *Busy*: a 429 or 503, which is back-pressure and never
+opens the circuit. A 4xx is the client's error, and neither.
 
-The pause after the first failure is what makes retries land elsewhere: a worker that fails fast is always the least
-loaded one, so without it every policy would send the retry straight back. Whoever was busy is then asked by one request
-alone, because while all workers push back all requests wait, and each try costs a prefill. Requests that were under way
-together are one refusal, however many they are.
+The pause after the first failure makes retries go elsewhere: a worker that fails fast is the least loaded one, so every
+policy would send the retry back to it. After a busy rest one request tries the worker, because each try costs a
+prefill. Refusals of requests that were under way together count as one.
 """
 
 from collections.abc import Callable
@@ -18,13 +17,13 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
-REST_S: Final = 0.5  # first pause; longer than a prefill probe, so that a retry finds another worker
+REST_S: Final = 0.5  # first pause; longer than a prefill probe, so that a retry gets another worker
 MAX_REST_S: Final = 8.0
 TICK_EARLY_S: Final = 0.002  # uvloop's clock counts milliseconds: a timer may fire before its time by a rounding
 
 
 class CircuitState(StrEnum):
-    """What a worker may get; see the module's theory."""
+    """The states of a circuit; see the module's docstring."""
 
     CLOSED = "closed"
     RESTING = "resting"
@@ -66,28 +65,28 @@ class Circuit:
 
     @property
     def failures(self) -> int:
-        """How many requests in a row have failed, for whichever reason."""
+        """Failures in a row, of any kind."""
         return self._faults + self._busy
 
     def used(self) -> None:
-        """A request was sent: in half-open, that is the trial, and no other goes before it has ended."""
+        """Note that a request was sent: in half-open it is the trial, and no other is sent before its end."""
         if self.state is HALF_OPEN:
             self._enter(TRIAL, None)
 
     def success(self) -> None:
-        """The worker answered as it should."""
+        """Note a correct answer."""
         if self.doubtful:
             self._faults = self._busy = 0
             self._until = 0.0
             self._enter(CLOSED, None)
 
     def inconclusive(self) -> None:
-        """The request ended without telling anything about the worker (client gone, 4xx)."""
+        """Note a request that says nothing about the worker (client gone, 4xx)."""
         if self.state is TRIAL:
             self._enter(HALF_OPEN, None)
 
     def fault(self, now: float) -> None:
-        """The worker failed."""
+        """Note a failure of the worker."""
         self._faults += 1
         if self._faults >= self._config.failure_threshold or self.state is TRIAL:
             self.open(now)
@@ -95,23 +94,23 @@ class Circuit:
             self._rest(now, 0.0)
 
     def busy(self, now: float, retry_after_s: float = 0.0) -> None:
-        """The worker refused a request for want of room; it rests for `retry_after_s` at least, if it said so."""
+        """Note a 429 or 503; the worker rests, for `retry_after_s` at least."""
         if self.state is not RESTING or not self._busy:
             self._busy += 1
         self._rest(now, retry_after_s)
 
     def open(self, now: float) -> None:
-        """Nothing new to this worker, until a trial succeeds."""
+        """Open the circuit: no new requests until a trial succeeds."""
         self._until = now + self._config.open_for_s
         self._enter(OPEN, self._config.open_for_s)
 
     def reachable(self) -> None:
-        """A health check was answered: an open circuit need not wait any longer for its trial."""
+        """Note an answered health check: an open circuit allows its trial now."""
         if self.state is OPEN:
             self._enter(HALF_OPEN, None)
 
     def tick(self, now: float) -> None:
-        """Let time pass: a rest ends, an open circuit becomes half-open."""
+        """End a rest, or make an open circuit half-open, if its time is over."""
         if now < self._until - TICK_EARLY_S:
             return
         if self.state is RESTING:

@@ -23,7 +23,7 @@ from balanceroute.errors import BadUpstreamReply, ConnectFailed, ConnectionLost,
 from balanceroute.proxy.hotpath import ChunkReader
 from balanceroute.proxy.workers.reply import Reply, Sink, Worker
 
-MAX_HEAD_BYTES: Final = 64 * 1024  # also of what carries no body between two parts of one; engines send some hundred
+MAX_HEAD_BYTES: Final = 64 * 1024  # also of bytes without body between two parts of one; engines send some hundred
 _OTHER_FIELD: Final = rb"(?!content-length|transfer-encoding|connection|upgrade|trailer)[\w-]+:[^\r\n]*\r\n"
 _PLAIN: Final = re.compile(
     rb"HTTP/1\.1 200 [^\r\n]*\r\n((?:%b)*content-length: (\d{1,12})\r\n(?:%b)*)\r\n" % (_OTHER_FIELD, _OTHER_FIELD),
@@ -33,10 +33,10 @@ _LOST: Final = ChunkReader(lambda data: None)  # the reader of every connection 
 
 
 class Pool(Worker, Protocol):
-    """Whose connection it is: `upstream.Upstream`."""
+    """The owner of a connection: `upstream.Upstream`."""
 
     def release(self, connection: "Connection", *, reusable: bool) -> None:
-        """The connection's request is over; called once per request."""
+        """Take the connection back; called once per request."""
 
 
 def plain_reply(data: bytes) -> tuple[bytes, bytes] | None:

@@ -1,9 +1,9 @@
-"""Whether the prefillers' engines have the connector that the configuration names.
+"""Checks whether prefillers run the connector that the configuration names.
 
-The first kv_transfer_params of a prefiller tell. Both pulling connectors take the same messages, so a wrong name breaks
-nothing at once: it makes the router believe that KV stays pinned for longer than it does, and a decoder is then sent to
-KV that is gone. So what is believed is shortened at once to what the engine keeps to, a condition says so, and requests
-are served on. Where the order of calls differs (a pulling prefiller under mooncake_layerwise), they can't be.
+The first kv_transfer_params of a prefiller show its connector. Both pulling connectors use the same messages, so a
+wrong name fails only later: the router assumes too long a KV timeout, and sends a decoder to KV that is gone. So the
+timeout is shortened at once to the engine's, a condition reports it, and requests are served. If the order of calls
+differs (a pulling prefiller under mooncake_layerwise), they can't be.
 """
 
 from collections.abc import Iterable
@@ -16,15 +16,15 @@ from balanceroute.proxy.workers.fleet import Worker
 
 
 class WrongConnector(BadUpstreamReply):
-    """The engine expects its calls in another order: no try elsewhere helps before somebody has changed the setting."""
+    """The engine expects its calls in another order; retries do not help before the setting is changed."""
 
     retryable = False
 
 
 def note_connector(worker: Worker, found: str | None, config: Config, conditions: Conditions) -> str | None:
-    """Take note of what the first parameters of a prefiller tell; returns its connector if that is not the named one.
+    """Note the connector of a prefiller's first parameters; returns it if it is not the configured one.
 
-    Args: found: None where they don't tell. Raises: WrongConnector.
+    Args: found: None: the parameters do not tell. Raises: WrongConnector.
     """
     worker.kv_connector = found or ""
     if found is None or found == config.connector:
@@ -33,22 +33,22 @@ def note_connector(worker: Worker, found: str | None, config: Config, conditions
     reason = f"its kv_transfer_params are of {found}, the configuration says {config.connector}; set connector: {found}"
     conditions.hold(CONNECTOR, worker.id, reason)
     if config.decode_first:
-        worker.kv_connector = None  # the next one is refused too
+        worker.kv_connector = None  # so that the next request is refused, too
         raise WrongConnector(reason, worker=worker.id, tier="prefill")
     return found
 
 
 def pinned_nothing(worker: Worker, config: Config, conditions: Conditions) -> None:
-    """A probe was answered without parameters; a prefiller that never gave any is none, or has another connector."""
+    """Note a probe answered without parameters. A prefiller that never sends any is none, or has another connector."""
     if worker.kv_connector is None:
         reason = f"it returns no kv_transfer_params: it is no kv_producer, or its connector is not {config.connector}"
         conditions.hold(CONNECTOR, worker.id, reason)
 
 
 def shortened(config: Config, found: Iterable[str | None]) -> Config:
-    """The configuration, with KV pinned and pooled for no longer than engines with these connectors keep it.
+    """The configuration with KV times shortened to those of engines with these connectors.
 
-    A `prefill.kv_pin_s` that is set is the operator's word on that, and stays.
+    A `prefill.kv_pin_s` that the operator has set stays.
     """
     if config.prefill.kv_pin_s is not None:
         return config

@@ -1,15 +1,15 @@
-"""Frees prefill KV that nobody waits for any more.
+"""Drains pinned KV that no request needs.
 
 A prefiller keeps the KV of an answered probe until a decoder has pulled it or the connector's timeout strikes (480 s
 for Mooncake, 30 s for NIXL); no request to the prefiller itself frees it. So the KV of a request that was cancelled or
 expired after its prefill goes through a decode worker once: one token, thrown away.
 
-Drains are nobody's hurry: at most `MAX_CONCURRENT` run at once, on the decode worker with the most free slots. Only a
-worker that surely hasn't taken the request (no connection, 429, 503) leaves it to the next one, because
-kv_transfer_params may be used only once; while no worker takes it, it waits, as long as its KV may still be pulled.
-A drain is a request like any other, so it may be one that kills workers: those of one `DrainGroup`, the choices of one
-client's request, go one after another, and no more of them after one that was not pulled.
-What can't be drained is counted as orphaned until the connector has dropped it.
+Drains are not urgent: at most `MAX_CONCURRENT` run at once, each on the decode worker with the most free slots. After a
+worker that certainly has not taken the request (no connection, 429, 503) the next one is tried; after any other failure
+none, because kv_transfer_params may be used only once. While no worker takes a drain, it waits for as long as its KV
+may be pulled. A drain may kill workers, as any request may: those of one `DrainGroup`, the choices of a client's
+request, run one after another, and none after one that was not pulled. KV that can't be drained counts as orphaned
+until the connector drops it.
 """
 
 import asyncio
@@ -31,11 +31,11 @@ from balanceroute.proxy.workers.pins import Pin, stand_in
 log = logging.getLogger(__name__)
 
 MAX_CONCURRENT: Final = 4
-TIMEOUT_S: Final = 20.0  # a pull and one step, behind a full decoder's queue; less than any lease
-PAUSE_S: Final = 0.5  # after a first round over workers that all refuse; twice as long after every further one
+TIMEOUT_S: Final = 20.0  # for a pull and one step, behind a full decoder's queue; less than any KV timeout
+PAUSE_S: Final = 0.5  # pause after all workers have refused; doubled after each further round
 MAX_PAUSE_S: Final = 4.0
-SAFE_SHARE: Final = 0.8  # of the connector's timeout: the rest is for the transfer, and for clocks that differ
-_REPLY_LIMIT: Final = 64 * 2**20  # a reply repeats the prompt's ids
+SAFE_SHARE: Final = 0.8  # usable share of the connector's timeout; the rest is for the transfer and differing clocks
+_REPLY_LIMIT: Final = 64 * 2**20  # bytes; a reply repeats the prompt's ids
 
 
 @dataclass(slots=True, eq=False)
@@ -48,7 +48,7 @@ class DrainGroup:
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """Pinned KV that is to be freed: its request, its prefiller, and its parameters, which nobody has used.
+    """Pinned KV to be freed: its request, its prefiller, and its unused parameters.
 
     `request_id` is the X-Request-Id that its prefiller was sent. Before vllm-ascend 0.14 a decode worker names its own
     request to the prefiller when it has pulled, so under another id the KV stays pinned.
@@ -57,10 +57,10 @@ class Drain:
     request_id: str
     request: ClientRequest
     kv_transfer_params: bytes
-    headers: bytes  # lines that the client sent for the workers
-    pinned_s: float  # since when it has been pinned at most, on the loop's clock
+    headers: bytes  # the client's headers for workers
+    pinned_s: float  # the earliest time of its pinning, by the loop's clock
     group: DrainGroup = field(default_factory=DrainGroup)
-    pin: Pin | None = None  # its record, if there is one
+    pin: Pin | None = None  # its record, if any
 
 
 class Drainer:
@@ -79,14 +79,14 @@ class Drainer:
     def drain(self, job: Drain) -> None:
         """Free this KV soon."""
         self._queue.append(job)
-        working = sum(not task.done() for task in self._tasks)  # who has found the queue empty is in the set still
+        working = sum(not task.done() for task in self._tasks)  # one that found the queue empty is still in the set
         if working < MAX_CONCURRENT:
             task = self._tickets.loop.create_task(self._work())
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
     def drain_left(self, pins: Iterable[Pin], headers: bytes) -> None:
-        """Free the KV that another router has left pinned, as far as it is surely still there."""
+        """Free the KV that a former router has left pinned, if it is certainly still there."""
         now = self._tickets.now()
         drains = dropped = 0
         for pin in pins:
@@ -102,13 +102,13 @@ class Drainer:
             log.info("draining KV that a router left behind", extra={"drains": drains, "too_old": dropped})
 
     def orphan(self) -> None:
-        """Count pinned KV that can't be drained, until the prefiller drops it by itself."""
+        """Count pinned KV that can't be drained, until the prefiller drops it."""
         if self.pin_s is not None:
             self._metrics.orphan(1)
             self._tickets.loop.call_later(self.pin_s, self._dropped)
 
     def too_old(self, pinned_s: float) -> bool:
-        """Whether KV pinned at that time may be dropped before a worker that gets its parameters now has pulled it."""
+        """Whether KV pinned at that time may be dropped before a worker that gets its parameters now can pull it."""
         return self.pin_s is not None and self._tickets.now() - pinned_s > self.pin_s * SAFE_SHARE
 
     def outlived(self, pinned_s: float, silent_since_s: float) -> bool:
@@ -117,7 +117,7 @@ class Drainer:
         return pin_s is not None and now - pinned_s > pin_s and now - silent_since_s > pin_s * (1 - SAFE_SHARE)
 
     async def close(self) -> None:
-        """Give up what is left."""
+        """Drop the remaining drains."""
         self._queue.clear()
         for task in list(self._tasks):
             task.cancel()
@@ -131,7 +131,7 @@ class Drainer:
             job.group.busy = True
             try:
                 drained = not job.group.failed and await self._pull_anywhere(job)
-            except Exception as error:  # a bug of ours must not take the drains behind it with it
+            except Exception as error:  # after a bug the other drains must go on
                 self._metrics.tasks_failed.inc("drainer")
                 log.error("internal error", exc_info=error, extra={"where": "drainer", "request": job.request_id})
                 drained = False
@@ -153,8 +153,9 @@ class Drainer:
         return None
 
     async def _pull_anywhere(self, job: Drain) -> bool:
-        """Have a worker pull the KV; returns whether one did. After a worker that surely hasn't seen the parameters,
-        another is tried.
+        """Have a worker pull the KV; returns whether one did.
+
+        Another worker is tried only if the last one certainly has not seen the parameters.
         """
         tried: set[str] = set()
         pause_s = PAUSE_S
@@ -172,14 +173,14 @@ class Drainer:
         return False
 
     def _left_s(self, job: Drain) -> float:
-        """How long the KV may still be pulled: after the connector's timeout its blocks are another request's."""
+        """The time left in which the KV may be pulled: after the connector's timeout its blocks may hold other data."""
         pin_s = TIMEOUT_S if self.pin_s is None else self.pin_s * SAFE_SHARE
         return pin_s - (self._tickets.now() - job.pinned_s)
 
     def _choose(self, tried: set[str]) -> Worker | None:
         """The untried decode worker with the most free slots; one that rests after a failure only if no other is up.
 
-        A relay may have heard that a worker has left, and not yet how the cluster looks without it.
+        A relay may know that a worker has left before it gets the view without it.
         """
         here = [worker for worker in self._tickets.view().decoders if worker.id in self._fleet]
         left = [w for w in here if w.state is not WorkerState.DOWN and w.id not in tried]

@@ -1,19 +1,18 @@
-"""A timeout that does not take a pause of our own for the worker's silence."""
+"""A timeout that does not count pauses of this process as the worker's silence."""
 
 import asyncio
 from types import TracebackType
 from typing import Final
 
 _SLICES: Final = 8
-_LATE_S: Final = 0.5  # our own loop stood still when a timer fires this much after its time
+_LATE_S: Final = 0.5  # a timer that fires this late means that the loop was stopped
 
 
 class FairTimeout:
     """`async with FairTimeout(timeout_s) as limit`: raises TimeoutError when the time is over.
 
-    The time is waited for in slices: a pause of our own is seen wherever it falls, and takes no more than a slice from
-    what the worker is given, so that what came meanwhile is still read. `ours`: there was one, so that silence says
-    nothing of the worker.
+    It waits in slices, so a pause of this process is noticed, and costs the worker one slice at most; bytes that came
+    meanwhile are still read. `ours`: there was a pause, so silence says nothing about the worker.
     """
 
     def __init__(self, timeout_s: float) -> None:

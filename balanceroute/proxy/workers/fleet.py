@@ -1,10 +1,9 @@
-"""The workers as the proxy reaches them: connections, circuit, and what an operator or a health check said of each.
+"""All workers: for each its connections, its circuit, and its state by operators and health checks.
 
-The scheduler knows a worker by its state alone (up, draining, down). That state is derived here, in one place, from
-three sources that don't know each other:
+The scheduler knows only a worker's state (up, draining, down). It is derived here from three independent sources:
 
     operator   draining, until removed or undrained
-    health     draining while /health is not answered, down once that is so several times or nothing progresses
+    health     draining while /health is not answered, down after several failures or without progress
     circuit    resting -> draining; open -> down (`circuit.py`)
 """
 
@@ -39,16 +38,14 @@ _CIRCUIT_SAYS = {
 
 
 class Worker:
-    """One schedulable (url, dp_rank) pair as the proxy reaches it.
+    """One schedulable (url, dp_rank) pair, with its connections and state.
 
-    `progress_s` is when it last gave proof of life that counts, a token or an answered probe, `answered_s` when it last
-    answered a health check well; `busy_since_s` is when it got its first request after idleness. `id` is its name in
-    metrics, logs and /state.
-    `ended_at` is when its process was last found to have ended, and all KV with it, as Unix time: a later brain, which
-    does not know of it, finds a later time. 0: never.
-    `in_use` are the upstream requests under way, probes, decodes and drains; `peak_in_use` the most since `take_peak`.
-    `cache_salt` keeps its cache apart from what it may have cached wrongly before, if anything (""). Of two salts the
-    later one is the greater text, so all processes that are told of both agree, in whichever order they hear of them.
+    `progress_s`: time of its last token or answered probe. `answered_s`: of its last good health check. `busy_since_s`:
+    of the first request after idleness. `ended_at`: Unix time at which its process, and all KV with it, was last found
+    to have ended; a later brain, which does not know of it, finds a later time; 0: never. `id`: its name in metrics,
+    logs and /state. `in_use`: requests under way (probes, decodes, drains). `peak_in_use`: their maximum since
+    `take_peak`. `cache_salt`: added to requests after it may have cached wrong KV; "": it has not. Of two salts the
+    later one is the greater text, so all processes that hear of both agree.
     """
 
     __slots__ = (
@@ -86,18 +83,18 @@ class Worker:
         self.rank_line = b"" if spec.dp_rank is None else b"x-data-parallel-rank: %d\r\n" % spec.dp_rank
         self.healthy = True
         self.seen_healthy = False
-        self.health_said: int | str = ""  # what the last failed check saw: a status, or why there was none
-        self.checks_failed = self.unreached = 0  # in a row; reads of a prefiller's metrics
-        self.doubted = False  # the last check had no answer: nothing new is sent until the next check
+        self.health_said: int | str = ""  # of the last failed check: a status, or why there was none
+        self.checks_failed = self.unreached = 0  # failed reads of a prefiller's metrics in a row
+        self.doubted = False  # the last check had no answer: no new requests until the next one
         self.stalled = False
-        self.joining: tuple[int, float] | None = None  # attempts left and when the next one counts
+        self.joining: tuple[int, float] | None = None  # attempts left, and the time of the next one
         self.drained = False
         self.leaving = False
         self.in_use = self.peak_in_use = 0
-        self.awaited_by = 0  # so many relays have a client that waits for this worker's next token
+        self.awaited_by = 0  # relays with a client that awaits its next token
         self.foreign = ForeignLoad()
-        self.kv_connector: str | None = None  # whose kv_transfer_params it gives, "" where they don't tell
-        self.echoes_ids: bool | None = None  # X-Request-Id, as its answers' id; None: it has not answered yet
+        self.kv_connector: str | None = None  # the connector of its kv_transfer_params; "": they do not tell
+        self.echoes_ids: bool | None = None  # whether answers contain the X-Request-Id; None: none has come
         self.progress_s = self.answered_s = -math.inf
         self.busy_since_s = -math.inf
         self.state = WorkerState.UP
@@ -105,7 +102,7 @@ class Worker:
         self.ended_at = 0.0
 
     def take(self) -> None:
-        """Count a request that is about to be sent; the sender subtracts it from `in_use` when it is over."""
+        """Count a request that is about to be sent; the sender decrements `in_use` at its end."""
         self.in_use += 1
         if self.in_use > self.peak_in_use:
             self.peak_in_use = self.in_use
@@ -121,7 +118,7 @@ class Worker:
 
     @property
     def out(self) -> bool:
-        """Whether health checks found the worker down: it doesn't answer, or gives no tokens."""
+        """Whether health checks found the worker down: it does not answer, or sends no tokens."""
         return not self.healthy or self.stalled
 
     @property
@@ -130,7 +127,7 @@ class Worker:
         return self.state is not WorkerState.DOWN and not (self.drained or self.leaving)
 
     def wanted_state(self) -> WorkerState:
-        """What operator, health and circuit allow together."""
+        """The state by operator, health and circuit together."""
         circuit = _CIRCUIT_SAYS[self.circuit.state]
         if self.out or circuit is WorkerState.DOWN:
             return WorkerState.DOWN
@@ -138,7 +135,7 @@ class Worker:
 
 
 def why_not_up(worker: Worker) -> str:
-    """What keeps requests from a worker, in an operator's words: the first that holds; empty where nothing does."""
+    """The first reason that keeps requests from a worker, for operators; empty: none."""
     reasons = (
         (worker.stalled, "it runs requests and generates no tokens"),
         (not worker.healthy, why_not_healthy(worker)),
@@ -152,7 +149,7 @@ def why_not_up(worker: Worker) -> str:
 
 
 def why_not_healthy(worker: Worker) -> str:
-    """What an operator has to know of a worker whose health checks fail."""
+    """Why a worker's health checks fail, for operators."""
     said = worker.health_said
     if isinstance(said, int):
         return f"its /health answers {said}"
@@ -162,7 +159,7 @@ def why_not_healthy(worker: Worker) -> str:
 
 @dataclass(frozen=True, slots=True)
 class FleetConfig:
-    """How workers are connected to and judged."""
+    """Settings of connections and circuits."""
 
     circuit: CircuitConfig = CircuitConfig()
     high_water_bytes: int = 256 * 1024
@@ -176,7 +173,7 @@ class FleetConfig:
 
 
 class Registry(Protocol):
-    """What a fleet tells of its workers to who decides: the ledger."""
+    """The fleet's calls to the ledger about workers."""
 
     loop: asyncio.AbstractEventLoop
 
@@ -184,7 +181,7 @@ class Registry(Protocol):
         """A worker joins."""
 
     def set_worker_state(self, worker_id: str, state: WorkerState) -> None:
-        """A worker may do more or less than before."""
+        """Set a worker's state."""
 
     def remove_if_idle(self, worker_id: str) -> bool:
         """A worker leaves, if it holds nothing; returns whether it did."""
@@ -197,7 +194,7 @@ class Fleet:
         self._ledger, self._config, self.on_leave = ledger, config, on_leave
         self._loop: asyncio.AbstractEventLoop = ledger.loop
         self._workers: dict[str, Worker] = {}
-        self.on_change: Callable[[], None] = lambda: None  # told when a worker, or its circuit, may have changed
+        self.on_change: Callable[[], None] = lambda: None  # called when a worker, or its circuit, may have changed
 
     def configure(self, config: Config) -> None:
         """Use another configuration, also for the present workers."""
@@ -216,7 +213,7 @@ class Fleet:
         return worker_id in self._workers
 
     def has(self, worker: Worker) -> bool:
-        """Whether this very worker is here; another one may have come under its name."""
+        """Whether this very worker is present; another one may have its name by now."""
         return self._workers.get(worker.id) is worker
 
     def of(self, role: Role) -> list[Worker]:
@@ -238,7 +235,7 @@ class Fleet:
         )
 
         def changed(wake_in_s: float | None) -> None:
-            worker = self._workers.get(spec.id)  # looked up: a circuit that knew its worker would keep it after it left
+            worker = self._workers.get(spec.id)  # by id: a circuit that referred to its worker would keep it in memory
             if worker is None:
                 return
             self.update(worker)
@@ -250,14 +247,14 @@ class Fleet:
         return worker
 
     def circuit(self, spec: WorkerSpec, changed: Callable[[float | None], None]) -> Circuit:
-        """A new worker's circuit, which tells its changes."""
+        """Make a new worker's circuit, which reports its changes."""
         return Circuit(self._config.circuit, changed)
 
     def add(self, spec: WorkerSpec, join_attempts: int | None = None) -> Worker:
         """A worker joins at run time; it gets requests once a health check succeeds.
 
-        `join_attempts`: health checks after which it is dropped; None: it is waited for as at the start. One that is on
-        its way out comes back as one that has left would: what was said of it before is forgotten.
+        `join_attempts`: health checks after which it is dropped; None: it is waited for, as at the start. A worker that
+        is leaving rejoins like a new one, with no earlier state.
         Raises: InvalidRequest: its id is taken.
         """
         self.check_new(spec)
@@ -273,7 +270,7 @@ class Fleet:
         return worker
 
     def check_new(self, spec: WorkerSpec) -> None:
-        """Raises: InvalidRequest: its id is taken, and not by itself on its way out."""
+        """Check that a worker may join. Raises: InvalidRequest: its id is taken, and not by itself while it leaves."""
         known = self._workers.get(spec.id)
         if known is not None and not (known.leaving and known.spec == spec):
             until = ", until it has finished what it has" if known.leaving else ""
@@ -288,7 +285,7 @@ class Fleet:
         return self.connect(spec)
 
     def update(self, worker: Worker) -> None:
-        """Let the scheduler know what the worker may do now."""
+        """Tell the scheduler the worker's present state."""
         self.on_change()
         state = worker.wanted_state()
         if state is worker.state or not self.has(worker):
@@ -305,7 +302,7 @@ class Fleet:
         """A health check has found the worker healthy, or not."""
         worker.healthy = healthy
         if not healthy:
-            worker.echoes_ids = worker.kv_connector = None  # it may come back as another version
+            worker.echoes_ids = worker.kv_connector = None  # it may return as another version
         if healthy and not worker.stalled:
             worker.circuit.reachable()
         self.update(worker)
@@ -322,12 +319,12 @@ class Fleet:
             self.on_change()
 
     def drain(self, worker: Worker) -> None:
-        """An operator's word: nothing new to this worker."""
+        """Drain a worker for an operator: no new requests."""
         worker.drained = True
         self.update(worker)
 
     def undrain(self, worker: Worker) -> None:
-        """An operator's word: it takes requests again."""
+        """End an operator's drain."""
         worker.drained = False
         self.update(worker)
 
@@ -346,7 +343,7 @@ class Fleet:
         return gone
 
     def forget(self, worker: Worker) -> None:
-        """It has left."""
+        """Remove a worker that has left."""
         del self._workers[worker.id]
         worker.upstream.close()
         self.on_leave(worker.id)

@@ -1,19 +1,18 @@
-"""What others run on our decode workers: a second router over the same cluster, clients that go there directly.
+"""Foreign load: requests on decode workers that another router, or clients, sent there directly.
 
-A worker reports its requests and its KV usage; our ledger says what of that is ours, exactly and at once. The
-difference is somebody else's, once it can't be the reports' lag: each report is compared with the *most* that we had
-there since the report before, and only what two reports in a row have above it counts. So the first second or two of a
-foreign request go unseen, and it is gone with the first report without it. A report of less than our own says nothing:
-what we have just sent is not in it yet.
+A worker reports its requests and its KV usage; the ledger has the router's own part exactly. The difference is foreign
+unless the report's lag explains it: each report is compared with the *maximum* of own requests since the former report,
+and only a surplus in two reports in a row counts. So a foreign request is seen after a second or two, and is gone with
+the first report without it. A report of fewer requests than own ones says nothing: the newest are not in it yet.
 
-Foreign requests take slots and weigh as load (`Scheduler.report_decoder`), and they must not shut us out: a router
-that comes to a full cluster would wait for ever for slots that the other one refills at once. So while requests wait
-and no slot is left anywhere, a router may use a few slots more than are free (`least_own_slots`), up to half of a
-worker, where the engine's own queue is empty. The other router sees that and refills fewer, so two routers end at equal
-shares without a queue at the engines for longer than the reports take. Where requests queue at the engines, as clients
-make them who count nothing, ours queue with them only while we have less than 1/16 of all slots.
+Foreign requests take slots and count as load (`Scheduler.report_decoder`). They must not shut this router out: on a
+full cluster it would wait for ever for slots that the other router refills at once. So while requests wait and no slot
+is free anywhere, a router may use a few slots more (`least_own_slots`), up to half of a worker, if the engine's own
+queue is empty. The other router sees that and refills fewer, so two routers end at equal shares, with a queue at the
+engines only until the next reports. If requests queue at the engines anyway (of clients without a router), this
+router's queue with them only while it has less than 1/16 of all slots.
 
-Pure: reports come with what our ledger says, out come the figures for the scheduler.
+Pure: from reports and the ledger's figures to figures for the scheduler.
 """
 
 from collections import deque
@@ -21,13 +20,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-LAG_REPORTS: Final = 2  # a difference in so many reports in a row is no lag
+LAG_REPORTS: Final = 2  # a difference in this many reports in a row is no lag
 STEP_SHARE: Final = 16  # 1/16 of a worker's slots, at least one, are taken at a time when others hold them all
 
 
 @dataclass(frozen=True, slots=True)
 class Foreign:
-    """What others hold on a worker: requests running and waiting there, and their KV tokens."""
+    """Foreign requests on a worker: running, waiting, and their KV tokens."""
 
     requests: int = 0
     tokens: int = 0
@@ -38,7 +37,7 @@ NOBODY: Final = Foreign()
 
 @dataclass(frozen=True, slots=True)
 class Own:
-    """The most that we had on a worker since its last report, and what a request holds on average, tokens."""
+    """The router's own maximum of requests on a worker since its last report, and a request's mean tokens."""
 
     requests: int
     tokens: int
@@ -46,24 +45,24 @@ class Own:
 
 
 class ForeignLoad:
-    """The last reports of one decode worker against our ledger."""
+    """The last reports of a decode worker, compared with the ledger."""
 
     __slots__ = ("_load", "_seen", "_unread")
 
     def __init__(self) -> None:
-        self._load = 0  # ours at the last report, tokens
+        self._load = 0  # own tokens at the last report
         self._seen: deque[Foreign] = deque([NOBODY], maxlen=LAG_REPORTS)
         self._unread = 0
 
     def see(self, samples: Mapping[str, float] | None, requests: int, load: int, mean_tokens: float) -> Foreign:
-        """Take in a report (None: it could not be read); returns the part of it that is others'.
+        """Take a report (None: it could not be read); returns its foreign part.
 
-        Args: requests: the most that we had there since the last report. load: KV tokens that we have there now.
-        mean_tokens: what a request of ours holds.
+        Args: requests: the maximum of own requests there since the last report. load: own KV tokens there now.
+        mean_tokens: of an own request.
 
         Reads `num_requests_running`, `num_requests_waiting`, `kv_cache_usage_perc`, `kv_capacity_tokens` and
-        `kv_block_tokens`. A report that can't be read leaves everything as it is, `LAG_REPORTS` in a row make it
-        unknown, which counts as nobody.
+        `kv_block_tokens`. A report that can't be read changes nothing; after `LAG_REPORTS` in a row foreign load is
+        unknown, and counts as none.
         """
         own = Own(requests, max(load, self._load), mean_tokens)
         self._load = load
@@ -78,9 +77,9 @@ class ForeignLoad:
 
 
 def difference(samples: Mapping[str, float], own: Own) -> Foreign:
-    """The part of a report that exceeds our own load, at least 0.
+    """The part of a report that exceeds the own load, at least 0.
 
-    Without the size of the KV cache a foreign request counts as large as ours are on average.
+    If the size of the KV cache is unknown, a foreign request counts as the mean own request.
     """
     requests = int(samples["num_requests_running"] + samples.get("num_requests_waiting", 0.0)) - own.requests
     if requests <= 0:
@@ -88,13 +87,13 @@ def difference(samples: Mapping[str, float], own: Own) -> Foreign:
     usage, capacity = samples.get("kv_cache_usage_perc"), samples.get("kv_capacity_tokens")
     if usage is None or not capacity:
         return Foreign(requests, int(requests * own.mean_tokens))
-    rounding = own.requests * samples.get("kv_block_tokens", 0.0)  # the last block of each of ours
+    rounding = own.requests * samples.get("kv_block_tokens", 0.0)  # the last block of each own request
     return Foreign(requests, max(0, int(usage * capacity - own.tokens - rounding)))
 
 
 @dataclass(frozen=True, slots=True)
 class Occupancy:
-    """A decode worker that is up, as the share-out sees it; `queued` are the requests in the engine's own queue."""
+    """Occupancy of a decode worker that is up; `queued`: requests in the engine's own queue."""
 
     slots: int
     active: int
@@ -108,9 +107,9 @@ class Occupancy:
 
 
 def least_own_slots(worker: Occupancy, others: Sequence[Occupancy], waiting: int) -> int:
-    """How many slots of `worker` we may use even where others hold them; 0: only free ones.
+    """The slots of `worker` that the router may use although foreign requests hold them; 0: only free slots.
 
-    Args: others: the other decode workers that are up. waiting: requests in our pool.
+    Args: others: the other decode workers that are up. waiting: requests in the pool.
     """
     if not waiting or not worker.foreign or worker.free > 0 or any(other.free > 0 for other in others):
         return 0

@@ -1,25 +1,26 @@
-"""Which workers are alive, and which only say so.
+"""Health checks: which workers are alive, and make progress.
 
-Every URL's `/health` is asked every `health.interval_s`. A worker is taken out after `failure_threshold` failures in a
-row, at once when it answers 503 (vLLM's word for a dead engine) or when it has never been seen healthy, so a router
-that starts before its workers waits for them instead of sending them requests. One good answer brings it back.
+Every URL's `/health` is checked every `health.interval_s`. A worker is out after `failure_threshold` failures in a row;
+at once if it answers 503 (vLLM's status for a dead engine) or was never healthy, so that a router that starts before
+its workers waits for them. One good answer brings it back.
 
-Silence is weaker evidence than a refusal. A check that runs out of time counts for nothing when the worker gave other
-proof of life within `interval_s` and `timeout_s` (a token, an answered probe: an overloaded API server answers
-`/health` last), or when our own loop was too late to have seen the answer. A worker that gave no proof of life since a
-check was sent gets nothing new, and is asked again at once, until it answers or is out.
+Silence is weaker evidence than a refusal. A check that times out does not count if the worker showed life within
+`interval_s` + `timeout_s` (a token, an answered probe: an overloaded API server answers `/health` last), or if the
+router's own loop was late. A worker that has shown no life since a check was sent gets no new requests, and is checked
+again at once, until it answers or is out.
 
-So a frozen worker gets nothing new after `interval_s + timeout_s` (5 s) at the latest. It is out, and what is on it
-may leave, after `failure_threshold` checks that count, `timeout_s` each: the first is sent up to `interval_s` after
-the freeze, and one that ends within `interval_s + timeout_s` of the last token does not count. By default that is 9
-to 11 s, or 12 to 14 s where tokens came until the freeze. It is so long because a false verdict costs the prefill of
-everything that the worker held, and API servers that are only overloaded were seen to leave /health unanswered for
-several seconds. `health.timeout_s: 1` makes it 3 to 6 s, for workers whose machines are never that busy.
+So a frozen worker gets no new requests after `interval_s + timeout_s` (5 s) at the latest. It is out, and its requests
+may leave, after `failure_threshold` counted checks of `timeout_s` each: the first is sent up to `interval_s` after the
+freeze, and one that ends within `interval_s + timeout_s` of the last token does not count. By default that takes 9 to
+11 s, or 12 to 14 s if tokens came until the freeze. It is long because a wrong verdict costs a new prefill of all
+requests on the worker, and overloaded API servers were seen to leave /health unanswered for several seconds.
+`health.timeout_s: 1` makes it 3 to 6 s, for workers whose machines are never that busy.
 
 `/health` is 200 on a decoder whose ranks hang in a collective, so progress counts more: a decoder with running streams
-and no token for `stall_after_s` is out until it produces one, or has nothing left to produce.
+and no token for `stall_after_s` is out until it sends one, or has no streams left.
 
-A worker that an operator adds is asked `join_attempts` times, `join_interval_s` apart, and dropped if it never answers.
+A worker that an operator adds is checked `join_attempts` times, `join_interval_s` apart, and dropped if it never
+answers.
 """
 
 import asyncio
@@ -39,7 +40,7 @@ log = logging.getLogger(__name__)
 
 
 class HealthMonitor:
-    """Looks at every worker every `health.interval_s`."""
+    """Checks every worker every `health.interval_s`."""
 
     def __init__(
         self,
@@ -50,19 +51,19 @@ class HealthMonitor:
         expects_tokens: Callable[[str], bool],
         on_bug: Callable[[str, Exception, str], None],
     ) -> None:
-        """`config` is called anew, so a reload counts; `expects_tokens`: whether a stream waits for that worker's next
-        token; `on_bug`: where, what, and whose check it was.
+        """`config`: called for each check, so a reload takes effect. `expects_tokens`: whether a stream waits for that
+        worker's next token. `on_bug`: called with the place, the error and the workers.
         """
         self._fleet, self._loop, self._config, self._attention = fleet, loop, config, attention
         self._expects_tokens, self._on_bug = expects_tokens, on_bug
         self._polling = Polling(fleet, self._look, self._uncheckable)
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Check until cancelled."""
         await self._polling.run(lambda: self._config().health.interval_s)
 
     async def _look(self, workers: list[Worker]) -> None:
-        """Ask one URL and judge the workers behind it; anew as long as that leaves doubts."""
+        """Check one URL and judge its workers; repeat while in doubt."""
         while await self._leaves_doubts(workers):
             pass
 
@@ -77,7 +78,7 @@ class HealthMonitor:
             if silence.ours:
                 return False
             silent, answer = True, f"no answer within {timeout_s:g} s"
-        except UpstreamError as error:  # the connection is refused or breaks
+        except UpstreamError as error:  # the connection was refused or broke
             answer = str(error)
         present = still_here(self._fleet, asked)
         if asked[0] not in present:
@@ -91,13 +92,16 @@ class HealthMonitor:
         return any(worker.doubted and worker.healthy for worker in present)
 
     def _uncheckable(self, workers: list[Worker], error: Exception) -> None:
-        """Treat a worker whose check failed by a bug of ours like one that doesn't answer."""
+        """Treat a worker whose check failed by a bug like one that does not answer."""
         for worker in still_here(self._fleet, workers):
             self._judge(worker, "it could not be asked", silent=True)
         self._on_bug("health", error, workers[0].id)
 
     def _judge(self, worker: Worker, answer: int | str, silent: bool) -> None:
-        """By the status of its /health, or by why there is none, which with `silent` may be any reason."""
+        """Judge a worker by the status of its /health, or by the reason that there is none.
+
+        `silent`: the reason is no answer, which says nothing of whether its process runs.
+        """
         if isinstance(answer, int) and 200 <= answer < 300:
             self._passed(worker)
         else:
@@ -118,7 +122,7 @@ class HealthMonitor:
         worker.health_said = answer
         often = worker.checks_failed >= self._config().health.failure_threshold
         out = often or answer == 503 or not worker.seen_healthy
-        if out and (worker.healthy or worker.checks_failed == 1):  # one that was added was never up
+        if out and (worker.healthy or worker.checks_failed == 1):  # an added worker was never up
             log.warning("worker unhealthy", extra={"worker": worker.id, "reason": why_not_healthy(worker)})
         if worker.joining is not None:
             self._join(worker)
@@ -130,12 +134,12 @@ class HealthMonitor:
             self._fleet.update(worker)
 
     def _makes_progress(self, worker: Worker) -> bool:
-        """Whether it is too busy to answer, but not to work."""
+        """Whether the worker makes progress although it does not answer."""
         health = self._config().health
         return self._loop.time() - worker.progress_s < health.interval_s + health.timeout_s
 
     def _is_stalled(self, worker: Worker) -> bool:
-        """Whether streams run on this decoder, their clients read, and yet no token has come for too long."""
+        """Whether this decoder has sent no token for too long although it has streams whose clients read."""
         if worker.spec.role is not Role.DECODE or not worker.in_use:
             return False
         since_s = max(worker.progress_s, worker.busy_since_s, self._attention.since_s)

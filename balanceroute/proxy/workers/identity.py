@@ -1,6 +1,6 @@
-"""Whose answer it is: vLLM puts our X-Request-Id into an answer's `id`, so one that was meant for another is found out.
+"""Checks that an answer belongs to its request: vLLM puts the X-Request-Id that it got into the answer's `id`.
 
-A worker that has ever echoed the id always does; one that never has goes unchecked, and the log says so once.
+A worker that has once echoed the id must always do so; one that never has is not checked, which is logged once.
 """
 
 import logging
@@ -13,7 +13,7 @@ log = logging.getLogger(__name__)
 
 
 def check_id(worker: Worker, tier: str, told: object, sent_id: str) -> None:
-    """Raises: ForeignReply: an answer has not the `id` of the request, though this worker is known to echo ids."""
+    """Check an answer's `id`. Raises: ForeignReply: it is another one, although this worker echoes ids."""
     if answers(told, sent_id):
         worker.echoes_ids = True
     elif worker.echoes_ids:
@@ -23,7 +23,7 @@ def check_id(worker: Worker, tier: str, told: object, sent_id: str) -> None:
 
 
 def learn_id(worker: Worker, echoed: bool) -> None:
-    """Remember whether a worker echoes ids."""
+    """Note whether a worker echoes ids."""
     if echoed:
         worker.echoes_ids = True
     elif worker.echoes_ids is None:
@@ -32,6 +32,6 @@ def learn_id(worker: Worker, echoed: bool) -> None:
 
 
 def foreign_reply(worker: Worker, tier: str, text: str) -> ForeignReply:
-    """The error of an answer that is another request's; no idle connection of that worker is used again."""
-    worker.upstream.drop_idle()  # the answer that is missing may still come on one of them
+    """The error for another request's answer; also drops the worker's idle connections."""
+    worker.upstream.drop_idle()  # the missing answer may still come on one of them
     return ForeignReply(text, worker=worker.id, tier=tier)

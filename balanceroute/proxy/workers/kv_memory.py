@@ -1,18 +1,19 @@
-"""How many KV tokens fit a decode worker, counted as the ledger counts them.
+"""A decode worker's KV capacity, in tokens as the ledger counts them.
 
-The ledger counts every token of every request. The engine may hold less: prompts that begin alike share their blocks,
-and some layers keep only a window. So the size that it tells is the least that fits, and where more of it is free than
-the ledger leaves, what is free counts. Not while requests wait there for memory: these are in the ledger and have none.
+The ledger counts every token of every request. The engine may use less memory: equal beginnings share blocks, and some
+layers keep only a window. So the reported size is the least capacity. If more of it is free than the ledger's load
+leaves, the free part counts, except while requests wait there for memory: they are in the ledger, but have none.
 """
 
 from collections.abc import Mapping
 
 
 def kv_capacity_tokens(samples: Mapping[str, float], load_tokens: int, ahead: int) -> int:
-    """The load at which nothing more fits; 0: not known. Reads `kv_capacity_tokens`, `kv_cache_usage_perc` and
-    `num_requests_waiting`.
+    """The load at which nothing more fits; 0: unknown.
 
-    Args: load_tokens: what the ledger has there, whoever sent it. ahead: requests that may wait there for a slot.
+    Reads `kv_capacity_tokens`, `kv_cache_usage_perc` and `num_requests_waiting`.
+
+    Args: load_tokens: the ledger's load there, with foreign load. ahead: requests that may wait there for a slot.
     """
     capacity = samples.get("kv_capacity_tokens", 0.0)
     usage = samples.get("kv_cache_usage_perc")

@@ -1,4 +1,4 @@
-"""What a worker's /health says: a single look out of turn."""
+"""A single check of a worker's /health, outside the regular ones."""
 
 from typing import Final
 
@@ -10,7 +10,7 @@ _LIMIT: Final = 2**20
 
 
 async def is_alive(worker: Worker, timeout_s: float) -> bool:
-    """Whether its /health answers, and with no 5xx, within `timeout_s`; so it is said where the fault may be ours."""
+    """Whether its /health answers within `timeout_s`, without a 5xx; also True if the fault may be the router's."""
     try:
         status = await answer_of(health_status(worker, timeout_s), timeout_s)
     except Silent as silence:

@@ -1,27 +1,25 @@
-"""The third coroutine: what the workers say of themselves.
+"""The third coroutine: it polls workers' metrics.
 
-Prefillers are asked for their KV usage, the back-pressure of the prefill dispatcher. What if they don't tell:
+The KV usage of prefillers is the back-pressure of the prefill dispatcher. If it can't be read:
 
     page                                        prefiller counts as
-    can't be reached (refused, broken, late)    full, so that one that nobody can reach is never preferred
-    the same of all that are up, for long       usage unknown: what is left is the word of /health, which is good
+    can't be reached (refused, broken, late)    full, so that it is not preferred
+    the same of all that are up, for long       usage unknown: only /health counts, which is good
     answers without the gauge (404, 500, ...)   usage unknown: at once, the engine may run with --disable-log-stats
     answers what can't be read (malformed, huge)  the same
 
-Unknown usage bounds nothing but the probes under way at once (`core/prefill.py`): our own ledger serves on. Only health
-checks and failed requests take a worker out. Each of these is a condition (`conditions.py`): one log line, `/ready`.
+With unknown usage only the number of probes under way is bounded (`core/prefill.py`). Only health checks and failed
+requests take a worker out. Each of these cases is a condition (`conditions.py`): a log line, `/ready`.
 
-Of its prefix cache a prefiller tells the size (`cache_config_info`) and the tokens that it looked up and found there so
-far. Where the operator asks for prompts to be placed by what is cached, one that caches nothing is a condition, too:
-every prompt is computed whole, wherever it is sent.
+A prefiller reports its prefix cache's size (`cache_config_info`), and counts tokens looked up and found there. If the
+operator has set a policy that places prompts by cached prefixes, a prefiller without a cache is a condition, too.
 
-Decoders are asked too, but what they report is only compared with our own ledger (`reported` in /state), never put in
-its place: ours is exact and theirs is old. What they have beyond it for longer than their reports lag is somebody
-else's load (`foreign.py`), which decisions count.
+Decoders' reports are compared with the ledger (`reported` in /state), and never replace it: the ledger is exact,
+reports are old. A lasting surplus is foreign load (`foreign.py`), which decisions count.
 
-Pages are read by our own client and reader, because the loop that relays streams reads them. 100 kB take httpx 0.6 to
-2.4 ms and prometheus-client's parser 20 to 50 ms in one go, of two machines; ours 0.02 to 0.06 and 0.1, which for 144
-workers is 2 to 3 % of a core instead of three cores and more (`scripts/bench/polls.py`).
+Pages are read by the router's own client and reader, because the loop that relays streams reads them. For 100 kB, on
+two machines, httpx takes 0.6 to 2.4 ms and prometheus-client's parser 20 to 50 ms; the own ones take 0.02 to 0.06 and
+0.1 ms. For 144 workers that is 2 to 3 % of a core instead of three cores and more (`scripts/bench/polls.py`).
 
 Workers of one URL share one read; their ranks are told apart by the `engine` label.
 """
@@ -52,7 +50,7 @@ _UP: Final = WorkerState.UP
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """What a read of /metrics has brought; `problem` is empty if all went well, `reached` whether anything answered."""
+    """The result of a read of /metrics. `problem`: empty if there is none. `reached`: whether the worker answered."""
 
     engines: dict[str, dict[str, float]]
     problem: str = ""
@@ -71,7 +69,9 @@ class MetricsPoller:
         config: Callable[[], Config],
         on_bug: Callable[[str, Exception, str], None],
     ) -> None:
-        """`config` is called anew, so a reload counts; `on_bug`: where, what, and whose page it was."""
+        """`config`: called for each poll, so a reload takes effect. `on_bug`: called with the place, the error and the
+        workers.
+        """
         self._fleet, self._ledger, self._metrics, self._drainer = fleet, ledger, metrics, drainer
         self._config, self._on_bug = config, on_bug
         self._divergence, self._conditions = metrics.divergence, metrics.conditions
@@ -93,7 +93,7 @@ class MetricsPoller:
                 return
 
     async def _page(self, worker: Worker) -> Page | None:
-        """What it tells; None where it is our own fault that nothing is known."""
+        """Read a worker's page; None: it could not be read by the router's own fault."""
         timeout_s = self._config().health.timeout_s
         try:
             status, text = await answer_of(_metrics_of(worker), timeout_s)
@@ -138,7 +138,7 @@ class MetricsPoller:
             self._divergence.see(worker.id, worker.spec.role, samples, held=self._held(worker), orphans=orphans)
 
     def _report_prefix_cache(self, worker: Worker, samples: dict[str, float]) -> None:
-        """Tell the scheduler what a prefiller can have cached, and the operator if that is nothing."""
+        """Tell the scheduler the size of a prefiller's cache, and the operator if it caches nothing."""
         capacity = int(samples.get("kv_capacity_tokens", 0)) or None
         off = samples.get("prefix_caching") == 0
         queried, hits = samples.get("prefix_cache_queries_total"), samples.get("prefix_cache_hits_total")
@@ -158,13 +158,13 @@ class MetricsPoller:
         self._conditions.hold(PREFIX_CACHE, worker.id, f"{reason}; every prompt is computed whole (docs/prefix.md)")
 
     def _all_unreached(self) -> bool:
-        """Whether no prefiller that is up can be asked for its usage, and not for the first time."""
+        """Whether the usage of no prefiller that is up could be read, several times in a row."""
         up = [worker for worker in self._fleet.of(Role.PREFILL) if worker.healthy and not worker.leaving]
         patience = self._config().health.failure_threshold
         return all(worker.unreached > patience for worker in up)
 
     def _report_decoder(self, worker: Worker, samples: dict[str, float] | None) -> None:
-        """Tell the scheduler what others run on a decode worker, and how much fits there."""
+        """Tell the scheduler a decode worker's foreign load and KV capacity."""
         ledger = self._ledger
         ledger.settle()
         own = ledger.decoder(worker.id)
@@ -196,7 +196,7 @@ def _tells(worker: Worker, samples: dict[str, float] | None) -> bool:
 
 
 def _occupancy(worker: DecoderView, foreign: int | None = None) -> Occupancy:
-    """How full a decode worker is; `foreign` where that is newer than what the ledger knows."""
+    """The occupancy of a decode worker, with `foreign` if it is newer than the ledger's."""
     held = worker.foreign_requests if foreign is None else foreign
     return Occupancy(worker.slots, worker.active, held, worker.engine_waiting)
 

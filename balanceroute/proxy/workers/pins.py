@@ -1,24 +1,24 @@
-"""A record of the KV that prefillers keep for requests under way, so that a start after a kill can have it drained.
+"""A record of pinned KV in a file, so that the next start after a kill can drain it.
 
     balanceroute pins 1                                the first line: whose file it is
-    {"n":7,"request":...,"prefiller":...,"at":...,     KV is pinned, by parameters that nobody has used
+    {"n":7,"request":...,"prefiller":...,"at":...,     KV is pinned; its parameters are unused
      "up":...,"prompt_tokens":...,"model":...,
      "params":{...}}
-    -7                                                 no longer: its parameters go to a decode worker now
+    -7                                                 released: its parameters are about to be sent
 
-A line is appended and never synced: it survives the process, not the machine. The second one is written before the
-parameters are sent, for they may be used once only; where a worker has surely not seen them, the first is written
-again. When the file has grown, what is pinned still is written anew beside it and takes its place.
+Lines are appended and never synced: they survive the process, not a crash of the machine. The second line is written
+before the parameters are sent, because they may be used only once; if a worker certainly has not seen them, the first
+is written again. When the file has grown, a new one with the present pins replaces it.
 
-The first line waits for `UNWRITTEN_S`: where slots are free most KV goes to a decode worker sooner, and costs no write
-at all. A kill in this time leaves the KV to its timeout, as one does while the prefiller's reply is on its way.
+The first line is delayed by `UNWRITTEN_S`: if slots are free, most KV goes to a decode worker sooner, and costs no
+write. After a kill in this time, or while the prefiller's reply is on its way, the KV stays until its timeout.
 
-Nothing of a prompt is written but its size. A decode worker pulls by the parameters alone and looks at no more of the
-prompt than how many tokens it has, so any prompt of that size drains it (`stand_in`).
+Only the prompt's size is written. A decode worker pulls by the parameters, and needs of the prompt only its number of
+tokens, so any prompt of that size drains the KV (`stand_in`).
 
-A lock on the file keeps a second router from draining what a first one needs. Where the disk is too full for a new file
-the old one grows. A record that can't be written any more is left empty, and the router goes on without it, until
-`mend` has it written again; so it has a file that somebody has removed.
+A lock on the file prevents that a second router drains KV that the first one needs. If the disk is too full for a new
+file, the old one grows. A record that can't be written any more is emptied, and the router continues without it until
+`mend` writes it again, as it does with a removed file.
 """
 
 import asyncio
@@ -49,11 +49,11 @@ log = logging.getLogger(__name__)
 
 HEAD: Final = b"balanceroute pins 1\n"
 COMPACT_BYTES: Final = 2**20  # a few thousand requests
-GROWTH: Final = 4  # times what is pinned, and at least `COMPACT_BYTES`, a file grows before it is written anew
-NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE)  # for a file more, or a descriptor
-UNWRITTEN_S: Final = 0.005  # for which KV may be pinned before it is taken down
-MEND_S: Final = 5.0  # between two looks at what somebody may have removed
-DRAWN_TOKENS: Final = 32  # twice the block of vLLM's prefix cache, whose names follow from the first block on
+GROWTH: Final = 4  # times the present pins, and at least `COMPACT_BYTES`: a larger file is rewritten
+NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE)  # no room for another file, or no descriptor
+UNWRITTEN_S: Final = 0.005  # delay before KV is recorded
+MEND_S: Final = 5.0  # between two checks whether the file was removed
+DRAWN_TOKENS: Final = 32  # random ids: twice a block of vLLM's prefix cache, whose hashes are chained
 _LEAST_ID: Final = 10  # ids that every vocabulary has
 _IDS: Final = 90
 _FLAGS: Final = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
@@ -61,10 +61,10 @@ _FLAGS: Final = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
 
 @dataclass(slots=True, eq=False)
 class Pin:
-    """KV that a prefiller keeps for a request until a decode worker has pulled it.
+    """The record of a request's pinned KV.
 
-    `at`: since when at most, as Unix time; `up`: the same, since the machine's start. `prompt_tokens`: its size.
-    `model`: that the request named.
+    `at`: the earliest time of its pinning, as Unix time; `up`: the same, since the machine's start. `prompt_tokens`: of
+    the prompt. `model`: as in the request.
     """
 
     request_id: str
@@ -79,15 +79,16 @@ class Pin:
     line: bytes = b""
 
     def age_s(self) -> float:
-        """For how long it has been kept at least, seconds; negative: unknown, because the clock was set back.
+        """Its age in seconds, at least; negative: unknown, because the clock was set back.
 
-        A clock that was set back by less shows less, and a machine that was started anew since then is no longer up.
+        It takes the larger of two ages: a clock set back by less shows less, and `up` ends with a restart of the
+        machine.
         """
         age_s = time.time() - self.at
         return age_s if age_s < 0 else max(age_s, now_s() - self.up)
 
     def hold(self) -> None:
-        """Record that its parameters have not been used."""
+        """Record that its parameters are unused."""
         self.record.hold(self)
 
     def release(self) -> None:
@@ -99,17 +100,17 @@ class PinRecord:
     """The file of one router. `left`: pins that the router before it has not released; they are held until released."""
 
     def __init__(self, path: str | Path, named: bool = True, needed: bool = True) -> None:
-        """`named`: an operator has named the file, which may be none of ours; otherwise whatever can be read of it is
-        used. `needed`: a file that can't be used is an error; otherwise the router goes on without one.
+        """`named`: an operator has named the file, so it may be another program's; otherwise all readable lines are
+        used. `needed`: a file that can't be used is an error; otherwise the router continues without it.
 
-        Raises: ConfigError: the file can't be used, is none of ours, or is another router's.
+        Raises: ConfigError: the file can't be used, is another program's, or another router's.
         """
         self._path, self._named = Path(path), named
         self._live: dict[int, Pin] = {}
         self.left: tuple[Pin, ...] = ()
-        self._unwritten: dict[int, Pin] = {}  # of `_live`, what the file does not have yet
+        self._unwritten: dict[int, Pin] = {}  # pins of `_live` that are not in the file yet
         self._writing: asyncio.TimerHandle | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None  # while `watch` runs; without it all is written at once
+        self._loop: asyncio.AbstractEventLoop | None = None  # set while `watch` runs; else lines are written at once
         self._count = 0
         self._size = self._limit = 0
         self._file: int | None = None
@@ -134,7 +135,7 @@ class PinRecord:
     def pin(
         self, request_id: str, prefiller: str, params: bytes, prompt_tokens: int, model: str | None, age_s: float
     ) -> Pin:
-        """Take down that KV has been pinned, for `age_s` seconds at most."""
+        """Record KV that was pinned `age_s` seconds ago at most."""
         at, up = time.time() - age_s, now_s() - age_s
         pin = Pin(request_id, prefiller, params, prompt_tokens, model, at, up, self)
         pin.hold()
@@ -163,21 +164,21 @@ class PinRecord:
             self._write_no_more()
 
     def take_over(self, path: Path) -> tuple[Pin, ...]:
-        """Move the pins of another record here, and remove it, if no process keeps it any more; returns these pins.
+        """Move the pins of another record here and remove it, if no process holds it; returns these pins.
 
-        A kill in between loses it to its timeout: better than two records with the same parameters.
+        After a kill in between the KV stays until its timeout, which is better than two records of the same parameters.
         """
         try:
             file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError:
-            return ()  # somebody else was faster
+            return ()  # another process was faster
         with open(file, "rb") as opened:
             try:
                 self._lock(file, path)
                 pins = tuple(_held(opened.read(), path, self, self._named).values())
                 path.unlink()
             except (OSError, ConfigError):
-                return ()  # it is kept, or is none of ours
+                return ()  # a process holds it, or it is another program's
         for pin in pins:
             pin.number, pin.line = 0, b""
             self.hold(pin)
@@ -185,7 +186,7 @@ class PinRecord:
         return pins
 
     def mend(self) -> None:
-        """Write the held pins again, if somebody has removed the file, or it could not be written."""
+        """Write the held pins again, if the file was removed or could not be written."""
         try:
             if self._file is None or not is_at(self._file, self._path):
                 self._see_that_it_is_nobodys()
@@ -210,11 +211,11 @@ class PinRecord:
             self._write_new()
 
     def __len__(self) -> int:
-        """How many pins are held."""
+        """The number of held pins."""
         return len(self._live)
 
     def close(self) -> None:
-        """Close the file; pins that are held stay in it for the next router."""
+        """Close the file; held pins stay in it for the next router."""
         self._write_new()
         self._let_go()
 
@@ -227,7 +228,7 @@ class PinRecord:
             self._append(b"".join(map(_line, unwritten)))
 
     def _write_no_more(self) -> None:
-        """No pin waits to be written any more."""
+        """Drop the waiting lines."""
         self._unwritten.clear()
         if self._writing is not None:
             self._writing.cancel()
@@ -239,7 +240,7 @@ class PinRecord:
             os.close(file)
 
     def _see_that_it_is_nobodys(self) -> None:
-        """Check that what is at the path of our removed file may be replaced. Raises: ConfigError; OSError."""
+        """Check that a file at the path of the removed one may be replaced. Raises: ConfigError; OSError."""
         with suppress(FileNotFoundError):
             file = os.open(self._path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
             with open(file, "rb") as opened:
@@ -259,14 +260,14 @@ class PinRecord:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise self._taken() from None
-        if not os.path.samestat(status, os.stat(path)):  # its owner wrote it anew while we opened it
+        if not os.path.samestat(status, os.stat(path)):  # its owner replaced it while it was opened here
             raise self._taken()
 
     def _taken(self) -> ConfigError:
         return ConfigError(f"lifecycle.pins_file = {str(self._path)!r}: another router is using it; each needs its own")
 
     def _begin(self, data: bytes) -> None:
-        """Write the held pins to a new file, or go on with the present one. Raises: OSError."""
+        """Write the held pins to a new file, or continue the present one. Raises: OSError."""
         try:
             self._rewrite()
         except OSError as error:
@@ -275,7 +276,7 @@ class PinRecord:
             self._go_on(data)
 
     def _go_on(self, data: bytes) -> None:
-        """Go on with the file, which contains `data`, after its last whole line. Raises: OSError."""
+        """Continue the file, which contains `data`, after its last whole line. Raises: OSError."""
         assert self._file is not None
         self._size = data.rfind(b"\n") + 1
         self._limit = self._size + COMPACT_BYTES
@@ -288,7 +289,7 @@ class PinRecord:
         if self._file is None:
             return
         try:
-            if not os.fstat(self._file).st_nlink:  # somebody has removed it; a kill now must not lose what is pinned
+            if not os.fstat(self._file).st_nlink:  # the file was removed; a kill now must not lose the pins
                 self.mend()
                 return
             _write(self._file, line)
@@ -299,7 +300,7 @@ class PinRecord:
             self._give_up(error)
 
     def _compact(self) -> None:
-        """Write the file anew without released pins; later, if there is no room now. Raises: OSError."""
+        """Rewrite the file without released pins; later, if there is no room now. Raises: OSError."""
         try:
             self._rewrite()
         except OSError as error:
@@ -308,7 +309,7 @@ class PinRecord:
             self._limit = self._size + COMPACT_BYTES
 
     def _rewrite(self) -> None:
-        """Write what is held, and nothing else, to a new file in place of this one. Raises: OSError."""
+        """Replace the file by one with only the held pins. Raises: OSError."""
         data = HEAD + b"".join(map(_line, self._live.values()))
         new = beside(self._path)
         new.unlink(missing_ok=True)
@@ -327,7 +328,7 @@ class PinRecord:
         self._limit = max(COMPACT_BYTES, GROWTH * len(data))
 
     def _give_up(self, error: OSError) -> None:
-        """Do without a record: none is better than one that calls used parameters unused."""
+        """Continue without a record: none is better than one that lists used parameters as unused."""
         assert self._file is not None
         self._tell_lack(error)
         try:
@@ -339,18 +340,18 @@ class PinRecord:
 
 
 def _held(data: bytes, path: Path, record: PinRecord, named: bool) -> dict[int, Pin]:
-    """What a file says is pinned, by number, as `record`'s.
+    """The pins in a file, by number, as pins of `record`.
 
-    Raises: ConfigError: it is another kind of file, and somebody has named it.
+    Raises: ConfigError: it is another program's file, named by an operator.
     """
-    data = data.lstrip(b"\0")  # a machine that lost its power may leave a file of its length and no more
+    data = data.lstrip(b"\0")  # after a loss of power a file may have its length but no contents
     is_ours = data.startswith(HEAD) or HEAD.startswith(data)
     if named and not is_ours:
         raise ConfigError(f"lifecycle.pins_file = {str(path)!r}: it holds something else; name another file")
     held: dict[int, Pin] = {}
     damaged = 0 if is_ours else 1
     _, _, lines = data.partition(b"\n")
-    for line in lines.split(b"\n")[:-1]:  # the last one was being written, or is empty
+    for line in lines.split(b"\n")[:-1]:  # the last line may be incomplete, or is empty
         try:
             if line.startswith(b"-"):
                 held.pop(int(line[1:]), None)
@@ -365,10 +366,10 @@ def _held(data: bytes, path: Path, record: PinRecord, named: bool) -> dict[int, 
 
 
 def stand_in(pin: Pin) -> ClientRequest:
-    """A request with a prompt of the same size, in place of the pinned one, whose prompt nobody remembers.
+    """A request with another prompt of the same size, to drain pinned KV whose prompt is not recorded.
 
-    Under this prompt a worker may keep the KV in its prefix cache. It is another prompt's, so nobody may ever ask for
-    it: the first tokens are drawn.
+    The worker may cache the KV under this prompt, to which it does not belong. So the first tokens are random: no
+    request will match it.
     """
     drawn = min(pin.prompt_tokens, DRAWN_TOKENS)
     ids = [_LEAST_ID + secrets.randbelow(_IDS) for _ in range(drawn)] + [_LEAST_ID] * (pin.prompt_tokens - drawn)
@@ -377,7 +378,7 @@ def stand_in(pin: Pin) -> ClientRequest:
 
 
 def _write(file: int, data: bytes) -> None:
-    """All of it. Raises: OSError."""
+    """Write all bytes. Raises: OSError."""
     while data:
         data = data[os.write(file, data) :]
 
@@ -410,7 +411,7 @@ def _pin(line: bytes, record: PinRecord) -> Pin:
     if not (texts and times and isinstance(params, dict) and isinstance(number, int)):
         raise TypeError("values of other types")
     pinned = orjson.dumps(params)
-    is_id = request.isascii() and request.isprintable()  # it becomes a header
+    is_id = request.isascii() and request.isprintable()  # the id becomes a header
     if not is_id or number < 1 or tokens < 1 or len(pinned) > MAX_PARAMS_BYTES:
         raise ValueError("values out of bounds")
     return Pin(request, prefiller, pinned, tokens, model, at, up, record, number, line + b"\n")

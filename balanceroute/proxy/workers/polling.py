@@ -1,4 +1,4 @@
-"""Asking every worker URL something once per period, without one that hangs or breaks us holding up the others."""
+"""Polls every worker URL once per period; one that hangs, or causes an error, does not delay the others."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -15,7 +15,7 @@ OnBug = Callable[[list[Worker], Exception], None]
 
 
 class Silent(Exception):
-    """No answer in time. `ours`: we may not have looked in time either, or could not ask."""
+    """No answer in time. `ours`: the router was late itself, or could not ask."""
 
     def __init__(self, ours: bool) -> None:
         super().__init__()
@@ -23,7 +23,7 @@ class Silent(Exception):
 
 
 async def answer_of(asking: Awaitable[_T], timeout_s: float) -> _T:
-    """What `asking` returns, if it does so in time. Raises: Silent, and what `asking` raises but for CannotConnect."""
+    """The result of `asking`, if it comes in time. Raises: Silent; errors of `asking` except CannotConnect."""
     limit = FairTimeout(timeout_s)
     try:
         async with limit:
@@ -35,15 +35,15 @@ async def answer_of(asking: Awaitable[_T], timeout_s: float) -> _T:
 
 
 def still_here(fleet: Fleet, workers: list[Worker]) -> list[Worker]:
-    """The workers that have not left; the first of them is asked for all, because it has connections."""
+    """The workers that have not left; the first one's connections are used for all."""
     return [worker for worker in workers if fleet.has(worker)]
 
 
 class Polling:
-    """One question at a time per URL; `ask` gets the workers behind it and takes care of its own timeout.
+    """Calls `ask` with the workers of each URL, one call at a time per URL; `ask` has its own timeout.
 
-    `on_bug` is told what an `ask` raised: its own errors are its business, so that is a bug of ours, and must not keep
-    the other workers from being asked. What `on_bug` raises ends the polling.
+    An error that `ask` raises is a bug: it goes to `on_bug`, and the other workers are still polled. An error of
+    `on_bug` ends the polling.
     """
 
     def __init__(self, fleet: Fleet, ask: Ask, on_bug: OnBug) -> None:
@@ -51,7 +51,7 @@ class Polling:
         self._open: dict[str, asyncio.Task[None]] = {}
 
     async def run(self, period_s: Callable[[], float]) -> None:
-        """Until cancelled; the period is read anew each time, so a reload counts."""
+        """Poll until cancelled; the period is read each time, so a reload takes effect."""
         try:
             while True:
                 self.start()
@@ -66,7 +66,7 @@ class Polling:
         self._collect()
 
     def start(self) -> None:
-        """Ask every URL that isn't being asked still. Raises: what `on_bug` raised for an earlier `ask`."""
+        """Start a call for every URL without one under way. Raises: an error of `on_bug` from an earlier call."""
         self._collect()
         loop = asyncio.get_running_loop()
         by_url: dict[str, list[Worker]] = {}
@@ -77,7 +77,7 @@ class Polling:
                 self._open[url] = loop.create_task(self._run(workers))
 
     async def close(self) -> None:
-        """Stop asking."""
+        """Stop polling."""
         for task in self._open.values():
             task.cancel()
         await asyncio.gather(*self._open.values(), return_exceptions=True)

@@ -1,7 +1,7 @@
-"""A relay's workers: it holds the connections, and the brain judges.
+"""A relay's workers: the relay holds connections to them, the brain judges them.
 
-What a request finds out about a worker is told to the brain (`Finding`), whose circuit decides; what the worker may get
-is what the brain said last. While there is no brain, nothing is told: the next one begins with a good opinion of all.
+A request's result at a worker is reported to the brain (`Finding`), whose circuit decides; the relay uses the last
+state that the brain sent. While there is no brain, nothing is reported: the next one begins with closed circuits.
 """
 
 import asyncio
@@ -17,12 +17,12 @@ Report = Callable[[Judged | CacheDoubted], None]
 
 
 class ReportedCircuit(Circuit):
-    """A worker's circuit at the brain, as a relay's requests know it."""
+    """A relay's view of a worker's circuit at the brain."""
 
     __slots__ = ("_doubtful", "_report", "_worker_id")
 
     def __init__(self, worker_id: str, report: Report) -> None:
-        super().__init__(CircuitConfig(), lambda wake_in_s: None)  # nobody is told of changes
+        super().__init__(CircuitConfig(), lambda wake_in_s: None)  # changes are not reported locally
         self._worker_id, self._report = worker_id, report
         self._doubtful = False
 
@@ -32,7 +32,7 @@ class ReportedCircuit(Circuit):
         return self._doubtful
 
     def told(self, state: CircuitState, doubtful: bool) -> None:
-        """The brain has said what the worker may get."""
+        """Take the state that the brain has sent."""
         self.state, self._doubtful = state, doubtful
 
     def used(self) -> None:
@@ -83,7 +83,7 @@ class _Nowhere:
 
 
 class RelayFleet(Fleet):
-    """The workers that the brain has named, in the states that it has said."""
+    """The workers that the brain has named, in the states that it has sent."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class RelayFleet(Fleet):
         """`report`: sends to the brain."""
         super().__init__(_Nowhere(loop), config, on_leave)
         self._report = report
-        self._told_use: set[str] = set()  # the workers that were in use when that was told last
+        self._told_use: set[str] = set()  # the workers in use at the last report
 
     def circuit(self, spec: WorkerSpec, changed: Callable[[float | None], None]) -> Circuit:
         """A circuit that reports to the one at the brain."""
@@ -116,7 +116,7 @@ class RelayFleet(Fleet):
                 self._report(CacheDoubted(worker.id, worker.cache_salt))
 
     def follow(self, message: Workers, whole: bool) -> None:
-        """Take over what the brain says; `whole`: there are no other workers."""
+        """Take the brain's list of workers; `whole`: there are no others."""
         for standing in message.changed:
             worker = self._named(standing.spec)
             worker.state, worker.leaving = standing.state, False
@@ -142,7 +142,7 @@ class RelayFleet(Fleet):
         return self.connect(spec)
 
     def uses(self, now: float, awaited: set[str]) -> tuple[Use, ...]:
-        """Which workers are in use, as far as that is new to the brain; `awaited`: whose next token a client awaits."""
+        """The use of workers, if changed since the last report; `awaited`: workers whose next token a client awaits."""
         in_use = {worker.id for worker in self if worker.in_use or worker.peak_in_use}
         told = [worker for worker in self if worker.id in in_use or worker.id in self._told_use]
         self._told_use = in_use

@@ -1,4 +1,4 @@
-"""What the brain knows of workers from relays: how requests fared, what is under way, and when tokens came last."""
+"""The brain's record of relays' reports on workers: requests' results, requests under way, times of the last tokens."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -21,11 +21,11 @@ from balanceroute.proxy.workers.circuit import Circuit, CircuitState
 from balanceroute.proxy.workers.fleet import Fleet, Worker
 from balanceroute.proxy.workers.silence import FrozenGroup
 
-MOST_AWAY: Final = 256  # relays of other machines, more than a router has: where machines are replaced, none returns
+MOST_AWAY: Final = 256  # far relays that have left; more than a router has, because replaced machines never return
 
 
 class RelayReports:
-    """All relays' words on the workers of one fleet; the `Reports` of the hub."""
+    """All relays' reports on the workers of one fleet; implements the hub's `Reports`."""
 
     def __init__(
         self,
@@ -34,23 +34,23 @@ class RelayReports:
         frozen: Sequence[FrozenGroup],
         under_way: Callable[[int], None] = lambda exchanges: None,
     ) -> None:
-        """`frozen`: groups of workers that fell silent together, kept up to date by the reaper. `under_way` is told how
-        many client requests all relays have.
+        """`frozen`: groups of workers that fell silent together, updated by the reaper. `under_way`: called with the
+        number of all relays' client requests.
         """
         self._fleet, self._loop, self._frozen, self._under_way = fleet, loop, frozen, under_way
         self.on_keys: Callable[[str, tuple[KeyUse, ...]], None] = lambda relay, keys: None
         self.on_connector: Callable[[Worker, str | None], None] = lambda worker, connector: None
-        # told what a relay has counted that will not return
+        # called with the counts of relays that will not return
         self.on_given_up: Callable[[bytes], None] = lambda counts: None
-        self.counts: dict[str, bytes] = {}  # of every relay, here or not: a sum must not fall while one is away
-        self._away: dict[str, None] = {}  # those of other machines that have left, the first of them first
+        self.counts: dict[str, bytes] = {}  # counts of every relay, also of absent ones: a sum must not fall
+        self._away: dict[str, None] = {}  # far relays that have left, the first one first
         self._said: dict[str, Activity] = {}
         self._uses: dict[str, dict[str, Use]] = {}  # by relay and worker
 
     # -- what relays say
 
     def judged(self, message: Judged) -> None:
-        """A request has told something about a worker."""
+        """Apply a request's result to a worker's circuit."""
         if message.worker not in self._fleet:
             return
         circuit, now = self._fleet[message.worker].circuit, self._loop.time()
@@ -63,7 +63,7 @@ class RelayReports:
             circuit.busy(now, message.retry_after_s)
 
     def active(self, relay: str, said: Activity) -> None:
-        """What a relay does."""
+        """Take a relay's activity."""
         self._said[relay] = said
         self._count()
         uses, now = self._uses.setdefault(relay, {}), self._loop.time()
@@ -73,22 +73,22 @@ class RelayReports:
                 uses[use.worker] = use
 
     def forget(self, worker_id: str) -> None:
-        """A worker has left. What relays say of it still is of no worker, and of none that may come under its name."""
+        """Forget a worker that has left: late reports on it must not count for a later worker of its name."""
         for uses in self._uses.values():
             uses.pop(worker_id, None)
 
     def keys_used(self, relay: str, keys: tuple[KeyUse, ...]) -> None:
-        """What a relay's clients have used of their keys."""
+        """Take the key use of a relay's clients."""
         self.on_keys(relay, keys)
 
     def counted(self, relay: str, counts: bytes) -> None:
-        """A relay says what its process has counted. Raises: ValueError: `counts` contains no counts."""
-        without_orphans(counts)  # which must succeed when the relay is gone
+        """Take the counts of a relay's process. Raises: ValueError: `counts` contains no counts."""
+        without_orphans(counts)  # checked now: it must succeed when the relay is gone
         self._away.pop(relay, None)
         self.counts[relay] = counts
 
     def learned(self, message: Learned) -> None:
-        """A prefiller's parameters have told its connector."""
+        """Take a prefiller's connector."""
         if message.worker in self._fleet:
             self.on_connector(self._fleet[message.worker], message.connector)
 
@@ -98,7 +98,7 @@ class RelayReports:
             self._fleet.salt_cache(self._fleet[message.worker], message.cache_salt)
 
     def lost(self, relay: str) -> None:
-        """A relay is gone, and all that it had under way. If one of that was a trial, another one may be made."""
+        """Remove a relay that is gone, with its requests under way; a trial among them ends, so another may be made."""
         self._said.pop(relay, None)
         self._count()
         if relay in self.counts:
@@ -114,7 +114,7 @@ class RelayReports:
                 worker.circuit.inconclusive()
 
     def _note_away(self, relay: str) -> None:
-        """A relay of another machine, which has no file here, is kept apart until so many have left after it."""
+        """Keep the counts of a far relay, which has no file here, until `MOST_AWAY` others have left after it."""
         if FAR in relay:
             self._away[relay] = None
             if len(self._away) > MOST_AWAY:

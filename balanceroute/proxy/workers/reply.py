@@ -20,7 +20,7 @@ _Error = TypeVar("_Error", bound=UpstreamError)
 
 
 class Sink(Protocol):
-    """Takes a reply's body from within the event loop's read callback; must not block or raise."""
+    """Takes a reply's body within the event loop's read callback; must not block or raise."""
 
     def chunk(self, data: bytes) -> None:
         """More bytes, never empty."""
@@ -30,7 +30,7 @@ class Sink(Protocol):
 
 
 class Carrier(Protocol):
-    """The connection that a reply comes over, as far as the reply needs it: `connection.Connection`."""
+    """The connection of a reply, as the reply uses it: `connection.Connection`."""
 
     def deliver(self, sink: Sink) -> None:
         """Hand the body to `sink` from now on."""
@@ -42,11 +42,11 @@ class Carrier(Protocol):
         """Read the socket again."""
 
     def give_up(self) -> None:
-        """Close: nobody wants the rest of the reply."""
+        """Close: the rest of the reply is not needed."""
 
 
 class Worker(Protocol):
-    """Whose reply it is: `upstream.Upstream`."""
+    """The worker of a reply: `upstream.Upstream`."""
 
     high_water_bytes: int
 
@@ -55,7 +55,7 @@ class Worker(Protocol):
 
 
 class _Discard:
-    """The sink of a reply whose rest does not matter."""
+    """A sink that drops the rest of a reply."""
 
     def chunk(self, data: bytes) -> None:
         pass
@@ -98,8 +98,8 @@ class Reply:
         self._owner = owner
         self.status = 0
         self._headers: list[tuple[bytes, bytes]] = []
-        self._lines = b""  # the headers as they came, until somebody asks for them
-        self.loop = loop  # `asyncio.get_running_loop` takes a system call before Python 3.12
+        self._lines = b""  # the raw headers, parsed on first use
+        self.loop = loop  # before Python 3.12 `get_running_loop` takes a system call
         self.head: asyncio.Future[None] = self.loop.create_future()
         self.started = False
         self.undelivered = False
@@ -137,12 +137,12 @@ class Reply:
 
     @property
     def paused(self) -> bool:
-        """Whether the socket is not read at the moment, because the consumer can't take more."""
+        """Whether reading is paused because the consumer can't take more."""
         return self._paused
 
     @property
     def over(self) -> bool:
-        """Whether the reply is complete or broken: nothing more of it will come."""
+        """Whether the reply is complete or broken."""
         return self._ended
 
     async def next_chunk(self) -> bytes | None:
@@ -227,7 +227,7 @@ class Reply:
     # ------------------------------------------------------------------------------------ called by the connection
 
     def keep(self, data: bytes) -> None:
-        """Bytes of the body have come, and there is no sink."""
+        """Keep bytes of the body, because there is no sink."""
         self._parts.append(data)
         self._parts_bytes += len(data)
         waiter = self._waiter
@@ -237,7 +237,7 @@ class Reply:
             self.pause()
 
     def begin_and_finish(self, lines: bytes, body: bytes) -> None:
-        """The whole reply has come at once: a 200 with these header lines and this body."""
+        """Take a whole reply that has come at once: a 200 with these header lines and this body."""
         self.status, self._lines = 200, lines
         self.started = self._ended = True
         self._connection = None
@@ -247,7 +247,7 @@ class Reply:
             self.head.set_result(None)
 
     def finish(self, error: UpstreamError | None) -> None:
-        """The reply is complete (None) or broken; only the first call counts."""
+        """Note that the reply is complete (None) or broken; only the first call counts."""
         if self._ended:
             return
         self._ended = True
@@ -258,7 +258,7 @@ class Reply:
                 self.head.set_result(None)
             else:
                 self.head.set_exception(error)
-                self.head.exception()  # marks it as seen: a cancelled caller will not look at it
+                self.head.exception()  # marks the exception as retrieved: a cancelled caller will not
         waiter = self._waiter
         if waiter is not None and not waiter.done():
             waiter.set_result(None)

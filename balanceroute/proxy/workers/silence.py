@@ -1,39 +1,37 @@
-"""Who is silent, and whether that is the worker's own silence.
+"""Finds silent workers, and decides whether the silence is theirs, their group's, or the router's.
 
-A connection that breaks says what happened. Silence does not: the worker may be frozen, or its whole group waits at the
-step barrier for one frozen rank, or the network in between is gone, or it was our own process that stood still. Moving
-requests helps in the first case alone. In the others it takes running requests off workers that would have gone on,
-and computes all their prompts again for nothing.
+A broken connection has a clear cause. Silence has not: the worker may be frozen; its group may wait at the step barrier
+for one frozen rank; the network may be gone; or this process was stopped. Moving requests helps only in the first case.
+In the others it takes requests off workers that would continue, and computes their prompts again for nothing.
 
-So silence is looked at in company. Workers that fell silent within a window did so together, and if they are most of
-a barrier group, the group is *frozen*: nothing of it moves. The same over all workers, prefillers included, and not
-within one group alone, is taken for our network. A worker that gives no token while streams are open has been silent
-since its last one, whatever its /health says, because a rank's API server answers while the rank waits at the barrier;
-an idle one has been silent since its last answer to a check, if the check after that got none. Workers that are down
-and hold nothing of ours have no vote: they fell silent some other time.
+So silent workers are compared. If most of a barrier group fell silent within a window, the group is *frozen*, and none
+of its requests move. If the same holds for all workers, prefillers included, and not within one group only, the
+router's network is assumed to be gone. A worker that sends no token while streams are open is silent since its last
+one, whatever its /health says, because a rank's API server answers while the rank waits at the barrier. An idle worker
+is silent since its last answered check, if the next one got no answer. Workers that are down and hold no requests do
+not vote: they fell silent at some other time.
 
-Our own pauses are seen by a loop that looks several times per second: what it sees in the moments after a late look
-is what lay in the sockets meanwhile, and no evidence (`Attention`).
+Pauses of this process are noticed by a check several times per second: for a moment after a late check, silence is no
+evidence, because the sockets' contents must be read first (`Attention`).
 
-Pure: vitals and times come in.
+Pure: takes vitals and times as arguments.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-ALL_WORKERS: Final = "all workers"  # the name of the group that everybody belongs to
+ALL_WORKERS: Final = "all workers"  # the name of the group of all workers
 LATE_LOOK_S: Final = 0.5  # above what a busy machine delays a timer by, below every timeout that silence is judged by
-SETTLE_S: Final = 1.0  # after a pause of ours, or a worker's death: what lay in the sockets has been read by then
+SETTLE_S: Final = 1.0  # after a pause of this process, or a worker's death: time to read the sockets' contents
 
 
 @dataclass(frozen=True, slots=True)
 class Vitals:
-    """What is known of one worker now.
+    """The last signs of life of a worker.
 
-    `silent_since_s` is its last sign of life, None while it is not silent. `mute`: it has had streams and given no
-    token since its first one began, so that time says nothing of when it fell silent. `votes`: false for one that is
-    down and holds nothing of ours.
+    `silent_since_s`: its last sign of life; None: it is not silent. `mute`: it has sent no token since its first stream
+    began, so that time does not tell when it fell silent. `votes`: False: it is down and holds no requests.
     """
 
     id: str
@@ -53,9 +51,9 @@ class FrozenGroup:
 
 
 def frozen_groups(vitals: Sequence[Vitals], now: float, window_s: float) -> list[FrozenGroup]:
-    """Groups of two workers or more, most of which fell silent within `window_s`, at least so long ago.
+    """Groups of at least two workers, most of which fell silent within `window_s`, at least so long ago.
 
-    With the group of all workers last. O(n log n), O(n) while nobody is silent.
+    The group of all workers comes last. O(n log n); O(n) while none is silent.
     """
     if not any(worker.silent_since_s is not None for worker in vitals):
         return []
@@ -97,7 +95,7 @@ def _frozen(name: str, members: Iterable[Vitals], now: float, window_s: float) -
 
 
 class Attention:
-    """Whether this process has looked all the time. `since_s`: the end of its last pause and its backlog."""
+    """Whether this process has run without pauses. `since_s`: the end of its last pause and of the backlog after it."""
 
     def __init__(self) -> None:
         self._last_look_s: float | None = None

@@ -42,7 +42,7 @@ from balanceroute.proxy.workers.fair_timeout import FairTimeout
 from balanceroute.proxy.workers.reply import Reply
 
 KEEPALIVE_S: Final = 4.0  # below the 5 s after which uvicorn closes an idle connection
-FRESH_S: Final = 1.0  # a request that can't be repeated uses no connection that has been idle for longer
+FRESH_S: Final = 1.0  # a request that can't be repeated uses only connections idle for less
 HIGH_WATER_BYTES: Final = 256 * 1024
 MAX_IDLE: Final = 4096  # connections to one worker that wait for a request
 CONNECT_TIMEOUT_S: Final = 5.0
@@ -53,7 +53,7 @@ _Error = TypeVar("_Error", bound=UpstreamError)
 
 
 class Connections(Protocol):
-    """What the router asks of an `Upstream`. Compiled code takes a protocol from anything that has its methods."""
+    """The interface of an `Upstream` for callers; compiled code accepts any object with these methods."""
 
     high_water_bytes: int
 
@@ -120,7 +120,7 @@ class Upstream:
         self._starts: dict[tuple[str, str], bytes] = {}
         self._keepalive_s = keepalive_s
         self._fresh_s = fresh_s
-        self._idle: deque[Connection] = deque()  # the one that has been idle for longest first
+        self._idle: deque[Connection] = deque()  # longest idle first
         self._busy: set[Connection] = set()
         self._closed = False
 
@@ -179,7 +179,7 @@ class Upstream:
                 return reply
 
     async def _head(self, reply: Reply, timeout_s: float | None) -> None:
-        """Wait for the reply's head. Where it does not come, the reply is aborted. Raises: UpstreamError."""
+        """Wait for the reply's head; abort the reply if it does not come. Raises: UpstreamError."""
         delivered = False
         try:
             if timeout_s is None:
@@ -191,11 +191,11 @@ class Upstream:
         except TimeoutError as exc:
             raise self.failure(UpstreamTimeout, f"no answer within {timeout_s:g} s") from exc
         finally:
-            if not delivered:  # also where the head comes in the moment of a cancellation
+            if not delivered:  # also if the head comes at the moment of a cancellation
                 reply.abort()
 
     def drop_idle(self) -> None:
-        """Close the connections that wait for a request: on one of them an unasked answer may be about to come."""
+        """Close idle connections: an answer to another request may be about to come on one of them."""
         for connection in self._idle:
             connection.abort()
         self._idle.clear()
@@ -282,7 +282,7 @@ class Upstream:
         return kind(text, worker=self.worker, tier=self.tier)
 
     def _unsent(self, kind: type[ConnectFailed], text: str) -> ConnectFailed:
-        """An error before the worker can have seen anything of the request."""
+        """An error before the worker can have seen any of the request."""
         error = self.failure(kind, text)
         error.sent = False
         return error
@@ -305,7 +305,7 @@ class Upstream:
         self._busy.discard(connection)
         idle = self._idle
         while idle and connection.idle_since - idle[0].idle_since > self._keepalive_s:
-            idle.popleft().abort()  # a burst left it at the bottom of the stack, where no request would reach it
+            idle.popleft().abort()  # after a burst it is at the bottom of the stack, and would never be used
         if reusable and not connection.unsent_bytes and not self._closed and len(idle) < MAX_IDLE:
             idle.append(connection)
         else:
@@ -313,7 +313,7 @@ class Upstream:
 
 
 def checked_lines(headers: Headers) -> bytes:
-    """Headers as they are sent. Raises: ValueError: one of them holds a line break."""
+    """Headers as bytes of HTTP/1.1. Raises: ValueError: one contains a line break."""
     lines = header_lines(headers)
     if not lines.count(b"\n") == lines.count(b"\r") == len(headers):
         raise ValueError(f"one of the headers {[name for name, _ in headers]!r} holds a line break")
