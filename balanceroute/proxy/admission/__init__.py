@@ -1,1 +1,1 @@
-"""Who decides: tickets of requests, the ledger before the scheduler, the dispatchers, forecasts."""
+"""Decisions on requests: tickets, the ledger that owns the scheduler, dispatchers, forecasts."""

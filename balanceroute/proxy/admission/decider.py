@@ -1,11 +1,11 @@
 """The calls between the holders of requests and the decider: plain data, by request id.
 
     submit(spec)                                     arrival
-    prefilled(id, n, cached) | prefill_failed(id)    how the probe went
-    progress(id, n)                                  so many more tokens
-    began(id)                                        the first of them, where transfers are measured
-    put_back(id)                                     the decode worker went out before it was asked: decide again
-    requeue(id)                                      decode ended early: once more from the prefill on
+    prefilled(id, n, cached) | prefill_failed(id)    the probe's result
+    progress(id, n)                                  n more tokens were generated
+    began(id)                                        the first of them, if transfers are measured
+    put_back(id)                                     its decode worker went out before the request was sent
+    requeue(id)                                      the decode ended early: begin again with the prefill
     finish(id, outcome, reason)                      leaves, from any phase, once
     request_prefill(id), pushed(id, n, cached) | push_failed(id)    decode first, between admission and first token
 
@@ -29,7 +29,7 @@ NO_WORKERS_RETRY_AFTER_S: Final = 5.0
 
 
 class RefusalKind(StrEnum):
-    """Which error a refusal is for the client."""
+    """The client's error for a refusal."""
 
     QUEUE_FULL = "queue_full"
     NO_WORKERS = "no_workers"
@@ -49,14 +49,14 @@ _ERRORS: Final[Mapping[RefusalKind, type[Rejected]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why no worker will be named; the request has left with it."""
+    """A refusal, with which the request has ended."""
 
     kind: RefusalKind
     text: str
     retry_after_s: float = RETRY_AFTER_S
 
     def error(self) -> Rejected:
-        """What the client gets."""
+        """The error for the client."""
         return _ERRORS[self.kind](self.text, retry_after_s=self.retry_after_s)
 
 
@@ -68,7 +68,7 @@ Tell = Callable[[str, Answer], None]
 
 
 def refusal(reason: RejectReason, view: Callable[[], ClusterView]) -> Refusal:
-    """What the core's refusal is for a client; `view` is asked where its cause lies in the workers."""
+    """Translate the core's refusal; `view` is called if the workers are its cause."""
     if reason is RejectReason.QUEUE_FULL:
         return Refusal(RefusalKind.QUEUE_FULL, "Too many requests are waiting; try again shortly.")
     if reason is RejectReason.DRAINING:
@@ -77,15 +77,15 @@ def refusal(reason: RejectReason, view: Callable[[], ClusterView]) -> Refusal:
 
 
 def no_workers(view: ClusterView) -> Refusal:
-    """The refusal of a request that nobody can serve now, with the cause."""
+    """The refusal of a request that no worker can serve now, with the cause."""
     prefillers = [prefiller.state for prefiller in view.prefillers]
     return no_healthy_workers({"prefillers": prefillers, "decode workers": [worker.state for worker in view.decoders]})
 
 
 def no_healthy_workers(states: Mapping[str, Sequence[WorkerState]]) -> Refusal:
-    """What a client is told when a tier has nobody: which, and whether its workers are down or drained.
+    """The error if a tier has no worker: the tier, and whether its workers are down or drained.
 
-    Args: states: those of the workers of each tier, by its name.
+    Args: states: of the workers, by tier.
     """
     causes = [
         f"none of {len(members)} {tier} is up ({members.count(WorkerState.DOWN)} down)"
@@ -98,10 +98,10 @@ def no_healthy_workers(states: Mapping[str, Sequence[WorkerState]]) -> Refusal:
 
 
 class Decider(Protocol):
-    """Who decides, as those who hold requests know it: the ledger itself, or a link to it.
+    """The interface for decisions on requests: the ledger, or a relay's link to it.
 
-    `tell` is called with each answer; `collect`, before a decision, so that the tokens which have come are told first.
-    `at_once`: tokens are to be told as they come, because it keeps them itself.
+    `tell`: called with each answer. `collect`: called before a decision, to report new tokens first. `at_once`: report
+    tokens as they come, because the decider collects them itself.
     """
 
     at_once: bool
@@ -114,13 +114,13 @@ class Decider(Protocol):
 
     @property
     def bounds(self) -> Bounds:
-        """The bounds and times that hold now."""
+        """The present bounds and times."""
 
     def configure(self, config: Bounds) -> None:
-        """Other bounds and times from now on."""
+        """Use other bounds and times from now on."""
 
     def view(self) -> ClusterView:
-        """The cluster as it is known now."""
+        """The present view of the cluster."""
 
     def submit(self, spec: RequestSpec) -> None:
         """A request arrives. Answered: which prefiller gets the probe; decode first, which decode worker it goes to."""
@@ -141,13 +141,13 @@ class Decider(Protocol):
         """Decode first: the prefiller has not begun. Answered: which other one."""
 
     def progress(self, request_id: str, tokens: int) -> None:
-        """So many more tokens have been generated."""
+        """The request has generated `tokens` more."""
 
     def began(self, request_id: str) -> None:
-        """The first tokens have come, just now: told where `bounds.overlap_requests` is to be measured (None)."""
+        """The first tokens have just come; called only if `bounds.overlap_requests` is measured (None)."""
 
     def put_back(self, request_id: str) -> None:
-        """The decode worker will not be asked after all: back to the pool. Answered: which other one."""
+        """The request was not sent to its decode worker: back to the pool. Answered: another decode worker."""
 
     def requeue(self, request_id: str) -> None:
         """The decode ended early, or the pinned KV was lost: from the first phase on again. Answered as `submit`."""

@@ -1,9 +1,9 @@
-"""The last admissions, for the dashboard, and the states that they were decided on.
+"""The last admissions and the states before them, for the dashboard.
 
-From such a state the runner-up is worked out elsewhere, without holding up the decisions. So states are kept only while
-somebody watches, and a large one is followed by a longer pause: writing a row (a worker, a request) takes about 2 us,
-and for every row none is written for `PAUSE_S`, so that at most 2 % of the time goes there. Where the policy looks at
-present loads alone, what runs is summed up by worker, and a state has few rows.
+Runners-up are computed from these states elsewhere, without delaying decisions. States are kept only while a client
+watches. To write a row (a worker, a request) takes about 2 us, and after each row nothing is written for `PAUSE_S`, so
+that at most 2 % of the time is spent on it. If the policy uses only present loads, running requests are summed per
+worker, and a state has few rows.
 """
 
 from collections import deque
@@ -30,8 +30,7 @@ _WATCHED_S: Final = 5.0
 class Decision:
     """One admission, at the ledger's time `at_s`; `number` counts them.
 
-    `runner_up`: what the policy would have done without it, and its score, where both were of one stage; None while
-    that is to be worked out.
+    `runner_up`: the policy's choice without this one, and its score if both are of one stage; None: not computed yet.
     """
 
     number: int
@@ -50,7 +49,7 @@ class Sample:
     decisions: tuple[Decision, ...]
 
 
-_Admissions = tuple[int, float, str, Sequence[Admit], str | None]  # what `_decisions` takes
+_Admissions = tuple[int, float, str, Sequence[Admit], str | None]  # the arguments of `_decisions`
 
 
 class DecisionLog:
@@ -61,16 +60,16 @@ class DecisionLog:
         self.count = 0
         self._watched_until_s = self._next_s = 0.0
         self._state: dict[str, Any] | None = None
-        self._unknown: str | None = UNWATCHED  # why this decision's runner-up cannot be worked out
-        self._kept: deque[_Admissions | list[Decision]] = deque(maxlen=ROWS)  # an entry per decision
-        self.samples: deque[Sample] = deque(maxlen=SAMPLES)  # the recorder takes each one out that it works on
+        self._unknown: str | None = UNWATCHED  # why this decision's runner-up can't be computed
+        self._kept: deque[_Admissions | list[Decision]] = deque(maxlen=ROWS)  # one entry per decision
+        self.samples: deque[Sample] = deque(maxlen=SAMPLES)  # the recorder removes those that it works on
 
     def watch(self) -> None:
-        """The dashboard is being watched."""
+        """Keep states for a while: a client watches the dashboard."""
         self._watched_until_s = self._ledger.now() + _WATCHED_S
 
     def before(self) -> None:
-        """A decision is about to be taken."""
+        """Keep the state before a decision, if a client watches."""
         now = self._ledger.now()
         self._state, self._unknown = None, None if now < self._watched_until_s else UNWATCHED
         if self._next_s <= now < self._watched_until_s:

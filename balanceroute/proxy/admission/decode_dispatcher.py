@@ -1,11 +1,11 @@
-"""The second coroutine: from the prompt pool to the decode workers, by the policy.
+"""The second coroutine: it admits requests of the prompt pool to decode workers, by the policy.
 
 It sleeps until a decision is due. The event loop calls it only after every socket that was ready has been read, so
 prefills that finish together and slots that free together are one decision over all of them, not several greedy ones.
 
-After a decision, whatever is left in the pool waits for the next change: a slot, an arrival, a worker. Where the
-policy holds something back although a slot is free (target_fit does, to keep the envelope), loads change with every
-token, so it is asked again after `HOLD_S`.
+Requests that stay in the pool wait for the next change: a slot, an arrival, a worker. If the policy holds a request
+back although a slot is free (target_fit does, to keep the envelope), loads change with every token, so it decides again
+after `HOLD_S`.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ class DecodeDispatcher:
     ) -> None:
         self._ledger, self._duration, self._on_admit = ledger, duration, on_admit
         self._decisions = decisions or DecisionLog(ledger)
-        self._again: asyncio.TimerHandle | None = None  # one at a time, however many arrive while something is held
+        self._again: asyncio.TimerHandle | None = None  # one timer, however many requests arrive while one is held
 
     async def run(self) -> None:
         """Decide until cancelled."""

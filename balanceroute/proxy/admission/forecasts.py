@@ -1,11 +1,11 @@
-"""The seam between the proxy and the predictors: what the live router asks, and when it tells what it has seen.
+"""Connects the live router with a predictor: renews forecasts, and reports finished requests to it.
 
-The scheduler gets plain numbers. Which predictor they come from, its history on disk and its re-fits beside the loop
-are known here alone. Before each decision the forecasts that are due are renewed, all in one batch: on the loop where
-that takes microseconds, in a thread for boosted trees, whose answers are then in time for the next decision.
+The scheduler gets plain numbers; only this module knows the predictor, its history on disk and its re-fits. Before each
+decision all due forecasts are renewed in one batch: on the loop if that takes microseconds; in a thread for boosted
+trees, whose results serve the next decision.
 
-A batch that fails costs no decision: its requests count as staying for the whole horizon (the anchor), which is what
-`kind: none` says of everyone, and are asked for again when their next period is over.
+A batch that fails delays no decision: its requests count as staying for the whole horizon (the anchor), as with `kind:
+none`, until their next renewal.
 """
 
 import asyncio
@@ -46,7 +46,7 @@ from balanceroute.proxy.telemetry.forecast_metrics import ForecastMetrics
 
 log = logging.getLogger(__name__)
 
-# What a fit is made from; the file may hold more. 50,000 lengths know a probability to 0.2 %, and no step of a fit then
+# The rows of a fit; the file may have more. 50,000 lengths give a probability to 0.2 %, and no step of a fit then
 # holds the interpreter lock for more than 2 ms (with 200,000 it was up to 6)
 ROWS_IN_MEMORY: Final = 50_000
 LISTED_AT_ONCE: Final = 128  # 0.1 to 0.3 ms of the loop; 144 x 64 requests at once took 10
@@ -54,13 +54,13 @@ LISTED_AT_ONCE: Final = 128  # 0.1 to 0.3 ms of the loop; 144 x 64 requests at o
 
 @dataclass(frozen=True, slots=True)
 class Past:
-    """What one predictor hands on to the next: the salt of its keys, and what it knows that is in no file."""
+    """What a predictor passes to its successor: the salt of its keys, and rows that are in no file."""
 
     salt: bytes
     seen: Recent | None
 
     def finished_requests(self) -> list[FinishedRequest]:
-        """The rows, oldest first; whose they were is not known any more. Any thread."""
+        """The rows, oldest first, without keys. Any thread."""
         if self.seen is None:
             return []
         rows = self.seen.joined()
@@ -72,22 +72,20 @@ class Past:
 
 
 class Keys:
-    """The keys of prompts that one history knows, wherever they are made."""
+    """Makes the keys of prompts for one history, in any process."""
 
     def __init__(self, salt: bytes, by_header: bool) -> None:
-        """`by_header`: the client's header tells kinds of requests apart, where it is there."""
+        """`by_header`: use the client's header as the key, if it is present."""
         self.salt, self._by_header = salt, by_header
         self._keyer = PromptKeyer(salt)
 
     def key(self, prompt: bytes, header: str) -> str:
-        """A salted hash of what tells this kind of request from others; of the prompt where the header is missing."""
+        """A salted hash of the header, or without one of the prompt."""
         return self._keyer.of_header(header) if self._by_header and header else self._keyer.of_json(prompt)
 
 
 class Forecasts:
-    """Expected remaining steps, clipped to [0, H], for requests of one router. Here without a predictor: what finishes
-    is recorded for a later day.
-    """
+    """Forecasts of remaining steps, clipped to [0, H]. Without a predictor: only records finished requests."""
 
     def __init__(self, config: Config, past: Past | None = None) -> None:
         chosen = config.predictor
@@ -99,32 +97,34 @@ class Forecasts:
         self._metrics = ForecastMetrics(self.history)
 
     def key(self, prompt: bytes, header: str) -> str:
-        """The key of a prompt (its JSON) or of the configured header: see `Keys`; "" where none are used."""
+        """The key of a prompt (its JSON) or of the configured header, see `Keys`; "": keys are not used."""
         return "" if self._keys is None else self._keys.key(prompt, header)
 
     @property
     def salt(self) -> bytes | None:
-        """Of the keys; None where none are used."""
+        """The salt of the keys; None: keys are not used."""
         return None if self._keys is None else self._keys.salt
 
     def initial(self, tracker: RequestTracker, prompt_tokens: int) -> float | None:
-        """c-hat of a request that waits for its admission, with this prompt; None: nothing is predicted."""
+        """c-hat of a waiting request with this prompt; None: nothing is predicted."""
         return None
 
     def renew(self, scheduler: Scheduler) -> None:
-        """Tell the scheduler c-hat of the requests for which it is due: of none."""
+        """Renew due forecasts at the scheduler: here none."""
 
     def finished(self, tracker: RequestTracker, reason: str) -> None:
-        """A request leaves, for `reason`: the engine's word, or the router's outcome. Record one that has generated."""
+        """Record a request that leaves, if it has generated tokens. `reason`: the engine's finish reason, or the
+        router's outcome.
+        """
         if tracker.age_tokens:
             self.history.add(finished_row(tracker, reason, time.time()))
 
     def runner(self, snapshot: ClusterSnapshot) -> Callable[[], Awaitable[None]] | None:
-        """What keeps the predictor fresh beside the loop, if anything."""
+        """The coroutine that re-fits the predictor; None: it needs none."""
         return None
 
     def past(self) -> Past:
-        """What the predictor that takes over starts from: the salt alone, as rows are in the file, if anywhere."""
+        """The start of a successor: here only the salt, as rows are in the file, if anywhere."""
         return Past(self.history.salt, None)
 
     @property
@@ -153,7 +153,7 @@ class LiveForecasts(Forecasts):
             self._predictor = build_predictor(
                 chosen.kind,
                 self._horizon,
-                # a predictor that knows no keys forgets what is older than the rows it keeps
+                # a predictor without keys keeps only the newest rows
                 rows=self.history.load(ROWS_IN_MEMORY if chosen.kind == "survival" else None)
                 if in_memory is None
                 else in_memory.finished_requests(),
@@ -174,7 +174,7 @@ class LiveForecasts(Forecasts):
             self._asker = ThreadPoolExecutor(1, thread_name_prefix="prediction")
         self._due: list[RequestTracker] = []
         self._asking = self._closed = False
-        self._failing: set[str] = set()  # what of it fails now: asked for one, asked for many, told
+        self._failing: set[str] = set()  # which of its calls fail now: one forecast, a batch, learning
         self._metrics = ForecastMetrics(self.history, self.forecaster)
 
     def initial(self, tracker: RequestTracker, prompt_tokens: int) -> float | None:
@@ -186,14 +186,14 @@ class LiveForecasts(Forecasts):
                 age_tokens=tracker.age_tokens,
                 max_new_tokens=tracker.max_new_tokens,
             )
-        except Exception as error:  # of a predictor that is not ours
+        except Exception as error:  # any error of a user's own predictor
             self._failed(error, "first forecasts")
             return float(self._horizon)
         self._failing.discard("first forecasts")
         return expected
 
     def renew(self, scheduler: Scheduler) -> None:
-        """Renew what is due: here and now, or by starting a batch in the thread."""
+        """Renew due forecasts: now, or in a batch in the thread."""
         due = scheduler.due_refreshes()
         if self._asker is not None:
             self._due += due
@@ -203,14 +203,14 @@ class LiveForecasts(Forecasts):
             try:
                 renewed = self.forecaster.refresh(due)
                 self._failing.discard("forecasts")
-            except Exception as error:  # whatever it is, decisions go on without a forecast
+            except Exception as error:  # any error: decisions continue without a forecast
                 self._failed(error)
                 renewed = self._anchors(len(due))
             for tracker, expected in zip(due, renewed, strict=True):
                 scheduler.refresh(tracker.id, expected, now)
 
     def _ask(self, scheduler: Scheduler, asker: ThreadPoolExecutor) -> None:
-        """One batch at a time; what falls due meanwhile goes into the next."""
+        """Run a batch in the thread, one at a time; later due requests wait for the next."""
         if self._asking or not self._due:
             return
         trackers, self._due = [tracker for tracker in self._due if tracker.phase is Phase.DECODING], []
@@ -223,12 +223,12 @@ class LiveForecasts(Forecasts):
             now = loop.time()
             for tracker, life, age, expected in zip(trackers, lives, questions.ages.tolist(), values, strict=True):
                 if tracker.phase is Phase.DECODING and tracker.requeues == life:
-                    # tokens have come since: what they used up of c-hat is gone, and at the floor it is due at once
+                    # less the tokens that have come since; at 0 it is due again at once
                     left = decremented(expected, tracker.age_tokens - age, self._horizon)
                     scheduler.refresh(tracker.id, left, now)
 
         def answered(future: "asyncio.Future[Answers]") -> None:
-            if future.cancelled() or self._closed:  # nothing is decided any more, or by another predictor
+            if future.cancelled() or self._closed:  # the router ends, or has another predictor
                 return
             error = future.exception()
             if error is None:
@@ -251,28 +251,28 @@ class LiveForecasts(Forecasts):
         return [float(self._horizon)] * n
 
     def _failed(self, error: BaseException, what: str = "forecasts") -> None:
-        """Count what went without an answer, and tell the first of a run of them."""
+        """Count requests without a forecast, and log the first failure of a run."""
         self.forecaster.failures += 1
         if what not in self._failing:
             self._failing.add(what)
             log.warning("%s fail, requests count as staying: %r", what, error, exc_info=error)
 
     def finished(self, tracker: RequestTracker, reason: str) -> None:
-        """Learn from a request that has generated something, and record it."""
+        """Learn from a finished request that has generated tokens, and record it."""
         if tracker.age_tokens:
             now = time.time()
             try:
                 row = self.forecaster.finished(tracker, reason, now)
                 self._failing.discard("observations")
-            except Exception as error:  # of a predictor that is not ours; the row is recorded all the same
+            except Exception as error:  # any error of a user's own predictor; the row is recorded all the same
                 self._failed(error, "observations")
                 row = finished_row(tracker, reason, now)
             self.history.add(row)
-            if not row.censored:  # no step was to come any more: what was still expected is the error
+            if not row.censored:  # the request has ended: the steps still expected are the error
                 self._metrics.error_tokens.observe(tracker.remaining(self._horizon))
 
     def runner(self, snapshot: ClusterSnapshot) -> Callable[[], Awaitable[None]] | None:
-        """The re-fits; a predictor of one's own sees to its own."""
+        """The re-fits; a user's own predictor does its own."""
         if not isinstance(self._predictor, Refittable) or not self._refits:
             return None
 
@@ -283,7 +283,7 @@ class LiveForecasts(Forecasts):
         return refitter.run
 
     def past(self) -> Past:
-        """What has been learned and is in no file; the copy that takes long is not made here."""
+        """What was learned and is in no file; large copies are made later, in another thread."""
         if self.history.path is None and isinstance(self._predictor, Refittable):
             return Past(self.history.salt, self._predictor.ring.freeze())
         return super().past()
@@ -299,7 +299,7 @@ class LiveForecasts(Forecasts):
 async def running_requests(snapshot: ClusterSnapshot) -> IntArray:
     """Age and prompt tokens of every request on a decode worker, as their clients see them; shape (n, 2).
 
-    Pauses after every `LISTED_AT_ONCE` of them: who leaves meanwhile is left out.
+    It yields to the loop after every `LISTED_AT_ONCE`; requests that leave meanwhile are omitted.
     """
     trackers = list(snapshot.decoding())
     parts = [np.empty((0, 2), dtype=np.int64)]
@@ -315,7 +315,7 @@ async def running_requests(snapshot: ClusterSnapshot) -> IntArray:
 
 
 def build_forecasts(config: Config, past: Past | None = None) -> Forecasts | None:
-    """The predictor of a configuration; None where the policy asks for none and no history is wanted.
+    """The forecasts of a configuration; None: the policy uses none, and no history is configured.
 
     Reads the history, which for hundreds of thousands of rows takes seconds: not on a loop that has requests to serve.
     `past`: what another predictor of this process has learned. Raises: ConfigError, InputError: for a model file that

@@ -1,17 +1,17 @@
-"""The deciding side of the calls of `decider.py`: what requests tell the scheduler, and what it has decided on them.
+"""The ledger: implements the calls of `decider.py` on the scheduler, which it owns.
 
 Each call of `decider.Decider` runs to its end without awaiting, so between reading the snapshot and acting on it
-nothing else happens. Answers go out by `tell`, at once. Tokens that have come and were not told yet come in by
-`collect`, before every decision and when `settle` is called; whoever reads loads at another time calls it first.
+nothing else happens. Answers go out by `tell`, at once. New tokens come in by `collect`, before every decision and in
+`settle`; a reader of loads calls `settle` first.
 
-**What others may know** of the cluster are views (`core/view.py`): frozen data, made when asked for. Nobody outside
-this package touches the scheduler, the snapshot or a tracker.
+**Readers** get views of the cluster (`core/view.py`): frozen data, made on request. No code outside this package uses
+the scheduler, the snapshot or a tracker.
 
-The ledger also owns the events that the dispatchers sleep on. It sets them where the state changes; the dispatchers
-clear them where they have looked.
+The ledger also owns the events that the dispatchers wait for. It sets them when the state changes; the dispatchers
+clear them.
 
-`Ledger` is one class with many short methods: each is one thing that a request may tell, or that others may ask or have
-changed, and all of them are about the one scheduler.
+`Ledger` is one class with many short methods: calls of requests, and queries and changes by others, all on the one
+scheduler.
 """
 
 import asyncio
@@ -53,8 +53,8 @@ from balanceroute.proxy.admission.decider import Refusal, RefusalKind, Tell, ref
 from balanceroute.proxy.admission.forecasts import Forecasts
 from balanceroute.proxy.telemetry.instruments import StageClock
 
-MEMORY_STEPS: Final = 64  # a worker's KV memory is passed on if it has changed by more than one part of so many
-PER_STEP_TOKENS: Final = 0.05  # a worker's tokens per step are passed on if they have changed by more
+MEMORY_STEPS: Final = 64  # a worker's KV capacity is passed on if it has changed by more than 1/n of itself
+PER_STEP_TOKENS: Final = 0.05  # tokens per step are passed on if they have changed by more than this
 
 
 class Ledger:
@@ -74,12 +74,12 @@ class Ledger:
         self.now = loop.time
         self.tell: Tell = lambda request_id, answer: None
         self.collect: Callable[[], None] = lambda: None
-        self.adopts = False  # relays have not said yet what they hold, so no worker is known to be idle
-        self.prefill_event = asyncio.Event()  # a queued request may now find a prefiller
-        self.decision_due = asyncio.Event()  # the pool or what may take from it has changed since the last decision
+        self.adopts = False  # relays have not reported their requests yet, so no worker is known to be idle
+        self.prefill_event = asyncio.Event()  # a queued request may now get a prefiller
+        self.decision_due = asyncio.Event()  # the pool, or the capacity for it, has changed since the last decision
         self._waits_for_slots = scheduler.policy.waits_for_slots
 
-    # -- what requests tell: see `decider.Decider`
+    # -- requests' calls: see `decider.Decider`
 
     def submit(self, spec: RequestSpec) -> None:
         """A request arrives."""
@@ -89,7 +89,7 @@ class Ledger:
         elif self.scheduler.config.decode_first:
             self._pooled(spec.id)
         elif len(self.scheduler.snapshot.queued) == 1:
-            self.dispatch()  # at once: prefillers are chosen request by request, so there is nothing to batch
+            self.dispatch()  # at once: prefillers are chosen per request, so nothing is gained by a batch
         else:
             self.prefill_event.set()
 
@@ -160,7 +160,7 @@ class Ledger:
         self.released(self.scheduler.finish(request_id, outcome, self.now() - age_s))
 
     def adopt(self, standing: Standing) -> bool:
-        """Take over a request of a former brain where it stands; False: it can't go on, and is unknown here."""
+        """Take over a former brain's request in its state; False: it can't be continued, and is unknown here."""
         if not self.scheduler.adopt(standing, self.now()):
             return False
         if standing.phase is POOLED:
@@ -169,11 +169,11 @@ class Ledger:
         return True
 
     def order_by_arrival(self) -> None:
-        """All relays have said what they hold: order what waits by its arrival, whichever relay holds it."""
+        """Order waiting requests of all relays by arrival, once all relays have reported."""
         self.scheduler.order_by_arrival(self.now())
 
     def _pooled(self, request_id: str) -> None:
-        """The request has come into the pool; decode first, its size is an estimate."""
+        """Handle a request that has come into the pool; decode first, its size is an estimate."""
         self._forecast(self.scheduler.snapshot.requests[request_id])
         self.pool_filled()
 
@@ -193,7 +193,7 @@ class Ledger:
         return prefills
 
     def settle(self) -> None:
-        """Have all tokens reported that have come. O(requests that have generated any since the last call)."""
+        """Collect all new tokens. O(requests with new tokens)."""
         self.collect()
 
     def admit(self) -> list[Admit]:
@@ -211,10 +211,10 @@ class Ledger:
         return admissions
 
     def expire(self) -> list[str]:
-        """End the requests that have waited too long, and tell them; returns their ids."""
+        """Refuse the requests that have waited too long; returns their ids."""
         now = self.now()
         if self.forecasts is not None:
-            for tracker in self.scheduler.late(now):  # what had been generated before a requeue was cut short
+            for tracker in self.scheduler.late(now):  # tokens from before a requeue belong to a cut-off answer
                 self.forecasts.finished(tracker, Outcome.EXPIRED.value)
         expired = self.scheduler.expire(now)
         for release in expired:
@@ -231,7 +231,7 @@ class Ledger:
         return self.scheduler.draining
 
     def drain(self) -> None:
-        """Refuse every new request from now on; the present ones are served."""
+        """Refuse new requests from now on; present ones are served."""
         self.scheduler.set_draining(True, self.now())
 
     @property
@@ -240,7 +240,7 @@ class Ledger:
         return self.scheduler.config
 
     def refits(self) -> Callable[[], Awaitable[None]] | None:
-        """The coroutine that fits the present predictor anew; None: it needs none."""
+        """The coroutine that re-fits the present predictor; None: it needs none."""
         return None if self.forecasts is None else self.forecasts.runner(self.scheduler.snapshot)
 
     def close(self) -> None:
@@ -289,7 +289,7 @@ class Ledger:
         return True
 
     def set_worker_state(self, worker_id: str, state: WorkerState) -> None:
-        """A worker may do more or less than before."""
+        """Set a worker's state."""
         self.settle()
         self.scheduler.set_worker_state(worker_id, state, self.now())
         self.capacity_changed()
@@ -302,10 +302,10 @@ class Ledger:
     def report_prefix_cache(
         self, worker_id: str, capacity_tokens: int | None, block_tokens: int, counters: tuple[float, float] | None
     ) -> None:
-        """What a prefiller says of its prefix cache; passed on only if it is new.
+        """Take a prefiller's report on its prefix cache; passed on only if it is new.
 
-        Args: capacity_tokens: 0 where it is off, None where that is not known. block_tokens: of its blocks. counters:
-        tokens looked up and found so far, None where it doesn't tell.
+        Args: capacity_tokens: 0: the cache is off; None: unknown. block_tokens: of its blocks. counters: tokens looked
+        up and found so far; None: not reported.
         """
         prefiller, now = self.prefiller(worker_id), self.now()
         if prefiller is not None and prefiller.cache_known != (capacity_tokens, block_tokens):
@@ -314,11 +314,13 @@ class Ledger:
             self.scheduler.report_prefix_hits(worker_id, *counters, now)
 
     def forget_prefixes(self, worker_id: str) -> None:
-        """A prefiller's prefix cache has been emptied."""
+        """Empty the estimate of a prefiller's prefix cache."""
         self.scheduler.forget_prefixes(worker_id, self.now())
 
     def report_decoder(self, worker_id: str, foreign_requests: int, foreign_tokens: int, least_own_slots: int) -> None:
-        """What others run on a decode worker, and how many slots are ours nevertheless; passed on only if new."""
+        """Take a decode worker's foreign load, and the slots that the router may use in spite of it; passed on only if
+        new.
+        """
         worker = self.scheduler.snapshot.worker(worker_id)
         before = worker.own_slots
         known = (worker.foreign_requests, worker.foreign_tokens, worker.least_own_slots)
@@ -329,52 +331,52 @@ class Ledger:
             self._slots_changed()
 
     def report_decoder_memory(self, worker_id: str, capacity_tokens: int) -> None:
-        """How many KV tokens fit a decode worker, counted as its load is; passed on only if it is new."""
+        """Take a decode worker's KV capacity, in tokens as its load counts them; passed on only if it is new."""
         known = self.scheduler.snapshot.worker(worker_id).kv_capacity_tokens
         if abs(capacity_tokens - known) * MEMORY_STEPS > known:
             self.scheduler.report_decoder_memory(worker_id, capacity_tokens, self.now())
             self._slots_changed()
 
     def report_tokens_per_step(self, worker_id: str, tokens_per_step: float) -> None:
-        """How many tokens a decode worker generates per request and step, on average; passed on only if it is new."""
+        """Take a decode worker's mean tokens per request and step; passed on only if they are new."""
         known = self.scheduler.snapshot.worker(worker_id).tokens_per_step
         if abs(tokens_per_step - known) > PER_STEP_TOKENS:
             self.scheduler.report_tokens_per_step(worker_id, tokens_per_step, self.now())
 
     def show_report(self, worker_id: str, samples: dict[str, float]) -> None:
-        """What a decode worker says of itself, for /state and views."""
+        """Keep a decode worker's report for /state and views."""
         self.scheduler.show_report(worker_id, samples)
 
-    # -- what others may know
+    # -- queries
 
     def view(self) -> ClusterView:
-        """The cluster as it is now; `settle` first where loads matter. O(workers)."""
+        """A view of the cluster; call `settle` first if loads matter. O(workers)."""
         return view_cluster(self.scheduler.snapshot, self.scheduler.draining)
 
     def decoder(self, worker_id: str) -> DecoderView | None:
-        """One decode worker; None when there is none of that id."""
+        """One decode worker; None: there is none of that id."""
         snapshot = self.scheduler.snapshot
         found = (view_decoder(snapshot, worker) for worker in snapshot.workers if worker.spec.id == worker_id)
         return next(found, None)
 
     def prefiller(self, worker_id: str) -> PrefillerView | None:
-        """One prefiller; None when there is none of that id."""
+        """One prefiller; None: there is none of that id."""
         prefillers = self.scheduler.snapshot.prefillers
         return next((view_prefiller(each) for each in prefillers if each.spec.id == worker_id), None)
 
     @property
     def requests(self) -> int:
-        """How many requests are here."""
+        """The number of requests."""
         return len(self.scheduler.snapshot.requests)
 
     def state(self, settings: PolicySettings) -> dict[str, Any]:
-        """The document of `/state`, JSON-ready, from which a decision can be explained. `settings`: in force.
+        """The document of `/state`, JSON-ready, for `explain`. `settings`: the present ones.
         O(requests).
         """
         return state_to_dict(settings, self.scheduler.snapshot, self.now(), self.scheduler)
 
     def rows(self, *, running: bool) -> int:
-        """How many rows `state` has: workers, waiting requests and, with `running`, running ones. O(workers)."""
+        """The number of rows of `state`: workers, waiting requests and, with `running`, running ones. O(workers)."""
         snapshot = self.scheduler.snapshot
         return len(snapshot.workers) + (len(snapshot.requests) if running else len(snapshot.pool))
 
@@ -382,7 +384,7 @@ class Ledger:
 
     @property
     def decision_possible(self) -> bool:
-        """Whether the policy could admit a request: a worker can take one, or the policy does not wait for that."""
+        """Whether the policy could admit a request: a worker can take one, or the policy does not wait for slots."""
         return not self._waits_for_slots or self.scheduler.snapshot.has_room
 
     def pool_filled(self) -> None:
@@ -391,17 +393,17 @@ class Ledger:
             self.decision_due.set()
 
     def prefill_capacity_changed(self) -> None:
-        """A prefiller may take a request that it couldn't before."""
+        """Wake the prefill dispatcher: a prefiller may have new capacity."""
         if self.scheduler.snapshot.queued or self.scheduler.snapshot.asking:
             self.prefill_event.set()
 
     def capacity_changed(self) -> None:
-        """Some worker may take a request that it couldn't before."""
+        """Wake the dispatchers: a worker may have new capacity."""
         self.prefill_capacity_changed()
         self._slots_changed()
 
     def released(self, release: Release) -> None:
-        """A request has left its phase: wake the dispatcher that waits for what it held."""
+        """Wake the dispatcher that waits for what a request held in the phase that it left."""
         self.prefill_capacity_changed()
         if release.phase is DECODING:
             self._slots_changed()

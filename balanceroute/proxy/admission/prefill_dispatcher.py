@@ -1,20 +1,20 @@
-"""The first coroutine: queued requests to prefillers, whenever one may take more.
+"""The first coroutine: it gives queued requests to prefillers when one may take more.
 
-A request that finds nobody before it is given its prefiller at once, by `Ledger.submit`; this coroutine serves those
-that had to wait: for KV usage to fall, for room in the pool, for a worker to come back.
+`Ledger.submit` gives a request a prefiller at once if no other waits; this coroutine serves those that had to wait: for
+KV usage to fall, for room in the pool, for a worker to come back.
 """
 
 from balanceroute.proxy.admission.ledger import Ledger
 
 
 class PrefillDispatcher:
-    """Sleeps on `ledger.prefill_event`."""
+    """Dispatches whenever `ledger.prefill_event` is set."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Dispatch until cancelled."""
         ledger = self._ledger
         while True:
             await ledger.prefill_event.wait()

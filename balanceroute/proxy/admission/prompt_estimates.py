@@ -1,11 +1,11 @@
-"""Tokens of prompts that no engine has counted yet, learned per model from those that one has.
+"""Estimates the tokens of prompts that no engine has counted yet, learned per model from counted ones.
 
-tokens ~ weights . traits (`wire/prompt_traits.py`). The weights of a model start at what three public tokenizers have
-in common and follow the prefillers' answers by recursive least squares in relative error: every prompt counts the same,
-however long. The prior keeps weights of what a model has not been seen with where they were.
+tokens ~ weights . traits (`wire/prompt_traits.py`). A model's weights start at values common to three public
+tokenizers, and follow prefillers' answers by recursive least squares of the relative error, so that prompts of all
+lengths count the same. The prior keeps the weights of traits that the model's prompts have not had yet.
 
-Before anything is learned an English, source-code or tool-laden prompt is met within 15 % nearly always, a Chinese one
-within 40 %, because tokenizers differ there; after some dozens of answers all within 25 %
+Before learning, the error is nearly always within 15 % for English, source code and tools, and within 40 % for Chinese,
+where tokenizers differ; after some dozens of answers it is within 25 % for all
 (`tests/unit/proxy/admission/test_prompt_estimates.py`).
 """
 
@@ -18,7 +18,7 @@ from balanceroute.proxy.wire.client_request import ClientRequest
 from balanceroute.proxy.wire.prompt_traits import TRAITS, Traits, traits_of, weigh, weights_of_pairs
 
 MAX_MODELS: Final = 64
-# tokens per unit, and how far a model's own may be from that; fitted to Qwen's, DeepSeek's and OpenAI's cl100k_base
+# tokens per unit, and its spread between models; fitted to Qwen's, DeepSeek's and OpenAI's cl100k_base
 _PRIOR: Final = {
     "prompts": (3.0, 8.0),
     "messages": (-7.0, 4.0),  # role, content and their brackets in JSON are 9 marks and words, a template's turn is 4
@@ -45,19 +45,19 @@ _FORGETTING: Final = 0.9995  # a model whose prompts change is followed within s
 _MAX_SURPRISE: Final = 1.0  # relative; one odd prompt moves the weights no further
 _FARTHEST: Final = 4.0
 _OTHERS: Final = [TRAITS.index(name) for name in ("prompts", "messages", "media", "patches")]  # not counts of bytes
-_EAGER, _GOOD = 200, 0.05  # after so many answers, what is met within 5 % teaches nothing worth its 30 us
+_EAGER, _GOOD = 200, 0.05  # after this many answers, errors within 5 % are not worth 30 us to learn from
 
 
 class _Weights:
-    """One model's weights, and how certain they are.
+    """One model's weights, and their uncertainty.
 
-    Attributes: `answers`: so many have been learned from, or were estimated too well to learn from.
+    Attributes: `answers`: the number learned from, or estimated too well to learn from.
     """
 
     __slots__ = ("_both", "_covariance", "_of_pairs", "_others", "answers")
 
     def __init__(self) -> None:
-        self._both = np.array([_PRIOR_WEIGHTS, _PRIOR_WEIGHTS])  # this model's, and what is usual
+        self._both = np.array([_PRIOR_WEIGHTS, _PRIOR_WEIGHTS])  # of this model, and the prior
         self._covariance = np.diag(_PRIOR_VARIANCE)
         self.answers = 0
         self._fold()
@@ -68,14 +68,14 @@ class _Weights:
         self._others = self._both[:, _OTHERS].tolist()
 
     def tokens(self, request: ClientRequest) -> float:
-        """Those of the prompt."""
+        """The estimated tokens of a prompt."""
         own, usual_tokens, media, patches = weigh(request, self._of_pairs)
         (prompt, message, medium, patch), usual = self._others
         tokens = own + prompt + message * request.messages
         if media:
             return float(tokens + medium * media + patch * patches)
         usual_tokens += usual[0] + usual[1] * request.messages
-        # text: no tokenizer is that far from all others
+        # bounds: no tokenizer differs more from all others
         if not usual_tokens / _FARTHEST <= tokens <= usual_tokens * _FARTHEST:
             tokens = min(usual_tokens * _FARTHEST, max(usual_tokens / _FARTHEST, tokens))
         return float(tokens)
@@ -90,7 +90,7 @@ class _Weights:
         weights += gain * min(_MAX_SURPRISE, max(-_MAX_SURPRISE, error))
         covariance -= gain[:, None] * direction
         covariance /= _FORGETTING
-        # what has not been seen for long must not become more uncertain than it was at first
+        # a trait not seen for long must not become more uncertain than at first
         grown = np.sqrt(np.minimum(1.0, _PRIOR_VARIANCE / np.maximum(covariance.diagonal(), 1e-12)))
         covariance *= grown[:, None] * grown
         self._fold()
@@ -100,7 +100,7 @@ class PromptEstimates:
     """The estimates of one router."""
 
     def __init__(self) -> None:
-        """Begin with what tokenizers have in common."""
+        """Begin with the common weights."""
         self._models: OrderedDict[str, _Weights] = OrderedDict()
         self._unknown = _Weights()
 
@@ -126,5 +126,5 @@ class PromptEstimates:
 
 
 def has_estimate(request: ClientRequest) -> bool:
-    """Whether the tokens of its prompt are not known: it is neither token ids, nor embeddings."""
+    """Whether the size of its prompt is estimated: it is neither token ids nor embeddings."""
     return request.endpoint == "chat" or request.prompt_json.startswith(b'"')

@@ -1,24 +1,24 @@
-"""The requests' side of the calls of `decider.py`: a ticket for each, and what is known of where it stands.
+"""The requests' side of the calls of `decider.py`: a ticket per request, with its state.
 
     ticket = tickets.submit(spec)         arrival
-    await ticket.prefiller()              which prefiller gets the probe; raises Rejected, be it by the arrival
+    await ticket.prefiller()              the prefiller for the probe; raises Rejected, also for a refusal at arrival
     ticket.prefilled(n, cached) | .prefill_failed()
-    await ticket.admission()              which decode worker, when the policy has decided
+    await ticket.admission()              the decode worker, once the policy has decided
     ticket.began()                        the first tokens have come
-    ticket.progress(n)                    per read of the worker's stream; taken down here, told later
-    ticket.put_back(), ticket.requeue()   once more from the pool, or from the first phase on
+    ticket.progress(n)                    per read of the worker's stream; summed here, reported later
+    ticket.put_back(), ticket.requeue()   wait again in the pool, or from the first phase on
     ticket.finish(outcome)                leaves, from any phase, once
 
 Decode first (layerwise), a ticket is pooled at once, and between admission and the first token:
 
     ticket.request_prefill(), await ticket.prefiller(), ticket.pushed(n) | .push_failed()
 
-Every call but the two that wait runs to its end without awaiting, and an answer that is there already costs no turn of
-the loop. A lifecycle sees neither the scheduler nor whether it is in this process (`decider.py`).
+Only the two waiting calls await, and an answer that has come already costs no turn of the loop. A lifecycle does not
+see the scheduler, or in which process it is (`decider.py`).
 
-**Tokens are told in sums.** They come thousands of times per second and matter when somebody looks: so a ticket only
-adds them up, and `settle` tells what has come since, before every decision, before a request leaves its worker, and
-several times per second besides. Another process is told at once, by who speaks for it here: that costs as little.
+**Tokens are reported in sums.** They come thousands of times per second, but only decisions need them. So a ticket adds
+them up, and `settle` reports the sums before every decision, before a request leaves its worker, and several times per
+second. The link to another process takes them at once (`Decider.at_once`), which costs as little.
 """
 
 import asyncio
@@ -33,17 +33,17 @@ from balanceroute.proxy.admission.decider import Answer, Bounds, Decider, Refusa
 
 
 class Ticket:
-    """One request's place before the scheduler, from `submit` to its single `finish`.
+    """A request's handle at the decider, from `submit` to its single `finish`.
 
-    `phase` is the scheduler's, as far as that has been told; `decoder` is the worker that it is bound to, "" for none.
-    Decode first, `asking`: the ticket is bound and waits for a prefiller; `pushing`: a prefiller computes its prompt.
+    `phase`: the scheduler's, as far as it was reported. `decoder`: the decode worker that it is bound to; "": none.
+    Decode first, `asking`: it is bound and waits for a prefiller; `pushing`: a prefiller computes its prompt.
 
-    `prefiller_id`: who computes its prompt, or keeps its KV for it; until its first token the latter is so.
-    `prompt_tokens`: of its present life, with the `earlier_tokens` that it has generated in `requeues` others;
-    `told_tokens` of this life the scheduler has heard of.
+    `prefiller_id`: the prefiller that computes its prompt, or keeps its KV until the first token. `prompt_tokens`: of
+    its present life, including `earlier_tokens` generated in `requeues` earlier ones. `told_tokens`: tokens of this
+    life that were reported.
 
-    `left`: it has left, by its own `finish` or because it was refused. `unreported_tokens` have come, and the
-    scheduler hasn't heard of them; `last_token_s` is when the last ones came, 0 before. `order`: its arrival's number.
+    `left`: it has ended, by `finish` or a refusal. `unreported_tokens`: tokens that have come since the last report.
+    `last_token_s`: the time of the last ones; 0: none. `order`: the number of its arrival.
     """
 
     __slots__ = (
@@ -102,7 +102,7 @@ class Ticket:
         return self._wait()
 
     def check(self) -> None:
-        """Raise the refusal that has come while the request waited for no worker. Raises: as `prefiller`."""
+        """Raise a refusal that came while the request did not wait. Raises: as `prefiller`."""
         if isinstance(self._answer, Refusal):
             raise self._answer.error()
 
@@ -117,7 +117,7 @@ class Ticket:
         self._decider.prefill_failed(self.id)
 
     def request_prefill(self) -> None:
-        """Decode first: the decode worker asks for the KV; `prefiller` says who computes it."""
+        """Decode first: the decode worker asks for the KV; then await `prefiller`."""
         self.asking = True
         self._decider.request_prefill(self.id)
 
@@ -132,7 +132,7 @@ class Ticket:
         self._decider.push_failed(self.id)
 
     def progress(self, tokens: int) -> None:
-        """So many more tokens have been generated. Hot: called for every read of a stream."""
+        """Add `tokens` generated tokens. Hot: called for every read of a stream."""
         self.last_token_s = self._now()
         if self._at_once:
             self.told_tokens += tokens
@@ -143,7 +143,7 @@ class Ticket:
         self.unreported_tokens += tokens
 
     def settle(self) -> None:
-        """Report the tokens that the scheduler hasn't heard of."""
+        """Report the unreported tokens."""
         tokens, self.unreported_tokens = self.unreported_tokens, 0
         if tokens:
             self.told_tokens += tokens
@@ -185,7 +185,7 @@ class Ticket:
         self._decider.finish(self.id, outcome, reason)
 
     def standing(self, now: float) -> Standing:
-        """Where the ticket stands, for a new brain; call `settle` first."""
+        """The ticket's state, for a new brain; call `settle` first."""
         spec = self.spec
         if spec.prefix and self.phase is DECODING and self.told_tokens and not (self.asking or self.pushing):
             spec = replace(spec, prefix=())  # its prefill is over
@@ -204,7 +204,7 @@ class Ticket:
             pushing=self.pushing,
         )
 
-    # -- the deciding side
+    # -- for the decider
 
     def answer(self, answer: Answer) -> None:
         """Take an answer of the decider, and wake the request if it waits for one."""
@@ -240,29 +240,29 @@ class Ticket:
 
 
 class Tickets:
-    """All requests of one process, by id; asks `decider`, and is told its answers."""
+    """All tickets of one process, by id; calls `decider`, and gets its answers."""
 
     def __init__(self, decider: Decider, loop: asyncio.AbstractEventLoop) -> None:
         self.decider, self.loop, self.decode_first = decider, loop, decider.bounds.decode_first
         self.now = loop.time
         self.by_id: dict[str, Ticket] = {}
-        self.behind: list[Ticket] = []  # tickets that may have unreported tokens; always this one list
+        self.behind: list[Ticket] = []  # tickets that may have unreported tokens; the list object never changes
         self._arrivals = 0
         decider.tell, decider.collect = self.answer, self.settle
 
     def submit(self, spec: RequestSpec) -> Ticket:
-        """A request arrives; if it is refused, its ticket's first `prefiller` or `admission` says so."""
+        """Submit a request; if it is refused, its ticket's first `prefiller` or `admission` raises that."""
         self._arrivals += 1
         ticket = self.by_id[spec.id] = Ticket(self, spec, self._arrivals)
         self.decider.submit(spec)
         return ticket
 
     def answer(self, request_id: str, answer: Answer) -> None:
-        """The decider has answered on a request."""
+        """Pass an answer of the decider to its ticket."""
         self.by_id[request_id].answer(answer)
 
     def settle(self) -> None:
-        """Report all tokens that have come. O(requests that have generated any since the last call)."""
+        """Report all new tokens. O(requests with new tokens)."""
         progress = self.decider.progress
         for ticket in self.behind:
             tokens = ticket.unreported_tokens
@@ -272,7 +272,7 @@ class Tickets:
                 progress(ticket.id, tokens)
         self.behind.clear()
 
-    # -- what lifecycles may know
+    # -- for lifecycles
 
     @property
     def draining(self) -> bool:
@@ -285,5 +285,5 @@ class Tickets:
         return self.decider.bounds
 
     def view(self) -> ClusterView:
-        """The cluster as it is known now; `settle` first where loads matter."""
+        """The present view of the cluster; call `settle` first if loads matter."""
         return self.decider.view()

@@ -3,8 +3,8 @@
 A KV transfer carries one prompt and one answer, so such a request becomes a leg per choice, each with its own prefill,
 place in the pool and decode worker. Their answers are merged here:
 
-    stream        the legs' events in order of arrival, each with its choice's index, under one id; then one usage, one
-    [DONE] otherwise     one object with all choices in order, usage summed
+    stream        the legs' events as they come, each with its choice's index, under one id; then one usage, one [DONE]
+    otherwise     one object with all choices in order, usage summed
 
 A prompt counts once in the usage, as on vLLM, however many answers it has. If one leg fails, the others are abandoned
 and the whole request fails.

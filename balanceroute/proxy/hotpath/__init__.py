@@ -1,7 +1,7 @@
-"""What is done to every byte of a stream's events, and of prompts: `events.py`, which may be compiled (pyproject.toml).
+"""The code that runs for every byte of streams' events and of prompts: `events.py`, compiled or not (pyproject.toml).
 
-Nothing else depends on whether it is. `BALANCEROUTE_PURE_PYTHON=1` in the environment keeps to Python, and so does a
-compiled module of other sources than these (`STALE`), as it is left by a new checkout until it is installed again.
+Both behave alike. The Python form is used with `BALANCEROUTE_PURE_PYTHON=1` in the environment, and if the compiled
+module was made from other sources (`STALE`), as after a new checkout until the next install.
 """
 
 import os

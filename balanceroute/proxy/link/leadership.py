@@ -9,7 +9,7 @@ lead: to take over thousands of streams may take longer than `LEASE_S` on a busy
 `STUCK_S` counts as hung.
 
     lead        the epoch of the last leader, locked and touched by it
-    lead.next the next leader's file, written in advance by a standby: the disk may be full when it is needed
+    lead.next   the next leader's file, written in advance by a standby: the disk may be full when it is needed
 """
 
 import logging

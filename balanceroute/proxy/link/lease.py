@@ -3,8 +3,8 @@
 The rules are those of client-go's leaderelection, and so are the proportions of its times (15 s, 10 s, 2 s):
 
     every 2/15 of the Lease's duration     the leader renews it, and standbys read it
-    2/3 of the duration after the leader sent its last successful renewal, it leads no more
-    one duration after standbys last saw the Lease change, they may take it
+    2/3 of the duration                    after it sent its last successful renewal, the leader leads no more
+    1/1 of the duration                    after they last saw the Lease change, standbys may take it
 
 Each process measures these spans by its own monotonic clock; times in the Lease are another's, and are not used. The
 leader counts from before its request, standbys from after their answer. So the leader has stepped down before another

@@ -7,13 +7,13 @@ one, or alone after `SOON_S`. A brain on the same machine reads the tokens of st
 (`token_counts.py`); to others a relay sends them within `PROGRESS_S`, in one message for all its streams.
 
     relay                                      brain
-      |-- Hello(version, relay, epoch, ...) ------>| its name and the requests that it holds
+      |-- Hello(version, relay, epoch, ...) ------>|   its name and the requests that it holds
       |<-- Welcome(version, epoch, member) --------|   or Farewell(reason), and the connection is closed
       |-- Submit, Prefilled, ..., Progress ------->|
       |<-- Chosen, Refused, Seen ------------------|
-      |-- Judged, Activity, CacheDoubted --------->| how requests fared at workers
-      |<-- Workers, Silent ------------------------| the workers and their states
-      |-- Beat ----------------------------------->| both ways, while there is nothing else to send
+      |-- Judged, Activity, CacheDoubted --------->|   how requests fared at workers
+      |<-- Workers, Silent ------------------------|   the workers and their states
+      |-- Beat ----------------------------------->|   both ways, while there is nothing else to send
       |<-- Beat -----------------------------------|
 
 **Numbers for requests.** A relay numbers its tickets; ids cross once, in `Submit` or `Held`. Tokens of a ticket are

@@ -3,7 +3,7 @@
     /dashboard             the page; /dashboard/assets/* its script, style and uPlot
     /dashboard/data        the present and the last 15 minutes (`recorder`), read once
     /dashboard/stream      then every second: the present, the newest sample, new events and the last decisions, as
-    server-sent events; one of them, if the client does not accept `text/event-stream`
+                           server-sent events; one of them, if the client does not accept `text/event-stream`
     /dashboard/what_if     what other policies would do in the present state
     /decisions             the last decisions, for other clients (`balanceroute decisions`)
 
