@@ -3,6 +3,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ from balanceroute.prediction import (
 from balanceroute.prediction.evaluation import STEP_S, time_split
 from balanceroute.prediction.learned.features import NAMES, KeyMemory, training_set
 from balanceroute.prediction.learned.predictor import RECALLED, _calibrate
-from balanceroute.prediction.learned.trees import Trees
+from balanceroute.prediction.learned.trees import Trees, flatten
 from balanceroute.prediction.observations import Observations, key_id
 
 from .builders import a_finish, finishes
@@ -89,8 +90,6 @@ def test_answers_stay_inside_the_contract(grown: LearnedPredictor) -> None:
 
 def test_the_arrays_answer_as_scikit_learn_does() -> None:
     ensemble = pytest.importorskip("sklearn.ensemble")
-    from balanceroute.prediction.learned.trees import flatten
-
     rng = np.random.default_rng(0)
     features = rng.normal(size=(len(NAMES), 600)).astype(np.float32)
     labels = (features[0] + features[3] * features[5] > 0).astype(int)
@@ -103,6 +102,26 @@ def test_the_arrays_answer_as_scikit_learn_does() -> None:
     assert trees.raw(features) == pytest.approx(expected, abs=1e-4)
     with pytest.raises(ValueError, match="unknown form"):
         flatten(estimator, features[:, :100], expected[100:200])
+
+
+def test_leaves_that_32_bits_round_are_no_unknown_form() -> None:
+    """Where finishes are rare, leaves get large (1e6 with a horizon of 2 steps and answers of up to 4,096 tokens)."""
+    kinds = [("is_leaf", "?"), ("value", "f8"), ("feature_idx", "i8"), ("num_threshold", "f8")]
+    stump = np.zeros(3, dtype=[*kinds, ("left", "i8"), ("right", "i8")])
+    stump["is_leaf"], stump["left"], stump["right"] = (False, True, True), 1, 2
+    leaves = np.random.default_rng(0).normal(scale=1e5, size=(200, 2))
+    stages = []
+    for pair in leaves:
+        stump["value"][1:] = pair
+        stages.append([SimpleNamespace(nodes=stump.copy())])
+    sample = np.array([[-1.0, -1.0, 1.0]], dtype=np.float32)
+    expected = leaves.sum(axis=0)[[0, 0, 1]] - 7.5
+
+    trees = flatten(SimpleNamespace(_predictors=stages), sample, expected)
+
+    assert trees.raw(sample) == pytest.approx(expected, abs=1.0)
+    with pytest.raises(ValueError, match="unknown form"):
+        flatten(SimpleNamespace(_predictors=stages), sample, expected[::-1])
 
 
 def test_with_too_little_history_the_marginal_distribution_answers() -> None:
