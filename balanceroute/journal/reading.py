@@ -139,7 +139,7 @@ def _perform(scheduler: Scheduler, call: str, args: dict[str, Any], now: float, 
                 scheduler.progress(request_id, count, now)
             return {"answer": None}
         if call not in METHODS:
-            raise ValueError(f"unknown call {call!r}")
+            raise ValueError(f"unknown call {call!r:.60}")
         return {"answer": getattr(scheduler, call)(**_typed(call, args), now=now)}
     except Exception as error:
         if not (raised or call == "admit" or isinstance(error, InvariantError)):

@@ -1,6 +1,6 @@
 """One try at a prefiller: the probe, which makes it compute the prompt and pin the KV.
 
-If the client leaves meanwhile the try does not end at once: see `leg.py`.
+If the client leaves meanwhile the try does not end at once where KV is pinned: see `leg.py`.
 """
 
 import asyncio
@@ -57,20 +57,23 @@ async def probe(leg: Leg, worker: Worker) -> PrefillResult:
     services, request = leg.services, leg.answer.request
     leg.new_try()
     deadline_s = services.tickets.now() + services.config.limits.first_byte_timeout_s.prefill
-    leg.enter(worker, "prefill", deadline_s, PROBE_GRACE_S)
+    pins = not request.scores_only
+    leg.enter(worker, "prefill", deadline_s, PROBE_GRACE_S if pins else 0.0)
     try:
-        result = await ask(leg, worker, score_body(request) if request.scores_only else probe_body(request))
-        if result.kv_transfer_params is None and not request.scores_only:
+        result = await ask(leg, worker, probe_body(request) if pins else score_body(request))
+        if pins and result.kv_transfer_params is None:
             pinned_nothing(worker, services.config, services.metrics.conditions)
             raise NothingPinned("it returned no kv_transfer_params", worker=worker.id, tier="prefill")
         has_prefilled(leg, worker, result)
         return result
     except ForeignReply:
-        services.drainer.orphan()  # the parameters of what it has pinned, if anything, are lost
+        if pins:
+            services.drainer.orphan()  # the parameters of what it has pinned, if anything, are lost
         raise
     except asyncio.CancelledError:
         worker.circuit.inconclusive()
-        services.drainer.orphan()  # it may finish all the same
+        if pins:
+            services.drainer.orphan()  # it may finish all the same
         error = leg.interruption()
         if error is None:
             raise

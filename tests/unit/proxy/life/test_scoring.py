@@ -7,7 +7,8 @@ from balanceroute.core.types import Outcome
 from balanceroute.errors import NoHealthyWorkers
 from balanceroute.proxy.life.scoring import Scoring
 from tests.unit.proxy.life.legs import PROMPT_IDS, Client, a_leg, dispatching, idle, probed
-from tests.unit.proxy.virtual_time import Page, a_config, a_router, in_virtual_time, script
+from tests.unit.proxy.virtual_time import Page, a_config, a_router, in_virtual_time, let_pass, script
+from tests.waiting import until
 
 LAYERWISE = {"connector": "mooncake_layerwise", "layerwise": {"callback_url": "http://router"}}
 LOGPROBS = {"tokens": ["a", " b", " c"], "token_logprobs": [None, -1.0, -2.0], "top_logprobs": None, "text_offset": []}
@@ -49,6 +50,22 @@ def test_a_prefiller_that_fails_is_followed_by_another_try() -> None:
         assert len(p0.asked) == 2 and client.ended and idle(services)
 
     in_virtual_time(answered)
+
+
+def test_a_client_that_goes_ends_it_at_once_and_no_kv_counts_as_orphaned_for_none_is_pinned() -> None:
+    async def asked() -> None:
+        services = a_router(a_config(1, 1))
+        p0 = script(services, "p0", None)
+        async with dispatching(services):
+            leg = a_leg(services, strategy=Scoring, echo=True, max_tokens=0, logprobs=1, stream=False)
+            task = services.loop.create_task(leg.run())
+            await until(lambda: p0.under_way)
+            leg.abandon()
+            await let_pass(0.1)
+            assert task.cancelled() and leg.outcome is Outcome.CANCELLED
+        assert services.metrics.orphaned_kv == 0 and idle(services)
+
+    in_virtual_time(asked)
 
 
 def test_decode_first_the_prefiller_with_the_fewest_requests_is_taken_and_none_is_a_503() -> None:
