@@ -110,8 +110,12 @@ def _header(path: Path, arrays: Arrays) -> dict[str, Any]:
 def _rows(arrays: Arrays) -> list[FinishedRequest]:
     types = {"key": np.str_, "prompt_tokens": np.int64, "output_tokens": np.int64}
     types |= {"finish_reason": np.str_, "finished_s": np.float64}
-    columns = [arrays[name].astype(kind).tolist() for name, kind in types.items()]
-    return [FinishedRequest(*row) for row in zip(*columns, strict=True)]
+    columns: Arrays = {name: arrays[name].astype(kind, casting="safe") for name, kind in types.items()}
+    if any((columns[name] < 0).any() for name in ("prompt_tokens", "output_tokens")):
+        raise ValueError("a request of fewer than 0 tokens")
+    if not np.isfinite(columns["finished_s"]).all():
+        raise ValueError("a request that ended at no time")
+    return [FinishedRequest(*row) for row in zip(*(column.tolist() for column in columns.values()), strict=True)]
 
 
 def _learned(header: Mapping[str, Any], arrays: Arrays, rows: Sequence[FinishedRequest]) -> LearnedFit | None:

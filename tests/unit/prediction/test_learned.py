@@ -304,6 +304,22 @@ def test_what_is_no_model_is_refused_in_words_for_whoever_gave_it(content: bytes
     assert "pickle" not in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    "column",
+    [{"output_tokens": np.array([-1])}, {"prompt_tokens": np.array([np.nan])}, {"finished_s": np.array([np.nan])}],
+    ids=["fewer than 0", "no number", "at no time"],
+)
+def test_a_model_with_a_request_that_cannot_be_is_refused(column: dict[str, np.ndarray], tmp_path: Path) -> None:
+    path = tmp_path / "m.npz"
+    save_model(path, Model("survival", H, finishes(5)))
+    with np.load(path) as arrays:
+        known = dict(arrays)
+    np.savez(path, **(known | column))
+
+    with pytest.raises(InputError, match="not a predictor file, or a damaged one"):
+        load_model(path)
+
+
 def test_where_nothing_ever_finishes_in_the_window_there_is_nothing_to_grow() -> None:
     pytest.importorskip("sklearn")
     predictor = LearnedPredictor(H)
