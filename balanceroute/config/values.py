@@ -95,7 +95,7 @@ def split_host_and_port(text: str) -> tuple[str, int]:
     """HOST:PORT, an IPv6 HOST in brackets. Raises: ValueError."""
     host, _, port = text.rpartition(":")
     bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
-    if not re.fullmatch(r"[0-9]{1,5}", port) or int(port) > 65535 or (":" in host and bare == host):
+    if not bare or not re.fullmatch(r"[0-9]{1,5}", port) or int(port) > 65535 or (":" in host and bare == host):
         raise ValueError("accepted is HOST:PORT, such as 127.0.0.1:8001, an IPv6 HOST in brackets")
     return _host(bare), int(port)
 

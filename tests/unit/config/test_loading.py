@@ -180,6 +180,7 @@ WRONG = [
     ("retry: {base_delay_s: 5}", "retry.max_delay_s = 2: accepted is at least retry.base_delay_s (5)"),
     ('listen: {host: "\\0"}', "listen.host = '\\x00': accepted is a host name or an IP address"),
     ("listen: {host: router..example}", "listen.host = 'router..example': accepted is a host name of parts of 1 to 63"),
+    ("listen: {admin: '9999'}", "listen.admin = '9999': accepted is HOST:PORT, such as 127.0.0.1:8001"),
     ("listen: {admin: 'router..example:1'}", "listen.admin = 'router..example:1': accepted is a host name of parts"),
     ("log: {format: xml}", "log.format = 'xml': accepted is one of auto, json, plain"),
     ("auth: {admin_token: 12345}", "auth.admin_token = ********: accepted is text"),
