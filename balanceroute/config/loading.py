@@ -263,11 +263,9 @@ def problem(found: Mapping[str, Any], origin: str, sources: Mapping[str, str]) -
     path = _dotted(loc)
     field = field_at(loc)
     value = _shown(found["input"], field)
+    inside = [source for key, source in sources.items() if key.startswith(f"{path}.")]
     if found["type"] == "extra_forbidden":
         text = f"{path}: unknown key; {_nearest(loc)}"
-        inside = [source for key, source in sources.items() if key.startswith(f"{path}.")]
-        if inside:  # a section that there is not, named by a variable or the command line for a key in it
-            return f"{', '.join(dict.fromkeys(inside))}: {one_line(text)}"
     elif found["type"] == "missing":
         text = f"{path}: required and missing; {_missing_hint(loc, field)}"
     elif found["type"] == "value_error":
@@ -277,21 +275,15 @@ def problem(found: Mapping[str, Any], origin: str, sources: Mapping[str, str]) -
         if field is not None and isinstance(loc[-1], int) and taken.startswith("a list of {"):
             taken = f"{taken.removeprefix('a list of ')}, such as {{url: http://HOST:PORT}}"
         text = f"{path} = {value}: accepted is {taken}"
+    if inside:  # a variable or the command line sets a key in this section, which does not exist or breaks its rule
+        return f"{', '.join(dict.fromkeys(inside))}: {one_line(text)}"
     return _prefixed(one_line(text), path, origin, sources)
 
 
 def _prefixed(text: str, path: str, origin: str, sources: Mapping[str, str]) -> str:
-    """Put the value's source in front: a variable or the command line where they set it, else the file.
-
-    A rule that names a section is broken by whoever set a value in it last.
-    """
-    named = path.partition(" ")[0].rstrip(":")
+    """Put the value's source in front: a variable or the command line where they set it, else the file."""
     source = next(
-        (
-            name
-            for key, name in reversed(list(sources.items()))
-            if re.match(rf"{re.escape(key)}(?![\w])", path) or key.startswith(f"{named}.")
-        ),
+        (name for key, name in reversed(list(sources.items())) if re.match(rf"{re.escape(key)}(?![\w])", path)),
         origin,
     )
     return f"{source}: {text}" if source else text
