@@ -27,7 +27,7 @@ def _command_line() -> "Callable[[], None]":
     import signal
 
     if "serve" in sys.argv:
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})  # until there is who reloads
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})  # until a handler for reloads is installed
     before = signal.getsignal(signal.SIGINT)
     if before is signal.default_int_handler:  # an exception would come out of imports as another one
         signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))

@@ -1,4 +1,4 @@
-"""Names for the types of arrays, and their numbers as Python's own."""
+"""Names for array types, and conversions of their numbers to Python's."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Files that users name, read within bounds: one without an end (a device, gigabytes on one line) is an error."""
+"""Reads users' files within bounds: an endless one (a device, gigabytes on one line) is an error."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""Composition root: configuration in, scheduler out, the same for the proxy and for whoever drives it without one."""
+"""Composition root: makes a scheduler from a configuration, for the proxy and for other drivers."""
 
 from collections.abc import Iterable
 from dataclasses import fields, replace

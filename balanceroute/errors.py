@@ -71,7 +71,7 @@ class NotJson(InvalidRequest):
 
 
 class AccessDenied(InvalidRequest):
-    """Who asks may not have this; `code` is OpenAI's word for it, `reason` ours for metrics and the log."""
+    """The caller may not use this route. `code`: OpenAI's; `reason`: for metrics and the log."""
 
     def __init__(self, message: str, *, status: int, reason: str, code: str | None = None) -> None:
         super().__init__(message, status=status)
@@ -194,4 +194,4 @@ class UpstreamStatus(UpstreamError):
 
 
 class InvariantError(BalanceRouteError):
-    """The snapshot contradicts itself: a bug of ours, never of a client or a worker."""
+    """The snapshot contradicts itself: a bug of balanceroute, never of a client or a worker."""

@@ -1,4 +1,4 @@
-"""Why a policy decides as it does, on a written-down state.
+"""Explains a policy's decision on a state document.
 
 The state document (`core.state`) is what `GET /state` of a running router returns; a hand-made one needs only the
 workers with their active requests and what waits. `explain` lets the policy decide on it and adds what a reader needs
@@ -111,7 +111,7 @@ class Explanation:
     prefills: tuple[PrefillView, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON-ready values: `admissions`, `margins` by worker, `workers`, what is left waiting and why."""
+        """As JSON-ready values: `admissions`, `margins` by worker, `workers`, the requests left waiting and why."""
         into_slots = len(self.admissions) - self.sent_ahead
         return {
             "policy": self.policy,

@@ -1,4 +1,4 @@
-"""What `import balanceroute` offers beside the classes themselves: a simulation in one call, with its picture.
+"""`balanceroute.simulate`: a simulation in one call, with a plot.
 
     >>> import balanceroute
     >>> run = balanceroute.simulate("heavy_tailed", policy="level_fit", max_requests=400)
@@ -121,7 +121,7 @@ def simulate(
 
 
 def _read(trace: Trace | str | Path, seed: int) -> Trace:
-    """The trace, or that of this name; what was left out or estimated is a warning of whoever called `simulate`."""
+    """The trace, or the one of this name; what was left out or estimated is a warning at the caller of `simulate`."""
     if isinstance(trace, Trace):
         return trace.checked()
     return load_trace(str(trace), seed=seed, on_note=lambda note: warnings.warn(f"{trace}: {note}", stacklevel=5))

@@ -1,4 +1,4 @@
-"""What mypyc compiles of the core and of a request's way, and the rule that machine code of other sources never runs.
+"""The modules that mypyc compiles, and the rule that code compiled from other sources never runs.
 
 These modules are ordinary typed Python, which setup.py compiles at installation where there is a C compiler: a request
 takes a third less CPU. Nothing else depends on it. The machine code of all lies in one library whose name ends with a

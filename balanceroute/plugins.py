@@ -1,4 +1,4 @@
-"""Policies and predictors of one's own: found by name, and checked.
+"""Users' own policies and predictors: found by name, and checked.
 
 A name is either one that an installed package gives in an entry point group (`balanceroute.policies`,
 `balanceroute.predictors`), or `module:Class` of a module that can be imported. A policy's class is called with
@@ -33,13 +33,13 @@ NEEDED_OF_PREDICTORS = ("predict", "predict_one", "observe")
 
 
 def installed(group: str = POLICIES_GROUP) -> dict[str, EntryPoint]:
-    """What installed packages offer in an entry point group, by name; none of their code is imported."""
+    """The entry points of a group in installed packages, by name; nothing is imported."""
     return {point.name: point for point in entry_points(group=group)}
 
 
 @contextmanager
 def of_others(name: str) -> Iterator[None]:
-    """Run code that is not ours, such as a class of this name. Raises: ConfigError: one line for whatever it raises."""
+    """A context for imports of a user's class of this name. Raises: ConfigError: one line for any error of it."""
     try:
         yield
     except (ConfigError, KeyboardInterrupt):  # Ctrl-C is the operator's
@@ -50,7 +50,7 @@ def of_others(name: str) -> Iterator[None]:
 
 @contextmanager
 def while_it_runs(what: str) -> Iterator[None]:
-    """Let what is not ours answer. Raises: ConfigError: one line for whatever it raises, with the place."""
+    """A context for a user's code. Raises: ConfigError: one line for any error of it, with the place."""
     try:
         yield
     except (ConfigError, InputError):
@@ -68,7 +68,7 @@ def raised_at(error: BaseException) -> str:
 
 
 def described(error: BaseException) -> str:
-    """An error of code that is not ours in one line of valid text; of what kind, only where its text may not tell."""
+    """An error of a user's code as one line of valid text; with its type if the text may not tell."""
     try:
         text = " ".join(str(error).split()).encode(errors="backslashreplace").decode()
     except Exception:  # its own __str__ may raise anything
@@ -156,7 +156,7 @@ def check_predictor_name(name: str, built_in: tuple[str, ...]) -> None:
 
 
 def make_predictor(name: str, horizon_steps: int, options: Mapping[str, Option]) -> Any:
-    """A predictor of one's own, with what `prediction.contract.Predictor` has.
+    """Make a user's own predictor, with the methods of `prediction.contract.Predictor`.
 
     Raises: ConfigError for a name that `check_predictor_name` refuses, options that it does not take, or a method that
     it lacks.

@@ -1,4 +1,4 @@
-"""What the figures are that balanceroute reports about latency and balance, and how those of requests are computed.
+"""The figures of latency and balance that balanceroute reports, and the computation of those of requests.
 
 Latency, from the times at which a client saw the tokens of one answer:
 

@@ -1,4 +1,4 @@
-"""Results that stand in a file whole, or not at all."""
+"""Writes results to a file atomically."""
 
 import os
 from contextlib import suppress

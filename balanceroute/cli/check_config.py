@@ -127,7 +127,7 @@ def check_files(config: "Config") -> None:
     for key, file in files.items():
         if file is None:
             continue
-        with suppress(OSError):  # who reads it says what is wrong with it
+        with suppress(OSError):  # its reader reports what is wrong
             if Path(file).is_fifo():
                 problems.append(f"{key} = {file!r}: is a pipe, which can't be read again; accepted is a file")
             elif Path(file).is_file():
@@ -138,7 +138,8 @@ def check_files(config: "Config") -> None:
 
 
 def check_model(config: "Config") -> None:
-    """The predictor's model can be read, and is of its kind and horizon; one of one's own can be made.
+    """Check that the predictor's model can be read and has its kind and horizon; that a user's own predictor can be
+    made.
 
     Raises: ConfigError, InputError.
     """
@@ -172,7 +173,7 @@ def show_probe(config: "Config", *, as_json: bool) -> None:
 
 
 def verdict(answers: "list[Answer]", problems: int) -> str:
-    """The last line: how many were asked, what is wrong, and what nobody could compare."""
+    """The last line: the workers asked, the problems, and what could not be compared."""
     from balanceroute.cli.probe import not_compared
 
     count = len(answers)

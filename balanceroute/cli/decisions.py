@@ -15,7 +15,7 @@ PRINTED: dict[str, Any] = {
     **dict.fromkeys(("policy", "request", "worker"), str),
     "at": int | float,
     "stage": int,
-    "score": int | float | None,  # JSON has no infinity, which a policy of one's own may say
+    "score": int | float | None,  # JSON has no infinity, which a user's own policy may return
     "runner_up": str | None,
     "runner_up_score": int | float | None,
 }

@@ -113,7 +113,7 @@ def say_if_interrupted(done: int, wanted: int) -> None:
 
 
 def refuse_beside_prefix(context: typer.Context) -> None:
-    """The prefill tier is shown at one scale, through policies of its own. Raises: ConfigError for other options."""
+    """Refuse options that `--prefix` does not use: it has one scale and its own policies. Raises: ConfigError."""
     from balanceroute.cli.given import given
     from balanceroute.errors import ConfigError
 

@@ -138,7 +138,7 @@ def workers_table(result: "Explanation") -> "Table":
 
 
 def admissions_table(result: "Explanation") -> "Table":
-    """Who goes where, and what would have been done otherwise."""
+    """The admissions, each with its runner-up."""
     from rich.table import Table
 
     table = Table("request", "worker", "stage", title="Admissions", title_justify="left")

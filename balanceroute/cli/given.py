@@ -1,4 +1,4 @@
-"""Which options a user has written, and the refusal of those that would change nothing."""
+"""Finds the options that a user gave, and refuses those without effect."""
 
 import typer
 

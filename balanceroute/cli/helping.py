@@ -1,4 +1,4 @@
-"""What `--help` shows of our commands: types in words, and summaries that are not cut off."""
+"""`--help` of the commands: types in words, and summaries that are not cut off."""
 
 import inspect
 from collections.abc import Callable

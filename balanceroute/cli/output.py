@@ -125,7 +125,7 @@ def narrow(console: Any, table: Any) -> None:
 
 @contextmanager
 def progress_bar(description: str) -> Iterator[Callable[[int, int], None]]:
-    """Progress on stderr, told (done, total): a bar on a terminal, elsewhere a line every `LINE_EVERY_S`."""
+    """Progress on stderr, called with (done, total): a bar on a terminal, elsewhere a line every `LINE_EVERY_S`."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 

@@ -170,7 +170,7 @@ def not_compared(answers: list[Answer]) -> dict[str, list[str]]:
 
 
 def _compare_models(answers: list[Answer]) -> None:
-    """Workers whose models differ from those that most serve are told so."""
+    """Note the workers whose models differ from those of most workers."""
     served = [answer.models for answer in answers if answer.models]
     if not served:
         return

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-MOST_JOBS = 1024  # processes; each is a Python of its own
+MOST_JOBS = 1024  # processes, each with its own Python
 
 
 def reproduce(

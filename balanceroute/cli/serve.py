@@ -191,7 +191,7 @@ def serve_alone(config: "Config", read_again: "Callable[[], Config]", journal: P
             await reload(app.services, new)
         configure(new.log.level, new.log.format)
 
-    # read before there is a loop: a model file that does not fit is one line, and a long history holds up nobody
+    # read before the loop runs: a wrong model file is one line, and a long history delays no request
     forecasts = build_forecasts(config)
     app = create_app(config, journal=journal, forecasts=forecasts)
     warn_if_few(config)

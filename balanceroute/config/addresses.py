@@ -1,4 +1,4 @@
-"""Which addresses are this machine itself, and how they are written in URLs."""
+"""Tells loopback addresses, and writes addresses in URLs."""
 
 import ipaddress
 

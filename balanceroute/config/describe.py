@@ -1,4 +1,4 @@
-"""What the settings are, read off the models: rows of docs/settings.md, and what errors say is accepted."""
+"""Describes the settings from the models: rows of docs/settings.md, and accepted values for errors."""
 
 import json
 import math

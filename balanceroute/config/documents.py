@@ -1,4 +1,4 @@
-"""YAML texts, read within bounds, and written so that they are read as the same."""
+"""Reads YAML within bounds, and writes it so that it reads back the same."""
 
 import re
 from contextlib import suppress

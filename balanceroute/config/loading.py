@@ -1,4 +1,4 @@
-"""From files, environment and flags to a checked `Config`.
+"""Loads a checked `Config` from files, environment and flags.
 
 Four layers, each above the one before: the models' defaults, the YAML file, `BALANCEROUTE_SECTION__KEY`
 variables, and the flags of the command line. A layer replaces single keys; a list (of workers) is replaced
@@ -161,7 +161,7 @@ def validate(tree: Tree, origin: str = "", sources: Mapping[str, str] | None = N
 
 
 def with_sections(config: Config, **sections: object) -> Config:
-    """The configuration with these sections in place of its own. Raises: ConfigError: they do not go with the rest."""
+    """The configuration with these sections replaced. Raises: ConfigError: they do not fit the rest."""
     return validate({name: getattr(config, name) for name in config.model_fields_set} | sections)
 
 
@@ -206,7 +206,7 @@ def unused_variables(environ: Mapping[str, str]) -> Iterator[str]:
 
 
 def assumptions(config: Config) -> Iterator[str]:
-    """What is taken for granted because nobody has said it and no engine tells it, a line each."""
+    """Assumptions that no setting states and no engine reports, a line each."""
     decode = config.decode
     if "max_num_seqs" not in decode.model_fields_set and any(each.max_num_seqs is None for each in decode.workers):
         yield (

@@ -1,4 +1,4 @@
-"""Reading that gives up: a file may never answer, as one of a server that is gone, or a pipe that nobody writes to.
+"""Reads files with a timeout: a file of a lost server, or a pipe without a writer, may never answer.
 
 Nothing ends a thread that stands in such a read, so it is a daemon: the process can end, and what it still brings is
 dropped.
@@ -43,7 +43,7 @@ async def off_the_loop(read: Callable[[], T]) -> T:
 
 def _begun(read: Callable[[], T]) -> Future[T]:
     result: Future[T] = Future()
-    result.set_running_or_notify_cancel()  # who waits may be cancelled, but what is read then must have a place
+    result.set_running_or_notify_cancel()  # the thread needs it even if the waiting task is cancelled
 
     def run() -> None:
         try:

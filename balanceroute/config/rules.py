@@ -1,4 +1,4 @@
-"""The rules between settings: what is wrong though each value by itself may be. `Config` asks when it is made."""
+"""Rules between settings, for values that are valid one by one. `Config` applies them when it is made."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING

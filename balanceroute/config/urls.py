@@ -1,4 +1,4 @@
-"""The base URLs of workers: checked and written in one way, wherever they come from (configuration, flags, admin).
+"""Checks and normalises the base URLs of workers from configuration, flags and admin routes.
 
 A URL that passes can be dialled and put into a request line and a Host header as it is, so nothing behind this has to
 check again. International host names are written in their ASCII form (xn--...).

@@ -1,4 +1,4 @@
-"""What one value of a setting may be: the types of the fields in `models.py`, and the names that some choose from."""
+"""Types of the fields in `models.py`, with their accepted values and names."""
 
 import ipaddress
 import math

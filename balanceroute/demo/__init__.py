@@ -1,1 +1,1 @@
-"""Policies side by side on an emulated cluster: figures from the running system, on two cores, in four minutes."""
+"""Compares policies on an emulated cluster in real time: on two cores, in four minutes."""

@@ -1,4 +1,4 @@
-"""The processes of a demo: a cluster and a router in one each, none of which outlives this one, however that ends."""
+"""The processes of a demo: the cluster and the router, each in one, which end with this process."""
 
 import asyncio
 import ctypes
@@ -161,7 +161,7 @@ def page(url: str) -> str:
 
 
 def free_port() -> int:
-    """A loopback port that nobody listens on now."""
+    """A loopback port that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -184,7 +184,7 @@ def free_port_range(prefillers: int, workers: int) -> int:
 
 
 def is_free(port: int) -> bool:
-    """Whether a server may listen on the loopback port: nobody does, nor has a connection from it."""
+    """Whether a server may listen on the loopback port: it has no listener and no connection."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers have it
         try:

@@ -330,7 +330,7 @@ class _SideRoutes:
         return _json({"server_load": 0})  # vLLM says 0 unless tracking is switched on
 
     async def server_info(self, request: Request) -> Response:
-        """What vLLM tells in development mode, as far as somebody may compare it with a configuration."""
+        """vLLM's `/server_info` of development mode: the fields that `check-config --probe` compares."""
         shape, prefills = self._site.shape, isinstance(self._site.workers[0], PrefillWorker)
         settings = {
             "scheduler_config": {"max_num_seqs": shape.max_num_seqs},

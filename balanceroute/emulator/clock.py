@@ -1,4 +1,4 @@
-"""Modelled seconds on the event loop's clock, so that a whole cluster can run faster or slower than life."""
+"""Modelled seconds on the event loop's clock, so that a cluster can run faster or slower than real time."""
 
 import asyncio
 import math

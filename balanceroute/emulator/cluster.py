@@ -253,7 +253,7 @@ class EmulatedCluster:
         self._apps.update({url.removeprefix("http://"): app for url, app in zip(urls, apps, strict=True)})
 
     async def _post_json(self, url: str, body: Mapping[str, Any]) -> None:
-        """POST for layerwise callbacks. Raises: OSError on transport errors; the status is nobody's business."""
+        """POST for layerwise callbacks; the status is ignored. Raises: OSError on transport errors."""
         if self._client is None:
             self._client = httpx.AsyncClient(trust_env=False, timeout=None)
         try:

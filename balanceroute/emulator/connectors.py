@@ -1,4 +1,4 @@
-"""`kv_transfer_params`: what a prefiller returns, and what a decoder makes of what it gets.
+"""`kv_transfer_params`: made by a prefiller, read by a decoder.
 
 The reactions are those of the real connectors, several of which are silent on the wire: KV that was freed
 and reused gives other tokens, a missing key a request that never starts, a bad block list a dead engine.

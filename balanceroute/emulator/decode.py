@@ -245,7 +245,7 @@ class DecodeWorker(Worker):
         plan, choice, call = generation.plan, generation.choice, generation.call
         wrong = plan.reaction is Reaction.WRONG_TOKENS
         if plan.source and not plan.source.remembers(plan.request_id):
-            self._transfer_failed(generation)  # the prefiller died meanwhile: nobody's fault but its own
+            self._transfer_failed(generation)  # the prefiller died meanwhile
             return
         if plan.source and not plan.source.pull(plan.request_id):
             self.violate("params_expired", call.id)

@@ -1,4 +1,4 @@
-"""What the emulated engine refuses, in vLLM's words and shape."""
+"""Errors of the emulated engine, with vLLM's texts and shape."""
 
 import orjson
 

@@ -1,4 +1,4 @@
-"""KV between emulated workers that run in processes of their own.
+"""KV transfers between emulated workers in different processes.
 
 In one process a decode rank looks at a prefiller's pins and reads them as it starts a request. From another process it
 asks over HTTP, twice, as the real connectors do over theirs: first what the parameters are worth, which claims the pin,

@@ -68,7 +68,7 @@ class ClusterShape:
 
     @property
     def pin_lease_s(self) -> float:
-        """How long a prefiller keeps KV that nobody pulls."""
+        """How long a prefiller keeps pinned KV."""
         return DEFAULT_LEASE_S[self.connector] if self.lease_s is None else self.lease_s
 
     @property

@@ -125,7 +125,7 @@ class SseWriter:
 
 
 class GzipSseWriter(SseWriter):
-    """The same stream, compressed although nobody asked for it."""
+    """The same stream, compressed although the client did not ask for it."""
 
     def __init__(self, send: Send, tasks: set[asyncio.Task[None]]) -> None:
         super().__init__(send, tasks)

@@ -16,7 +16,7 @@ class StepTotals:
     step_s: float = 0.0
 
     def add(self, loads: Sequence[int], running: int, step_s: float) -> None:
-        """Take in one step: the ranks' loads, the requests running on all of them, and its length."""
+        """Add a step: the ranks' loads, the requests running on all of them, and its duration."""
         most, mean = max(loads), sum(loads) / len(loads)
         self.steps += 1
         self.load_spread_tokens += most - min(loads)

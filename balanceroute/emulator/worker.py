@@ -1,4 +1,4 @@
-"""What both kinds of worker share: an engine object with a clock, and calls that wait for their tokens.
+"""The base of both kinds of worker: an engine object with a clock, and calls that wait for their tokens.
 
 `prefill.py` and `decode.py` have the two kinds, `decode_group.py` the barrier between decode ranks. Everything happens
 in one event loop; nothing awaits between reading the engine and acting on it.
@@ -30,7 +30,7 @@ sequence_numbers = itertools.count()  # of engine requests, over all workers
 
 
 def planned_length(choice: Choice, request: GenerationRequest, shape: ClusterShape) -> tuple[int, bool]:
-    """(output tokens, whether the last one is the end of text); what a grammar forces ends by itself."""
+    """(output tokens, whether the last one is the end of text); under a grammar it may, in spite of `ignore_eos`."""
     limit = request.limit_for(len(choice.prompt), shape.context_tokens)
     planned = choice.plan.length if choice.plan is not None else None
     if planned is not None:
@@ -105,12 +105,12 @@ class Worker(ABC):
         self.fail_all(ENGINE_DEAD)
 
     def go_down(self) -> None:
-        """The process is killed: nobody is told anything (the caller cuts the connections)."""
+        """Kill the process: no request gets an answer (the caller cuts the connections)."""
         self.up = False
         self.fail_all(ENGINE_DEAD)
 
     def come_back(self) -> None:
-        """The process is started again, empty, with an engine id of its own."""
+        """Start the process again, empty, with a new engine id."""
         self.up, self.dead = True, False
         self.engine_id = str(uuid.uuid4())
         self.faults.clear()

@@ -103,7 +103,7 @@ class StepOutcome(Generic[R]):
 
 @dataclass(slots=True)
 class StepPlan(Generic[R]):
-    """What a step begins with: its duration in seconds, whose transfer begins, and who runs from now on."""
+    """The start of a step: its duration in seconds, the requests whose transfer begins, and those that start to run."""
 
     duration_s: float
     admitted: list[R] = field(default_factory=list)
@@ -136,7 +136,7 @@ class DecodeRank(Generic[R]):
         self.transferring: dict[str, R] = {}
         self.running: dict[str, R] = {}
         self.paused: dict[str, R] = {}
-        self.popped: list[R] = []  # told in the next `end_step`
+        self.popped: list[R] = []  # reported in the next `end_step`
         self._computing = 0  # local ones among the transferring
 
     @property
@@ -206,7 +206,9 @@ class DecodeRank(Generic[R]):
         return started
 
     def begin_step(self, now: float) -> tuple[list[R], list[R]]:
-        """Fill the batch, begin transfers and make room for a token each: (whose transfer begins, who starts)."""
+        """Fill the batch, begin transfers and make room for a token each; returns the requests that transfer, and that
+        start.
+        """
         started = self.start_ready(now)
         admitted = self.admit(now)
         started += self.start_ready(now)  # where a transfer takes no time
@@ -235,7 +237,7 @@ class DecodeRank(Generic[R]):
                 self._give_way(next(reversed(self.running.values())))
 
     def pop(self, request_id: str) -> R:
-        """Pop a request as the recompute scheduler does; it is told in the next `end_step`."""
+        """Pop a request, as the recompute scheduler does; the next `end_step` reports it."""
         popped = self.remove(request_id)
         self.popped.append(popped)
         return popped
@@ -329,7 +331,7 @@ class DecodeGroup(Generic[R]):
 
     @property
     def running(self) -> bool:
-        """Whether a step makes progress: a batch that is not empty, or a popped request to be told."""
+        """Whether a step makes progress: the batch is not empty, or a popped request is to be reported."""
         return any((rank.running or rank.popped) and not rank.stalled for rank in self.ranks)
 
     def next_ready_s(self) -> float:

@@ -1,4 +1,4 @@
-"""A balancer inside a decode group: vllm-ascend's DyntraLB, as far as its choices go.
+"""A model of the choices of vllm-ascend's balancer inside a decode group, DyntraLB.
 
 Where one process per rank serves a data-parallel group on one node, the ranks can tell each other after every step how
 many KV blocks each request holds, and all compute the same plan for the step after the next exchange: which of its own

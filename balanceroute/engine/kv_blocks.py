@@ -1,4 +1,4 @@
-"""KV memory in blocks of a fixed number of tokens: who holds which, and what is free.
+"""KV memory in blocks of a fixed number of tokens, held by requests or free.
 
 Blocks have ids because a prefiller names them to the decoder that pulls them. Invariant: every id is either
 free or held by exactly one owner; `free + used == num_blocks`.
@@ -27,12 +27,12 @@ class KvBlocks:
 
     @property
     def free(self) -> int:
-        """Blocks that nobody holds."""
+        """Free blocks."""
         return len(self._free)
 
     @property
     def used(self) -> int:
-        """Blocks that somebody holds."""
+        """Blocks held by requests."""
         return self.num_blocks - len(self._free)
 
     @property

@@ -1,4 +1,4 @@
-"""What one decode step costs when every worker of the group waits at one barrier.
+"""The duration of a decode step when all workers of a group wait at one barrier.
 
 Attention reads the whole resident KV of a worker, so a worker's step takes `per_token_s * load +
 overhead_s`; the barrier makes the group wait for the slowest. A worker without requests still runs a dummy

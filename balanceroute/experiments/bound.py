@@ -1,4 +1,4 @@
-"""How far each policy is from the limit: perfect balance, and the best schedule that anyone found in hindsight.
+"""The distance of each policy from perfect balance, and from the best schedule known in hindsight.
 
 *Perfect balance*: all loads equal and all slots full on every step; `balance` 1. No schedule reaches it: loads are sums
 of whole requests, and change only where one ends.

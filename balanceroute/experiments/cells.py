@@ -1,4 +1,4 @@
-"""The cells of the grid: one workload on one cluster with one thing out of the ordinary.
+"""The cells of the grid: a workload on a cluster with at most one deviation from the reference.
 
 A cell is small and hashable; the requests and the setting are made from it where it is run. One factor at a time is
 changed around three base cells, and further cells draw every factor at random, so that what only happens where two

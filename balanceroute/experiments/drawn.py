@@ -1,4 +1,4 @@
-"""Workloads that nobody tuned for: every policy on a hundred of them, each with another load, width and disturbance.
+"""Runs every policy on a hundred workloads drawn at random, each with another load, width and disturbance.
 
 Twenty more have rare huge prompts. They were added when a test showed that the default of the time lost there.
 

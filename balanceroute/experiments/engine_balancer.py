@@ -1,4 +1,4 @@
-"""Beside the engine's own balancer: what pauses inside a decode group win, without this router and with it.
+"""The engine's own balancer: the gain of pauses inside a decode group, with this router and without.
 
 `engine.dp_balancer` models vllm-ascend's DyntraLB: the ranks of one node agree after every step which of their own
 requests run in the next one. Its plans are free here, and always on; requests that it pauses keep their KV, for which

@@ -1,4 +1,4 @@
-"""What the paper leaves out: who waits for the balance, and how the routers do below saturation."""
+"""Waits by prompt size, and policies below saturation; neither is in the paper."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Which policy never loses: every policy in every cell, and how far each is from the best of the cell.
+"""Runs every policy in every cell, and computes its distance from the cell's best one.
 
 Regret is what a policy gives away against the best one of the same cell, averaged over its seeds: tokens per second in
 per cent of the best; TPOT p95 likewise; and TPOT p95 and the p99 wait against the best among the policies within 1 % of
@@ -52,7 +52,7 @@ POLICIES = (
     methods.LEVEL_FIT_SLOTS,
 )
 BUSY = 0.7  # of the slots in use
-NEAR = 0.01  # of the best tokens/s: who is that close is compared by waits
+NEAR = 0.01  # share of the best tokens/s within which policies are compared by waits
 STORE = "grid.jsonl"
 MAX_LINE_BYTES = 2**16
 DECIDES = ("core", "engine", "prediction", "simulator", "traces", "experiments/cells.py", "report.py")
@@ -96,7 +96,7 @@ def files(scope: Scope) -> list[str]:
 
 
 def code_digest() -> str:
-    """What tells apart versions of the code that a result depends on."""
+    """A digest of the code that a result depends on."""
     digest = sha256()
     package = Path(balanceroute.__file__).parent
     for part in DECIDES:
@@ -142,7 +142,7 @@ class Store:
         line = json.dumps({"code": self.code, "key": job.key, "figures": figures_}).encode() + b"\n"
         try:
             with self.path.open("a+b") as file:
-                fcntl.flock(file, fcntl.LOCK_EX)  # who writes has it, so half a line is of a process that was killed
+                fcntl.flock(file, fcntl.LOCK_EX)  # the writer holds it, so an incomplete line is from a killed process
                 _cut_half_line(file)
                 file.write(line)
         except OSError as error:
@@ -217,7 +217,7 @@ def cell_results(scope: Scope, results: Results, cell: Cell) -> list[CellResult]
 
 
 def _lost_wait(wait_s: float, least_s: float) -> float:
-    """How much longer than the least, as a share of it; a second more is nobody's regret."""
+    """How much longer than the shortest, as a share of it; 0 if within a second."""
     return wait_s / max(least_s, 1.0) - 1 if wait_s - least_s > 1.0 else 0.0
 
 

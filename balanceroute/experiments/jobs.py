@@ -1,4 +1,4 @@
-"""One simulation as a value, and how many of them run on all cores.
+"""A simulation as a value, and running many of them on all cores.
 
 A `Job` is hashable: experiments that need the same run share it. Traces are made inside the process that uses them and
 kept there, so nothing large is ever pickled, and results come back as the few numbers that tables and figures need.
@@ -186,7 +186,7 @@ def replayed(workload: Workload, n_workers: int) -> tuple[Trace, Trace]:
 
 
 class StageClock:
-    """Measures the stages of decisions: told when one begins, then the name of each stage as it ends."""
+    """Measures the stages of decisions: called when a decision begins, then with the name of each stage at its end."""
 
     def __init__(self) -> None:
         self.last = perf_counter()

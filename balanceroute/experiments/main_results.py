@@ -1,4 +1,4 @@
-"""The paper's main table: every router on both workloads at heavy load, and the same under one cap on waiting."""
+"""The paper's main table: every router on both workloads at heavy load, also with limited waits."""
 
 from collections.abc import Sequence
 from functools import partial

@@ -1,4 +1,4 @@
-"""The rows of the tables: which policy, with which knobs and which predictor, and the paper's name for it."""
+"""The rows of the tables: a policy with its knobs and predictor, and the paper's name for it."""
 
 import math
 from dataclasses import dataclass, replace
@@ -102,7 +102,7 @@ MAIN = (
 
 
 def own(name: str) -> Method:
-    """A policy of one's own, without options; what looks ahead is told by the survival predictor."""
+    """A user's own policy, without options; one that looks ahead gets the survival predictor."""
     learn_policy(name)
     settings = PolicySettings(policy=name)
     predictor = "survival" if make_policy(settings).horizon_steps else "none"

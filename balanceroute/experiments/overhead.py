@@ -1,4 +1,4 @@
-"""What a decision costs, by stage; the only figures here that depend on the machine."""
+"""The time of a decision, by stage; the only figures here that depend on the machine."""
 
 import platform
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What a prefill tier gains by knowing its caches: our prefill policies beside what other routers do.
+"""The gain of prefix-cache awareness in the prefill tier: the prefill policies beside other routers'.
 
 Eight prefillers of 6,000 tokens/s, each with a prefix cache of 2M or 512k tokens, and nothing else: a request leaves
 when its prefill has ended. The rivals are our own versions, by what their documentation says of them:

@@ -1,4 +1,4 @@
-"""How much to run: the paper's experiments in full, or a quick look at each."""
+"""The size of the experiments: the paper's in full, or a quick version of each."""
 
 import os
 from dataclasses import dataclass, field
@@ -25,7 +25,7 @@ class Scope:
     rows: int = 8000
     widths: tuple[int, ...] = (4, 8, 16, 32, 64, 144)
     sensitivity_widths: tuple[int, ...] = (8, 16)
-    policies: tuple[str, ...] = ()  # rows of the main table beside ours: policies of one's own, by name
+    policies: tuple[str, ...] = ()  # further rows of the main table: users' own policies, by name
     loads: tuple[float, ...] = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2)
     sweep_rows: int = 6000
 

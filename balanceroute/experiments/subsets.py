@@ -1,4 +1,4 @@
-"""What the subset search of stage 2 is worth, and what it costs: over R_max, the candidates that it looks at.
+"""Gain and cost of the subset search of stage 2, by its number of candidates R_max.
 
 With `s_greedy` 0 stage 1 fills every slot and nothing is ever searched, so most rows of the main table say nothing of
 it. Here stage 2 gets the last four slots of every decision, as in the product's defaults.

@@ -1,4 +1,4 @@
-"""Times of step logs, put right where a clock was wrong: set back, or apart from that of another machine.
+"""Corrects times of step logs whose clock was set back, or differs from another machine's.
 
 A step's own cost tells how far it is from the step before, whatever the clock said. And the ranks of a barrier take
 equally long for each step: where their costs change alike from step to step, and the ends of those steps are one

@@ -1,4 +1,4 @@
-"""What step logs say: how far apart the ranks' loads were, and what a step costs per token and per request.
+"""Reads step logs: the spread of the ranks' loads, and a step's cost per token and per request.
 
 Each file is one rank. Which ranks wait for each other is found in the files: the steps of one barrier end together, so
 the ends of one rank's steps fall on one phase of the other's; the steps of separate servers drift through all phases.
@@ -130,7 +130,7 @@ def read(path: Path) -> Floats:
 
 def _rows(path: Path) -> Floats:
     rows: list[list[float]] = []
-    # each line by itself: a quote that is never closed would swallow the rest of the file
+    # line by line: an unclosed quote would swallow the rest of the file
     with path.open(encoding="utf-8-sig", errors="replace") as file:
         lines = iter(partial(file.readline, LONGEST_LINE), "")
         if tuple(next(lines, "").rstrip("\n").split(",")) != COLUMNS:

@@ -1,4 +1,4 @@
-"""What a step costs by its KV tokens and its requests, fitted to the steps of a log.
+"""Fits a step's duration to its KV tokens and requests, from the steps of a log.
 
 Least squares of step_ms = a * (L + c * n) + b, L and n being the KV tokens and the requests of a step. Steps far off
 the line (pauses of the engine) are dropped once. A c that is no larger than its error is 0. `Fit.doubt` says when the
@@ -101,7 +101,7 @@ def ratio(coefficient: float, error: float) -> float:
 
 
 def _least_squares(step_ms: Floats, *columns: Floats) -> tuple[list[float], list[float], Floats, float]:
-    """Coefficients (the last is that of 1), their standard errors, what is left over, and R^2."""
+    """Coefficients (the last is the constant's), their standard errors, the residual, and R^2."""
     scales = [float(np.abs(column).max()) or 1.0 for column in columns] + [1.0]
     matrix = np.stack([*(c / s for c, s in zip(columns, scales, strict=False)), np.ones(len(step_ms))], axis=1)
     solution = np.linalg.lstsq(matrix, step_ms, rcond=None)[0]

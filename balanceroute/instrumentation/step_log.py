@@ -1,4 +1,4 @@
-"""One line per engine step: when it ended, what it cost, what was in it.
+"""Writes one line per engine step: its end, duration and batch.
 
 A step is seen from two sides. `scheduled` is called when the engine's scheduler has put a batch together: that is when
 its load is known, after new requests have joined and before any of it finishes. `completed` is called when a batch's
@@ -25,7 +25,7 @@ _LONGEST_LINE = 1024  # bytes; the longest of ours has a tenth
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What the scheduler had put together: requests, their KV tokens, who waits, KV usage (ratio)."""
+    """A step's batch: requests, their KV tokens, waiting requests, KV usage (ratio)."""
 
     running_reqs: int
     total_tokens: int
@@ -74,7 +74,7 @@ class StepLog:
             self._step(began, batch)
 
     def dummy(self, began: float) -> None:
-        """The rank has computed for the others' sake alone (expert parallelism), without a request of its own."""
+        """Note a step without own requests, computed only for the other ranks (expert parallelism)."""
         self._step(began, Batch(0, 0, 0, 0.0))
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""How calls are written: what the writer writes, and the reader compares byte for byte."""
+"""The lines of a journal, which the writer writes and the reader compares byte for byte."""
 
 from typing import Any
 
@@ -16,5 +16,5 @@ def call_line(now: float, call: str, args: dict[str, Any], outcome: dict[str, An
 
 
 def told(error: Exception) -> str:
-    """What a call raised: a contradiction that the scheduler found, or whatever a policy of one's own raises."""
+    """The error of a call: an InvariantError, or any error of a user's own policy."""
     return str(error) if isinstance(error, InvariantError) else described(error)

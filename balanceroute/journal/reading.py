@@ -1,4 +1,4 @@
-"""`rerun`: makes the calls of a journal again, and finds the first that answers otherwise."""
+"""`rerun`: repeats the calls of a journal, and finds the first whose answer differs."""
 
 import math
 from dataclasses import dataclass, fields

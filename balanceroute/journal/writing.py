@@ -1,4 +1,4 @@
-"""`RecordingScheduler`: writes down what a scheduler is asked and what it answers."""
+"""`RecordingScheduler`: a scheduler that writes its calls and answers to a journal."""
 
 import errno
 import fcntl

@@ -1,4 +1,4 @@
-"""Predictors of what is left of a request, their refresh rules, their history and their evaluation."""
+"""Predictors of a request's remaining tokens, their refresh rules, history and evaluation."""
 
 from .build import KINDS, build_predictor
 from .contract import AnchorPredictor, FinishedRequest, Predictor, TwoStage

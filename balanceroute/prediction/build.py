@@ -1,4 +1,4 @@
-"""From the names of a configuration to a predictor that is ready to answer."""
+"""Makes the predictor that a configuration names."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""How good a predictor is, measured the way the router uses it.
+"""Measures a predictor's accuracy, in the way the router uses it.
 
 Each test request is walked at the ages 0, dT, 2 dT, ... below its length (dT = H/2, the refresh period): one
 sample per refresh that the router would have made. Stage 1 is judged on every sample (AUC, Brier score,
@@ -211,7 +211,7 @@ def _predict(predictor: Predictor, rows: Sequence[FinishedRequest], samples: Sam
 
 
 class _OnlineLearner:
-    """Shows a predictor what a router would have seen by a moment: who finished, and who runs and for how long."""
+    """Shows a predictor what a router would have seen by a time: finished requests, running ones and their ages."""
 
     def __init__(self, predictor: Predictor, rows: Sequence[FinishedRequest]) -> None:
         self._predictor = predictor
@@ -230,7 +230,7 @@ class _OnlineLearner:
                 refit_on_growth(self._predictor, self._running)
 
     def _running(self) -> list[tuple[int, int]]:
-        # called in the middle of a batch of finishes: who finishes later in it still runs
+        # within a batch of finishes: requests that finish later in it still run
         started = np.flatnonzero(self._started_s[self._next :] <= self._now_s) + self._next
         return [
             (min(int((self._now_s - self._started_s[at]) / STEP_S), row.output_tokens - 1), row.prompt_tokens)

@@ -1,4 +1,4 @@
-"""ExactMatch: what this very prompt led to before.
+"""ExactMatch: predicts by the past output lengths of the same prompt.
 
 Where prompts recur (templates, agents, retries) the lengths seen under the same key say far more than the
 marginal distribution (arXiv:2605.06113, appendix C, "Per-prompt-class memorization"). Per key the newest
@@ -82,7 +82,7 @@ class ExactMatchPredictor:
         return len(self._row_of)
 
     def start(self, rows: Iterable[FinishedRequest]) -> None:
-        """Take in a whole history, oldest first, and fit at once."""
+        """Load a whole history, oldest first, and fit at once."""
         for finished in rows:
             self._take_in(finished)
         for row in self._row_of.values():

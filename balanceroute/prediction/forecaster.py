@@ -1,4 +1,4 @@
-"""The driver's side of prediction: from a predictor's two stages to the c_hat that the scheduler takes.
+"""Makes the scheduler's c_hat of a predictor's two stages.
 
 The proxy and the simulator ask here, on their own loop, and pass the values on (`Scheduler.refresh`); the
 scheduler never sees a predictor. All refreshes that are due together are one batched call. A predictor that

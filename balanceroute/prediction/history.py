@@ -37,7 +37,7 @@ from .contract import FinishedRequest
 log = logging.getLogger(__name__)
 
 SCHEMA_VERSION = 1
-APPLICATION_ID = 0x42524854  # "BRHT": tells our files from other databases
+APPLICATION_ID = 0x42524854  # "BRHT": distinguishes these files from other databases
 MAX_PENDING = 50_000  # rows on the queue, about 10 MB: minutes of a stuck disk at 200 requests per second
 BATCH_ROWS = 1_000
 BATCH_S = 0.5  # at most this much is lost by kill -9
@@ -89,11 +89,11 @@ class HistoryStats:
 
 
 class _Unusable(Exception):
-    """The file is not ours to write; the text says why."""
+    """The file must not be written; the text says why."""
 
 
 class History:
-    """A bounded store of finished requests with a writer thread of its own; `path` None keeps nothing.
+    """A bounded store of finished requests with its own writer thread; `path` None: nothing is kept.
 
     Args: max_rows and max_age_s bound the file; the age counts back from `clock` (Unix seconds) and so do
     the rows' `finished_s`.
@@ -265,7 +265,7 @@ class History:
     ) -> sqlite3.Connection | None:
         """Write one batch; on an error count the rows as dropped, say so once, and try again with the next batch."""
         try:
-            if _file_at(path) != self._file:  # SQLite would go on with one that nobody finds any more
+            if _file_at(path) != self._file:  # SQLite would continue to write to a removed file
                 if connection is not None:
                     connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")  # what was moved is whole without its journal
                     connection.close()
@@ -351,7 +351,7 @@ def _is_damage(error: sqlite3.DatabaseError | UnicodeDecodeError) -> bool:
 
 
 def _check_ours(connection: sqlite3.Connection) -> None:
-    """Refuse, before anything is written, what a newer version or somebody else wrote."""
+    """Refuse, before anything is written, a file of a newer version or of another program."""
     application = connection.execute("PRAGMA application_id").fetchone()[0]
     version = connection.execute("PRAGMA user_version").fetchone()[0]
     tables = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]

@@ -1,4 +1,4 @@
-"""Prompt keys: a salted hash that tells equal prompts without keeping a word of them.
+"""Prompt keys: a salted hash, equal for equal prompts, which reveals nothing of them.
 
 A key is 64 bits of BLAKE2b keyed with the salt of the history file: equal prompts get equal keys within one
 deployment, and nobody can test guesses of a prompt without the salt. With 20,000 live keys the chance that

@@ -1,4 +1,4 @@
-"""A predictor of one's own behind the two-stage contract: nobody counts with an answer that breaks it."""
+"""Checks the answers of a user's own predictor against the two-stage contract."""
 
 from collections.abc import Sequence
 

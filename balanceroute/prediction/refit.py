@@ -1,4 +1,4 @@
-"""Re-fits: the predictor keeps answering from its present fit while the next one is computed elsewhere.
+"""Re-fits: a predictor answers from its present fit while the next one is computed in another thread or process.
 
 A re-fit has three parts. On the loop: list the requests that run (10 ms for 9,000 of them, which is why it is
 awaited: the lister pauses) and freeze a view of the recent rows (0.1 ms). In a worker thread: fit, from that

@@ -1,4 +1,4 @@
-"""Empirical survival: both stages read off the distribution of past output lengths.
+"""Empirical survival: both stages from the distribution of past output lengths.
 
 With S(t) = P(output > t) and all lengths o_j of the history (arXiv:2605.06113, appendix C,
 "Empirical-survival"):
@@ -122,7 +122,7 @@ class SurvivalPredictor:
         self.curve = SurvivalCurve(Observations.of([]))
 
     def start(self, rows: Iterable[FinishedRequest]) -> None:
-        """Take in a whole history, oldest first, and fit at once."""
+        """Load a whole history, oldest first, and fit at once."""
         for row in rows:
             self.ring.add(row)
         self.adopt(SurvivalCurve(self.ring.take()))

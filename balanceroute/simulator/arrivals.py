@@ -1,4 +1,4 @@
-"""The way of requests into the router: they arrive, are prefilled, and then wait for a decode slot."""
+"""Requests on their way into the router: they arrive, are prefilled, and wait for a decode slot."""
 
 from collections.abc import Callable
 from heapq import heappop, heappush

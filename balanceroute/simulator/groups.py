@@ -1,4 +1,4 @@
-"""The workers of the simulated cluster by barrier: each group has its own clock, and its own news for the router."""
+"""The workers of the simulated cluster by barrier: each group has its own clock and its own reports to the router."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

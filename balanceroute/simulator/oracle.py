@@ -1,4 +1,4 @@
-"""The only module of the simulator that reads how long answers really become.
+"""The only module of the simulator that reads true output lengths.
 
 Two things need it: the engine, which must know when a request is done (`TrueLengths`), and the oracle of the paper's
 reference rows (`OracleForecast`), which tells the router exactly what remains. Everything that a policy sees otherwise

@@ -1,4 +1,4 @@
-"""The simulated decode workers: what really runs, whatever the router believes.
+"""The simulated decode workers: the requests that really run, independent of the router's state.
 
 A request bound to a worker waits in its queue (FIFO) until its transfer begins, is on the way for `transfer_steps`, and
 runs once a slot is free: its KV grows by one token per step until it is done. All sums are kept by addition; a step

@@ -19,7 +19,7 @@ from balanceroute.simulator.simulation import Progress, Simulation
 from balanceroute.traces import Trace
 
 PREDICTORS = ("none", "oracle", *KINDS[1:])
-OPTIONS = ("policy", "seed")  # what the command line sets by an option of its own, for other things too
+OPTIONS = ("policy", "seed")  # parameters that the command line sets by separate options
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class Replay:
         return simulation.run(on_progress)
 
     def _of_ones_own(self) -> str:
-        """The policy or predictor that is none of ours, whose code may raise anything; nothing where both are ours."""
+        """The name of a user's own policy or predictor, whose code may raise any error; "": both are built in."""
         policy, predictor = self.policy.policy, self.predictor
         found = []
         if self.own_policy is not None:
@@ -108,7 +108,7 @@ class Replay:
 
     @staticmethod
     def _answering(predictor: Predictor, horizon: int) -> Predictor:
-        """The predictor; one that is none of ours with each of its answers checked, as where it goes by name."""
+        """The predictor; each answer of a user's own one is checked."""
         if isinstance(predictor, BuiltPredictor):
             return predictor
         name = type(predictor).__name__
@@ -138,7 +138,7 @@ class Replay:
 
 
 def usual_predictor(policy: str) -> str:
-    """What a policy is simulated with where nobody says: survival for br_h, which is of no use without one."""
+    """The default predictor of a policy: survival for br_h, which needs one."""
     return "survival" if policy == "br_h" else "none"
 
 

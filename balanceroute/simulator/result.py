@@ -1,4 +1,4 @@
-"""What a simulation yields: the record of its steps and requests, and the figures over its steady window.
+"""The result of a simulation: the record of steps and requests, and figures over its steady window.
 
 The window begins with the first step at which 30 % of the requests have been admitted and ends before the step at which
 the last but one is: before, the cluster fills; after, it drains. Means of loads and step time and the throughput are

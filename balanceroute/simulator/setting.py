@@ -1,4 +1,4 @@
-"""What is simulated: the cluster, what a step costs, and the options that the reference setting leaves out."""
+"""The setting of a simulation: the cluster, the step's cost, and options beyond the reference setting."""
 
 from dataclasses import dataclass, fields, replace
 

@@ -40,7 +40,7 @@ SHORTEST_WAIT_S = 1e-6  # time goes on by this much where a policy asks to be as
 
 
 class Stopped(Exception):
-    """Whoever watches a replay has enough of it: the outcome is that of the steps until now."""
+    """Ends a simulation early; the result covers the steps until now."""
 
 
 def check_lengths(lengths: TrueLengths, trace: Trace, setting: Setting) -> None:
@@ -121,7 +121,7 @@ class Simulation:
         config = SchedulerConfig(
             max_pooled=setting.pool,
             refresh_every_tokens=self.forecast.refresh_every_tokens,
-            lock_step=setting.lock_step,  # else tokens are told request by request
+            lock_step=setting.lock_step,  # otherwise tokens are reported request by request
             prefill_policy=setting.prefill_policy,
             overlap_requests=setting.overlap_requests,
             shared_barrier=setting.barrier_groups < setting.n_workers or setting.n_workers == 1,

@@ -1,4 +1,4 @@
-"""What the router hears of the engine, and when: of every step some steps late.
+"""Reports of the simulated engine to the router: each step's, some steps late.
 
 An event is a call into the scheduler that is still to be made; it gets the time at which the router hears of it.
 """

@@ -1,4 +1,4 @@
-"""What policies and predictors of one's own must keep, as tests that their authors run.
+"""Tests for authors of policies and predictors: the rules that these must keep.
 
     from balanceroute.testing import check_policy, check_predictor
 

@@ -1,4 +1,4 @@
-"""The rules of an admission policy, for one of one's own.
+"""The rules for users' own admission policies.
 
 The policy is driven through the real scheduler over random situations of small clusters: workers that drain, die and
 return, prompts of 1 to 200,000 tokens, clocks that jump. A broken rule is told with its number, the round and what was

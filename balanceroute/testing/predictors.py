@@ -1,4 +1,4 @@
-"""The rules of a predictor (`balanceroute.Predictor`), for one of one's own.
+"""The rules for users' own predictors (`balanceroute.Predictor`).
 
 The predictor learns random histories, is asked after every few requests, and is compared with another of the same
 making that learned the same.
@@ -45,7 +45,7 @@ def check_predictor(
 
 
 class _Round:
-    """One random history, told to two predictors."""
+    """A random history, learned by two predictors."""
 
     def __init__(self, make: Callable[[int], Predictor], horizon_steps: int, random: Random) -> None:
         self.predictors = [OwnPredictor("of the round", make(horizon_steps), horizon_steps) for _ in range(2)]
@@ -60,7 +60,7 @@ class _Round:
             self.ask()
 
     def learn(self) -> None:
-        """Both are told of a request that left: rule 6."""
+        """Have both learn from a finished request: rule 6."""
         row = FinishedRequest(
             self.random.choice(KEYS), self.length(), self.length(), self.random.choice(REASONS), self.random.random()
         )

@@ -1,4 +1,4 @@
-"""How much a cluster of barrier-synchronised decode workers can carry at best.
+"""The capacity of a cluster of barrier-synchronised decode workers.
 
 With every slot of G workers busy and all loads equal, each step yields G * B tokens and costs a * L + b
 seconds, where L is B times the mean KV tokens that an active request holds. A request of s prompt and o

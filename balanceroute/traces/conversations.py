@@ -1,4 +1,4 @@
-"""Seeded synthetic conversations: many turns over shared system prompts, with the blocks that say who begins alike.
+"""Seeded synthetic conversations: many turns over shared system prompts, with prefix blocks.
 
 Every turn's prompt is the whole conversation so far, so most of it was there a turn ago; the first blocks are the
 system prompt of one of a few applications. Nobody's requests: only their shape is that of public multi-turn traces.

@@ -1,4 +1,4 @@
-"""Public traces in their original files and servers' logs, read into the one table.
+"""Reads public traces in their original formats, and servers' logs, into a trace's table.
 
     azure      Azure LLM inference traces of 2023 and 2024: TIMESTAMP,ContextTokens,GeneratedTokens
     mooncake   Mooncake JSONL: timestamp (ms), input_length, output_length, hash_ids (one per 512-token block)
@@ -76,7 +76,7 @@ class Conversion:
 
     @property
     def notes(self) -> list[str]:
-        """What whoever goes by the trace should know, as sentences."""
+        """Notes for users of the trace: what was left out or estimated."""
         notes = []
         if self.without_output:
             notes.append(f"left out {self.without_output:,} requests that generated nothing")
@@ -194,7 +194,7 @@ def guess_format(path: Source) -> TraceFormat | None:
 
 
 def unknown(path: Source) -> InputError:
-    """What is said of a file in none of the forms: what it could have begun with."""
+    """The error for an unknown format, with the accepted beginnings."""
     return InputError(
         f"{path}: no known trace: expected a CSV with {','.join(REQUIRED)}, or with {','.join(AZURE)} (azure), or with "
         f"{','.join(BURSTGPT)} (burstgpt), or JSON lines with {', '.join(MOONCAKE)} (mooncake), or a JSON log of this "

@@ -1,4 +1,4 @@
-"""Workloads with everything about them drawn: what nobody has tuned a policy for.
+"""Workloads drawn at random, for which no policy was tuned.
 
 Public traces are few, and whoever tunes a policy has seen them. Here the sizes of prompts and answers, how they are
 distributed, whether long answers follow long prompts and whether arrivals come in waves are drawn from the workload's

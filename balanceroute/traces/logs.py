@@ -1,4 +1,4 @@
-"""Requests out of servers' own logs: this router's, and vLLM's request log.
+"""Reads requests from servers' logs: this router's, and vLLM's request log.
 
     router   this router's JSON lines, one "request" event per request at its end: when it ended and how long it took,
              its prompt tokens and the tokens that were generated
@@ -162,7 +162,7 @@ class Logged:
     answered: bool = False
 
     def see_prompt(self, text: str) -> None:
-        """Take in a line about the prompt."""
+        """Add a line about the prompt."""
         quoted, facts = parted(PROMPT_TEXT, text)
         ids, limit = PROMPT_IDS.search(facts), MAX_TOKENS.search(facts)
         if ids:
@@ -173,7 +173,7 @@ class Logged:
             self.limit = int(limit[1])
 
     def see_answer(self, text: str, part: str | None) -> None:
-        """Take in a line about the answer: a part of a stream, all of it, or one of several choices."""
+        """Add a line about the answer: a part of a stream, all of it, or one of several choices."""
         self.answered = True
         quoted, facts = parted(OUTPUT_TEXT, text)
         ids, streamed = OUTPUT_IDS.search(facts), STREAMED.fullmatch(quoted or "")

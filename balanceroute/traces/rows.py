@@ -1,4 +1,4 @@
-"""What the readers of foreign files share: a row, and fields of JSON objects."""
+"""A row, and fields of JSON objects, shared by the readers of foreign files."""
 
 import json
 from datetime import UTC, datetime

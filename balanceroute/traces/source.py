@@ -1,4 +1,4 @@
-"""The file of a trace: text, possibly compressed, that may be read more than once even where it is a pipe.
+"""Opens a trace's file: text, possibly compressed, readable more than once even from a pipe.
 
 What is no regular file (a pipe, standard input) gives each byte once. Its bytes are kept at the first reading, up to
 `MOST_PIPED_BYTES`, so that whoever looks at the first line takes nothing from whoever reads all of them.

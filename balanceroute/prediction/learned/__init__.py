@@ -1,4 +1,4 @@
-"""The learned predictor: what a request looks like in numbers, the trees that are grown on that, and who asks them."""
+"""The learned predictor: features of requests, boosted trees, and the predictor that uses them."""
 
 from .features import NAMES, KeyMemory, RecentPast, TrainingSet, assemble, training_set
 from .predictor import NEEDS_SCIKIT_LEARN, LearnedFit, LearnedFitter, LearnedPredictor, can_grow

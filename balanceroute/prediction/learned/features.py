@@ -1,4 +1,4 @@
-"""What the learned predictor looks at: causal features of a request and of the recent past.
+"""The features of the learned predictor: causal figures of a request and of the recent past.
 
     of the request      prompt tokens s, age a
     of the recent past  two EWMAs of output lengths; mean, deviation, median and 90th percentile of the last outputs and
@@ -56,7 +56,7 @@ class RecentPast:
         self.published: FloatArray = np.zeros(N_PAST)
 
     def observe(self, output_tokens: int, prompt_tokens: int) -> None:
-        """Take in one finish."""
+        """Add a finished request."""
         if not self._count:
             self._fast = self._slow = float(output_tokens)
         self._fast += _FAST * (output_tokens - self._fast)
@@ -88,7 +88,7 @@ class KeyMemory:
         return len(self._state)
 
     def observe(self, key: int, output_tokens: int) -> None:
-        """Take in one finish under `key` (a `key_id`); 0 is nobody's key."""
+        """Add a finished request under `key` (a `key_id`); 0: no key."""
         if not key:
             return
         seen, _, mean = self._state.pop(key, (0.0, 0.0, float(output_tokens)))

@@ -153,7 +153,7 @@ class LearnedPredictor:
         self.fitted = LearnedFit.without_trees(SurvivalCurve(Observations.of([])))
 
     def start(self, rows: Iterable[FinishedRequest]) -> None:
-        """Take in a whole history, oldest first; the marginal curve answers until trees are grown and adopted."""
+        """Load a whole history, oldest first; the marginal curve answers until trees are fitted and adopted."""
         finished = list(rows)
         for row in finished:
             self._remember(row)
