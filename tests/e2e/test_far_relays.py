@@ -231,7 +231,9 @@ def test_a_machine_that_drains_finishes_its_streams(cluster: Cluster, tmp_path: 
     asyncio.run(run())
 
 
-def test_who_has_no_certificate_of_the_link_gets_nothing_and_harms_nobody(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_peer_without_a_certificate_of_the_link_gets_nothing_and_does_no_harm(
+    cluster: Cluster, tmp_path: Path
+) -> None:
     async def answer_to(port: int, context: ssl.SSLContext | None, said: bytes) -> bytes:
         """All that the brain sends to who says this, until it closes."""
         writer = None

@@ -389,7 +389,7 @@ def test_a_keys_limits_are_the_router_s_and_outlive_its_relays(cluster: Cluster,
     with_router(test, cluster, tmp_path, "--set", f"auth.client_keys={keys}", relays=4)
 
 
-def test_what_fits_the_router_fits_its_relays(cluster: Cluster, tmp_path: Path) -> None:
+def test_connections_and_bodies_within_the_routers_bounds_fit_its_relays(cluster: Cluster, tmp_path: Path) -> None:
     async def test(router: Router) -> None:
         address = router.client.base_url
         idle = [await asyncio.open_connection(address.host, address.port) for _ in range(34)]

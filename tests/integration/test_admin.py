@@ -276,7 +276,7 @@ async def test_a_reload_changes_bounds_and_workers_and_refuses_what_needs_a_rest
             apply(services, services.config.model_copy(update={"listen": listen}))
 
 
-async def test_what_any_worker_can_answer_is_passed_on() -> None:
+async def test_a_request_that_any_worker_can_answer_is_passed_on() -> None:
     async with running(SHAPE) as router:
         assert (await router.client.get("/v1/models")).json()["data"][0]["id"] == "emulated"
         assert (await router.client.get("/version")).status_code == 200

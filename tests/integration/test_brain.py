@@ -279,7 +279,7 @@ async def scraped(relay: Relay) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("killed", [True, False], ids=["killed", "deposed"])
-async def test_what_a_brain_has_counted_and_shown_the_next_one_counts_on(killed: bool) -> None:
+async def test_the_next_brain_continues_the_counts_that_the_former_one_has_shown(killed: bool) -> None:
     async with relayed(FAST, count=1) as router:
         relay = router.relays[0]
         await asyncio.gather(*(answered(relay, number) for number in range(20)))
@@ -400,7 +400,7 @@ async def test_a_brain_that_leads_no_more_has_no_members_before_its_server_ends(
         assert not router.brain.hub.members
 
 
-async def test_what_one_relay_finds_out_about_a_worker_all_know() -> None:
+async def test_a_workers_state_that_one_relay_reports_reaches_all() -> None:
     async with relayed(FAST, health={"interval_s": 3600.0, "open_for_s": 3600.0}) as router:
         await router.cluster.inject("d0", "status", status=500, count=None)
         worker = router.cluster.decode_urls[0].removeprefix("http://")

@@ -167,7 +167,7 @@ def said(caplog: pytest.LogCaptureFixture, event: str) -> int:
     return sum(record.getMessage() == event for record in caplog.records)
 
 
-async def test_who_does_not_know_the_token_is_refused_at_every_relay_before_his_body_is_read() -> None:
+async def test_a_callback_without_the_token_is_refused_at_every_relay_before_its_body_is_read() -> None:
     async with relayed(ONE) as router, intercepted(router) as (_, asked):
         token = token_of(asked)
         secret = token.removeprefix("relay-0.")

@@ -170,7 +170,7 @@ async def test_resetting_the_prefix_cache_asks_every_worker_and_names_those_that
 
 
 @pytest.mark.parametrize("path", ["/v1/responses", "/v1/responses/resp_1/cancel"])
-async def test_what_cannot_be_served_right_says_so(path: str) -> None:
+async def test_a_route_that_cannot_be_served_correctly_says_so(path: str) -> None:
     async with running() as router:
         reply = await router.client.post(path, json={"input": "a"})
         error = reply.json()["error"]

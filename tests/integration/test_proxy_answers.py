@@ -95,7 +95,7 @@ async def test_chat_says_the_same_streamed_or_not() -> None:
 
 
 @pytest.mark.parametrize("field", ["echo", "a_field_of_tomorrow"])
-async def test_what_cannot_be_assembled_goes_through_unstreamed(field: str) -> None:
+async def test_a_request_whose_answer_cannot_be_assembled_goes_through_unstreamed(field: str) -> None:
     async with running() as router:
         reply = await router.client.post("/v1/completions", json=completion(**{field: False}))
         assert reply.json()["choices"][0]["text"] == decode(continuation(PROMPT, 12))

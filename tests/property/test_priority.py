@@ -88,7 +88,7 @@ def test_every_policy_serves_one_class_after_the_other_as_if_each_were_alone(
 
 @settings(max_examples=150, deadline=None)
 @given(knobs, clusters, pools, st.integers(-3, 3))
-def test_what_all_have_in_common_is_no_priority(
+def test_a_priority_that_all_requests_share_changes_no_decision(
     knobs: PolicySettings, loads: list[list[int]], waiting: Waiting, priority: int
 ) -> None:
     alike = [(size, priority, waited_s) for size, _, waited_s in waiting]

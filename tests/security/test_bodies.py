@@ -190,7 +190,7 @@ RAW = {
 
 @pytest.mark.parametrize("target", PARSED)
 @pytest.mark.parametrize("content", RAW.values(), ids=RAW)
-def test_what_is_no_json_object_is_a_400(edge: Edge, content: bytes, target: str) -> None:
+def test_a_body_that_is_no_json_object_is_a_400(edge: Edge, content: bytes, target: str) -> None:
     answer = edge.ask(request("POST", target, body=content))
     refused(answer, 400, 401, 403)
 

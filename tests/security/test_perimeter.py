@@ -548,7 +548,7 @@ async def test_what_is_refused_before_anybody_serves_it_has_an_id_and_a_line_too
     assert [record for record in caplog.records if str(getattr(record, "request", "")).startswith(name)]
 
 
-async def test_who_comes_when_all_places_are_busy_gets_an_id_too() -> None:
+async def test_a_client_refused_because_all_places_are_busy_gets_an_id_too() -> None:
     async with running(SMALL, limits={"max_connections": 1}) as router:
         async with router.client.stream(
             "POST", "/v1/completions", json=completion(max_tokens=500, stream=True)

@@ -75,7 +75,7 @@ def test_a_client_that_leaves_inside_its_request_is_no_refusal(edge: Edge) -> No
 
 
 @pytest.mark.parametrize("behind", ["refusal", "completion"])
-def test_what_nobody_wants_is_not_read_without_bound(edge: Edge, behind: str) -> None:
+def test_unwanted_input_is_not_read_without_bound(edge: Edge, behind: str) -> None:
     """A refused body, or what is pipelined behind a completion, is read and dropped: for so long, and so much of it."""
     with edge.connect() as connection:
         if behind == "refusal":

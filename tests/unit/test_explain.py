@@ -322,7 +322,7 @@ def test_a_bad_file_is_one_line_and_exit_code_2(
     ],
     ids=["no answer", "refused", "another route's"],
 )
-def test_what_came_in_place_of_a_state_is_said(
+def test_an_answer_in_place_of_a_state_is_quoted(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str, said: str
 ) -> None:
     """`curl -s ROUTER/state | balanceroute explain -` shows nothing else of why there is no decision."""

@@ -104,7 +104,7 @@ def test_a_decision_that_fails_admits_nobody_and_the_next_policy_decides_on_all(
     ]
 
 
-def test_who_comes_while_the_patience_fails_waits_all_the_same_and_can_leave() -> None:
+def test_a_request_that_arrives_while_patience_s_fails_still_waits_and_can_leave() -> None:
     scheduler = Scheduler(NoPatience())
     with pytest.raises(LookupError):
         five_wait(scheduler)
@@ -177,7 +177,7 @@ def test_a_simulation_names_the_policy_that_raised_and_keeps_what_it_was(policy:
     assert isinstance(raised.value.__cause__, ZeroDivisionError | LookupError)
 
 
-def test_who_waits_beside_a_free_slot_is_said_to_be_held_back_by_the_policy_itself() -> None:
+def test_a_request_that_waits_beside_a_free_slot_is_reported_as_held_back_by_the_policy() -> None:
     """Nothing is known of why one of one's own admits nobody."""
     named = f"{__name__}:AdmitsNobody"
     state = {"workers": [{"id": "d0", "slots": 2}], "waiting": [{"id": "r0", "prompt_tokens": 5}]}

@@ -219,7 +219,7 @@ def test_an_object_is_held_to_what_one_by_name_is(predictor: Any, problem: str) 
     ],
     ids=["fit", "built-in", "no-value", "unknown"],
 )
-def test_what_is_not_accepted_is_one_line(
+def test_a_value_that_is_not_accepted_is_one_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], problem: str
 ) -> None:
     code, _, err = run_command(capsys, monkeypatch, *arguments)

@@ -54,7 +54,7 @@ def test_a_router_that_has_decided_nothing_is_no_error(capsys: pytest.CaptureFix
     assert capsys.readouterr().out == "0 admissions so far, 0 shown\n"
 
 
-def test_nobody_there_is_one_line_and_exit_code_2(
+def test_a_router_that_is_not_there_is_one_line_and_exit_code_2(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with socket.socket() as closed:

@@ -65,7 +65,7 @@ def test_a_rate_is_refused_where_all_requests_arrive_at_one_time(
     assert (code, err) == (2, "balanceroute: rate 5: all requests of the trace arrive at one time, so it has none\n")
 
 
-def test_what_was_measured_is_shown_line_by_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_measured_figures_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     done = RequestResult(0.1, 0.002, None, ttft_s=0.25, latency_s=0.25, output_tokens=1)
     print_report(asdict(summarise([SENT, done])), interrupted=True)
     shown = capsys.readouterr().out

@@ -80,7 +80,7 @@ def asked(prefill: list[str], decode: list[str], **more: Any) -> "asyncio.Future
     return asyncio.ensure_future(probe(validate(tree)))
 
 
-async def test_an_emulated_cluster_is_well() -> None:
+async def test_an_emulated_cluster_passes_every_check() -> None:
     async with EmulatedCluster(ClusterShape(prefillers=1, decoders=2, max_num_seqs=64)) as cluster:
         answers = await asked(list(cluster.prefill_urls), list(cluster.decode_urls))
     assert [answer.problems for answer in answers] == [[], [], []]
@@ -106,7 +106,7 @@ async def test_tiers_that_were_swapped_slots_and_a_connector_that_differ_are_fou
     assert [f"set connector: {connector}" in answer.problems[-1] for answer in other] == [True, True]
 
 
-async def test_what_workers_do_not_tell_is_unknown() -> None:
+async def test_figures_that_workers_do_not_report_are_unknown() -> None:
     silent = Starlette(routes=[route for route in a_vllm("kv_both", "NixlConnector", 64).routes[:-1]])
     async with served(silent, silent, silent) as (prefill, *decode):
         answers = await asked([prefill], decode)

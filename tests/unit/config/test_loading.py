@@ -205,7 +205,7 @@ PATHS += ["auth.client_keys", "listen.service_account", "predictor.history", "pr
     ["\0", "-----BEGIN PRIVATE KEY-----\nMIIE\n", "a" * 256, "a/" * 3000],
     ids=["zero byte", "content of a file", "long name", "long path"],
 )
-def test_what_can_be_no_path_is_refused_before_it_is_opened(key: str, text: str) -> None:
+def test_a_value_that_can_be_no_path_is_refused_before_it_is_opened(key: str, text: str) -> None:
     with pytest.raises(ConfigError) as refused:
         load(
             None, {}, {"prefill.workers": [{"url": "http://p:1"}], "decode.workers": [{"url": "http://d:1"}], key: text}

@@ -11,11 +11,11 @@ from balanceroute.config.patience import in_time, off_the_loop
 from balanceroute.errors import ConfigError
 
 
-def test_what_is_read_is_returned() -> None:
+def test_a_file_that_is_read_in_time_is_returned() -> None:
     assert in_time(lambda: "text", "the file") == "text"
 
 
-def test_what_never_answers_is_named(tmp_path: Path) -> None:
+def test_a_file_that_never_answers_is_named(tmp_path: Path) -> None:
     pipe = tmp_path / "router.yaml"
     os.mkfifo(pipe)
     with pytest.raises(ConfigError, match=r"router\.yaml: no answer within 0\.05 s$"):
@@ -43,7 +43,7 @@ def test_that_no_thread_is_to_be_had_is_said_as_of_a_file_that_gives_no_answer(m
         in_time(lambda: "text", "the file")
 
 
-def test_what_does_not_answer_holds_up_only_who_asked_for_it(tmp_path: Path) -> None:
+def test_a_file_that_does_not_answer_delays_only_its_reader(tmp_path: Path) -> None:
     pipe = tmp_path / "chain.pem"
     os.mkfifo(pipe)
 

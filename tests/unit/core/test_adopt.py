@@ -79,7 +79,7 @@ def test_all_that_run_go_on_at_a_successor_even_beyond_the_slots(heir: Scheduler
         Standing(RequestSpec("a", 10), Phase.DECODING, 10, decoder="d0", prefiller="p9", pushing=True),
     ],
 )
-def test_whoever_names_a_worker_that_is_not_here_stays_unknown(heir: Scheduler, standing: Standing) -> None:
+def test_a_request_that_names_an_absent_worker_stays_unknown(heir: Scheduler, standing: Standing) -> None:
     assert not heir.adopt(standing, 1.0)
     assert not heir.snapshot.requests and not heir.snapshot.workers[0].active
 
@@ -117,7 +117,7 @@ def test_waiting_counts_from_the_arrival_at_the_predecessor(heir: Scheduler) -> 
 
 
 @pytest.mark.parametrize("phase", [Phase.POOLED, Phase.QUEUED])
-def test_who_waits_does_so_by_arrival_whoever_holds_it(heir: Scheduler, phase: Phase) -> None:
+def test_requests_wait_in_the_order_of_their_arrival_whichever_relay_holds_them(heir: Scheduler, phase: Phase) -> None:
     waited_s = {"a1": 9.0, "a2": 5.0, "b1": 7.0, "b2": 1.0}  # two holders tell of theirs one after the other
     heir.configure(SchedulerConfig(max_prefill_inflight=1), 20.0)
     for name, seconds in waited_s.items():

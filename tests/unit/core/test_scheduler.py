@@ -390,7 +390,7 @@ def test_another_policy_counts_patience_from_when_a_request_became_ready() -> No
     assert (action.request, action.stage) == ("old", 0)
 
 
-def test_who_was_bound_under_another_policy_and_is_put_back_is_as_patient_as_the_present_one() -> None:
+def test_a_request_bound_under_another_policy_has_the_present_ones_patience_when_put_back() -> None:
     scheduler = a_scheduler("join_shortest_queue", workers=1, slots=1)
     for name in ("old", "running"):
         into_prefill(scheduler, name)

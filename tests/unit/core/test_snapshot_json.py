@@ -28,7 +28,7 @@ def test_a_hand_made_snapshot_needs_only_the_fields_of_the_example() -> None:
     assert snapshot.pool.front[0].ready_s == -0.4
 
 
-def test_what_is_written_reads_back_the_same() -> None:
+def test_a_written_snapshot_reads_back_the_same() -> None:
     scheduler = a_scheduler("br_h", workers=3, slots=2, horizon_steps=8)
     pool_all(scheduler, {name: 100 + index for index, name in enumerate("abcdefgh")}, now=5.0)
     scheduler.admit(6.0)

@@ -284,7 +284,7 @@ def test_with_slots_for_all_a_request_goes_to_the_least_load_among_the_workers_t
     assert admitted(scheduler) == [("large", "d2"), ("small", "d0")]
 
 
-def test_who_waits_for_memory_is_served_in_order_and_passed_by_what_fits() -> None:
+def test_requests_that_wait_for_memory_are_served_in_order_and_passed_by_those_that_fit() -> None:
     scheduler = with_memory([[400], [500]], slots=4, capacity_tokens=1_000)
     pool_all(scheduler, {"a": 700, "b": 550, "c": 300, "d": 200, "e": 150})
     assert admitted(scheduler) == [("b", "d0"), ("c", "d1"), ("d", "d1")]

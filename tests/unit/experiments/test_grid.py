@@ -88,7 +88,7 @@ def test_results_of_other_code_are_run_again(tmp_path: Path, monkeypatch: pytest
     assert grid.Store(tmp_path / grid.STORE).known == {}
 
 
-def test_a_store_that_is_none_is_named(tmp_path: Path) -> None:
+def test_an_invalid_store_is_named(tmp_path: Path) -> None:
     (tmp_path / grid.STORE).write_text('{"key": 1}\n')
     with pytest.raises(InputError, match="line 1: no finished run"):
         grid.Store(tmp_path / grid.STORE)

@@ -359,7 +359,7 @@ def test_the_line_for_replay_has_the_slowdowns_and_the_cost_that_they_multiply(
     ],
     ids=["each alone", "two barriers", "unequal"],
 )
-def test_who_waits_for_whom_is_in_the_configuration_and_in_the_line_for_replay(
+def test_the_barrier_groups_are_in_the_configuration_and_in_the_line_for_replay(
     sizes: tuple[int, int], configured: str, replayed: str, said: bool
 ) -> None:
     files = ("abcd"[: sizes[0]], "abcd"[sizes[0] : sum(sizes)])

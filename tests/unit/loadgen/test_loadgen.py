@@ -223,7 +223,7 @@ class Refusing(Client):
         (answer_never, "timed out"),
     ],
 )
-def test_what_is_wrong_with_an_answer_is_named(answer: Answer, reason: str) -> None:
+def test_an_invalid_field_of_an_answer_is_named(answer: Answer, reason: str) -> None:
     report = loaded(a_trace([4]), answer, timeout_s=0.3)
     assert report.completed == 0
     assert [kind for kind in report.errors if kind.startswith(reason)], report.errors
@@ -319,7 +319,7 @@ def test_a_run_that_is_stopped_reports_what_was_sent_and_names_what_was_cut_off(
         *("http://no..name", f"http://{'x' * 64}.name"),
     ],
 )
-def test_a_url_that_is_none_is_refused(url: str) -> None:
+def test_an_invalid_url_is_refused(url: str) -> None:
     with pytest.raises(InputError, match="is not a URL"):
         asyncio.run(run_load(a_trace([1]), LoadOptions(url)))
 

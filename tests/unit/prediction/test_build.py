@@ -130,7 +130,7 @@ def test_a_model_goes_into_a_pipe_and_to_where_a_link_leads_and_replaces_neither
     assert pipe.is_fifo() and load_model(tmp_path / "read.npz").rows == ROWS
 
 
-def test_what_could_not_be_written_whole_is_not_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_incomplete_file_is_not_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(path: Path, target: Path) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 

@@ -44,7 +44,7 @@ def test_requests_are_walked_at_every_refresh_below_their_length() -> None:
     assert walked == [(0, 0, 81), (0, 40, 41), (0, 80, 1), (1, 0, 80), (1, 40, 40), (2, 0, 1)]
 
 
-def test_what_was_cut_short_is_not_judged() -> None:
+def test_a_request_that_was_cut_short_is_not_judged() -> None:
     assert walk([a_finish(500, reason="cancelled")], H).age.tolist() == []
 
 

@@ -11,7 +11,7 @@ from balanceroute.proxy.apart import Attempt, Trial
 from tests.unit.proxy.trials import failure, fork
 
 
-def test_what_succeeds_has_no_effect_here() -> None:
+def test_a_success_has_no_effect_here() -> None:
     done: list[int] = []
     assert failure(lambda: done.append(1)) is None
     assert done == []
@@ -31,11 +31,11 @@ def fails(error: BaseException) -> None:
     ],
     ids=["refused", "fails", "dies", "says much"],
 )
-def test_why_it_fails_is_told(attempt: Attempt, why: str) -> None:
+def test_a_failure_has_its_reason(attempt: Attempt, why: str) -> None:
     assert str(failure(attempt)) == why
 
 
-def test_what_hangs_is_given_up() -> None:
+def test_a_trial_that_hangs_is_given_up() -> None:
     trial = Trial(signal.pause, fork, 0.2)
     assert trial.deadline_s is not None
     trial.give_up()

@@ -73,7 +73,7 @@ def test_prompts_are_served_without_asgi_between_startup_and_shutdown_alone() ->
     assert all(task.done() for task in seen[0].services.tasks.values())
 
 
-def test_what_the_edge_refuses_is_counted() -> None:
+def test_requests_that_the_edge_refuses_are_counted() -> None:
     async def test(app: RouterApp) -> None:
         app.refused("overload")
         assert app.services.metrics.edge_refusals.value("overload") == 1

@@ -194,7 +194,7 @@ def test_a_file_that_somebody_removes_is_written_again(tmp_path: Path) -> None:
     in_virtual_time(test)
 
 
-def test_who_leads_no_more_writes_nothing_and_an_operator_is_told_so(tmp_path: Path) -> None:
+def test_a_former_leader_writes_nothing_and_an_operator_gets_an_error(tmp_path: Path) -> None:
     path, lead = tmp_path / "changes", ALead()
 
     async def test() -> None:

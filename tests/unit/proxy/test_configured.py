@@ -48,7 +48,7 @@ def test_a_reload_that_is_refused_changes_nothing(tmp_path: Path) -> None:
     assert configured.perimeter is not perimeter
 
 
-def test_who_follows_goes_by_what_was_reloaded_whatever_the_files_hold_by_now(
+def test_a_follower_uses_the_reloaded_configuration_whatever_the_files_contain_now(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     file, cert = tmp_path / "keys.yaml", tmp_path / "chain.pem"
@@ -71,7 +71,9 @@ def test_who_follows_goes_by_what_was_reloaded_whatever_the_files_hold_by_now(
     assert child.tls.server is not before
 
 
-def test_who_has_learned_what_is_agreed_on_knows_a_policy_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_has_learned_the_agreed_configuration_knows_a_users_own_policy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "examples"))
     name = "own_policy:FirstFit"
     configured = Configured.read(a_config())
@@ -83,13 +85,13 @@ def test_who_has_learned_what_is_agreed_on_knows_a_policy_of_ones_own(monkeypatc
     assert POLICIES.pop(name, None) is not None and configured.config.routing.policy == name
 
 
-def test_who_follows_where_nothing_was_reloaded_goes_by_the_start() -> None:
+def test_a_follower_without_a_reload_uses_the_configuration_of_the_start() -> None:
     configured = Configured.read(a_config(limits={"max_choices": 3}))
     configured.follow()
     assert configured.config == a_config(limits={"max_choices": 3})
 
 
-def test_who_was_not_there_catches_up_with_certificates_unless_they_are_of_no_use(
+def test_a_process_that_did_not_watch_catches_up_with_certificates_unless_they_are_invalid(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     cert = tmp_path / "chain.pem"

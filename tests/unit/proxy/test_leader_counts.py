@@ -50,7 +50,7 @@ def test_the_next_leader_counts_on(tmp_path: Path) -> None:
         assert metrics.restarts.value("brain") == life - 1
 
 
-def test_who_leads_no_more_leaves_the_file_to_the_next(tmp_path: Path) -> None:
+def test_a_former_leader_leaves_the_file_to_the_next(tmp_path: Path) -> None:
     folder, lead, metrics = RunFolder(tmp_path), ALead(), counting()
     counts = LeaderCounts(folder, lead, metrics)
     assert counts.keep()
@@ -73,7 +73,7 @@ def test_what_could_not_be_kept_is_kept_once_it_can_be_and_the_log_says_so_once(
     assert counts.keep() and folder.counts(LEADER) == metrics.counts()
 
 
-def test_what_is_new_is_kept_every_second(tmp_path: Path) -> None:
+def test_new_counts_are_kept_every_second(tmp_path: Path) -> None:
     folder, metrics = RunFolder(tmp_path), counting()
     counts = LeaderCounts(folder, ALead(), metrics)
 

@@ -52,7 +52,7 @@ def test_a_port_of_another_router_is_refused_with_what_can_be_done(tmp_path: Pat
     assert "Address already in use: a router with relays runs there; --take-over takes its place" in told
 
 
-def test_a_host_that_is_none_is_named() -> None:
+def test_an_invalid_host_is_named() -> None:
     told = refusal(a_config(listen={"relays": 1, "host": "no.such.host.invalid", "port": 0}))
     assert told == "listen: cannot listen on no.such.host.invalid:0: there is no such address"
 
@@ -175,7 +175,7 @@ def test_a_router_that_ends_before_it_has_taken_over_lets_the_next_one_try_under
         os.close(life)
 
 
-def test_who_tries_a_predictor_holds_nothing_that_the_next_router_needs(
+def test_a_trial_of_a_predictor_holds_nothing_that_the_next_router_needs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = a_config(1, 1, listen={"relays": 1, "run_folder": str(tmp_path)})

@@ -189,7 +189,7 @@ def living(folder: RunFolder, relay: str) -> Iterator[subprocess.Popen[str]]:
             running.kill()
 
 
-def test_who_lives_is_read_from_locks(tmp_path: Path) -> None:
+def test_living_relays_are_known_by_their_locks(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     assert folder.living() == [] and folder.generation() == 1
     with living(folder, "relay-0") as relay:

@@ -224,7 +224,7 @@ def test_the_parent_does_not_end_by_signals_that_are_for_children_and_those_get_
     assert running.told("relay-0")[-2:] == ["SIGUSR2", "ends"]
 
 
-def test_who_is_needed_comes_back_even_while_the_others_finish(running: Running) -> None:
+def test_a_needed_child_is_restarted_even_while_the_others_finish(running: Running) -> None:
     (running.folder / "hold-relay-0").touch()
     (running.folder / "hold-brain").touch()
     running.up(brain=1, relay_0=1, relay_1=1)

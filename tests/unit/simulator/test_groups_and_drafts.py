@@ -44,7 +44,7 @@ def test_workers_that_step_alone_are_so_many_clusters(workers: int) -> None:
         assert outcome.wait_s[worker::workers] == pytest.approx(alone.wait_s)
 
 
-def test_who_arrives_while_another_group_is_in_a_step_does_not_wait_for_it() -> None:
+def test_a_request_that_arrives_during_another_groups_step_does_not_wait_for_it() -> None:
     trace = a_trace([(0.0, 10, 5), (0.5, 10, 1)])
     outcome = run(trace, a_setting(n_workers=2, barrier_groups=2), "round_robin")
     assert outcome.wait_s[1] == 0.0
@@ -145,7 +145,7 @@ def test_every_request_is_served_with_every_other_option_at_once(policy: str, op
         ({"draft_tokens": 2, "engine_balancer_blocks": 5.0}, "not modelled together with barrier groups or draft"),
     ],
 )
-def test_what_makes_no_sense_is_refused(options: dict[str, float], told: str) -> None:
+def test_values_without_sense_are_refused(options: dict[str, float], told: str) -> None:
     with pytest.raises(InputError, match=told):
         Setting(**options).checked()
 
@@ -156,7 +156,7 @@ def test_the_oracle_counts_steps_and_is_refused() -> None:
         Replay(trace, PolicySettings(policy="br_h"), Setting(draft_tokens=2), "oracle").run()
 
 
-def test_what_runs_adds_up_after_every_step() -> None:
+def test_the_sums_of_running_requests_are_right_after_every_step() -> None:
     ranks = DraftingRanks(Setting(n_workers=2, slots=4, draft_tokens=3), 2, [10] * 8, [5, 9, 1, 30, 2, 7, 11, 4], {})
     for request in range(8):
         ranks.bind(request, request % 2)

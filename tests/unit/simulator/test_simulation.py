@@ -71,7 +71,7 @@ def test_answers_that_would_be_simulated_for_hours_are_refused(rows: list[tuple[
         run(a_trace(rows), a_setting())
 
 
-def test_two_requests_by_hand() -> None:
+def test_two_requests_take_the_times_computed_by_hand() -> None:
     # step 0: both run, loads 100 and 50; step 1: 101 and 51; the second is done; step 2: 102 and 0
     outcome = run(a_trace([(0.0, 100, 3), (0.0, 50, 2)]), a_setting())
     assert outcome.loads.tolist() == [[100, 50], [101, 51], [102, 0]]
@@ -502,7 +502,7 @@ def test_a_param_that_is_none_is_refused_with_the_knobs_of_the_policy_that_was_a
 
 
 @pytest.mark.parametrize("name", ["policy", "seed"])
-def test_what_has_an_option_of_its_own_is_no_param(name: str) -> None:
+def test_a_setting_with_its_own_option_is_no_param(name: str) -> None:
     with pytest.raises(InputError, match=f"--param {name}=6: the {name} has an option of its own, --{name}"):
         parse_params(PolicySettings(seed=5), [f"{name}=6"])
 

@@ -36,7 +36,7 @@ def test_each_reason_of_the_core_has_a_refusal_of_its_own() -> None:
     assert len(set(kinds)) == len(kinds) and not {RefusalKind.EXPIRED, RefusalKind.LOST} & set(kinds)
 
 
-def test_who_is_missing_is_told_and_who_is_not_is_not() -> None:
+def test_only_a_tier_without_a_worker_is_reported() -> None:
     up, down, draining = WorkerState.UP, WorkerState.DOWN, WorkerState.DRAINING
     told = no_healthy_workers({"prefillers": [up, down], "decode workers": [down, draining]})
     assert "none of 2 decode workers is up (1 down)" in told.text and "prefillers" not in told.text

@@ -64,7 +64,7 @@ def test_a_decision_is_wanted_when_something_waits_and_a_slot_is_free() -> None:
     in_virtual_time(test)
 
 
-def test_what_has_waited_too_long_is_refused_with_where_it_waited() -> None:
+def test_a_request_that_has_waited_too_long_is_refused_with_the_tier_it_waited_for() -> None:
     async def test() -> None:
         ledger, tickets = a_ledger(slots=1, queue_deadline_s=5.0, pool_ttl_s=20.0)
         await decoding(ledger, tickets, "a")

@@ -27,7 +27,7 @@ def test_a_ticket_leaves_once() -> None:
     in_virtual_time(test)
 
 
-def test_what_expires_is_told_and_has_left() -> None:
+def test_an_expired_request_is_refused_and_has_left() -> None:
     async def test() -> None:
         ledger, tickets = a_ledger(queue_deadline_s=0.0)
         ledger.report_prefiller("p0", 1.0)

@@ -179,7 +179,7 @@ def test_far_above_the_bound_a_connection_is_not_even_heard() -> None:
     in_virtual_time(test)
 
 
-def test_who_waits_longest_gives_way_and_its_place_is_free_at_once() -> None:
+def test_the_connection_that_waits_longest_gives_way_and_its_place_is_free_at_once() -> None:
     async def test() -> None:
         edge = an_edge(max_connections=2)
         seats = [Seat() for _ in range(4)]

@@ -119,7 +119,7 @@ def test_an_answer_is_counted_and_timed_also_where_nobody_has_told_the_prompt_s_
 @pytest.mark.parametrize(
     "then", [b'data: {"error": {"message": "no", "code": 400}}\n\n', b""], ids=["error", "silence"]
 )
-def test_what_ends_a_stream_that_has_begun_is_no_refusal(then: bytes) -> None:
+def test_an_error_that_ends_a_begun_stream_is_no_refusal(then: bytes) -> None:
     async def test() -> None:
         services, connection = a_router(a_config(1, 1)), Connection()
         script(services, "p0", probed())
@@ -133,7 +133,7 @@ def test_what_ends_a_stream_that_has_begun_is_no_refusal(then: bytes) -> None:
 
 
 @pytest.mark.parametrize(("body", "param"), [(b"no JSON", None), ({"model": "m"}, "prompt"), (BODY | {"n": 1000}, "n")])
-def test_what_a_client_got_wrong_is_a_400_that_no_worker_hears_of(body: Any, param: str | None) -> None:
+def test_a_clients_error_is_a_400_and_no_worker_is_asked(body: Any, param: str | None) -> None:
     async def test() -> None:
         services, connection = a_router(a_config(1, 1)), Connection()
         p0 = script(services, "p0", probed())
@@ -376,7 +376,7 @@ def test_a_wait_that_ends_as_there_is_no_worker_any_more_is_counted_too() -> Non
     in_virtual_time(test)
 
 
-def test_who_is_refused_because_too_many_wait_has_waited_for_nothing() -> None:
+def test_a_request_refused_because_too_many_wait_has_not_waited() -> None:
     async def test() -> None:
         services = a_router(a_config(1, 1, queue={"max_queued": 1}))
         services.fleet.drain(services.fleet["p0"])

@@ -57,7 +57,7 @@ async def listening(**limits: Any) -> AsyncIterator[Listening]:
 
 
 @pytest.mark.anyio
-async def test_who_shakes_hands_is_served_and_its_place_is_that_of_the_protocol_from_then_on() -> None:
+async def test_a_client_that_finishes_the_handshake_is_served_and_its_protocol_takes_its_place() -> None:
     async with listening() as server:
         reader, writer = await server.connect()
         writer.write(b"hello")
@@ -68,7 +68,7 @@ async def test_who_shakes_hands_is_served_and_its_place_is_that_of_the_protocol_
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\n\r\n"], ids=["nothing", "no TLS"])
-async def test_who_does_not_shake_hands_is_closed_and_leaves_its_place(sent: bytes) -> None:
+async def test_a_client_that_does_not_finish_the_handshake_is_closed_and_frees_its_place(sent: bytes) -> None:
     async with listening(receive_timeout_s=0.2) as server:
         reader, writer = await server.connect(tls=False)
         writer.write(sent)

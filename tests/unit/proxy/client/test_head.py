@@ -93,7 +93,7 @@ def test_a_body_is_told_by_its_length_or_its_coding() -> None:
     ],
     ids=lambda lines: repr(b"|".join(lines)[:40]),
 )
-def test_what_two_parsers_could_read_differently_is_refused(lines: tuple[bytes, ...]) -> None:
+def test_a_head_that_two_parsers_could_read_differently_is_refused(lines: tuple[bytes, ...]) -> None:
     assert refusal(head(POST, HOST, *lines)) == 400
 
 
@@ -241,7 +241,7 @@ def test_the_beginning_of_no_head_is_refused_before_its_end_comes(raw: bytes, st
 
 
 @pytest.mark.parametrize("name", [b"Authorization", b"Cookie", b"Proxy-Authorization", b"X-Api-Key"])
-def test_what_is_kept_of_heads_for_the_next_ones_holds_no_secret(name: bytes) -> None:
+def test_cached_lines_of_heads_contain_no_secret(name: bytes) -> None:
     parse_head(b"GET /kept HTTP/1.1\r\nHost: kept.example\r\n%b: a-secret\r\n\r\n" % name)
     assert b"Host: kept.example" in heads._known_fields
     assert not [line for line in heads._known_fields if b"a-secret" in line]

@@ -19,7 +19,7 @@ from balanceroute.proxy.client.relay_loads import CONNECTIONS, FEW, SERVED_BYTES
     ],
     ids=["few more", "more", "an eighth", "more than that", "near the bound", "equal", "fewer", "near a large bound"],
 )
-def test_who_has_more_connections_leaves_what_comes_to_others_and_near_the_bound_at_once(
+def test_a_relay_with_more_connections_leaves_new_ones_to_others_and_near_the_bound_at_once(
     own: int, other: int, most: int, ahead: bool
 ) -> None:
     table = RelayLoads(2)
@@ -39,7 +39,7 @@ def test_a_relay_that_has_died_has_nothing() -> None:
     assert [load.others(SERVED_BYTES) for load in loads] == [5, 10, 5]
 
 
-def test_who_is_alone_has_no_others() -> None:
+def test_a_relay_that_is_alone_has_no_others() -> None:
     load = alone()
     load.put(CONNECTIONS, 100)
     assert load.others(CONNECTIONS) == 0 and not load.ahead(1)

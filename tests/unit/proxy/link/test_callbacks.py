@@ -34,7 +34,7 @@ def framed(body: bytes) -> bytes:
     return len(body).to_bytes(4, "big") + body
 
 
-def test_who_asks_in_no_utf_8_is_hung_up_on_and_no_more() -> None:
+def test_a_caller_that_sends_no_utf_8_only_loses_its_connection() -> None:
     async def test(folder: Path) -> None:
         listener = CallbackListener(folder / "sock", lambda token, body: token)
         await listener.serve()

@@ -197,7 +197,7 @@ def test_a_spoilt_file_of_far_members_keeps_no_brain_from_leading(machine: Machi
         (Hello(VERSION, "r0@b", 1, 2**63, ()), False),  # no leader has come so far, and none could follow
     ],
 )
-def test_who_may_not_join_changes_nothing(machine: Machine, hello: Hello, told: bool) -> None:
+def test_a_relay_that_may_not_join_changes_nothing(machine: Machine, hello: Hello, told: bool) -> None:
     async def test(stage: Stage) -> None:
         brain, near = await stage.brain(far=machine.members), stage.relay("r0")
         await until(lambda: near.brain.member is not None)
@@ -251,7 +251,7 @@ def test_strangers_are_few_and_keep_no_relay_out(machine: Machine, monkeypatch: 
     on(test)
 
 
-def test_who_says_no_hello_does_not_stay(machine: Machine) -> None:
+def test_a_connection_without_a_hello_is_closed(machine: Machine) -> None:
     async def test(stage: Stage) -> None:
         brain = await stage.brain(far=machine.members, patience=Patience(hello_s=0.1))
         async with machine.let_in(brain) as port:

@@ -31,7 +31,7 @@ def test_half_a_file_that_a_kill_has_left_is_written_over(tmp_path: Path) -> Non
     assert path.read_bytes() == b"whole" and list(tmp_path.iterdir()) == [path]
 
 
-def test_what_cannot_be_written_leaves_what_was_there(tmp_path: Path) -> None:
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "kept"
     path.mkdir()
     with pytest.raises(OSError):

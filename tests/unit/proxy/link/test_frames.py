@@ -46,7 +46,7 @@ def test_frames_come_whole_and_in_order_however_the_bytes_come(told: list[list[i
     asyncio.run(test())
 
 
-def test_what_is_said_in_one_turn_is_one_frame() -> None:
+def test_messages_of_one_turn_are_one_frame() -> None:
     async def test() -> None:
         frames: Frames[Any] = Frames(asyncio.get_running_loop(), lambda *_: None, lambda *_: None)
         wire = Wire()

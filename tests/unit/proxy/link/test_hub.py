@@ -92,7 +92,7 @@ def test_no_slot_is_given_away_before_everybody_is_heard() -> None:
     on(test)
 
 
-def test_who_does_not_come_is_not_waited_for_for_ever() -> None:
+def test_a_relay_that_does_not_join_is_not_waited_for_for_ever() -> None:
     async def test(stage: Stage) -> None:
         brain, relay = await stage.brain(relays=2, patience=Patience(grace_s=0.05)), stage.relay()
         ticket = relay.tickets.submit(RequestSpec("a", 1))
@@ -128,7 +128,7 @@ def test_relays_of_one_machine_share_what_keys_use_and_those_of_another_share_so
     assert [table_of(name) for name in other] == ["@a.b_1", "@a.b_1", "@c_2"]
 
 
-def test_who_waits_at_a_new_brain_does_so_by_arrival_whichever_relay_holds_it() -> None:
+def test_requests_of_all_relays_wait_at_a_new_brain_in_the_order_of_their_arrival() -> None:
     def pooled(number: int, name: str, waited_s: float) -> Held:
         return Held(number, 1, Standing(RequestSpec(name, 10), Phase.POOLED, 10, waited_s, prefiller="p0"))
 
@@ -205,7 +205,9 @@ def test_a_relay_that_joins_anew_holds_what_it_says_last() -> None:
         "no text",
     ],
 )
-def test_who_says_what_may_not_be_is_no_member_and_holds_nothing(said: list[FromRelay], told: str | None) -> None:
+def test_a_peer_that_violates_the_protocol_is_no_member_and_holds_nothing(
+    said: list[FromRelay], told: str | None
+) -> None:
     async def test(stage: Stage) -> None:
         brain = await stage.brain()
         relay = await RawRelay().connect(stage)
@@ -256,7 +258,7 @@ def test_one_look_that_fails_is_not_the_last() -> None:
     on(test)
 
 
-def test_what_one_relay_has_explained_all_others_hear() -> None:
+def test_deaths_that_one_relay_has_explained_reach_all_others() -> None:
     async def test(stage: Stage) -> None:
         await stage.brain(slots=2)
         tells, hears = stage.relay("tells"), stage.relay("hears")

@@ -39,7 +39,7 @@ def test_a_lease_is_made_once_and_replaced_by_who_has_read_it_last(api: LeaseApi
     assert found is not None and found.spec == B
 
 
-def test_what_is_gone_is_not_replaced(server: ApiServer, api: LeaseApi) -> None:
+def test_a_lease_that_is_gone_is_not_replaced(server: ApiServer, api: LeaseApi) -> None:
     made = api.create(A)
     assert made is not None
     server.leases.clear()

@@ -112,7 +112,7 @@ def test_a_leader_that_renews_is_not_deposed_and_nor_is_one_that_nobody_has_look
     assert not leader.renew()
 
 
-def test_who_holds_the_lock_counts_above_an_epoch_that_was_lost_and_who_is_deposed_does_not(tmp_path: Path) -> None:
+def test_the_holder_of_the_lock_counts_above_a_lost_epoch_and_a_deposed_brain_does_not(tmp_path: Path) -> None:
     path = tmp_path / "lead"
     leader = FileLead(path)
     assert leader.take() and leader.outrank(6)
@@ -158,7 +158,7 @@ def test_a_standby_that_finds_the_disk_full_stands_by(tmp_path: Path) -> None:
     assert not standby.take() and leader.renew()
 
 
-def test_who_can_start_no_thread_leads_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_brain_that_can_start_no_thread_still_leads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def start(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
@@ -198,7 +198,7 @@ def test_a_number_that_a_machine_has_lost_with_its_power_keeps_nobody_from_leadi
     assert (tmp_path / "lead").read_bytes() == b"1000\n"
 
 
-def test_who_leads_after_others_counts_anew_where_their_number_is_spoilt(tmp_path: Path) -> None:
+def test_a_leader_after_others_counts_anew_where_their_epoch_is_damaged(tmp_path: Path) -> None:
     path = tmp_path / "lead"
     path.write_bytes(b"\xff spoilt")
     lead = FileLead(path, again=True)
@@ -250,7 +250,7 @@ def test_a_leader_whose_disk_takes_no_writes_leads_on_and_says_so_once(
     lead.release()
 
 
-def test_who_cannot_write_its_number_does_not_lead_and_keeps_nobody_from_leading(
+def test_a_brain_that_cannot_write_its_epoch_does_not_lead_and_lets_others_lead(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lead, other = FileLead(tmp_path / "lead"), FileLead(tmp_path / "lead")

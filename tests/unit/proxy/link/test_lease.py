@@ -233,7 +233,7 @@ def test_a_renewal_whose_answer_was_lost_loses_no_lead(server: ApiServer) -> Non
         assert ("PUT", 409) in server.calls[calls:] and leader.renew()
 
 
-def test_what_others_have_put_on_the_lease_stays_and_disturbs_nothing(server: ApiServer) -> None:
+def test_fields_of_others_on_the_lease_stay_and_do_no_harm(server: ApiServer) -> None:
     with pods(Pod(server, "a", duration_s=LONGER_S)) as (leader,):
         assert leader.take()
         with server.turn:
@@ -258,7 +258,7 @@ def test_the_next_brain_of_a_pod_leads_at_once_and_the_former_one_writes_no_more
         assert server.spec["leaseTransitions"] == 2
 
 
-def test_who_resigns_lets_another_pod_lead_and_leads_what_it_has_to_its_end(server: ApiServer) -> None:
+def test_a_leader_that_resigns_lets_another_pod_lead_and_finishes_its_own_requests(server: ApiServer) -> None:
     clock = Clock()
     with pods(Pod(server, "a"), Pod(server, "b", clock)) as (first, second):
         assert first.take() and not second.take()
@@ -284,7 +284,7 @@ def test_a_lease_that_was_deleted_is_made_again_with_a_larger_number(server: Api
         block_until(lambda: not first.renew())
 
 
-def test_who_leads_again_knows_whether_another_pod_has_led_meanwhile(server: ApiServer) -> None:
+def test_a_pod_that_leads_again_knows_whether_another_pod_has_led_meanwhile(server: ApiServer) -> None:
     first, second = Pod(server, "a"), Pod(server, "b")
     with pods(first, second) as (lead, other):
         assert lead.take() and lead.others == 0
@@ -306,7 +306,7 @@ def test_who_leads_again_knows_whether_another_pod_has_led_meanwhile(server: Api
         assert fourth.take() and (fourth.epoch, fourth.others) == (5, 4)
 
 
-def test_who_is_told_a_larger_number_leads_no_more_and_is_followed_by_one_that_counts_above_it(
+def test_a_brain_that_hears_a_larger_epoch_ends_and_its_successor_counts_above_it(
     server: ApiServer,
 ) -> None:
     """The Lease was deleted while no pod ran; only a relay of another machine knows the number."""
@@ -354,7 +354,9 @@ def test_an_answer_that_says_something_else_than_was_written_makes_no_leader(ser
         assert first.take() and first.epoch == server.spec["leaseTransitions"] == 3
 
 
-def test_who_waits_for_an_answer_without_end_keeps_no_other_brain_of_its_pod_from_leading(server: ApiServer) -> None:
+def test_a_brain_that_waits_for_an_endless_answer_keeps_no_other_brain_of_its_pod_from_leading(
+    server: ApiServer,
+) -> None:
     pod = Pod(server, "a", duration_s=1)
     with pods(pod) as (first,):
         asked, answers = threading.Event(), threading.Event()

@@ -105,14 +105,14 @@ from_brain = st.one_of(
 
 
 @given(st.lists(from_relay, max_size=5))
-def test_what_a_relay_says_is_read_as_it_was_said(said: list[m.FromRelay]) -> None:
+def test_a_relays_messages_are_read_as_they_were_sent(said: list[m.FromRelay]) -> None:
     frame = m.frame(said)
     assert int.from_bytes(frame[:4], "big") == len(frame) - 4
     assert m.read_from_relay(frame[4:]) == said
 
 
 @given(st.lists(from_brain, max_size=5))
-def test_what_the_brain_says_is_read_as_it_was_said(said: list[m.FromBrain]) -> None:
+def test_the_brains_messages_are_read_as_they_were_sent(said: list[m.FromBrain]) -> None:
     assert m.read_from_brain(m.frame(said)[4:]) == said
 
 

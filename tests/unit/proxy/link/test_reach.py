@@ -38,7 +38,7 @@ async def test_a_brain_that_has_another_one_s_place_is_seen(tmp_path: Path) -> N
         await server.wait_closed()
 
 
-async def test_who_does_not_answer_is_left_for_the_next_of_the_list(
+async def test_a_brain_that_does_not_answer_is_left_for_the_next_of_the_list(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reach_module, "TRY_S", 0.2)

@@ -24,7 +24,7 @@ def told(read: ReadCounts, used: int) -> list[tuple[int, int, int]]:
     return [(place, life_of(said), tokens_of(said)) for place, said in zip(news[::2], news[1::2], strict=True)]
 
 
-def test_what_was_written_is_read_once() -> None:
+def test_a_written_count_is_read_once() -> None:
     written = WrittenCounts()
     first, second = written.number(), written.number()
     read = ReadCounts(os.getpid(), written.fd)

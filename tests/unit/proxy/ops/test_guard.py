@@ -114,7 +114,7 @@ async def test_a_call_of_a_guarded_route_is_one_line_with_who_and_what(caplog: p
     assert fields["peer"] == "127.0.0.1" and "secret" not in str(fields)
 
 
-async def test_who_is_trusted_leaves_a_line_of_what_was_asked_under_the_id_that_names_the_caller(
+async def test_a_trusted_call_is_logged_under_the_request_id_of_its_caller(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO, "balanceroute")

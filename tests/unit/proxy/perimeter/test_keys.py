@@ -180,7 +180,7 @@ def test_rates_are_charged_with_what_other_processes_have_served() -> None:
         key.enter(61.0)
 
 
-def test_what_is_told_once_is_not_told_again() -> None:
+def test_reported_use_of_a_key_is_not_reported_again() -> None:
     keys = ClientKeys([entry("a", "one"), entry("b", "two")])
     key = keys.of(bearer("one"))
     assert keys.uses() == ()

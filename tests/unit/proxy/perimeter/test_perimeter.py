@@ -62,7 +62,7 @@ def test_without_a_listener_for_operators_everything_is_on_one(access: Access) -
     Perimeter(a_config()).check_listener(access, 8000)
 
 
-def test_what_workers_see_of_a_client(tmp_path: Path) -> None:
+def test_workers_get_the_authorization_that_the_settings_name(tmp_path: Path) -> None:
     (tmp_path / "keys.yaml").write_text("keys: []\n")
     keys = {"client_keys": str(tmp_path / "keys.yaml")}
     own, admin = [(b"authorization", b"Bearer own")], [(b"authorization", b"bearer  adm")]

@@ -275,7 +275,7 @@ def test_a_line_that_is_longer_than_a_pipe_has_room_for_stops_nobody_and_tears_n
     assert json.loads(told)["lines"] == 1 and json.loads(last)["event"] == "z"
 
 
-def test_what_a_full_disk_has_no_room_for_is_counted_and_tears_no_later_line(
+def test_lines_that_a_full_disk_has_no_room_for_are_counted_and_tear_no_later_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     room, write = 1000, os.write

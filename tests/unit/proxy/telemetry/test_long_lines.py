@@ -30,14 +30,14 @@ def test_what_is_cut_fills_the_line_and_its_whole_length_is_told() -> None:
     assert len(as_json(told)) == 1000
 
 
-def test_what_a_client_chooses_goes_first_then_the_longest() -> None:
+def test_fields_that_clients_choose_are_cut_first_then_the_longest() -> None:
     told = cut(1500, short="s" * 300, longest="l" * 5000, path="/" * 400)
     assert told["path"] == "/" * LEAST and told["short"] == "s" * 300
     assert told[CUT] == {"path": 400, "longest": 5000}
 
 
 @pytest.mark.parametrize("name", ["time", "level", "logger", "process"])
-def test_who_says_it_and_when_is_never_cut(name: str) -> None:
+def test_the_time_level_and_logger_of_a_line_are_never_cut(name: str) -> None:
     told = cut(600, **{name: "x" * 400}, error="y" * 400)
     assert told[name] == "x" * 400 and told[CUT] == {"error": 400}
 

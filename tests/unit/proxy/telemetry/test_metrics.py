@@ -34,7 +34,7 @@ from balanceroute.proxy.telemetry.metrics import Metrics, without_orphans
 from tests.unit.proxy.virtual_time import a_config, a_router, in_virtual_time
 
 
-def test_what_nobody_scrapes_does_not_pile_up() -> None:
+def test_observations_do_not_pile_up_without_a_scrape() -> None:
     metrics = Metrics(lambda: view_cluster(ClusterSnapshot()), "br_0")
     for _ in range(5000):
         metrics.ttft.observe(0.3)

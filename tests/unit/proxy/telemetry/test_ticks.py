@@ -13,11 +13,11 @@ def test_a_look_is_followed_by_the_next_one_of_all_others(period_s: float, late:
         assert now + until_tick_s(now, period_s) == pytest.approx((number + 1) * period_s)
 
 
-def test_who_was_very_late_leaves_one_out_instead_of_looking_twice() -> None:
+def test_a_very_late_check_leaves_one_out_instead_of_running_twice() -> None:
     assert 10.2 + until_tick_s(10.2, 0.25) == pytest.approx(10.5)
 
 
-def test_who_begins_at_any_time_falls_in_with_the_others() -> None:
+def test_a_process_that_starts_at_any_time_checks_at_the_times_of_the_others() -> None:
     for now in (0.0, 0.1, 5.13, 1e6 + 0.001):
         at_s = now + until_tick_s(now, 0.25)
         assert at_s * 4 == pytest.approx(round(at_s * 4)) and 0.125 <= at_s - now <= 0.375

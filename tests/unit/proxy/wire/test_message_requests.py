@@ -282,7 +282,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("path", WRONG)
-def test_what_cannot_be_translated_is_refused_by_its_name(path: str) -> None:
+def test_a_field_that_cannot_be_translated_is_refused_by_its_name(path: str) -> None:
     with pytest.raises(InvalidRequest) as told:
         parse_messages(orjson.dumps(WRONG[path]))
     assert told.value.param == path and str(told.value).startswith(f"{path}: ") and told.value.status == 400

@@ -50,7 +50,7 @@ def test_logprobs_of_prompt_and_answer_are_one_list_whose_offsets_go_on() -> Non
 
 
 @pytest.mark.parametrize("reply", [{"choices": []}, a_reply(logprobs=None), a_reply(logprobs={"tokens": []})])
-def test_what_does_not_fit_together_is_a_bad_reply_of_the_prefiller(reply: dict[str, Any]) -> None:
+def test_an_echo_that_does_not_fit_the_answer_is_a_bad_reply_of_the_prefiller(reply: dict[str, Any]) -> None:
     with pytest.raises(BadUpstreamReply) as bad:
         with_prompt(a_request(logprobs=1), an_answer(logprobs=ANSWER_LOGPROBS), reply)
     assert bad.value.tier == "prefill"

@@ -52,7 +52,7 @@ def test_of_the_prompt_the_prefiller_has_the_word(
     assert usage.get("prompt_tokens_details") == wanted
 
 
-def test_what_a_prefiller_leaves_open_is_not_told() -> None:
+def test_figures_that_a_prefiller_does_not_report_are_left_out() -> None:
     assert prompt_details_of({"prompt_tokens_details": {"cached_tokens": 0, "multimodal_tokens": None}}) == {
         "cached_tokens": 0
     }

@@ -169,7 +169,7 @@ def test_the_preferred_address_comes_first_as_long_as_the_name_leads_there() -> 
     run(test)
 
 
-def test_who_waits_may_stop_waiting_and_the_others_get_their_answer() -> None:
+def test_a_waiter_may_be_cancelled_and_the_others_get_their_answer() -> None:
     async def test() -> None:
         names, addresses = Names("10.0.0.1"), Addresses("d0")
         names.takes_s = 2.0

@@ -268,7 +268,7 @@ def test_what_a_killed_router_has_left_is_drained_with_a_prompt_of_its_size(tmp_
     in_virtual_time(test)
 
 
-def test_what_may_be_gone_by_now_is_never_drained(tmp_path: Path) -> None:
+def test_kv_that_may_be_gone_is_never_drained(tmp_path: Path) -> None:
     async def test() -> None:
         services = a_router(a_config(prefill={"kv_pin_s": 100.0}, pool={"ttl_s": 50.0}))
         too_old, set_back = 81.0, -3600.0

@@ -53,7 +53,7 @@ def test_a_pause_takes_a_slice_at_most_wherever_it_falls(from_s: float) -> None:
     in_virtual_time(test)
 
 
-def test_who_waits_may_be_cancelled_and_leaves_no_timer() -> None:
+def test_a_waiting_task_may_be_cancelled_and_leaves_no_timer() -> None:
     async def test() -> None:
         limit = FairTimeout(4.0)
         waiting = asyncio.ensure_future(waits(asyncio.Event(), limit))

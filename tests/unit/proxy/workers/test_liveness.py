@@ -38,7 +38,7 @@ def test_a_worker_lives_that_answers_in_time_and_says_nothing_worse_than_that_it
     in_virtual_time(test)
 
 
-def test_whoever_asks_may_stop_asking() -> None:
+def test_a_caller_may_cancel_its_question() -> None:
     async def test() -> None:
         services = a_router()
         script(services, "d0", None)
@@ -51,7 +51,7 @@ def test_whoever_asks_may_stop_asking() -> None:
     in_virtual_time(test)
 
 
-def test_what_a_pause_of_our_own_hides_is_no_death() -> None:
+def test_a_workers_silence_during_a_pause_of_our_own_is_no_death() -> None:
     async def test() -> None:
         services = a_router()
         script(services, "d0", None)

@@ -184,7 +184,7 @@ def test_a_prefiller_that_caches_nothing_is_named_where_prompts_are_placed_by_ca
     in_virtual_time(test)
 
 
-def test_what_others_run_on_a_decode_worker_takes_slots_after_two_reports() -> None:
+def test_foreign_requests_on_a_decode_worker_take_slots_after_two_reports() -> None:
     async def test() -> None:
         services = a_router(a_config(1, 1, decode={"max_num_seqs": 8}))
         running = b'vllm:num_requests_running{engine="0"} 3.0\n'

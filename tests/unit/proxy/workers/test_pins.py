@@ -69,7 +69,7 @@ def test_what_was_left_is_held_until_it_is_released_over_any_number_of_routers(p
     assert left_in(path) == []
 
 
-def test_what_a_worker_has_refused_is_pinned_again(path: Path) -> None:
+def test_kv_that_a_worker_has_refused_is_pinned_again(path: Path) -> None:
     record = PinRecord(path)
     pin = a_pin(record)
     pin.release()

@@ -69,7 +69,7 @@ def test_the_trial_of_a_relay_that_is_gone_is_made_again() -> None:
     in_virtual_time(test)
 
 
-def test_what_relays_have_under_way_adds_up_and_goes_with_them() -> None:
+def test_requests_under_way_at_relays_add_up_and_end_with_the_relay() -> None:
     async def test() -> None:
         services = a_router()
         counts: list[int] = []

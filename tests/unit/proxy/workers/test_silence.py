@@ -37,7 +37,7 @@ def test_workers_that_fell_silent_one_after_the_other_are_each_on_its_own() -> N
     assert names(a_group(100.0, 104.0, 105.0, None), 120.0) == ["decode"]
 
 
-def test_who_fell_silent_later_than_most_does_not_hide_them() -> None:
+def test_a_worker_that_fell_silent_later_does_not_hide_a_frozen_group() -> None:
     assert frozen_groups(a_group(100.0, 101.0, 102.0, 112.0, None), 120.0, WINDOW_S) == [
         FrozenGroup("decode", ("decode0", "decode1", "decode2"), 100.0)
     ]
@@ -55,7 +55,7 @@ def test_a_worker_that_has_never_given_a_token_since_it_became_busy_fell_silent_
     assert names([*a_group(100.0, None), *[Vitals(w.id, w.group, w.silent_since_s) for w in late]], 120.0) == []
 
 
-def test_who_is_down_and_holds_nothing_has_no_vote() -> None:
+def test_a_worker_that_is_down_and_holds_nothing_has_no_vote() -> None:
     long_gone = [Vitals(f"d{i}", "decode", 0.0, votes=False) for i in range(2, 6)]
     assert names([*a_group(100.0, None), *long_gone], 120.0) == []
     assert names([*a_group(100.0, 100.0, None), *long_gone], 120.0) == ["decode"]

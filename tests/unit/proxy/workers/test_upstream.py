@@ -260,7 +260,7 @@ def test_nobody_listening_is_connect_failed(run: Run) -> None:
 
 
 @pytest.mark.parametrize("ours", [True, False])
-def test_whose_fault_a_failed_connection_is_is_told(run: Run, ours: bool) -> None:
+def test_a_failed_connection_says_whose_fault_it_is(run: Run, ours: bool) -> None:
     async def test() -> None:
         with socket.socket() as taken:
             taken.bind(("127.0.0.1", 0))
@@ -331,7 +331,7 @@ def test_an_address_that_is_silent_leaves_time_to_the_next_one() -> None:
 
 
 @pytest.mark.parametrize("ours", [True, False])
-def test_whose_fault_it_is_that_a_connection_takes_too_long_is_told(ours: bool) -> None:
+def test_a_connection_that_takes_too_long_says_whose_fault_it_is(ours: bool) -> None:
     async def never(*_: object, **__: object) -> None:
         await asyncio.Event().wait()
 
