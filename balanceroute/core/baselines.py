@@ -37,7 +37,7 @@ class AssignAtOnce(AdmissionPolicy):
         raise NotImplementedError
 
     def draw(self, snapshot: ClusterSnapshot) -> Random:
-        """A fresh generator for the next random decision."""
+        """A new random generator for the next decision."""
         snapshot.draws += 1
         return Random(self.seed * SEED_STRIDE + snapshot.draws)
 
@@ -52,7 +52,7 @@ class RandomChoice(AssignAtOnce):
 
 
 class RoundRobin(AssignAtOnce):
-    """One after the other."""
+    """The workers in turn."""
 
     name = "round_robin"
 

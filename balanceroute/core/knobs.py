@@ -1,8 +1,8 @@
-"""Every knob of every policy, declared once: its name, default, bounds, and what it is for.
+"""Every knob of every policy, declared once: name, default, bounds, meaning.
 
-All else is taken from here: the configuration's `routing` section with its checks and its lines in the docs, what the
-command line accepts as `--param` and by default, and what is read back from journals and snapshots. Only the standard
-library is imported, so that looking up a default costs the command line nothing.
+These declarations define the configuration's `routing` section with its checks and docs, the command line's `--param`
+and defaults, and the fields of journals and snapshots. Only the standard library is imported, so that the command line
+can look up a default at no cost.
 """
 
 import math
@@ -15,15 +15,15 @@ SlackPlacement = Literal["free_slots", "load"]
 Guard = Literal["pool", "head"]
 
 BR_H_BETA: Final = 43.0  # with gamma 0.86 the paper's own operating point, and the best here on both synthetic traces
-DAY_S: Final = 86_400  # the most that a time may be, where it is not endless
+DAY_S: Final = 86_400  # the largest finite time
 
 
 @dataclass(frozen=True, slots=True)
 class Knob:
-    """What a knob may be.
+    """The accepted values of a knob.
 
-    Numbers are from `least` to `most`; `above_least`: the least itself is not accepted, `endless`: infinity is, which
-    is null in JSON. Texts are one of `choices`. Neither: true or false, or whatever the knob says itself.
+    Numbers are from `least` to `most`; `above_least`: without `least` itself; `endless`: also infinity, which is null
+    in JSON. Texts are one of `choices`. With neither: true or false, or as the knob says.
     """
 
     default: Any
@@ -45,7 +45,7 @@ def _choice(default: str, meaning: str, among: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class PolicySettings:
-    """Every knob of every policy; each policy reads its own. Times in seconds, see `BalanceRouteParams`.
+    """The values of all knobs; each policy reads its own. Times in seconds, see `BalanceRouteParams`.
 
     The defaults are measured: short waits at about the same imbalance as the paper's.
     """
@@ -167,7 +167,7 @@ def is_accepted(key: str, value: object) -> bool:
 
 
 def accepted(key: str) -> str:
-    """What the knob `key` may be, in words."""
+    """The accepted values of the knob `key`, in words."""
     knob = ALL[key]
     if knob.choices:
         return " or ".join(knob.choices)

@@ -1,4 +1,4 @@
-"""Policies by name: the one place that knows them all."""
+"""All policies, by name."""
 
 import difflib
 import math
@@ -74,12 +74,12 @@ _OF_ONES_OWN = ("horizon_steps", "horizon_auto")
 
 
 def knobs_of(policy: str) -> tuple[str, ...]:
-    """The knobs of a policy; one of somebody's own has its `options`, and how far it looks ahead."""
+    """The knobs of a policy; a user's own one has its `options` and its horizon."""
     return KNOBS.get(policy, _OF_ONES_OWN)
 
 
 def misplaced(policy: str, knob: str) -> str | None:
-    """What is said of a knob that this policy does not have; None where it has it."""
+    """The error for a knob that this policy does not have; None: it has it."""
     if knob in knobs_of(policy):
         return None
     others = [name for name, knobs in KNOBS.items() if knob in knobs]
@@ -88,7 +88,7 @@ def misplaced(policy: str, knob: str) -> str | None:
 
 
 def make_policy(settings: PolicySettings, stage_timer: StageTimer | None = None) -> AdmissionPolicy:
-    """The policy of that name with its knobs. Raises ConfigError for an unknown name, or a knob that may not be so."""
+    """Make the policy of that name with its knobs. Raises: ConfigError: an unknown name, or an invalid knob."""
     if settings.policy not in POLICIES:
         raise ConfigError(unknown_policy(settings.policy))
     for key in DEFAULTS:
@@ -100,7 +100,7 @@ def make_policy(settings: PolicySettings, stage_timer: StageTimer | None = None)
 
 
 def unknown_policy(name: str, others: Iterable[str] = ()) -> str:
-    """What is said of a name that is none, with the one that was probably meant; `others` are known elsewhere."""
+    """The error for an unknown name, with the closest known one; `others`: further known names."""
     names = [*sorted(POLICIES), *sorted(others)]
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     hint = f"did you mean {close[0]}? " if close else ""

@@ -1,4 +1,4 @@
-"""What a policy is: it looks at the snapshot and yields admissions, one by one.
+"""The interface of a policy: it reads the snapshot and yields admissions, one by one.
 
 `decide` is a generator. The scheduler applies each admission to the snapshot before it asks for the next one, so a
 policy always reads the state that includes its own choices, and no policy keeps a copy of it. A policy has no state of
@@ -31,7 +31,7 @@ class Choice:
 class AdmissionPolicy(Protocol):
     """Decides which waiting requests go to which decode workers.
 
-    A class that inherits from it needs a name and `decide`, and has the simplest of the rest.
+    A subclass needs a name and `decide`; the other methods have simple defaults.
     """
 
     name: str
@@ -49,5 +49,5 @@ class AdmissionPolicy(Protocol):
         return math.inf
 
     def recheck_s(self, snapshot: ClusterSnapshot, now: float) -> float:
-        """When to decide again although nothing happened; infinite unless it holds requests back beside free slots."""
+        """The time of the next decision without an event; infinite unless requests are held back beside free slots."""
         return math.inf

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from balanceroute.core.tracker import RequestTracker
 from balanceroute.errors import InvariantError
 
-SPARE_ENTRIES: Final = 64  # of requests that have left, beside one for each that waits
+SPARE_ENTRIES: Final = 64  # kept entries of requests that have left, beyond one per waiting request
 
 
 class WaitingClass:

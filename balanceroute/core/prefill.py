@@ -1,4 +1,4 @@
-"""Which prefiller takes the next probe, and when none may (KV back-pressure).
+"""Chooses the prefiller for the next probe, or none (KV back-pressure).
 
     least_tokens      the fewest prompt tokens in flight
     prefix_affinity   the least work: the tokens in flight there that it does not have cached, and those of this
@@ -19,8 +19,8 @@ from balanceroute.core.prefix import leading
 from balanceroute.core.tracker import PrefillerBudget, RequestTracker
 from balanceroute.core.types import UP
 
-# probes at once on a prefiller that does not tell its KV usage: enough to batch prompts of 1,000 tokens into vLLM's
-# steps of 8,192, and little enough to be pinned beside whatever else is there
+# probes at once on a prefiller that does not report its KV usage: enough to batch prompts of 1,000 tokens into vLLM's
+# steps of 8,192, and few enough that their KV fits beside other KV
 UNKNOWN_USAGE_INFLIGHT: Final = 8
 
 LONE_WEIGHT: Final = 32
@@ -43,15 +43,15 @@ def least_tokens(ready: Sequence[PrefillerBudget], request: RequestTracker) -> l
 def prefix_affinity(ready: Sequence[PrefillerBudget], request: RequestTracker) -> list[int]:
     """Tokens of work, in flight and of this request.
 
-    Where neither answers nor counters have told of a hit yet, a belief in one is no reason to wait longer for it than
-    computing the prompt takes.
+    Before answers or counters have shown a hit, a conversation's own tokens count once, not `LONE_WEIGHT` times, so
+    that no prompt waits longer for a cache than its computation takes.
     """
     hits = [prefiller for prefiller in ready if prefiller.hits.real_tokens]
     return affinity_costs(ready, request, LONE_WEIGHT if hits else 1)
 
 
 def affinity_costs(ready: Sequence[PrefillerBudget], request: RequestTracker, lone_weight: int) -> list[int]:
-    """Tokens of work where each that is a conversation's own counts so many times."""
+    """Tokens of work, in which each token of one conversation only counts `lone_weight` times."""
     lone_tokens = lone_tokens_of(request)
     unknown = work(0, request.prompt_tokens, lone_tokens, lone_weight)
     costs = []
@@ -63,24 +63,24 @@ def affinity_costs(ready: Sequence[PrefillerBudget], request: RequestTracker, lo
 
 
 def lone_tokens_of(request: RequestTracker) -> int:
-    """The prompt's last tokens, which few other conversations have."""
+    """The tokens at the prompt's end that few other conversations share."""
     tokens = request.prompt_tokens - request.shared_blocks * request.block_tokens
     return tokens if tokens > 0 else 0
 
 
 def work(inflight_tokens: int, uncached_tokens: int, lone_tokens: int, lone_weight: int) -> int:
-    """Tokens in flight and to compute, of which the last `lone_tokens` are a conversation's own."""
+    """Tokens in flight and to compute, of which the last `lone_tokens` belong to one conversation."""
     lone = uncached_tokens if uncached_tokens < lone_tokens else lone_tokens
     return inflight_tokens + uncached_tokens + (lone_weight - 1) * lone
 
 
 def round_robin(ready: Sequence[PrefillerBudget], request: RequestTracker) -> list[int]:
-    """Nothing: only how long ago each was used tells them apart."""
+    """0 for all: the tie goes to the one used longest ago."""
     return [0] * len(ready)
 
 
 def cheapest(ready: Sequence[PrefillerBudget], costs: Sequence[float]) -> PrefillerBudget:
-    """The one with the least cost; of equal ones the one used longest ago."""
+    """The prefiller with the least cost; of equal ones the one used longest ago."""
     best, least = ready[0], costs[0]
     for prefiller, cost in zip(ready, costs, strict=True):
         if cost < least or (cost == least and prefiller.last_used < best.last_used):
@@ -96,7 +96,7 @@ PREFILL_POLICIES: Final[dict[str, PrefillPolicy]] = {
 
 
 def usage_allows(kv_usage: float | None, kv_usage_limit: float) -> bool:
-    """Whether a prefiller's KV usage (ratio), as far as it tells, is no reason against another probe."""
+    """Whether a prefiller's KV usage (ratio), if it reports one, allows another probe."""
     return kv_usage is None or kv_usage <= kv_usage_limit
 
 
@@ -106,7 +106,7 @@ def ready_prefillers(
     max_inflight: int | None = None,
     prompt_s: float = math.inf,
 ) -> list[PrefillerBudget]:
-    """The prefillers that may take a probe now; none: all must rest.
+    """The prefillers that may take a probe now.
 
     One whose KV usage is above `kv_usage_limit` (ratio) is skipped: pinned KV that no decoder has pulled yet would
     block it (paper, section "In-band telemetry"), and so is one with `max_inflight` probes under way, or with as many

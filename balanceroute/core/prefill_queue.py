@@ -1,11 +1,11 @@
-"""`PrefillQueue`: in which order requests that wait for a prefiller get one.
+"""`PrefillQueue`: the order in which waiting requests get a prefiller.
 
-Lower priority first; within one, whoever comes first by its arrival plus `ageing` times the seconds that its prefill is
-expected to take: a short prompt passes long ones that came shortly before, and a long one waits in proportion.
+Lower priority first; within a priority by arrival plus `ageing` times the expected seconds of the own prefill: a short
+prompt passes long ones that came shortly before, and a long one waits in proportion to its length.
 
-A place in the order costs a look at every prefiller's cache, so it is not computed before somebody waits: the usual
-arrival finds a prefiller at once. It is computed once, and a request that comes back keeps it. Requests leave from the
-middle as well; their entries stay until they are at the head, or until they are the larger part.
+To compute a place takes a look-up in every prefiller's cache, so it is computed only if a request must wait; most get a
+prefiller at once. It is computed once, and a request that comes back keeps it. Requests leave from the middle as well;
+their entries stay until they are at the head, or until they are the larger part.
 """
 
 import math
@@ -22,25 +22,25 @@ MOST_AGEING = 0.5  # of the queue's deadline: nobody expires for being long
 
 
 class PrefillQueue:
-    """The order alone: who waits is told by `ClusterSnapshot.queued`, and by the phase of each request."""
+    """The order only; `ClusterSnapshot.queued` and the phase of each request say which ones wait."""
 
     def __init__(self) -> None:
         self._ageing, self._most_ahead_s = AGEING, math.inf
-        self._incoming: list[RequestTracker] = []  # nobody has had to wait for them or they for anybody
+        self._incoming: list[RequestTracker] = []  # arrivals whose places are not computed yet
         self._ordered: list[tuple[int, float, int, RequestTracker]] = []  # a heap
 
     def configure(self, ageing: float, deadline_s: float) -> None:
-        """From now on: seconds of waiting that weigh as one of the own prefill, and when arrivals expire."""
+        """Use another `ageing` (seconds of waiting per second of the own prefill) and deadline of arrivals."""
         self._ageing, self._most_ahead_s = ageing, MOST_AGEING * deadline_s
 
     def add(self, tracker: RequestTracker, n_queued: int) -> None:
-        """It waits, as one of `n_queued`. O(1) in the mean."""
+        """Add a request, as one of `n_queued`. O(1) in the mean."""
         self._incoming.append(tracker)
         if len(self._incoming) + len(self._ordered) > 2 * n_queued + SPARE_ENTRIES:
             self._forget_gone()
 
     def head(self, snapshot: ClusterSnapshot) -> RequestTracker | None:
-        """Who gets a prefiller next. Where more than one waits they are put in order, which takes a look at each."""
+        """The next request to get a prefiller. If more than one waits, their places are computed."""
         incoming, ordered = self._incoming, self._ordered
         if not ordered and len(incoming) == 1 and incoming[0].phase is QUEUED:
             return incoming[0]
@@ -52,14 +52,14 @@ class PrefillQueue:
         return ordered[0][-1] if ordered else None
 
     def pop(self) -> None:
-        """The one that `head` has just told waits no more."""
+        """Remove the request that `head` has just returned."""
         if self._incoming:
             self._incoming.clear()
         else:
             heappop(self._ordered)
 
     def order_anew(self) -> None:
-        """Those that wait have other arrival numbers."""
+        """Order the waiting requests again by new arrival numbers."""
         self._incoming += [entry[-1] for entry in self._ordered if entry[-1].phase is QUEUED]
         self._ordered.clear()
 

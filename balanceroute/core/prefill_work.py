@@ -1,8 +1,8 @@
-"""Work of prefills in tokens, and the seconds that it takes.
+"""The work of prefills, in tokens and in seconds.
 
-A token that a prefix cache holds is not computed, but its KV is looked up and moved to a decode worker all the same, so
-it counts `CACHED_SHARE` of one that is. A prefiller's pace, seconds per token of work, is measured: the time in which
-it had any prompt of ours, over the work that it got done.
+A cached token is not computed, but its KV is looked up and moved to a decode worker, so it counts `CACHED_SHARE` of a
+computed one. A prefiller's pace (seconds per token of work) is measured: the time in which it had prompts of this
+router, divided by the work done.
 """
 
 from typing import Final
@@ -13,12 +13,12 @@ CACHED_SHARE: Final = 1 / 16
 FIRST_S_PER_TOKEN: Final = 1 / 6000
 """Before anything is measured: within a factor of 3 of large models on current accelerators."""
 
-_FIRST_TOKENS: Final = 1000.0  # what that guess weighs
-_KEPT: Final = 0.98  # of the weight of what was measured, per prompt: the last fifty count
+_FIRST_TOKENS: Final = 1000.0  # the weight of the first guess
+_KEPT: Final = 0.98  # decay per prompt of the measured weights: about the last fifty count
 
 
 def work_tokens(prompt_tokens: int, uncached_tokens: int) -> float:
-    """What prompts of so many tokens are to a prefiller that has to compute so many of them."""
+    """The work of `prompt_tokens`, of which a prefiller must compute `uncached_tokens`."""
     return uncached_tokens + (prompt_tokens - uncached_tokens) * CACHED_SHARE
 
 
@@ -33,21 +33,21 @@ class Pace:
 
     @property
     def s_per_token(self) -> float:
-        """As measured over the last prompts."""
+        """The pace, measured over the last prompts."""
         return self._busy_s / self._work
 
     def pass_time(self, now: float, busy: bool) -> None:
-        """Until now the prefiller had prompts of ours, or had none."""
+        """Add the time since the last call if the prefiller had prompts of this router."""
         if busy:
             self._unsettled_s += now - self._since_s
         self._since_s = now
 
     def done(self, work: float) -> None:
-        """A prompt is done: the time since the last one was spent on such."""
+        """Add a finished prompt's work."""
         self._busy_s = self._busy_s * _KEPT + self._unsettled_s
         self._work = self._work * _KEPT + work
         self._unsettled_s = 0.0
 
     def failed(self) -> None:
-        """A prompt has ended without being done: how long that took says nothing."""
+        """Drop the time of a prompt that ended unfinished."""
         self._unsettled_s = 0.0

@@ -1,20 +1,20 @@
-"""What a prefiller's prefix cache is believed to hold.
+"""An estimate of the contents of each prefiller's prefix cache.
 
 An engine keeps the KV of prompts that it has computed, in blocks, and skips the leading blocks of a new prompt that
 it still has. A block is named by a *chained* hash: of its own content and of the hash before it, so equal hashes mean
 equal prompts up to there. A request brings the hashes of its full blocks (`RequestTracker.prefix`); what they are
 hashes of is the driver's affair.
 
-The index does what the engine does: every prompt that is sent there is used whole, its last block first, and the blocks
-used longest ago go when it is full. So a block never outlives one before it in its chain, the held blocks of any prompt
-are its first ones, and how many they are is found by bisection.
+The index does what the engine does: a prompt that is sent there uses all its blocks, the last one first, and when the
+index is full, the blocks used longest ago are evicted. So a block never outlives one before it in its chain, the held
+blocks of any prompt are its first ones, and their number is found by bisection.
 
-It is a belief: the engine evicts what others use, restarts, or caches nothing at all. `correct` takes in what the
-engine says of a request. A block that should have been there and was not has been evicted, and then so has everything
-used before it. Where an engine says nothing of single requests, its counters are compared with what was predicted
-(`PrefixHits`): if far less is found, the index remembers less, as if the cache were smaller.
+It is an estimate: the engine may evict blocks for other clients, restart, or cache nothing. `correct` takes the
+engine's figure for a request: if an expected block is missing, it was evicted, and so was everything used before it. If
+an engine reports nothing per request, its counters are compared with the predictions (`PrefixHits`): if it finds far
+less, the index shrinks, as if the cache were smaller.
 
-Beside the indexes, `SharedPrefixes` knows what many conversations begin with, whoever holds it.
+Beside the indexes, `SharedPrefixes` knows the prefixes that many conversations share, on any prefiller.
 """
 
 import math
@@ -41,7 +41,7 @@ class PrefixUse:
 
 
 def leading(prefix: Sequence[int], blocks: Container[int]) -> int:
-    """How many leading blocks of a prompt are among these, which hold no block without those before it. O(log n)."""
+    """The number of leading blocks of a prompt in `blocks`, which holds no block without those before it. O(log n)."""
     if not prefix or prefix[0] not in blocks:
         return 0
     low, high = 1, len(prefix)
@@ -76,7 +76,7 @@ class SharedPrefixes:
         return bisect_left(prefix, True, lo=1, key=lambda block: conversations.get(block, 0) < least)
 
     def use(self, prefix: Sequence[int]) -> None:
-        """A prompt is sent. O(n)."""
+        """Count a prompt that is sent. O(n)."""
         conversations, ends = self.conversations, self._ends
         known = leading(prefix, conversations)
         more = 1
@@ -203,7 +203,7 @@ class PrefixIndex:
         return leading(prefix, self.blocks)
 
     def use(self, prefix: Sequence[int], block_tokens: int) -> PrefixUse:
-        """The prompt is computed here: all of its blocks are held from now on, as far as they fit. O(n)."""
+        """Add the blocks of a prompt that is computed here, as far as they fit. O(n)."""
         blocks, clock = self.blocks, self._clock
         stamps = []  # of those held, which are the first ones
         for block in reversed(prefix):
@@ -221,7 +221,7 @@ class PrefixIndex:
         return use
 
     def withdraw(self, prefix: Sequence[int], use: PrefixUse) -> None:
-        """The prompt was not computed after all: what it brought, and nobody has used since, is not held.
+        """Remove the blocks of a prompt that was not computed after all, unless another prompt has used them since.
 
         A block used since has kept those before it in its chain, so what stays is still the first ones of each prompt.
         """
@@ -232,7 +232,8 @@ class PrefixIndex:
                 self._drop(block)
 
     def correct(self, use: PrefixUse, found: int) -> None:
-        """The engine held the prompt's first `found` blocks: if clearly fewer than was thought, forget what is older.
+        """Correct by the engine's figure: it held the prompt's first `found` blocks. If clearly fewer than predicted,
+        drop what is older.
 
         One block is rounding, unless nothing at all was found. O(blocks forgotten).
         """
@@ -246,12 +247,12 @@ class PrefixIndex:
             self._drop(block)
 
     def resize(self, capacity_tokens: int | None) -> None:
-        """The engine's size is known, or has changed; 0: it caches nothing."""
+        """Set the size of the engine's cache; 0: it caches nothing."""
         self.capacity_tokens = capacity_tokens
         self._evict()
 
     def trust(self, found_ratio: float) -> None:
-        """Remember less where this share of the predicted hits is too small, else more again."""
+        """Shrink the index if this share of the predicted hits is too small; else let it grow again."""
         if found_ratio < LEAST_FOUND:
             self.limit_tokens = self.tokens * max(found_ratio, LEAST_KEPT)
             self._evict()
@@ -261,7 +262,7 @@ class PrefixIndex:
                 self.limit_tokens = math.inf
 
     def clear(self) -> None:
-        """The engine has lost its cache."""
+        """Empty the index: the engine has lost its cache."""
         self.blocks.clear()
         self.tokens = 0
 

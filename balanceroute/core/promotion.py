@@ -16,7 +16,7 @@ PROMOTION_PERIOD = 16  # admissions: 6 % of the slots, about what Linux keeps fr
 
 
 class Promotion:
-    """Who joins the front class, and how many admissions ago somebody did."""
+    """Moves overdue requests to the front class, and counts admissions since the last one."""
 
     def __init__(self) -> None:
         self._since_promotion = 0  # admissions
@@ -36,7 +36,7 @@ class Promotion:
             self._since_promotion = 0
 
     def due(self, snapshot: ClusterSnapshot, now: float) -> RequestTracker | None:
-        """The request that has waited longest behind another class, if it has waited long enough; None: nobody."""
+        """The request that has waited longest behind another class, if it has waited long enough, else None."""
         pool = snapshot.pool
         if self._since_promotion < PROMOTION_PERIOD or not pool.behind:
             return None

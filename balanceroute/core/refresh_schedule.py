@@ -1,4 +1,4 @@
-"""`RefreshSchedule`: whose prediction is renewed when.
+"""`RefreshSchedule`: when each request's prediction is renewed.
 
 Predictions enter the core as values: the driver takes those that are `due`, asks its predictor, and passes the results
 to `Scheduler.refresh`, so a rerun needs no predictor. A request is due every `every_tokens` of its generated tokens, at
@@ -45,7 +45,7 @@ class RefreshSchedule:
             heappush(self._at_step, (self._steps + int(ahead), tracker.order, tracker))
 
     def make_due(self, tracker: RequestTracker) -> None:
-        """Its date has come."""
+        """Make a request due."""
         tracker.refresh_due_at = math.inf
         self._due.append(tracker)
 
@@ -59,11 +59,11 @@ class RefreshSchedule:
                 self.make_due(tracker)
 
     def restart(self, running: Iterable[RequestTracker]) -> None:
-        """Nothing is predicted any more: all that run are due, and nobody else."""
+        """Make all running requests due, and no others: predictions were dropped."""
         self._due = [] if self._every_tokens is None else list(running)
 
     def due(self) -> list[RequestTracker]:
-        """Those whose date has come since the last call."""
+        """The requests that became due since the last call."""
         if not self._due:
             return []
         due, self._due = self._due, []

@@ -102,7 +102,7 @@ class Scheduler:
         """Apply another configuration from now on."""
         if config.prefill_policy != self.config.prefill_policy:
             for prefiller in self.snapshot.prefillers:
-                prefiller.cache.clear()  # under a policy that knows no prefixes nobody writes down what is sent
+                prefiller.cache.clear()  # under a policy without prefixes nothing is recorded of sent prompts
             self.snapshot.shared_prefixes.clear()
         self.config = config
         self._size_overlap()
@@ -152,7 +152,7 @@ class Scheduler:
         self.snapshot.remove_worker(worker_id)
 
     def set_worker_state(self, worker_id: str, state: WorkerState, now: float) -> None:
-        """Set what a worker may do, as health or an operator says; its requests stay where they are."""
+        """Set a worker's state, by health or an operator; its requests stay."""
         for worker in self.snapshot.workers:
             if worker.spec.id == worker_id:
                 self.snapshot.set_state(worker, state)
@@ -160,7 +160,7 @@ class Scheduler:
         prefiller = self.snapshot.prefiller(worker_id)
         prefiller.state = state
         if state is DOWN:
-            prefiller.cache.clear()  # whatever took it down, it may come back with an empty cache
+            prefiller.cache.clear()  # it may come back with an empty cache
 
     def report_prefiller(self, worker_id: str, kv_usage: float | None, now: float) -> None:
         """A fresh sample of a prefiller's KV usage (ratio): 1.0 when it can't be reached, None when it doesn't tell."""
@@ -194,25 +194,25 @@ class Scheduler:
     def report_decoder(
         self, worker_id: str, foreign_requests: int, foreign_tokens: int, least_own_slots: int, now: float
     ) -> None:
-        """What others than us run on a decode worker: it takes slots, and counts as load in decisions.
+        """Set a decode worker's foreign load: it takes slots, and counts as load in decisions.
 
-        `least_own_slots` stay ours whatever others hold, so that they can't shut us out.
+        The router may use `least_own_slots` in any case, so that foreign requests can't shut it out.
         """
         self.snapshot.worker(worker_id).set_foreign(foreign_requests, foreign_tokens, least_own_slots)
 
     def report_decoder_memory(self, worker_id: str, capacity_tokens: int, now: float) -> None:
-        """How many KV tokens fit a decode worker, counted as its load is; 0: not known."""
+        """Set a decode worker's KV capacity, in tokens as its load counts them; 0: unknown."""
         self.snapshot.worker(worker_id).kv_capacity_tokens = capacity_tokens
 
     def report_tokens_per_step(self, worker_id: str, tokens_per_step: float, now: float) -> None:
-        """How many tokens a step of a decode worker yields of a request, on average: with speculative decoding several.
+        """Set a decode worker's mean tokens per request and step; with speculative decoding more than 1.
 
         With it a step's time is told from the time between tokens (`core.overlap`).
         """
         self.snapshot.worker(worker_id).tokens_per_step = tokens_per_step
 
     def show_report(self, worker_id: str, samples: dict[str, float]) -> None:
-        """Keep what a decode worker reports of itself, to be shown beside our own ledger: no decision reads it."""
+        """Keep a decode worker's own report, shown beside the ledger; no decision reads it."""
         self.snapshot.worker(worker_id).reported = samples
 
     # -- prefill ----------------------------------------------------------------------------------------------
@@ -226,7 +226,7 @@ class Scheduler:
         return None
 
     def submit_prefilled(self, spec: RequestSpec, now: float, expected_remaining: float | None = None) -> None:
-        """A request arrives whose prefill somebody else has done: straight into the pool."""
+        """Submit a request that is prefilled already: it goes straight into the pool."""
         self._pool(self._register(spec, now), now, expected_remaining)
 
     def dispatch(self, now: float) -> list[Prefill]:
@@ -323,7 +323,7 @@ class Scheduler:
             if self.config.overlap_requests != 0 and self.policy.waits_for_slots and self.snapshot.pool.size:
                 self._send_ahead(now, admissions)
         except Exception:
-            for admission in admissions:  # the driver will not hear of them
+            for admission in admissions:  # the driver gets none of these admissions
                 self._return_to_pool(self._find(admission.request, DECODING))
             raise
         self._promotion.count_admissions(len(admissions))
@@ -394,7 +394,7 @@ class Scheduler:
         unpin(tracker)
 
     def began(self, request_id: str, now: float) -> None:
-        """Its first token came at `now`: the overlap is sized by it (`SchedulerConfig.overlap_requests`)."""
+        """Note the time of its first token, by which the overlap is sized (`SchedulerConfig.overlap_requests`)."""
         self._see_first_token(self._find(request_id, DECODING), now)
 
     def _see_first_token(self, tracker: RequestTracker, now: float) -> None:

@@ -68,7 +68,7 @@ class ClusterSnapshot:
         self.projection = Projection(0, horizon_steps)
         self.alike = True  # every worker has slowdown 1 and charges nothing per request, so that tokens are cost
         self.request_tokens = 0.0  # c, the mean over the workers
-        self.longest_wait_s = math.inf  # what may wait longer would leave the pool unserved
+        self.longest_wait_s = math.inf  # a request that waits longer would leave the pool unserved
         self.max_pooled = math.inf  # requests in the pool, and those being prefilled for it
         self.prefilling = 0
         self.shared_barrier = True  # else each decode worker steps alone
@@ -76,7 +76,7 @@ class ClusterSnapshot:
 
     @property
     def pool_is_full(self) -> bool:
-        """Whether what waits in the pool keeps arrivals out of it."""
+        """Whether the pool is full, so that arrivals are kept out."""
         return self.pool.size + self.prefilling >= self.max_pooled
 
     # -- membership -------------------------------------------------------------------------------------------
@@ -132,7 +132,7 @@ class ClusterSnapshot:
         self.projection = self.recount_projection()
 
     def set_state(self, worker: DecodeInstanceState, state: WorkerState) -> None:
-        """What a decode worker may do from now on."""
+        """Set a decode worker's state."""
         worker.state = state
         self._sort_by_state()
 

@@ -43,8 +43,8 @@ def snapshot_to_dict(snapshot: ClusterSnapshot, now: float, scheduler: Scheduler
 
 
 def outline_to_dict(snapshot: ClusterSnapshot, now: float, scheduler: Scheduler | None = None) -> dict[str, Any]:
-    """What a policy that looks at the present loads alone decides on: requests that run are written as sums, as if
-    others had sent them. Loads, free slots and what waits are the same. O(workers + waiting).
+    """The document for a policy that uses only present loads: running requests are written as sums, like foreign ones.
+    Loads, free slots and what waits are the same. O(workers + waiting).
     """
     return {
         "now_s": now,
@@ -55,7 +55,7 @@ def outline_to_dict(snapshot: ClusterSnapshot, now: float, scheduler: Scheduler 
 
 
 def _cluster(snapshot: ClusterSnapshot) -> dict[str, Any]:
-    """What policies read of the cluster as a whole."""
+    """The cluster-wide fields that policies read."""
     bounded = snapshot.max_pooled < math.inf
     return {
         "means": _means(snapshot),
@@ -99,7 +99,7 @@ def _summed(worker: DecodeInstanceState, scheduler: Scheduler | None) -> dict[st
     fixed, free = _fixed(worker, scheduler), worker.own_slots - len(worker.active)
     return {
         **fixed,
-        "ahead": max(0, fixed["ahead"] + min(0, free)),  # less those that were sent ahead already
+        "ahead": max(0, fixed["ahead"] + min(0, free)),  # without those sent ahead already
         "foreign": {
             "requests": worker.occupied,
             "tokens": worker.total_load,
@@ -159,7 +159,7 @@ def _waiting(tracker: RequestTracker, now: float, horizon_steps: int) -> dict[st
 
 
 def _prefilling(tracker: RequestTracker) -> dict[str, Any]:
-    """Where it is prefilled and why: what each prefiller that might have taken it would have cost, in tokens."""
+    """Its prefiller, and the cost at each possible prefiller, in tokens."""
     assert tracker.offers is not None and tracker.prefiller is not None
     return {
         "id": tracker.id,
@@ -215,7 +215,7 @@ def snapshot_from_dict(
     workers = _list(data, "workers", "")
     for index, entry in enumerate(workers):
         _read_worker(snapshot, entry, f"workers[{index}]")
-    for index, entry in enumerate(workers):  # only now: each worker that joins has what runs recounted
+    for index, entry in enumerate(workers):  # last, because each worker that joins causes a recount
         _read_active(snapshot, snapshot.workers[index], entry, f"workers[{index}]")
     snapshot.projection = snapshot.recount_projection()
     waiting = _list(data, "waiting", "", default=[])
@@ -236,7 +236,7 @@ def snapshot_from_dict(
         snapshot.shared_barrier = _flag(data, "shared_barrier", "")
     if _flag(data, "pool_is_full", ""):
         snapshot.max_pooled = min(snapshot.max_pooled, MOST)
-        snapshot.prefilling = max(0, int(snapshot.max_pooled) - len(snapshot.pool))  # nobody else reads how many
+        snapshot.prefilling = max(0, int(snapshot.max_pooled) - len(snapshot.pool))  # nothing else reads their number
     return snapshot, now
 
 

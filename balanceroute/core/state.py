@@ -1,7 +1,7 @@
 """The state document: policy, params and snapshot in one JSON object.
 
-`balanceroute explain` reads it, of `GET /state` of a running proxy or made by hand, so that a decision can be
-taken home: the policy made from the document, on the snapshot made from it, decides as the running router does.
+`balanceroute explain` reads it, from `GET /state` of a running proxy or made by hand. The policy made from the
+document, on the snapshot made from it, decides as the running router does.
 """
 
 from typing import Any

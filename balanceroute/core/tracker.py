@@ -1,7 +1,7 @@
 """Requests and the workers that hold them: what `Scheduler` writes, one object each.
 
-A request knows its workers and a decode worker its requests, so the three are one module. What a request holds in which
-phase is told in `snapshot.py`, whose `ClusterSnapshot` is where they live.
+A request refers to its workers and a decode worker to its requests, so the three are in one module. `snapshot.py` says
+what a request holds in which phase; its `ClusterSnapshot` owns these objects.
 """
 
 import math
@@ -82,8 +82,8 @@ class RequestTracker:
         self.running = False
         self.arrived_s, self.ready_s, self.overdue_s = arrived_s, ready_s, overdue_s
         self.admitted_s = 0.0
-        self.sent_ahead = False  # its worker had no slot for it when it was admitted
-        self.began_s = math.inf  # when its first token came, where that is told
+        self.sent_ahead = False  # sent ahead: its worker had no free slot at its admission
+        self.began_s = math.inf  # time of its first token, if reported
         self.counted = self.joined_step = 0
         self.refreshed_remaining, self.refreshed_at = refreshed_remaining, 0
         self.refresh_due_at = math.inf
@@ -91,12 +91,12 @@ class RequestTracker:
         self.pushing = False  # decode-first: its prefiller is computing the prompt for the decode worker that holds it
         self.earlier_tokens = 0
         self.prefix, self.block_tokens = prefix, block_tokens
-        # while it is prefilled: what its prefiller was thought to hold of it, and to have to compute
+        # while it is prefilled: predicted cached tokens, and tokens to compute
         self.prefix_use: PrefixUse | None = None
         self.uncached_tokens = 0
-        self.shared_blocks = 0  # when it was last sent: its leading blocks that many conversations begin with
-        self.queue_s: float | None = None  # where it stands in the queue for a prefiller, once it has been in it
-        # while it is prefilled: who at what cost
+        self.shared_blocks = 0  # at its last probe: the number of its leading blocks that many conversations share
+        self.queue_s: float | None = None  # its place in the queue for a prefiller, once computed
+        # while it is prefilled: the cost at each prefiller
         self.offers: tuple[Sequence[PrefillerBudget], Sequence[float]] | None = None
 
     def uncached_on(self, prefiller: "PrefillerBudget") -> int:
@@ -163,16 +163,16 @@ class DecodeInstanceState:
     foreign_requests: int = 0
     foreign_tokens: int = 0
     least_own_slots: int = 0
-    kv_capacity_tokens: int = 0  # 0: not known
-    tokens_per_step: float = 1.0  # of a running request, on average: more with speculative decoding
+    kv_capacity_tokens: int = 0  # 0: unknown
+    tokens_per_step: float = 1.0  # mean per running request; more than 1 with speculative decoding
     ahead: int = 0
-    own_slots: int = field(init=False)  # B less what others hold: how many of ours may be active
+    own_slots: int = field(init=False)  # B less foreign requests: how many own ones may be active
 
     def __post_init__(self) -> None:
         self.own_slots = self.spec.slots
 
     def set_foreign(self, requests: int, tokens: int, least_own_slots: int) -> None:
-        """Others hold so many requests, of so many KV tokens; `least_own_slots` are ours whatever they hold."""
+        """Set the foreign requests and their KV tokens; the router may use `least_own_slots` in any case."""
         self.foreign_requests, self.foreign_tokens, self.least_own_slots = requests, tokens, least_own_slots
         self.own_slots = max(self.spec.slots - requests, min(least_own_slots, self.spec.slots))
 
@@ -183,24 +183,24 @@ class DecodeInstanceState:
 
     @property
     def occupied(self) -> int:
-        """Requests on the worker, whoever sent them."""
+        """Requests on the worker, foreign ones included."""
         return len(self.active) + self.foreign_requests
 
     @property
     def total_load(self) -> int:
-        """KV tokens on the worker, whoever sent them."""
+        """KV tokens on the worker, foreign ones included."""
         return self.load + self.foreign_tokens
 
     @property
     def step_load(self) -> float:
-        """What its step costs, in KV tokens of a worker of slowdown 1: what a decision takes for L_g."""
+        """The cost of its step, in KV tokens of a worker of slowdown 1; decisions use it as L_g."""
         spec = self.spec
         return spec.slowdown * (self.load + self.foreign_tokens + spec.request_tokens * self.occupied)
 
 
 @dataclass(slots=True, eq=False)
 class PrefillerBudget:
-    """A prefiller: the latest sample of its KV usage, and our ledger of what requests hold there.
+    """A prefiller: the latest sample of its KV usage, and the ledger of requests' holdings there.
 
     A prefill takes a slot by `begin` and releases it by `end`; then its KV is pinned by `pin`, until `unpin`.
 
@@ -270,7 +270,7 @@ class PrefillerBudget:
             return
         block_tokens = tracker.block_tokens * prompt_tokens / tracker.prompt_tokens  # now that the size is exact
         if not block_tokens or use.matched * block_tokens < self.cache.engine_block_tokens:
-            return  # less than one block of the engine's: it may hold all of that and skip nothing
+            return  # less than one block of the engine: it caches no part of a block
         self.cache.correct(use, max(cached_tokens > 0, int(cached_tokens / block_tokens)))
 
     def withdraw_prefix(self, tracker: RequestTracker) -> None:

@@ -33,7 +33,7 @@ UP, DRAINING, DOWN = WorkerState
 
 
 class Phase(StrEnum):
-    """Where a request stands between its arrival and its single finish."""
+    """The state of a request between its arrival and its single finish."""
 
     QUEUED = "queued"
     PREFILLING = "prefilling"
@@ -46,7 +46,7 @@ QUEUED, PREFILLING, POOLED, DECODING, GONE = Phase
 
 
 class Outcome(StrEnum):
-    """How a request left."""
+    """The way a request ended."""
 
     FINISHED = "finished"
     FAILED = "failed"
@@ -105,7 +105,7 @@ class RequestSpec:
 
 @dataclass(slots=True)
 class Standing:
-    """Where a request stands: all that a scheduler needs to continue one that it has not seen before (`adopt`).
+    """The state of a request: all that a scheduler needs to continue one that it has not seen before (`adopt`).
 
     Args:
         waited_s: seconds since its arrival.

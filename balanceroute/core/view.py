@@ -1,7 +1,7 @@
-"""Views of the snapshot for those outside the core: plain frozen copies, through which nobody can write.
+"""Views of the snapshot for code outside the core: plain frozen copies.
 
-Whoever shows, measures or watches the cluster gets these, never the snapshot itself. A view is true when it is made; it
-does not follow later changes.
+Code that shows, measures or watches the cluster gets these, never the snapshot itself. A view does not follow later
+changes.
 """
 
 from dataclasses import dataclass

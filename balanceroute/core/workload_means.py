@@ -1,4 +1,4 @@
-"""`WorkloadMeans`: what requests have been like so far, in running means."""
+"""`WorkloadMeans`: running means of the requests so far."""
 
 from dataclasses import dataclass
 
