@@ -70,7 +70,7 @@ class PrefillView:
 
 @dataclass(frozen=True, slots=True)
 class RunnerUp:
-    """What the policy does first when it may not make an admission.
+    """The policy's first choice if it may not make a certain admission.
 
     `admission`: None where it then makes none; `why` says whether it had a choice. `score`: of this admission, where
     both were made in the same stage. It may exceed the score of the admission that was made: some policies
@@ -223,7 +223,7 @@ def outlook(state: Any, policy_name: str) -> Outlook:
 
 
 def prefill_views(state: dict[str, Any]) -> list[PrefillView]:
-    """What the state document says of prompts under way. Raises InputError: that is no such list."""
+    """The state document's prompts under way. Raises: InputError: it has no such list."""
     try:
         return [
             PrefillView(
@@ -264,7 +264,7 @@ def worker_views(snapshot: ClusterSnapshot) -> list[WorkerView]:
 
 @dataclass(frozen=True, slots=True)
 class _Decision:
-    """What a policy does; the last `sent_ahead` are admitted ahead of a slot."""
+    """A policy's admissions; the last `sent_ahead` are ahead of a slot."""
 
     admissions: list[Admit]
     sent_ahead: int
@@ -299,7 +299,7 @@ class _Situation:
         self._scarce = policy.waits_for_slots and len(snapshot.pool) > snapshot.free_slots
 
     def runner_up(self, admissions: list[Admit], index: int) -> RunnerUp:
-        """What the policy does first after the earlier admissions, when it may not make this one."""
+        """The policy's first choice after the earlier admissions, if it may not make this one."""
         made, before = admissions[index], _after(self._written, admissions[:index])
         drawn = self._snapshot.draws - self._written["draws"]  # by the decision, which has been taken since
         before["draws"] += index * drawn // len(admissions)

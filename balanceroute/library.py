@@ -37,7 +37,7 @@ PLOTTED_STEPS = 1500  # in the middle of the steady window, as the load panels o
 
 @dataclass(frozen=True, slots=True)
 class SimulationResult:
-    """What a simulation came to.
+    """The result of a simulation.
 
     Args:
         label: the policy's name, as figures show it.

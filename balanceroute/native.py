@@ -113,7 +113,7 @@ def library() -> ModuleSpec | None:
     """The compiled form of these very sources, where there is one."""
     try:
         return PathFinder.find_spec(f"balanceroute.{group()}__mypyc", [str(PACKAGE)])
-    except OSError:  # sources left out: compiled modules alone were installed, and no other form of them can be meant
+    except OSError:  # without sources the installed compiled modules are the only form
         return None
 
 

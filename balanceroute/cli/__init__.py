@@ -95,7 +95,7 @@ def main() -> None:
         if error.errno not in UNWRITABLE and not isinstance(error, io.UnsupportedOperation):
             raise
         print(f"balanceroute: the output cannot be written: {error.strerror or error}", file=sys.stderr)
-        # what is left in the buffer would fail once more when the interpreter ends
+        # the rest of the buffer would fail again at the interpreter's end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except typer.Abort:

@@ -19,7 +19,7 @@ Scale = TypeVar("Scale")
 Shown = TypeVar("Shown", "PolicyRun", "PrefixRun")
 Rows = list[tuple[str, Callable[[Shown], float], str]]  # name of a figure, where it is, its format
 
-LATE_S = 0.1  # of a request, by which its client could not keep up
+LATE_S = 0.1  # seconds a request is sent late because its client could not keep up
 SHOWN = ("br_0", "br_h", DEFAULTS["policy"])  # the paper's two, and the default
 
 
@@ -91,7 +91,7 @@ def side_by_side(
 
 
 def until_interrupted(names: Sequence[str], run: "Callable[[str, Progress], Run]") -> list[Run]:
-    """What `run` finds for each of the policies, as far as it gets before Ctrl-C."""
+    """The results of `run` for the policies, until Ctrl-C."""
     from balanceroute.cli.output import progress_bar
     from balanceroute.demo.processes import ended_by_signals
 

@@ -190,7 +190,7 @@ async def running(cluster: "EmulatedCluster | ProcessCluster") -> AsyncIterator[
 
 
 def configuration(cluster: "EmulatedCluster | ProcessCluster", listen_port: int = 8000) -> dict[str, Any]:
-    """What `serve` needs to stand in front of the cluster."""
+    """The configuration for `serve` in front of the cluster."""
     from balanceroute.emulator import Connector
 
     shape = cluster.shape

@@ -92,7 +92,7 @@ def read_json(path: Path) -> object:
 
 
 def state_in(path: Path) -> object:
-    """What GET /state returned. Raises: InputError: it is the router's refusal, or the answer of another route."""
+    """Read a document of GET /state. Raises: InputError: it is a refusal, or the answer of another route."""
     from balanceroute.errors import InputError
 
     read = read_json(path)

@@ -73,7 +73,7 @@ def value_word(kind: Any) -> str | None:
 
 
 def long_help(function: Callable[..., Any]) -> str:
-    """What the function says of itself, its examples in one line each, to be copied."""
+    """A command's docstring as help, with each example on one line, to be copied."""
     return "\n\n".join(
         f"\b\n{paragraph}" if paragraph.startswith("Example:") else paragraph for paragraph in paragraphs(function)
     )

@@ -147,7 +147,7 @@ class ProgressLines:
         self._next_s = clock() + LINE_EVERY_S
 
     def __call__(self, done: int, total: int) -> None:
-        """So much is done."""
+        """Report progress."""
         now = self._clock()
         if now >= self._next_s:
             self._next_s = now + LINE_EVERY_S

@@ -28,7 +28,7 @@ _PREFIX_CACHING = re.compile(rb'vllm:cache_config_info\{[^}]*enable_prefix_cachi
 
 @dataclass(slots=True)
 class Answer:
-    """What one worker says; None and empty: it does not tell. `problems` are what is wrong, one line each."""
+    """A worker's answers; None and empty: not reported. `problems`: one line each."""
 
     worker: str
     role: str
@@ -103,7 +103,7 @@ def _object(value: object) -> dict[str, Any]:
 
 
 def _shown(value: object) -> str:
-    """What a server says as text for a terminal, which control characters could take over."""
+    """A server's text without control characters, for a terminal."""
     return "".join(character if character.isprintable() else "?" for character in str(value))
 
 
@@ -158,7 +158,7 @@ def _read_server_info(answer: Answer, config: Config, worker: Worker, body: Mapp
 
 
 def not_compared(answers: list[Answer]) -> dict[str, list[str]]:
-    """What could not be held against the configuration because workers that answer do not tell it, and which."""
+    """The settings that could not be compared, with the workers that do not report them."""
     told = [answer for answer in answers if answer.healthy]
     silent = [a for a in told if a.max_num_seqs is None]  # of /server_info
     found = {

@@ -175,7 +175,7 @@ def serve(
 
 
 def serve_alone(config: "Config", read_again: "Callable[[], Config]", journal: Path | None) -> None:
-    """One process is the router. Raises: ConfigError, InputError: a file of the configuration is wrong."""
+    """Run the router in one process. Raises: ConfigError, InputError: a file of the configuration is wrong."""
     import asyncio
 
     from balanceroute.proxy.admission.forecasts import build_forecasts

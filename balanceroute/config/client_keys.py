@@ -93,7 +93,7 @@ def _problem(found: ErrorDetails) -> str:
 
 
 def digest_of(key: bytes) -> bytes:
-    """What stands for a key: its SHA-256 hash."""
+    """The SHA-256 hash of a key."""
     return hashlib.sha256(key).digest()
 
 

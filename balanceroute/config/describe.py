@@ -113,7 +113,7 @@ def is_secret(field: FieldInfo) -> bool:
 
 
 def accepts(field: FieldInfo) -> str:
-    """What the field takes, in words: `an integer, 1 to 65535, or null`."""
+    """The accepted values of a field, in words: `an integer, 1 to 65535, or null`."""
     nested, many = nested_model(field)
     if nested is not None:
         keys = ", ".join(nested.model_fields)

@@ -9,7 +9,7 @@ import yaml
 
 from balanceroute.errors import ConfigError
 
-MAX_BYTES: Final = 2**25  # of a file; 100,000 client keys take half of it
+MAX_BYTES: Final = 2**25  # bytes of a file; 100,000 client keys take half of it
 LONG: Final = 2**16  # characters; 500 client keys
 _HINTS: Final = {
     "'\\t'": "; indent with spaces, not with tabs",
@@ -97,7 +97,7 @@ def _count(node: yaml.Node, counted: dict[int, int]) -> int:
 
 
 def values(text: str) -> object:
-    """What a YAML text holds. Raises: yaml.YAMLError, ValueError, RecursionError.
+    """Parse a YAML text. Raises: yaml.YAMLError, ValueError, RecursionError.
 
     libyaml forgives a few tabs and odd characters, so what people write by hand is read in Python everywhere.
     """
@@ -108,7 +108,7 @@ def values(text: str) -> object:
 
 
 def to_yaml(data: object) -> str:
-    """As YAML that is read as the same."""
+    """Write values as YAML that reads back the same."""
     return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 

@@ -18,8 +18,9 @@ READ_S: Final = 5.0  # a file of some kilobytes takes milliseconds, over a busy 
 
 
 def in_time(read: Callable[[], T], what: str, within_s: float = READ_S) -> T:
-    """What `read` returns, or raises. Raises: ConfigError: it takes longer, or no thread is to be had; `what` is read
-    is said.
+    """The result, or the error, of `read`, which reads `what`.
+
+    Raises: ConfigError: it takes longer than `within_s`, or no thread can be started.
     """
     try:
         result = _begun(read)
@@ -34,7 +35,7 @@ def in_time(read: Callable[[], T], what: str, within_s: float = READ_S) -> T:
 
 
 async def off_the_loop(read: Callable[[], T]) -> T:
-    """What `read` returns, or raises, however long it takes: only the caller waits.
+    """The result, or the error, of `read`, run in a thread: only the caller waits.
 
     Raises: RuntimeError: no thread is to be had.
     """

@@ -29,7 +29,7 @@ from balanceroute.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 HOST = "127.0.0.1"
-WILDCARDS = {"": HOST, "0.0.0.0": HOST, "::": "::1"}  # what is listened on -> where it is reached
+WILDCARDS = {"": HOST, "0.0.0.0": HOST, "::": "::1"}  # listening address -> address for clients
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class EmulatedCluster:
         self.prefill_urls: list[str] = []
         self.decode_urls: list[str] = []
         self._servers: list[HttpServer] = []
-        self._apps: dict[str, App] = {}  # what the in-process transport reaches, by host:port
+        self._apps: dict[str, App] = {}  # applications for the in-process transport, by host:port
         self._tasks: list[asyncio.Task[None]] = []
         self._client: httpx.AsyncClient | None = None
 
@@ -135,7 +135,7 @@ class EmulatedCluster:
         self._client = client
 
     def state(self) -> dict[str, Any]:
-        """What every worker holds, and what went wrong."""
+        """The state of every worker, and violations."""
         workers = [worker.state() for worker in self.workers.values()]
         return {
             "workers": {state["name"]: state for state in workers},
@@ -147,11 +147,11 @@ class EmulatedCluster:
         }
 
     def kv(self, what: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """What a decode rank in another process asks of the prefillers here. Raises: KeyError."""
+        """Answer a decode rank of another process about the prefillers here. Raises: KeyError."""
         return PrefillSide(self._exchange).answer(what, body)
 
     def violations(self) -> dict[str, int]:
-        """What the router did wrong, by kind, over all workers."""
+        """The router's violations of the protocol, by kind, over all workers."""
         total: dict[str, int] = {}
         for worker in self.workers.values():
             for kind, count in worker.violations.items():
@@ -263,6 +263,6 @@ class EmulatedCluster:
 
 
 def reached_at(host: str) -> str:
-    """What a URL names for a server that listens on this host, from this machine."""
+    """The host for URLs, on this machine, of a server that listens on `host`."""
     name = WILDCARDS.get(host, host)
     return f"[{name}]" if ":" in name else name

@@ -38,7 +38,7 @@ _REQUIRED = ("remote_engine_id", "remote_host", "remote_port", "remote_request_i
 
 
 class Reaction(StrEnum):
-    """What a decoder does with a request, given its params."""
+    """A decoder's reaction to a request's params."""
 
     PULL = "pull"  # read the pinned KV
     LOCAL = "local"  # compute the prompt itself
@@ -50,7 +50,7 @@ class Reaction(StrEnum):
 
 
 class PinState(StrEnum):
-    """What became of a prefilled prompt's KV."""
+    """The state of a prefilled prompt's KV."""
 
     PINNED = "pinned"
     CLAIMED = "claimed"  # a decoder is about to read it
@@ -154,7 +154,7 @@ class KvExchange:
         self._sinks.pop(engine_id, None)
 
     def sink(self, engine_id: object) -> PushSink | None:
-        """Where KV for the decoder of that engine id goes."""
+        """The destination of KV for the decoder of that engine id."""
         return self._sinks.get(engine_id) if isinstance(engine_id, str) else None
 
     def was_there(self, engine_id: object) -> bool:
@@ -175,7 +175,7 @@ class PullPlan:
 def reply_params(
     connector: Connector, source: PinSource, pin: Pin, prompt_tokens: int, block_size: int, last_token: int
 ) -> dict[str, Any] | None:
-    """What the prefiller returns after a probe; the layerwise connector returns nothing."""
+    """The parameters that a prefiller returns after a probe; None with the layerwise connector."""
     if connector is Connector.MOONCAKE_LAYERWISE:
         return None
     common = {
@@ -220,7 +220,7 @@ def plan_pull(
 
 
 def plan_from_params(params: Mapping[str, Any] | None, connector: Connector) -> PullPlan | None:
-    """What the parameters decide without a look at the prefiller; None when they name its KV."""
+    """The plan by the parameters alone; None: they name a prefiller's KV."""
     if not params or not params.get("do_remote_prefill"):
         return PullPlan(Reaction.LOCAL, "decoder_prefilled")
     if params.get("do_virtual"):
@@ -239,7 +239,7 @@ def plan_from_params(params: Mapping[str, Any] | None, connector: Connector) -> 
 
 
 def plan_from_source(params: Mapping[str, Any], digest: int, exchange: KvExchange) -> PullPlan:
-    """What the prefiller's pins make of the parameters; `digest` is that of the decoder's prompt."""
+    """The plan by the prefiller's pins; `digest`: of the decoder's prompt."""
     engine_id = params["remote_engine_id"]
     source = exchange.find(engine_id)
     if source is None:

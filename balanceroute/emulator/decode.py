@@ -72,12 +72,12 @@ class DecodeWorker(Worker):
         self._post_json = post_json
         self._generations: dict[str, Generation] = {}  # everything on the rank, and what was just popped
         self._to_recompute: dict[str, Generation] = {}
-        self._planning: dict[Call, asyncio.Task[None]] = {}  # whose KV another process is asked about
+        self._planning: dict[Call, asyncio.Task[None]] = {}  # calls that ask another process about their KV
         exchange.register_sink(self.engine_id, self.kv_pushed)
 
     @property
     def kv(self) -> KvBlocks:
-        """Its KV memory."""
+        """The worker's KV memory."""
         return self.rank.kv
 
     def submit(self, call: Call, fault: Fault | None = None) -> None:
@@ -223,7 +223,7 @@ class DecodeWorker(Worker):
             self._wake.set()
 
     def admitted(self, generation: Generation) -> None:
-        """It has its blocks; the layerwise connector now asks for the prefill."""
+        """Note that a request has its blocks; the layerwise connector now asks for the prefill."""
         if generation.preemptions:
             return
         if generation.plan.reaction is Reaction.PUSHED:
@@ -239,7 +239,7 @@ class DecodeWorker(Worker):
             self._wake.set()
 
     def started(self, generation: Generation) -> None:
-        """Its KV is here: read it, whatever it is, and let the prefiller free it."""
+        """Note that a request's KV has come: read it, right or wrong, and let the prefiller free it."""
         if generation.stream is not None:  # back after a local preemption
             return
         plan, choice, call = generation.plan, generation.choice, generation.call

@@ -137,7 +137,7 @@ class FaultBox:
         return None
 
     def to_json(self) -> list[dict[str, Any]]:
-        """What waits."""
+        """The waiting faults."""
         return [{"kind": f.kind, "count": f.count, "path": f.path} for f in self._faults]
 
 

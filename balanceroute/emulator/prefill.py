@@ -64,7 +64,7 @@ class PrefillWorker(Worker):
 
     @property
     def kv(self) -> KvBlocks:
-        """Its KV memory."""
+        """The worker's KV memory."""
         return self.prefiller.kv
 
     @property

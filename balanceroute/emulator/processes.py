@@ -55,7 +55,7 @@ class Member:
 
     @property
     def names(self) -> list[str]:
-        """Its workers."""
+        """The names of its workers."""
         return [f"p{index}" for index in self.part.prefillers] + [f"d{index}" for index in self.part.decoders]
 
 
@@ -98,7 +98,7 @@ class ProcessCluster:
 
     @property
     def control_url(self) -> str:
-        """Where the whole cluster is asked and broken."""
+        """The URL for the state and the faults of the whole cluster."""
         return self._address(self._server.port)
 
     def _address(self, port: int) -> str:

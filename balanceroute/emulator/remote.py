@@ -27,17 +27,17 @@ from balanceroute.emulator.connectors import (
 from balanceroute.engine.tokens import prompt_digest
 
 SIDE_CHANNEL_PORT: Final = 5600  # NIXL's default; only a name here, nothing listens on it. Prefiller i has i more
-TIMEOUT_S: Final = 60.0  # of a transfer from a prefiller that stands still
+TIMEOUT_S: Final = 60.0  # for a transfer from a stopped prefiller
 
 
 class PrefillSide:
-    """What a prefiller's process answers to decode ranks in others; `exchange` holds its own workers."""
+    """A prefiller process's answers to decode ranks in other processes; `exchange`: its own workers."""
 
     def __init__(self, exchange: KvExchange) -> None:
         self._exchange = exchange
 
     def answer(self, what: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """One call. Raises: KeyError for one that there is none of."""
+        """Answer one call. Raises: KeyError: an unknown call."""
         return {"plan": self._plan, "pull": self._pull, "release": self._release}[what](body)
 
     def _plan(self, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -103,7 +103,7 @@ class RemoteKv(KvExchange):
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def plan(self, params: Mapping[str, Any] | None, prompt: tuple[int, ...], connector: Connector) -> PullPlan:
-        """What a decode rank does with a request that carries `params`; claims the pin."""
+        """A decode rank's plan for a request with `params`; claims the pin."""
         known = plan_from_params(params, connector)
         if known is not None:
             return known

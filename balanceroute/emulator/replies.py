@@ -85,7 +85,7 @@ class Choice:
 
     @property
     def part(self) -> Part:
-        """Where the last token goes."""
+        """The part that the last token belongs to."""
         assert self.plan is not None
         return self.plan.part(len(self.ids) - 1)
 
@@ -99,7 +99,7 @@ class Choice:
         return [call]
 
     def delta(self) -> dict[str, Any]:
-        """What a chunk of a chat shows of the text that is cleared to be sent."""
+        """The delta of a chat's chunk, from the text that may be sent."""
         if self.plan is None or self.part is Part.CONTENT:
             return {"content": self.text}
         if self.part is Part.REASONING:
@@ -135,7 +135,7 @@ class Call(ABC):
             for copy in range(request.n)
         ]
         self.kv_transfer_params: dict[str, Any] | None = None
-        self.cached_tokens: int | None = None  # of the prompts; None where the server doesn't say
+        self.cached_tokens: int | None = None  # cached tokens of the prompts; None: not reported
         self.open = len(self.choices)
 
     def external_id(self, choice: Choice) -> str:

@@ -29,7 +29,7 @@ _WORDS = 6
 
 
 class Part(StrEnum):
-    """Where a token of a chat's answer goes."""
+    """The part of a chat's answer that a token belongs to."""
 
     REASONING = "reasoning"
     CONTENT = "content"
@@ -38,7 +38,7 @@ class Part(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """What a request wants its answer to look like."""
+    """The structure that a request demands of its answer."""
 
     thinks: bool = False
     forgets: bool = False
@@ -99,13 +99,13 @@ class Plan:
         return self._think + self._lead + len(self._tail) + 1 if self._tail else None
 
     def part(self, position: int) -> Part:
-        """Where the token at this position of this request's output goes."""
+        """The part that the token at this position of the output belongs to."""
         if position < self._think and not self._shown_as_content:
             return Part.REASONING
         return Part.CALL if self.structure.calls and position >= self._think + self._lead else Part.CONTENT
 
     def stream(self, corruption: bytes = b"") -> "PlannedStream":
-        """Its tokens."""
+        """The stream of its tokens."""
         return PlannedStream(TokenStream(self._prompt, corruption=corruption), self._think + self._lead, self._tail)
 
 

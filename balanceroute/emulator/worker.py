@@ -26,7 +26,7 @@ from balanceroute.engine.tokens import plan_length
 
 logger = logging.getLogger(__name__)
 
-sequence_numbers = itertools.count()  # of engine requests, over all workers
+sequence_numbers = itertools.count()  # numbers of engine requests, over all workers
 
 
 def planned_length(choice: Choice, request: GenerationRequest, shape: ClusterShape) -> tuple[int, bool]:
@@ -46,7 +46,7 @@ def stream_of(choice: Choice, corruption: bytes = b"") -> TokenStream | PlannedS
 
 
 class Worker(ABC):
-    """What both kinds share: a name, faults, violations, counters, and whether the engine lives."""
+    """The base of both kinds: name, faults, violations, counters, and whether the engine lives."""
 
     role: str
 
@@ -81,7 +81,7 @@ class Worker(ABC):
     @property
     @abstractmethod
     def kv(self) -> KvBlocks:
-        """Its KV memory."""
+        """The worker's KV memory."""
 
     @abstractmethod
     def submit(self, call: Call, fault: Fault | None = None) -> None:
@@ -116,7 +116,7 @@ class Worker(ABC):
         self.faults.clear()
 
     def state(self) -> dict[str, Any]:
-        """What `GET /_emulator/state` says of it."""
+        """The worker's part of `GET /_emulator/state`."""
         running, waiting, deferred = self.queue_counts()
         return {
             "name": self.name,

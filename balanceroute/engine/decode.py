@@ -41,14 +41,14 @@ from balanceroute.errors import ConfigError, InvariantError
 
 
 class Preemption(StrEnum):
-    """What happens to the last running request when KV blocks run out."""
+    """How the last running request is preempted when KV blocks run out."""
 
     RECOMPUTE_LOCALLY = "recompute_locally"
     POP_LAST = "pop_last"
 
 
 class Place(StrEnum):
-    """Where a request is on its rank; `gone` before it came and after it left."""
+    """The place of a request on its rank; `gone` before it came and after it left."""
 
     GONE = "gone"
     WAITING = "waiting"
@@ -91,7 +91,7 @@ R = TypeVar("R", bound=EngineRequest)
 
 @dataclass(slots=True)
 class StepOutcome(Generic[R]):
-    """What one step did on one rank, in the order of the batch.
+    """The result of a step on one rank, in the order of the batch.
 
     stepped: got a token (look at `finished` for those that have left with it). recomputed: popped without a
     token, to be told before this step's tokens.
@@ -188,7 +188,7 @@ class DecodeRank(Generic[R]):
         return admitted
 
     def kv_arrived(self, request_id: str, now: float) -> None:
-        """Its KV is here: it runs from the next step on."""
+        """Note that a request's KV has come: it runs from the next step on."""
         self.transferring[request_id].ready_s = now
 
     def start_ready(self, now: float) -> list[R]:

@@ -38,14 +38,14 @@ class Held(NamedTuple):
 
 @dataclass(slots=True)
 class RankBatch:
-    """What a rank runs and what waits there, paused requests among them, in order."""
+    """The running and the waiting requests of a rank, in order; paused ones wait."""
 
     running: list[Held]
     waiting: list[Held]
 
     @property
     def blocks(self) -> int:
-        """Of the requests that run."""
+        """KV blocks of the running requests."""
         return sum(held.blocks for held in self.running)
 
 

@@ -45,5 +45,5 @@ class PrefixCache:
         return found
 
     def clear(self) -> None:
-        """Nothing is cached any more."""
+        """Empty the cache."""
         self._blocks.clear()

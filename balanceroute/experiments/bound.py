@@ -43,7 +43,7 @@ def plan(scope: Scope) -> list[Job]:
 
 
 def files(scope: Scope) -> list[str]:
-    """What the report writes."""
+    """The files of the report."""
     return [f"bound_{scope.workload(source).name}.csv" for source in scope.sources]
 
 

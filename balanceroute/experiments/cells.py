@@ -197,7 +197,7 @@ class CellJob(Task):
 
     @property
     def key(self) -> str:
-        """What names the result in the file of finished runs: cell, every knob of the policy, and a user's requests."""
+        """The key of the result in the file of finished runs: cell, all knobs of the policy, and a user's requests."""
         knobs = f"{self.method.policy!r} {self.method.predictor} {self.method.overlap_requests}"
         return " ".join([repr(self.cell), knobs, *trace_digest(self.cell.shape)])
 

@@ -35,7 +35,7 @@ def plan(scope: Scope) -> list[CellJob]:
 
 
 def files(scope: Scope) -> list[str]:
-    """What the report writes."""
+    """The files of the report."""
     return [f"engine_balancer_{scope.workload(source).name}.csv" for source in scope.sources]
 
 

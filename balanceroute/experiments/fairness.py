@@ -39,7 +39,7 @@ def can_sweep(scope: Scope, source: str) -> bool:
 
 
 def files(scope: Scope) -> list[str]:
-    """What the report writes."""
+    """The files of the report."""
     written = []
     for source in scope.sources:
         name = scope.workload(source).name

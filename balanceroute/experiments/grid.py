@@ -117,7 +117,7 @@ class Store:
         self.known: dict[str, dict[str, float]] = {}
         self.code = code_digest()
         lines = self._read().split(b"\n") if path.is_file() else [b""]
-        for number, line in enumerate(lines[:-1], start=1):  # what stands last is half a line, or nothing
+        for number, line in enumerate(lines[:-1], start=1):  # the last line may be incomplete, or is empty
             self._learn(number, line)
 
     def _read(self) -> bytes:
@@ -159,7 +159,7 @@ def _cut_half_line(file: BinaryIO) -> None:
 
 @dataclass(frozen=True, slots=True)
 class CellResult:
-    """One policy in one cell: means over the seeds, and what it gives away against the best (ratios; 0 is the best)."""
+    """One policy in one cell: means over the seeds, and its losses against the best (ratios; 0: it is the best)."""
 
     cell: Cell
     method: Method

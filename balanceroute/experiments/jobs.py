@@ -32,7 +32,7 @@ from balanceroute.simulator.history import finished_requests, fitted
 from balanceroute.traces import PRESETS, Trace, generate_trace, ideal_capacity, load_trace
 
 TRAIN_SEED_OFFSET = 1000  # histories are other draws of the same workload
-TRAIN_RATIO = 0.3  # of a user's trace: its beginning is history, the rest is replayed
+TRAIN_RATIO = 0.3  # share of a user's trace that is history; the rest is replayed
 PANEL_STEPS = 1500  # length of the segment that the load panels show, as in the paper
 STAGES = ("prepare", "stage1", "stage2")
 
@@ -72,7 +72,7 @@ class Task(Protocol):
 
     @property
     def key(self) -> str | None:
-        """What names its result among finished runs; None: it is not kept."""
+        """The name of its result among finished runs; None: it is not kept."""
         return None
 
     def run(self) -> Any:
@@ -152,7 +152,7 @@ class StageTimes:
 
 @dataclass(frozen=True, slots=True)
 class JobResult:
-    """What tables and figures need of one simulation."""
+    """The figures of one simulation for tables and plots."""
 
     figures: Figures
     waits: tuple[SizeClassWait, ...]

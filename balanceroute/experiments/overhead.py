@@ -41,7 +41,7 @@ def plan(scope: Scope) -> list[Job]:
 
 
 def files(scope: Scope) -> list[str]:
-    """What the report writes."""
+    """The files of the report."""
     return ["overhead.csv", *figures.files("overhead")]
 
 

@@ -24,7 +24,7 @@ def job_of(scope: Scope, source: str, kind: str) -> PredictorJob:
 
 
 def files(scope: Scope) -> list[str]:
-    """What the report writes."""
+    """The files of the report."""
     return ["predictors.csv"]
 
 

@@ -17,7 +17,7 @@ TITLES = {
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """What every experiment is to cover; `quick` trades seeds and rows for minutes."""
+    """The scope of every experiment; `quick`: fewer seeds and rows."""
 
     quick: bool = False
     trace: str | None = None  # a trace file of the user, in place of the synthetic workloads
@@ -75,13 +75,13 @@ class Scope:
         return bool(arrivals[0] == arrivals[-1])
 
     def title(self, source: str, rows: int | None = None) -> str:
-        """What a workload is, said honestly; `rows` as for `workload`."""
+        """The description of a workload, with whether it is synthetic; `rows` as for `workload`."""
         return (
             TITLES[source] if source in TITLES else f"{Workload(source).name} (your trace: {self.split(source, rows)})"
         )
 
     def split(self, source: str, rows: int | None = None) -> str:
-        """Which part of a user's trace is history, and which is replayed."""
+        """The parts of a user's trace that are history and that are replayed, in words."""
         total, history = len(whole_trace(source)), len(replayed(self.workload(source, rows=rows), 8)[1])
         if total == 1:
             return "its one request is both history and replayed"

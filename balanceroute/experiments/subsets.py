@@ -44,7 +44,7 @@ def plan(scope: Scope) -> list[Job]:
 
 
 def files(scope: Scope) -> list[str]:
-    """What the report writes."""
+    """The files of the report."""
     return [f"subsets_{scope.workload(source).name}.csv" for source in scope.sources]
 
 

@@ -35,7 +35,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class RerunReport:
-    """What a rerun found.
+    """The result of a rerun.
 
     `span_s`: from the first call to the last, seconds of the calls' own time. `cut_short`: half a line ends the file.
     """
@@ -91,13 +91,13 @@ def _rerun(path: Path, file: BinaryIO) -> RerunReport:
 
 
 def _written_by(version: object) -> str:
-    """What to say after a reason why a line cannot be read, which another version may have."""
+    """A note for an unreadable line: another version may have written it."""
     other = isinstance(version, str) and version != __version__
     return f"; version {version!r:.40} wrote it, this is {__version__!r}" if other else ""
 
 
 def _begun(path: Path, line: bytes) -> tuple[str, PolicySettings, Scheduler]:
-    """What the header says: the version, the policy, and a scheduler to make the calls on."""
+    """Read the header: the version, the policy, and a scheduler for the calls."""
     version: object = __version__
     try:
         header = orjson.loads(line)

@@ -24,7 +24,7 @@ import httptools
 from balanceroute.errors import InputError
 
 TAIL_BYTES = 8192  # enough for the last token, the usage and the end marker of a stream
-DOCUMENT_BYTES = 1 << 20  # of what is fetched, such as a list of models
+DOCUMENT_BYTES = 1 << 20  # bytes of a fetched body, such as a list of models
 EVENT_DATA = b"\ndata:"  # one line an event, whichever of the line ends of SSE it has
 HEADER_TEXT = re.compile(r"[!-~]+")  # what a header's value takes everywhere, also in config.values
 
@@ -39,7 +39,7 @@ class ExchangeFailed(Exception):
 
 @dataclass(slots=True)
 class Reply:
-    """What came back for one request: status, when each event came, and the last bytes of the body."""
+    """The reply to a request: status, times of the events, and the last bytes of the body."""
 
     status: int = 0
     event_times_s: list[float] = field(default_factory=list)  # one entry per event of data, by `monotonic`

@@ -261,7 +261,7 @@ def result_of(reply: Reply, sent: float, sent_s: float, late_s: float, wanted_to
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """What the last events of a stream say."""
+    """The contents of the last events of a stream."""
 
     events_without_token: int
     completion_tokens: int | None
@@ -314,7 +314,7 @@ def object_in(text: bytes) -> dict[str, Any]:
 
 
 def message_of(body: bytes) -> str:
-    """What an error's body says, in one line; nothing where it is none that is known."""
+    """The message in an error's body, in one line; empty: the form is unknown."""
     found = object_in(body)
     error = found.get("error", found)
     said = error.get("message") or error.get("detail") if isinstance(error, dict) else error

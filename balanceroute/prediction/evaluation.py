@@ -27,7 +27,7 @@ from .refresh import GATE, gated_batch, refresh_ages, refresh_interval_tokens
 STEP_S = 0.05
 """Seconds per token at full slots in the reference setting (25 ms plus 1.2e-7 s per KV token of the fullest)."""
 N_BINS = 10
-MOST_SAMPLES = 50_000_000  # of a walk; they take 2 GB of memory
+MOST_SAMPLES = 50_000_000  # rows of a walk; they take 2 GB of memory
 _BATCH = 512
 _TIMED_CALLS = 2_000
 
@@ -94,7 +94,7 @@ def time_split(
 
 
 def _cut(row: FinishedRequest, moment: float) -> FinishedRequest:
-    """What is known at `moment` of a request that runs then."""
+    """A running request as known at `moment`."""
     age = int((moment - started_s(row)) / STEP_S)
     return FinishedRequest("", row.prompt_tokens, min(age, row.output_tokens - 1), "cancelled", moment)
 

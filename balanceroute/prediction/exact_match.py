@@ -64,7 +64,7 @@ class ExactMatchPredictor:
         self._fallback = self._fitter(Observations.of([]))
         self._row_of: dict[str, int] = {}  # in order of last use, oldest first
         # row 0 stays empty and answers for every unknown key; the others are handed out in turn
-        self._codes = [array("q")]  # sorted; what one answer searches
+        self._codes = [array("q")]  # sorted, for the search of an answer
         self._newest = [array("q")]  # the same codes as a ring in order of arrival
         self._seen = [0]
         # the same rows for batches: the codes, and sums over the first k of them, k = 0..SAMPLES; zeros cost

@@ -23,7 +23,7 @@ _BATCH = 8
 
 
 class Tracked(Protocol):
-    """What a forecast reads of a request: the scheduler's `RequestTracker` fits."""
+    """The fields of a request that a forecast reads; the scheduler's `RequestTracker` has them."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -53,7 +53,7 @@ class Tracked(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Questions:
-    """What a batch asks about n requests; `left_tokens` is infinite where the client set no limit."""
+    """The questions of a batch about n requests; `left_tokens` is infinite if the client set no limit."""
 
     ages: IntArray
     prompt_tokens: IntArray
@@ -70,7 +70,7 @@ class Answers:
 
 
 def finished_row(tracker: Tracked, finish_reason: str, now: float) -> FinishedRequest:
-    """What there is to learn from a request that leaves, as the client saw it: requeues don't count."""
+    """A finished request for the predictor, as the client saw it: requeues do not count."""
     return FinishedRequest(
         tracker.prompt_key, tracker.prompt_tokens - tracker.earlier_tokens, tracker.age_tokens, finish_reason, now
     )

@@ -48,7 +48,7 @@ LOCK_WAIT_S = 2.0  # for another process that has the file; more would hold up t
 SALT_BYTES = 16
 
 _DAMAGED = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
-_ERRORS = (sqlite3.Error, UnicodeDecodeError)  # where a schema is damaged, SQLite's word of it may be no text
+_ERRORS = (sqlite3.Error, UnicodeDecodeError)  # of a damaged schema SQLite may return no text
 _SCHEMA = f"""
 PRAGMA journal_mode = WAL;
 PRAGMA synchronous = NORMAL;
@@ -81,7 +81,7 @@ _INSERT = (
 
 @dataclass(frozen=True, slots=True)
 class HistoryStats:
-    """What a metrics page shows: rows stored, rows not yet written, rows given up."""
+    """Figures for metrics: rows stored, rows not yet written, rows dropped."""
 
     rows: int
     pending: int
@@ -176,7 +176,7 @@ class History:
         self._writer.join(timeout_s)
 
     def _started_writer(self, path: Path) -> threading.Thread | None:
-        """None: no thread is to be had, and decisions can do without the file."""
+        """Start the writer thread; None: none can be started, and decisions do without the file."""
         writer = threading.Thread(target=self._write, args=(path,), name="prediction-history", daemon=True)
         try:
             writer.start()
@@ -265,9 +265,9 @@ class History:
     ) -> sqlite3.Connection | None:
         """Write one batch; on an error count the rows as dropped, say so once, and try again with the next batch."""
         try:
-            if _file_at(path) != self._file:  # SQLite would continue to write to a removed file
+            if _file_at(path) != self._file:  # SQLite would go on with a removed file
                 if connection is not None:
-                    connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")  # what was moved is whole without its journal
+                    connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")  # so a moved file needs no journal
                     connection.close()
                     connection = None
                 self._prepare(path)  # keys go on under the salt that they have

@@ -36,7 +36,7 @@ Arrays = Mapping[str, npt.NDArray[Any]]
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What a model file holds; `learned` only for the learned kind."""
+    """The contents of a model file; `learned` only for the learned kind."""
 
     kind: str
     horizon_steps: int
@@ -94,7 +94,7 @@ def load_model(path: Path) -> Model:
         raise
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror or error}") from error
-    except Exception as error:  # of zipfile, zlib, numpy, json or tokenize: what a damaged archive leads to
+    except Exception as error:  # errors of zipfile, zlib, numpy, json or tokenize for a damaged archive
         raise InputError(f"{path}: not a predictor file, or a damaged one: {described(error)}") from error
 
 

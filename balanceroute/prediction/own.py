@@ -18,7 +18,7 @@ class OwnPredictor:
         self._name, self._horizon = name, horizon_steps
 
     def predict(self, ages: IntArray, prompt_tokens: IntArray, keys: Sequence[str]) -> TwoStage:
-        """Its answers for many requests."""
+        """The checked answers for many requests."""
         answer = self.predictor.predict(ages, prompt_tokens, keys)
         try:
             p_finish, mean = (np.asarray(stage, dtype=np.float64) for stage in answer)
@@ -34,7 +34,7 @@ class OwnPredictor:
         return TwoStage(p_finish, mean)
 
     def predict_one(self, age: int, prompt_tokens: int, key: str) -> tuple[float, float]:
-        """Its answer for one request."""
+        """The checked answer for one request."""
         answer = self.predictor.predict_one(age, prompt_tokens, key)
         try:
             p_finish, mean = map(float, answer)
@@ -46,7 +46,7 @@ class OwnPredictor:
         return p_finish, mean
 
     def observe(self, finished: FinishedRequest) -> None:
-        """It takes note."""
+        """Pass a finished request on."""
         self.predictor.observe(finished)
 
     def _valid(self, p_finish: FloatArray, mean: FloatArray) -> BoolArray:

@@ -35,6 +35,6 @@ def ranks_by_barrier(setting: Setting, prompt_tokens: list[int], lengths: list[i
 
 
 def up_capacity(ranks: Ranks, slowdowns: Sequence[float]) -> float:
-    """What the workers that are up can carry per token of the common level: each the inverse of its slowdown."""
+    """The capacity of the workers that are up, per token of the common level: the sum of the inverse slowdowns."""
     slowdowns = slowdowns or (1.0,) * len(ranks.ranks)
     return sum(1.0 / slowdown for slowdown, rank in zip(slowdowns, ranks.ranks, strict=True) if rank.up)

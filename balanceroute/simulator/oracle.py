@@ -93,7 +93,7 @@ class PredictorForecast(Forecast):
 
 
 class OracleForecast(Forecast):
-    """What is true of each request at every step: with r steps to go c-hat = min(r-1, H) (`core.projection`).
+    """True forecasts at every step: with r steps to go c-hat = min(r-1, H) (`core.projection`).
 
     The scheduler counts it down and it stays exact, so a request needs one refresh, on the step on which its last load
     comes within the horizon.

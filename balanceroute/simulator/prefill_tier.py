@@ -59,7 +59,7 @@ class PrefillTier:
 
 @dataclass(frozen=True, slots=True)
 class PrefillFigures:
-    """What a replay through the prefill tier yields.
+    """The figures of a replay through the prefill tier.
 
     `computed_ratio`: share of prompt tokens computed; latencies from arrival to the end of the prefill, seconds;
     `busiest_ratio`: tokens computed by the busiest prefiller over the mean; `predicted_hit_ratio`, `hit_ratio`: shares

@@ -40,7 +40,7 @@ class Ranks:
     `kv` and `left` belong to all barriers: a request that is taken off goes on at any.
     """
 
-    most_tokens = 1  # of a request in one step
+    most_tokens = 1  # tokens of a request in one step
 
     def __init__(self, setting: Setting, workers: int, kv: list[int], left: list[int]) -> None:
         self.setting = setting
@@ -55,7 +55,7 @@ class Ranks:
         self.in_queues = 0  # requests in the queues, without those that a balancer has paused
         self.paused: set[int] = set()  # by the engine's balancer; they stand in their rank's queue
         self.balancer: DpBalancer | None = None
-        self.planned: list[set[int]] = [set() for _ in self.ranks]  # what the balancer lets each rank run next
+        self.planned: list[set[int]] = [set() for _ in self.ranks]  # the balancer's choice of requests for each rank
         if setting.engine_balancer_blocks is not None:
             step_time = StepTimeModel(setting.step_cost_s, setting.step_overhead_s)
             self.balancer = DpBalancer(setting.slots, step_time, setting.engine_balancer_blocks)
@@ -135,7 +135,7 @@ class Ranks:
         return seated, resumed, paused
 
     def batch(self, rank: Rank, step: int) -> RankBatch:
-        """What the ranks tell each other after this step: the KV blocks of every request."""
+        """The ranks' exchange after this step: the KV blocks of every request."""
         running = [Held(blocks_of(self.kv[r] + step + 1 - began), r) for r, began in rank.running.items()]
         lasting = [held for held in running if self.ends_at[held.request] > step + 1]
         return RankBatch(lasting, [Held(blocks_of(self.kv[request]), request) for request in rank.queue])
@@ -190,7 +190,7 @@ class Ranks:
         self.ends_at[request] = -1
 
     def generated(self, request: int, steps: int) -> int:
-        """Its tokens in so many steps since it (re)started."""
+        """A request's tokens in so many steps since it (re)started."""
         return steps
 
     def step_tokens(self) -> int:
@@ -256,7 +256,7 @@ class DraftingRanks(Ranks):
         super().__init__(setting, workers, kv, left)
         self.most_tokens = 1 + setting.draft_tokens
         self.done: dict[int, int] = {}  # tokens of a running request since it (re)started
-        self.coming: dict[int, int] = {}  # what each gets from this step
+        self.coming: dict[int, int] = {}  # tokens of each request in this step
         self.draws = draws
         self.hold = sorted(setting.draft_acceptance ** (index + 1) for index in range(setting.draft_tokens))
 

@@ -170,7 +170,7 @@ def _own_knobs(policy: str) -> list[str]:
 
 
 def _accepted_params(policy: str) -> str:
-    """What is said of a param that is no knob of any policy."""
+    """The error for a param that is no knob of any policy."""
     if policy not in BUILT_IN:
         return "accepted is name=value"
     own = _own_knobs(policy)
@@ -189,7 +189,7 @@ def parse_options(flag: str, texts: list[str]) -> dict[str, Option]:
 
 
 def plain_value(text: str) -> Option:
-    """What the text says: true, false, a number, or itself."""
+    """The value of a text: true, false, a number, or the text itself."""
     if text in ("true", "false"):
         return text == "true"
     for kind in (int, float):

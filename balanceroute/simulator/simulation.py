@@ -233,7 +233,7 @@ class Simulation:
         self.steps += 1
 
     def step_loads(self, group: Group) -> tuple[list[int] | list[float], float]:
-        """What the step costs each worker that is up, and what it would cost all if they were level.
+        """The step's cost on each worker that is up, and on all if they were level.
 
         In KV tokens of a worker of slowdown 1.
         """

@@ -23,7 +23,7 @@ MOST_PROMPT_TOKENS = 120_000
 
 @dataclass(frozen=True, slots=True)
 class ConversationShape:
-    """What conversations are like. Sizes are lognormal: (median, sigma of the logarithm), tokens.
+    """The shape of conversations. Sizes are lognormal: (median, sigma of the logarithm), tokens.
 
     `applications`: system prompts, of which the n-th most popular has a weight of 1/n. `turns`: their mean number.
     `pause_s`: mean between the arrival of one turn and that of the next. `turn`: what each adds to the prompt before

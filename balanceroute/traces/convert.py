@@ -47,7 +47,7 @@ MOONCAKE = ("timestamp", "input_length", "output_length")
 
 
 class TraceFormat(StrEnum):
-    """What a file is; AUTO looks at its first lines."""
+    """The format of a file; AUTO decides by its first lines."""
 
     AUTO = "auto"
     AZURE = "azure"

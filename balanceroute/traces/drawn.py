@@ -30,7 +30,7 @@ FAST, SLOW = 0.5, 1.5  # of the mean gap
 
 @dataclass(frozen=True, slots=True)
 class DrawnWorkload:
-    """What was drawn for a number.
+    """The workload drawn for a number.
 
     `spread`: of prompts: the sigma of the lognormal, how many times larger the large ones are, or the tail index;
     `large_ratio`: the part of two sizes that is large. `answer_sigma`: of the lognormal of answers, 0 for geometric

@@ -75,7 +75,7 @@ def unwrapped(text: str) -> str:
 
 
 def as_text(text: str) -> str:
-    """What vLLM would have written in place of its JSON line; any other text is itself."""
+    """The text form of a vLLM's JSON line; any other text unchanged."""
     if not (found := VLLM_JSON.search(text)):
         return text
     try:
@@ -93,7 +93,7 @@ class RouterLog:
     damaged: dict[int, str] = field(default_factory=dict)
 
     def rows(self, path: Source) -> Iterator[Row]:
-        """Its requests, one without prompt or answer where they failed before; lines of all else are passed over.
+        """The requests in the log; failed ones may lack prompt or answer. Other lines are skipped.
 
         Raises: InputError for a request that says too little, or where most lines cannot be read.
         """
@@ -149,7 +149,7 @@ def requests_in(entry: dict[str, Any]) -> list[tuple[float, int, int]]:
 
 @dataclass(slots=True)
 class Logged:
-    """What a vLLM log has said of one request so far; None for what it has not."""
+    """A request's figures in a vLLM log so far; None: not logged yet."""
 
     line: int
     arrival_s: float
@@ -192,14 +192,14 @@ class Logged:
 
     @property
     def prompt(self) -> tuple[int, bool] | None:
-        """Its prompt's tokens and whether they are estimated; None where nothing is known."""
+        """The prompt's tokens, and whether they are estimated; None: unknown."""
         if self.prompt_tokens is not None:
             return self.prompt_tokens, False
         return None if self.prompt_guess is None else (self.prompt_guess, True)
 
     @property
     def output(self) -> tuple[int, bool] | None:
-        """Its answer's tokens and whether they are estimated; None where nothing is known."""
+        """The answer's tokens, and whether they are estimated; None: unknown."""
         if self.output_tokens:
             return self.output_tokens, False
         guessed = self.output_guess or round(self.deltas_guess / CHARACTERS_PER_TOKEN)
@@ -238,7 +238,7 @@ class VllmLog:
     unanswered: int = 0
 
     def rows(self, path: Source) -> Iterator[Row]:
-        """Its requests in order of arrival. Raises InputError where it holds none, or none with a prompt."""
+        """The requests in order of arrival. Raises: InputError: there are none, or none with a prompt."""
         requests: dict[str, Logged] = {}
         early: dict[str, str] = {}  # details, which vLLM prints before "Received request" of the same id
         when: datetime | None = None

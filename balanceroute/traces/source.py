@@ -67,7 +67,7 @@ class Source:
 
 
 def opener_of(raw: BinaryIO) -> Callable[..., Any]:
-    """What reads such a file as text; it is at its beginning afterwards."""
+    """The function that opens such a file as text; the file is at its beginning afterwards."""
     start = raw.read(max(map(len, OPENERS)))
     raw.seek(0)
     return next((opener for magic, opener in OPENERS.items() if start.startswith(magic)), io.TextIOWrapper)

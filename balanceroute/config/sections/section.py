@@ -1,4 +1,4 @@
-"""What all sections have in common."""
+"""The base of all sections."""
 
 from pydantic import BaseModel, ConfigDict
 

@@ -57,7 +57,7 @@ class LearnedFit:
 
     @classmethod
     def without_trees(cls, curve: SurvivalCurve) -> "LearnedFit":
-        """Where there is too little history for them."""
+        """A fit without trees, if the history is too small for them."""
         return cls(None, None, 1.0, 0.0, 0.0, curve)
 
 
