@@ -19,10 +19,11 @@ gains little. So `least_cap` is 1/15. Where answers are short departures are man
 
 *Full pool.* While a pool of W is full, the mean wait is W over the rate of departures, so `mean_waits` of these are
 short where W is small beside G (512 for 144 workers, say). But how soon a place for a large prompt comes does not
-depend on W, and how many requests a large prompt slows down elsewhere grows with G. So while the pool is full a request
-of `large_from` mean requests may wait at least R G^2 / W, R being the time of the mean answer, and at most
-`max_wait_s`. That of a smaller request is less in proportion. Few requests are so large, so the p99 wait hardly grows.
-With 16 in the pool for each of eight workers this is less than 6.3 mean waits.
+depend on W, and how many requests a large prompt slows down elsewhere grows with G. So while the pool is full the least
+cap of a request of `large_from` mean requests is R G^2 / W, R being the time of the mean answer, or `max_wait_s` where
+that is less; of a smaller one it is less in proportion. To these, too, what a request costs adds its `patience`. Few
+requests are so large, so the p99 wait hardly grows. With 16 in the pool for each of eight workers this is less than 6.3
+mean waits.
 
 *Outliers.* A prompt of k usual requests that goes where no large one ended raises the largest load by k requests, of
 the n that a worker has. For the time R of its answer all G n requests of the barrier are slower by about k / n, which

@@ -177,8 +177,6 @@ class PromptPool:
     @property
     def behind(self) -> list[WaitingClass]:
         """The classes that wait for the front one, in the order in which they will be served."""
-        if len(self._priorities) < 2:
-            return []
         return [self._classes[priority] for priority in self._priorities[1:]]
 
     def add(self, tracker: RequestTracker) -> None:

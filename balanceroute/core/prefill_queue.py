@@ -60,7 +60,7 @@ class PrefillQueue:
 
     def order_anew(self) -> None:
         """Order the waiting requests again by new arrival numbers."""
-        self._incoming += [entry[-1] for entry in self._ordered if entry[-1].phase is QUEUED]
+        self._incoming += [entry[-1] for entry in self._ordered]
         self._ordered.clear()
 
     def _put_in_order(self, tracker: RequestTracker, snapshot: ClusterSnapshot) -> None:

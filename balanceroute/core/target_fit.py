@@ -19,9 +19,10 @@ A decision serves the front class of the pool, then the next one. There are thre
 
 *Holding back.* In slack a request that would raise the envelope may be held back beside a free slot: a lighter worker
 is often one departure away. It is held for `hold_s`, or for `HOLD_SHARE` of the time that the mean answer takes where
-that is less. LevelFit holds back only while every worker has half of its slots in use: below that the cluster keeps up
-anyway, and a wait gains nothing. Nothing is held back in three cases: the pool is full, and what is held would keep out
-what could use the slots; a later class waits; no worker waits for another (LevelFit).
+that is less; a large prompt up to 6 times as long (`WorkloadMeans.patience_factor`). LevelFit holds back only while
+every worker has half of its slots in use: below that the cluster keeps up anyway, and a wait gains nothing. Nothing is
+held back in three cases: the pool is full, and what is held would keep out what could use the slots; a later class
+waits; no worker waits for another (LevelFit).
 
 *KV memory* (LevelFit). A worker whose KV memory is known gets only requests that fit it. One that does not fit would
 wait on its slot inside the engine, and so would all later ones. A smaller request takes the slot, or the slot stays

@@ -66,6 +66,17 @@ def test_as_many_are_sent_ahead_as_leave_during_a_transfer_and_never_more_than_t
     assert overlap.requests(slots, answer_tokens, 1.0, 0.0) == alike
 
 
+@pytest.mark.parametrize(
+    ("tokens_per_step", "transfer_s", "sent"), [(1.0, 0.025, 6), (1.0, 0.024, 0), (2.5, 0.0625, 16), (2.5, 0.06, 0)]
+)
+def test_a_transfer_that_takes_less_than_half_a_step_counts_as_none(
+    tokens_per_step: float, transfer_s: float, sent: int
+) -> None:
+    """A token takes .05 s, a step as many times that as it yields tokens."""
+    overlap = Overlap(transfer_s=transfer_s, token_s=0.05, transfers=1, answers=1)
+    assert overlap.requests(64, 5.0, tokens_per_step, 0.5) == sent
+
+
 @given(slots=st.integers(8, 64), on_way=st.floats(0.0, 8.0), early_choice_slots=st.floats(0.0, 2.0))
 def test_so_many_are_sent_ahead_that_one_more_would_too_seldom_find_a_slot(
     slots: int, on_way: float, early_choice_slots: float

@@ -1,0 +1,30 @@
+"""Who has waited too long in the pool, when requests come back with another patience."""
+
+from balanceroute.core.pool import PromptPool
+from balanceroute.core.tracker import RequestTracker
+
+
+def test_a_request_that_comes_back_with_a_longer_patience_is_overdue_by_that_alone() -> None:
+    pool = PromptPool()
+    stays = RequestTracker("stays", 100, 0, overdue_s=9.0)
+    back = RequestTracker("back", 100, 1, overdue_s=2.0)
+    for tracker in (stays, back):
+        pool.add(tracker)
+    pool.remove(back)
+    back.overdue_s = 7.0
+    pool.add(back)
+    assert pool.front.most_overdue(2.0) is None
+    assert pool.front.most_overdue(7.0) is back
+
+
+def test_only_classes_that_hold_something_are_behind_the_one_in_front() -> None:
+    pool = PromptPool()
+    of = {priority: RequestTracker(f"{priority}", 100, 0, priority) for priority in (0, 5, -3)}
+    assert pool.behind == []
+    for tracker in of.values():
+        pool.add(tracker)
+    assert [list(waiting) for waiting in pool.behind] == [[of[0]], [of[5]]]
+    pool.remove(of[0])
+    assert [list(waiting) for waiting in pool.behind] == [[of[5]]]
+    pool.remove(of[-3])
+    assert pool.behind == [] and list(pool.front) == [of[5]]
