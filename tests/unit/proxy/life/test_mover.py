@@ -4,6 +4,7 @@ import asyncio
 import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from balanceroute.core.types import Outcome, Phase
 from balanceroute.errors import DecodersLost, NoHealthyWorkers, UpstreamTimeout
 from balanceroute.proxy.life.errors import WorkerSilent
 from balanceroute.proxy.life.leg import Event, Leg
+from balanceroute.proxy.life.mover import Mover
+from balanceroute.proxy.life.moves import LANES
 from balanceroute.proxy.life.pool_reaper import PERIOD_S, PoolReaper
 from balanceroute.proxy.services import Services
 from balanceroute.proxy.workers.silence import LATE_LOOK_S, SETTLE_S
@@ -31,6 +34,7 @@ from tests.waiting import until
 
 RESUME_S = 5.0
 GROUP_WAIT_S = 60.0
+SILENT_S = 1000.0
 MUTE = Page(events(20, finish=None), ends=False)
 
 
@@ -279,3 +283,92 @@ def test_one_that_is_late_there_is_left_for_its_move_and_ended_at_once_if_it_has
             task.cancel()
 
     in_virtual_time(late)
+
+
+class Standing:
+    """A leg as the mover sees it: where it is, and what has come of it."""
+
+    def __init__(self, services: Services, number: int, phase: Phase = Phase.DECODING, decoder: str = "d0") -> None:
+        self.id = f"r{number}"
+        self.at_worker, self.streaming_from, self.prefiller_id = decoder, None, ""
+        self.ticket = SimpleNamespace(order=number, phase=phase, decoder=decoder, pushing=False, asking=False)
+        self.answer = SimpleNamespace(may_move=True)
+        self.blocked_by_client, self.last_token_s = False, 0.0
+        self.moved = 0
+        services.legs.add(self)  # type: ignore[arg-type]
+        services.tickets.by_id[self.id] = self.ticket  # type: ignore[assignment]
+
+    def move(self, worker_id: str, role: str) -> None:
+        self.moved += 1
+        self.at_worker = ""
+
+
+def a_mover(services: Services) -> Mover:
+    """It has found d0 silent at `SILENT_S`."""
+    mover = Mover(services, judges=False)
+    silence(services, "d0")
+    mover.look(SILENT_S, SETTLE_S)
+    return mover
+
+
+@pytest.mark.parametrize(
+    ("change", "moves"),
+    [
+        ({}, True),
+        ({"blocked_by_client": True}, False),
+        ({"answer": SimpleNamespace(may_move=False)}, False),
+        ({"last_token_s": SILENT_S}, True),
+        ({"last_token_s": SILENT_S + 0.1}, False),
+    ],
+)
+def test_a_request_stays_that_may_not_move_or_has_had_a_token_since_or_whose_client_does_not_read(
+    change: dict[str, Any], moves: bool
+) -> None:
+    async def looked() -> None:
+        services = a_silent_router()
+        mover, leg = a_mover(services), Standing(services, 0)
+        for name, value in change.items():
+            setattr(leg, name, value)
+        mover.look(SILENT_S + SETTLE_S - 0.001, SETTLE_S)
+        assert not leg.moved, "too soon"
+        mover.look(SILENT_S + SETTLE_S, SETTLE_S)
+        assert leg.moved == moves
+
+    in_virtual_time(looked)
+
+
+@pytest.mark.parametrize(
+    ("connector", "phase", "decoder", "is_moving"),
+    [
+        ("mooncake_v1", Phase.DECODING, "d0", True),  # it has not let go yet
+        ("mooncake_v1", Phase.QUEUED, "", True),
+        ("mooncake_v1", Phase.PREFILLING, "", True),
+        ("mooncake_v1", Phase.POOLED, "", False),
+        ("mooncake_v1", Phase.DECODING, "d1", False),
+        ("mooncake_v1", None, "", False),  # it has ended
+        ("mooncake_layerwise", Phase.POOLED, "", True),  # its prefill comes when it is bound
+        ("mooncake_layerwise", Phase.DECODING, "d1", False),
+    ],
+)
+def test_a_request_that_has_left_takes_a_place_at_the_prefillers_until_it_is_prefilled_again(
+    connector: str, phase: Phase | None, decoder: str, is_moving: bool
+) -> None:
+    """Two prefillers have so many places that one of those at d0 finds none until another has been prefilled."""
+
+    async def looked() -> None:
+        called_back = {"layerwise": {"callback_url": "http://127.0.0.1:1"}} if "layerwise" in connector else {}
+        services = a_silent_router(connector=connector, **called_back)
+        mover = a_mover(services)
+        legs = [Standing(services, number) for number in range(2 * LANES + 1)]
+        mover.look(SILENT_S + SETTLE_S, SETTLE_S)
+        assert [leg.moved for leg in legs] == [1] * (2 * LANES) + [0], "as many as two prefillers keep busy with"
+        first, last = legs[0], legs[-1]
+        if phase is None:
+            services.legs.remove(first)  # type: ignore[arg-type]
+            del services.tickets.by_id[first.id]
+        else:
+            first.ticket.phase, first.ticket.decoder = phase, decoder
+        mover.look(SILENT_S + SETTLE_S + PERIOD_S, PERIOD_S)
+        assert last.moved == (not is_moving)
+
+    in_virtual_time(looked)
