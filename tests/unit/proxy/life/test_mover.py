@@ -17,7 +17,7 @@ from balanceroute.proxy.life.mover import Mover
 from balanceroute.proxy.life.moves import LANES
 from balanceroute.proxy.life.pool_reaper import PERIOD_S, PoolReaper
 from balanceroute.proxy.services import Services
-from balanceroute.proxy.workers.silence import LATE_LOOK_S, SETTLE_S
+from balanceroute.proxy.workers.silence import ALL_WORKERS, LATE_LOOK_S, SETTLE_S, FrozenGroup
 from tests.unit.proxy.life.legs import DONE, PROMPT_IDS, Client, a_leg, a_request, dispatching, events, probed
 from tests.unit.proxy.life.test_answer import PREFILLED, give
 from tests.unit.proxy.virtual_time import (
@@ -295,8 +295,12 @@ class Standing:
         self.answer = SimpleNamespace(may_move=True)
         self.blocked_by_client, self.last_token_s = False, 0.0
         self.moved = 0
+        self.late_s = 0.0
         services.legs.add(self)  # type: ignore[arg-type]
         services.tickets.by_id[self.id] = self.ticket  # type: ignore[assignment]
+
+    def late(self, now: float) -> bool:
+        return now > self.late_s
 
     def move(self, worker_id: str, role: str) -> None:
         self.moved += 1
@@ -370,5 +374,19 @@ def test_a_request_that_has_left_takes_a_place_at_the_prefillers_until_it_is_pre
             first.ticket.phase, first.ticket.decoder = phase, decoder
         mover.look(SILENT_S + SETTLE_S + PERIOD_S, PERIOD_S)
         assert last.moved == (not is_moving)
+
+    in_virtual_time(looked)
+
+
+def test_a_request_of_a_group_that_fell_silent_together_leaves_when_it_is_late_by_the_group_s_grace() -> None:
+    async def looked() -> None:
+        services = a_silent_router(together=True)
+        services.frozen.append(FrozenGroup(ALL_WORKERS, ("d0", "d1"), SILENT_S))
+        mover, leg = a_mover(services), Standing(services, 0)
+        leg.late_s = SILENT_S + 30.0
+        mover.look(leg.late_s + GROUP_WAIT_S, 2 * GROUP_WAIT_S)
+        assert not leg.moved
+        mover.look(leg.late_s + GROUP_WAIT_S + 0.1, PERIOD_S)
+        assert leg.moved
 
     in_virtual_time(looked)
