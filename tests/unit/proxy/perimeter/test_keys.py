@@ -406,3 +406,14 @@ def test_several_relays_let_in_what_one_would_whatever_is_reloaded(
             reload([*relays, *alone], entry("a", "one", requests_per_minute=reloaded), now)
         (key,), (only,) = relays[place], alone[0]
         assert let_in(key, now, 3) == let_in(only, now, 3)
+
+
+def test_a_relay_that_comes_later_to_a_limit_takes_along_nothing_of_the_one_before() -> None:
+    few, many = entry("a", "one", requests_per_minute=60), entry("a", "one", requests_per_minute=600)
+    _, (one, other) = at_one_table(2, few)
+    for key in (one, other):
+        assert let_in(key, 1000.0, 1) == 1
+    one.change(many)
+    assert let_in(one, 1000.0, 500) == 500
+    other.change(many)
+    assert let_in(one, 1060.0, 100) + let_in(other, 1060.0, 1000) == 600
