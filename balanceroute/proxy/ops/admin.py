@@ -27,6 +27,7 @@ from balanceroute.errors import InvalidRequest, InvariantError
 from balanceroute.proxy.client.asgi import REQUEST_ID
 from balanceroute.proxy.ops.guard import tell
 from balanceroute.proxy.ops.services import OperatorServices
+from balanceroute.proxy.ops.shared_answer import SharedAnswer
 from balanceroute.proxy.perimeter.routes import ACCESS
 from balanceroute.proxy.wire.responses import INTERNAL_ERROR, error_body
 from balanceroute.proxy.workers.fleet import Fleet, Worker, why_not_up
@@ -90,6 +91,7 @@ class Admin:
 
     def __init__(self, services: Callable[[], OperatorServices]) -> None:
         self._services = services
+        self._page = SharedAnswer(self._metrics_page)
 
     def routes(self) -> list[Route]:
         """All routes but the hot ones."""
@@ -157,9 +159,12 @@ class Admin:
 
     async def metrics(self, request: Request) -> Response:
         """The Prometheus text format."""
+        return Response(await self._page.get(), headers={"content-type": CONTENT_TYPE_LATEST})
+
+    async def _metrics_page(self) -> bytes:
         services = self._services()
         services.ledger.settle()
-        return Response(services.metrics.exposition(), headers={"content-type": CONTENT_TYPE_LATEST})
+        return services.metrics.exposition()
 
     async def state(self, request: Request) -> Response:
         """The snapshot and the policy that decides on it: the input of `balanceroute explain`."""

@@ -43,6 +43,7 @@ from balanceroute.proxy.admission.decider import NO_WORKERS_RETRY_AFTER_S
 from balanceroute.proxy.client.intake import read_head, unread_coding
 from balanceroute.proxy.client.services import ClientServices
 from balanceroute.proxy.ops.guard import route_of
+from balanceroute.proxy.ops.shared_answer import SharedAnswer
 from balanceroute.proxy.perimeter.perimeter import Perimeter
 from balanceroute.proxy.wire.bounds import token_count
 from balanceroute.proxy.wire.message_errors import MESSAGES_PATH
@@ -68,13 +69,14 @@ class Forwarding:
     ) -> None:
         """`forget_prefixes` is called with each prefiller whose prefix cache has been emptied."""
         self._services, self._forget_prefixes = services, forget_prefixes
+        self._version = SharedAnswer(self._ask_version)
 
     def routes(self) -> list[Route]:
         """All of them."""
         return [
             Route("/v1/models", self.forward, methods=["GET"]),
             Route("/v1/models/{model:path}", self.forward, methods=["GET"]),
-            Route("/version", self.forward, methods=["GET"]),
+            Route("/version", self.version, methods=["GET"]),
             Route("/tokenize", self.forward, methods=["POST"]),
             Route("/detokenize", self.forward, methods=["POST"]),
             Route(RESET_PREFIX_CACHE, self.to_all, methods=["POST"]),
@@ -92,6 +94,16 @@ class Forwarding:
         # HEAD as GET: our client of workers waits for the body that a length announces, and HEAD has none
         method = "GET" if request.method == "HEAD" else request.method
         return await self._first_answer(method, path, await request.body(), headers)
+
+    async def version(self, request: Request) -> Response:
+        """The engines' version; anybody may ask, so all who do so together are one caller of a worker."""
+        return await self._version.get()
+
+    async def _ask_version(self) -> Response:
+        authorization = self._services().perimeter.authorization_for([])
+        return await self._first_answer(
+            "GET", "/version", b"", [(b"authorization", authorization)] if authorization else []
+        )
 
     async def count_tokens(self, request: Request) -> Response:
         """Anthropic's count of a prompt's tokens, by the engines' own tokenizer and chat template."""

@@ -1,0 +1,83 @@
+"""Whoever asks gets an answer that is no older than the question, and it is made a tenth of the time at most."""
+
+import asyncio
+
+import pytest
+
+from balanceroute.errors import NoHealthyWorkers
+from balanceroute.proxy.ops.shared_answer import SharedAnswer
+from tests.unit.proxy.virtual_time import in_virtual_time, let_pass
+
+MAKING_S = 1.0
+
+
+class Maker:
+    """Takes a second; says when it began, or fails."""
+
+    def __init__(self) -> None:
+        self.begun_s: list[float] = []
+        self.fails = False
+
+    async def __call__(self) -> float:
+        self.begun_s.append(asyncio.get_running_loop().time())
+        await let_pass(MAKING_S)
+        if self.fails:
+            raise NoHealthyWorkers("nobody")
+        return self.begun_s[-1]
+
+
+def test_one_who_asks_seldom_is_answered_at_once() -> None:
+    async def asked() -> None:
+        maker = Maker()
+        answer, now = SharedAnswer(maker), asyncio.get_running_loop().time
+        for _ in range(3):
+            await let_pass(10 * MAKING_S)
+            asked_s = now()
+            assert await answer.get() == asked_s and now() == asked_s + MAKING_S
+
+    in_virtual_time(asked)
+
+
+def test_many_who_ask_all_the_time_share_what_is_made_a_tenth_of_it_and_none_gets_an_older_one() -> None:
+    async def asked() -> None:
+        maker = Maker()
+        answer, now = SharedAnswer(maker), asyncio.get_running_loop().time
+        ends_s = now() + 100 * MAKING_S
+
+        async def one() -> None:
+            while now() < ends_s:
+                asked_s = now()
+                assert await answer.get() >= asked_s
+                await let_pass(MAKING_S / 7)
+
+        await asyncio.gather(*(one() for _ in range(50)))
+        assert 9 <= len(maker.begun_s) <= 12
+
+    in_virtual_time(asked)
+
+
+@pytest.mark.parametrize("waiting", [1, 20])
+def test_a_failure_is_that_of_all_who_wait_for_it_and_not_of_those_who_come_later(waiting: int) -> None:
+    async def asked() -> None:
+        maker = Maker()
+        answer = SharedAnswer(maker)
+        await answer.get()
+        maker.fails = True
+        told = await asyncio.gather(*(answer.get() for _ in range(waiting)), return_exceptions=True)
+        assert len(maker.begun_s) == 2 and all(isinstance(one, NoHealthyWorkers) for one in told)
+        maker.fails = False
+        assert await answer.get() == maker.begun_s[2]
+
+    in_virtual_time(asked)
+
+
+def test_who_leaves_while_it_is_made_leaves_the_others_waiting_for_another() -> None:
+    async def asked() -> None:
+        maker = Maker()
+        answer = SharedAnswer(maker)
+        first, second = asyncio.ensure_future(answer.get()), asyncio.ensure_future(answer.get())
+        await let_pass(MAKING_S / 2)
+        first.cancel()
+        assert await second == maker.begun_s[1]
+
+    in_virtual_time(asked)
