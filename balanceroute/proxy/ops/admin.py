@@ -92,6 +92,7 @@ class Admin:
     def __init__(self, services: Callable[[], OperatorServices]) -> None:
         self._services = services
         self._page = SharedAnswer(self._metrics_page)
+        self._readiness = SharedAnswer(self._whether_ready)
 
     def routes(self) -> list[Route]:
         """All routes but the hot ones."""
@@ -118,6 +119,10 @@ class Admin:
         return json_response({"status": "ok"})
 
     async def ready(self, request: Request) -> Response:
+        """Whether a request sent now would be served."""
+        return await self._readiness.get()
+
+    async def _whether_ready(self) -> Response:
         """200 if a request sent now would be served; `reasons` says what is wrong in spite of that.
 
         Workers that are down, drained or removed are listed with the cause. They are no reason for 503 while others of
