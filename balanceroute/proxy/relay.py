@@ -251,10 +251,12 @@ def _routes(
     `methods`: of each route, by its path; other methods are refused here, as in a router of one process.
     """
 
+    readiness = to_brain.shared(READY)
+
     async def ready(request: Request) -> Response:
         if services().brain.leaving:  # the brain may continue: it is on another machine, or belongs to the successor
             return json_response({"status": "draining"}, 503)
-        return await to_brain.answer(request)
+        return await readiness(request)
 
     async def call_workers(request: Request) -> Response:
         """Have the brain call all workers, because it must know of the call.
@@ -267,7 +269,8 @@ def _routes(
     forwarded = Forwarding(services).routes()
     here = [route for route in forwarded if ACCESS[route.path] is not Access.ADMIN]
     to_all = {route.path for route in forwarded} - {route.path for route in here}
-    answers = {READY: ready, **dict.fromkeys(ALIVE, _alive), **dict.fromkeys(to_all, call_workers)}
+    shared = {path: to_brain.shared(path) for path in methods if ACCESS[path] is Access.OPEN}
+    answers = {**shared, READY: ready, **dict.fromkeys(ALIVE, _alive), **dict.fromkeys(to_all, call_workers)}
     known = {route.path for route in here}
     others = [path for path in methods if path not in known]
     return [*here, *(Route(path, answers.get(path, to_brain.answer), methods=methods[path]) for path in others)]

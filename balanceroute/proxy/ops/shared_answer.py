@@ -2,7 +2,8 @@
 
 Without a key, two hundred connections that ask for `/metrics` over and over took all of the event loop, and everybody's
 stream stood still for seconds. So an answer is made a tenth of the time at most. Who asks while one is being made, or
-too soon after it, waits for the next one with all others who do; nobody gets one that was begun before he asked.
+too soon after it, waits for the next one with all others who do; nobody gets one that was begun before he asked. Most
+of a long time was spent in waiting for another process, so no pause is longer than `MAX_PAUSE_S`.
 """
 
 import asyncio
@@ -13,6 +14,7 @@ from typing import Final, Generic, TypeVar
 from balanceroute.errors import BalanceRouteError
 
 PAUSE: Final = 9.0  # after an answer was made, times what that took
+MAX_PAUSE_S: Final = 1.0
 
 T = TypeVar("T")
 
@@ -39,7 +41,7 @@ class SharedAnswer(Generic[T]):
                 except BalanceRouteError as error:
                     self._made = error
                 self._begun_s, ended_s = begun_s, now()
-                self._next_s = ended_s + PAUSE * (ended_s - begun_s)
+                self._next_s = ended_s + min(PAUSE * (ended_s - begun_s), MAX_PAUSE_S)
             made = self._made
         if isinstance(made, BalanceRouteError):
             raise made

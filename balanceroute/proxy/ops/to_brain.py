@@ -9,7 +9,8 @@ sent for the workers is, on routes where the brain calls workers for the relay.
 
 import asyncio
 import ssl
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from typing import Final
 
 from starlette.requests import Request
@@ -19,6 +20,7 @@ from balanceroute.config.addresses import host_in_url
 from balanceroute.errors import ConnectFailed, NoHealthyWorkers, UpstreamError, UpstreamTimeout
 from balanceroute.proxy.client.asgi import REQUEST_ID
 from balanceroute.proxy.ops.guard import error_response
+from balanceroute.proxy.ops.shared_answer import SharedAnswer
 from balanceroute.proxy.perimeter.access import READS
 from balanceroute.proxy.workers.reply import Reply
 from balanceroute.proxy.workers.upstream import Connections, Upstream
@@ -26,6 +28,7 @@ from balanceroute.proxy.workers.upstream import Connections, Upstream
 RETRY_AFTER_S: Final = 1.0
 READ_S: Final = 30.0  # for the head of an answer
 CHANGE_S: Final = 300.0  # workers may take 30 s, and a new policy's predictor may read large files
+MAX_PAGE_BYTES: Final = 64 * 2**20
 TURN_S: Final = 1.0  # for answers under way of the former brain
 _OURS: Final = frozenset(  # not passed on: hop-by-hop, set by the relay itself, or credentials
     (
@@ -83,17 +86,30 @@ class ToBrain:
             reply = await self._upstream.request(
                 method, path, await request.body(), headers, first_byte_timeout_s=timeout_s
             )
-        except UpstreamTimeout as error:
-            text = f"The process that decides for this router (the brain) is late: {error}."
-            return error_response(NoHealthyWorkers(text, retry_after_s=RETRY_AFTER_S))
         except UpstreamError as error:
-            text = "No process decides for this router (no brain leads); one is being started."
-            if method not in READS and not (isinstance(error, ConnectFailed) and not error.sent):
-                text = "The process that decides for this router (the brain) gave no answer; it may have done as asked."
-            return error_response(NoHealthyWorkers(text, retry_after_s=RETRY_AFTER_S))
+            return error_response(_unanswered(method, error))
         response = StreamingResponse(_body(reply), reply.status)
         length = b"content-length"  # the answer is sent with its own length; an answer to HEAD has only that
         response.raw_headers = [(name, value) for name, value in reply.headers if name not in _OURS or name == length]
+        return response
+
+    def shared(self, path: str) -> Callable[[Request], Awaitable[Response]]:
+        """The handler of a route that is open to anybody: the brain is asked once for all who ask together."""
+        shared = SharedAnswer(partial(self._whole, path))
+
+        async def answer(request: Request) -> Response:
+            return await shared.get()
+
+        return answer
+
+    async def _whole(self, path: str) -> Response:
+        try:
+            reply = await self._upstream.request("GET", path, first_byte_timeout_s=READ_S)
+            body = await reply.read(MAX_PAGE_BYTES)
+        except UpstreamError as error:
+            raise _unanswered("GET", error) from None
+        response = Response(body, reply.status)
+        response.raw_headers += [(name, value) for name, value in reply.headers if name not in _OURS]
         return response
 
     def turn_to_another(self) -> None:
@@ -113,6 +129,16 @@ class ToBrain:
         """End the requests that the former brain has not answered."""
         self._former.discard(former)
         former.close()
+
+
+def _unanswered(method: str, error: UpstreamError) -> NoHealthyWorkers:
+    """The refusal of a request that the brain has not answered."""
+    text = "No process decides for this router (no brain leads); one is being started."
+    if isinstance(error, UpstreamTimeout):
+        text = f"The process that decides for this router (the brain) is late: {error}."
+    elif method not in READS and not (isinstance(error, ConnectFailed) and not error.sent):
+        text = "The process that decides for this router (the brain) gave no answer; it may have done as asked."
+    return NoHealthyWorkers(text, retry_after_s=RETRY_AFTER_S)
 
 
 async def _body(reply: Reply) -> AsyncIterator[bytes]:

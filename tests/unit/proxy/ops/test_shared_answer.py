@@ -5,22 +5,23 @@ import asyncio
 import pytest
 
 from balanceroute.errors import NoHealthyWorkers
-from balanceroute.proxy.ops.shared_answer import SharedAnswer
+from balanceroute.proxy.ops.shared_answer import MAX_PAUSE_S, SharedAnswer
 from tests.unit.proxy.virtual_time import in_virtual_time, let_pass
 
-MAKING_S = 1.0
+MAKING_S = 0.1
 
 
 class Maker:
-    """Takes a second; says when it began, or fails."""
+    """Takes `takes_s`; says when it began, or fails."""
 
-    def __init__(self) -> None:
+    def __init__(self, takes_s: float = MAKING_S) -> None:
+        self._takes_s = takes_s
         self.begun_s: list[float] = []
         self.fails = False
 
     async def __call__(self) -> float:
         self.begun_s.append(asyncio.get_running_loop().time())
-        await let_pass(MAKING_S)
+        await let_pass(self._takes_s)
         if self.fails:
             raise NoHealthyWorkers("nobody")
         return self.begun_s[-1]
@@ -33,7 +34,7 @@ def test_one_who_asks_seldom_is_answered_at_once() -> None:
         for _ in range(3):
             await let_pass(10 * MAKING_S)
             asked_s = now()
-            assert await answer.get() == asked_s and now() == asked_s + MAKING_S
+            assert await answer.get() == asked_s and now() == pytest.approx(asked_s + MAKING_S)
 
     in_virtual_time(asked)
 
@@ -67,6 +68,17 @@ def test_a_failure_is_that_of_all_who_wait_for_it_and_not_of_those_who_come_late
         assert len(maker.begun_s) == 2 and all(isinstance(one, NoHealthyWorkers) for one in told)
         maker.fails = False
         assert await answer.get() == maker.begun_s[2]
+
+    in_virtual_time(asked)
+
+
+def test_one_that_took_long_is_made_anew_soon_all_the_same() -> None:
+    async def asked() -> None:
+        maker = Maker(takes_s=30.0)
+        answer = SharedAnswer(maker)
+        await answer.get()
+        ended_s = asyncio.get_running_loop().time()
+        assert await answer.get() == pytest.approx(ended_s + MAX_PAUSE_S)
 
     in_virtual_time(asked)
 

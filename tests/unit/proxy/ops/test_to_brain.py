@@ -13,6 +13,7 @@ from starlette.routing import Route
 
 from balanceroute.proxy.client.asgi import REQUEST_ID
 from balanceroute.proxy.ops import to_brain
+from balanceroute.proxy.ops.guard import ERROR_HANDLERS
 from balanceroute.proxy.ops.to_brain import ToBrain, through_socket
 from tests.unit.proxy.servers import CHUNKED_HEAD, chunked, read_request
 from tests.waiting import until
@@ -68,7 +69,8 @@ def with_brain(test: Callable[[httpx.AsyncClient, Got], Awaitable[None]], *parts
         server = await asyncio.start_unix_server(serve, path) if parts else None
         passes = ToBrain(lambda: through_socket(path))
         PASSES[:] = [passes]
-        app = Starlette(routes=[Route("/state", passes.answer, methods=["GET", "POST"])])
+        routes = [Route("/state", passes.answer, methods=["GET", "POST"]), Route("/ready", passes.shared("/ready"))]
+        app = Starlette(routes=routes, exception_handlers=ERROR_HANDLERS)
         try:
             async with httpx.AsyncClient(transport=httpx.ASGITransport(Named(app)), base_url="http://relay") as client:
                 await test(client, got)
@@ -103,6 +105,27 @@ def test_a_stream_passes_as_it_comes() -> None:
         assert answer.text == "data: 1\n\ndata: 2\n\n" and answer.headers["content-type"] == "text/event-stream"
 
     with_brain(test, CHUNKED_HEAD + chunked(b"data: 1\n\n", last=False), chunked(b"data: 2\n\n"))
+
+
+def test_the_brain_is_asked_twice_at_most_for_all_who_ask_an_open_route_together() -> None:
+    async def test(client: httpx.AsyncClient, got: list[tuple[bytes, bytes]]) -> None:
+        asking = (client.get("/ready?a=b", headers={"x-asked": "yes"}) for _ in range(20))
+        for answer in await asyncio.gather(*asking):
+            assert (answer.status_code, answer.text, answer.headers["x-mine"]) == (200, "ok", "1")
+            assert answer.headers["content-length"] == "2" and "x-request-id" not in answer.headers
+        assert len(got) <= 2
+        assert got[0][0].startswith(b"GET /ready HTTP/1.1\r\n") and b"x-asked" not in got[0][0]
+
+    with_brain(test, HEAD)
+
+
+def test_while_there_is_no_brain_all_who_ask_an_open_route_are_told() -> None:
+    async def test(client: httpx.AsyncClient, got: list[tuple[bytes, bytes]]) -> None:
+        for answer in await asyncio.gather(*(client.get("/ready") for _ in range(20))):
+            assert answer.status_code == 503 and answer.headers["retry-after"]
+            assert "one is being started" in answer.json()["error"]["message"]
+
+    with_brain(test)
 
 
 def test_a_brain_that_does_not_answer_is_said_to_be_late(monkeypatch: pytest.MonkeyPatch) -> None:
