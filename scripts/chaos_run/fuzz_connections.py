@@ -58,13 +58,15 @@ _MARK: Final = re.compile(rb"<(r\d+)>")
 class Ask:
     """A request as it is said; `tokens`, of a whole answer, 0 where these are not counted.
 
-    `name` is its X-Request-Id; empty: it has none that could be read.
+    `name` is its X-Request-Id; empty: it has none that could be read. `cut`: its body does not come whole, so that what
+    follows would become part of it.
     """
 
     data: bytes
     name: str = ""
     tokens: int = 0
     head_only: bool = False
+    cut: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +85,16 @@ class Asks:
     def __init__(self) -> None:
         self._count = 0
 
-    def one(self, draw: random.Random) -> Ask:
-        """Any of them."""
+    def some(self, draw: random.Random) -> list[Ask]:
+        """What one connection says."""
+        asks: list[Ask] = []
+        for _ in range(draw.choice([1, 1, 2, 3, 6])):
+            asks.append(self._one(draw))
+            if asks[-1].cut:
+                break
+        return asks
+
+    def _one(self, draw: random.Random) -> Ask:
         self._count += 1
         name, mode = f"r{self._count}", draw.choice(_MODES)
         kinds: tuple[Callable[[random.Random, str, str], Ask], ...] = (_completes, _chats, _asks_others, _is_odd)
@@ -134,7 +144,9 @@ def _is_odd(draw: random.Random, name: str, mode: str) -> Ask:
             Ask(request(*good, f"{coding} chunked, gzip") + chunked(_POISON), name),
             Ask(request(*good, "Content-Length: 999999999") + _POISON, name),
             Ask(request(*good, "Content-Length: 4", f"{coding} chunked") + chunked(_POISON), name),
-            Ask(request(*good, "Content-Length: 500000") + b" " * draw.choice([0, 100, 70_000, 400_000]), name),
+            Ask(
+                request(*good, "Content-Length: 500000") + b" " * draw.choice([0, 100, 70_000, 400_000]), name, cut=True
+            ),
             Ask(request("GET", "/health", header, "Content-Length: 0") + b"\r\n", name),
             Ask(b"GET /health HTTP/1.0\r\nX-Request-Id: %b\r\n\r\n" % name.encode(), name),
             Ask(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n"),
@@ -409,8 +421,7 @@ class Arena:
         draw, asks = random.Random(seed), Asks()
         self._workers.draw.seed(seed)
         clients = [
-            Client(random.Random(draw.getrandbits(60)), [asks.one(draw) for _ in range(draw.choice([1, 1, 2, 3, 6]))])
-            for _ in range(draw.choice([5, 20, 60]))
+            Client(random.Random(draw.getrandbits(60)), asks.some(draw)) for _ in range(draw.choice([5, 20, 60]))
         ]
         await asyncio.gather(*(client.run(self._port) for client in clients))
         wrong: list[str] = []
