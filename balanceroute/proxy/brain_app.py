@@ -26,6 +26,7 @@ from balanceroute.proxy.app import RouterApp, build_services, operator_parts, st
 from balanceroute.proxy.changes import FIRST, KeptChanges
 from balanceroute.proxy.configured import Configured
 from balanceroute.proxy.coroutines import start_all, stop
+from balanceroute.proxy.kept_counts import KeptCounts
 from balanceroute.proxy.leader_counts import LeaderCounts
 from balanceroute.proxy.link.far import FarMembers
 from balanceroute.proxy.link.files import is_still
@@ -235,11 +236,12 @@ def _counts_of_relays(folder: RunFolder, counted: LeaderCounts, hub: Hub, report
     """
     if not hub.settled.is_set() or any(relay not in reports.counts for relay in hub.members):
         raise NoHealthyWorkers("What relays have counted is not known yet.", retry_after_s=METRICS_RETRY_S)
+    kept = KeptCounts(folder)
     try:
         for relay in [each for each in reports.counts if each not in hub.members and FAR not in each]:
             # the last counts that it sent may have reached nobody; the file has them
-            reports.counts[relay] = folder.counts(relay) or reports.counts[relay]
-        return [*reports.counts.values(), *folder.counts_of_others({*reports.counts, *counted.inherited})]
+            reports.counts[relay] = kept.of(relay) or reports.counts[relay]
+        return [*reports.counts.values(), *kept.of_others({*reports.counts, *counted.inherited})]
     except OSError as error:  # no descriptor is free, most likely
         text = f"What relays have counted can't be read: {error.strerror}."
         raise NoHealthyWorkers(text, retry_after_s=METRICS_RETRY_S) from None

@@ -10,9 +10,10 @@ from typing import Any, Final
 
 import orjson
 
+from balanceroute.proxy.kept_counts import LEADER, CountsFile, Gone, KeptCounts
 from balanceroute.proxy.link.files import is_gone
 from balanceroute.proxy.link.leadership import Lead
-from balanceroute.proxy.run_folder import LEADER, CountsFile, Gone, RunFolder
+from balanceroute.proxy.run_folder import RunFolder
 from balanceroute.proxy.telemetry.metrics import Metrics
 from balanceroute.proxy.telemetry.ticks import until_tick_s
 
@@ -32,7 +33,7 @@ class LeaderCounts:
         """`on_inherited` is called with relays whose counts are included from now on."""
         self._file, self._lead, self._metrics = CountsFile(folder, LEADER), lead, metrics
         self._kept = b""
-        self._folder, self._gone, self._on_inherited = folder, Gone(folder), on_inherited
+        self._kept_counts, self._gone, self._on_inherited = KeptCounts(folder), Gone(folder), on_inherited
         last = self._file.last()
         metrics.succeed("brain", last)
         self.inherited = _inherited(last)
@@ -48,7 +49,7 @@ class LeaderCounts:
         """Include the counts of relays that will not return, and remove their files."""
         if self._lead.renew():
             self._gone.bury(now, self._inherit)
-            self.inherited = {relay for relay in self.inherited if not is_gone(self._folder.counts_file(relay))}
+            self.inherited = {relay for relay in self.inherited if not is_gone(self._kept_counts.file(relay))}
 
     async def watch(self) -> None:
         """Keep the file every second, until cancelled."""

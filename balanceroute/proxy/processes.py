@@ -24,12 +24,14 @@ from balanceroute.proxy.client.descriptors import warn_if_few
 from balanceroute.proxy.client.relay_loads import Load, RelayLoads
 from balanceroute.proxy.configured import Configured
 from balanceroute.proxy.handover import Handover, Predecessor, Told
+from balanceroute.proxy.kept_counts import KeptCounts
 from balanceroute.proxy.link.files import locked
+from balanceroute.proxy.lives import Lives, relay_name
 from balanceroute.proxy.perimeter.key_table import KeyTable, Seat
 from balanceroute.proxy.perimeter.perimeter import Perimeter
 from balanceroute.proxy.relay import RelaySetup, run_relay
 from balanceroute.proxy.reload import asks_another_predictor, check_added, check_workers
-from balanceroute.proxy.run_folder import RunFolder, relay_name, run_folder
+from balanceroute.proxy.run_folder import RunFolder, run_folder
 from balanceroute.proxy.server import BACKLOG
 from balanceroute.proxy.supervisor import Main, Supervisor, be_called
 from balanceroute.proxy.telemetry.logs import configure
@@ -73,7 +75,7 @@ def serve_processes(
             folder.identity()  # made by one process only
         processes = Processes(configured, load, folder, lock, sockets, journal, predecessor, link)
         if predecessor is None:
-            folder.forget_counts()
+            KeptCounts(folder).forget()
             if journal is not None:
                 begin_anew(journal)
         configure(config.log.level, config.log.format, process="parent")
@@ -105,10 +107,11 @@ class Processes:
         self.loads = RelayLoads(max(1, self.config.listen.relays))
         self._table = KeyTable(max(1, self.config.listen.relays))
         self._name_keys(configured.perimeter)
+        lives = Lives(folder)
         if predecessor is None:  # relays of a router that has left may live, although its successor has died
-            self._told = Told(secrets.randbits(LINEAGE_BITS), folder.generation())
+            self._told = Told(secrets.randbits(LINEAGE_BITS), lives.generation())
         else:
-            generation = 1 + max(predecessor.told.generation, folder.newest())  # new names: others may still finish
+            generation = 1 + max(predecessor.told.generation, lives.newest())  # new names: others may still finish
             self._told = Told(predecessor.told.lineage, generation)
             _go_on_counting(self._table, predecessor)
         self._handover: Handover | None = None

@@ -45,10 +45,12 @@ from balanceroute.proxy.client.relay_loads import ACCEPTS, Load
 from balanceroute.proxy.client.services import ClientServices
 from balanceroute.proxy.configured import Configured
 from balanceroute.proxy.coroutines import start_all, stop_tasks
+from balanceroute.proxy.kept_counts import CountsFile
 from balanceroute.proxy.link.callbacks import CallbackListener, OtherRelays
 from balanceroute.proxy.link.messages import FAR
 from balanceroute.proxy.link.reach import FarReach, Reach, SocketReach
 from balanceroute.proxy.link.remote import NOBODY, RemoteBrain
+from balanceroute.proxy.lives import Lives
 from balanceroute.proxy.ops.admin import json_response
 from balanceroute.proxy.ops.forwarding import Forwarding
 from balanceroute.proxy.ops.guard import READY
@@ -59,7 +61,7 @@ from balanceroute.proxy.perimeter.perimeter import Perimeter
 from balanceroute.proxy.perimeter.routes import ACCESS, Access
 from balanceroute.proxy.perimeter.tls import Tls
 from balanceroute.proxy.relay_services import RelayServices
-from balanceroute.proxy.run_folder import CountsFile, RunFolder
+from balanceroute.proxy.run_folder import RunFolder
 from balanceroute.proxy.server import ChildServer
 from balanceroute.proxy.telemetry.metrics import Metrics
 from balanceroute.proxy.telemetry.troubles import Trouble
@@ -115,7 +117,7 @@ def run_relay(
     Raises: ConfigError: a file of the folder can't be used.
     """
     folder.make(setup.again)
-    life = folder.come_to_life(setup.name)
+    life = Lives(folder).come_to_life(setup.name)
     configured.tls.catch_up()
     configured.perimeter.sit(setup.seat)
     app = create_relay_app(configured, folder, setup.name, life, setup.again)

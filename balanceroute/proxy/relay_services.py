@@ -11,11 +11,13 @@ from balanceroute.errors import ConfigError, NoHealthyWorkers
 from balanceroute.proxy.admission.decider import Bounds
 from balanceroute.proxy.admission.forecasts import Keys
 from balanceroute.proxy.client.services import ClientServices
+from balanceroute.proxy.kept_counts import CountsFile, Gone
 from balanceroute.proxy.life.pool_reaper import PERIOD_S, PoolReaper
 from balanceroute.proxy.life.suspicion import KNOWN_S, Loss
 from balanceroute.proxy.link.messages import Activity, Counted, Explained, Learned, Silent, Workers
 from balanceroute.proxy.link.remote import LOST, RemoteBrain
-from balanceroute.proxy.run_folder import CountsFile, Gone, RunFolder
+from balanceroute.proxy.lives import Lives
+from balanceroute.proxy.run_folder import RunFolder
 from balanceroute.proxy.telemetry.ticks import until_tick_s
 from balanceroute.proxy.telemetry.troubles import Trouble
 from balanceroute.proxy.workers.fleet import Worker
@@ -123,7 +125,7 @@ class RelayServices(ClientServices):
         while True:
             await asyncio.sleep(until_tick_s(self.loop.time(), LIFE_S))
             try:
-                again = self.folder.live_on(self.name, life)
+                again = Lives(self.folder).live_on(self.name, life)
             except ConfigError as error:
                 trouble.begin(error=str(error))
             else:

@@ -1,11 +1,10 @@
-"""The files that the processes of one router share: its run folder, which belongs to our user alone.
+"""The run folder of one router: the files that its processes share, which belong to our user alone.
 
-`RunFolder` is one class with many short methods, each for one file.
+`lives.py` tells which relays live, `kept_counts.py` what they have counted.
 """
 
 import fcntl
 import logging
-import math
 import os
 import re
 import secrets
@@ -13,34 +12,27 @@ import socket
 import stat
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import BinaryIO, Final
 
 from balanceroute.config import Config
 from balanceroute.errors import ConfigError
-from balanceroute.proxy.link.files import NEW, is_at, is_gone, locked, overwritten, replace_content
-from balanceroute.proxy.telemetry.troubles import Trouble
+from balanceroute.proxy.link.files import NEW, is_at, is_gone, is_locked, locked, replace_content
 
 log = logging.getLogger(__name__)
 
-_COUNTS: Final = "counts-"
+COUNTS: Final = "counts-"  # before the name of a relay
 _PINS: Final = "pins-"
-LEADER: Final = "brain"  # in place of a relay's name: the counts of all brains that have led
 _ROUTER: Final = "router"  # locked by the parent
-_LIFE: Final = "life-"  # locked by a relay while it lives
+LIFE: Final = "life-"  # locked by a relay while it lives
 _LONGEST: Final = "relay-63.9999"  # of the names of relays
-_FILE: Final = re.compile(rf"(router|lead|lead\.next|identity|far|changes|({_LIFE}|{_COUNTS}|{_PINS}).+)(\{NEW})?")
-_LEFT: Final = re.compile(rf"({_LIFE}|{_COUNTS}).+")  # files that relays, or brains, leave behind
+_FILE: Final = re.compile(rf"(router|lead|lead\.next|identity|far|changes|({LIFE}|{COUNTS}|{_PINS}).+)(\{NEW})?")
 _SOCKET: Final = re.compile(r"(link|operators|handover|relay-[0-9.]+)\.sock")
-GONE_S: Final = 60.0  # a relay dead for so long will not return: to start it again takes less, also after failures
-_GONE_LOOK_S: Final = 5.0  # between two looks for relays that are gone
-_TRIES: Final = 20  # for a lock: another process may hold it for a moment
-_PAUSE_S: Final = 0.05  # between two tries
-COUNTS_ROOM_BYTES: Final = 4096  # room for later labels and digits; counts take some 20 KB minutes after a start
+TRIES: Final = 20  # for a lock: another process may hold it for a moment
+PAUSE_S: Final = 0.05  # between two tries
 MAX_SOCKET_PATH: Final = 107  # bytes of a unix socket's path on Linux
 
 
@@ -113,20 +105,6 @@ class RunFolder:
         found = self.folder.glob(f"{_PINS}*")
         return [file for file in found if file != self.pins(relay) and file.suffix != NEW]
 
-    def come_to_life(self, relay: str) -> int:
-        """Lock the file that says that this process is that relay; returns its descriptor.
-
-        Raises: ConfigError: another process is that relay.
-        """
-        return self._locked(f"{_LIFE}{relay}", f"another process is its {relay}; each router needs its own")
-
-    def live_on(self, relay: str, life: int) -> bool:
-        """Make that file again if somebody has removed it; returns whether that was so. `life`: its descriptor.
-
-        Raises: ConfigError: it can't be made.
-        """
-        return self._held_again(f"{_LIFE}{relay}", life)
-
     def claim(self, beside: bool = False, unanswered: bool = False) -> BinaryIO:
         """Take the folder for this router; it is taken as long as the returned file, or a copy of it, is open.
 
@@ -140,7 +118,7 @@ class RunFolder:
         held = "another router runs with it; --take-over takes that one's place, once it is up, or set another folder"
         if unanswered:
             held = "another router has it that can't be taken over, as it starts or is about to end; try again soon"
-        lock = os.fdopen(self._locked(_ROUTER, held), "rb")
+        lock = os.fdopen(self.lock_file(_ROUTER, held), "rb")
         if not beside and self._is_led():
             lock.close()
             raise _unusable(self.folder, held)
@@ -149,21 +127,21 @@ class RunFolder:
     @property
     def is_claimed(self) -> bool:
         """Whether a router has taken the folder."""
-        return self.folder.is_dir() and _is_locked(self.folder / _ROUTER)
+        return self.folder.is_dir() and is_locked(self.folder / _ROUTER)
 
     def claim_again(self, lock: BinaryIO) -> bool:
         """Make the file of `claim` again if somebody has removed it; returns whether that was so.
 
         Raises: ConfigError: it can't be made, most likely because another router has taken the folder meanwhile.
         """
-        return self._held_again(_ROUTER, lock.fileno())
+        return self.hold_again(_ROUTER, lock.fileno())
 
     def _is_led(self) -> bool:
         """Whether a brain leads; the lock of one that was just killed may last for a moment, which is waited for."""
-        for _ in range(_TRIES):
-            if not (self.lock.exists() and _is_locked(self.lock)):
+        for _ in range(TRIES):
+            if not (self.lock.exists() and is_locked(self.lock)):
                 return False
-            time.sleep(_PAUSE_S)
+            time.sleep(PAUSE_S)
         return True
 
     def freshen(self) -> None:
@@ -171,20 +149,21 @@ class RunFolder:
 
         The leader's file is left out: by its time the leader shows that it lives.
         """
-        for file in [*self._ours(_FILE), *self._ours(_SOCKET)]:
+        for file in [*self.ours(_FILE), *self.ours(_SOCKET)]:
             if file != self.lock:
                 with suppress(FileNotFoundError):
                     os.utime(file, follow_symlinks=False)
 
-    def _ours(self, name: re.Pattern[str]) -> list[Path]:
+    def ours(self, name: re.Pattern[str]) -> list[Path]:
+        """The files with such a name. Raises: OSError."""
         return [path for path in self.folder.iterdir() if name.fullmatch(path.name)]
 
-    def _locked(self, name: str, held: str, tries: int = _TRIES) -> int:
+    def lock_file(self, name: str, held: str, tries: int = TRIES) -> int:
         """A file of that name, locked. Raises: ConfigError: another process holds it."""
         try:
             for number in range(tries):  # `living` holds the lock for a moment, and so does a process just killed
                 if number:
-                    time.sleep(_PAUSE_S)
+                    time.sleep(PAUSE_S)
                 file = locked(self.folder / name)
                 if file is not None:
                     return file
@@ -192,7 +171,7 @@ class RunFolder:
             raise _unusable(self.folder, f"cannot be used: {error.strerror}") from None
         raise _unusable(self.folder, held)
 
-    def _held_again(self, name: str, held: int) -> bool:
+    def hold_again(self, name: str, held: int) -> bool:
         """Make the file of that name again if it is gone, and lock it under the descriptor `held`.
 
         Returns: whether it was gone. Raises: ConfigError.
@@ -201,92 +180,12 @@ class RunFolder:
             if is_at(held, self.folder / name):
                 return False
             self.make(again=True)
-            file = self._locked(name, f"another process holds {name} in it by now", tries=1)
+            file = self.lock_file(name, f"another process holds {name} in it by now", tries=1)
             os.dup2(file, held, inheritable=False)  # so the caller's descriptor is that of the new file
             os.close(file)
         except OSError as error:
             raise _unusable(self.folder, f"cannot be used: {error.strerror}") from None
         return True
-
-    def living(self) -> list[str]:
-        """The relays that live."""
-        found = self.folder.glob(f"{_LIFE}*")
-        return [file.name.removeprefix(_LIFE) for file in found if _is_locked(file)]
-
-    def generation(self) -> int:
-        """The generation of relays to be started: above those of the relays that live.
-
-        Relays of a router that was killed are about to die, and are waited for.
-        """
-        for _ in range(_TRIES):
-            if not self.living():
-                break
-            time.sleep(_PAUSE_S)
-        return 1 + self.newest()
-
-    def newest(self) -> int:
-        """The highest generation of a relay that lives; 0: none lives."""
-        return max(map(_generation, self.living()), default=0)
-
-    def gone(self) -> set[str]:
-        """The relays that do not live, and have left files. Raises: OSError."""
-        names = {path.name for path in self._ours(_LEFT) if path.suffix != NEW}
-        relays = {name.removeprefix(_LIFE).removeprefix(_COUNTS) for name in names}
-        return relays.difference([LEADER], self.living())
-
-    def bury(self, relay: str, inherit: Callable[[bytes], bool]) -> bool:
-        """Remove the files of a relay that will not return, except its pins; returns whether that was done.
-
-        `inherit`: takes what the relay has counted, and returns whether it is kept. Raises: OSError.
-        """
-        life = locked(self.folder / f"{_LIFE}{relay}")  # so that no process becomes this relay meanwhile
-        if life is None:
-            return False
-        try:
-            if not inherit(self.counts(relay)):
-                return False
-            self.counts_file(relay).unlink(missing_ok=True)
-            (self.folder / f"{_LIFE}{relay}").unlink(missing_ok=True)
-            return True
-        finally:
-            os.close(life)
-
-    def counts(self, relay: str) -> bytes:
-        """What former processes of this relay, or of the leader, have counted; empty: nothing."""
-        try:
-            return self.counts_file(relay).read_bytes().rstrip(b" ")
-        except FileNotFoundError:
-            return b""
-
-    def counts_of_others(self, known: Collection[str]) -> list[bytes]:
-        """What all relays except the `known` ones have counted, also relays that have ended. Raises: OSError."""
-        names = [file.name.removeprefix(_COUNTS) for file in self.folder.glob(f"{_COUNTS}*")]
-        others = [name for name in names if not name.endswith(NEW) and name != LEADER and name not in known]
-        return [self.counts(name) for name in others]
-
-    def keep_counts(self, relay: str, counts: bytes) -> None:
-        """Keep what this relay, or the leader, has counted. A kill meanwhile leaves what was kept before.
-
-        On a full disk the new counts are written over the old ones, in the room that the file has to grow, so that
-        counters still do not fall. Raises: OSError: they can't be kept.
-        """
-        file, roomy = self.counts_file(relay), counts.ljust(len(counts) + COUNTS_ROOM_BYTES)
-        try:
-            replace_content(file, roomy)
-        except OSError:
-            if not overwritten(file, counts):
-                raise
-
-    def forget_counts(self) -> None:
-        """Remove the counts of all relays that do not live, and of the leader: a router begins to count."""
-        kept = {self.counts_file(relay) for relay in self.living()}
-        for file in self.folder.glob(f"{_COUNTS}*"):
-            if file not in kept:
-                file.unlink(missing_ok=True)
-
-    def counts_file(self, relay: str) -> Path:
-        """The file with what this relay, or the leader, has counted."""
-        return self.folder / f"{_COUNTS}{relay}"
 
     def make(self, again: bool = False) -> None:
         """Make the folder, for our user alone. `again`: it has been ours, so files in the way are moved aside.
@@ -296,7 +195,8 @@ class RunFolder:
         if len(os.fsencode(self.callbacks(_LONGEST))) > MAX_SOCKET_PATH:
             raise _unusable(self.folder, f"its path is too long for a socket in it, at most {MAX_SOCKET_PATH} bytes")
         try:
-            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with suppress(FileExistsError):
+                self.folder.mkdir(mode=0o700, parents=True)
             status = self.folder.lstat()
             if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
                 raise _unusable(self.folder, "accepted is a folder of the router's own user, or a new one")
@@ -308,7 +208,7 @@ class RunFolder:
 
     def _check(self, name: re.Pattern[str], is_right: Callable[[Path], bool], kind: str, again: bool) -> None:
         """Check that nothing else is where files of ours are to be. Raises: ConfigError; OSError."""
-        for path in self._ours(name):
+        for path in self.ours(name):
             with suppress(FileNotFoundError):
                 if is_right(path):
                     continue
@@ -329,82 +229,14 @@ class RunFolder:
         """Within this context no other process moves files aside, unless one stands still in it. Raises: OSError."""
         folder = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            for _ in range(_TRIES):
+            for _ in range(TRIES):
                 with suppress(BlockingIOError):
                     fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     break
-                time.sleep(_PAUSE_S)
+                time.sleep(PAUSE_S)
             yield
         finally:
             os.close(folder)
-
-
-class Gone:
-    """The relays of one run folder that have been gone for so long that nobody starts them again."""
-
-    def __init__(self, folder: RunFolder) -> None:
-        self._folder = folder
-        self._since: dict[str, float] = {}
-        self._trouble, self._look_s = Trouble(log, "files of former relays are not removed"), -math.inf
-
-    def bury(self, now: float, inherit: Callable[[str, bytes], bool]) -> None:
-        """Remove the files of relays that are gone once `inherit` has their counts. To be called often; it acts every
-        few seconds. See `RunFolder.bury`.
-        """
-        if now < self._look_s:
-            return
-        self._look_s = now + _GONE_LOOK_S
-        try:
-            gone = self._folder.gone()
-            self._since = {relay: self._since.get(relay, now) for relay in gone}
-            for relay in sorted(gone):
-                if now - self._since[relay] >= GONE_S and self._folder.bury(relay, partial(inherit, relay)):
-                    del self._since[relay]
-            self._trouble.end()
-        except OSError as error:  # most likely no descriptor is free; files that stay do no harm
-            self._trouble.begin(error=error.strerror)
-
-
-class CountsFile:
-    """What one relay, or the leader, has counted, kept for the process that takes its place."""
-
-    def __init__(self, folder: RunFolder, name: str) -> None:
-        """`name`: of a relay, or `LEADER`."""
-        self._folder, self._name = folder, name
-        self._trouble = Trouble(log, "counts not kept", "counts are kept again")
-
-    def last(self) -> bytes:
-        """What former processes have counted; empty where it can't be read, which is no reason not to start."""
-        try:
-            return self._folder.counts(self._name)
-        except OSError as error:
-            log.warning("counts of a former life are of no use", extra={"error": error.strerror})
-            return b""
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether somebody has removed the file, or there is none yet."""
-        return is_gone(self._folder.counts_file(self._name))
-
-    def keep(self, counts: bytes) -> bool:
-        """Keep these counts; returns whether that worked."""
-        try:
-            self._folder.keep_counts(self._name, counts)
-        except OSError as error:
-            self._trouble.begin(relay=self._name, error=error.strerror)
-            return False
-        self._trouble.end(relay=self._name)
-        return True
-
-
-def relay_name(number: int, generation: int) -> str:
-    """The name of a relay; no relay of another generation has it."""
-    return f"relay-{number}" if generation == 1 else f"relay-{number}.{generation}"
-
-
-def _generation(relay: str) -> int:
-    _, _, generation = relay.partition(".")
-    return int(generation) if generation.isdecimal() else 1
 
 
 def run_folder(config: Config, port: int, environ: Mapping[str, str]) -> RunFolder:
@@ -448,19 +280,6 @@ def _is_our_file(path: Path) -> bool:
         with suppress(PermissionError):
             path.chmod(0o600)
     return os.access(path, os.R_OK | os.W_OK)
-
-
-def _is_locked(path: Path) -> bool:
-    try:
-        with path.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except (FileNotFoundError, IsADirectoryError):
-        return False  # somebody has removed the file, or put something else in its place
-    except OSError:
-        return True  # unknown: to wait for a process that is not there costs less than not to wait for one that is
-    return False
 
 
 def _unusable(folder: Path, why: str) -> ConfigError:

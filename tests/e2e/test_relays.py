@@ -25,6 +25,7 @@ from balanceroute.cli.emulate import DECODE_PORT_OFFSET
 from balanceroute.engine.tokens import FIRST_TRIPLE_ID, continuation, decode
 from balanceroute.errors import ConfigError
 from balanceroute.journal import rerun
+from balanceroute.proxy.lives import Lives
 from balanceroute.proxy.run_folder import RunFolder
 from tests.ports import free_base_port
 from tests.waiting import block_until, pace, until
@@ -581,7 +582,7 @@ def test_a_run_folder_that_is_lost_is_made_anew_and_streams_go_on(cluster: Clust
             await until(lambda: all(found_last(name) > 4 for name in router.relays))
             assert len(router.relays) == 2
             await until(router.holds_nothing)
-            await until(lambda: sorted(RunFolder(run).living()) == ["relay-0", "relay-1"])
+            await until(lambda: sorted(Lives(RunFolder(run)).living()) == ["relay-0", "relay-1"])
             await until(RunFolder(run).handover.exists)
             with pytest.raises(ConfigError, match="another router"):
                 RunFolder(run).claim(beside=True)

@@ -15,15 +15,16 @@ from prometheus_client.parser import text_string_to_metric_families
 from balanceroute.config import Config, validate
 from balanceroute.core.types import WorkerState
 from balanceroute.emulator import ClusterShape
-from balanceroute.proxy import run_folder
+from balanceroute.proxy import kept_counts
 from balanceroute.proxy.brain_app import reload_brain
 from balanceroute.proxy.changes import Changes, KeptChanges
+from balanceroute.proxy.kept_counts import LEADER, KeptCounts
 from balanceroute.proxy.life.suspicion import Suspect
 from balanceroute.proxy.link.remote import RemoteBrain
 from balanceroute.proxy.ops import forwarding, to_brain
 from balanceroute.proxy.perimeter.perimeter import Perimeter
 from balanceroute.proxy.perimeter.routes import ACCESS
-from balanceroute.proxy.run_folder import LEADER, RunFolder
+from balanceroute.proxy.run_folder import RunFolder
 from balanceroute.proxy.workers.circuit import CircuitState
 from tests.integration.relayed import SLOW, Relay, Relayed, a_brain, a_relay, answered, relayed
 from tests.integration.router import FAST, running
@@ -284,12 +285,12 @@ async def test_the_next_brain_continues_the_counts_that_the_former_one_has_shown
         relay = router.relays[0]
         await asyncio.gather(*(answered(relay, number) for number in range(20)))
         before = await scraped(relay)
-        shown = router.folder.counts(LEADER)
+        shown = KeptCounts(router.folder).of(LEADER)
         assert sum(value for series, value in before.items() if "admissions_total" in series) == 20
         router.brain.end()
         await until(lambda: relay.app.services.brain.member is None)
         if killed:
-            router.folder.keep_counts(LEADER, shown)
+            KeptCounts(router.folder).keep(LEADER, shown)
         async with a_brain(router.config, router.folder, relays=1):
             after = await scraped(relay)
             assert {
@@ -337,14 +338,14 @@ def finished(series: dict[str, float]) -> float:
 async def test_counts_that_cannot_be_read_for_want_of_a_descriptor_are_503_at_metrics(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def counts_of_others(folder: RunFolder, known: object) -> list[bytes]:
+    def counts_of_others(kept: KeptCounts, known: object) -> list[bytes]:
         raise OSError(errno.EMFILE, "Too many open files")
 
     async with relayed(FAST, count=1) as router:
         relay = router.relays[0]
         await scraped(relay)
         with monkeypatch.context() as patched:
-            patched.setattr(RunFolder, "counts_of_others", counts_of_others)
+            patched.setattr(KeptCounts, "of_others", counts_of_others)
             answer = await relay.client.get("/metrics")
             assert answer.status_code == 503 and "Too many open files" in answer.json()["error"]["message"]
         await scraped(relay)
@@ -353,7 +354,7 @@ async def test_counts_that_cannot_be_read_for_want_of_a_descriptor_are_503_at_me
 async def test_no_count_falls_or_doubles_when_files_of_relays_that_are_gone_are_removed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(run_folder, "GONE_S", 2.0)
+    monkeypatch.setattr(kept_counts, "GONE_S", 2.0)
     async with relayed(FAST, count=1) as router:
         relay = router.relays[0]
         async with a_relay(router.config, router.folder, "relay-0.2") as other:
@@ -365,14 +366,14 @@ async def test_no_count_falls_or_doubles_when_files_of_relays_that_are_gone_are_
             return finished(await scraped(relay)) == 4
 
         await until(all_told)
-        gone = router.folder.counts_file("relay-0.2")
+        gone = KeptCounts(router.folder).file("relay-0.2")
 
         async def all_kept() -> bool:
             assert finished(await scraped(relay)) == 4
             return not gone.exists()
 
         await until(all_kept)
-        assert finished(await scraped(relay)) == 4 and router.folder.gone() == set()
+        assert finished(await scraped(relay)) == 4 and KeptCounts(router.folder).gone() == set()
         router.brain.end()
         await until(lambda: relay.app.services.brain.member is None)
         async with a_brain(router.config, router.folder, relays=1):
@@ -386,10 +387,10 @@ async def test_a_brain_that_leads_no_more_neither_keeps_nor_shows_counts() -> No
         await answered(relay, 1)
         await scraped(relay)
         router.folder.lock.unlink()  # as far as it can tell, somebody else has put another one there
-        router.folder.keep_counts(LEADER, b"another brain's")
+        KeptCounts(router.folder).keep(LEADER, b"another brain's")
         assert (await relay.client.get("/metrics")).status_code == 503
         await until(lambda: relay.app.services.brain.member is None)
-        assert router.folder.counts(LEADER) == b"another brain's"
+        assert KeptCounts(router.folder).of(LEADER) == b"another brain's"
 
 
 async def test_a_brain_that_leads_no_more_has_no_members_before_its_server_ends() -> None:

@@ -17,7 +17,9 @@ import pytest
 from balanceroute.config import validate
 from balanceroute.engine.tokens import continuation, decode
 from balanceroute.proxy.configured import Configured
+from balanceroute.proxy.kept_counts import KeptCounts
 from balanceroute.proxy.link import callbacks as callbacks_module
+from balanceroute.proxy.lives import Lives
 from balanceroute.proxy.relay import create_relay_app
 from balanceroute.proxy.run_folder import RunFolder
 from balanceroute.proxy.wire.connectors import owner_of
@@ -35,12 +37,12 @@ async def test_a_relay_that_cannot_hear_callbacks_ends_what_it_has_begun(tmp_pat
     layerwise = {"connector": "mooncake_layerwise", "layerwise": {"callback_url": "http://127.0.0.1:3"}}
     folder = RunFolder(tmp_path)
     folder.callbacks("relay-0").mkdir()
-    with os.fdopen(life := folder.come_to_life("relay-0")):
+    with os.fdopen(life := Lives(folder).come_to_life("relay-0")):
         app = create_relay_app(Configured.read(validate(sections | layerwise)), folder, "relay-0", life)
         with pytest.raises(OSError):
             async with app.router.lifespan_context(app):
                 pass
-    assert folder.counts("relay-0")  # what it has counted is kept
+    assert KeptCounts(folder).of("relay-0")  # what it has counted is kept
 
 
 def to_the_other(router: Relayed, token: str) -> Relay:

@@ -14,10 +14,12 @@ from balanceroute.config import Config, digest_of
 from balanceroute.core.types import Role
 from balanceroute.emulator import EmulatedCluster
 from balanceroute.errors import KeyLimit
-from balanceroute.proxy import relay_services, run_folder
+from balanceroute.proxy import kept_counts, relay_services
+from balanceroute.proxy.kept_counts import KeptCounts
 from balanceroute.proxy.life.suspicion import Suspect
 from balanceroute.proxy.link.messages import Activity, CacheDoubted, Counted, Explained, Judged, Learned
 from balanceroute.proxy.link.remote import NOBODY, RemoteBrain
+from balanceroute.proxy.lives import Lives
 from balanceroute.proxy.perimeter.key_use import KeyUse
 from balanceroute.proxy.relay_services import COUNTS_S, RelayServices
 from balanceroute.proxy.run_folder import RunFolder
@@ -99,7 +101,7 @@ async def test_a_relay_keeps_the_files_of_its_run_folder_from_growing_old(monkey
 
 async def test_a_relay_whose_counts_somebody_removes_keeps_them_again() -> None:
     async with relayed(FAST, count=1) as router:
-        file = router.folder.counts_file("relay-0")
+        file = KeptCounts(router.folder).file("relay-0")
         await until(file.exists)
         file.unlink()
         await until(file.exists)
@@ -109,29 +111,29 @@ async def test_a_relay_counts_no_more_of_workers_that_left_between_two_of_its_li
     folder, before = RunFolder(tmp_path), Metrics(lambda: NOBODY, "level_fit")
     before.upstream_errors.inc("gone:1", "decode", "ConnectFailed")
     before.retries.inc("decode", by=7)
-    folder.keep_counts("relay-0", before.counts())
+    KeptCounts(folder).keep("relay-0", before.counts())
     async with a_new_relay(tmp_path, deadline_s=60.0) as (config, relay):
         async with a_brain(config, folder, relays=1):
-            await until(lambda: b"gone:1" not in folder.counts("relay-0"))
+            await until(lambda: b"gone:1" not in KeptCounts(folder).of("relay-0"))
             assert relay.app.services.metrics.retries.value("decode") == 7
 
 
 async def test_files_of_former_relays_go_where_the_brain_is_on_another_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_folder, "GONE_S", 1.0)
+    monkeypatch.setattr(kept_counts, "GONE_S", 1.0)
     monkeypatch.setattr(relay_services, "LIFE_S", 0.2)
     folder = RunFolder(tmp_path)
     for former in ("relay-0", "relay-1"):
-        os.close(folder.come_to_life(former))
-        folder.keep_counts(former, b"{}")
+        os.close(Lives(folder).come_to_life(former))
+        KeptCounts(folder).keep(former, b"{}")
     async with a_new_relay(tmp_path, deadline_s=0.1, name="relay-0.2") as (config, relay):
         services = relay.app.services
         services.config = config.model_copy(
             update={"listen": config.listen.model_copy(update={"brains": ("10.0.0.1:1",)})}
         )
-        await until(lambda: folder.gone() == set())
-        assert folder.living() == ["relay-0.2"]
+        await until(lambda: KeptCounts(folder).gone() == set())
+        assert Lives(folder).living() == ["relay-0.2"]
 
 
 async def test_what_keys_use_while_there_is_no_brain_is_told_to_the_next_one(tmp_path: Path) -> None:

@@ -63,6 +63,20 @@ def locked(path: Path) -> int | None:
     return None
 
 
+def is_locked(path: Path) -> bool:
+    """Whether a process has locked this file."""
+    try:
+        with path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except (FileNotFoundError, IsADirectoryError):
+        return False  # somebody has removed the file, or put something else in its place
+    except OSError:
+        return True  # unknown: to wait for a process that is not there costs less than not to wait for one that is
+    return False
+
+
 def replace_content(path: Path, content: bytes) -> None:
     """Replace the file at this path by one with this content, which only our user can read. One writer at a time.
 

@@ -9,9 +9,11 @@ import pytest
 
 from balanceroute.core.snapshot import ClusterSnapshot
 from balanceroute.core.view import view_cluster
-from balanceroute.proxy import run_folder
+from balanceroute.proxy import kept_counts
+from balanceroute.proxy.kept_counts import GONE_S, LEADER, KeptCounts
 from balanceroute.proxy.leader_counts import PERIOD_S, LeaderCounts
-from balanceroute.proxy.run_folder import GONE_S, LEADER, RunFolder
+from balanceroute.proxy.lives import Lives
+from balanceroute.proxy.run_folder import RunFolder
 from balanceroute.proxy.telemetry.metrics import Metrics
 from tests.unit.proxy.virtual_time import in_virtual_time, let_pass
 
@@ -54,11 +56,11 @@ def test_a_former_leader_leaves_the_file_to_the_next(tmp_path: Path) -> None:
     folder, lead, metrics = RunFolder(tmp_path), ALead(), counting()
     counts = LeaderCounts(folder, lead, metrics)
     assert counts.keep()
-    folder.keep_counts(LEADER, b"the next one's")
+    KeptCounts(folder).keep(LEADER, b"the next one's")
     lead.leads = False
     metrics.admissions.inc("d0", "stage_1")
     assert not counts.keep()
-    assert folder.counts(LEADER) == b"the next one's"
+    assert KeptCounts(folder).of(LEADER) == b"the next one's"
 
 
 def test_what_could_not_be_kept_is_kept_once_it_can_be_and_the_log_says_so_once(
@@ -70,7 +72,7 @@ def test_what_could_not_be_kept_is_kept_once_it_can_be_and_the_log_says_so_once(
     assert all(counts.keep() for _ in range(5))
     assert [each.getMessage() for each in caplog.records] == ["counts not kept"]
     folder.make()
-    assert counts.keep() and folder.counts(LEADER) == metrics.counts()
+    assert counts.keep() and KeptCounts(folder).of(LEADER) == metrics.counts()
 
 
 def test_new_counts_are_kept_every_second(tmp_path: Path) -> None:
@@ -80,14 +82,14 @@ def test_new_counts_are_kept_every_second(tmp_path: Path) -> None:
     async def test() -> None:
         watching = asyncio.get_running_loop().create_task(counts.watch())
         await let_pass(2 * PERIOD_S)
-        kept = folder.counts(LEADER)
+        kept = KeptCounts(folder).of(LEADER)
         assert kept == metrics.counts()
-        folder.forget_counts()
+        KeptCounts(folder).forget()
         await let_pass(2 * PERIOD_S)
-        assert folder.counts(LEADER) == kept  # somebody had removed it
+        assert KeptCounts(folder).of(LEADER) == kept  # somebody had removed it
         metrics.admissions.inc("d0", "stage_1")
         await let_pass(2 * PERIOD_S)
-        assert folder.counts(LEADER) == metrics.counts() != kept
+        assert KeptCounts(folder).of(LEADER) == metrics.counts() != kept
         watching.cancel()
 
     in_virtual_time(test)
@@ -102,13 +104,13 @@ def counted(requests: int) -> bytes:
 def test_what_relays_that_are_gone_for_good_have_counted_is_the_leaders_and_their_files_go(tmp_path: Path) -> None:
     folder, metrics, told = RunFolder(tmp_path), counting(), []
     for relay, requests in (("relay-0", 3), ("relay-1", 4), ("relay-0.2", 100)):
-        os.close(folder.come_to_life(relay))
-        folder.keep_counts(relay, counted(requests))
-    life = folder.come_to_life("relay-0.2")
+        os.close(Lives(folder).come_to_life(relay))
+        KeptCounts(folder).keep(relay, counted(requests))
+    life = Lives(folder).come_to_life("relay-0.2")
     counts = LeaderCounts(folder, ALead(), metrics, told.append)
     for now in range(0, int(GONE_S), 5):
         counts.bury(now)
-    assert told == [] and len(folder.counts_of_others(())) == 3
+    assert told == [] and len(KeptCounts(folder).of_others(())) == 3
     counts.bury(GONE_S)
     assert sorted(told) == ["relay-0", "relay-1"] and counts.inherited == set()
     assert metrics.requests.value("finished") == 7
@@ -123,7 +125,7 @@ def test_a_leader_that_is_killed_while_it_takes_over_counts_leaves_one_that_coun
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = RunFolder(tmp_path)
-    folder.keep_counts("relay-0", counted(3))
+    KeptCounts(folder).keep("relay-0", counted(3))
 
     def killed(path: Path, missing_ok: bool = False) -> None:
         raise KeyboardInterrupt
@@ -133,32 +135,34 @@ def test_a_leader_that_is_killed_while_it_takes_over_counts_leaves_one_that_coun
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(Path, "unlink", killed)
         first.bury(GONE_S)
-    assert folder.counts("relay-0")
+    assert KeptCounts(folder).of("relay-0")
     metrics = counting()
     second = LeaderCounts(folder, ALead(), metrics)
     for now in (0.0, GONE_S):
         assert metrics.requests.value("finished") == 3 and second.inherited == {"relay-0"}
         second.bury(now)
-    assert metrics.requests.value("finished") == 3 and second.inherited == set() and not folder.counts("relay-0")
+    assert metrics.requests.value("finished") == 3 and second.inherited == set()
+    assert not KeptCounts(folder).of("relay-0")
 
 
 def test_files_of_former_relays_stay_where_their_counts_cannot_be_kept_or_another_brain_leads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, lead, metrics = RunFolder(tmp_path), ALead(), counting()
-    folder.keep_counts("relay-0", counted(3))
+    KeptCounts(folder).keep("relay-0", counted(3))
     counts = LeaderCounts(folder, lead, metrics)
     with monkeypatch.context() as patched:
-        patched.setattr(run_folder, "replace_content", full)
+        patched.setattr(kept_counts, "replace_content", full)
         for now in (0.0, GONE_S, 2 * GONE_S):
             counts.bury(now)
-    assert folder.counts("relay-0") and metrics.requests.value("finished") == 3 and counts.inherited == {"relay-0"}
+    assert metrics.requests.value("finished") == 3 and counts.inherited == {"relay-0"}
+    assert KeptCounts(folder).of("relay-0")
     lead.leads = False
     counts.bury(3 * GONE_S)
-    assert folder.counts("relay-0")
+    assert KeptCounts(folder).of("relay-0")
     lead.leads = True
     counts.bury(4 * GONE_S)
-    assert not folder.counts("relay-0") and metrics.requests.value("finished") == 3
+    assert not KeptCounts(folder).of("relay-0") and metrics.requests.value("finished") == 3
 
 
 def full(path: Path, content: bytes) -> None:

@@ -24,6 +24,7 @@ from balanceroute.proxy.client.relay_loads import CONNECTIONS, Load
 from balanceroute.proxy.configured import Configured
 from balanceroute.proxy.handover import Predecessor, Told
 from balanceroute.proxy.link.files import replace_content
+from balanceroute.proxy.lives import Lives
 from balanceroute.proxy.processes import Processes, begin_anew, serve_processes
 from balanceroute.proxy.run_folder import RunFolder
 from tests.unit.proxy.trials import failure
@@ -168,7 +169,7 @@ def test_a_router_that_ends_before_it_has_taken_over_lets_the_next_one_try_under
     with folder.claim() as lock, old:
         first = successor()
         assert first.relays == ["relay-0.2"] and first.has_predecessor
-        life = folder.come_to_life("relay-0.2")
+        life = Lives(folder).come_to_life("relay-0.2")
         first.stop_listening()
         assert old.recv(1) == b"", "the old one hears of it before the last stream has ended"
         assert successor().relays == ["relay-0.3"]

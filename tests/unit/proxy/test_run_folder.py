@@ -1,22 +1,18 @@
 """The folder that the processes of one router share: whose it is, where it is, and what is kept there."""
 
-import errno
 import os
 import shutil
 import socket
 import stat
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from balanceroute.errors import ConfigError
-from balanceroute.proxy import run_folder as run_folder_module
+from balanceroute.proxy.kept_counts import KeptCounts
 from balanceroute.proxy.link.leadership import FileLead
-from balanceroute.proxy.run_folder import LEADER, MAX_SOCKET_PATH, CountsFile, RunFolder, relay_name, run_folder
+from balanceroute.proxy.lives import Lives
+from balanceroute.proxy.run_folder import MAX_SOCKET_PATH, RunFolder, run_folder
 from tests.unit.proxy.virtual_time import a_config
 
 
@@ -51,6 +47,7 @@ def test_one_that_cannot_be_used_is_one_line(tmp_path: Path, what: str) -> None:
     with pytest.raises(ConfigError, match=r"^listen\.run_folder = ") as refused:
         RunFolder(path).make()
     assert "\n" not in str(refused.value)
+    assert ("accepted is a folder" in str(refused.value)) is (what in ("a file", "a link"))
 
 
 def test_where_the_system_has_no_temporary_folder_either_one_has_to_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,19 +76,6 @@ def test_a_claim_whose_file_was_removed_is_made_again_unless_another_router_has_
         assert folder.claim_again(lock)
 
 
-def test_a_relay_whose_life_was_removed_from_the_folder_is_known_to_live_again(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path / "run")
-    folder.make()
-    life = folder.come_to_life("relay-0")
-    try:
-        shutil.rmtree(folder.folder)
-        assert folder.live_on("relay-0", life) and not folder.live_on("relay-0", life)
-        assert folder.living() == ["relay-0"]
-    finally:
-        os.close(life)
-    assert folder.living() == []
-
-
 def test_it_is_where_the_configuration_says_or_else_one_of_its_own_for_each_port(tmp_path: Path) -> None:
     named = a_config(listen={"run_folder": str(tmp_path), "relays": 1})
     assert run_folder(named, 8000, {"XDG_RUNTIME_DIR": "/run/user/7"}).folder == tmp_path
@@ -99,148 +83,6 @@ def test_it_is_where_the_configuration_says_or_else_one_of_its_own_for_each_port
     assert run_folder(unnamed, 8000, {"XDG_RUNTIME_DIR": "/run/user/7"}).folder == Path("/run/user/7/balanceroute-8000")
     first, second = (run_folder(unnamed, port, {}).folder for port in (8000, 8001))
     assert first != second and first.name == f"balanceroute-{os.geteuid()}-8000"
-
-
-def test_counts_of_a_relay_outlive_it_until_a_router_begins_to_count(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path)
-    assert folder.counts("relay-0") == b""
-    folder.keep_counts("relay-0", b"{}")
-    folder.keep_counts("relay-0", b"{1}")
-    folder.keep_counts("relay-0.2", b"{2}")
-    assert sorted(folder.counts_of_others(())) == [b"{1}", b"{2}"]
-    folder.keep_counts(LEADER, b"{3}")
-    assert folder.counts_of_others(["relay-0"]) == [b"{2}"]
-    assert (folder.counts("relay-0"), folder.counts("relay-1")) == (b"{1}", b"")
-    assert folder.counts(LEADER) == b"{3}"
-    folder.forget_counts()
-    assert folder.counts(LEADER) == b""
-    assert folder.counts("relay-0") == b"" and list(tmp_path.iterdir()) == []
-
-
-def test_what_is_no_file_in_the_place_of_one_keeps_no_process_from_its_next_life(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    folder = RunFolder(tmp_path)
-    for name in ("life-relay-0", "counts-relay-0"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "life-relay-1").symlink_to("nobody")  # as one that is removed while it is looked for
-    assert folder.living() == []
-    assert CountsFile(folder, "relay-0").last() == b"" and "of no use" in caplog.text
-
-
-def test_a_relay_whose_life_cannot_be_looked_at_counts_as_one_that_lives(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "life-relay-0").touch()
-    assert RunFolder(tmp_path).living() == []
-
-    def refuse(*_: object) -> None:
-        raise PermissionError(13, "Permission denied")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Path, "open", refuse)
-        assert RunFolder(tmp_path).living() == ["relay-0"]
-
-
-def test_that_counts_cannot_be_kept_stops_nobody_and_is_said_once_until_they_can_be_again(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO")
-    folder = RunFolder(tmp_path / "gone")
-    file = CountsFile(folder, "relay-0")
-    for _ in range(2):
-        assert not any(file.keep(counts) for counts in (b"{1}", b"{2}", b"{2}"))
-        folder.make()
-        assert file.keep(b"{2}") and file.keep(b"{3}") and folder.counts("relay-0") == b"{3}"
-        shutil.rmtree(folder.folder)
-    assert [each.getMessage() for each in caplog.records] == ["counts not kept", "counts are kept again"] * 2
-
-
-def test_counts_are_kept_on_a_full_disk_in_the_room_of_those_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def full(path: Path, content: bytes) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    folder = RunFolder(tmp_path)
-    file = CountsFile(folder, "relay-0")
-    assert file.keep(b"{99}")
-    before = folder.counts_file("relay-0").stat()
-    monkeypatch.setattr(run_folder_module, "replace_content", full)
-    assert file.keep(b"{100}") and folder.counts("relay-0") == b"{100}" and not caplog.records
-    assert file.keep(b"{1}") and folder.counts("relay-0") == b"{1}"
-    after = folder.counts_file("relay-0").stat()
-    assert (after.st_ino, after.st_size) == (before.st_ino, before.st_size), "no more room is taken"
-    assert not file.keep(b"x" * (after.st_size + 1)) and folder.counts("relay-0") == b"{1}"
-    assert not CountsFile(folder, "relay-1").keep(b"{1}") and "No space left" in str(vars(caplog.records[-1]))
-
-
-@contextmanager
-def living(folder: RunFolder, relay: str) -> Iterator[subprocess.Popen[str]]:
-    """A process that is this relay."""
-    code = "import sys, pathlib, signal; from balanceroute.proxy.run_folder import RunFolder\n"
-    code += "RunFolder(pathlib.Path(sys.argv[1])).come_to_life(sys.argv[2]); print('here', flush=True); signal.pause()"
-    command = [sys.executable, "-c", code, str(folder.folder), relay]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:
-        assert running.stdout is not None and running.stdout.readline() == "here\n"
-        try:
-            yield running
-        finally:
-            running.kill()
-
-
-def test_living_relays_are_known_by_their_locks(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path)
-    assert folder.living() == [] and folder.generation() == 1
-    with living(folder, "relay-0") as relay:
-        assert folder.living() == ["relay-0"]
-        with pytest.raises(ConfigError, match="another process is its relay-0"):
-            folder.come_to_life("relay-0")
-        relay.kill()
-        relay.wait()
-        assert folder.living() == [] and folder.generation() == 1
-
-
-def test_a_relay_whose_file_is_removed_in_the_moment_in_which_it_comes_to_life_lives(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder, opened = RunFolder(tmp_path), os.open
-    with living(folder, "relay-0") as relay:
-        relay.kill()
-        relay.wait()
-
-    def then_removed(path: Path, *more: int) -> int:
-        file = opened(path, *more)
-        monkeypatch.undo()
-        path.unlink()
-        return file
-
-    monkeypatch.setattr(os, "open", then_removed)
-    life = folder.come_to_life("relay-0")
-    assert folder.living() == ["relay-0"]
-    os.close(life)
-
-
-def test_a_relay_that_lives_is_not_buried(tmp_path: Path) -> None:
-    folder, heard = RunFolder(tmp_path), []
-    folder.keep_counts("relay-0", b"{1}")
-    with living(folder, "relay-0"):
-        assert not folder.bury("relay-0", lambda counts: not heard.append(counts))  # type: ignore[func-returns-value]
-    assert heard == [] and folder.counts("relay-0") == b"{1}"
-    assert folder.gone() == {"relay-0"} and folder.bury("relay-0", lambda counts: True)
-    assert folder.gone() == set() and list(tmp_path.iterdir()) == []
-
-
-def test_a_router_that_starts_beside_relays_of_another_has_other_names_and_forgets_none_of_their_counts(
-    tmp_path: Path,
-) -> None:
-    folder = RunFolder(tmp_path)
-    for relay in ("relay-0", "relay-1", "relay-0.12"):
-        folder.keep_counts(relay, relay.encode())
-    with living(folder, "relay-1"), living(folder, "relay-0.12"):
-        assert folder.generation() == 13 and relay_name(0, 13) == "relay-0.13"
-        folder.forget_counts()
-        assert sorted(folder.counts_of_others(())) == [b"relay-0.12", b"relay-1"]
 
 
 @pytest.mark.parametrize(
@@ -269,6 +111,7 @@ def test_something_else_in_place_of_a_file_of_it_is_moved_away_once_it_has_been_
     tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = RunFolder(tmp_path)
+    lives = Lives(folder)
     (tmp_path / name).mkdir()
     (tmp_path / name / "somebody's").touch()
     folder.make(again=True)
@@ -278,7 +121,7 @@ def test_something_else_in_place_of_a_file_of_it_is_moved_away_once_it_has_been_
         ("moved out of the way", str(tmp_path / name))
     ]
     folder.make()
-    assert folder.other_pins("relay-7") == [] and folder.living() == []
+    assert folder.other_pins("relay-7") == [] and lives.living() == []
 
 
 def test_a_file_that_we_may_not_read_is_ours_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -333,11 +176,12 @@ def test_a_name_that_a_machine_has_spoilt_as_it_lost_its_power_is_made_anew(tmp_
 
 def test_no_file_of_it_grows_old_but_the_leaders_which_shows_whether_that_one_lives(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
+    kept = KeptCounts(folder)
     lead = FileLead(folder.lock)
     assert lead.take()
     with folder.claim(beside=True), socket.socket(socket.AF_UNIX) as operators:
         operators.bind(str(folder.operators))
-        folder.keep_counts("relay-0", b"{}")
+        kept.keep("relay-0", b"{}")
         for file in tmp_path.iterdir():
             os.utime(file, (0, 0))
         folder.freshen()

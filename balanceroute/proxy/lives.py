@@ -1,0 +1,57 @@
+"""Which relays of a run folder live: each holds a file locked as long as it does."""
+
+import time
+
+from balanceroute.proxy.link.files import is_locked
+from balanceroute.proxy.run_folder import LIFE, PAUSE_S, TRIES, RunFolder
+
+
+class Lives:
+    """The relays of one run folder, by name."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._folder = folder
+
+    def come_to_life(self, relay: str) -> int:
+        """Lock the file that says that this process is that relay; returns its descriptor.
+
+        Raises: ConfigError: another process is that relay.
+        """
+        return self._folder.lock_file(f"{LIFE}{relay}", f"another process is its {relay}; each router needs its own")
+
+    def live_on(self, relay: str, life: int) -> bool:
+        """Make that file again if somebody has removed it; returns whether that was so. `life`: its descriptor.
+
+        Raises: ConfigError: it can't be made.
+        """
+        return self._folder.hold_again(f"{LIFE}{relay}", life)
+
+    def living(self) -> list[str]:
+        """The relays that live."""
+        found = self._folder.folder.glob(f"{LIFE}*")
+        return [file.name.removeprefix(LIFE) for file in found if is_locked(file)]
+
+    def generation(self) -> int:
+        """The generation of relays to be started: above those of the relays that live.
+
+        Relays of a router that was killed are about to die, and are waited for.
+        """
+        for _ in range(TRIES):
+            if not self.living():
+                break
+            time.sleep(PAUSE_S)
+        return 1 + self.newest()
+
+    def newest(self) -> int:
+        """The highest generation of a relay that lives; 0: none lives."""
+        return max(map(_generation, self.living()), default=0)
+
+
+def relay_name(number: int, generation: int) -> str:
+    """The name of a relay; no relay of another generation has it."""
+    return f"relay-{number}" if generation == 1 else f"relay-{number}.{generation}"
+
+
+def _generation(relay: str) -> int:
+    _, _, generation = relay.partition(".")
+    return int(generation) if generation.isdecimal() else 1

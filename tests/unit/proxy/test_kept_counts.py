@@ -1,0 +1,102 @@
+"""What relays and leaders have counted outlives them."""
+
+import errno
+import shutil
+from pathlib import Path
+
+import pytest
+
+from balanceroute.proxy import kept_counts
+from balanceroute.proxy.kept_counts import LEADER, CountsFile, KeptCounts
+from balanceroute.proxy.lives import Lives, relay_name
+from balanceroute.proxy.run_folder import RunFolder
+from tests.unit.proxy.test_lives import living
+
+
+def test_counts_of_a_relay_outlive_it_until_a_router_begins_to_count(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    kept = KeptCounts(folder)
+    assert kept.of("relay-0") == b""
+    kept.keep("relay-0", b"{}")
+    kept.keep("relay-0", b"{1}")
+    kept.keep("relay-0.2", b"{2}")
+    assert sorted(kept.of_others(())) == [b"{1}", b"{2}"]
+    kept.keep(LEADER, b"{3}")
+    assert kept.of_others(["relay-0"]) == [b"{2}"]
+    assert (kept.of("relay-0"), kept.of("relay-1")) == (b"{1}", b"")
+    assert kept.of(LEADER) == b"{3}"
+    kept.forget()
+    assert kept.of(LEADER) == b""
+    assert kept.of("relay-0") == b"" and list(tmp_path.iterdir()) == []
+
+
+def test_what_is_no_file_in_the_place_of_one_keeps_no_process_from_its_next_life(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = RunFolder(tmp_path)
+    lives = Lives(folder)
+    for name in ("life-relay-0", "counts-relay-0"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "life-relay-1").symlink_to("nobody")  # as one that is removed while it is looked for
+    assert lives.living() == []
+    assert CountsFile(folder, "relay-0").last() == b"" and "of no use" in caplog.text
+
+
+def test_that_counts_cannot_be_kept_stops_nobody_and_is_said_once_until_they_can_be_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    folder = RunFolder(tmp_path / "gone")
+    kept = KeptCounts(folder)
+    file = CountsFile(folder, "relay-0")
+    for _ in range(2):
+        assert not any(file.keep(counts) for counts in (b"{1}", b"{2}", b"{2}"))
+        folder.make()
+        assert file.keep(b"{2}") and file.keep(b"{3}") and kept.of("relay-0") == b"{3}"
+        shutil.rmtree(folder.folder)
+    assert [each.getMessage() for each in caplog.records] == ["counts not kept", "counts are kept again"] * 2
+
+
+def test_counts_are_kept_on_a_full_disk_in_the_room_of_those_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(path: Path, content: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    folder = RunFolder(tmp_path)
+    kept = KeptCounts(folder)
+    file = CountsFile(folder, "relay-0")
+    assert file.keep(b"{99}")
+    before = kept.file("relay-0").stat()
+    monkeypatch.setattr(kept_counts, "replace_content", full)
+    assert file.keep(b"{100}") and kept.of("relay-0") == b"{100}" and not caplog.records
+    assert file.keep(b"{1}") and kept.of("relay-0") == b"{1}"
+    after = kept.file("relay-0").stat()
+    assert (after.st_ino, after.st_size) == (before.st_ino, before.st_size), "no more room is taken"
+    assert not file.keep(b"x" * (after.st_size + 1)) and kept.of("relay-0") == b"{1}"
+    assert not CountsFile(folder, "relay-1").keep(b"{1}") and "No space left" in str(vars(caplog.records[-1]))
+
+
+def test_a_relay_that_lives_is_not_buried(tmp_path: Path) -> None:
+    folder, heard = RunFolder(tmp_path), []
+    kept = KeptCounts(folder)
+    kept.keep("relay-0", b"{1}")
+    with living(folder, "relay-0"):
+        assert not kept.bury("relay-0", lambda counts: not heard.append(counts))  # type: ignore[func-returns-value]
+    assert heard == [] and kept.of("relay-0") == b"{1}"
+    assert kept.gone() == {"relay-0"} and kept.bury("relay-0", lambda counts: True)
+    assert kept.gone() == set() and list(tmp_path.iterdir()) == []
+
+
+def test_a_router_that_starts_beside_relays_of_another_has_other_names_and_forgets_none_of_their_counts(
+    tmp_path: Path,
+) -> None:
+    folder = RunFolder(tmp_path)
+    lives = Lives(folder)
+    kept = KeptCounts(folder)
+    for relay in ("relay-0", "relay-1", "relay-0.12"):
+        kept.keep(relay, relay.encode())
+    with living(folder, "relay-1"), living(folder, "relay-0.12"):
+        assert lives.generation() == 13 and relay_name(0, 13) == "relay-0.13"
+        kept.forget()
+        assert sorted(kept.of_others(())) == [b"relay-0.12", b"relay-1"]

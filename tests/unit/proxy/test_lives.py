@@ -1,0 +1,93 @@
+"""Which relays of a run folder live, and are known to."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from balanceroute.errors import ConfigError
+from balanceroute.proxy.lives import Lives
+from balanceroute.proxy.run_folder import RunFolder
+
+
+def test_a_relay_whose_life_was_removed_from_the_folder_is_known_to_live_again(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    lives = Lives(folder)
+    folder.make()
+    life = lives.come_to_life("relay-0")
+    try:
+        shutil.rmtree(folder.folder)
+        assert lives.live_on("relay-0", life) and not lives.live_on("relay-0", life)
+        assert lives.living() == ["relay-0"]
+    finally:
+        os.close(life)
+    assert lives.living() == []
+
+
+def test_a_relay_whose_life_cannot_be_looked_at_counts_as_one_that_lives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "life-relay-0").touch()
+    assert Lives(RunFolder(tmp_path)).living() == []
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "open", refuse)
+        assert Lives(RunFolder(tmp_path)).living() == ["relay-0"]
+
+
+@contextmanager
+def living(folder: RunFolder, relay: str) -> Iterator[subprocess.Popen[str]]:
+    """A process that is this relay."""
+    code = "import sys, pathlib, signal; from balanceroute.proxy.lives import Lives\n"
+    code += "from balanceroute.proxy.run_folder import RunFolder\n"
+    code += "Lives(RunFolder(pathlib.Path(sys.argv[1]))).come_to_life(sys.argv[2])\n"
+    code += "print('here', flush=True); signal.pause()"
+    command = [sys.executable, "-c", code, str(folder.folder), relay]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:
+        assert running.stdout is not None and running.stdout.readline() == "here\n"
+        try:
+            yield running
+        finally:
+            running.kill()
+
+
+def test_who_lives_is_read_from_locks(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    lives = Lives(folder)
+    assert lives.living() == [] and lives.generation() == 1
+    with living(folder, "relay-0") as relay:
+        assert lives.living() == ["relay-0"]
+        with pytest.raises(ConfigError, match="another process is its relay-0"):
+            lives.come_to_life("relay-0")
+        relay.kill()
+        relay.wait()
+        assert lives.living() == [] and lives.generation() == 1
+
+
+def test_a_relay_whose_file_is_removed_in_the_moment_in_which_it_comes_to_life_lives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, opened = RunFolder(tmp_path), os.open
+    lives = Lives(folder)
+    with living(folder, "relay-0") as relay:
+        relay.kill()
+        relay.wait()
+
+    def then_removed(path: Path, *more: int) -> int:
+        file = opened(path, *more)
+        monkeypatch.undo()
+        path.unlink()
+        return file
+
+    monkeypatch.setattr(os, "open", then_removed)
+    life = lives.come_to_life("relay-0")
+    assert lives.living() == ["relay-0"]
+    os.close(life)
