@@ -24,7 +24,6 @@ from balanceroute.proxy.link.remote import RemoteBrain
 from balanceroute.proxy.ops import forwarding, to_brain
 from balanceroute.proxy.perimeter.perimeter import Perimeter
 from balanceroute.proxy.perimeter.routes import ACCESS
-from balanceroute.proxy.run_folder import RunFolder
 from balanceroute.proxy.workers.circuit import CircuitState
 from tests.integration.relayed import SLOW, Relay, Relayed, a_brain, a_relay, answered, relayed
 from tests.integration.router import FAST, running
