@@ -2,7 +2,8 @@
 
 It is made once the process has the lead (`brain.py`), with the changes that operators made under the brain before. If
 the router has been up before, the application starts even where a file of the policy or of the predictor can't be used:
-the brain leads under the default policy, or without a predictor, until a reload finds the file.
+the brain leads under the default policy, or without a predictor, until a reload finds the file. It leads without a
+journal, too, if none can be begun.
 """
 
 import asyncio
@@ -38,6 +39,7 @@ from balanceroute.proxy.ops.guard import trusted
 from balanceroute.proxy.perimeter.perimeter import Perimeter
 from balanceroute.proxy.reload import reload
 from balanceroute.proxy.run_folder import RunFolder
+from balanceroute.proxy.services import Services
 from balanceroute.proxy.telemetry.clock import now_s
 from balanceroute.proxy.telemetry.ticks import until_tick_s
 from balanceroute.proxy.workers.relay_reports import RelayReports
@@ -90,7 +92,7 @@ class BrainSetup:
     Attributes:
         lineage: of the router, as in `changes.py`.
         journal: the file for every decision. If it exists, a brain has led before, and this one writes a file beside
-            it, with its process id at the end of the name.
+            it, with its process id at the end of the name. A device or a pipe is written by every brain.
         link: the bound socket at which relays of other machines connect.
         again: the router has been up before, so a brain without a predictor is better than none.
         drains: the relays drain; so does this brain from its start.
@@ -107,7 +109,7 @@ class BrainSetup:
     def as_leader(self, waited: bool) -> "BrainSetup":
         """The setup of a brain that has got the lead. `waited`: it stood by, so another brain has led before."""
         journal = self.journal
-        if journal is not None and journal.exists():
+        if journal is not None and journal.is_file():
             journal = journal.with_name(f"{journal.name}.{os.getpid()}")
         return replace(self, journal=journal, again=self.again or waited)
 
@@ -129,7 +131,8 @@ def create_brain_app(configured: Configured, folder: RunFolder, lead: Lead, rela
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         loop, perimeter, tls = asyncio.get_running_loop(), configured.perimeter, configured.tls
-        services = app.services = build_services(config, loop, forecasts, False, setup.journal, perimeter, tls)
+        services_with = partial(build_services, config, loop, forecasts, False, perimeter=perimeter, tls=tls)
+        services = app.services = _journalled(services_with, setup)
         counted = _connect_hub(app, relays)
         kept.last.apply(services)
         services.keep_changes = lambda: kept.keep(services, app.read)
@@ -153,6 +156,20 @@ def create_brain_app(configured: Configured, folder: RunFolder, lead: Lead, rela
     app.read, app.lead, app.folder, app.kept = read, lead, folder, kept
     app.without_predictor = without_predictor
     return app
+
+
+def _journalled(services_with: Callable[[Path | None], Services], setup: BrainSetup) -> Services:
+    """The services that write the journal, or those without one where it can't be begun and the router has been up.
+
+    Raises: InputError: likewise, and it has not.
+    """
+    try:
+        return services_with(setup.journal)
+    except InputError as error:
+        if setup.journal is None or not setup.again:
+            raise
+        log.warning("leading without the journal", extra={"error": str(error)})
+        return services_with(None)
 
 
 def _connect_hub(app: BrainApp, relays: int) -> LeaderCounts:

@@ -342,9 +342,10 @@ def begin_anew(journal: Path) -> None:
         if journal.is_file() and _is_written(journal):
             raise ConfigError(f"{journal}: another process writes it")
         journal.unlink(missing_ok=True)
-        with journal.open("xb"):
-            pass
-        journal.unlink()
+        try:
+            journal.write_bytes(b"\n")  # a full disk lets a file be made
+        finally:
+            journal.unlink(missing_ok=True)
     except OSError as error:
         raise ConfigError(f"{journal}: {error.strerror}") from None
 

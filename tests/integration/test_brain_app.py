@@ -1,6 +1,7 @@
 """How a brain that has the lead starts, also where a file of its configuration can't be used."""
 
 import importlib
+import os
 import socket
 import sys
 from collections.abc import AsyncIterator
@@ -62,6 +63,36 @@ async def test_a_brain_that_cannot_listen_for_other_machines_ends_what_it_has_be
             await server._serve()
         for each in server.servers:
             each.close()
+
+
+@pytest.mark.parametrize("again", [False, True])
+async def test_only_a_router_that_has_been_up_goes_on_without_a_journal_that_cannot_be_begun(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, again: bool
+) -> None:
+    folder, lead = RunFolder(tmp_path), FileLead(tmp_path / "lead")
+    assert lead.take()
+    setup = BrainSetup(LINEAGE, Path("/dev/full"), again=again).as_leader(waited=False)
+    tiers = {tier: {"workers": [{"url": f"http://127.0.0.1:{port}"}]} for port, tier in ((1, "prefill"), (2, "decode"))}
+    app = create_brain_app(Configured.read(validate(tiers)), folder, lead, 0, setup)
+    try:
+        if again:
+            async with app.router.lifespan_context(app):
+                assert [each.getMessage() for each in caplog.records][:1] == ["leading without the journal"]
+        else:
+            with pytest.raises(InputError, match="No space left on device"):
+                async with app.router.lifespan_context(app):
+                    pass
+    finally:
+        lead.release()
+
+
+def test_a_journal_that_is_no_file_is_every_brains(tmp_path: Path) -> None:
+    file, pipe = tmp_path / "journal", tmp_path / "pipe"
+    file.touch()
+    os.mkfifo(pipe)
+    for journal, own in ((file, True), (pipe, False), (tmp_path / "none", False)):
+        written = BrainSetup(LINEAGE, journal).as_leader(waited=True).journal
+        assert written == (tmp_path / f"{journal.name}.{os.getpid()}" if own else journal)
 
 
 async def test_a_brain_that_takes_over_leads_without_a_predictor_whose_file_is_broken_until_a_reload_finds_it(

@@ -1,6 +1,7 @@
 """What of a router in several processes is refused before there is one, in one line."""
 
 import dataclasses
+import errno
 import os
 import shutil
 import signal
@@ -290,6 +291,17 @@ def test_a_journal_that_cannot_be_begun_is_named(tmp_path: Path) -> None:
     assert refusal(config, tmp_path) == f"{tmp_path}: Is a directory"
     unknowable = tmp_path / ("a" * 256)  # a look at it fails already, as in a folder that may not be searched
     assert refusal(config, unknowable) == f"{unknowable}: File name too long"
+
+
+def test_a_journal_whose_disk_is_full_is_named_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, content: bytes) -> None:
+        path.touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(ConfigError, match=r"journal: No space left on device$"):
+        begin_anew(tmp_path / "journal")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_journal_that_is_a_pipe_is_left_where_it_is(tmp_path: Path) -> None:
