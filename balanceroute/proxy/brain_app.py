@@ -19,7 +19,9 @@ from typing import Final
 
 from starlette.applications import Starlette
 
+from balanceroute.build import policy_settings
 from balanceroute.config import Config, with_sections
+from balanceroute.core.policies import make_policy
 from balanceroute.errors import ConfigError, InputError, NoHealthyWorkers
 from balanceroute.plugins import learn_policy
 from balanceroute.proxy.admission.forecasts import Forecasts, build_forecasts
@@ -265,12 +267,13 @@ def _counts_of_relays(folder: RunFolder, counted: LeaderCounts, hub: Hub, report
 
 
 def _with_known_policy(config: Config, again: bool) -> Config:
-    """The configuration, with the default policy in place of one that can't be imported any more.
+    """The configuration, with the default policy in place of one that can't be imported, or made, any more.
 
-    Raises: ConfigError: the policy can't be imported, and not `again`.
+    Raises: ConfigError: likewise, and not `again`.
     """
     try:
         learn_policy(config.routing.policy)
+        make_policy(policy_settings(config))
         return config
     except ConfigError as error:
         if not again:

@@ -123,8 +123,9 @@ async def test_a_brain_that_takes_over_leads_without_a_predictor_whose_file_is_b
             await answered(relay, 2)
 
 
+@pytest.mark.parametrize("broken", [None, "def FirstFit(patience_s):\n    raise RuntimeError"], ids=["gone", "fails"])
 async def test_a_brain_leads_under_the_default_policy_where_its_own_can_be_imported_no_more_until_a_reload_finds_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, broken: str | None
 ) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     module, name = tmp_path / "policy_that_goes.py", "policy_that_goes:FirstFit"
@@ -141,6 +142,8 @@ async def test_a_brain_leads_under_the_default_policy_where_its_own_can_be_impor
         tree = router.config.model_dump(exclude_unset=True)
         config = validate(tree | {"routing": {"policy": name, "options": {"patience_s": 5.0}}})
         module.unlink()
+        if broken is not None:
+            module.write_text(broken)
         forgotten()
         router.brain.end()
         await until(lambda: relay.app.services.brain.member is None)
