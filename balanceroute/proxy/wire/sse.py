@@ -16,7 +16,7 @@ worker holds back more text than the last ids show: an event with a `recomputed`
 connection loses it.
 
 Three things are classes of their own: the answer's tokens (`answer_tokens.py`), its id (`answer_identity.py`) and the
-offsets of its text (`text_offsets.py`). The rest of `EventScanner` is one state machine: each event changes the state
+offsets of its text (`text_offsets.py`). The rest of `EventScanner` is one machine: each event changes the state
 by which the next one is judged, rewritten and matched.
 """
 
