@@ -20,6 +20,7 @@ from typing import Any, Final
 import orjson
 
 from balanceroute.errors import BadUpstreamReply, InvalidRequest
+from balanceroute.proxy.wire.answer_identity import Part
 from balanceroute.proxy.wire.answers import AnswerAssembler, correct_answer
 from balanceroute.proxy.wire.client_request import ClientRequest, Endpoint, parse
 from balanceroute.proxy.wire.derived_requests import split
@@ -156,8 +157,7 @@ def _through_scanner(draw: random.Random) -> None:
         want_continuous_usage=draw.random() < 0.5,
         prompt_tokens=draw.choice([None, 3]),
         prompt_details=draw.choice([None, {"cached_tokens": 2}]),
-        index=draw.choice([None, 1]),
-        closing_events=draw.random() < 0.8,
+        part=Part(index=draw.choice([None, 1]), closing_events=draw.random() < 0.8),
         max_event_bytes=draw.choice([SMALL_EVENT_LIMIT, 1 << 25]),
     )
     request = draw.choice(_REQUESTS)

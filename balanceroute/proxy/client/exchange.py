@@ -43,6 +43,7 @@ from balanceroute.proxy.life.suspicion import Choices
 from balanceroute.proxy.perimeter.keys import ClientKey
 from balanceroute.proxy.perimeter.routes import Access
 from balanceroute.proxy.telemetry.logs import log_request
+from balanceroute.proxy.wire.answer_identity import WHOLE, Part
 from balanceroute.proxy.wire.client_request import ClientRequest, Endpoint, parse
 from balanceroute.proxy.wire.derived_requests import with_priority
 from balanceroute.proxy.wire.responses import (
@@ -53,7 +54,7 @@ from balanceroute.proxy.wire.responses import (
     json_headers,
     status_of,
 )
-from balanceroute.proxy.wire.sse import DONE
+from balanceroute.proxy.wire.sse import DONE, Translation
 
 log = logging.getLogger("balanceroute.requests")
 
@@ -211,8 +212,8 @@ class Exchange:
             return StreamOutlet(self._response, [*SSE_HEADERS, *self._own_headers()])
         return PartAnswer(request)
 
-    def _scanner_options(self, request: ClientRequest) -> dict[str, Any] | None:
-        """Arguments of the `EventScanner` of a single answer, beside those that every answer has."""
+    def _translation_of(self, request: ClientRequest) -> Callable[[], Translation] | None:
+        """Makes what writes the events of a single answer in another protocol; None: they stay as they are."""
         return None
 
     def _whole(self, answer: bytes) -> bytes:
@@ -271,8 +272,8 @@ class Exchange:
             else:
                 outlet = PartAnswer(part)
                 answers.append(outlet)
-            options = fanout.scanner_options(request, head.request_id, index, created)
-            self._legs.append(self._leg_for(f"{head.request_id}-{index}", part, outlet, options, choices))
+            choice = fanout.choice_of(request, head.request_id, index, created)
+            self._legs.append(self._leg_for(f"{head.request_id}-{index}", part, outlet, choice, choices))
         try:
             await fanout.run_all(self._legs)
         except BalanceRouteError as error:
@@ -293,7 +294,7 @@ class Exchange:
         request_id: str,
         request: ClientRequest,
         outlet: Outlet,
-        options: dict[str, Any] | None = None,
+        part: Part = WHOLE,
         choices: Choices | None = None,
     ) -> Leg:
         """A leg for one prompt with one answer.
@@ -316,7 +317,8 @@ class Exchange:
             strategy,
             prompt_key="" if keyer is None else keyer.key(request.prompt_json, head.key),
             deadline_s=self._arrived_s + min(head.timeout_s, services.config.limits.request_timeout_s),
-            scanner_options=self._scanner_options(request) if options is None else options,
+            part=part,
+            translation=self._translation_of(request) if part is WHOLE else None,
             choices=choices,
         )
 

@@ -21,6 +21,7 @@ from balanceroute.errors import InvalidRequest, InvariantError
 from balanceroute.proxy.client.response import Response
 from balanceroute.proxy.life.errors import ClientGone
 from balanceroute.proxy.life.leg import Leg
+from balanceroute.proxy.wire.answer_identity import Part
 from balanceroute.proxy.wire.answers import AnswerAssembler, with_usage
 from balanceroute.proxy.wire.client_request import ClientRequest
 from balanceroute.proxy.wire.closing import DONE_EVENT, event_bytes, event_head, usage_of
@@ -204,14 +205,9 @@ async def _failure_of(legs: Sequence[Leg]) -> BaseException | None:
     return next((failure for failure in told if not isinstance(failure, ClientGone)), told[0] if told else None)
 
 
-def scanner_options(request: ClientRequest, request_id: str, index: int, created: int) -> dict[str, Any]:
-    """Arguments of a leg's `EventScanner` that make its events those of one choice of the whole answer."""
-    return {
-        "public_id": public_id(request, request_id),
-        "created": created,
-        "index": index,
-        "closing_events": False,
-    }
+def choice_of(request: ClientRequest, request_id: str, index: int, created: int) -> Part:
+    """One choice of the whole answer, for its leg."""
+    return Part(public_id=public_id(request, request_id), created=created, index=index, closing_events=False)
 
 
 def created_now() -> int:

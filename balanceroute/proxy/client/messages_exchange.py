@@ -7,7 +7,7 @@ A stream without events for `PING_S` gets a ping, so that neither the client nor
 
 import asyncio
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Final
 
 from balanceroute.errors import BalanceRouteError
 from balanceroute.proxy.client.exchange import Exchange, StreamOutlet
@@ -21,6 +21,7 @@ from balanceroute.proxy.wire.message_answers import PING, Counts, MessageStream,
 from balanceroute.proxy.wire.message_errors import message_error_event, with_message_id
 from balanceroute.proxy.wire.message_requests import parse_messages
 from balanceroute.proxy.wire.responses import SSE_HEADERS, Headers
+from balanceroute.proxy.wire.sse import Translation
 
 PING_S: Final = 15.0
 
@@ -44,10 +45,10 @@ class MessagesExchange(Exchange):
         self._outlet = PingedOutlet(self._response, headers, self._printed, self._services.loop)
         return self._outlet
 
-    def _scanner_options(self, request: ClientRequest) -> dict[str, Any] | None:
+    def _translation_of(self, request: ClientRequest) -> Callable[[], Translation] | None:
         if not request.stream:
             return None
-        return {"translation": lambda: MessageStream(self._message_id, request.model, self._counts)}
+        return lambda: MessageStream(self._message_id, request.model, self._counts)
 
     def _whole(self, answer: bytes) -> bytes:
         return message_of(answer, self._message_id)

@@ -7,6 +7,7 @@ provided that the client has seen nothing of it; if it has, the answer ends with
 """
 
 from array import array
+from collections.abc import Callable
 from typing import Any, Final
 
 from balanceroute.errors import BadUpstreamReply, NotResumable, Rejected, UpstreamError
@@ -17,12 +18,13 @@ from balanceroute.proxy.life.resumption import Fidelity, resumption
 from balanceroute.proxy.life.retries import pushes_back
 from balanceroute.proxy.life.services import LifeServices
 from balanceroute.proxy.life.streaming import write_part
+from balanceroute.proxy.wire.answer_identity import WHOLE, Part
 from balanceroute.proxy.wire.client_request import ClientRequest
 from balanceroute.proxy.wire.closing import ended_by_length
 from balanceroute.proxy.wire.derived_requests import cut_alike, resume
 from balanceroute.proxy.wire.probe_reply import PrefillResult
 from balanceroute.proxy.wire.prompt_echo import prompt_text
-from balanceroute.proxy.wire.sse import EventScanner, StreamEnd
+from balanceroute.proxy.wire.sse import EventScanner, StreamEnd, Translation
 from balanceroute.proxy.workers.fleet import Worker
 
 MAX_RESTARTS: Final = 8  # restarts of an answer that can't be resumed: each one is lost work
@@ -44,24 +46,30 @@ class Answer:
         "_prefilled_ids",
         "_restarts",
         "_services",
+        "_translation",
         "cached_tokens",
         "estimated_tokens",
         "outlet",
+        "part",
         "prompt_details",
         "prompt_reply",
         "prompt_tokens",
         "request",
         "scanner",
-        "scanner_options",
     )
 
     def __init__(
-        self, services: LifeServices, request: ClientRequest, outlet: Outlet, scanner_options: dict[str, Any] | None
+        self,
+        services: LifeServices,
+        request: ClientRequest,
+        outlet: Outlet,
+        part: Part = WHOLE,
+        translation: Callable[[], Translation] | None = None,
     ) -> None:
-        """`scanner_options`: for an answer in another form, or one of several."""
+        """`part`: what it is of the client's answer. `translation`: for one in another protocol."""
         self._services, self.outlet = services, outlet
         self.request = self._original = request
-        self.scanner_options = scanner_options or {}
+        self.part, self._translation = part, translation
         self.scanner = NOTHING_YET
         self._cut_off = ""  # how it is to be continued, until it is
         self._counted: PrefillResult | None = None  # the prefiller's figures of the client's own prompt
@@ -153,7 +161,8 @@ class Answer:
             hide_reasoning=request.hides_reasoning,
             prompt_tokens=self.prompt_tokens or None,  # clients get no estimate
             prompt_details=result.prompt_details,
-            **self.scanner_options,
+            part=self.part,
+            translation=self._translation,
         )
 
     # -- when the decode ends early

@@ -51,9 +51,10 @@ from balanceroute.proxy.life.outlet import Outlet
 from balanceroute.proxy.life.retries import Retries
 from balanceroute.proxy.life.services import LifeServices
 from balanceroute.proxy.life.suspicion import Choices
+from balanceroute.proxy.wire.answer_identity import WHOLE, Part
 from balanceroute.proxy.wire.client_request import ClientRequest
 from balanceroute.proxy.wire.probe_reply import PrefillResult
-from balanceroute.proxy.wire.sse import DONE
+from balanceroute.proxy.wire.sse import DONE, Translation
 from balanceroute.proxy.workers.drainer import Drain
 from balanceroute.proxy.workers.fleet import Worker
 from balanceroute.proxy.workers.pins import PinRecord
@@ -142,15 +143,16 @@ class Leg:
         *,
         prompt_key: str = "",
         deadline_s: float = math.inf,
-        scanner_options: dict[str, Any] | None = None,
+        part: Part = WHOLE,
+        translation: Callable[[], Translation] | None = None,
         choices: Choices | None = None,
     ) -> None:
         """`headers`: sent to workers unchanged.
 
-        `scanner_options`, `choices`: for an answer in another form, or made of several legs.
+        `part`, `choices`: for an answer made of several legs. `translation`: for one in another protocol.
         """
         self.id, self.services, self._strategy = request_id, services, strategy
-        self.answer = Answer(services, request, outlet, scanner_options)
+        self.answer = Answer(services, request, outlet, part, translation)
         self.retries = Retries(services, request_id, choices)
         self.headers, self._key = checked_lines(headers), prompt_key
         self.deadline_s = deadline_s

@@ -84,7 +84,7 @@ class Scoring:
             outlet.whole(scored_answer(reply))
             return
         outlet.start()
-        body = scored_events(answer.request, reply, **answer.scanner_options)
+        body = scored_events(answer.request, reply, answer.part)
         if outlet.ends_response:
             outlet.end(body)
         else:

@@ -1,9 +1,28 @@
 """`AnswerIdentity`: what every event of one answer is called, and whether an event is of this answer."""
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Final
 
 from balanceroute.proxy.wire.bounds import answers, shown_id
 from balanceroute.proxy.wire.event_contents import is_count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """What the stream of a worker is of the client's answer: all of it, or one choice of several.
+
+    Attributes:
+        public_id, created, index: put in place of what workers say; None: theirs stay. closing_events: False keeps back
+        usage and [DONE], which are of the whole answer.
+    """
+
+    public_id: str | None = None
+    created: int | None = None
+    index: int | None = None
+    closing_events: bool = True
+
+
+WHOLE: Final = Part()
 
 
 class AnswerIdentity:
@@ -16,10 +35,9 @@ class AnswerIdentity:
 
     __slots__ = ("_checked", "_expected_id", "_request_id", "created", "echoed", "public_id")
 
-    def __init__(self, public_id: str | None = None, created: int | None = None) -> None:
-        """Given ones are put in place of what workers say; for an answer made of several streams."""
-        self.public_id = public_id
-        self.created = created
+    def __init__(self, part: Part = WHOLE) -> None:
+        self.public_id = part.public_id
+        self.created = part.created
         self.echoed = self._checked = False
         self._expected_id = self._request_id = ""
 

@@ -15,6 +15,7 @@ from typing import Any
 import orjson
 
 from balanceroute.errors import BadUpstreamReply
+from balanceroute.proxy.wire.answer_identity import WHOLE, Part
 from balanceroute.proxy.wire.client_request import ClientRequest
 from balanceroute.proxy.wire.closing import DONE_EVENT, event_bytes, event_head
 
@@ -69,30 +70,21 @@ def scored_answer(reply: dict[str, Any]) -> bytes:
     return orjson.dumps({**reply, "kv_transfer_params": None})
 
 
-def scored_events(
-    request: ClientRequest,
-    reply: dict[str, Any],
-    *,
-    public_id: str | None = None,
-    created: int | None = None,
-    index: int = 0,
-    closing_events: bool = True,
-) -> bytes:
-    """The same as a stream: one event with everything, then the usage if asked for, and [DONE].
-
-    For the options see `EventScanner`.
-    """
+def scored_events(request: ClientRequest, reply: dict[str, Any], part: Part = WHOLE) -> bytes:
+    """The same as a stream: one event with everything, then the usage if asked for, and [DONE]."""
     choice = reply["choices"][0]
-    head = event_head(public_id or reply.get("id"), created or reply.get("created"), reply.get("model"), chat=False)
+    head = event_head(
+        part.public_id or reply.get("id"), part.created or reply.get("created"), reply.get("model"), chat=False
+    )
     shown = ("text", "logprobs", "finish_reason", "stop_reason", "prompt_token_ids", "token_ids")
-    told = {"index": index} | {name: choice.get(name) for name in shown}
+    told = {"index": part.index or 0} | {name: choice.get(name) for name in shown}
     events: list[dict[str, Any]] = [{**head, "choices": [told]}]
     usage = {name: value for name, value in (reply.get("usage") or {}).items() if value is not None}
     if request.continuous_usage:
         events[0]["usage"] = {name: value for name, value in usage.items() if name != "prompt_tokens_details"}
-    if request.include_usage and closing_events:
+    if request.include_usage and part.closing_events:
         events.append({**head, "choices": [], "usage": usage})
-    if closing_events and reply.get("system_fingerprint"):
+    if part.closing_events and reply.get("system_fingerprint"):
         events[-1]["system_fingerprint"] = reply["system_fingerprint"]
     text = b"".join(map(event_bytes, events))
-    return text + DONE_EVENT if closing_events else text
+    return text + DONE_EVENT if part.closing_events else text

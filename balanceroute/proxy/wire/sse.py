@@ -29,7 +29,7 @@ from typing import Any, Final, Protocol
 import orjson
 
 from balanceroute.proxy.hotpath import EventMatcher
-from balanceroute.proxy.wire.answer_identity import AnswerIdentity
+from balanceroute.proxy.wire.answer_identity import WHOLE, AnswerIdentity, Part
 from balanceroute.proxy.wire.answer_tokens import AnswerTokens
 from balanceroute.proxy.wire.bounds import ABORT, MAX_CHOICES, checked_choice, checked_usage
 from balanceroute.proxy.wire.closing import event_bytes, event_head, usage_of
@@ -163,10 +163,7 @@ class EventScanner:
         hide_reasoning: bool = False,
         prompt_tokens: int | None = None,
         prompt_details: dict[str, Any] | None = None,
-        public_id: str | None = None,
-        created: int | None = None,
-        index: int | None = None,
-        closing_events: bool = True,
+        part: Part = WHOLE,
         prefix: str = "",
         translation: Callable[[], Translation] | None = None,
         max_event_bytes: int = MAX_EVENT_BYTES,
@@ -179,15 +176,14 @@ class EventScanner:
                 `--enable-force-include-usage`.
             hide_reasoning: take reasoning out of the events.
             prompt_tokens, prompt_details: what the prefiller said of the prompt (`usage.py`).
-            public_id, created, index: put in place of what the worker says; for an answer made of several streams.
-            closing_events: False keeps usage and [DONE] back; for the same.
+            part: what it is of the client's answer.
             prefix: put before the first text: an echoed prompt.
             translation: makes the writer of another protocol for this answer.
         """
         self._translation = None if translation is None else translation()
         self.matcher = EventMatcher(want_token_ids, self._translation is not None)
         self.generated = AnswerTokens(self.matcher, want_token_ids)
-        self.identity = AnswerIdentity(public_id, created)
+        self.identity = AnswerIdentity(part)
         self.fault = ""
         self.usage: dict[str, Any] | None = None
         self.fingerprint: str | None = None
@@ -198,8 +194,8 @@ class EventScanner:
         self._hide_reasoning = hide_reasoning
         self._prompt_tokens = prompt_tokens
         self._prompt_details = prompt_details
-        self._index = index
-        self._closing_events = closing_events
+        self._index = part.index
+        self._closing_events = part.closing_events
         self._max_event_bytes = max_event_bytes
         self._life = 0
         self._idle_events = 0  # events in a row that brought no token

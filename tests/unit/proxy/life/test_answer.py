@@ -20,7 +20,7 @@ PREFILLED = PrefillResult(b"{}", len(PROMPT_IDS), None, PROMPT_IDS)
 
 def an_answer(client: Any, resume_on_worker_loss: bool = True, **fields: Any) -> Answer:
     services = a_router(a_config(retry={"resume_on_worker_loss": resume_on_worker_loss}))
-    answer = Answer(services, a_request(**fields), client, None)
+    answer = Answer(services, a_request(**fields), client)
     answer.prompt_counted(PREFILLED)
     answer.begin(PREFILLED)
     return answer
@@ -113,7 +113,7 @@ def test_one_that_another_worker_would_go_on_with_wrongly_ends_with_the_reason()
 def test_the_same_starts_again_for_a_client_that_has_seen_nothing_but_not_for_ever() -> None:
     async def cut_off() -> None:
         request = a_request(response_format={"type": "json_object"}, stream=False)
-        answer = Answer(a_router(), request, PartAnswer(request), None)
+        answer = Answer(a_router(), request, PartAnswer(request))
         answer.begin(PREFILLED)
         for _ in range(MAX_RESTARTS):
             give(answer, 20)
@@ -236,7 +236,7 @@ def test_a_stream_may_move_before_its_client_has_seen_anything_and_afterwards_on
 def test_what_the_client_has_not_seen_may_move_whatever_it_is() -> None:
     async def assembled() -> None:
         request = a_request(response_format={"type": "json_object"}, stream=False)
-        answer = Answer(a_router(), request, PartAnswer(request), None)
+        answer = Answer(a_router(), request, PartAnswer(request))
         answer.begin(PREFILLED)
         event = {"id": "cmpl-r", "object": "text_completion", "created": 1, "model": "m"}
         event["choices"] = [{"index": 0, "text": " 20", "finish_reason": None, "token_ids": [20]}]

@@ -1,6 +1,8 @@
 """`AnswerIdentity`: the id of an answer, and which events are of it."""
 
-from balanceroute.proxy.wire.answer_identity import AnswerIdentity
+from balanceroute.proxy.wire.answer_identity import AnswerIdentity, Part
+
+WHOLE_ANSWER = Part(public_id="cmpl-whole", created=7)
 
 
 def test_every_event_has_the_id_and_the_time_of_the_first_one() -> None:
@@ -16,7 +18,7 @@ def test_every_event_has_the_id_and_the_time_of_the_first_one() -> None:
 def test_given_names_take_the_place_of_what_workers_say() -> None:
     event = {"id": "cmpl-a", "created": 1}
 
-    AnswerIdentity("cmpl-whole", 7).put_into(event)
+    AnswerIdentity(WHOLE_ANSWER).put_into(event)
 
     assert event == {"id": "cmpl-whole", "created": 7}
 
@@ -24,7 +26,7 @@ def test_given_names_take_the_place_of_what_workers_say() -> None:
 def test_an_event_without_id_or_time_gets_none() -> None:
     event = {"choices": []}
 
-    assert not AnswerIdentity("cmpl-whole", 7).put_into(event)
+    assert not AnswerIdentity(WHOLE_ANSWER).put_into(event)
     assert event == {"choices": []}
 
 

@@ -6,6 +6,7 @@ import orjson
 import pytest
 
 from balanceroute.errors import BadUpstreamReply
+from balanceroute.proxy.wire.answer_identity import Part
 from balanceroute.proxy.wire.client_request import ClientRequest, parse
 from balanceroute.proxy.wire.prompt_echo import prompt_text, scored_answer, scored_events, with_prompt
 
@@ -80,7 +81,7 @@ def test_a_prompts_worth_alone_has_its_usage_in_its_event_for_who_wants_it_conti
 
 def test_as_one_of_several_answers_it_has_their_id_and_its_index_and_no_end() -> None:
     request = a_request(max_tokens=0, stream=True)
-    event = scored_events(request, a_reply(), public_id="cmpl-all", created=9, index=3, closing_events=False)
+    event = scored_events(request, a_reply(), Part(public_id="cmpl-all", created=9, index=3, closing_events=False))
     told = orjson.loads(event.removeprefix(b"data: "))
     assert (told["id"], told["created"], told["choices"][0]["index"]) == ("cmpl-all", 9, 3)
     assert event.count(b"data:") == 1

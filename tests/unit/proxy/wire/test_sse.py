@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from balanceroute.proxy.wire.answer_identity import Part
 from balanceroute.proxy.wire.bounds import MAX_CHOICES
 from balanceroute.proxy.wire.sse import MAX_IDLE_EVENTS, MAX_LINES, EventScanner, StreamEnd
 from tests.unit.proxy.captures import body_of, capture_files
@@ -677,7 +678,7 @@ def test_without_a_prefillers_count_no_usage_is_made_up() -> None:
 
 
 def test_one_choice_of_several_gets_its_index_and_the_common_id() -> None:
-    scanner = EventScanner(public_id="cmpl-all", created=1, index=3, closing_events=False)
+    scanner = EventScanner(part=Part(public_id="cmpl-all", created=1, index=3, closing_events=False))
     out = scanner.feed(b"".join(event(completion(t, [1])) for t in "abc"))
     out += scanner.feed(event(completion("d", [1], finish_reason="stop")) + DONE)
     assert [(e["id"], e["created"], e["choices"][0]["index"]) for e in parsed(out)] == [("cmpl-all", 1, 3)] * 4
