@@ -206,7 +206,8 @@ def _connect_hub(app: BrainApp, relays: int) -> LeaderCounts:
     counted = LeaderCounts(folder, app.lead, services.metrics, inherited)
     services.metrics.beside = partial(_counts_of_relays, folder, counted, hub, reports)
     services.metrics.before_page = partial(_keep_what_is_shown, counted)
-    reports.on_connector, reports.on_keys = services.note_connector, services.keys_elsewhere
+    reports.on_connector, reports.on_connector_doubt = services.note_connector, services.doubt_connector
+    reports.on_keys = services.keys_elsewhere
     reports.on_given_up = given_up
     services.fleet.on_leave, services.fleet.on_change = left, hub.workers_changed
     return counted

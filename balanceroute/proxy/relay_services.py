@@ -14,7 +14,7 @@ from balanceroute.proxy.client.services import ClientServices
 from balanceroute.proxy.kept_counts import CountsFile, Gone
 from balanceroute.proxy.life.pool_reaper import PERIOD_S, PoolReaper
 from balanceroute.proxy.life.suspicion import KNOWN_S, Loss
-from balanceroute.proxy.link.messages import Activity, Counted, Explained, Learned, Silent, Workers
+from balanceroute.proxy.link.messages import Activity, ConnectorDoubted, Counted, Explained, Learned, Silent, Workers
 from balanceroute.proxy.link.remote import LOST, RemoteBrain
 from balanceroute.proxy.lives import Lives
 from balanceroute.proxy.run_folder import RunFolder
@@ -78,6 +78,11 @@ class RelayServices(ClientServices):
         """Note a prefiller's connector, and tell the brain."""
         self.brain.report(Learned(worker.id, connector))
         ClientServices.note_connector(self, worker, connector)
+
+    def doubt_connector(self, worker: Worker, reason: str) -> None:
+        """See `LifeServices`: the brain, which answers `/ready`, tells it for all relays."""
+        if worker.kv_connector is None:
+            self.brain.report(ConnectorDoubted(worker.id, reason))
 
     def tell_explained(self, losses: list[Loss]) -> None:
         """Tell the other relays which workers a request has killed."""

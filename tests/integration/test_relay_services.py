@@ -17,7 +17,7 @@ from balanceroute.errors import KeyLimit
 from balanceroute.proxy import kept_counts, relay_services
 from balanceroute.proxy.kept_counts import KeptCounts
 from balanceroute.proxy.life.suspicion import Suspect
-from balanceroute.proxy.link.messages import Activity, CacheDoubted, Counted, Explained, Judged, Learned
+from balanceroute.proxy.link.messages import Activity, Counted, Report
 from balanceroute.proxy.link.remote import NOBODY, RemoteBrain
 from balanceroute.proxy.lives import Lives
 from balanceroute.proxy.perimeter.key_use import KeyUse
@@ -38,7 +38,7 @@ class Overheard:
     def __init__(self, brain: RemoteBrain, told: list[type]) -> None:
         self._brain, self._told = brain, told
 
-    def report(self, message: Judged | Activity | Counted | Learned | Explained | CacheDoubted) -> None:
+    def report(self, message: Report) -> None:
         """As `RemoteBrain.report`."""
         self._told.append(type(message))
         self._brain.report(message)
@@ -202,6 +202,17 @@ async def test_what_a_decode_worker_may_have_cached_wrongly_serves_no_request_of
             await until(lambda: salts(here, there, new) == latest)
             assert decoder(new, 1).cache_salt == ""
         await until(lambda: here.app.services.brain.member is None and there.app.services.brain.member is None)
+
+
+async def test_what_a_relay_doubts_of_a_connector_is_told_for_all_until_any_relay_learns_it() -> None:
+    async with relayed(FAST) as router:
+        here, there = (relay.app.services for relay in router.relays)
+        conditions = router.brain.services.metrics.conditions
+        name = here.fleet.of(Role.PREFILL)[0].id
+        here.doubt_connector(here.fleet[name], "it is no kv_producer")
+        await until(lambda: conditions.reasons == [f"{name}: it is no kv_producer"])
+        there.note_connector(there.fleet[name], router.config.connector)
+        await until(lambda: conditions.reasons == [])
 
 
 async def test_a_relay_where_nothing_happens_tells_each_brain_what_it_does_and_has_counted_only_once() -> None:

@@ -67,7 +67,6 @@ from balanceroute.proxy.life.leg import (
 from balanceroute.proxy.life.prefilling import ask, has_prefilled
 from balanceroute.proxy.life.pull import go_on
 from balanceroute.proxy.life.retries import pushes_back
-from balanceroute.proxy.telemetry.conditions import CONNECTOR
 from balanceroute.proxy.wire.client_request import ClientRequest
 from balanceroute.proxy.wire.payloads import push_body
 from balanceroute.proxy.wire.probe_reply import PrefillResult
@@ -213,7 +212,7 @@ class Layerwise:
         leg, services = self._leg, self._services
         if worker.kv_connector is None:
             reason = f"it has asked for no prefill yet: {_MISTAKEN} at {services.config.callback_url}"
-            services.metrics.conditions.hold(CONNECTOR, worker.id, f"{reason} (layerwise.callback_url)")
+            services.doubt_connector(worker, f"{reason} (layerwise.callback_url)")
             self._patience = services.loop.call_later(GIVE_UP_S - CALLBACK_S, self._give_up, worker)
         first_byte_s = services.config.limits.first_byte_timeout_s.decode
         leg.try_deadline_s = min(leg.try_deadline_s, services.tickets.now() + first_byte_s - CALLBACK_S)
@@ -227,8 +226,7 @@ class Layerwise:
 
     def _called_back(self, worker: Worker, body: bytes) -> None:
         if worker.kv_connector is None:
-            worker.kv_connector = self._services.config.connector
-            self._services.metrics.conditions.clear(CONNECTOR, worker.id)
+            self._services.note_connector(worker, self._services.config.connector)
         self._leg.try_deadline_s = math.inf  # from here on the decode worker waits for the router
         worker.progress_s = self._services.tickets.now()
         self._leg.ticket.request_prefill()

@@ -13,7 +13,7 @@ from balanceroute.proxy.life.leg import ERROR_LIMIT, REPLY_LIMIT, Leg, clear_fra
 from balanceroute.proxy.life.retries import status_error
 from balanceroute.proxy.wire.payloads import probe_body, score_body
 from balanceroute.proxy.wire.probe_reply import PrefillResult, parse_probe_reply
-from balanceroute.proxy.workers.connector_check import pinned_nothing
+from balanceroute.proxy.workers.connector_check import NO_PARAMETERS
 from balanceroute.proxy.workers.fleet import Worker
 from balanceroute.proxy.workers.identity import check_id
 
@@ -62,7 +62,7 @@ async def probe(leg: Leg, worker: Worker) -> PrefillResult:
     try:
         result = await ask(leg, worker, probe_body(request) if pins else score_body(request))
         if pins and result.kv_transfer_params is None:
-            pinned_nothing(worker, services.config, services.metrics.conditions)
+            services.doubt_connector(worker, NO_PARAMETERS.format(services.config.connector))
             raise NothingPinned("it returned no kv_transfer_params", worker=worker.id, tier="prefill")
         has_prefilled(leg, worker, result)
         return result

@@ -14,7 +14,7 @@ from balanceroute.proxy.life.suspicion import Suspicions
 from balanceroute.proxy.telemetry.metrics import Metrics
 from balanceroute.proxy.wire.connectors import Callbacks, connector_of
 from balanceroute.proxy.wire.prompt_blocks import PromptBlocks
-from balanceroute.proxy.workers.connector_check import note_connector, shortened
+from balanceroute.proxy.workers.connector_check import doubt_connector, note_connector, shortened
 from balanceroute.proxy.workers.drainer import Drainer
 from balanceroute.proxy.workers.fleet import Fleet, Worker
 from balanceroute.proxy.workers.pins import PinRecord
@@ -83,3 +83,7 @@ class LifeServices:
         found = note_connector(worker, connector, self.config, self.metrics.conditions)
         if found is not None:
             self.configure(shortened(self.config, [found]))
+
+    def doubt_connector(self, worker: Worker, reason: str) -> None:
+        """Tell operators why a worker may have another connector than the configured one."""
+        doubt_connector(worker, reason, self.metrics.conditions)

@@ -44,6 +44,7 @@ from balanceroute.proxy.link.messages import (
     Activity,
     Beat,
     CacheDoubted,
+    ConnectorDoubted,
     Counted,
     Explained,
     Farewell,
@@ -102,6 +103,9 @@ class Reports(Protocol):
 
     def learned(self, message: Learned) -> None:
         """A relay has read a prefiller's connector from its KV parameters."""
+
+    def connector_doubted(self, message: ConnectorDoubted) -> None:
+        """A worker may have another connector than the configured one."""
 
     def cache_doubted(self, message: CacheDoubted) -> None:
         """A decode worker may have cached wrong KV."""
@@ -429,6 +433,8 @@ class Hub:
                 self._reports.counted(member.relay, message.counts)
             elif isinstance(message, Learned):
                 self._reports.learned(message)
+            elif isinstance(message, ConnectorDoubted):
+                self._reports.connector_doubted(message)
             elif isinstance(message, CacheDoubted):
                 self._reports.cache_doubted(message)
             elif isinstance(message, Explained):

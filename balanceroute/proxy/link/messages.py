@@ -11,7 +11,7 @@ one, or alone after `SOON_S`. A brain on the same machine reads the tokens of st
       |<-- Welcome(version, epoch, member) --------|   or Farewell(reason), and the connection is closed
       |-- Submit, Prefilled, ..., Progress ------->|
       |<-- Chosen, Refused, Seen ------------------|
-      |-- Judged, Activity, CacheDoubted --------->|   how requests fared at workers
+      |-- Judged, Activity, Learned, ... --------->|   how requests fared at workers
       |<-- Workers, Silent ------------------------|   the workers and their states
       |-- Beat ----------------------------------->|   both ways, while there is nothing else to send
       |<-- Beat -----------------------------------|
@@ -351,6 +351,14 @@ class CacheDoubted(Message, frozen=True, tag=45):
     cache_salt: str
 
 
+class ConnectorDoubted(Message, frozen=True, tag=46):
+    """Requests show that a worker, whose connector is not known yet, may have another one than the configured."""
+
+    worker: str
+    reason: str
+
+
+Report = Judged | Activity | Counted | Learned | Explained | CacheDoubted | ConnectorDoubted
 FromRelay = (
     Hello
     | Beat
@@ -366,12 +374,7 @@ FromRelay = (
     | Requeue
     | Finish
     | Began
-    | Judged
-    | Activity
-    | Counted
-    | Learned
-    | Explained
-    | CacheDoubted
+    | Report
 )
 FromBrain = Welcome | Farewell | Beat | Chosen | Refused | Seen | Workers | Silent | KeysElsewhere | Explained
 

@@ -36,21 +36,16 @@ from balanceroute.proxy.link.messages import (
     SILENT_S,
     SOON_S,
     VERSION,
-    Activity,
     Beat,
     Began,
-    CacheDoubted,
     Chosen,
-    Counted,
     Explained,
     Farewell,
     Finish,
     FromRelay,
     Held,
     Hello,
-    Judged,
     KeysElsewhere,
-    Learned,
     LinkError,
     Prefilled,
     PrefillFailed,
@@ -59,6 +54,7 @@ from balanceroute.proxy.link.messages import (
     PushFailed,
     PutBack,
     Refused,
+    Report,
     RequestPrefill,
     Requeue,
     Seen,
@@ -221,7 +217,7 @@ class RemoteBrain:
             number = entry.number
             self._say_soon(lambda age_s: Began(number, age_s))
 
-    def report(self, message: Judged | Activity | Counted | Learned | Explained | CacheDoubted) -> None:
+    def report(self, message: Report) -> None:
         """Send the brain a report, mostly on workers; dropped while there is no brain."""
         self._say(message)
 

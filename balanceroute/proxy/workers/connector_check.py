@@ -7,12 +7,15 @@ differs (a pulling prefiller under mooncake_layerwise), they can't be.
 """
 
 from collections.abc import Iterable
+from typing import Final
 
 from balanceroute.config import Config
 from balanceroute.config.values import KV_PIN_S
 from balanceroute.errors import BadUpstreamReply
 from balanceroute.proxy.telemetry.conditions import CONNECTOR, Conditions
 from balanceroute.proxy.workers.fleet import Worker
+
+NO_PARAMETERS: Final = "it returns no kv_transfer_params: it is no kv_producer, or its connector is not {}"
 
 
 class WrongConnector(BadUpstreamReply):
@@ -38,10 +41,9 @@ def note_connector(worker: Worker, found: str | None, config: Config, conditions
     return found
 
 
-def pinned_nothing(worker: Worker, config: Config, conditions: Conditions) -> None:
-    """Note a probe answered without parameters. A prefiller that never sends any is none, or has another connector."""
+def doubt_connector(worker: Worker, reason: str, conditions: Conditions) -> None:
+    """Note why a worker may have another connector than the configured one, if its connector is not known."""
     if worker.kv_connector is None:
-        reason = f"it returns no kv_transfer_params: it is no kv_producer, or its connector is not {config.connector}"
         conditions.hold(CONNECTOR, worker.id, reason)
 
 

@@ -8,6 +8,7 @@ from balanceroute.proxy.link.messages import (
     FAR,
     Activity,
     CacheDoubted,
+    ConnectorDoubted,
     Finding,
     Judged,
     Learned,
@@ -40,6 +41,7 @@ class RelayReports:
         self._fleet, self._loop, self._frozen, self._under_way = fleet, loop, frozen, under_way
         self.on_keys: Callable[[str, tuple[KeyUse, ...]], None] = lambda relay, keys: None
         self.on_connector: Callable[[Worker, str | None], None] = lambda worker, connector: None
+        self.on_connector_doubt: Callable[[Worker, str], None] = lambda worker, reason: None
         # called with the counts of relays that will not return
         self.on_given_up: Callable[[bytes], None] = lambda counts: None
         self.counts: dict[str, bytes] = {}  # counts of every relay, also of absent ones: a sum must not fall
@@ -91,6 +93,11 @@ class RelayReports:
         """Take a prefiller's connector."""
         if message.worker in self._fleet:
             self.on_connector(self._fleet[message.worker], message.connector)
+
+    def connector_doubted(self, message: ConnectorDoubted) -> None:
+        """Take a relay's doubt of a worker's connector."""
+        if message.worker in self._fleet:
+            self.on_connector_doubt(self._fleet[message.worker], message.reason)
 
     def cache_doubted(self, message: CacheDoubted) -> None:
         """A decode worker may have cached wrong KV: all relays are to use this salt, or a later one."""

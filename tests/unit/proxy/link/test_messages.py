@@ -89,6 +89,7 @@ from_relay = st.one_of(
     st.builds(m.Learned, texts, st.none() | texts),
     st.builds(m.Explained, st.lists(texts).map(tuple), st.lists(seconds).map(tuple)),
     st.builds(m.CacheDoubted, texts, texts),
+    st.builds(m.ConnectorDoubted, texts, texts),
 )
 from_brain = st.one_of(
     st.builds(m.Welcome, counts, counts, counts, st.lists(numbers).map(tuple)),

@@ -6,7 +6,13 @@ import pytest
 from balanceroute.config import Config
 from balanceroute.proxy.telemetry.conditions import CONNECTOR, Conditions
 from balanceroute.proxy.wire.connectors import connector_of
-from balanceroute.proxy.workers.connector_check import WrongConnector, note_connector, pinned_nothing, shortened
+from balanceroute.proxy.workers.connector_check import (
+    NO_PARAMETERS,
+    WrongConnector,
+    doubt_connector,
+    note_connector,
+    shortened,
+)
 from balanceroute.proxy.workers.fleet import Worker
 from tests.unit.proxy.virtual_time import a_config, a_router, in_virtual_time
 
@@ -64,10 +70,10 @@ def test_parameters_that_do_not_tell_change_nothing() -> None:
 def test_a_prefiller_that_never_pinned_anything_is_told_one_that_has_is_not() -> None:
     async def checked() -> None:
         worker, conditions = a_prefiller()
-        pinned_nothing(worker, named("nixl"), conditions)
+        doubt_connector(worker, NO_PARAMETERS.format("nixl"), conditions)
         assert any("kv_producer" in reason for reason in conditions.reasons)
         note_connector(worker, connector_of(OF_NIXL), named("nixl"), conditions)
-        pinned_nothing(worker, named("nixl"), conditions)
+        doubt_connector(worker, NO_PARAMETERS.format("nixl"), conditions)
         assert conditions.reasons == []
 
     in_virtual_time(checked)
