@@ -15,6 +15,7 @@ from balanceroute.config.loading import (
     with_sections,
 )
 from balanceroute.config.models import Config
+from balanceroute.config.rules import own_places
 from balanceroute.config.sections.tiers import DecodeWorker, Worker
 from balanceroute.config.urls import normalised_url, place_of
 
@@ -36,6 +37,7 @@ __all__ = [
     "load_sections",
     "new_key",
     "normalised_url",
+    "own_places",
     "parse_assignment",
     "place_of",
     "read_client_keys",

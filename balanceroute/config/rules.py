@@ -137,10 +137,15 @@ def _link_problems(config: "Config") -> Iterator[str]:
             yield f"listen.brains = {brain!r}: accepted is an address that can be reached"
 
 
-def _worker_problems(config: "Config") -> Iterator[str]:
+def own_places(config: "Config") -> frozenset[str]:
+    """The places (`place_of`) at which the router listens: no worker's, as its requests would go round."""
     listen = config.listen
     here = {listen.host, "127.0.0.1", "::1"} if is_wildcard(listen.host) else {listen.host}
-    ours = {place_of(f"http://{host_in_url(host)}:{listen.port}") for host in here}
+    return frozenset(place_of(f"http://{host_in_url(host)}:{listen.port}") for host in here)
+
+
+def _worker_problems(config: "Config") -> Iterator[str]:
+    ours = own_places(config)
     by_server: dict[tuple[str, int | None], str] = {}
     by_id: dict[str, str] = {}
     for path, worker in config.all_workers():

@@ -381,6 +381,14 @@ async def test_a_server_that_is_here_does_not_come_a_second_time_under_another_n
         assert "alias" not in router.app.services.fleet
 
 
+async def test_the_router_s_own_address_is_no_worker_that_can_be_added() -> None:
+    async with running(SHAPE) as router:
+        own = f"127.0.0.1:{router.app.services.config.listen.port}"
+        reply = await router.client.post("/instances/add", json={"type": "decode", "instances": ["127.0.0.1:1", own]})
+        assert reply.status_code == 400 and "this router's own address" in reply.json()["error"]["message"]
+        assert "127.0.0.1:1" not in router.app.services.fleet
+
+
 async def test_one_server_is_not_added_twice_by_one_request_but_two_of_its_ranks_are() -> None:
     async with running(SHAPE) as router:
         url = "http://127.0.0.1:1"

@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from balanceroute.build import decoder_spec, policy_settings, prefiller_spec
-from balanceroute.config import DecodeWorker, normalised_url, place_of
+from balanceroute.config import DecodeWorker, normalised_url, own_places, place_of
 from balanceroute.config import Worker as WorkerConfig
 from balanceroute.config.loading import problem
 from balanceroute.config.sections.tiers import Decode
@@ -264,8 +264,11 @@ def _joins(services: OperatorServices, role: Role, entries: Entries) -> list[Cal
     """
     specs = [_spec(services.config.decode, role, url, entry) for url, entry in entries]
     places = Places(worker.spec for worker in services.fleet if not worker.leaving)
+    ours = own_places(services.config)
     for number, spec in enumerate(specs):
         services.fleet.check_new(spec)
+        if place_of(spec.url) in ours:
+            raise InvalidRequest(f"worker {spec.id} is this router's own address (listen)", param="instances")
         if any(spec.id == other.id for other in specs[:number]):
             raise InvalidRequest(f"worker {spec.id} is named twice", param="instances")
         if (other := places.take(spec)) != spec.id:
