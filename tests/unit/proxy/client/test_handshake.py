@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import trustme
 
-from balanceroute.proxy.client.edge import ClientLimits, Edge
+from balanceroute.proxy.client.edge import RESERVE, ClientLimits, Edge
 from balanceroute.proxy.client.handshake import MAX_EARLY_BYTES, Handshake
 from tests.unit.proxy.client.connections import Transport
 from tests.unit.proxy.client.listening import EchoSite
@@ -123,8 +123,7 @@ def test_bytes_before_the_handshake_have_a_bound() -> None:
 def test_where_there_is_no_room_at_all_no_handshake_begins() -> None:
     async def test() -> None:
         loop = asyncio.get_running_loop()
-        edge = Edge(EchoSite(), ClientLimits, loop, set(), set(), {})
-        edge.join = lambda connection: False  # type: ignore[method-assign]
+        edge = Edge(EchoSite(), lambda: ClientLimits(max_connections=-RESERVE), loop, set(), set(), {})
         handshake, plain = Handshake(edge, ssl.create_default_context(ssl.Purpose.CLIENT_AUTH), Echo), Plain()
         handshake.connection_made(plain)
         assert plain.aborted and not plain.paused
