@@ -11,9 +11,8 @@ class Auth(Section):
 
     worker_api_key: Secret | None = Field(
         None,
-        description="Sent to workers as Authorization: Bearer, in place of the client's own. Unset: "
-        "OPENAI_API_KEY of the environment; without that the client's Authorization as it came, or none with "
-        "auth.client_keys.",
+        description="Sent to workers as Authorization: Bearer, in place of the client's own. Unset: OPENAI_API_KEY of "
+        "the environment; without that the client's Authorization unchanged, or none with auth.client_keys.",
     )
     client_keys: FilePath | None = Field(
         None,
@@ -40,8 +39,8 @@ class TlsFiles(Section):
     key_file: FilePath | None = Field(None, description="Its private key. Unset: it is in cert_file.")
     client_ca_file: FilePath | None = Field(
         None,
-        description="CA of the clients' certificates: every client must show one, of every route. Unset: none is asked "
-        "for.",
+        description="CA of the clients' certificates: every client must show one, on every route. Unset: none is "
+        "required.",
     )
     worker_ca_file: FilePath | None = Field(
         None, description="CA of the workers' certificates (https URLs). Unset: the system's."

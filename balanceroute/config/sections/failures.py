@@ -28,8 +28,8 @@ class Retry(Section):
     )
     resume_after_silence_s: SecondsOrZero = Field(
         5.0,
-        description="How long a stream stays on a decoder that was judged down only because it is silent: it "
-        "may just have paused. Where the connection broke, or no token has come yet, it is not waited for.",
+        description="How long a stream stays on a decoder that was judged down only because it is silent: it may just "
+        "have paused. If the connection broke, or no token has arrived yet, the request does not wait.",
     )
 
 
@@ -49,11 +49,11 @@ class Health(Section):
     )
     silence_window_s: Seconds = Field(
         5.0,
-        description="Workers that fall silent within this time of each other did so together. If they are most "
-        "of a barrier_group, or of all workers, no request is moved, and /ready names them.",
+        description="Workers that fall silent within this time of each other count as silent together. If they are "
+        "most of a barrier_group, or of all workers, no request is moved, and /ready names them.",
     )
     group_wait_s: SecondsOrZero = Field(
         60.0,
-        description="How long requests wait for a group that fell silent together, beyond limits.idle_timeout_s "
-        "and limits.first_byte_timeout_s.",
+        description="How much longer than limits.idle_timeout_s and limits.first_byte_timeout_s requests wait for a "
+        "group that fell silent together.",
     )

@@ -65,16 +65,16 @@ class Limits(Section):
         2**30,
         ge=2**20,
         le=2**40,
-        description="Most bytes of requests that are still arriving, all together, with those that clients have sent "
-        "ahead; above it 503. Of all relays on a machine.",
+        description="Most bytes of requests that are still arriving, all together, with those that clients have "
+        "pipelined; above it 503. For all relays on a machine together.",
     )
     max_held_bytes: int = Field(
         2 * 2**30,
         ge=2**20,
         le=2**40,
-        description="Most bytes of request bodies that are arriving or being served, all together; above it "
-        "those that arrive get 503. Serving one takes up to three times its bytes of memory. One client may have "
-        "half. Of all relays on a machine.",
+        description="Most bytes of request bodies that are arriving or being served, all together; above it those "
+        "that arrive get 503. Serving one takes up to three times its bytes of memory. One client may have half. For "
+        "all relays on a machine together.",
     )
     max_choices: int = Field(
         128,
@@ -91,9 +91,9 @@ class Limits(Section):
         10_000,
         ge=1,
         le=1_000_000,
-        description="Most client connections at once. Above it one that waits for a request, the longest first, is "
-        "closed; where all of them are busy, 503. Of all relays on a machine. Each takes two open files: fewer where "
-        "`ulimit -n` allows no more.",
+        description="Most client connections at once. Above it the connection that has waited longest for a request "
+        "is closed; if all are busy, the new request gets 503. For all relays on a machine together. Each takes two "
+        "open files: fewer if `ulimit -n` allows no more.",
     )
     request_timeout_s: Seconds = Field(
         3600.0,
@@ -135,5 +135,5 @@ class Limits(Section):
     client_stall_timeout_s: Seconds = Field(
         60.0,
         description="A client whose buffer is full, or whose answer is written, must have read "
-        "client_min_rate_bytes_per_s over this long; else it is cut off.",
+        "client_min_rate_bytes_per_s over this long; otherwise it is disconnected.",
     )

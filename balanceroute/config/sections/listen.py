@@ -24,16 +24,16 @@ class Listen(Section):
         0,
         ge=0,
         le=64,
-        description="Processes that hold clients and their streams, beside one that decides and one that "
-        "watches over all of them ([several processes](relays.md)). 0: one process does everything, which is enough "
-        "for 15,000 events per second.",
+        description="Processes that hold clients and their streams; one more decides, and one restarts those that die "
+        "([several processes](relays.md)). 0: one process does everything, which is enough for 15,000 events per "
+        "second.",
     )
     standbys: int = Field(
         1,
         ge=0,
         le=8,
-        description="With listen.relays: further brains (deciding processes), which stand by and take the lead "
-        "when the one that decides dies or stands still.",
+        description="With listen.relays: standby brains (deciding processes). One of them takes the lead when the "
+        "brain that decides dies or stops.",
     )
     link: HostAndPort | None = Field(
         None,
@@ -44,14 +44,13 @@ class Listen(Section):
         (),
         strict=False,
         max_length=16,
-        description="With listen.relays, on a machine of relays alone: HOST:PORT of the brain's listen.link; no "
-        "brain runs on this machine then. Name several where brains of several machines take turns by "
-        "listen.lease.",
+        description="With listen.relays, on a machine with only relays: HOST:PORT of the brain's listen.link; no "
+        "brain runs on this machine then. Name several if brains of several machines elect a leader by listen.lease.",
     )
     lease: LeaseName | None = Field(
         None,
         description="With listen.relays, in a pod of Kubernetes: NAME or NAMESPACE/NAME of a Lease. Of all routers "
-        "that name it only the one that holds it decides and is ready; the others stand by. Unset: each decides.",
+        "that name it only its holder decides and is ready; the others are standbys. Unset: each decides.",
     )
     lease_duration_s: int = Field(
         15,

@@ -22,10 +22,10 @@ class Lifecycle(Section):
     )
     pins_file: FilePath | None = Field(
         None,
-        description="File with a record of the KV that prefillers keep for requests under way: after a kill the "
-        "next start has it drained. Set it, one file per router, best in memory: /run/balanceroute/pins. Unset: "
-        "prefill.kv_pin_s frees that KV. With listen.relays each has its own record in listen.run_folder, "
-        "whatever is set here.",
+        description="File with a record of the KV that prefillers keep for requests under way: after a kill the next "
+        "start drains it. Set it, one file per router, best in memory: /run/balanceroute/pins. Unset: "
+        "prefill.kv_pin_s frees that KV. With listen.relays each has its own record in listen.run_folder, whatever "
+        "is set here.",
     )
 
 
@@ -34,7 +34,7 @@ class Log(Section):
 
     level: Level = Field(
         "info",
-        description="Lowest level of lines that are shown, on standard error; debug tells every routing decision.",
+        description="Lowest level of lines that are shown, on standard error; debug logs every routing decision.",
     )
     format: Literal["auto", "json", "plain"] = Field(
         "auto",

@@ -56,8 +56,8 @@ class DecodeWorker(Worker):
     )
     barrier_group: WorkerId | None = Field(
         None,
-        description="Name of the data-parallel group whose ranks wait for each other in every step; set it "
-        "where there is more than one such group. Unset: decode.shared_barrier says.",
+        description="Name of the data-parallel group whose ranks wait for each other in every step; set it where "
+        "there is more than one such group. Unset: decode.shared_barrier decides.",
     )
 
 
@@ -69,10 +69,10 @@ class Prefill(Section):
     )
     policy: PrefillPolicyName = Field(
         "prefix_affinity",
-        description="Which prefiller computes a prompt. prefix_affinity: the one that has least of it left to "
-        "compute, by what it still has of earlier prompts; where nothing is shared it decides as least_tokens. "
-        "least_tokens: the one with the fewest prompt tokens under way; set it where prefillers cache nothing "
-        "and do not report that. round_robin: each in turn.",
+        description="Which prefiller computes a prompt. prefix_affinity: the one with the least work, counting only "
+        "tokens that it has not cached; if prompts share no prefix it decides like least_tokens. least_tokens: the "
+        "one with the fewest prompt tokens in flight; set it if prefillers cache nothing and do not report that. "
+        "round_robin: each in turn.",
     )
     kv_usage_limit: float = Field(
         0.9, gt=0, le=1, description="No new prefill goes to a prefiller whose KV cache is fuller than this."
@@ -86,9 +86,9 @@ class Prefill(Section):
         None,
         ge=1,
         le=65536,
-        description="Most prefills under way at once per prefiller. A huge prompt counts as several: expected "
-        "seconds together are at most those of so many mean prompts. The rest waits in the router, short prompts "
-        "first. Set 2 to 4 where huge prompts delay short ones. Unset: KV usage alone decides.",
+        description="Most concurrent prefills per prefiller. A huge prompt counts as several: the expected seconds of "
+        "all together are at most those of that many mean prompts. The others wait in the router, short prompts "
+        "first. Set 2 to 4 if huge prompts delay short ones. Unset: KV usage alone decides.",
     )
     kv_pin_s: Seconds | None = Field(
         None,
@@ -130,8 +130,8 @@ class Decode(Section):
         0,
         ge=0,
         le=10_000_000,
-        description="c: a request costs as much step time as so many KV tokens, beside those that it has. "
-        "`balanceroute steps` finds it. It matters where slots are free or differ between workers.",
+        description="c: the step time of a request beyond that of its own KV tokens, in KV tokens. `balanceroute "
+        "steps` finds it. It matters if slots are free or differ between workers.",
     )
     shared_barrier: bool = Field(
         True,

@@ -43,6 +43,6 @@ class Queue(Section):
     )
     no_worker_grace_s: SecondsOrZero = Field(
         5.0,
-        description="When all prefillers or all decoders are down, new requests get 503 at once, and those that wait "
-        "for one after this.",
+        description="When all prefillers or all decoders are down, new requests get 503 at once, and waiting ones "
+        "after this time.",
     )
