@@ -57,6 +57,7 @@ class FitRules:
     underflow_penalty: float = 0.0  # cost of a token below the least load of the others, beside its distance
     curvature: float = 0.0  # factor of the squared distance, which is divided by a mean request
     most_slope: float = math.inf  # the most that the square adds for each token of distance
+    answer_share: float = 0.0  # of the answer expected of its prompt beyond the mean one that a request costs
     swap_passes: int  # how often the choices for several slots are made again
 
     # Level T: `scarce_fit.Window`.
@@ -111,6 +112,7 @@ LEVEL_FIT = FitRules(
     underflow_penalty=1.5,
     curvature=0.25,
     most_slope=6.0,
+    answer_share=0.5,
     growth_share=1.1,
     stock_share=1.0,
     large_from=5.0,

@@ -30,6 +30,13 @@ half a mean prompt, or twice the growth where that is more. Where answers are sh
 are many. A bound of the growth alone would not preserve the pool's mix of sizes, and all prompts left in it would be
 admitted at once when slots are plenty, as after an outage.
 
+*Small prompts with long answers.* Over its life a request holds its prompt and half of its answer on average. Where
+answers have nothing to do with prompts that half is the same for all, and where large prompts have the longer answers
+the order of prompts is the order of both. Where small prompts have the longer ones (`WorkloadMeans.answer_slope`), the
+prompt alone misleads: a worker above the others would get the smallest prompts, be filled further by their answers, and
+have fewer departures than the others to be levelled by. So there a request also costs `answer_share` times what its
+answer is expected to have beyond the mean one.
+
 *Cost outside the present range of loads.* Between the least and the largest load, a distance from the level does not
 change the load spread. Below the least it does, as above the largest, though no other worker waits for it. So each
 token below the least load of the other workers (or below T, where that is less) costs `underflow_penalty`. The square
@@ -197,6 +204,7 @@ class Window:
         if step_alone(snapshot, rules) and params.max_wait_s < math.inf:
             self.age = np.maximum(self._late, wait_s / max(rules.alone_waits * means.wait_s, MIN_CAP_S))
         self.drop = self._level_drop(means, snapshot.n_in_barrier)
+        self._held = self._held_tokens(means)
         self.prompts: list[float] = self._sizes.tolist()
         self._largest = float(np.maximum.reduce(self._sizes))
         self._smallest, self._latest = min(self.prompts), float(np.maximum.reduce(self._late))
@@ -227,12 +235,20 @@ class Window:
         most = max(growth, self._mean_prompt / 2.0 - growth)
         return growth + min(most, max(-most, rules.stock_share * (self._mean_prompt - stock)))
 
+    def _held_tokens(self, means: WorkloadMeans) -> FloatArray:
+        """What each request holds, prompt and the share of its answer beyond the mean one; tokens, shape (W,)."""
+        slope = self.rules.answer_share and means.answer_slope()
+        if not slope:
+            return self._sizes
+        more: FloatArray = slope * (np.log(np.maximum(self._sizes, 1.0)) - means.log_prompt)
+        return self._sizes + self.rules.answer_share * np.maximum(more, -means.answer_tokens)
+
     def added(self, spec: WorkerSpec) -> list[float]:
-        """What each request adds to the load of such a worker, as `cost`."""
+        """What each request adds to the load of such a worker: `cost`, by what it holds over its life."""
         kind = (spec.slowdown, spec.request_tokens)
         added = self._added.get(kind)
         if added is None:
-            added = self._added[kind] = ((self._sizes + spec.request_tokens) * spec.slowdown).tolist()
+            added = self._added[kind] = ((self._held + spec.request_tokens) * spec.slowdown).tolist()
         return added
 
     def may_fit(self, worker: OpenWorker) -> bool:

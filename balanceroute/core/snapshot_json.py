@@ -16,7 +16,7 @@ from balanceroute.core.tracker import DecodeInstanceState, PrefillerBudget, Requ
 from balanceroute.core.types import Phase, Role, WorkerSpec, WorkerState
 from balanceroute.errors import InputError
 
-SIGNED = {"now_s", "ready_s", "overdue_s", "wait_s"}  # times of any origin; every other number is at least 0
+SIGNED = {"now_s", "ready_s", "overdue_s", "wait_s", "log_covariance"}  # times of any origin; all others: at least 0
 LARGEST = 1e15  # of any number: products of what is larger would leave the range of a float
 SLOWDOWNS = (1e-9, 1e9)  # loads are multiplied and margins divided by them; far beyond what a configuration accepts
 MOST = 10**9  # of any count or size: far above every real one, and sums of them stay exact
@@ -76,6 +76,9 @@ def _means(snapshot: ClusterSnapshot) -> dict[str, Any]:
         "usual_tokens": means.usual_tokens,
         "wait_s": means.wait_s,
         "answer_tokens": means.answer_tokens,
+        "log_prompt": means.log_prompt,
+        "log_variance": means.log_variance,
+        "log_covariance": means.log_covariance,
         "token_s": snapshot.overlap.token_s,
         "prompts": means.prompts,
         "answers": means.answers,
@@ -321,6 +324,9 @@ def _read_means(snapshot: ClusterSnapshot, means: Any) -> None:
     snapshot.means.usual_tokens = _number(means, "usual_tokens", "means", default=snapshot.means.prompt_tokens)
     snapshot.means.wait_s = _number(means, "wait_s", "means", default=0.0)
     snapshot.means.answer_tokens = _number(means, "answer_tokens", "means", default=0.0)
+    snapshot.means.log_prompt = _number(means, "log_prompt", "means", default=0.0)
+    snapshot.means.log_variance = _number(means, "log_variance", "means", default=0.0)
+    snapshot.means.log_covariance = _number(means, "log_covariance", "means", default=0.0)
     snapshot.overlap.token_s = _number(means, "token_s", "means", default=0.0)
     snapshot.means.prompts = _whole(means, "prompts", "means", default=50)
     snapshot.means.answers = _whole(means, "answers", "means", default=0)

@@ -1,5 +1,6 @@
 """`WorkloadMeans`: running means of the requests so far."""
 
+import math
 from dataclasses import dataclass
 
 PROMPT_WEIGHT, WAIT_WEIGHT, ANSWER_WEIGHT = 0.02, 0.01, 0.01  # of a new value in the running means
@@ -8,6 +9,8 @@ PLAIN_MEAN_OF = 100  # values: from there on a new one weighs as much as in the 
 START_PROMPTS = 50  # whose mean the EWMA of prompt sizes starts from
 PATIENCE_PROMPTS = 10.0  # mean prompts for which patience grows by once that of a small prompt,
 MOST_MORE_PATIENCE = 5.0  # at most by so many times
+SLOPE_WEIGHT = 0.002  # of a finished request in what answers have to do with prompts
+CLEAR_SLOPE = 0.3  # mean answers by which answers differ from one sigma of prompts to the next; less may be chance
 
 
 @dataclass(slots=True)
@@ -21,6 +24,9 @@ class WorkloadMeans:
     hundred; `prefill_tokens` the same of the work of prompts (`core.prefill_work`). In `usual_tokens` (0.005, and the
     plain mean of the first 200) no prompt counts for more than 20 times the mean so far, so that huge ones do not hide
     themselves.
+
+    `log_prompt` and `log_variance` are mean and variance of the logarithm of the prompts of finished requests, and
+    `log_covariance` is that of their answers with it (0.002, and those of the first 500).
     """
 
     prompt_tokens: float = 0.0
@@ -30,6 +36,9 @@ class WorkloadMeans:
     wait_s: float = 0.0
     answer_tokens: float = 0.0
     prefill_tokens: float = 0.0
+    log_prompt: float = 0.0
+    log_variance: float = 0.0
+    log_covariance: float = 0.0
     prompts: int = 0
     answers: int = 0
     prefills: int = 0
@@ -51,15 +60,31 @@ class WorkloadMeans:
         """Take in the wait of a request at its admission."""
         self.wait_s += WAIT_WEIGHT * (wait_s - self.wait_s)
 
-    def see_answer(self, tokens: int) -> None:
-        """Take in the length of an answer that is complete."""
+    def see_answer(self, tokens: int, prompt_tokens: int) -> None:
+        """Take in the length of an answer that is complete, and that of its prompt."""
         self.answers += 1
+        weight = max(SLOPE_WEIGHT, 1.0 / self.answers)
+        distance = math.log(max(1, prompt_tokens)) - self.log_prompt
+        self.log_prompt += weight * distance
+        self.log_variance = (1.0 - weight) * (self.log_variance + weight * distance * distance)
+        more_tokens = tokens - self.answer_tokens
+        self.log_covariance = (1.0 - weight) * (self.log_covariance + weight * distance * more_tokens)
         self.answer_tokens += max(ANSWER_WEIGHT, 1.0 / self.answers) * (tokens - self.answer_tokens)
 
     def see_prefill(self, work: float) -> None:
         """Take in the work of a prompt that is sent to a prefiller, tokens."""
         self.prefills += 1
         self.prefill_tokens += max(ANSWER_WEIGHT, 1.0 / self.prefills) * (work - self.prefill_tokens)
+
+    def answer_slope(self) -> float:
+        """By how many tokens the mean answer changes where the prompt is e times as large.
+
+        0 unless small prompts clearly have the longer answers.
+        """
+        if self.answers < PLAIN_MEAN_OF or self.log_variance <= 0.0:
+            return 0.0
+        by_sigma_tokens = self.log_covariance / math.sqrt(self.log_variance)
+        return self.log_covariance / self.log_variance if by_sigma_tokens < -CLEAR_SLOPE * self.answer_tokens else 0.0
 
     def patience_factor(self, prompt_tokens: int) -> float:
         """How much longer than most a prompt of this size may wait: 1 to 6 (6 from 50 times the mean on)."""

@@ -1,7 +1,8 @@
 """`level_fit` and `target_fit` against their texts (`target_fit.py`, `scarce_fit.py`, `fit_rules.py`) in plain Python.
 
 Whole decisions on random states: waits past and before their caps, two classes, slowdowns and costs per request, KV
-memory, workers that are down, small pools that are full, outliers. Only the way to the numbers differs: nothing is kept
+memory, workers that are down, small pools that are full, outliers, answers that are longer where prompts are small.
+Only the way to the numbers differs: nothing is kept
 from one choice to the next, and nothing is an array. States in which two choices cost nearly the same are passed over,
 because there the last digit of a sum decides.
 """
@@ -39,10 +40,11 @@ class Place:
     requests: int
     own_slots: int
     own: int
+    more: float = 0.0  # of the answers that what was chosen here is expected to have
 
     @property
     def load(self) -> float:
-        return self.slowdown * (self.tokens + self.c * self.requests)
+        return self.slowdown * (self.tokens + self.more + self.c * self.requests)
 
     @property
     def free(self) -> int:
@@ -107,6 +109,15 @@ class Oracle:
         longest = self.document["longest_wait_s"]
         return cap if longest is None else min(cap, max(longest, 1e-3))
 
+    def more_tokens(self, prompt: int) -> float:
+        """Half of what the answer is expected to have beyond the mean one, where small prompts have the longer ones."""
+        means = self.means
+        variance, covariance, mean = means["log_variance"], means["log_covariance"], means["answer_tokens"]
+        known = self.rules is LEVEL_FIT and means["answers"] >= 100 and variance
+        if not known or covariance >= -0.3 * mean * math.sqrt(variance):
+            return 0.0
+        return max(-mean, covariance / variance * (math.log(prompt) - means["log_prompt"])) / 2
+
     def bonus(self, entry: dict[str, Any], mean: float) -> float:
         u = (self.now - entry["ready_s"]) / self.cap_s(entry["prompt_tokens"])
         means, share = self.means, self.rules.mean_bonus
@@ -170,8 +181,9 @@ class Oracle:
         self.note(entry, place)
 
     @staticmethod
-    def bind(entry: dict[str, Any], place: Place, sign: int = 1) -> None:
+    def bind(entry: dict[str, Any], place: Place, sign: int = 1, more: float = 0.0) -> None:
         place.tokens += sign * entry["prompt_tokens"]
+        place.more += sign * more
         place.requests += sign
         place.own += sign
 
@@ -211,6 +223,7 @@ class Oracle:
     def scarce(self, front: list[dict[str, Any]], free: int) -> None:
         caps = {entry["id"]: self.cap_s(entry["prompt_tokens"]) for entry in front}
         bonus = {entry["id"]: self.bonus(entry, self.mean_cost()) for entry in front}
+        more = {entry["id"]: self.more_tokens(entry["prompt_tokens"]) for entry in front}
         up = [place for place in self.places if place.state == "up"]
         most = max(self.room(place) for place in up)
         rooms = {place.name: self.room(place) for place in up if place.free}
@@ -231,7 +244,7 @@ class Oracle:
             for entry in front:
                 if any(entry is used for used, _ in chosen) or not fits(entry, place):
                     continue
-                x = place.load + place.slowdown * (entry["prompt_tokens"] + place.c)
+                x = place.load + place.slowdown * (entry["prompt_tokens"] + more[entry["id"]] + place.c)
                 price = abs(x - target) + self.rules.overflow_penalty * max(0.0, x - envelope)
                 price += self.rules.underflow_penalty * max(0.0, least - x)
                 square = self.rules.curvature * (x - target) ** 2 / self.mean_cost()
@@ -257,19 +270,19 @@ class Oracle:
                 continue
             chosen.append((entry, place))
             rooms[place.name] -= entry["prompt_tokens"]
-            self.bind(entry, place)
+            self.bind(entry, place, 1, more[entry["id"]])
         for index in [*range(len(chosen))] * self.rules.swap_passes if len(chosen) > 1 else []:
             entry, place = chosen[index]
             if rooms[place.name] < 0:
                 continue
             rooms[place.name] += entry["prompt_tokens"]
-            self.bind(entry, place, -1)
+            self.bind(entry, place, -1, more[entry["id"]])
             chosen[index] = ({}, place)
             again = best(place)
             assert again is not None
             chosen[index] = (again, place)
             rooms[place.name] -= again["prompt_tokens"]
-            self.bind(again, place)
+            self.bind(again, place, 1, more[again["id"]])
         for entry, place in chosen:
             self.note(entry, place)
 
@@ -330,6 +343,9 @@ def a_document(random: Random, policy: str) -> dict[str, Any]:
             "usual_tokens": mean_prompt * random.uniform(0.7, 1.4),
             "wait_s": random.choice((0.0, 0.2, 4.0)),
             "answer_tokens": random.choice((0.0, 30.0, 400.0, 4_000.0)),
+            "log_prompt": math.log(mean_prompt) - 0.5,
+            "log_variance": random.choice((0.0, 0.02, 1.5)),
+            "log_covariance": random.choice((0.0, 300.0, -20.0, -300.0, -2_000.0)),
             "token_s": random.choice((0.0, 0.03)),
             "prompts": 500,
             "answers": random.choice((0, 99, 100, 400)),

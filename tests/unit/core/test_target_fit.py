@@ -476,6 +476,21 @@ def test_a_wait_weighs_as_much_as_ever_where_answers_are_far_longer_than_prompts
     assert admitted(scheduler, now=3.0) == [("old", "d1")]
 
 
+@pytest.mark.parametrize(("covariance", "first"), [(-900.0, "mean"), (0.0, "small")], ids=["long", "alike"])
+def test_a_full_worker_gets_no_small_prompt_whose_answer_will_fill_it_further(covariance: float, first: str) -> None:
+    """A prompt of 20 has an answer of 4,500 tokens more than the mean one, of which its slot holds half on average."""
+    scheduler = level_fitting([[9_000, 9_000], [19_000]], slots=2, mean_prompt=3_000.0, mean_output=1_000.0)
+    pool_all(scheduler, {"small": 20, "mean": 1_100})
+    see_means(scheduler, 3_000.0, 0.0)
+    means = scheduler.snapshot.means
+    means.log_prompt, means.log_variance, means.log_covariance, means.answers = 7.5, 0.9, covariance, 100
+    document = snapshot_to_dict(scheduler.snapshot, 0.0)
+    assert admitted(scheduler) == [(first, "d1")]
+    again = Scheduler(scheduler.policy)
+    again.snapshot, _ = snapshot_from_dict(document, 0)
+    assert again.admit(0.0)[0].request == first, "a document decides alike"
+
+
 @pytest.mark.parametrize(("deviation_tokens", "first"), [(0.0, "young"), (700.0, "old")], ids=["alike", "different"])
 def test_a_wait_weighs_the_more_the_more_prompts_differ(deviation_tokens: float, first: str) -> None:
     scheduler = level_fitting([[3_000] * 3, [3_000] * 2], slots=3, mean_prompt=1_000.0)

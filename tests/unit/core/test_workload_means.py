@@ -1,5 +1,8 @@
 """The running means behind patience and ageing."""
 
+import math
+from random import Random
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -66,11 +69,41 @@ def test_the_usual_mean_follows_when_all_prompts_become_larger(small: int, promp
 def test_answers_are_averaged_plainly_at_first_and_then_with_a_short_memory() -> None:
     means = WorkloadMeans()
     for tokens in (10, 20, 60):
-        means.see_answer(tokens)
+        means.see_answer(tokens, 100)
     assert means.answer_tokens == pytest.approx(30.0)
     for _ in range(2000):
-        means.see_answer(500)
+        means.see_answer(500, 100)
     assert means.answer_tokens == pytest.approx(500.0, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("power", "slope"), [(-0.5, True), (-0.05, False), (0.5, False)], ids=["longer", "nearly alike", "shorter"]
+)
+def test_answers_have_to_do_with_prompts_only_where_those_of_small_prompts_are_clearly_longer(
+    power: float, slope: bool
+) -> None:
+    random, means = Random(1), WorkloadMeans()
+    for number in range(1000):
+        prompt = int(1000 * random.lognormvariate(0.0, 1.0))
+        means.see_answer(int(400 * (prompt / 1000) ** power * random.lognormvariate(0.0, 0.8)), prompt)
+        if number < 99:
+            assert means.answer_slope() == 0.0, "chance, so far"
+    assert (means.answer_slope() < 0.0) is slope
+
+
+def test_the_slope_of_answers_is_that_of_the_line_through_them() -> None:
+    means = WorkloadMeans()
+    for number in range(400):
+        means.see_answer(900 if number % 2 else 100, 10 if number % 2 else 1000)
+    assert means.answer_slope() == pytest.approx(-800 / math.log(100), rel=0.02)
+    assert means.log_prompt == pytest.approx(math.log(100), rel=0.02)
+
+
+def test_prompts_that_are_all_alike_say_nothing_of_answers() -> None:
+    means = WorkloadMeans()
+    for number in range(400):
+        means.see_answer(number, 1000)
+    assert means.answer_slope() == 0.0
 
 
 def test_only_answers_that_are_complete_are_seen() -> None:
