@@ -35,6 +35,7 @@ MODULES: Final = (
     "core.pool",
     "core.pool_bypass",
     "core.prefill",
+    "core.prefill_dispatch",
     "core.prefill_queue",
     "core.prefill_work",
     "core.prefix",

@@ -20,8 +20,9 @@ slot beside it and releases it by `pushed`, `push_failed`, `requeue` or `finish`
 
 `finish` is legal in every phase and releases what that phase holds, once; a second one raises InvariantError.
 
-The scheduler moves requests between phases. The counters that change with a move belong to others: prefill slots and
-pinned KV to `PrefillerBudget`, slots and load to `ClusterSnapshot.seat` and `unseat`.
+The scheduler moves requests between phases. What a request holds and gives back with a move belongs to others: prefill
+slots to `PrefillDispatch`, which also chooses the prefillers; pinned KV to `PrefillerBudget`; decode slots and loads to
+`ClusterSnapshot`. The policy chooses the decode workers.
 
 Lower priority classes go first wherever requests wait: for a prefiller (`PrefillQueue`, and requests that ask for one)
 and for a slot (`PromptPool`). `Promotion` bounds how long one class keeps another waiting.
@@ -39,9 +40,7 @@ from mypy_extensions import mypyc_attr
 from balanceroute.core.knobs import PolicySettings
 from balanceroute.core.policies import make_policy
 from balanceroute.core.policy import AdmissionPolicy, Choice, StageTimer
-from balanceroute.core.prefill import PREFILL_POLICIES, SHARED_BY, PrefillPolicy, cheapest, ready_prefillers
-from balanceroute.core.prefill_queue import PrefillQueue
-from balanceroute.core.prefill_work import work_tokens
+from balanceroute.core.prefill_dispatch import PrefillDispatch
 from balanceroute.core.promotion import PATIENCE_SHARE, Promotion
 from balanceroute.core.refresh_schedule import RefreshSchedule
 from balanceroute.core.scheduler_config import SchedulerConfig
@@ -50,7 +49,6 @@ from balanceroute.core.tracker import (
     DecodeInstanceState,
     PrefillerBudget,
     RequestTracker,
-    prefiller_of,
     unpin,
     worker_of,
 )
@@ -86,15 +84,13 @@ class Scheduler:
         """`stage_timer`: the one that `policy` was made with; `reroute` makes later policies with it."""
         self.policy = policy
         self.config = config or SchedulerConfig()
-        self.prefill_policy: PrefillPolicy = PREFILL_POLICIES[self.config.prefill_policy]
+        self.prefills = PrefillDispatch(self.config)
         self._stage_timer = stage_timer
         self.snapshot = ClusterSnapshot(policy.horizon_steps)
-        self._queue = PrefillQueue()
         self._refreshes = RefreshSchedule()
         self._hand_out_bounds()
         self.draining = False
         self._arrivals = 0
-        self._dispatches = 0
         self._promotion = Promotion()
         self._has_admitted = False
 
@@ -107,14 +103,13 @@ class Scheduler:
         self.config = config
         self._size_overlap()
         self._hand_out_bounds()
-        self.prefill_policy = PREFILL_POLICIES[config.prefill_policy]
+        self.prefills.configure(config)
 
     def _hand_out_bounds(self) -> None:
-        """Give the snapshot, the queue and the schedule the bounds that they apply."""
+        """Give the snapshot and the schedule the bounds that they apply."""
         self.snapshot.longest_wait_s = PATIENCE_SHARE * self.config.pool_ttl_s
         self.snapshot.max_pooled = math.inf if self.config.max_pooled is None else self.config.max_pooled
         self.snapshot.shared_barrier = self.config.shared_barrier
-        self._queue.configure(self.config.ageing, self.config.queue_deadline_s)
         self._refreshes.configure(self.config.refresh_every_tokens, self.config.lock_step)
 
     def set_draining(self, draining: bool, now: float) -> None:
@@ -179,13 +174,7 @@ class Scheduler:
 
     def report_prefix_hits(self, worker_id: str, queried_tokens: float, hit_tokens: float, now: float) -> None:
         """A prefiller's own counters of what it looked up in its prefix cache, and found there."""
-        prefiller = self.snapshot.prefiller(worker_id)
-        if prefiller.hits.count(queried_tokens, hit_tokens):
-            prefiller.cache.clear()
-            return
-        ratio = prefiller.hits.found_ratio()
-        if ratio is not None:
-            prefiller.cache.trust(ratio)
+        self.snapshot.prefiller(worker_id).count_hits(queried_tokens, hit_tokens)
 
     def forget_prefixes(self, worker_id: str, now: float) -> None:
         """A prefiller's prefix cache is empty: it was reset, or restarted."""
@@ -234,26 +223,7 @@ class Scheduler:
 
         Requests whose decode worker asks for the KV go first, and whatever the pool holds.
         """
-        prefills: list[Prefill] = []
-        snapshot = self.snapshot
-        if snapshot.asking:
-            for tracker in sorted(snapshot.asking.values(), key=attrgetter("priority")):
-                prefiller = self._choose_prefiller(tracker)
-                if prefiller is None:
-                    return prefills
-                del snapshot.asking[tracker.id]
-                tracker.pushing = True
-                prefills.append(self._begin_prefill(tracker, prefiller, now))
-        while not snapshot.pool_is_full:
-            head = self._queue.head(snapshot)
-            if head is None or (prefiller := self._choose_prefiller(head)) is None:
-                break
-            self._queue.pop()
-            del snapshot.queued[head.id]
-            head.phase = PREFILLING
-            snapshot.prefilling += 1
-            prefills.append(self._begin_prefill(head, prefiller, now))
-        return prefills
+        return self.prefills.dispatch(self.snapshot, now)
 
     def prefilled(
         self,
@@ -268,9 +238,7 @@ class Scheduler:
         `cached_tokens`: how many of the prompt's tokens the prefiller had cached; None where it doesn't say.
         """
         tracker = self._find(request_id, PREFILLING)
-        prefiller = prefiller_of(tracker)
-        prefiller.learn_cached(tracker, prompt_tokens, cached_tokens)
-        self._end_prefill(tracker, now, done=True)
+        prefiller = self.prefills.done(tracker, prompt_tokens, cached_tokens, self.snapshot, now)
         tracker.prompt_tokens = prompt_tokens
         prefiller.pin(tracker)
         self._pool(tracker, now, expected_remaining)
@@ -278,9 +246,8 @@ class Scheduler:
     def prefill_failed(self, request_id: str, now: float) -> None:
         """The probe failed without pinning anything: the request queues again in its old place."""
         tracker = self._find(request_id, PREFILLING)
-        prefiller_of(tracker).withdraw_prefix(tracker)
-        self._end_prefill(tracker, now)
-        self._enqueue(tracker)
+        self.prefills.failed(tracker, self.snapshot, now)
+        self.prefills.enqueue(tracker, self.snapshot)
 
     # -- decode first -----------------------------------------------------------------------------------------
 
@@ -294,19 +261,13 @@ class Scheduler:
     def pushed(self, request_id: str, prompt_tokens: int, now: float, cached_tokens: int | None = None) -> None:
         """The prefiller has written the KV to the decode worker: the exact prompt size is known."""
         tracker = self._find_pushing(request_id)
-        prefiller_of(tracker).learn_cached(tracker, prompt_tokens, cached_tokens)
-        self._end_push(tracker, now, done=True)
-        worker, snapshot = worker_of(tracker), self.snapshot
-        snapshot.remove_projection(tracker)
-        worker.load += prompt_tokens - tracker.prompt_tokens
-        tracker.prompt_tokens = prompt_tokens
-        snapshot.add_projection(tracker)
+        self.prefills.done(tracker, prompt_tokens, cached_tokens, self.snapshot, now)
+        self.snapshot.resize(tracker, prompt_tokens)
 
     def push_failed(self, request_id: str, now: float) -> None:
         """The prefiller has not seen the request, so that another may: it waits for a prefiller again."""
         tracker = self._find_pushing(request_id)
-        prefiller_of(tracker).withdraw_prefix(tracker)
-        self._end_push(tracker, now)
+        self.prefills.failed(tracker, self.snapshot, now)
         self.snapshot.asking[request_id] = tracker
 
     # -- decode -----------------------------------------------------------------------------------------------
@@ -382,15 +343,11 @@ class Scheduler:
     def start(self, request_id: str, now: float) -> None:
         """Lock-step drivers: the engine runs the request from its next step on; its KV has left the prefiller."""
         tracker = self._find(request_id, DECODING)
-        worker, snapshot = worker_of(tracker), self.snapshot
         if tracker.running:
             raise InvariantError(f"{request_id} runs already")
-        snapshot.remove_projection(tracker)
-        tracker.running, tracker.joined_step = True, worker.steps
-        worker.running += 1
+        self.snapshot.run(tracker)
         self._see_first_token(tracker, now)
-        snapshot.add_projection(tracker)
-        self._refreshes.plan(tracker, snapshot.horizon_steps)
+        self._refreshes.plan(tracker, self.snapshot.horizon_steps)
         unpin(tracker)
 
     def began(self, request_id: str, now: float) -> None:
@@ -409,25 +366,7 @@ class Scheduler:
         tracker = self.snapshot.requests.get(request_id)
         if tracker is None or tracker.phase is not DECODING:
             raise InvariantError(f"{request_id} is not decoding")
-        worker = tracker.worker
-        assert worker is not None
-        snapshot = self.snapshot
-        horizon = snapshot.horizon_steps
-        if horizon and tracker.refreshed_remaining >= horizon:
-            snapshot.projection.grow(worker.index, tokens)
-        elif horizon:
-            generated = tracker.generated
-            before = tracker.refreshed_remaining + tracker.refreshed_at - generated
-            after = before - tokens
-            snapshot.projection.move(
-                worker.index,
-                tracker.prompt_tokens + generated,
-                tokens,
-                int(before) if before > 0.0 else 0,
-                int(after) if after > 0.0 else 0,
-            )
-        tracker.counted += tokens
-        worker.load += tokens
+        self.snapshot.grow(tracker, tokens)
         if tracker.prefiller is not None:
             unpin(tracker)
         if tracker.counted >= tracker.refresh_due_at:
@@ -435,11 +374,7 @@ class Scheduler:
 
     def step(self, now: float) -> None:
         """Lock-step drivers: every running request on every worker has generated one token. O(G*H)."""
-        for worker in self.snapshot.workers:
-            worker.steps += 1
-            worker.load += worker.running
-        if self.snapshot.horizon_steps:
-            self.snapshot.projection.step()
+        self.snapshot.step()
         self._refreshes.step()
 
     def due_refreshes(self) -> list[RequestTracker]:
@@ -452,11 +387,9 @@ class Scheduler:
         if pooled is not None and pooled.phase is POOLED:
             pooled.refreshed_remaining = expected_remaining
             return
-        tracker, snapshot = self._find(request_id, DECODING), self.snapshot
-        snapshot.remove_projection(tracker)
-        tracker.refreshed_remaining, tracker.refreshed_at = expected_remaining, tracker.generated
-        snapshot.add_projection(tracker)
-        self._refreshes.plan(tracker, snapshot.horizon_steps)
+        tracker = self._find(request_id, DECODING)
+        self.snapshot.forecast(tracker, expected_remaining)
+        self._refreshes.plan(tracker, self.snapshot.horizon_steps)
 
     def put_back(self, request_id: str, now: float) -> None:
         """The request was not sent to its worker after all: it waits in the pool again, in its old place.
@@ -548,12 +481,10 @@ class Scheduler:
         tracker.prompt_tokens, tracker.earlier_tokens = standing.prompt_tokens, standing.earlier_tokens
         tracker.requeues = standing.requeues
         if phase is QUEUED:
-            self._enqueue(tracker)
+            self.prefills.enqueue(tracker, self.snapshot)
         elif phase is PREFILLING:
             assert prefiller is not None
-            tracker.phase = phase
-            self.snapshot.prefilling += 1
-            self._begin_prefill(tracker, prefiller, now)
+            self.prefills.begin(tracker, prefiller, self.snapshot, now)
         elif phase is POOLED:
             if prefiller is not None:
                 prefiller.pin(tracker)
@@ -582,7 +513,7 @@ class Scheduler:
             tracker.order = order
         for tracker in pooled:
             snapshot.pool.add(tracker)
-        self._queue.order_anew()
+        self.prefills.order_anew()
 
     def _may_have_kept(self, worker: DecodeInstanceState) -> bool:
         """Whether a request that already decodes on the worker can still have its slot."""
@@ -604,8 +535,7 @@ class Scheduler:
         if standing.asking:
             self.snapshot.asking[tracker.id] = tracker
         elif standing.pushing and prefiller is not None:
-            tracker.pushing = True
-            self._begin_prefill(tracker, prefiller, now)
+            self.prefills.begin(tracker, prefiller, self.snapshot, now)
         elif not standing.tokens and prefiller is not None:
             prefiller.pin(tracker)
         if tracker.refresh_due_at < math.inf:
@@ -649,44 +579,7 @@ class Scheduler:
         if self.config.decode_first:
             self._pool(tracker, now)
         else:
-            self._enqueue(tracker)
-
-    def _enqueue(self, tracker: RequestTracker) -> None:
-        tracker.phase = QUEUED
-        self.snapshot.queued[tracker.id] = tracker
-        self._queue.add(tracker, len(self.snapshot.queued))
-
-    def _choose_prefiller(self, tracker: RequestTracker) -> PrefillerBudget | None:
-        config, snapshot = self.config, self.snapshot
-        most = config.max_prefill_inflight
-        prompt_s = math.inf if most is None else snapshot.means.prefill_tokens * snapshot.prefill_s_per_token
-        ready = ready_prefillers(snapshot.prefillers, config.kv_usage_limit, most, prompt_s)
-        if not ready:
-            return None
-        if tracker.prefix:
-            least = SHARED_BY * len(snapshot.prefillers)
-            tracker.shared_blocks = snapshot.shared_prefixes.shared(tracker.prefix, least)
-        costs = self.prefill_policy(ready, tracker)
-        tracker.offers = (ready, costs)
-        return cheapest(ready, costs)
-
-    def _begin_prefill(self, tracker: RequestTracker, prefiller: PrefillerBudget, now: float) -> Prefill:
-        self._dispatches += 1
-        prefiller.begin(tracker, now)
-        prefiller.last_used = self._dispatches
-        snapshot = self.snapshot
-        if tracker.prefix:
-            snapshot.shared_prefixes.use(tracker.prefix)
-        snapshot.means.see_prefill(work_tokens(tracker.prompt_tokens, tracker.uncached_tokens))
-        return Prefill(tracker.id, prefiller.spec.id)
-
-    def _end_prefill(self, tracker: RequestTracker, now: float, done: bool = False) -> None:
-        prefiller_of(tracker).end(tracker, now, done)
-        self.snapshot.prefilling -= 1
-
-    def _end_push(self, tracker: RequestTracker, now: float, done: bool = False) -> None:
-        tracker.pushing = False
-        prefiller_of(tracker).end(tracker, now, done)
+            self.prefills.enqueue(tracker, self.snapshot)
 
     def _pool(self, tracker: RequestTracker, now: float, expected_remaining: float | None = None) -> None:
         tracker.phase, tracker.ready_s = POOLED, now
@@ -727,12 +620,12 @@ class Scheduler:
         if tracker.phase is DECODING:
             self.snapshot.asking.pop(tracker.id, None)
             if tracker.pushing:
-                self._end_push(tracker, now)
+                self.prefills.end(tracker, self.snapshot, now)
             self.snapshot.unseat(tracker)
         elif tracker.phase is QUEUED:
             del self.snapshot.queued[tracker.id]
         elif tracker.phase is PREFILLING:
-            self._end_prefill(tracker, now)
+            self.prefills.end(tracker, self.snapshot, now)
         elif tracker.phase is POOLED:
             self.snapshot.pool.remove(tracker)
         prefiller = tracker.prefiller

@@ -163,27 +163,77 @@ class ClusterSnapshot:
         worker.active[tracker.id] = tracker
         worker.load += tracker.prompt_tokens
         worker.running += running
-        self.add_projection(tracker)
+        self._project(tracker)
 
     def unseat(self, tracker: RequestTracker) -> None:
         """The request releases its slot and its load; `counted` keeps what it has generated."""
         worker = worker_of(tracker)
-        self.remove_projection(tracker)
+        self._unproject(tracker)
         tracker.counted = generated = tracker.generated
         worker.load -= tracker.prompt_tokens + generated
         worker.running -= tracker.running
         del worker.active[tracker.id]
         tracker.running, tracker.worker, tracker.refresh_due_at = False, None, math.inf
 
-    def add_projection(self, tracker: RequestTracker) -> None:
+    def run(self, tracker: RequestTracker) -> None:
+        """Lock-step: the engine runs the request from its next step on."""
+        self._unproject(tracker)
+        worker = worker_of(tracker)
+        tracker.running, tracker.joined_step = True, worker.steps
+        worker.running += 1
+        self._project(tracker)
+
+    def grow(self, tracker: RequestTracker, tokens: int) -> None:
+        """The request has generated `tokens` more. O(1): called for every token."""
+        worker = tracker.worker
+        assert worker is not None
+        horizon = self.horizon_steps
+        if horizon and tracker.refreshed_remaining >= horizon:
+            self.projection.grow(worker.index, tokens)
+        elif horizon:
+            generated = tracker.generated
+            before = tracker.refreshed_remaining + tracker.refreshed_at - generated
+            after = before - tokens
+            self.projection.move(
+                worker.index,
+                tracker.prompt_tokens + generated,
+                tokens,
+                int(before) if before > 0.0 else 0,
+                int(after) if after > 0.0 else 0,
+            )
+        tracker.counted += tokens
+        worker.load += tokens
+
+    def step(self) -> None:
+        """Lock-step: every running request has generated one token. O(G*H)."""
+        for worker in self.workers:
+            worker.steps += 1
+            worker.load += worker.running
+        if self.horizon_steps:
+            self.projection.step()
+
+    def resize(self, tracker: RequestTracker, prompt_tokens: int) -> None:
+        """The exact size of its prompt is known."""
+        self._unproject(tracker)
+        worker_of(tracker).load += prompt_tokens - tracker.prompt_tokens
+        tracker.prompt_tokens = prompt_tokens
+        self._project(tracker)
+
+    def forecast(self, tracker: RequestTracker, expected_remaining: float) -> None:
+        """Renew its c-hat, which counts from now on."""
+        self._unproject(tracker)
+        tracker.refreshed_remaining, tracker.refreshed_at = expected_remaining, tracker.generated
+        self._project(tracker)
+
+    def _project(self, tracker: RequestTracker) -> None:
         """Project the request over the horizon, as it stands now."""
         horizon = self.horizon_steps
         if horizon:
             index, remaining = worker_of(tracker).index, tracker.remaining(horizon)
             self.projection.add(index, tracker.kv_tokens, remaining, tracker.running)
 
-    def remove_projection(self, tracker: RequestTracker) -> None:
-        """Take the request out of the projection. Call it before anything that `add_projection` reads changes."""
+    def _unproject(self, tracker: RequestTracker) -> None:
+        """Take the request out of the projection. Call it before anything that `_project` reads changes."""
         horizon = self.horizon_steps
         if horizon:
             index, remaining = worker_of(tracker).index, tracker.remaining(horizon)

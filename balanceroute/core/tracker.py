@@ -273,6 +273,15 @@ class PrefillerBudget:
             return  # less than one block of the engine: it caches no part of a block
         self.cache.correct(use, max(cached_tokens > 0, int(cached_tokens / block_tokens)))
 
+    def count_hits(self, queried_tokens: float, hit_tokens: float) -> None:
+        """The engine's own counters of what it looked up in its prefix cache, and found there."""
+        if self.hits.count(queried_tokens, hit_tokens):
+            self.cache.clear()
+            return
+        ratio = self.hits.found_ratio()
+        if ratio is not None:
+            self.cache.trust(ratio)
+
     def withdraw_prefix(self, tracker: RequestTracker) -> None:
         """The prompt was not computed, so its blocks do not count as cached. Call it before `end`."""
         if tracker.prefix_use is not None:

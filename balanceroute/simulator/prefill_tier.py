@@ -92,7 +92,7 @@ def replay_prefill(
         scheduler = _scheduler_of(tier, SchedulerConfig(prefill_policy=policy))
     else:
         scheduler = _scheduler_of(tier, SchedulerConfig())
-        scheduler.prefill_policy = policy(tier)
+        scheduler.prefills.policy = policy(tier)
     for name in tier.names:
         scheduler.report_prefix_cache(name, cache_tokens, 0.0)
     arrivals, prompts = trace.arrival_s.tolist(), trace.prompt_tokens.tolist()

@@ -126,7 +126,8 @@ def test_the_page_on_the_architecture_has_the_rungs_in_their_order_with_all_thei
         assert modules - {"__init__", "services"} <= set(re.findall(r"`(\w+)`", told)), name
 
 
-SCHEDULERS_OWN = {"scheduler", "snapshot", "snapshot_json", "tracker", "pool", "projection"}  # modules of `core`
+# modules of `core`
+SCHEDULERS_OWN = {"scheduler", "prefill_dispatch", "snapshot", "snapshot_json", "tracker", "pool", "projection"}
 BEHIND_THE_WAIST = {"scheduler", "_scheduler", "snapshot", "_snapshot", "tracker"}
 """Names under which the state, or a part of it that is alive, could come across."""
 
