@@ -122,6 +122,7 @@ class ProjectedMargins:
         self._snapshot, self._weights = snapshot, weights
         self._horizon = weights.horizon_steps
         self._loads: LoadArray | None = None
+        self._scores: dict[int, Score] = {}  # by worker, for its present margins
         self._envelope: LoadArray
         self._slowdowns: FloatArray
         self._request_tokens: FloatArray
@@ -142,8 +143,12 @@ class ProjectedMargins:
         return margin
 
     def score(self, worker: DecodeInstanceState) -> Score:
-        slowdown, margin = worker.spec.slowdown, self._margin(worker)
-        return self._weights.score(margin) if slowdown == 1.0 else self._weights.score(margin / slowdown, slowdown)
+        score = self._scores.get(worker.index)
+        if score is None:
+            slowdown, margin = worker.spec.slowdown, self._margin(worker)
+            score = self._weights.score(margin) if slowdown == 1.0 else self._weights.score(margin / slowdown, slowdown)
+            self._scores[worker.index] = score
+        return score
 
     def least_margin(self, worker: DecodeInstanceState) -> float:
         return float(self._margin(worker).min())
@@ -184,7 +189,11 @@ class ProjectedMargins:
             row[:within] += np.arange(first, first + within)
         else:
             row[:within] += worker.spec.slowdown * np.arange(first, first + within)
-        np.maximum(self._envelope, row, out=self._envelope)
+        if (row > self._envelope).any():
+            np.maximum(self._envelope, row, out=self._envelope)
+            self._scores.clear()
+        else:
+            self._scores.pop(worker.index, None)
 
 
 class Room:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from balanceroute.core.balance_route import BalanceRoute, Margins, Room
+from balanceroute.core.balance_route import BalanceRoute, Margins, ProjectedMargins, Room
 from balanceroute.core.fscore import present_score
 from balanceroute.core.knobs import PolicySettings
 from balanceroute.core.policies import make_policy
@@ -53,10 +53,12 @@ def alone(score_of: Iterator[tuple[float, float]]) -> int:
 
 
 class OneByOne(BalanceRoute):
-    """BR-0 or BR-H that scores an overdue request on every worker alone."""
+    """BR-0 or BR-H that scores an overdue request on every worker alone, and anew."""
 
     def _overdue(self, waiting: WaitingClass, margins: Margins, room: Room, now: float) -> Iterator[Choice]:
         while room.free and (request := waiting.most_overdue(now)):
+            if isinstance(margins, ProjectedMargins):
+                margins._scores.clear()
             tokens = request.prompt_tokens
             scores = [margins.score(worker)(tokens + worker.spec.request_tokens) for worker in room.workers]
             best = alone((score, room.workers[index].step_load) for index, score in enumerate(scores))

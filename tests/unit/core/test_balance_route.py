@@ -125,15 +125,19 @@ def test_of_requests_with_equal_scores_the_first_in_waiting_order_is_taken(order
 
 @pytest.mark.parametrize("remaining", [None, 0.0, 2.0, 4.0])
 def test_margins_after_an_admission_are_those_of_a_projection_made_anew(remaining: float | None) -> None:
-    scheduler = a_scheduler("br_h", workers=2, slots=2, horizon_steps=4)
+    """The first raises the envelope, the second stays below it."""
+    scheduler = a_scheduler("br_h", workers=3, slots=2, horizon_steps=4)
     policy, snapshot = scheduler.policy, scheduler.snapshot
-    scheduler.submit_prefilled(RequestSpec("a", 1000), 0.0, remaining)
     margins = policy.margins(snapshot)  # type: ignore[attr-defined]
     assert margins.least_margin(snapshot.workers[0]) == 0.0
-    request = snapshot.pool.front[0]
-    scheduler._bind(Choice(request, snapshot.workers[0], 1, 0.0), 0.0)
-    margins.admit(request, snapshot.workers[0])
-    anew = policy.margins(snapshot)  # type: ignore[attr-defined]
-    for worker in snapshot.workers:
-        for tokens in (1, 500, 1001, 3000):
-            assert margins.score(worker)(tokens) == anew.score(worker)(tokens)
+    for worker, size in zip(snapshot.workers, (1000, 400), strict=False):
+        for each in snapshot.workers:
+            margins.score(each)
+        scheduler.submit_prefilled(RequestSpec(f"{size}", size), 0.0, remaining)
+        request = snapshot.pool.front[0]
+        scheduler._bind(Choice(request, worker, 1, 0.0), 0.0)
+        margins.admit(request, worker)
+        anew = policy.margins(snapshot)  # type: ignore[attr-defined]
+        for each in snapshot.workers:
+            for tokens in (1, 500, 1001, 3000):
+                assert margins.score(each)(tokens) == anew.score(each)(tokens)
