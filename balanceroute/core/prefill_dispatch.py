@@ -41,17 +41,17 @@ class PrefillDispatch:
         """Order the waiting requests again by new arrival numbers."""
         self._queue.order_anew()
 
-    def dispatch(self, snapshot: ClusterSnapshot, now: float) -> list[Prefill]:
+    def dispatch(self, snapshot: ClusterSnapshot, now: float, most: int | None) -> list[Prefill]:
         """As `Scheduler.dispatch`."""
         prefills: list[Prefill] = []
         if snapshot.asking:
-            for tracker in sorted(snapshot.asking.values(), key=attrgetter("priority")):
+            for tracker in sorted(snapshot.asking.values(), key=attrgetter("priority"))[:most]:
                 prefiller = self._choose(tracker, snapshot)
                 if prefiller is None:
                     return prefills
                 del snapshot.asking[tracker.id]
                 prefills.append(self.begin(tracker, prefiller, snapshot, now))
-        while not snapshot.pool_is_full:
+        while not snapshot.pool_is_full and len(prefills) != most:
             head = self._queue.head(snapshot)
             if head is None or (prefiller := self._choose(head, snapshot)) is None:
                 break

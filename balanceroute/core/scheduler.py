@@ -218,12 +218,13 @@ class Scheduler:
         """Submit a request that is prefilled already: it goes straight into the pool."""
         self._pool(self._register(spec, now), now, expected_remaining)
 
-    def dispatch(self, now: float) -> list[Prefill]:
+    def dispatch(self, now: float, most: int | None = None) -> list[Prefill]:
         """Assign queued requests to prefillers, in order, while one may take more and the pool has room.
 
-        Requests whose decode worker asks for the KV go first, and whatever the pool holds.
+        Requests whose decode worker asks for the KV go first, and whatever the pool holds. `most`: of requests in this
+        call, as each takes time in proportion to its prefix; None for all.
         """
-        return self.prefills.dispatch(self.snapshot, now)
+        return self.prefills.dispatch(self.snapshot, now, most)
 
     def prefilled(
         self,

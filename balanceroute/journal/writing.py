@@ -217,8 +217,8 @@ class RecordingScheduler(Scheduler):
     def submit_prefilled(self, spec: RequestSpec, now: float, expected_remaining: float | None = None) -> None:
         self._record(super().submit_prefilled, now, spec=self._disguised(spec), expected_remaining=expected_remaining)
 
-    def dispatch(self, now: float) -> list[Prefill]:
-        return self._record(super().dispatch, now)
+    def dispatch(self, now: float, most: int | None = None) -> list[Prefill]:
+        return self._record(super().dispatch, now, most=most)
 
     def prefilled(
         self,

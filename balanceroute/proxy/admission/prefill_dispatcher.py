@@ -4,6 +4,8 @@
 KV usage to fall, for room in the pool, for a worker to come back.
 """
 
+import asyncio
+
 from balanceroute.proxy.admission.ledger import Ledger
 
 
@@ -20,3 +22,4 @@ class PrefillDispatcher:
             await ledger.prefill_event.wait()
             ledger.prefill_event.clear()
             ledger.dispatch()
+            await asyncio.sleep(0)  # an event that is set already lets nobody else run

@@ -1,0 +1,38 @@
+"""Which requests get prefillers in one call, and in several."""
+
+import pytest
+
+from balanceroute.core.scheduler import Scheduler
+from balanceroute.core.scheduler_config import SchedulerConfig
+from tests.unit.core.builders import a_request, a_scheduler
+
+SIZES = {"a": 400, "b": 100, "c": 300, "d": 200, "e": 500}
+
+
+def waiting(decode_first: bool) -> Scheduler:
+    """Requests of two priorities that wait for two prefillers."""
+    scheduler = a_scheduler(prefillers=2, slots=9, config=SchedulerConfig(decode_first=decode_first))
+    for number, (name, size) in enumerate(SIZES.items()):
+        scheduler.submit(a_request(name, size, number % 2), 0.0)
+    if decode_first:
+        scheduler.admit(0.0)
+        for name in SIZES:
+            scheduler.request_prefill(name, 0.0)
+    return scheduler
+
+
+@pytest.mark.parametrize("decode_first", [False, True], ids=["prefill first", "decode first"])
+def test_in_several_calls_of_a_few_each_request_gets_the_prefiller_that_it_gets_in_one(decode_first: bool) -> None:
+    at_once, few = waiting(decode_first), waiting(decode_first)
+    calls = [few.dispatch(0.0, 2) for _ in range(4)]
+    assert [len(prefills) for prefills in calls] == [2, 2, 1, 0]
+    assert sum(calls, []) == at_once.dispatch(0.0)
+    few.snapshot.check_invariants()
+
+
+def test_those_whose_decode_worker_asks_count_among_the_few() -> None:
+    scheduler = waiting(decode_first=True)
+    scheduler.configure(SchedulerConfig(), 0.0)
+    scheduler.submit(a_request("later"), 0.0)
+    calls = [[prefill.request for prefill in scheduler.dispatch(0.0, 3)] for _ in range(3)]
+    assert calls == [["a", "c", "e"], ["b", "d", "later"], []]
