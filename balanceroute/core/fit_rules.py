@@ -45,7 +45,7 @@ import numpy as np
 from balanceroute.arrays import FloatArray
 from balanceroute.core.snapshot import ClusterSnapshot
 
-MIN_CAP_S = 1e-3  # keeps wait / cap finite when max_wait_s is 0, which makes the order first come, first served
+MIN_CAP_S = 1e-3  # keeps wait / cap finite when max_wait_s is 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from balanceroute.core.fit_rules import LEVEL_FIT, TARGET_FIT, TargetFitParams, caps_s
+from balanceroute.core.fit_rules import LEVEL_FIT, TARGET_FIT, FitRules, TargetFitParams, caps_s
 from balanceroute.core.knobs import PolicySettings
 from balanceroute.core.scheduler import Scheduler
 from balanceroute.core.scheduler_config import SchedulerConfig
@@ -400,7 +400,8 @@ def test_where_answers_are_short_nobody_waits_much_longer_than_one_takes_for_the
 def test_while_a_pool_that_is_small_for_its_workers_is_full_large_prompts_wait_longer(
     max_pooled: float, place_s: float
 ) -> None:
-    scheduler = a_scheduler("level_fit", workers=2)
+    scheduler = a_scheduler("level_fit", workers=3)
+    scheduler.set_worker_state("d2", WorkerState.DOWN, 0.0)
     snapshot, means = scheduler.snapshot, scheduler.snapshot.means
     pool_all(scheduler, {str(number): 100 for number in range(32)})
     means.prompt_tokens, means.wait_s, means.answer_tokens, means.answers = 100.0, 0.0, 200.0, 100
@@ -419,10 +420,16 @@ def test_while_a_pool_that_is_small_for_its_workers_is_full_large_prompts_wait_l
     assert caps_s(sizes, read, params, LEVEL_FIT, read.pool_is_full) == pytest.approx(places), (
         "a recorded decision is the same again"
     )
-    snapshot.max_pooled = 33
-    assert caps_s(sizes, snapshot, params, LEVEL_FIT, snapshot.pool_is_full) == pytest.approx(4.0 * patience), (
-        "there is room"
-    )
+    assert caps_s(sizes, snapshot, params, LEVEL_FIT, False) == pytest.approx(4.0 * patience), "there is room"
+
+
+@pytest.mark.parametrize("policy", ["level_fit", "target_fit"])
+def test_without_patience_who_has_waited_longest_goes_first_before_any_wait_is_known(policy: str) -> None:
+    scheduler = a_scheduler(policy, workers=2, slots=1, max_wait_s=0.0)
+    scheduler.set_worker_state("d1", WorkerState.DRAINING, 0.0)
+    for name, size, ready_s in (("old", 700, 0.0), ("b", 10, 8.0), ("c", 90, 8.5), ("new", 400, 9.0)):
+        pool_all(scheduler, {name: size}, now=ready_s)
+    assert admitted(scheduler, now=9.0) == [("old", "d0")]
 
 
 def test_a_prompt_that_costs_hardly_more_than_any_other_request_waits_hardly_longer() -> None:
@@ -432,25 +439,47 @@ def test_a_prompt_that_costs_hardly_more_than_any_other_request_waits_hardly_lon
     assert caps == pytest.approx([1.07 * 12.6, 1.14 * 12.6])
 
 
+@pytest.mark.parametrize("request_tokens", [0, 300])
 @pytest.mark.parametrize(
     ("usual_requests", "cap_s"),
     [(49, 1.62 * 12.6), (64, 2 * 10 * 1.0), (128, 2 * 10 * 2.0), (2000, 180.0)],
     ids=["large", "less than what others wait", "an outlier", "the most"],
 )
 def test_an_outlier_waits_by_what_it_costs_the_others_in_the_time_of_an_answer(
-    usual_requests: int, cap_s: float
+    usual_requests: int, cap_s: float, request_tokens: int
 ) -> None:
-    snapshot = a_scheduler("level_fit", workers=2).snapshot
-    means = snapshot.means
-    means.prompt_tokens = means.usual_tokens = 100.0
+    scheduler = a_scheduler("level_fit", workers=3)
+    scheduler.set_worker_state("d2", WorkerState.DOWN, 0.0)
+    snapshot, means = scheduler.snapshot, scheduler.snapshot.means
+    snapshot.request_tokens = request_tokens
+    means.prompt_tokens, means.usual_tokens = 150.0, 100.0  # huge ones raise the mean
     means.wait_s, means.answer_tokens, means.answers = 2.0, 200.0, 100
-    sizes = np.array([200.0 * usual_requests])  # a usual request holds its prompt and half of its answer
+    # a usual request costs its prompt, half of its answer, and c
+    sizes = np.array([(200.0 + request_tokens) * usual_requests - request_tokens])
     others = caps_s(sizes, snapshot, TargetFitParams(60.0, 0.5), LEVEL_FIT, snapshot.pool_is_full)
     assert others == pytest.approx([1.62 * 12.6]), "how long an answer takes is not known yet"
     snapshot.overlap.token_s = 0.05
     assert caps_s(sizes, snapshot, TargetFitParams(60.0, 0.5), LEVEL_FIT, snapshot.pool_is_full) == pytest.approx(
         [max(cap_s, 1.62 * 12.6)]
     )
+
+
+@pytest.mark.parametrize(("usual_requests", "cap_s"), [(49.9, 1.62 * 12.6), (50.0, 2 * 100 * 50 / 64)])
+def test_from_fifty_usual_requests_on_a_prompt_is_an_outlier(usual_requests: float, cap_s: float) -> None:
+    snapshot = a_scheduler("level_fit", workers=2).snapshot
+    means = snapshot.means
+    means.prompt_tokens = means.usual_tokens = 100.0
+    means.wait_s, means.answer_tokens, means.answers, snapshot.overlap.token_s = 2.0, 200.0, 100, 0.5
+    sizes = np.array([200.0 * usual_requests])
+    assert caps_s(sizes, snapshot, TargetFitParams(60.0, 0.5), LEVEL_FIT, False) == pytest.approx([cap_s])
+
+
+@pytest.mark.parametrize("rules", [LEVEL_FIT, TARGET_FIT], ids=["level_fit", "target_fit"])
+def test_no_cap_outlasts_the_pool_where_waits_have_a_cap(rules: FitRules) -> None:
+    snapshot = a_scheduler("level_fit").snapshot
+    snapshot.means.wait_s, snapshot.longest_wait_s, sizes = 100.0, 180.0, np.array([1.0, 9e9])
+    for max_wait_s, cap_s in ((60.0, 180.0), (math.inf, math.inf)):
+        assert caps_s(sizes, snapshot, TargetFitParams(max_wait_s, 0.5), rules, False).tolist() == [cap_s] * 2
 
 
 def test_one_worker_alone_gets_what_waits_in_its_order_as_far_as_memory_goes() -> None:
