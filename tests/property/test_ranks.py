@@ -16,6 +16,7 @@ options = st.builds(
     slots=st.integers(1, 3),
     transfer_steps=st.integers(0, 3),
     transfers_beside_full=st.booleans(),
+    barrier_groups=st.sampled_from([1, 2]),
     kv_capacity_tokens=st.none() | st.just(50),
     draft_tokens=st.sampled_from([0, 0, 2]),
     draft_acceptance=st.just(0.6),
@@ -73,17 +74,20 @@ class Cluster:
     def recount(self) -> None:
         ranks, setting = self.ranks, self.setting
         assert ranks.in_queues == sum(len(rank.queue) for rank in ranks.ranks)
+        if setting.kv_capacity_tokens is None and all(rank.up for rank in ranks.ranks):
+            slotless = [len(rank.queue) + rank.held - setting.slots for rank in ranks.ranks]
+            assert ranks.queued == sum(max(0, count) for count in slotless)
         assert ranks.active == sum(len(rank.running) + len(rank.moving) for rank in ranks.ranks)
         for rank in ranks.ranks:
             grown = sum(self.asked[request][0] + self.got[request] for request in rank.running)
             coming = sum(self.asked[request][0] + self.got[request] for request in rank.moving)
             assert ranks.loads[rank.index] == grown
             assert ranks.counts[rank.index] == len(rank.running) <= setting.slots
-            if setting.kv_capacity_tokens is None:
-                assert not rank.queue or not rank.up or len(rank.running) == setting.slots, "no slot idles"
-            else:
-                most = grown + coming + rank.held * (1 + setting.draft_tokens)
-                assert most <= setting.kv_capacity_tokens, "what the step may add fits"
+            most, capacity = grown + coming + rank.held * (1 + setting.draft_tokens), setting.kv_capacity_tokens
+            assert capacity is None or most <= capacity, "what the step may add fits"
+            if rank.queue and rank.up and len(rank.running) < setting.slots:
+                first = self.asked[rank.queue[0]][0] + self.got[rank.queue[0]] + 1 + setting.draft_tokens
+                assert capacity is not None and most + first > capacity, "no slot idles beside what fits"
             assert rank.up or not rank.held, "nothing runs on a worker that is lost"
 
 
