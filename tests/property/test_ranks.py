@@ -42,8 +42,11 @@ class Cluster:
     def play(self, chance: random.Random) -> None:
         """One step; what is taken off or lost is sent again."""
         ranks, setting = self.ranks, self.setting
+        running = [list(rank.running) for rank in ranks.ranks]
         for request in ranks.overfull(self.step):
             self.send(request, chance.randrange(WORKERS))
+        for rank, before in zip(ranks.ranks, running, strict=True):
+            assert list(rank.running) == before[: len(rank.running)], "the newest are taken off"
         for request in ranks.fill(self.step):
             assert self.step >= self.sent_on[request] + setting.transfer_steps
         self.recount()

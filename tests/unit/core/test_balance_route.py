@@ -2,7 +2,9 @@
 
 import pytest
 
-from balanceroute.core.policy import Choice
+from balanceroute.core.knobs import PolicySettings
+from balanceroute.core.policies import make_policy
+from balanceroute.core.policy import AdmissionPolicy, Choice
 from balanceroute.core.types import RequestSpec, Role, WorkerSpec, WorkerState
 from tests.unit.core.builders import a_scheduler, admitted, pool_all
 
@@ -123,10 +125,40 @@ def test_of_requests_with_equal_scores_the_first_in_waiting_order_is_taken(order
     assert admitted(scheduler)[0] == (order[0], "d1")
 
 
+@BOTH
+def test_where_as_many_slots_are_free_as_wait_the_largest_prompt_goes_first(policy: str) -> None:
+    """By its score the smaller one would, as both raise the envelope."""
+    scheduler = a_scheduler(policy, workers=2, slots=1, s_greedy=0, slack_placement="load", horizon_steps=4)
+    pool_all(scheduler, {"small": 10, "large": 90})
+    assert admitted(scheduler) == [("large", "d0"), ("small", "d1")]
+
+
+def test_the_weights_that_a_policy_keeps_follow_the_answers() -> None:
+    scheduler = a_scheduler("br_h", workers=3, horizon_auto=True)
+    snapshot = scheduler.snapshot
+    pool_all(scheduler, {"x": 1000})
+    admitted(scheduler)
+
+    def scores(policy: AdmissionPolicy) -> list[float]:
+        margins = policy.margins(snapshot)  # type: ignore[attr-defined]
+        return [margins.score(worker)(3000) for worker in snapshot.workers]
+
+    before = scores(scheduler.policy)
+    snapshot.means.answers, snapshot.means.answer_tokens = 9, 60.0
+    after = scores(scheduler.policy)
+    assert before != after == scores(make_policy(PolicySettings(policy="br_h", horizon_auto=True)))
+
+
+@pytest.mark.parametrize(("slowdown", "request_tokens"), [(1.0, 0), (1.0, 300), (1.5, 300)])
 @pytest.mark.parametrize("remaining", [None, 0.0, 2.0, 4.0])
-def test_margins_after_an_admission_are_those_of_a_projection_made_anew(remaining: float | None) -> None:
+def test_margins_after_an_admission_are_those_of_a_projection_made_anew(
+    remaining: float | None, slowdown: float, request_tokens: int
+) -> None:
     """The first raises the envelope, the second stays below it."""
-    scheduler = a_scheduler("br_h", workers=3, slots=2, horizon_steps=4)
+    scheduler = a_scheduler("br_h", workers=0, horizon_steps=4)
+    for name in ("d0", "d1", "d2"):
+        spec = WorkerSpec(name, Role.DECODE, slots=2, slowdown=slowdown, request_tokens=request_tokens)
+        scheduler.add_worker(spec, 0.0)
     policy, snapshot = scheduler.policy, scheduler.snapshot
     margins = policy.margins(snapshot)  # type: ignore[attr-defined]
     assert margins.least_margin(snapshot.workers[0]) == 0.0

@@ -7,6 +7,7 @@ import pytest
 
 from balanceroute.core.fit_rules import LEVEL_FIT, TARGET_FIT, FitRules, TargetFitParams, caps_s
 from balanceroute.core.knobs import PolicySettings
+from balanceroute.core.scarce_fit import Window
 from balanceroute.core.scheduler import Scheduler
 from balanceroute.core.scheduler_config import SchedulerConfig
 from balanceroute.core.snapshot_json import snapshot_from_dict, snapshot_to_dict
@@ -44,14 +45,35 @@ def test_in_slack_the_largest_prompt_goes_to_the_lightest_worker() -> None:
     assert admitted(scheduler) == [("c", "d1"), ("b", "d2"), ("a", "d1")]
 
 
-def test_a_request_that_raises_the_envelope_is_held_back_for_a_moment() -> None:
-    scheduler = occupied([[100] * 4, [100] * 4], slots=8)
+@pytest.mark.parametrize("loads", [[[100] * 4] * 2, [[100] * 8, [100] * 7]], ids=["many free slots", "one"])
+def test_a_request_that_raises_the_envelope_is_held_back_for_a_moment(loads: list[list[int]]) -> None:
+    scheduler = occupied(loads, slots=8)
     pool_all(scheduler, {"large": 300}, now=10.0)
     assert admitted(scheduler, 10.1) == []
     due = scheduler.recheck_s(10.1)
     assert 10.5 <= due <= 13.0, "0.5 s, and up to six times as long for a prompt above the mean"
-    assert admitted(scheduler, due) == [("large", "d0")]
+    assert [request for request, _ in admitted(scheduler, due)] == ["large"]
     assert scheduler.recheck_s(due) == math.inf
+
+
+def test_a_request_that_reaches_the_envelope_and_no_more_is_not_held_back() -> None:
+    scheduler = occupied([[100] * 4, [100] * 5], slots=8)
+    pool_all(scheduler, {"more": 101}, now=10.0)
+    assert admitted(scheduler, 10.0) == []
+    pool_all(scheduler, {"as much": 100}, now=10.0)
+    assert admitted(scheduler, 10.0) == [("as much", "d0")]
+
+
+def test_what_stays_below_an_envelope_that_another_has_just_raised_goes_with_it() -> None:
+    """It alone would be held back; the score says by how much each raises the envelope."""
+    scheduler = occupied([[100] * 4, [100] * 4], slots=8)
+    pool_all(scheduler, {"old": 300}, now=10.0)
+    due = scheduler.recheck_s(10.0)
+    pool_all(scheduler, {"new": 200}, now=due)
+    assert [(each.request, each.worker, each.score) for each in scheduler.admit(due)] == [
+        ("old", "d0", -300.0),
+        ("new", "d1", 0.0),
+    ]
 
 
 @pytest.mark.parametrize(("answers", "hold_s"), [(100, 0.1), (99, 0.5)])
@@ -111,6 +133,13 @@ def test_nothing_is_held_while_some_worker_has_few_requests() -> None:
     scheduler = occupied([[100] * 4, [100] * 3], slots=8)
     pool_all(scheduler, {"large": 500}, now=10.0)
     assert admitted(scheduler, 10.0) == [("large", "d1")]
+
+
+def test_a_worker_that_is_down_counts_not_as_one_with_few_requests() -> None:
+    scheduler = occupied([[100] * 4, [100] * 4, []], slots=8)
+    scheduler.set_worker_state("d2", WorkerState.DOWN, 0.0)
+    pool_all(scheduler, {"large": 300})
+    assert admitted(scheduler) == []
 
 
 @pytest.mark.parametrize(("slots", "held"), [(8, True), (9, False)])
@@ -205,6 +234,16 @@ def test_a_stock_of_large_prompts_raises_the_level_also_where_answers_are_short(
     assert admitted(scheduler) == [("b", "d1")]
 
 
+def test_a_huge_prompt_counts_in_the_stock_as_one_of_five_mean_prompts() -> None:
+    drops = []
+    for size in (1_000, 1_500, 90_000):
+        scheduler = level_fitting([[2_000] * 4] * 2, slots=4, mean_prompt=300.0, mean_output=400.0)
+        pool_all(scheduler, {"a": 200, "b": 200, "c": 200, "d": 200, "large": size})
+        see_means(scheduler, mean_prompt=300.0, wait_s=0.0)
+        drops.append(Window(scheduler.snapshot, 0.0, TargetFitParams(60.0, 0.5), LEVEL_FIT, False).drop)
+    assert drops[0] > drops[1] == drops[2]
+
+
 def test_a_large_prompt_raises_the_envelope_before_its_cap_and_not_long_before() -> None:
     """Its cap is 4 s and .7 times that more, for a prompt 30 times the mean."""
 
@@ -288,6 +327,28 @@ def test_requests_that_wait_for_memory_are_served_in_order_and_passed_by_those_t
     scheduler = with_memory([[400], [500]], slots=4, capacity_tokens=1_000)
     pool_all(scheduler, {"a": 700, "b": 550, "c": 300, "d": 200, "e": 150})
     assert admitted(scheduler) == [("b", "d0"), ("c", "d1"), ("d", "d1")]
+
+
+def test_of_more_requests_than_slots_one_that_fills_the_memory_to_its_last_token_fits() -> None:
+    scheduler = with_memory([[400, 500], [450, 500]], slots=3, capacity_tokens=1_000)
+    pool_all(scheduler, {"a": 600, "b": 100, "c": 650})
+    assert admitted(scheduler) == [("b", "d0")]
+
+
+@pytest.mark.parametrize("state", [WorkerState.DRAINING, WorkerState.DOWN])
+def test_past_its_cap_a_request_waits_for_no_room_on_a_worker_that_takes_none(state: WorkerState) -> None:
+    scheduler = with_memory([[450, 490], [100]], slots=3, capacity_tokens=1_000)
+    scheduler.set_worker_state("d1", state, 0.0)
+    pool_all(scheduler, {"old": 300, "other": 301})
+    cap_s = 1.1 * LEVEL_FIT.least_cap * PolicySettings().max_wait_s
+    assert admitted(scheduler, now=0.9 * cap_s) == []
+    assert admitted(scheduler, now=1.1 * cap_s) == [("old", "d0")]
+
+
+def test_where_memory_is_short_each_request_goes_to_the_worker_that_is_the_lightest_by_then() -> None:
+    scheduler = with_memory([[400], [450]], slots=4, capacity_tokens=1_000)
+    pool_all(scheduler, {"a": 100, "b": 100, "c": 460})
+    assert admitted(scheduler) == [("a", "d0"), ("b", "d1"), ("c", "d0")]
 
 
 def test_a_slot_stays_free_while_nothing_that_waits_fits_and_is_filled_once_it_does() -> None:

@@ -580,3 +580,9 @@ def test_an_engine_balancer_that_never_finds_a_bubble_costs_one_step_before_a_re
     planned = run(trace, replace(setting, engine_balancer_blocks=1000.0))
     assert planned.figures.pauses == 0
     assert (planned.wait_s - plain.wait_s).tolist() == pytest.approx([0.0, 0.0, 1.03], abs=0.1)
+
+
+def test_what_an_engine_balancer_starts_while_nothing_runs_fits_the_slots() -> None:
+    setting = a_setting(n_workers=1, slots=1, engine_balancer_blocks=1000.0)
+    outcome = run(a_trace([(0.0, 100, 2)] * 3), setting, "join_shortest_queue")  # which sends all of them at once
+    assert max(outcome.loads[:, 0]) == 101
