@@ -214,6 +214,16 @@ def test_the_level_is_below_the_mean_by_what_a_worker_grows_between_departures()
     assert admitted(scheduler) == [("c", "d1")]
 
 
+def test_a_worker_that_is_slow_grows_by_as_much_more_between_departures() -> None:
+    """The mean is 2,500 and its growth to come 2 * 1.1 * (1 - 1/2) * 400: from 1,000 to 2,060 it takes 530 tokens."""
+    scheduler = occupied([[2_000, 2_000], [500]], slots=2, policy="level_fit", slowdowns=[1.0, 2.0])
+    means = scheduler.snapshot.means
+    means.answers, means.answer_tokens = 1000, 400.0
+    pool_all(scheduler, {"a": 640, "b": 530, "c": 50})
+    see_means(scheduler, 1220 / 3, 0.0)
+    assert admitted(scheduler) == [("b", "d1")]
+
+
 def test_a_stock_of_small_prompts_lowers_the_level() -> None:
     """The growth of 75 would let 300 stay the best; the prompts that wait are 100 below those that arrive.
 
