@@ -301,10 +301,24 @@ def test_no_more_wait_than_may_whether_prefilled_or_not(policy: str) -> None:
     assert most == 8
 
 
-def test_failures_of_one_worker_that_overlap_are_one() -> None:
+@pytest.mark.parametrize("spans", [((5.0, 12.0), (8.0, 20.0)), ((5.0, 12.0), (12.0, 20.0)), ((5.0, 20.0), (8.0, 12.0))])
+def test_failures_of_one_worker_that_overlap_are_one(spans: tuple[tuple[float, float], ...]) -> None:
     trace = a_trace([(0.0, 100, 40)] * 4)
-    apart = run(trace, a_setting(failures=(Failure(1, 5.0, 12.0), Failure(1, 8.0, 20.0))))
+    apart = run(trace, a_setting(failures=tuple(Failure(1, start, end) for start, end in spans)))
     assert figures_of(apart) == figures_of(run(trace, a_setting(failures=(Failure(1, 5.0, 20.0),))))
+
+
+def test_a_worker_is_back_in_time_whatever_fails_later() -> None:
+    trace, one = a_trace([(0.0, 100, 40)] * 4), Failure(1, 5.0, 12.0)
+    outcome = run(trace, a_setting(failures=(one, Failure(0, 1e6))))
+    assert figures_of(outcome) == figures_of(run(trace, a_setting(failures=(one,))))
+
+
+def test_a_worker_that_is_lost_is_no_part_of_the_figures() -> None:
+    trace = a_trace([(1.0, 100, 40), (1.0, 300, 20), (2.0, 50, 9)])
+    lost, alone = run(trace, a_setting(failures=(Failure(1, 0.0),))), run(trace, a_setting(n_workers=1))
+    assert 2 * lost.figures.balance == pytest.approx(alone.figures.balance), "but for its slots, which nobody uses"
+    assert {**figures_of(lost), "balance": 0.0} == {**figures_of(alone), "balance": 0.0}
 
 
 def test_where_workers_differ_in_speed_loads_count_in_time() -> None:
