@@ -17,7 +17,7 @@ from balanceroute.config.loading import (
 from balanceroute.config.models import Config
 from balanceroute.config.rules import own_places
 from balanceroute.config.sections.tiers import DecodeWorker, Worker
-from balanceroute.config.urls import normalised_url, place_of
+from balanceroute.config.urls import normalised_url, place_of, server_of
 
 __all__ = [
     "Config",
@@ -40,6 +40,7 @@ __all__ = [
     "own_places",
     "parse_assignment",
     "place_of",
+    "server_of",
     "read_client_keys",
     "to_yaml",
     "unused_variables",

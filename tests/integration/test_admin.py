@@ -134,9 +134,10 @@ async def test_one_rank_of_a_server_is_drained_and_removed_by_its_rank_or_id_and
         assert drained() == []
 
 
-async def test_a_worker_of_https_is_named_as_it_is_listed() -> None:
+@pytest.mark.parametrize("url", ["https://127.0.0.1:1", "https://127.0.0.1", "http://127.0.0.1/behind"])
+async def test_a_worker_is_named_as_it_is_listed_whatever_its_url_leaves_out(url: str) -> None:
     async with running(SHAPE) as router:
-        add = {"type": "prefill", "instances": "https://127.0.0.1:1"}
+        add = {"type": "prefill", "instances": url}
         listed = (await router.client.post("/instances/add", json=add)).json()["current_prefill_instances"][-1]
         reply = await router.client.post("/instances/remove", json={"type": "prefill", "instances": listed})
         assert reply.status_code == 200 and listed not in reply.json()["current_prefill_instances"]
@@ -417,8 +418,23 @@ async def test_a_wrong_field_of_an_instance_is_named_as_in_the_configuration(ent
         assert reply.status_code == 400 and told in reply.json()["error"]["message"]
 
 
-async def test_what_stands_beside_the_instances_of_a_change_is_refused_as_it_would_change_nothing() -> None:
+async def test_a_field_of_an_instance_beside_the_instances_is_refused_as_it_would_change_nothing() -> None:
     async with running(SHAPE) as router:
         body = {"type": "decode", "instances": "127.0.0.1:1", "max_num_seqs": 3}
-        assert (await router.client.post("/instances/add", json=body)).status_code == 400
+        reply = await router.client.post("/instances/add", json=body)
+        assert reply.status_code == 400 and "max_num_seqs is a field of an instance" in reply.json()["error"]["message"]
         assert "127.0.0.1:1" not in router.app.services.fleet
+
+
+async def test_fields_that_mean_nothing_here_are_ignored_in_a_change_as_by_the_example_proxy() -> None:
+    async with running(SHAPE) as router:
+        body = {"type": "decode", "instances": "127.0.0.1:1", "reason": "scale out", "model": None}
+        assert (await router.client.post("/instances/add", json=body)).status_code == 200
+        assert "127.0.0.1:1" in router.app.services.fleet
+
+
+@pytest.mark.parametrize("change", ["add", "remove"])
+async def test_an_instance_without_a_port_is_refused_rather_than_taken_for_port_80(change: str) -> None:
+    async with running(SHAPE) as router:
+        reply = await router.client.post(f"/instances/{change}", json={"type": "decode", "instances": "127.0.0.1"})
+        assert reply.status_code == 400 and "HOST:PORT" in reply.json()["error"]["message"]

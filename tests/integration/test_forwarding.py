@@ -169,6 +169,12 @@ async def test_resetting_the_prefix_cache_asks_every_worker_and_names_those_that
         )
 
 
+async def test_a_slash_behind_models_leads_to_the_list_of_models() -> None:
+    async with running() as router:
+        reply = await router.client.get("/v1/models/")
+        assert (reply.status_code, reply.headers["location"]) == (307, "/v1/models")
+
+
 @pytest.mark.parametrize("path", ["/v1/responses", "/v1/responses/resp_1/cancel"])
 async def test_a_route_that_cannot_be_served_correctly_says_so(path: str) -> None:
     async with running() as router:

@@ -375,10 +375,11 @@ async def test_a_slash_too_many_leads_to_the_route_and_other_paths_name_it() -> 
     async with running() as router:
         reply = await router.client.post("/v1/messages/?beta=true", json=ASKED)
         assert (reply.status_code, reply.headers["location"]) == (307, "/v1/messages?beta=true")
-        other = await router.client.post("/v1/messages/batches", json={})
-        assert other.status_code == 404
-        assert other.json()["error"]["message"].startswith("/v1/messages/batches is not served")
-        assert other.json()["error"]["message"].endswith("use /v1/messages.")
+        for method, path in (("POST", "batches"), ("GET", "batches"), ("DELETE", "batches/b")):
+            other = await router.client.request(method, f"/v1/messages/{path}")
+            assert other.status_code == 404
+            assert other.json()["error"]["message"].startswith(f"/v1/messages/{path} is not served")
+            assert other.json()["error"]["message"].endswith("use /v1/messages.")
 
 
 async def test_fifty_at_once_get_each_their_own_answer() -> None:

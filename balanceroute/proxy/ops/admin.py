@@ -5,9 +5,11 @@ of vllm-ascend's example proxy keep its JSON keys (`/healthcheck`, `/instances/a
 """
 
 import logging
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
+from urllib.parse import urlsplit
 
 import orjson
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
@@ -18,7 +20,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from balanceroute.build import decoder_spec, policy_settings, prefiller_spec
-from balanceroute.config import DecodeWorker, normalised_url, own_places, place_of
+from balanceroute.config import DecodeWorker, normalised_url, own_places, place_of, server_of
 from balanceroute.config import Worker as WorkerConfig
 from balanceroute.config.loading import problem
 from balanceroute.config.sections.tiers import Decode
@@ -68,8 +70,10 @@ async def http_error(request: Request, error: Exception) -> Response:
 
 
 def meant(path: str) -> str:
-    """The route that a client meant whose base URL lacks /v1 or has it twice; empty if that is no route either."""
-    rest = path
+    """The route that a client meant whose base URL lacks /v1, has it twice or ends with a slash; empty if that is no
+    route either.
+    """
+    rest = re.sub("//+", "/", path)
     while rest.startswith("/v1/"):
         rest = rest.removeprefix("/v1")
     route = f"/v1{rest}"
@@ -229,13 +233,15 @@ def state(services: OperatorServices) -> dict[str, Any]:
 
 
 def _instances(body: bytes) -> tuple[Role, Entries]:
-    """Read the workers that a change names. Raises: InvalidRequest."""
+    """Read the workers that a change names.
+
+    Other fields beside them are ignored, as by vllm-ascend's example proxy, except those of an instance, which would
+    change nothing there. Raises: InvalidRequest.
+    """
     try:
         data = orjson.loads(body)
         role = _ROLES[data.pop("type")]
         instances = data.pop("instances")
-        if data:  # what stands beside them would change nothing; it is a field of an instance
-            raise KeyError
         entries = instances if isinstance(instances, list) else [instances]
         parsed = []
         for entry in entries:
@@ -246,13 +252,19 @@ def _instances(body: bytes) -> tuple[Role, Entries]:
             'The body must be {"type": "prefill" or "decode", "instances": "HOST:PORT" or a list of them}.',
             param="instances",
         ) from None
+    for name in data.keys() & DecodeWorker.model_fields:
+        text = f'{name} is a field of an instance: {{"url": "HOST:PORT", "{name}": ...}}.'
+        raise InvalidRequest(text, param=name)
     return role, parsed
 
 
 def _base_url(address: str) -> str:
     """An instance's URL, from a URL or HOST:PORT. Raises: InvalidRequest."""
     try:
-        return normalised_url(address if "://" in address else f"http://{address}")
+        url = normalised_url(address if "://" in address else f"http://{address}")
+        if "://" not in address and urlsplit(url).port is None:  # of a URL it is that of its scheme
+            raise ValueError("accepted is HOST:PORT or a URL")
+        return url
     except ValueError as error:
         raise InvalidRequest(f"instance {address[:200]!r}: {error}.", param="instances") from None
 
@@ -320,4 +332,4 @@ def _told(url: str, named: dict[str, Any]) -> str:
 
 
 def _addresses(services: OperatorServices, role: Role) -> list[str]:
-    return [worker.spec.url.partition("://")[2] for worker in services.fleet.of(role) if not worker.leaving]
+    return [server_of(worker.spec.url) for worker in services.fleet.of(role) if not worker.leaving]

@@ -85,7 +85,7 @@ class Forwarding:
             Route("/v1/responses", self.not_served, methods=["POST"]),
             Route("/v1/responses/{rest:path}", self.not_served, methods=["GET", "POST", "DELETE"]),
             Route("/v1/messages/count_tokens", self.count_tokens, methods=["POST"]),
-            Route("/v1/messages/{rest:path}", self.not_served, methods=["POST"]),
+            Route("/v1/messages/{rest:path}", self.not_served, methods=["GET", "POST", "DELETE"]),
         ]
 
     async def forward(self, request: Request) -> Response:
@@ -187,13 +187,15 @@ def _headers(request: Request, perimeter: Perimeter) -> list[tuple[bytes, bytes]
 def _target(request: Request) -> str:
     """The path for the workers: the route's own, with the model's name if it has one, without a query.
 
-    Raises: InvalidRequest: a server on the way may take the name for another path.
+    Raises: InvalidRequest: a server on the way may take the name for another path. HTTPException: there is no name.
     """
     route = route_of(request)
     stem, _, rest = route.partition("{")
     if not rest:
         return route
     name: str = request.path_params["model"]
+    if not name:
+        raise HTTPException(404)  # a trailing slash
     parts = name.split("/")
     odd = any(part in ("", ".", "..") for part in parts) or "\\" in name or not name.isprintable()
     if odd or len(name) > _MAX_NAME:
