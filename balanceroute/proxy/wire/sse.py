@@ -442,6 +442,8 @@ class EventScanner:
                 self.finish_reason = choice["finish_reason"]
                 finishes = True
                 self.matcher.forget()
+            if self.generated.earlier and choice.pop("weight_versions", None):  # ranges of the last life's tokens only
+                changed = True
             if self._index is not None and choice.get("index") != self._index:
                 choice["index"] = self._index
                 changed = True

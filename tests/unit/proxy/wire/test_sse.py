@@ -505,6 +505,16 @@ def test_where_the_kv_of_an_answer_is_no_client_learns(want_ids: bool) -> None:
     assert b"remote_host" not in told and told.count(b'"kv_transfer_params":null') == 4
 
 
+def test_weight_versions_are_told_unless_they_are_of_the_rest_of_an_answer_only() -> None:
+    """vLLM 0.33 tells ranges of an engine's own tokens, in the event that finishes a choice."""
+    told = completion("b", [2], finish_reason="stop", weight_versions=[{"start": 0, "end": 1, "version": "7"}])
+    scanner = EventScanner()
+    scanner.feed(event(completion("a", [1])))
+    scanner.resume()
+    assert b"weight_versions" not in scanner.feed(event(told)) and scanner.finish_reason == "stop"
+    assert b'"version":"7"' in EventScanner().feed(event(told))
+
+
 def test_an_error_event_ends_the_stream_and_is_kept_for_the_caller() -> None:
     scanner = EventScanner()
     assert scanner.feed(event({"error": {"message": "boom", "code": 500}}) + DONE) == b""
