@@ -32,7 +32,7 @@ CLIENTS = (
     Client("anthropic", ("anthropic",), 2, 16),
     Client("anthropic-node", ("openai", "@anthropic-ai/sdk"), 2, 16),
     Client("langchain", ("langchain-openai", "langchain-anthropic"), 5, 40),
-    Client("litellm", ("litellm",), 3, 24),
+    Client("litellm", ("litellm",), 4, 32),
     Client("vllm-bench", ("vllm",), 40, 800, failure_tells=False),
     Client("guidellm", ("guidellm",), 40, 800, failure_tells=False),
 )
