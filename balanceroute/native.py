@@ -109,8 +109,20 @@ MODULES: Final = (
     "proxy.workers.reply",
     "proxy.workers.upstream",
 )
+CONSTANTS_OF: Final = (  # modules that stay Python, but whose constants mypyc writes into the compiled ones
+    "proxy.admission.decider",
+    "proxy.link.messages",
+    "proxy.wire.closing",
+    "proxy.workers.connector_check",
+)
 PACKAGE: Final = Path(__file__).parent
-SOURCES: Final = {f"balanceroute.{name}": PACKAGE.joinpath(*name.split(".")).with_suffix(".py") for name in MODULES}
+
+
+def _source(name: str) -> Path:
+    return PACKAGE.joinpath(*name.split(".")).with_suffix(".py")
+
+
+SOURCES: Final = {f"balanceroute.{name}": _source(name) for name in MODULES}
 
 
 def group() -> str:
@@ -119,7 +131,7 @@ def group() -> str:
     Raises: OSError where a source cannot be read.
     """
     digest = hashlib.sha256()
-    for path in SOURCES.values():
+    for path in (*SOURCES.values(), *map(_source, CONSTANTS_OF)):
         digest.update(path.read_bytes())
     return f"native_{digest.hexdigest()[:16]}"
 

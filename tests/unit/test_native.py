@@ -99,6 +99,29 @@ def test_the_library_is_not_that_of_the_sources_where_any_of_them_has_changed(co
     assert said(copy, CHANGE_EACH) == []
 
 
+def constants(module: str) -> set[str]:
+    """The names of a module of the package whose values mypyc writes into the modules that import them."""
+    path = REPO.joinpath(*module.split("."))
+    tree = ast.parse((path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text())
+    finals = [node for node in tree.body if isinstance(node, ast.AnnAssign) and ast.unparse(node.annotation) == "Final"]
+    values = ast.Constant | ast.BinOp | ast.UnaryOp | ast.Name
+    return {ast.unparse(node.target) for node in finals if isinstance(node.value, values)}
+
+
+def test_a_library_with_constants_of_modules_that_stay_python_is_not_that_of_other_ones(copy: Path) -> None:
+    counted = {f"balanceroute.{name}" for name in native.CONSTANTS_OF} | native.SOURCES.keys()
+    nodes = [node for path in native.SOURCES.values() for node in ast.walk(ast.parse(path.read_text()))]
+    imports = [node for node in nodes if isinstance(node, ast.ImportFrom) and "balanceroute" in (node.module or "")]
+    sources = {str(each.module) for each in imports if constants(str(each.module)) & {name.name for name in each.names}}
+    assert "balanceroute.proxy.link.messages" in sources and sources <= counted
+    for name in native.CONSTANTS_OF:
+        source = copy.joinpath("balanceroute", *name.split(".")).with_suffix(".py")
+        before = source.read_text()
+        source.write_text(f"{before}\nADDED = 1\n")
+        assert said(copy, "from balanceroute import native; print(native.group())") != [native.group()], name
+        source.write_text(before)
+
+
 def test_where_the_library_is_that_of_other_sources_no_compiled_module_is_used(copy: Path) -> None:
     source = copy / "balanceroute/core/scheduler.py"
     source.write_text(source.read_text() + "\nADDED = 1\n")
