@@ -70,12 +70,16 @@ class RelayServices(ClientServices):
     def name_workers(self, message: Workers, whole: bool) -> None:
         """Take the brain's list of workers, or changes of it."""
         self.fleet.follow(message, whole)
+        for standing in message.changed:
+            worker, connector = self.fleet[standing.spec.id], standing.kv_connector
+            if worker.kv_connector is None and connector is not None:
+                ClientServices.note_connector(self, worker, connector or None)
         if whole:  # workers may have left while this relay, or the brain, was away
             self.metrics.forget_workers_but([worker.id for worker in self.fleet])
         self.known.set()
 
     def note_connector(self, worker: Worker, connector: str | None) -> None:
-        """Note a prefiller's connector, and tell the brain."""
+        """Note a worker's connector, and tell the brain, which tells the other relays."""
         self.brain.report(Learned(worker.id, connector))
         ClientServices.note_connector(self, worker, connector)
 
@@ -173,6 +177,9 @@ class RelayServices(ClientServices):
         self.told = None
         self.tell_counts()
         self.fleet.tell_doubts()
+        for worker in self.fleet:
+            if worker.kv_connector is not None:
+                self.brain.report(Learned(worker.id, worker.kv_connector or None))
         explained = self.suspicions.explained_since(self.loop.time() - KNOWN_S)
         if explained:
             self.tell_explained(explained)

@@ -4,6 +4,7 @@ import asyncio
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +13,20 @@ import yaml
 
 from balanceroute.config import Config, digest_of
 from balanceroute.core.types import Role
-from balanceroute.emulator import EmulatedCluster
+from balanceroute.emulator import Connector, EmulatedCluster
 from balanceroute.errors import KeyLimit
 from balanceroute.proxy import kept_counts, relay_services
+from balanceroute.proxy.client.services import ClientServices
 from balanceroute.proxy.kept_counts import KeptCounts
 from balanceroute.proxy.life.suspicion import Suspect
-from balanceroute.proxy.link.messages import Activity, Counted, Report
+from balanceroute.proxy.link.messages import Activity, Counted, Learned, Report
 from balanceroute.proxy.link.remote import NOBODY, RemoteBrain
 from balanceroute.proxy.lives import Lives
 from balanceroute.proxy.perimeter.key_use import KeyUse
 from balanceroute.proxy.relay_services import COUNTS_S, RelayServices
 from balanceroute.proxy.run_folder import RunFolder
 from balanceroute.proxy.telemetry.metrics import Metrics
+from balanceroute.proxy.workers.connector_check import WrongConnector
 from balanceroute.proxy.workers.fleet import Worker
 from tests.integration.relayed import Relay, a_brain, a_relay, relayed
 from tests.integration.router import FAST, configuration, patient
@@ -213,6 +216,53 @@ async def test_what_a_relay_doubts_of_a_connector_is_told_for_all_until_any_rela
         await until(lambda: conditions.reasons == [f"{name}: it is no kv_producer"])
         there.note_connector(there.fleet[name], router.config.connector)
         await until(lambda: conditions.reasons == [])
+
+
+@pytest.mark.parametrize(
+    ("role", "connector", "shortened"),
+    [(Role.DECODE, "mooncake_layerwise", False), (Role.PREFILL, "mooncake_v1", False), (Role.PREFILL, "nixl", True)],
+    ids=["a decode worker has asked for a prefill", "the configured connector", "another one, with a shorter timeout"],
+)
+async def test_what_one_relay_learns_of_a_connector_holds_for_all_relays_and_under_every_brain(
+    role: Role, connector: str, shortened: bool
+) -> None:
+    configured = "mooncake_layerwise" if role is Role.DECODE else "mooncake_v1"
+    async with relayed(replace(FAST, connector=Connector(configured)), connector=configured) as router:
+        here, there = (relay.app.services for relay in router.relays)
+        name = here.fleet.of(role)[0].id
+        others = [worker.id for worker in here.fleet if worker.id != name]
+
+        def known(*services: ClientServices) -> bool:
+            assert all(each.fleet[other].kv_connector is None for each in services for other in others)
+            goes = [each.config.pool_ttl_s < router.config.pool_ttl_s for each in services]
+            return {each.fleet[name].kv_connector for each in services} == {connector} and set(goes) == {shortened}
+
+        here.note_connector(here.fleet[name], connector)
+        await until(lambda: known(here, there, router.brain.services))
+        router.brain.end()
+        await until(lambda: here.brain.member is None and there.brain.member is None)
+        async with (
+            a_brain(router.config, router.folder) as brain,
+            a_relay(router.config, router.folder, "relay-2") as new,
+        ):
+            await until(new.app.services.known.is_set)
+            await until(lambda: known(here, there, new.app.services, brain.services))
+        await until(lambda: here.brain.member is None and there.brain.member is None)
+
+
+async def test_a_prefiller_that_cannot_push_costs_its_request_and_no_connection_to_the_brain() -> None:
+    connector = Connector.MOONCAKE_LAYERWISE
+    async with relayed(replace(FAST, connector=connector), count=1, connector=str(connector)) as router:
+        services = router.relays[0].app.services
+        member, name = services.brain.member, services.fleet.of(Role.PREFILL)[0].id
+        with pytest.raises(WrongConnector):
+            services.note_connector(services.fleet[name], "nixl")
+        conditions = router.brain.services.metrics.conditions
+        await until(lambda: bool(conditions.reasons))
+        assert "are of nixl" in conditions.reasons[0]
+        services.brain.report(Learned(name, None))  # whatever is said later is heard over the same connection
+        await until(lambda: conditions.reasons == [])
+        assert services.brain.member == member
 
 
 async def test_a_relay_where_nothing_happens_tells_each_brain_what_it_does_and_has_counted_only_once() -> None:

@@ -48,7 +48,7 @@ from balanceroute.errors import BalanceRouteError
 from balanceroute.proxy.admission.decider import RefusalKind
 from balanceroute.proxy.perimeter.key_use import KeyUse
 
-VERSION: Final = 6
+VERSION: Final = 7
 FAR: Final = "@"  # only in names of relays of other machines, before the run folder's name
 MAX_EPOCH: Final = 2**48  # accepted from a peer: epochs begin at seconds since 1970 at most, and frames carry 2**64
 PROGRESS_S: Final = 0.005
@@ -226,7 +226,7 @@ class Seen(Message, frozen=True, tag=32):
 class WorkerStanding(Message, frozen=True):
     """A worker's state by the brain's judgement: its circuit, whether successes change that, and whether it is out.
 
-    `cache_salt`, `ended_at`: as in `workers/fleet.py`.
+    `cache_salt`, `ended_at`, `kv_connector`: as in `workers/fleet.py`.
     """
 
     spec: WorkerSpec
@@ -236,6 +236,7 @@ class WorkerStanding(Message, frozen=True):
     out: bool
     cache_salt: str = ""
     ended_at: float = 0.0
+    kv_connector: str | None = None
 
 
 class Workers(Message, frozen=True, tag=33):
@@ -328,7 +329,9 @@ class Counted(Message, frozen=True, tag=42):
 
 
 class Learned(Message, frozen=True, tag=43):
-    """The connector that a prefiller's KV parameters belong to; None: they do not tell."""
+    """The connector that a prefiller's KV parameters belong to, or the one by which a decode worker has called back;
+    None: the parameters do not tell. Also on joining, of what was learned before.
+    """
 
     worker: str
     connector: str | None

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Final
 
 from balanceroute.proxy.link.messages import (
@@ -19,6 +20,7 @@ from balanceroute.proxy.link.messages import (
 from balanceroute.proxy.perimeter.key_use import KeyUse
 from balanceroute.proxy.telemetry.metrics import without_orphans
 from balanceroute.proxy.workers.circuit import Circuit, CircuitState
+from balanceroute.proxy.workers.connector_check import WrongConnector
 from balanceroute.proxy.workers.fleet import Fleet, Worker
 from balanceroute.proxy.workers.silence import FrozenGroup
 
@@ -90,9 +92,10 @@ class RelayReports:
         self.counts[relay] = counts
 
     def learned(self, message: Learned) -> None:
-        """Take a prefiller's connector."""
+        """Take a worker's connector."""
         if message.worker in self._fleet:
-            self.on_connector(self._fleet[message.worker], message.connector)
+            with suppress(WrongConnector):  # operators have been told, and the relay has refused its request
+                self.on_connector(self._fleet[message.worker], message.connector)
 
     def connector_doubted(self, message: ConnectorDoubted) -> None:
         """Take a relay's doubt of a worker's connector."""
@@ -173,4 +176,5 @@ def _standing(worker: Worker) -> WorkerStanding:
         worker.out,
         worker.cache_salt,
         worker.ended_at,
+        worker.kv_connector,
     )
