@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -20,6 +21,7 @@ from balanceroute.proxy.lives import Lives
 from balanceroute.proxy.run_folder import RunFolder
 from balanceroute.proxy.telemetry.ticks import until_tick_s
 from balanceroute.proxy.telemetry.troubles import Trouble
+from balanceroute.proxy.workers.connector_check import WrongConnector
 from balanceroute.proxy.workers.fleet import Worker
 from balanceroute.proxy.workers.relay_fleet import RelayFleet
 from balanceroute.proxy.workers.silence import FrozenGroup
@@ -73,7 +75,8 @@ class RelayServices(ClientServices):
         for standing in message.changed:
             worker, connector = self.fleet[standing.spec.id], standing.kv_connector
             if worker.kv_connector is None and connector is not None:
-                ClientServices.note_connector(self, worker, connector or None)
+                with suppress(WrongConnector):  # a brain that is of another connector, after a takeover
+                    ClientServices.note_connector(self, worker, connector or None)
         if whole:  # workers may have left while this relay, or the brain, was away
             self.metrics.forget_workers_but([worker.id for worker in self.fleet])
         self.known.set()

@@ -260,6 +260,10 @@ async def test_a_prefiller_that_cannot_push_costs_its_request_and_no_connection_
         conditions = router.brain.services.metrics.conditions
         await until(lambda: bool(conditions.reasons))
         assert "are of nixl" in conditions.reasons[0]
+        router.brain.services.fleet[name].kv_connector = "nixl"  # as at a brain that is to have it, after a takeover
+        services.metrics.conditions.forget(name)
+        router.brain.hub.workers_changed()
+        await until(lambda: bool(services.metrics.conditions.reasons))
         services.brain.report(Learned(name, None))  # whatever is said later is heard over the same connection
         await until(lambda: conditions.reasons == [])
         assert services.brain.member == member
