@@ -120,6 +120,8 @@ def serve(
     from balanceroute.proxy.perimeter.perimeter import exposures
     from balanceroute.proxy.telemetry.logs import configure
 
+    if workers is not None and relays is not None:
+        raise InputError(f"--workers {workers}, --relays {relays}: two names of one setting; give one")
     overrides: dict[str, object] = dict(parse_assignment(text) for text in assignments or [])
     overrides |= from_example_flags(
         host=host,
@@ -163,6 +165,8 @@ def serve(
         raise ConfigError("--journal: no brain runs here (listen.brains), so there is nothing to write; give it there")
     if journal is not None:
         check_written(journal, config_file)
+        if journal.exists() and not journal.is_file():
+            raise InputError(f"{journal}: cannot be written: accepted is a file")
     if config.listen.relays:
         from balanceroute.proxy.processes import serve_processes
 

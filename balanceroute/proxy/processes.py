@@ -335,10 +335,8 @@ def _try_forecasts(config: Config) -> None:
 
 
 def begin_anew(journal: Path) -> None:
-    """Remove the last router's journal, and find out whether a new one can be written. Raises: ConfigError."""
+    """Remove the last router's journal, a file, and find out whether a new one can be written. Raises: ConfigError."""
     try:
-        if journal.exists() and not (journal.is_file() or journal.is_dir()):
-            return  # a device or a pipe: nothing to remove
         if journal.is_file() and _is_written(journal):
             raise ConfigError(f"{journal}: another process writes it")
         journal.unlink(missing_ok=True)

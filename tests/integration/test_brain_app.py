@@ -86,13 +86,11 @@ async def test_only_a_router_that_has_been_up_goes_on_without_a_journal_that_can
         lead.release()
 
 
-def test_a_journal_that_is_no_file_is_every_brains(tmp_path: Path) -> None:
-    file, pipe = tmp_path / "journal", tmp_path / "pipe"
-    file.touch()
-    os.mkfifo(pipe)
-    for journal, own in ((file, True), (pipe, False), (tmp_path / "none", False)):
-        written = BrainSetup(LINEAGE, journal).as_leader(waited=True).journal
-        assert written == (tmp_path / f"{journal.name}.{os.getpid()}" if own else journal)
+def test_a_journal_that_a_brain_has_begun_stays_and_the_next_one_writes_beside_it(tmp_path: Path) -> None:
+    journal = tmp_path / "journal"
+    assert BrainSetup(LINEAGE, journal).as_leader(waited=True).journal == journal
+    journal.touch()
+    assert BrainSetup(LINEAGE, journal).as_leader(waited=True).journal == tmp_path / f"journal.{os.getpid()}"
 
 
 async def test_a_brain_that_takes_over_leads_without_a_predictor_whose_file_is_broken_until_a_reload_finds_it(

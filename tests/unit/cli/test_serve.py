@@ -1,5 +1,6 @@
 """Flags of `serve`: lists as argparse takes them, and what changes nothing is told."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -74,3 +75,29 @@ def test_a_journal_is_not_written_over_the_configuration(
     assert ended.value.code == 2
     assert capsys.readouterr().err == f"balanceroute: {path}: cannot be written: it is the file that is read\n"
     assert path.read_text().startswith("prefill:")
+
+
+@pytest.mark.parametrize("relays", ["0", "1"])
+def test_a_journal_is_a_file(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, relays: str
+) -> None:
+    """To open a pipe that nobody reads takes for ever, and a write to one whose reader has stopped."""
+    pipe = tmp_path / "journal"
+    os.mkfifo(pipe)
+    workers = ["--prefiller-hosts", "p", "--decoder-hosts", "d", "--max-num-seqs", "8", "--relays", relays]
+    monkeypatch.setattr(sys, "argv", ["balanceroute", "serve", *workers, "--journal", str(pipe)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.endswith(f"balanceroute: {pipe}: cannot be written: accepted is a file\n")
+
+
+def test_the_two_names_of_relays_must_agree(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    workers = ["--prefiller-hosts", "p", "--decoder-hosts", "d", "--workers", "2", "--relays", "3"]
+    monkeypatch.setattr(sys, "argv", ["balanceroute", "serve", *workers])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == "balanceroute: --workers 2, --relays 3: two names of one setting; give one\n"

@@ -304,13 +304,6 @@ def test_a_journal_whose_disk_is_full_is_named_at_the_start(tmp_path: Path, monk
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_journal_that_is_a_pipe_is_left_where_it_is(tmp_path: Path) -> None:
-    pipe = tmp_path / "journal"
-    os.mkfifo(pipe)
-    begin_anew(pipe)
-    assert pipe.is_fifo()
-
-
 def test_the_name_of_a_folder_is_kept_although_somebody_removes_its_file(tmp_path: Path) -> None:
     listen = {"relays": 1, "run_folder": str(tmp_path), "lease": "router"}
     folder, config = RunFolder(tmp_path), a_config(1, 1, listen=listen)
