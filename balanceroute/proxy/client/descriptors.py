@@ -9,18 +9,25 @@ import resource
 from typing import Final
 
 from balanceroute.config import Config
+from balanceroute.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
 MOST: Final = 2**20  # more are useless, and code that loops over all possible descriptors gets slow
+LEAST: Final = 64  # with 20 a router in one process does not start, with 30 one with two relays does not
 PER_CLIENT: Final = 2
 KEPT: Final = 128  # listeners, files, the link, and connections that are only refused
 KEPT_PER_WORKER: Final = 4  # health checks, metrics, idle connections
 
 
 def raise_limit() -> None:
-    """Raise the limit of descriptors of this process and its children as far as the system allows."""
+    """Raise the limit of descriptors of this process and its children as far as the system allows.
+
+    Raises: ConfigError: even that is too low to start.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < LEAST:
+        raise ConfigError(f"open files (ulimit -Hn) are limited to {hard}; at least {LEAST} are needed")
     wanted = MOST if hard == resource.RLIM_INFINITY else min(hard, MOST)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         try:

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from balanceroute.proxy.client.descriptors import clients_within, most_clients, warn_if_few
+from balanceroute.errors import ConfigError
+from balanceroute.proxy.client.descriptors import clients_within, most_clients, raise_limit, warn_if_few
 from balanceroute.proxy.client.edge import ClientLimits
 from tests.unit.proxy.virtual_time import a_config
 
@@ -52,6 +53,12 @@ def test_a_number_that_somebody_has_set_is_missed_by_one(
     one = most_clients(a_config())
     warn_if_few(a_config(limits={"max_connections": one + asked}))
     assert bool(caplog.records) is told
+
+
+def test_a_limit_that_is_too_low_to_start_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (20, 20))
+    with pytest.raises(ConfigError, match=r"^open files \(ulimit -Hn\) are limited to 20; at least 64 are needed$"):
+        raise_limit()
 
 
 def test_the_default_is_not_missed_while_half_of_it_is_there(
