@@ -47,6 +47,7 @@ HIGH_WATER_BYTES: Final = 256 * 1024
 MAX_IDLE: Final = 4096  # connections to one worker that wait for a request
 CONNECT_TIMEOUT_S: Final = 5.0
 _SHORTAGES_HERE: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_OTHER_NAME: Final = (62, 64)  # OpenSSL's X509_V_ERR_HOSTNAME_MISMATCH and X509_V_ERR_IP_ADDRESS_MISMATCH
 _MAX_STARTS: Final = 16  # request lines kept ready: the router asks a worker for a handful of paths
 _BODILESS: Final = frozenset(("GET", "HEAD", "DELETE"))
 _Error = TypeVar("_Error", bound=UpstreamError)
@@ -237,7 +238,7 @@ class Upstream:
             raise self._unsent(kind, f"no connection within {connect_timeout_s:g} s") from exc
         except (OSError, ssl.SSLError, UnicodeError) as exc:
             ours = isinstance(exc, OSError) and exc.errno in _SHORTAGES_HERE
-            raise self._unsent(CannotConnect if ours else ConnectFailed, f"cannot connect: {exc}") from exc
+            raise self._unsent(CannotConnect if ours else ConnectFailed, f"cannot connect: {_told(exc)}") from exc
         return connection
 
     async def _connect(self, loop: asyncio.AbstractEventLoop, connect_timeout_s: float) -> Connection:
@@ -318,3 +319,14 @@ def checked_lines(headers: Headers) -> bytes:
     if not lines.count(b"\n") == lines.count(b"\r") == len(headers):
         raise ValueError(f"one of the headers {[name for name, _ in headers]!r} holds a line break")
     return lines
+
+
+def _told(error: Exception) -> str:
+    """Why there is no connection, in words that may go to clients: they name no host."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        if error.verify_code in _OTHER_NAME:
+            return "its certificate is another host's"
+        return f"its certificate is refused: {error.verify_message}"
+    if isinstance(error, ssl.SSLError) and error.reason == "WRONG_VERSION_NUMBER":
+        return "its URL is https, and it does not speak TLS"
+    return str(error)

@@ -436,6 +436,48 @@ def test_https_verifies_the_worker_and_works(run: Run, tmp_path: Path) -> None:
     run(test)
 
 
+@pytest.mark.parametrize(
+    ("names", "trusted", "told"),
+    [
+        ("d0.cluster", True, "its certificate is another host's"),
+        ("10.9.8.7", True, "its certificate is another host's"),
+        ("127.0.0.1", False, "its certificate is refused: "),
+    ],
+    ids=["another name", "another address", "another authority"],
+)
+def test_a_failed_handshake_is_told_in_words_that_name_no_host(
+    run: Run, tmp_path: Path, names: str, trusted: bool, told: str
+) -> None:
+    authority, served = trustme.CA(), ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    certificate = tmp_path / "ca.pem"
+    (authority if trusted else trustme.CA()).cert_pem.write_to_path(str(certificate))
+    authority.issue_cert(names).configure_cert(served)
+
+    async def test() -> None:
+        async with worker(answering(plain(b"ok")), tls=served) as server:
+            trusting = ssl.create_default_context(cafile=str(certificate))
+            with pytest.raises(ConnectFailed) as failed:
+                await post(Upstream(server.url.replace("http", "https"), ssl_context=trusting))
+        assert str(failed.value).startswith(f"cannot connect: {told}") and "127.0.0.1" not in str(failed.value)
+
+    run(test)
+
+
+def test_an_https_url_of_a_worker_that_speaks_http_is_told_as_that(run: Run) -> None:
+    async def test() -> None:
+        async def refuse(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+            writer.close()
+            await writer.wait_closed()
+
+        async with await asyncio.start_server(refuse, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            with pytest.raises(ConnectFailed, match=r"^cannot connect: its URL is https, and it does not speak TLS$"):
+                await post(Upstream(f"https://127.0.0.1:{port}"))
+
+    run(test)
+
+
 def test_small_writes_are_not_delayed(run: Run) -> None:
     async def test() -> None:
         async with worker(answering(plain(b"ok"))) as server:
