@@ -23,6 +23,7 @@ from balanceroute.errors import (
     NotJson,
     QueueTimeout,
     Rejected,
+    UpstreamError,
 )
 from balanceroute.proxy.admission.decider import refusal
 from balanceroute.proxy.client import fanout
@@ -96,6 +97,7 @@ class Exchange:
     __slots__ = (
         "_arrived_s",
         "_endpoint",
+        "_failure",
         "_gone",
         "_head",
         "_in_flight",
@@ -119,6 +121,7 @@ class Exchange:
         self._legs: list[Leg] = []
         self._outcome = FAILED
         self._refusal: AccessDenied | KeyLimit | None = None
+        self._failure: UpstreamError | Rejected | None = None
         self._status = 0
         self._gone = False
         self._task: asyncio.Task[Any] | None = None
@@ -369,6 +372,8 @@ class Exchange:
         if isinstance(error, AccessDenied | KeyLimit):
             self._refusal = error
             self._services.metrics.refusals.inc(error.reason)
+        elif isinstance(error, UpstreamError | Rejected):
+            self._failure = error
         if isinstance(error, QueueTimeout):
             self._outcome = EXPIRED
         elif isinstance(error, ClientStalled):
@@ -439,6 +444,9 @@ class Exchange:
             fields["key"] = self._key.name
         if self._refusal is not None:
             fields |= _refused_fields(self._refusal, self._request)
+        if self._failure is not None:
+            # of a worker's own error the status alone: its body may quote a prompt
+            fields["error"] = str(self._failure)
         if legs:
             one = legs[0] if len(legs) == 1 else _Together(legs)
             fields |= {

@@ -346,6 +346,7 @@ def test_a_wait_that_ends_without_a_worker_is_told_and_counted_too(tier: str, ca
 
     in_virtual_time(test)
     (line,) = [vars(record) for record in caplog.records if record.message == "request"]
+    assert line["error"].startswith("The request waited too long for ")
     waited_s = {"prefill": line["prefill_wait_s"], "decode": line["decode_wait_s"]}
     assert round(waited_s.pop(tier)) == 21 and list(waited_s.values()) == [0.0]
 
