@@ -117,7 +117,7 @@ class MetricsPoller:
         problem = page.problem or ("" if _tells(worker, samples) else "its /metrics do not tell its load")
         if problem:
             self._metrics.scrapes_failed.inc(worker.id)
-        if not worker.healthy:
+        if not (worker.healthy and (page.reached or worker.seen_healthy)):  # its health checks tell that it is down
             self._conditions.forget(worker.id, (METRICS, PREFIX_CACHE))
             self._divergence.forget(worker.id)
         elif problem:

@@ -87,10 +87,24 @@ def test_a_prefiller_that_cannot_be_reached_counts_as_full_and_one_that_does_not
         services = a_router(a_config(prefillers=2))
         script(services, "p0", answer)
         script(services, "p1", Page(GAUGE % b"0.5"))
+        services.fleet["p0"].seen_healthy = True
         await polled(services)
         assert (usage_of(services), usage_of(services, "p1")) == (usage, 0.5)
         assert services.metrics.conditions.count(METRICS) == (1 if said else 0) + len(services.fleet.of(Role.DECODE))
         assert services.metrics.scrapes_failed.value("p0") == said
+
+    in_virtual_time(test)
+
+
+def test_a_worker_that_has_not_started_yet_is_down_and_not_degraded() -> None:
+    """Its health checks say so, a moment later."""
+
+    async def test() -> None:
+        services = a_router(a_config(prefillers=1))
+        script(services, "p0", REFUSED)
+        await polled(services)
+        assert usage_of(services) == FULL
+        assert not any("p0" in reason for reason in services.metrics.conditions.reasons)
 
     in_virtual_time(test)
 
@@ -142,6 +156,7 @@ def test_what_a_worker_that_is_down_does_not_tell_is_no_news_and_no_end_of_what_
     async def test() -> None:
         services = a_router(a_config(1, 1))
         conditions = services.metrics.conditions
+        services.fleet["p0"].seen_healthy = True
         script(services, "p0", REFUSED)
         script(services, "d0", Page(GAUGE % b"0.1"))
         await polled(services)
