@@ -116,7 +116,7 @@ class Server(uvicorn.Server):
     def _begin_drain(self, services: ClientServices) -> None:
         if self._drain is None:
             services.begin_drain()
-            log.warning("draining", extra={"requests": services.exchanges})
+            log.warning("draining", extra={"requests": services.exchanges, "kv_drains": services.drainer.pending})
             self._drain = services.loop.create_task(self._until_drained(services))
 
     def busy(self, services: ClientServices) -> bool:

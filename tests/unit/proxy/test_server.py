@@ -55,7 +55,9 @@ def test_the_first_signal_refuses_what_is_new_and_the_server_ends_when_the_last_
     in_virtual_time(test)
 
 
-def test_kv_that_is_still_to_be_freed_keeps_the_server_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kv_that_is_still_to_be_freed_keeps_the_server_too_and_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     async def test() -> None:
         services = a_draining_router()
         server = a_server(services)
@@ -64,6 +66,8 @@ def test_kv_that_is_still_to_be_freed_keeps_the_server_too(monkeypatch: pytest.M
         server.handle_exit(signal.SIGTERM, None)
         await let_pass(1.0)
         assert not server.should_exit
+        (line,) = [vars(record) for record in caplog.records if record.message == "draining"]
+        assert (line["requests"], line["kv_drains"]) == (0, 1)
         held = 0
         await let_pass(1.0)
         assert server.should_exit
