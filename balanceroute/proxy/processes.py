@@ -56,7 +56,12 @@ def serve_processes(
 
     Raises: ConfigError: the configuration, an address or the run folder can't be used.
     """
-    configured = Configured.read(config)  # one log line of the parent instead of one per child
+    # one line of the parent instead of one per child
+    configured = Configured.read(config)
+    if config.listen.lease is not None:
+        from balanceroute.proxy.link.kubernetes import lease_api  # as in `brain.py`
+
+        lease_api(config.listen.lease, Path(config.listen.service_account), os.environ, 1.0)
     with ExitStack() as held:
         predecessor = _predecessor(config) if take_over else None
         if predecessor is not None:

@@ -59,6 +59,14 @@ def test_an_invalid_host_is_named() -> None:
     assert told == "listen: cannot listen on no.such.host.invalid:0: there is no such address"
 
 
+def test_a_lease_outside_a_pod_is_refused_before_a_process_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    told = refusal(a_config(listen={"relays": 1, "port": 0, "run_folder": str(tmp_path), "lease": "router"}))
+    assert told.startswith("listen.lease = 'router': accepted only in a pod of Kubernetes: KUBERNETES_SERVICE_HOST ")
+
+
 def test_a_run_folder_that_cannot_be_used_is_named() -> None:
     told = refusal(a_config(listen={"relays": 1, "port": 0, "run_folder": "/dev/null/run"}))
     assert told.startswith("listen.run_folder = '/dev/null/run'")
