@@ -445,8 +445,7 @@ class Exchange:
         if self._refusal is not None:
             fields |= _refused_fields(self._refusal, self._request)
         if self._failure is not None:
-            # of a worker's own error the status alone: its body may quote a prompt
-            fields["error"] = str(self._failure)
+            fields["error"] = _why(self._failure)
         if legs:
             one = legs[0] if len(legs) == 1 else _Together(legs)
             fields |= {
@@ -473,6 +472,12 @@ class _Together:
         self.prefill_wait_s = max(leg.prefill_wait_s for leg in legs)
         self.decode_wait_s = max(leg.decode_wait_s for leg in legs)
         self.recomputes = sum(leg.recomputes for leg in legs)
+
+
+def _why(failure: UpstreamError | Rejected) -> str:
+    """The reason of a failure for the log; of a worker's own error the status alone: its body may quote a prompt."""
+    text = str(failure)
+    return f"{failure.tier} worker: {text}" if isinstance(failure, UpstreamError) and failure.tier else text
 
 
 def _refused_fields(refusal: AccessDenied | KeyLimit, request: Request) -> dict[str, Any]:

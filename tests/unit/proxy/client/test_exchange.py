@@ -325,6 +325,22 @@ def test_a_bug_of_ours_within_a_stream_is_logged_with_the_status_that_the_client
     assert [record.status for record in caplog.records if record.message == "request"] == [200]
 
 
+def test_the_log_says_why_a_request_failed_and_quotes_no_body_of_a_worker(caplog: pytest.LogCaptureFixture) -> None:
+    async def test() -> None:
+        services, connection = a_router(a_config(1, 1, retry={"max_attempts": 1})), Connection()
+        script(services, "p0", 500)
+        exchange = Exchange(services, "completions", a_request(BODY), connection.response())
+        exchange.check()
+        async with dispatching(services):
+            with caplog.at_level(logging.INFO, "balanceroute.requests"):
+                await exchange.run()
+        assert counted(services) == {"failed": 1}
+
+    in_virtual_time(test)
+    (line,) = [vars(record) for record in caplog.records if record.message == "request"]
+    assert line["error"] == "prefill worker: status 500"
+
+
 @pytest.mark.parametrize("tier", ["prefill", "decode"])
 def test_a_wait_that_ends_without_a_worker_is_told_and_counted_too(tier: str, caplog: pytest.LogCaptureFixture) -> None:
     async def test() -> None:
