@@ -26,7 +26,7 @@ from balanceroute.demo.processes import (
     Progress,
     check_most,
     emulated,
-    free_port,
+    free_ports,
     page,
     process,
     temporary_folder,
@@ -130,7 +130,7 @@ def one_policy(
     policy: str, scale: DemoScale, trace: Trace, config: Path, cluster_url: str, log: Path, on_progress: Progress
 ) -> PolicyRun:
     """Play the trace through a fresh router with this policy."""
-    port = free_port()
+    (port,) = free_ports(1)
     flags = ["--config", str(config), "--policy", policy, "--port", str(port), "--log-level", "warning"]
     if policy == "br_h":
         flags += ["--set", f"routing.horizon_steps={scale.horizon_steps}", "--set", "predictor.kind=survival"]

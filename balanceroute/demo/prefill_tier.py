@@ -7,7 +7,6 @@ router's /metrics, latencies are what the client saw.
 """
 
 import asyncio
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -21,10 +20,11 @@ from balanceroute.demo.processes import (
     Progress,
     check_most,
     emulated,
-    free_port,
+    free_ports,
     page,
     process,
     temporary_folder,
+    total,
     wait_ready,
 )
 from balanceroute.loadgen import LoadOptions, run_load
@@ -90,7 +90,7 @@ def run_prefix_demo(scale: PrefixScale, policy: str, on_progress: Progress) -> P
     trace = scale.trace()
     with temporary_folder() as logs:
         with cluster(scale, logs) as (config, urls):
-            port, log = free_port(), logs / "router.log"
+            (port,), log = free_ports(1), logs / "router.log"
             flags = ["--config", str(config), "--port", str(port), "--log-level", "warning"]
             flags += ["--set", f"prefill.policy={policy}", "--set", f"prefill.poll_interval_s={POLL_S}"]
             router_url = f"http://127.0.0.1:{port}"
@@ -117,11 +117,6 @@ def figures(policy: str, report: LoadReport, pages: list[str], predicted: float)
         hit_ratio=sum(hits) / sum(queried),
         busiest_ratio=max(computed) * len(computed) / sum(computed),
     )
-
-
-def total(text: str, name: str) -> float:
-    """The sum of a metric over its labels."""
-    return sum(float(value) for value in re.findall(rf"^{re.escape(name)}(?:{{[^}}]*}})? (\S+)$", text, re.M))
 
 
 @contextmanager

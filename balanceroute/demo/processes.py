@@ -3,6 +3,7 @@
 import asyncio
 import ctypes
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -10,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import httpx
@@ -160,11 +161,18 @@ def page(url: str) -> str:
         raise DemoFailed(f"{url} does not answer any more: {str(error) or type(error).__name__}") from error
 
 
-def free_port() -> int:
-    """A loopback port that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def total(text: str, name: str) -> float:
+    """The sum of a metric of that page over its labels; 0: it is not there."""
+    return sum(float(value) for value in re.findall(rf"^{re.escape(name)}(?:{{[^}}]*}})? (\S+)$", text, re.M))
+
+
+def free_ports(count: int) -> list[int]:
+    """Loopback ports that are free now."""
+    with ExitStack() as held:
+        probes = [held.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in probes]
 
 
 def free_port_range(prefillers: int, workers: int) -> int:

@@ -11,17 +11,14 @@ before.
 import argparse
 import asyncio
 import json
-import subprocess
-import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any, Final, cast
 
 import uvloop
-from processes import allow_many_sockets, rss_kib, start, stop, tree
-from routers import http
+from processes import allow_many_sockets, rss_kib, tree
 
+from balanceroute.demo.processes import emulated, free_ports, process, temporary_folder, wait_ready
 from balanceroute.engine.tokens import continuation, decode, encode
 
 RANKS: Final = 144
@@ -31,13 +28,13 @@ SLOTS: Final = 64
 class Stream(asyncio.Protocol):
     """One answer, from its first byte to the end of its connection."""
 
-    def __init__(self, number: int, model: str, tokens: int) -> None:
-        self.prompt, self.model, self.tokens = f"Stream number {number} of many tells of load", model, tokens
+    def __init__(self, number: int, tokens: int) -> None:
+        self.prompt, self.tokens = f"Stream number {number} of many tells of load", tokens
         self.began, self.ended = asyncio.Event(), asyncio.Event()
         self._parts: list[bytes] = []
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        request = {"model": self.model, "prompt": self.prompt, "max_tokens": self.tokens, "stream": True}
+        request = {"model": "emulated", "prompt": self.prompt, "max_tokens": self.tokens, "stream": True}
         body = json.dumps(request).encode()
         head = "POST /v1/completions HTTP/1.1\r\nhost: bench\r\nconnection: close\r\ncontent-type: application/json\r\n"
         cast(asyncio.WriteTransport, transport).write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
@@ -61,23 +58,11 @@ class Stream(asyncio.Protocol):
         return text == decode(continuation(encode(self.prompt), self.tokens)) and told[-1]["finish_reason"] == "length"
 
 
-def _model(port: int, router: subprocess.Popen[bytes]) -> str:
-    """The model's name, once the router serves it."""
-    while True:
-        try:
-            name: str = json.loads(http(port, "/v1/models"))["data"][0]["id"]
-            return name
-        except OSError as error:
-            if router.poll() is not None:
-                raise SystemExit(f"the router has ended: {error}") from error
-            time.sleep(0.2)
-
-
-async def hold(port: int, pid: int, model: str, arguments: argparse.Namespace) -> dict[str, Any]:
+async def hold(port: int, pid: int, arguments: argparse.Namespace) -> dict[str, Any]:
     """Open all streams, look at the router, and wait for their ends."""
     loop = asyncio.get_running_loop()
     before, before_kib = tree(pid), rss_kib(tree(pid))
-    streams = [Stream(number, model, arguments.tokens) for number in range(arguments.streams)]
+    streams = [Stream(number, arguments.tokens) for number in range(arguments.streams)]
     began_s = time.monotonic()
     for number, stream in enumerate(streams):
         await asyncio.sleep(max(0.0, began_s + number / arguments.rate - time.monotonic()))
@@ -107,40 +92,17 @@ def main() -> None:
     parser.add_argument("--step", type=float, default=6.0, help="seconds of a step of all ranks")
     parser.add_argument("--rate", type=float, default=120.0, help="streams that are opened per second")
     parser.add_argument("--log", type=Path, help="where the router's log goes, instead of nowhere")
-    parser.add_argument("--base-port", type=int, default=27000, help="the first prefiller's; the router is one below")
     arguments = parser.parse_args()
     arguments.streams = arguments.streams or arguments.ranks * SLOTS
     allow_many_sockets()
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        config, port = folder / "cluster.yaml", arguments.base_port - 1
-        emulate = ["emulate", "--prefill", "2", "--decode", str(arguments.ranks), "--max-num-seqs", str(SLOTS)]
-        emulate += ["--base-port", str(arguments.base_port), "--listen-port", str(port), "--write-config", str(config)]
-        emulate += ["--step-overhead", str(arguments.step), "--step-cost", "0", "--prefill-rate", "1000000"]
-        serve = [
-            "serve",
-            "--config",
-            str(config),
-            "--relays",
-            str(arguments.relays),
-            "--set",
-            f"listen.run_folder={name}/run",
-        ]
-        serve += ["--set", "limits.max_connections=20000"]
-        processes: list[subprocess.Popen[bytes]] = []
-        try:
-            processes.append(start([sys.executable, "-m", "balanceroute", *emulate], folder / "emulate.log"))
-            while not config.exists():
-                if processes[0].poll() is not None:
-                    raise SystemExit((folder / "emulate.log").read_text())
-                time.sleep(0.1)
-            router = start([sys.executable, "-m", "balanceroute", *serve], arguments.log or folder / "serve.log")
-            processes.append(router)
-            model = _model(port, router)
-            found = uvloop.run(hold(port, router.pid, model, arguments))
-        finally:
-            for process in reversed(processes):
-                stop(process)
+    flags = ["--step-overhead", str(arguments.step), "--step-cost", "0", "--prefill-rate", "1000000"]
+    with temporary_folder() as folder, emulated(2, arguments.ranks, SLOTS, flags, folder) as (config, _):
+        (port,), log = free_ports(1), arguments.log or folder / "serve.log"
+        serve = ["serve", "--config", str(config), "--port", str(port), "--relays", str(arguments.relays)]
+        serve += ["--set", f"listen.run_folder={folder}/run", "--set", "limits.max_connections=20000"]
+        with process(serve, log) as router:
+            wait_ready(f"http://127.0.0.1:{port}/ready", router, log)
+            found = uvloop.run(hold(port, router.pid, arguments))
     print(json.dumps({"relays": arguments.relays, **found}))
     if found["right"] != arguments.streams:
         raise SystemExit(f"{arguments.streams - found['right']} streams were not right")

@@ -1,7 +1,6 @@
 """What the benchmarks of whole routers load: workers without an engine, and the routers before them."""
 
 import json
-import socket
 import subprocess
 import sys
 import time
@@ -12,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from processes import start, stop
+
+from balanceroute.demo.processes import free_ports
 
 HERE = Path(__file__).resolve().parent
 KEY = "sk-bench"
@@ -95,17 +96,6 @@ class Site:
         done = subprocess.run(command, stdout=subprocess.PIPE, check=True)
         found: dict[str, Any] = json.loads(done.stdout)
         return found
-
-
-def free_ports(number: int) -> list[int]:
-    """Ports that nobody uses."""
-    sockets = [socket.socket() for _ in range(number)]
-    for each in sockets:
-        each.bind(("127.0.0.1", 0))
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
 
 
 def http(port: int, path: str, body: bytes | None = None) -> bytes:

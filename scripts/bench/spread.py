@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Final
 
 from balanceroute.demo.decode_tier import DemoScale, emulated_cluster, play
-from balanceroute.demo.processes import free_port, process, wait_ready
+from balanceroute.demo.processes import free_ports, process, wait_ready
 
 FIGURES: Final = ("load_spread_tokens", "excess_tokens")
 
 
 def run(scale: DemoScale, relays: int) -> dict[str, float]:
     """One router with a cluster of its own."""
-    trace, port = scale.trace(), free_port()
+    trace, (port,) = scale.trace(), free_ports(1)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         with emulated_cluster(scale, scale.setting(trace), folder) as (config, cluster_url):

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 
 SETTLE_S = 20.0  # for requests and drains that are still under way when the last client has its answer
-_SAMPLE = re.compile(r"^(\w+)(?:\{([^}]*)\})? (\S+)$", re.MULTILINE)
+_OUTCOME = re.compile(r'^balanceroute_requests_total\{outcome="(\w+)"\} (\S+)$', re.MULTILINE)
 
 
 @dataclass(slots=True)
@@ -23,6 +23,9 @@ class Findings:
         self.lines.append(line)
         if not good:
             self.faults.append(line)
+
+    def __str__(self) -> str:
+        return "\n".join(f"  {'MISSED' if line in self.faults else 'ok':<7}{line}" for line in self.lines)
 
 
 def held_by_router(state: dict[str, Any]) -> dict[str, int]:
@@ -52,16 +55,7 @@ def held_by_workers(state: dict[str, Any]) -> dict[str, dict[str, int]]:
 
 def outcomes(exposition: str) -> dict[str, float]:
     """The router's count of ended requests by outcome."""
-    return {
-        (labels or "").partition('"')[2].rstrip('"'): float(value)
-        for name, labels, value in _SAMPLE.findall(exposition)
-        if name == "balanceroute_requests_total"
-    }
-
-
-def sample(exposition: str, wanted: str) -> float:
-    """The sum of one metric's samples."""
-    return sum(float(value) for name, _, value in _SAMPLE.findall(exposition) if name == wanted)
+    return {outcome: float(count) for outcome, count in _OUTCOME.findall(exposition)}
 
 
 async def router_settles(client: httpx.AsyncClient, url: str) -> dict[str, int]:

@@ -31,6 +31,7 @@ from pathlib import Path
 import httpx
 import uvloop
 
+from balanceroute.demo.processes import total
 from balanceroute.emulator.faults import FaultKind
 from balanceroute.engine.tokens import OutputLengths
 from scripts.chaos_run.aftermath import (
@@ -40,7 +41,6 @@ from scripts.chaos_run.aftermath import (
     held_by_workers,
     outcomes,
     router_settles,
-    sample,
     workers_come_back,
 )
 from scripts.chaos_run.asks import CHAT, COMPLETIONS, Ask, Asker, Mix
@@ -234,11 +234,11 @@ class Run:
             uncounted = self._taken_along()
             told = outcomes(exposition)
             check_outcomes(findings, told, tally.counted, tally.unseen, tally.kinds[Kind.RIGHT], left, uncounted)
-            errors = sample(exposition, "balanceroute_internal_errors_total")
+            errors = total(exposition, "balanceroute_internal_errors_total")
             findings.check(errors == 0, f"internal errors of the router {int(errors)}")
             for name in ("retries", "recomputes", "moves", "kv_drains"):
-                findings.lines.append(f"{name} {int(sample(exposition, f'balanceroute_{name}_total'))}")
-            orphans = int(sample(exposition, "balanceroute_kv_orphans"))
+                findings.lines.append(f"{name} {int(total(exposition, f'balanceroute_{name}_total'))}")
+            orphans = int(total(exposition, "balanceroute_kv_orphans"))
             await self._inspect_workers(orphans + self._taken_along(self._plan.shape.lease_s))
             held = held_by_router((await client.get(f"{stack.url}/state")).json())
             findings.check(not held, f"router holds {held or 'nothing'} after the leases")
@@ -360,7 +360,7 @@ class Run:
             f"  operations   {', '.join(f'{what} {n}' for what, n in self._operator.done.most_common()) or 'none'}",
             *([f"  processes    {', '.join(f'{what} {n}' for what, n in killed.most_common())}"] if killed else []),
             "",
-            *(f"  {'MISSED' if line in self.findings.faults else 'ok':<7}{line}" for line in self.findings.lines),
+            str(self.findings),
             "",
             "  what was refused or broken off:",
             *(f"  {n:>7}  {detail}" for detail, n in tally.details.most_common(25)),

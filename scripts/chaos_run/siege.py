@@ -247,8 +247,7 @@ async def run(arguments: argparse.Namespace, folder: Path, core: int | None) -> 
         findings.check(not errors, f"errors in the router's log {len(errors)}")
     print(f"siege: {scale.rate:g} honest requests per second, {scale.phase_s:g} s each, attackers on core {core}\n")
     print(table(phases), "\n")
-    for line in findings.lines:
-        print(f"  {'MISSED' if line in findings.faults else 'ok':<7}{line}")
+    print(findings)
     for verdict in [verdict for phase in phases for verdict in phase.wrong][:10]:
         print(f"    {verdict.kind}: {verdict.detail}")
     for error in errors[:5]:

@@ -102,8 +102,7 @@ async def run(arguments: argparse.Namespace, folder: Path) -> bool:
     for done, elapsed_s, rss in series:
         print(f"  {done:>9} {elapsed_s:>9.1f} {rss / 2**20:>9.1f}")
     print()
-    for line in findings.lines:
-        print(f"  {'MISSED' if line in findings.faults else 'ok':<7}{line}")
+    print(findings)
     for _, failure in tally.failures[:10]:
         print(f"    {failure}")
     return not findings.faults

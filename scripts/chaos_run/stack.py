@@ -2,9 +2,7 @@
 
 import asyncio
 import os
-import random
 import signal
-import socket
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -16,10 +14,12 @@ from typing import Any, Self
 import httpx
 import yaml
 
+from balanceroute.cli.emulate import DECODE_PORT_OFFSET
+from balanceroute.demo.processes import free_port_range
+
 HOST = "127.0.0.1"
 START_TIMEOUT_S = 90.0  # a process per worker, on two cores
 STOP_TIMEOUT_S = 60.0
-DECODE_PORT_OFFSET = 100  # of `balanceroute emulate`
 OUTPUT_LENGTHS = "lognormal:40,0.8"
 
 
@@ -175,7 +175,6 @@ class Stack:
         return f"http://{HOST}:{self.port}"
 
     async def __aenter__(self) -> Self:
-        self.folder.mkdir(parents=True, exist_ok=True)
         written, config = self.folder / "emulated.yaml", self._config
         try:
             self.emulator = await self._start(
@@ -273,22 +272,6 @@ def merged(*trees: dict[str, Any]) -> dict[str, Any]:
 
 
 def free_ports(shape: Shape) -> tuple[int, int]:
-    """(first port of the emulator, port of the router): nobody listens on any that will be used."""
-    draw = random.SystemRandom()
-    for _ in range(200):
-        base = draw.randrange(27_000, 31_000)
-        wanted = [int(url.rpartition(":")[2]) for url in shape.urls(base)]
-        wanted += [base - 1, base + 2 * DECODE_PORT_OFFSET]
-        if all(map(_free, wanted)):
-            return base, wanted[-1]
-    raise RuntimeError("no free range of ports")
-
-
-def _free(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((HOST, port))
-        except OSError:
-            return False
-    return True
+    """(first port of the emulator, port of the router): nobody listens there."""
+    base = free_port_range(shape.prefillers, shape.decoders)
+    return base, base + 2 * DECODE_PORT_OFFSET

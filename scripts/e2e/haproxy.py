@@ -33,8 +33,9 @@ from typing import Final
 
 import httpx
 
+from balanceroute.demo.processes import free_port_range, free_ports
 from balanceroute.engine.tokens import FIRST_TRIPLE_ID, continuation, decode
-from scripts.e2e.harness import PATIENCE_S, Process, Wrong, free_base_port, free_ports, held, verdict, wait_for
+from scripts.e2e.harness import PATIENCE_S, Process, Wrong, held, verdict, wait_for
 
 ROOT: Final = Path(__file__).parents[2]
 PREFILLERS, RANKS, SLOTS = 2, 2, 8
@@ -79,7 +80,7 @@ class Site:
         return self._start(name, sys.executable, "-m", "balanceroute", *arguments)
 
     def _emulate(self) -> None:
-        base = free_base_port()
+        base = free_port_range(PREFILLERS, RANKS)
         self.config = self._folder / "cluster.yaml"
         sizes = ["--prefill", str(PREFILLERS), "--decode", str(RANKS), "--max-num-seqs", str(SLOTS)]
         where = ["--base-port", str(base), "--write-config", str(self.config), "--time-scale", "0.3"]
@@ -247,7 +248,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=8.0, help="of load after each event")
     parser.add_argument("--clients", type=int, default=12)
-    parser.add_argument("--keep", metavar="DIR", help="a new folder, in which the logs stay")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="a folder in which the logs stay")
     arguments = parser.parse_args()
     for program in ("haproxy", "openssl"):
         if shutil.which(program) is None:

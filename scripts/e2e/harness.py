@@ -1,19 +1,20 @@
-"""What the checks of this folder share: processes that log to a file, free ports, what a router holds, the verdict."""
+"""What the checks of this folder share: processes that log to a file, what a router holds, the verdict."""
 
 import json
 import os
-import re
 import signal
-import socket
 import subprocess
-import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
 import httpx
+
+from balanceroute.demo.processes import total
+from scripts.chaos_run.aftermath import held_by_router
+from scripts.chaos_run.folder import logs_folder
 
 PATIENCE_S: Final = 60.0
 
@@ -48,62 +49,28 @@ class Process:
         return [line for line in told if line.get("event") == event]
 
 
-def free_ports(count: int) -> list[int]:
-    """Ports that nobody uses."""
-    with ExitStack() as held:
-        socks = [held.enter_context(closing(socket.create_server(("127.0.0.1", 0)))) for _ in range(count)]
-        return [sock.getsockname()[1] for sock in socks]
-
-
-def free_base_port() -> int:
-    """One for an emulated cluster of two prefillers and two ranks."""
-    return next(
-        port for port in range(21_000, 29_000, 200) if all(map(_is_free, (port, port + 1, port + 100, port + 101)))
-    )
-
-
 def held(state_answer: httpx.Response | None, prefillers: list[str]) -> dict[str, float]:
-    """Requests that are left, by the brain's /state, and shares of KV, by the prefillers; nothing: all is over."""
+    """What is left, by the brain's /state, and shares of KV, by the prefillers; nothing: all is over."""
     if state_answer is None:
         return {"no brain": 1}
-    state = state_answer.json()
-    active = sum(len(worker["active"]) for worker in state["workers"])
-    left: dict[str, float] = {"waiting": len(state["waiting"]), "at relays": state["exchanges"], "active": active}
-    for url in prefillers:
-        page = httpx.get(f"{url}/metrics", trust_env=False).text
-        left[url] = sum(float(use) for use in re.findall(r"kv_cache_usage_perc\{.*\} (\S+)", page))
-    return {what: count for what, count in left.items() if count}
+    pages = {url: httpx.get(f"{url}/metrics", trust_env=False).text for url in prefillers}
+    usage = {url: total(page, "vllm:kv_cache_usage_perc") for url, page in pages.items()}
+    return {**held_by_router(state_answer.json()), **{url: share for url, share in usage.items() if share}}
 
 
-def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) != 0
-
-
-def wait_for(what: str, happened: Callable[[], bool]) -> float:
+def wait_for(what: str, happened: Callable[[], bool], timeout_s: float = PATIENCE_S) -> float:
     """Wait until it has; returns how long that took, in seconds. Raises: Wrong."""
     began = time.monotonic()
     while not happened():
-        if time.monotonic() - began > PATIENCE_S:
-            raise Wrong(f"{what}: not after {PATIENCE_S:.0f} s")
+        if time.monotonic() - began > timeout_s:
+            raise Wrong(f"{what}: not within {timeout_s:.0f} s")
         time.sleep(0.1)
     return time.monotonic() - began
 
 
-@contextmanager
-def kept(folder: str | None) -> Iterator[Path]:
-    """The folder for logs; one of its own is gone at the end."""
-    if folder is None:
-        with tempfile.TemporaryDirectory(prefix="balanceroute-e2e-") as made:
-            yield Path(made)
-    else:
-        Path(folder).mkdir(parents=True)
-        yield Path(folder).absolute()
-
-
-def verdict(check: Callable[[Path], None], keep: str | None) -> int:
+def verdict(check: Callable[[Path], None], keep: Path | None) -> int:
     """The exit code: of a check, which gets a folder for its logs and raises Wrong, and of what these logs hold."""
-    with kept(keep) as folder:
+    with logs_folder("e2e", keep) as folder:
         try:
             check(folder)
             for log in folder.glob("*.log"):

@@ -35,6 +35,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -44,8 +45,11 @@ from typing import Any
 import httpx
 import openai
 
+from balanceroute.demo.processes import total
+from scripts.chaos_run.aftermath import held_by_router
 from scripts.e2e import messages
 from scripts.e2e.features import DIFFERS, differences, features
+from scripts.e2e.harness import wait_for
 
 PREFILL, DECODE, ROUTER = 8100, (8200, 8201), 8300
 SECOND_PREFILL = 8101  # started by the check that needs it
@@ -202,60 +206,65 @@ def completion_text(port: int, body: dict[str, Any]) -> str:
     return str(completion(port, body)["text"])
 
 
+def events_of(body: dict[str, Any], request_id: str) -> Iterator[dict[str, Any]]:
+    """The events of a streamed completion through the router."""
+    url, headers = f"{BASE}/v1/completions", {"x-request-id": request_id}
+    with httpx.stream(
+        "POST", url, json=body | {"stream": True}, headers=headers, timeout=300, trust_env=False
+    ) as reply:
+        reply.raise_for_status()
+        for line in reply.iter_lines():
+            if line.startswith("data: {"):
+                yield json.loads(line[6:])
+
+
 def streamed_ids(
     body: dict[str, Any], on_event: Callable[[int], None] | None = None, request_id: str = "any"
 ) -> tuple[list[int], str | None]:
     """Token ids of a streamed completion through the router, and its finish reason (None: it ended unfinished)."""
     ids: list[int] = []
-    reason, url, headers = None, f"{BASE}/v1/completions", {"x-request-id": request_id}
-    wanted = body | {"stream": True, "return_token_ids": True}
-    with httpx.stream("POST", url, json=wanted, headers=headers, timeout=300, trust_env=False) as reply:
-        reply.raise_for_status()
-        for line in reply.iter_lines():
-            if not line.startswith("data: {"):
-                continue
-            event = json.loads(line[6:])
-            if "error" in event:
-                raise RuntimeError(f"error event: {event['error']}")
-            for choice in event["choices"]:
-                ids += choice.get("token_ids") or []
-                reason = choice.get("finish_reason") or reason
-            if on_event is not None:
-                on_event(len(ids))
+    reason = None
+    for event in events_of(body | {"return_token_ids": True}, request_id):
+        if "error" in event:
+            raise RuntimeError(f"error event: {event['error']}")
+        for choice in event["choices"]:
+            ids += choice.get("token_ids") or []
+            reason = choice.get("finish_reason") or reason
+        if on_event is not None:
+            on_event(len(ids))
     return ids, reason
+
+
+def streamed_text(body: dict[str, Any], on_event: Callable[[], None], request_id: str) -> tuple[str, str | None]:
+    """Text of a streamed completion through the router, and that of its error event."""
+    text = ""
+    for event in events_of(body, request_id):
+        if "error" in event:
+            return text, str(event["error"]["message"])
+        text += "".join(choice["text"] or "" for choice in event["choices"])
+        on_event()
+    return text, None
 
 
 def metric(port: int, name: str) -> float:
     """Sum of a metric over its labels; 0 when the server does not have it."""
-    text = httpx.get(f"http://127.0.0.1:{port}/metrics", trust_env=False, timeout=10).text
-    return sum(float(value) for value in re.findall(rf"^{re.escape(name)}(?:{{[^}}]*}})? (\S+)$", text, re.M))
+    return total(httpx.get(f"http://127.0.0.1:{port}/metrics", trust_env=False, timeout=10).text, name)
 
 
-def held() -> dict[str, int]:
-    """What the router still holds, by /state."""
-    state = httpx.get(f"{BASE}/state", trust_env=False).json()
-    return {
-        "active": sum(len(worker["active"]) for worker in state["workers"]),
-        "waiting": len(state["waiting"]),
-        "queued": len(state["queued"]),
-        "inflight": sum(prefiller["inflight"] for prefiller in state["prefillers"]),
-        "pinned": sum(prefiller["pinned"] for prefiller in state["prefillers"]),
-    }
+def router_state() -> dict[str, Any]:
+    """What the router says of itself."""
+    state: dict[str, Any] = httpx.get(f"{BASE}/state", trust_env=False).json()
+    return state
 
 
-def wait_for(what: str, condition: Callable[[], bool], timeout_s: float) -> float:
-    """Seconds until the condition holds. Raises AssertionError when it does not in time."""
-    start = time.monotonic()
-    while not condition():
-        if time.monotonic() - start > timeout_s:
-            raise AssertionError(f"{what}: not within {timeout_s:.0f} s")
-        time.sleep(0.1)
-    return time.monotonic() - start
+def held() -> Counter[str]:
+    """What the router still holds."""
+    return Counter(held_by_router(router_state()))
 
 
 def nothing_held() -> bool:
     """Whether all of the router's counters are zero."""
-    return not any(held().values())
+    return not held()
 
 
 def check_greedy(servers: Servers) -> str:
@@ -585,7 +594,7 @@ def check_grammar(servers: Servers) -> str:
 
     def streamed(index: int) -> str:
         name = f"grammar-{index}"
-        text, _, told = streamed_text(bodies[index], lambda: begun.add(name), name)
+        text, told = streamed_text(bodies[index], lambda: begun.add(name), name)
         begun.discard(name)
         return text if told is None else told
 
@@ -738,26 +747,6 @@ def check_prefix_affinity(servers: Servers) -> str:
     return f"{told}; {predicted:.0f} cached tokens predicted, {found:.0f} found; answers equal"
 
 
-def streamed_text(
-    body: dict[str, Any], on_event: Callable[[], None], request_id: str
-) -> tuple[str, str | None, str | None]:
-    """Text and finish reason of a streamed completion through the router, and the text of its error event."""
-    text, reason, url = "", None, f"{BASE}/v1/completions"
-    headers = {"x-request-id": request_id}
-    with httpx.stream("POST", url, json=body | {"stream": True}, headers=headers, timeout=300) as reply:
-        reply.raise_for_status()
-        for line in reply.iter_lines():
-            if line.startswith("data: {"):
-                event = json.loads(line[6:])
-                if "error" in event:
-                    return text, reason, str(event["error"]["message"])
-                for choice in event["choices"]:
-                    text += choice["text"] or ""
-                    reason = choice.get("finish_reason") or reason
-                on_event()
-    return text, reason, None
-
-
 def ready(port: int) -> dict[str, Any]:
     """What the router on this port says of its readiness; its status code as `code`."""
     reply = httpx.get(f"http://127.0.0.1:{port}/ready", trust_env=False)
@@ -775,12 +764,6 @@ def outcome_of(body: dict[str, Any]) -> str:
     except httpx.TransportError as error:
         return type(error).__name__
     return "complete" if reason == "length" and len(ids) == body["max_tokens"] else "truncated"
-
-
-def router_state() -> dict[str, Any]:
-    """What the router says of itself."""
-    state: dict[str, Any] = httpx.get(f"{BASE}/state", trust_env=False).json()
-    return state
 
 
 def decoder_of(begun: set[str], streams: Sequence[Future[Any]]) -> tuple[int, int]:

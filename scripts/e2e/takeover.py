@@ -15,7 +15,6 @@ import argparse
 import asyncio
 import json
 import math
-import re
 import sys
 import time
 from collections import Counter
@@ -27,13 +26,14 @@ from typing import Final
 
 import httpx
 
+from balanceroute.demo.processes import free_port_range, free_ports
 from balanceroute.engine.tokens import FIRST_TRIPLE_ID, continuation, decode
-from scripts.e2e.harness import PATIENCE_S, Process, Wrong, free_base_port, free_ports, held, verdict, wait_for
+from scripts.chaos_run.aftermath import outcomes
+from scripts.e2e.harness import PATIENCE_S, Process, Wrong, held, verdict, wait_for
 
 PREFILLERS, RANKS, SLOTS = 2, 2, 256
 STEP_S: Final = 0.1
 TOKENS: Final = (20, 30, 40)  # of a stream, in turn: 2 to 4 s
-COUNTED: Final = re.compile(r'balanceroute_requests_total\{outcome="(\w+)"\} (\S+)')
 
 
 class Site:
@@ -41,7 +41,7 @@ class Site:
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self._folder, self._stack = folder, stack
-        (self._port,), base = free_ports(1), free_base_port()
+        (self._port,), base = free_ports(1), free_port_range(PREFILLERS, RANKS)
         self.url = f"http://127.0.0.1:{self._port}"
         self.prefillers = [f"http://127.0.0.1:{base + number}" for number in range(PREFILLERS)]
         self._config = folder / "cluster.yaml"
@@ -84,8 +84,8 @@ class Site:
     def counted(self) -> dict[str, float]:
         """Requests by their outcome, as the router counts them, those of the routers before it as well."""
         answer = self.get("/metrics")
-        counts = COUNTED.findall(answer.text) if answer is not None else []
-        return {outcome: float(count) for outcome, count in counts if float(count)}
+        counts = outcomes(answer.text) if answer is not None else {}
+        return {outcome: count for outcome, count in counts.items() if count}
 
 
 @dataclass(slots=True)
@@ -231,7 +231,7 @@ def main() -> int:
     parser.add_argument("--rate", type=float, default=50.0, help="requests per second")
     parser.add_argument("--times", type=int, default=3, help="routers that take over, one after the other")
     parser.add_argument("--seconds", type=float, default=5.0, help="of load before each of them")
-    parser.add_argument("--keep", metavar="DIR", help="a new folder, in which the logs stay")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="a folder in which the logs stay")
     arguments = parser.parse_args()
     load = {"rate_per_s": arguments.rate, "times": arguments.times, "seconds": arguments.seconds}
     return verdict(partial(check, **load), arguments.keep)

@@ -18,7 +18,7 @@ from balanceroute.cli.demo import say_if_interrupted, show, until_interrupted
 from balanceroute.demo import processes
 from balanceroute.demo.decode_tier import DemoScale, PolicyRun, play
 from balanceroute.demo.prefill_tier import PrefixRun, figures
-from balanceroute.demo.processes import DemoFailed, emulated, free_port, is_free, page, temporary_folder
+from balanceroute.demo.processes import DemoFailed, emulated, free_ports, is_free, page, temporary_folder
 from balanceroute.errors import InputError
 from balanceroute.loadgen import LoadReport
 from balanceroute.loadgen.run import Progress
@@ -156,7 +156,8 @@ def test_the_cluster_of_another_demo_is_not_taken_for_ones_own(tmp_path: Path, m
 def test_a_port_from_which_somebody_has_a_connection_is_not_free() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as client:
         assert not is_free(client.getsockname()[1]) and not is_free(server.getsockname()[1])
-    assert is_free(free_port())
+    ports = free_ports(3)
+    assert len({*ports}) == 3 and all(map(is_free, ports))
 
 
 def test_where_nothing_can_be_written_the_demo_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
