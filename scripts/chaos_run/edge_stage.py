@@ -86,9 +86,6 @@ class Socket(asyncio.Transport):
     def resume_reading(self) -> None:
         self.reading = True
 
-    def is_reading(self) -> bool:
-        return self.reading
-
     def is_closing(self) -> bool:
         return self._outcome.closed
 

@@ -33,7 +33,7 @@ from typing import Final
 
 import httpx
 
-from balanceroute.demo.processes import free_port_range, free_ports
+from balanceroute.demo.processes import emulated, free_ports
 from balanceroute.engine.tokens import FIRST_TRIPLE_ID, continuation, decode
 from scripts.e2e.harness import PATIENCE_S, Process, Wrong, held, verdict, wait_for
 
@@ -61,7 +61,8 @@ class Site:
         for command in (CA, CERTIFICATE):
             subprocess.run(command.split(), cwd=folder, check=True, capture_output=True)
         self.link, front, *ports = free_ports(5)
-        self._emulate()
+        flags = ["--time-scale", "0.3", "--lease", str(LEASE_S)]
+        self.config, self.prefillers = stack.enter_context(emulated(PREFILLERS, RANKS, SLOTS, flags, folder))
         home, *others = ports
         self.url, self._machine_url = f"http://127.0.0.1:{front}", f"http://127.0.0.1:{home}"
         self.brain = self._machine("brain", home, f"listen.link=127.0.0.1:{self.link}")
@@ -79,16 +80,7 @@ class Site:
     def _python(self, name: str, *arguments: str) -> Process:
         return self._start(name, sys.executable, "-m", "balanceroute", *arguments)
 
-    def _emulate(self) -> None:
-        base = free_port_range(PREFILLERS, RANKS)
-        self.config = self._folder / "cluster.yaml"
-        sizes = ["--prefill", str(PREFILLERS), "--decode", str(RANKS), "--max-num-seqs", str(SLOTS)]
-        where = ["--base-port", str(base), "--write-config", str(self.config), "--time-scale", "0.3"]
-        self._python("emulate", "emulate", *sizes, *where, "--lease", str(LEASE_S))
-        self.prefillers = [f"http://127.0.0.1:{base + number}" for number in range(PREFILLERS)]
-
     def _machine(self, name: str, port: int, where: str) -> Process:
-        wait_for("the emulated cluster", self.config.exists)
         files = [f"tls.link_{kind}_file={self._folder}/{file}" for kind, file in _FILES.items()]
         settings = [
             where,

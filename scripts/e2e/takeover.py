@@ -26,7 +26,7 @@ from typing import Final
 
 import httpx
 
-from balanceroute.demo.processes import free_port_range, free_ports
+from balanceroute.demo.processes import emulated, free_ports
 from balanceroute.engine.tokens import FIRST_TRIPLE_ID, continuation, decode
 from scripts.chaos_run.aftermath import outcomes
 from scripts.e2e.harness import PATIENCE_S, Process, Wrong, held, verdict, wait_for
@@ -41,14 +41,10 @@ class Site:
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self._folder, self._stack = folder, stack
-        (self._port,), base = free_ports(1), free_port_range(PREFILLERS, RANKS)
+        (self._port,) = free_ports(1)
         self.url = f"http://127.0.0.1:{self._port}"
-        self.prefillers = [f"http://127.0.0.1:{base + number}" for number in range(PREFILLERS)]
-        self._config = folder / "cluster.yaml"
-        sizes = ["--prefill", str(PREFILLERS), "--decode", str(RANKS), "--max-num-seqs", str(SLOTS)]
-        where = ["--base-port", str(base), "--write-config", str(self._config), "--step-overhead", str(STEP_S)]
-        self._start("emulate", "emulate", *sizes, *where)
-        wait_for("the emulated cluster", self._config.exists)
+        step = ["--step-overhead", str(STEP_S)]
+        self._config, self.prefillers = stack.enter_context(emulated(PREFILLERS, RANKS, SLOTS, step, folder))
         self._routers = 0
         self.router = self._serve()
         wait_for("the first answer", lambda: self.get("/ready") is not None)

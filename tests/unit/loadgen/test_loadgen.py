@@ -1,7 +1,6 @@
 """The load generator against a scripted server on a loopback socket."""
 
 import asyncio
-import contextlib
 import json
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -17,10 +16,11 @@ from balanceroute.loadgen.client import Client, Reply
 from balanceroute.loadgen.prompts import PromptText
 from balanceroute.loadgen.run import first_model
 from balanceroute.traces import Trace
+from tests.unit.proxy.servers import CHUNKED_HEAD, chunked, plain, read_request, worker
 
 Body = dict[str, object]
 Answer = Callable[[Body, asyncio.StreamWriter], Awaitable[None]]
-STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+MODELS = b'{"data": [{"id": "tiny"}]}'
 
 
 def a_trace(outputs: list[int], keys: list[str] | None = None) -> Trace:
@@ -40,51 +40,34 @@ def usage(tokens: int) -> bytes:
     return event({"choices": [], "usage": {"prompt_tokens": 20, "completion_tokens": tokens}})
 
 
-def chunk(data: bytes) -> bytes:
-    return b"%x\r\n%b\r\n" % (len(data), data)
-
-
 async def whole_answer(body: Body, writer: asyncio.StreamWriter, piece: int = 1 << 20) -> None:
     """As many tokens as asked for, in pieces of any size."""
     n = int(str(body["max_tokens"]))
     text = token() * (n - 1) + token("length") + usage(n) + event(b"[DONE]")
-    writer.write(STREAM_HEAD)
+    writer.write(CHUNKED_HEAD)
     for start in range(0, len(text), piece):
-        writer.write(chunk(text[start : start + piece]))
+        writer.write(chunked(text[start : start + piece], last=False))
         await writer.drain()
     writer.write(b"0\r\n\r\n")
 
 
 @asynccontextmanager
-async def serving(answer: Answer, bodies: list[Body] | None = None) -> AsyncIterator[str]:
+async def serving(answer: Answer, bodies: list[Body] | None = None, models: bytes = MODELS) -> AsyncIterator[str]:
     """A server on a free port; the URL to reach it."""
-    peers: set[asyncio.StreamWriter] = set()
 
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        peers.add(writer)
-        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
-            while not writer.is_closing():
-                head = (await reader.readuntil(b"\r\n\r\n")).decode()
-                length = int(head.lower().split("content-length: ")[1].split("\r\n")[0])
-                raw = await reader.readexactly(length)
-                if head.startswith("GET /v1/models"):
-                    models = b'{"data": [{"id": "tiny"}]}'
-                    writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(models) + models)
-                else:
-                    body = json.loads(raw)
-                    if bodies is not None:
-                        bodies.append(body)
-                    await answer(body, writer)
-        writer.close()
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while not writer.is_closing():
+            head, raw = await read_request(reader)
+            if head.startswith(b"GET /v1/models"):
+                writer.write(plain(models))
+                continue
+            body = json.loads(raw)
+            if bodies is not None:
+                bodies.append(body)
+            await answer(body, writer)
 
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    try:
-        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    finally:
-        server.close()
-        for writer in peers:
-            writer.close()
-        await server.wait_closed()
+    async with worker(script) as running:
+        yield running.url
 
 
 def loaded(trace: Trace, answer: Answer, bodies: list[Body] | None = None, **options: object) -> LoadReport:
@@ -135,9 +118,9 @@ def test_an_endpoint_may_end_its_lines_with_both_characters_and_send_comments(pi
         comment = b": keep-alive\n\n"
         text = comment + token() * 3 + comment + token("length") + usage(4) + event(b"[DONE]")
         text = text.replace(b"\n", b"\r\n")
-        writer.write(STREAM_HEAD)
+        writer.write(CHUNKED_HEAD)
         for start in range(0, len(text), piece):
-            writer.write(chunk(text[start : start + piece]))
+            writer.write(chunked(text[start : start + piece], last=False))
         writer.write(b"0\r\n\r\n")
 
     report = loaded(a_trace([4]), answer)
@@ -157,28 +140,28 @@ async def answer_odd_events(body: Body, writer: asyncio.StreamWriter) -> None:
     odd: list[object] = [5, None, [], "error", {"choices": 5}, {"choices": [7]}, {"usage": 3}, {"usage": {"a": 1}}]
     nested = event(b"[" * 5000)
     events = token() * 4 + nested + b"".join(map(event, odd)) + usage(4) + event(b"[DONE]")
-    writer.write(STREAM_HEAD + chunk(events) + b"0\r\n\r\n")
+    writer.write(CHUNKED_HEAD + chunked(events))
 
 
 async def answer_short(body: Body, writer: asyncio.StreamWriter) -> None:
-    writer.write(STREAM_HEAD + chunk(token() + token("stop") + usage(2) + event(b"[DONE]")) + b"0\r\n\r\n")
+    writer.write(CHUNKED_HEAD + chunked(token() + token("stop") + usage(2) + event(b"[DONE]")))
 
 
 async def answer_without_end(body: Body, writer: asyncio.StreamWriter) -> None:
-    writer.write(STREAM_HEAD + chunk(token() * 4) + b"0\r\n\r\n")
+    writer.write(CHUNKED_HEAD + chunked(token() * 4))
 
 
 async def answer_without_finish(body: Body, writer: asyncio.StreamWriter) -> None:
-    writer.write(STREAM_HEAD + chunk(token() * 4 + usage(4) + event(b"[DONE]")) + b"0\r\n\r\n")
+    writer.write(CHUNKED_HEAD + chunked(token() * 4 + usage(4) + event(b"[DONE]")))
 
 
 async def answer_error_event(body: Body, writer: asyncio.StreamWriter) -> None:
     error = event({"error": {"message": "gone", "type": "upstream_error"}})
-    writer.write(STREAM_HEAD + chunk(token() + error) + b"0\r\n\r\n")
+    writer.write(CHUNKED_HEAD + chunked(token() + error))
 
 
 async def answer_cut(body: Body, writer: asyncio.StreamWriter) -> None:
-    writer.write(STREAM_HEAD + chunk(token()))
+    writer.write(CHUNKED_HEAD + chunked(token(), last=False))
     await writer.drain()
     writer.close()
 
@@ -246,19 +229,9 @@ def test_the_first_model_of_a_long_list_is_asked_for() -> None:
     listed = [{"id": f"model {number}", "object": "model"} for number in range(1000)]
     models, asked = json.dumps({"data": listed}).encode(), list[Body]()
 
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(asyncio.IncompleteReadError):
-            await reader.readuntil(b"\r\n\r\n")
-            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(models) + models)
-            head = (await reader.readuntil(b"\r\n\r\n")).decode()
-            asked.append(json.loads(await reader.readexactly(int(head.rpartition("Content-Length: ")[2]))))
-            await whole_answer(asked[0], writer)
-        writer.close()
-
     async def run() -> LoadReport:
-        async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
-            port = server.sockets[0].getsockname()[1]
-            return await run_load(a_trace([3]), LoadOptions(f"http://127.0.0.1:{port}"))
+        async with serving(whole_answer, asked, models) as url:
+            return await run_load(a_trace([3]), LoadOptions(url))
 
     assert asyncio.run(run()).completed == 1
     assert asked[0]["model"] == "model 0"
