@@ -4,40 +4,21 @@ import asyncio
 import os
 import re
 import signal
-import socket
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager, closing
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import trustme
 
-from tests.e2e.test_relays import Cluster, Router, a_router, all_end, cluster, end_group, streams
+from tests.e2e.routers import Authority, Router, a_folder, a_router, all_end, streams
+from tests.ports import free_base_port
+from tests.processes import Cluster, end_group
 from tests.waiting import until
 
 pytestmark = pytest.mark.e2e
-__all__ = ["cluster"]  # the fixture
 HELD_S = 20.0  # longer than anything waits for a stranger
-
-
-class Authority:
-    """The CA of a link, and one certificate of it."""
-
-    def __init__(self, folder: Path, name: str = "link") -> None:
-        ca = trustme.CA()
-        self.ca, self.chain = folder / f"{name}-ca.pem", folder / f"{name}.pem"
-        ca.cert_pem.write_to_path(str(self.ca))
-        ca.issue_cert("127.0.0.1").private_key_and_cert_chain_pem.write_to_path(str(self.chain))
-
-    def flags(self) -> list[str]:
-        return ["--set", f"tls.link_ca_file={self.ca}", "--set", f"tls.link_cert_file={self.chain}"]
-
-    def client(self) -> ssl.SSLContext:
-        context = ssl.create_default_context(cafile=str(self.ca))
-        context.load_cert_chain(self.chain)
-        return context
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,21 +35,9 @@ class Machines:
         return "".join(router.log.read_text() for router in (self.brain, *self.relays))
 
 
-def a_free_port() -> int:
-    with closing(socket.create_server(("127.0.0.1", 0))) as sock:
-        port: int = sock.getsockname()[1]
-        return port
-
-
-def a_folder(parent: Path, name: str) -> Path:
-    folder = parent / name
-    folder.mkdir()
-    return folder
-
-
 @asynccontextmanager
 async def machines(cluster: Cluster, folder: Path, standbys: int = 0) -> AsyncIterator[Machines]:
-    authority, port = Authority(folder), a_free_port()
+    authority, port = Authority(folder), free_base_port((0,))
     address = f"127.0.0.1:{port}"
     async with AsyncExitStack() as stack:
         flags = [*authority.flags(), "--set", f"listen.link={address}"]

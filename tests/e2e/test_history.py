@@ -12,8 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.e2e.test_serve import PORTS, listening_port, process, wait_for
-from tests.ports import free_base_port
+from tests.processes import emulated, listening_port, process, wait_for
 from tests.waiting import block_until
 
 pytestmark = pytest.mark.e2e
@@ -55,12 +54,9 @@ class Served:
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The configuration of a running cluster."""
-    folder = tmp_path_factory.mktemp("emulate")
-    base, config, log = free_base_port(PORTS), folder / "cluster.yaml", folder / "emulate.log"
-    flags = ["--prefill", "1", "--decode", "2", "--time-scale", "0.05", "--output-lengths", f"fixed:{LENGTH}"]
-    with process("emulate", *flags, "--base-port", str(base), "--write-config", str(config), log=log) as running:
-        wait_for(f"http://127.0.0.1:{base}/health", log, running)
-        yield config
+    flags = ["--time-scale", "0.05", "--output-lengths", f"fixed:{LENGTH}"]
+    with emulated(tmp_path_factory.mktemp("emulate"), 1, 2, *flags) as running:
+        yield running.config
 
 
 @contextmanager

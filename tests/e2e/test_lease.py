@@ -11,24 +11,12 @@ import httpx
 import pytest
 
 from tests.api_server import ApiServer, an_api_server
-from tests.e2e.test_far_relays import Authority, a_folder, a_free_port
-from tests.e2e.test_relays import (
-    SLOTS,
-    Cluster,
-    Router,
-    a_router,
-    all_end,
-    cluster,
-    end_group,
-    keeps_asking,
-    process,
-    streams,
-)
+from tests.e2e.routers import SLOTS, Authority, Router, a_folder, a_router, all_end, keeps_asking, streams
 from tests.ports import free_base_port
+from tests.processes import Cluster, end_group, process
 from tests.waiting import until
 
 pytestmark = pytest.mark.e2e
-__all__ = ["cluster"]  # the fixture
 DURATION_S = 6  # a leader on a busy machine must not lose it
 
 
@@ -155,7 +143,8 @@ def test_a_brain_of_another_machine_takes_over_with_the_lease(
     cluster: Cluster, tmp_path: Path, server: ApiServer
 ) -> None:
     """Two machines that may decide, and one of relays alone, which has both in its list."""
-    authority, ports = Authority(tmp_path), [a_free_port(), a_free_port()]
+    authority, base = Authority(tmp_path), free_base_port((0, 1))
+    ports = [base, base + 1]
     folders = [a_folder(tmp_path, name) for name in ("a", "b", "c")]
     brains = "[" + ", ".join(f"127.0.0.1:{port}" for port in ports) + "]"
 

@@ -8,8 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.e2e.test_serve import PORTS, listening_port, process, wait_for
-from tests.ports import free_base_port
+from tests.processes import emulated, listening_port, process, wait_for
 from tests.waiting import block_until
 
 pytestmark = pytest.mark.e2e
@@ -20,21 +19,17 @@ LEASE_S = 3600  # of real time, far longer than this test: only a decoder frees 
 
 @pytest.mark.parametrize("connector", ["mooncake_v1", "nixl"])
 def test_kv_that_a_killed_router_has_left_pinned_is_freed_by_its_next_start(tmp_path: Path, connector: str) -> None:
-    base, config, pins = free_base_port(PORTS), tmp_path / "cluster.yaml", tmp_path / "pins"
-    cluster_log, killed_log, next_log = (tmp_path / f"{name}.log" for name in ("emulate", "killed", "next"))
-    flags = ["--prefill", "1", "--decode", "1", "--max-num-seqs", str(SLOTS), "--connector", connector]
-    flags += ["--lease", str(LEASE_S), "--base-port", str(base), "--write-config", str(config)]
-    serve = ["serve", "--config", str(config), "--host", "127.0.0.1", "--port", "0"]
-    serve += ["--set", f"lifecycle.pins_file={pins}", "--set", f"prefill.kv_pin_s={LEASE_S}"]
-    worker_url = f"http://127.0.0.1:{base}"
+    pins, killed_log, next_log = (tmp_path / name for name in ("pins", "killed.log", "next.log"))
+    flags = ["--max-num-seqs", str(SLOTS), "--connector", connector, "--lease", str(LEASE_S)]
+    with emulated(tmp_path, 1, 1, *flags) as cluster:
+        serve = ["serve", "--config", str(cluster.config), "--host", "127.0.0.1", "--port", "0"]
+        serve += ["--set", f"lifecycle.pins_file={pins}", "--set", f"prefill.kv_pin_s={LEASE_S}"]
 
-    def pinned() -> int:
-        state = httpx.get(f"{worker_url}/_emulator/state", trust_env=False).json()
-        assert state["violations"] == 0, state
-        return sum(worker.get("pinned", 0) for worker in state["workers"].values())
+        def pinned() -> int:
+            state = httpx.get(f"{cluster.prefillers[0]}/_emulator/state", trust_env=False).json()
+            assert state["violations"] == 0, state
+            return sum(worker.get("pinned", 0) for worker in state["workers"].values())
 
-    with process("emulate", *flags, log=cluster_log) as cluster:
-        wait_for(f"{worker_url}/health", cluster_log, cluster)
         with process(*serve, log=killed_log) as router:
             port = listening_port(killed_log, router)
             clients = [ask(port, number) for number in range(REQUESTS)]

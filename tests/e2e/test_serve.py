@@ -3,7 +3,6 @@
 import asyncio
 import os
 import random
-import re
 import signal
 import socket
 import subprocess
@@ -18,39 +17,12 @@ import httpx
 import openai
 import pytest
 
-from balanceroute.cli.emulate import DECODE_PORT_OFFSET
 from balanceroute.engine.tokens import FIRST_TRIPLE_ID, continuation, decode
 from tests.ports import free_base_port
+from tests.processes import Cluster, emulated, listening_port, process, wait_for
 from tests.waiting import block_until
 
 pytestmark = pytest.mark.e2e
-
-
-# a prefiller or two, and up to four decode ranks
-PORTS = (0, 1, *range(DECODE_PORT_OFFSET, DECODE_PORT_OFFSET + 4))
-
-
-@contextmanager
-def process(*arguments: str, log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    with log.open("wb") as sink:
-        running = subprocess.Popen([sys.executable, "-m", "balanceroute", *arguments], stdout=sink, stderr=sink)
-        try:
-            yield running
-        finally:
-            if running.poll() is None:
-                running.kill()
-            running.wait()
-
-
-def wait_for(url: str, log: Path, running: subprocess.Popen[bytes]) -> None:
-    def answers() -> bool:
-        assert running.poll() is None, log.read_text()
-        try:
-            return httpx.get(url, timeout=1, trust_env=False).status_code == 200
-        except httpx.TransportError:
-            return False
-
-    block_until(answers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,33 +35,20 @@ class Deployment:
 
 
 @pytest.fixture(scope="module")
-def emulator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
-    """A running cluster: a worker's URL and the configuration for it."""
-    folder = tmp_path_factory.mktemp("emulate")
-    base, config, log = free_base_port(PORTS), folder / "cluster.yaml", folder / "emulate.log"
-    flags = ["--prefill", "2", "--decode", "4", "--max-num-seqs", "16", "--time-scale", "0.05"]
-    with process("emulate", *flags, "--base-port", str(base), "--write-config", str(config), log=log) as running:
-        wait_for(f"http://127.0.0.1:{base}/health", log, running)
-        yield f"http://127.0.0.1:{base}", config
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    flags = ["--max-num-seqs", "16", "--time-scale", "0.05"]
+    with emulated(tmp_path_factory.mktemp("emulate"), 2, 4, *flags) as running:
+        yield running
 
 
 @pytest.fixture
-def deployment(emulator: tuple[str, Path], tmp_path: Path) -> Iterator[Deployment]:
-    worker_url, config = emulator
+def deployment(cluster: Cluster, tmp_path: Path) -> Iterator[Deployment]:
     log = tmp_path / "router.log"
     flags = ["--policy", "br_0", "--host", "127.0.0.1", "--port", "0"]
-    with process("serve", "--config", str(config), *flags, log=log) as router:
+    with process("serve", "--config", str(cluster.config), *flags, log=log) as router:
         url = f"http://127.0.0.1:{listening_port(log, router)}"
         wait_for(f"{url}/ready", log, router)
-        yield Deployment(url, worker_url, router)
-
-
-def listening_port(log: Path, router: subprocess.Popen[bytes]) -> int:
-    said = r'"event":"listening".*"port":(\d+)'
-    block_until(lambda: re.search(said, log.read_text()) or router.poll() is not None)
-    found = re.search(said, log.read_text())
-    assert found, log.read_text()
-    return int(found[1])
+        yield Deployment(url, cluster.prefillers[0], router)
 
 
 async def ask(client: openai.AsyncOpenAI, n: int) -> None:
@@ -146,8 +105,8 @@ def test_the_official_client_gets_200_mixed_answers_and_nothing_is_left(deployme
     assert [len(worker["active"]) for worker in state["workers"]] == [0, 0, 0, 0]
     assert state["waiting"] == [] and state["queued"] == []
     assert all(p["inflight"] == 0 and p["pinned"] == 0 for p in state["prefillers"])
-    cluster = httpx.get(f"{deployment.worker_url}/_emulator/state", trust_env=False).json()
-    assert cluster["violations"] == 0
+    state = httpx.get(f"{deployment.worker_url}/_emulator/state", trust_env=False).json()
+    assert state["violations"] == 0
 
 
 def test_sigterm_lets_running_streams_finish_and_refuses_new_ones(deployment: Deployment) -> None:
@@ -256,10 +215,9 @@ def test_sighup_as_soon_as_the_port_is_open_reloads_and_ends_nothing(tmp_path: P
         assert router.poll() is None
 
 
-def test_sighup_reloads_the_file_and_keeps_serving_when_it_is_wrong(emulator: tuple[str, Path], tmp_path: Path) -> None:
-    _, cluster = emulator
+def test_sighup_reloads_the_file_and_keeps_serving_when_it_is_wrong(cluster: Cluster, tmp_path: Path) -> None:
     config, log = tmp_path / "router.yaml", tmp_path / "router.log"
-    text = cluster.read_text()
+    text = cluster.config.read_text()
     config.write_text(text + "queue: {max_queued: 100}\n")
     with process("serve", "--config", str(config), "--host", "127.0.0.1", "--port", "0", log=log) as router:
         url = f"http://127.0.0.1:{listening_port(log, router)}"
@@ -277,10 +235,10 @@ def test_sighup_reloads_the_file_and_keeps_serving_when_it_is_wrong(emulator: tu
 
 @pytest.mark.parametrize("relays", [0, 1])
 def test_a_configuration_that_never_answers_stops_nobody_and_the_next_signal_counts(
-    emulator: tuple[str, Path], tmp_path: Path, relays: int
+    cluster: Cluster, tmp_path: Path, relays: int
 ) -> None:
     config, log = tmp_path / "router.yaml", tmp_path / "router.log"
-    text = emulator[1].read_text()
+    text = cluster.config.read_text()
     config.write_text(text)
     flags = ["--host", "127.0.0.1", "--port", "0", "--relays", str(relays)]
     with process("serve", "--config", str(config), *flags, log=log) as router:
@@ -319,11 +277,10 @@ def open_when_read(pipe: Path) -> Iterator[None]:
         os.close(opened[0])
 
 
-def test_a_client_that_sends_no_headers_is_hung_up_on(emulator: tuple[str, Path], tmp_path: Path) -> None:
-    _, cluster = emulator
+def test_a_client_that_sends_no_headers_is_hung_up_on(cluster: Cluster, tmp_path: Path) -> None:
     log = tmp_path / "router.log"
     flags = ["--host", "127.0.0.1", "--port", "0", "--set", "limits.client_header_timeout_s=0.3"]
-    with process("serve", "--config", str(cluster), *flags, log=log) as router:
+    with process("serve", "--config", str(cluster.config), *flags, log=log) as router:
         port = listening_port(log, router)
         for start, told in ((b"", b""), (b"POST /v1/completions HTTP/1.1\r\nhost: x", b"HTTP/1.1 408 ")):
             with socket.create_connection(("127.0.0.1", port), timeout=5) as slow:
@@ -331,9 +288,18 @@ def test_a_client_that_sends_no_headers_is_hung_up_on(emulator: tuple[str, Path]
                 assert slow.recv(100).startswith(told) and (told or not slow.recv(100))
 
 
-def test_a_journal_that_cannot_be_begun_is_named(emulator: tuple[str, Path], tmp_path: Path) -> None:
+def test_a_journal_that_cannot_be_begun_is_named(cluster: Cluster, tmp_path: Path) -> None:
     journal = tmp_path / "no_folder" / "journal.jsonl"
-    command = [sys.executable, "-m", "balanceroute", "serve", "--config", str(emulator[1]), "--journal", str(journal)]
+    command = [
+        sys.executable,
+        "-m",
+        "balanceroute",
+        "serve",
+        "--config",
+        str(cluster.config),
+        "--journal",
+        str(journal),
+    ]
     done = subprocess.run([*command, "--host", "127.0.0.1", "--port", "0"], capture_output=True, text=True)
     assert done.returncode == 2
     said = [line for line in done.stderr.splitlines() if line.startswith("balanceroute: ")]
@@ -342,12 +308,10 @@ def test_a_journal_that_cannot_be_begun_is_named(emulator: tuple[str, Path], tmp
 
 
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"], ids=["input", "output", "error", "all"])
-def test_a_router_whose_standard_streams_are_closed_serves_and_ends_as_any_other(
-    emulator: tuple[str, Path], closed: str
-) -> None:
+def test_a_router_whose_standard_streams_are_closed_serves_and_ends_as_any_other(cluster: Cluster, closed: str) -> None:
     port = free_base_port((0,))
     command = f'exec "$0" -m balanceroute serve --config "$1" --host 127.0.0.1 --port {port} {closed}'
-    router = subprocess.Popen(["sh", "-c", command, sys.executable, str(emulator[1])])
+    router = subprocess.Popen(["sh", "-c", command, sys.executable, str(cluster.config)])
     try:
         url = f"http://127.0.0.1:{port}"
         block_until(lambda: router.poll() is not None or _is_ready(url))

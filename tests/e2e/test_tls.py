@@ -18,7 +18,7 @@ import pytest
 import trustme
 import yaml
 
-from tests.e2e.test_serve import listening_port, process
+from tests.processes import listening_port, process
 from tests.waiting import block_until
 
 pytestmark = pytest.mark.e2e

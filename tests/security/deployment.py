@@ -8,7 +8,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ import orjson
 import yaml
 
 from scripts.chaos_run.aftermath import held_by_router
+from tests.processes import listening_port, process
 from tests.security.wire import PATIENCE_S, Answer, Connection, completion, request
 from tests.unit.proxy.servers import CHUNKED_HEAD, chunked, plain, read_request, worker
 from tests.waiting import block_until
@@ -29,7 +29,6 @@ FLOOD = "flood"  # a prompt whose every event is of `FLOOD_BYTES`
 FLOOD_BYTES = 4096
 TEXT = "x"  # all that the workers ever say
 _METRICS = b'vllm:kv_cache_usage_perc{engine="0"} 0.1\n'
-_LOOK_S = 0.02
 _ESTABLISHED, _CLOSE_WAIT = "01", "08"  # in /proc/net/tcp
 
 
@@ -161,18 +160,12 @@ def serving_workers() -> Iterator[Workers]:
 class Edge:
     """A running router, seen from outside."""
 
-    def __init__(self, process: "subprocess.Popen[bytes]", log: Path, workers: Workers) -> None:
-        self.process, self._log, self.workers = process, log, workers
+    def __init__(self, running: "subprocess.Popen[bytes]", log: Path, workers: Workers) -> None:
+        self.process, self._log, self.workers = running, log, workers
         self._opened: list[Connection] = []
-        block_until(lambda: process.poll() is not None or self._listening(), "no word of listening")
-        found = self._listening()
-        assert found is not None, self.log()
-        self.port = int(found[1])
+        self.port = listening_port(log, running)
         block_until(lambda: self.get("/ready").status == 200, "not ready")
         self._looked = len(self.log())
-
-    def _listening(self) -> "re.Match[str] | None":
-        return re.search(r'"event":"listening".*"port":(\d+)', self.log())
 
     def connect(self, **options: Any) -> Connection:
         """A new connection; it ends with the test at the latest."""
@@ -241,11 +234,5 @@ def serving(workers: Workers, folder: Path, limits: dict[str, Any]) -> Iterator[
     }
     config, log = folder / "router.yaml", folder / "router.log"
     config.write_text(yaml.safe_dump(tree))
-    command = [sys.executable, "-m", "balanceroute", "serve", "--config", str(config)]
-    with log.open("wb") as sink:
-        process = subprocess.Popen([*command, "--host", "127.0.0.1", "--port", "0"], stdout=sink, stderr=sink)
-    try:
-        yield Edge(process, log, workers)
-    finally:
-        process.kill()
-        process.wait()
+    with process("serve", "--config", str(config), "--host", "127.0.0.1", "--port", "0", log=log) as running:
+        yield Edge(running, log, workers)

@@ -1,0 +1,94 @@
+"""`balanceroute` commands as processes, by what they have logged."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+from balanceroute.cli.emulate import DECODE_PORT_OFFSET
+from tests.ports import free_base_port
+from tests.waiting import block_until
+
+
+@contextmanager
+def process(*arguments: str, log: Path, open_files: int | None = None) -> Iterator[subprocess.Popen[bytes]]:
+    """One with its children in a process group of its own, which ends with it."""
+    command = [sys.executable, "-m", "balanceroute", *arguments]
+    if open_files is not None:
+        command = ["bash", "-c", f'ulimit -n {open_files}; exec "$@"', "-", *command]
+    with log.open("ab") as sink:
+        running = subprocess.Popen(command, stdout=sink, stderr=sink, start_new_session=True)
+        try:
+            yield running
+        finally:
+            end_group(running)
+
+
+def end_group(running: subprocess.Popen[bytes]) -> None:
+    """Kill all at once."""
+    with suppress(ProcessLookupError):
+        os.killpg(running.pid, signal.SIGKILL)
+    running.wait()
+
+
+def wait_for(url: str, log: Path, running: subprocess.Popen[bytes]) -> None:
+    """Wait until the URL answers 200. Raises: AssertionError: the process has ended."""
+
+    def answers() -> bool:
+        assert running.poll() is None, log.read_text()
+        try:
+            return httpx.get(url, timeout=5, trust_env=False).status_code == 200
+        except httpx.TransportError:
+            return False
+
+    block_until(answers)
+
+
+def listening_port(log: Path, running: subprocess.Popen[bytes], from_character: int = 0) -> int:
+    """Wait until the process says where it listens. Raises: AssertionError: it has ended."""
+
+    def said() -> "re.Match[str] | None":
+        return re.search(r'"event":"listening".*"port":(\d+)', log.read_text()[from_character:])
+
+    block_until(lambda: said() or running.poll() is not None, "no word of listening")
+    found = said()
+    assert found, log.read_text()
+    return int(found[1])
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """An emulated one: its configuration, and its prefillers' URLs."""
+
+    config: Path
+    prefillers: tuple[str, ...]
+
+    def holds_kv(self) -> bool:
+        """Whether KV is pinned on a prefiller."""
+        return any(_usage(url) > 0.0 for url in self.prefillers)
+
+
+def _usage(url: str) -> float:
+    found = re.search(r"kv_cache_usage_perc\{[^}]*\} (\S+)", httpx.get(f"{url}/metrics", trust_env=False).text)
+    assert found
+    return float(found[1])
+
+
+@contextmanager
+def emulated(folder: Path, prefillers: int, ranks: int, *flags: str) -> Iterator[Cluster]:
+    """An emulated cluster."""
+    base = free_base_port((*range(prefillers), *range(DECODE_PORT_OFFSET, DECODE_PORT_OFFSET + ranks)))
+    config, log = folder / "cluster.yaml", folder / "emulate.log"
+    shape = ["--prefill", str(prefillers), "--decode", str(ranks), *flags]
+    with process("emulate", *shape, "--base-port", str(base), "--write-config", str(config), log=log) as running:
+        urls = tuple(f"http://127.0.0.1:{base + number}" for number in range(prefillers))
+        for url in urls:
+            wait_for(f"{url}/health", log, running)
+        yield Cluster(config, urls)
