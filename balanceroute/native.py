@@ -59,6 +59,7 @@ MODULES: Final = (
     "proxy.client.fanout",
     "proxy.client.head",
     "proxy.client.intake",
+    "proxy.client.outlets",
     "proxy.client.relay_loads",
     "proxy.client.response",
     "proxy.life.answer",

@@ -27,9 +27,9 @@ from balanceroute.errors import (
 )
 from balanceroute.proxy.admission.decider import refusal
 from balanceroute.proxy.client import fanout
-from balanceroute.proxy.client.fanout import PartAnswer, PartStream, StreamHead
 from balanceroute.proxy.client.head import Request
 from balanceroute.proxy.client.intake import Head, read_head, unread_coding
+from balanceroute.proxy.client.outlets import PartAnswer, PartStream, StreamHead, StreamOutlet
 from balanceroute.proxy.client.response import Response
 from balanceroute.proxy.client.services import ClientServices
 from balanceroute.proxy.life.errors import ClientGone, ClientStalled
@@ -49,7 +49,6 @@ from balanceroute.proxy.wire.client_request import ClientRequest, Endpoint, pars
 from balanceroute.proxy.wire.derived_requests import with_priority
 from balanceroute.proxy.wire.responses import (
     INTERNAL_ERROR,
-    SSE_HEADERS,
     Headers,
     error_event,
     json_headers,
@@ -60,34 +59,6 @@ from balanceroute.proxy.wire.sse import DONE, Translation
 log = logging.getLogger("balanceroute.requests")
 
 _CLIENT: Final = Access.CLIENT
-
-
-@mypyc_attr(allow_interpreted_subclasses=True)
-class StreamOutlet:
-    """The outlet of a leg whose answer is streamed to the client as it comes."""
-
-    __slots__ = ("_headers", "_response", "drained", "end", "ends_response", "started", "write")
-
-    def __init__(self, response: Response, headers: Headers) -> None:
-        self._response, self._headers = response, headers
-        self.write, self.drained = response.write, response.drained
-        self.end: Callable[[bytes], None] = response.end
-        self.started = False
-        self.ends_response = True
-
-    def start(self) -> None:
-        """Begin the response with a 200: the decoder's first event has come, and is no error."""
-        self.started = True
-        self._response.start(200, self._headers)
-        self.write = self._response.write
-
-    def whole(self, body: bytes) -> None:
-        """Never called for a stream. Raises: InvariantError."""
-        raise InvariantError("an unstreamed answer for a client that streams")
-
-    def forget(self) -> bool:
-        """Whether the answer may start again: nothing of it has been sent."""
-        return not self.started
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -212,7 +183,7 @@ class Exchange:
     def _outlet_for(self, request: ClientRequest) -> Outlet:
         """The outlet of a single answer."""
         if request.stream:
-            return StreamOutlet(self._response, [*SSE_HEADERS, *self._own_headers()])
+            return StreamOutlet(self._response, self._own_headers())
         return PartAnswer(request)
 
     def _translation_of(self, request: ClientRequest) -> Callable[[], Translation] | None:
@@ -300,11 +271,7 @@ class Exchange:
         part: Part = WHOLE,
         choices: Choices | None = None,
     ) -> Leg:
-        """A leg for one prompt with one answer.
-
-        Args: options: arguments of its `EventScanner`; None: those of a single answer. choices: what the legs of one
-        request share.
-        """
+        """A leg for one prompt with one answer; `choices`: what the legs of one request share."""
         head, services = self._head, self._services
         assert head is not None
         keyer = services.keyer

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from typing import Final
 
 from balanceroute.errors import BalanceRouteError
-from balanceroute.proxy.client.exchange import Exchange, StreamOutlet
-from balanceroute.proxy.client.fanout import PartAnswer
+from balanceroute.proxy.client.exchange import Exchange
 from balanceroute.proxy.client.head import Request
+from balanceroute.proxy.client.outlets import PartAnswer, StreamOutlet
 from balanceroute.proxy.client.response import Response
 from balanceroute.proxy.client.services import ClientServices
 from balanceroute.proxy.life.outlet import Outlet
@@ -20,7 +20,7 @@ from balanceroute.proxy.wire.client_request import ClientRequest
 from balanceroute.proxy.wire.message_answers import PING, Counts, MessageStream, message_of
 from balanceroute.proxy.wire.message_errors import message_error_event, with_message_id
 from balanceroute.proxy.wire.message_requests import parse_messages
-from balanceroute.proxy.wire.responses import SSE_HEADERS, Headers
+from balanceroute.proxy.wire.responses import Headers
 from balanceroute.proxy.wire.sse import Translation
 
 PING_S: Final = 15.0
@@ -41,8 +41,7 @@ class MessagesExchange(Exchange):
     def _outlet_for(self, request: ClientRequest) -> Outlet:
         if not request.stream:
             return PartAnswer(request)
-        headers = [*SSE_HEADERS, *self._own_headers()]
-        self._outlet = PingedOutlet(self._response, headers, self._printed, self._services.loop)
+        self._outlet = PingedOutlet(self._response, self._own_headers(), self._printed, self._services.loop)
         return self._outlet
 
     def _translation_of(self, request: ClientRequest) -> Callable[[], Translation] | None:

@@ -13,7 +13,7 @@ from typing import Any, Final
 from balanceroute.errors import BadUpstreamReply, NotResumable, Rejected, UpstreamError
 from balanceroute.proxy.admission.prompt_estimates import has_estimate
 from balanceroute.proxy.life.errors import DeadlineExceeded, PromptsDiffer
-from balanceroute.proxy.life.outlet import Outlet
+from balanceroute.proxy.life.outlet import Outlet, write_last
 from balanceroute.proxy.life.resumption import Fidelity, resumption
 from balanceroute.proxy.life.retries import pushes_back
 from balanceroute.proxy.life.services import LifeServices
@@ -250,10 +250,7 @@ class Answer:
         out = self.scanner.feed(ended_by_length(request.model, self.prompt_tokens, tokens, chat=chat, told=told))
         if not outlet.started:
             outlet.start()
-        if outlet.ends_response:
-            outlet.end(out)
-        else:
-            await write_part(outlet, out)
+        await write_last(outlet, out)
 
     async def close_finished(self) -> None:
         """Complete an answer that has a finish reason, but no [DONE] from the worker.

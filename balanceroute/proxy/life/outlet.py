@@ -2,6 +2,8 @@
 
 from typing import Protocol
 
+from balanceroute.proxy.life.streaming import write_part
+
 
 class Outlet(Protocol):
     """Takes one answer."""
@@ -39,3 +41,11 @@ class Outlet(Protocol):
     def forget(self) -> bool:
         """Drop what the client has not got yet; True: it had got nothing, so the answer may start again."""
         ...
+
+
+async def write_last(outlet: Outlet, events: bytes) -> None:
+    """Write the last events of an answer as soon as the client takes them, or with the response's end."""
+    if outlet.ends_response:
+        outlet.end(events)
+    else:
+        await write_part(outlet, events)

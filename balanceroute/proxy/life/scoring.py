@@ -22,8 +22,8 @@ from balanceroute.proxy.life.leg import (
     Leg,
     Transitions,
 )
+from balanceroute.proxy.life.outlet import write_last
 from balanceroute.proxy.life.prefilling import next_prefiller, try_probe
-from balanceroute.proxy.life.streaming import write_part
 from balanceroute.proxy.wire.bounds import shown_id
 from balanceroute.proxy.wire.prompt_echo import scored_answer, scored_events
 from balanceroute.proxy.wire.sse import DONE
@@ -84,11 +84,7 @@ class Scoring:
             outlet.whole(scored_answer(reply))
             return
         outlet.start()
-        body = scored_events(answer.request, reply, answer.part)
-        if outlet.ends_response:
-            outlet.end(body)
-        else:
-            await write_part(outlet, body)
+        await write_last(outlet, scored_events(answer.request, reply, answer.part))
 
     def _least_busy(self) -> Worker:
         """The least busy prefiller of those still present. Raises: NoHealthyWorkers."""

@@ -10,7 +10,7 @@ import orjson
 from balanceroute.errors import ConnectionLost
 from balanceroute.proxy.admission.decode_dispatcher import DecodeDispatcher
 from balanceroute.proxy.admission.prefill_dispatcher import PrefillDispatcher
-from balanceroute.proxy.client.fanout import PartAnswer
+from balanceroute.proxy.client.outlets import PartAnswer
 from balanceroute.proxy.life.leg import Leg, Strategy
 from balanceroute.proxy.life.pull import Pull
 from balanceroute.proxy.services import Services

@@ -7,7 +7,7 @@ import pytest
 
 from balanceroute.config import validate
 from balanceroute.errors import BadUpstreamReply, ConnectionLost, NotResumable, UpstreamError, UpstreamStatus
-from balanceroute.proxy.client.fanout import PartAnswer
+from balanceroute.proxy.client.outlets import PartAnswer
 from balanceroute.proxy.life.answer import MAX_RESTARTS, Answer
 from balanceroute.proxy.life.layerwise import Layerwise
 from balanceroute.proxy.wire.payloads import decode_body, probe_body

@@ -9,7 +9,7 @@ import pytest
 
 from balanceroute.core.types import Outcome, Phase
 from balanceroute.errors import UpstreamStatus
-from balanceroute.proxy.client.fanout import PartAnswer
+from balanceroute.proxy.client.outlets import PartAnswer
 from balanceroute.proxy.life.errors import WorkerSilent
 from balanceroute.proxy.life.layerwise import Layerwise
 from balanceroute.proxy.life.leg import Event, Leg, Strategy

@@ -1,0 +1,176 @@
+"""Where the answers of a client request's legs go: each an `Outlet` (`life/outlet.py`).
+
+StreamOutlet   to the client, as it comes
+PartStream     the same for one of several legs, which share a `StreamHead`
+PartAnswer     kept until it is complete
+"""
+
+from collections.abc import Callable
+
+import orjson
+from mypy_extensions import mypyc_attr
+
+from balanceroute.errors import InvariantError
+from balanceroute.proxy.client.response import Response
+from balanceroute.proxy.life.leg import Leg
+from balanceroute.proxy.wire.answers import AnswerAssembler, with_usage
+from balanceroute.proxy.wire.client_request import ClientRequest
+from balanceroute.proxy.wire.event_stream import payloads_of
+from balanceroute.proxy.wire.prompt_echo import with_prompt
+from balanceroute.proxy.wire.responses import SSE_HEADERS, Headers
+from balanceroute.proxy.wire.usage import put_prompt_details
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
+class StreamOutlet:
+    """The outlet of a leg whose answer is streamed to the client as it comes."""
+
+    __slots__ = ("_headers", "_response", "drained", "end", "ends_response", "started", "write")
+
+    def __init__(self, response: Response, headers: Headers) -> None:
+        """`headers`: of this response, beside those of every stream."""
+        self._response, self._headers = response, [*SSE_HEADERS, *headers]
+        self.write, self.drained = response.write, response.drained
+        self.end: Callable[[bytes], None] = response.end
+        self.started = False
+        self.ends_response = True
+
+    def start(self) -> None:
+        """Begin the response with a 200: the decoder's first event has come, and is no error."""
+        self.started = True
+        self._response.start(200, self._headers)
+        self.write = self._response.write
+
+    def whole(self, body: bytes) -> None:
+        """Never called for a stream. Raises: InvariantError."""
+        raise InvariantError("an unstreamed answer for a client that streams")
+
+    def forget(self) -> bool:
+        """Whether the answer may start again: nothing of it has been sent."""
+        return not self.started
+
+
+class StreamHead:
+    """The client's response that several legs share; the first leg that has bytes starts it.
+
+    `model` is what the workers call the model, from the first event; clients may leave it out.
+    """
+
+    __slots__ = ("_headers", "_response", "model", "started")
+
+    def __init__(self, response: Response, headers: Headers, model: str | None = None) -> None:
+        self._response, self.model = response, model
+        self._headers = [*SSE_HEADERS, *headers]
+        self.started = False
+
+    def start(self) -> None:
+        """The 200, once."""
+        if not self.started:
+            self.started = True
+            self._response.start(200, self._headers)
+
+    def write(self, body: bytes) -> bool:
+        """Write events of a leg; the model's name is taken from the very first ones."""
+        if self.model is None:
+            self.model = _model_of(body)
+        return self._response.write(body)
+
+    def end(self, body: bytes) -> None:
+        """The end of all legs."""
+        self._response.end(body)
+
+    async def drained(self) -> None:
+        """Wait for the client."""
+        await self._response.drained()
+
+
+class PartStream:
+    """One leg's share of the stream."""
+
+    __slots__ = ("_head", "drained", "ends_response", "started", "write")
+
+    def __init__(self, head: StreamHead) -> None:
+        self._head = head
+        self.write, self.drained = head.write, head.drained
+        self.started = self.ends_response = False
+
+    def start(self) -> None:
+        """This leg's first bytes."""
+        self.started = True
+        self._head.start()
+
+    def end(self, body: bytes) -> None:
+        """A leg never ends the response of all."""
+        raise InvariantError("one of several answers ends the response")
+
+    def whole(self, body: bytes) -> None:
+        """A stream never comes in one piece."""
+        raise InvariantError("an unstreamed answer for a client that streams")
+
+    def forget(self) -> bool:
+        """Nothing is kept: what has come has been sent."""
+        return not self.started
+
+
+class PartAnswer:
+    """The outlet of a leg whose answer is kept until it is complete."""
+
+    __slots__ = ("_assembler", "_body", "_request", "ends_response", "started")
+
+    def __init__(self, request: ClientRequest) -> None:
+        self._request = request
+        self._assembler: AnswerAssembler | None = None  # of the events, if any come
+        self._body: bytes | None = None
+        self.started = self.ends_response = False
+
+    def start(self) -> None:
+        """Nothing goes to the client yet."""
+
+    def write(self, body: bytes) -> bool:
+        """Take in events."""
+        self._assembled().feed(body)
+        return True
+
+    def end(self, body: bytes) -> None:
+        """Take in the last events."""
+        self._assembled().feed(body)
+
+    async def drained(self) -> None:
+        """There is always room."""
+
+    def whole(self, body: bytes) -> None:
+        """The answer came unstreamed."""
+        self._body = body
+
+    def forget(self) -> bool:
+        """Drop what has come; the answer may begin anew, because the client has got nothing."""
+        self._assembler = None
+        return True
+
+    def answer(self, leg: Leg) -> bytes:
+        """The complete answer, with what the prefiller said of the prompt."""
+        usage = leg.answer.scanner.usage or {}
+        late = bool(usage) and put_prompt_details(usage, leg.answer.prompt_details)  # since the decoder's end
+        if self._body is None:
+            body = self._assembled().answer(leg.answer.scanner)
+        else:
+            body = with_usage(self._body, usage) if late else self._body
+        if leg.answer.prompt_reply is None or self._request.scores_only:
+            return body
+        return with_prompt(self._request, body, leg.answer.prompt_reply)
+
+    def _assembled(self) -> AnswerAssembler:
+        if self._assembler is None:
+            self._assembler = AnswerAssembler(self._request)
+        return self._assembler
+
+
+def _model_of(events: bytes) -> str | None:
+    for payload in payloads_of(events):
+        try:
+            model = orjson.loads(payload)["model"]
+        except (ValueError, TypeError, KeyError):
+            continue
+        if isinstance(model, str):
+            return model
+    return None

@@ -1,0 +1,45 @@
+"""What a client gets of one leg, of several legs that share its response, and of one whose answer is kept."""
+
+from balanceroute.proxy.client.outlets import PartAnswer, PartStream, StreamHead, StreamOutlet
+from balanceroute.proxy.life.outlet import write_last
+from tests.unit.proxy.client.connections import Connection
+from tests.unit.proxy.life.legs import a_request, events
+from tests.unit.proxy.virtual_time import in_virtual_time
+
+
+def test_a_stream_begins_with_its_first_events_and_ends_in_one_write_with_the_last() -> None:
+    async def test() -> None:
+        connection = Connection()
+        outlet = StreamOutlet(connection.response(), [(b"x-request-id", b"r")])
+        assert outlet.forget()
+        outlet.start()
+        assert not outlet.forget()
+        await write_last(outlet, b"data: [DONE]\n\n")
+        status, headers, body = connection.answer
+        assert (status, headers["x-request-id"]) == (200, "r") and "event-stream" in headers["content-type"]
+        assert body.endswith(b"0\r\n\r\n") and connection.done == [True]
+
+    in_virtual_time(test)
+
+
+def test_legs_that_share_a_response_start_it_once_and_none_of_them_ends_it() -> None:
+    async def test() -> None:
+        connection = Connection()
+        shared = StreamHead(connection.response(), [])
+        legs = [PartStream(shared), PartStream(shared)]
+        for leg in legs:
+            leg.start()
+            await write_last(leg, b'data: {"model":"m"}\n\n')
+        assert shared.model == "m" and not connection.done
+        shared.end(b"data: [DONE]\n\n")
+        assert connection.done == [True] and connection.transport.written.count(b"HTTP/1.1 200") == 1
+
+    in_virtual_time(test)
+
+
+def test_an_answer_that_is_kept_may_begin_anew_until_it_is_complete() -> None:
+    outlet = PartAnswer(a_request(stream=False))
+    for _ in range(2):
+        outlet.start()
+        assert outlet.write(events(20))
+        assert outlet.forget() and not outlet.started
