@@ -18,6 +18,7 @@ import orjson
 from balanceroute.errors import BadUpstreamReply
 from balanceroute.proxy.wire.bounds import checked_choice, checked_usage, shown_id, token_count
 from balanceroute.proxy.wire.client_request import ClientRequest
+from balanceroute.proxy.wire.event_contents import REASONING_KEYS
 from balanceroute.proxy.wire.event_stream import payloads_of
 from balanceroute.proxy.wire.sse import EventScanner
 from balanceroute.proxy.wire.usage import put_prompt_details
@@ -192,7 +193,7 @@ class _Choice:
         }
         if self.calls:
             message["tool_calls"] = [_whole_call(call) for _, call in sorted(self.calls.items())]
-        if self.calls or message["reasoning"] is not None:
+        if self.calls or any(message.get(name) is not None for name in REASONING_KEYS):
             message["content"] = message["content"] or None
         return {
             "index": index,

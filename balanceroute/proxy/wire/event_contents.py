@@ -1,12 +1,13 @@
 """The contents of one choice of an event: kinds of text, tokens."""
 
+from collections.abc import Mapping
 from typing import Any, Final, TypeGuard
 
 TEXT: Final = "text"
 REASONING: Final = "reasoning"
 TOOL_CALLS: Final = "tool_calls"
-_REASONING_KEYS: Final = ("reasoning", "reasoning_content")  # the field's two names in a delta; engines have renamed it
-_KIND_OF_KEY: Final = {**dict.fromkeys(_REASONING_KEYS, REASONING), "tool_calls": TOOL_CALLS}
+REASONING_KEYS: Final = ("reasoning", "reasoning_content")  # the field's two names; engines have renamed it
+_KIND_OF_KEY: Final = {**dict.fromkeys(REASONING_KEYS, REASONING), "tool_calls": TOOL_CALLS}
 
 
 def kinds_of(choice: dict[str, Any]) -> list[str]:
@@ -31,7 +32,12 @@ def continues(before: str | None, after: str) -> bool:
 def drop_reasoning(choices: list[dict[str, Any]]) -> bool:
     """Remove reasoning from the choices of an event; returns whether there was any."""
     deltas = [delta for choice in choices if isinstance(delta := choice.get("delta"), dict)]
-    return any([delta.pop(name, None) for delta in deltas for name in _REASONING_KEYS])
+    return any([delta.pop(name, None) for delta in deltas for name in REASONING_KEYS])
+
+
+def reasoning_of(said: Mapping[str, Any]) -> Any:
+    """The reasoning in a delta or a message, under either of its names; None: there is none."""
+    return next((said[name] for name in REASONING_KEYS if said.get(name)), None)
 
 
 def tells_tokens(choice: dict[str, Any]) -> bool:
@@ -42,7 +48,7 @@ def tells_tokens(choice: dict[str, Any]) -> bool:
 def text_of(choice: dict[str, Any]) -> str:
     """The text or reasoning of a choice; empty without one."""
     delta = choice.get("delta")
-    text = choice.get("text") if not isinstance(delta, dict) else delta.get("content") or delta.get("reasoning")
+    text = choice.get("text") if not isinstance(delta, dict) else delta.get("content") or reasoning_of(delta)
     return text if isinstance(text, str) else ""
 
 

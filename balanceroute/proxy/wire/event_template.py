@@ -9,7 +9,9 @@ contain these bytes.
 
 from typing import Final, NamedTuple
 
-_TEXT_KEYS: Final = (b'"text":"', b'"content":"', b'"reasoning":"', b'"reasoning_content":"')
+from balanceroute.proxy.wire.event_contents import REASONING_KEYS
+
+_TEXT_KEYS: Final = tuple(b'"%b":"' % name.encode() for name in ("text", "content", *REASONING_KEYS))
 _IDS_KEY: Final = b',"token_ids":['
 
 

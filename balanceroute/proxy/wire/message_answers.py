@@ -20,13 +20,14 @@ from typing import Any, Final, Literal
 import orjson
 
 from balanceroute.errors import BadUpstreamReply
+from balanceroute.proxy.wire.event_contents import REASONING_KEYS, reasoning_of
 
 PING: Final = b'event: ping\ndata: {"type":"ping"}\n\n'
 _STOP_REASONS: Final = {"length": "max_tokens", "content_filter": "refusal"}
 _DELTA_END: Final = b'"}}\n\n'
 
 Kind = Literal["text", "thinking", "tool_use"]
-_KINDS: Final[dict[str, Kind]] = {"reasoning": "thinking", "reasoning_content": "thinking", "content": "text"}
+_KINDS: Final[dict[str, Kind]] = {**dict.fromkeys(REASONING_KEYS, "thinking"), "content": "text"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,7 @@ def message_of(answer: bytes, message_id: str) -> bytes:
         message = choice["message"]
         calls = message.get("tool_calls") or ()
         content: list[dict[str, Any]] = []
-        reasoning = message.get("reasoning") or message.get("reasoning_content")
+        reasoning = reasoning_of(message)
         if reasoning:
             content.append({"type": "thinking", "thinking": reasoning, "signature": message_id})
         if message.get("content") or not (calls or reasoning):
@@ -226,7 +227,7 @@ class MessageStream:
             return  # nothing may follow it
         delta = choice.get("delta") or {}
         self._said = [key for key in (*_KINDS, "tool_calls") if delta.get(key)]
-        if reasoning := delta.get("reasoning") or delta.get("reasoning_content"):  # some engines send both names
+        if reasoning := reasoning_of(delta):  # some engines send both names
             self._text("thinking", reasoning, out)
         if delta.get("content"):
             self._text("text", delta["content"], out)

@@ -99,13 +99,14 @@ def test_tool_calls_and_reasoning_are_merged_from_their_deltas() -> None:
     ]
 
 
-def test_an_answer_that_ends_within_its_reasoning_has_no_content_even_where_nothing_of_it_was_told() -> None:
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
+def test_an_answer_that_ends_within_its_reasoning_has_no_content_even_where_nothing_of_it_was_told(name: str) -> None:
     """vLLM with a reasoning parser and a stop string that the first token ends: its unstreamed answer says null."""
     wire = event(chat({"role": "assistant", "content": ""}, [])) + event(
-        chat({"reasoning": ""}, [7], finish_reason="stop", stop_reason="w7")
+        chat({name: ""}, [7], finish_reason="stop", stop_reason="w7")
     )
     message = assemble("chat", wire + event(usage(3, 1)) + DONE)["choices"][0]["message"]
-    assert (message["reasoning"], message["content"]) == ("", None)
+    assert (message[name], message["content"]) == ("", None)
 
 
 def test_logprobs_of_all_events_are_joined() -> None:

@@ -65,7 +65,13 @@ def test_ids_and_logprobs_tell_tokens_without_a_text(choice: dict[str, Any], tel
 
 @pytest.mark.parametrize(
     ("choice", "text"),
-    [({"text": "a"}, "a"), ({"delta": {"reasoning": "b"}}, "b"), ({"delta": {}}, ""), ({"text": None}, "")],
+    [
+        ({"text": "a"}, "a"),
+        ({"delta": {"reasoning": "b"}}, "b"),
+        ({"delta": {"reasoning_content": "b"}}, "b"),
+        ({"delta": {}}, ""),
+        ({"text": None}, ""),
+    ],
 )
 def test_the_text_of_a_choice_is_its_text_or_reasoning(choice: dict[str, Any], text: str) -> None:
     assert text_of(choice) == text
