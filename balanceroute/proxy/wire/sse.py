@@ -415,67 +415,73 @@ class EventScanner:
 
     def _part_of_answer(self, event: dict[str, Any], choices: list[Any], raw: bytes) -> bytes:
         """Take an event with choices: count what it brings, then rewrite it for the client."""
-        blanked = self.generated.take_prompt_ids(event)
-        changed = carries = finishes = False
-        cut: StreamEnd | None = None
+        part = _PartOfAnswer(self.generated.take_prompt_ids(event))
         for choice in choices:
-            if self._tells_last_id_again(choice):
-                self.end = StreamEnd.RECOMPUTED
-                self._flushed = None if kinds_of(choice) else ""
+            if not self._takes(choice, part):
                 return b""
-            blanked += self.generated.take_ids(choice)
-            blanked += self.generated.take_prompt_ids(choice)
-            if kinds := kinds_of(choice):
-                if self._life and self._kind is None and not continues(self._last_kind, kinds[0]):
-                    self.end = StreamEnd.MISPARSED
-                    return b""
-                carries = True
-                self.generated.printed()
-                self._kinds.update(kinds)
-                self._kind = kinds[-1]
-            if (ended := _cut_by(choice)) is not None:
-                cut, changed = ended, True
-                self._flushed = text_of(choice)
-                choice["finish_reason"] = None
-                choice["stop_reason"] = None
-            elif isinstance(choice.get("finish_reason"), str):
-                self.finish_reason = choice["finish_reason"]
-                finishes = True
-                self.matcher.forget()
-            if self.generated.earlier and choice.pop("weight_versions", None):  # ranges of the last life's tokens only
-                changed = True
-            if self._index is not None and choice.get("index") != self._index:
-                choice["index"] = self._index
-                changed = True
-            if choice.get("logprobs") is not None:
-                self.generated.printed()  # logprobs show a token to the client even where it has no text
-                self._scored = True
-                changed |= self._text_offsets.go_on(choice["logprobs"])
         usage = event.get("usage")
-        ordinary = not (cut or finishes or usage or event.get("kv_transfer_params")) and len(choices) == 1
-        if carries:
+        ordinary = not (part.cut or part.finishes or usage or event.get("kv_transfer_params")) and len(choices) == 1
+        if part.carries:
             self.generated.count_by_event(usage)
         if isinstance(usage, dict):
-            changed |= self._take_usage(event, usage)
+            part.changed |= self._take_usage(event, usage)
         if self._hide_reasoning and drop_reasoning(choices):
-            changed, ordinary, carries = True, False, any(map(kinds_of, choices))
-        if cut is not None:
-            self.end = cut
-            if not (carries or any(map(tells_tokens, choices))):
+            part.changed, ordinary, part.carries = True, False, any(map(kinds_of, choices))
+        if part.cut is not None:
+            self.end = part.cut
+            if not (part.carries or any(map(tells_tokens, choices))):
                 return b""
         role = self._rewrite_role(choices)
-        changed |= role | self.identity.put_into(event)
-        if not (carries or finishes) and self._says_nothing(choices, role):
+        part.changed |= role | self.identity.put_into(event)
+        if not (part.carries or part.finishes) and self._says_nothing(choices, role):
             return b""
         self.generated.relayed()
         if self._prefix and "text" in choices[0]:
             choices[0]["text"] = self._prefix + (choices[0]["text"] or "")
             self._prefix = ""
-            changed, ordinary = True, False
-        out = self._relayed(event, raw, changed, blanked)
-        if ordinary and carries and choices[0].get("logprobs") is None:  # not without text, whose kind is unknown then
+            part.changed, ordinary = True, False
+        out = self._relayed(event, raw, part.changed, part.blanked)
+        if ordinary and part.carries and choices[0].get("logprobs") is None:  # without text its kind is unknown
             self._make_template(raw, out)
         return out
+
+    def _takes(self, choice: dict[str, Any], part: "_PartOfAnswer") -> bool:
+        """Take one choice of an event; False: it has ended the stream, and the client gets nothing of the event."""
+        if self._tells_last_id_again(choice):
+            self.end = StreamEnd.RECOMPUTED
+            self._flushed = None if kinds_of(choice) else ""
+            return False
+        part.blanked += self.generated.take_ids(choice) + self.generated.take_prompt_ids(choice)
+        if kinds := kinds_of(choice):
+            if self._life and self._kind is None and not continues(self._last_kind, kinds[0]):
+                self.end = StreamEnd.MISPARSED
+                return False
+            part.carries = True
+            self.generated.printed()
+            self._kinds.update(kinds)
+            self._kind = kinds[-1]
+        self._take_end(choice, part)
+        if self.generated.earlier and choice.pop("weight_versions", None):  # ranges of the last life's tokens only
+            part.changed = True
+        if self._index is not None and choice.get("index") != self._index:
+            choice["index"] = self._index
+            part.changed = True
+        if choice.get("logprobs") is not None:
+            self.generated.printed()  # logprobs show a token to the client even where it has no text
+            self._scored = True
+            part.changed |= self._text_offsets.go_on(choice["logprobs"])
+        return True
+
+    def _take_end(self, choice: dict[str, Any], part: "_PartOfAnswer") -> None:
+        """Take how a choice ends, if it does; the client is not told that the engine has cut it off."""
+        if (cut := _cut_by(choice)) is not None:
+            part.cut, part.changed = cut, True
+            self._flushed = text_of(choice)
+            choice["finish_reason"] = choice["stop_reason"] = None
+        elif isinstance(choice.get("finish_reason"), str):
+            self.finish_reason = choice["finish_reason"]
+            part.finishes = True
+            self.matcher.forget()
 
     def _relayed(self, event: dict[str, Any], raw: bytes, changed: bool, blanked: int) -> bytes:
         """The client's bytes for an event.
@@ -551,6 +557,21 @@ class EventScanner:
             if any(value is not None and not (role_dropped and value == "") for value in delta.values()):
                 return False
         return True
+
+
+@dataclass(slots=True)
+class _PartOfAnswer:
+    """What an event with choices brings, and how it differs from its bytes.
+
+    Attributes: blanked: lists of ids that it has null for. changed: it differs by more. carries: it has text. finishes:
+    it has a finish reason. cut: how the engine has cut it off.
+    """
+
+    blanked: int
+    changed: bool = False
+    carries: bool = False
+    finishes: bool = False
+    cut: StreamEnd | None = None
 
 
 def _cut_by(choice: dict[str, Any]) -> StreamEnd | None:
