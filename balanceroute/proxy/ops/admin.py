@@ -270,7 +270,7 @@ def _base_url(address: str) -> str:
 
 
 def _joins(services: OperatorServices, role: Role, entries: Entries) -> list[Callable[[], object]]:
-    """A function that adds these workers. Raises: InvalidRequest: one is invalid, known already, or named twice.
+    """Functions that add these workers. Raises: InvalidRequest: one is invalid, known already, or named twice.
 
     As in the configuration, a server may have one name only: with two it would get twice its share.
     """
@@ -303,8 +303,7 @@ def _spec(decode: Decode, role: Role, url: str, entry: dict[str, Any]) -> Worker
 def _each(
     services: OperatorServices, role: Role, entries: Entries, act: Callable[[Fleet, Worker], None]
 ) -> list[Callable[[], object]]:
-    """A function that calls `change` for each worker of these servers, or for those with the `dp_rank` and `id` of an
-    entry.
+    """Functions that `act` on each worker of these servers, or on those with the `dp_rank` and `id` of an entry.
 
     The scheme of a server may be left out, as in listings. Raises: InvalidRequest: there is no such worker.
     """
