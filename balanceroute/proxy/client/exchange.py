@@ -414,31 +414,19 @@ class Exchange:
         if self._failure is not None:
             fields["error"] = _why(self._failure)
         if legs:
-            one = legs[0] if len(legs) == 1 else _Together(legs)
             fields |= {
-                "prefiller": one.prefiller_id,
-                "worker": one.decoder_id,
-                "prefill_wait_s": round(one.prefill_wait_s, 4),
-                "decode_wait_s": round(one.decode_wait_s, 4),
+                "prefiller": ",".join([leg.prefiller_id for leg in legs]),
+                "worker": ",".join([leg.decoder_id for leg in legs]),
+                "prefill_wait_s": round(max([leg.prefill_wait_s for leg in legs]), 4),
+                "decode_wait_s": round(max([leg.decode_wait_s for leg in legs]), 4),
                 "ttft_s": None if ttft_s is None else round(ttft_s, 4),
                 "prompt_tokens": sum(leg.answer.prompt_tokens for leg in legs),
                 "tokens": tokens,
-                "recomputes": one.recomputes,
+                "recomputes": sum([leg.recomputes for leg in legs]),
             }
             if len(legs) > 1:
                 fields["choices"] = len(legs)
         log_request(fields)
-
-
-class _Together:
-    """The figures of several legs for one log line: their workers in order, the longest waits, the sums."""
-
-    def __init__(self, legs: list[Leg]) -> None:
-        self.prefiller_id = ",".join(leg.prefiller_id for leg in legs)
-        self.decoder_id = ",".join(leg.decoder_id for leg in legs)
-        self.prefill_wait_s = max(leg.prefill_wait_s for leg in legs)
-        self.decode_wait_s = max(leg.decode_wait_s for leg in legs)
-        self.recomputes = sum(leg.recomputes for leg in legs)
 
 
 def _why(failure: UpstreamError | Rejected) -> str:
