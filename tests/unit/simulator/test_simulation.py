@@ -213,6 +213,19 @@ def test_a_prefill_tier_computes_one_prompt_at_a_time() -> None:
     assert outcome.wait_s.tolist() == [0.0, 0.0]
 
 
+def test_what_arrives_while_the_pool_is_full_is_prefilled_from_when_there_is_room() -> None:
+    setting = a_setting(n_workers=1, slots=1, pool=1, prefillers=1, prefill_tokens_per_s=10.0)
+    outcome = run(a_trace([(0.0, 10, 5)] * 3), setting)
+    second, third = outcome.step_start_s[5], outcome.step_start_s[10]  # when they begin to run
+    assert outcome.wait_s[2] == pytest.approx(third - second - 1.0), "its prefill of 1 s begins as the second leaves"
+
+
+def test_each_group_has_the_speeds_of_its_own_workers() -> None:
+    setting = a_setting(barrier_groups=2, slowdowns=(1.0, 1.5))
+    outcome = run(a_trace([(0.0, 100, 1), (0.0, 100, 1)]), setting)
+    assert outcome.figures.makespan_s == pytest.approx(1.0 + 0.001 * 150)
+
+
 def test_two_prefillers_work_side_by_side() -> None:
     setting = a_setting(prefillers=2, prefill_tokens_per_s=10.0)
     assert run(a_trace([(0.0, 100, 1)] * 2), setting).step_start_s.tolist() == [10.0]
@@ -349,6 +362,7 @@ def test_every_request_is_served_with_every_option_at_once(policy: str, predicto
     ).run()
     assert outcome.figures.admitted == 150
     assert np.isfinite(outcome.tpot_s).all()
+    assert (outcome.wait_s >= 0.0).all(), "from when it was ready first, whatever is recomputed later"
 
 
 @pytest.mark.parametrize(
