@@ -66,8 +66,8 @@ def alerts_table() -> str:
     """One row per alert, in the order of the file."""
     rows = ["| alert | meaning | look first |", "|---|---|---|"]
     for rule in yaml.safe_load(ALERTS.read_text())["groups"][0]["rules"]:
-        told = rule["annotations"]
-        rows.append(f"| {rule['alert']} | {told['summary']} | {told['action']} |")
+        annotations = rule["annotations"]
+        rows.append(f"| {rule['alert']} | {annotations['summary']} | {annotations['action']} |")
     return "\n".join(rows)
 
 

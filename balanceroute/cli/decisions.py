@@ -96,10 +96,10 @@ def asked(client: "httpx.Client", last: int) -> dict[str, Any]:
         raise InputError(f"{url}: no answer: {str(error) or type(error).__name__}") from None
     body = object_in(reply.content)
     if reply.status_code != 200 or not is_told(body):
-        said = message_of(reply.content)
-        if not said or reply.status_code in (200, 404):
-            said += "; " * bool(said) + "is this a balanceroute router, of this version?"
-        raise InputError(f"{url}/decisions: status {reply.status_code}: {said}")
+        message = message_of(reply.content)
+        if not message or reply.status_code in (200, 404):
+            message += "; " * bool(message) + "is this a balanceroute router, of this version?"
+        raise InputError(f"{url}/decisions: status {reply.status_code}: {message}")
     return body
 
 

@@ -140,9 +140,9 @@ def warn_if_late(runs: "Sequence[PolicyRun | PrefixRun]") -> None:
     """Say so when the client could not send in time, so that the figures mean little."""
     late = [run for run in runs if run.report.late_s.p95 > LATE_S]
     if late:
-        told = ", ".join(f"{run.policy} {run.report.late_s.p95 * 1e3:.0f} ms" for run in late)
+        lags = ", ".join(f"{run.policy} {run.report.late_s.p95 * 1e3:.0f} ms" for run in late)
         typer.echo(
-            f"warning: the machine was too busy to send requests in time (late by p95: {told}); run it again on an idle"
+            f"warning: the machine was too busy to send requests in time (late by p95: {lags}); run it again on an idle"
             " one, or with less --load, before you believe the figures",
             err=True,
         )

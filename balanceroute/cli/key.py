@@ -48,8 +48,8 @@ def key(
         KeyEntry.model_validate(entry)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        told = str(first["ctx"]["error"]) if first["type"] == "value_error" else first["msg"]
-        raise typer.BadParameter(f"{'.'.join(map(str, first['loc']))}: {told}") from None
+        problem = str(first["ctx"]["error"]) if first["type"] == "value_error" else first["msg"]
+        raise typer.BadParameter(f"{'.'.join(map(str, first['loc']))}: {problem}") from None
     if as_json:
         print_json({"key": secret, "entry": entry})
         return

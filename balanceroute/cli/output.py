@@ -157,12 +157,12 @@ class ProgressLines:
 @contextmanager
 def stopped_by_signals() -> Iterator[Callable[[], bool]]:
     """Tells whether SIGINT or SIGTERM has come, so that a command can end with what it has; the next one ends it."""
-    came: list[int] = []
+    received: list[int] = []
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     handlers = {number: handler for number, handler in handlers.items() if handler is not signal.SIG_IGN}
 
     def note(number: int, frame: object) -> None:
-        came.append(number)
+        received.append(number)
         restore()
 
     def restore() -> None:
@@ -172,6 +172,6 @@ def stopped_by_signals() -> Iterator[Callable[[], bool]]:
     for number in handlers:
         signal.signal(number, note)
     try:
-        yield lambda: bool(came)
+        yield lambda: bool(received)
     finally:
         restore()

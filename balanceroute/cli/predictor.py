@@ -164,10 +164,10 @@ def draw_reliability(found: "Evaluation", title: str, path: Path) -> None:
 
     figure = Figure(figsize=(5.0, 6.0), layout="constrained")
     curve, counts = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
-    said = [row.mean_p_finish for row in found.calibration]
+    predicted = [row.mean_p_finish for row in found.calibration]
     seen = [row.finish_rate for row in found.calibration]
     curve.plot([0, 1], [0, 1], linestyle="--", color=figures.ORANGE, label="perfect calibration")
-    curve.plot(said, seen, marker="o", color=figures.BLUE, label="predictor")
+    curve.plot(predicted, seen, marker="o", color=figures.BLUE, label="predictor")
     curve.set(xlim=(0, 1), ylim=(0, 1), ylabel="share that finished within the horizon", title=title)
     auc = "n/a" if found.auc is None else f"{found.auc:.3f}"
     curve.legend(loc="upper left", title=f"AUC {auc}, Brier {found.brier:.3f}")

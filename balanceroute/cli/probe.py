@@ -123,9 +123,9 @@ def _read_metrics(answer: Answer, config: Config, reply: httpx.Response) -> Iter
     answer.tells_load = any("kv_cache_usage_perc" in engine for engine in samples.values())
     if not answer.tells_load:
         yield f"/metrics (status {reply.status_code}) does not tell its load: is it started with --disable-log-stats?"
-    told = _PREFIX_CACHING.search(reply.content)
-    if told is not None:
-        answer.prefix_caching = told[1] == b"True"
+    match = _PREFIX_CACHING.search(reply.content)
+    if match is not None:
+        answer.prefix_caching = match[1] == b"True"
     if answer.prefix_caching is False and config.prefill.wants_prefix_caches and answer.role == "prefill":
         yield "prefix caching is off there, and prefill.policy is prefix_affinity"
 
@@ -159,12 +159,12 @@ def _read_server_info(answer: Answer, config: Config, worker: Worker, body: Mapp
 
 def not_compared(answers: list[Answer]) -> dict[str, list[str]]:
     """The settings that could not be compared, with the workers that do not report them."""
-    told = [answer for answer in answers if answer.healthy]
-    silent = [a for a in told if a.max_num_seqs is None]  # of /server_info
+    healthy = [answer for answer in answers if answer.healthy]
+    silent = [a for a in healthy if a.max_num_seqs is None]  # of /server_info
     found = {
         "max_num_seqs": [a.worker for a in silent if a.role == "decode"],
         "connector and kv_role": [a.worker for a in silent],
-        "prefix caching": [a.worker for a in told if a.role == "prefill" and a.prefix_caching is None],
+        "prefix caching": [a.worker for a in healthy if a.role == "prefill" and a.prefix_caching is None],
     }
     return {name: workers for name, workers in found.items() if workers}
 

@@ -144,7 +144,7 @@ def read_document(path: Path) -> object:
         mark = error.problem_mark or error.context_mark
         where = "" if mark is None else f" line {mark.line + 1}, column {mark.column + 1}:"
         problem = one_line(error.problem or error.context)
-        hint = next((hint for said, hint in _HINTS.items() if said in problem), "")
+        hint = next((hint for fragment, hint in _HINTS.items() if fragment in problem), "")
         raise ConfigError(f"{path}:{where} not valid YAML: {problem}{hint}") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: not valid YAML: {one_line(str(error))}") from None

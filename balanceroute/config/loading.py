@@ -199,8 +199,10 @@ def unused_variables(environ: Mapping[str, str]) -> Iterator[str]:
         if variable in OTHER_VARIABLES or _OF_KUBERNETES.fullmatch(variable):
             if not (variable == "BALANCEROUTE_PORT" and environ[variable].isdigit()):
                 continue
-        meant = [path for path in _all_paths(Config) if path.replace(".", "_") == name or path.endswith(f".{name}")]
-        names = [ENV_PREFIX + path.upper().replace(".", "__") for path in meant]
+        candidates = [
+            path for path in _all_paths(Config) if path.replace(".", "_") == name or path.endswith(f".{name}")
+        ]
+        names = [ENV_PREFIX + path.upper().replace(".", "__") for path in candidates]
         hint = f"; did you mean {' or '.join(names)}?" if names else ""
         yield f"{variable}: is no setting and changes nothing{hint}"
 

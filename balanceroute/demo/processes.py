@@ -89,10 +89,10 @@ def die_with_parent(parent: int) -> Callable[[], None] | None:
 @contextmanager
 def ended_by_signals() -> Iterator[None]:
     """Let SIGTERM and SIGHUP unwind what runs, as Ctrl-C does, so that nothing is left behind. Raises: SystemExit."""
-    came: list[int] = []
+    received: list[int] = []
 
     def end(number: int, frame: object) -> None:
-        came.append(number)
+        received.append(number)
         try:
             loop = asyncio.get_running_loop()
         except RuntimeError:
@@ -104,8 +104,8 @@ def ended_by_signals() -> Iterator[None]:
     try:
         yield
     except asyncio.CancelledError:
-        if came:
-            raise SystemExit(128 + came[0]) from None
+        if received:
+            raise SystemExit(128 + received[0]) from None
         raise
     finally:
         for number, handler in before.items():

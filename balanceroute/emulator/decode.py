@@ -111,7 +111,7 @@ class DecodeWorker(Worker):
 
     def _submit(self, call: Call, plans: list[PullPlan], fault: Fault | None) -> None:
         for plan in plans:
-            if plan.violation and not (plan.violation == "wrong_prompt" and self._only_frees(call)):
+            if plan.violation and not (plan.violation == "wrong_prompt" and self._is_drain(call)):
                 self.violate(plan.violation, call.id)
         if any(plan.reaction is Reaction.ENGINE_DIES for plan in plans):
             call.fail(ENGINE_DEAD)
@@ -193,7 +193,7 @@ class DecodeWorker(Worker):
         self.rank.stalled = False
         self.exchange.register_sink(self.engine_id, self.kv_pushed)
 
-    def _only_frees(self, call: Call) -> bool:
+    def _is_drain(self, call: Call) -> bool:
         """Whether a router drains KV, cached apart, with a prompt of the same size: engines compare no more."""
         blocks = (call.request.kv_transfer_params or {})["remote_block_ids"]
         fits = [self.kv.blocks_for(len(choice.prompt)) for choice in call.choices] == [sum(map(len, blocks))]

@@ -107,7 +107,7 @@ class Fault:
             raise ApiError(f"fault: count must be an integer or null, got {values['count']!r}")
         return cls(**values)
 
-    def strikes(self, path: str) -> bool:
+    def applies_to(self, path: str) -> bool:
         """Whether it concerns requests of that route."""
         return path == self.path if self.path else path in GENERATION_ROUTES
 
@@ -129,7 +129,7 @@ class FaultBox:
     def take(self, path: str) -> Fault | None:
         """The fault that strikes a request of this route now."""
         for index, fault in enumerate(self._faults):
-            if fault.strikes(path):
+            if fault.applies_to(path):
                 if fault.count is not None:
                     left = replace(fault, count=fault.count - 1)
                     self._faults[index : index + 1] = [left] if left.count else []

@@ -174,21 +174,21 @@ class ProcessCluster:
 
     async def _ready(self, index: int) -> None:
         """Wait until a process says that it listens; something else may answer at its ports. Raises: ConfigError."""
-        said, process, loop = self._said.pop(index), self._processes[index], asyncio.get_running_loop()
+        connection, process, loop = self._said.pop(index), self._processes[index], asyncio.get_running_loop()
         says = asyncio.Event()
-        loop.add_reader(said.fileno(), says.set)
+        loop.add_reader(connection.fileno(), says.set)
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
                 await says.wait()
-            failure = said.recv()
+            failure = connection.recv()
         except TimeoutError:
             failure = f"has not started within {START_TIMEOUT_S:g} s"
         except EOFError:
             await asyncio.to_thread(process.join, STOP_TIMEOUT_S)
             failure = f"ended at its start with code {process.exitcode}"
         finally:
-            loop.remove_reader(said.fileno())
-            said.close()
+            loop.remove_reader(connection.fileno())
+            connection.close()
         if failure is not None:
             raise ConfigError(f"the process of {', '.join(self._members[index].names)} {failure}")
 

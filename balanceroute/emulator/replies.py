@@ -204,8 +204,8 @@ class JsonCall(Call):
         }
         if chat:
             ids = list(self.request.prompts[0]) if self.request.return_token_ids else None
-            told = self._prompt_logprobs(self.choices[0])
-            head |= {"prompt_logprobs": told, "prompt_token_ids": ids, "prompt_text": None}
+            prompt_logprobs = self._prompt_logprobs(self.choices[0])
+            head |= {"prompt_logprobs": prompt_logprobs, "prompt_token_ids": ids, "prompt_text": None}
         return head | {
             "kv_transfer_params": self.kv_transfer_params,
             "ec_transfer_params": None,
@@ -236,17 +236,17 @@ class JsonCall(Call):
     def _logprobs(self, choice: Choice) -> dict[str, Any]:
         if not self.request.echo:
             return text_logprobs(choice.ids)
-        told = text_logprobs([*choice.prompt, *([] if self.request.echo_only else choice.ids)])
-        told["token_logprobs"][0] = told["top_logprobs"][0] = None  # nothing comes before the first token
-        return told
+        logprobs = text_logprobs([*choice.prompt, *([] if self.request.echo_only else choice.ids)])
+        logprobs["token_logprobs"][0] = logprobs["top_logprobs"][0] = None  # nothing comes before the first token
+        return logprobs
 
     def _prompt_logprobs(self, choice: Choice) -> list[Any] | None:
         if self.request.prompt_logprobs is None:
             return None
-        told = [
+        logprobs = [
             {str(token): {"logprob": LOGPROB, "rank": 1, "decoded_token": decode([token])}} for token in choice.prompt
         ]
-        return [None, *told[1:]]
+        return [None, *logprobs[1:]]
 
     def _chat_choice(self, choice: Choice) -> dict[str, Any]:
         message: dict[str, Any] = {
@@ -349,9 +349,9 @@ class StreamCall(Call):
         else:
             logprobs = b"null"
             if request.logprobs is not None:
-                told = text_logprobs(ids, choice.offset)
-                logprobs = orjson.dumps(told)
-                choice.offset += sum(map(len, told["tokens"]))
+                token_logprobs = text_logprobs(ids, choice.offset)
+                logprobs = orjson.dumps(token_logprobs)
+                choice.offset += sum(map(len, token_logprobs["tokens"]))
             prompt = b"null"
             if request.return_token_ids and not choice.sent:
                 prompt = orjson.dumps(choice.prompt)

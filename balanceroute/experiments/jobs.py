@@ -244,10 +244,10 @@ def signals_held_back() -> Iterator[None]:
     A process that has been started and not yet been told what it is for would end with a traceback. The mask alone does
     not hold: another thread of ours may take the signal, and Python raises in this one.
     """
-    came: list[int] = []
+    received: list[int] = []
     ours = current_thread() is main_thread()
     numbers = (signal.SIGINT, signal.SIGTERM) if ours else ()
-    handlers = {number: signal.signal(number, lambda number, _: came.append(number)) for number in numbers}
+    handlers = {number: signal.signal(number, lambda number, _: received.append(number)) for number in numbers}
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -255,7 +255,7 @@ def signals_held_back() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        for each in came:
+        for each in received:
             signal.raise_signal(each)
 
 

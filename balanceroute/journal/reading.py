@@ -157,8 +157,10 @@ def _typed(call: str, args: dict[str, Any]) -> dict[str, Any]:
     elif "spec" in args:
         typed["spec"] = RequestSpec(**args["spec"])
     if "standing" in args:
-        told = args["standing"]
-        typed["standing"] = Standing(**{**told, "spec": RequestSpec(**told["spec"]), "phase": Phase(told["phase"])})
+        standing = args["standing"]
+        typed["standing"] = Standing(
+            **{**standing, "spec": RequestSpec(**standing["spec"]), "phase": Phase(standing["phase"])}
+        )
     if "config" in args:
         typed["config"] = _read_config(args["config"])
     if "settings" in args:

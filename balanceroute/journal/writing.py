@@ -276,8 +276,8 @@ class RecordingScheduler(Scheduler):
         self._record(super().order_by_arrival, now)
 
     def requeue(self, request_id: str, now: float, prefix: Sequence[int] = ()) -> Release:
-        told = {"prefix": [self._name(block) for block in prefix]} if prefix else {}
-        return self._record(super().requeue, now, request_id=request_id, **told)
+        arguments = {"prefix": [self._name(block) for block in prefix]} if prefix else {}
+        return self._record(super().requeue, now, request_id=request_id, **arguments)
 
     def finish(self, request_id: str, outcome: Outcome, now: float) -> Release:
         return self._record(super().finish, now, request_id=request_id, outcome=outcome)

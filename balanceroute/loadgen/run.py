@@ -147,8 +147,8 @@ async def first_model(client: Client) -> str:
     try:
         return str(json.loads(reply.tail)["data"][0]["id"])
     except (ValueError, LookupError, TypeError, RecursionError) as error:
-        said = message_of(reply.tail)
-        status = f"status {reply.status}: {said}" if said else f"status {reply.status}"
+        message = message_of(reply.tail)
+        status = f"status {reply.status}: {message}" if message else f"status {reply.status}"
         hint = "; it asks for another key: set OPENAI_API_KEY" if reply.status == 401 else ""
         raise InputError(f"{client.url.geturl()}: no model list ({status}){hint}") from error
 
@@ -317,8 +317,8 @@ def message_of(body: bytes) -> str:
     """The message in an error's body, in one line; empty: the form is unknown."""
     found = object_in(body)
     error = found.get("error", found)
-    said = error.get("message") or error.get("detail") if isinstance(error, dict) else error
-    return " ".join(said.split())[:MOST_MESSAGE] if isinstance(said, str) else ""
+    message = error.get("message") or error.get("detail") if isinstance(error, dict) else error
+    return " ".join(message.split())[:MOST_MESSAGE] if isinstance(message, str) else ""
 
 
 def error_kind(error: Any) -> str:

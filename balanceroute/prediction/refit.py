@@ -71,7 +71,7 @@ def _nobody() -> Ages:
     return ()
 
 
-async def _nobody_runs() -> Ages:
+async def _no_running_requests() -> Ages:
     return ()
 
 
@@ -114,7 +114,7 @@ class Refitter(Generic[Fit]):
         predictor: Refittable[Fit],
         *,
         interval_s: float = 60.0,
-        running: Callable[[], Awaitable[Ages]] = _nobody_runs,
+        running: Callable[[], Awaitable[Ages]] = _no_running_requests,
         executor: Executor | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

@@ -47,24 +47,24 @@ class Trial:
     def failure(self) -> ConfigError | None:
         """Why the attempt has failed, or that it took too long; None: it succeeded. Called once, after its end."""
         try:
-            told = os.read(self._told, _MOST_BYTES).decode(errors="replace")
+            result = os.read(self._told, _MOST_BYTES).decode(errors="replace")
         except BlockingIOError:
-            told = ""
+            result = ""
         os.close(self._told)
-        if told == "done":
+        if result == "done":
             return None
         if self._late:
             return ConfigError(f"it takes longer than {self._within_s:g} s")
-        return ConfigError(told or "internal error: the process that tried it has died")
+        return ConfigError(result or "internal error: the process that tried it has died")
 
 
 def _try(attempt: Attempt, writable: int) -> None:
     """Run the attempt; in the other process."""
     try:
         attempt()
-        told = "done"
+        result = "done"
     except BalanceRouteError as error:
-        told = str(error)
+        result = str(error)
     except BaseException as error:
-        told = f"internal error: {described(error)}"
-    os.write(writable, told.encode(errors="backslashreplace")[:_MOST_BYTES])
+        result = f"internal error: {described(error)}"
+    os.write(writable, result.encode(errors="backslashreplace")[:_MOST_BYTES])

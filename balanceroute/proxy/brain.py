@@ -220,12 +220,12 @@ class BrainServer(ChildServer):
         assert self.config.uds is not None
         os.chmod(self.config.uds, 0o600)
         self._app.sockets = {path: path.stat() for path in (self._app.folder.link, self._app.folder.operators)}
-        told: dict[str, object] = {"socket": self.config.uds, "pid": os.getpid(), "epoch": self._app.hub.epoch}
-        told |= self._listen_to_machines()
+        fields: dict[str, object] = {"socket": self.config.uds, "pid": os.getpid(), "epoch": self._app.hub.epoch}
+        fields |= self._listen_to_machines()
         if self._setup.drains:
             self._begin_drain(self._app.services)
         self._on_up()
-        return told
+        return fields
 
     def _listen_to_machines(self) -> dict[str, object]:
         """Listen for relays of other machines, if so configured; returns the address. Raises: ConfigError."""

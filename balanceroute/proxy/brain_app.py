@@ -81,7 +81,7 @@ class BrainApp(RouterApp):
 
         Returns: the epoch to go on under; None: another brain leads, and this one ends.
         """
-        if self.lead.outrank(epoch):
+        if self.lead.raise_epoch(epoch):
             return self.lead.epoch
         self.end()
         return None
@@ -205,7 +205,7 @@ def _connect_hub(app: BrainApp, relays: int) -> LeaderCounts:
     hub = app.hub = Hub(services.ledger, reports, services.loop, app.lead.epoch, relays, app.superseded, salt, far)
     counted = LeaderCounts(folder, app.lead, services.metrics, inherited)
     services.metrics.beside = partial(_counts_of_relays, folder, counted, hub, reports)
-    services.metrics.before_page = partial(_keep_what_is_shown, counted)
+    services.metrics.before_page = partial(_store_shown_counts, counted)
     reports.on_connector, reports.on_connector_doubt = services.note_connector, services.doubt_connector
     reports.on_keys = services.keys_elsewhere
     reports.on_given_up = given_up
@@ -240,7 +240,7 @@ async def _keep_lead(app: BrainApp) -> None:
     await asyncio.Event().wait()  # for the end: a coroutine that returns would be started again
 
 
-def _keep_what_is_shown(counted: LeaderCounts) -> None:
+def _store_shown_counts(counted: LeaderCounts) -> None:
     """Keep the counts that a page is about to show, so that none falls when this process ends.
 
     Raises: NoHealthyWorkers: another brain leads.

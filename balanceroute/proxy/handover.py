@@ -84,10 +84,10 @@ class Handover:
         except OSError as error:  # most likely no descriptor is free; the successor gives up and may try again
             log.warning("another router can't be answered", extra={"error": error.strerror})
         else:
-            self._meet(successor)
+            self._accept_successor(successor)
         return self._successor is not None and self._hear(self._successor)
 
-    def _meet(self, successor: socket.socket) -> None:
+    def _accept_successor(self, successor: socket.socket) -> None:
         if self._successor is None:
             self._answer(successor)
         else:
@@ -117,8 +117,8 @@ class Handover:
         signal_input(successor.fileno())
         try:
             follow = {name: file for name, file in self._files.items() if file is not None}
-            told = msgspec.structs.replace(self._told, lock_follows=LOCK in follow, keys_follow=KEYS in follow)
-            socket.send_fds(successor, [msgspec.json.encode(told)], [sock.fileno() for sock in self._sockets])
+            state = msgspec.structs.replace(self._told, lock_follows=LOCK in follow, keys_follow=KEYS in follow)
+            socket.send_fds(successor, [msgspec.json.encode(state)], [sock.fileno() for sock in self._sockets])
             for name, file in follow.items():
                 socket.send_fds(successor, [name], [file])
         except OSError:
@@ -129,16 +129,16 @@ class Handover:
 
     def _hear(self, successor: socket.socket) -> bool:
         try:
-            heard = successor.recv(len(GO))
+            received = successor.recv(len(GO))
         except BlockingIOError:
             return False
         except OSError:
-            heard = b""
+            received = b""
         successor.close()
         self._successor = None
-        if heard != GO:
+        if received != GO:
             log.warning("the router that was to take over has ended")
-        return heard == GO
+        return received == GO
 
 
 def _listener(path: Path) -> socket.socket:
@@ -185,10 +185,10 @@ class Predecessor:
         try:
             data, descriptors, _, _ = socket.recv_fds(connection, _MOST_BYTES, _MOST_SOCKETS)
             sockets = [socket.socket(fileno=descriptor) for descriptor in descriptors]
-            told = msgspec.json.decode(data, type=Told)
-            lock = _file(connection, LOCK) if told.lock_follows else None
-            keys = _file(connection, KEYS) if told.keys_follow else None
-            return cls(connection, told, sockets, lock, keys)
+            state = msgspec.json.decode(data, type=Told)
+            lock = _file(connection, LOCK) if state.lock_follows else None
+            keys = _file(connection, KEYS) if state.keys_follow else None
+            return cls(connection, state, sockets, lock, keys)
         except (OSError, msgspec.MsgspecError) as error:
             connection.close()
             why = "it does not answer" if isinstance(error, OSError) else "another router is taking over, or it ends"

@@ -35,7 +35,7 @@ class KeptCounts:
         relays = {name.removeprefix(LIFE).removeprefix(COUNTS) for name in names}
         return relays.difference([LEADER], self._lives.living())
 
-    def bury(self, relay: str, inherit: Callable[[bytes], bool]) -> bool:
+    def clean_up(self, relay: str, inherit: Callable[[bytes], bool]) -> bool:
         """Remove the files of a relay that will not return, except its pins; returns whether that was done.
 
         `inherit`: takes what the relay has counted, and returns whether it is kept. Raises: OSError.
@@ -98,9 +98,9 @@ class Gone:
         self._since: dict[str, float] = {}
         self._trouble, self._look_s = Trouble(log, "files of former relays are not removed"), -math.inf
 
-    def bury(self, now: float, inherit: Callable[[str, bytes], bool]) -> None:
+    def clean_up(self, now: float, inherit: Callable[[str, bytes], bool]) -> None:
         """Remove the files of relays that are gone once `inherit` has their counts. To be called often; it acts every
-        few seconds. See `KeptCounts.bury`.
+        few seconds. See `KeptCounts.clean_up`.
         """
         if now < self._look_s:
             return
@@ -109,7 +109,7 @@ class Gone:
             gone = self._kept.gone()
             self._since = {relay: self._since.get(relay, now) for relay in gone}
             for relay in sorted(gone):
-                if now - self._since[relay] >= GONE_S and self._kept.bury(relay, partial(inherit, relay)):
+                if now - self._since[relay] >= GONE_S and self._kept.clean_up(relay, partial(inherit, relay)):
                     del self._since[relay]
             self._trouble.end()
         except OSError as error:  # most likely no descriptor is free; files that stay do no harm

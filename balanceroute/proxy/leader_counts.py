@@ -45,10 +45,10 @@ class LeaderCounts:
         self._write()
         return True
 
-    def bury(self, now: float) -> None:
+    def clean_up(self, now: float) -> None:
         """Include the counts of relays that will not return, and remove their files."""
         if self._lead.renew():
-            self._gone.bury(now, self._inherit)
+            self._gone.clean_up(now, self._inherit)
             self.inherited = {relay for relay in self.inherited if not is_gone(self._kept_counts.file(relay))}
 
     async def watch(self) -> None:
@@ -56,7 +56,7 @@ class LeaderCounts:
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(until_tick_s(loop.time(), PERIOD_S))
-            self.bury(loop.time())
+            self.clean_up(loop.time())
             self.keep()
 
     def _inherit(self, relay: str, counts: bytes) -> bool:
@@ -82,7 +82,7 @@ class LeaderCounts:
 def _inherited(counts: bytes) -> set[str]:
     """The relays named as included in a leader's counts."""
     try:
-        told: Any = orjson.loads(counts)[_INHERITED]
-        return {relay for relay in told if isinstance(relay, str)}
+        entries: Any = orjson.loads(counts)[_INHERITED]
+        return {relay for relay in entries if isinstance(relay, str)}
     except (ValueError, KeyError, TypeError):
         return set()

@@ -12,14 +12,14 @@ class Lives:
     def __init__(self, folder: RunFolder) -> None:
         self._folder = folder
 
-    def come_to_life(self, relay: str) -> int:
+    def lock_life(self, relay: str) -> int:
         """Lock the file that says that this process is that relay; returns its descriptor.
 
         Raises: ConfigError: another process is that relay.
         """
         return self._folder.lock_file(f"{LIFE}{relay}", f"another process is its {relay}; each router needs its own")
 
-    def live_on(self, relay: str, life: int) -> bool:
+    def renew_life(self, relay: str, life: int) -> bool:
         """Make that file again if somebody has removed it; returns whether that was so. `life`: its descriptor.
 
         Raises: ConfigError: it can't be made.

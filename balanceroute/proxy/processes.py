@@ -225,7 +225,7 @@ class Processes:
     def all_up(self) -> None:
         """Answer successors, and have the predecessor leave."""
         self._was_up = True
-        self.mend()
+        self.repair()
         if self._predecessor is not None:
             log.info("taking over", extra={"generation": self._told.generation})
             self._predecessor.go()
@@ -237,7 +237,7 @@ class Processes:
             Load(self.loads, place).clear()
             self._table.clear(place)
 
-    def mend(self) -> None:
+    def repair(self) -> None:
         """See `Owner`. While a successor prepares, the files that it was given stay as they are."""
         if self.has_successor:
             return

@@ -117,7 +117,7 @@ def run_relay(
     Raises: ConfigError: a file of the folder can't be used.
     """
     folder.make(setup.again)
-    life = Lives(folder).come_to_life(setup.name)
+    life = Lives(folder).lock_life(setup.name)
     configured.tls.catch_up()
     configured.perimeter.sit(setup.seat)
     app = create_relay_app(configured, folder, setup.name, life, setup.again)
@@ -132,7 +132,7 @@ def run_relay(
 
 
 def create_relay_app(configured: Configured, folder: RunFolder, name: str, life: int, again: bool = False) -> RelayApp:
-    """The application of a relay. `life`: see `RunFolder.come_to_life`. `again`: see `RelaySetup`.
+    """The application of a relay. `life`: see `RunFolder.lock_life`. `again`: see `RelaySetup`.
 
     Raises: ConfigError: a file of the folder can't be used.
     """
@@ -144,7 +144,7 @@ def create_relay_app(configured: Configured, folder: RunFolder, name: str, life:
         app.hot = hot_routes(services)
 
         def joined() -> None:
-            to_brain.turn_to_another()
+            to_brain.switch_brain()
             services.joined()
 
         services.brain.on_joined = joined
@@ -178,13 +178,13 @@ def create_relay_app(configured: Configured, folder: RunFolder, name: str, life:
 
 
 def _coroutines(services: RelayServices, life: int) -> dict[str, Callable[[], Awaitable[None]]]:
-    """The coroutines of a relay, by name. `life`: see `RunFolder.come_to_life`."""
+    """The coroutines of a relay, by name. `life`: see `RunFolder.lock_life`."""
     coroutines: dict[str, Callable[[], Awaitable[None]]] = {
         "link": services.brain.run,
         "pool_reaper": services.look,
         "counts": services.count,
-        "run_folder": services.freshen,
-        "life": partial(services.live_on, life),
+        "run_folder": services.renew_times,
+        "life": partial(services.renew_life, life),
         "certificates": services.tls.watch,
     }
     if services.pins is not None:
@@ -354,14 +354,18 @@ class RelayServer(ChildServer):
             listener.setblocking(False)
             listener.listen(self.config.backlog)
             self.servers.append(Acceptor(loop, listener, self.connected, self.ahead))  # type: ignore[arg-type]  # it is only closed
-        told: dict[str, object] = {"relay": services.name, "pid": os.getpid(), "tls": self._app.tls.server is not None}
+        fields: dict[str, object] = {
+            "relay": services.name,
+            "pid": os.getpid(),
+            "tls": self._app.tls.server is not None,
+        }
         ports = [listener.getsockname() for listener in self.listeners]
-        told |= {"host": ports[0][0], "port": ports[0][1]}
+        fields |= {"host": ports[0][0], "port": ports[0][1]}
         if len(ports) > 1:
-            told["admin_port"] = services.perimeter.admin_port = ports[1][1]
+            fields["admin_port"] = services.perimeter.admin_port = ports[1][1]
         self.load.accept(time.monotonic())
         self.on_up()
-        return told
+        return fields
 
     async def on_tick(self, counter: int) -> bool:
         """See `uvicorn.Server`; every second."""
@@ -390,16 +394,16 @@ class RelayServer(ChildServer):
         if self._drain is None:
             self._drain = services.loop.create_task(self._until_drained(services))
 
-    def _leave_alone(self) -> None:
+    def _leave_when_possible(self) -> None:
         """Leave once another relay accepts: the parent replaces this process only after its end."""
         if self._drain is not None or self.should_exit or self.load.step_back(time.monotonic()):
-            super()._leave_alone()
+            super()._leave_when_possible()
             return
         services = self._app.services
         if not self.stays_until_another:
             self.stays_until_another = True
             log.warning("not leaving before another relay accepts", extra={"relay": services.name, "pid": os.getpid()})
-        services.loop.call_later(ANOTHER_S, self._leave_alone)
+        services.loop.call_later(ANOTHER_S, self._leave_when_possible)
 
     def drain(self) -> None:
         """The router ends: refuse new requests. A relay that leaves already keeps its deadline."""

@@ -122,22 +122,22 @@ class RelayServices(ClientServices):
             await asyncio.sleep(until_tick_s(self.loop.time(), COUNTS_S))
             self.keep_counts()
 
-    async def freshen(self) -> None:
+    async def renew_times(self) -> None:
         """Every hour, renew the times of the run folder's files, against cleaners of old files; until cancelled."""
         while True:
             try:
-                self.folder.freshen()
+                self.folder.renew_times()
             except OSError as error:
                 log.warning("files of the run folder may look old", extra={"error": error.strerror})
             await asyncio.sleep(until_tick_s(self.loop.time(), FRESHEN_S))
 
-    async def live_on(self, life: int) -> None:
+    async def renew_life(self, life: int) -> None:
         """Every few seconds, make the file again by which brains see that this relay lives; until cancelled."""
         trouble, gone = Trouble(log, "the run folder does not say that this relay lives"), Gone(self.folder)
         while True:
             await asyncio.sleep(until_tick_s(self.loop.time(), LIFE_S))
             try:
-                again = Lives(self.folder).live_on(self.name, life)
+                again = Lives(self.folder).renew_life(self.name, life)
             except ConfigError as error:
                 trouble.begin(error=str(error))
             else:
@@ -145,7 +145,7 @@ class RelayServices(ClientServices):
                     log.warning("the run folder says again that this relay lives", extra={"relay": self.name})
                 trouble.end()
             if self.config.listen.brains:  # no brain on this machine takes over their counts
-                gone.bury(self.loop.time(), lambda relay, counts: True)
+                gone.clean_up(self.loop.time(), lambda relay, counts: True)
 
     def silence(self, message: Silent) -> None:
         """Take the brain's list of groups of workers that are silent together."""

@@ -108,7 +108,7 @@ def check_workers(in_use: Iterable[WorkerSpec], old: Config, new: Config) -> Non
 
     Allowed: `new` repeats a worker of `old` that an operator has replaced by another one of that id, which stays.
     """
-    wanted = _brought(old, new)
+    wanted = _new_workers(old, new)
     for used in in_use:
         spec = wanted.get(used.id)
         if spec is not None and spec != used:
@@ -129,7 +129,7 @@ def check_added(added: Iterable[WorkerSpec], old: Config, new: Config) -> None:
     That server would get twice its share. `added` may contain workers of `old`.
     """
     named = {spec.id for spec in worker_specs(old)}
-    brought = Places(_brought(old, new).values())
+    brought = Places(_new_workers(old, new).values())
     for spec in added:
         name = brought.whose(spec) or spec.id
         if name != spec.id and spec.id not in named:
@@ -139,7 +139,7 @@ def check_added(added: Iterable[WorkerSpec], old: Config, new: Config) -> None:
             )
 
 
-def _brought(old: Config, new: Config) -> dict[str, WorkerSpec]:
+def _new_workers(old: Config, new: Config) -> dict[str, WorkerSpec]:
     """The workers of `new`, by id, that `old` does not have, or describes differently."""
     named = {spec.id: spec for spec in worker_specs(old)}
     return {spec.id: spec for spec in worker_specs(new) if spec != named.get(spec.id)}

@@ -144,7 +144,7 @@ class RunFolder:
             time.sleep(PAUSE_S)
         return True
 
-    def freshen(self) -> None:
+    def renew_times(self) -> None:
         """Give all files the present time, or a cleaner of temporary folders would remove them. Raises: OSError.
 
         The leader's file is left out: by its time the leader shows that it lives.

@@ -141,22 +141,22 @@ class Server(uvicorn.Server):
         await super().startup(sockets=sockets)
         if self.started:
             try:
-                told = await self.listening()
+                fields = await self.listening()
             except BaseException:
                 await self.lifespan.shutdown()
                 raise
-            log.info("listening", extra={**told, "hot_path_compiled": COMPILED, "core_compiled": native.COMPILED})
+            log.info("listening", extra={**fields, "hot_path_compiled": COMPILED, "core_compiled": native.COMPILED})
             if STALE or native.STALE:
                 log.warning("what is compiled is of another version and not used; install balanceroute again")
 
     async def listening(self) -> dict[str, object]:
         """Listen at further addresses; returns them, for the log. Raises: ConfigError."""
         sock = self.servers[0].sockets[0].getsockname()
-        told: dict[str, object] = {"host": sock[0], "port": sock[1], "tls": self._app.tls.server is not None}
+        fields: dict[str, object] = {"host": sock[0], "port": sock[1], "tls": self._app.tls.server is not None}
         address = self._router_config.listen.admin_address
         if address is not None:
-            told["admin_port"] = self._app.services.perimeter.admin_port = await self._listen_for_operators(address)
-        return told
+            fields["admin_port"] = self._app.services.perimeter.admin_port = await self._listen_for_operators(address)
+        return fields
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop. Unlike uvicorn, a forced end also shuts the application down, within a short time."""
@@ -264,9 +264,9 @@ class ChildServer(ProcessServer):
             self.should_exit = self.force_exit = True  # no drain: a brain that drains makes all relays refuse requests
         elif not self._told_to_end:
             self._told_to_end = True
-            services.loop.call_soon_threadsafe(services.loop.call_later, PARENT_S, self._leave_alone)
+            services.loop.call_soon_threadsafe(services.loop.call_later, PARENT_S, self._leave_when_possible)
 
-    def _leave_alone(self) -> None:
+    def _leave_when_possible(self) -> None:
         if self._drain is None and not self.should_exit:
             log.warning("told to end, and not by the parent", extra={"pid": os.getpid()})
             self.leave()

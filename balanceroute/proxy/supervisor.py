@@ -111,7 +111,7 @@ class Owner(Protocol):
     def died(self, name: str) -> None:
         """Called when the child of that name has died."""
 
-    def mend(self) -> None:
+    def repair(self) -> None:
         """Make the files again by which others find this router, if somebody has removed them."""
 
 
@@ -160,9 +160,9 @@ class Supervisor:
         signal_input(self._news)
         try:
             while self._step():
-                heard = signal.sigtimedwait(_AWAITED, self._patience_s())
-                if heard is not None:
-                    self._hear(heard.si_signo)
+                received = signal.sigtimedwait(_AWAITED, self._patience_s())
+                if received is not None:
+                    self._hear(received.si_signo)
         finally:
             self._give_up_reload()
             self._kill()
@@ -179,7 +179,7 @@ class Supervisor:
             if child.due_s is not None and child.due_s <= now:
                 self._start(child)
         if not self._signals:
-            self._owner.mend()
+            self._owner.repair()
         if self._trial is not None and self._trial.deadline_s is not None and now >= self._trial.deadline_s:
             self._trial.give_up()
         if self._deadline_s is not None and now >= self._deadline_s:
@@ -343,12 +343,12 @@ class Supervisor:
         child.failures = child.failures + 1 if now - child.started_s < STEADY_S else 0
         pause_s = _pause_s(child.failures - 1)
         child.due_s = now + pause_s
-        told = {"signal": signal.Signals(-code).name} if code < 0 else {"exit_code": code}
-        log.warning("child died", extra={"child": child.name, **told, "again_in_s": pause_s})
+        cause = {"signal": signal.Signals(-code).name} if code < 0 else {"exit_code": code}
+        log.warning("child died", extra={"child": child.name, **cause, "again_in_s": pause_s})
 
     def _start(self, child: Child) -> None:
         try:
-            pid = self._fork(child.name, partial(child.main, partial(_say_up, self._to_parent)))
+            pid = self._fork(child.name, partial(child.main, partial(_log_up, self._to_parent)))
         except OSError as error:
             self._put_off(child, error)
             return
@@ -367,14 +367,14 @@ class Supervisor:
         """Start a process of that name that runs `main`; returns its id. Raises: OSError: it can't be started."""
         pid = os.fork()
         if not pid:
-            self._become(name, main)
+            self._run_child(name, main)
         return pid
 
-    def _become(self, name: str, main: Callable[[], None]) -> NoReturn:
+    def _run_child(self, name: str, main: Callable[[], None]) -> NoReturn:
         """In the new process: run `main`, then exit with a code and a log line that say how it ended."""
         code = 1
         try:
-            _belong_to(self._parent, name)
+            _bind_to_parent(self._parent, name)
             for number in _ENDING:
                 signal.signal(number, signal.SIG_DFL)  # ends without a traceback, wherever it is
             signal.pthread_sigmask(signal.SIG_SETMASK, {signal.SIGHUP})  # replaces the inherited mask
@@ -418,7 +418,7 @@ def _pause_s(times: int) -> float:
     return min(MAX_PAUSE_S, PAUSE_S * 2.0 ** min(times - 1, 10)) if times > 0 else 0.0  # 2 ** 1024 is no float
 
 
-def _say_up(pipe: int) -> None:
+def _log_up(pipe: int) -> None:
     os.write(pipe, b"%d\n" % os.getpid())
 
 
@@ -428,7 +428,7 @@ def be_called(name: str) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_NAME, f"br-{name}".encode(), 0, 0, 0)
 
 
-def _belong_to(parent: int, name: str) -> None:
+def _bind_to_parent(parent: int, name: str) -> None:
     """Have the kernel kill this process when its parent dies, and make it the leader of its own process group."""
     os.setpgid(0, 0)
     if sys.platform == "linux":

@@ -158,7 +158,7 @@ def _sent(
             spec = RequestSpec(str(request), prompt_tokens[request], prefix=prefix, block_tokens=BLOCK_TOKENS)
             scheduler.submit(spec, now)
         for prefill in scheduler.dispatch(now):
-            begun = int(prefill.request)
-            done, cached = tier.compute(prefill.worker, prefix_of(begun), prompt_tokens[begun], now)
-            heappush(running, (done, begun, cached))
-            yield begun, now, done
+            number = int(prefill.request)
+            done, cached = tier.compute(prefill.worker, prefix_of(number), prompt_tokens[number], now)
+            heappush(running, (done, number, cached))
+            yield number, now, done

@@ -72,8 +72,8 @@ class Ranks:
         delay, slots = self.setting.transfer_steps, self.setting.slots
         for rank in self.ranks:
             if rank.moving:
-                come = [request for request, start in rank.moving.items() if start <= step]
-                for request in come[: slots - len(rank.running)]:
+                arrived = [request for request, start in rank.moving.items() if start <= step]
+                for request in arrived[: slots - len(rank.running)]:
                     del rank.moving[request]
                     self.run(request, rank, step)
                     started.append(request)
@@ -164,7 +164,7 @@ class Ranks:
         self.ends_at[request] = step + self.left[request]
         self.ending[self.ends_at[request]].append(request)
 
-    def overfull(self, step: int) -> list[int]:
+    def preempt_overflow(self, step: int) -> list[int]:
         """Take off, newest first, what must go so that the next tokens of each request fit; the requests.
 
         What is on the way keeps its KV, as in vLLM.

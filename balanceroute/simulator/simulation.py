@@ -195,7 +195,7 @@ class Simulation:
         """The engine takes what was sent to it, as far as slots and memory go."""
         self.arrivals.room_since_s = self.t
         ranks = group.ranks
-        for request in ranks.overfull(group.steps):
+        for request in ranks.preempt_overflow(group.steps):
             self.recorder.recomputed += 1
             group.channel.requeue(request)
         if ranks.balancer is not None:

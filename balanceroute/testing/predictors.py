@@ -65,12 +65,12 @@ class _Round:
             self.random.choice(KEYS), self.length(), self.length(), self.random.choice(REASONS), self.random.random()
         )
         for predictor in self.predictors:
-            told = copy.copy(row)
+            observed = copy.copy(row)
             try:
-                predictor.observe(told)
+                predictor.observe(observed)
             except Exception as error:
                 raise RuleBroken(f"rule 6: {row} raises {error!r}") from error
-            require(told == row, f"rule 4: observing changed {row} to {told}")
+            require(observed == row, f"rule 4: observing changed {row} to {observed}")
 
     def ask(self) -> None:
         """Rules 2 to 5."""

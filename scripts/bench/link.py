@@ -66,9 +66,9 @@ class Frames(asyncio.Protocol):
 
 
 def _answer(connection: Frames, body: memoryview) -> None:
-    told = answer_to(body)
-    if told is not None:
-        connection.transport.write(told)
+    answer = answer_to(body)
+    if answer is not None:
+        connection.transport.write(answer)
 
 
 async def sockets_receiver(path: str) -> None:

@@ -68,8 +68,10 @@ class Bench:
         before_s = [cpu_s(each) for each in pids]
         time.sleep(IDLE_S)
         costs = [(cpu_s(each) - before) / IDLE_S * 1e3 for each, before in zip(pids, before_s, strict=True)]
-        told = ", ".join(f"{target.name}: {cost:.1f} ms" for target, cost in zip(self.targets, costs, strict=True))
-        return f"idle, CPU per second: {told}"
+        costs_text = ", ".join(
+            f"{target.name}: {cost:.1f} ms" for target, cost in zip(self.targets, costs, strict=True)
+        )
+        return f"idle, CPU per second: {costs_text}"
 
     def table(self, loads: list[str]) -> str:
         one = self.targets[0]

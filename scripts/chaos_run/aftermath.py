@@ -93,8 +93,8 @@ def check_outcomes(
         a relay that was killed may have told nobody what became of them.
     """
     total, seen = sum(counted.values()), sent - unseen - uncounted
-    told = ", ".join(f"{int(count)} {name}" for name, count in counted.items())
-    findings.check(seen <= total <= sent, f"received {seen}..{sent} = {int(total)} in /metrics ({told})")
+    summary = ", ".join(f"{int(count)} {name}" for name, count in counted.items())
+    findings.check(seen <= total <= sent, f"received {seen}..{sent} = {int(total)} in /metrics ({summary})")
     finished, cancelled = counted.get("finished", 0), counted.get("cancelled", 0)
     findings.check(
         right - uncounted <= finished <= right + left + uncounted,

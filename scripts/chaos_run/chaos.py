@@ -232,8 +232,8 @@ class Run:
             exposition = (await client.get(f"{stack.url}/metrics")).text
             left = tally.kinds[Kind.LEFT] + tally.kinds[Kind.HANGING]
             uncounted = self._taken_along()
-            told = outcomes(exposition)
-            check_outcomes(findings, told, tally.counted, tally.unseen, tally.kinds[Kind.RIGHT], left, uncounted)
+            counted = outcomes(exposition)
+            check_outcomes(findings, counted, tally.counted, tally.unseen, tally.kinds[Kind.RIGHT], left, uncounted)
             errors = total(exposition, "balanceroute_internal_errors_total")
             findings.check(errors == 0, f"internal errors of the router {int(errors)}")
             for name in ("retries", "recomputes", "moves", "kv_drains"):

@@ -284,10 +284,10 @@ def _check_choice(ask: Ask, choice: dict[str, Any], right: Right) -> None:
 
 
 def _check_usage(ask: Ask, usage: dict[str, Any]) -> None:
-    told = (usage.get("prompt_tokens"), usage.get("completion_tokens"), usage.get("total_tokens"))
+    reported = (usage.get("prompt_tokens"), usage.get("completion_tokens"), usage.get("total_tokens"))
     right = (ask.prompt_tokens, ask.tokens, ask.prompt_tokens + ask.tokens)
-    if told != right:
-        raise Mismatch(f"usage (prompt, completion, total) {told} instead of {right}")
+    if reported != right:
+        raise Mismatch(f"usage (prompt, completion, total) {reported} instead of {right}")
 
 
 def _difference(text: str, right: str) -> str:

@@ -223,9 +223,9 @@ def _put_together(text: str) -> dict[str, Any]:
         for part in event.get("choices", ()):
             choice = choices.setdefault(part["index"], {"finish_reason": None, "stop_reason": None})
             choice |= {name: part[name] for name in ("finish_reason", "stop_reason") if part.get(name) is not None}
-            said = part.get("delta") or {"text": part.get("text")}
+            delta = part.get("delta") or {"text": part.get("text")}
             scores = {f"logprobs.{name}": value for name, value in (part.get("logprobs") or {}).items()}
-            for name, value in [*said.items(), *scores.items(), ("ids", part.get("token_ids"))]:
+            for name, value in [*delta.items(), *scores.items(), ("ids", part.get("token_ids"))]:
                 if isinstance(value, str | list) and value:
                     choice[name] = choice.get(name, type(value)()) + value
     return whole

@@ -45,8 +45,8 @@ class Process:
     def lines(self, event: str) -> list[dict[str, Any]]:
         """What the present life has logged of an event."""
         text = self.log.read_bytes()[self._told_from :].decode()
-        told = [json.loads(line) for line in text.splitlines() if line.startswith("{") and line.endswith("}")]
-        return [line for line in told if line.get("event") == event]
+        records = [json.loads(line) for line in text.splitlines() if line.startswith("{") and line.endswith("}")]
+        return [line for line in records if line.get("event") == event]
 
 
 def held(state_answer: httpx.Response | None, prefillers: list[str]) -> dict[str, float]:

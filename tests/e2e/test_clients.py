@@ -37,7 +37,7 @@ def test_every_block_of_the_page_is_run_by_the_script() -> None:
     assert [client.name for client in CLIENTS] == list(blocks())
 
 
-def test_what_a_reader_replaces_is_replaced_and_nothing_else() -> None:
+def test_only_the_placeholders_of_a_block_are_replaced() -> None:
     values = {ADDRESS: "http://127.0.0.1:9", KEY: "secret", MODEL: "own", TOKENIZER: "/t"}
     filled = blocks()["vllm-bench"].filled(values)
     assert "export OPENAI_API_KEY=secret\n" in filled
@@ -50,7 +50,7 @@ async def test_a_block_works_with_the_key_and_fails_with_a_wrong_one(name: str, 
     assert await problems(NAMED[name], blocks()[name], HERE, deployment) == []
 
 
-async def test_a_block_that_does_otherwise_than_it_should_is_told(deployment: Deployment) -> None:
+async def test_a_block_that_behaves_unexpectedly_is_reported(deployment: Deployment) -> None:
     client, block = NAMED["openai"], blocks()["openai"]
     [told] = await problems(replace(client, tokens=17), block, HERE, deployment)
     assert "2 requests with 17 tokens expected, the router has counted Counts(finished=2, unfinished=0" in told
@@ -62,14 +62,14 @@ async def test_a_block_that_does_otherwise_than_it_should_is_told(deployment: De
     assert told.startswith("with a wrong key: exit code 0")
 
 
-def test_nothing_of_another_deployment_reaches_a_client() -> None:
+def test_environment_variables_of_another_deployment_reach_no_client() -> None:
     given = {"OPENAI_BASE_URL": "http://elsewhere", "PYTHONPATH": "/x", "HOME": "/home/me", "PATH": "/usr/bin"}
     variables = Environment(Path("/venv"), "python").variables(given)
     assert {"OPENAI_BASE_URL", "PYTHONPATH"} & set(variables) == set()
     assert (variables["HOME"], variables["PATH"]) == ("/home/me", "/venv/bin:/usr/bin")
 
 
-def test_an_environment_sees_the_one_below_it_and_a_failed_installation_is_told(tmp_path: Path) -> None:
+def test_an_environment_sees_the_packages_below_it_and_a_failed_installation_is_reported(tmp_path: Path) -> None:
     make_venv(tmp_path / "venv", ("pip",), Path(sys.prefix))  # which is there already: nothing is fetched
     ask = "import openai, json; print(json.dumps(openai.__version__))"
     python = str(tmp_path / "venv/bin/python")
@@ -79,7 +79,7 @@ def test_an_environment_sees_the_one_below_it_and_a_failed_installation_is_told(
         run(python, "-m", "pip", "install", "./no-such-folder")
 
 
-def test_the_tokenizer_has_a_token_per_character_and_all_are_told_apart(tmp_path: Path) -> None:
+def test_the_tokenizer_has_one_distinct_token_per_character(tmp_path: Path) -> None:
     written = json.loads((write_tokenizer(tmp_path / "t") / "tokenizer.json").read_text())
     vocabulary = written["model"]["vocab"]
     assert set(map(len, vocabulary)) == {1} and set("Level loads?\n") <= set(vocabulary)

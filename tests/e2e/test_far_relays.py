@@ -64,7 +64,7 @@ def with_machines(
     asyncio.run(run())
 
 
-def test_relays_of_other_machines_answer_as_the_brain_s_own(cluster: Cluster, tmp_path: Path) -> None:
+def test_relays_of_other_machines_answer_like_the_brains_own_relays(cluster: Cluster, tmp_path: Path) -> None:
     async def test(those: Machines) -> None:
         begun = [stream for n, router in enumerate(those.relays) for stream in streams(router, 6, 30, first=20 * n)]
         assert await all_end(begun) == 12
@@ -82,7 +82,7 @@ def test_relays_of_other_machines_answer_as_the_brain_s_own(cluster: Cluster, tm
     with_machines(test, cluster, tmp_path)
 
 
-def test_a_machine_of_relays_that_dies_leaves_its_slots_to_the_others(cluster: Cluster, tmp_path: Path) -> None:
+def test_slots_of_a_dead_relay_machine_become_free_for_the_others(cluster: Cluster, tmp_path: Path) -> None:
     async def test(those: Machines) -> None:
         dies, stays = those.relays
         lost = streams(dies, 4, 3000)
@@ -111,7 +111,7 @@ def test_a_machine_of_relays_that_dies_leaves_its_slots_to_the_others(cluster: C
     [(signal.SIGKILL, 0), (signal.SIGKILL, 1), (signal.SIGSTOP, 1)],
     ids=["killed alone", "killed", "stopped"],
 )
-def test_streams_of_other_machines_outlive_the_brain(
+def test_relays_of_other_machines_survive_the_death_of_the_brain(
     cluster: Cluster, tmp_path: Path, number: signal.Signals, standbys: int
 ) -> None:
     async def test(those: Machines) -> None:
@@ -131,7 +131,7 @@ def test_streams_of_other_machines_outlive_the_brain(
 
 
 @pytest.mark.parametrize("epoch", ["", "100"], ids=["its clock is right", "its clock is behind"])
-def test_a_brain_s_machine_that_comes_back_with_nothing_is_joined_as_before(
+def test_far_relays_rejoin_a_brain_machine_that_lost_its_run_folder(
     cluster: Cluster, tmp_path: Path, epoch: str
 ) -> None:
     """Its run folder is in memory, so it knows no epoch of before, which relays of other machines have seen."""
@@ -200,9 +200,7 @@ def test_a_machine_that_drains_finishes_its_streams(cluster: Cluster, tmp_path: 
     asyncio.run(run())
 
 
-def test_a_peer_without_a_certificate_of_the_link_gets_nothing_and_does_no_harm(
-    cluster: Cluster, tmp_path: Path
-) -> None:
+def test_a_peer_without_a_link_certificate_gets_no_answer_and_does_no_harm(cluster: Cluster, tmp_path: Path) -> None:
     async def answer_to(port: int, context: ssl.SSLContext | None, said: bytes) -> bytes:
         """All that the brain sends to who says this, until it closes."""
         writer = None

@@ -79,9 +79,7 @@ def warnings_in(log: Path) -> list[str]:
     return [line for line in log.read_text().splitlines() if '"level":"warning"' in line and "history" in line]
 
 
-def test_a_restart_is_warm_from_its_first_request_and_a_kill_costs_no_more_than_the_last_batch(
-    cluster: Path, tmp_path: Path
-) -> None:
+def test_a_history_survives_a_restart_and_a_kill_loses_only_the_last_batch(cluster: Path, tmp_path: Path) -> None:
     history = tmp_path / "history.sqlite3"
     with serving(cluster, history, tmp_path / "first.log") as cold:
         assert cold.metric(ROWS) == 0
@@ -105,7 +103,7 @@ def test_a_restart_is_warm_from_its_first_request_and_a_kill_costs_no_more_than_
         assert warnings_in(third.log) == []
 
 
-def test_a_damaged_history_is_one_line_and_a_cold_start(cluster: Path, tmp_path: Path) -> None:
+def test_a_damaged_history_is_one_warning_and_a_cold_start(cluster: Path, tmp_path: Path) -> None:
     history = tmp_path / "history.sqlite3"
     history.write_bytes(b"no database at all " * 500)
     with serving(cluster, history, tmp_path / "router.log") as served:

@@ -45,7 +45,9 @@ def drain(router: Router) -> None:
 
 
 @pytest.mark.parametrize("ends", [kill, drain])
-def test_the_other_pod_takes_over(cluster: Cluster, tmp_path: Path, server: ApiServer, ends: object) -> None:
+def test_a_second_pod_leads_when_the_first_one_ends(
+    cluster: Cluster, tmp_path: Path, server: ApiServer, ends: object
+) -> None:
     folders = [tmp_path / name for name in ("a", "b")]
     for folder in folders:
         folder.mkdir()
@@ -77,7 +79,7 @@ def test_the_other_pod_takes_over(cluster: Cluster, tmp_path: Path, server: ApiS
     asyncio.run(run())
 
 
-def test_a_pod_that_stands_by_takes_other_slots_which_the_leader_refuses_and_leads_with_them(
+def test_a_standby_pod_reloads_other_slots_that_the_leader_refuses_and_leads_with_them(
     cluster: Cluster, tmp_path: Path, server: ApiServer
 ) -> None:
     file, folder, log = tmp_path / "router.yaml", tmp_path / "b", tmp_path / "b.log"
@@ -106,7 +108,7 @@ def test_a_pod_that_stands_by_takes_other_slots_which_the_leader_refuses_and_lea
     asyncio.run(run())
 
 
-def test_who_takes_over_from_the_leader_has_the_lease_at_once_while_the_other_pod_stands_by(
+def test_a_router_that_takes_over_from_the_leader_keeps_the_lease_beside_a_standby_pod(
     cluster: Cluster, tmp_path: Path, server: ApiServer
 ) -> None:
     port, standby, log = free_base_port((0,)), tmp_path / "b", tmp_path / "b.log"
@@ -139,7 +141,7 @@ def test_who_takes_over_from_the_leader_has_the_lease_at_once_while_the_other_po
     asyncio.run(run())
 
 
-def test_a_brain_of_another_machine_takes_over_with_the_lease(
+def test_a_brain_of_another_machine_leads_when_it_gets_the_lease(
     cluster: Cluster, tmp_path: Path, server: ApiServer
 ) -> None:
     """Two machines that may decide, and one of relays alone, which has both in its list."""

@@ -18,7 +18,7 @@ LEASE_S = 3600  # of real time, far longer than this test: only a decoder frees 
 
 
 @pytest.mark.parametrize("connector", ["mooncake_v1", "nixl"])
-def test_kv_that_a_killed_router_has_left_pinned_is_freed_by_its_next_start(tmp_path: Path, connector: str) -> None:
+def test_the_next_start_frees_kv_that_a_killed_router_left_pinned(tmp_path: Path, connector: str) -> None:
     pins, killed_log, next_log = (tmp_path / name for name in ("pins", "killed.log", "next.log"))
     flags = ["--max-num-seqs", str(SLOTS), "--connector", connector, "--lease", str(LEASE_S)]
     with emulated(tmp_path, 1, 1, *flags) as cluster:

@@ -65,7 +65,7 @@ async def _counted(router: Router, pattern: str, wanted: float) -> bool:
     return found is not None and float(found[1]) == wanted
 
 
-def test_counts_fall_for_no_death_of_a_process(cluster: Cluster, tmp_path: Path) -> None:
+def test_counters_never_fall_when_a_process_dies(cluster: Cluster, tmp_path: Path) -> None:
     finished = r'balanceroute_requests_total\{outcome="finished"\} (\S+)'
     ttft = r"balanceroute_request_ttft_seconds_count (\S+)"
 
@@ -95,7 +95,7 @@ def test_counts_fall_for_no_death_of_a_process(cluster: Cluster, tmp_path: Path)
     with_router(test, cluster, tmp_path)
 
 
-def test_a_killed_relay_takes_its_own_streams_along_and_nothing_else(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_killed_relay_ends_only_its_own_streams(cluster: Cluster, tmp_path: Path) -> None:
     async def test(router: Router) -> None:
         begun = streams(router, 14)  # more than there are slots
         await all_under_way(router, begun)
@@ -111,7 +111,7 @@ def test_a_killed_relay_takes_its_own_streams_along_and_nothing_else(cluster: Cl
     with_router(test, cluster, tmp_path)
 
 
-def test_a_keys_limits_are_the_router_s_and_outlive_its_relays(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_keys_limits_hold_for_all_relays_and_survive_a_restart_of_a_relay(cluster: Cluster, tmp_path: Path) -> None:
     entries = [
         {"name": "few", "sha256": hashlib.sha256(b"few").hexdigest(), "max_in_flight": 4},
         {"name": "slow", "sha256": hashlib.sha256(b"slow").hexdigest(), "requests_per_minute": 30},
@@ -159,7 +159,7 @@ def test_connections_and_bodies_within_the_routers_bounds_fit_its_relays(cluster
 
 
 @pytest.mark.parametrize("relays", [0, 2])
-def test_what_there_are_no_descriptors_for_is_refused_and_all_else_served(
+def test_connections_without_free_descriptors_are_refused_and_all_others_served(
     cluster: Cluster, tmp_path: Path, relays: int
 ) -> None:
     async def run() -> None:
@@ -176,7 +176,7 @@ def test_what_there_are_no_descriptors_for_is_refused_and_all_else_served(
     asyncio.run(run())
 
 
-def test_streams_go_on_without_a_brain_and_the_next_one_knows_them(cluster: Cluster, tmp_path: Path) -> None:
+def test_streams_go_on_without_a_brain_and_the_next_brain_takes_them_over(cluster: Cluster, tmp_path: Path) -> None:
     async def test(router: Router) -> None:
         begun = streams(router, 14)
         await all_under_way(router, begun)
@@ -216,9 +216,7 @@ def test_a_brain_that_dies_during_a_drain_is_back_and_drains_as_well(cluster: Cl
     asyncio.run(test())
 
 
-def test_a_relay_that_stands_still_during_a_drain_finds_a_brain_when_it_goes_on(
-    cluster: Cluster, tmp_path: Path
-) -> None:
+def test_a_relay_that_is_stopped_during_a_drain_finds_a_brain_when_it_resumes(cluster: Cluster, tmp_path: Path) -> None:
     async def test() -> None:
         async with a_router(cluster, tmp_path, relays=1) as router:
             begun = streams(router, 14)  # some wait for a slot
@@ -251,7 +249,7 @@ def test_a_run_folder_that_is_lost_during_a_drain_keeps_no_request_waiting(clust
 
 
 @pytest.mark.parametrize("which", ["brain", "relay"])
-def test_a_signal_to_drain_that_is_not_the_parents_ends_one_process_and_no_request(
+def test_a_drain_signal_to_one_child_process_ends_it_and_no_request(
     cluster: Cluster, tmp_path: Path, which: str
 ) -> None:
     async def test(router: Router) -> None:
@@ -269,7 +267,7 @@ def test_a_signal_to_drain_that_is_not_the_parents_ends_one_process_and_no_reque
     with_router(test, cluster, tmp_path, standbys=1)
 
 
-def test_one_relay_accepts_whichever_are_told_to_leave(cluster: Cluster, tmp_path: Path) -> None:
+def test_one_relay_keeps_accepting_when_all_get_sigterm(cluster: Cluster, tmp_path: Path) -> None:
     async def test(router: Router) -> None:
         begun = streams(router, RANKS * SLOTS)
         await all_under_way(router, begun)
@@ -287,7 +285,7 @@ def test_one_relay_accepts_whichever_are_told_to_leave(cluster: Cluster, tmp_pat
     with_router(test, cluster, tmp_path)
 
 
-def test_the_only_relay_goes_on_when_it_is_told_to_leave(cluster: Cluster, tmp_path: Path) -> None:
+def test_the_only_relay_ignores_sigterm_and_keeps_serving(cluster: Cluster, tmp_path: Path) -> None:
     async def test(router: Router) -> None:
         begun = streams(router, 4, 40)
         (pid,) = router.relays.values()
@@ -308,7 +306,7 @@ def test_the_only_relay_goes_on_when_it_is_told_to_leave(cluster: Cluster, tmp_p
 
 
 @pytest.mark.parametrize("how", ["emptied", "removed"])
-def test_a_run_folder_that_is_lost_is_made_anew_and_streams_go_on(cluster: Cluster, tmp_path: Path, how: str) -> None:
+def test_a_lost_run_folder_is_recreated_and_streams_go_on(cluster: Cluster, tmp_path: Path, how: str) -> None:
     run = tmp_path / "run"
 
     async def test() -> None:
@@ -344,7 +342,7 @@ def test_a_run_folder_that_is_lost_is_made_anew_and_streams_go_on(cluster: Clust
 
 @pytest.mark.parametrize("instead", ["nothing", "another's socket"])
 @pytest.mark.parametrize("name", ["link.sock", "operators.sock"])
-def test_a_socket_that_is_lost_is_made_anew_and_streams_go_on(
+def test_a_lost_socket_is_recreated_and_streams_go_on(
     cluster: Cluster, tmp_path: Path, name: str, instead: str
 ) -> None:
     async def test(router: Router) -> None:
@@ -364,7 +362,7 @@ def test_a_socket_that_is_lost_is_made_anew_and_streams_go_on(
 
 
 @pytest.mark.parametrize("name", ["lead", "life-relay-0", "counts-relay-0", "pins-relay-0", "spoilt pins-relay-0"])
-def test_what_is_in_the_way_of_a_file_of_the_run_folder_keeps_no_process_from_being_started_again(
+def test_an_obstacle_in_place_of_a_run_folder_file_does_not_prevent_restarts(
     cluster: Cluster, tmp_path: Path, name: str
 ) -> None:
     async def test(router: Router) -> None:
@@ -389,7 +387,7 @@ def test_what_is_in_the_way_of_a_file_of_the_run_folder_keeps_no_process_from_be
     with_router(test, cluster, tmp_path, standbys=1)
 
 
-def test_a_standby_moves_out_of_the_way_what_has_come_since_it_was_started(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_standby_moves_obstacles_aside_that_appeared_after_its_start(cluster: Cluster, tmp_path: Path) -> None:
     async def test(router: Router) -> None:
         await until((tmp_path / "lead.next").exists)  # it stands by
         link, led = tmp_path / "link.sock", len(router.brains)
@@ -405,7 +403,7 @@ def test_a_standby_moves_out_of_the_way_what_has_come_since_it_was_started(clust
     with_router(test, cluster, tmp_path, standbys=1)
 
 
-def test_a_record_of_pinned_kv_that_somebody_has_removed_is_made_again(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_removed_record_of_pinned_kv_is_recreated(cluster: Cluster, tmp_path: Path) -> None:
     async def test(router: Router) -> None:
         path = tmp_path / "pins-relay-0"
         path.unlink()
@@ -416,7 +414,7 @@ def test_a_record_of_pinned_kv_that_somebody_has_removed_is_made_again(cluster: 
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stands still"])
-def test_a_standby_takes_over_and_a_brain_that_goes_on_finds_itself_deposed(
+def test_a_standby_takes_over_and_the_former_brain_exits_when_it_resumes(
     cluster: Cluster, tmp_path: Path, how: signal.Signals
 ) -> None:
     async def test(router: Router) -> None:
@@ -443,9 +441,7 @@ def test_a_standby_takes_over_and_a_brain_that_goes_on_finds_itself_deposed(
     with_router(test, cluster, tmp_path, standbys=1)
 
 
-def test_a_file_that_is_half_written_keeps_no_process_from_being_started_again(
-    cluster: Cluster, tmp_path: Path
-) -> None:
+def test_a_half_written_key_file_does_not_prevent_restarts(cluster: Cluster, tmp_path: Path) -> None:
     keys = tmp_path / "keys.yaml"
     keys.write_text(f"- name: a\n  sha256: {sha256(b'a').hexdigest()}\n")
 
@@ -464,9 +460,7 @@ def test_a_file_that_is_half_written_keeps_no_process_from_being_started_again(
     with_router(test, cluster, tmp_path, "--set", f"auth.client_keys={keys}", standbys=1)
 
 
-def test_all_processes_go_by_the_reload_of_the_parent_whatever_the_file_holds_when_they_hear_of_it(
-    cluster: Cluster, tmp_path: Path
-) -> None:
+def test_all_processes_apply_the_configuration_that_the_parent_has_read(cluster: Cluster, tmp_path: Path) -> None:
     file = tmp_path / "router.yaml"
     before = cluster.config.read_text()
     file.write_text(before)
@@ -505,7 +499,7 @@ def test_sighup_while_the_router_starts_does_not_end_it(cluster: Cluster, tmp_pa
         assert running.poll() is None, log.read_text()
 
 
-def test_a_relay_that_was_stopped_is_given_up_and_joins_anew(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_relay_that_was_stopped_is_declared_lost_and_rejoins(cluster: Cluster, tmp_path: Path) -> None:
     async def test(router: Router) -> None:
         begun = streams(router, 14)
         await all_under_way(router, begun)
@@ -599,7 +593,7 @@ def test_a_key_gets_no_second_burst_from_a_router_that_takes_over(cluster: Clust
 
 
 @pytest.mark.parametrize("relays", [2, 1], ids=["as many relays", "fewer"])
-def test_what_all_processes_had_pinned_is_free_after_the_next_start(
+def test_the_next_start_frees_the_kv_that_all_processes_had_pinned(
     cluster: Cluster, tmp_path: Path, relays: int
 ) -> None:
     async def killed() -> None:
@@ -624,7 +618,7 @@ def test_what_all_processes_had_pinned_is_free_after_the_next_start(
 
 
 @pytest.mark.parametrize("died", ["a relay", "the brain"])
-def test_decode_workers_that_call_back_find_the_relay_that_has_their_request(tmp_path: Path, died: str) -> None:
+def test_callbacks_of_decode_workers_reach_the_relay_that_has_their_request(tmp_path: Path, died: str) -> None:
     async def run(cluster: Cluster) -> None:
         port = free_base_port((0,))
         url = f"layerwise.callback_url=http://127.0.0.1:{port}"

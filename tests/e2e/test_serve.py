@@ -92,7 +92,7 @@ async def ask(client: openai.AsyncOpenAI, n: int) -> None:
             assert text == whole.choices[0].message.content
 
 
-def test_the_official_client_gets_200_mixed_answers_and_nothing_is_left(deployment: Deployment) -> None:
+def test_the_official_client_gets_200_mixed_answers_and_no_request_remains(deployment: Deployment) -> None:
     async def load() -> None:
         http = httpx.AsyncClient(limits=httpx.Limits(max_connections=None), timeout=60, trust_env=False)
         async with openai.AsyncOpenAI(
@@ -157,7 +157,7 @@ def test_bad_flags_end_in_one_line_and_exit_code_2(arguments: list[str], told: s
     assert told in done.stderr and done.stderr.count("\n") == 1
 
 
-def test_all_that_is_wrong_with_the_settings_is_said_at_once_a_line_each() -> None:
+def test_each_wrong_setting_is_reported_on_its_own_line() -> None:
     command = [sys.executable, "-m", "balanceroute", "serve", "--set", "routing.gamma=9"]
     done = subprocess.run(command, capture_output=True, text=True)
     lines = done.stderr.splitlines()
@@ -215,7 +215,7 @@ def test_sighup_as_soon_as_the_port_is_open_reloads_and_ends_nothing(tmp_path: P
         assert router.poll() is None
 
 
-def test_sighup_reloads_the_file_and_keeps_serving_when_it_is_wrong(cluster: Cluster, tmp_path: Path) -> None:
+def test_sighup_reloads_the_file_and_a_wrong_file_changes_nothing(cluster: Cluster, tmp_path: Path) -> None:
     config, log = tmp_path / "router.yaml", tmp_path / "router.log"
     text = cluster.config.read_text()
     config.write_text(text + "queue: {max_queued: 100}\n")
@@ -234,7 +234,7 @@ def test_sighup_reloads_the_file_and_keeps_serving_when_it_is_wrong(cluster: Clu
 
 
 @pytest.mark.parametrize("relays", [0, 1])
-def test_a_configuration_that_never_answers_stops_nobody_and_the_next_signal_counts(
+def test_a_configuration_file_that_blocks_delays_no_request_and_the_next_sighup_works(
     cluster: Cluster, tmp_path: Path, relays: int
 ) -> None:
     config, log = tmp_path / "router.yaml", tmp_path / "router.log"
@@ -277,7 +277,7 @@ def open_when_read(pipe: Path) -> Iterator[None]:
         os.close(opened[0])
 
 
-def test_a_client_that_sends_no_headers_is_hung_up_on(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_client_that_sends_no_headers_in_time_is_disconnected(cluster: Cluster, tmp_path: Path) -> None:
     log = tmp_path / "router.log"
     flags = ["--host", "127.0.0.1", "--port", "0", "--set", "limits.client_header_timeout_s=0.3"]
     with process("serve", "--config", str(cluster.config), *flags, log=log) as router:
@@ -288,7 +288,7 @@ def test_a_client_that_sends_no_headers_is_hung_up_on(cluster: Cluster, tmp_path
                 assert slow.recv(100).startswith(told) and (told or not slow.recv(100))
 
 
-def test_a_journal_that_cannot_be_begun_is_named(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_journal_that_cannot_be_opened_is_named(cluster: Cluster, tmp_path: Path) -> None:
     journal = tmp_path / "no_folder" / "journal.jsonl"
     command = [
         sys.executable,

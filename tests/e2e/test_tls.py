@@ -103,7 +103,7 @@ def test_clients_are_served_over_tls_alone_and_a_new_certificate_needs_no_restar
         assert router.status(new.client()) == 200
 
 
-def test_where_clients_must_show_a_certificate_a_new_ca_of_theirs_counts_from_the_reload_on(tmp_path: Path) -> None:
+def test_a_new_client_ca_takes_effect_with_the_reload(tmp_path: Path) -> None:
     server, first, second = (Authority(tmp_path, name) for name in ("server", "first", "second"))
     ca = tmp_path / "clients.pem"
     ca.write_bytes(first.file.read_bytes())
@@ -202,7 +202,7 @@ def test_files_that_cannot_be_used_are_one_line(tmp_path: Path, tls: dict[str, s
         ([], {}, []),
     ],
 )
-def test_serve_says_who_may_use_the_cluster(
+def test_serve_logs_who_may_use_the_cluster(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str], environ: dict[str, str], told: list[str]
 ) -> None:
     for name, value in environ.items():
@@ -213,7 +213,7 @@ def test_serve_says_who_may_use_the_cluster(
         assert all(text in line for text, line in zip(told, lines, strict=True))
 
 
-def test_handshakes_that_never_end_keep_nobody_out_and_are_closed_in_time(tmp_path: Path) -> None:
+def test_unfinished_handshakes_block_no_client_and_are_closed_in_time(tmp_path: Path) -> None:
     authority = Authority(tmp_path, "server")
     tls = {"cert_file": str(authority.write_chain(tmp_path / "chain.pem"))}
     limits = {"max_connections": 8, "client_header_timeout_s": 1.0}

@@ -94,7 +94,7 @@ async def a_brain(config: Config, folder: RunFolder, relays: int = 2, again: boo
 @asynccontextmanager
 async def a_relay(config: Config, folder: RunFolder, name: str) -> AsyncIterator[Relay]:
     """One that has found a brain."""
-    life = Lives(folder).come_to_life(name)
+    life = Lives(folder).lock_life(name)
     app = create_relay_app(Configured.read(config), folder, name, life)
     server = RelayServer(app, config)
     with os.fdopen(life), socket.socket() as listener:

@@ -110,7 +110,7 @@ async def test_a_change_of_several_workers_that_cannot_all_be_made_changes_none(
         assert [(worker.id, worker.state, worker.drained, worker.leaving) for worker in fleet] == before
 
 
-async def test_one_rank_of_a_server_is_drained_and_removed_by_its_rank_or_id_and_all_of_them_by_their_url() -> None:
+async def test_a_rank_is_drained_by_its_rank_or_id_and_all_ranks_by_their_url() -> None:
     async with running(ClusterShape(prefillers=1, decoders=4, ranks_per_url=4, time_scale=0.02)) as router:
         fleet, url = router.app.services.fleet, router.cluster.decode_urls[0]
         name = url.removeprefix("http://")
@@ -143,7 +143,7 @@ async def test_a_worker_is_named_as_it_is_listed_whatever_its_url_leaves_out(url
         assert reply.status_code == 200 and listed not in reply.json()["current_prefill_instances"]
 
 
-async def test_a_router_whose_decode_workers_are_all_drained_is_not_ready_and_says_which_they_are() -> None:
+async def test_readiness_fails_and_names_the_workers_when_all_decode_workers_are_drained() -> None:
     async with running(SHAPE) as router:
         body = {"type": "decode", "instances": router.cluster.decode_urls}
         names = [url.removeprefix("http://") for url in router.cluster.decode_urls]
@@ -185,7 +185,7 @@ async def test_changes_need_the_admin_token_where_one_is_set() -> None:
         assert (await router.client.post("/instances/drain", json=body, headers=headers)).status_code == 200
 
 
-async def test_a_router_that_starts_before_some_workers_serves_with_the_others_and_takes_them_in_later() -> None:
+async def test_a_router_that_starts_before_some_workers_serves_and_adds_them_later() -> None:
     def with_dead_decoder(config: Config) -> Config:
         dead = DecodeWorker.model_validate({"url": "http://127.0.0.1:1", "id": "dead"})
         decode = config.decode.model_copy(update={"workers": (dead, *config.decode.workers)})
@@ -199,7 +199,7 @@ async def test_a_router_that_starts_before_some_workers_serves_with_the_others_a
         assert (await router.client.get("/ready")).status_code == 200
 
 
-async def test_workers_that_go_and_come_back_are_noticed_by_their_health() -> None:
+async def test_health_checks_notice_workers_that_go_down_and_come_back() -> None:
     async with running(SHAPE, health={"interval_s": 0.05, "failure_threshold": 2}) as router:
         await router.cluster.inject("d1", "stop")
         await until(lambda: states(router)["d1"] == "down")
@@ -235,7 +235,7 @@ async def test_a_decoder_without_progress_is_taken_out_although_its_health_is_20
         await router.settled()
 
 
-async def test_requests_that_a_worker_runs_for_somebody_else_are_told_as_divergence(
+async def test_requests_that_a_worker_runs_for_others_are_reported_as_divergence(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with running(SHAPE, prefill={"poll_interval_s": 0.02}) as router:
@@ -296,7 +296,7 @@ async def test_a_request_that_any_worker_can_answer_is_passed_on() -> None:
         assert (await router.client.post("/reset_prefix_cache")).status_code in (200, 500)
 
 
-async def test_a_journal_of_live_decisions_runs_again_to_the_same(tmp_path: Path) -> None:
+async def test_rerunning_a_journal_of_live_decisions_gives_the_same_decisions(tmp_path: Path) -> None:
     async with EmulatedCluster(patient(SHAPE)) as cluster:
         config = configuration(cluster)
         app = create_app(config, journal=tmp_path / "journal", strict=True)
@@ -362,7 +362,7 @@ async def test_requests_go_on_while_a_reload_reads_a_long_file_of_keys(monkeypat
         assert await reloading == []
 
 
-async def test_another_policy_takes_no_file_with_it_that_waits_for_its_reload(tmp_path: Path) -> None:
+async def test_a_switch_of_policy_does_not_reread_the_key_file(tmp_path: Path) -> None:
     keys = tmp_path / "keys.yaml"
     keys.write_text(f"- {{name: a, sha256: {'ab' * 32}}}\n")
     async with running(SHAPE, auth={"client_keys": str(keys)}) as router:
@@ -373,7 +373,7 @@ async def test_another_policy_takes_no_file_with_it_that_waits_for_its_reload(tm
 
 
 @pytest.mark.parametrize(("kind", "tier"), [("decode", "decode"), ("prefill", "decode"), ("decode", "prefill")])
-async def test_a_server_that_is_here_does_not_come_a_second_time_under_another_name(kind: str, tier: str) -> None:
+async def test_a_server_is_not_added_again_under_another_name(kind: str, tier: str) -> None:
     async with running(SHAPE) as router:
         url = (router.cluster.decode_urls if tier == "decode" else router.cluster.prefill_urls)[0]
         body = {"type": kind, "instances": [{"url": url, "id": "alias"}]}
@@ -382,7 +382,7 @@ async def test_a_server_that_is_here_does_not_come_a_second_time_under_another_n
         assert "alias" not in router.app.services.fleet
 
 
-async def test_the_router_s_own_address_is_no_worker_that_can_be_added() -> None:
+async def test_the_routers_own_address_cannot_be_added_as_a_worker() -> None:
     async with running(SHAPE) as router:
         own = f"127.0.0.1:{router.app.services.config.listen.port}"
         reply = await router.client.post("/instances/add", json={"type": "decode", "instances": ["127.0.0.1:1", own]})

@@ -44,7 +44,7 @@ def states(relay: Relay) -> dict[str, WorkerState]:
     return {worker.id: worker.state for worker in relay.app.services.fleet}
 
 
-async def test_what_an_operator_does_at_one_relay_holds_for_all() -> None:
+async def test_an_operators_change_at_one_relay_holds_for_all_relays() -> None:
     async with relayed(FAST) as router:
         one, other = router.relays
         url = router.cluster.decode_urls[0]
@@ -120,7 +120,7 @@ async def test_each_route_answers_each_method_at_a_relay_as_without_relays() -> 
                 assert here.headers["content-length"] == there.headers["content-length"], (method, path)
 
 
-async def test_the_head_of_an_answer_of_the_brain_has_its_length() -> None:
+async def test_a_brains_answer_states_its_length() -> None:
     async with relayed(FAST, count=1) as router:
         client = router.relays[0].client
         head, whole = await client.head("/dashboard"), await client.get("/dashboard")
@@ -129,7 +129,7 @@ async def test_the_head_of_an_answer_of_the_brain_has_its_length() -> None:
             assert "transfer-encoding" not in reply.headers
 
 
-async def test_the_admin_token_is_asked_for_at_the_relay() -> None:
+async def test_the_relay_checks_the_admin_token() -> None:
     async with relayed(FAST, count=1, auth={"admin_token": "a-token-of-some-length"}) as router:
         client = router.relays[0].client
         assert (await client.get("/state")).status_code == 401
@@ -314,7 +314,7 @@ class Unheard:
         return getattr(self._brain, name)
 
 
-async def test_what_a_relay_counted_last_is_counted_though_no_brain_has_heard_it() -> None:
+async def test_counts_that_a_relay_has_not_sent_to_the_brain_yet_are_kept() -> None:
     async with relayed(FAST, count=1) as router:
         async with a_relay(router.config, router.folder, "relay-7") as relay:
             await until(lambda: relay.app.services.known.is_set())
@@ -334,7 +334,7 @@ def finished(series: dict[str, float]) -> float:
     return series["balanceroute_requests_total{'outcome': 'finished'}"]
 
 
-async def test_counts_that_cannot_be_read_for_want_of_a_descriptor_are_503_at_metrics(
+async def test_metrics_answers_503_when_no_descriptor_is_left_to_read_counts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def counts_of_others(kept: KeptCounts, known: object) -> list[bytes]:
@@ -380,7 +380,7 @@ async def test_no_count_falls_or_doubles_when_files_of_relays_that_are_gone_are_
             assert finished(await scraped(relay)) == 4
 
 
-async def test_a_brain_that_leads_no_more_neither_keeps_nor_shows_counts() -> None:
+async def test_a_brain_that_no_longer_leads_neither_stores_nor_shows_counts() -> None:
     async with relayed(FAST, count=1) as router:
         relay = router.relays[0]
         await answered(relay, 1)
@@ -440,7 +440,7 @@ async def test_a_keys_limit_holds_over_relays_that_share_no_memory(tmp_path: Pat
         await router.settled()
 
 
-async def test_a_connector_that_is_not_the_configured_one_is_told_by_the_brain() -> None:
+async def test_the_brain_reports_a_connector_that_differs_from_the_configured_one() -> None:
     shape = ClusterShape(prefillers=1, decoders=1, max_num_seqs=4, time_scale=0.02)
     async with relayed(shape, connector="nixl") as router:
         await answered(router.relays[0], 1)
@@ -458,7 +458,7 @@ async def test_the_brain_takes_part_in_a_drain_and_relays_refuse() -> None:
         assert refused.status_code == 503 and "shutting down" in refused.text
 
 
-async def test_a_worker_that_died_of_one_relay_s_request_is_no_evidence_against_another_s() -> None:
+async def test_a_worker_loss_that_one_relay_explains_clears_requests_of_other_relays() -> None:
     async with relayed(FAST) as router:
         here, there = (relay.app.services for relay in router.relays)
         cause, bystander = Suspect(), Suspect()

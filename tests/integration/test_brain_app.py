@@ -46,7 +46,7 @@ def workers_added(journal: Path) -> int:
     return journal.read_text().count('"add_worker"')
 
 
-async def test_a_brain_that_cannot_listen_for_relays_ends_what_it_has_begun(tmp_path: Path) -> None:
+async def test_a_brain_that_cannot_listen_for_relays_closes_what_it_opened(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     folder.link.mkdir()
     async with beginning(folder, tmp_path / "journal") as app:
@@ -55,7 +55,7 @@ async def test_a_brain_that_cannot_listen_for_relays_ends_what_it_has_begun(tmp_
                 pass
 
 
-async def test_a_brain_that_cannot_listen_for_other_machines_ends_what_it_has_begun(tmp_path: Path) -> None:
+async def test_a_brain_that_cannot_listen_for_far_relays_closes_what_it_opened(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     async with beginning(folder, tmp_path / "journal") as app:
         with socket.socket(type=socket.SOCK_DGRAM) as link, pytest.raises(ConfigError, match="listen.link"):
@@ -66,7 +66,7 @@ async def test_a_brain_that_cannot_listen_for_other_machines_ends_what_it_has_be
 
 
 @pytest.mark.parametrize("again", [False, True])
-async def test_only_a_router_that_has_been_up_goes_on_without_a_journal_that_cannot_be_begun(
+async def test_only_a_restarted_brain_leads_without_a_journal_that_cannot_be_opened(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, again: bool
 ) -> None:
     folder, lead = RunFolder(tmp_path), FileLead(tmp_path / "lead")
@@ -93,7 +93,7 @@ def test_a_journal_that_a_brain_has_begun_stays_and_the_next_one_writes_beside_i
     assert BrainSetup(LINEAGE, journal).as_leader(waited=True).journal == tmp_path / f"journal.{os.getpid()}"
 
 
-async def test_a_brain_that_takes_over_leads_without_a_predictor_whose_file_is_broken_until_a_reload_finds_it(
+async def test_a_restarted_brain_leads_without_a_broken_predictor_until_a_reload_repairs_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = tmp_path / "model.npz"
@@ -122,7 +122,7 @@ async def test_a_brain_that_takes_over_leads_without_a_predictor_whose_file_is_b
 
 
 @pytest.mark.parametrize("broken", [None, "def FirstFit(patience_s):\n    raise RuntimeError"], ids=["gone", "fails"])
-async def test_a_brain_leads_under_the_default_policy_where_its_own_can_be_imported_no_more_until_a_reload_finds_it(
+async def test_a_restarted_brain_uses_the_default_policy_until_a_reload_can_import_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, broken: str | None
 ) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -31,13 +31,13 @@ from tests.waiting import until
 pytestmark = pytest.mark.anyio
 
 
-async def test_a_relay_that_cannot_hear_callbacks_ends_what_it_has_begun(tmp_path: Path) -> None:
+async def test_a_relay_that_cannot_listen_for_callbacks_closes_what_it_opened(tmp_path: Path) -> None:
     urls = [{"url": f"http://127.0.0.1:{port}"} for port in (1, 2)]
     sections = {"prefill": {"workers": urls[:1]}, "decode": {"workers": urls[1:], "max_num_seqs": 2}}
     layerwise = {"connector": "mooncake_layerwise", "layerwise": {"callback_url": "http://127.0.0.1:3"}}
     folder = RunFolder(tmp_path)
     folder.callbacks("relay-0").mkdir()
-    with os.fdopen(life := Lives(folder).come_to_life("relay-0")):
+    with os.fdopen(life := Lives(folder).lock_life("relay-0")):
         app = create_relay_app(Configured.read(validate(sections | layerwise)), folder, "relay-0", life)
         with pytest.raises(OSError):
             async with app.router.lifespan_context(app):
@@ -64,7 +64,7 @@ def callbacks(relay: Relay, outcome: str) -> float:
     return relay.app.services.metrics.callbacks.value(outcome)
 
 
-async def test_a_callback_that_arrives_at_another_relay_is_passed_on() -> None:
+async def test_a_callback_at_the_wrong_relay_is_forwarded() -> None:
     async with relayed(SHAPE) as router:
 
         async def pass_on(request: httpx.Request) -> httpx.Response:
@@ -115,7 +115,7 @@ async def status_before_body(relay: Relay, path: str) -> int:
 
 
 @pytest.mark.parametrize("full", [False, True], ids=["once", "and the disk is full"])
-async def test_a_relay_whose_socket_somebody_has_removed_is_found_again(
+async def test_a_removed_callback_socket_of_a_relay_is_recreated(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, full: bool
 ) -> None:
     monkeypatch.setattr(callbacks_module, "LOOK_S", 0.02)
@@ -139,7 +139,7 @@ async def test_a_relay_whose_socket_somebody_has_removed_is_found_again(
         await router.settled()
 
 
-async def test_a_relay_whose_socket_another_file_has_taken_the_place_of_is_found_again(
+async def test_a_replaced_callback_socket_of_a_relay_is_recreated(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(callbacks_module, "LOOK_S", 0.02)
@@ -189,7 +189,7 @@ async def test_a_callback_without_the_token_is_refused_at_every_relay_before_its
 
 
 @pytest.mark.parametrize(("body", "status"), [(b'{"request_id": "cmpl-nobody-0"}', 404), (b"[1]", 400), (b"{", 400)])
-async def test_what_is_wrong_with_a_callback_is_said_by_any_relay(body: bytes, status: int) -> None:
+async def test_any_relay_reports_what_is_wrong_with_a_callback(body: bytes, status: int) -> None:
     async with relayed(ONE) as router, intercepted(router) as (_, asked):
         other = router.relays[1].client
         reply = await other.post(asked.url.path, content=body)

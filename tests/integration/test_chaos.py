@@ -119,7 +119,7 @@ async def heal(router: Router) -> None:
 @pytest.mark.slow
 @settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.integers(0, 2**32), st.lists(FAULT, max_size=8))
-def test_no_fault_yields_a_wrong_answer_or_leaves_anything_behind(
+def test_no_fault_causes_a_wrong_answer_or_a_leak(
     seed: int, faults: list[tuple[str, FaultKind, dict[str, Any]]]
 ) -> None:
     with asyncio.Runner(loop_factory=Loop) as runner:

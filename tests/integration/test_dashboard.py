@@ -35,7 +35,7 @@ async def test_the_page_needs_nothing_from_elsewhere() -> None:
         assert (await router.client.get("/dashboard/assets/..%2fpage.html")).status_code == 404
 
 
-async def test_a_process_that_starts_while_its_version_is_replaced_has_the_page_all_the_same(
+async def test_a_process_serves_its_own_dashboard_page_while_its_files_are_replaced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def no_file(*_: object) -> bytes:
@@ -112,7 +112,7 @@ async def test_a_drain_and_another_policy_are_events_and_the_knobs_are_those_of_
 
 
 @pytest.mark.parametrize("body", [b"{}", b"no", b'{"policy": "os:system"}', b'{"policy": 3}', b"[]"])
-async def test_a_policy_that_is_none_is_refused_and_nothing_is_imported(body: bytes) -> None:
+async def test_an_unknown_policy_is_refused_and_nothing_is_imported(body: bytes) -> None:
     async with running() as router:
         headers = {"content-type": "application/json"}
         reply = await router.client.post("/routing/policy", content=body, headers=headers)
@@ -122,7 +122,7 @@ async def test_a_policy_that_is_none_is_refused_and_nothing_is_imported(body: by
         assert (await router.client.get("/dashboard/what_if?" + "policy=br_0&" * 5)).status_code == 400
 
 
-async def test_what_other_policies_would_do_now_stands_side_by_side_and_changes_nothing() -> None:
+async def test_what_if_lists_other_policies_side_by_side_and_changes_nothing() -> None:
     shape = ClusterShape(prefillers=1, decoders=2, max_num_seqs=1)
     async with running(shape) as router:
         body = completion(max_tokens=300)
@@ -138,7 +138,7 @@ async def test_what_other_policies_would_do_now_stands_side_by_side_and_changes_
         await router.settled()
 
 
-async def test_decisions_are_listed_with_what_would_have_been_done_instead() -> None:
+async def test_each_listed_decision_has_its_runner_up() -> None:
     shape = ClusterShape(prefillers=1, decoders=2, max_num_seqs=2, time_scale=0.1)
     async with running(shape) as router:
         await news_until(router, lambda news: news["sample"] is not None)  # somebody watches
@@ -170,14 +170,14 @@ async def test_decisions_are_listed_with_what_would_have_been_done_instead() -> 
 
 
 @pytest.mark.parametrize("last", ["0", "101", "-1", "x", "9" * 400, "²"])
-async def test_a_number_of_decisions_that_is_none_is_refused(last: str) -> None:
+async def test_an_invalid_number_of_decisions_is_refused(last: str) -> None:
     async with running() as router:
         reply = await router.client.get("/decisions", params={"last": last})
         assert reply.status_code == 400 and "1 to 100" in reply.json()["error"]["message"]
         assert (await router.client.get("/decisions")).json() == {"count": 0, "decisions": []}
 
 
-async def test_asking_for_decisions_is_watching_them() -> None:
+async def test_requesting_decisions_turns_on_their_recording() -> None:
     shape = ClusterShape(prefillers=1, decoders=2, max_num_seqs=2, time_scale=0.1)
     async with running(shape) as router:
         requests = asyncio.ensure_future(keep_asking(router))

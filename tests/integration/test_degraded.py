@@ -46,7 +46,7 @@ UNTELLING: dict[str, Page] = {
 
 
 @pytest.mark.parametrize("others", UNTELLING.values(), ids=UNTELLING.keys())
-async def test_a_page_that_does_not_tell_is_said_once_and_requests_are_served(
+async def test_a_metrics_page_without_usage_is_reported_once_and_requests_are_served(
     others: Page, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with attacked() as router:
@@ -67,7 +67,7 @@ async def test_a_page_that_does_not_tell_is_said_once_and_requests_are_served(
         assert (await router.client.get("/ready")).json()["status"] == "ready"
 
 
-async def test_unknown_usage_bounds_the_probes_under_way() -> None:
+async def test_unknown_kv_usage_limits_concurrent_probes() -> None:
     """Of 20 requests, the prefiller is asked for 8 at once; the others wait."""
     async with attacked() as router:
         router.prefiller.others = UNTELLING["404"]
@@ -87,7 +87,7 @@ async def test_unknown_usage_bounds_the_probes_under_way() -> None:
         assert len(router.prefiller.asked) == 20
 
 
-async def test_a_page_that_cannot_be_reached_counts_as_full_while_another_prefiller_can_be_asked() -> None:
+async def test_a_prefiller_with_an_unreachable_metrics_page_counts_as_full_while_another_is_available() -> None:
     async with running(QUICK, health={"interval_s": 0.05, "timeout_s": 0.2}) as router:
         services = router.app.services
         silent, well = (
@@ -106,7 +106,7 @@ async def test_a_page_that_cannot_be_reached_counts_as_full_while_another_prefil
         assert (await router.client.post("/v1/completions", json=completion(max_tokens=2))).status_code == 200
 
 
-async def test_no_healthy_prefiller_is_a_503_at_once_whatever_the_metrics_say() -> None:
+async def test_requests_get_503_at_once_without_a_healthy_prefiller() -> None:
     async with attacked() as router:
         router.prefiller.others = lambda asked: reply({}, status="404 Not Found")  # /health too
         await until(lambda: not router.app.services.fleet["p0"].healthy)
@@ -128,7 +128,7 @@ async def hang_metrics(url: str, client: httpx.AsyncClient) -> None:
     assert reply.status_code == 200, reply.text
 
 
-async def test_a_wrong_connector_is_said_and_its_shorter_lease_kept_to(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_wrong_connector_is_reported_and_its_shorter_lease_applies(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     async with running(NIXL, connector="mooncake_v1") as router:
         services = router.app.services
@@ -144,14 +144,14 @@ async def test_a_wrong_connector_is_said_and_its_shorter_lease_kept_to(caplog: p
         await router.settled()
 
 
-async def test_an_operators_own_word_on_pinned_kv_stays() -> None:
+async def test_the_operators_kv_pin_s_overrides_the_connectors_lease() -> None:
     async with running(NIXL, connector="mooncake_v1", prefill={"kv_pin_s": 100.0}, pool={"ttl_s": 90.0}) as router:
         assert (await router.client.post("/v1/completions", json=completion(max_tokens=2))).status_code == 200
         assert router.app.services.config.pool_ttl_s == 90.0
         assert (await router.client.get("/ready")).json()["status"] == "degraded"
 
 
-async def test_a_prefiller_that_pins_is_refused_where_the_decoder_comes_first() -> None:
+async def test_a_prefiller_that_pins_is_refused_in_decode_first_mode() -> None:
     """The decode worker would wait for a push that never comes."""
     async with running(LAYERWISE) as router:
         services = router.app.services
@@ -172,7 +172,7 @@ async def test_a_prefiller_that_pins_is_refused_where_the_decoder_comes_first() 
         assert ready.status_code == 200 and "set connector: nixl" in ready.json()["reasons"][0]
 
 
-async def test_the_right_connector_is_no_news() -> None:
+async def test_the_configured_connector_raises_no_condition() -> None:
     for connector in (Connector.NIXL, Connector.MOONCAKE_V1):
         shape = ClusterShape(prefillers=1, decoders=1, max_num_seqs=8, time_scale=0.02, connector=connector)
         async with running(shape) as router:
@@ -181,7 +181,7 @@ async def test_the_right_connector_is_no_news() -> None:
             assert router.app.services.fleet[next(iter(router.app.services.fleet)).id].kv_connector == str(connector)
 
 
-async def test_a_decoder_that_never_asks_for_a_prefill_is_named_before_its_requests_are_late(
+async def test_a_decode_worker_that_never_requests_a_prefill_is_reported_before_requests_time_out(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("balanceroute.proxy.life.layerwise.CALLBACK_S", 0.05)
@@ -196,7 +196,7 @@ async def test_a_decoder_that_never_asks_for_a_prefill_is_named_before_its_reque
         await router.settled()
 
 
-async def test_a_decoder_that_asks_late_is_no_longer_degraded(
+async def test_a_decode_worker_that_requests_a_prefill_late_clears_its_condition(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)

@@ -103,7 +103,7 @@ def test_a_client_that_leaves_the_decode_queue_frees_the_prefiller_too() -> None
     run(test)
 
 
-def test_kv_that_nobody_pulls_expires_and_its_late_decode_gets_wrong_tokens() -> None:
+def test_unpulled_kv_expires_and_its_late_decode_gets_wrong_tokens() -> None:
     async def test() -> None:
         async with a_cluster(lease_s=2.0) as (cluster, client):
             params = await probe(cluster, client, PROMPT)
@@ -116,7 +116,7 @@ def test_kv_that_nobody_pulls_expires_and_its_late_decode_gets_wrong_tokens() ->
     run(test)
 
 
-def test_a_prefiller_that_dies_before_the_pull_fails_the_decode_and_is_nobodys_fault() -> None:
+def test_a_prefiller_that_dies_before_the_pull_fails_the_decode_without_a_violation() -> None:
     async def test() -> None:
         async with a_cluster(decoders=1, transfer_s=5.0) as (cluster, client):
             params = await probe(cluster, client, PROMPT)
@@ -313,7 +313,7 @@ def test_a_broken_connection_is_broken_for_the_client_and_freed_here(kind: str, 
 
 @SOCKETS
 @pytest.mark.parametrize("kind", ["merge_events", "split_bytes", "late_done", "gzip"])
-def test_odd_framing_changes_no_token(kind: str, listen: bool) -> None:
+def test_unusual_framing_changes_no_token(kind: str, listen: bool) -> None:
     async def test() -> None:
         async with a_cluster(listen=listen) as (cluster, client):
             await cluster.inject("d0", kind)
@@ -322,7 +322,7 @@ def test_odd_framing_changes_no_token(kind: str, listen: bool) -> None:
     run(test)
 
 
-def test_two_events_come_in_one_write() -> None:
+def test_a_fault_can_join_two_events_in_one_write() -> None:
     async def test() -> None:
         async with a_cluster() as (cluster, client):
             await cluster.inject("d0", "merge_events")
@@ -345,7 +345,7 @@ def test_two_events_come_in_one_write() -> None:
         ("recompute", b'"stop_reason":"recomputed"', b'"finish_reason":"length"'),
     ],
 )
-def test_a_stream_fault_looks_as_it_says(kind: str, present: bytes, absent: bytes) -> None:
+def test_each_stream_fault_has_its_described_effect(kind: str, present: bytes, absent: bytes) -> None:
     async def test() -> None:
         async with a_cluster() as (cluster, client):
             await cluster.inject("d0", kind, after_events=2)
@@ -367,7 +367,7 @@ def test_a_recompute_before_the_first_token_shows_only_done() -> None:
     run(test)
 
 
-def test_status_faults_count_down_and_can_aim_at_health() -> None:
+def test_a_status_fault_counts_down_and_can_apply_to_health() -> None:
     async def test() -> None:
         async with a_cluster() as (cluster, client):
             await cluster.inject("d0", "status", count=2, status=503)
@@ -437,7 +437,7 @@ def test_a_stopped_worker_refuses_connections_and_comes_back_empty_on_its_port(l
     run(test)
 
 
-def test_a_worker_that_is_told_to_stop_over_its_own_port_stops_and_lets_the_cluster_end() -> None:
+def test_a_worker_stopped_over_its_own_port_stops_and_the_cluster_can_end() -> None:
     async def test() -> None:
         async with asyncio.timeout(10):
             async with a_cluster(listen=True) as (cluster, client):
@@ -506,7 +506,7 @@ def test_stop_strings_and_stop_ids_end_an_answer_early_and_free_its_slot() -> No
     run(test)
 
 
-def test_a_slow_client_gets_every_byte_and_stalls_nobody() -> None:
+def test_a_slow_client_gets_every_byte_and_delays_no_other_client() -> None:
     async def test() -> None:
         async with a_cluster(decoders=1) as (cluster, client):
             body = {"prompt": PROMPT, "max_tokens": 400, "stream": True, "return_token_ids": True}
@@ -544,7 +544,7 @@ def test_a_port_that_is_taken_is_named() -> None:
     run(test)
 
 
-def test_tools_that_are_none_are_a_400() -> None:
+def test_invalid_tools_are_a_400() -> None:
     async def test() -> None:
         async with a_cluster() as (cluster, client):
             chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
@@ -557,7 +557,7 @@ def test_tools_that_are_none_are_a_400() -> None:
     run(test)
 
 
-def test_what_the_tokenizer_routes_cannot_read_is_a_400_and_another_model_a_404() -> None:
+def test_unreadable_tokenizer_requests_are_a_400_and_another_model_a_404() -> None:
     async def test() -> None:
         async with a_cluster() as (cluster, client):
             url = cluster.prefill_urls[0]

@@ -48,7 +48,7 @@ async def decoded(client: httpx.AsyncClient, url: str, params: dict[str, Any], t
     return text
 
 
-async def test_kv_goes_between_processes_once_and_a_rank_that_stands_still_leaves_the_other_alone() -> None:
+async def test_kv_crosses_processes_once_and_a_frozen_rank_does_not_stop_the_other() -> None:
     async with a_cluster(SHAPE, 2) as cluster, httpx.AsyncClient(trust_env=False, timeout=60.0) as client:
         first, second = cluster.decode_urls
         right = decode(continuation(PROMPT, 5))
@@ -81,7 +81,7 @@ async def test_kv_goes_between_processes_once_and_a_rank_that_stands_still_leave
         await strike("d0", "sigstop")  # and the whole cluster ends all the same
 
 
-async def test_a_process_whose_port_something_else_has_is_named_with_the_port() -> None:
+async def test_a_port_that_is_in_use_is_named() -> None:
     cluster = a_cluster(SHAPE, 1)
     second = httpx.URL(cluster.decode_urls[1])
 
@@ -99,7 +99,7 @@ def blocks_sigint(pid: int | None) -> bool:
     return bool(int(blocked, 16) >> (signal.SIGINT - 1) & 1)
 
 
-async def test_ctrl_c_is_for_the_parent_while_processes_still_start_too() -> None:
+async def test_ctrl_c_ends_the_parent_also_while_its_processes_start() -> None:
     known = multiprocessing.active_children()
     async with a_cluster(SHAPE, 1):
         started = [each.pid for each in multiprocessing.active_children() if each not in known]
@@ -126,6 +126,8 @@ def test_the_written_configuration_names_the_groups() -> None:
     ],
     ids=["uneven", "through a URL", "layerwise"],
 )
-def test_a_cluster_that_cannot_be_cut_up_like_that_is_refused(shape: ClusterShape, groups: int, told: str) -> None:
+def test_a_cluster_that_cannot_be_split_into_the_given_processes_is_refused(
+    shape: ClusterShape, groups: int, told: str
+) -> None:
     with pytest.raises(ConfigError, match=told):
         a_cluster(shape, groups)

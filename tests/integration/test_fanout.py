@@ -33,7 +33,7 @@ async def test_a_list_of_strings_is_answered_prompt_by_prompt() -> None:
         await router.settled()
 
 
-async def test_the_streams_last_usage_is_that_of_all_and_the_model_is_told_to_who_named_none() -> None:
+async def test_a_fanned_out_stream_sums_usage_and_names_the_workers_model() -> None:
     async with running() as router:
         body = completion(PROMPTS, n=2, stream_options={"include_usage": True})
         del body["model"]
@@ -49,13 +49,13 @@ async def test_the_streams_last_usage_is_that_of_all_and_the_model_is_told_to_wh
         assert sum(part["choices"] == [] for part in parts[:-1]) == 1
 
 
-async def test_without_stream_options_nobody_sees_a_usage() -> None:
+async def test_a_stream_without_stream_options_has_no_usage() -> None:
     async with running() as router:
         parts = await stream(router, completion(PROMPTS))
         assert all(part["choices"] and part.get("usage") is None for part in parts[:-1]) and parts[-1] == "[DONE]"
 
 
-async def test_continuous_usage_counts_each_choice_by_itself_as_on_vllm() -> None:
+async def test_continuous_usage_is_per_choice_as_on_vllm() -> None:
     async with running() as router:
         options = {"include_usage": True, "continuous_usage_stats": True}
         parts = await stream(router, completion(PROMPT, n=2, stream_options=options))
@@ -66,7 +66,7 @@ async def test_continuous_usage_counts_each_choice_by_itself_as_on_vllm() -> Non
         assert parts[-2]["usage"]["completion_tokens"] == 24 and parts[-2]["usage"]["prompt_tokens"] == 40
 
 
-async def test_choices_of_a_streamed_chat_say_what_the_whole_ones_say() -> None:
+async def test_streamed_chat_choices_equal_the_unstreamed_ones() -> None:
     async with running() as router:
         whole = (await router.client.post("/v1/chat/completions", json=chat(n=3, max_tokens=90))).json()
         parts = await stream(router, chat(n=3, max_tokens=90), "/v1/chat/completions")
@@ -96,7 +96,7 @@ async def test_more_choices_than_configured_are_refused(n: int, prompt: Any, par
         assert (await router.client.post("/v1/completions", json=completion(n=3))).status_code == 200
 
 
-async def test_a_choice_that_fails_before_any_has_spoken_gives_its_status() -> None:
+async def test_a_choice_that_fails_before_the_first_token_gives_its_status() -> None:
     async with running(ClusterShape(prefillers=1, decoders=1, max_num_seqs=8, time_scale=0.05)) as router:
         await router.cluster.inject("d0", "status", status=400, count=1)
         reply = await router.client.post("/v1/completions", json=completion(PROMPTS, stream=True, max_tokens=400))

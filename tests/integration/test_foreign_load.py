@@ -24,7 +24,7 @@ def foreign(app: RouterApp) -> list[int]:
 
 
 @pytest.mark.parametrize("policy", ["br_h", "target_fit", "join_shortest_queue"])
-async def test_direct_clients_on_a_decoder_turn_ours_away_from_it_until_they_are_gone(policy: str) -> None:
+async def test_foreign_load_on_a_decode_worker_diverts_requests_until_it_is_gone(policy: str) -> None:
     async with running(SHAPE, routing={"policy": policy}, **OFTEN) as router:
         busy, quiet = router.cluster.decode
         async with httpx.AsyncClient(trust_env=False, timeout=None) as direct:
@@ -56,7 +56,7 @@ async def test_direct_clients_on_a_decoder_turn_ours_away_from_it_until_they_are
         await router.settled()
 
 
-async def test_two_routers_over_one_cluster_share_it_without_queues_at_the_engines() -> None:
+async def test_two_routers_share_a_cluster_without_queues_at_the_engines() -> None:
     async with EmulatedCluster(patient(SHAPE)) as cluster:
         config = configuration(cluster, **OFTEN, decode={"overlap_requests": "auto"})
         apps = [create_app(config, strict=True) for _ in range(2)]

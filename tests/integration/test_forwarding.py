@@ -30,7 +30,7 @@ def watched(router: Router) -> list[tuple[str, str, dict[str, str]]]:
     return seen
 
 
-async def test_one_model_is_described_by_a_worker_and_an_unknown_one_is_its_404() -> None:
+async def test_models_are_described_by_a_worker_and_an_unknown_one_is_a_404() -> None:
     async with running() as router:
         known = await router.client.get("/v1/models/emulated")
         unknown = await router.client.get("/v1/models/nope")
@@ -38,7 +38,7 @@ async def test_one_model_is_described_by_a_worker_and_an_unknown_one_is_its_404(
         assert known.status_code in (200, 404)  # newer vLLM only
 
 
-async def test_a_worker_that_is_down_or_failing_is_passed_over() -> None:
+async def test_a_call_skips_workers_that_are_down_or_failing() -> None:
     async with running() as router:
         await router.cluster.inject("p0", "stop")
         for _ in range(3):
@@ -46,7 +46,7 @@ async def test_a_worker_that_is_down_or_failing_is_passed_over() -> None:
         assert (await router.client.post("/tokenize", json={"model": "emulated", "prompt": "abc"})).status_code == 200
 
 
-async def test_when_nobody_answers_the_client_gets_503_and_the_log_the_reasons(
+async def test_when_no_worker_answers_the_client_gets_503_and_the_log_has_the_reasons(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The client may be anybody: the answer names no worker."""
@@ -63,7 +63,7 @@ async def test_when_nobody_answers_the_client_gets_503_and_the_log_the_reasons(
         assert all(text.startswith(f"{worker}: ") for worker, text in zip(workers, line["failed"], strict=True))
 
 
-async def test_the_path_is_written_anew_and_holds_a_models_name_at_most() -> None:
+async def test_a_forwarded_path_is_rebuilt_and_contains_at_most_a_models_name() -> None:
     async with running() as router:
         seen = watched(router)
         for path in ("/v1/models/a%20HTTP%2F1.1", "/v1/models/org%2Fmodel?x=%20y", "/v1/models?x=1", "/version?x=1"):
@@ -112,7 +112,7 @@ PAGES = {
 
 
 @pytest.mark.parametrize("said", PAGES.values(), ids=PAGES.keys())
-async def test_a_page_of_a_worker_is_never_one_of_the_routers(said: bytes) -> None:
+async def test_a_workers_web_page_is_not_served_under_the_routers_origin(said: bytes) -> None:
     async with attacked() as router:
         router.prefiller.others = router.decoder.others = lambda asked: (
             said if asked.target == "/version" else reply({})
@@ -132,7 +132,7 @@ async def test_bytes_that_would_end_the_request_line_are_refused() -> None:
         await writer.wait_closed()
 
 
-async def test_the_router_s_key_is_sent_in_place_of_the_clients_own() -> None:
+async def test_the_configured_worker_key_replaces_the_clients_key() -> None:
     async with running(auth={"worker_api_key": "k"}) as router:
         seen = watched(router)
         await router.client.get("/v1/models")
@@ -149,7 +149,7 @@ async def test_a_body_above_the_limit_is_refused_before_any_worker_is_asked() ->
 
 
 @pytest.mark.parametrize("path", ["/start_profile", "/stop_profile"])
-async def test_profiling_is_asked_of_every_server_once(path: str) -> None:
+async def test_a_profiling_call_reaches_every_server_once(path: str) -> None:
     async with running(FAST) as router:
         seen = watched(router)
         reply = await router.client.post(path)
@@ -176,7 +176,7 @@ async def test_a_slash_behind_models_leads_to_the_list_of_models() -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/responses", "/v1/responses/resp_1/cancel"])
-async def test_a_route_that_cannot_be_served_correctly_says_so(path: str) -> None:
+async def test_a_route_that_cannot_be_served_correctly_is_refused_with_the_reason(path: str) -> None:
     async with running() as router:
         reply = await router.client.post(path, json={"input": "a"})
         error = reply.json()["error"]
@@ -184,7 +184,7 @@ async def test_a_route_that_cannot_be_served_correctly_says_so(path: str) -> Non
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_cached_tokens_are_what_the_prefiller_says_not_what_the_decoder_pulled(stream: bool) -> None:
+async def test_cached_tokens_are_those_of_the_prefiller_not_of_the_decode_worker(stream: bool) -> None:
     async with running() as router:
         options: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
         seen = []

@@ -27,7 +27,7 @@ def _requests() -> list[object]:
 
 
 @pytest.mark.parametrize("n", [1, 4])
-async def test_a_request_that_a_worker_refuses_is_freed_without_a_search(n: int) -> None:
+async def test_a_refused_requests_objects_are_freed_without_the_garbage_collector(n: int) -> None:
     async with running() as router:
         request = {"model": "no such model", "prompt": "a", "max_tokens": 2, "n": n}
         gc.collect()
@@ -53,7 +53,7 @@ async def test_a_request_that_a_worker_refuses_is_freed_without_a_search(n: int)
     ],
     ids=["refused", "lost", "prefill refused"],
 )
-async def test_a_request_that_was_tried_again_is_freed_without_a_search(
+async def test_a_retried_requests_objects_are_freed_without_the_garbage_collector(
     worker: str, fault: dict[str, Any], connector: str
 ) -> None:
     async with running(ClusterShape(prefillers=1, decoders=1, connector=connector)) as router:
@@ -107,7 +107,9 @@ async def _ask(router: Router, how: str, what: str) -> None:
 
 @pytest.mark.parametrize("what", _ASKED)
 @pytest.mark.parametrize("how", ["streamed", "whole", "left", "left at once"])
-async def test_a_request_that_was_served_or_left_is_freed_without_a_search(how: str, what: str) -> None:
+async def test_a_finished_or_cancelled_requests_objects_are_freed_without_the_garbage_collector(
+    how: str, what: str
+) -> None:
     async with running() as router:
         await _ask(router, "streamed", what)  # what is made once
         await router.settled()

@@ -189,7 +189,7 @@ async def test_requests_wait_while_every_worker_pushes_back_and_none_fails(role:
 
 
 @pytest.mark.parametrize("role", ["p", "d"])
-async def test_when_workers_push_back_for_ever_the_client_gets_503_at_the_deadline_of_the_queue(role: str) -> None:
+async def test_endless_back_pressure_of_workers_ends_with_503_at_the_queue_deadline(role: str) -> None:
     async with running(ONE, queue={"deadline_s": 1.0}) as router:
         await router.cluster.inject(f"{role}0", "status", status=429, count=None)
         began_s = asyncio.get_running_loop().time()
@@ -207,7 +207,7 @@ async def test_without_any_reachable_prefiller_the_client_gets_a_5xx_and_nothing
         await router.settled()
 
 
-async def test_a_full_prefiller_lets_the_asking_decode_worker_wait() -> None:
+async def test_a_decode_worker_waits_while_its_prefiller_is_full() -> None:
     async with running(ONE, prefill={"poll_interval_s": 60.0}) as router:
         ledger = router.app.services.ledger
         prefiller = ledger.scheduler.snapshot.prefillers[0]
@@ -231,7 +231,7 @@ async def test_a_decode_worker_lost_mid_stream_is_resumed_on_another() -> None:
         assert set(router.cluster.violations()) <= {"layerwise_unmatched"}
 
 
-async def test_a_client_that_vanishes_at_any_moment_leaves_nothing_behind() -> None:
+async def test_a_client_that_disconnects_at_any_moment_leaks_nothing() -> None:
     shape = ClusterShape(
         prefillers=2,
         decoders=2,
@@ -246,7 +246,7 @@ async def test_a_client_that_vanishes_at_any_moment_leaves_nothing_behind() -> N
         assert set(router.cluster.violations()) <= {"layerwise_unmatched"}
 
 
-async def test_a_request_that_is_given_back_for_ever_without_a_token_ends_in_502() -> None:
+async def test_a_request_that_is_recomputed_for_ever_without_a_token_ends_in_502() -> None:
     async with running(ONE, retry={"base_delay_s": 0.0}) as router:
         await router.cluster.inject("d0", "recompute", after_events=0, count=None)
         reply = await ask(router, stream=True)

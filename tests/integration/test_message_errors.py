@@ -46,7 +46,7 @@ async def answer_to(router: Router, sent: bytes) -> tuple[int, dict[str, str], d
 
 @pytest.mark.parametrize("path", [MESSAGES, COUNT])
 @pytest.mark.parametrize("case", NO_REQUESTS)
-async def test_bytes_that_are_no_request_are_refused_in_anthropics_form(path: str, case: str) -> None:
+async def test_invalid_bytes_are_refused_in_anthropics_format(path: str, case: str) -> None:
     rest, status, kind = NO_REQUESTS[case]
     async with running(limits={"client_header_timeout_s": 0.3}) as router:
         told, headers, body = await answer_to(router, f"POST {path}{rest}".encode())
@@ -55,7 +55,7 @@ async def test_bytes_that_are_no_request_are_refused_in_anthropics_form(path: st
         assert headers["request-id"] == headers["x-request-id"] == body["request_id"]
 
 
-async def test_other_paths_keep_the_form_of_openai() -> None:
+async def test_other_paths_keep_openais_error_format() -> None:
     async with running() as router:
         for path in ("/v1/chat/completions", "/v1/messagesx", "/"):
             _, headers, body = await answer_to(router, f"POST {path} HTTP/1.1\r\nContent-Length: x\r\n\r\n".encode())
@@ -85,7 +85,7 @@ async def refusals(client: anthropic.AsyncAnthropic) -> list[tuple[int, str, str
     return found
 
 
-async def test_a_key_over_its_limits_is_a_rate_limit_that_says_when_to_come_back(tmp_path: Path) -> None:
+async def test_a_key_over_its_limits_gets_a_rate_limit_error_with_retry_after(tmp_path: Path) -> None:
     keys = tmp_path / "keys.yaml"
     keys.write_text(f"- name: one\n  sha256: {digest_of(b'right').hex()}\n  requests_per_minute: 1\n")
     async with running(auth={"client_keys": str(keys)}) as router, client_of(router, api_key="right") as client:
@@ -106,7 +106,7 @@ async def test_a_key_is_needed_for_both_routes(tmp_path: Path) -> None:
             assert (await client.messages.create(**ASKED)).content
 
 
-async def test_a_router_that_drains_is_overloaded() -> None:
+async def test_a_draining_router_answers_with_an_overloaded_error() -> None:
     async with running() as router, client_of(router) as client:
         router.app.services.ledger.drain()
         for ask in asks(client)[:2]:
@@ -115,7 +115,7 @@ async def test_a_router_that_drains_is_overloaded() -> None:
             assert told.value.status_code == 503 and told.value.body["error"]["type"] == "overloaded_error"
 
 
-async def test_a_full_queue_is_a_rate_limit() -> None:
+async def test_a_full_queue_answers_with_a_rate_limit_error() -> None:
     async with running(queue={"max_queued": 0}) as router, client_of(router) as client:
         for ask in asks(client)[:2]:
             with pytest.raises(anthropic.RateLimitError) as told:
@@ -124,7 +124,7 @@ async def test_a_full_queue_is_a_rate_limit() -> None:
 
 
 @pytest.mark.parametrize("fault", [("status", {"status": 500}), ("null_params", {})], ids=["500", "params"])
-async def test_workers_that_fail_are_an_error_of_the_api(fault: tuple[str, dict[str, Any]]) -> None:
+async def test_failing_workers_are_an_api_error(fault: tuple[str, dict[str, Any]]) -> None:
     async with running(FAST) as router, client_of(router) as client:
         kind, options = fault
         for worker in router.cluster.prefill:
@@ -137,7 +137,7 @@ async def test_workers_that_fail_are_an_error_of_the_api(fault: tuple[str, dict[
 
 
 @pytest.mark.parametrize("helper", ["stream", "raw"])
-async def test_an_answer_that_ends_in_an_error_is_raised_by_either_way_of_streaming(helper: str) -> None:
+async def test_both_streaming_helpers_raise_the_error_that_ends_an_answer(helper: str) -> None:
     async with running(retry={"resume_on_worker_loss": False}) as router, client_of(router) as client:
         for decoder in ("d0", "d1", "d2", "d3"):
             await router.cluster.inject(decoder, "close", after_events=5)

@@ -98,7 +98,7 @@ async def test_the_synchronous_client_is_served_the_same() -> None:
         await router.settled()
 
 
-async def test_a_stream_has_its_events_in_order_and_the_helpers_message_is_the_whole_one() -> None:
+async def test_a_stream_has_its_events_in_order_and_the_helpers_message_is_complete() -> None:
     async with running() as router, client_of(router) as client:
         said = await as_chat(router)
         async with client.messages.stream(**ASKED, extra_body=ENDLESS) as stream:
@@ -113,7 +113,7 @@ async def test_a_stream_has_its_events_in_order_and_the_helpers_message_is_the_w
         await router.settled()
 
 
-async def test_a_raw_stream_tells_the_prompts_tokens_first_and_pings() -> None:
+async def test_a_raw_stream_starts_with_the_prompts_tokens_and_contains_pings() -> None:
     async with running() as router:
         reply = await router.client.post("/v1/messages", json={**ASKED, "stream": True})
         assert reply.headers["content-type"] == "text/event-stream; charset=utf-8"
@@ -125,7 +125,7 @@ async def test_a_raw_stream_tells_the_prompts_tokens_first_and_pings() -> None:
         assert "[DONE]" not in reply.text and "token_ids" not in reply.text
 
 
-async def test_a_tool_loop_goes_round() -> None:
+async def test_a_tool_loop_completes() -> None:
     async with running() as router, client_of(router) as client:
         messages: list[Any] = [{"role": "user", "content": "look it up"}]
         asked = {"model": "emulated", "max_tokens": 200, "tools": [TOOL]}
@@ -166,7 +166,7 @@ async def test_the_sdks_tool_runner_goes_on_without_a_thread(stream: bool) -> No
         await router.settled()
 
 
-async def test_a_thread_is_refused_as_one_that_the_server_does_not_hold() -> None:
+async def test_a_beta_thread_is_refused_as_unsupported() -> None:
     async with running() as router, client_of(router) as client:
         thread = client.beta.messages.thread(model="emulated", max_tokens=12)
         with pytest.raises(anthropic.BadRequestError, match="thread: ") as refused:
@@ -193,7 +193,7 @@ async def test_thinking_is_a_block_before_the_answer_and_may_be_sent_back() -> N
         await router.settled()
 
 
-async def test_a_stop_sequence_is_told() -> None:
+async def test_a_stop_sequence_is_reported_in_the_message() -> None:
     async with running() as router, client_of(router) as client:
         said = await as_chat(router)
         stop = next(said[at : at + 3] for at in range(6, len(said)) if said.index(said[at : at + 3]) == at)
@@ -225,7 +225,7 @@ async def test_what_cannot_be_translated_is_a_400_that_names_the_field() -> None
         await router.settled()
 
 
-async def test_an_engines_own_refusal_is_told_in_anthropics_words() -> None:
+async def test_an_engines_refusal_becomes_an_anthropic_error() -> None:
     async with running() as router, client_of(router) as client:
         for asked in (ASKED, {**ASKED, "stream": True}):
             with pytest.raises(anthropic.NotFoundError) as told:
@@ -234,7 +234,7 @@ async def test_an_engines_own_refusal_is_told_in_anthropics_words() -> None:
             assert "does not exist" in told.value.body["error"]["message"]
 
 
-async def test_a_prompt_that_is_too_long_is_told_in_the_words_that_agents_compact_it_at() -> None:
+async def test_an_over_long_prompt_gets_the_error_text_that_makes_agents_compact() -> None:
     async with running() as router, client_of(router) as client:
         long: list[Any] = [{"role": "user", "content": "hello " * 20_000}]
         counted = await client.messages.count_tokens(model="emulated", messages=long)
@@ -279,7 +279,7 @@ async def test_refusals_of_the_http_layer_are_anthropics_too(path: str) -> None:
         assert missing.status_code == 404 and missing.json()["error"]["type"] == "not_found_error"
 
 
-async def test_no_healthy_worker_is_an_overload_that_may_be_tried_again() -> None:
+async def test_no_healthy_worker_is_a_retryable_overload_error() -> None:
     async with running(queue={"no_worker_grace_s": 0.1}) as router, client_of(router) as client:
         for name in router.cluster.workers:
             await router.cluster.inject(name, "stop")
@@ -296,7 +296,7 @@ async def test_no_healthy_worker_is_an_overload_that_may_be_tried_again() -> Non
 
 @pytest.mark.parametrize("fault", ["recompute", "reset", "close", "no_finish"])
 @pytest.mark.parametrize("streamed", [True, False], ids=["streamed", "whole"])
-async def test_a_cut_answer_goes_on_unnoticed(fault: str, streamed: bool) -> None:
+async def test_a_worker_loss_is_invisible_to_the_client(fault: str, streamed: bool) -> None:
     async with running() as router, client_of(router) as client:
         asked = {**ASKED, "max_tokens": 80}
         said = await as_chat(router, max_tokens=80)
@@ -340,7 +340,7 @@ async def test_an_error_in_mid_stream_is_raised_by_the_official_client() -> None
         await router.settled()
 
 
-async def test_a_client_that_goes_away_leaves_nothing_behind() -> None:
+async def test_a_client_that_disconnects_leaks_nothing() -> None:
     async with running() as router, client_of(router) as client:
         async with client.messages.stream(**{**ASKED, "max_tokens": 2000}, extra_body=ENDLESS) as stream:
             async for _ in stream.text_stream:
@@ -371,7 +371,7 @@ async def test_a_finished_answer_has_its_last_event_though_the_worker_sends_no_d
         await router.settled()
 
 
-async def test_a_slash_too_many_leads_to_the_route_and_other_paths_name_it() -> None:
+async def test_a_trailing_slash_redirects_to_the_route_and_an_unknown_path_names_it() -> None:
     async with running() as router:
         reply = await router.client.post("/v1/messages/?beta=true", json=ASKED)
         assert (reply.status_code, reply.headers["location"]) == (307, "/v1/messages?beta=true")

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.anyio
         (b"{", 400),
     ],
 )
-async def test_malformed_callbacks_and_those_for_another_request_do_no_harm(body: bytes, status: int) -> None:
+async def test_invalid_callbacks_change_nothing(body: bytes, status: int) -> None:
     async with running(ONE) as router, intercepted(router) as (client, callback):
         work = asyncio.ensure_future(ask(router))
         asked = await callback
@@ -58,7 +58,7 @@ async def test_another_user_s_kv_cannot_be_redirected() -> None:
         await router.settled()
 
 
-async def test_a_refused_callback_is_a_line_with_who_and_under_which_id_but_no_token(
+async def test_a_refused_callback_is_logged_with_peer_and_request_id_but_no_token(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO, "balanceroute.proxy.ops.metaserver")
@@ -70,7 +70,7 @@ async def test_a_refused_callback_is_a_line_with_who_and_under_which_id_but_no_t
     assert "a-token" not in str(line)
 
 
-async def test_every_attempt_has_a_token_of_its_own() -> None:
+async def test_every_attempt_has_its_own_callback_token() -> None:
     async with running(ONE) as router:
         client = httpx.AsyncClient(transport=httpx.ASGITransport(router.app), trust_env=False, timeout=None)
         paths = []
@@ -123,7 +123,7 @@ async def test_without_the_layerwise_connector_there_is_no_metaserver() -> None:
         assert (await router.client.post("/v1/metaserver", json={"request_id": "a"})).status_code == 404
 
 
-async def test_no_token_is_expected_of_a_decode_worker_before_the_kv_that_it_waits_for() -> None:
+async def test_a_decode_worker_that_waits_for_kv_is_not_expected_to_send_tokens() -> None:
     """Else a prompt that takes longer than the window of silence would have its worker judged down."""
     async with running(ONE) as router, intercepted(router) as (client, callback):
         services = router.app.services

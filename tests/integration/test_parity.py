@@ -84,7 +84,7 @@ def simulators_scheduler(header: dict[str, Any]) -> Scheduler:
 @pytest.mark.parametrize(
     ("policy", "predictor"), [*((policy, "none") for policy in sorted(POLICIES)), ("br_h", f"{__name__}:Soon")]
 )
-def test_the_simulators_scheduler_takes_the_live_proxys_decisions(policy: str, predictor: str, tmp_path: Path) -> None:
+def test_the_simulator_and_the_live_proxy_decide_alike(policy: str, predictor: str, tmp_path: Path) -> None:
     header, *calls = live_run(policy, predictor, tmp_path / "journal.jsonl")
     scheduler = simulators_scheduler(header)
     joined = [call["args"]["spec"]["id"] for call in calls if call["call"] == "add_worker"]

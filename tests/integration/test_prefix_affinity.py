@@ -82,7 +82,7 @@ def test_conversations_find_nearly_as_much_cached_on_two_prefillers_as_on_one() 
 
 
 @pytest.mark.parametrize("details", [False, True], ids=["by the counters", "by the answers"])
-def test_what_was_predicted_is_what_the_engines_found(details: bool) -> None:
+def test_predicted_hits_equal_those_of_the_engines(details: bool) -> None:
     async def run() -> None:
         shape = replace(SHAPE, prompt_tokens_details=details)
         async with running(shape, prefill=AFFINITY) as router:
@@ -127,9 +127,7 @@ def test_a_prefiller_that_caches_nothing_is_named_and_no_prompt_waits_for_it() -
     asyncio.run(run())
 
 
-def test_without_being_asked_for_prefixes_are_used_where_they_are_cached_and_nobody_is_called_degraded_elsewhere() -> (
-    None
-):
+def test_prefixes_are_used_by_default_where_they_are_cached_without_a_condition_elsewhere() -> None:
     async def run(prefix_caching: bool) -> list[int]:
         async with running(replace(SHAPE, prefix_caching=prefix_caching)) as router:
 
@@ -146,7 +144,7 @@ def test_without_being_asked_for_prefixes_are_used_where_they_are_cached_and_nob
     assert asyncio.run(run(prefix_caching=True)) == [0, 4]
 
 
-def test_an_emptied_cache_is_forgotten() -> None:
+def test_a_reset_prefix_cache_is_forgotten() -> None:
     async def run() -> None:
         async with running(SHAPE, prefill=AFFINITY) as router:
             await converse(router, "ant", 2)
@@ -159,7 +157,7 @@ def test_an_emptied_cache_is_forgotten() -> None:
     asyncio.run(run())
 
 
-def test_a_restarted_prefiller_is_known_to_be_cold_by_its_counters() -> None:
+def test_counters_show_that_a_restarted_prefiller_has_a_cold_cache() -> None:
     async def run() -> None:
         async with running(SHAPE, prefill=AFFINITY, health={"interval_s": 60.0}) as router:
             ledger = router.app.services.ledger
@@ -198,7 +196,9 @@ def test_the_policy_changes_while_requests_are_under_way() -> None:
     [({"cache_salt": "a"}, {"cache_salt": "b"}), ({}, {"tools": [{"type": "function", "function": {"name": "f"}}]})],
     ids=["cache_salt", "tools"],
 )
-def test_what_an_engine_caches_apart_is_predicted_apart(first: dict[str, Any], second: dict[str, Any]) -> None:
+def test_prompts_that_an_engine_caches_separately_are_predicted_separately(
+    first: dict[str, Any], second: dict[str, Any]
+) -> None:
     async def run() -> None:
         async with running(SHAPE, prefill=AFFINITY) as router:
             await ask(router, text("same", 3000), **first)
@@ -216,7 +216,7 @@ async def sent(router: Router, path: str, body: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("way", ["messages", "token ids", "layerwise"])
-def test_every_kind_of_prompt_goes_back_to_where_its_beginning_is(way: str) -> None:
+def test_every_kind_of_prompt_returns_to_the_prefiller_of_its_prefix(way: str) -> None:
     connector = Connector.MOONCAKE_LAYERWISE if way == "layerwise" else Connector.MOONCAKE_V1
 
     async def run() -> None:

@@ -71,7 +71,7 @@ async def test_streamed_completion_gives_the_same_and_ends_with_one_done() -> No
         await router.settled()
 
 
-async def test_token_ids_reach_a_client_that_asked_for_them() -> None:
+async def test_token_ids_reach_a_client_that_requested_them() -> None:
     async with running() as router:
         body = completion(stream=True, return_token_ids=True)
         parts = events((await router.client.post("/v1/completions", json=body)).text)
@@ -82,7 +82,7 @@ async def test_token_ids_reach_a_client_that_asked_for_them() -> None:
         assert whole["choices"][0]["prompt_token_ids"] == PROMPT
 
 
-async def test_chat_says_the_same_streamed_or_not() -> None:
+async def test_a_chat_has_the_same_text_streamed_or_not() -> None:
     async with running() as router:
         whole = (await router.client.post("/v1/chat/completions", json=chat())).json()
         parts = events((await router.client.post("/v1/chat/completions", json=chat(stream=True))).text)
@@ -146,7 +146,7 @@ async def test_fifty_at_once_get_each_their_own_answer_under(policy: str) -> Non
         assert router.app.services.metrics.requests.value("finished") == 50
 
 
-async def test_the_predictor_learns_from_what_finishes_and_is_asked_while_requests_run() -> None:
+async def test_the_predictor_learns_from_finished_requests_and_forecasts_running_ones() -> None:
     async with running(predictor={"kind": "survival"}, routing={"policy": "br_h", "horizon_steps": 8}) as router:
         for _ in range(3):
             bodies = [completion(max_tokens=30, stream=True) for _ in range(10)]
@@ -157,7 +157,7 @@ async def test_the_predictor_learns_from_what_finishes_and_is_asked_while_reques
         assert forecasts.forecaster.refreshes > 0
 
 
-async def test_ranks_behind_one_url_are_told_apart_by_the_header() -> None:
+async def test_ranks_behind_one_url_are_selected_by_the_header() -> None:
     shape = ClusterShape(prefillers=1, decoders=4, ranks_per_url=4, max_num_seqs=2, time_scale=0.02)
     async with running(shape, routing={"policy": "round_robin"}) as router:
         await asyncio.gather(*(router.client.post("/v1/completions", json=completion()) for _ in range(8)))
@@ -199,7 +199,7 @@ async def vanish_at_any_moment(router: Router, clients: int) -> None:
     assert requests.value("failed") == 0
 
 
-async def test_a_client_that_vanishes_at_any_moment_leaves_nothing_behind() -> None:
+async def test_a_client_that_disconnects_at_any_moment_leaks_nothing() -> None:
     shape = ClusterShape(prefillers=2, decoders=2, max_num_seqs=4, time_scale=0.3, prefill_tokens_per_s=5_000)
     async with running(shape) as router:
         await vanish_at_any_moment(router, 60)
@@ -228,7 +228,7 @@ async def test_kv_of_a_request_that_left_the_pool_is_drained_through_a_decoder()
         assert all(head["content-type"] == "application/json" for head in seen)  # vLLM refuses a body without
 
 
-async def test_a_drain_bears_the_id_that_the_prefiller_knows_its_kv_by() -> None:
+async def test_a_drain_carries_the_request_id_that_the_prefiller_knows() -> None:
     """Before vllm-ascend 0.14 a decode worker names its own request to the prefiller whose KV it has pulled."""
     shape = ClusterShape(prefillers=1, decoders=1, max_num_seqs=1, time_scale=0.1)
     async with running(shape) as router:
@@ -278,7 +278,7 @@ async def test_bad_input_gets_an_openai_error_body(body: bytes, status: int, par
         await router.settled()
 
 
-async def test_a_compressed_body_is_refused_by_the_name_of_its_coding_and_a_plain_one_read_whatever_it_says() -> None:
+async def test_a_compressed_body_is_refused_by_its_encoding_and_a_plain_one_read() -> None:
     body = b'{"model":"emulated","prompt":"a","max_tokens":2}'
     async with running() as router:
         headers = {"content-type": "application/json", "content-encoding": "gzip"}
@@ -291,7 +291,7 @@ async def test_a_compressed_body_is_refused_by_the_name_of_its_coding_and_a_plai
         assert (cut.status_code, wrong.status_code, wrong.json()["error"]["param"]) == (400, 400, "max_tokens")
 
 
-async def test_what_only_the_decoder_refuses_reaches_the_client_and_pins_nothing() -> None:
+async def test_a_refusal_of_the_decode_worker_reaches_the_client_and_pins_nothing() -> None:
     async with running(ClusterShape(prefillers=1, decoders=1, time_scale=0.02)) as router:
         await router.cluster.inject("d0", "status", status=400)
         reply = await router.client.post("/v1/completions", json=completion(stream=True))
@@ -301,7 +301,7 @@ async def test_what_only_the_decoder_refuses_reaches_the_client_and_pins_nothing
         assert router.app.services.metrics.drains.value("drained") == 1
 
 
-async def test_a_client_cannot_smuggle_transfer_parameters_in() -> None:
+async def test_a_client_cannot_send_kv_transfer_parameters() -> None:
     async with running() as router:
         own = {"do_remote_prefill": True, "remote_block_ids": [[1]], "remote_engine_id": "x"}
         reply = await router.client.post("/v1/completions", json=completion(kv_transfer_params=own))
@@ -334,7 +334,7 @@ async def test_a_prefiller_that_cannot_be_read_counts_as_full() -> None:
         assert snapshot.prefillers[1].kv_usage < 0.1
 
 
-async def test_state_is_what_explain_reads() -> None:
+async def test_explain_can_read_the_state_page() -> None:
     async with running() as router:
         from balanceroute.core.snapshot_json import snapshot_from_dict
 
@@ -426,7 +426,7 @@ async def test_the_same_streamed_keeps_each_choice_s_order_and_ends_once() -> No
         await router.settled()
 
 
-async def test_several_answers_to_a_chat_have_each_a_role_and_an_index() -> None:
+async def test_chat_choices_each_have_a_role_and_an_index() -> None:
     async with running() as router:
         whole = (await router.client.post("/v1/chat/completions", json=chat(n=3))).json()
         assert [choice["index"] for choice in whole["choices"]] == [0, 1, 2]

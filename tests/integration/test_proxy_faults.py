@@ -61,9 +61,7 @@ async def test_usage_comes_even_when_the_worker_closes_between_the_last_token_an
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("fault", ["stall", "error_event", "half_event", "reset"])
-async def test_an_answer_that_has_finished_is_whole_whatever_its_worker_does_before_it_says_done(
-    fault: str, stream: bool
-) -> None:
+async def test_a_finished_answer_is_complete_whatever_its_worker_sends_before_done(fault: str, stream: bool) -> None:
     idle_s = 1.5 if fault == "stall" else 30.0  # the answer itself must not be late, however busy the machine
     async with running(PAIR, limits={"idle_timeout_s": idle_s}, **QUICK) as router:
         await inject_everywhere(router, "d", fault, after_events=80)  # in place of the usage
@@ -82,7 +80,7 @@ async def test_an_answer_that_has_finished_is_whole_whatever_its_worker_does_bef
 
 @pytest.mark.parametrize("after", [0, 7])
 @pytest.mark.parametrize("fault", ["recompute", "no_finish", "reset", "close", "half_event", "error_event"])
-async def test_a_stream_that_breaks_anywhere_goes_on_token_by_token(fault: str, after: int) -> None:
+async def test_a_stream_that_breaks_anywhere_resumes_token_by_token(fault: str, after: int) -> None:
     async with running(PAIR, **QUICK) as router:
         await inject_everywhere(router, "d", fault, after_events=after)
         body = completion(max_tokens=24, stream=True, stream_options={"include_usage": True})
@@ -98,7 +96,7 @@ async def test_a_stream_that_breaks_anywhere_goes_on_token_by_token(fault: str, 
 
 
 @pytest.mark.parametrize("fault", ["recompute", "no_finish", "reset", "error_event"])
-async def test_a_whole_answer_survives_the_same(fault: str) -> None:
+async def test_an_unstreamed_answer_survives_the_same_faults(fault: str) -> None:
     async with running(PAIR, **QUICK) as router:
         await inject_everywhere(router, "d", fault, after_events=5)
         answer = (await router.client.post("/v1/completions", json=completion(max_tokens=100))).json()
@@ -118,7 +116,7 @@ async def test_a_chat_that_is_recomputed_keeps_its_role_and_its_tokens() -> None
         await router.settled()
 
 
-async def test_an_unstreamed_answer_that_is_recomputed_is_asked_for_again() -> None:
+async def test_an_unstreamed_answer_that_is_recomputed_is_requested_again() -> None:
     async with running(PAIR, **QUICK) as router:
         await inject_everywhere(router, "d", "recompute", after_events=4)
         answer = (await router.client.post("/v1/completions", json=completion(echo=False))).json()
@@ -148,7 +146,7 @@ async def test_many_recomputes_of_one_request_end_in_one_answer() -> None:
         ("d", "status", "least_kv"),
     ],
 )
-async def test_one_bad_worker_of_several_costs_no_client_anything(role: str, fault: str, policy: str) -> None:
+async def test_one_bad_worker_among_several_fails_no_request(role: str, fault: str, policy: str) -> None:
     async with running(FOUR, routing={"policy": policy}) as router:
         await router.cluster.inject(f"{role}1", fault, status=503, count=None)
         for _ in range(10):
@@ -204,9 +202,7 @@ async def test_requests_wait_while_every_worker_pushes_back_and_none_fails(role:
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("role", ["p", "d"])
-async def test_when_workers_push_back_for_ever_the_client_gets_503_at_the_deadline_of_the_queue(
-    role: str, stream: bool
-) -> None:
+async def test_endless_back_pressure_of_workers_ends_with_503_at_the_queue_deadline(role: str, stream: bool) -> None:
     async with running(PAIR, queue={"deadline_s": 1.0}, **QUICK) as router:
         await inject_everywhere(router, role, "status", status=429, count=None)
         began_s = asyncio.get_running_loop().time()
@@ -219,7 +215,7 @@ async def test_when_workers_push_back_for_ever_the_client_gets_503_at_the_deadli
         await router.settled(20)
 
 
-async def test_an_answer_that_has_begun_waits_beyond_the_deadline_of_the_queue() -> None:
+async def test_an_answer_that_has_begun_may_wait_beyond_the_queue_deadline() -> None:
     async with running(PAIR, queue={"deadline_s": 0.5}, **QUICK) as router:
         await inject_everywhere(router, "d", "recompute", after_events=4)
         body = completion(max_tokens=24, stream=True, stream_options={"include_usage": True})
@@ -235,7 +231,7 @@ async def test_an_answer_that_has_begun_waits_beyond_the_deadline_of_the_queue()
         await router.settled(20)
 
 
-async def test_null_params_are_tried_once_more_and_never_reach_a_decoder() -> None:
+async def test_null_params_are_retried_once_and_never_reach_a_decode_worker() -> None:
     async with running(PAIR, **QUICK) as router:
         await router.cluster.inject("p0", "null_params", count=None)
         replies = [await router.client.post("/v1/completions", json=completion()) for _ in range(4)]
@@ -243,7 +239,7 @@ async def test_null_params_are_tried_once_more_and_never_reach_a_decoder() -> No
         assert router.cluster.violations() == {}
 
 
-async def test_a_client_s_fault_is_neither_retried_nor_held_against_the_worker() -> None:
+async def test_a_clients_error_is_neither_retried_nor_counted_against_the_worker() -> None:
     async with running(PAIR) as router:
         for _ in range(10):
             reply = await router.client.post("/v1/completions", json=completion(model="nope"))
@@ -267,7 +263,7 @@ async def test_without_resume_the_client_gets_an_error_event_and_an_unclean_end(
         await router.settled()
 
 
-async def test_a_killed_engine_ends_its_streams_nowhere() -> None:
+async def test_streams_of_a_killed_engine_resume_on_the_others() -> None:
     async with running(PAIR, **QUICK) as router:
         body = completion(max_tokens=60, stream=True, stream_options={"include_usage": True})
         asks = [asyncio.ensure_future(router.client.post("/v1/completions", json=body)) for _ in range(8)]
@@ -282,7 +278,7 @@ async def test_a_killed_engine_ends_its_streams_nowhere() -> None:
 
 
 @pytest.mark.parametrize("role", ["p", "d"])
-async def test_a_worker_that_stalls_is_given_up_after_its_time(role: str) -> None:
+async def test_a_worker_that_stalls_times_out(role: str) -> None:
     limits = {"idle_timeout_s": 0.3, "first_byte_timeout_s": {"prefill": 0.3, "decode": 0.3}}
     async with running(PAIR, limits=limits, **QUICK) as router:
         await router.cluster.inject(f"{role}0", "stall", count=None, after_events=3)
@@ -305,7 +301,7 @@ async def test_a_request_past_its_own_deadline_gets_504_that_names_the_limit_and
         await router.settled()
 
 
-async def test_what_waits_too_long_in_the_queue_gets_503_and_in_the_pool_is_drained() -> None:
+async def test_a_request_that_waits_too_long_in_the_queue_gets_503_and_in_the_pool_is_drained() -> None:
     shape = ClusterShape(prefillers=1, decoders=1, max_num_seqs=1, time_scale=0.1)
     async with running(shape, pool={"ttl_s": 0.3}, queue={"deadline_s": 0.3}) as router:
         first = asyncio.ensure_future(router.client.post("/v1/completions", json=completion(max_tokens=400)))
@@ -329,7 +325,7 @@ async def test_a_full_queue_answers_429_with_retry_after() -> None:
         await router.settled()
 
 
-async def test_garbage_and_odd_framing_between_events_change_nothing() -> None:
+async def test_garbage_and_unusual_framing_between_events_change_nothing() -> None:
     for fault in ("merge_events", "split_bytes", "late_done"):
         async with running(PAIR) as router:
             await inject_everywhere(router, "d", fault, delay_s=0.05)
@@ -338,7 +334,7 @@ async def test_garbage_and_odd_framing_between_events_change_nothing() -> None:
             await router.settled()
 
 
-async def test_a_client_that_stops_reading_is_cut_off_and_stalls_nobody() -> None:
+async def test_a_client_that_stops_reading_is_disconnected_and_delays_no_other() -> None:
     limits = {"client_buffer_bytes": 4096, "client_stall_timeout_s": 0.5}
     shape = ClusterShape(prefillers=1, decoders=1, max_num_seqs=2, time_scale=0.0005, max_model_len=500_000)
     async with running(shape, limits=limits) as router:
@@ -391,7 +387,7 @@ async def test_a_chat_is_not_started_over_by_an_engine_that_cannot_take_token_id
         await router.settled()
 
 
-async def test_a_request_that_is_given_back_for_ever_without_a_token_ends_in_502() -> None:
+async def test_a_request_that_is_recomputed_for_ever_without_a_token_ends_in_502() -> None:
     async with running(PAIR, **QUICK) as router:
         await inject_everywhere(router, "d", "recompute", after_events=0, count=None)
         reply = await router.client.post("/v1/completions", json=completion(stream=True))
@@ -401,7 +397,7 @@ async def test_a_request_that_is_given_back_for_ever_without_a_token_ends_in_502
         await router.settled()
 
 
-async def test_a_trial_whose_client_leaves_does_not_keep_its_worker_out() -> None:
+async def test_a_trial_whose_client_leaves_releases_its_worker() -> None:
     async with running(PAIR, health={"open_for_s": 0.05, "interval_s": 60.0}) as router:
         services = router.app.services
         for worker in services.fleet:
@@ -418,7 +414,7 @@ async def test_a_trial_whose_client_leaves_does_not_keep_its_worker_out() -> Non
         await router.settled()
 
 
-async def test_kv_is_drained_through_a_worker_that_takes_it_when_the_freest_one_is_busy() -> None:
+async def test_kv_is_drained_through_a_second_worker_when_the_freest_one_is_busy() -> None:
     shape = ClusterShape(prefillers=1, decoders=3, max_num_seqs=8, time_scale=0.02)
     async with running(shape, **QUICK) as router:
         await router.cluster.inject("d1", "status", status=503, count=None)
@@ -462,7 +458,7 @@ async def test_text_held_back_for_a_stop_string_is_never_lost_silently(fault: st
         await router.settled()
 
 
-async def test_kv_that_became_too_old_while_our_own_process_slept_is_prefilled_anew_and_never_sent() -> None:
+async def test_kv_that_expired_while_the_router_was_suspended_is_prefilled_again_and_never_sent() -> None:
     shape = ClusterShape(prefillers=1, decoders=1, max_num_seqs=1, time_scale=0.02)
     async with running(shape, prefill={"kv_pin_s": 100.0}, pool={"ttl_s": 90.0}) as router:
         services = router.app.services

@@ -32,7 +32,7 @@ def of_one_key(rows: list[FinishedRequest]) -> bool:
     return len({row.prompt_key for row in rows}) == 1 and rows[0].prompt_key != ""
 
 
-async def test_a_request_with_several_lives_is_one_row_as_its_client_saw_it(tmp_path: Path) -> None:
+async def test_a_request_with_several_tries_is_one_history_row(tmp_path: Path) -> None:
     path = tmp_path / "history.sqlite3"
     async with running(PAIR, **recording(path)) as router:
         await router.client.post("/v1/completions", json=completion(max_tokens=24, stream=True))
@@ -49,7 +49,7 @@ async def test_a_request_with_several_lives_is_one_row_as_its_client_saw_it(tmp_
     assert of_one_key(rows)
 
 
-async def test_a_client_that_leaves_is_a_row_that_was_cut_short(tmp_path: Path) -> None:
+async def test_a_request_of_a_client_that_leaves_is_recorded_as_cut_short(tmp_path: Path) -> None:
     path = tmp_path / "history.sqlite3"
     slow = ClusterShape(prefillers=1, decoders=1, time_scale=0.5)
     async with running(slow, **recording(path)) as router:
@@ -78,7 +78,7 @@ async def test_a_header_names_the_kind_of_request_and_other_policies_record_too(
     assert len(rows) == 2 and of_one_key(rows)
 
 
-async def test_trees_are_grown_beside_a_running_router_adopted_and_asked(
+async def test_trees_grow_in_the_background_and_then_give_forecasts(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     pytest.importorskip("sklearn")

@@ -34,7 +34,7 @@ async def streams_end(router: Relayed) -> None:
         assert any("error" in line for line in rest) and "data: [DONE]" not in rest
 
 
-async def test_without_a_brain_relays_live_and_new_requests_wait_for_one() -> None:
+async def test_relays_stay_alive_without_a_brain_and_new_requests_wait_for_one() -> None:
     async with relayed(FAST, count=1) as router:
         relay = router.relays[0]
         router.brain.end()
@@ -49,7 +49,7 @@ async def test_without_a_brain_relays_live_and_new_requests_wait_for_one() -> No
             await until(lambda: not brain.services.ledger.requests)
 
 
-async def test_a_relay_that_drains_is_not_ready_whatever_its_brain_is() -> None:
+async def test_a_draining_relay_is_not_ready_whatever_the_state_of_its_brain() -> None:
     async with relayed(FAST, count=1) as router:
         relay = router.relays[0]
         await until(lambda: relay.app.services.brain.member is not None)
@@ -60,7 +60,7 @@ async def test_a_relay_that_drains_is_not_ready_whatever_its_brain_is() -> None:
         assert (await relay.client.get("/health")).status_code == 200
 
 
-async def test_a_relay_without_a_free_descriptor_looks_for_others_pins_again_later_and_says_so_once(
+async def test_a_relay_without_a_free_descriptor_retries_reading_other_pins_and_logs_it_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -85,7 +85,7 @@ async def test_a_relay_without_a_free_descriptor_looks_for_others_pins_again_lat
     assert told == ["no look for what other relays have pinned", "what other relays have pinned is looked for again"]
 
 
-async def test_a_relay_reloads_what_is_its_own() -> None:
+async def test_a_relay_reloads_its_own_settings() -> None:
     async with relayed(FAST, count=1) as router:
         services = router.relays[0].app.services
         limits = router.config.limits.model_copy(update={"max_choices": 1})
@@ -95,7 +95,7 @@ async def test_a_relay_reloads_what_is_its_own() -> None:
         assert refused.status_code == 400
 
 
-async def test_a_stream_whose_hold_is_lost_ends_with_an_error_and_no_done() -> None:
+async def test_a_stream_that_the_brain_no_longer_holds_ends_with_an_error_and_no_done() -> None:
     async with relayed(SLOW, count=1) as router:
         with pytest.raises(httpx.RemoteProtocolError):
             await streams_end(router)

@@ -67,7 +67,7 @@ async def a_new_relay(folder: Path, deadline_s: float, name: str = "relay-0") ->
             yield config, relay
 
 
-async def test_what_any_worker_answers_waits_for_the_brain_that_tells_which_there_are(
+async def test_a_call_that_any_worker_answers_waits_until_a_brain_names_the_workers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wait, waits = RelayServices.know_workers, []
@@ -87,14 +87,14 @@ async def test_what_any_worker_answers_waits_for_the_brain_that_tells_which_ther
             assert [answer.status_code for answer in await asks] == [200, 200]
 
 
-async def test_without_a_brain_what_any_worker_answers_is_503_with_the_reason(tmp_path: Path) -> None:
+async def test_a_call_that_any_worker_answers_gets_503_with_the_reason_without_a_brain(tmp_path: Path) -> None:
     async with a_new_relay(tmp_path, deadline_s=0.1) as (_, relay):
         answer = await relay.client.get("/v1/models")
         assert answer.status_code == 503 and answer.headers["retry-after"]
         assert "no brain leads" in answer.json()["error"]["message"]
 
 
-async def test_a_relay_keeps_the_files_of_its_run_folder_from_growing_old(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_relay_renews_the_times_of_its_run_folder_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(relay_services, "FRESHEN_S", 0.05)
     async with relayed(FAST, count=1) as router:
         file = router.folder.operators
@@ -102,7 +102,7 @@ async def test_a_relay_keeps_the_files_of_its_run_folder_from_growing_old(monkey
         await until(lambda: file.stat().st_mtime > 0)
 
 
-async def test_a_relay_whose_counts_somebody_removes_keeps_them_again() -> None:
+async def test_a_removed_counts_file_of_a_relay_is_recreated() -> None:
     async with relayed(FAST, count=1) as router:
         file = KeptCounts(router.folder).file("relay-0")
         await until(file.exists)
@@ -110,7 +110,7 @@ async def test_a_relay_whose_counts_somebody_removes_keeps_them_again() -> None:
         await until(file.exists)
 
 
-async def test_a_relay_counts_no_more_of_workers_that_left_between_two_of_its_lives(tmp_path: Path) -> None:
+async def test_a_restarted_relay_drops_counts_of_workers_that_left_meanwhile(tmp_path: Path) -> None:
     folder, before = RunFolder(tmp_path), Metrics(lambda: NOBODY, "level_fit")
     before.upstream_errors.inc("gone:1", "decode", "ConnectFailed")
     before.retries.inc("decode", by=7)
@@ -128,7 +128,7 @@ async def test_files_of_former_relays_go_where_the_brain_is_on_another_machine(
     monkeypatch.setattr(relay_services, "LIFE_S", 0.2)
     folder = RunFolder(tmp_path)
     for former in ("relay-0", "relay-1"):
-        os.close(Lives(folder).come_to_life(former))
+        os.close(Lives(folder).lock_life(former))
         KeptCounts(folder).keep(former, b"{}")
     async with a_new_relay(tmp_path, deadline_s=0.1, name="relay-0.2") as (config, relay):
         services = relay.app.services
@@ -139,7 +139,7 @@ async def test_files_of_former_relays_go_where_the_brain_is_on_another_machine(
         assert Lives(folder).living() == ["relay-0.2"]
 
 
-async def test_what_keys_use_while_there_is_no_brain_is_told_to_the_next_one(tmp_path: Path) -> None:
+async def test_key_use_without_a_brain_is_reported_to_the_next_brain(tmp_path: Path) -> None:
     auth = {"client_keys": str(a_key(tmp_path, requests_per_minute=9))}
     async with relayed(FAST, apart=True, auth=auth) as router:
         one, other = (relay.app.services for relay in router.relays)
@@ -168,7 +168,7 @@ async def test_what_keys_use_while_there_is_no_brain_is_told_to_the_next_one(tmp
         await until(lambda: one.brain.member is None and other.brain.member is None)
 
 
-async def test_a_death_that_is_explained_while_there_is_no_brain_is_known_to_the_others_from_the_next_one() -> None:
+async def test_a_worker_loss_explained_without_a_brain_reaches_other_relays_with_the_next_brain() -> None:
     async with relayed(FAST) as router:
         here, there = (relay.app.services for relay in router.relays)
         cause, bystander = Suspect(), Suspect()
@@ -182,7 +182,7 @@ async def test_a_death_that_is_explained_while_there_is_no_brain_is_known_to_the
         await until(lambda: here.brain.member is None and there.brain.member is None)
 
 
-async def test_what_a_decode_worker_may_have_cached_wrongly_serves_no_request_of_any_relay_or_under_any_brain() -> None:
+async def test_a_doubtful_prefix_cache_is_not_reused_by_any_relay_or_under_any_brain() -> None:
     """The cache is the engine's, so it is every relay's; and it stays when the brain, or a relay, is another one."""
 
     def decoder(relay: Relay, number: int = 0) -> Worker:
@@ -207,7 +207,7 @@ async def test_what_a_decode_worker_may_have_cached_wrongly_serves_no_request_of
         await until(lambda: here.app.services.brain.member is None and there.app.services.brain.member is None)
 
 
-async def test_what_a_relay_doubts_of_a_connector_is_told_for_all_until_any_relay_learns_it() -> None:
+async def test_a_connector_condition_of_one_relay_holds_for_all_until_any_relay_learns_the_connector() -> None:
     async with relayed(FAST) as router:
         here, there = (relay.app.services for relay in router.relays)
         conditions = router.brain.services.metrics.conditions
@@ -269,7 +269,7 @@ async def test_a_prefiller_that_cannot_push_costs_its_request_and_no_connection_
         assert services.brain.member == member
 
 
-async def test_a_relay_where_nothing_happens_tells_each_brain_what_it_does_and_has_counted_only_once() -> None:
+async def test_an_idle_relay_sends_each_brain_its_activity_and_counts_only_once() -> None:
     async with relayed(FAST, count=1) as router:
         services = router.relays[0].app.services
         await until(lambda: bool(services.kept) and services.told is not None)

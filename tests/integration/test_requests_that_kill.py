@@ -104,7 +104,7 @@ async def before(
 
 
 @pytest.mark.parametrize("n_killers", [2, 5])
-async def test_killers_that_share_their_first_decoder_reach_one_more_each(n_killers: int) -> None:
+async def test_two_killing_requests_that_share_their_first_worker_reach_one_more_each(n_killers: int) -> None:
     """Whoever else is on the second one, and whatever has been explained by then."""
     all_there = asyncio.Event()
 
@@ -141,7 +141,7 @@ async def test_killers_that_share_their_first_decoder_reach_one_more_each(n_kill
         assert all(len(met[f"killer{n}"]) == 2 for n in range(n_killers)), met
 
 
-async def test_a_suspect_that_waits_for_its_turn_hears_of_the_death_before_it_goes() -> None:
+async def test_a_waiting_suspect_learns_of_a_workers_death_before_it_is_sent_there() -> None:
     """Else it would lose a second worker that another request had already killed, and be taken for the cause."""
     gone: set[str] = set()
     go_on = {"d0": asyncio.Event(), "d1": asyncio.Event()}
@@ -190,7 +190,7 @@ async def test_a_request_that_kills_whose_client_leaves_is_not_drained_through_a
 
 
 @pytest.mark.parametrize("fault", ["reset_before_reply", "close"])
-async def test_a_connection_that_breaks_at_a_decoder_that_lives_is_no_evidence(fault: str) -> None:
+async def test_a_broken_connection_to_a_living_decode_worker_does_not_count_as_a_death(fault: str) -> None:
     async with running(SIX, retry={"max_attempts": 4, "base_delay_s": 0.001, "max_delay_s": 0.01}) as router:
         for name in ("d0", "d1", "d2", "d3", "d4", "d5"):
             await router.cluster.inject(name, fault)
@@ -207,7 +207,7 @@ async def test_a_connection_that_breaks_at_a_decoder_that_lives_is_no_evidence(f
 
 @pytest.mark.parametrize("shape", [SIX, LAYERWISE], ids=["pull", "layerwise"])
 @pytest.mark.parametrize("limit", [1, 12, 100])
-async def test_prompt_logprobs_come_from_the_prefiller_and_no_decoder_is_asked(shape: ClusterShape, limit: int) -> None:
+async def test_prompt_logprobs_come_from_the_prefiller_alone(shape: ClusterShape, limit: int) -> None:
     async with running(shape) as router:
         body = completion(prompt_logprobs=0, max_tokens=limit, logprobs=1)
         told = (await router.client.post("/v1/completions", json=body)).json()["choices"][0]
@@ -223,7 +223,7 @@ async def test_prompt_logprobs_come_from_the_prefiller_and_no_decoder_is_asked(s
 @pytest.mark.parametrize("shape", [SIX, LAYERWISE], ids=["pull", "layerwise"])
 @pytest.mark.parametrize("prompt", ["the quick brown fox", PROMPT], ids=["text", "ids"])
 @pytest.mark.parametrize("fields", [{}, {"logprobs": 1}, {"logprobs": 1, "n": 2}, {"return_token_ids": True}])
-async def test_an_echo_is_that_of_one_plain_server(shape: ClusterShape, prompt: Any, fields: dict[str, Any]) -> None:
+async def test_an_echo_equals_that_of_a_single_server(shape: ClusterShape, prompt: Any, fields: dict[str, Any]) -> None:
     async with running(shape) as router:
         body = completion(prompt, echo=True, **fields)
         ours = (await router.client.post("/v1/completions", json=body)).json()
@@ -291,7 +291,7 @@ async def test_a_prompt_is_scored_without_any_decoder(shape: ClusterShape, field
     ],
     ids=["stream", "stream-all", "stream-echo", "no-echo"],
 )
-async def test_what_cannot_be_said_of_a_prompt_is_refused_with_the_reason(fields: dict[str, Any]) -> None:
+async def test_impossible_prompt_scoring_is_refused_with_the_reason(fields: dict[str, Any]) -> None:
     async with running(SIX) as router:
         reply = await router.client.post("/v1/completions", json=completion(**{"max_tokens": 12} | fields))
         assert reply.status_code == 400
@@ -302,7 +302,7 @@ async def test_what_cannot_be_said_of_a_prompt_is_refused_with_the_reason(fields
 @pytest.mark.parametrize("shape", [SIX, LAYERWISE], ids=["pull", "layerwise"])
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("many", [{"n": 4}, {"prompt": ["a b", "c d", "e f"]}], ids=["n", "prompts"])
-async def test_the_choices_of_a_request_that_kills_together_reach_two_decoders(
+async def test_choices_of_one_killing_request_together_reach_two_decode_workers(
     shape: ClusterShape, stream: bool, many: dict[str, Any]
 ) -> None:
     async with running(shape, **QUICK) as router:
@@ -315,7 +315,7 @@ async def test_the_choices_of_a_request_that_kills_together_reach_two_decoders(
 
 
 @pytest.mark.parametrize("prompts", [["kills", "good"], ["good", "kills"], ["kills", "good", "good", "good"]])
-async def test_a_prompt_that_kills_reaches_two_decoders_whatever_prompts_are_listed_beside_it(
+async def test_a_killing_prompt_reaches_two_decode_workers_whatever_other_prompts_the_request_has(
     prompts: list[str],
 ) -> None:
     async def dies(asked: Asked, writer: asyncio.StreamWriter) -> None:
@@ -363,9 +363,7 @@ async def test_more_choices_than_slots_are_answered_though_a_decoder_dies_under_
 
 @pytest.mark.parametrize("shape", [SIX, LAYERWISE], ids=["pull", "layerwise"])
 @pytest.mark.parametrize("stream", [True, False])
-async def test_an_answer_under_which_decoder_after_decoder_dies_is_ended_at_the_third(
-    shape: ClusterShape, stream: bool
-) -> None:
+async def test_an_answer_ends_when_a_third_decode_worker_dies_under_it(shape: ClusterShape, stream: bool) -> None:
     async with running(shape, **QUICK) as router:
         body = completion(stream=stream, max_tokens=2000)
         got = io.StringIO()
@@ -412,7 +410,7 @@ def chokes(well: Answer) -> Answer:
 
 @pytest.mark.parametrize("n_workers", [1, 2])
 @pytest.mark.parametrize("tier", ["prefill", "decode"])
-async def test_a_request_that_all_workers_answer_with_500_takes_none_of_them_out(tier: str, n_workers: int) -> None:
+async def test_a_request_that_gets_500_from_all_workers_takes_none_of_them_out(tier: str, n_workers: int) -> None:
     def of(tier_of: str, well: Answer) -> dict[str, Evil]:
         return {f"{tier_of[0]}{n}": Evil(chokes(well) if tier_of == tier else well) for n in range(n_workers)}
 

@@ -91,7 +91,7 @@ async def plain(router: Router, body: Mapping[str, Any]) -> Answer:
     ids=["grammar", "named", "required"],
 )
 @pytest.mark.parametrize("cut", ["recompute", "reset"])
-async def test_a_grammar_that_has_begun_is_not_continued(name: str, fields: dict[str, Any], cut: str) -> None:
+async def test_a_grammar_that_has_begun_is_not_resumed(name: str, fields: dict[str, Any], cut: str) -> None:
     async with running(PAIR, **QUICK) as router:
         body = chat(max_tokens=200, **fields)
         whole = await plain(router, body)
@@ -108,7 +108,7 @@ async def test_a_grammar_that_has_begun_is_not_continued(name: str, fields: dict
         await router.settled()
 
 
-async def test_a_grammar_of_which_nothing_has_come_starts_again_unseen() -> None:
+async def test_a_grammar_without_a_token_sent_restarts_unnoticed() -> None:
     async with running(PAIR, **QUICK) as router:
         body = chat(max_tokens=200, stream=True, **JSON)
         await cut_everywhere(router, 0)
@@ -116,7 +116,7 @@ async def test_a_grammar_of_which_nothing_has_come_starts_again_unseen() -> None
         assert answer.complete and answer.said == (await plain(router, body)).said
 
 
-async def test_a_chat_cut_off_in_its_reasoning_goes_on_reasoning_also_before_a_grammar() -> None:
+async def test_a_chat_cut_off_in_its_reasoning_resumes_its_reasoning_also_before_a_grammar() -> None:
     async with running(PAIR, **QUICK) as router:
         for fields in (THINKING, THINKING | JSON):
             body = chat(max_tokens=200 if "response_format" in fields else 40, stream=True, **fields)
@@ -127,7 +127,7 @@ async def test_a_chat_cut_off_in_its_reasoning_goes_on_reasoning_also_before_a_g
         await router.settled()
 
 
-async def test_a_parser_that_forgets_its_place_never_passes_reasoning_off_as_the_answer() -> None:
+async def test_reasoning_never_becomes_content_when_a_reasoning_parser_loses_its_state() -> None:
     async with running(PAIR, **QUICK) as router:
         body = chat(max_tokens=40, **FORGETFUL)
         whole = await plain(router, body)
@@ -141,7 +141,7 @@ async def test_a_parser_that_forgets_its_place_never_passes_reasoning_off_as_the
         await router.settled()
 
 
-async def test_a_tool_call_that_has_begun_is_not_continued_and_text_before_it_is() -> None:
+async def test_a_begun_tool_call_is_not_resumed_but_text_before_it_is() -> None:
     async with running(PAIR, **QUICK) as router:
         body = chat(max_tokens=200, stream=True, **TOOLS)
         whole = await plain(router, body)
@@ -155,7 +155,7 @@ async def test_a_tool_call_that_has_begun_is_not_continued_and_text_before_it_is
         await router.settled()
 
 
-async def test_a_stop_string_across_the_cut_is_either_seen_or_the_answer_ends_as_broken() -> None:
+async def test_a_stop_string_across_the_cut_is_found_or_the_answer_ends_with_an_error() -> None:
     text = decode(continuation(PROMPT, 40))
     async with running(PAIR, **QUICK) as router:
         seen = []
@@ -184,7 +184,7 @@ async def test_a_stop_string_across_the_cut_is_either_seen_or_the_answer_ends_as
 @pytest.mark.parametrize(
     "fields", [{"presence_penalty": 0.1}, {"frequency_penalty": 1}, {"seed": 7}, {"bad_words": ["x"]}]
 )
-async def test_a_small_penalty_ends_no_stream(fields: dict[str, Any]) -> None:
+async def test_a_small_penalty_does_not_prevent_a_resume(fields: dict[str, Any]) -> None:
     async with running(PAIR, **QUICK) as router:
         for cut in ("recompute", "reset"):
             await cut_everywhere(router, 9, cut)
@@ -194,7 +194,7 @@ async def test_a_small_penalty_ends_no_stream(fields: dict[str, Any]) -> None:
         await router.settled()
 
 
-async def test_offsets_and_logprobs_go_on_over_a_cut() -> None:
+async def test_offsets_and_logprobs_continue_over_a_cut() -> None:
     async with running(PAIR, **QUICK) as router:
         body = completion(logprobs=1, max_tokens=90)
         whole = (await router.client.post("/v1/completions", json=body)).json()["choices"][0]
@@ -206,7 +206,7 @@ async def test_offsets_and_logprobs_go_on_over_a_cut() -> None:
 
 
 @pytest.mark.parametrize("cut", ["reset", "recompute"])
-async def test_an_answer_cut_off_within_a_character_goes_on_before_it_and_shows_no_prompt(cut: str) -> None:
+async def test_an_answer_cut_off_within_a_character_resumes_before_it_and_shows_no_prompt(cut: str) -> None:
     """An event of several tokens has text, and may end with half of a character all the same."""
     async with running(PAIR, **QUICK) as router:
         for asked in (completion(max_tokens=30, stream=True), chat(max_tokens=30, stream=True)):
@@ -220,7 +220,7 @@ async def test_an_answer_cut_off_within_a_character_goes_on_before_it_and_shows_
 
 
 @pytest.mark.parametrize("told", [{"return_token_ids": True}, {"logprobs": 1}], ids=["ids", "logprobs"])
-async def test_within_a_character_whose_tokens_were_told_a_stream_ends_and_an_unseen_answer_starts_again(
+async def test_a_stream_cut_within_a_character_of_sent_tokens_ends_and_an_unsent_answer_restarts(
     told: dict[str, Any],
 ) -> None:
     async with running(PAIR, **QUICK) as router:
@@ -254,7 +254,7 @@ def a_case(n: int) -> dict[str, Any]:
     return kinds[n % len(kinds)] | {"stream": n // len(kinds) % 3 > 0}
 
 
-async def test_of_a_thousand_recomputed_requests_of_all_kinds_no_invalid_one_ends_as_complete() -> None:
+async def test_no_invalid_answer_among_a_thousand_recomputed_requests_ends_as_complete() -> None:
     shape = ClusterShape(prefillers=2, decoders=4, max_num_seqs=16, time_scale=0.002)
     async with running(shape, **QUICK) as router:
         expected: dict[str, Answer] = {}

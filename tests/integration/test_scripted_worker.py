@@ -81,7 +81,7 @@ async def test_a_chat_may_run_longer_than_its_first_event_may_take_and_is_measur
         assert "balanceroute_generated_tokens_total 20.0" in metrics
 
 
-async def test_a_client_that_reads_late_has_the_time_of_clients_not_of_workers() -> None:
+async def test_a_slow_reader_is_limited_by_client_timeouts_not_by_worker_timeouts() -> None:
     long = "x" * 2**18
     limits = {"idle_timeout_s": 0.3, "client_stall_timeout_s": 30.0}
     async with routing(streaming(40, 0.001, text=long), **limits) as (app, client):
@@ -99,7 +99,7 @@ async def test_a_client_that_reads_late_has_the_time_of_clients_not_of_workers()
         assert app.services.metrics.requests.value("finished") == 1
 
 
-async def test_a_priority_beyond_its_bounds_is_clamped_in_our_own_order_and_reaches_the_engines_as_it_is(
+async def test_a_priority_beyond_its_bounds_is_clamped_for_the_router_and_reaches_the_engines_unchanged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     bodies: list[dict[str, Any]] = []
@@ -150,7 +150,7 @@ def counting_reasoning(bodies: list[dict[str, Any]]) -> Script:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_choices_of_which_one_went_on_elsewhere_tell_no_reasoning_tokens_rather_than_those_of_the_others(
+async def test_usage_omits_reasoning_tokens_when_one_of_several_choices_was_resumed(
     stream: bool,
 ) -> None:
     bodies: list[dict[str, Any]] = []
@@ -166,7 +166,7 @@ async def test_choices_of_which_one_went_on_elsewhere_tell_no_reasoning_tokens_r
 
 
 @pytest.mark.parametrize("n", [1, 2])
-async def test_a_stream_of_what_prompts_are_worth_tells_the_engine_s_fingerprint_however_many_choices_it_has(
+async def test_a_scoring_stream_has_the_engines_fingerprint_for_any_number_of_choices(
     n: int,
 ) -> None:
     asked = {"prompt": [1, 2, 3], "n": n, "max_tokens": 0, "echo": True, "stream": True}
@@ -177,7 +177,7 @@ async def test_a_stream_of_what_prompts_are_worth_tells_the_engine_s_fingerprint
 
 
 @pytest.mark.parametrize("n", [1, 2])
-async def test_a_usage_that_engines_are_started_to_tell_always_reaches_a_client_that_did_not_ask_for_it(n: int) -> None:
+async def test_usage_that_engines_always_send_reaches_a_client_that_did_not_request_it(n: int) -> None:
     bodies: list[dict[str, Any]] = []
     asked = {"prompt": [1, 2, 3], "n": n, "max_tokens": 99, "stream": True}
     async with routing(counting_reasoning(bodies)) as (_, client):
@@ -217,9 +217,7 @@ def thinking(gone_on: asyncio.Event, streams: list[dict[str, Any]]) -> Script:
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("beside", [{}, {"logprobs": True}], ids=["hidden by the router", "hidden by the engine"])
-async def test_reasoning_that_a_client_does_not_want_to_see_may_take_longer_than_two_tokens_may(
-    stream: bool, beside: dict[str, Any]
-) -> None:
+async def test_hidden_reasoning_may_take_longer_than_idle_timeout_s(stream: bool, beside: dict[str, Any]) -> None:
     limits = {"first_byte_timeout_s": {"decode": 0.2}, "idle_timeout_s": 0.2}
     gone_on = asyncio.Event()
     asked = {**CHAT, "stream": stream, "include_reasoning": False, "max_tokens": 9999} | beside

@@ -64,7 +64,7 @@ def streams_on_every_decoder(router: Router) -> bool:
 
 
 @pytest.mark.parametrize("connector", ["mooncake_v1", "mooncake_layerwise"])
-async def test_streams_and_fresh_requests_of_a_frozen_decoder_are_answered_by_the_others(connector: str) -> None:
+async def test_streams_and_new_requests_of_a_frozen_decode_worker_are_answered_by_the_others(connector: str) -> None:
     shape = ClusterShape(prefillers=2, decoders=3, max_num_seqs=8, time_scale=0.05, connector=connector)  # type: ignore[arg-type]
     async with running(shape, **SETTINGS) as router:
         streams = [ask(router, 6000) for _ in range(6)]
@@ -87,7 +87,7 @@ def _ids(router: Router) -> list[str]:
     return [worker.spec.id for worker in router.app.services.ledger.scheduler.snapshot.workers]
 
 
-async def test_a_stream_that_cannot_go_on_elsewhere_stays_on_its_frozen_decoder_and_ends_there() -> None:
+async def test_a_stream_that_cannot_be_resumed_stays_on_its_frozen_decode_worker_and_ends_there() -> None:
     async with running(SHAPE, **SETTINGS) as router:
         services = router.app.services
         schema = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object"}}}
@@ -105,7 +105,7 @@ async def test_a_stream_that_cannot_go_on_elsewhere_stays_on_its_frozen_decoder_
         await router.settled(60.0)
 
 
-async def test_a_frozen_barrier_moves_nothing_is_named_by_ready_and_goes_on_where_it_stopped() -> None:
+async def test_a_frozen_barrier_moves_no_request_is_named_by_ready_and_continues() -> None:
     async with running(SHAPE, **SETTINGS) as router:
         services = router.app.services
         streams = [ask(router, 1500) for _ in range(6)]
@@ -138,7 +138,7 @@ async def test_probes_of_a_frozen_prefiller_are_answered_by_the_other_one() -> N
         await router.settled(60.0)
 
 
-async def test_requests_whose_only_prefiller_is_dead_get_the_503_of_new_ones_after_a_grace() -> None:
+async def test_requests_with_only_a_dead_prefiller_get_503_after_the_grace_like_new_ones() -> None:
     shape = ClusterShape(prefillers=1, decoders=2, max_num_seqs=8, time_scale=0.05)
     async with running(shape, **SETTINGS) as router:
         await freeze(router, "p0")

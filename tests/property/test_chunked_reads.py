@@ -80,7 +80,7 @@ def received(reads: list[bytes]) -> tuple[bytes, bool, bool]:
 
 @given(chunks, st.lists(st.integers(0, 2000), max_size=12), st.booleans())
 @example([b"a", b"b"], [6, 12], True)
-def test_a_body_is_the_same_however_it_is_cut_into_reads(parts: list[bytes], cuts: list[int], ends: bool) -> None:
+def test_a_body_is_the_same_for_any_split_into_reads(parts: list[bytes], cuts: list[int], ends: bool) -> None:
     stream = framed(parts) + (b"0\r\n\r\n" if ends else b"")
     edges = sorted({0, len(stream), *(cut % (len(stream) + 1) for cut in cuts)})
     reads = [stream[start:stop] for start, stop in zip(edges, edges[1:], strict=False)]
@@ -88,7 +88,7 @@ def test_a_body_is_the_same_however_it_is_cut_into_reads(parts: list[bytes], cut
 
 
 @given(chunks, st.binary(max_size=30))
-def test_what_the_parser_refuses_is_refused_after_a_shortcut_too(parts: list[bytes], tail: bytes) -> None:
+def test_a_body_that_the_parser_refuses_is_refused_on_the_fast_path_too(parts: list[bytes], tail: bytes) -> None:
     oracle = Body()
     parser = httptools.HttpResponseParser(oracle)
     broken = False
@@ -104,7 +104,7 @@ def test_what_the_parser_refuses_is_refused_after_a_shortcut_too(parts: list[byt
 
 
 @given(st.binary(max_size=60))
-def test_unchunked_takes_whole_chunks_or_nothing(data: bytes) -> None:
+def test_the_fast_path_decodes_whole_chunks_or_nothing(data: bytes) -> None:
     body = unchunked(data)
     if body:
         oracle = Body()
@@ -169,7 +169,7 @@ starts = st.sampled_from(
 @example(b"HTTP/1.1 200 OK", [b"content-type: application/json", b"Content-Length: 5"], b"hello")
 @example(b"HTTP/1.1 200 OK", [b"content-length: 5"], b"hello!")
 @example(b"HTTP/1.1 200 OK", [b"content-length: 5", b"X-Request-Id:  a b "], b"hello")
-def test_a_reply_without_a_parser_is_what_it_is_with_one(start: bytes, head: list[bytes], body: bytes) -> None:
+def test_a_reply_decoded_without_the_parser_equals_the_parsed_one(start: bytes, head: list[bytes], body: bytes) -> None:
     data = b"\r\n".join([start, *head, b"", body])
     with patch("balanceroute.proxy.workers.connection.plain_reply", lambda data: None):
         parsed = seen(data)

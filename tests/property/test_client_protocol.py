@@ -160,7 +160,7 @@ def comparable(request: Taken) -> Taken:
 @given(seed=st.integers(0, 2**53))
 @example(seed=2340)  # the name of a coding in capitals
 @example(seed=44129)  # white space before a chunk's extension
-def test_the_same_bytes_are_the_same_requests_as_to_h11_or_both_refuse(runner: asyncio.Runner, seed: int) -> None:
+def test_router_and_h11_read_the_same_requests_or_both_refuse(runner: asyncio.Runner, seed: int) -> None:
     draw = random.Random(seed)
     data = stream(draw)
     ours = served(runner, [data])
@@ -201,7 +201,7 @@ PARTS = st.sampled_from(
 
 @settings(max_examples=300, deadline=None)
 @given(parts=st.lists(PARTS, min_size=1, max_size=14), start=st.sampled_from([b"", b"POST /a HTTP/1.1\r\nHost: a\r\n"]))
-def test_bytes_put_together_at_random_are_the_same_requests_as_to_h11_or_both_refuse(
+def test_router_and_h11_agree_on_random_bytes_or_both_refuse(
     runner: asyncio.Runner, parts: list[bytes], start: bytes
 ) -> None:
     data = start + b"".join(parts)
@@ -218,7 +218,7 @@ def test_bytes_put_together_at_random_are_the_same_requests_as_to_h11_or_both_re
 
 @settings(max_examples=500, deadline=None)
 @given(seed=st.integers(0, 2**53))
-def test_no_damaged_request_raises_or_leaves_anything_behind(runner: asyncio.Runner, seed: int) -> None:
+def test_no_damaged_request_raises_or_leaks(runner: asyncio.Runner, seed: int) -> None:
     """Some of the inputs that `scripts/fuzz_http` feeds by the million."""
     runner.run(one_input(Stage(runner.get_loop()), seed))
 
@@ -252,7 +252,7 @@ HEAD_LINES = st.builds(
     | st.builds(lambda target: b"GET /" + target + b" HTTP/1.1", st.binary(max_size=6)),
     lines=st.lists(HEAD_LINES, max_size=4),
 )
-def test_a_head_that_is_read_the_short_way_is_the_same_request_the_long_way(line: bytes, lines: list[bytes]) -> None:
+def test_a_head_read_by_the_fast_path_equals_that_of_the_full_parser(line: bytes, lines: list[bytes]) -> None:
     raw = b"".join(part + b"\r\n" for part in (line, b"Host: h", *lines, b""))
     short = read_plain(raw)
     if short is None:

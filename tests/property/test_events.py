@@ -99,7 +99,7 @@ def expected(oracle: Oracle, raw: bytes) -> tuple[object, ...]:
 @example([(TEMPLATES[0], HEAD + b"a" * 64 + MID + b"1" + TAIL)], False)
 @example([(TEMPLATES[0], HEAD + b"a" * 200 + MID + b"1" + TAIL + HEAD + b"a" * 90)], False)
 @example([(TEMPLATES[0], HEAD + b"a" * 100 + b"\n" + MID + b"1" + TAIL)], False)
-def test_a_matcher_takes_exactly_the_events_that_fit(
+def test_a_matcher_accepts_exactly_the_matching_events(
     module: Any, given_reads: list[tuple[tuple[bytes, ...], bytes]], want_ids: bool
 ) -> None:
     matcher, oracle = module.EventMatcher(want_ids), Oracle(want_ids)
@@ -114,7 +114,7 @@ def test_a_matcher_takes_exactly_the_events_that_fit(
 
 
 @both
-def test_events_that_fit_are_counted_and_leave_without_their_ids(module: Any) -> None:
+def test_matching_events_are_counted_and_lose_their_ids(module: Any) -> None:
     matcher = module.EventMatcher(False)
     matcher.learn(*TEMPLATES[0])
     one, other = HEAD + b"hi" + MID + b"7,8" + TAIL, HEAD + MID + b"9" + TAIL
@@ -126,7 +126,7 @@ def test_events_that_fit_are_counted_and_leave_without_their_ids(module: Any) ->
 
 
 @both
-def test_nothing_fits_within_an_event(module: Any) -> None:
+def test_a_matcher_accepts_nothing_within_an_event(module: Any) -> None:
     matcher = module.EventMatcher(False)
     matcher.learn(*TEMPLATES[0])
     whole = HEAD + b"hi" + MID + b"7" + TAIL
@@ -188,7 +188,7 @@ class Scanner:
 
 
 @both
-def test_a_pump_that_cannot_write_keeps_no_other_waiting(module: Any) -> None:
+def test_a_pump_that_cannot_write_does_not_delay_others(module: Any) -> None:
     said: list[bytes] = []
 
     def write(part: bytes) -> bool:
@@ -212,7 +212,7 @@ def test_a_pump_that_cannot_write_keeps_no_other_waiting(module: Any) -> None:
 
 
 @both
-def test_a_pump_stops_the_worker_before_a_turn_has_read_more_than_a_client_that_does_not_read_may_have(
+def test_a_pump_pauses_the_worker_before_the_client_buffer_exceeds_its_limit(
     module: Any,
 ) -> None:
     """One turn of the loop may read tens of MiB of one socket."""
@@ -286,14 +286,14 @@ def test_counts_that_differ_are_found_once_with_their_places(
     assert module.grown_counts(now, known, end) == []
 
 
-def test_the_sources_bear_their_own_digest_so_that_a_module_compiled_of_others_is_known() -> None:
+def test_the_source_digest_in_events_py_is_current() -> None:
     folder = Path(events.__file__).parent
     source = (folder / "events.py").read_text().replace(events.SOURCE, "", 1)
     digest = hashlib.blake2b((source + (folder / "compiled.pxd").read_text()).encode(), digest_size=8).hexdigest()
     assert events.SOURCE == digest, f'write SOURCE: Final = "{digest}" into events.py'
 
 
-def test_a_module_compiled_of_other_sources_is_left_alone() -> None:
+def test_a_compiled_module_of_other_sources_is_not_loaded() -> None:
     script = """
 import sys, types
 old = types.ModuleType("balanceroute.proxy.hotpath.compiled")

@@ -39,7 +39,7 @@ def a_pair(every_tokens: int) -> tuple[Scheduler, Scheduler]:
 
 @settings(max_examples=100, deadline=None)
 @given(st.integers(1, HORIZON), EVENTS)
-def test_told_steps_or_tokens_a_scheduler_decides_and_asks_for_forecasts_alike(
+def test_counting_by_steps_or_by_tokens_a_scheduler_decides_alike(
     every_tokens: int, events: list[tuple[str, int, int, int]]
 ) -> None:
     by_step, by_token = both = a_pair(every_tokens)

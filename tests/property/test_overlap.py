@@ -60,7 +60,7 @@ def a_simulation(setting: Setting, policy: str, seed: int, rows: int = 120) -> t
     slots=st.integers(1, 6),
     seed=st.integers(0, 50),
 )
-def test_never_more_run_than_there_are_slots_nor_more_are_sent_than_were_allowed(
+def test_no_more_requests_run_than_slots_nor_are_sent_ahead_than_allowed(
     policy: str, overlap: int | None, transfer_steps: int, beside_full: bool, slots: int, seed: int
 ) -> None:
     setting = a_setting(3, slots, overlap, transfer_steps=transfer_steps, transfers_beside_full=beside_full)
@@ -80,7 +80,7 @@ def test_never_more_run_than_there_are_slots_nor_more_are_sent_than_were_allowed
 
 @settings(max_examples=25, deadline=None)
 @given(policy=POLICIES, seed=st.integers(0, 50), slots=st.integers(1, 6))
-def test_where_transfers_take_no_time_an_overlap_that_sizes_itself_decides_as_none(
+def test_an_automatic_overlap_decides_like_no_overlap_where_transfers_take_no_time(
     policy: str, seed: int, slots: int
 ) -> None:
     decisions = []

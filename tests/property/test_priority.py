@@ -103,7 +103,7 @@ def test_a_priority_that_all_requests_share_changes_no_decision(
     pools,
     memories,
 )
-def test_nobody_is_held_back_while_a_later_class_is_served(
+def test_no_request_is_held_back_while_a_later_class_is_served(
     knobs: PolicySettings, loads: list[list[int]], waiting: Waiting, memory_tokens: int
 ) -> None:
     scheduler = a_scheduler(replace(knobs, hold_s=5.0), loads, waiting, memory_tokens)
@@ -156,7 +156,7 @@ def test_without_a_time_to_live_a_later_class_waits_for_ever(policy: str) -> Non
 
 
 @pytest.mark.parametrize("policy", ["br_0", "br_h", "target_fit", "level_fit"])
-def test_one_of_a_lower_class_among_two_hundred_is_the_next_to_be_admitted(policy: str) -> None:
+def test_a_request_of_an_urgent_class_is_admitted_next_among_two_hundred_overdue_ones(policy: str) -> None:
     scheduler = Scheduler(make_policy(PolicySettings(policy=policy)))
     scheduler.add_worker(WorkerSpec("d", Role.DECODE, slots=1), 0.0)
     for index in range(200):

@@ -43,7 +43,7 @@ class Cluster:
         """One step; what is taken off or lost is sent again."""
         ranks, setting = self.ranks, self.setting
         running = [list(rank.running) for rank in ranks.ranks]
-        for request in ranks.overfull(self.step):
+        for request in ranks.preempt_overflow(self.step):
             self.send(request, chance.randrange(WORKERS))
         for rank, before in zip(ranks.ranks, running, strict=True):
             assert list(rank.running) == before[: len(rank.running)], "the newest are taken off"

@@ -23,7 +23,7 @@ EVENTS = st.lists(st.tuples(st.booleans(), st.integers(0, 30), st.integers(1, 6)
     st.integers(0, 30),
     st.integers(0, 25),
 )
-def test_every_search_finds_what_a_walk_through_the_list_finds(
+def test_every_search_equals_a_linear_scan_of_the_list(
     events: list[tuple[bool, int, int, float]], low: int, high: int, now: float, count: int, asked_first: int
 ) -> None:
     """Sizes and arrays are made when they are asked for first, and kept up from then on."""

@@ -8,5 +8,5 @@ from scripts.chaos_run.fuzz_sse import one_input
 
 @settings(max_examples=2500, deadline=None)
 @given(st.integers(0, 2**53))
-def test_no_damaged_input_raises_what_a_parser_does_not_promise(seed: int) -> None:
+def test_damaged_input_raises_only_documented_exceptions(seed: int) -> None:
     one_input(seed)

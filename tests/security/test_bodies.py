@@ -32,7 +32,7 @@ def test_a_length_above_the_limit_is_a_413_before_the_body_comes(edge: Edge, tar
 
 
 @pytest.mark.parametrize("target", ROUTES)
-def test_chunks_above_the_limit_are_a_413_before_they_have_all_come(edge: Edge, target: str) -> None:
+def test_chunks_above_the_limit_are_a_413_before_all_have_arrived(edge: Edge, target: str) -> None:
     before = edge.rss_bytes()
     with edge.connect() as connection:
         connection.send(request("POST", target, "Content-Type: application/json", "Transfer-Encoding: chunked"))
@@ -56,7 +56,7 @@ def test_a_client_that_reads_only_after_it_has_sent_everything_still_gets_its_41
 
 @pytest.mark.parametrize("shape", ["[", '{"a":', '[{"a":', "[[],"], ids=["lists", "objects", "both", "empty"])
 @pytest.mark.parametrize("target", PARSED)
-def test_nested_without_end_is_a_400(edge: Edge, target: str, shape: str) -> None:
+def test_endless_nesting_is_a_400(edge: Edge, target: str, shape: str) -> None:
     content = shape * (DEPTH // len(shape))
     refused(edge.ask(request("POST", target, body=content.encode())), 400, 401, 403)
 
@@ -82,7 +82,7 @@ COSTLY = {
 
 
 @pytest.mark.parametrize("fields", COSTLY.values(), ids=COSTLY)
-def test_a_body_of_values_without_number_is_refused_before_it_is_read(edge: Edge, fields: str) -> None:
+def test_a_body_with_too_many_values_is_refused_before_it_is_parsed(edge: Edge, fields: str) -> None:
     """32 MiB of them took a gigabyte, and stopped everybody's stream for seconds."""
     content = f'{{"prompt": "a", "messages": [{{"role": "user", "content": "a"}}], "max_tokens": 1, {fields}}}'
     for target in (*HOT, *MESSAGES):
@@ -93,7 +93,7 @@ def test_a_body_of_values_without_number_is_refused_before_it_is_read(edge: Edge
 @pytest.mark.parametrize(
     "value", ["-1", "0", "1.5", "1e999", "9" * 400, "18446744073709551615", '"7"', "[]", "{}", "true"]
 )
-def test_an_odd_number_of_a_message_is_served_or_a_400(edge: Edge, value: str) -> None:
+def test_an_unusual_number_in_a_message_is_served_or_a_400(edge: Edge, value: str) -> None:
     names = ("max_tokens", "temperature", "top_p", "top_k", "stop_sequences", "stream", "thinking", "tools", "system")
     for name in names:
         fields = {"messages": '[{"role": "user", "content": "odd"}]', "max_tokens": "1", name: value}
@@ -103,7 +103,7 @@ def test_an_odd_number_of_a_message_is_served_or_a_400(edge: Edge, value: str) -
             assert answer.status in (200, 400), (target, content, answer)
 
 
-def test_text_that_only_looks_like_values_is_served(edge: Edge) -> None:
+def test_text_that_resembles_json_values_is_served(edge: Edge) -> None:
     assert edge.ask(completion('[]{}\\"' * 100_000)).status == 200
 
 
@@ -151,7 +151,7 @@ NUMBERS = {
 
 
 @pytest.mark.parametrize("fields", NUMBERS.values(), ids=NUMBERS)
-def test_an_odd_value_is_served_or_a_400(edge: Edge, fields: dict[str, object]) -> None:
+def test_an_unusual_value_is_served_or_a_400(edge: Edge, fields: dict[str, object]) -> None:
     for stream in (False, True):
         answer = edge.ask(completion(**{"prompt": "odd", "stream": stream, **fields}))  # type: ignore[arg-type]
         assert answer.status in (200, 400), answer
@@ -206,7 +206,7 @@ ODD_BUT_JSON = {
 
 
 @pytest.mark.parametrize("content", ODD_BUT_JSON.values(), ids=ODD_BUT_JSON)
-def test_odd_json_is_served_or_a_400(edge: Edge, content: bytes) -> None:
+def test_unusual_json_is_served_or_a_400(edge: Edge, content: bytes) -> None:
     assert edge.ask(request("POST", "/v1/completions", body=content)).status in (200, 400, 413)
 
 
@@ -220,7 +220,7 @@ ODD_HEADERS = {
 
 
 @pytest.mark.parametrize("field", ODD_HEADERS.values(), ids=ODD_HEADERS)
-def test_an_odd_header_is_served_or_a_400(edge: Edge, field: str) -> None:
+def test_an_unusual_header_is_served_or_a_400(edge: Edge, field: str) -> None:
     assert edge.ask(completion("hello", field)).status in (200, 400)
 
 

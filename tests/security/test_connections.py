@@ -21,7 +21,7 @@ def busy(edge: Edge) -> list[Connection]:
     return connections
 
 
-def test_where_all_are_busy_another_request_is_a_503_that_says_when_to_come_back(narrow: Edge) -> None:
+def test_above_max_connections_a_request_gets_503_with_retry_after(narrow: Edge) -> None:
     kept = busy(narrow)
     answer = narrow.ask(completion("one too many"))
     assert answer.status == 503 and int(answer.headers["retry-after"]) >= 1
@@ -33,7 +33,7 @@ def test_where_all_are_busy_another_request_is_a_503_that_says_when_to_come_back
     block_until(narrow.serves, "the limit stays although the clients have gone")
 
 
-def test_where_all_are_busy_an_operator_still_sees_the_router(narrow: Edge) -> None:
+def test_at_max_connections_operators_routes_are_still_served(narrow: Edge) -> None:
     kept = busy(narrow)
     for target in ("/health", "/ready", "/metrics"):
         assert narrow.get(target).status == 200
@@ -41,7 +41,7 @@ def test_where_all_are_busy_an_operator_still_sees_the_router(narrow: Edge) -> N
         connection.close()
 
 
-def test_where_all_are_busy_a_body_is_not_taken(narrow: Edge) -> None:
+def test_at_max_connections_no_body_is_read(narrow: Edge) -> None:
     kept = busy(narrow)
     with narrow.connect() as connection:
         connection.send(request("POST", "/v1/completions", f"Content-Length: {2**20}"))
@@ -51,7 +51,7 @@ def test_where_all_are_busy_a_body_is_not_taken(narrow: Edge) -> None:
         connection.close()
 
 
-def test_connections_that_wait_between_requests_make_room_for_new_ones(narrow: Edge) -> None:
+def test_idle_connections_give_way_to_new_ones(narrow: Edge) -> None:
     for _ in range(3 * MOST):
         connection = narrow.connect()
         connection.send(request("GET", "/health"))
@@ -59,7 +59,7 @@ def test_connections_that_wait_between_requests_make_room_for_new_ones(narrow: E
         assert narrow.serves()
 
 
-def test_connections_that_say_nothing_keep_nobody_out(narrow: Edge) -> None:
+def test_silent_connections_do_not_block_new_clients(narrow: Edge) -> None:
     """Three times as many as fit, from several addresses, some with half a request."""
     silent = [narrow.connect(source=f"127.0.0.{2 + number % 5}") for number in range(3 * MOST)]
     for connection in silent[::2]:
@@ -71,7 +71,7 @@ def test_connections_that_say_nothing_keep_nobody_out(narrow: Edge) -> None:
         connection.close()
 
 
-def test_many_times_the_limit_of_connections_does_no_harm(narrow: Edge) -> None:
+def test_many_times_max_connections_does_no_harm(narrow: Edge) -> None:
     for _ in range(10):
         crowd = [narrow.connect() for _ in range(5 * MOST)]
         assert narrow.get("/health").status == 200

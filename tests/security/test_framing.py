@@ -222,7 +222,7 @@ def test_the_same_length_twice_is_one_request_or_none(edge: Edge) -> None:
         assert connection.has_ended()
 
 
-def test_a_body_that_nobody_reads_is_not_the_next_request(edge: Edge) -> None:
+def test_a_body_that_a_route_does_not_read_is_not_the_next_request(edge: Edge) -> None:
     """To a route that takes no body, and to one that does not exist."""
     for target in ("/health", "/nowhere", "/metrics"):
         with edge.connect() as connection:
@@ -253,7 +253,7 @@ def test_bytes_behind_an_answer_that_closes_are_no_request(edge: Edge) -> None:
     assert edge.serves() and not edge.workers.of("behind")
 
 
-def test_poison_on_one_connection_does_not_change_what_another_gets(edge: Edge) -> None:
+def test_an_invalid_request_on_one_connection_does_not_affect_another(edge: Edge) -> None:
     with edge.connect() as honest:
         honest.send(completion("honest")[:60])
         refused(edge, TWO_FRAMINGS["length-and-chunked"])

@@ -121,7 +121,7 @@ def test_a_hundred_half_heads_take_no_more_memory_than_they_are_allowed(edge: Ed
 
 
 @pytest.mark.parametrize("blank_lines", [1, 2])
-def test_a_few_blank_lines_before_a_request_are_overlooked(edge: Edge, blank_lines: int) -> None:
+def test_a_few_blank_lines_before_a_request_are_ignored(edge: Edge, blank_lines: int) -> None:
     """RFC 9112, 2.2: what some old clients send after a body."""
     with edge.connect() as connection:
         connection.send(b"\r\n" * blank_lines + request("GET", "/health"))

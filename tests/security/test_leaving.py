@@ -41,7 +41,7 @@ def test_a_client_that_half_closes_behind_pipelined_requests_gets_all_answers(ed
     ],
     ids=["bytes", "no-host", "method", "too-large", "chunks"],
 )
-def test_a_client_that_half_closes_behind_what_is_refused_is_refused_once(
+def test_a_client_that_half_closes_after_a_refused_request_is_refused_once(
     edge: Edge, behind: bytes, status: int
 ) -> None:
     """It once kept the router busy with nothing else, for ever."""
@@ -53,7 +53,7 @@ def test_a_client_that_half_closes_behind_what_is_refused_is_refused_once(
     assert edge.serves()
 
 
-def test_the_end_of_what_a_client_sends_cancels_its_completion(edge: Edge) -> None:
+def test_a_client_that_closes_its_sending_side_cancels_its_completion(edge: Edge) -> None:
     """It is all that is seen of an SDK that gives up; a slot is too dear to find out by writing to nobody."""
     edge.new_log_lines()
     with edge.connect() as connection:
@@ -74,7 +74,7 @@ def test_a_client_that_half_closes_behind_a_large_chunked_body_gets_its_answer(e
         assert connection.has_ended()
 
 
-def test_a_completion_behind_another_request_is_cancelled_by_an_end_that_comes_before_it_begins(edge: Edge) -> None:
+def test_an_end_of_input_cancels_a_pipelined_completion_that_has_not_begun(edge: Edge) -> None:
     edge.new_log_lines()
     with edge.connect() as connection:
         connection.send(request("GET", "/v1/models") + completion(HOLD, stream=True))  # a worker is asked for the first
@@ -143,7 +143,7 @@ def test_two_hundred_clients_that_come_and_go_leave_no_socket_and_no_memory(edge
     assert edge.rss_bytes() - before < 16 * 2**20
 
 
-def test_bytes_after_a_half_answered_refusal_harm_nobody(edge: Edge) -> None:
+def test_bytes_after_a_refusal_reach_no_worker(edge: Edge) -> None:
     with edge.connect() as connection:
         connection.send(request("POST", "/v1/completions", f"Content-Length: {2**30}"))
         assert connection.answer("POST").status == 413

@@ -47,7 +47,7 @@ def cors(reply: httpx.Response) -> dict[str, str]:
     return {name: value for name, value in reply.headers.items() if name.startswith("access-control")}
 
 
-async def test_an_allowed_page_may_ask_whether_it_may_use_a_client_route() -> None:
+async def test_an_allowed_origin_gets_an_answer_to_its_preflight_on_client_routes() -> None:
     async with running(SMALL, auth=ALLOWED) as router:
         for path in CLIENT_ROUTES:
             reply = await preflight(router, path, GOOD)
@@ -119,14 +119,14 @@ async def test_a_page_of_another_site_can_not_use_the_cluster(allowed: list[str]
         await router.settled()
 
 
-async def test_a_page_of_the_router_s_own_origin_is_as_good_as_any_client() -> None:
+async def test_a_page_of_the_routers_own_origin_is_served_like_any_client() -> None:
     async with running(SMALL) as router:
         reply = await router.client.post("/v1/completions", json=completion(), headers={"Origin": router.url})
         assert reply.status_code == 200
         await router.settled()
 
 
-async def test_a_key_counts_more_than_where_a_request_comes_from(tmp_path: Path) -> None:
+async def test_a_valid_key_is_accepted_from_any_origin(tmp_path: Path) -> None:
     """Programs that are no browsers say an Origin, too; a page cannot have the key."""
     keys = key_file(tmp_path, entry("team", CLIENT))
     async with running(SMALL, auth={"client_keys": str(keys)}) as router:
@@ -149,7 +149,7 @@ async def test_a_preflight_needs_no_key_and_names_no_header_that_breaks_the_answ
 
 
 @pytest.mark.parametrize("origin", ["", "example.com", "https://a/b", "https://a b", "https://a\r\nx: y", "https://"])
-def test_an_origin_that_is_none_is_refused_at_start(origin: str) -> None:
+def test_an_invalid_allowed_origin_is_refused_at_start(origin: str) -> None:
     tree = {"prefill": {"workers": [{"url": "http://h:1"}]}, "decode": {"workers": [{"url": "http://h:2"}]}}
     with pytest.raises(ConfigError, match=r"auth.allowed_origins"):
         validate(tree | {"auth": {"allowed_origins": [origin]}})

@@ -101,7 +101,7 @@ async def test_every_route_is_open_to_its_class_alone(keys: Path, credential: st
 
 @pytest.mark.parametrize("peer", PEERS)
 @pytest.mark.parametrize("credential", CREDENTIALS)
-async def test_without_any_secret_admin_routes_are_this_machine_s_own(credential: str, peer: str) -> None:
+async def test_without_a_secret_admin_routes_are_open_to_loopback_only(credential: str, peer: str) -> None:
     async with running(SMALL) as router:
         for (method, path, access), status in (await statuses(router, CREDENTIALS[credential], PEERS[peer])).items():
             if access is Access.ADMIN and peer == "other":
@@ -145,7 +145,7 @@ async def test_no_get_changes_anything() -> None:
         ("", 403),
     ],
 )
-async def test_by_ipv6_too_only_this_machine_is_this_machine(peer: str, status: int) -> None:
+async def test_loopback_is_recognised_by_ipv6_too(peer: str, status: int) -> None:
     async with running(SMALL) as router, asking(router, peer) as client:
         assert (await client.get("/state")).status_code == status
         assert (await client.get("/state", headers={"Host": "[::1]:8000"})).status_code == status
@@ -213,7 +213,7 @@ async def test_large_bodies_take_room_from_their_key_s_share_on_every_route(keys
                 assert request.holder == holder, (path, credential)
 
 
-async def test_a_refused_key_is_told_as_openai_tells_it(keys: Path) -> None:
+async def test_a_wrong_key_gets_openais_error_for_wrong_keys(keys: Path) -> None:
     async with running(SMALL, auth={"client_keys": str(keys)}) as router:
         for path, body in (("/v1/completions", completion()), ("/tokenize", {"prompt": "a"})):
             reply = await router.client.post(path, json=body, headers=bearer("sk-wrong"))
@@ -235,7 +235,7 @@ async def test_a_refused_key_is_told_as_openai_tells_it(keys: Path) -> None:
     ],
     ids=["as-it-came", "the-workers", "none", "the-workers-for-known-clients"],
 )
-async def test_a_client_s_key_never_leaves_where_the_router_has_keys(
+async def test_a_clients_key_never_reaches_a_worker_where_the_router_has_keys(
     keys: Path, auth: dict[str, Any], sent: str | None
 ) -> None:
     auth = {name: str(keys) if value is True else value for name, value in auth.items()}
@@ -320,7 +320,7 @@ async def test_tokens_of_a_key_are_counted_with_its_prompts(tmp_path: Path) -> N
         assert refused.status_code == 429 and 1 <= int(refused.headers["retry-after"]) <= 12
 
 
-async def test_a_reload_takes_a_key_back_and_a_broken_file_changes_nothing(tmp_path: Path, keys: Path) -> None:
+async def test_a_reload_revokes_a_removed_key_and_a_broken_file_changes_nothing(tmp_path: Path, keys: Path) -> None:
     async with running(SMALL, auth={"client_keys": str(keys)}) as router:
         services = router.app.services
         ask = lambda key: router.client.post("/v1/completions", json=completion(), headers=bearer(key))  # noqa: E731
@@ -336,7 +336,7 @@ async def test_a_reload_takes_a_key_back_and_a_broken_file_changes_nothing(tmp_p
 # -- what operators see
 
 
-async def test_keys_that_are_exchanged_under_load_refuse_nobody_who_keeps_one(tmp_path: Path) -> None:
+async def test_replacing_keys_under_load_refuses_no_client_with_a_kept_key(tmp_path: Path) -> None:
     kept, lent = entry("kept", CLIENT), entry("lent", "sk-lent")
     keys = key_file(tmp_path, kept, lent)
     async with running(SMALL, auth={"client_keys": str(keys)}) as router:
@@ -395,7 +395,7 @@ async def test_the_dashboard_asks_for_the_token_once_and_its_cookie_opens_nothin
             assert (await laptop.get(path)).status_code == 200
 
 
-async def test_another_token_ends_what_the_one_before_it_shows_of_the_dashboard() -> None:
+async def test_a_new_token_ends_dashboard_sessions_of_the_former_one() -> None:
     async with running(SMALL, auth={"admin_token": ADMIN}) as router:
         headers = bearer(ADMIN) | {"accept": "text/event-stream"}
         async with router.client.stream("GET", "/dashboard/stream", headers=headers, timeout=None) as reply:
@@ -418,7 +418,7 @@ async def test_over_tls_the_cookie_stays_on_tls() -> None:
         assert "secure" in signed_in.headers["set-cookie"].lower()
 
 
-async def test_a_host_that_looks_like_an_address_and_is_none_breaks_no_admin_route() -> None:
+async def test_a_host_header_that_resembles_an_address_breaks_no_admin_route() -> None:
     async with running(SMALL, auth={"admin_token": ADMIN}) as router:
         headers = bearer(ADMIN) | {"host": "[....]"}
         (worker,) = router.app.services.fleet.of(Role.PREFILL)
@@ -436,7 +436,7 @@ async def test_metrics_can_be_put_behind_the_token() -> None:
         assert (await client.get("/metrics", headers=bearer(ADMIN))).status_code == 200
 
 
-async def test_every_admin_call_is_a_line_with_who_from_and_what(caplog: pytest.LogCaptureFixture) -> None:
+async def test_every_admin_call_is_logged_with_method_path_and_peer(caplog: pytest.LogCaptureFixture) -> None:
     async with running(SMALL) as router, asking(router, "203.0.113.9") as stranger:
         caplog.set_level(logging.INFO, "balanceroute.proxy.ops.guard")
         url = router.cluster.decode_urls[0]
@@ -455,7 +455,7 @@ async def test_every_admin_call_is_a_line_with_who_from_and_what(caplog: pytest.
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages", "/v1/models"])
-async def test_every_refused_call_of_a_client_is_a_line_with_who_from_and_what(
+async def test_every_refused_client_call_is_logged_with_peer_key_and_reason(
     path: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     keys = key_file(tmp_path, entry("slow", "sk-s", requests_per_minute=1))
@@ -508,7 +508,7 @@ async def test_every_response_of_every_status_carries_a_request_id_that_the_log_
         assert any(told in names for names in named), caplog.text
 
 
-async def test_a_bug_of_ours_tells_a_client_nothing_but_the_id_to_ask_for() -> None:
+async def test_a_bug_shows_a_client_only_the_request_id() -> None:
     async with running(SMALL) as router:
 
         def broken() -> bytes:
@@ -531,7 +531,7 @@ async def test_a_bug_of_ours_tells_a_client_nothing_but_the_id_to_ask_for() -> N
     ],
     ids=["none", "no-host", "endless", "no-chunk", "long-line"],
 )
-async def test_what_is_refused_before_anybody_serves_it_has_an_id_and_a_line_too(
+async def test_a_request_refused_before_it_is_served_has_an_id_and_a_log_line(
     sent: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -548,7 +548,7 @@ async def test_what_is_refused_before_anybody_serves_it_has_an_id_and_a_line_too
     assert [record for record in caplog.records if str(getattr(record, "request", "")).startswith(name)]
 
 
-async def test_a_client_refused_because_all_places_are_busy_gets_an_id_too() -> None:
+async def test_a_client_refused_at_max_connections_gets_its_request_id() -> None:
     async with running(SMALL, limits={"max_connections": 1}) as router:
         async with router.client.stream(
             "POST", "/v1/completions", json=completion(max_tokens=500, stream=True)

@@ -40,7 +40,7 @@ def test_pipelined_completions_of_one_client_run_one_at_a_time(edge: Edge) -> No
     assert edge.serves() and not edge.workers.of("waits")
 
 
-def test_requests_pipelined_without_number_are_not_read_while_nobody_reads_the_answers(edge: Edge) -> None:
+def test_pipelined_requests_are_not_read_while_the_client_reads_no_answers(edge: Edge) -> None:
     """604,000 of them once took 1.3 GB."""
     before = edge.rss_bytes()
     with edge.connect(receive_buffer_bytes=4096) as connection:
@@ -50,7 +50,7 @@ def test_requests_pipelined_without_number_are_not_read_while_nobody_reads_the_a
         assert edge.serves()
 
 
-def test_requests_pipelined_without_number_behind_a_completion_take_no_memory(edge: Edge) -> None:
+def test_endless_pipelined_requests_after_a_completion_take_no_memory(edge: Edge) -> None:
     """Nor do they hide that their client leaves: they are read, and dropped."""
     before = edge.rss_bytes()
     with edge.connect() as connection:
@@ -62,7 +62,7 @@ def test_requests_pipelined_without_number_behind_a_completion_take_no_memory(ed
     block_until(lambda: not edge.held(), "the request outlives its client")
 
 
-def test_a_body_pipelined_while_an_answer_is_under_way_is_not_kept(edge: Edge) -> None:
+def test_a_body_pipelined_during_an_answer_is_not_buffered(edge: Edge) -> None:
     before = edge.rss_bytes()
     with edge.connect() as connection:
         connection.send(completion(HOLD, stream=True))
@@ -94,7 +94,7 @@ def test_a_client_that_leaves_between_pipelined_requests_logs_nothing(edge: Edge
     assert edge.new_log_lines() == []
 
 
-def test_a_client_that_leaves_during_a_stream_with_more_requests_behind_it_is_noticed(edge: Edge) -> None:
+def test_a_client_that_leaves_during_a_stream_with_pipelined_requests_frees_the_worker(edge: Edge) -> None:
     connection = edge.connect()
     connection.send(completion(HOLD, stream=True) + HEALTH * 100)
     assert connection.head()[0] == 200
@@ -103,7 +103,7 @@ def test_a_client_that_leaves_during_a_stream_with_more_requests_behind_it_is_no
     assert edge.new_log_lines() == []
 
 
-def test_a_refusal_in_the_middle_ends_the_pipeline(edge: Edge) -> None:
+def test_a_refused_request_ends_the_pipeline(edge: Edge) -> None:
     with edge.connect() as connection:
         connection.send(HEALTH + b"GET / HTTP/9.9\r\n\r\n" + completion("behind"))
         assert connection.answer().status == 200
@@ -113,7 +113,7 @@ def test_a_refusal_in_the_middle_ends_the_pipeline(edge: Edge) -> None:
     assert edge.serves() and not edge.workers.of("behind")
 
 
-def test_a_wrong_body_in_the_middle_does_not_end_the_pipeline(edge: Edge) -> None:
+def test_a_request_with_a_wrong_body_does_not_end_the_pipeline(edge: Edge) -> None:
     """An answer about the content says nothing of the framing."""
     with edge.connect() as connection:
         connection.send(request("POST", "/v1/completions", body=b"{") + completion())

@@ -31,7 +31,7 @@ def counted(edge: Edge, reason: str) -> float:
 
 
 @pytest.mark.parametrize("reason", REFUSED)
-def test_a_refusal_has_the_clients_own_id_a_line_with_it_and_a_count(edge: Edge, reason: str) -> None:
+def test_a_refusal_has_the_clients_id_a_log_line_and_a_count(edge: Edge, reason: str) -> None:
     status, sent = REFUSED[reason]
     before, lines = counted(edge, reason), edge.log().count('"mine-7')
     answer = edge.ask(sent)
@@ -41,7 +41,7 @@ def test_a_refusal_has_the_clients_own_id_a_line_with_it_and_a_count(edge: Edge,
     block_until(lambda: edge.log().count('"mine-7') > lines, "no line")
 
 
-def test_a_request_that_comes_too_slowly_is_counted_and_told_its_id(hasty: Edge) -> None:
+def test_a_request_that_arrives_too_slowly_is_counted_and_answered_with_its_id(hasty: Edge) -> None:
     before = counted(hasty, "slow")
     with hasty.connect() as connection:
         connection.send(completion("slow", MINE).partition(HEAD_END)[0] + b"\r\nX-Rest: ")
@@ -75,7 +75,7 @@ def test_a_client_that_leaves_inside_its_request_is_no_refusal(edge: Edge) -> No
 
 
 @pytest.mark.parametrize("behind", ["refusal", "completion"])
-def test_unwanted_input_is_not_read_without_bound(edge: Edge, behind: str) -> None:
+def test_unwanted_input_is_read_only_up_to_a_limit(edge: Edge, behind: str) -> None:
     """A refused body, or what is pipelined behind a completion, is read and dropped: for so long, and so much of it."""
     with edge.connect() as connection:
         if behind == "refusal":

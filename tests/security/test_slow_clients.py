@@ -37,13 +37,13 @@ def turned_out(connection: Connection) -> None:
     assert connection.has_ended()
 
 
-def test_a_connection_that_says_nothing_is_closed(hasty: Edge) -> None:
+def test_a_silent_connection_is_closed(hasty: Edge) -> None:
     with hasty.connect() as connection:
         rest = connection.rest()
         assert rest == b"" or rest.startswith(b"HTTP/1.1 408 ")
 
 
-def test_a_connection_that_says_nothing_after_an_answer_is_closed_without_a_word(hasty: Edge) -> None:
+def test_a_connection_that_is_silent_after_an_answer_is_closed_without_a_response(hasty: Edge) -> None:
     with hasty.connect() as connection:
         connection.send(request("GET", "/health"))
         assert connection.answer().status == 200
@@ -60,7 +60,7 @@ def test_a_body_that_never_comes_is_a_408_on_every_route(hasty: Edge, target: st
         assert connection.has_ended()
 
 
-def test_a_chunked_body_that_never_comes_is_a_408(hasty: Edge) -> None:
+def test_a_chunked_body_that_never_arrives_is_a_408(hasty: Edge) -> None:
     with hasty.connect() as connection:
         connection.send(request("POST", "/v1/completions", "Transfer-Encoding: chunked"))
         turned_out(connection)
@@ -72,20 +72,20 @@ def test_a_head_that_stops_is_a_408(hasty: Edge) -> None:
         turned_out(connection)
 
 
-def test_a_head_that_drips_is_a_408(hasty: Edge) -> None:
+def test_a_head_sent_byte_by_byte_is_a_408(hasty: Edge) -> None:
     with hasty.connect() as connection:
         assert connection.send_until_answered(b"GET /health?" + LATE, DRIP_S)
         turned_out(connection)
 
 
-def test_a_body_that_drips_is_a_408(hasty: Edge) -> None:
+def test_a_body_sent_byte_by_byte_is_a_408(hasty: Edge) -> None:
     with hasty.connect() as connection:
         connection.send(head_of("/v1/completions"))
         assert connection.send_until_answered(LATE, DRIP_S)
         turned_out(connection)
 
 
-def test_chunks_that_drip_are_a_408(hasty: Edge) -> None:
+def test_chunks_sent_byte_by_byte_are_a_408(hasty: Edge) -> None:
     with hasty.connect() as connection:
         connection.send(request("POST", "/v1/completions", "Transfer-Encoding: chunked"))
         assert connection.send_until_answered(b"1\r\nx\r\n" * 20, DRIP_S)
@@ -99,14 +99,14 @@ def test_a_chunk_of_18_exabytes_is_not_waited_for(hasty: Edge) -> None:
         assert connection.has_ended()
 
 
-def test_trailers_that_drip_are_a_408(hasty: Edge) -> None:
+def test_trailers_sent_byte_by_byte_are_a_408(hasty: Edge) -> None:
     with hasty.connect() as connection:
         connection.send(request("POST", "/v1/completions", "Transfer-Encoding: chunked") + b"2\r\n{}\r\n0\r\n")
         assert connection.send_until_answered(b"x: y\r\n" * 20, DRIP_S)
         turned_out(connection)
 
 
-def test_blank_lines_that_drip_are_no_sign_of_life(hasty: Edge) -> None:
+def test_slowly_sent_blank_lines_do_not_extend_the_deadline(hasty: Edge) -> None:
     with hasty.connect() as connection:
         assert connection.send_until_answered(b"\r\n" * 50, DRIP_S)
         rest = connection.rest()
@@ -142,13 +142,13 @@ def test_a_pipelined_request_that_stops_has_a_deadline_too(hasty: Edge) -> None:
         turned_out(connection)
 
 
-def test_a_body_that_expects_a_100_and_never_comes_is_a_408(hasty: Edge) -> None:
+def test_a_body_that_expects_100_continue_and_never_arrives_is_a_408(hasty: Edge) -> None:
     with hasty.connect() as connection:
         connection.send(head_of("/v1/completions", 100, "Expect: 100-continue"))
         turned_out(connection)
 
 
-def test_slow_bodies_take_no_place_from_honest_clients(hasty: Edge) -> None:
+def test_slow_bodies_do_not_block_other_clients(hasty: Edge) -> None:
     """230 heads without a body once held every place of the router for ever."""
     attackers = [hasty.connect() for _ in range(230)]
     for attacker in attackers:
@@ -160,7 +160,7 @@ def test_slow_bodies_take_no_place_from_honest_clients(hasty: Edge) -> None:
         attacker.close()
 
 
-def test_an_honest_client_that_thinks_between_its_requests_is_not_turned_out(hasty: Edge) -> None:
+def test_a_client_that_pauses_between_its_requests_is_not_disconnected(hasty: Edge) -> None:
     with hasty.connect() as connection:
         for _ in range(3):
             block_pace(SHORT_S / 4)
@@ -188,19 +188,19 @@ def flood(edge: Edge, receive_buffer_bytes: int = 4096) -> Connection:
     return connection
 
 
-def test_a_client_that_reads_nothing_is_cut_off(hasty: Edge) -> None:
+def test_a_client_that_reads_nothing_is_disconnected(hasty: Edge) -> None:
     with flood(hasty):
         block_until(lambda: hasty.workers.left, "the worker's stream goes on")
         block_until(lambda: not hasty.held(), "the request is held")
 
 
-def test_a_client_that_reads_a_byte_now_and_then_is_cut_off(hasty: Edge) -> None:
+def test_a_client_that_reads_a_byte_now_and_then_is_disconnected(hasty: Edge) -> None:
     """Any byte is no progress: such a client would hold its decode slot for years."""
     with flood(hasty) as connection:
         block_until(lambda: connection.reads_a_byte(DRIP_S) and hasty.workers.left, "the worker's stream goes on")
 
 
-def test_whole_answers_that_nobody_reads_are_cut_off(hasty: Edge) -> None:
+def test_a_client_that_reads_no_unstreamed_answer_is_disconnected(hasty: Edge) -> None:
     """Of a route that streams nothing: as many as the sockets' buffers do not take."""
     with hasty.connect(receive_buffer_bytes=4096) as connection:
         connection.send_until_stuck(request("GET", "/metrics"), 8 * 2**20)
@@ -219,7 +219,7 @@ def test_a_client_that_reads_steadily_gets_all_of_a_long_answer(hasty: Edge) -> 
     assert text.endswith(b"data: [DONE]\n\n") and text.count(b"data: ") == tokens + 1
 
 
-def test_a_body_that_comes_in_pieces_in_time_is_served(hasty: Edge) -> None:
+def test_a_body_that_arrives_in_pieces_in_time_is_served(hasty: Edge) -> None:
     content = body("pieces" * 100)
     with hasty.connect() as connection:
         connection.send(head_of("/v1/completions", len(content)))

@@ -55,7 +55,7 @@ NO_REQUESTS = {
 
 
 @pytest.mark.parametrize("attack", NO_REQUESTS.values(), ids=NO_REQUESTS)
-def test_what_is_no_request_of_http_1_is_refused(edge: Edge, attack: bytes) -> None:
+def test_input_that_is_not_http_1_is_refused(edge: Edge, attack: bytes) -> None:
     with edge.connect() as connection:
         connection.send(attack + completion("behind"))
         connection.half_close()
@@ -122,7 +122,7 @@ def test_no_redirect_names_a_host_that_the_client_chose(edge: Edge, path: str, m
             assert answer.headers["location"] == f"{path}?a=1"
 
 
-def test_options_of_the_whole_server_is_no_route(edge: Edge) -> None:
+def test_options_asterisk_matches_no_route(edge: Edge) -> None:
     answer = raw(edge, "OPTIONS * HTTP/1.1\r\nHost: router\r\n\r\n", "OPTIONS")
     assert answer.status in (200, 204, 400, 404, 405)
 
@@ -160,7 +160,7 @@ def test_head_of_what_cannot_be_read_is_answered_at_once_too(edge: Edge, target:
         assert connection.answer().status == 200
 
 
-def test_head_says_the_length_that_get_would_have(edge: Edge) -> None:
+def test_head_states_the_length_that_get_would_have(edge: Edge) -> None:
     length = edge.ask(request("GET", "/health"), "GET").headers["content-length"]
     assert edge.ask(request("HEAD", "/health"), "HEAD").headers["content-length"] == length
 
@@ -248,7 +248,7 @@ def test_http_1_0_gets_no_100(edge: Edge) -> None:
     assert answer.status == 200 and answer.informational == []
 
 
-def test_an_expectation_that_nobody_knows_is_a_417(edge: Edge) -> None:
+def test_an_unknown_expectation_is_a_417(edge: Edge) -> None:
     assert edge.ask(completion("hello", "Expect: 200-ok")).status == 417
 
 
@@ -262,7 +262,7 @@ UPGRADES = {
 
 
 @pytest.mark.parametrize("fields", UPGRADES.values(), ids=UPGRADES)
-def test_an_offer_to_upgrade_is_overlooked_and_the_connection_goes_on(edge: Edge, fields: list[str]) -> None:
+def test_an_upgrade_header_is_ignored_and_the_connection_stays_open(edge: Edge, fields: list[str]) -> None:
     with edge.connect() as connection:
         connection.send(request("GET", "/health", *fields) + completion("hello", *fields) + completion("next"))
         assert connection.answer().status == 200
@@ -274,7 +274,7 @@ def test_an_offer_to_upgrade_is_overlooked_and_the_connection_goes_on(edge: Edge
 # -- answers
 
 
-def test_no_answer_says_what_the_router_is_built_of(edge: Edge) -> None:
+def test_no_answer_names_the_server_software(edge: Edge) -> None:
     for data in (completion(), request("GET", "/nowhere"), b"nonsense\r\n\r\n"):
         with edge.connect() as connection:
             connection.send(data)

@@ -30,7 +30,7 @@ def with_trailers(trailers: bytes, prompt: str = "trailed", target: str = "/v1/c
     ],
     ids=lambda field: field.partition(":")[0].lower(),
 )
-def test_a_trailer_is_no_header_to_anybody(edge: Edge, field: str, target: str) -> None:
+def test_a_trailer_is_not_taken_for_a_header(edge: Edge, field: str, target: str) -> None:
     with edge.connect() as connection:
         connection.send(with_trailers(field.encode() + b"\r\n", target=target) + completion("next"))
         first = connection.answer("POST")
@@ -47,14 +47,14 @@ def test_a_trailer_is_no_header_to_anybody(edge: Edge, field: str, target: str) 
 
 
 @pytest.mark.parametrize("count", [1, 50])
-def test_a_few_trailers_are_overlooked(edge: Edge, count: int) -> None:
+def test_a_few_trailers_are_ignored(edge: Edge, count: int) -> None:
     assert edge.ask(with_trailers(b"x-checksum: abc\r\n" * count)).status == 200
 
 
 @pytest.mark.parametrize(
     "field", [b"a:\r\n", b"x-long: %b\r\n" % (b"a" * 1000), b"x"], ids=["empty", "long", "endless"]
 )
-def test_trailers_without_end_are_cut_off_before_they_take_memory(edge: Edge, field: bytes) -> None:
+def test_endless_trailers_are_refused_before_they_take_memory(edge: Edge, field: bytes) -> None:
     before = edge.rss_bytes()
     with edge.connect() as connection:
         connection.send(with_trailers(b"")[:-2])

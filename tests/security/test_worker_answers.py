@@ -170,9 +170,7 @@ ANSWERS: dict[str, Answer] = {
 
 
 @pytest.mark.parametrize("answer", [*STATUSES.values(), *PROBES.values()], ids=[*STATUSES, *PROBES])
-async def test_a_prefillers_answer_that_no_engine_gives_is_a_502_with_its_reason(
-    router: Attacked, answer: Answer
-) -> None:
+async def test_an_invalid_prefiller_answer_is_a_502_with_its_reason(router: Attacked, answer: Answer) -> None:
     router.prefiller.answer = answer
     said = await router.complete()
     assert said.status_code == 502, said.text
@@ -183,7 +181,7 @@ async def test_a_prefillers_answer_that_no_engine_gives_is_a_502_with_its_reason
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-async def test_a_word_on_the_prompt_that_is_too_deep_to_be_passed_on_is_a_502(router: Attacked, stream: bool) -> None:
+async def test_a_too_deeply_nested_prompt_echo_is_a_502(router: Attacked, stream: bool) -> None:
     """The engine's reply goes to the client: what is read need not be what can be written."""
     router.prefiller.answer = lambda asked: reply(
         reply_body(probed(asked)).replace(b'"finish_reason"', b'"logprobs": {"tokens": ' + DEEP + b'}, "finish_reason"')
@@ -194,9 +192,7 @@ async def test_a_word_on_the_prompt_that_is_too_deep_to_be_passed_on_is_a_502(ro
 
 
 @pytest.mark.parametrize("answer", [*STATUSES.values(), *ANSWERS.values()], ids=[*STATUSES, *ANSWERS])
-async def test_a_decoders_answer_that_no_engine_gives_is_a_502_with_its_reason(
-    router: Attacked, answer: Answer
-) -> None:
+async def test_an_invalid_decode_worker_answer_is_a_502_with_its_reason(router: Attacked, answer: Answer) -> None:
     router.decoder.answer = answer
     said = await router.complete()
     assert said.status_code == 502, said.text
@@ -239,7 +235,7 @@ STREAMS: dict[str, Answer] = {
 
 
 @pytest.mark.parametrize("answer", [*STATUSES.values(), *STREAMS.values()], ids=[*STATUSES, *STREAMS])
-async def test_a_stream_that_no_engine_sends_is_a_502_with_its_reason(router: Attacked, answer: Answer) -> None:
+async def test_an_invalid_stream_is_a_502_with_its_reason(router: Attacked, answer: Answer) -> None:
     router.decoder.answer = answer
     said = await router.complete(stream=True)
     assert said.status_code == 502, said.text
@@ -248,7 +244,7 @@ async def test_a_stream_that_no_engine_sends_is_a_502_with_its_reason(router: At
 
 
 @pytest.mark.parametrize("name", ["a web page", "nothing", "usage of -5 tokens"])
-async def test_a_bad_stream_has_as_many_tries_as_any_failure(name: str) -> None:
+async def test_a_bad_stream_is_retried_as_often_as_any_failure(name: str) -> None:
     async with attacked(decoder=STREAMS[name]) as router:
         assert (await router.complete(stream=True)).status_code == 502
         assert len(router.decoder.asked) == len(router.prefiller.asked) == TRIES
@@ -274,7 +270,7 @@ async def test_tool_calls_that_cannot_be_put_together_are_a_502(router: Attacked
     assert said.status_code == 502, said.text
 
 
-async def test_an_answer_that_is_too_deep_to_be_put_together_is_a_502(router: Attacked) -> None:
+async def test_an_answer_that_is_too_deeply_nested_to_assemble_is_a_502(router: Attacked) -> None:
     def answer(asked: Asked) -> bytes:
         first = token(asked)
         first["choices"][0]["logprobs"] = {"content": ["DEEP"]}
@@ -352,7 +348,7 @@ async def test_good_workers_pass_every_check_of_this_file() -> None:
         assert router.app.services.fleet["p0"].echoes_ids and router.app.services.fleet["d0"].echoes_ids
 
 
-async def test_a_usage_that_tells_of_images_is_passed_on_by_every_way_of_an_answer() -> None:
+async def test_usage_with_image_details_is_passed_on_for_every_kind_of_answer() -> None:
     """As vLLM tells them with --enable-prompt-tokens-details."""
     details: dict[str, Any] = {"cached_tokens": 1, "multimodal_tokens": {"image": 2}}
     usage = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5, "prompt_tokens_details": details}

@@ -35,7 +35,7 @@ KINDS: dict[str, Make] = {
 
 
 @pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
-async def test_an_unstreamed_answer_that_does_not_end_is_a_502(monkeypatch: pytest.MonkeyPatch, make: Make) -> None:
+async def test_an_endless_unstreamed_answer_is_a_502(monkeypatch: pytest.MonkeyPatch, make: Make) -> None:
     """It is put together of a stream, so what has come of it is kept."""
     monkeypatch.setattr(answers, "MAX_ANSWER_BYTES", LIMIT)
     monkeypatch.setattr(sse.EventScanner.__init__, "__kwdefaults__", {**DEFAULTS, "max_event_bytes": LIMIT})

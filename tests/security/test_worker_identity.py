@@ -93,7 +93,7 @@ async def test_an_answer_without_an_id_is_not_taken_from_a_worker_that_gives_the
     assert await foreign(router, "d0", "decode") == 1
 
 
-async def test_a_stream_that_turns_into_another_requests_goes_on_elsewhere_without_it(router: Attacked) -> None:
+async def test_a_stream_that_continues_with_another_requests_events_resumes_elsewhere(router: Attacked) -> None:
     def mixed(asked: Asked) -> bytes:
         return events(token(asked, "a"), of_another(lambda asked: token(asked, POISON))(asked), token(asked, "b"))
 
@@ -171,7 +171,7 @@ async def test_a_worker_that_never_echoed_ids_is_served_unchecked_and_said_once(
         assert (await router.complete()).status_code == 502
 
 
-async def test_a_worker_that_was_down_is_known_afresh() -> None:
+async def test_a_worker_that_was_down_is_checked_anew_for_echoed_ids() -> None:
     """It may have come back as an engine that has ids of its own."""
     async with attacked() as router:
         assert (await router.complete()).status_code == 200

@@ -11,7 +11,7 @@ from tests.waiting import until
 pytestmark = pytest.mark.anyio
 
 
-async def test_an_operator_cannot_add_a_worker_that_cannot_be_asked() -> None:
+async def test_an_operator_cannot_add_a_worker_with_an_unusable_url() -> None:
     async with attacked() as router:
         for url in (*(url for url in ODD.values() if "://" in url), "http://h:1/v1", "h\\x:1", "h:99999"):
             reply = await router.client.post("/instances/add", json={"type": "decode", "instances": url})
@@ -21,7 +21,7 @@ async def test_an_operator_cannot_add_a_worker_that_cannot_be_asked() -> None:
         await router.unharmed()
 
 
-async def test_a_worker_that_cannot_be_asked_does_not_keep_the_others_from_being_checked() -> None:
+async def test_a_worker_with_an_unusable_url_does_not_stop_the_health_checks_of_others() -> None:
     """However it got in: here as no operator can bring it in any more."""
     async with attacked(health={"timeout_s": 0.5}) as router:
         services = router.app.services

@@ -132,7 +132,7 @@ BEHIND_THE_WAIST = {"scheduler", "_scheduler", "snapshot", "_snapshot", "tracker
 """Names under which the state, or a part of it that is alive, could come across."""
 
 
-def test_nobody_outside_admission_touches_the_scheduler_or_its_state() -> None:
+def test_only_admission_accesses_the_scheduler_or_its_state() -> None:
     for path in modules("proxy"):
         if path.relative_to(PACKAGE / "proxy").parts[0] == "admission":
             continue
@@ -145,7 +145,7 @@ def test_nobody_outside_admission_touches_the_scheduler_or_its_state() -> None:
 
 
 @pytest.mark.parametrize("folder", ["core", "proxy"])
-def test_no_import_for_types_alone_hides_a_circle(folder: str) -> None:
+def test_no_type_checking_import_hides_a_cycle(folder: str) -> None:
     # the hot path names its Python twin for the type checker and imports the compiled one
     guarded = {path for path in modules(folder) if "typing.TYPE_CHECKING" in imports_of(path)}
     assert guarded <= {PACKAGE / "proxy/hotpath/__init__.py"}
@@ -170,7 +170,7 @@ LONG_LINES, MANY_METHODS = 500, 25
 WHY_WHOLE = re.compile(r"\bone (machine|class|file)\b")
 
 
-def test_a_long_module_or_class_of_the_proxy_says_why_it_is_one() -> None:
+def test_a_long_module_or_class_of_the_proxy_states_its_reason() -> None:
     for path in modules("proxy"):
         text = path.read_text()
         classes = [node.body for node in nodes_of(path) if isinstance(node, ast.ClassDef)]

@@ -30,7 +30,7 @@ ZERO = Path("/dev/zero")
         (read, "line 1: expected the columns"),
     ],
 )
-def test_a_device_that_never_ends_is_one_line(
+def test_an_endless_device_is_reported_in_one_line(
     monkeypatch: pytest.MonkeyPatch, reads: Callable[[Path], Any], reason: str
 ) -> None:
     monkeypatch.setattr(bounded, "MOST_BYTES", 2**20)
@@ -40,7 +40,7 @@ def test_a_device_that_never_ends_is_one_line(
 
 
 @pytest.mark.parametrize("reads", [read_trace, convert_trace, rerun])
-def test_a_line_of_gigabytes_is_one_line(
+def test_a_too_long_line_is_reported_in_one_line(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, reads: Callable[[Path], Any]
 ) -> None:
     monkeypatch.setattr(bounded, "MOST_IN_LINE", 1000)
@@ -51,9 +51,7 @@ def test_a_line_of_gigabytes_is_one_line(
 
 
 @pytest.mark.parametrize("reads", [load_model, read_rows])
-def test_a_pipe_that_nobody_writes_is_not_waited_for_where_a_file_is_needed(
-    tmp_path: Path, reads: Callable[[Path], Any]
-) -> None:
+def test_a_pipe_is_refused_where_a_file_is_needed(tmp_path: Path, reads: Callable[[Path], Any]) -> None:
     path = tmp_path / "pipe"
     os.mkfifo(path)
     with pytest.raises(InputError, match="it is a pipe or a device; accepted is a file"):

@@ -26,7 +26,7 @@ def test_a_setting_has_default_and_meaning_of_its_knob(name: str) -> None:
 
 
 @pytest.mark.parametrize("layer", ["config", "cli", "library.py", "demo", "simulator", "proxy"])
-def test_no_default_of_a_knob_is_written_a_second_time(layer: str) -> None:
+def test_a_knobs_default_is_written_only_once(layer: str) -> None:
     """A default that is a word or a number of its own kind; 0, 1, true and false are everywhere."""
     place = PACKAGE / layer
     telling = {ALL[name].default for name in ("policy", "horizon_steps", "gamma")} | {BR_H_BETA}

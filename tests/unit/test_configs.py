@@ -27,7 +27,7 @@ def test_a_topology_has_the_papers_size(name: str, prefill_machines: int, n_work
     assert config.routing.policy == "level_fit"
 
 
-def test_the_configuration_as_printed_routes_as_the_papers_rows_of_the_tables_do() -> None:
+def test_the_as_printed_configuration_equals_the_papers_table_rows() -> None:
     config = load(CONFIGS / "as_printed.yaml", {})
     assert policy_settings(config) == replace(BR_H_EXACT.policy, guard="head")
     assert (config.predictor.kind, config.refresh_period_steps) == (BR_H_EXACT.predictor, 40)

@@ -126,7 +126,7 @@ def test_limits_agree_between_scripts_and_configuration(topology: str) -> None:
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
-def test_each_rank_has_devices_of_its_own(topology: str) -> None:
+def test_each_rank_has_its_own_devices(topology: str) -> None:
     for role in ("prefill", "decode"):
         devices = [variables(c)["ASCEND_RT_VISIBLE_DEVICES"].split(",") for c in dry_run(topology, role, 0)]
         assert sorted(int(d) for rank in devices for d in rank) == list(range(16))
@@ -154,7 +154,7 @@ def test_further_flags_come_last() -> None:
         (["2p1d", "decode", "0"], "set MODEL to the path of the weights"),
     ],
 )
-def test_a_wrong_call_is_one_line(arguments: list[str], expected: str) -> None:
+def test_a_wrong_call_is_reported_in_one_line(arguments: list[str], expected: str) -> None:
     done = subprocess.run(["bash", START, *arguments], env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr.startswith(f"start_node.sh: {expected}")
@@ -200,7 +200,7 @@ def test_the_compose_file_shares_one_network_and_publishes_on_loopback() -> None
     assert services["cluster"]["volumes"] == services["router"]["volumes"]
 
 
-def test_what_comes_through_the_balancer_of_the_configuration_never_passes_for_the_operator() -> None:
+def test_a_call_through_the_configured_balancer_is_never_admitted_as_loopback() -> None:
     lines = (ROOT / "deploy" / "haproxy.cfg").read_text().splitlines()
     assert "option forwardfor" in [line.strip() for line in lines]
     local = Visit("GET", [(b"host", b"localhost")], "127.0.0.1")
@@ -209,7 +209,7 @@ def test_what_comes_through_the_balancer_of_the_configuration_never_passes_for_t
         AdminGate(None).admit(replace(local, headers=[*local.headers, (b"x-forwarded-for", b"203.0.113.9")]), 0.0)
 
 
-def test_the_balancer_of_the_configuration_holds_no_token_back() -> None:
+def test_the_configured_balancer_does_not_buffer_tokens() -> None:
     lines = (ROOT / "deploy" / "haproxy.cfg").read_text().splitlines()
     assert "option http-no-delay" in [line.strip() for line in lines]  # else it waits 0.2 s for more to send with it
 
@@ -224,21 +224,21 @@ def test_stopping_leaves_time_to_drain() -> None:
     assert int(compose["services"]["router"]["stop_grace_period"].removesuffix("s")) > drain_s
 
 
-def test_the_unit_lets_numpy_place_its_memory_and_kills_nobody_for_a_call() -> None:
+def test_the_systemd_unit_allows_numpys_memory_calls_and_denies_others_with_eperm() -> None:
     lines = (ROOT / "deploy" / "balanceroute.service").read_text().splitlines()
     filters = [line.removeprefix("SystemCallFilter=") for line in lines if line.startswith("SystemCallFilter=")]
     assert filters == ["@system-service", "~@privileged"]  # mbind, at numpy's import, and nice are in @resources
     assert "SystemCallErrorNumber=EPERM" in lines
 
 
-def test_the_image_runs_as_a_user_of_its_own_that_kubernetes_can_tell_from_root() -> None:
+def test_the_image_runs_as_its_own_numeric_user() -> None:
     lines = (ROOT / "deploy" / "Dockerfile").read_text().splitlines()
     user = str(kubernetes("StatefulSet")["spec"]["template"]["spec"]["securityContext"]["runAsUser"])
     assert any(f"--uid {user} " in line for line in lines)
     assert lines.index(f"USER {user}") < next(i for i, line in enumerate(lines) if line.startswith("ENTRYPOINT"))
 
 
-def test_prefillers_cache_prefixes_unless_told_not_to_and_decoders_never_do() -> None:
+def test_prefillers_cache_prefixes_by_default_and_decode_workers_never_do() -> None:
     off = "--no-enable-prefix-caching"
     assert all("--enable-prefix-caching" in command for command in dry_run("2p1d", "prefill", 0))
     assert all(off in command for command in dry_run("2p1d", "prefill", 0, PREFIX_CACHING="off"))
@@ -268,7 +268,7 @@ def test_pods_of_the_manifest_have_a_configuration_that_loads_and_time_to_drain(
     assert volumes[mounts[str(run_folder.parent)]]["emptyDir"]["medium"] == "Memory"
 
 
-def test_the_pod_s_service_account_may_do_with_its_lease_what_it_does_and_no_more(tmp_path: Path) -> None:
+def test_the_pods_service_account_has_exactly_the_needed_lease_rights(tmp_path: Path) -> None:
     with an_api_server(tmp_path) as server:
         lead = LeaseLead(FileLead(tmp_path / "lead"), server.api("balanceroute"), lambda: "a", 2)
         assert lead.take()

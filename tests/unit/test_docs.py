@@ -39,7 +39,7 @@ def blocks() -> list[tuple[str, str, str]]:
     ]
 
 
-def test_every_table_is_whole() -> None:
+def test_every_table_is_well_formed() -> None:
     """A row that goes on in the next line, or stands apart from its table, is shown as text."""
     for page in (README, ROOT / "CONTRIBUTING.md", *DOCS, *sorted((ROOT / "deploy").rglob("*.md"))):
         text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
@@ -50,7 +50,7 @@ def test_every_table_is_whole() -> None:
                 assert row.endswith("|"), f"{page}: {row}"
 
 
-def test_the_generated_parts_are_those_of_the_code() -> None:
+def test_generated_parts_are_up_to_date_with_the_code() -> None:
     """`python -m scripts.readme_tables` rewrites them."""
     parts = generated()
     for page in PAGES:
@@ -63,7 +63,7 @@ def test_the_readme_is_short() -> None:
     assert len(README.read_text().splitlines()) <= 200
 
 
-def test_every_metric_has_advice_and_no_advice_is_left_over() -> None:
+def test_every_metric_has_advice_and_every_advice_a_metric() -> None:
     described = set(re.findall(r"^\| `balanceroute_(\w+?)(?:_total|_info)?` \|", metrics_table(), re.MULTILINE))
     assert described == set(ADVICE)
 
@@ -108,7 +108,7 @@ def test_the_api_page_has_every_route() -> None:
     assert declared == set(re.findall(r"(/[\w/{}]+)(?=`)", " ".join(re.findall(r"^\| `.*?` \|", text, re.MULTILINE))))
 
 
-def test_nothing_tells_to_install_a_package_that_is_on_no_index() -> None:
+def test_no_page_installs_a_package_that_is_on_no_index() -> None:
     files = [
         README,
         ROOT / "CONTRIBUTING.md",
@@ -122,7 +122,7 @@ def test_nothing_tells_to_install_a_package_that_is_on_no_index() -> None:
 
 @pytest.mark.parametrize(("language", "text"), [block[1:] for block in blocks()], ids=[name for name, *_ in blocks()])
 @pytest.mark.slow
-def test_a_block_that_says_it_runs_does(language: str, text: str, tmp_path: Path) -> None:
+def test_a_block_marked_as_runnable_runs(language: str, text: str, tmp_path: Path) -> None:
     """As pasted into a shell at the top of a checkout, in an environment where balanceroute is installed."""
     if language == "sh" and shutil.which("curl") is None:
         text = f'curl() {{ "{sys.executable}" "{CURL}" "$@"; }}\n{text}'
@@ -173,7 +173,7 @@ class Reluctant(BaseHTTPRequestHandler):
         """Not to stderr."""
 
 
-def test_what_stands_in_for_curl_tries_again_and_prints_what_is_answered_error_or_not() -> None:
+def test_the_curl_stand_in_retries_and_prints_any_answer() -> None:
     def curl(*arguments: str) -> tuple[int, str]:
         done = subprocess.run([sys.executable, CURL, "-s", *arguments], capture_output=True, text=True)
         return done.returncode, done.stdout

@@ -101,7 +101,7 @@ def test_the_runner_up_of_a_later_admission_comes_after_the_draws_of_those_befor
     assert [str(runner_up) for runner_up in result.runners_up] == ["a to d1", "b to d2"]
 
 
-def test_where_every_request_finds_a_slot_the_runner_up_is_another_worker() -> None:
+def test_with_slots_for_all_the_runner_up_is_another_worker() -> None:
     """6,900 tokens are 1,900 above the envelope of 5,000 on d0 already, and 1,400 more so than 5,500 on d1."""
     state = changed(SCARCE, policy="level_fit", params={"hold_s": 0}, waiting=[{"id": "only", "prompt_tokens": 3500}])
     state["workers"][0]["slots"] = 2
@@ -111,7 +111,7 @@ def test_where_every_request_finds_a_slot_the_runner_up_is_another_worker() -> N
     assert str(runner_up) == "only to d0" and runner_up.score == -3500.0
 
 
-def test_one_request_and_one_free_slot_leave_no_other_choice_and_a_hold_is_one() -> None:
+def test_a_single_request_and_slot_have_no_runner_up_except_a_hold() -> None:
     alone = changed(SCARCE, policy="level_fit", params={"hold_s": 0}, waiting=[{"id": "only", "prompt_tokens": 3500}])
     assert [str(runner_up) for runner_up in explain(alone).runners_up] == ["no other choice"]
     workers = [
@@ -126,9 +126,7 @@ def test_one_request_and_one_free_slot_leave_no_other_choice_and_a_hold_is_one()
 
 @pytest.mark.parametrize("policy", sorted(POLICIES.keys() - {"br_h"}))
 @pytest.mark.parametrize("seed", range(3))
-def test_a_policy_that_looks_at_present_loads_decides_on_the_outline_as_on_the_whole_state(
-    policy: str, seed: int
-) -> None:
+def test_a_policy_without_a_horizon_decides_alike_on_the_outline_and_the_full_state(policy: str, seed: int) -> None:
     random = Random(seed)
     settings = PolicySettings(policy=policy)
     scheduler = Scheduler(make_policy(settings))
@@ -151,7 +149,7 @@ def test_a_policy_that_looks_at_present_loads_decides_on_the_outline_as_on_the_w
 
 @pytest.mark.parametrize("policy", ["br_0", "br_h", "level_fit", "pool_fifo", "target_fit"])
 @pytest.mark.parametrize("free", [0, 2], ids=["no slot free", "two slots free"])
-def test_what_is_sent_ahead_of_taken_slots_is_shown_as_the_scheduler_sends_it(policy: str, free: int) -> None:
+def test_sent_ahead_requests_are_explained_as_the_scheduler_sends_them(policy: str, free: int) -> None:
     settings = PolicySettings(policy=policy)
     scheduler = Scheduler(make_policy(settings), SchedulerConfig(overlap_requests=1))
     for name in ("d0", "d1"):
@@ -179,7 +177,7 @@ def test_what_is_sent_ahead_of_taken_slots_is_shown_as_the_scheduler_sends_it(po
 
 
 @pytest.mark.parametrize("policy", ["br_0", "level_fit", "pool_fifo"])
-def test_a_state_in_sums_knows_which_places_ahead_are_taken(policy: str) -> None:
+def test_a_state_in_sums_includes_the_places_taken_ahead(policy: str) -> None:
     settings = PolicySettings(policy=policy)
     scheduler = Scheduler(make_policy(settings), SchedulerConfig(overlap_requests=2))
     for name, slots in (("d0", 1), ("d1", 2)):
@@ -208,7 +206,7 @@ def test_a_place_ahead_of_a_slot_is_named_in_the_tables(
     assert "sent ahead" in shown and "2 admitted, 1 of them ahead of a slot, 1 left waiting" in shown
 
 
-def test_a_state_in_which_nothing_waits_says_that_there_is_nothing_to_decide(
+def test_a_state_without_waiting_requests_has_nothing_to_decide(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     file = tmp_path / "state.json"
@@ -296,7 +294,7 @@ def test_a_file_with_a_byte_order_mark_is_read(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.parametrize(
     "text", ["", "{", "[]", "3", '{"policy": "br_0"}', '{"policy":"br_0","workers":[{"id":"d","slots":1e99}]}']
 )
-def test_a_bad_file_is_one_line_and_exit_code_2(
+def test_a_bad_file_is_reported_in_one_line_with_exit_code_2(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str
 ) -> None:
     file = tmp_path / "state.json"
@@ -351,13 +349,13 @@ def test_a_prompt_that_is_being_prefilled_is_explained_by_what_each_prefiller_wo
 
 
 @pytest.mark.parametrize("entry", [[1], [{"id": "a"}], {"id": 1}, 7, [{"id": "a", "prefiller": "p", "costs": 1}]])
-def test_prefills_that_cannot_be_read_are_refused_in_one_line(entry: object) -> None:
+def test_unreadable_prefills_are_refused_in_one_line(entry: object) -> None:
     document = {"policy": "br_0", "workers": [{"id": "d0", "slots": 1, "active": []}], "waiting": []}
     with pytest.raises(InputError, match="prefilling"):
         explain({**document, "prefilling": entry})
 
 
-def test_what_fits_no_memory_is_said_to_wait_for_memory() -> None:
+def test_a_request_that_fits_no_memory_is_reported_to_wait_for_memory() -> None:
     def worker(name: str, tokens: int) -> dict[str, Any]:
         active = [{"id": f"on {name}", "prompt_tokens": tokens, "generated_tokens": 100}]
         return {"id": name, "slots": 4, "kv_capacity_tokens": 100_000, "active": active}

@@ -56,7 +56,7 @@ def test_every_label_of_an_expression_is_one_that_its_metric_has() -> None:
 
 
 @pytest.mark.parametrize("metric", WOKEN_FOR)
-def test_what_an_operator_is_woken_for_is_on_the_board(metric: str) -> None:
+def test_every_alerting_metric_is_on_the_dashboard(metric: str) -> None:
     assert any(metric in expression for expression in EXPRESSIONS)
 
 

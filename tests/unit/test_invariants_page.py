@@ -21,6 +21,6 @@ def test_every_invariant_that_code_and_tests_cite_has_a_row() -> None:
 
 
 @pytest.mark.parametrize(("number", "name"), CHECKS)
-def test_a_test_that_checks_an_invariant_cites_it(number: str, name: str) -> None:
+def test_every_invariant_is_cited_by_a_test(number: str, name: str) -> None:
     (found,) = REPO.glob(name if "/" in name else f"tests/**/{name}")
     assert re.search(rf"\b{number}\b", found.read_text())

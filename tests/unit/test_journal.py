@@ -71,7 +71,7 @@ def test_a_recorded_run_runs_again_to_the_same_answers(path: Path) -> None:
 
 
 @pytest.mark.parametrize("now", [0, np.float64(1.5)], ids=["whole", "numpy"])
-def test_times_of_any_kind_of_number_run_again(path: Path, now: float) -> None:
+def test_times_of_any_numeric_type_rerun(path: Path, now: float) -> None:
     scheduler = RecordingScheduler(SETTINGS, SchedulerConfig(), path)
     scheduler.add_worker(WorkerSpec("d0", Role.DECODE, slots=1), now)
     scheduler.close()
@@ -110,7 +110,7 @@ def test_a_call_that_raised_is_recorded_and_raises_the_same_again(path: Path) ->
     assert rerun(path).difference is None
 
 
-def test_bounds_that_change_on_the_way_are_recorded_and_run_again(path: Path) -> None:
+def test_changed_bounds_are_recorded_and_rerun(path: Path) -> None:
     scheduler = RecordingScheduler(SETTINGS, SchedulerConfig(), path)
     scheduler.add_worker(WorkerSpec("p0", Role.PREFILL), 0.0)
     scheduler.add_worker(WorkerSpec("d0", Role.DECODE), 0.0)
@@ -122,7 +122,7 @@ def test_bounds_that_change_on_the_way_are_recorded_and_run_again(path: Path) ->
     assert rerun(path).difference is None
 
 
-def test_a_request_that_is_put_back_is_recorded_and_run_again(path: Path) -> None:
+def test_a_put_back_is_recorded_and_rerun(path: Path) -> None:
     scheduler = RecordingScheduler(SETTINGS, SchedulerConfig(), path)
     scheduler.add_worker(WorkerSpec("p0", Role.PREFILL), 0.0)
     scheduler.add_worker(WorkerSpec("d0", Role.DECODE), 0.0)
@@ -148,7 +148,7 @@ def test_the_first_answer_that_differs_is_reported_with_its_line(path: Path) -> 
     assert "d7" in difference.recorded and "d7" not in difference.rerun
 
 
-def test_half_a_line_at_the_end_is_forgiven(path: Path) -> None:
+def test_a_cut_last_line_is_accepted(path: Path) -> None:
     calls = record(path)
     path.write_bytes(path.read_bytes()[:-9])
     report = rerun(path)
@@ -195,7 +195,7 @@ def test_an_empty_or_missing_file_is_refused(path: Path) -> None:
         rerun(path)
 
 
-def test_a_journal_that_cannot_be_continued_ends_and_the_scheduler_goes_on(
+def test_a_journal_that_cannot_be_continued_ends_and_the_scheduler_continues(
     path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     os.mkfifo(path)
@@ -211,12 +211,12 @@ def test_a_journal_that_cannot_be_continued_ends_and_the_scheduler_goes_on(
     assert [record.message for record in caplog.records] == ["the journal ends here"]
 
 
-def test_a_journal_that_cannot_be_begun_is_refused() -> None:
+def test_a_journal_that_cannot_be_opened_is_refused() -> None:
     with pytest.raises(InputError, match="No space left on device"):
         RecordingScheduler(PolicySettings(), SchedulerConfig(), Path("/dev/full"))
 
 
-def test_a_journal_that_is_being_written_is_refused_and_stays_whole(path: Path) -> None:
+def test_a_journal_in_use_is_refused_and_unchanged(path: Path) -> None:
     first = RecordingScheduler(SETTINGS, SchedulerConfig(), path)
     first.dispatch(0.0)
     before = path.read_bytes()
@@ -233,7 +233,7 @@ def test_a_journal_that_is_being_written_is_refused_and_stays_whole(path: Path) 
     assert not path.exists()
 
 
-def test_a_journal_goes_on_where_its_file_system_has_no_locks(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_journal_is_written_where_its_file_system_has_no_locks(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def flock(file: object, operation: int) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
@@ -242,7 +242,7 @@ def test_a_journal_goes_on_where_its_file_system_has_no_locks(path: Path, monkey
     assert rerun(path).calls == 0
 
 
-def test_what_a_killed_process_leaves_is_at_most_a_second_short(path: Path) -> None:
+def test_a_killed_process_loses_at_most_a_second_of_its_journal(path: Path) -> None:
     scheduler = RecordingScheduler(SETTINGS, SchedulerConfig(), path)
     for tick in range(30):
         scheduler.dispatch(tick * 0.1)
@@ -275,7 +275,7 @@ def test_a_journal_of_an_unknown_prefill_policy_is_refused(path: Path) -> None:
         rerun(path)
 
 
-def test_the_hashes_of_prompts_stay_in_the_router_and_the_journal_runs_again_all_the_same(tmp_path: Path) -> None:
+def test_the_journal_reruns_without_the_hashes_of_prompts(tmp_path: Path) -> None:
     path, hashes = tmp_path / "journal", [2**64 - 1 - block for block in range(5)]
     scheduler = RecordingScheduler(
         PolicySettings(policy="br_0"), SchedulerConfig(prefill_policy="prefix_affinity"), path
@@ -297,7 +297,7 @@ def test_the_hashes_of_prompts_stay_in_the_router_and_the_journal_runs_again_all
     assert rerun(path).difference is None
 
 
-def test_a_journal_in_the_place_of_a_state_is_told_apart(
+def test_a_journal_in_place_of_a_state_is_recognised(
     path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     record(path)

@@ -38,7 +38,7 @@ def _the_examples_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- the library
 
 
-def test_every_public_name_is_there() -> None:
+def test_every_public_name_exists() -> None:
     assert len(set(balanceroute.__all__)) == len(balanceroute.__all__)
     assert [name for name in balanceroute.__all__ if getattr(balanceroute, name, None) is None] == []
     assert set(dir(balanceroute)) == set(balanceroute.__all__)
@@ -58,7 +58,7 @@ def test_paths_may_be_text(tmp_path: Path) -> None:
     assert len(balanceroute.convert_trace(str(tmp_path / "m.jsonl")).trace) == 1
 
 
-def test_a_simulation_takes_one_call_and_draws_itself(tmp_path: Path) -> None:
+def test_a_simulation_needs_one_call_and_plots_itself(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     run = balanceroute.simulate("capped", "br_0", params={"s_greedy": 0}, max_requests=60)
     assert run.figures.admitted == len(run.trace) == 60
@@ -67,7 +67,7 @@ def test_a_simulation_takes_one_call_and_draws_itself(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["loads.png", "loads.svg"]
 
 
-def test_the_lowest_panel_of_every_column_says_what_its_axis_is(tmp_path: Path) -> None:
+def test_the_lowest_panel_of_every_column_labels_its_axis(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     from balanceroute.experiments.figures import draw_load_panels
 
@@ -82,7 +82,7 @@ def test_a_simulation_is_that_of_replay(capsys: pytest.CaptureFixture[str], monk
     assert json.loads(out)["load_spread_mean"] == run.figures.load_spread_mean
 
 
-def test_br_h_has_its_predictor_whether_it_is_named_or_an_object() -> None:
+def test_br_h_gets_its_predictor_by_name_or_as_an_object() -> None:
     settings = balanceroute.PolicySettings(policy="br_h")
     cluster = balanceroute.Setting(n_workers=2, slots=4)
     given = ("br_h", settings, balanceroute.make_policy(settings))
@@ -92,7 +92,7 @@ def test_br_h_has_its_predictor_whether_it_is_named_or_an_object() -> None:
     assert blind.figures.load_spread_mean != runs[0].figures.load_spread_mean
 
 
-def test_a_simulation_of_a_log_that_says_too_little_warns_of_what_was_made_up(tmp_path: Path) -> None:
+def test_a_simulation_of_an_incomplete_log_warns_of_its_assumptions(tmp_path: Path) -> None:
     text = "INFO 01-01 00:00:00 [logger.py:1] Received request a: prompt: 'x', params: SamplingParams(max_tokens=16)\n"
     (tmp_path / "vllm.log").write_text(text)
     with pytest.warns(UserWarning) as told:
@@ -140,13 +140,15 @@ def without_answers() -> balanceroute.Trace:
         "policy-as-a-knob",
     ],
 )
-def test_a_wrong_argument_is_one_line_that_says_what_is_accepted(arguments: dict[str, object], problem: str) -> None:
+def test_a_wrong_argument_is_reported_in_one_line_with_what_is_accepted(
+    arguments: dict[str, object], problem: str
+) -> None:
     with pytest.raises((ConfigError, InputError), match="^[^\n]*$") as refused:
         balanceroute.simulate(**{"max_requests": 5, **arguments})  # type: ignore[arg-type]
     assert problem in str(refused.value)
 
 
-def test_numbers_of_numpy_are_numbers() -> None:
+def test_numpy_numbers_are_accepted() -> None:
     cluster = balanceroute.Setting(
         n_workers=np.int64(2),
         slots=np.int32(4),
@@ -192,7 +194,7 @@ class FarSighted(balanceroute.AdmissionPolicy):
     ],
     ids=["lacks", "class", "horizon"],
 )
-def test_an_object_that_is_no_policy_is_refused_as_one_by_name_is(policy: object, problem: str) -> None:
+def test_an_object_that_is_not_a_policy_is_refused_like_a_named_class(policy: object, problem: str) -> None:
     with pytest.raises((ConfigError, InputError), match="^[^\n]*$") as refused:
         balanceroute.simulate("capped", policy, max_requests=5)  # type: ignore[arg-type]
     assert problem in str(refused.value)
@@ -224,7 +226,7 @@ def test_an_own_policy_and_its_options_come_from_the_configuration() -> None:
     ],
     ids=["module", "class", "signature", "shape", "value", "name", "list", "built-in", "unknown"],
 )
-def test_an_own_policy_that_cannot_be_made_is_one_line(routing: dict[str, object], problem: str) -> None:
+def test_an_own_policy_that_cannot_be_created_is_reported_in_one_line(routing: dict[str, object], problem: str) -> None:
     with pytest.raises(ConfigError, match="^[^\n]*$") as refused:
         validate(WORKERS | {"routing": routing})
     assert problem in str(refused.value)
@@ -242,7 +244,7 @@ def test_replay_and_explain_take_an_own_policy(
     assert [admission["request"] for admission in json.loads(out)["admissions"]] == ["small"]
 
 
-def test_a_document_names_no_class_that_the_operator_did_not_name() -> None:
+def test_a_state_document_cannot_name_a_class_that_the_operator_did_not_name() -> None:
     state = {"policy": OWN, "workers": [{"id": "d", "slots": 1, "active": []}], "waiting": []}
     with pytest.raises(ConfigError, match="imported only with --policy own_policy:FirstFit"):
         explain(state)
@@ -284,7 +286,7 @@ def test_a_policy_of_an_installed_package_is_named_on_the_command_line(tmp_path:
     assert mistyped.returncode == 2 and "did you mean first_fit?" in mistyped.stderr
 
 
-def test_an_own_policy_that_looks_ahead_is_told_by_the_predictor() -> None:
+def test_an_own_policy_with_a_horizon_gets_forecasts_of_the_predictor() -> None:
     from balanceroute.build import predicts
 
     routing = {"policy": "tests.unit.test_library:LooksAhead", "horizon_steps": 40}
@@ -296,7 +298,7 @@ def test_an_own_policy_that_looks_ahead_is_told_by_the_predictor() -> None:
 # -- the conformance kit
 
 
-def test_every_policy_of_ours_and_the_example_keep_the_rules() -> None:
+def test_every_built_in_policy_and_the_example_keep_the_rules() -> None:
     for name in sorted(BUILT_IN):
         check_policy(lambda name=name: balanceroute.make_policy(balanceroute.PolicySettings(policy=name)), rounds=4)
     assert conformance([OWN, "patience_s=2"]) == 0
@@ -403,7 +405,7 @@ class NoTime(Broken):
         return None
 
 
-def test_a_score_of_numpy_is_answered_as_a_plain_number_that_can_be_written() -> None:
+def test_a_numpy_score_is_returned_as_a_plain_number() -> None:
     check_policy(ScoreOfNumpy, rounds=4)
     scheduler = Scheduler(ScoreOfNumpy())
     scheduler.add_worker(WorkerSpec("d0", Role.DECODE), 0.0)

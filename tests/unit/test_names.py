@@ -53,5 +53,5 @@ def test_every_predictor_can_be_configured() -> None:
     ],
     ids=["serve", "emulate", "replay-prefill", "replay-predictor"],
 )
-def test_the_help_of_an_option_says_all_of_its_names(command: str, option: str, names: tuple[str, ...]) -> None:
+def test_the_help_of_an_option_lists_all_accepted_names(command: str, option: str, names: tuple[str, ...]) -> None:
     assert [name for name in names if name not in help_of(command, option)] == []

@@ -85,17 +85,17 @@ def copy(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_every_module_is_compiled_where_the_library_is_that_of_the_sources() -> None:
+def test_every_module_is_compiled_when_the_library_matches_the_sources() -> None:
     compiled, stale, *files = said(REPO, ASK)
     assert (compiled, stale) == ("True", "False")
     assert [file for file in files if not file.endswith(".so")] == []
 
 
-def test_the_environment_keeps_to_python(copy: Path) -> None:
+def test_an_environment_variable_turns_compiled_modules_off(copy: Path) -> None:
     assert said(copy, ASK, BALANCEROUTE_PURE_PYTHON="1") == ["False", "False", *sources_of(copy)]
 
 
-def test_the_library_is_not_that_of_the_sources_where_any_of_them_has_changed(copy: Path) -> None:
+def test_a_changed_source_makes_the_library_stale(copy: Path) -> None:
     assert said(copy, CHANGE_EACH) == []
 
 
@@ -122,13 +122,13 @@ def test_a_library_with_constants_of_modules_that_stay_python_is_not_that_of_oth
         source.write_text(before)
 
 
-def test_where_the_library_is_that_of_other_sources_no_compiled_module_is_used(copy: Path) -> None:
+def test_no_compiled_module_is_used_when_the_library_is_stale(copy: Path) -> None:
     source = copy / "balanceroute/core/scheduler.py"
     source.write_text(source.read_text() + "\nADDED = 1\n")
     assert said(copy, ASK) == ["False", "True", *sources_of(copy)]
 
 
-def test_without_a_compiler_there_is_nothing_stale(copy: Path) -> None:
+def test_without_compiled_modules_the_library_is_not_stale(copy: Path) -> None:
     for compiled in copy.rglob("*.so"):
         compiled.unlink()
     assert said(copy, ASK) == ["False", "False", *sources_of(copy)]
@@ -159,7 +159,7 @@ for _ in range(2):
 """
 
 
-def test_what_is_compiled_beside_its_sources_is_not_compiled_again_for_more_extras_but_for_a_wheel_it_is(
+def test_an_extra_install_does_not_recompile_but_a_wheel_does(
     copy: Path,
 ) -> None:
     shutil.copy(REPO / "setup.py", copy)
@@ -195,7 +195,7 @@ def test_no_compiled_coroutine_loses_the_exception_during_which_it_waits(name: s
     assert list(risks(native.SOURCES[f"balanceroute.{name}"].read_text())) == []
 
 
-def test_what_loses_an_exception_once_it_is_compiled_is_recognised() -> None:
+def test_a_coroutine_that_would_lose_an_exception_when_compiled_is_detected() -> None:
     def found(body: str) -> bool:
         return bool(list(risks(f"async def f():\n try:\n  await g()\n{body}")))
 

@@ -87,7 +87,7 @@ FAULTS = pytest.mark.parametrize("fault", ["raises", "no score", "a stranger", "
 
 @FAULTS
 @pytest.mark.parametrize("slots", [3, 1], ids=["into slots", "ahead of slots"])
-def test_a_decision_that_fails_admits_nobody_and_the_next_policy_decides_on_all(fault: str, slots: int) -> None:
+def test_a_decision_that_raises_admits_no_request_and_the_next_policy_decides_on_all(fault: str, slots: int) -> None:
     scheduler = Scheduler(ThirdFails(fault), SchedulerConfig(overlap_requests=2))
     five_wait(scheduler, slots)
     before = [(tracker.id, tracker.ready_s, tracker.order) for tracker in scheduler.snapshot.pool]
@@ -118,7 +118,7 @@ def test_a_request_that_arrives_while_patience_s_fails_still_waits_and_can_leave
     assert scheduler.snapshot.prefillers[0].pinned == 0
 
 
-def test_nobody_leaves_the_pool_when_a_policy_takes_over_whose_patience_fails() -> None:
+def test_no_request_leaves_the_pool_when_a_new_policys_patience_s_raises() -> None:
     learn_policy(f"{__name__}:NoPatience")
     scheduler = Scheduler(ThirdFails())
     five_wait(scheduler)
@@ -129,7 +129,7 @@ def test_nobody_leaves_the_pool_when_a_policy_takes_over_whose_patience_fails() 
 
 
 @FAULTS
-def test_a_journal_tells_what_a_policy_raised_and_runs_again(fault: str, tmp_path: Path) -> None:
+def test_a_journal_records_what_a_policy_raised_and_reruns(fault: str, tmp_path: Path) -> None:
     policy = f"{__name__}:ThirdFails"
     learn_policy(policy)
     settings = PolicySettings(policy=policy, options=(("fault", fault),))
@@ -155,7 +155,7 @@ FAILING = pytest.mark.parametrize(
 
 
 @FAILING
-def test_a_replay_and_an_explanation_say_in_one_line_what_a_policy_raised_and_where(
+def test_replay_and_explain_report_in_one_line_what_a_policy_raised_and_where(
     policy: str, problem: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     state = tmp_path / "state.json"

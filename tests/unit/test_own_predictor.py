@@ -66,7 +66,7 @@ class Fixed:
 # -- by name
 
 
-def test_the_configuration_names_it_and_gives_its_options_and_it_learns_from_the_history() -> None:
+def test_an_own_predictor_gets_its_options_and_learns_from_the_history() -> None:
     config = a_config(f"{HERE}:Fixed", options={"steps": 3})
     rows = [FinishedRequest("k", 100, 7)]
     predictor = build_predictor(config.predictor.kind, H, rows=rows, options=config.predictor.options)
@@ -92,7 +92,7 @@ def test_the_configuration_names_it_and_gives_its_options_and_it_learns_from_the
     ],
     ids=["module", "class", "unknown", "built-in", "model", "list"],
 )
-def test_one_that_cannot_be_named_so_is_one_line(predictor: dict[str, Any], problem: str) -> None:
+def test_an_invalid_predictor_name_is_reported_in_one_line(predictor: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError, match="^[^\n]*$") as refused:
         validate(WORKERS | {"predictor": predictor})
     assert problem in str(refused.value)
@@ -108,7 +108,7 @@ def test_one_that_cannot_be_named_so_is_one_line(predictor: dict[str, Any], prob
     ],
     ids=["signature", "shape", "value", "name"],
 )
-def test_one_that_cannot_be_made_is_one_line_when_a_router_starts(
+def test_an_own_predictor_that_cannot_be_created_is_reported_in_one_line(
     name: str, options: dict[str, Any], problem: str
 ) -> None:
     with pytest.raises(ConfigError, match="^[^\n]*$") as refused:
@@ -129,7 +129,7 @@ def test_a_package_offers_its_predictors_by_an_entry_point(tmp_path: Path, monke
 # -- on the command line
 
 
-def test_replay_and_evaluate_take_it_by_name(
+def test_replay_and_evaluate_accept_an_own_predictor_by_name(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     replay = ("replay", "--policy", "br_h", "--max-requests", "150", "--json", "--predictor")
@@ -146,7 +146,7 @@ def test_replay_and_evaluate_take_it_by_name(
     assert json.loads(out)["samples"] > 100
 
 
-def test_options_reach_it_in_replay_and_evaluate(
+def test_options_reach_an_own_predictor_in_replay_and_evaluate(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     replay = ("replay", "--policy", "br_h", "--max-requests", "20", "--predictor", f"{HERE}:Fixed", "--predictor-param")
@@ -171,7 +171,7 @@ class CannotAnswer(Fixed):
         raise LookupError("no such age")
 
 
-def test_replay_and_evaluate_say_in_one_line_what_it_raised_and_where(
+def test_replay_and_evaluate_report_in_one_line_what_an_own_predictor_raised(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     trace, named = str(tmp_path / "t.csv"), f"{HERE}:CannotAnswer"
@@ -201,7 +201,7 @@ class Sure(Fixed):
     ],
     ids=["answer", "class", "none"],
 )
-def test_an_object_is_held_to_what_one_by_name_is(predictor: Any, problem: str) -> None:
+def test_a_predictor_object_is_checked_like_a_named_one(predictor: Any, problem: str) -> None:
     with pytest.raises(ConfigError, match=f"^{problem}"):
         balanceroute.simulate("capped", "br_h", predictor=predictor, max_requests=5)
 
@@ -219,14 +219,14 @@ def test_an_object_is_held_to_what_one_by_name_is(predictor: Any, problem: str) 
     ],
     ids=["fit", "built-in", "no-value", "unknown"],
 )
-def test_a_value_that_is_not_accepted_is_one_line(
+def test_an_invalid_option_value_is_reported_in_one_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], problem: str
 ) -> None:
     code, _, err = run_command(capsys, monkeypatch, *arguments)
     assert code == 2 and problem in err and "Traceback" not in err
 
 
-def test_check_config_makes_it_once(
+def test_check_config_creates_an_own_predictor_once(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     config = tmp_path / "c.yaml"
@@ -255,7 +255,7 @@ def a_scheduler() -> Scheduler:
 
 
 @pytest.mark.parametrize(("kind", "first", "later", "failures"), [("Fixed", 3.0, 3.0, 0), ("Raises", H, H, 3)])
-def test_a_router_asks_it_and_goes_on_without_its_answers(
+def test_a_router_works_without_the_forecasts_of_a_failing_predictor(
     kind: str, first: float, later: float, failures: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     scheduler = a_scheduler()
@@ -297,7 +297,7 @@ class Recovers(Fixed):
         return super().predict_one(age, prompt_tokens, key)
 
 
-def test_the_first_of_every_run_of_failures_is_told(
+def test_the_first_failure_of_each_series_is_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     scheduler = a_scheduler()
@@ -321,7 +321,7 @@ def test_the_first_of_every_run_of_failures_is_told(
     assert forecasts.forecaster.failures == 9
 
 
-def test_it_is_told_requests_apart_by_their_keys() -> None:
+def test_an_own_predictor_distinguishes_requests_by_their_keys() -> None:
     forecasts = LiveForecasts(a_config(OWN, key_header="x-kind"))
     keys = {forecasts.key(b'"hello"', header) for header in ("chat", "batch")}
     assert len(keys) == 2 and "" not in keys
@@ -404,7 +404,7 @@ def test_the_kit_names_the_rule_that_a_predictor_breaks(make: Callable[[int], An
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_predictor_of_ours_keeps_the_rules(kind: str) -> None:
+def test_every_built_in_predictor_keeps_the_rules(kind: str) -> None:
     check_predictor(lambda horizon_steps: build_predictor(kind, horizon_steps), rounds=3)
 
 

@@ -40,7 +40,9 @@ def module(folder: Path, number: int, text: str) -> str:
 
 @pytest.mark.parametrize("what", SETTINGS)
 @pytest.mark.parametrize(("statement", "told"), OF_MODULES.values(), ids=OF_MODULES)
-def test_a_module_that_cannot_be_imported_is_one_line(folder: Path, what: str, statement: str, told: str) -> None:
+def test_a_module_that_cannot_be_imported_is_reported_in_one_line(
+    folder: Path, what: str, statement: str, told: str
+) -> None:
     section, key = SETTINGS[what]
     name = module(folder, 1, f"{statement}\n")
     with pytest.raises(ConfigError, match="^[^\n]*$") as refused:
@@ -50,7 +52,9 @@ def test_a_module_that_cannot_be_imported_is_one_line(folder: Path, what: str, s
 
 @pytest.mark.parametrize("what", SETTINGS)
 @pytest.mark.parametrize(("statement", "told"), RAISES.values(), ids=RAISES)
-def test_a_class_that_cannot_be_made_is_one_line(folder: Path, what: str, statement: str, told: str) -> None:
+def test_a_class_that_cannot_be_created_is_reported_in_one_line(
+    folder: Path, what: str, statement: str, told: str
+) -> None:
     section, key = SETTINGS[what]
     name = module(folder, 2, f"class Own:\n    def __init__(self, *_, **__):\n        {statement}\n")
     with pytest.raises(ConfigError, match="^[^\n]*$") as refused:
@@ -59,7 +63,7 @@ def test_a_class_that_cannot_be_made_is_one_line(folder: Path, what: str, statem
 
 
 @pytest.mark.parametrize("what", SETTINGS)
-def test_an_attribute_that_cannot_be_read_is_one_line(folder: Path, what: str) -> None:
+def test_an_attribute_that_cannot_be_read_is_reported_in_one_line(folder: Path, what: str) -> None:
     section, key = SETTINGS[what]
     lacking = "    @property\n    def {}(self):\n        1 / 0\n"
     name = module(
@@ -85,7 +89,7 @@ def test_a_predictor_that_cannot_learn_from_the_history_is_one_line(folder: Path
 @pytest.mark.parametrize(
     "statement", ["1 / 0", "raise SystemExit(3)", "def ("], ids=["by zero", "an exit", "no Python"]
 )
-def test_a_command_ends_with_one_line_and_2(
+def test_a_command_reports_a_broken_class_in_one_line_with_code_2(
     folder: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -101,6 +105,6 @@ def test_a_command_ends_with_one_line_and_2(
     assert code == 2 and err.startswith("balanceroute: ") and err.count("\n") == 1 and f"{what} {name}: " in err
 
 
-def test_ctrl_c_during_an_import_is_the_operators(folder: Path) -> None:
+def test_ctrl_c_during_an_import_is_not_reported_as_an_import_error(folder: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         validate(WORKERS | {"routing": {"policy": module(folder, 6, "raise KeyboardInterrupt\n")}})

@@ -117,7 +117,7 @@ def test_no_class_overwrites_a_private_name_of_the_dependency_it_inherits_from()
         "from starlette.routing import Route\nclass R(Route._Base): ...",
     ],
 )
-def test_private_uses_are_found(source: str) -> None:
+def test_uses_of_private_names_are_found(source: str) -> None:
     assert private_uses(source) != []
 
 

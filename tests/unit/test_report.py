@@ -45,6 +45,6 @@ def test_percentiles_interpolate() -> None:
     assert (seen.p95, seen.p99) == pytest.approx((3.85, 3.97))
 
 
-def test_waits_are_told_apart_by_prompt_size() -> None:
+def test_waits_are_listed_by_prompt_size() -> None:
     small, big = report.wait_by_size([1.0, 9.0, 1.0, 9.0], [10, 999, 20, 888], classes=(0, 0.5, 1))
     assert (small.wait.mean, big.wait.mean) == (1.0, 9.0)

@@ -14,7 +14,7 @@ PAGE = (ROOT / "docs" / "security.md").read_text()
 SETTINGS = {row.path: row.default for row in describe_settings()}
 
 
-def test_every_default_of_its_table_is_the_setting_s_own() -> None:
+def test_every_default_in_the_table_is_that_of_its_setting() -> None:
     rows = re.findall(r"^\| `([a-z_.]+)` \| ([^|]+) \|", PAGE, re.MULTILINE)
     assert len(rows) > 10
     assert {name: default for name, default in rows if SETTINGS.get(name) != default.strip()} == {}
@@ -37,7 +37,7 @@ def test_every_open_and_every_admin_route_is_named_as_such(access: Access) -> No
     }
 
 
-def test_files_that_it_and_the_policy_link_to_exist() -> None:
+def test_files_linked_by_the_page_and_the_policy_exist() -> None:
     for page in (ROOT / "docs" / "security.md", ROOT / "SECURITY.md"):
         links = re.findall(r"\]\((?!http)([^)#]+)", page.read_text())
         assert links and all((page.parent / link).exists() for link in links)

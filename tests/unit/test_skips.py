@@ -21,7 +21,7 @@ def test_expected() -> None:
 """
 
 
-def test_what_a_machine_lacks_for_a_test_is_a_failure_that_names_it(tmp_path: Path) -> None:
+def test_a_missing_prerequisite_fails_a_test_and_names_what_is_missing(tmp_path: Path) -> None:
     file = tmp_path / "test_that_skips.py"
     file.write_text(SKIPS)
     command = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "-p", "no:cacheprovider", "-q", str(file)]

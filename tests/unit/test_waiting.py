@@ -32,7 +32,7 @@ def sleeps_in(source: str) -> list[int]:
     return found
 
 
-def test_tests_wait_for_a_condition_and_not_for_a_time() -> None:
+def test_tests_wait_for_conditions_and_not_for_times() -> None:
     allowed = {TESTS / path for path in ALLOWED}
     found = {path: sleeps_in(path.read_text()) for path in TESTS.rglob("*.py") if path not in allowed}
     advice = "use tests.waiting.until, or the virtual clock of tests.unit.proxy.virtual_time"
@@ -54,7 +54,7 @@ def test_every_way_to_sleep_is_found(source: str, found: list[int]) -> None:
     assert sleeps_in(source) == found
 
 
-def test_a_condition_that_never_holds_fails_and_says_which_it_was() -> None:
+def test_a_condition_that_never_holds_fails_with_its_description() -> None:
     never = False
     with pytest.raises(AssertionError, match="never"):
         block_until(lambda: never, within_s=0.01)

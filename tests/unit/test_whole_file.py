@@ -26,7 +26,7 @@ def room_for(size_bytes: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("before", [None, b"as it was"], ids=["nothing there", "a file there"])
-def test_a_full_disk_leaves_what_was_there(before: bytes | None, tmp_path: Path) -> None:
+def test_a_full_disk_keeps_the_old_file(before: bytes | None, tmp_path: Path) -> None:
     file = tmp_path / "result.csv"
     if before is not None:
         file.write_bytes(before)
@@ -35,7 +35,7 @@ def test_a_full_disk_leaves_what_was_there(before: bytes | None, tmp_path: Path)
     assert [each.read_bytes() for each in tmp_path.iterdir()] == ([] if before is None else [before])
 
 
-def test_of_two_that_write_a_file_at_once_the_last_one_has_it_whole(
+def test_the_last_of_two_concurrent_writers_replaces_the_whole_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file, replace = tmp_path / "result.csv", Path.replace
@@ -50,7 +50,7 @@ def test_of_two_that_write_a_file_at_once_the_last_one_has_it_whole(
     assert [each.read_bytes() for each in tmp_path.iterdir()] == [b"ours"]
 
 
-def test_a_name_as_long_as_may_be_can_be_written(tmp_path: Path) -> None:
+def test_a_file_name_of_the_maximum_length_can_be_written(tmp_path: Path) -> None:
     file = tmp_path / ("\N{GREEK SMALL LETTER ALPHA}" * 127)
     write_whole(file, b"new")
     assert file.read_bytes() == b"new"

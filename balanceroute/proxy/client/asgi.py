@@ -36,7 +36,7 @@ class AsgiHandler:
         go_on: Callable[[], None],
     ) -> None:
         self._app, self._app_state = app, app_state
-        self._name = read_head(request.headers, None).told_id
+        self._name = read_head(request.headers, None).response_id
         self._request, self._response, self._go_on = request, response, go_on
         self._come: asyncio.Event | None = None  # set when the body is complete, or will never be
         self._told = False
@@ -52,8 +52,8 @@ class AsgiHandler:
         self.abandoned()
         if not self._response.started:
             request = self._request
-            told = {"request": self._name.decode(), "peer": request.peer[0] if request.peer else ""}
-            log.info("refused", extra={**told, "method": request.method, "path": request.path, "error": str(error)})
+            fields = {"request": self._name.decode(), "peer": request.peer[0] if request.peer else ""}
+            log.info("refused", extra={**fields, "method": request.method, "path": request.path, "error": str(error)})
             self._response.refuse(error, [(b"x-request-id", self._name)])
 
     def abandoned(self) -> None:

@@ -61,5 +61,5 @@ def warn_if_few(config: Config) -> None:
     most, limits = most_clients(config), config.limits
     wanted = limits.max_connections if "max_connections" in limits.model_fields_set else limits.max_connections // 2
     if most < wanted:
-        told = {"open_files": limit(), "clients": most, "max_connections": config.limits.max_connections}
-        log.warning("open files (ulimit -n) are enough for fewer clients than limits.max_connections", extra=told)
+        fields = {"open_files": limit(), "clients": most, "max_connections": config.limits.max_connections}
+        log.warning("open files (ulimit -n) are enough for fewer clients than limits.max_connections", extra=fields)

@@ -228,7 +228,7 @@ class Exchange:
             body = self._whole(outlet.answer(leg))
             self._response.respond(200, json_headers(body, self._own_headers()), body)
         elif leg.answer.scanner.end is not DONE:
-            self._response.end(leg.answer.scanner.last_words())
+            self._response.end(leg.answer.scanner.closing_bytes())
 
     async def _answer_many(self, request: ClientRequest) -> None:
         """Answer a request of several choices: run a leg for each, and merge their answers."""
@@ -302,7 +302,7 @@ class Exchange:
         """The headers of every response to this request."""
         if self._head is None:
             return []
-        headers = [(b"x-request-id", self._head.told_id)]
+        headers = [(b"x-request-id", self._head.response_id)]
         pages = self._services.perimeter.pages
         if pages.some:
             headers += pages.answer_headers(self._request.header(b"origin"))

@@ -82,8 +82,8 @@ async def _failure_of(legs: Sequence[Leg]) -> BaseException | None:
         await asyncio.gather(*tasks, return_exceptions=True)
         raise cancelled  # by name, see `native.py`
     failures = [ClientGone() if task.cancelled() else task.exception() for task in tasks]
-    told = [failure for failure in failures if failure is not None]
-    return next((failure for failure in told if not isinstance(failure, ClientGone)), told[0] if told else None)
+    raised = [failure for failure in failures if failure is not None]
+    return next((failure for failure in raised if not isinstance(failure, ClientGone)), raised[0] if raised else None)
 
 
 def choice_of(request: ClientRequest, request_id: str, index: int, created: int) -> Part:

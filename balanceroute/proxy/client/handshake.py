@@ -40,7 +40,7 @@ class Handshake(asyncio.Protocol):
             self.abort()
             return
         self._transport.pause_reading()
-        self._task = self._edge.loop.create_task(self._shake_hands())
+        self._task = self._edge.loop.create_task(self._do_handshake())
 
     def data_received(self, data: bytes) -> None:
         """Keep bytes until the next protocol takes them."""
@@ -71,7 +71,7 @@ class Handshake(asyncio.Protocol):
         self._edge.leave(self)
         self._transport.abort()
 
-    async def _shake_hands(self) -> None:
+    async def _do_handshake(self) -> None:
         edge, plain = self._edge, self._transport
         self._begun = True
         if plain.is_closing():

@@ -162,11 +162,11 @@ def read_plain(raw: bytes) -> Request | None:
         if field is None:
             return None
         headers.append(field)
-    told = dict(headers)
-    if len(told) != n_fields or b"host" not in told or not _JUDGED.isdisjoint(told):
+    by_name = dict(headers)
+    if len(by_name) != n_fields or b"host" not in by_name or not _JUDGED.isdisjoint(by_name):
         return None
     request = Request(line[0], line[1], headers, http_1_0=False)
-    request.length = int(told.get(b"content-length", b"0"))
+    request.length = int(by_name.get(b"content-length", b"0"))
     return request
 
 
@@ -283,8 +283,8 @@ def _read_fields(request: Request) -> None:
             request.expects_continue = True
     _check_host(request.headers, required=not request.http_1_0)
     if options:
-        told = [option.strip(b" \t").lower() for option in options.split(b",")]
-        request.keep_alive = request.keep_alive and b"close" not in told
+        connection_options = [option.strip(b" \t").lower() for option in options.split(b",")]
+        request.keep_alive = request.keep_alive and b"close" not in connection_options
     if codings:
         _check_codings(request, codings, lengths)
         request.length = None

@@ -37,7 +37,7 @@ class Head:
     priority: int | None
 
     @property
-    def told_id(self) -> bytes:
+    def response_id(self) -> bytes:
         """The X-Request-Id of the response: the client's own where it sent one."""
         return (self.client_id or self.request_id).encode()
 
@@ -52,19 +52,19 @@ def read_head(headers: Headers, key_header: bytes | None, authorization: bytes |
 
     `authorization`: sent to workers instead of the client's; empty: none is sent; None: the client's is sent.
     """
-    told = dict(headers)
+    by_name = dict(headers)
     forwarded = [field for field in headers if field[0] in FORWARDED]
     if authorization is not None:
         forwarded = [field for field in forwarded if field[0] != b"authorization"]
     if authorization:
         forwarded.append((b"authorization", authorization))
-    client_id, timeout = told.get(b"x-request-id"), told.get(b"x-request-timeout")
-    key = b"" if key_header is None else told.get(key_header, b"")
+    client_id, timeout = by_name.get(b"x-request-id"), by_name.get(b"x-request-timeout")
+    key = b"" if key_header is None else by_name.get(key_header, b"")
     known = None if client_id is None else _clean(client_id)
     unique = f"{_ids.getrandbits(64):016x}"
     request_id = f"{known}-{unique}" if known else unique  # some clients use one id for many requests
     timeout_s = math.inf if timeout is None else _timeout(timeout)
-    priority = told.get(b"x-vllm-priority")
+    priority = by_name.get(b"x-vllm-priority")
     return Head(
         request_id,
         known,

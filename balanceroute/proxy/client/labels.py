@@ -37,10 +37,10 @@ def id_of(request: Request | None, raw: bytes) -> bytes:
     The client's own, if there is exactly one that can be read.
     """
     if request is not None:
-        return read_head(request.headers, None).told_id
+        return read_head(request.headers, None).response_id
     head, end, _ = raw[:MAX_HEAD_BYTES].partition(b"\r\n\r\n")
-    told = _ID_LINE.findall(head + end)  # an incomplete line may belong to another request
-    return read_head([(b"x-request-id", told[0].strip())] if len(told) == 1 else (), None).told_id
+    matches = _ID_LINE.findall(head + end)  # an incomplete line may belong to another request
+    return read_head([(b"x-request-id", matches[0].strip())] if len(matches) == 1 else (), None).response_id
 
 
 def holder_of(peer: str) -> str:

@@ -82,7 +82,7 @@ class MessagesExchange(Exchange):
 
     @property
     def _told_id(self) -> str:
-        return "" if self._head is None else self._head.told_id.decode()
+        return "" if self._head is None else self._head.response_id.decode()
 
 
 class PingedOutlet(StreamOutlet):

@@ -177,7 +177,7 @@ class Answer:
         return self._services.config.retry.resume_on_worker_loss and resumable and scanner.generated.exact
 
     @property
-    def goes_on_from(self) -> "array[int]":
+    def ids_to_resume_from(self) -> "array[int]":
         """The ids that it would continue from; empty: it can't be continued."""
         scanner = self.scanner
         if not scanner.generated.exact or resumption(self._original, scanner.cut()).fidelity is Fidelity.INVALID:

@@ -223,7 +223,7 @@ async def _whole(leg: Leg, worker: Worker, reply: Reply) -> bool:
     answer, scanner = leg.answer, leg.answer.scanner
     body = await reply.read(REPLY_LIMIT)
     _check_kv(leg, worker)
-    told = correct_answer(
+    corrected = correct_answer(
         answer.request,
         body,
         worker=worker.id,
@@ -231,20 +231,20 @@ async def _whole(leg: Leg, worker: Worker, reply: Reply) -> bool:
         upstream_id=leg.upstream_id,
         request_id=leg.id,
     )
-    check_id(worker, "decode", told.reply_id, leg.upstream_id)
-    answer.check_prompt(worker, told.prompt_ids)
-    if told.finish_reason == ABORT:
+    check_id(worker, "decode", corrected.reply_id, leg.upstream_id)
+    answer.check_prompt(worker, corrected.prompt_ids)
+    if corrected.finish_reason == ABORT:
         raise aborted(worker.id, "decode")
     worker.circuit.success()
-    if told.recomputed or told.finish_reason is None:
+    if corrected.recomputed or corrected.finish_reason is None:
         return False  # once more from its own prompt
-    if told.tokens:
-        leg.ticket.progress(told.tokens)
+    if corrected.tokens:
+        leg.ticket.progress(corrected.tokens)
     leg.first_token_s = worker.progress_s = leg.services.tickets.now()
-    scanner.tokens, scanner.finish_reason, scanner.usage = told.tokens, told.finish_reason, told.usage
+    scanner.tokens, scanner.finish_reason, scanner.usage = corrected.tokens, corrected.finish_reason, corrected.usage
     scanner.end = DONE
     leg.retries.clear_choices()
-    answer.outlet.whole(told.body)
+    answer.outlet.whole(corrected.body)
     return True
 
 
@@ -265,5 +265,7 @@ def _check_is_stream(reply: Reply, worker: Worker) -> None:
     """Check the Content-Type. Raises: BadUpstreamReply: the answer is not a stream."""
     kind = reply.header(b"content-type")
     if kind is not None and not kind.lower().startswith(b"text/event-stream"):
-        told = kind[:80].decode("latin-1")
-        raise BadUpstreamReply(f"it answered with {told}, not a stream of events", worker=worker.id, tier="decode")
+        content_type = kind[:80].decode("latin-1")
+        raise BadUpstreamReply(
+            f"it answered with {content_type}, not a stream of events", worker=worker.id, tier="decode"
+        )

@@ -114,7 +114,7 @@ class HeldKv:
             alive_s = looked_s
         elif self._services.config.connector == "nixl":
             alive_s = min(worker.progress_s, looked_s)
-        if self._services.drainer.outlived(self.pinned_s, max(alive_s, self._sent_s)):
+        if self._services.drainer.may_be_gone(self.pinned_s, max(alive_s, self._sent_s)):
             self.doubt(worker)
 
     def doubt(self, worker: Worker) -> None:

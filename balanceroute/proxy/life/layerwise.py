@@ -145,7 +145,7 @@ class Layerwise:
                 return COMPLETE
             worker.circuit.inconclusive()
             if scanner.tokens == tokens:
-                await asyncio.sleep(retries.fruitless(worker))
+                await asyncio.sleep(retries.count_without_token(worker))
         except PushFailed as failure:
             leg.check_abandoned(worker)
             lost = failure.error
@@ -182,7 +182,7 @@ class Layerwise:
         try:
             done = await decode(leg, worker, grace_s=0.0)  # nothing is pinned by name
             if done and self._push is not None:
-                await self._last_word(self._push)
+                await self._await_prefill_figures(self._push)
             return done
         finally:
             callbacks.forget(token)
@@ -193,7 +193,7 @@ class Layerwise:
                 push.cancel()  # the scheduler releases the prefiller with the request
             leg.answer.count_prompt_by_decoder()
 
-    async def _last_word(self, push: asyncio.Task[None]) -> None:
+    async def _await_prefill_figures(self, push: asyncio.Task[None]) -> None:
         """Wait for the prefiller's figures of the prompt. Raises: BadUpstreamReply: they do not come."""
         leg, answer = self._leg, self._leg.answer
         lacks = answer.request.prompt_wishes is not None and not answer.request.stream

@@ -371,12 +371,12 @@ class Leg:
         waiting_since_s = ticket.pooled_s
         try:
             while True:
-                worker = fleet[await retries.patiently(ticket, ticket.admission())]
+                worker = fleet[await retries.wait_for_worker(ticket, ticket.admission())]
                 if retries.has_turn:
                     await retries.turn(worker)
                 if worker.state is UP:
                     return worker
-                retries.waits_anew()
+                retries.note_waiting()
                 ticket.put_back()
         finally:
             self.decode_wait_s += self.services.tickets.now() - waiting_since_s

@@ -28,7 +28,7 @@ async def next_prefiller(leg: Leg) -> Worker:
     waiting_since_s = services.tickets.now()
     try:
         while True:
-            worker = services.fleet[await leg.retries.patiently(ticket, ticket.prefiller())]
+            worker = services.fleet[await leg.retries.wait_for_worker(ticket, ticket.prefiller())]
             if worker.state is UP:
                 leg.prefiller_id = worker.id
                 return worker

@@ -100,11 +100,11 @@ class Pull:
                 return COMPLETE
             worker.circuit.inconclusive()
             if scanner.tokens == tokens:
-                await asyncio.sleep(retries.fruitless(worker))
+                await asyncio.sleep(retries.count_without_token(worker))
         except KvTooOld as gone:
             why = "worker_lost" if isinstance(gone, KvLost) else "pulled_late"
             worker.circuit.inconclusive()
-            await asyncio.sleep(retries.fruitless(worker))
+            await asyncio.sleep(retries.count_without_token(worker))
         except UpstreamError as error:
             leg.check_abandoned(worker)
             lost = error
@@ -125,7 +125,7 @@ async def go_on(leg: Leg, result: PrefillResult, lost: UpstreamError | None, why
 
     Raises: UpstreamError: the answer can't go on.
     """
-    leg.retries.waits_anew()
+    leg.retries.note_waiting()
     broken = await ids_of_a_broken_character(leg)
     if not leg.answer.resume(result, lost, leg.decoder_id, broken):
         await leg.answer.end_by_length()

@@ -155,7 +155,7 @@ class Retries:
         self._decode_failures += 1
         return self._decode_failures - (0 if self._suspect is None else self._suspect.explained)
 
-    def fruitless(self, worker: Worker) -> float:
+    def count_without_token(self, worker: Worker) -> float:
         """Count a decode that was given back without a token, or made anew: no failure, but bounded.
 
         Returns how long to wait. Raises: BadUpstreamReply: it has happened `MAX_FRUITLESS` times in a row.
@@ -210,7 +210,7 @@ class Retries:
 
     # -- waiting
 
-    def patiently(self, ticket: Ticket, answer: Awaitable[str]) -> Awaitable[str]:
+    def wait_for_worker(self, ticket: Ticket, answer: Awaitable[str]) -> Awaitable[str]:
         """Wait for a worker; after a refusal only until the queue's deadline. Raises: QueueTimeout."""
         return answer if self._refusal is None else self._until_deadline(ticket, answer, self._refusal)
 
@@ -240,7 +240,7 @@ class Retries:
         if self._suspect is not None:
             self._services.suspicions.end_turn(self._suspect)
 
-    def waits_anew(self) -> None:
+    def note_waiting(self) -> None:
         """Note that it waits for another decode worker: another choice of the same request may go."""
         self.left_worker()
         if self._choices is not None:
@@ -301,8 +301,8 @@ def event_error(payload: bytes, worker: Worker) -> UpstreamStatus:
     """An error event as the error of the corresponding status. vLLM before 0.11 does not nest the object."""
     try:
         whole = orjson.loads(payload)
-        told = whole.get("error")
-        code = (told if isinstance(told, dict) else whole).get("code")
+        error = whole.get("error")
+        code = (error if isinstance(error, dict) else whole).get("code")
     except (ValueError, AttributeError):
         code = None
     status = code if isinstance(code, int) and 400 <= code <= 599 else 502

@@ -34,7 +34,7 @@ async def ids_of_a_broken_character(leg: Leg) -> int:
 
     `ALL`: none of the checked ids ends a character.
     """
-    ids = leg.answer.goes_on_from
+    ids = leg.answer.ids_to_resume_from
     if not ids:
         return 0
     prefillers, decoders = ([one for one in leg.services.fleet.of(role) if one.state is UP] for role in _TIERS)
@@ -62,10 +62,10 @@ async def _text(leg: Leg, worker: Worker, ids: list[int]) -> str:
     model = leg.answer.request.model
     body = orjson.dumps({"tokens": ids} if model is None else {"model": model, "tokens": ids})
     reply = await worker.upstream.request("POST", "/detokenize", body, worker.headers_of(leg.upstream_id, leg.headers))
-    told = await reply.read(ERROR_LIMIT)
+    content = await reply.read(ERROR_LIMIT)
     if reply.status != 200:
         raise ValueError(f"status {reply.status}")
-    text = orjson.loads(told)["prompt"]
+    text = orjson.loads(content)["prompt"]
     if not isinstance(text, str):
         raise TypeError("its text is none")
     return text

@@ -63,7 +63,7 @@ def sign_of(error: UpstreamError) -> Sign:
     could not be pulled) is no death: neither is evidence.
     """
     if isinstance(error, UpstreamStatus):
-        dead = error.status >= 500 and any(words in error.body for words in _ENGINE_DEAD)
+        dead = error.status >= 500 and any(marker in error.body for marker in _ENGINE_DEAD)
         return Sign.DEATH if dead else Sign.NONE
     broke = isinstance(error, ConnectionLost) or (isinstance(error, ConnectFailed) and error.sent)
     return Sign.MAYBE if broke else Sign.NONE
@@ -242,7 +242,7 @@ class Suspicions:
 
     def end_turn(self, suspect: Suspect) -> None:
         """End a request's turn: it has its first token, or has left its worker. Idempotent."""
-        for worker_id, (who, over) in list(self._alone.items()):
-            if who is suspect:
+        for worker_id, (occupant, over) in list(self._alone.items()):
+            if occupant is suspect:
                 del self._alone[worker_id]
                 over.set()

@@ -92,7 +92,7 @@ class Reports(Protocol):
     def judged(self, message: Judged) -> None:
         """A request of a relay has succeeded or failed on a worker."""
 
-    def active(self, relay: str, said: Activity) -> None:
+    def active(self, relay: str, activity: Activity) -> None:
         """How many requests a relay has under way on each worker."""
 
     def keys_used(self, relay: str, keys: tuple[KeyUse, ...]) -> None:
@@ -276,7 +276,7 @@ class Hub:
             raise LinkError(f"{hello.relay!r} is no name for a relay of {'another' if far else 'this'} machine")
         if far and self._dismissed:
             raise LinkError("this brain drains")
-        if hello.epoch > self.epoch and not self._outranks(hello):
+        if hello.epoch > self.epoch and not self._raise_epoch(hello):
             return Farewell(hello.epoch, "another brain leads"), "another brain leads"
         before = self.members.get(hello.relay)
         if before is not None and far and self._is_another(before, hello):
@@ -290,7 +290,7 @@ class Hub:
         """
         return member.process != hello.process and self._loop.time() - member.frames.heard_s < ALIVE_S
 
-    def _outranks(self, hello: Hello) -> bool:
+    def _raise_epoch(self, hello: Hello) -> bool:
         """Continue under an epoch above the relay's, if it is certain that no other brain leads.
 
         Raises: LinkError: no brain can have led under so large an epoch; above it, numbers would soon run out.
@@ -335,11 +335,11 @@ class Hub:
     def _lost(self, frames: Frames[FromBrain], reason: str) -> None:
         member = self._connections.pop(frames, None)
         if member is not None and self.members.get(member.relay) is member:
-            told = {"relay": member.relay, "requests": len(member.tickets), "reason": reason}
+            fields = {"relay": member.relay, "requests": len(member.tickets), "reason": reason}
             if member.says_farewell:
-                log.info("relay left", extra=told)
+                log.info("relay left", extra=fields)
             else:
-                log.warning("relay lost", extra=told)
+                log.warning("relay lost", extra=fields)
             del self.members[member.relay]
             self._release(member)
             if not self._closing:

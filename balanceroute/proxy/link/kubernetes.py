@@ -137,9 +137,9 @@ def _lease(body: bytes) -> Lease:
 def _written(lease: Lease | None, spec: LeaseSpec) -> Lease | None:
     """Check the answer to a write. Raises: LeaseError: it is not what was written."""
     if lease is not None:
-        told = lease.spec.holder_identity or "", lease.spec.lease_transitions
-        if told != (spec.holder_identity or "", spec.lease_transitions):
-            raise LeaseError(f"the API server's answer is not what was written: holder and number {told}")
+        written = lease.spec.holder_identity or "", lease.spec.lease_transitions
+        if written != (spec.holder_identity or "", spec.lease_transitions):
+            raise LeaseError(f"the API server's answer is not what was written: holder and number {written}")
     return lease
 
 

@@ -45,7 +45,7 @@ class Lead(Protocol):
     def renew(self) -> bool:
         """Show that the leader lives; False: it has lost the lead. Called every `RENEW_S`; must not block."""
 
-    def outrank(self, epoch: int) -> bool:
+    def raise_epoch(self, epoch: int) -> bool:
         """Continue under an epoch above this one, which a relay has seen; False: another brain may lead, and the next
         leader of this run folder gets an epoch above this one.
         """
@@ -106,7 +106,7 @@ class FileLead:
             if self._file is not None and epoch > self.epoch:
                 self._count_up(self._file, epoch - 1)
 
-    def outrank(self, epoch: int) -> bool:
+    def raise_epoch(self, epoch: int) -> bool:
         """See `Lead`.
 
         Without a Lease the holder of the lock leads all relays, also those of other machines. No other brain leads, so

@@ -101,10 +101,10 @@ class LeaseLead:
         self._lost = True
         return False
 
-    def outrank(self, epoch: int) -> bool:
+    def raise_epoch(self, epoch: int) -> bool:
         """See `Lead`: another pod has led under that number, or the Lease was deleted while no pod ran that knew it."""
         if epoch <= MOST_TRANSITIONS:
-            self._local.outrank(epoch)
+            self._local.raise_epoch(epoch)
         return False
 
     def resign(self) -> None:

@@ -66,11 +66,11 @@ class Member:
         if self.counts is None:
             return requests, grown
         places = self.places
-        news = self.counts.news(len(places))
-        for index in range(0, len(news), 2):
-            ticket, said = places[news[index]], news[index + 1]
-            if ticket is not None and same_life(ticket.number, life_of(said)):
-                more = ticket.grow(tokens_of(said))
+        changed = self.counts.news(len(places))
+        for index in range(0, len(changed), 2):
+            ticket, value = places[changed[index]], changed[index + 1]
+            if ticket is not None and same_life(ticket.number, life_of(value)):
+                more = ticket.grow(tokens_of(value))
                 if more:
                     requests.append(ticket.request_id)
                     grown.append(more)

@@ -24,7 +24,7 @@ class Reach(Protocol):
     async def connect(self, protocol: Callable[[], P]) -> tuple[P, Moved]:
         """Connect; the caller tries again after a failure. Raises: OSError."""
 
-    def turn_away(self) -> None:
+    def try_next_address(self) -> None:
         """The brain at this address does not lead; try the next address."""
 
 
@@ -43,7 +43,7 @@ class SocketReach:
         _, made = await asyncio.get_running_loop().create_unix_connection(protocol, self._path)
         return made, lambda: self._another_listens(listening)
 
-    def turn_away(self) -> None:
+    def try_next_address(self) -> None:
         """Nothing: there is no other address."""
 
     def _another_listens(self, listening: int) -> bool:
@@ -79,13 +79,13 @@ class FarReach:
                 loop = asyncio.get_running_loop()
                 _, made = await loop.create_connection(protocol, host, port, ssl=self._context(), server_hostname=host)
         except TimeoutError:
-            self.turn_away()
+            self.try_next_address()
             raise TimeoutError(f"{host}:{port} does not answer") from None
         except BaseException:
-            self.turn_away()
+            self.try_next_address()
             raise
         return made, lambda: False
 
-    def turn_away(self) -> None:
+    def try_next_address(self) -> None:
         """See `Reach`."""
         self._at = (self._at + 1) % len(self._addresses)

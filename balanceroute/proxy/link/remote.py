@@ -129,7 +129,7 @@ class RemoteBrain:
         self.token_counts = WrittenCounts()
         self._tokens_read = False  # the brain reads `token_counts`
         self._unsaid: dict[int, int] = {}  # tokens to be sent, by ticket
-        self._kept: list[tuple[float, Callable[[float], FromRelay]]] = []  # time and message, see `_say_soon`
+        self._kept: list[tuple[float, Callable[[float], FromRelay]]] = []  # time and message, see `_send_soon`
         self._kept_timer: asyncio.TimerHandle | None = None
         self._looked_s = loop.time()
         self._knows_workers = False
@@ -206,7 +206,7 @@ class RemoteBrain:
         entry = self._leave(request_id)
         number, tokens = entry.number, entry.tokens
         if tokens:
-            self._say_soon(lambda age_s: Finish(number, outcome, reason, tokens, age_s))
+            self._send_soon(lambda age_s: Finish(number, outcome, reason, tokens, age_s))
         else:
             self._say(Finish(number, outcome, reason, tokens, 0.0))
 
@@ -215,7 +215,7 @@ class RemoteBrain:
         entry = self._open.get(request_id)
         if entry is not None:
             number = entry.number
-            self._say_soon(lambda age_s: Began(number, age_s))
+            self._send_soon(lambda age_s: Began(number, age_s))
 
     def report(self, message: Report) -> None:
         """Send the brain a report, mostly on workers; dropped while there is no brain."""
@@ -250,10 +250,10 @@ class RemoteBrain:
             return  # the next Hello contains it
         self._say_progress()
         if self._kept:
-            self._say_kept()
+            self._send_deferred()
         self._frames.say(message)
 
-    def _say_soon(self, message: Callable[[float], FromRelay]) -> None:
+    def _send_soon(self, message: Callable[[float], FromRelay]) -> None:
         """Defer a message to the next one, by `soon_s` at most, unless a request waits for what it changes.
 
         Every frame wakes the brain's process, so fewer frames save CPU. `message`: by its age, seconds.
@@ -263,10 +263,10 @@ class RemoteBrain:
             self._say(message(0.0))
         elif self._greeted:
             if not self._kept:
-                self._kept_timer = self._loop.call_later(self.soon_s, self._say_kept)
+                self._kept_timer = self._loop.call_later(self.soon_s, self._send_deferred)
             self._kept.append((self._loop.time(), message))
 
-    def _say_kept(self) -> None:
+    def _send_deferred(self) -> None:
         """Send the deferred messages."""
         kept, now, frames = self._kept, self._loop.time(), self._frames
         self._forget_kept()
@@ -315,7 +315,7 @@ class RemoteBrain:
                     continue
                 self._frames = frames
                 if not frames.open:  # the brain has closed it already
-                    self._reach.turn_away()
+                    self._reach.try_next_address()
                     await asyncio.sleep(RETRY_S)
                     continue
                 if moved():  # another brain has replaced the socket meanwhile, so the peer may be either
@@ -324,7 +324,7 @@ class RemoteBrain:
                     continue
                 self._hello()
                 if not await self._stay(frames, moved):
-                    self._reach.turn_away()
+                    self._reach.try_next_address()
                     self._expire()
                 await asyncio.sleep(RETRY_S)
         finally:

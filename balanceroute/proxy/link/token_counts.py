@@ -90,14 +90,14 @@ class ReadCounts:
         return grown_counts(self._places, self._known, used)
 
 
-def life_of(said: int) -> int:
+def life_of(value: int) -> int:
     """The life (31 bits) in the value of a place."""
-    return said >> 32
+    return value >> 32
 
 
-def tokens_of(said: int) -> int:
+def tokens_of(value: int) -> int:
     """The tokens in the value of a place."""
-    return said & 0xFFFFFFFF
+    return value & 0xFFFFFFFF
 
 
 def same_life(number: int, life: int) -> bool:

@@ -56,8 +56,8 @@ async def http_error(request: Request, error: Exception) -> Response:
     """
     assert isinstance(error, HTTPException)
     path: str = request.scope["path"]
-    told = {"request": request.scope.get(REQUEST_ID, ""), "peer": request.client.host if request.client else ""}
-    log.info("not served", extra={**told, "method": request.method, "path": path, "status": error.status_code})
+    fields = {"request": request.scope.get(REQUEST_ID, ""), "peer": request.client.host if request.client else ""}
+    log.info("not served", extra={**fields, "method": request.method, "path": path, "status": error.status_code})
     if error.status_code == 404 and path.endswith("/") and path[:-1] in ACCESS:
         query = request.scope["query_string"].decode("latin-1")
         return Response(status_code=307, headers={"location": f"{path[:-1]}{'?' * bool(query)}{query}"})
@@ -205,15 +205,15 @@ class Admin:
         """Change all workers that the request names, or none."""
         services = self._services()
         role, entries = _instances(await request.body())
-        told = [_told(url, fields) for url, fields in entries]
-        tell(request, role=role.value, instances=told)
+        descriptions = [_told(url, fields) for url, fields in entries]
+        tell(request, role=role.value, instances=descriptions)
         for act in prepare(services, role, entries):
             act()
         services.fleet.sweep()
         services.keep_changes()
         return json_response(
             {
-                "message": f"{request.scope['path'].rsplit('/', 1)[-1]}: {', '.join(told)}",
+                "message": f"{request.scope['path'].rsplit('/', 1)[-1]}: {', '.join(descriptions)}",
                 "current_prefill_instances": _addresses(services, Role.PREFILL),
                 "current_decode_instances": _addresses(services, Role.DECODE),
             }

@@ -197,8 +197,8 @@ def _target(request: Request) -> str:
     if not name:
         raise HTTPException(404)  # a trailing slash
     parts = name.split("/")
-    odd = any(part in ("", ".", "..") for part in parts) or "\\" in name or not name.isprintable()
-    if odd or len(name) > _MAX_NAME:
+    is_ambiguous = any(part in ("", ".", "..") for part in parts) or "\\" in name or not name.isprintable()
+    if is_ambiguous or len(name) > _MAX_NAME:
         raise InvalidRequest("This is no name of a model.", status=404, param="model")
     return stem + quote(name, safe="/")
 

@@ -89,8 +89,8 @@ class _TrustedRoute(Route):
         call = _Call(scope, send)
         await super().handle(scope, receive, call.send)
         if asked := scope.get("state", {}).get(TOLD):
-            told = {"request": scope.get(REQUEST_ID, ""), "path": scope["path"], "status": call.status}
-            log.info("operator's change", extra={**told, **asked})
+            fields = {"request": scope.get(REQUEST_ID, ""), "path": scope["path"], "status": call.status}
+            log.info("operator's change", extra={**fields, **asked})
 
 
 class _GuardedRoute(Route):
@@ -136,13 +136,13 @@ class _Guard:
         access = access_of(self._path, public_metrics=perimeter.public_metrics)
         call = _Call(scope, send)
         if access is Access.OPEN or access is Access.DECODER:
-            named = self._path != READY or perimeter.names_workers_to(call.visit, time.time())
+            named = self._path != READY or perimeter.may_see_workers(call.visit, time.time())
             await self._app(scope, receive, send if named else without_names(send))
             return
         try:
             if access is Access.CLIENT and scope["method"] == "OPTIONS":
-                told = perimeter.pages.preflight(scope["headers"], self._methods)
-                await Response(None, 204, dict(_texts(told)))(scope, receive, call.send)
+                cors_headers = perimeter.pages.preflight(scope["headers"], self._methods)
+                await Response(None, 204, dict(_texts(cors_headers)))(scope, receive, call.send)
                 return
             if access is Access.CLIENT:
                 call.headers = perimeter.pages.answer_headers(dict(scope["headers"]).get(b"origin"))
@@ -211,7 +211,7 @@ class _Call:
 def with_request_id(scope: Scope, send: Send) -> Send:
     """A `send` that adds X-Request-Id to the response: the client's own, if it sent one."""
     if REQUEST_ID not in scope:  # set by the router's own server only
-        scope[REQUEST_ID] = read_head(scope["headers"], None).told_id.decode()
+        scope[REQUEST_ID] = read_head(scope["headers"], None).response_id.decode()
     header = (b"x-request-id", scope[REQUEST_ID].encode())
 
     async def named(message: Message) -> None:
@@ -263,8 +263,8 @@ def without_names(send: Send) -> Send:
         body += message.get("body", b"")
         if message.get("more_body", False):
             return
-        told = orjson.loads(body)
-        short = orjson.dumps({name: told[name] for name in ("status", "workers_up", "error") if name in told})
+        answer = orjson.loads(body)
+        short = orjson.dumps({name: answer[name] for name in ("status", "workers_up", "error") if name in answer})
         kept = [field for field in start["headers"] if field[0] not in (b"content-length", b"content-type")]
         await send({**start, "headers": [*json_headers(short), *kept]})
         await send({"type": "http.response.body", "body": short})
@@ -280,8 +280,8 @@ def route_of(request: Request) -> str:
 
 def tell(request: Request, **fields: Any) -> None:
     """Add fields to the log line of a call."""
-    told: dict[str, Any] = request.scope.setdefault("state", {}).setdefault(TOLD, {})
-    told.update(fields)
+    log_fields: dict[str, Any] = request.scope.setdefault("state", {}).setdefault(TOLD, {})
+    log_fields.update(fields)
 
 
 def closed_headers() -> dict[str, str]:

@@ -71,8 +71,8 @@ class Metaserver:
 
     def _refused(self, request: Request) -> Response:
         self._services().metrics.callbacks.inc(REFUSED)
-        told = {"request": request.scope.get(REQUEST_ID, ""), "peer": request.client.host if request.client else ""}
-        log.info("callback refused", extra={**told, "path": METASERVER_PATH, "status": 403})  # a token may be valid
+        fields = {"request": request.scope.get(REQUEST_ID, ""), "peer": request.client.host if request.client else ""}
+        log.info("callback refused", extra={**fields, "path": METASERVER_PATH, "status": 403})  # a token may be valid
         return _error(REFUSED)
 
 

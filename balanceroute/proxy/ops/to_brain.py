@@ -112,7 +112,7 @@ class ToBrain:
         response.raw_headers += [(name, value) for name, value in reply.headers if name not in _OURS]
         return response
 
-    def turn_to_another(self) -> None:
+    def switch_brain(self) -> None:
         """Another brain leads: send new requests to it, and wait `TURN_S` at most for answers of the former one."""
         former, self._upstream = self._upstream, self._connections()
         former.drop_idle()

@@ -181,9 +181,9 @@ class ClientKey:
 
     def use(self) -> KeyUse | None:
         """The use to report to other processes; None: unchanged since the last call."""
-        told = KeyUse(self.name, self.in_flight, self._untold_requests, self._untold_tokens)
+        use = KeyUse(self.name, self.in_flight, self._untold_requests, self._untold_tokens)
         self._untold_requests = self._untold_tokens = 0
-        return told if told.in_flight or told.requests or told.tokens else None
+        return use if use.in_flight or use.requests or use.tokens else None
 
     def used_elsewhere(self, process: str, use: KeyUse | None, now: float) -> None:
         """Take another process's use of this key; None: it has no requests in flight any more."""

@@ -54,10 +54,10 @@ class Pages:
     def preflight(self, headers: Headers, methods: Iterable[str]) -> list[tuple[bytes, bytes]]:
         """The headers that answer a browser's question whether a page may send its request. Raises: AccessDenied."""
         self.check(headers)
-        told = dict(headers)
-        wanted = told.get(b"access-control-request-headers", b"")
+        by_name = dict(headers)
+        wanted = by_name.get(b"access-control-request-headers", b"")
         return [
-            *self.answer_headers(told.get(b"origin")),
+            *self.answer_headers(by_name.get(b"origin")),
             (b"access-control-allow-methods", ", ".join(methods).encode()),
             (b"access-control-allow-headers", wanted if _NAMES.fullmatch(wanted) else b""),
             (b"access-control-max-age", b"%d" % MAX_AGE_S),

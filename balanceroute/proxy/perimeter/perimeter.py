@@ -74,7 +74,7 @@ class Perimeter:
         if (access is Access.ADMIN) is not (port == self.admin_port):
             raise InvalidRequest("There is no such route on this listener.", status=404)
 
-    def names_workers_to(self, visit: Visit, now_unix_s: float) -> bool:
+    def may_see_workers(self, visit: Visit, now_unix_s: float) -> bool:
         """Whether a caller of an open route may learn how workers are called, as everybody may of public metrics."""
         if self.public_metrics:
             return True

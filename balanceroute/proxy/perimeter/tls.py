@@ -186,8 +186,8 @@ def _load_chain(context: ssl.SSLContext, key: str, certificate: str, private_key
         context.load_cert_chain(certificate, private_key, password=_no_password)
     except (OSError, ssl.SSLError) as error:
         files = certificate if private_key is None else f"{certificate} with {private_key}"
-        told = _told(error, "a certificate, with those that it is signed by, and its private key, as PEM")
-        raise ConfigError(f"{key}: {files} cannot be used: {told}") from None
+        problem = _told(error, "a certificate, with those that it is signed by, and its private key, as PEM")
+        raise ConfigError(f"{key}: {files} cannot be used: {problem}") from None
 
 
 def _load_ca(context: ssl.SSLContext, key: str, file: str) -> None:

@@ -222,8 +222,8 @@ class JsonFormatter(logging.Formatter):
 
     def request(self, at: float, fields: dict[str, object]) -> str:
         """The line of a request, as JSON."""
-        told = {"time": self._time(at), "level": "info", "logger": _requests.name, "event": "request"}
-        return self._line({**told, **self._own, **fields})
+        line = {"time": self._time(at), "level": "info", "logger": _requests.name, "event": "request"}
+        return self._line({**line, **self._own, **fields})
 
     def format(self, record: logging.LogRecord) -> str:
         """The record as JSON."""
@@ -284,9 +284,9 @@ def _as_text(begin: str, entry: Mapping[str, object]) -> str:
     """The record's line, then its traceback, if there is one."""
     fields = dict(entry)
     event, exception = fields.pop("event"), fields.pop("exception", "")
-    told = " ".join(f"{name}={_one_line(value)}" for name, value in fields.items())
+    text = " ".join(f"{name}={_one_line(value)}" for name, value in fields.items())
     beneath = "".join(f"\n{_one_line(line)}" for line in str(exception).split("\n")) if exception else ""
-    return f"{begin}{_one_line(event)} {told}".rstrip() + beneath
+    return f"{begin}{_one_line(event)} {text}".rstrip() + beneath
 
 
 def _one_line(value: object) -> str:

@@ -20,30 +20,30 @@ def bounded(fields: Mapping[str, object], render: Render, most_bytes: int) -> st
     if _size(line) <= most_bytes:
         return line
     cut: dict[str, int] = {}
-    told = {**fields, CUT: cut}
+    shortened = {**fields, CUT: cut}
     texts = {name: _text(value) for name, value in fields.items() if isinstance(value, str | list | tuple | dict)}
     for least in (LEAST, 0):
         for name in _in_order(texts):
             if len(texts[name]) > least:
                 cut[name] = len(texts[name])
-                line = _cut(told, name, texts[name], least, render, most_bytes)
+                line = _cut(shortened, name, texts[name], least, render, most_bytes)
                 if _size(line) <= most_bytes:
                     return line
     return line
 
 
-def _cut(told: dict[str, object], name: str, text: str, least: int, render: Render, most_bytes: int) -> str:
+def _cut(line: dict[str, object], name: str, text: str, least: int, render: Render, most_bytes: int) -> str:
     """The line with one field cut to what fits, but to no fewer than `least` characters."""
     low, high = least, min(len(text), most_bytes)  # a search: a character may take several bytes
     while low < high:
         middle = (low + high + 1) // 2
-        told[name] = _part(name, text, middle)
-        if _size(render(told)) <= most_bytes:
+        line[name] = _part(name, text, middle)
+        if _size(render(line)) <= most_bytes:
             low = middle
         else:
             high = middle - 1
-    told[name] = _part(name, text, low)
-    return render(told)
+    line[name] = _part(name, text, low)
+    return render(line)
 
 
 def _in_order(texts: Mapping[str, str]) -> list[str]:

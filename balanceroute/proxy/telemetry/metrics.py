@@ -284,29 +284,29 @@ class Metrics(Collector):
         """The counts of this process, for another one's `beside` or `carry_on`."""
         self.catch_up()
         forecasts = self._former_forecasts if self._forecasts is None else self._forecasts.whole()
-        told = {
+        counts = {
             "counters": {family.name: family.rows() for family in (*self._counters, *self._prefills())},
             "histograms": {family.name: family.rows() for family in self._histograms},
             "forecasts": forecasts.told(),
             "orphaned_kv": self.orphaned_kv,
         }
-        return orjson.dumps(told)
+        return orjson.dumps(counts)
 
     def carry_on(self, counts: bytes) -> None:
         """Continue from the counts of this process's former lives, if they can be read; if not, begin at 0."""
         if not counts:
             return
         try:
-            told = _read(counts)
+            former = _read(counts)
         except ValueError as error:
             log.warning("counts of a former life are of no use", extra={"error": str(error)})
             return
         for counter in (*self._counters, *self._former_prefills.values()):
-            counter.add(told.counters.get(counter.name, ()))
+            counter.add(former.counters.get(counter.name, ()))
         for histogram in self._histograms:
-            histogram.add(told.histograms.get(histogram.name, ()))
-        if told.forecasts is not None:
-            self._former_forecasts.add(told.forecasts.counters, told.forecasts.errors)
+            histogram.add(former.histograms.get(histogram.name, ()))
+        if former.forecasts is not None:
+            self._former_forecasts.add(former.forecasts.counters, former.forecasts.errors)
 
     def succeed(self, process: str, counts: bytes) -> None:
         """Carry on what a former process of this name has counted, if there was one; `process`: what it is."""
@@ -329,7 +329,7 @@ class Metrics(Collector):
         """What clients have got, from all processes. Raises: Rejected: the counts of others are not known yet."""
         self.catch_up()
         others = self._others()
-        counters, histograms = [told.counters for told in others], [told.histograms for told in others]
+        counters, histograms = [other.counters for other in others], [other.histograms for other in others]
         return Served(
             _summed(self.requests, counters),
             _summed(self.tokens, counters).value(),
@@ -359,8 +359,8 @@ class Metrics(Collector):
         """The present values of all families."""
         self.catch_up()
         others = self._others()
-        counters: list[Mapping[str, Any]] = [self._zero_of_workers(), *(told.counters for told in others)]
-        histograms = [told.histograms for told in others]
+        counters: list[Mapping[str, Any]] = [self._zero_of_workers(), *(other.counters for other in others)]
+        histograms = [other.histograms for other in others]
         view = self._view()
         here = {prefiller.id for prefiller in view.prefillers} | {worker.id for worker in view.decoders}
         for counter in self._counters:
@@ -375,7 +375,7 @@ class Metrics(Collector):
         yield GaugeMetricFamily(
             "balanceroute_kv_orphans",
             "Undrainable prefill KV that no decoder is known to have pulled: pinned at worst until the timeout.",
-            self.orphaned_kv + sum(told.orphaned_kv for told in others),
+            self.orphaned_kv + sum(other.orphaned_kv for other in others),
         )
         yield gauge_by(
             "worker",
@@ -425,6 +425,6 @@ def _summed(family: Counts, others: Sequence[Mapping[str, Any]]) -> Counts:
     if not others:
         return family
     whole = family.copy()
-    for told in others:
-        whole.add(told.get(family.name, ()))
+    for other in others:
+        whole.add(other.get(family.name, ()))
     return whole

@@ -52,11 +52,11 @@ class AnswerIdentity:
         self._expected_id, self._checked, self.echoed = upstream_id, checked, False
         self._request_id = request_id or upstream_id
 
-    def is_ours(self, told: object) -> bool:
-        """Whether an event with the `id` that is `told` may be of this answer."""
+    def is_ours(self, event_id: object) -> bool:
+        """Whether an event with the `id` that is `event_id` may be of this answer."""
         if not self._expected_id:
             return True
-        echoed = answers(told, self._expected_id)
+        echoed = answers(event_id, self._expected_id)
         if echoed:
             self.echoed = self._checked = True
         return echoed or not self._checked
@@ -64,8 +64,8 @@ class AnswerIdentity:
     def put_into(self, event: dict[str, Any]) -> bool:
         """Give an event the answer's `id` and `created`; returns whether that has changed the event."""
         changed = False
-        if self.public_id is None and isinstance(told := event.get("id"), str):
-            self.public_id = str(shown_id(told, self._expected_id, self._request_id))
+        if self.public_id is None and isinstance(event_id := event.get("id"), str):
+            self.public_id = str(shown_id(event_id, self._expected_id, self._request_id))
         if "id" in event and event["id"] != self.public_id:
             event["id"] = self.public_id
             changed = True

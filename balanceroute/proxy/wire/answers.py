@@ -272,9 +272,9 @@ def correct_answer(
         if ids is not None:
             array("I", ids)  # each is a token's id
         prompt_ids = len(choice.get("prompt_token_ids") or answer.get("prompt_token_ids") or ())
-        told = answer.get("id")
+        reply_id = answer.get("id")
         if upstream_id != request_id:
-            answer["id"] = shown_id(told, upstream_id, request_id)
+            answer["id"] = shown_id(reply_id, upstream_id, request_id)
         corrected = _as_asked(request, answer, choice, usage, prompt_details)
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError) as exc:
         raise BadUpstreamReply(
@@ -289,7 +289,7 @@ def correct_answer(
         finish_reason=choice.get("finish_reason"),
         usage=usage,
         prompt_ids=prompt_ids,
-        reply_id=told,
+        reply_id=reply_id,
     )
 
 

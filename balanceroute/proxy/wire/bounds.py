@@ -60,11 +60,11 @@ def _check_details(name: str, details: object) -> None:
     if not isinstance(details, dict):
         raise ValueError(f"usage.{name} is {_shown(details)}")
     for part, value in details.items():
-        told = f"usage.{name}.{part[:_MAX_NAME]}"
+        name_of_field = f"usage.{name}.{part[:_MAX_NAME]}"
         if part == "cached_tokens" and value is not None:
-            token_count(value, told)
+            token_count(value, name_of_field)
         else:
-            _check_counts(value, told, _MAX_DETAIL_DEPTH)
+            _check_counts(value, name_of_field, _MAX_DETAIL_DEPTH)
 
 
 def _check_counts(value: object, name: str, depth: int) -> None:
@@ -103,16 +103,16 @@ def aborted(worker: str, tier: str) -> BadUpstreamReply:
     return BadUpstreamReply("its engine has aborted the request", worker=worker, tier=tier)
 
 
-def answers(told: object, upstream_id: str) -> bool:
+def answers(answer_id: object, upstream_id: str) -> bool:
     """Whether an answer's `id` is made of the X-Request-Id that was sent: `cmpl-ID` or `chatcmpl-ID`."""
-    return isinstance(told, str) and told.endswith(upstream_id)
+    return isinstance(answer_id, str) and answer_id.endswith(upstream_id)
 
 
-def shown_id(told: object, upstream_id: str, request_id: str) -> object:
+def shown_id(answer_id: object, upstream_id: str, request_id: str) -> object:
     """The `id` for the client: the engine's, without the part that differs between tries of a request."""
-    if upstream_id == request_id or not isinstance(told, str) or not told.endswith(upstream_id):
-        return told
-    return told.removesuffix(upstream_id) + request_id
+    if upstream_id == request_id or not isinstance(answer_id, str) or not answer_id.endswith(upstream_id):
+        return answer_id
+    return answer_id.removesuffix(upstream_id) + request_id
 
 
 def retry_after_s(header: bytes | None) -> float:

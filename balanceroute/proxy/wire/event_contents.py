@@ -40,7 +40,7 @@ def reasoning_of(said: Mapping[str, Any]) -> Any:
     return next((said[name] for name in REASONING_KEYS if said.get(name)), None)
 
 
-def tells_tokens(choice: dict[str, Any]) -> bool:
+def has_token_data(choice: dict[str, Any]) -> bool:
     """Whether a choice has token ids or logprobs for the client, even without text."""
     return bool(choice.get("token_ids")) or any((choice.get("logprobs") or {}).values())
 

@@ -53,8 +53,8 @@ class Counts:
 def message_of(answer: bytes, message_id: str) -> bytes:
     """Translate a whole chat completion. Raises: BadUpstreamReply: it is none."""
     try:
-        told = orjson.loads(answer)
-        choice = told["choices"][0]
+        chat = orjson.loads(answer)
+        choice = chat["choices"][0]
         message = choice["message"]
         calls = message.get("tool_calls") or ()
         content: list[dict[str, Any]] = []
@@ -70,13 +70,13 @@ def message_of(answer: bytes, message_id: str) -> bytes:
             call_id, name = call.get("id") or _call_id(message_id, place), call["function"].get("name") or ""
             content.append({"type": "tool_use", "id": call_id, "name": name, "input": arguments})
         stop_reason, stop_sequence = _stop_of(choice, used=bool(calls), complete=complete)
-        usage = _counts_of(told.get("usage") or {}).usage()
+        usage = _counts_of(chat.get("usage") or {}).usage()
         return orjson.dumps(
             {
                 "id": message_id,
                 "type": "message",
                 "role": "assistant",
-                "model": told.get("model"),
+                "model": chat.get("model"),
                 "content": content,
                 "stop_reason": stop_reason,
                 "stop_sequence": stop_sequence,

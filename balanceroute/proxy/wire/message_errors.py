@@ -44,7 +44,7 @@ def is_messages_path(path: str) -> bool:
 def message_error_body(status: int, body: bytes, request_id: str, *, field: str | None = None) -> bytes:
     """Anthropic's error object for an OpenAI error, or an engine's own. `field`: the refused field."""
     kind = _TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
-    error: dict[str, Any] = {"type": kind, "message": _in_anthropics_words(text_of(body))}
+    error: dict[str, Any] = {"type": kind, "message": _anthropic_message(text_of(body))}
     if field in _DETAILS:
         error["details"] = _DETAILS[field]
     return orjson.dumps({"type": "error", "error": error, "request_id": request_id})
@@ -71,11 +71,11 @@ def with_message_id(headers: Headers) -> Headers:
     return [*(field for field in headers if field[0] != b"request-id"), *ids]
 
 
-def _in_anthropics_words(text: str) -> str:
+def _anthropic_message(text: str) -> str:
     """Anthropic's message for vLLM's error on a prompt that is too long; any other text unchanged."""
-    told = _TOO_LONG.search(text)
-    if told is None:
+    match = _TOO_LONG.search(text)
+    if match is None:
         return text
-    if told["unit"] == "characters":  # vLLM refused the prompt by its characters, before it counted tokens
+    if match["unit"] == "characters":  # vLLM refused the prompt by its characters, before it counted tokens
         return f"prompt is too long: {text}"
-    return f"prompt is too long: {told['count']} tokens > {told['most']} maximum"
+    return f"prompt is too long: {match['count']} tokens > {match['most']} maximum"

@@ -92,12 +92,12 @@ def chat_of(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def _put_messages(chat: dict[str, Any], data: dict[str, Any]) -> None:
-    told = data.get("messages")
-    if not isinstance(told, list) or not told:
+    given = data.get("messages")
+    if not isinstance(given, list) or not given:
         raise _wrong("messages", "This must be a non-empty list.")
     system = _system_texts(data.get("system") or "", "system")
     messages: list[dict[str, Any]] = []
-    for place, message in enumerate(told):
+    for place, message in enumerate(given):
         path = f"messages.{place}"
         role = _object(message, path).get("role")
         content, inside = message.get("content"), f"{path}.content"
@@ -373,8 +373,8 @@ def _check_fields(fields: dict[str, Any], known: frozenset[str], path: str = "")
     dot.
     """
     for name, value in fields.items():
-        said = value is not None and value != [] and value != {}
-        if said and name not in known:
+        has_value = value is not None and value != [] and value != {}
+        if has_value and name not in known:
             raise _wrong(f"{path}{name}", "This field cannot be translated into a chat.")
 
 

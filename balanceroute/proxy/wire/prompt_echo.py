@@ -43,15 +43,15 @@ def with_prompt(request: ClientRequest, answer: bytes, reply: dict[str, Any]) ->
     assert wishes is not None
     try:
         whole = orjson.loads(answer)
-        choice, told = whole["choices"][0], reply["choices"][0]
+        choice, prompt_choice = whole["choices"][0], reply["choices"][0]
         if wishes.echo:
             choice["text"] = prompt_text(request, reply) + (choice.get("text") or "")
             if wishes.logprobs is not None:
-                choice["logprobs"] = _joined(told["logprobs"], choice["logprobs"])
+                choice["logprobs"] = _joined(prompt_choice["logprobs"], choice["logprobs"])
         if request.endpoint == "chat":
             whole["prompt_logprobs"] = reply.get("prompt_logprobs")
         else:
-            choice["prompt_logprobs"] = told.get("prompt_logprobs")
+            choice["prompt_logprobs"] = prompt_choice.get("prompt_logprobs")
         return orjson.dumps(whole)
     except _SHAPE_ERRORS as exc:
         text = f"the prefiller's word on the prompt does not fit the answer ({type(exc).__name__}: {exc})"
@@ -77,8 +77,8 @@ def scored_events(request: ClientRequest, reply: dict[str, Any], part: Part = WH
         part.public_id or reply.get("id"), part.created or reply.get("created"), reply.get("model"), chat=False
     )
     shown = ("text", "logprobs", "finish_reason", "stop_reason", "prompt_token_ids", "token_ids")
-    told = {"index": part.index or 0} | {name: choice.get(name) for name in shown}
-    events: list[dict[str, Any]] = [{**head, "choices": [told]}]
+    shown_choice = {"index": part.index or 0} | {name: choice.get(name) for name in shown}
+    events: list[dict[str, Any]] = [{**head, "choices": [shown_choice]}]
     usage = {name: value for name, value in (reply.get("usage") or {}).items() if value is not None}
     if request.continuous_usage:
         events[0]["usage"] = {name: value for name, value in usage.items() if name != "prompt_tokens_details"}

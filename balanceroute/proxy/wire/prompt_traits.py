@@ -193,12 +193,12 @@ def _without_media(messages_json: bytes) -> tuple[bytes, int, int]:
 
 
 def _patches_of(part: dict[str, Any]) -> int:
-    told = part.get("image_url")
-    if isinstance(told, dict):
-        told = told.get("url")
-    if not isinstance(told, str):
+    image = part.get("image_url")
+    if isinstance(image, dict):
+        image = image.get("url")
+    if not isinstance(image, str):
         return 0
-    size = image_size(told)
+    size = image_size(image)
     if size is None:
         return _UNKNOWN_PATCHES
     width, height = size

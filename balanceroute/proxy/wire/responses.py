@@ -68,8 +68,8 @@ def body_of(error: BalanceRouteError) -> bytes:
     if isinstance(error, UpstreamStatus) and (own := error_object(error.body)) is not None:
         return own
     if isinstance(error, AccessDenied) and error.status == 401:  # as OpenAI's own
-        told = {"message": str(error), "type": "invalid_request_error", "param": None, "code": error.code}
-        return orjson.dumps({"error": told})
+        body = {"message": str(error), "type": "invalid_request_error", "param": None, "code": error.code}
+        return orjson.dumps({"error": body})
     param = error.param if isinstance(error, InvalidRequest) else None
     text = str(error)
     if isinstance(error, UpstreamStatus):
@@ -90,12 +90,12 @@ def error_event(error: BalanceRouteError) -> bytes:
 def text_of(body: bytes) -> str:
     """The message in a JSON error object of an engine; else the body as text."""
     try:
-        told = orjson.loads(body)
+        parsed = orjson.loads(body)
     except ValueError:
-        told = None
-    if isinstance(told, dict):
-        error = told.get("error")
-        for holder in (error if isinstance(error, dict) else {}, told):
+        parsed = None
+    if isinstance(parsed, dict):
+        error = parsed.get("error")
+        for holder in (error if isinstance(error, dict) else {}, parsed):
             for name in ("message", "detail"):
                 if isinstance(holder.get(name), str):
                     return str(holder[name])

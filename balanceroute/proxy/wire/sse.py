@@ -33,7 +33,14 @@ from balanceroute.proxy.wire.answer_identity import WHOLE, AnswerIdentity, Part
 from balanceroute.proxy.wire.answer_tokens import AnswerTokens
 from balanceroute.proxy.wire.bounds import ABORT, MAX_CHOICES, checked_choice, checked_usage
 from balanceroute.proxy.wire.closing import event_bytes, event_head, usage_of
-from balanceroute.proxy.wire.event_contents import continues, drop_reasoning, is_count, kinds_of, tells_tokens, text_of
+from balanceroute.proxy.wire.event_contents import (
+    continues,
+    drop_reasoning,
+    has_token_data,
+    is_count,
+    kinds_of,
+    text_of,
+)
 from balanceroute.proxy.wire.event_stream import MAX_EVENT_BYTES, EventSplitter, known_lines, payload_of
 from balanceroute.proxy.wire.event_template import template_of
 from balanceroute.proxy.wire.text_offsets import TextOffsets
@@ -292,7 +299,7 @@ class EventScanner:
         event = {**head, "choices": [], "usage": self.counted_usage()}
         return self._final_usage(event, event_bytes(event))
 
-    def last_words(self) -> bytes:
+    def closing_bytes(self) -> bytes:
         """The end of a finished answer whose worker sent no [DONE]: empty, except in another protocol."""
         return b"" if self._translation is None else self._translation.end()
 
@@ -407,8 +414,8 @@ class EventScanner:
         if self.generated.earlier and event.pop("metrics", None) is not None:  # they cover the last life only
             changed = True
         self.usage = usage
-        if isinstance(told := event.get("system_fingerprint"), str):
-            self.fingerprint = told
+        if isinstance(fingerprint := event.get("system_fingerprint"), str):
+            self.fingerprint = fingerprint
         if not (self._pass_usage and self._closing_events):
             return b""
         return self._relayed(event, raw, changed, 0)
@@ -429,11 +436,11 @@ class EventScanner:
             part.changed, ordinary, part.carries = True, False, any(map(kinds_of, choices))
         if part.cut is not None:
             self.end = part.cut
-            if not (part.carries or any(map(tells_tokens, choices))):
+            if not (part.carries or any(map(has_token_data, choices))):
                 return b""
         role = self._rewrite_role(choices)
         part.changed |= role | self.identity.put_into(event)
-        if not (part.carries or part.finishes) and self._says_nothing(choices, role):
+        if not (part.carries or part.finishes) and self._is_redundant(choices, role):
             return b""
         self.generated.relayed()
         if self._prefix and "text" in choices[0]:
@@ -526,8 +533,8 @@ class EventScanner:
             return False
         prompt_tokens = self._prompt_tokens
         if prompt_tokens is None:
-            told = usage.get("prompt_tokens")
-            prompt_tokens = max(0, told - self.generated.earlier) if is_count(told) else 0
+            reported = usage.get("prompt_tokens")
+            prompt_tokens = max(0, reported - self.generated.earlier) if is_count(reported) else 0
         usage |= usage_of(prompt_tokens, self.tokens)
         if self.generated.earlier:  # these details are of the last life alone: too few tokens of reasoning
             usage.pop("completion_tokens_details", None)
@@ -546,7 +553,7 @@ class EventScanner:
                     self._role_sent = True
         return changed
 
-    def _says_nothing(self, choices: list[dict[str, Any]], role_dropped: bool) -> bool:
+    def _is_redundant(self, choices: list[dict[str, Any]], role_dropped: bool) -> bool:
         """Whether the event exists only because the router asked for ids, or held only a role that was dropped."""
         if self._want_ids and not role_dropped:
             return False

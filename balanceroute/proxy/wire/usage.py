@@ -14,17 +14,17 @@ Details = dict[str, Any]
 def prompt_details_of(usage: Details) -> Details | None:
     """The details of the prompt in a prefiller's checked usage; None: there are none."""
     details = usage.get("prompt_tokens_details")
-    told = {name: value for name, value in (details or {}).items() if value is not None}
-    return told or None
+    present = {name: value for name, value in (details or {}).items() if value is not None}
+    return present or None
 
 
-def put_prompt_details(usage: Details, told: Details | None) -> bool:
-    """Put the prefiller's details of the prompt (`told`) into a decoder's usage; returns whether that changed it."""
+def put_prompt_details(usage: Details, added: Details | None) -> bool:
+    """Put the prefiller's details of the prompt (`added`) into a decoder's usage; returns whether that changed it."""
     details = usage.get("prompt_tokens_details")
     known = details if isinstance(details, dict) else {}
     # engines send null for a cache that they don't count, and their clients expect the field
-    wanted = {name: value for name, value in known.items() if name != _OF_PREFILLERS or value is None} | (told or {})
-    if known.get("cached_tokens") and "cached_tokens" not in (told or {}):
+    wanted = {name: value for name, value in known.items() if name != _OF_PREFILLERS or value is None} | (added or {})
+    if known.get("cached_tokens") and "cached_tokens" not in (added or {}):
         wanted["cached_tokens"] = 0
     if wanted == known:
         return False

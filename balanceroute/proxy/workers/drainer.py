@@ -111,7 +111,7 @@ class Drainer:
         """Whether KV pinned at that time may be dropped before a worker that gets its parameters now can pull it."""
         return self.pin_s is not None and self._tickets.now() - pinned_s > self.pin_s * SAFE_SHARE
 
-    def outlived(self, pinned_s: float, silent_since_s: float) -> bool:
+    def may_be_gone(self, pinned_s: float, silent_since_s: float) -> bool:
         """Whether KV pinned at that time may be gone; a decoder silent since `silent_since_s` has kept none alive."""
         now, pin_s = self._tickets.now(), self.pin_s
         return pin_s is not None and now - pinned_s > pin_s and now - silent_since_s > pin_s * (1 - SAFE_SHARE)

@@ -150,11 +150,11 @@ def why_not_up(worker: Worker) -> str:
 
 def why_not_healthy(worker: Worker) -> str:
     """Why a worker's health checks fail, for operators."""
-    said = worker.health_said
-    if isinstance(said, int):
-        return f"its /health answers {said}"
+    finding = worker.health_said
+    if isinstance(finding, int):
+        return f"its /health answers {finding}"
     began = "it does not answer /health" if worker.seen_healthy else "it has not answered /health yet"
-    return f"{began} ({said})" if said else began
+    return f"{began} ({finding})" if finding else began
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,10 +292,10 @@ class Fleet:
             return
         before, worker.state = worker.state, state
         if WorkerState.DOWN in (before, state):
-            told = {"worker": worker.id, "state": state.value}
+            fields = {"worker": worker.id, "state": state.value}
             if state is not WorkerState.UP:
-                told["reason"] = why_not_up(worker)
-            log.warning("worker state", extra=told)
+                fields["reason"] = why_not_up(worker)
+            log.warning("worker state", extra=fields)
         self._ledger.set_worker_state(worker.id, state)
 
     def set_healthy(self, worker: Worker, healthy: bool) -> None:

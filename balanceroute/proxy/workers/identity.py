@@ -12,9 +12,9 @@ from balanceroute.proxy.workers.fleet import Worker
 log = logging.getLogger(__name__)
 
 
-def check_id(worker: Worker, tier: str, told: object, sent_id: str) -> None:
+def check_id(worker: Worker, tier: str, answer_id: object, sent_id: str) -> None:
     """Check an answer's `id`. Raises: ForeignReply: it is another one, although this worker echoes ids."""
-    if answers(told, sent_id):
+    if answers(answer_id, sent_id):
         worker.echoes_ids = True
     elif worker.echoes_ids:
         raise foreign_reply(worker, tier, "the answer carries the id of another request")

@@ -18,7 +18,7 @@ tokens, so any prompt of that size drains the KV (`stand_in`).
 
 A lock on the file prevents that a second router drains KV that the first one needs. If the disk is too full for a new
 file, the old one grows. A record that can't be written any more is emptied, and the router continues without it until
-`mend` writes it again, as it does with a removed file.
+`repair` writes it again, as it does with a removed file.
 """
 
 import asyncio
@@ -185,11 +185,11 @@ class PinRecord:
         self._write_new()
         return pins
 
-    def mend(self) -> None:
+    def repair(self) -> None:
         """Write the held pins again, if the file was removed or could not be written."""
         try:
             if self._file is None or not is_at(self._file, self._path):
-                self._see_that_it_is_nobodys()
+                self._check_replaceable()
                 self._rewrite()
             elif not self._trouble.lasts:
                 return
@@ -200,12 +200,12 @@ class PinRecord:
             log.warning("pinned KV is recorded again", extra={"file": str(self._path)})
 
     async def watch(self) -> None:
-        """Every few seconds, `mend`; until cancelled."""
+        """Every few seconds, `repair`; until cancelled."""
         self._loop = asyncio.get_running_loop()
         try:
             while True:
                 await asyncio.sleep(until_tick_s(now_s(), MEND_S))
-                self.mend()
+                self.repair()
         finally:
             self._loop = None
             self._write_new()
@@ -239,7 +239,7 @@ class PinRecord:
         if file is not None:
             os.close(file)
 
-    def _see_that_it_is_nobodys(self) -> None:
+    def _check_replaceable(self) -> None:
         """Check that a file at the path of the removed one may be replaced. Raises: ConfigError; OSError."""
         with suppress(FileNotFoundError):
             file = os.open(self._path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -290,7 +290,7 @@ class PinRecord:
             return
         try:
             if not os.fstat(self._file).st_nlink:  # the file was removed; a kill now must not lose the pins
-                self.mend()
+                self.repair()
                 return
             _write(self._file, line)
             self._size += len(line)
@@ -386,7 +386,7 @@ def _write(file: int, data: bytes) -> None:
 def _line(pin: Pin) -> bytes:
     """The line of a pin, made when it is first needed."""
     if not pin.line:
-        told = {
+        record = {
             "n": pin.number,
             "request": pin.request_id,
             "prefiller": pin.prefiller,
@@ -396,16 +396,16 @@ def _line(pin: Pin) -> bytes:
             "model": pin.model,
             "params": orjson.Fragment(pin.kv_transfer_params),
         }
-        pin.line = orjson.dumps(told) + b"\n"
+        pin.line = orjson.dumps(record) + b"\n"
     return pin.line
 
 
 def _pin(line: bytes, record: PinRecord) -> Pin:
     """The pin of a line of a former router. Raises: ValueError, TypeError, KeyError: it is damaged."""
-    told = orjson.loads(line)
-    number, request, prefiller, at, model = (told[name] for name in ("n", "request", "prefiller", "at", "model"))
-    tokens, params = token_count(told["prompt_tokens"], "prompt_tokens"), told["params"]
-    up = told.get("up", math.inf)  # older versions write none
+    entry = orjson.loads(line)
+    number, request, prefiller, at, model = (entry[name] for name in ("n", "request", "prefiller", "at", "model"))
+    tokens, params = token_count(entry["prompt_tokens"], "prompt_tokens"), entry["params"]
+    up = entry.get("up", math.inf)  # older versions write none
     texts = isinstance(request, str) and isinstance(prefiller, str) and isinstance(model, str | None)
     times = isinstance(at, float | int) and isinstance(up, float | int)
     if not (texts and times and isinstance(params, dict) and isinstance(number, int)):

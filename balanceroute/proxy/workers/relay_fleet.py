@@ -144,7 +144,7 @@ class RelayFleet(Fleet):
     def uses(self, now: float, awaited: set[str]) -> tuple[Use, ...]:
         """The use of workers, if changed since the last report; `awaited`: workers whose next token a client awaits."""
         in_use = {worker.id for worker in self if worker.in_use or worker.peak_in_use}
-        told = [worker for worker in self if worker.id in in_use or worker.id in self._told_use]
+        reported = [worker for worker in self if worker.id in in_use or worker.id in self._told_use]
         self._told_use = in_use
         return tuple(
             Use(
@@ -155,7 +155,7 @@ class RelayFleet(Fleet):
                 _age(now, worker.progress_s),
                 _age(now, worker.busy_since_s),
             )
-            for worker in told
+            for worker in reported
         )
 
 

@@ -66,12 +66,12 @@ class RelayReports:
         else:
             circuit.busy(now, message.retry_after_s)
 
-    def active(self, relay: str, said: Activity) -> None:
+    def active(self, relay: str, activity: Activity) -> None:
         """Take a relay's activity."""
-        self._said[relay] = said
+        self._said[relay] = activity
         self._count()
         uses, now = self._uses.setdefault(relay, {}), self._loop.time()
-        for use in said.uses:
+        for use in activity.uses:
             if use.worker in self._fleet:
                 _note(self._fleet[use.worker], use, uses.get(use.worker), now)
                 uses[use.worker] = use
@@ -133,7 +133,7 @@ class RelayReports:
                 self.on_given_up(self.counts.pop(first))
 
     def _count(self) -> None:
-        self._under_way(sum(said.exchanges for said in self._said.values()))
+        self._under_way(sum(activity.exchanges for activity in self._said.values()))
 
     # -- what relays are told
 

@@ -49,7 +49,7 @@ def test_check_config_prints_json_when_asked(
     assert json.loads(capsys.readouterr().out)["decode"]["workers"][0]["id"] == "d:1"
 
 
-def test_all_that_is_wrong_is_said_at_once_a_line_each_with_code_2(
+def test_check_config_reports_each_problem_on_its_own_line_with_code_2(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], file: str
 ) -> None:
     Path(file).write_text("routing: {policy: best}\npool: {max_entries: -1}\n")
@@ -62,7 +62,7 @@ def test_all_that_is_wrong_is_said_at_once_a_line_each_with_code_2(
         assert sum(f": {key}" in line for line in lines) == 1
 
 
-def test_missing_files_are_named_together_and_nothing_is_made(
+def test_missing_files_are_reported_together_and_none_is_created(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], file: str, tmp_path: Path
 ) -> None:
     model, history, keys = tmp_path / "m.npz", tmp_path / "no" / "h.sqlite3", tmp_path / "keys.yaml"
@@ -75,7 +75,7 @@ def test_missing_files_are_named_together_and_nothing_is_made(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["c.yaml"]
 
 
-def test_missing_files_are_named_beside_what_else_is_wrong(
+def test_missing_files_are_reported_beside_other_problems(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], file: str, tmp_path: Path
 ) -> None:
     model, keys = tmp_path / "m.npz", tmp_path / "keys.yaml"
@@ -87,7 +87,7 @@ def test_missing_files_are_named_beside_what_else_is_wrong(
     assert said.count("\n") == 5  # of a section that is wrong itself no file is looked at
 
 
-def test_a_file_that_is_no_yaml_is_one_line(
+def test_a_file_that_is_not_yaml_is_reported_in_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], file: str
 ) -> None:
     Path(file).write_text("prefill: [\n")
@@ -95,7 +95,7 @@ def test_a_file_that_is_no_yaml_is_one_line(
     assert "not valid YAML" in (said := capsys.readouterr().err) and said.count("\n") == 1
 
 
-def test_a_variable_that_changes_nothing_is_a_warning_and_a_knob_that_does_not_is_refused(
+def test_a_variable_without_effect_is_a_warning_and_a_knob_without_effect_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], file: str
 ) -> None:
     monkeypatch.setenv("BALANCEROUTE_POLICY", "br_0")
@@ -108,7 +108,7 @@ def test_a_variable_that_changes_nothing_is_a_warning_and_a_knob_that_does_not_i
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
-def test_the_printed_configuration_of_every_policy_is_accepted_as_one(
+def test_the_printed_configuration_of_every_policy_is_a_valid_configuration(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], file: str, tmp_path: Path, policy: str
 ) -> None:
     assert run(monkeypatch, file, "--set", f"routing.policy={policy}") == 0
@@ -130,7 +130,7 @@ def test_check_config_reads_the_files_that_the_configuration_names(
     assert setting.partition("=")[2] in captured.err and captured.err.count("\n") == 1 and not captured.out
 
 
-def test_check_config_reads_no_pipe_that_is_to_be_read_again(
+def test_check_config_does_not_consume_a_pipe_that_serve_reads_later(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], file: str, tmp_path: Path
 ) -> None:
     pipe = tmp_path / "keys.yaml"

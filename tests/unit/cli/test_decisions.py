@@ -33,7 +33,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> object:
     return ended.value.code
 
 
-def test_names_are_whole_when_piped_and_what_is_not_known_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_names_are_not_cut_when_piped_and_an_unknown_runner_up_is_stated(capsys: pytest.CaptureFixture[str]) -> None:
     show_decisions({"count": 1234, "decisions": [ROW, {**ROW, "runner_up": None, "runner_up_score": None}]})
     first, second = [line for line in capsys.readouterr().out.splitlines() if ROW["request"] in line]
     assert ROW["worker"] in first and ROW["runner_up"] in first and "scarce" in first
@@ -54,7 +54,7 @@ def test_a_router_that_has_decided_nothing_is_no_error(capsys: pytest.CaptureFix
     assert capsys.readouterr().out == "0 admissions so far, 0 shown\n"
 
 
-def test_a_router_that_is_not_there_is_one_line_and_exit_code_2(
+def test_an_unreachable_router_is_reported_in_one_line_with_exit_code_2(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with socket.socket() as closed:
@@ -70,7 +70,7 @@ def test_a_router_that_is_not_there_is_one_line_and_exit_code_2(
         assert "is not a URL such as http://127.0.0.1:8000" in capsys.readouterr().err
 
 
-def test_a_refusal_is_told_as_the_router_says_it_and_the_token_is_sent(
+def test_the_routers_refusal_is_shown_and_the_token_is_sent(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def reply(head: bytes) -> tuple[int, bytes]:
@@ -102,7 +102,7 @@ def test_a_refusal_is_told_as_the_router_says_it_and_the_token_is_sent(
     ],
     ids=["HTML", "404", "a number", "of numbers", "no count", "no date", "a score of letters", "nested deeply"],
 )
-def test_another_server_is_no_router(
+def test_a_server_that_is_not_a_router_is_refused(
     status: int, body: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with answering(lambda head: (status, body.encode())) as url:

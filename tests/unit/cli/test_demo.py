@@ -70,7 +70,7 @@ def test_requests_arrive_for_as_long_as_asked_for(scale: DemoScale) -> None:
     assert arrivals[-1] - arrivals[0] == pytest.approx(scale.seconds, rel=0.001)
 
 
-def test_ctrl_c_leaves_what_is_done_and_says_how_far_it_got(capsys: pytest.CaptureFixture[str]) -> None:
+def test_ctrl_c_keeps_the_results_so_far_and_states_the_progress(capsys: pytest.CaptureFixture[str]) -> None:
     def run(name: str, tell: Progress) -> str:
         if name == "second":
             os.kill(os.getpid(), signal.SIGINT)
@@ -90,7 +90,7 @@ def test_ctrl_c_leaves_what_is_done_and_says_how_far_it_got(capsys: pytest.Captu
     say_if_interrupted(3, 3)
 
 
-def test_a_router_or_cluster_that_has_ended_is_one_line_and_no_traceback() -> None:
+def test_an_ended_router_or_cluster_is_one_line_and_no_traceback() -> None:
     nobody = "http://127.0.0.1:1"
     with pytest.raises(InputError, match="cannot connect"):
         asyncio.run(play(DemoScale().trace(), nobody, nobody, lambda done, total: None))
@@ -140,7 +140,7 @@ class Healthy(BaseHTTPRequestHandler):
         """Not to stderr."""
 
 
-def test_the_cluster_of_another_demo_is_not_taken_for_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_demo_does_not_use_the_cluster_of_another_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with HTTPServer(("127.0.0.1", 0), Healthy) as other:
         thread = Thread(target=other.serve_forever, args=(0.05,))
         thread.start()
@@ -153,14 +153,14 @@ def test_the_cluster_of_another_demo_is_not_taken_for_ones_own(tmp_path: Path, m
             thread.join()
 
 
-def test_a_port_from_which_somebody_has_a_connection_is_not_free() -> None:
+def test_a_port_of_an_existing_connection_is_not_free() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as client:
         assert not is_free(client.getsockname()[1]) and not is_free(server.getsockname()[1])
     ports = free_ports(3)
     assert len({*ports}) == 3 and all(map(is_free, ports))
 
 
-def test_where_nothing_can_be_written_the_demo_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_demo_reports_that_it_cannot_write_a_temporary_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     def a_read_only_root() -> str:
         raise FileNotFoundError(2, "No usable temporary directory found in ['/tmp', '/']")
 

@@ -55,21 +55,21 @@ def test_values_of_options_and_arguments_are_words_and_nothing_is_cut_off(
     ],
     ids=["a configuration", "a trace", "no option", "no text"],
 )
-def test_an_argument_too_many_is_named_with_the_option_it_may_be_meant_for(
+def test_an_extra_argument_is_named_with_the_option_it_may_belong_to(
     typed: str, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert said_by(monkeypatch, capsys, *typed.split()) == f"balanceroute: {told}\n"
 
 
 @pytest.mark.parametrize("typed", ["serve --decoder-ports 1 2-9", "replay --load 2-9"], ids=["integer", "number"])
-def test_what_is_no_number_is_shown_with_its_option(
+def test_an_invalid_number_is_shown_with_its_option(
     typed: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     said = said_by(monkeypatch, capsys, *typed.split())
     assert "'2-9'" in said and typed.split()[1] in said and said.count("\n") == 1
 
 
-def test_the_list_of_commands_is_whole_and_says_the_exit_codes(
+def test_the_list_of_commands_is_complete_and_explains_the_exit_codes(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = said_by(monkeypatch, capsys, "--help")
@@ -80,7 +80,7 @@ def test_the_list_of_commands_is_whole_and_says_the_exit_codes(
 @pytest.mark.parametrize(
     ("typed", "meant"), [("reply", "replay"), ("check_config", "check-config"), ("trace genrate", "generate")]
 )
-def test_a_mistyped_command_is_told_what_was_meant(
+def test_a_mistyped_command_gets_a_suggestion(
     typed: str, meant: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert f"Did you mean '{meant}'?" in said_by(monkeypatch, capsys, *typed.split())
@@ -98,7 +98,7 @@ def test_the_shell_can_complete_commands() -> None:
     assert done.stdout.split() == ["replay", "reproduce"]
 
 
-def test_a_command_that_is_interrupted_while_it_is_imported_ends_in_silence(tmp_path: Path) -> None:
+def test_a_command_that_is_interrupted_during_its_import_prints_nothing(tmp_path: Path) -> None:
     (tmp_path / "typer.py").write_text("raise KeyboardInterrupt\n")
     ended = subprocess.run(
         [sys.executable, "-m", "balanceroute", "--help"],
@@ -111,7 +111,7 @@ def test_a_command_that_is_interrupted_while_it_is_imported_ends_in_silence(tmp_
 
 
 @pytest.mark.parametrize("wraps", [True, False], ids=["as a cause", "as it is"])
-def test_a_command_that_is_interrupted_while_it_imports_ends_in_silence_whatever_became_of_it(
+def test_a_command_interrupted_during_an_import_prints_nothing_whatever_state_it_left(
     tmp_path: Path, wraps: bool
 ) -> None:
     (tmp_path / "numpy.py").write_text(
@@ -136,7 +136,7 @@ def test_a_signal_during_an_import_that_catches_everything_ends_the_command_in_s
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")
 
 
-def test_nothing_is_imported_before_an_interrupt_is_awaited() -> None:
+def test_the_entry_module_imports_nothing_before_it_handles_interrupts() -> None:
     code = "import sys; before = {*sys.modules}; import balanceroute.__main__; print(*sorted({*sys.modules} - before))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["balanceroute", "balanceroute.__main__"]
@@ -153,9 +153,7 @@ def test_sighup_does_not_end_serve_while_it_is_imported(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("pid", "status"), [(1, 128 + signal.SIGTERM), (2, -signal.SIGTERM)])
-def test_sigterm_ends_a_command_that_still_starts_as_the_first_process_of_a_container_too(
-    tmp_path: Path, pid: int, status: int
-) -> None:
+def test_sigterm_ends_a_starting_command_also_as_pid_1(tmp_path: Path, pid: int, status: int) -> None:
     (tmp_path / "typer.py").write_text("import signal\nsignal.raise_signal(signal.SIGTERM)\n")
     environ = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     code = f"import os\nos.getpid = lambda: {pid}\nfrom balanceroute.__main__ import main\nmain()"

@@ -63,7 +63,7 @@ def test_json_has_both(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
         (["a", "--stdin"], "short\n", "16 or more"),
     ],
 )
-def test_bad_input_is_one_line(
+def test_bad_input_is_reported_in_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], given: str, told: str
 ) -> None:
     assert run(monkeypatch, *arguments, given=given) == 2

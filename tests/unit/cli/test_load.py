@@ -48,7 +48,7 @@ def test_an_endpoint_with_v1_is_refused_with_what_to_leave_out(
     ],
     ids=lambda value: "" if isinstance(value, str) else " ".join(value),
 )
-def test_numbers_that_make_no_run_are_refused_in_one_line(
+def test_numbers_that_describe_no_run_are_refused_in_one_line(
     arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here = ["load", "http://127.0.0.1:9", "--trace", "capped", "--max-requests", "2"]
@@ -74,7 +74,7 @@ def test_only_measured_figures_are_shown(capsys: pytest.CaptureFixture[str]) -> 
     assert "tpot" not in shown, "one token has no time between tokens"
 
 
-def test_a_long_error_does_not_push_the_figures_out_of_sight(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_long_error_stays_on_its_own_line(capsys: pytest.CaptureFixture[str]) -> None:
     refused = RequestResult(0.1, 0.002, "status 400", message="too long, " * 20)
     print_report(asdict(summarise([refused])), interrupted=False)
     lines = capsys.readouterr().out.splitlines()

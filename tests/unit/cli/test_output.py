@@ -17,14 +17,14 @@ FULL = Path("/dev/full")
 @pytest.mark.skipif(not FULL.exists(), reason="the system has no /dev/full")
 @pytest.mark.parametrize("unbuffered", ["", "1"], ids=["buffered", "unbuffered"])
 @pytest.mark.parametrize("arguments", ["--version", "--help"])
-def test_a_full_standard_output_is_one_line_and_exit_code_1(arguments: str, unbuffered: str) -> None:
+def test_a_full_standard_output_is_reported_in_one_line_with_exit_code_1(arguments: str, unbuffered: str) -> None:
     command = f"PYTHONUNBUFFERED={unbuffered} {BALANCEROUTE} {arguments} > {FULL}"
     done = subprocess.run(["sh", "-c", command], stderr=subprocess.PIPE, text=True)
     message = "balanceroute: the output cannot be written: No space left on device\n"
     assert (done.returncode, done.stderr) == (1, message)
 
 
-def test_a_closed_standard_output_is_one_line_and_exit_code_1() -> None:
+def test_a_closed_standard_output_is_reported_in_one_line_with_exit_code_1() -> None:
     done = subprocess.run(["sh", "-c", f"{BALANCEROUTE} --version >&-"], stderr=subprocess.PIPE, text=True)
     assert (done.returncode, done.stderr) == (1, "balanceroute: the output cannot be written: not writable\n")
 
@@ -34,7 +34,7 @@ def plain(text: str) -> str:
     return re.sub("\x1b\\[[0-9;]*m", "", text)
 
 
-def test_names_in_tables_are_whole_in_a_pipe_and_on_a_narrow_terminal(
+def test_names_in_tables_are_not_cut_in_a_pipe_or_on_a_narrow_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     name = "decode-worker-with-a-long-name.cluster.local:9100[bold]"
@@ -65,7 +65,7 @@ def test_a_table_that_is_a_little_too_wide_stacks_its_heads_and_breaks_no_name(
     assert any("level_fit" in line and "154.1" in line for line in lines)
 
 
-def test_progress_in_a_log_is_a_line_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_in_a_log_is_an_occasional_line(capsys: pytest.CaptureFixture[str]) -> None:
     now = [0.0]
     tell = ProgressLines("answers", lambda: now[0])
     for second in range(61):

@@ -35,7 +35,7 @@ def evaluated(*arguments: object) -> dict[str, float]:
     return found
 
 
-def test_prompts_that_recur_are_known_to_exact_match_and_not_to_survival(trace: Path) -> None:
+def test_exact_match_recognises_recurring_prompts_and_survival_does_not(trace: Path) -> None:
     survival = evaluated("--trace", trace, "--kind", "survival", "--horizon", 80)
     exact = evaluated("--trace", trace, "--kind", "exact_match", "--horizon", 80)
 
@@ -105,7 +105,7 @@ def test_bad_input_is_one_clear_error(
     ],
     ids=["another kind", "options", "buckets"],
 )
-def test_what_a_model_file_does_not_read_is_refused(
+def test_options_that_a_model_file_does_not_use_are_refused(
     options: list[str], reason: str, trace: Path, tmp_path: Path
 ) -> None:
     model = tmp_path / "model.npz"
@@ -115,7 +115,7 @@ def test_what_a_model_file_does_not_read_is_refused(
         run("evaluate", "--trace", trace, "--model", model, *options)
 
 
-def test_a_diagram_of_no_known_format_is_refused_before_anything_is_judged(trace: Path, tmp_path: Path) -> None:
+def test_an_unknown_format_of_a_diagram_is_refused_before_the_evaluation(trace: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     with pytest.raises(BalanceRouteError, match=r"--plot .*: accepted are names that end in \.png, \.svg, \.pdf"):
         run("evaluate", "--trace", "missing.csv", "--plot", tmp_path / "r.foo")

@@ -118,7 +118,7 @@ async def test_figures_that_workers_do_not_report_are_unknown() -> None:
     assert ", ".join(decoders) in last
 
 
-async def test_workers_that_fit_have_no_problem() -> None:
+async def test_workers_that_match_the_configuration_have_no_problem() -> None:
     prefill, decode = a_vllm("kv_producer", "MooncakeConnectorV1", 8), a_vllm("kv_consumer", "MooncakeConnectorV1", 64)
     async with served(prefill, decode) as (p, d):
         answers = await asked([p], [d])
@@ -130,7 +130,7 @@ async def test_workers_that_fit_have_no_problem() -> None:
     ]
 
 
-async def test_what_is_wrong_with_a_worker_is_said_of_that_worker() -> None:
+async def test_each_problem_is_reported_for_its_worker() -> None:
     swapped, small = a_vllm("kv_consumer", "NixlConnector", 64), a_vllm("kv_consumer", "MooncakeConnector", 32)
     lone, locked = a_vllm("", "", 64, model="other"), a_vllm("kv_consumer", "MooncakeConnector", 64, key="secret")
     async with served(swapped, small, lone, locked) as urls:
@@ -159,7 +159,7 @@ async def test_the_workers_key_is_sent() -> None:
         ([], {"scheduler_config": {"max_num_seqs": "64"}, "kv_transfer_config": {"kv_role": [1], "kv_connector": 5}}),
     ],
 )
-async def test_a_server_that_answers_in_other_shapes_than_vllm_is_reported_and_ends_nothing(
+async def test_a_server_with_unexpected_answers_is_reported_and_does_not_end_the_probe(
     models: Any, settings: Any
 ) -> None:
     odd = Starlette(
@@ -198,7 +198,7 @@ async def test_an_answer_that_does_not_end_is_a_problem_of_its_worker_and_ends_t
     assert all("no whole answer within 0.2 s" in answer.problems[0] for answer in answers)
 
 
-async def test_what_a_worker_says_reaches_no_terminal_as_a_control_sequence() -> None:
+async def test_control_characters_of_a_worker_do_not_reach_the_terminal() -> None:
     evil = a_vllm("kv_producer\x1b[2J", "Mooncake\x1b]0;owned\x07", 64, model="m\x1b[31m")
     async with served(evil) as (url,):
         first, second = await asked([url], [f"{url}/d"])

@@ -33,7 +33,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     ],
     ids=["params", "predictor", "prefill tier, transfer, lag", "capacity, slowdowns, failure"],
 )
-def test_every_figure_of_the_contract_is_in_the_json(
+def test_the_json_has_every_figure_of_the_contract(
     arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(monkeypatch, *SMALL, *arguments, "--json") == 0
@@ -42,7 +42,9 @@ def test_every_figure_of_the_contract_is_in_the_json(
     assert figures["admitted"] == 60
 
 
-def test_every_policy_stands_in_one_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_lists_every_policy_in_one_table(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(monkeypatch, *SMALL, "--policy", "br_0", "--compare", "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert list(found) == ["br_0", *sorted(set(POLICIES) - {"br_0"})]
@@ -110,7 +112,7 @@ def test_a_figure_s_name_keeps_its_dots(
     assert f"{stem}.png" in capsys.readouterr().err
 
 
-def test_a_load_sets_the_arrivals_against_what_the_cluster_can_carry(
+def test_a_load_scales_the_arrivals_to_the_capacity_of_the_cluster(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The makespan of an idle cluster is that of the arrivals: half at twice the load."""
@@ -179,7 +181,7 @@ def test_the_series_has_one_row_per_step_and_one_column_per_worker(
         (["--policy", "random", "--overlap-requests", "2"], "overlap requests: change nothing; random assigns at once"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2(
+def test_bad_input_is_reported_in_one_line_with_exit_code_2(
     arguments: list[str], reason: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(monkeypatch, *arguments) == 2
@@ -188,7 +190,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
     assert message.count("\n") == 1
 
 
-def test_a_trace_in_another_form_is_replayed_with_a_word_on_what_was_left_out(
+def test_a_trace_in_another_format_is_replayed_and_left_out_rows_are_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = tmp_path / "azure.csv"

@@ -43,7 +43,7 @@ def test_a_list_flag_without_a_value_is_named(after: list[str]) -> None:
     ("flag", "why"),
     [("--encoder-hosts", "encoders are not served"), ("--decoder-ports-inc=2", "name every server")],
 )
-def test_a_flag_of_a_proxy_of_another_kind_is_refused_with_the_reason(flag: str, why: str) -> None:
+def test_a_flag_of_another_example_proxy_is_refused_with_the_reason(flag: str, why: str) -> None:
     with pytest.raises(InputError, match=f"^{flag.partition('=')[0]}: {why}"):
         spread_lists(["serve", "--port", "1", flag, "a"])
 

@@ -29,7 +29,7 @@ def test_a_generated_trace_is_described_as_json(
     assert json.loads(capsys.readouterr().out)["rows"] == 50
 
 
-def test_converting_writes_the_table_and_says_what_was_left_out(
+def test_converting_writes_the_table_and_reports_left_out_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = tmp_path / "azure.csv"
@@ -60,7 +60,7 @@ def test_a_file_that_convert_reads_is_described_as_it_is(
     ],
     ids=["missing file", "unknown preset", "missing source", "more rows than fit in memory"],
 )
-def test_bad_input_is_one_line_and_exit_code_2(
+def test_bad_input_is_reported_in_one_line_with_exit_code_2(
     arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(monkeypatch, "trace", *arguments) == 2
@@ -93,7 +93,7 @@ def test_bad_options_leave_the_output_file_as_it_is(
     [("trace", "convert", "{file}", "--out", "{link}"), ("replay", "--trace", "{file}", "--series", "{file}")],
     ids=["convert", "replay"],
 )
-def test_the_file_that_is_read_is_not_replaced_by_what_is_made_of_it(
+def test_the_input_file_is_not_overwritten_by_the_output(
     command: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = "TIMESTAMP,ContextTokens,GeneratedTokens\n2024-05-10 00:00:00,10,5\n"
@@ -115,7 +115,7 @@ def test_a_group_without_a_command_prints_its_help_and_no_empty_error(
     assert "balanceroute: \n" not in printed.err
 
 
-def test_a_name_that_is_no_text_in_the_encoding_of_the_output_is_shown_escaped(
+def test_a_name_that_the_output_encoding_cannot_represent_is_escaped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / os.fsdecode(b"\xff.csv")
@@ -127,7 +127,7 @@ def test_a_name_that_is_no_text_in_the_encoding_of_the_output_is_shown_escaped(
     assert b"\\udcff.csv\n" in shown.getvalue()
 
 
-def test_a_dash_is_no_file_to_write(
+def test_a_dash_is_refused_as_an_output_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -24,7 +24,7 @@ def test_an_entry_has_a_name_a_hash_and_what_it_may_use(tmp_path: Path) -> None:
     assert entry.priority is not None and (entry.priority.min, entry.priority.max) == (1, 3)
 
 
-def test_an_empty_list_lets_nobody_in_and_is_accepted(tmp_path: Path) -> None:
+def test_an_empty_list_of_keys_is_valid_and_admits_no_client(tmp_path: Path) -> None:
     assert read_client_keys(written(tmp_path, "keys: []\n")) == ()
 
 
@@ -53,7 +53,7 @@ def test_an_empty_list_lets_nobody_in_and_is_accepted(tmp_path: Path) -> None:
         (f"keys: [{{name: a, sha256: '{HASH}'}}, {{name: a, sha256: '{HASH[::-1]}'}}]\n", "keys[1].name: the same"),
     ],
 )
-def test_a_wrong_file_is_one_line_that_repeats_no_secret(tmp_path: Path, text: str, told: str) -> None:
+def test_a_wrong_key_file_is_reported_in_one_line_without_a_secret(tmp_path: Path, text: str, told: str) -> None:
     path = written(tmp_path, text)
     with pytest.raises(ConfigError) as caught:
         read_client_keys(path)
@@ -61,12 +61,12 @@ def test_a_wrong_file_is_one_line_that_repeats_no_secret(tmp_path: Path, text: s
     assert line.startswith(f"{path}: ") and told in line and "\n" not in line and "sk-br-secret" not in line
 
 
-def test_a_missing_file_is_one_line() -> None:
+def test_a_missing_key_file_is_reported_in_one_line() -> None:
     with pytest.raises(ConfigError, match=r"/nowhere\.yaml: cannot be read"):
         read_client_keys(Path("/nowhere.yaml"))
 
 
-def test_no_two_keys_are_alike_and_a_hash_is_that_of_its_key() -> None:
+def test_every_new_key_is_unique_and_matches_its_hash() -> None:
     keys = [new_key() for _ in range(100)]
     assert len({key for key, _ in keys}) == 100 and all(len(key) > 40 for key, _ in keys)
     assert all(digest_of(key.encode()).hex() == digest for key, digest in keys)
@@ -83,7 +83,7 @@ def test_no_two_keys_are_alike_and_a_hash_is_that_of_its_key() -> None:
     ],
     ids=["variable", "file-above-it", "null-is-a-word", "empty-section", "blank"],
 )
-def test_openai_api_key_is_the_workers_key_where_nothing_else_says_one(
+def test_openai_api_key_is_the_workers_key_unless_the_settings_name_another(
     tmp_path: Path, section: str, variable: str, key: str | None
 ) -> None:
     path = written(tmp_path, WORKERS + section)

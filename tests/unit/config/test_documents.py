@@ -26,7 +26,7 @@ def nested(before: str, after: str) -> str:
 
 @pytest.mark.parametrize("long", [0, documents.LONG], ids=["long", "short"])
 @pytest.mark.parametrize(("before", "after"), [("", ""), ("{<<: ", "}")], ids=["lists", "merge keys"])
-def test_aliases_that_repeat_each_other_cost_no_more_than_their_bytes(
+def test_repeated_aliases_cost_no_more_than_their_bytes(
     tmp_path: Path, before: str, after: str, long: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(documents, "LONG", long)
@@ -35,7 +35,7 @@ def test_aliases_that_repeat_each_other_cost_no_more_than_their_bytes(
 
 
 @pytest.mark.parametrize("text", ["a: &a [*a]", "a: &a {b: *a}", "? &a [*a]\n: 1"])
-def test_what_holds_itself_is_refused(tmp_path: Path, text: str) -> None:
+def test_a_yaml_value_that_contains_itself_is_refused(tmp_path: Path, text: str) -> None:
     assert "not valid YAML" in refusal(tmp_path / "c.yaml", text)
 
 
@@ -44,7 +44,7 @@ def test_what_holds_itself_is_refused(tmp_path: Path, text: str) -> None:
     "value",
     ["!!bool maybe", "!!timestamp soon", '!!int ""', '!!float ""', "!!map [1]", "!!set [1]", "!!int {a: 1}", "!!seq x"],
 )
-def test_a_value_that_is_not_what_its_tag_says_is_one_line_with_its_place(
+def test_a_value_that_contradicts_its_yaml_tag_is_reported_with_its_place(
     tmp_path: Path, value: str, long: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(documents, "LONG", long)
@@ -73,14 +73,14 @@ def test_a_file_without_an_end_is_too_large() -> None:
         "# nothing\n",
     ],
 )
-def test_a_text_is_the_same_in_either_reader(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_yaml_readers_give_the_same_values(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     read = documents.values(text)
     monkeypatch.setattr(documents, "LONG", 0)
     assert documents.values(text) == read
 
 
 @pytest.mark.parametrize("text", ["a: [1\n", "a:\n\t- 1\n", "a: 1\na: 2\n", "{1: 2}", "a: !!python/name:os.system"])
-def test_what_is_wrong_is_said_as_python_says_it_whoever_reads(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_yaml_readers_report_the_same_error(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(yaml.YAMLError) as first:
         documents.values(text)
     monkeypatch.setattr(documents, "LONG", 0)

@@ -51,7 +51,7 @@ def test_all_flags_reach_their_settings() -> None:
 
 
 @pytest.mark.parametrize("tries", [0, -1])
-def test_no_more_tries_are_one_try_as_on_the_example_proxy(tries: int) -> None:
+def test_zero_retries_mean_one_try_as_on_the_example_proxy(tries: int) -> None:
     overrides = from_example_flags(max_retries=tries, max_waiting_retries=tries)
     assert overrides == {"retry.max_attempts": 1, "lifecycle.join_attempts": 1}
 

@@ -34,7 +34,7 @@ def refusal(tmp_path: Path, text: str, **environ: str) -> str:
     return str(caught.value)
 
 
-def test_a_list_of_workers_is_all_that_must_be_said(tmp_path: Path) -> None:
+def test_a_list_of_workers_is_a_sufficient_configuration(tmp_path: Path) -> None:
     config = from_yaml(tmp_path, WORKERS)
     assert config.routing.policy == "level_fit"
     assert [worker.worker_id for worker in config.decode.workers] == ["d:1", "d:2"]
@@ -89,7 +89,7 @@ def test_a_variable_is_read_as_the_type_of_its_setting(
     assert got == value
 
 
-def test_a_variable_replaces_a_list_of_workers_whole(tmp_path: Path) -> None:
+def test_a_variable_replaces_a_whole_list_of_workers(tmp_path: Path) -> None:
     config = from_yaml(tmp_path, WORKERS, BALANCEROUTE_DECODE__WORKERS='[{"url": "http://e:1", "dp_rank": 3}]')
     assert [worker.worker_id for worker in config.decode.workers] == ["e:1@3"]
 
@@ -189,7 +189,9 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("text", "expected"), WRONG, ids=[expected.split(":")[0] for _, expected in WRONG])
-def test_a_wrong_value_is_one_line_with_key_path_and_what_is_accepted(tmp_path: Path, text: str, expected: str) -> None:
+def test_a_wrong_value_is_reported_in_one_line_with_its_key_and_what_is_accepted(
+    tmp_path: Path, text: str, expected: str
+) -> None:
     message = refusal(tmp_path, WORKERS + text + "\n")
     assert f"c.yaml: {expected}" in message
     assert "\n" not in message
@@ -264,7 +266,7 @@ def test_a_wrong_worker_is_named_by_its_place_in_the_list(tmp_path: Path, worker
     assert "\n" not in message
 
 
-def test_a_router_that_listens_everywhere_is_no_worker_of_its_own_and_what_shares_its_port_elsewhere_may_be_one(
+def test_a_router_on_all_addresses_refuses_itself_as_a_worker_but_accepts_its_port_elsewhere(
     tmp_path: Path,
 ) -> None:
     listen = "listen: {host: '::', port: 9000}\nprefill: {workers: [{url: http://10.0.0.1:9000}]}\n"
@@ -309,7 +311,7 @@ def test_a_file_that_cannot_be_read_says_why(tmp_path: Path) -> None:
         load(tmp_path / "latin.yaml")
 
 
-def test_without_a_file_the_flags_that_would_do_are_named() -> None:
+def test_without_a_file_the_error_names_the_sufficient_flags() -> None:
     with pytest.raises(ConfigError, match="or the flags --prefiller-hosts and --prefiller-ports"):
         load(None)
 
@@ -376,12 +378,12 @@ def test_a_wrong_flag_is_named_as_the_source(tmp_path: Path) -> None:
         load(tmp_path / "c.yaml", {}, {"routing.r_max": 99})
 
 
-def test_several_problems_are_still_one_line(tmp_path: Path) -> None:
+def test_several_problems_are_reported_in_one_line(tmp_path: Path) -> None:
     message = refusal(tmp_path, WORKERS + "routing: {r_max: 0, gamma: 9, policy: x}\n")
     assert message.endswith("(and 2 more)")
 
 
-def test_every_problem_of_file_and_variables_is_there_for_who_asks(tmp_path: Path) -> None:
+def test_config_error_lists_every_problem_of_file_and_variables(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text("prefill: {workers: [{url: http://p/v1}]}\ndecode: {workers: [{url: http://d}]}\npool: {ttl: 3}\n")
     environ = {"BALANCEROUTE_DECODE": "x", "BALANCEROUTE_ROUTING__R_MAX": "99"}
@@ -396,7 +398,7 @@ def test_every_problem_of_file_and_variables_is_there_for_who_asks(tmp_path: Pat
     }
 
 
-def test_rules_between_settings_that_are_broken_are_all_told(tmp_path: Path) -> None:
+def test_every_broken_rule_between_settings_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text(WORKERS + "pool: {ttl_s: 1000}\nretry: {max_delay_s: 0.01}\n")
     with pytest.raises(ConfigError) as caught:
@@ -437,14 +439,14 @@ def test_variables_that_look_like_settings_are_named_and_those_of_kubernetes_are
         ("{workers: [{url: http://d:1}], max_num_seqs: 64}", 0),
     ],
 )
-def test_slots_that_nobody_has_named_are_said_to_be_assumed(tmp_path: Path, decode: str, lines: int) -> None:
+def test_assumed_slots_are_reported(tmp_path: Path, decode: str, lines: int) -> None:
     config = from_yaml(tmp_path, f"prefill: {{workers: [{{url: http://p:1}}]}}\ndecode: {decode}\n")
     assert len([line for line in assumptions(config) if "decode.max_num_seqs" in line]) == lines
 
 
 @pytest.mark.parametrize("name", ["max_wait_s", "hold_s"])
 @pytest.mark.parametrize("written", [".inf", "inf", ".Inf", '"inf"'])
-def test_a_time_without_limit_is_accepted_and_shown_in_a_form_that_reads_back(
+def test_an_infinite_time_is_accepted_and_printed_in_a_form_that_can_be_read_again(
     tmp_path: Path, name: str, written: str
 ) -> None:
     config = from_yaml(tmp_path, WORKERS + f"routing: {{{name}: {written}}}\n")
@@ -454,12 +456,12 @@ def test_a_time_without_limit_is_accepted_and_shown_in_a_form_that_reads_back(
 
 
 @pytest.mark.parametrize("written", ["inf", ".inf"])
-def test_a_time_without_limit_can_be_set_by_characters(tmp_path: Path, written: str) -> None:
+def test_an_infinite_time_can_be_written_as_a_string(tmp_path: Path, written: str) -> None:
     assert from_yaml(tmp_path, WORKERS, BALANCEROUTE_ROUTING__MAX_WAIT_S=written).max_wait_s == math.inf
 
 
 @pytest.mark.parametrize("written", ["-.inf", ".nan", "86401", "-1", "forever"])
-def test_another_time_is_refused_with_what_is_accepted(tmp_path: Path, written: str) -> None:
+def test_an_invalid_time_is_refused_with_what_is_accepted(tmp_path: Path, written: str) -> None:
     said = refusal(tmp_path, WORKERS + f"routing: {{max_wait_s: {written}}}\n")
     assert "routing.max_wait_s = " in said and "accepted is a number, 0 to 86400, or .inf" in said
 
@@ -469,7 +471,7 @@ def test_bounds_of_priority_that_cross_are_refused(tmp_path: Path) -> None:
     assert "limits.priority" in said and "accepted is a min that is not above max, not 3 and 2" in said
 
 
-def test_knobs_of_the_file_are_those_of_the_policy_that_it_names_where_a_flag_chooses_another(tmp_path: Path) -> None:
+def test_knobs_in_the_file_belong_to_its_own_policy_when_a_flag_chooses_another(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text(WORKERS + "routing: {policy: br_h, beta: 43, horizon_steps: auto}\n")
     for policy in sorted(POLICIES):
@@ -485,7 +487,7 @@ def test_knobs_of_the_file_are_those_of_the_policy_that_it_names_where_a_flag_ch
     assert load(path, {}, {"routing.policy": "br_h"}).routing.gamma == 0.5
 
 
-def test_a_horizon_of_auto_follows_the_answers(tmp_path: Path) -> None:
+def test_horizon_auto_follows_the_answer_lengths(tmp_path: Path) -> None:
     routing = from_yaml(tmp_path, WORKERS + "routing: {policy: br_h, horizon_steps: auto}\n").routing
     assert (routing.horizon_steps, routing.horizon_auto) == (80, True)
     with pytest.raises(ConfigError, match=r"routing\.horizon_steps"):

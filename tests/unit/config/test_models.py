@@ -65,7 +65,7 @@ def test_predictions_are_refreshed_every_half_horizon(sections: dict[str, Any], 
     assert a_config(**sections).refresh_period_steps == steps
 
 
-def test_br_h_without_a_predictor_is_allowed_when_it_is_said() -> None:
+def test_br_h_without_a_predictor_is_allowed_when_stated() -> None:
     assert a_config(routing={"policy": "br_h"}, predictor={"kind": "none"}).predictor.kind == "none"
 
 
@@ -74,11 +74,11 @@ def test_a_learned_predictor_starts_from_a_model_or_from_a_history() -> None:
     assert a_config(predictor={"kind": "learned", "history": "h.sqlite3"}).predictor.model is None
 
 
-def test_pool_bypass_goes_with_br_0() -> None:
+def test_pool_bypass_requires_br_0() -> None:
     assert a_config(routing={"policy": "br_0", "pool_bypass": True}).routing.pool_bypass
 
 
-def test_a_configuration_cannot_be_changed() -> None:
+def test_a_configuration_is_immutable() -> None:
     with pytest.raises(ValueError, match="frozen"):
         a_config().listen.port = 1  # type: ignore[misc]
 
@@ -111,7 +111,7 @@ def test_slots_are_the_workers_own_or_the_groups() -> None:
     assert [config.decode.slots_of(worker) for worker in config.decode.workers] == [16, 64]
 
 
-def test_the_effective_configuration_fills_in_what_follows() -> None:
+def test_the_effective_configuration_includes_derived_values() -> None:
     shown = effective(a_config(3, routing={"policy": "br_0"}))
     assert (shown["routing"]["beta"], shown["pool"]["ttl_s"], shown["predictor"]["period_steps"]) == (
         3.0,
@@ -175,7 +175,7 @@ LINKED = {"link_ca_file": "ca.pem", "link_cert_file": "link.pem"}
         ({}, {"tls": {"link_key_file": "link.key"}}, r"only with tls\.link_cert_file"),
     ],
 )
-def test_a_link_that_cannot_be_made_is_refused(listen: dict[str, Any], sections: dict[str, Any], wrong: str) -> None:
+def test_an_impossible_link_is_refused(listen: dict[str, Any], sections: dict[str, Any], wrong: str) -> None:
     with pytest.raises(ConfigError, match=wrong):
         a_config(listen=listen, **sections)
 

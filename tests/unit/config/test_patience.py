@@ -25,7 +25,7 @@ def test_a_file_that_never_answers_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [ConfigError("wrong"), OSError("gone"), TimeoutError("its own")], ids=type)
-def test_an_error_of_reading_is_the_callers(error: Exception) -> None:
+def test_a_read_error_is_raised_to_the_caller(error: Exception) -> None:
     def fail() -> None:
         raise error
 
@@ -34,7 +34,7 @@ def test_an_error_of_reading_is_the_callers(error: Exception) -> None:
     assert caught.value is error
 
 
-def test_that_no_thread_is_to_be_had_is_said_as_of_a_file_that_gives_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lack_of_threads_is_reported_like_a_file_that_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     def start(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
@@ -57,7 +57,7 @@ def test_a_file_that_does_not_answer_delays_only_its_reader(tmp_path: Path) -> N
     asyncio.run(run())
 
 
-def test_an_answer_that_nobody_waits_for_any_more_is_dropped(tmp_path: Path) -> None:
+def test_a_late_read_result_after_cancellation_is_dropped(tmp_path: Path) -> None:
     """What a thread cannot hand over would be an exception in it, which `filterwarnings` makes an error."""
     pipe = tmp_path / "chain.pem"
     os.mkfifo(pipe)

@@ -67,7 +67,7 @@ def test_a_url_has_one_spelling(given: str, url: str) -> None:
 
 
 @pytest.mark.parametrize("url", ODD.values(), ids=ODD.keys())
-def test_an_odd_url_is_refused_with_what_is_accepted(url: str) -> None:
+def test_an_invalid_url_is_refused_with_what_is_accepted(url: str) -> None:
     with pytest.raises(ValueError, match="accepted is http://HOST:PORT"):
         normalised_url(url)
     with pytest.raises(ConfigError, match="workers"):
@@ -83,7 +83,7 @@ def test_a_url_with_the_path_of_the_api_is_refused_with_a_hint(url: str) -> None
 @given(
     st.text(st.sampled_from("htps:/.[]%@?#\\ ahv1 9\r\n\t-_\u00e9\0"), max_size=24).map("http://h".__add__) | st.text()
 )
-def test_a_url_that_passes_can_be_asked_as_it_is(text: str) -> None:
+def test_an_accepted_url_can_be_requested_unchanged(text: str) -> None:
     try:
         url = normalised_url(text)
     except ValueError:

@@ -44,7 +44,7 @@ def test_a_slot_is_not_given_twice(heir: Scheduler) -> None:
     heir.snapshot.check_invariants()
 
 
-def test_a_place_ahead_of_a_slot_is_one_to_come_back_to() -> None:
+def test_an_adopted_request_may_take_a_free_place_ahead_of_a_slot() -> None:
     heir = workers(Scheduler(make_policy(SETTINGS), SchedulerConfig(overlap_requests=1)))
     admit_one(heir, "other")
     heir.submit_prefilled(RequestSpec("ahead", 10), 1.0)
@@ -54,14 +54,14 @@ def test_a_place_ahead_of_a_slot_is_one_to_come_back_to() -> None:
     assert not heir.adopt(decoding("c", tokens=3), 1.0)
 
 
-def test_one_beyond_the_slots_was_sent_ahead_and_tells_nothing_of_how_long_a_transfer_takes() -> None:
+def test_an_adopted_request_beyond_the_slots_counts_as_sent_ahead() -> None:
     heir = workers(Scheduler(make_policy(SETTINGS), SchedulerConfig(overlap_requests=1)))
     for name in "ab":
         assert heir.adopt(decoding(name), 1.0)
     assert [heir.snapshot.requests[name].sent_ahead for name in "ab"] == [False, True]
 
 
-def test_all_that_run_go_on_at_a_successor_even_beyond_the_slots(heir: Scheduler) -> None:
+def test_a_successor_adopts_all_running_requests_even_beyond_the_slots(heir: Scheduler) -> None:
     """The predecessor may have sent requests ahead of slots, or had more of them."""
     for name in "abc":
         assert heir.adopt(decoding(name, tokens=1), 1.0)
@@ -84,7 +84,7 @@ def test_a_request_that_names_an_absent_worker_stays_unknown(heir: Scheduler, st
     assert not heir.snapshot.requests and not heir.snapshot.workers[0].active
 
 
-def test_one_that_was_bound_and_is_put_back_has_waited_since_its_prefill_and_not_for_ever() -> None:
+def test_an_adopted_request_that_is_put_back_has_waited_since_its_prefill() -> None:
     policy = PolicySettings(policy="br_0", max_wait_s=20.0)
     heir = workers(Scheduler(make_policy(policy), SchedulerConfig(pool_ttl_s=40.0)))
     assert heir.adopt(decoding("a", prefiller="p0", waited_s=9.0, ready_s=5.0), 1_000.0)
@@ -155,7 +155,7 @@ def test_a_journal_of_a_takeover_reruns(tmp_path: Path) -> None:
     assert report.difference is None and report.calls == 9
 
 
-def test_one_that_was_adopted_without_its_prefix_is_prefilled_where_that_is_cached_again() -> None:
+def test_a_request_adopted_without_its_prefix_is_prefilled_where_its_prefix_is_cached() -> None:
     heir = Scheduler(make_policy(SETTINGS), SchedulerConfig(prefill_policy="prefix_affinity"))
     for name in ("p0", "p1"):
         heir.add_worker(WorkerSpec(name, Role.PREFILL), 0.0)

@@ -94,7 +94,7 @@ def test_a_worker_that_is_down_sets_no_envelope(policy: str) -> None:
     assert admitted(scheduler, 1.0)[0] == ("fits", "d1")
 
 
-def test_what_rises_above_the_margin_of_a_slow_worker_counts_by_its_slowdown() -> None:
+def test_overflow_on_a_slow_worker_counts_by_its_slowdown() -> None:
     """D tokens are D times the slowdown of load: F = D - G (slowdown D - m)."""
     scheduler = a_scheduler("br_0", workers=0)
     for name, slowdown in (("d0", 1.0), ("d1", 2.0)):
@@ -108,7 +108,7 @@ def test_what_rises_above_the_margin_of_a_slow_worker_counts_by_its_slowdown() -
     assert score(700) == pytest.approx(700.0 - 2 * (2.0 * 700 - 1000))
 
 
-def test_requests_of_others_are_projected_as_they_grow_and_cost() -> None:
+def test_foreign_requests_are_projected_with_their_growth_and_cost() -> None:
     scheduler = a_scheduler("br_h", workers=0, horizon_steps=3)
     scheduler.add_worker(WorkerSpec("d0", Role.DECODE, slots=8, request_tokens=100), 0.0)
     scheduler.report_decoder("d0", 2, 50, 1, 0.0)
@@ -116,7 +116,7 @@ def test_requests_of_others_are_projected_as_they_grow_and_cost() -> None:
 
 
 @pytest.mark.parametrize("order", [("below", "above"), ("above", "below")])
-def test_of_requests_with_equal_scores_the_first_in_waiting_order_is_taken(order: tuple[str, str]) -> None:
+def test_the_first_request_in_waiting_order_wins_among_equal_scores(order: tuple[str, str]) -> None:
     """With a margin of 100 and beta 2, 90 tokens score 90 and 110 tokens 110 - 2 * 10."""
     scheduler = a_scheduler("br_0", workers=2, slots=2, s_greedy=0, slack_placement="free_slots", beta=2.0)
     pool_all(scheduler, {"x": 100})

@@ -32,7 +32,7 @@ def test_an_arrival_is_admitted_before_any_prefill_with_its_estimated_size() -> 
     assert scheduler.snapshot.workers[0].load == 100
 
 
-def test_a_pooled_arrival_takes_its_prediction_along() -> None:
+def test_a_pooled_arrival_keeps_its_prediction() -> None:
     scheduler = a_scheduler("br_h", config=SchedulerConfig(decode_first=True), horizon_steps=10)
     scheduler.submit(a_request("r", 100), 0.0)
     scheduler.refresh("r", 4.0, 0.0)
@@ -52,7 +52,7 @@ def test_the_prefiller_is_chosen_when_the_decode_worker_asks_and_its_answer_corr
     assert (prefiller.inflight, prefiller.pinned, worker.load) == (0, 0, 132)
 
 
-def test_no_prefiller_is_asked_above_its_kv_limit_and_the_request_waits_decoding() -> None:
+def test_a_decoding_request_waits_while_every_prefiller_is_above_its_kv_limit() -> None:
     scheduler = decode_first(kv_usage_limit=0.9)
     scheduler.report_prefiller("p0", 0.95, 0.0)
     decoding(scheduler)
@@ -65,7 +65,7 @@ def test_no_prefiller_is_asked_above_its_kv_limit_and_the_request_waits_decoding
 
 @pytest.mark.parametrize("phase", ["pooled", "decoding", "asking", "pushing", "pushed"])
 @pytest.mark.parametrize("leaves", ["finish", "requeue"])
-def test_whatever_the_phase_everything_is_released_once(phase: str, leaves: str) -> None:
+def test_a_finish_in_any_phase_releases_everything_once(phase: str, leaves: str) -> None:
     scheduler = decode_first()
     if phase == "pooled":
         scheduler.submit(a_request(), 0.0)
@@ -104,7 +104,7 @@ def test_a_recomputed_request_goes_back_to_the_pool_with_what_it_generated_and_m
     scheduler.snapshot.check_invariants()
 
 
-def test_a_prefill_that_no_prefiller_has_seen_is_asked_for_again() -> None:
+def test_a_prefill_that_failed_is_dispatched_again() -> None:
     scheduler = decode_first()
     pushing(scheduler)
     scheduler.push_failed("r", 0.0)
@@ -113,7 +113,7 @@ def test_a_prefill_that_no_prefiller_has_seen_is_asked_for_again() -> None:
 
 
 @pytest.mark.parametrize("dispatched", [False, True], ids=["asking", "pushing"])
-def test_a_request_whose_worker_has_asked_for_its_kv_cannot_be_put_back(dispatched: bool) -> None:
+def test_a_request_whose_worker_has_requested_its_prefill_cannot_be_put_back(dispatched: bool) -> None:
     scheduler = decode_first()
     decoding(scheduler)
     scheduler.request_prefill("r", 0.0)
@@ -124,7 +124,7 @@ def test_a_request_whose_worker_has_asked_for_its_kv_cannot_be_put_back(dispatch
     scheduler.snapshot.check_invariants()
 
 
-def test_asking_twice_or_answering_what_was_not_asked_is_refused() -> None:
+def test_requesting_a_prefill_twice_or_answering_an_unrequested_one_is_refused() -> None:
     scheduler = decode_first()
     decoding(scheduler)
     for call in (lambda: scheduler.pushed("r", 1, 0.0), lambda: scheduler.push_failed("r", 0.0)):
@@ -146,7 +146,7 @@ def test_arrivals_are_refused_when_the_pool_is_full() -> None:
     assert scheduler.submit(a_request("b"), 0.0) == Reject("b", RejectReason.QUEUE_FULL)
 
 
-def test_of_those_that_ask_for_their_kv_the_lower_class_goes_first() -> None:
+def test_requests_of_a_lower_priority_value_are_prefilled_first() -> None:
     scheduler = decode_first()
     for name, priority in (("later", 1), ("first", 0)):
         scheduler.submit(a_request(name, 100, priority), 0.0)

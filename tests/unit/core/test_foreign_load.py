@@ -35,7 +35,7 @@ def actives(worker: int, sizes: list[int], whose: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(("policy", "bypass"), [*((policy, False) for policy in sorted(POLICIES)), ("br_0", True)])
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(cluster=clusters, waiting=st.lists(st.integers(1, 2_000), min_size=1, max_size=8))
-def test_a_policy_decides_as_if_the_requests_of_others_were_our_own(
+def test_a_policy_decides_as_if_foreign_requests_were_its_own(
     policy: str, bypass: bool, cluster: list[tuple[list[int], list[int]]], waiting: list[int]
 ) -> None:
     ours = [
@@ -58,14 +58,14 @@ def test_a_policy_decides_as_if_the_requests_of_others_were_our_own(
     assert found.runners_up == expected.runners_up
 
 
-def test_tokens_of_others_count_on_every_step_ahead_also_where_no_request_of_theirs_is_named() -> None:
+def test_unnamed_foreign_tokens_count_on_every_step_of_the_horizon() -> None:
     workers = [{"id": "d0", "slots": 4, "foreign": {"tokens": 900}}, {"id": "d1", "slots": 4, "active": []}]
     shown = {view.id: view.margins for view in explain(a_state("br_h", workers, [100])).workers}
     assert shown == {"d0": (0,) * 13, "d1": (900,) * 13}
 
 
 @pytest.mark.parametrize("policy", ["br_0", "br_h", "target_fit", "pool_fifo"])
-def test_a_worker_full_of_others_requests_gets_none_of_ours_and_gets_them_again_when_they_go(policy: str) -> None:
+def test_a_worker_full_of_foreign_requests_gets_none_until_they_leave(policy: str) -> None:
     scheduler = a_scheduler(policy, workers=2, slots=2)
     scheduler.report_decoder("d0", 5, 9_000, 0, 0.0)
     pool_all(scheduler, {name: 100 for name in "abc"})
@@ -76,7 +76,7 @@ def test_a_worker_full_of_others_requests_gets_none_of_ours_and_gets_them_again_
     assert [worker for _, worker in admitted(scheduler)] == ["d0"]
 
 
-def test_the_least_slots_are_ours_whatever_others_hold() -> None:
+def test_the_router_keeps_least_own_slots_whatever_others_hold() -> None:
     scheduler = a_scheduler("target_fit", workers=1, slots=4)
     scheduler.report_decoder("d0", 9, 9_000, 2, 0.0)
     pool_all(scheduler, {name: 100 for name in "abc"})
@@ -84,7 +84,7 @@ def test_the_least_slots_are_ours_whatever_others_hold() -> None:
     assert len(scheduler.snapshot.pool) == 1
 
 
-def test_the_ledger_stays_our_own() -> None:
+def test_foreign_requests_do_not_change_the_routers_own_load() -> None:
     scheduler = a_scheduler("br_h", workers=1, slots=4)
     pool_all(scheduler, {"a": 100})
     scheduler.report_decoder("d0", 2, 9_000, 0, 0.0)
@@ -96,7 +96,7 @@ def test_the_ledger_stays_our_own() -> None:
     assert (worker.load, worker.total_load) == (0, 9_000)
 
 
-def test_a_written_state_remembers_the_load_of_others() -> None:
+def test_a_written_snapshot_includes_foreign_load() -> None:
     scheduler = a_scheduler("br_0", workers=2, slots=4)
     scheduler.report_decoder("d1", 3, 700, 2, 0.0)
     written = snapshot_to_dict(scheduler.snapshot, 0.0)

@@ -39,7 +39,7 @@ HELD = [[500] * 4, [100] * 5, [3000, 20, 10, 400]]
 @pytest.mark.parametrize(
     ("policy", "bypass"), [*((name, False) for name in BY_LOAD if name != "level_fit"), ("br_0", True)]
 )
-def test_c_tokens_per_request_decide_as_prompts_that_are_c_tokens_longer(policy: str, bypass: bool) -> None:
+def test_request_tokens_decide_like_prompts_longer_by_as_many_tokens(policy: str, bypass: bool) -> None:
     each = 5000
     charged = loaded(policy, HELD, each=each, pool_bypass=bypass)
     longer = loaded(policy, [[size + each for size in sizes] for sizes in HELD], pool_bypass=bypass)
@@ -54,7 +54,7 @@ def test_c_tokens_per_request_decide_as_prompts_that_are_c_tokens_longer(policy:
 
 @pytest.mark.parametrize(("policy", "max_wait_s"), [("target_fit", 100.0), ("level_fit", 1500.0)])
 @pytest.mark.parametrize(("each", "first"), [(0, "fits"), (50_000, "old")])
-def test_where_requests_cost_more_than_their_tokens_a_wait_weighs_more_and_a_misfit_less(
+def test_request_tokens_make_a_wait_weigh_more_and_a_misfit_less(
     policy: str, max_wait_s: float, each: int, first: str
 ) -> None:
     """d1 has room for 3,000 up to the others; the old request is 10,000 too large for it."""
@@ -75,7 +75,7 @@ def test_a_slower_worker_gets_less(policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", ["least_kv", "br_0", "br_h", "target_fit", "level_fit"])
-def test_a_known_slowdown_levels_the_time_of_the_steps(policy: str) -> None:
+def test_known_slowdowns_equalise_the_step_times(policy: str) -> None:
     trace = generate_trace("capped", rows=400, seed=3).with_lengths(1.0, 0.1)
     setting = Setting(n_workers=4, slots=16, pool=32, slowdowns=(1.0, 1.0, 1.0, 2.0))
     aware, unaware = (
@@ -85,7 +85,7 @@ def test_a_known_slowdown_levels_the_time_of_the_steps(policy: str) -> None:
     assert aware < 0.7 * unaware
 
 
-def test_requests_that_cost_time_are_part_of_the_step() -> None:
+def test_request_tokens_are_part_of_the_step_load() -> None:
     trace = generate_trace("capped", rows=4).with_lengths(0.01, 0.01)
     free = Replay(trace, PolicySettings(), Setting(n_workers=1, step_cost_s=0.001, step_overhead_s=1.0)).run()
     charged = Replay(

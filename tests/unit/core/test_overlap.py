@@ -78,7 +78,7 @@ def test_a_transfer_that_takes_less_than_half_a_step_counts_as_none(
 
 
 @given(slots=st.integers(8, 64), on_way=st.floats(0.0, 8.0), early_choice_slots=st.floats(0.0, 2.0))
-def test_so_many_are_sent_ahead_that_one_more_would_too_seldom_find_a_slot(
+def test_requests_are_sent_ahead_until_one_more_would_too_rarely_find_a_slot(
     slots: int, on_way: float, early_choice_slots: float
 ) -> None:
     """Departures during a transfer are Poisson's; m is within one of the quantile of these that the cost asks for."""
@@ -104,7 +104,7 @@ def test_so_many_are_sent_ahead_that_one_more_would_too_seldom_find_a_slot(
         ([], 8, True, 0.0),
     ],
 )
-def test_a_choice_made_early_costs_more_the_more_prompts_differ_and_workers_wait_for_each_other(
+def test_an_early_choice_costs_more_with_varied_prompts_and_a_shared_barrier(
     prompts: list[int], workers: int, shared_barrier: bool, slots_lost: float
 ) -> None:
     scheduler = a_scheduler(None, workers=workers)
@@ -114,7 +114,7 @@ def test_a_choice_made_early_costs_more_the_more_prompts_differ_and_workers_wait
     assert scheduler.snapshot.early_choice_slots() == pytest.approx(slots_lost, abs=0.02)
 
 
-def test_a_worker_that_is_down_is_waited_for_by_none() -> None:
+def test_a_worker_that_is_down_adds_no_cost_to_early_choices() -> None:
     scheduler = a_scheduler(None, workers=2)
     for tokens in [50, 150] * 40:
         scheduler.snapshot.means.see_prompt(tokens)
@@ -135,7 +135,7 @@ def test_the_step_of_a_first_token_is_no_transfer_where_a_step_yields_several_to
     assert believed_single.requests(64, 28.0, 1.0, 0.5) > 0
 
 
-def test_what_is_measured_is_a_mean_over_all_that_was() -> None:
+def test_overlap_figures_are_means_of_all_measurements() -> None:
     overlap = Overlap()
     for step_s in (0.02, 0.04, 0.06):
         overlap.see_answer(step_s * 9, 10)
@@ -145,7 +145,7 @@ def test_what_is_measured_is_a_mean_over_all_that_was() -> None:
     assert overlap.transfer_s == pytest.approx(2.0)
 
 
-def test_nothing_is_sent_ahead_before_anything_was_measured() -> None:
+def test_nothing_is_sent_ahead_before_the_first_measurement() -> None:
     overlap = Overlap()
     overlap.see_first_token(5.0, sent_ahead=False, tokens_per_step=1.0)  # how much is a step, nobody knows yet
     assert overlap.requests(64, 100.0, 1.0, 0.5) == 0
@@ -153,7 +153,7 @@ def test_nothing_is_sent_ahead_before_anything_was_measured() -> None:
     assert overlap.token_s == 0.0
 
 
-def test_an_answer_that_seems_to_end_before_it_began_took_no_time() -> None:
+def test_an_answer_with_a_negative_duration_counts_as_zero() -> None:
     """A relay's word of the first token came later than its word of the end."""
     overlap = Overlap()
     overlap.see_answer(-0.25, 2)
@@ -162,7 +162,7 @@ def test_an_answer_that_seems_to_end_before_it_began_took_no_time() -> None:
     assert overlap.token_s == 0.25
 
 
-def test_what_waited_for_its_slot_never_makes_a_transfer_seem_longer() -> None:
+def test_a_wait_for_a_slot_never_lengthens_the_measured_transfer() -> None:
     overlap = Overlap()
     overlap.see_answer(1.0, 2)
     overlap.see_first_token(3.0, sent_ahead=False, tokens_per_step=1.0)
@@ -173,7 +173,7 @@ def test_what_waited_for_its_slot_never_makes_a_transfer_seem_longer() -> None:
 
 
 @pytest.mark.parametrize("policy", POOLED)
-def test_slots_are_filled_first_and_then_as_many_more_as_were_asked_for(policy: str) -> None:
+def test_slots_are_filled_first_and_then_the_allowed_overlap(policy: str) -> None:
     scheduler = a_scheduler(1, policy)
     offer(scheduler, "a", "b", "c")
     assert len(scheduler.admit(0.0)) == 3
@@ -195,7 +195,7 @@ def test_a_policy_that_assigns_at_once_sends_everything_anyway(policy: str) -> N
     assert len(scheduler.admit(0.0)) == 8
 
 
-def test_a_worker_that_drains_is_sent_nothing_ahead() -> None:
+def test_nothing_is_sent_ahead_to_a_draining_worker() -> None:
     scheduler = a_scheduler(1)
     offer(scheduler, *"abcdef")
     scheduler.set_worker_state("d0", scheduler.snapshot.workers[0].state.DRAINING, 0.0)
@@ -221,7 +221,7 @@ def test_the_overlap_is_sized_from_first_tokens_and_departures() -> None:
     assert scheduler.snapshot.workers[0].ahead == 2
 
 
-def test_tokens_per_step_are_each_workers_own() -> None:
+def test_tokens_per_step_are_per_worker() -> None:
     scheduler = a_scheduler(None, workers=1, slots=64)
     scheduler.report_tokens_per_step("d0", 2.0, 0.0)
     for round_ in range(20):
@@ -241,7 +241,7 @@ def test_tokens_per_step_are_each_workers_own() -> None:
     assert scheduler.snapshot.overlap.transfer_s > 0.0
 
 
-def test_beside_requests_of_others_nothing_is_measured_and_nothing_sent_ahead() -> None:
+def test_beside_foreign_requests_nothing_is_measured_or_sent_ahead() -> None:
     """A wait for a slot that one of theirs has looks like a transfer."""
     scheduler = a_scheduler(None, workers=1)
     worker = scheduler.snapshot.workers[0]
@@ -294,7 +294,7 @@ class FailsAtTheSecond(AdmissionPolicy):
         yield from self.policy.decide(snapshot, now)
 
 
-def test_a_policy_that_fails_leaves_the_slots_as_they_were() -> None:
+def test_a_policy_that_raises_leaves_the_slots_unchanged() -> None:
     scheduler = a_scheduler(1, workers=1)
     offer(scheduler, *"abcd")
     scheduler.policy = FailsAtTheSecond(scheduler.policy)
@@ -303,7 +303,7 @@ def test_a_policy_that_fails_leaves_the_slots_as_they_were() -> None:
     assert scheduler.snapshot.workers[0].own_slots == 2
 
 
-def test_a_request_that_is_admitted_again_is_measured_anew() -> None:
+def test_a_readmitted_request_is_measured_again() -> None:
     scheduler = a_scheduler(None, workers=1)
     scheduler.add_worker(WorkerSpec("p", Role.PREFILL), 0.0)
     scheduler.submit(RequestSpec("a", 100), 0.0)

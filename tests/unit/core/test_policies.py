@@ -33,7 +33,7 @@ def test_unknown_policies_are_refused_with_the_names_that_exist() -> None:
         ({"policy": "level_fit", "max_wait_s": math.nan}, "max_wait_s: expected a number from 0 to 86400, or inf"),
     ],
 )
-def test_no_policy_is_made_with_a_knob_that_may_not_be_so(knobs: dict[str, object], problem: str) -> None:
+def test_a_policy_with_an_invalid_knob_is_refused(knobs: dict[str, object], problem: str) -> None:
     with pytest.raises(ConfigError, match=f"^{problem}"):
         make_policy(PolicySettings(**knobs))  # type: ignore[arg-type]
 
@@ -47,7 +47,7 @@ def configuration_accepts(name: str, value: object) -> bool:
 
 
 @pytest.mark.parametrize("name", sorted(ALL.keys() - {"policy"}))
-def test_a_knob_has_the_values_that_the_configuration_accepts(name: str) -> None:
+def test_a_knob_accepts_the_same_values_as_the_configuration(name: str) -> None:
     knob = ALL[name]
     least, most = (0, 1) if knob.least is None else (knob.least, knob.most)
     values = [
@@ -71,7 +71,7 @@ def test_a_knob_has_the_values_that_the_configuration_accepts(name: str) -> None
 
 
 @pytest.mark.parametrize("name", ["max_wait_s", "hold_s"])
-def test_a_time_without_limit_is_a_setting_and_survives_json(name: str) -> None:
+def test_an_infinite_time_is_a_valid_knob_and_survives_json(name: str) -> None:
     settings = PolicySettings(policy="target_fit", **{name: math.inf})  # type: ignore[arg-type]
     assert is_accepted(name, math.inf)
     assert settings_to_dict(settings)["params"][name] is None
@@ -197,7 +197,7 @@ def test_the_guard_admits_the_least_bad_request_of_the_pool_or_of_the_head() -> 
         assert admitted(scheduler) == [(expected, "d0")]
 
 
-def test_a_request_over_its_patience_goes_first_and_large_prompts_have_more_patience() -> None:
+def test_an_overdue_request_goes_first_and_large_prompts_become_overdue_later() -> None:
     scheduler = with_loads("br_0", [1000, 0], slots=2, s_greedy=0, max_wait_s=10.0, slack_placement="free_slots")
     pool_all(scheduler, {"large": 30_000}, now=0.0)
     pool_all(scheduler, {"fits": 1000, "tiny": 10, "more": 20}, now=11.0)

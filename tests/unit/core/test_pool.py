@@ -4,7 +4,7 @@ from balanceroute.core.pool import PromptPool
 from balanceroute.core.tracker import RequestTracker
 
 
-def test_a_request_that_comes_back_with_a_longer_patience_is_overdue_by_that_alone() -> None:
+def test_a_readmitted_request_with_longer_patience_becomes_overdue_by_it() -> None:
     pool = PromptPool()
     stays = RequestTracker("stays", 100, 0, overdue_s=9.0)
     back = RequestTracker("back", 100, 1, overdue_s=2.0)
@@ -17,7 +17,7 @@ def test_a_request_that_comes_back_with_a_longer_patience_is_overdue_by_that_alo
     assert pool.front.most_overdue(7.0) is back
 
 
-def test_only_classes_that_hold_something_are_behind_the_one_in_front() -> None:
+def test_only_classes_with_waiting_requests_are_behind_the_front_class() -> None:
     pool = PromptPool()
     of = {priority: RequestTracker(f"{priority}", 100, 0, priority) for priority in (0, 5, -3)}
     assert pool.behind == []

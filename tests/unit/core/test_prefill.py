@@ -23,28 +23,28 @@ def chosen(
     return cheapest(ready, costs).spec.id if ready else None
 
 
-def test_the_one_with_the_fewest_prompt_tokens_in_flight_is_taken() -> None:
+def test_the_prefiller_with_the_fewest_prompt_tokens_in_flight_is_chosen() -> None:
     assert (
         chosen(a_prefiller("a", inflight_tokens=5, inflight=1), a_prefiller("b", inflight_tokens=4, inflight=9)) == "b"
     )
 
 
-def test_of_equal_ones_the_one_used_longest_ago_is_taken() -> None:
+def test_among_equal_prefillers_the_least_recently_used_is_chosen() -> None:
     assert chosen(a_prefiller("a", last_used=7), a_prefiller("b", last_used=3), a_prefiller("c", last_used=9)) == "b"
 
 
 @pytest.mark.parametrize(("inflight", "expected"), [(1, "a"), (2, None), (3, None)])
-def test_no_more_probes_than_allowed_go_to_one(inflight: int, expected: str | None) -> None:
+def test_a_prefiller_gets_no_more_probes_than_max_inflight(inflight: int, expected: str | None) -> None:
     assert chosen(a_prefiller("a", inflight=inflight), max_inflight=2) == expected
 
 
 @pytest.mark.parametrize(("kv_usage", "expected"), [(0.9, "a"), (0.9001, None)])
-def test_one_whose_kv_is_used_above_the_limit_rests(kv_usage: float, expected: str | None) -> None:
+def test_a_prefiller_above_its_kv_limit_gets_no_request(kv_usage: float, expected: str | None) -> None:
     assert chosen(a_prefiller("a", kv_usage=kv_usage), kv_usage_limit=0.9) == expected
 
 
 @pytest.mark.parametrize("state", [WorkerState.DRAINING, WorkerState.DOWN])
-def test_one_that_is_not_up_is_never_asked(state: WorkerState) -> None:
+def test_a_prefiller_that_is_not_up_gets_no_request(state: WorkerState) -> None:
     assert chosen(a_prefiller("a", state=state), a_prefiller("b", inflight_tokens=1000)) == "b"
 
 
@@ -57,7 +57,7 @@ def a_prompt(prefix: tuple[int, ...], prompt_tokens: int = 1000, block_tokens: i
                           (False, 0, 300)],
                          ids=["own", "partly-shared", "shared", "no-hit-known"])  # fmt: skip
 @pytest.mark.parametrize(("more", "expected"), [(-1, "a"), (0, "b"), (1, "b")])
-def test_affinity_waits_longer_for_what_is_a_conversations_own_where_caches_are_known_to_hit(
+def test_affinity_waits_longer_for_a_prefix_of_one_conversation_where_hits_are_measured(
     hits_are_known: bool, shared_blocks: int, worth_tokens: int, more: int, expected: str
 ) -> None:
     holder = a_prefiller("a", inflight_uncached_tokens=worth_tokens + more, last_used=2)
@@ -69,18 +69,18 @@ def test_affinity_waits_longer_for_what_is_a_conversations_own_where_caches_are_
     assert chosen(holder, a_prefiller("b", last_used=1), policy="prefix_affinity", request=request) == expected
 
 
-def test_affinity_keeps_off_a_holder_whose_kv_is_full() -> None:
+def test_affinity_avoids_a_prefiller_whose_kv_is_full() -> None:
     holder = a_prefiller("a", kv_usage=0.95)
     holder.cache.use((1, 2, 3), 100)
     assert chosen(holder, a_prefiller("b"), policy="prefix_affinity", request=a_prompt((1, 2, 3))) == "b"
 
 
-def test_a_prompt_that_is_held_whole_still_costs_a_token() -> None:
+def test_a_fully_cached_prompt_still_costs_one_token() -> None:
     holder = a_prefiller("a")
     holder.cache.use((1, 2), 100)
     assert a_prompt((1, 2), prompt_tokens=200).uncached_on(holder) == 1
 
 
-def test_round_robin_takes_the_one_used_longest_ago_whatever_is_in_flight() -> None:
+def test_round_robin_chooses_the_least_recently_used_prefiller_whatever_is_in_flight() -> None:
     busy, idle = a_prefiller("a", inflight_tokens=900, last_used=1), a_prefiller("b", last_used=2)
     assert chosen(busy, idle, policy="round_robin") == "a"

@@ -29,7 +29,7 @@ def served(scheduler: Scheduler) -> list[str]:
     return order
 
 
-def test_those_that_stay_keep_their_order_however_many_leave_from_the_middle() -> None:
+def test_the_queue_keeps_its_order_when_many_requests_leave_from_the_middle() -> None:
     random = Random(1)
     sizes = [random.randint(100, 90_000) for _ in range(4 * SPARE_ENTRIES)]
     scheduler = queued(sizes)
@@ -41,7 +41,7 @@ def test_those_that_stay_keep_their_order_however_many_leave_from_the_middle() -
     assert served(scheduler) == [*map(str, stay), "last"]
 
 
-def test_a_request_whose_probe_failed_keeps_the_place_that_it_had() -> None:
+def test_a_request_whose_probe_failed_keeps_its_place_in_the_queue() -> None:
     """By now prefills are known to take a thousand times as long, which would put a large one behind all others."""
     scheduler = queued([6_000, 100])
     scheduler.submit(RequestSpec("later", 100), 10.0)

@@ -40,7 +40,7 @@ def test_a_cached_token_is_a_sixteenth_of_one_that_is_computed() -> None:
     assert work_tokens(1600, 1600) == 1600
 
 
-def test_the_pace_becomes_what_is_measured_and_time_without_prompts_does_not_count() -> None:
+def test_the_measured_pace_excludes_idle_time() -> None:
     pace, now = Pace(), 0.0
     assert pace.s_per_token == pytest.approx(FIRST_S_PER_TOKEN)
     for _ in range(400):
@@ -52,7 +52,7 @@ def test_the_pace_becomes_what_is_measured_and_time_without_prompts_does_not_cou
     assert pace.s_per_token == pytest.approx(0.002, rel=0.01)
 
 
-def test_a_probe_that_fails_late_says_nothing_of_the_pace() -> None:
+def test_a_probe_that_fails_late_does_not_change_the_pace() -> None:
     pace = Pace()
     before = pace.s_per_token
     pace.pass_time(600.0, busy=True)
@@ -69,7 +69,7 @@ def test_a_huge_prompt_waits_for_short_ones_that_come_soon_after_it() -> None:
     assert served_one_by_one(scheduler, "running", 1.0) == ["a", "c", "b", "huge"]
 
 
-def test_no_prompt_that_comes_later_than_its_ageing_passes_a_huge_one() -> None:
+def test_ageing_lets_a_huge_prompt_precede_later_ones() -> None:
     scheduler = bounded()
     submit(scheduler, "running", 1000, 0.0)
     submit(scheduler, "huge", HUGE, 0.0)
@@ -79,7 +79,7 @@ def test_no_prompt_that_comes_later_than_its_ageing_passes_a_huge_one() -> None:
     assert served_one_by_one(scheduler, "running", ahead_s + 2.0) == ["just before", "huge", "after"]
 
 
-def test_ageing_takes_no_more_than_half_of_the_time_that_a_request_may_wait() -> None:
+def test_ageing_is_at_most_half_of_the_queue_deadline() -> None:
     scheduler = bounded(queue_deadline_s=10.0)
     submit(scheduler, "running", 1000, 0.0)
     submit(scheduler, "huge", 10 * HUGE, 0.0)

@@ -44,7 +44,7 @@ class PlainLru:
 
 
 @given(st.integers(0, 12), st.lists(prompts, max_size=40))
-def test_the_index_holds_what_a_plain_lru_of_its_size_holds(size: int, sent: list[tuple[int, ...]]) -> None:
+def test_the_index_equals_an_lru_cache_of_its_size(size: int, sent: list[tuple[int, ...]]) -> None:
     index, plain = PrefixIndex(size * BLOCK), PlainLru(size)
     for prompt in sent:
         assert index.matched(prompt) == plain.matched(prompt)
@@ -82,7 +82,7 @@ def test_whatever_happens_the_held_blocks_of_a_prompt_are_its_first_ones(happene
         assert index.tokens == len(index) * BLOCK
 
 
-def test_a_prefill_that_failed_leaves_the_index_as_it_was_but_for_what_others_used_since() -> None:
+def test_a_failed_prefill_is_withdrawn_from_the_index_except_blocks_used_since() -> None:
     index = PrefixIndex()
     index.use((1, 2), BLOCK)
     failed = index.use((1, 2, 3, 4), BLOCK)
@@ -92,7 +92,7 @@ def test_a_prefill_that_failed_leaves_the_index_as_it_was_but_for_what_others_us
     assert index.matched((1, 2, 3, 4)) == 3
 
 
-def test_a_block_that_the_engine_no_longer_had_takes_along_all_that_was_used_before_it() -> None:
+def test_a_block_missing_in_the_engine_also_removes_everything_used_before_it() -> None:
     index = PrefixIndex()
     for prompt in ((1,), (2, 3), (4,)):
         index.use(prompt, BLOCK)
@@ -100,7 +100,7 @@ def test_a_block_that_the_engine_no_longer_had_takes_along_all_that_was_used_bef
     assert [index.matched(prompt) for prompt in ((1,), (2, 3), (4,))] == [0, 2, 1]
 
 
-def test_one_block_less_than_thought_is_rounding() -> None:
+def test_one_missing_block_is_taken_for_rounding() -> None:
     index = PrefixIndex()
     index.use((9,), BLOCK)
     index.use((1, 2, 3), BLOCK)
@@ -108,7 +108,7 @@ def test_one_block_less_than_thought_is_rounding() -> None:
     assert index.matched((9,)) == 1
 
 
-def test_memory_is_bounded_where_the_engines_size_is_not_known() -> None:
+def test_the_index_is_bounded_when_the_engines_cache_size_is_unknown() -> None:
     index = PrefixIndex(max_blocks=5)
     for block in range(20):
         index.use((block,), BLOCK)
@@ -138,7 +138,7 @@ class PlainConversations:
 
 
 @given(st.lists(prompts, max_size=40), prompts, st.integers(1, 8))
-def test_a_longer_prompt_is_the_next_turn_and_any_other_one_more_conversation(
+def test_a_longer_prompt_is_the_next_turn_and_a_different_one_a_new_conversation(
     sent: list[tuple[int, ...]], asked: tuple[int, ...], least: int
 ) -> None:
     shared, plain = SharedPrefixes(), PlainConversations()
@@ -151,9 +151,7 @@ def test_a_longer_prompt_is_the_next_turn_and_any_other_one_more_conversation(
 
 
 @given(st.lists(prompts, max_size=40), st.integers(1, 5))
-def test_what_is_forgotten_of_conversations_leaves_counts_that_fall_along_every_prompt(
-    sent: list[tuple[int, ...]], most: int
-) -> None:
+def test_bounded_conversation_counts_still_decrease_along_every_prompt(sent: list[tuple[int, ...]], most: int) -> None:
     shared = SharedPrefixes(most)
     for prompt in sent:
         shared.use(prompt)
@@ -187,7 +185,7 @@ arrivals = st.lists(st.tuples(st.integers(1, 2000), st.booleans()), max_size=40)
 
 @settings(max_examples=50)
 @given(arrivals, st.sampled_from([None, 2]))
-def test_with_nothing_shared_affinity_decides_as_least_tokens_does(
+def test_affinity_decides_like_least_tokens_when_no_prefix_is_shared(
     sizes: list[tuple[int, bool]], max_inflight: int | None
 ) -> None:
     decisions = []
@@ -209,7 +207,7 @@ def test_with_nothing_shared_affinity_decides_as_least_tokens_does(
     assert decisions[0] == decisions[1]
 
 
-def test_one_system_prompt_shared_by_all_does_not_collapse_onto_one_prefiller() -> None:
+def test_a_system_prompt_shared_by_all_does_not_concentrate_on_one_prefiller() -> None:
     scheduler, rng = with_policy("prefix_affinity", prefillers=8), random.Random(7)
     system = chained(list(range(80)))  # 8,000 tokens
     work, busy = dict.fromkeys((f"p{index}" for index in range(8)), 0), list[tuple[str, int, int]]()
@@ -233,7 +231,7 @@ conversations = st.lists(
 
 
 @given(conversations, st.sampled_from(["least_tokens", "prefix_affinity", "round_robin"]))
-def test_budgets_stay_exact_and_end_at_zero_whatever_becomes_of_probes(
+def test_budgets_stay_exact_and_return_to_zero_however_probes_end(
     requests: list[tuple[tuple[int, ...], str, int]], policy: str
 ) -> None:
     scheduler = with_policy(policy, prefillers=2)
@@ -270,7 +268,7 @@ def test_a_conversation_returns_to_its_prefiller_until_that_one_was_down() -> No
     assert turn("d", 8) == "p1"  # nobody has it: the one used longest ago
 
 
-def test_an_engine_that_caches_nothing_attracts_nobody() -> None:
+def test_a_prefiller_without_a_cache_attracts_no_conversation() -> None:
     scheduler = with_policy("prefix_affinity", prefillers=2)
     scheduler.report_prefix_cache("p0", 0, 0.0)
     workers = []
@@ -294,7 +292,7 @@ def converse(scheduler: Scheduler, turns: int, tell: int | None = None, first: i
         scheduler.finish(f"t{turn}", Outcome.FINISHED, 0.0)
 
 
-def test_counters_that_confirm_the_predictions_leave_the_index_alone() -> None:
+def test_counters_that_confirm_the_predictions_do_not_change_the_index() -> None:
     scheduler = with_policy("prefix_affinity", prefillers=1)
     prefiller = scheduler.snapshot.prefillers[0]
     scheduler.report_prefix_hits("p0", 0, 0, 0.0)
@@ -305,7 +303,7 @@ def test_counters_that_confirm_the_predictions_leave_the_index_alone() -> None:
     assert prefiller.cache.tokens == 10_000
 
 
-def test_counters_that_find_far_less_shrink_the_index_until_they_find_it_again() -> None:
+def test_counters_with_far_fewer_hits_shrink_the_index_until_hits_return() -> None:
     scheduler = with_policy("prefix_affinity", prefillers=1)
     cache = scheduler.snapshot.prefillers[0].cache
     scheduler.report_prefix_hits("p0", 0, 0, 0.0)
@@ -320,7 +318,7 @@ def test_counters_that_find_far_less_shrink_the_index_until_they_find_it_again()
     assert cache.tokens == 12_000
 
 
-def test_no_hits_where_some_were_predicted_are_counted_as_missed_and_unknown_ones_are_not() -> None:
+def test_predicted_hits_that_did_not_occur_are_counted_as_missed_and_unknown_ones_are_not() -> None:
     told, silent = with_policy("prefix_affinity", prefillers=1), with_policy("prefix_affinity", prefillers=1)
     told.report_prefix_hits("p0", 0, 0, 0.0)
     for scheduler in (told, silent):
@@ -333,7 +331,7 @@ def test_no_hits_where_some_were_predicted_are_counted_as_missed_and_unknown_one
     assert told.snapshot.prefillers[0].hits.missed_tokens == 0
 
 
-def test_counters_that_begin_anew_are_those_of_an_engine_with_an_empty_cache() -> None:
+def test_reset_counters_mean_an_engine_with_an_empty_cache() -> None:
     scheduler = with_policy("prefix_affinity", prefillers=1)
     scheduler.report_prefix_hits("p0", 900_000, 800_000, 0.0)
     converse(scheduler, 3)
@@ -342,7 +340,7 @@ def test_counters_that_begin_anew_are_those_of_an_engine_with_an_empty_cache() -
     assert scheduler.snapshot.prefillers[0].hits.counted_tokens == 0
 
 
-def test_hits_that_answers_told_before_the_counters_could_be_read_are_not_forgotten() -> None:
+def test_hits_reported_in_answers_before_the_first_counters_are_kept() -> None:
     scheduler = with_policy("prefix_affinity", prefillers=1)
     hits = scheduler.snapshot.prefillers[0].hits
     converse(scheduler, 3, tell=500)
@@ -352,7 +350,7 @@ def test_hits_that_answers_told_before_the_counters_could_be_read_are_not_forgot
     assert hits.real_tokens == 2_500
 
 
-def test_hits_of_an_engine_whose_counters_make_no_sense_stay_a_number_that_can_be_told() -> None:
+def test_absurd_hit_counters_stay_a_representable_number() -> None:
     scheduler = with_policy("prefix_affinity", prefillers=1)
     for _ in range(40):
         scheduler.report_prefix_hits("p0", 0, 0, 0.0)
@@ -360,7 +358,7 @@ def test_hits_of_an_engine_whose_counters_make_no_sense_stay_a_number_that_can_b
     assert scheduler.snapshot.prefillers[0].hits.counted_tokens == 2**53
 
 
-def test_an_answer_that_says_nothing_was_cached_is_believed() -> None:
+def test_an_answer_that_reports_zero_cached_tokens_empties_the_index() -> None:
     scheduler = with_policy("prefix_affinity", prefillers=1)
     converse(scheduler, 2)
     assert scheduler.snapshot.prefillers[0].cache.tokens == 2_000
@@ -373,7 +371,7 @@ def test_an_answer_that_says_nothing_was_cached_is_believed() -> None:
     assert scheduler.snapshot.prefillers[0].hits.missed_tokens == 2_000
 
 
-def test_nothing_cached_of_less_than_one_block_of_the_engine_says_nothing() -> None:
+def test_zero_hits_below_one_engine_block_change_nothing() -> None:
     scheduler = with_policy("prefix_affinity", prefillers=1)
     scheduler.report_prefix_cache("p0", 100_000, 0.0, engine_block_tokens=512)
     scheduler.submit(a_prompt("old", (7,), BLOCK), 0.0)
@@ -386,7 +384,7 @@ def test_nothing_cached_of_less_than_one_block_of_the_engine_says_nothing() -> N
 
 
 @pytest.mark.parametrize("decode_first", [False, True])
-def test_a_prompt_whose_prefill_failed_is_not_believed_to_be_cached(decode_first: bool) -> None:
+def test_a_prompt_whose_prefill_failed_is_not_counted_as_cached(decode_first: bool) -> None:
     config = SchedulerConfig(prefill_policy="prefix_affinity", decode_first=decode_first)
     scheduler = a_scheduler(config=config)
     scheduler.submit(RequestSpec("r", 3 * BLOCK, prefix=chained([1, 2, 3]), block_tokens=BLOCK), 0.0)
@@ -400,7 +398,7 @@ def test_a_prompt_whose_prefill_failed_is_not_believed_to_be_cached(decode_first
     assert len(prefiller.cache) == 0
 
 
-def test_another_policy_begins_with_empty_indexes() -> None:
+def test_a_change_of_policy_clears_the_indexes() -> None:
     scheduler = with_policy("prefix_affinity", prefillers=1)
     converse(scheduler, 2)
     for policy in ("least_tokens", "prefix_affinity"):

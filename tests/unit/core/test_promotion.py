@@ -32,7 +32,7 @@ def due(scheduler: Scheduler, now: float) -> str | None:
 
 
 @pytest.mark.parametrize(("admissions", "found"), [(PROMOTION_PERIOD - 1, None), (PROMOTION_PERIOD, "later")])
-def test_one_in_so_many_admissions_is_of_a_class_behind(admissions: int, found: str | None) -> None:
+def test_one_in_promotion_period_admissions_is_of_a_later_class(admissions: int, found: str | None) -> None:
     scheduler = after(admissions, {"first": (-3, 0.0), "later": (5, 0.0)})
     assert due(scheduler, TTL_S) == found
     scheduler.admit(TTL_S)
@@ -40,30 +40,30 @@ def test_one_in_so_many_admissions_is_of_a_class_behind(admissions: int, found: 
     assert due(scheduler, TTL_S) is None, "nobody is behind any more, or the count begins anew"
 
 
-def test_after_a_promotion_the_next_one_has_to_wait_for_as_many_admissions() -> None:
+def test_the_next_promotion_waits_for_a_full_period_of_admissions() -> None:
     scheduler = after(PROMOTION_PERIOD, {"first": (0, 0.0), "later": (1, 0.0), "latest": (1, 1.0)})
     scheduler.admit(PATIENCE_S)
     assert scheduler.snapshot.requests["later"].priority == 0
     assert due(scheduler, TTL_S) is None
 
 
-def test_who_has_waited_for_its_patience_is_due_and_not_before() -> None:
+def test_a_later_class_becomes_due_when_its_patience_ends() -> None:
     scheduler = after(PROMOTION_PERIOD, {"first": (0, 0.0), "later": (1, 5.0)})
     assert due(scheduler, 5.0 + PATIENCE_S - 0.001) is None
     assert due(scheduler, 5.0 + PATIENCE_S) == "later"
 
 
-def test_of_all_classes_behind_the_one_that_has_waited_longest_is_due() -> None:
+def test_the_longest_waiting_of_all_later_classes_is_due() -> None:
     waiting = {"first": (0, 0.0), "b young": (1, 3.0), "b": (1, 2.0), "c young": (2, 9.0), "c": (2, 1.0), "d": (3, 4.0)}
     scheduler = after(PROMOTION_PERIOD, waiting)
     assert due(scheduler, TTL_S) == "c"
 
 
-def test_of_several_that_have_waited_as_long_the_one_of_the_lowest_class_is_due_and_of_these_the_first() -> None:
+def test_the_lowest_later_class_and_its_first_request_are_due_among_equal_waits() -> None:
     scheduler = after(PROMOTION_PERIOD, {"first": (0, 0.0), "c": (2, 1.0), "b": (1, 1.0), "b too": (1, 1.0)})
     assert due(scheduler, TTL_S) == "b"
 
 
-def test_the_class_in_front_is_never_due_however_long_it_has_waited() -> None:
+def test_the_front_class_is_never_due_for_promotion() -> None:
     scheduler = after(PROMOTION_PERIOD, {"first": (0, 0.0), "later": (1, TTL_S)})
     assert due(scheduler, TTL_S) is None

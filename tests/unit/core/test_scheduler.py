@@ -74,7 +74,7 @@ def test_the_first_token_releases_the_prefillers_kv() -> None:
     assert scheduler.finish("r", Outcome.CANCELLED, 3.0).prefiller is None
 
 
-def test_a_second_release_is_an_error_never_a_clamp() -> None:
+def test_a_second_release_raises_instead_of_clamping() -> None:
     scheduler = a_scheduler()
     into_decode(scheduler)
     scheduler.finish("r", Outcome.FINISHED, 2.0)
@@ -177,7 +177,7 @@ def test_pool_and_queue_entries_expire_at_their_deadlines() -> None:
 
 
 @pytest.mark.parametrize("dispatches", [True, False])
-def test_requests_that_expired_behind_others_leave_nothing_in_the_queue_but_those_that_wait(dispatches: bool) -> None:
+def test_requests_that_expire_in_the_middle_leave_the_queue_without_a_trace(dispatches: bool) -> None:
     """The class in front never ends, or nothing is dispatched at all."""
     known = trackers()  # those of other tests
     scheduler = a_scheduler(config=SchedulerConfig(queue_deadline_s=5.0, max_prefill_inflight=1))
@@ -200,7 +200,7 @@ def test_requests_that_expired_behind_others_leave_nothing_in_the_queue_but_thos
 
 
 @pytest.mark.parametrize("policy", ["br_0", "level_fit"])
-def test_requests_that_left_a_pool_behind_others_leave_nothing_in_it(policy: str) -> None:
+def test_requests_that_leave_from_the_middle_leave_the_pool_without_a_trace(policy: str) -> None:
     """Somebody of a class in front waits all the time, and somebody of the class behind."""
     known = trackers()
     scheduler = a_scheduler(policy, workers=1, slots=1, config=SchedulerConfig(pool_ttl_s=300.0))
@@ -269,7 +269,7 @@ def test_a_lock_step_advances_running_requests_only() -> None:
 
 
 @pytest.mark.parametrize("lock_step", [False, True], ids=["by token", "by step"])
-def test_a_date_of_an_earlier_life_renews_no_prediction(lock_step: bool) -> None:
+def test_a_refresh_scheduled_before_a_requeue_does_not_apply_after_it(lock_step: bool) -> None:
     config = SchedulerConfig(refresh_every_tokens=4, lock_step=lock_step)
     scheduler = a_scheduler("br_h", workers=1, config=config, horizon_steps=8)
     scheduler.submit_prefilled(a_request(), 0.0, 3.0)
@@ -295,7 +295,7 @@ def test_a_date_of_an_earlier_life_renews_no_prediction(lock_step: bool) -> None
     assert [tracker.id for tracker in scheduler.due_refreshes()] == ["r"]
 
 
-def test_what_is_on_its_way_is_projected_alike_by_step_and_by_token() -> None:
+def test_requests_in_transfer_are_projected_alike_by_step_and_by_token() -> None:
     """A replay with transfers or late reports decides as the router does, which is told tokens."""
     loads = []
     for lock_step in (False, True):
@@ -307,7 +307,7 @@ def test_what_is_on_its_way_is_projected_alike_by_step_and_by_token() -> None:
 
 
 @pytest.mark.parametrize("lock_step", [False, True], ids=["by token", "by step"])
-def test_predictions_fall_due_every_period_and_when_they_reach_their_floor(lock_step: bool) -> None:
+def test_predictions_are_refreshed_every_period_and_at_their_floor(lock_step: bool) -> None:
     config = SchedulerConfig(refresh_every_tokens=4, lock_step=lock_step)
     scheduler = a_scheduler("br_h", config=config, horizon_steps=8)
     pool_all(scheduler, {"r": 10})
@@ -356,7 +356,7 @@ def test_a_requeued_request_keeps_its_age_and_its_limit() -> None:
         scheduler.snapshot.check_invariants()
 
 
-def test_a_request_that_is_put_back_waits_in_its_old_place_with_its_kv_still_pinned() -> None:
+def test_a_request_that_is_put_back_keeps_its_place_and_its_pinned_kv() -> None:
     scheduler = a_scheduler(workers=1, slots=1)
     for name in ("first", "second"):
         into_prefill(scheduler, name)
@@ -404,7 +404,7 @@ def test_a_request_bound_under_another_policy_has_the_present_ones_patience_when
     assert (action.request, action.stage) == ("old", 0)
 
 
-def test_a_policy_that_looks_ahead_knows_what_was_bound_by_one_that_does_not() -> None:
+def test_a_policy_with_a_horizon_projects_requests_bound_by_one_without() -> None:
     scheduler = a_scheduler("pool_fifo", workers=1)
     pool_all(scheduler, {"r": 10})
     admitted(scheduler)
@@ -417,7 +417,7 @@ def test_a_policy_that_looks_ahead_knows_what_was_bound_by_one_that_does_not() -
 
 
 @pytest.mark.parametrize("every", [None, 4])
-def test_another_policy_asks_for_forecasts_only_where_there_is_a_predictor(every: int | None) -> None:
+def test_a_change_of_policy_requests_forecasts_only_with_a_predictor(every: int | None) -> None:
     scheduler = a_scheduler("pool_fifo", config=SchedulerConfig(refresh_every_tokens=every))
     pool_all(scheduler, {"r": 10})
     admitted(scheduler)

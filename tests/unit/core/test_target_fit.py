@@ -77,9 +77,7 @@ def test_what_stays_below_an_envelope_that_another_has_just_raised_goes_with_it(
 
 
 @pytest.mark.parametrize(("answers", "hold_s"), [(100, 0.1), (99, 0.5)])
-def test_nothing_is_held_for_longer_than_a_tenth_of_the_mean_answer_once_that_is_known(
-    answers: int, hold_s: float
-) -> None:
+def test_a_hold_lasts_at_most_a_tenth_of_the_mean_answer_once_measured(answers: int, hold_s: float) -> None:
     scheduler = occupied([[100] * 4, [100] * 4], slots=8)
     means, overlap = scheduler.snapshot.means, scheduler.snapshot.overlap
     means.answers, means.answer_tokens, overlap.token_s = answers, 20.0, 0.05
@@ -149,14 +147,14 @@ def test_level_fit_holds_nothing_while_less_than_half_of_all_slots_are_in_use(sl
     assert admitted(scheduler, 10.0) == ([] if held else [("large", "d0")])
 
 
-def test_when_slots_are_scarce_the_worker_is_filled_up_to_the_mean() -> None:
+def test_a_scarce_slot_is_filled_up_to_the_mean() -> None:
     """d0 holds 1000 in its two slots, d1 400 in one of two. The mean is 700, so 300 fits it best; 600 reaches max L."""
     scheduler = occupied([[500, 500], [400]], slots=2)
     pool_all(scheduler, {"a": 600, "b": 300, "c": 100})
     assert admitted(scheduler) == [("b", "d1")]
 
 
-def test_past_its_cap_a_request_precedes_every_younger_one() -> None:
+def test_an_overdue_request_precedes_every_younger_one() -> None:
     scheduler = occupied([[500, 500], [400]], slots=2)
     scheduler.submit_prefilled(RequestSpec("old", 5_000), 0.0)
     pool_all(scheduler, {"b": 300}, now=399.0)
@@ -198,7 +196,7 @@ def see_means(scheduler: Scheduler, mean_prompt: float, wait_s: float) -> None:
     scheduler.snapshot.means.prompt_tokens, scheduler.snapshot.means.wait_s = mean_prompt, wait_s
 
 
-def test_level_fit_chooses_among_as_many_as_there_are_slots_and_those_are_the_oldest() -> None:
+def test_level_fit_considers_the_oldest_requests_as_many_as_there_are_slots() -> None:
     """300 would fit d1 best, but four have waited longer, and there are four slots. A worker that is down has none."""
     scheduler = level_fitting([[500, 500], [400], []], slots=2, mean_prompt=200)
     scheduler.set_worker_state("d2", WorkerState.DOWN, 0.0)
@@ -206,7 +204,7 @@ def test_level_fit_chooses_among_as_many_as_there_are_slots_and_those_are_the_ol
     assert admitted(scheduler) == [("b", "d1")]
 
 
-def test_the_level_is_below_the_mean_by_what_a_worker_grows_between_departures() -> None:
+def test_the_level_is_below_the_mean_by_a_workers_growth_between_departures() -> None:
     """The mean is 700 and the growth to come (1 - 1/2) * 400: d1 comes back to 500, for which 100 fits best."""
     scheduler = level_fitting([[500, 500], [400]], slots=2, mean_prompt=200, mean_output=400)
     pool_all(scheduler, {"a": 600, "b": 300, "c": 100})
@@ -224,7 +222,7 @@ def test_a_worker_that_is_slow_grows_by_as_much_more_between_departures() -> Non
     assert admitted(scheduler) == [("b", "d1")]
 
 
-def test_a_stock_of_small_prompts_lowers_the_level() -> None:
+def test_many_small_waiting_prompts_lower_the_level() -> None:
     """The growth of 75 would let 300 stay the best; the prompts that wait are 100 below those that arrive.
 
     The level falls by 75 for the growth and, as twice 100 is more, by half a prompt in all: to 482, for which 105 fits
@@ -236,7 +234,7 @@ def test_a_stock_of_small_prompts_lowers_the_level() -> None:
     assert admitted(scheduler) == [("c", "d1")]
 
 
-def test_a_stock_of_large_prompts_raises_the_level_also_where_answers_are_short() -> None:
+def test_many_large_waiting_prompts_raise_the_level_even_with_short_answers() -> None:
     """By half a mean prompt, less the growth: from 699 to 748. By no more than the growth of 1, 300 would fit best."""
     scheduler = level_fitting([[500, 500], [400]], slots=2, mean_prompt=100, mean_output=2)
     pool_all(scheduler, {"a": 300, "b": 345})
@@ -254,7 +252,7 @@ def test_a_huge_prompt_counts_in_the_stock_as_one_of_five_mean_prompts() -> None
     assert drops[0] > drops[1] == drops[2]
 
 
-def test_a_large_prompt_raises_the_envelope_before_its_cap_and_not_long_before() -> None:
+def test_a_large_prompt_may_raise_the_envelope_shortly_before_its_cap() -> None:
     """Its cap is 4 s and .7 times that more, for a prompt 30 times the mean."""
 
     def at(age_s: float) -> list[tuple[str, str]]:
@@ -269,7 +267,7 @@ def test_a_large_prompt_raises_the_envelope_before_its_cap_and_not_long_before()
 
 
 @pytest.mark.parametrize(("running", "first"), [(90_000, "huge"), (900, "b")], ids=["one runs", "none does"])
-def test_huge_prompts_that_have_waited_nearly_as_long_follow_one_that_is_in(running: int, first: str) -> None:
+def test_huge_prompts_with_nearly_the_same_wait_follow_an_admitted_one(running: int, first: str) -> None:
     """Where another one makes no step longer, .8 of the cap of 6.48 s is enough for a prompt 800 times the mean."""
     loads = [[running, 100], *([[900, 100]] * 6), [900]]
     scheduler = level_fitting(loads, slots=2, mean_prompt=100)
@@ -280,7 +278,7 @@ def test_huge_prompts_that_have_waited_nearly_as_long_follow_one_that_is_in(runn
     assert admitted(scheduler, 1000.0) == [(first, "d7")]
 
 
-def test_no_prompt_may_wait_until_the_pool_gives_it_up() -> None:
+def test_a_prompt_is_admitted_before_the_pools_ttl_ends() -> None:
     """Behind long waits a large prompt would go first after 6 * 40 * 1.7 s; the pool keeps it for 100."""
     for pool_ttl_s, expected in ((math.inf, "young"), (100.0, "old")):
         scheduler = occupied([[500, 500], [400]], slots=2, policy="level_fit")
@@ -361,7 +359,7 @@ def test_where_memory_is_short_each_request_goes_to_the_worker_that_is_the_light
     assert admitted(scheduler) == [("a", "d0"), ("b", "d1"), ("c", "d0")]
 
 
-def test_a_slot_stays_free_while_nothing_that_waits_fits_and_is_filled_once_it_does() -> None:
+def test_a_slot_stays_free_until_a_waiting_request_fits_the_memory() -> None:
     scheduler = with_memory([[400, 500], [450, 500]], slots=3, capacity_tokens=1_000)
     pool_all(scheduler, {"a": 600, "b": 650})
     assert admitted(scheduler) == []
@@ -371,7 +369,7 @@ def test_a_slot_stays_free_while_nothing_that_waits_fits_and_is_filled_once_it_d
     assert admitted(scheduler) == [("c", "d1")]
 
 
-def test_while_a_later_class_waits_each_goes_where_it_fits_and_what_fits_nowhere_where_most_room_is() -> None:
+def test_in_front_of_a_later_class_a_request_goes_where_it_fits_or_where_most_room_is() -> None:
     """In 100 and 50 tokens: the smaller one goes to the larger load, as it does not fit the other any more."""
     scheduler = with_memory([[400, 500], [450, 500]], slots=8, capacity_tokens=1_000)
     pool_all(scheduler, {"fits nowhere": 600, "fits": 40})
@@ -379,7 +377,7 @@ def test_while_a_later_class_waits_each_goes_where_it_fits_and_what_fits_nowhere
     assert admitted(scheduler) == [("fits nowhere", "d0"), ("fits", "d1"), ("later", "d1")]
 
 
-def test_while_no_memory_is_left_nobody_of_a_later_class_passes_who_waits_for_some() -> None:
+def test_without_memory_no_later_class_passes_a_request_that_waits_for_memory() -> None:
     scheduler = with_memory([[500, 500], [400, 600]], slots=8, capacity_tokens=1_000)
     pool_all(scheduler, {"first": 600})
     scheduler.submit_prefilled(RequestSpec("later", 1, 1), 0.0)
@@ -390,7 +388,7 @@ def test_while_no_memory_is_left_nobody_of_a_later_class_passes_who_waits_for_so
     assert admitted(scheduler) == [("later", "d1")]
 
 
-def test_what_waits_for_memory_beside_a_free_slot_is_due_at_no_time() -> None:
+def test_a_request_that_waits_for_memory_beside_a_free_slot_schedules_no_recheck() -> None:
     scheduler = with_memory([[400, 500], [450, 500]], slots=3, capacity_tokens=1_000)
     pool_all(scheduler, {"large": 300}, now=10.0)
     for now in (10.0, 11.0):
@@ -398,7 +396,7 @@ def test_what_waits_for_memory_beside_a_free_slot_is_due_at_no_time() -> None:
     assert scheduler.recheck_s(11.0) == math.inf
 
 
-def test_a_worker_on_which_nothing_runs_takes_what_is_larger_than_its_memory() -> None:
+def test_an_idle_worker_takes_a_request_larger_than_its_memory() -> None:
     scheduler = with_memory([[], [400]], slots=2, capacity_tokens=1_000)
     pool_all(scheduler, {"huge": 5_000})
     assert admitted(scheduler) == [("huge", "d0")]
@@ -450,9 +448,7 @@ def test_caps_are_a_few_mean_waits_and_longer_for_large_prompts(size_of_mean: in
         (0.02, 2.0, 12.6),  # 6.3 mean waits
     ],
 )
-def test_where_answers_are_short_nobody_waits_much_longer_than_one_takes_for_the_wait_alone(
-    token_s: float, wait_s: float, cap_s: float
-) -> None:
+def test_short_answers_limit_the_cap_of_every_request(token_s: float, wait_s: float, cap_s: float) -> None:
     snapshot = a_scheduler("level_fit").snapshot
     means, params = snapshot.means, TargetFitParams(60.0, 0.5)
     means.prompt_tokens, means.usual_tokens, means.wait_s = 100.0, 100.0, wait_s
@@ -503,7 +499,7 @@ def test_without_patience_who_has_waited_longest_goes_first_before_any_wait_is_k
     assert admitted(scheduler, now=9.0) == [("old", "d0")]
 
 
-def test_a_prompt_that_costs_hardly_more_than_any_other_request_waits_hardly_longer() -> None:
+def test_a_prompt_with_hardly_more_cost_than_a_mean_request_waits_hardly_longer() -> None:
     snapshot = a_scheduler("level_fit").snapshot
     snapshot.means.prompt_tokens, snapshot.means.wait_s, snapshot.request_tokens = 100.0, 2.0, 900.0
     caps = caps_s(np.array([100.0, 1100.0]), snapshot, TargetFitParams(60.0, 0.5), LEVEL_FIT, snapshot.pool_is_full)
@@ -516,7 +512,7 @@ def test_a_prompt_that_costs_hardly_more_than_any_other_request_waits_hardly_lon
     [(49, 1.62 * 12.6), (64, 2 * 10 * 1.0), (128, 2 * 10 * 2.0), (2000, 180.0)],
     ids=["large", "less than what others wait", "an outlier", "the most"],
 )
-def test_an_outlier_waits_by_what_it_costs_the_others_in_the_time_of_an_answer(
+def test_an_outlier_waits_in_proportion_to_its_cost_for_the_others(
     usual_requests: int, cap_s: float, request_tokens: int
 ) -> None:
     scheduler = a_scheduler("level_fit", workers=3)
@@ -553,7 +549,7 @@ def test_no_cap_outlasts_the_pool_where_waits_have_a_cap(rules: FitRules) -> Non
         assert caps_s(sizes, snapshot, TargetFitParams(max_wait_s, 0.5), rules, False).tolist() == [cap_s] * 2
 
 
-def test_one_worker_alone_gets_what_waits_in_its_order_as_far_as_memory_goes() -> None:
+def test_a_single_worker_admits_in_waiting_order_as_far_as_memory_allows() -> None:
     scheduler = level_fitting([[400] * 4], slots=4, mean_prompt=300.0)
     pool_all(scheduler, {"a": 5_000, "b": 10, "c": 300})
     for number, name in enumerate("ab"):
@@ -566,7 +562,7 @@ def test_one_worker_alone_gets_what_waits_in_its_order_as_far_as_memory_goes() -
     assert admitted(scheduler, now=1.0) == [("c", "d0"), ("small", "d0")]
 
 
-def test_a_wait_weighs_as_much_as_ever_where_answers_are_far_longer_than_prompts() -> None:
+def test_the_weight_of_a_wait_is_unchanged_where_answers_are_far_longer_than_prompts() -> None:
     """The youngest fits best by some tokens: of thousands that its answer may have, they are nothing."""
     scheduler = level_fitting([[40_000, 40_000, 10], [81_000, 10]], slots=3, mean_prompt=20.0, mean_output=1_000.0)
     pool_all(scheduler, {"old": 39}, now=0.0)
@@ -592,7 +588,7 @@ def test_a_full_worker_gets_no_small_prompt_whose_answer_will_fill_it_further(co
 
 
 @pytest.mark.parametrize(("deviation_tokens", "first"), [(0.0, "young"), (700.0, "old")], ids=["alike", "different"])
-def test_a_wait_weighs_the_more_the_more_prompts_differ(deviation_tokens: float, first: str) -> None:
+def test_the_weight_of_a_wait_grows_with_the_variation_of_prompts(deviation_tokens: float, first: str) -> None:
     scheduler = level_fitting([[3_000] * 3, [3_000] * 2], slots=3, mean_prompt=1_000.0)
     pool_all(scheduler, {"old": 500}, now=0.0)
     pool_all(scheduler, {"young": 1_500}, now=3.0)
@@ -601,7 +597,7 @@ def test_a_wait_weighs_the_more_the_more_prompts_differ(deviation_tokens: float,
     assert admitted(scheduler, now=3.0) == [(first, "d1")]
 
 
-def test_what_is_past_its_cap_waits_as_well_where_no_memory_is_left() -> None:
+def test_an_overdue_request_also_waits_when_no_memory_is_left() -> None:
     scheduler = with_memory([[450, 550], [400, 600]], slots=3, capacity_tokens=1_000)
     scheduler.submit_prefilled(RequestSpec("old", 300), 0.0)
     assert admitted(scheduler, now=1_000.0) == []
@@ -609,7 +605,7 @@ def test_what_is_past_its_cap_waits_as_well_where_no_memory_is_left() -> None:
     assert admitted(scheduler, now=1_000.0) == [("old", "d0")]
 
 
-def test_memory_is_kept_free_for_what_runs_to_grow() -> None:
+def test_memory_is_reserved_for_the_growth_of_running_requests() -> None:
     """Two mean answers of 10; and 1/32 of the memory where that is less."""
     for mean_output, fits in ((10.0, 580), (1_000.0, 568)):  # 1,000 / 32 is 31.25
         for size in (fits, fits + 1):
@@ -619,7 +615,7 @@ def test_memory_is_kept_free_for_what_runs_to_grow() -> None:
             assert bool(admitted(scheduler)) == (size == fits)
 
 
-def test_target_fit_looks_at_slots_alone() -> None:
+def test_target_fit_ignores_memory() -> None:
     scheduler = occupied([[400]], slots=2)
     scheduler.report_decoder_memory("d0", 500, 0.0)
     pool_all(scheduler, {"large": 700})
@@ -638,9 +634,7 @@ def alone(policy: str, loads: list[list[int]], *, slots: int, max_wait_s: float 
     ("policy", "waited_s", "first"),
     [("level_fit", 5.0, "fits"), ("level_fit", 10.1, "waits"), ("target_fit", 10.1, "fits")],
 )
-def test_where_workers_step_alone_nobody_waits_longer_than_the_mean_for_a_place_that_suits(
-    policy: str, waited_s: float, first: str
-) -> None:
+def test_independent_workers_limit_a_cap_to_the_mean_wait(policy: str, waited_s: float, first: str) -> None:
     scheduler = alone(policy, [[500, 500], [400]], slots=2)
     scheduler.snapshot.means.prompt_tokens = 400.0
     pool_all(scheduler, {"waits": 5000}, now=100.0 - waited_s)
@@ -659,14 +653,14 @@ def test_where_workers_step_alone_nothing_is_held_back_beside_a_free_slot(policy
     assert admitted(scheduler, 100.0) == ([] if held else [("large", "d0")])
 
 
-def test_where_workers_step_alone_an_endless_wait_is_still_endless() -> None:
+def test_independent_workers_keep_an_infinite_cap_infinite() -> None:
     scheduler = alone("level_fit", [[500, 500], [400]], slots=2, max_wait_s=math.inf)
     pool_all(scheduler, {"waits": 5000}, now=0.0)
     pool_all(scheduler, {"fits": 500}, now=100.0)
     assert admitted(scheduler, 100.0) == [("fits", "d1")]
 
 
-def test_where_workers_step_alone_memory_is_waited_for_as_elsewhere() -> None:
+def test_independent_workers_wait_for_memory_like_others() -> None:
     scheduler = alone("level_fit", [[400], [400]], slots=2)
     for name in ("d0", "d1"):
         scheduler.report_decoder_memory(name, 1000, 0.0)

@@ -30,7 +30,7 @@ def scheduler() -> Scheduler:
     return scheduler
 
 
-def test_a_view_says_what_every_worker_holds_and_who_waits(scheduler: Scheduler) -> None:
+def test_a_view_lists_the_load_of_every_worker_and_the_waiting_requests(scheduler: Scheduler) -> None:
     view = view_cluster(scheduler.snapshot)
     assert view == ClusterView(
         decoders=(DecoderView("d0", WorkerState.UP, 1, 0, 1, 115, 2, 300, 115.0, 3),),
@@ -56,7 +56,7 @@ def test_a_view_says_what_every_worker_holds_and_who_waits(scheduler: Scheduler)
     assert view.prefilling == 1
 
 
-def test_a_view_stays_as_it_was_and_cannot_be_written(scheduler: Scheduler) -> None:
+def test_a_view_is_immutable_and_unaffected_by_later_calls(scheduler: Scheduler) -> None:
     view = view_cluster(scheduler.snapshot)
     scheduler.finish("a", Outcome.FINISHED, 3.0)
     assert view.decoders[0].active == 1 and view_cluster(scheduler.snapshot).decoders[0].active == 0
@@ -66,7 +66,7 @@ def test_a_view_stays_as_it_was_and_cannot_be_written(scheduler: Scheduler) -> N
                 setattr(part, field.name, 0)
 
 
-def test_where_none_of_ours_runs_the_mean_request_is_a_mean_prompt(scheduler: Scheduler) -> None:
+def test_without_running_requests_the_mean_request_is_a_mean_prompt(scheduler: Scheduler) -> None:
     scheduler.finish("a", Outcome.FINISHED, 3.0)
     assert (
         view_cluster(scheduler.snapshot).decoders[0].mean_request_tokens == scheduler.snapshot.means.prompt_tokens > 0

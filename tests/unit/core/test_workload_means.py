@@ -50,7 +50,7 @@ def test_equal_prompts_do_not_deviate() -> None:
     assert means.deviation_tokens == pytest.approx(0.0, abs=1e-9)
 
 
-def test_rare_huge_prompts_hardly_move_the_mean_that_they_are_held_against() -> None:
+def test_rare_huge_prompts_hardly_change_the_usual_mean() -> None:
     means = WorkloadMeans()
     for number in range(5000):
         means.see_prompt(150_000 if number % 250 == 249 else 600)
@@ -106,7 +106,7 @@ def test_prompts_that_are_all_alike_say_nothing_of_answers() -> None:
     assert means.answer_slope() == 0.0
 
 
-def test_only_answers_that_are_complete_are_seen() -> None:
+def test_only_complete_answers_enter_the_means() -> None:
     scheduler = a_scheduler("pool_fifo", workers=1, slots=4)
     pool_all(scheduler, {"a": 10, "b": 10, "c": 10})
     scheduler.admit(0.0)
@@ -117,7 +117,7 @@ def test_only_answers_that_are_complete_are_seen() -> None:
     assert (scheduler.snapshot.means.answer_tokens, scheduler.snapshot.means.answers) == (7.0, 1)
 
 
-def test_an_early_prompt_weighs_as_one_of_fifty_and_the_fiftieth_too() -> None:
+def test_each_of_the_first_fifty_prompts_has_the_same_weight() -> None:
     """`sizes` above has seldom so many."""
     means = WorkloadMeans()
     for tokens in [100] * 49 + [5100]:
@@ -128,6 +128,6 @@ def test_an_early_prompt_weighs_as_one_of_fifty_and_the_fiftieth_too() -> None:
     assert means.prompt_tokens == pytest.approx(ewma)
 
 
-def test_no_prompt_is_waited_for_more_than_six_times_as_long() -> None:
+def test_the_patience_factor_is_at_most_six() -> None:
     means = WorkloadMeans(prompt_tokens=100.0)
     assert [means.patience_factor(tokens) for tokens in (0, 1000, 5000, 500_000)] == [1.0, 2.0, 6.0, 6.0]

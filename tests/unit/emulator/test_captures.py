@@ -101,7 +101,7 @@ def test_a_stream_interval_groups_tokens_as_captured() -> None:
     + ["059-err-temp-neg", "060-err-emptyprompt", "061-err-chat-empty-messages", "063-err-contenttype"]
     + ["064-err-max_tokens-too-big", "065-err-oov-token"],
 )
-def test_what_vllm_refuses_is_refused_with_its_status_and_words(name: str) -> None:
+def test_vllms_refusals_are_reproduced_with_status_and_message(name: str) -> None:
     status, reply, own_status, own_reply = ask(f"single/{name}")
     assert (own_status, orjson.loads(own_reply)) == (status, orjson.loads(reply))
 

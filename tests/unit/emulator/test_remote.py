@@ -15,7 +15,7 @@ PROMPT = list(range(300, 340))
 
 
 @pytest.mark.parametrize("connector", [Connector.MOONCAKE_V1, Connector.NIXL])
-def test_kv_that_a_dead_engine_has_claimed_is_there_for_another(connector: Connector) -> None:
+def test_kv_claimed_by_an_engine_that_died_is_available_to_another(connector: Connector) -> None:
     shape = ClusterShape(decoders=2, connector=connector, max_num_seqs=1, time_scale=FAST)
 
     async def check() -> None:

@@ -41,7 +41,7 @@ def test_a_request_that_outlives_its_connection_is_cancelled_when_the_server_sto
 
 
 @pytest.mark.parametrize("loop_factory", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
-def test_a_reset_of_a_connection_that_has_gone_is_nobody_s_error(
+def test_a_reset_of_a_closed_connection_logs_no_error(
     loop_factory: Callable[[], asyncio.AbstractEventLoop],
 ) -> None:
     gone = asyncio.Event()

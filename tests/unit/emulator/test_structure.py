@@ -21,7 +21,7 @@ THINKS = {"enable_thinking": True}
         ),
     ],
 )
-def test_the_words_before_what_a_grammar_forces_end_with_a_whole_character(body: dict[str, object]) -> None:
+def test_free_text_before_a_grammars_part_ends_with_a_whole_character(body: dict[str, object]) -> None:
     """Half a one would be the first character of the JSON, which no client could then read."""
     structure = structure_of(body, chat=True)
     assert structure is not None

@@ -81,7 +81,7 @@ def test_a_step_with_a_free_slot_begins_every_transfer_and_later_ones_do_not_wai
     assert step(rank, 3.0) == ["a", "b"]  # b has no transfer to wait for any more
 
 
-def test_what_a_rank_computes_itself_holds_a_slot_meanwhile() -> None:
+def test_a_locally_computed_prompt_holds_a_slot_meanwhile() -> None:
     rank = Rank(slots=1, kv=roomy())
     local = a_request("local", output=1, transfer_s=1.0)
     local.local = True
@@ -98,7 +98,7 @@ def test_kv_that_never_comes_is_started_by_its_arrival() -> None:
     assert step(rank, 2e9) == ["a"]
 
 
-def test_the_head_of_the_queue_waits_for_blocks_and_nobody_overtakes_it() -> None:
+def test_the_head_of_the_queue_waits_for_blocks_and_is_not_overtaken() -> None:
     rank = Rank(slots=4, kv=KvBlocks(10, 10))
     rank.submit(a_request("small", prompt=45, output=3))
     rank.submit(a_request("large", prompt=90, output=1))
@@ -144,7 +144,7 @@ def test_removing_a_request_twice_is_an_error() -> None:
         rank.remove("r")
 
 
-def test_a_failed_rank_holds_nothing() -> None:
+def test_a_failed_rank_holds_no_requests() -> None:
     rank = Rank(slots=1, kv=KvBlocks(10, 100))
     for name in "ab":
         rank.submit(a_request(name))
@@ -172,7 +172,7 @@ def test_a_stalled_rank_keeps_its_requests_and_gives_no_tokens() -> None:
     assert (group.end_step()[0].stepped, list(rank.running), group.running) == ([], ["r"], False)
 
 
-def test_a_request_gives_way_to_blocks_that_a_transfer_holds_and_comes_back() -> None:
+def test_a_request_is_preempted_for_blocks_of_a_transfer_and_resumes() -> None:
     rank = Rank(2, KvBlocks(6, 10), preemption=Preemption.RECOMPUTE_LOCALLY)
     rank.submit(a_request("growing", prompt=26, output=9))
     rank.submit(a_request("arriving", prompt=20, output=1, transfer_s=20.0))

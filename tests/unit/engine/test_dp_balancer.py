@@ -41,7 +41,7 @@ def test_a_request_pauses_where_the_others_gain_more_than_it_loses() -> None:
     assert planned_blocks(patient, ranks(([500, 20], []), ([20, 20], []))) == [[20, 500], [20, 20]]
 
 
-def test_tokens_fill_blocks() -> None:
+def test_kv_blocks_are_rounded_up_from_tokens() -> None:
     assert [blocks_of(tokens) for tokens in (1, 128, 129)] == [1, 1, 2]
 
 

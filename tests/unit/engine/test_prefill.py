@@ -65,7 +65,7 @@ def test_pins_end_with_their_lease() -> None:
     assert (prefiller.expired, prefiller.kv.used, prefiller.next_event_s()) == (1, 0, math.inf)
 
 
-def test_a_lease_begins_when_the_prompt_is_seen_to_be_done_however_late_that_is() -> None:
+def test_a_lease_starts_when_the_end_of_the_prompt_is_noticed() -> None:
     prefiller = a_prefiller(lease_s=30.0)
     prefiller.submit(PrefillJob("a", 100), 0.0)
     assert [job.id for job in prefiller.advance(100.0)] == ["a"]

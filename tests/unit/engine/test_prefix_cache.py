@@ -8,14 +8,14 @@ def test_a_prompt_finds_the_leading_blocks_that_were_computed_before() -> None:
     assert [cache.compute(prompt) for prompt in ("ab", "abcd", "abx", "b")] == [0, 2, 2, 1]
 
 
-def test_what_was_used_longest_ago_goes_and_of_one_prompt_its_last_block_first() -> None:
+def test_the_least_recently_used_blocks_are_evicted_from_the_end_of_a_prompt() -> None:
     cache = PrefixCache(3)
     for prompt in ("abc", "x"):
         cache.compute(prompt)
     assert (cache.found("abc"), cache.found("x"), len(cache)) == (2, 1, 3)
 
 
-def test_a_prompt_larger_than_the_cache_leaves_its_beginning() -> None:
+def test_a_prompt_larger_than_the_cache_keeps_its_first_blocks() -> None:
     cache = PrefixCache(2)
     cache.compute("abcd")
     assert cache.found("abcd") == 2

@@ -33,7 +33,7 @@ def test_words_and_what_only_looks_like_words_survive_the_tokenizer(text: str) -
 
 
 @given(plain_ids, st.integers(1, 60))
-def test_text_that_the_model_wrote_has_the_ids_that_it_wrote(prompt: list[int], count: int) -> None:
+def test_text_of_the_model_encodes_to_its_original_ids(prompt: list[int], count: int) -> None:
     ids = continuation(prompt, count)
     try:
         text = decode_bytes(ids).decode()
@@ -87,6 +87,6 @@ def test_lognormal_lengths_have_the_median_that_was_asked_for() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "lognormal", "lognormal:1", "fixed:x", "fixed:-1", "uniform:9,3", "gauss:1,2"])
-def test_lengths_that_make_no_sense_are_refused(text: str) -> None:
+def test_invalid_output_lengths_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="output lengths"):
         OutputLengths.parse(text)

@@ -70,7 +70,7 @@ def test_bursts_bring_the_same_requests_in_part_of_each_minute() -> None:
     assert (burst.arrival_s // 60.0 == trace.arrival_s // 60.0).all()
 
 
-def test_a_run_that_was_stopped_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_a_stopped_run_continues_where_it_stopped(tmp_path: Path) -> None:
     jobs = [CellJob(cell, methods.LEVEL_FIT) for cell in CELLS]
     first = run_jobs(jobs[:1], 1, store=grid.Store(tmp_path / grid.STORE))
     ran: list[tuple[int, int]] = []
@@ -94,7 +94,7 @@ def test_an_invalid_store_is_named(tmp_path: Path) -> None:
         grid.Store(tmp_path / grid.STORE)
 
 
-def test_half_a_last_line_costs_its_own_run_and_no_other(tmp_path: Path) -> None:
+def test_a_half_written_last_line_loses_only_its_own_run(tmp_path: Path) -> None:
     jobs = [CellJob(cell, methods.LEVEL_FIT) for cell in CELLS]
     path = tmp_path / grid.STORE
     first = run_jobs(jobs, 1, store=grid.Store(path))
@@ -107,7 +107,7 @@ def test_half_a_last_line_costs_its_own_run_and_no_other(tmp_path: Path) -> None
     assert len(grid.Store(path).known) == 2
 
 
-def test_two_that_go_on_behind_half_a_line_lose_nothing_of_each_other(tmp_path: Path) -> None:
+def test_two_runs_that_continue_after_a_half_written_line_lose_no_result(tmp_path: Path) -> None:
     jobs = [CellJob(cell, methods.LEVEL_FIT) for cell in CELLS]
     path = tmp_path / grid.STORE
     path.write_bytes(b'{"half": ')
@@ -162,7 +162,7 @@ def made_up(method: Method, tokens_s: float, tpot_s: float, wait_s: float) -> di
     }
 
 
-def test_regret_is_against_the_best_and_waits_only_among_those_that_serve_as_much() -> None:
+def test_regret_is_relative_to_the_best_and_waits_compare_only_policies_with_equal_throughput() -> None:
     cell = CELLS[0]
     results = {}
     for index, method in enumerate(grid.POLICIES):
@@ -185,11 +185,11 @@ def test_regret_is_against_the_best_and_waits_only_among_those_that_serve_as_muc
 @pytest.mark.parametrize(
     ("wait_s", "least_s", "lost"), [(31.0, 30.0, 0.0), (33.0, 30.0, 0.1), (1.4, 0.5, 0.0), (2.0, 0.0, 1.0)]
 )
-def test_of_waits_a_second_more_is_nobodys_regret(wait_s: float, least_s: float, lost: float) -> None:
+def test_a_wait_of_up_to_a_second_more_is_no_regret(wait_s: float, least_s: float, lost: float) -> None:
     assert grid._lost_wait(wait_s, least_s) == pytest.approx(lost)
 
 
-def test_where_no_cell_is_busy_the_regrets_are_unknown_and_not_zero() -> None:
+def test_regrets_are_unknown_and_not_zero_where_no_cell_is_busy() -> None:
     assert all(row[1:3] == [None, None] and row[4:6] == [None, None] for row in grid.regret_table([]).rows)
 
 
@@ -203,7 +203,7 @@ def test_the_grid_is_reported_with_every_policy_in_every_cell(tmp_path: Path, mo
             assert f"| {cell.name} | {method.label} |" in text
 
 
-def test_the_bound_stands_every_policy_beside_hindsight_and_perfect_balance(tmp_path: Path) -> None:
+def test_the_bound_report_compares_every_policy_with_hindsight_and_perfect_balance(tmp_path: Path) -> None:
     text = reproduce(["bound"], TINY, tmp_path, n_processes=1)
     assert "| Perfect balance | 0 | 0.00 | 1.000 |" in text
     for method in (*bound.ROUTERS, *bound.HINDSIGHT):

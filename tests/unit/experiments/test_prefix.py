@@ -40,7 +40,7 @@ def test_a_trace_that_says_nothing_of_prefixes_is_refused_before_anything_runs(t
         reproduce(["prefix"], Scope.of(quick=True, trace=str(trace)), tmp_path / "out", n_processes=1)
 
 
-def test_what_the_index_believes_is_as_good_as_knowing_the_caches() -> None:
+def test_the_prefix_index_is_nearly_as_good_as_exact_knowledge_of_the_caches() -> None:
     trace = generate_conversations(800)
     ours, exact = (replay_prefill(trace, RIVALS[p], 4, 6000.0, 200_000) for p in ("prefix_affinity", "exact knowledge"))
     assert ours.computed_ratio < 1.03 * exact.computed_ratio

@@ -61,7 +61,7 @@ def test_equal_seeds_give_equal_bytes_whatever_the_number_of_processes(tmp_path:
     assert {".md", ".csv", ".png", ".svg"} == {Path(file).suffix for file in one}
 
 
-def test_the_report_stands_the_papers_ratios_beside_ours_and_says_what_is_synthetic(tmp_path: Path) -> None:
+def test_the_report_shows_the_papers_ratios_and_names_synthetic_data(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     text = reproduce(["main"], replace(TINY, rows=20, seeds=(0,)), tmp_path, n_processes=1)
     assert text == (tmp_path / "REPORT.md").read_text()
@@ -78,7 +78,7 @@ def test_the_report_stands_the_papers_ratios_beside_ours_and_says_what_is_synthe
 @pytest.mark.parametrize(
     ("method", "both"), [(methods.BR_0, False), (methods.BR_0_BOTH_4, True), (methods.BR_H_BOTH_8, True)]
 )
-def test_both_stages_run_in_the_rows_that_say_so(
+def test_both_stages_run_only_in_the_rows_that_name_them(
     method: methods.Method, both: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stages: Counter[int] = Counter()
@@ -94,7 +94,7 @@ def test_both_stages_run_in_the_rows_that_say_so(
     assert stages[1] > 0 and (stages[2] > 0) is both
 
 
-def test_the_worth_of_the_subset_search_is_told_by_its_candidates(tmp_path: Path) -> None:
+def test_the_subsets_report_has_a_row_per_number_of_candidates(tmp_path: Path) -> None:
     scope = replace(TINY, rows=30, seeds=(0,))
     text = reproduce(["subsets"], scope, tmp_path, n_processes=1)
     assert all(f"| BR-0, our defaults | {r_max} |" in text for r_max in subsets.R_MAX)
@@ -116,7 +116,7 @@ def test_overhead_is_measured_by_stage() -> None:
     assert 0 < parts < times.total.sum()
 
 
-def test_the_predictors_are_judged_on_a_draw_they_have_not_seen(tmp_path: Path) -> None:
+def test_the_predictors_are_evaluated_on_an_unseen_draw(tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
     text = reproduce(["predictors"], replace(TINY, rows=400), tmp_path, n_processes=1)
     assert "| heavy_tailed | exact_match |" in text
@@ -209,9 +209,7 @@ def test_predictors_on_a_users_trace_say_nothing_of_the_synthetic_ones(
     assert row.split("|")[4].strip() == "–"  # the paper judged no such file
 
 
-def test_a_predictor_that_needs_an_extra_is_left_out_with_a_word(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_predictor_without_its_extra_is_left_out_with_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sklearn", None)
     text = reproduce(["predictors"], replace(TINY, rows=40), tmp_path, n_processes=1)
     assert "`learned` is left out: it needs scikit-learn (`scripts/install learned`)." in text
@@ -305,7 +303,7 @@ def test_an_empty_name_of_the_folder_is_refused(
     assert capsys.readouterr().err.startswith("balanceroute: --out: an empty name")
 
 
-def test_a_bad_trace_is_one_line_and_exit_code_2(
+def test_a_bad_trace_is_reported_in_one_line_with_exit_code_2(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "bad.csv").write_text("what\n")
@@ -318,7 +316,7 @@ def test_a_bad_trace_is_one_line_and_exit_code_2(
 
 
 @pytest.mark.parametrize("jobs", ["0", "4294967296"])
-def test_a_number_of_processes_that_no_machine_has_is_one_line_and_exit_code_2(
+def test_an_excessive_number_of_processes_is_reported_in_one_line_with_exit_code_2(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], jobs: str
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["balanceroute", "reproduce", "bound", "--jobs", jobs, "--out", str(tmp_path)])
@@ -362,14 +360,14 @@ def test_without_matplotlib_the_tables_are_written_and_the_report_says_how_to_ge
     assert not [name for name in files_of(["sensitivity"], TINY) if name.endswith((".png", ".svg"))]
 
 
-def test_a_policy_of_ones_own_is_a_row_of_the_main_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_own_policy_is_a_row_of_the_main_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "examples"))
     scope = replace(TINY, policies=("own_policy:FirstFit",))
     text = reproduce(["main"], scope, tmp_path, n_processes=2)
     assert text.count("| own_policy:FirstFit |") == len(scope.sources)
 
 
-def test_every_method_has_a_look_of_its_own_in_every_figure() -> None:
+def test_every_method_has_a_unique_style_in_every_figure() -> None:
     shown = {method.label for method in (*MAIN, *fairness.DEFAULTS, *scaling.METHODS, *fairness.SWEPT, *grid.POLICIES)}
     assert shown | set(figures.LABELS.values()) <= set(figures.STYLES)
     assert set(figures.LABELS) == BUILT_IN

@@ -122,7 +122,7 @@ def test_half_a_last_line_is_forgiven_and_half_a_line_before_it_is_not(tmp_path:
     ['1e9,"1,1,1,0,0', f"1e9,{'9' * 200_000},1,1,0,0", '1e9,"' + "9" * 200_000, "1e9,1,-1,1,0,0", "1e9,1e300,1,1,0,0"],
     ids=["quote", "field of many digits", "quote of many digits", "negative", "too large"],
 )
-def test_a_line_that_is_none_of_a_step_log_is_named_and_swallows_no_other(tmp_path: Path, line: str) -> None:
+def test_a_line_that_is_not_of_a_step_log_is_named_and_hides_no_other(tmp_path: Path, line: str) -> None:
     path = a_log(tmp_path / "a", [1, 2, 3])
     path.write_text(path.read_text() + line)
     assert len(read(path)) == 3, "forgiven as the last one"
@@ -142,7 +142,7 @@ def test_the_command_prints_a_table_or_json(tmp_path: Path, capsys: pytest.Captu
 
 
 @pytest.mark.parametrize("content", [None, "a,b\n1,2\n"])
-def test_what_is_no_step_log_is_one_line_and_exit_code_2(
+def test_a_file_that_is_not_a_step_log_is_reported_in_one_line_with_exit_code_2(
     tmp_path: Path, content: str | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "x"
@@ -209,7 +209,7 @@ def test_behind_a_barrier_the_fit_finds_the_cost_of_a_request_too(tmp_path: Path
     assert group.slowdown is None, "all wait for the slowest"
 
 
-def test_servers_that_step_independently_are_told_apart_and_have_slowdowns(tmp_path: Path) -> None:
+def test_servers_that_step_independently_are_distinguished_and_have_slowdowns(tmp_path: Path) -> None:
     summary = summarise(engines(tmp_path, 3, barrier=False, slowdowns=(1.0, 1.3, 1.0)))
     assert [len(group.files) for group in summary.groups] == [1, 1, 1]
     assert [group.slowdown for group in summary.groups] == pytest.approx([1.0, 1.3, 1.0], abs=0.05)
@@ -254,7 +254,7 @@ def test_a_link_that_leads_to_itself_is_a_file_that_cannot_be_read(tmp_path: Pat
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_fit_to_a_step_of_negative_cost_means_nothing(
+def test_a_fit_to_a_step_with_negative_cost_is_reported_as_meaningless(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], ranks: int
 ) -> None:
     files = engines(tmp_path, ranks, barrier=True)
@@ -267,7 +267,7 @@ def test_a_fit_to_a_step_of_negative_cost_means_nothing(
     assert "to replay with" not in text
 
 
-def test_noise_is_said_to_mean_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_fit_to_noise_is_reported_as_meaningless(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = engines(tmp_path, 1, barrier=False, us_per_token=0.0, noise=0.3)
     assert main([str(file) for file in files]) == 0
     text = capsys.readouterr().out
@@ -306,7 +306,7 @@ def moved(lines: list[str], by_s: float) -> list[str]:
     ],
     ids=["clock set back", "newest first"],
 )
-def test_steps_whose_times_go_back_are_read_and_said_so(
+def test_steps_with_decreasing_times_are_read_and_reported(
     tmp_path: Path, change: Callable[[list[str]], list[str]], note: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (file,) = engines(tmp_path, 1, barrier=False)

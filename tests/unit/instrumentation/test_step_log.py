@@ -123,7 +123,7 @@ def test_overlapping_steps_are_not_counted_twice(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "left", ["1700000000.1,5.2,3", "", "time,step_co"], ids=["half a step", "all", "half a header"]
 )
-def test_an_engine_with_the_process_id_of_a_killed_one_goes_on_behind_its_last_whole_line(
+def test_a_reused_process_id_appends_after_the_last_complete_line_of_the_killed_engine(
     tmp_path: Path, left: str
 ) -> None:
     before = StepLog(tmp_path, "0")
@@ -140,7 +140,7 @@ def test_an_engine_with_the_process_id_of_a_killed_one_goes_on_behind_its_last_w
     assert len(read(after.path)) == (2 if whole else 1)
 
 
-def test_an_error_of_the_engine_is_the_engines_own(tmp_path: Path) -> None:
+def test_an_engines_own_exception_propagates(tmp_path: Path) -> None:
     kind = an_engine_core()
 
     def broken(core: Any) -> None:
@@ -153,7 +153,7 @@ def test_an_error_of_the_engine_is_the_engines_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("breaks", ["folder", "scheduler", "usage"])
-def test_an_error_of_ours_ends_the_log_with_one_warning_and_the_engine_goes_on(
+def test_an_error_of_the_plugin_ends_the_log_with_one_warning_and_the_engine_continues(
     tmp_path: Path, breaks: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
@@ -195,7 +195,7 @@ def test_without_the_variable_vllm_is_not_touched(monkeypatch: pytest.MonkeyPatc
     assert dict(vars(kind)) == as_it_was
 
 
-def test_a_vllm_that_looks_otherwise_costs_one_warning(
+def test_an_incompatible_vllm_costs_one_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
@@ -240,7 +240,7 @@ def test_the_rank_is_found_in_the_process_s_name(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(("role", "name"), [("kv_producer", "steps-prefill-dp3-"), ("kv_consumer", "steps-dp3-")])
-def test_the_file_of_a_prefiller_says_so(tmp_path: Path, role: str, name: str) -> None:
+def test_a_prefillers_file_is_marked_as_such(tmp_path: Path, role: str, name: str) -> None:
     core_class = an_engine_core()
     plugin.instrument(core_class, tmp_path)
     core = core_class()

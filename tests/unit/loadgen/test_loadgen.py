@@ -79,7 +79,7 @@ def loaded(trace: Trace, answer: Answer, bodies: list[Body] | None = None, **opt
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no uvloop there")
-def test_it_works_on_uvloop() -> None:
+def test_load_runs_on_uvloop() -> None:
     import uvloop
 
     async def run() -> LoadReport:
@@ -107,13 +107,13 @@ def test_complete_answers_are_counted_and_timed() -> None:
 
 
 @pytest.mark.parametrize("piece", [1, 7, 50, 4096])
-def test_events_are_counted_however_the_bytes_are_cut(piece: int) -> None:
+def test_events_are_counted_for_any_split_of_the_bytes(piece: int) -> None:
     report = loaded(a_trace([6]), lambda body, writer: whole_answer(body, writer, piece))
     assert (report.completed, report.itl_s.n) == (1, 5)
 
 
 @pytest.mark.parametrize("piece", [1, 7, 4096])
-def test_an_endpoint_may_end_its_lines_with_both_characters_and_send_comments(piece: int) -> None:
+def test_crlf_line_ends_and_comments_of_an_endpoint_are_accepted(piece: int) -> None:
     async def answer(body: Body, writer: asyncio.StreamWriter) -> None:
         comment = b": keep-alive\n\n"
         text = comment + token() * 3 + comment + token("length") + usage(4) + event(b"[DONE]")
@@ -174,7 +174,7 @@ async def answer_never(body: Body, writer: asyncio.StreamWriter) -> None:
     await asyncio.sleep(0)
 
 
-def test_an_endpoint_that_asks_for_a_key_is_told_so() -> None:
+def test_an_endpoint_that_needs_a_key_is_reported_with_openai_api_key() -> None:
     async def ask() -> None:
         with pytest.raises(InputError, match=r"no model list \(status 401: no key\); .* set OPENAI_API_KEY$"):
             await first_model(Refusing("http://127.0.0.1:1"))
@@ -212,7 +212,7 @@ def test_an_invalid_field_of_an_answer_is_named(answer: Answer, reason: str) -> 
     assert [kind for kind in report.errors if kind.startswith(reason)], report.errors
 
 
-def test_errors_of_one_kind_are_counted_together_by_what_the_first_says() -> None:
+def test_errors_of_one_kind_are_counted_together_under_the_first_message() -> None:
     number = 0
 
     async def refuse(body: Body, writer: asyncio.StreamWriter) -> None:
@@ -257,7 +257,7 @@ def test_the_time_scale_stretches_the_arrivals() -> None:
     assert report.duration_s >= 0.08
 
 
-def test_progress_is_told_until_everything_ended() -> None:
+def test_progress_is_reported_until_every_request_has_ended() -> None:
     told: list[tuple[int, int]] = []
 
     async def run() -> None:
@@ -306,7 +306,7 @@ def test_an_invalid_url_is_refused(url: str) -> None:
     ],
     ids=["a password", "a query", "a fragment"],
 )
-def test_what_no_request_would_carry_of_a_url_is_refused_and_no_password_is_shown(url: str, reason: str) -> None:
+def test_url_parts_that_no_request_carries_are_refused_without_showing_a_password(url: str, reason: str) -> None:
     with pytest.raises(InputError, match=reason) as refused:
         asyncio.run(run_load(a_trace([1]), LoadOptions(url)))
     assert "secret" not in str(refused.value)
@@ -317,7 +317,7 @@ def test_what_no_request_would_carry_of_a_url_is_refused_and_no_password_is_show
     [("http://[::1]:80", "[::1]:80"), ("https://h/sub", "h")],
     ids=["IPv6", "of a path"],
 )
-def test_the_host_of_a_request_is_that_of_its_url(url: str, host: str) -> None:
+def test_the_host_header_is_that_of_the_url(url: str, host: str) -> None:
     async def head() -> str:
         return Client(url).head
 

@@ -44,7 +44,7 @@ def test_an_unknown_kind_names_the_known_ones() -> None:
 
 
 @pytest.mark.parametrize("kind", ["survival", "exact_match"])
-def test_a_model_file_brings_back_its_rows_and_the_history_comes_on_top(kind: str, tmp_path: Path) -> None:
+def test_a_model_file_restores_its_rows_and_the_history_is_added(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "model.npz"
     save_model(path, Model(kind, H, ROWS))
 
@@ -109,14 +109,14 @@ def test_a_model_that_cannot_be_written_is_one_clear_error(tmp_path: Path) -> No
         save_model(tmp_path / "nowhere" / "m.npz", Model("survival", H, ROWS))
 
 
-def test_a_model_takes_the_place_of_a_link_that_leads_to_itself(tmp_path: Path) -> None:
+def test_a_model_replaces_a_link_that_leads_to_itself(tmp_path: Path) -> None:
     link = tmp_path / "link"
     link.symlink_to(link)
     save_model(link, Model("survival", H, ROWS))
     assert load_model(link).rows == ROWS and not link.is_symlink()
 
 
-def test_a_model_goes_into_a_pipe_and_to_where_a_link_leads_and_replaces_neither(tmp_path: Path) -> None:
+def test_a_model_is_written_into_a_pipe_and_through_a_link_without_replacing_them(tmp_path: Path) -> None:
     model, file, link, pipe = Model("survival", H, ROWS), tmp_path / "m.npz", tmp_path / "link", tmp_path / "pipe"
     link.symlink_to(file)
     save_model(link, model)

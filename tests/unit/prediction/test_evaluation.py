@@ -57,7 +57,7 @@ def test_no_training_request_ends_after_a_test_request_starts(rows: list[tuple[f
     assert test
 
 
-def test_what_runs_at_the_split_is_known_as_far_as_it_has_come() -> None:
+def test_requests_running_at_the_split_are_cut_short_in_the_training_part() -> None:
     rows = [on_arrival(0.0, 10, "short"), on_arrival(0.0, 1000, "long"), on_arrival(5.0, 7), on_arrival(5.0, 8)]
 
     train, test = time_split(rows)
@@ -66,7 +66,7 @@ def test_what_runs_at_the_split_is_known_as_far_as_it_has_come() -> None:
     assert test == rows[2:]
 
 
-def test_nothing_splits_into_nothing() -> None:
+def test_an_empty_history_splits_into_two_empty_parts() -> None:
     assert time_split([]) == ([], [])
 
 
@@ -94,7 +94,7 @@ def test_figures_without_a_class_are_null_and_the_result_is_json() -> None:
     assert json.loads(json.dumps(found.to_dict()))["auc"] is None
 
 
-def test_calibration_compares_what_was_said_with_what_was_seen() -> None:
+def test_calibration_compares_predicted_with_observed_finish_rates() -> None:
     said = np.array([0.0, 0.05, 0.95, 1.0])
 
     low, high = calibration_bins(said, np.array([False, True, True, True]))
@@ -134,7 +134,7 @@ def test_a_recurring_prompt_is_learned_online_but_not_frozen() -> None:
     assert found.auc is not None and found.auc > 0.85
 
 
-def test_nothing_to_judge_is_said() -> None:
+def test_evaluating_without_a_finished_request_is_an_error() -> None:
     with pytest.raises(ValueError, match="no finished request"):
         evaluate(AnchorPredictor(H), [], H)
 

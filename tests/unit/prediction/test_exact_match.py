@@ -31,7 +31,7 @@ def test_a_known_key_answers_by_counting_its_own_lengths(outputs: list[int], age
     [("", 95), ("unknown", 95), ("thin", 95), ("known", 95)],
     ids=["none", "miss", "thin", "outlived"],
 )
-def test_it_falls_back_to_the_marginal_distribution(key: str, age: int) -> None:
+def test_an_unknown_key_falls_back_to_the_marginal_distribution(key: str, age: int) -> None:
     rows = [*MARGINAL, *finishes(7, key="thin"), *finishes(7, 8, 9, key="known")]
     survival = SurvivalPredictor(10)
     survival.start(rows)
@@ -59,7 +59,7 @@ def test_a_batch_answers_and_counts_as_one_by_one(
     assert (predictor.key_hits, predictor.key_misses) == (2 * hits, 2 * misses)
 
 
-def test_a_recurring_prompt_is_known_without_a_new_fit() -> None:
+def test_a_recurring_prompt_is_recognised_without_a_new_fit() -> None:
     predictor = fitted(MARGINAL)
 
     for row in finishes(7, 9, key="k"):
@@ -107,7 +107,7 @@ def test_an_evicted_row_leaves_nothing_to_the_next_key(history: list[tuple[int, 
 
 
 @given(st.lists(st.tuples(st.integers(-1, 6), st.integers(1, 60), st.booleans()), max_size=150))
-def test_a_whole_history_is_taken_in_as_if_it_had_come_row_by_row(history: list[tuple[int, int, bool]]) -> None:
+def test_a_bulk_history_gives_the_same_state_as_row_by_row(history: list[tuple[int, int, bool]]) -> None:
     rows = [
         a_finish(output, key=str(key) if key >= 0 else "", reason="cancelled" if cut else "stop")
         for key, output, cut in history

@@ -27,14 +27,14 @@ def test_a_refresh_answers_every_tracker_in_order(n: int) -> None:
     assert (forecaster.refreshes, forecaster.gate_open, forecaster.gate_closed) == (3 * n, 2 * n, n)
 
 
-def test_nothing_due_costs_nothing() -> None:
+def test_an_empty_refresh_costs_nothing() -> None:
     forecaster = a_forecaster()
 
     assert forecaster.refresh([]) == []
     assert forecaster.refreshes == 0
 
 
-def test_a_finish_is_learned() -> None:
+def test_a_finished_request_is_learned() -> None:
     forecaster = a_forecaster()
 
     row = forecaster.finished(ATracker(age_tokens=55), "stop", now=3.0)
@@ -54,7 +54,7 @@ def test_a_requeued_request_is_learned_and_forecast_as_the_client_saw_it() -> No
 
 
 @pytest.mark.parametrize("n", [1, 20], ids=["few, one by one", "many, one batch"])
-def test_what_the_clients_limit_leaves_bounds_the_forecast_even_where_the_gate_is_closed(n: int) -> None:
+def test_the_clients_token_limit_bounds_the_forecast_even_with_a_closed_gate(n: int) -> None:
     forecaster = a_forecaster()
     trackers = [
         ATracker(age_tokens=0, max_new_tokens=40),  # 60 would be likely, but 40 is the end

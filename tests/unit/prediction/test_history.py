@@ -58,7 +58,7 @@ def test_a_restart_finds_every_row_and_the_same_salt(path: Path) -> None:
         assert again.stats.rows == 2
 
 
-def test_of_a_long_history_the_newest_rows_can_be_read_alone(path: Path) -> None:
+def test_the_newest_rows_of_a_long_history_can_be_read_alone(path: Path) -> None:
     rows = finishes(5, 6, 7, 8)
     stored(path, *rows)
     with opened(path) as history:
@@ -86,7 +86,9 @@ def test_rows_reach_the_disk_by_themselves_after_the_batch_time(path: Path) -> N
         block_until(lambda: len(read_rows(path)) == 1)
 
 
-def test_a_file_that_cannot_shrink_is_said_and_still_written(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_file_that_cannot_be_pruned_is_reported_and_still_written(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with opened(path, max_rows=5) as history:
         with closing(sqlite3.connect(path)) as saboteur:
             saboteur.execute("CREATE TRIGGER keep BEFORE DELETE ON finished BEGIN SELECT RAISE(ABORT, 'kept'); END")
@@ -98,7 +100,7 @@ def test_a_file_that_cannot_shrink_is_said_and_still_written(path: Path, caplog:
     assert "cannot be pruned: kept" in caplog.text
 
 
-def test_more_than_the_writer_can_take_is_dropped_and_counted(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_beyond_the_writers_capacity_are_dropped_and_counted(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("balanceroute.prediction.history.MAX_PENDING", 0)
     with opened(path) as history:
         history.add(a_finish(5))
@@ -185,7 +187,7 @@ def test_a_schema_that_is_no_text_any_more_is_damage_and_no_crash(path: Path) ->
 
 
 @pytest.mark.parametrize("salt", ["'a text'", "1000", "1.5", "x''", "x'00'"])
-def test_a_salt_that_is_none_becomes_a_new_one_and_the_rows_stay(path: Path, salt: str) -> None:
+def test_an_invalid_salt_is_replaced_and_the_rows_stay(path: Path, salt: str) -> None:
     stored(path, a_finish(5))
     with sqlite3.connect(path) as file:
         file.execute(f"UPDATE secret SET salt = {salt}")
@@ -201,7 +203,7 @@ def test_a_salt_that_is_none_becomes_a_new_one_and_the_rows_stay(path: Path, sal
     assert [len(salt) for salt in salts] == [16]
 
 
-def test_a_row_whose_text_is_damaged_takes_no_other_with_it(path: Path) -> None:
+def test_a_row_with_damaged_text_loses_no_other_row(path: Path) -> None:
     stored(path, a_finish(5), a_finish(6))
     with sqlite3.connect(path) as file:
         file.execute("UPDATE finished SET prompt_key = CAST(x'ffff' AS TEXT) WHERE output_tokens = 5")
@@ -239,7 +241,7 @@ def test_a_file_of_a_newer_version_is_left_alone(path: Path, caplog: pytest.LogC
     assert path.read_bytes() == content
 
 
-def test_somebody_elses_database_is_left_alone(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_database_of_another_program_is_left_alone(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with closing(sqlite3.connect(path)) as writer, writer:
         writer.execute("CREATE TABLE precious (x)")
     content = path.read_bytes()
@@ -249,7 +251,7 @@ def test_somebody_elses_database_is_left_alone(path: Path, caplog: pytest.LogCap
     assert path.read_bytes() == content
 
 
-def test_a_path_that_cannot_be_opened_is_one_line_and_no_crash(
+def test_a_path_that_cannot_be_opened_is_reported_in_one_line_without_a_crash(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_text("")
@@ -273,7 +275,7 @@ def test_without_a_thread_for_the_writer_the_file_is_read_and_rows_are_counted_a
     assert [record.message for record in caplog.records] == ["prediction history not added to: can't start new thread"]
 
 
-def test_a_damaged_file_that_cannot_be_moved_is_one_line_and_no_crash(
+def test_a_damaged_file_that_cannot_be_moved_is_reported_in_one_line_without_a_crash(
     path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path.write_bytes(b"x" * 5000)
@@ -315,7 +317,7 @@ def test_a_file_that_another_process_locks_is_not_taken_for_damaged(
     assert len(loaded(path)) == 1
 
 
-def test_rows_that_cannot_be_written_are_counted_and_said_once(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_rows_that_cannot_be_written_are_counted_and_logged_once(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING), opened(path) as history:
         with closing(sqlite3.connect(path)) as saboteur:
             saboteur.execute("ALTER TABLE finished RENAME TO elsewhere")
@@ -333,7 +335,7 @@ def test_rows_that_cannot_be_written_are_counted_and_said_once(path: Path, caplo
 
 
 @pytest.mark.parametrize("moved", [False, True], ids=["removed", "moved"])
-def test_a_file_that_is_taken_away_is_begun_anew_with_the_same_salt(
+def test_a_removed_file_is_recreated_with_the_same_salt(
     path: Path, moved: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING), opened(path) as history:
@@ -357,7 +359,7 @@ def test_a_file_that_is_taken_away_is_begun_anew_with_the_same_salt(
         assert again.salt == salt
 
 
-def test_a_folder_that_is_gone_is_said_once_and_its_rows_are_counted_as_dropped(
+def test_a_removed_folder_is_logged_once_and_its_rows_are_counted_as_dropped(
     path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = path.parent / "folder"
@@ -385,7 +387,9 @@ def test_a_history_can_be_read_while_a_router_writes_it(path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [None, b"not a database"], ids=["missing", "damaged"])
-def test_reading_what_is_no_history_is_one_clear_error_and_changes_nothing(path: Path, content: bytes | None) -> None:
+def test_reading_a_file_that_is_not_a_history_is_one_error_and_changes_nothing(
+    path: Path, content: bytes | None
+) -> None:
     if content is not None:
         path.write_bytes(content)
 
@@ -413,7 +417,7 @@ def test_what_is_added_after_closing_is_counted_as_dropped(path: Path) -> None:
     assert history.stats.dropped == 1
 
 
-def test_rows_that_make_no_sense_are_left_out_with_one_line(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_invalid_rows_are_left_out_with_one_line(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     now = 1000.0
     history = History(path, clock=lambda: now)
     history.add(a_finish(5, at_s=now))

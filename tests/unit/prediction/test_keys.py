@@ -22,11 +22,11 @@ def test_another_salt_gives_other_keys() -> None:
     assert PromptKeyer(b"other").of_json(b'"hello"') != keyer.of_json(b'"hello"')
 
 
-def test_a_key_is_short_and_says_nothing_of_the_prompt() -> None:
+def test_a_key_is_short_and_reveals_nothing_of_the_prompt() -> None:
     assert len(keyer.of_json(b'"' + b"secret " * 1000 + b'"')) == 16
     assert "secret" not in keyer.of_json(b'"secret"')
 
 
-def test_a_header_is_a_key_of_its_own_kind_and_an_empty_one_is_unknown() -> None:
+def test_a_header_key_differs_from_a_prompt_key_and_an_empty_one_is_unknown() -> None:
     assert keyer.of_header("hello") not in {keyer.of_json(b"hello"), ""}
     assert keyer.of_header("") == ""

@@ -47,7 +47,7 @@ def history(n: int = 1200, seed: int = 0) -> list[FinishedRequest]:
     return sorted(rows, key=lambda row: row.finished_s)
 
 
-def test_a_long_history_is_taken_in_as_if_it_had_come_row_by_row() -> None:
+def test_a_bulk_history_gives_the_same_state_as_row_by_row() -> None:
     rows = [replace(row, finish_reason="stop") for row in history(RECALLED + 16 * 200)]
     at_once, one_by_one = LearnedPredictor(H), LearnedPredictor(H)
     at_once.start(rows)
@@ -66,7 +66,7 @@ def grown() -> LearnedPredictor:
     return predictor
 
 
-def test_it_learns_what_the_marginal_distribution_cannot_know(grown: LearnedPredictor) -> None:
+def test_the_learned_predictor_is_better_than_the_marginal_distribution(grown: LearnedPredictor) -> None:
     train, test = time_split(history())
     survival = SurvivalPredictor(H)
     survival.start(train)
@@ -171,7 +171,7 @@ def test_training_walks_every_age_and_what_was_cut_short_only_as_far_as_it_testi
     assert walked == [(0, 0, 0), (0, 100, 0), (40, 0, 0), (40, 60, 1), (80, 0, 0), (80, 20, 1), (120, 0, 0)]
 
 
-def test_nothing_is_trained_on_of_which_only_finishes_can_be_known() -> None:
+def test_samples_from_the_last_horizon_of_the_history_are_not_used_for_training() -> None:
     horizon_s = H * STEP_S
     rows = [a_finish(1, at_s=100.0 - horizon_s), a_finish(1, at_s=100.1 - horizon_s), a_finish(1, at_s=100.0)]
 
@@ -182,7 +182,7 @@ def test_above_the_limit_a_random_part_is_trained_on() -> None:
     assert len(training_set(Observations.of(history(200)), H, max_samples=50).finishes) == 50
 
 
-def test_of_answers_with_a_sample_per_token_only_a_part_is_walked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_very_long_answers_are_sampled_for_training(monkeypatch: pytest.MonkeyPatch) -> None:
     """A walk of all would take gigabytes, here terabytes, and a machine without them kills a process."""
     monkeypatch.setattr("balanceroute.prediction.learned.features.MOST_WALKED", 3_000)
     rows = [a_finish(2**32, at_s=1e9 + number) for number in range(300)]
@@ -216,7 +216,7 @@ def test_the_memory_of_keys_is_bounded_and_drops_the_longest_unseen() -> None:
     assert memory.get(1) == (2.0, 20.0, pytest.approx(13.0))
 
 
-def test_a_refit_grows_in_a_process_of_its_own_and_swaps_in() -> None:
+def test_a_refit_grows_in_its_own_process_and_is_adopted() -> None:
     pytest.importorskip("sklearn")
 
     async def scenario() -> LearnedPredictor:
@@ -290,7 +290,7 @@ def test_trees_that_contradict_themselves_are_refused(
 
 
 @pytest.mark.parametrize("content", [b"arrival_s,prompt_tokens\n", None], ids=["no archive", "words for numbers"])
-def test_what_is_no_model_is_refused_in_words_for_whoever_gave_it(content: bytes | None, tmp_path: Path) -> None:
+def test_an_invalid_model_file_is_refused_with_a_clear_message(content: bytes | None, tmp_path: Path) -> None:
     path = tmp_path / "m.npz"
     save_model(path, Model("survival", H, finishes(5)))
     with np.load(path) as arrays:
@@ -309,7 +309,7 @@ def test_what_is_no_model_is_refused_in_words_for_whoever_gave_it(content: bytes
     [{"output_tokens": np.array([-1])}, {"prompt_tokens": np.array([np.nan])}, {"finished_s": np.array([np.nan])}],
     ids=["fewer than 0", "no number", "at no time"],
 )
-def test_a_model_with_a_request_that_cannot_be_is_refused(column: dict[str, np.ndarray], tmp_path: Path) -> None:
+def test_a_model_with_an_impossible_request_is_refused(column: dict[str, np.ndarray], tmp_path: Path) -> None:
     path = tmp_path / "m.npz"
     save_model(path, Model("survival", H, finishes(5)))
     with np.load(path) as arrays:
@@ -320,7 +320,7 @@ def test_a_model_with_a_request_that_cannot_be_is_refused(column: dict[str, np.n
         load_model(path)
 
 
-def test_where_nothing_ever_finishes_in_the_window_there_is_nothing_to_grow() -> None:
+def test_without_a_finish_in_the_window_no_trees_are_grown() -> None:
     pytest.importorskip("sklearn")
     predictor = LearnedPredictor(H)
     predictor.start([a_finish(500, reason="cancelled", at_s=float(at)) for at in range(300)])

@@ -76,7 +76,7 @@ def test_a_cold_start_learns_from_its_first_finishes_and_then_as_it_grows() -> N
     assert predictor.predict_one(0, 100, "") == (1.0, 5.0)
 
 
-def test_requests_that_still_run_keep_a_cold_start_from_taking_all_for_short_ones() -> None:
+def test_running_requests_keep_a_cold_start_from_learning_only_short_answers() -> None:
     blind, seeing = SurvivalPredictor(10), SurvivalPredictor(10)
     for predictor in (blind, seeing):
         observed(predictor, *[5] * 8)
@@ -89,7 +89,7 @@ def test_requests_that_still_run_keep_a_cold_start_from_taking_all_for_short_one
     assert len(seeing.ring) == 8
 
 
-def test_the_refitter_asks_who_runs_at_each_fit() -> None:
+def test_the_refitter_includes_the_running_requests_at_each_fit() -> None:
     predictor = SurvivalPredictor(10)
     observed(predictor, 5)
     running: list[tuple[int, int]] = []
@@ -150,7 +150,7 @@ def test_a_failed_fit_keeps_the_present_one_and_is_counted(caplog: pytest.LogCap
     assert "no scikit-learn here" in caplog.text
 
 
-def test_the_age_of_the_present_fit_goes_on_where_refits_fail() -> None:
+def test_the_age_of_the_current_fit_grows_while_refits_fail() -> None:
     async def scenario() -> None:
         clock, predictor = Clock(), Gated()
         predictor.may_end.set()
@@ -167,7 +167,7 @@ def test_the_age_of_the_present_fit_goes_on_where_refits_fail() -> None:
     asyncio.run(scenario())
 
 
-def test_it_is_due_when_grown_or_after_the_interval_but_never_without_news() -> None:
+def test_a_refit_is_due_after_growth_or_the_interval_but_never_without_new_rows() -> None:
     clock, predictor = Clock(), SurvivalPredictor(10)
     predictor.start(finishes(*[5] * 80))
     refitter = Refitter(predictor, interval_s=60.0, clock=clock)
@@ -182,7 +182,7 @@ def test_it_is_due_when_grown_or_after_the_interval_but_never_without_news() -> 
     assert refitter.is_due
 
 
-def test_it_rests_nine_times_as_long_as_the_last_fit_took() -> None:
+def test_a_refit_waits_nine_times_as_long_as_the_last_one_took() -> None:
     clock, predictor = Clock(), Gated()
     observed(predictor, *[5] * 8)
     refitter = Refitter(predictor, interval_s=1.0, clock=clock)
@@ -228,7 +228,7 @@ class NoThreads(ThreadPoolExecutor):
         raise RuntimeError("can't start new thread")
 
 
-def test_a_moment_without_threads_costs_one_fit_and_not_those_after_it(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_temporary_lack_of_threads_fails_one_fit_and_not_later_ones(caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
         predictor = Announcing(10)
         observed(predictor, *[5] * 8)
@@ -245,7 +245,7 @@ def test_a_moment_without_threads_costs_one_fit_and_not_those_after_it(caplog: p
 
 
 @pytest.mark.parametrize("in_process", [False, True], ids=["in a thread", "in a process"])
-def test_refits_go_on_where_they_are_run_again_after_an_error(in_process: bool) -> None:
+def test_refits_continue_when_they_are_started_again_after_an_error(in_process: bool) -> None:
     async def scenario() -> None:
         predictor = Announcing(10)
         predictor.refits_in_process = in_process
@@ -324,7 +324,7 @@ def never_ends(observations: Observations) -> SurvivalCurve:
     return SurvivalCurve(observations)
 
 
-def test_a_failure_in_the_process_is_told_and_the_present_fit_stays(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failure_in_the_process_is_logged_and_the_current_fit_stays(caplog: pytest.LogCaptureFixture) -> None:
     predictor = InProcess(too_little)
     observed(predictor, 5, 5)
     refitter = Refitter(predictor)
@@ -334,7 +334,7 @@ def test_a_failure_in_the_process_is_told_and_the_present_fit_stays(caplog: pyte
     refitter.close()
 
 
-def test_trees_are_grown_as_soon_as_there_is_enough_for_them_and_not_for_a_few_rows() -> None:
+def test_trees_are_first_grown_at_a_minimum_number_of_rows() -> None:
     predictor = InProcess(SurvivalCurve)
     refitter = Refitter(predictor, interval_s=60.0, clock=lambda: 0.0)
 
@@ -344,7 +344,7 @@ def test_trees_are_grown_as_soon_as_there_is_enough_for_them_and_not_for_a_few_r
     assert refitter.is_due
 
 
-def test_an_adopted_fit_is_one_line_and_a_refused_one_too(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_adopted_fit_and_a_refused_fit_are_each_one_log_line(caplog: pytest.LogCaptureFixture) -> None:
     predictor = Gated()
     predictor.may_end.set()
     observed(predictor, *[5] * 9)

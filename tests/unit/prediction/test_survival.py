@@ -84,7 +84,7 @@ def test_a_cancelled_request_never_counts_as_a_finish() -> None:
     assert fitted(rows).predict_one(0, 100, "")[0] == 0.0
 
 
-def test_a_request_cut_off_by_its_token_limit_did_finish() -> None:
+def test_a_request_cut_off_by_its_token_limit_counts_as_finished() -> None:
     assert fitted([a_finish(5, reason="length")]).predict_one(0, 100, "") == (1.0, 5.0)
 
 
@@ -107,7 +107,7 @@ def test_only_the_newest_rows_are_learned_from() -> None:
     assert predictor.ring.take().finished_s.tolist() == [2.0, 3.0, 4.0]
 
 
-def test_rows_older_than_the_newest_by_more_than_the_limit_are_left_out() -> None:
+def test_rows_older_than_max_age_s_before_the_newest_are_left_out() -> None:
     predictor = SurvivalPredictor(10, max_age_s=60.0)
 
     predictor.start([a_finish(500, at_s=0.0), a_finish(5, at_s=61.0)])
@@ -115,7 +115,7 @@ def test_rows_older_than_the_newest_by_more_than_the_limit_are_left_out() -> Non
     assert predictor.predict_one(0, 100, "") == (1.0, 5.0)
 
 
-def test_rows_of_a_clock_that_was_ahead_for_a_while_do_not_make_those_after_them_look_old() -> None:
+def test_rows_after_a_temporary_clock_error_do_not_count_as_old() -> None:
     predictor = SurvivalPredictor(10, max_age_s=60.0)
 
     predictor.start([a_finish(500, at_s=1e6), a_finish(5, at_s=1.0), a_finish(5, at_s=2.0)])

@@ -88,7 +88,7 @@ class Owner:
         with (FOLDER / "deaths").open("a") as file:
             file.write(f"{name}\n")
 
-    def mend(self) -> None:
+    def repair(self) -> None:
         (FOLDER / "found").touch()
 
     @property

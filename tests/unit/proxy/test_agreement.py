@@ -22,7 +22,7 @@ def put(agreement: Agreement, config: Config, *keys: KeyEntry) -> Agreed:
 
 
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
-def test_every_setting_arrives_and_so_does_what_was_set(file: Path) -> None:
+def test_every_setting_and_whether_it_was_set_reaches_other_processes(file: Path) -> None:
     config = load(file, {"BALANCEROUTE_AUTH__ADMIN_TOKEN": "a" * 32})
     agreement = Agreement()
     put(agreement, config)
@@ -31,7 +31,7 @@ def test_every_setting_arrives_and_so_does_what_was_set(file: Path) -> None:
     assert found.auth.admin_token is not None and found.auth.admin_token.get_secret_value() == "a" * 32
 
 
-def test_the_last_one_counts_and_another_process_has_it() -> None:
+def test_the_last_configuration_is_in_force_in_other_processes() -> None:
     agreement, key = Agreement(), KeyEntry(name="a", sha256="0" * 64)
     for choices in (3, 2, 1):
         last = put(agreement, a_config(limits={"max_choices": choices}), key)
@@ -57,7 +57,7 @@ def test_one_that_is_too_large_is_refused_and_the_last_one_stays() -> None:
     assert agreement.get() == before
 
 
-def test_what_another_process_proposes_counts_when_it_is_accepted() -> None:
+def test_a_proposed_configuration_is_in_force_when_accepted() -> None:
     agreement = Agreement()
     before = put(agreement, a_config())
     proposed = Agreed(a_config(limits={"max_choices": 7}), None)

@@ -11,7 +11,7 @@ from balanceroute.proxy.apart import Attempt, Trial
 from tests.unit.proxy.trials import failure, fork
 
 
-def test_a_success_has_no_effect_here() -> None:
+def test_a_successful_trial_has_no_effect_on_the_parent() -> None:
     done: list[int] = []
     assert failure(lambda: done.append(1)) is None
     assert done == []
@@ -31,11 +31,11 @@ def fails(error: BaseException) -> None:
     ],
     ids=["refused", "fails", "dies", "says much"],
 )
-def test_a_failure_has_its_reason(attempt: Attempt, why: str) -> None:
+def test_a_failed_trial_has_its_reason(attempt: Attempt, why: str) -> None:
     assert str(failure(attempt)) == why
 
 
-def test_a_trial_that_hangs_is_given_up() -> None:
+def test_a_hanging_trial_is_killed() -> None:
     trial = Trial(signal.pause, fork, 0.2)
     assert trial.deadline_s is not None
     trial.give_up()
@@ -43,7 +43,7 @@ def test_a_trial_that_hangs_is_given_up() -> None:
     assert str(trial.failure()) == "it takes longer than 0.2 s" and trial.deadline_s is None
 
 
-def test_one_that_dies_and_leaves_a_process_behind_holds_up_nobody() -> None:
+def test_a_trial_that_dies_and_leaves_a_child_does_not_block_its_parent() -> None:
     readable, writable = os.pipe()
 
     def leave_one() -> None:
@@ -58,7 +58,7 @@ def test_one_that_dies_and_leaves_a_process_behind_holds_up_nobody() -> None:
     os.close(writable)
 
 
-def test_where_no_process_is_to_be_had_nothing_is_left_open() -> None:
+def test_a_trial_that_cannot_start_leaves_no_descriptor_open() -> None:
     def none(run: Callable[[], None]) -> int:
         raise BlockingIOError("no process")
 

@@ -46,7 +46,7 @@ def living(test: Callable[[RouterApp], Awaitable[None]], **sections: Any) -> Non
         (b"/nothing", False),
     ],
 )
-def test_only_prompts_may_be_large(path: bytes, large: bool) -> None:
+def test_only_prompt_routes_accept_large_bodies(path: bytes, large: bool) -> None:
     async def test(app: RouterApp) -> None:
         request: Request = Request("POST", path, [], http_1_0=False)
         app.gate(request)
@@ -55,7 +55,7 @@ def test_only_prompts_may_be_large(path: bytes, large: bool) -> None:
     living(test)
 
 
-def test_prompts_are_served_without_asgi_between_startup_and_shutdown_alone() -> None:
+def test_prompts_bypass_asgi_only_between_startup_and_shutdown() -> None:
     seen: list[RouterApp] = []
 
     async def test(app: RouterApp) -> None:

@@ -34,7 +34,7 @@ class ALead:
     def renew(self) -> bool:
         return self.leads
 
-    def outrank(self, epoch: int) -> bool:
+    def raise_epoch(self, epoch: int) -> bool:
         return False
 
     def resign(self) -> None:
@@ -48,7 +48,7 @@ def specs(services: Services) -> dict[str, WorkerSpec]:
     return {worker.id: worker.spec for worker in services.fleet}
 
 
-def test_changes_are_what_a_router_has_beyond_its_configuration() -> None:
+def test_changes_are_the_differences_between_router_and_configuration() -> None:
     async def test() -> None:
         services = a_router()
         base = services.config
@@ -64,7 +64,7 @@ def test_changes_are_what_a_router_has_beyond_its_configuration() -> None:
     in_virtual_time(test)
 
 
-def test_the_next_brain_drops_no_worker_that_serves_and_is_just_being_restarted() -> None:
+def test_the_next_brain_keeps_a_serving_worker_that_is_being_restarted() -> None:
     async def test() -> None:
         services = a_router()
         services.fleet.add(NEW, 1)
@@ -81,7 +81,7 @@ def test_the_next_brain_drops_no_worker_that_serves_and_is_just_being_restarted(
     in_virtual_time(test)
 
 
-def test_the_next_brain_has_the_workers_that_leave_whatever_its_configuration_names() -> None:
+def test_the_next_brain_keeps_leaving_workers_whatever_its_configuration_lists() -> None:
     async def test() -> None:
         services = a_router()
         services.fleet.add(NEW, 3)
@@ -97,7 +97,7 @@ def test_the_next_brain_has_the_workers_that_leave_whatever_its_configuration_na
     in_virtual_time(test)
 
 
-def test_a_server_that_the_next_configuration_names_otherwise_leaves_under_the_name_that_it_was_added_with() -> None:
+def test_an_added_server_that_a_new_configuration_renames_leaves_under_its_added_name() -> None:
     async def test() -> None:
         services = a_router(a_config(1, 1))
         config = a_config(1, 2)
@@ -113,7 +113,7 @@ def test_a_server_that_the_next_configuration_names_otherwise_leaves_under_the_n
     in_virtual_time(test)
 
 
-def test_no_worker_is_forgotten_before_the_requests_that_others_hold_are_known() -> None:
+def test_no_worker_is_removed_before_requests_held_by_others_are_known() -> None:
     async def test() -> None:
         services = a_router()
         services.ledger.adopts = True
@@ -125,7 +125,7 @@ def test_no_worker_is_forgotten_before_the_requests_that_others_hold_are_known()
     in_virtual_time(test)
 
 
-def test_which_workers_are_in_use_is_known_from_changes_those_as_well_that_leave_or_were_added_anew() -> None:
+def test_workers_in_use_include_leaving_and_added_ones() -> None:
     async def test() -> None:
         services = a_router()
         base = services.config
@@ -149,13 +149,13 @@ def test_which_workers_are_in_use_is_known_from_changes_those_as_well_that_leave
     in_virtual_time(test)
 
 
-def test_a_policy_that_no_longer_fits_is_the_configurations_again() -> None:
+def test_a_saved_policy_that_is_invalid_falls_back_to_the_configured_one() -> None:
     config = a_config()
     assert Changes(1, policy="random").config(config).routing.policy == "random"
     assert Changes(1, policy="no such policy").config(config) is config
 
 
-def test_a_file_that_could_not_be_written_for_a_while_is_told_once_and_written_then(
+def test_an_unwritable_changes_file_is_logged_once_and_written_later(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -177,7 +177,7 @@ def test_a_file_that_could_not_be_written_for_a_while_is_told_once_and_written_t
     assert told == ["what operators change is not kept for another brain", "what operators change is kept again"]
 
 
-def test_a_file_that_somebody_removes_is_written_again(tmp_path: Path) -> None:
+def test_a_removed_changes_file_is_rewritten(tmp_path: Path) -> None:
     path = tmp_path / "changes"
 
     async def test() -> None:
@@ -232,7 +232,7 @@ def test_a_file_is_read_in_the_lineage_that_wrote_it(tmp_path: Path, caplog: pyt
 
 
 @pytest.mark.parametrize("others", [0, 3, 4, 5])
-def test_a_router_forgets_what_operators_have_changed_of_it_where_another_one_has_led_since(
+def test_operators_changes_are_forgotten_when_another_router_has_led_since(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, others: int
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -273,7 +273,7 @@ def test_a_router_forgets_what_operators_have_changed_of_it_where_another_one_ha
     ],
     ids=["no UTF-8", "no URL", "no slots", "no end of brackets"],
 )
-def test_a_damaged_file_keeps_no_brain_from_leading(
+def test_a_damaged_changes_file_does_not_prevent_leading(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: tuple[bytes, bytes]
 ) -> None:
     whole = msgspec.json.encode(Changes(LINEAGE, (NEW,), policy="random", workers=(NEW,)))
@@ -284,7 +284,7 @@ def test_a_damaged_file_keeps_no_brain_from_leading(
     assert KeptChanges(path, LINEAGE).last == Changes(LINEAGE) and "can't be read" in caplog.text
 
 
-def test_a_reload_while_no_brain_leads_brings_back_what_it_describes_anew_and_ends_the_operators_policy(
+def test_a_reload_without_a_brain_restores_changed_workers_and_the_configured_policy(
     tmp_path: Path,
 ) -> None:
     async def test() -> None:

@@ -48,7 +48,7 @@ def test_a_reload_that_is_refused_changes_nothing(tmp_path: Path) -> None:
     assert configured.perimeter is not perimeter
 
 
-def test_a_follower_uses_the_reloaded_configuration_whatever_the_files_contain_now(
+def test_a_follower_uses_the_agreed_configuration_and_not_the_current_files(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     file, cert = tmp_path / "keys.yaml", tmp_path / "chain.pem"
@@ -71,7 +71,7 @@ def test_a_follower_uses_the_reloaded_configuration_whatever_the_files_contain_n
     assert child.tls.server is not before
 
 
-def test_a_process_that_has_learned_the_agreed_configuration_knows_a_users_own_policy(
+def test_a_process_with_the_agreed_configuration_knows_its_own_policy_class(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "examples"))

@@ -16,7 +16,7 @@ from tests.waiting import until
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_a_coroutine_that_meets_a_bug_begins_anew_unless_bugs_are_fatal(
+def test_a_background_task_that_fails_is_restarted_unless_failures_are_fatal(
     strict: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def test() -> None:
@@ -47,7 +47,7 @@ def test_a_coroutine_that_meets_a_bug_begins_anew_unless_bugs_are_fatal(
     assert vars(record)["where"] == "pool_reaper" and "state" in vars(record)
 
 
-def test_a_coroutine_begins_anew_also_after_a_bug_that_has_left_no_state_that_can_be_told() -> None:
+def test_a_background_task_is_restarted_even_if_the_state_cannot_be_logged() -> None:
     async def test() -> None:
         services, begun = a_router(), []
         services.strict = False
@@ -71,7 +71,7 @@ def a_recorder(services: Services) -> Recorder:
     return Recorder(lambda: services)
 
 
-def test_another_predictor_s_refits_take_the_place_of_the_last_one_s() -> None:
+def test_a_new_predictors_refits_replace_those_of_the_last_one() -> None:
     async def test() -> None:
         services, begun = a_router(), []
 

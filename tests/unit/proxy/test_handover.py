@@ -54,7 +54,7 @@ def old(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Old]:
     signal.signal(signal.SIGIO, before)
 
 
-def test_a_successor_gets_the_sockets_and_what_it_must_know_and_says_when_it_is_ready(old: Old) -> None:
+def test_a_successor_gets_sockets_and_state_and_reports_when_it_is_ready(old: Old) -> None:
     predecessor = old.found()
     host, port = old.listener.getsockname()
     assert predecessor.told == replace(TOLD, lock_follows=True) and not old.side.look()
@@ -77,7 +77,7 @@ def test_a_successor_that_ends_before_it_is_ready_changes_nothing_and_another_ma
     block_until(old.side.look)
 
 
-def test_a_successor_knows_whether_the_router_that_it_prepares_to_take_over_from_has_ended(old: Old) -> None:
+def test_a_successor_detects_that_its_predecessor_has_ended(old: Old) -> None:
     predecessor = old.found()
     assert predecessor.lives
     old.side.close()
@@ -85,7 +85,7 @@ def test_a_successor_knows_whether_the_router_that_it_prepares_to_take_over_from
     predecessor.close()
 
 
-def test_the_run_folder_is_never_free_in_between(old: Old) -> None:
+def test_the_run_folder_lock_is_held_throughout_a_takeover(old: Old) -> None:
     predecessor, folder = old.found(), RunFolder(old.path.parent)
     lock = predecessor.lock()
     predecessor.go()
@@ -125,7 +125,7 @@ def test_a_successor_gets_the_file_of_the_table_of_keys_after_the_lock_or_withou
         os.close(table)
 
 
-def test_one_successor_is_answered_at_a_time(old: Old) -> None:
+def test_a_second_successor_is_refused_meanwhile(old: Old) -> None:
     first = old.found()
     with pytest.raises(ConfigError, match="another router is taking over"):
         old.found()
@@ -133,7 +133,7 @@ def test_one_successor_is_answered_at_a_time(old: Old) -> None:
     block_until(old.side.look)
 
 
-def test_without_a_free_descriptor_nobody_is_answered_until_there_is_one(
+def test_without_a_free_descriptor_a_successor_waits(
     old: Old, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def none_is_free(*_: object) -> None:
@@ -151,13 +151,13 @@ def test_without_a_free_descriptor_nobody_is_answered_until_there_is_one(
     block_until(old.side.look)
 
 
-def test_where_no_router_answers_there_is_none_to_take_over(old: Old) -> None:
+def test_without_a_running_router_there_is_no_predecessor(old: Old) -> None:
     assert Predecessor.find(old.path.with_name("nobody")) is None
     old.side.close()
     assert Predecessor.find(old.path) is None
 
 
-def test_a_run_folder_in_which_no_socket_can_be_is_refused_in_one_line(tmp_path: Path) -> None:
+def test_a_run_folder_that_cannot_have_a_socket_is_refused_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="--take-over: .*: cannot be used: Not a directory"):
         Predecessor.find(tmp_path / "file" / "sock")

@@ -30,7 +30,7 @@ def test_counts_of_a_relay_outlive_it_until_a_router_begins_to_count(tmp_path: P
     assert kept.of("relay-0") == b"" and list(tmp_path.iterdir()) == []
 
 
-def test_what_is_no_file_in_the_place_of_one_keeps_no_process_from_its_next_life(
+def test_an_obstacle_in_place_of_a_life_or_counts_file_does_not_prevent_a_restart(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = RunFolder(tmp_path)
@@ -42,7 +42,7 @@ def test_what_is_no_file_in_the_place_of_one_keeps_no_process_from_its_next_life
     assert CountsFile(folder, "relay-0").last() == b"" and "of no use" in caplog.text
 
 
-def test_that_counts_cannot_be_kept_stops_nobody_and_is_said_once_until_they_can_be_again(
+def test_unwritable_counts_do_not_stop_a_process_and_are_logged_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
@@ -57,7 +57,7 @@ def test_that_counts_cannot_be_kept_stops_nobody_and_is_said_once_until_they_can
     assert [each.getMessage() for each in caplog.records] == ["counts not kept", "counts are kept again"] * 2
 
 
-def test_counts_are_kept_on_a_full_disk_in_the_room_of_those_before(
+def test_counts_are_overwritten_in_place_on_a_full_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def full(path: Path, content: bytes) -> None:
@@ -77,18 +77,18 @@ def test_counts_are_kept_on_a_full_disk_in_the_room_of_those_before(
     assert not CountsFile(folder, "relay-1").keep(b"{1}") and "No space left" in str(vars(caplog.records[-1]))
 
 
-def test_a_relay_that_lives_is_not_buried(tmp_path: Path) -> None:
+def test_counts_of_a_living_relay_are_not_removed(tmp_path: Path) -> None:
     folder, heard = RunFolder(tmp_path), []
     kept = KeptCounts(folder)
     kept.keep("relay-0", b"{1}")
     with living(folder, "relay-0"):
-        assert not kept.bury("relay-0", lambda counts: not heard.append(counts))  # type: ignore[func-returns-value]
+        assert not kept.clean_up("relay-0", lambda counts: not heard.append(counts))  # type: ignore[func-returns-value]
     assert heard == [] and kept.of("relay-0") == b"{1}"
-    assert kept.gone() == {"relay-0"} and kept.bury("relay-0", lambda counts: True)
+    assert kept.gone() == {"relay-0"} and kept.clean_up("relay-0", lambda counts: True)
     assert kept.gone() == set() and list(tmp_path.iterdir()) == []
 
 
-def test_a_router_that_starts_beside_relays_of_another_has_other_names_and_forgets_none_of_their_counts(
+def test_a_router_that_starts_beside_old_relays_uses_other_names_and_keeps_their_counts(
     tmp_path: Path,
 ) -> None:
     folder = RunFolder(tmp_path)

@@ -41,7 +41,7 @@ def counting() -> Metrics:
     return Metrics(lambda: view_cluster(ClusterSnapshot()), "br_0")
 
 
-def test_the_next_leader_counts_on(tmp_path: Path) -> None:
+def test_the_next_leader_continues_the_counts(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     for life in range(1, 4):
         metrics = counting()
@@ -63,7 +63,7 @@ def test_a_former_leader_leaves_the_file_to_the_next(tmp_path: Path) -> None:
     assert KeptCounts(folder).of(LEADER) == b"the next one's"
 
 
-def test_what_could_not_be_kept_is_kept_once_it_can_be_and_the_log_says_so_once(
+def test_unstored_counts_are_stored_later_and_the_failure_is_logged_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder, metrics = RunFolder(tmp_path / "run"), counting()
@@ -75,7 +75,7 @@ def test_what_could_not_be_kept_is_kept_once_it_can_be_and_the_log_says_so_once(
     assert counts.keep() and KeptCounts(folder).of(LEADER) == metrics.counts()
 
 
-def test_new_counts_are_kept_every_second(tmp_path: Path) -> None:
+def test_new_counts_are_stored_every_second(tmp_path: Path) -> None:
     folder, metrics = RunFolder(tmp_path), counting()
     counts = LeaderCounts(folder, ALead(), metrics)
 
@@ -101,17 +101,17 @@ def counted(requests: int) -> bytes:
     return metrics.counts()
 
 
-def test_what_relays_that_are_gone_for_good_have_counted_is_the_leaders_and_their_files_go(tmp_path: Path) -> None:
+def test_the_leader_takes_over_counts_of_removed_relays_and_deletes_their_files(tmp_path: Path) -> None:
     folder, metrics, told = RunFolder(tmp_path), counting(), []
     for relay, requests in (("relay-0", 3), ("relay-1", 4), ("relay-0.2", 100)):
-        os.close(Lives(folder).come_to_life(relay))
+        os.close(Lives(folder).lock_life(relay))
         KeptCounts(folder).keep(relay, counted(requests))
-    life = Lives(folder).come_to_life("relay-0.2")
+    life = Lives(folder).lock_life("relay-0.2")
     counts = LeaderCounts(folder, ALead(), metrics, told.append)
     for now in range(0, int(GONE_S), 5):
-        counts.bury(now)
+        counts.clean_up(now)
     assert told == [] and len(KeptCounts(folder).of_others(())) == 3
-    counts.bury(GONE_S)
+    counts.clean_up(GONE_S)
     assert sorted(told) == ["relay-0", "relay-1"] and counts.inherited == set()
     assert metrics.requests.value("finished") == 7
     counts.keep()
@@ -121,7 +121,7 @@ def test_what_relays_that_are_gone_for_good_have_counted_is_the_leaders_and_thei
     os.close(life)
 
 
-def test_a_leader_that_is_killed_while_it_takes_over_counts_leaves_one_that_counts_nothing_twice(
+def test_a_leader_killed_while_taking_over_counts_causes_no_double_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = RunFolder(tmp_path)
@@ -131,21 +131,21 @@ def test_a_leader_that_is_killed_while_it_takes_over_counts_leaves_one_that_coun
         raise KeyboardInterrupt
 
     first = LeaderCounts(folder, ALead(), counting())
-    first.bury(0.0)
+    first.clean_up(0.0)
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(Path, "unlink", killed)
-        first.bury(GONE_S)
+        first.clean_up(GONE_S)
     assert KeptCounts(folder).of("relay-0")
     metrics = counting()
     second = LeaderCounts(folder, ALead(), metrics)
     for now in (0.0, GONE_S):
         assert metrics.requests.value("finished") == 3 and second.inherited == {"relay-0"}
-        second.bury(now)
+        second.clean_up(now)
     assert metrics.requests.value("finished") == 3 and second.inherited == set()
     assert not KeptCounts(folder).of("relay-0")
 
 
-def test_files_of_former_relays_stay_where_their_counts_cannot_be_kept_or_another_brain_leads(
+def test_files_of_former_relays_stay_when_their_counts_cannot_be_stored_or_another_brain_leads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, lead, metrics = RunFolder(tmp_path), ALead(), counting()
@@ -154,14 +154,14 @@ def test_files_of_former_relays_stay_where_their_counts_cannot_be_kept_or_anothe
     with monkeypatch.context() as patched:
         patched.setattr(kept_counts, "replace_content", full)
         for now in (0.0, GONE_S, 2 * GONE_S):
-            counts.bury(now)
+            counts.clean_up(now)
     assert metrics.requests.value("finished") == 3 and counts.inherited == {"relay-0"}
     assert KeptCounts(folder).of("relay-0")
     lead.leads = False
-    counts.bury(3 * GONE_S)
+    counts.clean_up(3 * GONE_S)
     assert KeptCounts(folder).of("relay-0")
     lead.leads = True
-    counts.bury(4 * GONE_S)
+    counts.clean_up(4 * GONE_S)
     assert not KeptCounts(folder).of("relay-0") and metrics.requests.value("finished") == 3
 
 

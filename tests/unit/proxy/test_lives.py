@@ -15,23 +15,21 @@ from balanceroute.proxy.lives import Lives
 from balanceroute.proxy.run_folder import RunFolder
 
 
-def test_a_relay_whose_life_was_removed_from_the_folder_is_known_to_live_again(tmp_path: Path) -> None:
+def test_a_removed_life_file_is_recreated_by_its_relay(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     lives = Lives(folder)
     folder.make()
-    life = lives.come_to_life("relay-0")
+    life = lives.lock_life("relay-0")
     try:
         shutil.rmtree(folder.folder)
-        assert lives.live_on("relay-0", life) and not lives.live_on("relay-0", life)
+        assert lives.renew_life("relay-0", life) and not lives.renew_life("relay-0", life)
         assert lives.living() == ["relay-0"]
     finally:
         os.close(life)
     assert lives.living() == []
 
 
-def test_a_relay_whose_life_cannot_be_looked_at_counts_as_one_that_lives(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unreadable_life_file_counts_as_a_living_relay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "life-relay-0").touch()
     assert Lives(RunFolder(tmp_path)).living() == []
 
@@ -48,7 +46,7 @@ def living(folder: RunFolder, relay: str) -> Iterator[subprocess.Popen[str]]:
     """A process that is this relay."""
     code = "import sys, pathlib, signal; from balanceroute.proxy.lives import Lives\n"
     code += "from balanceroute.proxy.run_folder import RunFolder\n"
-    code += "Lives(RunFolder(pathlib.Path(sys.argv[1]))).come_to_life(sys.argv[2])\n"
+    code += "Lives(RunFolder(pathlib.Path(sys.argv[1]))).lock_life(sys.argv[2])\n"
     code += "print('here', flush=True); signal.pause()"
     command = [sys.executable, "-c", code, str(folder.folder), relay]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:
@@ -59,20 +57,20 @@ def living(folder: RunFolder, relay: str) -> Iterator[subprocess.Popen[str]]:
             running.kill()
 
 
-def test_who_lives_is_read_from_locks(tmp_path: Path) -> None:
+def test_locks_show_which_relays_live(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     lives = Lives(folder)
     assert lives.living() == [] and lives.generation() == 1
     with living(folder, "relay-0") as relay:
         assert lives.living() == ["relay-0"]
         with pytest.raises(ConfigError, match="another process is its relay-0"):
-            lives.come_to_life("relay-0")
+            lives.lock_life("relay-0")
         relay.kill()
         relay.wait()
         assert lives.living() == [] and lives.generation() == 1
 
 
-def test_a_relay_whose_file_is_removed_in_the_moment_in_which_it_comes_to_life_lives(
+def test_a_relay_whose_life_file_is_removed_during_its_creation_lives(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, opened = RunFolder(tmp_path), os.open
@@ -88,6 +86,6 @@ def test_a_relay_whose_file_is_removed_in_the_moment_in_which_it_comes_to_life_l
         return file
 
     monkeypatch.setattr(os, "open", then_removed)
-    life = lives.come_to_life("relay-0")
+    life = lives.lock_life("relay-0")
     assert lives.living() == ["relay-0"]
     os.close(life)

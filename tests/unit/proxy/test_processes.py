@@ -118,9 +118,7 @@ def test_a_reload_that_any_child_would_refuse_is_refused_for_all(
 
 
 @pytest.mark.parametrize("has_led", [False, True])
-def test_slots_change_in_a_pod_that_has_not_led_as_none_of_its_requests_is_on_a_worker(
-    tmp_path: Path, has_led: bool
-) -> None:
+def test_a_pod_that_has_not_led_accepts_other_slots(tmp_path: Path, has_led: bool) -> None:
     folder = RunFolder(tmp_path)
     listen = {"relays": 1, "run_folder": str(tmp_path), "lease": "router"}
     old, wanted = a_config(1, 1, listen=listen), a_config(1, 1, listen=listen, decode={"max_num_seqs": 3})
@@ -132,7 +130,7 @@ def test_slots_change_in_a_pod_that_has_not_led_as_none_of_its_requests_is_on_a_
         assert reloaded(parent) is not has_led
 
 
-def test_a_reload_that_names_an_added_server_anew_is_refused_for_all(tmp_path: Path) -> None:
+def test_a_reload_that_renames_an_added_server_is_refused_for_all(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     listen = {"relays": 1, "run_folder": str(tmp_path)}
     old, wanted = a_config(1, 1, listen=listen), a_config(1, 2, listen=listen)
@@ -145,7 +143,7 @@ def test_a_reload_that_names_an_added_server_anew_is_refused_for_all(tmp_path: P
         assert not reloaded(parent) and parent.config == old
 
 
-def test_what_a_relay_has_said_in_shared_memory_ends_with_it(tmp_path: Path) -> None:
+def test_a_dead_relays_entries_in_shared_memory_are_cleared(tmp_path: Path) -> None:
     config = a_config(1, 1, listen={"relays": 2, "run_folder": str(tmp_path)})
     folder = RunFolder(tmp_path)
     with folder.claim() as lock:
@@ -159,14 +157,14 @@ def test_what_a_relay_has_said_in_shared_memory_ends_with_it(tmp_path: Path) -> 
         assert other.others(CONNECTIONS) == 0 and not other.step_back(100.0)
 
 
-def test_a_router_that_is_started_again_under_the_same_process_id_is_of_another_lineage(tmp_path: Path) -> None:
+def test_a_restarted_router_with_the_same_process_id_has_another_lineage(tmp_path: Path) -> None:
     folder, config = RunFolder(tmp_path), a_config(1, 1, listen={"relays": 1, "run_folder": str(tmp_path)})
     with folder.claim() as lock:
         lives = [Processes(Configured.read(config), lambda: config, folder, lock, [], None, None) for _ in range(2)]
     assert lives[0].lineage != lives[1].lineage
 
 
-def test_a_router_that_ends_before_it_has_taken_over_lets_the_next_one_try_under_other_names(tmp_path: Path) -> None:
+def test_a_failed_takeover_lets_the_next_router_use_other_names(tmp_path: Path) -> None:
     config = a_config(1, 1, listen={"relays": 1, "run_folder": str(tmp_path)})
     folder = RunFolder(tmp_path)
     ours, old = socket.socketpair()
@@ -178,14 +176,14 @@ def test_a_router_that_ends_before_it_has_taken_over_lets_the_next_one_try_under
     with folder.claim() as lock, old:
         first = successor()
         assert first.relays == ["relay-0.2"] and first.has_predecessor
-        life = Lives(folder).come_to_life("relay-0.2")
+        life = Lives(folder).lock_life("relay-0.2")
         first.stop_listening()
         assert old.recv(1) == b"", "the old one hears of it before the last stream has ended"
         assert successor().relays == ["relay-0.3"]
         os.close(life)
 
 
-def test_a_trial_of_a_predictor_holds_nothing_that_the_next_router_needs(
+def test_a_trial_process_closes_the_listeners_and_the_run_folder_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = a_config(1, 1, listen={"relays": 1, "run_folder": str(tmp_path)})
@@ -226,7 +224,7 @@ def test_a_reload_that_fails_for_whatever_reason_is_refused(
     assert [record.message for record in caplog.records] == ["reload failed"]
 
 
-def test_what_a_reload_imports_is_not_imported_by_the_parent_which_would_not_watch_its_children_meanwhile(
+def test_a_reload_imports_classes_in_a_child_and_not_in_the_parent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "examples"))
@@ -247,7 +245,7 @@ def test_what_a_reload_imports_is_not_imported_by_the_parent_which_would_not_wat
 
 
 @pytest.mark.parametrize("ends", [lambda: os._exit(5), lambda: os.kill(os.getpid(), 9)], ids=["exit", "signal"])
-def test_a_configuration_that_ends_the_process_that_reads_it_is_refused_and_ends_no_other(
+def test_a_configuration_that_crashes_its_reader_is_refused(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, ends: Callable[[], None]
 ) -> None:
     refuses_to_reload(tmp_path, ends)
@@ -263,7 +261,7 @@ def unsignalled() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("unsignalled")
-def test_what_another_router_finds_this_one_by_is_made_again_where_somebody_has_removed_it(
+def test_the_socket_that_a_take_over_uses_is_recreated_when_removed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = a_config(1, 1, listen={"relays": 1, "run_folder": str(tmp_path / "run")})
@@ -271,28 +269,28 @@ def test_what_another_router_finds_this_one_by_is_made_again_where_somebody_has_
     folder.make()
     with folder.claim() as lock:
         parent = Processes(Configured.read(config), lambda: config, folder, lock, [], None, None)
-        parent.mend()
+        parent.repair()
         assert not folder.handover.exists(), "not before all are up"
         parent.all_up()
         shutil.rmtree(folder.folder)
         folder.folder.touch()
         for _ in range(2):
-            parent.mend()
+            parent.repair()
         folder.folder.unlink()
-        parent.mend()
+        parent.repair()
         with pytest.raises(ConfigError, match="another router"):
             folder.claim(beside=True)
         with socket.socket(socket.AF_UNIX) as successor:
             successor.connect(str(folder.handover))
         folder.handover.unlink()
-        parent.mend()
+        parent.repair()
         assert folder.handover.exists()
         parent.stop_listening()
     told = [record.message for record in caplog.records]
     assert told.count("no other router can take over from this one") == 1
 
 
-def test_a_journal_that_cannot_be_begun_is_named(tmp_path: Path) -> None:
+def test_a_journal_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
     config = a_config(listen={"relays": 1, "port": 0, "run_folder": str(tmp_path / "run")})
     journal = tmp_path / "no_folder" / "journal.jsonl"
     assert refusal(config, journal) == f"{journal}: No such file or directory"
@@ -312,12 +310,12 @@ def test_a_journal_whose_disk_is_full_is_named_at_the_start(tmp_path: Path, monk
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_name_of_a_folder_is_kept_although_somebody_removes_its_file(tmp_path: Path) -> None:
+def test_a_removed_identity_file_is_rewritten_with_the_same_name(tmp_path: Path) -> None:
     listen = {"relays": 1, "run_folder": str(tmp_path), "lease": "router"}
     folder, config = RunFolder(tmp_path), a_config(1, 1, listen=listen)
     with folder.claim() as lock:
         name = folder.identity()
         parent = Processes(Configured.read(config), lambda: config, folder, lock, [], None, None)
         (tmp_path / "identity").unlink()
-        parent.mend()
+        parent.repair()
         assert (tmp_path / "identity").read_text() == name

@@ -32,7 +32,7 @@ def with_decoders(config: Config, *names: str, slots: int = 64) -> Config:
     return a_config(decode={"workers": workers, "max_num_seqs": slots}, queue=config.queue.model_dump())
 
 
-def test_bounds_and_times_count_from_the_reload_on() -> None:
+def test_reloaded_bounds_and_times_take_effect_at_once() -> None:
     async def test() -> None:
         services = a_router()
         changed = apply(services, a_config(queue={"max_queued": 0, "deadline_s": 5.0}, retry={"max_attempts": 9}))
@@ -44,7 +44,7 @@ def test_bounds_and_times_count_from_the_reload_on() -> None:
     in_virtual_time(test)
 
 
-def test_a_reload_says_whether_the_file_of_keys_holds_others(tmp_path: Path) -> None:
+def test_a_reload_reports_whether_the_client_keys_changed(tmp_path: Path) -> None:
     async def test() -> None:
         file = tmp_path / "keys.yaml"
         config = a_config(auth={"client_keys": str(file)})
@@ -63,7 +63,7 @@ def test_a_reload_says_whether_the_file_of_keys_holds_others(tmp_path: Path) -> 
     in_virtual_time(test)
 
 
-def test_how_workers_are_judged_and_buffered_counts_from_the_reload_on_for_old_and_new_ones() -> None:
+def test_reloaded_health_and_buffer_limits_apply_to_old_and_new_workers() -> None:
     async def test() -> None:
         services = a_router(a_config(health={"failure_threshold": 9}))
         new = with_decoders(services.config, "d0", "d1", "d2", "d9")
@@ -81,7 +81,7 @@ def test_how_workers_are_judged_and_buffered_counts_from_the_reload_on_for_old_a
     in_virtual_time(test)
 
 
-def test_workers_of_the_file_come_and_go_and_those_added_by_hand_stay() -> None:
+def test_a_reload_adds_and_removes_workers_of_the_file_and_keeps_operator_added_ones() -> None:
     async def test() -> None:
         services = a_router()
         services.fleet.add(WorkerSpec("hand", Role.DECODE, "http://hand:1"), join_attempts=3)
@@ -93,7 +93,7 @@ def test_workers_of_the_file_come_and_go_and_those_added_by_hand_stay() -> None:
     in_virtual_time(test)
 
 
-def test_a_worker_that_the_file_brings_is_waited_for_however_long_its_engine_takes_to_start() -> None:
+def test_a_worker_added_by_a_reload_is_never_dropped_while_its_engine_starts() -> None:
     async def test() -> None:
         services = a_router()
         monitor = health_monitor(services)
@@ -110,7 +110,7 @@ def test_a_worker_that_the_file_brings_is_waited_for_however_long_its_engine_tak
     in_virtual_time(test)
 
 
-def test_a_worker_that_was_taken_out_by_hand_stays_away_when_the_policy_changes() -> None:
+def test_an_operator_removed_worker_stays_removed_when_the_policy_changes() -> None:
     async def test() -> None:
         services = a_router()
         services.fleet.leave(services.fleet["d0"])
@@ -121,7 +121,7 @@ def test_a_worker_that_was_taken_out_by_hand_stays_away_when_the_policy_changes(
     in_virtual_time(test)
 
 
-def test_a_worker_that_was_taken_out_by_hand_comes_back_when_the_file_describes_it_anew() -> None:
+def test_an_operator_removed_worker_returns_when_the_file_describes_it_differently() -> None:
     async def test() -> None:
         services = a_router()
         services.fleet.leave(services.fleet["d0"])
@@ -175,9 +175,7 @@ def test_a_worker_that_is_leaving_stays_when_the_file_names_it_again() -> None:
 
 
 @pytest.mark.parametrize(("leaves", "accepted"), [(False, False), (True, True)], ids=["stays", "leaves"])
-def test_a_server_that_was_added_by_hand_comes_under_another_name_only_when_it_leaves_under_that_one(
-    leaves: bool, accepted: bool
-) -> None:
+def test_an_operator_added_server_changes_its_name_only_after_it_has_left(leaves: bool, accepted: bool) -> None:
     async def test() -> None:
         services = a_router()
         hand = services.fleet.add(WorkerSpec("hand", Role.DECODE, "http://d9:1"), join_attempts=3)
@@ -193,7 +191,7 @@ def test_a_server_that_was_added_by_hand_comes_under_another_name_only_when_it_l
     in_virtual_time(test)
 
 
-def test_a_server_that_an_operator_has_taken_out_and_added_under_another_name_keeps_no_reload_from_being_made() -> None:
+def test_an_operator_renamed_server_does_not_block_reloads() -> None:
     async def test() -> None:
         services = a_router()
         url = services.fleet["d0"].spec.url
@@ -207,7 +205,7 @@ def test_a_server_that_an_operator_has_taken_out_and_added_under_another_name_ke
 
 
 @pytest.mark.parametrize("role", [Role.DECODE, Role.PREFILL], ids=["other slots", "another role"])
-def test_a_worker_that_an_operator_has_taken_out_and_added_as_another_keeps_no_reload_from_being_made(
+def test_an_operator_replaced_worker_does_not_block_reloads(
     role: Role,
 ) -> None:
     async def test() -> None:
@@ -245,7 +243,7 @@ def test_a_worker_of_the_file_is_renamed_by_a_reload() -> None:
     ],
     ids=["connector", "listen", "record of pins", "slots of a worker in use"],
 )
-def test_what_needs_a_restart_is_named_and_nothing_of_the_rest_is_taken_over(new: Config, named: str) -> None:
+def test_a_reload_that_needs_a_restart_is_refused_as_a_whole(new: Config, named: str) -> None:
     async def test() -> None:
         services = a_router()
         before, bounds = services.config, services.ledger.scheduler.config
@@ -256,7 +254,7 @@ def test_what_needs_a_restart_is_named_and_nothing_of_the_rest_is_taken_over(new
     in_virtual_time(test)
 
 
-def test_a_journal_that_runs_over_a_reload_runs_again_to_the_same(tmp_path: Path) -> None:
+def test_a_journal_over_a_reload_reruns_to_the_same_decisions(tmp_path: Path) -> None:
     async def test() -> None:
         path = tmp_path / "journal"
         services = build_services(a_config(), asyncio.get_running_loop(), None, True, path)
@@ -283,7 +281,7 @@ POLICIES = ("br_0", "br_h", "target_fit", "pool_fifo", "join_shortest_queue", "l
 
 @pytest.mark.parametrize("before", POLICIES)
 @pytest.mark.parametrize("after", POLICIES)
-def test_another_policy_keeps_what_is_bound_and_decides_on_what_waits(before: str, after: str) -> None:
+def test_a_new_policy_keeps_bound_requests_and_decides_on_waiting_ones(before: str, after: str) -> None:
     async def test() -> None:
         services = a_router(a_config(routing={"policy": before}, decode={"max_num_seqs": 2}))
         scheduler = services.ledger.scheduler
@@ -307,7 +305,7 @@ def test_another_policy_keeps_what_is_bound_and_decides_on_what_waits(before: st
     in_virtual_time(test)
 
 
-def test_another_predictor_takes_over_what_the_last_one_has_learned() -> None:
+def test_a_new_predictor_learns_from_the_rows_of_the_last_one() -> None:
     async def test() -> None:
         services = a_router(a_config(routing={"policy": "br_h"}, predictor={"kind": "survival"}))
         services.forecasts = services.ledger.forecasts = build_forecasts(services.config)
@@ -339,7 +337,7 @@ def test_another_predictor_takes_over_what_the_last_one_has_learned() -> None:
     in_virtual_time(test)
 
 
-def test_a_predictor_takes_over_from_a_history_alone_and_back(tmp_path: Path) -> None:
+def test_a_predictor_can_replace_a_bare_history_and_back(tmp_path: Path) -> None:
     async def test() -> None:
         kept = {"kind": "survival", "history": str(tmp_path / "history.sqlite3")}
         config = a_config(predictor=kept)
@@ -355,7 +353,7 @@ def test_a_predictor_takes_over_from_a_history_alone_and_back(tmp_path: Path) ->
     in_virtual_time(test)
 
 
-def test_a_predictor_leaves_and_the_rest_changes_where_no_thread_is_to_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reload_without_a_predictor_works_when_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
     def start(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
@@ -389,7 +387,7 @@ def test_a_predictor_that_cannot_be_made_changes_nothing(tmp_path: Path) -> None
     in_virtual_time(test)
 
 
-def test_a_time_to_live_that_shortens_the_patience_counts_for_what_waits() -> None:
+def test_a_shorter_pool_ttl_shortens_the_patience_of_waiting_requests() -> None:
     async def test() -> None:
         services = a_router()
         scheduler, now = services.ledger.scheduler, services.loop.time()
@@ -402,7 +400,7 @@ def test_a_time_to_live_that_shortens_the_patience_counts_for_what_waits() -> No
     in_virtual_time(test)
 
 
-def test_shorter_waits_count_for_who_waits_already_from_when_it_came() -> None:
+def test_shorter_deadlines_apply_to_waiting_requests_from_their_arrival() -> None:
     async def test() -> None:
         services = a_router()
         scheduler = services.ledger.scheduler

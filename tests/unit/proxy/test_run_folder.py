@@ -16,7 +16,7 @@ from balanceroute.proxy.run_folder import MAX_SOCKET_PATH, RunFolder, run_folder
 from tests.unit.proxy.virtual_time import a_config
 
 
-def test_it_is_made_for_its_user_alone_and_may_be_there_already(tmp_path: Path) -> None:
+def test_the_run_folder_is_private_to_its_user_and_may_exist(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "a" / "b")
     folder.make()
     assert stat.S_IMODE(folder.folder.stat().st_mode) == 0o700
@@ -34,7 +34,7 @@ def test_a_folder_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("what", ["a file", "a link", "below a file", "too long"])
-def test_one_that_cannot_be_used_is_one_line(tmp_path: Path, what: str) -> None:
+def test_an_unusable_run_folder_is_reported_in_one_line(tmp_path: Path, what: str) -> None:
     path = tmp_path / "run"
     if what == "a link":
         (tmp_path / "elsewhere").mkdir()
@@ -50,7 +50,7 @@ def test_one_that_cannot_be_used_is_one_line(tmp_path: Path, what: str) -> None:
     assert ("accepted is a folder" in str(refused.value)) is (what in ("a file", "a link"))
 
 
-def test_where_the_system_has_no_temporary_folder_either_one_has_to_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_temporary_folder_the_run_folder_must_be_configured(monkeypatch: pytest.MonkeyPatch) -> None:
     def a_read_only_root() -> str:
         raise FileNotFoundError(2, "No usable temporary directory found in ['/tmp', '/']")
 
@@ -59,7 +59,7 @@ def test_where_the_system_has_no_temporary_folder_either_one_has_to_be_named(mon
         run_folder(a_config(), 8000, {})
 
 
-def test_a_claim_whose_file_was_removed_is_made_again_unless_another_router_has_the_folder_by_now(
+def test_a_removed_lock_file_is_recreated_unless_another_router_has_the_folder(
     tmp_path: Path,
 ) -> None:
     folder = RunFolder(tmp_path / "run")
@@ -76,7 +76,7 @@ def test_a_claim_whose_file_was_removed_is_made_again_unless_another_router_has_
         assert folder.claim_again(lock)
 
 
-def test_it_is_where_the_configuration_says_or_else_one_of_its_own_for_each_port(tmp_path: Path) -> None:
+def test_the_default_run_folder_depends_on_the_port(tmp_path: Path) -> None:
     named = a_config(listen={"run_folder": str(tmp_path), "relays": 1})
     assert run_folder(named, 8000, {"XDG_RUNTIME_DIR": "/run/user/7"}).folder == tmp_path
     unnamed = a_config(listen={"relays": 1})
@@ -91,7 +91,9 @@ def test_it_is_where_the_configuration_says_or_else_one_of_its_own_for_each_port
     + ["life-relay-0", "counts-relay-0", "counts-brain", "counts-brain.new", "pins-relay-0", "pins-relay-1.2.new"],
 )
 @pytest.mark.parametrize("kind", ["folder", "pipe"])
-def test_something_else_in_place_of_a_file_of_it_is_one_line_at_the_start(tmp_path: Path, name: str, kind: str) -> None:
+def test_an_obstacle_in_the_run_folder_is_reported_in_one_line_at_the_first_start(
+    tmp_path: Path, name: str, kind: str
+) -> None:
     folder = RunFolder(tmp_path)
     (tmp_path / "somebody's").mkdir()
     folder.make()
@@ -107,7 +109,7 @@ def test_something_else_in_place_of_a_file_of_it_is_one_line_at_the_start(tmp_pa
 
 
 @pytest.mark.parametrize("name", ["lead", "pins-relay-0", "life-relay-0", "link.sock"])
-def test_something_else_in_place_of_a_file_of_it_is_moved_away_once_it_has_been_ours(
+def test_an_obstacle_in_the_run_folder_is_moved_aside_at_a_restart(
     tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = RunFolder(tmp_path)
@@ -124,7 +126,7 @@ def test_something_else_in_place_of_a_file_of_it_is_moved_away_once_it_has_been_
     assert folder.other_pins("relay-7") == [] and lives.living() == []
 
 
-def test_a_file_that_we_may_not_read_is_ours_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreadable_file_of_the_run_folder_is_made_readable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = RunFolder(tmp_path)
     folder.lock.touch()
     folder.lock.chmod(0)
@@ -153,7 +155,7 @@ def test_a_file_that_cannot_be_made_readable_is_in_the_way(tmp_path: Path, monke
     assert not folder.lock.exists()
 
 
-def test_the_name_of_a_folder_outlives_the_file_that_keeps_it(
+def test_the_identity_survives_the_removal_of_its_file(
     tmp_path: Path,
 ) -> None:
     folder = RunFolder(tmp_path)
@@ -167,14 +169,14 @@ def test_the_name_of_a_folder_outlives_the_file_that_keeps_it(
 
 
 @pytest.mark.parametrize("content", [b"", b"\0\0\0\0", b"\xff"], ids=["nothing", "zeros", "no text"])
-def test_a_name_that_a_machine_has_spoilt_as_it_lost_its_power_is_made_anew(tmp_path: Path, content: bytes) -> None:
+def test_an_identity_damaged_by_a_power_loss_is_replaced(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "identity").write_bytes(content)
     name = RunFolder(tmp_path).identity()
     assert name and name.isprintable() and (tmp_path / "identity").read_text() == name
     assert RunFolder(tmp_path).identity() == name
 
 
-def test_no_file_of_it_grows_old_but_the_leaders_which_shows_whether_that_one_lives(tmp_path: Path) -> None:
+def test_every_run_folder_file_is_renewed_except_the_leaders(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     kept = KeptCounts(folder)
     lead = FileLead(folder.lock)
@@ -184,12 +186,14 @@ def test_no_file_of_it_grows_old_but_the_leaders_which_shows_whether_that_one_li
         kept.keep("relay-0", b"{}")
         for file in tmp_path.iterdir():
             os.utime(file, (0, 0))
-        folder.freshen()
+        folder.renew_times()
         assert {file.name for file in tmp_path.iterdir() if file.stat().st_mtime == 0} == {"lead"}
     lead.release()
 
 
-def test_a_folder_in_which_a_brain_leads_is_another_routers_whoever_has_removed_its_lock(tmp_path: Path) -> None:
+def test_a_folder_with_a_leading_brain_belongs_to_another_router_although_its_lock_file_is_removed(
+    tmp_path: Path,
+) -> None:
     folder = RunFolder(tmp_path)
     with folder.claim():
         lead = FileLead(folder.lock)
@@ -202,7 +206,7 @@ def test_a_folder_in_which_a_brain_leads_is_another_routers_whoever_has_removed_
         folder.claim().close()
 
 
-def test_a_folder_is_one_routers_as_long_as_a_copy_of_its_lock_is_open(tmp_path: Path) -> None:
+def test_a_folder_stays_claimed_while_a_copy_of_its_lock_is_open(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     first = folder.claim()
     copy = os.dup(first.fileno())

@@ -28,7 +28,7 @@ def a_draining_router() -> Services:
     return a_router(a_config(1, 1, lifecycle={"drain_timeout_s": DRAIN_S}))
 
 
-def test_a_router_goes_by_a_clock_that_goes_on_in_a_suspend(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_router_uses_a_clock_that_includes_suspended_time(monkeypatch: pytest.MonkeyPatch) -> None:
     loops: list[object] = []
 
     async def serve(*_: object, **__: object) -> None:
@@ -39,7 +39,7 @@ def test_a_router_goes_by_a_clock_that_goes_on_in_a_suspend(monkeypatch: pytest.
     assert isinstance(*loops, Loop)
 
 
-def test_the_first_signal_refuses_what_is_new_and_the_server_ends_when_the_last_request_has() -> None:
+def test_the_first_signal_refuses_new_requests_and_the_server_ends_with_the_last_one() -> None:
     async def test() -> None:
         services = a_draining_router()
         server = a_server(services)
@@ -75,7 +75,7 @@ def test_kv_that_is_still_to_be_freed_keeps_the_server_too_and_is_told(
     in_virtual_time(test)
 
 
-def test_requests_that_outlast_the_drain_are_aborted_and_the_server_ends_all_the_same() -> None:
+def test_requests_beyond_the_drain_timeout_are_aborted() -> None:
     async def test() -> None:
         services = a_draining_router()
         script(services, "p0", None)
@@ -96,7 +96,7 @@ def test_requests_that_outlast_the_drain_are_aborted_and_the_server_ends_all_the
     in_virtual_time(test)
 
 
-def test_a_process_that_leaves_takes_no_request_that_comes_after_its_deadline() -> None:
+def test_a_leaving_process_accepts_no_request_after_its_deadline() -> None:
     class LeavingServer(ChildServer):
         def leave(self) -> None:
             self._drain = asyncio.get_running_loop().create_task(self._until_drained(self._app.services))
@@ -127,7 +127,7 @@ def test_a_second_signal_ends_at_once() -> None:
     in_virtual_time(test)
 
 
-def test_a_process_that_is_told_to_end_at_once_has_nobody_refuse_what_another_one_may_serve() -> None:
+def test_a_child_that_ends_at_once_refuses_no_request_that_another_may_serve() -> None:
     async def test() -> None:
         services = a_draining_router()
         server = a_server(services, ChildServer)
@@ -139,7 +139,7 @@ def test_a_process_that_is_told_to_end_at_once_has_nobody_refuse_what_another_on
     in_virtual_time(test)
 
 
-def test_a_signal_before_there_is_anything_to_drain_ends_at_once() -> None:
+def test_a_signal_before_startup_ends_at_once() -> None:
     config = a_config()
     server = Server(create_app(config), config)
     server.handle_exit(signal.SIGTERM, None)
@@ -147,7 +147,7 @@ def test_a_signal_before_there_is_anything_to_drain_ends_at_once() -> None:
 
 
 @pytest.mark.parametrize("error", [ConfigError("the file is wrong"), RuntimeError("can't start new thread")], ids=type)
-def test_reloads_run_one_after_the_other_and_signals_meanwhile_ask_for_one_more(error: Exception) -> None:
+def test_reloads_run_in_sequence_and_signals_meanwhile_cause_one_more(error: Exception) -> None:
     async def test() -> None:
         services, running, done = a_router(), [0], []
 

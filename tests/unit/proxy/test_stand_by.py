@@ -23,7 +23,7 @@ tell("leads, and will hear" if signal.SIGHUP in signal.sigpending() else "leads"
 """
 
 
-def test_a_reload_at_the_moment_a_standby_leads_waits_until_it_is_heard_and_ends_nothing(tmp_path: Path) -> None:
+def test_a_reload_while_a_standby_takes_the_lead_is_applied_later(tmp_path: Path) -> None:
     lead = FileLead(tmp_path / "lead")
     assert lead.take()
     command = [sys.executable, "-c", STANDBY, str(tmp_path / "lead")]

@@ -111,7 +111,7 @@ def ask(client: socket.socket) -> tuple[str, int]:
     return name.decode(), int(pid)
 
 
-def test_a_child_that_is_killed_is_back_and_the_others_notice_nothing(running: Running) -> None:
+def test_a_killed_child_is_restarted_and_the_others_are_unaffected(running: Running) -> None:
     running.up(brain=1, relay_0=1, relay_1=1)
     before = {name: running.pid(name) for name in ("brain", "relay-0", "relay-1")}
     clients = [running.connect() for _ in range(20)]
@@ -139,7 +139,7 @@ def test_a_child_that_is_killed_is_back_and_the_others_notice_nothing(running: R
     ids=["deaths ignored", "all signals blocked"],
     indirect=True,
 )
-def test_children_come_back_and_end_whatever_signals_who_started_the_router_ignores_or_blocks(
+def test_children_restart_and_end_whatever_signals_the_starting_process_ignores(
     running: Running,
 ) -> None:
     running.up(brain=1, relay_0=1, relay_1=1)
@@ -149,7 +149,7 @@ def test_children_come_back_and_end_whatever_signals_who_started_the_router_igno
     assert running.process.wait(60) == 0
 
 
-def test_a_relay_that_stands_still_leaves_what_waits_to_the_others(running: Running) -> None:
+def test_a_stopped_relay_leaves_waiting_connections_to_the_others(running: Running) -> None:
     running.up(relay_0=1, relay_1=1)
     os.kill(running.pid("relay-0"), signal.SIGSTOP)
     clients = [running.connect() for _ in range(50)]
@@ -157,7 +157,7 @@ def test_a_relay_that_stands_still_leaves_what_waits_to_the_others(running: Runn
     os.kill(running.pid("relay-0"), signal.SIGCONT)
 
 
-def test_connections_that_wait_while_no_relay_takes_them_are_taken_by_the_next_life_of_one(running: Running) -> None:
+def test_connections_without_a_relay_are_accepted_by_the_next_life_of_one(running: Running) -> None:
     running.up(relay_0=1, relay_1=1)
     for name in ("relay-0", "relay-1"):
         os.kill(running.pid(name), signal.SIGSTOP)
@@ -180,7 +180,7 @@ def test_sigterm_lets_every_child_finish(running: Running) -> None:
 
 
 @pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
-def test_a_second_signal_ends_them_now(running: Running, first: signal.Signals) -> None:
+def test_a_second_signal_ends_all_children_at_once(running: Running, first: signal.Signals) -> None:
     (running.folder / "hold-relay-1").touch()
     running.up(brain=1, relay_0=1, relay_1=1)
     running.process.send_signal(first)
@@ -191,7 +191,7 @@ def test_a_second_signal_ends_them_now(running: Running, first: signal.Signals) 
 
 
 @pytest.mark.parametrize("running", [{"deaf": "relay-0", "end_s": 0.1}], indirect=True)
-def test_a_child_that_ends_for_no_signal_is_killed(running: Running) -> None:
+def test_a_child_that_ignores_signals_is_killed(running: Running) -> None:
     running.up(brain=1, relay_0=1, relay_1=1)
     for _ in range(2):
         before = len(running.events("relay-0"))
@@ -203,7 +203,7 @@ def test_a_child_that_ends_for_no_signal_is_killed(running: Running) -> None:
 
 
 @pytest.mark.parametrize("running", [{"lingers": True}], indirect=True)
-def test_a_signal_to_a_router_that_has_ended_all_but_itself_does_not_make_its_end_a_failure(running: Running) -> None:
+def test_a_late_signal_to_an_ending_router_keeps_exit_code_0(running: Running) -> None:
     running.up(brain=1, relay_0=1, relay_1=1)
     running.process.send_signal(signal.SIGTERM)
     block_until((running.folder / "lingers").exists)
@@ -213,7 +213,7 @@ def test_a_signal_to_a_router_that_has_ended_all_but_itself_does_not_make_its_en
     assert running.process.wait(60) == 0
 
 
-def test_the_parent_does_not_end_by_signals_that_are_for_children_and_those_get_them_still(running: Running) -> None:
+def test_signals_for_children_do_not_end_the_parent_and_reach_the_children(running: Running) -> None:
     running.up(brain=1, relay_0=1, relay_1=1)
     for number in (signal.SIGUSR1, signal.SIGUSR2):
         running.process.send_signal(number)
@@ -238,7 +238,7 @@ def test_a_needed_child_is_restarted_even_while_the_others_finish(running: Runni
     assert running.events("brain")[-2:] == ["SIGUSR2", "ends"] and len(running.lives("relay-1")) == 1
 
 
-def test_a_reload_reaches_every_child_and_one_that_is_refused_none(running: Running) -> None:
+def test_an_accepted_reload_reaches_every_child_and_a_refused_one_none(running: Running) -> None:
     running.up(brain=1, relay_0=1, relay_1=1)
     (running.folder / "refuse").touch()
     running.process.send_signal(signal.SIGHUP)
@@ -250,7 +250,7 @@ def test_a_reload_reaches_every_child_and_one_that_is_refused_none(running: Runn
     assert running.events().count("SIGHUP") == 3
 
 
-def test_a_reload_that_must_be_tried_holds_up_nothing_else_and_the_next_one_waits(running: Running) -> None:
+def test_a_reload_trial_blocks_nothing_else_and_delays_the_next_reload(running: Running) -> None:
     running.up(brain=1, relay_0=1, relay_1=1)
     for name in ("try", "hold-trial"):
         (running.folder / name).touch()
@@ -294,7 +294,7 @@ def test_a_trial_that_takes_too_long_is_killed(running: Running) -> None:
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
-def test_a_trial_outlives_no_parent_and_keeps_none_from_ending(running: Running, how: signal.Signals) -> None:
+def test_a_trial_ends_with_its_parent_and_does_not_delay_its_end(running: Running, how: signal.Signals) -> None:
     running.up(brain=1, relay_0=1, relay_1=1)
     for name in ("try", "hold-trial"):
         (running.folder / name).touch()
@@ -331,20 +331,20 @@ def test_children_die_with_their_parent_however_it_ends(running: Running) -> Non
     ids=["a relay's", "one that the others need"],
     indirect=["running"],
 )
-def test_a_configuration_that_cannot_be_used_ends_all_with_its_one_line(running: Running, wrong: str) -> None:
+def test_an_invalid_configuration_ends_all_processes_with_one_line(running: Running, wrong: str) -> None:
     assert running.process.wait(60) == 2
     lines = [line for line in running.log.read_text().splitlines() if not line.startswith("{")]
     assert lines == [f"balanceroute: {wrong}: wrong"]
     assert not any(map(exists, running.folder_pids()))
 
 
-def test_a_configuration_that_cannot_be_used_ends_all_though_nothing_can_be_logged(tmp_path: Path) -> None:
+def test_an_invalid_configuration_ends_all_processes_even_without_a_log(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.unit.proxy.supervised", str(tmp_path), '{"wrong": "relay-1"}']
     with open("/dev/full", "wb") as full:
         assert subprocess.run(command, stderr=full, cwd=Path(__file__).parents[3], timeout=60).returncode == 2
 
 
-def test_a_file_that_is_wrong_once_all_are_up_stops_nobody_but_who_starts_until_it_is_right(running: Running) -> None:
+def test_a_file_broken_after_the_start_delays_only_restarting_processes(running: Running) -> None:
     running.up(brain=1, relay_0=1, relay_1=1)
     block_until((running.folder / "all-up").exists)
     (running.folder / "wrong-brain").touch()  # as a standby finds out when it takes the lead, in its first life
@@ -357,7 +357,7 @@ def test_a_file_that_is_wrong_once_all_are_up_stops_nobody_but_who_starts_until_
 
 
 @pytest.mark.parametrize(("lacking", "told"), [("memory", "Cannot allocate memory"), ("EMFILE", "Too many open files")])
-def test_a_child_for_which_the_machine_has_no_room_says_so_in_one_line_and_is_started_again(
+def test_a_child_without_resources_reports_it_in_one_line_and_is_restarted(
     running: Running, lacking: str, told: str
 ) -> None:
     running.up(brain=1, relay_0=1, relay_1=1)
@@ -371,7 +371,7 @@ def test_a_child_for_which_the_machine_has_no_room_says_so_in_one_line_and_is_st
 
 
 @pytest.mark.parametrize("running", [{"dies": "relay-1"}], indirect=True)
-def test_a_child_that_dies_again_and_again_is_started_ever_later(running: Running) -> None:
+def test_a_repeatedly_dying_child_is_restarted_with_growing_delays(running: Running) -> None:
     block_until(lambda: len(running.said("child died")) >= 5)
     running.process.send_signal(signal.SIGTERM)
     assert running.process.wait(60) == 0
@@ -381,7 +381,7 @@ def test_a_child_that_dies_again_and_again_is_started_ever_later(running: Runnin
     assert len(running.lives("relay-0")) == len(running.lives("brain")) == 1
 
 
-def test_the_others_go_on_while_no_process_can_be_started_and_that_is_said_once(running: Running) -> None:
+def test_children_continue_while_no_process_can_be_started_and_that_is_logged_once(running: Running) -> None:
     running.up(brain=1, relay_0=1, relay_1=1)
     (running.folder / "no-fork").touch()
     client = next(client for client in iter(running.connect, None) if ask(client)[0] == "relay-1")
@@ -446,9 +446,7 @@ def test_a_drain_waits_for_a_router_that_prepares_to_take_over(running: Running,
 
 @pytest.mark.parametrize("running", [{"beside": True, "slow": "brain"}], indirect=True)
 @pytest.mark.parametrize("why", ["it is told to end", "a child cannot run"])
-def test_a_router_that_ends_before_it_has_taken_over_finishes_what_its_clients_have_begun(
-    running: Running, why: str
-) -> None:
+def test_a_failed_takeover_finishes_the_requests_of_its_own_clients(running: Running, why: str) -> None:
     (running.folder / "hold-relay-0").touch()
     block_until(lambda: all("up" in running.events(name) for name in ("relay-0", "relay-1")))
     clients = [running.connect() for _ in range(20)]
@@ -484,7 +482,7 @@ def test_a_router_that_drains_can_still_be_taken_over(running: Running) -> None:
         assert address == client.getsockname()
 
 
-def test_a_router_that_drains_lets_nobody_wait_once_its_last_relay_has_ended(running: Running) -> None:
+def test_a_draining_router_closes_its_port_when_its_last_relay_ends(running: Running) -> None:
     (running.folder / "hold-brain").touch()
     block_until((running.folder / "all-up").exists)
     running.process.send_signal(signal.SIGTERM)
@@ -506,7 +504,7 @@ def found(running: Running) -> Predecessor:
 
 
 @pytest.mark.parametrize("running", [{"mend_s": 0.1}], indirect=True)
-def test_what_others_find_the_router_by_is_looked_after_though_nobody_signals(running: Running) -> None:
+def test_files_that_other_routers_need_are_recreated_without_a_signal(running: Running) -> None:
     running.up(brain=1, relay_0=1, relay_1=1)
     block_until((running.folder / "all-up").exists)
     for _ in range(3):
@@ -514,7 +512,7 @@ def test_what_others_find_the_router_by_is_looked_after_though_nobody_signals(ru
         block_until((running.folder / "found").exists)
 
 
-def test_every_child_is_known_by_its_name_and_has_a_process_group_of_its_own(running: Running) -> None:
+def test_every_child_has_its_own_name_and_process_group(running: Running) -> None:
     running.up(brain=1, relay_0=1, relay_1=1)
     for name in ("brain", "relay-0", "relay-1"):
         pid = running.pid(name)

@@ -39,7 +39,7 @@ def right_events() -> list[dict[str, Any]]:
     return [an_event(index) for index in range(len(IDS))]
 
 
-def test_the_right_stream_is_right() -> None:
+def test_a_correct_stream_is_judged_right() -> None:
     assert judge(an_ask(), a_stream(right_events())).kind is Kind.RIGHT
 
 
@@ -70,7 +70,9 @@ def with_change(change: Callable[[list[dict[str, Any]]], Any]) -> list[dict[str,
         *("marker", "ids unasked", "prompt ids unasked", "usage unasked", "error but clean end"),
     ],
 )
-def test_every_change_of_the_right_stream_is_noticed(change: Callable[[list[dict[str, Any]]], Any], kind: Kind) -> None:
+def test_every_change_of_a_correct_stream_is_detected(
+    change: Callable[[list[dict[str, Any]]], Any], kind: Kind
+) -> None:
     assert judge(an_ask(), a_stream(with_change(change))).kind is kind
 
 
@@ -87,14 +89,14 @@ def test_a_cut_without_an_error_event_is_improper_and_a_clean_end_too_early_is_w
     assert judge(an_ask(), early).kind is Kind.WRONG
 
 
-def test_what_a_client_that_left_had_got_is_checked_too() -> None:
+def test_the_part_that_a_leaving_client_received_is_checked() -> None:
     ask = an_ask(behaviour=Behaviour(leave_after_events=2))
     assert judge(ask, replace(a_stream(right_events()[:2], done=False), ended=Ended.LEFT)).kind is Kind.LEFT
     wrong = with_change(lambda events: events.pop(0))
     assert judge(ask, replace(a_stream(wrong[:2], done=False), ended=Ended.LEFT)).kind is Kind.WRONG
 
 
-def test_choices_are_told_apart_by_their_index_and_each_must_be_right() -> None:
+def test_choices_are_distinguished_by_index_and_each_must_be_right() -> None:
     other = tuple(continuation([400, 401], 6))
     ask = an_ask(choices=(Right(IDS, "length"), Right(other, "length")))
     texts = [decode(other[: place + 1])[len(decode(other[:place])) :] for place in range(6)]

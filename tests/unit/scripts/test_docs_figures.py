@@ -11,7 +11,7 @@ from scripts import docs_figures
 
 
 @pytest.mark.parametrize("policy", ["join_shortest_queue", "random", "br_h"])
-def test_a_policy_of_the_readme_s_table_is_what_replay_prints_for_that_seed(
+def test_each_row_of_the_readmes_policy_table_equals_replays_output(
     policy: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(docs_figures, "ROWS", 1500)
@@ -34,9 +34,7 @@ def test_a_policy_of_the_readme_s_table_is_what_replay_prints_for_that_seed(
         ("docs/zh/quickstart.md", r"`load_spread_mean`（约 (\d+),000 与 (\d+),000"),
     ],
 )
-def test_the_pages_say_how_far_apart_the_loads_are_in_the_runs_that_they_show(
-    page: str, told: str, spreads: list[float]
-) -> None:
+def test_the_pages_state_the_load_spread_of_the_runs_that_they_show(page: str, told: str, spreads: list[float]) -> None:
     found = re.search(told, (docs_figures.ROOT / page).read_text())
     assert found is not None
     # another numpy, or another CPU, may round a number and with it a run otherwise

@@ -13,6 +13,6 @@ def test_more_than_a_hundred_features_are_compared_each_once() -> None:
     assert set(DIFFERS) <= set(names)
 
 
-def test_whatever_differs_is_on_the_page() -> None:
+def test_every_difference_is_on_the_page() -> None:
     page = PAGE.read_text()
     assert [name for name in DIFFERS if f"`{name}`" not in page] == []

@@ -21,7 +21,7 @@ def step_times_s(prompt: int, tokens: int, setting: Setting) -> float:
     return sum(setting.step_cost_s * (prompt + done) + setting.step_overhead_s for done in range(tokens))
 
 
-def test_each_barrier_has_its_own_clock() -> None:
+def test_each_barrier_group_steps_independently() -> None:
     trace = a_trace([(0.0, 1000, 3), (0.0, 10, 2)])
     setting = a_setting(n_workers=2, barrier_groups=2)
     outcome = run(trace, setting, "round_robin")
@@ -31,7 +31,7 @@ def test_each_barrier_has_its_own_clock() -> None:
 
 
 @pytest.mark.parametrize("workers", [2, 5])
-def test_workers_that_step_alone_are_so_many_clusters(workers: int) -> None:
+def test_independent_workers_behave_like_separate_clusters(workers: int) -> None:
     drawn = generate_trace("heavy_tailed", rows=60, seed=1).with_lengths(0.05, 0.05)
     rows = [(0.0, prompt, output) for prompt, output in zip(drawn.prompt_tokens, drawn.output_tokens, strict=True)]
     trace = a_trace(rows)  # all at once: each goes where its number says
@@ -70,7 +70,7 @@ def test_time_in_which_nothing_runs_is_part_of_the_seconds_of_tokens_per_second(
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
-def test_guesses_that_never_hold_change_nothing(policy: str) -> None:
+def test_draft_tokens_that_are_never_accepted_change_nothing(policy: str) -> None:
     trace = generate_trace("heavy_tailed", rows=200, seed=3).with_lengths(0.05, 0.05)
     setting = {"n_workers": 3, "slots": 6, "pool": 24, "step_cost_s": 1e-5}
     plain = run(trace, Setting(**setting), policy)
@@ -79,7 +79,7 @@ def test_guesses_that_never_hold_change_nothing(policy: str) -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 4, 5, 9])
-def test_guesses_that_always_hold_come_all_at_once_but_none_beyond_the_end(tokens: int) -> None:
+def test_draft_tokens_that_are_always_accepted_arrive_together_up_to_the_end(tokens: int) -> None:
     setting = a_setting(n_workers=1, draft_tokens=3, draft_acceptance=1.0)
     outcome = run(a_trace([(0.0, 10, tokens)]), setting)
     assert outcome.figures.steps == math.ceil(tokens / 4)
@@ -94,7 +94,7 @@ def test_a_step_yields_as_many_tokens_as_the_setting_says_on_average() -> None:
     assert 4000 / outcome.figures.steps == pytest.approx(setting.tokens_per_step, rel=0.03)
 
 
-def test_a_request_has_the_same_luck_wherever_it_runs() -> None:
+def test_a_requests_draft_acceptance_does_not_depend_on_its_worker() -> None:
     trace = a_trace([(0.0, 10, 500), (0.0, 20, 400), (0.0, 30, 300)])
     alone, together = (
         run(trace, a_setting(n_workers=1, slots=slots, draft_tokens=3, step_cost_s=0.0)) for slots in (1, 3)
@@ -103,7 +103,7 @@ def test_a_request_has_the_same_luck_wherever_it_runs() -> None:
     assert len(set(together.tpot_s)) == 3
 
 
-def test_a_request_that_loses_its_worker_goes_on_with_its_luck_behind_another_barrier() -> None:
+def test_a_requeued_request_keeps_its_draft_acceptance_behind_another_barrier() -> None:
     setting = Setting(n_workers=2, slots=1, barrier_groups=2, draft_tokens=3)
     (_, first), (_, second) = ranks_by_barrier(setting, [10], [1_000])
 
@@ -145,7 +145,7 @@ def test_every_request_is_served_with_every_other_option_at_once(policy: str, op
         ({"draft_tokens": 2, "engine_balancer_blocks": 5.0}, "not modelled together with barrier groups or draft"),
     ],
 )
-def test_values_without_sense_are_refused(options: dict[str, float], told: str) -> None:
+def test_invalid_settings_are_refused(options: dict[str, float], told: str) -> None:
     with pytest.raises(InputError, match=told):
         Setting(**options).checked()
 
@@ -173,7 +173,7 @@ def test_the_sums_of_running_requests_are_right_after_every_step() -> None:
 
 
 @pytest.mark.parametrize("lag_steps", [1, 3])
-def test_the_router_hears_of_a_worker_that_ran_dry_while_the_others_go_on(lag_steps: int) -> None:
+def test_the_router_learns_of_a_finished_worker_while_other_groups_step(lag_steps: int) -> None:
     trace = a_trace([(0.0, 10, 500), (0.0, 10, 2), (0.0, 10, 2)])
     setting = a_setting(n_workers=2, barrier_groups=2, slots=1, telemetry_lag_steps=lag_steps)
     outcome = run(trace, setting, "pool_fifo")

@@ -32,7 +32,7 @@ def test_the_second_turn_waits_for_less_and_the_full_blocks_alone_are_cached() -
     assert figures.latency_p99_s == pytest.approx(12.0, rel=0.02)
 
 
-def test_the_router_predicts_the_caches_of_engines_that_nobody_else_uses() -> None:
+def test_the_router_predicts_the_caches_of_engines_without_other_clients() -> None:
     figures = replay_prefill(generate_conversations(600), "prefix_affinity", 4, 6000.0, 200_000)
     assert figures.hit_ratio > 0.1
     assert figures.predicted_hit_ratio == pytest.approx(figures.hit_ratio, rel=0.01)

@@ -44,9 +44,7 @@ from balanceroute.simulator import Failure, Setting
         ({"cost_aware": None}, "cost aware None: accepted is True or False"),
     ],
 )
-def test_a_value_that_makes_no_sense_is_refused_with_its_name_and_what_is_accepted(
-    values: dict[str, Any], message: str
-) -> None:
+def test_an_invalid_value_is_refused_with_its_name_and_what_is_accepted(values: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError) as refused:
         Setting(**{"n_workers": 2} | values).checked()
     assert str(refused.value).startswith(message)
@@ -60,7 +58,7 @@ def test_the_bounds_leave_room_for_large_and_slow_clusters() -> None:
 
 
 @pytest.mark.parametrize("change", [{"transfer_steps": 2}, {"kv_capacity_tokens": 10**6}, {"prefillers": 1}])
-def test_the_engine_balancer_stands_alone(change: dict[str, int]) -> None:
+def test_the_engine_balancer_cannot_be_combined_with_other_options(change: dict[str, int]) -> None:
     with pytest.raises(InputError, match="engine balancer: it is not modelled together with"):
         Setting(engine_balancer_blocks=5.0, **change).checked()  # type: ignore[arg-type]
     with pytest.raises(InputError, match="engine balancer nan"):

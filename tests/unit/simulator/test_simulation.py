@@ -245,7 +245,7 @@ def test_a_capacity_that_a_single_request_exceeds_is_refused() -> None:
         run(a_trace([(0.0, 100, 20)]), a_setting(kv_capacity_tokens=110))
 
 
-def test_what_is_on_its_way_to_a_worker_takes_memory_from_those_that_run_there() -> None:
+def test_requests_in_transfer_to_a_worker_take_memory_from_its_running_ones() -> None:
     setting = a_setting(n_workers=1, kv_capacity_tokens=100, transfer_steps=8)
     outcome = run(a_trace([(0.0, 50, 45), (10.0, 40, 5)]), setting)
     # the second one begins its transfer beside 51 tokens, and the first one is taken off when it has 59
@@ -255,7 +255,7 @@ def test_what_is_on_its_way_to_a_worker_takes_memory_from_those_that_run_there()
 
 
 @pytest.mark.parametrize("tokens", [1, 20])
-def test_a_capacity_must_hold_what_a_step_of_guesses_may_yield(tokens: int) -> None:
+def test_the_capacity_must_fit_all_draft_tokens_of_a_step(tokens: int) -> None:
     trace, setting = a_trace([(0.0, 100, tokens)]), a_setting(draft_tokens=3, kv_capacity_tokens=100 + tokens)
     with pytest.raises(InputError, match=f"the largest request needs {103 + tokens}"):
         run(trace, setting)
@@ -263,7 +263,7 @@ def test_a_capacity_must_hold_what_a_step_of_guesses_may_yield(tokens: int) -> N
     assert outcome.figures.recomputed == 0
 
 
-def test_what_a_lost_worker_held_is_done_elsewhere_and_it_comes_back_empty() -> None:
+def test_requests_of_a_lost_worker_finish_elsewhere_and_it_returns_empty() -> None:
     trace = a_trace([(0.0, 100, 20), (0.0, 100, 20), (60.0, 5, 1), (60.0, 5, 1)])
     outcome = run(trace, a_setting(failures=(Failure(1, 5.0, 50.0),)))
     assert outcome.figures.recomputed == 1
@@ -274,14 +274,14 @@ def test_what_a_lost_worker_held_is_done_elsewhere_and_it_comes_back_empty() -> 
 
 
 @pytest.mark.parametrize("policy", ["pool_fifo", "least_kv"])
-def test_a_cluster_of_which_every_worker_is_lost_for_ever_is_refused_as_what_it_is(policy: str) -> None:
+def test_a_permanent_loss_of_every_worker_is_refused_with_that_reason(policy: str) -> None:
     setting = a_setting(failures=(Failure(0, 3.0, 4.0), Failure(0, 5.0), Failure(1, 2.0)))
     with pytest.raises(InputError, match=r"^failures: no worker is left, and none comes back: at .* 5 requests wait"):
         run(a_trace([(0.0, 100, 50)] * 5), setting, policy)
 
 
 @pytest.mark.parametrize("policy", ["round_robin", "pool_fifo", "level_fit"])
-def test_what_arrives_at_a_prefill_tier_while_no_decode_worker_is_up_enters_when_one_is_back(policy: str) -> None:
+def test_requests_that_arrive_while_no_decode_worker_is_up_enter_when_one_is_back(policy: str) -> None:
     setting = a_setting(n_workers=1, prefillers=1, failures=(Failure(0, 5.0, 30.0),))
     outcome = run(a_trace([(0.0, 100, 10), (12.0, 100, 3), (40.0, 100, 3)]), setting, policy)
     assert np.isfinite(outcome.tpot_s).all()
@@ -298,7 +298,7 @@ def test_an_option_that_never_matters_changes_no_figure(policy: str, option: dic
 
 
 @pytest.mark.parametrize("policy", ["join_shortest_queue", "pool_fifo"])
-def test_no_more_wait_than_may_whether_prefilled_or_not(policy: str) -> None:
+def test_no_more_requests_wait_than_the_pool_allows_prefilled_or_not(policy: str) -> None:
     trace = generate_trace("capped", rows=400, seed=1).with_lengths(0.1, 0.1)
     setting = Setting(n_workers=2, slots=4, pool=8, prefillers=2, prefill_tokens_per_s=1e5)
     most = 0
@@ -334,7 +334,7 @@ def test_a_worker_that_is_lost_is_no_part_of_the_figures() -> None:
     assert {**figures_of(lost), "balance": 0.0} == {**figures_of(alone), "balance": 0.0}
 
 
-def test_where_workers_differ_in_speed_loads_count_in_time() -> None:
+def test_loads_of_workers_of_different_speed_count_in_time() -> None:
     # the fast worker holds 200 tokens, the slow one 100: both take as long, and no router could do better
     outcome = run(a_trace([(0.0, 200, 3), (0.0, 100, 3)]), a_setting(slots=1, slowdowns=(0.5, 1.0)), "target_fit")
     assert outcome.loads[0].tolist() == [200, 100]
@@ -342,7 +342,7 @@ def test_where_workers_differ_in_speed_loads_count_in_time() -> None:
     assert outcome.figures.balance == pytest.approx(1.0)
 
 
-def test_a_late_ledger_frees_slots_late() -> None:
+def test_a_telemetry_lag_frees_slots_late() -> None:
     trace = a_trace([(0.0, 10, 2)] * 2)
     prompt = run(trace, a_setting(n_workers=1, slots=1))
     late = run(trace, a_setting(n_workers=1, slots=1, telemetry_lag_steps=3))
@@ -375,7 +375,7 @@ def test_a_predictor_that_cannot_work_is_refused(predictor: str, reason: str) ->
 
 
 @pytest.mark.parametrize("kind", ["survival", "exact_match"])
-def test_without_a_past_a_predictor_learns_what_finishes_also_what_was_recomputed_on_the_way(kind: str) -> None:
+def test_a_predictor_without_a_history_learns_from_finished_and_recomputed_requests(kind: str) -> None:
     trace = a_trace([(0.1 * n, 100, 30) for n in range(60)])
     setting = a_setting(n_workers=2, slots=4, pool=8, kv_capacity_tokens=500, failures=(Failure(0, 1.0, 2.0),))
     lengths, horizon = TrueLengths(trace), 20
@@ -415,9 +415,7 @@ class Looking(Simulation):
 
 @pytest.mark.parametrize("lag", [0, 3])
 @pytest.mark.parametrize("horizon", [1, 2, 3, 20])
-def test_an_oracle_projects_the_loads_that_will_be_at_every_step_up_to_the_last_of_a_request(
-    horizon: int, lag: int
-) -> None:
+def test_an_oracle_projects_the_true_future_loads_at_every_step(horizon: int, lag: int) -> None:
     rng = np.random.default_rng(3)
     trace = a_trace([(0.3 * n, 100 + n, int(o)) for n, o in enumerate(rng.integers(1, 50, 60))])
     setting = a_setting(n_workers=2, slots=4, pool=8, kv_capacity_tokens=450, failures=(Failure(0, 9.0, 12.0),))
@@ -430,7 +428,7 @@ def test_an_oracle_projects_the_loads_that_will_be_at_every_step_up_to_the_last_
 
 @pytest.mark.parametrize("kind", ["survival", "exact_match"])
 @pytest.mark.parametrize("tokens", [1, 5, 20, 30])
-def test_a_predictor_projects_them_too_where_all_outputs_are_equal(kind: str, tokens: int) -> None:
+def test_a_predictor_projects_the_true_loads_when_all_outputs_are_equal(kind: str, tokens: int) -> None:
     """H = 20; where outputs are longer a request is anchored up to its refresh at age 10, when 20 steps are to go."""
     trace, horizon = a_trace([(0.3 * n, 100 + n, tokens) for n in range(60)]), 20
     forecast = PredictorForecast(Forecaster(fitted(kind, trace, horizon), horizon))
@@ -442,7 +440,7 @@ def test_a_predictor_projects_them_too_where_all_outputs_are_equal(kind: str, to
 
 @pytest.mark.parametrize("kind", ["survival", "exact_match"])
 @pytest.mark.parametrize("horizon", [0, 1, 4, 20])
-def test_oracle_and_predictor_say_the_same_of_outputs_that_are_all_equal(kind: str, horizon: int) -> None:
+def test_oracle_and_predictor_agree_when_all_outputs_are_equal(kind: str, horizon: int) -> None:
     trace = a_trace([(0.0, 100, 5)] * 30)
     predictor = PredictorForecast(Forecaster(fitted(kind, trace, horizon), horizon))
     oracle = OracleForecast(TrueLengths(trace), horizon)
@@ -522,9 +520,7 @@ def test_a_param_that_no_policy_can_have_is_refused_with_what_is_accepted(param:
         ("least_kv", "least_kv has no knobs$"),
     ],
 )
-def test_a_param_that_is_none_is_refused_with_the_knobs_of_the_policy_that_was_asked_for(
-    policy: str, said: str
-) -> None:
+def test_an_unknown_param_is_refused_with_the_knobs_of_the_requested_policy(policy: str, said: str) -> None:
     with pytest.raises(InputError, match=f"^--param nothing=1: {said}"):
         parse_params(PolicySettings(policy=policy), ["nothing=1"])
 
@@ -535,7 +531,7 @@ def test_a_setting_with_its_own_option_is_no_param(name: str) -> None:
         parse_params(PolicySettings(seed=5), [f"{name}=6"])
 
 
-def test_a_replay_that_is_stopped_tells_what_it_had_come_to() -> None:
+def test_a_stopped_replay_reports_its_progress() -> None:
     trace = generate_trace("capped", rows=400, seed=1)
     told: list[tuple[int, int]] = []
 
@@ -577,7 +573,7 @@ def test_a_replay_can_be_stopped_while_nothing_runs() -> None:
     assert math.isnan(stopped.figures.load_spread_mean) and math.isnan(stopped.figures.throughput_tok_s)
 
 
-def test_only_the_oracle_reads_how_long_answers_become() -> None:
+def test_only_the_oracle_reads_output_lengths() -> None:
     """INV-7; `history.py` reads past traces, which are never the one replayed."""
     folder = Path(balanceroute.simulator.__file__).parent
     readers = {path.name for path in folder.glob("*.py") if "output_tokens" in path.read_text()}
@@ -590,7 +586,7 @@ def test_the_window_excludes_filling_and_draining() -> None:
     assert (outcome.window.start, outcome.window.stop) == (6, 24)
 
 
-def test_what_the_engine_pauses_stands_still_and_still_gets_all_its_tokens() -> None:
+def test_paused_requests_stand_still_and_still_get_all_their_tokens() -> None:
     trace = generate_trace("heavy_tailed", rows=120, seed=4).with_lengths(1.0, 0.05)
     setting = Setting(n_workers=3, slots=6, pool=24, engine_balancer_blocks=5.0)
     for policy in ("join_shortest_queue", "level_fit"):
@@ -601,7 +597,7 @@ def test_what_the_engine_pauses_stands_still_and_still_gets_all_its_tokens() -> 
         assert 0 < outcome.figures.pause_p99_s <= outcome.figures.pause_max_s
 
 
-def test_an_engine_balancer_that_never_finds_a_bubble_costs_one_step_before_a_request_starts() -> None:
+def test_an_idle_engine_balancer_delays_a_request_by_one_step() -> None:
     trace = a_trace([(0.0, 10, 5), (0.0, 10, 5), (2.0, 10, 5)])
     setting = a_setting(n_workers=2, slots=4)
     plain = run(trace, setting)

@@ -19,7 +19,7 @@ def a_decoding_request(lag_steps: int) -> tuple[Scheduler, Channel]:
     return scheduler, Channel(scheduler, Forecast(), ["0"], setting)
 
 
-def test_the_router_hears_of_a_step_when_its_lag_is_over() -> None:
+def test_the_router_learns_of_a_step_after_its_lag() -> None:
     scheduler, channel = a_decoding_request(lag_steps=2)
     heard = []
     for step in range(1, 5):
@@ -30,7 +30,7 @@ def test_the_router_hears_of_a_step_when_its_lag_is_over() -> None:
     assert channel.heard_s(ended_s=4.0) == 5.0
 
 
-def test_a_router_that_catches_up_hears_of_everything() -> None:
+def test_a_router_that_catches_up_gets_all_delayed_events() -> None:
     scheduler, channel = a_decoding_request(lag_steps=2)
     channel.tokens([(0, 3)])
     channel.end_step(1, now=1.0)

@@ -89,20 +89,20 @@ def test_a_file_in_no_known_form_is_refused_with_the_forms_that_are_known(tmp_pa
     ],
     ids=["batch", "log", "object", "array"],
 )
-def test_json_of_something_else_is_no_mooncake_trace_and_is_told_what_one_has(tmp_path: Path, text: str) -> None:
+def test_json_of_another_kind_is_refused_with_the_fields_of_a_mooncake_trace(tmp_path: Path, text: str) -> None:
     for read in (convert_trace, load_trace):
         with pytest.raises(InputError, match="JSON lines with timestamp, input_length, output_length") as refused:
             read(str(written(tmp_path / "t.jsonl", text)))
         assert "\n" not in str(refused.value)
 
 
-def test_mooncake_lines_with_one_of_the_lengths_missing_are_told_which(tmp_path: Path) -> None:
+def test_a_mooncake_line_without_a_length_is_refused_with_the_field(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="line 1: no field 'output_length'"):
         convert_trace(written(tmp_path / "t.jsonl", '{"timestamp": 5, "input_length": 5}\n'))
 
 
 @pytest.mark.parametrize("name", ["t.csv.GZ", "t.csv.XZ"])
-def test_a_name_in_capitals_is_compressed_as_any_other(tmp_path: Path, name: str) -> None:
+def test_a_compressed_file_name_in_capitals_is_recognised(tmp_path: Path, name: str) -> None:
     trace = convert_trace(written(tmp_path / "b.csv", BURSTGPT)).trace
     write_trace(trace, tmp_path / name)
     assert not (tmp_path / name).read_bytes().startswith(b"arrival_s")
@@ -110,7 +110,7 @@ def test_a_name_in_capitals_is_compressed_as_any_other(tmp_path: Path, name: str
 
 
 @pytest.mark.parametrize("quote", ["", '"'], ids=["plain", "quoted"])
-def test_a_table_that_replay_reads_as_it_is_needs_no_conversion_and_is_told_so(tmp_path: Path, quote: str) -> None:
+def test_a_table_that_replay_reads_directly_needs_no_conversion(tmp_path: Path, quote: str) -> None:
     header = ",".join(f"{quote}{name}{quote}" for name in ("arrival_s", "prompt_tokens", "output_tokens"))
     with pytest.raises(InputError, match="is a trace already, which replay and describe read as it is"):
         convert_trace(written(tmp_path / "t.csv", f"{header}\n0,5,5\n"))
@@ -219,7 +219,7 @@ def test_public_originals_convert_to_the_reference_tables(original: str, referen
 
 
 @pytest.mark.parametrize(("first", "doubted"), [(0, False), (1732590000, True), (1732590000000, False)])
-def test_a_time_stamp_that_looks_like_seconds_is_read_as_milliseconds_and_said(
+def test_a_timestamp_that_resembles_seconds_is_read_as_milliseconds_with_a_note(
     tmp_path: Path, first: int, doubted: bool
 ) -> None:
     lines = mooncake_line(first, []) + mooncake_line(first + 5, [])
@@ -278,7 +278,7 @@ ROUTER = """{"time": "2026-01-01T00:00:00.000+00:00", "level": "info", "logger":
 """
 
 
-def test_this_routers_log_says_when_requests_came_and_how_long_they_were(tmp_path: Path) -> None:
+def test_this_routers_log_yields_arrival_times_and_lengths(tmp_path: Path) -> None:
     result = convert_trace(written(tmp_path / "router.log.gz", ROUTER))
     assert (result.format, result.without_output, result.estimated) == (TraceFormat.ROUTER, 1, 0)
     assert result.trace.arrival_s == pytest.approx([0.0, 0.5])
@@ -307,7 +307,7 @@ PREFIXES = {
 
 @pytest.mark.parametrize("end", ["\n", "\r\n"], ids=["unix", "windows"])
 @pytest.mark.parametrize("prefix", PREFIXES.values(), ids=PREFIXES)
-def test_this_routers_log_is_known_behind_a_banner_and_what_else_writes_on_its_lines(
+def test_this_routers_log_is_recognised_after_a_banner_and_with_prefixes_on_its_lines(
     prefix: str, end: str, tmp_path: Path
 ) -> None:
     text = "".join(prefix + line + end for line in (BANNER + ROUTER).splitlines())
@@ -333,16 +333,14 @@ def test_logs_that_docker_and_journald_have_wrapped_in_json_are_read(
         assert convert_trace(written(tmp_path / "container.log", "".join(lines))).format is kind
 
 
-def test_a_last_line_that_is_cut_short_costs_itself_alone_and_is_said(tmp_path: Path) -> None:
+def test_a_cut_last_line_is_left_out_alone_and_reported(tmp_path: Path) -> None:
     result = convert_trace(written(tmp_path / "router.log", ROUTER + ROUTER[:200]))
     assert len(result.trace) == 2
     assert result.notes[-1] == "left out 1 line that is cut short or damaged, line 6"
 
 
 @pytest.mark.parametrize("prefix", PREFIXES.values(), ids=PREFIXES)
-def test_half_lines_of_processes_that_were_killed_cost_themselves_alone_and_are_counted(
-    tmp_path: Path, prefix: str
-) -> None:
+def test_half_lines_of_killed_processes_are_left_out_alone_and_counted(tmp_path: Path, prefix: str) -> None:
     """Cut off and followed by a line's end, or by what the next process has written; before the event's name, too."""
     listening, request, other, refused = ROUTER.splitlines(keepends=True)
     lines = [listening, request[:100] + "\n", request, other[:20] + "\n", request[:90] + other, refused, other]
@@ -364,7 +362,7 @@ def test_a_log_of_which_most_cannot_be_read_is_refused(tmp_path: Path) -> None:
         convert_trace(written(tmp_path / "router.log", cut), TraceFormat.ROUTER)
 
 
-def test_this_routers_plain_log_is_named_as_what_it_is(tmp_path: Path) -> None:
+def test_this_routers_plain_log_is_refused_as_such(tmp_path: Path) -> None:
     text = "20:40:45.123 INFO    listening port=8000\n20:40:46.123 INFO    request id=a prompt_tokens=5 tokens=7\n"
     log = written(tmp_path / "router.log", text)
     for read in (convert_trace, load_trace):
@@ -417,7 +415,7 @@ def test_vllms_log_of_token_ids_is_counted_exactly(tmp_path: Path) -> None:
     assert result.trace.output_tokens.tolist() == [3, 4]
 
 
-def test_what_vllms_log_does_not_count_is_estimated_and_said_so(tmp_path: Path) -> None:
+def test_lengths_that_vllms_log_does_not_have_are_estimated_and_reported(tmp_path: Path) -> None:
     text = vllm_log(
         ("01-01 00:00:00", f"Received request a: prompt: '{'word' * 50}', params: SamplingParams(max_tokens=16)."),
         ("01-01 00:00:01", f"Received request b: prompt: '{'word' * 10}', params: SamplingParams(max_tokens=99)."),
@@ -445,7 +443,7 @@ def test_what_vllms_log_does_not_count_is_estimated_and_said_so(tmp_path: Path) 
         ", prompt_token_ids: [1], output_token_ids: [1], max_tokens=1, <streaming_complete: 9 tokens>",
     ],
 )
-def test_what_a_prompt_or_an_answer_says_is_no_line_of_vllms_log(tmp_path: Path, said: str) -> None:
+def test_text_in_a_prompt_or_an_answer_is_not_read_as_a_log_line(tmp_path: Path, said: str) -> None:
     text = vllm_log(
         ("01-01 00:00:00", f"Request a:7 details: prompt: {said!r}, prompt_token_ids: [1, 2, 3], shape: None."),
         ("01-01 00:00:00", "Received request a:7: params: SamplingParams(n=1, max_tokens=16), lora_request: None."),
@@ -468,7 +466,7 @@ def test_vllms_log_is_read_in_colour(tmp_path: Path) -> None:
     assert len(convert_trace(log).trace) == 1
 
 
-def test_vllms_logs_of_several_servers_one_behind_the_other_share_their_years(tmp_path: Path) -> None:
+def test_concatenated_vllm_logs_of_several_servers_share_their_years(tmp_path: Path) -> None:
     def of_server(name: str) -> str:
         asked = "Received request {}: prompt: 'x', params: SamplingParams(max_tokens=16)"
         stamps = ("12-31 23:59:58", "01-01 00:00:01")
@@ -479,7 +477,7 @@ def test_vllms_logs_of_several_servers_one_behind_the_other_share_their_years(tm
 
 
 @pytest.mark.parametrize("before", ["", "2026-01-01T00:00:00.1Z stdout F ", "vllm-0  | "])
-def test_vllms_json_log_says_what_its_text_says(tmp_path: Path, before: str) -> None:
+def test_vllms_json_log_equals_its_text_log(tmp_path: Path, before: str) -> None:
     """As `--logging-config.formatter json` has it."""
     lines = [
         (
@@ -517,7 +515,7 @@ def test_the_prefix_of_old_vllm_versions_has_one_bracket(tmp_path: Path) -> None
     ],
     ids=["no requests", "no prompts", "no date"],
 )
-def test_a_vllm_log_that_says_too_little_is_refused_in_one_line(tmp_path: Path, text: str, reason: str) -> None:
+def test_a_vllm_log_with_too_little_information_is_refused_in_one_line(tmp_path: Path, text: str, reason: str) -> None:
     with pytest.raises(InputError, match=reason):
         convert_trace(written(tmp_path / "vllm.log", text))
 
@@ -561,7 +559,7 @@ def long_router_log(n: int) -> str:
 
 
 @pytest.mark.parametrize("compress", [bytes, gzip.compress, lzma.compress], ids=["plain", "gz", "xz"])
-def test_a_log_through_a_pipe_is_read_whole(compress: Callable[[bytes], bytes]) -> None:
+def test_a_log_through_a_pipe_is_read_completely(compress: Callable[[bytes], bytes]) -> None:
     log = compress(long_router_log(3000).encode())
     with piped(log) as name:
         assert len(convert_trace(name).trace) == 3000
@@ -569,13 +567,13 @@ def test_a_log_through_a_pipe_is_read_whole(compress: Callable[[bytes], bytes]) 
         assert len(load_trace(name)) == 3000
 
 
-def test_a_trace_through_a_pipe_is_read_whole() -> None:
+def test_a_trace_through_a_pipe_is_read_completely() -> None:
     text = "arrival_s,prompt_tokens,output_tokens\n" + "".join(f"{i},100,10\n" for i in range(20_000))
     with piped(text.encode()) as name:
         assert len(load_trace(name)) == 20_000
 
 
-def test_a_pipe_that_gives_more_than_is_kept_is_refused_and_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pipe_with_more_data_than_the_limit_is_refused_and_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(source, "MOST_PIPED_BYTES", 2**20)
     text = "arrival_s,prompt_tokens,output_tokens\n" + "0,100,10\n" * 2**18
     with piped(text.encode()) as name, pytest.raises(InputError, match="more than 1 MiB through a pipe"):

@@ -45,7 +45,7 @@ def test_rare_sizes_are_few_and_much_larger_than_the_others(number: int) -> None
     assert 0.0005 < share < 0.015
 
 
-def test_answers_follow_prompts_and_arrivals_come_in_waves_only_where_that_was_drawn() -> None:
+def test_answer_lengths_and_arrival_waves_follow_the_drawn_workload() -> None:
     for number in NUMBERS:
         workload = drawn_workload(number)
         trace = workload.trace(6000)

@@ -93,7 +93,7 @@ def test_a_row_of_bytes_that_are_not_utf8_is_refused_with_its_line(tmp_path: Pat
         read_trace(path)
 
 
-def test_a_number_of_thousands_of_digits_is_not_repeated_whole(tmp_path: Path) -> None:
+def test_an_error_shortens_a_number_of_thousands_of_digits(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text(HEADER + f"0,{'9' * 5000},5,\n")
     with pytest.raises(InputError) as refused:
         read_trace(tmp_path / "t.csv")
@@ -125,7 +125,7 @@ def test_a_file_that_a_download_has_unpacked_and_not_renamed_is_read(tmp_path: P
     assert read_trace(tmp_path / name).output_tokens.tolist() == [7]
 
 
-def test_whole_numbers_may_have_the_point_that_pandas_writes(tmp_path: Path) -> None:
+def test_whole_numbers_may_have_a_decimal_point_as_pandas_writes(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text(HEADER + "0.0,5.0,70.0,\n")
     trace = read_trace(tmp_path / "t.csv")
     assert (trace.prompt_tokens.tolist(), trace.output_tokens.tolist()) == ([5], [70])
@@ -149,7 +149,7 @@ def test_a_damaged_compressed_file_is_refused_with_its_name(
         read_trace(path)
 
 
-def test_stamps_of_a_clock_count_from_the_first_arrival_and_other_times_are_kept(tmp_path: Path) -> None:
+def test_epoch_timestamps_count_from_the_first_arrival_and_other_times_are_kept(tmp_path: Path) -> None:
     path = tmp_path / "t.csv"
     path.write_text(HEADER + "1700000000.25,5,5,\n1700000001.5,5,5,\n")
     assert read_trace(path).arrival_s.tolist() == [0.0, 1.25]
@@ -190,7 +190,7 @@ def test_description_gives_rates_means_and_keys() -> None:
         ({"output_tokens": [1, 2]}, "output_tokens: expected one value for each of 3 arrivals"),
     ],
 )
-def test_a_trace_made_by_hand_that_makes_no_sense_is_refused(changed: dict[str, list[float]], reason: str) -> None:
+def test_an_invalid_hand_made_trace_is_refused(changed: dict[str, list[float]], reason: str) -> None:
     columns = {name: np.array(values) for name, values in changed.items()}
     with pytest.raises(InputError, match=f"^{re.escape(reason)}"):
         replace(a_trace(), **columns).checked()
@@ -212,7 +212,7 @@ def test_a_trace_made_by_hand_may_have_columns_of_any_kind_that_hold_numbers() -
 
 
 @pytest.mark.parametrize("key", ["a\nb", "a\rb"])
-def test_a_key_that_no_line_can_hold_is_not_written(tmp_path: Path, key: str) -> None:
+def test_a_key_with_a_line_break_is_not_written(tmp_path: Path, key: str) -> None:
     trace = Trace([0, 1], [20, 30], [3, 4], ["", key])  # type: ignore[arg-type]
     with pytest.raises(InputError, match="^prompt_key .*: accepted are texts without line breaks"):
         write_trace(trace, tmp_path / "trace.csv")

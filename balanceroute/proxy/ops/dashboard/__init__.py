@@ -134,8 +134,8 @@ class Dashboard:
             if services.ledger.draining and not services.exchanges:
                 return  # the router ends, and must not wait for this stream
             recorder.watch()
-            news, seen = self._news(seen), recorder.event_count
-            yield b"data: " + orjson.dumps(news, option=_WRITE) + b"\n\n"
+            message, seen = self._news(seen), recorder.event_count
+            yield b"data: " + orjson.dumps(message, option=_WRITE) + b"\n\n"
             async with recorder.new_sample:
                 await recorder.new_sample.wait()
 

@@ -264,9 +264,9 @@ class Recorder:
                 self._hits[row] += _hits_since(before, prefiller)
         self._hits_of = {prefiller.id: prefiller for prefiller in view.prefillers}
         since = self._hits[row] - self._hits[(row - min(self.count, QUANTILE_S)) % SPAN]
-        prompts, predicted, told, found = since.tolist()
+        prompts, predicted, reported, found = since.tolist()
         return (
-            min(1.0, found / told) if told else math.nan,
+            min(1.0, found / reported) if reported else math.nan,
             min(1.0, predicted / prompts) if asked and prompts else math.nan,
         )
 

@@ -31,7 +31,7 @@ def test_a_refusal_survives_being_written_down_and_is_an_error_for_the_client(
     assert type(found) is error and str(found) == "why" and found.retry_after_s == 2.5
 
 
-def test_each_reason_of_the_core_has_a_refusal_of_its_own() -> None:
+def test_each_reject_reason_of_the_core_has_its_own_refusal() -> None:
     kinds = [refusal(reason, lambda: NOBODY).kind for reason in RejectReason]
     assert len(set(kinds)) == len(kinds) and not {RefusalKind.EXPIRED, RefusalKind.LOST} & set(kinds)
 

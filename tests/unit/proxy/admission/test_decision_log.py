@@ -22,7 +22,7 @@ def decide(ledger: Ledger, log: DecisionLog) -> None:
     log.after(ledger.admit())
 
 
-def test_the_last_admissions_are_kept_under_numbers_that_never_come_again() -> None:
+def test_the_last_admissions_are_kept_under_unique_numbers() -> None:
     async def test() -> None:
         ledger, tickets = a_ledger(slots=2 * ROWS)
         log = DecisionLog(ledger)
@@ -37,7 +37,7 @@ def test_the_last_admissions_are_kept_under_numbers_that_never_come_again() -> N
     in_virtual_time(test)
 
 
-def test_a_state_from_before_the_decision_is_kept_while_somebody_watches_with_pauses_as_long_as_it_is_large() -> None:
+def test_a_watched_decision_keeps_its_prior_state_with_pauses_proportional_to_its_size() -> None:
     async def test() -> None:
         ledger, tickets = a_ledger(slots=64)
         log = DecisionLog(ledger)
@@ -77,7 +77,7 @@ def test_a_decision_over_too_much_is_listed_without_a_state_and_says_so() -> Non
 
 
 @pytest.mark.parametrize(("policy", "listed"), [("level_fit", 0), ("br_h", 1)])
-def test_what_runs_is_listed_only_for_a_policy_that_looks_ahead(policy: str, listed: int) -> None:
+def test_running_requests_are_listed_only_for_a_policy_with_a_horizon(policy: str, listed: int) -> None:
     async def test() -> None:
         ledger, tickets = a_ledger(policy, slots=64)
         log = DecisionLog(ledger)
@@ -93,7 +93,7 @@ def test_what_runs_is_listed_only_for_a_policy_that_looks_ahead(policy: str, lis
     in_virtual_time(test)
 
 
-def test_a_decision_that_admits_nobody_leaves_no_trace() -> None:
+def test_a_decision_without_an_admission_is_not_recorded() -> None:
     async def test() -> None:
         ledger, tickets = a_ledger(slots=1)
         log = DecisionLog(ledger)

@@ -62,7 +62,7 @@ def test_an_assign_at_once_policy_is_asked_although_no_slot_is_free() -> None:
     in_virtual_time(test)
 
 
-def test_while_something_is_held_decisions_come_at_one_pace_however_many_have_arrived() -> None:
+def test_while_requests_are_held_decisions_have_a_fixed_pace_whatever_arrives() -> None:
     """A timer for each arrival would have a busy router decide thousands of times per second."""
 
     async def test() -> None:

@@ -86,7 +86,7 @@ def test_a_restart_predicts_from_what_was_recorded_before(tmp_path: Path) -> Non
     forecasts.close()
 
 
-def test_a_requeued_request_is_asked_for_at_its_whole_age_and_recorded_as_the_client_saw_it(tmp_path: Path) -> None:
+def test_a_requeued_request_is_forecast_at_its_total_age_and_recorded_as_the_client_saw_it(tmp_path: Path) -> None:
     path = tmp_path / "history.sqlite3"
     remembered(path, *[6] * 20)
     scheduler, forecasts = a_scheduler(), LiveForecasts(a_config(kind="exact_match", history=str(path)))
@@ -118,7 +118,7 @@ def test_a_cancelled_request_is_recorded_as_cut_short_and_one_without_a_token_no
     assert forecasts.metrics.error_tokens.count == 0
 
 
-def test_the_clients_limit_is_known_before_any_history_is() -> None:
+def test_the_clients_token_limit_bounds_forecasts_before_any_history() -> None:
     scheduler, forecasts = a_scheduler(), LiveForecasts(a_config())
 
     async def scenario() -> None:
@@ -149,7 +149,7 @@ class Slow(LearnedPredictor):
         return TwoStage(ages * 0.0 + 1.0, 6.0 - ages)
 
 
-def test_trees_are_asked_off_the_loop_and_their_answers_reach_only_who_still_waits_for_them(
+def test_trees_are_evaluated_off_the_loop_and_reach_only_requests_that_still_wait_for_them(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     slow = Slow()
@@ -190,7 +190,7 @@ def test_trees_are_asked_off_the_loop_and_their_answers_reach_only_who_still_wai
     assert threading.get_ident() not in slow.threads
 
 
-def test_what_expires_in_the_pool_after_it_has_generated_something_is_recorded_as_cut_short(tmp_path: Path) -> None:
+def test_a_requeued_request_that_expires_in_the_pool_is_recorded_as_cut_short(tmp_path: Path) -> None:
     path = tmp_path / "history.sqlite3"
     forecasts = LiveForecasts(a_config(kind="exact_match", history=str(path)))
 
@@ -231,7 +231,7 @@ class Failing(LearnedPredictor):
 
 
 @pytest.mark.parametrize("kind", ["learned", "survival"], ids=["in the thread", "on the loop"])
-def test_requests_of_a_failed_batch_count_as_staying_and_are_asked_for_again(
+def test_requests_of_a_failed_batch_count_as_staying_and_are_forecast_again(
     kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     failing = Failing()
@@ -281,14 +281,14 @@ def test_the_key_is_the_header_where_there_is_one_and_else_the_prompt() -> None:
             by_prompt.close()
 
 
-def test_nobody_hashes_prompts_for_a_predictor_and_a_history_that_do_not_exist() -> None:
+def test_prompts_are_not_hashed_without_a_predictor_key_or_history() -> None:
     forecasts = LiveForecasts(a_config(kind="survival"))
     assert forecasts.key(b'"a"', "") == ""
     forecasts.close()
 
 
 @pytest.mark.parametrize(("policy", "kind"), [("br_0", "survival"), ("br_h", "none")])
-def test_without_a_predictor_a_wanted_history_is_recorded_all_the_same(policy: str, kind: str, tmp_path: Path) -> None:
+def test_a_configured_history_is_recorded_without_a_predictor(policy: str, kind: str, tmp_path: Path) -> None:
     assert build_forecasts(a_config(policy, kind=kind)) is None
     path = tmp_path / "history.sqlite3"
     forecasts = build_forecasts(a_config(policy, kind=kind, history=str(path)))
@@ -327,7 +327,7 @@ def test_without_scikit_learn_a_learned_predictor_is_refused_and_a_fitted_model_
     assert "stays as it is" in caplog.text and "Traceback" not in caplog.text
 
 
-def test_the_metrics_page_tells_how_the_predictor_does(tmp_path: Path) -> None:
+def test_the_metrics_page_shows_the_predictors_state(tmp_path: Path) -> None:
     path = tmp_path / "history.sqlite3"
     remembered(path, *[6] * 20)
     scheduler, forecasts = a_scheduler(), LiveForecasts(a_config(kind="exact_match", history=str(path)))

@@ -103,7 +103,7 @@ def test_a_worker_leaves_when_it_holds_nothing_and_no_sooner(role: Role) -> None
     in_virtual_time(test)
 
 
-def test_a_worker_that_joins_wakes_whoever_waits() -> None:
+def test_a_worker_that_joins_wakes_waiting_requests() -> None:
     async def test() -> None:
         ledger, tickets = a_ledger(slots=1)
         await decoding(ledger, tickets, "a")
@@ -120,7 +120,7 @@ def test_a_worker_that_joins_wakes_whoever_waits() -> None:
     in_virtual_time(test)
 
 
-def test_workers_that_join_and_leave_tell_whether_any_waits_for_another() -> None:
+def test_joins_and_departures_update_whether_workers_share_a_barrier() -> None:
     async def test() -> None:
         ledger, _ = a_ledger()
         known = [ledger.scheduler.snapshot.shared_barrier]
@@ -137,7 +137,7 @@ def test_workers_that_join_and_leave_tell_whether_any_waits_for_another() -> Non
     in_virtual_time(test)
 
 
-def test_slots_that_others_give_back_wake_whoever_waits_and_a_report_without_news_nobody() -> None:
+def test_freed_foreign_slots_wake_waiting_requests_and_an_unchanged_report_does_not() -> None:
     async def test() -> None:
         ledger, tickets = a_ledger(slots=4)
         ledger.report_decoder("d0", 3, 300, 1)
@@ -154,7 +154,7 @@ def test_slots_that_others_give_back_wake_whoever_waits_and_a_report_without_new
     in_virtual_time(test)
 
 
-def test_the_memory_of_a_worker_is_told_where_it_differs_by_more_than_a_64th() -> None:
+def test_a_workers_memory_changes_only_by_more_than_a_64th() -> None:
     async def test() -> None:
         ledger, _ = a_ledger()
         for told, known in ((0, 0), (6_400, 6_400), (6_500, 6_400), (6_501, 6_501), (6_400, 6_501), (0, 0)):
@@ -181,7 +181,7 @@ def test_another_policy_decides_on_what_waits_and_leaves_what_is_bound() -> None
     in_virtual_time(test)
 
 
-def test_the_state_says_how_many_are_sent_ahead_before_any_request_has_had_to_wait() -> None:
+def test_the_state_shows_the_overlap_before_any_request_has_waited() -> None:
     """The scheduler sizes it when a decision leaves requests waiting; a state is written at any time."""
 
     async def test() -> None:

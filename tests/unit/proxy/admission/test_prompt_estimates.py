@@ -42,13 +42,13 @@ def test_after_some_dozen_answers_p95_is_within_a_quarter_for_every_kind_and_tok
 
 
 @pytest.mark.parametrize("tokenizer", TOKENIZERS)
-def test_before_anything_is_learned_only_chinese_is_further_off(tokenizer: str) -> None:
+def test_untrained_estimates_are_far_off_only_for_chinese(tokenizer: str) -> None:
     errors = p95_errors(tokenizer, learned_from=0)
     assert errors.pop("chinese") <= 0.5
     assert all(error <= 0.25 for error in errors.values()), errors
 
 
-def test_models_are_learned_apart_and_the_oldest_is_forgotten() -> None:
+def test_estimates_are_learned_per_model_and_the_oldest_model_is_forgotten() -> None:
     sizes = PromptEstimates()
     rows = [row for row in measured() if row["kind"] == "chinese"]
     for row in rows[:20] * 3:
@@ -130,7 +130,7 @@ def test_any_text_has_a_size(text: bytes) -> None:
     ],
     ids=["deep", "no-list", "odd-parts"],
 )
-def test_no_body_that_is_taken_is_too_odd_for_an_estimate(fields: bytes) -> None:
+def test_every_accepted_body_gets_an_estimate(fields: bytes) -> None:
     body = b'{"model":"m","messages":[{"role":"user","content":"a"}],' + fields + b"}"
     try:
         request = parse("chat", body)

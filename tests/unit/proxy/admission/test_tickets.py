@@ -78,7 +78,7 @@ def test_a_waiter_that_was_cancelled_does_not_disturb_the_dispatcher() -> None:
     in_virtual_time(test)
 
 
-def test_a_ticket_knows_the_phase_that_the_scheduler_has_told() -> None:
+def test_a_ticket_follows_the_phase_of_the_scheduler() -> None:
     async def test() -> None:
         ledger, tickets = a_ledger()
         ledger.report_prefiller("p0", 1.0)
@@ -103,7 +103,7 @@ def test_a_ticket_knows_the_phase_that_the_scheduler_has_told() -> None:
     in_virtual_time(test)
 
 
-def test_decode_first_a_ticket_knows_who_works_for_it() -> None:
+def test_a_decode_first_ticket_has_its_decode_worker_and_prefiller() -> None:
     async def test() -> None:
         ledger, tickets = a_ledger(decode_first=True)
         ticket = tickets.submit(RequestSpec("r", 5))
@@ -134,7 +134,7 @@ def test_an_idle_router_gives_a_prefiller_without_waiting() -> None:
     in_virtual_time(test)
 
 
-def test_tokens_are_told_in_sums_and_before_every_decision() -> None:
+def test_tokens_are_reported_in_sums_before_every_decision() -> None:
     async def test() -> None:
         ledger, tickets = a_ledger(slots=4)
         first, second = await decoding(ledger, tickets, "a", "b")
@@ -153,7 +153,7 @@ def test_tokens_are_told_in_sums_and_before_every_decision() -> None:
 
 
 @pytest.mark.parametrize("leave", ["finish", "requeue"])
-def test_a_request_leaves_its_worker_with_every_token_told(leave: str) -> None:
+def test_a_request_reports_all_its_tokens_before_it_leaves_its_worker(leave: str) -> None:
     async def test() -> None:
         ledger, tickets = a_ledger(slots=4)
         first, second = await decoding(ledger, tickets, "a", "b")
@@ -171,7 +171,7 @@ def test_a_request_leaves_its_worker_with_every_token_told(leave: str) -> None:
 
 
 @pytest.mark.parametrize("decode_first", [False, True], ids=["prefill first", "decode first"])
-def test_another_ledger_takes_over_from_what_tickets_say(decode_first: bool) -> None:
+def test_another_ledger_adopts_requests_from_their_tickets(decode_first: bool) -> None:
     """In every phase, with every token, and an answer that was due comes from there."""
 
     async def test() -> None:

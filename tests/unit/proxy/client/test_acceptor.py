@@ -45,7 +45,7 @@ def said(client: socket.socket) -> bytes:
         return client.recv(10)
 
 
-def test_connections_that_wait_are_shared_by_all_who_accept(listener: socket.socket) -> None:
+def test_waiting_connections_are_shared_by_all_acceptors(listener: socket.socket) -> None:
     waiting, taken = clients(listener, 100), list[str]()
 
     async def test() -> None:
@@ -76,7 +76,7 @@ class Staying(asyncio.Protocol):
         self._open.remove(self)
 
 
-def test_connections_that_come_one_by_one_are_shared_by_all_who_accept_and_by_none_alone(
+def test_connections_that_arrive_one_by_one_are_shared_by_all_acceptors(
     listener: socket.socket,
 ) -> None:
     table = RelayLoads(2)
@@ -115,7 +115,7 @@ def test_connections_that_come_one_by_one_are_shared_by_all_who_accept_and_by_no
     uvloop.run(test())
 
 
-def test_a_relay_that_is_ahead_of_one_that_takes_nothing_does_not_wait_for_it_at_each_connection(
+def test_a_relay_with_more_connections_does_not_wait_for_a_stuck_one_at_each_connection(
     listener: socket.socket,
 ) -> None:
     taken, waited = list[str](), list[float]()
@@ -141,7 +141,7 @@ def test_a_relay_that_is_ahead_of_one_that_takes_nothing_does_not_wait_for_it_at
     assert 1 <= len(waited) < 50
 
 
-def test_what_is_not_taken_when_it_closes_is_left_to_others(listener: socket.socket) -> None:
+def test_connections_not_accepted_before_a_close_are_left_to_other_acceptors(listener: socket.socket) -> None:
     taken: list[str] = []
 
     async def test() -> None:
@@ -177,7 +177,7 @@ class Full:
         self._sock.close()
 
 
-def test_without_descriptors_it_waits_and_says_so(
+def test_an_acceptor_without_descriptors_waits_and_logs_it(
     listener: socket.socket, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(module, "PAUSE_S", 0.01)

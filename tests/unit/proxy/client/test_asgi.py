@@ -53,7 +53,7 @@ async def called(app: ASGIApp, request: Request, connection: Connection) -> Asgi
     return handler
 
 
-def test_an_application_hears_of_the_end_of_its_own_answer_as_a_disconnect() -> None:
+def test_an_asgi_application_receives_a_disconnect_after_its_own_answer() -> None:
     async def test() -> None:
         heard: list[Any] = []
 
@@ -74,7 +74,7 @@ def test_an_application_hears_of_the_end_of_its_own_answer_as_a_disconnect() -> 
     in_virtual_time(test)
 
 
-def test_an_application_is_asked_before_the_body_has_come_and_told_when_it_has() -> None:
+def test_an_asgi_application_starts_before_the_body_has_arrived_and_then_gets_it() -> None:
     async def test() -> None:
         told_to_go_on: list[bool] = []
         request, connection = a_request(b"", b"/any"), Connection()
@@ -97,7 +97,7 @@ def test_an_application_is_asked_before_the_body_has_come_and_told_when_it_has()
     in_virtual_time(test)
 
 
-def test_an_application_whose_client_goes_before_its_body_was_here_ends_without_an_error() -> None:
+def test_an_asgi_application_whose_client_leaves_before_its_body_ends_without_an_error() -> None:
     async def test() -> None:
         async def app(scope: Scope, receive: Receive, send: Send) -> None:
             await starlette.requests.Request(scope, receive).body()
@@ -114,7 +114,7 @@ def test_an_application_whose_client_goes_before_its_body_was_here_ends_without_
     in_virtual_time(test)
 
 
-def test_what_the_edge_refuses_has_the_client_s_id_and_the_application_s_answer_is_dropped() -> None:
+def test_a_refusal_of_the_edge_has_the_clients_id_and_the_applications_answer_is_dropped() -> None:
     async def test() -> None:
         async def app(scope: Scope, receive: Receive, send: Send) -> None:
             await receive()

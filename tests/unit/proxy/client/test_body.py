@@ -76,12 +76,12 @@ def test_a_body_of_known_length_is_the_same_in_any_pieces(body: bytes, at: list[
     ],
     ids=repr,
 )
-def test_a_chunked_body_is_read_by_the_letter(data: bytes) -> None:
+def test_a_chunked_body_is_parsed_strictly(data: bytes) -> None:
     assert refusal(data) == 400
     assert refusal(*(data[i : i + 1] for i in range(len(data)))) == 400
 
 
-def test_a_body_above_its_limit_is_refused_before_it_is_there() -> None:
+def test_a_body_above_its_limit_is_refused_before_it_has_arrived() -> None:
     assert refusal(b"3e9\r\n") == 413
     assert refusal(b"5\r\nhello\r\n3e4\r\n") == 413
     assert refusal(b"7fffffffffffffff"[:15] + b"\r\n") == 413
@@ -90,7 +90,7 @@ def test_a_body_above_its_limit_is_refused_before_it_is_there() -> None:
     assert refused.value.status == 413
 
 
-def test_extensions_and_trailers_have_bounds_of_their_own() -> None:
+def test_chunk_extensions_and_trailers_have_their_own_bounds() -> None:
     assert refusal(b"1;" + b"a" * 600) == 400
     chunk = b"1;%b\r\nx\r\n" % (b"a" * 400)
     assert refusal(*[chunk] * (MAX_EXTENSION_BYTES // 400 + 1)) == 400

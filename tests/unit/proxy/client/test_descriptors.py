@@ -27,14 +27,14 @@ def few() -> Iterator[None]:
     ("descriptors", "workers", "clients"),
     [(1024, 6, 436), (65_536, 150, 32_404), (160, 6, 40), (160, 1000, 40), (1, 1, 1)],
 )
-def test_a_client_takes_two_and_the_rest_is_kept_for_workers_but_no_more_than_half(
+def test_a_client_needs_two_descriptors_and_at_most_half_are_reserved_for_workers(
     descriptors: int, workers: int, clients: int
 ) -> None:
     assert clients_within(descriptors, workers) == clients
 
 
 @pytest.mark.usefixtures("few")
-def test_no_more_clients_are_taken_than_there_are_descriptors_for_and_that_is_said_once(
+def test_max_connections_is_limited_by_descriptors_and_that_is_logged_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     config = a_config(listen={"relays": 2})
@@ -47,7 +47,7 @@ def test_no_more_clients_are_taken_than_there_are_descriptors_for_and_that_is_sa
 
 @pytest.mark.usefixtures("few")
 @pytest.mark.parametrize(("asked", "told"), [(-1, False), (0, False), (1, True)])
-def test_a_number_that_somebody_has_set_is_missed_by_one(
+def test_a_configured_max_connections_is_warned_about_when_missed_by_one(
     caplog: pytest.LogCaptureFixture, asked: int, told: bool
 ) -> None:
     one = most_clients(a_config())
@@ -61,7 +61,7 @@ def test_a_limit_that_is_too_low_to_start_is_told(monkeypatch: pytest.MonkeyPatc
         raise_limit()
 
 
-def test_the_default_is_not_missed_while_half_of_it_is_there(
+def test_the_default_max_connections_is_warned_about_only_below_half(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("balanceroute.proxy.client.descriptors.limit", lambda: 20_000)

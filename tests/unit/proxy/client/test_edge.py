@@ -32,7 +32,7 @@ async def test_above_the_bound_the_connection_that_waits_longest_makes_room() ->
 
 
 @pytest.mark.anyio
-async def test_where_all_are_busy_clients_get_an_openai_error_that_says_when_to_come_back() -> None:
+async def test_at_max_connections_clients_get_503_with_retry_after() -> None:
     async with listening(max_connections=2) as server:
         for n in range(2):
             (await server.connect()).post(b"", b"x-do: wait")
@@ -72,7 +72,7 @@ async def test_a_body_counts_until_its_answer_is_complete() -> None:
 
 
 @pytest.mark.anyio
-async def test_one_client_s_bodies_leave_half_of_the_room_to_others() -> None:
+async def test_one_clients_bodies_take_at_most_half_of_max_held_bytes() -> None:
     async with listening(max_held_bytes=400_000) as server:
         greedy = [await server.connect() for _ in range(3)]
         for client in greedy[:2]:
@@ -97,7 +97,7 @@ async def test_one_client_s_bodies_leave_half_of_the_room_to_others() -> None:
 
 
 @pytest.mark.anyio
-async def test_bodies_under_way_have_a_bound_together() -> None:
+async def test_incoming_bodies_share_max_incoming_bytes() -> None:
     async with listening(max_incoming_bytes=100_000) as server:
         clients = [await server.connect() for _ in range(3)]
         for client in clients:
@@ -119,7 +119,7 @@ async def test_bodies_under_way_have_a_bound_together() -> None:
         pytest.param(b"", id="of-a-head"),
     ],
 )
-async def test_bytes_that_wait_count_with_bodies_under_way(first: bytes) -> None:
+async def test_buffered_bytes_count_with_incoming_bodies(first: bytes) -> None:
     """10,000 clients could have the router keep 320 KiB each, beside all bodies that it has room for."""
     async with listening(max_incoming_bytes=150_000) as server:
         for number in range(4):
@@ -165,7 +165,7 @@ def an_edge(**limits: Any) -> Edge:
     return Edge(EchoSite(), lambda: ClientLimits(**limits), asyncio.get_running_loop(), set(), set(), {})
 
 
-def test_far_above_the_bound_a_connection_is_not_even_heard() -> None:
+def test_far_above_the_bound_a_connection_is_closed_unread() -> None:
     async def test() -> None:
         edge = an_edge(max_connections=2)
         busy = [Seat() for _ in range(2 + RESERVE)]
@@ -179,7 +179,7 @@ def test_far_above_the_bound_a_connection_is_not_even_heard() -> None:
     in_virtual_time(test)
 
 
-def test_the_connection_that_waits_longest_gives_way_and_its_place_is_free_at_once() -> None:
+def test_the_longest_waiting_connection_gives_way_and_frees_its_place_at_once() -> None:
     async def test() -> None:
         edge = an_edge(max_connections=2)
         seats = [Seat() for _ in range(4)]
@@ -191,7 +191,7 @@ def test_the_connection_that_waits_longest_gives_way_and_its_place_is_free_at_on
     in_virtual_time(test)
 
 
-def test_every_connection_is_looked_at_several_times_within_the_shortest_limit() -> None:
+def test_every_connection_is_checked_several_times_within_the_shortest_time_limit() -> None:
     async def test() -> None:
         edge, seat = an_edge(receive_timeout_s=2.0, keep_alive_s=75.0), Seat()
         assert edge.join(seat)
@@ -209,7 +209,7 @@ def test_every_connection_is_looked_at_several_times_within_the_shortest_limit()
     in_virtual_time(test)
 
 
-def test_limits_count_from_when_they_change_also_for_who_is_here_already() -> None:
+def test_changed_limits_apply_at_once_to_existing_connections_too() -> None:
     async def test() -> None:
         config = a_config()
         limits = limits_of(lambda: config)
@@ -249,7 +249,7 @@ class StoppedLoop:
         self.looks.pop()()
 
 
-def test_nobody_is_late_who_could_not_be_read_because_the_process_stood_still() -> None:
+def test_a_client_is_not_late_when_the_router_itself_was_stopped() -> None:
     loop, seat = StoppedLoop(), Seat()
     edge = Edge(EchoSite(), ClientLimits, cast(Any, loop), set(), set(), {})
     assert edge.join(seat)
@@ -261,7 +261,7 @@ def test_nobody_is_late_who_could_not_be_read_because_the_process_stood_still() 
     assert seat.looks[2:] == [loop.now_s]
 
 
-def test_a_connection_that_breaks_when_looked_at_is_closed_and_the_others_are_looked_at() -> None:
+def test_a_connection_whose_check_raises_is_closed_and_the_others_are_checked() -> None:
     async def test() -> None:
         edge, broken, well = an_edge(), Seat(fails=True), Seat()
         for seat in (broken, well):
@@ -293,7 +293,7 @@ def lacks_room(edge: Edge, complete: bool) -> bool:
     ],
     ids=["room", "too much coming", "come whole", "too much held", "whole, too much held", "half", "one holder's"],
 )
-def test_there_is_room_for_bodies_that_come_for_all_that_are_held_and_for_half_of_it_by_one(
+def test_incoming_and_held_bodies_have_bounds_and_one_client_has_half(
     incoming: int, served: int, held: int, complete: bool, laden: bool
 ) -> None:
     async def test() -> None:
@@ -314,7 +314,7 @@ def edges(relays: int, **limits: Any) -> list[Edge]:
     return [Edge(EchoSite(), lambda: ClientLimits(**limits), loop, set(), set(), {}, load) for load in loads]
 
 
-def test_what_one_relay_does_not_need_of_the_bounds_another_may_use() -> None:
+def test_one_relay_may_use_the_part_of_the_bounds_that_another_does_not_need() -> None:
     async def test() -> None:
         one, other = edges(2, max_connections=40, max_held_bytes=64_000_000, max_incoming_bytes=30_000_000)
         seats = [Seat() for _ in range(41)]
@@ -342,12 +342,12 @@ def test_what_one_relay_does_not_need_of_the_bounds_another_may_use() -> None:
 
 
 @pytest.mark.parametrize("relays", [1, 2, 8, 33, 64])
-def test_any_number_of_relays_takes_a_body_that_is_as_large_as_it_may_be(relays: int) -> None:
+def test_a_body_of_max_body_bytes_is_accepted_with_any_number_of_relays(relays: int) -> None:
     limits = ClientLimits()
     assert limits.max_body_bytes <= limits.one_holder_bytes(relays) <= limits.max_held_bytes // 2
 
 
-def test_one_client_s_part_shrinks_with_the_relays_but_not_below_a_body() -> None:
+def test_one_clients_share_shrinks_with_the_relays_but_not_below_one_body() -> None:
     limits = ClientLimits(max_held_bytes=1000, max_body_bytes=100)
     assert [limits.one_holder_bytes(relays) for relays in (1, 2, 4, 8)] == [500, 250, 125, 100]
     assert ClientLimits(max_held_bytes=1000, max_body_bytes=900).one_holder_bytes(8) == 500

@@ -104,7 +104,7 @@ def test_a_failure_after_the_first_byte_is_an_event_and_the_answer_never_ends() 
     in_virtual_time(test)
 
 
-def test_an_answer_is_counted_and_timed_also_where_nobody_has_told_the_prompt_s_size() -> None:
+def test_an_answer_is_counted_and_timed_also_without_a_known_prompt_size() -> None:
     async def test() -> None:
         layerwise = {"callback_url": "http://10.0.0.5:8000"}
         services = a_router(a_config(1, 1, connector="mooncake_layerwise", layerwise=layerwise))
@@ -133,7 +133,7 @@ def test_an_error_that_ends_a_begun_stream_is_no_refusal(then: bytes) -> None:
 
 
 @pytest.mark.parametrize(("body", "param"), [(b"no JSON", None), ({"model": "m"}, "prompt"), (BODY | {"n": 1000}, "n")])
-def test_a_clients_error_is_a_400_and_no_worker_is_asked(body: Any, param: str | None) -> None:
+def test_a_clients_error_is_a_400_and_reaches_no_worker(body: Any, param: str | None) -> None:
     async def test() -> None:
         services, connection = a_router(a_config(1, 1)), Connection()
         p0 = script(services, "p0", probed())
@@ -145,7 +145,7 @@ def test_a_clients_error_is_a_400_and_no_worker_is_asked(body: Any, param: str |
     in_virtual_time(test)
 
 
-def test_while_the_router_drains_a_request_is_refused_by_its_head() -> None:
+def test_a_draining_router_refuses_a_request_before_its_body() -> None:
     async def test() -> None:
         services, connection = a_router(a_config(1, 1)), Connection()
         services.ledger.drain()
@@ -197,7 +197,7 @@ def test_a_key_may_send_its_next_request_as_soon_as_it_has_the_last_bytes(
 
 
 @pytest.mark.parametrize("begun", [False, True])
-def test_a_client_that_goes_cancels_its_request_and_is_told_nothing_more(
+def test_a_client_that_leaves_cancels_its_request_and_receives_nothing_more(
     begun: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "balanceroute.requests")
@@ -223,9 +223,7 @@ def test_a_client_that_goes_cancels_its_request_and_is_told_nothing_more(
 
 
 @pytest.mark.parametrize(("asked", "counts_as"), [(-5, 0), (3, 3), (9, 5)])
-def test_a_priority_counts_within_the_bounds_of_the_operator_and_reaches_the_engine_as_it_was(
-    asked: int, counts_as: int
-) -> None:
+def test_a_priority_is_clamped_for_the_router_and_reaches_the_engine_unchanged(asked: int, counts_as: int) -> None:
     async def test() -> None:
         services, connection = a_router(a_config(1, 1, limits={"priority": {"min": 0, "max": 5}})), Connection()
         p0 = script(services, "p0", probed())
@@ -249,7 +247,7 @@ def test_a_priority_counts_within_the_bounds_of_the_operator_and_reaches_the_eng
     [(b"-2", -2), (b"7", 7), (b"soon", 1), (b"99999999999999999999", 1)],
     ids=["first", "last", "no-integer", "no-engine-holds-it"],
 )
-def test_a_header_s_priority_counts_before_the_body_s_as_on_vllm(header: bytes, engine_gets: int) -> None:
+def test_a_priority_header_overrides_the_body_as_on_vllm(header: bytes, engine_gets: int) -> None:
     async def test() -> None:
         services, connection = a_router(a_config(1, 1)), Connection()
         p0 = script(services, "p0", probed())
@@ -261,7 +259,7 @@ def test_a_header_s_priority_counts_before_the_body_s_as_on_vllm(header: bytes, 
     in_virtual_time(test)
 
 
-def test_a_key_s_limit_is_a_429_and_a_request_that_ends_gives_its_place_back(tmp_path: Path) -> None:
+def test_a_keys_limit_is_a_429_and_a_finished_request_frees_its_place(tmp_path: Path) -> None:
     async def test() -> None:
         keys = tmp_path / "keys.yaml"
         keys.write_text(f"keys: [{{name: team, sha256: {sha256(KEY).hexdigest()}, max_in_flight: 1}}]")
@@ -290,7 +288,7 @@ def test_a_key_s_limit_is_a_429_and_a_request_that_ends_gives_its_place_back(tmp
     in_virtual_time(test)
 
 
-def test_a_bug_of_ours_is_a_500_counted_and_logged_with_its_request(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_internal_error_is_a_500_counted_and_logged_with_its_request(caplog: pytest.LogCaptureFixture) -> None:
     async def test() -> None:
         services, connection = a_router(a_config(1, 1)), Connection()
         services.strict = False
@@ -308,7 +306,7 @@ def test_a_bug_of_ours_is_a_500_counted_and_logged_with_its_request(caplog: pyte
     assert any(record.levelno == logging.ERROR and record.exc_info for record in caplog.records)
 
 
-def test_a_bug_of_ours_within_a_stream_is_logged_with_the_status_that_the_client_was_told(
+def test_an_internal_error_within_a_stream_is_logged_with_the_status_that_was_sent(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def test() -> None:
@@ -342,7 +340,7 @@ def test_the_log_says_why_a_request_failed_and_quotes_no_body_of_a_worker(caplog
 
 
 @pytest.mark.parametrize("tier", ["prefill", "decode"])
-def test_a_wait_that_ends_without_a_worker_is_told_and_counted_too(tier: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_wait_that_ends_without_a_worker_is_answered_and_counted(tier: str, caplog: pytest.LogCaptureFixture) -> None:
     async def test() -> None:
         services, connection = a_router(a_config(1, 1, queue={"deadline_s": 20.0}, pool={"ttl_s": 20.0})), Connection()
         script(services, "p0", probed())
@@ -368,7 +366,9 @@ def test_a_wait_that_ends_without_a_worker_is_told_and_counted_too(tier: str, ca
 
 
 @pytest.mark.parametrize("choices", [1, 3])
-def test_the_log_says_how_many_requests_to_workers_one_was(choices: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_has_the_number_of_worker_requests_per_client_request(
+    choices: int, caplog: pytest.LogCaptureFixture
+) -> None:
     async def test() -> None:
         services = a_router(a_config(1, 1))
         script(services, "p0", probed())
@@ -381,7 +381,7 @@ def test_the_log_says_how_many_requests_to_workers_one_was(choices: int, caplog:
     assert (line.get("choices", 1), line["tokens"]) == (choices, 2 * choices)
 
 
-def test_a_wait_that_ends_as_there_is_no_worker_any_more_is_counted_too() -> None:
+def test_a_wait_that_ends_because_all_workers_left_is_counted() -> None:
     async def test() -> None:
         services, connection = a_router(a_config(1, 1)), Connection()
         services.fleet.drain(services.fleet["p0"])
@@ -393,7 +393,7 @@ def test_a_wait_that_ends_as_there_is_no_worker_any_more_is_counted_too() -> Non
     in_virtual_time(test)
 
 
-def test_a_request_refused_because_too_many_wait_has_not_waited() -> None:
+def test_a_request_refused_by_a_full_queue_has_no_wait() -> None:
     async def test() -> None:
         services = a_router(a_config(1, 1, queue={"max_queued": 1}))
         services.fleet.drain(services.fleet["p0"])
@@ -413,7 +413,7 @@ def test_a_request_refused_because_too_many_wait_has_not_waited() -> None:
     in_virtual_time(test)
 
 
-def test_a_request_whose_body_never_came_is_accounted_for() -> None:
+def test_a_request_whose_body_never_arrived_is_counted() -> None:
     async def test() -> None:
         services, connection = a_router(a_config(1, 1)), Connection()
         exchange = Exchange(services, "completions", a_request(b""), connection.response())

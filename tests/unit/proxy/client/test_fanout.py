@@ -10,7 +10,7 @@ from tests.unit.proxy.virtual_time import a_config, a_router, in_virtual_time, s
 from tests.waiting import until
 
 
-def test_a_task_that_is_cancelled_while_several_legs_run_ends_so_and_leaves_nothing() -> None:
+def test_a_task_cancelled_while_several_legs_run_is_cancelled_and_leaks_nothing() -> None:
     async def test() -> None:
         services = a_router(a_config(1, 1))
         script(services, "p0", None)

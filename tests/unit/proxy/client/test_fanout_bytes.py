@@ -18,12 +18,12 @@ LARGE = b"x" * (MAX_COPIED_BYTES // 128)
     ],
     ids=["prompt", "rest", "rest-of-prompts"],
 )
-def test_choices_do_not_multiply_a_large_body_without_bound(body: bytes) -> None:
+def test_choices_multiply_a_large_body_only_up_to_a_bound(body: bytes) -> None:
     """One of 8 MiB with n = 128 took 2 GiB."""
     with pytest.raises(InvalidRequest, match="together make"):
         parts_of(parse("completions", body), 128, len(body))
 
 
-def test_a_large_batch_of_prompts_is_not_multiplied_and_so_is_taken() -> None:
+def test_a_large_batch_of_prompts_is_not_multiplied_and_is_accepted() -> None:
     body = b'{"prompt": [%b"a"]}' % ((b'"%b", ' % LARGE[:100_000]) * 127)
     assert len(parts_of(parse("completions", body), 128, len(body))) == 128

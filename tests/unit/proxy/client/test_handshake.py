@@ -57,7 +57,7 @@ async def listening(**limits: Any) -> AsyncIterator[Listening]:
 
 
 @pytest.mark.anyio
-async def test_a_client_that_finishes_the_handshake_is_served_and_its_protocol_takes_its_place() -> None:
+async def test_a_completed_handshake_hands_the_connection_to_its_protocol() -> None:
     async with listening() as server:
         reader, writer = await server.connect()
         writer.write(b"hello")
@@ -78,7 +78,7 @@ async def test_a_client_that_does_not_finish_the_handshake_is_closed_and_frees_i
 
 
 @pytest.mark.anyio
-async def test_one_that_waits_gives_its_place_to_the_next() -> None:
+async def test_a_waiting_handshake_gives_its_place_to_the_next() -> None:
     async with listening(max_connections=1) as server:
         waiting, writer = await server.connect(tls=False)
         await until(lambda: server.edge.waiting)
@@ -105,7 +105,7 @@ class Plain(Transport):
         self.aborted = True
 
 
-def test_bytes_before_the_handshake_have_a_bound() -> None:
+def test_bytes_before_the_handshake_are_bounded() -> None:
     async def test() -> None:
         loop = asyncio.get_running_loop()
         edge = Edge(EchoSite(), ClientLimits, loop, set(), set(), {})
@@ -120,7 +120,7 @@ def test_bytes_before_the_handshake_have_a_bound() -> None:
     in_virtual_time(test)
 
 
-def test_where_there_is_no_room_at_all_no_handshake_begins() -> None:
+def test_without_any_free_place_no_handshake_begins() -> None:
     async def test() -> None:
         loop = asyncio.get_running_loop()
         edge = Edge(EchoSite(), lambda: ClientLimits(max_connections=-RESERVE), loop, set(), set(), {})

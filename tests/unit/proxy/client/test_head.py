@@ -42,11 +42,11 @@ def test_a_head_is_its_method_target_and_fields() -> None:
     ],
     ids=["usual", "close", "among-others", "second-field", "1.0", "1.0-keep-alive"],
 )
-def test_a_connection_is_kept_only_where_both_sides_know_how(lines: tuple[bytes, ...], keep_alive: bool) -> None:
+def test_a_connection_is_kept_alive_only_when_both_sides_support_it(lines: tuple[bytes, ...], keep_alive: bool) -> None:
     assert parse_head(head(*lines)).keep_alive is keep_alive
 
 
-def test_a_body_is_told_by_its_length_or_its_coding() -> None:
+def test_a_body_is_delimited_by_its_length_or_its_coding() -> None:
     assert parse_head(head(POST, HOST, b"content-length: 007")).length == 7
     assert parse_head(head(POST, HOST, b"Transfer-Encoding: Chunked")).length is None
     assert parse_head(head(POST, HOST)).length == 0
@@ -124,7 +124,7 @@ def test_a_head_that_two_parsers_could_read_differently_is_refused(lines: tuple[
     ],
     ids=repr,
 )
-def test_a_request_line_is_taken_by_the_letter(line: bytes) -> None:
+def test_a_request_line_is_parsed_strictly(line: bytes) -> None:
     assert refusal(head(line, HOST)) == 400
 
 
@@ -151,12 +151,12 @@ def test_a_request_line_is_taken_by_the_letter(line: bytes) -> None:
     ],
     ids=lambda value: repr(b"|".join(value)[:30]) if isinstance(value, tuple) else str(value),
 )
-def test_a_refusal_has_the_status_that_says_why(lines: tuple[bytes, ...], status: int) -> None:
+def test_a_refused_head_has_the_matching_status(lines: tuple[bytes, ...], status: int) -> None:
     assert refusal(head(*lines)) == status
 
 
 @pytest.mark.parametrize("host", [b"x", b"x:1", b"", b"[::1]", b"[::1]:80", b"a-b.example.", b"10.0.0.1:65535"])
-def test_a_host_is_taken_in_every_form_it_has(host: bytes) -> None:
+def test_every_valid_form_of_host_is_accepted(host: bytes) -> None:
     assert parse_head(head(GET, b"host: " + host)).header(b"host") == host
 
 
@@ -176,7 +176,7 @@ def test_a_target_in_absolute_form_gives_path_and_host(target: bytes, path: str,
 
 
 @pytest.mark.parametrize("offer", [b"h2c", b"websocket", b"TLS/1.3"])
-def test_an_offer_to_upgrade_is_passed_over(offer: bytes) -> None:
+def test_an_upgrade_header_is_ignored(offer: bytes) -> None:
     lines = (
         b"connection: upgrade, http2-settings",
         b"upgrade: " + offer,
@@ -187,7 +187,7 @@ def test_an_offer_to_upgrade_is_passed_over(offer: bytes) -> None:
     assert request.length == 3 and request.keep_alive
 
 
-def test_only_a_client_that_can_wait_for_it_is_told_to_go_on() -> None:
+def test_only_an_http_1_1_client_gets_100_continue() -> None:
     assert parse_head(head(POST, HOST, b"expect: 100-Continue")).expects_continue
     assert not parse_head(head(b"POST / HTTP/1.0", b"expect: 100-continue")).expects_continue
 
@@ -231,7 +231,7 @@ def test_a_request_line_as_long_as_it_may_be_is_taken_in_any_pieces(room: int) -
     ],
     ids=lambda value: repr(value[:24]) if isinstance(value, bytes) else str(value),
 )
-def test_the_beginning_of_no_head_is_refused_before_its_end_comes(raw: bytes, status: int | None) -> None:
+def test_bytes_that_cannot_begin_a_head_are_refused_before_its_end(raw: bytes, status: int | None) -> None:
     if status is None:
         check_beginning(raw, 0)
         return

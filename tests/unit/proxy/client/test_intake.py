@@ -30,7 +30,7 @@ def test_only_identity_and_trace_headers_are_forwarded() -> None:
     [(None, [b"Bearer mine"]), (b"", []), (b"Bearer k", [b"Bearer k"])],
     ids=["as-it-came", "none", "the-workers-key"],
 )
-def test_workers_get_the_client_s_authorization_only_where_nothing_replaces_it(
+def test_workers_get_the_clients_authorization_only_without_a_configured_key(
     authorization: bytes | None, seen: list[bytes]
 ) -> None:
     own = [(b"authorization", b"Bearer mine"), (b"x-api-key", b"mine")]
@@ -38,7 +38,7 @@ def test_workers_get_the_client_s_authorization_only_where_nothing_replaces_it(
     assert [value for _, value in read_head([], None, b"Bearer k").forwarded] == [b"Bearer k"]
 
 
-def test_a_client_s_id_is_the_base_of_ours_without_what_could_break_a_header_or_a_log() -> None:
+def test_a_clients_request_id_is_sanitised_and_extended() -> None:
     head = read_head([(b"x-request-id", b'a/b\x7f"c d-' + b"e" * 200)], None, None)
     assert head.client_id is not None and head.client_id.startswith("abcd-eee")
     assert len(head.client_id) <= 96
@@ -50,7 +50,7 @@ def test_two_requests_with_one_client_id_have_different_ids() -> None:
     assert read_head(headers, None, None).request_id != read_head(headers, None, None).request_id
 
 
-def test_requests_with_one_client_id_differ_by_as_many_bits_as_those_without(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ids_with_a_client_id_have_as_many_random_bits_as_those_without(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = [0x12345678_00000001, 0x12345678_00000002]
     monkeypatch.setattr(intake._ids, "getrandbits", lambda bits: drawn.pop())
     headers = [(b"x-request-id", b"same")]
@@ -70,7 +70,7 @@ def test_a_deadline_and_the_predictor_s_key_are_read() -> None:
     assert read_head([], b"x-kind", None).timeout_s == math.inf
 
 
-def test_two_processes_that_were_forked_from_one_give_different_ids() -> None:
+def test_two_forked_processes_generate_different_ids() -> None:
     def two_children() -> list[str]:
         told: list[str] = []
         for _ in range(2):

@@ -18,11 +18,11 @@ from balanceroute.proxy.client.labels import holder_of, id_of
         ("a path", "a path"),
     ],
 )
-def test_addresses_of_one_customer_are_one_holder(peer: str, holder: str) -> None:
+def test_addresses_of_one_network_share_one_byte_limit(peer: str, holder: str) -> None:
     assert holder_of(peer) == holder
 
 
-def test_an_id_that_was_cut_off_is_nobodys() -> None:
+def test_a_cut_off_request_id_is_replaced() -> None:
     head = b"GET / HTTP/1.1\r\nhost: x\r\nx-request-id: client-12"
     assert id_of(None, head + b"\r\n") == id_of(None, head + b"\r\n\r\nx") == b"client-12"
     assert not id_of(None, head).startswith(b"client")

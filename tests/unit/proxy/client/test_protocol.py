@@ -16,7 +16,7 @@ from tests.waiting import pace, until
 pytestmark = pytest.mark.anyio
 
 
-async def test_requests_of_one_connection_are_answered_one_after_the_other() -> None:
+async def test_requests_of_one_connection_are_answered_in_sequence() -> None:
     async with listening() as server:
         client = await server.connect()
         for body in (b"", b"one", b"x" * 300_000):
@@ -39,7 +39,7 @@ async def test_a_request_in_pieces_is_the_same_request(step: int) -> None:
             assert (await client.answer())[2] == b"abcd"
 
 
-async def test_pipelined_requests_are_answered_in_order_whoever_serves_them() -> None:
+async def test_pipelined_requests_are_answered_in_order_across_routes() -> None:
     async with listening() as server:
         client = await server.connect()
         client.send(b"GET /?0.05 HTTP/1.1\r\nhost: x\r\n\r\n")
@@ -67,7 +67,7 @@ async def test_many_requests_pipelined_behind_a_completion_are_dropped_and_its_a
 
 @pytest.mark.parametrize("behind", [b"", b"x" * 70_000], ids=["nothing-behind", "much-behind"])
 @pytest.mark.parametrize("encrypted", [False, True], ids=["plain", "tls"])
-async def test_a_client_that_ends_what_it_sends_and_reads_nothing_has_left_at_once(
+async def test_a_client_that_half_closes_and_reads_nothing_counts_as_gone_at_once(
     encrypted: bool, behind: bytes
 ) -> None:
     """Its answer is under way, and there is more of it than its sockets take. The end of TLS does not come."""
@@ -83,7 +83,7 @@ async def test_a_client_that_ends_what_it_sends_and_reads_nothing_has_left_at_on
         await until(lambda: not server.connections)
 
 
-async def test_a_client_that_ends_tls_alone_has_left_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_client_that_closes_only_tls_counts_as_gone_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handshake, "SHUTDOWN_S", 3600.0)
     async with listening(encrypted=True) as server:
         assert server.trusted is not None
@@ -107,7 +107,7 @@ async def test_a_client_that_ends_tls_alone_has_left_at_once(monkeypatch: pytest
         writer.close()
 
 
-async def test_every_answer_of_a_long_pipeline_comes() -> None:
+async def test_a_long_pipeline_gets_every_answer() -> None:
     async with listening() as server:
         client = await server.connect()
         client.send(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n" * 2000)
@@ -115,7 +115,7 @@ async def test_every_answer_of_a_long_pipeline_comes() -> None:
             assert (await client.answer())[2] == b"hi"
 
 
-async def test_a_client_that_waits_to_be_told_is_told_to_go_on() -> None:
+async def test_a_client_that_expects_100_continue_gets_it() -> None:
     async with listening() as server:
         client = await server.connect()
         client.send(b"POST /hot HTTP/1.1\r\nhost: x\r\ncontent-length: 4\r\nexpect: 100-continue\r\n\r\n")
@@ -136,7 +136,7 @@ async def test_a_request_is_refused_by_its_head_before_its_body_is_read(line: by
         assert [str(error) for error in server.site.errors] in (["no"], ["who are you?"])
 
 
-async def test_a_refused_request_that_is_here_whole_leaves_the_connection_in_use() -> None:
+async def test_a_refused_request_that_has_arrived_completely_keeps_the_connection_open() -> None:
     async with listening() as server:
         client = await server.connect()
         client.post(b"secret", b"x-do: refuse")
@@ -163,7 +163,7 @@ async def test_a_refused_request_that_is_here_whole_leaves_the_connection_in_use
     ],
     ids=lambda value: repr(value[:20]) if isinstance(value, bytes) else str(value),
 )
-async def test_what_is_refused_gets_an_openai_error_and_the_connection_ends(request_: bytes, status: int) -> None:
+async def test_an_invalid_request_gets_an_openai_error_and_the_connection_closes(request_: bytes, status: int) -> None:
     async with listening(max_body_bytes=1_000_000) as server:
         client = await server.connect()
         client.send(request_)
@@ -172,7 +172,7 @@ async def test_what_is_refused_gets_an_openai_error_and_the_connection_ends(requ
         await served(server)
 
 
-async def test_a_client_that_still_sends_can_read_why_it_was_refused() -> None:
+async def test_a_client_that_is_still_sending_can_read_its_refusal() -> None:
     async with listening(max_body_bytes=1000) as server:
         client = await server.connect()
         client.post(b"x" * 3_000_000)
@@ -205,7 +205,7 @@ async def test_trailers_are_dropped() -> None:
     ],
     ids=["nothing", "half-a-head", "head", "half-a-body", "half-a-chunk"],
 )
-async def test_a_request_that_does_not_come_in_its_time_is_given_up(sent: bytes, told: bytes) -> None:
+async def test_a_request_that_arrives_too_slowly_is_refused(sent: bytes, told: bytes) -> None:
     async with listening(receive_timeout_s=0.2) as server:
         client = await server.connect()
         client.send(sent)
@@ -214,7 +214,7 @@ async def test_a_request_that_does_not_come_in_its_time_is_given_up(sent: bytes,
         assert not server.connections or server.edge.incoming_bytes == 0
 
 
-async def test_a_body_that_trickles_is_given_up_and_one_that_flows_has_its_time() -> None:
+async def test_a_slow_body_is_refused_and_a_steady_one_may_take_longer() -> None:
     async with listening(receive_timeout_s=0.3, min_rate_bytes_per_s=1000) as server:
         slow, steady = await server.connect(), await server.connect()
         for client in (slow, steady):
@@ -235,7 +235,7 @@ async def test_a_body_that_trickles_is_given_up_and_one_that_flows_has_its_time(
         assert await asyncio.gather(trickle(), flow()) == [408, 200]
 
 
-async def test_a_connection_without_requests_is_closed_after_its_time_and_one_in_use_is_not() -> None:
+async def test_an_idle_connection_is_closed_after_keep_alive_s_and_a_busy_one_is_not() -> None:
     async with listening(keep_alive_s=0.4) as server:
         idle, used = await server.connect(), await server.connect()
         idle.post()
@@ -249,7 +249,7 @@ async def test_a_connection_without_requests_is_closed_after_its_time_and_one_in
         assert (await used.answer())[0] == 200
 
 
-async def test_a_request_that_began_during_the_last_answer_has_its_whole_time() -> None:
+async def test_a_request_that_began_during_the_last_answer_has_its_full_time_limit() -> None:
     async with listening(keep_alive_s=0.2, receive_timeout_s=5.0) as server:
         client, idle = await server.connect(), await server.connect()
         client.send(b"GET /?0.1 HTTP/1.1\r\nhost: x\r\n\r\nGET /?0.2 HT")
@@ -273,7 +273,7 @@ async def test_a_client_that_reads_nothing_is_cut_off(path: bytes) -> None:
         await served(server)
 
 
-async def test_a_client_that_reads_a_byte_now_and_then_is_cut_off_too() -> None:
+async def test_a_client_that_reads_a_byte_now_and_then_is_disconnected() -> None:
     async with listening(stall_timeout_s=0.5, min_rate_bytes_per_s=100_000) as server:
         with socket.create_connection(("127.0.0.1", server.port)) as reader:
             reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -290,7 +290,7 @@ async def test_a_client_that_reads_a_byte_now_and_then_is_cut_off_too() -> None:
 
 @pytest.mark.parametrize("line", [b"connection: close", b"x: y"], ids=["last answer", "then nothing"])
 @pytest.mark.parametrize("encrypted", [False, True], ids=["plain", "TLS"])
-async def test_a_large_answer_is_sent_however_long_its_client_reads_it(
+async def test_a_large_answer_is_sent_to_a_slow_but_steady_reader(
     encrypted: bool, line: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(protocol, "LINGER_S", 0.05)
@@ -307,7 +307,7 @@ async def test_a_large_answer_is_sent_however_long_its_client_reads_it(
 
 
 @pytest.mark.parametrize("encrypted", [False, True], ids=["plain", "TLS"])
-async def test_the_rest_of_an_answer_that_was_broken_off_is_not_kept_for_who_does_not_read_it(encrypted: bool) -> None:
+async def test_unread_bytes_of_an_aborted_answer_are_dropped_after_the_stall_timeout(encrypted: bool) -> None:
     """Also where it is so little that the client's socket does not count as full."""
     async with listening(encrypted=encrypted, stall_timeout_s=0.4) as server:
         client = await server.connect()
@@ -321,7 +321,7 @@ async def test_the_rest_of_an_answer_that_was_broken_off_is_not_kept_for_who_doe
         await until(lambda: not server.connections)
 
 
-async def test_whole_answers_that_nobody_reads_are_cut_off_over_tls_too() -> None:
+async def test_a_client_that_reads_no_unstreamed_answer_is_disconnected_over_tls_too() -> None:
     async with listening(encrypted=True, stall_timeout_s=0.4) as server:
         client = await server.connect()
         client.writer.transport.pause_reading()  # type: ignore[attr-defined]
@@ -331,7 +331,7 @@ async def test_whole_answers_that_nobody_reads_are_cut_off_over_tls_too() -> Non
         await served(server)
 
 
-async def test_an_answer_that_only_the_close_ends_is_over_at_once_and_cleanly_over_tls(
+async def test_a_close_delimited_answer_ends_at_once_and_cleanly_over_tls(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(protocol, "LINGER_S", 3600.0)
@@ -353,7 +353,7 @@ async def test_an_answer_that_only_the_close_ends_is_over_at_once_and_cleanly_ov
 # -- who leaves
 
 
-async def test_a_client_that_leaves_is_noticed_while_it_is_served() -> None:
+async def test_a_client_that_leaves_during_its_request_cancels_it() -> None:
     async with listening() as server:
         client = await server.connect()
         client.post(b"", b"x-do: wait")
@@ -374,7 +374,7 @@ async def test_a_client_that_leaves_before_its_body_was_complete_is_accounted_fo
 
 
 @pytest.mark.parametrize("hot", [False, True], ids=["asgi", "hot"])
-async def test_a_client_that_sends_no_more_is_answered_but_for_completions(hot: bool) -> None:
+async def test_a_half_closed_client_is_answered_except_for_completions(hot: bool) -> None:
     async with listening() as server:
         client = await server.connect()
         if hot:
@@ -390,7 +390,7 @@ async def test_a_client_that_sends_no_more_is_answered_but_for_completions(hot: 
         assert await client.closed()
 
 
-async def test_a_connection_that_ends_inside_a_request_is_told_so() -> None:
+async def test_a_half_close_inside_a_request_is_a_400() -> None:
     async with listening() as server:
         for part in (b"GET / HT", b"POST /hot HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\n\r\nab"):
             client = await server.connect()
@@ -418,7 +418,7 @@ async def test_clients_that_leave_between_requests_log_nothing(caplog: pytest.Lo
 # -- what goes wrong behind it
 
 
-async def test_a_bug_behind_the_protocol_is_a_500_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_exception_in_a_handler_is_a_500_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     async with listening() as server:
         client = await server.connect()
         client.post(b"", b"x-do: fail")

@@ -19,7 +19,7 @@ from balanceroute.proxy.client.relay_loads import CONNECTIONS, FEW, SERVED_BYTES
     ],
     ids=["few more", "more", "an eighth", "more than that", "near the bound", "equal", "fewer", "near a large bound"],
 )
-def test_a_relay_with_more_connections_leaves_new_ones_to_others_and_near_the_bound_at_once(
+def test_a_relay_with_more_connections_lets_others_accept_and_near_the_bound_at_once(
     own: int, other: int, most: int, ahead: bool
 ) -> None:
     table = RelayLoads(2)
@@ -29,7 +29,7 @@ def test_a_relay_with_more_connections_leaves_new_ones_to_others_and_near_the_bo
     assert loads[0].ahead(most) is ahead
 
 
-def test_a_relay_that_has_died_has_nothing() -> None:
+def test_a_dead_relay_counts_no_connections() -> None:
     table = RelayLoads(3)
     loads = [Load(table, place) for place in range(3)]
     for load in loads:
@@ -39,13 +39,13 @@ def test_a_relay_that_has_died_has_nothing() -> None:
     assert [load.others(SERVED_BYTES) for load in loads] == [5, 10, 5]
 
 
-def test_a_relay_that_is_alone_has_no_others() -> None:
+def test_a_single_relay_has_no_others() -> None:
     load = alone()
     load.put(CONNECTIONS, 100)
     assert load.others(CONNECTIONS) == 0 and not load.ahead(1)
 
 
-def test_the_last_relay_that_accepts_goes_on() -> None:
+def test_the_last_accepting_relay_keeps_accepting() -> None:
     loads = RelayLoads(2)
     first, second = Load(loads, 0), Load(loads, 1)
     assert not first.step_back(100.0), "nobody else is there yet"
@@ -55,7 +55,7 @@ def test_the_last_relay_that_accepts_goes_on() -> None:
     assert second.step_back(100.0) and not first.step_back(100.0)
 
 
-def test_a_relay_that_stands_still_or_has_died_is_none_that_accepts() -> None:
+def test_a_stopped_or_dead_relay_does_not_count_as_accepting() -> None:
     loads = RelayLoads(2)
     first, second = Load(loads, 0), Load(loads, 1)
     second.accept(100.0)

@@ -16,7 +16,7 @@ from tests.unit.proxy.virtual_time import in_virtual_time, let_pass
 
 
 @pytest.mark.anyio
-async def test_http_1_0_gets_no_chunks_and_a_close() -> None:
+async def test_an_http_1_0_answer_is_unchunked_and_closes() -> None:
     async with listening() as server:
         for path, body in ((b"POST /hot", b"aaaend"), (b"GET /parts", b"ab")):
             client = await server.connect()
@@ -33,7 +33,7 @@ async def test_an_answer_that_is_not_completed_ends_uncleanly() -> None:
         assert (await client.reader.read()).endswith(b"4\r\nhalf\r\n")
 
 
-def test_an_answer_that_was_broken_off_takes_nothing_more_while_its_last_words_go_out() -> None:
+def test_an_aborted_answer_accepts_no_more_bytes_while_its_buffer_drains() -> None:
     async def test() -> None:
         connection = Connection()
         response = connection.response()
@@ -49,7 +49,7 @@ def test_an_answer_that_was_broken_off_takes_nothing_more_while_its_last_words_g
     in_virtual_time(test)
 
 
-def test_a_whole_answer_is_one_write_and_the_connection_may_go_on() -> None:
+def test_a_complete_answer_is_one_write_and_keeps_the_connection() -> None:
     async def test() -> None:
         connection = Connection()
         response = connection.response()
@@ -60,7 +60,7 @@ def test_a_whole_answer_is_one_write_and_the_connection_may_go_on() -> None:
     in_virtual_time(test)
 
 
-def test_a_head_goes_out_with_the_first_part_or_alone_when_none_comes_in_this_turn() -> None:
+def test_a_head_is_sent_with_the_first_part_or_alone_at_the_end_of_the_turn() -> None:
     async def test() -> None:
         for waits in (False, True):
             connection = Connection()
@@ -89,7 +89,7 @@ def test_a_head_goes_out_with_the_first_part_or_alone_when_none_comes_in_this_tu
     ],
     ids=["write before a head", "end before a head", "two", "two heads", "longer than said", "shorter than said"],
 )
-def test_what_would_break_the_framing_is_a_bug_and_nothing_is_written_for_it(use: Callable[[Response], object]) -> None:
+def test_a_use_that_would_break_the_framing_raises_and_writes_nothing(use: Callable[[Response], object]) -> None:
     async def test() -> None:
         connection = Connection()
         with pytest.raises(InvariantError):
@@ -99,7 +99,7 @@ def test_what_would_break_the_framing_is_a_bug_and_nothing_is_written_for_it(use
     in_virtual_time(test)
 
 
-def test_a_client_that_has_gone_gets_nothing_more_and_whoever_serves_it_hears_of_it_once() -> None:
+def test_writes_to_a_gone_client_are_dropped_and_its_handler_is_notified_once() -> None:
     async def test() -> None:
         connection, heard = Connection(), []
         response = connection.response()
@@ -140,7 +140,7 @@ def test_a_part_is_refused_while_the_socket_is_full_but_the_end_is_always_taken(
 
 
 @pytest.mark.parametrize(("status", "head_only"), [(204, False), (304, False), (200, True)])
-def test_an_answer_without_a_body_has_none_whatever_is_written(status: int, head_only: bool) -> None:
+def test_an_answer_without_a_body_ignores_what_is_written(status: int, head_only: bool) -> None:
     async def test() -> None:
         connection = Connection()
         response = connection.response(head_only=head_only)
@@ -153,13 +153,13 @@ def test_an_answer_without_a_body_has_none_whatever_is_written(status: int, head
 
 
 @pytest.mark.parametrize("name", [b"", b"x y", b"x:", "ä".encode()])
-def test_a_header_s_name_can_end_no_line_and_begin_no_other(name: bytes) -> None:
+def test_a_header_name_cannot_contain_a_line_break(name: bytes) -> None:
     with pytest.raises(InvariantError):
         check_headers([(name, b"v")])
 
 
 @pytest.mark.parametrize("value", [b"a\r\nset-cookie: x", b"a\n", b"\x00", b"\x7f"])
-def test_a_header_s_value_stays_in_its_line(value: bytes) -> None:
+def test_a_header_value_cannot_contain_a_line_break(value: bytes) -> None:
     with pytest.raises(InvariantError):
         check_headers([(b"x-name", value)])
 
@@ -175,7 +175,7 @@ def no_search_for_garbage() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("streams", [False, True], ids=["whole", "in parts"])
-def test_a_response_that_is_complete_is_freed_without_a_search_for_garbage(streams: bool) -> None:
+def test_a_complete_response_is_freed_without_the_garbage_collector(streams: bool) -> None:
     async def test() -> None:
         connection = Connection()
         response = connection.response()
@@ -195,7 +195,7 @@ def test_a_response_that_is_complete_is_freed_without_a_search_for_garbage(strea
     in_virtual_time(test)
 
 
-def test_a_response_whose_client_has_gone_is_freed_without_a_search_for_garbage() -> None:
+def test_a_response_of_a_gone_client_is_freed_without_the_garbage_collector() -> None:
     async def test() -> None:
         connection = Connection()
         response = connection.response()

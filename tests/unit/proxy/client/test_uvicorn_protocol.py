@@ -16,7 +16,7 @@ from tests.waiting import until
 pytestmark = pytest.mark.anyio
 
 
-async def test_uvicorn_takes_the_class_and_makes_a_connection_with_it_for_each_client() -> None:
+async def test_uvicorn_creates_one_protocol_per_client() -> None:
     async with listening() as server:
         clients = [await server.connect() for _ in range(3)]
         await until(lambda: len(server.connections) == 3)
@@ -39,7 +39,7 @@ async def test_a_stop_closes_idle_connections_and_waits_for_requests_under_way()
         assert await busy.closed()
 
 
-async def test_the_class_asks_uvicorn_for_nothing_but_two_sets() -> None:
+async def test_the_protocol_uses_only_two_sets_of_uvicorn() -> None:
     state: Any = SimpleNamespace(connections=set(), tasks=set())
     made: Any = protocol_class(EchoSite(), ClientLimits)
     connection = made(config=None, server_state=state, app_state={}, _loop=asyncio.get_running_loop())

@@ -41,7 +41,7 @@ def lost() -> UpstreamError:
     return ConnectionLost("reset", worker="d0", tier="decode")
 
 
-def test_a_prompt_that_its_limit_cuts_is_cut_where_its_prefiller_has_cut_it() -> None:
+def test_a_prompt_with_a_truncation_limit_is_truncated_as_by_its_prefiller() -> None:
     """Engines leave room for `max_tokens`, and a probe asks for one."""
 
     async def prefilled() -> None:
@@ -53,7 +53,7 @@ def test_a_prompt_that_its_limit_cuts_is_cut_where_its_prefiller_has_cut_it() ->
     in_virtual_time(prefilled)
 
 
-def test_a_prompt_that_nobody_has_counted_yet_is_not_cut_by_its_limit() -> None:
+def test_an_uncounted_decode_first_prompt_is_not_truncated_by_its_limit() -> None:
     """Decode first: prefiller and decoder would cut it differently."""
 
     async def asked() -> None:
@@ -66,7 +66,7 @@ def test_a_prompt_that_nobody_has_counted_yet_is_not_cut_by_its_limit() -> None:
     in_virtual_time(asked)
 
 
-def test_it_goes_on_from_prompt_and_tokens_so_far_with_what_is_left_of_its_limit() -> None:
+def test_a_cut_answer_resumes_from_prompt_and_tokens_with_the_remaining_limit() -> None:
     async def cut_off() -> None:
         answer = an_answer(Client())
         give(answer, *range(20, 24))
@@ -78,7 +78,7 @@ def test_it_goes_on_from_prompt_and_tokens_so_far_with_what_is_left_of_its_limit
     in_virtual_time(cut_off)
 
 
-def test_one_without_a_token_starts_with_the_clients_own_words() -> None:
+def test_a_cut_answer_without_a_token_restarts_with_the_original_request() -> None:
     async def cut_off() -> None:
         answer = an_answer(Client())
         original = answer.request
@@ -87,7 +87,7 @@ def test_one_without_a_token_starts_with_the_clients_own_words() -> None:
     in_virtual_time(cut_off)
 
 
-def test_one_whose_limit_is_reached_ends_as_a_worker_would_have_ended_it() -> None:
+def test_a_cut_answer_at_its_token_limit_ends_as_a_worker_would_end_it() -> None:
     async def cut_off() -> None:
         client = Client()
         answer = an_answer(client, max_tokens=2, stream_options={"include_usage": True})
@@ -100,7 +100,7 @@ def test_one_whose_limit_is_reached_ends_as_a_worker_would_have_ended_it() -> No
     in_virtual_time(cut_off)
 
 
-def test_one_that_another_worker_would_go_on_with_wrongly_ends_with_the_reason() -> None:
+def test_a_cut_answer_that_another_worker_cannot_continue_ends_with_the_reason() -> None:
     async def cut_off() -> None:
         answer = an_answer(Client(), response_format={"type": "json_object"})
         give(answer, 20)
@@ -110,7 +110,7 @@ def test_one_that_another_worker_would_go_on_with_wrongly_ends_with_the_reason()
     in_virtual_time(cut_off)
 
 
-def test_the_same_starts_again_for_a_client_that_has_seen_nothing_but_not_for_ever() -> None:
+def test_an_unsent_answer_restarts_a_limited_number_of_times() -> None:
     async def cut_off() -> None:
         request = a_request(response_format={"type": "json_object"}, stream=False)
         answer = Answer(a_router(), request, PartAnswer(request))
@@ -126,7 +126,7 @@ def test_the_same_starts_again_for_a_client_that_has_seen_nothing_but_not_for_ev
     in_virtual_time(cut_off)
 
 
-def test_one_that_starts_again_after_it_had_gone_on_says_the_size_of_the_clients_own_prompt() -> None:
+def test_a_restart_after_a_resume_reports_the_size_of_the_clients_prompt() -> None:
     async def cut_off() -> None:
         request = a_request(stream=False)
         client = PartAnswer(request)
@@ -149,7 +149,7 @@ def test_one_that_starts_again_after_it_had_gone_on_says_the_size_of_the_clients
     in_virtual_time(cut_off)
 
 
-def test_where_the_operator_wants_no_resumption_a_begun_answer_ends_with_the_loss() -> None:
+def test_without_resume_on_worker_loss_a_begun_answer_ends_with_the_loss() -> None:
     async def cut_off() -> None:
         answer = an_answer(Client(), resume_on_worker_loss=False)
         give(answer, 20)
@@ -160,7 +160,7 @@ def test_where_the_operator_wants_no_resumption_a_begun_answer_ends_with_the_los
     in_virtual_time(cut_off)
 
 
-def test_what_an_engine_gave_back_goes_on_even_then() -> None:
+def test_a_recompute_resumes_also_without_resume_on_worker_loss() -> None:
     async def cut_off() -> None:
         answer = an_answer(Client(), resume_on_worker_loss=False)
         give(answer, 20)
@@ -169,7 +169,7 @@ def test_what_an_engine_gave_back_goes_on_even_then() -> None:
     in_virtual_time(cut_off)
 
 
-def test_a_worker_that_refuses_the_rest_is_none_that_was_lost() -> None:
+def test_a_worker_that_refuses_the_resumed_request_does_not_count_as_lost() -> None:
     async def cut_off() -> None:
         answer = an_answer(Client(), resume_on_worker_loss=False)
         give(answer, 20)
@@ -179,7 +179,7 @@ def test_a_worker_that_refuses_the_rest_is_none_that_was_lost() -> None:
     in_virtual_time(cut_off)
 
 
-def test_a_second_loss_goes_on_from_the_clients_prompt_and_not_from_what_was_prefilled_last() -> None:
+def test_a_second_loss_resumes_from_the_clients_prompt_and_not_from_the_last_prefilled_one() -> None:
     async def cut_off() -> None:
         answer = an_answer(Client())
         give(answer, 20)
@@ -192,7 +192,7 @@ def test_a_second_loss_goes_on_from_the_clients_prompt_and_not_from_what_was_pre
     in_virtual_time(cut_off)
 
 
-def test_a_prefill_of_another_prompt_than_the_answer_so_far_is_an_error_but_not_one_of_the_clients_own() -> None:
+def test_a_resumed_prefill_of_another_prompt_is_an_error_but_a_first_one_is_not() -> None:
     """An engine that ignores the token ids of a chat prefills the client's prompt alone, and would begin anew."""
 
     async def prefilled() -> None:
@@ -210,7 +210,7 @@ def test_a_prefill_of_another_prompt_than_the_answer_so_far_is_an_error_but_not_
     in_virtual_time(prefilled)
 
 
-def test_a_stream_may_move_before_its_client_has_seen_anything_and_afterwards_only_with_all_its_token_ids() -> None:
+def test_a_stream_may_move_before_the_first_token_and_afterwards_only_with_all_token_ids() -> None:
     async def streaming() -> None:
         schema = {"response_format": {"type": "json_object"}}  # state that another decode worker does not have
         answer = an_answer(Client(), **schema)
@@ -233,7 +233,7 @@ def test_a_stream_may_move_before_its_client_has_seen_anything_and_afterwards_on
     in_virtual_time(streaming)
 
 
-def test_what_the_client_has_not_seen_may_move_whatever_it_is() -> None:
+def test_an_unsent_answer_may_always_move() -> None:
     async def assembled() -> None:
         request = a_request(response_format={"type": "json_object"}, stream=False)
         answer = Answer(a_router(), request, PartAnswer(request))

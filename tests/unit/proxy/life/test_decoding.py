@@ -76,7 +76,7 @@ async def decoded(services: Services, client: Client, answer: Answer, **fields: 
     ],
     ids=["whole", "without [DONE]", "without a finish reason", "recomputed", "nothing but [DONE]"],
 )
-def test_the_end_of_a_stream_tells_whether_the_answer_is_complete_or_was_given_back(
+def test_the_end_of_a_stream_shows_whether_the_answer_is_complete_or_recomputed(
     body: bytes, complete: bool, ended: bool
 ) -> None:
     async def asked() -> None:
@@ -101,7 +101,7 @@ def test_the_end_of_a_stream_tells_whether_the_answer_is_complete_or_was_given_b
     ],
     ids=["broken off", "error event", "compressed", "no stream", "no JSON", "nothing", "of another request"],
 )
-def test_a_stream_that_is_none_fails_and_its_kv_is_counted_as_given_up_unless_a_token_came(
+def test_an_invalid_stream_fails_and_orphans_its_kv_unless_a_token_arrived(
     answer: Page, kind: type[UpstreamError]
 ) -> None:
     async def asked() -> None:
@@ -115,7 +115,7 @@ def test_a_stream_that_is_none_fails_and_its_kv_is_counted_as_given_up_unless_a_
     in_virtual_time(asked)
 
 
-def test_an_error_after_nothing_but_comments_is_told_before_the_client_is_answered() -> None:
+def test_an_error_event_after_only_comments_is_raised_before_the_client_is_answered() -> None:
     async def asked() -> None:
         services, client = a_router(a_config(1, 1)), Client()
         with pytest.raises(UpstreamStatus) as told:
@@ -162,7 +162,7 @@ def test_a_request_that_was_never_sent_keeps_its_parameters() -> None:
     in_virtual_time(asked)
 
 
-def test_the_first_token_starts_the_clock_of_the_next_one_and_is_the_worker_s_sign_of_life() -> None:
+def test_the_first_token_starts_the_token_timeout_and_counts_as_worker_progress() -> None:
     async def asked() -> None:
         services = a_router(a_config(1, 1, limits={"idle_timeout_s": 7.0}))
         script(services, "p0", probed())
@@ -189,7 +189,7 @@ NO_USAGE = b'data: {"id": "cmpl-$ID", "choices": [], "usage": {"completion_token
     [DONE, b"", ERROR, NO_USAGE, events(22).replace(b"$ID", b"another")],
     ids=["[DONE]", "the end", "an error", "a usage that is none", "another answer"],
 )
-def test_a_trial_that_is_answered_whole_gives_the_worker_back_whatever_came_in_the_same_read(after: bytes) -> None:
+def test_a_completely_answered_trial_closes_the_circuit_whatever_else_the_read_contains(after: bytes) -> None:
     async def asked() -> None:
         services, client = a_router(a_config(1, 1)), Client()
         worker = services.fleet["d0"]

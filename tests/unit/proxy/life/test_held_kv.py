@@ -75,7 +75,7 @@ def a_slow_decoder(
 
 
 @pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
-def test_an_answer_whose_decode_worker_stood_still_until_the_kv_may_be_gone_is_made_anew_from_a_new_prefill(
+def test_an_answer_is_restarted_when_its_decode_worker_was_frozen_until_the_kv_may_be_gone(
     stream: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """vLLM reads what is in the blocks by then, and answers 200: an engine that had stood still gave wrong texts."""
@@ -101,7 +101,7 @@ def test_an_answer_whose_decode_worker_stood_still_until_the_kv_may_be_gone_is_m
 
 
 @pytest.mark.parametrize("late", [MAX_FRUITLESS - 1, MAX_FRUITLESS])
-def test_an_answer_whose_kv_is_pulled_late_however_often_has_no_wrong_text_and_ends_with_an_error_at_last(
+def test_an_answer_whose_kv_is_always_pulled_late_ends_with_an_error_and_no_wrong_text(
     late: int,
 ) -> None:
     async def served() -> None:
@@ -119,7 +119,7 @@ def test_an_answer_whose_kv_is_pulled_late_however_often_has_no_wrong_text_and_e
     in_virtual_time(served)
 
 
-def test_what_a_decode_worker_may_have_cached_wrongly_serves_no_later_request() -> None:
+def test_a_prefix_cache_filled_by_a_late_pull_serves_no_later_request() -> None:
     """It pulled what was in the blocks by then, and cached that under the first blocks of the prompt."""
 
     async def served() -> None:
@@ -134,7 +134,7 @@ def test_what_a_decode_worker_may_have_cached_wrongly_serves_no_later_request() 
     in_virtual_time(served)
 
 
-def test_what_was_sent_beside_a_request_whose_kv_was_pulled_late_is_made_anew_as_well() -> None:
+def test_requests_sent_beside_a_late_pull_are_restarted_as_well() -> None:
     """Its own KV was there in time, but the first blocks of its prompt may be taken from those of the other one."""
 
     async def served() -> None:
@@ -151,7 +151,7 @@ def test_what_was_sent_beside_a_request_whose_kv_was_pulled_late_is_made_anew_as
     in_virtual_time(served)
 
 
-def test_kv_that_becomes_too_old_while_a_decode_worker_is_connected_to_is_not_sent() -> None:
+def test_kv_that_expires_while_connecting_to_a_decode_worker_is_not_sent() -> None:
     class Stopped(ScriptedUpstream):
         """The router is stopped for so long while it connects to it for the first time."""
 
@@ -175,7 +175,7 @@ def test_kv_that_becomes_too_old_while_a_decode_worker_is_connected_to_is_not_se
 
 
 @pytest.mark.parametrize("client_stays", [True, False])
-def test_kv_whose_prefiller_has_ended_since_is_sent_to_no_decode_worker(client_stays: bool) -> None:
+def test_kv_of_a_prefiller_that_has_since_ended_is_not_sent(client_stays: bool) -> None:
     """It could only fail by it, or read what a prefiller of the same engine id has in those blocks by then."""
 
     async def served() -> None:
@@ -200,7 +200,7 @@ def test_kv_whose_prefiller_has_ended_since_is_sent_to_no_decode_worker(client_s
     in_virtual_time(served)
 
 
-def test_an_answer_that_has_gone_on_since_it_was_made_anew_may_be_made_anew_again() -> None:
+def test_an_answer_that_progressed_after_a_restart_may_be_restarted_again() -> None:
     async def served() -> None:
         of_others, broken = Page(events(90, 91) + DONE), Page(events(20, finish=None), breaks=LOST)
         services, d0 = a_slow_decoder([32, 0, 32, 0], of_others, broken, of_others, Page(events(21) + DONE))
@@ -215,7 +215,7 @@ def test_an_answer_that_has_gone_on_since_it_was_made_anew_may_be_made_anew_agai
     in_virtual_time(served)
 
 
-def test_a_worker_that_goes_on_before_anybody_has_looked_may_have_pulled_too_late_as_well() -> None:
+def test_a_worker_that_resumes_before_a_check_may_also_have_pulled_too_late() -> None:
     async def served() -> None:
         services, d0 = a_slow_decoder([30.1, 0], Page(events(90, 91) + DONE), WHOLE)
         client = Client()
@@ -227,7 +227,7 @@ def test_a_worker_that_goes_on_before_anybody_has_looked_may_have_pulled_too_lat
     in_virtual_time(served)
 
 
-def test_an_answer_that_waited_long_at_a_decode_worker_that_was_at_work_is_not_made_anew() -> None:
+def test_an_answer_that_waited_long_at_a_working_decode_worker_is_kept() -> None:
     """NIXL's heartbeats have kept its KV alive."""
 
     async def served() -> None:
@@ -241,7 +241,7 @@ def test_an_answer_that_waited_long_at_a_decode_worker_that_was_at_work_is_not_m
     in_virtual_time(served)
 
 
-def test_one_that_waited_so_long_where_nothing_keeps_kv_alive_is_made_anew() -> None:
+def test_an_answer_that_waited_long_without_kv_heartbeats_is_restarted() -> None:
     """Mooncake's prefillers drop it, whatever the decode worker does that has not pulled yet."""
 
     async def served() -> None:
@@ -257,7 +257,7 @@ def test_one_that_waited_so_long_where_nothing_keeps_kv_alive_is_made_anew() -> 
     in_virtual_time(served)
 
 
-def test_a_long_answer_in_one_piece_of_a_decode_worker_that_has_no_other_one_is_taken() -> None:
+def test_a_long_unstreamed_answer_of_an_otherwise_idle_decode_worker_is_kept() -> None:
     async def served() -> None:
         services, d0 = a_slow_decoder([100], whole(20, 21))
         client = Client()
@@ -282,7 +282,7 @@ class StoppedTogether(Slow):
         self._reaper.look()
 
 
-def test_tokens_that_are_read_after_a_stop_of_the_router_do_not_show_that_their_worker_was_at_work() -> None:
+def test_tokens_read_after_a_stop_of_the_router_do_not_prove_worker_progress() -> None:
     async def served() -> None:
         services, client = a_router(a_config(1, 1, connector="nixl")), Client()
         answers = Page(events(90, 91) + DONE), WHOLE
@@ -295,7 +295,7 @@ def test_tokens_that_are_read_after_a_stop_of_the_router_do_not_show_that_their_
     in_virtual_time(served)
 
 
-def test_kv_that_may_have_become_too_old_while_its_parameters_were_written_is_computed_anew() -> None:
+def test_kv_that_may_have_expired_while_its_parameters_were_written_is_computed_again() -> None:
     class Stopped(ScriptedUpstream):
         """The router is stopped for so long as it writes to it for the first time."""
 
@@ -323,7 +323,7 @@ def test_kv_that_may_have_become_too_old_while_its_parameters_were_written_is_co
     in_virtual_time(served)
 
 
-def test_the_rest_of_an_answer_whose_kv_was_pulled_late_is_made_anew_and_nothing_comes_twice() -> None:
+def test_a_resumed_part_whose_kv_was_pulled_late_is_restarted_without_repeated_text() -> None:
     async def served() -> None:
         broken = Page(events(20, finish=None), breaks=LOST)
         services, d0 = a_slow_decoder([0, 32, 0], broken, Page(events(90, 91) + DONE), Page(events(21) + DONE))

@@ -68,7 +68,7 @@ def a_pair(decoder: Answer, prefiller_s: float, prefiller: Answer, attempts: int
 
 
 @pytest.mark.parametrize("done", [DONE, b""], ids=["with [DONE]", "without"])
-def test_a_prefiller_that_is_lost_after_the_answer_is_complete_takes_nothing_from_it(done: bytes) -> None:
+def test_a_prefiller_lost_after_the_answer_is_complete_does_not_change_it(done: bytes) -> None:
     async def served() -> None:
         services, client = a_pair(Page(events(20, 21) + done), LAST_WORD_S / 2, LOST), Client()
         async with dispatching(services):
@@ -80,7 +80,7 @@ def test_a_prefiller_that_is_lost_after_the_answer_is_complete_takes_nothing_fro
     in_virtual_time(served)
 
 
-def test_a_prefiller_that_is_lost_once_its_decode_worker_gives_tokens_does_not_end_the_stream() -> None:
+def test_a_prefiller_lost_after_the_first_token_does_not_end_the_stream() -> None:
     async def served() -> None:
         services, client = a_pair(Page(events(20, 21, finish=None), ends=False), 1.0, LOST), Client()
         async with dispatching(services):
@@ -98,7 +98,7 @@ def test_a_prefiller_that_is_lost_once_its_decode_worker_gives_tokens_does_not_e
     in_virtual_time(served)
 
 
-def test_a_bug_in_the_prefill_ends_the_request_at_once_instead_of_by_a_timeout(
+def test_an_internal_error_in_the_prefill_ends_the_request_at_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     class Buggy(ScriptedUpstream):
@@ -138,7 +138,7 @@ def test_an_unstreamed_echo_waits_for_the_prefiller_and_is_no_answer_without_its
 
 
 @pytest.mark.parametrize("limit", [2, 200], ids=["in-one-piece", "from-a-stream"])
-def test_an_unstreamed_answer_tells_the_cached_tokens_of_a_prefiller_that_is_heard_after_the_decode_worker(
+def test_an_unstreamed_answer_has_the_cached_tokens_of_a_prefiller_that_replies_later(
     limit: int,
 ) -> None:
     def telling(answer: Page, usage: bytes, cached: int) -> Page:
@@ -158,7 +158,7 @@ def test_an_unstreamed_answer_tells_the_cached_tokens_of_a_prefiller_that_is_hea
     in_virtual_time(served)
 
 
-def test_no_estimate_of_a_prompt_s_size_is_told_to_a_client() -> None:
+def test_a_client_never_receives_an_estimated_prompt_size() -> None:
     """Its prefiller is late, its first decode worker is lost: only the second one says how many tokens it was."""
 
     async def served() -> None:
@@ -186,7 +186,7 @@ def test_no_estimate_of_a_prompt_s_size_is_told_to_a_client() -> None:
     [(Page(events(20, 21) + TOLD + DONE), {}), (whole(20, 21), {"stream": False, "max_tokens": 2})],
     ids=["streamed", "whole"],
 )
-def test_a_prompt_that_its_prefiller_has_not_counted_in_time_counts_as_the_decode_worker_says(
+def test_a_decode_workers_prompt_count_is_used_when_the_prefillers_is_late(
     answer: Page, fields: dict[str, Any]
 ) -> None:
     async def served() -> None:
@@ -200,7 +200,7 @@ def test_a_prompt_that_its_prefiller_has_not_counted_in_time_counts_as_the_decod
     in_virtual_time(served)
 
 
-def test_a_request_ends_early_and_says_why_where_no_decode_worker_has_ever_asked_for_a_prefill() -> None:
+def test_a_request_ends_early_with_the_reason_when_no_decode_worker_ever_requested_a_prefill() -> None:
     async def served() -> None:
         services = a_pair(None, 0.0, 200, attempts=3)
         services.fleet["d0"].upstream = ScriptedUpstream(None)  # type: ignore[assignment]
@@ -218,7 +218,7 @@ def test_a_request_ends_early_and_says_why_where_no_decode_worker_has_ever_asked
     in_virtual_time(served)
 
 
-def test_an_answer_in_one_piece_is_given_up_as_a_stream_is_by_a_decode_worker_that_asks_nobody() -> None:
+def test_an_unstreamed_answer_times_out_like_a_stream_when_no_prefill_is_requested() -> None:
     """It may take a minute per token only from when it can be generated."""
 
     async def served() -> None:
@@ -236,7 +236,7 @@ def test_an_answer_in_one_piece_is_given_up_as_a_stream_is_by_a_decode_worker_th
     in_virtual_time(served)
 
 
-def test_a_long_answer_is_not_ended_because_its_decode_worker_has_gone_down_since_it_asked() -> None:
+def test_a_long_answer_continues_although_its_decode_worker_was_judged_down_since() -> None:
     async def served() -> None:
         services = a_pair(Page(events(20, finish=None), ends=False), 0.0, probed(None))
         async with dispatching(services):

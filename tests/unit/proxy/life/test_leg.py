@@ -45,7 +45,7 @@ def test_every_phase_names_exactly_the_events_that_its_coroutine_returns(strateg
 
 
 @STRATEGIES
-def test_every_phase_that_is_named_is_described_or_the_end(strategy: type[Strategy]) -> None:
+def test_every_named_phase_is_defined_or_the_end(strategy: type[Strategy]) -> None:
     named = {strategy.first, *(after for row in strategy.follows.values() for after in row.values())}
     assert named == {*strategy.follows, Phase.GONE}
 
@@ -59,7 +59,7 @@ def test_the_end_can_be_reached_from_every_phase(strategy: type[Strategy]) -> No
 
 
 @STRATEGIES
-def test_a_request_that_was_cut_off_comes_by_a_slot_of_a_decode_worker_again(strategy: type[Strategy]) -> None:
+def test_a_request_that_was_cut_off_gets_a_decode_slot_again(strategy: type[Strategy]) -> None:
     for row in strategy.follows.values():
         if Event.CUT_OFF not in row:
             continue
@@ -117,7 +117,7 @@ def test_a_client_that_goes_ends_its_request_when_the_grace_of_the_try_is_over(g
     in_virtual_time(gone)
 
 
-def test_an_interruption_is_what_the_client_is_told_unless_somebody_else_ends_the_request_too() -> None:
+def test_an_interrupted_request_raises_the_interruption_unless_it_is_also_cancelled() -> None:
     async def interrupted() -> None:
         leg, task = await begun()
         leg.interrupt(WorkerSilent("silent", worker="d0", tier="decode"))
@@ -132,7 +132,7 @@ def test_an_interruption_is_what_the_client_is_told_unless_somebody_else_ends_th
     in_virtual_time(interrupted)
 
 
-def test_a_worker_is_late_after_its_deadline_or_after_a_pause_between_tokens_that_is_too_long() -> None:
+def test_a_worker_is_late_after_its_deadline_or_a_too_long_gap_between_tokens() -> None:
     async def waiting() -> None:
         leg, task = await begun()
         leg.try_deadline_s = 5.0
@@ -144,7 +144,7 @@ def test_a_worker_is_late_after_its_deadline_or_after_a_pause_between_tokens_tha
     in_virtual_time(waiting)
 
 
-def test_tokens_are_expected_of_the_worker_of_an_open_stream_but_not_while_its_kv_is_being_computed() -> None:
+def test_tokens_are_expected_of_an_open_stream_but_not_during_its_prefill() -> None:
     """What waits for a long prefill elsewhere must not have its decode worker taken for a silent one."""
 
     class Open(Reply):
@@ -173,7 +173,7 @@ def test_tokens_are_expected_of_the_worker_of_an_open_stream_but_not_while_its_k
 
 
 @pytest.mark.parametrize("lost", [False, True])
-def test_kv_that_is_left_is_pulled_unless_decode_workers_have_died_under_the_request(lost: bool) -> None:
+def test_remaining_kv_is_drained_unless_decode_workers_died_under_the_request(lost: bool) -> None:
     """A drain is the same request once more."""
 
     async def left() -> None:

@@ -124,7 +124,7 @@ class Dies(ScriptedUpstream):
         return await super().request(*args, **options)
 
 
-def test_what_a_dead_worker_still_says_counts_so_a_request_that_kills_reaches_no_third_one() -> None:
+def test_errors_sent_by_a_dying_worker_count_so_a_killing_request_reaches_no_third_one() -> None:
     async def given_up() -> None:
         services = a_router(a_config(2, 3, decode={"shared_barrier": False}))
         for name in ("p0", "p1"):
@@ -160,7 +160,7 @@ def test_a_group_that_fell_silent_together_keeps_its_requests_until_they_are_lat
     in_virtual_time(stays)
 
 
-def test_a_pause_of_our_own_is_no_silence_of_the_workers() -> None:
+def test_a_pause_of_the_router_does_not_count_as_worker_silence() -> None:
     """While the loop stood still nobody's tokens were read, and every deadline has passed."""
 
     async def stays() -> None:
@@ -182,7 +182,7 @@ def test_a_pause_of_our_own_is_no_silence_of_the_workers() -> None:
     in_virtual_time(stays)
 
 
-def test_what_waits_for_a_tier_that_is_down_is_refused_after_its_grace_as_a_new_request_is() -> None:
+def test_requests_that_wait_for_a_tier_that_is_down_are_refused_after_its_grace_like_new_ones() -> None:
     async def refused() -> None:
         services = a_silent_router(queue={"no_worker_grace_s": 3.0}, prefill={"max_inflight": 1})
         for name in ("p0", "p1"):
@@ -244,7 +244,7 @@ async def at_a_silent_worker(fields: dict[str, Any]) -> tuple[Leg, asyncio.Task[
     return leg, task, loop.create_task(PoolReaper(services, services.ledger.expire).run())
 
 
-def test_one_that_can_go_on_elsewhere_leaves_when_the_worker_has_had_its_time() -> None:
+def test_a_resumable_request_leaves_a_silent_worker_after_resume_s() -> None:
     async def silent() -> None:
         leg, task, reaper = await at_a_silent_worker(MOVABLE)
         await let_pass(RESUME_S - 1)
@@ -258,7 +258,7 @@ def test_one_that_can_go_on_elsewhere_leaves_when_the_worker_has_had_its_time() 
     in_virtual_time(silent)
 
 
-def test_one_that_cannot_stays_however_long_the_worker_is_silent() -> None:
+def test_a_request_that_cannot_move_stays_on_a_silent_worker() -> None:
     async def silent() -> None:
         leg, task, reaper = await at_a_silent_worker(NOT_MOVABLE)
         await let_pass(100 * RESUME_S)
@@ -269,7 +269,7 @@ def test_one_that_cannot_stays_however_long_the_worker_is_silent() -> None:
     in_virtual_time(silent)
 
 
-def test_one_that_is_late_there_is_left_for_its_move_and_ended_at_once_if_it_has_none() -> None:
+def test_a_late_request_waits_for_its_move_and_ends_at_once_without_one() -> None:
     async def late() -> None:
         for fields, ended in ((MOVABLE, False), (NOT_MOVABLE, True)):
             leg, task, reaper = await at_a_silent_worker(fields)
@@ -325,7 +325,7 @@ def a_mover(services: Services) -> Mover:
         ({"last_token_s": SILENT_S + 0.1}, False),
     ],
 )
-def test_a_request_stays_that_may_not_move_or_has_had_a_token_since_or_whose_client_does_not_read(
+def test_a_request_stays_when_it_cannot_move_or_progressed_or_its_client_does_not_read(
     change: dict[str, Any], moves: bool
 ) -> None:
     async def looked() -> None:
@@ -354,7 +354,7 @@ def test_a_request_stays_that_may_not_move_or_has_had_a_token_since_or_whose_cli
         ("mooncake_layerwise", Phase.DECODING, "d1", False),
     ],
 )
-def test_a_request_that_has_left_takes_a_place_at_the_prefillers_until_it_is_prefilled_again(
+def test_a_moved_request_occupies_a_prefill_place_until_it_is_prefilled_again(
     connector: str, phase: Phase | None, decoder: str, is_moving: bool
 ) -> None:
     """Two prefillers have so many places that one of those at d0 finds none until another has been prefilled."""
@@ -378,7 +378,7 @@ def test_a_request_that_has_left_takes_a_place_at_the_prefillers_until_it_is_pre
     in_virtual_time(looked)
 
 
-def test_a_request_of_a_group_that_fell_silent_together_leaves_when_it_is_late_by_the_group_s_grace() -> None:
+def test_a_late_request_leaves_a_frozen_group_after_the_groups_grace() -> None:
     async def looked() -> None:
         services = a_silent_router(together=True)
         services.frozen.append(FrozenGroup(ALL_WORKERS, ("d0", "d1"), SILENT_S))

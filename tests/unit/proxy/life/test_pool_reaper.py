@@ -87,7 +87,7 @@ def test_a_decode_worker_is_late_with_its_next_token() -> None:
     in_virtual_time(waiting)
 
 
-def test_a_decode_worker_that_stood_still_with_the_router_has_its_time_anew() -> None:
+def test_a_decode_worker_that_was_frozen_with_the_router_gets_a_new_time_limit() -> None:
     """As where the machine of both is suspended; it may need seconds until it is at work again."""
 
     async def waiting() -> None:
@@ -111,7 +111,7 @@ def test_a_decode_worker_that_stood_still_with_the_router_has_its_time_anew() ->
 
 
 @pytest.mark.parametrize("worker_answers", [False, True])
-def test_the_request_s_own_deadline_ends_it_wherever_it_is(worker_answers: bool) -> None:
+def test_the_requests_own_deadline_ends_it_in_any_phase(worker_answers: bool) -> None:
     async def waiting() -> None:
         services = a_router(a_config(1, 1))
         script(services, "p0", probed() if worker_answers else None)
@@ -144,7 +144,7 @@ def test_the_request_s_own_deadline_blames_no_worker_while_it_waits_for_one(drai
     in_virtual_time(waiting)
 
 
-def test_what_waits_for_a_prefiller_is_expired_by_the_queue_s_deadline() -> None:
+def test_a_request_that_waits_for_a_prefiller_expires_at_the_queue_deadline() -> None:
     async def waiting() -> None:
         config = a_config(1, 1, prefill={"max_inflight": 1}, queue={"deadline_s": 4.0})
         services = a_router(config)
@@ -160,7 +160,7 @@ def test_what_waits_for_a_prefiller_is_expired_by_the_queue_s_deadline() -> None
     in_virtual_time(waiting)
 
 
-def test_a_client_that_reads_nothing_is_cut_off_and_its_worker_is_not_called_late() -> None:
+def test_a_client_that_reads_nothing_is_disconnected_and_its_worker_is_not_late() -> None:
     async def waiting() -> None:
         limits = {"idle_timeout_s": 1.0, "client_stall_timeout_s": 6.0}
         services = a_router(a_config(1, 1, limits=limits))
@@ -184,7 +184,7 @@ def test_a_client_that_reads_nothing_is_cut_off_and_its_worker_is_not_called_lat
     in_virtual_time(waiting)
 
 
-def test_a_client_that_reads_again_is_as_good_as_any_and_its_worker_has_its_time_anew() -> None:
+def test_a_client_that_reads_again_restarts_its_workers_time_limit() -> None:
     async def waiting() -> None:
         limits = {"idle_timeout_s": 3.0, "client_stall_timeout_s": 6.0}
         services = a_router(a_config(1, 1, limits=limits, retry={"max_attempts": 1, "resume_on_worker_loss": False}))
@@ -211,7 +211,7 @@ def test_a_client_that_reads_again_is_as_good_as_any_and_its_worker_has_its_time
     in_virtual_time(waiting)
 
 
-def test_a_worker_that_leaves_is_forgotten_when_it_holds_nothing() -> None:
+def test_a_leaving_worker_is_removed_when_it_holds_no_request() -> None:
     async def waiting() -> None:
         services = a_router(a_config(1, 2))
         script(services, "p0", probed())
@@ -232,7 +232,7 @@ def test_a_worker_that_leaves_is_forgotten_when_it_holds_nothing() -> None:
     in_virtual_time(waiting)
 
 
-def test_tokens_are_told_to_the_scheduler_and_count_as_the_worker_s_progress() -> None:
+def test_tokens_are_reported_to_the_scheduler_and_count_as_worker_progress() -> None:
     async def waiting() -> None:
         services = a_router(a_config(1, 1))
         script(services, "p0", probed())
@@ -252,7 +252,7 @@ def test_tokens_are_told_to_the_scheduler_and_count_as_the_worker_s_progress() -
     in_virtual_time(waiting)
 
 
-def test_a_late_worker_is_asked_nothing_more_about_by_the_same_leg() -> None:
+def test_a_late_worker_is_counted_once_per_leg() -> None:
     """A leg is interrupted once, with the first error."""
 
     async def waiting() -> None:

@@ -42,7 +42,7 @@ async def failed(services: Services, *answers: Answer) -> UpstreamError:
     ],
     ids=["no JSON", "500", "null", "empty", "aborted", "of another request"],
 )
-def test_an_answer_that_no_decode_worker_could_use_is_a_failure_of_the_prefiller(
+def test_an_unusable_prefill_reply_is_a_failure_of_the_prefiller(
     page: Page, kind: type[UpstreamError], orphans: int
 ) -> None:
     async def asked() -> None:
@@ -64,7 +64,7 @@ def test_a_prefiller_that_pins_nothing_is_named_to_the_operator() -> None:
     in_virtual_time(asked)
 
 
-def test_a_request_waits_for_a_prefiller_that_is_still_up_when_it_comes_to_it() -> None:
+def test_a_prefiller_that_went_down_before_its_turn_is_not_used() -> None:
     """Between the scheduler's word and the request's turn the prefiller may go out."""
 
     async def asked() -> None:
@@ -88,7 +88,7 @@ def test_a_request_waits_for_a_prefiller_that_is_still_up_when_it_comes_to_it() 
 
 
 @pytest.mark.parametrize("answers_in_s", [PROBE_GRACE_S / 2, 2 * PROBE_GRACE_S])
-def test_a_client_that_goes_during_a_probe_leaves_it_time_to_answer_so_that_its_kv_can_be_freed(
+def test_a_probe_of_a_gone_client_may_finish_so_that_its_kv_can_be_freed(
     answers_in_s: float,
 ) -> None:
     async def asked() -> None:
@@ -112,7 +112,7 @@ def test_a_client_that_goes_during_a_probe_leaves_it_time_to_answer_so_that_its_
     in_virtual_time(asked)
 
 
-def test_a_probe_that_fails_when_its_client_has_gone_is_not_made_again_and_says_nothing_of_the_prefiller() -> None:
+def test_a_failed_probe_of_a_gone_client_is_not_retried_or_held_against_the_prefiller() -> None:
     async def asked() -> None:
         services = a_router(a_config(1, 1))
         answers_badly = asyncio.Event()
@@ -131,7 +131,7 @@ def test_a_probe_that_fails_when_its_client_has_gone_is_not_made_again_and_says_
     in_virtual_time(asked)
 
 
-def test_the_try_s_id_is_another_one_each_time_so_that_late_answers_are_told_apart() -> None:
+def test_each_try_has_a_new_id_so_that_late_answers_are_recognised() -> None:
     async def asked() -> None:
         services = a_router(a_config(1, 1))
         sent: list[str] = []

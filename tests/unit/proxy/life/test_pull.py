@@ -42,7 +42,7 @@ from tests.unit.proxy.virtual_time import (
 from tests.waiting import until
 
 
-def test_a_decode_worker_is_asked_once_with_the_parameters_of_the_prefiller_as_they_came() -> None:
+def test_a_decode_worker_gets_the_prefillers_parameters_unchanged_in_one_request() -> None:
     async def served() -> None:
         services, client = a_router(a_config(1, 1)), Client()
         params = {"remote_engine_id": "e", "remote_block_ids": [3, 1], "unknown": {"kept": True}}
@@ -60,7 +60,7 @@ def test_a_decode_worker_is_asked_once_with_the_parameters_of_the_prefiller_as_t
     in_virtual_time(served)
 
 
-def test_a_prefiller_that_fails_is_followed_by_another_and_no_decode_worker_hears_of_it() -> None:
+def test_a_failing_prefiller_is_replaced_before_any_decode_worker_is_used() -> None:
     async def served() -> None:
         services = a_router(a_config(2, 1))
         refused = ConnectFailed("refused", worker="p", tier="prefill")
@@ -116,7 +116,7 @@ class Unread(ScriptedUpstream):
 
 
 @pytest.mark.parametrize("stopped", [True, False])
-def test_kv_is_as_old_as_an_answer_may_be_that_came_while_the_router_was_stopped(stopped: bool) -> None:
+def test_a_probe_reply_read_after_a_stop_of_the_router_counts_its_kv_as_old(stopped: bool) -> None:
     """A machine is suspended for longer than prefillers keep KV: decoders read what is in the blocks by then."""
 
     async def served() -> None:
@@ -154,7 +154,7 @@ def test_an_answer_to_another_prompt_than_the_one_whose_kv_was_computed_is_not_r
 
 
 @pytest.mark.parametrize("resumes", [True, False])
-def test_an_answer_that_is_cut_off_goes_on_from_its_last_token_where_that_is_allowed(resumes: bool) -> None:
+def test_a_cut_answer_resumes_after_its_last_token_where_that_is_allowed(resumes: bool) -> None:
     async def served() -> None:
         services = a_router(a_config(1, 1, retry={"resume_on_worker_loss": resumes}))
         client = Client()
@@ -179,7 +179,7 @@ def test_an_answer_that_is_cut_off_goes_on_from_its_last_token_where_that_is_all
 
 
 @pytest.mark.parametrize("tokens", [(20, 21), ()], ids=["with tokens", "before the first one"])
-def test_an_answer_that_an_engine_aborts_because_it_is_stopped_goes_on_at_another_one(tokens: tuple[int, ...]) -> None:
+def test_an_answer_aborted_by_a_stopping_engine_resumes_on_another(tokens: tuple[int, ...]) -> None:
     async def served() -> None:
         services, client = a_router(a_config(1, 2)), Client()
         script(services, "p0", probed(), probed(prompt=[*PROMPT_IDS, *tokens]))
@@ -197,7 +197,7 @@ def test_an_answer_that_an_engine_aborts_because_it_is_stopped_goes_on_at_anothe
     in_virtual_time(served)
 
 
-def test_an_unstreamed_answer_that_an_engine_aborts_is_asked_for_again() -> None:
+def test_an_unstreamed_answer_that_an_engine_aborts_is_requested_again() -> None:
     async def served() -> None:
         services, client = a_router(a_config(1, 2)), Client()
         script(services, "p0", probed())
@@ -213,7 +213,7 @@ def test_an_unstreamed_answer_that_an_engine_aborts_is_asked_for_again() -> None
 
 
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "assembled"])
-def test_no_text_comes_twice_when_an_engine_that_tells_no_token_ids_is_lost(stream: bool) -> None:
+def test_no_text_is_sent_twice_when_an_engine_without_token_ids_is_lost(stream: bool) -> None:
     async def served() -> None:
         services, client = a_router(a_config(1, 1)), Client()
         script(services, "p0", probed())
@@ -233,7 +233,7 @@ def test_no_text_comes_twice_when_an_engine_that_tells_no_token_ids_is_lost(stre
     in_virtual_time(served)
 
 
-def test_a_request_that_is_given_back_without_a_token_is_prefilled_again() -> None:
+def test_a_request_that_is_recomputed_before_its_first_token_is_prefilled_again() -> None:
     async def served() -> None:
         services, client = a_router(a_config(1, 1)), Client()
         p0 = script(services, "p0", probed())
@@ -264,7 +264,7 @@ def test_a_worker_that_pushed_back_is_tried_by_one_request_at_a_time() -> None:
     in_virtual_time(served)
 
 
-def test_a_trial_that_broke_off_and_whose_client_leaves_before_the_worker_was_asked_why_is_made_again() -> None:
+def test_a_broken_trial_whose_client_leaves_is_repeated_by_another_request() -> None:
     async def served() -> None:
         services = a_router(a_config(1, 1))
         worker = services.fleet["d0"]
@@ -285,7 +285,7 @@ def test_a_trial_that_broke_off_and_whose_client_leaves_before_the_worker_was_as
     in_virtual_time(served)
 
 
-def test_back_pressure_of_a_decode_worker_is_no_recompute() -> None:
+def test_back_pressure_of_a_decode_worker_does_not_count_as_a_recompute() -> None:
     async def served() -> None:
         services, client = a_router(a_config(1, 2)), Client()
         script(services, "p0", probed())
@@ -304,7 +304,7 @@ def test_back_pressure_of_a_decode_worker_is_no_recompute() -> None:
 # -- what is counted
 
 
-def test_tokens_are_counted_while_they_come() -> None:
+def test_tokens_are_counted_as_they_arrive() -> None:
     async def served() -> None:
         services = a_router(a_config(1, 1))
         script(services, "p0", probed())
@@ -322,7 +322,7 @@ def test_tokens_are_counted_while_they_come() -> None:
     in_virtual_time(served)
 
 
-def test_an_answer_that_starts_again_is_counted_and_timed_as_the_client_gets_it() -> None:
+def test_a_restarted_answer_is_counted_and_timed_as_the_client_receives_it() -> None:
     async def served() -> None:
         services = a_router(a_config(1, 1))
         script(services, "p0", probed())
@@ -344,7 +344,7 @@ def test_an_answer_that_starts_again_is_counted_and_timed_as_the_client_gets_it(
 
 
 @pytest.mark.parametrize(("tier", "worker"), [("prefill", "p0"), ("decode", "d0")])
-def test_a_try_that_fails_and_is_followed_by_none_is_no_retry(tier: str, worker: str) -> None:
+def test_a_failed_last_try_does_not_count_as_a_retry(tier: str, worker: str) -> None:
     async def served() -> None:
         services = a_router(a_config(1, 1, queue={"deadline_s": 3.0}))
         script(services, "p0", probed())
@@ -368,7 +368,7 @@ FATES: dict[str, tuple[dict[str, Any], list[Any], str]] = {
 
 
 @pytest.mark.parametrize("fate", FATES)
-def test_an_answer_that_is_cut_off_counts_once_by_what_has_become_of_it(fate: str) -> None:
+def test_a_cut_answer_is_counted_once_by_its_outcome(fate: str) -> None:
     retry, prefills, fidelity = FATES[fate]
 
     async def served() -> None:
@@ -387,7 +387,7 @@ def test_an_answer_that_is_cut_off_counts_once_by_what_has_become_of_it(fate: st
 
 
 @pytest.mark.parametrize("answer", [400, LOST], ids=["refused", "broken"])
-def test_an_answer_that_has_not_begun_was_not_cut_off(answer: Any) -> None:
+def test_an_answer_without_a_token_does_not_count_as_cut(answer: Any) -> None:
     async def served() -> None:
         services = a_router(a_config(1, 1, retry={"max_attempts": 1}))
         script(services, "p0", probed())
@@ -435,7 +435,7 @@ def test_pinned_kv_is_on_record_until_its_parameters_are_sent(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("refusal", [503, "unsent"])
-def test_a_decode_worker_that_refuses_leaves_it_on_record(tmp_path: Path, refusal: int | str) -> None:
+def test_a_refusing_decode_worker_leaves_the_pinned_kv_recorded(tmp_path: Path, refusal: int | str) -> None:
     async def served() -> None:
         services = a_router(a_config(1, 1))
         record = recorded(services, tmp_path / "pins")

@@ -45,11 +45,11 @@ def fidelity(fields: dict[str, Any], *kinds: str, flushed: str | None = "", misp
         ({"messages": [{"role": "user", "content": IMAGE[1:]}]}, Fidelity.EXACT),
     ],
 )
-def test_a_field_has_its_class(fields: dict[str, Any], expected: Fidelity) -> None:
+def test_every_request_field_has_a_resumption_class(fields: dict[str, Any], expected: Fidelity) -> None:
     assert fidelity(fields) is expected
 
 
-def test_state_of_parsers_and_grammars_depends_on_what_has_come() -> None:
+def test_parser_and_grammar_state_depends_on_the_kinds_of_text_so_far() -> None:
     bound = {"response_format": {"type": "json_object"}}
     assert fidelity(bound, REASONING) is Fidelity.EXACT
     assert fidelity(bound, REASONING, TEXT) is Fidelity.INVALID

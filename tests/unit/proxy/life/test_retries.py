@@ -39,7 +39,7 @@ def some_retries(choices: Choices | None = None) -> tuple[Services, Retries]:
 
 
 @pytest.mark.parametrize("status", [400, 404, 422])
-def test_an_error_of_the_clients_is_his_and_says_nothing_of_the_worker(status: int) -> None:
+def test_a_clients_error_is_raised_and_not_held_against_the_worker(status: int) -> None:
     async def judged() -> None:
         services, retries = some_retries()
         worker = services.fleet["d0"]
@@ -50,7 +50,7 @@ def test_an_error_of_the_clients_is_his_and_says_nothing_of_the_worker(status: i
     in_virtual_time(judged)
 
 
-def test_that_this_process_has_no_descriptor_left_is_no_fault_of_a_worker_but_a_failed_try() -> None:
+def test_a_lack_of_descriptors_is_a_failed_try_but_not_held_against_the_worker() -> None:
     async def judged() -> None:
         services, retries = some_retries()
         worker = services.fleet["d0"]
@@ -67,7 +67,7 @@ def test_that_this_process_has_no_descriptor_left_is_no_fault_of_a_worker_but_a_
 @pytest.mark.parametrize("body", [b"{}", b"EngineDeadError"], ids=["lives", "dead"])
 @pytest.mark.parametrize("status", [500, 501, 502])
 @pytest.mark.parametrize("left", ["none", "down", "drained", "up"])
-def test_an_error_of_all_workers_that_could_take_it_is_held_against_none(left: str, status: int, body: bytes) -> None:
+def test_an_error_that_all_workers_give_is_held_against_none(left: str, status: int, body: bytes) -> None:
     async def judged() -> None:
         services = a_router(a_config(decoders=2, retry=RETRY))
         retries = Retries(services, "r", None)
@@ -90,7 +90,7 @@ def test_an_error_of_all_workers_that_could_take_it_is_held_against_none(left: s
     in_virtual_time(judged)
 
 
-def test_an_error_before_the_first_token_clears_no_worker_that_fails_after_it() -> None:
+def test_an_error_before_the_first_token_does_not_clear_a_worker_that_fails_later() -> None:
     async def judged() -> None:
         services = a_router(a_config(decoders=2, retry=RETRY))
         retries, worker = Retries(services, "r", None), services.fleet["d1"]
@@ -106,7 +106,7 @@ def test_an_error_before_the_first_token_clears_no_worker_that_fails_after_it() 
 
 
 @pytest.mark.parametrize("status", [429, 503])
-def test_back_pressure_is_never_the_last_try(status: int) -> None:
+def test_back_pressure_uses_up_no_try(status: int) -> None:
     async def judged() -> None:
         services, retries = some_retries()
         waits = [
@@ -122,7 +122,7 @@ def test_back_pressure_is_never_the_last_try(status: int) -> None:
 @pytest.mark.parametrize(
     "error", [lost(), a_status(500), UpstreamTimeout("late", worker="d0", tier="decode")], ids=kind_of
 )
-def test_a_failure_may_be_tried_again_until_the_last_of_them_is_raised(error: UpstreamError) -> None:
+def test_a_failure_is_retried_until_the_last_one_is_raised(error: UpstreamError) -> None:
     async def judged() -> None:
         services, retries = some_retries()
         worker = services.fleet["d0"]
@@ -134,7 +134,7 @@ def test_a_failure_may_be_tried_again_until_the_last_of_them_is_raised(error: Up
     in_virtual_time(judged)
 
 
-def test_failures_of_prefill_and_decode_count_apart_and_the_first_token_forgets_those_of_decode() -> None:
+def test_failures_count_per_tier_and_the_first_token_resets_those_of_decode() -> None:
     async def judged() -> None:
         services, retries = some_retries()
         prefiller, decoder = services.fleet["p0"], services.fleet["d0"]
@@ -160,7 +160,7 @@ def test_an_answered_probe_forgets_the_failures_of_prefill() -> None:
     in_virtual_time(judged)
 
 
-def test_a_prefiller_that_pins_nothing_is_asked_once_more_only() -> None:
+def test_a_prefiller_that_pins_nothing_is_retried_once() -> None:
     async def judged() -> None:
         services, retries = some_retries()
         error = NothingPinned("none", worker="p0", tier="prefill")
@@ -171,7 +171,7 @@ def test_a_prefiller_that_pins_nothing_is_asked_once_more_only() -> None:
     in_virtual_time(judged)
 
 
-def test_a_request_that_took_too_long_says_nothing_of_its_worker() -> None:
+def test_a_request_past_its_deadline_is_not_held_against_its_worker() -> None:
     async def judged() -> None:
         services, retries = some_retries()
         with pytest.raises(DeadlineExceeded):
@@ -181,32 +181,32 @@ def test_a_request_that_took_too_long_says_nothing_of_its_worker() -> None:
     in_virtual_time(judged)
 
 
-def test_a_request_that_is_given_back_without_a_token_again_and_again_ends() -> None:
+def test_a_request_that_is_recomputed_repeatedly_without_a_token_ends() -> None:
     async def judged() -> None:
         services, retries = some_retries()
         for _ in range(MAX_FRUITLESS - 1):
-            retries.fruitless(services.fleet["d0"])
+            retries.count_without_token(services.fleet["d0"])
         with pytest.raises(BadUpstreamReply):
-            retries.fruitless(services.fleet["d0"])
+            retries.count_without_token(services.fleet["d0"])
 
     in_virtual_time(judged)
 
 
-def test_a_refused_request_waits_until_the_queues_deadline_and_learns_who_refused_it() -> None:
+def test_a_refused_request_waits_until_the_queue_deadline_and_names_the_refusal() -> None:
     async def judged() -> None:
         services, retries = some_retries()
         ticket = services.tickets.submit(RequestSpec("r", 10))
         await ticket.prefiller()
         retries.judge(a_status(503, 7.0), services.fleet["d0"], "decode", begun=False)
         with pytest.raises(QueueTimeout, match="answered 503") as refused:
-            await retries.patiently(ticket, ticket.admission())
+            await retries.wait_for_worker(ticket, ticket.admission())
         assert refused.value.retry_after_s == 7.0
         assert services.ledger.now() == ticket.arrived_s + services.config.queue.deadline_s
 
     in_virtual_time(judged)
 
 
-def test_an_answer_that_has_begun_waits_beyond_the_queues_deadline() -> None:
+def test_an_answer_that_has_begun_may_wait_beyond_the_queue_deadline() -> None:
     async def judged() -> None:
         services, retries = some_retries()
         ticket = services.tickets.submit(RequestSpec("r", 10))
@@ -216,12 +216,12 @@ def test_an_answer_that_has_begun_waits_beyond_the_queues_deadline() -> None:
             await let_pass(2 * services.config.queue.deadline_s)
             return "d1"
 
-        assert await retries.patiently(ticket, freed()) == "d1"
+        assert await retries.wait_for_worker(ticket, freed()) == "d1"
 
     in_virtual_time(judged)
 
 
-def test_a_loss_that_another_request_has_caused_is_no_failed_try() -> None:
+def test_a_loss_caused_by_another_request_does_not_count_as_a_failed_try() -> None:
     async def judged() -> None:
         services, retries = some_retries()
         cause = Retries(services, "other", None)
@@ -240,7 +240,7 @@ def test_a_loss_that_another_request_has_caused_is_no_failed_try() -> None:
     in_virtual_time(judged)
 
 
-def test_a_request_under_which_decode_workers_die_goes_to_no_further_one() -> None:
+def test_a_request_goes_to_no_further_worker_after_max_losses() -> None:
     async def judged() -> None:
         services, retries = some_retries()
         dead = UpstreamStatus("dead", worker="d0", tier="decode", status=500, body=b"EngineDeadError")
@@ -254,7 +254,7 @@ def test_a_request_under_which_decode_workers_die_goes_to_no_further_one() -> No
     in_virtual_time(judged)
 
 
-def test_a_connection_that_could_not_be_opened_is_no_evidence() -> None:
+def test_a_connection_that_could_not_be_opened_does_not_count_as_a_death() -> None:
     async def judged() -> None:
         services, retries = some_retries()
         for _ in range(5):
@@ -268,7 +268,7 @@ def test_a_connection_that_could_not_be_opened_is_no_evidence() -> None:
     in_virtual_time(judged)
 
 
-def test_what_one_choice_has_lost_counts_against_all_until_one_has_a_token() -> None:
+def test_losses_of_one_choice_count_against_all_until_one_has_a_token() -> None:
     async def judged() -> None:
         choices = Choices()
         services, one = some_retries(choices)
@@ -295,7 +295,7 @@ def test_what_one_choice_has_lost_counts_against_all_until_one_has_a_token() -> 
         (b"no json", 502),
     ],
 )
-def test_an_error_event_is_the_error_that_it_would_have_been_as_a_status(payload: bytes, status: int) -> None:
+def test_an_error_event_equals_the_same_error_as_a_status(payload: bytes, status: int) -> None:
     async def told() -> None:
         services, _ = some_retries()
         assert event_error(payload, services.fleet["d0"]).status == status

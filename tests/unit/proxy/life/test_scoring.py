@@ -21,7 +21,7 @@ def scored() -> Page:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("decode_first", [False, True])
-def test_a_prefiller_alone_answers_and_no_decode_worker_is_asked(decode_first: bool, stream: bool) -> None:
+def test_a_prefiller_alone_answers_a_scoring_request(decode_first: bool, stream: bool) -> None:
     async def answered() -> None:
         config = a_config(1, 1)
         if decode_first:
@@ -41,7 +41,7 @@ def test_a_prefiller_alone_answers_and_no_decode_worker_is_asked(decode_first: b
     in_virtual_time(answered)
 
 
-def test_a_prefiller_that_fails_is_followed_by_another_try() -> None:
+def test_a_failed_scoring_try_is_repeated() -> None:
     async def answered() -> None:
         services, client = a_router(a_config(1, 1)), Client()
         p0 = script(services, "p0", 500, scored())
@@ -52,7 +52,7 @@ def test_a_prefiller_that_fails_is_followed_by_another_try() -> None:
     in_virtual_time(answered)
 
 
-def test_a_client_that_goes_ends_it_at_once_and_no_kv_counts_as_orphaned_for_none_is_pinned() -> None:
+def test_a_client_that_leaves_ends_a_scoring_request_at_once_without_orphaned_kv() -> None:
     async def asked() -> None:
         services = a_router(a_config(1, 1))
         p0 = script(services, "p0", None)
@@ -68,7 +68,7 @@ def test_a_client_that_goes_ends_it_at_once_and_no_kv_counts_as_orphaned_for_non
     in_virtual_time(asked)
 
 
-def test_decode_first_the_prefiller_with_the_fewest_requests_is_taken_and_none_is_a_503() -> None:
+def test_a_decode_first_scoring_request_uses_the_least_busy_prefiller_and_is_a_503_without_one() -> None:
     async def answered() -> None:
         config = a_config(2, 1)
         services = a_router(config.model_validate(config.model_dump() | LAYERWISE))
@@ -87,7 +87,7 @@ def test_decode_first_the_prefiller_with_the_fewest_requests_is_taken_and_none_i
     in_virtual_time(answered)
 
 
-def test_decode_first_a_prefiller_that_has_left_since_the_cluster_was_seen_is_not_asked() -> None:
+def test_a_decode_first_scoring_request_skips_a_prefiller_that_has_just_left() -> None:
     async def answered() -> None:
         config = a_config(2, 1)
         services = a_router(config.model_validate(config.model_dump() | LAYERWISE))

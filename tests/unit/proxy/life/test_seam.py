@@ -58,24 +58,24 @@ def cut_off(services: Services, tokens: int, **fields: Any) -> Leg:
     [([WHOLE], 0), ([BROKEN, WHOLE], 1), ([BROKEN, BROKEN, WHOLE], 2), ([BROKEN], ALL)],
     ids=["none", "one", "two", "all"],
 )
-def test_ids_are_taken_off_until_the_text_ends_with_a_whole_character(answers: list[Answer], expected: int) -> None:
+def test_token_ids_are_removed_until_the_text_ends_with_a_whole_character(answers: list[Answer], expected: int) -> None:
     assert broken(answers) == (expected, 0)
 
 
 @pytest.mark.parametrize("useless", [404, 500, Page(b"no JSON"), Page(b'{"prompt":7}'), Page(b"[]"), REFUSED])
-def test_a_prefiller_that_does_not_say_is_followed_by_another(useless: Answer) -> None:
+def test_a_prefiller_without_a_detokenized_text_is_followed_by_another(useless: Answer) -> None:
     assert broken([useless], [BROKEN, WHOLE]) == (1, 0)
     assert broken([useless], [useless]) == (0, 0), "the ids are taken as they are"
 
 
-def test_another_decode_worker_is_asked_where_no_prefiller_tells() -> None:
+def test_another_decode_worker_detokenizes_when_no_prefiller_does() -> None:
     assert broken([REFUSED], [500], others=[BROKEN, WHOLE]) == (1, 0)
 
 
-def test_a_prefiller_that_is_silent_holds_up_no_answer_for_long() -> None:
+def test_a_silent_prefiller_delays_a_resume_only_briefly() -> None:
     assert broken([asyncio.Event()], [BROKEN, WHOLE]) == (1, TIMEOUT_S)
 
 
 @pytest.mark.parametrize(("tokens", "fields"), [(0, {}), (3, {"stop": ["held back"]})], ids=["nothing", "invalid"])
-def test_nobody_is_asked_where_the_answer_can_not_go_on_from_ids(tokens: int, fields: dict[str, Any]) -> None:
+def test_no_worker_detokenizes_when_the_answer_cannot_resume_from_ids(tokens: int, fields: dict[str, Any]) -> None:
     assert broken([BROKEN], [BROKEN], tokens, **fields) == (0, 0)

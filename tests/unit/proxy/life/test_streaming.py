@@ -109,7 +109,7 @@ def one_by_one(parts: list[bytes]) -> Script:
     return script
 
 
-def test_events_that_come_one_by_one_leave_one_by_one(run: Run) -> None:
+def test_events_that_arrive_one_by_one_are_sent_one_by_one(run: Run) -> None:
     async def test() -> None:
         async with worker(one_by_one([*EVENTS[:5], LAST, DONE])) as server:
             upstream = Upstream(server.url)
@@ -136,7 +136,7 @@ def endless(sent: list[int]) -> Script:
     return script
 
 
-def test_a_client_that_stops_reading_stops_its_worker_only(run: Run) -> None:
+def test_a_client_that_stops_reading_pauses_only_its_own_worker_stream(run: Run) -> None:
     async def test() -> None:
         sent = [0]
         async with (
@@ -181,7 +181,7 @@ def test_a_client_that_pauses_gets_every_event_in_order(run: Run) -> None:
     run(test)
 
 
-def test_a_worker_that_breaks_off_leaves_the_response_open_and_says_why(run: Run) -> None:
+def test_a_broken_worker_stream_leaves_the_response_open_and_raises_the_reason(run: Run) -> None:
     async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await read_request(reader)
         writer.write(CHUNKED_HEAD + chunked(*EVENTS[:3], last=False) + b"ff\r\ndata: {")
@@ -214,7 +214,7 @@ def test_a_recomputed_stream_ends_the_relay_with_the_response_open(run: Run) -> 
     run(test)
 
 
-def test_a_write_that_fails_fails_its_relay_and_no_other(run: Run) -> None:
+def test_a_failed_write_ends_only_its_own_stream(run: Run) -> None:
     async def test() -> None:
         async def fails(upstream: Upstream) -> None:
             reply = await upstream.request("POST", "/", b"{}")
@@ -253,9 +253,7 @@ class ScriptedReply:
 
 
 @pytest.mark.parametrize("open_client", [True, False], ids=["reading", "not reading"])
-def test_what_is_read_after_a_cancellation_reaches_the_client_or_is_told_to_be_lost(
-    run: Run, open_client: bool
-) -> None:
+def test_bytes_read_after_a_cancellation_are_relayed_or_reported_as_lost(run: Run, open_client: bool) -> None:
     async def test() -> None:
         done, reply = Relayed(), ScriptedReply()
         task = asyncio.get_running_loop().create_task(

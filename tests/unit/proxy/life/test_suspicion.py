@@ -50,11 +50,11 @@ def unsent() -> ConnectFailed:
     ],
     ids=["engine", "transfer", "reset", "refused", "mid-stream", "nonsense", "late"],
 )
-def test_only_a_death_is_evidence(error: UpstreamError, sign: Sign) -> None:
+def test_only_a_death_counts_as_a_loss(error: UpstreamError, sign: Sign) -> None:
     assert sign_of(error) is sign
 
 
-def test_two_losses_are_enough_and_explain_those_of_everybody_who_was_there() -> None:
+def test_two_losses_identify_a_cause_and_explain_those_of_other_requests() -> None:
     suspicions, cause, bystander = Suspicions(), Suspect(), Suspect()
     assert not suspicions.lost(cause, "d0", 0.0)
     assert not suspicions.lost(bystander, "d0", 0.1)
@@ -63,7 +63,7 @@ def test_two_losses_are_enough_and_explain_those_of_everybody_who_was_there() ->
     assert bystander.explained == 1 and not bystander.given_up
 
 
-def test_three_losses_under_an_answer_are_enough_unless_it_has_lived_long_on_a_worker() -> None:
+def test_three_losses_under_an_answer_identify_a_cause_unless_it_ran_long_on_a_worker() -> None:
     suspicions, cause = Suspicions(), Suspect()
     found = [suspicions.lost_midway(cause, f"d{number}", 10.0 * number, 1.0) for number in range(3)]
     assert found == [False, False, True] and cause.workers == ["d0", "d1", "d2"]
@@ -74,7 +74,7 @@ def test_three_losses_under_an_answer_are_enough_unless_it_has_lived_long_on_a_w
     assert found == [False, False, False, False, True]  # the one after the long life counts
 
 
-def test_a_loss_under_an_answer_that_another_request_has_caused_does_not_count() -> None:
+def test_a_loss_that_another_request_caused_does_not_count_against_an_answer() -> None:
     suspicions, cause, bystander = Suspicions(), Suspect(), Suspect()
     suspicions.lost(cause, "d0", 0.0)
     suspicions.lost_midway(bystander, "d0", 0.1, 1.0)
@@ -93,7 +93,7 @@ def test_two_requests_that_kill_and_share_a_worker_reach_one_more_each() -> None
     assert second.workers == ["d0", "d2"]
 
 
-def test_a_worker_that_dies_again_has_not_been_explained_by_its_first_death() -> None:
+def test_a_second_death_of_a_worker_is_not_explained_by_its_first() -> None:
     suspicions, first, second = Suspicions(), Suspect(), Suspect()
     suspicions.lost(first, "d0", 0.0)
     suspicions.lost(first, "d1", 1.0)
@@ -108,7 +108,7 @@ def test_a_first_token_clears_a_request() -> None:
     assert not suspicions.lost(suspect, "d1", 9.0)
 
 
-def test_suspects_are_alone_with_a_worker_one_after_the_other() -> None:
+def test_suspects_use_a_worker_one_at_a_time() -> None:
     async def story() -> None:
         loop = asyncio.get_running_loop()
         suspicions, first, second, third = Suspicions(), Suspect(), Suspect(), Suspect()
@@ -128,7 +128,7 @@ def test_suspects_are_alone_with_a_worker_one_after_the_other() -> None:
     in_virtual_time(story)
 
 
-def test_a_suspect_that_goes_to_another_worker_keeps_nobody_from_the_first() -> None:
+def test_a_suspect_that_goes_to_another_worker_frees_its_turn_at_the_first() -> None:
     async def story() -> None:
         suspicions, first, second = Suspicions(), Suspect(), Suspect()
         await suspicions.turn(first, "d0")
@@ -140,7 +140,7 @@ def test_a_suspect_that_goes_to_another_worker_keeps_nobody_from_the_first() -> 
     in_virtual_time(story)
 
 
-def test_of_choices_whose_workers_take_long_no_more_are_out_than_may_be_lost() -> None:
+def test_no_more_choices_are_out_than_may_be_lost_when_workers_take_long() -> None:
     async def story() -> None:
         choices, suspicions = Choices(), Suspicions()
         went: list[int] = []
@@ -168,7 +168,7 @@ def test_of_choices_whose_workers_take_long_no_more_are_out_than_may_be_lost() -
     in_virtual_time(story)
 
 
-def test_a_choice_keeps_what_it_has_lost_itself_when_another_one_has_its_first_token() -> None:
+def test_a_choice_keeps_its_own_losses_when_another_gets_its_first_token() -> None:
     choices, suspicions = Choices(), Suspicions()
     kills, good = Suspect(choices), Suspect(choices)
     assert not suspicions.lost(kills, "d0", 0.0)
@@ -179,7 +179,7 @@ def test_a_choice_keeps_what_it_has_lost_itself_when_another_one_has_its_first_t
     assert not suspicions.lost(good, "d2", 9.0)
 
 
-def test_two_choices_that_share_a_worker_have_lost_one() -> None:
+def test_two_choices_that_share_a_lost_worker_count_one_loss() -> None:
     choices, suspicions = Choices(), Suspicions()
     assert not suspicions.lost(Suspect(choices), "d0", 0.0)
     assert not suspicions.lost(Suspect(choices), "d0", 0.1)
@@ -189,7 +189,7 @@ def test_two_choices_that_share_a_worker_have_lost_one() -> None:
 
 
 @pytest.mark.parametrize("heard", ["before", "after"])
-def test_what_a_request_of_another_process_has_killed_is_explained_here(heard: str) -> None:
+def test_a_death_caused_by_a_request_of_another_process_is_explained(heard: str) -> None:
     here, there = Suspicions(), Suspicions()
     cause, bystander = Suspect(), Suspect()
 
@@ -207,7 +207,7 @@ def test_what_a_request_of_another_process_has_killed_is_explained_here(heard: s
     assert bystander.explained == 1 and not bystander.given_up
 
 
-def test_deaths_of_long_ago_are_forgotten_under_however_many_names_workers_have_come() -> None:
+def test_old_deaths_are_forgotten_for_any_number_of_worker_names() -> None:
     known, suspicions, told = losses(), Suspicions(), Suspicions()
     for number in range(500):
         suspicions.lost(Suspect(), f"d{number}", number * KNOWN_S / 10)

@@ -47,7 +47,7 @@ def test_a_caller_that_sends_no_utf_8_only_loses_its_connection() -> None:
     assert on(test) == []
 
 
-def test_a_relay_that_answers_in_no_utf_8_has_refused() -> None:
+def test_an_answer_of_a_relay_in_invalid_utf_8_is_a_refusal() -> None:
     async def test(folder: Path) -> None:
         async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             writer.write(framed(NO_UTF_8))

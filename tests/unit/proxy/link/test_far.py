@@ -86,7 +86,7 @@ def a_refusing_port() -> int:
         return port
 
 
-def test_a_relay_of_another_machine_says_its_tokens(machine: Machine) -> None:
+def test_a_relay_of_another_machine_sends_its_token_counts(machine: Machine) -> None:
     async def test(stage: Stage) -> None:
         brain = await stage.brain(far=machine.members)
         async with machine.let_in(brain) as port:
@@ -101,7 +101,7 @@ def test_a_relay_of_another_machine_says_its_tokens(machine: Machine) -> None:
     on(test)
 
 
-def test_the_next_brain_waits_for_the_machines_that_the_former_knew(machine: Machine) -> None:
+def test_the_next_brain_waits_for_the_far_relays_of_the_former(machine: Machine) -> None:
     machine.members.keep(["r0@b", "r0@c"])
 
     async def test(stage: Stage) -> None:
@@ -120,7 +120,7 @@ def test_the_next_brain_waits_for_the_machines_that_the_former_knew(machine: Mac
     on(test)
 
 
-def test_members_that_a_brain_leaves_behind_are_known_to_the_next_one(machine: Machine) -> None:
+def test_far_members_of_a_former_brain_are_remembered_by_the_next(machine: Machine) -> None:
     async def test(stage: Stage) -> None:
         brain = await stage.brain(far=machine.members)
         async with machine.let_in(brain) as port:
@@ -133,7 +133,7 @@ def test_members_that_a_brain_leaves_behind_are_known_to_the_next_one(machine: M
     on(test)
 
 
-def test_a_brain_that_drains_sends_other_machines_to_the_next_one(machine: Machine) -> None:
+def test_a_draining_brain_sends_far_relays_to_the_next_brain(machine: Machine) -> None:
     async def test(stage: Stage) -> None:
         drains, near = await stage.brain(far=machine.members), stage.relay("r0")
         async with machine.let_in(drains) as port:
@@ -149,7 +149,7 @@ def test_a_brain_that_drains_sends_other_machines_to_the_next_one(machine: Machi
     on(test)
 
 
-def test_a_brain_that_drains_goes_on_where_their_names_cannot_be_forgotten(
+def test_a_draining_brain_continues_when_the_file_of_far_relays_cannot_be_removed(
     machine: Machine, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def test(stage: Stage) -> None:
@@ -162,7 +162,9 @@ def test_a_brain_that_drains_goes_on_where_their_names_cannot_be_forgotten(
 
 
 @pytest.mark.parametrize("process", [1, 2], ids=["the same", "another"])
-def test_of_two_relays_of_one_name_the_first_stays_and_the_second_is_told_why(machine: Machine, process: int) -> None:
+def test_two_far_relays_with_one_name_leave_the_first_joined_and_refuse_the_second_with_the_reason(
+    machine: Machine, process: int
+) -> None:
     async def test(stage: Stage) -> None:
         brain = await stage.brain()
         async with machine.let_in(brain) as port:
@@ -183,7 +185,7 @@ def test_of_two_relays_of_one_name_the_first_stays_and_the_second_is_told_why(ma
     on(test)
 
 
-def test_a_spoilt_file_of_far_members_keeps_no_brain_from_leading(machine: Machine) -> None:
+def test_a_damaged_file_of_far_members_does_not_prevent_leading(machine: Machine) -> None:
     (machine.folder / "far").write_bytes(b"\xff spoilt")
     assert not machine.members.known and not machine.members.names
 
@@ -197,7 +199,7 @@ def test_a_spoilt_file_of_far_members_keeps_no_brain_from_leading(machine: Machi
         (Hello(VERSION, "r0@b", 1, 2**63, ()), False),  # no leader has come so far, and none could follow
     ],
 )
-def test_a_relay_that_may_not_join_changes_nothing(machine: Machine, hello: Hello, told: bool) -> None:
+def test_a_refused_relay_changes_nothing(machine: Machine, hello: Hello, told: bool) -> None:
     async def test(stage: Stage) -> None:
         brain, near = await stage.brain(far=machine.members), stage.relay("r0")
         await until(lambda: near.brain.member is not None)
@@ -222,7 +224,7 @@ async def what_comes(connection: tuple[asyncio.StreamReader, asyncio.StreamWrite
         writer.transport.abort()
 
 
-def test_strangers_do_not_stay(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_link_connection_without_a_handshake_is_closed(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(far_module, "HANDSHAKE_S", 0.1)
 
     async def test(stage: Stage) -> None:
@@ -233,7 +235,9 @@ def test_strangers_do_not_stay(machine: Machine, monkeypatch: pytest.MonkeyPatch
     on(test)
 
 
-def test_strangers_are_few_and_keep_no_relay_out(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unauthenticated_connections_are_few_and_do_not_block_relays(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(far_module, "HANDSHAKE_S", 3600.0)
     monkeypatch.setattr(far_module, "MAX_STRANGERS", 3)
 
@@ -275,7 +279,7 @@ def of_another_ca(machine: Machine, ca: trustme.CA) -> None:
 
 
 @pytest.mark.parametrize("spoil", [without_a_name, of_another_ca])
-def test_a_brain_is_believed_by_its_ca_and_its_name_from_the_reload_on(
+def test_a_brain_is_verified_by_its_ca_and_name_as_reloaded(
     machine: Machine, spoil: Callable[[Machine, trustme.CA], None]
 ) -> None:
     ca = trustme.CA()
@@ -302,7 +306,7 @@ def test_a_brain_is_believed_by_its_ca_and_its_name_from_the_reload_on(
     on(test)
 
 
-def test_the_link_s_certificates_may_change_but_not_come_or_go(machine: Machine) -> None:
+def test_the_links_certificates_may_change_but_not_be_added_or_removed(machine: Machine) -> None:
     with pytest.raises(ConfigError, match=r"tls\.link_ca_file: .*restart"):
         machine.tls.reload(a_config())
     (machine.folder / "link.pem").write_text("no certificate")

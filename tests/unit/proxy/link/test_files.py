@@ -8,7 +8,7 @@ import pytest
 from balanceroute.proxy.link.files import beside, replace_content
 
 
-def test_a_new_file_takes_the_place_of_the_old_one_and_is_our_users_alone(tmp_path: Path) -> None:
+def test_a_new_file_replaces_the_old_one_and_only_its_user_may_read_it(tmp_path: Path) -> None:
     path = tmp_path / "kept"
     path.write_bytes(b"longer than what comes")
     path.chmod(0o644)
@@ -24,7 +24,7 @@ def test_a_new_file_takes_the_place_of_the_old_one_and_is_our_users_alone(tmp_pa
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_half_a_file_that_a_kill_has_left_is_written_over(tmp_path: Path) -> None:
+def test_a_partial_file_left_by_a_kill_is_overwritten(tmp_path: Path) -> None:
     path = tmp_path / "kept"
     beside(path).write_bytes(b"half of something longer")
     replace_content(path, b"whole")
@@ -39,7 +39,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path] and path.is_dir()
 
 
-def test_a_link_beside_it_is_not_followed(tmp_path: Path) -> None:
+def test_a_symbolic_link_at_the_temporary_name_is_not_followed(tmp_path: Path) -> None:
     path, other = tmp_path / "kept", tmp_path / "other"
     other.write_bytes(b"another file")
     beside(path).symlink_to(other)

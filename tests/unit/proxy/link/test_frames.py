@@ -29,7 +29,7 @@ class Wire(asyncio.Transport):
 
 
 @given(st.lists(st.lists(st.integers(0, 2**40), max_size=4), max_size=6), st.lists(st.integers(1, 40), max_size=40))
-def test_frames_come_whole_and_in_order_however_the_bytes_come(told: list[list[int]], cuts: list[int]) -> None:
+def test_frames_arrive_complete_and_in_order_for_any_split_of_the_bytes(told: list[list[int]], cuts: list[int]) -> None:
     async def test() -> None:
         heard: list[list[Any]] = []
         frames: Frames[Any] = Frames(

@@ -29,7 +29,7 @@ from tests.unit.proxy.link.brains import RawRelay, Stage, on, stream
 from tests.waiting import until
 
 
-def test_the_log_tells_a_relay_that_ends_from_one_that_is_lost(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_distinguishes_a_relay_that_ends_from_a_lost_one(caplog: pytest.LogCaptureFixture) -> None:
     async def test(stage: Stage) -> None:
         brain = await stage.brain()
         ends = stage.relay("ends")
@@ -50,7 +50,7 @@ def test_the_log_tells_a_relay_that_ends_from_one_that_is_lost(caplog: pytest.Lo
     }
 
 
-def test_what_a_lost_relay_held_is_free_and_the_others_notice_nothing() -> None:
+def test_slots_of_a_lost_relay_become_free_and_other_relays_are_unaffected() -> None:
     async def test(stage: Stage) -> None:
         brain = await stage.brain(slots=2)
         lost, stays = stage.relay("lost"), stage.relay("stays")
@@ -68,7 +68,7 @@ def test_what_a_lost_relay_held_is_free_and_the_others_notice_nothing() -> None:
     on(test)
 
 
-def test_no_slot_is_given_away_before_everybody_is_heard() -> None:
+def test_no_slot_is_reassigned_before_all_relays_have_reported() -> None:
     async def test(stage: Stage) -> None:
         first = await stage.brain(epoch=1, slots=1)
         holder, waiter = stage.relay("holder"), stage.relay("waiter")
@@ -92,7 +92,7 @@ def test_no_slot_is_given_away_before_everybody_is_heard() -> None:
     on(test)
 
 
-def test_a_relay_that_does_not_join_is_not_waited_for_for_ever() -> None:
+def test_a_missing_relay_is_waited_for_for_a_limited_time() -> None:
     async def test(stage: Stage) -> None:
         brain, relay = await stage.brain(relays=2, patience=Patience(grace_s=0.05)), stage.relay()
         ticket = relay.tickets.submit(RequestSpec("a", 1))
@@ -101,7 +101,7 @@ def test_a_relay_that_does_not_join_is_not_waited_for_for_ever() -> None:
     on(test)
 
 
-def test_what_keys_have_used_is_told_to_relays_that_do_not_share_it_in_memory() -> None:
+def test_key_use_is_forwarded_to_relays_that_do_not_share_memory() -> None:
     async def test(stage: Stage) -> None:
         await stage.brain(relays=4)
         relays = {name: stage.relay(name) for name in ("relay-0", "relay-10", "relay-1.2", "relay-0.2")}
@@ -122,7 +122,7 @@ def test_what_keys_have_used_is_told_to_relays_that_do_not_share_it_in_memory() 
     on(test)
 
 
-def test_relays_of_one_machine_share_what_keys_use_and_those_of_another_share_something_else() -> None:
+def test_relays_share_key_use_in_memory_per_machine() -> None:
     one, other = ("relay-0", "relay-12", "relay-0.2", "relay-1.2"), ("relay-0@a.b_1", "relay-1@a.b_1", "relay-0@c_2")
     assert [table_of(name) for name in one] == ["", "", ".2", ".2"]
     assert [table_of(name) for name in other] == ["@a.b_1", "@a.b_1", "@c_2"]
@@ -149,7 +149,7 @@ def test_requests_of_all_relays_wait_at_a_new_brain_in_the_order_of_their_arriva
     on(test)
 
 
-def test_a_silent_relay_is_given_up_and_may_come_back() -> None:
+def test_a_silent_relay_is_dropped_and_may_rejoin() -> None:
     async def test(stage: Stage) -> None:
         brain = await stage.brain()
         silent = await RawRelay().connect(stage)
@@ -167,7 +167,7 @@ def test_a_silent_relay_is_given_up_and_may_come_back() -> None:
     on(test)
 
 
-def test_a_relay_that_joins_anew_holds_what_it_says_last() -> None:
+def test_a_rejoining_relay_holds_only_the_requests_that_it_reports() -> None:
     async def test(stage: Stage) -> None:
         brain = await stage.brain()
         before, after = await RawRelay().connect(stage), await RawRelay().connect(stage)
@@ -205,7 +205,7 @@ def test_a_relay_that_joins_anew_holds_what_it_says_last() -> None:
         "no text",
     ],
 )
-def test_a_peer_that_violates_the_protocol_is_no_member_and_holds_nothing(
+def test_a_peer_that_violates_the_protocol_is_dropped_and_holds_no_request(
     said: list[FromRelay], told: str | None
 ) -> None:
     async def test(stage: Stage) -> None:
@@ -222,7 +222,7 @@ def test_a_peer_that_violates_the_protocol_is_no_member_and_holds_nothing(
     on(test)
 
 
-def test_a_relay_that_joins_anew_is_welcomed_before_it_hears_of_workers() -> None:
+def test_a_rejoining_relay_is_welcomed_before_it_gets_worker_states() -> None:
     """Its former membership ends a trial, of which all members hear."""
 
     async def test(stage: Stage) -> None:
@@ -242,7 +242,7 @@ def test_a_relay_that_joins_anew_is_welcomed_before_it_hears_of_workers() -> Non
     on(test)
 
 
-def test_one_look_that_fails_is_not_the_last() -> None:
+def test_the_hub_keeps_checking_after_a_check_that_raised() -> None:
     async def test(stage: Stage) -> None:
         failed: list[bool] = []
         asyncio.get_running_loop().set_exception_handler(lambda *_: failed.append(True))
@@ -258,7 +258,7 @@ def test_one_look_that_fails_is_not_the_last() -> None:
     on(test)
 
 
-def test_deaths_that_one_relay_has_explained_reach_all_others() -> None:
+def test_worker_deaths_explained_by_one_relay_reach_all_others() -> None:
     async def test(stage: Stage) -> None:
         await stage.brain(slots=2)
         tells, hears = stage.relay("tells"), stage.relay("hears")

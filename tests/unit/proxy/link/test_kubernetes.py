@@ -27,7 +27,7 @@ def api(server: ApiServer) -> Iterator[LeaseApi]:
     its.close()
 
 
-def test_a_lease_is_made_once_and_replaced_by_who_has_read_it_last(api: LeaseApi) -> None:
+def test_a_lease_is_created_once_and_replaced_only_with_its_latest_version(api: LeaseApi) -> None:
     assert api.read() is None
     made = api.create(A)
     assert made is not None and made.spec == A
@@ -39,7 +39,7 @@ def test_a_lease_is_made_once_and_replaced_by_who_has_read_it_last(api: LeaseApi
     assert found is not None and found.spec == B
 
 
-def test_a_lease_that_is_gone_is_not_replaced(server: ApiServer, api: LeaseApi) -> None:
+def test_a_deleted_lease_is_not_replaced(server: ApiServer, api: LeaseApi) -> None:
     made = api.create(A)
     assert made is not None
     server.leases.clear()
@@ -57,7 +57,7 @@ def test_the_token_is_read_for_each_call_because_it_is_replaced(server: ApiServe
     api.close()
 
 
-def test_a_namespace_that_is_not_there_is_said(server: ApiServer, api: LeaseApi) -> None:
+def test_a_missing_namespace_is_an_error(server: ApiServer, api: LeaseApi) -> None:
     server.namespaces = {"default"}
     assert api.read() is None
     with pytest.raises(LeaseError, match="404: .*leases not found"):
@@ -65,7 +65,7 @@ def test_a_namespace_that_is_not_there_is_said(server: ApiServer, api: LeaseApi)
 
 
 @pytest.mark.parametrize(("status", "denied"), [(401, True), (403, True), (429, False), (500, False)])
-def test_a_refusal_is_an_error_that_says_whether_it_is_about_us(
+def test_a_refusal_is_an_error_that_distinguishes_missing_rights(
     server: ApiServer, api: LeaseApi, status: int, denied: bool
 ) -> None:
     server.failure = status
@@ -92,7 +92,7 @@ def test_a_call_that_hangs_ends_and_the_next_one_has_a_new_connection(server: Ap
     patient.close()
 
 
-def test_a_server_that_another_ca_vouches_for_is_told_nothing(server: ApiServer, tmp_path: Path) -> None:
+def test_an_api_server_with_another_ca_receives_no_request(server: ApiServer, tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     with an_api_server(elsewhere):

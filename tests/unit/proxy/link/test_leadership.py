@@ -39,7 +39,7 @@ print(held.renew(), flush=True)
 """
 
 
-def test_one_leads_and_the_next_counts_on(tmp_path: Path) -> None:
+def test_one_brain_leads_and_the_next_increments_the_epoch(tmp_path: Path) -> None:
     first, second = FileLead(tmp_path / "lead"), FileLead(tmp_path / "lead")
     assert first.take() and first.epoch == 1
     assert not second.take() and second.epoch == 0
@@ -48,14 +48,14 @@ def test_one_leads_and_the_next_counts_on(tmp_path: Path) -> None:
     assert (tmp_path / "lead").stat().st_mode & 0o777 == 0o600
 
 
-def test_epochs_begin_where_they_are_told_to_and_count_on(tmp_path: Path) -> None:
+def test_epochs_start_at_the_given_number_and_increase(tmp_path: Path) -> None:
     for epoch in (1000, 1001):
         lead = FileLead(tmp_path / "lead", 1000)
         assert lead.take() and lead.epoch == epoch
         lead.release()
 
 
-def test_a_leader_that_is_killed_leads_no_more(tmp_path: Path) -> None:
+def test_a_killed_leader_releases_the_lead(tmp_path: Path) -> None:
     path = tmp_path / "lead"
     with subprocess.Popen([sys.executable, "-c", HOLD, str(path)], stdout=subprocess.PIPE, text=True) as leader:
         assert leader.stdout is not None and leader.stdout.readline() == "True 1\n"
@@ -66,7 +66,7 @@ def test_a_leader_that_is_killed_leads_no_more(tmp_path: Path) -> None:
         assert heir.take() and heir.epoch == 2
 
 
-def test_a_leader_that_stands_still_is_deposed_and_finds_that_out_when_it_goes_on(tmp_path: Path) -> None:
+def test_a_stopped_leader_is_deposed_and_notices_it_when_it_resumes(tmp_path: Path) -> None:
     path = tmp_path / "lead"
     with subprocess.Popen([sys.executable, "-c", HOLD, str(path)], stdout=subprocess.PIPE, text=True) as leader:
         assert leader.stdout is not None and leader.stdout.readline() == "True 1\n"
@@ -81,7 +81,7 @@ def test_a_leader_that_stands_still_is_deposed_and_finds_that_out_when_it_goes_o
     assert other.take() and other.epoch == 3
 
 
-def test_a_leader_whose_event_loop_has_much_to_do_is_not_deposed(tmp_path: Path) -> None:
+def test_a_leader_with_a_busy_event_loop_is_not_deposed(tmp_path: Path) -> None:
     path = tmp_path / "lead"
     with subprocess.Popen([sys.executable, "-c", BUSY, str(path)], stdout=subprocess.PIPE, text=True) as leader:
         assert leader.stdout is not None and leader.stdout.readline() == "True 1\n"
@@ -90,9 +90,7 @@ def test_a_leader_whose_event_loop_has_much_to_do_is_not_deposed(tmp_path: Path)
         assert leader.stdout.readline() == "True\n"
 
 
-def test_a_leader_that_renews_is_not_deposed_and_nor_is_one_that_nobody_has_looked_at(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_renewing_or_unobserved_leader_is_not_deposed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 100.0
     monkeypatch.setattr(leadership.time, "monotonic", lambda: now_s)
     leader, standby = FileLead(tmp_path / "lead"), FileLead(tmp_path / "lead")
@@ -112,19 +110,19 @@ def test_a_leader_that_renews_is_not_deposed_and_nor_is_one_that_nobody_has_look
     assert not leader.renew()
 
 
-def test_the_holder_of_the_lock_counts_above_a_lost_epoch_and_a_deposed_brain_does_not(tmp_path: Path) -> None:
+def test_only_the_lock_holder_may_raise_its_epoch_above_a_lost_one(tmp_path: Path) -> None:
     path = tmp_path / "lead"
     leader = FileLead(path)
-    assert leader.take() and leader.outrank(6)
+    assert leader.take() and leader.raise_epoch(6)
     assert leader.epoch == 7 and path.read_text() == "7\n"
     path.unlink()
     heir = FileLead(path)
-    assert heir.take() and not leader.outrank(8)
+    assert heir.take() and not leader.raise_epoch(8)
     assert (leader.epoch, heir.epoch) == (7, 1)
     heir.release()
 
 
-def test_a_full_disk_keeps_nobody_from_deposing_a_leader_that_stands_still(
+def test_a_full_disk_does_not_prevent_deposing_a_stopped_leader(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now_s = 100.0
@@ -150,7 +148,7 @@ def test_a_full_disk_keeps_nobody_from_deposing_a_leader_that_stands_still(
     assert not leader.renew()
 
 
-def test_a_standby_that_finds_the_disk_full_stands_by(tmp_path: Path) -> None:
+def test_a_standby_keeps_waiting_when_the_disk_is_full(tmp_path: Path) -> None:
     path = tmp_path / "lead"
     leader, standby = FileLead(path), FileLead(path)
     assert leader.take()
@@ -168,7 +166,7 @@ def test_a_brain_that_can_start_no_thread_still_leads(tmp_path: Path, monkeypatc
     lead.release()
 
 
-def test_another_file_is_not_overwritten(tmp_path: Path) -> None:
+def test_a_foreign_file_at_the_lead_path_is_not_overwritten(tmp_path: Path) -> None:
     path = tmp_path / "lead"
     path.write_text("keys: [a]\n")
     with pytest.raises(ConfigError, match="no epoch"):
@@ -179,7 +177,7 @@ def test_another_file_is_not_overwritten(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("spoilt", [b"-5\n", b"9" * 31], ids=["negative", "too large"])
-def test_a_number_that_no_leader_has_written_is_none(tmp_path: Path, spoilt: bytes) -> None:
+def test_an_invalid_epoch_file_is_refused_at_the_first_start(tmp_path: Path, spoilt: bytes) -> None:
     (tmp_path / "lead").write_bytes(spoilt)
     with pytest.raises(ConfigError, match="no epoch"):
         FileLead(tmp_path / "lead").take()
@@ -189,16 +187,14 @@ def test_a_number_that_no_leader_has_written_is_none(tmp_path: Path, spoilt: byt
 
 
 @pytest.mark.parametrize("content", [b"", b"\0\0\0"], ids=["nothing", "zeros"])
-def test_a_number_that_a_machine_has_lost_with_its_power_keeps_nobody_from_leading(
-    tmp_path: Path, content: bytes
-) -> None:
+def test_an_epoch_file_emptied_by_a_power_loss_does_not_prevent_leading(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "lead").write_bytes(content)
     lead = FileLead(tmp_path / "lead", 1000)
     assert lead.take() and lead.epoch == 1000
     assert (tmp_path / "lead").read_bytes() == b"1000\n"
 
 
-def test_a_leader_after_others_counts_anew_where_their_epoch_is_damaged(tmp_path: Path) -> None:
+def test_a_later_leader_restarts_the_count_when_the_epoch_is_damaged(tmp_path: Path) -> None:
     path = tmp_path / "lead"
     path.write_bytes(b"\xff spoilt")
     lead = FileLead(path, again=True)
@@ -206,7 +202,7 @@ def test_a_leader_after_others_counts_anew_where_their_epoch_is_damaged(tmp_path
     lead.release()
 
 
-def test_a_leader_that_stands_still_is_deposed_where_its_number_is_spoilt(
+def test_a_stopped_leader_is_deposed_although_its_epoch_file_is_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "lead"
@@ -221,7 +217,7 @@ def test_a_leader_that_stands_still_is_deposed_where_its_number_is_spoilt(
         lead.release()
 
 
-def test_a_leader_whose_folder_cannot_be_looked_into_leads_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_leader_with_an_unreadable_folder_keeps_leading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lead, other = FileLead(tmp_path / "lead"), tmp_path / "other"
     other.touch()
     assert lead.take()
@@ -237,7 +233,7 @@ def test_a_leader_whose_folder_cannot_be_looked_into_leads_on(tmp_path: Path, mo
     lead.release()
 
 
-def test_a_leader_whose_disk_takes_no_writes_leads_on_and_says_so_once(
+def test_a_leader_with_an_unwritable_disk_keeps_leading_and_logs_it_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     lead = FileLead(tmp_path / "lead")

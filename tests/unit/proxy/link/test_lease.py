@@ -72,7 +72,7 @@ def pods(*those: Pod) -> Iterator[list[LeaseLead]]:
             pod.close()
 
 
-def test_one_pod_leads_and_says_so_in_the_lease(server: ApiServer) -> None:
+def test_one_pod_leads_and_writes_itself_into_the_lease(server: ApiServer) -> None:
     with pods(Pod(server, "a"), Pod(server, "b")) as (first, second):
         assert first.take() and first.renew() and first.epoch == 1
         assert not second.take()
@@ -94,7 +94,7 @@ def test_a_standby_waits_for_the_whole_duration_by_its_own_clock(server: ApiServ
         assert server.spec["holderIdentity"] == "b"
 
 
-def test_a_standby_begins_to_wait_anew_when_the_lease_is_renewed_whatever_time_that_names(server: ApiServer) -> None:
+def test_a_renewed_lease_restarts_the_standbys_wait_whatever_its_timestamp(server: ApiServer) -> None:
     clock, api = Clock(), server.api()
     with pods(Pod(server, "b", clock)) as (standby,):
         # another's clock may be years off, either way, and may be put back
@@ -116,7 +116,7 @@ def test_a_standby_begins_to_wait_anew_when_the_lease_is_renewed_whatever_time_t
     api.close()
 
 
-def test_the_duration_that_counts_is_the_holder_s(server: ApiServer) -> None:
+def test_the_lease_duration_is_that_of_its_holder(server: ApiServer) -> None:
     clock = Clock()
     with pods(Pod(server, "a", duration_s=60), Pod(server, "b", clock)) as (first, second):
         assert first.take() and not second.take()
@@ -126,7 +126,7 @@ def test_the_duration_that_counts_is_the_holder_s(server: ApiServer) -> None:
         assert second.take()
 
 
-def test_a_leader_renews_and_is_not_followed(server: ApiServer) -> None:
+def test_a_leader_that_renews_keeps_the_lease(server: ApiServer) -> None:
     clock = Clock()
     with pods(Pod(server, "a"), Pod(server, "b", clock)) as (first, second):
         assert first.take() and not second.take()
@@ -168,7 +168,7 @@ def test_a_leader_that_cannot_renew_steps_down_and_another_leads(
         assert second.epoch > first.epoch and not first.renew()
 
 
-def test_a_leader_that_is_cut_off_has_stepped_down_when_another_leads(server: ApiServer) -> None:
+def test_a_disconnected_leader_has_stepped_down_before_another_leads(server: ApiServer) -> None:
     alone = Pod(server, "a", duration_s=SHORT_S, token="of a")
     with pods(alone, Pod(server, "b", duration_s=SHORT_S)) as (first, second):
         server.tokens.add("of a")
@@ -179,7 +179,7 @@ def test_a_leader_that_is_cut_off_has_stepped_down_when_another_leads(server: Ap
         assert not first.renew() and second.epoch > first.epoch
 
 
-def test_a_leader_that_cannot_reach_the_api_server_leads_for_two_thirds_of_the_duration_and_says_so_once(
+def test_a_leader_without_the_api_server_leads_for_two_thirds_of_the_duration_and_logs_it_once(
     server: ApiServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     clock = Clock()
@@ -193,7 +193,7 @@ def test_a_leader_that_cannot_reach_the_api_server_leads_for_two_thirds_of_the_d
     assert caplog.messages.count("the lease was not renewed in time") == 1
 
 
-def test_a_leader_whose_lease_another_has_taken_is_told_at_its_next_renewal(server: ApiServer) -> None:
+def test_a_leader_whose_lease_was_taken_loses_the_lead_at_its_next_renewal(server: ApiServer) -> None:
     clock = Clock()
     with pods(Pod(server, "a"), Pod(server, "b", clock)) as (first, second):
         assert first.take() and not second.take()
@@ -204,7 +204,7 @@ def test_a_leader_whose_lease_another_has_taken_is_told_at_its_next_renewal(serv
         assert server.spec["holderIdentity"] == "b"
 
 
-def test_of_two_that_take_it_at_once_one_leads(server: ApiServer) -> None:
+def test_one_of_several_pods_that_take_the_lease_at_once_leads(server: ApiServer) -> None:
     names = [f"pod-{number}" for number in range(6)]
     with pods(*(Pod(server, name) for name in names)) as leads:
         together = threading.Barrier(len(leads))
@@ -233,7 +233,7 @@ def test_a_renewal_whose_answer_was_lost_loses_no_lead(server: ApiServer) -> Non
         assert ("PUT", 409) in server.calls[calls:] and leader.renew()
 
 
-def test_fields_of_others_on_the_lease_stay_and_do_no_harm(server: ApiServer) -> None:
+def test_foreign_fields_of_the_lease_are_kept(server: ApiServer) -> None:
     with pods(Pod(server, "a", duration_s=LONGER_S)) as (leader,):
         assert leader.take()
         with server.turn:
@@ -269,7 +269,7 @@ def test_a_leader_that_resigns_lets_another_pod_lead_and_finishes_its_own_reques
         assert first.renew()
 
 
-def test_a_lease_that_was_deleted_is_made_again_with_a_larger_number(server: ApiServer) -> None:
+def test_a_deleted_lease_is_recreated_with_a_larger_number(server: ApiServer) -> None:
     clock = Clock()
     pod = Pod(server, "a")
     with pods(pod, Pod(server, "b", clock)) as (former, second):
@@ -284,7 +284,7 @@ def test_a_lease_that_was_deleted_is_made_again_with_a_larger_number(server: Api
         block_until(lambda: not first.renew())
 
 
-def test_a_pod_that_leads_again_knows_whether_another_pod_has_led_meanwhile(server: ApiServer) -> None:
+def test_a_pod_that_leads_again_detects_whether_another_pod_led_meanwhile(server: ApiServer) -> None:
     first, second = Pod(server, "a"), Pod(server, "b")
     with pods(first, second) as (lead, other):
         assert lead.take() and lead.others == 0
@@ -306,18 +306,18 @@ def test_a_pod_that_leads_again_knows_whether_another_pod_has_led_meanwhile(serv
         assert fourth.take() and (fourth.epoch, fourth.others) == (5, 4)
 
 
-def test_a_brain_that_hears_a_larger_epoch_ends_and_its_successor_counts_above_it(
+def test_a_brain_that_learns_of_a_larger_epoch_ends_and_its_successor_exceeds_it(
     server: ApiServer,
 ) -> None:
     """The Lease was deleted while no pod ran; only a relay of another machine knows the number."""
     pod = Pod(server, "a")
     with pods(pod) as (first,):
         assert first.take() and first.epoch == 1
-        assert not first.outrank(50)
+        assert not first.raise_epoch(50)
         first.release()
         second = pod.brain()
         assert second.take() and second.epoch > 50
-        assert not second.outrank(2**31 - 1)  # no number would be left in Kubernetes' int32
+        assert not second.raise_epoch(2**31 - 1)  # no number would be left in Kubernetes' int32
         second.release()
         third = pod.brain()
         assert third.take() and second.epoch < third.epoch < 100
@@ -332,7 +332,7 @@ def test_a_service_account_without_rights_is_one_line_at_the_start(server: ApiSe
 
 
 @pytest.mark.parametrize("status", [401, 403])
-def test_a_token_that_is_refused_for_a_time_ends_no_brain_of_a_pod_that_has_led(server: ApiServer, status: int) -> None:
+def test_a_temporarily_refused_token_ends_no_brain_of_a_pod_that_has_led(server: ApiServer, status: int) -> None:
     clock = Clock()
     pod = Pod(server, "a", clock)
     with pods(pod):
@@ -344,7 +344,7 @@ def test_a_token_that_is_refused_for_a_time_ends_no_brain_of_a_pod_that_has_led(
         assert again.take()
 
 
-def test_an_answer_that_says_something_else_than_was_written_makes_no_leader(server: ApiServer) -> None:
+def test_an_answer_that_differs_from_the_written_lease_makes_no_leader(server: ApiServer) -> None:
     clock = Clock()
     with pods(Pod(server, "a", clock), Pod(server, "b")) as (first, second):
         server.blank_answers = 2
@@ -354,7 +354,7 @@ def test_an_answer_that_says_something_else_than_was_written_makes_no_leader(ser
         assert first.take() and first.epoch == server.spec["leaseTransitions"] == 3
 
 
-def test_a_brain_that_waits_for_an_endless_answer_keeps_no_other_brain_of_its_pod_from_leading(
+def test_a_brain_that_waits_for_an_endless_answer_does_not_block_another_brain_of_its_pod(
     server: ApiServer,
 ) -> None:
     pod = Pod(server, "a", duration_s=1)
@@ -376,7 +376,7 @@ def test_a_brain_that_waits_for_an_endless_answer_keeps_no_other_brain_of_its_po
 
 
 @pytest.mark.parametrize("status", [403, 429, 500, 503, 200])
-def test_an_api_server_that_fails_later_ends_nobody_who_stands_by(server: ApiServer, status: int) -> None:
+def test_an_api_server_that_fails_later_does_not_end_a_standby(server: ApiServer, status: int) -> None:
     clock = Clock()
     with pods(Pod(server, "a"), Pod(server, "b", clock)) as (first, second):
         assert first.take() and not second.take()
@@ -390,7 +390,7 @@ def test_an_api_server_that_fails_later_ends_nobody_who_stands_by(server: ApiSer
 
 
 @pytest.mark.parametrize(("answer_s", "leads"), [(9.9, True), (10.0, False)])
-def test_who_is_answered_when_it_would_have_had_to_renew_already_does_not_lead(
+def test_a_brain_whose_lease_answer_arrives_too_late_does_not_lead(
     server: ApiServer, answer_s: float, leads: bool
 ) -> None:
     """Two thirds of 15 s. The Lease says that we hold it, so the next call takes it at once."""
@@ -408,7 +408,7 @@ def test_who_is_answered_when_it_would_have_had_to_renew_already_does_not_lead(
         assert leads or lead.take()
 
 
-def test_an_event_loop_that_hangs_loses_the_lease(server: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hanging_event_loop_loses_the_lease(server: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lease_module, "STUCK_S", 0.5)
     with pods(Pod(server, "a", duration_s=SHORT_S), Pod(server, "b", duration_s=SHORT_S)) as (first, second):
         block_until(first.take)

@@ -22,7 +22,7 @@ def test_a_request_that_another_relay_holds_is_void() -> None:
     on(test)
 
 
-def test_tickets_that_cannot_be_are_void() -> None:
+def test_invalid_tickets_are_void() -> None:
     async def test(stage: Stage) -> None:
         brain, relay = await stage.brain(), await RawRelay().connect(stage)
         gone = Held(1, 1, Standing(RequestSpec("gone", 10), Phase.GONE, 10))
@@ -35,7 +35,7 @@ def test_tickets_that_cannot_be_are_void() -> None:
     on(test)
 
 
-def test_a_relay_comes_back_though_a_request_of_its_former_membership_is_unknown(
+def test_a_relay_rejoins_although_a_request_of_its_former_membership_is_unknown(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def test(stage: Stage) -> None:

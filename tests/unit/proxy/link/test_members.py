@@ -50,7 +50,7 @@ def test_tokens_that_came_in_a_message_are_not_counted_again_when_they_are_read(
     assert member.read() == (["a"], [2])
 
 
-def test_what_is_written_of_a_request_that_has_left_counts_for_none_at_its_place() -> None:
+def test_tokens_written_for_a_finished_request_do_not_count_for_the_next_one_in_its_place() -> None:
     written = WrittenCounts()
     member, last = a_member(written), written.number()
     member.hold(last, "a", 1)
@@ -70,7 +70,7 @@ def test_a_relay_that_sends_its_tokens_is_not_read() -> None:
     assert member.read() == ([], [])
 
 
-def test_counts_that_cannot_be_read_are_told_and_do_without(caplog: pytest.LogCaptureFixture) -> None:
+def test_unreadable_token_counts_are_logged_and_sent_by_message(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     ours, theirs = socket.socketpair()
     written = WrittenCounts()

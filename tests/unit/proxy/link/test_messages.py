@@ -106,19 +106,19 @@ from_brain = st.one_of(
 
 
 @given(st.lists(from_relay, max_size=5))
-def test_a_relays_messages_are_read_as_they_were_sent(said: list[m.FromRelay]) -> None:
+def test_relay_messages_survive_a_round_trip(said: list[m.FromRelay]) -> None:
     frame = m.frame(said)
     assert int.from_bytes(frame[:4], "big") == len(frame) - 4
     assert m.read_from_relay(frame[4:]) == said
 
 
 @given(st.lists(from_brain, max_size=5))
-def test_the_brains_messages_are_read_as_they_were_sent(said: list[m.FromBrain]) -> None:
+def test_brain_messages_survive_a_round_trip(said: list[m.FromBrain]) -> None:
     assert m.read_from_brain(m.frame(said)[4:]) == said
 
 
 @given(st.binary(max_size=200))
-def test_garbage_is_an_error_of_the_link_and_nothing_else(body: bytes) -> None:
+def test_garbage_raises_only_a_link_error(body: bytes) -> None:
     for read in (m.read_from_relay, m.read_from_brain):
         try:
             read(body)
@@ -137,27 +137,27 @@ def test_a_message_that_is_not_of_this_version_is_refused(body: object) -> None:
         m.read_from_relay(msgspec.msgpack.encode(body))
 
 
-def test_a_text_that_is_no_utf_8_is_an_error_of_the_link_and_nothing_else() -> None:
+def test_invalid_utf_8_raises_only_a_link_error() -> None:
     body = m.frame([m.Farewell(0, "ab")])[4:].replace(b"ab", b"a\xff")
     for read in (m.read_from_relay, m.read_from_brain):
         with pytest.raises(m.LinkError, match="can't be read"):
             read(body)
 
 
-def test_one_side_does_not_take_the_other_sides_messages() -> None:
+def test_each_side_refuses_messages_of_its_own_direction() -> None:
     with pytest.raises(m.LinkError):
         m.read_from_relay(m.frame([m.Chosen(1, 1, "p0")])[4:])
     with pytest.raises(m.LinkError):
         m.read_from_brain(m.frame([m.PutBack(1)])[4:])
 
 
-def test_messages_stand_in_the_order_of_their_numbers() -> None:
+def test_messages_are_defined_in_the_order_of_their_tags() -> None:
     tags = [each.__struct_config__.tag for each in vars(m).values() if isinstance(each, type(m.Message))]
     numbers = [tag for tag in tags if tag is not None]
     assert numbers == sorted(numbers)
 
 
-def test_numbers_of_messages_are_used_once() -> None:
+def test_message_tags_are_unique() -> None:
     tags = [cls.__struct_config__.tag for union in (m.FromRelay, m.FromBrain) for cls in union.__args__]
     shared = {cls.__struct_config__.tag for cls in (m.Beat, m.Farewell, m.Explained)}
     assert len(tags) - len(shared) == len(set(tags))

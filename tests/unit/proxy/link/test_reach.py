@@ -20,7 +20,7 @@ class Quiet(asyncio.Protocol):
         self.transport = transport
 
 
-async def test_a_brain_that_has_another_one_s_place_is_seen(tmp_path: Path) -> None:
+async def test_a_replaced_brain_socket_is_detected(tmp_path: Path) -> None:
     loop, path = asyncio.get_running_loop(), tmp_path / "link"
     reach = SocketReach(path)
     with pytest.raises(FileNotFoundError):
@@ -54,7 +54,7 @@ async def test_a_brain_that_does_not_answer_is_left_for_the_next_of_the_list(
         made, moved = await reach.connect(Quiet)
         assert reach.address == addresses[1] and not moved()
         made.transport.close()
-    reach.turn_away()
+    reach.try_next_address()
     assert reach.address == addresses[0]
     for server in (silent, leads):
         server.close()

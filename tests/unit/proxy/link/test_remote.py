@@ -32,7 +32,7 @@ from tests.unit.proxy.link.brains import Brain, HoldingReach, Stage, on
 from tests.waiting import until
 
 
-def test_a_request_goes_its_whole_way_over_the_link() -> None:
+def test_a_request_passes_every_phase_over_the_link() -> None:
     async def test(stage: Stage) -> None:
         brain, relay = await stage.brain(), stage.relay()
         ticket = await relay.decoding("a")
@@ -54,7 +54,7 @@ def test_a_request_goes_its_whole_way_over_the_link() -> None:
     on(test)
 
 
-def test_tokens_are_read_by_a_brain_on_the_same_machine_and_not_said() -> None:
+def test_a_brain_on_the_same_machine_reads_tokens_from_memory() -> None:
     async def test(stage: Stage) -> None:
         brain, relay = await stage.brain(), stage.relay()
         tickets = [await relay.decoding(f"r{n}") for n in range(3)]
@@ -95,7 +95,7 @@ def test_tokens_that_come_while_a_relay_joins_are_counted_once() -> None:
     on(test)
 
 
-def test_more_tickets_than_there_are_places_are_told() -> None:
+def test_tokens_of_tickets_beyond_the_shared_places_are_sent_by_message() -> None:
     async def test(stage: Stage) -> None:
         brain, relay = await stage.brain(), stage.relay()
         while place_of(relay.brain.token_counts.number()) != NOWHERE:
@@ -109,7 +109,7 @@ def test_more_tickets_than_there_are_places_are_told() -> None:
     on(test)
 
 
-def test_tokens_of_all_streams_cross_in_one_message_to_a_brain_that_cannot_read_them() -> None:
+def test_tokens_of_all_streams_are_sent_in_one_message_to_a_brain_without_shared_memory() -> None:
     async def test(stage: Stage) -> None:
         relay = stage.relay()
         relay.brain.token_counts.fd = nothing.fileno()  # what Hello will tell
@@ -134,7 +134,7 @@ def test_tokens_of_all_streams_cross_in_one_message_to_a_brain_that_cannot_read_
         on(test)
 
 
-def test_a_slot_that_nobody_waits_for_is_told_with_the_next_call() -> None:
+def test_an_unneeded_free_slot_is_reported_with_the_next_call() -> None:
     async def test(stage: Stage) -> None:
         brain, relay = await stage.brain(), stage.relay()
         relay.brain.soon_s = 3600.0
@@ -149,7 +149,7 @@ def test_a_slot_that_nobody_waits_for_is_told_with_the_next_call() -> None:
     on(test)
 
 
-def test_a_slot_that_nobody_waits_for_is_told_soon_where_there_is_no_next_call() -> None:
+def test_an_unneeded_free_slot_is_reported_soon_without_a_next_call() -> None:
     async def test(stage: Stage) -> None:
         brain, relay = await stage.brain(), stage.relay()
         leaves = await relay.decoding("a")
@@ -160,7 +160,7 @@ def test_a_slot_that_nobody_waits_for_is_told_soon_where_there_is_no_next_call()
     on(test)
 
 
-def test_a_relay_that_ends_has_told_what_was_to_be_told_soon() -> None:
+def test_a_relay_that_ends_has_sent_its_delayed_reports() -> None:
     async def test(stage: Stage) -> None:
         brain, relay = await stage.brain(), stage.relay()
         relay.brain.soon_s = 3600.0
@@ -174,7 +174,7 @@ def test_a_relay_that_ends_has_told_what_was_to_be_told_soon() -> None:
     on(test)
 
 
-def test_what_is_told_later_is_measured_from_when_it_was() -> None:
+def test_a_delayed_report_keeps_its_original_time() -> None:
     async def test(stage: Stage) -> None:
         brain, relay = await stage.brain(), stage.relay()
         brain.scheduler.configure(SchedulerConfig(overlap_requests=None), 0.0)
@@ -200,7 +200,7 @@ def test_what_is_told_later_is_measured_from_when_it_was() -> None:
     on(test)
 
 
-def test_a_slot_that_somebody_waits_for_is_told_at_once() -> None:
+def test_a_free_slot_that_a_request_waits_for_is_reported_at_once() -> None:
     async def test(stage: Stage) -> None:
         _, relay = await stage.brain(slots=1), stage.relay()
         relay.brain.soon_s = 3600.0
@@ -253,7 +253,7 @@ def test_a_request_that_waits_too_long_for_a_brain_is_refused_and_streams_are_no
     on(test)
 
 
-def test_what_waits_too_long_for_a_brain_that_does_not_answer_hello_is_refused() -> None:
+def test_a_request_that_waits_too_long_for_a_brain_without_a_hello_is_refused() -> None:
     async def test(stage: Stage) -> None:
         silent: list[asyncio.StreamWriter] = []
         server = await asyncio.start_unix_server(lambda _, writer: silent.append(writer), stage.path)
@@ -272,7 +272,7 @@ def test_what_waits_too_long_for_a_brain_that_does_not_answer_hello_is_refused()
     on(test)
 
 
-def test_what_waits_too_long_for_a_brain_that_stands_still_is_refused_and_no_longer_held_when_it_goes_on() -> None:
+def test_a_request_that_waits_too_long_for_a_stopped_brain_is_refused_and_released_when_it_resumes() -> None:
     async def test(stage: Stage) -> None:
         brain, relay = await stage.brain(slots=1), stage.relay()
         await relay.decoding("s")
@@ -287,7 +287,7 @@ def test_what_waits_too_long_for_a_brain_that_stands_still_is_refused_and_no_lon
     on(test)
 
 
-def test_a_new_brain_hears_of_all_that_lives_with_every_token() -> None:
+def test_a_new_brain_gets_every_living_request_with_all_its_tokens() -> None:
     async def test(stage: Stage) -> None:
         first, relay = await stage.brain(epoch=1), stage.relay()
         streams = [await relay.decoding(f"s{n}") for n in range(4)]
@@ -312,7 +312,7 @@ def test_a_new_brain_hears_of_all_that_lives_with_every_token() -> None:
     on(test)
 
 
-def test_a_new_brain_hears_of_a_prompts_blocks_when_it_has_to_choose_a_prefiller_again() -> None:
+def test_a_new_brain_gets_a_prompts_blocks_when_it_must_choose_a_prefiller_again() -> None:
     async def test(stage: Stage) -> None:
         first, relay = await stage.brain(epoch=1), stage.relay()
         tickets = [relay.tickets.submit(RequestSpec(name, 8, prefix=[7, 2**64 - 1], block_tokens=4)) for name in "ab"]
@@ -337,7 +337,7 @@ def test_a_new_brain_hears_of_a_prompts_blocks_when_it_has_to_choose_a_prefiller
     on(test)
 
 
-def test_every_stream_that_a_relay_has_places_for_fits_into_one_hello() -> None:
+def test_all_streams_of_a_full_relay_fit_into_one_hello() -> None:
     async def test(stage: Stage) -> None:
         relay = stage.relay()  # there is no brain
         held, blocks = [], [2**64 - 1 - n for n in range(100)]
@@ -354,7 +354,7 @@ def test_every_stream_that_a_relay_has_places_for_fits_into_one_hello() -> None:
     on(test)
 
 
-def test_a_new_brain_takes_in_all_that_run_even_if_it_would_not_have_admitted_them() -> None:
+def test_a_new_brain_adopts_all_running_requests_even_if_it_would_not_admit_them() -> None:
     async def test(stage: Stage) -> None:
         first, relay = await stage.brain(epoch=1, slots=3), stage.relay()
         streams = [await relay.decoding(f"s{n}") for n in range(3)]
@@ -371,7 +371,7 @@ def test_a_new_brain_takes_in_all_that_run_even_if_it_would_not_have_admitted_th
     on(test)
 
 
-def test_a_stream_whose_slot_was_given_away_is_void_and_the_rest_goes_on() -> None:
+def test_a_stream_whose_slot_was_reassigned_is_void_and_the_others_go_on() -> None:
     async def test(stage: Stage) -> None:
         brain, away, stays = await stage.brain(slots=2), stage.relay("away"), stage.relay("stays")
         kept, lost = await away.decoding("kept"), await away.decoding("lost")
@@ -391,7 +391,7 @@ def test_a_stream_whose_slot_was_given_away_is_void_and_the_rest_goes_on() -> No
     on(test)
 
 
-def test_what_waits_too_long_in_the_pool_without_a_brain_is_refused() -> None:
+def test_a_request_that_waits_too_long_in_the_pool_without_a_brain_is_refused() -> None:
     async def test(stage: Stage) -> None:
         brain, relay = await stage.brain(slots=1), stage.relay()
         stream, pooled = await relay.decoding("s"), await relay.pooled("p")
@@ -405,7 +405,7 @@ def test_what_waits_too_long_in_the_pool_without_a_brain_is_refused() -> None:
     on(test)
 
 
-def test_a_brain_that_leads_for_certain_goes_on_above_an_epoch_that_was_lost() -> None:
+def test_a_brain_with_certain_lead_continues_above_a_lost_epoch() -> None:
     async def test(stage: Stage) -> None:
         first, relay = await stage.brain(epoch=7), stage.relay()
         stream = await relay.decoding("s")
@@ -422,7 +422,7 @@ def test_a_brain_that_leads_for_certain_goes_on_above_an_epoch_that_was_lost() -
     on(test)
 
 
-def test_a_brain_of_the_past_is_not_listened_to() -> None:
+def test_a_brain_with_an_old_epoch_is_ignored() -> None:
     async def test(stage: Stage) -> None:
         first, relay = await stage.brain(epoch=7), stage.relay()
         await until(lambda: relay.brain.member is not None)
@@ -439,7 +439,7 @@ def test_a_brain_of_the_past_is_not_listened_to() -> None:
     on(test)
 
 
-def test_one_look_at_a_brain_that_fails_is_not_the_last() -> None:
+def test_a_relay_keeps_checking_its_brain_after_a_check_that_raised() -> None:
     looks: list[bool] = []
 
     class Failing(SocketReach):
@@ -463,7 +463,7 @@ def test_one_look_at_a_brain_that_fails_is_not_the_last() -> None:
     on(test)
 
 
-def test_an_answer_that_has_crossed_a_later_call_is_dropped() -> None:
+def test_an_answer_to_an_outdated_call_is_dropped() -> None:
     async def test(stage: Stage) -> None:
         loop = asyncio.get_running_loop()
         heard: list[FromRelay] = []

@@ -64,7 +64,7 @@ def test_another_process_reads_what_is_written_after_it_was_made() -> None:
         os.close(end)
 
 
-def test_a_place_tells_its_next_ticket_from_the_last_one() -> None:
+def test_a_reused_place_distinguishes_its_next_ticket_from_the_last() -> None:
     written = WrittenCounts()
     last = written.number()
     written.leave(last)
@@ -76,7 +76,7 @@ def test_a_place_tells_its_next_ticket_from_the_last_one() -> None:
     assert same_life(following, life) and not same_life(last, life)
 
 
-def test_a_ticket_that_finds_no_place_is_not_written() -> None:
+def test_a_ticket_without_a_place_is_not_written() -> None:
     written = WrittenCounts()
     numbers = [written.number() for _ in range(PLACES + 1)]
     assert [place_of(number) for number in numbers] == [*range(1, PLACES), NOWHERE, NOWHERE]
@@ -86,7 +86,7 @@ def test_a_ticket_that_finds_no_place_is_not_written() -> None:
     assert sorted(place_of(written.number()) for _ in range(PLACES)) == [NOWHERE, *range(1, PLACES)]
 
 
-def test_a_file_that_counts_no_tokens_is_not_read() -> None:
+def test_a_file_of_another_kind_is_not_read() -> None:
     ours, theirs = os.pipe()
     with pytest.raises(OSError, match="counts no tokens"):
         ReadCounts(os.getpid(), ours)

@@ -70,9 +70,7 @@ async def test_a_client_whose_base_url_has_v1_or_a_slash_too_often_or_no_v1_is_t
         ({"url": "d:1", "id": "other"}, []),
     ],
 )
-async def test_a_change_of_a_rank_or_a_worker_that_is_named_is_of_that_one_alone(
-    instance: object, drained: list[str]
-) -> None:
+async def test_a_change_of_a_named_rank_or_worker_changes_only_that_one(instance: object, drained: list[str]) -> None:
     ranks = [{"url": "http://d:1", "id": f"d{rank}", "dp_rank": rank} for rank in range(3)]
     services = a_router(a_config(decode={"workers": ranks}))
     app = Starlette(routes=Admin(lambda: services).routes(), exception_handlers=ERROR_HANDLERS)
@@ -82,7 +80,7 @@ async def test_a_change_of_a_rank_or_a_worker_that_is_named_is_of_that_one_alone
     assert [worker.id for worker in services.fleet if worker.drained] == drained
 
 
-async def test_a_server_on_this_machine_may_be_named_in_either_way_as_on_the_example_proxy() -> None:
+async def test_localhost_and_127_0_0_1_name_the_same_server_as_on_the_example_proxy() -> None:
     services = a_router(a_config(decode={"workers": [{"url": "http://127.0.0.1:1", "id": "d0"}]}))
     app = Starlette(routes=Admin(lambda: services).routes(), exception_handlers=ERROR_HANDLERS)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router") as client:
@@ -92,7 +90,7 @@ async def test_a_server_on_this_machine_may_be_named_in_either_way_as_on_the_exa
     assert [worker.id for worker in services.fleet if worker.drained] == ["d0"]
 
 
-async def test_a_bug_of_ours_is_told_to_the_server_that_logs_it_and_not_to_who_asked() -> None:
+async def test_an_internal_error_is_raised_to_the_server_and_hidden_from_the_caller() -> None:
     def fail() -> None:
         raise InvariantError("a secret of ours")
 

@@ -62,7 +62,7 @@ class Site:
             return await client.request(method, path, **more)
 
 
-async def test_an_open_route_is_served_to_everyone_and_leaves_no_line(caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_open_route_is_served_to_everyone_without_a_log_line(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "balanceroute")
     site = Site(auth={"admin_token": TOKEN})
     assert (await site.ask("GET", "/health", "203.0.113.9")).status_code == 200
@@ -74,7 +74,7 @@ async def test_an_open_route_is_served_to_everyone_and_leaves_no_line(caplog: py
     [(True, "", True), (False, TOKEN, True), (False, "", False), (False, "wrong", False)],
     ids=["public", "operator", "anybody", "wrong-token"],
 )
-async def test_who_may_not_read_metrics_is_told_no_names_of_workers(public: bool, token: str, named: bool) -> None:
+async def test_without_access_to_metrics_ready_names_no_workers(public: bool, token: str, named: bool) -> None:
     site = Site(auth={"admin_token": TOKEN}, metrics={"public": public})
     headers = {"authorization": f"Bearer {token}"} if token else {}
     reply = await site.ask("GET", "/ready", "203.0.113.9", headers=headers)
@@ -104,7 +104,7 @@ async def test_a_browser_without_the_token_gets_the_page_where_it_can_sign_in() 
     assert (await site.ask("GET", "/state", "203.0.113.9")).text == "sign in here"
 
 
-async def test_a_call_of_a_guarded_route_is_one_line_with_who_and_what(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_call_of_a_guarded_route_is_one_log_line_with_peer_and_action(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "balanceroute")
     site = Site()
     await site.ask("GET", "/state?token=secret")
@@ -151,13 +151,13 @@ async def test_a_key_may_call_again_as_soon_as_it_has_the_last_bytes(tmp_path: P
     assert in_flight == [("http.response.start", 1), ("http.response.body", 0)] * 2
 
 
-async def test_on_a_listener_of_another_class_the_route_is_not_there_whatever_the_method() -> None:
+async def test_a_route_is_a_404_on_a_listener_of_another_class_for_every_method() -> None:
     site = Site(listen={"admin": "127.0.0.1:9000"})
     for method in ("GET", "POST", "OPTIONS"):
         assert (await site.ask(method, "/state")).status_code == 404
 
 
-async def test_a_page_of_an_allowed_origin_is_told_so_before_and_with_the_answer() -> None:
+async def test_an_allowed_origin_gets_cors_headers_in_preflight_and_answer() -> None:
     origin = "https://chat.example"
     site = Site(auth={"allowed_origins": [origin]})
     asks = {"origin": origin, "access-control-request-method": "POST"}
@@ -191,7 +191,7 @@ def start(status: int, *headers: tuple[bytes, bytes]) -> dict[str, Any]:
     return {"type": "http.response.start", "status": status, "headers": list(headers)}
 
 
-async def test_every_answer_has_one_request_id_the_client_s_own_where_it_has_sent_one() -> None:
+async def test_every_answer_has_one_request_id_and_keeps_the_clients_own() -> None:
     scope: dict[str, Any] = {"headers": [(b"x-request-id", b"mine")]}
     (answer,) = await sent(with_request_id, scope, start(200, (b"X-Request-Id", b"of the application")))
     assert [value for name, value in answer["headers"] if name.lower() == b"x-request-id"] == [b"mine"]

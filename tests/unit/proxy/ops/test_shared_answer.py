@@ -27,7 +27,7 @@ class Maker:
         return self.begun_s[-1]
 
 
-def test_one_who_asks_seldom_is_answered_at_once() -> None:
+def test_a_rare_caller_is_answered_at_once() -> None:
     async def asked() -> None:
         maker = Maker()
         answer, now = SharedAnswer(maker), asyncio.get_running_loop().time
@@ -39,7 +39,7 @@ def test_one_who_asks_seldom_is_answered_at_once() -> None:
     in_virtual_time(asked)
 
 
-def test_many_who_ask_all_the_time_share_what_is_made_a_tenth_of_it_and_none_gets_an_older_one() -> None:
+def test_constant_callers_share_answers_that_are_never_older_than_their_request() -> None:
     async def asked() -> None:
         maker = Maker()
         answer, now = SharedAnswer(maker), asyncio.get_running_loop().time
@@ -58,7 +58,7 @@ def test_many_who_ask_all_the_time_share_what_is_made_a_tenth_of_it_and_none_get
 
 
 @pytest.mark.parametrize("waiting", [1, 20])
-def test_a_failure_is_that_of_all_who_wait_for_it_and_not_of_those_who_come_later(waiting: int) -> None:
+def test_a_failure_reaches_all_current_waiters_and_no_later_one(waiting: int) -> None:
     async def asked() -> None:
         maker = Maker()
         answer = SharedAnswer(maker)
@@ -72,7 +72,7 @@ def test_a_failure_is_that_of_all_who_wait_for_it_and_not_of_those_who_come_late
     in_virtual_time(asked)
 
 
-def test_one_that_took_long_is_made_anew_soon_all_the_same() -> None:
+def test_a_slow_answer_is_made_again_after_a_bounded_pause() -> None:
     async def asked() -> None:
         maker = Maker(takes_s=30.0)
         answer = SharedAnswer(maker)
@@ -83,7 +83,7 @@ def test_one_that_took_long_is_made_anew_soon_all_the_same() -> None:
     in_virtual_time(asked)
 
 
-def test_who_leaves_while_it_is_made_leaves_the_others_waiting_for_another() -> None:
+def test_a_cancelled_waiter_does_not_cancel_the_answer_for_others() -> None:
     async def asked() -> None:
         maker = Maker()
         answer = SharedAnswer(maker)

@@ -43,7 +43,7 @@ async def asked(services: Services, switch: Switched, body: bytes) -> httpx.Resp
         return await client.post("/routing/policy", content=body)
 
 
-async def test_a_policy_takes_over_with_every_other_setting_as_it_was() -> None:
+async def test_a_policy_switch_keeps_every_other_setting() -> None:
     config = a_config(routing={"policy": "br_0", "s_greedy": 2}, queue={"deadline_s": 7.0})
     services, switch = a_router(config), Switched()
     reply = await asked(services, switch, b'{"policy": "least_kv"}')
@@ -58,7 +58,7 @@ async def test_a_policy_takes_over_with_every_other_setting_as_it_was() -> None:
     "body",
     [b"", b"no", b"[]", b"{}", b'{"policy": 3}', b'{"policy": "os:system"}', b'{"policy": "least_kv", "alpha": 3}'],
 )
-async def test_what_names_no_policy_that_is_known_here_is_a_400_that_says_which_are(body: bytes) -> None:
+async def test_an_unknown_policy_is_a_400_that_lists_the_known_ones(body: bytes) -> None:
     switch = Switched()
     reply = await asked(a_router(), switch, body)
     assert reply.status_code == 400 and "level_fit" in reply.json()["error"]["message"] and not switch.to
@@ -67,7 +67,7 @@ async def test_what_names_no_policy_that_is_known_here_is_a_400_that_says_which_
 @pytest.mark.parametrize(
     ("error", "status"), [(ConfigError("routing: no"), 400), (Draining("leaving"), 503)], ids=["config", "draining"]
 )
-async def test_a_switch_that_cannot_be_made_is_told_and_nothing_changes(error: Exception, status: int) -> None:
+async def test_a_failed_policy_switch_is_reported_and_changes_nothing(error: Exception, status: int) -> None:
     reply = await asked(a_router(), Switched(error), orjson.dumps({"policy": "br_0"}))
     assert reply.status_code == status and str(error) in reply.json()["error"]["message"]
 
@@ -93,7 +93,7 @@ class Hurried(Patient):
         super().__init__(patience_s=0.0)
 
 
-async def test_a_policy_of_ones_own_finds_its_options_again_when_it_is_switched_back_to() -> None:
+async def test_an_own_policy_keeps_its_options_when_it_is_switched_back_to() -> None:
     own = f"{__name__}:Patient"
     services, switch = a_router(a_config(routing={"policy": own, "options": {"patience_s": 5}})), Switched()
 
@@ -110,7 +110,7 @@ async def test_a_policy_of_ones_own_finds_its_options_again_when_it_is_switched_
     assert [new.routing.options for new in switch.to] == [{}, {"patience_s": 5}, {"patience_s": 5}]
 
 
-def test_a_policy_that_a_test_has_named_is_unknown_to_the_next() -> None:
+def test_policies_registered_by_one_test_are_unknown_to_the_next() -> None:
     """The one above is of no use without its option: whoever goes through all policies would stumble over it."""
     assert set(POLICIES) == BUILT_IN
 
@@ -126,7 +126,7 @@ async def test_a_brain_that_begins_under_another_policy_knows_the_options_of_the
     assert [new.routing.options for new in switch.to] == [{"patience_s": 5}]
 
 
-async def test_a_policy_that_an_installed_package_offers_is_known_at_once(
+async def test_a_policy_of_a_newly_installed_package_is_known_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     metadata = tmp_path / "patient-1.0.dist-info"
@@ -151,7 +151,7 @@ async def test_settings_that_do_not_go_with_the_policy_are_refused() -> None:
         with_policy(config, "br_h")
 
 
-async def test_a_policy_that_is_asked_for_during_a_reload_goes_into_what_is_reloaded() -> None:
+async def test_a_policy_switch_during_a_reload_is_applied_to_the_reloaded_configuration() -> None:
     services, switch = a_router(a_config(queue={"deadline_s": 5.0})), Switched()
     async with services.changing:
         asking = asyncio.ensure_future(asked(services, switch, b'{"policy": "least_kv"}'))

@@ -56,7 +56,7 @@ def with_brain(test: Callable[[httpx.AsyncClient, Got], Awaitable[None]], *parts
                 if part is PAUSE:
                     await reader.read()  # until the relay has gone
                 if part is TURN:
-                    PASSES[0].turn_to_another()
+                    PASSES[0].switch_brain()
                     continue
                 writer.write(part)
                 await writer.drain()
@@ -84,7 +84,7 @@ def with_brain(test: Callable[[httpx.AsyncClient, Got], Awaitable[None]], *parts
     asyncio.run(run())
 
 
-def test_a_request_and_its_answer_pass_without_what_is_of_one_connection() -> None:
+def test_a_request_and_its_answer_are_forwarded_without_hop_by_hop_headers() -> None:
     async def test(client: httpx.AsyncClient, got: list[tuple[bytes, bytes]]) -> None:
         headers = {"authorization": "Bearer secret", "content-type": "application/json", "x-asked": "yes"}
         headers |= {"cookie": "balanceroute_session=secret", "x-api-key": "secret", "proxy-authorization": "secret"}
@@ -99,7 +99,7 @@ def test_a_request_and_its_answer_pass_without_what_is_of_one_connection() -> No
     with_brain(test, HEAD)
 
 
-def test_a_stream_passes_as_it_comes() -> None:
+def test_a_stream_is_forwarded_as_it_arrives() -> None:
     async def test(client: httpx.AsyncClient, got: list[tuple[bytes, bytes]]) -> None:
         answer = await client.get("/state")
         assert answer.text == "data: 1\n\ndata: 2\n\n" and answer.headers["content-type"] == "text/event-stream"
@@ -107,7 +107,7 @@ def test_a_stream_passes_as_it_comes() -> None:
     with_brain(test, CHUNKED_HEAD + chunked(b"data: 1\n\n", last=False), chunked(b"data: 2\n\n"))
 
 
-def test_the_brain_is_asked_twice_at_most_for_all_who_ask_an_open_route_together() -> None:
+def test_concurrent_calls_of_an_open_route_cause_at_most_two_calls_of_the_brain() -> None:
     async def test(client: httpx.AsyncClient, got: list[tuple[bytes, bytes]]) -> None:
         asking = (client.get("/ready?a=b", headers={"x-asked": "yes"}) for _ in range(20))
         for answer in await asyncio.gather(*asking):
@@ -119,7 +119,7 @@ def test_the_brain_is_asked_twice_at_most_for_all_who_ask_an_open_route_together
     with_brain(test, HEAD)
 
 
-def test_while_there_is_no_brain_all_who_ask_an_open_route_are_told() -> None:
+def test_without_a_brain_all_concurrent_callers_of_an_open_route_get_503() -> None:
     async def test(client: httpx.AsyncClient, got: list[tuple[bytes, bytes]]) -> None:
         for answer in await asyncio.gather(*(client.get("/ready") for _ in range(20))):
             assert answer.status_code == 503 and answer.headers["retry-after"]
@@ -128,7 +128,7 @@ def test_while_there_is_no_brain_all_who_ask_an_open_route_are_told() -> None:
     with_brain(test)
 
 
-def test_a_brain_that_does_not_answer_is_said_to_be_late(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_brain_that_does_not_answer_is_a_503_that_reports_it_as_late(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(to_brain, "READ_S", 0.05)
 
     async def test(client: httpx.AsyncClient, got: list[tuple[bytes, bytes]]) -> None:
@@ -139,7 +139,7 @@ def test_a_brain_that_does_not_answer_is_said_to_be_late(monkeypatch: pytest.Mon
     with_brain(test, PAUSE)
 
 
-def test_while_there_is_no_brain_the_answer_is_503_and_says_when_to_ask_again() -> None:
+def test_without_a_brain_the_answer_is_503_with_retry_after() -> None:
     async def test(client: httpx.AsyncClient, got: list[tuple[bytes, bytes]]) -> None:
         answer = await client.get("/state")
         assert answer.status_code == 503 and answer.headers["retry-after"]
@@ -156,7 +156,7 @@ def test_a_change_that_a_brain_makes_while_its_relay_joins_it_is_answered() -> N
     with_brain(test, TURN, HEAD)
 
 
-def test_a_brain_that_stands_still_is_waited_for_no_longer_once_another_leads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_stops_waiting_for_a_stopped_brain_when_another_leads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(to_brain, "TURN_S", 0.01)
 
     async def test(client: httpx.AsyncClient, got: Got) -> None:
@@ -166,7 +166,7 @@ def test_a_brain_that_stands_still_is_waited_for_no_longer_once_another_leads(mo
     with_brain(test, TURN, PAUSE)
 
 
-def test_a_change_that_a_brain_may_have_made_before_it_died_is_not_said_to_have_found_none() -> None:
+def test_a_change_that_a_dead_brain_may_have_made_is_reported_as_uncertain() -> None:
     async def test(client: httpx.AsyncClient, got: Got) -> None:
         for method, said in (("POST", "it may have done as asked"), ("GET", "one is being started")):
             answer = await client.request(method, "/state", content=b"{}")
@@ -176,7 +176,7 @@ def test_a_change_that_a_brain_may_have_made_before_it_died_is_not_said_to_have_
     with_brain(test, b"HTTP/1.1 ")
 
 
-def test_a_change_for_which_no_brain_is_there_is_said_to_have_found_none() -> None:
+def test_a_change_without_a_brain_is_a_503_that_reports_a_starting_brain() -> None:
     async def test(client: httpx.AsyncClient, got: Got) -> None:
         answer = await client.post("/state", content=b"{}")
         assert answer.status_code == 503 and "one is being started" in answer.json()["error"]["message"]

@@ -32,7 +32,7 @@ def refused(
 @pytest.mark.parametrize(
     "host", [b"127.0.0.1:8000", b"localhost", b"LOCALHOST:9", b"[::1]:8000", b"127.0.0.2"], ids=str
 )
-def test_without_a_token_this_machine_is_let_in(peer: str, host: bytes) -> None:
+def test_without_a_token_loopback_is_admitted(peer: str, host: bytes) -> None:
     assert admitted(AdminGate(None), [(b"host", host)], peer=peer) == "loopback"
 
 
@@ -45,7 +45,7 @@ def test_without_a_token_no_other_machine_is_let_in(peer: str | None) -> None:
     "name", [b"forwarded", b"x-forwarded-for", b"x-forwarded-host", b"x-forwarded-proto", b"x-real-ip", b"via"], ids=str
 )
 @pytest.mark.parametrize("value", [b"127.0.0.1", b""], ids=["loopback", "empty"])
-def test_without_a_token_nothing_that_came_through_a_proxy_is_let_in(name: bytes, value: bytes) -> None:
+def test_without_a_token_no_proxied_call_is_admitted(name: bytes, value: bytes) -> None:
     assert refused(AdminGate(None), [*HERE, (name, value)]) == (403, "proxied")
 
 
@@ -65,7 +65,7 @@ def test_without_a_token_nothing_that_came_through_a_proxy_is_let_in(name: bytes
     ],
     ids=["name", "prefix", "suffix", "two", "wildcard", "address", "broken", "empty", "none", "twice"],
 )
-def test_without_a_token_no_other_host_is_let_in_so_that_a_rebound_name_gets_nowhere(headers: Headers) -> None:
+def test_without_a_token_no_foreign_host_header_is_admitted(headers: Headers) -> None:
     assert refused(AdminGate(None), headers) == (403, "foreign_host")
 
 
@@ -102,7 +102,7 @@ def test_pages_of_other_sites_are_refused(gate: AdminGate, origin: bytes, method
 
 
 @pytest.mark.parametrize("site", [b"cross-site", b"same-site"], ids=str)
-def test_what_a_browser_calls_cross_site_changes_nothing(site: bytes) -> None:
+def test_a_cross_site_browser_request_cannot_change_anything(site: bytes) -> None:
     headers = [*HERE, *JSON, (b"sec-fetch-site", site)]
     assert refused(AdminGate(None), headers, method="POST") == (403, "foreign_origin")
     assert admitted(AdminGate(None), headers) == "loopback"  # a link to the dashboard
@@ -122,14 +122,14 @@ def test_what_a_browser_calls_cross_site_changes_nothing(site: bytes) -> None:
     ],
     ids=["undeclared", "chunked", "text", "text-without-body", "form", "parameter", "prefix", "two"],
 )
-def test_what_a_page_may_send_without_asking_is_refused_as_no_json(headers: Headers) -> None:
+def test_a_change_in_a_content_type_that_needs_no_preflight_is_refused(headers: Headers) -> None:
     assert refused(AdminGate(None), [*HERE, *headers], method="POST") == (415, "content_type")
 
 
 @pytest.mark.parametrize(
     "headers", [[], [(b"content-length", b"0")], JSON, [(b"content-type", b"Application/JSON; charset=utf-8")]]
 )
-def test_json_or_no_body_at_all_may_change_something(headers: Headers) -> None:
+def test_a_change_with_a_json_body_or_none_is_admitted(headers: Headers) -> None:
     assert admitted(AdminGate(None), [*HERE, *headers], method="POST") == "loopback"
 
 
@@ -137,7 +137,7 @@ def cookie(value: str) -> Headers:
     return [*HERE, (b"cookie", f"a=b; {SESSION_COOKIE}={value}; c".encode())]
 
 
-def test_a_session_shows_the_dashboard_for_a_week_and_opens_nothing_else() -> None:
+def test_a_session_opens_only_the_dashboard_and_lasts_a_week() -> None:
     gate = AdminGate("s3cret")
     session = gate.new_session(NOW)
     assert admitted(gate, cookie(session)) == "session"
@@ -150,7 +150,7 @@ def test_a_session_shows_the_dashboard_for_a_week_and_opens_nothing_else() -> No
         gate.admit(watching, NOW + SESSION_S + 1)
 
 
-def test_a_session_can_be_neither_made_up_nor_prolonged_and_ends_with_its_token() -> None:
+def test_a_session_cannot_be_forged_or_prolonged_and_ends_with_its_token() -> None:
     gate = AdminGate("s3cret")
     ends, _, signature = gate.new_session(NOW).partition(".")
     for forged in (

@@ -42,7 +42,7 @@ writes = st.tuples(st.sampled_from("abc"), st.integers(0, 2), st.integers(0, FIE
 
 
 @given(st.lists(writes, max_size=40))
-def test_each_row_has_what_was_written_there_last_and_all_see_it(
+def test_each_row_has_its_last_written_value_and_all_processes_see_it(
     written: Sequence[tuple[str, int, int, float]],
 ) -> None:
     table = a_table(3, "a", "b", "c")
@@ -71,7 +71,7 @@ def test_a_rate_is_read_as_every_relay_s_four_fields_one_after_the_other() -> No
     assert rows[0].rate(REQUESTS) == (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, -math.inf, -math.inf)
 
 
-def test_what_a_forked_relay_adds_its_parent_and_its_sisters_read_when_it_is_dead() -> None:
+def test_a_dead_relays_additions_are_visible_to_parent_and_other_relays() -> None:
     table = a_table(2, "a")
     (here, _), seat = rows_of(table, "a"), Seat(table, 1)
 
@@ -105,7 +105,7 @@ def test_a_name_that_is_given_after_the_fork_has_its_slot_in_the_relay() -> None
     assert process.exitcode == 0 and rows_of(table, "late")[0].all(IN_FLIGHT) == (2.0,)
 
 
-def test_a_relay_that_has_died_has_nothing_in_flight_and_its_next_life_has_heard_what_its_sisters_have() -> None:
+def test_a_dead_relay_has_nothing_in_flight_and_its_next_life_keeps_what_others_reported() -> None:
     table = a_table(2, "a")
     one, other = rows_of(table, "a")
     for row, far in ((one, 4.0), (other, 9.0)):
@@ -129,7 +129,7 @@ def test_names_keep_their_slots_and_a_seat_its_rows() -> None:
     assert seat.rows(["b"])["b"] is row and rows_of(table, "b")[0].own(IN_FLIGHT) == 1.0
 
 
-def test_more_names_than_there_are_slots_are_refused_and_take_nobody_s() -> None:
+def test_more_names_than_slots_are_refused_and_change_no_slot() -> None:
     table = KeyTable(1, slots=3)
     table.name("abc")
     table.name("cba")
@@ -138,7 +138,7 @@ def test_more_names_than_there_are_slots_are_refused_and_take_nobody_s() -> None
     assert list(Seat(table, 0).rows("abc")) == list("abc")
 
 
-def test_a_row_that_nobody_sees_begins_without_a_limit() -> None:
+def test_a_single_processes_row_starts_without_a_limit() -> None:
     row = row_alone()
     row.add(IN_FLIGHT, 1.0)
     row.add(IN_FLIGHT, 1.0)

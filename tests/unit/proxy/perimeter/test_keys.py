@@ -56,7 +56,7 @@ def test_a_key_is_found_in_either_header(headers: Headers) -> None:
     ],
     ids=["none", "unknown", "empty", "basic", "bare", "twice", "two", "hidden-behind-a-wrong-one", "hash", "its-hash"],
 )
-def test_everything_else_is_401_as_openai_says_it(headers: Headers, code: str | None) -> None:
+def test_any_other_credential_is_openais_401(headers: Headers, code: str | None) -> None:
     with pytest.raises(AccessDenied) as caught:
         ClientKeys([entry("a", "one"), entry("b", "two")]).of(headers)
     assert (caught.value.status, caught.value.code) == (401, code)
@@ -74,7 +74,7 @@ def test_a_key_has_its_requests_in_flight_and_no_more() -> None:
     assert key.in_flight == 2
 
 
-def test_a_minute_s_requests_may_come_at_once_and_then_at_their_pace() -> None:
+def test_a_minutes_requests_may_arrive_at_once_and_then_at_their_rate() -> None:
     (key,) = ClientKeys([entry("a", "one", requests_per_minute=60)])
     for _ in range(60):
         key.enter(100.0)
@@ -86,7 +86,7 @@ def test_a_minute_s_requests_may_come_at_once_and_then_at_their_pace() -> None:
         key.enter(101.5)
 
 
-def test_tokens_are_charged_at_the_end_and_then_waited_for() -> None:
+def test_tokens_are_charged_at_the_end_and_delay_later_requests() -> None:
     (key,) = ClientKeys([entry("a", "one", tokens_per_minute=600)])
     key.enter(0.0)
     key.enter(0.0)
@@ -144,7 +144,7 @@ def test_no_minute_ever_sees_more_than_two_allowances(per_minute: int, gaps_s: l
         assert sum(at <= other < at + 60 for other in let_in) <= 2 * per_minute
 
 
-def test_what_is_in_flight_at_other_processes_counts() -> None:
+def test_requests_in_flight_at_other_processes_count() -> None:
     here = ClientKeys([entry("a", "one", max_in_flight=2)])
     there = ClientKeys([entry("a", "one", max_in_flight=2)])
     key, theirs = here.of(bearer("one")), there.of(bearer("one"))
@@ -209,20 +209,20 @@ def let_in(key: ClientKey, now: float, most: int = 100) -> int:
     return most
 
 
-def test_relays_on_one_machine_let_in_no_more_at_once_than_a_key_may_have_in_flight() -> None:
+def test_relays_on_one_machine_together_admit_a_keys_max_in_flight() -> None:
     _, keys = at_one_table(8, entry("a", "one", max_in_flight=4))
     assert sum(let_in(key, 0.0) for key in keys) == 4
     keys[0].leave(0.0)
     assert [let_in(key, 0.0) for key in keys] == [1, 0, 0, 0, 0, 0, 0, 0]
 
 
-def test_relays_on_one_machine_let_in_no_more_at_once_than_a_minute_s_requests() -> None:
+def test_relays_on_one_machine_together_admit_a_minutes_requests() -> None:
     _, keys = at_one_table(3, entry("a", "one", requests_per_minute=30))
     assert sum(let_in(key, 100.0, 12) for key in keys) == 30
     assert sum(let_in(key, 110.0) for key in reversed(keys)) == 5
 
 
-def test_what_one_relay_has_used_another_that_looks_for_the_first_time_knows() -> None:
+def test_one_relays_key_use_is_known_to_another_at_its_first_check() -> None:
     _, (one, other) = at_one_table(2, entry("a", "one", requests_per_minute=60, tokens_per_minute=600))
     for now in range(100, 700):  # at its pace, beside a relay where nothing happens
         one.enter(float(now))
@@ -233,7 +233,7 @@ def test_what_one_relay_has_used_another_that_looks_for_the_first_time_knows() -
         one.enter(700.5)
 
 
-def test_a_relay_s_next_life_goes_on_with_what_was_used_and_has_nothing_in_flight() -> None:
+def test_a_restarted_relay_keeps_key_use_and_has_nothing_in_flight() -> None:
     limits = entry("a", "one", requests_per_minute=30, max_in_flight=20)
     table, (one, other) = at_one_table(2, limits)
     assert let_in(one, 100.0) == 20
@@ -246,7 +246,7 @@ def test_a_relay_s_next_life_goes_on_with_what_was_used_and_has_nothing_in_fligh
         one.enter(101.0)
 
 
-def test_what_relays_of_other_machines_use_each_relay_hears_and_it_is_charged_once() -> None:
+def test_key_use_of_far_relays_reaches_every_relay_and_is_charged_once() -> None:
     table, keys = at_one_table(2, entry("a", "one", requests_per_minute=30))
     for key in keys:
         key.used_elsewhere("relay-0@far", KeyUse("a", 0, 10, 0), 100.0)
@@ -257,7 +257,7 @@ def test_what_relays_of_other_machines_use_each_relay_hears_and_it_is_charged_on
     assert sum(let_in(key, 100.0) for key in keys) == 15
 
 
-def test_relays_that_reload_one_after_the_other_take_along_what_was_used_once() -> None:
+def test_relays_that_reload_in_sequence_carry_key_use_over_once() -> None:
     before, after = entry("a", "one", requests_per_minute=30), entry("a", "one", requests_per_minute=60)
     table, (one, other) = at_one_table(2, before)
     assert let_in(one, 1000.0, 30) == 30 and let_in(other, 1000.0) == 0
@@ -286,7 +286,7 @@ def reload(relays: Sequence[ClientKeys], after: KeyEntry, now: float) -> None:
         following.come_to_limits(now)
 
 
-def test_a_limit_that_comes_back_begins_from_the_one_before_it_at_relays_that_served_nobody_meanwhile() -> None:
+def test_a_restored_limit_starts_from_the_current_use_also_at_idle_relays() -> None:
     few, many = entry("a", "one", requests_per_minute=60), entry("a", "one", requests_per_minute=6000)
     relays = relays_at_one_table(2, few)
     (one, *_), (other, *_) = relays
@@ -310,7 +310,7 @@ def test_a_limit_that_is_lowered_after_a_burst_leaves_an_empty_minute_and_no_deb
     assert let_in(keys[0], 1010.0) == 10
 
 
-def test_what_a_request_has_used_beyond_its_key_s_minute_stays_owed_under_a_lower_limit() -> None:
+def test_token_use_beyond_a_minute_remains_owed_under_a_lower_limit() -> None:
     (key,) = ClientKeys([entry("a", "one", tokens_per_minute=6000)])
     key.enter(1000.0)
     key.leave(1000.0, tokens=6600)
@@ -320,7 +320,7 @@ def test_what_a_request_has_used_beyond_its_key_s_minute_stays_owed_under_a_lowe
     assert caught.value.retry_after_s == pytest.approx(60.0)
 
 
-def test_a_limit_that_was_taken_away_begins_anew() -> None:
+def test_a_removed_and_restored_limit_starts_fresh() -> None:
     limited, free = entry("a", "one", requests_per_minute=30), entry("a", "one")
     _, (one, other) = at_one_table(2, limited)
     assert let_in(one, 1000.0) == 30
@@ -341,7 +341,7 @@ def after(table: KeyTable, relays: int, *entries: KeyEntry) -> list[ClientKey]:
 
 
 @pytest.mark.parametrize("relays", [1, 3])
-def test_a_router_that_takes_over_goes_on_with_what_is_left_of_a_minute_s_allowance(relays: int) -> None:
+def test_a_take_over_keeps_the_rest_of_a_minutes_allowance(relays: int) -> None:
     limits = entry("a", "one", requests_per_minute=60, tokens_per_minute=6000)
     table, _ = at_one_table(2, entry("b", "two"), limits)
     one, other = (ClientKeys([limits], Seat(table, place)).of(bearer("one")) for place in (0, 1))
@@ -357,7 +357,7 @@ def test_a_router_that_takes_over_goes_on_with_what_is_left_of_a_minute_s_allowa
 
 
 @pytest.mark.parametrize(("then", "left"), [(30, 20), (120, 110)])
-def test_what_was_missing_is_missing_under_another_limit_of_the_router_that_takes_over(then: int, left: int) -> None:
+def test_a_take_over_keeps_used_allowance_under_another_limit(then: int, left: int) -> None:
     table, (one, _) = at_one_table(2, entry("a", "one", requests_per_minute=60))
     assert let_in(one, 1000.0, 10) == 10
     keys = after(table, 3, entry("a", "one", requests_per_minute=then))
@@ -377,7 +377,7 @@ def test_a_table_of_another_version_is_refused() -> None:
 
 
 @given(st.integers(1, 20), st.lists(st.tuples(st.floats(0, 30), st.integers(0, 2)), min_size=1, max_size=100))
-def test_several_relays_let_in_what_one_would(per_minute: int, asked: list[tuple[float, int]]) -> None:
+def test_several_relays_admit_as_much_as_one(per_minute: int, asked: list[tuple[float, int]]) -> None:
     limits = entry("a", "one", requests_per_minute=per_minute)
     _, keys = at_one_table(3, limits)
     (alone,) = ClientKeys([limits])
@@ -394,7 +394,7 @@ limits_per_minute = st.sampled_from([2, 5, 20])
     limits_per_minute,
     st.lists(st.tuples(st.floats(0, 30), st.integers(0, 2), st.none() | limits_per_minute), min_size=1, max_size=60),
 )
-def test_several_relays_let_in_what_one_would_whatever_is_reloaded(
+def test_several_relays_admit_as_much_as_one_over_any_reloads(
     per_minute: int, asked: list[tuple[float, int, int | None]]
 ) -> None:
     relays = relays_at_one_table(3, entry("a", "one", requests_per_minute=per_minute))
@@ -408,7 +408,7 @@ def test_several_relays_let_in_what_one_would_whatever_is_reloaded(
         assert let_in(key, now, 3) == let_in(only, now, 3)
 
 
-def test_a_relay_that_comes_later_to_a_limit_takes_along_nothing_of_the_one_before() -> None:
+def test_a_relay_that_reloads_later_carries_over_no_use_of_the_former_limit() -> None:
     few, many = entry("a", "one", requests_per_minute=60), entry("a", "one", requests_per_minute=600)
     _, (one, other) = at_one_table(2, few)
     for key in (one, other):

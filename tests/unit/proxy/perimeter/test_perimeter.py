@@ -31,7 +31,7 @@ KEYS = {"client_keys": "keys.yaml"}
         (EVERYWHERE | {"tls": {"cert_file": "c.pem"}}, ["whoever reaches 0.0.0.0:8000"]),
     ],
 )
-def test_an_operator_is_told_what_is_open_to_everyone(sections: dict[str, Any], told: list[str]) -> None:
+def test_open_routes_are_reported_to_the_operator(sections: dict[str, Any], told: list[str]) -> None:
     lines = list(exposures(a_config(**sections)))
     assert len(lines) == len(told)
     assert all(text in line for text, line in zip(told, lines, strict=True))
@@ -46,7 +46,7 @@ def test_an_operator_is_told_what_is_open_to_everyone(sections: dict[str, Any], 
         (Access.ADMIN, {9000}),
     ],
 )
-def test_a_listener_for_operators_serves_them_alone(access: Access, ports: set[int | None]) -> None:
+def test_an_admin_listener_serves_only_operators_routes(access: Access, ports: set[int | None]) -> None:
     perimeter = Perimeter(a_config(listen={"admin": "127.0.0.1:9000"}))
     for port in (8000, 9000, None):
         if port in ports:
@@ -58,7 +58,7 @@ def test_a_listener_for_operators_serves_them_alone(access: Access, ports: set[i
 
 
 @pytest.mark.parametrize("access", Access)
-def test_without_a_listener_for_operators_everything_is_on_one(access: Access) -> None:
+def test_without_an_admin_listener_one_listener_serves_every_route(access: Access) -> None:
     Perimeter(a_config()).check_listener(access, 8000)
 
 

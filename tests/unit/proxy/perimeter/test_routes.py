@@ -24,7 +24,7 @@ def test_the_table_names_the_routes_that_are_served_and_no_other() -> None:
 
 
 @pytest.mark.parametrize("path", sorted(path for path, access in ACCESS.items() if access is Access.OPEN))
-def test_what_is_open_to_everyone_changes_nothing(path: str) -> None:
+def test_routes_that_are_open_to_everyone_change_nothing(path: str) -> None:
     methods = {
         method
         for route in create_app(a_config()).routes
@@ -34,7 +34,7 @@ def test_what_is_open_to_everyone_changes_nothing(path: str) -> None:
     assert methods <= {"GET", "HEAD"} | ({"POST"} if path == "/ping" else set())  # some platforms post to it
 
 
-def test_metrics_are_an_operator_s_where_they_are_not_public() -> None:
+def test_metrics_need_operator_access_when_not_public() -> None:
     assert access_of("/metrics") is Access.OPEN
     assert access_of("/metrics", public_metrics=False) is Access.ADMIN
     assert access_of("/health", public_metrics=False) is Access.OPEN

@@ -51,7 +51,7 @@ async def asked(url: str, tls: Tls) -> bytes:
         upstream.close()
 
 
-async def test_a_worker_is_believed_by_its_ca_and_sees_the_router_s_certificate(tmp_path: Path) -> None:
+async def test_a_worker_is_verified_by_its_ca_and_gets_the_routers_certificate(tmp_path: Path) -> None:
     theirs, ours, other = trustme.CA(), trustme.CA(), trustme.CA()
     served = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     theirs.issue_cert("127.0.0.1").configure_cert(served)
@@ -72,7 +72,7 @@ async def test_a_worker_is_believed_by_its_ca_and_sees_the_router_s_certificate(
                 await asked(server.url, Tls(config(**settings)))
 
 
-async def test_a_new_ca_of_the_workers_counts_from_the_reload_on(tmp_path: Path) -> None:
+async def test_a_new_worker_ca_takes_effect_with_the_reload(tmp_path: Path) -> None:
     theirs, other = trustme.CA(), trustme.CA()
     served = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     theirs.issue_cert("127.0.0.1").configure_cert(served)
@@ -86,7 +86,7 @@ async def test_a_new_ca_of_the_workers_counts_from_the_reload_on(tmp_path: Path)
         assert await asked(server.url, tls) == b"served"
 
 
-async def test_every_worker_of_the_router_is_asked_with_it_and_after_a_reload_with_the_new_one(tmp_path: Path) -> None:
+async def test_every_worker_connection_uses_the_certificate_and_after_a_reload_the_new_one(tmp_path: Path) -> None:
     theirs = trustme.CA()
     served = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     theirs.issue_cert("127.0.0.1").configure_cert(served)
@@ -146,7 +146,7 @@ async def test_a_certificate_that_was_renewed_is_used_without_a_signal(
     watching.cancel()
 
 
-async def test_whether_tls_is_spoken_at_all_needs_a_restart(tmp_path: Path) -> None:
+async def test_switching_tls_or_client_certificates_needs_a_restart(tmp_path: Path) -> None:
     ca = trustme.CA()
     cert, client_ca = chain(ca, tmp_path / "chain.pem"), ca_file(ca, tmp_path / "ca.pem")
     for before, after in (
@@ -159,7 +159,7 @@ async def test_whether_tls_is_spoken_at_all_needs_a_restart(tmp_path: Path) -> N
             Tls(config(**before)).reload(config(**after))
 
 
-def test_an_encrypted_key_is_refused_instead_of_asked_for(tmp_path: Path) -> None:
+def test_an_encrypted_key_is_refused_without_a_prompt_for_its_password(tmp_path: Path) -> None:
     from cryptography.hazmat.primitives import serialization
 
     ca = trustme.CA()
@@ -177,7 +177,7 @@ def test_an_encrypted_key_is_refused_instead_of_asked_for(tmp_path: Path) -> Non
         Tls(config(cert_file=str(tmp_path / "cert.pem"), key_file=str(tmp_path / "key.pem")))
 
 
-def test_a_certificate_that_comes_while_another_one_is_refused_is_not_taken_for_it(
+def test_a_certificate_that_changes_during_a_refused_reload_is_loaded_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ca = trustme.CA()

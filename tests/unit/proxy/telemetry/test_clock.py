@@ -8,7 +8,7 @@ import pytest
 from balanceroute.proxy.telemetry.clock import Loop, now_s
 
 
-def test_it_goes_on_while_the_machine_is_suspended_and_timers_still_come(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_clock_includes_suspended_time_and_timers_still_fire(monkeypatch: pytest.MonkeyPatch) -> None:
     read, suspended_s = time.clock_gettime, 0.0
 
     async def suspended() -> None:
@@ -27,12 +27,12 @@ def test_it_goes_on_while_the_machine_is_suspended_and_timers_still_come(monkeyp
         runner.run(suspended())
 
 
-def test_it_is_no_clock_that_stands_still_in_a_suspend() -> None:
+def test_the_clock_is_boottime() -> None:
     earliest_s, latest_s = time.clock_gettime(time.CLOCK_BOOTTIME), now_s()
     assert earliest_s <= latest_s <= time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
-def test_it_shows_a_turn_of_the_loop_that_is_stopped_half_way() -> None:
+def test_the_clock_advances_within_a_turn_of_the_event_loop() -> None:
     async def stopped() -> None:
         loop = asyncio.get_running_loop()
         turn_s, until_s = loop.time(), now_s() + 0.002

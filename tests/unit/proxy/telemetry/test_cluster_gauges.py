@@ -82,7 +82,7 @@ def test_waiting_requests_are_counted_by_their_phase() -> None:
     in_virtual_time(test)
 
 
-def test_cached_tokens_are_counted_only_where_a_prefiller_tells_them() -> None:
+def test_cached_tokens_are_counted_only_when_a_prefiller_reports_them() -> None:
     async def test() -> None:
         services = a_router()
         ticket = services.tickets.submit(RequestSpec("a", 100))

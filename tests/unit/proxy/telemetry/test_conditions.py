@@ -19,7 +19,7 @@ def test_a_condition_is_logged_when_it_begins_and_when_it_ends(caplog: pytest.Lo
     assert conditions.reasons == []
 
 
-def test_a_condition_that_comes_and_goes_fills_no_log_and_one_that_stays_is_in_it(
+def test_a_flapping_condition_is_logged_rarely_and_a_lasting_one_always(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -38,7 +38,7 @@ def test_a_condition_that_comes_and_goes_fills_no_log_and_one_that_stays_is_in_i
     assert [record.message for record in caplog.records] == ["degraded", "no longer degraded", "degraded"]
 
 
-def test_workers_with_the_same_reason_are_told_together() -> None:
+def test_workers_with_the_same_reason_are_reported_together() -> None:
     conditions = Conditions()
     for number in range(6):
         conditions.hold(METRICS, f"p{number}", "status 404")

@@ -12,14 +12,14 @@ def test_a_difference_counts_once_every_poll_of_the_window_had_it() -> None:
     assert divergence.lasting("w") == 3
 
 
-def test_one_poll_that_agrees_is_enough_to_be_at_peace() -> None:
+def test_one_agreeing_poll_ends_a_divergence() -> None:
     divergence, role = Divergence(), Role.DECODE
     for poll in range(3 * WINDOW):
         divergence.see("w", role, {"num_requests_running": 2.0 if poll % WINDOW == 3 else 9.0}, held=2, orphans=0)
         assert divergence.lasting("w") == 0
 
 
-def test_a_decoder_that_reports_less_than_we_have_there_is_no_finding() -> None:
+def test_a_decode_worker_that_reports_fewer_requests_is_no_divergence() -> None:
     divergence, role = Divergence(), Role.DECODE
     for _ in range(WINDOW):
         divergence.see("w", role, {"num_requests_running": 0.0}, held=4, orphans=0)

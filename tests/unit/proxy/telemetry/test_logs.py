@@ -46,13 +46,13 @@ def test_json_lines_hold_event_and_fields() -> None:
     assert "ValueError: why" in second["exception"]
 
 
-def test_plain_lines_read_as_text_and_auto_is_json_where_nobody_looks() -> None:
+def test_plain_lines_are_text_and_auto_is_json_without_a_terminal() -> None:
     assert lines("plain")[0].endswith("request worker=d0 tokens=3")
     assert lines("auto")[0].startswith("{")
 
 
 @pytest.mark.parametrize("odd", ["\n", "\r", "\x1b[2J", "\x9b31m", "\u2028", "\x00", "\x7f", "\u202e"])
-def test_a_value_starts_no_line_of_its_own_and_commands_no_terminal(odd: str) -> None:
+def test_a_logged_value_cannot_start_a_line_or_control_a_terminal(odd: str) -> None:
     forged = f"/v1/models/a{odd}09:00:00.000 INFO admin call by=token"
     for style in ("json", "plain"):
         out = io.StringIO()
@@ -64,7 +64,7 @@ def test_a_value_starts_no_line_of_its_own_and_commands_no_terminal(odd: str) ->
             assert odd not in out.getvalue().replace("\n", "") or odd == "\n"
 
 
-def test_a_traceback_keeps_its_lines_and_commands_no_terminal() -> None:
+def test_a_traceback_keeps_its_lines_and_cannot_control_a_terminal() -> None:
     out = io.StringIO()
     configure("info", "plain", out)
     try:
@@ -77,7 +77,7 @@ def test_a_traceback_keeps_its_lines_and_commands_no_terminal() -> None:
 
 
 @pytest.mark.parametrize("style", ["json", "plain"])
-def test_text_that_is_no_unicode_is_one_line_like_any_other(style: str) -> None:
+def test_text_with_invalid_unicode_is_logged_in_one_line(style: str) -> None:
     out = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", errors="backslashreplace")
     configure("info", style, out)
     logging.getLogger("a").warning("reload refused", extra={"error": "/etc/\udc80.yaml"})
@@ -85,7 +85,7 @@ def test_text_that_is_no_unicode_is_one_line_like_any_other(style: str) -> None:
     assert "reload refused" in line and "udc80" in line
 
 
-def test_a_request_s_line_is_what_logging_would_have_made_of_it() -> None:
+def test_a_fast_request_line_equals_that_of_the_logging_module() -> None:
     for style in ("json", "plain"):
         out = io.StringIO()
         configure("info", style, out)
@@ -105,7 +105,7 @@ def test_requests_are_logged_by_whatever_handles_the_logs(caplog: pytest.LogCapt
     assert [record.request for record in caplog.records] == ["r1"]  # type: ignore[attr-defined]
 
 
-def test_lines_wait_for_each_other_but_never_behind_a_warning() -> None:
+def test_request_lines_are_batched_but_never_behind_a_warning() -> None:
     out = io.StringIO()
 
     async def test() -> None:
@@ -127,7 +127,7 @@ def test_lines_wait_for_each_other_but_never_behind_a_warning() -> None:
     assert events == ["one", "request", "three", "four", "five"]
 
 
-def test_a_log_that_nobody_takes_any_more_fails_no_request() -> None:
+def test_a_closed_log_fails_no_request() -> None:
     out = io.StringIO()
     configure("info", "json", out)
     out.close()
@@ -136,7 +136,7 @@ def test_a_log_that_nobody_takes_any_more_fails_no_request() -> None:
 
 
 @pytest.mark.parametrize("told", ["SSL connection is closed", "socket.send() raised exception."])
-def test_clients_that_leave_their_streams_fill_no_log(told: str) -> None:
+def test_asyncio_warnings_of_writes_to_gone_clients_are_not_logged(told: str) -> None:
     """The loops say so of each write until the router hears of the end."""
     stream = io.StringIO()
     configure("info", "json", stream)
@@ -154,7 +154,7 @@ def test_a_reload_sets_the_logs_up_again_without_leaving_anything_of_the_last_ti
 
 
 @pytest.mark.parametrize(("style", "told"), [("json", '"process":"relay-1"'), ("plain", "[relay-1] request")])
-def test_lines_of_one_of_several_processes_say_which(style: str, told: str) -> None:
+def test_log_lines_of_several_processes_name_their_process(style: str, told: str) -> None:
     out = io.StringIO()
     configure("info", style, out, process="relay-1")
     log_request({"request": "r1"})
@@ -162,7 +162,7 @@ def test_lines_of_one_of_several_processes_say_which(style: str, told: str) -> N
     assert [told in line for line in out.getvalue().splitlines()] == [True, True]
 
 
-def test_lines_of_several_processes_leave_in_pieces_that_a_pipe_keeps_together() -> None:
+def test_log_writes_of_several_processes_are_atomic_in_a_pipe() -> None:
     written: list[str] = []
 
     class Pipe(io.StringIO):
@@ -190,7 +190,7 @@ LONG = {
 
 @pytest.mark.parametrize("style", ["json", "plain"])
 @pytest.mark.parametrize("path", LONG.values(), ids=LONG.keys())
-def test_a_line_of_one_of_several_processes_is_cut_to_what_a_pipe_keeps_together(style: str, path: str) -> None:
+def test_a_log_line_of_several_processes_is_cut_to_an_atomic_pipe_write(style: str, path: str) -> None:
     out = io.StringIO()
     configure("info", style, out, process="relay-1")
     log_request({"request": "r1", "path": path, "status": 404})
@@ -205,7 +205,7 @@ def test_a_line_of_one_of_several_processes_is_cut_to_what_a_pipe_keeps_together
             assert f"cut={{'path': {len(path)}}}" in line and "status=404" in line
 
 
-def test_what_clients_choose_is_cut_before_what_says_what_went_wrong() -> None:
+def test_client_chosen_fields_are_cut_before_error_fields() -> None:
     out = io.StringIO()
     configure("info", "json", out, process="relay-1")
     error = "why " * 500
@@ -215,7 +215,7 @@ def test_what_clients_choose_is_cut_before_what_says_what_went_wrong() -> None:
 
 
 @pytest.mark.parametrize("style", ["json", "plain"])
-def test_a_bug_s_line_keeps_the_end_of_its_traceback_and_what_fits_of_the_state(style: str) -> None:
+def test_an_error_line_keeps_the_end_of_its_traceback_and_part_of_the_state(style: str) -> None:
     out = io.StringIO()
     configure("info", style, out, process="brain")
     state = {"workers": [{"id": f"w{number}", "load": number} for number in range(1000)]}
@@ -237,7 +237,7 @@ def test_many_long_fields_are_cut_to_nothing_sooner_than_a_line_is_torn() -> Non
     assert len(out.getvalue().encode()) <= PIPE_BUF and json.loads(out.getvalue())["cut"]
 
 
-def test_the_only_process_of_a_router_cuts_nothing() -> None:
+def test_a_single_process_cuts_no_log_line() -> None:
     out = io.StringIO()
     configure("info", "json", out)
     log_request({"path": "/" * 9000})
@@ -245,7 +245,7 @@ def test_the_only_process_of_a_router_cuts_nothing() -> None:
 
 
 @pytest.mark.parametrize("process", ["", "relay-0"], ids=["one process", "several"])
-def test_a_reader_that_stands_still_stops_nobody_and_hears_how_many_lines_it_has_missed(process: str) -> None:
+def test_a_blocked_log_reader_delays_no_process_and_gets_the_number_of_lost_lines(process: str) -> None:
     reads, writes = os.pipe()
     began = time.monotonic()
     with os.fdopen(reads, "rb") as reader, os.fdopen(writes, "w") as stream:
@@ -261,7 +261,7 @@ def test_a_reader_that_stands_still_stops_nobody_and_hears_how_many_lines_it_has
     assert [json.loads(line)["number"] for line in heard] == list(range(len(heard)))
 
 
-def test_a_line_that_is_longer_than_a_pipe_has_room_for_stops_nobody_and_tears_no_other() -> None:
+def test_a_line_longer_than_the_pipes_free_space_delays_no_process_and_splits_no_other() -> None:
     reads, writes = os.pipe()
     with os.fdopen(reads, "rb") as reader, os.fdopen(writes, "w") as stream:
         os.set_blocking(reads, False)
@@ -275,7 +275,7 @@ def test_a_line_that_is_longer_than_a_pipe_has_room_for_stops_nobody_and_tears_n
     assert json.loads(told)["lines"] == 1 and json.loads(last)["event"] == "z"
 
 
-def test_lines_that_a_full_disk_has_no_room_for_are_counted_and_tear_no_later_line(
+def test_lines_lost_on_a_full_disk_are_counted_and_split_no_later_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     room, write = 1000, os.write
@@ -300,7 +300,7 @@ def test_lines_that_a_full_disk_has_no_room_for_are_counted_and_tear_no_later_li
     assert json.loads(told)["lines"] == 20 - len(heard) and json.loads(last)["event"] == "again"
 
 
-def test_a_reader_that_is_slow_takes_little_of_our_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_log_reader_costs_the_router_little_time(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = waited_s = 0.0
 
     class Slow:
@@ -328,7 +328,7 @@ def test_a_reader_that_is_slow_takes_little_of_our_time(monkeypatch: pytest.Monk
     assert now_s > 100.0 and waited_s < 2 * PATIENCE_S + SHARE * now_s
 
 
-def test_a_process_whose_place_in_a_pipe_another_has_taken_does_not_wait_for_it(
+def test_a_process_does_not_wait_when_another_fills_the_pipe(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     reads, writes = os.pipe()
@@ -340,7 +340,7 @@ def test_a_process_whose_place_in_a_pipe_another_has_taken_does_not_wait_for_it(
         assert os.get_blocking(writes)  # for others who hold it, as a shell, nothing has changed
 
 
-def test_a_reload_opens_the_stream_no_further_time() -> None:
+def test_a_reload_does_not_reopen_the_log_stream() -> None:
     reads, writes = os.pipe()
     with os.fdopen(reads, "rb"), os.fdopen(writes, "w") as stream:
         configure("info", "json", stream)

@@ -20,11 +20,11 @@ def cut(most_bytes: int, **fields: Any) -> dict[str, Any]:
     return told
 
 
-def test_a_line_that_fits_is_told_as_it_is() -> None:
+def test_a_line_that_fits_is_unchanged() -> None:
     assert cut(1000, path="/" * 900) == {"path": "/" * 900}
 
 
-def test_what_is_cut_fills_the_line_and_its_whole_length_is_told() -> None:
+def test_a_cut_line_is_filled_and_records_the_original_length() -> None:
     told = cut(1000, path="/" * 2000, status=404)
     assert told["status"] == 404 and told[CUT] == {"path": 2000}
     assert len(as_json(told)) == 1000
@@ -42,15 +42,15 @@ def test_the_time_level_and_logger_of_a_line_are_never_cut(name: str) -> None:
     assert told[name] == "x" * 400 and told[CUT] == {"error": 400}
 
 
-def test_of_a_traceback_the_end_is_kept() -> None:
+def test_the_end_of_a_traceback_is_kept() -> None:
     assert cut(400, exception="far " * 500 + "why")["exception"].endswith("why")
 
 
-def test_of_a_structure_its_json_is_cut() -> None:
+def test_a_structure_is_cut_in_its_json_form() -> None:
     told = cut(600, state={"workers": [{"id": number} for number in range(500)], 1: None})
     assert told["state"].startswith('{"workers":[{"id":0}')
 
 
-def test_where_every_field_has_lost_all_that_it_may_they_end_in_nothing() -> None:
+def test_fields_are_cut_to_nothing_when_there_are_too_many() -> None:
     told = cut(900, **{f"field{number}": "x" * 250 for number in range(20)})
     assert "" in told.values() and len(told[CUT]) > 10

@@ -63,7 +63,7 @@ def samples_of(metrics: Metrics, name: str) -> dict[tuple[str, ...], float]:
     return {tuple(value for _, value in sorted(s.labels.items())): s.value for s in families[name].samples}
 
 
-def test_nothing_is_said_of_a_worker_that_has_left_though_a_relay_that_is_gone_has_counted_of_it() -> None:
+def test_metrics_omit_a_departed_worker_although_a_former_relay_counted_for_it() -> None:
     async def test() -> None:
         metrics, relay = a_router().metrics, Metrics(lambda: view_cluster(ClusterSnapshot()), "br_0")
         for worker in ("d0", "left"):
@@ -77,7 +77,7 @@ def test_nothing_is_said_of_a_worker_that_has_left_though_a_relay_that_is_gone_h
     in_virtual_time(test)
 
 
-def test_nothing_is_said_any_more_of_a_worker_that_has_left() -> None:
+def test_metrics_omit_a_worker_that_has_left() -> None:
     async def test() -> None:
         services = a_router()
         metrics = services.metrics
@@ -105,7 +105,7 @@ def test_the_first_refusal_of_every_reason_is_an_increase_to_prometheus() -> Non
     assert samples_of(metrics, "balanceroute_refusals") == {(reason,): 0.0 for reason in reasons}
 
 
-def test_the_first_bug_of_a_coroutine_is_an_increase_to_prometheus() -> None:
+def test_the_first_failure_of_a_task_is_visible_as_an_increase() -> None:
     async def test() -> None:
         services = a_router()
 
@@ -119,13 +119,13 @@ def test_the_first_bug_of_a_coroutine_is_an_increase_to_prometheus() -> None:
     in_virtual_time(test)
 
 
-def test_the_longest_life_that_a_request_has_by_default_is_within_the_buckets_of_durations() -> None:
+def test_the_default_request_timeout_is_within_the_duration_buckets() -> None:
     metrics = Metrics(lambda: view_cluster(ClusterSnapshot()), "br_0")
     longest_s = a_config().limits.request_timeout_s
     assert metrics.duration.bounds[-2] < longest_s <= metrics.duration.bounds[-1]
 
 
-def test_the_first_refusal_of_what_breaks_http_is_an_increase_to_prometheus() -> None:
+def test_the_first_refusal_of_invalid_http_is_visible_as_an_increase() -> None:
     refusals = [EdgeFull("x"), *(InvalidRequest("x", status=status) for status in range(400, 600))]
     reasons = {reason_of(error) for error in refusals} - {""}
     metrics = Metrics(lambda: view_cluster(ClusterSnapshot()), "br_0")
@@ -160,7 +160,7 @@ def test_the_first_failure_of_a_worker_is_an_increase_to_prometheus_until_it_lea
     assert {worker for _, _, worker in samples_of(metrics, "balanceroute_upstream_errors")} == {"p0"}
 
 
-def test_every_way_to_continue_an_answer_and_every_end_of_a_callback_is_a_series_from_the_start() -> None:
+def test_every_resume_and_callback_outcome_is_a_series_from_the_start() -> None:
     metrics = Metrics(lambda: view_cluster(ClusterSnapshot()), "br_0")
     ways = {fidelity.name.lower() for fidelity in Fidelity} - {"invalid"}
     assert samples_of(metrics, "balanceroute_resumes") == dict.fromkeys(
@@ -192,7 +192,7 @@ def a_relay() -> Metrics:
     return relay
 
 
-def test_a_page_sums_what_other_processes_have_counted_and_shows_its_own_states() -> None:
+def test_a_metrics_page_sums_counts_of_all_processes_and_shows_its_own_gauges() -> None:
     brain, relays = a_relay(), [a_relay(), a_relay()]
     brain.beside = lambda: [relay.counts() for relay in relays]
     for _ in range(2):  # it adds to nothing that stays
@@ -206,7 +206,7 @@ def test_a_page_sums_what_other_processes_have_counted_and_shows_its_own_states(
         assert line(page, "balanceroute_kv_orphans") == 6
 
 
-def test_what_clients_have_got_is_told_of_all_processes_together() -> None:
+def test_client_figures_are_summed_over_all_processes() -> None:
     brain = a_relay()
     brain.beside = lambda: [a_relay().counts()]
     brain.tokens.inc(by=5)
@@ -216,7 +216,7 @@ def test_what_clients_have_got_is_told_of_all_processes_together() -> None:
 
 
 @pytest.mark.parametrize("counts", [b"", b"{", b"[]", b'{"counters": {}}'])
-def test_a_file_of_counts_that_is_damaged_takes_nothing_from_the_page(counts: bytes) -> None:
+def test_a_damaged_counts_file_does_not_change_the_rest_of_the_page(counts: bytes) -> None:
     brain = a_relay()
     brain.beside = lambda: [counts, a_relay().counts()]
     page = brain.exposition()
@@ -224,7 +224,7 @@ def test_a_file_of_counts_that_is_damaged_takes_nothing_from_the_page(counts: by
     assert line(page, "balanceroute_kv_orphans") == 4
 
 
-def test_buckets_of_another_version_are_left_out_of_a_page() -> None:
+def test_histograms_with_other_buckets_are_left_out() -> None:
     other, brain = orjson.loads(a_relay().counts()), a_relay()
     other["histograms"]["balanceroute_request_ttft_seconds"] = [["", [1, 2], 3.0]]
     brain.beside = lambda: [orjson.dumps(other)]
@@ -233,7 +233,7 @@ def test_buckets_of_another_version_are_left_out_of_a_page() -> None:
     assert line(page, 'balanceroute_requests_total{outcome="finished"}') == 6
 
 
-def test_the_next_life_of_a_process_counts_on_and_holds_nothing_of_the_last_ones_state() -> None:
+def test_a_restarted_process_continues_its_counters_but_not_its_gauges() -> None:
     before, after = a_relay(), Metrics(lambda: view_cluster(ClusterSnapshot()), "br_0")
     after.carry_on(b"")
     after.carry_on(before.counts())
@@ -257,7 +257,7 @@ def a_predictor(metrics: Metrics, finished: int) -> LiveForecasts:
     return forecasts
 
 
-def test_what_predictors_have_counted_falls_neither_with_a_brain_nor_with_a_reload_that_brings_another_one() -> None:
+def test_predictor_counters_fall_neither_with_a_new_brain_nor_with_a_new_predictor() -> None:
     failed, errors = "balanceroute_predictor_failures_total", "balanceroute_predictor_error_tokens_count"
     before = Metrics(lambda: view_cluster(ClusterSnapshot()), "br_h")
     first = a_predictor(before, 3)
@@ -285,7 +285,7 @@ def prefilled(tokens: int) -> Metrics:
     return Metrics(lambda: view_cluster(snapshot), "br_0")
 
 
-def test_a_prefillers_tokens_are_counted_on_by_the_next_life_until_the_worker_leaves() -> None:
+def test_a_restarted_process_continues_a_prefillers_counters_until_the_worker_leaves() -> None:
     middle, after = prefilled(300), prefilled(5)
     middle.carry_on(prefilled(100).counts())
     after.carry_on(middle.counts())
@@ -298,7 +298,7 @@ def test_a_prefillers_tokens_are_counted_on_by_the_next_life_until_the_worker_le
     assert line(after.exposition(), 'balanceroute_prefill_prompt_tokens_total{worker="p0"}') == 5
 
 
-def test_series_of_workers_that_left_with_a_former_life_end() -> None:
+def test_series_of_workers_that_left_before_the_restart_end() -> None:
     after = prefilled(5)
     after.carry_on(a_relay().counts())
     after.forget_workers_but(["p0"])
@@ -335,9 +335,7 @@ DAMAGED = {
 
 
 @pytest.mark.parametrize("counts", DAMAGED.values(), ids=DAMAGED)
-def test_counts_that_cannot_be_read_keep_no_process_from_its_next_life(
-    counts: bytes, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unreadable_former_counts_do_not_prevent_a_start(counts: bytes, caplog: pytest.LogCaptureFixture) -> None:
     after = prefilled(5)
     after.carry_on(counts)
     assert "counts of a former life are of no use" in caplog.text
@@ -356,6 +354,6 @@ def test_counts_of_another_process_that_cannot_be_read_take_nothing_from_the_pag
 
 
 @pytest.mark.parametrize("counts", DAMAGED.values(), ids=DAMAGED)
-def test_a_relay_that_tells_such_counts_is_not_believed(counts: bytes) -> None:
+def test_invalid_counts_of_a_relay_are_refused(counts: bytes) -> None:
     with pytest.raises(ValueError):
         without_orphans(counts)

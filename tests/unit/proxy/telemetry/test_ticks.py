@@ -7,7 +7,7 @@ from balanceroute.proxy.telemetry.ticks import until_tick_s
 
 @pytest.mark.parametrize("period_s", [0.25, 1.0])
 @pytest.mark.parametrize("late", [-0.004, 0.0, 0.02, 0.4], ids=["early", "in time", "late", "very late"])
-def test_a_look_is_followed_by_the_next_one_of_all_others(period_s: float, late: float) -> None:
+def test_all_processes_check_at_the_same_times(period_s: float, late: float) -> None:
     for number in (1, 7, 4_000_000):
         now = (number + late) * period_s  # a timer fires a little before its time, or late
         assert now + until_tick_s(now, period_s) == pytest.approx((number + 1) * period_s)

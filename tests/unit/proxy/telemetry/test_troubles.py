@@ -9,7 +9,7 @@ from balanceroute.proxy.telemetry.troubles import Trouble
 log = logging.getLogger(__name__)
 
 
-def test_it_is_said_when_it_begins_and_when_it_is_over(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_trouble_is_logged_at_its_begin_and_end(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     trouble = Trouble(log, "not kept", "kept again")
     trouble.end()
@@ -26,7 +26,7 @@ def test_it_is_said_when_it_begins_and_when_it_is_over(caplog: pytest.LogCapture
     ]
 
 
-def test_one_whose_end_is_no_news_is_said_anew_each_time_it_begins(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_trouble_without_an_end_message_is_logged_at_each_begin(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     trouble = Trouble(log, "not removed")
     for _ in range(2):

@@ -15,7 +15,7 @@ def test_every_event_has_the_id_and_the_time_of_the_first_one() -> None:
     assert later == {"id": "cmpl-a", "created": 1}
 
 
-def test_given_names_take_the_place_of_what_workers_say() -> None:
+def test_the_public_id_and_time_replace_those_of_workers() -> None:
     event = {"id": "cmpl-a", "created": 1}
 
     AnswerIdentity(WHOLE_ANSWER).put_into(event)
@@ -30,7 +30,7 @@ def test_an_event_without_id_or_time_gets_none() -> None:
     assert event == {"choices": []}
 
 
-def test_the_client_sees_the_id_that_all_tries_share() -> None:
+def test_the_client_sees_one_id_over_all_tries() -> None:
     identity, event = AnswerIdentity(), {"id": "cmpl-r-7-t2"}
     identity.expect("r-7-t2", checked=False, request_id="r-7")
 
@@ -39,7 +39,7 @@ def test_the_client_sees_the_id_that_all_tries_share() -> None:
     assert event == {"id": "cmpl-r-7"}
 
 
-def test_a_worker_that_puts_our_id_into_one_event_must_put_it_into_all() -> None:
+def test_a_worker_that_echoes_the_id_in_one_event_must_echo_it_in_all() -> None:
     identity = AnswerIdentity()
     identity.expect("r-7", checked=False)
     assert identity.is_ours("cmpl-other") and not identity.echoed
@@ -49,14 +49,14 @@ def test_a_worker_that_puts_our_id_into_one_event_must_put_it_into_all() -> None
     assert not identity.is_ours("cmpl-other")
 
 
-def test_a_worker_known_to_tell_our_id_must_tell_it_from_its_first_event_on() -> None:
+def test_a_worker_known_to_echo_ids_must_echo_from_its_first_event() -> None:
     identity = AnswerIdentity()
     identity.expect("r-7", checked=True)
 
     assert not identity.is_ours("cmpl-other")
 
 
-def test_another_worker_is_judged_anew() -> None:
+def test_another_worker_is_checked_from_the_start() -> None:
     identity = AnswerIdentity()
     identity.expect("r-7", checked=False)
     identity.is_ours("cmpl-r-7")

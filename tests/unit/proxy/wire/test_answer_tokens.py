@@ -20,7 +20,7 @@ def test_ids_are_counted_and_hidden_from_a_client_that_did_not_ask() -> None:
 
 
 @pytest.mark.parametrize("ids", [["5"], [-1], [2**32], [1.5]])
-def test_what_is_no_token_id_still_counts_as_a_token(ids: list[object]) -> None:
+def test_an_invalid_token_id_still_counts_as_a_token(ids: list[object]) -> None:
     generated = tokens()
 
     generated.take_ids({"token_ids": ids})
@@ -28,7 +28,7 @@ def test_what_is_no_token_id_still_counts_as_a_token(ids: list[object]) -> None:
     assert (generated.tokens, generated.ids.tolist(), generated.exact) == (1, [], False)
 
 
-def test_ids_without_text_are_given_back_with_their_worker() -> None:
+def test_ids_without_sent_text_are_dropped_when_their_worker_is_lost() -> None:
     generated = tokens()
     generated.take_ids({"token_ids": [1, 2]})
     generated.printed()
@@ -39,7 +39,7 @@ def test_ids_without_text_are_given_back_with_their_worker() -> None:
     assert (generated.tokens, generated.earlier, generated.in_life) == (2, 2, 0)
 
 
-def test_what_a_client_that_wants_ids_has_seen_is_never_given_back() -> None:
+def test_ids_sent_to_a_client_that_wants_ids_are_never_dropped() -> None:
     generated = tokens(want_ids=True)
     generated.take_ids({"token_ids": [1, 2, 3]})
 
@@ -47,7 +47,7 @@ def test_what_a_client_that_wants_ids_has_seen_is_never_given_back() -> None:
     assert generated.resume(broken=1) == 0
 
 
-def test_a_usage_counts_only_where_no_ids_come_and_never_backwards() -> None:
+def test_usage_counts_only_without_ids_and_never_backwards() -> None:
     by_usage, by_ids = tokens(), tokens()
     by_ids.take_ids({"token_ids": [1]})
     for completion_tokens in (4, 3, True, None):
@@ -58,7 +58,7 @@ def test_a_usage_counts_only_where_no_ids_come_and_never_backwards() -> None:
     assert (by_ids.tokens, by_ids.exact) == (1, True)
 
 
-def test_a_usage_of_a_later_worker_counts_from_where_the_last_one_ended() -> None:
+def test_usage_of_a_later_worker_is_added_to_the_former_count() -> None:
     generated = tokens(want_ids=True)
     generated.take_ids({"token_ids": [1, 2]})
     generated.resume(broken=0)
@@ -68,7 +68,7 @@ def test_a_usage_of_a_later_worker_counts_from_where_the_last_one_ended() -> Non
     assert (generated.tokens, generated.in_life) == (5, 3)
 
 
-def test_an_event_with_text_alone_counts_one_token_until_ids_show_that_it_was_none() -> None:
+def test_an_event_with_only_text_counts_one_token_until_ids_arrive() -> None:
     generated = tokens()
     generated.count_by_event(None)
     assert (generated.tokens, generated.exact) == (1, False)
@@ -78,7 +78,7 @@ def test_an_event_with_text_alone_counts_one_token_until_ids_show_that_it_was_no
     assert (generated.tokens, generated.ids.tolist(), generated.exact) == (2, [7, 8], True)
 
 
-def test_an_event_whose_usage_counts_is_not_counted_as_well() -> None:
+def test_an_event_is_not_counted_in_addition_to_its_usage() -> None:
     generated = tokens()
 
     generated.count_by_event({"completion_tokens": 1})
@@ -86,7 +86,7 @@ def test_an_event_whose_usage_counts_is_not_counted_as_well() -> None:
     assert generated.tokens == 0
 
 
-def test_the_prompt_of_a_later_worker_is_told_only_if_no_earlier_one_was() -> None:
+def test_prompt_ids_of_a_later_worker_are_sent_only_if_no_earlier_ones_were() -> None:
     told, untold = tokens(want_ids=True), tokens(want_ids=True)
     for generated in (told, untold):
         assert generated.take_prompt_ids({"prompt_token_ids": [9]}) == 0
@@ -98,7 +98,7 @@ def test_the_prompt_of_a_later_worker_is_told_only_if_no_earlier_one_was() -> No
     assert untold.take_prompt_ids({"prompt_token_ids": [9]}) == 0
 
 
-def test_the_last_id_told_twice_is_recognised_within_one_life_alone() -> None:
+def test_a_repeated_last_id_is_recognised_within_one_worker_only() -> None:
     generated = tokens(want_ids=True)
     generated.take_ids({"token_ids": [1, 2]})
 

@@ -64,7 +64,7 @@ def test_an_assembled_chat_with_ids_equals_the_workers() -> None:
     assert answer["prompt_token_ids"] == whole["prompt_token_ids"]
 
 
-def test_an_answer_whose_worker_sends_no_usage_has_the_one_that_was_counted() -> None:
+def test_an_answer_without_worker_usage_has_the_routers_count() -> None:
     request = client_request.parse("completions", b'{"prompt":"x"}')
     scanner, assembler = (
         EventScanner(want_usage=True, prompt_tokens=4, prompt_details={"cached_tokens": 3}),
@@ -100,7 +100,7 @@ def test_tool_calls_and_reasoning_are_merged_from_their_deltas() -> None:
 
 
 @pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
-def test_an_answer_that_ends_within_its_reasoning_has_no_content_even_where_nothing_of_it_was_told(name: str) -> None:
+def test_an_answer_that_ends_within_its_reasoning_has_null_content(name: str) -> None:
     """vLLM with a reasoning parser and a stop string that the first token ends: its unstreamed answer says null."""
     wire = event(chat({"role": "assistant", "content": ""}, [])) + event(
         chat({name: ""}, [7], finish_reason="stop", stop_reason="w7")
@@ -117,7 +117,7 @@ def test_logprobs_of_all_events_are_joined() -> None:
     assert logprobs == {"tokens": ["a", "b", "c"], "token_logprobs": [-0.5] * 3, "text_offset": [0, 1, 2]}
 
 
-def test_an_answer_over_two_lives_is_one_answer() -> None:
+def test_an_answer_from_two_workers_is_one_answer() -> None:
     request = client_request.parse("completions", b'{"prompt":"x","max_tokens":100,"return_token_ids":true}')
     scanner = EventScanner(want_token_ids=True, want_usage=True, prompt_tokens=4)
     assembler = AnswerAssembler(request)
@@ -134,7 +134,7 @@ def test_an_answer_over_two_lives_is_one_answer() -> None:
     assert answer["usage"]["prompt_tokens"] == 4
 
 
-def test_a_tool_call_that_is_cut_off_behind_its_name_has_arguments() -> None:
+def test_a_tool_call_cut_off_after_its_name_has_empty_arguments() -> None:
     """OpenAI's clients read them in every call; a stream tells the name alone first."""
     call = {"index": 0, "id": "t0", "type": "function", "function": {"name": "f"}}
     wire = event(chat({"role": "assistant", "content": ""}, [])) + event(chat({"tool_calls": [call]}, [1]))
@@ -159,7 +159,7 @@ def test_an_engines_figures_of_a_request_are_in_the_assembled_answer_unless_it_w
     assert not orjson.loads(assembler.answer(scanner)).get("metrics")
 
 
-def test_ids_that_the_engine_keeps_to_itself_are_null_as_in_its_own_answers() -> None:
+def test_ids_that_the_engine_does_not_send_are_null() -> None:
     """vLLM tells none with `include_reasoning: false`."""
     wire = event(chat({"content": "a"}, None, finish_reason="stop")) + event(usage(1, 1)) + DONE
     assert assemble("chat", wire, return_token_ids=True)["choices"][0]["token_ids"] is None

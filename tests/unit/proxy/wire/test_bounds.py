@@ -18,12 +18,12 @@ from balanceroute.proxy.wire.bounds import (
 
 
 @pytest.mark.parametrize("value", [0, 1, MAX_TOKENS])
-def test_a_number_of_tokens_is_taken(value: int) -> None:
+def test_a_valid_token_count_is_accepted(value: int) -> None:
     assert token_count(value, "n") == value
 
 
 @pytest.mark.parametrize("value", [-1, MAX_TOKENS + 1, True, 1.5, "7", None, [], {}])
-def test_what_is_no_number_of_tokens_is_refused_by_its_name(value: Any) -> None:
+def test_an_invalid_token_count_is_refused_with_its_name(value: Any) -> None:
     with pytest.raises(ValueError, match="usage.prompt_tokens"):
         token_count(value, "usage.prompt_tokens")
 
@@ -31,11 +31,11 @@ def test_what_is_no_number_of_tokens_is_refused_by_its_name(value: Any) -> None:
 @pytest.mark.parametrize(
     "usage", [None, {}, {"prompt_tokens": 3, "prompt_tokens_details": {"cached_tokens": 1, "other": None}}]
 )
-def test_a_usage_may_lack_anything(usage: Any) -> None:
+def test_every_field_of_a_usage_is_optional(usage: Any) -> None:
     assert checked_usage(usage) == (usage or {})
 
 
-def test_details_of_a_usage_may_hold_what_we_do_not_know() -> None:
+def test_usage_details_may_have_unknown_fields() -> None:
     of_images = {"cached_tokens": 1, "created_cache_tokens": 2, "multimodal_tokens": {"image": 256}}
     usage = {"prompt_tokens_details": of_images, "completion_tokens_details": {"share": 0.5, "kinds": ["a"]}}
     assert checked_usage(usage) is usage
@@ -53,7 +53,7 @@ def test_details_of_a_usage_may_hold_what_we_do_not_know() -> None:
         {"prompt_tokens_details": {"multimodal_tokens": [[[[[[]]]]]]}},
     ],
 )
-def test_a_usage_that_cannot_be_meant_is_refused(usage: Any) -> None:
+def test_an_impossible_usage_is_refused(usage: Any) -> None:
     with pytest.raises(ValueError):
         checked_usage(usage)
 
@@ -78,7 +78,7 @@ def test_a_choice_of_another_shape_is_refused(choice: Any) -> None:
         checked_choice(choice)
 
 
-def test_a_choice_may_hold_what_we_do_not_know() -> None:
+def test_a_choice_may_have_unknown_fields() -> None:
     choice = {"index": 2**16 - 1, "text": "a", "finish_reason": None, "a_field_of_tomorrow": 1}
     assert checked_choice(choice) is choice
 
@@ -95,16 +95,16 @@ def test_a_choice_may_hold_what_we_do_not_know() -> None:
         (b"1.5", 0.0),
     ],
 )
-def test_a_pause_is_whole_seconds(header: bytes | None, seconds: float) -> None:
+def test_retry_after_is_rounded_to_whole_seconds(header: bytes | None, seconds: float) -> None:
     assert retry_after_s(header) == seconds
 
 
 @pytest.mark.parametrize("header", [b"3601", b"9" * 5000, b"0" * 5000 + b"99999"])
-def test_no_pause_is_longer_than_an_hour(header: bytes) -> None:
+def test_retry_after_is_at_most_an_hour(header: bytes) -> None:
     assert retry_after_s(header) == MAX_RETRY_AFTER_S
 
 
-def test_an_answer_is_known_by_the_end_of_its_id() -> None:
+def test_an_answer_is_recognised_by_the_end_of_its_id() -> None:
     assert answers("cmpl-r-2", "r-2") and answers("chatcmpl-r-2", "r-2")
     assert not answers("cmpl-r", "r-2") and not answers(None, "r-2") and not answers(7, "r-2")
 
@@ -119,7 +119,7 @@ EMPTY = [b"{}", b'{"error":null}', b'{"error":{}}', b'{"code":500}', b'{"message
 
 
 @pytest.mark.parametrize("body", [b"", b"no json", b"[1]", b"7", b'{"a":' * 2000 + b"1" + b"}" * 2000, *EMPTY])
-def test_an_error_that_is_no_object_or_says_nothing_is_not_passed_on(body: bytes) -> None:
+def test_an_error_that_is_not_an_object_or_is_empty_is_not_passed_on(body: bytes) -> None:
     assert error_object(body) is None
 
 

@@ -90,21 +90,21 @@ def joined(wire: bytes) -> list[dict[str, Any]]:
     return events
 
 
-def test_there_are_enough_of_them() -> None:
+def test_there_are_enough_captured_messages() -> None:
     assert len(ANSWERS) >= 20 and len(PATHS) - len(ANSWERS) == 2
     kinds = {json.loads(body_of(p)[1])["stop_reason"] for p in ANSWERS if body_of(p)[1].startswith(b'{"id"')}
     assert kinds == {"end_turn", "max_tokens", "stop_sequence", "tool_use"}
 
 
 @pytest.mark.parametrize("path", [pytest.param(p, id=p.stem) for p in PATHS])
-def test_the_chat_that_was_asked_is_the_one_that_is_asked_now(path: Path) -> None:
+def test_a_translated_request_equals_the_captured_chat(path: Path) -> None:
     if beside(path).exists():
         translate = chat_of if path in ANSWERS else lambda body: orjson.loads(tokenize_body(orjson.dumps(body)))
         assert translate(json.loads(request_of(path)[1])) == json.loads(request_of(beside(path))[1])
 
 
 @pytest.mark.parametrize("path", cases(status=200, streamed=False))
-def test_an_answer_is_the_engines_own_message(path: Path) -> None:
+def test_a_translated_answer_equals_the_engines_own_message(path: Path) -> None:
     mine = json.loads(message_of(body_of(beside(path))[1], "msg_1"))
     if status_of(path) != 200:
         assert DIFFERS["input"] and path.stem == "619-tool-with-no-object"
@@ -115,7 +115,7 @@ def test_an_answer_is_the_engines_own_message(path: Path) -> None:
 
 @pytest.mark.parametrize("size", [1, 100, 10**9], ids=["bytes", "pieces", "at-once"])
 @pytest.mark.parametrize("path", cases(status=200, streamed=True))
-def test_a_stream_is_the_engines_own_events(path: Path, size: int) -> None:
+def test_a_translated_stream_equals_the_engines_own_events(path: Path, size: int) -> None:
     own, wire = joined(body_of(path)[1]), body_of(beside(path))[1]
     counts = Counts(own[0]["message"]["usage"]["input"], None, 0)
     scanner = EventScanner(want_usage=True, translation=lambda: MessageStream("msg_1", None, lambda: counts))
@@ -124,7 +124,7 @@ def test_a_stream_is_the_engines_own_events(path: Path, size: int) -> None:
 
 
 @pytest.mark.parametrize("path", [*cases(status=400, streamed=False), *cases(status=404, streamed=False)])
-def test_an_engines_refusal_is_its_own_in_anthropics_words(path: Path) -> None:
+def test_a_translated_refusal_equals_the_engines_own(path: Path) -> None:
     status, own = status_of(beside(path)), json.loads(body_of(path)[1])
     mine = json.loads(message_error_body(status, body_of(beside(path))[1], "req"))
     assert status_of(path) == status and mine["type"] == own["type"] == "error"
@@ -132,7 +132,7 @@ def test_an_engines_refusal_is_its_own_in_anthropics_words(path: Path) -> None:
     assert mine["error"]["message"] == own["error"]["message"].replace("max_completion_tokens", "max_tokens")
 
 
-def test_a_field_that_is_missing_is_named_by_both() -> None:
+def test_router_and_engine_name_the_same_missing_field() -> None:
     (path,) = [path for path in ANSWERS if not beside(path).exists()]
     own = json.loads(body_of(path)[1])
     with pytest.raises(InvalidRequest) as told:
@@ -147,5 +147,5 @@ def test_a_prompt_has_as_many_tokens_as_the_engine_counts(path: Path) -> None:
 
 
 @pytest.mark.parametrize("words", DIFFERS.values(), ids=DIFFERS)
-def test_every_difference_is_told_in_the_docs(words: str) -> None:
+def test_every_difference_is_documented(words: str) -> None:
     assert words in " ".join(DOCS.read_text().split())

@@ -89,17 +89,17 @@ def test_numbers_and_flags_are_read_as_the_engines_read_them() -> None:
     assert a_request(echo="1", max_tokens="0", use_beam_search="off").scores_only
 
 
-def test_empty_stream_options_are_none() -> None:
+def test_empty_stream_options_request_no_usage() -> None:
     assert not parse("completions", b'{"prompt": "a", "stream_options": {}}').include_usage
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens", "n"])
-def test_nothing_to_generate_is_refused_before_a_prefill(name: str) -> None:
+def test_a_request_for_zero_tokens_is_refused_before_a_prefill(name: str) -> None:
     with pytest.raises(InvalidRequest, match=f"{name} must be at least 1"):
         a_request("chat", **{name: 0})
 
 
-def test_a_limit_of_null_is_none_to_a_completion_whatever_its_engine_makes_of_null() -> None:
+def test_a_null_limit_of_a_completion_means_no_limit() -> None:
     request = a_request(max_tokens=None)
     assert request.effective_limit == 16
     assert "max_tokens" not in load(decode_body(request, KV))
@@ -107,7 +107,7 @@ def test_a_limit_of_null_is_none_to_a_completion_whatever_its_engine_makes_of_nu
 
 
 @pytest.mark.parametrize("older", [0, -3, 100_000])
-def test_max_tokens_says_nothing_beside_max_completion_tokens_as_in_the_engines(older: int) -> None:
+def test_max_completion_tokens_overrides_max_tokens_as_in_the_engines(older: int) -> None:
     request = a_request("chat", max_tokens=older, max_completion_tokens=5)
     assert (request.limit_field, request.effective_limit) == ("max_completion_tokens", 5)
     assert load(decode_body(request, KV))["max_tokens"] == older

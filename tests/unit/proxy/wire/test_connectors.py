@@ -48,13 +48,13 @@ def test_a_callback_is_taken_once_and_only_with_token_and_id_of_its_attempt() ->
     assert taken == [b"c"]
 
 
-def test_a_decode_worker_is_told_where_to_ask_with_its_own_token() -> None:
+def test_a_decode_worker_gets_a_metaserver_url_with_its_token() -> None:
     params = orjson.loads(Callbacks("http://router:8000").params("token"))
     assert params["metaserver"] == "http://router:8000/v1/metaserver/token"
     assert params["do_remote_prefill"] is True and params["do_remote_decode"] is False
 
 
-def test_what_a_decode_worker_says_of_its_blocks_goes_to_the_prefiller_with_one_token() -> None:
+def test_a_decode_workers_block_list_is_forwarded_to_the_prefiller_with_one_token() -> None:
     asked = {"request_id": "cmpl-r-0", "do_remote_decode": True, "remote_block_ids": [[4]]}
     push = orjson.loads(push_body(REQUEST, orjson.dumps(asked)))
     assert push["kv_transfer_params"] == asked and push["max_tokens"] == 1

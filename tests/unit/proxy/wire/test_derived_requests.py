@@ -11,12 +11,12 @@ from tests.unit.proxy.wire.requests import KV, a_request, load
 
 
 @pytest.mark.parametrize("seed", [2**64 - 1, 2**63 - 1])
-def test_a_seed_that_is_none_to_vllm_for_some_choice_is_refused(seed: int) -> None:
+def test_a_seed_that_means_no_seed_to_vllm_for_some_choice_is_refused(seed: int) -> None:
     with pytest.raises(InvalidRequest, match="seed"):
         split(a_request(seed=seed, n=2))
 
 
-def test_each_of_several_embeddings_is_a_request_of_its_own() -> None:
+def test_each_of_several_embeddings_is_its_own_request() -> None:
     """One KV transfer carries one prompt: a decoder would give the first one's KV to all of them."""
     request = parse("completions", orjson.dumps({"prompt_embeds": ["A" * 4096, "B" * 8192]}))
     assert not request.single
@@ -75,7 +75,7 @@ def test_a_prompt_that_is_cut_to_a_number_is_left_as_it_is(fields: dict[str, obj
 
 
 @pytest.mark.parametrize("fields", [{"truncate_prompt_tokens": 2}, {"suffix": "}"}])
-def test_what_a_prompt_was_made_of_is_not_asked_for_again_with_its_ids(fields: dict[str, object]) -> None:
+def test_a_resumed_request_drops_the_fields_that_its_prompt_was_built_from(fields: dict[str, object]) -> None:
     """Engines refuse a suffix beside token ids."""
     resumed = resume(a_request(**fields), [1, 2], [3, 4])
     for body in (probe_body(resumed), decode_body(resumed, KV)):
@@ -98,7 +98,7 @@ def test_a_used_up_limit_cannot_be_resumed() -> None:
         resume(a_request(max_tokens=3), [1], [2, 3, 4])
 
 
-def test_the_way_to_the_worker_does_not_change_when_the_limit_shrinks() -> None:
+def test_streaming_from_the_worker_does_not_depend_on_the_remaining_limit() -> None:
     assert resume(a_request(max_tokens=100), [1], [2] * 90).assembled
 
 

@@ -10,8 +10,8 @@ from balanceroute.proxy.wire.event_contents import (
     TOOL_CALLS,
     continues,
     drop_reasoning,
+    has_token_data,
     kinds_of,
-    tells_tokens,
     text_of,
 )
 
@@ -41,7 +41,7 @@ def test_the_kinds_of_text_come_in_the_order_of_an_answer(choice: dict[str, Any]
         (REASONING, TEXT, False),
     ],
 )
-def test_only_text_may_turn_to_something_else_at_a_cut(before: str | None, after: str, may: bool) -> None:
+def test_only_text_may_change_its_kind_at_a_cut(before: str | None, after: str, may: bool) -> None:
     assert continues(before, after) is may
 
 
@@ -60,7 +60,7 @@ def test_reasoning_is_taken_out_under_both_of_its_names() -> None:
     [({"token_ids": [1]}, True), ({"logprobs": {"tokens": ["a"]}}, True), ({"logprobs": {"tokens": []}}, False)],
 )
 def test_ids_and_logprobs_tell_tokens_without_a_text(choice: dict[str, Any], tells: bool) -> None:
-    assert tells_tokens(choice) is tells
+    assert has_token_data(choice) is tells
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ def test_a_client_that_wants_no_ids_gets_null_for_them() -> None:
     assert before + b"Hi" + after == EVENT.replace(b"[5]", b"null")
 
 
-def test_a_text_whose_key_comes_twice_in_what_was_relayed_has_no_frame() -> None:
+def test_relayed_bytes_with_a_repeated_text_key_have_no_frame() -> None:
     template = template_of(EVENT)
     assert template is not None
     assert template.frame(EVENT + EVENT) is None
@@ -41,5 +41,5 @@ def test_a_text_whose_key_comes_twice_in_what_was_relayed_has_no_frame() -> None
     ],
     ids=["no ids", "ids of the prompt", "two lines", "an escaped quote", "two texts"],
 )
-def test_an_event_that_others_could_be_mistaken_by_is_no_template(raw: bytes) -> None:
+def test_an_ambiguous_event_is_not_used_as_a_template(raw: bytes) -> None:
     assert template_of(raw) is None

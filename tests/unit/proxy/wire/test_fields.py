@@ -55,7 +55,7 @@ def test_a_flag_is_what_the_engine_s_model_makes_of_it(value: Any) -> None:
         assert value is None or data["stream"] is expected
 
 
-def test_what_is_left_out_is_none_and_false_and_stays_left_out() -> None:
+def test_missing_fields_are_none_and_false_and_stay_missing() -> None:
     data: dict[str, Any] = {}
     assert integer(data, "max_tokens", least=1) is None and boolean(data, "stream") is False
     assert data == {}

@@ -13,15 +13,13 @@ NESTED = ["[" * 300 + "]" * 300, '{"a":' * 300 + "1" + "}" * 300]
 @pytest.mark.parametrize("nested", NESTED, ids=["lists", "objects"])
 @pytest.mark.parametrize("field", ["prompt", "messages", "tools", "metadata"])
 @pytest.mark.parametrize("endpoint", ["completions", "chat"])
-def test_what_is_nested_deeper_than_can_be_written_again_is_refused_at_once(
-    endpoint: Endpoint, field: str, nested: str
-) -> None:
+def test_a_body_nested_deeper_than_can_be_serialised_is_refused(endpoint: Endpoint, field: str, nested: str) -> None:
     fields = {"prompt": '"a"', "messages": '[{"role": "user", "content": "a"}]', field: nested}
     with pytest.raises(InvalidRequest):
         parse(endpoint, ("{" + ",".join(f'"{name}":{value}' for name, value in fields.items()) + "}").encode())
 
 
-def test_what_is_nested_as_deep_as_is_accepted_reaches_the_workers() -> None:
+def test_a_body_of_the_accepted_depth_reaches_the_workers() -> None:
     depth = MAX_DEPTH - 1
     request = parse("completions", b'{"prompt": "a", "metadata": %b%b}' % (b"[" * depth, b"]" * depth))
     assert b"[" * depth in probe_body(request)

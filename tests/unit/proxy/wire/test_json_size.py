@@ -36,7 +36,9 @@ def counted(value: Any) -> tuple[int, int]:
 
 
 @given(VALUES, st.booleans(), st.integers(-1, 1), st.integers(-1, 1))
-def test_exactly_what_holds_more_is_refused(value: Any, spaced: bool, nodes_off: int, commas_off: int) -> None:
+def test_a_body_with_more_values_than_the_limit_is_refused(
+    value: Any, spaced: bool, nodes_off: int, commas_off: int
+) -> None:
     nodes, commas = counted(value)
     body = json.dumps(value, ensure_ascii=False, indent=1 if spaced else None).encode()
     with pytest.MonkeyPatch.context() as patch:

@@ -29,7 +29,7 @@ def test_an_integer_of_any_size_reaches_the_engines_digit_for_digit(field: str, 
         assert told in body
 
 
-def test_millions_of_token_ids_are_read_once_whatever_stands_beside_them() -> None:
+def test_millions_of_token_ids_are_parsed_once_even_beside_a_large_integer() -> None:
     """Beside a large integer their second reading took seconds, in which nobody's stream went on."""
     ids = b",".join([b"1"] * 300_000)
     request = parse("completions", b'{"prompt":[%b],"novel":%d}' % (ids, 2**64))
@@ -41,7 +41,7 @@ trees = st.recursive(numbers | st.text(), lambda inner: st.lists(inner) | st.dic
 
 
 @given(trees)
-def test_the_engines_get_what_python_reads_in_the_client_s_body(tree: Any) -> None:
+def test_the_engines_get_the_values_that_python_parses_from_the_body(tree: Any) -> None:
     body = json.dumps({"prompt": "x", "novel": tree}).encode()
     try:
         request = parse("completions", body)
@@ -54,7 +54,7 @@ def test_the_engines_get_what_python_reads_in_the_client_s_body(tree: Any) -> No
 
 
 @pytest.mark.parametrize("field", ["max_tokens", "seed", "min_tokens", "n", "priority"])
-def test_a_field_of_ours_that_is_too_large_is_refused_or_left_to_the_engines(field: str) -> None:
+def test_a_too_large_integer_in_a_router_field_is_refused_or_left_to_the_engines(field: str) -> None:
     body = b'{"prompt":["a","b"],"%s":%d}' % (field.encode(), 2**70)
     try:
         parts = split(parse("completions", body))
@@ -64,7 +64,7 @@ def test_a_field_of_ours_that_is_too_large_is_refused_or_left_to_the_engines(fie
         assert str(2**70).encode() in payloads.decode_body(parts[0], KV)
 
 
-def test_a_number_in_a_tool_of_an_anthropic_client_is_the_client_s_too() -> None:
+def test_integers_in_anthropic_tools_are_kept_digit_for_digit() -> None:
     tool = {"name": "f", "input_schema": {"type": "object", "properties": {"a": {"maximum": 2**64}}}}
     asked = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "a"}], "tools": [tool]}
     body = payloads.decode_body(parse_messages(json.dumps(asked).encode()), KV)

@@ -90,7 +90,7 @@ def whole(choice: dict[str, Any], **usage: Any) -> dict[str, Any]:
 # -------------------------------------------------------------------------------- the engine's own answers
 
 
-def test_a_captured_answer_is_the_engines_own_message() -> None:
+def test_a_captured_answer_becomes_the_engines_own_message() -> None:
     """Two requests of one prompt, sampled: what the engine says of its chat is said of the message that it made."""
     (path,) = capture_files("single/071-messages.resp")
     own = json.loads(body_of(path)[1])
@@ -99,7 +99,7 @@ def test_a_captured_answer_is_the_engines_own_message() -> None:
     assert own | {"id": "msg_1", "stop_sequence": None} == mine
 
 
-def test_a_captured_stream_is_the_engines_own_events() -> None:
+def test_a_captured_stream_becomes_the_engines_own_events() -> None:
     (path,) = capture_files("single/072-messages-stream.resp")
     own = told(b"".join(b.lstrip(b"\n") + b"\n\n" for b in body_of(path)[1].split(b"\n\n") if b.strip()))
     texts = [part["delta"]["text"] for part in own if part["type"] == "content_block_delta"]
@@ -116,7 +116,7 @@ def test_a_captured_stream_is_the_engines_own_events() -> None:
              "single/038-chat-stream-100-ignore_eos", "extra/507-chat-eos-stream"]
 )  # fmt: skip
 @pytest.mark.parametrize("size", [1, 7, 10**9], ids=["bytes", "pieces", "at-once"])
-def test_a_captured_chat_is_read_by_the_official_client_as_its_whole_text(name: str, size: int) -> None:
+def test_the_official_client_reads_a_captured_stream_as_the_complete_text(name: str, size: int) -> None:
     (path,) = capture_files(f"{name}.resp")
     wire = body_of(path)[1]
     stream = a_stream()
@@ -132,7 +132,7 @@ def test_a_captured_chat_is_read_by_the_official_client_as_its_whole_text(name: 
 # ------------------------------------------------------------------------------------------------ the whole
 
 
-def test_a_whole_answer_has_its_thoughts_its_words_and_its_calls_in_this_order() -> None:
+def test_a_message_has_thinking_text_and_tool_calls_in_this_order() -> None:
     function = {"name": "look_up", "arguments": '{"word": "a"}'}
     message = {"content": "I look.", "reasoning": "Hm.", "tool_calls": [{"id": "c1", "function": function}]}
     told = whole({"message": message, "finish_reason": "tool_calls"}, prompt_tokens_details={"cached_tokens": 4})
@@ -178,7 +178,7 @@ def test_a_finish_reason_is_a_stop_reason_streamed_or_not(finish: str, stop: Any
         ("", "tool_calls", None, "tool_use"),
     ],
 )
-def test_a_call_that_was_cut_short_is_not_to_be_run(arguments: str, finish: str, stop: Any, reason: str) -> None:
+def test_a_cut_tool_call_is_not_marked_as_executable(arguments: str, finish: str, stop: Any, reason: str) -> None:
     calls = [{"id": "c", "function": {"name": "f", "arguments": arguments}}]
     once = whole({"message": {"content": None, "tool_calls": calls}, "finish_reason": finish, "stop_reason": stop})
     out = a_stream().feed(ROLE + chunk(called(0, arguments, "f")) + chunk({}, finish, stop) + USAGE + DONE)
@@ -187,7 +187,7 @@ def test_a_call_that_was_cut_short_is_not_to_be_run(arguments: str, finish: str,
 
 
 @pytest.mark.parametrize("answer", [b"", b"{", b"[]", b'{"choices":[]}', b'{"choices":[{"message":5}]}'])
-def test_what_is_no_chat_completion_is_a_bad_reply(answer: bytes) -> None:
+def test_a_reply_that_is_not_a_chat_completion_is_a_bad_reply(answer: bytes) -> None:
     with pytest.raises(BadUpstreamReply):
         message_of(answer, "msg_1")
 
@@ -195,14 +195,14 @@ def test_what_is_no_chat_completion_is_a_bad_reply(answer: bytes) -> None:
 # ----------------------------------------------------------------------------------------------- the stream
 
 
-def test_the_first_event_tells_the_prompts_tokens_before_the_engine_has_counted_them() -> None:
+def test_the_first_event_has_the_prompt_tokens_before_the_engine_counted_them() -> None:
     out = a_stream(Counts(9, 4, 1)).feed(ROLE)
     (start,) = told(out)
     assert start["message"]["usage"] == {"input_tokens": 5, "cache_read_input_tokens": 4, "output_tokens": 0}
     assert start["message"]["model"] == "tiny" and PING in out
 
 
-def test_thoughts_words_and_parallel_calls_are_blocks_one_after_the_other() -> None:
+def test_thinking_text_and_parallel_calls_are_consecutive_blocks() -> None:
     chunks = [ROLE, *(chunk({"reasoning": word}) for word in ("H", "m.")), chunk({"content": "I look."})]
     chunks += [chunk(called(0, "", "f")), chunk(called(0, '{"a": ')), chunk(called(0, "1}"))]
     chunks += [chunk(called(1, '{"b"', "g")), chunk(called(1, ": 2}")), chunk({}, "tool_calls"), USAGE, DONE]
@@ -218,7 +218,7 @@ def test_thoughts_words_and_parallel_calls_are_blocks_one_after_the_other() -> N
     assert [part["index"] for part in parts if part["type"] == "content_block_start"] == [0, 1, 2, 3]
 
 
-def test_words_amid_a_call_are_a_block_after_it() -> None:
+def test_text_within_a_tool_call_is_a_block_after_it() -> None:
     chunks = [ROLE, chunk(called(0, '{"a"', "f")), chunk({"content": "\n"}), chunk(called(0, ": 1}"))]
     stream = a_stream()
     message = read_by_the_client(told(b"".join(map(stream.feed, [*chunks, chunk({}, "tool_calls"), USAGE, DONE]))))
@@ -226,7 +226,7 @@ def test_words_amid_a_call_are_a_block_after_it() -> None:
     assert message["content"][0]["input"] == {"a": 1} and message["content"][1]["text"] == "\n"
 
 
-def test_an_end_without_usage_tells_our_own_count() -> None:
+def test_an_end_without_usage_has_the_routers_count() -> None:
     parts = told(a_stream().feed(ROLE + chunk({"content": "a"}, "stop") + DONE))
     assert [part["type"] for part in parts[-2:]] == ["message_delta", "message_stop"]
     assert parts[-2]["usage"] == {"input_tokens": 9, "output_tokens": 5}
@@ -261,19 +261,19 @@ def test_an_event_with_more_than_its_text_is_no_pattern_for_those_after_it() -> 
     ]
 
 
-def test_nothing_follows_the_message_delta() -> None:
+def test_no_content_follows_the_message_delta() -> None:
     out = a_stream().feed(ROLE + chunk({"content": "a"}) + chunk({}, "stop") + USAGE + chunk({"content": "b"}) + DONE)
     assert [part["type"] for part in told(out)][-2:] == ["message_delta", "message_stop"]
 
 
-def test_tokens_without_text_are_counted_and_not_told() -> None:
+def test_tokens_without_text_are_counted_and_send_no_event() -> None:
     stream = a_stream()
     stream.feed(ROLE + chunk({"content": "a"}))
     assert stream.feed(chunk({"content": ""}) * 3) == b"" and stream.tokens == 5
     assert told(stream.feed(chunk({"content": "b"})))[0]["delta"]["text"] == "b"
 
 
-def test_more_of_a_call_that_has_ended_is_an_error_and_not_lost() -> None:
+def test_a_delta_of_an_ended_tool_call_is_an_error() -> None:
     stream = a_stream()
     stream.feed(ROLE + chunk(called(0, "{", "f")) + chunk(called(1, "{}", "g")))
     assert not stream.feed(chunk(called(0, "}"))) and stream.end is StreamEnd.MALFORMED
@@ -290,7 +290,7 @@ def parsed_each(events: list[bytes]) -> bytes:
 
 
 @given(DELTAS, st.data())
-def test_any_words_arrive_whole_and_in_order_however_the_events_are_grouped(
+def test_text_arrives_complete_and_in_order_for_any_grouping_of_events(
     deltas: list[tuple[str, str]], data: st.DataObject
 ) -> None:
     usage = event({"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 5}})

@@ -27,7 +27,7 @@ LIMIT = "max_tokens=100000 cannot be greater than max_model_len=2048. Please req
     ],
     ids=["counted", "cut-before-counting", "characters", "another-limit"],
 )
-def test_a_prompt_that_is_too_long_is_told_in_anthropics_words_and_nothing_else_is(said: str, told: str) -> None:
+def test_only_an_over_long_prompt_gets_anthropics_error_text(said: str, told: str) -> None:
     body = orjson.loads(message_error_body(400, error_body(400, said), "r"))
     assert body == {
         "type": "error",

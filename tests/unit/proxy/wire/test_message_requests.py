@@ -86,7 +86,7 @@ def test_numbers_and_flags_are_read_as_the_engines_do(field: str, given: object,
         ("stream", 2),
     ],
 )
-def test_what_is_no_number_or_flag_is_refused_by_its_name(field: str, given: object) -> None:
+def test_an_invalid_number_or_flag_is_refused_with_its_name(field: str, given: object) -> None:
     with pytest.raises(InvalidRequest) as caught:
         chat_of(body(**{field: given}))
     assert caught.value.param == field
@@ -103,7 +103,7 @@ def test_system_texts_from_anywhere_become_the_first_message_without_billing_lin
     assert chat_of(body(system="Be brief."))["messages"][0] == {"role": "system", "content": "Be brief."}
 
 
-def test_a_field_that_says_nothing_is_no_reason_to_refuse() -> None:
+def test_an_empty_unsupported_field_is_accepted() -> None:
     assert chat_of(body(mcp_servers=[], container=None, thinking=None, metadata={}, min_p=None)) == chat_of(body())
 
 
@@ -126,7 +126,7 @@ def test_a_document_of_text_is_its_title_and_text() -> None:
     assert chat_of(body(user([block])))["messages"][0]["content"] == [text("a"), IMAGE_PART]
 
 
-def test_parallel_results_come_before_what_the_user_says_and_their_images_after_all_of_them() -> None:
+def test_parallel_tool_results_come_first_then_their_images_and_the_users_text() -> None:
     said = user([result("t1", [text("a"), IMAGE, text("b")]), result("t2", "c"), text("and now?")])
     assert chat_of(body(said))["messages"] == [
         {"role": "tool", "tool_call_id": "t1", "content": "a\nb"},
@@ -145,11 +145,11 @@ def test_parallel_results_come_before_what_the_user_says_and_their_images_after_
     ],
     ids=["none", "empty", "failed-without-a-word", "failed"],
 )
-def test_a_result_says_what_the_tool_said(block: dict[str, Any], told: str) -> None:
+def test_a_tool_result_keeps_its_content(block: dict[str, Any], told: str) -> None:
     assert chat_of(body(user([block])))["messages"] == [{"role": "tool", "tool_call_id": "t", "content": told}]
 
 
-def test_an_assistants_blocks_become_its_reasoning_its_words_and_its_calls() -> None:
+def test_an_assistants_blocks_become_reasoning_text_and_tool_calls() -> None:
     thought = {"type": "thinking", "thinking": "Hm.", "signature": "s"}
     turn = assistant(
         [thought, {"type": "redacted_thinking", "data": "x"}, text("I look."), call(word="a"), call(said="t2")]
@@ -160,13 +160,13 @@ def test_an_assistants_blocks_become_its_reasoning_its_words_and_its_calls() -> 
     assert [orjson.loads(one["function"]["arguments"]) for one in message["tool_calls"]] == [{"word": "a"}, {}]
 
 
-def test_thinking_that_anthropics_api_kept_to_itself_is_no_reason_to_refuse() -> None:
+def test_thinking_without_text_is_dropped() -> None:
     kept = {"type": "thinking", "thinking": "", "signature": "s"}
     (message,) = chat_of(body(assistant([kept, text("Yes.")])))["messages"]
     assert message == {"role": "assistant", "content": "Yes."}
 
 
-def test_a_last_word_of_the_assistant_is_continued_and_a_call_is_not() -> None:
+def test_a_final_assistant_text_is_continued_and_a_tool_call_is_not() -> None:
     chat = chat_of(body(user("hi"), assistant("The answer is (")))
     assert chat["continue_final_message"] is True and chat["add_generation_prompt"] is False
     assert "continue_final_message" not in chat_of(body(user("hi"), assistant([call()])))
@@ -221,12 +221,12 @@ def test_sampling_output_and_the_user_have_their_names_in_a_chat() -> None:
     assert chat["response_format"]["json_schema"]["schema"] == {"type": "object"}
 
 
-def test_what_anthropics_service_alone_reads_of_a_tool_has_no_effect() -> None:
+def test_tool_fields_only_for_anthropics_service_are_ignored() -> None:
     more = {"cache_control": {"type": "ephemeral"}, "defer_loading": True, "eager_input_streaming": True}
     assert chat_of(body(tools=[TOOL | more])) == chat_of(body(tools=[TOOL]))
 
 
-def test_what_concerns_anthropics_service_alone_has_no_effect() -> None:
+def test_request_fields_only_for_anthropics_service_are_ignored() -> None:
     more = {"service_tier": "auto", "cache_control": {"type": "ephemeral"}, "context_management": {"edits": []}}
     assert chat_of(body(**more)) == chat_of(body())
 
@@ -353,7 +353,7 @@ LIMITS = st.integers(-1, 3000) | st.integers(1, 3000) | JSON
 
 @settings(max_examples=150, deadline=None)
 @given(TURNS, FIELDS, LIMITS)
-def test_any_body_is_refused_by_name_or_is_a_chat_that_parser_and_engine_accept(
+def test_any_body_is_refused_with_a_field_name_or_becomes_a_valid_chat(
     turns: list[Any], fields: dict[str, Any], limit: Any
 ) -> None:
     raw = orjson.dumps(body(*turns, **fields) | {"max_tokens": limit})
@@ -369,7 +369,7 @@ def test_any_body_is_refused_by_name_or_is_a_chat_that_parser_and_engine_accept(
 
 
 @given(st.binary(max_size=40) | st.builds(orjson.dumps, JSON))
-def test_no_body_at_all_is_more_than_a_400(raw: bytes) -> None:
+def test_no_body_raises_anything_but_invalid_request(raw: bytes) -> None:
     for read in (parse_messages, tokenize_body):
         with pytest.raises(InvalidRequest):
             read(raw)

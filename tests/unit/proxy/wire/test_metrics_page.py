@@ -34,9 +34,7 @@ def test_samples_are_read_per_engine() -> None:
 
 
 @pytest.mark.parametrize(("label", "told"), [("True", 1.0), ("False", 0.0), (None, None)])
-def test_the_state_of_prefix_caching_and_its_counters_are_read_where_they_are_told(
-    label: str | None, told: float | None
-) -> None:
+def test_the_state_and_counters_of_prefix_caching_are_read_when_present(label: str | None, told: float | None) -> None:
     config = "" if label is None else f',enable_prefix_caching="{label}"'
     text = (
         f'vllm:cache_config_info{{block_size="16"{config},engine="0",num_gpu_blocks="10"}} 1.0\n'
@@ -54,7 +52,7 @@ def test_the_state_of_prefix_caching_and_its_counters_are_read_where_they_are_to
     [("400.0", "600.0", 2.5), ("0.0", "0.0", None), ("1.0", "1e9", None), ("4.0", "NaN", 1.0), ("-4.0", "6.0", None)],
     ids=["drafts", "none yet", "too many", "no number", "negative"],
 )
-def test_tokens_per_step_are_told_by_an_engine_that_drafts(
+def test_tokens_per_step_are_read_from_draft_counters(
     drafts: str, accepted: str, tokens_per_step: float | None
 ) -> None:
     text = (
@@ -95,12 +93,12 @@ def test_engines_with_labels_that_are_no_ranks_belong_to_no_rank() -> None:
     assert of_worker({"a": {"num_requests_running": 1.0}, "9" * 5000: {"num_requests_running": 2.0}}, 0) is None
 
 
-def test_a_page_of_more_engines_than_there_can_be_is_not_read_to_its_end() -> None:
+def test_a_page_with_too_many_engines_is_read_only_in_part() -> None:
     line = b'vllm:num_requests_running{engine="%d"} 1.0\n'
     assert 1000 < len(read_samples(b"".join(line % engine for engine in range(50_000)))) < 2000
 
 
-def test_samples_of_more_bytes_than_there_can_be_are_not_read() -> None:
+def test_oversized_samples_are_not_read() -> None:
     labels = b"," * 2**20
     page = b'vllm:kv_cache_usage_perc{%b,engine="0"} 0.5\nvllm:num_requests_running{engine="0"} 1.0\n' % labels
     assert read_samples(page) == {"0": {"num_requests_running": 1.0}}

@@ -77,7 +77,7 @@ def test_the_probe_asks_for_one_token_and_pins_its_kv() -> None:
 
 
 @pytest.mark.parametrize("fields", [{}, {"echo": True}])
-def test_only_the_decoder_is_asked_for_the_logprobs_of_certain_tokens(fields: dict[str, Any]) -> None:
+def test_only_the_decode_worker_gets_logprob_token_ids(fields: dict[str, Any]) -> None:
     """An engine refuses that field without `logprobs`, and with an echo that ends with the prompt."""
     request = a_request(logprobs=1, logprob_token_ids=[5, 6], **fields)
     for body in (probe_body(request), drain_body(request, KV)):
@@ -139,7 +139,7 @@ def test_continuous_usage_is_asked_for_where_ids_may_be_withheld(no: Any, beside
 
 
 @pytest.mark.parametrize("no", [False, "false", 0])
-def test_reasoning_that_the_client_does_not_want_is_asked_for_and_hidden_here(no: Any) -> None:
+def test_unwanted_reasoning_is_requested_from_the_worker_and_hidden_by_the_router(no: Any) -> None:
     request = a_request("chat", stream=True, include_reasoning=no, logprobs=None)
     body = load(decode_body(request, KV))
     assert request.hides_reasoning and body["include_reasoning"] is True and "stream_options" not in body
@@ -148,7 +148,7 @@ def test_reasoning_that_the_client_does_not_want_is_asked_for_and_hidden_here(no
 
 
 @pytest.mark.parametrize(("asked", "told"), [(1, 1), (64, 64), (65, 64), (10**6, 64), ("500", 64), (None, None)])
-def test_a_worker_tells_of_its_tokens_at_least_every_64_whatever_the_client_wants(asked: Any, told: Any) -> None:
+def test_the_stream_interval_of_a_worker_is_at_most_64(asked: Any, told: Any) -> None:
     request = a_request("chat", stream=True, stream_interval=asked)
     assert load(decode_body(request, KV))["stream_interval"] == told
 
@@ -160,7 +160,7 @@ def test_the_drain_body_asks_for_one_token_of_the_pinned_kv() -> None:
 
 
 @pytest.mark.parametrize("fields", [{}, {"cache_salt": "mine"}])
-def test_what_a_drain_pulls_serves_no_other_request_from_a_prefix_cache(fields: dict[str, str]) -> None:
+def test_a_drains_cache_entry_serves_no_other_request(fields: dict[str, str]) -> None:
     """The KV may be another prompt's by then: an engine that refuses a request has its prefiller free it."""
     request = a_request(**fields)
     salts = {load(drain_body(request, KV))["cache_salt"] for _ in range(2)}

@@ -15,7 +15,7 @@ def test_a_probe_reply_that_is_no_completion_is_a_bad_reply(body: bytes) -> None
         parse_probe_reply(body, worker="p0")
 
 
-def test_transfer_parameters_without_end_are_a_bad_reply() -> None:
+def test_too_large_transfer_parameters_are_a_bad_reply() -> None:
     reply = {
         "choices": [{}],
         "usage": {"prompt_tokens": 3},
@@ -25,13 +25,13 @@ def test_transfer_parameters_without_end_are_a_bad_reply() -> None:
         parse_probe_reply(orjson.dumps(reply), worker="p0")
 
 
-def test_a_probe_reply_without_transfer_parameters_says_so() -> None:
+def test_a_probe_reply_without_transfer_parameters_is_an_error() -> None:
     reply = b'{"choices":[{}],"usage":{"prompt_tokens":3},"kv_transfer_params":null}'
     assert parse_probe_reply(reply, worker="p0").kv_transfer_params is None
 
 
 @pytest.mark.parametrize("name", ["013-compl-token_ids-prompt", "036-chat-token_ids"])
-def test_a_probe_with_return_token_ids_tells_the_prompts_ids(name: str) -> None:
+def test_a_probe_with_return_token_ids_returns_the_prompts_ids(name: str) -> None:
     (path,) = capture_files(f"single/{name}.resp")
     result = parse_probe_reply(body_of(path)[1], worker="p0")
     assert result.prompt_token_ids is not None

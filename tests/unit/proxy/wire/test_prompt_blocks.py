@@ -58,13 +58,13 @@ def test_prompts_that_differ_share_the_blocks_before_the_difference_and_none_aft
     ],
     ids=lambda more: next(iter(more)),
 )
-def test_what_changes_the_tokens_of_the_whole_prompt_changes_every_block(more: dict[str, Any]) -> None:
+def test_a_field_that_changes_the_whole_prompts_tokens_changes_every_block(more: dict[str, Any]) -> None:
     plain = hashes(a_chat(turns(3)))
     changed = hashes(parse("chat", orjson.dumps({"model": "m", "messages": turns(3), **more})))
     assert len(plain) == 4 and not set(plain) & set(changed)
 
 
-def test_what_only_the_answer_depends_on_changes_nothing() -> None:
+def test_a_field_that_only_affects_the_answer_changes_no_block() -> None:
     assert hashes(a_chat(turns(3))) == hashes(
         a_chat(turns(3), temperature=0.1, max_tokens=5, stream=True, user="u", seed=3, priority=1)
     )
@@ -83,7 +83,7 @@ def test_a_short_prompt_has_no_block() -> None:
     assert BLOCKS.of(a_chat([{"role": "user", "content": "hi"}]), 5) == ([], 0)
 
 
-def test_a_prompt_whose_logprobs_are_wanted_has_none_because_it_is_computed_whole() -> None:
+def test_a_prompt_with_logprobs_has_no_blocks_because_it_is_computed_completely() -> None:
     assert hashes(parse("completions", orjson.dumps({"prompt": words(1, 5000)})))
     assert not hashes(parse("completions", orjson.dumps({"prompt": words(1, 5000), "prompt_logprobs": 1})))
 
@@ -94,6 +94,6 @@ def test_blocks_of_a_huge_prompt_are_bounded_and_cover_no_more_than_its_tokens()
     assert len(blocks) * block_tokens <= 1_500_000
 
 
-def test_two_routers_give_the_same_prompt_other_names() -> None:
+def test_two_routers_hash_the_same_prompt_differently() -> None:
     request = a_chat(turns(3))
     assert not set(PromptBlocks().of(request, 900)[0]) & set(PromptBlocks().of(request, 900)[0])

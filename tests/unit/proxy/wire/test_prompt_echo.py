@@ -37,12 +37,12 @@ def test_an_echo_is_the_prompt_before_the_answer() -> None:
     assert whole["choices"][0]["text"] == "one two x"
 
 
-def test_nothing_is_echoed_to_a_client_that_wants_token_ids() -> None:
+def test_an_echo_is_omitted_for_a_client_that_wants_token_ids() -> None:
     assert prompt_text(a_request(return_token_ids=True), a_reply()) == ""
     assert prompt_text(a_request(), a_reply(text=None)) == ""
 
 
-def test_logprobs_of_prompt_and_answer_are_one_list_whose_offsets_go_on() -> None:
+def test_logprobs_of_prompt_and_answer_are_one_list_with_continuous_offsets() -> None:
     answer = with_prompt(a_request(logprobs=1), an_answer(logprobs=ANSWER_LOGPROBS), a_reply(logprobs=PROMPT_LOGPROBS))
     logprobs = orjson.loads(answer)["choices"][0]["logprobs"]
     assert logprobs["tokens"] == ["one", " two", " x"]
@@ -57,7 +57,7 @@ def test_an_echo_that_does_not_fit_the_answer_is_a_bad_reply_of_the_prefiller(re
     assert bad.value.tier == "prefill"
 
 
-def test_a_prompts_worth_alone_comes_without_the_parameters_of_its_kv() -> None:
+def test_a_scored_answer_omits_kv_transfer_parameters() -> None:
     reply = a_reply() | {"kv_transfer_params": {"remote_engine_id": "secret"}}
     assert orjson.loads(scored_answer(reply))["kv_transfer_params"] is None
 
@@ -72,14 +72,14 @@ def test_a_prompts_worth_alone_is_one_event_then_usage_then_done() -> None:
     assert events[2:] == [b"data: [DONE]", b""]
 
 
-def test_a_prompts_worth_alone_has_its_usage_in_its_event_for_who_wants_it_continuously() -> None:
+def test_a_scored_stream_has_usage_in_its_event_with_continuous_usage_stats() -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     request = a_request(max_tokens=0, stream=True, stream_options=options)
     events = scored_events(request, a_reply() | {"usage": {"prompt_tokens": 2}}).split(b"\n\n")
     assert [orjson.loads(event.removeprefix(b"data: "))["usage"] for event in events[:2]] == [{"prompt_tokens": 2}] * 2
 
 
-def test_as_one_of_several_answers_it_has_their_id_and_its_index_and_no_end() -> None:
+def test_a_scored_choice_has_the_common_id_its_index_and_no_end() -> None:
     request = a_request(max_tokens=0, stream=True)
     event = scored_events(request, a_reply(), Part(public_id="cmpl-all", created=9, index=3, closing_events=False))
     told = orjson.loads(event.removeprefix(b"data: "))

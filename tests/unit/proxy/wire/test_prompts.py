@@ -43,7 +43,7 @@ def test_equal_prompts_have_equal_keys_whatever_their_whitespace_and_other_field
 
 
 @pytest.mark.parametrize("prompt", [{}, {"prompt": None}, {"prompt": ""}], ids=["none", "null", "empty"])
-def test_embeddings_take_the_place_of_a_prompt(prompt: dict[str, Any]) -> None:
+def test_embeddings_replace_a_prompt(prompt: dict[str, Any]) -> None:
     request = parse("completions", orjson.dumps({**prompt, "prompt_embeds": "A" * 8192, "n": 2}))
     assert request.prompt_tokens == 2
     for part in split(request):

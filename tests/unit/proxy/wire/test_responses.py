@@ -43,12 +43,12 @@ def test_every_error_has_its_status_and_an_openai_body(error: BalanceRouteError,
     assert told["code"] == status and told["message"]
 
 
-def test_a_worker_s_own_error_body_passes_as_it_is() -> None:
+def test_a_workers_own_error_body_is_passed_on_unchanged() -> None:
     body = b'{"error":{"message":"no such model","code":404}}'
     assert body_of(UpstreamStatus("x", status=404, body=body, **AT)) == body
 
 
-def test_a_worker_s_html_is_told_inside_an_error_body() -> None:
+def test_a_workers_html_is_wrapped_in_an_error_body() -> None:
     told = orjson.loads(body_of(UpstreamStatus("x", status=502, body=b"<html>\xff", **AT)))
     assert "<html>" in told["error"]["message"]
 
@@ -74,7 +74,7 @@ def test_an_error_event_has_an_error_in_it_whatever_shape_the_worker_s_own_has(b
     assert orjson.loads(event.removeprefix(b"data: "))["error"]["message"] == message
 
 
-def test_retry_after_is_told_where_it_is_known() -> None:
+def test_retry_after_is_sent_when_known() -> None:
     assert extra_headers(QueueFull("x", retry_after_s=2.0)) == [(b"retry-after", b"2")]
     assert extra_headers(QueueFull("x", retry_after_s=0.1)) == [(b"retry-after", b"1")]
     assert extra_headers(QueueFull("x")) == []

@@ -174,7 +174,7 @@ def test_an_event_of_several_lines_is_the_same_with_any_line_ends_and_pieces(end
         assert scanner.end is StreamEnd.DONE
 
 
-def test_a_byte_order_mark_before_a_life_hides_no_token() -> None:
+def test_a_byte_order_mark_at_the_start_of_a_stream_hides_no_token() -> None:
     good = event(completion("a", [1])) + event(completion("b", [2]))
     scanner = EventScanner(want_token_ids=True)
     assert b"".join(scanner.feed(byte.to_bytes()) for byte in b"\xef\xbb\xbf" + good) == good
@@ -260,7 +260,7 @@ def test_prompt_ids_of_a_resumed_life_are_not_the_clients_prompt() -> None:
     assert scanner.generated.prompt_ids.tolist() == [8]
 
 
-def test_prompt_ids_that_no_earlier_life_has_told_are_told_by_the_next_one() -> None:
+def test_prompt_ids_that_were_not_sent_yet_are_sent_by_the_next_worker() -> None:
     scanner = EventScanner(want_token_ids=True)
     marker = completion("", [], prompt_token_ids=[8, 9], finish_reason="stop", stop_reason="recomputed")
     assert scanner.feed(event(marker)) == b""
@@ -272,7 +272,7 @@ def test_prompt_ids_that_no_earlier_life_has_told_are_told_by_the_next_one() -> 
     assert scanner.feed(event(completion("b", [2], prompt_token_ids=[8, 9, 1]))) == event(completion("b", [2]))
 
 
-def test_prompt_ids_of_a_chat_are_told_with_its_role_once() -> None:
+def test_prompt_ids_of_a_chat_are_sent_once_with_its_role() -> None:
     scanner = EventScanner(want_token_ids=True)
     scanner.resume()
     begun = event({**chat({"role": "assistant", "content": ""}, None), "prompt_token_ids": [8, 9]})
@@ -310,7 +310,7 @@ def test_continuous_usage_counts_where_no_ids_come() -> None:
     assert not scanner.generated.exact
 
 
-def test_cached_tokens_are_the_prefillers() -> None:
+def test_cached_tokens_are_those_of_the_prefiller() -> None:
     last = event(completion("a", [1], finish_reason="stop"))
     final = event(usage(10, 1, prompt_tokens_details={"cached_tokens": 9}))
     out = EventScanner(want_usage=True, prompt_details={"cached_tokens": 4}).feed(last + final)
@@ -320,7 +320,7 @@ def test_cached_tokens_are_the_prefillers() -> None:
 
 
 @pytest.mark.parametrize("told", [{}, {"prompt_tokens_details": {"cached_tokens": 9}}], ids=["at the end", "always"])
-def test_a_usage_within_the_stream_tells_details_of_the_prompt_only_where_the_engine_does(told: dict[str, Any]) -> None:
+def test_continuous_usage_has_prompt_details_only_when_the_engine_sends_them(told: dict[str, Any]) -> None:
     """vLLM tells them in the last usage, and no others were to be told here."""
     scanner = EventScanner(want_usage=True, want_continuous_usage=True, prompt_details={"cached_tokens": 4})
     out = scanner.feed(event(completion("a", [1]) | {"usage": usage(10, 1, **told)["usage"]}))
@@ -329,7 +329,7 @@ def test_a_usage_within_the_stream_tells_details_of_the_prompt_only_where_the_en
 
 
 @pytest.mark.parametrize("unasked", [False, True])
-def test_usages_that_only_the_router_asked_for_are_left_out_and_others_are_passed_on(unasked: bool) -> None:
+def test_usage_requested_only_by_the_router_is_dropped_and_other_usage_passed_on(unasked: bool) -> None:
     """An engine with `--enable-force-include-usage` sends them unasked, in every event."""
     scanner = EventScanner(unasked_usage=unasked, prompt_tokens=10)
     scanner.feed(event(completion("a", [1]) | {"usage": usage(10, 1)["usage"]}))
@@ -345,7 +345,7 @@ def test_usages_that_only_the_router_asked_for_are_left_out_and_others_are_passe
 @pytest.mark.parametrize(
     "garbage", [b"\xff\xfe\x00\r\n: \x80{]\n", b"HTTP/1.1 500\n", b"data: \xff\n\n", b"\x1f\x8b\x08\x00\n\n"]
 )
-def test_what_no_client_could_read_is_not_passed_on_and_costs_no_token(garbage: bytes) -> None:
+def test_unreadable_events_are_dropped_and_cost_no_token(garbage: bytes) -> None:
     good = event(completion("a", [1]))
     scanner = EventScanner(want_token_ids=True)
     assert scanner.feed(garbage + good) == good
@@ -404,7 +404,7 @@ def test_a_recomputed_marker_never_reaches_the_client(reason: str) -> None:
     assert scanner.end is StreamEnd.RECOMPUTED
 
 
-def test_text_of_an_engine_that_tells_neither_ids_nor_usage_counts_by_its_events_and_is_not_given_back() -> None:
+def test_text_without_ids_or_usage_counts_by_events_and_is_never_dropped() -> None:
     scanner = EventScanner()
     texts = [completion(text, None) for text in ("a", "", "b")]
     scanner.feed(b"".join(map(event, texts)))
@@ -423,7 +423,7 @@ def test_an_abort_is_no_end_of_an_answer_and_never_reaches_the_client() -> None:
     assert scanner.cut().flushed == "b"
 
 
-def test_a_final_usage_without_a_finish_reason_is_held_back_because_the_next_life_has_its_own() -> None:
+def test_usage_without_a_finish_reason_is_held_back_for_the_resumed_stream() -> None:
     scanner = EventScanner(want_usage=True, prompt_tokens=3)
     out = scanner.feed(event(completion("a", [1])) + event(usage(3, 1)) + DONE)
     assert scanner.end is StreamEnd.UNFINISHED
@@ -445,7 +445,7 @@ def test_text_that_came_merged_with_the_marker_is_not_lost() -> None:
     ("ids", "text", "flushed"), [([1], "", ""), ([2, 2], "b", None), ([1], "a", None)], ids=["alone", "merged", "new"]
 )
 @pytest.mark.parametrize("want_ids", [False, True])
-def test_an_id_that_a_marker_tells_once_more_is_no_token(
+def test_an_id_repeated_in_a_recompute_marker_does_not_count(
     ids: list[int], text: str, flushed: str | None, want_ids: bool
 ) -> None:
     """As vllm-ascend 0.11 to 0.14 does; the answer would go on with that token twice."""
@@ -457,7 +457,7 @@ def test_an_id_that_a_marker_tells_once_more_is_no_token(
     assert scanner.resume() == 0 and list(scanner.generated.ids) == [1]
 
 
-def test_a_marker_that_begins_with_the_last_id_of_another_worker_is_heeded() -> None:
+def test_a_recompute_marker_that_begins_with_the_former_workers_last_id_is_recognised() -> None:
     scanner = EventScanner()
     scanner.feed(event(completion("a", [1])))
     scanner.close()
@@ -471,7 +471,7 @@ EMPTY_LOGPROBS = {name: [] for name in LOGPROBS}
 
 
 @pytest.mark.parametrize(("want_ids", "logprobs"), [(True, None), (False, LOGPROBS), (True, LOGPROBS)])
-def test_tokens_without_text_that_came_merged_with_the_marker_are_told_to_who_wants_tokens(
+def test_tokens_in_a_recompute_marker_are_sent_to_clients_that_want_tokens(
     want_ids: bool, logprobs: dict[str, Any] | None
 ) -> None:
     """An engine with a stream interval holds tokens back, and half of a character has no text yet."""
@@ -487,7 +487,7 @@ def test_tokens_without_text_that_came_merged_with_the_marker_are_told_to_who_wa
 
 @pytest.mark.parametrize("want_ids", [False, True])
 @pytest.mark.parametrize("logprobs", [None, EMPTY_LOGPROBS])
-def test_a_marker_without_tokens_is_told_to_nobody(want_ids: bool, logprobs: dict[str, Any] | None) -> None:
+def test_a_recompute_marker_without_tokens_is_not_sent(want_ids: bool, logprobs: dict[str, Any] | None) -> None:
     scanner = EventScanner(want_token_ids=want_ids)
     scanner.feed(event(completion("a", [1])))
     marker = completion("", [], finish_reason="stop", stop_reason="recomputed", logprobs=logprobs)
@@ -495,7 +495,7 @@ def test_a_marker_without_tokens_is_told_to_nobody(want_ids: bool, logprobs: dic
 
 
 @pytest.mark.parametrize("want_ids", [False, True])
-def test_where_the_kv_of_an_answer_is_no_client_learns(want_ids: bool) -> None:
+def test_kv_transfer_parameters_never_reach_the_client(want_ids: bool) -> None:
     scanner = EventScanner(want_token_ids=want_ids, want_usage=True)
     params = {"kv_transfer_params": {"remote_host": "10.0.0.1"}}
     told = b""
@@ -523,7 +523,7 @@ def test_an_error_event_ends_the_stream_and_is_kept_for_the_caller() -> None:
     assert orjson.loads(scanner.error)["error"]["code"] == 500
 
 
-def test_bytes_that_stop_are_told_apart_by_the_finish_reason() -> None:
+def test_a_stream_that_stops_is_classified_by_its_finish_reason() -> None:
     cut = EventScanner()
     cut.feed(event(completion("a", [1])) + b'data: {"half')
     assert cut.close() is StreamEnd.UNFINISHED
@@ -567,7 +567,7 @@ def test_a_resumed_answer_is_one_unbroken_stream() -> None:
     assert scanner.generated.ids.tolist() == [1, 2, 3, 4, 5]
 
 
-def test_resume_gives_back_tokens_whose_text_was_never_seen() -> None:
+def test_a_resume_drops_tokens_whose_text_was_never_sent() -> None:
     scanner = EventScanner()
     scanner.feed(event(completion("a", [1])) + event(completion("", [2])) + event(completion("", [3])))
     assert scanner.resume() == 2
@@ -575,14 +575,14 @@ def test_resume_gives_back_tokens_whose_text_was_never_seen() -> None:
     assert scanner.tokens == 1
 
 
-def test_resume_keeps_every_token_that_the_client_has_seen_as_an_id() -> None:
+def test_a_resume_keeps_every_token_whose_id_was_sent() -> None:
     scanner = EventScanner(want_token_ids=True)
     scanner.feed(event(completion("a", [1])) + event(completion("", [2])))
     assert scanner.resume() == 0
     assert scanner.generated.ids.tolist() == [1, 2]
 
 
-def test_ids_that_were_never_sent_are_not_known_after_a_resume() -> None:
+def test_ids_that_were_never_received_are_unknown_after_a_resume() -> None:
     """A worker that tells its count by usage alone: whoever went on from `ids` would leave out what has been told."""
     scanner = EventScanner()
     scanner.feed(event(completion("a", None) | {"usage": usage(3, 1)["usage"]}))
@@ -592,7 +592,7 @@ def test_ids_that_were_never_sent_are_not_known_after_a_resume() -> None:
     assert not scanner.generated.exact
 
 
-def test_usage_of_a_second_life_without_a_prefillers_count_leaves_out_the_answer_so_far() -> None:
+def test_usage_of_a_resumed_stream_without_a_prefillers_count_excludes_the_earlier_tokens() -> None:
     scanner = EventScanner(want_usage=True)
     scanner.feed(event(completion("a", [1])) + event(completion("b", [2])))
     scanner.resume()
@@ -602,7 +602,7 @@ def test_usage_of_a_second_life_without_a_prefillers_count_leaves_out_the_answer
 
 
 @pytest.mark.parametrize("told", [{}, {"usage": usage(5, 0)["usage"]}], ids=["no usage", "continuous usage"])
-def test_the_message_that_a_chats_echo_repeats_is_no_token_and_the_answer_can_go_on_from_its_ids(
+def test_an_echoed_chat_message_does_not_count_as_a_token(
     told: dict[str, Any],
 ) -> None:
     """vLLM tells it in an event without ids, before the first token."""
@@ -622,7 +622,7 @@ def test_the_message_that_a_chats_echo_repeats_is_no_token_and_the_answer_can_go
 
 
 @pytest.mark.parametrize("continuous", [False, True])
-def test_the_tokens_of_reasoning_are_told_of_an_answer_that_one_worker_gave_alone(continuous: bool) -> None:
+def test_reasoning_tokens_are_reported_only_for_an_answer_of_one_worker(continuous: bool) -> None:
     """A worker knows those that it has generated itself: of a resumed answer they would be too few."""
 
     def reasoned(text: str, count: int, **fields: Any) -> bytes:
@@ -650,7 +650,7 @@ def test_the_tokens_of_reasoning_are_told_of_an_answer_that_one_worker_gave_alon
     ],
 )
 @pytest.mark.parametrize("lives", [1, 2])
-def test_an_answer_goes_on_with_the_kind_of_text_that_it_was_cut_off_in(
+def test_a_resumed_answer_continues_with_the_kind_of_text_at_the_cut(
     before: dict[str, object], after: dict[str, object], ends: StreamEnd | None, lives: int
 ) -> None:
     """Also where a life without any text lies between the two."""
@@ -663,7 +663,7 @@ def test_an_answer_goes_on_with_the_kind_of_text_that_it_was_cut_off_in(
 
 
 @pytest.mark.parametrize("kind", ["reasoning", "content"])
-def test_the_kind_of_a_text_is_known_also_where_the_first_token_had_no_text(kind: str) -> None:
+def test_the_kind_of_text_is_known_even_if_the_first_token_has_no_text(kind: str) -> None:
     """Half of a character has none."""
     other = "content" if kind == "reasoning" else "reasoning"
     scanner = EventScanner()
@@ -721,7 +721,7 @@ def test_every_recorded_stream_is_counted_exactly() -> None:
 
 
 @pytest.mark.parametrize("want_ids", [False, True], ids=["no ids", "ids"])
-def test_where_the_first_worker_told_nothing_a_recorded_stream_reads_as_from_one_worker(want_ids: bool) -> None:
+def test_after_a_worker_that_sent_nothing_a_recorded_stream_is_unchanged(want_ids: bool) -> None:
     for path in capture_files("*/*.resp"):
         head, body = body_of(path)
         if b"text/event-stream" not in head:
@@ -753,7 +753,7 @@ IDLE = {
 
 
 @pytest.mark.parametrize("idle", IDLE.values(), ids=IDLE)
-def test_events_without_a_token_are_read_up_to_a_number_in_a_row(idle: bytes) -> None:
+def test_too_many_events_without_a_token_are_malformed(idle: bytes) -> None:
     scanner = EventScanner()
     for _ in range(2):
         scanner.feed(idle * (MAX_IDLE_EVENTS - 1) + event(completion("a", [5])))
@@ -762,7 +762,7 @@ def test_events_without_a_token_are_read_up_to_a_number_in_a_row(idle: bytes) ->
     assert scanner.end is StreamEnd.MALFORMED and "bring no token" in scanner.fault
 
 
-def test_an_event_of_more_lines_or_choices_than_engines_write_is_none() -> None:
+def test_an_event_with_too_many_lines_or_choices_is_malformed() -> None:
     lines, choices = EventScanner(), EventScanner()
     lines.feed(b"data:\n" * (MAX_LINES + 1) + b"\n")
     assert lines.end is StreamEnd.MALFORMED and "lines" in lines.fault

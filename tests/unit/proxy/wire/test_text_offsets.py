@@ -7,7 +7,7 @@ import pytest
 from balanceroute.proxy.wire.text_offsets import TextOffsets
 
 
-def test_the_offsets_of_a_later_worker_go_on_where_the_last_one_ended() -> None:
+def test_text_offsets_of_a_later_worker_continue_those_of_the_last() -> None:
     offsets, logprobs = TextOffsets(), {"tokens": ["x", "yz"], "text_offset": [0, 1]}
     assert not offsets.go_on({"tokens": ["ab", "cde"], "text_offset": [0, 2]})
     offsets.begin_life()
@@ -16,7 +16,7 @@ def test_the_offsets_of_a_later_worker_go_on_where_the_last_one_ended() -> None:
     assert logprobs["text_offset"] == [5, 6]
 
 
-def test_what_a_worker_takes_to_pieces_is_moved_by_the_same_length() -> None:
+def test_all_text_offsets_of_a_worker_are_shifted_by_the_same_length() -> None:
     offsets, second = TextOffsets(), {"tokens": ["d"], "text_offset": [1]}
     offsets.go_on({"tokens": ["ab"], "text_offset": [0]})
     offsets.begin_life()

@@ -43,7 +43,7 @@ def test_details_are_summed_figure_by_figure() -> None:
         ),
     ],
 )
-def test_of_the_prompt_the_prefiller_has_the_word(
+def test_prompt_details_of_the_prefiller_override_those_of_the_decode_worker(
     decoders: dict[str, Any] | None, prefillers: dict[str, Any] | None, wanted: dict[str, Any] | None
 ) -> None:
     usage = {"prompt_tokens": 100} if decoders is None else {"prompt_tokens": 100, "prompt_tokens_details": decoders}

@@ -39,7 +39,7 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
 
 
 @pytest.mark.parametrize("host", ["10.0.0.7", "::1", "fe80::1%eth0"])
-def test_an_address_is_itself_whatever_fails(host: str) -> None:
+def test_an_ip_address_needs_no_lookup(host: str) -> None:
     async def test() -> None:
         names, addresses = Names(), Addresses(host)
         addresses.doubt()
@@ -48,7 +48,7 @@ def test_an_address_is_itself_whatever_fails(host: str) -> None:
     run(test)
 
 
-def test_all_who_wait_share_a_lookup_and_its_answer_counts_for_a_while() -> None:
+def test_concurrent_lookups_are_shared_and_cached_for_a_while() -> None:
     async def test() -> None:
         names, addresses = Names("10.0.0.1", "10.0.0.2", "10.0.0.1"), Addresses("d0")
         names.takes_s = 2.0
@@ -63,7 +63,7 @@ def test_all_who_wait_share_a_lookup_and_its_answer_counts_for_a_while() -> None
     run(test)
 
 
-def test_a_name_that_was_never_found_is_an_error_and_looked_up_each_time() -> None:
+def test_an_unknown_name_is_an_error_and_is_looked_up_each_time() -> None:
     async def test() -> None:
         names, addresses = Names("10.0.0.1"), Addresses("d0")
         names.error = LOST
@@ -76,7 +76,9 @@ def test_a_name_that_was_never_found_is_an_error_and_looked_up_each_time() -> No
     run(test)
 
 
-def test_while_lookups_fail_the_last_addresses_count_and_that_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_while_lookups_fail_the_last_addresses_are_used_and_that_is_logged_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     caplog.set_level(logging.INFO)
 
     async def test() -> None:
@@ -98,7 +100,7 @@ def test_while_lookups_fail_the_last_addresses_count_and_that_is_said_once(caplo
     ]
 
 
-def test_a_lookup_that_takes_long_holds_up_few_and_not_for_long() -> None:
+def test_a_slow_lookup_delays_few_callers_and_only_briefly() -> None:
     async def test() -> None:
         names, addresses = Names("10.0.0.1"), Addresses("d0")
         await addresses.get()
@@ -114,7 +116,7 @@ def test_a_lookup_that_takes_long_holds_up_few_and_not_for_long() -> None:
     run(test)
 
 
-def test_addresses_in_doubt_are_looked_up_at_once() -> None:
+def test_doubtful_addresses_are_looked_up_at_once() -> None:
     async def test() -> None:
         names, addresses = Names("10.0.0.1"), Addresses("d0")
         await addresses.get()
@@ -126,7 +128,7 @@ def test_addresses_in_doubt_are_looked_up_at_once() -> None:
 
 
 @pytest.mark.parametrize("code", [socket.EAI_NONAME, socket.EAI_NODATA])
-def test_addresses_that_refuse_are_forgotten_once_the_name_is_gone_because_another_pod_may_get_them(code: int) -> None:
+def test_refusing_addresses_of_a_removed_name_are_forgotten(code: int) -> None:
     async def test() -> None:
         names, addresses = Names("10.0.0.1"), Addresses("d0")
         await addresses.get()
@@ -143,7 +145,7 @@ def test_addresses_that_refuse_are_forgotten_once_the_name_is_gone_because_anoth
     run(test)
 
 
-def test_addresses_that_refuse_are_kept_while_no_name_server_can_tell() -> None:
+def test_refusing_addresses_are_kept_while_no_name_server_answers() -> None:
     async def test() -> None:
         names, addresses = Names("10.0.0.1"), Addresses("d0")
         await addresses.get()
@@ -154,7 +156,7 @@ def test_addresses_that_refuse_are_kept_while_no_name_server_can_tell() -> None:
     run(test)
 
 
-def test_the_preferred_address_comes_first_as_long_as_the_name_leads_there() -> None:
+def test_the_preferred_address_stays_first_while_the_name_resolves_to_it() -> None:
     async def test() -> None:
         names = Names("10.0.0.1", "10.0.0.2", "10.0.0.3")
         addresses = Addresses("d0.cluster")

@@ -27,7 +27,7 @@ def test_a_first_fault_rests_the_worker_just_long_enough_for_a_retry_elsewhere()
     assert told.state is CircuitState.CLOSED
 
 
-def test_another_configuration_counts_from_the_next_fault_on() -> None:
+def test_a_changed_configuration_applies_from_the_next_fault() -> None:
     told = Told(threshold=3, open_for_s=10.0)
     told.circuit.fault(0.0)
     told.circuit.configure(CircuitConfig(2, 5.0))
@@ -35,7 +35,7 @@ def test_another_configuration_counts_from_the_next_fault_on() -> None:
     assert told.state is CircuitState.OPEN and told.wakes[-1] == 5.0
 
 
-def test_rests_grow_with_faults_in_a_row_and_a_success_forgets_them() -> None:
+def test_rests_grow_with_consecutive_faults_and_a_success_resets_them() -> None:
     told = Told(threshold=9)
     for expected in (REST_S, 2 * REST_S, 4 * REST_S):
         told.circuit.fault(0.0)
@@ -46,7 +46,7 @@ def test_rests_grow_with_faults_in_a_row_and_a_success_forgets_them() -> None:
     assert told.wakes[-1] == REST_S
 
 
-def test_faults_in_a_row_open_the_circuit_and_time_gives_it_one_trial() -> None:
+def test_consecutive_faults_open_the_circuit_and_a_timeout_allows_one_trial() -> None:
     told = Told(threshold=2)
     told.circuit.fault(0.0)
     told.circuit.fault(1.0)
@@ -63,7 +63,7 @@ def test_faults_in_a_row_open_the_circuit_and_time_gives_it_one_trial() -> None:
     ("found", "after"),
     [("success", CircuitState.CLOSED), ("fault", CircuitState.OPEN), ("inconclusive", CircuitState.HALF_OPEN)],
 )
-def test_a_trial_decides(found: str, after: CircuitState) -> None:
+def test_a_trial_closes_or_reopens_the_circuit(found: str, after: CircuitState) -> None:
     told = Told(threshold=1)
     told.circuit.fault(0.0)
     told.circuit.tick(10.0)
@@ -72,7 +72,7 @@ def test_a_trial_decides(found: str, after: CircuitState) -> None:
     assert told.state is after
 
 
-def test_a_busy_worker_rests_as_long_as_it_asks_but_never_opens() -> None:
+def test_a_busy_worker_rests_for_its_retry_after_but_never_opens_the_circuit() -> None:
     told = Told(threshold=2)
     for minute in range(20):
         told.circuit.busy(60.0 * minute, 5.0)
@@ -83,7 +83,7 @@ def test_a_busy_worker_rests_as_long_as_it_asks_but_never_opens() -> None:
     assert told.wakes[0] == 5.0
 
 
-def test_after_its_rest_a_busy_worker_is_asked_by_one_request_alone() -> None:
+def test_after_its_rest_a_busy_worker_gets_one_request_first() -> None:
     told = Told()
     told.circuit.busy(0.0)
     told.circuit.tick(REST_S)
@@ -98,7 +98,7 @@ def test_after_its_rest_a_busy_worker_is_asked_by_one_request_alone() -> None:
     assert told.state is CircuitState.CLOSED
 
 
-def test_refusals_of_requests_that_were_under_way_together_are_one() -> None:
+def test_concurrent_refusals_count_as_one() -> None:
     told = Told()
     for _ in range(50):
         told.circuit.busy(1.0)
@@ -116,14 +116,14 @@ def test_a_short_refusal_does_not_shorten_the_rest_that_an_earlier_one_asked_for
     assert told.state is CircuitState.HALF_OPEN
 
 
-def test_a_timer_that_fires_a_rounding_too_early_ends_the_rest_all_the_same() -> None:
+def test_a_timer_that_fires_slightly_early_still_ends_the_rest() -> None:
     told = Told()
     told.circuit.fault(0.1 + 0.2)
     told.circuit.tick(0.3 + REST_S - 0.001)  # nobody would call again
     assert told.state is CircuitState.CLOSED
 
 
-def test_busy_answers_do_not_count_towards_the_threshold_of_faults() -> None:
+def test_busy_answers_do_not_count_as_faults() -> None:
     told = Told(threshold=2)
     for _ in range(5):
         told.circuit.busy(0.0)
@@ -151,7 +151,7 @@ def test_late_failures_of_requests_sent_before_do_not_close_an_open_circuit() ->
     assert told.state is CircuitState.OPEN
 
 
-def test_a_success_matters_until_nothing_is_held_against_the_worker() -> None:
+def test_a_success_is_needed_only_while_the_circuit_is_doubtful() -> None:
     told = Told(threshold=2)
     assert not told.circuit.doubtful
     told.circuit.fault(0.0)
@@ -164,7 +164,7 @@ def test_a_success_matters_until_nothing_is_held_against_the_worker() -> None:
     assert told.state is CircuitState.HALF_OPEN and told.circuit.doubtful
 
 
-def test_a_request_to_a_worker_that_nothing_is_held_against_is_no_trial_and_time_changes_nothing() -> None:
+def test_a_request_to_an_undoubted_worker_is_no_trial() -> None:
     told = Told()
     told.circuit.used()
     assert told.state is CircuitState.CLOSED
@@ -172,7 +172,7 @@ def test_a_request_to_a_worker_that_nothing_is_held_against_is_no_trial_and_time
     assert told.state is CircuitState.CLOSED
 
 
-def test_a_trial_that_goes_on_stays_the_only_request() -> None:
+def test_a_running_trial_stays_the_only_request() -> None:
     told = Told(threshold=1)
     told.circuit.fault(0.0)
     told.circuit.reachable()

@@ -53,7 +53,7 @@ def test_interim_responses_are_skipped(run: Run) -> None:
     run(test)
 
 
-def test_bytes_after_a_reply_are_not_taken_for_the_next_one(run: Run) -> None:
+def test_bytes_after_a_reply_are_not_read_as_the_next_reply(run: Run) -> None:
     async def test() -> None:
         async with worker(answering(plain(b"ok") + plain(b"evil"))) as server:
             upstream = Upstream(server.url)

@@ -29,7 +29,7 @@ def a_prefiller() -> tuple[Worker, Conditions]:
     return services.fleet["p0"], services.metrics.conditions
 
 
-def test_the_named_connector_is_learned_and_its_condition_cleared() -> None:
+def test_the_configured_connector_is_recorded_and_clears_its_condition() -> None:
     async def checked() -> None:
         worker, conditions = a_prefiller()
         conditions.hold(CONNECTOR, worker.id, "before")
@@ -39,7 +39,7 @@ def test_the_named_connector_is_learned_and_its_condition_cleared() -> None:
     in_virtual_time(checked)
 
 
-def test_another_pulling_connector_is_told_and_served_on() -> None:
+def test_another_pulling_connector_is_reported_and_served() -> None:
     async def checked() -> None:
         worker, conditions = a_prefiller()
         assert note_connector(worker, connector_of(OF_NIXL), named("mooncake_v1"), conditions) == "nixl"
@@ -58,7 +58,7 @@ def test_a_pulling_prefiller_is_refused_where_the_decode_worker_is_chosen_first(
     in_virtual_time(checked)
 
 
-def test_parameters_that_do_not_tell_change_nothing() -> None:
+def test_parameters_without_a_connector_change_nothing() -> None:
     async def checked() -> None:
         worker, conditions = a_prefiller()
         assert note_connector(worker, connector_of(OF_NOBODY), named("mooncake_v1"), conditions) is None
@@ -67,7 +67,7 @@ def test_parameters_that_do_not_tell_change_nothing() -> None:
     in_virtual_time(checked)
 
 
-def test_a_prefiller_that_never_pinned_anything_is_told_one_that_has_is_not() -> None:
+def test_a_prefiller_that_never_pinned_is_reported_and_one_that_has_is_not() -> None:
     async def checked() -> None:
         worker, conditions = a_prefiller()
         doubt_connector(worker, NO_PARAMETERS.format("nixl"), conditions)
@@ -79,7 +79,7 @@ def test_a_prefiller_that_never_pinned_anything_is_told_one_that_has_is_not() ->
     in_virtual_time(checked)
 
 
-def test_kv_is_believed_for_no_longer_than_the_engines_connector_keeps_it() -> None:
+def test_kv_times_are_shortened_to_the_engines_connector() -> None:
     config = a_config()
     short = shortened(config, ["nixl"])
     assert short.kv_pin_s is not None and config.kv_pin_s is not None and short.kv_pin_s < config.kv_pin_s
@@ -87,6 +87,6 @@ def test_kv_is_believed_for_no_longer_than_the_engines_connector_keeps_it() -> N
     assert shortened(config, [None, "mooncake_v1"]) is config
 
 
-def test_the_operators_word_on_it_stays() -> None:
+def test_the_operators_kv_pin_s_is_not_shortened() -> None:
     config = a_config(prefill={"kv_pin_s": 400.0})
     assert shortened(config, ["nixl"]) is config

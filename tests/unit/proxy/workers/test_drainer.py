@@ -60,7 +60,7 @@ def test_kv_is_pulled_by_one_worker_with_one_token_and_its_own_parameters() -> N
 
 
 @pytest.mark.parametrize("refusal", [429, 503, UNSENT], ids=["429", "503", "no connection"])
-def test_a_worker_that_has_surely_not_taken_it_leaves_it_to_the_next(refusal: int | ConnectFailed) -> None:
+def test_a_drain_moves_to_the_next_worker_when_the_first_surely_did_not_take_it(refusal: int | ConnectFailed) -> None:
     async def test() -> None:
         services = a_router()
         script(services, "d0", refusal)
@@ -78,7 +78,7 @@ def test_a_worker_that_has_surely_not_taken_it_leaves_it_to_the_next(refusal: in
     [500, BadUpstreamReply("cut", worker="d", tier="decode"), ConnectFailed("cut", worker="d", tier="decode"), None],
     ids=["500", "cut off", "reset after sending", "silence"],
 )
-def test_a_worker_that_may_have_taken_it_ends_it_because_parameters_are_used_once(
+def test_a_drain_that_a_worker_may_have_taken_is_not_repeated(
     end: int | BadUpstreamReply | ConnectFailed | None,
 ) -> None:
     async def test() -> None:
@@ -96,7 +96,7 @@ def test_a_worker_that_may_have_taken_it_ends_it_because_parameters_are_used_onc
     in_virtual_time(test)
 
 
-def test_a_worker_that_has_left_since_the_cluster_was_seen_is_not_asked() -> None:
+def test_a_worker_that_has_just_left_is_not_used_for_a_drain() -> None:
     """A relay hears at once that a worker has left, and within a quarter of a second how the cluster looks then."""
 
     async def test() -> None:
@@ -110,7 +110,7 @@ def test_a_worker_that_has_left_since_the_cluster_was_seen_is_not_asked() -> Non
     in_virtual_time(test)
 
 
-def test_while_every_worker_refuses_it_waits_and_is_pulled_when_one_takes_it() -> None:
+def test_a_drain_waits_while_every_worker_refuses_it() -> None:
     async def test() -> None:
         services = a_router()
         for name in ("d0", "d1"):
@@ -151,7 +151,7 @@ def test_kv_older_than_its_safe_share_is_never_pulled() -> None:
     in_virtual_time(test)
 
 
-def test_the_freest_worker_is_asked_first_and_one_that_rests_last() -> None:
+def test_a_drain_uses_the_freest_worker_first_and_a_resting_one_last() -> None:
     async def test() -> None:
         services = a_router()
         services.ledger.set_worker_state("d0", WorkerState.DRAINING)
@@ -166,7 +166,7 @@ def test_the_freest_worker_is_asked_first_and_one_that_rests_last() -> None:
     in_virtual_time(test)
 
 
-def test_drains_are_few_at_a_time_and_all_come_to_their_end() -> None:
+def test_drains_are_limited_in_parallel_and_all_complete() -> None:
     async def test() -> None:
         services = a_router(a_config(decoders=1))
         gate = asyncio.Event()
@@ -183,7 +183,7 @@ def test_drains_are_few_at_a_time_and_all_come_to_their_end() -> None:
     in_virtual_time(test)
 
 
-def test_a_drain_that_comes_in_the_moment_in_which_all_others_end_does_not_wait_for_the_next_one() -> None:
+def test_a_drain_added_while_the_last_ones_end_starts_at_once() -> None:
     async def test() -> None:
         services = a_router()
 
@@ -203,7 +203,7 @@ def test_a_drain_that_comes_in_the_moment_in_which_all_others_end_does_not_wait_
     in_virtual_time(test)
 
 
-def test_choices_of_one_request_are_drained_one_by_one_and_no_more_after_one_that_a_worker_died_of() -> None:
+def test_choices_of_one_request_are_drained_in_sequence_until_a_worker_dies() -> None:
     async def test() -> None:
         services, group = a_router(), DrainGroup()
         broken = ConnectFailed("reset", worker="d", tier="decode")
@@ -217,7 +217,7 @@ def test_choices_of_one_request_are_drained_one_by_one_and_no_more_after_one_tha
     in_virtual_time(test)
 
 
-def test_choices_that_harm_nobody_are_all_drained() -> None:
+def test_choices_that_kill_no_worker_are_all_drained() -> None:
     async def test() -> None:
         services, group = a_router(), DrainGroup()
         for _ in range(2 * MAX_CONCURRENT):
@@ -254,7 +254,7 @@ def a_record(path: Path, *ages_s: float, prefiller: str = "p0") -> PinRecord:
     return PinRecord(path)
 
 
-def test_what_a_killed_router_has_left_is_drained_with_a_prompt_of_its_size(tmp_path: Path) -> None:
+def test_kv_left_by_a_killed_router_is_drained_with_a_prompt_of_its_size(tmp_path: Path) -> None:
     async def test() -> None:
         services, record = a_router(), a_record(tmp_path / "pins", 3.0)
         upstream = script(services, "d0")
@@ -282,7 +282,7 @@ def test_kv_that_may_be_gone_is_never_drained(tmp_path: Path) -> None:
     in_virtual_time(test)
 
 
-def test_what_is_too_old_is_not_drained_though_the_clock_was_set_back(
+def test_too_old_kv_is_not_drained_even_if_the_clock_was_set_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def test() -> None:
@@ -297,7 +297,7 @@ def test_what_is_too_old_is_not_drained_though_the_clock_was_set_back(
     in_virtual_time(test)
 
 
-def test_its_line_goes_before_its_parameters_and_comes_back_when_no_engine_has_seen_them(tmp_path: Path) -> None:
+def test_a_pin_is_released_before_its_parameters_are_sent_and_restored_if_no_engine_saw_them(tmp_path: Path) -> None:
     async def test() -> None:
         services, record = a_router(), a_record(tmp_path / "pins", 1.0)
         held: list[int] = []
@@ -320,7 +320,7 @@ def test_its_line_goes_before_its_parameters_and_comes_back_when_no_engine_has_s
     in_virtual_time(test)
 
 
-def test_what_is_not_drained_when_the_router_ends_is_left_to_the_next_one(tmp_path: Path) -> None:
+def test_drains_that_are_not_finished_at_the_end_are_left_to_the_next_router(tmp_path: Path) -> None:
     async def test() -> None:
         services, record = a_router(), a_record(tmp_path / "pins", 1.0, 2.0)
         for name in ("d0", "d1", "d2"):

@@ -17,7 +17,7 @@ def now() -> float:
     return asyncio.get_running_loop().time()
 
 
-def test_without_a_pause_it_is_over_in_time_and_the_worker_is_to_blame() -> None:
+def test_without_a_pause_the_timeout_is_on_time_and_blames_the_worker() -> None:
     async def test() -> None:
         began_s, limit = now(), FairTimeout(4.0)
         with pytest.raises(TimeoutError):
@@ -27,7 +27,7 @@ def test_without_a_pause_it_is_over_in_time_and_the_worker_is_to_blame() -> None
     in_virtual_time(test)
 
 
-def test_what_came_during_a_pause_of_our_own_is_still_read() -> None:
+def test_an_event_during_a_pause_of_the_router_is_still_received() -> None:
     async def test() -> None:
         come, limit = asyncio.Event(), FairTimeout(4.0)
         waiting = asyncio.ensure_future(waits(come, limit))

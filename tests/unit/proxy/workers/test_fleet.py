@@ -51,7 +51,7 @@ def holding(services: Services, worker: Worker) -> str:
         (True, True, CircuitState.CLOSED, False, DOWN),
     ],
 )
-def test_the_worst_of_three_voices_counts(
+def test_the_worst_finding_determines_a_workers_state(
     healthy: bool, stalled: bool, circuit: CircuitState, drained: bool, state: WorkerState
 ) -> None:
     async def test() -> None:
@@ -66,7 +66,7 @@ def test_the_worst_of_three_voices_counts(
 
 
 @pytest.mark.parametrize("name", ["p0", "d0"])
-def test_a_rest_ends_by_itself_and_the_scheduler_hears_of_both_ends(name: str) -> None:
+def test_a_rest_ends_by_itself_and_both_changes_reach_the_scheduler(name: str) -> None:
     async def test() -> None:
         services = a_router()
         worker = services.fleet[name]
@@ -78,7 +78,7 @@ def test_a_rest_ends_by_itself_and_the_scheduler_hears_of_both_ends(name: str) -
     in_virtual_time(test)
 
 
-def test_a_health_check_answered_brings_the_trial_of_an_open_circuit_forward_unless_the_worker_stalls() -> None:
+def test_an_answered_health_check_brings_the_trial_forward_unless_the_worker_stalls() -> None:
     async def test() -> None:
         services = a_router(a_config(health={"failure_threshold": 1, "open_for_s": 600.0}))
         worker = services.fleet["d0"]
@@ -93,7 +93,7 @@ def test_a_health_check_answered_brings_the_trial_of_an_open_circuit_forward_unl
     in_virtual_time(test)
 
 
-def test_what_is_known_of_a_worker_s_version_is_forgotten_when_it_goes_down() -> None:
+def test_what_the_router_learned_of_a_workers_version_is_forgotten_when_it_goes_down() -> None:
     async def test() -> None:
         services = a_router()
         worker = services.fleet["d0"]
@@ -106,7 +106,7 @@ def test_what_is_known_of_a_worker_s_version_is_forgotten_when_it_goes_down() ->
     in_virtual_time(test)
 
 
-def test_of_two_doubts_of_a_cache_the_later_one_holds_in_whichever_order_they_are_heard() -> None:
+def test_the_later_of_two_cache_salts_holds_in_any_order_of_arrival() -> None:
     """A relay hears of its own earlier doubt again while the brain has not heard of its later one."""
 
     async def test() -> None:
@@ -171,7 +171,7 @@ def test_a_prefiller_that_leaves_stays_while_it_keeps_kv_for_us() -> None:
     in_virtual_time(test)
 
 
-def test_a_worker_called_back_while_it_leaves_stays_with_all_it_holds() -> None:
+def test_a_leaving_worker_that_is_added_again_keeps_its_requests() -> None:
     async def test() -> None:
         services = a_router()
         worker = services.fleet["d1"]
@@ -183,7 +183,7 @@ def test_a_worker_called_back_while_it_leaves_stays_with_all_it_holds() -> None:
     in_virtual_time(test)
 
 
-def test_the_name_of_a_worker_that_leaves_is_free_for_another_one_when_it_has_gone() -> None:
+def test_a_workers_name_becomes_free_when_the_worker_has_left() -> None:
     async def test() -> None:
         services = a_router()
         worker = services.fleet["d1"]
@@ -199,7 +199,7 @@ def test_the_name_of_a_worker_that_leaves_is_free_for_another_one_when_it_has_go
     in_virtual_time(test)
 
 
-def test_a_worker_called_back_takes_requests_whether_it_had_left_already_or_not_yet() -> None:
+def test_a_worker_that_is_added_again_takes_requests() -> None:
     async def test() -> None:
         services = a_router()
         for name, held in (("d0", False), ("d1", True)):
@@ -217,7 +217,7 @@ def test_a_worker_called_back_takes_requests_whether_it_had_left_already_or_not_
     in_virtual_time(test)
 
 
-def test_findings_on_a_worker_that_has_left_are_none_on_the_one_that_has_come_under_its_name() -> None:
+def test_findings_on_a_departed_worker_do_not_affect_its_namesake() -> None:
     async def test() -> None:
         services = a_router()
         left = services.fleet["d1"]
@@ -231,7 +231,7 @@ def test_findings_on_a_worker_that_has_left_are_none_on_the_one_that_has_come_un
     in_virtual_time(test)
 
 
-def test_findings_on_a_worker_that_has_left_reach_nobody() -> None:
+def test_findings_on_a_departed_worker_have_no_effect() -> None:
     async def test() -> None:
         services = a_router()
         worker = services.fleet["d1"]
@@ -244,7 +244,7 @@ def test_findings_on_a_worker_that_has_left_reach_nobody() -> None:
     in_virtual_time(test)
 
 
-def test_a_worker_that_has_left_is_freed_without_a_search_for_garbage() -> None:
+def test_a_departed_worker_is_freed_without_the_garbage_collector() -> None:
     async def test() -> None:
         services = a_router()
         known = workers()

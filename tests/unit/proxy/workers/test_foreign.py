@@ -12,14 +12,14 @@ def report(running: float, waiting: float = 0.0, **samples: float) -> dict[str, 
     return {"num_requests_running": running, "num_requests_waiting": waiting, **samples}
 
 
-def test_what_two_reports_in_a_row_have_beyond_our_ledger_is_foreign() -> None:
+def test_requests_beyond_the_ledger_in_two_consecutive_reports_are_foreign() -> None:
     load = ForeignLoad()
     assert load.see(report(30, 34, kv_cache_usage_perc=0.5, **CAPACITY), 2, 1_000, 500.0) == NOBODY
     found = load.see(report(30, 34, kv_cache_usage_perc=0.4, **CAPACITY), 2, 1_000, 500.0)
     assert found == Foreign(62, 40_000 - 1_000 - 2 * 128)
 
 
-def test_it_is_gone_with_the_first_report_without_it() -> None:
+def test_foreign_load_ends_with_the_first_report_without_it() -> None:
     load = ForeignLoad()
     for _ in range(3):
         load.see(report(10), 0, 0, 100.0)
@@ -27,19 +27,19 @@ def test_it_is_gone_with_the_first_report_without_it() -> None:
     assert load.see(report(0), 0, 0, 100.0) == NOBODY
 
 
-def test_a_report_of_less_than_our_own_says_nothing() -> None:
+def test_a_report_of_fewer_requests_than_our_own_changes_nothing() -> None:
     load = ForeignLoad()
     for _ in range(3):
         assert load.see(report(3), 8, 4_000, 500.0) == NOBODY
 
 
-def test_without_the_size_of_the_cache_a_foreign_request_is_as_large_as_ours() -> None:
+def test_without_a_known_cache_size_a_foreign_request_is_as_large_as_our_own() -> None:
     load = ForeignLoad()
     load.see(report(4), 1, 700, 700.0)
     assert load.see(report(4), 1, 700, 700.0) == Foreign(3, 2_100)
 
 
-def test_one_report_that_cannot_be_read_changes_nothing_and_two_make_it_unknown() -> None:
+def test_one_unreadable_report_changes_nothing_and_two_make_foreign_load_unknown() -> None:
     load = ForeignLoad()
     for _ in range(3):
         load.see(report(5), 0, 0, 10.0)
@@ -50,7 +50,7 @@ def test_one_report_that_cannot_be_read_changes_nothing_and_two_make_it_unknown(
 
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.integers(0, 8), min_size=2, max_size=60), st.data())
-def test_our_own_requests_are_never_foreign_however_late_a_report_is_within_its_period(
+def test_our_own_requests_are_never_foreign_for_any_report_delay_within_its_period(
     history: list[int], data: st.DataObject
 ) -> None:
     """`history`: our requests at each instant; a report shows any instant since the report before."""
@@ -66,14 +66,14 @@ def full(active: int, foreign: int, queued: int = 0, slots: int = 8) -> Occupanc
     return Occupancy(slots, active, foreign, queued)
 
 
-def test_slots_that_others_hold_stay_theirs_while_any_slot_is_free() -> None:
+def test_slots_held_by_others_stay_theirs_while_any_slot_is_free() -> None:
     assert least_own_slots(full(0, 8), [full(2, 5)], waiting=9) == 0
     assert least_own_slots(full(0, 7), [full(0, 8)], waiting=9) == 0
     assert least_own_slots(full(0, 8), [full(0, 8)], waiting=0) == 0
     assert least_own_slots(full(8, 0), [full(0, 8)], waiting=9) == 0  # nothing foreign: plain fullness
 
 
-def test_where_others_hold_every_slot_a_router_takes_up_to_half_step_by_step() -> None:
+def test_a_router_takes_up_to_half_of_slots_held_by_others_step_by_step() -> None:
     active, steps = 0, []
     while (least := least_own_slots(full(active, 8), [], waiting=9)) > active:
         steps.append(least - active)
@@ -82,7 +82,7 @@ def test_where_others_hold_every_slot_a_router_takes_up_to_half_step_by_step() -
     assert least_own_slots(full(10, 64, slots=64), [], waiting=9) == 14
 
 
-def test_it_queues_at_an_engine_with_others_only_while_it_has_less_than_a_sixteenth_of_all_slots() -> None:
+def test_a_router_queues_beside_others_only_below_a_sixteenth_of_all_slots() -> None:
     assert least_own_slots(full(0, 64, queued=30, slots=64), [], waiting=9) == 4
     assert least_own_slots(full(4, 64, queued=30, slots=64), [], waiting=9) == 0
     assert least_own_slots(full(0, 8, queued=4), [full(8, 0)], waiting=9) == 0  # our own slots will free

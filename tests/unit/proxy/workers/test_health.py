@@ -30,7 +30,7 @@ async def rounds(monitor: HealthMonitor, services: Services, count: int = 1) -> 
 
 
 @pytest.mark.parametrize("answer", [500, REFUSED], ids=["5xx", "refused"])
-def test_a_worker_without_other_signs_of_life_is_out_after_failures_in_a_row_and_back_after_one_answer(
+def test_a_worker_without_other_progress_goes_down_after_consecutive_failures_and_up_after_one_answer(
     answer: Answer,
 ) -> None:
     async def test() -> None:
@@ -53,9 +53,7 @@ def test_a_worker_without_other_signs_of_life_is_out_after_failures_in_a_row_and
     [(REFUSED, True), (503, True), (500, False), (None, False)],
     ids=["refused", "503", "500", "silent"],
 )
-def test_a_process_has_ended_where_its_port_refuses_or_its_engine_is_dead_and_not_where_it_is_only_out(
-    answer: Answer | None, ended: bool
-) -> None:
+def test_a_refused_port_or_a_dead_engine_means_that_the_process_has_ended(answer: Answer | None, ended: bool) -> None:
     async def test() -> None:
         services = a_router(a_config(health=HEALTH))
         monitor, d0 = await seen_healthy(services), services.fleet["d0"]
@@ -113,7 +111,7 @@ def test_a_worker_that_goes_down_is_down_with_what_its_last_health_check_found(a
     in_virtual_time(test)
 
 
-def test_a_worker_that_says_itself_that_its_engine_is_dead_is_out_at_once() -> None:
+def test_a_worker_that_reports_a_dead_engine_is_down_at_once() -> None:
     async def test() -> None:
         services = a_router(a_config(health=HEALTH))
         monitor = await seen_healthy(services)
@@ -124,7 +122,7 @@ def test_a_worker_that_says_itself_that_its_engine_is_dead_is_out_at_once() -> N
     in_virtual_time(test)
 
 
-def test_a_silent_worker_gets_nothing_new_after_one_check_and_is_out_when_three_had_no_answer() -> None:
+def test_a_silent_worker_gets_no_new_request_after_one_check_and_is_down_after_three() -> None:
     async def test() -> None:
         services = a_router(a_config(health=HEALTH))
         monitor = await seen_healthy(services)
@@ -158,7 +156,7 @@ def test_a_rank_that_leaves_during_the_check_of_its_server_is_no_failure_of_the_
     in_virtual_time(test)
 
 
-def test_a_check_that_hung_when_its_worker_left_says_nothing_of_the_one_that_has_come_under_its_name() -> None:
+def test_a_hanging_check_of_a_departed_worker_does_not_affect_its_namesake() -> None:
     async def test() -> None:
         services = a_router(a_config(health=HEALTH))
         monitor = await seen_healthy(services)
@@ -190,7 +188,7 @@ def test_one_answer_ends_the_doubts_about_a_worker() -> None:
     in_virtual_time(test)
 
 
-def test_a_worker_that_gave_a_token_before_a_silent_check_but_none_since_gets_nothing_new() -> None:
+def test_a_worker_without_a_token_since_a_silent_check_gets_no_new_request() -> None:
     async def test() -> None:
         services = a_router(a_config(health=HEALTH))
         monitor = await seen_healthy(services)
@@ -211,7 +209,7 @@ def test_a_worker_that_gave_a_token_before_a_silent_check_but_none_since_gets_no
     [(None, WorkerState.UP), (REFUSED, WorkerState.DOWN), (500, WorkerState.DOWN), (503, WorkerState.DOWN)],
     ids=["silent", "refused", "500", "503"],
 )
-def test_a_worker_that_made_progress_just_now_may_be_silent_but_not_refuse(answer: Answer, state: WorkerState) -> None:
+def test_a_worker_with_recent_progress_may_miss_a_check_but_not_refuse_it(answer: Answer, state: WorkerState) -> None:
     async def test() -> None:
         services = a_router(a_config(health=HEALTH))
         monitor = await seen_healthy(services)
@@ -230,7 +228,7 @@ def test_a_worker_that_made_progress_just_now_may_be_silent_but_not_refuse(answe
     in_virtual_time(test)
 
 
-def test_a_silent_worker_that_was_given_a_request_but_said_nothing_is_taken_out() -> None:
+def test_a_silent_worker_without_progress_on_its_request_is_down() -> None:
     async def test() -> None:
         services = a_router(a_config(health=HEALTH))
         monitor = await seen_healthy(services)
@@ -244,7 +242,7 @@ def test_a_silent_worker_that_was_given_a_request_but_said_nothing_is_taken_out(
     in_virtual_time(test)
 
 
-def test_a_timeout_that_our_own_stalled_loop_saw_too_late_is_no_verdict() -> None:
+def test_a_health_timeout_noticed_late_by_a_stalled_loop_does_not_count() -> None:
     async def test() -> None:
         services = a_router(a_config(health=HEALTH))
         monitor = await seen_healthy(services)
@@ -265,7 +263,7 @@ def test_a_timeout_that_our_own_stalled_loop_saw_too_late_is_no_verdict() -> Non
 
 
 @pytest.mark.parametrize("stall_s", [2.9, 3.3], ids=["within", "just-beyond"])
-def test_a_pause_of_our_own_within_the_timeout_is_no_verdict_either(stall_s: float) -> None:
+def test_a_pause_of_the_router_within_the_health_timeout_does_not_count(stall_s: float) -> None:
     async def test() -> None:
         services = a_router(a_config(health={**HEALTH, "timeout_s": 3.0}))
         script(services, "d0", None)  # never seen healthy: one verdict would take it out
@@ -319,7 +317,7 @@ def test_a_worker_that_joins_and_never_answers_is_dropped_after_its_attempts_and
     in_virtual_time(test)
 
 
-def test_what_we_could_not_ask_for_want_of_a_descriptor_says_nothing_of_the_worker() -> None:
+def test_a_health_check_without_a_free_descriptor_does_not_count() -> None:
     error = CannotConnect("cannot connect: too many open files", worker="d0", tier="decode")
 
     async def test() -> None:
@@ -333,7 +331,7 @@ def test_what_we_could_not_ask_for_want_of_a_descriptor_says_nothing_of_the_work
 
 
 @pytest.mark.parametrize("lately", ["token", "first request", "pause of ours", None])
-def test_a_worker_is_stalled_when_none_of_what_excuses_it_is_young(lately: str | None) -> None:
+def test_a_worker_is_stalled_without_any_recent_sign_of_progress(lately: str | None) -> None:
     """Its streams wait for tokens. The last token, its first request after idleness and our last pause are old."""
 
     async def test() -> None:
@@ -354,7 +352,7 @@ def test_a_worker_is_stalled_when_none_of_what_excuses_it_is_young(lately: str |
 
 
 @pytest.mark.parametrize("reason", ["idle", "nobody waits"])
-def test_a_worker_of_which_nobody_expects_a_token_is_not_stalled(reason: str) -> None:
+def test_a_worker_without_expected_tokens_is_not_stalled(reason: str) -> None:
     async def test() -> None:
         services = a_router(a_config(health=HEALTH | {"stall_after_s": 30.0}))
         monitor = await seen_healthy(services)

@@ -40,7 +40,7 @@ def test_a_worker_that_has_echoed_once_must_always() -> None:
     in_virtual_time(asked)
 
 
-def test_a_worker_that_never_echoes_goes_unchecked_and_the_log_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_worker_that_never_echoes_ids_is_unchecked_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     async def asked() -> None:
         worker, connections = a_worker()
         for told in ("own-1", "own-2", None):

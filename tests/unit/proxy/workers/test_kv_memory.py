@@ -32,7 +32,7 @@ SIZE = {"kv_capacity_tokens": 1_000.0}
         "some wait for memory",
     ],
 )
-def test_what_fits_is_the_size_that_is_told_or_what_is_free_beside_our_load(
+def test_kv_capacity_is_the_reported_size_or_free_memory_plus_our_load(
     samples: dict[str, float], load_tokens: int, fits: int
 ) -> None:
     assert kv_capacity_tokens(samples, load_tokens, ahead=2) == fits

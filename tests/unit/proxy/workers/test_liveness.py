@@ -24,9 +24,7 @@ from tests.unit.proxy.virtual_time import Answer, Page, a_router, in_virtual_tim
     ],
     ids=["200", "404", "500", "503", "refused", "broken off", "our own shortage", "silent", "never ends"],
 )
-def test_a_worker_lives_that_answers_in_time_and_says_nothing_worse_than_that_it_has_no_such_page(
-    answer: Answer, alive: bool
-) -> None:
+def test_a_worker_that_answers_in_time_with_200_or_404_is_alive(answer: Answer, alive: bool) -> None:
     async def test() -> None:
         services = a_router()
         upstream = script(services, "d0", answer)
@@ -51,7 +49,7 @@ def test_a_caller_may_cancel_its_question() -> None:
     in_virtual_time(test)
 
 
-def test_a_workers_silence_during_a_pause_of_our_own_is_no_death() -> None:
+def test_a_workers_silence_during_a_pause_of_the_router_is_not_a_death() -> None:
     async def test() -> None:
         services = a_router()
         script(services, "d0", None)

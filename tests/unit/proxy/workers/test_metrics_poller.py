@@ -80,7 +80,7 @@ def usage_of(services: Services, name: str = "p0") -> float | None:
     ],
     ids=["told", "no ratio", "NaN", "no gauge", "404", "500", "broken off", "refused", "silent"],
 )
-def test_a_prefiller_that_cannot_be_reached_counts_as_full_and_one_that_does_not_tell_as_unknown(
+def test_an_unreachable_prefiller_counts_as_full_and_one_without_usage_as_unknown(
     answer: Answer, usage: float | None, said: bool
 ) -> None:
     async def test() -> None:
@@ -109,7 +109,7 @@ def test_a_worker_that_has_not_started_yet_is_down_and_not_degraded() -> None:
     in_virtual_time(test)
 
 
-def test_a_page_that_our_own_stalled_loop_saw_too_late_changes_nothing() -> None:
+def test_a_metrics_page_read_late_by_a_stalled_loop_changes_nothing() -> None:
     async def test() -> None:
         services = a_router(a_config(prefillers=1))
         script(services, "p0", Page(GAUGE % b"0.25"))
@@ -130,7 +130,7 @@ def test_a_page_that_our_own_stalled_loop_saw_too_late_changes_nothing() -> None
     in_virtual_time(test)
 
 
-def test_prefillers_none_of_which_can_be_asked_for_long_are_no_longer_full() -> None:
+def test_when_no_prefillers_page_is_readable_they_no_longer_count_as_full() -> None:
     """The router cannot reach their pages, and /health is all that is left to go by."""
 
     async def test() -> None:
@@ -148,7 +148,7 @@ def test_prefillers_none_of_which_can_be_asked_for_long_are_no_longer_full() -> 
     in_virtual_time(test)
 
 
-def test_what_a_worker_that_is_down_does_not_tell_is_no_news_and_no_end_of_what_was_wrong(
+def test_an_unreadable_page_of_a_down_worker_raises_no_condition_and_ends_none(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -169,7 +169,7 @@ def test_what_a_worker_that_is_down_does_not_tell_is_no_news_and_no_end_of_what_
     in_virtual_time(test)
 
 
-def test_what_a_worker_had_beyond_our_ledger_is_over_when_it_is_down() -> None:
+def test_a_workers_divergence_ends_when_it_goes_down() -> None:
     async def test() -> None:
         services = a_router(a_config(1, 1))
         divergence = services.metrics.divergence
@@ -185,7 +185,7 @@ def test_what_a_worker_had_beyond_our_ledger_is_over_when_it_is_down() -> None:
 
 
 @pytest.mark.parametrize("policy", ["prefix_affinity", "least_tokens"])
-def test_a_prefiller_that_caches_nothing_is_named_where_prompts_are_placed_by_caches(policy: str) -> None:
+def test_a_prefiller_without_a_cache_is_reported_under_prefix_affinity(policy: str) -> None:
     async def test() -> None:
         services = a_router(a_config(1, 1, prefill={"policy": policy}))
         off = b'vllm:cache_config_info{block_size="16",enable_prefix_caching="False",engine="0"} 1.0\n'
@@ -228,7 +228,7 @@ def test_the_kv_memory_of_a_decode_worker_is_known_after_one_report_and_kept_whe
     in_virtual_time(test)
 
 
-def test_a_size_of_kv_memory_that_can_not_be_is_as_none_and_what_the_router_tells_can_still_be_said() -> None:
+def test_an_impossible_kv_memory_size_counts_as_unknown() -> None:
     """A number of more than 64 bits can be written neither to the link, with all that is said then, nor as JSON."""
 
     async def test() -> None:

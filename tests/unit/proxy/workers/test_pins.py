@@ -41,7 +41,7 @@ def killed(record: PinRecord) -> None:
     record.close()
 
 
-def test_the_next_router_finds_what_was_pinned_and_not_released(path: Path) -> None:
+def test_the_next_router_finds_unreleased_pins(path: Path) -> None:
     record, before = PinRecord(path), time.time()
     assert record.left == ()
     taken, kept = a_pin(record, "taken"), a_pin(record, "kept", prompt_tokens=77)
@@ -53,7 +53,7 @@ def test_the_next_router_finds_what_was_pinned_and_not_released(path: Path) -> N
     assert before - 2.1 < found.at == round(kept.at, 3) < time.time() - 1.9
 
 
-def test_what_was_left_is_held_until_it_is_released_over_any_number_of_routers(path: Path) -> None:
+def test_unreleased_pins_are_kept_over_any_number_of_routers(path: Path) -> None:
     first = PinRecord(path)
     a_pin(first, "a"), a_pin(first, "b")
     killed(first)
@@ -80,7 +80,7 @@ def test_kv_that_a_worker_has_refused_is_pinned_again(path: Path) -> None:
     assert left_in(path) == ["r"]
 
 
-def test_every_line_is_in_the_file_as_soon_as_it_is_said_while_nobody_watches_it(path: Path) -> None:
+def test_every_line_is_written_at_once_without_an_event_loop(path: Path) -> None:
     record = PinRecord(path)
     pin = a_pin(record)
     held = path.read_bytes()
@@ -110,7 +110,7 @@ async def watched(record: PinRecord) -> AsyncIterator[None]:
         await asyncio.wait([watch])
 
 
-def test_kv_that_a_decode_worker_gets_at_once_is_never_written_down(path: Path) -> None:
+def test_kv_that_is_sent_to_a_decode_worker_at_once_is_never_recorded(path: Path) -> None:
     async def test() -> None:
         record = PinRecord(path)
         async with watched(record):
@@ -122,7 +122,7 @@ def test_kv_that_a_decode_worker_gets_at_once_is_never_written_down(path: Path) 
     asyncio.run(test())
 
 
-def test_kv_that_waits_is_written_down_with_what_came_meanwhile_and_released(path: Path) -> None:
+def test_waiting_kv_is_recorded_with_later_pins_and_released(path: Path) -> None:
     async def test() -> None:
         record = PinRecord(path)
         async with watched(record):
@@ -143,7 +143,7 @@ def test_a_pin_that_reached_the_file_with_a_new_one_is_released_there(path: Path
         async with watched(record):
             pin = a_pin(record)
             removed(path)
-            record.mend()
+            record.repair()
             pin.release()
             killed(record)
         assert left_in(path) == []
@@ -176,7 +176,7 @@ def test_a_router_that_ends_writes_what_it_has_not_written(path: Path) -> None:
     asyncio.run(test())
 
 
-def test_only_its_owner_may_read_it_whatever_it_was_before(path: Path) -> None:
+def test_only_the_owner_may_read_the_record_whatever_its_mode_was(path: Path) -> None:
     path.write_bytes(HEAD)
     path.chmod(0o644)
     PinRecord(path).close()
@@ -184,7 +184,7 @@ def test_only_its_owner_may_read_it_whatever_it_was_before(path: Path) -> None:
 
 
 @pytest.mark.parametrize("cut", range(1, 150, 7))
-def test_a_line_that_was_cut_off_is_no_error_and_costs_no_other(path: Path, cut: int) -> None:
+def test_a_cut_off_line_is_accepted_and_loses_no_other(path: Path, cut: int) -> None:
     record = PinRecord(path)
     a_pin(record, "whole")
     whole = path.stat().st_size
@@ -234,7 +234,7 @@ def test_a_damaged_line_costs_no_other(path: Path, line: bytes, caplog: pytest.L
     record.close()
 
 
-def test_another_kind_of_file_is_refused_and_left_as_it_is(path: Path) -> None:
+def test_a_file_of_another_kind_is_refused_and_unchanged(path: Path) -> None:
     path.write_text("root:x:0:0\n")
     with pytest.raises(ConfigError, match="it holds something else"):
         PinRecord(path)
@@ -242,7 +242,7 @@ def test_another_kind_of_file_is_refused_and_left_as_it_is(path: Path) -> None:
 
 
 @pytest.mark.parametrize("spoilt", [b"root:x:0:0\n", b"\xff" * 300, b"\xff\n"], ids=["text", "one line", "bytes"])
-def test_a_spoilt_record_that_nobody_has_named_is_begun_anew_with_what_can_be_read_of_it(
+def test_a_damaged_default_record_is_rewritten_with_its_readable_lines(
     path: Path, spoilt: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     record = PinRecord(path)
@@ -256,7 +256,7 @@ def test_a_spoilt_record_that_nobody_has_named_is_begun_anew_with_what_can_be_re
     assert left_in(path) == ["kept"] * spoilt.endswith(b"\n")
 
 
-def test_a_spoilt_record_of_a_relay_that_is_gone_is_taken_over_as_far_as_it_can_be_read(tmp_path: Path) -> None:
+def test_the_readable_lines_of_a_former_relays_damaged_record_are_taken_over(tmp_path: Path) -> None:
     mine, other = PinRecord(tmp_path / "mine", named=False), PinRecord(tmp_path / "other")
     a_pin(other, "theirs")
     killed(other)
@@ -266,16 +266,14 @@ def test_a_spoilt_record_of_a_relay_that_is_gone_is_taken_over_as_far_as_it_can_
     mine.close()
 
 
-def test_a_record_that_was_removed_is_there_again_with_all_that_is_held(
-    path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_removed_record_is_recreated_with_all_held_pins(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     record = PinRecord(path)
     taken, _ = a_pin(record, "taken"), a_pin(record, "kept")
-    record.mend()
+    record.repair()
     assert not caplog.records
     path.unlink()
     taken.release()
-    record.mend()
+    record.repair()
     assert [one.getMessage() for one in caplog.records] == ["pinned KV is recorded again"]
     with pytest.raises(ConfigError, match="another router is using it"):
         PinRecord(path)
@@ -284,18 +282,18 @@ def test_a_record_that_was_removed_is_there_again_with_all_that_is_held(
     assert left_in(path) == ["kept", "later"]
 
 
-def test_a_record_whose_folder_was_out_of_reach_for_a_time_is_told_to_be_whole_again(
+def test_a_record_in_a_temporarily_unreachable_folder_is_logged_as_complete_again(
     path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     record = PinRecord(path)
     for _ in range(2):  # the second time is told as well
         with monkeypatch.context() as patched:
             patched.setattr(module, "is_at", out_of_reach)
-            record.mend()
+            record.repair()
             a_pin(record, "kept").release()
-            record.mend()
-        record.mend()
-        record.mend()
+            record.repair()
+        record.repair()
+        record.repair()
     told = ["pinned KV is not recorded", "pinned KV is recorded again"]
     assert [one.getMessage() for one in caplog.records] == told * 2
     record.close()
@@ -305,7 +303,7 @@ def out_of_reach(*_: object) -> bool:
     raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
 
-def test_a_record_that_was_removed_is_there_again_with_the_next_line(path: Path) -> None:
+def test_a_removed_record_is_recreated_with_the_next_line(path: Path) -> None:
     record = PinRecord(path)
     a_pin(record, "first")
     path.unlink()
@@ -320,17 +318,15 @@ def test_a_record_that_was_removed_is_there_again_with_the_next_line(path: Path)
     assert left_in(path) == ["second"]
 
 
-def test_a_record_that_was_removed_leaves_alone_what_has_taken_its_place(
-    path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_removed_record_does_not_touch_the_file_in_its_place(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     record = PinRecord(path)
     path.unlink()
     second = PinRecord(path)
     a_pin(second, "theirs")
-    record.mend(), record.mend()
+    record.repair(), record.repair()
     killed(second)
     path.write_text("root:x:0:0\n")
-    record.mend()
+    record.repair()
     assert [one.getMessage() for one in caplog.records] == ["pinned KV is not recorded"]
     assert path.read_text() == "root:x:0:0\n"
     killed(record)
@@ -341,9 +337,9 @@ def test_a_record_begins_again_once_the_disk_has_room(path: Path, monkeypatch: p
     with monkeypatch.context() as patched:
         patched.setattr(module.os, "write", FullDisk(path, 0))
         a_pin(record, "then")
-        record.mend()
+        record.repair()
     assert path.read_bytes() == b""
-    record.mend()
+    record.repair()
     killed(record)
     assert left_in(path) == ["then"]
 
@@ -354,10 +350,10 @@ def test_a_record_that_is_not_needed_is_missing_until_its_file_can_be_used(
     path.mkdir()
     record = PinRecord(path, needed=False)
     a_pin(record, "a")
-    record.mend()
+    record.repair()
     assert record.left == () and [one.getMessage() for one in caplog.records] == ["pinned KV is not recorded"]
     path.rmdir()
-    record.mend()
+    record.repair()
     killed(record)
     assert left_in(path) == ["a"]
 
@@ -372,7 +368,7 @@ def test_a_file_in_use_is_refused_until_its_router_has_ended(path: Path) -> None
 
 
 @pytest.mark.parametrize("what", ["folder", "no folder", "link"])
-def test_what_is_no_file_of_its_own_is_refused_in_one_line(path: Path, what: str) -> None:
+def test_an_unusable_pins_file_is_refused_in_one_line(path: Path, what: str) -> None:
     if what == "folder":
         path.mkdir()
     elif what == "link":
@@ -384,7 +380,7 @@ def test_what_is_no_file_of_its_own_is_refused_in_one_line(path: Path, what: str
     assert "\n" not in str(refused.value)
 
 
-def test_the_file_does_not_grow_beyond_what_is_held(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_file_size_is_bounded_by_the_held_pins(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "COMPACT_BYTES", 10_000)
     record = PinRecord(path)
     a_pin(record, "stays")
@@ -398,7 +394,7 @@ def test_the_file_does_not_grow_beyond_what_is_held(path: Path, monkeypatch: pyt
     assert [one.name for one in path.parent.iterdir()] == ["pins"]
 
 
-def test_one_that_holds_much_is_not_written_anew_all_the_time(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_record_is_not_rewritten_constantly(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "COMPACT_BYTES", 1000)
     record = PinRecord(path)
     inodes = set()
@@ -410,7 +406,7 @@ def test_one_that_holds_much_is_not_written_anew_all_the_time(path: Path, monkey
     assert len(left_in(path)) == 1000
 
 
-def test_a_file_that_was_being_written_anew_changes_nothing(path: Path) -> None:
+def test_a_partial_rewrite_changes_nothing(path: Path) -> None:
     record = PinRecord(path)
     a_pin(record, "held")
     killed(record)
@@ -418,7 +414,7 @@ def test_a_file_that_was_being_written_anew_changes_nothing(path: Path) -> None:
     assert left_in(path) == ["held"]
 
 
-def test_a_full_disk_leaves_an_empty_record_and_stops_nobody(
+def test_a_full_disk_leaves_an_empty_record_and_stops_no_request(
     path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     record = PinRecord(path)
@@ -448,7 +444,7 @@ class FullDisk:
         return self._write(file, data)
 
 
-def test_the_next_router_goes_on_with_the_file_as_it_is_where_the_disk_is_full(
+def test_the_next_router_continues_with_the_existing_file_when_the_disk_is_full(
     path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = PinRecord(path)
@@ -471,7 +467,7 @@ def test_the_next_router_goes_on_with_the_file_as_it_is_where_the_disk_is_full(
 
 
 @pytest.mark.parametrize("left", [b"", HEAD[:5], bytes(100)], ids=["none", "half a line", "zeros"])
-def test_a_router_that_finds_an_empty_record_and_a_full_disk_goes_on_without_one_and_says_so_once(
+def test_a_router_with_an_empty_record_and_a_full_disk_runs_without_a_record_and_logs_it_once(
     path: Path, left: bytes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     path.write_bytes(left)
@@ -525,7 +521,7 @@ def test_a_record_that_finds_no_free_descriptor_to_be_written_anew_grows_and_is_
 
 
 @pytest.mark.parametrize("tokens", [1, DRAWN_TOKENS, 5000])
-def test_what_stands_in_for_a_prompt_has_its_size_and_is_never_the_same(path: Path, tokens: int) -> None:
+def test_a_stand_in_prompt_has_the_size_of_the_original_and_is_unique(path: Path, tokens: int) -> None:
     record = PinRecord(path)
     pin = a_pin(record, prompt_tokens=tokens)
     request = stand_in(pin)
@@ -538,7 +534,7 @@ def test_what_stands_in_for_a_prompt_has_its_size_and_is_never_the_same(path: Pa
     record.close()
 
 
-def test_what_another_record_holds_is_taken_over_once_nobody_keeps_it(tmp_path: Path) -> None:
+def test_another_record_is_taken_over_once_its_owner_has_ended(tmp_path: Path) -> None:
     mine, other = PinRecord(tmp_path / "mine"), PinRecord(tmp_path / "other")
     a_pin(mine, "own")
     a_pin(other, "gone").release()

@@ -25,7 +25,7 @@ def fatal(group: list[Worker], error: Exception) -> None:
     raise error
 
 
-def test_a_url_that_hangs_is_asked_once_while_the_others_are_asked_every_period() -> None:
+def test_a_hanging_url_is_polled_once_while_the_others_are_polled_every_period() -> None:
     asked: Counter[str] = Counter()
 
     async def ask(group: list[Worker]) -> None:
@@ -53,7 +53,7 @@ def test_ranks_of_one_url_share_one_question() -> None:
     assert groups == [["w0", "w1"], ["w2"]]
 
 
-def test_a_question_that_breaks_is_told_and_keeps_no_other_from_being_asked() -> None:
+def test_a_poll_that_raises_is_reported_and_does_not_stop_the_others() -> None:
     asked: Counter[str] = Counter()
     told: list[tuple[str, str]] = []
 

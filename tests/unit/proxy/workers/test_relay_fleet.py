@@ -38,7 +38,7 @@ def follow(fleet: RelayFleet, *standings: WorkerStanding, gone: tuple[str, ...] 
     fleet.follow(Workers(standings, gone), whole)
 
 
-def test_workers_are_those_that_the_brain_names_in_the_states_that_it_says() -> None:
+def test_a_relays_workers_and_states_are_those_of_the_brain() -> None:
     def test(fleet: RelayFleet, said: list[Judged]) -> None:
         follow(fleet, standing(D0), standing(D1, WorkerState.DOWN, out=True), whole=True)
         assert [(worker.id, worker.state, worker.out) for worker in fleet] == [
@@ -53,7 +53,7 @@ def test_workers_are_those_that_the_brain_names_in_the_states_that_it_says() -> 
     on_fleet(test)
 
 
-def test_a_worker_that_has_left_is_kept_for_the_requests_that_it_still_has() -> None:
+def test_a_departed_worker_is_kept_for_its_remaining_requests() -> None:
     def test(fleet: RelayFleet, said: list[Judged]) -> None:
         follow(fleet, standing(D0), whole=True)
         worker = fleet["d0"]
@@ -66,7 +66,7 @@ def test_a_worker_that_has_left_is_kept_for_the_requests_that_it_still_has() -> 
     on_fleet(test)
 
 
-def test_a_worker_that_was_out_may_come_back_as_another_version() -> None:
+def test_a_worker_that_was_down_may_return_as_another_version() -> None:
     def test(fleet: RelayFleet, said: list[Judged]) -> None:
         follow(fleet, standing(D0), whole=True)
         fleet["d0"].echoes_ids, fleet["d0"].kv_connector = True, "nixl"
@@ -78,7 +78,7 @@ def test_a_worker_that_was_out_may_come_back_as_another_version() -> None:
     on_fleet(test)
 
 
-def test_a_relay_knows_whose_process_has_ended_since_and_which_caches_are_in_doubt() -> None:
+def test_a_relay_keeps_ended_processes_and_cache_salts_over_a_change_of_brain() -> None:
     def test(fleet: RelayFleet, said: list[Judged]) -> None:
         follow(fleet, standing(D0), whole=True)
         follow(fleet, WorkerStanding(D0, WorkerState.UP, CircuitState.CLOSED.value, False, False, "00000001a", 2.0))
@@ -94,7 +94,7 @@ def findings(said: list[Judged]) -> list[Finding]:
     return found
 
 
-def test_failures_are_always_told_and_successes_where_they_change_anything() -> None:
+def test_failures_are_always_reported_and_successes_only_when_they_change_something() -> None:
     def test(fleet: RelayFleet, said: list[Judged]) -> None:
         follow(fleet, standing(D0), whole=True)
         circuit = fleet["d0"].circuit
@@ -135,7 +135,7 @@ def uses(fleet: RelayFleet, now: float, *awaited: str) -> list[Use]:
     return list(fleet.uses(now, set(awaited)))
 
 
-def test_what_is_in_use_is_told_until_it_is_not_and_once_more() -> None:
+def test_use_of_a_worker_is_reported_until_it_ends_and_once_more() -> None:
     def test(fleet: RelayFleet, said: list[Judged]) -> None:
         follow(fleet, standing(D0), standing(D1), whole=True)
         assert uses(fleet, 10.0) == []

@@ -26,7 +26,7 @@ def activity(exchanges: int, *uses: Use) -> Activity:
     return Activity(exchanges, 0, uses)
 
 
-def test_findings_of_all_relays_count_in_a_row() -> None:
+def test_findings_of_all_relays_count_as_consecutive() -> None:
     async def test() -> None:
         services = a_router()
         heard, worker = reports(services), services.fleet["d1"]
@@ -43,7 +43,7 @@ def test_findings_of_all_relays_count_in_a_row() -> None:
     in_virtual_time(test)
 
 
-def test_a_busy_worker_rests_for_as_long_as_it_asks() -> None:
+def test_a_busy_worker_rests_for_its_retry_after() -> None:
     async def test() -> None:
         services = a_router()
         heard, worker = reports(services), services.fleet["d1"]
@@ -56,7 +56,7 @@ def test_a_busy_worker_rests_for_as_long_as_it_asks() -> None:
     in_virtual_time(test)
 
 
-def test_the_trial_of_a_relay_that_is_gone_is_made_again() -> None:
+def test_the_trial_of_a_lost_relay_is_repeated() -> None:
     async def test() -> None:
         services = a_router()
         heard, worker = reports(services), services.fleet["d1"]
@@ -89,7 +89,7 @@ def test_requests_under_way_at_relays_add_up_and_end_with_the_relay() -> None:
     in_virtual_time(test)
 
 
-def test_a_worker_that_comes_back_begins_with_nobody_although_a_relay_was_last_heard_to_use_it() -> None:
+def test_a_readded_worker_starts_without_use_reported_for_its_predecessor() -> None:
     """The relay had just begun when the brain saw it idle, and has not known it any more when that was over."""
 
     async def test() -> None:
@@ -115,7 +115,7 @@ def test_a_worker_that_comes_back_begins_with_nobody_although_a_relay_was_last_h
     in_virtual_time(test)
 
 
-def test_orphans_of_a_relay_that_never_returns_are_not_shown_for_ever() -> None:
+def test_orphaned_kv_of_a_lost_relay_expires() -> None:
     async def test() -> None:
         services = a_router()
         heard, relay = reports(services), Metrics(lambda: NOBODY, "level_fit")
@@ -132,7 +132,7 @@ def test_orphans_of_a_relay_that_never_returns_are_not_shown_for_ever() -> None:
     in_virtual_time(test)
 
 
-def test_what_is_kept_of_relays_of_machines_that_never_return_is_bounded_and_no_count_falls() -> None:
+def test_counts_of_far_relays_that_never_return_are_bounded_and_no_counter_falls() -> None:
     async def test() -> None:
         services = a_router()
         heard, relay = reports(services), Metrics(lambda: NOBODY, "level_fit")
@@ -150,7 +150,7 @@ def test_what_is_kept_of_relays_of_machines_that_never_return_is_bounded_and_no_
     in_virtual_time(test)
 
 
-def test_a_relay_of_another_machine_that_comes_back_is_not_counted_twice() -> None:
+def test_a_returning_far_relay_is_not_counted_twice() -> None:
     async def test() -> None:
         services = a_router()
         heard, relay = reports(services), Metrics(lambda: NOBODY, "level_fit")
@@ -168,7 +168,7 @@ def test_a_relay_of_another_machine_that_comes_back_is_not_counted_twice() -> No
     in_virtual_time(test)
 
 
-def test_the_newest_token_of_any_relay_is_the_workers_last_sign_of_life() -> None:
+def test_the_newest_token_of_any_relay_is_the_workers_last_progress() -> None:
     async def test() -> None:
         services = a_router()
         heard, worker = reports(services), services.fleet["d1"]
@@ -181,7 +181,7 @@ def test_the_newest_token_of_any_relay_is_the_workers_last_sign_of_life() -> Non
     in_virtual_time(test)
 
 
-def test_groups_that_fell_silent_are_told_with_their_age() -> None:
+def test_frozen_groups_are_reported_with_their_age() -> None:
     async def test() -> None:
         services = a_router()
         services.frozen.append(FrozenGroup("g", ("d0", "d1"), services.loop.time()))

@@ -15,7 +15,7 @@ def names(vitals: list[Vitals], now: float) -> list[str]:
     return [group.name for group in frozen_groups(vitals, now, WINDOW_S)]
 
 
-def test_most_of_a_group_that_fell_silent_at_once_is_frozen() -> None:
+def test_a_group_is_frozen_when_most_of_it_fell_silent_at_once() -> None:
     group = a_group(100.0, 101.5, 100.2, None)
     assert frozen_groups(group, 110.0, WINDOW_S) == [
         FrozenGroup("decode", ("decode0", "decode1", "decode2"), 100.0),
@@ -23,16 +23,16 @@ def test_most_of_a_group_that_fell_silent_at_once_is_frozen() -> None:
 
 
 @pytest.mark.parametrize("silent", [1, 2])
-def test_half_of_a_group_or_less_is_not(silent: int) -> None:
+def test_a_group_is_not_frozen_when_half_of_it_or_less_is_silent(silent: int) -> None:
     assert names(a_group(*[100.0] * silent, *[None] * (4 - silent)), 130.0) == []
 
 
-def test_one_of_two_is_not_and_both_are() -> None:
+def test_a_group_of_two_is_frozen_only_when_both_are_silent() -> None:
     assert names(a_group(100.0, None), 130.0) == []
     assert names(a_group(100.0, 100.0), 130.0) == ["decode"]
 
 
-def test_workers_that_fell_silent_one_after_the_other_are_each_on_its_own() -> None:
+def test_workers_that_fell_silent_at_different_times_are_no_frozen_group() -> None:
     assert names(a_group(100.0, 106.0, 112.0, None), 120.0) == []
     assert names(a_group(100.0, 104.0, 105.0, None), 120.0) == ["decode"]
 
@@ -43,44 +43,44 @@ def test_a_worker_that_fell_silent_later_does_not_hide_a_frozen_group() -> None:
     ]
 
 
-def test_it_takes_the_window_s_length_of_silence() -> None:
+def test_a_group_is_frozen_only_after_a_full_window_of_silence() -> None:
     assert names(a_group(100.0, 100.0), 104.9) == []
     assert names(a_group(100.0, 100.0), 105.0) == ["decode"]
 
 
-def test_a_worker_that_has_never_given_a_token_since_it_became_busy_fell_silent_at_any_time() -> None:
+def test_a_busy_worker_without_a_token_fits_any_time_of_silence() -> None:
     """Sent there after the freeze, its requests have waited from another time on than the streams beside it."""
     late = [Vitals("d2", "decode", 112.0, mute=True), Vitals("d3", "decode", 113.0, mute=True)]
     assert names([*a_group(100.0, None), *late], 120.0) == ["decode"]
     assert names([*a_group(100.0, None), *[Vitals(w.id, w.group, w.silent_since_s) for w in late]], 120.0) == []
 
 
-def test_a_worker_that_is_down_and_holds_nothing_has_no_vote() -> None:
+def test_an_idle_down_worker_does_not_count_for_its_group() -> None:
     long_gone = [Vitals(f"d{i}", "decode", 0.0, votes=False) for i in range(2, 6)]
     assert names([*a_group(100.0, None), *long_gone], 120.0) == []
     assert names([*a_group(100.0, 100.0, None), *long_gone], 120.0) == ["decode"]
     assert names([*a_group(100.0), *long_gone], 120.0) == []  # the only one left is silent by itself
 
 
-def test_groups_are_looked_at_one_by_one() -> None:
+def test_groups_are_judged_separately() -> None:
     vitals = [*a_group(100.0, 100.0, name="a"), *a_group(None, None, None, name="b")]
     assert names(vitals, 120.0) == ["a"]
 
 
-def test_independent_workers_have_no_group_but_that_of_all() -> None:
+def test_independent_workers_form_only_the_group_of_all_workers() -> None:
     alone = [Vitals(f"d{i}", "", 100.0 if i < 2 else None) for i in range(4)]
     assert names(alone, 120.0) == []
     alone[2] = Vitals("d2", "", 100.0)
     assert names(alone, 120.0) == [ALL_WORKERS]
 
 
-def test_one_frozen_group_is_not_taken_for_the_network_however_large_it_is() -> None:
+def test_one_large_frozen_group_is_not_taken_for_a_network_failure() -> None:
     prefillers = [Vitals("p0", "", None)]
     assert names([*a_group(100.0, 100.0, 100.0, 100.0), *prefillers], 120.0) == ["decode"]
     assert names([*a_group(100.0, 100.0, 100.0), Vitals("p0", "", 100.0)], 120.0) == ["decode", ALL_WORKERS]
 
 
-def test_what_is_seen_just_after_a_late_look_is_not_judged() -> None:
+def test_silence_seen_just_after_a_late_check_is_not_judged() -> None:
     attention = Attention()
     assert attention.look(10.0, 0.25) and attention.look(10.3, 0.25)
     assert not attention.look(30.0, 0.25)

@@ -59,7 +59,7 @@ def test_a_header_with_a_line_break_is_refused(run: Run) -> None:
     run(test)
 
 
-def test_what_is_looked_at_last_is_so_with_a_connection_there_and_may_keep_the_request_back(run: Run) -> None:
+def test_a_last_check_with_an_open_connection_may_hold_the_request_back(run: Run) -> None:
     async def test() -> None:
         async with worker(answering(plain(b"a"))) as server:
             upstream = Upstream(server.url)
@@ -76,7 +76,7 @@ def test_what_is_looked_at_last_is_so_with_a_connection_there_and_may_keep_the_r
     run(test)
 
 
-def test_one_connection_serves_request_after_request(run: Run) -> None:
+def test_one_connection_serves_consecutive_requests(run: Run) -> None:
     async def test() -> None:
         async with worker(answering(plain(b"a"), CHUNKED_HEAD + chunked(b"b", b"c"))) as server:
             upstream = Upstream(server.url)
@@ -202,7 +202,7 @@ def test_a_connection_idle_for_too_long_is_not_used(run: Run) -> None:
     run(test)
 
 
-def test_what_a_burst_has_left_is_closed_although_one_of_its_connections_is_used_all_the_time(run: Run) -> None:
+def test_surplus_connections_of_a_burst_close_while_one_stays_in_use(run: Run) -> None:
     """As by health checks: they would keep all the others below theirs, open for as long as the worker keeps them."""
 
     async def test() -> None:
@@ -249,7 +249,7 @@ def test_a_request_that_cannot_be_repeated_takes_only_a_connection_that_was_used
     run(test)
 
 
-def test_nobody_listening_is_connect_failed(run: Run) -> None:
+def test_a_port_without_a_listener_is_connect_failed(run: Run) -> None:
     async def test() -> None:
         with socket.socket() as taken:
             taken.bind(("127.0.0.1", 0))
@@ -260,7 +260,7 @@ def test_nobody_listening_is_connect_failed(run: Run) -> None:
 
 
 @pytest.mark.parametrize("ours", [True, False])
-def test_a_failed_connection_says_whose_fault_it_is(run: Run, ours: bool) -> None:
+def test_a_failed_connection_is_attributed_to_worker_or_router(run: Run, ours: bool) -> None:
     async def test() -> None:
         with socket.socket() as taken:
             taken.bind(("127.0.0.1", 0))
@@ -281,7 +281,7 @@ def test_a_failed_connection_says_whose_fault_it_is(run: Run, ours: bool) -> Non
     run(test)
 
 
-def test_of_several_addresses_one_that_answers_is_used_and_a_name_that_is_lost_keeps_them() -> None:
+def test_a_second_address_is_used_when_the_first_fails_and_kept_when_lookups_fail() -> None:
     async def test() -> None:
         loop, lookups = asyncio.get_running_loop(), 0
 
@@ -306,7 +306,7 @@ def test_of_several_addresses_one_that_answers_is_used_and_a_name_that_is_lost_k
         runner.run(test())
 
 
-def test_an_address_that_is_silent_leaves_time_to_the_next_one() -> None:
+def test_a_silent_address_leaves_time_for_the_next_one() -> None:
     async def test() -> None:
         loop, tried = asyncio.get_running_loop(), list[str]()
 
@@ -331,7 +331,7 @@ def test_an_address_that_is_silent_leaves_time_to_the_next_one() -> None:
 
 
 @pytest.mark.parametrize("ours", [True, False])
-def test_a_connection_that_takes_too_long_says_whose_fault_it_is(ours: bool) -> None:
+def test_a_connect_timeout_is_attributed_to_worker_or_router(ours: bool) -> None:
     async def never(*_: object, **__: object) -> None:
         await asyncio.Event().wait()
 

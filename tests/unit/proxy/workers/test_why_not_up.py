@@ -45,7 +45,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
 
 
 @pytest.mark.parametrize(("change", "told"), CHANGES.values(), ids=CHANGES.keys())
-def test_every_cause_that_keeps_requests_from_a_worker_is_said(change: Change, told: str) -> None:
+def test_every_cause_that_keeps_requests_from_a_worker_is_reported(change: Change, told: str) -> None:
     async def test() -> None:
         services = a_router()
         worker = services.fleet["d0"]
@@ -57,7 +57,7 @@ def test_every_cause_that_keeps_requests_from_a_worker_is_said(change: Change, t
     in_virtual_time(test)
 
 
-def test_of_several_causes_the_one_that_weighs_most_is_said() -> None:
+def test_the_most_severe_of_several_causes_is_reported() -> None:
     async def test() -> None:
         services = a_router()
         worker = services.fleet["d0"]
@@ -71,7 +71,7 @@ def test_of_several_causes_the_one_that_weighs_most_is_said() -> None:
 
 
 @pytest.mark.parametrize("cause", ["stalled", "gone", "circuit open"])
-def test_the_line_of_a_worker_that_goes_down_says_why(cause: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_line_of_a_worker_that_goes_down_has_the_reason(cause: str, caplog: pytest.LogCaptureFixture) -> None:
     async def test() -> None:
         services = a_router()
         change, told = CHANGES[cause]
@@ -83,7 +83,7 @@ def test_the_line_of_a_worker_that_goes_down_says_why(cause: str, caplog: pytest
     in_virtual_time(test)
 
 
-def test_the_line_of_a_worker_that_comes_back_has_no_reason(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_line_of_a_worker_that_comes_up_has_no_reason(caplog: pytest.LogCaptureFixture) -> None:
     async def test() -> None:
         services = a_router()
         worker = services.fleet["d0"]

@@ -33,7 +33,7 @@ def test_a_quantile_is_linear_within_its_bucket_and_unknown_of_nothing(
     assert found == expected or (math.isnan(found) and math.isnan(expected))
 
 
-async def test_the_past_has_a_bound_and_comes_oldest_first() -> None:
+async def test_the_history_is_bounded_and_ordered_oldest_first() -> None:
     now = [1000.0]
     router = a_router(a_config(decoders=2))
     recorder = Recorder(lambda: router, lambda: now[0])
@@ -47,7 +47,7 @@ async def test_the_past_has_a_bound_and_comes_oldest_first() -> None:
     assert past["loads"].keys() == {"d0", "d1"} and past["stride"] == 1
 
 
-async def test_what_is_down_has_no_load_and_who_leaves_takes_the_past_along() -> None:
+async def test_a_worker_that_is_down_has_no_load_and_a_leaving_one_loses_its_history() -> None:
     router = a_router(a_config(decoders=2))
     recorder = Recorder(lambda: router)
     recorder.sample()
@@ -77,7 +77,7 @@ async def test_rates_are_of_the_last_seconds_and_unknown_at_first() -> None:
     assert math.isnan(rates[0]) and all(rate == 100.0 for rate in rates[1:20])
 
 
-async def test_a_clock_that_is_set_back_takes_the_past_along_and_changes_no_rate() -> None:
+async def test_a_clock_that_is_set_back_shifts_the_history_and_changes_no_rate() -> None:
     now = [5000.0]
     router = a_router(a_config(decoders=1))
     recorder = Recorder(lambda: router, lambda: now[0])
@@ -93,7 +93,7 @@ async def test_a_clock_that_is_set_back_takes_the_past_along_and_changes_no_rate
     assert (down.kind, down.at) == ("down", 1404.0) and recorder.states["d0"][1] == 1404.0
 
 
-async def test_quantiles_forget_what_is_long_ago() -> None:
+async def test_quantiles_cover_only_recent_requests() -> None:
     router = a_router()
     recorder = Recorder(lambda: router)
     recorder.sample()
@@ -104,7 +104,7 @@ async def test_quantiles_forget_what_is_long_ago() -> None:
     assert known[1 : 1 + QUANTILE_S].all() and not known[0] and not known[1 + QUANTILE_S]
 
 
-async def test_what_clients_get_is_shown_of_all_processes_and_unknown_until_all_have_told() -> None:
+async def test_client_figures_cover_all_processes_and_are_unknown_until_all_have_reported() -> None:
     now = [0.0]
     router = a_router()
     relay = Metrics(lambda: NOBODY, "br_0")
@@ -138,7 +138,7 @@ async def test_what_clients_get_is_shown_of_all_processes_and_unknown_until_all_
     assert overview(router, recorder)["requests"]["failed"] == 7
 
 
-async def test_the_loads_of_many_workers_are_thinned_out() -> None:
+async def test_loads_of_many_workers_are_shown_with_fewer_samples() -> None:
     router = a_router(a_config(decoders=144))
     recorder = Recorder(lambda: router)
     for _ in range(SPAN):
@@ -149,7 +149,7 @@ async def test_the_loads_of_many_workers_are_thinned_out() -> None:
     assert len(past["at"][:: -past["stride"]]) == len(past["loads"]["d0"])
 
 
-async def test_prefix_hits_are_of_the_last_seconds_found_beside_predicted_and_unknown_where_nobody_tells() -> None:
+async def test_prefix_hits_cover_the_last_seconds_and_are_unknown_without_counters() -> None:
     router = a_router(a_config(prefillers=2, prefill={"policy": "prefix_affinity"}))
     first, second = (prefiller.hits for prefiller in router.ledger.scheduler.snapshot.prefillers)
     recorder = Recorder(lambda: router)
