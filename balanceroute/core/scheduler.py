@@ -409,18 +409,20 @@ class Scheduler:
         tracker.phase = POOLED
         self.snapshot.pool.add(tracker)
 
-    def requeue(self, request_id: str, now: float, prefix: Sequence[int] = ()) -> Release:
+    def requeue(self, request_id: str, now: float, prefix: Sequence[int] = (), anew: bool = False) -> Release:
         """The decode ended without finishing (recompute, worker lost): prefill again, with what was generated so far.
 
         Legal while pooled too, when the pinned KV is known to be lost. The Release says what is left to be drained.
         Decode-first it waits in the pool again. `prefix`: as in its spec; a request may have been adopted without it.
+        `anew`: without what was generated so far, as the answer can't be continued.
         """
         tracker = self.snapshot.requests.get(request_id)
         if tracker is None or tracker.phase not in (DECODING, POOLED):
             raise InvariantError(f"{request_id} is neither decoding nor pooled")
         phase, pinned_at = tracker.phase, self._let_go(tracker, now)
-        tracker.prompt_tokens += tracker.counted
-        tracker.earlier_tokens += tracker.counted
+        kept_tokens = -tracker.earlier_tokens if anew else tracker.counted
+        tracker.prompt_tokens += kept_tokens
+        tracker.earlier_tokens += kept_tokens
         tracker.counted = 0
         tracker.requeues += 1
         if prefix:

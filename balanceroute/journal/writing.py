@@ -275,9 +275,9 @@ class RecordingScheduler(Scheduler):
     def order_by_arrival(self, now: float) -> None:
         self._record(super().order_by_arrival, now)
 
-    def requeue(self, request_id: str, now: float, prefix: Sequence[int] = ()) -> Release:
+    def requeue(self, request_id: str, now: float, prefix: Sequence[int] = (), anew: bool = False) -> Release:
         arguments = {"prefix": [self._name(block) for block in prefix]} if prefix else {}
-        return self._record(super().requeue, now, request_id=request_id, **arguments)
+        return self._record(super().requeue, now, request_id=request_id, anew=anew, **arguments)
 
     def finish(self, request_id: str, outcome: Outcome, now: float) -> Release:
         return self._record(super().finish, now, request_id=request_id, outcome=outcome)

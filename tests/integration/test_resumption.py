@@ -108,6 +108,18 @@ async def test_a_grammar_that_has_begun_is_not_resumed(name: str, fields: dict[s
         await router.settled()
 
 
+async def test_an_answer_that_restarts_is_known_by_its_own_prompt_and_length() -> None:
+    async with running(PAIR, **QUICK) as router:
+        body = chat(max_tokens=200, **JSON)
+        await ask(router, body)
+        means = router.app.services.ledger.scheduler.snapshot.means
+        alone = (means.answer_tokens, means.log_prompt)
+        await cut_everywhere(router, 9)
+        await ask(router, body)
+        assert router.app.services.metrics.resumes.value("restarted") == 1
+        assert (means.answers, means.answer_tokens, means.log_prompt) == (2, *map(pytest.approx, alone))
+
+
 async def test_a_grammar_without_a_token_sent_restarts_unnoticed() -> None:
     async with running(PAIR, **QUICK) as router:
         body = chat(max_tokens=200, stream=True, **JSON)

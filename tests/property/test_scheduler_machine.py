@@ -273,10 +273,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.admitted.discard(request)
             assert snapshot.requests[request].ready_s == ready_s, "its KV is as old as before"
 
-    @rule(pick=st.integers(0, 99))
-    def requeue(self, pick: int) -> None:
+    @rule(pick=st.integers(0, 99), anew=st.booleans())
+    def requeue(self, pick: int, anew: bool) -> None:
         if request := self.some(pick, Phase.POOLED, Phase.DECODING):
-            self.scheduler.requeue(request, self.now)
+            self.scheduler.requeue(request, self.now, anew=anew)
             self.admitted.discard(request)
 
     @rule()

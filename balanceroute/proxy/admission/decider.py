@@ -149,8 +149,11 @@ class Decider(Protocol):
     def put_back(self, request_id: str) -> None:
         """The request was not sent to its decode worker: back to the pool. Answered: another decode worker."""
 
-    def requeue(self, request_id: str) -> None:
-        """The decode ended early, or the pinned KV was lost: from the first phase on again. Answered as `submit`."""
+    def requeue(self, request_id: str, *, anew: bool = False) -> None:
+        """The decode ended early, or the pinned KV was lost: from the first phase on again. Answered as `submit`.
+
+        `anew`: without what was generated so far.
+        """
 
     def finish(self, request_id: str, outcome: Outcome, reason: str = "") -> None:
         """The request leaves. `reason` is the engine's finish reason, for the predictor."""

@@ -144,11 +144,11 @@ class Ledger:
         self.scheduler.put_back(request_id, self.now())
         self.pool_filled()
 
-    def requeue(self, request_id: str, prefix: Sequence[int] = ()) -> None:
-        """The decode ended early, or the pinned KV was lost: the request queues for a prefill again. `prefix`: as in
-        `Scheduler.requeue`.
+    def requeue(self, request_id: str, prefix: Sequence[int] = (), anew: bool = False) -> None:
+        """The decode ended early, or the pinned KV was lost: the request queues for a prefill again. `prefix`, `anew`:
+        as in `Scheduler.requeue`.
         """
-        self.released(self.scheduler.requeue(request_id, self.now(), prefix))
+        self.released(self.scheduler.requeue(request_id, self.now(), prefix, anew))
         if self.scheduler.config.decode_first:
             self._pooled(request_id)
 

@@ -160,21 +160,24 @@ class Ticket:
         self.phase, self.decoder = POOLED, ""
         self._decider.put_back(self.id)
 
-    def requeue(self) -> None:
-        """The decode ended early, or the pinned KV was lost: queue for a prefill again."""
+    def requeue(self, anew: bool = False) -> None:
+        """The decode ended early, or the pinned KV was lost: queue for a prefill again. `anew`: as in
+        `Scheduler.requeue`.
+        """
         self.settle()
         self._answer = None  # decode first: it may name the prefiller of a push that has ended since
         self.asking = self.pushing = False
         self.decoder = self.prefiller_id = ""
-        self.prompt_tokens += self.told_tokens
-        self.earlier_tokens += self.told_tokens
+        kept_tokens = -self.earlier_tokens if anew else self.told_tokens
+        self.prompt_tokens += kept_tokens
+        self.earlier_tokens += kept_tokens
         self.told_tokens = 0
         self.requeues += 1
         if self._tickets.decode_first:
             self.phase, self.pooled_s = POOLED, self._now()
         else:
             self.phase = QUEUED
-        self._decider.requeue(self.id)
+        self._decider.requeue(self.id, anew=anew)
 
     def finish(self, outcome: Outcome, reason: str = "") -> None:
         """Leave. `reason` is the engine's finish reason, for the predictor. Raises InvariantError when gone."""

@@ -130,11 +130,12 @@ async def go_on(leg: Leg, result: PrefillResult, lost: UpstreamError | None, why
     if not leg.answer.resume(result, lost, leg.decoder_id, broken):
         await leg.answer.end_by_length()
         return COMPLETE
-    if not leg.answer.scanner.tokens:
+    anew = not leg.answer.scanner.tokens
+    if anew:
         leg.first_token_s = 0.0  # the client has got nothing yet
     if lost is None or not pushes_back(lost):
         leg.services.metrics.recomputes.inc(why if lost is None else "worker_lost")
     leg.recomputes += 1
-    leg.ticket.requeue()
+    leg.ticket.requeue(anew)
     leg.free_kv()
     return CUT_OFF

@@ -112,7 +112,7 @@ class MemberRequests:
             ledger.put_back(request_id)
         else:
             self._advance(ticket, message.tokens)
-            ledger.requeue(request_id, message.prefix)
+            ledger.requeue(request_id, message.prefix, message.anew)
 
     def progress(self, member: Member, message: Progress) -> None:
         """Take the sums of tokens that a member reports. Raises: InvariantError: a request is not decoding."""

@@ -172,12 +172,13 @@ class PutBack(Message, frozen=True, tag=17):
 
 class Requeue(Message, frozen=True, tag=18):
     """The request waits for prefill again. `prefix`: as in the ticket's spec, which a brain that took the ticket over
-    while it decoded does not know.
+    while it decoded does not know. `anew`: without its tokens.
     """
 
     ticket: int
     tokens: int
     prefix: Sequence[int] = ()
+    anew: bool = False
 
 
 class Finish(Message, frozen=True, tag=19):

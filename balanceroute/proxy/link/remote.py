@@ -187,12 +187,12 @@ class RemoteBrain:
         """See `decider.Decider`."""
         self._ask(request_id, PutBack)
 
-    def requeue(self, request_id: str) -> None:
+    def requeue(self, request_id: str, *, anew: bool = False) -> None:
         """See `decider.Decider`."""
         entry = self._open.get(request_id)
         if entry is not None:
             tokens, prefix = entry.tokens, self.tickets[request_id].spec.prefix
-            self._ask(request_id, lambda number: Requeue(number, tokens, prefix))
+            self._ask(request_id, lambda number: Requeue(number, tokens, prefix, anew))
 
     def progress(self, request_id: str, tokens: int) -> None:
         """See `decider.Decider`. Hot: called for every read of a stream."""

@@ -1,6 +1,7 @@
 """The life of a request through the scheduler, and what it holds in each phase."""
 
 import gc
+import math
 
 import pytest
 
@@ -117,6 +118,23 @@ def test_a_recomputed_request_prefills_again_with_what_it_generated() -> None:
     scheduler.dispatch(3.0)
     scheduler.prefilled("r", 107, 4.0)
     assert admitted(scheduler, 4.0) == [("r", "d0")]
+
+
+def test_a_request_whose_answer_begins_anew_prefills_its_own_prompt_and_has_no_age() -> None:
+    scheduler = a_scheduler()
+    into_decode(scheduler)
+    tracker = scheduler.snapshot.requests["r"]
+    for anew, prompt_tokens in ((False, 107), (True, 100), (True, 100)):
+        scheduler.progress("r", 7, 2.0)
+        scheduler.requeue("r", 3.0, anew=anew)
+        assert (tracker.prompt_tokens, tracker.age_tokens) == (prompt_tokens, prompt_tokens - 100)
+        scheduler.dispatch(3.0)
+        scheduler.prefilled("r", prompt_tokens, 4.0)
+        scheduler.admit(4.0)
+    scheduler.progress("r", 9, 5.0)
+    scheduler.finish("r", Outcome.FINISHED, 6.0)
+    means = scheduler.snapshot.means
+    assert (means.answer_tokens, means.log_prompt) == (9.0, math.log(100))
 
 
 def test_prefills_stop_while_pool_and_prefills_fill_the_pools_bound() -> None:

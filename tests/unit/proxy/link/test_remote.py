@@ -54,6 +54,20 @@ def test_a_request_passes_every_phase_over_the_link() -> None:
     on(test)
 
 
+def test_an_answer_that_begins_anew_has_its_own_prompt_at_the_brain_and_at_the_next_one() -> None:
+    async def test(stage: Stage) -> None:
+        brain, relay = await stage.brain(), stage.relay()
+        ticket = await relay.decoding("a")
+        ticket.progress(5)
+        ticket.requeue(anew=True)
+        assert await ticket.prefiller() == "p0"
+        tracker, standing = brain.scheduler.snapshot.requests["a"], ticket.standing(0.0)
+        for each in (tracker, standing):
+            assert (each.prompt_tokens, each.earlier_tokens) == (10, 0)
+
+    on(test)
+
+
 def test_a_brain_on_the_same_machine_reads_tokens_from_memory() -> None:
     async def test(stage: Stage) -> None:
         brain, relay = await stage.brain(), stage.relay()
