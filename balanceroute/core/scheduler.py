@@ -438,7 +438,7 @@ class Scheduler:
         if tracker is None:
             raise InvariantError(f"{request_id} is not here: released twice, or never submitted")
         phase, pinned_at = tracker.phase, self._let_go(tracker, now)
-        if outcome is Outcome.FINISHED:
+        if outcome is Outcome.FINISHED and tracker.age_tokens:  # a prompt that is only scored has no answer
             self.snapshot.means.see_answer(tracker.age_tokens, tracker.prompt_tokens - tracker.earlier_tokens)
             if tracker.began_s < math.inf:
                 self.snapshot.overlap.see_answer(now - tracker.began_s, tracker.counted)

@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from balanceroute.core.scheduler_config import SchedulerConfig
 from balanceroute.core.types import Outcome
 from balanceroute.core.workload_means import WorkloadMeans
-from tests.unit.core.builders import a_scheduler, pool_all
+from tests.unit.core.builders import a_request, a_scheduler, pool_all
 
 sizes = st.lists(st.integers(1, 200_000), min_size=1, max_size=120)
 
@@ -115,6 +116,16 @@ def test_only_complete_answers_enter_the_means() -> None:
     scheduler.finish("a", Outcome.FINISHED, 2.0)
     scheduler.finish("b", Outcome.CANCELLED, 2.0)
     assert (scheduler.snapshot.means.answer_tokens, scheduler.snapshot.means.answers) == (7.0, 1)
+
+
+@pytest.mark.parametrize("decode_first", [False, True])
+def test_a_prompt_that_is_only_scored_has_no_answer_that_could_enter_the_means(decode_first: bool) -> None:
+    scheduler = a_scheduler(config=SchedulerConfig(decode_first=decode_first))
+    scheduler.submit(a_request("scored", 5000), 0.0)
+    scheduler.admit(0.0) if decode_first else scheduler.dispatch(0.0)
+    scheduler.finish("scored", Outcome.FINISHED, 1.0)
+    means = scheduler.snapshot.means
+    assert (means.answers, means.log_prompt) == (0, 0.0)
 
 
 def test_each_of_the_first_fifty_prompts_has_the_same_weight() -> None:
