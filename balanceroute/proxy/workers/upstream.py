@@ -25,6 +25,7 @@ passed on as it is.
 
 import asyncio
 import errno
+import os
 import ssl
 from collections import deque
 from collections.abc import Callable
@@ -329,4 +330,7 @@ def _told(error: Exception) -> str:
         return f"its certificate is refused: {error.verify_message}"
     if isinstance(error, ssl.SSLError) and error.reason == "WRONG_VERSION_NUMBER":
         return "its URL is https, and it does not speak TLS"
-    return str(error)
+    code = error.errno if isinstance(error, OSError) and not isinstance(error, ssl.SSLError) else None
+    if code is not None and code > 0:
+        return os.strerror(code)  # asyncio's own text has the address
+    return str(error) or "it closed the connection"

@@ -253,7 +253,7 @@ def test_a_port_without_a_listener_is_connect_failed(run: Run) -> None:
     async def test() -> None:
         with socket.socket() as taken:
             taken.bind(("127.0.0.1", 0))
-            with pytest.raises(ConnectFailed, match="cannot connect"):
+            with pytest.raises(ConnectFailed, match=r"^cannot connect: Connection refused$"):
                 await post(Upstream(f"http://127.0.0.1:{taken.getsockname()[1]}"))
 
     run(test)
@@ -473,6 +473,21 @@ def test_an_https_url_of_a_worker_that_speaks_http_is_told_as_that(run: Run) -> 
         async with await asyncio.start_server(refuse, "127.0.0.1", 0) as server:
             port = server.sockets[0].getsockname()[1]
             with pytest.raises(ConnectFailed, match=r"^cannot connect: its URL is https, and it does not speak TLS$"):
+                await post(Upstream(f"https://127.0.0.1:{port}"))
+
+    run(test)
+
+
+def test_a_worker_that_closes_within_the_handshake_is_told_as_that(run: Run) -> None:
+    async def test() -> None:
+        async def close(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.read(1)
+            writer.close()
+            await writer.wait_closed()
+
+        async with await asyncio.start_server(close, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            with pytest.raises(ConnectFailed, match="^cannot connect: (it c|C)"):  # closed, or reset
                 await post(Upstream(f"https://127.0.0.1:{port}"))
 
     run(test)
