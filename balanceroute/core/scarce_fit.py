@@ -35,7 +35,8 @@ answers have nothing to do with prompts that half is the same for all, and where
 the order of prompts is the order of both. Where small prompts have the longer ones (`WorkloadMeans.answer_slope`), the
 prompt alone misleads: a worker above the others would get the smallest prompts, be filled further by their answers, and
 have fewer departures than the others to be levelled by. So there a request also costs `answer_share` times what its
-answer is expected to have beyond the mean one.
+answer is expected to have beyond the mean one. Where prompts are nearly alike a line through their answers says nothing
+of one that is far smaller, so no answer counts as more than `MOST_ANSWERS` mean ones longer.
 
 *Cost outside the present range of loads.* Between the least and the largest load, a distance from the level does not
 change the load spread. Below the least it does, as above the largest, though no other worker waits for it. So each
@@ -84,6 +85,7 @@ OVERDUE_BONUS = 1e13
 MOST_WINDOW = 512  # of a class, in waiting order, that a decision chooses from
 GROWTH_ANSWERS = 2.0  # mean answers of KV memory that are kept free for growth: see `kv_room`
 MOST_GROWTH_SHARE = 1 / 32  # of the KV memory: no more is kept free
+MOST_ANSWERS = 10.0  # mean answers by which one is expected to be longer at most; few are where prompts differ much
 LARGE = 5.0  # mean prompts: a larger one counts for no more in the stock, as it waits there for its place
 
 
@@ -241,7 +243,8 @@ class Window:
         if not slope:
             return self._sizes
         more: FloatArray = slope * (np.log(np.maximum(self._sizes, 1.0)) - means.log_prompt)
-        return self._sizes + self.rules.answer_share * np.maximum(more, -means.answer_tokens)
+        np.clip(more, -means.answer_tokens, MOST_ANSWERS * means.answer_tokens, out=more)
+        return self._sizes + self.rules.answer_share * more
 
     def added(self, spec: WorkerSpec) -> list[float]:
         """What each request adds to the load of such a worker: `cost`, by what it holds over its life."""

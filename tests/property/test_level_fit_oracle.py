@@ -116,7 +116,8 @@ class Oracle:
         known = self.rules is LEVEL_FIT and means["answers"] >= 100 and variance
         if not known or covariance >= -0.3 * mean * math.sqrt(variance):
             return 0.0
-        return max(-mean, covariance / variance * (math.log(prompt) - means["log_prompt"])) / 2
+        more = covariance / variance * (math.log(prompt) - means["log_prompt"])
+        return min(10 * mean, max(-mean, more)) / 2
 
     def bonus(self, entry: dict[str, Any], mean: float) -> float:
         u = (self.now - entry["ready_s"]) / self.cap_s(entry["prompt_tokens"])

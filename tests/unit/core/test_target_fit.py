@@ -587,6 +587,19 @@ def test_a_full_worker_gets_no_small_prompt_whose_answer_will_fill_it_further(co
     assert again.admit(0.0)[0].request == first, "a document decides alike"
 
 
+def test_where_prompts_are_nearly_alike_a_far_smaller_one_counts_as_ten_mean_answers_more_at_most() -> None:
+    scheduler = level_fitting([[1_000], [1_000]], slots=2, mean_prompt=1_000.0, mean_output=500.0)
+    means = scheduler.snapshot.means
+    means.answers = 0
+    for number in range(400):
+        means.see_answer(*((100, 1_010) if number % 2 else (900, 1_000)))
+    pool_all(scheduler, {"tiny": 5, "small": 1_000, "large": 1_010})
+    window = Window(scheduler.snapshot, 0.0, TargetFitParams(60.0, 0.5), LEVEL_FIT, False)
+    tiny, small, large = window.added(scheduler.snapshot.workers[0].spec)
+    assert tiny == pytest.approx(5 + 10 * 500 / 2, rel=0.02)
+    assert (small, large) == (pytest.approx(1_000 + 400 / 2, rel=0.02), pytest.approx(1_010 - 400 / 2, rel=0.02))
+
+
 @pytest.mark.parametrize(("deviation_tokens", "first"), [(0.0, "young"), (700.0, "old")], ids=["alike", "different"])
 def test_the_weight_of_a_wait_grows_with_the_variation_of_prompts(deviation_tokens: float, first: str) -> None:
     scheduler = level_fitting([[3_000] * 3, [3_000] * 2], slots=3, mean_prompt=1_000.0)
