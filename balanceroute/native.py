@@ -113,7 +113,6 @@ MODULES: Final = (
 CONSTANTS_OF: Final = (  # modules that stay Python, but whose constants mypyc writes into the compiled ones
     "proxy.admission.decider",
     "proxy.link.messages",
-    "proxy.wire.closing",
     "proxy.workers.connector_check",
 )
 PACKAGE: Final = Path(__file__).parent
