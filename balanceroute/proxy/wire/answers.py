@@ -154,7 +154,7 @@ class _Choice:
     def _add_call(self, call: dict[str, Any]) -> None:
         index = call.get("index", len(self.calls))
         if not isinstance(index, int):
-            raise TypeError(f"index {index!r} of a tool call")
+            raise TypeError("the index of a tool call is no number")
         known = self.calls.setdefault(index, {"function": {}})
         for name, value in call.items():
             if name == "function" and value is not None:

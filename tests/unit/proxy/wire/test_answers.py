@@ -146,6 +146,13 @@ def test_a_tool_call_cut_off_after_its_name_has_empty_arguments() -> None:
     ]
 
 
+def test_what_an_engine_says_in_the_place_of_an_index_is_told_to_nobody() -> None:
+    """Errors are logged, and answers are not."""
+    with pytest.raises(BadUpstreamReply) as told:
+        assemble("chat", event(chat({"tool_calls": [{"index": "secret", "function": {"name": "f"}}]}, [1])))
+    assert str(told.value) == "an event is no part of an answer (the index of a tool call is no number)"
+
+
 def test_an_engines_figures_of_a_request_are_in_the_assembled_answer_unless_it_went_on_elsewhere() -> None:
     """vLLM tells `metrics` of drafts, and of times where it is started so, in the last event of a stream."""
     told = {"metrics": {"speculative_decoding": {"num_spec_steps": 2}}}
