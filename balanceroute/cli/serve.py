@@ -165,7 +165,7 @@ def serve(
         raise ConfigError("--journal: no brain runs here (listen.brains), so there is nothing to write; give it there")
     if journal is not None:
         check_written(journal, config_file)
-        if journal.exists() and not journal.is_file():
+        if os.path.exists(journal) and not os.path.isfile(journal):  # pathlib would raise for a name that is too long
             raise InputError(f"{journal}: cannot be written: accepted is a file")
     if config.listen.relays:
         from balanceroute.proxy.processes import serve_processes

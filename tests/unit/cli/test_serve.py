@@ -92,6 +92,19 @@ def test_a_journal_is_a_file(
     assert capsys.readouterr().err.endswith(f"balanceroute: {pipe}: cannot be written: accepted is a file\n")
 
 
+def test_a_journal_whose_name_is_too_long_is_refused_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    journal = tmp_path / ("a" * 256)
+    router = ["--relays", "1", "--port", "0", "--set", f"listen.run_folder={tmp_path / 'run'}"]
+    workers = ["--prefiller-hosts", "p", "--decoder-hosts", "d", "--max-num-seqs", "8"]
+    monkeypatch.setattr(sys, "argv", ["balanceroute", "serve", *workers, *router, "--journal", str(journal)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.endswith(f"balanceroute: {journal}: File name too long\n")
+
+
 def test_the_two_names_of_relays_must_agree(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
