@@ -167,6 +167,7 @@ def serve(
         check_written(journal, config_file)
         if os.path.exists(journal) and not os.path.isfile(journal):  # pathlib would raise for a name that is too long
             raise InputError(f"{journal}: cannot be written: accepted is a file")
+        journal = Path(os.path.realpath(journal))  # made anew with relays; a link to it, such as /dev/stdout, stays
     if config.listen.relays:
         from balanceroute.proxy.processes import serve_processes
 

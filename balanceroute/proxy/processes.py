@@ -341,7 +341,6 @@ def _try_forecasts(config: Config) -> None:
 
 def begin_anew(journal: Path) -> None:
     """Remove the last router's journal, a file, and find out whether a new one can be written. Raises: ConfigError."""
-    journal = Path(os.path.realpath(journal))  # a link to it stays
     try:
         if journal.is_file() and _is_written(journal):
             raise ConfigError(f"{journal}: another process writes it")

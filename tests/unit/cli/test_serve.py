@@ -92,6 +92,18 @@ def test_a_journal_is_a_file(
     assert capsys.readouterr().err.endswith(f"balanceroute: {pipe}: cannot be written: accepted is a file\n")
 
 
+def test_relays_write_a_journal_that_is_a_link_where_it_leads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A router began anew by removing the link, which may have been /dev/stdout."""
+    (tmp_path / "link").symlink_to(tmp_path / "journal")
+    written: list[Path] = []
+    monkeypatch.setattr("balanceroute.proxy.processes.serve_processes", lambda *args: written.append(args[2]) or 0)
+    workers = ["--prefiller-hosts", "p", "--decoder-hosts", "d", "--max-num-seqs", "8", "--relays", "1"]
+    monkeypatch.setattr(sys, "argv", ["balanceroute", "serve", *workers, "--journal", str(tmp_path / "link")])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 0 and written == [tmp_path / "journal"]
+
+
 def test_a_journal_whose_name_is_too_long_is_refused_in_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -310,16 +310,6 @@ def test_a_journal_whose_disk_is_full_is_named_at_the_start(tmp_path: Path, monk
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_journal_that_is_a_link_begins_anew_where_it_leads(tmp_path: Path) -> None:
-    journal, elsewhere = tmp_path / "journal", tmp_path / "elsewhere"
-    journal.symlink_to(elsewhere)
-    for content in ("of the last router", None):
-        if content is not None:
-            elsewhere.write_text(content)
-        begin_anew(journal)
-        assert journal.readlink() == elsewhere and not elsewhere.exists()
-
-
 def test_a_removed_identity_file_is_rewritten_with_the_same_name(tmp_path: Path) -> None:
     listen = {"relays": 1, "run_folder": str(tmp_path), "lease": "router"}
     folder, config = RunFolder(tmp_path), a_config(1, 1, listen=listen)
