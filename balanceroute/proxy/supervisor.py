@@ -403,7 +403,7 @@ class Supervisor:
             log.error("child cannot run", extra={"child": name, "error": str(error)})
         else:
             logging.shutdown()  # flushes the log, so that this line is the last
-            print(f"balanceroute: {error}", file=sys.stderr)
+            sys.stderr.write(f"balanceroute: {error}\n")  # `print` would write its end apart
 
 
 def _shortage(error: BaseException) -> str | None:

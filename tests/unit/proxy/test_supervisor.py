@@ -344,6 +344,15 @@ def test_an_invalid_configuration_ends_all_processes_even_without_a_log(tmp_path
         assert subprocess.run(command, stderr=full, cwd=Path(__file__).parents[3], timeout=60).returncode == 2
 
 
+def test_the_line_of_an_invalid_configuration_is_one_write(tmp_path: Path) -> None:
+    """Else the log line of another process may come between it and its end."""
+    command = [sys.executable, "-m", "tests.unit.proxy.supervised", str(tmp_path), '{"wrong": "relay-1"}']
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # each write is a message
+    with ours, theirs, subprocess.Popen(command, stderr=theirs, cwd=Path(__file__).parents[3]):
+        theirs.close()
+        assert b"balanceroute: relay-1: wrong\n" in list(iter(lambda: ours.recv(2**16), b""))
+
+
 def test_a_file_broken_after_the_start_delays_only_restarting_processes(running: Running) -> None:
     running.up(brain=1, relay_0=1, relay_1=1)
     block_until((running.folder / "all-up").exists)
