@@ -116,6 +116,7 @@ def serve(
     from balanceroute.config import assumptions, from_example_flags, load, parse_assignment, unused_variables
     from balanceroute.config.patience import in_time
     from balanceroute.errors import ConfigError
+    from balanceroute.journal import check_replaceable
     from balanceroute.proxy.client.descriptors import raise_limit
     from balanceroute.proxy.perimeter.perimeter import exposures
     from balanceroute.proxy.telemetry.logs import configure
@@ -167,6 +168,7 @@ def serve(
         check_written(journal, config_file)
         if os.path.exists(journal) and not os.path.isfile(journal):  # pathlib would raise for a name that is too long
             raise InputError(f"{journal}: cannot be written: accepted is a file")
+        check_replaceable(journal)
         journal = Path(os.path.realpath(journal))  # made anew with relays; a link to it, such as /dev/stdout, stays
     if config.listen.relays:
         from balanceroute.proxy.processes import serve_processes

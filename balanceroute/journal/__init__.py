@@ -22,6 +22,6 @@ may leave half a line, which a rerun forgives at the very end of the file.
 """
 
 from balanceroute.journal.reading import Difference, RerunReport, rerun
-from balanceroute.journal.writing import RecordingScheduler
+from balanceroute.journal.writing import RecordingScheduler, check_replaceable
 
-__all__ = ["Difference", "RecordingScheduler", "RerunReport", "rerun"]
+__all__ = ["Difference", "RecordingScheduler", "RerunReport", "check_replaceable", "rerun"]

@@ -38,6 +38,7 @@ from balanceroute.journal.lines import FORMAT, call_line, told
 
 log = logging.getLogger(__name__)
 
+BEGINNING = b'{"journal":'  # of every journal
 FLUSH_EVERY_S = 1.0
 BUFFER_BYTES = 1 << 18
 
@@ -47,12 +48,14 @@ Answer = TypeVar("Answer")
 class JournalWriter:
     """Appends calls to a file; the first line says with what policy and bounds they are to be run again.
 
-    Raises InputError when the file cannot be begun, as another process writes it still. When it cannot be continued (a
-    full disk) it ends there, and says so: the router goes on without it.
+    Raises InputError when the file cannot be begun: another process still writes it, or it holds something else than a
+    journal. When it cannot be continued (a full disk) it ends there, and says so: the router goes on without it.
     """
 
     def __init__(self, path: Path, settings: PolicySettings, config: SchedulerConfig) -> None:
         header = {"journal": FORMAT, "version": __version__, **settings_to_dict(settings), "config": asdict(config)}
+        if os.path.isfile(path):
+            check_replaceable(path)
         try:
             self._file = _begun_anew(path, orjson.dumps(header) + b"\n")
         except OSError as error:
@@ -101,8 +104,21 @@ def claim(file: FileIO) -> None:
         return
 
 
+def check_replaceable(path: Path) -> None:
+    """Raises: InputError: a file of this name is neither a journal nor empty, so no journal may take its place."""
+    try:
+        with path.open("rb") as file:
+            beginning = file.read(len(BEGINNING)).strip()
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror}") from error
+    if not BEGINNING.startswith(beginning):
+        raise InputError(f"{path}: it holds something else than a journal, and is not overwritten")
+
+
 def _begun_anew(path: Path, header: bytes) -> BufferedWriter:
-    """The file with this first line alone, claimed. Raises: OSError."""
+    """The file with this first line alone, claimed; what another run has written is deleted. Raises: OSError."""
     file = FileIO(path, "ab")
     try:
         claim(file)

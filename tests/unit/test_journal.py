@@ -216,6 +216,14 @@ def test_a_journal_that_cannot_be_opened_is_refused() -> None:
         RecordingScheduler(PolicySettings(), SchedulerConfig(), Path("/dev/full"))
 
 
+@pytest.mark.parametrize("content", ["keys:\n- name: a\n", "{}\n", '{"journals":'], ids=["YAML", "JSON", "nearly one"])
+def test_a_file_that_is_no_journal_is_not_overwritten(path: Path, content: str) -> None:
+    path.write_text(content)
+    with pytest.raises(InputError, match="it holds something else than a journal, and is not overwritten"):
+        RecordingScheduler(SETTINGS, SchedulerConfig(), path)
+    assert path.read_text() == content
+
+
 def test_a_journal_in_use_is_refused_and_unchanged(path: Path) -> None:
     first = RecordingScheduler(SETTINGS, SchedulerConfig(), path)
     first.dispatch(0.0)

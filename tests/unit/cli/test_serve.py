@@ -117,6 +117,21 @@ def test_a_journal_whose_name_is_too_long_is_refused_in_one_line(
     assert capsys.readouterr().err.endswith(f"balanceroute: {journal}: File name too long\n")
 
 
+@pytest.mark.parametrize("relays", ["0", "1"])
+def test_a_journal_overwrites_no_file_of_another_kind(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, relays: str
+) -> None:
+    keys = tmp_path / "keys.yaml"
+    keys.write_text("keys: []\n")
+    workers = ["--prefiller-hosts", "p", "--decoder-hosts", "d", "--max-num-seqs", "8", "--relays", relays]
+    monkeypatch.setattr(sys, "argv", ["balanceroute", "serve", *workers, "--journal", str(keys)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.endswith(f"{keys}: it holds something else than a journal, and is not overwritten\n")
+    assert keys.read_text() == "keys: []\n"
+
+
 def test_the_two_names_of_relays_must_agree(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
