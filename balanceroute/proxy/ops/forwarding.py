@@ -85,7 +85,7 @@ class Forwarding:
             Route("/v1/responses", self.not_served, methods=["POST"]),
             Route("/v1/responses/{rest:path}", self.not_served, methods=["GET", "POST", "DELETE"]),
             Route("/v1/messages/count_tokens", self.count_tokens, methods=["POST"]),
-            Route("/v1/messages/{rest:path}", self.not_served, methods=["GET", "POST", "DELETE"]),
+            Route("/v1/messages/batches{rest:path}", self.not_served, methods=["GET", "POST", "DELETE"]),
         ]
 
     async def forward(self, request: Request) -> Response:
@@ -167,11 +167,9 @@ class Forwarding:
 
     async def not_served(self, request: Request) -> Response:
         """404: this route does not go through prefill and decode."""
-        path: str = request.scope["path"]
-        if path.removesuffix("/") == MESSAGES_PATH:
-            raise HTTPException(404)  # a trailing slash
-        asked = route_of(request).partition("/{")[0]
-        asked, other = (path, MESSAGES_PATH) if asked == MESSAGES_PATH else (asked, "/v1/chat/completions")
+        asked, other = route_of(request).partition("/{")[0], "/v1/chat/completions"
+        if request.scope["path"].startswith(MESSAGES_PATH):
+            asked, other = request.scope["path"], MESSAGES_PATH
         text = f"{asked} is not served through prefill/decode disaggregation; use {other}."
         return Response(error_body(404, text), 404, media_type="application/json")
 

@@ -33,7 +33,7 @@ ACCESS: Final[dict[str, Access]] = {
     "/v1/completions": Access.CLIENT,
     "/v1/messages": Access.CLIENT,
     "/v1/messages/count_tokens": Access.CLIENT,
-    "/v1/messages/{rest:path}": Access.CLIENT,
+    "/v1/messages/batches{rest:path}": Access.CLIENT,
     "/v1/models": Access.CLIENT,
     "/v1/models/{model:path}": Access.CLIENT,
     "/v1/responses": Access.CLIENT,
