@@ -43,14 +43,14 @@ async def serve(shape: ClusterShape, overlap: int | str, journal: Path) -> tuple
 def watch(app: RouterApp, held: list[int], ahead: list[int]) -> None:
     """Take down the state after each decision that was told."""
     ledger = app.services.ledger
-    tell = ledger.tell
+    on_answer = ledger.on_answer
 
     def watched(request_id: str, answer: Answer) -> None:
         held.extend(len(worker.active) for worker in ledger.scheduler.snapshot.workers)
         ahead.extend(worker.ahead for worker in ledger.scheduler.snapshot.workers)
-        tell(request_id, answer)
+        on_answer(request_id, answer)
 
-    ledger.tell = watched
+    ledger.on_answer = watched
 
 
 @pytest.mark.parametrize("beside_full", [False, True], ids=["as vLLM", "beside a full batch"])

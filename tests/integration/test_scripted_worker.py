@@ -107,13 +107,13 @@ async def test_a_priority_beyond_its_bounds_is_clamped_for_the_router_and_reache
     orders: dict[str, int] = {}
     async with routing(streaming(1, 0.0, bodies), priority={"min": -2, "max": 5}) as (app, client):
         ledger = app.services.ledger
-        tell = ledger.tell
+        on_answer = ledger.on_answer
 
         def noting(request_id: str, answer: Answer) -> None:
             orders[request_id] = ledger.scheduler.snapshot.requests[request_id].priority
-            tell(request_id, answer)
+            on_answer(request_id, answer)
 
-        ledger.tell = noting
+        ledger.on_answer = noting
         for asked in ({"priority": -100}, {"priority": 3}, {"priority": 100}, {}):
             assert (await client.post("/v1/chat/completions", json={**CHAT, **asked})).status_code == 200
     assert list(orders.values()) == [-2, 3, 5, 0]

@@ -238,7 +238,7 @@ class OperatorsMachine(RuleBasedStateMachine):
     @rule(pick=PICKS, back=st.booleans())
     def decode(self, pick: int, back: bool) -> None:
         def event(ticket: Ticket) -> None:
-            if back and not ticket.told_tokens + ticket.unreported_tokens:
+            if back and not ticket.reported_tokens + ticket.unreported_tokens:
                 ticket.put_back()
             else:
                 ticket.progress(3)

@@ -9,8 +9,8 @@
     finish(id, outcome, reason)                      leaves, from any phase, once
     request_prefill(id), pushed(id, n, cached) | push_failed(id)    decode first, between admission and first token
 
-A call returns nothing. The decision comes later, or before the call returns, through `tell`: the id of a worker, or a
-refusal, with which the request has left. One answer is due after `submit`, after `prefilled`, after each call that
+A call returns nothing. The decision comes later, or before the call returns, through `on_answer`: the id of a worker,
+or a refusal, with which the request has left. One answer is due after `submit`, after `prefilled`, after each call that
 asks again, and after `request_prefill`. Only plain data crosses: no tracker, no exception, no future.
 """
 
@@ -64,7 +64,7 @@ Bounds = SchedulerConfig
 """The bounds and times that hold: plain data, so that it may cross."""
 
 Answer = str | Refusal
-Tell = Callable[[str, Answer], None]
+OnAnswer = Callable[[str, Answer], None]
 
 
 def refusal(reason: RejectReason, view: Callable[[], ClusterView]) -> Refusal:
@@ -100,12 +100,12 @@ def no_healthy_workers(states: Mapping[str, Sequence[WorkerState]]) -> Refusal:
 class Decider(Protocol):
     """The interface for decisions on requests: the ledger, or a relay's link to it.
 
-    `tell`: called with each answer. `collect`: called before a decision, to report new tokens first. `at_once`: report
-    tokens as they come, because the decider collects them itself.
+    `on_answer`: called with each answer. `collect`: called before a decision, to report new tokens first. `at_once`:
+    report tokens as they come, because the decider collects them itself.
     """
 
     at_once: bool
-    tell: Tell
+    on_answer: OnAnswer
     collect: Callable[[], None]
 
     @property

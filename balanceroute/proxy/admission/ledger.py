@@ -1,8 +1,8 @@
 """The ledger: implements the calls of `decider.py` on the scheduler, which it owns.
 
 Each call of `decider.Decider` runs to its end without awaiting, so between reading the snapshot and acting on it
-nothing else happens. Answers go out by `tell`, at once. New tokens come in by `collect`, before every decision and in
-`settle`; a reader of loads calls `settle` first.
+nothing else happens. Answers go out by `on_answer`, at once. New tokens come in by `collect`, before every decision and
+in `settle`; a reader of loads calls `settle` first.
 
 **Readers** get views of the cluster (`core/view.py`): frozen data, made on request. No code outside this package uses
 the scheduler, the snapshot or a tracker.
@@ -49,7 +49,7 @@ from balanceroute.core.view import (
     view_prefiller,
 )
 from balanceroute.journal import RecordingScheduler
-from balanceroute.proxy.admission.decider import Refusal, RefusalKind, Tell, refusal
+from balanceroute.proxy.admission.decider import OnAnswer, Refusal, RefusalKind, refusal
 from balanceroute.proxy.admission.forecasts import Forecasts
 from balanceroute.proxy.telemetry.instruments import StageClock
 
@@ -73,7 +73,7 @@ class Ledger:
         self.scheduler, self.loop, self.forecasts = scheduler, loop, forecasts
         self._stage_clock = stage_clock or StageClock()  # times the policy's stages
         self.now = loop.time
-        self.tell: Tell = lambda request_id, answer: None
+        self.on_answer: OnAnswer = lambda request_id, answer: None
         self.collect: Callable[[], None] = lambda: None
         self.adopts = False  # relays have not reported their requests yet, so no worker is known to be idle
         self.prefill_event = asyncio.Event()  # a queued request may now get a prefiller
@@ -86,7 +86,7 @@ class Ledger:
         """A request arrives."""
         refused = self.scheduler.submit(spec, self.now())
         if refused is not None:
-            self.tell(spec.id, refusal(refused.reason, self.view))
+            self.on_answer(spec.id, refusal(refused.reason, self.view))
         elif self.scheduler.config.decode_first:
             self._pooled(spec.id)
         elif len(self.scheduler.snapshot.queued) == 1:
@@ -192,7 +192,7 @@ class Ledger:
         if len(prefills) == MOST_PREFILLS:
             self.prefill_event.set()
         for prefill in prefills:
-            self.tell(prefill.request, prefill.worker)
+            self.on_answer(prefill.request, prefill.worker)
         return prefills
 
     def settle(self) -> None:
@@ -208,7 +208,7 @@ class Ledger:
         self._stage_clock.begin()
         admissions = scheduler.admit(now)
         for admission in admissions:
-            self.tell(admission.request, admission.worker)
+            self.on_answer(admission.request, admission.worker)
         if admissions:
             self.prefill_capacity_changed()  # the pool has room again
         return admissions
@@ -222,7 +222,7 @@ class Ledger:
         expired = self.scheduler.expire(now)
         for release in expired:
             where = "a decode slot" if release.phase is POOLED else "a prefiller"
-            self.tell(release.request, Refusal(RefusalKind.EXPIRED, f"The request waited too long for {where}."))
+            self.on_answer(release.request, Refusal(RefusalKind.EXPIRED, f"The request waited too long for {where}."))
             self.released(release)
         return [release.request for release in expired]
 

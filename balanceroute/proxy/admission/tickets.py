@@ -39,7 +39,7 @@ class Ticket:
     Decode first, `asking`: it is bound and waits for a prefiller; `pushing`: a prefiller computes its prompt.
 
     `prefiller_id`: the prefiller that computes its prompt, or keeps its KV until the first token. `prompt_tokens`: of
-    its present life, including `earlier_tokens` generated in `requeues` earlier ones. `told_tokens`: tokens of this
+    its present life, including `earlier_tokens` generated in `requeues` earlier ones. `reported_tokens`: tokens of this
     life that were reported.
 
     `left`: it has ended, by `finish` or a refusal. `unreported_tokens`: tokens that have come since the last report.
@@ -67,9 +67,9 @@ class Ticket:
         "prefiller_id",
         "prompt_tokens",
         "pushing",
+        "reported_tokens",
         "requeues",
         "spec",
-        "told_tokens",
         "unreported_tokens",
     )
 
@@ -78,7 +78,7 @@ class Ticket:
         self.left = self.asking = self.pushing = False
         self.decoder = self.prefiller_id = ""
         self.prompt_tokens = spec.prompt_tokens
-        self.told_tokens = self.earlier_tokens = self.requeues = 0
+        self.reported_tokens = self.earlier_tokens = self.requeues = 0
         self._at_once = tickets.decider.at_once
         self._tickets, self._decider, self._now, self._behind = tickets, tickets.decider, tickets.now, tickets.behind
         self.arrived_s = now = self._now()
@@ -135,7 +135,7 @@ class Ticket:
         """Add `tokens` generated tokens. Hot: called for every read of a stream."""
         self.last_token_s = self._now()
         if self._at_once:
-            self.told_tokens += tokens
+            self.reported_tokens += tokens
             self._decider.progress(self.id, tokens)
             return
         if not self.unreported_tokens:
@@ -146,7 +146,7 @@ class Ticket:
         """Report the unreported tokens."""
         tokens, self.unreported_tokens = self.unreported_tokens, 0
         if tokens:
-            self.told_tokens += tokens
+            self.reported_tokens += tokens
             self._decider.progress(self.id, tokens)
 
     def began(self) -> None:
@@ -168,10 +168,10 @@ class Ticket:
         self._answer = None  # decode first: it may name the prefiller of a push that has ended since
         self.asking = self.pushing = False
         self.decoder = self.prefiller_id = ""
-        kept_tokens = -self.earlier_tokens if anew else self.told_tokens
+        kept_tokens = -self.earlier_tokens if anew else self.reported_tokens
         self.prompt_tokens += kept_tokens
         self.earlier_tokens += kept_tokens
-        self.told_tokens = 0
+        self.reported_tokens = 0
         self.requeues += 1
         if self._tickets.decode_first:
             self.phase, self.pooled_s = POOLED, self._now()
@@ -190,7 +190,7 @@ class Ticket:
     def standing(self, now: float) -> Standing:
         """The ticket's state, for a new brain; call `settle` first."""
         spec = self.spec
-        if spec.prefix and self.phase is DECODING and self.told_tokens and not (self.asking or self.pushing):
+        if spec.prefix and self.phase is DECODING and self.reported_tokens and not (self.asking or self.pushing):
             spec = replace(spec, prefix=())  # its prefill is over
         return Standing(
             spec,
@@ -200,7 +200,7 @@ class Ticket:
             ready_s=now - self.pooled_s if self.pooled_s else 0.0,
             prefiller=self.prefiller_id,
             decoder=self.decoder,
-            tokens=self.told_tokens,
+            tokens=self.reported_tokens,
             earlier_tokens=self.earlier_tokens,
             requeues=self.requeues,
             asking=self.asking,
@@ -251,7 +251,7 @@ class Tickets:
         self.by_id: dict[str, Ticket] = {}
         self.behind: list[Ticket] = []  # tickets that may have unreported tokens; the list object never changes
         self._arrivals = 0
-        decider.tell, decider.collect = self.answer, self.settle
+        decider.on_answer, decider.collect = self.answer, self.settle
 
     def submit(self, spec: RequestSpec) -> Ticket:
         """Submit a request; if it is refused, its ticket's first `prefiller` or `admission` raises that."""
@@ -271,7 +271,7 @@ class Tickets:
             tokens = ticket.unreported_tokens
             if tokens:
                 ticket.unreported_tokens = 0
-                ticket.told_tokens += tokens
+                ticket.reported_tokens += tokens
                 progress(ticket.id, tokens)
         self.behind.clear()
 

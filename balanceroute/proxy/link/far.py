@@ -25,7 +25,7 @@ HANDSHAKE_S: Final = 3.0
 MAX_STRANGERS: Final = 64  # peers that have not shown a certificate yet; at one more, the oldest is dropped
 BACKLOG: Final = 1024
 PAUSE_S: Final = 1.0  # before the next try, if no connection can be accepted
-TELL_S: Final = 10.0  # between two log lines about refused peers
+LOG_EVERY_S: Final = 10.0  # between two log lines about refused peers
 
 Protocols = Callable[[], asyncio.Protocol]
 
@@ -51,7 +51,7 @@ class FarListener:
         self.sockets = (sock,)
         self._strangers: dict[asyncio.Task[None], str] = {}  # handshakes under way: their peers' hosts, oldest first
         self._resume: asyncio.TimerHandle | None = None
-        self._refused, self._told_s = 0, loop.time() - TELL_S
+        self._refused, self._logged_s = 0, loop.time() - LOG_EVERY_S
         loop.add_reader(sock, self._accept)
 
     def close(self) -> None:
@@ -107,12 +107,12 @@ class FarListener:
             self._refuse(host, getattr(error, "reason", None) or str(error) or type(error).__name__)
 
     def _refuse(self, host: str, reason: str) -> None:
-        """Log a refusal, at most every `TELL_S`."""
+        """Log a refusal, at most every `LOG_EVERY_S`."""
         self._refused += 1
         now = self._loop.time()
-        if now - self._told_s >= TELL_S:
+        if now - self._logged_s >= LOG_EVERY_S:
             log.warning("strangers refused", extra={"count": self._refused, "last": host, "reason": reason})
-            self._refused, self._told_s = 0, now
+            self._refused, self._logged_s = 0, now
 
 
 class _LetIn(asyncio.Protocol):

@@ -9,10 +9,10 @@ from balanceroute.proxy.link.messages import HEAD_BYTES, MAX_FRAME_BYTES, LinkEr
 
 MAX_UNSENT_BYTES: Final = 64 * 2**20  # the connection to a peer that leaves more unread is ended
 
-Said = TypeVar("Said")
+Sent = TypeVar("Sent")
 
 
-class Frames(asyncio.Protocol, Generic[Said]):
+class Frames(asyncio.Protocol, Generic[Sent]):
     """One connection. On the loop, it calls `on_frame` with the body of each frame, and `on_lost` once at the end.
 
     A LinkError from `on_frame` ends the connection.
@@ -21,17 +21,17 @@ class Frames(asyncio.Protocol, Generic[Said]):
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
-        on_frame: Callable[["Frames[Said]", bytes], None],
-        on_lost: Callable[["Frames[Said]", str], None],
+        on_frame: Callable[["Frames[Sent]", bytes], None],
+        on_lost: Callable[["Frames[Sent]", str], None],
     ) -> None:
         self._loop, self._on_frame, self._on_lost = loop, on_frame, on_lost
         self._transport: asyncio.Transport | None = None
         self._pieces: list[bytes] = []  # the pieces of an incomplete frame, joined once it is complete
         self._held_bytes, self._needed_bytes = 0, HEAD_BYTES
-        self._unsaid: list[Said] = []
+        self._unsent: list[Sent] = []
         self._flushes = False  # to be sent at the end of this turn
         self._reason = "the connection was closed"
-        self.heard_s = self.said_s = loop.time()
+        self.received_s = self.sent_s = loop.time()
 
     @property
     def open(self) -> bool:
@@ -48,24 +48,24 @@ class Frames(asyncio.Protocol, Generic[Said]):
         """Whether the peer is on another machine: only those connections use TLS."""
         return self._transport is not None and self._transport.get_extra_info("ssl_object") is not None
 
-    def say(self, message: Said) -> None:
+    def send(self, message: Sent) -> None:
         """Send a message at the end of the loop's turn, after earlier ones; dropped if the connection is closed."""
         if self._transport is None:
             return
         if not self._flushes:
             self._flushes = True
             self._loop.call_soon(self.flush)
-        self._unsaid.append(message)
+        self._unsent.append(message)
 
     def flush(self) -> None:
         """Send the messages of this turn."""
         self._flushes = False
-        unsaid, transport = self._unsaid, self._transport
-        if not unsaid or transport is None:
+        unsent, transport = self._unsent, self._transport
+        if not unsent or transport is None:
             return
-        self._unsaid = []
-        self.said_s = self._loop.time()
-        transport.write(frame(unsaid))  # type: ignore[arg-type]  # one of the two kinds of lists
+        self._unsent = []
+        self.sent_s = self._loop.time()
+        transport.write(frame(unsent))  # type: ignore[arg-type]  # one of the two kinds of lists
         if transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
             self.abort("it does not read")
 
@@ -90,7 +90,7 @@ class Frames(asyncio.Protocol, Generic[Said]):
 
     def data_received(self, data: bytes) -> None:
         """Split the received bytes into frames. O(bytes), however many pieces a frame comes in."""
-        self.heard_s = self._loop.time()
+        self.received_s = self._loop.time()
         self._pieces.append(data)
         self._held_bytes += len(data)
         if self._held_bytes < self._needed_bytes:
@@ -111,7 +111,7 @@ class Frames(asyncio.Protocol, Generic[Said]):
 
     def connection_lost(self, error: Exception | None) -> None:
         """End, whichever side closed the connection."""
-        self._transport, self._unsaid = None, []
+        self._transport, self._unsent = None, []
         self._on_lost(self, str(error) if error is not None else self._reason)
 
 

@@ -151,14 +151,14 @@ class Hub:
         self._reports, self._salt = reports, salt
         self._standings: dict[str, WorkerStanding] = {}  # as last sent to members
         self._silent: tuple[str, ...] = ()
-        self._telling = False  # whether `_tell_changes` is about to run
+        self._send_scheduled = False  # whether `_send_changes` is about to run
         self._ledger, self._loop, self.epoch, self._relays = ledger, loop, epoch, relays
         self._on_superseded = on_superseded
         self.members: dict[str, Member] = {}  # by the name of the relay
         self._connections: dict[Frames[FromBrain], Member | None] = {}  # None: no Hello yet
         self.requests = MemberRequests(ledger)
         self._n_joined = 0
-        self._view_told: ClusterView | None = None
+        self._view_sent: ClusterView | None = None
         self._server: asyncio.Server | None = None
         self._looked_s = loop.time()
         self._timers: dict[str, asyncio.TimerHandle] = {}
@@ -190,7 +190,7 @@ class Hub:
 
     def connected(self) -> Frames[FromBrain]:
         """The protocol for a new connection."""
-        frames: Frames[FromBrain] = Frames(self._loop, self._heard, self._lost)
+        frames: Frames[FromBrain] = Frames(self._loop, self._received, self._lost)
         self._connections[frames] = None
         self._loop.call_later(self.patience.hello_s, self._expect_hello, frames)
         return frames
@@ -205,7 +205,7 @@ class Hub:
         if self._far is None:
             return
         for member in self.far_members:
-            member.frames.say(Farewell(0, "this brain drains"))
+            member.frames.send(Farewell(0, "this brain drains"))
             member.frames.close("this brain drains")
         self._far.forget()
 
@@ -219,7 +219,7 @@ class Hub:
         """The members of other machines."""
         return [member for member in self.members.values() if FAR in member.relay]
 
-    def _heard(self, frames: Frames[FromBrain], body: bytes) -> None:
+    def _received(self, frames: Frames[FromBrain], body: bytes) -> None:
         for message in read_from_relay(body):
             member = self._connections.get(frames)
             if isinstance(message, Hello):
@@ -237,14 +237,14 @@ class Hub:
         refusal = self._refusal(frames, hello)
         if refusal is not None:
             farewell, reason = refusal
-            frames.say(farewell)
+            frames.send(farewell)
             frames.close(reason)
             return
         before = self.members.get(hello.relay)
         if before is not None:
             self._release(before)
             before.frames.abort("the relay has joined anew")
-        self.tell_workers()  # only changes; the new member gets all workers after its Welcome
+        self.send_workers()  # only changes; the new member gets all workers after its Welcome
         self._n_joined += 1
         member = self.members[hello.relay] = Member(self._n_joined, hello.relay, hello.process, frames)
         self._connections[frames] = member
@@ -254,10 +254,10 @@ class Hub:
             self._ledger.order_by_arrival()
         fields = {"relay": hello.relay, "pid": hello.process, "requests": len(hello.held), "void": len(void)}
         log.info("relay joined", extra=fields)
-        frames.say(Welcome(VERSION, self.epoch, member.number, void, self._salt(), member.counts is not None))
-        frames.say(Workers(tuple(self._standings.values()), ()))
-        frames.say(Silent(self._reports.silent()))
-        frames.say(Seen(self._ledger.view()))
+        frames.send(Welcome(VERSION, self.epoch, member.number, void, self._salt(), member.counts is not None))
+        frames.send(Workers(tuple(self._standings.values()), ()))
+        frames.send(Silent(self._reports.silent()))
+        frames.send(Seen(self._ledger.view()))
         self._awaited.discard(hello.relay)
         self._keep_far(hello.relay)
         if len(self.near_members) >= self._relays and not self._awaited and (self._far is None or self._far.known):
@@ -288,7 +288,7 @@ class Hub:
 
         A second relay of one name is refused; otherwise each would push the other out, again and again.
         """
-        return member.process != hello.process and self._loop.time() - member.frames.heard_s < ALIVE_S
+        return member.process != hello.process and self._loop.time() - member.frames.received_s < ALIVE_S
 
     def _raise_epoch(self, hello: Hello) -> bool:
         """Continue under an epoch above the relay's, if it is certain that no other brain leads.
@@ -315,7 +315,7 @@ class Hub:
             self._far.keep([*self._awaited, *(member.relay for member in self.far_members)])
 
     def _settle(self) -> None:
-        """All relays were heard, or their time is over: decide from now on."""
+        """All relays have joined, or their time is over: decide from now on."""
         if self.settled.is_set():
             return
         self.settled.set()
@@ -336,7 +336,7 @@ class Hub:
         member = self._connections.pop(frames, None)
         if member is not None and self.members.get(member.relay) is member:
             fields = {"relay": member.relay, "requests": len(member.tickets), "reason": reason}
-            if member.says_farewell:
+            if member.sent_farewell:
                 log.info("relay left", extra=fields)
             else:
                 log.warning("relay lost", extra=fields)
@@ -351,30 +351,30 @@ class Hub:
         for request_id, error in self.requests.release(member):
             log.error("internal error", exc_info=error, extra={"where": "hub", "request": request_id})
         self._reports.lost(member.relay)
-        self._tell_keys(member, ())
+        self._send_keys(member, ())
 
     # -- workers
 
-    def tell_workers(self) -> None:
+    def send_workers(self) -> None:
         """Send members the changes of workers now."""
         standings, known = self._reports.standings(), self._standings
         changed = tuple(each for name, each in standings.items() if known.get(name) != each)
         gone = tuple(name for name in known if name not in standings)
         self._standings = standings
         if changed or gone:
-            self._tell_all(Workers(changed, gone))
+            self._send_all(Workers(changed, gone))
 
     def workers_changed(self) -> None:
         """Send members the changes of workers at the end of this turn of the loop."""
-        if not self._telling:
-            self._telling = True
-            self._loop.call_soon(self._tell_changes)
+        if not self._send_scheduled:
+            self._send_scheduled = True
+            self._loop.call_soon(self._send_changes)
 
-    def _tell_changes(self) -> None:
-        self._telling = False
-        self.tell_workers()
+    def _send_changes(self) -> None:
+        self._send_scheduled = False
+        self.send_workers()
 
-    def _tell_keys(self, member: Member, keys: tuple[KeyUse, ...]) -> None:
+    def _send_keys(self, member: Member, keys: tuple[KeyUse, ...]) -> None:
         """Send the key use of this member's clients to the other members, if it may have changed.
 
         Members that share the key table in memory are left out.
@@ -385,11 +385,11 @@ class Hub:
         self._reports.keys_used(member.relay, keys)
         for other in self.members.values():
             if table_of(other.relay) != table_of(member.relay):
-                other.frames.say(KeysElsewhere(member.relay, keys))
+                other.frames.send(KeysElsewhere(member.relay, keys))
 
-    def _tell_all(self, message: FromBrain) -> None:
+    def _send_all(self, message: FromBrain) -> None:
         for member in self.members.values():
-            member.frames.say(message)
+            member.frames.send(message)
 
     def _look(self) -> None:
         """Send members the view of the cluster if it has changed, and drop silent members."""
@@ -397,23 +397,23 @@ class Hub:
         self._timers["look"] = self._loop.call_later(until_tick_s(now, LOOK_S), self._look)  # first: the rest may fail
         self._ledger.settle()
         view = self._ledger.view()
-        self.tell_workers()
+        self.send_workers()
         silent = self._reports.silent()
         if (names := tuple(group.name for group in silent)) != self._silent:
             self._silent = names
-            self._tell_all(Silent(silent))
+            self._send_all(Silent(silent))
         paused, self._looked_s = now - self._looked_s > LOOK_S + silent_s / 2, now
         for member in list(self.members.values()):
             frames = member.frames
             if paused:  # this process was stopped, and could not read
-                frames.heard_s = now
-            if view != self._view_told:
-                frames.say(Seen(view))
-            elif now - frames.said_s > BEAT_S:
-                frames.say(Beat())
-            if now - frames.heard_s > silent_s:
+                frames.received_s = now
+            if view != self._view_sent:
+                frames.send(Seen(view))
+            elif now - frames.sent_s > BEAT_S:
+                frames.send(Beat())
+            if now - frames.received_s > silent_s:
                 frames.abort("it is silent")
-        self._view_told = view
+        self._view_sent = view
 
     # -- calls and answers
 
@@ -428,7 +428,7 @@ class Hub:
                 self._reports.judged(message)
             elif isinstance(message, Activity):
                 self._reports.active(member.relay, message)
-                self._tell_keys(member, message.keys)
+                self._send_keys(member, message.keys)
             elif isinstance(message, Counted):
                 self._reports.counted(member.relay, message.counts)
             elif isinstance(message, Learned):
@@ -440,9 +440,9 @@ class Hub:
             elif isinstance(message, Explained):
                 for other in self.members.values():
                     if other is not member:
-                        other.frames.say(message)
+                        other.frames.send(message)
             elif isinstance(message, Farewell):
-                member.says_farewell = True
+                member.sent_farewell = True
                 raise LinkError(message.reason)
             elif not isinstance(message, Beat | Hello):
                 self.requests.call(member, message)

@@ -30,13 +30,13 @@ Call = Prefilled | PrefillFailed | RequestPrefill | Pushed | PushFailed | PutBac
 
 
 class MemberRequests:
-    """The requests of all members. It sets the ledger's `tell` to `answer`."""
+    """The requests of all members. It sets the ledger's `on_answer` to `answer`."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self._owners: dict[str, tuple[Member, int]] = {}  # by request id: its member and ticket number
         self.stale_messages = 0  # calls for tickets that have ended: they crossed a refusal
-        ledger.tell = self.answer
+        ledger.on_answer = self.answer
 
     def adopt(self, member: Member, tickets: Sequence[Held]) -> tuple[int, ...]:
         """Take over the requests that a joining member holds, the longest wait first.
@@ -137,6 +137,6 @@ class MemberRequests:
         if isinstance(answer, Refusal):
             member.release(number)
             del self._owners[request_id]
-            member.frames.say(Refused(number, answer.kind, answer.text, answer.retry_after_s))
+            member.frames.send(Refused(number, answer.kind, answer.text, answer.retry_after_s))
         else:
-            member.frames.say(Chosen(number, member.tickets[number].turn, answer))
+            member.frames.send(Chosen(number, member.tickets[number].turn, answer))

@@ -4,7 +4,7 @@ import logging
 
 from balanceroute.proxy.link.frames import Frames
 from balanceroute.proxy.link.messages import FromBrain, FromRelay, Hello
-from balanceroute.proxy.link.token_counts import ReadCounts, life_of, peer_pid, place_of, same_life, tokens_of
+from balanceroute.proxy.link.token_counts import ReadCounts, peer_pid, place_of, same_serial, serial_of, tokens_of
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class Member:
         self.tickets: dict[int, Ticket] = {}
         self.counts: ReadCounts | None = None
         self.places: list[Ticket | None] = []  # tickets by their places in `counts`
-        self.uses_keys = self.says_farewell = False
+        self.uses_keys = self.sent_farewell = False
         self.waiting: list[FromRelay] = []  # its calls from before the brain was settled
 
     def hold(self, number: int, request_id: str, turn: int) -> None:
@@ -66,10 +66,10 @@ class Member:
         if self.counts is None:
             return requests, grown
         places = self.places
-        changed = self.counts.news(len(places))
+        changed = self.counts.changed(len(places))
         for index in range(0, len(changed), 2):
             ticket, value = places[changed[index]], changed[index + 1]
-            if ticket is not None and same_life(ticket.number, life_of(value)):
+            if ticket is not None and same_serial(ticket.number, serial_of(value)):
                 more = ticket.grow(tokens_of(value))
                 if more:
                     requests.append(ticket.request_id)

@@ -27,7 +27,7 @@ from typing import Final
 
 from balanceroute.core.types import POOLED, QUEUED, Outcome, RequestSpec
 from balanceroute.core.view import ClusterView
-from balanceroute.proxy.admission.decider import Answer, Bounds, Refusal, RefusalKind, Tell
+from balanceroute.proxy.admission.decider import Answer, Bounds, OnAnswer, Refusal, RefusalKind
 from balanceroute.proxy.admission.tickets import Ticket
 from balanceroute.proxy.link.frames import Frames
 from balanceroute.proxy.link.messages import (
@@ -82,14 +82,14 @@ NOBODY: Final = ClusterView((), (), 0, 0, 0, 0, draining=False)
 class _Open:
     """A ticket as the link knows it.
 
-    Attributes: `number`: its name on the link. `turn`: the number of its calls that ask for an answer. `told`: a brain
-    knows it. `tokens`: generated since the present brain knows it.
+    Attributes: `number`: its name on the link. `turn`: the number of its calls that ask for an answer. `submitted`: a
+    brain knows it. `tokens`: generated since the present brain knows it.
     """
 
-    __slots__ = ("number", "tokens", "told", "turn")
+    __slots__ = ("number", "submitted", "tokens", "turn")
 
-    def __init__(self, number: int, told: bool) -> None:
-        self.number, self.turn, self.told = number, 1, told
+    def __init__(self, number: int, submitted: bool) -> None:
+        self.number, self.turn, self.submitted = number, 1, submitted
         self.tokens = 0
 
 
@@ -110,7 +110,7 @@ class RemoteBrain:
         self._loop, self._reach, self._relay, self._on_void = loop, reach, relay, on_void
         self.bounds = bounds
         self.soon_s, self.silent_s, self.frozen_s = SOON_S, SILENT_S, FROZEN_S
-        self.tell: Tell = lambda request_id, answer: None
+        self.on_answer: OnAnswer = lambda request_id, answer: None
         self.collect: Callable[[], None] = lambda: None
         self.on_workers: Callable[[Workers, bool], None] = lambda message, whole: None  # `whole`: these are all workers
         self.on_silent: Callable[[Silent], None] = lambda message: None
@@ -128,7 +128,7 @@ class RemoteBrain:
         self._ids: dict[int, str] = {}  # by number
         self.token_counts = WrittenCounts()
         self._tokens_read = False  # the brain reads `token_counts`
-        self._unsaid: dict[int, int] = {}  # tokens to be sent, by ticket
+        self._unsent_tokens: dict[int, int] = {}  # tokens to be sent, by ticket
         self._kept: list[tuple[float, Callable[[float], FromRelay]]] = []  # time and message, see `_send_soon`
         self._kept_timer: asyncio.TimerHandle | None = None
         self._looked_s = loop.time()
@@ -159,7 +159,7 @@ class RemoteBrain:
         number = self.token_counts.number()
         self._open[spec.id] = _Open(number, self._greeted)
         self._ids[number] = spec.id
-        self._say(Submit(number, spec))
+        self._send(Submit(number, spec))
 
     def prefilled(self, request_id: str, prompt_tokens: int, cached_tokens: int | None = None) -> None:
         """See `decider.Decider`."""
@@ -177,7 +177,7 @@ class RemoteBrain:
         """See `decider.Decider`."""
         entry = self._open.get(request_id)
         if entry is not None:
-            self._say(Pushed(entry.number, prompt_tokens, cached_tokens))
+            self._send(Pushed(entry.number, prompt_tokens, cached_tokens))
 
     def push_failed(self, request_id: str) -> None:
         """See `decider.Decider`."""
@@ -208,7 +208,7 @@ class RemoteBrain:
         if tokens:
             self._send_soon(lambda age_s: Finish(number, outcome, reason, tokens, age_s))
         else:
-            self._say(Finish(number, outcome, reason, tokens, 0.0))
+            self._send(Finish(number, outcome, reason, tokens, 0.0))
 
     def began(self, request_id: str) -> None:
         """See `decider.Decider`."""
@@ -219,20 +219,20 @@ class RemoteBrain:
 
     def report(self, message: Report) -> None:
         """Send the brain a report, mostly on workers; dropped while there is no brain."""
-        self._say(message)
+        self._send(message)
 
     def _ask(self, request_id: str, message: Callable[[int], FromRelay]) -> None:
         """Send a call that will be answered, unless the ticket is void. `message`: by the ticket's number."""
         entry = self._open.get(request_id)
         if entry is not None:
             entry.turn += 1
-            self._say(message(entry.number))
+            self._send(message(entry.number))
 
     def _leave(self, request_id: str) -> _Open:
         """Forget a ticket that has ended."""
         entry = self._open.pop(request_id)
         del self._ids[entry.number]
-        self._unsaid.pop(entry.number, None)
+        self._unsent_tokens.pop(entry.number, None)
         self.token_counts.leave(entry.number)
         return entry
 
@@ -240,18 +240,18 @@ class RemoteBrain:
         """Write a ticket's tokens to shared memory, or put them into the next message."""
         if self._tokens_read and self.token_counts.write(entry.number, entry.tokens):
             return
-        if not self._unsaid:
-            self._loop.call_later(PROGRESS_S, self._say_progress)
-        self._unsaid[entry.number] = entry.tokens
+        if not self._unsent_tokens:
+            self._loop.call_later(PROGRESS_S, self._send_progress)
+        self._unsent_tokens[entry.number] = entry.tokens
 
-    def _say(self, message: FromRelay) -> None:
+    def _send(self, message: FromRelay) -> None:
         """Send a message, after the deferred ones."""
         if not self._greeted or self._frames is None:
             return  # the next Hello contains it
-        self._say_progress()
+        self._send_progress()
         if self._kept:
             self._send_deferred()
-        self._frames.say(message)
+        self._frames.send(message)
 
     def _send_soon(self, message: Callable[[float], FromRelay]) -> None:
         """Defer a message to the next one, by `soon_s` at most, unless a request waits for what it changes.
@@ -260,7 +260,7 @@ class RemoteBrain:
         """
         view = self._view
         if view.queued or view.asking or view.pooled:
-            self._say(message(0.0))
+            self._send(message(0.0))
         elif self._greeted:
             if not self._kept:
                 self._kept_timer = self._loop.call_later(self.soon_s, self._send_deferred)
@@ -272,7 +272,7 @@ class RemoteBrain:
         self._forget_kept()
         if frames is not None:
             for at_s, message in kept:
-                frames.say(message(now - at_s))
+                frames.send(message(now - at_s))
 
     def _forget_kept(self) -> None:
         self._kept = []
@@ -280,22 +280,22 @@ class RemoteBrain:
             self._kept_timer.cancel()
             self._kept_timer = None
 
-    def _say_progress(self) -> None:
-        if self._unsaid and self._greeted and self._frames is not None:
-            self._frames.say(Progress(tuple(self._unsaid), tuple(self._unsaid.values())))
-            self._unsaid = {}
+    def _send_progress(self) -> None:
+        if self._unsent_tokens and self._greeted and self._frames is not None:
+            self._frames.send(Progress(tuple(self._unsent_tokens), tuple(self._unsent_tokens.values())))
+            self._unsent_tokens = {}
 
     def _look(self, frames: Frames[FromRelay]) -> None:
         """Check that the brain lives, and show it that this relay does; called every `LOOK_S` of a membership."""
         now = self._loop.time()
         if now - self._looked_s > self.silent_s / 2:  # this process was stopped, so the brain's silence means nothing
-            frames.heard_s = now
+            frames.received_s = now
         self._looked_s = now
-        if now - frames.said_s > BEAT_S:
-            frames.say(Beat())
-        if now - frames.heard_s > self.silent_s:
+        if now - frames.sent_s > BEAT_S:
+            frames.send(Beat())
+        if now - frames.received_s > self.silent_s:
             frames.abort("the brain is silent")
-        elif now - frames.heard_s > self.frozen_s:
+        elif now - frames.received_s > self.frozen_s:
             self._expire()
 
     # -- the membership
@@ -310,7 +310,7 @@ class RemoteBrain:
                 except OSError as error:
                     self._expire()
                     if not self._reach.near:  # on this machine the next brain is just starting
-                        self._tell_trouble(str(error) or type(error).__name__)
+                        self._log_trouble(str(error) or type(error).__name__)
                     await asyncio.sleep(RETRY_S)
                     continue
                 self._frames = frames
@@ -330,7 +330,7 @@ class RemoteBrain:
         finally:
             if self._frames is not None:
                 if self.member is not None:
-                    self._say(Farewell(self.epoch, ENDS))
+                    self._send(Farewell(self.epoch, ENDS))
                 self._frames.close(ENDS)
 
     async def _stay(self, frames: Frames[FromRelay], moved: Moved) -> bool:
@@ -359,9 +359,9 @@ class RemoteBrain:
         return joined
 
     def _connection(self) -> Frames[FromRelay]:
-        return Frames(self._loop, self._heard, self._closed)
+        return Frames(self._loop, self._received, self._closed)
 
-    def _tell_trouble(self, reason: str) -> None:
+    def _log_trouble(self, reason: str) -> None:
         """Log each reason for finding no brain once: somebody may have to act."""
         if reason not in self._troubles:
             self._troubles.add(reason)
@@ -370,20 +370,20 @@ class RemoteBrain:
     def _hello(self) -> None:
         """Send a brain the relay's name and the state of each of its tickets."""
         assert self._frames is not None
-        self._unsaid = {}  # the tickets' states in Hello contain these tokens
+        self._unsent_tokens = {}  # the tickets' states in Hello contain these tokens
         self._forget_kept()  # meant for the former brain; this one gets the present state only
         for entry in self._open.values():
             entry.tokens = 0
             self.token_counts.write(entry.number, 0)
         now = self._loop.time()
         opened = [(ticket, self._open[ticket.id]) for ticket in self.tickets.values()]
-        held = [Held(entry.number, entry.turn, ticket.standing(now)) for ticket, entry in opened if entry.told]
-        self._frames.say(Hello(VERSION, self._relay, os.getpid(), self.epoch, tuple(held), self.token_counts.fd))
+        held = [Held(entry.number, entry.turn, ticket.standing(now)) for ticket, entry in opened if entry.submitted]
+        self._frames.send(Hello(VERSION, self._relay, os.getpid(), self.epoch, tuple(held), self.token_counts.fd))
         self._greeted, self._knows_workers = True, False
         for ticket, entry in opened:
-            if not entry.told:  # no brain knows it, so it may still be refused
-                entry.told = True
-                self._say(Submit(entry.number, ticket.spec))
+            if not entry.submitted:  # no brain knows it, so it may still be refused
+                entry.submitted = True
+                self._send(Submit(entry.number, ticket.spec))
 
     def _expire(self) -> None:
         """End the tickets that have waited too long without a brain, as a brain would (`Scheduler.late`).
@@ -397,14 +397,14 @@ class RemoteBrain:
             if late or (ticket.phase is POOLED and ticket.pooled_s < pool_limit):
                 number = self._open[ticket.id].number
                 self._answer(number, Refusal(RefusalKind.EXPIRED, NO_BRAIN))
-                self._say(Finish(number, Outcome.EXPIRED, "", 0, 0.0))
+                self._send(Finish(number, Outcome.EXPIRED, "", 0, 0.0))
 
     def _closed(self, frames: Frames[FromRelay], reason: str) -> None:
         """The connection is lost."""
         if frames is not self._frames:
             return  # a connection that was never used
         if self._greeted and self.member is None:
-            self._tell_trouble(reason)
+            self._log_trouble(reason)
         elif self.member is not None:
             level, event = (logging.INFO, "brain left") if reason == ENDS else (logging.WARNING, "brain lost")
             log.log(level, event, extra={"relay": self._relay, "epoch": self.epoch, "reason": reason})
@@ -413,7 +413,7 @@ class RemoteBrain:
 
     # -- the answers
 
-    def _heard(self, frames: Frames[FromRelay], body: bytes) -> None:
+    def _received(self, frames: Frames[FromRelay], body: bytes) -> None:
         for message in read_from_brain(body):
             if isinstance(message, Welcome):
                 self._welcome(message)
@@ -444,7 +444,7 @@ class RemoteBrain:
         self.epoch, self.member = message.epoch, message.member
         self._troubles.clear()
         log.info("brain found", extra={"relay": self._relay, "epoch": self.epoch, "member": self.member})
-        self._tokens_read, self._unsaid = message.reads_tokens, {}
+        self._tokens_read, self._unsent_tokens = message.reads_tokens, {}
         for entry in self._open.values():
             self._put(entry)
         self.on_salt(message.salt)
@@ -465,4 +465,4 @@ class RemoteBrain:
             return
         if isinstance(answer, Refusal):
             self._leave(request_id)
-        self.tell(request_id, answer)
+        self.on_answer(request_id, answer)

@@ -5,9 +5,9 @@ them. So the relay writes the sum of each ticket to the ticket's place in an ano
 brain compares the file with what it read before. That wakes no process, and the brain has every token that the relay
 has counted.
 
-A place is eight bytes, written by one store: the upper half is the ticket's life, the lower half its tokens since the
-relay's last Hello. A ticket's number is its life times `PLACES` plus its place. A place with another life than expected
-belongs to an earlier or a later ticket.
+A place is eight bytes, written by one store: the upper half is the ticket's serial number, the lower half its tokens
+since the relay's last Hello. A ticket's number is its serial number times `PLACES` plus its place. A place with another
+serial number than expected belongs to an earlier or a later ticket.
 """
 
 import mmap
@@ -24,7 +24,7 @@ from balanceroute.proxy.hotpath import grown_counts
 PLACES: Final = 2**16  # tickets at a time; the tokens of further ones are sent as messages
 NOWHERE: Final = 0  # the place of tickets whose tokens are sent as messages
 _BYTES: Final = 8 * PLACES
-_LIVES: Final = 2**31
+_SERIALS: Final = 2**31
 _UCRED: Final = struct.Struct("3i")  # pid, uid, gid: unix(7)
 
 
@@ -43,17 +43,17 @@ class WrittenCounts:
         weakref.finalize(self._places, os.close, self.fd)  # not `self`: a compiled object has no weak references
         self._free: list[int] = []
         self._used = NOWHERE
-        self._lives = 0
+        self._last_serial = 0
 
     def number(self) -> int:
         """A new ticket's number, never used before."""
-        self._lives += 1
+        self._last_serial += 1
         place = NOWHERE
         if self._free:
             place = self._free.pop()
         elif self._used + 1 < PLACES:
             place = self._used = self._used + 1
-        return self._lives * PLACES + place
+        return self._last_serial * PLACES + place
 
     def leave(self, number: int) -> None:
         """Free the place of a ticket that has ended."""
@@ -66,7 +66,7 @@ class WrittenCounts:
         place = number % PLACES
         if place == NOWHERE:
             return False
-        self._places[place] = (number // PLACES % _LIVES) << 32 | tokens
+        self._places[place] = (number // PLACES % _SERIALS) << 32 | tokens
         return True
 
 
@@ -85,13 +85,13 @@ class ReadCounts:
             os.close(file)
         self._known = array("q", [0]) * PLACES
 
-    def news(self, used: int) -> list[int]:
-        """Each place below `used` whose value is new, followed by the value (see `life_of`, `tokens_of`). O(used)."""
+    def changed(self, used: int) -> list[int]:
+        """Each place below `used` whose value is new, followed by the value (see `serial_of`, `tokens_of`). O(used)."""
         return grown_counts(self._places, self._known, used)
 
 
-def life_of(value: int) -> int:
-    """The life (31 bits) in the value of a place."""
+def serial_of(value: int) -> int:
+    """The serial number (31 bits) in the value of a place."""
     return value >> 32
 
 
@@ -100,9 +100,9 @@ def tokens_of(value: int) -> int:
     return value & 0xFFFFFFFF
 
 
-def same_life(number: int, life: int) -> bool:
-    """Whether the value of a place, of that life, belongs to the ticket with this number."""
-    return number // PLACES % _LIVES == life
+def same_serial(number: int, serial: int) -> bool:
+    """Whether the value of a place, with that serial number, belongs to the ticket with this number."""
+    return number // PLACES % _SERIALS == serial
 
 
 def peer_pid(connection: socket.socket) -> int | None:

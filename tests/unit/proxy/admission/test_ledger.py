@@ -15,7 +15,7 @@ from tests.unit.proxy.virtual_time import in_virtual_time, let_pass
 def answers_of(ledger: Ledger) -> dict[str, Answer]:
     """What is told from now on, the last answer of each request."""
     told: dict[str, Answer] = {}
-    ledger.tell = told.__setitem__
+    ledger.on_answer = told.__setitem__
     return told
 
 

@@ -187,7 +187,7 @@ def test_another_ledger_adopts_requests_from_their_tickets(decode_first: bool) -
         tickets.settle()
         heir, _ = a_ledger(slots=3, decode_first=decode_first)
         told: dict[str, Answer] = {}
-        heir.tell = lambda request_id, answer: told.update({request_id: answer})
+        heir.on_answer = lambda request_id, answer: told.update({request_id: answer})
         for ticket in (stream, waiting, last):
             assert heir.adopt(ticket.standing(ledger.now()))
         heir.scheduler.snapshot.check_invariants()

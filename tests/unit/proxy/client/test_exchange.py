@@ -229,13 +229,13 @@ def test_a_priority_is_clamped_for_the_router_and_reaches_the_engine_unchanged(a
         p0 = script(services, "p0", probed())
         script(services, "d0", whole(20, 21))
         submitted: dict[str, int] = {}
-        tell = services.ledger.tell
+        on_answer = services.ledger.on_answer
 
         def noted(request_id: str, answer: decider.Answer) -> None:
             submitted[request_id] = services.ledger.scheduler.snapshot.requests[request_id].priority
-            tell(request_id, answer)
+            on_answer(request_id, answer)
 
-        services.ledger.tell = noted
+        services.ledger.on_answer = noted
         await served(services, connection, BODY | {"priority": asked})
         assert list(submitted.values()) == [counts_as] and orjson.loads(p0.asked[0].body)["priority"] == asked
 
@@ -296,7 +296,7 @@ def test_an_internal_error_is_a_500_counted_and_logged_with_its_request(caplog: 
         def broken(request_id: str, answer: decider.Answer) -> None:
             raise RuntimeError("a bug")
 
-        services.ledger.tell = broken
+        services.ledger.on_answer = broken
         await served(services, connection, headers=[(b"x-request-id", b"mine")])
         status, _, body = connection.answer
         assert status == 500 and b"a bug" not in body

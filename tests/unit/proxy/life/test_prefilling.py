@@ -71,13 +71,13 @@ def test_a_prefiller_that_went_down_before_its_turn_is_not_used() -> None:
         services = a_router(a_config(2, 1))
         scripts = {name: script(services, name, probed()) for name in ("p0", "p1")}
         script(services, "d0", Page(events(20) + DONE))
-        tell = services.ledger.tell
+        on_answer = services.ledger.on_answer
 
         def goes_out(request_id: str, answer: decider.Answer) -> None:
-            tell(request_id, answer)
+            on_answer(request_id, answer)
             services.fleet.set_healthy(services.fleet["p0"], False)
 
-        services.ledger.tell = goes_out
+        services.ledger.on_answer = goes_out
         async with dispatching(services):
             leg = a_leg(services)
             await leg.run()

@@ -83,7 +83,7 @@ class Brain:
         return sorted(self.scheduler.snapshot.workers[0].active)
 
     async def end(self) -> None:
-        """Die: connections break, nothing is said."""
+        """Die: connections break without a Farewell."""
         self.hub.close()
         for task in self._tasks:
             task.cancel()
@@ -91,7 +91,7 @@ class Brain:
 
 
 class HoldingReach(SocketReach):
-    """The way to a brain whose words are held back while `holds`."""
+    """The way to a brain whose messages are held back while `holds`."""
 
     def __init__(self, path: str) -> None:
         super().__init__(path)
@@ -102,22 +102,22 @@ class HoldingReach(SocketReach):
         """See `Reach`."""
         made, moved = await super().connect(protocol)
         assert isinstance(made, Frames)
-        hear = made._on_frame
+        on_frame = made._on_frame
 
-        def heard(frames: Frames[FromRelay], body: bytes) -> None:
+        def receive(frames: Frames[FromRelay], body: bytes) -> None:
             if self.holds:
-                self.held.append(lambda: hear(frames, body))
+                self.held.append(lambda: on_frame(frames, body))
             else:
-                hear(frames, body)
+                on_frame(frames, body)
 
-        made._on_frame = heard
+        made._on_frame = receive
         return made, moved
 
     def let_go(self) -> None:
-        """The relay hears what it has not, and from now on everything."""
+        """The relay receives what was held back, and from now on everything."""
         self.holds = False
-        for hear in self.held:
-            hear()
+        for on_frame in self.held:
+            on_frame()
         self.held.clear()
 
 
@@ -210,27 +210,27 @@ def on(test: Callable[[Stage], Awaitable[None]]) -> None:
 
 
 class RawRelay:
-    """A connection that says what it is told to."""
+    """A relay's connection for raw messages."""
 
     def __init__(self) -> None:
-        self.heard: list[FromBrain] = []
+        self.received: list[FromBrain] = []
         self.frames: Frames[FromRelay]
 
     async def connect(self, stage: Stage) -> "RawRelay":
         loop = asyncio.get_running_loop()
 
         def made() -> Frames[FromRelay]:
-            return Frames(loop, lambda _, body: self.heard.extend(read_from_brain(body)), lambda *_: None)
+            return Frames(loop, lambda _, body: self.received.extend(read_from_brain(body)), lambda *_: None)
 
         _, self.frames = await loop.create_unix_connection(made, stage.path)
         return self
 
     def circuits(self) -> list[str]:
-        """Of the workers that it has heard of, as they were told."""
-        return [each.circuit for message in self.heard if isinstance(message, Workers) for each in message.changed]
+        """The circuits of all workers in received messages."""
+        return [each.circuit for message in self.received if isinstance(message, Workers) for each in message.changed]
 
     def hello(self, *held: Held, relay: str = "raw", epoch: int = 0, version: int = VERSION) -> None:
-        self.frames.say(Hello(version, relay, 1, epoch, held))
+        self.frames.send(Hello(version, relay, 1, epoch, held))
 
 
 def stream(number: int, request_id: str, tokens: int = 1) -> Held:

@@ -65,14 +65,14 @@ class Machine:
 
     async def raw(self, port: int) -> tuple[Frames[FromRelay], list[FromBrain]]:
         """A connection that says what it is told to, and what it hears."""
-        heard: list[FromBrain] = []
+        received: list[FromBrain] = []
         loop = asyncio.get_running_loop()
 
         def made() -> Frames[FromRelay]:
-            return Frames(loop, lambda _, body: heard.extend(read_from_brain(body)), lambda *_: None)
+            return Frames(loop, lambda _, body: received.extend(read_from_brain(body)), lambda *_: None)
 
         frames, _ = await self.reach(port).connect(made)
-        return frames, heard
+        return frames, received
 
 
 @pytest.fixture
@@ -142,7 +142,7 @@ def test_a_draining_brain_sends_far_relays_to_the_next_brain(machine: Machine) -
             drains.hub.dismiss_far()
             await until(lambda: far.brain.member is None)
             frames, _ = await machine.raw(port)
-            frames.say(Hello(VERSION, "r0@b", 1, 0, ()))
+            frames.send(Hello(VERSION, "r0@b", 1, 0, ()))
             await until(lambda: not frames.open)
             assert near.brain.member is not None and not machine.members.known
 
@@ -169,16 +169,16 @@ def test_two_far_relays_with_one_name_leave_the_first_joined_and_refuse_the_seco
         brain = await stage.brain()
         async with machine.let_in(brain) as port:
             first, _ = await machine.raw(port)
-            first.say(Hello(VERSION, "r0@b", 1, 0, ()))
+            first.send(Hello(VERSION, "r0@b", 1, 0, ()))
             await until(lambda: brain.hub.members)
-            second, heard = await machine.raw(port)
-            second.say(Hello(VERSION, "r0@b", process, 0, ()))
+            second, received = await machine.raw(port)
+            second.send(Hello(VERSION, "r0@b", process, 0, ()))
             if process == 1:  # its connection is another one
                 await until(lambda: not first.open)
                 assert second.open
             else:
                 await until(lambda: not second.open)
-                assert first.open and [each.reason for each in heard if isinstance(each, Farewell)] == [TAKEN]
+                assert first.open and [each.reason for each in received if isinstance(each, Farewell)] == [TAKEN]
             first.abort("the test ends")
             second.abort("the test ends")
 
@@ -191,7 +191,7 @@ def test_a_damaged_file_of_far_members_does_not_prevent_leading(machine: Machine
 
 
 @pytest.mark.parametrize(
-    ("hello", "told"),
+    ("hello", "gets_farewell"),
     [
         (Hello(VERSION, "r0", 1, 0, ()), False),  # the name of one on the brain's machine
         (Hello(VERSION, "r0@b\nr0@c", 1, 0, ()), False),
@@ -199,15 +199,15 @@ def test_a_damaged_file_of_far_members_does_not_prevent_leading(machine: Machine
         (Hello(VERSION, "r0@b", 1, 2**63, ()), False),  # no leader has come so far, and none could follow
     ],
 )
-def test_a_refused_relay_changes_nothing(machine: Machine, hello: Hello, told: bool) -> None:
+def test_a_refused_relay_changes_nothing(machine: Machine, hello: Hello, gets_farewell: bool) -> None:
     async def test(stage: Stage) -> None:
         brain, near = await stage.brain(far=machine.members), stage.relay("r0")
         await until(lambda: near.brain.member is not None)
         async with machine.let_in(brain) as port:
-            frames, heard = await machine.raw(port)
-            frames.say(hello)
+            frames, received = await machine.raw(port)
+            frames.send(hello)
             await until(lambda: not frames.open)
-            assert any(isinstance(message, Farewell) for message in heard) is told
+            assert any(isinstance(message, Farewell) for message in received) is gets_farewell
             assert near.brain.member is not None and not brain.superseded
 
     on(test)
@@ -259,9 +259,9 @@ def test_a_connection_without_a_hello_is_closed(machine: Machine) -> None:
     async def test(stage: Stage) -> None:
         brain = await stage.brain(far=machine.members, patience=Patience(hello_s=0.1))
         async with machine.let_in(brain) as port:
-            frames, heard = await machine.raw(port)
+            frames, received = await machine.raw(port)
             await until(lambda: not frames.open)
-            assert not heard
+            assert not received
 
     on(test)
 

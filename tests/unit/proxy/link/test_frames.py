@@ -29,19 +29,21 @@ class Wire(asyncio.Transport):
 
 
 @given(st.lists(st.lists(st.integers(0, 2**40), max_size=4), max_size=6), st.lists(st.integers(1, 40), max_size=40))
-def test_frames_arrive_complete_and_in_order_for_any_split_of_the_bytes(told: list[list[int]], cuts: list[int]) -> None:
+def test_frames_arrive_complete_and_in_order_for_any_split_of_the_bytes(
+    numbers_by_frame: list[list[int]], cuts: list[int]
+) -> None:
     async def test() -> None:
-        heard: list[list[Any]] = []
+        received: list[list[Any]] = []
         frames: Frames[Any] = Frames(
-            asyncio.get_running_loop(), lambda _, body: heard.append(read_from_relay(body)), lambda *_: None
+            asyncio.get_running_loop(), lambda _, body: received.append(read_from_relay(body)), lambda *_: None
         )
         frames.connection_made(Wire())
-        said = [[PutBack(number) for number in numbers] for numbers in told]
-        data = b"".join(map(frame, said))
+        sent = [[PutBack(number) for number in numbers] for numbers in numbers_by_frame]
+        data = b"".join(map(frame, sent))
         for cut in (*cuts, len(data)):
             part, data = data[:cut], data[cut:]
             frames.data_received(part)
-        assert heard == said
+        assert received == sent
 
     asyncio.run(test())
 
@@ -50,10 +52,10 @@ def test_messages_of_one_turn_are_one_frame() -> None:
     async def test() -> None:
         frames: Frames[Any] = Frames(asyncio.get_running_loop(), lambda *_: None, lambda *_: None)
         wire = Wire()
-        frames.say(Beat())  # before there is a connection: nowhere to go
+        frames.send(Beat())  # before there is a connection: nowhere to go
         frames.connection_made(wire)
         for number in range(3):
-            frames.say(PutBack(number))
+            frames.send(PutBack(number))
         assert wire.written == []
         await asyncio.sleep(0)
         assert [read_from_relay(written[4:]) for written in wire.written] == [[PutBack(0), PutBack(1), PutBack(2)]]
@@ -64,17 +66,17 @@ def test_messages_of_one_turn_are_one_frame() -> None:
 def test_a_frame_that_is_too_large_or_makes_no_sense_ends_the_connection() -> None:
     async def test() -> None:
         for data in ((MAX_FRAME_BYTES + 1).to_bytes(4, "big"), b"\0\0\0\x01\xc1"):
-            heard: list[bytes] = []
+            received: list[bytes] = []
             lost: list[str] = []
             frames: Frames[Any] = Frames(
                 asyncio.get_running_loop(),
-                lambda _, body, heard=heard: heard.append(read_from_relay(body)),  # type: ignore[misc]
+                lambda _, body, received=received: received.append(read_from_relay(body)),  # type: ignore[misc]
                 lambda _, reason, lost=lost: lost.append(reason),  # type: ignore[misc]
             )
             wire = Wire()
             frames.connection_made(wire)
             frames.data_received(data)
-            assert wire.aborted and heard == []
+            assert wire.aborted and received == []
             frames.connection_lost(None)
             assert len(lost) == 1 and not frames.open
 

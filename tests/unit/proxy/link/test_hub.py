@@ -43,8 +43,8 @@ def test_the_log_distinguishes_a_relay_that_ends_from_a_lost_one(caplog: pytest.
 
     with caplog.at_level("INFO"):
         on(test)
-    said = {record.message: record for record in caplog.records if record.message in ("relay left", "relay lost")}
-    assert {message: (record.levelname, record.__dict__["relay"]) for message, record in said.items()} == {
+    logged = {record.message: record for record in caplog.records if record.message in ("relay left", "relay lost")}
+    assert {message: (record.levelname, record.__dict__["relay"]) for message, record in logged.items()} == {
         "relay left": ("INFO", "ends"),
         "relay lost": ("WARNING", "lost"),
     }
@@ -105,19 +105,19 @@ def test_key_use_is_forwarded_to_relays_that_do_not_share_memory() -> None:
     async def test(stage: Stage) -> None:
         await stage.brain(relays=4)
         relays = {name: stage.relay(name) for name in ("relay-0", "relay-10", "relay-1.2", "relay-0.2")}
-        heard: dict[str, list[str]] = {name: [] for name in relays}
+        received: dict[str, list[str]] = {name: [] for name in relays}
 
-        def hears(name: str) -> Callable[[KeysElsewhere], None]:
-            return lambda message: heard[name].append(message.relay)
+        def receive_at(name: str) -> Callable[[KeysElsewhere], None]:
+            return lambda message: received[name].append(message.relay)
 
         for name, relay in relays.items():
-            relay.brain.on_keys = hears(name)
+            relay.brain.on_keys = receive_at(name)
         await until(lambda: all(relay.brain.member is not None for relay in relays.values()))
         for relay in relays.values():
             relay.brain.report(Activity(0, 0, (), (KeyUse("a", 1, 1, 0),)))
         others = {"relay-0": ["relay-0.2", "relay-1.2"], "relay-10": ["relay-0.2", "relay-1.2"]}
         others |= {"relay-0.2": ["relay-0", "relay-10"], "relay-1.2": ["relay-0", "relay-10"]}
-        await until(lambda: {name: sorted(told) for name, told in heard.items()} == others)
+        await until(lambda: {name: sorted(senders) for name, senders in received.items()} == others)
 
     on(test)
 
@@ -183,7 +183,7 @@ def test_a_rejoining_relay_holds_only_the_requests_that_it_reports() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "told"),
+    ("messages", "reason"),
     [
         ([Hello(VERSION + 1, "raw", 1, 0, ())], "version"),
         ([Hello(VERSION, "raw", 1, 99, ())], "another brain leads"),
@@ -206,18 +206,18 @@ def test_a_rejoining_relay_holds_only_the_requests_that_it_reports() -> None:
     ],
 )
 def test_a_peer_that_violates_the_protocol_is_dropped_and_holds_no_request(
-    said: list[FromRelay], told: str | None
+    messages: list[FromRelay], reason: str | None
 ) -> None:
     async def test(stage: Stage) -> None:
         brain = await stage.brain()
         relay = await RawRelay().connect(stage)
-        for message in said:
-            relay.frames.say(message)
+        for message in messages:
+            relay.frames.send(message)
         await until(lambda: not relay.frames.open)
         await until(lambda: not brain.hub.members)
         assert not brain.scheduler.snapshot.requests
-        farewells = [message.reason for message in relay.heard if isinstance(message, Farewell)]
-        assert (not farewells) if told is None else told in farewells[0]
+        farewells = [message.reason for message in relay.received if isinstance(message, Farewell)]
+        assert (not farewells) if reason is None else reason in farewells[0]
 
     on(test)
 
@@ -230,14 +230,14 @@ def test_a_rejoining_relay_is_welcomed_before_it_gets_worker_states() -> None:
         worker = brain.fleet.connect(WorkerSpec("d0", Role.DECODE, url="http://127.0.0.1:1", slots=4))
         before, anew = await RawRelay().connect(stage), await RawRelay().connect(stage)
         before.hello()
-        await until(lambda: bool(before.heard))
+        await until(lambda: bool(before.received))
         worker.circuit.state = CircuitState.OPEN
         worker.circuit.reachable()
         worker.circuit.used()
         await until(lambda: CircuitState.TRIAL in before.circuits())
         anew.hello()
         await until(lambda: bool(anew.circuits()))
-        assert isinstance(anew.heard[0], Welcome)
+        assert isinstance(anew.received[0], Welcome)
 
     on(test)
 
@@ -248,12 +248,12 @@ def test_the_hub_keeps_checking_after_a_check_that_raised() -> None:
         asyncio.get_running_loop().set_exception_handler(lambda *_: failed.append(True))
         brain, relay = await stage.brain(), await RawRelay().connect(stage)
         relay.hello()
-        await until(lambda: bool(relay.heard))
+        await until(lambda: bool(relay.received))
         brain.frozen.append(None)  # type: ignore[arg-type]
         await until(lambda: bool(failed))
         brain.frozen.clear()
-        relay.heard.clear()
-        await until(lambda: any(isinstance(message, Beat) for message in relay.heard))
+        relay.received.clear()
+        await until(lambda: any(isinstance(message, Beat) for message in relay.received))
 
     on(test)
 
@@ -262,13 +262,13 @@ def test_worker_deaths_explained_by_one_relay_reach_all_others() -> None:
     async def test(stage: Stage) -> None:
         await stage.brain(slots=2)
         tells, hears = stage.relay("tells"), stage.relay("hears")
-        heard: list[tuple[str, Explained]] = []
-        tells.brain.on_explained = lambda message: heard.append(("tells", message))
-        hears.brain.on_explained = lambda message: heard.append(("hears", message))
+        received: list[tuple[str, Explained]] = []
+        tells.brain.on_explained = lambda message: received.append(("tells", message))
+        hears.brain.on_explained = lambda message: received.append(("hears", message))
         await until(lambda: tells.brain.member and hears.brain.member)
-        said = Explained(("d0", "d1"), (4.0, 0.5))
-        tells.brain.report(said)
-        await until(lambda: heard)
-        assert heard == [("hears", said)]
+        explained = Explained(("d0", "d1"), (4.0, 0.5))
+        tells.brain.report(explained)
+        await until(lambda: received)
+        assert received == [("hears", explained)]
 
     on(test)

@@ -15,8 +15,8 @@ def test_a_request_that_another_relay_holds_is_void() -> None:
         one.hello(stream(1, "a"), relay="one")
         await until(lambda: brain.active == ["a"])
         two.hello(stream(5, "a"), stream(6, "b"), relay="two")
-        await until(lambda: any(isinstance(message, Welcome) for message in two.heard))
-        assert next(message.void for message in two.heard if isinstance(message, Welcome)) == (5,)
+        await until(lambda: any(isinstance(message, Welcome) for message in two.received))
+        assert next(message.void for message in two.received if isinstance(message, Welcome)) == (5,)
         assert brain.active == ["a", "b"]
 
     on(test)
@@ -27,8 +27,8 @@ def test_invalid_tickets_are_void() -> None:
         brain, relay = await stage.brain(), await RawRelay().connect(stage)
         gone = Held(1, 1, Standing(RequestSpec("gone", 10), Phase.GONE, 10))
         relay.hello(gone, stream(2, "a"), stream(2, "b"))
-        await until(lambda: bool(relay.heard))
-        assert next(message.void for message in relay.heard if isinstance(message, Welcome)) == (1, 2)
+        await until(lambda: bool(relay.received))
+        assert next(message.void for message in relay.received if isinstance(message, Welcome)) == (1, 2)
         relay.frames.abort("its process is killed")
         await until(lambda: not brain.hub.members and not brain.scheduler.snapshot.requests)
 
@@ -59,7 +59,7 @@ def test_a_call_that_crossed_a_refusal_is_counted_and_dropped() -> None:
         brain = await stage.brain()
         relay = await RawRelay().connect(stage)
         relay.hello()
-        relay.frames.say(Requeue(17, 0))
+        relay.frames.send(Requeue(17, 0))
         await until(lambda: brain.hub.requests.stale_messages == 1)
         assert relay.frames.open
 

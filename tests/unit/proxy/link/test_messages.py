@@ -106,15 +106,15 @@ from_brain = st.one_of(
 
 
 @given(st.lists(from_relay, max_size=5))
-def test_relay_messages_survive_a_round_trip(said: list[m.FromRelay]) -> None:
-    frame = m.frame(said)
+def test_relay_messages_survive_a_round_trip(messages: list[m.FromRelay]) -> None:
+    frame = m.frame(messages)
     assert int.from_bytes(frame[:4], "big") == len(frame) - 4
-    assert m.read_from_relay(frame[4:]) == said
+    assert m.read_from_relay(frame[4:]) == messages
 
 
 @given(st.lists(from_brain, max_size=5))
-def test_brain_messages_survive_a_round_trip(said: list[m.FromBrain]) -> None:
-    assert m.read_from_brain(m.frame(said)[4:]) == said
+def test_brain_messages_survive_a_round_trip(messages: list[m.FromBrain]) -> None:
+    assert m.read_from_brain(m.frame(messages)[4:]) == messages
 
 
 @given(st.binary(max_size=200))

@@ -129,12 +129,12 @@ def test_tokens_of_all_streams_are_sent_in_one_message_to_a_brain_without_shared
         relay.brain.token_counts.fd = nothing.fileno()  # what Hello will tell
         brain = await stage.brain(slots=8)
         tickets = [await relay.decoding(f"r{n}") for n in range(8)]
-        told: list[list[str]] = []
+        sent_by_turn: list[list[str]] = []
         turn: list[str] = []
 
         def counted(request_id: str) -> None:
             if not turn:
-                asyncio.get_running_loop().call_soon(lambda: (told.append(list(turn)), turn.clear()))
+                asyncio.get_running_loop().call_soon(lambda: (sent_by_turn.append(list(turn)), turn.clear()))
             turn.append(request_id)
 
         brain.scheduler.generates = counted
@@ -142,7 +142,7 @@ def test_tokens_of_all_streams_are_sent_in_one_message_to_a_brain_without_shared
             ticket.progress(1)
             ticket.progress(1)
         await until(lambda: brain.load == 8 * 12)
-        assert told == [[ticket.id for ticket in tickets]]
+        assert sent_by_turn == [[ticket.id for ticket in tickets]]
 
     with Path(os.devnull).open() as nothing:
         on(test)
@@ -480,29 +480,29 @@ def test_a_relay_keeps_checking_its_brain_after_a_check_that_raised() -> None:
 def test_an_answer_to_an_outdated_call_is_dropped() -> None:
     async def test(stage: Stage) -> None:
         loop = asyncio.get_running_loop()
-        heard: list[FromRelay] = []
+        received: list[FromRelay] = []
         made: list[Frames[FromBrain]] = []
 
         def brain() -> Frames[FromBrain]:
-            made.append(Frames(loop, lambda _, body: heard.extend(read_from_relay(body)), lambda *_: None))
+            made.append(Frames(loop, lambda _, body: received.extend(read_from_relay(body)), lambda *_: None))
             return made[-1]
 
         server = await loop.create_unix_server(brain, stage.path)
         relay = stage.relay()
-        await until(lambda: any(isinstance(message, Hello) for message in heard))
-        made[0].say(Welcome(VERSION, 1, 1, ()))
+        await until(lambda: any(isinstance(message, Hello) for message in received))
+        made[0].send(Welcome(VERSION, 1, 1, ()))
         ticket, other = relay.tickets.submit(RequestSpec("a", 1)), relay.tickets.submit(RequestSpec("b", 1))
-        await until(lambda: sum(isinstance(message, Submit) for message in heard) == 2)
-        first, second = (message.ticket for message in heard if isinstance(message, Submit))
-        made[0].say(Chosen(first, 1, "p0"))
+        await until(lambda: sum(isinstance(message, Submit) for message in received) == 2)
+        first, second = (message.ticket for message in received if isinstance(message, Submit))
+        made[0].send(Chosen(first, 1, "p0"))
         assert await ticket.prefiller() == "p0"
         ticket.prefill_failed()
         ticket.prefiller_id = ""
         other.finish(Outcome.CANCELLED)
         for answer in (Chosen(first, 1, "p1"), Chosen(second, 1, "p1"), Chosen(first, 2, "p2")):
-            made[0].say(answer)
+            made[0].send(answer)
         assert await ticket.prefiller() == "p2"
-        assert not any(isinstance(message, Requeue) for message in heard)
+        assert not any(isinstance(message, Requeue) for message in received)
         server.close()
 
     on(test)

@@ -10,18 +10,20 @@ from balanceroute.proxy.link.token_counts import (
     PLACES,
     ReadCounts,
     WrittenCounts,
-    life_of,
     peer_pid,
     place_of,
-    same_life,
+    same_serial,
+    serial_of,
     tokens_of,
 )
 
 
-def told(read: ReadCounts, used: int) -> list[tuple[int, int, int]]:
-    """Place, life and tokens of each place that says something new."""
-    news = read.news(used)
-    return [(place, life_of(said), tokens_of(said)) for place, said in zip(news[::2], news[1::2], strict=True)]
+def changes_in(read: ReadCounts, used: int) -> list[tuple[int, int, int]]:
+    """Place, serial and tokens of each place whose value is new."""
+    changed = read.changed(used)
+    return [
+        (place, serial_of(value), tokens_of(value)) for place, value in zip(changed[::2], changed[1::2], strict=True)
+    ]
 
 
 def test_a_written_count_is_read_once() -> None:
@@ -31,14 +33,14 @@ def test_a_written_count_is_read_once() -> None:
     written.write(first, 7)
     written.write(second, 2**32 - 1)
     used = place_of(second) + 1
-    assert [(place, tokens) for place, _, tokens in told(read, used)] == [
+    assert [(place, tokens) for place, _, tokens in changes_in(read, used)] == [
         (place_of(first), 7),
         (place_of(second), 2**32 - 1),
     ]
-    assert told(read, used) == []
+    assert changes_in(read, used) == []
     written.write(first, 8)
-    ((place, life, tokens),) = told(read, used)
-    assert place == place_of(first) and same_life(first, life) and tokens == 8
+    ((place, serial, tokens),) = changes_in(read, used)
+    assert place == place_of(first) and same_serial(first, serial) and tokens == 8
 
 
 def test_another_process_reads_what_is_written_after_it_was_made() -> None:
@@ -57,7 +59,7 @@ def test_another_process_reads_what_is_written_after_it_was_made() -> None:
     read = ReadCounts(child, written.fd)
     os.write(ours[1], b"x")
     os.read(theirs[0], 1)
-    assert [tokens for _, _, tokens in told(read, place_of(number) + 1)] == [5]
+    assert [tokens for _, _, tokens in changes_in(read, place_of(number) + 1)] == [5]
     os.write(ours[1], b"x")
     os.waitpid(child, 0)
     for end in (*ours, *theirs):
@@ -72,8 +74,8 @@ def test_a_reused_place_distinguishes_its_next_ticket_from_the_last() -> None:
     assert place_of(following) == place_of(last) and following != last
     read = ReadCounts(os.getpid(), written.fd)
     written.write(following, 3)
-    ((_, life, _),) = told(read, place_of(following) + 1)
-    assert same_life(following, life) and not same_life(last, life)
+    ((_, serial, _),) = changes_in(read, place_of(following) + 1)
+    assert same_serial(following, serial) and not same_serial(last, serial)
 
 
 def test_a_ticket_without_a_place_is_not_written() -> None:
