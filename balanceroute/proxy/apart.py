@@ -28,12 +28,12 @@ class Trial:
     def __init__(self, attempt: Attempt, fork: Fork, within_s: float = WITHIN_S) -> None:
         """Begin the attempt. Raises: OSError: no process or pipe can be made."""
         self._within_s, self._late = within_s, False
-        self._told, writable = os.pipe()
-        os.set_blocking(self._told, False)  # its own children may hold the other end open
+        self._result_pipe, writable = os.pipe()
+        os.set_blocking(self._result_pipe, False)  # its own children may hold the other end open
         try:
             self.pid = fork(partial(_try, attempt, writable))
         except OSError:
-            os.close(self._told)
+            os.close(self._result_pipe)
             raise
         finally:
             os.close(writable)
@@ -47,10 +47,10 @@ class Trial:
     def failure(self) -> ConfigError | None:
         """Why the attempt has failed, or that it took too long; None: it succeeded. Called once, after its end."""
         try:
-            result = os.read(self._told, _MOST_BYTES).decode(errors="replace")
+            result = os.read(self._result_pipe, _MOST_BYTES).decode(errors="replace")
         except BlockingIOError:
             result = ""
-        os.close(self._told)
+        os.close(self._result_pipe)
         if result == "done":
             return None
         if self._late:

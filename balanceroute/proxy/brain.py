@@ -31,7 +31,7 @@ from balanceroute.proxy.client.services import ClientServices
 from balanceroute.proxy.configured import Configured
 from balanceroute.proxy.link.far import FarListener
 from balanceroute.proxy.link.leadership import FileLead, Lead
-from balanceroute.proxy.lives import Lives
+from balanceroute.proxy.relay_locks import RelayLocks
 from balanceroute.proxy.run_folder import RunFolder
 from balanceroute.proxy.server import ChildServer, Reload
 from balanceroute.proxy.telemetry.clock import now_s
@@ -93,7 +93,7 @@ def _leading_server(
     if waited:
         folder.make(again=True)  # a standby may have checked it days ago
     configured.tls.catch_up()
-    expected = len(Lives(folder).living())
+    expected = len(RelayLocks(folder).running())
     if setup.again and not expected:  # somebody has emptied the folder
         expected = configured.config.listen.relays
     app = create_brain_app(configured, folder, lead, expected, setup.as_leader(waited))
@@ -211,7 +211,7 @@ class BrainServer(ChildServer):
     def _relays_live(self) -> bool:
         """Whether a relay of this router lives; it may have lost its connection for a moment."""
         try:
-            return not set(self._setup.relays).isdisjoint(Lives(self._app.folder).living())
+            return not set(self._setup.relays).isdisjoint(RelayLocks(self._app.folder).running())
         except OSError:  # most likely no descriptor is free
             return True
 

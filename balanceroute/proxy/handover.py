@@ -2,7 +2,7 @@
 
     old parent                                   new parent, `serve --take-over`
         |<------------------------- connects -------|   to the socket `handover` of the run folder
-        |-- Told, the listening sockets, the lock,  |
+        |-- state, the listening sockets, the lock, |
         |   the table of keys --------------------->|   starts its children: its relays accept beside the old ones,
         |                                           |   its brain stands by
         |<------------------------- GO -------------|   once all of them are up
@@ -38,7 +38,7 @@ _MOST_BYTES: Final = 4096
 _MOST_SOCKETS: Final = 16
 
 
-class Told(msgspec.Struct, frozen=True):
+class HandoverState(msgspec.Struct, frozen=True):
     """The data for a successor. `generation`: its predecessor's number. `lineage`: see `changes.py`.
 
     `lock_follows`, `keys_follow`: the run folder's lock and the file of the key table are sent as well, each in its own
@@ -57,7 +57,7 @@ class Handover:
     def __init__(
         self,
         path: Path,
-        told: Told,
+        state: HandoverState,
         sockets: Sequence[socket.socket],
         lock: BinaryIO | None = None,
         keys: int | None = None,
@@ -66,7 +66,7 @@ class Handover:
 
         Raises: ConfigError.
         """
-        self._told, self._sockets, self._path = told, sockets, path
+        self._state, self._sockets, self._path = state, sockets, path
         self._files = {LOCK: None if lock is None else lock.fileno(), KEYS: keys}  # in their order
         self._successor: socket.socket | None = None
         try:
@@ -85,7 +85,7 @@ class Handover:
             log.warning("another router can't be answered", extra={"error": error.strerror})
         else:
             self._accept_successor(successor)
-        return self._successor is not None and self._hear(self._successor)
+        return self._successor is not None and self._receive_go(self._successor)
 
     def _accept_successor(self, successor: socket.socket) -> None:
         if self._successor is None:
@@ -117,7 +117,7 @@ class Handover:
         signal_input(successor.fileno())
         try:
             follow = {name: file for name, file in self._files.items() if file is not None}
-            state = msgspec.structs.replace(self._told, lock_follows=LOCK in follow, keys_follow=KEYS in follow)
+            state = msgspec.structs.replace(self._state, lock_follows=LOCK in follow, keys_follow=KEYS in follow)
             socket.send_fds(successor, [msgspec.json.encode(state)], [sock.fileno() for sock in self._sockets])
             for name, file in follow.items():
                 socket.send_fds(successor, [name], [file])
@@ -127,7 +127,7 @@ class Handover:
             self._successor = successor
             log.info("another router prepares to take over")
 
-    def _hear(self, successor: socket.socket) -> bool:
+    def _receive_go(self, successor: socket.socket) -> bool:
         try:
             received = successor.recv(len(GO))
         except BlockingIOError:
@@ -162,12 +162,12 @@ class Predecessor:
     def __init__(
         self,
         connection: socket.socket,
-        told: Told,
+        state: HandoverState,
         sockets: list[socket.socket],
         lock: BinaryIO | None,
         keys: BinaryIO | None,
     ) -> None:
-        self._connection, self.told, self._sockets, self._lock, self.keys = connection, told, sockets, lock, keys
+        self._connection, self.state, self._sockets, self._lock, self.keys = connection, state, sockets, lock, keys
 
     @classmethod
     def find(cls, path: Path) -> "Predecessor | None":
@@ -185,7 +185,7 @@ class Predecessor:
         try:
             data, descriptors, _, _ = socket.recv_fds(connection, _MOST_BYTES, _MOST_SOCKETS)
             sockets = [socket.socket(fileno=descriptor) for descriptor in descriptors]
-            state = msgspec.json.decode(data, type=Told)
+            state = msgspec.json.decode(data, type=HandoverState)
             lock = _file(connection, LOCK) if state.lock_follows else None
             keys = _file(connection, KEYS) if state.keys_follow else None
             return cls(connection, state, sockets, lock, keys)
@@ -208,8 +208,8 @@ class Predecessor:
         return ["{}:{}".format(*sock.getsockname()[:2]) for sock in self._sockets]
 
     @property
-    def lives(self) -> bool:
-        """Whether the predecessor lives. Its end is the only thing that the connection can still bring."""
+    def is_alive(self) -> bool:
+        """Whether the predecessor runs. Its end is the only thing that the connection can still bring."""
         return not select([self._connection], [], [], 0)[0]
 
     def lock(self) -> BinaryIO | None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from balanceroute.proxy.link.files import NEW, is_gone, locked, overwritten, replace_content
-from balanceroute.proxy.lives import Lives
+from balanceroute.proxy.relay_locks import RelayLocks
 from balanceroute.proxy.run_folder import COUNTS, LIFE, RunFolder
 from balanceroute.proxy.telemetry.troubles import Trouble
 
@@ -27,13 +27,13 @@ class KeptCounts:
     """The files of one run folder with what its relays, and its leaders, have counted."""
 
     def __init__(self, folder: RunFolder) -> None:
-        self._folder, self._lives = folder, Lives(folder)
+        self._folder, self._locks = folder, RelayLocks(folder)
 
     def gone(self) -> set[str]:
         """The relays that do not live, and have left files. Raises: OSError."""
         names = {path.name for path in self._folder.ours(_LEFT) if path.suffix != NEW}
         relays = {name.removeprefix(LIFE).removeprefix(COUNTS) for name in names}
-        return relays.difference([LEADER], self._lives.living())
+        return relays.difference([LEADER], self._locks.running())
 
     def clean_up(self, relay: str, inherit: Callable[[bytes], bool]) -> bool:
         """Remove the files of a relay that will not return, except its pins; returns whether that was done.
@@ -80,7 +80,7 @@ class KeptCounts:
 
     def forget(self) -> None:
         """Remove the counts of all relays that do not live, and of the leader: a router begins to count."""
-        kept = {self.file(relay) for relay in self._lives.living()}
+        kept = {self.file(relay) for relay in self._locks.running()}
         for file in self._folder.folder.glob(f"{COUNTS}*"):
             if file not in kept:
                 file.unlink(missing_ok=True)

@@ -23,13 +23,13 @@ from balanceroute.proxy.changes import KeptChanges
 from balanceroute.proxy.client.descriptors import warn_if_few
 from balanceroute.proxy.client.relay_loads import Load, RelayLoads
 from balanceroute.proxy.configured import Configured
-from balanceroute.proxy.handover import Handover, Predecessor, Told
+from balanceroute.proxy.handover import Handover, HandoverState, Predecessor
 from balanceroute.proxy.kept_counts import KeptCounts
 from balanceroute.proxy.link.files import locked
-from balanceroute.proxy.lives import Lives, relay_name
 from balanceroute.proxy.perimeter.key_table import KeyTable, Seat
 from balanceroute.proxy.perimeter.perimeter import Perimeter
 from balanceroute.proxy.relay import RelaySetup, run_relay
+from balanceroute.proxy.relay_locks import RelayLocks, relay_name
 from balanceroute.proxy.reload import asks_another_predictor, check_added, check_workers
 from balanceroute.proxy.run_folder import RunFolder, run_folder
 from balanceroute.proxy.server import BACKLOG
@@ -112,12 +112,13 @@ class Processes:
         self.loads = RelayLoads(max(1, self.config.listen.relays))
         self._table = KeyTable(max(1, self.config.listen.relays))
         self._name_keys(configured.perimeter)
-        lives = Lives(folder)
-        if predecessor is None:  # relays of a router that has left may live, although its successor has died
-            self._told = Told(secrets.randbits(LINEAGE_BITS), lives.generation())
+        relay_locks = RelayLocks(folder)
+        if predecessor is None:  # relays of a router that has left may run, although its successor has died
+            self._handover_state = HandoverState(secrets.randbits(LINEAGE_BITS), relay_locks.next_generation())
         else:
-            generation = 1 + max(predecessor.told.generation, lives.newest())  # new names: others may still finish
-            self._told = Told(predecessor.told.lineage, generation)
+            # new names: others may still finish
+            generation = 1 + max(predecessor.state.generation, relay_locks.newest_generation())
+            self._handover_state = HandoverState(predecessor.state.lineage, generation)
             _go_on_counting(self._table, predecessor)
         self._handover: Handover | None = None
         self._was_up = False  # all children
@@ -132,7 +133,7 @@ class Processes:
     @property
     def lineage(self) -> int:
         """The number that this router shares with its successors, see `changes.py`."""
-        return self._told.lineage
+        return self._handover_state.lineage
 
     @property
     def brains(self) -> list[str]:
@@ -144,7 +145,7 @@ class Processes:
     @property
     def relays(self) -> list[str]:
         """The names of the relays; no relay of a predecessor has one of them."""
-        return [relay_name(number, self._told.generation) for number in range(self.config.listen.relays)]
+        return [relay_name(number, self._handover_state.generation) for number in range(self.config.listen.relays)]
 
     def mains(self) -> dict[str, Main]:
         """What each child runs, by its name; the brains are first."""
@@ -227,7 +228,7 @@ class Processes:
         self._was_up = True
         self.repair()
         if self._predecessor is not None:
-            log.info("taking over", extra={"generation": self._told.generation})
+            log.info("taking over", extra={"generation": self._handover_state.generation})
             self._predecessor.go()
 
     def died(self, name: str) -> None:
@@ -249,7 +250,9 @@ class Processes:
             if self._was_up and (self._handover is None or self._handover.is_lost):
                 self._end_handover()
                 sockets = [*self._sockets, *self._links]
-                self._handover = Handover(self._folder.handover, self._told, sockets, self._lock, self._table.fd)
+                self._handover = Handover(
+                    self._folder.handover, self._handover_state, sockets, self._lock, self._table.fd
+                )
         except ConfigError as error:
             self._trouble.begin(error=str(error))
         else:
@@ -270,7 +273,7 @@ class Processes:
     @property
     def has_predecessor(self) -> bool:
         """See `Owner`."""
-        return self._predecessor is not None and not self._was_up and self._predecessor.lives
+        return self._predecessor is not None and not self._was_up and self._predecessor.is_alive
 
     def _end_handover(self) -> None:
         if self._handover is not None:

@@ -50,7 +50,6 @@ from balanceroute.proxy.link.callbacks import CallbackListener, OtherRelays
 from balanceroute.proxy.link.messages import FAR
 from balanceroute.proxy.link.reach import FarReach, Reach, SocketReach
 from balanceroute.proxy.link.remote import NOBODY, RemoteBrain
-from balanceroute.proxy.lives import Lives
 from balanceroute.proxy.ops.admin import json_response
 from balanceroute.proxy.ops.forwarding import Forwarding
 from balanceroute.proxy.ops.guard import READY
@@ -60,6 +59,7 @@ from balanceroute.proxy.perimeter.key_table import Seat
 from balanceroute.proxy.perimeter.perimeter import Perimeter
 from balanceroute.proxy.perimeter.routes import ACCESS, Access
 from balanceroute.proxy.perimeter.tls import Tls
+from balanceroute.proxy.relay_locks import RelayLocks
 from balanceroute.proxy.relay_services import RelayServices
 from balanceroute.proxy.run_folder import RunFolder
 from balanceroute.proxy.server import ChildServer
@@ -117,7 +117,7 @@ def run_relay(
     Raises: ConfigError: a file of the folder can't be used.
     """
     folder.make(setup.again)
-    life = Lives(folder).lock_life(setup.name)
+    life = RelayLocks(folder).lock(setup.name)
     configured.tls.catch_up()
     configured.perimeter.sit(setup.seat)
     app = create_relay_app(configured, folder, setup.name, life, setup.again)
@@ -132,7 +132,7 @@ def run_relay(
 
 
 def create_relay_app(configured: Configured, folder: RunFolder, name: str, life: int, again: bool = False) -> RelayApp:
-    """The application of a relay. `life`: see `RunFolder.lock_life`. `again`: see `RelaySetup`.
+    """The application of a relay. `life`: see `RunFolder.lock`. `again`: see `RelaySetup`.
 
     Raises: ConfigError: a file of the folder can't be used.
     """
@@ -160,7 +160,7 @@ def create_relay_app(configured: Configured, folder: RunFolder, name: str, life:
         finally:
             for close in closing:
                 close()
-            services.tell_counts()
+            services.send_counts()
             await stop_tasks(services)
 
     reach, to_brain = _ways_to_brain(config, folder, tls)
@@ -178,7 +178,7 @@ def create_relay_app(configured: Configured, folder: RunFolder, name: str, life:
 
 
 def _coroutines(services: RelayServices, life: int) -> dict[str, Callable[[], Awaitable[None]]]:
-    """The coroutines of a relay, by name. `life`: see `RunFolder.lock_life`."""
+    """The coroutines of a relay, by name. `life`: see `RunFolder.lock`."""
     coroutines: dict[str, Callable[[], Awaitable[None]]] = {
         "link": services.brain.run,
         "pool_reaper": services.look,
@@ -319,7 +319,7 @@ def build_relay(
     )
     brain.on_workers, brain.on_silent, brain.on_salt = services.name_workers, services.silence, services.salted
     brain.on_keys = lambda message: services.keys_elsewhere(message.relay, message.keys)
-    services.suspicions.on_explained, brain.on_explained = services.tell_explained, services.explained
+    services.suspicions.on_explained, brain.on_explained = services.send_explained, services.explained
     return services
 
 

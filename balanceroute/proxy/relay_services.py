@@ -17,7 +17,7 @@ from balanceroute.proxy.life.pool_reaper import PERIOD_S, PoolReaper
 from balanceroute.proxy.life.suspicion import KNOWN_S, Loss
 from balanceroute.proxy.link.messages import Activity, ConnectorDoubted, Counted, Explained, Learned, Silent, Workers
 from balanceroute.proxy.link.remote import LOST, RemoteBrain
-from balanceroute.proxy.lives import Lives
+from balanceroute.proxy.relay_locks import RelayLocks
 from balanceroute.proxy.run_folder import RunFolder
 from balanceroute.proxy.telemetry.ticks import until_tick_s
 from balanceroute.proxy.telemetry.troubles import Trouble
@@ -44,7 +44,7 @@ class RelayServices(ClientServices):
     name: str
     counts_file: CountsFile
     kept: bytes = b""  # of counts
-    told: Activity | None = None  # sent last; None: not to the present brain
+    sent_activity: Activity | None = None  # sent last; None: not to the present brain
     known: asyncio.Event = field(default_factory=asyncio.Event)  # a brain has named the workers
 
     def begin_drain(self) -> None:
@@ -91,7 +91,7 @@ class RelayServices(ClientServices):
         if worker.kv_connector is None:
             self.brain.report(ConnectorDoubted(worker.id, reason))
 
-    def tell_explained(self, losses: list[Loss]) -> None:
+    def send_explained(self, losses: list[Loss]) -> None:
         """Tell the other relays which workers a request has killed."""
         now = self.loop.time()
         ages_s = tuple(now - loss.at_s for loss in losses)
@@ -103,7 +103,7 @@ class RelayServices(ClientServices):
         for worker_id, age_s in zip(message.workers, message.ages_s, strict=False):
             self.suspicions.explained_elsewhere(worker_id, now - age_s)
 
-    def tell_counts(self) -> None:
+    def send_counts(self) -> None:
         """Keep this relay's counts, and send them to the brain, which serves the metrics of all processes."""
         self.kept = b""
         self.keep_counts()
@@ -137,7 +137,7 @@ class RelayServices(ClientServices):
         while True:
             await asyncio.sleep(until_tick_s(self.loop.time(), LIFE_S))
             try:
-                again = Lives(self.folder).renew_life(self.name, life)
+                again = RelayLocks(self.folder).renew(self.name, life)
             except ConfigError as error:
                 trouble.begin(error=str(error))
             else:
@@ -171,20 +171,20 @@ class RelayServices(ClientServices):
         uses = self.fleet.uses(self.loop.time(), self.awaited())
         keys = () if self.perimeter.keys is None else self.perimeter.keys.uses()
         activity = Activity(self.exchanges, self.drainer.pending, uses, keys)
-        if uses or keys or activity != self.told:
+        if uses or keys or activity != self.sent_activity:
             self.brain.report(activity)
-            self.told = activity
+            self.sent_activity = activity
 
     def joined(self) -> None:
         """After joining a brain, send again what is otherwise sent only on change, or may be lost."""
-        self.told = None
-        self.tell_counts()
-        self.fleet.tell_doubts()
+        self.sent_activity = None
+        self.send_counts()
+        self.fleet.report_doubts()
         for worker in self.fleet:
             if worker.kv_connector is not None:
                 self.brain.report(Learned(worker.id, worker.kv_connector or None))
         explained = self.suspicions.explained_since(self.loop.time() - KNOWN_S)
         if explained:
-            self.tell_explained(explained)
+            self.send_explained(explained)
         if self.perimeter.keys is not None:
             self.perimeter.keys.forget_elsewhere()

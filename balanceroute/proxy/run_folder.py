@@ -1,6 +1,6 @@
 """The run folder of one router: the files that its processes share, which belong to our user alone.
 
-`lives.py` tells which relays live, `kept_counts.py` what they have counted.
+`relay_locks.py` tells which relays run, `kept_counts.py` what they have counted.
 """
 
 import fcntl
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 COUNTS: Final = "counts-"  # before the name of a relay
 _PINS: Final = "pins-"
 _ROUTER: Final = "router"  # locked by the parent
-LIFE: Final = "life-"  # locked by a relay while it lives
+LIFE: Final = "life-"  # locked by a relay while it runs
 _LONGEST: Final = "relay-63.9999"  # of the names of relays
 _FILE: Final = re.compile(rf"(router|lead|lead\.next|identity|far|changes|({LIFE}|{COUNTS}|{_PINS}).+)(\{NEW})?")
 _SOCKET: Final = re.compile(r"(link|operators|handover|relay-[0-9.]+)\.sock")

@@ -239,7 +239,7 @@ class ChildServer(ProcessServer):
     it leaves without loss of requests, and the parent starts it again.
     """
 
-    _told_to_end = False
+    _sigterm_received = False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, also for the parent's signals."""
@@ -262,8 +262,8 @@ class ChildServer(ProcessServer):
         if sig == signal.SIGINT or services is None:
             log.warning("ending now", extra={"signal": sig})
             self.should_exit = self.force_exit = True  # no drain: a brain that drains makes all relays refuse requests
-        elif not self._told_to_end:
-            self._told_to_end = True
+        elif not self._sigterm_received:
+            self._sigterm_received = True
             services.loop.call_soon_threadsafe(services.loop.call_later, PARENT_S, self._leave_when_possible)
 
     def _leave_when_possible(self) -> None:

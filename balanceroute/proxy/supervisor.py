@@ -117,13 +117,13 @@ class Owner(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Child:
-    """One process of the router, over all its lives."""
+    """One process of the router, over all its starts."""
 
     name: str
     main: Main
     needed: bool  # other children need it: it ends after them
     pid: int | None = None
-    lives: int = 0
+    starts: int = 0
     failures: int = 0  # consecutive failures: it could not be started, or died within `STEADY_S`
     up: bool = False
     started_s: float = 0.0
@@ -139,7 +139,7 @@ class Supervisor:
         """
         self.children = [Child(name, main, name in needed) for name, main in mains.items()]
         self._owner = owner
-        self._news, self._to_parent = os.pipe()  # the process ids of children that are up
+        self._from_children, self._to_parent = os.pipe()  # the process ids of children that are up
         self._all_up = False
         self._signals = 0  # signals to end, so far
         self._postponed = False  # a drain was requested, and waits for a successor
@@ -157,16 +157,16 @@ class Supervisor:
         gc.freeze()  # so that the children's memory stays shared
         signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED | _OF_CHILDREN)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # SIGCHLD may be inherited as ignored
-        signal_input(self._news)
+        signal_input(self._from_children)
         try:
             while self._step():
                 received = signal.sigtimedwait(_AWAITED, self._patience_s())
                 if received is not None:
-                    self._hear(received.si_signo)
+                    self._handle_signal(received.si_signo)
         finally:
             self._give_up_reload()
             self._kill()
-            os.close(self._news)
+            os.close(self._from_children)
             os.close(self._to_parent)
             gc.unfreeze()  # signals stay blocked: the process is to exit with its own code, not by a late signal
         return self._code
@@ -208,7 +208,7 @@ class Supervisor:
 
     # -- signals
 
-    def _hear(self, number: int) -> None:
+    def _handle_signal(self, number: int) -> None:
         if number == signal.SIGHUP:
             if not self._signals:
                 self._reload_asked = True
@@ -271,7 +271,7 @@ class Supervisor:
 
     def _note_who_is_up(self) -> None:
         with suppress(BlockingIOError):
-            pids = os.read(self._news, 4096).split()  # each was written whole: it is less than PIPE_BUF
+            pids = os.read(self._from_children, 4096).split()  # each was written whole: it is less than PIPE_BUF
             for child in self.children:
                 child.up = child.up or str(child.pid).encode() in pids
         if not self._all_up and all(child.up for child in self.children):
@@ -354,8 +354,8 @@ class Supervisor:
             return
         self._trouble.end()
         child.pid, child.due_s, child.started_s = pid, None, time.monotonic()
-        child.lives += 1
-        log.info("child started", extra={"child": child.name, "pid": pid, "life": child.lives})
+        child.starts += 1
+        log.info("child started", extra={"child": child.name, "pid": pid, "life": child.starts})
 
     def _put_off(self, child: Child, error: OSError) -> None:
         """Start a child later, because the machine lacks a process or memory for it."""
@@ -382,7 +382,7 @@ class Supervisor:
             code = 0
         except BalanceRouteError as error:
             code = WRONG_CONFIG
-            self._tell_why(name, error)
+            self._log_config_error(name, error)
         except SystemExit as error:
             code = error.code if isinstance(error.code, int) else 1
         except BaseException as error:  # the child must not return into the parent's code
@@ -397,7 +397,7 @@ class Supervisor:
                 sys.stderr.flush()
             os._exit(code)
 
-    def _tell_why(self, name: str, error: BalanceRouteError) -> None:
+    def _log_config_error(self, name: str, error: BalanceRouteError) -> None:
         """Report why this child can't run: at the start on stderr, later in the log."""
         if self._all_up:
             log.error("child cannot run", extra={"child": name, "error": str(error)})

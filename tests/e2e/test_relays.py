@@ -18,7 +18,7 @@ import pytest
 from balanceroute.engine.tokens import FIRST_TRIPLE_ID, continuation, decode
 from balanceroute.errors import ConfigError
 from balanceroute.journal import rerun
-from balanceroute.proxy.lives import Lives
+from balanceroute.proxy.relay_locks import RelayLocks
 from balanceroute.proxy.run_folder import RunFolder
 from tests.e2e.routers import (
     LONG,
@@ -332,7 +332,7 @@ def test_a_lost_run_folder_is_recreated_and_streams_go_on(cluster: Cluster, tmp_
             await until(lambda: all(found_last(name) > 4 for name in router.relays))
             assert len(router.relays) == 2
             await until(router.holds_nothing)
-            await until(lambda: sorted(Lives(RunFolder(run)).living()) == ["relay-0", "relay-1"])
+            await until(lambda: sorted(RelayLocks(RunFolder(run)).running()) == ["relay-0", "relay-1"])
             await until(RunFolder(run).handover.exists)
             with pytest.raises(ConfigError, match="another router"):
                 RunFolder(run).claim(beside=True)

@@ -20,8 +20,8 @@ from balanceroute.proxy.brain import BrainServer
 from balanceroute.proxy.brain_app import BrainApp, BrainSetup, create_brain_app
 from balanceroute.proxy.configured import Configured
 from balanceroute.proxy.link.leadership import FileLead
-from balanceroute.proxy.lives import Lives, relay_name
 from balanceroute.proxy.relay import RelayApp, RelayServer, create_relay_app
+from balanceroute.proxy.relay_locks import RelayLocks, relay_name
 from balanceroute.proxy.run_folder import RunFolder
 from balanceroute.proxy.server import Server
 from tests.integration.router import FAST, configuration, patient
@@ -94,7 +94,7 @@ async def a_brain(config: Config, folder: RunFolder, relays: int = 2, again: boo
 @asynccontextmanager
 async def a_relay(config: Config, folder: RunFolder, name: str) -> AsyncIterator[Relay]:
     """One that has found a brain."""
-    life = Lives(folder).lock_life(name)
+    life = RelayLocks(folder).lock(name)
     app = create_relay_app(Configured.read(config), folder, name, life)
     server = RelayServer(app, config)
     with os.fdopen(life), socket.socket() as listener:

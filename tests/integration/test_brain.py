@@ -320,7 +320,7 @@ async def test_counts_that_a_relay_has_not_sent_to_the_brain_yet_are_kept() -> N
             await until(lambda: relay.app.services.known.is_set())
             for number in range(3):
                 await answered(relay, number)
-            relay.app.services.tell_counts()
+            relay.app.services.send_counts()
             assert finished(await scraped(relay)) == 3
             relay.app.services.brain = Unheard(relay.app.services.brain)  # type: ignore[assignment]
             for number in range(2):

@@ -19,8 +19,8 @@ from balanceroute.engine.tokens import continuation, decode
 from balanceroute.proxy.configured import Configured
 from balanceroute.proxy.kept_counts import KeptCounts
 from balanceroute.proxy.link import callbacks as callbacks_module
-from balanceroute.proxy.lives import Lives
 from balanceroute.proxy.relay import create_relay_app
+from balanceroute.proxy.relay_locks import RelayLocks
 from balanceroute.proxy.run_folder import RunFolder
 from balanceroute.proxy.wire.connectors import owner_of
 from tests.integration.relayed import Relay, Relayed, relayed
@@ -37,7 +37,7 @@ async def test_a_relay_that_cannot_listen_for_callbacks_closes_what_it_opened(tm
     layerwise = {"connector": "mooncake_layerwise", "layerwise": {"callback_url": "http://127.0.0.1:3"}}
     folder = RunFolder(tmp_path)
     folder.callbacks("relay-0").mkdir()
-    with os.fdopen(life := Lives(folder).lock_life("relay-0")):
+    with os.fdopen(life := RelayLocks(folder).lock("relay-0")):
         app = create_relay_app(Configured.read(validate(sections | layerwise)), folder, "relay-0", life)
         with pytest.raises(OSError):
             async with app.router.lifespan_context(app):

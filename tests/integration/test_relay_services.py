@@ -21,8 +21,8 @@ from balanceroute.proxy.kept_counts import KeptCounts
 from balanceroute.proxy.life.suspicion import Suspect
 from balanceroute.proxy.link.messages import Activity, Counted, Learned, Report
 from balanceroute.proxy.link.remote import NOBODY, RemoteBrain
-from balanceroute.proxy.lives import Lives
 from balanceroute.proxy.perimeter.key_use import KeyUse
+from balanceroute.proxy.relay_locks import RelayLocks
 from balanceroute.proxy.relay_services import COUNTS_S, RelayServices
 from balanceroute.proxy.run_folder import RunFolder
 from balanceroute.proxy.telemetry.metrics import Metrics
@@ -128,7 +128,7 @@ async def test_files_of_former_relays_go_where_the_brain_is_on_another_machine(
     monkeypatch.setattr(relay_services, "LIFE_S", 0.2)
     folder = RunFolder(tmp_path)
     for former in ("relay-0", "relay-1"):
-        os.close(Lives(folder).lock_life(former))
+        os.close(RelayLocks(folder).lock(former))
         KeptCounts(folder).keep(former, b"{}")
     async with a_new_relay(tmp_path, deadline_s=0.1, name="relay-0.2") as (config, relay):
         services = relay.app.services
@@ -136,7 +136,7 @@ async def test_files_of_former_relays_go_where_the_brain_is_on_another_machine(
             update={"listen": config.listen.model_copy(update={"brains": ("10.0.0.1:1",)})}
         )
         await until(lambda: KeptCounts(folder).gone() == set())
-        assert Lives(folder).living() == ["relay-0.2"]
+        assert RelayLocks(folder).running() == ["relay-0.2"]
 
 
 async def test_key_use_without_a_brain_is_reported_to_the_next_brain(tmp_path: Path) -> None:
@@ -272,7 +272,7 @@ async def test_a_prefiller_that_cannot_push_costs_its_request_and_no_connection_
 async def test_an_idle_relay_sends_each_brain_its_activity_and_counts_only_once() -> None:
     async with relayed(FAST, count=1) as router:
         services = router.relays[0].app.services
-        await until(lambda: bool(services.kept) and services.told is not None)
+        await until(lambda: bool(services.kept) and services.sent_activity is not None)
         told: list[type] = []
         services.brain = Overheard(services.brain, told)  # type: ignore[assignment]
         looked_s = services.last_look_s

@@ -31,7 +31,7 @@ class ReportedCircuit(Circuit):
         """Whether a success would change the brain's circuit, so that it has to be reported."""
         return self._doubtful
 
-    def told(self, state: CircuitState, doubtful: bool) -> None:
+    def set_state(self, state: CircuitState, doubtful: bool) -> None:
         """Take the state that the brain has sent."""
         self.state, self._doubtful = state, doubtful
 
@@ -39,29 +39,29 @@ class ReportedCircuit(Circuit):
         """See `Circuit`."""
         if self.state is CircuitState.HALF_OPEN:
             self.state = CircuitState.TRIAL
-            self._say(Finding.USED)
+            self._report_finding(Finding.USED)
 
     def success(self) -> None:
         """See `Circuit`."""
         if self._doubtful:
-            self._say(Finding.SUCCESS)
+            self._report_finding(Finding.SUCCESS)
 
     def inconclusive(self) -> None:
         """See `Circuit`."""
         if self.state is CircuitState.TRIAL:
-            self._say(Finding.INCONCLUSIVE)
+            self._report_finding(Finding.INCONCLUSIVE)
 
     def fault(self, now: float) -> None:
         """See `Circuit`."""
         self._doubtful = True
-        self._say(Finding.FAULT)
+        self._report_finding(Finding.FAULT)
 
     def busy(self, now: float, retry_after_s: float = 0.0) -> None:
         """See `Circuit`."""
         self._doubtful = True
-        self._say(Finding.BUSY, retry_after_s)
+        self._report_finding(Finding.BUSY, retry_after_s)
 
-    def _say(self, finding: Finding, retry_after_s: float = 0.0) -> None:
+    def _report_finding(self, finding: Finding, retry_after_s: float = 0.0) -> None:
         self._report(Judged(self._worker_id, finding, retry_after_s))
 
 
@@ -95,7 +95,7 @@ class RelayFleet(Fleet):
         """`report`: sends to the brain."""
         super().__init__(_Nowhere(loop), config, on_leave)
         self._report = report
-        self._told_use: set[str] = set()  # the workers in use at the last report
+        self._reported_use: set[str] = set()  # the workers in use at the last report
 
     def circuit(self, spec: WorkerSpec, changed: Callable[[float | None], None]) -> Circuit:
         """A circuit that reports to the one at the brain."""
@@ -109,7 +109,7 @@ class RelayFleet(Fleet):
         super().doubt_cache(worker)
         self._report(CacheDoubted(worker.id, worker.cache_salt))
 
-    def tell_doubts(self) -> None:
+    def report_doubts(self) -> None:
         """Tell a new brain which salts decode workers' caches have."""
         for worker in self:
             if worker.cache_salt:
@@ -125,7 +125,7 @@ class RelayFleet(Fleet):
             worker.healthy = not standing.out
             worker.ended_at = max(worker.ended_at, standing.ended_at)  # a new brain knows of no end before its own time
             assert isinstance(worker.circuit, ReportedCircuit)
-            worker.circuit.told(CircuitState(standing.circuit), standing.doubtful)
+            worker.circuit.set_state(CircuitState(standing.circuit), standing.doubtful)
             self.salt_cache(worker, standing.cache_salt)
         named = {standing.spec.id for standing in message.changed}
         for worker in self:
@@ -144,8 +144,8 @@ class RelayFleet(Fleet):
     def uses(self, now: float, awaited: set[str]) -> tuple[Use, ...]:
         """The use of workers, if changed since the last report; `awaited`: workers whose next token a client awaits."""
         in_use = {worker.id for worker in self if worker.in_use or worker.peak_in_use}
-        reported = [worker for worker in self if worker.id in in_use or worker.id in self._told_use]
-        self._told_use = in_use
+        reported = [worker for worker in self if worker.id in in_use or worker.id in self._reported_use]
+        self._reported_use = in_use
         return tuple(
             Use(
                 worker.id,

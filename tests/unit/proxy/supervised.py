@@ -30,7 +30,7 @@ from typing import Any
 
 from balanceroute.errors import ConfigError
 from balanceroute.proxy import supervisor
-from balanceroute.proxy.handover import Handover, Told
+from balanceroute.proxy.handover import Handover, HandoverState
 from balanceroute.proxy.supervisor import Main, Supervisor
 from balanceroute.proxy.telemetry.clock import Loop
 from balanceroute.proxy.telemetry.logs import configure
@@ -78,7 +78,7 @@ class Owner:
             self.handover.close()
 
     def all_up(self) -> None:
-        self.handover = Handover(FOLDER / "handover", Told(os.getpid(), 1), [self.listener])
+        self.handover = Handover(FOLDER / "handover", HandoverState(os.getpid(), 1), [self.listener])
         (FOLDER / "all-up").touch()
 
     def succeeded(self) -> bool:

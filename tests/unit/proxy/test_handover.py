@@ -12,11 +12,11 @@ import pytest
 from msgspec.structs import replace
 
 from balanceroute.errors import ConfigError
-from balanceroute.proxy.handover import Handover, Predecessor, Told
+from balanceroute.proxy.handover import Handover, HandoverState, Predecessor
 from balanceroute.proxy.run_folder import RunFolder
 from tests.waiting import block_until
 
-TOLD = Told(lineage=4711, generation=2)
+STATE = HandoverState(lineage=4711, generation=2)
 
 
 class Old:
@@ -26,7 +26,7 @@ class Old:
         self.path = path
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.lock = RunFolder(path.parent).claim()
-        self.side = Handover(path, TOLD, [self.listener], self.lock)
+        self.side = Handover(path, STATE, [self.listener], self.lock)
         self._threads = ThreadPoolExecutor(1)
 
     def found(self) -> Predecessor:
@@ -57,7 +57,7 @@ def old(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Old]:
 def test_a_successor_gets_sockets_and_state_and_reports_when_it_is_ready(old: Old) -> None:
     predecessor = old.found()
     host, port = old.listener.getsockname()
-    assert predecessor.told == replace(TOLD, lock_follows=True) and not old.side.look()
+    assert predecessor.state == replace(STATE, lock_follows=True) and not old.side.look()
     assert predecessor.listener(host, port + 1) is None
     assert predecessor.abandoned == [f"{host}:{port}"]
     listener = predecessor.listener(host, port)
@@ -79,9 +79,9 @@ def test_a_successor_that_ends_before_it_is_ready_changes_nothing_and_another_ma
 
 def test_a_successor_detects_that_its_predecessor_has_ended(old: Old) -> None:
     predecessor = old.found()
-    assert predecessor.lives
+    assert predecessor.is_alive
     old.side.close()
-    block_until(lambda: not predecessor.lives)
+    block_until(lambda: not predecessor.is_alive)
     predecessor.close()
 
 
@@ -100,9 +100,9 @@ def test_the_run_folder_lock_is_held_throughout_a_takeover(old: Old) -> None:
 
 def test_a_router_that_sends_no_lock_is_taken_over_as_well(old: Old) -> None:
     old.side.close()
-    old.side = Handover(old.path, TOLD, [old.listener])
+    old.side = Handover(old.path, STATE, [old.listener])
     predecessor = old.found()
-    assert predecessor.told == TOLD and predecessor.lock() is None
+    assert predecessor.state == STATE and predecessor.lock() is None
     predecessor.close()
 
 
@@ -112,7 +112,7 @@ def test_a_successor_gets_the_file_of_the_table_of_keys_after_the_lock_or_withou
         os.write(table, b"what keys have used")
         for lock in (old.lock, None):
             old.side.close()
-            old.side = Handover(old.path, TOLD, [old.listener], lock, table)
+            old.side = Handover(old.path, STATE, [old.listener], lock, table)
             predecessor = old.found()
             keys, taken = predecessor.keys, predecessor.lock()
             assert keys is not None and os.pread(keys.fileno(), 100, 0) == b"what keys have used"
@@ -145,7 +145,7 @@ def test_without_a_free_descriptor_a_successor_waits(
     assert [record.message for record in caplog.records] == ["another router can't be answered"]
     with monkeypatch.context() as patched, pytest.raises(ConfigError, match="Too many open files"):
         patched.setattr(socket, "socket", none_is_free)
-        Handover(old.path, TOLD, [old.listener])
+        Handover(old.path, STATE, [old.listener])
     predecessor = old.found()
     predecessor.go()
     block_until(old.side.look)

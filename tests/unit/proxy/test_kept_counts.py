@@ -8,9 +8,9 @@ import pytest
 
 from balanceroute.proxy import kept_counts
 from balanceroute.proxy.kept_counts import LEADER, CountsFile, KeptCounts
-from balanceroute.proxy.lives import Lives, relay_name
+from balanceroute.proxy.relay_locks import RelayLocks, relay_name
 from balanceroute.proxy.run_folder import RunFolder
-from tests.unit.proxy.test_lives import living
+from tests.unit.proxy.test_relay_locks import living
 
 
 def test_counts_of_a_relay_outlive_it_until_a_router_begins_to_count(tmp_path: Path) -> None:
@@ -34,11 +34,11 @@ def test_an_obstacle_in_place_of_a_life_or_counts_file_does_not_prevent_a_restar
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = RunFolder(tmp_path)
-    lives = Lives(folder)
+    relay_locks = RelayLocks(folder)
     for name in ("life-relay-0", "counts-relay-0"):
         (tmp_path / name).mkdir()
     (tmp_path / "life-relay-1").symlink_to("nobody")  # as one that is removed while it is looked for
-    assert lives.living() == []
+    assert relay_locks.running() == []
     assert CountsFile(folder, "relay-0").last() == b"" and "of no use" in caplog.text
 
 
@@ -92,11 +92,11 @@ def test_a_router_that_starts_beside_old_relays_uses_other_names_and_keeps_their
     tmp_path: Path,
 ) -> None:
     folder = RunFolder(tmp_path)
-    lives = Lives(folder)
+    relay_locks = RelayLocks(folder)
     kept = KeptCounts(folder)
     for relay in ("relay-0", "relay-1", "relay-0.12"):
         kept.keep(relay, relay.encode())
     with living(folder, "relay-1"), living(folder, "relay-0.12"):
-        assert lives.generation() == 13 and relay_name(0, 13) == "relay-0.13"
+        assert relay_locks.next_generation() == 13 and relay_name(0, 13) == "relay-0.13"
         kept.forget()
         assert sorted(kept.of_others(())) == [b"relay-0.12", b"relay-1"]

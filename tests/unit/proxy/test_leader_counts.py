@@ -12,7 +12,7 @@ from balanceroute.core.view import view_cluster
 from balanceroute.proxy import kept_counts
 from balanceroute.proxy.kept_counts import GONE_S, LEADER, KeptCounts
 from balanceroute.proxy.leader_counts import PERIOD_S, LeaderCounts
-from balanceroute.proxy.lives import Lives
+from balanceroute.proxy.relay_locks import RelayLocks
 from balanceroute.proxy.run_folder import RunFolder
 from balanceroute.proxy.telemetry.metrics import Metrics
 from tests.unit.proxy.virtual_time import in_virtual_time, let_pass
@@ -104,9 +104,9 @@ def counted(requests: int) -> bytes:
 def test_the_leader_takes_over_counts_of_removed_relays_and_deletes_their_files(tmp_path: Path) -> None:
     folder, metrics, told = RunFolder(tmp_path), counting(), []
     for relay, requests in (("relay-0", 3), ("relay-1", 4), ("relay-0.2", 100)):
-        os.close(Lives(folder).lock_life(relay))
+        os.close(RelayLocks(folder).lock(relay))
         KeptCounts(folder).keep(relay, counted(requests))
-    life = Lives(folder).lock_life("relay-0.2")
+    life = RelayLocks(folder).lock("relay-0.2")
     counts = LeaderCounts(folder, ALead(), metrics, told.append)
     for now in range(0, int(GONE_S), 5):
         counts.clean_up(now)

@@ -23,10 +23,10 @@ from balanceroute.proxy import processes
 from balanceroute.proxy.changes import Changes
 from balanceroute.proxy.client.relay_loads import CONNECTIONS, Load
 from balanceroute.proxy.configured import Configured
-from balanceroute.proxy.handover import Predecessor, Told
+from balanceroute.proxy.handover import HandoverState, Predecessor
 from balanceroute.proxy.link.files import replace_content
-from balanceroute.proxy.lives import Lives
 from balanceroute.proxy.processes import Processes, begin_anew, serve_processes
+from balanceroute.proxy.relay_locks import RelayLocks
 from balanceroute.proxy.run_folder import RunFolder
 from tests.unit.proxy.trials import failure
 from tests.unit.proxy.virtual_time import a_config
@@ -170,13 +170,13 @@ def test_a_failed_takeover_lets_the_next_router_use_other_names(tmp_path: Path) 
     ours, old = socket.socketpair()
 
     def successor() -> Processes:
-        predecessor = Predecessor(ours, Told(lineage=4711, generation=1), [], None, None)
+        predecessor = Predecessor(ours, HandoverState(lineage=4711, generation=1), [], None, None)
         return Processes(Configured.read(config), lambda: config, folder, lock, [], None, predecessor)
 
     with folder.claim() as lock, old:
         first = successor()
         assert first.relays == ["relay-0.2"] and first.has_predecessor
-        life = Lives(folder).lock_life("relay-0.2")
+        life = RelayLocks(folder).lock("relay-0.2")
         first.stop_listening()
         assert old.recv(1) == b"", "the old one hears of it before the last stream has ended"
         assert successor().relays == ["relay-0.3"]

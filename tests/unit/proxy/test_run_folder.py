@@ -11,7 +11,7 @@ import pytest
 from balanceroute.errors import ConfigError
 from balanceroute.proxy.kept_counts import KeptCounts
 from balanceroute.proxy.link.leadership import FileLead
-from balanceroute.proxy.lives import Lives
+from balanceroute.proxy.relay_locks import RelayLocks
 from balanceroute.proxy.run_folder import MAX_SOCKET_PATH, RunFolder, run_folder
 from tests.unit.proxy.virtual_time import a_config
 
@@ -113,7 +113,7 @@ def test_an_obstacle_in_the_run_folder_is_moved_aside_at_a_restart(
     tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = RunFolder(tmp_path)
-    lives = Lives(folder)
+    relay_locks = RelayLocks(folder)
     (tmp_path / name).mkdir()
     (tmp_path / name / "somebody's").touch()
     folder.make(again=True)
@@ -123,7 +123,7 @@ def test_an_obstacle_in_the_run_folder_is_moved_aside_at_a_restart(
         ("moved out of the way", str(tmp_path / name))
     ]
     folder.make()
-    assert folder.other_pins("relay-7") == [] and lives.living() == []
+    assert folder.other_pins("relay-7") == [] and relay_locks.running() == []
 
 
 def test_an_unreadable_file_of_the_run_folder_is_made_readable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from balanceroute.errors import ConfigError
-from balanceroute.proxy.handover import Predecessor, Told
+from balanceroute.proxy.handover import HandoverState, Predecessor
 from tests.waiting import block_until
 
 LAUNCHER = "import os, signal, sys; "
@@ -415,7 +415,7 @@ def test_a_successor_gets_the_sockets_and_all_leave_when_it_is_ready(running: Ru
     quitter.close()  # it ends before it is ready, and nothing has happened
     block_until(lambda: running.said("the router that was to take over has ended"))
     successor = found(running)
-    assert successor.told == Told(running.process.pid, 1)
+    assert successor.state == HandoverState(running.process.pid, 1)
     with pytest.raises(ConfigError, match="another router is taking over"):
         found(running)
     listener = successor.listener("127.0.0.1", int((running.folder / "port").read_text()))

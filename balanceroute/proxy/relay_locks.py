@@ -1,4 +1,4 @@
-"""Which relays of a run folder live: each holds a file locked as long as it does."""
+"""Which relays of a run folder run: each holds a file locked as long as it does."""
 
 import time
 
@@ -6,45 +6,45 @@ from balanceroute.proxy.link.files import is_locked
 from balanceroute.proxy.run_folder import LIFE, PAUSE_S, TRIES, RunFolder
 
 
-class Lives:
-    """The relays of one run folder, by name."""
+class RelayLocks:
+    """The lock files of the relays of one run folder, by name."""
 
     def __init__(self, folder: RunFolder) -> None:
         self._folder = folder
 
-    def lock_life(self, relay: str) -> int:
+    def lock(self, relay: str) -> int:
         """Lock the file that says that this process is that relay; returns its descriptor.
 
         Raises: ConfigError: another process is that relay.
         """
         return self._folder.lock_file(f"{LIFE}{relay}", f"another process is its {relay}; each router needs its own")
 
-    def renew_life(self, relay: str, life: int) -> bool:
-        """Make that file again if somebody has removed it; returns whether that was so. `life`: its descriptor.
+    def renew(self, relay: str, descriptor: int) -> bool:
+        """Make that file again if somebody has removed it; returns whether that was so. `descriptor`: its own.
 
         Raises: ConfigError: it can't be made.
         """
-        return self._folder.hold_again(f"{LIFE}{relay}", life)
+        return self._folder.hold_again(f"{LIFE}{relay}", descriptor)
 
-    def living(self) -> list[str]:
-        """The relays that live."""
+    def running(self) -> list[str]:
+        """The relays that run."""
         found = self._folder.folder.glob(f"{LIFE}*")
         return [file.name.removeprefix(LIFE) for file in found if is_locked(file)]
 
-    def generation(self) -> int:
-        """The generation of relays to be started: above those of the relays that live.
+    def next_generation(self) -> int:
+        """The generation of relays to be started: above those of the relays that run.
 
-        Relays of a router that was killed are about to die, and are waited for.
+        Relays of a router that was killed are about to end, and are waited for.
         """
         for _ in range(TRIES):
-            if not self.living():
+            if not self.running():
                 break
             time.sleep(PAUSE_S)
-        return 1 + self.newest()
+        return 1 + self.newest_generation()
 
-    def newest(self) -> int:
-        """The highest generation of a relay that lives; 0: none lives."""
-        return max(map(_generation, self.living()), default=0)
+    def newest_generation(self) -> int:
+        """The highest generation of a relay that runs; 0: none runs."""
+        return max(map(_generation, self.running()), default=0)
 
 
 def relay_name(number: int, generation: int) -> str:
