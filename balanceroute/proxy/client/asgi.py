@@ -25,7 +25,7 @@ class AsgiHandler:
     The application gets the body whole. `go_on` sends 100 Continue to a client that waits for it.
     """
 
-    __slots__ = ("_app", "_app_state", "_come", "_go_on", "_lost", "_name", "_request", "_response", "_told")
+    __slots__ = ("_app", "_app_state", "_body_ready", "_body_sent", "_go_on", "_lost", "_name", "_request", "_response")
 
     def __init__(
         self,
@@ -38,8 +38,8 @@ class AsgiHandler:
         self._app, self._app_state = app, app_state
         self._name = read_head(request.headers, None).response_id
         self._request, self._response, self._go_on = request, response, go_on
-        self._come: asyncio.Event | None = None  # set when the body is complete, or will never be
-        self._told = False
+        self._body_ready: asyncio.Event | None = None  # set when the body is complete, or will never be
+        self._body_sent = False
         self._lost = False
         if is_messages_path(request.path):
             response.refusal = message_refusal
@@ -63,8 +63,8 @@ class AsgiHandler:
 
     def body_has_come(self) -> None:
         """Note that the body is complete."""
-        if self._come is not None:
-            self._come.set()
+        if self._body_ready is not None:
+            self._body_ready.set()
 
     async def run(self) -> None:
         """One call of the application."""
@@ -94,15 +94,15 @@ class AsgiHandler:
         }
 
     async def _receive(self) -> Message:
-        if self._told:
+        if self._body_sent:
             await self._response.over()
         elif not self._request.complete and not self._lost:
             self._go_on()
-            self._come = asyncio.Event()
-            await self._come.wait()
-        if self._told or self._lost:
+            self._body_ready = asyncio.Event()
+            await self._body_ready.wait()
+        if self._body_sent or self._lost:
             return {"type": "http.disconnect"}
-        self._told = True
+        self._body_sent = True
         return {"type": "http.request", "body": self._request.body, "more_body": False}
 
     async def _send(self, message: Message) -> None:

@@ -239,7 +239,7 @@ class Edge:
     def join(self, connection: Connection) -> bool:
         """Add a new connection; False: there is no room even to refuse it."""
         self.connections.add(connection)
-        self._tell()
+        self._share_load()
         if self.full and self.waiting:
             longest = next(iter(self.waiting))
             longest.give_way()
@@ -255,9 +255,9 @@ class Edge:
         """A connection is lost."""
         self.connections.discard(connection)
         self.waiting.pop(connection, None)
-        self._tell()
+        self._share_load()
 
-    def _tell(self) -> None:
+    def _share_load(self) -> None:
         self.load.put(CONNECTIONS, len(self.connections))
 
     def _look(self) -> None:

@@ -53,7 +53,7 @@ class MessagesExchange(Exchange):
         return message_of(answer, self._message_id)
 
     def _error_event(self, error: BalanceRouteError) -> bytes:
-        return message_error_event(error, self._told_id)
+        return message_error_event(error, self._response_id)
 
     def _own_headers(self) -> Headers:
         return with_message_id(super()._own_headers())
@@ -81,7 +81,7 @@ class MessagesExchange(Exchange):
         return f"msg_{self._head.request_id}"
 
     @property
-    def _told_id(self) -> str:
+    def _response_id(self) -> str:
         return "" if self._head is None else self._head.response_id.decode()
 
 

@@ -271,9 +271,9 @@ class ClientProtocol(asyncio.Protocol):
         """The answer under way is the last: what comes behind its request is read and dropped."""
         assert self._response is not None
         self._response.keep_alive = False
-        self._listen_no_more()
+        self._discard_input()
 
-    def _listen_no_more(self) -> None:
+    def _discard_input(self) -> None:
         """Drop what has come and what will."""
         self._lingering, self._raw = True, b""
         self._count_waiting()
@@ -562,7 +562,7 @@ class ClientProtocol(asyncio.Protocol):
         """Close once everything is written."""
         self.edge.waiting.pop(self, None)
         if self._below is not None and self._unsent_bytes:  # TLS would not wait until everything is read
-            self._listen_no_more()
+            self._discard_input()
             self._receiving_since_s = math.inf
             self._deadline_s = self.loop.time()
             return
@@ -580,7 +580,7 @@ class ClientProtocol(asyncio.Protocol):
         if self._ended or self.transport.is_closing():
             self.close()
             return
-        self._listen_no_more()
+        self._discard_input()
         self._deadline_s = self.loop.time() + LINGER_S
         self.edge.waiting[self] = None
         if self.transport.can_write_eof():

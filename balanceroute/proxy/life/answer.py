@@ -244,10 +244,12 @@ class Answer:
         """End the answer with "length", as a worker would: its limit was reached when the worker was lost."""
         outlet = self.outlet
         request = self._original
-        chat, told = request.endpoint == "chat", request.include_usage or request.assembled
+        chat, with_usage = request.endpoint == "chat", request.include_usage or request.assembled
         tokens = self.scanner.generated.in_life  # the scanner adds those of workers before
         self.scanner.identity.expect("", checked=False)  # the router's own events have no worker's id
-        out = self.scanner.feed(ended_by_length(request.model, self.prompt_tokens, tokens, chat=chat, told=told))
+        out = self.scanner.feed(
+            ended_by_length(request.model, self.prompt_tokens, tokens, chat=chat, with_usage=with_usage)
+        )
         if not outlet.started:
             outlet.start()
         await write_last(outlet, out)
@@ -259,6 +261,6 @@ class Answer:
         """
         scanner = self.scanner
         scanner.end = StreamEnd.NO_DONE
-        owed = scanner.owed_usage(self.request.model, chat=self.request.endpoint == "chat")
-        if owed:
-            await write_part(self.outlet, owed)
+        usage_event = scanner.missing_usage(self.request.model, chat=self.request.endpoint == "chat")
+        if usage_event:
+            await write_part(self.outlet, usage_event)

@@ -139,7 +139,7 @@ async def _stream(leg: Leg, worker: Worker, reply: Reply) -> bool:
     out = b""
     while not (out and scanner.begun) and scanner.end is None:
         chunk = await reply.next_chunk()
-        leg.heard(worker)
+        leg.note_received(worker)
         if chunk is None:
             scanner.close()
             break
@@ -254,7 +254,7 @@ def _check_kv(leg: Leg, worker: Worker) -> None:
     Raises: KvTooOld: the worker may have pulled, or cached earlier, another request's KV.
     """
     try:
-        leg.kv.check_first_word(worker, streams=leg.answer.request.streams_upstream)
+        leg.kv.check_first_event(worker, streams=leg.answer.request.streams_upstream)
     except KvTooOld:
         fields = {"request": leg.id, "worker": worker.id, "reason": "its KV was pulled late"}
         log.warning("answer made anew", extra=fields)

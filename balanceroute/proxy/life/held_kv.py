@@ -122,7 +122,7 @@ class HeldKv:
         if self.cache_salt == worker.cache_salt:
             self._services.fleet.doubt_cache(worker)
 
-    def check_first_word(self, worker: Worker, *, streams: bool) -> None:
+    def check_first_event(self, worker: Worker, *, streams: bool) -> None:
         """Check at the decode worker's first event. Raises: KvTooOld: it may have read another request's KV."""
         self.watch_pull(streams=streams)
         self.answered()

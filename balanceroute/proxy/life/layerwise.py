@@ -78,7 +78,7 @@ log = logging.getLogger(__name__)
 CALLBACK_S: Final = 5.0  # an engine asks as soon as it has allocated the blocks
 GIVE_UP_S: Final = 20.0  # a cluster that is full at the router's start frees blocks by then
 _MISTAKEN: Final = "its connector is not mooncake_layerwise, or it can't reach us"
-LAST_WORD_S: Final = 1.0  # D's last token may overtake P's reply, which only counts by then
+PREFILL_REPLY_S: Final = 1.0  # D's last token may overtake P's reply, which only counts by then
 
 
 def external_id(request: ClientRequest, upstream_id: str) -> str:
@@ -197,7 +197,7 @@ class Layerwise:
         """Wait for the prefiller's figures of the prompt. Raises: BadUpstreamReply: they do not come."""
         leg, answer = self._leg, self._leg.answer
         lacks = answer.request.prompt_wishes is not None and not answer.request.stream
-        await asyncio.wait({push}, timeout=None if lacks else LAST_WORD_S)
+        await asyncio.wait({push}, timeout=None if lacks else PREFILL_REPLY_S)
         if lacks and answer.prompt_reply is None:
             raise BadUpstreamReply(
                 "it has not told what was asked of the prompt", worker=leg.prefiller_id, tier="prefill"

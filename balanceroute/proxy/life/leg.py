@@ -350,7 +350,7 @@ class Leg:
         self.at_worker = worker.id
         self.last_tried = (worker.id, role)
 
-    def heard(self, worker: Worker) -> None:
+    def note_received(self, worker: Worker) -> None:
         """Note that the worker has the request, so it can be hung up when the client leaves. Raises: ClientGone."""
         self._grace_s = 0.0
         self.check_abandoned(worker)

@@ -27,7 +27,7 @@ from balanceroute.config.sections.tiers import Decode
 from balanceroute.core.types import Role, WorkerSpec, WorkerState
 from balanceroute.errors import InvalidRequest, InvariantError
 from balanceroute.proxy.client.asgi import REQUEST_ID
-from balanceroute.proxy.ops.guard import tell
+from balanceroute.proxy.ops.guard import add_log_fields
 from balanceroute.proxy.ops.services import OperatorServices
 from balanceroute.proxy.ops.shared_answer import SharedAnswer
 from balanceroute.proxy.perimeter.routes import ACCESS
@@ -205,8 +205,8 @@ class Admin:
         """Change all workers that the request names, or none."""
         services = self._services()
         role, entries = _instances(await request.body())
-        descriptions = [_told(url, fields) for url, fields in entries]
-        tell(request, role=role.value, instances=descriptions)
+        descriptions = [_instance_text(url, fields) for url, fields in entries]
+        add_log_fields(request, role=role.value, instances=descriptions)
         for act in prepare(services, role, entries):
             act()
         services.fleet.sweep()
@@ -318,13 +318,13 @@ def _each(
         workers = [worker for worker in here if all(getattr(worker.spec, name) == wanted[name] for name in wanted)]
         if not workers:
             raise InvalidRequest(
-                f"There is no {role.value} worker {_told(url, wanted)}.", status=404, param="instances"
+                f"There is no {role.value} worker {_instance_text(url, wanted)}.", status=404, param="instances"
             )
         acts += [partial(act, services.fleet, worker) for worker in workers]
     return acts
 
 
-def _told(url: str, named: dict[str, Any]) -> str:
+def _instance_text(url: str, named: dict[str, Any]) -> str:
     """How an instance is written in answers and in the log."""
     which = ", ".join(f"{name} {str(named[name])[:200]}" for name in ("id", "dp_rank") if name in named)
     return f"{url} ({which})" if which else url

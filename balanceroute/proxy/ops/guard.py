@@ -34,7 +34,7 @@ from balanceroute.proxy.wire.responses import Headers, body_of, extra_headers, j
 log = logging.getLogger(__name__)
 
 READY: Final = "/ready"
-TOLD: Final = "told"  # the attribute of `request.state` with a handler's fields for the log line
+LOG_FIELDS: Final = "log_fields"  # the attribute of `request.state` with a handler's fields for the log line
 _ROUTE: Final = "balanceroute.route"  # in the ASGI scope: the matched route, which not every Starlette sets
 _CLOSED: Final = {"cache-control": "no-store", "x-content-type-options": "nosniff", "x-frame-options": "DENY"}
 
@@ -45,13 +45,13 @@ def error_response(error: BalanceRouteError) -> Response:
     return Response(body_of(error), status_of(error), headers, media_type="application/json")
 
 
-async def _told(request: Request, error: Exception) -> Response:
+async def _respond(request: Request, error: Exception) -> Response:
     assert isinstance(error, BalanceRouteError)
     return error_response(error)
 
 
-ERROR_HANDLERS: Final = dict.fromkeys((InvalidRequest, Rejected, UpstreamError), _told)
-"""For an application: what its handlers raise that is to be told; all else is a bug."""
+ERROR_HANDLERS: Final = dict.fromkeys((InvalidRequest, Rejected, UpstreamError), _respond)
+"""For an application: the errors of its handlers that are sent to clients; all others are bugs."""
 
 
 def _texts(headers: Headers) -> Iterator[tuple[str, str]]:
@@ -88,7 +88,7 @@ class _TrustedRoute(Route):
         scope[_ROUTE] = self.path
         call = _Call(scope, send)
         await super().handle(scope, receive, call.send)
-        if asked := scope.get("state", {}).get(TOLD):
+        if asked := scope.get("state", {}).get(LOG_FIELDS):
             fields = {"request": scope.get(REQUEST_ID, ""), "path": scope["path"], "status": call.status}
             log.info("operator's change", extra={**fields, **asked})
 
@@ -159,7 +159,7 @@ class _Guard:
             await self._refuse(error)(scope, receive, call.send)
         finally:
             call.leave()
-            log.info("%s call", access.value, extra=call.told())
+            log.info("%s call", access.value, extra=call.log_fields())
 
     def _refuse(self, error: AccessDenied | KeyLimit) -> Response:
         if self._sign_in is not None and status_of(error) == 401:
@@ -194,7 +194,7 @@ class _Call:
         if key is not None:
             key.leave(asyncio.get_running_loop().time())
 
-    def told(self) -> dict[str, Any]:
+    def log_fields(self) -> dict[str, Any]:
         """The fields of the log line, without the query: people put secrets there."""
         state = self._scope.get("state", {})
         return {
@@ -204,7 +204,7 @@ class _Call:
             "path": self._scope["path"],
             "status": self.status,
             **self.fields,
-            **state.get(TOLD, {}),
+            **state.get(LOG_FIELDS, {}),
         }
 
 
@@ -278,9 +278,9 @@ def route_of(request: Request) -> str:
     return path
 
 
-def tell(request: Request, **fields: Any) -> None:
+def add_log_fields(request: Request, **fields: Any) -> None:
     """Add fields to the log line of a call."""
-    log_fields: dict[str, Any] = request.scope.setdefault("state", {}).setdefault(TOLD, {})
+    log_fields: dict[str, Any] = request.scope.setdefault("state", {}).setdefault(LOG_FIELDS, {})
     log_fields.update(fields)
 
 

@@ -13,7 +13,7 @@ from balanceroute.core.policies import POLICIES
 from balanceroute.errors import ConfigError, InputError, InvalidRequest
 from balanceroute.plugins import installed, learn_policy
 from balanceroute.proxy.ops.admin import json_response
-from balanceroute.proxy.ops.guard import tell
+from balanceroute.proxy.ops.guard import add_log_fields
 from balanceroute.proxy.ops.services import OperatorServices
 
 Switch = Callable[[Config], Awaitable[object]]
@@ -39,7 +39,7 @@ class Steering:
         services = self._services()
         try:
             name = _wanted(await request.body())
-            tell(request, policy=name)
+            add_log_fields(request, policy=name)
             async with services.changing:
                 before = services.config
                 await self._switch(with_policy(before, name, self._options_of.get(name)))

@@ -186,7 +186,7 @@ def _load_chain(context: ssl.SSLContext, key: str, certificate: str, private_key
         context.load_cert_chain(certificate, private_key, password=_no_password)
     except (OSError, ssl.SSLError) as error:
         files = certificate if private_key is None else f"{certificate} with {private_key}"
-        problem = _told(error, "a certificate, with those that it is signed by, and its private key, as PEM")
+        problem = _reason(error, "a certificate, with those that it is signed by, and its private key, as PEM")
         raise ConfigError(f"{key}: {files} cannot be used: {problem}") from None
 
 
@@ -194,7 +194,7 @@ def _load_ca(context: ssl.SSLContext, key: str, file: str) -> None:
     try:
         context.load_verify_locations(file)
     except (OSError, ssl.SSLError) as error:
-        raise ConfigError(f"{key}: {file} cannot be used: {_told(error, 'certificates as PEM')}") from None
+        raise ConfigError(f"{key}: {file} cannot be used: {_reason(error, 'certificates as PEM')}") from None
 
 
 def _no_password() -> str:
@@ -202,7 +202,7 @@ def _no_password() -> str:
     raise OSError("the private key is encrypted; accepted is one without a password")
 
 
-def _told(error: OSError, accepted: str) -> str:
+def _reason(error: OSError, accepted: str) -> str:
     if not isinstance(error, ssl.SSLError):
         return error.strerror or str(error)
     if error.reason == "KEY_VALUES_MISMATCH":

@@ -27,31 +27,31 @@ class Conditions:
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
         self._held: dict[tuple[str, str], str] = {}
-        self._told: set[tuple[str, str]] = set()  # those whose begin was logged
-        self._told_s: dict[tuple[str, str], float] = {}  # when that was
+        self._logged: set[tuple[str, str]] = set()  # those whose begin was logged
+        self._logged_s: dict[tuple[str, str], float] = {}  # when that was
 
     def hold(self, kind: str, worker_id: str, reason: str) -> None:
         """Begin a condition. Idempotent: it is logged once, even if the reason changes."""
         key, now = (kind, worker_id), self._now()
         self._held[key] = reason
-        if key not in self._told and now - self._told_s.get(key, -math.inf) >= QUIET_S:
-            self._told.add(key)
-            self._told_s[key] = now
+        if key not in self._logged and now - self._logged_s.get(key, -math.inf) >= QUIET_S:
+            self._logged.add(key)
+            self._logged_s[key] = now
             log.warning("degraded", extra={"worker": worker_id, "kind": kind, "reason": reason})
 
     def clear(self, kind: str, worker_id: str) -> None:
         """End a condition. Idempotent."""
         self._held.pop((kind, worker_id), None)
-        if (kind, worker_id) in self._told:
-            self._told.discard((kind, worker_id))
+        if (kind, worker_id) in self._logged:
+            self._logged.discard((kind, worker_id))
             log.info("no longer degraded", extra={"worker": worker_id, "kind": kind})
 
     def forget(self, worker_id: str, kinds: Iterable[str] = KINDS) -> None:
         """Drop the conditions of a worker that has left or is down, without a log line: nothing has improved."""
         for kind in kinds:
             self._held.pop((kind, worker_id), None)
-            self._told.discard((kind, worker_id))
-            self._told_s.pop((kind, worker_id), None)
+            self._logged.discard((kind, worker_id))
+            self._logged_s.pop((kind, worker_id), None)
 
     def count(self, kind: str) -> int:
         """How many workers are under a condition of this kind."""

@@ -23,7 +23,7 @@ class Divergence:
 
     def __init__(self) -> None:
         self._seen: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=WINDOW))
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
 
     def see(self, worker_id: str, role: Role, samples: dict[str, float], *, held: int, orphans: int) -> None:
         """Compare one poll with the ledger.
@@ -40,7 +40,7 @@ class Divergence:
             usage = samples.get("kv_cache_usage_perc", 0.0)
             difference = usage if held == 0 and orphans == 0 and usage > IDLE_USAGE else 0.0
         self._seen[worker_id].append(difference)
-        self._tell(worker_id, role)
+        self._log_change(worker_id, role)
 
     def lasting(self, worker_id: str) -> float:
         """The smallest difference of the last `WINDOW` polls; 0: at least one agreed."""
@@ -52,18 +52,18 @@ class Divergence:
     def forget(self, worker_id: str) -> None:
         """Drop the polls of a worker that has left or is down."""
         self._seen.pop(worker_id, None)
-        self._told.discard(worker_id)
+        self._logged.discard(worker_id)
 
     def workers(self) -> list[str]:
         """The workers that were polled."""
         return list(self._seen)
 
-    def _tell(self, worker_id: str, role: Role) -> None:
+    def _log_change(self, worker_id: str, role: Role) -> None:
         divergence = self.lasting(worker_id)
-        if divergence and worker_id not in self._told:
-            self._told.add(worker_id)
+        if divergence and worker_id not in self._logged:
+            self._logged.add(worker_id)
             what = "requests" if role is Role.DECODE else "KV usage that nothing of ours explains"
             log.warning("worker and ledger disagree", extra={"worker": worker_id, "by": divergence, "what": what})
-        elif not divergence and worker_id in self._told:
-            self._told.discard(worker_id)
+        elif not divergence and worker_id in self._logged:
+            self._logged.discard(worker_id)
             log.info("worker and ledger agree again", extra={"worker": worker_id})

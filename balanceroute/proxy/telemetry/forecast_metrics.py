@@ -39,7 +39,7 @@ class ForecastCounts:
             _TOKENS,
         )
 
-    def told(self) -> dict[str, Any]:
+    def as_data(self) -> dict[str, Any]:
         """The counts as plain data."""
         rows = {name: rows for name, counter in self.counters.items() if (rows := counter.rows())}
         return {"counters": rows, "errors": self.errors.rows()}
@@ -68,7 +68,7 @@ class ForecastMetrics(Collector):
     def whole(self) -> ForecastCounts:
         """The counts of this predictor and of those before it."""
         whole = ForecastCounts()
-        whole.add(**self.former.told())
+        whole.add(**self.former.as_data())
         whole.errors.add(self.errors.rows())
         counters = whole.counters
         counters["history_dropped"].inc(by=self._history.stats.dropped)

@@ -8,7 +8,7 @@ import orjson
 CUT: Final = "cut"  # this field of a line says which others were cut: their names and full lengths, in characters
 LEAST: Final = 200  # characters that each field keeps while another has more
 _CLIENTS: Final = ("path", "method", "instances", "policy", "request")  # clients choose these, so they are cut first
-_END_TELLS: Final = "exception"  # of a traceback the end is kept: its last line names the error
+_KEEPS_END: Final = "exception"  # of a traceback the end is kept: its last line names the error
 _WHOLE: Final = frozenset(("time", "level", "logger", "process"))
 
 Render = Callable[[Mapping[str, object]], str]
@@ -54,7 +54,7 @@ def _in_order(texts: Mapping[str, str]) -> list[str]:
 
 
 def _part(name: str, text: str, length: int) -> str:
-    return text[len(text) - length :] if name == _END_TELLS else text[:length]
+    return text[len(text) - length :] if name == _KEEPS_END else text[:length]
 
 
 def _text(value: object) -> str:

@@ -93,13 +93,13 @@ _HistogramRows = list[tuple[str, list[_Count], float]]
 
 
 class _Predicted(msgspec.Struct):
-    """The counts of predictors: see `ForecastCounts.told`."""
+    """The counts of predictors: see `ForecastCounts.as_data`."""
 
     counters: _CounterRows
     errors: _HistogramRows
 
 
-class _Told(msgspec.Struct):
+class _Counts(msgspec.Struct):
     """The counts of a process, by the names of the families; validated when read."""
 
     counters: _CounterRows
@@ -108,7 +108,7 @@ class _Told(msgspec.Struct):
     forecasts: _Predicted | None = None
 
 
-_told: Final = msgspec.json.Decoder(_Told)
+_decoder: Final = msgspec.json.Decoder(_Counts)
 
 
 class Metrics(Collector):
@@ -287,7 +287,7 @@ class Metrics(Collector):
         counts = {
             "counters": {family.name: family.rows() for family in (*self._counters, *self._prefills())},
             "histograms": {family.name: family.rows() for family in self._histograms},
-            "forecasts": forecasts.told(),
+            "forecasts": forecasts.as_data(),
             "orphaned_kv": self.orphaned_kv,
         }
         return orjson.dumps(counts)
@@ -337,7 +337,7 @@ class Metrics(Collector):
             _summed(self._tpot, histograms).child(),
         )
 
-    def _others(self) -> list[_Told]:
+    def _others(self) -> list[_Counts]:
         """The counts of other processes; those that can't be read are left out."""
         others, unread = [], ""
         for counts in self.beside():
@@ -397,10 +397,10 @@ class Metrics(Collector):
         yield build
 
 
-def _read(counts: bytes) -> _Told:
+def _read(counts: bytes) -> _Counts:
     """The counts of a process. Raises: ValueError: `counts` contains none."""
     try:
-        return _told.decode(counts)
+        return _decoder.decode(counts)
     except RecursionError:
         raise ValueError("nested too deeply") from None
 

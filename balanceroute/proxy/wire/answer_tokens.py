@@ -24,7 +24,7 @@ class AnswerTokens:
         "_exact_before",
         "_is_later_life",
         "_matcher",
-        "_prompt_told",
+        "_prompt_ids_sent",
         "_want_ids",
         "by_ids",
         "earlier",
@@ -38,7 +38,7 @@ class AnswerTokens:
         self._want_ids = want_ids
         self.exact = self._exact_before = True
         self.prompt_ids: array[int] | None = None
-        self._prompt_told = False  # to a client that wants ids
+        self._prompt_ids_sent = False  # to a client that wants ids
         self._is_later_life = False
         self._begin_life()
 
@@ -101,7 +101,7 @@ class AnswerTokens:
     def take_prompt_ids(self, holder: dict[str, Any]) -> int:
         """Keep the `prompt_token_ids` of an event or a choice; null them there unless the client is to get them.
 
-        A later life's prompt is told where no earlier one has told it, unless it ends with the answer so far. Returns
+        Those of a later life are sent if those of no earlier one were, unless they end with the answer so far. Returns
         lists nulled: 0 or 1.
         """
         ids = holder.get("prompt_token_ids")
@@ -109,12 +109,12 @@ class AnswerTokens:
             return 0
         if self.prompt_ids is None:
             self.prompt_ids = _as_ids(ids)
-        told_already = self._is_later_life and (self._prompt_told or self.earlier)
-        return 0 if self._want_ids and not told_already else _null(holder, "prompt_token_ids")
+        sent_already = self._is_later_life and (self._prompt_ids_sent or self.earlier)
+        return 0 if self._want_ids and not sent_already else _null(holder, "prompt_token_ids")
 
     def relayed(self) -> None:
         """The client gets the event whose ids were just taken."""
-        self._prompt_told = self._prompt_told or self.prompt_ids is not None
+        self._prompt_ids_sent = self._prompt_ids_sent or self.prompt_ids is not None
 
     def printed(self) -> None:
         """The client has been shown every token so far, by text or by its logprobs."""

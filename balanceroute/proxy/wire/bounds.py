@@ -20,7 +20,7 @@ _MAX_NAME: Final = 64  # characters of a finish reason
 _MAX_DETAIL_DEPTH: Final = 4  # levels below a part of a usage's details; engines have one
 _COUNTS: Final = ("prompt_tokens", "completion_tokens", "total_tokens")
 _DETAILS: Final = ("prompt_tokens_details", "completion_tokens_details")
-_SAYS_WHY: Final = ("error", "message", "detail")  # fields in which engines and their frameworks put an error's text
+_ERROR_FIELDS: Final = ("error", "message", "detail")  # in which engines and their frameworks put an error's text
 # The types of a choice's fields; null counts as absent.
 _FIELDS: Final[tuple[tuple[str, type], ...]] = (
     ("finish_reason", str),
@@ -126,7 +126,7 @@ def error_object(body: bytes) -> bytes | None:
     """A worker's error as one line of JSON; None: it is no JSON object with an error's text."""
     try:
         data = orjson.loads(body)
-        return orjson.dumps(data) if isinstance(data, dict) and any(map(data.get, _SAYS_WHY)) else None
+        return orjson.dumps(data) if isinstance(data, dict) and any(map(data.get, _ERROR_FIELDS)) else None
     except (ValueError, TypeError):  # TypeError: nested deeper than orjson writes
         return None
 

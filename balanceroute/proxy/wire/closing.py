@@ -24,14 +24,16 @@ def usage_of(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
     return {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens, "total_tokens": total_tokens}
 
 
-def ended_by_length(model: str | None, prompt_tokens: int, tokens: int, *, chat: bool, told: bool = True) -> bytes:
+def ended_by_length(
+    model: str | None, prompt_tokens: int, tokens: int, *, chat: bool, with_usage: bool = True
+) -> bytes:
     """The last events of an answer that has reached its limit with `tokens`, as a worker would send them.
 
-    `told`: the client wants a usage.
+    `with_usage`: the client wants a usage.
     """
     head = event_head("", 0, model, chat=chat)
     part: dict[str, Any] = {"delta": {}} if chat else {"text": ""}
     choice = {"index": 0, **part, "logprobs": None, "finish_reason": "length", "stop_reason": None}
     finish = {**head, "choices": [choice]}
     usage = {**head, "choices": [], "usage": usage_of(prompt_tokens, tokens)}
-    return event_bytes(finish) + (event_bytes(usage) if told else b"") + DONE_EVENT
+    return event_bytes(finish) + (event_bytes(usage) if with_usage else b"") + DONE_EVENT

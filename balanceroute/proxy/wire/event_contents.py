@@ -35,9 +35,9 @@ def drop_reasoning(choices: list[dict[str, Any]]) -> bool:
     return any([delta.pop(name, None) for delta in deltas for name in REASONING_KEYS])
 
 
-def reasoning_of(said: Mapping[str, Any]) -> Any:
+def reasoning_of(contents: Mapping[str, Any]) -> Any:
     """The reasoning in a delta or a message, under either of its names; None: there is none."""
-    return next((said[name] for name in REASONING_KEYS if said.get(name)), None)
+    return next((contents[name] for name in REASONING_KEYS if contents.get(name)), None)
 
 
 def has_token_data(choice: dict[str, Any]) -> bool:

@@ -141,8 +141,8 @@ class MessageStream:
         "_index",
         "_kept",
         "_kind",
+        "_last_fields",
         "_model",
-        "_said",
         "_started",
         "_used",
     )
@@ -158,7 +158,7 @@ class MessageStream:
         self._arguments: list[str] = []  # arguments of the last call
         self._kept: list[str] = []  # text held back during a call
         self._choice: dict[str, Any] = {}  # the choice that finished
-        self._said: list[str] = []  # the last event's fields with contents
+        self._last_fields: list[str] = []  # the last event's fields with contents
 
     def check(self, choices: list[dict[str, Any]]) -> None:
         """Check an event's choices. Raises: ValueError: they have no place in a message."""
@@ -192,7 +192,7 @@ class MessageStream:
     def frame(self, key: str) -> tuple[bytes, bytes] | None:
         """The bytes before and after a text under `key`; None: it does not belong to the open block."""
         kind = self._kind
-        if kind is None or _KINDS.get(key) != kind or self._said not in ([], [key]):
+        if kind is None or _KINDS.get(key) != kind or self._last_fields not in ([], [key]):
             return None
         empty = self._delta({"type": f"{kind}_delta", kind: ""})
         return empty[: -len(_DELTA_END)], _DELTA_END
@@ -226,7 +226,7 @@ class MessageStream:
         if self._delta_sent:
             return  # nothing may follow it
         delta = choice.get("delta") or {}
-        self._said = [key for key in (*_KINDS, "tool_calls") if delta.get(key)]
+        self._last_fields = [key for key in (*_KINDS, "tool_calls") if delta.get(key)]
         if reasoning := reasoning_of(delta):  # some engines send both names
             self._text("thinking", reasoning, out)
         if delta.get("content"):

@@ -284,10 +284,10 @@ def _put_sampling(chat: dict[str, Any], data: dict[str, Any]) -> None:
 
 
 def _put_tools(chat: dict[str, Any], data: dict[str, Any]) -> None:
-    told = data.get("tools") or []
-    if not isinstance(told, list):
+    given = data.get("tools") or []
+    if not isinstance(given, list):
         raise _wrong("tools", "This must be a list.")
-    tools = [_function_of(tool, f"tools.{place}") for place, tool in enumerate(told)]
+    tools = [_function_of(tool, f"tools.{place}") for place, tool in enumerate(given)]
     if tools:
         chat |= {"tools": tools, "tool_choice": "auto"}
     if data.get("tool_choice") is None:

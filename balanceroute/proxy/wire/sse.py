@@ -291,7 +291,7 @@ class EventScanner:
             return len(self.generated.prompt_ids)
         return self._prompt_tokens
 
-    def owed_usage(self, model: str | None, *, chat: bool) -> bytes:
+    def missing_usage(self, model: str | None, *, chat: bool) -> bytes:
         """The final usage event by the router's count, if the worker ended without one; else nothing."""
         if not self._want_usage or self.usage is not None or self.finish_reason is None or self.prompt_tokens is None:
             return b""
@@ -454,7 +454,7 @@ class EventScanner:
 
     def _takes(self, choice: dict[str, Any], part: "_PartOfAnswer") -> bool:
         """Take one choice of an event; False: it has ended the stream, and the client gets nothing of the event."""
-        if self._tells_last_id_again(choice):
+        if self._repeats_last_id(choice):
             self.end = StreamEnd.RECOMPUTED
             self._flushed = None if kinds_of(choice) else ""
             return False
@@ -504,7 +504,7 @@ class EventScanner:
             return _write(event, raw)
         return _blank_ids(event, raw, blanked) if blanked else raw
 
-    def _tells_last_id_again(self, choice: dict[str, Any]) -> bool:
+    def _repeats_last_id(self, choice: dict[str, Any]) -> bool:
         """Whether the ids of a `recomputed` marker end with the last id twice: vllm-ascend up to 0.14 repeats it there.
 
         Such an event is left out as a whole. A newer engine may mean another token by it; that is then generated again.

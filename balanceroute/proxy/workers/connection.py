@@ -67,10 +67,10 @@ class Connection(asyncio.Protocol):
         "_silent_bytes",
         "_transport",
         "data_received",
-        "heard",
         "idle_since",
         "loop",
         "reply",
+        "reply_begun",
     )
 
     def __init__(self, owner: Pool, loop: asyncio.AbstractEventLoop) -> None:
@@ -88,7 +88,7 @@ class Connection(asyncio.Protocol):
         self._keep_alive = False  # the reply allows another request
         self._silent_bytes = 0  # read since the last byte of the body: head, trailers, chunk extensions
         self._refused = ""  # why the parser was stopped
-        self.heard = False  # a byte of the reply under way has come
+        self.reply_begun = False  # a byte of the reply under way has come
         self.idle_since = 0.0
 
     @property
@@ -104,7 +104,7 @@ class Connection(asyncio.Protocol):
     def send(self, message: bytes) -> Reply:
         """Write a request; returns its reply, of which nothing has come yet."""
         assert self._transport is not None
-        self.heard = False
+        self.reply_begun = False
         if self._parser is not None:
             self._parser = None
             self._silent_bytes, self._refused = 0, ""
@@ -154,7 +154,7 @@ class Connection(asyncio.Protocol):
         if reply is None:  # the connection is idle: these bytes answer no request
             self.abort()
             return
-        self.heard = True
+        self.reply_begun = True
         parser = self._parser
         if parser is None:
             plain = plain_reply(data)

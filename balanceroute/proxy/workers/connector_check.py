@@ -56,8 +56,8 @@ def shortened(config: Config, found: Iterable[str | None]) -> Config:
         return config
     for name in found:
         pin_s, share = KV_PIN_S.get(name or "", (None, 1.0))
-        believed_s = config.kv_pin_s
-        if pin_s is None or believed_s is None or pin_s >= believed_s:
+        default_s = config.kv_pin_s
+        if pin_s is None or default_s is None or pin_s >= default_s:
             continue
         pool = config.pool.model_copy(update={"ttl_s": min(config.pool_ttl_s, pin_s * share)})
         prefill = config.prefill.model_copy(update={"kv_pin_s": pin_s})

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 _COUNT_DIGITS: Final = 8  # at the beginning of a salt: how many came before it
 _JSON_AND_ID: Final = header_lines([JSON_TYPE]) + b"x-request-id: "
-_CIRCUIT_SAYS = {
+_STATE_BY_CIRCUIT = {
     CircuitState.CLOSED: WorkerState.UP,
     CircuitState.HALF_OPEN: WorkerState.UP,
     CircuitState.RESTING: WorkerState.DRAINING,
@@ -60,7 +60,7 @@ class Worker:
         "echoes_ids",
         "ended_at",
         "foreign",
-        "health_said",
+        "health_answer",
         "healthy",
         "id",
         "in_use",
@@ -83,7 +83,7 @@ class Worker:
         self.rank_line = b"" if spec.dp_rank is None else b"x-data-parallel-rank: %d\r\n" % spec.dp_rank
         self.healthy = True
         self.seen_healthy = False
-        self.health_said: int | str = ""  # of the last failed check: a status, or why there was none
+        self.health_answer: int | str = ""  # of the last failed check: a status, or why there was none
         self.checks_failed = self.unreached = 0  # failed reads of a prefiller's metrics in a row
         self.doubted = False  # the last check had no answer: no new requests until the next one
         self.stalled = False
@@ -128,7 +128,7 @@ class Worker:
 
     def wanted_state(self) -> WorkerState:
         """The state by operator, health and circuit together."""
-        circuit = _CIRCUIT_SAYS[self.circuit.state]
+        circuit = _STATE_BY_CIRCUIT[self.circuit.state]
         if self.out or circuit is WorkerState.DOWN:
             return WorkerState.DOWN
         return WorkerState.DRAINING if self.drained or self.leaving or self.doubted else circuit
@@ -150,7 +150,7 @@ def why_not_up(worker: Worker) -> str:
 
 def why_not_healthy(worker: Worker) -> str:
     """Why a worker's health checks fail, for operators."""
-    finding = worker.health_said
+    finding = worker.health_answer
     if isinstance(finding, int):
         return f"its /health answers {finding}"
     began = "it does not answer /health" if worker.seen_healthy else "it has not answered /health yet"

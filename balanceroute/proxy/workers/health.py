@@ -119,7 +119,7 @@ class HealthMonitor:
 
     def _failed(self, worker: Worker, answer: int | str, silent: bool) -> None:
         worker.checks_failed += 1
-        worker.health_said = answer
+        worker.health_answer = answer
         often = worker.checks_failed >= self._config().health.failure_threshold
         out = often or answer == 503 or not worker.seen_healthy
         if out and (worker.healthy or worker.checks_failed == 1):  # an added worker was never up

@@ -114,7 +114,7 @@ class MetricsPoller:
 
     def _report(self, worker: Worker, page: Page) -> None:
         samples = of_worker(page.engines, worker.spec.dp_rank)
-        problem = page.problem or ("" if _tells(worker, samples) else "its /metrics do not tell its load")
+        problem = page.problem or ("" if _reports_load(worker, samples) else "its /metrics do not tell its load")
         if problem:
             self._metrics.scrapes_failed.inc(worker.id)
         if not (worker.healthy and (page.reached or worker.seen_healthy)):  # its health checks tell that it is down
@@ -189,7 +189,7 @@ class MetricsPoller:
         return prefiller.inflight + prefiller.pinned + self._drainer.pending
 
 
-def _tells(worker: Worker, samples: dict[str, float] | None) -> bool:
+def _reports_load(worker: Worker, samples: dict[str, float] | None) -> bool:
     if worker.spec.role is Role.PREFILL:
         return samples is not None and "kv_cache_usage_perc" in samples
     return samples is not None

@@ -130,7 +130,7 @@ class PinRecord:
                 raise
             if needed:
                 raise ConfigError(f"lifecycle.pins_file = {str(path)!r}: cannot be used: {error.strerror}") from None
-            self._tell_lack(error)
+            self._begin_trouble(error)
 
     def pin(
         self, request_id: str, prefiller: str, params: bytes, prompt_tokens: int, model: str | None, age_s: float
@@ -194,7 +194,7 @@ class PinRecord:
             elif not self._trouble.lasts:
                 return
         except (OSError, ConfigError) as error:
-            self._tell_lack(error)
+            self._begin_trouble(error)
         else:
             self._trouble.end()
             log.warning("pinned KV is recorded again", extra={"file": str(self._path)})
@@ -247,7 +247,7 @@ class PinRecord:
                 self._lock(file, self._path)
                 _held(opened.read(), self._path, self, self._named)
 
-    def _tell_lack(self, error: OSError | ConfigError) -> None:
+    def _begin_trouble(self, error: OSError | ConfigError) -> None:
         why = error.strerror if isinstance(error, OSError) else str(error)
         self._trouble.begin(file=str(self._path), error=why)
 
@@ -330,7 +330,7 @@ class PinRecord:
     def _give_up(self, error: OSError) -> None:
         """Continue without a record: none is better than one that lists used parameters as unused."""
         assert self._file is not None
-        self._tell_lack(error)
+        self._begin_trouble(error)
         try:
             os.ftruncate(self._file, 0)
         except OSError as second:

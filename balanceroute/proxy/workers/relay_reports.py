@@ -48,7 +48,7 @@ class RelayReports:
         self.on_given_up: Callable[[bytes], None] = lambda counts: None
         self.counts: dict[str, bytes] = {}  # counts of every relay, also of absent ones: a sum must not fall
         self._away: dict[str, None] = {}  # far relays that have left, the first one first
-        self._said: dict[str, Activity] = {}
+        self._activities: dict[str, Activity] = {}
         self._uses: dict[str, dict[str, Use]] = {}  # by relay and worker
 
     # -- what relays say
@@ -68,7 +68,7 @@ class RelayReports:
 
     def active(self, relay: str, activity: Activity) -> None:
         """Take a relay's activity."""
-        self._said[relay] = activity
+        self._activities[relay] = activity
         self._count()
         uses, now = self._uses.setdefault(relay, {}), self._loop.time()
         for use in activity.uses:
@@ -109,7 +109,7 @@ class RelayReports:
 
     def lost(self, relay: str) -> None:
         """Remove a relay that is gone, with its requests under way; a trial among them ends, so another may be made."""
-        self._said.pop(relay, None)
+        self._activities.pop(relay, None)
         self._count()
         if relay in self.counts:
             self.counts[relay] = without_orphans(self.counts[relay])
@@ -133,7 +133,7 @@ class RelayReports:
                 self.on_given_up(self.counts.pop(first))
 
     def _count(self) -> None:
-        self._under_way(sum(activity.exchanges for activity in self._said.values()))
+        self._under_way(sum(activity.exchanges for activity in self._activities.values()))
 
     # -- what relays are told
 

@@ -174,7 +174,7 @@ class Upstream:
             try:
                 await self._head(reply, first_byte_timeout_s)
             except ConnectFailed:
-                if not (reused and retry_stale) or connection.heard:
+                if not (reused and retry_stale) or connection.reply_begun:
                     raise
                 retry_stale = False
             else:
@@ -239,7 +239,7 @@ class Upstream:
             raise self._unsent(kind, f"no connection within {connect_timeout_s:g} s") from exc
         except (OSError, ssl.SSLError, UnicodeError) as exc:
             ours = isinstance(exc, OSError) and exc.errno in _SHORTAGES_HERE
-            raise self._unsent(CannotConnect if ours else ConnectFailed, f"cannot connect: {_told(exc)}") from exc
+            raise self._unsent(CannotConnect if ours else ConnectFailed, f"cannot connect: {_reason(exc)}") from exc
         return connection
 
     async def _connect(self, loop: asyncio.AbstractEventLoop, connect_timeout_s: float) -> Connection:
@@ -322,7 +322,7 @@ def checked_lines(headers: Headers) -> bytes:
     return lines
 
 
-def _told(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     """Why there is no connection, in words that may go to clients: they name no host."""
     if isinstance(error, ssl.SSLCertVerificationError):
         if error.verify_code in _OTHER_NAME:

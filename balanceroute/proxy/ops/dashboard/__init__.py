@@ -122,7 +122,7 @@ class Dashboard:
     async def stream(self, request: Request) -> Response:
         """Stream what is new, every second."""
         if "text/event-stream" not in request.headers.get("accept", ""):
-            return _json(self._news(0))
+            return _json(self._update(0))
         headers = {**closed_headers(), "x-accel-buffering": "no"}
         return StreamingResponse(self._events(), headers=headers, media_type="text/event-stream")
 
@@ -134,12 +134,12 @@ class Dashboard:
             if services.ledger.draining and not services.exchanges:
                 return  # the router ends, and must not wait for this stream
             recorder.watch()
-            message, seen = self._news(seen), recorder.event_count
+            message, seen = self._update(seen), recorder.event_count
             yield b"data: " + orjson.dumps(message, option=_WRITE) + b"\n\n"
             async with recorder.new_sample:
                 await recorder.new_sample.wait()
 
-    def _news(self, seen_events: int) -> dict[str, Any]:
+    def _update(self, seen_events: int) -> dict[str, Any]:
         recorder, log = self.recorder, self.recorder.decisions
         recorder.look()
         rows = () if log is None else [row for row in log.rows if row.runner_up is not None]

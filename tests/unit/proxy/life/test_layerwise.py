@@ -8,7 +8,7 @@ import pytest
 
 from balanceroute.core.types import Outcome
 from balanceroute.errors import BadUpstreamReply, ConnectionLost, InvariantError, UpstreamTimeout
-from balanceroute.proxy.life.layerwise import CALLBACK_S, GIVE_UP_S, LAST_WORD_S, Layerwise
+from balanceroute.proxy.life.layerwise import CALLBACK_S, GIVE_UP_S, PREFILL_REPLY_S, Layerwise
 from balanceroute.proxy.services import Services
 from balanceroute.proxy.workers.connector_check import WrongConnector
 from tests.unit.proxy.life.legs import (
@@ -70,7 +70,7 @@ def a_pair(decoder: Answer, prefiller_s: float, prefiller: Answer, attempts: int
 @pytest.mark.parametrize("done", [DONE, b""], ids=["with [DONE]", "without"])
 def test_a_prefiller_lost_after_the_answer_is_complete_does_not_change_it(done: bytes) -> None:
     async def served() -> None:
-        services, client = a_pair(Page(events(20, 21) + done), LAST_WORD_S / 2, LOST), Client()
+        services, client = a_pair(Page(events(20, 21) + done), PREFILL_REPLY_S / 2, LOST), Client()
         async with dispatching(services):
             leg = a_leg(services, client, Layerwise)
             await leg.run()
@@ -123,7 +123,7 @@ def test_an_internal_error_in_the_prefill_ends_the_request_at_once(
 def test_an_unstreamed_echo_waits_for_the_prefiller_and_is_no_answer_without_its_word(prefiller: str) -> None:
     async def served() -> None:
         said = probed(None, text="a b c") if prefiller == "late" else LOST
-        services = a_pair(whole(20, 21), 5 * LAST_WORD_S, said)
+        services = a_pair(whole(20, 21), 5 * PREFILL_REPLY_S, said)
         async with dispatching(services):
             leg, answer = an_assembled_leg(services, Layerwise, max_tokens=2, echo=True)
             if prefiller == "lost":
@@ -148,7 +148,7 @@ def test_an_unstreamed_answer_has_the_cached_tokens_of_a_prefiller_that_replies_
         generated = b'"completion_tokens":2'
         decoder = whole(20, 21) if limit == 2 else Page(events(20, 21) + TOLD + DONE)
         prefiller = telling(probed(None), b'"completion_tokens":1', 2)
-        services = a_pair(telling(decoder, generated, len(PROMPT_IDS) - 1), LAST_WORD_S / 2, prefiller)
+        services = a_pair(telling(decoder, generated, len(PROMPT_IDS) - 1), PREFILL_REPLY_S / 2, prefiller)
         async with dispatching(services):
             leg, answer = an_assembled_leg(services, Layerwise, max_tokens=limit)
             await leg.run()
@@ -165,7 +165,7 @@ def test_a_client_never_receives_an_estimated_prompt_size() -> None:
         usage = {"prompt_tokens": len(PROMPT_IDS) + 1, "completion_tokens": 1, "total_tokens": len(PROMPT_IDS) + 2}
         told = b"data: %s\n\n" % orjson.dumps({"id": "cmpl-$ID", "choices": [], "usage": usage})
         last = events(21) + told + DONE
-        services, client = a_pair(Page(last), 10 * LAST_WORD_S, 200, attempts=2), Client()
+        services, client = a_pair(Page(last), 10 * PREFILL_REPLY_S, 200, attempts=2), Client()
         first = events(20, finish=None, prompt_token_ids=PROMPT_IDS)
         broken = Page(first, breaks=BadUpstreamReply("odd", worker="d0", tier="decode"))
         decoder = services.fleet["d0"].upstream
@@ -190,7 +190,7 @@ def test_a_decode_workers_prompt_count_is_used_when_the_prefillers_is_late(
     answer: Page, fields: dict[str, Any]
 ) -> None:
     async def served() -> None:
-        services = a_pair(answer, 10 * LAST_WORD_S, 200)
+        services = a_pair(answer, 10 * PREFILL_REPLY_S, 200)
         async with dispatching(services):
             leg = a_leg(services, Client(), Layerwise, **fields)
             await leg.run()

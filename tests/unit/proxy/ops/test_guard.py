@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
-from balanceroute.proxy.ops.guard import guarded, tell, trusted, with_message_errors, with_request_id
+from balanceroute.proxy.ops.guard import add_log_fields, guarded, trusted, with_message_errors, with_request_id
 from balanceroute.proxy.perimeter.perimeter import Perimeter
 from balanceroute.proxy.telemetry.instruments import CounterFamily
 from tests.unit.proxy.virtual_time import a_config
@@ -27,7 +27,7 @@ SEEN = Response("sign in here", 401)
 
 
 async def handler(request: Request) -> Response:
-    tell(request, did="something")
+    add_log_fields(request, did="something")
     if request.url.path == "/ready":
 
         async def parts() -> AsyncIterator[bytes]:

@@ -339,7 +339,7 @@ def test_usage_requested_only_by_the_router_is_dropped_and_other_usage_passed_on
     assert told == ([usage(10, 2)["usage"]] * 2 if unasked else [])
     scanner = EventScanner(unasked_usage=unasked, prompt_tokens=10)
     scanner.feed(event(completion("a", [1], finish_reason="length")))
-    assert scanner.owed_usage("m", chat=False) == b"", "one that nobody has told is made up for nobody"
+    assert scanner.missing_usage("m", chat=False) == b"", "one that nobody has told is made up for nobody"
 
 
 @pytest.mark.parametrize(
@@ -684,7 +684,7 @@ def test_the_kind_of_text_is_known_even_if_the_first_token_has_no_text(kind: str
 def test_without_a_prefillers_count_no_usage_is_made_up() -> None:
     scanner = EventScanner(want_usage=True)
     scanner.feed(event(completion("a", [1], finish_reason="stop")))
-    assert scanner.owed_usage("m", chat=False) == b""
+    assert scanner.missing_usage("m", chat=False) == b""
 
 
 def test_one_choice_of_several_gets_its_index_and_the_common_id() -> None:
