@@ -191,15 +191,15 @@ def show_answers(answers: "list[Answer]") -> None:
 
     from balanceroute.cli.output import print_table
 
-    def said(value: object) -> str:
+    def cell(value: object) -> str:
         if isinstance(value, bool):
             return "yes" if value else "no"
         return "unknown" if value is None else str(value)
 
-    names = ("worker", "tier", "healthy", "models", "tells load", "prefix caching", "max_num_seqs", "kv_role")
+    names = ("worker", "tier", "healthy", "models", "reports load", "prefix caching", "max_num_seqs", "kv_role")
     table = Table(*names)
     for a in answers:
         models = ", ".join(a.models) or None
-        cells = (a.healthy, models, a.tells_load, a.prefix_caching, a.max_num_seqs, a.kv_role)
-        table.add_row(a.worker, a.role, *map(said, cells))
+        cells = (a.healthy, models, a.reports_load, a.prefix_caching, a.max_num_seqs, a.kv_role)
+        table.add_row(a.worker, a.role, *map(cell, cells))
     print_table(table)

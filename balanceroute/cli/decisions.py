@@ -95,7 +95,7 @@ def asked(client: "httpx.Client", last: int) -> dict[str, Any]:
     except httpx.HTTPError as error:
         raise InputError(f"{url}: no answer: {str(error) or type(error).__name__}") from None
     body = object_in(reply.content)
-    if reply.status_code != 200 or not is_told(body):
+    if reply.status_code != 200 or not is_complete(body):
         message = message_of(reply.content)
         if not message or reply.status_code in (200, 404):
             message += "; " * bool(message) + "is this a balanceroute router, of this version?"
@@ -103,7 +103,7 @@ def asked(client: "httpx.Client", last: int) -> dict[str, Any]:
     return body
 
 
-def is_told(body: Mapping[str, Any]) -> bool:
+def is_complete(body: Mapping[str, Any]) -> bool:
     """Whether it has all that is printed, in its type, as the answer of a router of this version has."""
     rows = body.get("decisions")
     return (

@@ -81,7 +81,7 @@ def side_by_side(
 
     if as_tree is None:
         announce(scale)
-    runs = until_interrupted(names, lambda name, tell: run(scale, name, tell))
+    runs = until_interrupted(names, lambda name, on_progress: run(scale, name, on_progress))
     warn_if_late(runs)
     if as_tree is not None:
         print_json(as_tree(scale, runs))
@@ -98,8 +98,8 @@ def until_interrupted(names: Sequence[str], run: "Callable[[str, Progress], Run]
     runs: list[Run] = []
     with suppress(KeyboardInterrupt):
         for name in names:
-            with progress_bar(f"{name:<20}") as tell, ended_by_signals():
-                runs.append(run(name, tell))
+            with progress_bar(f"{name:<20}") as on_progress, ended_by_signals():
+                runs.append(run(name, on_progress))
     return runs
 
 

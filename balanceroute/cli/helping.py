@@ -11,7 +11,7 @@ from typer.models import ArgumentInfo, OptionInfo
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-WORDS = {int: "N", float: "NUMBER", Path: "FILE", str: "TEXT"}
+METAVARS = {int: "N", float: "NUMBER", Path: "FILE", str: "TEXT"}
 
 EXIT_CODES = """Exit codes: 0 done; 1 done, and the answer is no (an answer that was not complete, a worker that is not
 as it should be, a journal that differs), or the output cannot be written; 2 the command line, a setting or a file is
@@ -63,13 +63,13 @@ def name_values(function: Callable[..., Any]) -> None:
             if isinstance(info, ArgumentInfo) and info.metavar is None:
                 info.metavar = name.upper()
             elif isinstance(info, OptionInfo) and info.metavar is None:
-                info.metavar = value_word(kind)
+                info.metavar = metavar_of(kind)
 
 
-def value_word(kind: Any) -> str | None:
+def metavar_of(kind: Any) -> str | None:
     """The word for a value of this type, of a list or an optional one of it; None for a flag."""
     candidates = [kind, *get_args(kind), *(inner for part in get_args(kind) for inner in get_args(part))]
-    return next((WORDS[each] for each in candidates if each in WORDS), None)
+    return next((METAVARS[each] for each in candidates if each in METAVARS), None)
 
 
 def long_help(function: Callable[..., Any]) -> str:

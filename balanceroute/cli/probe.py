@@ -34,7 +34,7 @@ class Answer:
     role: str
     healthy: bool = False
     models: tuple[str, ...] = ()
-    tells_load: bool | None = None
+    reports_load: bool | None = None
     prefix_caching: bool | None = None
     max_num_seqs: int | None = None
     connector: str | None = None
@@ -120,8 +120,8 @@ def _read_models(answer: Answer, reply: httpx.Response) -> Iterator[str]:
 
 def _read_metrics(answer: Answer, config: Config, reply: httpx.Response) -> Iterator[str]:
     samples = read_samples(reply.content) if reply.status_code == 200 else {}
-    answer.tells_load = any("kv_cache_usage_perc" in engine for engine in samples.values())
-    if not answer.tells_load:
+    answer.reports_load = any("kv_cache_usage_perc" in engine for engine in samples.values())
+    if not answer.reports_load:
         yield f"/metrics (status {reply.status_code}) does not tell its load: is it started with --disable-log-stats?"
     match = _PREFIX_CACHING.search(reply.content)
     if match is not None:

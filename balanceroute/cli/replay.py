@@ -191,17 +191,17 @@ def parse_overlap(text: str | None, engine_balancer: bool) -> int | None:
     return int(text)
 
 
-def until(stopped: Callable[[], bool], tell: Callable[[int, int], None]) -> Callable[[int, int], None]:
+def until(stopped: Callable[[], bool], on_progress: Callable[[int, int], None]) -> Callable[[int, int], None]:
     """Progress that ends the replay once `stopped` says so."""
 
-    def told(done: int, total: int) -> None:
+    def report(done: int, total: int) -> None:
         from balanceroute.simulator import Stopped
 
-        tell(done, total)
+        on_progress(done, total)
         if stopped():
             raise Stopped
 
-    return told
+    return report
 
 
 def replay_one(job: "Replay", title: str, series: Path | None, *, as_json: bool) -> None:
@@ -210,8 +210,8 @@ def replay_one(job: "Replay", title: str, series: Path | None, *, as_json: bool)
 
     from balanceroute.cli.output import INTERRUPTED, print_fields, print_json, progress_bar, stopped_by_signals
 
-    with progress_bar("replaying") as tell, stopped_by_signals() as stopped:
-        outcome = job.run(until(stopped, tell))
+    with progress_bar("replaying") as on_progress, stopped_by_signals() as stopped:
+        outcome = job.run(until(stopped, on_progress))
     if series is not None:
         write_series(outcome, series)
     figures = asdict(outcome.figures)
@@ -243,8 +243,8 @@ def compare_policies(job: "Replay", title: str, *, as_json: bool, figure: Path |
     found = {}
     with stopped_by_signals() as stopped:
         for each in jobs:
-            with progress_bar(f"{each.policy.policy:<20}") as tell:
-                outcome = each.run(until(stopped, tell))
+            with progress_bar(f"{each.policy.policy:<20}") as on_progress:
+                outcome = each.run(until(stopped, on_progress))
             if stopped():
                 break
             found[each.policy.policy] = outcome.figures

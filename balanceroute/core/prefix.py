@@ -119,13 +119,13 @@ BLOCK_TOKENS: Final = 512
 class PrefixHits:
     """What one prefiller was predicted to have cached, and had: tokens, since it joined.
 
-    `real_tokens` are by the engine's counters, where it has any, and else by what answers told; `missed_tokens` are
-    those predicted since any were found last, where it is known that none were.
+    `real_tokens` are by the engine's counters, where it has any, and else by answers; `missed_tokens` are those
+    predicted since any were found last, where it is known that none were.
     """
 
     prompt_tokens: int = 0
     predicted_tokens: int = 0
-    told_tokens: int = 0  # by answers
+    answered_tokens: int = 0  # by answers
     counted_tokens: int = 0  # by counters
     missed_tokens: int = 0
     _counters: tuple[float, float] | None = None
@@ -137,7 +137,7 @@ class PrefixHits:
         """None: neither counters nor answers have told any."""
         if self._counters is not None:
             return self.counted_tokens
-        return self.told_tokens or None
+        return self.answered_tokens or None
 
     def answered(self, prompt_tokens: int, predicted_tokens: int, cached_tokens: int | None) -> None:
         """A prompt was prefilled; `cached_tokens`: as the answer says, None where it doesn't."""
@@ -145,7 +145,7 @@ class PrefixHits:
         self.predicted_tokens += predicted_tokens
         self._unchecked += predicted_tokens
         if cached_tokens is not None:
-            self.told_tokens += cached_tokens
+            self.answered_tokens += cached_tokens
             self._found(cached_tokens, predicted_tokens)
 
     def count(self, queried_tokens: float, hit_tokens: float) -> bool:
@@ -153,7 +153,7 @@ class PrefixHits:
         before, self._counters = self._counters, (queried_tokens, hit_tokens)
         unchecked, self._unchecked = self._unchecked, 0
         if before is None:
-            self.counted_tokens = self.told_tokens  # these were before the first look: what is known never falls
+            self.counted_tokens = self.answered_tokens  # these were before the first look: what is known never falls
         if before is None or queried_tokens < before[0] or hit_tokens < before[1]:
             self._judged = (self.predicted_tokens, self.counted_tokens)
             return before is not None

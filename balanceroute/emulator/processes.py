@@ -86,7 +86,7 @@ class ProcessCluster:
         self.prefill_urls, self.decode_urls = urls["p"], urls["d"]
         self.groups = sum(member.role == "d" for member in members)
         self._processes: dict[int, SpawnProcess] = {}
-        self._said: dict[int, Connection] = {}  # where a process that starts says that it listens, or why it can't
+        self._start_pipes: dict[int, Connection] = {}  # a process that starts sends how that went: see `run_member`
         self._stopped: set[int] = set()  # by SIGSTOP
         routes = [
             Route("/_emulator/state", self._state, methods=["GET"]),
@@ -156,15 +156,15 @@ class ProcessCluster:
     def _spawn(self, index: int) -> None:
         member = self._members[index]
         context = multiprocessing.get_context("spawn")
-        self._said[index], tells = context.Pipe(duplex=False)
-        process = context.Process(target=run_member, args=(self.shape, member, self._host, tells), daemon=True)
+        self._start_pipes[index], start_pipe = context.Pipe(duplex=False)
+        process = context.Process(target=run_member, args=(self.shape, member, self._host, start_pipe), daemon=True)
         ensure_running()  # `start` would do it, and not restore our mask then
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # Ctrl-C is for the parent, which ends it
         try:
             process.start()  # it has our mask from its first instruction
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        tells.close()
+        start_pipe.close()
         self._processes[index] = process
 
     def _send(self, index: int, number: signal.Signals) -> None:
@@ -173,13 +173,13 @@ class ProcessCluster:
             os.kill(process.pid, number)
 
     async def _ready(self, index: int) -> None:
-        """Wait until a process says that it listens; something else may answer at its ports. Raises: ConfigError."""
-        connection, process, loop = self._said.pop(index), self._processes[index], asyncio.get_running_loop()
-        says = asyncio.Event()
-        loop.add_reader(connection.fileno(), says.set)
+        """Wait until a process listens, as it has sent; something else may answer at its ports. Raises: ConfigError."""
+        connection, process, loop = self._start_pipes.pop(index), self._processes[index], asyncio.get_running_loop()
+        readable = asyncio.Event()
+        loop.add_reader(connection.fileno(), readable.set)
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
-                await says.wait()
+                await readable.wait()
             failure = connection.recv()
         except TimeoutError:
             failure = f"has not started within {START_TIMEOUT_S:g} s"
@@ -237,22 +237,22 @@ def _json(body: Any, status: int = 200) -> Response:
     return Response(orjson.dumps(body), status, media_type="application/json")
 
 
-def run_member(shape: ClusterShape, member: Member, host: str, tells: Connection) -> None:
+def run_member(shape: ClusterShape, member: Member, host: str, start_pipe: Connection) -> None:
     """A child process: serve its workers until SIGTERM, or until its parent has gone.
 
-    It tells None when it listens, or else why it can't.
+    It sends `start_pipe` None once it listens, or else why it can't.
     """
     import uvloop
 
     threading.Thread(target=_end_with_parent, daemon=True).start()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         try:
-            runner.run(_serve(shape, member, host, tells))
+            runner.run(_serve(shape, member, host, start_pipe))
         except ConfigError as error:
-            tells.send(str(error))
+            start_pipe.send(str(error))
 
 
-async def _serve(shape: ClusterShape, member: Member, host: str, tells: Connection) -> None:
+async def _serve(shape: ClusterShape, member: Member, host: str, start_pipe: Connection) -> None:
     stopped = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)
     prefillers = len(member.part.prefillers)
@@ -264,7 +264,7 @@ async def _serve(shape: ClusterShape, member: Member, host: str, tells: Connecti
         part=member.part,
     )
     async with cluster:
-        tells.send(None)
+        start_pipe.send(None)
         await stopped.wait()
 
 

@@ -44,7 +44,7 @@ class Choice:
         "sent",
         "stop_reason",
         "text",
-        "told",
+        "texts",
     )
 
     def __init__(self, index: int, prompt: tuple[int, ...], request: GenerationRequest) -> None:
@@ -61,7 +61,7 @@ class Choice:
         if prompt and prompt[-1] == LEAD_ID:
             self._leaks = self._decoder.decode(decode_bytes(prompt))
         self.plan = None if request.structure is None else Plan(request.structure, prompt)
-        self.told: dict[Part, str] = {}  # all text so far by part, where there is a plan
+        self.texts: dict[Part, str] = {}  # all text so far by part, where there is a plan
         self.offset = 0  # characters of the tokens whose logprobs are on the wire
         self._held = ""  # may be the beginning of a stop string
 
@@ -78,8 +78,8 @@ class Choice:
             text, ends = self._stop(text, ends)
         self.text += text
         if self.plan is not None:
-            self.told[self.part] = self.told.get(self.part, "") + text
-            if ends == "stop" and Part.CALL in self.told and self.stop_reason is None:
+            self.texts[self.part] = self.texts.get(self.part, "") + text
+            if ends == "stop" and Part.CALL in self.texts and self.stop_reason is None:
                 ends = "tool_calls"
         self.finish_reason = ends
 
@@ -104,7 +104,7 @@ class Choice:
             return {"content": self.text}
         if self.part is Part.REASONING:
             return {"reasoning": self.text}
-        return {"tool_calls": self.calls(self.text, first=self.told[Part.CALL] == self.text)}
+        return {"tool_calls": self.calls(self.text, first=self.texts[Part.CALL] == self.text)}
 
     def give_up(self) -> None:
         """Popped by the recompute scheduler: a finish like any other, so what may begin a stop string is sent too."""
@@ -259,9 +259,9 @@ class JsonCall(Call):
             "reasoning": None,
         }
         if choice.plan is not None:
-            message |= {"content": choice.told.get(Part.CONTENT), "reasoning": choice.told.get(Part.REASONING)}
-            if Part.CALL in choice.told:
-                calls = choice.calls(choice.told[Part.CALL], first=True)
+            message |= {"content": choice.texts.get(Part.CONTENT), "reasoning": choice.texts.get(Part.REASONING)}
+            if Part.CALL in choice.texts:
+                calls = choice.calls(choice.texts[Part.CALL], first=True)
                 message["tool_calls"] = [{k: v for k, v in call.items() if k != "index"} for call in calls]
         return {
             "index": choice.index,

@@ -32,7 +32,7 @@ class _Exchange:
         self._ended = False
         self._broken: Exception | None = None
         self._gone = asyncio.Event()  # the client
-        self._news = asyncio.Event()  # for the reader
+        self._changed = asyncio.Event()  # for the reader
         self._room = asyncio.Event()  # for the application
         self._room.set()
         self.status = 0
@@ -62,7 +62,7 @@ class _Exchange:
         self._ended = self._ended or not message.get("more_body", False)
         if len(self._chunks) >= BUFFERED_CHUNKS:
             self._room.clear()
-        self._news.set()
+        self._changed.set()
 
     def close(self) -> None:
         """End the connection (fault, or the application left without finishing its reply)."""
@@ -78,7 +78,7 @@ class _Exchange:
         self._broken = self._broken or error
         self.disconnect()
         self.started.set()
-        self._news.set()
+        self._changed.set()
 
     def disconnect(self) -> None:
         """The client has gone."""
@@ -100,8 +100,8 @@ class _Exchange:
                 return
             if self._broken:
                 raise self._broken
-            self._news.clear()
-            await self._news.wait()
+            self._changed.clear()
+            await self._changed.wait()
 
 
 class _BodyStream(httpx.AsyncByteStream):

@@ -16,7 +16,7 @@ from balanceroute.core.scheduler import Scheduler
 from balanceroute.core.scheduler_config import SchedulerConfig
 from balanceroute.core.types import Outcome, Phase, RequestSpec, Role, Standing, WorkerSpec, WorkerState
 from balanceroute.errors import InputError, InvariantError
-from balanceroute.journal.lines import FORMAT, call_line, told
+from balanceroute.journal.lines import FORMAT, call_line, error_text
 from balanceroute.journal.writing import RecordingScheduler
 from balanceroute.plugins import learn_installed
 
@@ -144,7 +144,7 @@ def _perform(scheduler: Scheduler, call: str, args: dict[str, Any], now: float, 
     except Exception as error:
         if not (raised or call == "admit" or isinstance(error, InvariantError)):
             raise
-        return {"raised": told(error)}
+        return {"raised": error_text(error)}
     finally:
         scheduler.due_refreshes()  # the recorded driver took these; what came of them are `refresh` calls
 

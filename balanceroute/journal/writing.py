@@ -34,7 +34,7 @@ from balanceroute.core.types import (
     WorkerState,
 )
 from balanceroute.errors import InputError, InvariantError
-from balanceroute.journal.lines import FORMAT, call_line, told
+from balanceroute.journal.lines import FORMAT, call_line, error_text
 
 log = logging.getLogger(__name__)
 
@@ -317,7 +317,7 @@ class RecordingScheduler(Scheduler):
         try:
             answer = method(**args, now=now)
         except Exception as error:
-            self._write(method.__name__, now, args, {"raised": told(error)})
+            self._write(method.__name__, now, args, {"raised": error_text(error)})
             raise
         finally:
             self._inside = False

@@ -160,7 +160,7 @@ class Simulation:
             if on_progress is not None and rounds % 256 == 0:
                 on_progress(self.finished, n)
             self.change_workers()
-            self.hear_idle()
+            self.deliver_idle()
             self.arrivals.let_in(self.t)
             self.decide()
             for group in self.groups:
@@ -282,7 +282,7 @@ class Simulation:
         """When something happens next, beside ends of steps."""
         moments = [change[0] for change in self.changes[:1]] + self.arrivals.moments()
         moments += [
-            group.channel.heard_s(group.ended_s)
+            group.channel.delivered_s(group.ended_s)
             for group in self.groups
             if group.channel.has_steps and not group.ranks.active
         ]
@@ -291,7 +291,7 @@ class Simulation:
     def jump(self) -> None:
         """Nothing runs: go to the next moment at which something happens."""
         if not all(group.channel.is_empty for group in self.groups):
-            self.hear_all()
+            self.deliver_all()
             return
         later = self.moments()
         if not later and self.arrivals.waiting:  # all that is left is held back by the policy, which says until when
@@ -307,22 +307,23 @@ class Simulation:
 
     # -- the router and the engine ----------------------------------------------------------------------------
 
-    def hear_all(self) -> None:
-        """The router catches up with the engine."""
+    def deliver_all(self) -> None:
+        """Deliver the events of all groups to the router."""
         for group in self.groups:
-            group.channel.hear_all(self.t)
+            group.channel.deliver_all(self.t)
 
-    def hear_idle(self) -> None:
-        """The router hears of groups that have nothing to run: no step of theirs follows after which it would."""
+    def deliver_idle(self) -> None:
+        """Deliver the events of groups that have nothing to run: no step of theirs follows that would do it."""
         for group in self.groups:
-            if group.channel.has_steps and not group.ranks.active and self.t >= group.channel.heard_s(group.ended_s):
-                group.channel.hear_all(self.t)
+            channel = group.channel
+            if channel.has_steps and not group.ranks.active and self.t >= channel.delivered_s(group.ended_s):
+                channel.deliver_all(self.t)
 
     def change_workers(self) -> None:
         """Carry out the failures and recoveries that are due."""
         while self.changes and self.changes[0][0] <= self.t:
             _, index, state = self.changes.pop(0)
-            self.hear_all()
+            self.deliver_all()
             if not self.scheduler.snapshot.n_in_barrier:
                 self.arrivals.room_since_s = self.t
             self.scheduler.set_worker_state(f"d{index}", state, self.t)

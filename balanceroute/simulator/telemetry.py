@@ -34,9 +34,9 @@ class Channel:
         """Running requests got so many tokens each."""
 
         def progress(now: float) -> None:
-            tell, names = self._scheduler.progress, self._names
+            note, names = self._scheduler.progress, self._names
             for request, tokens in gains:
-                tell(names[request], tokens, now)
+                note(names[request], tokens, now)
 
         self._events.append(progress)
 
@@ -46,8 +46,8 @@ class Channel:
 
     def start(self, request: int) -> None:
         """The request runs."""
-        tell = self._scheduler.start if self._lock_step else self._scheduler.began
-        self._events.append(lambda now: tell(self._names[request], now))
+        note = self._scheduler.start if self._lock_step else self._scheduler.began
+        self._events.append(lambda now: note(self._names[request], now))
 
     def finish(self, request: int) -> None:
         """The request has all of its answer."""
@@ -61,39 +61,39 @@ class Channel:
         self._forecast.finished(self._scheduler, self._scheduler.snapshot.requests[request_id], now)
         self._scheduler.finish(request_id, Outcome.FINISHED, now)
 
-    # -- what is heard
+    # -- delivery to the router
 
     @property
     def is_empty(self) -> bool:
-        """Whether the router has heard of everything."""
+        """Whether all events are delivered."""
         return not self._steps and not self._events
 
     @property
     def has_steps(self) -> bool:
-        """Whether the router has not heard of some step yet."""
+        """Whether some step is not delivered yet."""
         return bool(self._steps)
 
     def end_step(self, step: int, now: float) -> None:
-        """A step has ended; the router hears of those whose lag is over."""
+        """A step has ended; deliver those whose lag is over."""
         self._steps.append((step, self._events))
         self._events = []
         while len(self._steps) > self._lag_steps:
-            self._hear_step(now)
+            self._deliver_step(now)
 
-    def hear_all(self, now: float) -> None:
-        """The router catches up."""
+    def deliver_all(self, now: float) -> None:
+        """Deliver all events."""
         while self._steps:
-            self._hear_step(now)
+            self._deliver_step(now)
         events, self._events = self._events, []
         for event in events:
             event(now)
 
-    def heard_s(self, ended_s: float) -> float:
-        """When the router hears of a last step that ended then: after the lag in steps in which nothing runs."""
+    def delivered_s(self, ended_s: float) -> float:
+        """When a last step that ended then is delivered: after the lag in steps in which nothing runs."""
         return ended_s + self._lag_s
 
-    def _hear_step(self, now: float) -> None:
-        """The router hears of the oldest step, and renews its forecasts."""
+    def _deliver_step(self, now: float) -> None:
+        """Deliver the oldest step to the router, which renews its forecasts."""
         step, events = self._steps.popleft()
         for event in events:
             event(now)

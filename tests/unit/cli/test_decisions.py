@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from balanceroute.cli import main
-from balanceroute.cli.decisions import is_told, show_decisions
+from balanceroute.cli.decisions import is_complete, show_decisions
 from tests.unit.cli.answering import answering
 
 ROW: dict[str, Any] = {
@@ -134,6 +134,6 @@ def test_ctrl_c_ends_the_watching_also_while_the_router_does_not_answer(
 
 def test_a_score_that_json_cannot_hold_is_a_dash(capsys: pytest.CaptureFixture[str]) -> None:
     found = {"count": 1, "decisions": [{**ROW, "score": None}]}
-    assert is_told(found)
+    assert is_complete(found)
     show_decisions(found)
     assert ROW["request"] in capsys.readouterr().out

@@ -401,8 +401,8 @@ class Looking(Simulation):
         self.steps_ahead = np.arange(horizon + 1)
         self.looks = 0
 
-    def hear_idle(self) -> None:
-        super().hear_idle()
+    def deliver_idle(self) -> None:
+        super().deliver_idle()
         expected = np.zeros((len(self.scheduler.snapshot.workers), len(self.steps_ahead)), dtype=int)
         for worker in self.scheduler.snapshot.workers:
             for tracker in worker.active.values():

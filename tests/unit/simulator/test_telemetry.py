@@ -27,7 +27,7 @@ def test_the_router_learns_of_a_step_after_its_lag() -> None:
         channel.end_step(step, now=float(step))
         heard.append(scheduler.snapshot.requests["0"].generated)
     assert heard == [0, 0, 1, 2]
-    assert channel.heard_s(ended_s=4.0) == 5.0
+    assert channel.delivered_s(ended_s=4.0) == 5.0
 
 
 def test_a_router_that_catches_up_gets_all_delayed_events() -> None:
@@ -36,5 +36,5 @@ def test_a_router_that_catches_up_gets_all_delayed_events() -> None:
     channel.end_step(1, now=1.0)
     channel.finish(0)
     assert "0" in scheduler.snapshot.requests and not channel.is_empty
-    channel.hear_all(now=2.0)
+    channel.deliver_all(now=2.0)
     assert not scheduler.snapshot.requests and channel.is_empty
