@@ -20,7 +20,7 @@ from balanceroute.errors import InvalidRequest
 from balanceroute.proxy.wire.message_requests import chat_of, tokenize_body
 
 USER = {"role": "user", "content": "tell me about foxes"}
-SAID = {"model": "tiny", "max_tokens": 12, "temperature": 0, "messages": [USER]}
+REQUEST = {"model": "tiny", "max_tokens": 12, "temperature": 0, "messages": [USER]}
 CITY = {"type": "object", "properties": {"city": {"enum": ["Paris", "Lima"]}}, "required": ["city"]}
 SCHEMA = {**CITY, "additionalProperties": False}
 TOOL = {"name": "weather", "description": "The weather.", "input_schema": SCHEMA, "strict": True}
@@ -77,7 +77,7 @@ def main() -> None:
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     for name, fields in (THOUGHT if options.thinking else CASES).items():
-        body = _without_nulls(SAID | fields)
+        body = _without_nulls(REQUEST | fields)
         _capture(options, name, "/v1/messages", orjson.dumps(body))
         try:
             chat = orjson.dumps(chat_of(body))

@@ -212,8 +212,8 @@ class _Worker(asyncio.Protocol):
         else:
             event = _event("completions", 48_213).replace(b"3f2a91c07b5e4d1e9a6c", named[1])
             finished = event.replace(b'"finish_reason":null', b'"finish_reason":"length"')
-            told = finished + b"data: [DONE]\n\n"
-            self.transport.write(b"%b%x\r\n%b\r\n0\r\n\r\n" % (_STREAM_HEAD, len(told), told))
+            answer = finished + b"data: [DONE]\n\n"
+            self.transport.write(b"%b%x\r\n%b\r\n0\r\n\r\n" % (_STREAM_HEAD, len(answer), answer))
 
     def _answer(self, body: bytes) -> None:
         self.transport.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))

@@ -51,7 +51,7 @@ def encodings(wheel: str) -> dict[str, Any]:
 
 def turns(body: dict[str, Any]) -> list[str]:
     """The text of each turn of a chat, as the template writes it; a completion's prompt is one without marks."""
-    told = []
+    messages = []
     for message in body["messages"]:
         content = message.get("content") or ""
         for call in message.get("tool_calls", ()):
@@ -61,16 +61,16 @@ def turns(body: dict[str, Any]) -> list[str]:
             )
         if message["role"] == "tool":
             content = f"<tool_response>\n{content}\n</tool_response>"
-        told.append(f"{message['role']}\n{content}\n")
+        messages.append(f"{message['role']}\n{content}\n")
     if body.get("tools"):
         listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in body["tools"])
-        told[0] += (
+        messages[0] += (
             "\n\n# Tools\n\nYou may call one or more functions to assist with the user query.\n\nYou are provided with"
             f" function signatures within <tools></tools> XML tags:\n<tools>\n{listed}\n</tools>\n\nFor each function"
             " call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:\n"
             '<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>'
         )
-    return [*told, "assistant\n"]
+    return [*messages, "assistant\n"]
 
 
 def count(body: dict[str, Any], encode: Any) -> int:
@@ -123,15 +123,15 @@ def a_tool(draw: random.Random) -> dict[str, Any]:
     properties = {}
     for name in draw.sample(WORDS, draw.randrange(1, 7)):
         kind = draw.choice(["string", "string", "integer", "number", "boolean", "array"])
-        told: dict[str, Any] = {
+        tool: dict[str, Any] = {
             "type": kind,
             "description": f"The {name} to {draw.choice(['use', 'look up', 'change'])}",
         }
         if kind == "array":
-            told["items"] = {"type": "string"}
+            tool["items"] = {"type": "string"}
         if kind == "string" and draw.random() < 0.3:
-            told["enum"] = draw.sample(WORDS, 3)
-        properties[f"{name}_{draw.choice(['id', 'name', 'value'])}"] = told
+            tool["enum"] = draw.sample(WORDS, 3)
+        properties[f"{name}_{draw.choice(['id', 'name', 'value'])}"] = tool
     verb, noun = draw.choice(["get", "create", "update", "delete", "list", "find"]), draw.choice(WORDS)
     parameters = {"type": "object", "properties": properties, "required": list(properties)[:2]}
     text = f"{verb.capitalize()}s the {noun} of the current {draw.choice(WORDS)}, if there is any."

@@ -139,13 +139,13 @@ def an_api_server(folder: Path) -> Iterator[ApiServer]:
         def _serve(self) -> None:
             body = self.rfile.read(int(self.headers.get("content-length", 0)))
             state.goes_on.wait()
-            status, told = state.answer(self.command, self.path, self.headers.get("authorization", ""), body)
+            status, text = state.answer(self.command, self.path, self.headers.get("authorization", ""), body)
             state.calls.append((self.command, status))
             if self.command == "PUT" and state.lost_answers:
                 state.lost_answers -= 1
                 self.close_connection = True
                 return
-            answer = json.dumps(told).encode()
+            answer = json.dumps(text).encode()
             self.send_response(status)
             self.send_header("content-type", "application/json")
             self.send_header("content-length", str(len(answer)))

@@ -14,5 +14,5 @@ def run_command(
     monkeypatch.setattr(sys, "argv", ["balanceroute", *arguments])
     with pytest.raises(SystemExit) as ended:
         main()
-    told = capsys.readouterr()
-    return int(ended.value.code or 0), told.out, told.err
+    printed = capsys.readouterr()
+    return int(ended.value.code or 0), printed.out, printed.err

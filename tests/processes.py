@@ -54,11 +54,11 @@ def wait_for(url: str, log: Path, running: subprocess.Popen[bytes]) -> None:
 def listening_port(log: Path, running: subprocess.Popen[bytes], from_character: int = 0) -> int:
     """Wait until the process says where it listens. Raises: AssertionError: it has ended."""
 
-    def said() -> "re.Match[str] | None":
+    def listening_line() -> "re.Match[str] | None":
         return re.search(r'"event":"listening".*"port":(\d+)', log.read_text()[from_character:])
 
-    block_until(lambda: said() or running.poll() is not None, "no word of listening")
-    found = said()
+    block_until(lambda: listening_line() or running.poll() is not None, "no word of listening")
+    found = listening_line()
     assert found, log.read_text()
     return int(found[1])
 

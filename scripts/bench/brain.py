@@ -202,7 +202,7 @@ def far_listener(hub: Hub, folder: str, loop: asyncio.AbstractEventLoop) -> FarL
     return FarListener(loop, sock, lambda: tls.brain, hub.connected, asyncio.Protocol)
 
 
-def play(folder: str, port: int | None, seconds: float, told: Connection) -> None:
+def play(folder: str, port: int | None, seconds: float, pipe: Connection) -> None:
     """The process of the relays."""
 
     async def run() -> None:
@@ -221,9 +221,9 @@ def play(folder: str, port: int | None, seconds: float, told: Connection) -> Non
         life = Life(parts)
         witnesses = await life.begin()
         began_s = loop.time() + 0.5
-        told.send((witnesses, began_s))
+        pipe.send((witnesses, began_s))
         await life.stream(began_s, seconds)
-        told.send(life.lags_s)
+        pipe.send(life.lags_s)
         life.end()
         for link in links:
             link.cancel()
@@ -285,8 +285,8 @@ async def _heard(pipe: Connection) -> tuple[list[str], float] | list[float]:
     finally:
         loop.remove_reader(pipe.fileno())
     os.set_blocking(pipe.fileno(), True)  # uvloop reads without waiting, and not all of it may have come
-    heard: tuple[list[str], float] | list[float] = pipe.recv()
-    return heard
+    received: tuple[list[str], float] | list[float] = pipe.recv()
+    return received
 
 
 def _print(policy: str, what: str, decisions: Decisions, lags_s: list[float]) -> None:

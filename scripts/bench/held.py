@@ -53,9 +53,11 @@ class Stream(asyncio.Protocol):
         events = [line[6:] for line in b"".join(self._parts).split(b"\n") if line.startswith(b"data: ")]
         if not events or events[-1].strip() != b"[DONE]":
             return False
-        told = [choice for event in events[:-1] for choice in json.loads(event)["choices"]]
-        text = "".join(choice["text"] for choice in told)
-        return text == decode(continuation(encode(self.prompt), self.tokens)) and told[-1]["finish_reason"] == "length"
+        choices = [choice for event in events[:-1] for choice in json.loads(event)["choices"]]
+        text = "".join(choice["text"] for choice in choices)
+        return (
+            text == decode(continuation(encode(self.prompt), self.tokens)) and choices[-1]["finish_reason"] == "length"
+        )
 
 
 async def hold(port: int, pid: int, arguments: argparse.Namespace) -> dict[str, Any]:

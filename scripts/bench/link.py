@@ -80,8 +80,8 @@ async def zmq_receiver(path: str) -> None:
     socket = zmq.asyncio.Context().socket(zmq.ROUTER)
     socket.bind(f"ipc://{path}")
     while True:
-        sender, told = await socket.recv_multipart()
-        answer = answer_to(memoryview(told)[4:])
+        sender, message = await socket.recv_multipart()
+        answer = answer_to(memoryview(message)[4:])
         if answer is not None:
             await socket.send_multipart([sender, answer])
 
@@ -90,16 +90,16 @@ async def sockets_sender() -> tuple[Callable[[str], Awaitable[None]], Callable[[
     came = asyncio.Event()
     found: list[Frames] = []
 
-    def heard(connection: Frames, body: memoryview) -> None:
+    def on_frame(connection: Frames, body: memoryview) -> None:
         read_from_brain(body)
         came.set()
 
     async def connect(path: str) -> None:
-        _, protocol = await asyncio.get_running_loop().create_unix_connection(lambda: Frames(heard), path)
+        _, protocol = await asyncio.get_running_loop().create_unix_connection(lambda: Frames(on_frame), path)
         found.append(protocol)
 
-    async def send(told: bytes) -> None:
-        found[0].transport.write(told)
+    async def send(message: bytes) -> None:
+        found[0].transport.write(message)
 
     async def answered() -> None:
         await came.wait()
@@ -114,8 +114,8 @@ async def zmq_sender() -> tuple[Callable[[str], Awaitable[None]], Callable[[byte
     async def connect(path: str) -> None:
         socket.connect(f"ipc://{path}")
 
-    async def send(told: bytes) -> None:
-        await socket.send(told)
+    async def send(message: bytes) -> None:
+        await socket.send(message)
 
     async def answered() -> None:
         read_from_brain(memoryview(await socket.recv())[4:])

@@ -51,11 +51,11 @@ def main() -> None:
         scale = DemoScale(load=arguments.load, seconds=arguments.seconds, seed=number + 1)
         found = {relays: run(scale, relays) for relays in (0, arguments.relays)}
         for relays, figures in found.items():
-            told = ", ".join(f"{name} {value:,.1f}" for name, value in figures.items())
-            print(f"round {number + 1} --relays {relays}: {told}", flush=True)
+            text = ", ".join(f"{name} {value:,.1f}" for name, value in figures.items())
+            print(f"round {number + 1} --relays {relays}: {text}", flush=True)
         ratios.append(found[arguments.relays]["load_spread_tokens"] / found[0]["load_spread_tokens"])
-    told = ", ".join(f"{ratio:.3f}" for ratio in ratios)
-    print(f"load spread of --relays {arguments.relays} / one process: median {statistics.median(ratios):.3f} ({told})")
+    text = ", ".join(f"{ratio:.3f}" for ratio in ratios)
+    print(f"load spread of --relays {arguments.relays} / one process: median {statistics.median(ratios):.3f} ({text})")
 
 
 if __name__ == "__main__":

@@ -184,7 +184,14 @@ async def churn(siege: Siege) -> None:
     """`size` clients that come, say something and go, in every way, 64 at a time."""
     numbers = iter(range(siege.size))
     loop = asyncio.get_running_loop()
-    said = (b"", b"G", _HEALTH[:20], _HEALTH, _HEAD, _HEAD + b"Content-Length: %d\r\n\r\n%b" % (len(_LONG), _LONG))
+    beginnings = (
+        b"",
+        b"G",
+        _HEALTH[:20],
+        _HEALTH,
+        _HEAD,
+        _HEAD + b"Content-Length: %d\r\n\r\n%b" % (len(_LONG), _LONG),
+    )
 
     async def come_and_go() -> None:
         for number in numbers:
@@ -197,7 +204,7 @@ async def churn(siege: Siege) -> None:
                 await asyncio.sleep(PAUSE_S)
                 continue
             try:
-                await loop.sock_sendall(sock, said[number % len(said)])
+                await loop.sock_sendall(sock, beginnings[number % len(beginnings)])
                 if number % 7 == 0:
                     sock.shutdown(socket.SHUT_WR)
                 if number % 2:

@@ -114,11 +114,11 @@ class Tally:
         if verdict.kind in FAULTS:
             shape = f"{'stream' if ask.stream else 'object'}, {ask.prompt_tokens}+{ask.tokens} tokens"
             times = f"timeout {ask.timeout_s} s, after {answer.elapsed_s:.2f} s"
-            told = (
+            description = (
                 f"{at_s:.1f} s {ask.id} {verdict.kind}: {verdict.detail}\n      {ask.method} {ask.path} {shape},"
                 f" {len(ask.choices)} choices, {times}, {ask.malformed or ask.behaviour}"
             )
-            self.failures.append((verdict.kind, told))
+            self.failures.append((verdict.kind, description))
 
 
 @dataclass(slots=True)
@@ -368,7 +368,7 @@ class Run:
         if tally.failures:
             lines += ["", f"  {len(tally.failures)} failures, of each kind the first {SHOWN_FAILURES}:"]
             for kind in (Kind.WRONG, Kind.IMPROPER, Kind.HANGING):
-                lines += [f"    {told}" for what, told in tally.failures if what is kind][:SHOWN_FAILURES]
+                lines += [f"    {description}" for what, description in tally.failures if what is kind][:SHOWN_FAILURES]
         return "\n".join(lines)
 
 

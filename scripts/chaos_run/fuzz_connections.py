@@ -177,15 +177,15 @@ class Workers:
             writer.write(_json({"object": "list", "data": []}) if b" /v1/models" in head else plain(_METRICS))
             return True
         asked: dict[str, Any] = json.loads(content)
-        told = str(asked.get("prompt") or asked.get("messages"))
-        name = self._name(head, told)
-        if "slow" in told:
+        prompt = str(asked.get("prompt") or asked.get("messages"))
+        name = self._name(head, prompt)
+        if "slow" in prompt:
             await asyncio.sleep(self.draw.random() * 0.05)
-        if "failing" in told and self.draw.random() < 0.4:
+        if "failing" in prompt and self.draw.random() < 0.4:
             status = self.draw.choice([b"500 E", b"503 E", b"400 E", b"429 E"])
             writer.write(plain(b'{"error": {"message": "no", "code": 500}}', status))
             return True
-        if "dying" in told and self.draw.random() < 0.4:
+        if "dying" in prompt and self.draw.random() < 0.4:
             return False
         if not head.startswith(b"POST /v1/"):
             writer.write(_json({"count": 1, "tokens": [1]}))
@@ -193,10 +193,10 @@ class Workers:
         if not asked.get("stream"):
             writer.write(_json(_whole(asked, _id_of(head, asked), name)))
             return True
-        return await self._stream(asked, told, _id_of(head, asked), name, writer)
+        return await self._stream(asked, prompt, _id_of(head, asked), name, writer)
 
     async def _stream(
-        self, asked: dict[str, Any], told: str, identity: str, name: str, writer: asyncio.StreamWriter
+        self, asked: dict[str, Any], prompt: str, identity: str, name: str, writer: asyncio.StreamWriter
     ) -> bool:
         count: int = asked["max_tokens"]
         writer.write(CHUNKED_HEAD)
@@ -206,20 +206,20 @@ class Workers:
             event = {"id": identity, "created": 1, "model": "m", "choices": [choice]}
             writer.write(part(b"data: %b\n\n" % json.dumps(event).encode(), last=False))
             await writer.drain()
-            if "cut" in told and self.draw.random() < 0.1:
+            if "cut" in prompt and self.draw.random() < 0.1:
                 return False
-            if "held" in told and place == 1:
+            if "held" in prompt and place == 1:
                 await asyncio.sleep(self.draw.random() * 0.3)
         writer.write(part(b"data: [DONE]\n\n"))
         return True
 
-    def _name(self, head: bytes, told: str) -> str:
+    def _name(self, head: bytes, prompt: str) -> str:
         """Of the request that this one serves. What is no such request, or two, is noted."""
         by_header = _NAME.search(head.decode("latin-1").lower().partition("x-request-id: ")[2])
-        by_prompt = set(_NAME.findall(told))
+        by_prompt = set(_NAME.findall(prompt))
         name = by_header[0] if by_header else ""
-        if "poison" in told or (by_prompt and by_prompt != {name} and head.startswith(b"POST /v1/")):
-            self.wrong.append(f"a worker saw {head!r} with {told[:200]!r}")
+        if "poison" in prompt or (by_prompt and by_prompt != {name} and head.startswith(b"POST /v1/")):
+            self.wrong.append(f"a worker saw {head!r} with {prompt[:200]!r}")
         return name
 
 
@@ -257,7 +257,7 @@ class Client:
     sent_bytes: int = 0
     over: bool = False
     _socket: socket.socket = field(default_factory=socket.socket)
-    _heard: "asyncio.Task[bytes] | None" = None
+    _receiving: "asyncio.Task[bytes] | None" = None
 
     async def run(self, port: int) -> None:
         """Say all of it, or some, hear what comes, and leave."""
@@ -273,15 +273,15 @@ class Client:
         patient, slow = draw.random() < 0.6, draw.random() < 0.2
         end_s = loop.time() + (1.0 if patient else draw.choice([0, 0.01, 0.05, 0.2]))
         while not self.over and loop.time() < end_s:
-            await self._hear(0.3, 100 if slow else 65536)
+            await self._receive(0.3, 100 if slow else 65536)
             if patient and not slow and len(answers_in(self)) == len(self.asks):
                 break
         if draw.random() < 0.4:
             with suppress(OSError):
                 self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
-        if self._heard is not None:
-            self._heard.cancel()
-            await asyncio.wait({self._heard})
+        if self._receiving is not None:
+            self._receiving.cancel()
+            await asyncio.wait({self._receiving})
         self._socket.close()
 
     async def _say(self, data: bytes) -> None:
@@ -296,20 +296,20 @@ class Client:
                 return
             what = draw.random()
             if what < 0.4:
-                await self._hear(0.02)
+                await self._receive(0.02)
             elif what < 0.5:
                 await asyncio.sleep(draw.random() * 0.05)
             elif what < 0.53:
                 return
 
-    async def _hear(self, patience_s: float, most_bytes: int = 65536) -> None:
+    async def _receive(self, patience_s: float, most_bytes: int = 65536) -> None:
         loop = asyncio.get_running_loop()
-        if self._heard is None:  # one that was cancelled may have taken bytes that nobody would get
-            self._heard = loop.create_task(loop.sock_recv(self._socket, most_bytes))
-        if not (await asyncio.wait({self._heard}, timeout=patience_s))[0]:
+        if self._receiving is None:  # one that was cancelled may have taken bytes that nobody would get
+            self._receiving = loop.create_task(loop.sock_recv(self._socket, most_bytes))
+        if not (await asyncio.wait({self._receiving}, timeout=patience_s))[0]:
             return
-        heard, self._heard = self._heard, None
-        data = b"" if heard.exception() else heard.result()
+        task, self._receiving = self._receiving, None
+        data = b"" if task.exception() else task.result()
         self.over = not data
         self.got += data
 
@@ -362,10 +362,10 @@ def _body_in(data: bytes, headers: dict[str, str], *, bodiless: bool) -> tuple[b
 
 def check(client: Client) -> None:
     """Raises: ValueError: an answer is wrong, or another request's."""
-    said = 0
+    sent_bytes = 0
     for ask, answer in zip(client.asks, answers_in(client), strict=False):
-        said += len(ask.data)
-        if ask.name and answer.name != ask.name and said <= client.sent_bytes:
+        sent_bytes += len(ask.data)
+        if ask.name and answer.name != ask.name and sent_bytes <= client.sent_bytes:
             raise ValueError(f"{ask.name} was answered as {answer.name!r}, {answer.status}")
         marks = _MARK.findall(answer.body)
         if set(marks) - {ask.name.encode()}:
@@ -401,11 +401,11 @@ class Errors(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__(logging.ERROR)
-        self.told: list[str] = []
+        self.lines: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
         """Keep one."""
-        self.told.append(self.format(record))
+        self.lines.append(self.format(record))
 
 
 class Arena:
@@ -430,15 +430,15 @@ class Arena:
                 check(client)
                 self.statuses.update(answer.status for answer in answers_in(client))
             except ValueError as error:
-                said = b"".join(ask.data for ask in client.asks)[: client.sent_bytes]
-                wrong.append(f"{error}\n    said {said[:3000]!r}\n    heard {client.got[-1000:]!r}")
+                sent = b"".join(ask.data for ask in client.asks)[: client.sent_bytes]
+                wrong.append(f"{error}\n    sent {sent[:3000]!r}\n    received {client.got[-1000:]!r}")
         with suppress(AssertionError):
             await until(lambda: not held(self._app, self._server, self._loads), within_s=SETTLE_S)
         if left := held(self._app, self._server, self._loads):
             wrong.append(f"left behind: {left}")
-        wrong += self._workers.wrong + self._errors.told
+        wrong += self._workers.wrong + self._errors.lines
         self._workers.wrong.clear()
-        self._errors.told.clear()
+        self._errors.lines.clear()
         return wrong
 
 

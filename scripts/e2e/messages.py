@@ -33,7 +33,7 @@ ASKED: dict[str, dict[str, Any]] = {
 }
 
 
-def told(message: Any) -> dict[str, Any]:
+def answer_of(message: Any) -> dict[str, Any]:
     """What a message says, without what each server makes up."""
     content = [block.model_dump(exclude={"id", "citations", "caller"}, exclude_none=True) for block in message.content]
     usage = message.usage
@@ -48,7 +48,7 @@ def tool_loop(client: anthropic.Anthropic) -> list[dict[str, Any]]:
     turns = []
     for _ in range(2):
         turn = client.messages.create(**PLAIN | ASKED["tool"] | {"messages": messages})
-        turns.append(told(turn))
+        turns.append(answer_of(turn))
         results = [
             {"type": "tool_result", "tool_use_id": block.id, "content": [{"type": "text", "text": "sun"}]}
             for block in turn.content
@@ -57,7 +57,7 @@ def tool_loop(client: anthropic.Anthropic) -> list[dict[str, Any]]:
         assert results, f"no tool was called: {turn}"
         messages += [{"role": "assistant", "content": turn.content}, {"role": "user", "content": results}]
     last = PLAIN | {"messages": messages, "tools": [TOOL], "tool_choice": {"type": "none"}}
-    return [*turns, told(client.messages.create(**last))]
+    return [*turns, answer_of(client.messages.create(**last))]
 
 
 def streamed(client: anthropic.Anthropic, asked: dict[str, Any]) -> dict[str, Any]:
@@ -66,7 +66,7 @@ def streamed(client: anthropic.Anthropic, asked: dict[str, Any]) -> dict[str, An
         text = "".join(stream.text_stream)
         message = stream.get_final_message()
     assert text == "".join(block.text for block in message.content if block.type == "text")
-    return told(message)
+    return answer_of(message)
 
 
 def compare(router: str, plain: str, settled: Callable[[], object]) -> str:
@@ -78,9 +78,12 @@ def compare(router: str, plain: str, settled: Callable[[], object]) -> str:
         anthropic.Anthropic(base_url=router, api_key="none", timeout=300) as client,
         anthropic.Anthropic(base_url=plain, api_key="none", timeout=300) as own,
     ):
-        expected = {name: told(own.messages.create(**PLAIN | fields)) for name, fields in ASKED.items()}
+        expected = {name: answer_of(own.messages.create(**PLAIN | fields)) for name, fields in ASKED.items()}
         for name, fields in ASKED.items():
-            for how in (lambda asked: told(client.messages.create(**asked)), lambda asked: streamed(client, asked)):
+            for how in (
+                lambda asked: answer_of(client.messages.create(**asked)),
+                lambda asked: streamed(client, asked),
+            ):
                 found = how(PLAIN | fields)
                 assert found == expected[name], f"{name}: {found}, not {expected[name]}"
         assert tool_loop(client) == tool_loop(own), "the tool loop goes another way"
@@ -118,8 +121,8 @@ async def _at_once(router: str) -> list[dict[str, Any]]:
 
         async def one(number: int) -> dict[str, Any]:
             if number % 2:
-                return told(await client.messages.create(**PLAIN))
+                return answer_of(await client.messages.create(**PLAIN))
             async with client.messages.stream(**PLAIN) as stream:
-                return told(await stream.get_final_message())
+                return answer_of(await stream.get_final_message())
 
         return list(await asyncio.gather(*map(one, range(16))))

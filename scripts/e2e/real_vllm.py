@@ -358,22 +358,22 @@ def check_params(servers: Servers) -> str:
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda seed: completion_ids(ROUTER, a_body(seed)), range(2000, 2040)))
     probes, *decodes, again = (now - old for now, old in zip(counts(), before, strict=True))
-    told = f"40 requests, {again:.0f} of them made again: {probes:.0f} probes and {sum(decodes):.0f} decodes"
-    assert probes == sum(decodes) == 40 + again, told
-    return told
+    text = f"40 requests, {again:.0f} of them made again: {probes:.0f} probes and {sum(decodes):.0f} decodes"
+    assert probes == sum(decodes) == 40 + again, text
+    return text
 
 
 def check_features(servers: Servers) -> str:
     """What clients may ask for, beside the same decoder asked directly."""
-    told, equal, different = features(), 0, []
-    for name, route, body in told:
+    cases, equal, different = features(), 0, []
+    for name, route, body in cases:
         found = differences(BASE, f"http://127.0.0.1:{DECODE[0]}", route, body)
         if found and name not in DIFFERS:
             different.append(f"{name}: {found[:3]}")
             print(f"  differs: {different[-1]}", flush=True)
         equal += not found
-    assert not different, f"{len(different)} of {len(told)} differ:\n  " + "\n  ".join(different)
-    return f"{equal} of {len(told)} features equal, the other {len(told) - equal} as listed"
+    assert not different, f"{len(different)} of {len(cases)} differ:\n  " + "\n  ".join(different)
+    return f"{equal} of {len(cases)} features equal, the other {len(cases) - equal} as listed"
 
 
 def check_messages(servers: Servers) -> str:
@@ -420,10 +420,10 @@ def greedy_gaps_nats(body: dict[str, Any], ids: list[int]) -> list[float]:
     """By how much the likeliest token is likelier than each that came: zeros for a greedy answer."""
     prompt = completion(DECODE[1], body | {"max_tokens": 1, "return_token_ids": True})["prompt_token_ids"]
     again = body | {"prompt": prompt + ids, "max_tokens": 1, "prompt_logprobs": 1}
-    told = completion(DECODE[1], again)["prompt_logprobs"][len(prompt) :]
+    logprobs = completion(DECODE[1], again)["prompt_logprobs"][len(prompt) :]
     return [
         max(entry["logprob"] for entry in entries.values()) - entries[str(token)]["logprob"]
-        for token, entries in zip(ids, told, strict=True)
+        for token, entries in zip(ids, logprobs, strict=True)
     ]
 
 
@@ -594,9 +594,9 @@ def check_grammar(servers: Servers) -> str:
 
     def streamed(index: int) -> str:
         name = f"grammar-{index}"
-        text, told = streamed_text(bodies[index], lambda: begun.add(name), name)
+        text, error = streamed_text(bodies[index], lambda: begun.add(name), name)
         begun.discard(name)
-        return text if told is None else told
+        return text if error is None else error
 
     with ThreadPoolExecutor(len(bodies)) as pool:
         streams = [pool.submit(streamed, index) for index in range(8)]
@@ -626,15 +626,15 @@ def check_wrong_connector(servers: Servers) -> str:
         assert ready(port)["status"] == "ready"
         ids = [completion_ids(port, a_body(seed)) for seed in range(9000, 9004)]
         assert ids == [completion_ids(DECODE[1], a_body(seed)) for seed in range(9000, 9004)]
-        told = ready(port)
-        assert told["code"] == 200 and told["status"] == "degraded" and "set connector: nixl" in told["reasons"][0], (
-            told
+        body = ready(port)
+        assert body["code"] == 200 and body["status"] == "degraded" and "set connector: nixl" in body["reasons"][0], (
+            body
         )
         log = (servers.logs / f"{port}.log").read_text()
         assert log.count('"event":"degraded"') == 1, "not one line in the log"
     finally:
         servers.kill(port)
-    return f"4 requests served; /ready 200: {told['reasons'][0]}"
+    return f"4 requests served; /ready 200: {body['reasons'][0]}"
 
 
 def check_no_log_stats(servers: Servers) -> str:
@@ -643,8 +643,8 @@ def check_no_log_stats(servers: Servers) -> str:
     servers.restart(PREFILL, "--disable-log-stats")
     try:
         wait_for("requests work again", lambda: outcome_of(a_body(1)) == "complete", 120)
-        told = ready(ROUTER)
-        assert (told["code"], told["status"]) == (200, "degraded"), told
+        body = ready(ROUTER)
+        assert (body["code"], body["status"]) == (200, "degraded"), body
         with ThreadPoolExecutor(16) as pool:
             outcomes = list(pool.map(lambda seed: outcome_of(a_body(seed)), range(9100, 9140)))
         assert set(outcomes) == {"complete"}, outcomes
@@ -652,7 +652,7 @@ def check_no_log_stats(servers: Servers) -> str:
         servers.kill(PREFILL)
         servers.restart(PREFILL)
     wait_for("no longer degraded", lambda: ready(ROUTER)["status"] == "ready", 60)
-    return f"40 requests served; /ready 200: {told['reasons'][0]}"
+    return f"40 requests served; /ready 200: {body['reasons'][0]}"
 
 
 def check_direct_clients(servers: Servers) -> str:
@@ -740,11 +740,11 @@ def check_prefix_affinity(servers: Servers) -> str:
     finally:
         servers.replace_router((PREFILL,), "least_tokens")
         servers.end(SECOND_PREFILL)
-    told = f"hit ratio {one:.3f} on one prefiller, {affine:.3f} on two by affinity, {spread:.3f} by least_tokens"
+    text = f"hit ratio {one:.3f} on one prefiller, {affine:.3f} on two by affinity, {spread:.3f} by least_tokens"
     different = sum(got != wanted for got, wanted in zip(answers + others, expected + expected, strict=True))
     assert not different, f"{different} of 40 conversations have other answers than on one prefiller"
-    assert affine >= 0.9 * one, told
-    return f"{told}; {predicted:.0f} cached tokens predicted, {found:.0f} found; answers equal"
+    assert affine >= 0.9 * one, text
+    return f"{text}; {predicted:.0f} cached tokens predicted, {found:.0f} found; answers equal"
 
 
 def ready(port: int) -> dict[str, Any]:

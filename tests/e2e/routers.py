@@ -51,40 +51,44 @@ class Router:
     def __init__(self, log: Path, running: subprocess.Popen[bytes], client: httpx.AsyncClient) -> None:
         self.log, self.running, self.client = log, running, client
 
-    def said(self, event: str, **fields: Any) -> list[dict[str, Any]]:
+    def logged(self, event: str, **fields: Any) -> list[dict[str, Any]]:
         """The lines of an event, with these fields."""
         found = []
         for line in self.log.read_text().splitlines():
             if line.startswith("{") and line.endswith("}"):
-                told = json.loads(line)
-                if told.get("event") == event and all(told.get(name) == value for name, value in fields.items()):
-                    found.append(told)
+                logged_fields = json.loads(line)
+                if logged_fields.get("event") == event and all(
+                    logged_fields.get(name) == value for name, value in fields.items()
+                ):
+                    found.append(logged_fields)
         return found
 
     @property
     def relays(self) -> dict[str, int]:
         """Their present processes, by name."""
-        return {line["relay"]: line["pid"] for line in self.said("listening") if "relay" in line}
+        return {line["relay"]: line["pid"] for line in self.logged("listening") if "relay" in line}
 
     @property
     def brains(self) -> list[int]:
         """The processes that have led, the present one last."""
-        return [line["pid"] for line in self.said("listening") if "epoch" in line]
+        return [line["pid"] for line in self.logged("listening") if "epoch" in line]
 
     @property
     def have_left(self) -> bool:
         """Whether no relay accepts any more."""
-        return {line["process"] for event in ("leaving", "brain left") for line in self.said(event)} >= set(self.relays)
+        return {line["process"] for event in ("leaving", "brain left") for line in self.logged(event)} >= set(
+            self.relays
+        )
 
     def found(self, brain: int) -> set[str]:
         """The relays that have joined the brain of this process."""
-        (epoch,) = (line["epoch"] for line in self.said("listening", pid=brain))
-        return {line["relay"] for line in self.said("brain found", epoch=epoch) if line["relay"] in self.relays}
+        (epoch,) = (line["epoch"] for line in self.logged("listening", pid=brain))
+        return {line["relay"] for line in self.logged("brain found", epoch=epoch) if line["relay"] in self.relays}
 
     @property
     def were_late(self) -> bool:
         """Whether the last brain decided before all relays had joined it."""
-        return bool(self.said("the brain decides")[-1]["relays"] < len(self.relays))
+        return bool(self.logged("the brain decides")[-1]["relays"] < len(self.relays))
 
     async def get(self, path: str) -> httpx.Response:
         """Ask any relay, on a new connection; again while there is nobody to answer."""
@@ -130,14 +134,14 @@ async def a_router(
     """
     log = folder / log_name
     log.touch()
-    told = len(log.read_text())
+    logged_before = len(log.read_text())
     address = ["--host", "127.0.0.1", "--port", str(port)]
     serve = ["serve", "--config", str(cluster.config), "--relays", str(relays), *address, *flags]
     serve += ["--set", f"listen.standbys={standbys}"]
     serve += ["--set", f"listen.run_folder={run_folder or folder}"]
     with process(*serve, log=log, open_files=open_files) as running:
         limits = httpx.Limits(max_connections=None)
-        url = f"http://127.0.0.1:{await asyncio.to_thread(listening_port, log, running, told)}"
+        url = f"http://127.0.0.1:{await asyncio.to_thread(listening_port, log, running, logged_before)}"
         async with httpx.AsyncClient(base_url=url, timeout=None, limits=limits, trust_env=False) as client:
             router = Router(log, running, client)
             await until(lambda: len(router.relays) >= relays)

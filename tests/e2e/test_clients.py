@@ -52,14 +52,14 @@ async def test_a_block_works_with_the_key_and_fails_with_a_wrong_one(name: str, 
 
 async def test_a_block_that_behaves_unexpectedly_is_reported(deployment: Deployment) -> None:
     client, block = NAMED["openai"], blocks()["openai"]
-    [told] = await problems(replace(client, tokens=17), block, HERE, deployment)
-    assert "2 requests with 17 tokens expected, the router has counted Counts(finished=2, unfinished=0" in told
-    [told] = await problems(client, replace(block, text="import no_such_client\n"), HERE, deployment)
-    assert told.startswith("exit code 1: ") and "No module named 'no_such_client'" in told
+    [problem] = await problems(replace(client, tokens=17), block, HERE, deployment)
+    assert "2 requests with 17 tokens expected, the router has counted Counts(finished=2, unfinished=0" in problem
+    [problem] = await problems(client, replace(block, text="import no_such_client\n"), HERE, deployment)
+    assert problem.startswith("exit code 1: ") and "No module named 'no_such_client'" in problem
     careless = "import openai\ntry:\n" + "".join(f"    {line}\n" for line in block.text.splitlines())
     careless += "except openai.AuthenticationError:\n    pass\n"
-    [told] = await problems(client, replace(block, text=careless), HERE, deployment)
-    assert told.startswith("with a wrong key: exit code 0")
+    [problem] = await problems(client, replace(block, text=careless), HERE, deployment)
+    assert problem.startswith("with a wrong key: exit code 0")
 
 
 def test_environment_variables_of_another_deployment_reach_no_client() -> None:

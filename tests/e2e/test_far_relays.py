@@ -125,7 +125,7 @@ def test_relays_of_other_machines_survive_the_death_of_the_brain(
         assert await all_end(later) == 6
         assert len(those.brain.brains) == 2
         assert not those.brain.were_late
-        assert those.brain.said("the brain decides")[-1]["relays"] == 3
+        assert those.brain.logged("the brain decides")[-1]["relays"] == 3
 
     with_machines(test, cluster, tmp_path, standbys)
 
@@ -201,13 +201,13 @@ def test_a_machine_that_drains_finishes_its_streams(cluster: Cluster, tmp_path: 
 
 
 def test_a_peer_without_a_link_certificate_gets_no_answer_and_does_no_harm(cluster: Cluster, tmp_path: Path) -> None:
-    async def answer_to(port: int, context: ssl.SSLContext | None, said: bytes) -> bytes:
+    async def answer_to(port: int, context: ssl.SSLContext | None, sent: bytes) -> bytes:
         """All that the brain sends to who says this, until it closes."""
         writer = None
         try:
             async with asyncio.timeout(HELD_S):
                 reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
-                writer.write(said)
+                writer.write(sent)
                 return await reader.read()
         except (ConnectionError, ssl.SSLError):
             return b""
@@ -225,15 +225,15 @@ def test_a_peer_without_a_link_certificate_gets_no_answer_and_does_no_harm(clust
         for context in (stranger, nobody):
             assert await answer_to(those.port, context, http) == b""
             assert b"workers" not in await answer_to(those.port, context, b"\x00\x00\x00\x05hello")
-        for said in (b"", b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\xff\xff" + bytes(70_000), b"\x00" * 100):
-            assert b"workers" not in await answer_to(those.port, None, said)
+        for sent in (b"", b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\xff\xff" + bytes(70_000), b"\x00" * 100):
+            assert b"workers" not in await answer_to(those.port, None, sent)
         ours = those.authority.client()
         ours.set_alpn_protocols(["balanceroute-link"])
         assert await answer_to(those.port, ours, b"") == b""  # no Hello
         assert await answer_to(those.port, ours, b"\xff\xff\xff\xff") == b""
         assert await all_end(begun) == 6
-        assert len(those.brain.brains) == 1 and not those.brain.said("relay lost")
-        assert those.brain.said("strangers refused")
+        assert len(those.brain.brains) == 1 and not those.brain.logged("relay lost")
+        assert those.brain.logged("strangers refused")
 
     with_machines(test, cluster, tmp_path)
 

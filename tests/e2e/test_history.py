@@ -107,8 +107,8 @@ def test_a_damaged_history_is_one_warning_and_a_cold_start(cluster: Path, tmp_pa
     history = tmp_path / "history.sqlite3"
     history.write_bytes(b"no database at all " * 500)
     with serving(cluster, history, tmp_path / "router.log") as served:
-        told = warnings_in(served.log)
-        assert len(told) == 1 and "damaged" in told[0], served.log.read_text()
+        warnings = warnings_in(served.log)
+        assert len(warnings) == 1 and "damaged" in warnings[0], served.log.read_text()
         served.ask()
         served.recorded(1)
     assert len(list(tmp_path.glob("history.sqlite3.damaged-*"))) == 1

@@ -96,11 +96,11 @@ def test_a_standby_pod_reloads_other_slots_that_the_leader_refuses_and_leads_wit
                 file.write_text(cluster.config.read_text().replace(f"max_num_seqs: {SLOTS}", "max_num_seqs: 7"))
                 for router in (first, second):
                     router.running.send_signal(signal.SIGHUP)
-                await until(lambda: first.said("reload refused"))
-                await until(lambda: len(second.said("configuration reloaded")) == 2)  # the relay, and the brain
+                await until(lambda: first.logged("reload refused"))
+                await until(lambda: len(second.logged("configuration reloaded")) == 2)  # the relay, and the brain
                 kill(first)
                 await until(lambda: second.brains)
-                (port,) = {line["port"] for line in second.said("listening") if "relay" in line}
+                (port,) = {line["port"] for line in second.logged("listening") if "relay" in line}
                 async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False) as client:
                     state = await Router(log, running, client).state()
                 assert {worker["slots"] for worker in state["workers"]} == {7}

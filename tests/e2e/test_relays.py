@@ -101,8 +101,8 @@ def test_a_killed_relay_ends_only_its_own_streams(cluster: Cluster, tmp_path: Pa
         await all_under_way(router, begun)
         name, pid = next(iter(router.relays.items()))
         os.kill(pid, signal.SIGKILL)
-        await until(lambda: router.said("relay lost", relay=name))
-        lost = router.said("relay lost", relay=name)[0]["requests"]
+        await until(lambda: router.logged("relay lost", relay=name))
+        lost = router.logged("relay lost", relay=name)[0]["requests"]
         later = streams(router, 4, 20, first=100)
         assert await all_end(begun) == len(begun) - lost
         assert await all_end(later) == 4
@@ -164,12 +164,12 @@ def test_connections_without_free_descriptors_are_refused_and_all_others_served(
 ) -> None:
     async def run() -> None:
         async with a_router(cluster, tmp_path, relays=relays, open_files=160) as router:
-            (said,) = router.said("open files (ulimit -n) are enough for fewer clients than limits.max_connections")
-            assert said["clients"] == 40 * max(1, relays)
+            (line,) = router.logged("open files (ulimit -n) are enough for fewer clients than limits.max_connections")
+            assert line["clients"] == 40 * max(1, relays)
             many = streams(router, 150, 20)
             complete = await all_end(many)
             assert complete == sum(stream.begun for stream in many)
-            assert said["clients"] // 2 <= complete < 150
+            assert line["clients"] // 2 <= complete < 150
             assert await all_end(streams(router, 8, 20, first=200)) == 8
             await until(router.holds_nothing)
 
@@ -183,11 +183,11 @@ def test_streams_go_on_without_a_brain_and_the_next_brain_takes_them_over(cluste
         os.kill(router.brains[-1], signal.SIGKILL)
         later = streams(router, 4, 20, first=100)  # they wait for the next one
         await until(lambda: len(router.brains) == 2)
-        await until(lambda: all(router.said("brain found", relay=name, epoch=2) for name in router.relays))
+        await until(lambda: all(router.logged("brain found", relay=name, epoch=2) for name in router.relays))
         assert await router.active() <= RANKS * SLOTS
         complete = await all_end(begun)
-        void = sum(line["void"] for line in router.said("relay joined"))
-        assert 14 - void <= complete <= 14, router.said("request")  # one that is void may just have ended
+        void = sum(line["void"] for line in router.logged("relay joined"))
+        assert 14 - void <= complete <= 14, router.logged("request")  # one that is void may just have ended
         assert await all_end(later) == 4
         assert not void or router.were_late  # a relay that does not come in time finds its slots taken
 
@@ -204,10 +204,10 @@ def test_a_brain_that_dies_during_a_drain_is_back_and_drains_as_well(cluster: Cl
             begun = streams(router, RANKS * SLOTS, 4 * LONG)  # on a busy machine a brain needs seconds to start
             await all_under_way(router, begun)
             router.running.send_signal(signal.SIGTERM)
-            await until(lambda: len(router.said("draining")) == 4)  # one of each process
+            await until(lambda: len(router.logged("draining")) == 4)  # one of each process
             os.kill(router.brains[-1], signal.SIGKILL)
             await until(lambda: len(router.brains) == 2)
-            await until(lambda: len(router.said("relay joined")) == 4)
+            await until(lambda: len(router.logged("relay joined")) == 4)
             assert (await router.state())["draining"]
             assert await all_end(begun) == len(begun)
             await until(lambda: router.running.poll() is not None)
@@ -222,9 +222,9 @@ def test_a_relay_that_is_stopped_during_a_drain_finds_a_brain_when_it_resumes(cl
             begun = streams(router, 14)  # some wait for a slot
             await all_under_way(router, begun)
             router.running.send_signal(signal.SIGTERM)
-            await until(lambda: len(router.said("draining")) == 3)  # one of each process
+            await until(lambda: len(router.logged("draining")) == 3)  # one of each process
             os.kill(router.relays["relay-0"], signal.SIGSTOP)
-            await until(lambda: router.said("relay lost"))
+            await until(lambda: router.logged("relay lost"))
             os.kill(router.relays["relay-0"], signal.SIGCONT)
             assert await all_end(begun) == 14
             await until(lambda: router.running.poll() is not None)
@@ -239,7 +239,7 @@ def test_a_run_folder_that_is_lost_during_a_drain_keeps_no_request_waiting(clust
             begun = streams(router, 14)  # some wait for a slot
             await all_under_way(router, begun)
             router.running.send_signal(signal.SIGTERM)
-            await until(lambda: len(router.said("draining")) >= 4)
+            await until(lambda: len(router.logged("draining")) >= 4)
             shutil.rmtree(tmp_path / "run")
             assert await all_end(begun) == 14
             await until(lambda: router.running.poll() is not None)
@@ -258,11 +258,11 @@ def test_a_drain_signal_to_one_child_process_ends_it_and_no_request(
         name, relay = next(iter(router.relays.items()))
         pid = relay if which == "relay" else router.brains[-1]
         os.kill(pid, signal.SIGTERM)
-        await until(lambda: router.said("told to end, and not by the parent"))
+        await until(lambda: router.logged("told to end, and not by the parent"))
         assert await all_end(streams(router, 8, 20, first=100)) == 8
         assert await all_end(begun) == len(begun)
         await until(lambda: (router.relays[name] if which == "relay" else router.brains[-1]) != pid)
-        assert not router.said("draining")
+        assert not router.logged("draining")
 
     with_router(test, cluster, tmp_path, standbys=1)
 
@@ -274,12 +274,12 @@ def test_one_relay_keeps_accepting_when_all_get_sigterm(cluster: Cluster, tmp_pa
         before = router.relays
         for pid in before.values():
             os.kill(pid, signal.SIGTERM)
-        await until(lambda: router.said("leaving") and router.said("not leaving before another relay accepts"))
-        stays = router.said("not leaving before another relay accepts")[0]["relay"]
+        await until(lambda: router.logged("leaving") and router.logged("not leaving before another relay accepts"))
+        stays = router.logged("not leaving before another relay accepts")[0]["relay"]
         assert await all_end(streams(router, 8, 20, first=100)) == 8
         assert await all_end(begun) == len(begun)
         await until(lambda: not set(before.values()) & set(router.relays.values()))
-        assert [line["process"] for line in router.said("leaving")][-1] == stays
+        assert [line["process"] for line in router.logged("leaving")][-1] == stays
         assert await all_end(streams(router, 8, 20, first=200)) == 8
 
     with_router(test, cluster, tmp_path)
@@ -290,13 +290,13 @@ def test_the_only_relay_ignores_sigterm_and_keeps_serving(cluster: Cluster, tmp_
         begun = streams(router, 4, 40)
         (pid,) = router.relays.values()
         os.kill(pid, signal.SIGTERM)
-        await until(lambda: router.said("not leaving before another relay accepts"))
+        await until(lambda: router.logged("not leaving before another relay accepts"))
         assert await all_end([*begun, *streams(router, 8, 20, first=100)]) == 12
-        assert list(router.relays.values()) == [pid] and not router.said("leaving")
+        assert list(router.relays.values()) == [pid] and not router.logged("leaving")
         router.running.send_signal(signal.SIGTERM)
         await until(lambda: router.running.poll() is not None)
         assert router.running.returncode == 0
-        assert not router.said("brain lost", reason="this relay ends")
+        assert not router.logged("brain lost", reason="this relay ends")
 
     async def run() -> None:
         async with a_router(cluster, tmp_path, relays=1) as router:
@@ -313,10 +313,10 @@ def test_a_lost_run_folder_is_recreated_and_streams_go_on(cluster: Cluster, tmp_
         async with a_router(cluster, tmp_path, standbys=1, run_folder=run) as router:
             for led in (1, 2, 3):  # relays have seen an epoch that the folder has lost
                 os.kill(router.brains[-1], signal.SIGKILL)
-                await until(lambda: len(router.said("the brain decides")) > led)  # noqa: B023
+                await until(lambda: len(router.logged("the brain decides")) > led)  # noqa: B023
 
             def found_last(relay: str) -> int:
-                return int(router.said("brain found", relay=relay)[-1]["epoch"])
+                return int(router.logged("brain found", relay=relay)[-1]["epoch"])
 
             begun = streams(router, RANKS * SLOTS)
             await all_under_way(router, begun)
@@ -325,7 +325,7 @@ def test_a_lost_run_folder_is_recreated_and_streams_go_on(cluster: Cluster, tmp_
                 file.unlink()
             if how == "removed":
                 run.rmdir()
-            await until(lambda: router.brains[-1] != before and len(router.said("the brain decides")) > 4)
+            await until(lambda: router.brains[-1] != before and len(router.logged("the brain decides")) > 4)
             assert await all_end(streams(router, 4, 20, first=100)) == 4
             assert await all_end(begun) == len(begun)
             # the brain may decide before a relay that is late has told it the epoch
@@ -381,7 +381,8 @@ def test_an_obstacle_in_place_of_a_run_folder_file_does_not_prevent_restarts(
         await until(router.holds_nothing)
         assert router.running.poll() is None
         assert (
-            len(router.said("moved out of the way")) + len(router.said("damaged lines in the record of pinned KV")) == 1
+            len(router.logged("moved out of the way")) + len(router.logged("damaged lines in the record of pinned KV"))
+            == 1
         )
 
     with_router(test, cluster, tmp_path, standbys=1)
@@ -398,7 +399,7 @@ def test_a_standby_moves_obstacles_aside_that_appeared_after_its_start(cluster: 
         os.kill(router.brains[led - 1], signal.SIGKILL)
         await until(link.is_socket)
         assert await all_end(streams(router, 6, 20)) == 6
-        assert [line.get("signal") for line in router.said("child died")] == ["SIGKILL"]
+        assert [line.get("signal") for line in router.logged("child died")] == ["SIGKILL"]
 
     with_router(test, cluster, tmp_path, standbys=1)
 
@@ -407,7 +408,7 @@ def test_a_removed_record_of_pinned_kv_is_recreated(cluster: Cluster, tmp_path: 
     async def test(router: Router) -> None:
         path = tmp_path / "pins-relay-0"
         path.unlink()
-        await until(lambda: bool(router.said("pinned KV is recorded again", file=str(path))))
+        await until(lambda: bool(router.logged("pinned KV is recorded again", file=str(path))))
         assert path.exists()
 
     with_router(test, cluster, tmp_path)
@@ -428,13 +429,13 @@ def test_a_standby_takes_over_and_the_former_brain_exits_when_it_resumes(
             await until(lambda: len(router.brains) > led and router.brains[-1] != first)
             assert await router.active() <= RANKS * SLOTS
             complete = await all_end(begun)
-            void = sum(line["void"] for line in router.said("relay joined"))
+            void = sum(line["void"] for line in router.logged("relay joined"))
             assert 14 - void <= complete <= 14 and await all_end(later) == 4
         finally:
             if how is signal.SIGSTOP:
                 os.kill(first, signal.SIGCONT)
-        await until(lambda: [line for line in router.said("child died") if line["child"].startswith("brain")])
-        epochs = [line["epoch"] for line in router.said("listening") if "epoch" in line]
+        await until(lambda: [line for line in router.logged("child died") if line["child"].startswith("brain")])
+        epochs = [line["epoch"] for line in router.logged("listening") if "epoch" in line]
         assert epochs == sorted(set(epochs)), "no epoch has two leaders"
         assert await all_end(streams(router, 4, 20, first=200)) == 4
 
@@ -451,7 +452,7 @@ def test_a_half_written_key_file_does_not_prevent_restarts(cluster: Cluster, tmp
         for pid in (router.brains[-1], *relays.values()):
             os.kill(pid, signal.SIGKILL)
         await until(lambda: len(router.brains) > led and not set(relays.values()) & set(router.relays.values()))
-        assert all(line.get("signal") == "SIGKILL" for line in router.said("child died"))
+        assert all(line.get("signal") == "SIGKILL" for line in router.logged("child died"))
         answer = await router.client.post(
             "/v1/completions", json={"prompt": [1]}, headers={"authorization": "Bearer x"}
         )
@@ -472,16 +473,16 @@ def test_all_processes_apply_the_configuration_that_the_parent_has_read(cluster:
             file.write_text(before + "limits: {max_choices: 1}\n")
             router.running.send_signal(signal.SIGHUP)
             others = {"brain", "brain-2", *router.relays} - {name}
-            await until(lambda: {line["process"] for line in router.said("configuration reloaded")} == others)
+            await until(lambda: {line["process"] for line in router.logged("configuration reloaded")} == others)
             file.write_text(before + "limits: {max_choi")
         finally:
             os.kill(pid, signal.SIGCONT)
-        await until(lambda: router.said("configuration reloaded", process=name))
+        await until(lambda: router.logged("configuration reloaded", process=name))
         body = {"model": "emulated", "prompt": [1], "max_tokens": 1, "n": 2}
         for _ in range(20):  # on any relay
             answer = await router.client.post("/v1/completions", json=body, headers={"connection": "close"})
             assert answer.status_code == 400, answer.text
-        assert not router.said("reload refused")
+        assert not router.logged("reload refused")
 
     with_router(test, replace(cluster, config=file), tmp_path, standbys=1)
 
@@ -506,12 +507,12 @@ def test_a_relay_that_was_stopped_is_declared_lost_and_rejoins(cluster: Cluster,
         name, pid = next(iter(router.relays.items()))
         os.kill(pid, signal.SIGSTOP)
         try:
-            await until(lambda: router.said("relay lost", relay=name))
+            await until(lambda: router.logged("relay lost", relay=name))
             assert await router.active() <= RANKS * SLOTS
         finally:
             os.kill(pid, signal.SIGCONT)
-        await until(lambda: len(router.said("relay joined", relay=name)) == 2)
-        void = router.said("relay joined", relay=name)[1]["void"]
+        await until(lambda: len(router.logged("relay joined", relay=name)) == 2)
+        void = router.logged("relay joined", relay=name)[1]["void"]
         assert 14 - void <= await all_end(begun) <= 14
         assert router.relays[name] == pid
 
@@ -527,8 +528,8 @@ def test_a_new_router_takes_over_and_no_request_fails(cluster: Cluster, tmp_path
             ended = asyncio.Event()
             clients = [asyncio.get_running_loop().create_task(keeps_asking(old, n, ended)) for n in range(4)]
             async with a_router(cluster, tmp_path, "--take-over", port=port, log_name="new.log") as new:
-                await until(lambda: old.said("another router takes over"))
-                await until(lambda: len(old.said("leaving")) == 2)
+                await until(lambda: old.logged("another router takes over"))
+                await until(lambda: len(old.logged("leaving")) == 2)
                 assert await all_end(begun) == 4
                 begun = streams(new, 6, 100, first=300)
                 await until(lambda: old.running.poll() is not None)  # its clients' connections have ended, too
@@ -537,7 +538,7 @@ def test_a_new_router_takes_over_and_no_request_fails(cluster: Cluster, tmp_path
                 ended.set()
                 assert all([await client for client in clients])
                 assert new.brains[-1] not in old.brains and set(new.relays) == {"relay-0.2", "relay-1.2"}
-                assert sum(line["void"] for line in new.said("relay joined")) == 0
+                assert sum(line["void"] for line in new.logged("relay joined")) == 0
                 finished = r'balanceroute_requests_total\{outcome="finished"\} (\S+)'
                 total = 10 + sum(client.result() for client in clients)
                 await until(lambda: _counted(new, finished, total))  # of the old relays as well
@@ -553,14 +554,14 @@ def test_a_router_that_drains_is_taken_over_and_its_streams_go_on(cluster: Clust
             begun = streams(old, 4, 6 * LONG)  # on a busy machine a router needs seconds to start
             await until(lambda: all(stream.begun for stream in begun))
             old.running.send_signal(signal.SIGTERM)
-            await until(lambda: len(old.said("draining")) == 4)  # one of each process
+            await until(lambda: len(old.logged("draining")) == 4)  # one of each process
             async with a_router(cluster, tmp_path, "--take-over", port=port, log_name="new.log") as new:
                 await until(lambda: old.have_left)
                 await until(lambda: new.brains and len(new.found(new.brains[-1])) == 2)
                 served = streams(new, 4, 10, first=300)
                 assert await all_end(served) == 4 and await all_end(begun) == 4
                 await until(lambda: old.running.poll() is not None)
-                assert old.running.returncode == 0 and old.said("leaving")
+                assert old.running.returncode == 0 and old.logged("leaving")
                 await until(new.holds_nothing)
 
     asyncio.run(test())
@@ -630,13 +631,13 @@ def test_callbacks_of_decode_workers_reach_the_relay_that_has_their_request(tmp_
             os.kill(pid if died == "a relay" else router.brains[-1], signal.SIGKILL)
             later = streams(router, 8, 20, first=200)
             if died == "a relay":
-                await until(lambda: router.said("relay lost", relay=name))
-                lost = router.said("relay lost", relay=name)[0]["requests"]
+                await until(lambda: router.logged("relay lost", relay=name))
+                lost = router.logged("relay lost", relay=name)[0]["requests"]
             else:
                 await until(lambda: len(router.brains) == 2)
                 lost = 0
             complete = await all_end(begun)
-            void = sum(line["void"] for line in router.said("relay joined"))
+            void = sum(line["void"] for line in router.logged("relay joined"))
             assert complete == len(begun) - lost - void
             assert await all_end(later) == 8
             assert await all_end(streams(router, 8, 20, first=300)) == 8

@@ -143,7 +143,7 @@ def test_a_second_sigterm_ends_the_router_now(deployment: Deployment, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "expected"),
     [
         (["--relays", "-1", "--prefiller-ports", "1", "--decoder-ports", "1"], "listen.relays"),
         (["--prefiller-ports", "1"], "decode.workers"),
@@ -151,10 +151,10 @@ def test_a_second_sigterm_ends_the_router_now(deployment: Deployment, tmp_path: 
     ],
     ids=["relays", "no-decoders", "no-file"],
 )
-def test_bad_flags_end_in_one_line_and_exit_code_2(arguments: list[str], told: str) -> None:
+def test_bad_flags_end_in_one_line_and_exit_code_2(arguments: list[str], expected: str) -> None:
     done = subprocess.run([sys.executable, "-m", "balanceroute", "serve", *arguments], capture_output=True, text=True)
     assert done.returncode == 2
-    assert told in done.stderr and done.stderr.count("\n") == 1
+    assert expected in done.stderr and done.stderr.count("\n") == 1
 
 
 def test_each_wrong_setting_is_reported_on_its_own_line() -> None:
@@ -168,7 +168,7 @@ def test_each_wrong_setting_is_reported_on_its_own_line() -> None:
 
 @pytest.mark.parametrize("relays", [0, 1])
 @pytest.mark.parametrize(
-    ("setting", "told"),
+    ("setting", "expected"),
     [
         ("--port={taken}", "listen: cannot listen on 127.0.0.1:{taken}: Address already in use"),
         ("listen.admin=127.0.0.1:{taken}", "listen.admin: cannot listen on 127.0.0.1:{taken}: Address already in use"),
@@ -182,7 +182,7 @@ def test_each_wrong_setting_is_reported_on_its_own_line() -> None:
     ids=["port", "admin", "certificate", "ca", "keys", "pins", "model", "journal"],
 )
 def test_a_start_that_fails_says_why_in_one_line_and_ends_in_exit_code_2(
-    setting: str, told: str, relays: int, tmp_path: Path
+    setting: str, expected: str, relays: int, tmp_path: Path
 ) -> None:
     text = tmp_path / "text"
     text.write_text("neither a certificate nor a model")
@@ -196,7 +196,7 @@ def test_a_start_that_fails_says_why_in_one_line_and_ends_in_exit_code_2(
     assert done.returncode == 2
     [line] = [line for line in done.stderr.splitlines() if not line.startswith("{")]
     assert '"level":"error"' not in done.stderr and done.stderr.endswith(f"{line}\n")
-    assert line.startswith("balanceroute: ") and told.format_map(words) in line
+    assert line.startswith("balanceroute: ") and expected.format_map(words) in line
 
 
 def test_sighup_as_soon_as_the_port_is_open_reloads_and_ends_nothing(tmp_path: Path) -> None:
@@ -222,13 +222,13 @@ def test_sighup_reloads_the_file_and_a_wrong_file_changes_nothing(cluster: Clust
     with process("serve", "--config", str(config), "--host", "127.0.0.1", "--port", "0", log=log) as router:
         url = f"http://127.0.0.1:{listening_port(log, router)}"
         wait_for(f"{url}/ready", log, router)
-        for change, told in (
+        for change, logged in (
             ("queue: {max_queued: 3}\n", '"event":"configuration reloaded","changed":["queue"]'),
             ("queue: {max_queued: -3}\n", '"event":"reload refused"'),
         ):
             config.write_text(text + change)
             os.kill(router.pid, signal.SIGHUP)
-            block_until(lambda told=told: told in log.read_text(), told)
+            block_until(lambda logged=logged: logged in log.read_text(), logged)
         body = {"model": "emulated", "prompt": "a", "max_tokens": 3}
         assert httpx.post(f"{url}/v1/completions", json=body, trust_env=False).status_code == 200
 
@@ -282,10 +282,10 @@ def test_a_client_that_sends_no_headers_in_time_is_disconnected(cluster: Cluster
     flags = ["--host", "127.0.0.1", "--port", "0", "--set", "limits.client_header_timeout_s=0.3"]
     with process("serve", "--config", str(cluster.config), *flags, log=log) as router:
         port = listening_port(log, router)
-        for start, told in ((b"", b""), (b"POST /v1/completions HTTP/1.1\r\nhost: x", b"HTTP/1.1 408 ")):
+        for start, expected in ((b"", b""), (b"POST /v1/completions HTTP/1.1\r\nhost: x", b"HTTP/1.1 408 ")):
             with socket.create_connection(("127.0.0.1", port), timeout=5) as slow:
                 slow.sendall(start)
-                assert slow.recv(100).startswith(told) and (told or not slow.recv(100))
+                assert slow.recv(100).startswith(expected) and (expected or not slow.recv(100))
 
 
 def test_a_journal_that_cannot_be_opened_is_named(cluster: Cluster, tmp_path: Path) -> None:
@@ -302,8 +302,8 @@ def test_a_journal_that_cannot_be_opened_is_named(cluster: Cluster, tmp_path: Pa
     ]
     done = subprocess.run([*command, "--host", "127.0.0.1", "--port", "0"], capture_output=True, text=True)
     assert done.returncode == 2
-    said = [line for line in done.stderr.splitlines() if line.startswith("balanceroute: ")]
-    assert said == [f"balanceroute: {journal}: cannot be written: there is no folder {journal.parent}"]
+    error_lines = [line for line in done.stderr.splitlines() if line.startswith("balanceroute: ")]
+    assert error_lines == [f"balanceroute: {journal}: cannot be written: there is no folder {journal.parent}"]
     assert "Traceback" not in done.stderr
 
 

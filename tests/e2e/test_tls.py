@@ -71,11 +71,11 @@ class Served:
             return True
         return False
 
-    def hang_up_and_wait_for(self, told: str) -> None:
+    def hang_up_and_wait_for(self, logged: str) -> None:
         """SIGHUP, and what the log says to it."""
-        before = self.log.read_text().count(told)
+        before = self.log.read_text().count(logged)
         os.kill(self.running.pid, signal.SIGHUP)
-        block_until(lambda: self.log.read_text().count(told) > before, told)
+        block_until(lambda: self.log.read_text().count(logged) > before, logged)
 
 
 @contextmanager
@@ -179,23 +179,23 @@ def test_an_admin_address_that_is_taken_is_one_line_and_exit_code_2(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("tls", "told"),
+    ("tls", "expected"),
     [
         ({"cert_file": "/nowhere.pem"}, "tls.cert_file: /nowhere.pem cannot be used"),
         ({"key_file": "/nowhere.pem"}, "tls.key_file = '/nowhere.pem': accepted only with tls.cert_file"),
         ({"worker_ca_file": "/nowhere.pem"}, "tls.worker_ca_file: /nowhere.pem cannot be used"),
     ],
 )
-def test_files_that_cannot_be_used_are_one_line(tmp_path: Path, tls: dict[str, str], told: str) -> None:
+def test_files_that_cannot_be_used_are_one_line(tmp_path: Path, tls: dict[str, str], expected: str) -> None:
     config, log = tmp_path / "router.yaml", tmp_path / "router.log"
     config.write_text(yaml.safe_dump(WORKERS | {"tls": tls}))
     with process("serve", "--config", str(config), "--port", "0", log=log) as running:
         assert running.wait(60) == 2
-    assert told in log.read_text() and log.read_text().count("\n") == 1
+    assert expected in log.read_text() and log.read_text().count("\n") == 1
 
 
 @pytest.mark.parametrize(
-    ("flags", "environ", "told"),
+    ("flags", "environ", "expected"),
     [
         (["--host", "0.0.0.0"], {}, ["may use the cluster"]),
         (["--host", "0.0.0.0"], {"OPENAI_API_KEY": "sk-w"}, ["lent to whoever", "may use the cluster"]),
@@ -203,14 +203,14 @@ def test_files_that_cannot_be_used_are_one_line(tmp_path: Path, tls: dict[str, s
     ],
 )
 def test_serve_logs_who_may_use_the_cluster(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str], environ: dict[str, str], told: list[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str], environ: dict[str, str], expected: list[str]
 ) -> None:
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     with serving(tmp_path, *flags) as router:
         lines = [line for line in router.log.read_text().splitlines() if "auth.client_keys" in line]
-        assert len(lines) == len(told)
-        assert all(text in line for text, line in zip(told, lines, strict=True))
+        assert len(lines) == len(expected)
+        assert all(text in line for text, line in zip(expected, lines, strict=True))
 
 
 def test_unfinished_handshakes_block_no_client_and_are_closed_in_time(tmp_path: Path) -> None:

@@ -404,18 +404,20 @@ async def test_one_server_is_not_added_twice_by_one_request_but_two_of_its_ranks
 
 
 @pytest.mark.parametrize(
-    ("entry", "told"),
+    ("entry", "expected"),
     [
         ({"max_num_seq": 3}, "decode.workers.max_num_seq: unknown key; did you mean decode.workers.max_num_seqs?"),
         ({"max_num_seqs": 0}, "decode.workers.max_num_seqs = 0: accepted is an integer, 1 to 65536"),
     ],
     ids=["unknown", "out of bounds"],
 )
-async def test_a_wrong_field_of_an_instance_is_named_as_in_the_configuration(entry: dict[str, int], told: str) -> None:
+async def test_a_wrong_field_of_an_instance_is_named_as_in_the_configuration(
+    entry: dict[str, int], expected: str
+) -> None:
     async with running(SHAPE) as router:
         body = {"type": "decode", "instances": [{"url": "http://127.0.0.1:1", **entry}]}
         reply = await router.client.post("/instances/add", json=body)
-        assert reply.status_code == 400 and told in reply.json()["error"]["message"]
+        assert reply.status_code == 400 and expected in reply.json()["error"]["message"]
 
 
 async def test_a_field_of_an_instance_beside_the_instances_is_refused_as_it_would_change_nothing() -> None:

@@ -114,8 +114,8 @@ async def test_each_route_answers_each_method_at_a_relay_as_without_relays() -> 
         paths = [path.replace("{", "").replace("}", "") for path in ACCESS]
         for method, path in product(("GET", "HEAD", "POST", "DELETE", "OPTIONS", "TRACE"), paths):
             here, there = await router.relays[0].client.request(method, path), await alone.client.request(method, path)
-            told = [(reply.status_code, reply.headers.get("allow")) for reply in (here, there)]
-            assert told[0] == told[1], (method, path)
+            answers = [(reply.status_code, reply.headers.get("allow")) for reply in (here, there)]
+            assert answers[0] == answers[1], (method, path)
             if there.status_code == 405:
                 assert here.headers["content-length"] == there.headers["content-length"], (method, path)
 
@@ -260,8 +260,10 @@ def counted(page: str) -> dict[str, float]:
     """Every series of a page that must not fall, but the predictor's."""
     families = text_string_to_metric_families(page)
     samples = [sample for family in families if family.type in ("counter", "histogram") for sample in family.samples]
-    told = {f"{sample.name}{sample.labels}": sample.value for sample in samples}
-    return {series: value for series, value in told.items() if "_predictor_" not in series and "_created" not in series}
+    values = {f"{sample.name}{sample.labels}": sample.value for sample in samples}
+    return {
+        series: value for series, value in values.items() if "_predictor_" not in series and "_created" not in series
+    }
 
 
 async def scraped(relay: Relay) -> dict[str, float]:
@@ -301,7 +303,7 @@ async def test_the_next_brain_continues_the_counts_that_the_former_one_has_shown
         await until(lambda: relay.app.services.brain.member is None)
 
 
-class Unheard:
+class UnreachedBrain:
     """A relay's brain that no report reaches, as when the connection breaks."""
 
     def __init__(self, brain: RemoteBrain) -> None:
@@ -322,7 +324,7 @@ async def test_counts_that_a_relay_has_not_sent_to_the_brain_yet_are_kept() -> N
                 await answered(relay, number)
             relay.app.services.send_counts()
             assert finished(await scraped(relay)) == 3
-            relay.app.services.brain = Unheard(relay.app.services.brain)  # type: ignore[assignment]
+            relay.app.services.brain = UnreachedBrain(relay.app.services.brain)  # type: ignore[assignment]
             for number in range(2):
                 await answered(relay, number)
         await until(lambda: len(router.brain.hub.members) == 1)

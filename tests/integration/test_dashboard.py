@@ -54,37 +54,37 @@ async def test_the_address_alone_leads_to_the_dashboard() -> None:
         assert (reply.status_code, reply.headers["location"]) == (307, "/dashboard")
 
 
-async def news_until(router: Router, found: Callable[[dict[str, Any]], bool], within_s: float = 60) -> dict[str, Any]:
+async def update_when(router: Router, found: Callable[[dict[str, Any]], bool], within_s: float = 60) -> dict[str, Any]:
     """The first news of the stream that the test waits for."""
     async with asyncio.timeout(within_s):
         headers = {"accept": "text/event-stream"}
         async with router.client.stream("GET", "/dashboard/stream", headers=headers, timeout=None) as reply:
             assert reply.headers["content-type"].startswith("text/event-stream")
             async for line in reply.aiter_lines():
-                if line.startswith("data: ") and found(news := json.loads(line.removeprefix("data: "))):
-                    return news
+                if line.startswith("data: ") and found(update := json.loads(line.removeprefix("data: "))):
+                    return update
     raise AssertionError("the stream ended")
 
 
 async def test_a_page_that_is_opened_later_sees_the_past_and_the_stream_goes_on_from_there() -> None:
     async with running() as router:
-        news = await news_until(router, lambda news: router.app.services.tasks["recorder"] and news["sample"])
+        update = await update_when(router, lambda update: router.app.services.tasks["recorder"] and update["sample"])
         past = (await router.client.get("/dashboard/data")).json()["past"]
-        assert past["at"][0] <= news["sample"]["at"] and len(past["at"]) == len(past["series"]["load_max"])
-        assert set(past["loads"]) == {worker["id"] for worker in news["workers"]}
+        assert past["at"][0] <= update["sample"]["at"] and len(past["at"]) == len(past["series"]["load_max"])
+        assert set(past["loads"]) == {worker["id"] for worker in update["workers"]}
         assert past["series"]["ttft_p50_s"][-1] is None  # of no request, and not 0
-        assert (await router.client.get("/dashboard/stream")).json()["sample"]["at"] >= news["sample"]["at"]
+        assert (await router.client.get("/dashboard/stream")).json()["sample"]["at"] >= update["sample"]["at"]
 
 
 async def test_a_dead_worker_is_named_with_since_when_and_why_and_its_load_is_unknown() -> None:
     async with running(health={"interval_s": 0.05, "failure_threshold": 2}) as router:
         worker = router.cluster.decode[0]
         worker_id = router.app.services.fleet.of(Role.DECODE)[0].id
-        await news_until(router, lambda news: news["sample"] is not None)
+        await update_when(router, lambda update: update["sample"] is not None)
         worker.kill_engine()
         # the sample of this news may be older than the worker's end
-        news = await news_until(router, lambda news: news["sample"]["loads"][worker_id] is None)
-        (down,) = [w for w in news["workers"] if w["state"] == "down"]
+        update = await update_when(router, lambda update: update["sample"]["loads"][worker_id] is None)
+        (down,) = [w for w in update["workers"] if w["state"] == "down"]
         assert down["since"] and down["id"] == worker_id and down["why"] == "its /health answers 503"
         assert (await router.client.get("/ready")).json()["workers_down"] == {worker_id: down["why"]}
         data = (await router.client.get("/dashboard/data")).json()
@@ -96,15 +96,15 @@ async def test_a_dead_worker_is_named_with_since_when_and_why_and_its_load_is_un
 
 async def test_a_drain_and_another_policy_are_events_and_the_knobs_are_those_of_the_policy() -> None:
     async with running() as router:
-        await news_until(router, lambda news: news["sample"] is not None)
+        await update_when(router, lambda update: update["sample"] is not None)
         url = router.cluster.decode_urls[0]
         drained = await router.client.post("/instances/drain", json={"type": "decode", "instances": [url]})
         switched = await router.client.post("/routing/policy", json={"policy": "least_kv"})
         assert (drained.status_code, switched.json()["before"]) == (200, "br_0")
-        news = await news_until(router, lambda news: news["policy"] == "least_kv" and len(news["events"]) > 1)
+        update = await update_when(router, lambda update: update["policy"] == "least_kv" and len(update["events"]) > 1)
         texts = [event["text"] for event in (await router.client.get("/dashboard/data")).json()["events"]]
         assert any(text.endswith("is drained") for text in texts) and "policy br_0 → least_kv" in texts
-        assert news["knobs"].keys() == {"seed"}
+        assert update["knobs"].keys() == {"seed"}
         reply = await router.client.post("/v1/completions", json=completion())
         assert reply.status_code == 200
         assert router.app.services.ledger.scheduler.policy.name == "least_kv"
@@ -127,7 +127,7 @@ async def test_what_if_lists_other_policies_side_by_side_and_changes_nothing() -
     async with running(shape) as router:
         body = completion(max_tokens=300)
         jobs = [asyncio.ensure_future(router.client.post("/v1/completions", json=body)) for _ in range(6)]
-        await news_until(router, lambda news: news["waiting"]["pooled"] >= 4)
+        await update_when(router, lambda update: update["waiting"]["pooled"] >= 4)
         reply = await router.client.get("/dashboard/what_if?policy=level_fit&policy=join_shortest_queue")
         found = reply.json()
         assert [each["policy"] for each in found["policies"]] == ["level_fit", "join_shortest_queue"]
@@ -141,23 +141,25 @@ async def test_what_if_lists_other_policies_side_by_side_and_changes_nothing() -
 async def test_each_listed_decision_has_its_runner_up() -> None:
     shape = ClusterShape(prefillers=1, decoders=2, max_num_seqs=2, time_scale=0.1)
     async with running(shape) as router:
-        await news_until(router, lambda news: news["sample"] is not None)  # somebody watches
+        await update_when(router, lambda update: update["sample"] is not None)  # somebody watches
         requests = asyncio.ensure_future(keep_asking(router))
-        news = await news_until(router, lambda news: any(" to " in row["runner_up"] for row in news["decisions"]))
+        update = await update_when(
+            router, lambda update: any(" to " in row["runner_up"] for row in update["decisions"])
+        )
         requests.cancel()
-        assert all(row["runner_up"] for row in news["decisions"]), "what is not known is not listed"
-        assert news["decision_count"] >= len(news["decisions"])
-        row = news["decisions"][0]
-        assert row["worker"] in {worker["id"] for worker in news["workers"]} and row["policy"] == "br_0"
-        assert [each["number"] for each in news["decisions"]] == sorted(
-            (each["number"] for each in news["decisions"]), reverse=True
+        assert all(row["runner_up"] for row in update["decisions"]), "what is not known is not listed"
+        assert update["decision_count"] >= len(update["decisions"])
+        row = update["decisions"][0]
+        assert row["worker"] in {worker["id"] for worker in update["workers"]} and row["policy"] == "br_0"
+        assert [each["number"] for each in update["decisions"]] == sorted(
+            (each["number"] for each in update["decisions"]), reverse=True
         )
         await asyncio.wait([requests])
         listed = (await router.client.get("/decisions", params={"last": 100})).json()
         last = (await router.client.get("/decisions", params={"last": 2})).json()["decisions"]
         numbers = [row["number"] for row in listed["decisions"]]
         assert listed["count"] >= len(numbers) > 0 and [row["number"] for row in last] == numbers[:2]
-        known = {each["number"]: each for each in news["decisions"]}
+        known = {each["number"]: each for each in update["decisions"]}
         again = [each for each in listed["decisions"] if each["number"] in known]
         assert bool(again) == (listed["count"] - max(known) <= 100), (
             "what the page showed is there, too, if it is not too old"

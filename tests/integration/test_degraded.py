@@ -75,11 +75,11 @@ async def test_unknown_kv_usage_limits_concurrent_probes() -> None:
         await until(lambda: snapshot.prefillers[0].kv_usage is None)
         go = asyncio.Event()
 
-        async def say(asked: Asked, writer: asyncio.StreamWriter) -> None:
+        async def respond(asked: Asked, writer: asyncio.StreamWriter) -> None:
             await go.wait()
             writer.write(well_prefilled(asked))
 
-        router.prefiller.say = say
+        router.prefiller.respond = respond
         requests = [asyncio.ensure_future(router.complete()) for _ in range(20)]
         await until(lambda: len(router.prefiller.asked) == 8 and len(snapshot.queued) == 12)
         go.set()
@@ -110,8 +110,8 @@ async def test_requests_get_503_at_once_without_a_healthy_prefiller() -> None:
     async with attacked() as router:
         router.prefiller.others = lambda asked: reply({}, status="404 Not Found")  # /health too
         await until(lambda: not router.app.services.fleet["p0"].healthy)
-        said = await router.complete()
-        assert said.status_code == 503 and not router.prefiller.asked
+        answer = await router.complete()
+        assert answer.status_code == 503 and not router.prefiller.asked
         await until(lambda: router.app.services.degraded_by == [])  # that it is down says more
 
 
@@ -161,8 +161,8 @@ async def test_a_prefiller_that_pins_is_refused_in_decode_first_mode() -> None:
         async def pulling(method: str, path: str, *args: Any, **options: Any) -> Any:
             answer = await asked(method, path, *args, **options)
             if path == "/v1/completions":
-                told = orjson.loads(await answer.read(2**20))
-                answer.keep(orjson.dumps({**told, "kv_transfer_params": params}))
+                body = orjson.loads(await answer.read(2**20))
+                answer.keep(orjson.dumps({**body, "kv_transfer_params": params}))
             return answer
 
         asked, prefiller.upstream.request = prefiller.upstream.request, pulling  # type: ignore[method-assign]

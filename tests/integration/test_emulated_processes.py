@@ -118,7 +118,7 @@ def test_the_written_configuration_names_the_groups() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "groups", "told"),
+    ("shape", "groups", "expected"),
     [
         (ClusterShape(decoders=4), 3, "--processes 3: 4 decode ranks can't be cut into so many equal groups"),
         (ClusterShape(decoders=4, ranks_per_url=2), 4, "--processes 4"),
@@ -127,7 +127,7 @@ def test_the_written_configuration_names_the_groups() -> None:
     ids=["uneven", "through a URL", "layerwise"],
 )
 def test_a_cluster_that_cannot_be_split_into_the_given_processes_is_refused(
-    shape: ClusterShape, groups: int, told: str
+    shape: ClusterShape, groups: int, expected: str
 ) -> None:
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=expected):
         a_cluster(shape, groups)

@@ -68,8 +68,8 @@ async def test_a_forwarded_path_is_rebuilt_and_contains_at_most_a_models_name() 
         seen = watched(router)
         for path in ("/v1/models/a%20HTTP%2F1.1", "/v1/models/org%2Fmodel?x=%20y", "/v1/models?x=1", "/version?x=1"):
             assert (await router.client.get(path)).status_code in (200, 404)
-        told = ["/v1/models/a%20HTTP/1.1", "/v1/models/org/model", "/v1/models", "/version"]
-        assert [path for _, path, _ in seen] == told
+        rebuilt = ["/v1/models/a%20HTTP/1.1", "/v1/models/org/model", "/v1/models", "/version"]
+        assert [path for _, path, _ in seen] == rebuilt
 
 
 @pytest.mark.parametrize(
@@ -97,11 +97,11 @@ async def test_a_call_to_all_workers_keeps_plain_flags_only() -> None:
         seen = watched(router)
         post = router.client.post
         assert (await post("/reset_prefix_cache?reset_running_requests=true", json={})).status_code in (200, 500)
-        told = {path for _, path, _ in seen}
-        assert told == {"/reset_prefix_cache?reset_running_requests=true"}
+        paths = {path for _, path, _ in seen}
+        assert paths == {"/reset_prefix_cache?reset_running_requests=true"}
         for query in ("a=%0d%0a", "a=b%26c", "a", "&".join(f"a{n}=1" for n in range(20)), "a=../x"):
             assert (await post(f"/reset_prefix_cache?{query}", json={})).status_code == 400
-        assert {path for _, path, _ in seen} == told
+        assert {path for _, path, _ in seen} == paths
 
 
 PAGES = {
@@ -111,11 +111,11 @@ PAGES = {
 }
 
 
-@pytest.mark.parametrize("said", PAGES.values(), ids=PAGES.keys())
-async def test_a_workers_web_page_is_not_served_under_the_routers_origin(said: bytes) -> None:
+@pytest.mark.parametrize("page", PAGES.values(), ids=PAGES.keys())
+async def test_a_workers_web_page_is_not_served_under_the_routers_origin(page: bytes) -> None:
     async with attacked() as router:
         router.prefiller.others = router.decoder.others = lambda asked: (
-            said if asked.target == "/version" else reply({})
+            page if asked.target == "/version" else reply({})
         )
         answer = await router.client.get("/version")
         assert answer.status_code == 503 and "script>" not in answer.text and "location" not in answer.headers

@@ -76,12 +76,12 @@ async def test_a_retried_requests_objects_are_freed_without_the_garbage_collecto
             gc.enable()
 
 
-_SAID: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}]}
+_CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}]}
 _ASKED: dict[str, tuple[str, dict[str, Any]]] = {
     "completion": ("/v1/completions", {"prompt": "a"}),
     "choices": ("/v1/completions", {"prompt": "a", "n": 3}),
-    "chat": ("/v1/chat/completions", _SAID),
-    "message": ("/v1/messages", _SAID),
+    "chat": ("/v1/chat/completions", _CHAT),
+    "message": ("/v1/messages", _CHAT),
 }
 
 

@@ -164,12 +164,12 @@ async def test_a_prefiller_that_fails_on_the_way_makes_the_waiting_decode_start_
         assert router.cluster.violations() == {}
 
 
-@pytest.mark.parametrize(("status", "told"), [(400, 400), (500, 500)])
-async def test_a_prefill_that_no_one_does_ends_the_waiting_decode_with_its_status(status: int, told: int) -> None:
+@pytest.mark.parametrize(("status", "expected"), [(400, 400), (500, 500)])
+async def test_a_prefill_that_no_one_does_ends_the_waiting_decode_with_its_status(status: int, expected: int) -> None:
     async with running(ONE) as router:
         await router.cluster.inject("p0", "status", status=status, count=99)
         reply = await ask(router, stream=True)
-        assert reply.status_code == told and reply.json()["error"]["code"] == told
+        assert reply.status_code == expected and reply.json()["error"]["code"] == expected
         await router.settled()
 
 

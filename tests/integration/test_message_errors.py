@@ -49,8 +49,8 @@ async def answer_to(router: Router, sent: bytes) -> tuple[int, dict[str, str], d
 async def test_invalid_bytes_are_refused_in_anthropics_format(path: str, case: str) -> None:
     rest, status, kind = NO_REQUESTS[case]
     async with running(limits={"client_header_timeout_s": 0.3}) as router:
-        told, headers, body = await answer_to(router, f"POST {path}{rest}".encode())
-        assert (told, body["type"], body["error"]["type"]) == (status, "error", kind)
+        got_status, headers, body = await answer_to(router, f"POST {path}{rest}".encode())
+        assert (got_status, body["type"], body["error"]["type"]) == (status, "error", kind)
         assert body["error"]["message"]
         assert headers["request-id"] == headers["x-request-id"] == body["request_id"]
 
@@ -75,9 +75,9 @@ async def refusals(client: anthropic.AsyncAnthropic) -> list[tuple[int, str, str
     """Status, type and retry-after of the refusal of each; the official client names the request from the header."""
     found = []
     for ask in asks(client):
-        with pytest.raises(anthropic.APIStatusError) as told:
+        with pytest.raises(anthropic.APIStatusError) as raised:
             await ask()
-        error = told.value
+        error = raised.value
         body = error.body
         assert isinstance(body, dict) and body["type"] == "error" and body["error"]["message"]
         assert error.request_id and error.request_id == body["request_id"]
@@ -99,9 +99,9 @@ async def test_a_key_is_needed_for_both_routes(tmp_path: Path) -> None:
     keys.write_text(f"- name: one\n  sha256: {digest_of(b'right').hex()}\n")
     async with running(auth={"client_keys": str(keys)}) as router:
         async with client_of(router, api_key="wrong") as client:
-            assert {told[:2] for told in await refusals(client)} == {(401, "authentication_error")}
+            assert {refusal[:2] for refusal in await refusals(client)} == {(401, "authentication_error")}
         async with client_of(router, api_key=None, auth_token="wrong") as client:
-            assert {told[:2] for told in await refusals(client)} == {(401, "authentication_error")}
+            assert {refusal[:2] for refusal in await refusals(client)} == {(401, "authentication_error")}
         async with client_of(router, api_key=None, auth_token="right") as client:
             assert (await client.messages.create(**ASKED)).content
 
@@ -110,17 +110,20 @@ async def test_a_draining_router_answers_with_an_overloaded_error() -> None:
     async with running() as router, client_of(router) as client:
         router.app.services.ledger.drain()
         for ask in asks(client)[:2]:
-            with pytest.raises(anthropic.InternalServerError) as told:
+            with pytest.raises(anthropic.InternalServerError) as raised:
                 await ask()
-            assert told.value.status_code == 503 and told.value.body["error"]["type"] == "overloaded_error"
+            assert raised.value.status_code == 503 and raised.value.body["error"]["type"] == "overloaded_error"
 
 
 async def test_a_full_queue_answers_with_a_rate_limit_error() -> None:
     async with running(queue={"max_queued": 0}) as router, client_of(router) as client:
         for ask in asks(client)[:2]:
-            with pytest.raises(anthropic.RateLimitError) as told:
+            with pytest.raises(anthropic.RateLimitError) as raised:
                 await ask()
-            assert told.value.body["error"]["type"] == "rate_limit_error" and told.value.response.headers["retry-after"]
+            assert (
+                raised.value.body["error"]["type"] == "rate_limit_error"
+                and raised.value.response.headers["retry-after"]
+            )
 
 
 @pytest.mark.parametrize("fault", [("status", {"status": 500}), ("null_params", {})], ids=["500", "params"])
@@ -130,10 +133,10 @@ async def test_failing_workers_are_an_api_error(fault: tuple[str, dict[str, Any]
         for worker in router.cluster.prefill:
             await router.cluster.inject(worker.name, kind, count=None, **options)
         for ask in asks(client)[:2]:
-            with pytest.raises(anthropic.APIStatusError) as told:
+            with pytest.raises(anthropic.APIStatusError) as raised:
                 await ask()
-            assert told.value.status_code >= 500
-            assert told.value.body["error"]["type"] in ("api_error", "overloaded_error", "timeout_error")
+            assert raised.value.status_code >= 500
+            assert raised.value.body["error"]["type"] in ("api_error", "overloaded_error", "timeout_error")
 
 
 @pytest.mark.parametrize("helper", ["stream", "raw"])
@@ -142,7 +145,7 @@ async def test_both_streaming_helpers_raise_the_error_that_ends_an_answer(helper
         for decoder in ("d0", "d1", "d2", "d3"):
             await router.cluster.inject(decoder, "close", after_events=5)
         seen = 0
-        with pytest.raises(anthropic.APIStatusError) as told:
+        with pytest.raises(anthropic.APIStatusError) as raised:
             if helper == "stream":
                 async with client.messages.stream(**ASKED, extra_body=ENDLESS) as stream:
                     async for _ in stream.text_stream:
@@ -150,5 +153,5 @@ async def test_both_streaming_helpers_raise_the_error_that_ends_an_answer(helper
             else:
                 async for event in await client.messages.create(**ASKED, stream=True, extra_body=ENDLESS):
                     seen += event.type == "content_block_delta"
-        assert seen and told.value.body["error"]["type"] == "api_error"
+        assert seen and raised.value.body["error"]["type"] == "api_error"
         await router.settled()

@@ -44,15 +44,15 @@ async def as_chat(router: Router, **fields: Any) -> str:
 
 async def test_a_message_is_answered_as_the_same_chat_and_counts_exactly() -> None:
     async with running() as router, client_of(router) as client:
-        said = await as_chat(router)
+        chat_text = await as_chat(router)
         message = await client.messages.create(**ASKED, extra_body=ENDLESS)
         assert [block.type for block in message.content] == ["text"]
-        assert message.content[0].text == said
+        assert message.content[0].text == chat_text
         assert message.stop_reason == "max_tokens" and message.role == "assistant" and message.model == "emulated"
         assert message.usage.output_tokens == 12
         counted = await client.messages.count_tokens(model="emulated", system="be brief", messages=ASKED["messages"])
-        told = message.usage.input_tokens + (message.usage.cache_read_input_tokens or 0)
-        assert told == counted.input_tokens > 0
+        input_tokens = message.usage.input_tokens + (message.usage.cache_read_input_tokens or 0)
+        assert input_tokens == counted.input_tokens > 0
         assert message._request_id
         await router.settled()
 
@@ -61,32 +61,34 @@ async def test_the_first_event_has_the_prompt_s_size_also_before_its_prefiller_h
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Decode first, the decode worker's first token may come before the prefiller's reply."""
-    heard = asyncio.Event()
+    started = asyncio.Event()
     prefill = Layerwise._prefill_for
 
     async def late(self: Layerwise, body: bytes) -> Any:
         result = await prefill(self, body)
-        await heard.wait()
+        await started.wait()
         return result
 
     monkeypatch.setattr(Layerwise, "_prefill_for", late)
-    told: dict[str, Any] = {}
+    events: dict[str, Any] = {}
     async with running(ClusterShape(prefillers=1, decoders=1, connector="mooncake_layerwise")) as router:
         async with router.client.stream("POST", "/v1/messages", json={**ASKED, "stream": True}) as reply:
             async for line in reply.aiter_lines():
                 if line.startswith("data: "):
                     event = json.loads(line[6:])
-                    told[event["type"]] = event
-                    heard.set()
+                    events[event["type"]] = event
+                    started.set()
         await router.settled()
     assert (
-        told["message_start"]["message"]["usage"]["input_tokens"] == told["message_delta"]["usage"]["input_tokens"] > 0
+        events["message_start"]["message"]["usage"]["input_tokens"]
+        == events["message_delta"]["usage"]["input_tokens"]
+        > 0
     )
 
 
 async def test_the_synchronous_client_is_served_the_same() -> None:
     async with running() as router:
-        said = await as_chat(router)
+        chat_text = await as_chat(router)
 
         def ask() -> tuple[str, str]:
             with anthropic.Anthropic(base_url=router.url, api_key="k", max_retries=0) as client:
@@ -94,17 +96,17 @@ async def test_the_synchronous_client_is_served_the_same() -> None:
                 with client.messages.stream(**ASKED, extra_body=ENDLESS) as stream:
                     return once.content[0].text, "".join(stream.text_stream)
 
-        assert await asyncio.to_thread(ask) == (said, said)
+        assert await asyncio.to_thread(ask) == (chat_text, chat_text)
         await router.settled()
 
 
 async def test_a_stream_has_its_events_in_order_and_the_helpers_message_is_complete() -> None:
     async with running() as router, client_of(router) as client:
-        said = await as_chat(router)
+        chat_text = await as_chat(router)
         async with client.messages.stream(**ASKED, extra_body=ENDLESS) as stream:
             kinds = [event.type async for event in stream]
             message = await stream.get_final_message()
-        assert message.content[0].text == said and message.stop_reason == "max_tokens"
+        assert message.content[0].text == chat_text and message.stop_reason == "max_tokens"
         assert message.usage.output_tokens == 12 and message.usage.input_tokens > 0
         own = [kind for kind in kinds if kind != "text"]
         assert own[:2] == ["message_start", "content_block_start"]
@@ -195,14 +197,16 @@ async def test_thinking_is_a_block_before_the_answer_and_may_be_sent_back() -> N
 
 async def test_a_stop_sequence_is_reported_in_the_message() -> None:
     async with running() as router, client_of(router) as client:
-        said = await as_chat(router)
-        stop = next(said[at : at + 3] for at in range(6, len(said)) if said.index(said[at : at + 3]) == at)
+        chat_text = await as_chat(router)
+        stop = next(
+            chat_text[at : at + 3] for at in range(6, len(chat_text)) if chat_text.index(chat_text[at : at + 3]) == at
+        )
         message = await client.messages.create(**ASKED, stop_sequences=[stop], extra_body=ENDLESS)
         assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", stop)
         async with client.messages.stream(**ASKED, stop_sequences=[stop], extra_body=ENDLESS) as stream:
             streamed = await stream.get_final_message()
         assert (streamed.stop_reason, streamed.stop_sequence) == ("stop_sequence", stop)
-        assert streamed.content[0].text == message.content[0].text == said[: said.index(stop)]
+        assert streamed.content[0].text == message.content[0].text == chat_text[: chat_text.index(stop)]
 
 
 # ------------------------------------------------------------------------------------------------------- errors
@@ -216,22 +220,22 @@ async def test_what_cannot_be_translated_is_a_400_that_names_the_field() -> None
             lambda: client.messages.create(**ASKED, tools=tools),
             lambda: client.messages.count_tokens(**count, tools=tools),
         ):
-            with pytest.raises(anthropic.BadRequestError) as told:
+            with pytest.raises(anthropic.BadRequestError) as raised:
                 await ask()
-            body = told.value.body
+            body = raised.value.body
             assert body["type"] == "error" and body["error"]["type"] == "invalid_request_error"
             assert body["error"]["message"].startswith("tools.0.type: ")
-            assert told.value.request_id == body["request_id"]
+            assert raised.value.request_id == body["request_id"]
         await router.settled()
 
 
 async def test_an_engines_refusal_becomes_an_anthropic_error() -> None:
     async with running() as router, client_of(router) as client:
         for asked in (ASKED, {**ASKED, "stream": True}):
-            with pytest.raises(anthropic.NotFoundError) as told:
+            with pytest.raises(anthropic.NotFoundError) as raised:
                 await client.messages.create(**{**asked, "model": "other"})
-            assert told.value.body["error"]["type"] == "not_found_error"
-            assert "does not exist" in told.value.body["error"]["message"]
+            assert raised.value.body["error"]["type"] == "not_found_error"
+            assert "does not exist" in raised.value.body["error"]["message"]
 
 
 async def test_an_over_long_prompt_gets_the_error_text_that_makes_agents_compact() -> None:
@@ -239,10 +243,10 @@ async def test_an_over_long_prompt_gets_the_error_text_that_makes_agents_compact
         long: list[Any] = [{"role": "user", "content": "hello " * 20_000}]
         counted = await client.messages.count_tokens(model="emulated", messages=long)
         for stream in (False, True):
-            with pytest.raises(anthropic.BadRequestError) as told:
+            with pytest.raises(anthropic.BadRequestError) as raised:
                 await client.messages.create(**{**ASKED, "messages": long, "system": ""}, stream=stream)
             message = f"prompt is too long: {counted.input_tokens} tokens > 32768 maximum"
-            assert told.value.body["error"] == {"type": "invalid_request_error", "message": message}
+            assert raised.value.body["error"] == {"type": "invalid_request_error", "message": message}
         await router.settled()
 
 
@@ -258,9 +262,9 @@ async def test_a_key_comes_as_x_api_key_and_a_wrong_one_is_an_authentication_err
                 lambda: client.messages.create(**ASKED),
                 lambda: client.messages.count_tokens(model="emulated", messages=ASKED["messages"]),
             ):
-                with pytest.raises(anthropic.AuthenticationError) as told:
+                with pytest.raises(anthropic.AuthenticationError) as raised:
                     await ask()
-                assert told.value.body["error"]["type"] == "authentication_error" and told.value.request_id
+                assert raised.value.body["error"]["type"] == "authentication_error" and raised.value.request_id
 
 
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
@@ -283,12 +287,15 @@ async def test_no_healthy_worker_is_a_retryable_overload_error() -> None:
     async with running(queue={"no_worker_grace_s": 0.1}) as router, client_of(router) as client:
         for name in router.cluster.workers:
             await router.cluster.inject(name, "stop")
-        with pytest.raises(anthropic.APIStatusError) as told:
+        with pytest.raises(anthropic.APIStatusError) as raised:
             await client.messages.create(**ASKED)
-        assert told.value.status_code >= 500 and told.value.body["error"]["type"] in ("overloaded_error", "api_error")
-        with pytest.raises(anthropic.APIStatusError) as told:
+        assert raised.value.status_code >= 500 and raised.value.body["error"]["type"] in (
+            "overloaded_error",
+            "api_error",
+        )
+        with pytest.raises(anthropic.APIStatusError) as raised:
             await client.messages.count_tokens(model="emulated", messages=ASKED["messages"])
-        assert told.value.status_code == 503 and told.value.body["error"]["type"] == "overloaded_error"
+        assert raised.value.status_code == 503 and raised.value.body["error"]["type"] == "overloaded_error"
 
 
 # ------------------------------------------------------------------------------------- what happens on the way
@@ -299,7 +306,7 @@ async def test_no_healthy_worker_is_a_retryable_overload_error() -> None:
 async def test_a_worker_loss_is_invisible_to_the_client(fault: str, streamed: bool) -> None:
     async with running() as router, client_of(router) as client:
         asked = {**ASKED, "max_tokens": 80}
-        said = await as_chat(router, max_tokens=80)
+        chat_text = await as_chat(router, max_tokens=80)
         for decoder in ("d0", "d1", "d2", "d3"):
             await router.cluster.inject(decoder, fault, after_events=6, count=1)
         if streamed:
@@ -308,13 +315,13 @@ async def test_a_worker_loss_is_invisible_to_the_client(fault: str, streamed: bo
         else:
             message = await client.messages.create(**asked, extra_body=ENDLESS)
         assert [block.type for block in message.content] == ["text"]
-        assert message.content[0].text == said and message.usage.output_tokens == 80
+        assert message.content[0].text == chat_text and message.usage.output_tokens == 80
         await router.settled()
 
 
 async def test_a_decoder_that_dies_loses_nothing_of_a_stream() -> None:
     async with running() as router, client_of(router) as client:
-        said = await as_chat(router, max_tokens=60)
+        chat_text = await as_chat(router, max_tokens=60)
         text, stopped = "", False
         async with client.messages.stream(**{**ASKED, "max_tokens": 60}, extra_body=ENDLESS) as stream:
             async for part in stream.text_stream:
@@ -324,19 +331,19 @@ async def test_a_decoder_that_dies_loses_nothing_of_a_stream() -> None:
                     (leg,) = router.app.services.legs
                     urls = [url.removeprefix("http://") for url in router.cluster.decode_urls]
                     await router.cluster.inject(f"d{urls.index(leg.decoder_id)}", "stop")
-        assert stopped and text == said
+        assert stopped and text == chat_text
 
 
 async def test_an_error_in_mid_stream_is_raised_by_the_official_client() -> None:
     async with running(retry={"resume_on_worker_loss": False}) as router, client_of(router) as client:
         for decoder in ("d0", "d1", "d2", "d3"):
             await router.cluster.inject(decoder, "error_event", after_events=5)
-        with pytest.raises(anthropic.APIStatusError) as told:
+        with pytest.raises(anthropic.APIStatusError) as raised:
             async with client.messages.stream(**ASKED, extra_body=ENDLESS) as stream:
                 async for _ in stream:
                     pass
-        assert told.value.body["type"] == "error" and told.value.body["error"]["message"]
-        assert told.value.request_id == told.value.body["request_id"]
+        assert raised.value.body["type"] == "error" and raised.value.body["error"]["message"]
+        assert raised.value.request_id == raised.value.body["request_id"]
         await router.settled()
 
 
@@ -386,14 +393,14 @@ async def test_fifty_at_once_get_each_their_own_answer() -> None:
     async with running(FAST, decode={"max_num_seqs": 4}) as router, client_of(router) as client:
 
         async def one(n: int) -> None:
-            said = await as_chat(router, content=f"tell me {n}")
+            chat_text = await as_chat(router, content=f"tell me {n}")
             asked = {**ASKED, "messages": [{"role": "user", "content": f"tell me {n}"}]}
             if n % 2:
                 message = await client.messages.create(**asked, extra_body=ENDLESS)
             else:
                 async with client.messages.stream(**asked, extra_body=ENDLESS) as stream:
                     message = await stream.get_final_message()
-            assert message.content[0].text == said and message.usage.output_tokens == 12
+            assert message.content[0].text == chat_text and message.usage.output_tokens == 12
 
         await asyncio.gather(*map(one, range(50)))
         await router.settled()

@@ -93,14 +93,14 @@ def test_predicted_hits_equal_those_of_the_engines(details: bool) -> None:
             found = computed(router)[1]
             assert found > 0
 
-            async def told() -> list[dict[str, int]]:
+            async def prefix_hits() -> list[dict[str, int]]:
                 return [prefiller["prefix_hits"] for prefiller in (await router.state())["prefillers"]]
 
             async def all_told() -> bool:
-                return sum(entry["real_tokens"] or 0 for entry in await told()) == found
+                return sum(entry["real_tokens"] or 0 for entry in await prefix_hits()) == found
 
             await until(all_told)  # the counters are polled
-            hits = await told()
+            hits = await prefix_hits()
             predicted = sum(entry["predicted_tokens"] for entry in hits)
             assert 0.7 * found <= predicted <= 1.3 * found
             assert [entry["missed_tokens"] for entry in hits] == [0, 0]
@@ -223,8 +223,8 @@ def test_every_kind_of_prompt_returns_to_the_prefiller_of_its_prefix(way: str) -
         async with running(replace(SHAPE, connector=connector), prefill=AFFINITY) as router:
             for turn in range(1, 5):
                 if way == "messages":
-                    told = [{"role": "user", "content": text("said", 1200 * turn)}]
-                    await sent(router, "/v1/messages", {"model": "emulated", "max_tokens": 2, "messages": told})
+                    conversation = [{"role": "user", "content": text("said", 1200 * turn)}]
+                    await sent(router, "/v1/messages", {"model": "emulated", "max_tokens": 2, "messages": conversation})
                 elif way == "token ids":
                     ids = [50 + number % 97 for number in range(700 * turn)]
                     await sent(router, "/v1/completions", {"prompt": ids, "max_tokens": 2})

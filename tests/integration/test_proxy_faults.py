@@ -35,14 +35,14 @@ async def inject_everywhere(router: Router, role: str, kind: str, **values: Any)
 
 def assert_one_stream(parts: list[Any], tokens: int) -> None:
     """One answer: one id, one created, at most one role, one finish, one [DONE], the right tokens."""
-    told = [part for part in parts if isinstance(part, dict)]
+    events = [part for part in parts if isinstance(part, dict)]
     assert parts.count("[DONE]") == 1 and parts[-1] == "[DONE]"
-    assert len({part["id"] for part in told}) == 1 and len({part["created"] for part in told}) == 1
-    choices = [choice for part in told for choice in part["choices"]]
+    assert len({part["id"] for part in events}) == 1 and len({part["created"] for part in events}) == 1
+    choices = [choice for part in events for choice in part["choices"]]
     assert sum("role" in choice.get("delta", {}) for choice in choices) <= 1
     finishes = [choice["finish_reason"] for choice in choices if choice["finish_reason"]]
     assert finishes == ["length"]
-    usage = [part["usage"] for part in told if part.get("usage")]
+    usage = [part["usage"] for part in events if part.get("usage")]
     assert [u["completion_tokens"] for u in usage] == [tokens]
 
 
@@ -295,8 +295,8 @@ async def test_a_request_past_its_own_deadline_gets_504_that_names_the_limit_and
         await inject_everywhere(router, "d", "freeze")
         reply = await router.client.post("/v1/completions", json=completion(), headers={"X-Request-Timeout": "0.4"})
         assert reply.status_code == 504
-        told = reply.json()["error"]["message"]
-        assert "X-Request-Timeout" in told and "worker" not in told
+        message = reply.json()["error"]["message"]
+        assert "X-Request-Timeout" in message and "worker" not in message
         await inject_everywhere(router, "d", "unfreeze")
         await router.settled()
 

@@ -81,8 +81,11 @@ async def test_a_relay_without_a_free_descriptor_retries_reading_other_pins_and_
         await until(lambda: looks.count(False) >= 3)
         await answered(router.relays[0], 1)
         assert router.relays[0].app.services.metrics.tasks_failed.value("left") == 0
-    told = [record.getMessage() for record in caplog.records if "other relays have pinned" in record.getMessage()]
-    assert told == ["no look for what other relays have pinned", "what other relays have pinned is looked for again"]
+    messages = [record.getMessage() for record in caplog.records if "other relays have pinned" in record.getMessage()]
+    assert messages == [
+        "no look for what other relays have pinned",
+        "what other relays have pinned is looked for again",
+    ]
 
 
 async def test_a_relay_reloads_its_own_settings() -> None:

@@ -35,15 +35,15 @@ from tests.waiting import until
 pytestmark = pytest.mark.anyio
 
 
-class Overheard:
+class RecordedBrain:
     """A relay's brain, and the kinds of what is reported to it."""
 
-    def __init__(self, brain: RemoteBrain, told: list[type]) -> None:
-        self._brain, self._told = brain, told
+    def __init__(self, brain: RemoteBrain, sent_types: list[type]) -> None:
+        self._brain, self._sent_types = brain, sent_types
 
     def report(self, message: Report) -> None:
         """As `RemoteBrain.report`."""
-        self._told.append(type(message))
+        self._sent_types.append(type(message))
         self._brain.report(message)
 
     def __getattr__(self, name: str) -> Any:
@@ -273,13 +273,13 @@ async def test_an_idle_relay_sends_each_brain_its_activity_and_counts_only_once(
     async with relayed(FAST, count=1) as router:
         services = router.relays[0].app.services
         await until(lambda: bool(services.kept) and services.sent_activity is not None)
-        told: list[type] = []
-        services.brain = Overheard(services.brain, told)  # type: ignore[assignment]
+        sent_types: list[type] = []
+        services.brain = RecordedBrain(services.brain, sent_types)  # type: ignore[assignment]
         looked_s = services.last_look_s
         await until(lambda: services.last_look_s > looked_s + 2 * COUNTS_S)
-        assert told == []
+        assert sent_types == []
         router.brain.end()
         await until(lambda: services.brain.member is None)
         async with a_brain(router.config, router.folder, relays=1):
-            await until(lambda: sorted(told, key=str) == [Activity, Counted])
+            await until(lambda: sorted(sent_types, key=str) == [Activity, Counted])
         await until(lambda: services.brain.member is None)

@@ -51,8 +51,8 @@ async def test_a_request_that_kills_decoders_reaches_two_of_them_and_no_third(
         assert reply.headers["x-should-retry"] == "false"
         assert len(dead(router)) == 2
         assert router.app.services.metrics.given_up_requests.value() == 1
-        told = [record for record in caplog.records if "given up" in record.getMessage()]
-        assert [sorted(record.workers) for record in told] and all(record.request for record in told)  # type: ignore[attr-defined]
+        records = [record for record in caplog.records if "given up" in record.getMessage()]
+        assert [sorted(record.workers) for record in records] and all(record.request for record in records)  # type: ignore[attr-defined]
         good = await router.client.post("/v1/completions", json=completion())
         assert good.json()["choices"][0]["text"] == decode(continuation(PROMPT, 12))
         await router.settled()
@@ -113,7 +113,7 @@ async def test_two_killing_requests_that_share_their_first_worker_reach_one_more
         dead = {"error": {"message": "EngineCore encountered an issue.", "code": 500}}
         writer.write(reply(dead, status="500 Internal Server Error"))
 
-    decoders = {f"d{n}": Evil(well_decoded, say=dies) for n in range(n_killers + 4)}
+    decoders = {f"d{n}": Evil(well_decoded, respond=dies) for n in range(n_killers + 4)}
     others = [name for name in decoders if name != "d0"]
     async with before(decoders) as (app, client):
         fleet = app.services.fleet
@@ -155,7 +155,7 @@ async def test_a_waiting_suspect_learns_of_a_workers_death_before_it_is_sent_the
         def health(asked: Asked) -> bytes:
             return reply({}, status="503 Service Unavailable") if name in gone else other(asked)
 
-        return Evil(well_decoded, others=health, say=dies if name in go_on else None)
+        return Evil(well_decoded, others=health, respond=dies if name in go_on else None)
 
     decoders = {name: an_evil(name) for name in ("d0", "d1", "d2")}
     async with before(decoders) as (app, client):
@@ -210,10 +210,10 @@ async def test_a_broken_connection_to_a_living_decode_worker_does_not_count_as_a
 async def test_prompt_logprobs_come_from_the_prefiller_alone(shape: ClusterShape, limit: int) -> None:
     async with running(shape) as router:
         body = completion(prompt_logprobs=0, max_tokens=limit, logprobs=1)
-        told = (await router.client.post("/v1/completions", json=body)).json()["choices"][0]
-        assert told["prompt_logprobs"][0] is None
-        assert [next(iter(each)) for each in told["prompt_logprobs"][1:]] == [str(token) for token in PROMPT[1:]]
-        assert len(told["logprobs"]["tokens"]) == limit
+        choice = (await router.client.post("/v1/completions", json=body)).json()["choices"][0]
+        assert choice["prompt_logprobs"][0] is None
+        assert [next(iter(each)) for each in choice["prompt_logprobs"][1:]] == [str(token) for token in PROMPT[1:]]
+        assert len(choice["logprobs"]["tokens"]) == limit
         reply = await router.client.post("/v1/chat/completions", json=chat(prompt_logprobs=2))
         assert len(reply.json()["prompt_logprobs"]) == reply.json()["usage"]["prompt_tokens"]
         assert dead(router) == []
@@ -325,7 +325,7 @@ async def test_a_killing_prompt_reaches_two_decode_workers_whatever_other_prompt
         else:
             writer.write(well_decoded(asked))
 
-    decoders = {f"d{n}": Evil(well_decoded, say=dies) for n in range(6)}
+    decoders = {f"d{n}": Evil(well_decoded, respond=dies) for n in range(6)}
     async with before(decoders) as (app, client):
         answer = await client.post("/v1/completions", json={"prompt": prompts})
         assert answer.status_code == 502
@@ -418,7 +418,7 @@ async def test_a_request_that_gets_500_from_all_workers_takes_none_of_them_out(t
     async with before(of("decode", well_decoded), of("prefill", well_prefilled)) as (app, client):
         for stream in (False, True, False, True):
             odd = {**body, "stream": stream, "reasoning_effort": "high"}
-            told = await client.post("/v1/chat/completions", json=odd)
-            assert (told.status_code, told.json()) == (500, UNKNOWN)
+            reply = await client.post("/v1/chat/completions", json=odd)
+            assert (reply.status_code, reply.json()) == (500, UNKNOWN)
             assert (await client.post("/v1/chat/completions", json={**body, "stream": stream})).status_code == 200
             assert not [one.id for one in app.services.fleet if one.circuit.doubtful]

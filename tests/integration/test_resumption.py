@@ -49,7 +49,7 @@ class Answer:
 
     def __init__(self, status: int, text: str, stream: bool) -> None:
         self.status = status
-        self.said: dict[str, str] = {"content": "", "reasoning": "", "arguments": ""}
+        self.texts: dict[str, str] = {"content": "", "reasoning": "", "arguments": ""}
         self.finish: str | None = None
         self.error: str | None = None
         self.done = not stream
@@ -64,12 +64,12 @@ class Answer:
 
     def _add(self, choice: dict[str, Any]) -> None:
         self.finish = choice.get("finish_reason") or self.finish
-        said = choice.get("delta") or choice.get("message") or {"content": choice.get("text")}
-        self.said["content"] += said.get("content") or ""
-        self.said["reasoning"] += said.get("reasoning") or ""
-        for call in said.get("tool_calls") or ():
+        contents = choice.get("delta") or choice.get("message") or {"content": choice.get("text")}
+        self.texts["content"] += contents.get("content") or ""
+        self.texts["reasoning"] += contents.get("reasoning") or ""
+        for call in contents.get("tool_calls") or ():
             assert call.get("index", 0) == 0
-            self.said["arguments"] += call["function"].get("arguments") or ""
+            self.texts["arguments"] += call["function"].get("arguments") or ""
 
     @property
     def complete(self) -> bool:
@@ -95,14 +95,14 @@ async def test_a_grammar_that_has_begun_is_not_resumed(name: str, fields: dict[s
     async with running(PAIR, **QUICK) as router:
         body = chat(max_tokens=200, **fields)
         whole = await plain(router, body)
-        json.loads(whole.said["arguments"] or whole.said["content"])
+        json.loads(whole.texts["arguments"] or whole.texts["content"])
         await cut_everywhere(router, 9, cut)
         streamed = await ask(router, body | {"stream": True})
         assert streamed.status == 200 and not streamed.complete and not streamed.done
         assert "cut off" in str(streamed.error)
         await cut_everywhere(router, 9, cut)
         collected = await ask(router, body)
-        assert collected.complete and collected.said == whole.said
+        assert collected.complete and collected.texts == whole.texts
         resumes = router.app.services.metrics.resumes
         assert resumes.value("ended") == 1 and resumes.value("restarted") >= 1
         await router.settled()
@@ -125,7 +125,7 @@ async def test_a_grammar_without_a_token_sent_restarts_unnoticed() -> None:
         body = chat(max_tokens=200, stream=True, **JSON)
         await cut_everywhere(router, 0)
         answer = await ask(router, body)
-        assert answer.complete and answer.said == (await plain(router, body)).said
+        assert answer.complete and answer.texts == (await plain(router, body)).texts
 
 
 async def test_a_chat_cut_off_in_its_reasoning_resumes_its_reasoning_also_before_a_grammar() -> None:
@@ -134,8 +134,8 @@ async def test_a_chat_cut_off_in_its_reasoning_resumes_its_reasoning_also_before
             body = chat(max_tokens=200 if "response_format" in fields else 40, stream=True, **fields)
             await cut_everywhere(router, 5)
             answer = await ask(router, body)
-            assert answer.complete and answer.said == (await plain(router, body)).said
-            assert answer.said["reasoning"] and answer.said["content"]
+            assert answer.complete and answer.texts == (await plain(router, body)).texts
+            assert answer.texts["reasoning"] and answer.texts["content"]
         await router.settled()
 
 
@@ -146,10 +146,10 @@ async def test_reasoning_never_becomes_content_when_a_reasoning_parser_loses_its
         await cut_everywhere(router, 5)
         streamed = await ask(router, body | {"stream": True})
         assert not streamed.complete and "reasoning parser" in str(streamed.error)
-        assert streamed.said["content"] == "" and whole.said["reasoning"].startswith(streamed.said["reasoning"])
+        assert streamed.texts["content"] == "" and whole.texts["reasoning"].startswith(streamed.texts["reasoning"])
         await cut_everywhere(router, 20)  # past its reasoning the parser has nothing to forget
         streamed = await ask(router, body | {"stream": True})
-        assert streamed.complete and streamed.said == whole.said
+        assert streamed.complete and streamed.texts == whole.texts
         await router.settled()
 
 
@@ -157,10 +157,10 @@ async def test_a_begun_tool_call_is_not_resumed_but_text_before_it_is() -> None:
     async with running(PAIR, **QUICK) as router:
         body = chat(max_tokens=200, stream=True, **TOOLS)
         whole = await plain(router, body)
-        assert whole.finish == "tool_calls" and whole.said["content"]
+        assert whole.finish == "tool_calls" and whole.texts["content"]
         await cut_everywhere(router, 4)
         before = await ask(router, body)
-        assert before.complete and before.said == whole.said and before.finish == "tool_calls"
+        assert before.complete and before.texts == whole.texts and before.finish == "tool_calls"
         await cut_everywhere(router, 20)
         within = await ask(router, body)
         assert not within.complete and "tool call" in str(within.error)
@@ -178,18 +178,18 @@ async def test_a_stop_string_across_the_cut_is_found_or_the_answer_ends_with_an_
             await cut_everywhere(router, after)
             answer = await ask(router, body)
             if answer.complete:
-                assert answer.said["content"] == text[: text.index(stop)]
+                assert answer.texts["content"] == text[: text.index(stop)]
             else:
                 assert "stop is state" in str(answer.error)
             seen.append(answer.complete)
         assert not all(seen)
         body = completion(stream=True, stop=["nowhere to be found"], max_tokens=40)
         await cut_everywhere(router, 9)
-        assert (await ask(router, body)).said["content"] == text
+        assert (await ask(router, body)).texts["content"] == text
         await cut_everywhere(router, 9, "reset")  # what the worker held back is gone
         assert not (await ask(router, body)).complete
         await cut_everywhere(router, 9, "reset")
-        assert (await ask(router, body | {"stop": ["\0"]})).said["content"] == text  # nothing is held back for it
+        assert (await ask(router, body | {"stop": ["\0"]})).texts["content"] == text  # nothing is held back for it
         await router.settled()
 
 
@@ -201,7 +201,7 @@ async def test_a_small_penalty_does_not_prevent_a_resume(fields: dict[str, Any])
         for cut in ("recompute", "reset"):
             await cut_everywhere(router, 9, cut)
             answer = await ask(router, completion(stream=True, max_tokens=60, **fields))
-            assert answer.complete and answer.said["content"] == decode(continuation(PROMPT, 60))
+            assert answer.complete and answer.texts["content"] == decode(continuation(PROMPT, 60))
         assert router.app.services.metrics.resumes.value("approximate") >= 2
         await router.settled()
 
@@ -227,24 +227,24 @@ async def test_an_answer_cut_off_within_a_character_resumes_before_it_and_shows_
             for after in range(1, 10):
                 await cut_everywhere(router, after, cut)
                 answer = await ask(router, body)
-                assert answer.complete and answer.said == whole.said, f"cut off after {after} events"
+                assert answer.complete and answer.texts == whole.texts, f"cut off after {after} events"
         await router.settled()
 
 
-@pytest.mark.parametrize("told", [{"return_token_ids": True}, {"logprobs": 1}], ids=["ids", "logprobs"])
+@pytest.mark.parametrize("options", [{"return_token_ids": True}, {"logprobs": 1}], ids=["ids", "logprobs"])
 async def test_a_stream_cut_within_a_character_of_sent_tokens_ends_and_an_unsent_answer_restarts(
-    told: dict[str, Any],
+    options: dict[str, Any],
 ) -> None:
     async with running(PAIR, **QUICK) as router:
-        body, ended = completion(max_tokens=70, **told), 0
+        body, ended = completion(max_tokens=70, **options), 0
         whole = await plain(router, body)
         for after in range(1, 10):
             await cut_everywhere(router, after, "reset")
             answer = await ask(router, body | {"stream": True})
-            assert answer.said == whole.said if answer.complete else "half of a character" in str(answer.error)
+            assert answer.texts == whole.texts if answer.complete else "half of a character" in str(answer.error)
             ended += not answer.complete
             await cut_everywhere(router, after, "reset")
-            assert (await ask(router, body)).said == whole.said
+            assert (await ask(router, body)).texts == whole.texts
         assert 0 < ended < 5
         await router.settled()
 
@@ -284,8 +284,8 @@ async def test_no_invalid_answer_among_a_thousand_recomputed_requests_ends_as_co
             if key not in expected:
                 expected[key] = await plain(router, body)
             outcomes["complete" if answer.complete else "error"] += 1
-            if answer.complete and (answer.said, answer.finish) != (expected[key].said, expected[key].finish):
-                wrong.append((n, body, answer.said, expected[key].said))
+            if answer.complete and (answer.texts, answer.finish) != (expected[key].texts, expected[key].finish):
+                wrong.append((n, body, answer.texts, expected[key].texts))
             if not answer.complete:
                 assert answer.error, "neither complete nor an error"
 

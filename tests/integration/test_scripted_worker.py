@@ -142,8 +142,8 @@ def counting_reasoning(bodies: list[dict[str, Any]]) -> Script:
             end = {"stop_reason": "recomputed"} if len(bodies) == 1 else {"finish_reason": "length"}
             usage = {"completion_tokens": 1, "completion_tokens_details": {"reasoning_tokens": 1}}
             figures = {"metrics": {"mean_itl_ms": 1}, "system_fingerprint": "fp"}
-            told = {"choices": [choice | end]}, {"choices": [], "usage": {"prompt_tokens": 3} | usage} | figures
-            text = b"".join(b"data: %s\n\n" % json.dumps({"id": "a", "created": 1} | each).encode() for each in told)
+            events = {"choices": [choice | end]}, {"choices": [], "usage": {"prompt_tokens": 3} | usage} | figures
+            text = b"".join(b"data: %s\n\n" % json.dumps({"id": "a", "created": 1} | each).encode() for each in events)
             writer.write(CHUNKED_HEAD + chunked(text, b"data: [DONE]\n\n"))
 
     return script

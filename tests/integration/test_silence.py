@@ -115,8 +115,8 @@ async def test_a_frozen_barrier_moves_no_request_is_named_by_ready_and_continues
         # as one frozen rank does it: its own /health is silent, too
         await router.cluster.inject("d0", "stall", path="/health", count=None)
         await until(lambda: all(worker.out for worker in services.fleet if worker.spec.role == "decode"))
-        told = (await router.client.get("/ready")).json()
-        assert told["silent_groups"] == {"decode": sorted(_ids(router))}
+        ready = (await router.client.get("/ready")).json()
+        assert ready["silent_groups"] == {"decode": sorted(_ids(router))}
         await looked_on(router.app.services, LONGER_S)
         assert moves(router) == 0
         await router.cluster.inject("d0", "clear")

@@ -189,12 +189,12 @@ class Scanner:
 
 @both
 def test_a_pump_that_cannot_write_does_not_delay_others(module: Any) -> None:
-    said: list[bytes] = []
+    written: list[bytes] = []
 
     def write(part: bytes) -> bool:
         if b"2" in part:
             raise OSError("gone")
-        said.append(part)
+        written.append(part)
         return True
 
     turn: list[Any] = []
@@ -206,7 +206,7 @@ def test_a_pump_that_cannot_write_does_not_delay_others(module: Any) -> None:
         pumps[-1].chunk(HEAD + text + MID + b"7" + TAIL)
     (flush,) = turn
     flush()
-    assert said == [HEAD + b"1" + TEMPLATES[0][4], HEAD + b"3" + TEMPLATES[0][4]]
+    assert written == [HEAD + b"1" + TEMPLATES[0][4], HEAD + b"3" + TEMPLATES[0][4]]
     assert [str(pump.failure) for pump in pumps] == ["None", "gone", "None"]
     assert [pump.over for pump in pumps] == [False, True, False]
 

@@ -257,12 +257,12 @@ class OperatorsMachine(RuleBasedStateMachine):
         """Something happens to one of the requests in that phase, and decisions follow."""
         found = [ticket for ticket in self.tickets if ticket.phase is phase]
 
-        async def told() -> None:
+        async def run() -> None:
             event(found[pick % len(found)])
             self.decide()
 
         if found:
-            self.do(told())
+            self.do(run())
 
     # -- what always holds
 

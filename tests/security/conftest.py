@@ -56,8 +56,8 @@ def _attacked(router: Edge, workers: Workers) -> Iterator[Edge]:
     router.disconnect()
     block_until(lambda: not router.held(), f"still held: {router.held()}")
     assert router.process.poll() is None
-    told = router.new_log_lines()
-    assert not [line for line in told if "Traceback" in line or '"level":"error"' in line], told
+    lines = router.new_log_lines()
+    assert not [line for line in lines if "Traceback" in line or '"level":"error"' in line], lines
     assert router.serves()
 
 

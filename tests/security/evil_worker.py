@@ -55,7 +55,7 @@ class Asked:
 
 
 Answer = Callable[[Asked], bytes]
-Say = Callable[[Asked, asyncio.StreamWriter], Awaitable[None]]
+Respond = Callable[[Asked, asyncio.StreamWriter], Awaitable[None]]
 
 
 def reply(
@@ -122,11 +122,11 @@ def other(asked: Asked) -> bytes:
 
 @dataclass(slots=True)
 class Evil:
-    """One worker; `answer` may be replaced while it runs. `say` writes by itself what no single reply is."""
+    """One worker; `answer` may be replaced while it runs. `respond` writes by itself what no single reply is."""
 
     answer: Answer
     others: Answer = other
-    say: Say | None = None
+    respond: Respond | None = None
     asked: list[Asked] = field(default_factory=list)
 
     async def script(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -139,10 +139,10 @@ class Evil:
                 writer.write(self.others(asked))
                 continue
             self.asked.append(asked)
-            if self.say is None:
+            if self.respond is None:
                 writer.write(self.answer(asked))
             else:
-                await self.say(asked, writer)
+                await self.respond(asked, writer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +176,7 @@ class Attacked:
     async def unharmed(self) -> None:
         """The router holds nothing, has met no bug of its own, can still show itself, and serves with good workers."""
         self.prefiller.answer, self.decoder.answer = well_prefilled, well_decoded
-        self.prefiller.say = self.decoder.say = None
+        self.prefiller.respond = self.decoder.respond = None
         services = self.app.services
 
         async def served() -> bool:

@@ -97,7 +97,7 @@ def test_an_unusual_number_in_a_message_is_served_or_a_400(edge: Edge, value: st
     names = ("max_tokens", "temperature", "top_p", "top_k", "stop_sequences", "stream", "thinking", "tools", "system")
     for name in names:
         fields = {"messages": '[{"role": "user", "content": "odd"}]', "max_tokens": "1", name: value}
-        content = "{" + ", ".join(f'"{field}": {told}' for field, told in fields.items()) + "}"
+        content = "{" + ", ".join(f'"{field}": {number_text}' for field, number_text in fields.items()) + "}"
         for target in MESSAGES:
             answer = edge.ask(request("POST", target, body=content.encode()))
             assert answer.status in (200, 400), (target, content, answer)

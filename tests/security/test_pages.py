@@ -52,11 +52,11 @@ async def test_an_allowed_origin_gets_an_answer_to_its_preflight_on_client_route
         for path in CLIENT_ROUTES:
             reply = await preflight(router, path, GOOD)
             assert reply.status_code == 204 and not reply.content and reply.headers["x-request-id"]
-            told = cors(reply)
-            assert told["access-control-allow-origin"] == GOOD and reply.headers["vary"].lower() == "origin"
-            assert told["access-control-allow-headers"] == "authorization,content-type"
-            assert ("GET" if path == "/v1/models" else "POST") in told["access-control-allow-methods"]
-            assert "access-control-allow-credentials" not in told
+            cors_headers = cors(reply)
+            assert cors_headers["access-control-allow-origin"] == GOOD and reply.headers["vary"].lower() == "origin"
+            assert cors_headers["access-control-allow-headers"] == "authorization,content-type"
+            assert ("GET" if path == "/v1/models" else "POST") in cors_headers["access-control-allow-methods"]
+            assert "access-control-allow-credentials" not in cors_headers
 
 
 async def test_an_allowed_page_can_read_every_answer_and_every_refusal() -> None:
@@ -131,8 +131,8 @@ async def test_a_valid_key_is_accepted_from_any_origin(tmp_path: Path) -> None:
     keys = key_file(tmp_path, entry("team", CLIENT))
     async with running(SMALL, auth={"client_keys": str(keys)}) as router:
         headers = {"Origin": "app://desktop"}
-        said = await router.client.post("/v1/completions", json=completion(), headers=headers | bearer(CLIENT))
-        assert said.status_code == 200
+        reply = await router.client.post("/v1/completions", json=completion(), headers=headers | bearer(CLIENT))
+        assert reply.status_code == 200
         assert (await router.client.post("/v1/completions", json=completion(), headers=headers)).status_code == 401
         await router.settled()
 

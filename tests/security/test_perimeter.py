@@ -273,9 +273,9 @@ def authorizations(router: Router) -> list[str | None]:
         ) -> Any:
             if path not in ("/health", "/metrics"):
                 lines = headers.splitlines() if isinstance(headers, bytes) else [b"%b: %b" % each for each in headers]
-                told = {name.lower(): value for name, _, value in (line.partition(b": ") for line in lines)}
-                seen.append(told.get(b"authorization", b"").decode() or None)
-                assert b"x-api-key" not in told and b"cookie" not in told
+                by_name = {name.lower(): value for name, _, value in (line.partition(b": ") for line in lines)}
+                seen.append(by_name.get(b"authorization", b"").decode() or None)
+                assert b"x-api-key" not in by_name and b"cookie" not in by_name
             return await send(method, path, body, headers, **rest)
 
         worker.upstream.request = noted  # type: ignore[method-assign]
@@ -501,11 +501,11 @@ async def test_every_response_of_every_status_carries_a_request_id_that_the_log_
         reply = await router.client.request(method, path, **(options | {"headers": headers}))
         assert reply.status_code == status
         assert reply.headers.get_list("x-request-id") == [own or reply.headers["x-request-id"]]
-        assert (told := reply.headers["x-request-id"])
+        assert (request_id := reply.headers["x-request-id"])
         await router.settled()
     if path != "/health":  # what is asked every second by everybody leaves no lines
         named = [{getattr(line, name, None) for name in ("request", "client_request")} for line in caplog.records]
-        assert any(told in names for names in named), caplog.text
+        assert any(request_id in names for names in named), caplog.text
 
 
 async def test_a_bug_shows_a_client_only_the_request_id() -> None:

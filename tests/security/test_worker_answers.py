@@ -172,9 +172,9 @@ ANSWERS: dict[str, Answer] = {
 @pytest.mark.parametrize("answer", [*STATUSES.values(), *PROBES.values()], ids=[*STATUSES, *PROBES])
 async def test_an_invalid_prefiller_answer_is_a_502_with_its_reason(router: Attacked, answer: Answer) -> None:
     router.prefiller.answer = answer
-    said = await router.complete()
-    assert said.status_code == 502, said.text
-    assert said.json()["error"]["message"].startswith("prefill worker: ")
+    response = await router.complete()
+    assert response.status_code == 502, response.text
+    assert response.json()["error"]["message"].startswith("prefill worker: ")
     assert len(router.prefiller.asked) <= 2 and not router.decoder.asked
     assert await router.failures() > 0
     assert (await router.client.get("/state")).json()["waiting"] == []
@@ -186,17 +186,17 @@ async def test_a_too_deeply_nested_prompt_echo_is_a_502(router: Attacked, stream
     router.prefiller.answer = lambda asked: reply(
         reply_body(probed(asked)).replace(b'"finish_reason"', b'"logprobs": {"tokens": ' + DEEP + b'}, "finish_reason"')
     )
-    said = await router.complete(echo=True, max_tokens=0, stream=stream)
-    assert said.status_code == 502, said.text
-    assert said.json()["error"]["message"].startswith("prefill worker: ")
+    response = await router.complete(echo=True, max_tokens=0, stream=stream)
+    assert response.status_code == 502, response.text
+    assert response.json()["error"]["message"].startswith("prefill worker: ")
 
 
 @pytest.mark.parametrize("answer", [*STATUSES.values(), *ANSWERS.values()], ids=[*STATUSES, *ANSWERS])
 async def test_an_invalid_decode_worker_answer_is_a_502_with_its_reason(router: Attacked, answer: Answer) -> None:
     router.decoder.answer = answer
-    said = await router.complete()
-    assert said.status_code == 502, said.text
-    assert said.json()["error"]["message"].startswith("decode worker: ")
+    response = await router.complete()
+    assert response.status_code == 502, response.text
+    assert response.json()["error"]["message"].startswith("decode worker: ")
     assert len(router.decoder.asked) <= 2
 
 
@@ -237,9 +237,9 @@ STREAMS: dict[str, Answer] = {
 @pytest.mark.parametrize("answer", [*STATUSES.values(), *STREAMS.values()], ids=[*STATUSES, *STREAMS])
 async def test_an_invalid_stream_is_a_502_with_its_reason(router: Attacked, answer: Answer) -> None:
     router.decoder.answer = answer
-    said = await router.complete(stream=True)
-    assert said.status_code == 502, said.text
-    assert said.json()["error"]["message"].startswith("decode worker: ")
+    response = await router.complete(stream=True)
+    assert response.status_code == 502, response.text
+    assert response.json()["error"]["message"].startswith("decode worker: ")
     assert len(router.decoder.asked) == len(router.prefiller.asked) == 1
 
 
@@ -266,8 +266,8 @@ async def test_tool_calls_that_cannot_be_put_together_are_a_502(router: Attacked
         return events(token(asked, delta={"tool_calls": calls}), token(asked, finish="tool_calls"))
 
     router.decoder.answer = answer
-    said = await router.complete(chat=True, max_tokens=500)
-    assert said.status_code == 502, said.text
+    response = await router.complete(chat=True, max_tokens=500)
+    assert response.status_code == 502, response.text
 
 
 async def test_an_answer_that_is_too_deeply_nested_to_assemble_is_a_502(router: Attacked) -> None:
@@ -287,9 +287,9 @@ async def test_no_retry_after_of_a_worker_breaks_or_stops_the_router(wanted: str
         return f"HTTP/1.1 429 X\r\nretry-after: {wanted}\r\ncontent-length: 2\r\n\r\n{{}}".encode()
 
     async with attacked(prefiller=busy, queue={"deadline_s": 0.5}) as router:
-        said = await router.complete()
-        assert said.status_code == 503, said.text
-        assert 1 <= int(said.headers["retry-after"]) <= 3600
+        response = await router.complete()
+        assert response.status_code == 503, response.text
+        assert 1 <= int(response.headers["retry-after"]) <= 3600
         await router.sound()
 
 
@@ -305,9 +305,11 @@ BODIES = {
 @pytest.mark.parametrize("body", BODIES.values(), ids=BODIES.keys())
 async def test_the_body_of_a_workers_error_is_an_openai_error_to_the_client(router: Attacked, body: bytes) -> None:
     router.prefiller.answer = lambda asked: reply(body, status="400 Bad Request")
-    said = await router.complete()
-    assert said.status_code == 400
-    assert said.json()["error"]["code"] == 400 and "prefill worker answered 400" in said.json()["error"]["message"]
+    response = await router.complete()
+    assert response.status_code == 400
+    assert (
+        response.json()["error"]["code"] == 400 and "prefill worker answered 400" in response.json()["error"]["message"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -328,8 +330,8 @@ async def test_a_client_sees_the_events_that_a_reader_of_the_worker_sees(
         got = b""
         body = {"prompt": "hi", "max_tokens": 2, "stream": True}
         with suppress(httpx.RemoteProtocolError):  # it ends uncleanly, as it should
-            async with router.client.stream("POST", "/v1/completions", json=body) as said:
-                async for part in said.aiter_bytes():
+            async with router.client.stream("POST", "/v1/completions", json=body) as response:
+                async for part in response.aiter_bytes():
                     got += part
         *seen, rest = got.split(b"\n\n")
         assert b"\r" not in got and not rest
@@ -342,8 +344,8 @@ async def test_good_workers_pass_every_check_of_this_file() -> None:
     async with attacked(well_prefilled, well_decoded) as router:
         for chat in (False, True):
             for stream, max_tokens, n in ((False, 2, 1), (True, 2, 1), (False, 500, 1), (False, 2, 2)):
-                said = await router.complete(chat=chat, stream=stream, max_tokens=max_tokens, n=n)
-                assert said.status_code == 200, said.text
+                response = await router.complete(chat=chat, stream=stream, max_tokens=max_tokens, n=n)
+                assert response.status_code == 200, response.text
         assert await router.failures() == 0
         assert router.app.services.fleet["p0"].echoes_ids and router.app.services.fleet["d0"].echoes_ids
 
@@ -362,11 +364,11 @@ async def test_usage_with_image_details_is_passed_on_for_every_kind_of_answer() 
     async with attacked(lambda asked: reply(probed(asked, usage=usage)), decoded) as router:
         for chat in (False, True):
             for max_tokens in (2, 500):
-                said = await router.complete(chat=chat, max_tokens=max_tokens)
-                assert said.status_code == 200, said.text
-                assert said.json()["usage"]["prompt_tokens_details"] == details
-            said = await router.complete(chat=chat, max_tokens=2, n=2)
-            assert said.json()["usage"]["prompt_tokens_details"] == details  # of one prompt
+                response = await router.complete(chat=chat, max_tokens=max_tokens)
+                assert response.status_code == 200, response.text
+                assert response.json()["usage"]["prompt_tokens_details"] == details
+            response = await router.complete(chat=chat, max_tokens=2, n=2)
+            assert response.json()["usage"]["prompt_tokens_details"] == details  # of one prompt
             for n in (1, 2):
                 streamed = await router.complete(chat=chat, stream=True, n=n, stream_options={"include_usage": True})
                 assert '"multimodal_tokens":{"image":2}' in streamed.text.replace(" ", "")

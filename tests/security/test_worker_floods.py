@@ -49,9 +49,9 @@ async def test_an_endless_unstreamed_answer_is_a_502(monkeypatch: pytest.MonkeyP
             await writer.drain()
 
     async with attacked(retry={"max_attempts": 1}) as router:
-        router.decoder.say = flood
-        said = await router.complete(max_tokens=500)
-        assert said.status_code == 502, said.text
-        assert said.json()["error"]["message"].startswith("decode worker: ")
+        router.decoder.respond = flood
+        answer = await router.complete(max_tokens=500)
+        assert answer.status_code == 502, answer.text
+        assert answer.json()["error"]["message"].startswith("decode worker: ")
         assert sent < FLOOD_BYTES // 4
         await router.unharmed()

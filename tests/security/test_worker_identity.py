@@ -82,8 +82,8 @@ async def test_a_decoders_answer_to_another_request_is_not_passed_on(router: Att
         return events(of_another(lambda asked: token(asked, POISON))(asked)) if stream else reply(whole)
 
     router.decoder.answer = once(poisoned, well_decoded)
-    said = await router.complete(stream=stream)
-    assert said.status_code == 200 and POISON not in said.text
+    answer = await router.complete(stream=stream)
+    assert answer.status_code == 200 and POISON not in answer.text
     assert await foreign(router, "d0", "decode") == 1
 
 
@@ -105,10 +105,10 @@ async def test_a_stream_that_continues_with_another_requests_events_resumes_else
         | ({} if asked.data["prompt"] == "hi" else {"usage": {"prompt_tokens": 4}})
     )
     router.decoder.answer = once(mixed, rest)
-    said = await router.complete(stream=True)
-    assert said.status_code == 200 and POISON not in said.text
-    assert said.text.count('"text":"a"') == said.text.count('"text":"b"') == 1
-    assert said.text.endswith("data: [DONE]\n\n")
+    answer = await router.complete(stream=True)
+    assert answer.status_code == 200 and POISON not in answer.text
+    assert answer.text.count('"text":"a"') == answer.text.count('"text":"b"') == 1
+    assert answer.text.endswith("data: [DONE]\n\n")
 
 
 @pytest.mark.parametrize("worker", ["prefiller", "decoder"])
@@ -118,7 +118,7 @@ async def test_late_bytes_reach_no_other_request(router: Attacked, worker: str) 
     good = well_prefilled if worker == "prefiller" else well_decoded
     pauses = [0.0, 0.001, 0.005, 0.02]
 
-    async def say(asked: Asked, writer: asyncio.StreamWriter) -> None:
+    async def respond(asked: Asked, writer: asyncio.StreamWriter) -> None:
         late = {**(probed if worker == "prefiller" else answered)(asked)}
         late["choices"][0]["text"] = POISON
         late["kv_transfer_params"] = {"whose": POISON}
@@ -128,12 +128,12 @@ async def test_late_bytes_reach_no_other_request(router: Attacked, worker: str) 
             await pace(pause)
         writer.write(reply(late))
 
-    evil.say = say
+    evil.respond = respond
     answers = [await router.complete() for _ in range(40)]
     assert all(POISON not in answer.text for answer in answers)
     assert [answer.status_code for answer in answers] == [200] * 40
-    told = [asked.body for asked in router.decoder.asked]
-    assert told and all(POISON.encode() not in body for body in told)
+    bodies = [asked.body for asked in router.decoder.asked]
+    assert bodies and all(POISON.encode() not in body for body in bodies)
 
 
 async def test_bytes_after_a_complete_answer_close_its_connection(router: Attacked) -> None:
@@ -141,8 +141,8 @@ async def test_bytes_after_a_complete_answer_close_its_connection(router: Attack
         router.decoder.answer = once(lambda asked, extra=extra: well_decoded(asked) + extra, well_decoded)
         upstream = router.app.services.fleet["d0"].upstream
         before = set(upstream._idle)
-        said = await router.complete()
-        assert said.status_code == 200 and "xx" in said.text
+        answer = await router.complete()
+        assert answer.status_code == 200 and "xx" in answer.text
         await until(lambda before=before, upstream=upstream: not upstream.busy_connections)
         assert all(connection in before or connection.usable for connection in upstream._idle)
         assert (await router.complete()).status_code == 200
@@ -163,8 +163,8 @@ async def test_a_worker_that_never_echoed_ids_is_served_unchecked_and_said_once(
     async with attacked(lambda asked: reply({**probed(asked), "id": "own"}), own_id) as router:
         for stream in (False, True, False):
             assert (await router.complete(stream=stream)).status_code == 200
-        told = [record for record in caplog.records if "does not echo" in record.message]
-        assert sorted(getattr(record, "worker", "") for record in told) == ["d0", "p0"]
+        records = [record for record in caplog.records if "does not echo" in record.message]
+        assert sorted(getattr(record, "worker", "") for record in records) == ["d0", "p0"]
         router.decoder.answer = well_decoded  # a new version: from now on it does
         assert (await router.complete()).status_code == 200
         router.decoder.answer = own_id
@@ -212,9 +212,9 @@ async def test_a_client_sees_the_same_id_however_many_tries_its_answer_took(
         router.prefiller.answer = once(failed, well_prefilled)
     else:
         router.decoder.answer = once(failed, well_decoded)
-    said = await router.complete(**SHAPES[shape], headers={"X-Request-Id": "mine"})
-    assert said.status_code == 200
-    ids = set(re.findall(r'"id":"([^"]*)"', said.text))
+    answer = await router.complete(**SHAPES[shape], headers={"X-Request-Id": "mine"})
+    assert answer.status_code == 200
+    ids = set(re.findall(r'"id":"([^"]*)"', answer.text))
     assert len(ids) == 1, ids
     assert re.fullmatch(r"cmpl-mine-[0-9a-f]{16}", ids.pop())
     asked = [one.id for one in (*router.prefiller.asked, *router.decoder.asked)]
@@ -230,7 +230,7 @@ async def test_an_answer_cut_off_at_its_limit_has_an_end_though_its_worker_echoe
     limit = FOLLOWED_ABOVE_TOKENS + 1
     router.prefiller.answer = lambda asked: reply(probed(asked, prompt_token_ids=[1, 2, 3]))
     router.decoder.answer = lambda asked: events(*[token(asked)] * limit)
-    said = await router.complete(chat=chat, stream=stream, max_tokens=limit)
-    assert said.status_code == 200
-    assert '"finish_reason":"length"' in said.text
-    assert said.text.endswith("data: [DONE]\n\n") or not stream
+    answer = await router.complete(chat=chat, stream=stream, max_tokens=limit)
+    assert answer.status_code == 200
+    assert '"finish_reason":"length"' in answer.text
+    assert answer.text.endswith("data: [DONE]\n\n") or not stream

@@ -120,10 +120,10 @@ def test_the_page_on_the_architecture_has_the_rungs_in_their_order_with_all_thei
     ladder = page.partition("## The ladder of")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| `(\w+)/` \| (.*) \|$", ladder, flags=re.MULTILINE)
     assert [name for name, _ in rows] == [*reversed(RUNGS), "hotpath"]
-    for name, told in rows:
+    for name, meaning in rows:
         entries = (PACKAGE / "proxy" / name).iterdir()
         modules = {path.stem for path in entries if path.suffix == ".py" or (path / "__init__.py").exists()}
-        assert modules - {"__init__", "services"} <= set(re.findall(r"`(\w+)`", told)), name
+        assert modules - {"__init__", "services"} <= set(re.findall(r"`(\w+)`", meaning)), name
 
 
 # modules of `core`

@@ -43,7 +43,7 @@ def test_a_knobs_default_is_written_only_once(layer: str) -> None:
 
 
 def test_every_knob_that_is_set_reaches_the_core() -> None:
-    told = {
+    options = {
         "policy": "br_h",
         "horizon_steps": 7,
         "horizon_auto": True,
@@ -60,9 +60,9 @@ def test_every_knob_that_is_set_reaches_the_core() -> None:
         "bypass_margin": 6,
         "seed": 5,
     }
-    settings = policy_settings(a_config(routing=told, predictor={"kind": "survival"}))
-    assert {name: getattr(settings, name) for name in told} == told
-    assert {*told, "pool_bypass", "options"} == set(Routing.model_fields), "name the new knob above"
+    settings = policy_settings(a_config(routing=options, predictor={"kind": "survival"}))
+    assert {name: getattr(settings, name) for name in options} == options
+    assert {*options, "pool_bypass", "options"} == set(Routing.model_fields), "name the new knob above"
 
 
 @pytest.mark.parametrize(

@@ -306,7 +306,7 @@ def test_a_bad_file_is_reported_in_one_line_with_exit_code_2(
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "expected"),
     [
         ("", "state.json: nothing in it"),
         (
@@ -321,12 +321,12 @@ def test_a_bad_file_is_reported_in_one_line_with_exit_code_2(
     ids=["no answer", "refused", "another route's"],
 )
 def test_an_answer_in_place_of_a_state_is_quoted(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str, said: str
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str, expected: str
 ) -> None:
     """`curl -s ROUTER/state | balanceroute explain -` shows nothing else of why there is no decision."""
     (tmp_path / "state.json").write_text(text)
     assert run(monkeypatch, str(tmp_path / "state.json")) == 2
-    assert capsys.readouterr().err.endswith(f"{said}\n")
+    assert capsys.readouterr().err.endswith(f"{expected}\n")
 
 
 def test_a_prompt_that_is_being_prefilled_is_explained_by_what_each_prefiller_would_have_cost() -> None:

@@ -309,5 +309,5 @@ def test_a_journal_in_place_of_a_state_is_recognised(
     path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     record(path)
-    code, _, told = run_command(capsys, monkeypatch, "explain", str(path))
-    assert (code, told) == (2, f"balanceroute: {path}: is a journal; explain --journal FILE runs it again\n")
+    code, _, error_text = run_command(capsys, monkeypatch, "explain", str(path))
+    assert (code, error_text) == (2, f"balanceroute: {path}: is a journal; explain --journal FILE runs it again\n")

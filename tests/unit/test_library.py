@@ -95,10 +95,10 @@ def test_br_h_gets_its_predictor_by_name_or_as_an_object() -> None:
 def test_a_simulation_of_an_incomplete_log_warns_of_its_assumptions(tmp_path: Path) -> None:
     text = "INFO 01-01 00:00:00 [logger.py:1] Received request a: prompt: 'x', params: SamplingParams(max_tokens=16)\n"
     (tmp_path / "vllm.log").write_text(text)
-    with pytest.warns(UserWarning) as told:
+    with pytest.warns(UserWarning) as warned:
         balanceroute.simulate(tmp_path / "vllm.log")
-    assert any("took max_tokens as the answers of 1 requests" in str(each.message) for each in told)
-    assert {each.filename for each in told} == {__file__}
+    assert any("took max_tokens as the answers of 1 requests" in str(each.message) for each in warned)
+    assert {each.filename for each in warned} == {__file__}
 
 
 def without_answers() -> balanceroute.Trace:
@@ -439,10 +439,10 @@ def test_the_kit_names_the_rule_that_a_policy_breaks(policy: type, rule: object)
 
 def test_the_kit_says_in_one_line_what_a_policy_raised_and_where(capsys: pytest.CaptureFixture[str]) -> None:
     assert conformance(["tests.unit.test_library:Raises"]) == 1
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     raised = "it raises ZeroDivisionError('nothing to divide by') (test_library.py, line "
-    assert said.startswith(f"tests.unit.test_library:Raises: round 0: rule 1: {raised}")
-    assert said.count("\n") == 1
+    assert output.startswith(f"tests.unit.test_library:Raises: round 0: rule 1: {raised}")
+    assert output.count("\n") == 1
 
 
 def test_the_kit_is_a_command_with_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:

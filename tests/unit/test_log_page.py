@@ -59,8 +59,8 @@ def test_every_actionable_log_line_is_on_the_page(event: str) -> None:
 @pytest.mark.parametrize("row", rows())
 def test_every_log_line_on_the_page_exists_in_the_code(row: str) -> None:
     sources = [path.read_text() for path in (ROOT / "balanceroute").rglob("*.py")]
-    said = beginning(row.removeprefix("VARIABLE: ").removeprefix("forecasts "))
-    assert any(said in source for source in sources)
+    text = beginning(row.removeprefix("VARIABLE: ").removeprefix("forecasts "))
+    assert any(text in source for source in sources)
 
 
 def test_errors_quoted_on_the_troubleshooting_page_exist_in_the_code() -> None:

@@ -32,7 +32,7 @@ if native.library() is None:
 """
 
 
-def said(root: Path, code: str, **environment: str) -> list[str]:
+def output_of(root: Path, code: str, **environment: str) -> list[str]:
     """The lines that Python code prints, in a process of its own beside that package."""
     kept = {name: value for name, value in os.environ.items() if name != "BALANCEROUTE_PURE_PYTHON"}
     run = subprocess.run(
@@ -86,17 +86,17 @@ def copy(tmp_path: Path) -> Path:
 
 
 def test_every_module_is_compiled_when_the_library_matches_the_sources() -> None:
-    compiled, stale, *files = said(REPO, ASK)
+    compiled, stale, *files = output_of(REPO, ASK)
     assert (compiled, stale) == ("True", "False")
     assert [file for file in files if not file.endswith(".so")] == []
 
 
 def test_an_environment_variable_turns_compiled_modules_off(copy: Path) -> None:
-    assert said(copy, ASK, BALANCEROUTE_PURE_PYTHON="1") == ["False", "False", *sources_of(copy)]
+    assert output_of(copy, ASK, BALANCEROUTE_PURE_PYTHON="1") == ["False", "False", *sources_of(copy)]
 
 
 def test_a_changed_source_makes_the_library_stale(copy: Path) -> None:
-    assert said(copy, CHANGE_EACH) == []
+    assert output_of(copy, CHANGE_EACH) == []
 
 
 def constants(module: str) -> set[str]:
@@ -119,26 +119,26 @@ def test_a_library_with_constants_of_modules_that_stay_python_is_not_that_of_oth
         source = copy.joinpath("balanceroute", *name.split(".")).with_suffix(".py")
         before = source.read_text()
         source.write_text(f"{before}\nADDED = 1\n")
-        assert said(copy, "from balanceroute import native; print(native.group())") != [native.group()], name
+        assert output_of(copy, "from balanceroute import native; print(native.group())") != [native.group()], name
         source.write_text(before)
 
 
 def test_no_compiled_module_is_used_when_the_library_is_stale(copy: Path) -> None:
     source = copy / "balanceroute/core/scheduler.py"
     source.write_text(source.read_text() + "\nADDED = 1\n")
-    assert said(copy, ASK) == ["False", "True", *sources_of(copy)]
+    assert output_of(copy, ASK) == ["False", "True", *sources_of(copy)]
 
 
 def test_without_compiled_modules_the_library_is_not_stale(copy: Path) -> None:
     for compiled in copy.rglob("*.so"):
         compiled.unlink()
-    assert said(copy, ASK) == ["False", "False", *sources_of(copy)]
+    assert output_of(copy, ASK) == ["False", "False", *sources_of(copy)]
 
 
 def test_modules_without_their_library_are_not_used(copy: Path) -> None:
     for library in (copy / "balanceroute").glob("native_*"):
         library.unlink()
-    assert said(copy, ASK) == ["False", "False", *sources_of(copy)]
+    assert output_of(copy, ASK) == ["False", "False", *sources_of(copy)]
 
 
 BUILD = """
@@ -164,7 +164,7 @@ def test_an_extra_install_does_not_recompile_but_a_wheel_does(
     copy: Path,
 ) -> None:
     shutil.copy(REPO / "setup.py", copy)
-    assert said(copy, BUILD) == ["1", "1", "0", "1"]
+    assert output_of(copy, BUILD) == ["1", "1", "0", "1"]
 
 
 DECIDE = """
@@ -185,8 +185,8 @@ for policy in ("br_0", "br_h", "target_fit", "level_fit"):
 
 
 def test_the_compiled_core_decides_as_python_does_to_the_last_bit() -> None:
-    compiled, *decided = said(REPO, DECIDE)
-    python, *as_python = said(REPO, DECIDE, BALANCEROUTE_PURE_PYTHON="1")
+    compiled, *decided = output_of(REPO, DECIDE)
+    python, *as_python = output_of(REPO, DECIDE, BALANCEROUTE_PURE_PYTHON="1")
     assert (compiled, python) == ("True", "False")
     assert len(decided) == 4 and decided == as_python
 

@@ -316,8 +316,8 @@ def test_the_first_failure_of_each_series_is_logged(
 
     asyncio.run(scenario())
     forecasts.close()
-    told = [record.args[0] for record in caplog.records if "requests count as staying" in record.message]
-    assert told == 2 * ["first forecasts", "forecasts", "observations"]
+    logged = [record.args[0] for record in caplog.records if "requests count as staying" in record.message]
+    assert logged == 2 * ["first forecasts", "forecasts", "observations"]
     assert forecasts.forecaster.failures == 9
 
 

@@ -39,27 +39,27 @@ def module(folder: Path, number: int, text: str) -> str:
 
 
 @pytest.mark.parametrize("what", SETTINGS)
-@pytest.mark.parametrize(("statement", "told"), OF_MODULES.values(), ids=OF_MODULES)
+@pytest.mark.parametrize(("statement", "expected"), OF_MODULES.values(), ids=OF_MODULES)
 def test_a_module_that_cannot_be_imported_is_reported_in_one_line(
-    folder: Path, what: str, statement: str, told: str
+    folder: Path, what: str, statement: str, expected: str
 ) -> None:
     section, key = SETTINGS[what]
     name = module(folder, 1, f"{statement}\n")
     with pytest.raises(ConfigError, match="^[^\n]*$") as refused:
         validate(WORKERS | {section: {key: name}})
-    assert f"{what} {name}: " in str(refused.value) and str(refused.value).endswith(told)
+    assert f"{what} {name}: " in str(refused.value) and str(refused.value).endswith(expected)
 
 
 @pytest.mark.parametrize("what", SETTINGS)
-@pytest.mark.parametrize(("statement", "told"), RAISES.values(), ids=RAISES)
+@pytest.mark.parametrize(("statement", "expected"), RAISES.values(), ids=RAISES)
 def test_a_class_that_cannot_be_created_is_reported_in_one_line(
-    folder: Path, what: str, statement: str, told: str
+    folder: Path, what: str, statement: str, expected: str
 ) -> None:
     section, key = SETTINGS[what]
     name = module(folder, 2, f"class Own:\n    def __init__(self, *_, **__):\n        {statement}\n")
     with pytest.raises(ConfigError, match="^[^\n]*$") as refused:
         build_forecasts(validate(WORKERS | {"routing": {"policy": "br_h"}} | {section: {key: name}}))
-    assert f"{what} {name} with " in str(refused.value) and str(refused.value).endswith(told)
+    assert f"{what} {name} with " in str(refused.value) and str(refused.value).endswith(expected)
 
 
 @pytest.mark.parametrize("what", SETTINGS)

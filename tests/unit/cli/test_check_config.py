@@ -54,9 +54,9 @@ def test_check_config_reports_each_problem_on_its_own_line_with_code_2(
 ) -> None:
     Path(file).write_text("routing: {policy: best}\npool: {max_entries: -1}\n")
     assert run(monkeypatch, file) == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    lines = said.err.splitlines()
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    lines = printed.err.splitlines()
     assert all(line.startswith(f"balanceroute: {file}: ") for line in lines)
     for key in ("prefill.workers", "decode.workers", "routing.policy", "pool.max_entries"):
         assert sum(f": {key}" in line for line in lines) == 1
@@ -70,8 +70,8 @@ def test_missing_files_are_reported_together_and_none_is_created(
     settings = [f"predictor.model={model}", f"predictor.history={history}", f"auth.client_keys={keys}"]
     settings += [f"lifecycle.pins_file={pins}"]
     assert run(monkeypatch, file, *(part for text in settings for part in ("--set", text))) == 2
-    said = capsys.readouterr().err
-    assert all(str(path) in said for path in (model, history, keys, pins)) and said.count("\n") == 4
+    error_text = capsys.readouterr().err
+    assert all(str(path) in error_text for path in (model, history, keys, pins)) and error_text.count("\n") == 4
     assert sorted(path.name for path in tmp_path.iterdir()) == ["c.yaml"]
 
 
@@ -82,9 +82,11 @@ def test_missing_files_are_reported_beside_other_problems(
     wrong = ["routing.horizon_steps=-3", "tls.cert_file=/nowhere.pem", "tls.nothing=1", "listen.port=99999"]
     settings = [*wrong, "predictor.kind=learned", f"predictor.model={model}", f"auth.client_keys={keys}"]
     assert run(monkeypatch, file, *(part for text in settings for part in ("--set", text))) == 2
-    said = capsys.readouterr().err
-    assert all(text in said for text in (str(model), str(keys), "routing.horizon_steps", "tls.nothing", "listen.port"))
-    assert said.count("\n") == 5  # of a section that is wrong itself no file is looked at
+    error_text = capsys.readouterr().err
+    assert all(
+        text in error_text for text in (str(model), str(keys), "routing.horizon_steps", "tls.nothing", "listen.port")
+    )
+    assert error_text.count("\n") == 5  # of a section that is wrong itself no file is looked at
 
 
 def test_a_file_that_is_not_yaml_is_reported_in_one_line(
@@ -92,7 +94,7 @@ def test_a_file_that_is_not_yaml_is_reported_in_one_line(
 ) -> None:
     Path(file).write_text("prefill: [\n")
     assert run(monkeypatch, file) == 2
-    assert "not valid YAML" in (said := capsys.readouterr().err) and said.count("\n") == 1
+    assert "not valid YAML" in (error_text := capsys.readouterr().err) and error_text.count("\n") == 1
 
 
 def test_a_variable_without_effect_is_a_warning_and_a_knob_without_effect_is_refused(
@@ -100,9 +102,9 @@ def test_a_variable_without_effect_is_a_warning_and_a_knob_without_effect_is_ref
 ) -> None:
     monkeypatch.setenv("BALANCEROUTE_POLICY", "br_0")
     assert run(monkeypatch, file, "--set", "routing.r_max=3") == 2
-    said = capsys.readouterr().err.splitlines()
-    assert "did you mean BALANCEROUTE_" in said[0] and "BALANCEROUTE_ROUTING__POLICY" in said[0]
-    assert said[1:] == [
+    error_lines = capsys.readouterr().err.splitlines()
+    assert "did you mean BALANCEROUTE_" in error_lines[0] and "BALANCEROUTE_ROUTING__POLICY" in error_lines[0]
+    assert error_lines[1:] == [
         "balanceroute: command line: routing.r_max: level_fit does not have this knob; br_0, br_h have it"
     ]
 
@@ -160,7 +162,7 @@ def test_files_behind_a_folder_that_may_not_be_searched_are_named_in_a_line_each
     keys = ("predictor.model", "predictor.history", "lifecycle.pins_file", "auth.client_keys")
     settings = [f"{key}={closed}/folder/{key}" for key in keys]
     assert run(monkeypatch, file, *(part for text in settings for part in ("--set", text))) == 2
-    said = capsys.readouterr().err.splitlines()
-    assert len(said) == len(keys)
+    error_lines = capsys.readouterr().err.splitlines()
+    assert len(error_lines) == len(keys)
     for key in keys:
-        assert sum(key in line and "Permission denied" in line for line in said) == 1, key
+        assert sum(key in line and "Permission denied" in line for line in error_lines) == 1, key

@@ -43,8 +43,8 @@ def test_names_are_not_cut_when_piped_and_an_unknown_runner_up_is_stated(capsys:
 
 def test_the_policy_is_a_column_only_where_it_has_changed(capsys: pytest.CaptureFixture[str]) -> None:
     show_decisions({"count": 2, "decisions": [ROW, {**ROW, "policy": "br_0"}]})
-    told = capsys.readouterr().out
-    assert "┃ policy" in told and told.endswith("2 admissions so far, 2 shown, by br_0, level_fit\n")
+    output = capsys.readouterr().out
+    assert "┃ policy" in output and output.endswith("2 admissions so far, 2 shown, by br_0, level_fit\n")
     show_decisions({"count": 2, "decisions": [ROW]})
     assert "┃ policy" not in capsys.readouterr().out
 
@@ -61,8 +61,8 @@ def test_an_unreachable_router_is_reported_in_one_line_with_exit_code_2(
         closed.bind(("127.0.0.1", 0))  # not listening
         url = f"http://127.0.0.1:{closed.getsockname()[1]}"
         assert run(monkeypatch, url) == 2
-    told = capsys.readouterr().err
-    assert told.startswith(f"balanceroute: {url}: no answer: ") and told.count("\n") == 1
+    error_text = capsys.readouterr().err
+    assert error_text.startswith(f"balanceroute: {url}: no answer: ") and error_text.count("\n") == 1
     assert run(monkeypatch, url, "--admin-token", "\u00e9") == 2
     assert "--admin-token: accepted are printable ASCII characters" in capsys.readouterr().err
     for url in ("nonsense", "http://no..name"):
@@ -107,8 +107,12 @@ def test_a_server_that_is_not_a_router_is_refused(
 ) -> None:
     with answering(lambda head: (status, body.encode())) as url:
         assert run(monkeypatch, url, "--watch", "0") == 2
-    told = capsys.readouterr().err
-    assert f"status {status}: " in told and "is this a balanceroute router" in told and told.count("\n") == 1
+    error_text = capsys.readouterr().err
+    assert (
+        f"status {status}: " in error_text
+        and "is this a balanceroute router" in error_text
+        and error_text.count("\n") == 1
+    )
 
 
 def test_ctrl_c_ends_the_watching_also_while_the_router_does_not_answer(

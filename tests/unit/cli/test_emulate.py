@@ -65,9 +65,9 @@ def test_the_written_configuration_is_one_that_serve_takes(
 def test_a_bad_flag_ends_in_one_line_and_exit_code_2(
     flags: list[str], words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    code, printed, told = run_command(capsys, monkeypatch, "emulate", *flags)
-    assert (code, printed, told.count("\n")) == (2, "", 1)
-    assert words in told
+    code, printed, error_text = run_command(capsys, monkeypatch, "emulate", *flags)
+    assert (code, printed, error_text.count("\n")) == (2, "", 1)
+    assert words in error_text
 
 
 def test_too_few_open_files_for_the_cluster_are_said_in_one_line() -> None:

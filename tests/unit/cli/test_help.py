@@ -27,7 +27,7 @@ def ordinary_signals() -> Iterator[None]:
         signal.signal(number, handler)
 
 
-def said_by(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+def output_of(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     monkeypatch.setattr(sys, "argv", ["balanceroute", *arguments])
     with pytest.raises(SystemExit):
         main()
@@ -39,14 +39,14 @@ def said_by(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 def test_values_of_options_and_arguments_are_words_and_nothing_is_cut_off(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text = said_by(monkeypatch, capsys, *command.split(), "--help")
+    text = output_of(monkeypatch, capsys, *command.split(), "--help")
     assert "Options:" in text and not re.search(r"<(str|int|float|path|bool|list|Path)", text)
     assert "…" not in text
     assert re.search(rf"^  Example: .*balanceroute {command}", text, re.M)
 
 
 @pytest.mark.parametrize(
-    ("typed", "told"),
+    ("typed", "expected"),
     [
         ("serve --port 1 cluster.yaml", "Unexpected argument 'cluster.yaml'; did you mean --config cluster.yaml?"),
         ("replay own.csv --load 1", "Unexpected argument 'own.csv'; did you mean --trace own.csv?"),
@@ -56,23 +56,23 @@ def test_values_of_options_and_arguments_are_words_and_nothing_is_cut_off(
     ids=["a configuration", "a trace", "no option", "no text"],
 )
 def test_an_extra_argument_is_named_with_the_option_it_may_belong_to(
-    typed: str, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    typed: str, expected: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert said_by(monkeypatch, capsys, *typed.split()) == f"balanceroute: {told}\n"
+    assert output_of(monkeypatch, capsys, *typed.split()) == f"balanceroute: {expected}\n"
 
 
 @pytest.mark.parametrize("typed", ["serve --decoder-ports 1 2-9", "replay --load 2-9"], ids=["integer", "number"])
 def test_an_invalid_number_is_shown_with_its_option(
     typed: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said = said_by(monkeypatch, capsys, *typed.split())
-    assert "'2-9'" in said and typed.split()[1] in said and said.count("\n") == 1
+    error_text = output_of(monkeypatch, capsys, *typed.split())
+    assert "'2-9'" in error_text and typed.split()[1] in error_text and error_text.count("\n") == 1
 
 
 def test_the_list_of_commands_is_complete_and_explains_the_exit_codes(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text = said_by(monkeypatch, capsys, "--help")
+    text = output_of(monkeypatch, capsys, "--help")
     assert "..." not in text.partition("Commands:")[2] and "…" not in text
     assert all(re.search(rf"{number} \w", text.partition("Exit codes:")[2]) for number in (0, 1, 2, 130))
 
@@ -83,7 +83,7 @@ def test_the_list_of_commands_is_complete_and_explains_the_exit_codes(
 def test_a_mistyped_command_gets_a_suggestion(
     typed: str, meant: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert f"Did you mean '{meant}'?" in said_by(monkeypatch, capsys, *typed.split())
+    assert f"Did you mean '{meant}'?" in output_of(monkeypatch, capsys, *typed.split())
 
 
 def test_the_shell_can_complete_commands() -> None:

@@ -50,12 +50,12 @@ def test_a_key_that_exists_is_hashed_and_not_shown(
 
 def test_json_has_both(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(monkeypatch, "one", "--json") == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["entry"]["sha256"] == digest_of(told["key"].encode()).hex()
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["entry"]["sha256"] == digest_of(printed["key"].encode()).hex()
 
 
 @pytest.mark.parametrize(
-    ("arguments", "given", "told"),
+    ("arguments", "given", "expected"),
     [
         (["two words"], "", "name: accepted are"),
         (["a", "--max-in-flight", "0"], "", "max_in_flight"),
@@ -64,8 +64,8 @@ def test_json_has_both(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
     ],
 )
 def test_bad_input_is_reported_in_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], given: str, told: str
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], given: str, expected: str
 ) -> None:
     assert run(monkeypatch, *arguments, given=given) == 2
     err = capsys.readouterr().err
-    assert told in err and err.count("\n") == 1
+    assert expected in err and err.count("\n") == 1

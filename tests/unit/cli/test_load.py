@@ -13,13 +13,13 @@ SENT = RequestResult(sent_s=0.1, late_s=0.002, error="cut_off")
 
 
 @pytest.mark.parametrize("results", [[], [SENT]], ids=["nothing sent", "no answer"])
-@pytest.mark.parametrize(("interrupted", "told"), [(True, "no answer yet"), (False, "no complete answer")])
+@pytest.mark.parametrize(("interrupted", "expected"), [(True, "no answer yet"), (False, "no complete answer")])
 def test_a_run_without_an_answer_says_so_and_shows_no_times(
-    results: list[RequestResult], interrupted: bool, told: str, capsys: pytest.CaptureFixture[str]
+    results: list[RequestResult], interrupted: bool, expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     print_report(asdict(summarise(results)), interrupted=interrupted)
     shown = capsys.readouterr().out
-    assert told in shown and "nan" not in shown
+    assert expected in shown and "nan" not in shown
     assert "ttft" not in shown and ("late" in shown) == bool(results)
 
 

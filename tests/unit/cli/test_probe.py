@@ -136,12 +136,14 @@ async def test_each_problem_is_reported_for_its_worker() -> None:
     async with served(swapped, small, lone, locked) as urls:
         closed = "http://127.0.0.1:1"
         answers = await asked([urls[0], closed], urls[1:])
-    told = {answer.worker: " | ".join(answer.problems) for answer in answers}
-    assert "set connector: nixl" in told[urls[0][7:]] and "kv_role is kv_consumer" in told[urls[0][7:]]
-    assert "can't be reached" in told[closed[7:]]
-    assert "max_num_seqs is 32 there and 64 here" in told[urls[1][7:]]
-    assert "has no KV connector" in told[urls[2][7:]] and "serves other, where most serve m" in told[urls[2][7:]]
-    assert "auth.worker_api_key" in told[urls[3][7:]]
+    problems = {answer.worker: " | ".join(answer.problems) for answer in answers}
+    assert "set connector: nixl" in problems[urls[0][7:]] and "kv_role is kv_consumer" in problems[urls[0][7:]]
+    assert "can't be reached" in problems[closed[7:]]
+    assert "max_num_seqs is 32 there and 64 here" in problems[urls[1][7:]]
+    assert (
+        "has no KV connector" in problems[urls[2][7:]] and "serves other, where most serve m" in problems[urls[2][7:]]
+    )
+    assert "auth.worker_api_key" in problems[urls[3][7:]]
     assert not_compared(answers) == {}, "of one that cannot be reached nothing is expected"
 
 

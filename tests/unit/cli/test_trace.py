@@ -46,8 +46,8 @@ def test_a_file_that_convert_reads_is_described_as_it_is(
     source = tmp_path / "azure.csv"
     source.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2024-05-10 00:00:00,10,5\n2024-05-10 00:00:01,10,0\n")
     assert run(monkeypatch, "trace", "describe", str(source), "--json") == 0
-    told = capsys.readouterr()
-    assert json.loads(told.out)["rows"] == 1 and "left out 1 requests" in told.err
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["rows"] == 1 and "left out 1 requests" in printed.err
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ def test_an_empty_list_of_keys_is_valid_and_admits_no_client(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "expected"),
     [
         ("", "is empty"),
         ("- a\n", "keys[0]: accepted is a mapping with the keys name, sha256, priority"),
@@ -53,12 +53,12 @@ def test_an_empty_list_of_keys_is_valid_and_admits_no_client(tmp_path: Path) -> 
         (f"keys: [{{name: a, sha256: '{HASH}'}}, {{name: a, sha256: '{HASH[::-1]}'}}]\n", "keys[1].name: the same"),
     ],
 )
-def test_a_wrong_key_file_is_reported_in_one_line_without_a_secret(tmp_path: Path, text: str, told: str) -> None:
+def test_a_wrong_key_file_is_reported_in_one_line_without_a_secret(tmp_path: Path, text: str, expected: str) -> None:
     path = written(tmp_path, text)
     with pytest.raises(ConfigError) as caught:
         read_client_keys(path)
     line = str(caught.value)
-    assert line.startswith(f"{path}: ") and told in line and "\n" not in line and "sk-br-secret" not in line
+    assert line.startswith(f"{path}: ") and expected in line and "\n" not in line and "sk-br-secret" not in line
 
 
 def test_a_missing_key_file_is_reported_in_one_line() -> None:

@@ -30,8 +30,8 @@ def test_repeated_aliases_cost_no_more_than_their_bytes(
     tmp_path: Path, before: str, after: str, long: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(documents, "LONG", long)
-    told = refusal(tmp_path / "c.yaml", nested(before, after))
-    assert "not valid YAML: it stands for more than" in told
+    message = refusal(tmp_path / "c.yaml", nested(before, after))
+    assert "not valid YAML: it stands for more than" in message
 
 
 @pytest.mark.parametrize("text", ["a: &a [*a]", "a: &a {b: *a}", "? &a [*a]\n: 1"])
@@ -48,8 +48,8 @@ def test_a_value_that_contradicts_its_yaml_tag_is_reported_with_its_place(
     tmp_path: Path, value: str, long: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(documents, "LONG", long)
-    told = refusal(tmp_path / "c.yaml", f"a: 1\nb: {value}\n")
-    assert told.startswith(f"{tmp_path / 'c.yaml'}: line 2, column 4: not valid YAML: ") and "\n" not in told
+    message = refusal(tmp_path / "c.yaml", f"a: 1\nb: {value}\n")
+    assert message.startswith(f"{tmp_path / 'c.yaml'}: line 2, column 4: not valid YAML: ") and "\n" not in message
 
 
 def test_an_anchor_may_be_named_as_often_as_it_helps(tmp_path: Path) -> None:

@@ -389,8 +389,8 @@ def test_config_error_lists_every_problem_of_file_and_variables(tmp_path: Path) 
     environ = {"BALANCEROUTE_DECODE": "x", "BALANCEROUTE_ROUTING__R_MAX": "99"}
     with pytest.raises(ConfigError) as caught:
         load(path, environ)
-    told = [problem.split(":")[0] + ":" + problem.split(":")[1] for problem in caught.value.problems]
-    assert {text.partition(" =")[0] for text in told} == {
+    keys = [problem.split(":")[0] + ":" + problem.split(":")[1] for problem in caught.value.problems]
+    assert {text.partition(" =")[0] for text in keys} == {
         "BALANCEROUTE_DECODE: decode is a section; accepted is BALANCEROUTE_DECODE__KEY for one of its keys",
         "BALANCEROUTE_ROUTING__R_MAX: routing.r_max",
         f"{path}: pool.ttl",
@@ -462,13 +462,13 @@ def test_an_infinite_time_can_be_written_as_a_string(tmp_path: Path, written: st
 
 @pytest.mark.parametrize("written", ["-.inf", ".nan", "86401", "-1", "forever"])
 def test_an_invalid_time_is_refused_with_what_is_accepted(tmp_path: Path, written: str) -> None:
-    said = refusal(tmp_path, WORKERS + f"routing: {{max_wait_s: {written}}}\n")
-    assert "routing.max_wait_s = " in said and "accepted is a number, 0 to 86400, or .inf" in said
+    message = refusal(tmp_path, WORKERS + f"routing: {{max_wait_s: {written}}}\n")
+    assert "routing.max_wait_s = " in message and "accepted is a number, 0 to 86400, or .inf" in message
 
 
 def test_bounds_of_priority_that_cross_are_refused(tmp_path: Path) -> None:
-    said = refusal(tmp_path, WORKERS + "limits: {priority: {min: 3, max: 2}}\n")
-    assert "limits.priority" in said and "accepted is a min that is not above max, not 3 and 2" in said
+    message = refusal(tmp_path, WORKERS + "limits: {priority: {min: 3, max: 2}}\n")
+    assert "limits.priority" in message and "accepted is a min that is not above max, not 3 and 2" in message
 
 
 def test_knobs_in_the_file_belong_to_its_own_policy_when_a_flag_chooses_another(tmp_path: Path) -> None:

@@ -168,11 +168,11 @@ def test_a_request_adopted_without_its_prefix_is_prefilled_where_its_prefix_is_c
     for name, blocks in (("x", [99]), ("y", prefix)):
         heir.prefilled(name, 100 * len(blocks), 1.0)
         heir.finish(name, Outcome.FINISHED, 1.0)
-    for name, told in (("a", prefix), ("b", ())):
+    for name, given_prefix in (("a", prefix), ("b", ())):
         standing = Standing(RequestSpec(name, 800, block_tokens=100), Phase.DECODING, 800, decoder="d0", tokens=1)
         assert heir.adopt(standing, 2.0)
-        heir.requeue(name, 2.0, told)
-        assert list(heir.snapshot.requests[name].prefix) == list(told)
+        heir.requeue(name, 2.0, given_prefix)
+        assert list(heir.snapshot.requests[name].prefix) == list(given_prefix)
     (first, *_) = heir.dispatch(2.0)
     assert (first.request, first.worker) == ("a", cached[1].worker)
     assert heir.snapshot.requests["a"].uncached_tokens == 1

@@ -319,16 +319,16 @@ def test_counters_with_far_fewer_hits_shrink_the_index_until_hits_return() -> No
 
 
 def test_predicted_hits_that_did_not_occur_are_counted_as_missed_and_unknown_ones_are_not() -> None:
-    told, silent = with_policy("prefix_affinity", prefillers=1), with_policy("prefix_affinity", prefillers=1)
-    told.report_prefix_hits("p0", 0, 0, 0.0)
-    for scheduler in (told, silent):
+    reporting, silent = with_policy("prefix_affinity", prefillers=1), with_policy("prefix_affinity", prefillers=1)
+    reporting.report_prefix_hits("p0", 0, 0, 0.0)
+    for scheduler in (reporting, silent):
         converse(scheduler, 10)
-    told.report_prefix_hits("p0", 55_000, 0, 0.0)
-    assert told.snapshot.prefillers[0].hits.missed_tokens == 45_000
+    reporting.report_prefix_hits("p0", 55_000, 0, 0.0)
+    assert reporting.snapshot.prefillers[0].hits.missed_tokens == 45_000
     assert silent.snapshot.prefillers[0].hits.missed_tokens == 0
     assert silent.snapshot.prefillers[0].hits.real_tokens is None
-    told.report_prefix_hits("p0", 60_000, 1, 0.0)
-    assert told.snapshot.prefillers[0].hits.missed_tokens == 0
+    reporting.report_prefix_hits("p0", 60_000, 1, 0.0)
+    assert reporting.snapshot.prefillers[0].hits.missed_tokens == 0
 
 
 def test_reset_counters_mean_an_engine_with_an_empty_cache() -> None:

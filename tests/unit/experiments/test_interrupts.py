@@ -100,11 +100,11 @@ def test_a_run_on_several_processes_ends_at_once_and_leaves_none(
     if simulates:
         block_until(lambda: simulating(running.pid) > 0)
     send(running.pid, number)
-    _, said = running.communicate(timeout=ENDED_WITHIN_S)
+    _, error_text = running.communicate(timeout=ENDED_WITHIN_S)
     assert running.returncode == code
     if number is not signal.SIGKILL:  # which may come while it hands a process its task, and that one says so
-        assert "Traceback" not in said
-    assert ("balanceroute: interrupted before the report\n" in said) == (code == 130)
+        assert "Traceback" not in error_text
+    assert ("balanceroute: interrupted before the report\n" in error_text) == (code == 130)
     block_until(lambda: not processes_of(running.pid), within_s=ENDED_WITHIN_S)
 
 

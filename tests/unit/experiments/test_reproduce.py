@@ -127,10 +127,10 @@ def test_the_predictors_are_evaluated_on_an_unseen_draw(tmp_path: Path) -> None:
 
 def test_jobs_that_are_needed_twice_run_once() -> None:
     job = Job(Workload("capped", rows=20), methods.JSQ, 2)
-    told: list[tuple[int, int]] = []
-    results = run_jobs([job, job], 1, lambda done, total: told.append((done, total)))
+    progress: list[tuple[int, int]] = []
+    results = run_jobs([job, job], 1, lambda done, total: progress.append((done, total)))
     assert list(results) == [job]
-    assert told == [(1, 1)]
+    assert progress == [(1, 1)]
 
 
 def test_the_main_table_runs_every_router_with_a_pool_under_the_common_wait_cap_too() -> None:
@@ -236,7 +236,7 @@ def test_an_experiment_reads_the_options_that_change_what_it_runs_and_no_others(
 def test_an_option_that_no_chosen_experiment_reads_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    for arguments, told in (
+    for arguments, expected in (
         (["bound", "--policy", "x:Y"], "--policy: changes nothing in bound; it is read by main"),
         (["predictors", "--quick"], "--quick: changes nothing in predictors; it is read by main, scaling"),
     ):
@@ -244,7 +244,7 @@ def test_an_option_that_no_chosen_experiment_reads_is_refused(
         with pytest.raises(SystemExit) as ended:
             main()
         captured = capsys.readouterr()
-        assert ended.value.code == 2 and captured.err.startswith(f"balanceroute: {told}") and not captured.out
+        assert ended.value.code == 2 and captured.err.startswith(f"balanceroute: {expected}") and not captured.out
     assert not (tmp_path / "out").exists()
 
 
@@ -322,8 +322,8 @@ def test_an_excessive_number_of_processes_is_reported_in_one_line_with_exit_code
     monkeypatch.setattr(sys, "argv", ["balanceroute", "reproduce", "bound", "--jobs", jobs, "--out", str(tmp_path)])
     with pytest.raises(SystemExit) as ended:
         main()
-    told = capsys.readouterr().err
-    assert ended.value.code == 2 and "--jobs" in told and told.count("\n") == 1
+    error_text = capsys.readouterr().err
+    assert ended.value.code == 2 and "--jobs" in error_text and error_text.count("\n") == 1
 
 
 def test_the_command_lists_what_it_wrote(

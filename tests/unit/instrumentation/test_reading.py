@@ -351,7 +351,7 @@ def test_the_line_for_replay_has_the_slowdowns_and_the_cost_that_they_multiply(
 
 
 @pytest.mark.parametrize(
-    ("sizes", "configured", "replayed", "said"),
+    ("sizes", "configured", "replayed", "stated"),
     [
         ((1, 1), "shared_barrier: false", "--workers 2 --barrier-groups 2", False),
         ((2, 2), "# c, d: {slowdown: 1, barrier_group: group2}", "--workers 4 --barrier-groups 2", False),
@@ -360,7 +360,7 @@ def test_the_line_for_replay_has_the_slowdowns_and_the_cost_that_they_multiply(
     ids=["each alone", "two barriers", "unequal"],
 )
 def test_the_barrier_groups_are_in_the_configuration_and_in_the_line_for_replay(
-    sizes: tuple[int, int], configured: str, replayed: str, said: bool
+    sizes: tuple[int, int], configured: str, replayed: str, stated: bool
 ) -> None:
     files = ("abcd"[: sizes[0]], "abcd"[sizes[0] : sum(sizes)])
     fit = Fit(0.1, 20.0, 0.9, 500)
@@ -368,7 +368,7 @@ def test_the_barrier_groups_are_in_the_configuration_and_in_the_line_for_replay(
         configuration(Summary([], [Group(tuple(names), 1.0, None, None, None, fit, 1.0) for names in files], 1.0))
     )
     assert configured in text and replayed in text and "--slowdowns" not in text
-    assert ("as equal in size as can be" in text) == said
+    assert ("as equal in size as can be" in text) == stated
 
 
 def test_a_cost_below_zero_of_an_empty_step_is_doubted_or_printed_as_zero(

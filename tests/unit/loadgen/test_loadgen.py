@@ -132,8 +132,8 @@ async def answer_503(body: Body, writer: asyncio.StreamWriter) -> None:
 
 
 async def answer_404(body: Body, writer: asyncio.StreamWriter) -> None:
-    said = b'{"error": {"message": "The model `x`\\n does not exist.", "type": "NotFoundError", "code": 404}}'
-    writer.write(b"HTTP/1.1 404 Not Found\r\ncontent-length: %d\r\n\r\n" % len(said) + said)
+    error_body = b'{"error": {"message": "The model `x`\\n does not exist.", "type": "NotFoundError", "code": 404}}'
+    writer.write(b"HTTP/1.1 404 Not Found\r\ncontent-length: %d\r\n\r\n" % len(error_body) + error_body)
 
 
 async def answer_odd_events(body: Body, writer: asyncio.StreamWriter) -> None:
@@ -218,8 +218,8 @@ def test_errors_of_one_kind_are_counted_together_under_the_first_message() -> No
     async def refuse(body: Body, writer: asyncio.StreamWriter) -> None:
         nonlocal number
         number += 1
-        said = b'{"detail": "request %d"}' % number
-        writer.write(b"HTTP/1.1 400 Bad\r\ncontent-length: %d\r\n\r\n" % len(said) + said)
+        error_body = b'{"detail": "request %d"}' % number
+        writer.write(b"HTTP/1.1 400 Bad\r\ncontent-length: %d\r\n\r\n" % len(error_body) + error_body)
 
     report = loaded(a_trace([4] * 3), refuse)
     assert list(report.errors.values()) == [3] and next(iter(report.errors)).startswith("status 400: request ")
@@ -258,28 +258,28 @@ def test_the_time_scale_stretches_the_arrivals() -> None:
 
 
 def test_progress_is_reported_until_every_request_has_ended() -> None:
-    told: list[tuple[int, int]] = []
+    progress: list[tuple[int, int]] = []
 
     async def run() -> None:
         async with serving(whole_answer) as url:
-            await run_load(a_trace([1, 1]), LoadOptions(url), lambda sent, ended: told.append((sent, ended)))
+            await run_load(a_trace([1, 1]), LoadOptions(url), lambda sent, ended: progress.append((sent, ended)))
 
     asyncio.run(run())
-    assert told[-1] == (2, 2)
+    assert progress[-1] == (2, 2)
 
 
 def test_a_run_that_is_stopped_reports_what_was_sent_and_names_what_was_cut_off() -> None:
     async def run() -> LoadReport:
         stop = asyncio.Event()
 
-        def told(sent: int, ended: int) -> None:
+        def on_progress(sent: int, ended: int) -> None:
             if ended == 3:
                 stop.set()
 
         async with serving(whole_answer) as url:
             trace = a_trace([1, 1, 1, 1, 1])
             trace = replace(trace, arrival_s=np.array([0.0, 0.0, 0.0, 1e6, 2e6]))
-            return await run_load(trace, LoadOptions(url), told, stop)
+            return await run_load(trace, LoadOptions(url), on_progress, stop)
 
     report = asyncio.run(run())
     assert (report.requests, report.completed, report.errors) == (3, 3, {})

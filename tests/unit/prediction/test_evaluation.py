@@ -95,9 +95,9 @@ def test_figures_without_a_class_are_null_and_the_result_is_json() -> None:
 
 
 def test_calibration_compares_predicted_with_observed_finish_rates() -> None:
-    said = np.array([0.0, 0.05, 0.95, 1.0])
+    predicted = np.array([0.0, 0.05, 0.95, 1.0])
 
-    low, high = calibration_bins(said, np.array([False, True, True, True]))
+    low, high = calibration_bins(predicted, np.array([False, True, True, True]))
 
     assert (low.low, low.samples, low.mean_p_finish, low.finish_rate) == (0.0, 2, pytest.approx(0.025), 0.5)
     assert (high.high, high.samples, high.mean_p_finish, high.finish_rate) == (1.0, 2, pytest.approx(0.975), 1.0)

@@ -96,12 +96,12 @@ def answering(*replies: bytes) -> Script:
     return script
 
 
-def falling_silent(said: bytes = b"") -> Script:
+def falling_silent(sent: bytes = b"") -> Script:
     """A script that says this to the first request of a connection, and nothing more until it is closed."""
 
     async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await read_request(reader)
-        writer.write(said)
+        writer.write(sent)
         await reader.read()
 
     return script

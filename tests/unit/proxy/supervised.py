@@ -121,7 +121,7 @@ async def live(name: str, listener: socket.socket | None, on_up: Callable[[], No
     loop, drain, now = asyncio.get_running_loop(), threading.Event(), threading.Event()
     deaf = name == OPTIONS.get("deaf")
 
-    def told(number: signal.Signals) -> None:
+    def on_signal(number: signal.Signals) -> None:
         note(name, number.name)
         if not deaf and number in (signal.SIGUSR2, signal.SIGUSR1):
             drain.set()
@@ -131,7 +131,7 @@ async def live(name: str, listener: socket.socket | None, on_up: Callable[[], No
     note(name, "starts")
     await until(lambda: name != OPTIONS.get("slow") and not (FOLDER / f"slow-{name}").exists(), within_s=LIFE_S)
     for number in (signal.SIGUSR2, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
-        loop.add_signal_handler(number, told, number)
+        loop.add_signal_handler(number, on_signal, number)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
     server = None if listener is None else await asyncio.start_server(partial(answer, name), sock=listener)
     note(name, "up")

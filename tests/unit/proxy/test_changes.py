@@ -173,8 +173,8 @@ def test_an_unwritable_changes_file_is_logged_once_and_written_later(
         watching.cancel()
 
     in_virtual_time(test)
-    told = [record.getMessage() for record in caplog.records if "operators change" in record.getMessage()]
-    assert told == ["what operators change is not kept for another brain", "what operators change is kept again"]
+    messages = [record.getMessage() for record in caplog.records if "operators change" in record.getMessage()]
+    assert messages == ["what operators change is not kept for another brain", "what operators change is kept again"]
 
 
 def test_a_removed_changes_file_is_rewritten(tmp_path: Path) -> None:

@@ -78,12 +78,12 @@ def test_counts_are_overwritten_in_place_on_a_full_disk(
 
 
 def test_counts_of_a_living_relay_are_not_removed(tmp_path: Path) -> None:
-    folder, heard = RunFolder(tmp_path), []
+    folder, inherited = RunFolder(tmp_path), []
     kept = KeptCounts(folder)
     kept.keep("relay-0", b"{1}")
     with living(folder, "relay-0"):
-        assert not kept.clean_up("relay-0", lambda counts: not heard.append(counts))  # type: ignore[func-returns-value]
-    assert heard == [] and kept.of("relay-0") == b"{1}"
+        assert not kept.clean_up("relay-0", lambda counts: not inherited.append(counts))  # type: ignore[func-returns-value]
+    assert inherited == [] and kept.of("relay-0") == b"{1}"
     assert kept.gone() == {"relay-0"} and kept.clean_up("relay-0", lambda counts: True)
     assert kept.gone() == set() and list(tmp_path.iterdir()) == []
 

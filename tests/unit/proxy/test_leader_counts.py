@@ -102,17 +102,17 @@ def counted(requests: int) -> bytes:
 
 
 def test_the_leader_takes_over_counts_of_removed_relays_and_deletes_their_files(tmp_path: Path) -> None:
-    folder, metrics, told = RunFolder(tmp_path), counting(), []
+    folder, metrics, inherited = RunFolder(tmp_path), counting(), []
     for relay, requests in (("relay-0", 3), ("relay-1", 4), ("relay-0.2", 100)):
         os.close(RelayLocks(folder).lock(relay))
         KeptCounts(folder).keep(relay, counted(requests))
     life = RelayLocks(folder).lock("relay-0.2")
-    counts = LeaderCounts(folder, ALead(), metrics, told.append)
+    counts = LeaderCounts(folder, ALead(), metrics, inherited.append)
     for now in range(0, int(GONE_S), 5):
         counts.clean_up(now)
-    assert told == [] and len(KeptCounts(folder).of_others(())) == 3
+    assert inherited == [] and len(KeptCounts(folder).of_others(())) == 3
     counts.clean_up(GONE_S)
-    assert sorted(told) == ["relay-0", "relay-1"] and counts.inherited == set()
+    assert sorted(inherited) == ["relay-0", "relay-1"] and counts.inherited == set()
     assert metrics.requests.value("finished") == 7
     counts.keep()
     assert {path.name for path in tmp_path.iterdir()} == {"counts-brain", "counts-relay-0.2", "life-relay-0.2"}

@@ -50,32 +50,32 @@ def test_an_address_in_use_is_named_with_its_setting(tmp_path: Path) -> None:
 
 def test_a_port_of_another_router_is_refused_with_what_can_be_done(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, RunFolder(tmp_path).claim():
-        told = refusal(a_config(listen={"relays": 1, "run_folder": str(tmp_path), "port": taken.getsockname()[1]}))
-    assert "Address already in use: a router with relays runs there; --take-over takes its place" in told
+        message = refusal(a_config(listen={"relays": 1, "run_folder": str(tmp_path), "port": taken.getsockname()[1]}))
+    assert "Address already in use: a router with relays runs there; --take-over takes its place" in message
 
 
 def test_an_invalid_host_is_named() -> None:
-    told = refusal(a_config(listen={"relays": 1, "host": "no.such.host.invalid", "port": 0}))
-    assert told == "listen: cannot listen on no.such.host.invalid:0: there is no such address"
+    message = refusal(a_config(listen={"relays": 1, "host": "no.such.host.invalid", "port": 0}))
+    assert message == "listen: cannot listen on no.such.host.invalid:0: there is no such address"
 
 
 def test_a_lease_outside_a_pod_is_refused_before_a_process_is_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
-    told = refusal(a_config(listen={"relays": 1, "port": 0, "run_folder": str(tmp_path), "lease": "router"}))
-    assert told.startswith("listen.lease = 'router': accepted only in a pod of Kubernetes: KUBERNETES_SERVICE_HOST ")
+    message = refusal(a_config(listen={"relays": 1, "port": 0, "run_folder": str(tmp_path), "lease": "router"}))
+    assert message.startswith("listen.lease = 'router': accepted only in a pod of Kubernetes: KUBERNETES_SERVICE_HOST ")
 
 
 def test_a_run_folder_that_cannot_be_used_is_named() -> None:
-    told = refusal(a_config(listen={"relays": 1, "port": 0, "run_folder": "/dev/null/run"}))
-    assert told.startswith("listen.run_folder = '/dev/null/run'")
+    message = refusal(a_config(listen={"relays": 1, "port": 0, "run_folder": "/dev/null/run"}))
+    assert message.startswith("listen.run_folder = '/dev/null/run'")
 
 
 def test_a_run_folder_of_another_router_is_refused_with_what_can_be_done(tmp_path: Path) -> None:
     with RunFolder(tmp_path).claim():
-        told = refusal(a_config(listen={"relays": 1, "port": 0, "run_folder": str(tmp_path)}))
-    assert told.startswith("listen.run_folder = ") and "another router" in told and "--take-over" in told
+        message = refusal(a_config(listen={"relays": 1, "port": 0, "run_folder": str(tmp_path)}))
+    assert message.startswith("listen.run_folder = ") and "another router" in message and "--take-over" in message
 
 
 def reloaded(parent: Processes) -> bool:
@@ -286,8 +286,8 @@ def test_the_socket_that_a_take_over_uses_is_recreated_when_removed(
         parent.repair()
         assert folder.handover.exists()
         parent.stop_listening()
-    told = [record.message for record in caplog.records]
-    assert told.count("no other router can take over from this one") == 1
+    messages = [record.message for record in caplog.records]
+    assert messages.count("no other router can take over from this one") == 1
 
 
 def test_a_journal_that_cannot_be_opened_is_named(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ class Running:
         lines = [line.split() for line in file.read_text().splitlines()] if file.exists() else []
         return [event for who, _, event in lines if who == name or not name]
 
-    def told(self, name: str) -> list[str]:
+    def events_since_up(self, name: str) -> list[str]:
         """The same from when it was up first."""
         events = self.events(name)
         return events[events.index("up") :] if "up" in events else []
@@ -73,7 +73,7 @@ class Running:
         file = self.folder / "events"
         return [int(line.split()[1]) for line in file.read_text().splitlines()] if file.exists() else []
 
-    def said(self, event: str) -> list[dict[str, Any]]:
+    def logged(self, event: str) -> list[dict[str, Any]]:
         lines = [json.loads(line) for line in self.log.read_text().splitlines() if line.startswith("{")]
         return [line for line in lines if line["event"] == event]
 
@@ -125,7 +125,7 @@ def test_a_killed_child_is_restarted_and_the_others_are_unaffected(running: Runn
             assert ask(client) == (name, pid)
     assert running.pid("relay-1") == before["relay-1"]
     assert (running.folder / "deaths").read_text().split() == ["relay-0", "brain"]
-    assert {line["child"]: line["signal"] for line in running.said("child died")} == dict.fromkeys(
+    assert {line["child"]: line["signal"] for line in running.logged("child died")} == dict.fromkeys(
         ("relay-0", "brain"), "SIGKILL"
     )
 
@@ -172,10 +172,10 @@ def test_sigterm_lets_every_child_finish(running: Running) -> None:
     running.up(brain=1, relay_0=1, relay_1=1)
     running.process.send_signal(signal.SIGTERM)
     block_until(lambda: running.events().count("ends") == 2 and "SIGUSR2" in running.events("relay-1"))
-    assert running.process.poll() is None and running.told("relay-1") == ["up", "SIGUSR2"]
+    assert running.process.poll() is None and running.events_since_up("relay-1") == ["up", "SIGUSR2"]
     (running.folder / "hold-relay-1").unlink()
     assert running.process.wait(60) == 0
-    assert running.told("relay-1") == ["up", "SIGUSR2", "ends"]
+    assert running.events_since_up("relay-1") == ["up", "SIGUSR2", "ends"]
     assert running.events().count("up") == 3
 
 
@@ -187,7 +187,7 @@ def test_a_second_signal_ends_all_children_at_once(running: Running, first: sign
     block_until(lambda: "SIGUSR2" in running.events("relay-1"))
     running.process.send_signal(signal.SIGTERM)
     assert running.process.wait(60) == 0
-    assert running.told("relay-1") == ["up", "SIGUSR2", "SIGINT", "ends"]
+    assert running.events_since_up("relay-1") == ["up", "SIGUSR2", "SIGINT", "ends"]
 
 
 @pytest.mark.parametrize("running", [{"deaf": "relay-0", "end_s": 0.1}], indirect=True)
@@ -198,7 +198,7 @@ def test_a_child_that_ignores_signals_is_killed(running: Running) -> None:
         running.process.send_signal(signal.SIGTERM)
         block_until(lambda: len(running.events("relay-0")) > before)  # noqa: B023
     assert running.process.wait(60) == 0
-    killed = [line["children"] for line in running.said("children killed: they have not ended in time")]
+    killed = [line["children"] for line in running.logged("children killed: they have not ended in time")]
     assert ["relay-0" in children for children in killed] == [True]  # a busy machine may give others too little time
 
 
@@ -221,7 +221,7 @@ def test_signals_for_children_do_not_end_the_parent_and_reach_the_children(runni
     running.up(relay_0=2)
     running.process.send_signal(signal.SIGTERM)
     assert running.process.wait(60) == 0
-    assert running.told("relay-0")[-2:] == ["SIGUSR2", "ends"]
+    assert running.events_since_up("relay-0")[-2:] == ["SIGUSR2", "ends"]
 
 
 def test_a_needed_child_is_restarted_even_while_the_others_finish(running: Running) -> None:
@@ -270,11 +270,11 @@ def test_a_reload_whose_trial_fails_is_refused_with_its_reason(running: Running)
     for name in ("try", "fail"):
         (running.folder / name).touch()
     running.process.send_signal(signal.SIGHUP)
-    block_until(lambda: running.said("reload refused"))
+    block_until(lambda: running.logged("reload refused"))
     (running.folder / "no-fork").touch()
     running.process.send_signal(signal.SIGHUP)
-    block_until(lambda: len(running.said("reload refused")) == 2)
-    first, second = (line["error"] for line in running.said("reload refused"))
+    block_until(lambda: len(running.logged("reload refused")) == 2)
+    first, second = (line["error"] for line in running.logged("reload refused"))
     assert first == "the predictor: wrong" and second.startswith("no process can be started to try it: ")
     (running.folder / "no-fork").unlink()
     (running.folder / "fail").unlink()
@@ -288,8 +288,8 @@ def test_a_trial_that_takes_too_long_is_killed(running: Running) -> None:
     for name in ("try", "hold-trial"):
         (running.folder / name).touch()
     running.process.send_signal(signal.SIGHUP)
-    block_until(lambda: running.said("reload refused"))
-    assert running.said("reload refused")[0]["error"] == "it takes longer than 0.1 s"
+    block_until(lambda: running.logged("reload refused"))
+    assert running.logged("reload refused")[0]["error"] == "it takes longer than 0.1 s"
     assert "SIGHUP" not in running.events()
 
 
@@ -358,16 +358,20 @@ def test_a_file_broken_after_the_start_delays_only_restarting_processes(running:
     block_until((running.folder / "all-up").exists)
     (running.folder / "wrong-brain").touch()  # as a standby finds out when it takes the lead, in its first life
     running.up(brain=3)
-    assert {line["exit_code"] for line in running.said("child died")} == {2}
-    block_until(lambda: bool(running.said("child cannot run")))  # of its second life
-    assert {(line["child"], line["error"]) for line in running.said("child cannot run")} == {("brain", "brain: wrong")}
+    assert {line["exit_code"] for line in running.logged("child died")} == {2}
+    block_until(lambda: bool(running.logged("child cannot run")))  # of its second life
+    assert {(line["child"], line["error"]) for line in running.logged("child cannot run")} == {
+        ("brain", "brain: wrong")
+    }
     (running.folder / "wrong-brain").unlink()
     assert len(running.lives("relay-0")) == len(running.lives("relay-1")) == 1
 
 
-@pytest.mark.parametrize(("lacking", "told"), [("memory", "Cannot allocate memory"), ("EMFILE", "Too many open files")])
+@pytest.mark.parametrize(
+    ("lacking", "expected"), [("memory", "Cannot allocate memory"), ("EMFILE", "Too many open files")]
+)
 def test_a_child_without_resources_reports_it_in_one_line_and_is_restarted(
-    running: Running, lacking: str, told: str
+    running: Running, lacking: str, expected: str
 ) -> None:
     running.up(brain=1, relay_0=1, relay_1=1)
     block_until((running.folder / "all-up").exists)
@@ -375,16 +379,16 @@ def test_a_child_without_resources_reports_it_in_one_line_and_is_restarted(
     whole.write_text(lacking)
     whole.rename(running.folder / "short-relay-0")
     running.up(relay_0=2)
-    assert [(line["child"], line["error"]) for line in running.said("child cannot run")] == [("relay-0", told)]
-    assert not running.said("internal error")
+    assert [(line["child"], line["error"]) for line in running.logged("child cannot run")] == [("relay-0", expected)]
+    assert not running.logged("internal error")
 
 
 @pytest.mark.parametrize("running", [{"dies": "relay-1"}], indirect=True)
 def test_a_repeatedly_dying_child_is_restarted_with_growing_delays(running: Running) -> None:
-    block_until(lambda: len(running.said("child died")) >= 5)
+    block_until(lambda: len(running.logged("child died")) >= 5)
     running.process.send_signal(signal.SIGTERM)
     assert running.process.wait(60) == 0
-    deaths = running.said("child died")
+    deaths = running.logged("child died")
     assert [line["again_in_s"] for line in deaths[:5]] == [0.0, 0.1, 0.2, 0.4, 0.8]
     assert {(line["child"], line["exit_code"]) for line in deaths} == {("relay-1", 7)}
     assert len(running.lives("relay-0")) == len(running.lives("brain")) == 1
@@ -397,14 +401,14 @@ def test_children_continue_while_no_process_can_be_started_and_that_is_logged_on
     before = ask(client)
     os.kill(running.pid("relay-0"), signal.SIGKILL)
     os.kill(running.pid("brain"), signal.SIGKILL)
-    block_until(lambda: len(running.said("child died")) == 2)
-    block_until(lambda: running.said("no process can be started, tried again"))
+    block_until(lambda: len(running.logged("child died")) == 2)
+    block_until(lambda: running.logged("no process can be started, tried again"))
     running.process.send_signal(signal.SIGHUP)  # the parent hears: it lives
-    block_until(lambda: running.said("reload refused"))
+    block_until(lambda: running.logged("reload refused"))
     assert ask(client) == before
     (running.folder / "no-fork").unlink()
     running.up(brain=2, relay_0=2)
-    assert len(running.said("no process can be started, tried again")) == 1
+    assert len(running.logged("no process can be started, tried again")) == 1
     assert len(running.lives("relay-1")) == 1
 
 
@@ -413,7 +417,7 @@ def test_a_successor_gets_the_sockets_and_all_leave_when_it_is_ready(running: Ru
     block_until((running.folder / "all-up").exists)
     quitter = found(running)
     quitter.close()  # it ends before it is ready, and nothing has happened
-    block_until(lambda: running.said("the router that was to take over has ended"))
+    block_until(lambda: running.logged("the router that was to take over has ended"))
     successor = found(running)
     assert successor.state == HandoverState(running.process.pid, 1)
     with pytest.raises(ConfigError, match="another router is taking over"):
@@ -439,7 +443,7 @@ def test_a_drain_waits_for_a_router_that_prepares_to_take_over(running: Running,
     block_until((running.folder / "all-up").exists)
     successor = found(running)
     running.process.send_signal(signal.SIGTERM)
-    block_until(lambda: running.said("not draining: another router prepares to take over"))
+    block_until(lambda: running.logged("not draining: another router prepares to take over"))
     assert "SIGUSR2" not in running.events()
     if then == "it is ready":
         successor.go()
@@ -448,8 +452,8 @@ def test_a_drain_waits_for_a_router_that_prepares_to_take_over(running: Running,
     else:
         running.process.send_signal(signal.SIGTERM)
     assert running.process.wait(60) == 0
-    told = "SIGUSR1" if then == "it is ready" else "SIGUSR2"
-    assert all(told in running.events(name) for name in ("brain", "relay-0", "relay-1"))
+    expected = "SIGUSR1" if then == "it is ready" else "SIGUSR2"
+    assert all(expected in running.events(name) for name in ("brain", "relay-0", "relay-1"))
     successor.close()
 
 
@@ -466,10 +470,10 @@ def test_a_failed_takeover_finishes_the_requests_of_its_own_clients(running: Run
         (running.folder / "wrong-relay-1").touch()
     block_until(lambda: "SIGUSR1" in running.events("relay-0"))
     assert all(ask(client)[0] == "relay-0" for client in begun)
-    assert running.said("not taking over: the router that runs goes on")
+    assert running.logged("not taking over: the router that runs goes on")
     (running.folder / "hold-relay-0").unlink()
     assert running.process.wait(60) == (0 if why == "it is told to end" else 2)
-    assert running.told("relay-0") == ["up", "SIGUSR1", "ends"]
+    assert running.events_since_up("relay-0") == ["up", "SIGUSR1", "ends"]
 
 
 def test_a_router_that_drains_can_still_be_taken_over(running: Running) -> None:

@@ -26,7 +26,7 @@ def test_each_row_of_the_readmes_policy_table_equals_replays_output(
 
 
 @pytest.mark.parametrize(
-    ("page", "told"),
+    ("page", "expected"),
     [
         ("README.md", r"(\d+)k tokens on the left and (\d+)k on the right"),
         ("docs/index.md", r"(\d+)k tokens on the left and (\d+)k on the right"),
@@ -34,8 +34,10 @@ def test_each_row_of_the_readmes_policy_table_equals_replays_output(
         ("docs/zh/quickstart.md", r"`load_spread_mean`（约 (\d+),000 与 (\d+),000"),
     ],
 )
-def test_the_pages_state_the_load_spread_of_the_runs_that_they_show(page: str, told: str, spreads: list[float]) -> None:
-    found = re.search(told, (docs_figures.ROOT / page).read_text())
+def test_the_pages_state_the_load_spread_of_the_runs_that_they_show(
+    page: str, expected: str, spreads: list[float]
+) -> None:
+    found = re.search(expected, (docs_figures.ROOT / page).read_text())
     assert found is not None
     # another numpy, or another CPU, may round a number and with it a run otherwise
     assert [float(number) * 1000 for number in found.groups()] == pytest.approx(spreads, rel=0.1)

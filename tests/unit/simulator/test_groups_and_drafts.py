@@ -137,7 +137,7 @@ def test_every_request_is_served_with_every_other_option_at_once(policy: str, op
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "expected"),
     [
         ({"barrier_groups": 9}, "barrier groups 9: there are 8 workers"),
         ({"barrier_groups": 0}, "barrier groups 0: accepted is a number from 1"),
@@ -145,8 +145,8 @@ def test_every_request_is_served_with_every_other_option_at_once(policy: str, op
         ({"draft_tokens": 2, "engine_balancer_blocks": 5.0}, "not modelled together with barrier groups or draft"),
     ],
 )
-def test_invalid_settings_are_refused(options: dict[str, float], told: str) -> None:
-    with pytest.raises(InputError, match=told):
+def test_invalid_settings_are_refused(options: dict[str, float], expected: str) -> None:
+    with pytest.raises(InputError, match=expected):
         Setting(**options).checked()
 
 

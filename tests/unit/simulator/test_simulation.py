@@ -445,9 +445,9 @@ def test_oracle_and_predictor_agree_when_all_outputs_are_equal(kind: str, horizo
     predictor = PredictorForecast(Forecaster(fitted(kind, trace, horizon), horizon))
     oracle = OracleForecast(TrueLengths(trace), horizon)
 
-    said = [predictor.initial(0, 100, trace.prompt_key[0], age) for age in range(5)]
-    assert said == [oracle.initial(0, 100, trace.prompt_key[0], age) for age in range(5)]
-    assert said == [min(4 - age, horizon) for age in range(5)]
+    forecasts = [predictor.initial(0, 100, trace.prompt_key[0], age) for age in range(5)]
+    assert forecasts == [oracle.initial(0, 100, trace.prompt_key[0], age) for age in range(5)]
+    assert forecasts == [min(4 - age, horizon) for age in range(5)]
 
 
 def test_params_become_knobs_of_their_types() -> None:
@@ -514,14 +514,14 @@ def test_a_param_that_no_policy_can_have_is_refused_with_what_is_accepted(param:
 
 
 @pytest.mark.parametrize(
-    ("policy", "said"),
+    ("policy", "expected"),
     [
         ("br_h", "accepted is name=value with a name of alpha, beta,.* horizon_steps, horizon_auto, gamma$"),
         ("least_kv", "least_kv has no knobs$"),
     ],
 )
-def test_an_unknown_param_is_refused_with_the_knobs_of_the_requested_policy(policy: str, said: str) -> None:
-    with pytest.raises(InputError, match=f"^--param nothing=1: {said}"):
+def test_an_unknown_param_is_refused_with_the_knobs_of_the_requested_policy(policy: str, expected: str) -> None:
+    with pytest.raises(InputError, match=f"^--param nothing=1: {expected}"):
         parse_params(PolicySettings(policy=policy), ["nothing=1"])
 
 
@@ -533,16 +533,16 @@ def test_a_setting_with_its_own_option_is_no_param(name: str) -> None:
 
 def test_a_stopped_replay_reports_its_progress() -> None:
     trace = generate_trace("capped", rows=400, seed=1)
-    told: list[tuple[int, int]] = []
+    progress: list[tuple[int, int]] = []
 
     def tell(done: int, total: int) -> None:
-        told.append((done, total))
+        progress.append((done, total))
         if done >= 100:
             raise Stopped
 
     whole = Replay(trace, PolicySettings(policy="least_kv"), a_setting())
     part, full = whole.run(tell), whole.run()
-    assert 100 <= part.finished == told[-1][0] < 400 == full.finished
+    assert 100 <= part.finished == progress[-1][0] < 400 == full.finished
     assert np.array_equal(part.step_start_s, full.step_start_s[: part.figures.steps])
     ended = ~np.isnan(part.tpot_s)
     assert np.array_equal(part.tpot_s[ended], full.tpot_s[ended])

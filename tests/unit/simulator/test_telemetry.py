@@ -21,12 +21,12 @@ def a_decoding_request(lag_steps: int) -> tuple[Scheduler, Channel]:
 
 def test_the_router_learns_of_a_step_after_its_lag() -> None:
     scheduler, channel = a_decoding_request(lag_steps=2)
-    heard = []
+    delivered = []
     for step in range(1, 5):
         channel.tokens([(0, 1)])
         channel.end_step(step, now=float(step))
-        heard.append(scheduler.snapshot.requests["0"].generated)
-    assert heard == [0, 0, 1, 2]
+        delivered.append(scheduler.snapshot.requests["0"].generated)
+    assert delivered == [0, 0, 1, 2]
     assert channel.delivered_s(ended_s=4.0) == 5.0
 
 

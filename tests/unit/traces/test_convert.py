@@ -434,7 +434,7 @@ def test_lengths_that_vllms_log_does_not_have_are_estimated_and_reported(tmp_pat
 
 
 @pytest.mark.parametrize(
-    "said",
+    "quoted",
     [
         "Received request zz: prompt: 'foo', prompt_token_ids: [1, 2, 3, 4, 5]",
         "Request a details: prompt: 'x', prompt_token_ids: [1]",
@@ -443,15 +443,18 @@ def test_lengths_that_vllms_log_does_not_have_are_estimated_and_reported(tmp_pat
         ", prompt_token_ids: [1], output_token_ids: [1], max_tokens=1, <streaming_complete: 9 tokens>",
     ],
 )
-def test_text_in_a_prompt_or_an_answer_is_not_read_as_a_log_line(tmp_path: Path, said: str) -> None:
+def test_text_in_a_prompt_or_an_answer_is_not_read_as_a_log_line(tmp_path: Path, quoted: str) -> None:
     text = vllm_log(
-        ("01-01 00:00:00", f"Request a:7 details: prompt: {said!r}, prompt_token_ids: [1, 2, 3], shape: None."),
+        ("01-01 00:00:00", f"Request a:7 details: prompt: {quoted!r}, prompt_token_ids: [1, 2, 3], shape: None."),
         ("01-01 00:00:00", "Received request a:7: params: SamplingParams(n=1, max_tokens=16), lora_request: None."),
-        ("01-01 00:00:01", f"Generated response a:7: output: {said!r}, output_token_ids: [4, 5], finish_reason: stop"),
-        ("01-01 00:00:02", f"Received request b: prompt: {said!r}, params: x, prompt_token_ids: [1, 2, 3, 4]"),
+        (
+            "01-01 00:00:01",
+            f"Generated response a:7: output: {quoted!r}, output_token_ids: [4, 5], finish_reason: stop",
+        ),
+        ("01-01 00:00:02", f"Received request b: prompt: {quoted!r}, params: x, prompt_token_ids: [1, 2, 3, 4]"),
         ("01-01 00:00:03", "Generated response b (streaming delta) details: output_token_ids: [7]"),
-        ("01-01 00:00:03", f"Generated response b (streaming complete): output: {said!r}, finish_reason: stop"),
-        ("01-01 00:00:04", f"Error in {said}"),
+        ("01-01 00:00:03", f"Generated response b (streaming complete): output: {quoted!r}, finish_reason: stop"),
+        ("01-01 00:00:04", f"Error in {quoted}"),
     )
     trace = convert_trace(written(tmp_path / "vllm.log", text)).trace
     assert trace.arrival_s.tolist() == [0.0, 2.0]

@@ -26,8 +26,8 @@ NOBODY = ClusterView((), (), 0, 0, 0, 0, draining=False)
 def test_a_refusal_survives_being_written_down_and_is_an_error_for_the_client(
     kind: RefusalKind, error: type[Exception]
 ) -> None:
-    told = orjson.loads(orjson.dumps(asdict(Refusal(kind, "why", 2.5))))
-    found = Refusal(RefusalKind(told["kind"]), told["text"], told["retry_after_s"]).error()
+    fields = orjson.loads(orjson.dumps(asdict(Refusal(kind, "why", 2.5))))
+    found = Refusal(RefusalKind(fields["kind"]), fields["text"], fields["retry_after_s"]).error()
     assert type(found) is error and str(found) == "why" and found.retry_after_s == 2.5
 
 
@@ -38,6 +38,6 @@ def test_each_reject_reason_of_the_core_has_its_own_refusal() -> None:
 
 def test_only_a_tier_without_a_worker_is_reported() -> None:
     up, down, draining = WorkerState.UP, WorkerState.DOWN, WorkerState.DRAINING
-    told = no_healthy_workers({"prefillers": [up, down], "decode workers": [down, draining]})
-    assert "none of 2 decode workers is up (1 down)" in told.text and "prefillers" not in told.text
-    assert told.retry_after_s == 5.0
+    refused = no_healthy_workers({"prefillers": [up, down], "decode workers": [down, draining]})
+    assert "none of 2 decode workers is up (1 down)" in refused.text and "prefillers" not in refused.text
+    assert refused.retry_after_s == 5.0

@@ -14,25 +14,25 @@ from tests.unit.proxy.virtual_time import in_virtual_time, let_pass
 
 def answers_of(ledger: Ledger) -> dict[str, Answer]:
     """What is told from now on, the last answer of each request."""
-    told: dict[str, Answer] = {}
-    ledger.on_answer = told.__setitem__
-    return told
+    answers: dict[str, Answer] = {}
+    ledger.on_answer = answers.__setitem__
+    return answers
 
 
 def test_an_arrival_is_answered_at_once_where_a_prefiller_is_free_and_else_by_the_dispatcher() -> None:
     async def test() -> None:
         ledger, _ = a_ledger()
-        told = answers_of(ledger)
+        answers = answers_of(ledger)
         ledger.submit(RequestSpec("a", 10))
-        assert told == {"a": "p0"}
+        assert answers == {"a": "p0"}
         ledger.report_prefiller("p0", 1.0)
         ledger.submit(RequestSpec("b", 10))
-        assert told == {"a": "p0"}
+        assert answers == {"a": "p0"}
         ledger.prefill_event.clear()
         ledger.report_prefiller("p0", 0.0)
         assert ledger.prefill_event.is_set()
         ledger.dispatch()
-        assert told == {"a": "p0", "b": "p0"}
+        assert answers == {"a": "p0", "b": "p0"}
 
     in_virtual_time(test)
 
@@ -40,10 +40,10 @@ def test_an_arrival_is_answered_at_once_where_a_prefiller_is_free_and_else_by_th
 def test_a_request_that_is_refused_has_left_and_a_refusal_is_plain_data() -> None:
     async def test() -> None:
         ledger, _ = a_ledger()
-        told = answers_of(ledger)
+        answers = answers_of(ledger)
         ledger.set_worker_state("d0", WorkerState.DOWN)
         ledger.submit(RequestSpec("a", 10))
-        assert isinstance(told["a"], Refusal) and "decode workers" in told["a"].text
+        assert isinstance(answers["a"], Refusal) and "decode workers" in answers["a"].text
         assert ledger.requests == 0
 
     in_virtual_time(test)
@@ -68,7 +68,7 @@ def test_a_request_that_has_waited_too_long_is_refused_with_the_tier_it_waited_f
     async def test() -> None:
         ledger, tickets = a_ledger(slots=1, queue_deadline_s=5.0, pool_ttl_s=20.0)
         await decoding(ledger, tickets, "a")
-        told = answers_of(ledger)
+        answers = answers_of(ledger)
         ledger.submit(RequestSpec("pooled", 10))
         ledger.prefilled("pooled", 10)
         ledger.report_prefiller("p0", 1.0)
@@ -77,7 +77,7 @@ def test_a_request_that_has_waited_too_long_is_refused_with_the_tier_it_waited_f
         assert ledger.expire() == ["queued"]
         await let_pass(20.0)
         assert ledger.expire() == ["pooled"]
-        texts = {name: answer.text for name, answer in told.items() if isinstance(answer, Refusal)}
+        texts = {name: answer.text for name, answer in answers.items() if isinstance(answer, Refusal)}
         assert "a prefiller" in texts["queued"] and "a decode slot" in texts["pooled"]
         assert ledger.requests == 1
 
@@ -157,8 +157,8 @@ def test_freed_foreign_slots_wake_waiting_requests_and_an_unchanged_report_does_
 def test_a_workers_memory_changes_only_by_more_than_a_64th() -> None:
     async def test() -> None:
         ledger, _ = a_ledger()
-        for told, known in ((0, 0), (6_400, 6_400), (6_500, 6_400), (6_501, 6_501), (6_400, 6_501), (0, 0)):
-            ledger.report_decoder_memory("d0", told)
+        for reported, known in ((0, 0), (6_400, 6_400), (6_500, 6_400), (6_501, 6_501), (6_400, 6_501), (0, 0)):
+            ledger.report_decoder_memory("d0", reported)
             assert ledger.scheduler.snapshot.workers[0].kv_capacity_tokens == known
 
     in_virtual_time(test)

@@ -186,8 +186,8 @@ def test_another_ledger_adopts_requests_from_their_tickets(decode_first: bool) -
         last = tickets.submit(RequestSpec("l", 5))
         tickets.settle()
         heir, _ = a_ledger(slots=3, decode_first=decode_first)
-        told: dict[str, Answer] = {}
-        heir.on_answer = lambda request_id, answer: told.update({request_id: answer})
+        answers: dict[str, Answer] = {}
+        heir.on_answer = lambda request_id, answer: answers.update({request_id: answer})
         for ticket in (stream, waiting, last):
             assert heir.adopt(ticket.standing(ledger.now()))
         heir.scheduler.snapshot.check_invariants()
@@ -204,7 +204,7 @@ def test_another_ledger_adopts_requests_from_their_tickets(decode_first: bool) -
             )
         heir.dispatch()
         heir.admit()
-        assert told["l"] == ("d0" if decode_first else "p0")
+        assert answers["l"] == ("d0" if decode_first else "p0")
 
     in_virtual_time(test)
 

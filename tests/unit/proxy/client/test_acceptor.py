@@ -39,7 +39,7 @@ def clients(listener: socket.socket, count: int) -> list[socket.socket]:
     return [socket.create_connection(listener.getsockname()) for _ in range(count)]
 
 
-def said(client: socket.socket) -> bytes:
+def received_by(client: socket.socket) -> bytes:
     client.settimeout(60)
     with client:
         return client.recv(10)
@@ -58,7 +58,7 @@ def test_waiting_connections_are_shared_by_all_acceptors(listener: socket.socket
             await one.wait_closed()
 
     uvloop.run(test())
-    assert {said(client) for client in waiting} == {b"here"}
+    assert {received_by(client) for client in waiting} == {b"here"}
     assert min(taken.count("a"), taken.count("b")) > 20
 
 
@@ -134,7 +134,7 @@ def test_a_relay_with_more_connections_does_not_wait_for_a_stuck_one_at_each_con
         await until(lambda: len(taken) == 100)
         one.close()
         await one.wait_closed()
-        assert {said(client) for client in waiting} == {b"here"}
+        assert {received_by(client) for client in waiting} == {b"here"}
 
     with asyncio.Runner(loop_factory=Watched) as runner:
         runner.run(test())
@@ -150,7 +150,7 @@ def test_connections_not_accepted_before_a_close_are_left_to_other_acceptors(lis
         waiting = clients(listener, 3)
         second = Acceptor(loop, listener.dup(), lambda: Counting(taken, "second"))
         await until(lambda: len(taken) == 3)
-        assert {said(client) for client in waiting} == {b"here"}
+        assert {received_by(client) for client in waiting} == {b"here"}
         second.close()
         await second.wait_closed()
 
@@ -188,7 +188,7 @@ def test_an_acceptor_without_descriptors_waits_and_logs_it(
         sock = Full(listener.dup(), 2)
         one = Acceptor(asyncio.get_running_loop(), sock, lambda: Counting(taken, "a"))  # type: ignore[arg-type]
         await until(lambda: len(taken) == 2)
-        assert {said(client) for client in waiting} == {b"here"}
+        assert {received_by(client) for client in waiting} == {b"here"}
         one.close()
         await one.wait_closed()
 

@@ -55,18 +55,18 @@ async def called(app: ASGIApp, request: Request, connection: Connection) -> Asgi
 
 def test_an_asgi_application_receives_a_disconnect_after_its_own_answer() -> None:
     async def test() -> None:
-        heard: list[Any] = []
+        received: list[Any] = []
 
         async def app(scope: Scope, receive: Receive, send: Send) -> None:
-            heard.append(await receive())
+            received.append(await receive())
             await send({"type": "http.response.start", "status": 200, "headers": [(b"Content-Length", b"2")]})
             await send({"type": "http.response.body", "body": b"hi"})
-            heard.append(await receive())
+            received.append(await receive())
 
         connection = Connection()
         await called(app, a_request(b"abc", b"/any"), connection)
         assert connection.answer == (200, {"content-length": "2"}, b"hi")
-        assert heard == [
+        assert received == [
             {"type": "http.request", "body": b"abc", "more_body": False},
             {"type": "http.disconnect"},
         ]

@@ -41,18 +41,18 @@ def test_max_connections_is_limited_by_descriptors_and_that_is_logged_once(
     one = clients_within(1024, len(config.prefill.workers) + len(config.decode.workers))
     assert ClientLimits.of(config).max_connections == most_clients(config) == 2 * one < 1024
     warn_if_few(config)
-    (said,) = caplog.records
-    assert said.levelno == logging.WARNING and said.__dict__["clients"] == 2 * one
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING and record.__dict__["clients"] == 2 * one
 
 
 @pytest.mark.usefixtures("few")
-@pytest.mark.parametrize(("asked", "told"), [(-1, False), (0, False), (1, True)])
+@pytest.mark.parametrize(("asked", "warned"), [(-1, False), (0, False), (1, True)])
 def test_a_configured_max_connections_is_warned_about_when_missed_by_one(
-    caplog: pytest.LogCaptureFixture, asked: int, told: bool
+    caplog: pytest.LogCaptureFixture, asked: int, warned: bool
 ) -> None:
     one = most_clients(a_config())
     warn_if_few(a_config(limits={"max_connections": one + asked}))
-    assert bool(caplog.records) is told
+    assert bool(caplog.records) is warned
 
 
 def test_a_limit_that_is_too_low_to_start_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

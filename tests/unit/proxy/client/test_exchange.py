@@ -83,8 +83,8 @@ def test_a_failure_before_the_first_byte_is_a_status_with_an_openai_error(
         services, connection = a_router(a_config(1, 1, retry={"max_attempts": 1})), Connection()
         script(services, "p0", answer)
         await served(services, connection, BODY | {"stream": True})
-        told, _, body = connection.answer
-        assert told == status and "message" in orjson.loads(body)["error"]
+        status_code, _, body = connection.answer
+        assert status_code == status and "message" in orjson.loads(body)["error"]
         assert counted(services) == {outcome: 1} and not services.legs
 
     in_virtual_time(test)
@@ -138,8 +138,8 @@ def test_a_clients_error_is_a_400_and_reaches_no_worker(body: Any, param: str | 
         services, connection = a_router(a_config(1, 1)), Connection()
         p0 = script(services, "p0", probed())
         await served(services, connection, body)
-        status, _, told = connection.answer
-        assert (status, orjson.loads(told)["error"]["param"]) == (400, param)
+        status, _, error_body = connection.answer
+        assert (status, orjson.loads(error_body)["error"]["param"]) == (400, param)
         assert counted(services) == {"rejected": 1} and not p0.asked
 
     in_virtual_time(test)
@@ -253,8 +253,8 @@ def test_a_priority_header_overrides_the_body_as_on_vllm(header: bytes, engine_g
         p0 = script(services, "p0", probed())
         d0 = script(services, "d0", whole(20, 21))
         await served(services, connection, BODY | {"priority": 1}, [(b"x-vllm-priority", header)])
-        told = [orjson.loads(worker.asked[0].body)["priority"] for worker in (p0, d0)]
-        assert told == [engine_gets, engine_gets]
+        priorities = [orjson.loads(worker.asked[0].body)["priority"] for worker in (p0, d0)]
+        assert priorities == [engine_gets, engine_gets]
 
     in_virtual_time(test)
 

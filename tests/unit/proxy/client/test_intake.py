@@ -72,16 +72,16 @@ def test_a_deadline_and_the_predictor_s_key_are_read() -> None:
 
 def test_two_forked_processes_generate_different_ids() -> None:
     def two_children() -> list[str]:
-        told: list[str] = []
+        ids: list[str] = []
         for _ in range(2):
             reader, writer = os.pipe()
             if not (pid := os.fork()):
                 os.write(writer, read_head([], None, None).request_id.encode())
                 os._exit(0)
             os.waitpid(pid, 0)
-            told.append(os.read(reader, 100).decode())
+            ids.append(os.read(reader, 100).decode())
             os.close(reader), os.close(writer)
-        return told
+        return ids
 
     first, second = two_children()
     assert first != second and len(first) == len(second) > 0

@@ -195,7 +195,7 @@ async def test_trailers_are_dropped() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sent", "told"),
+    ("sent", "expected"),
     [
         (b"", b""),
         (b"POST /hot HT", b"408"),
@@ -205,12 +205,12 @@ async def test_trailers_are_dropped() -> None:
     ],
     ids=["nothing", "half-a-head", "head", "half-a-body", "half-a-chunk"],
 )
-async def test_a_request_that_arrives_too_slowly_is_refused(sent: bytes, told: bytes) -> None:
+async def test_a_request_that_arrives_too_slowly_is_refused(sent: bytes, expected: bytes) -> None:
     async with listening(receive_timeout_s=0.2) as server:
         client = await server.connect()
         client.send(sent)
         answer = await client.reader.read()
-        assert answer[9:12] == told and server.site.served == 0
+        assert answer[9:12] == expected and server.site.served == 0
         assert not server.connections or server.edge.incoming_bytes == 0
 
 

@@ -101,9 +101,9 @@ def test_a_use_that_would_break_the_framing_raises_and_writes_nothing(use: Calla
 
 def test_writes_to_a_gone_client_are_dropped_and_its_handler_is_notified_once() -> None:
     async def test() -> None:
-        connection, heard = Connection(), []
+        connection, calls = Connection(), []
         response = connection.response()
-        response.on_gone = lambda: heard.append("gone")
+        response.on_gone = lambda: calls.append("gone")
         response.start(200, [])
         response.lost()
         response.lost()
@@ -111,7 +111,7 @@ def test_writes_to_a_gone_client_are_dropped_and_its_handler_is_notified_once() 
         response.end(b"y")
         await response.drained()
         await response.over()
-        assert heard == ["gone"] and connection.transport.written == b"" and connection.done == []
+        assert calls == ["gone"] and connection.transport.written == b"" and connection.done == []
 
     in_virtual_time(test)
 

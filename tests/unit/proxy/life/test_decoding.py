@@ -118,9 +118,9 @@ def test_an_invalid_stream_fails_and_orphans_its_kv_unless_a_token_arrived(
 def test_an_error_event_after_only_comments_is_raised_before_the_client_is_answered() -> None:
     async def asked() -> None:
         services, client = a_router(a_config(1, 1)), Client()
-        with pytest.raises(UpstreamStatus) as told:
+        with pytest.raises(UpstreamStatus) as raised:
             await decoded(services, client, Page(b': ping\n\ndata: {"error": {"message": "x", "code": 503}}\n\n'))
-        assert told.value.status == 503 and not client.started
+        assert raised.value.status == 503 and not client.started
 
     in_virtual_time(asked)
 

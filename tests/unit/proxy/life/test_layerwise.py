@@ -28,7 +28,7 @@ from tests.unit.proxy.virtual_time import Answer, Page, ScriptedUpstream, a_conf
 
 LOST = ConnectionLost("reset", worker="p0", tier="prefill")
 USAGE = {"prompt_tokens": len(PROMPT_IDS), "completion_tokens": 2}
-TOLD = b"data: %s\n\n" % orjson.dumps({"id": "cmpl-$ID", "choices": [], "usage": USAGE})
+USAGE_EVENT = b"data: %s\n\n" % orjson.dumps({"id": "cmpl-$ID", "choices": [], "usage": USAGE})
 
 
 class Asking(ScriptedUpstream):
@@ -122,8 +122,8 @@ def test_an_internal_error_in_the_prefill_ends_the_request_at_once(
 @pytest.mark.parametrize("prefiller", ["late", "lost"])
 def test_an_unstreamed_echo_waits_for_the_prefiller_and_is_no_answer_without_its_word(prefiller: str) -> None:
     async def served() -> None:
-        said = probed(None, text="a b c") if prefiller == "late" else LOST
-        services = a_pair(whole(20, 21), 5 * PREFILL_REPLY_S, said)
+        prefill_reply = probed(None, text="a b c") if prefiller == "late" else LOST
+        services = a_pair(whole(20, 21), 5 * PREFILL_REPLY_S, prefill_reply)
         async with dispatching(services):
             leg, answer = an_assembled_leg(services, Layerwise, max_tokens=2, echo=True)
             if prefiller == "lost":
@@ -146,7 +146,7 @@ def test_an_unstreamed_answer_has_the_cached_tokens_of_a_prefiller_that_replies_
 
     async def served() -> None:
         generated = b'"completion_tokens":2'
-        decoder = whole(20, 21) if limit == 2 else Page(events(20, 21) + TOLD + DONE)
+        decoder = whole(20, 21) if limit == 2 else Page(events(20, 21) + USAGE_EVENT + DONE)
         prefiller = telling(probed(None), b'"completion_tokens":1', 2)
         services = a_pair(telling(decoder, generated, len(PROMPT_IDS) - 1), PREFILL_REPLY_S / 2, prefiller)
         async with dispatching(services):
@@ -163,8 +163,8 @@ def test_a_client_never_receives_an_estimated_prompt_size() -> None:
 
     async def served() -> None:
         usage = {"prompt_tokens": len(PROMPT_IDS) + 1, "completion_tokens": 1, "total_tokens": len(PROMPT_IDS) + 2}
-        told = b"data: %s\n\n" % orjson.dumps({"id": "cmpl-$ID", "choices": [], "usage": usage})
-        last = events(21) + told + DONE
+        usage_event = b"data: %s\n\n" % orjson.dumps({"id": "cmpl-$ID", "choices": [], "usage": usage})
+        last = events(21) + usage_event + DONE
         services, client = a_pair(Page(last), 10 * PREFILL_REPLY_S, 200, attempts=2), Client()
         first = events(20, finish=None, prompt_token_ids=PROMPT_IDS)
         broken = Page(first, breaks=BadUpstreamReply("odd", worker="d0", tier="decode"))
@@ -183,7 +183,7 @@ def test_a_client_never_receives_an_estimated_prompt_size() -> None:
 
 @pytest.mark.parametrize(
     ("answer", "fields"),
-    [(Page(events(20, 21) + TOLD + DONE), {}), (whole(20, 21), {"stream": False, "max_tokens": 2})],
+    [(Page(events(20, 21) + USAGE_EVENT + DONE), {}), (whole(20, 21), {"stream": False, "max_tokens": 2})],
     ids=["streamed", "whole"],
 )
 def test_a_decode_workers_prompt_count_is_used_when_the_prefillers_is_late(

@@ -141,8 +141,8 @@ def test_an_answer_to_another_prompt_than_the_one_whose_kv_was_computed_is_not_r
     async def served() -> None:
         services, client = a_router(a_config(1, 1)), Client()
         script(services, "p0", probed())
-        told = {"prompt_token_ids": [7] * read}
-        script(services, "d0", Page(events(20, **told) + DONE) if stream else whole(20, **told))
+        fields = {"prompt_token_ids": [7] * read}
+        script(services, "d0", Page(events(20, **fields) + DONE) if stream else whole(20, **fields))
         async with dispatching(services):
             leg = a_leg(services, client, stream=stream)
             with nullcontext() if read == len(PROMPT_IDS) else pytest.raises(PromptsDiffer, match="templates"):
@@ -421,9 +421,13 @@ def test_pinned_kv_is_on_record_until_its_parameters_are_sent(tmp_path: Path) ->
             assert len(record) == 0
             second = services.loop.create_task(waits.run())
             await until(lambda: waits.kv.params is not None)
-            told = [orjson.loads(line) for line in (tmp_path / "pins").read_bytes().splitlines() if line[:1] == b"{"]
-            assert told[-1]["request"] == "s" and told[-1]["params"] == {"remote_engine_id": "e"}
-            assert (told[-1]["prefiller"], told[-1]["prompt_tokens"], told[-1]["model"]) == ("p0", len(PROMPT_IDS), "m")
+            records = [orjson.loads(line) for line in (tmp_path / "pins").read_bytes().splitlines() if line[:1] == b"{"]
+            assert records[-1]["request"] == "s" and records[-1]["params"] == {"remote_engine_id": "e"}
+            assert (records[-1]["prefiller"], records[-1]["prompt_tokens"], records[-1]["model"]) == (
+                "p0",
+                len(PROMPT_IDS),
+                "m",
+            )
             assert b"a b c" not in (tmp_path / "pins").read_bytes()
             assert len(record) == 1
             d0.answers = [Page(events(20) + DONE)]

@@ -296,8 +296,8 @@ def test_losses_of_one_choice_count_against_all_until_one_has_a_token() -> None:
     ],
 )
 def test_an_error_event_equals_the_same_error_as_a_status(payload: bytes, status: int) -> None:
-    async def told() -> None:
+    async def run() -> None:
         services, _ = some_retries()
         assert event_error(payload, services.fleet["d0"]).status == status
 
-    in_virtual_time(told)
+    in_virtual_time(run)

@@ -28,7 +28,7 @@ def broken(
     """The number, and how long it took to know. p1 has prefilled the prompt, and d1 was lost: what p1 tells, then p0,
     and `others`: then d0.
     """
-    told = []
+    results = []
 
     async def asked() -> None:
         services = a_router(a_config(2, 2))
@@ -36,10 +36,10 @@ def broken(
             script(services, name).detokenized = answers
         leg = cut_off(services, tokens, **fields)
         at_s = services.loop.time()
-        told.extend([await ids_of_a_broken_character(leg), services.loop.time() - at_s])
+        results.extend([await ids_of_a_broken_character(leg), services.loop.time() - at_s])
 
     in_virtual_time(asked)
-    return int(told[0]), told[1]
+    return int(results[0]), results[1]
 
 
 def cut_off(services: Services, tokens: int, **fields: Any) -> Leg:

@@ -188,8 +188,8 @@ def test_two_choices_that_share_a_lost_worker_count_one_loss() -> None:
     assert last.workers == ["d0", "d1"]
 
 
-@pytest.mark.parametrize("heard", ["before", "after"])
-def test_a_death_caused_by_a_request_of_another_process_is_explained(heard: str) -> None:
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_death_caused_by_a_request_of_another_process_is_explained(when: str) -> None:
     here, there = Suspicions(), Suspicions()
     cause, bystander = Suspect(), Suspect()
 
@@ -198,20 +198,20 @@ def test_a_death_caused_by_a_request_of_another_process_is_explained(heard: str)
             here.explained_elsewhere(loss.worker, loss.at_s)
 
     there.on_explained = tell
-    if heard == "before":
+    if when == "before":
         here.lost(bystander, "d1", 5.1)
     there.lost(cause, "d0", 0.0)
     assert there.lost(cause, "d1", 5.0)
-    if heard == "after":
+    if when == "after":
         here.lost(bystander, "d1", 5.1)
     assert bystander.explained == 1 and not bystander.given_up
 
 
 def test_old_deaths_are_forgotten_for_any_number_of_worker_names() -> None:
-    known, suspicions, told = losses(), Suspicions(), Suspicions()
+    known, suspicions, informed = losses(), Suspicions(), Suspicions()
     for number in range(500):
         suspicions.lost(Suspect(), f"d{number}", number * KNOWN_S / 10)
-        told.explained_elsewhere(f"d{number}", number * KNOWN_S / 10)
+        informed.explained_elsewhere(f"d{number}", number * KNOWN_S / 10)
     assert len(losses() - known) == 20
 
 

@@ -40,7 +40,7 @@ async def test_the_state_is_read_back_as_the_policy_and_params_in_force(routing:
 
 
 @pytest.mark.parametrize(
-    ("path", "told"),
+    ("path", "expected"),
     [
         ("/chat/completions", "; the route is /v1/chat/completions: see the client's base URL"),
         ("/v1/v1/messages", "; the route is /v1/messages: see the client's base URL"),
@@ -50,12 +50,12 @@ async def test_the_state_is_read_back_as_the_policy_and_params_in_force(routing:
     ],
 )
 async def test_a_client_whose_base_url_has_v1_or_a_slash_too_often_or_no_v1_is_told_the_route(
-    path: str, told: str
+    path: str, expected: str
 ) -> None:
     app = Starlette(exception_handlers={HTTPException: http_error})
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router") as client:
         reply = await client.post(path)
-    assert (reply.status_code, reply.json()["error"]["message"]) == (404, f"POST {path}: Not Found{told}")
+    assert (reply.status_code, reply.json()["error"]["message"]) == (404, f"POST {path}: Not Found{expected}")
 
 
 @pytest.mark.parametrize(

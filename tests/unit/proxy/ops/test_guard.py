@@ -78,10 +78,10 @@ async def test_without_access_to_metrics_ready_names_no_workers(public: bool, to
     site = Site(auth={"admin_token": TOKEN}, metrics={"public": public})
     headers = {"authorization": f"Bearer {token}"} if token else {}
     reply = await site.ask("GET", "/ready", "203.0.113.9", headers=headers)
-    told = reply.json()
+    body = reply.json()
     assert (reply.status_code, reply.headers["x-request-id"]) == (503, "mine")
-    assert (told.pop("status"), told.pop("workers_up")) == ("degraded", {"prefill": 1})
-    assert bool(told) is named
+    assert (body.pop("status"), body.pop("workers_up")) == ("degraded", {"prefill": 1})
+    assert bool(body) is named
 
 
 @pytest.mark.parametrize(
@@ -202,8 +202,8 @@ async def test_an_error_becomes_anthropic_s_for_its_clients_and_an_answer_stays_
     await sent(with_request_id, scope)
     body = {"type": "http.response.body", "body": b'{"error": {"message": "no"}}'}
     head, error = await sent(with_message_errors, scope, start(400, (b"content-length", b"28")), body)
-    told = orjson.loads(error["body"])
-    assert (told["type"], told["error"]["message"]) == ("error", "no")
+    sent_body = orjson.loads(error["body"])
+    assert (sent_body["type"], sent_body["error"]["message"]) == ("error", "no")
     assert dict(head["headers"])[b"content-length"] == b"%d" % len(error["body"])
     head, same = await sent(with_message_errors, scope, start(200), body)
     assert same == body and b"request-id" in dict(head["headers"])

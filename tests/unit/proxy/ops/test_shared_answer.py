@@ -64,8 +64,8 @@ def test_a_failure_reaches_all_current_waiters_and_no_later_one(waiting: int) ->
         answer = SharedAnswer(maker)
         await answer.get()
         maker.fails = True
-        told = await asyncio.gather(*(answer.get() for _ in range(waiting)), return_exceptions=True)
-        assert len(maker.begun_s) == 2 and all(isinstance(one, NoHealthyWorkers) for one in told)
+        results = await asyncio.gather(*(answer.get() for _ in range(waiting)), return_exceptions=True)
+        assert len(maker.begun_s) == 2 and all(isinstance(one, NoHealthyWorkers) for one in results)
         maker.fails = False
         assert await answer.get() == maker.begun_s[2]
 

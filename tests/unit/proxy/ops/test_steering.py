@@ -47,8 +47,8 @@ async def test_a_policy_switch_keeps_every_other_setting() -> None:
     config = a_config(routing={"policy": "br_0", "s_greedy": 2}, queue={"deadline_s": 7.0})
     services, switch = a_router(config), Switched()
     reply = await asked(services, switch, b'{"policy": "least_kv"}')
-    told = reply.json()
-    assert (reply.status_code, told["policy"], told["before"]) == (200, "least_kv", "br_0")
+    body = reply.json()
+    assert (reply.status_code, body["policy"], body["before"]) == (200, "least_kv", "br_0")
     (new,) = switch.to
     assert new.routing.policy == "least_kv"
     assert new == config.model_copy(update={"routing": config.routing.model_copy(update={"policy": "least_kv"})})

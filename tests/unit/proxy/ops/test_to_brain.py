@@ -168,10 +168,10 @@ def test_a_call_stops_waiting_for_a_stopped_brain_when_another_leads(monkeypatch
 
 def test_a_change_that_a_dead_brain_may_have_made_is_reported_as_uncertain() -> None:
     async def test(client: httpx.AsyncClient, got: Got) -> None:
-        for method, said in (("POST", "it may have done as asked"), ("GET", "one is being started")):
+        for method, expected in (("POST", "it may have done as asked"), ("GET", "one is being started")):
             answer = await client.request(method, "/state", content=b"{}")
             assert answer.status_code == 503 and answer.headers["retry-after"]
-            assert said in answer.json()["error"]["message"]
+            assert expected in answer.json()["error"]["message"]
 
     with_brain(test, b"HTTP/1.1 ")
 

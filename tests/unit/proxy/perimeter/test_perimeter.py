@@ -16,7 +16,7 @@ KEYS = {"client_keys": "keys.yaml"}
 
 
 @pytest.mark.parametrize(
-    ("sections", "told"),
+    ("sections", "expected"),
     [
         ({}, []),
         ({"listen": {"host": "localhost"}}, []),
@@ -31,10 +31,10 @@ KEYS = {"client_keys": "keys.yaml"}
         (EVERYWHERE | {"tls": {"cert_file": "c.pem"}}, ["whoever reaches 0.0.0.0:8000"]),
     ],
 )
-def test_open_routes_are_reported_to_the_operator(sections: dict[str, Any], told: list[str]) -> None:
+def test_open_routes_are_reported_to_the_operator(sections: dict[str, Any], expected: list[str]) -> None:
     lines = list(exposures(a_config(**sections)))
-    assert len(lines) == len(told)
-    assert all(text in line for text, line in zip(told, lines, strict=True))
+    assert len(lines) == len(expected)
+    assert all(text in line for text, line in zip(expected, lines, strict=True))
 
 
 @pytest.mark.parametrize(

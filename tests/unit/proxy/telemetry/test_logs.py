@@ -135,12 +135,12 @@ def test_a_closed_log_fails_no_request() -> None:
     logging.getLogger("a.b").warning("lost")
 
 
-@pytest.mark.parametrize("told", ["SSL connection is closed", "socket.send() raised exception."])
-def test_asyncio_warnings_of_writes_to_gone_clients_are_not_logged(told: str) -> None:
+@pytest.mark.parametrize("message", ["SSL connection is closed", "socket.send() raised exception."])
+def test_asyncio_warnings_of_writes_to_gone_clients_are_not_logged(message: str) -> None:
     """The loops say so of each write until the router hears of the end."""
     stream = io.StringIO()
     configure("info", "json", stream)
-    logging.getLogger("asyncio").warning(told)
+    logging.getLogger("asyncio").warning(message)
     logging.getLogger("asyncio").warning("something else")
     assert [json.loads(line)["event"] for line in stream.getvalue().splitlines()] == ["something else"]
 
@@ -153,13 +153,13 @@ def test_a_reload_sets_the_logs_up_again_without_leaving_anything_of_the_last_ti
     assert len(logging.getLogger().handlers) == 1
 
 
-@pytest.mark.parametrize(("style", "told"), [("json", '"process":"relay-1"'), ("plain", "[relay-1] request")])
-def test_log_lines_of_several_processes_name_their_process(style: str, told: str) -> None:
+@pytest.mark.parametrize(("style", "expected"), [("json", '"process":"relay-1"'), ("plain", "[relay-1] request")])
+def test_log_lines_of_several_processes_name_their_process(style: str, expected: str) -> None:
     out = io.StringIO()
     configure("info", style, out, process="relay-1")
     log_request({"request": "r1"})
     logging.getLogger("a.b").info("request")
-    assert [told in line for line in out.getvalue().splitlines()] == [True, True]
+    assert [expected in line for line in out.getvalue().splitlines()] == [True, True]
 
 
 def test_log_writes_of_several_processes_are_atomic_in_a_pipe() -> None:
@@ -198,9 +198,9 @@ def test_a_log_line_of_several_processes_is_cut_to_an_atomic_pipe_write(style: s
     for line in out.getvalue().split("\n")[:-1]:
         assert PIPE_BUF - 16 < len(f"{line}\n".encode()) <= PIPE_BUF
         if style == "json":
-            told = json.loads(line)
-            assert path.startswith(told["path"]) and (told["status"], told["process"]) == (404, "relay-1")
-            assert told["cut"] == {"path": len(path)}
+            fields = json.loads(line)
+            assert path.startswith(fields["path"]) and (fields["status"], fields["process"]) == (404, "relay-1")
+            assert fields["cut"] == {"path": len(path)}
         else:
             assert f"cut={{'path': {len(path)}}}" in line and "status=404" in line
 
@@ -210,8 +210,8 @@ def test_client_chosen_fields_are_cut_before_error_fields() -> None:
     configure("info", "json", out, process="relay-1")
     error = "why " * 500
     logging.getLogger("a.b").warning("refused", extra={"error": error, "path": "/" * 5000})
-    told = json.loads(out.getvalue())
-    assert told["error"] == error and told["cut"] == {"path": 5000}
+    fields = json.loads(out.getvalue())
+    assert fields["error"] == error and fields["cut"] == {"path": 5000}
 
 
 @pytest.mark.parametrize("style", ["json", "plain"])
@@ -226,8 +226,8 @@ def test_an_error_line_keeps_the_end_of_its_traceback_and_part_of_the_state(styl
     assert len(out.getvalue().encode()) <= PIPE_BUF
     assert "of this" in out.getvalue() and "w0" in out.getvalue()
     if style == "json":
-        told = json.loads(out.getvalue())
-        assert told["where"] == "link" and set(told["cut"]) == {"state", "exception"}
+        fields = json.loads(out.getvalue())
+        assert fields["where"] == "link" and set(fields["cut"]) == {"state", "exception"}
 
 
 def test_many_long_fields_are_cut_to_nothing_sooner_than_a_line_is_torn() -> None:
@@ -254,11 +254,11 @@ def test_a_blocked_log_reader_delays_no_process_and_gets_the_number_of_lost_line
             logging.getLogger("a").warning("said", extra={"number": number, "more": "x" * 100})
         assert time.monotonic() - began < 20 * PATIENCE_S
         os.set_blocking(reads, False)
-        heard = reader.read().splitlines()
+        lines = reader.read().splitlines()
         logging.getLogger("a").warning("again")
         missed, last = map(json.loads, reader.read().splitlines())
-    assert (last["event"], missed["lines"], missed["level"]) == ("again", 2000 - len(heard), "warning")
-    assert [json.loads(line)["number"] for line in heard] == list(range(len(heard)))
+    assert (last["event"], missed["lines"], missed["level"]) == ("again", 2000 - len(lines), "warning")
+    assert [json.loads(line)["number"] for line in lines] == list(range(len(lines)))
 
 
 def test_a_line_longer_than_the_pipes_free_space_delays_no_process_and_splits_no_other() -> None:
@@ -270,9 +270,9 @@ def test_a_line_longer_than_the_pipes_free_space_delays_no_process_and_splits_no
         logging.getLogger("a").warning("y" * 50_000)  # once this blocked until somebody read
         first, torn = reader.read().splitlines()
         logging.getLogger("a").warning("z")
-        _, told, last = reader.read().split(b"\n")[:-1]
+        _, lost, last = reader.read().split(b"\n")[:-1]
     assert json.loads(first)["event"] == "x" * 50_000 and torn.endswith(b"yyy")
-    assert json.loads(told)["lines"] == 1 and json.loads(last)["event"] == "z"
+    assert json.loads(lost)["lines"] == 1 and json.loads(last)["event"] == "z"
 
 
 def test_lines_lost_on_a_full_disk_are_counted_and_split_no_later_line(
@@ -295,9 +295,9 @@ def test_lines_lost_on_a_full_disk_are_counted_and_split_no_later_line(
             for number in range(20):
                 logging.getLogger("a").warning("x" * 100, extra={"number": number})
         logging.getLogger("a").warning("again")
-    *heard, torn, told, last = (tmp_path / "log").read_text().splitlines()
-    assert [json.loads(line)["number"] for line in heard] == list(range(len(heard))) and "}" not in torn
-    assert json.loads(told)["lines"] == 20 - len(heard) and json.loads(last)["event"] == "again"
+    *whole, torn, lost, last = (tmp_path / "log").read_text().splitlines()
+    assert [json.loads(line)["number"] for line in whole] == list(range(len(whole))) and "}" not in torn
+    assert json.loads(lost)["lines"] == 20 - len(whole) and json.loads(last)["event"] == "again"
 
 
 def test_a_slow_log_reader_costs_the_router_little_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,8 +70,8 @@ def test_metrics_omit_a_departed_worker_although_a_former_relay_counted_for_it()
             relay.upstream_errors.inc(worker, "decode", "timeout")
         metrics.upstream_errors.inc("late", "decode", "timeout")  # of one that had left before it failed
         metrics.beside = lambda: [relay.counts()]
-        told = {labels: n for labels, n in samples_of(metrics, "balanceroute_upstream_errors").items() if n}
-        assert told == {("timeout", "decode", "d0"): 1.0}
+        errors = {labels: n for labels, n in samples_of(metrics, "balanceroute_upstream_errors").items() if n}
+        assert errors == {("timeout", "decode", "d0"): 1.0}
         assert b'worker="left"' not in metrics.exposition() and b'worker="late"' not in metrics.exposition()
 
     in_virtual_time(test)

@@ -18,8 +18,8 @@ def test_a_trouble_is_logged_at_its_begin_and_end(caplog: pytest.LogCaptureFixtu
     trouble.end()
     trouble.end()
     trouble.begin(error="disk full")
-    told = [(record.levelname, record.getMessage(), vars(record).get("error")) for record in caplog.records]
-    assert told == [
+    logged = [(record.levelname, record.getMessage(), vars(record).get("error")) for record in caplog.records]
+    assert logged == [
         ("WARNING", "not kept", "disk full"),
         ("INFO", "kept again", None),
         ("WARNING", "not kept", "disk full"),

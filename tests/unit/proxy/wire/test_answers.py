@@ -72,9 +72,9 @@ def test_an_answer_without_worker_usage_has_the_routers_count() -> None:
     )
     wire = event(usage(4, 0)) + event(completion("a", [1, 2], finish_reason="length")) + DONE
     assembler.feed(scanner.feed(wire))
-    told = orjson.loads(assembler.answer(scanner))["usage"]
-    assert (told["prompt_tokens"], told["completion_tokens"], told["total_tokens"]) == (4, 2, 6)
-    assert told["prompt_tokens_details"] == {"cached_tokens": 3}
+    got = orjson.loads(assembler.answer(scanner))["usage"]
+    assert (got["prompt_tokens"], got["completion_tokens"], got["total_tokens"]) == (4, 2, 6)
+    assert got["prompt_tokens_details"] == {"cached_tokens": 3}
 
 
 def test_tool_calls_and_reasoning_are_merged_from_their_deltas() -> None:
@@ -155,9 +155,9 @@ def test_what_an_engine_says_in_the_place_of_an_index_is_told_to_nobody() -> Non
 
 def test_an_engines_figures_of_a_request_are_in_the_assembled_answer_unless_it_went_on_elsewhere() -> None:
     """vLLM tells `metrics` of drafts, and of times where it is started so, in the last event of a stream."""
-    told = {"metrics": {"speculative_decoding": {"num_spec_steps": 2}}}
-    wire = event(completion("a", [1], finish_reason="length")) + event(usage(1, 1) | told) + DONE
-    assert assemble("completions", wire)["metrics"] == told["metrics"]
+    figures = {"metrics": {"speculative_decoding": {"num_spec_steps": 2}}}
+    wire = event(completion("a", [1], finish_reason="length")) + event(usage(1, 1) | figures) + DONE
+    assert assemble("completions", wire)["metrics"] == figures["metrics"]
     scanner = EventScanner(want_usage=True)
     assembler = AnswerAssembler(client_request.parse("completions", b'{"prompt":"x"}'))
     assembler.feed(scanner.feed(event(completion("b", [2]))))

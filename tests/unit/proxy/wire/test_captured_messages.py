@@ -135,10 +135,10 @@ def test_a_translated_refusal_equals_the_engines_own(path: Path) -> None:
 def test_router_and_engine_name_the_same_missing_field() -> None:
     (path,) = [path for path in ANSWERS if not beside(path).exists()]
     own = json.loads(body_of(path)[1])
-    with pytest.raises(InvalidRequest) as told:
+    with pytest.raises(InvalidRequest) as raised:
         parse_messages(request_of(path)[1])
-    assert status_of(path) == told.value.status == 400
-    assert own["error"]["param"] == f"body.{told.value.param}" == "body.max_tokens"
+    assert status_of(path) == raised.value.status == 400
+    assert own["error"]["param"] == f"body.{raised.value.param}" == "body.max_tokens"
 
 
 @pytest.mark.parametrize("path", [pytest.param(p, id=p.stem) for p in PATHS if p not in ANSWERS])

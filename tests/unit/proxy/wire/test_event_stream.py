@@ -14,13 +14,13 @@ ends = st.sampled_from([b"\n", b"\r\n", b"\r"])
 
 @given(st.lists(st.lists(lines, min_size=1, max_size=3), max_size=4), ends, st.data())
 def test_events_are_the_same_with_any_line_ends_and_in_any_pieces(
-    told: list[list[bytes]], end: bytes, data: st.DataObject
+    events_lines: list[list[bytes]], end: bytes, data: st.DataObject
 ) -> None:
-    stream = b"".join(end.join([*event, b"", b""]) for event in told)
+    stream = b"".join(end.join([*event, b"", b""]) for event in events_lines)
     cuts = sorted({0, len(stream), *data.draw(st.lists(st.integers(0, len(stream)), max_size=8))})
     splitter = EventSplitter()
     events = [event for start, stop in pairwise(cuts) for event in splitter.events(stream[start:stop])]
-    assert [event.strip(b"\n") for event in events] == [b"\n".join(event) for event in told]
+    assert [event.strip(b"\n") for event in events] == [b"\n".join(event) for event in events_lines]
     assert not splitter.partial
 
 

@@ -23,10 +23,10 @@ LARGE = "1" + "0" * 300
 )
 @pytest.mark.parametrize("field", ['"novel":%s', '"tools":[{"parameters":{"maximum":%s}}]', '"vllm_xargs":{"a":[%s]}'])
 def test_an_integer_of_any_size_reaches_the_engines_digit_for_digit(field: str, number: str) -> None:
-    told = (field % number).encode()
-    request = parse("completions", b'{"prompt":"x","max_tokens":9,%s}' % told)
+    text = (field % number).encode()
+    request = parse("completions", b'{"prompt":"x","max_tokens":9,%s}' % text)
     for body in (payloads.decode_body(request, KV), payloads.probe_body(request)):
-        assert told in body
+        assert text in body
 
 
 def test_millions_of_token_ids_are_parsed_once_even_beside_a_large_integer() -> None:

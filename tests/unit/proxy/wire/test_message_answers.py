@@ -49,7 +49,7 @@ USAGE = event(
 DONE = b"data: [DONE]\n\n"
 
 
-def told(out: bytes) -> list[dict[str, Any]]:
+def events_in(out: bytes) -> list[dict[str, Any]]:
     """The data of named events, each of which says its own name; pings are left out."""
     parts = []
     for block in out.split(b"\n\n")[:-1]:
@@ -101,12 +101,12 @@ def test_a_captured_answer_becomes_the_engines_own_message() -> None:
 
 def test_a_captured_stream_becomes_the_engines_own_events() -> None:
     (path,) = capture_files("single/072-messages-stream.resp")
-    own = told(b"".join(b.lstrip(b"\n") + b"\n\n" for b in body_of(path)[1].split(b"\n\n") if b.strip()))
+    own = events_in(b"".join(b.lstrip(b"\n") + b"\n\n" for b in body_of(path)[1].split(b"\n\n") if b.strip()))
     texts = [part["delta"]["text"] for part in own if part["type"] == "content_block_delta"]
     chunks = [chunk({"content": text}, "length" if text is texts[-1] else None) for text in texts]
     usage = event({"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 5}})
     stream = a_stream()
-    mine = told(b"".join(map(stream.feed, [ROLE, *chunks, usage, DONE])))
+    mine = events_in(b"".join(map(stream.feed, [ROLE, *chunks, usage, DONE])))
     own[0]["message"]["id"] = "msg_1"
     assert mine == own
 
@@ -121,7 +121,7 @@ def test_the_official_client_reads_a_captured_stream_as_the_complete_text(name: 
     wire = body_of(path)[1]
     stream = a_stream()
     out = [stream.feed(wire[at : at + size]) for at in range(0, len(wire), size)]
-    message = read_by_the_client(told(b"".join(out)))
+    message = read_by_the_client(events_in(b"".join(out)))
     chats = [json.loads(block[6:]) for block in wire.decode().split("\n\n") if block.startswith("data: {")]
     text = "".join(part["choices"][0]["delta"].get("content") or "" for part in chats if part["choices"])
     assert "".join(block["text"] for block in message["content"]) == text
@@ -135,14 +135,16 @@ def test_the_official_client_reads_a_captured_stream_as_the_complete_text(name: 
 def test_a_message_has_thinking_text_and_tool_calls_in_this_order() -> None:
     function = {"name": "look_up", "arguments": '{"word": "a"}'}
     message = {"content": "I look.", "reasoning": "Hm.", "tool_calls": [{"id": "c1", "function": function}]}
-    told = whole({"message": message, "finish_reason": "tool_calls"}, prompt_tokens_details={"cached_tokens": 4})
-    assert told["content"] == [
+    message_sent = whole(
+        {"message": message, "finish_reason": "tool_calls"}, prompt_tokens_details={"cached_tokens": 4}
+    )
+    assert message_sent["content"] == [
         {"type": "thinking", "thinking": "Hm.", "signature": "msg_1"},
         {"type": "text", "text": "I look."},
         {"type": "tool_use", "id": "c1", "name": "look_up", "input": {"word": "a"}},
     ]
-    assert told["stop_reason"] == "tool_use"
-    assert told["usage"] == {"input_tokens": 5, "cache_read_input_tokens": 4, "output_tokens": 5}
+    assert message_sent["stop_reason"] == "tool_use"
+    assert message_sent["usage"] == {"input_tokens": 5, "cache_read_input_tokens": 4, "output_tokens": 5}
 
 
 def test_an_empty_answer_has_one_empty_text() -> None:
@@ -162,9 +164,9 @@ STOPS = [
 @pytest.mark.parametrize(("finish", "stop", "reason", "sequence"), STOPS)
 def test_a_finish_reason_is_a_stop_reason_streamed_or_not(finish: str, stop: Any, reason: Any, sequence: Any) -> None:
     once = whole({"message": {"content": "a"}, "finish_reason": finish, "stop_reason": stop})
-    parts = told(a_stream().feed(ROLE + chunk({"content": "a"}, finish, stop) + USAGE + DONE))
-    for said in (once, parts[-2]["delta"]):
-        assert (said["stop_reason"], said["stop_sequence"]) == (reason, sequence)
+    parts = events_in(a_stream().feed(ROLE + chunk({"content": "a"}, finish, stop) + USAGE + DONE))
+    for end in (once, parts[-2]["delta"]):
+        assert (end["stop_reason"], end["stop_sequence"]) == (reason, sequence)
 
 
 @pytest.mark.parametrize(
@@ -182,7 +184,7 @@ def test_a_cut_tool_call_is_not_marked_as_executable(arguments: str, finish: str
     calls = [{"id": "c", "function": {"name": "f", "arguments": arguments}}]
     once = whole({"message": {"content": None, "tool_calls": calls}, "finish_reason": finish, "stop_reason": stop})
     out = a_stream().feed(ROLE + chunk(called(0, arguments, "f")) + chunk({}, finish, stop) + USAGE + DONE)
-    assert once["stop_reason"] == told(out)[-2]["delta"]["stop_reason"] == reason
+    assert once["stop_reason"] == events_in(out)[-2]["delta"]["stop_reason"] == reason
     assert once["content"][0]["input"] == ({"a": 1} if arguments.endswith("}") else {})
 
 
@@ -197,7 +199,7 @@ def test_a_reply_that_is_not_a_chat_completion_is_a_bad_reply(answer: bytes) -> 
 
 def test_the_first_event_has_the_prompt_tokens_before_the_engine_counted_them() -> None:
     out = a_stream(Counts(9, 4, 1)).feed(ROLE)
-    (start,) = told(out)
+    (start,) = events_in(out)
     assert start["message"]["usage"] == {"input_tokens": 5, "cache_read_input_tokens": 4, "output_tokens": 0}
     assert start["message"]["model"] == "tiny" and PING in out
 
@@ -207,7 +209,7 @@ def test_thinking_text_and_parallel_calls_are_consecutive_blocks() -> None:
     chunks += [chunk(called(0, "", "f")), chunk(called(0, '{"a": ')), chunk(called(0, "1}"))]
     chunks += [chunk(called(1, '{"b"', "g")), chunk(called(1, ": 2}")), chunk({}, "tool_calls"), USAGE, DONE]
     stream = a_stream()
-    parts = told(b"".join(map(stream.feed, chunks)))
+    parts = events_in(b"".join(map(stream.feed, chunks)))
     message = read_by_the_client(parts)
     assert [block["type"] for block in message["content"]] == ["thinking", "text", "tool_use", "tool_use"]
     assert message["content"][0]["thinking"] == "Hm." and message["content"][0]["signature"]
@@ -221,13 +223,13 @@ def test_thinking_text_and_parallel_calls_are_consecutive_blocks() -> None:
 def test_text_within_a_tool_call_is_a_block_after_it() -> None:
     chunks = [ROLE, chunk(called(0, '{"a"', "f")), chunk({"content": "\n"}), chunk(called(0, ": 1}"))]
     stream = a_stream()
-    message = read_by_the_client(told(b"".join(map(stream.feed, [*chunks, chunk({}, "tool_calls"), USAGE, DONE]))))
+    message = read_by_the_client(events_in(b"".join(map(stream.feed, [*chunks, chunk({}, "tool_calls"), USAGE, DONE]))))
     assert [block["type"] for block in message["content"]] == ["tool_use", "text"]
     assert message["content"][0]["input"] == {"a": 1} and message["content"][1]["text"] == "\n"
 
 
 def test_an_end_without_usage_has_the_routers_count() -> None:
-    parts = told(a_stream().feed(ROLE + chunk({"content": "a"}, "stop") + DONE))
+    parts = events_in(a_stream().feed(ROLE + chunk({"content": "a"}, "stop") + DONE))
     assert [part["type"] for part in parts[-2:]] == ["message_delta", "message_stop"]
     assert parts[-2]["usage"] == {"input_tokens": 9, "output_tokens": 5}
 
@@ -251,10 +253,10 @@ def test_an_event_with_more_than_its_text_is_no_pattern_for_those_after_it() -> 
     deltas = [{"content": "a"}, both, *[{**both, "content": "c"}] * 2, {"content": ""}, calls, {"content": "f"}]
     events = [ROLE, *map(chunk, deltas), chunk({"content": "e"}), chunk({}, "stop"), USAGE, DONE]
     stream = a_stream()
-    message = read_by_the_client(told(b"".join(map(stream.feed, events))))
-    said = [(block["type"], block.get("thinking") or block.get("text")) for block in message["content"]]
-    assert said[:3] == [("text", "a"), ("thinking", "a"), ("text", "b")]
-    assert [kind for kind, _ in said].count("thinking") == 3 and said[-3:] == [
+    message = read_by_the_client(events_in(b"".join(map(stream.feed, events))))
+    texts = [(block["type"], block.get("thinking") or block.get("text")) for block in message["content"]]
+    assert texts[:3] == [("text", "a"), ("thinking", "a"), ("text", "b")]
+    assert [kind for kind, _ in texts].count("thinking") == 3 and texts[-3:] == [
         ("text", "cd"),
         ("tool_use", None),
         ("text", "fe"),
@@ -263,14 +265,14 @@ def test_an_event_with_more_than_its_text_is_no_pattern_for_those_after_it() -> 
 
 def test_no_content_follows_the_message_delta() -> None:
     out = a_stream().feed(ROLE + chunk({"content": "a"}) + chunk({}, "stop") + USAGE + chunk({"content": "b"}) + DONE)
-    assert [part["type"] for part in told(out)][-2:] == ["message_delta", "message_stop"]
+    assert [part["type"] for part in events_in(out)][-2:] == ["message_delta", "message_stop"]
 
 
 def test_tokens_without_text_are_counted_and_send_no_event() -> None:
     stream = a_stream()
     stream.feed(ROLE + chunk({"content": "a"}))
     assert stream.feed(chunk({"content": ""}) * 3) == b"" and stream.tokens == 5
-    assert told(stream.feed(chunk({"content": "b"})))[0]["delta"]["text"] == "b"
+    assert events_in(stream.feed(chunk({"content": "b"})))[0]["delta"]["text"] == "b"
 
 
 def test_a_delta_of_an_ended_tool_call_is_an_error() -> None:
@@ -279,8 +281,8 @@ def test_a_delta_of_an_ended_tool_call_is_an_error() -> None:
     assert not stream.feed(chunk(called(0, "}"))) and stream.end is StreamEnd.MALFORMED
 
 
-WORDS = st.text(max_size=6) | st.sampled_from(['"', "\\", 'a"b', "\n\n", "data: ", '"},"x":"', "\\\\", "é", "\u2028"])
-DELTAS = st.lists(st.tuples(st.sampled_from(["content", "reasoning"]), WORDS), max_size=12)
+TEXTS = st.text(max_size=6) | st.sampled_from(['"', "\\", 'a"b', "\n\n", "data: ", '"},"x":"', "\\\\", "é", "\u2028"])
+DELTAS = st.lists(st.tuples(st.sampled_from(["content", "reasoning"]), TEXTS), max_size=12)
 
 
 def parsed_each(events: list[bytes]) -> bytes:
@@ -301,15 +303,15 @@ def test_text_arrives_complete_and_in_order_for_any_grouping_of_events(
         out.append(stream.feed(b"".join(events[at : at + many])))
         at += many
     assert b"".join(out) == parsed_each(events)  # to the byte, whether an event was matched or parsed
-    parts = told(b"".join(out))
+    parts = events_in(b"".join(out))
     message = read_by_the_client(parts)
-    heard: list[tuple[str, str]] = []
+    joined: list[tuple[str, str]] = []
     for key, word in deltas:
         kind = "text" if key == "content" else "thinking"
-        if word and heard and heard[-1][0] == kind:
-            heard[-1] = (kind, heard[-1][1] + word)
+        if word and joined and joined[-1][0] == kind:
+            joined[-1] = (kind, joined[-1][1] + word)
         elif word:
-            heard.append((kind, word))
-    assert [(block["type"], block[block["type"]]) for block in message["content"]] == heard
+            joined.append((kind, word))
+    assert [(block["type"], block[block["type"]]) for block in message["content"]] == joined
     indices = [part["index"] for part in parts if part["type"] == "content_block_start"]
-    assert indices == [part["index"] for part in parts if part["type"] == "content_block_stop"] == [*range(len(heard))]
+    assert indices == [part["index"] for part in parts if part["type"] == "content_block_stop"] == [*range(len(joined))]

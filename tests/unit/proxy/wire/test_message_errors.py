@@ -18,7 +18,7 @@ LIMIT = "max_tokens=100000 cannot be greater than max_model_len=2048. Please req
 
 
 @pytest.mark.parametrize(
-    ("said", "told"),
+    ("engine_text", "expected"),
     [
         (COUNTED.format("3000"), "prompt is too long: 3000 tokens > 2048 maximum"),
         (COUNTED.format("at least 2049"), "prompt is too long: 2049 tokens > 2048 maximum"),
@@ -27,10 +27,10 @@ LIMIT = "max_tokens=100000 cannot be greater than max_model_len=2048. Please req
     ],
     ids=["counted", "cut-before-counting", "characters", "another-limit"],
 )
-def test_only_an_over_long_prompt_gets_anthropics_error_text(said: str, told: str) -> None:
-    body = orjson.loads(message_error_body(400, error_body(400, said), "r"))
+def test_only_an_over_long_prompt_gets_anthropics_error_text(engine_text: str, expected: str) -> None:
+    body = orjson.loads(message_error_body(400, error_body(400, engine_text), "r"))
     assert body == {
         "type": "error",
-        "error": {"type": "invalid_request_error", "message": told},
+        "error": {"type": "invalid_request_error", "message": expected},
         "request_id": "r",
     }

@@ -30,16 +30,16 @@ def assistant(content: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": content}
 
 
-def text(said: str, **more: Any) -> dict[str, Any]:
-    return {"type": "text", "text": said, **more}
+def text(content: str, **more: Any) -> dict[str, Any]:
+    return {"type": "text", "text": content, **more}
 
 
 def result(of: str, content: Any = None, **more: Any) -> dict[str, Any]:
     return {"type": "tool_result", "tool_use_id": of, **({} if content is None else {"content": content}), **more}
 
 
-def call(name: str = "look_up", said: str = "t1", **given: Any) -> dict[str, Any]:
-    return {"type": "tool_use", "id": said, "name": name, "input": given}
+def call(name: str = "look_up", call_id: str = "t1", **given: Any) -> dict[str, Any]:
+    return {"type": "tool_use", "id": call_id, "name": name, "input": given}
 
 
 def test_a_plain_message_is_a_chat_with_the_same_words() -> None:
@@ -127,8 +127,8 @@ def test_a_document_of_text_is_its_title_and_text() -> None:
 
 
 def test_parallel_tool_results_come_first_then_their_images_and_the_users_text() -> None:
-    said = user([result("t1", [text("a"), IMAGE, text("b")]), result("t2", "c"), text("and now?")])
-    assert chat_of(body(said))["messages"] == [
+    message = user([result("t1", [text("a"), IMAGE, text("b")]), result("t2", "c"), text("and now?")])
+    assert chat_of(body(message))["messages"] == [
         {"role": "tool", "tool_call_id": "t1", "content": "a\nb"},
         {"role": "tool", "tool_call_id": "t2", "content": "c"},
         user([IMAGE_PART, text("and now?")]),
@@ -136,7 +136,7 @@ def test_parallel_tool_results_come_first_then_their_images_and_the_users_text()
 
 
 @pytest.mark.parametrize(
-    ("block", "told"),
+    ("block", "expected"),
     [
         (result("t"), ""),
         (result("t", []), ""),
@@ -145,8 +145,8 @@ def test_parallel_tool_results_come_first_then_their_images_and_the_users_text()
     ],
     ids=["none", "empty", "failed-without-a-word", "failed"],
 )
-def test_a_tool_result_keeps_its_content(block: dict[str, Any], told: str) -> None:
-    assert chat_of(body(user([block])))["messages"] == [{"role": "tool", "tool_call_id": "t", "content": told}]
+def test_a_tool_result_keeps_its_content(block: dict[str, Any], expected: str) -> None:
+    assert chat_of(body(user([block])))["messages"] == [{"role": "tool", "tool_call_id": "t", "content": expected}]
 
 
 def test_an_assistants_blocks_become_reasoning_text_and_tool_calls() -> None:
@@ -174,7 +174,7 @@ def test_a_final_assistant_text_is_continued_and_a_tool_call_is_not() -> None:
 
 
 @pytest.mark.parametrize(
-    ("choice", "told"),
+    ("choice", "expected"),
     [
         (None, "auto"),
         ({"type": "auto"}, "auto"),
@@ -183,11 +183,11 @@ def test_a_final_assistant_text_is_continued_and_a_tool_call_is_not() -> None:
         ({"type": "tool", "name": "look_up"}, {"type": "function", "function": {"name": "look_up"}}),
     ],
 )
-def test_tools_are_functions_and_a_choice_is_one_of_theirs(choice: Any, told: Any) -> None:
+def test_tools_are_functions_and_a_choice_is_one_of_theirs(choice: Any, expected: Any) -> None:
     chat = chat_of(body(tools=[TOOL], tool_choice=choice))
     parameters = {"type": "object", "properties": {"word": {}}}
     function = {"name": "look_up", "description": "Looks a word up.", "parameters": parameters}
-    assert chat["tools"] == [{"type": "function", "function": function}] and chat["tool_choice"] == told
+    assert chat["tools"] == [{"type": "function", "function": function}] and chat["tool_choice"] == expected
     assert "parallel_tool_calls" not in chat
 
 
@@ -283,9 +283,9 @@ WRONG = {
 
 @pytest.mark.parametrize("path", WRONG)
 def test_a_field_that_cannot_be_translated_is_refused_by_its_name(path: str) -> None:
-    with pytest.raises(InvalidRequest) as told:
+    with pytest.raises(InvalidRequest) as raised:
         parse_messages(orjson.dumps(WRONG[path]))
-    assert told.value.param == path and str(told.value).startswith(f"{path}: ") and told.value.status == 400
+    assert raised.value.param == path and str(raised.value).startswith(f"{path}: ") and raised.value.status == 400
 
 
 def test_a_schema_that_is_too_deep_for_a_chat_is_refused() -> None:
@@ -300,10 +300,10 @@ def test_a_schema_that_is_too_deep_for_a_chat_is_refused() -> None:
 
 
 def test_tokens_are_counted_of_the_same_conversation_without_a_limit() -> None:
-    told = body(user("hi"), system="Be brief.", tools=[TOOL], temperature=1)
-    del told["max_tokens"]
-    asked = orjson.loads(tokenize_body(orjson.dumps(told)))
-    chat = chat_of({**told, "max_tokens": 1})
+    counted = body(user("hi"), system="Be brief.", tools=[TOOL], temperature=1)
+    del counted["max_tokens"]
+    asked = orjson.loads(tokenize_body(orjson.dumps(counted)))
+    chat = chat_of({**counted, "max_tokens": 1})
     assert asked == {name: chat[name] for name in ("model", "messages", "tools")}
 
 
@@ -316,11 +316,11 @@ TEXTS = st.builds(text, st.text(max_size=5))
 IMAGES = st.sampled_from([IMAGE, {"type": "image", "source": {"type": "url", "url": "u"}}])
 DOCUMENTS = st.builds(lambda t: {"type": "document", "source": {"type": "text", "data": t}}, st.text(max_size=5))
 RESULTS = st.builds(result, st.text(max_size=3), st.none() | st.text(max_size=5) | st.lists(TEXTS | IMAGES, max_size=3))
-SAID = st.lists(TEXTS | IMAGES | DOCUMENTS | RESULTS | JSON, max_size=4) | st.text(max_size=5)
+USER_CONTENTS = st.lists(TEXTS | IMAGES | DOCUMENTS | RESULTS | JSON, max_size=4) | st.text(max_size=5)
 CALLS = st.builds(lambda given: call(**{"word": given}), JSON)
 THOUGHTS = st.just({"type": "thinking", "thinking": "Hm.", "signature": "s"})
-TOLD = st.lists(TEXTS | CALLS | THOUGHTS, max_size=4) | st.text(max_size=5)
-TURNS = st.lists(st.builds(user, SAID) | st.builds(assistant, TOLD), min_size=1, max_size=4)
+ASSISTANT_CONTENTS = st.lists(TEXTS | CALLS | THOUGHTS, max_size=4) | st.text(max_size=5)
+TURNS = st.lists(st.builds(user, USER_CONTENTS) | st.builds(assistant, ASSISTANT_CONTENTS), min_size=1, max_size=4)
 FIELDS = st.fixed_dictionaries(
     {},
     optional={

@@ -33,8 +33,10 @@ def test_samples_are_read_per_engine() -> None:
     assert of_worker({}, None) is None
 
 
-@pytest.mark.parametrize(("label", "told"), [("True", 1.0), ("False", 0.0), (None, None)])
-def test_the_state_and_counters_of_prefix_caching_are_read_when_present(label: str | None, told: float | None) -> None:
+@pytest.mark.parametrize(("label", "expected"), [("True", 1.0), ("False", 0.0), (None, None)])
+def test_the_state_and_counters_of_prefix_caching_are_read_when_present(
+    label: str | None, expected: float | None
+) -> None:
     config = "" if label is None else f',enable_prefix_caching="{label}"'
     text = (
         f'vllm:cache_config_info{{block_size="16"{config},engine="0",num_gpu_blocks="10"}} 1.0\n'
@@ -43,7 +45,7 @@ def test_the_state_and_counters_of_prefix_caching_are_read_when_present(label: s
         'vllm:prefix_cache_hits_total{engine="0",model_name="m"} 256.0\n'
     )
     samples = read_samples(text.encode())["0"]
-    assert samples.get("prefix_caching") == told
+    assert samples.get("prefix_caching") == expected
     assert (samples["prefix_cache_queries_total"], samples["prefix_cache_hits_total"]) == (862.0, 256.0)
 
 

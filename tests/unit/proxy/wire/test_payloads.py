@@ -147,10 +147,10 @@ def test_unwanted_reasoning_is_requested_from_the_worker_and_hidden_by_the_route
     assert load(decode_body(short, KV))["include_reasoning"] == no, "an engine's own answer in one piece"
 
 
-@pytest.mark.parametrize(("asked", "told"), [(1, 1), (64, 64), (65, 64), (10**6, 64), ("500", 64), (None, None)])
-def test_the_stream_interval_of_a_worker_is_at_most_64(asked: Any, told: Any) -> None:
+@pytest.mark.parametrize(("asked", "expected"), [(1, 1), (64, 64), (65, 64), (10**6, 64), ("500", 64), (None, None)])
+def test_the_stream_interval_of_a_worker_is_at_most_64(asked: Any, expected: Any) -> None:
     request = a_request("chat", stream=True, stream_interval=asked)
-    assert load(decode_body(request, KV))["stream_interval"] == told
+    assert load(decode_body(request, KV))["stream_interval"] == expected
 
 
 def test_the_drain_body_asks_for_one_token_of_the_pinned_kv() -> None:

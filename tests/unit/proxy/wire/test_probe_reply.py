@@ -45,11 +45,11 @@ def test_recorded_probe_replies_give_their_transfer_parameters_unchanged() -> No
         if not head.startswith(b"http/1.1 200") or b"application/json" not in head or not body:
             continue
         result = parse_probe_reply(body, worker="p0")
-        told = orjson.loads(body)["kv_transfer_params"]
-        if told:
+        params = orjson.loads(body)["kv_transfer_params"]
+        if params:
             found += 1
             assert result.kv_transfer_params is not None
-            assert orjson.loads(result.kv_transfer_params) == told
+            assert orjson.loads(result.kv_transfer_params) == params
             if "140-probe" not in path.name:  # odd probes: a list of prompts, 100 tokens
-                assert result.prompt_tokens == told["remote_num_tokens"]
+                assert result.prompt_tokens == params["remote_num_tokens"]
     assert found > 10

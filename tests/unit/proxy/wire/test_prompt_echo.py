@@ -64,8 +64,8 @@ def test_a_scored_answer_omits_kv_transfer_parameters() -> None:
 
 def test_a_prompts_worth_alone_is_one_event_then_usage_then_done() -> None:
     request = a_request(max_tokens=0, stream=True, stream_options={"include_usage": True})
-    told = {"usage": {"prompt_tokens": 2, "completion_tokens_details": None}, "system_fingerprint": "fp"}
-    events = scored_events(request, a_reply() | told).split(b"\n\n")
+    usage_fields = {"usage": {"prompt_tokens": 2, "completion_tokens_details": None}, "system_fingerprint": "fp"}
+    events = scored_events(request, a_reply() | usage_fields).split(b"\n\n")
     assert orjson.loads(events[0].removeprefix(b"data: "))["choices"][0]["text"] == "one two"
     last = orjson.loads(events[1].removeprefix(b"data: "))
     assert (last["usage"], last["system_fingerprint"]) == ({"prompt_tokens": 2}, "fp")
@@ -82,6 +82,6 @@ def test_a_scored_stream_has_usage_in_its_event_with_continuous_usage_stats() ->
 def test_a_scored_choice_has_the_common_id_its_index_and_no_end() -> None:
     request = a_request(max_tokens=0, stream=True)
     event = scored_events(request, a_reply(), Part(public_id="cmpl-all", created=9, index=3, closing_events=False))
-    told = orjson.loads(event.removeprefix(b"data: "))
-    assert (told["id"], told["created"], told["choices"][0]["index"]) == ("cmpl-all", 9, 3)
+    body = orjson.loads(event.removeprefix(b"data: "))
+    assert (body["id"], body["created"], body["choices"][0]["index"]) == ("cmpl-all", 9, 3)
     assert event.count(b"data:") == 1

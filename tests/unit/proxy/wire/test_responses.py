@@ -38,9 +38,9 @@ AT = {"worker": "d0", "tier": "decode"}
 )
 def test_every_error_has_its_status_and_an_openai_body(error: BalanceRouteError, status: int) -> None:
     assert status_of(error) == status
-    told = orjson.loads(body_of(error))["error"]
-    assert set(told) == {"message", "type", "param", "code"}
-    assert told["code"] == status and told["message"]
+    error_body = orjson.loads(body_of(error))["error"]
+    assert set(error_body) == {"message", "type", "param", "code"}
+    assert error_body["code"] == status and error_body["message"]
 
 
 def test_a_workers_own_error_body_is_passed_on_unchanged() -> None:
@@ -49,8 +49,8 @@ def test_a_workers_own_error_body_is_passed_on_unchanged() -> None:
 
 
 def test_a_workers_html_is_wrapped_in_an_error_body() -> None:
-    told = orjson.loads(body_of(UpstreamStatus("x", status=502, body=b"<html>\xff", **AT)))
-    assert "<html>" in told["error"]["message"]
+    body = orjson.loads(body_of(UpstreamStatus("x", status=502, body=b"<html>\xff", **AT)))
+    assert "<html>" in body["error"]["message"]
 
 
 def test_an_error_event_is_one_line_of_data() -> None:

@@ -319,12 +319,12 @@ def test_cached_tokens_are_those_of_the_prefiller() -> None:
     assert parsed(out)[1]["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
 
 
-@pytest.mark.parametrize("told", [{}, {"prompt_tokens_details": {"cached_tokens": 9}}], ids=["at the end", "always"])
-def test_continuous_usage_has_prompt_details_only_when_the_engine_sends_them(told: dict[str, Any]) -> None:
+@pytest.mark.parametrize("details", [{}, {"prompt_tokens_details": {"cached_tokens": 9}}], ids=["at the end", "always"])
+def test_continuous_usage_has_prompt_details_only_when_the_engine_sends_them(details: dict[str, Any]) -> None:
     """vLLM tells them in the last usage, and no others were to be told here."""
     scanner = EventScanner(want_usage=True, want_continuous_usage=True, prompt_details={"cached_tokens": 4})
-    out = scanner.feed(event(completion("a", [1]) | {"usage": usage(10, 1, **told)["usage"]}))
-    expected = {"prompt_tokens_details": {"cached_tokens": 4}} if told else {}
+    out = scanner.feed(event(completion("a", [1]) | {"usage": usage(10, 1, **details)["usage"]}))
+    expected = {"prompt_tokens_details": {"cached_tokens": 4}} if details else {}
     assert parsed(out)[0]["usage"] == usage(10, 1)["usage"] | expected
 
 
@@ -335,8 +335,8 @@ def test_usage_requested_only_by_the_router_is_dropped_and_other_usage_passed_on
     scanner.feed(event(completion("a", [1]) | {"usage": usage(10, 1)["usage"]}))
     scanner.resume()
     last = event(completion("b", [2], finish_reason="length") | {"usage": usage(11, 1)["usage"]}) + event(usage(11, 1))
-    told = [body["usage"] for body in parsed(scanner.feed(last)) if body.get("usage")]
-    assert told == ([usage(10, 2)["usage"]] * 2 if unasked else [])
+    usages = [body["usage"] for body in parsed(scanner.feed(last)) if body.get("usage")]
+    assert usages == ([usage(10, 2)["usage"]] * 2 if unasked else [])
     scanner = EventScanner(unasked_usage=unasked, prompt_tokens=10)
     scanner.feed(event(completion("a", [1], finish_reason="length")))
     assert scanner.missing_usage("m", chat=False) == b"", "one that nobody has told is made up for nobody"
@@ -429,8 +429,8 @@ def test_usage_without_a_finish_reason_is_held_back_for_the_resumed_stream() -> 
     assert scanner.end is StreamEnd.UNFINISHED
     scanner.resume()
     out += scanner.feed(event(completion("b", [2], finish_reason="stop")) + event(usage(4, 1)) + DONE)
-    told = [body["usage"] for body in parsed(out) if isinstance(body, dict) and body.get("usage")]
-    assert [(u["prompt_tokens"], u["completion_tokens"]) for u in told] == [(3, 2)]
+    usages = [body["usage"] for body in parsed(out) if isinstance(body, dict) and body.get("usage")]
+    assert [(u["prompt_tokens"], u["completion_tokens"]) for u in usages] == [(3, 2)]
 
 
 def test_text_that_came_merged_with_the_marker_is_not_lost() -> None:
@@ -478,9 +478,9 @@ def test_tokens_in_a_recompute_marker_are_sent_to_clients_that_want_tokens(
     scanner = EventScanner(want_token_ids=want_ids)
     scanner.feed(event(completion("a", [1])))
     marker = completion("", [2], finish_reason="stop", stop_reason="recomputed", logprobs=logprobs)
-    (told,) = parsed(scanner.feed(event(marker)))
+    (marker_sent,) = parsed(scanner.feed(event(marker)))
     assert scanner.end is StreamEnd.RECOMPUTED and scanner.resume() == 0 and list(scanner.generated.ids) == [1, 2]
-    part = told["choices"][0]
+    part = marker_sent["choices"][0]
     assert part["token_ids"] == ([2] if want_ids else None) and part["logprobs"] == logprobs
     assert part["finish_reason"] is part["stop_reason"] is None
 
@@ -498,21 +498,21 @@ def test_a_recompute_marker_without_tokens_is_not_sent(want_ids: bool, logprobs:
 def test_kv_transfer_parameters_never_reach_the_client(want_ids: bool) -> None:
     scanner = EventScanner(want_token_ids=want_ids, want_usage=True)
     params = {"kv_transfer_params": {"remote_host": "10.0.0.1"}}
-    told = b""
+    sent = b""
     for part in (completion("a", [1]), completion("b", [2]), completion("c", [3], finish_reason="stop"), usage(9, 3)):
-        told += scanner.feed(event(part | params))
-    assert texts(told) == "abc" and scanner.usage is not None and list(scanner.generated.ids) == [1, 2, 3]
-    assert b"remote_host" not in told and told.count(b'"kv_transfer_params":null') == 4
+        sent += scanner.feed(event(part | params))
+    assert texts(sent) == "abc" and scanner.usage is not None and list(scanner.generated.ids) == [1, 2, 3]
+    assert b"remote_host" not in sent and sent.count(b'"kv_transfer_params":null') == 4
 
 
 def test_weight_versions_are_told_unless_they_are_of_the_rest_of_an_answer_only() -> None:
     """vLLM 0.33 tells ranges of an engine's own tokens, in the event that finishes a choice."""
-    told = completion("b", [2], finish_reason="stop", weight_versions=[{"start": 0, "end": 1, "version": "7"}])
+    last = completion("b", [2], finish_reason="stop", weight_versions=[{"start": 0, "end": 1, "version": "7"}])
     scanner = EventScanner()
     scanner.feed(event(completion("a", [1])))
     scanner.resume()
-    assert b"weight_versions" not in scanner.feed(event(told)) and scanner.finish_reason == "stop"
-    assert b'"version":"7"' in EventScanner().feed(event(told))
+    assert b"weight_versions" not in scanner.feed(event(last)) and scanner.finish_reason == "stop"
+    assert b'"version":"7"' in EventScanner().feed(event(last))
 
 
 def test_an_error_event_ends_the_stream_and_is_kept_for_the_caller() -> None:
@@ -597,16 +597,16 @@ def test_usage_of_a_resumed_stream_without_a_prefillers_count_excludes_the_earli
     scanner.feed(event(completion("a", [1])) + event(completion("b", [2])))
     scanner.resume()
     out = scanner.feed(event(completion("c", [3], finish_reason="stop")) + event(usage(12, 1)) + DONE)
-    told = [body["usage"] for body in parsed(out) if isinstance(body, dict) and body.get("usage")]
-    assert told == [{"prompt_tokens": 10, "completion_tokens": 3, "total_tokens": 13}]
+    usages = [body["usage"] for body in parsed(out) if isinstance(body, dict) and body.get("usage")]
+    assert usages == [{"prompt_tokens": 10, "completion_tokens": 3, "total_tokens": 13}]
 
 
-@pytest.mark.parametrize("told", [{}, {"usage": usage(5, 0)["usage"]}], ids=["no usage", "continuous usage"])
+@pytest.mark.parametrize("extra", [{}, {"usage": usage(5, 0)["usage"]}], ids=["no usage", "continuous usage"])
 def test_an_echoed_chat_message_does_not_count_as_a_token(
-    told: dict[str, Any],
+    extra: dict[str, Any],
 ) -> None:
     """vLLM tells it in an event without ids, before the first token."""
-    repeated: dict[str, Any] = chat({"content": "so the"}, None) | told
+    repeated: dict[str, Any] = chat({"content": "so the"}, None) | extra
     del repeated["choices"][0]["token_ids"]
     scanner = EventScanner(prompt_tokens=5)
     out = scanner.feed(event(chat({"role": "assistant", "content": ""}, None)) + event(repeated))
@@ -626,18 +626,18 @@ def test_reasoning_tokens_are_reported_only_for_an_answer_of_one_worker(continuo
     """A worker knows those that it has generated itself: of a resumed answer they would be too few."""
 
     def reasoned(text: str, count: int, **fields: Any) -> bytes:
-        told = {"prompt_tokens": 9, "completion_tokens": 1, "completion_tokens_details": {"reasoning_tokens": count}}
-        return event(chat({"reasoning": text}, [count], **fields) | ({"usage": told} if continuous else {}))
+        sent = {"prompt_tokens": 9, "completion_tokens": 1, "completion_tokens_details": {"reasoning_tokens": count}}
+        return event(chat({"reasoning": text}, [count], **fields) | ({"usage": sent} if continuous else {}))
 
     last = event(usage(9, 1, completion_tokens_details={"reasoning_tokens": 1}))
     scanner = EventScanner(want_usage=True, want_continuous_usage=continuous)
-    told = scanner.feed(reasoned("a", 1, finish_reason="stop") + last)
-    assert told.count(b'"reasoning_tokens":1') == (2 if continuous else 1)
+    sent = scanner.feed(reasoned("a", 1, finish_reason="stop") + last)
+    assert sent.count(b'"reasoning_tokens":1') == (2 if continuous else 1)
     scanner = EventScanner(want_usage=True, want_continuous_usage=continuous)
     scanner.feed(reasoned("a", 1))
     scanner.resume()
-    told = scanner.feed(reasoned("b", 1, finish_reason="stop") + last)
-    assert b'"completion_tokens":2' in told and b"reasoning_tokens" not in told
+    sent = scanner.feed(reasoned("b", 1, finish_reason="stop") + last)
+    assert b'"completion_tokens":2' in sent and b"reasoning_tokens" not in sent
 
 
 @pytest.mark.parametrize(

@@ -47,8 +47,8 @@ def test_prompt_details_of_the_prefiller_override_those_of_the_decode_worker(
     decoders: dict[str, Any] | None, prefillers: dict[str, Any] | None, wanted: dict[str, Any] | None
 ) -> None:
     usage = {"prompt_tokens": 100} if decoders is None else {"prompt_tokens": 100, "prompt_tokens_details": decoders}
-    told = prompt_details_of({"prompt_tokens_details": prefillers})
-    assert put_prompt_details(usage, told) is (wanted != decoders)
+    details = prompt_details_of({"prompt_tokens_details": prefillers})
+    assert put_prompt_details(usage, details) is (wanted != decoders)
     assert usage.get("prompt_tokens_details") == wanted
 
 

@@ -16,7 +16,7 @@ UP, DRAINING, DOWN = WorkerState.UP, WorkerState.DRAINING, WorkerState.DOWN
 NEW = WorkerSpec("new", Role.DECODE, "http://new:1", slots=4)
 
 
-def told(services: Services, worker: Worker) -> WorkerState:
+def scheduler_state(services: Services, worker: Worker) -> WorkerState:
     """What the scheduler has been told."""
     snapshot = services.ledger.scheduler.snapshot
     if worker.spec.role is Role.DECODE:
@@ -60,7 +60,7 @@ def test_the_worst_finding_determines_a_workers_state(
         worker.circuit.state, worker.stalled, worker.drained = circuit, stalled, drained
         worker.healthy = healthy
         services.fleet.update(worker)
-        assert worker.state is told(services, worker) is state
+        assert worker.state is scheduler_state(services, worker) is state
 
     in_virtual_time(test)
 
@@ -71,9 +71,9 @@ def test_a_rest_ends_by_itself_and_both_changes_reach_the_scheduler(name: str) -
         services = a_router()
         worker = services.fleet[name]
         worker.circuit.fault(services.ledger.now())
-        assert told(services, worker) is DRAINING
+        assert scheduler_state(services, worker) is DRAINING
         await let_pass(REST_S * 1.01)
-        assert told(services, worker) is UP
+        assert scheduler_state(services, worker) is UP
 
     in_virtual_time(test)
 
@@ -88,7 +88,7 @@ def test_an_answered_health_check_brings_the_trial_forward_unless_the_worker_sta
         assert worker.circuit.state is CircuitState.OPEN
         worker.stalled = False
         services.fleet.set_healthy(worker, True)
-        assert worker.circuit.state is CircuitState.HALF_OPEN and told(services, worker) is UP
+        assert worker.circuit.state is CircuitState.HALF_OPEN and scheduler_state(services, worker) is UP
 
     in_virtual_time(test)
 
@@ -129,9 +129,9 @@ def test_a_worker_that_joins_gets_nothing_before_it_has_answered() -> None:
     async def test() -> None:
         services = a_router()
         worker = services.fleet.add(NEW, join_attempts=3)
-        assert told(services, worker) is DOWN
+        assert scheduler_state(services, worker) is DOWN
         services.fleet.set_healthy(worker, True)
-        assert told(services, worker) is UP
+        assert scheduler_state(services, worker) is UP
         with pytest.raises(InvalidRequest, match="here already"):
             services.fleet.add(NEW, join_attempts=3)
 
@@ -145,7 +145,7 @@ def test_a_worker_that_leaves_goes_when_it_holds_nothing_and_its_connections_wit
         upstream = cast(ScriptedUpstream, worker.upstream)
         held = holding(services, worker)
         services.fleet.leave(worker)
-        assert told(services, worker) is DRAINING and services.fleet.sweep() == []
+        assert scheduler_state(services, worker) is DRAINING and services.fleet.sweep() == []
         services.tickets.by_id[held].finish(Outcome.FINISHED)
         worker.in_use = 1  # a drain is still running there
         assert services.fleet.sweep() == [] and not upstream.closed
@@ -178,7 +178,7 @@ def test_a_leaving_worker_that_is_added_again_keeps_its_requests() -> None:
         holding(services, worker)
         services.fleet.leave(worker)
         assert services.fleet.add(worker.spec, join_attempts=3) is worker
-        assert told(services, worker) is UP and services.fleet.sweep() == []
+        assert scheduler_state(services, worker) is UP and services.fleet.sweep() == []
 
     in_virtual_time(test)
 
@@ -212,7 +212,7 @@ def test_a_worker_that_is_added_again_takes_requests() -> None:
             assert (name in services.fleet) is held
             again = services.fleet.add(worker.spec, join_attempts=3)
             services.fleet.set_healthy(again, True)
-            assert told(services, again) is UP
+            assert scheduler_state(services, again) is UP
 
     in_virtual_time(test)
 
@@ -226,7 +226,7 @@ def test_findings_on_a_departed_worker_do_not_affect_its_namesake() -> None:
         worker = services.fleet.add(WorkerSpec("d1", Role.DECODE, "http://another:1"), join_attempts=3)
         services.fleet.set_healthy(worker, True)
         services.fleet.set_healthy(left, False)
-        assert worker.state is told(services, worker) is UP
+        assert worker.state is scheduler_state(services, worker) is UP
 
     in_virtual_time(test)
 

@@ -73,25 +73,25 @@ def test_a_refused_port_or_a_dead_engine_means_that_the_process_has_ended(answer
 
 
 @pytest.mark.parametrize(
-    ("answer", "told"),
+    ("answer", "expected"),
     [(REFUSED, "it has not answered /health yet (refused)"), (404, "its /health answers 404")],
     ids=["refused", "404"],
 )
 def test_a_worker_that_was_never_up_is_down_with_what_its_health_check_found(
-    answer: Answer, told: str, caplog: pytest.LogCaptureFixture
+    answer: Answer, expected: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def test() -> None:
         services = a_router(a_config(health=HEALTH))
         script(services, "d0", answer)
         await rounds(health_monitor(services), services)
-        assert why_not_up(services.fleet["d0"]) == told
-        assert [getattr(line, "reason", "") for line in caplog.records if line.msg == "worker unhealthy"] == [told]
+        assert why_not_up(services.fleet["d0"]) == expected
+        assert [getattr(line, "reason", "") for line in caplog.records if line.msg == "worker unhealthy"] == [expected]
 
     in_virtual_time(test)
 
 
 @pytest.mark.parametrize(
-    ("answer", "told"),
+    ("answer", "expected"),
     [
         (REFUSED, "it does not answer /health (refused)"),
         (None, "it does not answer /health (no answer within 3 s)"),
@@ -99,14 +99,14 @@ def test_a_worker_that_was_never_up_is_down_with_what_its_health_check_found(
     ],
     ids=["refused", "silent", "503"],
 )
-def test_a_worker_that_goes_down_is_down_with_what_its_last_health_check_found(answer: Answer, told: str) -> None:
+def test_a_worker_that_goes_down_is_down_with_what_its_last_health_check_found(answer: Answer, expected: str) -> None:
     async def test() -> None:
         services = a_router(a_config(health=HEALTH))
         monitor = await seen_healthy(services)
         script(services, "d0", 500, answer)
         await rounds(monitor, services, 3)
         assert services.fleet["d0"].state is WorkerState.DOWN
-        assert why_not_up(services.fleet["d0"]) == told
+        assert why_not_up(services.fleet["d0"]) == expected
 
     in_virtual_time(test)
 
@@ -306,9 +306,9 @@ def test_a_worker_that_joins_and_never_answers_is_dropped_after_its_attempts_and
         await let_pass(10.0)
         await rounds(monitor, services)
         assert services.fleet.sweep() == ["d0"] and "d0" not in services.fleet
-        told = [(line.msg, line.reason) for line in caplog.records if hasattr(line, "reason")]
+        logged = [(line.msg, line.reason) for line in caplog.records if hasattr(line, "reason")]
         why = "it has not answered /health yet (refused)"
-        assert told == [
+        assert logged == [
             ("worker state", "it has not answered /health yet"),
             ("worker unhealthy", why),
             ("worker not ready, dropped", why),

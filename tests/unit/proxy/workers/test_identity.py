@@ -43,8 +43,8 @@ def test_a_worker_that_has_echoed_once_must_always() -> None:
 def test_a_worker_that_never_echoes_ids_is_unchecked_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     async def asked() -> None:
         worker, connections = a_worker()
-        for told in ("own-1", "own-2", None):
-            check_id(worker, "prefill", told, "r1")
+        for echoed in ("own-1", "own-2", None):
+            check_id(worker, "prefill", echoed, "r1")
         assert connections.dropped == 0
 
     with caplog.at_level(logging.INFO, "balanceroute.proxy.workers.identity"):

@@ -66,7 +66,7 @@ def usage_of(services: Services, name: str = "p0") -> float | None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "usage", "said"),
+    ("answer", "usage", "is_failure"),
     [
         (Page(GAUGE % b"0.25"), 0.25, False),
         (Page(GAUGE % b"7"), None, True),
@@ -81,7 +81,7 @@ def usage_of(services: Services, name: str = "p0") -> float | None:
     ids=["told", "no ratio", "NaN", "no gauge", "404", "500", "broken off", "refused", "silent"],
 )
 def test_an_unreachable_prefiller_counts_as_full_and_one_without_usage_as_unknown(
-    answer: Answer, usage: float | None, said: bool
+    answer: Answer, usage: float | None, is_failure: bool
 ) -> None:
     async def test() -> None:
         services = a_router(a_config(prefillers=2))
@@ -90,8 +90,10 @@ def test_an_unreachable_prefiller_counts_as_full_and_one_without_usage_as_unknow
         services.fleet["p0"].seen_healthy = True
         await polled(services)
         assert (usage_of(services), usage_of(services, "p1")) == (usage, 0.5)
-        assert services.metrics.conditions.count(METRICS) == (1 if said else 0) + len(services.fleet.of(Role.DECODE))
-        assert services.metrics.scrapes_failed.value("p0") == said
+        assert services.metrics.conditions.count(METRICS) == (1 if is_failure else 0) + len(
+            services.fleet.of(Role.DECODE)
+        )
+        assert services.metrics.scrapes_failed.value("p0") == is_failure
 
     in_virtual_time(test)
 

@@ -294,8 +294,8 @@ def test_a_record_in_a_temporarily_unreachable_folder_is_logged_as_complete_agai
             record.repair()
         record.repair()
         record.repair()
-    told = ["pinned KV is not recorded", "pinned KV is recorded again"]
-    assert [one.getMessage() for one in caplog.records] == told * 2
+    messages = ["pinned KV is not recorded", "pinned KV is recorded again"]
+    assert [one.getMessage() for one in caplog.records] == messages * 2
     record.close()
 
 

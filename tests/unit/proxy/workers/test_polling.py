@@ -55,7 +55,7 @@ def test_ranks_of_one_url_share_one_question() -> None:
 
 def test_a_poll_that_raises_is_reported_and_does_not_stop_the_others() -> None:
     asked: Counter[str] = Counter()
-    told: list[tuple[str, str]] = []
+    reported: list[tuple[str, str]] = []
 
     async def ask(group: list[Worker]) -> None:
         asked[group[0].spec.url] += 1
@@ -63,7 +63,7 @@ def test_a_poll_that_raises_is_reported_and_does_not_stop_the_others() -> None:
             raise KeyError("x")
 
     def on_bug(group: list[Worker], error: Exception) -> None:
-        told.append((group[0].id, repr(error)))
+        reported.append((group[0].id, repr(error)))
 
     async def test() -> None:
         polling = Polling(workers("http://breaks", "http://answers"), ask, on_bug)
@@ -72,7 +72,7 @@ def test_a_poll_that_raises_is_reported_and_does_not_stop_the_others() -> None:
 
     asyncio.run(test())
     assert asked["http://answers"] > 3 and asked["http://breaks"] > 3
-    assert set(told) == {("w0", "KeyError('x')")}
+    assert set(reported) == {("w0", "KeyError('x')")}
 
 
 def test_a_bug_ends_the_rounds_where_bugs_are_fatal() -> None:

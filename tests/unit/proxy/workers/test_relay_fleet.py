@@ -28,8 +28,8 @@ def on_fleet(test: Callable[[RelayFleet, list[Judged]], None]) -> None:
     """Run with a fleet, and what it has said to the brain."""
 
     async def run() -> None:
-        said: list[Judged] = []
-        test(RelayFleet(asyncio.get_running_loop(), FleetConfig(), said.append), said)
+        reported: list[Judged] = []
+        test(RelayFleet(asyncio.get_running_loop(), FleetConfig(), reported.append), reported)
 
     asyncio.run(run())
 
@@ -39,7 +39,7 @@ def follow(fleet: RelayFleet, *standings: WorkerStanding, gone: tuple[str, ...] 
 
 
 def test_a_relays_workers_and_states_are_those_of_the_brain() -> None:
-    def test(fleet: RelayFleet, said: list[Judged]) -> None:
+    def test(fleet: RelayFleet, reported: list[Judged]) -> None:
         follow(fleet, standing(D0), standing(D1, WorkerState.DOWN, out=True), whole=True)
         assert [(worker.id, worker.state, worker.out) for worker in fleet] == [
             ("d0", WorkerState.UP, False),
@@ -54,7 +54,7 @@ def test_a_relays_workers_and_states_are_those_of_the_brain() -> None:
 
 
 def test_a_departed_worker_is_kept_for_its_remaining_requests() -> None:
-    def test(fleet: RelayFleet, said: list[Judged]) -> None:
+    def test(fleet: RelayFleet, reported: list[Judged]) -> None:
         follow(fleet, standing(D0), whole=True)
         worker = fleet["d0"]
         worker.in_use += 1
@@ -67,7 +67,7 @@ def test_a_departed_worker_is_kept_for_its_remaining_requests() -> None:
 
 
 def test_a_worker_that_was_down_may_return_as_another_version() -> None:
-    def test(fleet: RelayFleet, said: list[Judged]) -> None:
+    def test(fleet: RelayFleet, reported: list[Judged]) -> None:
         follow(fleet, standing(D0), whole=True)
         fleet["d0"].echoes_ids, fleet["d0"].kv_connector = True, "nixl"
         follow(fleet, standing(D0, doubtful=True))
@@ -79,7 +79,7 @@ def test_a_worker_that_was_down_may_return_as_another_version() -> None:
 
 
 def test_a_relay_keeps_ended_processes_and_cache_salts_over_a_change_of_brain() -> None:
-    def test(fleet: RelayFleet, said: list[Judged]) -> None:
+    def test(fleet: RelayFleet, reported: list[Judged]) -> None:
         follow(fleet, standing(D0), whole=True)
         follow(fleet, WorkerStanding(D0, WorkerState.UP, CircuitState.CLOSED.value, False, False, "00000001a", 2.0))
         follow(fleet, standing(D0), whole=True)  # another brain, which has found nothing yet
@@ -88,45 +88,45 @@ def test_a_relay_keeps_ended_processes_and_cache_salts_over_a_change_of_brain() 
     on_fleet(test)
 
 
-def findings(said: list[Judged]) -> list[Finding]:
-    found = [message.finding for message in said]
-    said.clear()
+def findings(reported: list[Judged]) -> list[Finding]:
+    found = [message.finding for message in reported]
+    reported.clear()
     return found
 
 
 def test_failures_are_always_reported_and_successes_only_when_they_change_something() -> None:
-    def test(fleet: RelayFleet, said: list[Judged]) -> None:
+    def test(fleet: RelayFleet, reported: list[Judged]) -> None:
         follow(fleet, standing(D0), whole=True)
         circuit = fleet["d0"].circuit
         circuit.used()
         circuit.success()
         circuit.inconclusive()
-        assert findings(said) == []
+        assert findings(reported) == []
         circuit.fault(1.0)
         circuit.success()
-        assert findings(said) == [Finding.FAULT, Finding.SUCCESS]
+        assert findings(reported) == [Finding.FAULT, Finding.SUCCESS]
         follow(fleet, standing(D0))
         circuit.success()
-        assert findings(said) == []
+        assert findings(reported) == []
         circuit.busy(1.0, 7.5)
-        assert said == [Judged("d0", Finding.BUSY, 7.5)]
+        assert reported == [Judged("d0", Finding.BUSY, 7.5)]
         follow(fleet, standing(D0, doubtful=True))
-        said.clear()
+        reported.clear()
         circuit.success()
-        assert findings(said) == [Finding.SUCCESS]
+        assert findings(reported) == [Finding.SUCCESS]
 
     on_fleet(test)
 
 
 def test_one_request_alone_is_the_trial_of_a_half_open_circuit() -> None:
-    def test(fleet: RelayFleet, said: list[Judged]) -> None:
+    def test(fleet: RelayFleet, reported: list[Judged]) -> None:
         follow(fleet, standing(D0, circuit=CircuitState.HALF_OPEN, doubtful=True), whole=True)
         circuit = fleet["d0"].circuit
         circuit.used()
         circuit.used()
-        assert findings(said) == [Finding.USED]
+        assert findings(reported) == [Finding.USED]
         circuit.inconclusive()
-        assert findings(said) == [Finding.INCONCLUSIVE]
+        assert findings(reported) == [Finding.INCONCLUSIVE]
 
     on_fleet(test)
 
@@ -136,7 +136,7 @@ def uses(fleet: RelayFleet, now: float, *awaited: str) -> list[Use]:
 
 
 def test_use_of_a_worker_is_reported_until_it_ends_and_once_more() -> None:
-    def test(fleet: RelayFleet, said: list[Judged]) -> None:
+    def test(fleet: RelayFleet, reported: list[Judged]) -> None:
         follow(fleet, standing(D0), standing(D1), whole=True)
         assert uses(fleet, 10.0) == []
         worker: Worker = fleet["d0"]

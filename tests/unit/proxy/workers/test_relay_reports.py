@@ -29,16 +29,16 @@ def activity(exchanges: int, *uses: Use) -> Activity:
 def test_findings_of_all_relays_count_as_consecutive() -> None:
     async def test() -> None:
         services = a_router()
-        heard, worker = reports(services), services.fleet["d1"]
+        relay_reports, worker = reports(services), services.fleet["d1"]
         for _ in range(services.config.health.failure_threshold - 1):
-            heard.judged(Judged("d1", Finding.FAULT))
+            relay_reports.judged(Judged("d1", Finding.FAULT))
         assert worker.circuit.state is CircuitState.RESTING and worker.state is WorkerState.DRAINING
-        assert heard.standings()["d1"].doubtful
-        heard.judged(Judged("d1", Finding.FAULT))
-        assert worker.circuit.state is CircuitState.OPEN and heard.standings()["d1"].state is WorkerState.DOWN
-        heard.judged(Judged("d1", Finding.SUCCESS))
-        assert worker.state is WorkerState.UP and not heard.standings()["d1"].doubtful
-        heard.judged(Judged("who is this", Finding.FAULT))
+        assert relay_reports.standings()["d1"].doubtful
+        relay_reports.judged(Judged("d1", Finding.FAULT))
+        assert worker.circuit.state is CircuitState.OPEN and relay_reports.standings()["d1"].state is WorkerState.DOWN
+        relay_reports.judged(Judged("d1", Finding.SUCCESS))
+        assert worker.state is WorkerState.UP and not relay_reports.standings()["d1"].doubtful
+        relay_reports.judged(Judged("who is this", Finding.FAULT))
 
     in_virtual_time(test)
 
@@ -46,8 +46,8 @@ def test_findings_of_all_relays_count_as_consecutive() -> None:
 def test_a_busy_worker_rests_for_its_retry_after() -> None:
     async def test() -> None:
         services = a_router()
-        heard, worker = reports(services), services.fleet["d1"]
-        heard.judged(Judged("d1", Finding.BUSY, 5.0))
+        relay_reports, worker = reports(services), services.fleet["d1"]
+        relay_reports.judged(Judged("d1", Finding.BUSY, 5.0))
         await let_pass(4.5)
         assert worker.circuit.state is CircuitState.RESTING
         await let_pass(1.0)
@@ -59,11 +59,11 @@ def test_a_busy_worker_rests_for_its_retry_after() -> None:
 def test_the_trial_of_a_lost_relay_is_repeated() -> None:
     async def test() -> None:
         services = a_router()
-        heard, worker = reports(services), services.fleet["d1"]
+        relay_reports, worker = reports(services), services.fleet["d1"]
         worker.circuit.state = CircuitState.HALF_OPEN
-        heard.judged(Judged("d1", Finding.USED))
+        relay_reports.judged(Judged("d1", Finding.USED))
         assert worker.circuit.state is CircuitState.TRIAL
-        heard.lost("r0")
+        relay_reports.lost("r0")
         assert worker.circuit.state is CircuitState.HALF_OPEN
 
     in_virtual_time(test)
@@ -73,17 +73,17 @@ def test_requests_under_way_at_relays_add_up_and_end_with_the_relay() -> None:
     async def test() -> None:
         services = a_router()
         counts: list[int] = []
-        heard, worker = reports(services, counts), services.fleet["d1"]
+        relay_reports, worker = reports(services, counts), services.fleet["d1"]
         worker.in_use += 1  # a drain of the brain's own
-        heard.active("r0", activity(5, use(3, 7, awaits=True)))
-        heard.active("r1", activity(2, use(2)))
+        relay_reports.active("r0", activity(5, use(3, 7, awaits=True)))
+        relay_reports.active("r1", activity(2, use(2)))
         assert worker.in_use == 6 and worker.take_peak() == 8 and worker.awaited_by == 1 and counts == [5, 7]
-        heard.active("r0", activity(1, use(1)))
+        relay_reports.active("r0", activity(1, use(1)))
         assert worker.in_use == 4 and worker.awaited_by == 0
-        heard.lost("r1")
+        relay_reports.lost("r1")
         assert worker.in_use == 2 and counts[-1] == 1
-        heard.lost("r0")
-        heard.lost("r0")
+        relay_reports.lost("r0")
+        relay_reports.lost("r0")
         assert worker.in_use == 1 and counts[-1] == 0
 
     in_virtual_time(test)
@@ -94,21 +94,21 @@ def test_a_readded_worker_starts_without_use_reported_for_its_predecessor() -> N
 
     async def test() -> None:
         services = a_router()
-        heard, spec = reports(services), services.fleet["d1"].spec
-        services.fleet.on_leave = heard.forget
+        relay_reports, spec = reports(services), services.fleet["d1"].spec
+        services.fleet.on_leave = relay_reports.forget
 
         def leaves() -> bool:
             services.fleet.leave(services.fleet["d1"])
             return services.fleet.sweep() == ["d1"]
 
-        heard.active("r0", activity(1, use(0)))
+        relay_reports.active("r0", activity(1, use(0)))
         assert leaves()
-        heard.active("r0", activity(1, use(1, awaits=True)))
-        heard.active("r0", activity(0))
+        relay_reports.active("r0", activity(1, use(1, awaits=True)))
+        relay_reports.active("r0", activity(0))
         worker = services.fleet.add(spec, 1)
-        heard.active("r0", activity(2, use(2, awaits=True)))
+        relay_reports.active("r0", activity(2, use(2, awaits=True)))
         assert (worker.in_use, worker.awaited_by) == (2, 1)
-        heard.active("r0", activity(0, use(0)))
+        relay_reports.active("r0", activity(0, use(0)))
         assert (worker.in_use, worker.awaited_by) == (0, 0)
         assert leaves()
 
@@ -118,13 +118,13 @@ def test_a_readded_worker_starts_without_use_reported_for_its_predecessor() -> N
 def test_orphaned_kv_of_a_lost_relay_expires() -> None:
     async def test() -> None:
         services = a_router()
-        heard, relay = reports(services), Metrics(lambda: NOBODY, "level_fit")
-        services.metrics.beside = heard.counts.values
+        relay_reports, relay = reports(services), Metrics(lambda: NOBODY, "level_fit")
+        services.metrics.beside = relay_reports.counts.values
         relay.orphan(3)
         relay.retries.inc("prefill")
-        heard.counted("r0@elsewhere", relay.counts())
+        relay_reports.counted("r0@elsewhere", relay.counts())
         assert b"\nbalanceroute_kv_orphans 3.0\n" in services.metrics.exposition()
-        heard.lost("r0@elsewhere")
+        relay_reports.lost("r0@elsewhere")
         page = services.metrics.exposition()
         assert b"\nbalanceroute_kv_orphans 0.0\n" in page
         assert b'\nbalanceroute_retries_total{tier="prefill"} 1.0\n' in page
@@ -135,15 +135,15 @@ def test_orphaned_kv_of_a_lost_relay_expires() -> None:
 def test_counts_of_far_relays_that_never_return_are_bounded_and_no_counter_falls() -> None:
     async def test() -> None:
         services = a_router()
-        heard, relay = reports(services), Metrics(lambda: NOBODY, "level_fit")
-        services.metrics.beside = heard.counts.values
-        heard.on_given_up = services.metrics.carry_on
+        relay_reports, relay = reports(services), Metrics(lambda: NOBODY, "level_fit")
+        services.metrics.beside = relay_reports.counts.values
+        relay_reports.on_given_up = services.metrics.carry_on
         relay.retries.inc("prefill")
-        heard.counted("r0@stays", relay.counts())
+        relay_reports.counted("r0@stays", relay.counts())
         for number in range(2 * MOST_AWAY):
-            heard.counted(f"r0@pod-{number}", relay.counts())
-            heard.lost(f"r0@pod-{number}")
-        assert len(heard.counts) == MOST_AWAY + 1 and "r0@stays" in heard.counts
+            relay_reports.counted(f"r0@pod-{number}", relay.counts())
+            relay_reports.lost(f"r0@pod-{number}")
+        assert len(relay_reports.counts) == MOST_AWAY + 1 and "r0@stays" in relay_reports.counts
         page = services.metrics.exposition().decode()
         assert f'balanceroute_retries_total{{tier="prefill"}} {2.0 * MOST_AWAY + 1}\n' in page
 
@@ -153,15 +153,15 @@ def test_counts_of_far_relays_that_never_return_are_bounded_and_no_counter_falls
 def test_a_returning_far_relay_is_not_counted_twice() -> None:
     async def test() -> None:
         services = a_router()
-        heard, relay = reports(services), Metrics(lambda: NOBODY, "level_fit")
-        services.metrics.beside = heard.counts.values
-        heard.on_given_up = services.metrics.carry_on
+        relay_reports, relay = reports(services), Metrics(lambda: NOBODY, "level_fit")
+        services.metrics.beside = relay_reports.counts.values
+        relay_reports.on_given_up = services.metrics.carry_on
         relay.retries.inc("prefill")
         for number in range(MOST_AWAY):
             for name in ("r0@returns", f"r0@pod-{number}"):
-                heard.counted(name, relay.counts())
-                heard.lost(name)
-        assert len(heard.counts) == MOST_AWAY
+                relay_reports.counted(name, relay.counts())
+                relay_reports.lost(name)
+        assert len(relay_reports.counts) == MOST_AWAY
         page = services.metrics.exposition().decode()
         assert f'balanceroute_retries_total{{tier="prefill"}} {MOST_AWAY + 1.0}\n' in page
 
@@ -171,11 +171,11 @@ def test_a_returning_far_relay_is_not_counted_twice() -> None:
 def test_the_newest_token_of_any_relay_is_the_workers_last_progress() -> None:
     async def test() -> None:
         services = a_router()
-        heard, worker = reports(services), services.fleet["d1"]
+        relay_reports, worker = reports(services), services.fleet["d1"]
         await let_pass(10.0)
         now = services.loop.time()
-        heard.active("r0", activity(1, use(1, progress=1.0)))
-        heard.active("r1", activity(1, use(1, progress=4.0)))
+        relay_reports.active("r0", activity(1, use(1, progress=1.0)))
+        relay_reports.active("r1", activity(1, use(1, progress=4.0)))
         assert worker.progress_s == pytest.approx(now - 1.0) and worker.busy_since_s == pytest.approx(now - 0.5)
 
     in_virtual_time(test)
@@ -185,8 +185,8 @@ def test_frozen_groups_are_reported_with_their_age() -> None:
     async def test() -> None:
         services = a_router()
         services.frozen.append(FrozenGroup("g", ("d0", "d1"), services.loop.time()))
-        heard = reports(services)
+        relay_reports = reports(services)
         await let_pass(3.0)
-        assert heard.silent() == (SilentGroup("g", ("d0", "d1"), pytest.approx(3.0)),)
+        assert relay_reports.silent() == (SilentGroup("g", ("d0", "d1"), pytest.approx(3.0)),)
 
     in_virtual_time(test)

@@ -437,7 +437,7 @@ def test_https_verifies_the_worker_and_works(run: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("names", "trusted", "told"),
+    ("names", "trusted", "expected"),
     [
         ("d0.cluster", True, "its certificate is another host's"),
         ("10.9.8.7", True, "its certificate is another host's"),
@@ -446,7 +446,7 @@ def test_https_verifies_the_worker_and_works(run: Run, tmp_path: Path) -> None:
     ids=["another name", "another address", "another authority"],
 )
 def test_a_failed_handshake_is_told_in_words_that_name_no_host(
-    run: Run, tmp_path: Path, names: str, trusted: bool, told: str
+    run: Run, tmp_path: Path, names: str, trusted: bool, expected: str
 ) -> None:
     authority, served = trustme.CA(), ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     certificate = tmp_path / "ca.pem"
@@ -458,7 +458,7 @@ def test_a_failed_handshake_is_told_in_words_that_name_no_host(
             trusting = ssl.create_default_context(cafile=str(certificate))
             with pytest.raises(ConnectFailed) as failed:
                 await post(Upstream(server.url.replace("http", "https"), ssl_context=trusting))
-        assert str(failed.value).startswith(f"cannot connect: {told}") and "127.0.0.1" not in str(failed.value)
+        assert str(failed.value).startswith(f"cannot connect: {expected}") and "127.0.0.1" not in str(failed.value)
 
     run(test)
 

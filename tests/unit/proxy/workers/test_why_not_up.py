@@ -44,15 +44,15 @@ CHANGES: dict[str, tuple[Change, str]] = {
 }
 
 
-@pytest.mark.parametrize(("change", "told"), CHANGES.values(), ids=CHANGES.keys())
-def test_every_cause_that_keeps_requests_from_a_worker_is_reported(change: Change, told: str) -> None:
+@pytest.mark.parametrize(("change", "expected"), CHANGES.values(), ids=CHANGES.keys())
+def test_every_cause_that_keeps_requests_from_a_worker_is_reported(change: Change, expected: str) -> None:
     async def test() -> None:
         services = a_router()
         worker = services.fleet["d0"]
         assert why_not_up(worker) == ""
         change(services, worker)
         assert worker.state is not WorkerState.UP
-        assert told in why_not_up(worker)
+        assert expected in why_not_up(worker)
 
     in_virtual_time(test)
 
@@ -74,10 +74,10 @@ def test_the_most_severe_of_several_causes_is_reported() -> None:
 def test_the_log_line_of_a_worker_that_goes_down_has_the_reason(cause: str, caplog: pytest.LogCaptureFixture) -> None:
     async def test() -> None:
         services = a_router()
-        change, told = CHANGES[cause]
+        change, expected = CHANGES[cause]
         change(services, services.fleet["d0"])
         (line,) = [record for record in caplog.records if record.message == "worker state"]
-        assert told in vars(line)["reason"]
+        assert expected in vars(line)["reason"]
         assert not hasattr(line, "before")  # of one whose circuit rests it is "draining", which no operator asked for
 
     in_virtual_time(test)

@@ -112,19 +112,19 @@ async def test_client_figures_cover_all_processes_and_are_unknown_until_all_have
     relay.tokens.inc(by=1_000_000)  # in the life of the brain before this one
     relay.ttft.observe(3.0)
     silent = NoHealthyWorkers("What relays have counted is not known yet.", retry_after_s=1.0)
-    told: list[bytes] = []
+    counts: list[bytes] = []
 
     def beside() -> list[bytes]:
-        if not told:
+        if not counts:
             raise silent
-        return told
+        return counts
 
     router.metrics.beside = beside
     recorder = Recorder(lambda: router, lambda: now[0])
     for second in range(12):
         now[0] = float(second)
         if second > 2:
-            told[:] = [relay.counts()]
+            counts[:] = [relay.counts()]
         recorder.sample()
         relay.tokens.inc(by=100)
         relay.requests.inc("finished", by=2)
