@@ -54,7 +54,7 @@ class Overlap:
     def see_answer(self, stay_s: float, tokens: int) -> None:
         """Take in a finished answer: the seconds from its first token to its last, and how many these were.
 
-        Where a relay's word of the first was late they may look negative.
+        Where a relay's report of the first was late they may look negative.
         """
         if tokens < 2:
             return

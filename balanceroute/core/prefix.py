@@ -97,7 +97,7 @@ class SharedPrefixes:
 
 
 MOST_COUNTED: Final = 2**53
-"""Tokens that an engine's counters may add up to over all its lives: more is no count, whatever it tells."""
+"""Tokens that an engine's counters may add up to over all its restarts: more is no count."""
 
 JUDGED_TOKENS: Final = 32_768
 """Predicted hits that are compared with an engine's counters at a time: enough for chance not to decide."""
@@ -134,7 +134,7 @@ class PrefixHits:
 
     @property
     def real_tokens(self) -> int | None:
-        """None: neither counters nor answers have told any."""
+        """None: neither counters nor answers had any."""
         if self._counters is not None:
             return self.counted_tokens
         return self.answered_tokens or None

@@ -405,7 +405,7 @@ class Scheduler:
 
     def _return_to_pool(self, tracker: RequestTracker) -> None:
         """Undo its admission."""
-        self.snapshot.unseat(tracker)
+        self.snapshot.release_slot(tracker)
         tracker.phase = POOLED
         self.snapshot.pool.add(tracker)
 
@@ -495,7 +495,7 @@ class Scheduler:
         else:
             assert worker is not None
             tracker.ready_s = now - standing.ready_s  # it may be put back
-            self._seat(tracker, worker, now)
+            self._take_slot(tracker, worker, now)
             self._adopt_decoding(tracker, worker, standing, prefiller, now)
             if not standing.tokens:
                 self._set_patience(tracker)
@@ -610,11 +610,11 @@ class Scheduler:
         self._has_admitted = True
         self.snapshot.pool.remove(tracker)
         self.snapshot.means.see_wait(now - tracker.ready_s)
-        self._seat(tracker, worker, now)
+        self._take_slot(tracker, worker, now)
 
-    def _seat(self, tracker: RequestTracker, worker: DecodeInstanceState, now: float) -> None:
+    def _take_slot(self, tracker: RequestTracker, worker: DecodeInstanceState, now: float) -> None:
         tracker.admitted_s, tracker.began_s = now, math.inf
-        self.snapshot.seat(tracker, worker, running=not self.config.lock_step)
+        self.snapshot.take_slot(tracker, worker, running=not self.config.lock_step)
         if tracker.running:
             self._refreshes.plan(tracker, self.snapshot.horizon_steps)
 
@@ -624,7 +624,7 @@ class Scheduler:
             self.snapshot.asking.pop(tracker.id, None)
             if tracker.pushing:
                 self.prefills.end(tracker, self.snapshot, now)
-            self.snapshot.unseat(tracker)
+            self.snapshot.release_slot(tracker)
         elif tracker.phase is QUEUED:
             del self.snapshot.queued[tracker.id]
         elif tracker.phase is PREFILLING:

@@ -156,7 +156,7 @@ class ClusterSnapshot:
 
     # -- what a request holds on its decode worker -------------------------------------------------------------
 
-    def seat(self, tracker: RequestTracker, worker: DecodeInstanceState, *, running: bool) -> None:
+    def take_slot(self, tracker: RequestTracker, worker: DecodeInstanceState, *, running: bool) -> None:
         """The request takes a slot and charges its load; `running`: whether the engine runs it from now on."""
         tracker.phase, tracker.worker, tracker.running = DECODING, worker, running
         tracker.counted, tracker.joined_step = 0, worker.steps
@@ -165,7 +165,7 @@ class ClusterSnapshot:
         worker.running += running
         self._project(tracker)
 
-    def unseat(self, tracker: RequestTracker) -> None:
+    def release_slot(self, tracker: RequestTracker) -> None:
         """The request releases its slot and its load; `counted` keeps what it has generated."""
         worker = worker_of(tracker)
         self._unproject(tracker)

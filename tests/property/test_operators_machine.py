@@ -176,14 +176,14 @@ class OperatorsMachine(RuleBasedStateMachine):
 
         async def inherited() -> None:
             changes = changes_of(self.services, self.file, LINEAGE)
-            heir = a_router(changes.config(self.file))
-            changes.apply(heir)
-            for router in (self.services, heir):
+            successor = a_router(changes.config(self.file))
+            changes.apply(successor)
+            for router in (self.services, successor):
                 staying = {worker.id: (worker.spec, worker.drained) for worker in router.fleet if not worker.leaving}
                 assert staying == {name: (spec, name in self.drained) for name, spec in self.here.items()}
             leaving = {worker.id: worker.spec for worker in self.services.fleet if worker.leaving}
-            assert leaving.items() <= {worker.id: worker.spec for worker in heir.fleet if worker.leaving}.items()
-            assert changes_of(heir, self.file, LINEAGE).policy == changes.policy
+            assert leaving.items() <= {worker.id: worker.spec for worker in successor.fleet if worker.leaving}.items()
+            assert changes_of(successor, self.file, LINEAGE).policy == changes.policy
 
         self.do(inherited())
 

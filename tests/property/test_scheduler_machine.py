@@ -124,23 +124,23 @@ class SchedulerMachine(RuleBasedStateMachine):
     def hand_over(self) -> None:
         """A successor that is told where each request stands holds what its predecessor holds."""
         before = self.scheduler.snapshot
-        heir = Scheduler(make_policy(self.settings), self.scheduler.config)
+        successor = Scheduler(make_policy(self.settings), self.scheduler.config)
         for role in (before.prefillers, before.workers):
             for member in role:
-                heir.add_worker(member.spec, self.now)
+                successor.add_worker(member.spec, self.now)
         for tracker in sorted(before.requests.values(), key=lambda tracker: tracker.order):
-            assert heir.adopt(self.standing(tracker), self.now)
-        heir.snapshot.check_invariants()
-        assert holdings(heir.snapshot) == holdings(before)
+            assert successor.adopt(self.standing(tracker), self.now)
+        successor.snapshot.check_invariants()
+        assert holdings(successor.snapshot) == holdings(before)
         for tracker in before.requests.values():
             if self.is_unasked(tracker):
-                heir.put_back(tracker.id, self.now)
-                assert math.isclose(heir.snapshot.requests[tracker.id].ready_s, tracker.ready_s, abs_tol=1e-6)
-        heir.snapshot.check_invariants()
+                successor.put_back(tracker.id, self.now)
+                assert math.isclose(successor.snapshot.requests[tracker.id].ready_s, tracker.ready_s, abs_tol=1e-6)
+        successor.snapshot.check_invariants()
         for tracker in before.requests.values():  # and each of them can leave from there
-            heir.finish(tracker.id, Outcome.CANCELLED, self.now)
-        heir.snapshot.check_invariants()
-        assert not any(holdings(heir.snapshot)["workers"].values())
+            successor.finish(tracker.id, Outcome.CANCELLED, self.now)
+        successor.snapshot.check_invariants()
+        assert not any(holdings(successor.snapshot)["workers"].values())
 
     def standing(self, tracker: RequestTracker) -> Standing:
         return Standing(
