@@ -40,8 +40,8 @@ class FaultKind(StrEnum):
     SLOW_PREFILL = "slow_prefill"  # prompts take `factor` times as long (1 heals)
     FREEZE = "freeze"  # /health 200 but no progress
     UNFREEZE = "unfreeze"
-    PAUSE = "pause"  # the engine's balancer lets the request that has run longest stand still, with its KV
-    RESUME = "resume"  # and all that stand still go on
+    PAUSE = "pause"  # the engine's balancer pauses the request that has run longest, with its KV
+    RESUME = "resume"  # and resumes all paused ones
     RECOMPUTE_NOW = "recompute_now"  # pops the last running request on the next step
     KILL_ENGINE = "kill_engine"  # error events, /health 503
     STOP = "stop"  # process gone: connections cut, port closed

@@ -1,4 +1,4 @@
-"""The emulated cluster in several processes: what one process can't show is a worker that stands still as a whole.
+"""The emulated cluster in several processes: what one process can't show is a worker that is stopped as a whole.
 
 Each prefiller is a process, and the decode ranks are `groups` processes of equal size, each with a barrier of its own:
 as many groups as ranks make independent ranks, one makes the group that one frozen rank silences. KV goes between them
@@ -37,7 +37,7 @@ from balanceroute.errors import ConfigError
 
 START_TIMEOUT_S: Final = 60.0
 STOP_TIMEOUT_S: Final = 5.0
-ASK_TIMEOUT_S: Final = 2.0  # a process that stands still answers nothing
+ASK_TIMEOUT_S: Final = 2.0  # a stopped process answers nothing
 _SIGNALS: Final = {"sigstop": signal.SIGSTOP, "sigcont": signal.SIGCONT, "sigkill": signal.SIGKILL}
 
 
@@ -121,7 +121,7 @@ class ProcessCluster:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """End every process, those that stand still too."""
+        """End every process, also the stopped ones."""
         await self._server.stop()
         await self._client.aclose()
         for index in self._stopped:

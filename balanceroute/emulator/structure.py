@@ -1,4 +1,4 @@
-"""Answers with a structure: reasoning, a grammar, tool calls. What an engine knows of them lives beside the tokens.
+"""Answers with a structure: reasoning, a grammar, tool calls. What an engine knows of them is kept beside the tokens.
 
 A plan says which part each token of an answer belongs to. It is made from the prompt of *this* request, as in an
 engine, so it shows what a resumed request (prompt + ids so far) gets:

@@ -46,7 +46,7 @@ def stream_of(choice: Choice, corruption: bytes = b"") -> TokenStream | PlannedS
 
 
 class Worker(ABC):
-    """The base of both kinds: name, faults, violations, counters, and whether the engine lives."""
+    """The base of both kinds: name, faults, violations, counters, and whether the engine runs."""
 
     role: str
 
@@ -100,7 +100,7 @@ class Worker(ABC):
         """Lose everything; every call gets the error."""
 
     def kill_engine(self) -> None:
-        """The engine core dies: error events, then nothing but errors and an unhealthy /health."""
+        """The engine core crashes: error events, then nothing but errors and an unhealthy /health."""
         self.dead = True
         self.fail_all(ENGINE_DEAD)
 

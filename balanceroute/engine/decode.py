@@ -216,14 +216,14 @@ class DecodeRank(Generic[R]):
         return admitted, started
 
     def pause(self, request_id: str) -> None:
-        """Let a running request stand still."""
+        """Pause a running request."""
         request = self.running.pop(request_id)
         request.place = Place.PAUSED
         self.load -= request.kv_tokens
         self.paused[request_id] = request
 
     def resume(self) -> None:
-        """Let all that stand still go on, behind those that run."""
+        """Resume all paused requests, behind those that run."""
         for request in self.paused.values():
             request.place = Place.RUNNING
             self.load += request.kv_tokens
@@ -271,7 +271,7 @@ class DecodeRank(Generic[R]):
         return request
 
     def fail(self) -> list[R]:
-        """Lose everything at once, as a worker that dies does; returns what was lost."""
+        """Lose everything at once, as a worker that crashes does; returns what was lost."""
         lost = [
             request
             for place in (self.running, self.paused, self.transferring, self.waiting)

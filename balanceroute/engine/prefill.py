@@ -136,7 +136,7 @@ class Prefiller(Generic[J]):
         return True
 
     def fail(self) -> list[J]:
-        """Drop everything, like a worker that dies; returns the jobs that get no answer."""
+        """Drop everything, like a worker that crashes; returns the jobs that get no answer."""
         lost = [*self.running.values(), *self.queued.values()]
         for job_id in [*self.running, *self.pinned]:
             self.kv.release(job_id)

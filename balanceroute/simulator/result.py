@@ -110,7 +110,7 @@ class Recorder:
             self.window_end = step
 
     def pause(self, request: int, now: float) -> None:
-        """The engine lets the request stand still."""
+        """The engine pauses the request."""
         self.paused_at_s[request] = now
 
     def resume(self, request: int, now: float) -> None:
