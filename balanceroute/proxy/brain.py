@@ -3,7 +3,7 @@
 It serves two sockets of the run folder: at one, relays speak to the hub (`link/hub.py`); at the other, they send
 operators' requests to its application (`brain_app.py`). It decides while it has the lead (`link/leadership.py`).
 Another brain that is started meanwhile stands by, and takes over when the leader has ended or stands still. A new
-leader decides nothing before the relays that live have said what they hold.
+leader decides nothing before the relays that run have said what they hold.
 
 SIGUSR2             drain: relays are told to refuse new requests; the brain ends when they have left
 SIGTERM, SIGUSR1    end now, and let the standby lead; SIGTERM does so unless SIGUSR2 follows
@@ -204,12 +204,12 @@ class BrainServer(ChildServer):
         self.should_exit = self.force_exit = True
 
     def busy(self, services: ClientServices) -> bool:
-        """Whether relays are connected, or live and may connect, or pinned KV is left to drain."""
+        """Whether relays are connected, or run and may connect, or pinned KV is left to drain."""
         hub = self._app.hub
         return not hub.settled.is_set() or bool(hub.near_members) or super().busy(services) or self._relays_live()
 
     def _relays_live(self) -> bool:
-        """Whether a relay of this router lives; it may have lost its connection for a moment."""
+        """Whether a relay of this router runs; it may have lost its connection for a moment."""
         try:
             return not set(self._setup.relays).isdisjoint(RelayLocks(self._app.folder).running())
         except OSError:  # most likely no descriptor is free

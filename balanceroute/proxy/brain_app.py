@@ -119,7 +119,7 @@ class BrainSetup:
 def create_brain_app(configured: Configured, folder: RunFolder, lead: Lead, relays: int, setup: BrainSetup) -> BrainApp:
     """The application of a brain that has the lead, with the changes that operators made under the one before.
 
-    Args: relays: how many relays live; nothing is decided before so many have said what they hold.
+    Args: relays: how many relays run; nothing is decided before so many have said what they hold.
 
     Raises: ConfigError: a file of the configuration is wrong.
     """

@@ -30,7 +30,7 @@ class KeptCounts:
         self._folder, self._locks = folder, RelayLocks(folder)
 
     def gone(self) -> set[str]:
-        """The relays that do not live, and have left files. Raises: OSError."""
+        """The relays that do not run, and have left files. Raises: OSError."""
         names = {path.name for path in self._folder.ours(_LEFT) if path.suffix != NEW}
         relays = {name.removeprefix(LIFE).removeprefix(COUNTS) for name in names}
         return relays.difference([LEADER], self._locks.running())
@@ -79,7 +79,7 @@ class KeptCounts:
                 raise
 
     def forget(self) -> None:
-        """Remove the counts of all relays that do not live, and of the leader: a router begins to count."""
+        """Remove the counts of all relays that do not run, and of the leader: a router begins to count."""
         kept = {self.file(relay) for relay in self._locks.running()}
         for file in self._folder.folder.glob(f"{COUNTS}*"):
             if file not in kept:

@@ -26,7 +26,7 @@ from balanceroute.proxy.configured import Configured
 from balanceroute.proxy.handover import Handover, HandoverState, Predecessor
 from balanceroute.proxy.kept_counts import KeptCounts
 from balanceroute.proxy.link.files import locked
-from balanceroute.proxy.perimeter.key_table import KeyTable, Seat
+from balanceroute.proxy.perimeter.key_table import KeyTable, RelayRows
 from balanceroute.proxy.perimeter.perimeter import Perimeter
 from balanceroute.proxy.relay import RelaySetup, run_relay
 from balanceroute.proxy.relay_locks import RelayLocks, relay_name
@@ -296,8 +296,8 @@ class Processes:
         for link in self._links:
             link.close()
         follow, place = self._begin(name), self.relays.index(name)
-        load, seat = Load(self.loads, place), Seat(self._table, place)
-        setup = RelaySetup(name, self._sockets, load, seat, self._was_up)
+        load, relay_rows = Load(self.loads, place), RelayRows(self._table, place)
+        setup = RelaySetup(name, self._sockets, load, relay_rows, self._was_up)
         run_relay(self._configured, self._folder, setup, follow, on_up)
 
     def _begin(self, name: str) -> Callable[[], None]:

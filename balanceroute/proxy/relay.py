@@ -55,7 +55,7 @@ from balanceroute.proxy.ops.forwarding import Forwarding
 from balanceroute.proxy.ops.guard import READY
 from balanceroute.proxy.ops.metaserver import Metaserver
 from balanceroute.proxy.ops.to_brain import ToBrain, through_socket, to_machine
-from balanceroute.proxy.perimeter.key_table import Seat
+from balanceroute.proxy.perimeter.key_table import RelayRows
 from balanceroute.proxy.perimeter.perimeter import Perimeter
 from balanceroute.proxy.perimeter.routes import ACCESS, Access
 from balanceroute.proxy.perimeter.tls import Tls
@@ -91,15 +91,15 @@ class RelayApp(ClientApp):
 class RelaySetup:
     """What the parent gives to a relay that starts.
 
-    `name`: unique among living relays of the router, and the same after a restart. `listeners`: bound sockets that
-    relays share: the clients', and the operators' if `listen.admin` is set. `load`, `seat`: its place in the relays'
-    shared memory. `again`: the router has been up, so files in the way are moved aside.
+    `name`: unique among running relays of the router, and the same after a restart. `listeners`: bound sockets that
+    relays share: the clients', and the operators' if `listen.admin` is set. `load`, `relay_rows`: its place in the
+    relays' shared memory. `again`: the router has been up, so files in the way are moved aside.
     """
 
     name: str
     listeners: list[socket.socket]
     load: Load
-    seat: Seat
+    relay_rows: RelayRows
     again: bool
 
 
@@ -119,7 +119,7 @@ def run_relay(
     folder.make(setup.again)
     life = RelayLocks(folder).lock(setup.name)
     configured.tls.catch_up()
-    configured.perimeter.sit(setup.seat)
+    configured.perimeter.share_keys(setup.relay_rows)
     app = create_relay_app(configured, folder, setup.name, life, setup.again)
 
     async def on_reload() -> None:
@@ -325,8 +325,8 @@ def build_relay(
 
 def reload_relay(services: RelayServices, new: Config, perimeter: Perimeter) -> None:
     """Switch a relay to another configuration. `perimeter`: made from the files that it names."""
-    if services.perimeter.seat is not None:
-        perimeter.sit(services.perimeter.seat)
+    if services.perimeter.relay_rows is not None:
+        perimeter.share_keys(services.perimeter.relay_rows)
     perimeter.inherit(services.perimeter)
     perimeter.come_to_limits(services.loop.time())
     services.perimeter = perimeter

@@ -109,7 +109,7 @@ class RelayServices(ClientServices):
         self.keep_counts()
 
     def keep_counts(self) -> None:
-        """If counts have changed, keep them for this relay's next life and for the next brain, then send them."""
+        """If counts have changed, keep them for this relay's next start and for the next brain, then send them."""
         counts = self.metrics.counts()
         if counts != self.kept or self.counts_file.is_lost:
             kept = self.counts_file.keep(counts)  # first: shown counters must not fall if this process ends
@@ -132,7 +132,7 @@ class RelayServices(ClientServices):
             await asyncio.sleep(until_tick_s(self.loop.time(), FRESHEN_S))
 
     async def renew_life(self, life: int) -> None:
-        """Every few seconds, make the file again by which brains see that this relay lives; until cancelled."""
+        """Every few seconds, make the file again by which brains see that this relay runs; until cancelled."""
         trouble, gone = Trouble(log, "the run folder does not say that this relay lives"), Gone(self.folder)
         while True:
             await asyncio.sleep(until_tick_s(self.loop.time(), LIFE_S))

@@ -147,7 +147,7 @@ class RunFolder:
     def renew_times(self) -> None:
         """Give all files the present time, or a cleaner of temporary folders would remove them. Raises: OSError.
 
-        The leader's file is left out: by its time the leader shows that it lives.
+        The leader's file is left out: by its time the leader shows that it runs.
         """
         for file in [*self.ours(_FILE), *self.ours(_SOCKET)]:
             if file != self.lock:
@@ -226,7 +226,7 @@ class RunFolder:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Within this context no other process moves files aside, unless one stands still in it. Raises: OSError."""
+        """Within this context no other process moves files aside, unless one is stopped within it. Raises: OSError."""
         folder = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             for _ in range(TRIES):

@@ -1,10 +1,10 @@
 """The brain's end of the link to other machines: TLS 1.3, where both sides show a certificate of the link's own CA.
 
-A peer has `HANDSHAKE_S` for its handshake, and `MAX_STRANGERS` may be in one at a time; nothing that a peer without a
+A peer has `HANDSHAKE_S` for its handshake, and `MAX_HANDSHAKES` may be in one at a time; nothing that a peer without a
 certificate sends is read as a frame. A peer with one is a process of the router: it joins as a relay, or passes on
 operators' requests that its relay has let through. ALPN tells which.
 
-A far relay (of another machine) has no file here, by which a new brain could see that it lives. So a brain writes down
+A far relay (of another machine) has no file here, by which a new brain could see that it runs. So a brain writes down
 the names of its far members, and the next brain of this machine waits for them.
 """
 
@@ -22,7 +22,7 @@ from balanceroute.proxy.perimeter.tls import LINK
 log = logging.getLogger(__name__)
 
 HANDSHAKE_S: Final = 3.0
-MAX_STRANGERS: Final = 64  # peers that have not shown a certificate yet; at one more, the oldest is dropped
+MAX_HANDSHAKES: Final = 64  # peers that have not shown a certificate yet; at one more, the oldest is dropped
 BACKLOG: Final = 1024
 PAUSE_S: Final = 1.0  # before the next try, if no connection can be accepted
 LOG_EVERY_S: Final = 10.0  # between two log lines about refused peers
@@ -49,7 +49,7 @@ class FarListener:
         self._loop, self._sock, self._context = loop, sock, context
         self._link, self._operators = link, operators
         self.sockets = (sock,)
-        self._strangers: dict[asyncio.Task[None], str] = {}  # handshakes under way: their peers' hosts, oldest first
+        self._handshakes: dict[asyncio.Task[None], str] = {}  # handshakes under way: their peers' hosts, oldest first
         self._resume: asyncio.TimerHandle | None = None
         self._refused, self._logged_s = 0, loop.time() - LOG_EVERY_S
         loop.add_reader(sock, self._accept)
@@ -60,13 +60,13 @@ class FarListener:
             self._loop.remove_reader(self._sock)
         if self._resume is not None:
             self._resume.cancel()
-        for stranger in self._strangers:
-            stranger.cancel()
+        for handshake in self._handshakes:
+            handshake.cancel()
         self._sock.close()
 
     async def wait_closed(self) -> None:
         """Wait until no handshake is under way."""
-        await asyncio.gather(*self._strangers, return_exceptions=True)
+        await asyncio.gather(*self._handshakes, return_exceptions=True)
 
     def _accept(self) -> None:
         try:
@@ -79,16 +79,16 @@ class FarListener:
             self._resume = self._loop.call_later(PAUSE_S, self._loop.add_reader, self._sock, self._accept)
             return
         peer.setblocking(False)
-        if len(self._strangers) >= MAX_STRANGERS:
+        if len(self._handshakes) >= MAX_HANDSHAKES:
             self._give_way()
         task = self._loop.create_task(self._let_in(peer, str(address[0])))
-        self._strangers[task] = str(address[0])
-        task.add_done_callback(lambda done: self._strangers.pop(done, None))
+        self._handshakes[task] = str(address[0])
+        task.add_done_callback(lambda done: self._handshakes.pop(done, None))
 
     def _give_way(self) -> None:
         """End the oldest handshake: a genuine one takes some milliseconds, so it is hardly ever the oldest of many."""
-        oldest = next(iter(self._strangers))
-        self._refuse(self._strangers.pop(oldest), "too many shake hands")
+        oldest = next(iter(self._handshakes))
+        self._refuse(self._handshakes.pop(oldest), "too many handshakes at a time")
         oldest.cancel()
 
     async def _let_in(self, peer: socket.socket, host: str) -> None:

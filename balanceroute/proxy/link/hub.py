@@ -1,7 +1,7 @@
 """The brain's end of the link: relays join it as members; it passes their calls on, and tells them of workers.
 
 A relay is a member from its Hello to the end of its connection. When the connection ends, all requests of the member
-are released at once. The kernel closes the socket of a process that died. A relay that lives joins again with the
+are released at once. The kernel closes the socket of a process that died. A relay that still runs joins again with the
 requests that it still holds. `member_requests.py` records which member holds which request.
 
 **Taking over.** A new brain knows nothing. It decides nothing until all expected relays have said Hello, or until

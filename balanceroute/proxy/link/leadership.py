@@ -43,7 +43,7 @@ class Lead(Protocol):
         """Take the lead if it is free; a standby calls this repeatedly. Raises: ConfigError: it can never work."""
 
     def renew(self) -> bool:
-        """Show that the leader lives; False: it has lost the lead. Called every `RENEW_S`; must not block."""
+        """Show that the leader runs; False: it has lost the lead. Called every `RENEW_S`; must not block."""
 
     def raise_epoch(self, epoch: int) -> bool:
         """Continue under an epoch above this one, which a relay has seen; False: another brain may lead, and the next
@@ -75,7 +75,7 @@ class FileLead:
         self.epoch = self.others = 0
 
     def take(self) -> bool:
-        """Take the lead, if it is free or the leader stands still. Raises: ConfigError: the file can't be used."""
+        """Take the lead, if it is free or the leader does not respond. Raises: ConfigError: the file can't be used."""
         try:
             file = locked(self._path)
             if file is not None:

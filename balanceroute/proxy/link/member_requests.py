@@ -55,7 +55,7 @@ class MemberRequests:
         return tuple(void)
 
     def release(self, member: Member) -> list[tuple[str, Exception]]:
-        """End all requests of a member that is gone; if it lives, it comes back with those that it still has.
+        """End all requests of a member that is gone; if it still runs, it joins again with those that it still has.
 
         Returns the requests whose end failed by a bug: that must not keep the other requests, or the member.
         """

@@ -122,7 +122,7 @@ class Farewell(Message, frozen=True, tag=2):
 
 
 class Beat(Message, frozen=True, tag=3):
-    """The sender lives; it had nothing else to send for a while."""
+    """The sender runs; it had nothing else to send for a while."""
 
 
 # -- a relay's calls: `decider.Decider` -------------------------------------------------------------------------------

@@ -73,7 +73,7 @@ log = logging.getLogger(__name__)
 ENDS: Final = "this relay ends"
 FROZEN_S: Final = 2 * BEAT_S  # after this silence the relay itself ends requests that have waited too long
 RETRY_S: Final = 0.05  # between two tries to connect to a brain
-LOOK_S: Final = 0.25  # between two checks whether the connected brain lives, and is still the one that listens
+LOOK_S: Final = 0.25  # between two checks whether the connected brain runs, and is still the one that listens
 NO_BRAIN: Final = "The request waited too long: what decides on it is not there."
 LOST: Final = "The router has lost its hold on the request; send it again."
 NOBODY: Final = ClusterView((), (), 0, 0, 0, 0, draining=False)
@@ -286,7 +286,7 @@ class RemoteBrain:
             self._unsent_tokens = {}
 
     def _look(self, frames: Frames[FromRelay]) -> None:
-        """Check that the brain lives, and show it that this relay does; called every `LOOK_S` of a membership."""
+        """Check that the brain runs, and show it that this relay does; called every `LOOK_S` of a membership."""
         now = self._loop.time()
         if now - self._looked_s > self.silent_s / 2:  # this process was stopped, so the brain's silence means nothing
             frames.received_s = now

@@ -2,8 +2,8 @@
 
 The parent makes a `KeyTable` before it forks, and only the parent assigns slots to names. A relay writes only its own
 row of a slot, and reads all rows, so no lock is needed. The rows outlive their relay: the parent clears the requests in
-flight, and the restarted relay, which has the same `Seat`, continues with the rest. A router that takes over has its
-own table, whose rates continue from the former's.
+flight, and the restarted relay, which has the same `RelayRows`, continues with the rest. A router that takes over has
+its own table, whose rates continue from the former's.
 
     FIELDS, relays, slots, how many have names | the names' digests | the slots, each: its fields, each: all relays'
 """
@@ -142,8 +142,8 @@ class KeyTable:
         return Row(self._memory, _row_at(self._slots, self.relays, slot), self.relays, place)
 
 
-class Seat:
-    """A relay's place at a table."""
+class RelayRows:
+    """A relay's rows of a table."""
 
     __slots__ = ("_place", "_rows", "_table")
 

@@ -22,8 +22,8 @@ from balanceroute.proxy.perimeter.key_table import (
     REQUESTS,
     TOKENS,
     USED,
+    RelayRows,
     Row,
-    Seat,
     row_alone,
 )
 from balanceroute.proxy.perimeter.key_use import KeyUse
@@ -208,10 +208,10 @@ class ClientKey:
 class ClientKeys:
     """The keys of the file, which contains only their hashes."""
 
-    def __init__(self, entries: Iterable[KeyEntry], seat: Seat | None = None) -> None:
-        """`seat`: at the key table of this machine's relays; None: there are no other relays."""
+    def __init__(self, entries: Iterable[KeyEntry], relay_rows: RelayRows | None = None) -> None:
+        """`relay_rows`: of the key table of this machine's relays; None: there are no other relays."""
         entries = tuple(entries)
-        rows = {} if seat is None else seat.rows([entry.name for entry in entries])
+        rows = {} if relay_rows is None else relay_rows.rows([entry.name for entry in entries])
         keys = [ClientKey(entry, rows.get(entry.name)) for entry in entries]
         self._by_digest = {key.digest: key for key in keys}
 

@@ -7,7 +7,7 @@ from balanceroute.config import Config, KeyEntry, is_loopback, read_client_keys
 from balanceroute.config.addresses import host_in_url
 from balanceroute.errors import AccessDenied, ConfigError, InvalidRequest
 from balanceroute.proxy.perimeter.access import AdminGate, Visit
-from balanceroute.proxy.perimeter.key_table import Seat
+from balanceroute.proxy.perimeter.key_table import RelayRows
 from balanceroute.proxy.perimeter.keys import ClientKey, ClientKeys
 from balanceroute.proxy.perimeter.pages import Pages
 from balanceroute.proxy.perimeter.routes import Access
@@ -17,11 +17,11 @@ from balanceroute.proxy.wire.responses import Headers
 class Perimeter:
     """The access control of one configuration; a reload makes a new one.
 
-    `admin_port`: the only port for admin routes; None: all ports. `seat`: at the key table of this machine's relays;
-    None: there are no others.
+    `admin_port`: the only port for admin routes; None: all ports. `relay_rows`: of the key table of this machine's
+    relays; None: there are no others.
     """
 
-    __slots__ = ("admin", "admin_port", "keys", "pages", "public_metrics", "seat", "_worker_authorization")
+    __slots__ = ("admin", "admin_port", "keys", "pages", "public_metrics", "relay_rows", "_worker_authorization")
 
     def __init__(self, config: Config, entries: Iterable[KeyEntry] | None = None) -> None:
         """`entries`: the contents of the key file, read by another process; None: the file is read here.
@@ -29,7 +29,7 @@ class Perimeter:
         Raises: ConfigError: the file of keys is wrong.
         """
         auth = config.auth
-        self.seat: Seat | None = None
+        self.relay_rows: RelayRows | None = None
         self.keys: ClientKeys | None = None
         if auth.client_keys is not None:
             self.keys = ClientKeys(_entries(auth.client_keys) if entries is None else entries)
@@ -50,11 +50,11 @@ class Perimeter:
         """The contents of the key file; None: there are no keys."""
         return None if self.keys is None else tuple(key.entry for key in self.keys)
 
-    def sit(self, seat: Seat) -> None:
+    def share_keys(self, relay_rows: RelayRows) -> None:
         """In a relay: share key use with all relays on this machine, at the table that it was forked with."""
-        self.seat = seat
+        self.relay_rows = relay_rows
         if self.keys is not None:
-            self.keys = ClientKeys((key.entry for key in self.keys), seat)
+            self.keys = ClientKeys((key.entry for key in self.keys), relay_rows)
 
     def inherit(self, before: "Perimeter") -> None:
         """Replace another perimeter: past use of its keys still counts."""

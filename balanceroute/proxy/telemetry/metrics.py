@@ -293,7 +293,7 @@ class Metrics(Collector):
         return orjson.dumps(counts)
 
     def carry_on(self, counts: bytes) -> None:
-        """Continue from the counts of this process's former lives, if they can be read; if not, begin at 0."""
+        """Continue from the counts of this process's former runs, if they can be read; if not, begin at 0."""
         if not counts:
             return
         try:
@@ -315,7 +315,7 @@ class Metrics(Collector):
             self.restarts.inc(process)
 
     def _prefills(self) -> Iterator[CounterFamily]:
-        """The counters of prefillers, with those of former lives."""
+        """The counters of prefillers, with those of former runs."""
         for family in prefiller_counters(self._view().prefillers):
             family.add(self._former_prefills[family.name].rows())
             yield family

@@ -480,7 +480,7 @@ class EventScanner:
         return True
 
     def _take_end(self, choice: dict[str, Any], part: "_PartOfAnswer") -> None:
-        """Take how a choice ends, if it does; the client is not told that the engine has cut it off."""
+        """Take how a choice ends, if it does; the client does not see that the engine has cut it off."""
         if (cut := _cut_by(choice)) is not None:
             part.cut, part.changed = cut, True
             self._flushed = text_of(choice)

@@ -185,13 +185,13 @@ def test_another_ledger_adopts_requests_from_their_tickets(decode_first: bool) -
         ledger.report_prefiller("p0", 1.0)
         last = tickets.submit(RequestSpec("l", 5))
         tickets.settle()
-        heir, _ = a_ledger(slots=3, decode_first=decode_first)
+        successor, _ = a_ledger(slots=3, decode_first=decode_first)
         answers: dict[str, Answer] = {}
-        heir.on_answer = lambda request_id, answer: answers.update({request_id: answer})
+        successor.on_answer = lambda request_id, answer: answers.update({request_id: answer})
         for ticket in (stream, waiting, last):
-            assert heir.adopt(ticket.standing(ledger.now()))
-        heir.scheduler.snapshot.check_invariants()
-        before, after = ledger.scheduler.snapshot, heir.scheduler.snapshot
+            assert successor.adopt(ticket.standing(ledger.now()))
+        successor.scheduler.snapshot.check_invariants()
+        before, after = ledger.scheduler.snapshot, successor.scheduler.snapshot
         assert after.workers[0].load == before.workers[0].load
         assert after.prefillers[0].pinned_tokens == before.prefillers[0].pinned_tokens
         for name, tracker in before.requests.items():
@@ -202,8 +202,8 @@ def test_another_ledger_adopts_requests_from_their_tickets(decode_first: bool) -
                 tracker.age_tokens,
                 tracker.priority,
             )
-        heir.dispatch()
-        heir.admit()
+        successor.dispatch()
+        successor.admit()
         assert answers["l"] == ("d0" if decode_first else "p0")
 
     in_virtual_time(test)

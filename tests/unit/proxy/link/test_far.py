@@ -239,7 +239,7 @@ def test_unauthenticated_connections_are_few_and_do_not_block_relays(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(far_module, "HANDSHAKE_S", 3600.0)
-    monkeypatch.setattr(far_module, "MAX_STRANGERS", 3)
+    monkeypatch.setattr(far_module, "MAX_HANDSHAKES", 3)
 
     async def test(stage: Stage) -> None:
         brain = await stage.brain(far=machine.members)

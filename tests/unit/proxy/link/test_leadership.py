@@ -59,11 +59,11 @@ def test_a_killed_leader_releases_the_lead(tmp_path: Path) -> None:
     path = tmp_path / "lead"
     with subprocess.Popen([sys.executable, "-c", HOLD, str(path)], stdout=subprocess.PIPE, text=True) as leader:
         assert leader.stdout is not None and leader.stdout.readline() == "True 1\n"
-        heir = FileLead(path)
-        assert not heir.take()
+        successor = FileLead(path)
+        assert not successor.take()
         os.kill(leader.pid, signal.SIGKILL)
         leader.wait()
-        assert heir.take() and heir.epoch == 2
+        assert successor.take() and successor.epoch == 2
 
 
 def test_a_stopped_leader_is_deposed_and_notices_it_when_it_resumes(tmp_path: Path) -> None:
@@ -71,13 +71,13 @@ def test_a_stopped_leader_is_deposed_and_notices_it_when_it_resumes(tmp_path: Pa
     with subprocess.Popen([sys.executable, "-c", HOLD, str(path)], stdout=subprocess.PIPE, text=True) as leader:
         assert leader.stdout is not None and leader.stdout.readline() == "True 1\n"
         os.kill(leader.pid, signal.SIGSTOP)
-        heir, other = FileLead(path), FileLead(path)
-        block_until(heir.take)
-        assert heir.epoch == 2 and not other.take()
+        successor, other = FileLead(path), FileLead(path)
+        block_until(successor.take)
+        assert successor.epoch == 2 and not other.take()
         os.kill(leader.pid, signal.SIGCONT)
         assert leader.stdout.readline() == "lost\n"
-    assert heir.renew() and not other.take()
-    heir.release()
+    assert successor.renew() and not other.take()
+    successor.release()
     assert other.take() and other.epoch == 3
 
 
@@ -85,8 +85,8 @@ def test_a_leader_with_a_busy_event_loop_is_not_deposed(tmp_path: Path) -> None:
     path = tmp_path / "lead"
     with subprocess.Popen([sys.executable, "-c", BUSY, str(path)], stdout=subprocess.PIPE, text=True) as leader:
         assert leader.stdout is not None and leader.stdout.readline() == "True 1\n"
-        heir = FileLead(path)
-        block_until(lambda: heir.take() or leader.poll() is not None)
+        successor = FileLead(path)
+        block_until(lambda: successor.take() or leader.poll() is not None)
         assert leader.stdout.readline() == "True\n"
 
 
@@ -116,10 +116,10 @@ def test_only_the_lock_holder_may_raise_its_epoch_above_a_lost_one(tmp_path: Pat
     assert leader.take() and leader.raise_epoch(6)
     assert leader.epoch == 7 and path.read_text() == "7\n"
     path.unlink()
-    heir = FileLead(path)
-    assert heir.take() and not leader.raise_epoch(8)
-    assert (leader.epoch, heir.epoch) == (7, 1)
-    heir.release()
+    successor = FileLead(path)
+    assert successor.take() and not leader.raise_epoch(8)
+    assert (leader.epoch, successor.epoch) == (7, 1)
+    successor.release()
 
 
 def test_a_full_disk_does_not_prevent_deposing_a_stopped_leader(

@@ -19,8 +19,8 @@ from balanceroute.proxy.perimeter.key_table import (
     TOKENS,
     USED,
     KeyTable,
+    RelayRows,
     Row,
-    Seat,
     row_alone,
 )
 
@@ -29,7 +29,7 @@ FORK = multiprocessing.get_context("fork")  # as the parent makes its relays
 
 def rows_of(table: KeyTable, name: str) -> list[Row]:
     """Every relay's row of a key."""
-    return [Seat(table, place).rows([name])[name] for place in range(table.relays)]
+    return [RelayRows(table, place).rows([name])[name] for place in range(table.relays)]
 
 
 def a_table(relays: int, *names: str) -> KeyTable:
@@ -73,10 +73,10 @@ def test_a_rate_is_read_as_every_relay_s_four_fields_one_after_the_other() -> No
 
 def test_a_dead_relays_additions_are_visible_to_parent_and_other_relays() -> None:
     table = a_table(2, "a")
-    (here, _), seat = rows_of(table, "a"), Seat(table, 1)
+    (here, _), relay_rows = rows_of(table, "a"), RelayRows(table, 1)
 
     def relay() -> None:
-        seat.rows(["a"])["a"].add(REQUESTS + USED, 3.0)
+        relay_rows.rows(["a"])["a"].add(REQUESTS + USED, 3.0)
 
     for _ in range(2):
         process = FORK.Process(target=relay)
@@ -91,10 +91,10 @@ def test_a_name_that_is_given_after_the_fork_has_its_slot_in_the_relay() -> None
     asks, answers = FORK.Pipe()
 
     def relay() -> None:
-        seat = Seat(table, 0)
+        relay_rows = RelayRows(table, 0)
         answers.send("looked")
         assert answers.recv() == "named"
-        seat.rows(["late"])["late"].put(IN_FLIGHT, 2.0)
+        relay_rows.rows(["late"])["late"].put(IN_FLIGHT, 2.0)
 
     process = FORK.Process(target=relay)
     process.start()
@@ -121,12 +121,12 @@ def test_a_dead_relay_has_nothing_in_flight_and_its_next_life_keeps_what_others_
 
 def test_names_keep_their_slots_and_a_seat_its_rows() -> None:
     table = a_table(1, "a", "b")
-    seat = Seat(table, 0)
-    row = seat.rows(["b"])["b"]
+    relay_rows = RelayRows(table, 0)
+    row = relay_rows.rows(["b"])["b"]
     row.put(IN_FLIGHT, 1.0)
     table.name(["c", "b", "a", "d"])
-    assert seat.rows(["a", "b", "c"]).keys() == {"a", "b", "c"}
-    assert seat.rows(["b"])["b"] is row and rows_of(table, "b")[0].own(IN_FLIGHT) == 1.0
+    assert relay_rows.rows(["a", "b", "c"]).keys() == {"a", "b", "c"}
+    assert relay_rows.rows(["b"])["b"] is row and rows_of(table, "b")[0].own(IN_FLIGHT) == 1.0
 
 
 def test_more_names_than_slots_are_refused_and_change_no_slot() -> None:
@@ -135,7 +135,7 @@ def test_more_names_than_slots_are_refused_and_change_no_slot() -> None:
     table.name("cba")
     with pytest.raises(ConfigError, match=r"auth\.client_keys: 3 names"):
         table.name("abcd")
-    assert list(Seat(table, 0).rows("abc")) == list("abc")
+    assert list(RelayRows(table, 0).rows("abc")) == list("abc")
 
 
 def test_a_single_processes_row_starts_without_a_limit() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from balanceroute.config import KeyEntry
 from balanceroute.errors import AccessDenied, KeyLimit
-from balanceroute.proxy.perimeter.key_table import KeyTable, Seat
+from balanceroute.proxy.perimeter.key_table import KeyTable, RelayRows
 from balanceroute.proxy.perimeter.key_use import KeyUse
 from balanceroute.proxy.perimeter.keys import ClientKey, ClientKeys
 
@@ -196,7 +196,7 @@ def at_one_table(relays: int, *entries: KeyEntry) -> tuple[KeyTable, list[Client
     """The table, and the key of the first entry at each relay."""
     table = KeyTable(relays, slots=4)
     table.name(each.name for each in entries)
-    return table, [next(iter(ClientKeys(entries, Seat(table, place)))) for place in range(relays)]
+    return table, [next(iter(ClientKeys(entries, RelayRows(table, place)))) for place in range(relays)]
 
 
 def let_in(key: ClientKey, now: float, most: int = 100) -> int:
@@ -238,9 +238,9 @@ def test_a_restarted_relay_keeps_key_use_and_has_nothing_in_flight() -> None:
     table, (one, other) = at_one_table(2, limits)
     assert let_in(one, 100.0) == 20
     for _ in range(2):  # it is killed, twice in a row
-        seat = Seat(table, 0)
+        relay_rows = RelayRows(table, 0)
         table.clear(0)
-        (one,) = ClientKeys([limits], seat)
+        (one,) = ClientKeys([limits], relay_rows)
         assert let_in(one, 101.0) + let_in(other, 101.0) in (0, 10)
     with pytest.raises(KeyLimit, match="per minute"):
         one.enter(101.0)
@@ -250,9 +250,9 @@ def test_key_use_of_far_relays_reaches_every_relay_and_is_charged_once() -> None
     table, keys = at_one_table(2, entry("a", "one", requests_per_minute=30))
     for key in keys:
         key.used_elsewhere("relay-0@far", KeyUse("a", 0, 10, 0), 100.0)
-    seat = Seat(table, 0)
+    relay_rows = RelayRows(table, 0)
     table.clear(0)
-    (keys[0],) = ClientKeys([entry("a", "one", requests_per_minute=30)], seat)
+    (keys[0],) = ClientKeys([entry("a", "one", requests_per_minute=30)], relay_rows)
     keys[0].used_elsewhere("relay-0@far", KeyUse("a", 0, 5, 0), 100.0)
     assert sum(let_in(key, 100.0) for key in keys) == 15
 
@@ -272,7 +272,7 @@ def relays_at_one_table(relays: int, *entries: KeyEntry) -> list[ClientKeys]:
     """All keys at each relay, as they start."""
     table = KeyTable(relays, slots=4)
     table.name(each.name for each in entries)
-    started = [ClientKeys(entries, Seat(table, place)) for place in range(relays)]
+    started = [ClientKeys(entries, RelayRows(table, place)) for place in range(relays)]
     for keys in started:
         keys.come_to_limits(1000.0)
     return started
@@ -337,14 +337,14 @@ def after(table: KeyTable, relays: int, *entries: KeyEntry) -> list[ClientKey]:
     following = KeyTable(relays, slots=9)
     following.name(each.name for each in entries)
     following.go_on(table.fd)
-    return [next(iter(ClientKeys(entries, Seat(following, place)))) for place in range(relays)]
+    return [next(iter(ClientKeys(entries, RelayRows(following, place)))) for place in range(relays)]
 
 
 @pytest.mark.parametrize("relays", [1, 3])
 def test_a_take_over_keeps_the_rest_of_a_minutes_allowance(relays: int) -> None:
     limits = entry("a", "one", requests_per_minute=60, tokens_per_minute=6000)
     table, _ = at_one_table(2, entry("b", "two"), limits)
-    one, other = (ClientKeys([limits], Seat(table, place)).of(bearer("one")) for place in (0, 1))
+    one, other = (ClientKeys([limits], RelayRows(table, place)).of(bearer("one")) for place in (0, 1))
     assert let_in(one, 1000.0, 30) == 30 and let_in(other, 1000.0, 20) == 20
     other.used_elsewhere("relay-0@far", KeyUse("a", 0, 4, 0), 1000.0)
     keys = after(table, relays, limits, entry("new", "three"))

@@ -548,7 +548,7 @@ def test_another_record_is_taken_over_once_its_owner_has_ended(tmp_path: Path) -
     assert mine.take_over(tmp_path / "notes") == () and (tmp_path / "notes").exists()
     killed(mine)
     assert left_in(tmp_path / "mine") == ["own", "left"]
-    heir = PinRecord(tmp_path / "mine")
-    heir.left[1].release()
-    killed(heir)
+    successor = PinRecord(tmp_path / "mine")
+    successor.left[1].release()
+    killed(successor)
     assert left_in(tmp_path / "mine") == ["own"]
