@@ -152,7 +152,7 @@ def test_a_tool_result_keeps_its_content(block: dict[str, Any], expected: str) -
 def test_an_assistants_blocks_become_reasoning_text_and_tool_calls() -> None:
     thought = {"type": "thinking", "thinking": "Hm.", "signature": "s"}
     turn = assistant(
-        [thought, {"type": "redacted_thinking", "data": "x"}, text("I look."), call(word="a"), call(said="t2")]
+        [thought, {"type": "redacted_thinking", "data": "x"}, text("I look."), call(word="a"), call(call_id="t2")]
     )
     (message,) = chat_of(body(turn))["messages"]
     assert message["reasoning"] == "Hm." and message["content"] == "I look."
