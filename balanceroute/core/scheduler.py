@@ -419,7 +419,7 @@ class Scheduler:
         tracker = self.snapshot.requests.get(request_id)
         if tracker is None or tracker.phase not in (DECODING, POOLED):
             raise InvariantError(f"{request_id} is neither decoding nor pooled")
-        phase, pinned_at = tracker.phase, self._let_go(tracker, now)
+        phase, pinned_at = tracker.phase, self._release_held(tracker, now)
         kept_tokens = -tracker.earlier_tokens if anew else tracker.counted
         tracker.prompt_tokens += kept_tokens
         tracker.earlier_tokens += kept_tokens
@@ -437,7 +437,7 @@ class Scheduler:
         tracker = self.snapshot.requests.get(request_id)
         if tracker is None:
             raise InvariantError(f"{request_id} is not here: released twice, or never submitted")
-        phase, pinned_at = tracker.phase, self._let_go(tracker, now)
+        phase, pinned_at = tracker.phase, self._release_held(tracker, now)
         if outcome is Outcome.FINISHED and tracker.age_tokens:  # a prompt that is only scored has no answer
             self.snapshot.means.see_answer(tracker.age_tokens, tracker.prompt_tokens - tracker.earlier_tokens)
             if tracker.began_s < math.inf:
@@ -618,7 +618,7 @@ class Scheduler:
         if tracker.running:
             self._refreshes.plan(tracker, self.snapshot.horizon_steps)
 
-    def _let_go(self, tracker: RequestTracker, now: float) -> str | None:
+    def _release_held(self, tracker: RequestTracker, now: float) -> str | None:
         """Release whatever the tracker's phase holds; the prefiller whose pinned KV must be drained, if any."""
         if tracker.phase is DECODING:
             self.snapshot.asking.pop(tracker.id, None)

@@ -206,9 +206,9 @@ class BrainServer(ChildServer):
     def busy(self, services: ClientServices) -> bool:
         """Whether relays are connected, or run and may connect, or pinned KV is left to drain."""
         hub = self._app.hub
-        return not hub.settled.is_set() or bool(hub.near_members) or super().busy(services) or self._relays_live()
+        return not hub.settled.is_set() or bool(hub.near_members) or super().busy(services) or self._relays_run()
 
-    def _relays_live(self) -> bool:
+    def _relays_run(self) -> bool:
         """Whether a relay of this router runs; it may have lost its connection for a moment."""
         try:
             return not set(self._setup.relays).isdisjoint(RelayLocks(self._app.folder).running())

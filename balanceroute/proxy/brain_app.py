@@ -194,7 +194,7 @@ def _connect_hub(app: BrainApp, relays: int) -> LeaderCounts:
         services.metrics.forget_workers_but([worker.id for worker in services.fleet])
 
     def given_up(counts: bytes) -> None:
-        services.metrics.carry_on(counts)
+        services.metrics.continue_from(counts)
         services.metrics.forget_workers_but([worker.id for worker in services.fleet])
 
     def left(worker_id: str) -> None:

@@ -35,7 +35,7 @@ class LeaderCounts:
         self._kept = b""
         self._kept_counts, self._gone, self._on_inherited = KeptCounts(folder), Gone(folder), on_inherited
         last = self._file.last()
-        metrics.succeed("brain", last)
+        metrics.continue_former("brain", last)
         self.inherited = _inherited(last)
 
     def keep(self) -> bool:
@@ -64,7 +64,7 @@ class LeaderCounts:
         if not counts:
             return True
         if relay not in self.inherited:
-            self._metrics.carry_on(counts)
+            self._metrics.continue_from(counts)
             self.inherited.add(relay)
             self._on_inherited(relay)
         return self._write()

@@ -119,7 +119,7 @@ class Processes:
             # new names: others may still finish
             generation = 1 + max(predecessor.state.generation, relay_locks.newest_generation())
             self._handover_state = HandoverState(predecessor.state.lineage, generation)
-            _go_on_counting(self._table, predecessor)
+            _continue_key_rates(self._table, predecessor)
         self._handover: Handover | None = None
         self._was_up = False  # all children
         self._ends = False
@@ -167,7 +167,7 @@ class Processes:
         self._close_listeners()  # the process of the trial must not keep the sockets open
         for link in self._links:
             link.close()
-        self._let_go()
+        self._close_handles()
         new = self._load()
         if self.brains:
             self._check_for_brain(new)
@@ -302,7 +302,7 @@ class Processes:
 
     def _begin(self, name: str) -> Callable[[], None]:
         """Name this child in its log; returns the function that makes it follow a reload of the parent."""
-        self._let_go()
+        self._close_handles()
 
         def follow() -> None:
             self._configured.follow()
@@ -311,7 +311,7 @@ class Processes:
         configure(self.config.log.level, self.config.log.format, process=name)
         return follow
 
-    def _let_go(self) -> None:
+    def _close_handles(self) -> None:
         """Close what only the parent may hold."""
         self._lock.close()
         if self._predecessor is not None:
@@ -325,12 +325,12 @@ def _predecessor(config: Config) -> Predecessor | None:
     return Predecessor.find(run_folder(config, config.listen.port, os.environ).handover)
 
 
-def _go_on_counting(table: KeyTable, predecessor: Predecessor) -> None:
+def _continue_key_rates(table: KeyTable, predecessor: Predecessor) -> None:
     """Take over the key use of the predecessor's clients."""
     if predecessor.keys is None:
         return
     try:
-        table.go_on(predecessor.keys.fileno())
+        table.continue_from(predecessor.keys.fileno())
     except (ValueError, TypeError, OSError) as error:
         log.warning("client keys begin with a minute's allowance", extra={"error": str(error)})
 

@@ -297,11 +297,11 @@ def build_relay(
     )
     metrics = Metrics(lambda: NOBODY, config.routing.policy)
     counts_file = CountsFile(folder, name)
-    metrics.succeed("relay", counts_file.last())
+    metrics.continue_former("relay", counts_file.last())
     fleet = RelayFleet(loop, FleetConfig.of(config, tls.for_workers), brain.report, metrics.forget_worker)
     tickets = Tickets(brain, loop)
     brain.tickets = tickets.by_id
-    perimeter.come_to_limits(loop.time())
+    perimeter.apply_limits(loop.time())
     services = RelayServices(
         config=config,
         tickets=tickets,
@@ -328,7 +328,7 @@ def reload_relay(services: RelayServices, new: Config, perimeter: Perimeter) -> 
     if services.perimeter.relay_rows is not None:
         perimeter.share_keys(services.perimeter.relay_rows)
     perimeter.inherit(services.perimeter)
-    perimeter.come_to_limits(services.loop.time())
+    perimeter.apply_limits(services.loop.time())
     services.perimeter = perimeter
     services.configure(shortened(new, [worker.kv_connector for worker in services.fleet]))
     log.info("configuration reloaded")

@@ -22,10 +22,20 @@ REQUEST_ID: Final = "balanceroute.request_id"  # the scope's key for the respons
 class AsgiHandler:
     """Calls the application as soon as the head is known, so that it may refuse a request before its body is read.
 
-    The application gets the body whole. `go_on` sends 100 Continue to a client that waits for it.
+    The application gets the body whole. `send_continue` sends 100 Continue to a client that waits for it.
     """
 
-    __slots__ = ("_app", "_app_state", "_body_ready", "_body_sent", "_go_on", "_lost", "_name", "_request", "_response")
+    __slots__ = (
+        "_app",
+        "_app_state",
+        "_body_ready",
+        "_body_sent",
+        "_lost",
+        "_name",
+        "_request",
+        "_response",
+        "_send_continue",
+    )
 
     def __init__(
         self,
@@ -33,11 +43,11 @@ class AsgiHandler:
         app_state: Mapping[str, Any],
         request: Request,
         response: Response,
-        go_on: Callable[[], None],
+        send_continue: Callable[[], None],
     ) -> None:
         self._app, self._app_state = app, app_state
         self._name = read_head(request.headers, None).response_id
-        self._request, self._response, self._go_on = request, response, go_on
+        self._request, self._response, self._send_continue = request, response, send_continue
         self._body_ready: asyncio.Event | None = None  # set when the body is complete, or will never be
         self._body_sent = False
         self._lost = False
@@ -97,7 +107,7 @@ class AsgiHandler:
         if self._body_sent:
             await self._response.over()
         elif not self._request.complete and not self._lost:
-            self._go_on()
+            self._send_continue()
             self._body_ready = asyncio.Event()
             await self._body_ready.wait()
         if self._body_sent or self._lost:

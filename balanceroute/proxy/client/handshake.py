@@ -29,7 +29,7 @@ class Handshake(asyncio.Protocol):
         self._edge, self._context, self._protocol = edge, context, protocol
         self._transport: asyncio.Transport = cast(Any, None)
         self._early = b""  # before the handshake has begun
-        self._come = b""  # decrypted bytes right after the handshake
+        self._received = b""  # decrypted bytes right after the handshake
         self._begun = False
         self._task: asyncio.Task[None] | None = None
 
@@ -45,7 +45,7 @@ class Handshake(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Keep bytes until the next protocol takes them."""
         if self._begun:
-            self._come += data
+            self._received += data
         else:
             self._early += data
             if len(self._early) > MAX_EARLY_BYTES:
@@ -96,8 +96,8 @@ class Handshake(asyncio.Protocol):
         protocol = self._protocol(plain)
         transport.set_protocol(protocol)
         protocol.connection_made(transport)
-        if self._come:
-            protocol.data_received(self._come)
+        if self._received:
+            protocol.data_received(self._received)
 
     def _hand_over_early(self) -> None:
         tls: Any = self._transport.get_protocol()

@@ -325,7 +325,7 @@ class ClientProtocol(asyncio.Protocol):
         if route is not None:
             handler = route(request, response)
         else:
-            handler = AsgiHandler(edge.site, edge.app_state, request, response, self._go_on)
+            handler = AsgiHandler(edge.site, edge.app_state, request, response, self._send_continue)
         self._request, self._response, self._handler = request, response, handler
         edge.check_place(request.method)
         edge.site.gate(request)
@@ -342,9 +342,9 @@ class ClientProtocol(asyncio.Protocol):
         if length == 0:
             self._complete(request)
         elif self._hot and not self._raw:
-            self._go_on()
+            self._send_continue()
 
-    def _go_on(self) -> None:
+    def _send_continue(self) -> None:
         """Send 100 Continue to a client that waits for it before it sends the body."""
         if self._request is not None and self._request.expects_continue:
             self._request.expects_continue = False

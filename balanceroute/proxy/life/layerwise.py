@@ -65,7 +65,7 @@ from balanceroute.proxy.life.leg import (
     clear_frames,
 )
 from balanceroute.proxy.life.prefilling import ask, has_prefilled
-from balanceroute.proxy.life.pull import go_on
+from balanceroute.proxy.life.pull import requeue_rest
 from balanceroute.proxy.life.retries import pushes_back
 from balanceroute.proxy.wire.client_request import ClientRequest
 from balanceroute.proxy.wire.payloads import push_body
@@ -162,7 +162,7 @@ class Layerwise:
             elif not isinstance(error, WorkerSilent):  # a silent one may have written half of the KV
                 raise  # judged already, as the last try
         try:
-            return await go_on(leg, self._result, lost)
+            return await requeue_rest(leg, self._result, lost)
         finally:
             clear_frames(lost)
             lost = None  # errors keep the frames that they passed, such as this one

@@ -111,13 +111,13 @@ class Pull:
             await leg.suspect_loss(error, worker)
             await asyncio.sleep(retries.judge(error, worker, "decode", begun=bool(scanner.tokens)))
         try:
-            return await go_on(leg, self._result, lost, why)
+            return await requeue_rest(leg, self._result, lost, why)
         finally:
             clear_frames(lost)
             lost = None  # it keeps the frames that it came through, this one among them
 
 
-async def go_on(leg: Leg, result: PrefillResult, lost: UpstreamError | None, why: str = "recomputed") -> Event:
+async def requeue_rest(leg: Leg, result: PrefillResult, lost: UpstreamError | None, why: str = "recomputed") -> Event:
     """After a decode that ended early, queue again for the rest of the answer, if any.
 
     Args: result: of the last prefill. lost: how the worker was lost; None: see `why`. why: another cause, as in the

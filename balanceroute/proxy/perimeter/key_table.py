@@ -123,7 +123,7 @@ class KeyTable:
             for rate in (REQUESTS, TOKENS):
                 row.put(rate + FAR, max(row.all(rate + FAR)))
 
-    def go_on(self, fd: int) -> None:
+    def continue_from(self, fd: int) -> None:
         """Continue the rates of another router's table in this file; called before relays start. Raises: ValueError,
         OSError: it can't be used.
         """
@@ -136,7 +136,7 @@ class KeyTable:
         for digest, slot in _known(numbers).items():
             if digest in known:
                 former = Row(memory, _row_at(slots, relays, slot), relays, 0)
-                _go_on(former, [self._row(known[digest], place) for place in range(self.relays)])
+                _continue_rows(former, [self._row(known[digest], place) for place in range(self.relays)])
 
     def _row(self, slot: int, place: int) -> Row:
         return Row(self._memory, _row_at(self._slots, self.relays, slot), self.relays, place)
@@ -174,7 +174,7 @@ def _row_at(slots: int, relays: int, slot: int) -> int:
     return 8 * (_HEADER + slots + slot * FIELDS * relays)
 
 
-def _go_on(former: Row, rows: Sequence[Row]) -> None:
+def _continue_rows(former: Row, rows: Sequence[Row]) -> None:
     """Set a key's rows to the limits and the buckets' levels of another table."""
     for rate in (REQUESTS, TOKENS):
         limits, losses = former.all(rate + PER_MINUTE), former.all(rate + LOST)

@@ -51,7 +51,7 @@ class Bucket:
     def level(self, now: float, charged: float = 0.0) -> float:
         """The level after a use of `charged` that is counted already, with `lost` from before it."""
         row, which, per_minute = self._row, self._which, self._per_minute
-        self.come_to_limit(now, charged)
+        self.apply_limit(now, charged)
         used, lost = self._look(per_minute)
         given = self._rate * now
         lost = max(lost, given - per_minute - (used - charged))
@@ -59,7 +59,7 @@ class Bucket:
             row.put(which + LOST, lost)
         return given - lost - used
 
-    def come_to_limit(self, now: float, charged: float = 0.0) -> None:
+    def apply_limit(self, now: float, charged: float = 0.0) -> None:
         """Set this relay's row to this limit."""
         if self._row.own(self._which + PER_MINUTE) != self._per_minute:
             self._begin(now, charged)
@@ -226,7 +226,7 @@ class ClientKeys:
                 known[key.name].change(key.entry)
                 self._by_digest[digest] = known[key.name]
 
-    def come_to_limits(self, now: float) -> None:
+    def apply_limits(self, now: float) -> None:
         """Change all rows to the limits of the file now.
 
         A relay that did so only at its next request might find an old level of that limit, if all had another limit
@@ -234,7 +234,7 @@ class ClientKeys:
         """
         for key in self:
             for bucket in key.buckets():
-                bucket.come_to_limit(now)
+                bucket.apply_limit(now)
 
     def uses(self) -> tuple[KeyUse, ...]:
         """The use of all keys to report to other processes."""

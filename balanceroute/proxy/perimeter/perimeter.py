@@ -62,10 +62,10 @@ class Perimeter:
         if self.keys is not None and before.keys is not None:
             self.keys.inherit(before.keys)
 
-    def come_to_limits(self, now: float) -> None:
+    def apply_limits(self, now: float) -> None:
         """Change all keys to the limits of this configuration."""
         if self.keys is not None:
-            self.keys.come_to_limits(now)
+            self.keys.apply_limits(now)
 
     def check_listener(self, access: Access, port: int | None) -> None:
         """Whether a route of this class is served on this port. Raises: InvalidRequest: 404, as if there were none."""

@@ -5,7 +5,7 @@ waiting requests) are read from the ledger at each scrape, so they can't drift, 
 worker.
 
 In a router of several processes each counts for itself, and passes its counts on as plain data (`counts`): to the
-process that serves the page (`beside`), and to its own successor after a restart (`carry_on`), so that no counter
+process that serves the page (`beside`), and to its own successor after a restart (`continue_from`), so that no counter
 falls. States come from the process that decides.
 """
 
@@ -281,7 +281,7 @@ class Metrics(Collector):
             histogram.fold(_MANY)
 
     def counts(self) -> bytes:
-        """The counts of this process, for another one's `beside` or `carry_on`."""
+        """The counts of this process, for another one's `beside` or `continue_from`."""
         self.catch_up()
         forecasts = self._former_forecasts if self._forecasts is None else self._forecasts.whole()
         counts = {
@@ -292,7 +292,7 @@ class Metrics(Collector):
         }
         return orjson.dumps(counts)
 
-    def carry_on(self, counts: bytes) -> None:
+    def continue_from(self, counts: bytes) -> None:
         """Continue from the counts of this process's former runs, if they can be read; if not, begin at 0."""
         if not counts:
             return
@@ -308,9 +308,9 @@ class Metrics(Collector):
         if former.forecasts is not None:
             self._former_forecasts.add(former.forecasts.counters, former.forecasts.errors)
 
-    def succeed(self, process: str, counts: bytes) -> None:
+    def continue_former(self, process: str, counts: bytes) -> None:
         """Carry on what a former process of this name has counted, if there was one; `process`: what it is."""
-        self.carry_on(counts)
+        self.continue_from(counts)
         if counts:
             self.restarts.inc(process)
 

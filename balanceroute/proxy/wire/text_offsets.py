@@ -18,7 +18,7 @@ class TextOffsets:
         """Another worker goes on."""
         self._first = self._next
 
-    def go_on(self, logprobs: Any) -> bool:
+    def shift(self, logprobs: Any) -> bool:
         """Move the offsets in a choice's logprobs; returns whether that has changed them."""
         offsets = logprobs.get("text_offset") if isinstance(logprobs, dict) else None
         tokens = logprobs.get("tokens") if isinstance(logprobs, dict) else None

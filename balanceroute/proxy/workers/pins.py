@@ -125,7 +125,7 @@ class PinRecord:
             self._count = max(self._live, default=0)
             self._begin(data)
         except (OSError, ConfigError) as error:
-            self._let_go()
+            self._close_file()
             if isinstance(error, ConfigError):
                 raise
             if needed:
@@ -217,7 +217,7 @@ class PinRecord:
     def close(self) -> None:
         """Close the file; held pins stay in it for the next router."""
         self._write_new()
-        self._let_go()
+        self._close_file()
 
     # -- the file
 
@@ -234,7 +234,7 @@ class PinRecord:
             self._writing.cancel()
             self._writing = None
 
-    def _let_go(self) -> None:
+    def _close_file(self) -> None:
         file, self._file = self._file, None
         if file is not None:
             os.close(file)
@@ -273,9 +273,9 @@ class PinRecord:
         except OSError as error:
             if error.errno not in NO_ROOM:
                 raise
-            self._go_on(data)
+            self._continue_file(data)
 
-    def _go_on(self, data: bytes) -> None:
+    def _continue_file(self, data: bytes) -> None:
         """Continue the file, which contains `data`, after its last whole line. Raises: OSError."""
         assert self._file is not None
         self._size = data.rfind(b"\n") + 1
@@ -322,7 +322,7 @@ class PinRecord:
             os.close(file)
             new.unlink(missing_ok=True)
             raise
-        self._let_go()
+        self._close_file()
         self._write_no_more()
         self._file, self._size = file, len(data)
         self._limit = max(COMPACT_BYTES, GROWTH * len(data))
@@ -336,7 +336,7 @@ class PinRecord:
         except OSError as second:
             fields = {"file": str(self._path), "error": second.strerror}
             log.warning("the record of pinned KV is out of date; remove it", extra=fields)
-        self._let_go()
+        self._close_file()
 
 
 def _held(data: bytes, path: Path, record: PinRecord, named: bool) -> dict[int, Pin]:

@@ -76,7 +76,7 @@ def test_an_asgi_application_receives_a_disconnect_after_its_own_answer() -> Non
 
 def test_an_asgi_application_starts_before_the_body_has_arrived_and_then_gets_it() -> None:
     async def test() -> None:
-        told_to_go_on: list[bool] = []
+        continues_sent: list[bool] = []
         request, connection = a_request(b"", b"/any"), Connection()
         request.complete = False
 
@@ -85,10 +85,10 @@ def test_an_asgi_application_starts_before_the_body_has_arrived_and_then_gets_it
             await send({"type": "http.response.start", "status": 200, "headers": []})
             await send({"type": "http.response.body", "body": body})
 
-        handler = AsgiHandler(app, {}, request, connection.response(), lambda: told_to_go_on.append(True))
+        handler = AsgiHandler(app, {}, request, connection.response(), lambda: continues_sent.append(True))
         task = asyncio.ensure_future(handler.run())
         await let_pass(1.0)
-        assert told_to_go_on == [True] and not task.done()
+        assert continues_sent == [True] and not task.done()
         request.body, request.complete = b"late", True
         handler.body_has_come()
         await task

@@ -25,7 +25,7 @@ STRATEGIES = pytest.mark.parametrize("strategy", [Pull, Layerwise, Scoring])
 
 
 def events_in(module: str, name: str) -> set[Event]:
-    """The events that the source of a function names; those of `go_on`, too, where it ends with that."""
+    """The events that the source of a function names; those of `requeue_rest`, too, where it ends with that."""
     source = (REPO / module.replace(".", "/")).with_suffix(".py")  # compiled functions do not know theirs
     functions = [node for node in ast.walk(ast.parse(source.read_text())) if isinstance(node, FUNCTIONS)]
     (function,) = [node for node in functions if node.name == name]
@@ -33,8 +33,8 @@ def events_in(module: str, name: str) -> set[Event]:
     for node in ast.walk(function):
         if isinstance(node, ast.Name) and node.id in Event.__members__:
             found.add(Event[node.id])
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "go_on":
-            found |= events_in("balanceroute.proxy.life.pull", "go_on")
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "requeue_rest":
+            found |= events_in("balanceroute.proxy.life.pull", "requeue_rest")
     return found
 
 

@@ -274,7 +274,7 @@ def relays_at_one_table(relays: int, *entries: KeyEntry) -> list[ClientKeys]:
     table.name(each.name for each in entries)
     started = [ClientKeys(entries, RelayRows(table, place)) for place in range(relays)]
     for keys in started:
-        keys.come_to_limits(1000.0)
+        keys.apply_limits(1000.0)
     return started
 
 
@@ -283,7 +283,7 @@ def reload(relays: Sequence[ClientKeys], after: KeyEntry, now: float) -> None:
     for keys in relays:
         following = ClientKeys([after])
         following.inherit(keys)
-        following.come_to_limits(now)
+        following.apply_limits(now)
 
 
 def test_a_restored_limit_starts_from_the_current_use_also_at_idle_relays() -> None:
@@ -336,7 +336,7 @@ def after(table: KeyTable, relays: int, *entries: KeyEntry) -> list[ClientKey]:
     """The key of the first entry at each relay of a router that takes over, by the table of the one that runs."""
     following = KeyTable(relays, slots=9)
     following.name(each.name for each in entries)
-    following.go_on(table.fd)
+    following.continue_from(table.fd)
     return [next(iter(ClientKeys(entries, RelayRows(following, place)))) for place in range(relays)]
 
 
@@ -371,7 +371,7 @@ def test_a_table_of_another_version_is_refused() -> None:
             os.ftruncate(table, 0)
             os.pwrite(table, content, 0)
             with pytest.raises(ValueError, match=r"."):
-                KeyTable(1, slots=1).go_on(table)
+                KeyTable(1, slots=1).continue_from(table)
     finally:
         os.close(table)
 

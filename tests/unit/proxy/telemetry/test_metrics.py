@@ -235,8 +235,8 @@ def test_histograms_with_other_buckets_are_left_out() -> None:
 
 def test_a_restarted_process_continues_its_counters_but_not_its_gauges() -> None:
     before, after = a_relay(), Metrics(lambda: view_cluster(ClusterSnapshot()), "br_0")
-    after.carry_on(b"")
-    after.carry_on(before.counts())
+    after.continue_from(b"")
+    after.continue_from(before.counts())
     after.requests.inc("finished")
     after.ttft.observe(0.02)
     page = after.exposition()
@@ -266,11 +266,11 @@ def test_predictor_counters_fall_neither_with_a_new_brain_nor_with_a_new_predict
     a_predictor(before, 4)
     after = Metrics(lambda: view_cluster(ClusterSnapshot()), "br_h")
     a_predictor(after, 5)
-    after.carry_on(before.counts())
+    after.continue_from(before.counts())
     without = Metrics(lambda: view_cluster(ClusterSnapshot()), "br_0")  # its model can't be read
-    without.carry_on(after.counts())
+    without.continue_from(after.counts())
     last = Metrics(lambda: view_cluster(ClusterSnapshot()), "br_h")
-    last.carry_on(without.counts())
+    last.continue_from(without.counts())
     a_predictor(last, 1)
     for metrics, count in ((before, 7), (after, 12), (last, 13)):
         page = metrics.exposition()
@@ -287,8 +287,8 @@ def prefilled(tokens: int) -> Metrics:
 
 def test_a_restarted_process_continues_a_prefillers_counters_until_the_worker_leaves() -> None:
     middle, after = prefilled(300), prefilled(5)
-    middle.carry_on(prefilled(100).counts())
-    after.carry_on(middle.counts())
+    middle.continue_from(prefilled(100).counts())
+    after.continue_from(middle.counts())
     for _ in range(2):
         page = after.exposition()
         assert line(page, 'balanceroute_prefill_prompt_tokens_total{worker="p0"}') == 405
@@ -300,7 +300,7 @@ def test_a_restarted_process_continues_a_prefillers_counters_until_the_worker_le
 
 def test_series_of_workers_that_left_before_the_restart_end() -> None:
     after = prefilled(5)
-    after.carry_on(a_relay().counts())
+    after.continue_from(a_relay().counts())
     after.forget_workers_but(["p0"])
     page = after.exposition()
     assert b'worker="d0"' not in page and b'worker="p0"' in page
@@ -314,7 +314,7 @@ def test_counts_of_another_version_with_other_buckets_and_labels_leave_a_page_wi
     counts["counters"]["balanceroute_retries"].append([["prefill", "of its own"], 5])
     brain, next_brain = prefilled(5), prefilled(5)
     brain.beside = lambda: [orjson.dumps(counts)]
-    next_brain.carry_on(orjson.dumps(counts))
+    next_brain.continue_from(orjson.dumps(counts))
     for page in (brain.exposition(), next_brain.exposition()):
         assert line(page, 'balanceroute_requests_total{outcome="finished"}') == 3
         assert line(page, "balanceroute_request_ttft_seconds_count") == 0
@@ -337,7 +337,7 @@ DAMAGED = {
 @pytest.mark.parametrize("counts", DAMAGED.values(), ids=DAMAGED)
 def test_unreadable_former_counts_do_not_prevent_a_start(counts: bytes, caplog: pytest.LogCaptureFixture) -> None:
     after = prefilled(5)
-    after.carry_on(counts)
+    after.continue_from(counts)
     assert "counts of a former life are of no use" in caplog.text
     assert line(after.exposition(), 'balanceroute_requests_total{outcome="failed"}') == 0
 

@@ -9,20 +9,20 @@ from balanceroute.proxy.wire.text_offsets import TextOffsets
 
 def test_text_offsets_of_a_later_worker_continue_those_of_the_last() -> None:
     offsets, logprobs = TextOffsets(), {"tokens": ["x", "yz"], "text_offset": [0, 1]}
-    assert not offsets.go_on({"tokens": ["ab", "cde"], "text_offset": [0, 2]})
+    assert not offsets.shift({"tokens": ["ab", "cde"], "text_offset": [0, 2]})
     offsets.begin_life()
 
-    assert offsets.go_on(logprobs)
+    assert offsets.shift(logprobs)
     assert logprobs["text_offset"] == [5, 6]
 
 
 def test_all_text_offsets_of_a_worker_are_shifted_by_the_same_length() -> None:
     offsets, second = TextOffsets(), {"tokens": ["d"], "text_offset": [1]}
-    offsets.go_on({"tokens": ["ab"], "text_offset": [0]})
+    offsets.shift({"tokens": ["ab"], "text_offset": [0]})
     offsets.begin_life()
-    offsets.go_on({"tokens": ["c"], "text_offset": [0]})
+    offsets.shift({"tokens": ["c"], "text_offset": [0]})
 
-    offsets.go_on(second)
+    offsets.shift(second)
 
     assert second["text_offset"] == [3]
 
@@ -42,7 +42,7 @@ def test_all_text_offsets_of_a_worker_are_shifted_by_the_same_length() -> None:
 )
 def test_logprobs_of_another_form_are_left_alone(logprobs: Any) -> None:
     offsets = TextOffsets()
-    offsets.go_on({"tokens": ["ab"], "text_offset": [0]})
+    offsets.shift({"tokens": ["ab"], "text_offset": [0]})
     offsets.begin_life()
 
-    assert not offsets.go_on(logprobs)
+    assert not offsets.shift(logprobs)

@@ -137,7 +137,7 @@ def test_counts_of_far_relays_that_never_return_are_bounded_and_no_counter_falls
         services = a_router()
         relay_reports, relay = reports(services), Metrics(lambda: NOBODY, "level_fit")
         services.metrics.beside = relay_reports.counts.values
-        relay_reports.on_given_up = services.metrics.carry_on
+        relay_reports.on_given_up = services.metrics.continue_from
         relay.retries.inc("prefill")
         relay_reports.counted("r0@stays", relay.counts())
         for number in range(2 * MOST_AWAY):
@@ -155,7 +155,7 @@ def test_a_returning_far_relay_is_not_counted_twice() -> None:
         services = a_router()
         relay_reports, relay = reports(services), Metrics(lambda: NOBODY, "level_fit")
         services.metrics.beside = relay_reports.counts.values
-        relay_reports.on_given_up = services.metrics.carry_on
+        relay_reports.on_given_up = services.metrics.continue_from
         relay.retries.inc("prefill")
         for number in range(MOST_AWAY):
             for name in ("r0@returns", f"r0@pod-{number}"):
