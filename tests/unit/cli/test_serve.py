@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -77,19 +78,28 @@ def test_a_journal_is_not_written_over_the_configuration(
     assert path.read_text().startswith("prefill:")
 
 
+@pytest.fixture
+def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Has `serve` refuse a journal; returns what it prints."""
+
+    def refusal(journal: Path, *arguments: str) -> str:
+        workers = ["--prefiller-hosts", "p", "--decoder-hosts", "d", "--max-num-seqs", "8"]
+        monkeypatch.setattr(sys, "argv", ["balanceroute", "serve", *workers, *arguments, "--journal", str(journal)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert ended.value.code == 2
+        return capsys.readouterr().err
+
+    return refusal
+
+
 @pytest.mark.parametrize("relays", ["0", "1"])
-def test_a_journal_is_a_file(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, relays: str
-) -> None:
+def test_a_journal_is_a_file(refusal: Callable[..., str], tmp_path: Path, relays: str) -> None:
     """To open a pipe that nobody reads takes for ever, and a write to one whose reader has stopped."""
     pipe = tmp_path / "journal"
     os.mkfifo(pipe)
-    workers = ["--prefiller-hosts", "p", "--decoder-hosts", "d", "--max-num-seqs", "8", "--relays", relays]
-    monkeypatch.setattr(sys, "argv", ["balanceroute", "serve", *workers, "--journal", str(pipe)])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 2
-    assert capsys.readouterr().err.endswith(f"balanceroute: {pipe}: cannot be written: accepted is a file\n")
+    expected = f"balanceroute: {pipe}: cannot be written: accepted is a file\n"
+    assert refusal(pipe, "--relays", relays).endswith(expected)
 
 
 def test_relays_write_a_journal_that_is_a_link_where_it_leads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -104,31 +114,18 @@ def test_relays_write_a_journal_that_is_a_link_where_it_leads(monkeypatch: pytes
     assert ended.value.code == 0 and written == [tmp_path / "journal"]
 
 
-def test_a_journal_whose_name_is_too_long_is_refused_in_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_journal_whose_name_is_too_long_is_refused_in_one_line(refusal: Callable[..., str], tmp_path: Path) -> None:
     journal = tmp_path / ("a" * 256)
     router = ["--relays", "1", "--port", "0", "--set", f"listen.run_folder={tmp_path / 'run'}"]
-    workers = ["--prefiller-hosts", "p", "--decoder-hosts", "d", "--max-num-seqs", "8"]
-    monkeypatch.setattr(sys, "argv", ["balanceroute", "serve", *workers, *router, "--journal", str(journal)])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 2
-    assert capsys.readouterr().err.endswith(f"balanceroute: {journal}: File name too long\n")
+    assert refusal(journal, *router).endswith(f"balanceroute: {journal}: File name too long\n")
 
 
 @pytest.mark.parametrize("relays", ["0", "1"])
-def test_a_journal_overwrites_no_file_of_another_kind(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, relays: str
-) -> None:
+def test_a_journal_overwrites_no_file_of_another_kind(refusal: Callable[..., str], tmp_path: Path, relays: str) -> None:
     keys = tmp_path / "keys.yaml"
     keys.write_text("keys: []\n")
-    workers = ["--prefiller-hosts", "p", "--decoder-hosts", "d", "--max-num-seqs", "8", "--relays", relays]
-    monkeypatch.setattr(sys, "argv", ["balanceroute", "serve", *workers, "--journal", str(keys)])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 2
-    assert capsys.readouterr().err.endswith(f"{keys}: it holds something else than a journal, and is not overwritten\n")
+    expected = f"balanceroute: {keys}: it holds something else than a journal, and is not overwritten\n"
+    assert refusal(keys, "--relays", relays).endswith(expected)
     assert keys.read_text() == "keys: []\n"
 
 
