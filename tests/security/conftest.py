@@ -10,11 +10,12 @@ from tests.security.deployment import Edge, Workers, serving, serving_workers
 from tests.waiting import block_until
 
 SHORT_S = 1.0
+PAUSE_S = 5.0  # between two requests: many times what a client on a busy machine needs to send the next one
 LIMITS: dict[str, dict[str, Any]] = {
     "edge": {"max_body_bytes": 2**20},
     "hasty": {
         "client_header_timeout_s": SHORT_S,
-        "client_keep_alive_s": SHORT_S,
+        "client_keep_alive_s": PAUSE_S,
         "client_stall_timeout_s": SHORT_S,
         "client_buffer_bytes": 65536,
     },
@@ -69,7 +70,7 @@ def edge(routers: dict[str, Edge], workers: Workers) -> Iterator[Edge]:
 
 @pytest.fixture
 def hasty(routers: dict[str, Edge], workers: Workers) -> Iterator[Edge]:
-    """With a second for everything that clients get time for."""
+    """With a second for everything that clients get time for, but the pause between two requests."""
     yield from _attacked(routers["hasty"], workers)
 
 

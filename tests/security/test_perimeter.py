@@ -25,7 +25,7 @@ from tests.security.peers import PeerTransport
 from tests.unit.proxy.client.connections import Connection, a_request
 from tests.unit.proxy.perimeter.test_keys import entry
 from tests.unit.proxy.reloading import apply
-from tests.waiting import until
+from tests.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.anyio
 
@@ -195,7 +195,7 @@ async def test_a_refusal_comes_before_the_body_is_read(keys: Path) -> None:
                 f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 1000000\r\n\r\n"
             )
             writer.write(head.encode())
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(PATIENCE_S):
                 assert b" 401 " in await reader.readline()
             writer.close()
             await writer.wait_closed()
@@ -539,7 +539,7 @@ async def test_a_request_refused_before_it_is_served_has_an_id_and_a_log_line(
         host, port = router.url.removeprefix("http://").split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         writer.write(sent)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             head = (await reader.readuntil(b"\r\n\r\n")).lower()
         writer.close()
         await writer.wait_closed()

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from tests.waiting import block_pace
+from tests.waiting import block_pace, block_until
 
 PATIENCE_S = 30.0  # for what must happen; long, because the machine may be busy
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)  # SO_LINGER with no time: close sends RST
@@ -176,11 +176,12 @@ class Connection:
         """Whether there is an answer or an end already."""
         self._socket.setblocking(False)
         try:
-            return self._receive()
+            self._receive()
         except BlockingIOError:
-            return bool(self._received)
+            pass
         finally:
             self._socket.settimeout(PATIENCE_S)
+        return bool(self._received) or self._over
 
     def hears_end(self) -> bool:
         """Whether the connection has ended already."""
@@ -237,6 +238,12 @@ class Connection:
         self._over = not data
         self._received += data
         return bool(data)
+
+
+def first_heard(*connections: Connection) -> list[Connection]:
+    """Wait for the first that hears something; if this process has stood still, others may have heard it since."""
+    block_until(lambda: any(connection.hears_something() for connection in connections))
+    return [connection for connection in connections if connection.hears_something()]
 
 
 def request(method: str, target: str, *headers: str, body: bytes | None = None) -> bytes:
