@@ -17,6 +17,7 @@ from balanceroute.loadgen.prompts import PromptText
 from balanceroute.loadgen.run import first_model
 from balanceroute.traces import Trace
 from tests.unit.proxy.servers import CHUNKED_HEAD, chunked, plain, read_request, worker
+from tests.waiting import PATIENCE_S
 
 Body = dict[str, object]
 Answer = Callable[[Body, asyncio.StreamWriter], Awaitable[None]]
@@ -207,7 +208,7 @@ class Refusing(Client):
     ],
 )
 def test_an_invalid_field_of_an_answer_is_named(answer: Answer, reason: str) -> None:
-    report = loaded(a_trace([4]), answer, timeout_s=0.3)
+    report = loaded(a_trace([4]), answer, timeout_s=0.3 if answer is answer_never else PATIENCE_S)
     assert report.completed == 0
     assert [kind for kind in report.errors if kind.startswith(reason)], report.errors
 

@@ -83,9 +83,10 @@ def test_one_pod_leads_and_writes_itself_into_the_lease(server: ApiServer) -> No
 
 
 def test_a_standby_waits_for_the_whole_duration_by_its_own_clock(server: ApiServer) -> None:
-    clock = Clock()
-    with pods(Pod(server, "a"), Pod(server, "b", clock)) as (first, second):
+    clock, hanging = Clock(), Clock()
+    with pods(Pod(server, "a", hanging), Pod(server, "b", clock)) as (first, second):
         assert first.take()
+        hanging.now_s += lease_module.STUCK_S  # it renews no more, however long this test takes
         for _ in range(6):
             assert not second.take()
             clock.now_s += 2.49
@@ -197,8 +198,12 @@ def test_a_leader_whose_lease_was_taken_loses_the_lead_at_its_next_renewal(serve
     clock = Clock()
     with pods(Pod(server, "a"), Pod(server, "b", clock)) as (first, second):
         assert first.take() and not second.take()
-        clock.now_s += 1000.0
-        block_until(second.take)  # its clock runs far too fast
+
+        def takes() -> bool:  # its clock runs far too fast
+            clock.now_s += 1000.0
+            return second.take()
+
+        block_until(takes)  # the first one may just have renewed
         block_until(lambda: not first.renew())
         assert second.renew() and second.epoch == 2
         assert server.spec["holderIdentity"] == "b"
@@ -367,19 +372,20 @@ def test_a_brain_that_waits_for_an_endless_answer_does_not_block_another_brain_o
             answers.wait()
             return replace(lease, spec)
 
-        assert first.take()
+        block_until(first.take)
         first._api.replace = without_end  # type: ignore[method-assign]
         assert asked.wait(PATIENCE_S)
         first.release()
-        assert pod.brain().take()
+        block_until(pod.brain().take)
         answers.set()
 
 
 @pytest.mark.parametrize("status", [403, 429, 500, 503, 200])
 def test_an_api_server_that_fails_later_does_not_end_a_standby(server: ApiServer, status: int) -> None:
-    clock = Clock()
-    with pods(Pod(server, "a"), Pod(server, "b", clock)) as (first, second):
+    clock, hanging = Clock(), Clock()
+    with pods(Pod(server, "a", hanging), Pod(server, "b", clock)) as (first, second):
         assert first.take() and not second.take()
+        hanging.now_s += lease_module.STUCK_S  # it renews no more, however long this test takes
         server.failure = status  # 200: what it says then is no Lease
         for _ in range(20):
             clock.now_s += 3.0

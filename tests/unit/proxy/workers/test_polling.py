@@ -11,6 +11,7 @@ from balanceroute.proxy.workers.circuit import Circuit, CircuitConfig
 from balanceroute.proxy.workers.fleet import Fleet, Worker
 from balanceroute.proxy.workers.polling import Polling
 from balanceroute.proxy.workers.upstream import Upstream
+from tests.waiting import until
 
 
 def workers(*urls: str) -> Fleet:
@@ -35,12 +36,12 @@ def test_a_hanging_url_is_polled_once_while_the_others_are_polled_every_period()
 
     async def test() -> None:
         polling = Polling(workers("http://hangs", "http://answers"), ask, fatal)
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(polling.run(lambda: 0.001), 0.1)
+        running = asyncio.ensure_future(polling.run(lambda: 0.001))
+        await until(lambda: asked["http://answers"] > 3)
+        running.cancel()
 
     asyncio.run(test())
     assert asked["http://hangs"] == 1
-    assert asked["http://answers"] > 3
 
 
 def test_ranks_of_one_url_share_one_question() -> None:
@@ -67,11 +68,11 @@ def test_a_poll_that_raises_is_reported_and_does_not_stop_the_others() -> None:
 
     async def test() -> None:
         polling = Polling(workers("http://breaks", "http://answers"), ask, on_bug)
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(polling.run(lambda: 0.001), 0.1)
+        running = asyncio.ensure_future(polling.run(lambda: 0.001))
+        await until(lambda: asked["http://answers"] > 3 and asked["http://breaks"] > 3)
+        running.cancel()
 
     asyncio.run(test())
-    assert asked["http://answers"] > 3 and asked["http://breaks"] > 3
     assert set(reported) == {("w0", "KeyError('x')")}
 
 
