@@ -1,6 +1,8 @@
 """A router in front of an emulated cluster, both in the test's own event loop, over loopback sockets."""
 
 import asyncio
+import os
+import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -111,8 +113,11 @@ async def pushed_back(router: Router, role: str, times: int = 2) -> None:
 
 
 @asynccontextmanager
-async def served(app: RouterApp) -> AsyncIterator[str]:
-    """Serve an application on a free loopback port with the server that `serve` ships; yields its URL."""
+async def served(app: RouterApp, send_buffer_bytes: int | None = None) -> AsyncIterator[str]:
+    """Serve an application on a free loopback port with the server that `serve` ships; yields its URL.
+
+    `send_buffer_bytes`: of each connection; None: the kernel's own, which is megabytes.
+    """
     listen = app.config.listen.model_copy(update={"host": "127.0.0.1", "port": 0})
     server = Server(app, app.config.model_copy(update={"listen": listen}))
     server.config.timeout_graceful_shutdown = 1
@@ -120,8 +125,12 @@ async def served(app: RouterApp) -> AsyncIterator[str]:
     await until(lambda: server.started or task.done())
     if task.done():
         task.result()
+    listener = server.servers[0].sockets[0]
+    if send_buffer_bytes is not None:
+        with socket.socket(fileno=os.dup(listener.fileno())) as shared:
+            shared.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer_bytes)
     try:
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
     finally:
         server.should_exit = True
         await task
@@ -143,6 +152,7 @@ async def running(
     *,
     forecasts: Forecasts | None = None,
     adjust: Callable[[Config], Config] = lambda config: config,
+    send_buffer_bytes: int | None = None,
     **overrides: Any,
 ) -> AsyncIterator[Router]:
     """Run a cluster of this shape and a router in front of it."""
@@ -154,7 +164,7 @@ async def running(
         # idle connections are left before the emulated servers close them, also where a busy machine is late
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=2.0)
         async with (
-            served(app) as url,
+            served(app, send_buffer_bytes) as url,
             httpx.AsyncClient(base_url=url, trust_env=False, timeout=120.0, limits=limits) as client,
         ):
             yield Router(client, app, cluster, url)

@@ -303,8 +303,8 @@ async def test_a_request_past_its_own_deadline_gets_504_that_names_the_limit_and
 
 async def test_a_request_that_waits_too_long_in_the_queue_gets_503_and_in_the_pool_is_drained() -> None:
     shape = ClusterShape(prefillers=1, decoders=1, max_num_seqs=1, time_scale=0.1)
-    async with running(shape, pool={"ttl_s": 0.3}, queue={"deadline_s": 0.3}) as router:
-        first = asyncio.ensure_future(router.client.post("/v1/completions", json=completion(max_tokens=400)))
+    async with running(shape, pool={"ttl_s": 0.5}, queue={"deadline_s": 0.5}) as router:
+        first = asyncio.ensure_future(router.client.post("/v1/completions", json=completion(max_tokens=800)))
         await until(lambda: router.app.services.ledger.scheduler.snapshot.workers[0].active)
         late = await router.client.post("/v1/completions", json=completion())
         assert late.status_code == 503 and late.headers["retry-after"]
@@ -316,9 +316,13 @@ async def test_a_request_that_waits_too_long_in_the_queue_gets_503_and_in_the_po
 async def test_a_full_queue_answers_429_with_retry_after() -> None:
     shape = ClusterShape(prefillers=1, decoders=1, max_num_seqs=1, time_scale=0.05)
     async with running(shape, queue={"max_queued": 2}, pool={"max_entries": 1}) as router:
-        replies = await asyncio.gather(
-            *(router.client.post("/v1/completions", json=completion(max_tokens=30)) for _ in range(10))
-        )
+        await router.cluster.inject("d0", "freeze")  # until all have come
+        body = completion(max_tokens=30)
+        asked = [asyncio.ensure_future(router.client.post("/v1/completions", json=body)) for _ in range(10)]
+        services = router.app.services
+        await until(lambda: services.exchanges + sum(ask.done() for ask in asked) == 10 and services.exchanges <= 5)
+        await router.cluster.inject("d0", "unfreeze")
+        replies = await asyncio.gather(*asked)
         codes = sorted(reply.status_code for reply in replies)
         assert set(codes) == {200, 429} and codes.count(429) >= 5
         assert all("retry-after" in reply.headers for reply in replies if reply.status_code == 429)
@@ -337,7 +341,7 @@ async def test_garbage_and_unusual_framing_between_events_change_nothing() -> No
 async def test_a_client_that_stops_reading_is_disconnected_and_delays_no_other() -> None:
     limits = {"client_buffer_bytes": 4096, "client_stall_timeout_s": 0.5}
     shape = ClusterShape(prefillers=1, decoders=1, max_num_seqs=2, time_scale=0.0005, max_model_len=500_000)
-    async with running(shape, limits=limits) as router:
+    async with running(shape, limits=limits, send_buffer_bytes=4096) as router:
         host, port = router.url.removeprefix("http://").split(":")
         narrow = socket.socket()
         narrow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
@@ -355,7 +359,8 @@ async def test_a_client_that_stops_reading_is_disconnected_and_delays_no_other()
 
 async def test_a_deadline_ends_a_request_whose_client_does_not_read() -> None:
     shape = ClusterShape(prefillers=1, decoders=1, max_num_seqs=2, time_scale=0.0005, max_model_len=500_000)
-    async with running(shape, limits={"client_buffer_bytes": 4096, "client_stall_timeout_s": 60.0}) as router:
+    limits = {"client_buffer_bytes": 4096, "client_stall_timeout_s": 60.0}
+    async with running(shape, limits=limits, send_buffer_bytes=4096) as router:
         host, port = router.url.removeprefix("http://").split(":")
         narrow = socket.socket()
         narrow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
