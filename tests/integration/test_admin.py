@@ -19,7 +19,7 @@ from balanceroute.proxy.reload import reload
 from tests.integration.router import Router, configuration, patient, running, served
 from tests.integration.test_proxy_answers import completion
 from tests.unit.proxy.reloading import apply
-from tests.waiting import until
+from tests.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.anyio
 
@@ -349,7 +349,7 @@ async def test_requests_go_on_while_a_reload_reads_a_long_file_of_keys(monkeypat
     served = threading.Event()
 
     def long_read(config: Config) -> Perimeter:
-        assert served.wait(20)
+        assert served.wait(PATIENCE_S)
         return Perimeter(config)
 
     monkeypatch.setattr("balanceroute.proxy.reload.Perimeter", long_read)

@@ -20,6 +20,7 @@ from balanceroute.emulator.cluster import reached_at
 from balanceroute.emulator.processes import members_of
 from tests.commands import run_command
 from tests.ports import free_base_port
+from tests.waiting import PATIENCE_S
 
 
 def a_configuration(**shape: Any) -> dict[str, Any]:
@@ -99,7 +100,7 @@ def test_the_command_serves_until_a_signal_and_ends_cleanly_with_a_stream_open(
         ):
             assert next(reply.iter_lines()).startswith("data: {")
             process.send_signal(number)
-            assert process.wait(timeout=10) == 0
+            assert process.wait(PATIENCE_S) == 0
         assert process.stderr.read() == ""
     assert load(file, {}).prefill.workers[0].url == f"http://127.0.0.1:{port}"
 

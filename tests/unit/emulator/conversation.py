@@ -9,6 +9,7 @@ import httpx
 import orjson
 
 from balanceroute.emulator import ClusterShape, EmulatedCluster
+from tests.waiting import PATIENCE_S
 
 PROBE = {"do_remote_decode": True, "do_remote_prefill": False}
 FAST = 0.02  # real seconds per modelled second: a 25 ms step takes 0.5 ms
@@ -20,7 +21,7 @@ async def a_cluster(*, listen: bool = False, **values: Any) -> AsyncIterator[tup
     shape = ClusterShape(**({"time_scale": FAST} | values))
     async with EmulatedCluster(shape, listen=listen) as cluster:
         transport = httpx.AsyncHTTPTransport() if listen else cluster.transport()
-        async with httpx.AsyncClient(transport=transport, timeout=10, trust_env=False) as client:
+        async with httpx.AsyncClient(transport=transport, timeout=PATIENCE_S, trust_env=False) as client:
             yield cluster, client
 
 

@@ -10,7 +10,7 @@ import uvloop
 from balanceroute.emulator import server
 from balanceroute.emulator.app import CONNECTION
 from balanceroute.emulator.server import HttpServer
-from tests.waiting import until
+from tests.waiting import PATIENCE_S, until
 
 
 def test_a_request_that_outlives_its_connection_is_cancelled_when_the_server_stops(
@@ -31,7 +31,7 @@ def test_a_request_that_outlives_its_connection_is_cancelled_when_the_server_sto
         await listener.start()
         _, writer = await asyncio.open_connection("127.0.0.1", listener.port)
         writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             await started.wait()
             await listener.stop()
             await cancelled.wait()
@@ -59,7 +59,7 @@ def test_a_reset_of_a_closed_connection_logs_no_error(
         _, writer = await asyncio.open_connection("127.0.0.1", listener.port)
         writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
         try:
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(PATIENCE_S):
                 await until(lambda: connections)
                 writer.transport.abort()
                 await gone.wait()

@@ -14,7 +14,7 @@ from balanceroute.errors import ConfigError
 from balanceroute.prediction import Refitter, SurvivalCurve, SurvivalPredictor, refit_on_growth
 from balanceroute.prediction.observations import ObservationRing, Observations
 from balanceroute.prediction.refit import FIRST_ROWS_IN_PROCESS
-from tests.waiting import until
+from tests.waiting import PATIENCE_S, until
 
 from .builders import a_finish, finishes
 
@@ -42,7 +42,7 @@ class Gated(SurvivalPredictor):
     def fitter(self) -> Callable[[Observations], SurvivalCurve]:
         def fit(observations: Observations) -> SurvivalCurve:
             self.began.set()
-            assert self.may_end.wait(10)
+            assert self.may_end.wait(PATIENCE_S)
             if self.error is not None:
                 raise self.error
             return SurvivalCurve(observations)
@@ -210,7 +210,7 @@ def test_the_loop_refits_by_itself_and_ends_its_worker() -> None:
         executor = ThreadPoolExecutor(1)
         refitter = Refitter(predictor, interval_s=0.01, executor=executor)
         running = asyncio.ensure_future(refitter.run())
-        await asyncio.wait_for(predictor.adopted.wait(), 10)
+        await asyncio.wait_for(predictor.adopted.wait(), PATIENCE_S)
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
             await running

@@ -6,14 +6,15 @@ import pytest
 
 from balanceroute.proxy.telemetry.clock import Loop
 from tests.unit.proxy.servers import Run, Test
+from tests.waiting import PATIENCE_S
 
 
 @pytest.fixture(params=[asyncio.new_event_loop, Loop], ids=["asyncio", "uvloop"])
 def run(request: pytest.FixtureRequest) -> Run:
-    """Runs a test's coroutine on the loop under test, within 10 s."""
+    """Runs a test's coroutine on the loop under test."""
 
     def runner(test: Test) -> None:
         with asyncio.Runner(loop_factory=request.param) as loop:
-            loop.run(asyncio.wait_for(test(), 10))
+            loop.run(asyncio.wait_for(test(), PATIENCE_S))
 
     return runner

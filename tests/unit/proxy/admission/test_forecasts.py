@@ -22,7 +22,7 @@ from balanceroute.prediction.history import read_rows
 from balanceroute.proxy.admission.forecasts import Forecasts, LiveForecasts, build_forecasts
 from balanceroute.proxy.admission.ledger import Ledger
 from balanceroute.proxy.admission.tickets import Tickets
-from tests.waiting import until
+from tests.waiting import PATIENCE_S, until
 
 H = 8
 
@@ -145,7 +145,7 @@ class Slow(LearnedPredictor):
 
     def predict(self, ages: Any, prompt_tokens: Any, keys: Any) -> TwoStage:
         self.threads.append(threading.get_ident())
-        assert self.may_answer.wait(10)
+        assert self.may_answer.wait(PATIENCE_S)
         return TwoStage(ages * 0.0 + 1.0, 6.0 - ages)
 
 

@@ -16,7 +16,7 @@ from balanceroute.proxy.client.edge import ClientLimits, Edge
 from balanceroute.proxy.client.head import Request
 from balanceroute.proxy.client.response import Response
 from balanceroute.proxy.client.uvicorn_protocol import protocol_class
-from tests.waiting import pace, until
+from tests.waiting import PATIENCE_S, pace, until
 
 
 class Echo:
@@ -194,7 +194,7 @@ async def listening(*, encrypted: bool = False, **limits: Any) -> AsyncIterator[
     await until(lambda: server.started)
     running = Listening(site, server, theirs)
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_S):
             yield running
     finally:
         running.close()
