@@ -193,23 +193,23 @@ def test_a_delayed_report_keeps_its_original_time() -> None:
         brain, relay = await stage.brain(), stage.relay()
         brain.scheduler.configure(SchedulerConfig(overlap_requests=None), 0.0)
         relay.brain.configure(SchedulerConfig(overlap_requests=None))
-        relay.brain.soon_s = 0.05
+        relay.brain.soon_s = 1.0  # far longer than a busy machine lets two lines of this test wait
         ticket = await relay.decoding("a")
         started_s = relay.tickets.now()
         ticket.progress(1)
         ticket.began()
         tracker = brain.scheduler.snapshot.requests["a"]
         await until(lambda: tracker.began_s < math.inf)
-        assert abs(tracker.began_s - started_s) < 0.04 < relay.tickets.now() - started_s
+        assert abs(tracker.began_s - started_s) < 0.5 < relay.tickets.now() - started_s
         relay.brain.soon_s = 3600.0
         ticket.progress(1)
         ended_s = relay.tickets.now()
         ticket.finish(Outcome.FINISHED, "stop")
         loop = asyncio.get_running_loop()
-        await until(lambda: loop.time() > ended_s + 0.1)
+        await until(lambda: loop.time() > ended_s + 1.0)
         await relay.decoding("b")
         token_s = brain.scheduler.snapshot.overlap.token_s
-        assert abs(token_s - (ended_s - tracker.began_s)) < 0.05
+        assert abs(token_s - (ended_s - tracker.began_s)) < 0.5
 
     on(test)
 
