@@ -14,7 +14,7 @@ import httpx
 
 from balanceroute.cli.emulate import DECODE_PORT_OFFSET
 from tests.ports import free_base_port
-from tests.waiting import block_until
+from tests.waiting import PATIENCE_S, block_until
 
 
 @contextmanager
@@ -55,7 +55,7 @@ def listening_port(log: Path, running: subprocess.Popen[bytes], from_character: 
     """Wait until the process says where it listens. Raises: AssertionError: it has ended."""
 
     def listening_line() -> "re.Match[str] | None":
-        return re.search(r'"event":"listening".*"port":(\d+)', log.read_text()[from_character:])
+        return re.search(r'"event":"listening".*"port":(\d+).*\n', log.read_text()[from_character:])
 
     block_until(lambda: listening_line() or running.poll() is not None, "no word of listening")
     found = listening_line()
@@ -63,12 +63,32 @@ def listening_port(log: Path, running: subprocess.Popen[bytes], from_character: 
     return int(found[1])
 
 
+def complete_lines(log: Path) -> list[str]:
+    """The lines of a log. What is written just now may be seen in part, even its line's last character."""
+    return log.read_text().rpartition("\n")[0].splitlines()
+
+
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """An emulated one: its configuration, and its prefillers' URLs."""
+    """An emulated one: its configuration, and its workers' URLs."""
 
     config: Path
     prefillers: tuple[str, ...]
+    decoders: tuple[str, ...]
+
+    @contextmanager
+    def standing_still(self) -> Iterator[None]:
+        """Within this, decode workers generate no token: streams last as long as a busy machine needs."""
+        self._order("freeze")
+        try:
+            yield
+        finally:
+            self._order("unfreeze")
+
+    def _order(self, kind: str) -> None:
+        for url in self.decoders:
+            done = httpx.post(f"{url}/_emulator/fault", json={"kind": kind}, timeout=PATIENCE_S, trust_env=False)
+            assert done.status_code == 200, done.text
 
     def holds_kv(self) -> bool:
         """Whether KV is pinned on a prefiller."""
@@ -91,4 +111,5 @@ def emulated(folder: Path, prefillers: int, ranks: int, *flags: str) -> Iterator
         urls = tuple(f"http://127.0.0.1:{base + number}" for number in range(prefillers))
         for url in urls:
             wait_for(f"{url}/health", log, running)
-        yield Cluster(config, urls)
+        first = base + DECODE_PORT_OFFSET
+        yield Cluster(config, urls, tuple(f"http://127.0.0.1:{first + number}" for number in range(ranks)))

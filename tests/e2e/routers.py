@@ -13,12 +13,15 @@ import httpx
 import trustme
 
 from balanceroute.engine.tokens import FIRST_TRIPLE_ID, continuation, decode
-from tests.processes import Cluster, listening_port, process
+from balanceroute.proxy.brain import LOST
+from tests.processes import Cluster, complete_lines, listening_port, process
 from tests.waiting import pace, until
 
 PREFILLERS, RANKS, SLOTS = 2, 2, 4
 SHAPE: Final = (PREFILLERS, RANKS, "--max-num-seqs", str(SLOTS), "--time-scale", "0.3")
 LONG = 400  # tokens: some seconds
+# while a cluster stands still (`Cluster.standing_still`), for as long as it may
+PATIENT: Final = ("--set", "health.stall_after_s=600", "--set", "limits.idle_timeout_s=600")
 
 
 class Authority:
@@ -54,8 +57,8 @@ class Router:
     def logged(self, event: str, **fields: Any) -> list[dict[str, Any]]:
         """The lines of an event, with these fields."""
         found = []
-        for line in self.log.read_text().splitlines():
-            if line.startswith("{") and line.endswith("}"):
+        for line in complete_lines(self.log):
+            if line.startswith("{"):
                 logged_fields = json.loads(line)
                 if logged_fields.get("event") == event and all(
                     logged_fields.get(name) == value for name, value in fields.items()
@@ -72,6 +75,13 @@ class Router:
     def brains(self) -> list[int]:
         """The processes that have led, the present one last."""
         return [line["pid"] for line in self.logged("listening") if "epoch" in line]
+
+    @property
+    def deaths(self) -> list[dict[str, Any]]:
+        """How children died; not those of brains that seemed to stand still on a busy machine, and lead no more."""
+        deposed = {line["process"] for line in self.logged("this brain leads no more")}
+        died = self.logged("child died")
+        return [line for line in died if not (line["child"] in deposed and line.get("exit_code") == LOST)]
 
     @property
     def have_left(self) -> bool:

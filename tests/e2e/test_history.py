@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from tests.processes import emulated, listening_port, process, wait_for
-from tests.waiting import block_until
+from tests.waiting import PATIENCE_S, block_until
 
 pytestmark = pytest.mark.e2e
 
@@ -34,7 +34,7 @@ class Served:
     def ask(self, n: int = 1) -> None:
         """Ask `n` times, one after the other; the limit is far off."""
         body = {"model": "emulated", "prompt": "say it", "max_tokens": 4000}
-        with httpx.Client(base_url=self.url, trust_env=False, timeout=30) as client:
+        with httpx.Client(base_url=self.url, trust_env=False, timeout=PATIENCE_S) as client:
             for _ in range(n):
                 reply = client.post("/v1/completions", json=body)
                 assert reply.status_code == 200, reply.text
@@ -72,7 +72,7 @@ def serving(config: Path, history: Path, log: Path) -> Iterator[Served]:
 
 def end(served: Served, sent: signal.Signals) -> int:
     served.router.send_signal(sent)
-    return served.router.wait(10)
+    return served.router.wait(PATIENCE_S)
 
 
 def warnings_in(log: Path) -> list[str]:

@@ -9,6 +9,7 @@ import shutil
 import signal
 import socket
 import time
+from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
@@ -22,6 +23,7 @@ from balanceroute.proxy.relay_locks import RelayLocks
 from balanceroute.proxy.run_folder import RunFolder
 from tests.e2e.routers import (
     LONG,
+    PATIENT,
     PREFILLERS,
     RANKS,
     SHAPE,
@@ -104,7 +106,7 @@ def test_a_killed_relay_ends_only_its_own_streams(cluster: Cluster, tmp_path: Pa
         await until(lambda: router.logged("relay lost", relay=name))
         lost = router.logged("relay lost", relay=name)[0]["requests"]
         later = streams(router, 4, 20, first=100)
-        assert await all_end(begun) == len(begun) - lost
+        assert len(begun) - lost <= await all_end(begun) <= len(begun)  # one that is lost may just have ended
         assert await all_end(later) == 4
         await until(lambda: router.relays[name] != pid)  # it is back
 
@@ -121,22 +123,32 @@ def test_a_keys_limits_hold_for_all_relays_and_survive_a_restart_of_a_relay(clus
     keys.chmod(0o600)
 
     async def test(router: Router) -> None:
-        async def let_in(key: str, count: int, tokens: int) -> int:
+        async def ask(key: str, tokens: int) -> int:
             body = {"model": "emulated", "prompt": "a", "max_tokens": tokens, "ignore_eos": True}
             headers = {"connection": "close", "authorization": f"Bearer {key}"}
-            asked = [router.client.post("/v1/completions", json=body, headers=headers) for _ in range(count)]
-            answers = [answer.status_code for answer in await asyncio.gather(*asked)]
+            return (await router.client.post("/v1/completions", json=body, headers=headers)).status_code
+
+        async def let_in() -> int:
+            answers = await asyncio.gather(*(ask("slow", 1) for _ in range(60)))
             assert set(answers) <= {200, 429}
             return answers.count(200)
 
-        assert await let_in("few", 24, 100) == 4
+        asked = [asyncio.get_running_loop().create_task(ask("few", 20_000)) for _ in range(24)]  # none ends by itself
+
+        async def are_four() -> bool:
+            return sum(request.done() for request in asked) >= 20 and await router.active() == 4
+
+        await until(are_four)
+        assert [request.result() for request in asked if request.done()] == [429] * 20
+        for request in asked:
+            request.cancel()
         began_s = time.monotonic()
-        used = await let_in("slow", 60, 1)
+        used = await let_in()
         assert used >= 30
         for name, pid in router.relays.items():
             os.kill(pid, signal.SIGKILL)
             await until(lambda: router.relays[name] != pid)  # noqa: B023
-            used += await let_in("slow", 60, 1)
+            used += await let_in()
         assert used <= 31 + (time.monotonic() - began_s) / 2
 
     with_router(test, cluster, tmp_path, "--set", f"auth.client_keys={keys}", relays=4)
@@ -154,7 +166,8 @@ def test_connections_and_bodies_within_the_routers_bounds_fit_its_relays(cluster
         for _, writer in idle:
             writer.close()
 
-    bounds = ("--set", "limits.max_connections=40", "--set", "limits.max_held_bytes=64000000")
+    limits = {"max_connections": 40, "max_held_bytes": 64_000_000, "client_header_timeout_s": 600}  # of those that idle
+    bounds = [part for name, value in limits.items() for part in ("--set", f"limits.{name}={value}")]
     with_router(test, cluster, tmp_path, *bounds, relays=4)
 
 
@@ -166,7 +179,7 @@ def test_connections_without_free_descriptors_are_refused_and_all_others_served(
         async with a_router(cluster, tmp_path, relays=relays, open_files=160) as router:
             (line,) = router.logged("open files (ulimit -n) are enough for fewer clients than limits.max_connections")
             assert line["clients"] == 40 * max(1, relays)
-            many = streams(router, 150, 20)
+            many = streams(router, 150, 80)  # none of the first ends before the last of them has come
             complete = await all_end(many)
             assert complete == sum(stream.begun for stream in many)
             assert line["clients"] // 2 <= complete < 150
@@ -200,14 +213,15 @@ def test_streams_go_on_without_a_brain_and_the_next_brain_takes_them_over(cluste
 
 def test_a_brain_that_dies_during_a_drain_is_back_and_drains_as_well(cluster: Cluster, tmp_path: Path) -> None:
     async def test() -> None:
-        async with a_router(cluster, tmp_path) as router:
-            begun = streams(router, RANKS * SLOTS, 4 * LONG)  # on a busy machine a brain needs seconds to start
+        async with a_router(cluster, tmp_path, *PATIENT) as router:
+            begun = streams(router, RANKS * SLOTS, 4 * LONG)  # a busy machine may need seconds to see that they run
             await all_under_way(router, begun)
-            router.running.send_signal(signal.SIGTERM)
-            await until(lambda: len(router.logged("draining")) == 4)  # one of each process
-            os.kill(router.brains[-1], signal.SIGKILL)
-            await until(lambda: router.logged("brain found", epoch=2))  # by each relay that has streams
-            assert (await router.state())["draining"]
+            with cluster.standing_still():
+                router.running.send_signal(signal.SIGTERM)
+                await until(lambda: len(router.logged("draining")) == 4)  # one of each process
+                os.kill(router.brains[-1], signal.SIGKILL)
+                await until(lambda: router.logged("brain found", epoch=2))  # by each relay that has streams
+                assert (await router.state())["draining"]
             assert await all_end(begun) == len(begun)
             await until(lambda: router.running.poll() is not None)
             assert router.running.returncode == 0 and len(router.brains) == 2
@@ -239,7 +253,7 @@ def test_a_run_folder_that_is_lost_during_a_drain_keeps_no_request_waiting(clust
             await all_under_way(router, begun)
             router.running.send_signal(signal.SIGTERM)
             await until(lambda: len(router.logged("draining")) >= 4)
-            shutil.rmtree(tmp_path / "run")
+            shutil.rmtree((tmp_path / "run").rename(tmp_path / "lost"))  # at once: a process may write a file meanwhile
             assert await all_end(begun) == 14
             await until(lambda: router.running.poll() is not None)
             assert router.running.returncode == 0
@@ -320,10 +334,11 @@ def test_a_lost_run_folder_is_recreated_and_streams_go_on(cluster: Cluster, tmp_
             begun = streams(router, RANKS * SLOTS)
             await all_under_way(router, begun)
             before = router.brains[-1]
-            for file in run.iterdir():
-                file.unlink()
             if how == "removed":
-                run.rmdir()
+                shutil.rmtree(run.rename(tmp_path / "lost"))  # at once: a process may write a file meanwhile
+            else:
+                for file in run.iterdir():
+                    file.unlink(missing_ok=True)
             await until(lambda: router.brains[-1] != before and len(router.logged("the brain decides")) > 4)
             assert await all_end(streams(router, 4, 20, first=100)) == 4
             assert await all_end(begun) == len(begun)
@@ -373,7 +388,8 @@ def test_an_obstacle_in_place_of_a_run_folder_file_does_not_prevent_restarts(
             path.unlink()
             path.mkdir()
         for pid in (router.brains[-1], relays["relay-0"]):
-            os.kill(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # a brain that has lost its file ends by itself
+                os.kill(pid, signal.SIGKILL)
         await until(lambda: len(router.brains) > led and router.relays["relay-0"] != relays["relay-0"])
         assert await all_end(streams(router, 6, 20)) == 6
         await until(path.is_file)
@@ -398,7 +414,7 @@ def test_a_standby_moves_obstacles_aside_that_appeared_after_its_start(cluster: 
         os.kill(router.brains[led - 1], signal.SIGKILL)
         await until(link.is_socket)
         assert await all_end(streams(router, 6, 20)) == 6
-        assert [line.get("signal") for line in router.logged("child died")] == ["SIGKILL"]
+        assert [line.get("signal") for line in router.deaths] == ["SIGKILL"]
 
     with_router(test, cluster, tmp_path, standbys=1)
 
@@ -451,7 +467,7 @@ def test_a_half_written_key_file_does_not_prevent_restarts(cluster: Cluster, tmp
         for pid in (router.brains[-1], *relays.values()):
             os.kill(pid, signal.SIGKILL)
         await until(lambda: len(router.brains) > led and not set(relays.values()) & set(router.relays.values()))
-        assert all(line.get("signal") == "SIGKILL" for line in router.logged("child died"))
+        assert all(line.get("signal") == "SIGKILL" for line in router.deaths)
         answer = await router.client.post(
             "/v1/completions", json={"prompt": [1]}, headers={"authorization": "Bearer x"}
         )
@@ -510,9 +526,10 @@ def test_a_relay_that_was_stopped_is_declared_lost_and_rejoins(cluster: Cluster,
             assert await router.active() <= RANKS * SLOTS
         finally:
             os.kill(pid, signal.SIGCONT)
-        await until(lambda: len(router.logged("relay joined", relay=name)) == 2)
-        void = router.logged("relay joined", relay=name)[1]["void"]
-        assert 14 - void <= await all_end(begun) <= 14
+        await until(lambda: len(router.logged("relay joined", relay=name)) >= 2)
+        complete = await all_end(begun)
+        void = sum(line["void"] for line in router.logged("relay joined"))
+        assert 14 - void <= complete <= 14
         assert router.relays[name] == pid
 
     with_router(test, cluster, tmp_path)
@@ -549,19 +566,22 @@ def test_a_new_router_takes_over_and_no_request_fails(cluster: Cluster, tmp_path
 def test_a_router_that_drains_is_taken_over_and_its_streams_go_on(cluster: Cluster, tmp_path: Path) -> None:
     async def test() -> None:
         port = free_base_port((0,))
-        async with a_router(cluster, tmp_path, port=port) as old:
-            begun = streams(old, 4, 6 * LONG)  # on a busy machine a router needs seconds to start
+        async with AsyncExitStack() as stack:
+            old = await stack.enter_async_context(a_router(cluster, tmp_path, *PATIENT, port=port))
+            begun = streams(old, 4, 4 * LONG)
             await until(lambda: all(stream.begun for stream in begun))
-            old.running.send_signal(signal.SIGTERM)
-            await until(lambda: len(old.logged("draining")) == 4)  # one of each process
-            async with a_router(cluster, tmp_path, "--take-over", port=port, log_name="new.log") as new:
+            with cluster.standing_still():
+                old.running.send_signal(signal.SIGTERM)
+                await until(lambda: len(old.logged("draining")) == 4)  # one of each process
+                taking_over = a_router(cluster, tmp_path, *PATIENT, "--take-over", port=port, log_name="new.log")
+                new = await stack.enter_async_context(taking_over)
                 await until(lambda: old.have_left)
                 await until(lambda: new.brains and len(new.found(new.brains[-1])) == 2)
-                served = streams(new, 4, 10, first=300)
-                assert await all_end(served) == 4 and await all_end(begun) == 4
-                await until(lambda: old.running.poll() is not None)
-                assert old.running.returncode == 0 and old.logged("leaving")
-                await until(new.holds_nothing)
+            served = streams(new, 4, 10, first=300)
+            assert await all_end(served) == 4 and await all_end(begun) == 4
+            await until(lambda: old.running.poll() is not None)
+            assert old.running.returncode == 0 and old.logged("leaving")
+            await until(new.holds_nothing)
 
     asyncio.run(test())
 
@@ -598,7 +618,7 @@ def test_the_next_start_frees_the_kv_that_all_processes_had_pinned(
 ) -> None:
     async def killed() -> None:
         async with a_router(cluster, tmp_path) as router:
-            begun = streams(router, 14)
+            begun = streams(router, 14, 4 * LONG)
 
             async def are_prefilled() -> bool:  # what a prefiller answers while it dies, no record can know of
                 waiting = len((await router.state())["waiting"])
@@ -637,7 +657,7 @@ def test_callbacks_of_decode_workers_reach_the_relay_that_has_their_request(tmp_
                 lost = 0
             complete = await all_end(begun)
             void = sum(line["void"] for line in router.logged("relay joined"))
-            assert complete == len(begun) - lost - void
+            assert len(begun) - lost - void <= complete <= len(begun)  # one that is lost or void may just have ended
             assert await all_end(later) == 8
             assert await all_end(streams(router, 8, 20, first=300)) == 8
             await until(router.holds_nothing)

@@ -15,6 +15,7 @@ import pytest
 
 from balanceroute.errors import ConfigError
 from balanceroute.proxy.handover import HandoverState, Predecessor
+from tests.processes import complete_lines
 from tests.waiting import block_until
 
 LAUNCHER = "import os, signal, sys; "
@@ -74,7 +75,7 @@ class Running:
         return [int(line.split()[1]) for line in file.read_text().splitlines()] if file.exists() else []
 
     def logged(self, event: str) -> list[dict[str, Any]]:
-        lines = [json.loads(line) for line in self.log.read_text().splitlines() if line.startswith("{")]
+        lines = [json.loads(line) for line in complete_lines(self.log) if line.startswith("{")]
         return [line for line in lines if line["event"] == event]
 
 
@@ -196,7 +197,8 @@ def test_a_child_that_ignores_signals_is_killed(running: Running) -> None:
     for _ in range(2):
         before = len(running.events("relay-0"))
         running.process.send_signal(signal.SIGTERM)
-        block_until(lambda: len(running.events("relay-0")) > before)  # noqa: B023
+        # killed after 0.1 s, it may not have run once since the second signal
+        block_until(lambda: len(running.events("relay-0")) > before or running.process.poll() is not None)  # noqa: B023
     assert running.process.wait(60) == 0
     killed = [line["children"] for line in running.logged("children killed: they have not ended in time")]
     assert ["relay-0" in children for children in killed] == [True]  # a busy machine may give others too little time
@@ -260,9 +262,11 @@ def test_a_reload_trial_blocks_nothing_else_and_delays_the_next_reload(running: 
     os.kill(running.pid("relay-0"), signal.SIGKILL)
     running.up(relay_0=2)
     assert "SIGHUP" not in running.events() and len(running.events("trial")) == 1
+    (running.folder / "no-fork").touch()  # two reloads at once may be one signal to a child: the second is refused
     (running.folder / "hold-trial").unlink()
-    block_until(lambda: len(running.events("trial")) == 2)
-    block_until(lambda: running.events().count("SIGHUP") == 6)
+    block_until(lambda: running.logged("reload refused"))
+    block_until(lambda: running.events().count("SIGHUP") == 3)
+    assert len(running.events("trial")) == 1
 
 
 def test_a_reload_whose_trial_fails_is_refused_with_its_reason(running: Running) -> None:
@@ -313,7 +317,7 @@ def test_a_reload_while_a_child_is_being_started_reaches_it_when_it_is_up(runnin
     running.process.send_signal(signal.SIGHUP)
     block_until(lambda: "SIGHUP" in running.events("relay-1"))
     (running.folder / "slow-relay-0").unlink()
-    block_until(lambda: running.events("relay-0")[-1] == "SIGHUP")
+    block_until(lambda: "SIGHUP" in running.events("relay-0"))
 
 
 def test_children_die_with_their_parent_however_it_ends(running: Running) -> None:
