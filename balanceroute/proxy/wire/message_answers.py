@@ -88,13 +88,17 @@ def message_of(answer: bytes, message_id: str) -> bytes:
         raise BadUpstreamReply(text, worker="", tier="decode") from exc
 
 
-def _input_of(arguments: object) -> tuple[dict[str, Any], bool]:
-    """A call's arguments, and whether they are complete; {} if a limit has cut them off."""
+def _input_of(arguments: object) -> tuple[orjson.Fragment, bool]:
+    """A call's arguments as the JSON that came, and whether they are complete; {} if a limit has cut them off.
+
+    To read and write them would round integers of more than 64 bits, such as amounts and ids.
+    """
+    text = arguments if isinstance(arguments, str) and arguments else "{}"
     try:
-        read = orjson.loads(arguments) if isinstance(arguments, str) and arguments else {}
+        complete = isinstance(orjson.loads(text), dict)
     except ValueError:
-        return {}, False
-    return (read, True) if isinstance(read, dict) else ({}, False)
+        complete = False
+    return orjson.Fragment(text if complete else "{}"), complete
 
 
 def _stop_of(choice: dict[str, Any], *, used: bool, complete: bool) -> tuple[str | None, str | None]:

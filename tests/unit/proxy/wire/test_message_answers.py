@@ -188,6 +188,15 @@ def test_a_cut_tool_call_is_not_marked_as_executable(arguments: str, finish: str
     assert once["content"][0]["input"] == ({"a": 1} if arguments.endswith("}") else {})
 
 
+def test_a_call_s_large_integers_keep_their_digits_streamed_or_not() -> None:
+    arguments = '{"wei": 123456789012345678901234567890, "price": 1.10}'
+    calls = [{"id": "c", "function": {"name": "f", "arguments": arguments}}]
+    once = whole({"message": {"content": None, "tool_calls": calls}, "finish_reason": "tool_calls"})
+    out = a_stream().feed(ROLE + chunk(called(0, arguments, "f")) + chunk({}, "tool_calls") + USAGE + DONE)
+    streamed = read_by_the_client(events_in(out))
+    assert once["content"][0]["input"] == streamed["content"][0]["input"] == json.loads(arguments)
+
+
 @pytest.mark.parametrize("answer", [b"", b"{", b"[]", b'{"choices":[]}', b'{"choices":[{"message":5}]}'])
 def test_a_reply_that_is_not_a_chat_completion_is_a_bad_reply(answer: bytes) -> None:
     with pytest.raises(BadUpstreamReply):
