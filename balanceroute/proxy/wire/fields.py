@@ -11,7 +11,7 @@ from pydantic import AllowInfNan, TypeAdapter, ValidationError
 
 from balanceroute.errors import InvalidRequest
 
-_MAX_INTEGER: Final = 2**63 - 1
+MAX_INTEGER: Final = 2**63 - 1
 _INTEGER: Final = TypeAdapter(int)
 _BOOLEAN: Final = TypeAdapter(bool)
 _NUMBER: Final = TypeAdapter(Annotated[float, AllowInfNan(False)])
@@ -69,7 +69,7 @@ def as_number(value: object) -> float | None:
 
 def checked(name: str, value: int, *, least: int | None) -> int:
     """Check that an integer has 64 bits at most. Raises: InvalidRequest."""
-    if not -_MAX_INTEGER <= value <= _MAX_INTEGER:
+    if not -MAX_INTEGER <= value <= MAX_INTEGER:
         raise InvalidRequest(f"{name} must be an integer of 64 bits, not {value}.", param=name)
     if least is not None and value < least:
         raise InvalidRequest(f"{name} must be at least {least}, got {value}.", param=name)

@@ -26,8 +26,8 @@ def test_prompt_tokens_are_exact_for_ids_and_estimated_for_text(prompt: Any, tok
 def test_token_ids_are_read_as_the_engines_read_them(prompt: Any, read: list[Any]) -> None:
     """Numbers that come out of tables are written `1.0`."""
     assert orjson.loads(a_request(prompt=prompt).prompt_json) == read
-    for wrong in ([1.5], [1.0, None], [[1.0], [0.5]], [1.0, {}]):
-        with pytest.raises(InvalidRequest):
+    for wrong in ([1.5], [1.0, None], [[1.0], [0.5]], [1.0, {}], [1e300], [2.0**64]):
+        with pytest.raises(InvalidRequest, match="token ids"):
             a_request(prompt=wrong)
 
 
