@@ -21,6 +21,15 @@ def kinds_of(choice: dict[str, Any]) -> list[str]:
     return [kind for kind in (REASONING, TEXT, TOOL_CALLS) if kind in found]
 
 
+def text_field(choice: dict[str, Any]) -> str | None:
+    """The name of the field with a choice's text; None: there is no text, or more than one."""
+    if choice.get("text"):
+        return "text"
+    delta = choice.get("delta")
+    filled = [name for name, value in delta.items() if value and name != "role"] if isinstance(delta, dict) else []
+    return filled[0] if len(filled) == 1 else None
+
+
 def continues(before: str | None, after: str) -> bool:
     """Whether an answer that was cut off in text of the kind `before` may continue with the kind `after`.
 

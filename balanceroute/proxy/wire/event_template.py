@@ -9,9 +9,6 @@ contain these bytes.
 
 from typing import Final, NamedTuple
 
-from balanceroute.proxy.wire.event_contents import REASONING_KEYS
-
-_TEXT_KEYS: Final = tuple(b'"%b":"' % name.encode() for name in ("text", "content", *REASONING_KEYS))
 _IDS_KEY: Final = b',"token_ids":['
 
 
@@ -23,11 +20,6 @@ class Template(NamedTuple):
     mid: bytes
     tail: bytes
 
-    @property
-    def name(self) -> str:
-        """The name of the field with the text."""
-        return self.key[1:-3].decode()
-
     def frame(self, out: bytes) -> tuple[bytes, bytes] | None:
         """The bytes before and after the text in an event with null for its ids; None: unknown.
 
@@ -38,19 +30,22 @@ class Template(NamedTuple):
         return out[: out.index(self.key) + len(self.key)], self.mid[:-1] + b"null" + self.tail[1:]
 
 
-def template_of(raw: bytes) -> Template | None:
-    """The template of an ordinary event; None: the event is no model for others."""
+def template_of(raw: bytes, name: str) -> Template | None:
+    """The template of an ordinary event; None: the event is no model for others.
+
+    `name`: the field with its text, the only one with contents. Otherwise a later event without this text would count
+    as one without any.
+    """
     if b'"prompt_token_ids":[' in raw or raw.find(b"\n") != len(raw) - 2:
         return None  # prompt ids come only once, and a template covers one line
-    ids_at = raw.rfind(_IDS_KEY)
-    for key in _TEXT_KEYS:
-        if ids_at > 0 and raw.count(key) == 1:
-            start = raw.index(key) + len(key)
-            stop = raw.find(b'"', start)
-            before = raw[start - len(key) - 1 : start - len(key)]
-            escaped = raw[stop - 1 : stop] == b"\\"  # the quote may then be part of the text
-            if before not in (b",", b"{") or escaped or not start <= stop < ids_at:
-                return None
-            mid = raw[stop : ids_at + len(_IDS_KEY)]
-            return Template(key, raw[:start], mid, raw[raw.index(b"]", ids_at) :])
-    return None
+    key, ids_at = b'"%b":"' % name.encode(), raw.rfind(_IDS_KEY)
+    if ids_at <= 0 or raw.count(key) != 1:
+        return None
+    start = raw.index(key) + len(key)
+    stop = raw.find(b'"', start)
+    before = raw[start - len(key) - 1 : start - len(key)]
+    escaped = raw[stop - 1 : stop] == b"\\"  # the quote may then be part of the text
+    if before not in (b",", b"{") or escaped or not start <= stop < ids_at:
+        return None
+    mid = raw[stop : ids_at + len(_IDS_KEY)]
+    return Template(key, raw[:start], mid, raw[raw.index(b"]", ids_at) :])

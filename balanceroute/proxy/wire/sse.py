@@ -39,6 +39,7 @@ from balanceroute.proxy.wire.event_contents import (
     has_token_data,
     is_count,
     kinds_of,
+    text_field,
     text_of,
 )
 from balanceroute.proxy.wire.event_stream import MAX_EVENT_BYTES, EventSplitter, known_lines, payload_of
@@ -322,13 +323,16 @@ class EventScanner:
         self.matcher.between_events = self.end is None and not self._splitter.partial
         return out[0] if len(out) == 1 else b"".join(out)
 
-    def _make_template(self, raw: bytes, out: bytes) -> None:
-        """Make the template for later events of this one, which came as `raw` and was relayed as `out`."""
-        template = template_of(raw)
+    def _make_template(self, raw: bytes, out: bytes, name: str) -> None:
+        """Make the template for later events of this one, with a text in the field `name`.
+
+        It came as `raw` and was relayed as `out`.
+        """
+        template = template_of(raw, name)
         if template is None:
             return
         translation = self._translation
-        frame = template.frame(out) if translation is None else translation.frame(template.name)
+        frame = template.frame(out) if translation is None else translation.frame(name)
         if frame is not None:
             self.matcher.learn(template.head, template.mid, template.tail, *frame)
 
@@ -448,8 +452,8 @@ class EventScanner:
             self._prefix = ""
             part.changed, ordinary = True, False
         out = self._relayed(event, raw, part.changed, part.blanked)
-        if ordinary and part.carries and choices[0].get("logprobs") is None:  # without text its kind is unknown
-            self._make_template(raw, out)
+        if ordinary and choices[0].get("logprobs") is None and (name := text_field(choices[0])) is not None:
+            self._make_template(raw, out, name)
         return out
 
     def _takes(self, choice: dict[str, Any], part: "_PartOfAnswer") -> bool:

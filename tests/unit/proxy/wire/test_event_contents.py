@@ -12,6 +12,7 @@ from balanceroute.proxy.wire.event_contents import (
     drop_reasoning,
     has_token_data,
     kinds_of,
+    text_field,
     text_of,
 )
 
@@ -29,6 +30,21 @@ from balanceroute.proxy.wire.event_contents import (
 )
 def test_the_kinds_of_text_come_in_the_order_of_an_answer(choice: dict[str, Any], kinds: list[str]) -> None:
     assert kinds_of(choice) == kinds
+
+
+@pytest.mark.parametrize(
+    ("choice", "name"),
+    [
+        ({"text": "a"}, "text"),
+        ({"text": ""}, None),
+        ({"delta": {"role": "assistant", "content": "a"}}, "content"),
+        ({"delta": {"content": "", "reasoning": "a", "tool_calls": []}}, "reasoning"),
+        ({"delta": {"content": "a", "reasoning": "b"}}, None),
+        ({"delta": {"role": "assistant"}}, None),
+    ],
+)
+def test_a_text_has_a_field_if_it_is_the_only_one(choice: dict[str, Any], name: str | None) -> None:
+    assert text_field(choice) == name
 
 
 @pytest.mark.parametrize(

@@ -96,6 +96,7 @@ EVENTS = st.one_of(
     st.builds(completion, TEXTS, IDS),
     st.builds(lambda text, ids: chat({"content": text}, ids), TEXTS, IDS),
     st.builds(lambda text, ids: chat({"reasoning": text}, ids), TEXTS, IDS),
+    st.builds(lambda text, ids: chat({"content": "", "reasoning": text}, ids), TEXTS, IDS),
     st.builds(lambda ids: chat({"role": "assistant", "content": ""}, ids), st.none()),
     st.builds(lambda ids: chat({}, ids), IDS),
     st.builds(lambda t, ids: completion(t, ids, logprobs={"tokens": [t], "token_logprobs": [-1e-9]}), TEXTS, IDS),
@@ -127,6 +128,33 @@ def reference(bodies: list[dict[str, Any]], want_ids: bool) -> tuple[list[int], 
                 choice["prompt_token_ids"] = None
         out.append(body)
     return ids, out
+
+
+@pytest.mark.parametrize(
+    "delta",
+    [{"content": "", "reasoning": "a"}, {"reasoning": "", "content": "a"}, {"content": "", "refusal": "a"}],
+    ids=lambda delta: "+".join(delta),
+)
+def test_text_beside_an_empty_field_has_been_shown_however_often_it_comes(delta: dict[str, Any]) -> None:
+    """Else it would be generated again after a loss, and the client would read it twice."""
+    scanner = EventScanner()
+    for token in range(4):
+        assert scanner.feed(event(chat(delta, [token])))
+    assert scanner.resume() == 0 and scanner.tokens == 4
+
+
+def test_an_empty_text_beside_a_former_one_is_no_later_event_without_text() -> None:
+    scanner = EventScanner()
+    scanner.feed(event(chat({"content": "b", "reasoning": "a"}, [1])))
+    scanner.feed(event(chat({"content": "", "reasoning": "a"}, [2])))
+    assert scanner.resume() == 0
+
+
+def test_reasoning_beside_an_empty_content_is_matched_without_parsing() -> None:
+    scanner = EventScanner()
+    first, other = (event(chat({"content": "", "reasoning": text}, [1])) for text in "ab")
+    scanner.feed(first)
+    assert scanner.matcher.match(other) == other.replace(b"[1]", b"null")
 
 
 @settings(max_examples=150, deadline=None)
