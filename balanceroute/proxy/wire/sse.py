@@ -409,7 +409,7 @@ class EventScanner:
     def _final_usage(self, event: dict[str, Any], raw: bytes) -> bytes:
         usage = event.get("usage")
         if not isinstance(usage, dict):
-            return raw
+            return self._relayed(event, raw, self.identity.put_into(event), 0)
         self.generated.count_by_usage(usage)
         if self.finish_reason is None:  # the answer continues in another life, whose usage will cover the whole answer
             return b""

@@ -272,6 +272,12 @@ def test_an_event_with_more_than_its_text_is_no_pattern_for_those_after_it() -> 
     ]
 
 
+def test_an_event_without_choices_and_usage_is_no_part_of_a_message() -> None:
+    odd = event({"id": "chatcmpl-1", "choices": [], "novel": 1})
+    with_odd, without = (a_stream().feed(ROLE + chunk({"content": "a"}) + each + USAGE + DONE) for each in (odd, b""))
+    assert with_odd == without
+
+
 def test_no_content_follows_the_message_delta() -> None:
     out = a_stream().feed(ROLE + chunk({"content": "a"}) + chunk({}, "stop") + USAGE + chunk({"content": "b"}) + DONE)
     assert [part["type"] for part in events_in(out)][-2:] == ["message_delta", "message_stop"]

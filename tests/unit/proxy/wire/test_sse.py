@@ -143,6 +143,12 @@ def test_text_beside_an_empty_field_has_been_shown_however_often_it_comes(delta:
     assert scanner.resume() == 0 and scanner.tokens == 4
 
 
+def test_an_event_without_choices_and_usage_has_the_id_of_the_answer_and_no_kv_parameters() -> None:
+    scanner = EventScanner(part=Part(public_id="p", created=9, index=2, closing_events=False))
+    odd = {**completion("", []), "choices": [], "novel": 1, "kv_transfer_params": {"remote_host": "10.0.0.1"}}
+    assert parsed(scanner.feed(event(odd))) == [{**odd, "id": "p", "created": 9, "kv_transfer_params": None}]
+
+
 def test_an_empty_text_beside_a_former_one_is_no_later_event_without_text() -> None:
     scanner = EventScanner()
     scanner.feed(event(chat({"content": "b", "reasoning": "a"}, [1])))
