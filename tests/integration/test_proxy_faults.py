@@ -406,7 +406,7 @@ async def test_a_trial_whose_client_leaves_releases_its_worker() -> None:
     async with running(PAIR, health={"open_for_s": 0.05, "interval_s": 60.0}) as router:
         services = router.app.services
         for worker in services.fleet:
-            worker.circuit.open(services.ledger.now())
+            worker.circuit.open(services.ledger.now(), "status 500")
         await until(lambda: all(worker.circuit.state is CircuitState.HALF_OPEN for worker in services.fleet))
         await inject_everywhere(router, "d", "freeze")
         async with httpx.AsyncClient(base_url=router.url, trust_env=False) as client:

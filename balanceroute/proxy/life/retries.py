@@ -116,7 +116,7 @@ class Retries:
         if isinstance(error, CannotConnect):
             circuit.inconclusive()
         elif not (self._errs(error, worker) and last and self._clear_all(worker)):
-            circuit.fault(now)
+            circuit.fault(now, reason_of(error))
         if last or (isinstance(error, NothingPinned) and failures > 1):
             raise error
         self._to_retry.add(tier)
@@ -188,7 +188,7 @@ class Retries:
             given_up = services.suspicions.lost(suspect, worker.id, now)
         if not given_up:
             return
-        worker.circuit.fault(now)
+        worker.circuit.fault(now, reason_of(error))
         services.metrics.upstream_errors.inc(worker.id, "decode", kind_of(error))
         services.metrics.given_up_requests.inc()
         fields = {"request": self._request_id, "workers": suspect.workers}
@@ -306,7 +306,13 @@ def event_error(payload: bytes, worker: Worker) -> UpstreamStatus:
     except (ValueError, AttributeError):
         code = None
     status = code if isinstance(code, int) and 400 <= code <= 599 else 502
-    return UpstreamStatus("error event", worker=worker.id, tier="decode", status=status, body=payload)
+    text = f"error event of status {status}"
+    return UpstreamStatus(text, worker=worker.id, tier="decode", status=status, body=payload)
+
+
+def reason_of(error: UpstreamError) -> str:
+    """The error in words that may go to everyone: what it quotes of an answer stands in brackets at its end."""
+    return str(error).partition(" (")[0]
 
 
 def kind_of(error: UpstreamError) -> str:

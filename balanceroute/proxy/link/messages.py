@@ -48,7 +48,7 @@ from balanceroute.errors import BalanceRouteError
 from balanceroute.proxy.admission.decider import RefusalKind
 from balanceroute.proxy.perimeter.key_use import KeyUse
 
-VERSION: Final = 7
+VERSION: Final = 8
 FAR: Final = "@"  # only in names of relays of other machines, before the run folder's name
 MAX_EPOCH: Final = 2**48  # accepted from a peer: epochs begin at seconds since 1970 at most, and frames carry 2**64
 PROGRESS_S: Final = 0.005
@@ -285,11 +285,12 @@ class Finding(StrEnum):
 
 
 class Judged(Message, frozen=True, tag=40):
-    """How a request fared at a worker. `retry_after_s`: what a busy worker asked for."""
+    """How a request fared at a worker. `retry_after_s`: what a busy worker asked for. `reason`: of a fault."""
 
     worker: str
     finding: Finding
     retry_after_s: float = 0.0
+    reason: str = ""
 
 
 class Use(Message, frozen=True):

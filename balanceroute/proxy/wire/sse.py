@@ -374,7 +374,7 @@ class EventScanner:
             if self._translation is not None:
                 self._translation.check(choices)
         except ValueError as error:
-            return self._refuse(StreamEnd.MALFORMED, f"an event is no part of an answer: {error}")
+            return self._refuse(StreamEnd.MALFORMED, f"an event is no part of an answer ({error})")
         if not self.identity.is_ours(event.get("id")):
             return self._refuse(StreamEnd.FOREIGN, "an event carries the id of another request's answer")
         if not choices:

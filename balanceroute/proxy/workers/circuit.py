@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
+BUSY: Final = "status 429 or 503: it is busy"
 REST_S: Final = 0.5  # first pause; longer than a prefill probe, so that a retry gets another worker
 MAX_REST_S: Final = 8.0
 TICK_EARLY_S: Final = 0.002  # uvloop's clock counts milliseconds: a timer may fire before its time by a rounding
@@ -44,15 +45,19 @@ class CircuitConfig:
 
 
 class Circuit:
-    """One worker's circuit. It calls `on_change(wake_in_s)` at every new state; `tick` is due after that time."""
+    """One worker's circuit. It calls `on_change(wake_in_s)` at every new state; `tick` is due after that time.
 
-    __slots__ = ("_busy", "_config", "_faults", "_on_change", "_until", "state")
+    `reason`: the last failure, in words that may go to clients; "": none since the last correct answer.
+    """
+
+    __slots__ = ("_busy", "_config", "_faults", "_on_change", "_until", "reason", "state")
 
     def __init__(self, config: CircuitConfig, on_change: Callable[[float | None], None]) -> None:
         self._config, self._on_change = config, on_change
         self._faults = self._busy = 0  # in a row
         self._until = 0.0
         self.state = CLOSED
+        self.reason = ""
 
     def configure(self, config: CircuitConfig) -> None:
         """Use another configuration from the next failure on."""
@@ -78,6 +83,7 @@ class Circuit:
         if self.doubtful:
             self._faults = self._busy = 0
             self._until = 0.0
+            self.reason = ""
             self._enter(CLOSED, None)
 
     def inconclusive(self) -> None:
@@ -85,11 +91,12 @@ class Circuit:
         if self.state is TRIAL:
             self._enter(HALF_OPEN, None)
 
-    def fault(self, now: float) -> None:
+    def fault(self, now: float, reason: str) -> None:
         """Note a failure of the worker."""
         self._faults += 1
+        self.reason = reason
         if self._faults >= self._config.failure_threshold or self.state is TRIAL:
-            self.open(now)
+            self.open(now, reason)
         else:
             self._rest(now, 0.0)
 
@@ -97,10 +104,12 @@ class Circuit:
         """Note a 429 or 503; the worker rests, for `retry_after_s` at least."""
         if self.state is not RESTING or not self._busy:
             self._busy += 1
+        self.reason = BUSY
         self._rest(now, retry_after_s)
 
-    def open(self, now: float) -> None:
+    def open(self, now: float, reason: str) -> None:
         """Open the circuit: no new requests until a trial succeeds."""
+        self.reason = reason
         self._until = now + self._config.open_for_s
         self._enter(OPEN, self._config.open_for_s)
 

@@ -23,7 +23,9 @@ from balanceroute.errors import BadUpstreamReply, ConnectFailed, ConnectionLost,
 from balanceroute.proxy.hotpath import ChunkReader
 from balanceroute.proxy.workers.reply import Reply, Sink, Worker
 
+NO_REPLY: Final = "the connection closed before the reply"
 MAX_HEAD_BYTES: Final = 64 * 1024  # also of bytes without body between two parts of one; engines send some hundred
+_TLS_ALERT: Final = b"\x15\x03"  # begins what some TLS servers answer to plain HTTP
 _OTHER_FIELD: Final = rb"(?!content-length|transfer-encoding|connection|upgrade|trailer)[\w-]+:[^\r\n]*\r\n"
 _PLAIN: Final = re.compile(
     rb"HTTP/1\.1 200 [^\r\n]*\r\n((?:%b)*content-length: (\d{1,12})\r\n(?:%b)*)\r\n" % (_OTHER_FIELD, _OTHER_FIELD),
@@ -166,7 +168,8 @@ class Connection(asyncio.Protocol):
             parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as exc:
             if not self._over:
-                self._fail(self._owner.failure(BadUpstreamReply, self._refused or f"not HTTP: {exc}"))
+                not_http = "its URL is http, and it speaks TLS" if data.startswith(_TLS_ALERT) else f"not HTTP: {exc}"
+                self._fail(self._owner.failure(BadUpstreamReply, self._refused or not_http))
                 return
             self._keep_alive = False  # the reply is complete; what follows it belongs to no request
         buffered = self._buffered
@@ -208,7 +211,7 @@ class Connection(asyncio.Protocol):
         how = f": {exc}" if exc else ""
         error: UpstreamError | None = None
         if not reply.started:
-            error = self._owner.failure(ConnectFailed, f"the connection closed before the reply{how}")
+            error = self._owner.failure(ConnectFailed, f"{NO_REPLY}{how}")
         elif self._framed:
             error = self._owner.failure(ConnectionLost, f"the connection closed inside the reply{how}")
         elif exc is not None:

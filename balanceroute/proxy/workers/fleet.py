@@ -21,6 +21,7 @@ from balanceroute.core.types import Role, WorkerSpec, WorkerState
 from balanceroute.errors import InvalidRequest
 from balanceroute.proxy.wire.responses import JSON_TYPE, header_lines
 from balanceroute.proxy.workers.circuit import Circuit, CircuitConfig, CircuitState
+from balanceroute.proxy.workers.connection import NO_REPLY
 from balanceroute.proxy.workers.foreign import ForeignLoad
 from balanceroute.proxy.workers.upstream import Connections, Upstream
 
@@ -139,11 +140,14 @@ def why_not_up(worker: Worker) -> str:
     reasons = (
         (worker.stalled, "it runs requests and generates no tokens"),
         (not worker.healthy, why_not_healthy(worker)),
-        (worker.circuit.state is CircuitState.OPEN, "requests to it fail"),
+        (worker.circuit.state is CircuitState.OPEN, _with("requests to it fail", worker.circuit.reason)),
         (worker.leaving, "it was removed and finishes what it has"),
         (worker.drained, "it was drained by an operator"),
         (worker.doubted, "its last health check had no answer"),
-        (worker.circuit.state is not CircuitState.CLOSED, "it failed or refused a request and gets a pause"),
+        (
+            worker.circuit.state is not CircuitState.CLOSED,
+            _with("it failed or refused a request and gets a pause", worker.circuit.reason),
+        ),
     )
     return next((text for holds, text in reasons if holds), "")
 
@@ -153,8 +157,15 @@ def why_not_healthy(worker: Worker) -> str:
     finding = worker.health_answer
     if isinstance(finding, int):
         return f"its /health answers {finding}"
-    began = "it does not answer /health" if worker.seen_healthy else "it has not answered /health yet"
-    return f"{began} ({finding})" if finding else began
+    if worker.seen_healthy:
+        return _with("it does not answer /health", finding)
+    if finding.startswith(NO_REPLY) and worker.spec.url.startswith("http:"):
+        finding += "; if it speaks TLS, its URL must be https://"  # OpenSSL ends such a connection without a word
+    return _with("it has not answered /health yet", finding)
+
+
+def _with(text: str, reason: str) -> str:
+    return f"{text} ({reason})" if reason else text
 
 
 @dataclass(frozen=True, slots=True)

@@ -114,7 +114,7 @@ class HealthMonitor:
         before, worker.stalled = worker.stalled, stalled
         if stalled and not before:
             log.warning("worker makes no progress", extra={"worker": worker.id})
-            worker.circuit.open(self._loop.time())
+            worker.circuit.open(self._loop.time(), "it generated no tokens")
         self._fleet.set_healthy(worker, True)
 
     def _failed(self, worker: Worker, answer: int | str, silent: bool) -> None:

@@ -51,18 +51,18 @@ class ReportedCircuit(Circuit):
         if self.state is CircuitState.TRIAL:
             self._report_finding(Finding.INCONCLUSIVE)
 
-    def fault(self, now: float) -> None:
+    def fault(self, now: float, reason: str) -> None:
         """See `Circuit`."""
         self._doubtful = True
-        self._report_finding(Finding.FAULT)
+        self._report_finding(Finding.FAULT, reason=reason)
 
     def busy(self, now: float, retry_after_s: float = 0.0) -> None:
         """See `Circuit`."""
         self._doubtful = True
         self._report_finding(Finding.BUSY, retry_after_s)
 
-    def _report_finding(self, finding: Finding, retry_after_s: float = 0.0) -> None:
-        self._report(Judged(self._worker_id, finding, retry_after_s))
+    def _report_finding(self, finding: Finding, retry_after_s: float = 0.0, reason: str = "") -> None:
+        self._report(Judged(self._worker_id, finding, retry_after_s, reason))
 
 
 class _Nowhere:
@@ -120,8 +120,10 @@ class RelayFleet(Fleet):
         for standing in message.changed:
             worker = self._named(standing.spec)
             worker.state, worker.leaving = standing.state, False
-            if standing.out and worker.healthy:
-                worker.echoes_ids = worker.kv_connector = None  # it may come back as another version
+            if (
+                standing.out and worker.healthy
+            ) or standing.ended_at > worker.ended_at:
+                worker.echoes_ids = worker.kv_connector = None  # another version may be back, or be here already
             worker.healthy = not standing.out
             worker.ended_at = max(worker.ended_at, standing.ended_at)  # a new brain knows of no end before its own time
             assert isinstance(worker.circuit, ReportedCircuit)

@@ -62,7 +62,7 @@ class RelayReports:
         if act is not None:
             act(circuit)
         elif message.finding is Finding.FAULT:
-            circuit.fault(now)
+            circuit.fault(now, message.reason)
         else:
             circuit.busy(now, message.retry_after_s)
 

@@ -73,7 +73,7 @@ def test_reloaded_health_and_buffer_limits_apply_to_old_and_new_workers() -> Non
             worker = services.fleet[name]
             assert worker.upstream.high_water_bytes == 4096
             for _ in range(2):
-                worker.circuit.fault(services.ledger.now())
+                worker.circuit.fault(services.ledger.now(), "status 500")
             assert worker.circuit.state is CircuitState.OPEN
         await let_pass(6.0)
         assert services.fleet["d0"].circuit.state is CircuitState.HALF_OPEN

@@ -194,7 +194,7 @@ def test_a_completely_answered_trial_closes_the_circuit_whatever_else_the_read_c
         services, client = a_router(a_config(1, 1)), Client()
         worker = services.fleet["d0"]
         worker.echoes_ids = True
-        worker.circuit.open(services.tickets.now())
+        worker.circuit.open(services.tickets.now(), "status 500")
         worker.circuit.reachable()
         once = await decoded(services, client, Page(events(20, 21) + after))
         assert once.complete and client.text == " 20 21"

@@ -268,7 +268,7 @@ def test_a_broken_trial_whose_client_leaves_is_repeated_by_another_request() -> 
     async def served() -> None:
         services = a_router(a_config(1, 1))
         worker = services.fleet["d0"]
-        worker.circuit.open(services.tickets.now())
+        worker.circuit.open(services.tickets.now(), "status 500")
         worker.circuit.reachable()
         script(services, "p0", probed())
         d0 = script(services, "d0", LOST, None)

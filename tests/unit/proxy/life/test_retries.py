@@ -18,6 +18,7 @@ from balanceroute.proxy.life.errors import DeadlineExceeded, NothingPinned
 from balanceroute.proxy.life.retries import MAX_FRUITLESS, Retries, event_error, kind_of, pushes_back
 from balanceroute.proxy.life.suspicion import MAX_LOSSES, Choices
 from balanceroute.proxy.services import Services
+from balanceroute.proxy.workers.fleet import why_not_up
 from tests.unit.proxy.virtual_time import a_config, a_router, in_virtual_time, let_pass
 
 RETRY = {"max_attempts": 3, "base_delay_s": 1.0, "max_delay_s": 4.0}
@@ -74,7 +75,7 @@ def test_an_error_that_all_workers_give_is_held_against_none(left: str, status: 
         fleet = services.fleet
         erring, other = fleet["d0"], fleet["d1"]
         if left == "down":
-            other.circuit.open(services.tickets.now())
+            other.circuit.open(services.tickets.now(), "status 500")
         elif left == "drained":
             fleet.drain(other)
         error = UpstreamStatus("its own", worker="d0", tier="decode", status=status, body=body)
@@ -86,6 +87,28 @@ def test_an_error_that_all_workers_give_is_held_against_none(left: str, status: 
         clear = left != "up" and status < 502 and body == b"{}"
         assert erring.circuit.doubtful is not clear
         assert other.circuit.doubtful is (left == "down" or (left == "none" and not clear))
+
+    in_virtual_time(judged)
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (ConnectFailed("cannot connect: Connection refused", worker="d0", tier="decode"), "cannot connect: Conne"),
+        (BadUpstreamReply("no completion (index is 'prompt')", worker="d0", tier="decode"), "no completion"),
+    ],
+    ids=["refused", "quotes the answer"],
+)
+def test_a_worker_that_fails_requests_is_down_with_the_last_failure_and_no_word_of_an_answer(
+    error: UpstreamError, expected: str
+) -> None:
+    async def judged() -> None:
+        services = a_router(a_config(decoders=2, retry=RETRY))
+        retries, worker = Retries(services, "r", None), services.fleet["d0"]
+        with pytest.raises(UpstreamError):
+            for _ in range(services.config.health.failure_threshold):
+                retries.judge(error, worker, "decode", begun=False)
+        assert f"({expected}" in why_not_up(worker) and "prompt" not in why_not_up(worker)
 
     in_virtual_time(judged)
 

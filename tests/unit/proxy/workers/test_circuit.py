@@ -19,7 +19,7 @@ class RecordedCircuit:
 
 def test_a_first_fault_rests_the_worker_just_long_enough_for_a_retry_elsewhere() -> None:
     recorded = RecordedCircuit()
-    recorded.circuit.fault(0.0)
+    recorded.circuit.fault(0.0, "status 500")
     assert recorded.state is CircuitState.RESTING and recorded.wakes == [REST_S]
     recorded.circuit.tick(REST_S / 2)
     assert recorded.state is CircuitState.RESTING
@@ -29,27 +29,27 @@ def test_a_first_fault_rests_the_worker_just_long_enough_for_a_retry_elsewhere()
 
 def test_a_changed_configuration_applies_from_the_next_fault() -> None:
     recorded = RecordedCircuit(threshold=3, open_for_s=10.0)
-    recorded.circuit.fault(0.0)
+    recorded.circuit.fault(0.0, "status 500")
     recorded.circuit.configure(CircuitConfig(2, 5.0))
-    recorded.circuit.fault(1.0)
+    recorded.circuit.fault(1.0, "status 500")
     assert recorded.state is CircuitState.OPEN and recorded.wakes[-1] == 5.0
 
 
 def test_rests_grow_with_consecutive_faults_and_a_success_resets_them() -> None:
     recorded = RecordedCircuit(threshold=9)
     for expected in (REST_S, 2 * REST_S, 4 * REST_S):
-        recorded.circuit.fault(0.0)
+        recorded.circuit.fault(0.0, "status 500")
         assert recorded.wakes[-1] == expected
     recorded.circuit.success()
     assert recorded.circuit.failures == 0
-    recorded.circuit.fault(0.0)
+    recorded.circuit.fault(0.0, "status 500")
     assert recorded.wakes[-1] == REST_S
 
 
 def test_consecutive_faults_open_the_circuit_and_a_timeout_allows_one_trial() -> None:
     recorded = RecordedCircuit(threshold=2)
-    recorded.circuit.fault(0.0)
-    recorded.circuit.fault(1.0)
+    recorded.circuit.fault(0.0, "status 500")
+    recorded.circuit.fault(1.0, "status 500")
     assert recorded.state is CircuitState.OPEN and recorded.wakes[-1] == 10.0
     recorded.circuit.tick(10.9)
     assert recorded.state is CircuitState.OPEN
@@ -65,10 +65,10 @@ def test_consecutive_faults_open_the_circuit_and_a_timeout_allows_one_trial() ->
 )
 def test_a_trial_closes_or_reopens_the_circuit(found: str, after: CircuitState) -> None:
     recorded = RecordedCircuit(threshold=1)
-    recorded.circuit.fault(0.0)
+    recorded.circuit.fault(0.0, "status 500")
     recorded.circuit.tick(10.0)
     recorded.circuit.used()
-    getattr(recorded.circuit, found)(*([11.0] if found == "fault" else []))
+    getattr(recorded.circuit, found)(*([11.0, "status 500"] if found == "fault" else []))
     assert recorded.state is after
 
 
@@ -118,7 +118,7 @@ def test_a_short_refusal_does_not_shorten_the_rest_that_an_earlier_one_asked_for
 
 def test_a_timer_that_fires_slightly_early_still_ends_the_rest() -> None:
     recorded = RecordedCircuit()
-    recorded.circuit.fault(0.1 + 0.2)
+    recorded.circuit.fault(0.1 + 0.2, "status 500")
     recorded.circuit.tick(0.3 + REST_S - 0.001)  # nobody would call again
     assert recorded.state is CircuitState.CLOSED
 
@@ -127,15 +127,15 @@ def test_busy_answers_do_not_count_as_faults() -> None:
     recorded = RecordedCircuit(threshold=2)
     for _ in range(5):
         recorded.circuit.busy(0.0)
-    recorded.circuit.fault(0.0)
+    recorded.circuit.fault(0.0, "status 500")
     assert recorded.state is CircuitState.RESTING
-    recorded.circuit.fault(0.0)
+    recorded.circuit.fault(0.0, "status 500")
     assert recorded.state is CircuitState.OPEN
 
 
 def test_an_answered_health_check_brings_the_trial_forward() -> None:
     recorded = RecordedCircuit(threshold=1)
-    recorded.circuit.fault(0.0)
+    recorded.circuit.fault(0.0, "status 500")
     recorded.circuit.reachable()
     assert recorded.state is CircuitState.HALF_OPEN
     recorded.circuit.success()
@@ -145,7 +145,7 @@ def test_an_answered_health_check_brings_the_trial_forward() -> None:
 
 def test_late_failures_of_requests_sent_before_do_not_close_an_open_circuit() -> None:
     recorded = RecordedCircuit(threshold=1)
-    recorded.circuit.fault(0.0)
+    recorded.circuit.fault(0.0, "status 500")
     recorded.circuit.busy(1.0)
     recorded.circuit.inconclusive()
     assert recorded.state is CircuitState.OPEN
@@ -154,7 +154,7 @@ def test_late_failures_of_requests_sent_before_do_not_close_an_open_circuit() ->
 def test_a_success_is_needed_only_while_the_circuit_is_doubtful() -> None:
     recorded = RecordedCircuit(threshold=2)
     assert not recorded.circuit.doubtful
-    recorded.circuit.fault(0.0)
+    recorded.circuit.fault(0.0, "status 500")
     recorded.circuit.tick(REST_S)
     assert (
         recorded.state is CircuitState.CLOSED and recorded.circuit.doubtful
@@ -176,7 +176,7 @@ def test_a_request_to_an_undoubted_worker_is_no_trial() -> None:
 
 def test_a_running_trial_stays_the_only_request() -> None:
     recorded = RecordedCircuit(threshold=1)
-    recorded.circuit.fault(0.0)
+    recorded.circuit.fault(0.0, "status 500")
     recorded.circuit.reachable()
     recorded.circuit.used()
     recorded.circuit.tick(100.0)

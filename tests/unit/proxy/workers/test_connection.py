@@ -115,6 +115,15 @@ def test_garbage_is_a_bad_reply(run: Run) -> None:
     run(test)
 
 
+def test_a_tls_alert_is_told_as_that(run: Run) -> None:
+    async def test() -> None:
+        async with worker(answering(b"\x15\x03\x01\x00\x02\x02\x46")) as server:
+            with pytest.raises(BadUpstreamReply, match="^its URL is http, and it speaks TLS$"):
+                await post(Upstream(server.url))
+
+    run(test)
+
+
 def test_an_endless_head_is_a_bad_reply(run: Run) -> None:
     async def test() -> None:
         async with worker(answering(b"HTTP/1.1 200 OK\r\n" + b"a: " + b"x" * 200_000)) as server:

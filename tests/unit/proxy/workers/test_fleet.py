@@ -70,7 +70,7 @@ def test_a_rest_ends_by_itself_and_both_changes_reach_the_scheduler(name: str) -
     async def test() -> None:
         services = a_router()
         worker = services.fleet[name]
-        worker.circuit.fault(services.ledger.now())
+        worker.circuit.fault(services.ledger.now(), "status 500")
         assert scheduler_state(services, worker) is DRAINING
         await let_pass(REST_S * 1.01)
         assert scheduler_state(services, worker) is UP
@@ -82,7 +82,7 @@ def test_an_answered_health_check_brings_the_trial_forward_unless_the_worker_sta
     async def test() -> None:
         services = a_router(a_config(health={"failure_threshold": 1, "open_for_s": 600.0}))
         worker = services.fleet["d0"]
-        worker.circuit.fault(services.ledger.now())
+        worker.circuit.fault(services.ledger.now(), "status 500")
         worker.stalled = True
         services.fleet.set_healthy(worker, True)
         assert worker.circuit.state is CircuitState.OPEN
@@ -235,11 +235,11 @@ def test_findings_on_a_departed_worker_have_no_effect() -> None:
     async def test() -> None:
         services = a_router()
         worker = services.fleet["d1"]
-        worker.circuit.fault(services.ledger.now())
+        worker.circuit.fault(services.ledger.now(), "status 500")
         services.fleet.leave(worker)
         assert services.fleet.sweep() == ["d1"]
         await let_pass(10 * REST_S)  # the end of its rest
-        worker.circuit.fault(services.ledger.now())
+        worker.circuit.fault(services.ledger.now(), "status 500")
 
     in_virtual_time(test)
 

@@ -8,6 +8,7 @@ from balanceroute.core.types import Role, WorkerSpec, WorkerState
 from balanceroute.errors import CannotConnect, ConnectFailed
 from balanceroute.proxy.app import health_monitor
 from balanceroute.proxy.services import Services
+from balanceroute.proxy.workers.connection import NO_REPLY
 from balanceroute.proxy.workers.fleet import why_not_up
 from balanceroute.proxy.workers.health import HealthMonitor
 from balanceroute.proxy.workers.polling import Polling
@@ -86,6 +87,18 @@ def test_a_worker_that_was_never_up_is_down_with_what_its_health_check_found(
         await rounds(health_monitor(services), services)
         assert why_not_up(services.fleet["d0"]) == expected
         assert [getattr(line, "reason", "") for line in caplog.records if line.msg == "worker unhealthy"] == [expected]
+
+    in_virtual_time(test)
+
+
+@pytest.mark.parametrize("seen", [False, True], ids=["never up", "was up"])
+def test_a_worker_that_only_ever_closes_connections_may_speak_tls(seen: bool) -> None:
+    async def test() -> None:
+        services = a_router(a_config(health=HEALTH))
+        monitor = await seen_healthy(services) if seen else health_monitor(services)
+        script(services, "d0", ConnectFailed(f"{NO_REPLY}: reset", worker="d0", tier="decode"))
+        await rounds(monitor, services, 3)
+        assert ("its URL must be https://" in why_not_up(services.fleet["d0"])) is not seen
 
     in_virtual_time(test)
 

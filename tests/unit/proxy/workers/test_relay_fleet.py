@@ -102,7 +102,8 @@ def test_failures_are_always_reported_and_successes_only_when_they_change_someth
         circuit.success()
         circuit.inconclusive()
         assert findings(reported) == []
-        circuit.fault(1.0)
+        circuit.fault(1.0, "status 500")
+        assert reported == [Judged("d0", Finding.FAULT, reason="status 500")]
         circuit.success()
         assert findings(reported) == [Finding.FAULT, Finding.SUCCESS]
         follow(fleet, standing(D0))

@@ -8,6 +8,7 @@ from balanceroute.proxy.link.remote import NOBODY
 from balanceroute.proxy.services import Services
 from balanceroute.proxy.telemetry.metrics import Metrics
 from balanceroute.proxy.workers.circuit import CircuitState
+from balanceroute.proxy.workers.fleet import why_not_up
 from balanceroute.proxy.workers.relay_reports import MOST_AWAY, RelayReports
 from balanceroute.proxy.workers.silence import FrozenGroup
 from tests.unit.proxy.virtual_time import a_router, in_virtual_time, let_pass
@@ -34,7 +35,8 @@ def test_findings_of_all_relays_count_as_consecutive() -> None:
             relay_reports.judged(Judged("d1", Finding.FAULT))
         assert worker.circuit.state is CircuitState.RESTING and worker.state is WorkerState.DRAINING
         assert relay_reports.standings()["d1"].doubtful
-        relay_reports.judged(Judged("d1", Finding.FAULT))
+        relay_reports.judged(Judged("d1", Finding.FAULT, reason="status 500"))
+        assert why_not_up(worker) == "requests to it fail (status 500)"
         assert worker.circuit.state is CircuitState.OPEN and relay_reports.standings()["d1"].state is WorkerState.DOWN
         relay_reports.judged(Judged("d1", Finding.SUCCESS))
         assert worker.state is WorkerState.UP and not relay_reports.standings()["d1"].doubtful

@@ -14,7 +14,7 @@ Change = Callable[[Services, Worker], object]
 
 def fail(services: Services, worker: Worker, times: int = 1) -> None:
     for _ in range(times):
-        worker.circuit.fault(services.ledger.now())
+        worker.circuit.fault(services.ledger.now(), "status 500")
 
 
 def go_down(services: Services, worker: Worker) -> None:
@@ -36,11 +36,12 @@ CHANGES: dict[str, tuple[Change, str]] = {
     "stalled": (stall, "generates no tokens"),
     "never seen": (lambda services, worker: services.fleet.set_healthy(worker, False), "has not answered /health yet"),
     "gone": (go_down, "it does not answer /health"),
-    "circuit open": (lambda services, worker: fail(services, worker, 3), "requests to it fail"),
+    "circuit open": (lambda services, worker: fail(services, worker, 3), "requests to it fail (status 500)"),
     "leaving": (lambda services, worker: services.fleet.leave(worker), "removed"),
     "drained": (lambda services, worker: services.fleet.drain(worker), "drained by an operator"),
     "doubted": (doubt, "last health check had no answer"),
-    "resting": (fail, "gets a pause"),
+    "resting": (fail, "gets a pause (status 500)"),
+    "busy": (lambda services, worker: worker.circuit.busy(services.ledger.now()), "gets a pause (status 429 or 503"),
 }
 
 
