@@ -72,6 +72,8 @@ class RelayServices(ClientServices):
     def name_workers(self, message: Workers, whole: bool) -> None:
         """Take the brain's list of workers, or changes of it."""
         self.fleet.follow(message, whole)
+        if whole:
+            self._report_connectors()
         for standing in message.changed:
             worker, connector = self.fleet[standing.spec.id], standing.kv_connector
             if worker.kv_connector is None and connector is not None:
@@ -80,6 +82,12 @@ class RelayServices(ClientServices):
         if whole:  # workers may have left while this relay, or the brain, was away
             self.metrics.forget_workers_but([worker.id for worker in self.fleet])
         self.known.set()
+
+    def _report_connectors(self) -> None:
+        """Tell a new brain what was learned of the workers that have not ended since, as far as it knows."""
+        for worker in self.fleet:
+            if worker.kv_connector is not None:
+                self.brain.report(Learned(worker.id, worker.kv_connector or None))
 
     def note_connector(self, worker: Worker, connector: str | None) -> None:
         """Note a worker's connector, and tell the brain, which tells the other relays."""
@@ -180,9 +188,6 @@ class RelayServices(ClientServices):
         self.sent_activity = None
         self.send_counts()
         self.fleet.report_doubts()
-        for worker in self.fleet:
-            if worker.kv_connector is not None:
-                self.brain.report(Learned(worker.id, worker.kv_connector or None))
         explained = self.suspicions.explained_since(self.loop.time() - KNOWN_S)
         if explained:
             self.send_explained(explained)

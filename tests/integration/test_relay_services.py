@@ -250,6 +250,26 @@ async def test_what_one_relay_learns_of_a_connector_holds_for_all_relays_and_und
         await until(lambda: here.brain.member is None and there.brain.member is None)
 
 
+async def test_a_relay_that_was_away_while_a_worker_returned_as_another_version_takes_its_new_connector() -> None:
+    async with relayed(FAST) as router:
+        here, there = (relay.app.services for relay in router.relays)
+        name = here.fleet.of(Role.PREFILL)[0].id
+        here.note_connector(here.fleet[name], "nixl")
+        at_brain = router.brain.services.fleet[name]
+        await until(lambda: at_brain.kv_connector == there.fleet[name].kv_connector == "nixl")
+        member, here.brain.on_workers = here.brain.member, lambda message, whole: None  # as if it heard nothing
+        at_brain.kv_connector, at_brain.ended_at = None, 2.0
+        there.fleet[name].kv_connector = None
+        there.note_connector(there.fleet[name], "mooncake_v1")
+        await until(lambda: at_brain.kv_connector == "mooncake_v1")
+        here.brain.on_workers = here.name_workers
+        assert here.brain._frames is not None
+        here.brain._frames.abort("the network broke")
+        await until(lambda: here.brain.member not in (None, member))
+        await until(lambda: here.fleet[name].kv_connector == "mooncake_v1")
+        assert at_brain.kv_connector == "mooncake_v1"
+
+
 async def test_a_prefiller_that_cannot_push_costs_its_request_and_no_connection_to_the_brain() -> None:
     connector = Connector.MOONCAKE_LAYERWISE
     async with relayed(replace(FAST, connector=connector), count=1, connector=str(connector)) as router:

@@ -332,7 +332,7 @@ class Counted(Message, frozen=True, tag=42):
 
 class Learned(Message, frozen=True, tag=43):
     """The connector that a prefiller's KV parameters belong to, or the one by which a decode worker has called back;
-    None: the parameters do not tell. Also on joining, of what was learned before.
+    None: the parameters do not tell. Also after the first `Workers`, of what was learned before.
     """
 
     worker: str

@@ -78,6 +78,18 @@ def test_a_worker_that_was_down_may_return_as_another_version() -> None:
     on_fleet(test)
 
 
+def test_a_worker_that_ended_while_the_relay_was_away_may_be_another_version() -> None:
+    def test(fleet: RelayFleet, reported: list[Judged]) -> None:
+        back = WorkerStanding(D0, WorkerState.UP, CircuitState.CLOSED.value, False, False, "", 2.0)
+        follow(fleet, standing(D0), whole=True)
+        for connector in ("nixl", "mooncake_v1"):
+            fleet["d0"].echoes_ids, fleet["d0"].kv_connector = True, connector
+            follow(fleet, back, whole=True)
+            assert fleet["d0"].kv_connector == (None if connector == "nixl" else connector)
+
+    on_fleet(test)
+
+
 def test_a_relay_keeps_ended_processes_and_cache_salts_over_a_change_of_brain() -> None:
     def test(fleet: RelayFleet, reported: list[Judged]) -> None:
         follow(fleet, standing(D0), whole=True)
