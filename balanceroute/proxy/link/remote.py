@@ -21,6 +21,7 @@ what any of them does depends on whether there is a brain.
 
 import asyncio
 import logging
+import math
 import os
 from collections.abc import Callable
 from typing import Final
@@ -73,6 +74,8 @@ log = logging.getLogger(__name__)
 ENDS: Final = "this relay ends"
 FROZEN_S: Final = 2 * BEAT_S  # after this silence the relay itself ends requests that have waited too long
 RETRY_S: Final = 0.05  # between two tries to connect to a brain
+STEADY_S: Final = 5.0  # memberships of one brain that end sooner, one after another, end by a bug or a peer's fault
+MAX_RETRY_S: Final = 2.0  # between two of those
 LOOK_S: Final = 0.25  # between two checks whether the connected brain runs, and is still the one that listens
 NO_BRAIN: Final = "The request waited too long: what decides on it is not there."
 LOST: Final = "The router has lost its hold on the request; send it again."
@@ -136,6 +139,10 @@ class RemoteBrain:
         self._greeted = False  # Hello has been sent over the present connection; other messages follow it
         self._lost = asyncio.Event()
         self._troubles: set[str] = set()  # reasons for finding no brain that have been logged
+        self._joined_s = -math.inf
+        self._left_epoch = 0  # of the brain whose last membership was short; 0: it was not
+        self._retry_s = RETRY_S  # until the next try after the loss of a brain
+        self._bugs: set[str] = set()  # errors that have been logged since the last steady membership
 
     # -- what lifecycles may know
 
@@ -325,8 +332,8 @@ class RemoteBrain:
                 self._hello()
                 if not await self._stay(frames, moved):
                     self._reach.try_next_address()
-                    self._expire()
-                await asyncio.sleep(RETRY_S)
+                self._expire()
+                await asyncio.sleep(self._retry_s)
         finally:
             if self._frames is not None:
                 if self.member is not None:
@@ -406,14 +413,36 @@ class RemoteBrain:
         if self._greeted and self.member is None:
             self._log_trouble(reason)
         elif self.member is not None:
-            level, event = (logging.INFO, "brain left") if reason == ENDS else (logging.WARNING, "brain lost")
-            log.log(level, event, extra={"relay": self._relay, "epoch": self.epoch, "reason": reason})
+            if self._retry_s == RETRY_S:
+                level, event = (logging.INFO, "brain left") if reason == ENDS else (logging.WARNING, "brain lost")
+                log.log(level, event, extra={"relay": self._relay, "epoch": self.epoch, "reason": reason})
+            self._put_off()
         self.member, self._greeted, self._tokens_read = None, False, False
         self._lost.set()
+
+    def _put_off(self) -> None:
+        """Choose the pause before the next try: it grows while one brain's memberships end soon, one after another."""
+        if self._loop.time() - self._joined_s > STEADY_S:
+            self._left_epoch, self._retry_s = 0, RETRY_S
+            self._bugs.clear()
+        else:
+            again, self._left_epoch = self._left_epoch == self.epoch, self.epoch
+            self._retry_s = min(MAX_RETRY_S, 2 * self._retry_s) if again else RETRY_S
 
     # -- the answers
 
     def _received(self, frames: Frames[FromRelay], body: bytes) -> None:
+        try:
+            self._read(body)
+        except LinkError:
+            raise
+        except Exception as error:
+            if repr(error) not in self._bugs:
+                self._bugs.add(repr(error))
+                log.exception("internal error", extra={"where": "link"})
+            raise LinkError("internal error") from error
+
+    def _read(self, body: bytes) -> None:
         for message in read_from_brain(body):
             if isinstance(message, Welcome):
                 self._welcome(message)
@@ -441,9 +470,12 @@ class RemoteBrain:
     def _welcome(self, message: Welcome) -> None:
         if message.version != VERSION or message.epoch < self.epoch:
             raise LinkError(f"version {message.version}, epoch {message.epoch}: not the brain to talk to")
-        self.epoch, self.member = message.epoch, message.member
+        if message.epoch != self._left_epoch:
+            self._retry_s = RETRY_S
+        self.epoch, self.member, self._joined_s = message.epoch, message.member, self._loop.time()
         self._troubles.clear()
-        log.info("brain found", extra={"relay": self._relay, "epoch": self.epoch, "member": self.member})
+        if self._retry_s == RETRY_S:
+            log.info("brain found", extra={"relay": self._relay, "epoch": self.epoch, "member": self.member})
         self._tokens_read, self._unsent_tokens = message.reads_tokens, {}
         for entry in self._open.values():
             self._put(entry)

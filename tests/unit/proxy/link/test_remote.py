@@ -1,6 +1,7 @@
 """A relay's end of the link: its requests go their way, whoever decides, and outlive him."""
 
 import asyncio
+import logging
 import math
 import os
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from balanceroute.proxy.link.frames import Frames
 from balanceroute.proxy.link.messages import (
     MAX_FRAME_BYTES,
     VERSION,
+    CacheDoubted,
     Chosen,
     FromBrain,
     FromRelay,
@@ -27,6 +29,7 @@ from balanceroute.proxy.link.messages import (
     read_from_relay,
 )
 from balanceroute.proxy.link.reach import Moved, P, SocketReach
+from balanceroute.proxy.link.remote import RETRY_S
 from balanceroute.proxy.link.token_counts import NOWHERE, PLACES, place_of
 from tests.unit.proxy.link.brains import Brain, HoldingReach, Stage, on
 from tests.waiting import until
@@ -474,6 +477,44 @@ def test_a_relay_keeps_checking_its_brain_after_a_check_that_raised() -> None:
         stage.relay("r0", Failing(stage.path))
         await until(lambda: len(looks) > 3)
 
+    on(test)
+
+
+@pytest.mark.parametrize("end", ["relay", "brain"])
+def test_a_relay_whose_memberships_end_by_a_bug_rejoins_after_growing_pauses_and_at_once_for_the_next_brain(
+    end: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    tries_s: list[float] = []
+
+    class Timed(SocketReach):
+        async def connect(self, protocol: Callable[[], P]) -> tuple[P, Moved]:
+            tries_s.append(asyncio.get_running_loop().time())
+            return await super().connect(protocol)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("a bug")
+
+    async def test(stage: Stage) -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda *_: None)
+        brain = await stage.brain()
+        relay = stage.relay("r0", Timed(stage.path))
+        if end == "relay":
+            relay.brain.on_workers = fail
+        else:
+            brain.hub._take = fail  # type: ignore[method-assign]
+            relay.brain.on_joined = lambda: relay.brain.report(CacheDoubted("d0", "1"))
+        await until(lambda: len(tries_s) == 6)
+        assert tries_s[5] - tries_s[4] >= 8 * RETRY_S
+        await brain.end()
+        relay.brain.on_workers = lambda message, whole: None
+        await stage.brain(epoch=2)
+        await until(lambda: relay.brain.epoch == 2 and relay.brain.member is not None)
+        found = [vars(line)["epoch"] for line in caplog.records if line.message == "brain found"]
+        assert found == [1, 1, 2]
+        bugs = [line for line in caplog.records if line.message == "internal error"]
+        assert len(bugs) == (end == "relay")
+
+    caplog.set_level(logging.INFO)
     on(test)
 
 
