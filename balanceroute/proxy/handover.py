@@ -76,15 +76,14 @@ class Handover:
             raise ConfigError(f"{path}: cannot be used: {error.strerror}") from None
 
     def look(self) -> bool:
-        """Answer a successor; True: it is ready to take over."""
+        """Answer all that have connected, the first one as the successor; True: it is ready to take over."""
         try:
-            successor, _ = self._listener.accept()
+            while True:  # two that connect at one moment may cause one SIGIO
+                self._accept_successor(self._listener.accept()[0])
         except BlockingIOError:
-            pass  # no successor has connected
+            pass  # no other one has connected
         except OSError as error:  # most likely no descriptor is free; the successor gives up and may try again
             log.warning("another router can't be answered", extra={"error": error.strerror})
-        else:
-            self._accept_successor(successor)
         return self._successor is not None and self._receive_go(self._successor)
 
     def _accept_successor(self, successor: socket.socket) -> None:

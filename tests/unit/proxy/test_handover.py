@@ -133,6 +133,14 @@ def test_a_second_successor_is_refused_meanwhile(old: Old) -> None:
     block_until(old.side.look)
 
 
+def test_two_successors_that_come_at_one_moment_are_both_answered(old: Old) -> None:
+    with socket.socket(socket.AF_UNIX) as first, socket.socket(socket.AF_UNIX) as second:
+        for successor in (first, second):
+            successor.connect(str(old.path))
+        assert not old.side.look() and old.side.has_successor
+        assert first.recv(100) and not second.recv(100)
+
+
 def test_without_a_free_descriptor_a_successor_waits(
     old: Old, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
