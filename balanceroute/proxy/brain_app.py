@@ -99,6 +99,7 @@ class BrainSetup:
         again: the router has been up before, so a brain without a predictor is better than none.
         drains: the relays drain; so does this brain from its start.
         relays: the names of the router's own relays; a drain waits for them.
+        generation: of the router, as in `handover.py`.
     """
 
     lineage: int
@@ -107,6 +108,7 @@ class BrainSetup:
     again: bool = False
     drains: bool = False
     relays: Collection[str] = ()
+    generation: int = 1
 
     def as_leader(self, waited: bool) -> "BrainSetup":
         """The setup of a brain that has got the lead. `waited`: it stood by, so another brain has led before."""
@@ -135,7 +137,7 @@ def create_brain_app(configured: Configured, folder: RunFolder, lead: Lead, rela
         loop, perimeter, tls = asyncio.get_running_loop(), configured.perimeter, configured.tls
         services_with = partial(build_services, config, loop, forecasts, False, perimeter=perimeter, tls=tls)
         services = app.services = _journalled(services_with, setup)
-        counted = _connect_hub(app, relays)
+        counted = _connect_hub(app, relays, setup.generation)
         kept.last.apply(services)
         services.keep_changes = lambda: kept.keep(services, app.read)
         services.metrics.forget_workers_but([worker.id for worker in services.fleet])
@@ -174,10 +176,10 @@ def _journalled(services_with: Callable[[Path | None], Services], setup: BrainSe
         return services_with(None)
 
 
-def _connect_hub(app: BrainApp, relays: int) -> LeaderCounts:
+def _connect_hub(app: BrainApp, relays: int, generation: int) -> LeaderCounts:
     """Make the hub of an application, and connect it with the services; it does not listen yet.
 
-    Args: relays: how many are waited for. Returns: what brains have counted, this one included.
+    Args: relays: how many are waited for. generation: of the router. Returns: what brains have counted, this one too.
     """
     services, folder, far = app.services, app.folder, None
     if app.read.listen.link is not None:
@@ -203,7 +205,7 @@ def _connect_hub(app: BrainApp, relays: int) -> LeaderCounts:
 
     reports = RelayReports(services.fleet, services.loop, services.frozen, under_way)
     hub = app.hub = Hub(services.ledger, reports, services.loop, app.lead.epoch, relays, app.superseded, salt, far)
-    counted = LeaderCounts(folder, app.lead, services.metrics, inherited)
+    counted = LeaderCounts(folder, app.lead, services.metrics, inherited, generation)
     services.metrics.beside = partial(_counts_of_relays, folder, counted, hub, reports)
     services.metrics.before_page = partial(_store_shown_counts, counted)
     reports.on_connector, reports.on_connector_doubt = services.note_connector, services.doubt_connector

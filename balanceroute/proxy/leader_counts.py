@@ -19,6 +19,7 @@ from balanceroute.proxy.telemetry.ticks import until_tick_s
 
 PERIOD_S: Final = 1.0
 _INHERITED: Final = "inherited"
+_GENERATION: Final = "generation"  # missing: 1
 
 
 class LeaderCounts:
@@ -28,15 +29,28 @@ class LeaderCounts:
     """
 
     def __init__(
-        self, folder: RunFolder, lead: Lead, metrics: Metrics, on_inherited: Callable[[str], None] = lambda relay: None
+        self,
+        folder: RunFolder,
+        lead: Lead,
+        metrics: Metrics,
+        on_inherited: Callable[[str], None] = lambda relay: None,
+        generation: int = 1,
     ) -> None:
-        """`on_inherited` is called with relays whose counts are included from now on."""
+        """`on_inherited` is called with relays whose counts are included from now on.
+
+        `generation`: of the router. The first leader of a router that takes over is no restart of the former's.
+        """
         self._file, self._lead, self._metrics = CountsFile(folder, LEADER), lead, metrics
         self._kept = b""
         self._kept_counts, self._gone, self._on_inherited = KeptCounts(folder), Gone(folder), on_inherited
         last = self._file.last()
-        metrics.continue_former("brain", last)
-        self.inherited = _inherited(last)
+        former = _entries(last)
+        if former.get(_GENERATION, 1) == generation:
+            metrics.continue_former("brain", last)
+        else:
+            metrics.continue_from(last)
+        self._entries = {} if generation == 1 else {_GENERATION: generation}
+        self.inherited = _inherited(former)
 
     def keep(self) -> bool:
         """Write new counts if possible; False: another brain leads, and nothing was written."""
@@ -72,17 +86,24 @@ class LeaderCounts:
     def _write(self) -> bool:
         """Write the file; returns whether it has all counts."""
         counts = self._metrics.counts()
-        if self.inherited:
-            counts = orjson.dumps(orjson.loads(counts) | {_INHERITED: sorted(self.inherited)})
+        entries = self._entries | ({_INHERITED: sorted(self.inherited)} if self.inherited else {})
+        if entries:
+            counts = orjson.dumps(orjson.loads(counts) | entries)
         if counts != self._kept or self._file.is_lost:
             self._kept = counts if self._file.keep(counts) else b""
         return self._kept == counts
 
 
-def _inherited(counts: bytes) -> set[str]:
-    """The relays named as included in a leader's counts."""
+def _entries(counts: bytes) -> dict[str, Any]:
+    """What a leader's file says; nothing where it can't be read."""
     try:
-        entries: Any = orjson.loads(counts)[_INHERITED]
-        return {relay for relay in entries if isinstance(relay, str)}
-    except (ValueError, KeyError, TypeError):
-        return set()
+        entries = orjson.loads(counts)
+    except ValueError:
+        return {}
+    return entries if isinstance(entries, dict) else {}
+
+
+def _inherited(former: dict[str, Any]) -> set[str]:
+    """The relays named as included in a leader's counts."""
+    named = former.get(_INHERITED)
+    return {relay for relay in named if isinstance(relay, str)} if isinstance(named, list) else set()

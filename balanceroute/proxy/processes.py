@@ -288,7 +288,15 @@ class Processes:
         be_called(STANDBY)
         follow = self._begin(name)
         callbacks = BrainCallbacks(on_up, lambda: be_called(BRAIN), follow)
-        setup = BrainSetup(self.lineage, self._journal, self._link, self._was_up, self._ends, self.relays)
+        setup = BrainSetup(
+            self.lineage,
+            self._journal,
+            self._link,
+            again=self._was_up,
+            drains=self._ends,
+            relays=self.relays,
+            generation=self._handover_state.generation,
+        )
         run_brain(self._configured, self._folder, setup, callbacks)
 
     def _relay(self, name: str, on_up: Callable[[], None]) -> None:

@@ -52,6 +52,14 @@ def test_the_next_leader_continues_the_counts(tmp_path: Path) -> None:
         assert metrics.restarts.value("brain") == life - 1
 
 
+def test_the_first_leader_of_a_router_that_takes_over_is_no_restart(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    for generation, restarts in ((1, 0), (1, 1), (2, 1), (2, 2), (3, 2)):
+        metrics = counting()
+        assert LeaderCounts(folder, ALead(), metrics, generation=generation).keep()
+        assert metrics.restarts.value("brain") == restarts
+
+
 def test_a_former_leader_leaves_the_file_to_the_next(tmp_path: Path) -> None:
     folder, lead, metrics = RunFolder(tmp_path), ALead(), counting()
     counts = LeaderCounts(folder, lead, metrics)
