@@ -120,9 +120,7 @@ class RelayFleet(Fleet):
         for standing in message.changed:
             worker = self._named(standing.spec)
             worker.state, worker.leaving = standing.state, False
-            if (
-                standing.out and worker.healthy
-            ) or standing.ended_at > worker.ended_at:
+            if (standing.out and worker.healthy) or standing.ended_at > worker.ended_at:
                 worker.echoes_ids = worker.kv_connector = None  # another version may be back, or be here already
             worker.healthy = not standing.out
             worker.ended_at = max(worker.ended_at, standing.ended_at)  # a new brain knows of no end before its own time
