@@ -62,12 +62,15 @@ def balance(
     throughput_tok_s: float,
     mean_load_tokens: float,
     *,
-    n_workers: int,
+    n_workers: float,
     slots: int,
     step_cost_s: float,
     step_overhead_s: float,
 ) -> float:
-    """Throughput as a fraction of G * B tokens per perfectly level step; 1.0 is the bound."""
+    """Throughput as a fraction of G * B tokens per perfectly level step; 1.0 is the bound.
+
+    `n_workers`: G, of the workers that are up; the mean over the steps where some were lost.
+    """
     return throughput_tok_s * (step_cost_s * mean_load_tokens + step_overhead_s) / (n_workers * slots)
 
 

@@ -150,7 +150,9 @@ class Recorder:
         waits, tpots, prefills = (x[~np.isnan(x)] for x in (wait, tpot, np.where(np.isnan(ready), np.nan, prefill_s)))
         seconds = self._time_of(window, duration) if len(duration) else math.nan
         throughput = float(tokens[window].sum()) / seconds
-        mean = total / workers
+        mean, n_workers = total / workers, float(self.setting.n_workers)
+        if self.setting.failures:  # slots of workers that are lost can't be used
+            n_workers = self.setting.barrier_groups * mean_of(workers[window])
         decisions = np.array(self.decision_us)
         figures = Figures(
             load_spread_mean=mean_of((most - least)[window]),
@@ -167,7 +169,7 @@ class Recorder:
             balance=report.balance(
                 throughput / self.setting.tokens_per_step,
                 mean_of(level[window]),
-                n_workers=self.setting.n_workers,
+                n_workers=n_workers,
                 slots=self.setting.slots,
                 step_cost_s=self.setting.step_cost_s,
                 step_overhead_s=self.setting.step_overhead_s,
