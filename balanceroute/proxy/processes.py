@@ -120,6 +120,7 @@ class Processes:
             generation = 1 + max(predecessor.state.generation, relay_locks.newest_generation())
             self._handover_state = HandoverState(predecessor.state.lineage, generation)
             _continue_key_rates(self._table, predecessor)
+        self.lineage = self._handover_state.lineage  # shared with successors, see `changes.py`
         self._handover: Handover | None = None
         self._was_up = False  # all children
         self._ends = False
@@ -129,11 +130,6 @@ class Processes:
     def config(self) -> Config:
         """The configuration that is in force."""
         return self._configured.config
-
-    @property
-    def lineage(self) -> int:
-        """The number that this router shares with its successors, see `changes.py`."""
-        return self._handover_state.lineage
 
     @property
     def brains(self) -> list[str]:
@@ -217,6 +213,11 @@ class Processes:
         self._close_listeners()
         if self._predecessor is not None:
             self._predecessor.close()  # this router will never take over
+
+    @property
+    def accepts(self) -> bool:
+        """See `Owner`. Without relays there is nothing to close."""
+        return not self.relays or self.loads.accept
 
     def _close_listeners(self) -> None:
         self._end_handover()

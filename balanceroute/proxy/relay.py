@@ -77,6 +77,7 @@ log = logging.getLogger(__name__)
 PINS_TRIES: Final = 10
 PINS_PAUSE_S: Final = 0.05
 LEFT_S: Final = 5.0  # between two searches for pin records of relays that are gone
+PARENT_CLOSES_S: Final = 0.05  # in which the parent closes its own sockets, so that none accepts after the relays'
 ANOTHER_S: Final = 1.0  # between two checks whether another relay accepts
 ALIVE: Final = ("/health", "/ping")  # answered by the relay itself
 
@@ -112,7 +113,8 @@ def run_relay(
 ) -> None:
     """Serve clients until a signal ends it.
 
-    Args: follow: on SIGHUP, updates `configured` to what the parent has reloaded. on_up: called when it accepts.
+    Args: follow: on SIGHUP, updates `configured` to what the parent has reloaded. on_up: called when it accepts, and
+    before it accepts no more.
 
     Raises: ConfigError: a file of the folder can't be used.
     """
@@ -372,6 +374,14 @@ class RelayServer(ChildServer):
         if not self._app.leaving:
             self.load.accept(time.monotonic())
         return await super().on_tick(counter)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """See `uvicorn.Server`. Connections that come between the ends of relay and parent would be reset."""
+        self.load.put(ACCEPTS, 0)
+        self.on_up()
+        if not self.force_exit:
+            await asyncio.sleep(PARENT_CLOSES_S)
+        await super().shutdown(sockets)
 
     def ahead(self) -> bool:
         """Whether another relay has fewer connections."""

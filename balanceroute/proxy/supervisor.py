@@ -92,7 +92,11 @@ class Owner(Protocol):
         """Called before children are told to drain; another router may still take over."""
 
     def stop_listening(self) -> None:
-        """Called before children are told to end or to leave, and when all that accepted have ended."""
+        """Called before children are told to end or to leave, and in a drain when none accepts any more."""
+
+    @property
+    def accepts(self) -> bool:
+        """Whether a child accepts connections."""
 
     def all_up(self) -> None:
         """Called when all children are up for the first time."""
@@ -217,6 +221,8 @@ class Supervisor:
             self._note_who_is_up()
             if (self._drains or not self._signals) and self._owner.succeeded():
                 self._leave("another router takes over")
+            elif self._drains and not (self._owner.accepts or self._owner.has_successor):
+                self._owner.stop_listening()
             elif self._postponed and not self._signals and not self._owner.has_successor:
                 self._drain()
         elif number in _ENDING:

@@ -38,6 +38,7 @@ class Relay:
 
     app: RelayApp
     client: httpx.AsyncClient
+    server: RelayServer
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +106,7 @@ async def a_relay(config: Config, folder: RunFolder, name: str) -> AsyncIterator
             serving(server, [listener]),
             httpx.AsyncClient(base_url=url, trust_env=False, timeout=120.0, limits=limits) as client,
         ):
-            yield Relay(app, client)
+            yield Relay(app, client, server)
 
 
 @asynccontextmanager

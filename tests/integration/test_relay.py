@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from balanceroute.proxy import relay as module
+from balanceroute.proxy.client.relay_loads import Load, RelayLoads
 from balanceroute.proxy.perimeter.perimeter import Perimeter
 from balanceroute.proxy.relay import reload_relay
 from balanceroute.proxy.run_folder import RunFolder
@@ -86,6 +87,17 @@ async def test_a_relay_without_a_free_descriptor_retries_reading_other_pins_and_
         "no look for what other relays have pinned",
         "what other relays have pinned is looked for again",
     ]
+
+
+async def test_a_relay_tells_its_parent_before_it_accepts_no_more() -> None:
+    async with relayed(FAST, count=1) as router:
+        server, loads, told = router.relays[0].server, RelayLoads(1), list[tuple[bool, bool]]()
+        server.load = Load(loads, 0)
+        server.load.accept(1.0)
+        server.on_up = lambda: told.append((loads.accept, server.listeners[0].fileno() >= 0))
+        server.should_exit = True
+        await until(lambda: bool(told))
+        assert told == [(False, True)]
 
 
 async def test_a_relay_reloads_its_own_settings() -> None:

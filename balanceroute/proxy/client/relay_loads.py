@@ -24,6 +24,11 @@ class RelayLoads:
         self.relays = relays
         self.cells = memoryview(mmap.mmap(-1, 8 * FIELDS * relays)).cast("q")  # field by field, all relays' values
 
+    @property
+    def accept(self) -> bool:
+        """Whether any relay accepts; for the parent."""
+        return any(self.cells[ACCEPTS * self.relays : (ACCEPTS + 1) * self.relays])
+
 
 class Load:
     """The numbers of the relay at `place`, and sums of the others'."""

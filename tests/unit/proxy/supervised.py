@@ -6,7 +6,8 @@ FOLDER/hold-NAME is there, that child does not end when it is told to drain. Whe
 removes it and refuses a reload. While FOLDER/try is there, the child that tries a reload, `trial`, waits until
 FOLDER/hold-trial is gone, and fails where FOLDER/fail is there. While FOLDER/no-fork is there, no process can be
 started. Where FOLDER/short-NAME is there, that child removes it and ends as for lack of what it says: `memory`, or
-an errno's name. Whatever happens, FOLDER/found is made again by the parent.
+an errno's name. Where FOLDER/closes is there, relays that drain accept no
+more at once. Whatever happens, FOLDER/found is made again by the parent.
 
 Options: `wrong`, a child that ends with a wrong configuration; `dies`, one that ends as soon as it is there; `deaf`,
 one that ends for no signal; `slow`, one that is never up; `end_s`, for END_S; `mend_s`, for MEND_S; `within_s`, for a
@@ -77,6 +78,10 @@ class Owner:
         if self.handover is not None:
             self.handover.close()
 
+    @property
+    def accepts(self) -> bool:
+        return not (FOLDER / "closes").exists()
+
     def all_up(self) -> None:
         self.handover = Handover(FOLDER / "handover", HandoverState(os.getpid(), 1), [self.listener])
         (FOLDER / "all-up").touch()
@@ -144,6 +149,9 @@ async def live(name: str, listener: socket.socket | None, on_up: Callable[[], No
         lacking = short.read_text()
         short.unlink()
         raise MemoryError if lacking == "memory" else OSError(getattr(errno, lacking), lacking)
+    if server is not None and (FOLDER / "closes").exists():
+        server.close()
+        on_up()
     await until(lambda: now.is_set() or not (FOLDER / f"hold-{name}").exists(), within_s=LIFE_S)
     note(name, "ends")
     if server is not None:

@@ -290,6 +290,19 @@ def test_the_socket_that_a_take_over_uses_is_recreated_when_removed(
     assert messages.count("no other router can take over from this one") == 1
 
 
+def test_a_parent_knows_whether_any_of_its_relays_accepts(tmp_path: Path) -> None:
+    config = a_config(1, 1, listen={"relays": 2, "run_folder": str(tmp_path / "run")})
+    folder = RunFolder(tmp_path / "run")
+    folder.make()
+    with folder.claim() as lock:
+        parent = Processes(Configured.read(config), lambda: config, folder, lock, [], None, None)
+        assert not parent.accepts
+        Load(parent.loads, 1).accept(1.0)
+        assert parent.accepts
+        parent.died(parent.relays[1])
+        assert not parent.accepts
+
+
 def test_a_journal_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
     config = a_config(listen={"relays": 1, "port": 0, "run_folder": str(tmp_path / "run")})
     journal = tmp_path / "no_folder" / "journal.jsonl"

@@ -509,6 +509,20 @@ def test_a_draining_router_closes_its_port_when_its_last_relay_ends(running: Run
     assert running.process.wait(60) == 0
 
 
+def test_a_draining_router_closes_its_port_when_its_relays_accept_no_more_although_they_run(running: Running) -> None:
+    for name in ("relay-0", "relay-1"):
+        (running.folder / f"hold-{name}").touch()
+    (running.folder / "closes").touch()
+    block_until((running.folder / "all-up").exists)
+    running.process.send_signal(signal.SIGTERM)
+    port = int((running.folder / "port").read_text())
+    block_until(lambda: not accepts(port))
+    assert not any("ends" in running.events(name) for name in ("relay-0", "relay-1"))
+    for name in ("relay-0", "relay-1"):
+        (running.folder / f"hold-{name}").unlink()
+    assert running.process.wait(60) == 0
+
+
 def accepts(port: int) -> bool:
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0
