@@ -71,7 +71,7 @@ from balanceroute.core.types import (
     WorkerSpec,
     WorkerState,
 )
-from balanceroute.errors import InvariantError
+from balanceroute.errors import InputError, InvariantError
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)  # the journal's
@@ -139,7 +139,9 @@ class Scheduler:
     # -- workers ----------------------------------------------------------------------------------------------
 
     def add_worker(self, spec: WorkerSpec, now: float) -> None:
-        """A worker joins, up. Raises InvariantError when its id is taken."""
+        """A worker joins, up. Raises: InvariantError: its id is taken. InputError: it has no slots, or no costs."""
+        if spec.slots < 1 or not 0.0 < spec.slowdown < math.inf or spec.request_tokens < 0:
+            raise InputError(f"{spec}: expected slots from 1, a slowdown above 0 and request_tokens from 0")
         self.snapshot.add_worker(spec)
 
     def remove_worker(self, worker_id: str, now: float) -> None:
@@ -207,7 +209,10 @@ class Scheduler:
     # -- prefill ----------------------------------------------------------------------------------------------
 
     def submit(self, spec: RequestSpec, now: float) -> Reject | None:
-        """A client request arrives and queues for a prefiller (decode-first: in the pool), or is refused."""
+        """A client request arrives and queues for a prefiller (decode-first: in the pool), or is refused.
+
+        Raises: InvariantError: its id is taken. InputError: it has a negative number of tokens.
+        """
         reason = self._refusal()
         if reason is not None:
             return Reject(spec.id, reason)
@@ -215,7 +220,7 @@ class Scheduler:
         return None
 
     def submit_prefilled(self, spec: RequestSpec, now: float, expected_remaining: float | None = None) -> None:
-        """Submit a request that is prefilled already: it goes straight into the pool."""
+        """Submit a request that is prefilled already: it goes straight into the pool. Raises: as `submit`."""
         self._pool(self._register(spec, now), now, expected_remaining)
 
     def dispatch(self, now: float, most: int | None = None) -> list[Prefill]:
@@ -562,6 +567,8 @@ class Scheduler:
     def _register(self, spec: RequestSpec, now: float) -> RequestTracker:
         if spec.id in self.snapshot.requests:
             raise InvariantError(f"{spec.id} is here already")
+        if spec.prompt_tokens < 0 or (spec.max_new_tokens is not None and spec.max_new_tokens < 0):
+            raise InputError(f"{spec.id}: expected prompt_tokens and max_new_tokens from 0")
         self._arrivals += 1
         tracker = RequestTracker(
             id=spec.id,

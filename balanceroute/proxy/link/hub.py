@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from balanceroute.core.view import ClusterView
-from balanceroute.errors import InvariantError
+from balanceroute.errors import InputError, InvariantError
 from balanceroute.proxy.admission.ledger import Ledger
 from balanceroute.proxy.link.far import FarMembers
 from balanceroute.proxy.link.frames import Frames
@@ -446,7 +446,7 @@ class Hub:
                 raise LinkError(message.reason)
             elif not isinstance(message, Beat | Hello):
                 self.requests.call(member, message)
-        except (InvariantError, ValueError) as error:
+        except (InvariantError, InputError, ValueError) as error:
             raise LinkError(f"relay {member.relay} says what can't be: {error}") from error
 
     def collect(self) -> None:

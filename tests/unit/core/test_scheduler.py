@@ -2,6 +2,7 @@
 
 import gc
 import math
+from typing import Any
 
 import pytest
 
@@ -9,8 +10,19 @@ from balanceroute.core.knobs import PolicySettings
 from balanceroute.core.scheduler import Scheduler
 from balanceroute.core.scheduler_config import SchedulerConfig
 from balanceroute.core.tracker import RequestTracker
-from balanceroute.core.types import Outcome, Phase, Prefill, Reject, RejectReason, Release, RequestSpec, WorkerState
-from balanceroute.errors import InvariantError
+from balanceroute.core.types import (
+    Outcome,
+    Phase,
+    Prefill,
+    Reject,
+    RejectReason,
+    Release,
+    RequestSpec,
+    Role,
+    WorkerSpec,
+    WorkerState,
+)
+from balanceroute.errors import InputError, InvariantError
 from tests.unit.core.builders import a_request, a_scheduler, admitted, pool_all
 
 
@@ -23,6 +35,24 @@ def into_decode(scheduler: Scheduler, request_id: str = "r", prompt_tokens: int 
     into_prefill(scheduler, request_id, prompt_tokens)
     scheduler.prefilled(request_id, prompt_tokens, 1.0)
     scheduler.admit(1.0)
+
+
+@pytest.mark.parametrize("wrong", [{"prompt_tokens": -1}, {"prompt_tokens": 1, "max_new_tokens": -1}], ids=str)
+def test_a_request_with_a_negative_number_of_tokens_is_refused(wrong: dict[str, int]) -> None:
+    scheduler = a_scheduler()
+    for submit in (scheduler.submit, scheduler.submit_prefilled):
+        with pytest.raises(InputError, match="expected prompt_tokens and max_new_tokens from 0"):
+            submit(RequestSpec("r", **wrong), 0.0)
+    assert not scheduler.snapshot.requests
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"slots": 0}, {"slowdown": 0.0}, {"slowdown": math.nan}, {"request_tokens": -1}], ids=str
+)
+def test_a_worker_with_impossible_numbers_is_refused(wrong: dict[str, Any]) -> None:
+    scheduler = a_scheduler()
+    with pytest.raises(InputError, match="expected slots from 1"):
+        scheduler.add_worker(WorkerSpec("new", Role.DECODE, **wrong), 0.0)
 
 
 def everything_held(scheduler: Scheduler) -> list[float]:
