@@ -136,7 +136,8 @@ def _server_context(settings: TlsFiles) -> ssl.SSLContext | None:
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
-    context.options |= ssl.OP_NO_TICKET
+    # OpenSSL 1.1 lets a client of TLS 1.2 ask for one expensive handshake after the other over one connection
+    context.options |= ssl.OP_NO_TICKET | ssl.OP_NO_RENEGOTIATION
     context.num_tickets = 0
     context.set_alpn_protocols([HTTP])
     _load_chain(context, "tls.cert_file", settings.cert_file, settings.key_file)

@@ -159,6 +159,12 @@ async def test_switching_tls_or_client_certificates_needs_a_restart(tmp_path: Pa
             Tls(config(**before)).reload(config(**after))
 
 
+def test_no_client_may_renegotiate_a_connection(tmp_path: Path) -> None:
+    server = Tls(config(cert_file=chain(trustme.CA(), tmp_path / "chain.pem"))).server
+    assert server is not None
+    assert server.options & ssl.OP_NO_RENEGOTIATION  # newer versions of OpenSSL refuse it anyway
+
+
 def test_an_encrypted_key_is_refused_without_a_prompt_for_its_password(tmp_path: Path) -> None:
     from cryptography.hazmat.primitives import serialization
 
