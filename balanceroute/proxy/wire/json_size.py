@@ -1,7 +1,7 @@
-"""Bounds the number of values in a client's JSON: the cost to read it depends on that, not on its bytes.
+"""Bounds the values in clients' JSON and in workers' events: the cost to read them depends on these, not on bytes.
 
 A value of two bytes becomes an object of 56 that is walked several times: 32 MiB of `[],` took a gigabyte and stopped
-the event loop, with everybody's stream, for seconds. So the values are counted before the body is read, which takes no
+the event loop, with everybody's stream, for seconds. So the values are counted before it is read, which takes no
 longer than to copy it. Counted are strings (with keys), arrays and objects; and commas, which bound the numbers. Text
 is not bounded: a prompt may be as large as a body.
 """
@@ -16,21 +16,23 @@ MAX_COMMAS: Final = 5_000_000  # as many token ids as 32 MiB hold
 
 def check_size(body: bytes) -> None:
     """Count the values of a body. Raises: InvalidRequest: too many."""
-    if len(body) <= MAX_NODES or (_nodes(body) <= MAX_NODES and body.count(b",") <= MAX_COMMAS):
-        return  # true of nearly every body, even if all of these were values
-    plain = body.replace(rb"\\", b"").replace(rb"\"", b"")  # every remaining quote begins or ends a string
-    if plain.count(b'"') // 2 > MAX_NODES:
-        raise _too_much("strings, arrays and objects", MAX_NODES)
+    if excess := excess_of(body, MAX_NODES):
+        raise InvalidRequest(f"The body holds {excess}.")
+
+
+def excess_of(json: bytes, max_nodes: int) -> str:
+    """What there is too much of: more than `max_nodes` strings, arrays and objects, or `MAX_COMMAS`; empty: nothing."""
+    if len(json) <= max_nodes or (_nodes(json) <= max_nodes and json.count(b",") <= MAX_COMMAS):
+        return ""  # true of nearly all, even if all of these were values
+    plain = json.replace(rb"\\", b"").replace(rb"\"", b"")  # every remaining quote begins or ends a string
+    nodes = f"more than {max_nodes} strings, arrays and objects"
+    if plain.count(b'"') // 2 > max_nodes:
+        return nodes
     outside = b'""'.join(plain.split(b'"')[::2])
-    if _nodes(outside) > MAX_NODES:
-        raise _too_much("strings, arrays and objects", MAX_NODES)
-    if outside.count(b",") > MAX_COMMAS:
-        raise _too_much("values", MAX_COMMAS)
+    if _nodes(outside) > max_nodes:
+        return nodes
+    return f"more than {MAX_COMMAS} values" if outside.count(b",") > MAX_COMMAS else ""
 
 
-def _nodes(body: bytes) -> int:
-    return body.count(b'"') // 2 + body.count(b"[") + body.count(b"{")
-
-
-def _too_much(what: str, limit: int) -> InvalidRequest:
-    return InvalidRequest(f"The body holds more than {limit} {what}.")
+def _nodes(json: bytes) -> int:
+    return json.count(b'"') // 2 + json.count(b"[") + json.count(b"{")

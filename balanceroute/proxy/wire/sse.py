@@ -44,10 +44,12 @@ from balanceroute.proxy.wire.event_contents import (
 )
 from balanceroute.proxy.wire.event_stream import MAX_EVENT_BYTES, EventSplitter, known_lines, payload_of
 from balanceroute.proxy.wire.event_template import template_of
+from balanceroute.proxy.wire.json_size import excess_of
 from balanceroute.proxy.wire.text_offsets import TextOffsets
 from balanceroute.proxy.wire.usage import put_prompt_details
 
 MAX_LINES: Final = 1024  # of an event; engines write one
+MAX_NODES: Final = 2**20  # strings, arrays and objects of an event; read in 0.3 s. 32 MiB of `[],` took 5 s and 1 GB
 MAX_IDLE_EVENTS: Final = 10_000  # consecutive events without a token; each costs as much as one with a token
 
 _BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
@@ -349,6 +351,8 @@ class EventScanner:
             return unread
         if payload == b"[DONE]":
             return self._done(raw)
+        if excess := excess_of(payload, MAX_NODES):
+            return self._refuse(StreamEnd.MALFORMED, f"an event holds {excess}")
         try:
             event = orjson.loads(payload)
         except ValueError:

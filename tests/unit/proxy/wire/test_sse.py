@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from balanceroute.proxy.wire.answer_identity import Part
 from balanceroute.proxy.wire.bounds import MAX_CHOICES
-from balanceroute.proxy.wire.sse import MAX_IDLE_EVENTS, MAX_LINES, EventScanner, StreamEnd
+from balanceroute.proxy.wire.sse import MAX_IDLE_EVENTS, MAX_LINES, MAX_NODES, EventScanner, StreamEnd
 from tests.unit.proxy.captures import body_of, capture_files
 
 DONE = b"data: [DONE]\n\n"
@@ -803,6 +803,14 @@ def test_an_event_with_too_many_lines_or_choices_is_malformed() -> None:
     many = completion("a", [5])
     choices.feed(event(many | {"choices": many["choices"] * (MAX_CHOICES + 1)}))
     assert choices.end is StreamEnd.MALFORMED and "choices" in choices.fault and choices.tokens == 0
+
+
+def test_an_event_with_too_many_values_is_malformed_and_one_with_the_ids_of_a_long_prompt_is_not() -> None:
+    values, ids = EventScanner(), EventScanner()
+    values.feed(event(completion("a", [5]))[:-3] + b',"more":[' + b"[]," * MAX_NODES + b"0]}\n\n")
+    assert values.end is StreamEnd.MALFORMED and "arrays" in values.fault and values.tokens == 0
+    ids.feed(event(completion("a", [5]))[:-3] + b',"prompt_token_ids":[' + b"1234567," * 2 * MAX_NODES + b"0]}\n\n")
+    assert ids.end is None and len(ids.generated.prompt_ids or ()) == 2 * MAX_NODES + 1
 
 
 def test_hidden_reasoning_is_counted_and_kept_for_a_resume_and_reaches_no_client() -> None:
