@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from balanceroute.proxy.life import pool_reaper
 from balanceroute.proxy.wire import answers
 from tests.security.evil_worker import Asked, attacked, token
 
@@ -54,4 +55,38 @@ async def test_an_endless_unstreamed_answer_is_a_502(monkeypatch: pytest.MonkeyP
         assert answer.status_code == 502, answer.text
         assert answer.json()["error"]["message"].startswith("decode worker: ")
         assert sent < FLOOD_BYTES // 4
+        await router.unharmed()
+
+
+IDS = {  # without text, so that the client has nothing to read, and with one, so that events fit a template
+    "no text": {"delta": {}, "text": ""},
+    "text": {"delta": {"content": "x"}, "text": "x"},
+}
+
+
+@pytest.mark.parametrize("chat", [True, False], ids=["chat", "completion"])
+@pytest.mark.parametrize("part", IDS.values(), ids=IDS)
+async def test_an_answer_with_more_tokens_than_any_context_window_is_a_502(
+    monkeypatch: pytest.MonkeyPatch, part: dict[str, Any], chat: bool
+) -> None:
+    monkeypatch.setattr(pool_reaper, "MAX_TOKENS", 10**5)
+    sent = 0
+
+    async def flood(asked: Asked, writer: asyncio.StreamWriter) -> None:
+        nonlocal sent
+        name = "delta" if chat else "text"
+        data = token(asked, token_ids=[7] * 10_000, **{name: part[name]})
+        text = b"data: %b\n\n" % json.dumps(data, separators=(",", ":")).encode()
+        writer.write(HEAD)
+        while sent < FLOOD_BYTES:
+            writer.write(b"%x\r\n%b\r\n" % (len(text), text))
+            sent += len(text)
+            await writer.drain()
+
+    async with attacked() as router:
+        router.decoder.respond = flood
+        answer = await router.complete(chat=chat, max_tokens=500)
+        assert answer.status_code == 502 and "tokens" in answer.text
+        assert len(router.decoder.asked) == 1, "it was asked for the rest of an answer that is none"
+        assert sent < FLOOD_BYTES // 2
         await router.unharmed()

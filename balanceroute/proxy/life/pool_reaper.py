@@ -3,6 +3,8 @@
     in the queue or the pool    expired by the scheduler; the client gets a 503, pinned KV is drained
     at a worker                 the first byte, or the next token, is late: that try has failed
     at a silent worker          moved elsewhere, or left there because its whole group is silent (`mover.py`)
+    at a worker that does not   an answer has more tokens than any context window: the request has failed
+      stop
     at the client               it has stopped reading with a full buffer: cut off
     altogether                  the request's own deadline: 504, or an error event; in the queue or the pool, as above
     leaving workers             forgotten once they hold nothing
@@ -23,6 +25,8 @@ from balanceroute.proxy.life.leg import Leg
 from balanceroute.proxy.life.mover import Mover
 from balanceroute.proxy.life.services import LifeServices
 from balanceroute.proxy.telemetry.ticks import until_tick_s
+from balanceroute.proxy.wire.answers import UnreadableEvent
+from balanceroute.proxy.wire.bounds import MAX_TOKENS
 from balanceroute.proxy.workers.silence import SETTLE_S
 
 PERIOD_S: Final = 0.25
@@ -67,6 +71,9 @@ class PoolReaper:
     def _look_at(self, leg: Leg, now: float) -> None:
         if now > leg.deadline_s:
             leg.interrupt(_too_late(leg))
+        elif leg.answer.scanner.tokens > MAX_TOKENS:  # their ids are kept, and need no client that reads
+            worker, tier = leg.last_tried
+            leg.interrupt(UnreadableEvent(f"its answer has more than {MAX_TOKENS} tokens", worker=worker, tier=tier))
         elif leg.blocked_by_client:
             # the worker is not read, so its silence means nothing
             leg.try_deadline_s = max(leg.try_deadline_s, now + self._services.config.limits.idle_timeout_s)
