@@ -231,12 +231,12 @@ async def _keep_lead(app: BrainApp) -> None:
     while app.lead.renew():
         lost = [str(path) for path, ours in app.sockets.items() if not is_still(path, ours)]
         if lost:
-            log.warning("nobody finds this brain any more; another one is to lead", extra={"lost": lost})
+            log.warning("the brain's socket was removed; another brain is to lead", extra={"lost": lost})
             app.leave()
             break
         await asyncio.sleep(until_tick_s(now_s(), RENEW_S))
     else:
-        log.warning("this brain leads no more", extra={"epoch": app.lead.epoch})
+        log.warning("this brain no longer leads", extra={"epoch": app.lead.epoch})
         app.hub.close()  # relays of other machines may not know the new leader yet: they get no decisions from here
         app.end()
     await asyncio.Event().wait()  # for the end: a coroutine that returns would be started again

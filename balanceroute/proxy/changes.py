@@ -70,7 +70,9 @@ class Changes(msgspec.Struct, frozen=True):
         try:
             return with_policy(config, self.policy)
         except ConfigError as error:  # the configuration has changed since
-            log.warning("the policy is the configuration's again", extra={"policy": self.policy, "error": str(error)})
+            log.warning(
+                "the policy that an operator chose is dropped", extra={"policy": self.policy, "error": str(error)}
+            )
             return config
 
     def apply(self, services: Services) -> None:
@@ -125,7 +127,7 @@ class KeptChanges:
         """
         self._path, self._lineage, self._lead, self.number = path, lineage, lead, number
         self._trouble = Trouble(
-            log, "what operators change is not kept for another brain", "what operators change is kept again"
+            log, "operators' changes cannot be saved for the next brain", "operators' changes are saved again"
         )
         self.last = Changes(lineage)
         try:
@@ -135,12 +137,12 @@ class KeptChanges:
         except FileNotFoundError:
             return
         except (OSError, ValueError, RecursionError) as error:
-            log.warning("what operators had changed can't be read", extra={"file": str(path), "error": str(error)})
+            log.warning("saved changes of operators cannot be read", extra={"file": str(path), "error": str(error)})
             return
         if found.lineage != lineage:
             return
         if lead is not None and lead.others > found.epoch:
-            log.info("what operators had changed is forgotten: another router has led since")
+            log.info("saved changes of operators are dropped: another router has led since")
             found = Changes(lineage, workers=found.workers, number=found.number)  # they may still have streams
         reloaded = number > max(found.number, FIRST)
         self.last = msgspec.structs.replace(found, policy=None) if reloaded else found

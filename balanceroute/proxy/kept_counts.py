@@ -96,7 +96,7 @@ class Gone:
     def __init__(self, folder: RunFolder) -> None:
         self._kept = KeptCounts(folder)
         self._since: dict[str, float] = {}
-        self._trouble, self._look_s = Trouble(log, "files of former relays are not removed"), -math.inf
+        self._trouble, self._look_s = Trouble(log, "files of former relays cannot be removed"), -math.inf
 
     def clean_up(self, now: float, inherit: Callable[[str, bytes], bool]) -> None:
         """Remove the files of relays that are gone once `inherit` has their counts. To be called often; it acts every
@@ -122,14 +122,14 @@ class CountsFile:
     def __init__(self, folder: RunFolder, name: str) -> None:
         """`name`: of a relay, or `LEADER`."""
         self._kept, self._name = KeptCounts(folder), name
-        self._trouble = Trouble(log, "counts not kept", "counts are kept again")
+        self._trouble = Trouble(log, "counters cannot be saved", "counters are saved again")
 
     def last(self) -> bytes:
         """What former processes have counted; empty where it can't be read, which is no reason not to start."""
         try:
             return self._kept.of(self._name)
         except OSError as error:
-            log.warning("counts of a former life are of no use", extra={"error": error.strerror})
+            log.warning("counters of the previous process cannot be read", extra={"error": error.strerror})
             return b""
 
     @property

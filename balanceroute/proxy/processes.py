@@ -245,7 +245,7 @@ class Processes:
             return
         try:
             if self._folder.claim_again(self._lock):
-                log.warning("the run folder was not ours any more, and is again: somebody has removed its files")
+                log.warning("files of the run folder were removed, and are restored")
             if self.config.listen.brains or self.config.listen.lease is not None:
                 self._folder.identity()
             if self._was_up and (self._handover is None or self._handover.is_lost):
@@ -341,7 +341,9 @@ def _continue_key_rates(table: KeyTable, predecessor: Predecessor) -> None:
     try:
         table.continue_from(predecessor.keys.fileno())
     except (ValueError, TypeError, OSError) as error:
-        log.warning("client keys begin with a minute's allowance", extra={"error": str(error)})
+        log.warning(
+            "use of client keys is not known: each begins with a full minute's allowance", extra={"error": str(error)}
+        )
 
 
 def _try_forecasts(config: Config) -> None:

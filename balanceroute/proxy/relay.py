@@ -217,9 +217,7 @@ async def _drain_left(services: RelayServices, pins: PinRecord) -> None:
     await services.known.wait()
     left, pins.left = pins.left, ()
     drain_left(services, left)
-    trouble = Trouble(
-        log, "no look for what other relays have pinned", "what other relays have pinned is looked for again"
-    )
+    trouble = Trouble(log, "pin records of other relays cannot be read", "pin records of other relays are read again")
     while True:
         try:
             found = [pin for path in services.folder.other_pins(services.name) for pin in pins.take_over(path)]
@@ -229,7 +227,7 @@ async def _drain_left(services: RelayServices, pins: PinRecord) -> None:
         else:
             trouble.end()
         if found:
-            log.info("what another relay had pinned is drained", extra={"requests": len(found)})
+            log.info("draining KV that another relay left behind", extra={"requests": len(found)})
             drain_left(services, found)
         await asyncio.sleep(LEFT_S)
 

@@ -141,7 +141,7 @@ class RelayServices(ClientServices):
 
     async def renew_life(self, life: int) -> None:
         """Every few seconds, make the file again by which brains see that this relay runs; until cancelled."""
-        trouble, gone = Trouble(log, "the run folder does not say that this relay lives"), Gone(self.folder)
+        trouble, gone = Trouble(log, "the lock file of this relay cannot be renewed"), Gone(self.folder)
         while True:
             await asyncio.sleep(until_tick_s(self.loop.time(), LIFE_S))
             try:
@@ -150,7 +150,7 @@ class RelayServices(ClientServices):
                 trouble.begin(error=str(error))
             else:
                 if again:
-                    log.warning("the run folder says again that this relay lives", extra={"relay": self.name})
+                    log.warning("the lock file of this relay was removed, and is restored", extra={"relay": self.name})
                 trouble.end()
             if self.config.listen.brains:  # no brain on this machine takes over their counts
                 gone.clean_up(self.loop.time(), lambda relay, counts: True)

@@ -222,7 +222,9 @@ class RunFolder:
         """Rename a file to a name that nothing else has. Raises: OSError."""
         aside = path.with_name(f"aside-{secrets.token_hex(4)}-{path.name}")
         path.rename(aside)
-        log.warning("moved out of the way", extra={"file": str(path), "to": aside.name, "reason": why})
+        log.warning(
+            "unexpected file in the run folder renamed", extra={"file": str(path), "to": aside.name, "reason": why}
+        )
 
     @contextmanager
     def _alone(self) -> Iterator[None]:

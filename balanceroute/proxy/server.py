@@ -147,7 +147,7 @@ class Server(uvicorn.Server):
                 raise
             log.info("listening", extra={**fields, "hot_path_compiled": COMPILED, "core_compiled": native.COMPILED})
             if STALE or native.STALE:
-                log.warning("what is compiled is of another version and not used; install balanceroute again")
+                log.warning("the compiled modules are of another version and not used; install balanceroute again")
 
     async def listening(self) -> dict[str, object]:
         """Listen at further addresses; returns them, for the log. Raises: ConfigError."""
@@ -268,7 +268,7 @@ class ChildServer(ProcessServer):
 
     def _leave_when_possible(self) -> None:
         if self._drain is None and not self.should_exit:
-            log.warning("told to end, and not by the parent", extra={"pid": os.getpid()})
+            log.warning("told to end by another process than the parent", extra={"pid": os.getpid()})
             self.leave()
 
 

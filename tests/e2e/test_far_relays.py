@@ -233,7 +233,7 @@ def test_a_peer_without_a_link_certificate_gets_no_answer_and_does_no_harm(clust
         assert await answer_to(those.port, ours, b"\xff\xff\xff\xff") == b""
         assert await all_end(begun) == 6
         assert len(those.brain.brains) == 1 and not those.brain.logged("relay lost")
-        assert those.brain.logged("strangers refused")
+        assert those.brain.logged("connections to listen.link refused")
 
     with_machines(test, cluster, tmp_path)
 

@@ -271,7 +271,7 @@ def test_a_drain_signal_to_one_child_process_ends_it_and_no_request(
         name, relay = next(iter(router.relays.items()))
         pid = relay if which == "relay" else router.brains[-1]
         os.kill(pid, signal.SIGTERM)
-        await until(lambda: router.logged("told to end, and not by the parent"))
+        await until(lambda: router.logged("told to end by another process than the parent"))
         assert await all_end(streams(router, 8, 20, first=100)) == 8
         assert await all_end(begun) == len(begun)
         await until(lambda: (router.relays[name] if which == "relay" else router.brains[-1]) != pid)
@@ -396,7 +396,8 @@ def test_an_obstacle_in_place_of_a_run_folder_file_does_not_prevent_restarts(
         await until(router.holds_nothing)
         assert router.running.poll() is None
         assert (
-            len(router.logged("moved out of the way")) + len(router.logged("damaged lines in the record of pinned KV"))
+            len(router.logged("unexpected file in the run folder renamed"))
+            + len(router.logged("damaged lines in the record of pinned KV"))
             == 1
         )
 

@@ -82,10 +82,10 @@ async def test_a_relay_without_a_free_descriptor_retries_reading_other_pins_and_
         await until(lambda: looks.count(False) >= 3)
         await answered(router.relays[0], 1)
         assert router.relays[0].app.services.metrics.tasks_failed.value("left") == 0
-    messages = [record.getMessage() for record in caplog.records if "other relays have pinned" in record.getMessage()]
+    messages = [record.getMessage() for record in caplog.records if "pin records" in record.getMessage()]
     assert messages == [
-        "no look for what other relays have pinned",
-        "what other relays have pinned is looked for again",
+        "pin records of other relays cannot be read",
+        "pin records of other relays are read again",
     ]
 
 

@@ -32,7 +32,7 @@ def logged(tree: ast.AST) -> Iterator[str]:
 def events() -> list[str]:
     """What can be an `event` of level warning or above, without what is put into the text."""
     found = set(COMPUTED)
-    for folder in ("proxy", "prediction"):
+    for folder in ("proxy", "prediction", "journal"):
         for path in (ROOT / "balanceroute" / folder).rglob("*.py"):
             found |= set(logged(ast.parse(path.read_text())))
     return sorted(found)

@@ -78,7 +78,7 @@ class Acceptor:
         except OSError as error:
             if error.errno not in _EXHAUSTED:
                 raise
-            log.warning("no connection can be taken", extra={"error": error.strerror})
+            log.warning("connections cannot be accepted", extra={"error": error.strerror})
             self._loop.remove_reader(self._sock)
             self._resume = self._loop.call_later(PAUSE_S, self._loop.add_reader, self._sock, self._ready)
             return False

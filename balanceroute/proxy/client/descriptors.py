@@ -33,7 +33,7 @@ def raise_limit() -> None:
         try:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
         except (ValueError, OSError) as error:
-            log.warning("the limit of open files stays", extra={"limit": soft, "error": str(error)})
+            log.warning("the limit of open files cannot be raised", extra={"limit": soft, "error": str(error)})
 
 
 def limit() -> int:

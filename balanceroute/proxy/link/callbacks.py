@@ -119,8 +119,8 @@ class CallbackListener:
         self._status: os.stat_result | None = None  # identifies the own socket
         self._trouble = Trouble(
             log,
-            "callbacks that arrive at other relays are not heard",
-            "callbacks that arrive at other relays are heard again",
+            "callbacks that other relays receive do not reach this one",
+            "callbacks that other relays receive reach this one again",
         )
 
     async def serve(self) -> None:

@@ -74,7 +74,7 @@ class FarListener:
         except (BlockingIOError, InterruptedError, ConnectionAbortedError):
             return  # the peer has gone
         except OSError as error:
-            log.warning("no connection can be taken", extra={"error": error.strerror})
+            log.warning("connections cannot be accepted", extra={"error": error.strerror})
             self._loop.remove_reader(self._sock)
             self._resume = self._loop.call_later(PAUSE_S, self._loop.add_reader, self._sock, self._accept)
             return
@@ -111,7 +111,9 @@ class FarListener:
         self._refused += 1
         now = self._loop.time()
         if now - self._logged_s >= LOG_EVERY_S:
-            log.warning("strangers refused", extra={"count": self._refused, "last": host, "reason": reason})
+            log.warning(
+                "connections to listen.link refused", extra={"count": self._refused, "last": host, "reason": reason}
+            )
             self._refused, self._logged_s = 0, now
 
 
@@ -146,11 +148,11 @@ class FarMembers:
         try:
             replace_content(self._path, "\n".join(names).encode())
         except OSError as error:
-            log.warning("relays of other machines not kept", extra={"error": error.strerror})
+            log.warning("names of far relays cannot be saved", extra={"error": error.strerror})
 
     def forget(self) -> None:
         """Forget all names: the relays turn to a brain of another machine."""
         try:
             self._path.unlink(missing_ok=True)
         except OSError as error:  # harmless: the next brain waits some seconds for nothing
-            log.warning("relays of other machines not forgotten", extra={"error": error.strerror})
+            log.warning("names of far relays cannot be removed", extra={"error": error.strerror})

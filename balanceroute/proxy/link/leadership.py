@@ -71,7 +71,7 @@ class FileLead:
         self._sign_s = self._looked_s = 0.0  # when that state was first seen, and when it was last checked
         self._held = threading.Lock()  # so that the file is not closed while the thread touches it
         self._renewed_s = 0.0
-        self._trouble = Trouble(log, "the leader cannot show that it lives")
+        self._trouble = Trouble(log, "the file of the lead cannot be renewed")
         self.epoch = self.others = 0
 
     def take(self) -> bool:
@@ -136,7 +136,9 @@ class FileLead:
         try:
             threading.Thread(target=self._touch, args=(file,), name="lead", daemon=True).start()
         except RuntimeError as error:  # no thread can be started: a leader that may be deposed is better than none
-            log.warning("leading without patience for a slow event loop", extra={"error": str(error)})
+            log.warning(
+                "the lead is lost if the event loop is slow: no thread can be started", extra={"error": str(error)}
+            )
 
     def _touch(self, file: int) -> None:
         """In a thread: touch the file while the loop is late, but not when it hangs, until the lead is released or

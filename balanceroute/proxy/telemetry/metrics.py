@@ -197,7 +197,7 @@ class Metrics(Collector):
         self.before_page: Callable[[], None] = lambda: None
         self.catch_up: Callable[[], None] = lambda: None
         self.withdrawn: Callable[[], Collection[str]] = lambda: ()  # workers that operators have drained or removed
-        self._unread = Trouble(log, "counts of another process are of no use")
+        self._unread = Trouble(log, "counters of another process cannot be read")
         self._begin_at_zero()
         self.orphaned_kv = 0
         self.divergence = Divergence()
@@ -299,7 +299,7 @@ class Metrics(Collector):
         try:
             former = _read(counts)
         except ValueError as error:
-            log.warning("counts of a former life are of no use", extra={"error": str(error)})
+            log.warning("counters of the previous process cannot be read", extra={"error": str(error)})
             return
         for counter in (*self._counters, *self._former_prefills.values()):
             counter.add(former.counters.get(counter.name, ()))

@@ -32,7 +32,7 @@ class Addresses:
         self._fresh_until_s = float("inf") if self._known else float("-inf")
         self._lookup: asyncio.Task[None] | None = None
         self._error: Exception | None = None
-        self._trouble = Trouble(log, "name not found: its last addresses count", "name found again")
+        self._trouble = Trouble(log, "name not found: its last addresses are used", "name found again")
         self._preferred = ""
 
     async def get(self) -> list[str]:

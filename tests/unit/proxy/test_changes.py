@@ -173,8 +173,8 @@ def test_an_unwritable_changes_file_is_logged_once_and_written_later(
         watching.cancel()
 
     in_virtual_time(test)
-    messages = [record.getMessage() for record in caplog.records if "operators change" in record.getMessage()]
-    assert messages == ["what operators change is not kept for another brain", "what operators change is kept again"]
+    messages = [record.getMessage() for record in caplog.records if "operators' changes" in record.getMessage()]
+    assert messages == ["operators' changes cannot be saved for the next brain", "operators' changes are saved again"]
 
 
 def test_a_removed_changes_file_is_rewritten(tmp_path: Path) -> None:
@@ -228,7 +228,7 @@ def test_a_file_is_read_in_the_lineage_that_wrote_it(tmp_path: Path, caplog: pyt
     assert KeptChanges(path, LINEAGE).last.drained == ("p0",)
     assert KeptChanges(path, LINEAGE + 1).last == Changes(LINEAGE + 1)
     path.write_text("nonsense")
-    assert KeptChanges(path, LINEAGE).last == Changes(LINEAGE) and "can't be read" in caplog.text
+    assert KeptChanges(path, LINEAGE).last == Changes(LINEAGE) and "cannot be read" in caplog.text
 
 
 @pytest.mark.parametrize("others", [0, 3, 4, 5])
@@ -281,7 +281,7 @@ def test_a_damaged_changes_file_does_not_prevent_leading(
     path.write_bytes(whole)
     assert KeptChanges(path, LINEAGE).last.added == (NEW,)
     path.write_bytes(whole.replace(*damage))
-    assert KeptChanges(path, LINEAGE).last == Changes(LINEAGE) and "can't be read" in caplog.text
+    assert KeptChanges(path, LINEAGE).last == Changes(LINEAGE) and "cannot be read" in caplog.text
 
 
 def test_a_reload_without_a_brain_restores_changed_workers_and_the_configured_policy(

@@ -39,7 +39,7 @@ def test_an_obstacle_in_place_of_a_life_or_counts_file_does_not_prevent_a_restar
         (tmp_path / name).mkdir()
     (tmp_path / "life-relay-1").symlink_to("nobody")  # as one that is removed while it is looked for
     assert relay_locks.running() == []
-    assert CountsFile(folder, "relay-0").last() == b"" and "of no use" in caplog.text
+    assert CountsFile(folder, "relay-0").last() == b"" and "cannot be read" in caplog.text
 
 
 def test_unwritable_counts_do_not_stop_a_process_and_are_logged_once(
@@ -54,7 +54,10 @@ def test_unwritable_counts_do_not_stop_a_process_and_are_logged_once(
         folder.make()
         assert file.keep(b"{2}") and file.keep(b"{3}") and kept.of("relay-0") == b"{3}"
         shutil.rmtree(folder.folder)
-    assert [each.getMessage() for each in caplog.records] == ["counts not kept", "counts are kept again"] * 2
+    assert [each.getMessage() for each in caplog.records] == [
+        "counters cannot be saved",
+        "counters are saved again",
+    ] * 2
 
 
 def test_counts_are_overwritten_in_place_on_a_full_disk(

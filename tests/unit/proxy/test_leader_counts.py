@@ -78,7 +78,7 @@ def test_unstored_counts_are_stored_later_and_the_failure_is_logged_once(
     counts = LeaderCounts(folder, ALead(), metrics)
     metrics.admissions.inc("d0", "stage_1")
     assert all(counts.keep() for _ in range(5))
-    assert [each.getMessage() for each in caplog.records] == ["counts not kept"]
+    assert [each.getMessage() for each in caplog.records] == ["counters cannot be saved"]
     folder.make()
     assert counts.keep() and KeptCounts(folder).of(LEADER) == metrics.counts()
 

@@ -120,7 +120,7 @@ def test_an_obstacle_in_the_run_folder_is_moved_aside_at_a_restart(
     (aside,) = tmp_path.iterdir()
     assert aside.name.endswith(f"-{name}") and (aside / "somebody's").exists()
     assert [(each.getMessage(), vars(each)["file"]) for each in caplog.records] == [
-        ("moved out of the way", str(tmp_path / name))
+        ("unexpected file in the run folder renamed", str(tmp_path / name))
     ]
     folder.make()
     assert folder.other_pins("relay-7") == [] and relay_locks.running() == []

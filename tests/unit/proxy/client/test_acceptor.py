@@ -193,4 +193,4 @@ def test_an_acceptor_without_descriptors_waits_and_logs_it(
         await one.wait_closed()
 
     uvloop.run(test())
-    assert caplog.text.count("no connection can be taken") == 2
+    assert caplog.text.count("connections cannot be accepted") == 2

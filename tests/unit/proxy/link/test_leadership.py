@@ -241,7 +241,7 @@ def test_a_leader_with_an_unwritable_disk_keeps_leading_and_logs_it_once(
     with monkeypatch.context() as patched:
         patched.setattr(leadership.os, "utime", read_only)
         assert [lead.renew() for _ in range(3)] == [True] * 3
-    assert [one.getMessage() for one in caplog.records] == ["the leader cannot show that it lives"]
+    assert [one.getMessage() for one in caplog.records] == ["the file of the lead cannot be renewed"]
     assert lead.renew()
     lead.release()
 

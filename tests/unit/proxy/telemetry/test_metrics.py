@@ -338,7 +338,7 @@ DAMAGED = {
 def test_unreadable_former_counts_do_not_prevent_a_start(counts: bytes, caplog: pytest.LogCaptureFixture) -> None:
     after = prefilled(5)
     after.continue_from(counts)
-    assert "counts of a former life are of no use" in caplog.text
+    assert "counters of the previous process cannot be read" in caplog.text
     assert line(after.exposition(), 'balanceroute_requests_total{outcome="failed"}') == 0
 
 
@@ -350,7 +350,7 @@ def test_counts_of_another_process_that_cannot_be_read_take_nothing_from_the_pag
     brain.beside = lambda: [counts, a_relay().counts()]
     assert line(brain.exposition(), 'balanceroute_requests_total{outcome="finished"}') == 3
     assert brain.served().requests.value("finished") == 3
-    assert "counts of another process are of no use" in caplog.text
+    assert "counters of another process cannot be read" in caplog.text
 
 
 @pytest.mark.parametrize("counts", DAMAGED.values(), ids=DAMAGED)

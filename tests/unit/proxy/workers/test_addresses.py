@@ -95,7 +95,7 @@ def test_while_lookups_fail_the_last_addresses_are_used_and_that_is_logged_once(
 
     run(test)
     assert [record.getMessage() for record in caplog.records] == [
-        "name not found: its last addresses count",
+        "name not found: its last addresses are used",
         "name found again",
     ]
 
