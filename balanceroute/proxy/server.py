@@ -26,7 +26,7 @@ from balanceroute.proxy.app import ClientApp
 from balanceroute.proxy.client.edge import limits_of
 from balanceroute.proxy.client.relay_loads import alone
 from balanceroute.proxy.client.services import ClientServices
-from balanceroute.proxy.client.uvicorn_protocol import protocol_class
+from balanceroute.proxy.client.uvicorn_protocol import protocol_factory
 from balanceroute.proxy.hotpath import COMPILED, STALE
 from balanceroute.proxy.telemetry.clock import Loop
 
@@ -59,7 +59,7 @@ class Server(uvicorn.Server):
                 port=listen.port,
                 uds=uds,
                 loop="none",
-                http=protocol_class(
+                http=protocol_factory(  # type: ignore[arg-type]  # uvicorn only calls it
                     app,
                     limits_of(lambda: app.services.config),
                     lambda: app.tls.server if uds is None else None,

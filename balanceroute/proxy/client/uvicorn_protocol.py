@@ -1,10 +1,10 @@
 """The adapter between uvicorn and the client protocol: all that is assumed of uvicorn.
 
-uvicorn serves with any `asyncio.Protocol` class that it is given as `http=` (its settings page, "HTTP protocol
-implementation"). What it expects of such a class is not documented; it is assumed here, and tested
+uvicorn serves with any maker of protocols that it is given as `http=` (its settings page, "HTTP protocol
+implementation"). What it expects of one is not documented; it is assumed here, and tested
 (`tests/unit/proxy/client/test_uvicorn_protocol.py`) with the lowest and the newest version that pyproject.toml allows:
 
-    the class is called with the keywords config, server_state, app_state and _loop, once per connection
+    it is called with the keywords config, server_state, app_state and _loop, once per connection
     server_state.connections is a set that a connection joins while it is open: the stop waits for it to be empty
     server_state.tasks is a set of the tasks of requests under way: the stop waits for them, then cancels them
     a connection has `shutdown()`, called when the server stops: it ends when its last answer is complete
@@ -13,6 +13,7 @@ implementation"). What it expects of such a class is not documented; it is assum
 import asyncio
 import ssl
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from balanceroute.proxy.client.edge import ClientLimits, Edge, Site
@@ -21,53 +22,27 @@ from balanceroute.proxy.client.protocol import ClientProtocol
 from balanceroute.proxy.client.relay_loads import Load, alone
 
 
-def protocol_class(
+def protocol_factory(
     site: Site,
     limits: Callable[[], ClientLimits],
     tls: Callable[[], ssl.SSLContext | None] = lambda: None,
     load: Callable[[], Load] = alone,
-) -> type[asyncio.Protocol]:
-    """The protocol class for a `uvicorn.Config`'s `http`: connections that serve `site` within `limits`.
+) -> Callable[..., asyncio.Protocol]:
+    """What a `uvicorn.Config` takes as `http`: it makes the connections that serve `site` within `limits`.
 
     `tls`: called for each connection; returns its TLS context, or None for plain HTTP. `load`: called once, at the
     first connection.
     """
     edge: Edge | None = None
 
-    def shared(server_state: Any, app_state: dict[str, Any], loop: asyncio.AbstractEventLoop | None) -> Edge:
+    def connection(
+        config: Any, server_state: Any, app_state: dict[str, Any], _loop: asyncio.AbstractEventLoop | None = None
+    ) -> asyncio.Protocol:
         nonlocal edge
         if edge is None:
-            loop = loop or asyncio.get_running_loop()
+            loop = _loop or asyncio.get_running_loop()
             edge = Edge(site, limits, loop, server_state.connections, server_state.tasks, app_state, load())
-        return edge
+        context = tls()
+        return ClientProtocol(edge) if context is None else Handshake(edge, context, partial(ClientProtocol, edge))
 
-    class UvicornProtocol(ClientProtocol):
-        """A connection of one server."""
-
-        __slots__ = ()
-
-        def __init__(
-            self,
-            config: Any,
-            server_state: Any,
-            app_state: dict[str, Any],
-            _loop: asyncio.AbstractEventLoop | None = None,
-        ) -> None:
-            super().__init__(shared(server_state, app_state, _loop))
-
-    class UvicornHandshake(Handshake):
-        """A connection that begins with a TLS handshake."""
-
-        def __init__(
-            self,
-            config: Any,
-            server_state: Any,
-            app_state: dict[str, Any],
-            _loop: asyncio.AbstractEventLoop | None = None,
-        ) -> None:
-            context = tls()
-            assert context is not None
-            common = shared(server_state, app_state, _loop)
-            super().__init__(common, context, lambda below: ClientProtocol(common, below))
-
-    return UvicornProtocol if tls() is None else UvicornHandshake
+    return connection

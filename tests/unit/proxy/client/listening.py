@@ -15,7 +15,7 @@ from balanceroute.errors import BalanceRouteError, InvalidRequest
 from balanceroute.proxy.client.edge import ClientLimits, Edge
 from balanceroute.proxy.client.head import Request
 from balanceroute.proxy.client.response import Response
-from balanceroute.proxy.client.uvicorn_protocol import protocol_class
+from balanceroute.proxy.client.uvicorn_protocol import protocol_factory
 from tests.waiting import PATIENCE_S, pace, until
 
 
@@ -183,7 +183,7 @@ async def listening(*, encrypted: bool = False, **limits: Any) -> AsyncIterator[
     config = uvicorn.Config(
         site,
         port=0,
-        http=protocol_class(site, lambda: ClientLimits(**limits), lambda: ours),
+        http=protocol_factory(site, lambda: ClientLimits(**limits), lambda: ours),
         ws="none",
         lifespan="off",
         log_config=None,

@@ -9,7 +9,7 @@ import uvicorn
 
 from balanceroute.proxy.client.edge import ClientLimits
 from balanceroute.proxy.client.protocol import ClientProtocol
-from balanceroute.proxy.client.uvicorn_protocol import protocol_class
+from balanceroute.proxy.client.uvicorn_protocol import protocol_factory
 from tests.unit.proxy.client.listening import EchoSite, listening
 from tests.waiting import until
 
@@ -41,6 +41,6 @@ async def test_a_stop_closes_idle_connections_and_waits_for_requests_under_way()
 
 async def test_the_protocol_uses_only_two_sets_of_uvicorn() -> None:
     state: Any = SimpleNamespace(connections=set(), tasks=set())
-    made: Any = protocol_class(EchoSite(), ClientLimits)
+    made: Any = protocol_factory(EchoSite(), ClientLimits)
     connection = made(config=None, server_state=state, app_state={}, _loop=asyncio.get_running_loop())
     assert isinstance(connection, ClientProtocol) and uvicorn.Config(EchoSite(), http=made).http is made
