@@ -40,8 +40,8 @@ class KeptCounts:
 
         `inherit`: takes what the relay has counted, and returns whether it is kept. Raises: OSError.
         """
-        life = locked(self._folder.folder / f"{LIFE}{relay}")  # so that no process becomes this relay meanwhile
-        if life is None:
+        lock = locked(self._folder.folder / f"{LIFE}{relay}")  # so that no process becomes this relay meanwhile
+        if lock is None:
             return False
         try:
             if not inherit(self.of(relay)):
@@ -50,7 +50,7 @@ class KeptCounts:
             (self._folder.folder / f"{LIFE}{relay}").unlink(missing_ok=True)
             return True
         finally:
-            os.close(life)
+            os.close(lock)
 
     def of(self, relay: str) -> bytes:
         """What former processes of this relay, or of the leader, have counted; empty: nothing."""

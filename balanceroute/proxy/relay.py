@@ -119,10 +119,10 @@ def run_relay(
     Raises: ConfigError: a file of the folder can't be used.
     """
     folder.make(setup.again)
-    life = RelayLocks(folder).lock(setup.name)
+    lock = RelayLocks(folder).lock(setup.name)
     configured.tls.catch_up()
     configured.perimeter.share_keys(setup.relay_rows)
-    app = create_relay_app(configured, folder, setup.name, life, setup.again)
+    app = create_relay_app(configured, folder, setup.name, lock, setup.again)
 
     async def on_reload() -> None:
         follow()
@@ -133,12 +133,18 @@ def run_relay(
     server.run(sockets=setup.listeners)
 
 
-def create_relay_app(configured: Configured, folder: RunFolder, name: str, life: int, again: bool = False) -> RelayApp:
-    """The application of a relay. `life`: see `RunFolder.lock`. `again`: see `RelaySetup`.
+def create_relay_app(configured: Configured, folder: RunFolder, name: str, lock: int, again: bool = False) -> RelayApp:
+    """The application of a relay. `lock`: of its name, from `RelayLocks.lock`. `again`: see `RelaySetup`.
 
     Raises: ConfigError: a file of the folder can't be used.
     """
     config, tls = configured.config, configured.tls
+    reach, to_brain = _ways_to_brain(config, folder, tls)
+    pins = None if config.kv_pin_s is None else _own_pins(folder.pins(name), again)
+    closing: list[Callable[[], None]] = [to_brain.close]
+    metaserver = None
+    if config.decode_first:
+        metaserver = Metaserver(lambda: app.services, OtherRelays(name, folder.callbacks))
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -150,7 +156,7 @@ def create_relay_app(configured: Configured, folder: RunFolder, name: str, life:
             services.joined()
 
         services.brain.on_joined = joined
-        coroutines = _coroutines(services, life)
+        coroutines = _coroutines(services, lock)
         try:
             if metaserver is not None:
                 listener = CallbackListener(folder.callbacks(name), metaserver.answer)
@@ -165,28 +171,21 @@ def create_relay_app(configured: Configured, folder: RunFolder, name: str, life:
             services.send_counts()
             await stop_tasks(services)
 
-    reach, to_brain = _ways_to_brain(config, folder, tls)
-    pins = None if config.kv_pin_s is None else _own_pins(folder.pins(name), again)
-    closing: list[Callable[[], None]] = [to_brain.close]
-    metaserver = None
-    if config.decode_first:
-        metaserver = Metaserver(lambda: app.services, OtherRelays(name, folder.callbacks))
-    callbacks = [] if metaserver is None else metaserver.routes()
-    routes = guarded_routes(
-        lambda: app.services, [*_routes(lambda: app.services, to_brain, methods_served(config)), *callbacks]
-    )
-    app = RelayApp(config, tls, routes, lifespan)
+    routes = _routes(lambda: app.services, to_brain, methods_served(config))
+    if metaserver is not None:
+        routes += metaserver.routes()
+    app = RelayApp(config, tls, guarded_routes(lambda: app.services, routes), lifespan)
     return app
 
 
-def _coroutines(services: RelayServices, life: int) -> dict[str, Callable[[], Awaitable[None]]]:
-    """The coroutines of a relay, by name. `life`: see `RunFolder.lock`."""
+def _coroutines(services: RelayServices, lock: int) -> dict[str, Callable[[], Awaitable[None]]]:
+    """The coroutines of a relay, by name. `lock`: see `create_relay_app`."""
     coroutines: dict[str, Callable[[], Awaitable[None]]] = {
         "link": services.brain.run,
         "pool_reaper": services.look,
         "counts": services.count,
         "run_folder": services.renew_times,
-        "life": partial(services.renew_life, life),
+        "life": partial(services.renew_lock, lock),
         "certificates": services.tls.watch,
     }
     if services.pins is not None:

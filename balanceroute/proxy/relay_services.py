@@ -139,13 +139,13 @@ class RelayServices(ClientServices):
                 log.warning("files of the run folder may look old", extra={"error": error.strerror})
             await asyncio.sleep(until_tick_s(self.loop.time(), FRESHEN_S))
 
-    async def renew_life(self, life: int) -> None:
+    async def renew_lock(self, lock: int) -> None:
         """Every few seconds, make the file again by which brains see that this relay runs; until cancelled."""
         trouble, gone = Trouble(log, "the lock file of this relay cannot be renewed"), Gone(self.folder)
         while True:
             await asyncio.sleep(until_tick_s(self.loop.time(), LIFE_S))
             try:
-                again = RelayLocks(self.folder).renew(self.name, life)
+                again = RelayLocks(self.folder).renew(self.name, lock)
             except ConfigError as error:
                 trouble.begin(error=str(error))
             else:
