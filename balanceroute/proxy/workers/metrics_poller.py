@@ -114,28 +114,36 @@ class MetricsPoller:
 
     def _report(self, worker: Worker, page: Page) -> None:
         samples = of_worker(page.engines, worker.spec.dp_rank)
-        problem = page.problem or ("" if _reports_load(worker, samples) else "its /metrics do not tell its load")
-        if problem:
-            self._metrics.scrapes_failed.inc(worker.id)
-        if not (worker.healthy and (page.reached or worker.seen_healthy)):  # its health checks tell that it is down
-            self._conditions.forget(worker.id, (METRICS, PREFIX_CACHE))
-            self._divergence.forget(worker.id)
-        elif problem:
-            self._conditions.hold(METRICS, worker.id, problem)
-        else:
-            self._conditions.clear(METRICS, worker.id)
+        self._note_condition(worker, page, samples)
         if worker.spec.role is Role.PREFILL:
-            worker.unreached = 0 if page.reached else worker.unreached + 1
-            usage = None if samples is None else samples.get("kv_cache_usage_perc")
-            self._ledger.report_prefiller(worker.id, usage if page.reached or self._all_unreached() else FULL)
-            if samples is not None:
-                self._report_prefix_cache(worker, samples)
+            self._report_prefiller(worker, page, samples)
         else:
             self._ledger.show_report(worker.id, samples or {})
             self._report_decoder(worker, samples)
         if samples is not None:
             orphans = self._metrics.orphaned_kv
             self._divergence.see(worker.id, worker.spec.role, samples, held=self._held(worker), orphans=orphans)
+
+    def _note_condition(self, worker: Worker, page: Page, samples: dict[str, float] | None) -> None:
+        """Tell operators whether the worker's page can be used; of a worker that is down its health checks tell."""
+        problem = page.problem or ("" if _reports_load(worker, samples) else "its /metrics do not tell its load")
+        if problem:
+            self._metrics.scrapes_failed.inc(worker.id)
+        if not (worker.healthy and (page.reached or worker.seen_healthy)):
+            self._conditions.forget(worker.id, (METRICS, PREFIX_CACHE))
+            self._divergence.forget(worker.id)
+        elif problem:
+            self._conditions.hold(METRICS, worker.id, problem)
+        else:
+            self._conditions.clear(METRICS, worker.id)
+
+    def _report_prefiller(self, worker: Worker, page: Page, samples: dict[str, float] | None) -> None:
+        """Tell the scheduler how full a prefiller is; one that cannot be reached counts as full while another can."""
+        worker.unreached = 0 if page.reached else worker.unreached + 1
+        usage = None if samples is None else samples.get("kv_cache_usage_perc")
+        self._ledger.report_prefiller(worker.id, usage if page.reached or self._all_unreached() else FULL)
+        if samples is not None:
+            self._report_prefix_cache(worker, samples)
 
     def _report_prefix_cache(self, worker: Worker, samples: dict[str, float]) -> None:
         """Tell the scheduler the size of a prefiller's cache, and the operator if it caches nothing."""
