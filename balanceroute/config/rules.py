@@ -28,6 +28,7 @@ def _listen_problems(config: "Config") -> Iterator[str]:
     if listen.lease is not None and not listen.relays:
         yield f"listen.lease = {listen.lease!r}: accepted only with listen.relays, 1 or more"
     yield from _link_problems(config)
+    yield from _brains_problems(config)
     if listen.admin_address is not None and listen.admin_address[1] == listen.port != 0:
         yield f"listen.admin = {listen.admin!r}: accepted is another port than listen.port"
 
@@ -112,6 +113,7 @@ def _tls_problems(config: "Config") -> Iterator[str]:
 
 
 def _link_problems(config: "Config") -> Iterator[str]:
+    """What both ends of a link between machines need."""
     listen = config.listen
     given = [("listen.link", listen.link)] if listen.link is not None else []
     if listen.brains:
@@ -126,12 +128,16 @@ def _link_problems(config: "Config") -> Iterator[str]:
                 f"{key} = {value!r}: not accepted with connector mooncake_layerwise, whose callbacks reach the "
                 "relays of one machine alone"
             )
+    if listen.link_address is not None and listen.link_address[1] == 0:
+        yield f"listen.link = {listen.link!r}: accepted is a port that relays can name, 1 to 65535"
+
+
+def _brains_problems(config: "Config") -> Iterator[str]:
+    listen = config.listen
     if listen.brains:
         for key, other in (("link", listen.link), ("lease", listen.lease)):
             if other is not None:
                 yield f"listen.{key} = {other!r}: accepted only where a brain runs, so without listen.brains"
-    if listen.link_address is not None and listen.link_address[1] == 0:
-        yield f"listen.link = {listen.link!r}: accepted is a port that relays can name, 1 to 65535"
     for brain, (host, port) in zip(listen.brains, listen.brain_addresses, strict=True):
         if not port or is_wildcard(host):
             yield f"listen.brains = {brain!r}: accepted is an address that can be reached"
