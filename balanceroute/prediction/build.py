@@ -58,7 +58,22 @@ def build_predictor(
     if model is None:
         predictor.start(rows)
         return predictor
-    saved = load_model(Path(model))
+    _start_from(predictor, Path(model), kind, horizon_steps, rows)
+    return predictor
+
+
+def _start_from(
+    predictor: SurvivalPredictor | ExactMatchPredictor | LearnedPredictor,
+    model: Path,
+    kind: str,
+    horizon_steps: int,
+    rows: Iterable[FinishedRequest],
+) -> None:
+    """Start a predictor with a saved model, and the rows that have finished since.
+
+    Raises: ConfigError: the model is of another kind or horizon; InputError: its file is bad.
+    """
+    saved = load_model(model)
     if saved.kind != kind:
         raise ConfigError(f"predictor.model: {model} holds a {saved.kind} predictor, predictor.kind is {kind}")
     if saved.learned is not None and saved.horizon_steps != horizon_steps:
@@ -70,7 +85,6 @@ def build_predictor(
     if saved.learned is not None and isinstance(predictor, LearnedPredictor):
         predictor.adopt(saved.learned)
         predictor.ring.pending = min(len(since), len(predictor.ring))  # its trees have seen the others
-    return predictor
 
 
 def _own(
