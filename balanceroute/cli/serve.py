@@ -112,11 +112,9 @@ def serve(
 
     from balanceroute.build import predicts
     from balanceroute.cli.check_config import check_files, check_model, check_paths
-    from balanceroute.cli.output import check_written
     from balanceroute.config import assumptions, from_example_flags, load, parse_assignment, unused_variables
     from balanceroute.config.patience import in_time
     from balanceroute.errors import ConfigError
-    from balanceroute.journal import check_replaceable
     from balanceroute.proxy.client.descriptors import raise_limit
     from balanceroute.proxy.perimeter.perimeter import exposures
     from balanceroute.proxy.telemetry.logs import configure
@@ -162,14 +160,8 @@ def serve(
     def read_again() -> "Config":
         return in_time(read, f"{config_file or 'the configuration'}, or a file that it names")
 
-    if journal is not None and config.listen.brains:
-        raise ConfigError("--journal: no brain runs here (listen.brains), so there is nothing to write; give it there")
     if journal is not None:
-        check_written(journal, config_file)
-        if os.path.exists(journal) and not os.path.isfile(journal):  # pathlib would raise for a name that is too long
-            raise InputError(f"{journal}: cannot be written: accepted is a file")
-        check_replaceable(journal)
-        journal = Path(os.path.realpath(journal))  # made anew with relays; a link to it, such as /dev/stdout, stays
+        journal = _checked_journal(journal, config, config_file)
     if config.listen.relays:
         from balanceroute.proxy.processes import serve_processes
 
@@ -177,8 +169,25 @@ def serve(
             check_model(config)  # one line here, instead of a brain that dies
         raise typer.Exit(serve_processes(config, read_again, journal, take_over))
     if take_over:
-        raise ConfigError("--take-over needs listen.relays: a router in one process can't be taken over from")
+        raise ConfigError("--take-over: needs listen.relays; a router in one process can't be taken over")
     serve_alone(config, read_again, journal)
+
+
+def _checked_journal(journal: Path, config: "Config", config_file: Path | None) -> Path:
+    """The path of the journal without links. Raises: ConfigError, InputError: it can't be written, or not here."""
+    import os
+
+    from balanceroute.cli.output import check_written
+    from balanceroute.errors import ConfigError
+    from balanceroute.journal import check_replaceable
+
+    if config.listen.brains:
+        raise ConfigError("--journal: no brain runs here (listen.brains), so there is nothing to write; give it there")
+    check_written(journal, config_file)
+    if os.path.exists(journal) and not os.path.isfile(journal):  # pathlib would raise for a name that is too long
+        raise InputError(f"{journal}: cannot be written: accepted is a file")
+    check_replaceable(journal)
+    return Path(os.path.realpath(journal))  # made anew with relays; a link to it, such as /dev/stdout, stays
 
 
 def serve_alone(config: "Config", read_again: "Callable[[], Config]", journal: Path | None) -> None:
