@@ -239,37 +239,44 @@ class VllmLog:
 
     def rows(self, path: Source) -> Iterator[Row]:
         """The requests in order of arrival. Raises: InputError: there are none, or none with a prompt."""
-        requests: dict[str, Logged] = {}
-        early: dict[str, str] = {}  # details, which vLLM prints before "Received request" of the same id
-        when: datetime | None = None
-        for line, text in log_lines(path):
-            stamp = STAMP.search(text)
-            if not stamp:
-                continue
-            when = following(stamp[1], when, path, line)
-            if received := RECEIVED.match(text, stamp.end()):
-                requests[received["id"]] = entry = Logged(line, when.timestamp())
-                entry.see_prompt(early.pop(received["id"], ""))
-                entry.see_prompt(received["rest"])
-            elif details := DETAILS.match(text, stamp.end()):
-                if known := find(requests, details["id"]):
-                    known.see_prompt(details["rest"])
-                else:
-                    early[details["id"]] = details["rest"]
-            elif (response := RESPONSE.match(text, stamp.end())) and (known := find(requests, response["id"])):
-                known.see_answer(response["rest"], response["part"])
+        requests = logged_requests(path)
         if not requests:
             raise InputError(f"{path}: no line 'Received request': start vllm serve with --enable-log-requests")
-        if all(entry.prompt is None for entry in requests.values()):
+        if all(entry.prompt is None for entry in requests):
             raise InputError(f"{path}: no prompt of any request: start vllm serve with VLLM_LOGGING_LEVEL=DEBUG, too")
-        for entry in requests.values():
-            prompt, output = entry.prompt, entry.output
-            if prompt is None or output is None:
+        for entry in requests:
+            if entry.prompt is None or entry.output is None:
                 yield entry.line, entry.arrival_s, 0, 0, "", ()
                 continue
-            self.estimated += (prompt[1] or output[1]) and bool(output[0])
-            self.unanswered += bool(output[0]) and not entry.answered
-            yield entry.line, entry.arrival_s, max(1, prompt[0]), output[0], "", ()
+            (prompt, prompt_estimated), (output, output_estimated) = entry.prompt, entry.output
+            if output:
+                self.estimated += prompt_estimated or output_estimated
+                self.unanswered += not entry.answered
+            yield entry.line, entry.arrival_s, max(1, prompt), output, "", ()
+
+
+def logged_requests(path: Source) -> list[Logged]:
+    """What the lines of a vLLM log say of each request, in order of arrival. Raises: InputError: a time is none."""
+    requests: dict[str, Logged] = {}
+    early: dict[str, str] = {}  # details, which vLLM prints before "Received request" of the same id
+    when: datetime | None = None
+    for line, text in log_lines(path):
+        stamp = STAMP.search(text)
+        if not stamp:
+            continue
+        when = following(stamp[1], when, path, line)
+        if received := RECEIVED.match(text, stamp.end()):
+            requests[received["id"]] = entry = Logged(line, when.timestamp())
+            entry.see_prompt(early.pop(received["id"], ""))
+            entry.see_prompt(received["rest"])
+        elif details := DETAILS.match(text, stamp.end()):
+            if known := find(requests, details["id"]):
+                known.see_prompt(details["rest"])
+            else:
+                early[details["id"]] = details["rest"]
+        elif (response := RESPONSE.match(text, stamp.end())) and (known := find(requests, response["id"])):
+            known.see_answer(response["rest"], response["part"])
+    return list(requests.values())
 
 
 def find(requests: dict[str, Logged], request_id: str) -> Logged | None:
