@@ -140,7 +140,7 @@ def settings_of(
         knobs = {"seed": seed, **given} if policy in BUILT_IN else {"options": given}
         return settings_from_dict({"policy": policy, "params": knobs}), None
     if params:
-        raise InputError("params: knobs of a policy that is named; settings and objects have theirs")
+        raise InputError("params: accepted only where policy is a name; PolicySettings and objects have their own")
     if isinstance(policy, PolicySettings):
         learn_policy(policy.policy)
         written = settings_to_dict(replace(policy, seed=seed) if seed else policy)

@@ -168,11 +168,11 @@ def replay(
     job.checked()
     if compare:
         if series is not None:
-            raise InputError("--series: the loads of one policy; not together with --compare")
+            raise InputError("--series: writes the loads of one policy; leave it out with --compare")
         compare_policies(job, trace, as_json=json, figure=figure)
         return
     if figure is not None:
-        raise InputError("--figure: of --compare alone")
+        raise InputError("--figure: draws a comparison; accepted only with --compare")
     if series is not None:
         check_written(series, trace, train)
     replay_one(job, trace, series, as_json=json)

@@ -89,8 +89,8 @@ class DemoScale:
         trace = self.trace()
         if len(trace) < LEAST_REQUESTS:
             raise DemoFailed(
-                f"{len(trace)} requests in {self.seconds:g} s are too few to measure, {LEAST_REQUESTS} are not: give it"
-                " more --seconds, --load or --slots"
+                f"{len(trace)} requests in {self.seconds:g} s are too few to measure, {LEAST_REQUESTS} are needed:"
+                " raise --seconds, --load or --slots"
             )
         return trace
 

@@ -108,7 +108,7 @@ def figures(policy: str, report: LoadReport, pages: list[str], predicted: float)
     hits = [total(text, "vllm:prefix_cache_hits_total") for text in pages]
     computed = [asked - found for asked, found in zip(queried, hits, strict=True)]
     if not sum(queried):
-        raise DemoFailed(f"no prefiller has had a prompt of {report.requests} requests: {report.errors}")
+        raise DemoFailed(f"none of {report.requests} requests has reached a prefiller: {report.errors}")
     return PrefixRun(
         policy,
         report,

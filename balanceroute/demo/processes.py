@@ -36,7 +36,7 @@ class DemoFailed(BalanceRouteError):
 def check_most(requests: int, remedy: str) -> None:
     """Raises: DemoFailed: no machine sends so many."""
     if requests > MOST_REQUESTS:
-        raise DemoFailed(f"{requests:,} requests are too many, {MOST_REQUESTS:,} are not: give it less {remedy}")
+        raise DemoFailed(f"{requests:,} requests are too many, accepted are {MOST_REQUESTS:,}: lower {remedy}")
 
 
 @contextmanager

@@ -205,7 +205,7 @@ def checked(base_url: str) -> SplitResult:
     if "@" in url.netloc:  # not shown: it is in the log of whatever runs this
         raise InputError("the URL: leave out user and password; what is sent as authorisation is an option of its own")
     if url.query or url.fragment:
-        raise InputError(f"{base_url!r}: leave out what begins with {'?' if url.query else '#'}, nothing would send it")
+        raise InputError(f"{base_url!r}: leave out the {'query' if url.query else 'fragment'}, it would not be sent")
     if url.path.rstrip("/").endswith("/v1"):
         raise InputError(f"{base_url!r}: leave out /v1, it is added")
     return url

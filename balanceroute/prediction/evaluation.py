@@ -114,8 +114,8 @@ def walk(rows: Sequence[FinishedRequest], horizon_steps: int) -> Samples:
     samples = int((-(-length // period)).sum())
     if samples > MOST_SAMPLES:
         raise InputError(
-            f"{samples:,} ages to judge the predictor at, one per {period} tokens of each answer: at most"
-            f" {MOST_SAMPLES:,} are walked; give fewer requests or a larger horizon"
+            f"the predictor would be asked {samples:,} times, once per {period} tokens of each answer; accepted are"
+            f" {MOST_SAMPLES:,}: give fewer requests or a larger horizon"
         )
     request, age = refresh_ages(length, horizon_steps, MOST_SAMPLES)
     begun_s = np.array([started_s(row) for row in rows], dtype=np.float64)

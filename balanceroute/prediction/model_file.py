@@ -112,9 +112,9 @@ def _rows(arrays: Arrays) -> list[FinishedRequest]:
     types |= {"finish_reason": np.str_, "finished_s": np.float64}
     columns: Arrays = {name: arrays[name].astype(kind, casting="safe") for name, kind in types.items()}
     if any((columns[name] < 0).any() for name in ("prompt_tokens", "output_tokens")):
-        raise ValueError("a request of fewer than 0 tokens")
+        raise ValueError("a request has a negative number of tokens")
     if not np.isfinite(columns["finished_s"]).all():
-        raise ValueError("a request that ended at no time")
+        raise ValueError("a request has no valid time at which it ended")
     return [FinishedRequest(*row) for row in zip(*(column.tolist() for column in columns.values()), strict=True)]
 
 

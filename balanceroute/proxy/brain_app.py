@@ -248,7 +248,7 @@ def _store_shown_counts(counted: LeaderCounts) -> None:
     Raises: NoHealthyWorkers: another brain leads.
     """
     if not counted.keep():
-        raise NoHealthyWorkers("Another brain leads.", retry_after_s=METRICS_RETRY_S)
+        raise NoHealthyWorkers("Another brain leads now; send the request again.", retry_after_s=METRICS_RETRY_S)
 
 
 def _counts_of_relays(folder: RunFolder, counted: LeaderCounts, hub: Hub, reports: RelayReports) -> list[bytes]:
@@ -257,7 +257,9 @@ def _counts_of_relays(folder: RunFolder, counted: LeaderCounts, hub: Hub, report
     Raises: NoHealthyWorkers: the counts of some are not known, so sums would be too low.
     """
     if not hub.settled.is_set() or any(relay not in reports.counts for relay in hub.members):
-        raise NoHealthyWorkers("What relays have counted is not known yet.", retry_after_s=METRICS_RETRY_S)
+        raise NoHealthyWorkers(
+            "The relays' counts are not known yet; send the request again.", retry_after_s=METRICS_RETRY_S
+        )
     kept = KeptCounts(folder)
     try:
         for relay in [each for each in reports.counts if each not in hub.members and FAR not in each]:

@@ -157,7 +157,7 @@ class KeptChanges:
         if changes == self.last and not is_gone(self._path):
             return
         if self._lead is not None and not self._lead.renew():
-            raise NoHealthyWorkers("Another brain leads.", retry_after_s=RETRY_S)
+            raise NoHealthyWorkers("Another brain leads now; send the request again.", retry_after_s=RETRY_S)
         try:
             replace_content(self._path, msgspec.json.encode(changes))
         except OSError as error:

@@ -330,7 +330,7 @@ class Processes:
 def _predecessor(config: Config) -> Predecessor | None:
     """The router that runs with this run folder; None: there is none. Raises: ConfigError."""
     if not config.listen.port and config.listen.run_folder is None:
-        raise ConfigError("--take-over: listen.port = 0 names no router; set listen.run_folder")
+        raise ConfigError("--take-over: needs listen.run_folder where listen.port is 0, to find the router that runs")
     return Predecessor.find(run_folder(config, config.listen.port, os.environ).handover)
 
 

@@ -161,7 +161,9 @@ class RunFolder:
     def lock_file(self, name: str, held: str, tries: int = TRIES) -> int:
         """A file of that name, locked. Raises: ConfigError: another process holds it."""
         try:
-            for number in range(tries):  # `living` holds the lock for a moment, and so does a process just killed
+            for number in range(
+                tries
+            ):  # `RelayLocks.running` holds the lock for a moment, and so does a process just killed
                 if number:
                     time.sleep(PAUSE_S)
                 file = locked(self.folder / name)
@@ -254,7 +256,9 @@ def run_folder(config: Config, port: int, environ: Mapping[str, str]) -> RunFold
     try:
         temporary = Path(tempfile.gettempdir())
     except FileNotFoundError as error:  # in a container whose root is read-only
-        raise ConfigError(f"listen.run_folder = None: name a folder that can be written: {error.strerror}") from None
+        raise ConfigError(
+            f"listen.run_folder: not set, and no temporary folder can be written; set it ({error.strerror})"
+        ) from None
     return RunFolder(temporary / f"balanceroute-{os.geteuid()}-{port}")
 
 

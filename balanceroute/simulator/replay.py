@@ -58,7 +58,9 @@ class Replay:
                 "prompts begin alike (prefix_blocks)"
             )
         if self.setting.overlap_requests and not policy.waits_for_slots:
-            raise InputError(f"overlap requests: change nothing; {policy.name} assigns at once, whether slots are free")
+            raise InputError(
+                f"overlap requests: changes nothing; {policy.name} assigns at once, even if no slot is free"
+            )
         return self
 
     def run(self, on_progress: Progress | None = None, stage_timer: StageTimer | None = None) -> Outcome:

@@ -183,8 +183,8 @@ def guess_format(path: Source) -> TraceFormat | None:
             return TraceFormat.ROUTER
         if PLAIN_ROUTER.search(before):
             raise InputError(
-                f"{path}: line {line}: this router's log as plain text, which says no dates; "
-                "run it with log.format: json"
+                f"{path}: line {line}: this is the router's plain-text log, which has no dates; "
+                "run the router with log.format: json"
             )
     if first.startswith(("{", "[")):
         if any(f'"{name}"' in first for name in MOONCAKE[1:]):  # many a log has a timestamp

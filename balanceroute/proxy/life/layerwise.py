@@ -200,7 +200,7 @@ class Layerwise:
         await asyncio.wait({push}, timeout=None if lacks else PREFILL_REPLY_S)
         if lacks and answer.prompt_reply is None:
             raise BadUpstreamReply(
-                "it has not told what was asked of the prompt", worker=leg.prefiller_id, tier="prefill"
+                "its answer lacks what was asked of the prompt", worker=leg.prefiller_id, tier="prefill"
             )
 
     # -- the prefill beside it

@@ -67,5 +67,5 @@ async def _text(leg: Leg, worker: Worker, ids: list[int]) -> str:
         raise ValueError(f"status {reply.status}")
     text = orjson.loads(content)["prompt"]
     if not isinstance(text, str):
-        raise TypeError("its text is none")
+        raise TypeError("prompt is not a text")
     return text

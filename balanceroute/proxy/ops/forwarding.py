@@ -197,7 +197,7 @@ def _target(request: Request) -> str:
     parts = name.split("/")
     is_ambiguous = any(part in ("", ".", "..") for part in parts) or "\\" in name or not name.isprintable()
     if is_ambiguous or len(name) > _MAX_NAME:
-        raise InvalidRequest("This is no name of a model.", status=404, param="model")
+        raise InvalidRequest("The model name is not valid.", status=404, param="model")
     return stem + quote(name, safe="/")
 
 

@@ -178,7 +178,10 @@ def test_the_series_has_one_row_per_step_and_one_column_per_worker(
             "--transfers-beside-full: changes nothing here; it is read with --transfer-steps",
         ),
         (["--no-cost-aware"], "--cost-aware: changes nothing here; it is read with --slowdowns or --request-tokens"),
-        (["--policy", "random", "--overlap-requests", "2"], "overlap requests: change nothing; random assigns at once"),
+        (
+            ["--policy", "random", "--overlap-requests", "2"],
+            "overlap requests: changes nothing; random assigns at once",
+        ),
     ],
 )
 def test_bad_input_is_reported_in_one_line_with_exit_code_2(

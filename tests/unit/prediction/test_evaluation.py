@@ -141,6 +141,6 @@ def test_evaluating_without_a_finished_request_is_an_error() -> None:
 
 def test_more_samples_than_memory_has_room_for_are_refused_before_any_is_made() -> None:
     rows = [FinishedRequest("", 10, 2**31 - 1, "stop", 1e9)]
-    with pytest.raises(InputError, match="53,687,092 ages .* at most 50,000,000 are walked"):
+    with pytest.raises(InputError, match="asked 53,687,092 times, .* accepted are 50,000,000: give fewer"):
         walk(rows, 80)
     assert len(walk(rows, 4096).age) > 1_000_000

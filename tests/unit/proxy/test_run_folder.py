@@ -55,7 +55,9 @@ def test_without_a_temporary_folder_the_run_folder_must_be_configured(monkeypatc
         raise FileNotFoundError(2, "No usable temporary directory found in ['/tmp', '/']")
 
     monkeypatch.setattr("tempfile.gettempdir", a_read_only_root)
-    with pytest.raises(ConfigError, match=r"^listen\.run_folder = None: name a folder that can be written: No usable"):
+    with pytest.raises(
+        ConfigError, match=r"^listen\.run_folder: not set, and no temporary folder can be written; set it \(No usable"
+    ):
         run_folder(a_config(), 8000, {})
 
 

@@ -366,7 +366,9 @@ def test_this_routers_plain_log_is_refused_as_such(tmp_path: Path) -> None:
     text = "20:40:45.123 INFO    listening port=8000\n20:40:46.123 INFO    request id=a prompt_tokens=5 tokens=7\n"
     log = written(tmp_path / "router.log", text)
     for read in (convert_trace, load_trace):
-        with pytest.raises(InputError, match="plain text, which says no dates; run it with log.format: json"):
+        with pytest.raises(
+            InputError, match="plain-text log, which has no dates; run the router with log.format: json"
+        ):
             read(str(log))
 
 

@@ -111,7 +111,7 @@ async def test_client_figures_cover_all_processes_and_are_unknown_until_all_have
     relay.requests.inc("failed", by=7)
     relay.tokens.inc(by=1_000_000)  # in the life of the brain before this one
     relay.ttft.observe(3.0)
-    silent = NoHealthyWorkers("What relays have counted is not known yet.", retry_after_s=1.0)
+    silent = NoHealthyWorkers("The relays' counts are not known yet; send the request again.", retry_after_s=1.0)
     counts: list[bytes] = []
 
     def beside() -> list[bytes]:
