@@ -246,7 +246,7 @@ def test_a_relay_that_the_brain_does_not_let_in_says_why(cluster: Cluster, tmp_p
             log = folder / "router.log"
             flags = [*other.flags(), "--set", f"listen.brains=[127.0.0.1:{those.port}]"]
             waiting = asyncio.get_running_loop().create_task(_run_until_cancelled(cluster, folder, flags))
-            await until(lambda: log.exists() and "no brain lets this relay in" in log.read_text())
+            await until(lambda: log.exists() and "this relay cannot join a brain" in log.read_text())
             assert "CERTIFICATE_VERIFY_FAILED" in log.read_text()
             waiting.cancel()
             await asyncio.gather(waiting, return_exceptions=True)

@@ -125,7 +125,7 @@ def check_beginning(raw: bytes, scanned: int) -> None:
     if len(raw) > MAX_HEAD_BYTES:
         raise _head_too_large()
     if _LONE_LF.search(raw, scanned) or (line_end < 0 and not _BEGINNING.match(raw)):
-        raise InvalidRequest("These bytes are no HTTP request.")
+        raise InvalidRequest("This is not an HTTP request.")
 
 
 def path_asked(raw: bytes) -> str:
@@ -210,14 +210,14 @@ def read_any(raw: bytes) -> Request:
     line_ends = raw.translate(None, _ORDINARY)
     n_lines = raw.count(b"\r\n")
     if line is None or len(line_ends) != 2 * n_lines or b"\n " in raw or b"\n\t" in raw:
-        raise InvalidRequest("These bytes are no HTTP request.")
+        raise InvalidRequest("This is not an HTTP request.")
     if n_lines - 2 > MAX_FIELDS:
         raise InvalidRequest(f"The request has more than {MAX_FIELDS} header fields.", status=431)
     method, target, major, minor = line.groups()
     if major != b"1" or minor not in b"01":
         raise InvalidRequest("The router speaks HTTP/1.1 and HTTP/1.0.", status=505)
     if method == b"CONNECT":
-        raise InvalidRequest("The router is no tunnel: CONNECT is not served.", status=405)
+        raise InvalidRequest("CONNECT is not served: the router is not a tunnel.", status=405)
     headers = _parsed(raw)
     request = Request(method.decode(), *_targeted(target, headers, required=minor == b"1"), http_1_0=minor == b"0")
     _read_fields(request)
@@ -233,9 +233,9 @@ def _parsed(raw: bytes) -> Headers:
     except httptools.HttpParserInvalidMethodError:
         raise InvalidRequest("The method is not served.", status=405) from None
     except httptools.HttpParserError as error:
-        raise InvalidRequest(f"These bytes are no HTTP request: {error}.") from None
+        raise InvalidRequest(f"This is not an HTTP request: {error}.") from None
     if any(not name or b" " in name for name, _ in fields.headers):  # older parsers let them pass
-        raise InvalidRequest("The request has a field whose name is none.")
+        raise InvalidRequest("The request has a header field with an invalid name.")
     return fields.headers
 
 
@@ -254,16 +254,16 @@ def _targeted(target: bytes, headers: Headers, *, required: bool) -> tuple[bytes
         _check_host(headers, required=required)
         headers = [(b"host", host), *((name, value) for name, value in headers if name != b"host")]
     if _NO_ESCAPE.search(target):
-        raise InvalidRequest("The request's target holds a % that begins no escape.")
+        raise InvalidRequest("The request's target has a % without two hexadecimal digits.")
     return target, headers
 
 
 def _check_host(headers: Headers, *, required: bool) -> None:
     hosts = [value for name, value in headers if name == b"host"]
     if len(hosts) > 1 or (required and not hosts):
-        raise InvalidRequest("A request has one Host field.")
+        raise InvalidRequest("A request must have one Host field, and no second one.")
     if hosts and not _HOST.fullmatch(hosts[0]):
-        raise InvalidRequest("The Host field holds no host.")
+        raise InvalidRequest("The Host field is not a valid host.")
 
 
 def _read_fields(request: Request) -> None:
@@ -279,7 +279,7 @@ def _read_fields(request: Request) -> None:
             options += b"," + value
         elif name == b"expect" and not request.http_1_0:
             if value.lower() != b"100-continue":
-                raise InvalidRequest("The only expectation that can be met is 100-continue.", status=417)
+                raise InvalidRequest("The only value of Expect that is served is 100-continue.", status=417)
             request.expects_continue = True
     _check_host(request.headers, required=not request.http_1_0)
     if options:
@@ -290,13 +290,13 @@ def _read_fields(request: Request) -> None:
         request.length = None
     elif lengths:
         if len(lengths) > 1 or not _LENGTH.fullmatch(lengths[0]):
-            raise InvalidRequest("Content-Length is not one plain number.")
+            raise InvalidRequest("Content-Length must be one number of decimal digits.")
         request.length = int(lengths[0])
 
 
 def _check_codings(request: Request, codings: list[bytes], lengths: list[bytes]) -> None:
     if lengths or request.http_1_0 or len(codings) > 1:
-        raise InvalidRequest("A body has a Content-Length, or in HTTP/1.1 one Transfer-Encoding, never both.")
+        raise InvalidRequest("A body needs a Content-Length or, in HTTP/1.1, one Transfer-Encoding, not both.")
     coding = codings[0].lower()
     if coding != b"chunked":
         raise InvalidRequest("The only transfer coding that the router takes is chunked.")

@@ -296,8 +296,8 @@ class Hub:
         Raises: LinkError: no brain can have led under so large an epoch; above it, numbers would soon run out.
         """
         if hello.epoch > MAX_EPOCH:
-            log.warning("an epoch that cannot be", extra={"relay": hello.relay, "epoch": hello.epoch})
-            raise LinkError(f"relay {hello.relay} has seen an epoch that cannot be")
+            log.warning("a relay names an impossible epoch", extra={"relay": hello.relay, "epoch": hello.epoch})
+            raise LinkError(f"relay {hello.relay} names the impossible epoch {hello.epoch}")
         raised = self._on_superseded(hello.epoch)
         if raised is None:
             log.warning("another brain leads", extra={"epoch": self.epoch, "other": hello.epoch})
@@ -447,7 +447,7 @@ class Hub:
             elif not isinstance(message, Beat | Hello):
                 self.requests.call(member, message)
         except (InvariantError, InputError, ValueError) as error:
-            raise LinkError(f"relay {member.relay} says what can't be: {error}") from error
+            raise LinkError(f"a message of relay {member.relay} does not fit its request: {error}") from error
 
     def collect(self) -> None:
         """Read the tokens that relays on this machine have written. O(their tickets), cheap per ticket."""
@@ -457,4 +457,4 @@ class Hub:
             try:
                 self.requests.read_tokens(member)
             except InvariantError as error:
-                member.frames.abort(f"relay {member.relay} counts what can't be: {error}")
+                member.frames.abort(f"the token counts of relay {member.relay} are impossible: {error}")

@@ -86,5 +86,5 @@ def token_counts_of(frames: Frames[FromBrain], hello: Hello) -> ReadCounts | Non
     try:
         return ReadCounts(pid, hello.token_file)
     except OSError as error:
-        log.warning("tokens of a relay are not readable", extra={"relay": hello.relay, "error": str(error)})
+        log.warning("token counts of a relay cannot be read", extra={"relay": hello.relay, "error": str(error)})
         return None

@@ -372,7 +372,7 @@ class RemoteBrain:
         """Log each reason for finding no brain once: somebody may have to act."""
         if reason not in self._troubles:
             self._troubles.add(reason)
-            log.warning("no brain lets this relay in", extra={"relay": self._relay, "reason": reason})
+            log.warning("this relay cannot join a brain", extra={"relay": self._relay, "reason": reason})
 
     def _hello(self) -> None:
         """Send a brain the relay's name and the state of each of its tickets."""
@@ -450,7 +450,7 @@ class RemoteBrain:
                 self.epoch = max(self.epoch, message.epoch)
                 raise LinkError(message.reason)
             elif self.member is None:
-                raise LinkError("the brain speaks to one who is no member")
+                raise LinkError("the brain has sent a message before its Welcome")
             elif isinstance(message, Chosen):
                 self._answer(message.ticket, message.worker, message.turn)
             elif isinstance(message, Refused):
@@ -469,7 +469,8 @@ class RemoteBrain:
 
     def _welcome(self, message: Welcome) -> None:
         if message.version != VERSION or message.epoch < self.epoch:
-            raise LinkError(f"version {message.version}, epoch {message.epoch}: not the brain to talk to")
+            theirs, ours = f"version {message.version}, epoch {message.epoch}", f"version {VERSION}, epoch {self.epoch}"
+            raise LinkError(f"the brain has {theirs}; this relay needs {ours} or a later epoch")
         if message.epoch != self._left_epoch:
             self._retry_s = RETRY_S
         self.epoch, self.member, self._joined_s = message.epoch, message.member, self._loop.time()

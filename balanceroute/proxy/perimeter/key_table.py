@@ -102,7 +102,9 @@ class KeyTable:
                 continue
             slot = len(known)
             if slot == self._slots:
-                raise ConfigError(f"auth.client_keys: {slot} names since the router was started; restart it for more")
+                raise ConfigError(
+                    f"auth.client_keys: {slot} names have been used since the router was started; restart it for more"
+                )
             for row in (self._row(slot, place) for place in range(self.relays)):
                 for rate in (REQUESTS, TOKENS):
                     row.put(rate + LOST, -math.inf)

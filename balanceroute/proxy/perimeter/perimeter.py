@@ -122,7 +122,7 @@ def exposures(config: Config) -> Iterator[str]:
         return
     if auth.worker_api_key is not None:
         yield (
-            "the workers' key is lent to whoever can connect: auth.worker_api_key (or OPENAI_API_KEY) is set without "
+            "whoever can connect uses the workers' key: auth.worker_api_key (or OPENAI_API_KEY) is set without "
             "auth.client_keys"
         )
     if not is_loopback(listen.host):

@@ -86,4 +86,4 @@ def test_unreadable_token_counts_are_logged_and_sent_by_message(caplog: pytest.L
 
     asyncio.run(joined())
     theirs.close()
-    assert [record.message for record in caplog.records] == ["tokens of a relay are not readable"]
+    assert [record.message for record in caplog.records] == ["token counts of a relay cannot be read"]
