@@ -143,7 +143,7 @@ def test_the_series_has_one_row_per_step_and_one_column_per_worker(
         (["--policy", "br_h", "--train", ""], ".: cannot be read: Is a directory"),
         (["--slowdowns", ""], "--slowdowns : numbers separated by commas"),
         (["--policy", "magic"], "magic"),
-        (["--compare", "--series", "loads.csv"], "not together with --compare"),
+        (["--compare", "--series", "loads.csv"], "leave it out with --compare"),
         (["--series", ""], ".: cannot be written: it is a folder"),
         (["--series", "nowhere/loads.csv"], "nowhere/loads.csv: cannot be written: there is no folder nowhere"),
         (["--compare", "--figure", ""], "--figure '.': names no file"),
