@@ -2,7 +2,8 @@
 
 | what happened | the worker | the request |
 |---|---|---|
-| 4xx except 429 | nothing | ends: the error is the client's |
+| a decode worker does not know the model, or the router's key, and a prefiller does | as a 500 | as a 500 |
+| another 4xx except 429 | nothing | ends: the error is the client's |
 | 429, 503 | rests (`circuit.busy`) | tries again, without counting a failure; ends at the queue's deadline |
 | given back without a token, or made anew | nothing | tries again, `MAX_FRUITLESS` times in a row |
 | the request's own deadline | nothing | ends |
@@ -18,6 +19,10 @@ and gets a 503 with Retry-After if it has no first token after `queue.deadline_s
 **Refused by all.** Some requests an engine answers with 500 where a 400 would be right: its chat template raises, or it
 lacks a feature. Counted as failures, a few such requests of one client would take a small tier out for all clients. So
 if the last try ends with 500, too, and no other worker is left, no worker is blamed.
+
+**Another model or key.** A decode worker that does not know the model or the key with which a prefiller has just served
+the request was started with others. It refuses at once, so it is the least loaded one: if nothing were held against it,
+it would get most requests, and refuse them all. Only a key of the router's own counts: a client may send any.
 """
 
 import asyncio
@@ -98,7 +103,8 @@ class Retries:
         Raises: `error`, when it was the last try.
         """
         services, circuit = self._services, worker.circuit
-        if is_refused(error) or isinstance(error, DeadlineExceeded | PromptsDiffer):
+        refused = is_refused(error) and not self._differs(error, tier)
+        if refused or isinstance(error, DeadlineExceeded | PromptsDiffer):
             circuit.inconclusive()
             raise error
         services.metrics.upstream_errors.inc(worker.id, tier, kind_of(error))
@@ -115,16 +121,25 @@ class Retries:
         last = failures >= services.config.retry.max_attempts or not error.retryable
         if isinstance(error, CannotConnect):
             circuit.inconclusive()
-        elif not (self._errs(error, worker) and last and self._clear_all(worker)):
+        elif not (self._errs(error, worker, tier) and last and self._clear_all(worker)):
             circuit.fault(now, reason_of(error))
         if last or (isinstance(error, NothingPinned) and failures > 1):
             raise error
         self._to_retry.add(tier)
         return self._backoff_s(max(1, failures))
 
-    def _errs(self, error: UpstreamError, worker: Worker) -> bool:
+    def _differs(self, error: UpstreamError, tier: str) -> bool:
+        """Whether a decode worker has another model or key than the prefiller that has served the request."""
+        config = self._services.config
+        if tier != "decode" or config.decode_first or not isinstance(error, UpstreamStatus):
+            return False
+        return error.status == 404 or (error.status in (401, 403) and config.auth.worker_api_key is not None)
+
+    def _errs(self, error: UpstreamError, worker: Worker, tier: str) -> bool:
         """Note a worker's own error, which the request may have caused."""
-        own = isinstance(error, UpstreamStatus) and error.status in (500, 501) and sign_of(error) is Sign.NONE
+        own = self._differs(error, tier) or (
+            isinstance(error, UpstreamStatus) and error.status in (500, 501) and sign_of(error) is Sign.NONE
+        )
         if own:
             self._erred.add(worker.id)
         return own

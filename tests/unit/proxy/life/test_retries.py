@@ -39,14 +39,46 @@ def some_retries(choices: Choices | None = None) -> tuple[Services, Retries]:
     return services, Retries(services, "r", choices)
 
 
-@pytest.mark.parametrize("status", [400, 404, 422])
-def test_a_clients_error_is_raised_and_not_held_against_the_worker(status: int) -> None:
+@pytest.mark.parametrize(
+    ("status", "tier", "settings"),
+    [
+        (400, "decode", {}),
+        (422, "decode", {}),
+        (401, "decode", {}),
+        (404, "prefill", {}),
+        (401, "prefill", {"auth": {"worker_api_key": "key"}}),
+        (404, "decode", {"connector": "mooncake_layerwise", "layerwise": {"callback_url": "http://r:1"}}),
+    ],
+)
+def test_a_clients_error_is_raised_and_not_held_against_the_worker(
+    status: int, tier: str, settings: dict[str, object]
+) -> None:
     async def judged() -> None:
-        services, retries = some_retries()
-        worker = services.fleet["d0"]
+        services = a_router(a_config(retry=RETRY, **settings))
+        worker = services.fleet["d0" if tier == "decode" else "p0"]
         with pytest.raises(UpstreamStatus):
-            retries.judge(a_status(status), worker, "decode", begun=False)
-        assert not worker.out
+            Retries(services, "r", None).judge(a_status(status, tier=tier), worker, tier, begun=False)
+        assert not worker.circuit.doubtful
+
+    in_virtual_time(judged)
+
+
+@pytest.mark.parametrize(
+    ("status", "auth"), [(404, {}), (401, {"worker_api_key": "key"}), (403, {"worker_api_key": "key"})]
+)
+def test_a_decode_worker_with_another_model_or_key_than_the_prefiller_is_held_to_fail(
+    status: int, auth: dict[str, str]
+) -> None:
+    async def judged() -> None:
+        services = a_router(a_config(decoders=2, retry=RETRY, auth=auth))
+        first, second = services.fleet["d0"], services.fleet["d1"]
+        retries = Retries(services, "r", None)
+        retries.judge(a_status(status), first, "decode", begun=False)
+        assert first.circuit.doubtful
+        retries.judge(a_status(status), second, "decode", begun=False)
+        with pytest.raises(UpstreamStatus):
+            retries.judge(a_status(status), second, "decode", begun=False)
+        assert not first.circuit.doubtful, "no decode worker knows it, so the fault may be the request's"
 
     in_virtual_time(judged)
 
