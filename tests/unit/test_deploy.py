@@ -231,6 +231,17 @@ def test_the_systemd_unit_allows_numpys_memory_calls_and_denies_others_with_eper
     assert "SystemCallErrorNumber=EPERM" in lines
 
 
+def test_systemd_does_not_repeat_a_start_that_the_configuration_prevents() -> None:
+    lines = (ROOT / "deploy" / "balanceroute.service").read_text().splitlines()
+    assert "RestartPreventExitStatus=2" in lines
+    # which systemd applies to the main process alone (systemd issue 11868)
+    assert not any(line.startswith("ExecStartPre=") for line in lines)
+
+
+def test_the_images_health_check_reaches_a_router_that_listens_on_ipv6_alone() -> None:
+    assert "http://localhost:8000/health" in (ROOT / "deploy" / "Dockerfile").read_text()
+
+
 def test_the_image_runs_as_its_own_numeric_user() -> None:
     lines = (ROOT / "deploy" / "Dockerfile").read_text().splitlines()
     user = str(kubernetes("StatefulSet")["spec"]["template"]["spec"]["securityContext"]["runAsUser"])
