@@ -43,7 +43,7 @@ class Worker:
 
     `progress_s`: time of its last token or answered probe. `answered_s`: of its last good health check. `busy_since_s`:
     of the first request after idleness. `ended_at`: Unix time at which its process, and all KV with it, was last found
-    to have ended; a later brain, which does not know of it, finds a later time; 0: never. `id`: its name in metrics,
+    to have ended; a later brain, which does not know of it, finds another time; 0: never. `id`: its name in metrics,
     logs and /state. `in_use`: requests under way (probes, decodes, drains). `peak_in_use`: their maximum since
     `take_peak`. `cache_salt`: added to requests after it may have cached wrong KV; "": it has not. Of two salts the
     later one is the greater text, so all processes that hear of both agree.

@@ -123,7 +123,7 @@ class RelayFleet(Fleet):
             if (standing.out and worker.healthy) or standing.ended_at > worker.ended_at:
                 worker.echoes_ids = worker.kv_connector = None  # another version may be back, or be here already
             worker.healthy = not standing.out
-            worker.ended_at = max(worker.ended_at, standing.ended_at)  # a new brain knows of no end before its own time
+            worker.ended_at = standing.ended_at or worker.ended_at  # a new brain knows of no end before its own time
             assert isinstance(worker.circuit, ReportedCircuit)
             worker.circuit.set_state(CircuitState(standing.circuit), standing.doubtful)
             self.salt_cache(worker, standing.cache_salt)

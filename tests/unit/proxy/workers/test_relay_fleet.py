@@ -100,6 +100,15 @@ def test_a_relay_keeps_ended_processes_and_cache_salts_over_a_change_of_brain() 
     on_fleet(test)
 
 
+def test_a_relay_hears_of_an_ended_process_although_the_clock_was_set_back_since_the_last_one() -> None:
+    def test(fleet: RelayFleet, reported: list[Judged]) -> None:
+        for at in (3600.0, 2.0):
+            follow(fleet, WorkerStanding(D0, WorkerState.DOWN, CircuitState.CLOSED.value, False, True, "", at))
+            assert fleet["d0"].ended_at == at
+
+    on_fleet(test)
+
+
 def findings(reported: list[Judged]) -> list[Finding]:
     found = [message.finding for message in reported]
     reported.clear()
