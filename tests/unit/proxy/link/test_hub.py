@@ -50,6 +50,18 @@ def test_the_log_distinguishes_a_relay_that_ends_from_a_lost_one(caplog: pytest.
     }
 
 
+def test_a_brain_that_ends_reports_none_of_its_relays_as_lost(caplog: pytest.LogCaptureFixture) -> None:
+    async def test(stage: Stage) -> None:
+        brain = await stage.brain()
+        await stage.relay("stays").decoding("a")
+        await brain.end()
+        assert not brain.active
+
+    with caplog.at_level("INFO"):
+        on(test)
+    assert [record.levelname for record in caplog.records if record.message in ("relay left", "relay lost")] == ["INFO"]
+
+
 def test_slots_of_a_lost_relay_become_free_and_other_relays_are_unaffected() -> None:
     async def test(stage: Stage) -> None:
         brain = await stage.brain(slots=2)
