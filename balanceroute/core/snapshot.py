@@ -280,6 +280,12 @@ class ClusterSnapshot:
             return math.inf
         return self.overlap.token_s * self.means.answer_tokens
 
+    def mean_answer_steps(self) -> float:
+        """Steps that the mean answer takes on a worker; infinite until a hundred answers have ended. O(G)."""
+        if self.means.answers < PLAIN_MEAN_OF:
+            return math.inf
+        return self.means.answer_tokens / max([worker.tokens_per_step for worker in self.workers])
+
     def early_choice_slots(self) -> float:
         """What a choice made a departure too early costs in tokens/s, in slots left empty (`core.overlap`).
 

@@ -21,8 +21,9 @@ A decision serves the front class of the pool, then the next one. There are thre
 is often one departure away. It is held for `hold_s`, or for `HOLD_SHARE` of the time that the mean answer takes where
 that is less; a large prompt up to 6 times as long (`WorkloadMeans.patience_factor`). LevelFit holds back only while
 every worker has half of its slots in use: below that the cluster keeps up anyway, and a wait gains nothing. Nothing is
-held back in three cases: the pool is full, and what is held would keep out what could use the slots; a later class
-waits; no worker waits for another (LevelFit).
+held back in four cases: the pool is full, and what is held would keep out what could use the slots; a later class
+waits; no worker waits for another (LevelFit); that share of the mean answer's time is less than a step, so that even
+the shortest hold, until the next step, would be longer.
 
 *KV memory* (LevelFit). A worker whose KV memory is known gets only requests that fit it. One that does not fit would
 wait on its slot inside the engine, and so would all later ones. A smaller request takes the slot, or the slot stays
@@ -106,15 +107,16 @@ class TargetFit:
         """
         if not self.params.hold_s or not 0 < len(snapshot.pool) <= snapshot.free_slots:
             return math.inf
-        held_until_s = [self.held_until_s(request, snapshot) for request in snapshot.pool]
+        hold_s = self.hold_s(snapshot)
+        held_until_s = [held_until(request, hold_s, snapshot) for request in snapshot.pool]
         return min([until_s for until_s in held_until_s if until_s > now], default=math.inf)
 
-    def held_until_s(self, request: RequestTracker, snapshot: ClusterSnapshot) -> float:
-        """Until when a request may be held back beside a free slot: not at all while no bound of `hold_s` is known."""
+    def hold_s(self, snapshot: ClusterSnapshot) -> float:
+        """How long a usual request may be held back beside a free slot: not at all while no bound is known. O(G)."""
+        if HOLD_SHARE * snapshot.mean_answer_steps() < 1.0:
+            return 0.0
         hold_s = min(self.params.hold_s, HOLD_SHARE * snapshot.mean_stay_s())
-        if hold_s == math.inf:
-            return request.ready_s
-        return request.ready_s + hold_s * snapshot.means.patience_factor(request.prompt_tokens)
+        return hold_s if hold_s < math.inf else 0.0
 
     def _scarce(
         self, snapshot: ClusterSnapshot, open_workers: list[DecodeInstanceState], now: float, pool_is_full: bool
@@ -141,13 +143,14 @@ class TargetFit:
         lightest = [(loads[worker.index], worker.index) for worker in open_workers]
         heapify(lightest)
         waiting, busy = snapshot.pool.front, False
+        hold_s = self.hold_s(snapshot) if may_hold else 0.0
         for request in waiting.by_size(len(waiting), descending=True):
             load, index = lightest[0]
             worker = workers[index]
             load += cost(worker.spec, request.prompt_tokens)
-            if may_hold and load > envelope:
+            if hold_s and load > envelope:
                 busy = busy or self._busy(workers)  # once they are, they stay so: a decision only adds requests
-                if busy and now < self.held_until_s(request, snapshot):
+                if busy and now < held_until(request, hold_s, snapshot):
                     continue
             yield Choice(request, worker, 1, min(0.0, envelope - load))
             envelope = max(envelope, load)
@@ -201,6 +204,11 @@ class TargetFit:
             if worker.state is not DOWN and worker.occupied < max(MIN_ACTIVE_TO_HOLD, share * worker.spec.slots):
                 return False
         return True
+
+
+def held_until(request: RequestTracker, hold_s: float, snapshot: ClusterSnapshot) -> float:
+    """Until when a request may be held back, seconds; `hold_s`: how long a usual one may be."""
+    return request.ready_s + hold_s * snapshot.means.patience_factor(request.prompt_tokens)
 
 
 def cost(spec: WorkerSpec, prompt_tokens: float) -> float:

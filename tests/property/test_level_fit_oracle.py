@@ -194,7 +194,9 @@ class Oracle:
         self.means["wait_s"] += 0.01 * (self.now - entry["ready_s"] - self.means["wait_s"])
 
     def slack(self, front: list[dict[str, Any]], may_hold: bool) -> None:
-        hold_s = min(HOLD_S, 0.1 * self.stay_s())
+        most_tokens = max(worker.get("tokens_per_step", 1.0) for worker in self.document["workers"])
+        too_short = self.means["answers"] >= 100 and 0.1 * self.means["answer_tokens"] < most_tokens
+        hold_s = 0.0 if too_short else min(HOLD_S, 0.1 * self.stay_s())
         for entry in sorted(front, key=lambda entry: -entry["prompt_tokens"]):
             place = min((each for each in self.places if each.free), key=lambda each: each.load)
             prompt, envelope = entry["prompt_tokens"], max(each.load for each in self.barrier)
@@ -343,7 +345,7 @@ def a_document(random: Random, policy: str) -> dict[str, Any]:
             "start_tokens": mean_prompt,
             "usual_tokens": mean_prompt * random.uniform(0.7, 1.4),
             "wait_s": random.choice((0.0, 0.2, 4.0)),
-            "answer_tokens": random.choice((0.0, 30.0, 400.0, 4_000.0)),
+            "answer_tokens": random.choice((0.0, 6.0, 30.0, 400.0, 4_000.0)),
             "log_prompt": math.log(mean_prompt) - 0.5,
             "log_variance": random.choice((0.0, 0.02, 1.5)),
             "log_covariance": random.choice((0.0, 300.0, -20.0, -300.0, -2_000.0)),

@@ -90,6 +90,21 @@ def test_a_hold_lasts_at_most_a_tenth_of_the_mean_answer_once_measured(answers: 
 
 
 @pytest.mark.parametrize("policy", ["target_fit", "level_fit"])
+@pytest.mark.parametrize(("answer_tokens", "tokens_per_step", "held"), [(9, 1, False), (10, 1, True), (20, 3, False)])
+def test_nothing_is_held_back_where_a_step_is_more_than_a_tenth_of_the_mean_answer(
+    policy: str, answer_tokens: int, tokens_per_step: int, held: bool
+) -> None:
+    """A slot of answers of four steps that stays empty for one has lost a fourth of what it can serve."""
+    scheduler = occupied([[100] * 4, [100] * 4], slots=8, policy=policy)
+    means = scheduler.snapshot.means
+    means.answers, means.answer_tokens = 100, float(answer_tokens)  # of one token each there is no time per token
+    scheduler.report_tokens_per_step("d1", float(tokens_per_step), 10.0)
+    pool_all(scheduler, {"large": 300}, now=10.0)
+    assert math.isfinite(scheduler.recheck_s(10.0)) is held
+    assert admitted(scheduler, 10.0) == ([] if held else [("large", "d0")])
+
+
+@pytest.mark.parametrize("policy", ["target_fit", "level_fit"])
 def test_an_endless_hold_begins_once_the_mean_answer_bounds_it(policy: str) -> None:
     scheduler = occupied([[100] * 4, [100] * 4], slots=8, hold_s=math.inf, policy=policy)
     means, overlap = scheduler.snapshot.means, scheduler.snapshot.overlap
