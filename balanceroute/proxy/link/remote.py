@@ -469,10 +469,9 @@ class RemoteBrain:
 
     def _welcome(self, message: Welcome) -> None:
         if message.version != VERSION or message.epoch < self.epoch:
-            theirs, ours = f"version {message.version}, epoch {message.epoch}", f"version {VERSION}, epoch {self.epoch}"
-            raise LinkError(f"the brain has {theirs}; this relay needs {ours} or a later epoch")
-        if message.epoch != self._left_epoch:
-            self._retry_s = RETRY_S
+            its = f"version {message.version}, epoch {message.epoch}"
+            raise LinkError(f"the brain has {its}; this relay needs version {VERSION}, epoch {self.epoch} or later")
+        self._retry_s = self._retry_s if message.epoch == self._left_epoch else RETRY_S
         self.epoch, self.member, self._joined_s = message.epoch, message.member, self._loop.time()
         self._troubles.clear()
         if self._retry_s == RETRY_S:

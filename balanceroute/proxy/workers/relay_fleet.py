@@ -120,10 +120,10 @@ class RelayFleet(Fleet):
         for standing in message.changed:
             worker = self._named(standing.spec)
             worker.state, worker.leaving = standing.state, False
-            if (standing.out and worker.healthy) or standing.ended_at > worker.ended_at:
+            ended_at = standing.ended_at or worker.ended_at  # a new brain knows of no end before its own time
+            if (standing.out and worker.healthy) or ended_at != worker.ended_at:  # not >: clocks are set back, too
                 worker.echoes_ids = worker.kv_connector = None  # another version may be back, or be here already
-            worker.healthy = not standing.out
-            worker.ended_at = standing.ended_at or worker.ended_at  # a new brain knows of no end before its own time
+            worker.healthy, worker.ended_at = not standing.out, ended_at
             assert isinstance(worker.circuit, ReportedCircuit)
             worker.circuit.set_state(CircuitState(standing.circuit), standing.doubtful)
             self.salt_cache(worker, standing.cache_salt)
