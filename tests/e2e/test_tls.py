@@ -198,7 +198,7 @@ def test_files_that_cannot_be_used_are_one_line(tmp_path: Path, tls: dict[str, s
     ("flags", "environ", "expected"),
     [
         (["--host", "0.0.0.0"], {}, ["may use the cluster"]),
-        (["--host", "0.0.0.0"], {"OPENAI_API_KEY": "sk-w"}, ["lent to whoever", "may use the cluster"]),
+        (["--host", "0.0.0.0"], {"OPENAI_API_KEY": "sk-w"}, ["uses the workers' key", "may use the cluster"]),
         ([], {}, []),
     ],
 )

@@ -120,6 +120,8 @@ def test_the_simulator_and_the_live_proxy_decide_alike(policy: str, predictor: s
                     scheduler.progress(request_id, tokens, now)
             case "refresh":
                 scheduler.refresh(args["request_id"], args["expected_remaining"], now)
+            case "requeue":  # on a busy machine a worker may close an idle connection just as a request goes out
+                scheduler.requeue(now=now, **args)
             case "finish":
                 scheduler.finish(args["request_id"], Outcome(args["outcome"]), now)
             case "add_worker" | "set_worker_state" | "expire":

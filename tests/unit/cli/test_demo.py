@@ -97,7 +97,7 @@ def test_an_ended_router_or_cluster_is_one_line_and_no_traceback() -> None:
     with pytest.raises(DemoFailed, match="does not answer any more"):
         page(nobody)
     failed = LoadReport(9, 0, {"status 503": 9}, 1.0, 0.0, 0, 0.0, *(Distribution.of([]) for _ in range(5)))
-    with pytest.raises(DemoFailed, match="no prefiller has had a prompt of 9 requests: .*status 503"):
+    with pytest.raises(DemoFailed, match="none of 9 requests has reached a prefiller: .*status 503"):
         figures("round_robin", failed, ["", ""], 0.0)
 
 

@@ -501,7 +501,7 @@ def test_a_relay_whose_memberships_end_by_a_bug_rejoins_after_growing_pauses_and
         if end == "relay":
             relay.brain.on_workers = fail
         else:
-            brain.hub._take = fail  # type: ignore[method-assign]
+            brain.hub._reports.cache_doubted = fail  # type: ignore[method-assign]
             relay.brain.on_joined = lambda: relay.brain.report(CacheDoubted("d0", "1"))
         await until(lambda: len(tries_s) == 6)
         assert tries_s[5] - tries_s[4] >= 8 * RETRY_S
