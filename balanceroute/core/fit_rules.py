@@ -69,6 +69,13 @@ class FitRules:
     mean_bonus: float = 0.0  # B: factor of what the mean request costs
     deviation_bonus: float = 0.0  # what prompts' mean absolute deviation, in mean prompts, adds to B: a factor
 
+    # Room for huge prompts: `scarce_fit.Window.expected`.
+    room_from: float = math.inf  # mean requests: room is made ahead for a request of this size
+    room_share: float = 0.0  # of what it costs, for which room is made
+    room_lead: float = 0.0  # how early that begins, in the times that departures need to make it
+    room_workers: float = 0.0  # the most workers that make room at a time, as a share of all
+    room_caps: float = 1.0  # after how many caps it goes anywhere
+
     # Cap: see above.
     mean_waits: float  # mean waits in the cap of a usual request
     least_cap: float  # the least such cap, in `max_wait_s`
@@ -115,6 +122,11 @@ LEVEL_FIT = FitRules(
     answer_share=0.5,
     growth_share=1.1,
     stock_share=1.0,
+    room_from=12.0,
+    room_share=0.75,
+    room_lead=1.2,
+    room_workers=3 / 8,
+    room_caps=1.05,
     large_from=5.0,
     outlier_from=50.0,
     outlier_patience=1 / 64,

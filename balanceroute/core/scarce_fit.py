@@ -55,6 +55,15 @@ on. A huge prompt that raises the largest load waits until its cap, but up to th
 its bonus from .73 of its cap on. When one goes in, those that have waited nearly as long follow, and the barrier is
 slow once for all of them. The square alone would keep each until its own cap, one after another.
 
+*Room for huge prompts.* One that reaches its cap before its place comes raises its worker far above the others, and all
+of them wait for it. A worker that is as far below the others waits alone, which costs G - 1 times less. So shortly
+before the cap, the lightest worker makes room: it counts as if it had `room_share` of what the prompt costs already. So
+it gets the smallest requests, while the level of the others stays. Once so much of the prompt fits below the largest
+load, it goes there, or to any other worker where so much of it fits. A departure makes room for a mean request, so room for k
+of them takes k mean answers' times over the slots; `room_lead` times that before its cap it begins. Room for all of a
+prompt would serve the most tokens, for half of it would give the least load spread; three quarters do nearly as well in
+both. From its cap on the prompt goes to its own worker, room or not; from `room_caps` caps on, anywhere.
+
 *Bonus by how much prompts differ.* A wait competes with differences of misfit, and these are as large as the prompts
 differ. Measured by the mean prompt alone, a wait weighs too little where few prompts are large and most are small: the
 small ones, more than half of all, wait longest there. So B is `deviation_bonus` times the mean absolute deviation of
@@ -106,7 +115,8 @@ class OpenWorker:
     """A worker that had a free slot when a scarce decision began, and what the decision makes of it.
 
     Attributes: `load`, what a step costs (L_g); `active`, requests on it (n_g), `most`, how many there may be, and
-    `share`, how many there are over its slots; `room`, see `kv_room`, and `roomiest`, whether no worker has more.
+    `share`, how many there are over its slots; `room`, see `kv_room`, and `roomiest`, whether no worker has more;
+    `expects`, the position of the huge request that it makes room for, or -1, and `kept_free`, that room, a load.
     """
 
     def __init__(self, worker: DecodeInstanceState, load: float) -> None:
@@ -115,6 +125,7 @@ class OpenWorker:
         self.active = worker.occupied
         self.most = worker.own_slots + worker.foreign_requests
         self.share = self.active / self.spec.slots
+        self.expects, self.kept_free = -1, 0.0
 
     def occupy(self) -> None:
         """One slot less."""
@@ -146,14 +157,31 @@ class Loads:
         self._fixed_sum = math.fsum(fixed)
         self._fixed_max, self._fixed_min = float(max(fixed, default=0.0)), float(min(fixed, default=math.inf))
 
+    def make_room(self, snapshot: ClusterSnapshot, window: "Window") -> None:
+        """Let the lightest workers make room for the requests that the window expects, one each."""
+        loads = snapshot.step_loads()
+        changing = {each.worker.index: each for each in self.changing}
+        lightest = sorted([(loads[each.index], each.index) for each in snapshot.workers if each.state is UP])
+        for (load, index), position in zip(lightest, window.expected):  # noqa: B905 (the shorter one decides)
+            kept_free = window.rules.room_share * window.added(snapshot.workers[index].spec)[position]
+            loads[index] = load + kept_free
+            if index in changing:
+                changing[index].expects, changing[index].kept_free = position, kept_free
+        fixed = [load for index, load in enumerate(loads) if index not in changing and index not in snapshot.down]
+        self._fixed_sum, self._fixed_min = math.fsum(fixed), float(min(fixed, default=math.inf))
+
     def around(self, worker: OpenWorker) -> tuple[float, float, float]:
-        """Mean and largest load of the barrier, and the least of all but `worker`. O(workers that had a free slot)."""
+        """Mean and largest load of the barrier, and the least of all but `worker`. O(workers that had a free slot).
+
+        Room that is kept free counts in the mean and in the least load.
+        """
         total, envelope, least = 0.0, self._fixed_max, self._fixed_min
         for each in self.changing:
             load = each.load
-            total += load
             if load > envelope:
                 envelope = load
+            load += each.kept_free
+            total += load
             if load < least and each is not worker:
                 least = load
         return (self._fixed_sum + total) / self._count, envelope, least
@@ -182,7 +210,8 @@ class Window:
     """The requests that a scarce decision chooses from, all of one class, and the bonus of each for waiting.
 
     Attributes: `trackers`, in waiting order; `prompts`, their tokens; `age`, u = wait / cap, shape (W,), with a shorter
-    cap where workers step alone; `drop`, how far below the mean load the level is, tokens.
+    cap where workers step alone; `drop`, how far below the mean load the level is, tokens; `expected`, the positions of
+    huge requests that room is made for, the most urgent first.
     """
 
     def __init__(
@@ -210,9 +239,29 @@ class Window:
         self.prompts: list[float] = self._sizes.tolist()
         self._largest = float(np.maximum.reduce(self._sizes))
         self._smallest, self._latest = min(self.prompts), float(np.maximum.reduce(self._late))
+        self.expected = self._expected(snapshot, wait_s)
         self._bonus: list[float] = self._bonuses(means).tolist()
         self._available: list[float] = self._bonus.copy()  # -inf where the request is used
         self._added: dict[tuple[float, int], list[float]] = {}  # (slowdown, c) -> what each adds to a load
+
+    def _expected(self, snapshot: ClusterSnapshot, wait_s: FloatArray) -> list[int]:
+        """See "Room for huge prompts": none before the answers' time is known, or where workers step alone."""
+        rules, stay_s, mean_cost = self.rules, snapshot.mean_stay_s(), self._mean_prompt + self._request_tokens
+        huge = rules.room_from * mean_cost - self._request_tokens
+        if self._largest < huge or stay_s == math.inf or not snapshot.shared_barrier:
+            return []
+        departure_s = stay_s * snapshot.n_in_barrier / snapshot.slots
+        urgent: list[tuple[float, int]] = []
+        positions: list[int] = np.flatnonzero((self._sizes >= huge) & (self._late > 0.0)).tolist()
+        for position in positions:
+            waited_s = float(wait_s[position])
+            left_s = waited_s / float(self._late[position]) - waited_s
+            room = rules.room_share * (self.prompts[position] + self._request_tokens)
+            early_s = rules.room_lead * departure_s * room / mean_cost - left_s
+            if early_s > 0.0:
+                urgent.append((-early_s, position))
+        most = max(1, int(rules.room_workers * snapshot.n_in_barrier))
+        return [position for _, position in sorted(urgent)[:most]]
 
     def _bonuses(self, means: WorkloadMeans) -> FloatArray:
         """u^2 (A (s + c) + B (mean prompt + c)), and `OVERDUE_BONUS` u past the cap; tokens, shape (W,)."""
@@ -304,6 +353,29 @@ class Window:
             self._available[position] = -math.inf
         return position, best
 
+    def take_expected(self, worker: OpenWorker, envelope: float) -> int:
+        """Use the largest of the expected requests that has room enough on this worker: its position, or -1."""
+        best, largest, added = -1, 0.0, self.added(worker.spec)
+        for position in self.expected:
+            cost, prompt = added[position], self.prompts[position]
+            fits = worker.load + self.rules.room_share * cost <= envelope and prompt <= worker.room
+            if fits and prompt > largest and self._available[position] != -math.inf:
+                best, largest = position, prompt
+        if best >= 0:
+            self._available[best] = -math.inf
+        return best
+
+    def hide_expected(self, worker: OpenWorker) -> list[int]:
+        """Use, for now, the expected requests that are not to go to this worker; returns their positions."""
+        hidden: list[int] = []
+        for position in self.expected:
+            late = float(self._late[position])
+            stays = late <= 1.0 if position == worker.expects else late <= self.rules.room_caps
+            if stays and self._available[position] != -math.inf:
+                self._available[position] = -math.inf
+                hidden.append(position)
+        return hidden
+
     def put_back(self, position: int) -> None:
         """The request is not used after all."""
         self._available[position] = self._bonus[position]
@@ -364,9 +436,28 @@ def _fit(worker: OpenWorker, loads: Loads, window: Window) -> Fit | None:
     spec = worker.spec
     mean, envelope, least = loads.around(worker)
     level = min(envelope, mean - spec.slowdown * window.drop)
-    position, price = window.take(worker, level, envelope, min(level, least))
+    position, price = _choice(worker, window, level, envelope, min(level, least))
     if position < 0:
         return None
     worker.load += window.added(spec)[position]
     worker.room -= window.prompts[position]
     return Fit(worker, position, price)
+
+
+def _choice(worker: OpenWorker, window: Window, level: float, envelope: float, least: float) -> tuple[int, float]:
+    """`Window.take` with room for huge requests: one that has its room goes first; until then none goes elsewhere."""
+    if not window.expected:
+        return window.take(worker, level, envelope, least)
+    position = window.take_expected(worker, envelope)
+    if position >= 0:
+        worker.kept_free = 0.0
+        return position, 0.0
+    hidden = window.hide_expected(worker)
+    worker.load += worker.kept_free
+    position, price = window.take(worker, level, envelope, least)
+    worker.load -= worker.kept_free
+    for each in hidden:
+        window.put_back(each)
+    if position < 0:  # nothing else waits
+        position, price = window.take(worker, level, envelope, least)
+    return position, price

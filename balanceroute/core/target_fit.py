@@ -125,6 +125,8 @@ class TargetFit:
         timer = self.stage_timer
         loads = Loads(snapshot, open_workers, self.rules)
         window = Window(snapshot, now, self.params, self.rules, pool_is_full)
+        if window.expected:
+            loads.make_room(snapshot, window)
         if timer:
             timer("prepare")
         for fit in choose_scarce(loads, window, min(loads.free, len(window.trackers))):
