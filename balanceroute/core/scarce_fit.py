@@ -59,10 +59,10 @@ slow once for all of them. The square alone would keep each until its own cap, o
 of them wait for it. A worker that is as far below the others waits alone, which costs G - 1 times less. So shortly
 before the cap, the lightest worker makes room: it counts as if it had `room_share` of what the prompt costs already. So
 it gets the smallest requests, while the level of the others stays. Once so much of the prompt fits below the largest
-load, it goes there, or to any other worker where so much of it fits. A departure makes room for a mean request, so room for k
-of them takes k mean answers' times over the slots; `room_lead` times that before its cap it begins. Room for all of a
-prompt would serve the most tokens, for half of it would give the least load spread; three quarters do nearly as well in
-both. From its cap on the prompt goes to its own worker, room or not; from `room_caps` caps on, anywhere.
+load, it goes there, or to any other worker where so much of it fits. A departure makes room for a mean request, so room
+for k of them takes k mean answers' times over the slots; `room_lead` times that before its cap it begins. Room for all
+of a prompt would serve the most tokens, for half of it would give the least load spread; three quarters do nearly as
+well in both. From its cap on the prompt goes to its own worker, room or not; from `room_caps` caps on, anywhere.
 
 *Bonus by how much prompts differ.* A wait competes with differences of misfit, and these are as large as the prompts
 differ. Measured by the mean prompt alone, a wait weighs too little where few prompts are large and most are small: the

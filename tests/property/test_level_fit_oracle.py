@@ -1,7 +1,8 @@
 """`level_fit` and `target_fit` against their texts (`target_fit.py`, `scarce_fit.py`, `fit_rules.py`) in plain Python.
 
 Whole decisions on random states: waits past and before their caps, two classes, slowdowns and costs per request, KV
-memory, workers that are down, small pools that are full, outliers, answers that are longer where prompts are small.
+memory, workers that are down, small pools that are full, outliers, huge prompts that room is made for, answers that are
+longer where prompts are small.
 Only the way to the numbers differs: nothing is kept
 from one choice to the next, and nothing is an array. States in which two choices cost nearly the same are passed over,
 because there the last digit of a sum decides.
@@ -41,6 +42,7 @@ class Place:
     own_slots: int
     own: int
     more: float = 0.0  # of the answers that what was chosen here is expected to have
+    kept_free: float = 0.0  # a load: the room that it makes for a huge request
 
     @property
     def load(self) -> float:
@@ -129,16 +131,34 @@ class Oracle:
 
     def level(self, place: Place, front: list[dict[str, Any]]) -> tuple[float, float, float]:
         """T, the largest load, and the least of all others (or T)."""
-        loads, means, share = [each.load for each in self.barrier], self.means, 1 - 1 / len(self.barrier)
+        envelope, means, share = max(each.load for each in self.barrier), self.means, 1 - 1 / len(self.barrier)
+        loads = [each.load + each.kept_free for each in self.barrier]
         drop = growth = self.rules.growth_share * means["answer_tokens"] * share
         if growth:
             mean_prompt = means["prompt_tokens"]
             stock = sum(min(entry["prompt_tokens"], 5 * mean_prompt) for entry in front) / len(front)
             most = max(growth, mean_prompt / 2 - growth)
             drop += max(-most, min(most, self.rules.stock_share * (mean_prompt - stock)))
-        target = min(max(loads), sum(loads) / len(loads) - place.slowdown * drop)
-        others = [each.load for each in self.barrier if each is not place]
-        return target, max(loads), min([target, *others])
+        target = min(envelope, sum(loads) / len(loads) - place.slowdown * drop)
+        others = [each.load + each.kept_free for each in self.barrier if each is not place]
+        return target, envelope, min([target, *others])
+
+    def expected(self, front: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The huge requests that room is made for, the most urgent first."""
+        if self.rules is not LEVEL_FIT or self.stay_s() == math.inf:
+            return []
+        departure_s = self.stay_s() * len(self.barrier) / sum(place.slots for place in self.barrier)
+        urgent: list[tuple[float, dict[str, Any]]] = []
+        for entry in front:
+            times = (entry["prompt_tokens"] + self.c) / (self.means["prompt_tokens"] + self.c)
+            wait_s = self.now - entry["ready_s"]
+            early_s = 1.2 * departure_s * 0.75 * times - (self.cap_s(entry["prompt_tokens"]) - wait_s)
+            assume(abs(early_s) > 1e-6 and abs(times - 12) > 1e-9)
+            if times >= 12 and wait_s > 0 and early_s > 0:
+                assume(all(abs(early_s - other) > 1e-6 for other, _ in urgent))
+                urgent.append((early_s, entry))
+        urgent.sort(key=lambda each: -each[0])
+        return [entry for _, entry in urgent[: max(1, 3 * len(self.barrier) // 8)]]
 
     def mean_cost(self) -> float:
         mean = self.means["prompt_tokens"] + self.c
@@ -233,6 +253,25 @@ class Oracle:
         roomiest = {name: room == most for name, room in rooms.items()}
         chosen: list[tuple[dict[str, Any], Place]] = []
         closed: list[Place] = []
+        expected, makes_room = self.expected(front), {}
+        for entry, place in zip(expected, sorted(up, key=lambda each: each.load), strict=False):
+            makes_room[place.name] = entry
+            place.kept_free = 0.75 * place.slowdown * (entry["prompt_tokens"] + more[entry["id"]] + place.c)
+
+        def used(entry: dict[str, Any]) -> bool:
+            return any(entry is other for other, _ in chosen)
+
+        def has_its_room(entry: dict[str, Any], place: Place) -> bool:
+            added = place.slowdown * (entry["prompt_tokens"] + more[entry["id"]] + place.c)
+            envelope = max(each.load for each in self.barrier)
+            over = place.load + 0.75 * added - envelope
+            assume(abs(over) > NEAR * (1 + envelope))
+            return over < 0 and entry["prompt_tokens"] <= rooms[place.name]
+
+        def is_kept_away(entry: dict[str, Any], place: Place) -> bool:
+            caps_waited = (self.now - entry["ready_s"]) / caps[entry["id"]]
+            most = 1 if makes_room.get(place.name) is entry else 1.05
+            return any(entry is each for each in expected) and caps_waited <= most
 
         def fits(entry: dict[str, Any], place: Place) -> bool:
             room = rooms[place.name]
@@ -242,12 +281,23 @@ class Oracle:
             return bool(self.now - entry["ready_s"] > past * caps[entry["id"]])
 
         def best(place: Place) -> dict[str, Any] | None:
+            have_room = [entry for entry in expected if not used(entry) and has_its_room(entry, place)]
+            if have_room:
+                place.kept_free = 0.0
+                return max(have_room, key=lambda entry: entry["prompt_tokens"])
+            return cheapest(place, True) or cheapest(place, False)
+
+        def cheapest(place: Place, beside_expected: bool) -> dict[str, Any] | None:
             target, envelope, least = self.level(place, front)
             costs: list[tuple[float, dict[str, Any]]] = []
             for entry in front:
-                if any(entry is used for used, _ in chosen) or not fits(entry, place):
+                if used(entry) or not fits(entry, place) or (beside_expected and is_kept_away(entry, place)):
                     continue
-                x = place.load + place.slowdown * (entry["prompt_tokens"] + more[entry["id"]] + place.c)
+                x = (
+                    place.load
+                    + beside_expected * place.kept_free
+                    + place.slowdown * (entry["prompt_tokens"] + more[entry["id"]] + place.c)
+                )
                 price = abs(x - target) + self.rules.overflow_penalty * max(0.0, x - envelope)
                 price += self.rules.underflow_penalty * max(0.0, least - x)
                 square = self.rules.curvature * (x - target) ** 2 / self.mean_cost()

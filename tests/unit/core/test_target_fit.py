@@ -197,6 +197,9 @@ def test_more_free_slots_than_the_window_are_filled_in_rounds() -> None:
     assert len(admitted(scheduler)) == 600
 
 
+FULL = [7_500] * 4
+
+
 def level_fitting(loads: list[list[int]], *, slots: int, mean_prompt: float, mean_output: float = 0.0) -> Scheduler:
     """`occupied` workers under level_fit, with the means of a workload that has run for long."""
     scheduler = occupied(loads, slots=slots, policy="level_fit")
@@ -291,6 +294,47 @@ def test_huge_prompts_with_nearly_the_same_wait_follow_an_admitted_one(running: 
     see_means(scheduler, 100, 0.0)
     scheduler.snapshot.means.deviation_tokens = 100.0
     assert admitted(scheduler, 1000.0) == [(first, "d7")]
+
+
+def with_a_huge_prompt(free: list[int], *, others: list[int] = FULL, age_s: float, policy: str = "level_fit") -> str:
+    """Who gets the slot of a worker that holds `free`, beside three with 30,000 tokens each and no free slot.
+
+    The huge prompt is twenty times the mean. Its cap is 102 s, and departures make its room within 37.5 s.
+    """
+    scheduler = occupied([FULL, FULL, others, free], slots=4, policy=policy)
+    means, scheduler.snapshot.overlap.token_s = scheduler.snapshot.means, 0.05
+    means.prompts, means.answers, means.answer_tokens, means.usual_tokens = 1000, 1000, 200.0, 1000.0
+    scheduler.submit_prefilled(RequestSpec("huge", 20_000), 1000.0 - age_s)
+    pool_all(scheduler, {"small": 100, "fits": 700}, now=1000.0)
+    see_means(scheduler, 1_000, wait_s=10.0)
+    ((request, _),) = admitted(scheduler, 1000.0)
+    return request
+
+
+def test_the_lightest_worker_makes_room_for_a_huge_prompt_shortly_before_its_cap() -> None:
+    assert with_a_huge_prompt([9_700] * 3, age_s=45.0) == "fits"
+    assert with_a_huge_prompt([9_700] * 3, age_s=65.0) == "small"
+
+
+def test_a_huge_prompt_waits_until_there_is_room_for_three_quarters_of_it() -> None:
+    assert with_a_huge_prompt([5_001] * 3, age_s=65.0) == "small"
+    assert with_a_huge_prompt([5_000] * 3, age_s=65.0) == "huge"
+
+
+def test_no_other_worker_keeps_low_while_the_lightest_makes_room() -> None:
+    """The mean is lower by what is missing on the lightest; the level of the others is not."""
+    assert with_a_huge_prompt([9_700] * 3, others=[5_000] * 4, age_s=65.0) == "fits"
+
+
+def test_past_its_cap_a_huge_prompt_goes_to_the_worker_that_makes_room_and_later_to_any() -> None:
+    assert with_a_huge_prompt([9_700] * 3, age_s=101.0) == "small"
+    assert with_a_huge_prompt([9_700] * 3, age_s=103.0) == "huge"
+    assert with_a_huge_prompt([9_700] * 3, others=[5_000] * 4, age_s=106.0) == "fits"
+    assert with_a_huge_prompt([9_700] * 3, others=[5_000] * 4, age_s=108.0) == "huge"
+
+
+def test_target_fit_makes_no_room() -> None:
+    assert with_a_huge_prompt([9_700] * 3, age_s=65.0, policy="target_fit") == "fits"
 
 
 def test_a_prompt_is_admitted_before_the_pools_ttl_ends() -> None:
