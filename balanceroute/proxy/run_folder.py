@@ -161,9 +161,8 @@ class RunFolder:
     def lock_file(self, name: str, held: str, tries: int = TRIES) -> int:
         """A file of that name, locked. Raises: ConfigError: another process holds it."""
         try:
-            for number in range(
-                tries
-            ):  # `RelayLocks.running` holds the lock for a moment, and so does a process just killed
+            # `RelayLocks.running` holds the lock for a moment, and so does a process just killed
+            for number in range(tries):
                 if number:
                     time.sleep(PAUSE_S)
                 file = locked(self.folder / name)

@@ -106,19 +106,15 @@ def test_a_truncated_body_is_an_error_after_its_bytes(run: Run, sent: bytes) -> 
     run(test)
 
 
-def test_garbage_is_a_bad_reply(run: Run) -> None:
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [(b"SSH-2.0-OpenSSH\r\n", "not HTTP"), (b"\x15\x03\x01\x00\x02\x02\x46", "^its URL is http, and it speaks TLS$")],
+    ids=["garbage", "a TLS alert"],
+)
+def test_what_is_not_http_is_a_bad_reply(run: Run, answer: bytes, error: str) -> None:
     async def test() -> None:
-        async with worker(answering(b"SSH-2.0-OpenSSH\r\n")) as server:
-            with pytest.raises(BadUpstreamReply, match="not HTTP"):
-                await post(Upstream(server.url))
-
-    run(test)
-
-
-def test_a_tls_alert_is_told_as_that(run: Run) -> None:
-    async def test() -> None:
-        async with worker(answering(b"\x15\x03\x01\x00\x02\x02\x46")) as server:
-            with pytest.raises(BadUpstreamReply, match="^its URL is http, and it speaks TLS$"):
+        async with worker(answering(answer)) as server:
+            with pytest.raises(BadUpstreamReply, match=error):
                 await post(Upstream(server.url))
 
     run(test)
