@@ -131,12 +131,46 @@ async def _interrupted(leg: Leg, error: BalanceRouteError) -> bool:
 
 
 async def _stream(leg: Leg, worker: Worker, reply: Reply) -> bool:
+    """Relay a streamed answer; True when it is complete, False when the request was given back."""
     answer, ticket = leg.answer, leg.ticket
     scanner, outlet = answer.scanner, answer.outlet
-    before = counted = scanner.tokens
+    before = scanner.tokens
     _check_is_stream(reply, worker)
     scanner.identity.expect(leg.upstream_id, checked=bool(worker.echoes_ids), request_id=leg.id)
-    out = b""
+    first = await _first_events(leg, worker, reply)
+    answer.check_prompt(worker, len(scanner.generated.prompt_ids or ()))
+    if scanner.begun and scanner.end not in _NO_ANSWER:
+        learn_id(worker, scanner.identity.echoed)
+        worker.circuit.success()
+    broken: UpstreamError | None = None
+    if first:
+        if not outlet.started:
+            outlet.start()
+        broken = await stream_events(
+            reply,
+            scanner,
+            outlet,
+            ticket.progress,
+            # a chat's role may come before its first token
+            on_first=None if scanner.tokens > before else lambda: _has_begun(leg, worker),
+            first=first,
+            ends_response=outlet.ends_response,
+        )
+    if scanner.finish_reason is not None and scanner.end is not DONE:
+        await answer.close_finished()
+    return _ended(leg, worker, broken)
+
+
+async def _first_events(leg: Leg, worker: Worker, reply: Reply) -> bytes:
+    """Read until the answer has begun or the stream has ended; returns the client's bytes so far.
+
+    Nothing if they are no reason for a 200: there is no answer ([DONE] alone gives the request back), or an error
+    after mere comments.
+
+    Raises: BadUpstreamReply: the stream holds no event of an answer. ClientGone; KvTooOld.
+    """
+    scanner, out = leg.answer.scanner, b""
+    counted = scanner.tokens
     while not (out and scanner.begun) and scanner.end is None:
         chunk = await reply.next_chunk()
         leg.note_received(worker)
@@ -149,36 +183,14 @@ async def _stream(leg: Leg, worker: Worker, reply: Reply) -> bool:
         if len(out) > ERROR_LIMIT and not scanner.begun:
             break
         if scanner.tokens > counted:
-            ticket.progress(scanner.tokens - counted)
+            leg.ticket.progress(scanner.tokens - counted)
             counted = scanner.tokens
             _has_begun(leg, worker)
-    answer.check_prompt(worker, len(scanner.generated.prompt_ids or ()))
-    if not scanner.begun:  # [DONE] alone is a request that was given back at once
-        if chunk is None or scanner.end is None:
-            raise BadUpstreamReply("its stream holds no event of an answer", worker=worker.id, tier="decode")
-        out = b""
-    elif scanner.end in _NO_ANSWER:
-        out = out if b"data:" in out else b""  # comments that came before an error are no reason for a 200
-    else:
-        learn_id(worker, scanner.identity.echoed)
-        worker.circuit.success()
-    broken: UpstreamError | None = None
-    if out:
-        if not outlet.started:
-            outlet.start()
-        broken = await stream_events(
-            reply,
-            scanner,
-            outlet,
-            ticket.progress,
-            # a chat's role may come before its first token
-            on_first=None if counted > before else lambda: _has_begun(leg, worker),
-            first=out,
-            ends_response=outlet.ends_response,
-        )
-    if scanner.finish_reason is not None and scanner.end is not DONE:
-        await answer.close_finished()
-    return _ended(leg, worker, broken)
+    if not scanner.begun and (chunk is None or scanner.end is None):
+        raise BadUpstreamReply("its stream holds no event of an answer", worker=worker.id, tier="decode")
+    if not scanner.begun or (scanner.end in _NO_ANSWER and b"data:" not in out):
+        return b""
+    return out
 
 
 def _has_begun(leg: Leg, worker: Worker) -> None:
