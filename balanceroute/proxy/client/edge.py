@@ -215,20 +215,26 @@ class Edge:
             text = "The router has as many client connections as it may have; try again shortly."
             raise EdgeFull(text, retry_after_s=RETRY_AFTER_S)
 
-    def check_bytes(self, complete: bool, holder: str, more_bytes: int = 0) -> None:
-        """Check that there is room for `more_bytes` of a body that is `complete` or still arriving.
+    def check_incoming_bytes(self, holder: str = "") -> None:
+        """Check that there is room for more bytes of requests that are not complete, then `check_held_bytes`."""
+        if self._incoming_bytes + self.load.others(INCOMING_BYTES) > self.limits.max_incoming_bytes:
+            raise _no_room()
+        self.check_held_bytes(holder)
+
+    def check_held_bytes(self, holder: str = "", more_bytes: int = 0) -> None:
+        """Check that there is room for all requests with `more_bytes`.
 
         One client may have half of the room; each relay checks this for itself.
+
+        Args: holder: the client that a large body is counted for.
 
         Raises: EdgeFull: too many bytes.
         """
         limits, load = self.limits, self.load
-        incoming = self._incoming_bytes + more_bytes + load.others(INCOMING_BYTES)
-        full = incoming > limits.max_incoming_bytes and not complete
-        greedy = self.held.get(holder, 0) > limits.one_holder_bytes(load.relays)
-        if full or greedy or incoming + self._served_bytes + load.others(SERVED_BYTES) > limits.max_held_bytes:
-            text = "The router holds as many bytes of requests as it may; try again shortly."
-            raise EdgeFull(text, retry_after_s=RETRY_AFTER_S)
+        others = load.others(INCOMING_BYTES) + load.others(SERVED_BYTES)
+        full = self._incoming_bytes + self._served_bytes + more_bytes + others > limits.max_held_bytes
+        if full or self.held.get(holder, 0) > limits.one_holder_bytes(load.relays):
+            raise _no_room()
 
     def hold(self, holder: str, size: int) -> None:
         """Count `size` more bytes (or fewer, if negative) of a large body for the client `holder`."""
@@ -272,3 +278,8 @@ class Edge:
                     log.exception("internal error", extra={"where": "client connections"})
                     connection.abort()
         self._looking = self.loop.call_later(period_s, self._look) if self.connections else None
+
+
+def _no_room() -> EdgeFull:
+    text = "The router holds as many bytes of requests as it may; try again shortly."
+    return EdgeFull(text, retry_after_s=RETRY_AFTER_S)

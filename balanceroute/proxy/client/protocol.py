@@ -244,7 +244,7 @@ class ClientProtocol(asyncio.Protocol):
         many = len(self._raw) > MAX_WAITING_BYTES
         if self._request is None:
             try:
-                self.edge.check_bytes(False, "")
+                self.edge.check_incoming_bytes()
             except EdgeFull as error:
                 self._make_room(error)
                 return
@@ -354,7 +354,7 @@ class ClientProtocol(asyncio.Protocol):
     def _take_whole(self, request: Request, length: int) -> None:
         """Take a small body that has come with its head. Raises: EdgeFull."""
         edge = self.edge
-        edge.check_bytes(True, "", length)
+        edge.check_held_bytes(more_bytes=length)
         request.body, self._raw = self._raw[:length], self._raw[length:]
         self._served_bytes = length
         edge.served_bytes += length
@@ -376,12 +376,14 @@ class ClientProtocol(asyncio.Protocol):
             edge.incoming_bytes += body.size - before
             if body.size > LARGE_BODY_BYTES:
                 self._hold(body.size, request)
-        edge.check_bytes(body.complete, self._holder)
-        if body.complete:
-            request.body = body.whole()
-            self._served_bytes = body.size
-            edge.served_bytes += body.size
-            self._complete(request)
+        if not body.complete:
+            edge.check_incoming_bytes(self._holder)
+            return
+        edge.check_held_bytes(self._holder)
+        request.body = body.whole()
+        self._served_bytes = body.size
+        edge.served_bytes += body.size
+        self._complete(request)
 
     # -- and is served
 

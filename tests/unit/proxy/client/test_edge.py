@@ -217,12 +217,12 @@ def test_changed_limits_apply_at_once_to_existing_connections_too() -> None:
         seats = [Seat() for _ in range(3)]
         for seat in seats:
             assert edge.join(seat)
-        edge.check_bytes(True, "client", 2 * 2**20)
+        edge.check_held_bytes("client", 2 * 2**20)
         assert limits() is limits() and not edge.full and edge.period_s == 1.0
         config = a_config(limits={"max_connections": 2, "max_held_bytes": 2**20, "client_keep_alive_s": 1.0})
         assert edge.full and edge.period_s == 0.25
         with pytest.raises(EdgeFull):
-            edge.check_bytes(True, "client", 2 * 2**20)
+            edge.check_held_bytes("client", 2 * 2**20)
         await let_pass(2.0)
         assert len(seats[0].looks) > 4
         for seat in seats:
@@ -274,7 +274,7 @@ def test_a_connection_whose_check_raises_is_closed_and_the_others_are_checked() 
 
 def lacks_room(edge: Edge, complete: bool) -> bool:
     try:
-        edge.check_bytes(complete, "client")
+        (edge.check_held_bytes if complete else edge.check_incoming_bytes)("client")
     except EdgeFull:
         return True
     return False
