@@ -286,7 +286,7 @@ class Scheduler:
         self._promotion.promote(self.snapshot, now)
         admissions: list[Admit] = []
         try:
-            self._decide(now, False, admissions)
+            self._decide(now, admissions, sent_ahead=False)
             if self.config.overlap_requests != 0 and self.policy.waits_for_slots and self.snapshot.pool.size:
                 self._send_ahead(now, admissions)
         except Exception:
@@ -296,14 +296,14 @@ class Scheduler:
         self._promotion.count_admissions(len(admissions))
         return admissions
 
-    def _decide(self, now: float, ahead: bool, admissions: list[Admit]) -> None:
+    def _decide(self, now: float, admissions: list[Admit], *, sent_ahead: bool) -> None:
         workers = self.snapshot.workers
         for choice in self.policy.decide(self.snapshot, now):
             worker = choice.worker
             if worker.index >= len(workers) or workers[worker.index] is not worker:
                 raise InvariantError(f"{self.policy.name} chose {worker.spec.id}, which is no worker of the snapshot")
             score = float(choice.score)  # as numpy has it, it could not be written to the journal
-            choice.request.sent_ahead = ahead
+            choice.request.sent_ahead = sent_ahead
             self._bind(choice, now)
             admissions.append(Admit(choice.request.id, worker.spec.id, choice.stage, score))
 
@@ -320,7 +320,7 @@ class Scheduler:
         for worker in snapshot.workers:
             worker.own_slots += worker.ahead
         try:
-            self._decide(now, True, admissions)
+            self._decide(now, admissions, sent_ahead=True)
         finally:
             for worker in snapshot.workers:
                 worker.own_slots -= worker.ahead
