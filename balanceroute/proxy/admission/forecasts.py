@@ -148,15 +148,15 @@ class LiveForecasts(Forecasts):
                 raise ConfigError(NEEDS_SCIKIT_LEARN)
             log.warning("the model stays as it is: %s", NEEDS_SCIKIT_LEARN)
         super().__init__(config, past)
-        in_memory = past if self.history.path is None else None
         try:
+            if past is not None and self.history.path is None:
+                rows = past.finished_requests()
+            else:  # a predictor without keys keeps only the newest rows
+                rows = self.history.load(ROWS_IN_MEMORY if chosen.kind == "survival" else None)
             self._predictor = build_predictor(
                 chosen.kind,
                 self._horizon,
-                # a predictor without keys keeps only the newest rows
-                rows=self.history.load(ROWS_IN_MEMORY if chosen.kind == "survival" else None)
-                if in_memory is None
-                else in_memory.finished_requests(),
+                rows=rows,
                 model=None if chosen.model is None else Path(chosen.model),
                 max_rows=min(chosen.max_rows, ROWS_IN_MEMORY),
                 max_age_s=chosen.max_age_s,
@@ -214,15 +214,16 @@ class LiveForecasts(Forecasts):
         if self._asking or not self._due:
             return
         trackers, self._due = [tracker for tracker in self._due if tracker.phase is Phase.DECODING], []
-        lives = [tracker.requeues for tracker in trackers]
+        requeues = [tracker.requeues for tracker in trackers]
         questions = self.forecaster.questions(trackers)
         loop = asyncio.get_running_loop()
 
         def renewed(values: list[float]) -> None:
             self._asking = False
             now = loop.time()
-            for tracker, life, age, expected in zip(trackers, lives, questions.ages.tolist(), values, strict=True):
-                if tracker.phase is Phase.DECODING and tracker.requeues == life:
+            asked = zip(trackers, requeues, questions.ages.tolist(), values, strict=True)
+            for tracker, requeues_then, age, expected in asked:
+                if tracker.phase is Phase.DECODING and tracker.requeues == requeues_then:
                     # less the tokens that have come since; at 0 it is due again at once
                     left = decremented(expected, tracker.age_tokens - age, self._horizon)
                     scheduler.refresh(tracker.id, left, now)
