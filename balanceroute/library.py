@@ -133,12 +133,13 @@ def settings_of(
     """The settings, and the policy itself where it is given as an object."""
     if isinstance(policy, str):
         learn_policy(policy)
-        for name in params if policy in BUILT_IN else ():
+        given = {name: plain(value) for name, value in params.items()}
+        if policy not in BUILT_IN:
+            return settings_from_dict({"policy": policy, "params": {"options": given}}), None
+        for name in params:
             if name in DEFAULTS and (wrong := misplaced(policy, name)):
                 raise InputError(f"params.{name}: {wrong}")
-        given = {name: plain(value) for name, value in params.items()}
-        knobs = {"seed": seed, **given} if policy in BUILT_IN else {"options": given}
-        return settings_from_dict({"policy": policy, "params": knobs}), None
+        return settings_from_dict({"policy": policy, "params": {"seed": seed, **given}}), None
     if params:
         raise InputError("params: accepted only where policy is a name; PolicySettings and objects have their own")
     if isinstance(policy, PolicySettings):
