@@ -56,10 +56,10 @@ def serve_processes(
 
     Raises: ConfigError: the configuration, an address or the run folder can't be used.
     """
-    # one line of the parent instead of one per child
+    # what is wrong with the files is said once here, not by every child
     configured = Configured.read(config)
     if config.listen.lease is not None:
-        from balanceroute.proxy.link.kubernetes import lease_api  # as in `brain.py`
+        from balanceroute.proxy.link.kubernetes import lease_api  # with httpx, which the parent needs only for this
 
         lease_api(config.listen.lease, Path(config.listen.service_account), os.environ, 1.0)
     with ExitStack() as held:

@@ -209,7 +209,7 @@ class Leg:
             self.outcome = EXPIRED
             raise
         except Rejected:
-            if self.ticket.left:  # it was refused as it came, and has waited for the word alone
+            if self.ticket.left:  # refused at its arrival: it has waited for that answer only, not for a worker
                 self.prefill_wait_s = self.decode_wait_s = 0.0
             raise
         except (ClientStalled, ClientGone):
