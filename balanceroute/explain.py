@@ -305,14 +305,14 @@ class _Situation:
         before["draws"] += index * drawn // len(admissions)
         others = {**before, "waiting": [entry for entry in before["waiting"] if entry["id"] != made.request]}
         elsewhere = {**before, "workers": [_closed(worker, made.worker) for worker in before["workers"]]}
-        choice = False
+        had_choice = False
         for changed in (others, elsewhere) if self._scarce else (elsewhere, others):
             policy, snapshot, now = state_from_dict(changed)
-            choice = choice or _can_admit(policy, snapshot)
+            had_choice = had_choice or _can_admit(policy, snapshot)
             found = next(iter(_decide(policy, snapshot, now).admissions), None)
             if found is not None:
                 return RunnerUp(found, score=found.score if made.stage == found.stage else None)
-        return RunnerUp(None, WOULD_WAIT if choice else NO_CHOICE)
+        return RunnerUp(None, WOULD_WAIT if had_choice else NO_CHOICE)
 
 
 def runners_up(state: dict[str, Any], last: int) -> list[tuple[Admit, RunnerUp]]:

@@ -18,7 +18,7 @@ import secrets
 from pathlib import Path
 from typing import Annotated, Final
 
-from pydantic import AfterValidator, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, Field, ValidationError
 from pydantic_core import ErrorDetails
 
 from balanceroute.config.documents import read_document, read_mapping
@@ -78,7 +78,12 @@ def read_client_keys(path: Path) -> tuple[KeyEntry, ...]:
 
 def _problem(found: ErrorDetails) -> str:
     loc = found["loc"]
-    fields = ", ".join((_File if len(loc) == 1 else PriorityBounds if "priority" in loc else KeyEntry).model_fields)
+    model: type[BaseModel] = KeyEntry
+    if len(loc) == 1:
+        model = _File
+    elif "priority" in loc:
+        model = PriorityBounds
+    fields = ", ".join(model.model_fields)
     match found["type"]:
         case "value_error":
             return str(found["ctx"]["error"])

@@ -292,6 +292,7 @@ def _prefixed(text: str, path: str, origin: str, sources: Mapping[str, str]) -> 
 
 
 def _nearest(loc: tuple[str | int, ...]) -> str:
+    """For an unknown key: the setting that may be meant, if any, and the accepted keys."""
     model: type[BaseModel] | None = Config
     if len(loc) > 1:
         parent = field_at(loc[:-1])
@@ -327,16 +328,17 @@ def _missing_hint(loc: tuple[str | int, ...], field: FieldInfo | None) -> str:
 
 
 def _dotted(loc: tuple[str | int, ...]) -> str:
-    text = ""
-    for part in loc:
-        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
-    return text or "configuration"
+    """The key path as a text: `decode.workers[0].url`."""
+    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc)
+    return text.removeprefix(".") or "configuration"
 
 
 def _shown(value: object, field: FieldInfo | None) -> str:
     """The value as it may appear in an error: no secret, no credentials of a URL, at most half a line."""
     if field is not None and is_secret(field):
         return MASK
-    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
+    if value is None:
+        return "null"
+    text = str(value).lower() if isinstance(value, bool) else repr(value)
     text = re.sub(r"//[^/\s'\"]*@", f"//{MASK}@", text)
     return one_line(text if len(text) <= 80 else text[:77] + "...")

@@ -203,9 +203,13 @@ class ProcessCluster:
         processes: dict[str, str] = {}
         for index, (member, answer) in enumerate(zip(self._members, answers, strict=True)):
             workers |= {} if answer is None else answer["workers"]
-            alive = self._processes[index].is_alive()
-            how = "stopped" if index in self._stopped else "silent" if answer is None else "up"
-            processes |= {name: how if alive else "dead" for name in member.names}
+            if not self._processes[index].is_alive():
+                state = "dead"
+            elif index in self._stopped:
+                state = "stopped"
+            else:
+                state = "silent" if answer is None else "up"
+            processes |= dict.fromkeys(member.names, state)
         violations = sum(answer["violations"] for answer in answers if answer is not None)
         return _json({"workers": workers, "processes": processes, "violations": violations})
 

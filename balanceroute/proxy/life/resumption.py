@@ -167,8 +167,9 @@ _TEXT_PARTS: Final = ("text", "input_text", "output_text", "refusal", "thinking"
 
 def _stop_may_be_missed(rest: Mapping[str, Any], cut: Cut) -> bool:
     wanted = rest.get("stop")
-    stops = [wanted] if isinstance(wanted, str) else wanted if isinstance(wanted, list) else []
-    stops = [stop for stop in stops if isinstance(stop, str) and len(stop) > 1]
+    if not isinstance(wanted, list):
+        wanted = [wanted]
+    stops = [stop for stop in wanted if isinstance(stop, str) and len(stop) > 1]
     if not stops or not cut.tokens_in_life:
         return False
     if rest.get("include_stop_str_in_output") or cut.flushed is None:

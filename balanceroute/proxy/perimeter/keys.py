@@ -280,12 +280,14 @@ def bearer(headers: Headers) -> bytes | None:
 
 
 def credential(headers: Headers) -> bytes | None:
-    """The bearer token, or else the one x-api-key."""
+    """The bearer token, or else the x-api-key; None: there is neither. Empty, which is no key: there are several."""
     given = bearer(headers)
     if given is not None:
         return given
     keys = [value for name, value in headers if name == b"x-api-key"]
-    return None if not keys else keys[0].strip() if len(keys) == 1 else b""
+    if len(keys) > 1:
+        return b""
+    return keys[0].strip() if keys else None
 
 
 def _bucket(row: Row, which: int, per_minute: int | None) -> Bucket | None:

@@ -152,8 +152,11 @@ class LineHandler(logging.Handler):
         with self.lock:  # type: ignore[union-attr]
             lines, self._waiting = self._waiting, []
             with suppress(ValueError):  # the log can't be written; requests are served all the same
-                for bunch in _bunches(lines) if self._in_pieces else [lines] if lines else []:
-                    self._write(bunch)
+                if self._in_pieces:
+                    for bunch in _bunches(lines):
+                        self._write(bunch)
+                elif lines:
+                    self._write(lines)
 
     def close(self) -> None:
         """Write the waiting lines, and close the own descriptor."""

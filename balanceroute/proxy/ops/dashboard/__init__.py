@@ -275,7 +275,9 @@ def _standing(services: OperatorServices, recorder: Recorder, worker_id: str, no
 
 def _shown(value: object) -> object:
     """A setting as a JSON value."""
-    return "no limit" if value == float("inf") else "the number of decode workers" if value is None else value
+    if value is None:
+        return "the number of decode workers"
+    return "no limit" if value == float("inf") else value
 
 
 def _histogram(histogram: Histogram) -> dict[str, Any]:
