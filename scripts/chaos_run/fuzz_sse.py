@@ -5,7 +5,7 @@
 An input is a stream of one to six real events, as vLLM sends them, damaged by one to four mutations (bytes split off,
 doubled, cut, flipped, inserted, swapped, events spliced into each other) and cut into reads at random places. It goes
 
-* through an `EventScanner` of random settings, then as a second life of the same answer: nothing may raise; what it
+* through an `EventScanner` of random settings, then as a second segment of the same answer: nothing may raise; what it
   gives goes through an `AnswerAssembler`: only BadUpstreamReply may come out;
 * as a client's body through `client_request.parse` (and every body built from it): only InvalidRequest may come out;
 * as a prefiller's and a decoder's reply through their readers: only BadUpstreamReply may come out.

@@ -18,7 +18,7 @@ from tests.integration.router import Router, running, served
 from tests.integration.test_proxy_answers import PROMPT, chat, completion, events, texts
 from tests.security.evil_worker import Answer, Asked, Evil, other, reply, well_decoded, well_prefilled
 from tests.unit.proxy.servers import worker
-from tests.waiting import until
+from tests.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.anyio
 
@@ -99,7 +99,7 @@ async def before(
         }
         app = create_app(validate(tree))
         url = await stack.enter_async_context(served(app))
-        client = await stack.enter_async_context(httpx.AsyncClient(base_url=url, trust_env=False, timeout=30))
+        client = await stack.enter_async_context(httpx.AsyncClient(base_url=url, trust_env=False, timeout=PATIENCE_S))
         yield app, client
 
 
@@ -380,7 +380,7 @@ async def test_an_answer_ends_when_a_third_decode_worker_dies_under_it(shape: Cl
         def strike() -> bool:
             for worker in router.cluster.decode:
                 tokens = sum(
-                    leg.answer.scanner.generated.in_life for leg in router.app.services.legs if leg.streaming_from
+                    leg.answer.scanner.generated.in_segment for leg in router.app.services.legs if leg.streaming_from
                 )
                 if worker.rank.running and tokens and not worker.dead:
                     worker.kill_engine()

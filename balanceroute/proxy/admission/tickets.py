@@ -39,8 +39,8 @@ class Ticket:
     Decode first, `asking`: it is bound and waits for a prefiller; `pushing`: a prefiller computes its prompt.
 
     `prefiller_id`: the prefiller that computes its prompt, or keeps its KV until the first token. `prompt_tokens`: of
-    its present life, including `earlier_tokens` generated in `requeues` earlier ones. `reported_tokens`: tokens of this
-    life that were reported.
+    its present prompt, including `earlier_tokens` generated before its `requeues`. `reported_tokens`: tokens generated
+    since then that were reported.
 
     `left`: it has ended, by `finish` or a refusal. `unreported_tokens`: tokens that have come since the last report.
     `last_token_s`: the time of the last ones; 0: none. `order`: the number of its arrival.

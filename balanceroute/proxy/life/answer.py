@@ -111,7 +111,7 @@ class Answer:
     @property
     def decodes(self) -> bool:
         """Whether the present decode worker has all of the prompt's KV: it has sent tokens, or the whole answer."""
-        return bool(self.scanner.generated.in_life) or self.scanner.finish_reason is not None
+        return bool(self.scanner.generated.in_segment) or self.scanner.finish_reason is not None
 
     def count_prompt_by_decoder(self) -> None:
         """Take the prompt's size from the decode worker, if no prefiller has counted it by the end of the decode."""
@@ -245,7 +245,7 @@ class Answer:
         outlet = self.outlet
         request = self._original
         chat, with_usage = request.endpoint == "chat", request.include_usage or request.assembled
-        tokens = self.scanner.generated.in_life  # the scanner adds those of workers before
+        tokens = self.scanner.generated.in_segment  # the scanner adds those of workers before
         self.scanner.identity.expect("", checked=False)  # the router's own events have no worker's id
         out = self.scanner.feed(
             ended_by_length(request.model, self.prompt_tokens, tokens, chat=chat, with_usage=with_usage)

@@ -386,7 +386,7 @@ class Leg:
 
         Another suspect may use that worker only after this, so it knows of the death.
         """
-        midway = bool(self.answer.scanner.generated.in_life)
+        midway = bool(self.answer.scanner.generated.in_segment)
         try:
             await self.retries.suspect_loss(error, worker, midway=midway)
         except asyncio.CancelledError:

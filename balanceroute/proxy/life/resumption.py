@@ -170,7 +170,7 @@ def _stop_may_be_missed(rest: Mapping[str, Any], cut: Cut) -> bool:
     if not isinstance(wanted, list):
         wanted = [wanted]
     stops = [stop for stop in wanted if isinstance(stop, str) and len(stop) > 1]
-    if not stops or not cut.tokens_in_life:
+    if not stops or not cut.tokens_in_segment:
         return False
     if rest.get("include_stop_str_in_output") or cut.flushed is None:
         return True

@@ -12,17 +12,17 @@ from balanceroute.proxy.wire.event_contents import is_count
 
 
 class AnswerTokens:
-    """The tokens of an answer over all its lives (see `sse.py`).
+    """The tokens of an answer over all its segments (see `sse.py`).
 
     Attributes:
         exact: `ids` holds all of `tokens`. prompt_ids: the prompt's ids from the first worker that sent them. earlier:
-        tokens generated in earlier lives. by_ids: a list of token ids has come in this life.
+        tokens generated in earlier segments. by_ids: a list of token ids has come in this segment.
     """
 
     __slots__ = (
         "_by_event",
         "_exact_before",
-        "_is_later_life",
+        "_is_later_segment",
         "_matcher",
         "_prompt_ids_sent",
         "_want_ids",
@@ -39,13 +39,13 @@ class AnswerTokens:
         self.exact = self._exact_before = True
         self.prompt_ids: array[int] | None = None
         self._prompt_ids_sent = False  # to a client that wants ids
-        self._is_later_life = False
-        self._begin_life()
+        self._is_later_segment = False
+        self._begin_segment()
 
-    def _begin_life(self) -> None:
+    def _begin_segment(self) -> None:
         self.earlier = self.tokens
         self.by_ids = False
-        self._by_event = 0  # events of this life that were counted as a token each
+        self._by_event = 0  # events of this segment that were counted as a token each
 
     @property
     def tokens(self) -> int:
@@ -58,17 +58,17 @@ class AnswerTokens:
         return self._matcher.ids
 
     @property
-    def in_life(self) -> int:
+    def in_segment(self) -> int:
         """Tokens that the present worker has generated."""
         return self.tokens - self.earlier
 
     @property
     def kept_ids(self) -> "array[int]":
-        """The ids that a life after this one goes on from: all if the client has them, else those with text."""
+        """The ids that a segment after this one goes on from: all if the client has them, else those with text."""
         return self.ids if self._want_ids else self.ids[: self._matcher.printed]
 
     def resume(self, broken: int) -> int:
-        """Begin another life; returns how many tokens were given back (see `EventScanner.resume`)."""
+        """Begin another segment; returns how many tokens were given back (see `EventScanner.resume`)."""
         matcher, given_back = self._matcher, 0
         if not self._want_ids and (self.exact or not matcher.printed):
             matcher.printed -= broken
@@ -76,8 +76,8 @@ class AnswerTokens:
             del matcher.ids[matcher.printed :]
             matcher.tokens = matcher.printed
             self.exact = True
-        self._is_later_life = True
-        self._begin_life()
+        self._is_later_segment = True
+        self._begin_segment()
         return given_back
 
     def take_ids(self, holder: dict[str, Any]) -> int:
@@ -101,15 +101,15 @@ class AnswerTokens:
     def take_prompt_ids(self, holder: dict[str, Any]) -> int:
         """Keep the `prompt_token_ids` of an event or a choice; null them there unless the client is to get them.
 
-        Those of a later life are sent if those of no earlier one were, unless they end with the answer so far. Returns
-        lists nulled: 0 or 1.
+        Those of a later segment are sent if those of no earlier one were, unless they end with the answer so far.
+        Returns lists nulled: 0 or 1.
         """
         ids = holder.get("prompt_token_ids")
         if not isinstance(ids, list):
             return 0
         if self.prompt_ids is None:
             self.prompt_ids = _as_ids(ids)
-        sent_already = self._is_later_life and (self._prompt_ids_sent or self.earlier)
+        sent_already = self._is_later_segment and (self._prompt_ids_sent or self.earlier)
         return 0 if self._want_ids and not sent_already else _null(holder, "prompt_token_ids")
 
     def relayed(self) -> None:
@@ -153,8 +153,8 @@ class AnswerTokens:
         self.exact, self._by_event = self._exact_before, 0
 
     def ends_twice(self, ids: list[Any]) -> bool:
-        """Whether the answer, with these ids at its end, ends with the same id of this life twice."""
-        last = ids[-2:] if not self.in_life or not self.ids else [self.ids[-1], *ids][-2:]
+        """Whether the answer, with these ids at its end, ends with the same id of this segment twice."""
+        last = ids[-2:] if not self.in_segment or not self.ids else [self.ids[-1], *ids][-2:]
         return len(last) == 2 and last[0] == last[1]
 
 

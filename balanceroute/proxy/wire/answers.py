@@ -38,7 +38,7 @@ class UnreadableEvent(BadUpstreamReply):
 
 
 class AnswerAssembler:
-    """Collects the events of an `EventScanner` (made with `want_usage=True`) over all lives of the answer."""
+    """Collects the events of an `EventScanner` (made with `want_usage=True`) over all segments of the answer."""
 
     def __init__(self, request: ClientRequest) -> None:
         """Start an answer to `request`."""

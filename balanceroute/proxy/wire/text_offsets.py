@@ -6,15 +6,15 @@ from balanceroute.proxy.wire.event_contents import is_count
 
 
 class TextOffsets:
-    """Has `text_offset` of a completion's logprobs go on from earlier lives (see `sse.py`); a worker's begin at 0."""
+    """Has `text_offset` of a completion's logprobs go on over all segments (see `sse.py`); a worker's begin at 0."""
 
     __slots__ = ("_first", "_next")
 
     def __init__(self) -> None:
-        self._first = 0  # characters before the first token of this life
+        self._first = 0  # characters before the first token of this segment
         self._next = 0  # characters of all tokens whose logprobs have come
 
-    def begin_life(self) -> None:
+    def begin_segment(self) -> None:
         """Another worker goes on."""
         self._first = self._next
 

@@ -36,7 +36,7 @@ def test_ids_without_sent_text_are_dropped_when_their_worker_is_lost() -> None:
 
     assert generated.kept_ids.tolist() == [1, 2]
     assert generated.resume(broken=0) == 1
-    assert (generated.tokens, generated.earlier, generated.in_life) == (2, 2, 0)
+    assert (generated.tokens, generated.earlier, generated.in_segment) == (2, 2, 0)
 
 
 def test_ids_sent_to_a_client_that_wants_ids_are_never_dropped() -> None:
@@ -65,7 +65,7 @@ def test_usage_of_a_later_worker_is_added_to_the_former_count() -> None:
 
     generated.count_by_usage({"completion_tokens": 3})
 
-    assert (generated.tokens, generated.in_life) == (5, 3)
+    assert (generated.tokens, generated.in_segment) == (5, 3)
 
 
 def test_an_event_with_only_text_counts_one_token_until_ids_arrive() -> None:
