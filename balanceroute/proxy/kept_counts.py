@@ -11,7 +11,7 @@ from typing import Final
 
 from balanceroute.proxy.link.files import NEW, is_gone, locked, overwritten, replace_content
 from balanceroute.proxy.relay_locks import RelayLocks
-from balanceroute.proxy.run_folder import COUNTS, LIFE, RunFolder
+from balanceroute.proxy.run_folder import COUNTS, RELAY_LOCK, RunFolder
 from balanceroute.proxy.telemetry.troubles import Trouble
 
 log = logging.getLogger(__name__)
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 LEADER: Final = "brain"  # in place of a relay's name: the counts of all brains that have led
 GONE_S: Final = 60.0  # a relay dead for so long will not return: to start it again takes less, also after failures
 COUNTS_ROOM_BYTES: Final = 4096  # for labels and digits to come; the counts are some 20 KB minutes after a start
-_LEFT: Final = re.compile(rf"({LIFE}|{COUNTS}).+")  # files that relays, or brains, leave behind
+_LEFT: Final = re.compile(rf"({RELAY_LOCK}|{COUNTS}).+")  # files that relays, or brains, leave behind
 _GONE_LOOK_S: Final = 5.0  # between two looks for relays that are gone
 
 
@@ -32,7 +32,7 @@ class KeptCounts:
     def gone(self) -> set[str]:
         """The relays that do not run, and have left files. Raises: OSError."""
         names = {path.name for path in self._folder.ours(_LEFT) if path.suffix != NEW}
-        relays = {name.removeprefix(LIFE).removeprefix(COUNTS) for name in names}
+        relays = {name.removeprefix(RELAY_LOCK).removeprefix(COUNTS) for name in names}
         return relays.difference([LEADER], self._locks.running())
 
     def clean_up(self, relay: str, inherit: Callable[[bytes], bool]) -> bool:
@@ -40,14 +40,14 @@ class KeptCounts:
 
         `inherit`: takes what the relay has counted, and returns whether it is kept. Raises: OSError.
         """
-        lock = locked(self._folder.folder / f"{LIFE}{relay}")  # so that no process becomes this relay meanwhile
+        lock = locked(self._folder.folder / f"{RELAY_LOCK}{relay}")  # so that no process becomes this relay meanwhile
         if lock is None:
             return False
         try:
             if not inherit(self.of(relay)):
                 return False
             self.file(relay).unlink(missing_ok=True)
-            (self._folder.folder / f"{LIFE}{relay}").unlink(missing_ok=True)
+            (self._folder.folder / f"{RELAY_LOCK}{relay}").unlink(missing_ok=True)
             return True
         finally:
             os.close(lock)

@@ -3,7 +3,7 @@
 import time
 
 from balanceroute.proxy.link.files import is_locked
-from balanceroute.proxy.run_folder import LIFE, PAUSE_S, TRIES, RunFolder
+from balanceroute.proxy.run_folder import PAUSE_S, RELAY_LOCK, TRIES, RunFolder
 
 
 class RelayLocks:
@@ -17,19 +17,20 @@ class RelayLocks:
 
         Raises: ConfigError: another process is that relay.
         """
-        return self._folder.lock_file(f"{LIFE}{relay}", f"another process is its {relay}; each router needs its own")
+        taken = f"another process is its {relay}; each router needs its own"
+        return self._folder.lock_file(f"{RELAY_LOCK}{relay}", taken)
 
     def renew(self, relay: str, descriptor: int) -> bool:
         """Make that file again if somebody has removed it; returns whether that was so. `descriptor`: its own.
 
         Raises: ConfigError: it can't be made.
         """
-        return self._folder.hold_again(f"{LIFE}{relay}", descriptor)
+        return self._folder.hold_again(f"{RELAY_LOCK}{relay}", descriptor)
 
     def running(self) -> list[str]:
         """The relays that run."""
-        found = self._folder.folder.glob(f"{LIFE}*")
-        return [file.name.removeprefix(LIFE) for file in found if is_locked(file)]
+        found = self._folder.folder.glob(f"{RELAY_LOCK}*")
+        return [file.name.removeprefix(RELAY_LOCK) for file in found if is_locked(file)]
 
     def next_generation(self) -> int:
         """The generation of relays to be started: above those of the relays that run.

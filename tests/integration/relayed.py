@@ -95,10 +95,10 @@ async def a_brain(config: Config, folder: RunFolder, relays: int = 2, again: boo
 @asynccontextmanager
 async def a_relay(config: Config, folder: RunFolder, name: str) -> AsyncIterator[Relay]:
     """One that has found a brain."""
-    life = RelayLocks(folder).lock(name)
-    app = create_relay_app(Configured.read(config), folder, name, life)
+    lock = RelayLocks(folder).lock(name)
+    app = create_relay_app(Configured.read(config), folder, name, lock)
     server = RelayServer(app, config)
-    with os.fdopen(life), socket.socket() as listener:
+    with os.fdopen(lock), socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)

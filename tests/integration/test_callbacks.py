@@ -37,8 +37,8 @@ async def test_a_relay_that_cannot_listen_for_callbacks_closes_what_it_opened(tm
     layerwise = {"connector": "mooncake_layerwise", "layerwise": {"callback_url": "http://127.0.0.1:3"}}
     folder = RunFolder(tmp_path)
     folder.callbacks("relay-0").mkdir()
-    with os.fdopen(life := RelayLocks(folder).lock("relay-0")):
-        app = create_relay_app(Configured.read(validate(sections | layerwise)), folder, "relay-0", life)
+    with os.fdopen(lock := RelayLocks(folder).lock("relay-0")):
+        app = create_relay_app(Configured.read(validate(sections | layerwise)), folder, "relay-0", lock)
         with pytest.raises(OSError):
             async with app.router.lifespan_context(app):
                 pass

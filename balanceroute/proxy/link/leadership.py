@@ -97,7 +97,7 @@ class FileLead:
         self._renewed_s = time.monotonic()
         if self._file is None or not self._is_ours(self._file):
             return False
-        self._show_life(self._file)
+        self._touch(self._file)
         return True
 
     def lift(self, epoch: int) -> None:
@@ -134,13 +134,13 @@ class FileLead:
         self._file = file
         self._renewed_s = time.monotonic()
         try:
-            threading.Thread(target=self._touch, args=(file,), name="lead", daemon=True).start()
+            threading.Thread(target=self._touch_while_late, args=(file,), name="lead", daemon=True).start()
         except RuntimeError as error:  # no thread can be started: a leader that may be deposed is better than none
             log.warning(
                 "the lead is lost if the event loop is slow: no thread can be started", extra={"error": str(error)}
             )
 
-    def _touch(self, file: int) -> None:
+    def _touch_while_late(self, file: int) -> None:
         """In a thread: touch the file while the loop is late, but not when it hangs, until the lead is released or
         lost.
         """
@@ -150,9 +150,9 @@ class FileLead:
                 if self._file != file or not self._is_ours(file):
                     return
                 if RENEW_S < time.monotonic() - self._renewed_s < STUCK_S:
-                    self._show_life(file)
+                    self._touch(file)
 
-    def _show_life(self, file: int) -> None:
+    def _touch(self, file: int) -> None:
         """Touch the file. A failure is ignored: where this fails, a standby can hardly replace the file either."""
         try:
             os.utime(file)

@@ -176,11 +176,11 @@ def test_a_failed_takeover_lets_the_next_router_use_other_names(tmp_path: Path) 
     with folder.claim() as lock, old:
         first = successor()
         assert first.relays == ["relay-0.2"] and first.has_predecessor
-        life = RelayLocks(folder).lock("relay-0.2")
+        lock = RelayLocks(folder).lock("relay-0.2")
         first.stop_listening()
         assert old.recv(1) == b"", "the old one hears of it before the last stream has ended"
         assert successor().relays == ["relay-0.3"]
-        os.close(life)
+        os.close(lock)
 
 
 def test_a_trial_process_closes_the_listeners_and_the_run_folder_lock(

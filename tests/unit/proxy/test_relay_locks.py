@@ -19,13 +19,13 @@ def test_a_removed_life_file_is_recreated_by_its_relay(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     relay_locks = RelayLocks(folder)
     folder.make()
-    life = relay_locks.lock("relay-0")
+    lock = relay_locks.lock("relay-0")
     try:
         shutil.rmtree(folder.folder)
-        assert relay_locks.renew("relay-0", life) and not relay_locks.renew("relay-0", life)
+        assert relay_locks.renew("relay-0", lock) and not relay_locks.renew("relay-0", lock)
         assert relay_locks.running() == ["relay-0"]
     finally:
-        os.close(life)
+        os.close(lock)
     assert relay_locks.running() == []
 
 
@@ -86,6 +86,6 @@ def test_a_relay_whose_life_file_is_removed_during_its_creation_lives(
         return file
 
     monkeypatch.setattr(os, "open", then_removed)
-    life = relay_locks.lock("relay-0")
+    lock = relay_locks.lock("relay-0")
     assert relay_locks.running() == ["relay-0"]
-    os.close(life)
+    os.close(lock)
