@@ -135,7 +135,7 @@ def create_brain_app(configured: Configured, folder: RunFolder, lead: Lead, rela
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         loop, perimeter, tls = asyncio.get_running_loop(), configured.perimeter, configured.tls
-        services_with = partial(build_services, config, loop, forecasts, False, perimeter=perimeter, tls=tls)
+        services_with = partial(build_services, config, loop, forecasts, strict=False, perimeter=perimeter, tls=tls)
         services = app.services = _journalled(services_with, setup)
         counted = _connect_hub(app, relays, setup.generation)
         kept.last.apply(services)

@@ -122,7 +122,7 @@ class Processes:
             _continue_key_rates(self._table, predecessor)
         self.lineage = self._handover_state.lineage  # shared with successors, see `changes.py`
         self._handover: Handover | None = None
-        self._was_up = False  # all children
+        self._was_up = False  # all children have been up
         self._ends = False
         self._trouble = Trouble(log, "no other router can take over from this one")
 

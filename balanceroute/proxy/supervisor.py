@@ -147,7 +147,7 @@ class Supervisor:
         self._all_up = False
         self._signals = 0  # signals to end, so far
         self._postponed = False  # a drain was requested, and waits for a successor
-        self._drains = False  # and a successor may still take over
+        self._drains = False  # it drains, and a successor may still take over
         self._deadline_s: float | None = None  # when remaining children are killed
         self._code = 0
         self._trouble = Trouble(log, "no process can be started, tried again")
@@ -354,7 +354,7 @@ class Supervisor:
 
     def _start(self, child: Child) -> None:
         try:
-            pid = self._fork(child.name, partial(child.main, partial(_log_up, self._to_parent)))
+            pid = self._fork(child.name, partial(child.main, partial(_report_up, self._to_parent)))
         except OSError as error:
             self._put_off(child, error)
             return
@@ -424,7 +424,7 @@ def _pause_s(times: int) -> float:
     return min(MAX_PAUSE_S, PAUSE_S * 2.0 ** min(times - 1, 10)) if times > 0 else 0.0  # 2 ** 1024 is no float
 
 
-def _log_up(pipe: int) -> None:
+def _report_up(pipe: int) -> None:
     os.write(pipe, b"%d\n" % os.getpid())
 
 

@@ -121,7 +121,7 @@ class Retries:
         last = failures >= services.config.retry.max_attempts or not error.retryable
         if isinstance(error, CannotConnect):
             circuit.inconclusive()
-        elif not (self._errs(error, worker, tier) and last and self._clear_all(worker)):
+        elif not (self._note_own_error(error, worker, tier) and last and self._clear_if_all_erred(worker)):
             circuit.fault(now, reason_of(error))
         if last or (isinstance(error, NothingPinned) and failures > 1):
             raise error
@@ -135,8 +135,8 @@ class Retries:
             return False
         return error.status == 404 or (error.status in (401, 403) and config.auth.worker_api_key is not None)
 
-    def _errs(self, error: UpstreamError, worker: Worker, tier: str) -> bool:
-        """Note a worker's own error, which the request may have caused."""
+    def _note_own_error(self, error: UpstreamError, worker: Worker, tier: str) -> bool:
+        """Note a worker's own error, which the request may have caused; returns whether it is one."""
         own = self._differs(error, tier) or (
             isinstance(error, UpstreamStatus) and error.status in (500, 501) and sign_of(error) is Sign.NONE
         )
@@ -144,7 +144,7 @@ class Retries:
             self._erred.add(worker.id)
         return own
 
-    def _clear_all(self, worker: Worker) -> bool:
+    def _clear_if_all_erred(self, worker: Worker) -> bool:
         """If all workers of this one's tier have answered with their own errors, clear their failures; returns whether
         so.
         """
