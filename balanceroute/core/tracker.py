@@ -119,7 +119,7 @@ class RequestTracker:
 
     @property
     def age_tokens(self) -> int:
-        """Tokens generated for the client so far, over all lives of the request."""
+        """Tokens generated for the client so far, before and after requeues."""
         return self.earlier_tokens + self.generated
 
     @property

@@ -90,7 +90,7 @@ class RequestSpec:
     """A client request as the scheduler sees it; `prompt_tokens` is an estimate until its prefill is done.
 
     Lower `priority` goes first, as in vLLM; it is the router's own, within its bounds. `prompt_key` is the predictor's
-    key, never the text. `max_new_tokens` is the client's limit on generated tokens, over all lives of the request; None
+    key, never the text. `max_new_tokens` is the client's limit on generated tokens, before and after requeues; None
     where it set none. `prefix`: chained hashes of the prompt's full blocks of `block_tokens` each (`core.prefix`).
     """
 
@@ -110,8 +110,8 @@ class Standing:
     Args:
         waited_s: seconds since its arrival.
         ready_s: seconds since it last came to the pool.
-        prompt_tokens: with the tokens generated in earlier lives (`earlier_tokens`).
-        tokens: generated in this life.
+        prompt_tokens: with the tokens generated before its requeues (`earlier_tokens`).
+        tokens: generated since the last requeue.
         prefiller: id of the prefiller that computes its prompt or keeps its KV; "" for none.
         decoder: id of the decode worker that it is bound to; "" for none.
         asking: decode-first, whether it is bound and waits for a prefiller.

@@ -37,7 +37,7 @@ class Tracked(Protocol):
 
     @property
     def age_tokens(self) -> int:
-        """Tokens generated over all lives of the request."""
+        """Tokens generated so far, before and after requeues."""
         ...
 
     @property
