@@ -298,19 +298,25 @@ def _nearest(loc: tuple[str | int, ...]) -> str:
         parent = field_at(loc[:-1])
         model = None if parent is None else nested_model(parent)[0]
     keys = [] if model is None else list(model.model_fields)
-    close = difflib.get_close_matches(str(loc[-1]), keys, n=1, cutoff=0.6)
-    close = close or [key for key in keys if key.startswith(f"{loc[-1]}_")][:1]
+    meant = _meant(loc, keys)
+    return (f"did you mean {meant[0]}? " if meant else "") + f"accepted are {', '.join(keys)}"
+
+
+def _meant(loc: tuple[str | int, ...], keys: list[str]) -> list[str]:
+    """The settings that an unknown key may mean, the likeliest first. `keys`: those that are accepted beside it."""
+    key, paths = str(loc[-1]), list(_all_paths(Config))
+    if len(loc) == 1 and key in paths:  # written as these texts and --set have it
+        section, _, name = key.rpartition(".")
+        return [f"{section}: {{{name}: ...}}"]
+    close = difflib.get_close_matches(key, keys, n=1, cutoff=0.6)
+    close = close or [name for name in keys if name.startswith(f"{key}_")][:1]
     prefix = _dotted(loc[:-1]) + "." if len(loc) > 1 else ""
-    hints = [prefix + key for key in close]
-    paths = list(_all_paths(Config))
-    if len(loc) == 1 and loc[0] in paths:  # written as these texts and --set have it
-        section, _, key = str(loc[0]).rpartition(".")
-        hints = [f"{section}: {{{key}: ...}}"]
-    elif not any(isinstance(part, int) for part in loc):
-        elsewhere = [path for path in paths if path.endswith(f".{loc[-1]}")]
-        # a key that stands below no section, for want of indentation, is what it says, not a section of a like name
-        hints = elsewhere + hints if len(loc) == 1 else hints + elsewhere
-    return (f"did you mean {hints[0]}? " if hints else "") + f"accepted are {', '.join(keys)}"
+    near = [prefix + name for name in close]
+    if any(isinstance(part, int) for part in loc):
+        return near
+    elsewhere = [path for path in paths if path.endswith(f".{key}")]
+    # a key that stands below no section, for want of indentation, is what it says, not a section of a like name
+    return elsewhere + near if len(loc) == 1 else near + elsewhere
 
 
 def _all_paths(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
