@@ -135,7 +135,10 @@ def create_brain_app(configured: Configured, folder: RunFolder, lead: Lead, rela
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         loop, perimeter, tls = asyncio.get_running_loop(), configured.perimeter, configured.tls
-        services_with = partial(build_services, config, loop, forecasts, strict=False, perimeter=perimeter, tls=tls)
+
+        def services_with(journal: Path | None) -> Services:
+            return build_services(config, loop, forecasts, strict=False, journal=journal, perimeter=perimeter, tls=tls)
+
         services = app.services = _journalled(services_with, setup)
         counted = _connect_hub(app, relays, setup.generation)
         kept.last.apply(services)
