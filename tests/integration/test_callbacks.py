@@ -60,19 +60,22 @@ def called_back(router: Relayed, answer: Callable[[httpx.Request], Any]) -> None
     router.cluster.route_metaserver(httpx.AsyncClient(transport=httpx.MockTransport(answer)))
 
 
+def cross(router: Relayed) -> None:
+    """Have each callback reach the relay that has not made its token."""
+
+    async def pass_on(request: httpx.Request) -> httpx.Response:
+        return await to_the_other(router, token_of(request)).client.post(request.url.path, content=request.content)
+
+    called_back(router, pass_on)
+
+
 def callbacks(relay: Relay, outcome: str) -> float:
     return relay.app.services.metrics.callbacks.value(outcome)
 
 
 async def test_a_callback_at_the_wrong_relay_is_forwarded() -> None:
     async with relayed(SHAPE) as router:
-
-        async def pass_on(request: httpx.Request) -> httpx.Response:
-            reply = await to_the_other(router, token_of(request)).client.post(request.url.path, content=request.content)
-            assert reply.status_code == 200, reply.text
-            return httpx.Response(200)
-
-        called_back(router, pass_on)
+        cross(router)
 
         async def one(number: int) -> None:
             prompt = [token + number for token in PROMPT]
@@ -121,11 +124,7 @@ async def test_a_removed_callback_socket_of_a_relay_is_recreated(
     monkeypatch.setattr(callbacks_module, "LOOK_S", 0.02)
     caplog.set_level(logging.INFO)
     async with relayed(SHAPE) as router:
-
-        async def pass_on(request: httpx.Request) -> httpx.Response:
-            return await to_the_other(router, token_of(request)).client.post(request.url.path, content=request.content)
-
-        called_back(router, pass_on)
+        cross(router)
         with monkeypatch.context() as disk:
             if full:
                 disk.setattr(asyncio, "start_unix_server", no_room)
@@ -146,11 +145,7 @@ async def test_a_replaced_callback_socket_of_a_relay_is_recreated(
 ) -> None:
     monkeypatch.setattr(callbacks_module, "LOOK_S", 0.02)
     async with relayed(SHAPE) as router:
-
-        async def pass_on(request: httpx.Request) -> httpx.Response:
-            return await to_the_other(router, token_of(request)).client.post(request.url.path, content=request.content)
-
-        called_back(router, pass_on)
+        cross(router)
         for number in range(2):
             path = router.folder.callbacks(f"relay-{number}")
             path.unlink()
