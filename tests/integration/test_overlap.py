@@ -15,7 +15,7 @@ from balanceroute.traces import Trace, generate_trace
 from tests.integration.router import configuration, patient, served
 
 SLOTS = 3
-SHAPE = ClusterShape(prefillers=2, decoders=2, max_num_seqs=SLOTS, time_scale=0.02, max_model_len=4096, transfer_s=5.0)
+SHAPE = ClusterShape(prefillers=2, decoders=2, max_num_seqs=SLOTS, time_scale=0.02, max_model_len=4096, transfer_s=20.0)
 
 
 def a_trace() -> Trace:
@@ -70,7 +70,7 @@ def test_long_transfers_are_measured_and_requests_sent_ahead_and_the_journal_rep
 
 def test_without_an_overlap_no_worker_ever_gets_more_than_its_slots_and_nothing_is_measured(tmp_path: Path) -> None:
     journal = tmp_path / "journal.jsonl"
-    held, ahead = asyncio.run(serve(SHAPE, 0, journal))
+    held, ahead = asyncio.run(serve(replace(SHAPE, transfer_s=1.0), 0, journal))
     assert (max(held), max(ahead)) == (SLOTS, 0)
     assert b'"call":"began"' not in journal.read_bytes()
     assert rerun(journal).difference is None
