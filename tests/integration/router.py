@@ -33,7 +33,7 @@ class Router:
     async def state(self) -> dict[str, Any]:
         return (await self.client.get("/state")).json()
 
-    async def settled(self, timeout_s: float = 60.0) -> None:
+    async def settled(self) -> None:
         """Wait until neither router nor cluster holds anything; fails with what is left.
 
         Pinned KV that the router has given up, and has counted, is no leak: its leases end here and now.
@@ -47,7 +47,7 @@ class Router:
             return self._empty() and self.cluster.idle()
 
         try:
-            await until(is_settled, within_s=timeout_s)
+            await until(is_settled)
         except AssertionError:
             raise AssertionError(f"still held: {await self.state()} {self.cluster.state()}") from None
         services.ledger.scheduler.snapshot.check_invariants()

@@ -101,7 +101,7 @@ async def storm(seed: int, faults: list[tuple[str, FaultKind, dict[str, Any]]]) 
                     await router.cluster.inject(worker, kind, **values)
         client.close()
         await heal(router)
-        await router.settled(30.0)
+        await router.settled()
         assert failures == []
         assert router.cluster.violations() == {}
         outcomes = [router.app.services.metrics.requests.value(o) for o in ("finished", "cancelled", "failed")]

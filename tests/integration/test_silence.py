@@ -80,7 +80,7 @@ async def test_streams_and_new_requests_of_a_frozen_decode_worker_are_answered_b
         await until(lambda: router.app.services.fleet[_ids(router)[0]].state == "up")
         assert text_of(await ask(router, 20)) == decode(continuation(PROMPT, 20))
         await router.cluster.inject(frozen.name, "clear")
-        await router.settled(60.0)
+        await router.settled()
 
 
 def _ids(router: Router) -> list[str]:
@@ -102,7 +102,7 @@ async def test_a_stream_that_cannot_be_resumed_stays_on_its_frozen_decode_worker
         assert moves(router) == 0 and not task.done()
         await router.cluster.inject(frozen, "clear")
         assert (await task).text.endswith("data: [DONE]\n\n")
-        await router.settled(60.0)
+        await router.settled()
 
 
 async def test_a_frozen_barrier_moves_no_request_is_named_by_ready_and_continues() -> None:
@@ -125,7 +125,7 @@ async def test_a_frozen_barrier_moves_no_request_is_named_by_ready_and_continues
         assert sum(worker.counters["probes"] for worker in router.cluster.prefill) == probes
         await until(lambda: not services.frozen)
         assert "silent_groups" not in (await router.client.get("/ready")).json()
-        await router.settled(60.0)
+        await router.settled()
 
 
 async def test_probes_of_a_frozen_prefiller_are_answered_by_the_other_one() -> None:
@@ -135,7 +135,7 @@ async def test_probes_of_a_frozen_prefiller_are_answered_by_the_other_one() -> N
         assert {text_of(await task) for task in asked} == {decode(continuation(PROMPT, 20))}
         assert moves(router, "prefill") >= 1
         await router.cluster.inject("p0", "clear")
-        await router.settled(60.0)
+        await router.settled()
 
 
 async def test_requests_with_only_a_dead_prefiller_get_503_after_the_grace_like_new_ones() -> None:
@@ -150,7 +150,7 @@ async def test_requests_with_only_a_dead_prefiller_get_503_after_the_grace_like_
         await router.cluster.inject("p0", "clear")
         await until(lambda: router.app.services.ledger.scheduler.snapshot.prefillers[0].state == "up")
         assert text_of(await ask(router, 20)) == decode(continuation(PROMPT, 20))
-        await router.settled(60.0)
+        await router.settled()
 
 
 async def test_a_stream_that_the_engine_pauses_is_not_lost() -> None:
@@ -168,4 +168,4 @@ async def test_a_stream_that_the_engine_pauses_is_not_lost() -> None:
         await router.cluster.inject(decoders[index].name, "resume")
         assert {text_of(await task) for task in streams} == {decode(continuation(PROMPT, 6000))}
         assert moves(router) == 0
-        await router.settled(60.0)
+        await router.settled()
