@@ -71,7 +71,7 @@ async def test_a_client_that_half_closes_and_reads_nothing_counts_as_gone_at_onc
     encrypted: bool, behind: bytes
 ) -> None:
     """Its answer is under way, and there is more of it than its sockets take. The end of TLS does not come."""
-    async with listening(encrypted=encrypted, stall_timeout_s=3600.0, receive_timeout_s=0.2) as server:
+    async with listening(encrypted=encrypted, stall_timeout_s=3600.0, receive_timeout_s=2.0) as server:
         client = await server.connect()
         client.post(b"", b"x-do: flood")
         await until(lambda: server.site.full)
@@ -236,7 +236,7 @@ async def test_a_slow_body_is_refused_and_a_steady_one_may_take_longer() -> None
 
 
 async def test_an_idle_connection_is_closed_after_keep_alive_s_and_a_busy_one_is_not() -> None:
-    async with listening(keep_alive_s=0.4) as server:
+    async with listening(keep_alive_s=1.0) as server:
         idle, used = await server.connect(), await server.connect()
         idle.post()
         assert (await idle.answer())[0] == 200
