@@ -44,7 +44,7 @@ def wait_for(url: str, log: Path, running: subprocess.Popen[bytes]) -> None:
     def answers() -> bool:
         assert running.poll() is None, log.read_text()
         try:
-            return httpx.get(url, timeout=5, trust_env=False).status_code == 200
+            return httpx.get(url, timeout=PATIENCE_S, trust_env=False).status_code == 200
         except httpx.TransportError:
             return False
 
@@ -96,7 +96,9 @@ class Cluster:
 
 
 def _usage(url: str) -> float:
-    found = re.search(r"kv_cache_usage_perc\{[^}]*\} (\S+)", httpx.get(f"{url}/metrics", trust_env=False).text)
+    found = re.search(
+        r"kv_cache_usage_perc\{[^}]*\} (\S+)", httpx.get(f"{url}/metrics", timeout=PATIENCE_S, trust_env=False).text
+    )
     assert found
     return float(found[1])
 

@@ -41,7 +41,7 @@ class Served:
                 assert reply.json()["usage"]["completion_tokens"] == LENGTH
 
     def metric(self, name: str) -> float:
-        page = httpx.get(f"{self.url}/metrics", trust_env=False).text
+        page = httpx.get(f"{self.url}/metrics", timeout=PATIENCE_S, trust_env=False).text
         found = re.search(rf"^{re.escape(name)} (\S+)$", page, re.MULTILINE)
         assert found is not None, page
         return float(found[1])

@@ -14,7 +14,7 @@ from tests.api_server import ApiServer, an_api_server
 from tests.e2e.routers import SLOTS, Authority, Router, a_folder, a_router, all_end, keeps_asking, streams
 from tests.ports import free_base_port
 from tests.processes import Cluster, end_group, process
-from tests.waiting import until
+from tests.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.e2e
 DURATION_S = 12  # a leader on a busy machine must not lose it
@@ -101,7 +101,9 @@ def test_a_standby_pod_reloads_other_slots_that_the_leader_refuses_and_leads_wit
                 kill(first)
                 await until(lambda: second.brains)
                 (port,) = {line["port"] for line in second.logged("listening") if "relay" in line}
-                async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False) as client:
+                async with httpx.AsyncClient(
+                    base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE_S, trust_env=False
+                ) as client:
                     state = await Router(log, running, client).state()
                 assert {worker["slots"] for worker in state["workers"]} == {7}
 

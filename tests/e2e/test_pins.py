@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from tests.processes import emulated, listening_port, process, wait_for
-from tests.waiting import block_until
+from tests.waiting import PATIENCE_S, block_until
 
 pytestmark = pytest.mark.e2e
 
@@ -26,7 +26,7 @@ def test_the_next_start_frees_kv_that_a_killed_router_left_pinned(tmp_path: Path
         serve += ["--set", f"lifecycle.pins_file={pins}", "--set", f"prefill.kv_pin_s={LEASE_S}"]
 
         def pinned() -> int:
-            state = httpx.get(f"{cluster.prefillers[0]}/_emulator/state", trust_env=False).json()
+            state = httpx.get(f"{cluster.prefillers[0]}/_emulator/state", timeout=PATIENCE_S, trust_env=False).json()
             assert state["violations"] == 0, state
             return sum(worker.get("pinned", 0) for worker in state["workers"].values())
 
@@ -46,13 +46,13 @@ def test_the_next_start_frees_kv_that_a_killed_router_left_pinned(tmp_path: Path
             block_until(lambda: pinned() == 0)
             assert f'"drains":{REQUESTS - SLOTS}' in next_log.read_text()
             router.send_signal(signal.SIGTERM)
-            assert router.wait(30) == 0
+            assert router.wait(PATIENCE_S) == 0
         assert pins.read_bytes().count(b"\n") <= 1 + REQUESTS + 2 * REQUESTS
 
 
 def pooled(port: int) -> int:
     """Requests that wait for a slot, by the router's own word."""
-    return len(httpx.get(f"http://127.0.0.1:{port}/state", trust_env=False).json()["waiting"])
+    return len(httpx.get(f"http://127.0.0.1:{port}/state", timeout=PATIENCE_S, trust_env=False).json()["waiting"])
 
 
 def ask(port: int, number: int) -> socket.socket:

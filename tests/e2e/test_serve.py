@@ -93,18 +93,18 @@ async def ask(client: openai.AsyncOpenAI, n: int) -> None:
 
 def test_the_official_client_gets_200_mixed_answers_and_no_request_remains(deployment: Deployment) -> None:
     async def load() -> None:
-        http = httpx.AsyncClient(limits=httpx.Limits(max_connections=None), timeout=60, trust_env=False)
+        http = httpx.AsyncClient(limits=httpx.Limits(max_connections=None), timeout=PATIENCE_S, trust_env=False)
         async with openai.AsyncOpenAI(
             base_url=f"{deployment.url}/v1", api_key="none", http_client=http, max_retries=0
         ) as client:
             await asyncio.gather(*(ask(client, n) for n in range(200)))
 
     asyncio.run(load())
-    state = httpx.get(f"{deployment.url}/state", trust_env=False).json()
+    state = httpx.get(f"{deployment.url}/state", timeout=PATIENCE_S, trust_env=False).json()
     assert [len(worker["active"]) for worker in state["workers"]] == [0, 0, 0, 0]
     assert state["waiting"] == [] and state["queued"] == []
     assert all(p["inflight"] == 0 and p["pinned"] == 0 for p in state["prefillers"])
-    state = httpx.get(f"{deployment.worker_url}/_emulator/state", trust_env=False).json()
+    state = httpx.get(f"{deployment.worker_url}/_emulator/state", timeout=PATIENCE_S, trust_env=False).json()
     assert state["violations"] == 0
 
 
@@ -134,7 +134,9 @@ def test_a_second_sigterm_ends_the_router_now(deployment: Deployment, tmp_path: 
             lines = stream.iter_lines()  # kept: a generator that is dropped closes the connection
             next(lines)
             os.kill(deployment.router.pid, signal.SIGTERM)
-            block_until(lambda: httpx.get(f"{deployment.url}/ready", trust_env=False).status_code == 503)
+            block_until(
+                lambda: httpx.get(f"{deployment.url}/ready", timeout=PATIENCE_S, trust_env=False).status_code == 503
+            )
             assert deployment.router.poll() is None
             os.kill(deployment.router.pid, signal.SIGTERM)
             assert deployment.router.wait(PATIENCE_S) == 0
@@ -192,7 +194,7 @@ def test_a_start_that_fails_says_why_in_one_line_and_ends_in_exit_code_2(
         flags = ["--prefiller-ports", "1", "--decoder-ports", "2", "--relays", str(relays), "--policy", "br_h"]
         flags += ["--port=0", given] if given.startswith("--") else ["--port=0", "--set", given]
         command = [sys.executable, "-m", "balanceroute", "serve", *flags, "--set", f"listen.run_folder={tmp_path}/run"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 2
     [line] = [line for line in done.stderr.splitlines() if not line.startswith("{")]
     assert '"level":"error"' not in done.stderr and done.stderr.endswith(f"{line}\n")
@@ -230,7 +232,7 @@ def test_sighup_reloads_the_file_and_a_wrong_file_changes_nothing(cluster: Clust
             os.kill(router.pid, signal.SIGHUP)
             block_until(lambda logged=logged: logged in log.read_text(), logged)
         body = {"model": "emulated", "prompt": "a", "max_tokens": 3}
-        assert httpx.post(f"{url}/v1/completions", json=body, trust_env=False).status_code == 200
+        assert httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE_S, trust_env=False).status_code == 200
 
 
 @pytest.mark.parametrize("relays", [0, 1])
@@ -249,15 +251,15 @@ def test_a_configuration_file_that_blocks_delays_no_request_and_the_next_sighup_
         os.kill(router.pid, signal.SIGHUP)
         refused = f"{config}, or a file that it names: no answer within 5 s"
         with open_when_read(config):
+            assert httpx.get(f"{url}/ready", timeout=PATIENCE_S, trust_env=False).status_code == 200
             assert refused not in log.read_text()  # it still waits
-            assert httpx.get(f"{url}/ready", timeout=3, trust_env=False).status_code == 200
             config.unlink()
             config.write_text(text + "queue: {max_queued: 3}\n")
             os.kill(router.pid, signal.SIGHUP)
             block_until(lambda: refused in log.read_text(), refused)
             block_until(lambda: '"event":"configuration reloaded"' in log.read_text(), "reloaded")
         router.send_signal(signal.SIGTERM)
-        assert router.wait(30) == 0
+        assert router.wait(PATIENCE_S) == 0
 
 
 @contextmanager
@@ -283,7 +285,7 @@ def test_a_client_that_sends_no_headers_in_time_is_disconnected(cluster: Cluster
     with process("serve", "--config", str(cluster.config), *flags, log=log) as router:
         port = listening_port(log, router)
         for start, expected in ((b"", b""), (b"POST /v1/completions HTTP/1.1\r\nhost: x", b"HTTP/1.1 408 ")):
-            with socket.create_connection(("127.0.0.1", port), timeout=5) as slow:
+            with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S) as slow:
                 slow.sendall(start)
                 assert slow.recv(100).startswith(expected) and (expected or not slow.recv(100))
 
@@ -315,10 +317,12 @@ def test_a_router_whose_standard_streams_are_closed_serves_and_ends_as_any_other
     try:
         url = f"http://127.0.0.1:{port}"
         block_until(lambda: router.poll() is not None or _is_ready(url))
-        answer = httpx.post(f"{url}/v1/completions", json={"prompt": "a", "max_tokens": 2}, trust_env=False)
+        answer = httpx.post(
+            f"{url}/v1/completions", json={"prompt": "a", "max_tokens": 2}, timeout=PATIENCE_S, trust_env=False
+        )
         assert answer.status_code == 200
         router.send_signal(signal.SIGTERM)
-        assert router.wait(30) == 0
+        assert router.wait(PATIENCE_S) == 0
     finally:
         router.kill()
         router.wait()
@@ -326,6 +330,6 @@ def test_a_router_whose_standard_streams_are_closed_serves_and_ends_as_any_other
 
 def _is_ready(url: str) -> bool:
     try:
-        return httpx.get(f"{url}/ready", timeout=1, trust_env=False).status_code == 200
+        return httpx.get(f"{url}/ready", timeout=PATIENCE_S, trust_env=False).status_code == 200
     except httpx.TransportError:
         return False

@@ -19,7 +19,7 @@ import trustme
 import yaml
 
 from tests.processes import listening_port, process
-from tests.waiting import block_until
+from tests.waiting import PATIENCE_S, block_until
 
 pytestmark = pytest.mark.e2e
 
@@ -61,7 +61,9 @@ class Served:
 
     def status(self, context: ssl.SSLContext, path: str = "/health") -> int:
         """What a new connection gets."""
-        return httpx.get(f"https://127.0.0.1:{self.port}{path}", verify=context, trust_env=False).status_code
+        return httpx.get(
+            f"https://127.0.0.1:{self.port}{path}", verify=context, timeout=PATIENCE_S, trust_env=False
+        ).status_code
 
     def refuses(self, context: ssl.SSLContext) -> bool:
         """Whether no request gets through; in TLS 1.3 a client hears of it only after its own part is done."""
@@ -93,7 +95,7 @@ def test_clients_are_served_over_tls_alone_and_a_new_certificate_needs_no_restar
         assert router.status(old.client()) == 200
         assert router.refuses(new.client())
         with pytest.raises(httpx.TransportError):
-            httpx.get(f"http://127.0.0.1:{router.port}/health", trust_env=False)
+            httpx.get(f"http://127.0.0.1:{router.port}/health", timeout=PATIENCE_S, trust_env=False)
         new.write_chain(chain)
         router.hang_up_and_wait_for('"event":"configuration reloaded"')
         assert router.status(new.client()) == 200 and router.refuses(old.client())
@@ -130,6 +132,7 @@ def test_relays_speak_tls_and_the_cookie_of_their_dashboard_is_for_tls_alone(tmp
             verify=authority.client(),
             headers={"authorization": "Bearer " + "open-sesame" * 3},
             json={},
+            timeout=PATIENCE_S,
             trust_env=False,
         )
         assert answer.status_code == 204, answer.text
@@ -173,7 +176,7 @@ def test_an_admin_address_that_is_taken_is_one_line_and_exit_code_2(tmp_path: Pa
         config, log = tmp_path / "second.yaml", tmp_path / "second.log"
         config.write_text(yaml.safe_dump(WORKERS | {"listen": {"admin": f"127.0.0.1:{other.port}"}}))
         with process("serve", "--config", str(config), "--port", "0", log=log) as running:
-            assert running.wait(60) == 2
+            assert running.wait(PATIENCE_S) == 2
         assert f"listen.admin: cannot listen on 127.0.0.1:{other.port}" in log.read_text()
         assert "Traceback" not in log.read_text()
 
@@ -190,7 +193,7 @@ def test_files_that_cannot_be_used_are_one_line(tmp_path: Path, tls: dict[str, s
     config, log = tmp_path / "router.yaml", tmp_path / "router.log"
     config.write_text(yaml.safe_dump(WORKERS | {"tls": tls}))
     with process("serve", "--config", str(config), "--port", "0", log=log) as running:
-        assert running.wait(60) == 2
+        assert running.wait(PATIENCE_S) == 2
     assert expected in log.read_text() and log.read_text().count("\n") == 1
 
 
@@ -252,7 +255,7 @@ def test_certificates_are_exchanged_under_load_without_a_failed_request(tmp_path
 
         def ask() -> int:
             asked = 0
-            with httpx.Client(verify=both, trust_env=False, timeout=60) as standing:
+            with httpx.Client(verify=both, trust_env=False, timeout=PATIENCE_S) as standing:
                 while not over.is_set():
                     assert standing.get(f"https://127.0.0.1:{router.port}/health").status_code == 200
                     assert router.status(both) == 200  # a handshake of its own

@@ -19,6 +19,7 @@ from balanceroute.engine.tokens import continuation, decode
 from balanceroute.errors import ConfigError
 from tests.integration.test_proxy_answers import PROMPT, completion
 from tests.ports import HOST, free_base_port
+from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.anyio
 
@@ -49,7 +50,7 @@ async def decoded(client: httpx.AsyncClient, url: str, params: dict[str, Any], t
 
 
 async def test_kv_crosses_processes_once_and_a_frozen_rank_does_not_stop_the_other() -> None:
-    async with a_cluster(SHAPE, 2) as cluster, httpx.AsyncClient(trust_env=False, timeout=60.0) as client:
+    async with a_cluster(SHAPE, 2) as cluster, httpx.AsyncClient(trust_env=False, timeout=PATIENCE_S) as client:
         first, second = cluster.decode_urls
         right = decode(continuation(PROMPT, 5))
         params = await prefilled(client, cluster)

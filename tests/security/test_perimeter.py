@@ -555,7 +555,7 @@ async def test_a_client_refused_at_max_connections_gets_its_request_id() -> None
         ) as busy:
             async for _ in busy.aiter_lines():
                 break
-            async with httpx.AsyncClient(base_url=router.url, trust_env=False) as other:
+            async with httpx.AsyncClient(base_url=router.url, timeout=PATIENCE_S, trust_env=False) as other:
                 refused = await other.post("/v1/completions", json=completion(), headers={"X-Request-Id": "mine"})
         assert (refused.status_code, refused.headers["x-request-id"]) == (503, "mine")
         await router.settled()

@@ -18,7 +18,7 @@ from balanceroute.proxy.link.leadership import FileLead
 from balanceroute.proxy.link.lease import LeaseLead
 from balanceroute.proxy.perimeter.access import AdminGate, Visit
 from tests.api_server import an_api_server
-from tests.waiting import block_until
+from tests.waiting import PATIENCE_S, block_until
 
 ROOT = Path(__file__).parents[2]
 ASCEND = ROOT / "deploy" / "vllm-ascend"
@@ -184,7 +184,7 @@ def test_when_one_server_ends_the_others_of_the_machine_are_stopped(tmp_path: Pa
         "LOG_DIR": str(tmp_path / "logs"),
     }
     done = subprocess.run(
-        ["bash", START, "2p1d", "decode", "0"], env=environ, capture_output=True, text=True, timeout=20
+        ["bash", START, "2p1d", "decode", "0"], env=environ, capture_output=True, text=True, timeout=PATIENCE_S
     )
     assert done.returncode == 2
     assert "a server ended" in done.stderr

@@ -75,7 +75,7 @@ def test_too_few_open_files_for_the_cluster_are_said_in_one_line() -> None:
     base = free_base_port([0, 1, *range(DECODE_PORT_OFFSET, DECODE_PORT_OFFSET + 40)])
     command = [sys.executable, "-m", "balanceroute", "emulate", "--decode", "40", "--base-port", str(base)]
     few = partial(resource.setrlimit, resource.RLIMIT_NOFILE, (24, 24))
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, preexec_fn=few)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False, preexec_fn=few)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
     assert "too many open files" in done.stderr.lower()
 
@@ -95,7 +95,7 @@ def test_the_command_serves_until_a_signal_and_ends_cleanly_with_a_stream_open(
         assert "emulating 1 prefillers" in first_line, process.stderr.read()
         body = {"prompt": "hello", "max_tokens": 5000, "stream": True}
         with (
-            httpx.Client(trust_env=False) as client,
+            httpx.Client(timeout=PATIENCE_S, trust_env=False) as client,
             client.stream("POST", f"http://127.0.0.1:{port + DECODE_PORT_OFFSET}/v1/completions", json=body) as reply,
         ):
             assert next(reply.iter_lines()).startswith("data: {")

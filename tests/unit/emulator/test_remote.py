@@ -9,7 +9,7 @@ from balanceroute.emulator import ClusterShape, EmulatedCluster
 from balanceroute.emulator.cluster import Part
 from balanceroute.emulator.connectors import Connector, PinState
 from tests.unit.emulator.conversation import FAST, decode_ids, probe, run
-from tests.waiting import until
+from tests.waiting import PATIENCE_S, until
 
 PROMPT = list(range(300, 340))
 
@@ -21,7 +21,10 @@ def test_kv_claimed_by_an_engine_that_died_is_available_to_another(connector: Co
     async def check() -> None:
         async with EmulatedCluster(shape, part=Part(range(1), range(0))) as prefill:
             part = Part(range(0), range(2), tuple(prefill.prefill_urls))
-            async with EmulatedCluster(shape, part=part) as decode, httpx.AsyncClient(trust_env=False) as client:
+            async with (
+                EmulatedCluster(shape, part=part) as decode,
+                httpx.AsyncClient(timeout=PATIENCE_S, trust_env=False) as client,
+            ):
                 params = await probe(prefill, client, PROMPT, max_tokens=1)
                 pin = prefill.prefill[0].pins.get(params["remote_request_id"])
                 assert pin is not None

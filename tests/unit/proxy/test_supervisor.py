@@ -16,7 +16,7 @@ import pytest
 from balanceroute.errors import ConfigError
 from balanceroute.proxy.handover import HandoverState, Predecessor
 from tests.processes import complete_lines
-from tests.waiting import block_until
+from tests.waiting import PATIENCE_S, block_until
 
 LAUNCHER = "import os, signal, sys; "
 START = "; os.execv(sys.argv[1], sys.argv[1:])"
@@ -147,7 +147,7 @@ def test_children_restart_and_end_whatever_signals_the_starting_process_ignores(
     os.kill(running.pid("relay-0"), signal.SIGKILL)
     running.up(relay_0=2)
     running.process.send_signal(signal.SIGTERM)
-    assert running.process.wait(60) == 0
+    assert running.process.wait(PATIENCE_S) == 0
 
 
 def test_a_stopped_relay_leaves_waiting_connections_to_the_others(running: Running) -> None:
@@ -175,7 +175,7 @@ def test_sigterm_lets_every_child_finish(running: Running) -> None:
     block_until(lambda: running.events().count("ends") == 2 and "SIGUSR2" in running.events("relay-1"))
     assert running.process.poll() is None and running.events_since_up("relay-1") == ["up", "SIGUSR2"]
     (running.folder / "hold-relay-1").unlink()
-    assert running.process.wait(60) == 0
+    assert running.process.wait(PATIENCE_S) == 0
     assert running.events_since_up("relay-1") == ["up", "SIGUSR2", "ends"]
     assert running.events().count("up") == 3
 
@@ -187,7 +187,7 @@ def test_a_second_signal_ends_all_children_at_once(running: Running, first: sign
     running.process.send_signal(first)
     block_until(lambda: "SIGUSR2" in running.events("relay-1"))
     running.process.send_signal(signal.SIGTERM)
-    assert running.process.wait(60) == 0
+    assert running.process.wait(PATIENCE_S) == 0
     assert running.events_since_up("relay-1") == ["up", "SIGUSR2", "SIGINT", "ends"]
 
 
@@ -199,7 +199,7 @@ def test_a_child_that_ignores_signals_is_killed(running: Running) -> None:
         running.process.send_signal(signal.SIGTERM)
         # killed after 0.1 s, it may not have run once since the second signal
         block_until(lambda: len(running.events("relay-0")) > before or running.process.poll() is not None)  # noqa: B023
-    assert running.process.wait(60) == 0
+    assert running.process.wait(PATIENCE_S) == 0
     killed = [line["children"] for line in running.logged("children killed: they have not ended in time")]
     assert ["relay-0" in children for children in killed] == [True]  # a busy machine may give others too little time
 
@@ -212,7 +212,7 @@ def test_a_late_signal_to_an_ending_router_keeps_exit_code_0(running: Running) -
     for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGINT, signal.SIGIO):
         running.process.send_signal(number)
     (running.folder / "lingers").unlink()
-    assert running.process.wait(60) == 0
+    assert running.process.wait(PATIENCE_S) == 0
 
 
 def test_signals_for_children_do_not_end_the_parent_and_reach_the_children(running: Running) -> None:
@@ -222,7 +222,7 @@ def test_signals_for_children_do_not_end_the_parent_and_reach_the_children(runni
     os.kill(running.pid("relay-0"), signal.SIGKILL)
     running.up(relay_0=2)
     running.process.send_signal(signal.SIGTERM)
-    assert running.process.wait(60) == 0
+    assert running.process.wait(PATIENCE_S) == 0
     assert running.events_since_up("relay-0")[-2:] == ["SIGUSR2", "ends"]
 
 
@@ -236,7 +236,7 @@ def test_a_needed_child_is_restarted_even_while_the_others_finish(running: Runni
     running.up(brain=2)
     (running.folder / "hold-brain").unlink()
     (running.folder / "hold-relay-0").unlink()
-    assert running.process.wait(60) == 0
+    assert running.process.wait(PATIENCE_S) == 0
     assert running.events("brain")[-2:] == ["SIGUSR2", "ends"] and len(running.lives("relay-1")) == 1
 
 
@@ -248,7 +248,7 @@ def test_an_accepted_reload_reaches_every_child_and_a_refused_one_none(running: 
     running.process.send_signal(signal.SIGHUP)
     block_until(lambda: running.events().count("SIGHUP") >= 3)
     running.process.send_signal(signal.SIGTERM)
-    assert running.process.wait(60) == 0
+    assert running.process.wait(PATIENCE_S) == 0
     assert running.events().count("SIGHUP") == 3
 
 
@@ -305,7 +305,7 @@ def test_a_trial_ends_with_its_parent_and_does_not_delay_its_end(running: Runnin
     running.process.send_signal(signal.SIGHUP)
     block_until(lambda: running.events("trial"))
     running.process.send_signal(how)
-    assert running.process.wait(60) == (0 if how is signal.SIGTERM else -how)
+    assert running.process.wait(PATIENCE_S) == (0 if how is signal.SIGTERM else -how)
     block_until(lambda: not any(map(exists, running.folder_pids())))
 
 
@@ -336,7 +336,7 @@ def test_children_die_with_their_parent_however_it_ends(running: Running) -> Non
     indirect=["running"],
 )
 def test_an_invalid_configuration_ends_all_processes_with_one_line(running: Running, wrong: str) -> None:
-    assert running.process.wait(60) == 2
+    assert running.process.wait(PATIENCE_S) == 2
     lines = [line for line in running.log.read_text().splitlines() if not line.startswith("{")]
     assert lines == [f"balanceroute: {wrong}: wrong"]
     assert not any(map(exists, running.folder_pids()))
@@ -345,7 +345,7 @@ def test_an_invalid_configuration_ends_all_processes_with_one_line(running: Runn
 def test_an_invalid_configuration_ends_all_processes_even_without_a_log(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.unit.proxy.supervised", str(tmp_path), '{"wrong": "relay-1"}']
     with open("/dev/full", "wb") as full:
-        assert subprocess.run(command, stderr=full, cwd=Path(__file__).parents[3], timeout=60).returncode == 2
+        assert subprocess.run(command, stderr=full, cwd=Path(__file__).parents[3], timeout=PATIENCE_S).returncode == 2
 
 
 def test_the_line_of_an_invalid_configuration_is_one_write(tmp_path: Path) -> None:
@@ -391,7 +391,7 @@ def test_a_child_without_resources_reports_it_in_one_line_and_is_restarted(
 def test_a_repeatedly_dying_child_is_restarted_with_growing_delays(running: Running) -> None:
     block_until(lambda: len(running.logged("child died")) >= 5)
     running.process.send_signal(signal.SIGTERM)
-    assert running.process.wait(60) == 0
+    assert running.process.wait(PATIENCE_S) == 0
     deaths = running.logged("child died")
     assert [line["again_in_s"] for line in deaths[:5]] == [0.0, 0.1, 0.2, 0.4, 0.8]
     assert {(line["child"], line["exit_code"]) for line in deaths} == {("relay-1", 7)}
@@ -434,7 +434,7 @@ def test_a_successor_gets_the_sockets_and_all_leave_when_it_is_ready(running: Ru
         block_until(lambda: "ends" in running.events("relay-0") and "SIGUSR1" in running.events("relay-1"))
         assert running.process.poll() is None
         (running.folder / "hold-relay-1").unlink()
-        assert running.process.wait(60) == 0
+        assert running.process.wait(PATIENCE_S) == 0
         assert [len(running.lives(name)) for name in ("brain", "relay-0", "relay-1")] == [1, 1, 1]
         client = running.connect()  # the socket has never been closed
         taken, address = listener.accept()
@@ -455,7 +455,7 @@ def test_a_drain_waits_for_a_router_that_prepares_to_take_over(running: Running,
         successor.close()
     else:
         running.process.send_signal(signal.SIGTERM)
-    assert running.process.wait(60) == 0
+    assert running.process.wait(PATIENCE_S) == 0
     expected = "SIGUSR1" if then == "it is ready" else "SIGUSR2"
     assert all(expected in running.events(name) for name in ("brain", "relay-0", "relay-1"))
     successor.close()
@@ -476,7 +476,7 @@ def test_a_failed_takeover_finishes_the_requests_of_its_own_clients(running: Run
     assert all(ask(client)[0] == "relay-0" for client in begun)
     assert running.logged("not taking over: the router that runs goes on")
     (running.folder / "hold-relay-0").unlink()
-    assert running.process.wait(60) == (0 if why == "it is told to end" else 2)
+    assert running.process.wait(PATIENCE_S) == (0 if why == "it is told to end" else 2)
     assert running.events_since_up("relay-0") == ["up", "SIGUSR1", "ends"]
 
 
@@ -492,7 +492,7 @@ def test_a_router_that_drains_can_still_be_taken_over(running: Running) -> None:
         successor.go()
         block_until(lambda: "SIGUSR1" in running.events("relay-1"))
         (running.folder / "hold-relay-1").unlink()
-        assert running.process.wait(60) == 0
+        assert running.process.wait(PATIENCE_S) == 0
         client = running.connect()  # the socket has never been closed
         taken, address = listener.accept()
         taken.close()
@@ -506,7 +506,7 @@ def test_a_draining_router_closes_its_port_when_its_last_relay_ends(running: Run
     port = int((running.folder / "port").read_text())
     block_until(lambda: not accepts(port))
     (running.folder / "hold-brain").unlink()
-    assert running.process.wait(60) == 0
+    assert running.process.wait(PATIENCE_S) == 0
 
 
 def test_a_draining_router_closes_its_port_when_its_relays_accept_no_more_although_they_run(running: Running) -> None:
@@ -520,7 +520,7 @@ def test_a_draining_router_closes_its_port_when_its_relays_accept_no_more_althou
     assert not any("ends" in running.events(name) for name in ("relay-0", "relay-1"))
     for name in ("relay-0", "relay-1"):
         (running.folder / f"hold-{name}").unlink()
-    assert running.process.wait(60) == 0
+    assert running.process.wait(PATIENCE_S) == 0
 
 
 def accepts(port: int) -> bool:
