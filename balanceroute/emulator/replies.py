@@ -143,6 +143,10 @@ class Call(ABC):
         prefix = f"{choice.index % self.request.n}_" if self.request.n > 1 else ""
         return prefix + (self.id if self.request.chat else f"{self.id}-{choice.index // self.request.n}")
 
+    def _echoed(self, choice: Choice) -> str:
+        """vLLM leaves the prompt's text out where token ids are wanted."""
+        return decode(choice.prompt) if self.request.echo and not self.request.return_token_ids else ""
+
     def usage(self) -> dict[str, int]:
         """Token counts so far, over all choices."""
         prompt = sum(map(len, self.request.prompts))
@@ -228,10 +232,6 @@ class JsonCall(Call):
             "prompt_token_ids": list(choice.prompt) if wants_ids else None,
             "routed_experts": None,
         }
-
-    def _echoed(self, choice: Choice) -> str:
-        """vLLM leaves the prompt's text out where token ids are wanted."""
-        return decode(choice.prompt) if self.request.echo and not self.request.return_token_ids else ""
 
     def _logprobs(self, choice: Choice) -> dict[str, Any]:
         if not self.request.echo:
@@ -332,39 +332,40 @@ class StreamCall(Call):
         self.sse.event(self._head + body % choice.index + self._usage(choice) + tail)
 
     def _chunk(self, choice: Choice) -> bytes:
-        request = self.request
-        ids = choice.ids[choice.sent :]
-        token_ids = orjson.dumps(ids) if request.return_token_ids else b"null"
+        """The event with the tokens that are not sent yet."""
+        request, ids = self.request, choice.ids[choice.sent :]
         finish = b'"%b"' % choice.finish_reason.encode() if choice.finish_reason else b"null"
-        stop = orjson.dumps(choice.stop_reason)
+        token_ids = orjson.dumps(ids) if request.return_token_ids else b"null"
+        made = self._chat_part if request.chat else self._text_part
         tail = b"}\n\n"
         if choice.finish_reason and not request.include_usage:
             tail = b',"system_fingerprint":"%b"}\n\n' % FINGERPRINT.encode()
-        if request.chat:
-            logprobs = orjson.dumps(chat_logprobs(ids)) if request.logprobs is not None else b"null"
-            stop = b',"stop_reason":' + stop if choice.finish_reason else b""
-            delta = orjson.dumps(choice.delta())
-            body = b'{"index":%d,"delta":%b,"logprobs":%b,"finish_reason":%b%b,"token_ids":%b}]'
-            parts = body % (choice.index, delta, logprobs, finish, stop, token_ids)
-        else:
-            logprobs = b"null"
-            if request.logprobs is not None:
-                token_logprobs = text_logprobs(ids, choice.offset)
-                logprobs = orjson.dumps(token_logprobs)
-                choice.offset += sum(map(len, token_logprobs["tokens"]))
-            prompt = b"null"
-            if request.return_token_ids and not choice.sent:
-                prompt = orjson.dumps(choice.prompt)
-            body = (
-                b'{"index":%d,"text":%b,"logprobs":%b,"finish_reason":%b,"stop_reason":%b,'
-                b'"prompt_token_ids":%b,"token_ids":%b}]'
-            )
-            shown = "" if request.echo_only else choice.text
-            if request.echo and not choice.sent and not request.return_token_ids:
-                shown = decode(choice.prompt) + shown
-            text = orjson.dumps(shown)
-            parts = body % (choice.index, text, logprobs, finish, stop, prompt, token_ids)
-        return self._head + parts + self._usage(choice) + tail
+        return self._head + made(choice, ids, finish, token_ids) + self._usage(choice) + tail
+
+    def _chat_part(self, choice: Choice, ids: list[int], finish: bytes, token_ids: bytes) -> bytes:
+        logprobs = orjson.dumps(chat_logprobs(ids)) if self.request.logprobs is not None else b"null"
+        stop = b',"stop_reason":' + orjson.dumps(choice.stop_reason) if choice.finish_reason else b""
+        delta = orjson.dumps(choice.delta())
+        body = b'{"index":%d,"delta":%b,"logprobs":%b,"finish_reason":%b%b,"token_ids":%b}]'
+        return body % (choice.index, delta, logprobs, finish, stop, token_ids)
+
+    def _text_part(self, choice: Choice, ids: list[int], finish: bytes, token_ids: bytes) -> bytes:
+        request = self.request
+        logprobs = b"null"
+        if request.logprobs is not None:
+            token_logprobs = text_logprobs(ids, choice.offset)
+            logprobs = orjson.dumps(token_logprobs)
+            choice.offset += sum(map(len, token_logprobs["tokens"]))
+        prompt = orjson.dumps(choice.prompt) if request.return_token_ids and not choice.sent else b"null"
+        shown = "" if request.echo_only else choice.text
+        if not choice.sent:
+            shown = self._echoed(choice) + shown
+        body = (
+            b'{"index":%d,"text":%b,"logprobs":%b,"finish_reason":%b,"stop_reason":%b,'
+            b'"prompt_token_ids":%b,"token_ids":%b}]'
+        )
+        text, stop = orjson.dumps(shown), orjson.dumps(choice.stop_reason)
+        return body % (choice.index, text, logprobs, finish, stop, prompt, token_ids)
 
     def _usage(self, choice: Choice) -> bytes:
         if not self.request.continuous_usage:
