@@ -4,7 +4,7 @@ from contextlib import nullcontext
 from functools import partial
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,6 +12,8 @@ from balanceroute.cli import helping
 from balanceroute.core.knobs import ALL, DEFAULTS
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from balanceroute.core.knobs import Option
     from balanceroute.prediction import Evaluation, FinishedRequest
     from balanceroute.prediction.build import BuiltPredictor
@@ -94,10 +96,10 @@ def evaluate(
     Example: balanceroute predictor evaluate --trace day.csv.gz --kind exact_match --horizon 80 --json
     """
     from balanceroute.cli.given import given, refuse_unused
-    from balanceroute.cli.output import print_fields, print_json
+    from balanceroute.cli.output import print_json
     from balanceroute.errors import ConfigError, InputError
     from balanceroute.plugins import while_it_runs
-    from balanceroute.prediction import OwnPredictor, build_predictor, load_model
+    from balanceroute.prediction import OwnPredictor, build_predictor
     from balanceroute.prediction import evaluate as judge
     from balanceroute.prediction.evaluation import time_split
     from balanceroute.simulator import parse_options
@@ -107,10 +109,7 @@ def evaluate(
     if plot is not None:
         check_plot(plot, trace, model, train)
     if model is not None:
-        held = load_model(model).kind
-        if given(context, "kind") and kind != held:
-            raise ConfigError(f"--kind {kind}: {model} holds a {held} predictor")
-        kind = held
+        kind = _kind_of(model, kind if given(context, "kind") else None)
     refuse_unused(context, "param", model is None, "without --model")
     refuse_unused(context, "size_buckets", kind == "exact_match", "by exact_match")
     rows = _from_trace(trace)
@@ -133,7 +132,25 @@ def evaluate(
     result = about | {"horizon_steps": horizon} | found.to_dict()
     if json:
         print_json(result)
-        return
+    else:
+        show_evaluation(result, found)
+
+
+def _kind_of(model: Path, given_kind: str | None) -> str:
+    """The kind of predictor in a model file. Raises: ConfigError: another kind was given."""
+    from balanceroute.errors import ConfigError
+    from balanceroute.prediction import load_model
+
+    held = load_model(model).kind
+    if given_kind not in (None, held):
+        raise ConfigError(f"--kind {given_kind}: {model} holds a {held} predictor")
+    return held
+
+
+def show_evaluation(result: "Mapping[str, Any]", found: "Evaluation") -> None:
+    """Print the figures, one a line, and the calibration as a table."""
+    from balanceroute.cli.output import print_fields
+
     print_fields("predictor", {name: value for name, value in result.items() if name != "calibration"})
     typer.echo("  calibration (p_finish said -> seen, samples)")
     for row in found.calibration:
