@@ -12,6 +12,7 @@ from balanceroute.engine.tokens import EOS_ID, TURN_ID, VOCAB_SIZE, encode
 
 KILLS_DECODER = "kill_decoder"  # in `vllm_xargs`: a request that no decoder survives
 COMPLETION_DEFAULT_MAX_TOKENS = 16  # vLLM's, seen in the captures; chat has none
+MAX_LOGPROBS = 20  # vLLM's default of `--max-logprobs`
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,9 +240,18 @@ def _choices(fields: _Fields) -> int:
 
 
 def _logprobs(fields: _Fields, chat: bool) -> int | None:
-    if not chat:
-        return fields.integer("logprobs")
-    return (fields.integer("top_logprobs") or 0) if fields.flag("logprobs") else None
+    top = fields.integer("top_logprobs") if chat else None
+    if chat:
+        wanted = (top or 0) if fields.flag("logprobs") else None
+    else:
+        wanted = fields.integer("logprobs")
+    if top and wanted is None:
+        text = "when using `top_logprobs`, `logprobs` must be set to true. (parameter=top_logprobs)"
+        raise ApiError(text, param="top_logprobs")
+    if wanted is not None and wanted > MAX_LOGPROBS:
+        text = f"Requested sample logprobs of {wanted}, which is greater than max allowed: {MAX_LOGPROBS}"
+        raise bad_value(text, "logprobs", wanted)
+    return wanted
 
 
 def _prompt_logprobs(fields: _Fields, chat: bool, stream: bool) -> int | None:

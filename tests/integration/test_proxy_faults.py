@@ -249,6 +249,26 @@ async def test_a_clients_error_is_neither_retried_nor_counted_against_the_worker
         assert router.app.services.metrics.retries.value("prefill") == 0
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        completion(logprobs=1000),
+        completion(logprobs=1000, stream=True),
+        completion(logprobs=1000, prompt_logprobs=1),
+        chat(logprobs=True, top_logprobs=21),
+        chat(top_logprobs=2),
+    ],
+    ids=["too many", "too many, streamed", "too many, and the prompt's", "too many in a chat", "without logprobs"],
+)
+async def test_logprobs_that_engines_refuse_are_refused_before_a_prompt_is_computed(body: dict[str, Any]) -> None:
+    async with running(PAIR) as router:
+        path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+        reply = await router.client.post(path, json=body)
+        assert (reply.status_code, reply.json()["error"]["code"]) == (400, 400) and "logprobs" in reply.text
+        await router.settled()
+        assert router.app.services.metrics.drains.value("drained") == 0, "its KV was pinned"
+
+
 async def test_without_resume_the_client_gets_an_error_event_and_an_unclean_end() -> None:
     async with running(PAIR, retry={"resume_on_worker_loss": False}) as router:
         await inject_everywhere(router, "d", "reset", after_events=4)

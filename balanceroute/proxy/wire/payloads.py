@@ -35,15 +35,15 @@ PROBE_KV_PARAMS: Final[dict[str, Any]] = {
 _PROBE_KV_PARAMS: Final = orjson.dumps(PROBE_KV_PARAMS)
 # keys of kv_transfer_params: the first for vLLM >= 0.27, the second for vllm-ascend with its recompute patch
 RESUME_IDS_KEYS: Final = (b"prompt_token_ids", b"_vllm_ascend_recompute_token_ids")
-_NOT_FOR_ONE_TOKEN: Final = frozenset(
-    ("stream_options", "n", "logprobs", "top_logprobs", "logprob_token_ids", "echo", "best_of")
-)
+_NOT_FOR_ONE_TOKEN: Final = frozenset(("stream_options", "n", "echo", "best_of"))
+_LOGPROBS: Final = frozenset(("logprobs", "top_logprobs", "logprob_token_ids"))
 
 
 def probe_body(request: ClientRequest) -> bytes:
     """The body for the prefiller: one token, no stream, the KV pinned for a remote decode.
 
-    `min_tokens` 1 prevents that the one token is a stop token, after which the engine pins nothing.
+    `min_tokens` 1 prevents that the one token is a stop token, after which the engine pins nothing. Logprobs are asked
+    for as the client does: settings that engines refuse are refused before the prompt is computed.
     """
     return _dump(request, _prefill_fields(request), _with_resume_ids(request, _PROBE_KV_PARAMS))
 
@@ -90,6 +90,8 @@ def drain_body(request: ClientRequest, kv_transfer_params: bytes) -> bytes:
     pulled blocks get a unique cache salt (`kept_apart`).
     """
     rest = _one_token(kept_apart(request), min_tokens=0)
+    for name in _LOGPROBS.intersection(rest):
+        del rest[name]
     return _dump(request, rest, _with_resume_ids(request, kv_transfer_params))
 
 
@@ -97,7 +99,8 @@ def _prefill_fields(request: ClientRequest) -> dict[str, Any]:
     """The fields of a prefill: one token, and the client's `PromptWishes`.
 
     With `echo`, `max_tokens` 0 makes an engine answer with the prompt alone (its text, its tokens and their logprobs).
-    It generates one token all the same, so the KV is pinned. `return_token_ids` would leave the text out.
+    It generates one token all the same, so the KV is pinned. `return_token_ids` would leave the text out, and
+    `logprob_token_ids` be refused.
     """
     rest = _one_token(request, min_tokens=1)
     wishes = request.prompt_wishes
@@ -105,6 +108,7 @@ def _prefill_fields(request: ClientRequest) -> dict[str, Any]:
         rest |= _wishes_of(request)
         if wishes.echo:
             rest |= {"max_tokens": 0, "return_token_ids": request.return_token_ids}
+            rest.pop("logprob_token_ids", None)
     return rest
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from balanceroute.errors import InvalidRequest
 from balanceroute.proxy.wire.client_request import Endpoint, parse
 from balanceroute.proxy.wire.derived_requests import resume, split
-from balanceroute.proxy.wire.payloads import PROBE_KV_PARAMS, decode_body, drain_body, probe_body
+from balanceroute.proxy.wire.payloads import PROBE_KV_PARAMS, decode_body, drain_body, probe_body, push_body
 from tests.unit.proxy.captures import body_of, capture_files, request_of
 from tests.unit.proxy.wire.requests import KV, a_request, load
 
@@ -72,15 +72,25 @@ def test_the_probe_asks_for_one_token_and_pins_its_kv() -> None:
     assert probe["kv_transfer_params"] == PROBE_KV_PARAMS
     assert len(PROBE_KV_PARAMS) == 6
     assert probe["return_token_ids"] is True
-    assert not {"stream_options", "n", "logprobs", "top_logprobs"} & probe.keys()
+    assert not {"stream_options", "n"} & probe.keys()
     assert (probe["tools"], probe["temperature"]) == ([{"type": "function"}], 0.5)
     assert probe["messages"] == [{"role": "user", "content": "hi"}]
 
 
-@pytest.mark.parametrize("fields", [{}, {"echo": True}])
-def test_only_the_decode_worker_gets_logprob_token_ids(fields: dict[str, Any]) -> None:
-    """An engine refuses that field without `logprobs`, and with an echo that ends with the prompt."""
-    request = a_request(logprobs=1, logprob_token_ids=[5, 6], **fields)
+@pytest.mark.parametrize("endpoint", ["completions", "chat"])
+def test_the_prefiller_is_asked_for_logprobs_as_the_client_asks_so_that_it_refuses_what_engines_refuse(
+    endpoint: Endpoint,
+) -> None:
+    fields = {"logprobs": 1000, "top_logprobs": 2, "logprob_token_ids": [5, 6]}
+    request = a_request(endpoint, **fields)
+    for body in (probe_body(request), push_body(request, KV), decode_body(request, KV)):
+        assert fields.items() <= load(body).items()
+    assert not fields.keys() & load(drain_body(request, KV)).keys(), "a drain is not for the client"
+
+
+def test_only_the_decode_worker_gets_logprob_token_ids_beside_an_echo() -> None:
+    """An engine refuses them with an echo that ends with the prompt."""
+    request = a_request(logprobs=1, logprob_token_ids=[5, 6], echo=True)
     for body in (probe_body(request), drain_body(request, KV)):
         assert "logprob_token_ids" not in load(body)
     assert load(decode_body(request, KV))["logprob_token_ids"] == [5, 6]
