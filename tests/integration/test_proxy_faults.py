@@ -249,6 +249,20 @@ async def test_a_clients_error_is_neither_retried_nor_counted_against_the_worker
         assert router.app.services.metrics.retries.value("prefill") == 0
 
 
+async def test_a_prefiller_with_another_model_than_the_others_gives_no_client_a_404() -> None:
+    async with running(PAIR, **QUICK) as router:
+        for _ in range(4):
+            await router.client.post("/v1/completions", json=completion())
+        await router.cluster.inject("p1", "status", status=404, count=None)
+        replies = [await router.client.post("/v1/completions", json=completion()) for _ in range(12)]
+        assert [reply.status_code for reply in replies] == [200] * 12
+        known, other = router.app.services.fleet.of(Role.PREFILL)
+        assert other.circuit.doubtful, "it was asked, and rests"
+        reply = await router.client.post("/v1/completions", json=completion(model="nope"))
+        assert reply.status_code == 404 and not known.circuit.doubtful
+        await router.settled()
+
+
 @pytest.mark.parametrize(
     "body",
     [

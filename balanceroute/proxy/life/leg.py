@@ -153,7 +153,7 @@ class Leg:
         """
         self.id, self.services, self._strategy = request_id, services, strategy
         self.answer = Answer(services, request, outlet, part, translation)
-        self.retries = Retries(services, request_id, choices)
+        self.retries = Retries(services, request_id, choices, request.model)
         self.headers, self._key = checked_lines(headers), prompt_key
         self.deadline_s = deadline_s
         self.outcome = FAILED

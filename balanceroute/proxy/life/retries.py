@@ -2,7 +2,7 @@
 
 | what happened | the worker | the request |
 |---|---|---|
-| a decode worker does not know the model, or the router's key, and a prefiller does | as a 500 | as a 500 |
+| a worker does not know the model, or the router's key, and a prefiller does | as a 500 | as a 500 |
 | another 4xx except 429 | nothing | ends: the error is the client's |
 | 429, 503 | rests (`circuit.busy`) | tries again, without counting a failure; ends at the queue's deadline |
 | given back without a token, or made anew | nothing | tries again, `MAX_FRUITLESS` times in a row |
@@ -21,8 +21,9 @@ lacks a feature. Counted as failures, a few such requests of one client would ta
 if the last try ends with 500, too, and no other worker is left, no worker is blamed.
 
 **Another model or key.** A decode worker that does not know the model or the key with which a prefiller has just served
-the request was started with others. It refuses at once, so it is the least loaded one: if nothing were held against it,
-it would get most requests, and refuse them all. Only a key of the router's own counts: a client may send any.
+the request was started with others; so was a prefiller where another one has served that model (`served_models.py`). It
+refuses at once, so it is the least loaded one: if nothing were held against it, it would get most requests, and refuse
+them all. Only a key of the router's own counts: a client may send any.
 """
 
 import asyncio
@@ -74,6 +75,7 @@ class Retries:
         "_decode_failures",
         "_erred",
         "_fruitless",
+        "_model",
         "_prefill_failures",
         "_refusal",
         "_refused",
@@ -83,9 +85,11 @@ class Retries:
         "_to_retry",
     )
 
-    def __init__(self, services: LifeServices, request_id: str, choices: Choices | None) -> None:
-        """`choices`: all choices of the client's request, if it has several."""
-        self._services, self._request_id, self._choices = services, request_id, choices
+    def __init__(
+        self, services: LifeServices, request_id: str, choices: Choices | None, model: str | None = None
+    ) -> None:
+        """`choices`: all choices of the client's request, if it has several. `model`: that it names."""
+        self._services, self._request_id, self._choices, self._model = services, request_id, choices, model
         self._suspect: Suspect | None = None
         self._prefill_failures = self._decode_failures = self._fruitless = self._refused = 0  # in a row
         self._erred: set[str] = set()  # workers of either tier that answered it with their own error
@@ -103,7 +107,8 @@ class Retries:
         Raises: `error`, when it was the last try.
         """
         services, circuit = self._services, worker.circuit
-        refused = is_refused(error) and not self._differs(error, tier)
+        differs = self._differs(error, worker, tier)
+        refused = is_refused(error) and not differs
         if refused or isinstance(error, DeadlineExceeded | PromptsDiffer):
             circuit.inconclusive()
             raise error
@@ -121,23 +126,27 @@ class Retries:
         last = failures >= services.config.retry.max_attempts or not error.retryable
         if isinstance(error, CannotConnect):
             circuit.inconclusive()
-        elif not (self._note_own_error(error, worker, tier) and last and self._clear_if_all_erred(worker)):
+        elif not (self._note_own_error(error, worker, differs) and last and self._clear_if_all_erred(worker)):
             circuit.fault(now, reason_of(error))
         if last or (isinstance(error, NothingPinned) and failures > 1):
             raise error
         self._to_retry.add(tier)
         return self._backoff_s(max(1, failures))
 
-    def _differs(self, error: UpstreamError, tier: str) -> bool:
-        """Whether a decode worker has another model or key than the prefiller that has served the request."""
-        config = self._services.config
-        if tier != "decode" or config.decode_first or not isinstance(error, UpstreamStatus):
+    def _differs(self, error: UpstreamError, worker: Worker, tier: str) -> bool:
+        """Whether the worker has another model or key than a prefiller that has served the request, or its like."""
+        services = self._services
+        statuses = (404,) if services.config.auth.worker_api_key is None else (401, 403, 404)
+        if not isinstance(error, UpstreamStatus) or error.status not in statuses:
             return False
-        return error.status == 404 or (error.status in (401, 403) and config.auth.worker_api_key is not None)
+        if tier == "decode":
+            return not services.config.decode_first
+        other = services.served_models.refused(self._model, worker.id)
+        return other is not None and other in services.fleet and services.fleet[other].able
 
-    def _note_own_error(self, error: UpstreamError, worker: Worker, tier: str) -> bool:
+    def _note_own_error(self, error: UpstreamError, worker: Worker, differs: bool) -> bool:
         """Note a worker's own error, which the request may have caused; returns whether it is one."""
-        own = self._differs(error, tier) or (
+        own = differs or (
             isinstance(error, UpstreamStatus) and error.status in (500, 501) and sign_of(error) is Sign.NONE
         )
         if own:

@@ -83,6 +83,44 @@ def test_a_decode_worker_with_another_model_or_key_than_the_prefiller_is_held_to
     in_virtual_time(judged)
 
 
+@pytest.mark.parametrize(("status", "auth"), [(404, {}), (401, {"worker_api_key": "key"})])
+def test_a_prefiller_with_another_model_or_key_than_one_that_serves_the_model_is_held_to_fail(
+    status: int, auth: dict[str, str]
+) -> None:
+    async def judged() -> None:
+        services = a_router(a_config(prefillers=2, retry=RETRY, auth=auth))
+        known, other = services.fleet["p0"], services.fleet["p1"]
+        error = a_status(status, tier="prefill")
+        services.served_models.note("m", known.id)
+        with pytest.raises(UpstreamStatus):
+            Retries(services, "r", None, "typo").judge(error, other, "prefill", begun=False)
+        assert not other.circuit.doubtful, "nobody has served that model"
+        Retries(services, "r", None, "m").judge(error, other, "prefill", begun=False)
+        assert other.circuit.doubtful and not known.circuit.doubtful
+        with pytest.raises(UpstreamStatus):
+            Retries(services, "r", None, "m").judge(error, known, "prefill", begun=False)
+        assert not known.circuit.doubtful, "no other prefiller has served the model"
+
+    in_virtual_time(judged)
+
+
+@pytest.mark.parametrize("gone", ["down", "left"])
+def test_a_prefiller_that_serves_no_more_is_no_witness_against_another(gone: str) -> None:
+    async def judged() -> None:
+        services = a_router(a_config(prefillers=2, retry=RETRY))
+        known, other = services.fleet["p0"], services.fleet["p1"]
+        services.served_models.note("m", known.id)
+        if gone == "down":
+            known.circuit.open(services.tickets.now(), "status 500")
+        else:
+            services.fleet.leave(known)
+        with pytest.raises(UpstreamStatus):
+            Retries(services, "r", None, "m").judge(a_status(404, tier="prefill"), other, "prefill", begun=False)
+        assert not other.circuit.doubtful
+
+    in_virtual_time(judged)
+
+
 def test_a_lack_of_descriptors_is_a_failed_try_but_not_held_against_the_worker() -> None:
     async def judged() -> None:
         services, retries = some_retries()
