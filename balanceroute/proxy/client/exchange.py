@@ -396,6 +396,7 @@ class Exchange:
             metrics.duration.observe(duration_s)
         if log.isEnabledFor(logging.INFO):
             self._log(tokens, ttft_s, duration_s)
+        self._failure = self._refusal = None  # errors refer to frames, and these to the exchange
 
     def _log(self, tokens: int, ttft_s: float | None, duration_s: float) -> None:
         head, legs = self._head, self._legs
