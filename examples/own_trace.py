@@ -3,7 +3,7 @@
     python examples/own_trace.py [LOG.csv]
 
 The log has a line per request: time of arrival in seconds, prompt tokens, generated tokens. Without a file a small one
-is made up. `balanceroute trace convert` reads the formats of public traces (Azure, Mooncake, BurstGPT).
+is made up. `balanceroute trace convert` reads the formats of public traces (Azure, Mooncake, Bailian, BurstGPT).
 """
 
 import csv

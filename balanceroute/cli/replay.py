@@ -51,7 +51,7 @@ DRAFT_TOKENS_HELP = (
 )
 PREFIX_CACHE_HELP = (
     "Tokens that the prefix cache of one prefiller holds. The trace must say which prompts begin alike: "
-    "`balanceroute trace convert` keeps the hash_ids of Mooncake's."
+    "`balanceroute trace convert` keeps the hash_ids of Mooncake's and Bailian's."
 )
 
 BESIDE_FULL_HELP = "Whether workers begin KV transfers while all their slots are in use; vLLM does not."

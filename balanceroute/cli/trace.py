@@ -51,14 +51,14 @@ def generate(
 def convert(
     source: Annotated[Path, typer.Argument(help="Original file, possibly .gz or .xz; - is standard input.")],
     out: OutFile,
-    format: Annotated[str, typer.Option(help="auto, azure, mooncake, burstgpt, router or vllm.")] = "auto",
+    format: Annotated[str, typer.Option(help="auto, azure, mooncake, bailian, burstgpt, router or vllm.")] = "auto",
     jitter: Annotated[
         float, typer.Option(min=0, help="Spread arrivals at random over so many seconds, where stamps are rounded.")
     ] = 0.0,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the jitter.")] = 0,
     json: JsonFlag = False,
 ) -> None:
-    """Convert an Azure 2023/2024, Mooncake or BurstGPT trace, this router's JSON log or vLLM's request log.
+    """Convert an Azure 2023/2024, Mooncake, Bailian or BurstGPT trace, this router's JSON log or vLLM's request log.
 
     Logs also as kubectl, docker or journald print them, or docker's own files.
 

@@ -2,6 +2,8 @@
 
     azure      Azure LLM inference traces of 2023 and 2024: TIMESTAMP,ContextTokens,GeneratedTokens
     mooncake   Mooncake JSONL: timestamp (ms), input_length, output_length, hash_ids (one per 512-token block)
+    bailian    Alibaba's Qwen-Bailian JSONL: the same fields and chat_id, parent_chat_id, turn, type; timestamp in s,
+               and hash_ids one per 16-token block, each of which stands for that block's own tokens alone
     burstgpt   BurstGPT CSV: Timestamp (s),Model,Request tokens,Response tokens,Total tokens,Log Type
     router     this router's JSON log (`traces.logs`)
     vllm       vLLM's request log (`traces.logs`)
@@ -27,6 +29,7 @@ from balanceroute.traces.logs import PLAIN_ROUTER, STAMP, RouterLog, VllmLog, lo
 from balanceroute.traces.rows import Row, field_of, json_object, stamp_s
 from balanceroute.traces.source import Source
 from balanceroute.traces.trace import (
+    BLOCK_TOKENS,
     MAX_TIME,
     REQUIRED,
     Trace,
@@ -34,6 +37,7 @@ from balanceroute.traces.trace import (
     csv_rows,
     finite,
     header_of,
+    left_out,
     text_lines,
     token_count,
     trace_of,
@@ -44,6 +48,8 @@ GUESSED_LINES = 200  # that are looked at: a server prints its banner first
 AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")  # columns of arrivals, prompts and outputs
 BURSTGPT = ("Timestamp", "Request tokens", "Response tokens")
 MOONCAKE = ("timestamp", "input_length", "output_length")
+BAILIAN_ONLY = ("chat_id", "parent_chat_id")  # beside the fields of Mooncake's lines
+BAILIAN_BLOCK_TOKENS = 16
 
 
 class TraceFormat(StrEnum):
@@ -52,6 +58,7 @@ class TraceFormat(StrEnum):
     AUTO = "auto"
     AZURE = "azure"
     MOONCAKE = "mooncake"
+    BAILIAN = "bailian"
     BURSTGPT = "burstgpt"
     ROUTER = "router"
     VLLM = "vllm"
@@ -62,8 +69,9 @@ class Conversion:
     """The converted trace, and how many requests were left out because nothing was generated.
 
     `estimated`: of how many a length was not counted but estimated; `unanswered`: of how many of these the log says
-    nothing of the answer, which counts as long as was allowed. `damaged`: numbers of the lines of a log that could not
-    be read. `like_seconds`: the first time stamp, where it was read as milliseconds and looks like seconds.
+    nothing of the answer, which counts as long as was allowed. `damaged`: numbers of the lines that could not be read:
+    of a log, and of any file the last one, where no line end follows. `like_seconds`: the first time stamp, where it
+    was read as milliseconds and looks like seconds.
     """
 
     trace: Trace
@@ -92,9 +100,7 @@ class Conversion:
                 "vllm serve with --enable-log-outputs (it logs those of chats, and none of /v1/completions)"
             )
         if self.damaged:
-            lines = "1 line that is" if len(self.damaged) == 1 else f"{len(self.damaged):,} lines that are"
-            first = "" if len(self.damaged) == 1 else "the first of them "
-            notes.append(f"left out {lines} cut short or damaged, {first}line {self.damaged[0]}")
+            notes.append(left_out(self.damaged))
         return notes
 
 
@@ -120,17 +126,24 @@ def convert_trace(
     without_output = 0
     router_log, vllm_log = RouterLog(), VllmLog()
     readers = READERS | {TraceFormat.ROUTER: router_log.rows, TraceFormat.VLLM: vllm_log.rows}
-    for line, arrival, prompt, output, key, blocks in readers[kind](path):
-        if output == 0:
-            without_output += 1
-            continue
-        if prompt < 1:
-            raise InputError(f"{path}: line {line}: {prompt} prompt and {output} output tokens")
-        arrivals.append(arrival)
-        prompts.append(prompt)
-        outputs.append(output)
-        keys.append(key)
-        prefix.append(blocks)
+    damaged: list[int] = []
+    try:
+        for line, arrival, prompt, output, key, blocks in readers[kind](path):
+            if output == 0:
+                without_output += 1
+                continue
+            if prompt < 1:
+                raise InputError(f"{path}: line {line}: {prompt} prompt and {output} output tokens")
+            arrivals.append(arrival)
+            prompts.append(prompt)
+            outputs.append(output)
+            keys.append(key)
+            prefix.append(blocks)
+    except InputError:
+        if kind not in READERS or path.half_line is None or not arrivals:
+            raise  # logs have told half lines from others already
+        damaged.append(path.half_line)
+    damaged += [*router_log.damaged, *vllm_log.damaged]
     if without_output and not arrivals:
         raise InputError(f"{path}: none of its {without_output:,} requests generated anything")
     trace = trace_of(path, arrivals, prompts, outputs, keys, prefix)
@@ -138,7 +151,7 @@ def convert_trace(
     first = min(arrivals) * 1000.0
     like_seconds = first if kind is TraceFormat.MOONCAKE and CLOCK_S[0] <= first < CLOCK_S[1] else None
     return Conversion(
-        trace, kind, without_output, vllm_log.estimated, vllm_log.unanswered, tuple(router_log.damaged), like_seconds
+        trace, kind, without_output, vllm_log.estimated, vllm_log.unanswered, tuple(damaged), like_seconds
     )
 
 
@@ -188,7 +201,8 @@ def guess_format(path: Source) -> TraceFormat | None:
             )
     if first.startswith(("{", "[")):
         if any(f'"{name}"' in first for name in MOONCAKE[1:]):  # many a log has a timestamp
-            return TraceFormat.MOONCAKE
+            of_chats = any(f'"{name}"' in first for name in BAILIAN_ONLY)
+            return TraceFormat.BAILIAN if of_chats else TraceFormat.MOONCAKE
         raise unknown(path)
     return None
 
@@ -197,8 +211,9 @@ def unknown(path: Source) -> InputError:
     """The error for an unknown format, with the accepted beginnings."""
     return InputError(
         f"{path}: no known trace: expected a CSV with {','.join(REQUIRED)}, or with {','.join(AZURE)} (azure), or with "
-        f"{','.join(BURSTGPT)} (burstgpt), or JSON lines with {', '.join(MOONCAKE)} (mooncake), or a JSON log of this "
-        "router (router), or of vllm serve --enable-log-requests (vllm); trace convert --format NAME names one"
+        f"{','.join(BURSTGPT)} (burstgpt), or JSON lines with {', '.join(MOONCAKE)} (mooncake), and {BAILIAN_ONLY[0]} "
+        "(bailian), or a JSON log of this router (router), or of vllm serve --enable-log-requests (vllm); "
+        "trace convert --format NAME names one"
     )
 
 
@@ -225,10 +240,11 @@ def read_table(path: Source, columns: tuple[str, str, str], seconds: Callable[[s
             raise InputError(f"{path}: line {line}: {error}") from error
 
 
-def read_mooncake(path: Source) -> Iterator[Row]:
-    """Rows of a Mooncake trace; the key is a digest of all block hashes, so equal keys are equal prompts.
+def read_hashed(path: Source, stamps_per_s: float, block_tokens: int) -> Iterator[Row]:
+    """Rows of JSON lines with such stamps, and a hash per block of so many tokens of the prompt.
 
-    Others write the same lines without `hash_ids`: then nothing is known of how prompts begin.
+    The key is a digest of all block hashes, so equal keys are equal prompts. Others write the same lines without
+    `hash_ids`: then nothing is known of how prompts begin.
     """
     for line, text in text_lines(path):
         try:
@@ -237,11 +253,11 @@ def read_mooncake(path: Source) -> Iterator[Row]:
             prompt = token_count(field_of(row, "input_length"), "input_length", least=0)
             yield (
                 line,
-                finite(field_of(row, "timestamp"), "timestamp") / 1000.0,
+                finite(field_of(row, "timestamp"), "timestamp") / stamps_per_s,
                 prompt,
                 token_count(field_of(row, "output_length"), "output_length", least=0),
                 digest(hash_ids),
-                checked_blocks(tuple(hash_ids), prompt, "hash_ids"),
+                names_of(checked_blocks(tuple(hash_ids), prompt, "hash_ids", block_tokens), block_tokens),
             )
         except KeyError as error:
             raise InputError(f"{path}: line {line}: no field {error}") from error
@@ -258,9 +274,27 @@ def digest(blocks: Any) -> str:
     return hashlib.blake2b(",".join(map(str, blocks)).encode(), digest_size=8).hexdigest() if blocks else ""
 
 
+def names_of(hash_ids: tuple[int, ...], block_tokens: int) -> tuple[int, ...]:
+    """Names of a prompt's blocks of `BLOCK_TOKENS`, from the hashes of blocks of so many tokens.
+
+    Hashes of smaller blocks stand for their own tokens alone, so a name is a digest of all of them up to its end. There
+    is one for each block that is full: nobody shares another.
+    """
+    per_name = BLOCK_TOKENS // block_tokens
+    if per_name == 1:
+        return hash_ids
+    so_far = hashlib.blake2b(digest_size=7)  # any number of so many bytes is a name
+    names = []
+    for end in range(per_name, len(hash_ids) + 1, per_name):
+        so_far.update(",".join(map(str, hash_ids[end - per_name : end])).encode() + b";")
+        names.append(int.from_bytes(so_far.digest()))
+    return tuple(names)
+
+
 READERS: dict[TraceFormat, Callable[[Source], Iterator[Row]]] = {
     # the stamps have seven decimals in 2023 and a zone in 2024
     TraceFormat.AZURE: partial(read_table, columns=AZURE, seconds=stamp_s),
-    TraceFormat.MOONCAKE: read_mooncake,
+    TraceFormat.MOONCAKE: partial(read_hashed, stamps_per_s=1000.0, block_tokens=BLOCK_TOKENS),
+    TraceFormat.BAILIAN: partial(read_hashed, stamps_per_s=1.0, block_tokens=BAILIAN_BLOCK_TOKENS),
     TraceFormat.BURSTGPT: partial(read_table, columns=BURSTGPT, seconds=finite),
 }

@@ -153,7 +153,7 @@ def load_trace(
         return generate_trace(name, seed=seed).head(rows)
     source = Source(name)  # one for both: a pipe gives its bytes once
     if not is_foreign(source):
-        return read_trace(source).head(rows)
+        return read_trace(source, on_note).head(rows)
     conversion = convert_trace(source)
     for note in conversion.notes:
         on_note(note)

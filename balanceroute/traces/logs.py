@@ -231,15 +231,19 @@ def guess(text: str) -> int:
 class VllmLog:
     """Reads a vLLM log; `estimated` is the number of its requests whose prompt or answer was not counted.
 
-    `unanswered`: those of them whose answers it does not mention.
+    `unanswered`: those of them whose answers it does not mention. `damaged`: the number of the last line, where no line
+    end follows: half a text would count as all of it.
     """
 
     estimated: int = 0
     unanswered: int = 0
+    damaged: tuple[int, ...] = ()
 
     def rows(self, path: Source) -> Iterator[Row]:
         """The requests in order of arrival. Raises: InputError: there are none, or none with a prompt."""
         requests = logged_requests(path)
+        if path.half_line is not None:
+            self.damaged = (path.half_line,)
         if not requests:
             raise InputError(f"{path}: no line 'Received request': start vllm serve with --enable-log-requests")
         if all(entry.prompt is None for entry in requests):
@@ -256,13 +260,13 @@ class VllmLog:
 
 
 def logged_requests(path: Source) -> list[Logged]:
-    """What the lines of a vLLM log say of each request, in order of arrival. Raises: InputError: a time is none."""
+    """What whole lines of a vLLM log say of each request, in order of arrival. Raises: InputError: a time is none."""
     requests: dict[str, Logged] = {}
     early: dict[str, str] = {}  # details, which vLLM prints before "Received request" of the same id
     when: datetime | None = None
     for line, text in log_lines(path):
         stamp = STAMP.search(text)
-        if not stamp:
+        if not stamp or line == path.half_line:
             continue
         when = following(stamp[1], when, path, line)
         if received := RECEIVED.match(text, stamp.end()):

@@ -23,10 +23,15 @@ OPENERS: dict[bytes, Callable[..., Any]] = {b"\x1f\x8b": gzip.open, b"\xfd7zXZ\x
 
 
 class Source:
-    """One file to read; `-` is standard input."""
+    """One file to read; `-` is standard input.
+
+    `half_line`: number of its last line, once that is read, if no line end follows: whoever writes the file may not
+    have finished it.
+    """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
+        self.half_line: int | None = None
         self._kept: bytes | None = None
 
     @classmethod

@@ -5,8 +5,9 @@ import gzip
 import io
 import lzma
 import math
+import warnings
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from operator import index
 from pathlib import Path
@@ -196,10 +197,11 @@ def _lengths(name: str, tokens: NDArray[np.int64]) -> dict[str, Any]:
     return {f"{name}_mean": mean, f"{name}_p50": p50, f"{name}_p95": p95, f"{name}_p99": p99, f"{name}_max": most}
 
 
-def read_trace(path: str | Path | Source) -> Trace:
+def read_trace(path: str | Path | Source, on_note: Callable[[str], None] = warnings.warn) -> Trace:
     """Read a trace CSV, possibly compressed (.gz, .xz); `-` is standard input.
 
-    Where the first arrival is a clock's stamp (a day or more after 0), times count from it.
+    Where the first arrival is a clock's stamp (a day or more after 0), times count from it. A last line that is cut
+    short, because the file is still being written, is left out, and `on_note` is told.
 
     Raises: InputError with the file, the line and the reason, on the first row that cannot be used.
     """
@@ -211,26 +213,40 @@ def read_trace(path: str | Path | Source) -> Trace:
     at_prefix = header.index(PREFIX_COLUMN) if PREFIX_COLUMN in header else -1
     arrivals, prompts, outputs, keys = list[float](), list[int](), list[int](), list[str]()
     prefix: list[tuple[int, ...]] = []
-    for line, row in rows:
-        try:
-            if len(row) != len(header):
-                raise ValueError(f"{len(row)} fields, the header has {len(header)}")
-            arrival = finite(row[at_arrival], "arrival_s", most=MAX_ARRIVAL_S)
-            if arrivals and arrival < arrivals[-1]:
-                raise ValueError(
-                    f"arrival_s {arrival:g} is before the row above ({arrivals[-1]:g}); sort the rows by it"
-                )
-            prompts.append(token_count(row[at_prompt], "prompt_tokens", least=1))
-            outputs.append(token_count(row[at_output], "output_tokens", least=1))
+    try:
+        for line, row in rows:
+            try:
+                if len(row) != len(header):
+                    raise ValueError(f"{len(row)} fields, the header has {len(header)}")
+                arrival = finite(row[at_arrival], "arrival_s", most=MAX_ARRIVAL_S)
+                if arrivals and arrival < arrivals[-1]:
+                    raise ValueError(
+                        f"arrival_s {arrival:g} is before the row above ({arrivals[-1]:g}); sort the rows by it"
+                    )
+                prompt = token_count(row[at_prompt], "prompt_tokens", least=1)
+                output = token_count(row[at_output], "output_tokens", least=1)
+                if at_prefix >= 0:
+                    prefix.append(block_names(row[at_prefix], prompt))
+            except ValueError as error:
+                raise InputError(f"{path}: line {line}: {error}") from error
             arrivals.append(arrival)
+            prompts.append(prompt)
+            outputs.append(output)
             keys.append(row[at_key] if at_key >= 0 else "")
-            if at_prefix >= 0:
-                prefix.append(block_names(row[at_prefix], prompts[-1]))
-        except ValueError as error:
-            raise InputError(f"{path}: line {line}: {error}") from error
+    except InputError:
+        if path.half_line is None or not arrivals:
+            raise
+        on_note(left_out([path.half_line]))
     trace = trace_of(path, arrivals, prompts, outputs, keys, prefix)
     clock = float(trace.arrival_s[0]) if trace.arrival_s[0] >= CLOCK_STAMPS_S else 0.0
     return replace(trace, arrival_s=np.round(trace.arrival_s - clock, 6)) if clock else trace
+
+
+def left_out(lines: Sequence[int]) -> str:
+    """A note of the lines that could not be read, by their numbers."""
+    if len(lines) == 1:
+        return f"left out 1 line that is cut short or damaged, line {lines[0]}"
+    return f"left out {len(lines):,} lines that are cut short or damaged, the first of them line {lines[0]}"
 
 
 def header_of(
@@ -260,13 +276,15 @@ def block_names(text: str, prompt_tokens: int) -> tuple[int, ...]:
     return checked_blocks(names, prompt_tokens, PREFIX_COLUMN)
 
 
-def checked_blocks(names: tuple[int, ...], prompt_tokens: int, column: str) -> tuple[int, ...]:
+def checked_blocks(
+    names: tuple[int, ...], prompt_tokens: int, column: str, block_tokens: int = BLOCK_TOKENS
+) -> tuple[int, ...]:
     """The names themselves, or ValueError where one is out of range or the prompt has no room for so many blocks."""
     if any(not -MAX_BLOCK <= name <= MAX_BLOCK for name in names):
         raise ValueError(f"{column}: a number is out of range")
-    if len(names) > -(-prompt_tokens // BLOCK_TOKENS):
+    if len(names) > -(-prompt_tokens // block_tokens):
         raise ValueError(
-            f"{column}: {len(names)} blocks of {BLOCK_TOKENS} tokens in a prompt of {prompt_tokens} tokens"
+            f"{column}: {len(names)} blocks of {block_tokens} tokens in a prompt of {prompt_tokens} tokens"
         )
     return names
 
@@ -339,10 +357,12 @@ def text_lines(path: Source, *, any_bytes: bool = False) -> Iterator[tuple[int, 
     `any_bytes`: bytes that are not UTF-8 come as surrogates. Raises: InputError that names the file, and else the line
     of such bytes; of a file of no such lines, too.
     """
-    line, blank = 0, True
+    line, blank, path.half_line = 0, True, None
     try:
         with path.open() as file:
             for line, text in enumerate(lines(file), start=1):
+                if text.strip() and not text.endswith(("\n", "\r")):
+                    path.half_line = line
                 if not any_bytes:
                     text.encode()
                 if text.strip():

@@ -71,6 +71,44 @@ def test_mooncake_rows_with_equal_blocks_share_a_key(tmp_path: Path) -> None:
     assert trace.prompt_key[1] == trace.prompt_key[2] != trace.prompt_key[0]
 
 
+def bailian_line(timestamp: float, hash_ids: list[int] | None, prompt: int = 521) -> str:
+    """As in the README of alibaba-edu/qwen-bailian-usagetraces-anon."""
+    row = {"chat_id": 159, "parent_chat_id": 55, "timestamp": timestamp, "input_length": prompt, "output_length": 132}
+    return json.dumps(row | {"type": "text", "turn": 2} | ({} if hash_ids is None else {"hash_ids": hash_ids})) + "\n"
+
+
+@pytest.mark.parametrize("hash_ids", [None, list(range(33))], ids=["no hashes", "hashes"])
+def test_bailian_stamps_are_seconds_and_its_lines_are_known_by_their_chats(
+    tmp_path: Path, hash_ids: list[int] | None
+) -> None:
+    path = written(tmp_path / "b.jsonl", bailian_line(61.114, hash_ids) + bailian_line(60.0, hash_ids))
+    result = convert_trace(path)
+    assert (result.format, result.notes) == (TraceFormat.BAILIAN, [])
+    assert result.trace.arrival_s.tolist() == [0.0, 1.114]
+    assert result.trace.prompt_tokens.tolist() == [521, 521]
+    assert np.all((result.trace.prompt_key != "") == (hash_ids is not None))
+
+
+def test_bailian_hashes_of_16_tokens_become_names_of_whole_beginnings_in_blocks_of_512(tmp_path: Path) -> None:
+    """Each hash stands for its own 16 tokens, so equal ones behind unlike beginnings are no shared prefix."""
+    one, other, third = list(range(32)), list(range(100, 132)), list(range(200, 232))
+    prompts = [[*one, *other, 7], [*one, *other, 8], [*third, *other], [*one, 7], one[:31]]
+    lines = [bailian_line(at, ids, prompt=16 * len(ids)) for at, ids in enumerate(prompts)]
+    trace = convert_trace(written(tmp_path / "b.jsonl", "".join(lines))).trace
+    names = trace.prefix
+    assert [len(each) for each in names] == [2, 2, 2, 1, 0]
+    assert names[0] == names[1] and names[0][:1] == names[3]
+    assert names[2][0] != names[0][0] and names[2][1] != names[0][1], "the second block is the same, its prefix is not"
+    assert trace.full_blocks(0) == names[0] and trace.prompt_key[0] != trace.prompt_key[1]
+    write_trace(trace, tmp_path / "b.csv")
+    assert read_trace(tmp_path / "b.csv").prefix == names
+
+
+def test_more_bailian_hashes_than_a_prompt_has_room_for_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="line 1: hash_ids: 34 blocks of 16 tokens in a prompt of 521 tokens"):
+        convert_trace(written(tmp_path / "b.jsonl", bailian_line(0, list(range(34)))))
+
+
 @pytest.mark.parametrize("header", ["what,ever", "arrival_s;prompt_tokens;output_tokens"], ids=["no", "semicolons"])
 def test_a_file_in_no_known_form_is_refused_with_the_forms_that_are_known(tmp_path: Path, header: str) -> None:
     with pytest.raises(InputError, match="no known trace: expected a CSV with arrival_s.*--format") as refused:
@@ -339,6 +377,29 @@ def test_a_cut_last_line_is_left_out_alone_and_reported(tmp_path: Path) -> None:
     assert result.notes[-1] == "left out 1 line that is cut short or damaged, line 6"
 
 
+@pytest.mark.parametrize("text", [
+    mooncake_line(0, [0, 1]) * 2, bailian_line(0, None) * 2, AZURE_2023, "".join(BURSTGPT.splitlines(True)[:3]),
+], ids=["mooncake", "bailian", "azure", "burstgpt"])  # fmt: skip
+def test_half_a_last_line_of_a_table_is_left_out_and_reported_and_half_a_line_before_it_is_refused(
+    tmp_path: Path, text: str
+) -> None:
+    lines = text.splitlines(keepends=True)
+    half = lines[-1][: len(lines[-1]) // 2]
+    result = convert_trace(written(tmp_path / "growing", text + half))
+    assert len(result.trace) == 2
+    assert result.notes == [f"left out 1 line that is cut short or damaged, line {len(lines) + 1}"]
+    for damaged in (text + half + "\n", lines[0] + half + "\n" + lines[-1]):
+        with pytest.raises(InputError, match=f"line ({len(lines) + 1}|2):"):
+            convert_trace(written(tmp_path / "damaged", damaged))
+
+
+def test_a_whole_last_line_needs_no_line_end_and_a_file_of_half_a_line_is_refused(tmp_path: Path) -> None:
+    result = convert_trace(written(tmp_path / "m.jsonl", mooncake_line(0, []).rstrip()))
+    assert (len(result.trace), result.notes) == (1, [])
+    with pytest.raises(InputError, match="line 1: not JSON"):
+        convert_trace(written(tmp_path / "m.jsonl", mooncake_line(0, [])[:-9]))
+
+
 @pytest.mark.parametrize("prefix", PREFIXES.values(), ids=PREFIXES)
 def test_half_lines_of_killed_processes_are_left_out_alone_and_counted(tmp_path: Path, prefix: str) -> None:
     """Cut off and followed by a line's end, or by what the next process has written; before the event's name, too."""
@@ -461,6 +522,16 @@ def test_text_in_a_prompt_or_an_answer_is_not_read_as_a_log_line(tmp_path: Path,
     trace = convert_trace(written(tmp_path / "vllm.log", text)).trace
     assert trace.arrival_s.tolist() == [0.0, 2.0]
     assert trace.prompt_tokens.tolist() == [3, 4] and trace.output_tokens.tolist() == [2, 1]
+
+
+def test_half_an_answer_at_the_end_of_vllms_log_does_not_count_as_all_of_it(tmp_path: Path) -> None:
+    text = vllm_log(
+        ("01-01 00:00:00", "Received request a: prompt: 'x', params: SamplingParams(max_tokens=64)"),
+        ("01-01 00:00:01", "Generated response a: output: 'ok', output_token_ids: [8, 9, 9, 9], finish_reason: stop"),
+    )
+    result = convert_trace(written(tmp_path / "vllm.log", text[: text.index(", 9]")]))
+    assert result.trace.output_tokens.tolist() == [64], "as of any request whose answer is not logged yet"
+    assert result.notes[-1] == "left out 1 line that is cut short or damaged, line 4"
 
 
 def test_vllms_log_is_read_in_colour(tmp_path: Path) -> None:

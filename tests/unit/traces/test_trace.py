@@ -86,6 +86,19 @@ def test_a_bad_row_is_refused_with_its_line_and_the_reason(tmp_path: Path, text:
     assert reason in str(refused.value)
 
 
+@pytest.mark.parametrize("half", ["3,2", "3,20,", '3,20,30,"', "3,20,30,k\N{SNOWMAN}"[:-1] + "\udce2"])
+def test_half_a_last_row_is_left_out_with_a_warning_that_names_it(tmp_path: Path, half: str) -> None:
+    path = tmp_path / "growing.csv"
+    text = "arrival_s,prompt_tokens,output_tokens,prompt_key\n1,20,30,\n2,21,31,k\n"
+    path.write_text(text + half, errors="surrogateescape")
+    with pytest.warns(UserWarning, match="left out 1 line that is cut short or damaged, line 4"):
+        trace = read_trace(path)
+    assert trace.prompt_tokens.tolist() == [20, 21] and trace.output_tokens.tolist() == [30, 31]
+    path.write_text(text + half + "\n", errors="surrogateescape")
+    with pytest.raises(InputError, match="line 4"):
+        read_trace(path)
+
+
 def test_a_row_of_bytes_that_are_not_utf8_is_refused_with_its_line(tmp_path: Path) -> None:
     path = tmp_path / "t.csv"
     path.write_bytes(HEADER.encode() + b"0,5,5,\n" * 30_000 + b"1,5,5,\xe9\n" + b"2,5,5,\n" * 30_000)
