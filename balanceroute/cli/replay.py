@@ -222,6 +222,7 @@ def replay_one(job: "Replay", title: str, series: Path | None, *, as_json: bool)
     if stopped():
         typer.echo(f"balanceroute: interrupted with {outcome.finished:,} of {len(job.trace):,} finished", err=True)
         raise typer.Exit(INTERRUPTED)
+    note_late_failures(job, {job.policy.policy: float(outcome.step_start_s[-1])})
 
 
 def compare_policies(job: "Replay", title: str, *, as_json: bool, figure: Path | None) -> None:
@@ -240,7 +241,8 @@ def compare_policies(job: "Replay", title: str, *, as_json: bool, figure: Path |
     for name in others:
         settings = PolicySettings(policy=name, seed=job.policy.seed)
         jobs.append(replace(job, policy=settings, predictor=usual_predictor(name), predictor_options=()))
-    found = {}
+    found: dict[str, Figures] = {}
+    ends_s: dict[str, float] = {}
     with stopped_by_signals() as stopped:
         for each in jobs:
             with progress_bar(f"{each.policy.policy:<20}") as on_progress:
@@ -248,6 +250,7 @@ def compare_policies(job: "Replay", title: str, *, as_json: bool, figure: Path |
             if stopped():
                 break
             found[each.policy.policy] = outcome.figures
+            ends_s[each.policy.policy] = float(outcome.step_start_s[-1])
     if figure is not None and found:
         draw_comparison(found, title, figure)
     if as_json:
@@ -257,6 +260,22 @@ def compare_policies(job: "Replay", title: str, *, as_json: bool, figure: Path |
     if stopped():
         typer.echo(f"balanceroute: interrupted after {len(found)} of {len(jobs)} policies", err=True)
         raise typer.Exit(INTERRUPTED)
+    note_late_failures(job, ends_s)
+
+
+def note_late_failures(job: "Replay", ends_s: dict[str, float]) -> None:
+    """Name each failure that came after the last step, and with which policies: how long a run takes depends on them.
+
+    Args: ends_s: when the last step of each policy's run began.
+    """
+    for failure in job.setting.failures:
+        spared = {name: end_s for name, end_s in ends_s.items() if end_s < failure.start_s}
+        if spared:
+            typer.echo(
+                f"--fail {failure.worker}@{failure.start_s:g}: changed nothing with {', '.join(spared)}; "
+                f"the last step began at {max(spared.values()):,.1f} s",
+                err=True,
+            )
 
 
 def show_comparison(found: "dict[str, Figures]", title: str) -> None:

@@ -62,6 +62,17 @@ def test_compare_lists_every_policy_in_one_table(
     assert "makespan s" in printed, "tokens/s of a window favour who lets large prompts wait beyond it"
 
 
+@pytest.mark.parametrize("more", [[], ["--compare"]], ids=["alone", "compared"])
+def test_a_failure_after_the_end_of_the_run_is_named_and_one_within_it_is_not(
+    more: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, *SMALL, "--fail", "1@5-9", "--fail", "0@100000", "--json", *more) == 0
+    printed = capsys.readouterr()
+    (note,) = printed.err.splitlines()
+    names = ", ".join(json.loads(printed.out)) if more else "level_fit"
+    assert note.startswith(f"--fail 0@100000: changed nothing with {names}; the last step began at ")
+
+
 def test_an_access_log_alone_is_compared_and_drawn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
