@@ -71,7 +71,7 @@ from balanceroute.core.types import (
     WorkerSpec,
     WorkerState,
 )
-from balanceroute.errors import InputError, InvariantError
+from balanceroute.errors import InvariantError
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)  # the journal's
@@ -81,9 +81,12 @@ class Scheduler:
     def __init__(
         self, policy: AdmissionPolicy, config: SchedulerConfig | None = None, stage_timer: StageTimer | None = None
     ) -> None:
-        """`stage_timer`: the one that `policy` was made with; `reroute` makes later policies with it."""
+        """`stage_timer`: the one that `policy` was made with; `reroute` makes later policies with it.
+
+        Raises: InputError: a bound makes no sense.
+        """
         self.policy = policy
-        self.config = config or SchedulerConfig()
+        self.config = (config or SchedulerConfig()).checked()
         self.prefills = PrefillDispatch(self.config)
         self._stage_timer = stage_timer
         self.snapshot = ClusterSnapshot(policy.horizon_steps)
@@ -95,7 +98,8 @@ class Scheduler:
         self._has_admitted = False
 
     def configure(self, config: SchedulerConfig, now: float) -> None:
-        """Apply another configuration from now on."""
+        """Apply another configuration from now on. Raises: InputError: a bound makes no sense; nothing has changed."""
+        config.checked()
         if config.prefill_policy != self.config.prefill_policy:
             for prefiller in self.snapshot.prefillers:
                 prefiller.cache.clear()  # under a policy without prefixes nothing is recorded of sent prompts
@@ -139,10 +143,8 @@ class Scheduler:
     # -- workers ----------------------------------------------------------------------------------------------
 
     def add_worker(self, spec: WorkerSpec, now: float) -> None:
-        """A worker joins, up. Raises: InvariantError: its id is taken. InputError: it has no slots, or no costs."""
-        if spec.slots < 1 or not 0.0 < spec.slowdown < math.inf or spec.request_tokens < 0:
-            raise InputError(f"{spec}: expected slots from 1, a slowdown above 0 and request_tokens from 0")
-        self.snapshot.add_worker(spec)
+        """A worker joins, up. Raises: InvariantError: its id is taken. InputError: a value makes no sense."""
+        self.snapshot.add_worker(spec.checked())
 
     def remove_worker(self, worker_id: str, now: float) -> None:
         """An empty worker leaves. Raises InvariantError while it holds anything: drain it first."""
@@ -211,7 +213,7 @@ class Scheduler:
     def submit(self, spec: RequestSpec, now: float) -> Reject | None:
         """A client request arrives and queues for a prefiller (decode-first: in the pool), or is refused.
 
-        Raises: InvariantError: its id is taken. InputError: it has a negative number of tokens.
+        Raises: InvariantError: its id is taken. InputError: a value makes no sense.
         """
         reason = self._refusal()
         if reason is not None:
@@ -567,8 +569,7 @@ class Scheduler:
     def _register(self, spec: RequestSpec, now: float) -> RequestTracker:
         if spec.id in self.snapshot.requests:
             raise InvariantError(f"{spec.id} is here already")
-        if spec.prompt_tokens < 0 or (spec.max_new_tokens is not None and spec.max_new_tokens < 0):
-            raise InputError(f"{spec.id}: expected prompt_tokens and max_new_tokens from 0")
+        spec.checked()
         self._arrivals += 1
         tracker = RequestTracker(
             id=spec.id,

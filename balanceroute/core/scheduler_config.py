@@ -3,7 +3,16 @@
 import math
 from dataclasses import dataclass
 
+from balanceroute.core.bounds import check_flag, check_number
+from balanceroute.core.prefill import PREFILL_POLICIES
 from balanceroute.core.prefill_queue import AGEING
+from balanceroute.errors import InputError
+
+COUNTS = {"max_queued": 0, "max_pooled": 1, "max_prefill_inflight": 1, "refresh_every_tokens": 1, "overlap_requests": 0}
+"""The least of each whole number; all of them may be None, too."""
+TIMES = ("pool_ttl_s", "queue_deadline_s")
+FLAGS = ("lock_step", "decode_first", "shared_barrier")
+MOST_AGEING = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,3 +49,18 @@ class SchedulerConfig:
     ageing: float = AGEING
     overlap_requests: int | None = 0
     shared_barrier: bool = True
+
+    def checked(self) -> "SchedulerConfig":
+        """The configuration itself. Raises: InputError that names the first value which makes no sense."""
+        for name, least in COUNTS.items():
+            if getattr(self, name) is not None:
+                check_number(name, getattr(self, name), least, whole=True)
+        for name in TIMES:
+            check_number(name, getattr(self, name), 0, whole=False)
+        for name in FLAGS:
+            check_flag(name, getattr(self, name))
+        check_number("kv_usage_limit", self.kv_usage_limit, 0, 1, whole=False, above_least=True)
+        check_number("ageing", self.ageing, 0, MOST_AGEING, whole=False)
+        if self.prefill_policy not in PREFILL_POLICIES:
+            raise InputError(f"prefill_policy {self.prefill_policy!r:.60}: one of {', '.join(PREFILL_POLICIES)}")
+        return self

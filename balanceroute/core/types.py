@@ -9,9 +9,15 @@ Where a call is made per request, phases, states and outcomes go by their names 
 up on its class costs ten times as much (Python 3.11).
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+
+from balanceroute.core.bounds import check_number
+from balanceroute.errors import InputError
+
+MOST_SLOWDOWN = 100  # as in the configuration
 
 
 class Role(StrEnum):
@@ -84,6 +90,15 @@ class WorkerSpec:
     barrier_group: str = ""
     request_tokens: int = 0
 
+    def checked(self) -> "WorkerSpec":
+        """The worker itself. Raises: InputError that names the first value which makes no sense."""
+        if not isinstance(self.role, Role):  # a text would be taken for a prefiller
+            raise InputError(f"worker {self.id}: role {self.role!r:.60}: accepted is Role.PREFILL or Role.DECODE")
+        check_number(f"worker {self.id}: slots", self.slots, 1, whole=True)
+        check_number(f"worker {self.id}: slowdown", self.slowdown, 0, MOST_SLOWDOWN, whole=False, above_least=True)
+        check_number(f"worker {self.id}: request_tokens", self.request_tokens, 0, whole=True)
+        return self
+
 
 @dataclass(slots=True)
 class RequestSpec:
@@ -101,6 +116,14 @@ class RequestSpec:
     max_new_tokens: int | None = None
     prefix: Sequence[int] = ()
     block_tokens: int = 0
+
+    def checked(self) -> "RequestSpec":
+        """The request itself. Raises: InputError that names the first value which makes no sense."""
+        check_number("prompt_tokens", self.prompt_tokens, 0, whole=True)
+        check_number("priority", self.priority, -math.inf, whole=True)
+        if self.max_new_tokens is not None:
+            check_number("max_new_tokens", self.max_new_tokens, 0, whole=True)
+        return self
 
 
 @dataclass(slots=True)

@@ -11,7 +11,6 @@ from balanceroute import __version__
 from balanceroute.bounded import lines
 from balanceroute.core.knobs import PolicySettings
 from balanceroute.core.policies import make_policy, settings_from_dict
-from balanceroute.core.prefill import PREFILL_POLICIES
 from balanceroute.core.scheduler import Scheduler
 from balanceroute.core.scheduler_config import SchedulerConfig
 from balanceroute.core.types import Outcome, Phase, RequestSpec, Role, Standing, WorkerSpec, WorkerState
@@ -79,6 +78,8 @@ def _rerun(path: Path, file: BinaryIO) -> RerunReport:
             outcome = _perform(scheduler, call, args, last_s, raised="raised" in entry)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise InputError(f"{path}, line {number}: not a journal entry ({error}){_written_by(version)}") from error
+        except InputError as error:
+            raise InputError(f"{path}, line {number}: {error}{_written_by(version)}") from error
         first_s = last_s if first_s is None else first_s
         calls += 1
         tokens += sum(args["counts"].values()) if call == "tokens" else 0
@@ -114,10 +115,8 @@ def _begun(path: Path, line: bytes) -> tuple[str, PolicySettings, Scheduler]:
 
 
 def _read_config(entry: dict[str, Any]) -> SchedulerConfig:
-    """Bounds from their JSON values. Raises: TypeError, ValueError, AttributeError: they are none."""
+    """Bounds from their JSON values. Raises: TypeError, AttributeError: they are none."""
     bounds: dict[str, Any] = {k: math.inf if v is None and k in ENDLESS else v for k, v in entry.items()}
-    if bounds.get("prefill_policy", "least_tokens") not in PREFILL_POLICIES:
-        raise ValueError(f"prefill_policy {bounds['prefill_policy']!r:.60}")
     return SchedulerConfig(**bounds)
 
 

@@ -3,7 +3,9 @@
 from dataclasses import dataclass, fields, replace
 
 from balanceroute.arrays import plain
+from balanceroute.core.bounds import check_flag, check_number
 from balanceroute.core.prefill import PREFILL_POLICIES
+from balanceroute.core.types import MOST_SLOWDOWN
 from balanceroute.errors import InputError
 from balanceroute.traces import ReferenceSetting, Trace, ideal_capacity
 
@@ -29,7 +31,6 @@ FRACTIONS = {"step_cost_s", "step_overhead_s", "prefill_tokens_per_s", "draft_ac
 MOST_BLOCKS = 1_000_000
 MOST_KV_TOKENS = 10**12
 MOST_OVERLAP = 65_536  # as in the configuration
-MOST_SLOWDOWN = 100.0  # as in the configuration's decode.workers
 SHORTEST_STEP_S = 1e-9
 LATEST_FAILURE_S = 1e9
 LOADS = (0.001, 1000.0)  # the least and the most of a fraction of ideal capacity
@@ -142,8 +143,7 @@ class Setting:
         for name, (label, least, most) in BOUNDS.items():
             check_number(label, getattr(self, name), least, most, whole=name not in FRACTIONS)
         for name, label in FLAGS.items():
-            if not isinstance(getattr(self, name), bool):
-                raise InputError(f"{label} {getattr(self, name)!r:.60}: accepted is True or False")
+            check_flag(label, getattr(self, name))
         if self.step_cost_s + self.step_overhead_s < SHORTEST_STEP_S:
             raise InputError(
                 f"step cost {self.step_cost_s} and step overhead {self.step_overhead_s}: a step must take some time, "
@@ -169,16 +169,14 @@ class Setting:
         if self.slowdowns and len(self.slowdowns) != self.n_workers:
             raise InputError(f"slowdowns: {len(self.slowdowns)} numbers for {self.n_workers} workers")
         for slowdown in self.slowdowns:
-            if not 0 < slowdown <= MOST_SLOWDOWN:
-                raise InputError(f"slowdown {slowdown}: accepted is a number above 0 and at most {MOST_SLOWDOWN:g}")
+            check_number("slowdown", slowdown, 0, MOST_SLOWDOWN, whole=False, above_least=True)
 
     def check_engine_balancer(self) -> None:
         """Raises: InputError for a threshold that is none, or options that it is not modelled with."""
         blocks = self.engine_balancer_blocks
         if blocks is None:
             return
-        if not 0 < blocks <= MOST_BLOCKS:
-            raise InputError(f"engine balancer {blocks}: accepted is a number above 0 and at most {MOST_BLOCKS}")
+        check_number("engine balancer", blocks, 0, MOST_BLOCKS, whole=False, above_least=True)
         for name in ("prefillers", "transfer_steps", "telemetry_lag_steps", "kv_capacity_tokens", "failures"):
             if getattr(self, name):
                 raise InputError(f"engine balancer: it is not modelled together with {name.replace('_', ' ')}")
@@ -197,15 +195,6 @@ class Setting:
                 raise InputError(f"{of} at {moment} s: accepted is a number from 0 to {LATEST_FAILURE_S:.0f}")
         if failure.end_s is not None and failure.end_s <= failure.start_s:
             raise InputError(f"{of} ends before it starts")
-
-
-def check_number(label: str, value: object, least: float, most: float, *, whole: bool) -> None:
-    """Raises: InputError unless it is a number within these bounds."""
-    if not isinstance(value, int if whole else int | float) or isinstance(value, bool):
-        kind = "whole number" if whole else "number"
-        raise InputError(f"{label} {value!r:.60}: accepted is a {kind} from {least} to {most}")
-    if not least <= value <= most:
-        raise InputError(f"{label} {value}: accepted is a number from {least} to {most}")
 
 
 def at_load(trace: Trace, load: float, setting: Setting) -> Trace:

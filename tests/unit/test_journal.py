@@ -162,7 +162,17 @@ def test_a_cut_last_line_is_accepted(path: Path) -> None:
         (1, "nonsense", "line 1: not the header of a journal"),
         (1, '{"journal": 99}', "line 1: journal format 99; this version reads 1"),
         (1, '{"journal":1,"version":"x","policy":"magic","config":{}}', "line 1: policy: 'magic'; accepted"),
-        (1, '{"journal":1,"version":"x","policy":"br_0","config":{"pool_ttl_s":"x"}}', "line 1: not the header of a"),
+        (
+            1,
+            '{"journal":1,"version":"x","policy":"br_0","config":{"pool_ttl_s":[]}}',
+            "line 1: pool_ttl_s \\[\\]: accepted",
+        ),
+        (1, '{"journal":1,"version":"x","policy":"br_0","config":{"pool_ttl":1}}', "line 1: not the header of a"),
+        (
+            4,
+            '{"t":1.0,"call":"submit","args":{"spec":{"id":"a","prompt_tokens":2.5}},"answer":null}',
+            "line 4: prompt_t",
+        ),
         (4, '{"t": 1.0, "call": "submit", "ar', "line 4: not a journal entry"),
         (4, '{"t":1.0,"call":"close","args":{},"answer":null}', "line 4: .*unknown call 'close'"),
         (4, '{"t":1.0,"call":"submit","args":{"spec":{"id":"a"}},"answer":null}', "line 4: not a journal entry"),

@@ -37,22 +37,54 @@ def into_decode(scheduler: Scheduler, request_id: str = "r", prompt_tokens: int 
     scheduler.admit(1.0)
 
 
-@pytest.mark.parametrize("wrong", [{"prompt_tokens": -1}, {"prompt_tokens": 1, "max_new_tokens": -1}], ids=str)
-def test_a_request_with_a_negative_number_of_tokens_is_refused(wrong: dict[str, int]) -> None:
+NAN = math.nan
+
+
+@pytest.mark.parametrize("wrong", [
+    {"prompt_tokens": -1}, {"prompt_tokens": NAN}, {"prompt_tokens": 2.5}, {"prompt_tokens": "9"},
+    {"max_new_tokens": -1}, {"max_new_tokens": NAN}, {"priority": NAN}, {"priority": "high"},
+], ids=str)  # fmt: skip
+def test_a_request_with_a_number_that_makes_no_sense_is_refused(wrong: dict[str, Any]) -> None:
     scheduler = a_scheduler()
     for submit in (scheduler.submit, scheduler.submit_prefilled):
-        with pytest.raises(InputError, match="expected prompt_tokens and max_new_tokens from 0"):
-            submit(RequestSpec("r", **wrong), 0.0)
+        with pytest.raises(InputError, match=rf"{next(iter(wrong))} .*: accepted is a (whole )?number"):
+            submit(RequestSpec("r", **{"prompt_tokens": 1, **wrong}), 0.0)
     assert not scheduler.snapshot.requests
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"slots": 0}, {"slowdown": 0.0}, {"slowdown": math.nan}, {"request_tokens": -1}], ids=str
-)
-def test_a_worker_with_impossible_numbers_is_refused(wrong: dict[str, Any]) -> None:
+@pytest.mark.parametrize("wrong", [
+    {"slots": 0}, {"slots": NAN}, {"slots": 2.5}, {"slots": "4"}, {"slots": True}, {"slowdown": 0.0},
+    {"slowdown": NAN}, {"slowdown": math.inf}, {"slowdown": "1"}, {"request_tokens": -1}, {"request_tokens": NAN},
+    {"role": "decode"},
+], ids=str)  # fmt: skip
+def test_a_worker_with_a_value_that_makes_no_sense_is_refused(wrong: dict[str, Any]) -> None:
     scheduler = a_scheduler()
-    with pytest.raises(InputError, match="expected slots from 1"):
-        scheduler.add_worker(WorkerSpec("new", Role.DECODE, **wrong), 0.0)
+    with pytest.raises(InputError, match=rf"worker new: {next(iter(wrong))} .*: accepted is"):
+        scheduler.add_worker(WorkerSpec(**{"id": "new", "role": Role.DECODE, **wrong}), 0.0)
+    assert all(worker.spec.id != "new" for worker in scheduler.snapshot.workers)
+
+
+@pytest.mark.parametrize(("name", "values"), [
+    ("max_queued", (-1, NAN, 2.5, "3")), ("max_pooled", (0, -1, NAN, "3")), ("max_prefill_inflight", (0, NAN)),
+    ("refresh_every_tokens", (0, -4, NAN)), ("overlap_requests", (-1, NAN, 2.5)),
+    ("pool_ttl_s", (-5, NAN, "9", None)), ("queue_deadline_s", (-0.1, NAN)), ("ageing", (-1, NAN, math.inf)),
+    ("kv_usage_limit", (0, -1, NAN, 90)), ("prefill_policy", ("fastest", None)),
+    ("lock_step", ("yes",)), ("decode_first", (1,)), ("shared_barrier", (None,)),
+], ids=str)  # fmt: skip
+def test_a_bound_that_makes_no_sense_is_refused_by_name_at_the_start_and_later(
+    name: str, values: tuple[object, ...]
+) -> None:
+    scheduler = a_scheduler()
+    before = scheduler.config
+    for value in values:
+        config = SchedulerConfig(**{name: value})  # type: ignore[arg-type]
+        for give in (
+            lambda config: Scheduler(scheduler.policy, config),
+            lambda config: scheduler.configure(config, 0.0),
+        ):
+            with pytest.raises(InputError, match=f"^{name} "):
+                give(config)
+    assert scheduler.config is before
 
 
 def everything_held(scheduler: Scheduler) -> list[float]:

@@ -1,0 +1,28 @@
+"""`check_number` and `check_flag`: what a library user hands in is looked at where it enters, never where it is used.
+
+NaN is refused everywhere: no comparison holds for it, so a bound of NaN would never be reached, silently.
+"""
+
+import math
+
+from balanceroute.errors import InputError
+
+
+def check_number(
+    label: str, value: object, least: float, most: float = math.inf, *, whole: bool, above_least: bool = False
+) -> None:
+    """Raises: InputError unless it is one of Python's own numbers within these bounds."""
+    kind = "number"
+    if not isinstance(value, int if whole else int | float) or isinstance(value, bool):
+        kind = "whole number" if whole else kind
+    elif least < value <= most or (value == least and not above_least):
+        return
+    lower = "" if least == -math.inf else f" above {least}" if above_least else f" from {least}"
+    upper = "" if most == math.inf else f" and at most {most}" if above_least else f" to {most}"
+    raise InputError(f"{label} {value!r:.60}: accepted is a {kind}{lower}{upper}")
+
+
+def check_flag(label: str, value: object) -> None:
+    """Raises: InputError unless it is true or false."""
+    if not isinstance(value, bool):
+        raise InputError(f"{label} {value!r:.60}: accepted is True or False")
