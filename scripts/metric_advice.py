@@ -10,10 +10,14 @@ ADVICE: dict[str, tuple[str, str]] = {
         "version, policy, hot_path, core",
         "`python`: installed without a compiler; `hot_path` a third more CPU per event, `core` half more per request.",
     ),
+    "certificate_expiry_timestamp_seconds": (
+        "setting",
+        "Minus `time()`, the seconds left. Near 0: write new files at what the label names, such as `tls.cert_file`.",
+    ),
     "decision_stage_seconds": ("stage", "Says which part of a decision takes the time of `admit_duration_seconds`."),
     "decode_active_requests": (
         "worker",
-        "At `max_num_seqs` on all workers while requests wait: the cluster is full; add decoders.",
+        "At `decode_slots` on all workers while requests wait: the cluster is full; add decoders.",
     ),
     "decode_envelope_tokens": (
         "",
@@ -31,6 +35,11 @@ ADVICE: dict[str, tuple[str, str]] = {
     "decode_imbalance_tokens": (
         "",
         "How uneven the loads are. Rising while slots are full: see the policy and `routing.max_wait_s`.",
+    ),
+    "decode_slots": (
+        "worker",
+        "Not the engine's `--max-num-seqs`: correct the setting ([why](tuning.md)). The sum of "
+        "active requests divided by that of slots is the share in use.",
     ),
     "decode_load_tokens": ("worker", "Apart for minutes while slots are full: see [tuning](tuning.md)."),
     "degraded_workers": ("kind", "Above 0: read `reasons` of `GET /ready`."),
@@ -74,6 +83,16 @@ ADVICE: dict[str, tuple[str, str]] = {
         "Its share of prompt tokens is what caches saved. See [prefix caching](prefix.md).",
     ),
     "prefix_predicted_tokens": ("worker", "Far above the hits: engines evict earlier than the router believes."),
+    "process_cpu_seconds": (
+        "process",
+        "A rate near 1 is a whole core, all that a process can use: see [how many relays](relays.md#how-many).",
+    ),
+    "process_max_fds": ("process", "Below two for each client: raise `LimitNOFILE`, or `ulimit -n`."),
+    "process_open_fds": ("process", "Near `process_max_fds`: the router accepts no more clients."),
+    "process_resident_memory_bytes": (
+        "process",
+        "Rises and falls with streams and held bodies (`limits.max_held_bytes`). Rising for days: report it.",
+    ),
     "prompt_estimate_error_ratio": (
         "",
         "Wide: the model's chat template is not known yet; the router learns from answers.",

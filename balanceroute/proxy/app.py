@@ -45,6 +45,7 @@ from balanceroute.proxy.reload import reload
 from balanceroute.proxy.services import Services
 from balanceroute.proxy.telemetry.instruments import StageClock
 from balanceroute.proxy.telemetry.metrics import Metrics
+from balanceroute.proxy.telemetry.process_gauges import this_process
 from balanceroute.proxy.wire.connectors import Callbacks
 from balanceroute.proxy.wire.message_errors import MESSAGES_PATH, is_messages_path, message_refusal
 from balanceroute.proxy.workers.drainer import Drainer
@@ -224,7 +225,7 @@ def build_services(
         metrics.include(forecasts.metrics)
     tls = tls or Tls(config)
     fleet = Fleet(ledger, FleetConfig.of(config, tls.for_workers), metrics.forget_worker)
-    metrics.withdrawn = fleet.withdrawn
+    metrics.withdrawn, metrics.processes, metrics.expiries = fleet.withdrawn, this_process, tls.expiries
     for spec in worker_specs(config):
         fleet.connect(spec)
     tickets = Tickets(ledger, loop)

@@ -43,6 +43,7 @@ from balanceroute.proxy.reload import reload
 from balanceroute.proxy.run_folder import RunFolder
 from balanceroute.proxy.services import Services
 from balanceroute.proxy.telemetry.clock import now_s
+from balanceroute.proxy.telemetry.process_gauges import all_processes
 from balanceroute.proxy.telemetry.ticks import until_tick_s
 from balanceroute.proxy.workers.relay_reports import RelayReports
 
@@ -211,6 +212,7 @@ def _connect_hub(app: BrainApp, relays: int, generation: int) -> LeaderCounts:
     counted = LeaderCounts(folder, app.lead, services.metrics, inherited, generation)
     services.metrics.beside = partial(_counts_of_relays, folder, counted, hub, reports)
     services.metrics.before_page = partial(_store_shown_counts, counted)
+    services.metrics.processes = all_processes
     reports.on_connector, reports.on_connector_doubt = services.note_connector, services.doubt_connector
     reports.on_keys = services.keys_elsewhere
     reports.on_given_up = given_up

@@ -47,6 +47,7 @@ from typing import Final, NoReturn, Protocol
 from balanceroute.errors import BalanceRouteError, ConfigError
 from balanceroute.proxy.apart import WITHIN_S, Trial
 from balanceroute.proxy.handover import signal_input
+from balanceroute.proxy.telemetry.process_gauges import NAME
 from balanceroute.proxy.telemetry.troubles import Trouble
 
 log = logging.getLogger(__name__)
@@ -431,7 +432,7 @@ def _report_up(pipe: int) -> None:
 def be_called(name: str) -> None:
     """Set this process's name for `ps -o comm`."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_NAME, f"br-{name}".encode(), 0, 0, 0)
+        ctypes.CDLL(None).prctl(_PR_SET_NAME, f"{NAME}{name}".encode(), 0, 0, 0)
 
 
 def _bind_to_parent(parent: int, name: str) -> None:

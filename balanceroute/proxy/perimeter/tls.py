@@ -13,6 +13,7 @@ that a client of a removed CA can't come back.
 import asyncio
 import logging
 import ssl
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from balanceroute.config import Config
 from balanceroute.config.patience import off_the_loop
 from balanceroute.config.sections.access import TlsFiles
 from balanceroute.errors import ConfigError
+from balanceroute.proxy.perimeter.certificate_expiry import expiry_s
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +53,7 @@ class _Contexts:
         """Raises: ConfigError: a file cannot be used."""
         self.settings, self.stamp = settings, _stamp(settings)
         self.server, self.workers = _server_context(settings), _worker_context(settings)
-        self.link = _link_contexts(settings)
+        self.link, self.expiries = _link_contexts(settings), _expiries(settings)
 
 
 class Tls:
@@ -68,6 +70,10 @@ class Tls:
         if self._workers is None:
             self._workers = ssl.create_default_context()  # imported only if needed: it takes time and memory
         return self._workers
+
+    def expiries(self) -> dict[str, float]:
+        """When each certificate that the router shows expires (Unix s), by the setting that names its file."""
+        return self._expiries
 
     @property
     def link(self) -> LinkTls:
@@ -94,7 +100,7 @@ class Tls:
     def _use(self, found: _Contexts) -> None:
         self._settings, self._stamp = found.settings, found.stamp
         self.server, self._link = found.server, found.link
-        self._workers = found.workers
+        self._workers, self._expiries = found.workers, found.expiries
 
     def catch_up(self) -> None:
         """Read the files again that have changed since, for a process that did not `watch`; blocks."""
@@ -180,6 +186,18 @@ def _link_contexts(settings: TlsFiles) -> LinkTls | None:
     brain = made(ssl.PROTOCOL_TLS_SERVER, LINK, HTTP)
     brain.num_tickets = 0
     return LinkTls(brain, made(ssl.PROTOCOL_TLS_CLIENT, LINK), made(ssl.PROTOCOL_TLS_CLIENT, HTTP))
+
+
+def _expiries(settings: TlsFiles) -> dict[str, float]:
+    """Of the certificates of files that were just used; a file that has changed since is read again later."""
+    found = {}
+    for name in ("cert_file", "link_cert_file", "worker_cert_file"):
+        file = getattr(settings, name)
+        with suppress(OSError):
+            expiry = None if file is None else expiry_s(Path(file).read_bytes())
+            if expiry is not None:
+                found[f"tls.{name}"] = expiry
+    return found
 
 
 def _load_chain(context: ssl.SSLContext, key: str, certificate: str, private_key: str | None) -> None:

@@ -21,6 +21,7 @@ _STATES: Final = {WorkerState.DOWN: 0.0, WorkerState.DRAINING: 1.0, WorkerState.
 PER_DECODER: Final[tuple[tuple[str, str, Callable[[DecoderView], float]], ...]] = (
     ("decode_load_tokens", "L_g: KV tokens of our requests on a worker.", lambda worker: worker.load_tokens),
     ("decode_active_requests", "Our requests on a worker.", lambda worker: worker.active),
+    ("decode_slots", "How many requests a worker runs at a time: its `max_num_seqs`.", lambda worker: worker.slots),
     (
         "decode_overlap_requests",
         "Requests that a worker may be sent beyond its slots, to have their KV moved meanwhile.",

@@ -36,6 +36,7 @@ from balanceroute.proxy.telemetry.instruments import (
     HistogramFamily,
     StageClock,
 )
+from balanceroute.proxy.telemetry.process_gauges import process_families
 from balanceroute.proxy.telemetry.troubles import Trouble
 
 log = logging.getLogger(__name__)
@@ -197,6 +198,8 @@ class Metrics(Collector):
         self.before_page: Callable[[], None] = lambda: None
         self.catch_up: Callable[[], None] = lambda: None
         self.withdrawn: Callable[[], Collection[str]] = lambda: ()  # workers that operators have drained or removed
+        self.processes: Callable[[], Mapping[str, int]] = dict  # process ids of the router, by name
+        self.expiries: Callable[[], Mapping[str, float]] = dict  # of the router's certificates, by setting: Unix s
         self._unread = Trouble(log, "counters of another process cannot be read")
         self._begin_at_zero()
         self.orphaned_kv = 0
@@ -390,6 +393,13 @@ class Metrics(Collector):
             "Workers with something wrong although requests are served; /ready says what.",
             ((kind, self.conditions.count(kind)) for kind in KINDS),
         )
+        yield gauge_by(
+            "setting",
+            "balanceroute_certificate_expiry_timestamp_seconds",
+            "When a certificate that the router shows expires; of a chain the first, which is its own.",
+            self.expiries().items(),
+        )
+        yield from process_families(self.processes())
         build = InfoMetricFamily("balanceroute_build", "What runs.")
         hot_path = "compiled" if COMPILED else "python"
         core = "compiled" if native.COMPILED else "python"

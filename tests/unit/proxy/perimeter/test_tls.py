@@ -4,16 +4,19 @@ import asyncio
 import os
 import ssl
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 import trustme
+from prometheus_client.parser import text_string_to_metric_families
 
 from balanceroute.config import Config
 from balanceroute.errors import ConfigError, ConnectFailed
 from balanceroute.proxy.app import build_services
 from balanceroute.proxy.perimeter.tls import Tls
+from balanceroute.proxy.services import Services
 from balanceroute.proxy.workers.upstream import Upstream
 from tests.unit.proxy.reloading import apply
 from tests.unit.proxy.servers import plain, read_request, worker
@@ -144,6 +147,41 @@ async def test_a_certificate_that_was_renewed_is_used_without_a_signal(
     assert await shown_by(new) and not await shown_by(old)
     assert caplog.text.count("certificates not reloaded") == 1
     watching.cancel()
+
+
+def expiries(services: Services) -> dict[str, float]:
+    """What the page of metrics says, by setting."""
+    families = text_string_to_metric_families(services.metrics.exposition().decode())
+    (family,) = [each for each in families if each.name == "balanceroute_certificate_expiry_timestamp_seconds"]
+    return {sample.labels["setting"]: sample.value for sample in family.samples}
+
+
+async def test_the_page_says_when_each_certificate_expires_that_the_router_shows_now(tmp_path: Path) -> None:
+    ca, files = trustme.CA(), {}
+    first, second = datetime(2031, 1, 1, tzinfo=UTC), datetime(2032, 1, 1, tzinfo=UTC)
+
+    def renew(name: str, expires: datetime) -> None:
+        issued = ca.issue_cert("127.0.0.1", not_after=expires)
+        files[name] = str(tmp_path / name)
+        issued.private_key_and_cert_chain_pem.write_to_path(files[name])
+
+    for name in ("cert_file", "worker_cert_file", "link_cert_file"):
+        renew(name, first)
+    settings = config(**files, link_ca_file=ca_file(ca, tmp_path / "ca.pem"))
+    services = build_services(settings, asyncio.get_running_loop(), None, strict=True)
+    before = dict.fromkeys(("tls.cert_file", "tls.worker_cert_file", "tls.link_cert_file"), first.timestamp())
+    assert expiries(services) == before
+    renew("cert_file", second)
+    assert expiries(services) == before, "the file is not used yet"
+    apply(services, settings)
+    assert expiries(services) == before | {"tls.cert_file": second.timestamp()}
+    services.fleet.close()
+
+
+async def test_a_router_without_certificates_says_of_none_when_it_expires() -> None:
+    services = build_services(config(), asyncio.get_running_loop(), None, strict=True)
+    assert expiries(services) == {}
+    services.fleet.close()
 
 
 async def test_switching_tls_or_client_certificates_needs_a_restart(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ from balanceroute.proxy.life.retries import kind_of
 from balanceroute.proxy.link.callbacks import REFUSED
 from balanceroute.proxy.telemetry.conditions import METRICS
 from balanceroute.proxy.telemetry.metrics import Metrics, without_orphans
+from balanceroute.proxy.telemetry.process_gauges import this_process
 from tests.unit.proxy.virtual_time import a_config, a_router, in_virtual_time
 
 
@@ -134,6 +135,7 @@ def test_the_first_refusal_of_invalid_http_is_visible_as_an_increase() -> None:
 
 def test_every_counter_begins_at_zero_but_those_by_worker() -> None:
     metrics = Metrics(lambda: view_cluster(ClusterSnapshot()), "br_0")
+    metrics.processes = this_process
     families = text_string_to_metric_families(metrics.exposition().decode())
     begun_later = {family.name for family in families if family.type == "counter" and not family.samples}
     by_worker = {"admissions", "upstream_errors", "scrape_failures"}
