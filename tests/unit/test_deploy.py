@@ -238,6 +238,13 @@ def test_systemd_does_not_repeat_a_start_that_the_configuration_prevents() -> No
     assert not any(line.startswith("ExecStartPre=") for line in lines)
 
 
+def test_the_journal_takes_a_line_for_each_of_thousands_of_requests_per_second() -> None:
+    unit = dict(re.findall(r"^(LogRateLimit\w+)=(\d+)s?$", (ROOT / "deploy/balanceroute.service").read_text(), re.M))
+    burst, interval_s = int(unit["LogRateLimitBurst"]), int(unit["LogRateLimitIntervalSec"])
+    assert burst / interval_s > 3000
+    assert f"sets {burst:,}" in (ROOT / "docs/log.md").read_text()
+
+
 def test_the_images_health_check_reaches_a_router_that_listens_on_ipv6_alone() -> None:
     assert "http://localhost:8000/health" in (ROOT / "deploy" / "Dockerfile").read_text()
 
