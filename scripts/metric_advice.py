@@ -93,6 +93,10 @@ ADVICE: dict[str, tuple[str, str]] = {
         "process",
         "Rises and falls with streams and held bodies (`limits.max_held_bytes`). Rising for days: report it.",
     ),
+    "process_start_time_seconds": (
+        "process",
+        "`changes()` counts restarts, also of the whole router (`router`, or `parent`).",
+    ),
     "prompt_estimate_error_ratio": (
         "",
         "Wide: the model's chat template is not known yet; the router learns from answers.",

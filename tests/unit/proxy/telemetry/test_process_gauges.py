@@ -5,6 +5,7 @@ import os
 import resource
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 
 from balanceroute.proxy.telemetry.process_gauges import process_families, this_process
@@ -53,6 +54,7 @@ def test_a_process_has_its_cpu_time_memory_and_open_files() -> None:
     found = values(this_process())
     counted = os.stat("/proc/self/fd").st_size > 0  # from Linux 6.2 on
     assert {name: list(of_processes) for name, of_processes in found.items()} == {
+        "start_time_seconds": ["router"],
         "cpu_seconds": ["router"],
         "resident_memory_bytes": ["router"],
         "open_fds": ["router"] * counted,
@@ -69,6 +71,16 @@ def test_a_process_has_its_cpu_time_memory_and_open_files() -> None:
         for descriptor in opened:
             os.close(descriptor)
     assert more == {name: files + 10 for name, files in found["open_fds"].items()}
+
+
+def test_a_process_started_when_the_kernel_says() -> None:
+    before_s = time.time()
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        (start_s,) = values({"router": child.pid})["start_time_seconds"].values()
+        assert before_s - 1.5 < start_s < time.time() + 1.5
+    finally:
+        child.communicate(b"\n")
 
 
 def test_a_process_that_has_ended_has_no_series() -> None:
