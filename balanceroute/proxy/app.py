@@ -275,6 +275,8 @@ def metrics_poller(services: Services) -> MetricsPoller:
 def start(services: Services, recorder: Recorder, settled: asyncio.Event | None = None) -> None:
     """Start the coroutines. `settled`: nothing is decided before it is set."""
     decisions = recorder.decisions = DecisionLog(services.ledger)
+    monitor = health_monitor(services)
+    services.check_health = monitor.check_now
 
     def admitted(admission: Admit) -> None:
         services.metrics.admissions.inc(admission.worker, f"stage_{admission.stage}")
@@ -286,7 +288,7 @@ def start(services: Services, recorder: Recorder, settled: asyncio.Event | None 
         ),
         "metrics_poller": metrics_poller(services).run,
         "pool_reaper": PoolReaper(services, services.ledger.expire).run,
-        "health": health_monitor(services).run,
+        "health": monitor.run,
         "recorder": recorder.run,
         "certificates": services.tls.watch,
     }

@@ -203,3 +203,4 @@ def change_workers(services: Services, old: Config, new: Config) -> None:
             fleet[spec.id].joining = None
         elif spec != of_old_file.get(spec.id):
             fleet.add(spec)
+    services.check_health()

@@ -58,6 +58,20 @@ async def test_a_worker_added_at_run_time_serves_and_leaves_when_it_is_empty() -
         await router.settled()
 
 
+@pytest.mark.parametrize("by_reload", [True, False], ids=["by-reload", "by-an-operator"])
+async def test_workers_that_join_are_asked_for_their_health_at_once(by_reload: bool) -> None:
+    """A tier whose workers are all replaced serves nobody until the new ones have answered."""
+    async with running(SHAPE, adjust=only_first_decoder, health={"interval_s": 3600.0}) as router:
+        services, urls = router.app.services, router.cluster.decode_urls[1:]
+        await until(lambda: all(worker.seen_healthy for worker in services.fleet))
+        if by_reload:
+            await reload(services, configuration(router.cluster, decode={"workers": [{"url": url} for url in urls]}))
+        else:
+            assert (await router.client.post("/instances/add", json={"type": "decode", "instances": urls})).is_success
+        names = [url.removeprefix("http://") for url in urls]
+        await until(lambda: all(services.fleet[name].state.value == "up" for name in names))
+
+
 async def test_a_drained_worker_gets_nothing_new_until_it_is_undrained() -> None:
     async with running(SHAPE, routing={"policy": "round_robin"}) as router:
         url = router.cluster.decode_urls[0]

@@ -187,7 +187,9 @@ class Admin:
         """Add workers, each from its first answer on; body `{"type": "prefill"|"decode", "instances": "host:port" or a
         list}`.
         """
-        return await self._change(request, _joins)
+        answer = await self._change(request, _joins)
+        self._services().check_health()
+        return answer
 
     async def remove_instances(self, request: Request) -> Response:
         """Remove workers: they get no new requests, and leave once they hold none."""

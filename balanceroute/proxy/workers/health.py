@@ -62,6 +62,10 @@ class HealthMonitor:
         """Check until cancelled."""
         await self._polling.run(lambda: self._config().health.interval_s)
 
+    def check_now(self) -> None:
+        """Begin to check all workers, except those that are being checked."""
+        self._polling.start()
+
     async def _look(self, workers: list[Worker]) -> None:
         """Check one URL and judge its workers; repeat while in doubt."""
         while await self._leaves_doubts(workers):
