@@ -418,7 +418,7 @@ class Hub:
     # -- calls and answers
 
     def _take(self, member: Member, message: FromRelay) -> None:
-        """Handle a call. Raises: LinkError: it does not fit the ticket's state."""
+        """Handle a call. Raises: LinkError: it does not fit the ticket's state, or handling it failed by a bug."""
         try:
             if isinstance(message, Submit):
                 self.requests.submit(member, message.ticket, message.spec)
@@ -446,8 +446,13 @@ class Hub:
                 raise LinkError(message.reason)
             elif not isinstance(message, Beat | Hello):
                 self.requests.call(member, message)
+        except LinkError:
+            raise
         except (InvariantError, InputError, ValueError) as error:
             raise LinkError(f"a message of relay {member.relay} does not fit its request: {error}") from error
+        except Exception as error:  # must not keep `_settle` from the other members
+            log.exception("internal error", extra={"where": "hub", "relay": member.relay})
+            raise LinkError("internal error") from error
 
     def collect(self) -> None:
         """Read the tokens that relays on this machine have written. O(their tickets), cheap per ticket."""

@@ -47,10 +47,12 @@ class MemberRequests:
         for held in sorted(tickets, key=lambda held: -held.standing.waited_s):
             request_id = held.standing.spec.id
             known = request_id in self._owners or held.ticket in member.tickets
-            if not known and held.standing.phase is not GONE and self._ledger.adopt(held.standing):
-                member.hold(held.ticket, request_id, held.turn)
-                self._owners[request_id] = (member, held.ticket)
-            else:
+            if known or held.standing.phase is GONE:
+                void.append(held.ticket)
+                continue
+            self._hold(member, held.ticket, request_id, held.turn)  # first: if `adopt` raises, `release` ends it
+            if not self._ledger.adopt(held.standing):
+                self._forget(member, held.ticket, request_id)
                 void.append(held.ticket)
         return tuple(void)
 
@@ -69,12 +71,19 @@ class MemberRequests:
                 failed.append((each.request_id, error))
         return failed
 
+    def _hold(self, member: Member, number: int, request_id: str, turn: int) -> None:
+        member.hold(number, request_id, turn)
+        self._owners[request_id] = (member, number)
+
+    def _forget(self, member: Member, number: int, request_id: str) -> None:
+        member.release(number)
+        del self._owners[request_id]
+
     def submit(self, member: Member, number: int, spec: RequestSpec) -> None:
         """Submit a member's new request. Raises: LinkError: a member has it already."""
         if spec.id in self._owners or number in member.tickets:
             raise LinkError(f"relay {member.relay} has request {spec.id} already")
-        member.hold(number, spec.id, 1)
-        self._owners[spec.id] = (member, number)
+        self._hold(member, number, spec.id, 1)
         self._ledger.submit(spec)
 
     def call(self, member: Member, message: Call) -> None:
@@ -92,8 +101,7 @@ class MemberRequests:
             return
         if isinstance(message, Finish):
             self._advance(ticket, message.tokens)
-            member.release(message.ticket)
-            del self._owners[request_id]
+            self._forget(member, message.ticket, request_id)
             ledger.finish(request_id, message.outcome, message.reason, message.age_s)
             return
         if isinstance(message, Pushed):
@@ -135,8 +143,7 @@ class MemberRequests:
         """Send a decision to the member that holds the request; after a refusal the member no longer holds it."""
         member, number = self._owners[request_id]
         if isinstance(answer, Refusal):
-            member.release(number)
-            del self._owners[request_id]
+            self._forget(member, number, request_id)
             member.frames.send(Refused(number, answer.kind, answer.text, answer.retry_after_s))
         else:
             member.frames.send(Chosen(number, member.tickets[number].turn, answer))

@@ -38,9 +38,10 @@ Times are durations (`_s`, before the message was written), because the clocks o
 
 from collections.abc import Sequence
 from enum import StrEnum
-from typing import Final
+from typing import Annotated, Final
 
 import msgspec
+from msgspec import Meta
 
 from balanceroute.core.types import Outcome, RequestSpec, Standing, WorkerSpec, WorkerState
 from balanceroute.core.view import ClusterView
@@ -59,6 +60,13 @@ HEAD_BYTES: Final = 4  # the header of a frame: the length of its body
 MAX_FRAME_BYTES: Final = 64 * 2**20
 """A Hello of 100,000 streams is half of that: 320 bytes for each. Each request that has yet to get its prefill takes 9
 bytes more for every block of its prompt."""
+MAX_COUNT: Final = 2**40  # of tokens, requests or calls: a sum over all that a router may have still fits a frame
+MAX_SECONDS: Final = 1e9  # 30 years
+
+Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
+Epoch = Annotated[int, Meta(ge=0, le=MAX_EPOCH)]
+Seconds = Annotated[float, Meta(ge=0.0, le=MAX_SECONDS)]  # NaN is refused, too
+TicketNumber = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
 
 def table_of(relay: str) -> str:
@@ -74,15 +82,37 @@ class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     """The base of all messages, encoded as arrays: field names are not sent."""
 
 
+def _check(spec: RequestSpec) -> None:
+    """Check the numbers of a type of the core, which has no bounds. Raises: ValueError."""
+    limited = spec.max_new_tokens is None or spec.max_new_tokens >= 0
+    if not (limited and _is_count(spec.prompt_tokens) and _is_count(spec.block_tokens)):
+        raise ValueError("a request has an impossible count")
+
+
+def _is_count(value: int) -> bool:
+    return 0 <= value <= MAX_COUNT
+
+
 # -- joining ---------------------------------------------------------------------------------------------------------
 
 
 class Held(Message, frozen=True):
     """A request that a relay holds: its ticket, `turn` and state."""
 
-    ticket: int
-    turn: int
+    ticket: TicketNumber
+    turn: Count
     standing: Standing
+
+    def __post_init__(self) -> None:
+        """Raises: ValueError: a number is out of bounds."""
+        state = self.standing
+        _check(state.spec)
+        counts = (state.tokens, state.earlier_tokens, state.requeues)
+        # a prompt that a worker counts as shorter than the answer before it becomes negative with a new start
+        if not (all(map(_is_count, counts)) and _is_count(abs(state.prompt_tokens))):
+            raise ValueError("a request has an impossible count")
+        if not (0.0 <= state.waited_s <= MAX_SECONDS and 0.0 <= state.ready_s <= MAX_SECONDS):
+            raise ValueError("a request has an impossible age")
 
 
 class Hello(Message, frozen=True, tag=0):
@@ -107,9 +137,9 @@ class Welcome(Message, frozen=True, tag=1):
     """
 
     version: int
-    epoch: int
-    member: int
-    void: tuple[int, ...]
+    epoch: Epoch
+    member: Count
+    void: tuple[TicketNumber, ...]
     salt: bytes | None = None
     reads_tokens: bool = False
 
@@ -117,7 +147,7 @@ class Welcome(Message, frozen=True, tag=1):
 class Farewell(Message, frozen=True, tag=2):
     """The sender closes the connection, for this `reason`. `epoch`: the largest that it knows."""
 
-    epoch: int
+    epoch: Epoch
     reason: str
 
 
@@ -131,43 +161,47 @@ class Beat(Message, frozen=True, tag=3):
 class Submit(Message, frozen=True, tag=10):
     """A request arrives."""
 
-    ticket: int
+    ticket: TicketNumber
     spec: RequestSpec
+
+    def __post_init__(self) -> None:
+        """Raises: ValueError: a number is out of bounds."""
+        _check(self.spec)
 
 
 class Prefilled(Message, frozen=True, tag=11):
-    ticket: int
-    prompt_tokens: int
-    cached_tokens: int | None
+    ticket: TicketNumber
+    prompt_tokens: Count
+    cached_tokens: Count | None
 
 
 class PrefillFailed(Message, frozen=True, tag=12):
-    ticket: int
+    ticket: TicketNumber
 
 
 class RequestPrefill(Message, frozen=True, tag=13):
-    ticket: int
+    ticket: TicketNumber
 
 
 class Pushed(Message, frozen=True, tag=14):
-    ticket: int
-    prompt_tokens: int
-    cached_tokens: int | None
+    ticket: TicketNumber
+    prompt_tokens: Count
+    cached_tokens: Count | None
 
 
 class PushFailed(Message, frozen=True, tag=15):
-    ticket: int
+    ticket: TicketNumber
 
 
 class Progress(Message, frozen=True, tag=16):
     """`tickets[i]` has generated `tokens[i]` so far."""
 
-    tickets: tuple[int, ...]
-    tokens: tuple[int, ...]
+    tickets: tuple[TicketNumber, ...]
+    tokens: tuple[Count, ...]
 
 
 class PutBack(Message, frozen=True, tag=17):
-    ticket: int
+    ticket: TicketNumber
 
 
 class Requeue(Message, frozen=True, tag=18):
@@ -175,8 +209,8 @@ class Requeue(Message, frozen=True, tag=18):
     while it decoded does not know. `anew`: without its tokens.
     """
 
-    ticket: int
-    tokens: int
+    ticket: TicketNumber
+    tokens: Count
     prefix: Sequence[int] = ()
     anew: bool = False
 
@@ -184,18 +218,18 @@ class Requeue(Message, frozen=True, tag=18):
 class Finish(Message, frozen=True, tag=19):
     """The request ended `age_s` ago; more than 0 only if it had generated tokens."""
 
-    ticket: int
+    ticket: TicketNumber
     outcome: Outcome
     reason: str
-    tokens: int
-    age_s: float
+    tokens: Count
+    age_s: Seconds
 
 
 class Began(Message, frozen=True, tag=20):
     """The first tokens of a request came `age_s` ago."""
 
-    ticket: int
-    age_s: float
+    ticket: TicketNumber
+    age_s: Seconds
 
 
 # -- the brain's answers ---------------------------------------------------------------------------------------------
@@ -204,18 +238,18 @@ class Began(Message, frozen=True, tag=20):
 class Chosen(Message, frozen=True, tag=30):
     """A worker for the ticket."""
 
-    ticket: int
-    turn: int
+    ticket: TicketNumber
+    turn: Count
     worker: str
 
 
 class Refused(Message, frozen=True, tag=31):
     """The ticket is refused, and has ended."""
 
-    ticket: int
+    ticket: TicketNumber
     kind: RefusalKind
     text: str
-    retry_after_s: float
+    retry_after_s: Seconds
 
 
 class Seen(Message, frozen=True, tag=32):
@@ -252,7 +286,7 @@ class SilentGroup(Message, frozen=True):
 
     name: str
     workers: tuple[str, ...]
-    age_s: float
+    age_s: Seconds
 
 
 class Silent(Message, frozen=True, tag=34):
@@ -289,7 +323,7 @@ class Judged(Message, frozen=True, tag=40):
 
     worker: str
     finding: Finding
-    retry_after_s: float = 0.0
+    retry_after_s: Seconds = 0.0
     reason: str = ""
 
 
@@ -302,11 +336,11 @@ class Use(Message, frozen=True):
     """
 
     worker: str
-    in_use: int
-    peak: int
+    in_use: Count
+    peak: Count
     awaits_tokens: bool
-    progress_age_s: float | None
-    busy_age_s: float | None
+    progress_age_s: Seconds | None
+    busy_age_s: Seconds | None
 
 
 class Activity(Message, frozen=True, tag=41):
@@ -316,8 +350,8 @@ class Activity(Message, frozen=True, tag=41):
     `keys`: the key use of its clients, which the brain passes on to relays that do not share its key table.
     """
 
-    exchanges: int
-    drains: int
+    exchanges: Count
+    drains: Count
     uses: tuple[Use, ...]
     keys: tuple[KeyUse, ...] = ()
 
@@ -346,7 +380,7 @@ class Explained(Message, frozen=True, tag=44):
     """
 
     workers: tuple[str, ...]
-    ages_s: tuple[float, ...]
+    ages_s: tuple[Seconds, ...]
 
 
 class CacheDoubted(Message, frozen=True, tag=45):

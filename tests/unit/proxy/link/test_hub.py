@@ -11,20 +11,25 @@ from balanceroute.proxy.link.messages import (
     VERSION,
     Activity,
     Beat,
+    Chosen,
     Counted,
     Explained,
     Farewell,
+    Finding,
     FromRelay,
     Held,
     Hello,
+    Judged,
     KeysElsewhere,
     Prefilled,
+    Progress,
     Submit,
     Welcome,
     table_of,
 )
 from balanceroute.proxy.perimeter.key_use import KeyUse
 from balanceroute.proxy.workers.circuit import CircuitState
+from balanceroute.proxy.workers.relay_reports import RelayReports
 from tests.unit.proxy.link.brains import RawRelay, Stage, on, stream
 from tests.waiting import until
 
@@ -232,6 +237,45 @@ def test_a_peer_that_violates_the_protocol_is_dropped_and_holds_no_request(
         assert (not farewells) if reason is None else reason in farewells[0]
 
     on(test)
+
+
+def test_a_relay_that_counts_more_tokens_than_a_frame_can_carry_does_not_keep_answers_from_others() -> None:
+    async def test(stage: Stage) -> None:
+        brain = await stage.brain(slots=8, patience=Patience(silent_s=3600.0))
+        broken, sound = await RawRelay().connect(stage), stage.relay("sound")
+        broken.hello(*(stream(number, str(number)) for number in range(4)))
+        await until(lambda: len(brain.active) == 4)
+        broken.frames.send(Progress(tuple(range(4)), (2**62,) * 4))
+        await until(lambda: not broken.frames.open)
+        await sound.decoding("c")
+        await until(lambda: [worker.active for worker in sound.brain.view().decoders] == [1])
+
+    on(test)
+
+
+def test_a_message_that_the_brain_fails_on_ends_its_relay_and_not_the_others(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("a bug")
+
+    async def test(stage: Stage) -> None:
+        brain = await stage.brain(relays=3, patience=Patience(grace_s=3600.0))
+        monkeypatch.setattr(RelayReports, "judged", fail)
+        first, second = await RawRelay().connect(stage), await RawRelay().connect(stage)
+        first.hello(relay="first")
+        first.frames.send(Judged("d0", Finding.SUCCESS))
+        await until(lambda: list(brain.hub.members) == ["first"])
+        second.hello(relay="second")
+        second.frames.send(Submit(1, RequestSpec("a", 1)))
+        await until(lambda: list(brain.hub.members) == ["first", "second"])
+        stage.relay("third")
+        await until(lambda: any(isinstance(message, Chosen) for message in second.received))
+        await until(lambda: not first.frames.open)
+
+    on(test)
+    (error,) = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert error.message == "internal error" and error.__dict__["relay"] == "first"
 
 
 def test_a_rejoining_relay_is_welcomed_before_it_gets_worker_states() -> None:

@@ -1,5 +1,7 @@
 """Which member holds which request: what it may claim when it joins, and what is free when it is gone."""
 
+import asyncio
+
 import pytest
 
 from balanceroute.core.types import Outcome, Phase, RequestSpec, Standing
@@ -52,6 +54,22 @@ def test_a_relay_rejoins_although_a_request_of_its_former_membership_is_unknown(
     on(test)
     (error,) = [record for record in caplog.records if record.levelname == "ERROR"]
     assert error.message == "internal error" and error.__dict__["request"] == "a"
+
+
+def test_a_request_that_the_brain_fails_to_take_over_is_not_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> float:
+        raise RuntimeError("a bug of a user's own policy")
+
+    async def test(stage: Stage) -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda *_: None)
+        brain, relay = await stage.brain(), await RawRelay().connect(stage)
+        monkeypatch.setattr(brain.scheduler.policy, "patience_s", fail)
+        relay.hello(Held(1, 1, Standing(RequestSpec("a", 10), Phase.POOLED, 10, prefiller="p0")))
+        await until(lambda: not relay.frames.open)
+        await until(lambda: not brain.hub.members)
+        assert not brain.scheduler.snapshot.requests and not brain.scheduler.snapshot.prefillers[0].pinned
+
+    on(test)
 
 
 def test_a_call_that_crossed_a_refusal_is_counted_and_dropped() -> None:

@@ -1,5 +1,7 @@
 """What is said over the link is read as it was meant, or not at all."""
 
+from dataclasses import replace
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -135,6 +137,65 @@ def test_garbage_raises_only_a_link_error(body: bytes) -> None:
 def test_a_message_that_is_not_of_this_version_is_refused(body: object) -> None:
     with pytest.raises(m.LinkError):
         m.read_from_relay(msgspec.msgpack.encode(body))
+
+
+NAN = float("nan")
+SPEC = RequestSpec("a", 10)
+
+
+def a_standing(**changes: object) -> Standing:
+    return replace(Standing(SPEC, Phase.POOLED, 10), **changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        m.Progress((1,), (2**64 - 1,)),
+        m.Progress((1,), (-1,)),
+        m.Prefilled(1, -1, None),
+        m.Pushed(1, 10, 2**60),
+        m.Requeue(1, 2**60),
+        m.Finish(1, Outcome.FINISHED, "", 2**60, 0.0),
+        m.Finish(1, Outcome.FINISHED, "", 1, NAN),
+        m.Began(1, -1.0),
+        m.Judged("d0", m.Finding.BUSY, float("inf")),
+        m.Activity(2**60, 0, ()),
+        m.Activity(0, 0, (m.Use("d0", -1, 0, False, None, None),)),
+        m.Activity(0, 0, (m.Use("d0", 0, 0, False, NAN, None),)),
+        m.Activity(0, 0, (), (KeyUse("key", -1, 0, 0),)),
+        m.Explained(("d0",), (NAN,)),
+    ],
+    ids=lambda message: type(message).__name__,
+)
+def test_a_number_that_no_relay_has_is_refused(message: m.FromRelay) -> None:
+    with pytest.raises(m.LinkError, match="can't be read"):
+        m.read_from_relay(m.frame([message])[4:])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"prompt_tokens": 2**60},
+        {"tokens": -1},
+        {"earlier_tokens": 2**60},
+        {"requeues": -1},
+        {"waited_s": NAN},
+        {"ready_s": -1.0},
+        {"spec": replace(SPEC, prompt_tokens=-1)},
+        {"spec": replace(SPEC, block_tokens=2**60)},
+        {"spec": replace(SPEC, max_new_tokens=-1)},
+    ],
+    ids=str,
+)
+def test_the_state_of_a_request_that_none_can_have_is_refused(changes: dict[str, object]) -> None:
+    hello = [0, m.VERSION, "relay", 1, 0, [[1, 1, a_standing(**changes)]]]
+    with pytest.raises(m.LinkError, match="a request has an impossible"):
+        m.read_from_relay(msgspec.msgpack.encode([hello]))
+
+
+def test_a_new_request_of_a_size_that_none_can_have_is_refused() -> None:
+    with pytest.raises(m.LinkError, match="a request has an impossible count"):
+        m.read_from_relay(msgspec.msgpack.encode([[10, 1, replace(SPEC, prompt_tokens=2**60)]]))
 
 
 def test_invalid_utf_8_raises_only_a_link_error() -> None:
