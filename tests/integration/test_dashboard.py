@@ -13,6 +13,7 @@ from balanceroute.core.types import Role
 from balanceroute.emulator import ClusterShape
 from tests.integration.router import Router, running
 from tests.integration.test_proxy_answers import completion
+from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.anyio
 
@@ -54,9 +55,9 @@ async def test_the_address_alone_leads_to_the_dashboard() -> None:
         assert (reply.status_code, reply.headers["location"]) == (307, "/dashboard")
 
 
-async def update_when(router: Router, found: Callable[[dict[str, Any]], bool], within_s: float = 60) -> dict[str, Any]:
+async def update_when(router: Router, found: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
     """The first news of the stream that the test waits for."""
-    async with asyncio.timeout(within_s):
+    async with asyncio.timeout(PATIENCE_S):
         headers = {"accept": "text/event-stream"}
         async with router.client.stream("GET", "/dashboard/stream", headers=headers, timeout=None) as reply:
             assert reply.headers["content-type"].startswith("text/event-stream")
@@ -183,7 +184,7 @@ async def test_requesting_decisions_turns_on_their_recording() -> None:
     shape = ClusterShape(prefillers=1, decoders=2, max_num_seqs=2, time_scale=0.1)
     async with running(shape) as router:
         requests = asyncio.ensure_future(keep_asking(router))
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE_S):
             found: list[dict[str, Any]] = []
             while not any(" to " in (row["runner_up"] or "") for row in found):
                 found = (await router.client.get("/decisions")).json()["decisions"]

@@ -20,9 +20,9 @@ import yaml
 
 from scripts.chaos_run.aftermath import held_by_router
 from tests.processes import listening_port, process
-from tests.security.wire import PATIENCE_S, Answer, Connection, completion, request
+from tests.security.wire import Answer, Connection, completion, request
 from tests.unit.proxy.servers import CHUNKED_HEAD, chunked, plain, read_request, worker
-from tests.waiting import block_until
+from tests.waiting import PATIENCE_S, block_until
 
 HOLD = "hold"  # a prompt whose stream has one event and then no other, until its client leaves
 FLOOD = "flood"  # a prompt whose every event is of `FLOOD_BYTES`
@@ -228,9 +228,8 @@ def serving(workers: Workers, folder: Path, limits: dict[str, Any]) -> Iterator[
         "routing": {"policy": "br_0"},
         "predictor": {"kind": "none"},
         "limits": limits,
-        "health": {
-            "timeout_s": PATIENCE_S
-        },  # the workers share their process with the test, which may keep them waiting
+        # the workers share their process with the test, which may keep them waiting
+        "health": {"timeout_s": PATIENCE_S},
     }
     config, log = folder / "router.yaml", folder / "router.log"
     config.write_text(yaml.safe_dump(tree))

@@ -17,11 +17,10 @@ from balanceroute.config import validate
 from balanceroute.proxy.app import RouterApp, create_app
 from tests.integration.router import served
 from tests.unit.proxy.servers import read_request, worker
-from tests.waiting import until
+from tests.waiting import PATIENCE_S, until
 
 PARAMS = {"do_remote_prefill": True, "remote_block_ids": [[1]], "remote_request_id": "r"}
 METRICS = b'vllm:kv_cache_usage_perc{engine="0"} 0.1\nvllm:num_requests_running{engine="0"} 0.0\n'
-PATIENCE_S = 10.0  # for an answer that is due at once; long, because the machine may be busy
 
 
 @dataclass(frozen=True, slots=True)

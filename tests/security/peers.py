@@ -11,6 +11,7 @@ from balanceroute.config import Config
 from balanceroute.proxy.app import RouterApp
 from balanceroute.proxy.client.edge import Edge, limits_of
 from balanceroute.proxy.client.protocol import ClientProtocol
+from tests.waiting import PATIENCE_S
 
 LOCAL = ("127.0.0.1", 8000)
 
@@ -66,7 +67,7 @@ class PeerTransport(httpx.AsyncBaseTransport):
         lines = [b"%b: %b\r\n" % field for field in request.headers.raw if field[0].lower() != b"connection"]
         start = b"%b %b HTTP/1.1\r\n" % (request.method.encode(), request.url.raw_path)
         connection.data_received(start + b"".join(lines) + b"connection: close\r\n\r\n" + body)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(PATIENCE_S):
             await transport.closed.wait()
         connection.connection_lost(None)
         return _parsed(request, bytes(transport.written))

@@ -404,7 +404,7 @@ async def test_a_new_token_ends_dashboard_sessions_of_the_former_one() -> None:
             config = router.app.services.config
             auth = config.auth.model_copy(update={"admin_token": SecretStr("another")})
             apply(router.app.services, config.model_copy(update={"auth": auth}))
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(PATIENCE_S):
                 assert len([line async for line in lines if line]) <= 1  # what was under way
         assert (await router.client.get("/dashboard/stream", headers=headers)).status_code == 401
 

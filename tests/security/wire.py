@@ -8,9 +8,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from tests.waiting import block_pace, block_until
+from tests.waiting import PATIENCE_S, block_pace, block_until
 
-PATIENCE_S = 30.0  # for what must happen; long, because the machine may be busy
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)  # SO_LINGER with no time: close sends RST
 _READ = 65536
 

@@ -13,9 +13,8 @@ import pytest
 
 from balanceroute.errors import BalanceRouteError
 from balanceroute.experiments.jobs import Task, run_jobs, signals_held_back
-from tests.waiting import block_until
+from tests.waiting import PATIENCE_S, block_until
 
-ENDED_WITHIN_S = 60.0  # on a busy machine; it takes about one second
 pytestmark = [
     pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="processes are counted in /proc"),
     pytest.mark.timeout(300),
@@ -100,12 +99,12 @@ def test_a_run_on_several_processes_ends_at_once_and_leaves_none(
     if simulates:
         block_until(lambda: simulating(running.pid) > 0)
     send(running.pid, number)
-    _, error_text = running.communicate(timeout=ENDED_WITHIN_S)
+    _, error_text = running.communicate(timeout=PATIENCE_S)
     assert running.returncode == code
     if number is not signal.SIGKILL:  # which may come while it hands a process its task, and that one says so
         assert "Traceback" not in error_text
     assert ("balanceroute: interrupted before the report\n" in error_text) == (code == 130)
-    block_until(lambda: not processes_of(running.pid), within_s=ENDED_WITHIN_S)
+    block_until(lambda: not processes_of(running.pid), within_s=PATIENCE_S)
 
 
 def test_a_process_that_is_killed_is_an_error_not_an_endless_wait() -> None:

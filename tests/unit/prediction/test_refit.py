@@ -368,5 +368,5 @@ def test_closing_ends_the_process_of_a_fit_under_way(caplog: pytest.LogCaptureFi
         asyncio.get_running_loop().call_later(0.2, refitter.close)  # spawned by then, or just being spawned
         return await refitter.refit()
 
-    assert asyncio.run(asyncio.wait_for(scenario(), 30)) is False
+    assert asyncio.run(asyncio.wait_for(scenario(), PATIENCE_S)) is False
     assert "ended without a result" in caplog.text
