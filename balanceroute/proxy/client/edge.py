@@ -216,17 +216,20 @@ class Edge:
             raise EdgeFull(text, retry_after_s=RETRY_AFTER_S)
 
     def check_incoming_bytes(self, holder: str = "") -> None:
-        """Check that there is room for more bytes of requests that are not complete, then `check_held_bytes`."""
+        """Check that there is room for more of an incomplete request, among these and among all (`check_held_bytes`).
+
+        Raises: EdgeFull: too many bytes.
+        """
         if self._incoming_bytes + self.load.others(INCOMING_BYTES) > self.limits.max_incoming_bytes:
             raise _no_room()
         self.check_held_bytes(holder)
 
     def check_held_bytes(self, holder: str = "", more_bytes: int = 0) -> None:
-        """Check that there is room for all requests with `more_bytes`.
+        """Check that there is room for `more_bytes` among those of all requests.
 
         One client may have half of the room; each relay checks this for itself.
 
-        Args: holder: the client that a large body is counted for.
+        Args: holder: the client that a large body is counted for; "": there is none.
 
         Raises: EdgeFull: too many bytes.
         """

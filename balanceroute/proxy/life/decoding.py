@@ -164,8 +164,8 @@ async def _stream(leg: Leg, worker: Worker, reply: Reply) -> bool:
 async def _first_events(leg: Leg, worker: Worker, reply: Reply) -> bytes:
     """Read until the answer has begun or the stream has ended; returns the client's bytes so far.
 
-    Nothing if they are no reason for a 200: there is no answer ([DONE] alone gives the request back), or an error
-    after mere comments.
+    Returns nothing where a 200 would be wrong: no answer has begun ([DONE] alone gives the request back), or an error
+    comes after mere comments.
 
     Raises: BadUpstreamReply: the stream holds no event of an answer. ClientGone; KvTooOld.
     """
