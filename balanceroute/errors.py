@@ -18,7 +18,8 @@
     │   │   └── CannotConnect    503: for want of descriptors, not of a worker
     │   ├── UpstreamTimeout      504
     │   ├── BadUpstreamReply     502; ForeignReply where it answers another request
-    │   │   └── ConnectionLost   the connection ended inside the reply
+    │   │   ├── ConnectionLost   the connection ended inside the reply
+    │   │   └── ReplyTooLarge    it is larger than the router reads
     │   ├── DecodersLost         502, not to be tried again
     │   ├── NotResumable         502
     │   └── UpstreamStatus       the worker's own status and body
@@ -161,6 +162,12 @@ class BadUpstreamReply(UpstreamError):
 
 class ConnectionLost(BadUpstreamReply):
     """The connection ended inside the reply: the worker has died, or what is between us and it."""
+
+
+class ReplyTooLarge(BadUpstreamReply):
+    """The worker's answer is larger than the router reads; the request may have asked for as much."""
+
+    retryable = False
 
 
 class DecodersLost(UpstreamError):

@@ -312,6 +312,37 @@ async def test_the_body_of_a_workers_error_is_an_openai_error_to_the_client(rout
     )
 
 
+DENSE = b"[" + b"[]," * 2**23 + b"1]"  # 24 MiB
+
+
+@pytest.mark.parametrize("tier", ["prefill", "decode"])
+async def test_an_answer_of_more_values_than_a_loop_may_read_at_once_is_a_502_and_asked_for_once(tier: str) -> None:
+    """A client may ask for such a one, by logprobs of each token of its prompt."""
+    async with attacked() as router:
+        evil, well = (router.prefiller, probed) if tier == "prefill" else (router.decoder, answered)
+        evil.answer = spliced(well, DENSE)
+        response = await router.complete(prompt_logprobs=20)
+        assert response.status_code == 502
+        assert response.json()["error"]["message"].startswith(f"{tier} worker: its answer holds more than ")
+        assert len(evil.asked) == 1 and not any(each.circuit.doubtful for each in router.app.services.fleet)
+        await router.unharmed()
+
+
+@pytest.mark.parametrize("tier", ["prefill", "decode"])
+async def test_a_client_whose_error_a_worker_explains_at_length_gets_it_at_once_and_harms_no_worker(tier: str) -> None:
+    """vLLM before 0.32 quotes an invalid body in its 400, once for each element that is wrong."""
+    explained = reply({"error": {"message": "why" * 2**20, "code": 400}}, status="400 Bad Request")
+    async with attacked() as router:
+        evil = router.prefiller if tier == "prefill" else router.decoder
+        evil.answer = lambda asked: explained
+        for stream in (False, True):
+            response = await router.complete(stream=stream)
+            assert response.status_code == 400 and len(response.content) < 1000
+            assert response.json()["error"]["message"].startswith(f'{tier} worker answered 400: {{"error": {{"mess')
+        assert router.app.services.metrics.retries.value(tier) == 0 == await router.failures()
+        await router.unharmed()
+
+
 @pytest.mark.parametrize(
     ("error", "events_told"),
     [

@@ -110,7 +110,7 @@ def first_bytes_s(config: Config, request: ClientRequest) -> float:
 
 async def _refusal(leg: Leg, worker: Worker, reply: Reply, params: bytes) -> UpstreamError:
     """The error for a status other than 200; the leg keeps the parameters if the engine has not seen them."""
-    error = status_error(reply, await reply.read(ERROR_LIMIT), worker, "decode")
+    error = status_error(reply, await reply.read(ERROR_LIMIT, cut=True), worker, "decode")
     streams = leg.answer.request.streams_upstream
     if isinstance(error, UpstreamStatus) and (error.status < 500 or error.status == 503 or streams):
         leg.kv.refused(params)

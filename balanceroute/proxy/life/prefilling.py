@@ -7,7 +7,7 @@ import asyncio
 from typing import Final
 
 from balanceroute.core.types import UP
-from balanceroute.errors import ForeignReply, UpstreamError
+from balanceroute.errors import ForeignReply, ReplyTooLarge, UpstreamError
 from balanceroute.proxy.life.errors import NothingPinned
 from balanceroute.proxy.life.leg import ERROR_LIMIT, REPLY_LIMIT, Leg, clear_frames
 from balanceroute.proxy.life.retries import status_error
@@ -66,7 +66,7 @@ async def probe(leg: Leg, worker: Worker) -> PrefillResult:
             raise NothingPinned("it returned no kv_transfer_params", worker=worker.id, tier="prefill")
         has_prefilled(leg, worker, result)
         return result
-    except ForeignReply:
+    except (ForeignReply, ReplyTooLarge):
         if pins:
             services.drainer.orphan()  # the parameters of what it has pinned, if anything, are lost
         raise
@@ -87,9 +87,9 @@ async def ask(leg: Leg, worker: Worker, body: bytes) -> PrefillResult:
     request, upstream = leg.answer.request, worker.upstream
     headers, connect_s = worker.headers_of(leg.upstream_id, leg.headers), leg.services.config.limits.connect_timeout_s
     reply = await upstream.request("POST", request.path, body, headers, connect_timeout_s=connect_s)
-    answer = await reply.read(REPLY_LIMIT if reply.status == 200 else ERROR_LIMIT)
     if reply.status != 200:
-        raise status_error(reply, answer, worker, "prefill")
+        raise status_error(reply, await reply.read(ERROR_LIMIT, cut=True), worker, "prefill")
+    answer = await reply.read(REPLY_LIMIT)
     result = parse_probe_reply(answer, worker=worker.id, keep=request.prompt_wishes is not None)
     check_id(worker, "prefill", result.reply_id, leg.upstream_id)
     return result

@@ -8,6 +8,7 @@
 | given back without a token, or made anew | nothing | tries again, `MAX_FRUITLESS` times in a row |
 | the request's own deadline | nothing | ends |
 | prefiller and decode worker make different prompts of it | nothing: other requests may be served | ends |
+| an answer larger than the router reads | nothing: the request may have asked for it | ends |
 | no descriptor was free for a connection | nothing: the router's fault | tries again, as below |
 | 500 from every worker that could take it | nothing; its earlier 500s are cleared, too | ends |
 | anything else | a failure (`circuit.fault`) | tries again, `retry.max_attempts` times in a row |
@@ -44,6 +45,7 @@ from balanceroute.errors import (
     DecodersLost,
     ForeignReply,
     QueueTimeout,
+    ReplyTooLarge,
     UpstreamError,
     UpstreamStatus,
     UpstreamTimeout,
@@ -124,7 +126,7 @@ class Retries:
             return self._backoff_s(self._refused)
         failures = self._failed(tier)
         last = failures >= services.config.retry.max_attempts or not error.retryable
-        if isinstance(error, CannotConnect):
+        if isinstance(error, CannotConnect | ReplyTooLarge):
             circuit.inconclusive()
         elif not (self._note_own_error(error, worker, differs) and last and self._clear_if_all_erred(worker)):
             circuit.fault(now, reason_of(error))

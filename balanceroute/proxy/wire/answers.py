@@ -16,7 +16,7 @@ from typing import Any, Final
 import orjson
 
 from balanceroute.errors import BadUpstreamReply
-from balanceroute.proxy.wire.bounds import checked_choice, checked_usage, shown_id, token_count
+from balanceroute.proxy.wire.bounds import check_size, checked_choice, checked_usage, shown_id, token_count
 from balanceroute.proxy.wire.client_request import ClientRequest
 from balanceroute.proxy.wire.event_contents import REASONING_KEYS
 from balanceroute.proxy.wire.event_stream import payloads_of
@@ -261,8 +261,9 @@ def correct_answer(
     `prompt_details`: the prefiller's. `upstream_id`: the X-Request-Id of this try; the client sees `request_id`
     instead.
 
-    Raises: BadUpstreamReply: not a completion.
+    Raises: ReplyTooLarge. BadUpstreamReply: not a completion.
     """
+    check_size(body, worker, "decode")
     try:
         answer = orjson.loads(body)
         choice = checked_choice(answer["choices"][0])

@@ -7,7 +7,15 @@ from typing import Any
 import orjson
 
 from balanceroute.errors import BadUpstreamReply
-from balanceroute.proxy.wire.bounds import ABORT, MAX_PARAMS_BYTES, aborted, checked_choice, checked_usage, token_count
+from balanceroute.proxy.wire.bounds import (
+    ABORT,
+    MAX_PARAMS_BYTES,
+    aborted,
+    check_size,
+    checked_choice,
+    checked_usage,
+    token_count,
+)
 from balanceroute.proxy.wire.usage import prompt_details_of
 
 
@@ -31,9 +39,10 @@ class PrefillResult:
 def parse_probe_reply(body: bytes, *, worker: str, keep: bool = False) -> PrefillResult:
     """Parse the body of a 200. `keep`: keep the whole answer, for `PromptWishes`.
 
-    Raises: BadUpstreamReply: it is no completion, or an aborted one. Null `kv_transfer_params` are no error here; the
-    caller retries.
+    Raises: ReplyTooLarge. BadUpstreamReply: it is no completion, or an aborted one. Null `kv_transfer_params` are no
+    error here; the caller retries.
     """
+    check_size(body, worker, "prefill")
     try:
         reply = orjson.loads(body)
         usage = checked_usage(reply.get("usage"))

@@ -14,7 +14,7 @@ from typing import Final, Protocol, TypeVar
 
 from mypy_extensions import mypyc_attr
 
-from balanceroute.errors import BadUpstreamReply, ConnectFailed, UpstreamError
+from balanceroute.errors import ConnectFailed, ReplyTooLarge, UpstreamError
 
 _Error = TypeVar("_Error", bound=UpstreamError)
 
@@ -162,10 +162,13 @@ class Reply:
                 self._waiter = None
         return self._take()
 
-    async def read(self, limit: int) -> bytes:
+    async def read(self, limit: int, *, cut: bool = False) -> bytes:
         """The whole body, for answers that are not streamed.
 
-        Raises: BadUpstreamReply: it broke off, or is longer than `limit` bytes; the connection is closed.
+        `cut`: of a body that is longer than `limit` bytes take the first `limit`, and close the connection.
+
+        Raises: BadUpstreamReply: it broke off. ReplyTooLarge: it is longer than `limit` bytes, and the connection is
+        closed.
         """
         if self._ended and self._error is None and self._parts_bytes <= limit:
             return self._take()
@@ -175,8 +178,11 @@ class Reply:
             while (chunk := await self.next_chunk()) is not None:
                 parts.append(chunk)
                 total += len(chunk)
+                if total > limit and cut:
+                    self.abort()
+                    return b"".join(parts)[:limit]
                 if total > limit:
-                    raise self._owner.failure(BadUpstreamReply, f"the body is longer than {limit} bytes")
+                    raise self._owner.failure(ReplyTooLarge, f"the body is longer than {limit} bytes")
         except BaseException:
             self.abort()
             raise

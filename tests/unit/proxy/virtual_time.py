@@ -128,7 +128,7 @@ class _Reply(Reply):
             await asyncio.Event().wait()
         return body or None
 
-    async def read(self, limit: int) -> bytes:
+    async def read(self, limit: int, *, cut: bool = False) -> bytes:
         body = b""
         while (part := await self.next_chunk()) is not None:
             body += part

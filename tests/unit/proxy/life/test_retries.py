@@ -10,6 +10,7 @@ from balanceroute.errors import (
     ConnectionLost,
     DecodersLost,
     QueueTimeout,
+    ReplyTooLarge,
     UpstreamError,
     UpstreamStatus,
     UpstreamTimeout,
@@ -117,6 +118,18 @@ def test_a_prefiller_that_serves_no_more_is_no_witness_against_another(gone: str
         with pytest.raises(UpstreamStatus):
             Retries(services, "r", None, "m").judge(a_status(404, tier="prefill"), other, "prefill", begun=False)
         assert not other.circuit.doubtful
+
+    in_virtual_time(judged)
+
+
+@pytest.mark.parametrize("tier", ["prefill", "decode"])
+def test_an_answer_that_is_too_large_ends_the_request_that_may_have_asked_for_it(tier: str) -> None:
+    async def judged() -> None:
+        services, retries = some_retries()
+        worker = services.fleet["p0" if tier == "prefill" else "d0"]
+        with pytest.raises(ReplyTooLarge):
+            retries.judge(ReplyTooLarge("too large", worker=worker.id, tier=tier), worker, tier, begun=False)
+        assert not worker.circuit.doubtful
 
     in_virtual_time(judged)
 

@@ -4,10 +4,12 @@ from typing import Any
 
 import pytest
 
+from balanceroute.errors import ReplyTooLarge
 from balanceroute.proxy.wire.bounds import (
     MAX_RETRY_AFTER_S,
     MAX_TOKENS,
     answers,
+    check_size,
     checked_choice,
     checked_usage,
     error_object,
@@ -15,6 +17,15 @@ from balanceroute.proxy.wire.bounds import (
     shown_id,
     token_count,
 )
+from balanceroute.proxy.wire.json_size import MAX_COMMAS
+
+
+@pytest.mark.parametrize("value", [b"[],", b'"",', b'{"a":1},', b"1,"])
+def test_an_answer_with_more_values_than_are_read_at_once_is_too_large(value: bytes) -> None:
+    check_size(b'{"more":[' + value * 2**18 + b"1]}", "d0", "decode")
+    with pytest.raises(ReplyTooLarge, match="its answer holds more than") as refused:
+        check_size(b'{"more":[' + value * (MAX_COMMAS + 2) + b"1]}", "d0", "decode")
+    assert (refused.value.worker, refused.value.tier, refused.value.retryable) == ("d0", "decode", False)
 
 
 @pytest.mark.parametrize("value", [0, 1, MAX_TOKENS])

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from balanceroute.errors import BadUpstreamReply, UpstreamError
+from balanceroute.errors import ReplyTooLarge, UpstreamError
 from balanceroute.proxy.workers.upstream import Upstream
 from tests.unit.proxy.servers import (
     CHUNKED_HEAD,
@@ -50,9 +50,20 @@ def test_read_refuses_a_body_above_its_limit_and_says_whose_it_is(run: Run) -> N
     async def test() -> None:
         async with worker(answering(plain(b"x" * 1000))) as server:
             upstream = Upstream(server.url, worker="p0", tier="prefill")
-            with pytest.raises(BadUpstreamReply, match="longer than 999") as refused:
+            with pytest.raises(ReplyTooLarge, match="longer than 999") as refused:
                 await (await post(upstream)).read(999)
             assert (refused.value.worker, refused.value.tier) == ("p0", "prefill")
+            upstream.close()
+
+    run(test)
+
+
+def test_read_cuts_a_body_above_its_limit_where_its_beginning_is_enough(run: Run) -> None:
+    async def test() -> None:
+        async with worker(answering(plain(b"x" * 999 + b"yz"))) as server:
+            upstream = Upstream(server.url, worker="p0", tier="prefill")
+            assert await (await post(upstream)).read(1000, cut=True) == b"x" * 999 + b"y"
+            assert await (await post(upstream)).read(1001, cut=True) == b"x" * 999 + b"yz"
             upstream.close()
 
     run(test)
