@@ -151,5 +151,5 @@ def settings_of(
         raise InputError(f"policy {policy!r}: accepted is a name, PolicySettings, or an object of an AdmissionPolicy")
     settings = PolicySettings(horizon_steps=getattr(policy, "horizon_steps", 0))
     if not is_accepted("horizon_steps", settings.horizon_steps):
-        raise InputError(f"policy {policy!r}: horizon_steps must be {accepted('horizon_steps')}")
+        raise InputError(f"policy {type(policy).__name__}: horizon_steps must be {accepted('horizon_steps')}")
     return settings, checked(policy, type(policy).__name__, settings)

@@ -81,9 +81,12 @@ class _Watched:
         """Rule 2."""
         require(isinstance(choice, Choice), f"rule 2: {choice!r:.60} is no balanceroute.Choice")
         front = len(snapshot.pool) > 0 and any(tracker is choice.request for tracker in snapshot.pool.front)
-        require(front, f"rule 2: request {choice.request.id} does not wait, or one of a lower class does")
+        request = getattr(choice.request, "id", choice.request)  # which may be an index
+        require(front, f"rule 2: request {request!s:.60} does not wait, or one of a lower class does")
         worker = choice.worker
-        require(any(known is worker for known in snapshot.workers), f"rule 2: {worker.spec.id} is no worker of it")
+        named = worker.spec.id if hasattr(worker, "spec") else worker
+        known = any(known is worker for known in snapshot.workers)
+        require(known, f"rule 2: worker {named!s:.60} is none of snapshot.workers")
         require(worker.state is WorkerState.UP, f"rule 2: worker {worker.spec.id} is {worker.state.value}")
         full = self.waits_for_slots and not worker.free_slots
         require(not full, f"rule 2: worker {worker.spec.id} has no free slot")

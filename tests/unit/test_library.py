@@ -413,6 +413,26 @@ def test_a_numpy_score_is_returned_as_a_plain_number() -> None:
     assert orjson.loads(orjson.dumps(scheduler.admit(0.0)))[0]["score"] == 2.5
 
 
+class WorkerIndex(OverFull):
+    def decide(self, snapshot: balanceroute.ClusterSnapshot, now: float) -> Iterator[balanceroute.Choice]:
+        if len(snapshot.pool):
+            yield balanceroute.Choice(snapshot.pool.front[0], 0, stage=1, score=0.0)  # type: ignore[arg-type]
+
+
+class RequestIndex(OverFull):
+    def decide(self, snapshot: balanceroute.ClusterSnapshot, now: float) -> Iterator[balanceroute.Choice]:
+        if len(snapshot.pool):
+            yield balanceroute.Choice(0, snapshot.workers[0], stage=1, score=0.0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("policy", "problem"), [
+    (WorkerIndex, "worker 0 is none of snapshot.workers"), (RequestIndex, "request 0 does not wait"),
+])  # fmt: skip
+def test_the_kit_names_what_a_policy_chose_where_that_is_an_index(policy: type, problem: str) -> None:
+    with pytest.raises(RuleBroken, match=f"rule 2: {problem}"):
+        check_policy(policy)
+
+
 @pytest.mark.parametrize(
     ("policy", "rule"),
     [
