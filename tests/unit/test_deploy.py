@@ -238,6 +238,12 @@ def test_systemd_does_not_repeat_a_start_that_the_configuration_prevents() -> No
     assert not any(line.startswith("ExecStartPre=") for line in lines)
 
 
+def test_systemd_gives_the_router_the_private_key_itself_so_that_a_renewed_one_is_found() -> None:
+    unit = (ROOT / "deploy" / "balanceroute.service").read_text()
+    assert "SupplementaryGroups=" in unit
+    assert "LoadCredential=key" not in unit  # a credential does not change while a unit runs (systemd issue 21099)
+
+
 def test_the_journal_takes_a_line_for_each_of_thousands_of_requests_per_second() -> None:
     unit = dict(re.findall(r"^(LogRateLimit\w+)=(\d+)s?$", (ROOT / "deploy/balanceroute.service").read_text(), re.M))
     burst, interval_s = int(unit["LogRateLimitBurst"]), int(unit["LogRateLimitIntervalSec"])

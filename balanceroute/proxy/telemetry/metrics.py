@@ -396,7 +396,8 @@ class Metrics(Collector):
         yield gauge_by(
             "setting",
             "balanceroute_certificate_expiry_timestamp_seconds",
-            "When a certificate that the router shows expires; of a chain the first, which is its own.",
+            "When a certificate that the router shows expires; of a chain the first, which is its own; of several "
+            "machines those of the brain's.",
             self.expiries().items(),
         )
         yield from process_families(self.processes())
