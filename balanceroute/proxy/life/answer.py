@@ -39,8 +39,8 @@ class Answer:
     """
 
     __slots__ = (
+        "_continues_as",
         "_counted",
-        "_cut_off",
         "_estimated",
         "_original",
         "_prefilled_ids",
@@ -71,7 +71,7 @@ class Answer:
         self.request = self._original = request
         self.part, self._translation = part, translation
         self.scanner = NOTHING_YET
-        self._cut_off = ""  # how it is to be continued, until it is
+        self._continues_as = ""  # the label in `resumes` of a continuation without a token yet; "": there is none
         self._counted: PrefillResult | None = None  # the prefiller's figures of the client's own prompt
         self._prefilled_ids: array[int] | None = None  # ids of the last prefilled prompt, if reported
         self._estimated = has_estimate(request)
@@ -210,7 +210,7 @@ class Answer:
         if how.fidelity is Fidelity.INVALID or not scanner.generated.exact or prompt_ids is None:
             self._start_again(result, lost)
             return True
-        self._cut_off = how.fidelity.name.lower()
+        self._continues_as = how.fidelity.name.lower()
         try:
             self.request = resume(self._original, prompt_ids[: self.prompt_tokens], scanner.generated.ids)
         except ValueError:
@@ -222,20 +222,20 @@ class Answer:
         self._restarts += 1
         if self._restarts > MAX_RESTARTS or not self.outlet.forget():
             raise lost
-        self._cut_off = "restarted"
+        self._continues_as = "restarted"
         self.request = self._original
         self.begin(self._counted or result)  # the last prefill may have been of prompt and answer so far
 
     def goes_on(self) -> None:
         """Note that the answer continues after a loss, or is complete."""
-        if self._cut_off:
-            self._services.metrics.resumes.inc(self._cut_off)
-            self._cut_off = ""
+        if self._continues_as:
+            self._services.metrics.resumes.inc(self._continues_as)
+            self._continues_as = ""
 
     def fails(self, error: BaseException | None) -> None:
         """Note that it ends with this error."""
         cut_off = isinstance(error, Rejected | UpstreamError) and not isinstance(error, DeadlineExceeded)
-        if self._cut_off or (cut_off and self.scanner.tokens and self.scanner.end is not StreamEnd.DONE):
+        if self._continues_as or (cut_off and self.scanner.tokens and self.scanner.end is not StreamEnd.DONE):
             self._services.metrics.resumes.inc("ended")
 
     # -- ends that no worker has written
