@@ -338,7 +338,7 @@ class RelayServer(ChildServer):
 
     _app: RelayApp
     listeners: Sequence[socket.socket] = ()
-    stays_until_another = False  # told to leave
+    stays_until_another = False  # it was told to leave, and waits until another relay accepts
     on_up: Callable[[], None] = staticmethod(lambda: None)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:

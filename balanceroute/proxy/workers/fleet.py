@@ -85,7 +85,8 @@ class Worker:
         self.healthy = True
         self.seen_healthy = False
         self.health_answer: int | str = ""  # of the last failed check: a status, or why there was none
-        self.checks_failed = self.unreached = 0  # failed reads of a prefiller's metrics in a row
+        self.checks_failed = 0  # health checks in a row
+        self.unreached = 0  # reads of a prefiller's metrics that failed in a row
         self.doubted = False  # the last check had no answer: no new requests until the next one
         self.stalled = False
         self.joining: tuple[int, float] | None = None  # attempts left, and the time of the next one
