@@ -4,7 +4,7 @@
 
 The status is the same as on other routes. Anthropic's clients choose their exception, and whether to retry, by the
 status, `retry-after` and `x-should-retry`. Agents recognise the message for a prompt that is too long, and then compact
-it.
+it; and the one for a prompt that leaves no room for `max_tokens`, and then ask for fewer.
 Source: https://docs.anthropic.com/en/api/errors; https://github.com/musistudio/claude-code-router/issues/1799
 """
 
@@ -28,9 +28,11 @@ _TYPES: Final = {
     504: "timeout_error",
     529: "overloaded_error",
 }
+# in the words of vLLM 0.32; of 0.23, which names the output, too; and of 0.11, for the prompt alone and with the output
 _TOO_LONG: Final = re.compile(
-    r"maximum context length is (?P<most>\d+) tokens\. "
-    r"However, your prompt contains (?:at least )?(?P<count>\d+) (?P<unit>input tokens|characters)"
+    r"(?:is too large: (?P<limit>\d+)\. This model's )?maximum context length is (?P<most>\d+) tokens"
+    r"(?:\. However,)?(?: you requested (?P<asked>\d+) output tokens)?(?: and)? your (?:prompt contains|request has) "
+    r"(?:at least )?(?P<count>\d+) (?P<unit>input tokens|characters)"
 )
 # Refused fields whose error makes SDKs continue without them: their tool runners ask for a thread by default
 _DETAILS: Final = {"thread": {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}}
@@ -72,10 +74,15 @@ def with_message_id(headers: Headers) -> Headers:
 
 
 def _anthropic_message(text: str) -> str:
-    """Anthropic's message for vLLM's error on a prompt that is too long; any other text unchanged."""
+    """Anthropic's message for vLLM's error on a prompt that is too long, alone or with its output; else unchanged."""
     match = _TOO_LONG.search(text)
     if match is None:
         return text
+    asked = int(match["asked"] or match["limit"] or 0)
     if match["unit"] == "characters":  # vLLM refused the prompt by its characters, before it counted tokens
-        return f"prompt is too long: {text}"
-    return f"prompt is too long: {match['count']} tokens > {match['most']} maximum"
+        return text if asked > 1 else f"prompt is too long: {text}"
+    count, most = int(match["count"]), int(match["most"])
+    if asked and count < most:
+        fault = f"input length and `max_tokens` exceed context limit: {count} + {asked} > {most}"
+        return f"{fault}, decrease input length or `max_tokens` and try again"
+    return f"prompt is too long: {count} tokens > {most} maximum"

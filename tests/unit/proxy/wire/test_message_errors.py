@@ -14,6 +14,22 @@ UNCOUNTED = (
     "This model's maximum context length is 2048 tokens. However, your prompt contains 40000 characters (more than"
     " 30720 characters, which is the upper bound for 2048 input tokens). Please reduce the length of the input prompt."
 )
+OUTPUT_TOO = (
+    "This model's maximum context length is 2048 tokens. However, you requested {} output tokens and your prompt"
+    " contains {}, for a total of at least 2049 tokens. Please reduce the length of the input prompt or the number of"
+    " requested output tokens."
+)
+OLD = (
+    "This model's maximum context length is 2048 tokens. However, your request has 3000 input tokens. Please reduce the"
+    " length of the input messages."
+)
+OLD_OUTPUT_TOO = (
+    "'max_tokens' or 'max_completion_tokens' is too large: 2000. This model's maximum context length is 2048 tokens and"
+    " your request has 100 input tokens (2000 > 2048 - 100)."
+)
+FEWER = (
+    "input length and `max_tokens` exceed context limit: {} > 2048, decrease input length or `max_tokens` and try again"
+)
 LIMIT = "max_tokens=100000 cannot be greater than max_model_len=2048. Please request fewer output tokens."
 
 
@@ -23,11 +39,19 @@ LIMIT = "max_tokens=100000 cannot be greater than max_model_len=2048. Please req
         (COUNTED.format("3000"), "prompt is too long: 3000 tokens > 2048 maximum"),
         (COUNTED.format("at least 2049"), "prompt is too long: 2049 tokens > 2048 maximum"),
         (UNCOUNTED, f"prompt is too long: {UNCOUNTED}"),
+        (OUTPUT_TOO.format(1, "at least 2048 input tokens"), "prompt is too long: 2048 tokens > 2048 maximum"),
+        (OUTPUT_TOO.format(0, "3000 input tokens"), "prompt is too long: 3000 tokens > 2048 maximum"),
+        (OUTPUT_TOO.format(1, "40000 characters"), f"prompt is too long: {OUTPUT_TOO.format(1, '40000 characters')}"),
+        (OUTPUT_TOO.format(2000, "at least 49 input tokens"), FEWER.format("49 + 2000")),
+        (OUTPUT_TOO.format(3000, "20 characters"), OUTPUT_TOO.format(3000, "20 characters")),
+        (OLD, "prompt is too long: 3000 tokens > 2048 maximum"),
+        (OLD_OUTPUT_TOO, FEWER.format("100 + 2000")),
         (LIMIT, LIMIT),
     ],
-    ids=["counted", "cut-before-counting", "characters", "another-limit"],
 )
-def test_only_an_over_long_prompt_gets_anthropics_error_text(engine_text: str, expected: str) -> None:
+def test_only_a_prompt_that_is_too_long_alone_or_with_its_output_gets_anthropics_error_text(
+    engine_text: str, expected: str
+) -> None:
     body = orjson.loads(message_error_body(400, error_body(400, engine_text), "r"))
     assert body == {
         "type": "error",
