@@ -140,7 +140,7 @@ def create_brain_app(configured: Configured, folder: RunFolder, lead: Lead, rela
         def services_with(journal: Path | None) -> Services:
             return build_services(config, loop, forecasts, strict=False, journal=journal, perimeter=perimeter, tls=tls)
 
-        services = app.services = _journalled(services_with, setup)
+        services = app.services = _journalled(services_with, setup.journal)
         counted = _connect_hub(app, relays, setup.generation)
         kept.last.apply(services)
         services.keep_changes = lambda: kept.keep(services, app.read)
@@ -166,15 +166,12 @@ def create_brain_app(configured: Configured, folder: RunFolder, lead: Lead, rela
     return app
 
 
-def _journalled(services_with: Callable[[Path | None], Services], setup: BrainSetup) -> Services:
-    """The services that write the journal, or those without one where it can't be begun and the router has been up.
-
-    Raises: InputError: likewise, and it has not.
-    """
+def _journalled(services_with: Callable[[Path | None], Services], journal: Path | None) -> Services:
+    """The services that write the journal, or those without one if it can't be begun: its disk is full by now."""
     try:
-        return services_with(setup.journal)
+        return services_with(journal)
     except InputError as error:
-        if setup.journal is None or not setup.again:
+        if journal is None:
             raise
         log.warning("leading without the journal", extra={"error": str(error)})
         return services_with(None)

@@ -66,7 +66,7 @@ async def test_a_brain_that_cannot_listen_for_far_relays_closes_what_it_opened(t
 
 
 @pytest.mark.parametrize("again", [False, True])
-async def test_only_a_restarted_brain_leads_without_a_journal_that_cannot_be_opened(
+async def test_a_brain_leads_without_a_journal_that_cannot_be_opened_any_more(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, again: bool
 ) -> None:
     folder, lead = RunFolder(tmp_path), FileLead(tmp_path / "lead")
@@ -75,13 +75,8 @@ async def test_only_a_restarted_brain_leads_without_a_journal_that_cannot_be_ope
     tiers = {tier: {"workers": [{"url": f"http://127.0.0.1:{port}"}]} for port, tier in ((1, "prefill"), (2, "decode"))}
     app = create_brain_app(Configured.read(validate(tiers)), folder, lead, 0, setup)
     try:
-        if again:
-            async with app.router.lifespan_context(app):
-                assert [each.getMessage() for each in caplog.records][:1] == ["leading without the journal"]
-        else:
-            with pytest.raises(InputError, match="No space left on device"):
-                async with app.router.lifespan_context(app):
-                    pass
+        async with app.router.lifespan_context(app):
+            assert [each.getMessage() for each in caplog.records][:1] == ["leading without the journal"]
     finally:
         lead.release()
 
