@@ -36,6 +36,16 @@ def free_base_port(offsets: Iterable[int]) -> int:
     raise RuntimeError(f"no {len(wanted)} free ports in {BASES}")
 
 
+def loopback() -> str:
+    """The IPv6 loopback address; the IPv4 one on a machine without IPv6."""
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return HOST
+    return "::1"
+
+
 def _ours(base: int) -> bool:
     """Whether no other test process uses this base port; while we live none will."""
     if base in _locked:

@@ -26,6 +26,7 @@ from typing import BinaryIO, Final
 
 import msgspec
 
+from balanceroute.config.addresses import host_in_url
 from balanceroute.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -204,7 +205,8 @@ class Predecessor:
     @property
     def abandoned(self) -> list[str]:
         """The addresses at which only the predecessor listens: they close when it leaves."""
-        return ["{}:{}".format(*sock.getsockname()[:2]) for sock in self._sockets]
+        addresses = [sock.getsockname()[:2] for sock in self._sockets]
+        return [f"{host_in_url(host)}:{port}" for host, port in addresses]
 
     @property
     def is_alive(self) -> bool:

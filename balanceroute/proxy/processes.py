@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import BinaryIO, Final
 
 from balanceroute.config import Config
+from balanceroute.config.addresses import host_in_url
 from balanceroute.errors import ConfigError
 from balanceroute.proxy.admission.forecasts import build_forecasts
 from balanceroute.proxy.brain import BrainCallbacks, run_brain
@@ -434,4 +435,4 @@ def _bind(family: int, address: tuple[str, int]) -> socket.socket:
 
 
 def _cannot_listen(name: str, host: str, port: int, wrong: str) -> ConfigError:
-    return ConfigError(f"{name}: cannot listen on {host}:{port}: {wrong}")
+    return ConfigError(f"{name}: cannot listen on {host_in_url(host)}:{port}: {wrong}")

@@ -21,6 +21,7 @@ import uvicorn
 
 from balanceroute import native
 from balanceroute.config import Config
+from balanceroute.config.addresses import host_in_url
 from balanceroute.errors import ConfigError, InputError
 from balanceroute.proxy.app import ClientApp
 from balanceroute.proxy.client.edge import limits_of
@@ -178,7 +179,9 @@ class Server(uvicorn.Server):
         try:
             server = await loop.create_server(self.connected, *address, backlog=self.config.backlog)
         except OSError as error:
-            raise ConfigError(f"listen.admin: cannot listen on {address[0]}:{address[1]}: {_reason(error)}") from None
+            raise ConfigError(
+                f"listen.admin: cannot listen on {host_in_url(address[0])}:{address[1]}: {_reason(error)}"
+            ) from None
         self.servers.append(server)
         port: int = server.sockets[0].getsockname()[1]
         return port
@@ -274,7 +277,7 @@ class ChildServer(ProcessServer):
 
 def serve(app: ClientApp, config: Config, on_reload: Reload | None = None) -> None:
     """Run until a signal ends it. Raises: ConfigError: the address cannot be listened on; `app.failure`."""
-    server = ProcessServer(app, config, on_reload)
+    server, address = ProcessServer(app, config, on_reload), f"{host_in_url(config.listen.host)}:{config.listen.port}"
     # the reason of a failed start is the command's last line
     its_log = logging.getLogger("uvicorn.error")
     its_log.addFilter(lambda record: app.failure is None and not isinstance(record.msg, OSError))
@@ -285,9 +288,9 @@ def serve(app: ClientApp, config: Config, on_reload: Reload | None = None) -> No
             raise app.failure from None
         cause = error.__context__  # uvicorn's own exit
         reason = f": {_reason(cause)}" if isinstance(cause, OSError) else ""
-        raise ConfigError(f"listen: cannot listen on {config.listen.host}:{config.listen.port}{reason}") from None
+        raise ConfigError(f"listen: cannot listen on {address}{reason}") from None
     if not server.started:  # older versions of uvicorn return instead of exiting
-        raise app.failure or ConfigError(f"listen: cannot start on {config.listen.host}:{config.listen.port}")
+        raise app.failure or ConfigError(f"listen: cannot start on {address}")
 
 
 def _reason(error: OSError) -> str:

@@ -12,6 +12,7 @@ from typing import Any, Final
 import httpx
 import trustme
 
+from balanceroute.config.addresses import host_in_url
 from balanceroute.engine.tokens import FIRST_TRIPLE_ID, continuation, decode
 from balanceroute.proxy.brain import LOST
 from tests.processes import Cluster, complete_lines, listening_port, process
@@ -31,7 +32,7 @@ class Authority:
         ca = trustme.CA()
         self.ca, self.chain = folder / f"{name}-ca.pem", folder / f"{name}.pem"
         ca.cert_pem.write_to_path(str(self.ca))
-        ca.issue_cert("127.0.0.1").private_key_and_cert_chain_pem.write_to_path(str(self.chain))
+        ca.issue_cert("127.0.0.1", "::1").private_key_and_cert_chain_pem.write_to_path(str(self.chain))
 
     def flags(self) -> list[str]:
         return ["--set", f"tls.link_ca_file={self.ca}", "--set", f"tls.link_cert_file={self.chain}"]
@@ -131,6 +132,7 @@ async def a_router(
     cluster: Cluster,
     folder: Path,
     *flags: str,
+    host: str = "127.0.0.1",
     port: int = 0,
     relays: int = 2,
     standbys: int = 0,
@@ -145,13 +147,13 @@ async def a_router(
     log = folder / log_name
     log.touch()
     logged_before = len(log.read_text())
-    address = ["--host", "127.0.0.1", "--port", str(port)]
+    address = ["--host", host, "--port", str(port)]
     serve = ["serve", "--config", str(cluster.config), "--relays", str(relays), *address, *flags]
     serve += ["--set", f"listen.standbys={standbys}"]
     serve += ["--set", f"listen.run_folder={run_folder or folder}"]
     with process(*serve, log=log, open_files=open_files) as running:
         limits = httpx.Limits(max_connections=None)
-        url = f"http://127.0.0.1:{await asyncio.to_thread(listening_port, log, running, logged_before)}"
+        url = f"http://{host_in_url(host)}:{await asyncio.to_thread(listening_port, log, running, logged_before)}"
         async with httpx.AsyncClient(base_url=url, timeout=None, limits=limits, trust_env=False) as client:
             router = Router(log, running, client)
             await until(lambda: len(router.relays) >= relays)

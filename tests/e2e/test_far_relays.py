@@ -1,6 +1,7 @@
 """Relays of several machines (run folders) before one brain, joined by TCP and TLS."""
 
 import asyncio
+import json
 import os
 import re
 import signal
@@ -12,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from balanceroute.config.addresses import host_in_url
 from tests.e2e.routers import LONG, Authority, Router, a_folder, a_router, all_end, streams
-from tests.ports import free_base_port
+from tests.ports import free_base_port, loopback
 from tests.processes import Cluster, end_group
 from tests.waiting import until
 
@@ -36,26 +38,32 @@ class Machines:
 
 
 @asynccontextmanager
-async def machines(cluster: Cluster, folder: Path, standbys: int = 0) -> AsyncIterator[Machines]:
+async def machines(
+    cluster: Cluster, folder: Path, standbys: int = 0, host: str = "127.0.0.1"
+) -> AsyncIterator[Machines]:
     authority, port = Authority(folder), free_base_port((0,))
-    address = f"127.0.0.1:{port}"
+    address = f"{host_in_url(host)}:{port}"
     async with AsyncExitStack() as stack:
         flags = [*authority.flags(), "--set", f"listen.link={address}"]
         home = a_folder(folder, "brain")
-        brain = await stack.enter_async_context(a_router(cluster, home, *flags, relays=1, standbys=standbys))
-        flags = [*authority.flags(), "--set", f"listen.brains=[{address}]"]
+        brain = await stack.enter_async_context(a_router(cluster, home, *flags, host=host, relays=1, standbys=standbys))
+        flags = [*authority.flags(), "--set", f"listen.brains={json.dumps([address])}"]
         relays = [
-            await stack.enter_async_context(a_router(cluster, a_folder(folder, name), *flags, relays=1))
+            await stack.enter_async_context(a_router(cluster, a_folder(folder, name), *flags, host=host, relays=1))
             for name in ("a", "b")
         ]
         yield Machines(brain, relays, port, authority)
 
 
 def with_machines(
-    test: Callable[[Machines], Awaitable[None]], cluster: Cluster, folder: Path, standbys: int = 0
+    test: Callable[[Machines], Awaitable[None]],
+    cluster: Cluster,
+    folder: Path,
+    standbys: int = 0,
+    host: str = "127.0.0.1",
 ) -> None:
     async def run() -> None:
-        async with machines(cluster, folder, standbys) as those:
+        async with machines(cluster, folder, standbys, host) as those:
             await test(those)
             await until(those.brain.holds_nothing)
             await until(lambda: not cluster.holds_kv())
@@ -64,7 +72,10 @@ def with_machines(
     asyncio.run(run())
 
 
-def test_relays_of_other_machines_answer_like_the_brains_own_relays(cluster: Cluster, tmp_path: Path) -> None:
+@pytest.mark.parametrize("host", ["127.0.0.1", loopback()])
+def test_relays_of_other_machines_answer_like_the_brains_own_relays(
+    cluster: Cluster, tmp_path: Path, host: str
+) -> None:
     async def test(those: Machines) -> None:
         begun = [stream for n, router in enumerate(those.relays) for stream in streams(router, 6, 30, first=20 * n)]
         assert await all_end(begun) == 12
@@ -79,7 +90,7 @@ def test_relays_of_other_machines_answer_like_the_brains_own_relays(cluster: Clu
             assert len((await router.state())["workers"]) == 2
             assert (await router.get("/dashboard")).status_code == 200
 
-    with_machines(test, cluster, tmp_path)
+    with_machines(test, cluster, tmp_path, host=host)
 
 
 def test_slots_of_a_dead_relay_machine_become_free_for_the_others(cluster: Cluster, tmp_path: Path) -> None:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final, Protocol, TypeVar
 
+from balanceroute.config.addresses import host_in_url
+
 TRY_S: Final = 1.5  # for the TLS handshake with a brain of another machine
 
 P = TypeVar("P", bound=asyncio.Protocol)
@@ -80,7 +82,7 @@ class FarReach:
                 _, made = await loop.create_connection(protocol, host, port, ssl=self._context(), server_hostname=host)
         except TimeoutError:
             self.try_next_address()
-            raise TimeoutError(f"{host}:{port} does not answer") from None
+            raise TimeoutError(f"{host_in_url(host)}:{port} does not answer") from None
         except BaseException:
             self.try_next_address()
             raise

@@ -59,6 +59,11 @@ def test_an_invalid_host_is_named() -> None:
     assert message == "listen: cannot listen on no.such.host.invalid:0: there is no such address"
 
 
+def test_an_ipv6_address_that_cannot_be_used_is_named_in_brackets(tmp_path: Path) -> None:
+    message = refusal(a_config(listen={"relays": 1, "host": "2001:db8::1", "port": 8000, "run_folder": str(tmp_path)}))
+    assert message.startswith("listen: cannot listen on [2001:db8::1]:8000: ")
+
+
 def test_a_lease_outside_a_pod_is_refused_before_a_process_is_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

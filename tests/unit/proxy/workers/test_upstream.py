@@ -15,6 +15,7 @@ from balanceroute.errors import CannotConnect, ConnectFailed, UpstreamTimeout
 from balanceroute.proxy.life.errors import KvTooOld
 from balanceroute.proxy.wire.responses import status_of
 from balanceroute.proxy.workers.upstream import KEEPALIVE_S, Upstream
+from tests.ports import loopback
 from tests.unit.proxy.servers import (
     CHUNKED_HEAD,
     Run,
@@ -507,20 +508,11 @@ def test_small_writes_are_not_delayed(run: Run) -> None:
     run(test)
 
 
-def has_ipv6_loopback() -> bool:
-    try:
-        with socket.socket(socket.AF_INET6) as probe:
-            probe.bind(("::1", 0))
-    except OSError:
-        return False
-    return True
-
-
 def test_an_ipv6_host_is_connected_to_without_its_brackets_and_named_with_them(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A machine without IPv6 has the worker on its IPv4 loopback: all but the last hop is the same."""
-    here = "::1" if has_ipv6_loopback() else "127.0.0.1"
+    here = loopback()
     hosts: list[bytes] = []
 
     async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
