@@ -282,11 +282,11 @@ class Workers(Message, frozen=True, tag=33):
 
 
 class SilentGroup(Message, frozen=True):
-    """A group of workers that fell silent together, `age_s` ago."""
+    """A group of workers that fell silent together, `age_s` ago; infinite: this brain has never had an answer."""
 
     name: str
     workers: tuple[str, ...]
-    age_s: Seconds
+    age_s: Annotated[float, Meta(ge=0.0)]
 
 
 class Silent(Message, frozen=True, tag=34):

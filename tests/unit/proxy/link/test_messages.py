@@ -63,7 +63,7 @@ views = st.builds(
 names = st.lists(texts, max_size=3).map(tuple)
 key_uses = st.lists(st.builds(KeyUse, texts, counts, counts, counts), max_size=3).map(tuple)
 uses = st.builds(m.Use, texts, counts, counts, st.booleans(), st.none() | seconds, st.none() | seconds)
-silent = st.builds(m.SilentGroup, texts, names, seconds)
+silent = st.builds(m.SilentGroup, texts, names, seconds | st.just(float("inf")))  # of workers that never answered
 asked = st.one_of(st.builds(cls, numbers) for cls in (m.PrefillFailed, m.RequestPrefill, m.PushFailed, m.PutBack))
 from_relay = st.one_of(
     st.builds(
