@@ -7,6 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
+from balanceroute.core.types import Role
 from balanceroute.emulator import ClusterShape
 from balanceroute.engine.tokens import FIRST_TRIPLE_ID, continuation, decode
 from balanceroute.proxy.life.layerwise import Layerwise
@@ -67,6 +68,19 @@ async def test_a_chat_s_estimate_is_corrected_by_the_prefiller() -> None:
         await until(look)
         answer = (await request).json()
         assert answer["usage"]["prompt_tokens"] in sizes and len(sizes) == 2
+        await router.settled()
+
+
+@pytest.mark.parametrize("tier", ["p", "d"])
+async def test_a_worker_with_another_model_than_the_others_gives_no_client_a_404(tier: str) -> None:
+    async with running(TWO_BY_TWO, retry={"base_delay_s": 0.001, "max_delay_s": 0.01}) as router:
+        await asyncio.gather(*[ask(router) for _ in range(6)])
+        await router.cluster.inject(f"{tier}1", "status", status=404, count=None)
+        replies = await asyncio.gather(*[ask(router) for _ in range(6)])
+        assert [reply.status_code for reply in replies] == [200] * 6
+        known, other = router.app.services.fleet.of(Role.PREFILL if tier == "p" else Role.DECODE)
+        assert other.circuit.doubtful, "it was asked, and rests"
+        assert (await ask(router, model="nope")).status_code == 404 and not known.circuit.doubtful
         await router.settled()
 
 

@@ -76,6 +76,7 @@ async def decode(leg: Leg, worker: Worker, grace_s: float) -> bool:
         answered = True
         if complete:
             worker.circuit.success()  # also of an answer that finished in the same read as what is wrong behind it
+            worker.has_served(answer.request.model)
         return complete
     except asyncio.CancelledError:
         worker.circuit.inconclusive()

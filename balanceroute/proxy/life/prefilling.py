@@ -101,5 +101,5 @@ def has_prefilled(leg: Leg, worker: Worker, result: PrefillResult) -> None:
         leg.services.check_connector(worker, result.kv_transfer_params)
     worker.circuit.success()
     worker.progress_s = leg.services.tickets.now()
-    leg.services.served_models.note(leg.answer.request.model, worker.id)
+    worker.has_served(leg.answer.request.model)
     leg.retries.prefilled()

@@ -2,7 +2,7 @@
 
 | what happened | the worker | the request |
 |---|---|---|
-| a worker does not know the model, or the router's key, and a prefiller does | as a 500 | as a 500 |
+| a worker does not know the model, or the router's key, and another one does | as a 500 | as a 500 |
 | another 4xx except 429 | nothing | ends: the error is the client's |
 | 429, 503 | rests (`circuit.busy`) | tries again, without counting a failure; ends at the queue's deadline |
 | given back without a token, or made anew | nothing | tries again, `MAX_FRUITLESS` times in a row |
@@ -22,9 +22,10 @@ lacks a feature. Counted as failures, a few such requests of one client would ta
 if the last try ends with 500, too, and no other worker is left, no worker is blamed.
 
 **Another model or key.** A decode worker that does not know the model or the key with which a prefiller has just served
-the request was started with others; so was a prefiller where another one has served that model (`served_models.py`). It
+the request was started with others; so was a worker that is asked first where another one has served that model. It
 refuses at once, so it is the least loaded one: if nothing were held against it, it would get most requests, and refuse
-them all. Only a key of the router's own counts: a client may send any.
+them all. A model that no worker has served is the client's error, and only a key of the router's own counts: a client
+may send any.
 """
 
 import asyncio
@@ -136,15 +137,15 @@ class Retries:
         return self._backoff_s(max(1, failures))
 
     def _differs(self, error: UpstreamError, worker: Worker, tier: str) -> bool:
-        """Whether the worker has another model or key than a prefiller that has served the request, or its like."""
+        """Whether the worker has another model or key than one that has served the request, or its like."""
         services = self._services
         statuses = (404,) if services.config.auth.worker_api_key is None else (401, 403, 404)
         if not isinstance(error, UpstreamStatus) or error.status not in statuses:
             return False
-        if tier == "decode":
-            return not services.config.decode_first
-        other = services.served_models.refused(self._model, worker.id)
-        return other is not None and other in services.fleet and services.fleet[other].able
+        if tier == "decode" and not services.config.decode_first:
+            return True
+        worker.served_models.discard(self._model)
+        return any(self._model in one.served_models for one in services.fleet.of(worker.spec.role) if one.able)
 
     def _note_own_error(self, error: UpstreamError, worker: Worker, differs: bool) -> bool:
         """Note a worker's own error, which the request may have caused; returns whether it is one."""

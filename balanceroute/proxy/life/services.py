@@ -10,7 +10,6 @@ from balanceroute.config import Config
 from balanceroute.proxy.admission.decider import Bounds
 from balanceroute.proxy.admission.prompt_estimates import PromptEstimates
 from balanceroute.proxy.admission.tickets import Tickets
-from balanceroute.proxy.life.served_models import ServedModels
 from balanceroute.proxy.life.suspicion import Suspicions
 from balanceroute.proxy.telemetry.metrics import Metrics
 from balanceroute.proxy.wire.connectors import Callbacks, connector_of
@@ -35,7 +34,6 @@ class LifeServices:
     pins: PinRecord | None = None  # the record of pinned KV
     prompt_estimates: PromptEstimates = field(default_factory=PromptEstimates)
     prompt_blocks: PromptBlocks = field(default_factory=PromptBlocks)
-    served_models: ServedModels = field(default_factory=ServedModels)
     suspicions: Suspicions = field(default_factory=Suspicions)
     legs: set[Any] = field(default_factory=set)  # every `Leg` that runs; its module imports this one
     attention: Attention = field(default_factory=Attention)

@@ -27,6 +27,8 @@ from balanceroute.proxy.workers.upstream import Connections, Upstream
 
 log = logging.getLogger(__name__)
 
+MAX_MODELS: Final = 256  # names of models kept of a worker: some servers take any; vLLM's are its model and adapters
+_MAX_NAME: Final = 256  # characters; a longer name is not kept
 _COUNT_DIGITS: Final = 8  # at the beginning of a salt: how many came before it
 _JSON_AND_ID: Final = header_lines([JSON_TYPE]) + b"x-request-id: "
 _STATE_BY_CIRCUIT = {
@@ -45,7 +47,8 @@ class Worker:
     of the first request after idleness. `ended_at`: Unix time at which its process, and all KV with it, was last found
     to have ended; a later brain, which does not know of it, finds another time; 0: never. `id`: its name in metrics,
     logs and /state. `in_use`: requests under way (probes, decodes, drains). `peak_in_use`: their maximum since
-    `take_peak`. `cache_salt`: added to requests after it may have cached wrong KV; "": it has not. Of two salts the
+    `take_peak`. `served_models`: names for which it has served requests and refused none since; None: of a request
+    without one. `cache_salt`: added to requests after it may have cached wrong KV; "": it has not. Of two salts the
     later one is the greater text, so all processes that hear of both agree.
     """
 
@@ -72,6 +75,7 @@ class Worker:
         "progress_s",
         "rank_line",
         "seen_healthy",
+        "served_models",
         "spec",
         "stalled",
         "state",
@@ -101,6 +105,7 @@ class Worker:
         self.busy_since_s = -math.inf
         self.state = WorkerState.UP
         self.cache_salt = ""
+        self.served_models: set[str | None] = set()
         self.ended_at = 0.0
 
     def take(self) -> None:
@@ -108,6 +113,14 @@ class Worker:
         self.in_use += 1
         if self.in_use > self.peak_in_use:
             self.peak_in_use = self.in_use
+
+    def has_served(self, model: str | None) -> None:
+        """Note that it has served a request for this model."""
+        if model in self.served_models or (model is not None and len(model) > _MAX_NAME):
+            return
+        if len(self.served_models) >= MAX_MODELS:
+            self.served_models.clear()  # those in use return with the next requests
+        self.served_models.add(model)
 
     def headers_of(self, request_id: str, forwarded: bytes) -> bytes:
         """The header lines of a request with a JSON body; `forwarded`: the client's headers that workers get."""

@@ -2,7 +2,7 @@
 
 import pytest
 
-from balanceroute.core.types import RequestSpec
+from balanceroute.core.types import RequestSpec, Role
 from balanceroute.errors import (
     BadUpstreamReply,
     CannotConnect,
@@ -84,37 +84,45 @@ def test_a_decode_worker_with_another_model_or_key_than_the_prefiller_is_held_to
     in_virtual_time(judged)
 
 
-@pytest.mark.parametrize(("status", "auth"), [(404, {}), (401, {"worker_api_key": "key"})])
-def test_a_prefiller_with_another_model_or_key_than_one_that_serves_the_model_is_held_to_fail(
-    status: int, auth: dict[str, str]
+LAYERWISE = {"connector": "mooncake_layerwise", "layerwise": {"callback_url": "http://r:1"}}
+
+
+@pytest.mark.parametrize(
+    ("status", "tier", "settings"),
+    [
+        (404, "prefill", {}),
+        (401, "prefill", {"auth": {"worker_api_key": "key"}}),
+        (404, "prefill", LAYERWISE),
+        (404, "decode", LAYERWISE),
+    ],
+)
+def test_a_worker_with_another_model_or_key_than_one_that_serves_the_model_is_held_to_fail(
+    status: int, tier: str, settings: dict[str, object]
 ) -> None:
     async def judged() -> None:
-        services = a_router(a_config(prefillers=2, retry=RETRY, auth=auth))
-        known, other = services.fleet["p0"], services.fleet["p1"]
-        error = a_status(status, tier="prefill")
-        services.served_models.note("m", known.id)
+        services = a_router(a_config(prefillers=2, decoders=2, retry=RETRY, **settings))
+        known, other = services.fleet.of(Role(tier))
+        for worker in (known, other):  # the other one may have been started anew with another model
+            worker.has_served("m")
+        error = a_status(status, tier=tier)
         with pytest.raises(UpstreamStatus):
-            Retries(services, "r", None, "typo").judge(error, other, "prefill", begun=False)
+            Retries(services, "r", None, "typo").judge(error, other, tier, begun=False)
         assert not other.circuit.doubtful, "nobody has served that model"
-        Retries(services, "r", None, "m").judge(error, other, "prefill", begun=False)
+        Retries(services, "r", None, "m").judge(error, other, tier, begun=False)
         assert other.circuit.doubtful and not known.circuit.doubtful
         with pytest.raises(UpstreamStatus):
-            Retries(services, "r", None, "m").judge(error, known, "prefill", begun=False)
-        assert not known.circuit.doubtful, "no other prefiller has served the model"
+            Retries(services, "r", None, "m").judge(error, known, tier, begun=False)
+        assert not known.circuit.doubtful, "no other worker serves the model"
 
     in_virtual_time(judged)
 
 
-@pytest.mark.parametrize("gone", ["down", "left"])
-def test_a_prefiller_that_serves_no_more_is_no_witness_against_another(gone: str) -> None:
+def test_a_worker_that_serves_no_more_is_no_witness_against_another() -> None:
     async def judged() -> None:
         services = a_router(a_config(prefillers=2, retry=RETRY))
         known, other = services.fleet["p0"], services.fleet["p1"]
-        services.served_models.note("m", known.id)
-        if gone == "down":
-            known.circuit.open(services.tickets.now(), "status 500")
-        else:
-            services.fleet.leave(known)
+        known.has_served("m")
+        known.circuit.open(services.tickets.now(), "status 500")
         with pytest.raises(UpstreamStatus):
             Retries(services, "r", None, "m").judge(a_status(404, tier="prefill"), other, "prefill", begun=False)
         assert not other.circuit.doubtful

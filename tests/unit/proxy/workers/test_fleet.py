@@ -9,7 +9,7 @@ from balanceroute.core.types import Outcome, RequestSpec, Role, WorkerSpec, Work
 from balanceroute.errors import InvalidRequest
 from balanceroute.proxy.services import Services
 from balanceroute.proxy.workers.circuit import REST_S, CircuitState
-from balanceroute.proxy.workers.fleet import Worker
+from balanceroute.proxy.workers.fleet import MAX_MODELS, Worker
 from tests.unit.proxy.virtual_time import ScriptedUpstream, a_config, a_router, in_virtual_time, let_pass
 
 UP, DRAINING, DOWN = WorkerState.UP, WorkerState.DRAINING, WorkerState.DOWN
@@ -262,3 +262,18 @@ def test_a_departed_worker_is_freed_without_the_garbage_collector() -> None:
 def workers() -> set[int]:
     """All that are alive, by identity."""
     return {id(each) for each in gc.get_objects() if isinstance(each, Worker)}
+
+
+def test_the_models_that_a_worker_has_served_are_bounded_in_number_and_length() -> None:
+    """Servers that are no vLLM may take any name that a client sends."""
+
+    async def test() -> None:
+        worker = a_router().fleet["d1"]
+        worker.has_served(None)
+        worker.has_served("m" * 10_000)
+        assert worker.served_models == {None}
+        for name in map(str, range(MAX_MODELS)):
+            worker.has_served(name)
+        assert worker.served_models == {str(MAX_MODELS - 1)}, "in place of all before"
+
+    in_virtual_time(test)
