@@ -124,7 +124,11 @@ def _read(trace: Trace | str | Path, seed: int) -> Trace:
     """The trace, or the one of this name; what was left out or estimated is a warning at the caller of `simulate`."""
     if isinstance(trace, Trace):
         return trace.checked()
-    return load_trace(str(trace), seed=seed, on_note=lambda note: warnings.warn(f"{trace}: {note}", stacklevel=5))
+    notes: list[str] = []
+    requests = load_trace(str(trace), seed=seed, on_note=notes.append)
+    for note in notes:
+        warnings.warn(f"{trace}: {note}", stacklevel=3)
+    return requests
 
 
 def settings_of(

@@ -197,11 +197,11 @@ def _lengths(name: str, tokens: NDArray[np.int64]) -> dict[str, Any]:
     return {f"{name}_mean": mean, f"{name}_p50": p50, f"{name}_p95": p95, f"{name}_p99": p99, f"{name}_max": most}
 
 
-def read_trace(path: str | Path | Source, on_note: Callable[[str], None] = warnings.warn) -> Trace:
+def read_trace(path: str | Path | Source, on_note: Callable[[str], None] | None = None) -> Trace:
     """Read a trace CSV, possibly compressed (.gz, .xz); `-` is standard input.
 
     Where the first arrival is a clock's stamp (a day or more after 0), times count from it. A last line that is cut
-    short, because the file is still being written, is left out, and `on_note` is told.
+    short, because the file is still being written, is left out with a warning, or `on_note` is told.
 
     Raises: InputError with the file, the line and the reason, on the first row that cannot be used.
     """
@@ -236,7 +236,11 @@ def read_trace(path: str | Path | Source, on_note: Callable[[str], None] = warni
     except InputError:
         if path.half_line is None or not arrivals:
             raise
-        on_note(left_out([path.half_line]))
+        note = left_out([path.half_line])
+        if on_note is None:
+            warnings.warn(f"{path}: {note}", stacklevel=2)
+        else:
+            on_note(note)
     trace = trace_of(path, arrivals, prompts, outputs, keys, prefix)
     clock = float(trace.arrival_s[0]) if trace.arrival_s[0] >= CLOCK_STAMPS_S else 0.0
     return replace(trace, arrival_s=np.round(trace.arrival_s - clock, 6)) if clock else trace

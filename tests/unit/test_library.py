@@ -101,6 +101,13 @@ def test_a_simulation_of_an_incomplete_log_warns_of_its_assumptions(tmp_path: Pa
     assert {each.filename for each in warned} == {__file__}
 
 
+def test_a_simulation_of_a_trace_that_is_still_being_written_warns_where_it_was_called(tmp_path: Path) -> None:
+    (tmp_path / "growing.csv").write_text("arrival_s,prompt_tokens,output_tokens\n0,5,6\n1,5,6\n2,5")
+    with pytest.warns(UserWarning, match="growing.csv: left out 1 line .*, line 4") as warned:
+        run = balanceroute.simulate(tmp_path / "growing.csv", "level_fit")
+    assert len(run.trace) == 2 and [each.filename for each in warned] == [__file__]
+
+
 def without_answers() -> balanceroute.Trace:
     return balanceroute.Trace(np.arange(5.0), np.full(5, 10), np.zeros(5, dtype=np.int64), np.full(5, ""))
 

@@ -91,8 +91,9 @@ def test_half_a_last_row_is_left_out_with_a_warning_that_names_it(tmp_path: Path
     path = tmp_path / "growing.csv"
     text = "arrival_s,prompt_tokens,output_tokens,prompt_key\n1,20,30,\n2,21,31,k\n"
     path.write_text(text + half, errors="surrogateescape")
-    with pytest.warns(UserWarning, match="left out 1 line that is cut short or damaged, line 4"):
+    with pytest.warns(UserWarning, match="growing.csv: left out 1 line .*, line 4") as warned:
         trace = read_trace(path)
+    assert warned[0].filename == __file__
     assert trace.prompt_tokens.tolist() == [20, 21] and trace.output_tokens.tolist() == [30, 31]
     path.write_text(text + half + "\n", errors="surrogateescape")
     with pytest.raises(InputError, match="line 4"):
