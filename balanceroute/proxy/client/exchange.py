@@ -67,6 +67,7 @@ class Exchange:
 
     __slots__ = (
         "_arrived_s",
+        "_body_bytes",
         "_endpoint",
         "_failure",
         "_gone",
@@ -85,7 +86,7 @@ class Exchange:
 
     def __init__(self, services: ClientServices, endpoint: Endpoint, request: Request, response: Response) -> None:
         self._services, self._endpoint, self._request, self._response = services, endpoint, request, response
-        self._arrived_s = services.tickets.now()
+        self._arrived_s, self._body_bytes = services.tickets.now(), 0
         self._head: Head | None = None
         self._key: ClientKey | None = None
         self._in_flight: ClientKey | None = None  # the client key that counts this request
@@ -167,14 +168,16 @@ class Exchange:
             self._account()
 
     def _asked(self) -> ClientRequest:
-        """The client's request. Raises: InvalidRequest; with status 415 for a compressed body."""
+        """The client's request; its bytes are not kept. Raises: InvalidRequest; with status 415 for a compressed body."""
         try:
-            return self._parsed()
+            request = self._parsed()
         except NotJson:
             compressed = unread_coding(self._request.headers)
             if compressed is None:
                 raise
             raise compressed from None
+        self._body_bytes, self._request.body = len(self._request.body), b""
+        return request
 
     def _parsed(self) -> ClientRequest:
         """The body as a request. Raises: InvalidRequest."""
@@ -238,7 +241,7 @@ class Exchange:
         shared = StreamHead(self._response, self._own_headers(), request.model)
         answers: list[PartAnswer] = []
         choices = Choices()
-        parts = fanout.parts_of(request, self._services.config.limits.max_choices, len(self._request.body))
+        parts = fanout.parts_of(request, self._services.config.limits.max_choices, self._body_bytes)
         for index, part in enumerate(parts):
             outlet: Outlet
             if request.stream:
