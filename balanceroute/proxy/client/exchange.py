@@ -168,7 +168,7 @@ class Exchange:
             self._account()
 
     def _asked(self) -> ClientRequest:
-        """The client's request; its bytes are not kept. Raises: InvalidRequest; with status 415 for a compressed body."""
+        """The client's request, without its bytes. Raises: InvalidRequest; with status 415 for a compressed body."""
         try:
             request = self._parsed()
         except NotJson:
