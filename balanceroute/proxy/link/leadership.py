@@ -236,4 +236,4 @@ def _number(content: bytes) -> int | None:
         number = int(content.strip(b"\0") or b"0")
     except ValueError:
         return None
-    return number if 0 <= number <= MAX_EPOCH else None
+    return number if 0 <= number <= 2 * MAX_EPOCH else None  # leaders follow the largest that a relay may name

@@ -64,7 +64,6 @@ MAX_COUNT: Final = 2**40  # of tokens, requests or calls: a sum over all that a 
 MAX_SECONDS: Final = 1e9  # 30 years
 
 Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
-Epoch = Annotated[int, Meta(ge=0, le=MAX_EPOCH)]
 Seconds = Annotated[float, Meta(ge=0.0, le=MAX_SECONDS)]  # NaN is refused, too
 TicketNumber = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
@@ -137,7 +136,7 @@ class Welcome(Message, frozen=True, tag=1):
     """
 
     version: int
-    epoch: Epoch
+    epoch: int
     member: Count
     void: tuple[TicketNumber, ...]
     salt: bytes | None = None
@@ -147,7 +146,7 @@ class Welcome(Message, frozen=True, tag=1):
 class Farewell(Message, frozen=True, tag=2):
     """The sender closes the connection, for this `reason`. `epoch`: the largest that it knows."""
 
-    epoch: Epoch
+    epoch: int
     reason: str
 
 

@@ -14,6 +14,7 @@ from balanceroute.errors import ConfigError
 from balanceroute.proxy.link import leadership
 from balanceroute.proxy.link.files import is_gone
 from balanceroute.proxy.link.leadership import FileLead
+from balanceroute.proxy.link.messages import MAX_EPOCH
 from tests.waiting import block_until
 
 HOLD = """
@@ -111,6 +112,14 @@ def test_only_the_lock_holder_may_raise_its_epoch_above_a_lost_one(tmp_path: Pat
     successor = FileLead(path)
     assert successor.take() and not leader.raise_epoch(8)
     assert (leader.epoch, successor.epoch) == (7, 1)
+    successor.release()
+
+
+def test_the_next_leader_has_an_epoch_also_after_the_largest_that_a_relay_may_name(tmp_path: Path) -> None:
+    leader, successor = FileLead(tmp_path / "lead"), FileLead(tmp_path / "lead")
+    assert leader.take() and leader.raise_epoch(MAX_EPOCH)
+    leader.release()
+    assert successor.take() and successor.epoch > leader.epoch > MAX_EPOCH
     successor.release()
 
 
