@@ -4,6 +4,8 @@ import asyncio
 
 import pytest
 
+from balanceroute.core.policy import AdmissionPolicy
+from balanceroute.core.snapshot import ClusterSnapshot
 from balanceroute.core.types import Outcome, Phase, RequestSpec, Standing
 from balanceroute.proxy.link.messages import Held, Requeue, Welcome
 from tests.unit.proxy.link.brains import RawRelay, Stage, on, stream
@@ -56,14 +58,18 @@ def test_a_relay_rejoins_although_a_request_of_its_former_membership_is_unknown(
     assert error.message == "internal error" and error.__dict__["request"] == "a"
 
 
-def test_a_request_that_the_brain_fails_to_take_over_is_not_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> float:
+class FailsAtPatience(AdmissionPolicy):
+    name = "fails"
+
+    def patience_s(self, prompt_tokens: int, snapshot: ClusterSnapshot) -> float:
         raise RuntimeError("a bug of a user's own policy")
 
+
+def test_a_request_that_the_brain_fails_to_take_over_is_not_left_behind() -> None:
     async def test(stage: Stage) -> None:
         asyncio.get_running_loop().set_exception_handler(lambda *_: None)
         brain, relay = await stage.brain(), await RawRelay().connect(stage)
-        monkeypatch.setattr(brain.scheduler.policy, "patience_s", fail)
+        brain.scheduler.policy = FailsAtPatience()
         relay.hello(Held(1, 1, Standing(RequestSpec("a", 10), Phase.POOLED, 10, prefiller="p0")))
         await until(lambda: not relay.frames.open)
         await until(lambda: not brain.hub.members)
