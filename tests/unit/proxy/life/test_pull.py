@@ -326,8 +326,8 @@ def test_a_restarted_answer_is_counted_and_timed_as_the_client_receives_it() -> 
     async def served() -> None:
         services = a_router(a_config(1, 1))
         script(services, "p0", probed())
-        begun = Page(events(20, 21, finish=None), breaks=LOST)
-        script(services, "d0", begun, Page(events(*range(30, 40)) + DONE))
+        stuck = Page(events(20, 21, finish=None), ends=False)
+        script(services, "d0", stuck, Page(events(*range(30, 40)) + DONE))
         async with dispatching(services):
             leg, answer = an_assembled_leg(services, max_tokens=100, guided_json={"type": "object"})
             task = services.loop.create_task(leg.run())
@@ -335,6 +335,7 @@ def test_a_restarted_answer_is_counted_and_timed_as_the_client_receives_it() -> 
             began_s = leg.first_token_s
             services.metrics.catch_up()
             assert services.metrics.tokens.value() == 2
+            leg.interrupt(LOST)
             await task
         assert answer()["usage"]["completion_tokens"] == services.metrics.tokens.value() == 10
         assert leg.first_token_s > began_s
