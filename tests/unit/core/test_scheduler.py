@@ -2,6 +2,7 @@
 
 import gc
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from balanceroute.core.knobs import PolicySettings
 from balanceroute.core.scheduler import Scheduler
 from balanceroute.core.scheduler_config import SchedulerConfig
+from balanceroute.core.snapshot import ClusterSnapshot
 from balanceroute.core.tracker import RequestTracker
 from balanceroute.core.types import (
     Outcome,
@@ -145,7 +147,7 @@ def test_a_second_release_raises_instead_of_clamping() -> None:
         scheduler.finish("r", Outcome.FINISHED, 2.0)
 
 
-def test_calls_in_the_wrong_phase_are_refused_and_change_nothing() -> None:
+def test_calls_in_the_wrong_phase_or_of_an_unknown_request_are_refused_and_change_nothing() -> None:
     """INV-10."""
     scheduler = a_scheduler()
     scheduler.submit(a_request(), 0.0)
@@ -155,9 +157,34 @@ def test_calls_in_the_wrong_phase_are_refused_and_change_nothing() -> None:
         lambda: scheduler.prefill_failed("r", 0.0),
         lambda: scheduler.requeue("r", 0.0),
         lambda: scheduler.submit(a_request(), 0.0),
+        lambda: scheduler.progress("unknown", 1, 0.0),
+        lambda: scheduler.prefilled("unknown", 10, 0.0),
     ):
         with pytest.raises(InvariantError):
             call()
+        scheduler.snapshot.check_invariants()
+
+
+@pytest.mark.parametrize(
+    ("named", "falsify"),
+    [
+        ("d0 load", lambda snapshot: setattr(snapshot.workers[0], "load", snapshot.workers[0].load + 1)),
+        ("d0 running", lambda snapshot: setattr(snapshot.workers[0], "running", 7)),
+        ("p0 inflight", lambda snapshot: setattr(snapshot.prefillers[0], "inflight", 1)),
+        ("p0 pinned", lambda snapshot: setattr(snapshot.prefillers[0], "pinned", 2)),
+        ("prefilling", lambda snapshot: setattr(snapshot, "prefilling", 1)),
+        ("pooled", lambda snapshot: snapshot.requests.pop("waits")),
+    ],
+)
+def test_a_count_that_differs_from_its_requests_breaks_an_invariant(
+    named: str, falsify: Callable[[ClusterSnapshot], object]
+) -> None:
+    scheduler = a_scheduler()
+    into_decode(scheduler)
+    scheduler.submit_prefilled(a_request("waits"), 2.0)
+    scheduler.snapshot.check_invariants()
+    falsify(scheduler.snapshot)
+    with pytest.raises(InvariantError, match=f"{named}: kept .*, recounted "):
         scheduler.snapshot.check_invariants()
 
 

@@ -1,5 +1,8 @@
 """What a failed try means for the request and for its worker."""
 
+import asyncio
+from collections.abc import Callable
+
 import pytest
 
 from balanceroute.core.types import RequestSpec, Role
@@ -393,6 +396,27 @@ def test_losses_of_one_choice_count_against_all_until_one_has_a_token() -> None:
         choices.clear()
         await other.turn(services.fleet["d1"])
         assert not other.has_losses
+
+    in_virtual_time(judged)
+
+
+@pytest.mark.parametrize("leaves", [Retries.left_worker, Retries.note_waiting, Retries.close])
+def test_a_suspect_that_leaves_its_worker_lets_the_next_one_go_there_at_once(
+    leaves: Callable[[Retries], None],
+) -> None:
+    async def judged() -> None:
+        services, first = some_retries()
+        second = Retries(services, "other", None)
+        dead = UpstreamStatus("dead", worker="d0", tier="decode", status=500, body=b"EngineDeadError")
+        for each in (first, second):
+            await each.suspect_loss(dead, services.fleet["d0"], midway=False)
+        await first.turn(services.fleet["d1"])
+        turn = asyncio.ensure_future(second.turn(services.fleet["d1"]))
+        await let_pass(1.0)
+        assert not turn.done()
+        leaves(first)
+        await let_pass(0.0)
+        assert turn.done()
 
     in_virtual_time(judged)
 
