@@ -1,5 +1,6 @@
 """How a decode worker's answer ends, and what that means for the request and for its KV."""
 
+import asyncio
 import math
 
 import pytest
@@ -19,7 +20,7 @@ from balanceroute.proxy.life.pull import Pull
 from balanceroute.proxy.services import Services
 from balanceroute.proxy.workers.circuit import CircuitState
 from tests.unit.proxy.life.legs import DONE, Client, a_leg, dispatching, events, probed
-from tests.unit.proxy.virtual_time import Answer, Page, a_config, a_router, in_virtual_time, script
+from tests.unit.proxy.virtual_time import Answer, Page, a_config, a_router, in_virtual_time, let_pass, script
 from tests.waiting import until
 
 LOST = ConnectionLost("reset", worker="d0", tier="decode")
@@ -199,5 +200,26 @@ def test_a_completely_answered_trial_closes_the_circuit_whatever_else_the_read_c
         once = await decoded(services, client, Page(events(20, 21) + after))
         assert once.complete and client.text == " 20 21"
         assert worker.circuit.state is CircuitState.CLOSED
+
+    in_virtual_time(asked)
+
+
+def test_a_worker_counts_as_busy_from_its_first_request_on_whatever_comes_after_it() -> None:
+    async def asked() -> None:
+        services = a_router(a_config(1, 1))
+        script(services, "p0", probed())
+        script(services, "d0", None)  # it takes requests, and answers none
+        d0 = services.fleet["d0"]
+        async with dispatching(services):
+            tasks, since_s = [], []
+            for request_id in ("first", "second"):
+                tasks.append(services.loop.create_task(a_leg(services, request_id=request_id).run()))
+                await until(lambda: d0.in_use == len(tasks))
+                since_s.append(d0.busy_since_s)
+                await let_pass(5.0)
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+        assert since_s[0] == since_s[1] == d0.busy_since_s
 
     in_virtual_time(asked)

@@ -1,6 +1,7 @@
 """Decode first: a prefiller that fails, or is late, when its decode worker has had all of the KV."""
 
 import asyncio
+from contextlib import suppress
 from typing import Any
 
 import orjson
@@ -37,9 +38,11 @@ class Asking(ScriptedUpstream):
     def __init__(self, services: Services, answer: Answer) -> None:
         super().__init__(answer)
         self._callbacks = services.callbacks
+        self.tokens: list[str] = []
 
     async def request(self, method: str, path: str, body: bytes = b"", headers: bytes = b"", **options: Any) -> Any:
         token = orjson.loads(body)["kv_transfer_params"]["metaserver"].rpartition("/")[2]
+        self.tokens.append(token)
         sent_id = headers.partition(b"x-request-id: ")[2].partition(b"\r\n")[0].decode()
         assert self._callbacks.called_back(token, f"cmpl-{sent_id}-0", b'{"remote_host":"d0"}') == "accepted"
         await let_pass(0.01)
@@ -76,6 +79,20 @@ def test_a_prefiller_lost_after_the_answer_is_complete_does_not_change_it(done: 
             await leg.run()
         assert (leg.outcome, client.text) == (Outcome.FINISHED, " 20 21")
         assert idle(services)
+
+    in_virtual_time(served)
+
+
+@pytest.mark.parametrize("answer", [Page(events(20, 21) + DONE), LOST], ids=["answered", "lost"])
+def test_nobody_may_ask_for_the_prefill_of_an_attempt_that_is_over(answer: Answer) -> None:
+    async def served() -> None:
+        services = a_pair(answer, 0.01, probed())
+        async with dispatching(services):
+            with suppress(ConnectionLost):
+                await a_leg(services, Client(), Layerwise).run()
+        d0 = services.fleet["d0"].upstream
+        assert isinstance(d0, Asking) and d0.tokens
+        assert not any(services.callbacks.expects(token) for token in d0.tokens)
 
     in_virtual_time(served)
 
