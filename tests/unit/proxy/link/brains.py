@@ -45,10 +45,16 @@ class Brain:
     """A hub before a ledger, with its dispatchers once it has settled."""
 
     def __init__(
-        self, epoch: int, slots: int, relays: int, far: FarMembers | None = None, patience: Patience | None = None
+        self,
+        config: SchedulerConfig,
+        epoch: int,
+        slots: int,
+        relays: int,
+        far: FarMembers | None = None,
+        patience: Patience | None = None,
     ) -> None:
         loop = asyncio.get_running_loop()
-        self.scheduler = Watched(make_policy(PolicySettings(policy="br_0")), SchedulerConfig())
+        self.scheduler = Watched(make_policy(PolicySettings(policy="br_0")), config)
         self.scheduler.add_worker(WorkerSpec("p0", Role.PREFILL), 0.0)
         self.scheduler.add_worker(WorkerSpec("d0", Role.DECODE, slots=slots), 0.0)
         self.ledger = Ledger(self.scheduler, loop)
@@ -124,10 +130,10 @@ class HoldingReach(SocketReach):
 class Relay:
     """Tickets before a brain that is elsewhere."""
 
-    def __init__(self, reach: Reach, name: str) -> None:
+    def __init__(self, config: SchedulerConfig, reach: Reach, name: str) -> None:
         loop = asyncio.get_running_loop()
         self.void: list[str] = []
-        self.brain = RemoteBrain(loop, reach, name, SchedulerConfig(), self.void.append)
+        self.brain = RemoteBrain(loop, reach, name, config, self.void.append)
         self.tickets = Tickets(self.brain, loop)
         self.brain.tickets = self.tickets.by_id
         self.restart()
@@ -159,7 +165,7 @@ class Stage:
     """Where they meet."""
 
     def __init__(self, path: str) -> None:
-        self.path = path
+        self.path, self.config = path, SchedulerConfig()
         self._all: list[Brain | Relay] = []
 
     async def brain(
@@ -171,14 +177,14 @@ class Stage:
         patience: Patience | None = None,
     ) -> Brain:
         """One that listens."""
-        brain = Brain(epoch, slots, relays, far, patience)
+        brain = Brain(self.config, epoch, slots, relays, far, patience)
         self._all.append(brain)
         await brain.hub.serve(self.path)
         return brain
 
     def relay(self, name: str = "r0", reach: Reach | None = None) -> Relay:
         """One that looks for a brain."""
-        relay = Relay(reach or SocketReach(self.path), name)
+        relay = Relay(self.config, reach or SocketReach(self.path), name)
         self._all.append(relay)
         return relay
 

@@ -226,7 +226,7 @@ def test_a_peer_that_violates_the_protocol_is_dropped_and_holds_no_request(
     messages: list[FromRelay], reason: str | None
 ) -> None:
     async def test(stage: Stage) -> None:
-        brain = await stage.brain()
+        brain = await stage.brain(patience=Patience(hello_s=3600.0, silent_s=3600.0))  # its silence is no reason
         relay = await RawRelay().connect(stage)
         for message in messages:
             relay.frames.send(message)
@@ -294,6 +294,22 @@ def test_a_rejoining_relay_is_welcomed_before_it_gets_worker_states() -> None:
         anew.hello()
         await until(lambda: bool(anew.circuits()))
         assert isinstance(anew.received[0], Welcome)
+
+    on(test)
+
+
+def test_every_change_of_a_worker_is_sent_before_the_next_check() -> None:
+    async def test(stage: Stage) -> None:
+        brain = await stage.brain()
+        worker = brain.fleet.connect(WorkerSpec("d0", Role.DECODE, url="http://127.0.0.1:1", slots=4))
+        relay = await RawRelay().connect(stage)
+        relay.hello()
+        await until(lambda: bool(relay.circuits()))
+        brain.hub._timers["look"].cancel()
+        worker.circuit.open(0.0, "it fails")
+        await until(lambda: relay.circuits()[-1] == CircuitState.OPEN)
+        worker.circuit.reachable()
+        await until(lambda: relay.circuits()[-1] == CircuitState.HALF_OPEN)
 
     on(test)
 

@@ -14,8 +14,11 @@ from balanceroute.core.types import Outcome, Phase, RequestSpec
 from balanceroute.errors import NoHealthyWorkers, QueueFull, QueueTimeout
 from balanceroute.proxy.link.frames import Frames
 from balanceroute.proxy.link.messages import (
+    BEAT_S,
     MAX_FRAME_BYTES,
+    SILENT_S,
     VERSION,
+    Beat,
     CacheDoubted,
     Chosen,
     FromBrain,
@@ -31,7 +34,8 @@ from balanceroute.proxy.link.messages import (
 from balanceroute.proxy.link.reach import Moved, P, SocketReach
 from balanceroute.proxy.link.remote import RETRY_S
 from balanceroute.proxy.link.token_counts import NOWHERE, PLACES, place_of
-from tests.unit.proxy.link.brains import Brain, HoldingReach, Stage, on
+from tests.unit.proxy.link.brains import Brain, HoldingReach, Relay, Stage, on
+from tests.unit.proxy.virtual_time import in_virtual_time, let_pass, stand_still
 from tests.waiting import until
 
 
@@ -52,6 +56,27 @@ def test_a_request_passes_every_phase_over_the_link() -> None:
         ticket.finish(Outcome.FINISHED, "stop")
         await until(lambda: not brain.scheduler.snapshot.requests)
         assert brain.hub.requests.stale_messages == 0
+        brain.scheduler.snapshot.check_invariants()
+
+    on(test)
+
+
+def test_a_decode_first_request_passes_every_phase_over_the_link() -> None:
+    async def test(stage: Stage) -> None:
+        stage.config = SchedulerConfig(decode_first=True)
+        brain, relay = await stage.brain(), stage.relay()
+        ticket = relay.tickets.submit(RequestSpec("a", 5))
+        assert await ticket.admission() == "d0"
+        ticket.request_prefill()
+        assert await ticket.prefiller() == "p0"
+        ticket.push_failed()
+        assert await ticket.prefiller() == "p0"
+        ticket.pushed(10)
+        ticket.progress(3)
+        await until(lambda: brain.load == 13)
+        assert not brain.scheduler.snapshot.requests["a"].pushing
+        ticket.finish(Outcome.FINISHED, "stop")
+        await until(lambda: not brain.scheduler.snapshot.requests)
         brain.scheduler.snapshot.check_invariants()
 
     on(test)
@@ -146,6 +171,20 @@ def test_tokens_of_all_streams_are_sent_in_one_message_to_a_brain_without_shared
             ticket.progress(1)
         await until(lambda: brain.load == 8 * 12)
         assert sent_by_turn == [[ticket.id for ticket in tickets]]
+
+    with Path(os.devnull).open() as nothing:
+        on(test)
+
+
+def test_a_brain_without_shared_memory_decides_on_a_call_with_all_tokens_from_before_it() -> None:
+    async def test(stage: Stage) -> None:
+        relay = stage.relay()
+        relay.brain.token_counts.fd = nothing.fileno()
+        brain = await stage.brain()
+        ticket = await relay.decoding("a")
+        ticket.progress(3)
+        await relay.tickets.submit(RequestSpec("b", 1)).prefiller()
+        assert brain.load == 13
 
     with Path(os.devnull).open() as nothing:
         on(test)
@@ -428,7 +467,7 @@ def test_a_brain_with_certain_lead_continues_above_a_lost_epoch() -> None:
         stream = await relay.decoding("s")
         await first.end()
         await until(lambda: relay.brain.member is None)
-        brain = Brain(1, 4, 1)
+        brain = Brain(stage.config, 1, 4, 1)
         brain.goes_on = True
         await brain.hub.serve(stage.path)
         await until(lambda: relay.brain.member is not None)
@@ -454,6 +493,82 @@ def test_a_brain_with_an_old_epoch_is_ignored() -> None:
         assert relay.brain.epoch == 8
 
     on(test)
+
+
+class Scripted(asyncio.Transport):
+    """A brain's socket without its brain: it welcomes the relay, then beats while `beats`."""
+
+    def __init__(self, frames: Frames[FromRelay], epoch: int) -> None:
+        super().__init__()
+        self.frames, self.beats, self.loop = frames, True, asyncio.get_running_loop()
+        frames.connection_made(self)
+        self.loop.call_soon(frames.data_received, frame([Welcome(VERSION, epoch, 1, ())]))
+        self.loop.call_later(BEAT_S, self.beat)
+
+    def beat(self) -> None:
+        if self.beats and self.frames.open:
+            self.frames.data_received(frame([Beat()]))
+            self.loop.call_later(BEAT_S, self.beat)
+
+    def write(self, data: object) -> None:
+        pass
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+    def abort(self) -> None:
+        self.loop.call_soon(self.frames.connection_lost, None)
+
+    close = abort
+
+
+class ScriptedReach:
+    """The way to brains that are there by script."""
+
+    near = True
+
+    def __init__(self) -> None:
+        self.brains: list[Scripted] = []
+
+    async def connect(self, protocol: Callable[[], P]) -> tuple[P, Moved]:
+        """See `Reach`."""
+        made = protocol()
+        assert isinstance(made, Frames)
+        self.brains.append(Scripted(made, len(self.brains) + 1))
+        return made, lambda: False
+
+    def try_next_address(self) -> None:
+        """See `Reach`."""
+
+
+def test_a_relay_leaves_a_brain_that_falls_silent_and_keeps_one_that_beats() -> None:
+    async def test() -> None:
+        reach = ScriptedReach()
+        relay = Relay(SchedulerConfig(), reach, "r0")
+        await let_pass(20 * SILENT_S)
+        assert relay.brain.epoch == len(reach.brains) == 1
+        reach.brains[0].beats = False
+        await let_pass(2 * SILENT_S)
+        assert relay.brain.epoch == len(reach.brains) == 2
+        await relay.end()
+
+    in_virtual_time(test)
+
+
+def test_a_relay_that_was_stopped_itself_keeps_its_brain() -> None:
+    async def test() -> None:
+        reach = ScriptedReach()
+        relay = Relay(SchedulerConfig(), reach, "r0")
+        await let_pass(3 * BEAT_S + 0.1)
+        reach.brains[0].beats = False  # what it sent meanwhile is read after the look
+        stand_still(10 * SILENT_S)
+        await let_pass(SILENT_S / 2)
+        reach.brains[0].frames.data_received(frame([Beat()]))
+        await let_pass(SILENT_S / 2)
+        assert relay.brain.epoch == len(reach.brains) == 1
+        await relay.end()
+
+    in_virtual_time(test)
 
 
 def test_a_relay_keeps_checking_its_brain_after_a_check_that_raised() -> None:

@@ -490,6 +490,7 @@ def test_a_record_that_has_no_room_to_be_written_anew_grows_and_is_written_anew_
         for number in range(20):
             a_pin(record, str(number)).release()
         assert not caplog.records and path.stat().st_size > 2000
+        assert list(path.parent.iterdir()) == [path]  # the file that was begun takes no room
     for number in range(20):
         a_pin(record, str(number)).release()
     assert path.stat().st_size < 2000
@@ -504,7 +505,10 @@ def test_a_record_that_finds_no_free_descriptor_to_be_written_anew_grows_and_is_
     record = PinRecord(path)
     held = a_pin(record, "held")
 
+    tries: list[object] = []
+
     def exhausted(*args: object) -> int:
+        tries.append(args)
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     with monkeypatch.context() as patched:
@@ -513,10 +517,29 @@ def test_a_record_that_finds_no_free_descriptor_to_be_written_anew_grows_and_is_
             a_pin(record, str(number)).release()
     assert len(record) == 1 and not caplog.records
     assert path.stat().st_size > 2000
+    assert 1 <= len(tries) <= path.stat().st_size // 1000  # not with every line
     for number in range(20):
         a_pin(record, str(number)).release()
     assert path.stat().st_size < 2000
     killed(record)
+    assert left_in(path) == [held.request_id]
+
+
+def test_a_record_that_is_begun_without_a_free_descriptor_is_accepted_by_the_next_router(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_file = os.open
+
+    def only_the_record(name: Path, *args: int) -> int:
+        if name != path:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return open_file(name, *args)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(module.os, "open", only_the_record)
+        record = PinRecord(path)
+        held = a_pin(record)
+        killed(record)
     assert left_in(path) == [held.request_id]
 
 
