@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import math
 import os
 import stat
 import time
@@ -523,6 +524,21 @@ def test_a_record_that_finds_no_free_descriptor_to_be_written_anew_grows_and_is_
     assert path.stat().st_size < 2000
     killed(record)
     assert left_in(path) == [held.request_id]
+
+
+@pytest.mark.parametrize("room", [10_000, math.inf], ids=["a full disk", "room"])
+def test_writing_a_record_anew_leaves_no_descriptor_open(
+    path: Path, room: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "COMPACT_BYTES", 1000)
+    record = PinRecord(path)
+    if room < math.inf:
+        monkeypatch.setattr(module.os, "write", FullDisk(path, int(room)))
+    before = os.listdir("/proc/self/fd")
+    for number in range(20):
+        a_pin(record, str(number)).release()
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+    record.close()
 
 
 def test_a_record_that_is_begun_without_a_free_descriptor_is_accepted_by_the_next_router(
