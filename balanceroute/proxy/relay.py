@@ -40,7 +40,7 @@ from balanceroute.proxy.app import (
     methods_served,
 )
 from balanceroute.proxy.client.acceptor import Acceptor
-from balanceroute.proxy.client.descriptors import most_clients
+from balanceroute.proxy.client.descriptors import most_clients, most_clients_here
 from balanceroute.proxy.client.relay_loads import ACCEPTS, Load
 from balanceroute.proxy.client.services import ClientServices
 from balanceroute.proxy.configured import Configured
@@ -382,7 +382,8 @@ class RelayServer(ChildServer):
 
     def ahead(self) -> bool:
         """Whether another relay has fewer connections."""
-        return self.load.ahead(most_clients(self._app.services.config))
+        config = self._app.services.config
+        return self.load.ahead(most_clients(config), most_clients_here(config))
 
     def leave(self) -> None:
         """Leave the sockets to other relays, and finish the requests of connected clients.

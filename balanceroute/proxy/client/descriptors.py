@@ -52,8 +52,12 @@ def most_clients(config: Config) -> int:
     """The client connections that all relays together accept: `limits.max_connections`, or fewer if descriptors are
     short.
     """
-    workers = len(config.prefill.workers) + len(config.decode.workers)
-    return min(config.limits.max_connections, max(1, config.listen.relays) * clients_within(limit(), workers))
+    return min(config.limits.max_connections, max(1, config.listen.relays) * most_clients_here(config))
+
+
+def most_clients_here(config: Config) -> int:
+    """The client connections that one process accepts, because the limit of descriptors holds for each process."""
+    return clients_within(limit(), len(config.prefill.workers) + len(config.decode.workers))
 
 
 def warn_if_few(config: Config) -> None:

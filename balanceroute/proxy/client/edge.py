@@ -21,7 +21,7 @@ from starlette.types import Receive, Scope, Send
 
 from balanceroute.config import Config
 from balanceroute.errors import BalanceRouteError, EdgeFull
-from balanceroute.proxy.client.descriptors import most_clients
+from balanceroute.proxy.client.descriptors import most_clients, most_clients_here
 from balanceroute.proxy.client.head import Request
 from balanceroute.proxy.client.relay_loads import CONNECTIONS, INCOMING_BYTES, SERVED_BYTES, Load, alone
 from balanceroute.proxy.client.response import Response
@@ -88,9 +88,13 @@ class Connection(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ClientLimits:
-    """Bounds on what one connection may take, in seconds and bytes; the settings of `limits` say what each is for."""
+    """Bounds on what one connection may take, in seconds and bytes; the settings of `limits` say what each is for.
+
+    `max_connections`: of all relays. `max_connections_here`: of this process.
+    """
 
     max_connections: int = 10_000
+    max_connections_here: int = 10_000
     receive_timeout_s: float = 30.0
     min_rate_bytes_per_s: int = 512
     keep_alive_s: float = 75.0
@@ -105,6 +109,7 @@ class ClientLimits:
         limits = config.limits
         return cls(
             most_clients(config),
+            most_clients_here(config),
             limits.client_header_timeout_s,
             limits.client_min_rate_bytes_per_s,
             limits.client_keep_alive_s,
@@ -202,12 +207,14 @@ class Edge:
     @property
     def full(self) -> bool:
         """Whether there are more connections than there may be."""
-        return self._everywhere > self.limits.max_connections
+        return self._surplus > 0
 
     @property
-    def _everywhere(self) -> int:
-        """Connections of all relays."""
-        return len(self.connections) + self.load.others(CONNECTIONS)
+    def _surplus(self) -> int:
+        """Connections above what all relays, or this one, may have; negative: there is room for so many."""
+        here, limits = len(self.connections), self.limits
+        everywhere = here + self.load.others(CONNECTIONS)
+        return max(everywhere - limits.max_connections, here - limits.max_connections_here)
 
     def check_place(self, method: str) -> None:
         """Check that a request of this method has a place. Raises: EdgeFull: too many connections."""
@@ -253,7 +260,7 @@ class Edge:
             longest = next(iter(self.waiting))
             longest.give_way()
             self.leave(longest)  # its place is free now, before its socket has closed
-        if self._everywhere > self.limits.max_connections + RESERVE:
+        if self._surplus > RESERVE:
             return False
         self.waiting[connection] = None
         if self._looking is None:

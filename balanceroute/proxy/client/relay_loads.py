@@ -69,14 +69,17 @@ class Load:
         self.accept(now_s)
         return False
 
-    def ahead(self, most: int) -> bool:
+    def ahead(self, most: int, most_here: int) -> bool:
         """Whether another relay has fewer connections, by more than `FEW` or an eighth, whichever is larger.
 
-        Near the bound `most` for all relays any difference counts: a relay without room closes a connection of its own.
+        Near the bounds, `most` for all relays and `most_here` for this one, any difference counts: a relay without room
+        closes a connection of its own.
         """
         cells = self._all(CONNECTIONS)
         own, least = cells[self._place], min(cells)
-        return own > least and (own > least + max(FEW, least // 8) or sum(cells) + FEW >= most)
+        if own + FEW >= most_here or sum(cells) + FEW >= most:
+            return own > least
+        return own > least + max(FEW, least // 8)
 
     def _all(self, field: int) -> list[int]:
         return self._cells[field * self.relays : (field + 1) * self.relays].tolist()

@@ -85,7 +85,7 @@ def test_connections_that_arrive_one_by_one_are_shared_by_all_acceptors(
 
     def ahead(place: int) -> bool:
         loads[place].put(CONNECTIONS, len(both[place]))
-        return loads[place].ahead(10_000)
+        return loads[place].ahead(10_000, 10_000)
 
     async def come(number: int) -> list[socket.socket]:
         before = sum(map(len, both))

@@ -9,7 +9,13 @@ from collections.abc import Iterator
 import pytest
 
 from balanceroute.errors import ConfigError
-from balanceroute.proxy.client.descriptors import clients_within, most_clients, raise_limit, warn_if_few
+from balanceroute.proxy.client.descriptors import (
+    clients_within,
+    most_clients,
+    most_clients_here,
+    raise_limit,
+    warn_if_few,
+)
 from balanceroute.proxy.client.edge import ClientLimits
 from tests.unit.proxy.virtual_time import a_config
 
@@ -39,7 +45,9 @@ def test_max_connections_is_limited_by_descriptors_and_that_is_logged_once(
 ) -> None:
     config = a_config(listen={"relays": 2})
     one = clients_within(1024, len(config.prefill.workers) + len(config.decode.workers))
-    assert ClientLimits.of(config).max_connections == most_clients(config) == 2 * one < 1024
+    limits = ClientLimits.of(config)
+    assert limits.max_connections == most_clients(config) == 2 * one < 1024
+    assert limits.max_connections_here == most_clients_here(config) == one
     warn_if_few(config)
     (record,) = caplog.records
     assert record.levelno == logging.WARNING and record.__dict__["clients"] == 2 * one

@@ -341,6 +341,20 @@ def test_one_relay_may_use_the_part_of_the_bounds_that_another_does_not_need() -
     in_virtual_time(test)
 
 
+def test_a_relay_takes_no_more_connections_than_it_has_descriptors_for_although_others_have_few() -> None:
+    async def test() -> None:
+        one, other = edges(2, max_connections=40, max_connections_here=20)
+        busy = [Seat() for _ in range(20)]
+        for seat in busy:
+            assert one.join(seat) and not one.full
+            one.waiting.pop(seat)
+        assert one.join(Seat()) and one.full and not other.full
+        for seat in list(one.connections):
+            one.leave(seat)
+
+    in_virtual_time(test)
+
+
 @pytest.mark.parametrize("relays", [1, 2, 8, 33, 64])
 def test_a_body_of_max_body_bytes_is_accepted_with_any_number_of_relays(relays: int) -> None:
     limits = ClientLimits()

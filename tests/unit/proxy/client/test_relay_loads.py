@@ -6,27 +6,40 @@ from balanceroute.proxy.client.relay_loads import CONNECTIONS, FEW, SERVED_BYTES
 
 
 @pytest.mark.parametrize(
-    ("own", "other", "most", "ahead"),
+    ("own", "other", "most", "most_here", "ahead"),
     [
-        (FEW, 0, 10_000, False),
-        (FEW + 1, 0, 10_000, True),
-        (4000, 3600, 10_000, False),
-        (4100, 3600, 10_000, True),
-        (20, 18, 40, True),
-        (18, 18, 40, False),
-        (18, 20, 40, False),
-        (5001, 4990, 10_000, True),
+        (FEW, 0, 10_000, 10_000, False),
+        (FEW + 1, 0, 10_000, 10_000, True),
+        (4000, 3600, 10_000, 10_000, False),
+        (4100, 3600, 10_000, 10_000, True),
+        (20, 18, 40, 10_000, True),
+        (18, 18, 40, 10_000, False),
+        (18, 20, 40, 10_000, False),
+        (5001, 4990, 10_000, 10_000, True),
+        (430, 400, 10_000, 436, True),
+        (430, 430, 10_000, 436, False),
     ],
-    ids=["few more", "more", "an eighth", "more than that", "near the bound", "equal", "fewer", "near a large bound"],
+    ids=[
+        "few more",
+        "more",
+        "an eighth",
+        "more than that",
+        "near the bound",
+        "equal",
+        "fewer",
+        "near a large bound",
+        "near its own bound",
+        "equal near its own bound",
+    ],
 )
 def test_a_relay_with_more_connections_lets_others_accept_and_near_the_bound_at_once(
-    own: int, other: int, most: int, ahead: bool
+    own: int, other: int, most: int, most_here: int, ahead: bool
 ) -> None:
     table = RelayLoads(2)
     loads = [Load(table, place) for place in (0, 1)]
     loads[0].put(CONNECTIONS, own)
     loads[1].put(CONNECTIONS, other)
-    assert loads[0].ahead(most) is ahead
+    assert loads[0].ahead(most, most_here) is ahead
 
 
 def test_a_dead_relay_counts_no_connections() -> None:
@@ -42,7 +55,7 @@ def test_a_dead_relay_counts_no_connections() -> None:
 def test_a_single_relay_has_no_others() -> None:
     load = alone()
     load.put(CONNECTIONS, 100)
-    assert load.others(CONNECTIONS) == 0 and not load.ahead(1)
+    assert load.others(CONNECTIONS) == 0 and not load.ahead(1, 1)
 
 
 def test_the_last_accepting_relay_keeps_accepting() -> None:
