@@ -115,7 +115,8 @@ class Retries:
         if refused or isinstance(error, DeadlineExceeded | PromptsDiffer):
             circuit.inconclusive()
             raise error
-        services.metrics.upstream_errors.inc(worker.id, tier, kind_of(error))
+        if not isinstance(error, CannotConnect):  # which is this process's own lack
+            services.metrics.upstream_errors.inc(worker.id, tier, kind_of(error))
         fields = {"request": self._request_id, "worker": worker.id, "tier": tier, "error": str(error)}
         log.debug("try failed", extra=fields)
         now = services.tickets.now()

@@ -155,6 +155,7 @@ def test_a_lack_of_descriptors_is_a_failed_try_but_not_held_against_the_worker()
         with pytest.raises(CannotConnect):
             retries.judge(error, worker, "decode", begun=False)
         assert not worker.out and not worker.circuit.doubtful
+        assert services.metrics.upstream_errors.value("d0", "decode", "connect") == 0
 
     in_virtual_time(judged)
 
