@@ -62,7 +62,9 @@ async def router_settles(client: httpx.AsyncClient, url: str) -> dict[str, int]:
     """What the router still holds once it has settled: nothing, or what is left after `SETTLE_S`."""
     held: dict[str, int] = {}
     for _ in range(int(SETTLE_S / 0.25)):
-        held = held_by_router((await client.get(f"{url}/state")).json())
+        answer = await client.get(f"{url}/state")
+        # right after the storm there may be no brain yet
+        held = held_by_router(answer.json()) if answer.status_code == 200 else {"status": answer.status_code}
         if not held:
             return {}
         await asyncio.sleep(0.25)
