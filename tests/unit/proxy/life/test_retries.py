@@ -38,6 +38,10 @@ def lost() -> UpstreamError:
     return ConnectionLost("reset", worker="d0", tier="decode")
 
 
+def dead() -> UpstreamStatus:
+    return UpstreamStatus("dead", worker="d0", tier="decode", status=500, body=b"EngineDeadError")
+
+
 def some_retries(choices: Choices | None = None) -> tuple[Services, Retries]:
     services = a_router(a_config(retry=RETRY))
     return services, Retries(services, "r", choices)
@@ -343,13 +347,12 @@ def test_a_loss_caused_by_another_request_does_not_count_as_a_failed_try() -> No
     async def judged() -> None:
         services, retries = some_retries()
         cause = Retries(services, "other", None)
-        dead = UpstreamStatus("dead", worker="d0", tier="decode", status=500, body=b"EngineDeadError")
         for each in (retries, cause):
-            await each.suspect_loss(dead, services.fleet["d0"], midway=False)
-        retries.judge(dead, services.fleet["d0"], "decode", begun=False)
+            await each.suspect_loss(dead(), services.fleet["d0"], midway=False)
+        retries.judge(dead(), services.fleet["d0"], "decode", begun=False)
         with pytest.raises(DecodersLost):
             for n in range(1, MAX_LOSSES):
-                await cause.suspect_loss(dead, services.fleet[f"d{n}"], midway=False)
+                await cause.suspect_loss(dead(), services.fleet[f"d{n}"], midway=False)
         for _ in range(2):  # of three tries, two are left
             retries.judge(lost(), services.fleet["d2"], "decode", begun=False)
         with pytest.raises(ConnectionLost):
@@ -361,12 +364,11 @@ def test_a_loss_caused_by_another_request_does_not_count_as_a_failed_try() -> No
 def test_a_request_goes_to_no_further_worker_after_max_losses() -> None:
     async def judged() -> None:
         services, retries = some_retries()
-        dead = UpstreamStatus("dead", worker="d0", tier="decode", status=500, body=b"EngineDeadError")
         for n in range(MAX_LOSSES - 1):
-            await retries.suspect_loss(dead, services.fleet[f"d{n}"], midway=False)
+            await retries.suspect_loss(dead(), services.fleet[f"d{n}"], midway=False)
         assert retries.has_losses
         with pytest.raises(DecodersLost):
-            await retries.suspect_loss(dead, services.fleet["d2"], midway=False)
+            await retries.suspect_loss(dead(), services.fleet["d2"], midway=False)
         assert services.fleet["d2"].circuit.doubtful
 
     in_virtual_time(judged)
@@ -391,8 +393,7 @@ def test_losses_of_one_choice_count_against_all_until_one_has_a_token() -> None:
         choices = Choices()
         services, one = some_retries(choices)
         other = Retries(services, "r-1", choices)
-        dead = UpstreamStatus("dead", worker="d0", tier="decode", status=500, body=b"EngineDeadError")
-        await one.suspect_loss(dead, services.fleet["d0"], midway=False)
+        await one.suspect_loss(dead(), services.fleet["d0"], midway=False)
         assert other.has_losses
         choices.clear()
         await other.turn(services.fleet["d1"])
@@ -408,9 +409,8 @@ def test_a_suspect_that_leaves_its_worker_lets_the_next_one_go_there_at_once(
     async def judged() -> None:
         services, first = some_retries()
         second = Retries(services, "other", None)
-        dead = UpstreamStatus("dead", worker="d0", tier="decode", status=500, body=b"EngineDeadError")
         for each in (first, second):
-            await each.suspect_loss(dead, services.fleet["d0"], midway=False)
+            await each.suspect_loss(dead(), services.fleet["d0"], midway=False)
         await first.turn(services.fleet["d1"])
         turn = asyncio.ensure_future(second.turn(services.fleet["d1"]))
         await let_pass(1.0)

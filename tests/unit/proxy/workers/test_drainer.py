@@ -10,7 +10,7 @@ import orjson
 import pytest
 
 from balanceroute.core.types import Role, WorkerState
-from balanceroute.errors import BadUpstreamReply, ConnectFailed
+from balanceroute.errors import BadUpstreamReply, CannotConnect, ConnectFailed
 from balanceroute.proxy.services import Services
 from balanceroute.proxy.wire.client_request import parse
 from balanceroute.proxy.workers import pins
@@ -69,6 +69,26 @@ def test_a_drain_moves_to_the_next_worker_when_the_first_surely_did_not_take_it(
         await drained(services)
         assert asked(services) == ["d0", "d1", "d2"]
         assert outcomes(services) == (1, 0, 0)
+
+    in_virtual_time(test)
+
+
+@pytest.mark.parametrize(
+    ("refusal", "failures"),
+    [(UNSENT, 1), (CannotConnect("Too many open files", worker="d", tier="decode"), 0)],
+    ids=["of the worker", "of the router itself"],
+)
+def test_a_drain_that_could_not_be_sent_counts_as_a_failure_of_the_worker_unless_it_was_the_routers_own(
+    refusal: ConnectFailed, failures: int
+) -> None:
+    async def test() -> None:
+        services = a_router()
+        script(services, "d0", refusal)
+        services.drainer.drain(a_job(services))
+        await drained(services)
+        assert asked(services) == ["d0", "d1"] and outcomes(services) == (1, 0, 0)
+        kind = f"drain_{type(refusal).__name__}"
+        assert services.metrics.upstream_errors.value("d0", "decode", kind) == failures
 
     in_virtual_time(test)
 
