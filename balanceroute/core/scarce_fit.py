@@ -22,13 +22,14 @@ LevelFit adds the following; `FitRules` has the constants.
 departures a worker grows by one token per request and step, by the mean answer o in all. If each load came back to the
 mean, the loads would rise by that much from one departure to the next; only large prompts could sustain that, and the
 pool would run out of them. So LevelFit comes back to where the worker stood after its last departure. The others are,
-on average, half way through their growth, and relative to the mean that is T = mean L - (1 - 1/G) o.
+on average, half way through their growth, and relative to the mean that is T = mean L - slowdown_g (1 - 1/G) o.
 
-*Stock.* If the level is still too high, waiting prompts become smaller than arriving ones. T falls by `stock_share`
-times the difference. A small pool is a weak sample, so the correction is bounded: T is below the mean by no more than
-half a mean prompt, or twice the growth where that is more. Where answers are short the growth is little and departures
-are many. A bound of the growth alone would not preserve the pool's mix of sizes, and all prompts left in it would be
-admitted at once when slots are plenty, as after an outage.
+*Stock.* If the level is still too high, waiting prompts become smaller than arriving ones, and larger if it is too low.
+T falls by `stock_share` times the difference, or rises by it, though never above max L. A prompt above `LARGE` mean
+ones counts as that many. A small pool is a weak sample, so the correction is bounded: T is below the mean by no more
+than half a mean prompt, or twice the growth where that is more, and a rise has the bound of a fall. Where answers are
+short the growth is little and departures are many. A bound of the growth alone would not preserve the pool's mix of
+sizes, and all prompts left in it would be admitted at once when slots are plenty, as after an outage.
 
 *Small prompts with long answers.* Over its life a request holds its prompt and half of its answer on average. Where
 answers have nothing to do with prompts that half is the same for all, and where large prompts have the longer answers
@@ -57,12 +58,13 @@ slow once for all of them. The square alone would keep each until its own cap, o
 
 *Room for huge prompts.* One that reaches its cap before its place comes raises its worker far above the others, and all
 of them wait for it. A worker that is as far below the others waits alone, which costs G - 1 times less. So shortly
-before the cap, the lightest worker makes room: it counts as if it had `room_share` of what the prompt costs already. So
-it gets the smallest requests, while the level of the others stays. Once so much of the prompt fits below the largest
-load, it goes there, or to any other worker where so much of it fits. A departure makes room for a mean request, so room
-for k of them takes k mean answers' times over the slots; `room_lead` times that before its cap it begins. Room for all
-of a prompt would serve the most tokens, for half of it would give the least load spread; three quarters do nearly as
-well in both. From its cap on the prompt goes to its own worker, room or not; from `room_caps` caps on, anywhere.
+before the cap of a prompt of `room_from` mean requests, the lightest worker makes room: it counts as if it had
+`room_share` of what the prompt costs already. So it gets the smallest requests, while the level of the others stays.
+Once so much of the prompt fits below the largest load, it goes there, or to any other worker where so much of it fits;
+where nothing else waits, at once. A departure makes room for a mean request, so room for k of them takes k mean
+answers' times over the slots; `room_lead` times that before its cap it begins. Room for all of a prompt would serve the
+most tokens, for half of it would give the least load spread; three quarters do nearly as well in both. From its cap on
+the prompt goes to its own worker, room or not; from `room_caps` caps on, anywhere.
 
 *Bonus by how much prompts differ.* A wait competes with differences of misfit, and these are as large as the prompts
 differ. Measured by the mean prompt alone, a wait weighs too little where few prompts are large and most are small: the
@@ -71,11 +73,12 @@ prompts, in mean prompts: 48 where prompts have a heavy tail (`heavy_tailed`), 3
 
 *Long answers.* Where answers are longer than prompts, the distance from the level is made of answers, and the choice
 among prompts changes it by little. Measured by the mean prompt, the square of the distance would exceed any bonus, and
-small differences of size would decide who waits for a minute. So the mean answer stands for the mean request there.
+small differences of size would decide who waits for a minute. So in the square and in the factor of B the mean answer
+stands for the mean request (mean prompt + c) where it is larger; not in caps, nor in what is huge.
 
 *Large pools.* Where more wait than there are slots, whatever the last of them are chosen for, they wait longer than the
 mean answer takes; and so many are not needed to find one that fits. So a decision chooses among as many as there are
-slots in the barrier, those that have waited longest.
+slots in the barrier, and `MOST_WINDOW` at most, the first in waiting order.
 """
 
 import math
@@ -98,34 +101,48 @@ MOST_ANSWERS = 10.0  # mean answers by which one is expected to be longer at mos
 LARGE = 5.0  # mean prompts: a larger one counts for no more in the stock, as it waits there for its place
 
 
-def kv_room(worker: DecodeInstanceState, means: WorkloadMeans) -> float:
-    """How large a prompt may be to fit the worker's KV memory beside what is there and grows, tokens.
+def kv_memory(worker: DecodeInstanceState, means: WorkloadMeans) -> float:
+    """How many tokens of KV may be on the worker beside what these grow by; infinite where that is not known.
 
-    Infinite where the memory is not known, and where nothing runs: what does not fit there fits nowhere. What runs
-    grows by a mean answer from one departure to the next; twice that is kept free, but at most 1/32 of the memory.
+    What runs grows by a mean answer from one departure to the next; twice that is kept free, but at most 1/32.
     """
     capacity_tokens = worker.kv_capacity_tokens
-    if not capacity_tokens or not worker.occupied:
+    if not capacity_tokens:
         return math.inf
-    growth_tokens = min(GROWTH_ANSWERS * means.answer_tokens, capacity_tokens * MOST_GROWTH_SHARE)
-    return capacity_tokens - growth_tokens - worker.total_load
+    return capacity_tokens - min(GROWTH_ANSWERS * means.answer_tokens, capacity_tokens * MOST_GROWTH_SHARE)
+
+
+def kv_room(worker: DecodeInstanceState, means: WorkloadMeans) -> float:
+    """How large a prompt may be to fit the worker's KV memory beside what is there, tokens.
+
+    Infinite where nothing runs: what does not fit there fits nowhere.
+    """
+    return kv_memory(worker, means) - worker.total_load if worker.occupied else math.inf
 
 
 class OpenWorker:
     """A worker that had a free slot when a scarce decision began, and what the decision makes of it.
 
     Attributes: `load`, what a step costs (L_g); `active`, requests on it (n_g), `most`, how many there may be, and
-    `share`, how many there are over its slots; `room`, see `kv_room`, and `roomiest`, whether no worker has more;
+    `share`, how many there are over its slots; `room`, see `kv_room`, and `roomiest`, whether no worker had more;
     `expects`, the position of the huge request that it makes room for, or -1, and `kept_free`, that room, a load.
     """
 
     def __init__(self, worker: DecodeInstanceState, load: float) -> None:
         self.worker, self.spec, self.load = worker, worker.spec, load
-        self.room, self.roomiest = math.inf, True
+        self.room, self.roomiest, self._memory = math.inf, True, math.inf
         self.active = worker.occupied
         self.most = worker.own_slots + worker.foreign_requests
         self.share = self.active / self.spec.slots
         self.expects, self.kept_free = -1, 0.0
+
+    def see_memory(self, means: WorkloadMeans) -> None:
+        """Give it only what fits its KV memory."""
+        self.room, self._memory = kv_room(self.worker, means), kv_memory(self.worker, means)
+
+    def fill(self, prompt_tokens: float) -> None:
+        """A prompt takes room; the first one of an idle worker leaves the rest of its memory."""
+        self.room = min(self.room, self._memory) - prompt_tokens
 
     def occupy(self) -> None:
         """One slot less."""
@@ -147,7 +164,7 @@ class Loads:
         if rules.sees_memory:
             most = max([kv_room(worker, snapshot.means) for worker in snapshot.workers if worker.state is UP])
             for each in self.changing:
-                each.room = kv_room(each.worker, snapshot.means)
+                each.see_memory(snapshot.means)
                 each.roomiest = each.room == most
         self.open = self.changing.copy()
         self.free = free_slots(open_workers)
@@ -440,7 +457,7 @@ def _fit(worker: OpenWorker, loads: Loads, window: Window) -> Fit | None:
     if position < 0:
         return None
     worker.load += window.added(spec)[position]
-    worker.room -= window.prompts[position]
+    worker.fill(window.prompts[position])
     return Fit(worker, position, price)
 
 

@@ -19,19 +19,21 @@ A decision serves the front class of the pool, then the next one. There are thre
 
 *Holding back.* In slack a request that would raise the envelope may be held back beside a free slot: a lighter worker
 is often one departure away. It is held for `hold_s`, or for `HOLD_SHARE` of the time that the mean answer takes where
-that is less; a large prompt up to 6 times as long (`WorkloadMeans.patience_factor`). LevelFit holds back only while
-every worker has half of its slots in use: below that the cluster keeps up anyway, and a wait gains nothing. Nothing is
-held back in four cases: the pool is full, and what is held would keep out what could use the slots; a later class
-waits; no worker waits for another (LevelFit); that share of the mean answer's time is less than a step, so that even
-the shortest hold, until the next step, would be longer.
+that is less; a large prompt up to 6 times as long (`WorkloadMeans.patience_factor`). Nothing is held back while a
+worker has fewer than `MIN_ACTIVE_TO_HOLD` requests, or with LevelFit less than half of its slots in use: below that the
+cluster keeps up anyway, and a wait gains nothing. Nor is anything held back in four cases: the pool is full, and what
+is held would keep out what could use the slots; a later class waits; no worker waits for another (LevelFit); that share
+of the mean answer's time is less than a step, so that even the shortest hold, until the next step, would be longer.
 
 *KV memory* (LevelFit). A worker whose KV memory is known gets only requests that fit it. One that does not fit would
 wait on its slot inside the engine, and so would all later ones. A smaller request takes the slot, or the slot stays
-free until a request leaves. Past its cap a request goes to the worker with the most room all the same; past twice its
-cap a scarce decision sends it to any worker that has some room. A request that fits nowhere would keep all slots from a
-later class. So if a later class waits and every request of this class finds a slot, it goes to the most room at once.
+free until a request leaves. A worker on which nothing runs takes any first request, as that fits no better elsewhere.
+Past its cap a request goes to the worker with the most room all the same; past twice its cap a scarce decision sends it
+to any worker that has some room. A request that fits nowhere would keep all slots from a later class. So if a later
+class waits and every request of this class finds a slot, it goes to the most room at once.
 
-*One worker alone* waits for nobody (LevelFit): requests go in waiting order, as far as memory goes.
+*One worker alone* waits for nobody (LevelFit): requests go in waiting order, as far as memory goes. One that does not
+fit holds up later classes there, as it would inside the engine.
 """
 
 import math
@@ -43,7 +45,7 @@ from mypy_extensions import mypyc_attr
 
 from balanceroute.core.fit_rules import FitRules, TargetFitParams, caps_s, step_alone
 from balanceroute.core.policy import Choice, StageTimer
-from balanceroute.core.scarce_fit import Loads, OpenWorker, Window, choose_scarce, kv_room
+from balanceroute.core.scarce_fit import Loads, OpenWorker, Window, choose_scarce, kv_memory
 from balanceroute.core.snapshot import ClusterSnapshot, free_slots
 from balanceroute.core.tracker import DecodeInstanceState, RequestTracker
 from balanceroute.core.types import DOWN, WorkerSpec
@@ -177,7 +179,7 @@ class TargetFit:
         loads, waiting = snapshot.step_loads(), snapshot.pool.front
         places = [OpenWorker(worker, loads[worker.index]) for worker in open_workers]
         for place in places:
-            place.room = kv_room(place.worker, snapshot.means)
+            place.see_memory(snapshot.means)
         sizes, ready_s = waiting.arrays()
         age = (now - ready_s) / caps_s(sizes, snapshot, self.params, self.rules, pool_is_full)
         most = roomiest(places)
@@ -191,7 +193,7 @@ class TargetFit:
                 continue
             yield Choice(request, place.worker, 1, 0.0)
             place.load += cost(place.spec, request.prompt_tokens)
-            place.room -= request.prompt_tokens
+            place.fill(request.prompt_tokens)
             place.occupy()
             if place.active >= place.most:
                 places.remove(place)
@@ -220,7 +222,7 @@ def cost(spec: WorkerSpec, prompt_tokens: float) -> float:
 
 def short_of_memory(snapshot: ClusterSnapshot, open_workers: list[DecodeInstanceState]) -> bool:
     """Whether some request might not fit: all that wait together exceed the least room of a worker. O(G + waiting)."""
-    least = min([kv_room(worker, snapshot.means) for worker in open_workers])
+    least = min([kv_memory(worker, snapshot.means) - worker.total_load for worker in open_workers])
     return least < math.inf and least < sum([tracker.prompt_tokens for tracker in snapshot.pool.front])
 
 

@@ -164,10 +164,13 @@ class Oracle:
         mean = self.means["prompt_tokens"] + self.c
         return max(mean, self.means["answer_tokens"]) if self.rules.sees_answers else mean
 
-    def room(self, place: Place) -> float:
-        if not self.rules.sees_memory or not place.memory or not place.requests:
+    def memory_left(self, place: Place) -> float:
+        if not self.rules.sees_memory or not place.memory:
             return math.inf
         return place.memory - min(2 * self.means["answer_tokens"], place.memory / 32) - place.tokens
+
+    def room(self, place: Place) -> float:
+        return self.memory_left(place) if place.requests else math.inf
 
     # -- the choices
 
@@ -180,7 +183,7 @@ class Oracle:
                 break
             alone = len(self.barrier) == 1 and self.rules is LEVEL_FIT
             short = self.rules.sees_memory and sum(entry["prompt_tokens"] for entry in front) > min(
-                self.room(place) for place in self.places if place.free
+                self.memory_left(place) for place in self.places if place.free
             )
             last_class = len(front) == len(self.waiting)
             if alone or (len(front) <= free and short):
@@ -240,8 +243,8 @@ class Oracle:
             late = holds_all_up or self.now - entry["ready_s"] > cap
             if fitting or (late and rooms[most.name] > 0):
                 place = min(fitting, key=lambda place: place.load) if fitting else most
-                rooms[place.name] -= entry["prompt_tokens"]
                 self.admit(entry, place)
+                rooms[place.name] = self.memory_left(place)
 
     def scarce(self, front: list[dict[str, Any]], free: int) -> None:
         caps = {entry["id"]: self.cap_s(entry["prompt_tokens"]) for entry in front}
@@ -322,20 +325,20 @@ class Oracle:
                 closed.append(place)
                 continue
             chosen.append((entry, place))
-            rooms[place.name] -= entry["prompt_tokens"]
             self.bind(entry, place, 1, more[entry["id"]])
+            rooms[place.name] = self.memory_left(place)
         for index in [*range(len(chosen))] * self.rules.swap_passes if len(chosen) > 1 else []:
             entry, place = chosen[index]
             if rooms[place.name] < 0:
                 continue
-            rooms[place.name] += entry["prompt_tokens"]
             self.bind(entry, place, -1, more[entry["id"]])
+            rooms[place.name] = self.memory_left(place)
             chosen[index] = ({}, place)
             again = best(place)
             assert again is not None
             chosen[index] = (again, place)
-            rooms[place.name] -= again["prompt_tokens"]
             self.bind(again, place, 1, more[again["id"]])
+            rooms[place.name] = self.memory_left(place)
         for entry, place in chosen:
             self.note(entry, place)
 

@@ -461,6 +461,15 @@ def test_an_idle_worker_takes_a_request_larger_than_its_memory() -> None:
     assert admitted(scheduler) == [("huge", "d0")]
 
 
+@pytest.mark.parametrize(("waiting", "busy"), [(5, 1), (9, 1), (5, 0)], ids=["slots for all", "scarce", "all idle"])
+def test_an_idle_worker_gets_no_more_than_its_memory_holds(waiting: int, busy: int) -> None:
+    """One that comes back while many wait got a request for each of its slots."""
+    scheduler = with_memory([[], [400] * busy], slots=4, capacity_tokens=1_000)
+    pool_all(scheduler, {f"r{number}": 450 for number in range(waiting)})
+    taken = [worker for _, worker in admitted(scheduler)]
+    assert taken.count("d0") == 2
+
+
 def test_past_its_cap_a_request_goes_to_the_worker_with_most_room_and_past_twice_its_cap_to_any() -> None:
     def the_slot_is_on(index: int, caps: float, others: int) -> list[str]:
         loads = [[450, 490], [400, 490]]
