@@ -5,7 +5,7 @@ shortest p99 wait at the same load spread (docs/results). `growth_share` came ou
 in `scarce_fit.py` gives.
 
 The cap (`caps_s`) of a usual request is `mean_waits` mean waits, or `least_cap` times `max_wait_s` where that is more.
-A request that costs more than the mean one may wait longer, by `patience` for each mean request, at most by
+It is longer by `patience` of it for each mean request that a request costs, the first one included, at most by
 `most_patience`. No cap exceeds `ClusterSnapshot.longest_wait_s`, after which a request would leave the pool unserved,
 unless `max_wait_s` is infinite. LevelFit changes this in five ways.
 
@@ -25,11 +25,11 @@ that is less; of a smaller one it is less in proportion. To these, too, what a r
 requests are so large, so the p99 wait hardly grows. With 16 in the pool for each of eight workers this is less than 6.3
 mean waits.
 
-*Outliers.* A prompt of k usual requests that goes where no large one ended raises the largest load by k requests, of
-the n that a worker has. For the time R of its answer all G n requests of the barrier are slower by about k / n, which
-costs them G R k together; if it waits for a place, it alone loses. So from k = `outlier_from` on a prompt may wait in
-proportion to G R k, whatever others wait, at most `most_outlier_wait` times `max_wait_s`. At most one request in k is
-so large.
+*Outliers.* A usual request is `WorkloadMeans.usual_tokens`, half a mean answer and c. A prompt of k of them that goes
+where no large one ended raises the largest load by k requests, of the n that a worker has. For the time R of its answer
+all G n requests of the barrier are slower by about k / n, which costs them G R k together; if it waits for a place, it
+alone loses. So from k = `outlier_from` on a prompt may wait in proportion to G R k, whatever others wait, at most
+`most_outlier_wait` times `max_wait_s`. At most one request in k is so large.
 
 *Workers that step alone.* Where no worker waits for another (`SchedulerConfig.shared_barrier`), a misfit slows down
 one worker alone, and unequal loads serve as many tokens: level loads only make the slowest requests faster. That is not

@@ -119,10 +119,10 @@ class PolicySettings:
     hold_s: float = _knob(
         0.5,
         "How long level_fit and target_fit may hold a request back beside a free slot when it would raise the "
-        "largest load; level_fit only where half of all slots are in use. At most a tenth of the mean answer's time, "
-        "not at all where that is less than a step, and not while the pool is full. Prompts far above the mean are "
-        "held up to 6 times as long. 0: never; set it if the first token is late although slots are free. .inf: that "
-        "tenth, once it is known.",
+        "largest load; level_fit only while every worker has half of its slots in use. At most a tenth of the mean "
+        "answer's time, not at all where that is less than a step, and not while the pool is full. Prompts far above "
+        "the mean are held up to 6 times as long. 0: never; set it if the first token is late although slots are "
+        "free. .inf: that tenth, once it is known.",
         least=0,
         most=DAY_S,
         endless=True,
