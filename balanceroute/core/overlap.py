@@ -9,7 +9,9 @@ by Little's law
 requests are on their way at any time, more or fewer by about its square root. m is the least number that is enough but
 for a share q of the time:
 
-    m = on_way + z(1 - q) * sqrt(on_way), rounded up from one half on; z: quantile of the normal distribution
+    m = on_way + z sqrt(on_way), rounded up from one half on
+
+z = ln((1 - q) / q) / LOGISTIC is about the quantile of the normal distribution at 1 - q.
 
 A request sent ahead is chosen a departure too early, from loads that will have changed when it starts, so the next
 choice must fill a slot with a probability that is worth it: q is what such a choice costs, in slots. Where workers wait
