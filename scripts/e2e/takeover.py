@@ -2,7 +2,8 @@
 
 The load is an open loop: each request is sent at its time, whether others have been answered or not, so a router that
 stands still meets all that piles up. Half of the requests use connections that are kept, half a new one each. Streams
-last some seconds, so that many are open at each change. Everything listens on 127.0.0.1 and is ended by process id.
+last some seconds, so that many are open at each change. Each new router gives the decode workers other slots.
+Everything listens on 127.0.0.1 and is ended by process id.
 
     take over 1, 2, ..    a new router takes the port; the old one finishes its streams and ends with exit code 0
     at the end            all requests are counted as finished by the last router; no request and no KV is held
@@ -62,7 +63,8 @@ class Site:
 
     def take_over(self) -> float:
         """Replace the router; returns after how many seconds the old one has ended. Raises: Wrong."""
-        old, self.router = self.router, self._serve("--take-over")
+        slots = SLOTS + self._routers  # streams go on at workers that the new router describes otherwise
+        old, self.router = self.router, self._serve("--take-over", "--max-num-seqs", str(slots))
         took_s = wait_for("the old router ends", lambda: old.running.poll() is not None)
         if old.running.returncode != 0:
             raise Wrong(f"the old router ended with {old.running.returncode}: {old.log}")

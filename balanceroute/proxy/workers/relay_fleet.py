@@ -8,7 +8,7 @@ import asyncio
 import math
 from collections.abc import Callable
 
-from balanceroute.core.types import WorkerSpec, WorkerState
+from balanceroute.core.types import Role, WorkerSpec, WorkerState
 from balanceroute.proxy.link.messages import CacheDoubted, Finding, Judged, Use, Workers
 from balanceroute.proxy.workers.circuit import Circuit, CircuitConfig, CircuitState
 from balanceroute.proxy.workers.fleet import Fleet, FleetConfig, Worker
@@ -25,6 +25,10 @@ class ReportedCircuit(Circuit):
         super().__init__(CircuitConfig(), lambda wake_in_s: None)  # changes are not reported locally
         self._worker_id, self._report = worker_id, report
         self._doubtful = False
+
+    def detach(self) -> None:
+        """Report nothing more: another server has the worker's name now."""
+        self._report = _drop
 
     @property
     def doubtful(self) -> bool:
@@ -63,6 +67,10 @@ class ReportedCircuit(Circuit):
 
     def _report_finding(self, finding: Finding, retry_after_s: float = 0.0, reason: str = "") -> None:
         self._report(Judged(self._worker_id, finding, retry_after_s, reason))
+
+
+def _drop(message: Judged | CacheDoubted) -> None:
+    """Report to no brain."""
 
 
 class _Nowhere:
@@ -134,11 +142,18 @@ class RelayFleet(Fleet):
         self.sweep()
 
     def _named(self, spec: WorkerSpec) -> Worker:
+        """The worker of this name. The brain of a router that has taken over may describe it otherwise than before;
+        this relay's requests on it continue.
+        """
         if spec.id in self:
             worker = self[spec.id]
-            if worker.spec == spec:
+            if _place(worker.spec) == _place(spec):
+                worker.spec = spec
                 return worker
-            self.forget(worker)
+            assert isinstance(worker.circuit, ReportedCircuit)
+            worker.circuit.detach()
+            worker.upstream.retire()
+            self.on_leave(worker.id)
         return self.connect(spec)
 
     def uses(self, now: float, awaited: set[str]) -> tuple[Use, ...]:
@@ -157,6 +172,10 @@ class RelayFleet(Fleet):
             )
             for worker in reported
         )
+
+
+def _place(spec: WorkerSpec) -> tuple[Role, str, int | None]:
+    return spec.role, spec.url, spec.dp_rank
 
 
 def _age(now: float, at_s: float) -> float | None:

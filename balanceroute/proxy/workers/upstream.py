@@ -76,6 +76,9 @@ class Connections(Protocol):
     def drop_idle(self) -> None:
         """As `Upstream.drop_idle`."""
 
+    def retire(self) -> None:
+        """As `Upstream.retire`."""
+
     def close(self) -> None:
         """As `Upstream.close`."""
 
@@ -202,12 +205,16 @@ class Upstream:
             connection.abort()
         self._idle.clear()
 
+    def retire(self) -> None:
+        """Take no more requests; connections with a reply under way are closed at its end."""
+        self._closed = True
+        self.drop_idle()
+
     def close(self) -> None:
         """Close every connection; replies under way end with `ConnectFailed` or `BadUpstreamReply`."""
-        self._closed = True
-        for connection in [*self._idle, *self._busy]:
+        self.retire()
+        for connection in list(self._busy):
             connection.abort()
-        self._idle.clear()
 
     # ------------------------------------------------------------------------------------ pool
 

@@ -215,6 +215,9 @@ class ScriptedUpstream:
     def close(self) -> None:
         self.closed = True
 
+    def retire(self) -> None:
+        pass
+
     def drop_idle(self) -> None:
         pass
 

@@ -2,12 +2,14 @@
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 
 from balanceroute.core.types import Role, WorkerSpec, WorkerState
 from balanceroute.proxy.link.messages import Finding, Judged, Use, Workers, WorkerStanding
 from balanceroute.proxy.workers.circuit import CircuitState
 from balanceroute.proxy.workers.fleet import FleetConfig, Worker
 from balanceroute.proxy.workers.relay_fleet import RelayFleet
+from tests.unit.proxy.virtual_time import ScriptedUpstream
 
 D0 = WorkerSpec("d0", Role.DECODE, "http://d0:1", slots=4)
 D1 = WorkerSpec("d1", Role.DECODE, "http://d1:1", slots=4)
@@ -62,6 +64,35 @@ def test_a_departed_worker_is_kept_for_its_remaining_requests() -> None:
         assert "d0" in fleet and worker.state is WorkerState.DOWN
         worker.in_use -= 1
         assert fleet.sweep() == ["d0"] and "d0" not in fleet
+
+    on_fleet(test)
+
+
+def test_requests_continue_on_a_worker_that_a_new_router_gives_other_slots() -> None:
+    def test(fleet: RelayFleet, reported: list[Judged]) -> None:
+        follow(fleet, standing(D0), whole=True)
+        worker = fleet["d0"]
+        worker.upstream = upstream = ScriptedUpstream(200)
+        worker.in_use += 1
+        more = replace(D0, slots=8)
+        follow(fleet, standing(more), whole=True)
+        assert fleet["d0"] is worker and worker.spec == more and not upstream.closed
+
+    on_fleet(test)
+
+
+def test_requests_continue_on_a_server_whose_name_another_server_has_now() -> None:
+    def test(fleet: RelayFleet, reported: list[Judged]) -> None:
+        follow(fleet, standing(D0), whole=True)
+        before = fleet["d0"]
+        before.upstream = upstream = ScriptedUpstream(200)
+        before.in_use += 1
+        follow(fleet, standing(replace(D0, url="http://d0:2")), whole=True)
+        assert fleet["d0"] is not before and not upstream.closed
+        before.circuit.fault(1.0, "status 500")
+        assert reported == []  # it would count against the other server
+        fleet["d0"].circuit.fault(1.0, "status 500")
+        assert reported == [Judged("d0", Finding.FAULT, reason="status 500")]
 
     on_fleet(test)
 

@@ -409,6 +409,22 @@ def test_a_closed_upstream_refuses_requests(run: Run) -> None:
     run(test)
 
 
+def test_a_retired_upstream_refuses_requests_and_reads_replies_under_way_to_their_end(run: Run) -> None:
+    async def test() -> None:
+        async with worker(answering(CHUNKED_HEAD + chunked(b"b", b"c"))) as server:
+            upstream = Upstream(server.url)
+            assert await (await post(upstream)).read(9) == b"bc"
+            reply = await post(upstream)
+            upstream.retire()
+            with pytest.raises(ConnectFailed, match="removed"):
+                await post(upstream)
+            assert await reply.read(9) == b"bc"
+            await server.closed.wait()
+            assert (upstream.idle_connections, upstream.busy_connections) == (0, 0)
+
+    run(test)
+
+
 @pytest.mark.parametrize("url", ["127.0.0.1:80", "ftp://x", "http://"])
 def test_a_url_without_scheme_or_host_is_refused(url: str) -> None:
     with pytest.raises(ValueError, match="URL"):
