@@ -208,7 +208,7 @@ class _Choice:
 def _whole_call(call: dict[str, Any]) -> dict[str, Any]:
     """A tool call with all fields that clients read, even if it was cut off after its name."""
     function = _joined(call["function"])
-    function.setdefault("arguments", "")
+    function["arguments"] = function.get("arguments") or ""
     return {"type": "function", **call, "function": function}
 
 

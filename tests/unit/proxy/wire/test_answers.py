@@ -5,9 +5,10 @@ from typing import Any
 import orjson
 import pytest
 
-from balanceroute.errors import BadUpstreamReply
+from balanceroute.errors import BadUpstreamReply, ReplyTooLarge
 from balanceroute.proxy.wire import client_request
-from balanceroute.proxy.wire.answers import AnswerAssembler, correct_answer
+from balanceroute.proxy.wire.answers import MAX_ANSWER_BYTES, AnswerAssembler, UnreadableEvent, correct_answer
+from balanceroute.proxy.wire.json_size import MAX_COMMAS
 from balanceroute.proxy.wire.sse import EventScanner, StreamEnd
 from tests.unit.proxy.captures import body_of, capture_files
 from tests.unit.proxy.wire.test_sse import DONE, chat, completion, event, usage
@@ -53,6 +54,7 @@ def test_an_assembled_answer_equals_the_workers_unstreamed_one(
     whole["choices"][0]["prompt_token_ids"] = None
     answer = assemble(endpoint, wire)
     assert without_identity(answer) == without_identity(whole)
+    assert answer.keys() == whole.keys() - {"ec_transfer_params", "metrics"}  # which no stream has
     assert list(answer["usage"]) == list(whole["usage"])  # in its order, too
 
 
@@ -134,9 +136,10 @@ def test_an_answer_from_two_workers_is_one_answer() -> None:
     assert answer["usage"]["prompt_tokens"] == 4
 
 
-def test_a_tool_call_cut_off_after_its_name_has_empty_arguments() -> None:
+@pytest.mark.parametrize("arguments", [{}, {"arguments": None}], ids=["none", "null"])
+def test_a_tool_call_cut_off_after_its_name_has_empty_arguments(arguments: dict[str, Any]) -> None:
     """OpenAI's clients read them in every call; a stream tells the name alone first."""
-    call = {"index": 0, "id": "t0", "type": "function", "function": {"name": "f"}}
+    call = {"index": 0, "id": "t0", "type": "function", "function": {"name": "f", **arguments}}
     wire = event(chat({"role": "assistant", "content": ""}, [])) + event(chat({"tool_calls": [call]}, [1]))
     wire += event(chat({}, [2], finish_reason="length")) + event(usage(3, 2)) + DONE
     choice = assemble("chat", wire)["choices"][0]
@@ -144,6 +147,40 @@ def test_a_tool_call_cut_off_after_its_name_has_empty_arguments() -> None:
     assert choice["message"]["tool_calls"] == [
         {"type": "function", "id": "t0", "function": {"name": "f", "arguments": ""}}
     ]
+
+
+def test_fields_that_are_no_texts_have_their_last_value() -> None:
+    """Annotations, audio, logprobs of a refusal, and whatever engines may add."""
+    logprobs = [
+        {"content": [{"token": "a"}], "refusal": None},
+        {"content": [{"token": "b"}], "refusal": [{"token": "c"}]},
+    ]
+    more: list[dict[str, Any]] = [{"novel": 1, "audio": None, "refusal": None}, {"novel": 2, "audio": {"id": "a"}}]
+    wire = b"".join(
+        event(chat({"content": t, **m}, [1], logprobs=p)) for t, m, p in zip("ab", more, logprobs, strict=True)
+    )
+    choice = assemble("chat", wire + event(chat({"novel": None}, [], finish_reason="stop")) + DONE)["choices"][0]
+    message = choice["message"]
+    assert (message["content"], message["novel"], message["audio"], message["refusal"]) == ("ab", 2, {"id": "a"}, None)
+    assert choice["logprobs"] == {"content": [{"token": "a"}, {"token": "b"}], "refusal": [{"token": "c"}]}
+
+
+def test_an_unreadable_event_has_no_place_in_an_assembled_answer() -> None:
+    wire = event(completion("a", [1])) + b'data: {"choices"\n\ndata: 5\n\n'
+    wire += event(completion("b", [2], finish_reason="stop")) + DONE
+    assert assemble("completions", wire)["choices"][0]["text"] == "ab"
+
+
+def test_an_answer_that_is_too_large_to_assemble_or_too_deep_to_write_is_an_error() -> None:
+    request = client_request.parse("completions", b'{"prompt":"x"}')
+    large, deep, scanner = AnswerAssembler(request), AnswerAssembler(request), EventScanner(want_usage=True)
+    with pytest.raises(UnreadableEvent, match="larger than"):
+        for _ in range(5):
+            large.feed(b":" * (MAX_ANSWER_BYTES // 4))
+    nested = b'"novel":' + b"[" * 300 + b"]" * 300
+    deep.feed(scanner.feed(event(completion("a", [1], finish_reason="stop"))[:-3] + b"," + nested + b"}\n\n" + DONE))
+    with pytest.raises(UnreadableEvent, match="can't be written"):
+        deep.answer(scanner)
 
 
 def test_what_an_engine_says_in_the_place_of_an_index_is_told_to_nobody() -> None:
@@ -211,6 +248,12 @@ def test_an_unstreamed_answer_is_counted_and_stripped() -> None:
     assert corrected.prompt_ids == corrected.usage["prompt_tokens"]
     assert answer["choices"][0]["token_ids"] is answer["prompt_token_ids"] is None
     assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 3}
+
+
+def test_an_unstreamed_reply_with_too_many_values_is_not_read() -> None:
+    body = b'{"choices":[{"text":"a","token_ids":[1]}],"more":[' + b"[]," * MAX_COMMAS + b"1,1]}"
+    with pytest.raises(ReplyTooLarge):
+        correct_answer(client_request.parse("completions", b'{"prompt":"x"}'), body, worker="d0")
 
 
 @pytest.mark.parametrize(
