@@ -354,15 +354,13 @@ class Exchange:
             self._outcome = FAILED
 
     def _on_gone(self) -> None:
-        """Handle a client that has left: end the legs, or the task if there are none yet."""
+        """Handle a client that has left: end the legs."""
         legs = self._legs
-        if legs and all(leg.answer.scanner.end is DONE for leg in legs):
+        if all(leg.answer.scanner.end is DONE for leg in legs):
             return  # the connection also closes after the last byte
         self._gone = True
         for leg in legs:
             leg.abandon()
-        if not legs and self._task is not None:
-            self._task.cancel()
 
     def _leave_key(self) -> None:
         """Tell the key that the request is over, once: it may send another one."""

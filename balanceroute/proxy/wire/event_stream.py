@@ -71,7 +71,6 @@ class EventSplitter:
             whole = b"".join((*self._parts, data))
             self._parts.clear()
             self._parts_bytes = 0
-            self._edge = b""
             return whole
         self._keep(data, seam)
         return None

@@ -55,15 +55,13 @@ Block = dict[str, Any]
 
 def parse_messages(body: bytes) -> ClientRequest:
     """Parse the body of `/v1/messages` as a chat. Raises: InvalidRequest: it names the field."""
-    chat = chat_of(load_writable_object(body))
-    check_depth(body, chat)  # a tool's schema is a level deeper in a chat
-    return request_of("chat", chat)
+    return request_of("chat", chat_of(load_writable_object(body)))
 
 
 def tokenize_body(body: bytes) -> bytes:
     """The body for a worker's `/tokenize`, for a `/v1/messages/count_tokens`. Raises: InvalidRequest."""
     chat = chat_of({**load_writable_object(body), "max_tokens": 1})
-    check_depth(body, chat)
+    check_depth(body, chat)  # a tool's schema is a level deeper in a chat
     return orjson.dumps({name: value for name, value in chat.items() if name in _TOKENIZED})
 
 

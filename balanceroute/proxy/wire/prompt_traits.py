@@ -41,7 +41,7 @@ _PIECE_BYTES: Final = 2**9
 _PATCH: Final = 28  # pixels per side for one token in Qwen's vision models; for others the weight is learned
 _MAX_PATCHES: Final = 16384
 _UNKNOWN_PATCHES: Final = 1000  # patches of an image behind a URL, whose size is unknown
-_HEAD: Final = 2**12  # base64 characters in which an image's size is searched
+_HEAD: Final = 2**12  # characters of a data URL in which an image's size is searched
 _TEMPLATE_FIELDS: Final = ("tools", "functions", "documents")
 _MEDIA: Final = (b'"image', b'"video', b'"audio', b'"input_audio', b'"file')
 
@@ -207,10 +207,9 @@ def _patches_of(part: dict[str, Any]) -> int:
 
 def image_size(url: str) -> tuple[int, int] | None:
     """Width and height in pixels of a PNG, GIF, JPEG or WebP in a data URL; None: unknown."""
-    head, comma, data = url[: _HEAD + 64].partition(",")
+    head, comma, data = url[:_HEAD].partition(",")
     if not comma or not head.startswith("data:image/") or not head.endswith(";base64"):
         return None
-    data = data[:_HEAD]
     try:
         raw = base64.b64decode(data[: len(data) // 4 * 4], validate=True)
         return _size_in(raw)

@@ -419,8 +419,8 @@ class EventScanner:
             return b""
         changed = put_prompt_details(usage, self._prompt_details)
         changed |= self._rewrite_usage(usage) | self.identity.put_into(event)
-        if self.generated.earlier and event.pop("metrics", None) is not None:  # they cover the last segment only
-            changed = True
+        if self.generated.earlier:
+            event.pop("metrics", None)  # they cover the last segment only; its usage has changed anyway
         self.usage = usage
         if isinstance(fingerprint := event.get("system_fingerprint"), str):
             self.fingerprint = fingerprint
