@@ -1,6 +1,7 @@
 """What an ASGI application is told of a request, and what becomes of its answer."""
 
 import asyncio
+import logging
 from typing import Any
 
 import orjson
@@ -114,7 +115,11 @@ def test_an_asgi_application_whose_client_leaves_before_its_body_ends_without_an
     in_virtual_time(test)
 
 
-def test_a_refusal_of_the_edge_has_the_clients_id_and_the_applications_answer_is_dropped() -> None:
+def test_a_refusal_of_the_edge_has_the_clients_id_and_the_applications_answer_is_dropped(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+
     async def test() -> None:
         async def app(scope: Scope, receive: Receive, send: Send) -> None:
             await receive()
@@ -130,6 +135,8 @@ def test_a_refusal_of_the_edge_has_the_clients_id_and_the_applications_answer_is
         await task
         status, headers, body = connection.answer
         assert (status, headers["x-request-id"]) == (413, "mine") and b"late" not in body
+        (line,) = [vars(record) for record in caplog.records if record.message == "refused"]
+        assert (line["request"], line["path"], line["error"]) == ("mine", "/any", "too large")
 
     in_virtual_time(test)
 

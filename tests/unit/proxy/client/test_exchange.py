@@ -156,6 +156,49 @@ def test_a_draining_router_refuses_a_request_before_its_body() -> None:
     in_virtual_time(test)
 
 
+def test_a_request_whose_body_came_after_the_drain_began_is_refused() -> None:
+    async def test() -> None:
+        services, connection = a_router(a_config(1, 1)), Connection()
+        exchange = Exchange(services, "completions", a_request(BODY), connection.response())
+        exchange.check()
+        services.ledger.drain()
+        await exchange.run()
+        assert connection.answer[0] == 503 and counted(services) == {"rejected": 1} and not services.legs
+
+    in_virtual_time(test)
+
+
+def test_a_request_whose_client_has_gone_before_it_is_served_reaches_no_worker() -> None:
+    async def test() -> None:
+        services, connection = a_router(a_config(1, 1)), Connection()
+        prefiller, response = script(services, "p0", probed()), connection.response()
+        exchange = Exchange(services, "completions", a_request(BODY), response)
+        exchange.check()
+        response.lost()
+        async with dispatching(services):
+            await exchange.run()
+        assert not prefiller.asked and counted(services) == {"cancelled": 1}
+
+    in_virtual_time(test)
+
+
+def test_a_request_that_the_stopping_server_cancels_is_cancelled_and_counted() -> None:
+    async def test() -> None:
+        services = a_router(a_config(1, 1))
+        p0 = script(services, "p0", None)
+        exchange = Exchange(services, "completions", a_request(BODY), Connection().response())
+        exchange.check()
+        async with dispatching(services):
+            task = services.loop.create_task(exchange.run())
+            await until(lambda: p0.under_way)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        assert counted(services) == {"cancelled": 1} and not services.legs and services.exchanges == 0
+
+    in_virtual_time(test)
+
+
 @pytest.mark.parametrize(
     ("more", "second"),
     [

@@ -42,14 +42,19 @@ class Listening:
 
 
 @asynccontextmanager
-async def listening(**limits: Any) -> AsyncIterator[Listening]:
+async def listening(*, late: bool = False, **limits: Any) -> AsyncIterator[Listening]:
     ca = trustme.CA()
     ours, theirs = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH), ssl.create_default_context()
     ca.issue_cert("127.0.0.1").configure_cert(ours)
     ca.configure_trust(theirs)
     loop = asyncio.get_running_loop()
     edge = Edge(EchoSite(), lambda: ClientLimits(**limits), loop, set(), set(), {})
-    server = await loop.create_server(lambda: Handshake(edge, ours, Echo), "127.0.0.1", 0)
+
+    def accepted() -> asyncio.Protocol:
+        handshake = Handshake(edge, ours, Echo)
+        return Late(handshake) if late else handshake
+
+    server = await loop.create_server(accepted, "127.0.0.1", 0)
     try:
         yield Listening(edge, server.sockets[0].getsockname()[1], theirs)
     finally:
@@ -129,3 +134,27 @@ def test_without_any_free_place_no_handshake_begins() -> None:
         assert plain.aborted and not plain.paused
 
     in_virtual_time(test)
+
+
+class Late(asyncio.Protocol):
+    """Begins the handshake when the client's first bytes have come, as uvloop may."""
+
+    def __init__(self, handshake: Handshake) -> None:
+        self.handshake = handshake
+
+    def connection_made(self, transport: Any) -> None:
+        self.transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self.transport.set_protocol(self.handshake)
+        self.handshake.connection_made(self.transport)
+        self.handshake.data_received(data)
+
+
+@pytest.mark.anyio
+async def test_bytes_that_came_before_the_handshake_are_its_first() -> None:
+    async with listening(late=True) as server:
+        reader, writer = await server.connect()
+        writer.write(b"hello")
+        assert await reader.readexactly(5) == b"HELLO"
+        writer.transport.abort()

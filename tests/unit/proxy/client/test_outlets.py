@@ -1,10 +1,13 @@
 """What a client gets of one leg, of several legs that share its response, and of one whose answer is kept."""
 
+import asyncio
+
 from balanceroute.proxy.client.outlets import PartAnswer, PartStream, StreamHead, StreamOutlet
 from balanceroute.proxy.life.outlet import write_last
+from balanceroute.proxy.life.streaming import write_part
 from tests.unit.proxy.client.connections import Connection
 from tests.unit.proxy.life.legs import a_request, events
-from tests.unit.proxy.virtual_time import in_virtual_time
+from tests.unit.proxy.virtual_time import in_virtual_time, let_pass
 
 
 def test_a_stream_begins_with_its_first_events_and_ends_in_one_write_with_the_last() -> None:
@@ -33,6 +36,27 @@ def test_legs_that_share_a_response_start_it_once_and_none_of_them_ends_it() -> 
         assert shared.model == "m" and not connection.done
         shared.end(b"data: [DONE]\n\n")
         assert connection.done == [True] and connection.transport.written.count(b"HTTP/1.1 200") == 1
+
+    in_virtual_time(test)
+
+
+def test_each_leg_waits_for_a_client_that_reads_too_slowly() -> None:
+    async def test() -> None:
+        connection = Connection()
+        connection.write_paused = True
+        response = connection.response()
+        shared = StreamHead(response, [])
+        legs = [PartStream(shared), PartStream(shared)]
+        for leg in legs:
+            leg.start()
+        tasks = [asyncio.ensure_future(write_part(leg, b'data: {"model":"m"}\n\n')) for leg in legs]
+        await let_pass(1.0)
+        assert not any(task.done() for task in tasks)
+        connection.write_paused = False
+        response.allow()
+        connection.room.set()
+        await asyncio.gather(*tasks)
+        assert connection.transport.written.count(b'"model"') == 2
 
     in_virtual_time(test)
 

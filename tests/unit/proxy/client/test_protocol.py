@@ -115,6 +115,95 @@ async def test_a_long_pipeline_gets_every_answer() -> None:
             assert (await client.answer())[2] == b"hi"
 
 
+async def test_of_a_pipeline_longer_than_may_wait_the_rest_is_read_once_there_is_room() -> None:
+    requests = 10_000
+    async with listening() as server:
+        client = await server.connect()
+        client.send(b"GET /wait HTTP/1.1\r\nhost: x\r\n\r\n")
+        await until(lambda: server.site.scopes)
+        client.send(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n" * requests)
+        (connection,) = server.connections
+        await until(lambda: server.edge.incoming_bytes > protocol.MAX_WAITING_BYTES)
+        await served(server)
+        assert not connection.transport.is_reading()
+        server.site.going_on.set()
+        for _ in range(1 + requests):
+            assert (await client.answer())[2] == b"hi"
+        assert server.edge.incoming_bytes == 0 and connection.transport.is_reading()
+
+
+async def test_a_large_request_behind_another_one_is_read_to_its_end_when_its_turn_comes() -> None:
+    body = b"x" * 2**20
+    async with listening() as server:
+        client = await server.connect()
+        client.send(b"GET /wait HTTP/1.1\r\nhost: x\r\n\r\n")
+        await until(lambda: server.site.scopes)
+        client.post(body)
+        (connection,) = server.connections
+        await until(lambda: not connection.transport.is_reading())
+        server.site.going_on.set()
+        assert [(await client.answer())[2] for _ in range(2)] == [b"hi", body]
+
+
+async def test_a_client_that_sends_on_behind_its_last_request_can_read_the_answer_and_send_all() -> None:
+    async with listening() as server:
+        client = await server.connect()
+        client.send(b"GET /wait HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        await until(lambda: server.site.scopes)
+        client.send(b"x" * 2**24)
+        (connection,) = server.connections
+        await until(lambda: not connection.transport.is_reading())
+        server.site.going_on.set()
+        assert (await client.answer())[2] == b"hi"
+        await until(lambda: client.writer.transport.get_write_buffer_size() == 0)
+        assert not client.writer.transport.is_closing()
+
+
+async def test_a_request_behind_an_answer_that_was_not_read_yet_is_served_when_it_is() -> None:
+    async with listening() as server:
+        client = await server.connect()
+        client.writer.transport.pause_reading()  # type: ignore[attr-defined]
+        client.send(b"GET /large HTTP/1.1\r\nhost: x\r\n\r\n" * 2)
+        (connection,) = server.connections
+        await until(lambda: connection.write_paused)
+        await served(server)
+        assert len([scope for scope in server.site.scopes if scope["path"] == "/large"]) == 1
+        client.writer.transport.resume_reading()  # type: ignore[attr-defined]
+        for _ in range(2):
+            assert len((await client.answer())[2]) == 2**24
+
+
+@pytest.mark.parametrize("encrypted", [False, True], ids=["plain", "TLS"])
+async def test_a_connection_after_its_last_answer_ends_as_soon_as_its_client_ends_it(
+    encrypted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(protocol, "LINGER_S", 3600.0)
+    async with listening(encrypted=encrypted) as server:
+        client = await server.connect()
+        client.send(b"POST /hot HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\nauthorization: Bearer wrong\r\n\r\n")
+        assert (await client.answer())[0] == 401
+        client.writer.close()
+        await until(lambda: not server.connections)
+
+
+async def test_the_bound_of_bytes_after_the_last_answer_is_none_of_the_requests_before_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(protocol, "MAX_DROPPED_BYTES", 5000)
+    monkeypatch.setattr(protocol, "LINGER_S", 3600.0)
+    async with listening() as server:
+        client = await server.connect()
+        for _ in range(10):
+            client.post(b"x" * 1000)
+            assert (await client.answer())[0] == 200
+        client.send(b"POST /hot HTTP/1.1\r\nhost: x\r\ncontent-length: 9000\r\nauthorization: Bearer wrong\r\n\r\n")
+        assert (await client.answer())[0] == 401
+        client.send(b"x" * 4000)
+        await until(lambda: [each._dropped_bytes for each in server.connections] == [4000])
+        client.send(b"x" * 2000)
+        await until(lambda: not server.connections)
+
+
 async def test_a_client_that_expects_100_continue_gets_it() -> None:
     async with listening() as server:
         client = await server.connect()
