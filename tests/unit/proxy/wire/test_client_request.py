@@ -99,6 +99,12 @@ def test_a_request_for_zero_tokens_is_refused_before_a_prefill(name: str) -> Non
         a_request("chat", **{name: 0})
 
 
+def test_a_stream_may_ask_for_no_prompt_logprobs() -> None:
+    """vLLM refuses a stream with any, and takes 0."""
+    request = parse("completions", b'{"prompt": "a", "stream": true, "prompt_logprobs": 0}')
+    assert request.prompt_wishes is None and "prompt_logprobs" not in request.rest
+
+
 def test_a_null_limit_of_a_completion_means_no_limit() -> None:
     request = a_request(max_tokens=None)
     assert request.effective_limit == 16

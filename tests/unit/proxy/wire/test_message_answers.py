@@ -237,6 +237,25 @@ def test_text_within_a_tool_call_is_a_block_after_it() -> None:
     assert message["content"][0]["input"] == {"a": 1} and message["content"][1]["text"] == "\n"
 
 
+def test_text_within_a_tool_call_is_a_block_of_its_own_before_the_next_call() -> None:
+    deltas = [called(0, '{"a": 1', "f"), {"content": "and"}, called(0, "}"), called(1, "{}", "g"), {"content": "end"}]
+    stream = a_stream()
+    events = [ROLE, *map(chunk, deltas), chunk({}, "tool_calls"), USAGE, DONE]
+    message = read_by_the_client(events_in(b"".join(map(stream.feed, events))))
+    assert [block.get("text") or block["input"] for block in message["content"]] == [{"a": 1}, "and", {}, "end"]
+
+
+def test_a_tool_call_without_an_id_gets_one_streamed_or_not() -> None:
+    """Clients answer to it in their next message."""
+    calls = [{"index": place, "function": {"name": "f", "arguments": "{}"}} for place in range(2)]
+    message = whole({"message": {"tool_calls": calls}, "finish_reason": "tool_calls"})
+    stream = a_stream()
+    events = [ROLE, *(chunk({"tool_calls": [call]}) for call in calls), chunk({}, "tool_calls"), USAGE, DONE]
+    streamed = read_by_the_client(events_in(b"".join(map(stream.feed, events))))
+    ids = [block["id"] for block in message["content"]]
+    assert ids == [block["id"] for block in streamed["content"]] and len(set(ids)) == 2 and all(ids)
+
+
 def test_an_end_without_usage_has_the_routers_count() -> None:
     parts = events_in(a_stream().feed(ROLE + chunk({"content": "a"}, "stop") + DONE))
     assert [part["type"] for part in parts[-2:]] == ["message_delta", "message_stop"]
@@ -248,7 +267,9 @@ def test_an_end_without_usage_has_the_routers_count() -> None:
     [
         {"content": 5},
         {"content": ["a"]},
+        {"tool_calls": 5},
         {"tool_calls": [5]},
+        {"tool_calls": [{"index": "0", "function": {"name": "f"}}]},
         {"tool_calls": [{"function": {"arguments": {}, "name": 1}}]},
     ],
 )

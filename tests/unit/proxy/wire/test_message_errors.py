@@ -3,7 +3,8 @@
 import orjson
 import pytest
 
-from balanceroute.proxy.wire.message_errors import message_error_body
+from balanceroute.errors import UpstreamStatus
+from balanceroute.proxy.wire.message_errors import message_error_body, message_refusal
 from balanceroute.proxy.wire.responses import error_body
 
 COUNTED = (
@@ -58,3 +59,16 @@ def test_only_a_prompt_that_is_too_long_alone_or_with_its_output_gets_anthropics
         "error": {"type": "invalid_request_error", "message": expected},
         "request_id": "r",
     }
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b'{"error":"no such model"}', "no such model"),
+        (b'{"detail":"Not Found"}', "Not Found"),
+        (b'{"error":{"code":7}}', '{"error":{"code":7}}'),
+    ],
+)
+def test_a_worker_s_error_of_any_shape_is_anthropic_s_with_its_text(body: bytes, message: str) -> None:
+    error = UpstreamStatus("x", status=404, body=body, worker="d0", tier="decode")
+    assert orjson.loads(message_refusal(error, [])[2])["error"] == {"type": "not_found_error", "message": message}

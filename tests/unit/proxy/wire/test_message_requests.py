@@ -235,6 +235,7 @@ def test_the_routers_own_fields_keep_their_meaning() -> None:
     assert parse_messages(orjson.dumps(body(priority=-3, min_tokens=2))).priority == -3
 
 
+FILE = {"type": "document", "source": {"type": "file", "file_id": "f"}}
 WRONG = {
     "model": body(model=None),
     "max_tokens": body(max_tokens=0),
@@ -254,6 +255,12 @@ WRONG = {
     "messages.0.content.0.citations": body(
         user([{"type": "document", "citations": {"enabled": True}, "source": {"type": "text", "data": "a"}}])
     ),
+    "messages.0.content.0.transformations": body(user([IMAGE | {"transformations": [{"type": "crop"}]}])),
+    "messages.0.content.0.type": body(assistant([IMAGE])),
+    "messages.0.content.1.source.type": body(user([{"type": "text", "text": "a"}, FILE])),
+    "messages.0.content.0.source.content.0.type": body(
+        user([{"type": "document", "source": {"type": "content", "content": [FILE]}}])
+    ),
     "messages.0.content.0.input": body(assistant([{"type": "tool_use", "id": "a", "name": "b", "input": "c"}])),
     "system": body(system=5),
     "system.0.type": body(system=[IMAGE]),
@@ -261,6 +268,7 @@ WRONG = {
     "temperature": body(temperature=-1),
     "top_p": body(top_p=1.5),
     "top_k": body(top_k="many"),
+    "stop_sequences": body(stop_sequences="END"),
     "tools": body(tools={}  or "a"),
     "tools.0.type": body(tools=[{"type": "web_search_20250305", "name": "web_search"}]),
     "tools.0.input_schema": body(tools=[{"name": "a"}]),

@@ -104,3 +104,10 @@ def test_oversized_samples_are_not_read() -> None:
     labels = b"," * 2**20
     page = b'vllm:kv_cache_usage_perc{%b,engine="0"} 0.5\nvllm:num_requests_running{engine="0"} 1.0\n' % labels
     assert read_samples(page) == {"0": {"num_requests_running": 1.0}}
+
+
+def test_the_last_sample_of_a_page_without_a_last_line_end_is_whole() -> None:
+    assert read_samples(b'vllm:num_requests_running{engine="0"} 1\nvllm:num_requests_running{engine="1"} 25') == {
+        "0": {"num_requests_running": 1.0},
+        "1": {"num_requests_running": 25.0},
+    }

@@ -3,8 +3,9 @@
 import orjson
 import pytest
 
-from balanceroute.errors import BadUpstreamReply
+from balanceroute.errors import BadUpstreamReply, ReplyTooLarge
 from balanceroute.proxy.wire.bounds import MAX_PARAMS_BYTES
+from balanceroute.proxy.wire.json_size import MAX_COMMAS
 from balanceroute.proxy.wire.probe_reply import parse_probe_reply
 from tests.unit.proxy.captures import body_of, capture_files
 
@@ -13,6 +14,18 @@ from tests.unit.proxy.captures import body_of, capture_files
 def test_a_probe_reply_that_is_no_completion_is_a_bad_reply(body: bytes) -> None:
     with pytest.raises(BadUpstreamReply):
         parse_probe_reply(body, worker="p0")
+
+
+def test_a_probe_reply_with_too_many_values_is_not_read() -> None:
+    body = b'{"choices":[{}],"usage":{"prompt_tokens":3},"more":[' + b"[]," * MAX_COMMAS + b"1,1]}"
+    with pytest.raises(ReplyTooLarge):
+        parse_probe_reply(body, worker="p0")
+
+
+def test_a_prompt_of_a_worker_without_usage_has_as_many_tokens_as_ids() -> None:
+    for reply in ({"choices": [{"prompt_token_ids": [7, 8]}]}, {"choices": [{}], "prompt_token_ids": [7, 8]}):
+        assert parse_probe_reply(orjson.dumps(reply), worker="p0").prompt_tokens == 2
+    assert parse_probe_reply(b'{"choices":[{}]}', worker="p0").prompt_tokens == 0
 
 
 def test_too_large_transfer_parameters_are_a_bad_reply() -> None:

@@ -1,6 +1,7 @@
 """What is counted of a prompt that no tokenizer has seen."""
 
 import json
+from base64 import b64encode
 from dataclasses import replace
 from typing import Any
 
@@ -91,6 +92,41 @@ def test_an_image_counts_by_its_patches_and_not_by_its_bytes() -> None:
     small, large = (counts(chat([{"type": "image_url", "image_url": {"url": png(side, side)}}])) for side in (280, 560))
     assert small["media"] == large["media"] == 1 and large["patches"] == 4 * small["patches"] > 0
     assert small["letters"] == large["letters"] < 1000
+
+
+def test_the_text_beside_an_image_counts_and_an_image_elsewhere_counts_as_one_of_usual_size() -> None:
+    image = {"type": "image_url", "image_url": {"url": "https://example.com/cat.png"}}
+    both = counts(chat([{"type": "text", "text": "three little words"}, image], "two more"))
+    text = counts(chat([{"type": "text", "text": "three little words"}], "two more"))
+    assert (both["words"], both["media"], text["media"]) == (text["words"], 1, 0)
+    assert both["patches"] == counts(chat([image | {"image_url": "https://example.com/cat.png"}]))["patches"] > 0
+    assert counts(chat([{"type": "input_audio", "input_audio": {"data": "AAAA"}}]))["patches"] == 0
+
+
+def test_what_a_chat_template_writes_beside_the_messages_counts() -> None:
+    tools = [{"type": "function", "function": {"name": "look", "description": "some words of a tool"}}]
+    assert counts(chat("a") | {"tools": tools})["words"] >= counts(chat("a"))["words"] + 7
+    assert counts(chat("a") | {"tools": []}) == counts(chat("a"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "raw"),
+    [
+        ("gif", b"GIF89a" + (640).to_bytes(2, "little") + (48).to_bytes(2, "little") + b"..."),
+        (
+            "webp",
+            b"RIFF....WEBPVP8X" + bytes(8) + (639).to_bytes(3, "little") + (47).to_bytes(3, "little") + b"VP8 ...",
+        ),
+        ("jpeg", b"\xff\xd8\xff\xe0\x00\x04..\xff\xc0\x00\x11\x08\x00\x30\x02\x80..."),
+    ],
+)
+def test_an_image_s_size_is_read_from_its_head(kind: str, raw: bytes) -> None:
+    assert image_size(f"data:image/{kind};base64,{b64encode(raw + bytes(5000)).decode()}") == (640, 48)
+
+
+@pytest.mark.parametrize("raw", [b"RIFF....WEBPVP8 ", b"\xff\xd8\xff\xe0\x00\x04", b"\x89PNG", b"GIF8", b""])
+def test_an_image_of_another_kind_or_cut_short_has_no_size(raw: bytes) -> None:
+    assert image_size(f"data:image/x;base64,{b64encode(raw).decode()}") is None
 
 
 @pytest.mark.parametrize("url", ["https://example.com/cat.png", "data:image/png;base64,!!", "data:,", ""])

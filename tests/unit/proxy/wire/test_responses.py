@@ -4,6 +4,7 @@ import orjson
 import pytest
 
 from balanceroute.errors import (
+    AccessDenied,
     BadUpstreamReply,
     BalanceRouteError,
     ConnectFailed,
@@ -51,6 +52,22 @@ def test_a_workers_own_error_body_is_passed_on_unchanged() -> None:
 def test_a_workers_html_is_wrapped_in_an_error_body() -> None:
     body = orjson.loads(body_of(UpstreamStatus("x", status=502, body=b"<html>\xff", **AT)))
     assert "<html>" in body["error"]["message"]
+
+
+def test_a_missing_key_is_openai_s_own_error() -> None:
+    error = AccessDenied("no key", status=401, reason="no_key", code="invalid_api_key")
+    assert orjson.loads(body_of(error))["error"] == {
+        "message": "no key",
+        "type": "invalid_request_error",
+        "param": None,
+        "code": "invalid_api_key",
+    }
+    assert extra_headers(error) == [(b"www-authenticate", b"Bearer")]
+
+
+def test_an_error_says_which_tier_s_worker_failed() -> None:
+    assert orjson.loads(body_of(BadUpstreamReply("cut", **AT)))["error"]["message"] == "decode worker: cut"
+    assert orjson.loads(body_of(BadUpstreamReply("cut", worker="", tier="")))["error"]["message"] == "cut"
 
 
 def test_an_error_event_is_one_line_of_data() -> None:

@@ -805,6 +805,27 @@ def test_an_event_with_too_many_lines_or_choices_is_malformed() -> None:
     assert choices.end is StreamEnd.MALFORMED and "choices" in choices.fault and choices.tokens == 0
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"choices": {"0": {"text": "a"}}},
+        {"choices": ["a"]},
+        {"choices": [{"index": 0, "text": "a", "token_ids": "5"}]},
+        {"choices": [{"index": 0, "text": ["a"], "token_ids": [5]}]},
+        {"usage": {"prompt_tokens": 3, "completion_tokens": -1}},
+        {"usage": [3]},
+        {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 10**12}},
+    ],
+    ids=str,
+)
+def test_an_event_that_no_engine_sends_ends_the_stream_and_is_not_passed_on(fields: dict[str, Any]) -> None:
+    scanner = EventScanner(want_usage=True)
+    sent = scanner.feed(event(completion("a", [5])))
+    assert not scanner.feed(event(completion("b", [6]) | fields))
+    assert scanner.end is StreamEnd.MALFORMED and "no part of an answer" in scanner.fault
+    assert sent and scanner.tokens == 1 and scanner.usage is None
+
+
 def test_an_event_with_too_many_values_is_malformed_and_one_with_the_ids_of_a_long_prompt_is_not() -> None:
     values, ids = EventScanner(), EventScanner()
     values.feed(event(completion("a", [5]))[:-3] + b',"more":[' + b"[]," * MAX_NODES + b"0]}\n\n")
