@@ -30,7 +30,9 @@ wholesale. Of this list the core raises `ConfigError` and `InputError` where it 
 raises nothing but `InvariantError`: it refuses with a `Reject` action.
 """
 
-from typing import ClassVar
+from typing import ClassVar, Final
+
+RETRY_AFTER_S: Final = 1.0  # when a client may try again, where nothing says another time
 
 
 class BalanceRouteError(Exception):
@@ -86,7 +88,7 @@ class Rejected(BalanceRouteError):
     status_hint = 503
     retryable = True
 
-    def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
+    def __init__(self, message: str, *, retry_after_s: float = RETRY_AFTER_S) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
 
@@ -146,7 +148,7 @@ class CannotConnect(ConnectFailed):
     """This process had no descriptor or memory for a connection, or stood still meanwhile: nothing of the worker."""
 
     status_hint = 503
-    retry_after_s = 1.0
+    retry_after_s = RETRY_AFTER_S
     sent = False
 
 

@@ -111,6 +111,7 @@ MODULES: Final = (
     "proxy.workers.upstream",
 )
 CONSTANTS_OF: Final = (  # modules that stay Python, but whose constants mypyc writes into the compiled ones
+    "errors",
     "proxy.admission.decider",
     "proxy.link.messages",
     "proxy.workers.connector_check",

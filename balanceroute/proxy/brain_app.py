@@ -15,7 +15,6 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Final
 
 from starlette.applications import Starlette
 
@@ -34,7 +33,7 @@ from balanceroute.proxy.leader_counts import LeaderCounts
 from balanceroute.proxy.link.far import FarMembers
 from balanceroute.proxy.link.files import is_still
 from balanceroute.proxy.link.hub import Hub
-from balanceroute.proxy.link.leadership import RENEW_S, Lead
+from balanceroute.proxy.link.leadership import RENEW_S, AnotherLeads, Lead
 from balanceroute.proxy.link.messages import FAR
 from balanceroute.proxy.ops.dashboard import Dashboard
 from balanceroute.proxy.ops.guard import trusted
@@ -48,8 +47,6 @@ from balanceroute.proxy.telemetry.ticks import until_tick_s
 from balanceroute.proxy.workers.relay_reports import RelayReports
 
 log = logging.getLogger(__name__)
-
-METRICS_RETRY_S: Final = 1.0
 
 
 class BrainApp(RouterApp):
@@ -247,10 +244,10 @@ async def _keep_lead(app: BrainApp) -> None:
 def _store_shown_counts(counted: LeaderCounts) -> None:
     """Keep the counts that a page is about to show, so that none falls when this process ends.
 
-    Raises: NoHealthyWorkers: another brain leads.
+    Raises: AnotherLeads.
     """
     if not counted.keep():
-        raise NoHealthyWorkers("Another brain leads now; send the request again.", retry_after_s=METRICS_RETRY_S)
+        raise AnotherLeads
 
 
 def _counts_of_relays(folder: RunFolder, counted: LeaderCounts, hub: Hub, reports: RelayReports) -> list[bytes]:
@@ -259,9 +256,7 @@ def _counts_of_relays(folder: RunFolder, counted: LeaderCounts, hub: Hub, report
     Raises: NoHealthyWorkers: the counts of some are not known, so sums would be too low.
     """
     if not hub.settled.is_set() or any(relay not in reports.counts for relay in hub.members):
-        raise NoHealthyWorkers(
-            "The relays' counts are not known yet; send the request again.", retry_after_s=METRICS_RETRY_S
-        )
+        raise NoHealthyWorkers("The relays' counts are not known yet; send the request again.")
     kept = KeptCounts(folder)
     try:
         for relay in [each for each in reports.counts if each not in hub.members and FAR not in each]:
@@ -269,8 +264,7 @@ def _counts_of_relays(folder: RunFolder, counted: LeaderCounts, hub: Hub, report
             reports.counts[relay] = kept.of(relay) or reports.counts[relay]
         return [*reports.counts.values(), *kept.of_others({*reports.counts, *counted.inherited})]
     except OSError as error:  # no descriptor is free, most likely
-        text = f"What relays have counted can't be read: {error.strerror}."
-        raise NoHealthyWorkers(text, retry_after_s=METRICS_RETRY_S) from None
+        raise NoHealthyWorkers(f"What relays have counted can't be read: {error.strerror}.") from None
 
 
 def _with_known_policy(config: Config, again: bool) -> Config:
@@ -324,5 +318,5 @@ async def reload_brain(app: BrainApp, new: Config, perimeter: Perimeter, number:
         await reload(app.services, _without_predictor(new), perimeter)
         _warn_of_lack(error)
     app.read, app.kept.number = new, number
-    with suppress(NoHealthyWorkers):  # another brain leads, and this process is about to end
+    with suppress(AnotherLeads):  # this process is about to end
         app.services.keep_changes()

@@ -19,9 +19,9 @@ import msgspec
 from balanceroute.build import worker_specs
 from balanceroute.config import Config, normalised_url
 from balanceroute.core.types import WorkerSpec
-from balanceroute.errors import ConfigError, NoHealthyWorkers
+from balanceroute.errors import ConfigError
 from balanceroute.proxy.link.files import is_gone, replace_content
-from balanceroute.proxy.link.leadership import Lead
+from balanceroute.proxy.link.leadership import AnotherLeads, Lead
 from balanceroute.proxy.ops.steering import with_policy
 from balanceroute.proxy.services import Services
 from balanceroute.proxy.telemetry.ticks import until_tick_s
@@ -31,7 +31,6 @@ from balanceroute.proxy.workers.places import Places
 log = logging.getLogger(__name__)
 
 LOOK_S: Final = 0.25
-RETRY_S: Final = 1.0
 FIRST: Final = 1  # the number of a router's first configuration
 
 
@@ -150,14 +149,14 @@ class KeptChanges:
     def keep(self, services: Services, base: Config) -> None:
         """Write the changes that are not in the file yet. Failures to write are logged once, until it works again.
 
-        Raises: NoHealthyWorkers: another brain leads, and does not know the changes.
+        Raises: AnotherLeads: the next leader does not know the changes.
         """
         epoch = 0 if self._lead is None else self._lead.epoch
         changes, file = changes_of(services, base, self._lineage, self.number, epoch), str(self._path)
         if changes == self.last and not is_gone(self._path):
             return
         if self._lead is not None and not self._lead.renew():
-            raise NoHealthyWorkers("Another brain leads now; send the request again.", retry_after_s=RETRY_S)
+            raise AnotherLeads
         try:
             replace_content(self._path, msgspec.json.encode(changes))
         except OSError as error:
@@ -170,7 +169,7 @@ class KeptChanges:
         """Write other changes of the workers (not made by an operator's request), until cancelled."""
         while True:
             await asyncio.sleep(until_tick_s(services.loop.time(), LOOK_S))
-            with suppress(NoHealthyWorkers):  # this process is about to end
+            with suppress(AnotherLeads):  # this process is about to end
                 self.keep(services, base())
 
 

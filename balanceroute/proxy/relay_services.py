@@ -61,13 +61,13 @@ class RelayServices(ClientServices):
             async with asyncio.timeout(within_s):
                 await self.known.wait()
         except TimeoutError:
-            raise NoHealthyWorkers(UNKNOWN, retry_after_s=1.0) from None
+            raise NoHealthyWorkers(UNKNOWN) from None
 
     def void(self, request_id: str) -> None:
         """End the stream of a request that the brain can't take over."""
         for leg in list(self.legs):
             if leg.id == request_id:
-                leg.interrupt(NoHealthyWorkers(LOST, retry_after_s=1.0))
+                leg.interrupt(NoHealthyWorkers(LOST))
 
     def name_workers(self, message: Workers, whole: bool) -> None:
         """Take the brain's list of workers, or changes of it."""

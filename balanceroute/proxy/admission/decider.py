@@ -22,9 +22,8 @@ from typing import Final, Protocol
 from balanceroute.core.scheduler_config import SchedulerConfig
 from balanceroute.core.types import Outcome, RejectReason, RequestSpec, WorkerState
 from balanceroute.core.view import ClusterView
-from balanceroute.errors import Draining, NoHealthyWorkers, QueueFull, QueueTimeout, Rejected
+from balanceroute.errors import RETRY_AFTER_S, Draining, NoHealthyWorkers, QueueFull, QueueTimeout, Rejected
 
-RETRY_AFTER_S: Final = 1.0
 NO_WORKERS_RETRY_AFTER_S: Final = 5.0
 
 

@@ -29,7 +29,6 @@ from balanceroute.proxy.client.response import Response
 log = logging.getLogger(__name__)
 
 RESERVE: Final = 64
-RETRY_AFTER_S: Final = 1.0
 
 
 class Handler(Protocol):
@@ -220,7 +219,7 @@ class Edge:
         """Check that a request of this method has a place. Raises: EdgeFull: too many connections."""
         if self.full and method not in ("GET", "HEAD"):
             text = "The router has as many client connections as it may have; try again shortly."
-            raise EdgeFull(text, retry_after_s=RETRY_AFTER_S)
+            raise EdgeFull(text)
 
     def check_incoming_bytes(self, holder: str = "") -> None:
         """Check that there is room for more of an incomplete request, among these and among all (`check_held_bytes`).
@@ -292,4 +291,4 @@ class Edge:
 
 def _no_room() -> EdgeFull:
     text = "The router holds as many bytes of requests as it may; try again shortly."
-    return EdgeFull(text, retry_after_s=RETRY_AFTER_S)
+    return EdgeFull(text)

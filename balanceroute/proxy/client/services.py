@@ -61,4 +61,4 @@ class ClientServices(LifeServices):
     def abort_all(self) -> None:
         """End every request now: the clients get a 503, or an error event and an unclean end."""
         for leg in list(self.legs):
-            leg.interrupt(Draining("The router is shutting down.", retry_after_s=1.0))
+            leg.interrupt(Draining("The router is shutting down."))

@@ -52,7 +52,6 @@ from balanceroute.errors import (
     UpstreamError,
     UpstreamTimeout,
 )
-from balanceroute.proxy.admission.decider import RETRY_AFTER_S
 from balanceroute.proxy.life.decoding import decode, first_bytes_s
 from balanceroute.proxy.life.errors import WorkerSilent
 from balanceroute.proxy.life.leg import (
@@ -296,8 +295,7 @@ class Layerwise:
                 async with asyncio.timeout_at(deadline_s):
                     prefiller = self._services.fleet[await leg.ticket.prefiller()]
             except TimeoutError:
-                text = "The request waited too long for a prefiller."
-                raise QueueTimeout(text, retry_after_s=RETRY_AFTER_S) from None
+                raise QueueTimeout("The request waited too long for a prefiller.") from None
             finally:
                 leg.prefill_wait_s += now() - waiting_since_s
             if prefiller.state is WorkerState.UP:

@@ -19,7 +19,6 @@ from typing import Final
 
 from balanceroute.core.types import Phase
 from balanceroute.errors import BalanceRouteError, QueueTimeout, UpstreamTimeout
-from balanceroute.proxy.admission.decider import RETRY_AFTER_S
 from balanceroute.proxy.life.errors import ClientStalled, DeadlineExceeded
 from balanceroute.proxy.life.leg import Leg
 from balanceroute.proxy.life.mover import Mover
@@ -92,4 +91,4 @@ def _too_late(leg: Leg) -> BalanceRouteError:
     waits_for = _WAITS_FOR.get(leg.ticket.phase)
     if waits_for is None:
         return DeadlineExceeded(f"{_TOO_LONG}.", worker=leg.last_tried[0], tier="")
-    return QueueTimeout(f"{_TOO_LONG}, while it waited for {waits_for}.", retry_after_s=RETRY_AFTER_S)
+    return QueueTimeout(f"{_TOO_LONG}, while it waited for {waits_for}.")

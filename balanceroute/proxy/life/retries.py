@@ -39,6 +39,7 @@ from typing import Final
 import orjson
 
 from balanceroute.errors import (
+    RETRY_AFTER_S,
     BadUpstreamReply,
     BalanceRouteError,
     CannotConnect,
@@ -51,7 +52,6 @@ from balanceroute.errors import (
     UpstreamStatus,
     UpstreamTimeout,
 )
-from balanceroute.proxy.admission.decider import RETRY_AFTER_S
 from balanceroute.proxy.admission.tickets import Ticket
 from balanceroute.proxy.life.errors import DeadlineExceeded, NothingPinned, PromptsDiffer
 from balanceroute.proxy.life.services import LifeServices

@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 
 from balanceroute.core.types import GONE, PREFILLING, QUEUED, Phase, WorkerState
 from balanceroute.errors import InvariantError, NoHealthyWorkers
-from balanceroute.proxy.admission.decider import RETRY_AFTER_S
 from balanceroute.proxy.life.leg import (
     COMPLETE,
     PREFILL_FAILED,
@@ -92,6 +91,6 @@ class Scoring:
         here = [p for p in services.tickets.view().prefillers if p.id in services.fleet]
         up = [p for p in here if p.state is WorkerState.UP]
         if not up:
-            raise NoHealthyWorkers("No prefiller can serve the request now.", retry_after_s=RETRY_AFTER_S)
+            raise NoHealthyWorkers("No prefiller can serve the request now.")
         chosen = min(up, key=lambda p: (services.fleet[p.id].in_use, p.kv_usage or 0.0))
         return services.fleet[chosen.id]

@@ -20,7 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final, Protocol
 
-from balanceroute.errors import ConfigError
+from balanceroute.errors import ConfigError, NoHealthyWorkers
 from balanceroute.proxy.link.files import is_at, locked
 from balanceroute.proxy.link.messages import MAX_EPOCH
 from balanceroute.proxy.telemetry.troubles import Trouble
@@ -31,6 +31,13 @@ RENEW_S: Final = 0.25
 TOUCH_S: Final = 0.4  # between two checks of the thread whether the event loop renews
 STUCK_S: Final = 10.0
 LEASE_S: Final = 1.0  # short: a takeover breaks no stream, so it does little harm if the leader was only slow
+
+
+class AnotherLeads(NoHealthyWorkers):
+    """This process has lost the lead; the next leader can answer."""
+
+    def __init__(self) -> None:
+        super().__init__("Another brain leads now; send the request again.")
 
 
 class Lead(Protocol):

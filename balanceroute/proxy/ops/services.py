@@ -13,7 +13,7 @@ class OperatorServices(ClientServices):
     """In the process that holds the ledger.
 
     `keep_changes` writes operators' changes down for the next brain, before the operator gets an answer. Raises:
-    NoHealthyWorkers: another brain leads, and does not know the change. `changing` is held while a change of the
+    AnotherLeads: the next leader does not know the change. `changing` is held while a change of the
     configuration is made, which may take seconds: one change at a time. `check_health` is called when workers have
     joined: they get requests once they have answered, and all others of their tier may have left with the same change.
     """

@@ -25,7 +25,6 @@ from balanceroute.proxy.perimeter.access import READS
 from balanceroute.proxy.workers.reply import Reply
 from balanceroute.proxy.workers.upstream import Connections, Upstream
 
-RETRY_AFTER_S: Final = 1.0
 READ_S: Final = 30.0  # for the head of an answer
 CHANGE_S: Final = 300.0  # workers may take 30 s, and a new policy's predictor may read large files
 MAX_PAGE_BYTES: Final = 64 * 2**20
@@ -138,7 +137,7 @@ def _unanswered(method: str, error: UpstreamError) -> NoHealthyWorkers:
         text = f"The process that decides for this router (the brain) is late: {error}."
     elif method not in READS and not (isinstance(error, ConnectFailed) and not error.sent):
         text = "The process that decides for this router (the brain) gave no answer; it may have done as asked."
-    return NoHealthyWorkers(text, retry_after_s=RETRY_AFTER_S)
+    return NoHealthyWorkers(text)
 
 
 async def _body(reply: Reply) -> AsyncIterator[bytes]:

@@ -118,7 +118,7 @@ def extra_headers(error: BalanceRouteError) -> Headers:
         return [(b"www-authenticate", b"Bearer")]
     if isinstance(error, UpstreamStatus) and error.retry_after_s:
         return [_retry_after(error.retry_after_s)]
-    if isinstance(error, Rejected | CannotConnect) and error.retry_after_s is not None:
+    if isinstance(error, Rejected | CannotConnect):
         return [_retry_after(error.retry_after_s)]
     return []
 

@@ -11,9 +11,10 @@ import pytest
 from balanceroute.build import worker_specs
 from balanceroute.config import validate
 from balanceroute.core.types import Role, WorkerSpec, WorkerState
-from balanceroute.errors import ConnectFailed, NoHealthyWorkers
+from balanceroute.errors import ConnectFailed
 from balanceroute.proxy.app import health_monitor
 from balanceroute.proxy.changes import LOOK_S, Changes, KeptChanges, changes_of
+from balanceroute.proxy.link.leadership import AnotherLeads
 from balanceroute.proxy.ops.steering import with_policy
 from balanceroute.proxy.services import Services
 from tests.unit.proxy.virtual_time import a_config, a_router, in_virtual_time, let_pass, script
@@ -204,7 +205,7 @@ def test_a_former_leader_writes_nothing_and_an_operator_gets_an_error(tmp_path: 
         lead.leads, before = False, path.read_bytes()
         kept.keep(services, services.config)  # nothing has changed
         services.fleet.drain(services.fleet["p0"])
-        with pytest.raises(NoHealthyWorkers):
+        with pytest.raises(AnotherLeads):
             kept.keep(services, services.config)
         watching = asyncio.get_running_loop().create_task(kept.watch(services, lambda: services.config))
         await let_pass(4 * LOOK_S)

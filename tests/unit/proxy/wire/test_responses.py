@@ -91,10 +91,10 @@ def test_an_error_event_has_an_error_in_it_whatever_shape_the_worker_s_own_has(b
     assert orjson.loads(event.removeprefix(b"data: "))["error"]["message"] == message
 
 
-def test_retry_after_is_sent_when_known() -> None:
+def test_retry_after_is_what_the_error_says_or_a_second() -> None:
     assert extra_headers(QueueFull("x", retry_after_s=2.0)) == [(b"retry-after", b"2")]
     assert extra_headers(QueueFull("x", retry_after_s=0.1)) == [(b"retry-after", b"1")]
-    assert extra_headers(QueueFull("x")) == []
+    assert extra_headers(QueueFull("x")) == [(b"retry-after", b"1")]
 
 
 @pytest.mark.parametrize("error", [QueueFull("x", retry_after_s=2.4), UpstreamStatus("x", status=503, body=b"", **AT)])
