@@ -48,12 +48,12 @@ class BrainCallbacks:
     """What a brain tells its process.
 
     Attributes:
-        on_standby: it stands by, or listens as the first leader: the process is up.
+        on_up: it stands by, or listens as the first leader.
         on_lead: it leads.
         follow: asked for at SIGHUP: make `configured` the configuration that the parent has reloaded.
     """
 
-    on_standby: Callable[[], None]
+    on_up: Callable[[], None]
     on_lead: Callable[[], None]
     follow: Callable[[], None]
 
@@ -73,7 +73,7 @@ def run_brain(configured: Configured, folder: RunFolder, setup: BrainSetup, call
 
     with suppress(ConfigError):
         configured.learn()  # before it leads, because it may take long
-    waited = stand_by(lead, follow_now, callbacks.on_standby)
+    waited = stand_by(lead, follow_now, callbacks.on_up)
     try:
         callbacks.on_lead()
         server = _leading_server(configured, folder, lead, setup, callbacks, waited)
@@ -104,7 +104,7 @@ def _leading_server(
             callbacks.follow()
             await reload_brain(app, configured.config, configured.perimeter, configured.number)
 
-    return BrainServer(app, configured.config, setup, on_reload, (lambda: None) if waited else callbacks.on_standby)
+    return BrainServer(app, configured.config, setup, on_reload, (lambda: None) if waited else callbacks.on_up)
 
 
 def the_lead(config: Config, folder: RunFolder, again: bool = False) -> Lead:
@@ -116,7 +116,7 @@ def the_lead(config: Config, folder: RunFolder, again: bool = False) -> Lead:
     # relays of other machines remember epochs, but this machine forgets its own at its end, unless a Lease keeps it;
     # one that begins at the present second is above all before
     forgettable = listen.link is not None and listen.lease is None
-    local = FileLead(folder.lock, int(time.time()) if forgettable else 1, again)
+    local = FileLead(folder.lead, int(time.time()) if forgettable else 1, again)
     if listen.lease is None:
         return local
     from balanceroute.proxy.link.kubernetes import lease_api  # with httpx, which nothing else in this process needs

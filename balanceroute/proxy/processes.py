@@ -218,7 +218,7 @@ class Processes:
     @property
     def accepts(self) -> bool:
         """See `Owner`. Without relays there is nothing to close."""
-        return not self.relays or self.loads.accept
+        return not self.relays or self.loads.any_accepts
 
     def _close_listeners(self) -> None:
         self._end_handover()

@@ -35,7 +35,7 @@ FIXED: Final = ("listen", "connector", "layerwise")
 
 
 @dataclass(frozen=True, slots=True)
-class Successor:
+class NewPredictor:
     """The new predictor; `forecasts` None: the configuration has no predictor."""
 
     forecasts: Forecasts | None
@@ -52,10 +52,10 @@ async def reload(services: Services, new: Config, perimeter: Perimeter | None = 
     certificates = perimeter is None
     if perimeter is None:
         perimeter = await asyncio.to_thread(in_time, partial(Perimeter, new), "auth.client_keys", WITHIN_S)
-    successor = None
+    predictor = None
     if asks_another_predictor(services.config, new):
-        successor = Successor(await asyncio.to_thread(build_forecasts, new, past_of(services)))
-    return apply(services, new, successor, perimeter, certificates)
+        predictor = NewPredictor(await asyncio.to_thread(build_forecasts, new, past_of(services)))
+    return apply(services, new, predictor, perimeter, certificates)
 
 
 def past_of(services: Services) -> Past | None:
@@ -64,11 +64,11 @@ def past_of(services: Services) -> Past | None:
 
 
 def apply(
-    services: Services, new: Config, successor: Successor | None, perimeter: Perimeter, certificates: bool
+    services: Services, new: Config, predictor: NewPredictor | None, perimeter: Perimeter, certificates: bool
 ) -> list[str]:
     """Switch to `new`; returns what changed, for the log.
 
-    `successor`: the new predictor, if it changes. `perimeter`: of `new`. `certificates`: also read its certificates.
+    `predictor`: the new predictor, if it changes. `perimeter`: of `new`. `certificates`: also read its certificates.
     Raises: ConfigError: it needs a restart, or a certificate is wrong. Nothing has changed then.
     """
     try:
@@ -76,8 +76,8 @@ def apply(
         if certificates:
             services.tls.reload(new)  # the last check: it also replaces the certificates
     except BaseException:
-        if successor is not None and successor.forecasts is not None:
-            successor.forecasts.close()
+        if predictor is not None and predictor.forecasts is not None:
+            predictor.forecasts.close()
         raise
     old = services.config
     changed = [name for name in type(new).model_fields if getattr(old, name) != getattr(new, name)]
@@ -88,8 +88,8 @@ def apply(
     new = shortened(new, [worker.kv_connector for worker in services.fleet])
     services.perimeter = perimeter
     services.configure(new)
-    if successor is not None or policy_settings(old) != policy_settings(new):
-        reroute(services, new, successor)
+    if predictor is not None or policy_settings(old) != policy_settings(new):
+        reroute(services, new, predictor)
     change_workers(services, old, new)
     services.ledger.capacity_changed()
     log.info("configuration reloaded", extra={"changed": changed})
@@ -160,14 +160,14 @@ def asks_another_predictor(old: Config, new: Config) -> bool:
     return horizons[0] != horizons[1] or old.predictor != new.predictor
 
 
-def reroute(services: Services, new: Config, successor: Successor | None) -> None:
-    """Switch to another policy and, with `successor`, to another predictor."""
+def reroute(services: Services, new: Config, predictor: NewPredictor | None) -> None:
+    """Switch to another policy and, with `predictor`, to that one."""
     before = services.forecasts
-    if successor is not None:
-        services.forecasts = services.keyer = successor.forecasts
+    if predictor is not None:
+        services.forecasts = services.keyer = predictor.forecasts
     services.ledger.reroute(policy_settings(new), scheduler_config(new), services.forecasts)
     services.metrics.policy = new.routing.policy
-    if successor is None:
+    if predictor is None:
         return
     if before is not None:
         services.metrics.leave_out(before.metrics)

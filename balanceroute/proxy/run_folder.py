@@ -54,7 +54,7 @@ class RunFolder:
         return self.folder / "operators.sock"
 
     @property
-    def lock(self) -> Path:
+    def lead(self) -> Path:
         """The file that a leading brain holds locked; it contains the leader's epoch."""
         return self.folder / "lead"
 
@@ -139,7 +139,7 @@ class RunFolder:
     def _is_led(self) -> bool:
         """Whether a brain leads; the lock of one that was just killed may last for a moment, which is waited for."""
         for _ in range(TRIES):
-            if not (self.lock.exists() and is_locked(self.lock)):
+            if not (self.lead.exists() and is_locked(self.lead)):
                 return False
             time.sleep(PAUSE_S)
         return True
@@ -150,7 +150,7 @@ class RunFolder:
         The leader's file is left out: by its time the leader shows that it runs.
         """
         for file in [*self.ours(_FILE), *self.ours(_SOCKET)]:
-            if file != self.lock:
+            if file != self.lead:
                 with suppress(FileNotFoundError):
                     os.utime(file, follow_symlinks=False)
 

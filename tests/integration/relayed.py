@@ -81,7 +81,7 @@ async def serving(server: Server, sockets: list[socket.socket] | None = None) ->
 @asynccontextmanager
 async def a_brain(config: Config, folder: RunFolder, relays: int = 2, again: bool = False) -> AsyncIterator[BrainApp]:
     """One that leads; `again`: after another one."""
-    lead = FileLead(folder.lock)
+    lead = FileLead(folder.lead)
     await until(lead.take)
     try:
         setup = BrainSetup(LINEAGE, again=again)

@@ -387,7 +387,7 @@ async def test_a_brain_that_no_longer_leads_neither_stores_nor_shows_counts() ->
         relay = router.relays[0]
         await answered(relay, 1)
         await scraped(relay)
-        router.folder.lock.unlink()  # as far as it can tell, somebody else has put another one there
+        router.folder.lead.unlink()  # as far as it can tell, somebody else has put another one there
         KeptCounts(router.folder).keep(LEADER, b"another brain's")
         assert (await relay.client.get("/metrics")).status_code == 503
         await until(lambda: relay.app.services.brain.member is None)
@@ -397,7 +397,7 @@ async def test_a_brain_that_no_longer_leads_neither_stores_nor_shows_counts() ->
 async def test_a_brain_that_leads_no_more_has_no_members_before_its_server_ends() -> None:
     async with relayed(FAST, count=1) as router:
         router.brain.end = lambda: None  # on a busy machine that takes long
-        router.folder.lock.unlink()
+        router.folder.lead.unlink()
         await until(lambda: router.relays[0].app.services.brain.member is None)
         assert not router.brain.hub.members
 

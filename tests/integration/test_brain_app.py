@@ -33,7 +33,7 @@ async def beginning(folder: RunFolder, journal: Path) -> AsyncIterator[BrainApp]
     """A brain that leads and does not listen yet; it has to end by itself, and then all of its journal is written."""
     urls = [{"url": f"http://127.0.0.1:{port}"} for port in range(1, 7)]
     config = validate({"prefill": {"workers": urls[:3]}, "decode": {"workers": urls[3:], "max_num_seqs": 2}})
-    lead = FileLead(folder.lock)
+    lead = FileLead(folder.lead)
     assert lead.take()
     try:
         yield create_brain_app(Configured.read(config), folder, lead, 0, BrainSetup(LINEAGE, journal))

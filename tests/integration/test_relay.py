@@ -94,7 +94,7 @@ async def test_a_relay_tells_its_parent_before_it_accepts_no_more() -> None:
         server, loads, told = router.relays[0].server, RelayLoads(1), list[tuple[bool, bool]]()
         server.load = Load(loads, 0)
         server.load.accept(1.0)
-        server.on_up = lambda: told.append((loads.accept, server.listeners[0].fileno() >= 0))
+        server.on_up = lambda: told.append((loads.any_accepts, server.listeners[0].fileno() >= 0))
         server.should_exit = True
         await until(lambda: bool(told))
         assert told == [(False, True)]

@@ -25,7 +25,7 @@ class RelayLoads:
         self.cells = memoryview(mmap.mmap(-1, 8 * FIELDS * relays)).cast("q")  # field by field, all relays' values
 
     @property
-    def accept(self) -> bool:
+    def any_accepts(self) -> bool:
         """Whether any relay accepts; for the parent."""
         return any(self.cells[ACCEPTS * self.relays : (ACCEPTS + 1) * self.relays])
 

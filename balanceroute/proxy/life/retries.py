@@ -131,7 +131,7 @@ class Retries:
         if isinstance(error, CannotConnect | ReplyTooLarge):
             circuit.inconclusive()
         elif not (self._note_own_error(error, worker, differs) and last and self._clear_if_all_erred(worker)):
-            circuit.fault(now, reason_of(error))
+            circuit.fault(now, public_reason(error))
         if last or (isinstance(error, NothingPinned) and failures > 1):
             raise error
         self._to_retry.add(tier)
@@ -216,7 +216,7 @@ class Retries:
             given_up = services.suspicions.lost(suspect, worker.id, now)
         if not given_up:
             return
-        worker.circuit.fault(now, reason_of(error))
+        worker.circuit.fault(now, public_reason(error))
         services.metrics.upstream_errors.inc(worker.id, "decode", kind_of(error))
         services.metrics.given_up_requests.inc()
         fields = {"request": self._request_id, "workers": suspect.workers}
@@ -338,7 +338,7 @@ def event_error(payload: bytes, worker: Worker) -> UpstreamStatus:
     return UpstreamStatus(text, worker=worker.id, tier="decode", status=status, body=payload)
 
 
-def reason_of(error: UpstreamError) -> str:
+def public_reason(error: UpstreamError) -> str:
     """The error in words that may go to everyone: what it quotes of an answer stands in brackets at its end."""
     return str(error).partition(" (")[0]
 

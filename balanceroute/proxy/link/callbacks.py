@@ -49,9 +49,6 @@ class Ask(msgspec.Struct, frozen=True, array_like=True):
     body: bytes | None = None
 
 
-Answer = Callable[[str, bytes | None], str]
-"""What a relay says to an `Ask`."""
-
 _asks: Final = msgspec.msgpack.Decoder(Ask)
 _answers: Final = msgspec.msgpack.Decoder(str)
 _NO_FRAME: Final = (OSError, asyncio.IncompleteReadError, ValueError, TimeoutError)
@@ -112,8 +109,8 @@ class CallbackListener:
     `serve` listens, `watch` makes a removed socket anew, `close` ends.
     """
 
-    def __init__(self, path: Path, answer: Answer) -> None:
-        """`path`: of the socket."""
+    def __init__(self, path: Path, answer: Callable[[str, bytes | None], str]) -> None:
+        """`path`: of the socket. `answer`: what this relay says to the token and body of an `Ask`."""
         self._path, self._answer = path, answer
         self._server: asyncio.Server | None = None
         self._status: os.stat_result | None = None  # identifies the own socket

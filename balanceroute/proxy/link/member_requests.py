@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from balanceroute.core.types import GONE, Outcome, RequestSpec
 from balanceroute.proxy.admission.decider import Answer, Refusal
 from balanceroute.proxy.admission.ledger import Ledger
-from balanceroute.proxy.link.members import Member, Ticket
+from balanceroute.proxy.link.members import Member, MemberTicket
 from balanceroute.proxy.link.messages import (
     Began,
     Chosen,
@@ -133,7 +133,7 @@ class MemberRequests:
         """Read the tokens that a relay has written into memory. Raises: InvariantError: a request is not decoding."""
         self._ledger.progress_all(*member.read())
 
-    def _advance(self, ticket: Ticket, tokens: int) -> None:
+    def _advance(self, ticket: MemberTicket, tokens: int) -> None:
         """Set a ticket's sum of tokens. Raises: InvariantError: it is not decoding."""
         more = ticket.grow(tokens)
         if more:

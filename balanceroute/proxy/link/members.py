@@ -9,7 +9,7 @@ from balanceroute.proxy.link.token_counts import ReadCounts, peer_pid, place_of,
 log = logging.getLogger(__name__)
 
 
-class Ticket:
+class MemberTicket:
     """A request of a member: its number on the link, its id, its `turn`, and how many tokens of it are known.
 
     `turn`: the number of calls so far that ask for an answer; it tells a late answer to an earlier call from the
@@ -39,15 +39,15 @@ class Member:
 
     def __init__(self, number: int, relay: str, process: int, frames: Frames[FromBrain]) -> None:
         self.number, self.relay, self.process, self.frames = number, relay, process, frames
-        self.tickets: dict[int, Ticket] = {}
+        self.tickets: dict[int, MemberTicket] = {}
         self.counts: ReadCounts | None = None
-        self.places: list[Ticket | None] = []  # tickets by their places in `counts`
+        self.places: list[MemberTicket | None] = []  # tickets by their places in `counts`
         self.uses_keys = self.sent_farewell = False
         self.waiting: list[FromRelay] = []  # its calls from before the brain was settled
 
     def hold(self, number: int, request_id: str, turn: int) -> None:
         """Add a ticket."""
-        ticket = self.tickets[number] = Ticket(number, request_id, turn)
+        ticket = self.tickets[number] = MemberTicket(number, request_id, turn)
         place = place_of(number)
         while len(self.places) <= place:
             self.places.append(None)

@@ -10,7 +10,7 @@ from balanceroute.proxy.services import Services
 def apply(services: Services, new: Config) -> list[str]:
     """As `reload.reload`, which reads what may be long beside the loop."""
     reload.check(services, new)
-    perimeter, successor = Perimeter(new), None
+    perimeter, predictor = Perimeter(new), None
     if reload.asks_another_predictor(services.config, new):
-        successor = reload.Successor(build_forecasts(new, reload.past_of(services)))
-    return reload.apply(services, new, successor, perimeter, certificates=True)
+        predictor = reload.NewPredictor(build_forecasts(new, reload.past_of(services)))
+    return reload.apply(services, new, predictor, perimeter, certificates=True)

@@ -23,7 +23,7 @@ def test_the_run_folder_is_private_to_its_user_and_may_exist(tmp_path: Path) -> 
     folder.folder.chmod(0o755)
     folder.make()
     assert stat.S_IMODE(folder.folder.stat().st_mode) == 0o700
-    names = {folder.link, folder.operators, folder.lock, folder.pins("relay-0"), folder.pins("relay-1")}
+    names = {folder.link, folder.operators, folder.lead, folder.pins("relay-0"), folder.pins("relay-1")}
     assert len(names) == 5 and all(name.parent == folder.folder for name in names)
 
 
@@ -130,15 +130,15 @@ def test_an_obstacle_in_the_run_folder_is_moved_aside_at_a_restart(
 
 def test_an_unreadable_file_of_the_run_folder_is_made_readable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = RunFolder(tmp_path)
-    folder.lock.touch()
-    folder.lock.chmod(0)
+    folder.lead.touch()
+    folder.lead.chmod(0)
 
     def access(path: Path, _: int) -> bool:  # these tests may be run by root, who may read all
         return bool(path.stat().st_mode & 0o600)
 
     monkeypatch.setattr(os, "access", access)
     folder.make()
-    assert stat.S_IMODE(folder.lock.stat().st_mode) == 0o600
+    assert stat.S_IMODE(folder.lead.stat().st_mode) == 0o600
 
 
 def test_a_file_that_cannot_be_made_readable_is_in_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,14 +147,14 @@ def test_a_file_that_cannot_be_made_readable_is_in_the_way(tmp_path: Path, monke
 
     folder = RunFolder(tmp_path)
     folder.make()
-    folder.lock.write_text("7\n")
+    folder.lead.write_text("7\n")
     with monkeypatch.context() as patched:
         patched.setattr(os, "access", lambda *_: False)
         patched.setattr(Path, "chmod", lambda path, mode: None if path == tmp_path else refuse())
         with pytest.raises(ConfigError, match="lead in it is no file of ours"):
             folder.make()
         folder.make(again=True)
-    assert not folder.lock.exists()
+    assert not folder.lead.exists()
 
 
 def test_the_identity_survives_the_removal_of_its_file(
@@ -181,7 +181,7 @@ def test_an_identity_damaged_by_a_power_loss_is_replaced(tmp_path: Path, content
 def test_every_run_folder_file_is_renewed_except_the_leaders(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     kept = KeptCounts(folder)
-    lead = FileLead(folder.lock)
+    lead = FileLead(folder.lead)
     assert lead.take()
     with folder.claim(beside=True), socket.socket(socket.AF_UNIX) as operators:
         operators.bind(str(folder.operators))
@@ -198,7 +198,7 @@ def test_a_folder_with_a_leading_brain_belongs_to_another_router_although_its_lo
 ) -> None:
     folder = RunFolder(tmp_path)
     with folder.claim():
-        lead = FileLead(folder.lock)
+        lead = FileLead(folder.lead)
         assert lead.take()
         (tmp_path / "router").unlink()
         with pytest.raises(ConfigError, match="another router runs with it"):
