@@ -100,12 +100,12 @@ class Ledger:
         if self.forecasts is not None:
             expected = self.forecasts.initial(self.scheduler.snapshot.requests[request_id], prompt_tokens)
         self.scheduler.prefilled(request_id, prompt_tokens, self.now(), expected, cached_tokens)
-        self.pool_filled()
+        self._pool_filled()
 
     def prefill_failed(self, request_id: str) -> None:
         """The probe failed: the request queues again."""
         self.scheduler.prefill_failed(request_id, self.now())
-        self.prefill_capacity_changed()
+        self._prefill_capacity_changed()
 
     def request_prefill(self, request_id: str) -> None:
         """Decode first: the decode worker asks for the KV."""
@@ -118,12 +118,12 @@ class Ledger:
     def pushed(self, request_id: str, prompt_tokens: int, cached_tokens: int | None = None) -> None:
         """Decode first: the prefiller has delivered the KV."""
         self.scheduler.pushed(request_id, prompt_tokens, self.now(), cached_tokens)
-        self.prefill_capacity_changed()
+        self._prefill_capacity_changed()
 
     def push_failed(self, request_id: str) -> None:
         """Decode first: the prefiller has not begun; another is chosen."""
         self.scheduler.push_failed(request_id, self.now())
-        self.prefill_capacity_changed()
+        self._prefill_capacity_changed()
 
     def progress(self, request_id: str, tokens: int) -> None:
         """The request has generated so many more tokens. Raises InvariantError when it is not decoding."""
@@ -142,13 +142,13 @@ class Ledger:
     def put_back(self, request_id: str) -> None:
         """The decode worker will not be asked after all: the request waits for another in the pool."""
         self.scheduler.put_back(request_id, self.now())
-        self.pool_filled()
+        self._pool_filled()
 
     def requeue(self, request_id: str, prefix: Sequence[int] = (), anew: bool = False) -> None:
         """The decode ended early, or the pinned KV was lost: the request queues for a prefill again. `prefix`, `anew`:
         as in `Scheduler.requeue`.
         """
-        self.released(self.scheduler.requeue(request_id, self.now(), prefix, anew))
+        self._released(self.scheduler.requeue(request_id, self.now(), prefix, anew))
         if self.scheduler.config.decode_first:
             self._pooled(request_id)
 
@@ -158,7 +158,7 @@ class Ledger:
             tracker = self.scheduler.snapshot.requests.get(request_id)
             if tracker is not None:
                 self.forecasts.finished(tracker, reason or outcome.value)
-        self.released(self.scheduler.finish(request_id, outcome, self.now() - age_s))
+        self._released(self.scheduler.finish(request_id, outcome, self.now() - age_s))
 
     def adopt(self, standing: Standing) -> bool:
         """Take over a former brain's request in its state; False: it can't be continued, and is unknown here."""
@@ -166,7 +166,7 @@ class Ledger:
             return False
         if standing.phase is POOLED:
             self._pooled(standing.spec.id)
-        self.prefill_capacity_changed()
+        self._prefill_capacity_changed()
         return True
 
     def order_by_arrival(self) -> None:
@@ -176,7 +176,7 @@ class Ledger:
     def _pooled(self, request_id: str) -> None:
         """Handle a request that has come into the pool; decode first, its size is an estimate."""
         self._forecast(self.scheduler.snapshot.requests[request_id])
-        self.pool_filled()
+        self._pool_filled()
 
     def _forecast(self, tracker: RequestTracker) -> None:
         """Give the scheduler the forecast of a request that waits in the pool."""
@@ -210,7 +210,7 @@ class Ledger:
         for admission in admissions:
             self.on_answer(admission.request, admission.worker)
         if admissions:
-            self.prefill_capacity_changed()  # the pool has room again
+            self._prefill_capacity_changed()  # the pool has room again
         return admissions
 
     def expire(self) -> list[str]:
@@ -223,7 +223,7 @@ class Ledger:
         for release in expired:
             where = "a decode slot" if release.phase is POOLED else "a prefiller"
             self.on_answer(release.request, Refusal(RefusalKind.EXPIRED, f"The request waited too long for {where}."))
-            self.released(release)
+            self._released(release)
         return [release.request for release in expired]
 
     # -- the whole
@@ -300,7 +300,7 @@ class Ledger:
     def report_prefiller(self, worker_id: str, kv_usage: float | None) -> None:
         """A sample of a prefiller's KV usage; None: the prefiller does not report it."""
         self.scheduler.report_prefiller(worker_id, kv_usage, self.now())
-        self.prefill_capacity_changed()
+        self._prefill_capacity_changed()
 
     def report_prefix_cache(
         self, worker_id: str, capacity_tokens: int | None, block_tokens: int, counters: tuple[float, float] | None
@@ -390,24 +390,24 @@ class Ledger:
         """Whether the policy could admit a request: a worker can take one, or the policy does not wait for slots."""
         return not self._waits_for_slots or self.scheduler.snapshot.has_room
 
-    def pool_filled(self) -> None:
+    def _pool_filled(self) -> None:
         """A request has come into the pool."""
         if self.decision_possible:
             self.decision_due.set()
 
-    def prefill_capacity_changed(self) -> None:
+    def _prefill_capacity_changed(self) -> None:
         """Wake the prefill dispatcher: a prefiller may have new capacity."""
         if self.scheduler.snapshot.queued or self.scheduler.snapshot.asking:
             self.prefill_event.set()
 
     def capacity_changed(self) -> None:
         """Wake the dispatchers: a worker may have new capacity."""
-        self.prefill_capacity_changed()
+        self._prefill_capacity_changed()
         self._slots_changed()
 
-    def released(self, release: Release) -> None:
+    def _released(self, release: Release) -> None:
         """Wake the dispatcher that waits for what a request held in the phase that it left."""
-        self.prefill_capacity_changed()
+        self._prefill_capacity_changed()
         if release.phase is DECODING:
             self._slots_changed()
 
