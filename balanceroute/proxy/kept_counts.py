@@ -121,28 +121,30 @@ class CountsFile:
 
     def __init__(self, folder: RunFolder, name: str) -> None:
         """`name`: of a relay, or `LEADER`."""
-        self._kept, self._name = KeptCounts(folder), name
+        self._files, self._name = KeptCounts(folder), name
+        self._kept: bytes | None = None  # the counts in the file, if this process has put them there
         self._trouble = Trouble(log, "counters cannot be saved", "counters are saved again")
 
     def last(self) -> bytes:
         """What former processes have counted; empty where it can't be read, which is no reason not to start."""
         try:
-            return self._kept.of(self._name)
+            return self._files.of(self._name)
         except OSError as error:
             log.warning("counters of the previous process cannot be read", extra={"error": error.strerror})
             return b""
 
-    @property
-    def is_lost(self) -> bool:
-        """Whether somebody has removed the file, or there is none yet."""
-        return is_gone(self._kept.file(self._name))
+    def has(self, counts: bytes) -> bool:
+        """Whether this process has kept these counts, and nobody has removed the file."""
+        return counts == self._kept and not is_gone(self._files.file(self._name))
 
     def keep(self, counts: bytes) -> bool:
         """Keep these counts; returns whether that worked."""
+        self._kept = None
         try:
-            self._kept.keep(self._name, counts)
+            self._files.keep(self._name, counts)
         except OSError as error:
             self._trouble.begin(relay=self._name, error=error.strerror)
             return False
+        self._kept = counts
         self._trouble.end(relay=self._name)
         return True

@@ -41,7 +41,6 @@ class LeaderCounts:
         `generation`: of the router. The first leader of a router that takes over is no restart of the former's.
         """
         self._file, self._lead, self._metrics = CountsFile(folder, LEADER), lead, metrics
-        self._kept = b""
         self._kept_counts, self._gone, self._on_inherited = KeptCounts(folder), Gone(folder), on_inherited
         last = self._file.last()
         former = _entries(last)
@@ -89,9 +88,7 @@ class LeaderCounts:
         entries = self._entries | ({_INHERITED: sorted(self.inherited)} if self.inherited else {})
         if entries:
             counts = orjson.dumps(orjson.loads(counts) | entries)
-        if counts != self._kept or self._file.is_lost:
-            self._kept = counts if self._file.keep(counts) else b""
-        return self._kept == counts
+        return self._file.has(counts) or self._file.keep(counts)
 
 
 def _entries(counts: bytes) -> dict[str, Any]:

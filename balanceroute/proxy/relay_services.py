@@ -43,7 +43,6 @@ class RelayServices(ClientServices):
     folder: RunFolder
     name: str
     counts_file: CountsFile
-    kept: bytes = b""  # of counts
     sent_activity: Activity | None = None  # sent last; None: not to the present brain
     known: asyncio.Event = field(default_factory=asyncio.Event)  # a brain has named the workers
 
@@ -112,23 +111,20 @@ class RelayServices(ClientServices):
             self.suspicions.explained_elsewhere(worker_id, now - age_s)
 
     def send_counts(self) -> None:
-        """Keep this relay's counts, and send them to the brain, which serves the metrics of all processes."""
-        self.kept = b""
-        self.keep_counts()
+        """Keep this relay's counts for its next start and for the next brain, and send them to the present brain."""
+        self._send_counts(self.metrics.counts())
 
-    def keep_counts(self) -> None:
-        """If counts have changed, keep them for this relay's next start and for the next brain, then send them."""
-        counts = self.metrics.counts()
-        if counts != self.kept or self.counts_file.is_lost:
-            kept = self.counts_file.keep(counts)  # first: shown counters must not fall if this process ends
-            self.kept = counts if kept else b""
-            self.brain.report(Counted(counts))
+    def _send_counts(self, counts: bytes) -> None:
+        self.counts_file.keep(counts)  # first: shown counters must not fall if this process ends
+        self.brain.report(Counted(counts))
 
     async def count(self) -> None:
         """Every second, keep and send the counts if they have changed; until cancelled."""
         while True:
             await asyncio.sleep(until_tick_s(self.loop.time(), COUNTS_S))
-            self.keep_counts()
+            counts = self.metrics.counts()
+            if not self.counts_file.has(counts):
+                self._send_counts(counts)
 
     async def renew_times(self) -> None:
         """Every hour, renew the times of the run folder's files, against cleaners of old files; until cancelled."""

@@ -292,7 +292,7 @@ async def test_a_prefiller_that_cannot_push_costs_its_request_and_no_connection_
 async def test_an_idle_relay_sends_each_brain_its_activity_and_counts_only_once() -> None:
     async with relayed(FAST, count=1) as router:
         services = router.relays[0].app.services
-        await until(lambda: bool(services.kept) and services.sent_activity is not None)
+        await until(lambda: services.counts_file.has(services.metrics.counts()) and services.sent_activity is not None)
         sent_types: list[type] = []
         services.brain = RecordedBrain(services.brain, sent_types)  # type: ignore[assignment]
         looked_s = services.last_look_s

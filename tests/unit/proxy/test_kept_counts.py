@@ -60,6 +60,16 @@ def test_unwritable_counts_do_not_stop_a_process_and_are_logged_once(
     ] * 2
 
 
+def test_a_file_has_the_counts_that_this_process_has_kept_last_until_it_is_removed(tmp_path: Path) -> None:
+    KeptCounts(RunFolder(tmp_path)).keep("relay-0", b"{1}")
+    file = CountsFile(RunFolder(tmp_path), "relay-0")
+    assert not file.has(b"{1}"), "a former process has kept them"
+    assert file.keep(b"{1}") and file.keep(b"{2}")
+    assert file.has(b"{2}") and not file.has(b"{1}")
+    KeptCounts(RunFolder(tmp_path)).file("relay-0").unlink()
+    assert not file.has(b"{2}")
+
+
 def test_counts_are_overwritten_in_place_on_a_full_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
