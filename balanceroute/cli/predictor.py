@@ -98,11 +98,11 @@ def evaluate(
     from balanceroute.cli.given import given, refuse_unused
     from balanceroute.cli.output import print_json
     from balanceroute.errors import ConfigError, InputError
+    from balanceroute.parameters import parse_options
     from balanceroute.plugins import while_it_runs
     from balanceroute.prediction import OwnPredictor, build_predictor
     from balanceroute.prediction import evaluate as judge
     from balanceroute.prediction.evaluation import time_split
-    from balanceroute.simulator import parse_options
 
     if model is not None and train is not None:
         raise ConfigError("predictor evaluate: give --model or --train, not both")

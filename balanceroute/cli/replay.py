@@ -120,7 +120,8 @@ def replay(
     from balanceroute.cli.output import check_written
     from balanceroute.core.knobs import PolicySettings
     from balanceroute.errors import InputError
-    from balanceroute.simulator import Replay, Setting, at_load, parse_options, parse_params, usual_predictor
+    from balanceroute.parameters import parse_options, parse_params
+    from balanceroute.simulator import Replay, Setting, at_load, usual_predictor
     from balanceroute.traces import load_trace
 
     setting = Setting(

@@ -1,7 +1,7 @@
 """The step simulator: replays a trace through the live router's scheduler and policies in seconds."""
 
 from balanceroute.simulator.prefill_tier import PrefillFigures, PrefillTier, replay_prefill, replay_queue
-from balanceroute.simulator.replay import PREDICTORS, Replay, parse_options, parse_params, usual_predictor
+from balanceroute.simulator.replay import PREDICTORS, Replay, usual_predictor
 from balanceroute.simulator.result import Figures, Outcome
 from balanceroute.simulator.setting import Failure, Setting, at_load
 from balanceroute.simulator.simulation import Stopped
@@ -17,8 +17,6 @@ __all__ = [
     "Setting",
     "Stopped",
     "at_load",
-    "parse_options",
-    "parse_params",
     "replay_prefill",
     "replay_queue",
     "usual_predictor",

@@ -5,8 +5,8 @@ import sys
 from balanceroute.core.knobs import PolicySettings
 from balanceroute.core.policies import make_policy
 from balanceroute.errors import BalanceRouteError
+from balanceroute.parameters import parse_options, parse_params
 from balanceroute.plugins import learn_policy, make_predictor
-from balanceroute.simulator import parse_options, parse_params
 from balanceroute.testing import RuleBroken, check_policy, check_predictor
 
 USAGE = "usage: python -m balanceroute.testing [--predictor] MODULE:CLASS [NAME=VALUE ...]"

@@ -24,6 +24,7 @@ ALLOWED: dict[str, set[str]] = {
     "core": {"errors", "native"},
     "prediction": {"bounded", "core", "plugins", "errors", "whole_file"},
     "plugins": {"core", "errors"},
+    "parameters": {"core", "plugins", "errors"},
     "journal": {"bounded", "core", "plugins", "errors"},
     "explain": {"core", "plugins", "errors"},
     "build": {"core", "prediction", "config", "journal", "errors"},
@@ -45,7 +46,7 @@ ALLOWED: dict[str, set[str]] = {
     "proxy": {"core", "plugins", "prediction", "config", "build", "journal", "explain", "errors", "native"},
     "emulator": {"engine", "errors"},
     "library": {"core", "plugins", "prediction", "simulator", "experiments", "traces", "errors"},
-    "testing": {"core", "plugins", "prediction", "simulator", "errors"},
+    "testing": {"core", "parameters", "plugins", "prediction", "errors"},
     "demo": {"core", "loadgen", "traces", "report", "errors"},
     "instrumentation": set(),
 }
