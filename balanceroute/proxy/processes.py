@@ -8,14 +8,13 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO, Final
 
 from balanceroute.config import Config
-from balanceroute.config.addresses import host_in_url
 from balanceroute.errors import ConfigError
 from balanceroute.proxy.admission.forecasts import build_forecasts
 from balanceroute.proxy.brain import BrainCallbacks, run_brain
@@ -27,13 +26,13 @@ from balanceroute.proxy.configured import Configured
 from balanceroute.proxy.handover import Handover, HandoverState, Predecessor
 from balanceroute.proxy.kept_counts import KeptCounts
 from balanceroute.proxy.link.files import locked
+from balanceroute.proxy.listeners import bound, listeners
 from balanceroute.proxy.perimeter.key_table import KeyTable, RelayRows
 from balanceroute.proxy.perimeter.perimeter import Perimeter
 from balanceroute.proxy.relay import RelaySetup, run_relay
 from balanceroute.proxy.relay_locks import RelayLocks, relay_name
 from balanceroute.proxy.reload import asks_another_predictor, check_added, check_workers
 from balanceroute.proxy.run_folder import RunFolder, run_folder
-from balanceroute.proxy.server import BACKLOG
 from balanceroute.proxy.supervisor import Main, Supervisor, be_called
 from balanceroute.proxy.telemetry.logs import configure
 from balanceroute.proxy.telemetry.troubles import Trouble
@@ -43,7 +42,6 @@ log = logging.getLogger(__name__)
 LINEAGE_BITS: Final = 48  # not the process id: in a container it is the same after each restart
 BRAIN: Final = "brain"
 STANDBY: Final = "standby"
-AT_WORK: Final = "a router with relays runs there; --take-over takes its place, where it is up and not about to end"
 
 
 def serve_processes(
@@ -68,7 +66,7 @@ def serve_processes(
         if predecessor is not None:
             held.callback(predecessor.close)
             _try_forecasts(config)
-        sockets = [held.enter_context(sock) for sock in _listeners(config, predecessor)]
+        sockets = [held.enter_context(sock) for sock in listeners(config, predecessor)]
         folder = run_folder(config, sockets[0].getsockname()[1], os.environ)
         folder.make()
         taken = None if predecessor is None else predecessor.lock()
@@ -76,7 +74,7 @@ def serve_processes(
         lock = held.enter_context(taken or folder.claim(beside=beside, unanswered=take_over and not beside))
         link = None
         if config.listen.link_address is not None:
-            link = held.enter_context(_bound("listen.link", *config.listen.link_address, predecessor))
+            link = held.enter_context(bound("listen.link", *config.listen.link_address, predecessor))
         if config.listen.brains or config.listen.lease is not None:
             folder.identity()  # made by one process only
         processes = Processes(configured, load, folder, lock, sockets, journal, predecessor, link)
@@ -377,62 +375,3 @@ def _is_written(journal: Path) -> bool:
     if file is not None:
         os.close(file)
     return file is None
-
-
-def _listeners(config: Config, predecessor: Predecessor | None) -> Iterator[socket.socket]:
-    """The clients' socket, and the operators' where they have one. Raises: ConfigError."""
-    listen = config.listen
-    try:
-        clients = _listener("listen", listen.host, listen.port, predecessor)
-    except ConfigError as error:
-        if predecessor is None and listen.port and run_folder(config, listen.port, os.environ).is_claimed:
-            raise ConfigError(f"{error}: {AT_WORK}") from None
-        raise
-    yield clients
-    if listen.admin_address is not None:
-        yield _listener("listen.admin", *listen.admin_address, predecessor)
-
-
-def _listener(name: str, host: str, port: int, predecessor: Predecessor | None) -> socket.socket:
-    """A socket that listens at this address, the predecessor's if it has one. Raises: ConfigError."""
-    sock = _bound(name, host, port, predecessor)
-    try:
-        sock.listen(BACKLOG)
-    except OSError as error:
-        sock.close()
-        raise _cannot_listen(name, host, port, os.strerror(error.errno or 0)) from None
-    return sock
-
-
-def _bound(name: str, host: str, port: int, predecessor: Predecessor | None) -> socket.socket:
-    """A socket that is bound to this address, the predecessor's if it has one. Raises: ConfigError."""
-    wrong = "there is no such address"
-    with suppress(socket.gaierror):
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, _, _, _, address = min(found)  # IPv4 first, if a name has both
-        if predecessor is not None and (taken := predecessor.listener(str(address[0]), port)) is not None:
-            return taken
-        try:
-            return _bind(family, (str(address[0]), port))
-        except OSError as error:
-            wrong = os.strerror(error.errno) if error.errno else str(error)
-    raise _cannot_listen(name, host, port, wrong)
-
-
-def _bind(family: int, address: tuple[str, int]) -> socket.socket:
-    """As `socket.create_server`, without listening yet. Raises: OSError."""
-    sock = socket.socket(family)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if family == socket.AF_INET6:
-            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        sock.bind(address)
-        sock.setblocking(False)
-    except OSError:
-        sock.close()
-        raise
-    return sock
-
-
-def _cannot_listen(name: str, host: str, port: int, wrong: str) -> ConfigError:
-    return ConfigError(f"{name}: cannot listen on {host_in_url(host)}:{port}: {wrong}")
