@@ -124,7 +124,7 @@ def show_decisions(found: Mapping[str, Any]) -> None:
 
     from rich.table import Table
 
-    from balanceroute.cli.explain import STAGES
+    from balanceroute.cli.explain import STAGES, score_text
     from balanceroute.cli.output import print_table
 
     rows = found["decisions"]
@@ -149,8 +149,3 @@ def show_decisions(found: Mapping[str, Any]) -> None:
         print_table(table)
     by = f", by {', '.join(policies)}" if rows else ""
     print_table(f"{found['count']:,} admissions so far, {len(rows)} shown{by}")
-
-
-def score_text(score: float | None) -> str:
-    """The score; a dash where there is none."""
-    return "-" if score is None else f"{score:,.1f}"

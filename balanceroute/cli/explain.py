@@ -147,10 +147,15 @@ def admissions_table(result: "Explanation") -> "Table":
     table.add_column("its score", justify="right")
     into_slots = len(result.admissions) - result.sent_ahead
     for index, (admit, runner_up) in enumerate(zip(result.admissions, result.runners_up, strict=True)):
-        its_score = "-" if runner_up.score is None else f"{runner_up.score:,.1f}"
         stage = f"{admit.stage} {STAGES[admit.stage]}" + ", sent ahead" * (index >= into_slots)
-        table.add_row(admit.request, admit.worker, stage, f"{admit.score:,.1f}", str(runner_up), its_score)
+        cells = (stage, score_text(admit.score), str(runner_up), score_text(runner_up.score))
+        table.add_row(admit.request, admit.worker, *cells)
     return table
+
+
+def score_text(score: float | None) -> str:
+    """The score; a dash where there is none."""
+    return "-" if score is None else f"{score:,.1f}"
 
 
 def prefills_table(result: "Explanation") -> "Table":

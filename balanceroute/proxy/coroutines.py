@@ -79,7 +79,7 @@ def supervised(services: ClientServices, name: str, run: Callable[[], Awaitable[
             except Exception:
                 # a router that has stopped deciding is worse than one that continues after a bug
                 services.metrics.tasks_failed.inc(name)
-                log.exception("internal error", extra={"where": name, "state": _known(services)})
+                log.exception("internal error", extra={"where": name, "state": _state_for_log(services)})
                 if services.strict:
                     raise
                 await asyncio.sleep(_RESTART_S)
@@ -87,8 +87,8 @@ def supervised(services: ClientServices, name: str, run: Callable[[], Awaitable[
     return forever()
 
 
-def _known(services: ClientServices) -> dict[str, Any] | None:
-    """The state for the log, if this process has it and it is readable."""
+def _state_for_log(services: ClientServices) -> dict[str, Any] | None:
+    """The state, if this process has it and it is readable."""
     with suppress(Exception):
         return state(services) if isinstance(services, Services) else None
     return None

@@ -1,4 +1,4 @@
-"""All services of a running router, made by the lifespan of `app.create_app`.
+"""All services of the process that decides, made by `app.build_services`.
 
 Each layer declares what it uses: `LifeServices`, then `ClientServices` on it, then `OperatorServices` on that.
 """
