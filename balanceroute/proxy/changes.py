@@ -37,14 +37,15 @@ FIRST: Final = 1  # the number of a router's first configuration
 class Changes(msgspec.Struct, frozen=True):
     """Changes to the configuration in a lineage: workers added, removed and drained, and another policy.
 
-    `added`: also workers that differ from the configuration's of the same id. `removed`: as the configuration described
-    them; a worker that it describes differently now is back. `workers`: all that the router has, because workers that
-    leave may still have requests. `number`: of the configuration (`configured.py`). `epoch`: of the brain that wrote
-    this.
+    `added`: also workers that differ from the configuration's of the same id, which are in `replaced`. `removed` and
+    `replaced`: as the configuration described them; a worker that it describes differently now is as it says.
+    `workers`: all that the router has, because workers that leave may still have requests. `number`: of the
+    configuration (`configured.py`). `epoch`: of the brain that wrote this.
     """
 
     lineage: int
     added: tuple[WorkerSpec, ...] = ()
+    replaced: tuple[WorkerSpec, ...] = ()
     removed: tuple[WorkerSpec, ...] = ()
     drained: tuple[str, ...] = ()
     policy: str | None = None
@@ -81,10 +82,12 @@ class Changes(msgspec.Struct, frozen=True):
         names under another name by now leaves: that server would get twice its share.
         """
         fleet = services.fleet
-        removed = {spec.id for spec in self.removed if spec.id in fleet and fleet[spec.id].spec == spec}
-        changed = removed.union(spec.id for spec in self.added)
+        configured = {worker.id: worker.spec for worker in fleet}
+        removed = {spec.id for spec in self.removed if configured.get(spec.id) == spec}
+        added = [spec for spec in self.added if configured.get(spec.id) in (None, *self.replaced)]
+        changed = removed.union(spec.id for spec in added)
         named = Places(worker.spec for worker in fleet if worker.id not in changed)
-        for spec in self.added:
+        for spec in added:
             if spec.id in fleet and fleet[spec.id].spec != spec:
                 fleet.leave(fleet[spec.id])
                 fleet.sweep()
@@ -105,9 +108,11 @@ def changes_of(services: Services, base: Config, lineage: int, number: int = 0, 
     configured = {spec.id: spec for spec in worker_specs(base)}
     staying = {worker.id: worker.spec for worker in services.fleet if not worker.leaving}
     policy = services.config.routing.policy
+    added = tuple(spec for spec in staying.values() if spec != configured.get(spec.id))
     return Changes(
         lineage,
-        tuple(spec for spec in staying.values() if spec != configured.get(spec.id)),
+        added,
+        tuple(configured[spec.id] for spec in added if spec.id in configured),
         tuple(spec for name, spec in sorted(configured.items()) if name not in staying),
         tuple(worker.id for worker in services.fleet if worker.drained),
         None if policy == base.routing.policy else policy,

@@ -98,6 +98,39 @@ def test_the_next_brain_keeps_leaving_workers_whatever_its_configuration_lists()
     in_virtual_time(test)
 
 
+def test_an_added_worker_is_as_a_new_configuration_describes_it_where_that_names_it() -> None:
+    async def test() -> None:
+        smaller, config = a_router(a_config(1, 1)), a_config(1, 2)
+        d1 = next(spec for spec in worker_specs(config) if spec.id == "d1")
+        smaller.fleet.add(replace(d1, slots=d1.slots + 1), 3)
+        found = changes_of(smaller, smaller.config, LINEAGE)
+        taken_over = a_router(config)
+        found.apply(taken_over)
+        assert specs(taken_over)["d1"] == d1
+        assert changes_of(taken_over, config, LINEAGE).added == ()
+
+    in_virtual_time(test)
+
+
+def test_an_added_worker_that_replaces_one_of_the_configuration_stays_until_that_describes_it_differently() -> None:
+    async def test() -> None:
+        services = a_router()
+        d1 = specs(services)["d1"]
+        services.fleet.leave(services.fleet["d1"])
+        services.fleet.sweep()
+        services.fleet.add(by_hand := replace(d1, slots=d1.slots + 1), 3)
+        found = changes_of(services, services.config, LINEAGE)
+        next_brain = a_router()
+        found.apply(next_brain)
+        assert specs(next_brain)["d1"] == by_hand
+        assert changes_of(next_brain, services.config, LINEAGE) == found
+        other = a_router(a_config(decode={"max_num_seqs": d1.slots + 2}))
+        found.apply(other)
+        assert specs(other)["d1"].slots == d1.slots + 2
+
+    in_virtual_time(test)
+
+
 def test_an_added_server_that_a_new_configuration_renames_leaves_under_its_added_name() -> None:
     async def test() -> None:
         services = a_router(a_config(1, 1))
