@@ -368,7 +368,7 @@ class Ledger:
         return next((view_prefiller(each) for each in prefillers if each.spec.id == worker_id), None)
 
     @property
-    def requests(self) -> int:
+    def n_requests(self) -> int:
         """The number of requests."""
         return len(self.scheduler.snapshot.requests)
 

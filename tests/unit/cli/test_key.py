@@ -48,7 +48,9 @@ def test_a_key_that_exists_is_hashed_and_not_shown(
     assert "0123456789" not in out + err
 
 
-def test_json_has_both(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_output_has_the_key_and_its_entry(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(monkeypatch, "one", "--json") == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed["entry"]["sha256"] == digest_of(printed["key"].encode()).hex()

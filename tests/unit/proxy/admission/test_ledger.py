@@ -44,7 +44,7 @@ def test_a_request_that_is_refused_has_left_and_a_refusal_is_plain_data() -> Non
         ledger.set_worker_state("d0", WorkerState.DOWN)
         ledger.submit(RequestSpec("a", 10))
         assert isinstance(answers["a"], Refusal) and "decode workers" in answers["a"].text
-        assert ledger.requests == 0
+        assert ledger.n_requests == 0
 
     in_virtual_time(test)
 
@@ -79,7 +79,7 @@ def test_a_request_that_has_waited_too_long_is_refused_with_the_tier_it_waited_f
         assert ledger.expire() == ["pooled"]
         texts = {name: answer.text for name, answer in answers.items() if isinstance(answer, Refusal)}
         assert "a prefiller" in texts["queued"] and "a decode slot" in texts["pooled"]
-        assert ledger.requests == 1
+        assert ledger.n_requests == 1
 
     in_virtual_time(test)
 

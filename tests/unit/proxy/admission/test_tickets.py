@@ -22,7 +22,7 @@ def test_a_ticket_leaves_once() -> None:
         assert ticket.left and ticket.phase is Phase.GONE
         with pytest.raises(InvariantError):
             ticket.finish(Outcome.CANCELLED)
-        assert tickets.by_id == {} and ledger.requests == 0
+        assert tickets.by_id == {} and ledger.n_requests == 0
 
     in_virtual_time(test)
 
@@ -73,7 +73,7 @@ def test_a_waiter_that_was_cancelled_does_not_disturb_the_dispatcher() -> None:
         ledger.dispatch()
         assert ticket.phase is Phase.PREFILLING
         ticket.finish(Outcome.CANCELLED)
-        assert ledger.requests == 0
+        assert ledger.n_requests == 0
 
     in_virtual_time(test)
 
