@@ -75,6 +75,28 @@ def test_an_asgi_application_receives_a_disconnect_after_its_own_answer() -> Non
     in_virtual_time(test)
 
 
+def test_an_asgi_application_that_waits_for_a_disconnect_gets_none_before_its_answer_is_complete() -> None:
+    """Starlette ends a stream at once that way."""
+
+    async def test() -> None:
+        told: list[Any] = []
+
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            await receive()
+            waiting = asyncio.ensure_future(receive())
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": b"a", "more_body": True})
+            await let_pass(60.0)
+            told.append(waiting.done())
+            await send({"type": "http.response.body", "body": b"b"})
+            told.append(await waiting)
+
+        await called(app, a_request(b"", b"/any"), Connection())
+        assert told == [False, {"type": "http.disconnect"}]
+
+    in_virtual_time(test)
+
+
 def test_an_asgi_application_starts_before_the_body_has_arrived_and_then_gets_it() -> None:
     async def test() -> None:
         continues_sent: list[bool] = []

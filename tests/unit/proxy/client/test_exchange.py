@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 import pytest
 
-from balanceroute.errors import BadUpstreamReply, BalanceRouteError, InvalidRequest, NoHealthyWorkers
+from balanceroute.errors import BadUpstreamReply, BalanceRouteError, Draining, InvalidRequest, NoHealthyWorkers
 from balanceroute.proxy.admission import decider
 from balanceroute.proxy.client.exchange import Exchange
 from balanceroute.proxy.perimeter.perimeter import Perimeter
@@ -145,10 +145,35 @@ def test_a_clients_error_is_a_400_and_reaches_no_worker(body: Any, param: str | 
     in_virtual_time(test)
 
 
+def test_a_header_without_meaning_is_refused_before_the_body() -> None:
+    async def test() -> None:
+        services = a_router(a_config(1, 1))
+        request = a_request(BODY, headers=[(b"x-request-timeout", b"soon")])
+        with pytest.raises(InvalidRequest):
+            Exchange(services, "completions", request, Connection().response()).check()
+
+    in_virtual_time(test)
+
+
+def test_choices_together_have_no_engine_s_figures_of_one_of_them() -> None:
+    async def test() -> None:
+        services, connection = a_router(a_config(1, 1)), Connection()
+        page = whole(20, 21)
+        script(services, "p0", probed())
+        script(services, "d0", Page(orjson.dumps(orjson.loads(page.body) | {"metrics": {"queued_s": 1}})))
+        await served(services, connection, BODY | {"n": 2})
+        answer = orjson.loads(connection.answer[2])
+        assert len(answer["choices"]) == 2 and answer["metrics"] is None
+
+    in_virtual_time(test)
+
+
 def test_a_draining_router_refuses_a_request_before_its_body() -> None:
     async def test() -> None:
         services, connection = a_router(a_config(1, 1)), Connection()
         services.ledger.drain()
+        with pytest.raises(Draining):
+            Exchange(services, "completions", a_request(b""), Connection().response()).check()
         await served(services, connection)
         status, headers, _ = connection.answer
         assert status == 503 and int(headers["retry-after"]) >= 1 and counted(services) == {"rejected": 1}

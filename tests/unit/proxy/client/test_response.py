@@ -33,6 +33,17 @@ async def test_an_answer_that_is_not_completed_ends_uncleanly() -> None:
         assert (await client.reader.read()).endswith(b"4\r\nhalf\r\n")
 
 
+def test_an_answer_that_breaks_off_before_its_first_part_has_its_head() -> None:
+    async def test() -> None:
+        connection = Connection()
+        response = connection.response()
+        response.start(200, [])
+        response.break_off()
+        assert connection.closed and connection.answer == (200, {"transfer-encoding": "chunked"}, b"")
+
+    in_virtual_time(test)
+
+
 def test_an_aborted_answer_accepts_no_more_bytes_while_its_buffer_drains() -> None:
     async def test() -> None:
         connection = Connection()

@@ -39,6 +39,25 @@ def test_ids_without_sent_text_are_dropped_when_their_worker_is_lost() -> None:
     assert (generated.tokens, generated.earlier, generated.in_segment) == (2, 2, 0)
 
 
+def test_the_ids_of_half_a_character_are_dropped_with_those_that_have_no_text() -> None:
+    generated = tokens()
+    generated.take_ids({"token_ids": [1, 2, 3]})
+    generated.printed()
+    generated.take_ids({"token_ids": [4]})
+
+    assert generated.resume(broken=2) == 3
+    assert (generated.ids.tolist(), generated.tokens, generated.exact) == ([1], 1, True)
+
+
+def test_ids_that_are_dropped_with_one_that_cannot_be_read_leave_the_others_exact() -> None:
+    """The next worker generates them anew, from no id at all."""
+    generated = tokens()
+    generated.take_ids({"token_ids": ["x"]})
+
+    assert generated.resume(broken=0) == 1
+    assert (generated.tokens, generated.ids.tolist(), generated.exact) == (0, [], True)
+
+
 def test_ids_sent_to_a_client_that_wants_ids_are_never_dropped() -> None:
     generated = tokens(want_ids=True)
     generated.take_ids({"token_ids": [1, 2, 3]})
@@ -76,6 +95,7 @@ def test_an_event_with_only_text_counts_one_token_until_ids_arrive() -> None:
     generated.take_ids({"token_ids": [7, 8]})
 
     assert (generated.tokens, generated.ids.tolist(), generated.exact) == (2, [7, 8], True)
+    assert generated.kept_ids.tolist() == [], "the text before them was the prompt's"
 
 
 def test_an_event_is_not_counted_in_addition_to_its_usage() -> None:

@@ -250,6 +250,18 @@ def test_an_unstreamed_answer_is_counted_and_stripped() -> None:
     assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 3}
 
 
+def test_a_client_gets_no_ids_that_it_did_not_ask_for_and_never_the_place_of_its_kv() -> None:
+    choice = {"text": "a", "token_ids": [1], "prompt_token_ids": [7, 8], "finish_reason": "stop"}
+    body = orjson.dumps({"choices": [choice], "prompt_token_ids": [7, 8], "kv_transfer_params": {"remote_host": "h"}})
+    for wanted in (False, True):
+        request = client_request.parse("completions", orjson.dumps({"prompt": "x", "return_token_ids": wanted}))
+        answer = orjson.loads(correct_answer(request, body, worker="d0").body)
+        of_prompt = [7, 8] if wanted else None
+        assert answer["choices"][0]["token_ids"] == ([1] if wanted else None)
+        assert answer["choices"][0]["prompt_token_ids"] == answer["prompt_token_ids"] == of_prompt
+        assert answer["kv_transfer_params"] is None
+
+
 def test_an_unstreamed_reply_with_too_many_values_is_not_read() -> None:
     body = b'{"choices":[{"text":"a","token_ids":[1]}],"more":[' + b"[]," * MAX_COMMAS + b"1,1]}"
     with pytest.raises(ReplyTooLarge):

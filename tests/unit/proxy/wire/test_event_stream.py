@@ -40,6 +40,12 @@ def test_an_event_above_the_limit_is_told_and_its_bytes_are_dropped(size: int) -
     assert splitter.oversized
 
 
+def test_the_limit_is_of_one_event_and_not_of_all_that_came_in_pieces() -> None:
+    splitter = EventSplitter(max_event_bytes=20)
+    came = [event for _ in range(9) for piece in (b"data: 123", b"456\n\n") for event in splitter.events(piece)]
+    assert came == [b"data: 123456\n\n"] * 9 and not splitter.oversized
+
+
 @pytest.mark.parametrize(
     ("event", "payload"),
     [

@@ -577,6 +577,38 @@ def test_an_event_above_the_limit_ends_the_stream_and_holds_no_memory() -> None:
 # ---------------------------------------------------------------------------------------- resume
 
 
+def test_text_offsets_of_a_resumed_answer_continue_those_before() -> None:
+    scanner = EventScanner()
+    scanner.feed(event(completion("abc", [1], logprobs=LOGPROBS | {"tokens": ["abc"]})))
+    scanner.close()
+    scanner.resume()
+    (part,) = parsed(scanner.feed(event(completion("d", [2], logprobs=LOGPROBS | {"tokens": ["d"]}))))
+    assert part["choices"][0]["logprobs"]["text_offset"] == [3]
+
+
+@pytest.mark.parametrize(("logprobs", "halved"), [(None, False), (LOGPROBS, True)], ids=["text", "logprobs"])
+def test_half_of_a_character_can_be_generated_anew_unless_logprobs_have_shown_its_tokens(
+    logprobs: dict[str, Any] | None, halved: bool
+) -> None:
+    scanner = EventScanner()
+    scanner.feed(event(completion("ab", [1, 2], logprobs=logprobs)))
+    scanner.close()
+    assert scanner.cut(broken=1).halved is halved
+
+
+def test_a_client_that_wants_ids_gets_the_prompt_s_once_although_its_answer_is_resumed() -> None:
+    scanner = EventScanner(want_token_ids=True)
+    out = b""
+    for _ in range(2):
+        out += scanner.feed(event(completion("", [], prompt_token_ids=[8, 9]))) + scanner.feed(
+            event(completion("a", None))
+        )
+        scanner.close()
+        scanner.resume()
+    told = [part["choices"][0]["prompt_token_ids"] for part in parsed(out)]
+    assert [ids for ids in told if ids] == [[8, 9]]
+
+
 def test_a_resumed_answer_is_one_unbroken_stream() -> None:
     scanner = EventScanner(want_usage=True, prompt_tokens=10)
     out = scanner.feed(event(chat({"role": "assistant", "content": ""}, None)))
