@@ -72,6 +72,36 @@ async def test_a_body_counts_until_its_answer_is_complete() -> None:
 
 
 @pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("length", "body"),
+    [(b"content-length: 9", b"x" * 9), (b"transfer-encoding: chunked", b"9\r\nxxxxxxxxx\r\n0\r\n\r\n")],
+    ids=["sized", "chunked"],
+)
+async def test_a_body_that_comes_after_its_head_counts_until_its_client_has_gone(length: bytes, body: bytes) -> None:
+    async with listening() as server:
+        client = await server.connect()
+        client.send(b"POST /hot HTTP/1.1\r\nhost: x\r\nx-do: wait\r\nexpect: 100-continue\r\n", length, b"\r\n\r\n")
+        assert b"100" in await client.reader.readuntil(b"\r\n\r\n")
+        client.send(body)
+        await until(lambda: server.site.served)
+        edge = server.edge
+        assert (edge.incoming_bytes, edge.served_bytes) == (0, 9)
+        client.writer.transport.abort()
+        await until(lambda: not server.connections)
+        assert (edge.incoming_bytes, edge.served_bytes) == (0, 0)
+
+
+@pytest.mark.anyio
+async def test_bodies_of_one_connection_count_one_after_the_other() -> None:
+    async with listening() as server:
+        client = await server.connect()
+        for size in (9, 90_000, 0, 9):
+            client.post(b"x" * size)
+            assert (await client.answer())[0] == 200
+            assert (server.edge.incoming_bytes, server.edge.served_bytes) == (0, 0)
+
+
+@pytest.mark.anyio
 async def test_one_clients_bodies_take_at_most_half_of_max_held_bytes() -> None:
     async with listening(max_held_bytes=400_000) as server:
         greedy = [await server.connect() for _ in range(3)]
