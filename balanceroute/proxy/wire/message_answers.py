@@ -227,8 +227,6 @@ class MessageStream:
         out += (_named("message_start", {"message": message}), PING)
 
     def _take(self, choice: dict[str, Any], out: list[bytes]) -> None:
-        if self._delta_sent:
-            return  # nothing may follow it
         delta = choice.get("delta") or {}
         self._last_fields = [key for key in (*_KINDS, "tool_calls") if delta.get(key)]
         if reasoning := reasoning_of(delta):  # some engines send both names

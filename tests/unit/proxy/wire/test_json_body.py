@@ -5,6 +5,7 @@ import pytest
 from balanceroute.errors import InvalidRequest
 from balanceroute.proxy.wire.client_request import Endpoint, parse
 from balanceroute.proxy.wire.json_body import MAX_DEPTH
+from balanceroute.proxy.wire.json_size import MAX_NODES
 from balanceroute.proxy.wire.payloads import probe_body
 
 NESTED = ["[" * 300 + "]" * 300, '{"a":' * 300 + "1" + "}" * 300]
@@ -47,3 +48,9 @@ def test_parts_nested_in_the_text_of_parts_are_a_bad_request(depth: int) -> None
 def test_many_brackets_side_by_side_are_no_depth() -> None:
     messages = b",".join([b'{"role": "user", "content": [{"type": "text", "text": "a"}]}'] * 500)
     assert parse("chat", b'{"messages": [%b]}' % messages).prompt_tokens > 500
+
+
+@pytest.mark.parametrize("value", [b"[],", b'"",', b"{},"])
+def test_a_body_with_more_values_than_are_read_at_once_is_refused(value: bytes) -> None:
+    with pytest.raises(InvalidRequest, match="The body holds more than"):
+        parse("completions", b'{"prompt": "a", "metadata": [%b1]}' % (value * (MAX_NODES + 1)))

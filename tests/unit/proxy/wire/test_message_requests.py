@@ -1,5 +1,6 @@
 """Anthropic's messages as chats: what each field becomes, and what is refused by its name."""
 
+from collections.abc import Callable
 from typing import Any
 
 import orjson
@@ -305,6 +306,18 @@ def test_a_schema_that_is_too_deep_for_a_chat_is_refused() -> None:
             assert error.status == 400
         else:
             assert probe_body(request)
+
+
+@pytest.mark.parametrize("read", [parse_messages, tokenize_body])
+def test_a_call_s_input_that_is_too_deep_to_be_written_is_refused(read: Callable[[bytes], object]) -> None:
+    call = body(user("a"), assistant([{"type": "tool_use", "id": "a", "name": "b", "input": {"deep": 7}}]))
+    with pytest.raises(InvalidRequest, match="nested too deeply"):
+        read(orjson.dumps(call).replace(b'"deep":7', b'"deep":' + b"[" * 300 + b"]" * 300))
+
+
+def test_a_choice_of_tools_without_any_tools_is_left_out() -> None:
+    for kind in ("auto", "none"):
+        assert "tool_choice" not in chat_of(body(tool_choice={"type": kind}))
 
 
 def test_tokens_are_counted_of_the_same_conversation_without_a_limit() -> None:
