@@ -327,7 +327,11 @@ def test_a_priority_header_overrides_the_body_as_on_vllm(header: bytes, engine_g
     in_virtual_time(test)
 
 
-def test_a_keys_limit_is_a_429_and_a_finished_request_frees_its_place(tmp_path: Path) -> None:
+def test_a_keys_limit_is_a_429_in_the_log_too_and_a_finished_request_frees_its_place(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "balanceroute.requests")
+
     async def test() -> None:
         keys = tmp_path / "keys.yaml"
         keys.write_text(f"keys: [{{name: team, sha256: {sha256(KEY).hexdigest()}, max_in_flight: 1}}]")
@@ -348,6 +352,9 @@ def test_a_keys_limit_is_a_429_and_a_finished_request_frees_its_place(tmp_path: 
                 other.check()
             other.refuse(refused.value)
             assert second.answer[0] == 429
+            (line,) = [vars(record) for record in caplog.records if record.message == "request"]
+            told = [line[name] for name in ("status", "key", "peer", "path")]
+            assert line["refused"] and told == [429, "team", "203.0.113.9", "/v1/completions"]
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
         third = Exchange(services, "completions", a_request(BODY, headers=bearer), Connection().response())

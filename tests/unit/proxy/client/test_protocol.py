@@ -261,6 +261,18 @@ async def test_an_invalid_request_gets_an_openai_error_and_the_connection_closes
         await served(server)
 
 
+async def test_bytes_that_are_no_request_are_logged_with_the_id_that_their_answer_has(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "balanceroute")
+    async with listening() as server:
+        client = await server.connect()
+        client.send(b"nonsense\r\n\r\n")
+        status, headers, _ = await client.answer()
+        (line,) = [vars(record) for record in caplog.records if record.message == "no request"]
+        assert status == 400 and line["request"] == headers["x-request-id"] and line["peer"] == "127.0.0.1"
+
+
 async def test_a_client_that_is_still_sending_can_read_its_refusal() -> None:
     async with listening(max_body_bytes=1000) as server:
         client = await server.connect()
