@@ -111,6 +111,18 @@ def test_an_answer_that_ends_within_its_reasoning_has_null_content(name: str) ->
     assert (message[name], message["content"]) == ("", None)
 
 
+def test_an_empty_answer_without_reasoning_has_an_empty_text() -> None:
+    wire = event(chat({"role": "assistant", "content": ""}, [])) + event(chat({}, [7], finish_reason="stop"))
+    assert assemble("chat", wire + event(usage(3, 1)) + DONE)["choices"][0]["message"]["content"] == ""
+
+
+def test_an_unstreamed_answer_is_counted_by_its_ids_and_without_them_by_its_usage() -> None:
+    request = client_request.parse("completions", b'{"prompt":"x"}')
+    for ids, tokens in (([1, 2], 2), (None, 5)):
+        reply = {"choices": [{"text": "a", "token_ids": ids}], "usage": {"completion_tokens": 5}}
+        assert correct_answer(request, orjson.dumps(reply), worker="d0").tokens == tokens
+
+
 def test_logprobs_of_all_events_are_joined() -> None:
     parts = [{"tokens": [t], "token_logprobs": [-0.5], "text_offset": [i]} for i, t in enumerate("abc")]
     wire = b"".join(event(completion(t, [1], logprobs=p)) for t, p in zip("abc", parts, strict=True))

@@ -61,6 +61,11 @@ def test_only_a_prompt_that_is_too_long_alone_or_with_its_output_gets_anthropics
     }
 
 
+@pytest.mark.parametrize(("status", "kind"), [(422, "invalid_request_error"), (502, "api_error")])
+def test_a_status_without_a_type_of_its_own_is_the_client_s_fault_or_the_server_s(status: int, kind: str) -> None:
+    assert orjson.loads(message_error_body(status, error_body(status, "x"), "r"))["error"]["type"] == kind
+
+
 @pytest.mark.parametrize(
     ("body", "message"),
     [

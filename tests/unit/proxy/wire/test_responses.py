@@ -8,6 +8,7 @@ from balanceroute.errors import (
     BadUpstreamReply,
     BalanceRouteError,
     ConnectFailed,
+    DecodersLost,
     Draining,
     InvalidRequest,
     NoHealthyWorkers,
@@ -89,6 +90,11 @@ def test_an_error_event_has_an_error_in_it_whatever_shape_the_worker_s_own_has(b
     """Clients take an event without one for a part of the answer, and never hear that it was cut off."""
     event = error_event(UpstreamStatus("x", status=404, body=body, **AT))
     assert orjson.loads(event.removeprefix(b"data: "))["error"]["message"] == message
+
+
+def test_a_request_that_may_have_killed_decoders_is_not_to_be_sent_again() -> None:
+    error = DecodersLost("x", **AT)
+    assert extra_headers(error) == [(b"x-should-retry", b"false")]
 
 
 def test_retry_after_is_what_the_error_says_or_a_second() -> None:
