@@ -79,7 +79,8 @@ class Changes(msgspec.Struct, frozen=True):
         """Make these changes in a new brain, before it has requests.
 
         An added worker that is down is waited for: it may have served for long. One whose server the configuration
-        names under another name by now leaves: that server would get twice its share.
+        names under another name by now leaves: that server would get twice its share. A drained server stays drained
+        under another name.
         """
         fleet = services.fleet
         configured = {worker.id: worker.spec for worker in fleet}
@@ -87,6 +88,7 @@ class Changes(msgspec.Struct, frozen=True):
         added = [spec for spec in self.added if configured.get(spec.id) in (None, *self.replaced)]
         changed = removed.union(spec.id for spec in added)
         named = Places(worker.spec for worker in fleet if worker.id not in changed)
+        drained = Places(spec for spec in self.workers if spec.id in self.drained)
         for spec in added:
             if spec.id in fleet and fleet[spec.id].spec != spec:
                 fleet.leave(fleet[spec.id])
@@ -96,7 +98,7 @@ class Changes(msgspec.Struct, frozen=True):
         for worker in fleet:
             if worker.id in removed:
                 fleet.leave(worker)
-            if worker.id in self.drained:
+            if worker.id in self.drained or drained.whose(worker.spec) is not None:
                 fleet.drain(worker)
         for spec in self.workers:
             if spec.id not in fleet:
@@ -114,7 +116,7 @@ def changes_of(services: Services, base: Config, lineage: int, number: int = 0, 
         added,
         tuple(configured[spec.id] for spec in added if spec.id in configured),
         tuple(spec for name, spec in sorted(configured.items()) if name not in staying),
-        tuple(worker.id for worker in services.fleet if worker.drained),
+        tuple(worker.id for worker in services.fleet if worker.drained and not worker.leaving),
         None if policy == base.routing.policy else policy,
         tuple(worker.spec for worker in services.fleet),
         number,

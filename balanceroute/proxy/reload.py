@@ -190,11 +190,13 @@ def change_workers(services: Services, old: Config, new: Config) -> None:
     """Remove workers of the old file that the new one does not name, and add new ones; operators' changes stay.
 
     A worker that an operator removed comes back if the file describes it differently. New workers of the file are
-    waited for, as at the start: an engine may take minutes until it answers.
+    waited for, as at the start: an engine may take minutes until it answers. A drained server stays drained under
+    another name.
     """
     fleet = services.fleet
     wanted = {spec.id: spec for spec in worker_specs(new)}
     of_old_file = {spec.id: spec for spec in worker_specs(old)}
+    drained = Places(worker.spec for worker in fleet if worker.drained and not worker.leaving)
     for worker in fleet:
         if worker.id in of_old_file and worker.id not in wanted:
             fleet.leave(worker)
@@ -202,5 +204,7 @@ def change_workers(services: Services, old: Config, new: Config) -> None:
         if spec.id in fleet and not fleet[spec.id].leaving:
             fleet[spec.id].joining = None
         elif spec != of_old_file.get(spec.id):
-            fleet.add(spec)
+            worker = fleet.add(spec)
+            if drained.whose(spec) is not None:
+                fleet.drain(worker)
     services.check_health()

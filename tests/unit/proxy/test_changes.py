@@ -98,6 +98,32 @@ def test_the_next_brain_keeps_leaving_workers_whatever_its_configuration_lists()
     in_virtual_time(test)
 
 
+def test_a_drained_server_stays_drained_in_the_next_brain_under_another_name() -> None:
+    async def test() -> None:
+        services = a_router()
+        services.fleet.drain(services.fleet["d1"])
+        d0, d1 = (services.fleet[name].spec.url for name in ("d0", "d1"))
+        found = changes_of(services, services.config, LINEAGE)
+        renamed = a_router(a_config(decode={"workers": [{"url": d0, "id": "new-0"}, {"url": d1, "id": "new-1"}]}))
+        found.apply(renamed)
+        assert {worker.id for worker in renamed.fleet if worker.drained} == {"new-1"}
+
+    in_virtual_time(test)
+
+
+def test_a_server_that_was_drained_and_removed_is_not_drained_under_another_name() -> None:
+    async def test() -> None:
+        services = a_router()
+        services.fleet.drain(services.fleet["d1"])
+        services.fleet.leave(services.fleet["d1"])
+        workers = [{"url": services.fleet[name].spec.url, "id": f"new-{name}"} for name in ("d0", "d1")]
+        renamed = a_router(a_config(decode={"workers": workers}))
+        changes_of(services, services.config, LINEAGE).apply(renamed)
+        assert not renamed.fleet["new-d1"].drained
+
+    in_virtual_time(test)
+
+
 def test_an_added_worker_is_as_a_new_configuration_describes_it_where_that_names_it() -> None:
     async def test() -> None:
         smaller, config = a_router(a_config(1, 1)), a_config(1, 2)

@@ -233,6 +233,21 @@ def test_a_worker_of_the_file_is_renamed_by_a_reload() -> None:
     in_virtual_time(test)
 
 
+@pytest.mark.parametrize("removed", [False, True])
+def test_a_drained_server_stays_drained_under_another_name_unless_it_was_removed(removed: bool) -> None:
+    async def test() -> None:
+        services = a_router()
+        d0, d1 = services.fleet["d0"], services.fleet["d1"]
+        services.fleet.drain(d0)
+        if removed:
+            services.fleet.leave(d0)
+        workers = [{"url": d0.spec.url, "id": "new-0"}, {"url": d1.spec.url, "id": "new-1"}]
+        apply(services, a_config(decode={"workers": workers}))
+        assert (services.fleet["new-0"].drained, services.fleet["new-1"].drained) == (not removed, False)
+
+    in_virtual_time(test)
+
+
 @pytest.mark.parametrize(
     ("new", "named"),
     [
