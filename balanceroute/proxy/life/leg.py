@@ -395,7 +395,7 @@ class Leg:
         finally:
             self.retries.left_worker()
 
-    def record(self, pins: PinRecord, result: PrefillResult) -> None:
+    def record(self, pins: PinRecord, prefiller: Worker, result: PrefillResult) -> None:
         """Record the KV that a prefiller has pinned, if any prompt of the same size can drain it.
 
         Not for a suspect, for which a drain would be another try, and not for embeddings, whose size in token ids is
@@ -405,7 +405,7 @@ class Leg:
         params, request, tokens = result.kv_transfer_params, self.answer.request, result.prompt_tokens
         if params is not None and tokens and request.prompt_json and not self.retries.has_losses:
             age_s = self.services.tickets.now() - self.kv.pinned_s
-            self.kv.pin = pins.pin(self.upstream_id, self.prefiller_id, params, tokens, request.model, age_s)
+            self.kv.pin = pins.pin(self.upstream_id, prefiller.spec.url, params, tokens, request.model, age_s)
 
     def free_kv(self) -> None:
         """Have the request's pinned KV drained, unless a decoder may have its parameters.

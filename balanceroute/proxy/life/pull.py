@@ -76,7 +76,7 @@ class Pull:
         pinned_s = sent_s if sent_s > services.last_look_s else services.last_look_s
         leg.kv.pinned(worker, result.kv_transfer_params, pinned_s)
         if services.pins is not None:
-            leg.record(services.pins, result)
+            leg.record(services.pins, worker, result)
         leg.check_abandoned(worker)
         leg.answer.check_prefill(worker, result)
         leg.answer.prefilled(result)

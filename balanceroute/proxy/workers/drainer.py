@@ -87,11 +87,11 @@ class Drainer:
 
     def drain_left(self, pins: Iterable[Pin], headers: bytes) -> None:
         """Free the KV that a former router has left pinned, if it is certainly still there."""
-        now = self._tickets.now()
+        now, urls = self._tickets.now(), {worker.spec.url for worker in self._fleet.of(Role.PREFILL)}
         drains = dropped = 0
         for pin in pins:
             age_s = pin.age_s()
-            if age_s < 0 or self.too_old(now - age_s) or pin.prefiller not in self._fleet:
+            if age_s < 0 or self.too_old(now - age_s) or pin.prefiller_url not in urls:
                 pin.release()
                 dropped += 1
                 continue

@@ -1,7 +1,7 @@
 """A record of pinned KV in a file, so that the next start after a kill can drain it.
 
     balanceroute pins 1                                the first line: whose file it is
-    {"n":7,"request":...,"prefiller":...,"at":...,     KV is pinned; its parameters are unused
+    {"n":7,"request":...,"prefiller":URL,"at":...,     KV is pinned; its parameters are unused
      "up":...,"prompt_tokens":...,"model":...,
      "params":{...}}
     -7                                                 released: its parameters are about to be sent
@@ -63,12 +63,13 @@ _FLAGS: Final = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
 class Pin:
     """The record of a request's pinned KV.
 
-    `at`: the earliest time of its pinning, as Unix time; `up`: the same, since the machine's start. `prompt_tokens`: of
-    the prompt. `model`: as in the request.
+    `prefiller_url`: of the server that keeps it, because a restart may give its worker another id. `at`: the earliest
+    time of its pinning, as Unix time; `up`: the same, since the machine's start. `prompt_tokens`: of the prompt.
+    `model`: as in the request.
     """
 
     request_id: str
-    prefiller: str
+    prefiller_url: str
     kv_transfer_params: bytes
     prompt_tokens: int
     model: str | None
@@ -133,11 +134,11 @@ class PinRecord:
             self._begin_trouble(error)
 
     def pin(
-        self, request_id: str, prefiller: str, params: bytes, prompt_tokens: int, model: str | None, age_s: float
+        self, request_id: str, prefiller_url: str, params: bytes, prompt_tokens: int, model: str | None, age_s: float
     ) -> Pin:
         """Record KV that was pinned `age_s` seconds ago at most."""
         at, up = time.time() - age_s, now_s() - age_s
-        pin = Pin(request_id, prefiller, params, prompt_tokens, model, at, up, self)
+        pin = Pin(request_id, prefiller_url, params, prompt_tokens, model, at, up, self)
         pin.hold()
         return pin
 
@@ -389,7 +390,7 @@ def _line(pin: Pin) -> bytes:
         record = {
             "n": pin.number,
             "request": pin.request_id,
-            "prefiller": pin.prefiller,
+            "prefiller": pin.prefiller_url,
             "at": round(pin.at, 3),
             "up": round(pin.up, 3),
             "prompt_tokens": pin.prompt_tokens,
@@ -403,10 +404,10 @@ def _line(pin: Pin) -> bytes:
 def _pin(line: bytes, record: PinRecord) -> Pin:
     """The pin of a line of a former router. Raises: ValueError, TypeError, KeyError: it is damaged."""
     entry = orjson.loads(line)
-    number, request, prefiller, at, model = (entry[name] for name in ("n", "request", "prefiller", "at", "model"))
+    number, request, url, at, model = (entry[name] for name in ("n", "request", "prefiller", "at", "model"))
     tokens, params = token_count(entry["prompt_tokens"], "prompt_tokens"), entry["params"]
     up = entry.get("up", math.inf)  # older versions write none
-    texts = isinstance(request, str) and isinstance(prefiller, str) and isinstance(model, str | None)
+    texts = isinstance(request, str) and isinstance(url, str) and isinstance(model, str | None)
     times = isinstance(at, float | int) and isinstance(up, float | int)
     if not (texts and times and isinstance(params, dict) and isinstance(number, int)):
         raise TypeError("values of other types")
@@ -414,4 +415,4 @@ def _pin(line: bytes, record: PinRecord) -> Pin:
     is_id = request.isascii() and request.isprintable()  # the id becomes a header
     if not is_id or number < 1 or tokens < 1 or len(pinned) > MAX_PARAMS_BYTES:
         raise ValueError("values out of bounds")
-    return Pin(request, prefiller, pinned, tokens, model, at, up, record, number, line + b"\n")
+    return Pin(request, url, pinned, tokens, model, at, up, record, number, line + b"\n")

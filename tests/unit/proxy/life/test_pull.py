@@ -425,7 +425,7 @@ def test_pinned_kv_is_on_record_until_its_parameters_are_sent(tmp_path: Path) ->
             records = [orjson.loads(line) for line in (tmp_path / "pins").read_bytes().splitlines() if line[:1] == b"{"]
             assert records[-1]["request"] == "s" and records[-1]["params"] == {"remote_engine_id": "e"}
             assert (records[-1]["prefiller"], records[-1]["prompt_tokens"], records[-1]["model"]) == (
-                "p0",
+                services.fleet["p0"].spec.url,
                 len(PROMPT_IDS),
                 "m",
             )

@@ -21,6 +21,7 @@ from tests.waiting import until
 
 REQUEST = parse("completions", b'{"model":"m","prompt":"a","max_tokens":50,"stream":true}')
 PARAMS = b'{"remote_request_id":"once"}'
+P0_URL = "http://p0:1"
 UNSENT = ConnectFailed("nobody listens", worker="d", tier="decode")
 UNSENT.sent = False
 
@@ -265,11 +266,11 @@ def test_closing_gives_up_what_is_left_and_holds_no_worker() -> None:
 # -- what another router has left
 
 
-def a_record(path: Path, *ages_s: float, prefiller: str = "p0") -> PinRecord:
+def a_record(path: Path, *ages_s: float, prefiller_url: str = P0_URL) -> PinRecord:
     """The record of a router that was killed."""
     before = PinRecord(path)
     for number, age_s in enumerate(ages_s):
-        before.pin(f"r{number}", prefiller, PARAMS, 300, "m", age_s)
+        before.pin(f"r{number}", prefiller_url, PARAMS, 300, "m", age_s)
     before.close()
     return PinRecord(path)
 
@@ -288,11 +289,36 @@ def test_kv_left_by_a_killed_router_is_drained_with_a_prompt_of_its_size(tmp_pat
     in_virtual_time(test)
 
 
+def test_kv_left_at_a_prefiller_that_has_another_name_now_is_drained(tmp_path: Path) -> None:
+    async def test() -> None:
+        services = a_router(a_config(prefill={"workers": [{"url": P0_URL, "id": "renamed"}]}))
+        script(services, "d0")
+        services.drainer.drain_left(a_record(tmp_path / "pins", 3.0).left, b"")
+        await drained(services)
+        assert outcomes(services) == (1, 0, 0)
+
+    in_virtual_time(test)
+
+
+def test_kv_left_at_a_server_whose_name_another_one_has_now_is_not_drained(tmp_path: Path) -> None:
+    async def test() -> None:
+        services = a_router(a_config(prefill={"workers": [{"url": "http://other:1", "id": "p0"}]}))
+        record = a_record(tmp_path / "pins", 3.0)
+        services.drainer.drain_left(record.left, b"")
+        await drained(services)
+        assert asked(services) == [] and len(record) == 0
+
+    in_virtual_time(test)
+
+
 def test_kv_that_may_be_gone_is_never_drained(tmp_path: Path) -> None:
     async def test() -> None:
         services = a_router(a_config(prefill={"kv_pin_s": 100.0}, pool={"ttl_s": 50.0}))
         too_old, set_back = 81.0, -3600.0
-        records = [a_record(tmp_path / "old", too_old, set_back), a_record(tmp_path / "gone", 1.0, prefiller="p9")]
+        records = [
+            a_record(tmp_path / "old", too_old, set_back),
+            a_record(tmp_path / "gone", 1.0, prefiller_url="http://p9:1"),
+        ]
         for record in records:
             services.drainer.drain_left(record.left, b"")
         await drained(services)

@@ -22,7 +22,7 @@ PARAMS = b'{"remote_block_ids":[[4,2]],"remote_request_id":"r-1"}'
 
 
 def a_pin(record: PinRecord, request_id: str = "r", prompt_tokens: int = 300, model: str | None = "m") -> Pin:
-    return record.pin(request_id, "p0", PARAMS, prompt_tokens, model, 2.0)
+    return record.pin(request_id, "http://p0:1", PARAMS, prompt_tokens, model, 2.0)
 
 
 def left_in(path: Path) -> list[str]:
@@ -49,7 +49,8 @@ def test_the_next_router_finds_unreleased_pins(path: Path) -> None:
     taken.release()
     killed(record)
     (found,) = PinRecord(path).left
-    assert (found.request_id, found.prefiller, found.prompt_tokens, found.model) == ("kept", "p0", 77, "m")
+    assert (found.request_id, found.prefiller_url, found.prompt_tokens) == ("kept", "http://p0:1", 77)
+    assert found.model == "m"
     assert found.kv_transfer_params == PARAMS
     assert before - 2.1 < found.at == round(kept.at, 3) < time.time() - 1.9
 
