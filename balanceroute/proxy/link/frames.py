@@ -1,12 +1,15 @@
 """Frames on a stream socket: a side sends all messages of one turn of its event loop as one frame."""
 
 import asyncio
+import os
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Final, Generic, TypeVar, cast
 
 from balanceroute.proxy.link.messages import HEAD_BYTES, MAX_FRAME_BYTES, LinkError, frame
 
+READ_BYTES: Final = 256 * 1024
 MAX_UNSENT_BYTES: Final = 64 * 2**20  # the connection to a peer that leaves more unread is ended
 
 Sent = TypeVar("Sent")
@@ -30,7 +33,7 @@ class Frames(asyncio.Protocol, Generic[Sent]):
         self._held_bytes, self._needed_bytes = 0, HEAD_BYTES
         self._unsent: list[Sent] = []
         self._flushes = False  # to be sent at the end of this turn
-        self._reason = "the connection was closed"
+        self._reason = ""  # why this side ends the connection
         self.received_s = self.sent_s = loop.time()
 
     @property
@@ -111,8 +114,17 @@ class Frames(asyncio.Protocol, Generic[Sent]):
 
     def connection_lost(self, error: Exception | None) -> None:
         """End, whichever side closed the connection."""
+        if isinstance(error, BrokenPipeError) and not self.far:
+            self._read_rest()
         self._transport, self._unsent = None, []
-        self._on_lost(self, str(error) if error is not None else self._reason)
+        self._on_lost(self, self._reason or str(error or "the connection was closed"))
+
+    def _read_rest(self) -> None:
+        """Read what the peer sent before it closed: the loop reads no more after a write that failed."""
+        end = self.socket
+        with suppress(OSError):
+            while end is not None and not self._reason and (data := os.read(end.fileno(), READ_BYTES)):
+                self.data_received(data)
 
 
 def _size_of(head: bytes) -> int:

@@ -1,13 +1,17 @@
 """Frames are whole, in order, and bounded, however the bytes come."""
 
 import asyncio
+import socket
+from collections.abc import Callable
 from typing import Any
 
+import pytest
+import uvloop
 from hypothesis import given
 from hypothesis import strategies as st
 
 from balanceroute.proxy.link.frames import Frames
-from balanceroute.proxy.link.messages import MAX_FRAME_BYTES, Beat, PutBack, frame, read_from_relay
+from balanceroute.proxy.link.messages import MAX_FRAME_BYTES, Beat, LinkError, PutBack, frame, read_from_relay
 
 
 class Wire(asyncio.Transport):
@@ -81,3 +85,33 @@ def test_a_frame_that_is_too_large_or_makes_no_sense_ends_the_connection() -> No
             assert len(lost) == 1 and not frames.open
 
     asyncio.run(test())
+
+
+@pytest.mark.parametrize("loop_factory", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+@pytest.mark.parametrize("refuses", [False, True])
+def test_what_a_peer_sent_before_it_closed_is_read_although_it_reads_no_more(
+    loop_factory: Callable[[], asyncio.AbstractEventLoop], refuses: bool
+) -> None:
+    async def test() -> None:
+        received: list[Any] = []
+
+        def take(_: Frames[Any], body: bytes) -> None:
+            received.append(read_from_relay(body))
+            if refuses:
+                raise LinkError("it leaves")
+
+        loop = asyncio.get_running_loop()
+        lost: asyncio.Future[str] = loop.create_future()
+        near, peer = socket.socketpair()
+        frames: Frames[Any] = Frames(loop, take, lambda _, reason: lost.set_result(reason))
+        await loop.create_unix_connection(lambda: frames, sock=near)
+        peer.sendall(frame([PutBack(1)]) + frame([PutBack(2)]))
+        peer.close()
+        frames.send(Beat())
+        frames.flush()  # before the loop reads
+        reason = await lost
+        assert received == ([[PutBack(1)]] if refuses else [[PutBack(1)], [PutBack(2)]])
+        assert (reason == "it leaves") is refuses and not frames.open
+
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        runner.run(test())
