@@ -43,13 +43,14 @@ class HandoverState(msgspec.Struct, frozen=True):
     """The data for a successor. `generation`: its predecessor's number. `lineage`: see `changes.py`.
 
     `lock_follows`, `keys_follow`: the run folder's lock and the file of the key table are sent as well, each in its own
-    message, which older versions do not read.
+    message, which older versions do not read. `decode_first`: the order of the tiers; None: an older version.
     """
 
     lineage: int
     generation: int
     lock_follows: bool = False
     keys_follow: bool = False
+    decode_first: bool | None = None
 
 
 class Handover:

@@ -113,12 +113,13 @@ class Processes:
         self._name_keys(configured.perimeter)
         relay_locks = RelayLocks(folder)
         if predecessor is None:  # relays of a router that has left may run, although its successor has died
-            self._handover_state = HandoverState(secrets.randbits(LINEAGE_BITS), relay_locks.next_generation())
+            lineage, generation = secrets.randbits(LINEAGE_BITS), relay_locks.next_generation()
         else:
             # new names: others may still finish
+            lineage = predecessor.state.lineage
             generation = 1 + max(predecessor.state.generation, relay_locks.newest_generation())
-            self._handover_state = HandoverState(predecessor.state.lineage, generation)
             _continue_key_rates(self._table, predecessor)
+        self._handover_state = HandoverState(lineage, generation, decode_first=self.config.decode_first)
         self.lineage = self._handover_state.lineage  # shared with successors, see `changes.py`
         self._handover: Handover | None = None
         self._was_up = False  # all children have been up
@@ -327,10 +328,19 @@ class Processes:
 
 
 def _predecessor(config: Config) -> Predecessor | None:
-    """The router that runs with this run folder; None: there is none. Raises: ConfigError."""
+    """The router that runs with this run folder; None: there is none.
+
+    Raises: ConfigError: also where it asks the tiers in the other order: its relays could not finish their requests.
+    """
     if not config.listen.port and config.listen.run_folder is None:
         raise ConfigError("--take-over: needs listen.run_folder where listen.port is 0, to find the router that runs")
-    return Predecessor.find(run_folder(config, config.listen.port, os.environ).handover)
+    found = Predecessor.find(run_folder(config, config.listen.port, os.environ).handover)
+    if found is not None and found.state.decode_first not in (None, config.decode_first):
+        found.close()
+        raise ConfigError(
+            "connector: cannot change to or from mooncake_layerwise with --take-over; stop the router that runs first"
+        )
+    return found
 
 
 def _continue_key_rates(table: KeyTable, predecessor: Predecessor) -> None:

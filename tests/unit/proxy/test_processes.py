@@ -8,6 +8,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from balanceroute.proxy.relay_locks import RelayLocks
 from balanceroute.proxy.run_folder import RunFolder
 from tests.unit.proxy.trials import failure
 from tests.unit.proxy.virtual_time import a_config
+from tests.waiting import block_until
 
 
 def refusal(config: Config, journal: Path | None = None) -> str:
@@ -161,6 +163,25 @@ def test_a_failed_takeover_lets_the_next_router_use_other_names(tmp_path: Path) 
         assert old.recv(1) == b"", "the old one hears of it before the last stream has ended"
         assert successor().relays == ["relay-0.3"]
         os.close(lock)
+
+
+@pytest.mark.usefixtures("unsignalled")
+@pytest.mark.parametrize("before", ["mooncake_v1", "mooncake_layerwise"])
+def test_a_router_that_asks_the_tiers_in_the_other_order_cannot_be_taken_over(tmp_path: Path, before: str) -> None:
+    folder = RunFolder(tmp_path / "run")
+    listen = {"relays": 1, "port": 0, "run_folder": str(folder.folder)}
+    layerwise = {"connector": "mooncake_layerwise", "layerwise": {"callback_url": "http://127.0.0.1:1"}}
+    orders = {"mooncake_v1": a_config(listen=listen), "mooncake_layerwise": a_config(listen=listen, **layerwise)}
+    old, new = orders.pop(before), *orders.values()
+    folder.make()
+    with folder.claim() as lock, socket.create_server(("127.0.0.1", 0)) as listener:
+        parent = Processes(Configured.read(old), lambda: old, folder, lock, [listener], None, None)
+        parent.all_up()
+        with ThreadPoolExecutor(1) as threads:
+            started = threads.submit(serve_processes, new, lambda: new, None, True)
+            block_until(lambda: parent.succeeded() or started.done())
+        parent.stop_listening()
+        assert str(started.exception()).startswith("connector: cannot change to or from mooncake_layerwise with --take")
 
 
 def test_a_trial_process_closes_the_listeners_and_the_run_folder_lock(
