@@ -127,10 +127,11 @@ class Draining(Rejected):
 
 
 class UpstreamError(BalanceRouteError):
-    """A worker failed; `worker` is its id, `tier` is prefill or decode."""
+    """A worker failed; `worker` is its id, `tier` is prefill or decode, `kind` the label of metrics."""
 
     status_hint = 502
     retryable = True
+    kind = "other"
 
     def __init__(self, message: str, *, worker: str, tier: str) -> None:
         super().__init__(message)
@@ -141,6 +142,7 @@ class UpstreamError(BalanceRouteError):
 class ConnectFailed(UpstreamError):
     """No connection, or it broke before the reply began; `sent` says whether the worker may have seen the request."""
 
+    kind = "connect"
     sent = True
 
 
@@ -156,10 +158,13 @@ class UpstreamTimeout(UpstreamError):
     """The worker did not answer in time."""
 
     status_hint = 504
+    kind = "timeout"
 
 
 class BadUpstreamReply(UpstreamError):
     """The worker answered something that the contract does not allow."""
+
+    kind = "bad_reply"
 
 
 class ConnectionLost(BadUpstreamReply):
@@ -187,6 +192,8 @@ class NotResumable(UpstreamError):
 class ForeignReply(BadUpstreamReply):
     """The worker answered with another request's answer."""
 
+    kind = "foreign_reply"
+
 
 class UpstreamStatus(UpstreamError):
     """The worker answered with an error status; the client sees this status and body.
@@ -199,6 +206,7 @@ class UpstreamStatus(UpstreamError):
     def __init__(self, message: str, *, worker: str, tier: str, status: int, body: bytes) -> None:
         super().__init__(message, worker=worker, tier=tier)
         self.status = status
+        self.kind = f"status_{status // 100}xx"
         self.body = body
 
 

@@ -43,14 +43,11 @@ from balanceroute.errors import (
     BadUpstreamReply,
     BalanceRouteError,
     CannotConnect,
-    ConnectFailed,
     DecodersLost,
-    ForeignReply,
     QueueTimeout,
     ReplyTooLarge,
     UpstreamError,
     UpstreamStatus,
-    UpstreamTimeout,
 )
 from balanceroute.proxy.admission.tickets import Ticket
 from balanceroute.proxy.life.errors import DeadlineExceeded, NothingPinned, PromptsDiffer
@@ -116,7 +113,7 @@ class Retries:
             circuit.inconclusive()
             raise error
         if not isinstance(error, CannotConnect):  # which is this process's own lack
-            services.metrics.upstream_errors.inc(worker.id, tier, kind_of(error))
+            services.metrics.upstream_errors.inc(worker.id, tier, error.kind)
         fields = {"request": self._request_id, "worker": worker.id, "tier": tier, "error": str(error)}
         log.debug("try failed", extra=fields)
         now = services.tickets.now()
@@ -217,7 +214,7 @@ class Retries:
         if not given_up:
             return
         worker.circuit.fault(now, public_reason(error))
-        services.metrics.upstream_errors.inc(worker.id, "decode", kind_of(error))
+        services.metrics.upstream_errors.inc(worker.id, "decode", error.kind)
         services.metrics.given_up_requests.inc()
         fields = {"request": self._request_id, "workers": suspect.workers}
         log.warning("request given up: decode workers die under it", extra=fields)
@@ -341,16 +338,3 @@ def event_error(payload: bytes, worker: Worker) -> UpstreamStatus:
 def public_reason(error: UpstreamError) -> str:
     """The error in words that may go to everyone: what it quotes of an answer stands in brackets at its end."""
     return str(error).partition(" (")[0]
-
-
-def kind_of(error: UpstreamError) -> str:
-    """The metrics' label of an error."""
-    if isinstance(error, UpstreamStatus):
-        return f"status_{error.status // 100}xx"
-    names: dict[type[UpstreamError], str] = {
-        ConnectFailed: "connect",
-        UpstreamTimeout: "timeout",
-        ForeignReply: "foreign_reply",
-        BadUpstreamReply: "bad_reply",
-    }
-    return next((name for kind, name in names.items() if isinstance(error, kind)), "other")

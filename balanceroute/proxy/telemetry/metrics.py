@@ -126,7 +126,11 @@ class Metrics(Collector):
             "admissions", "Requests bound to a decode worker, by stage of the decision.", "worker", "kind"
         )
         self.upstream_errors = self._counter(
-            "upstream_errors", "Failures of workers, by tier and kind.", "worker", "tier", "kind"
+            "upstream_errors",
+            "Failures of workers, by tier and kind; `drain_` before the kind: of a request that only frees pinned KV.",
+            "worker",
+            "tier",
+            "kind",
         )
         self.retries = self._counter("retries", "Second and later tries, by tier.", "tier")
         self.recomputes = self._counter(

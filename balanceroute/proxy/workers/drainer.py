@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from balanceroute.core.types import Role, WorkerState
-from balanceroute.errors import CannotConnect, ConnectFailed, UpstreamError
+from balanceroute.errors import CannotConnect, ConnectFailed, UpstreamError, UpstreamTimeout
 from balanceroute.proxy.admission.tickets import Tickets
 from balanceroute.proxy.telemetry.metrics import Metrics
 from balanceroute.proxy.wire.client_request import ClientRequest
@@ -213,7 +213,8 @@ class Drainer:
             return None if reply.status in (429, 503) else reply.status == 200
         except (UpstreamError, TimeoutError) as error:
             if not isinstance(error, CannotConnect):  # which is this process's own lack
-                self._metrics.upstream_errors.inc(worker.id, Role.DECODE.value, f"drain_{type(error).__name__}")
+                kind = error.kind if isinstance(error, UpstreamError) else UpstreamTimeout.kind
+                self._metrics.upstream_errors.inc(worker.id, Role.DECODE.value, f"drain_{kind}")
             return None if isinstance(error, ConnectFailed) and not error.sent else False
         finally:
             worker.in_use -= 1

@@ -19,7 +19,7 @@ from balanceroute.errors import (
     UpstreamTimeout,
 )
 from balanceroute.proxy.life.errors import DeadlineExceeded, NothingPinned
-from balanceroute.proxy.life.retries import MAX_FRUITLESS, Retries, event_error, kind_of, pushes_back
+from balanceroute.proxy.life.retries import MAX_FRUITLESS, Retries, event_error, pushes_back
 from balanceroute.proxy.life.suspicion import MAX_LOSSES, Choices
 from balanceroute.proxy.services import Services
 from balanceroute.proxy.workers.fleet import why_not_up
@@ -242,7 +242,7 @@ def test_back_pressure_uses_up_no_try(status: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "error", [lost(), a_status(500), UpstreamTimeout("late", worker="d0", tier="decode")], ids=kind_of
+    "error", [lost(), a_status(500), UpstreamTimeout("late", worker="d0", tier="decode")], ids=lambda error: error.kind
 )
 def test_a_failure_is_retried_until_the_last_one_is_raised(error: UpstreamError) -> None:
     async def judged() -> None:

@@ -27,7 +27,6 @@ from balanceroute.proxy.admission.forecasts import LiveForecasts
 from balanceroute.proxy.client.labels import reason_of
 from balanceroute.proxy.coroutines import supervised
 from balanceroute.proxy.life.resumption import Fidelity
-from balanceroute.proxy.life.retries import kind_of
 from balanceroute.proxy.link.callbacks import REFUSED
 from balanceroute.proxy.telemetry.conditions import METRICS
 from balanceroute.proxy.telemetry.metrics import Metrics, without_orphans
@@ -151,7 +150,7 @@ def test_the_first_failure_of_a_worker_is_an_increase_to_prometheus_until_it_lea
     plain = (ConnectFailed, UpstreamTimeout, BadUpstreamReply, ForeignReply)
     failures: list[UpstreamError] = [error("x", worker="d0", tier="decode") for error in plain]
     failures += [UpstreamStatus("x", worker="d0", tier="decode", status=status, body=b"") for status in (429, 500)]
-    kinds = {kind_of(error) for error in failures}
+    kinds = {error.kind for error in failures}
     expected = {(kind, tier, worker): 0.0 for kind in kinds for tier, worker in (("decode", "d0"), ("prefill", "p0"))}
     assert samples_of(metrics, "balanceroute_upstream_errors") == expected
     assert samples_of(metrics, "balanceroute_scrape_failures") == {("d0",): 0.0, ("p0",): 0.0}

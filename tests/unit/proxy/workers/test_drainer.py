@@ -88,8 +88,7 @@ def test_a_drain_that_could_not_be_sent_counts_as_a_failure_of_the_worker_unless
         services.drainer.drain(a_job(services))
         await drained(services)
         assert asked(services) == ["d0", "d1"] and outcomes(services) == (1, 0, 0)
-        kind = f"drain_{type(refusal).__name__}"
-        assert services.metrics.upstream_errors.value("d0", "decode", kind) == failures
+        assert services.metrics.upstream_errors.value("d0", "decode", "drain_connect") == failures
 
     in_virtual_time(test)
 

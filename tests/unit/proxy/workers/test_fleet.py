@@ -66,6 +66,25 @@ def test_the_worst_finding_determines_a_workers_state(
 
 
 @pytest.mark.parametrize("name", ["p0", "d0"])
+def test_an_operators_drain_lasts_until_it_is_undone_and_both_changes_reach_the_scheduler_and_the_relays(
+    name: str,
+) -> None:
+    async def test() -> None:
+        services = a_router()
+        fleet, told = services.fleet, list[bool]()
+        worker = fleet[name]
+        fleet.on_change = lambda: told.append(worker.drained)
+        fleet.drain(worker)
+        fleet.set_healthy(worker, True)
+        assert scheduler_state(services, worker) is DRAINING
+        fleet.undrain(worker)
+        assert scheduler_state(services, worker) is UP
+        assert told == [True, True, False]
+
+    in_virtual_time(test)
+
+
+@pytest.mark.parametrize("name", ["p0", "d0"])
 def test_a_rest_ends_by_itself_and_both_changes_reach_the_scheduler(name: str) -> None:
     async def test() -> None:
         services = a_router()
