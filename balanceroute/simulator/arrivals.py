@@ -118,6 +118,10 @@ class Arrivals:
         """Whether the router takes what arrives: it refuses a request while no decode worker is there."""
         return self.waiting < self.setting.pool and self.scheduler.snapshot.n_in_barrier > 0
 
+    def may_enter(self, now: float) -> bool:
+        """Whether the next request has arrived and the waiting area, full before, has room by now."""
+        return self.outside > 0 and self.arrival_s[self.next_arrival] <= now and self.lets_in
+
     @property
     def waiting(self) -> int:
         """Requests that wait for a slot, in the pool or at workers, or are prefilled or about to be."""

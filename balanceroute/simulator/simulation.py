@@ -261,9 +261,11 @@ class Simulation:
             return False
         group = min(busy, key=lambda group: group.ends_s or 0.0)
         assert group.ends_s is not None
-        if len(busy) < len(self.groups) and (moment := min(self.moments(), default=NEVER)) < group.ends_s:
-            self.t = moment
-            return True
+        if len(busy) < len(self.groups):
+            moment = self.t if self.arrivals.may_enter(self.t) else min(self.moments(), default=NEVER)
+            if moment < group.ends_s:
+                self.t = moment
+                return True
         ranks, self.t, group.ended_s, group.ends_s = group.ranks, group.ends_s, group.ends_s, None
         group.steps += 1
         ranks.grow()

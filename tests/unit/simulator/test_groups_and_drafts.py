@@ -30,6 +30,17 @@ def test_each_barrier_group_steps_independently() -> None:
     assert outcome.figures.steps == 5 and outcome.figures.load_spread_mean == 0
 
 
+@pytest.mark.parametrize("prefillers", [0, 1])
+def test_an_idle_group_is_given_what_waits_outside_a_full_pool_before_another_group_ends_its_step(
+    prefillers: int,
+) -> None:
+    """The pool holds one request, so the second one enters when the first has gone to its worker."""
+    trace = a_trace([(0.0, 100, 5), (0.0, 100, 5)])
+    setting = Setting(n_workers=2, slots=1, pool=1, barrier_groups=2, step_overhead_s=1.0, prefillers=prefillers)
+    outcome = run(trace, setting, "level_fit")
+    assert outcome.figures.makespan_s < 5.1
+
+
 @pytest.mark.parametrize("workers", [2, 5])
 def test_independent_workers_behave_like_separate_clusters(workers: int) -> None:
     drawn = generate_trace("heavy_tailed", rows=60, seed=1).with_lengths(0.05, 0.05)
