@@ -78,9 +78,7 @@ stands for the mean request (mean prompt + c) where it is larger; not in caps, n
 
 *Large pools.* Where more wait than there are slots, whatever the last of them are chosen for, they wait longer than the
 mean answer takes; and so many are not needed to find one that fits. So a decision chooses among as many as there are
-slots in the barrier, and `MOST_WINDOW` at most, the first in waiting order. Where one of these does not fit the KV
-memory of a worker with a free slot, it chooses among `MEMORY_WINDOW` at least: of the few that wait for few slots none
-may fit, and slots would stay free.
+slots in the barrier, and `MOST_WINDOW` at most, the first in waiting order.
 """
 
 import math
@@ -97,7 +95,6 @@ from balanceroute.core.workload_means import WorkloadMeans
 
 OVERDUE_BONUS = 1e13
 MOST_WINDOW = 512  # of a class, in waiting order, that a decision chooses from
-MEMORY_WINDOW = 32  # as many at least where KV memory is short
 GROWTH_ANSWERS = 2.0  # mean answers of KV memory that are kept free for growth: see `kv_room`
 MOST_GROWTH_SHARE = 1 / 32  # of the KV memory: no more is kept free
 MOST_ANSWERS = 10.0  # mean answers by which one is expected to be longer at most; few are where prompts differ much
@@ -121,11 +118,6 @@ def kv_room(worker: DecodeInstanceState, means: WorkloadMeans) -> float:
     Infinite where nothing runs: what does not fit there fits nowhere.
     """
     return kv_memory(worker, means) - worker.total_load if worker.occupied else math.inf
-
-
-def least_room(open_workers: list[DecodeInstanceState], means: WorkloadMeans) -> float:
-    """The least KV memory that is left on one of these workers, tokens; infinite where none is known. O(G)."""
-    return min([kv_memory(worker, means) - worker.total_load for worker in open_workers], default=math.inf)
 
 
 class OpenWorker:
@@ -251,11 +243,8 @@ class Window:
             self._mean_cost = max(self._mean_cost, means.answer_tokens)
         self._curvature = rules.curvature / self._mean_cost
         count = int(min(MOST_WINDOW, rules.window_per_slot * snapshot.slots))
-        sizes, ready_s = waiting.arrays()
-        if rules.sees_memory and count < MEMORY_WINDOW:
-            if least_room(snapshot.open_workers(), means) < np.maximum.reduce(sizes[:count]):
-                count = MEMORY_WINDOW
         self.trackers = waiting.head(count)
+        sizes, ready_s = waiting.arrays()
         self._sizes: FloatArray = sizes[:count]
         wait_s = now - ready_s[:count]
         self._late: FloatArray = wait_s / caps_s(self._sizes, snapshot, params, rules, pool_is_full)

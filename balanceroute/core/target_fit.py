@@ -45,7 +45,7 @@ from mypy_extensions import mypyc_attr
 
 from balanceroute.core.fit_rules import FitRules, TargetFitParams, caps_s, step_alone
 from balanceroute.core.policy import Choice, StageTimer
-from balanceroute.core.scarce_fit import Loads, OpenWorker, Window, choose_scarce, least_room
+from balanceroute.core.scarce_fit import Loads, OpenWorker, Window, choose_scarce, kv_memory
 from balanceroute.core.snapshot import ClusterSnapshot, free_slots
 from balanceroute.core.tracker import DecodeInstanceState, RequestTracker
 from balanceroute.core.types import DOWN, WorkerSpec
@@ -222,7 +222,7 @@ def cost(spec: WorkerSpec, prompt_tokens: float) -> float:
 
 def short_of_memory(snapshot: ClusterSnapshot, open_workers: list[DecodeInstanceState]) -> bool:
     """Whether some request might not fit: all that wait together exceed the least room of a worker. O(G + waiting)."""
-    least = least_room(open_workers, snapshot.means)
+    least = min([kv_memory(worker, snapshot.means) - worker.total_load for worker in open_workers])
     return least < math.inf and least < sum([tracker.prompt_tokens for tracker in snapshot.pool.front])
 
 

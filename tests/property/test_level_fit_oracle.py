@@ -172,11 +172,6 @@ class Oracle:
     def room(self, place: Place) -> float:
         return self.memory_left(place) if place.requests else math.inf
 
-    def window(self, front: list[dict[str, Any]]) -> int:
-        slots = sum(place.slots for place in self.barrier)
-        least = min(self.memory_left(place) for place in self.places if place.free)
-        return slots if all(entry["prompt_tokens"] <= least for entry in front[:slots]) else max(slots, 32)
-
     # -- the choices
 
     def decide(self) -> list[tuple[str, str]]:
@@ -197,7 +192,8 @@ class Oracle:
                     break
                 continue
             if len(front) > free:
-                self.scarce(front[: self.window(front)] if self.rules is LEVEL_FIT else front, free)
+                slots = sum(place.slots for place in self.barrier)
+                self.scarce(front[:slots] if self.rules is LEVEL_FIT else front, free)
                 break
             self.slack(front, may_hold=last_class and not self.full)
             if last_class:

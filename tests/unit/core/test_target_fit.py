@@ -428,15 +428,6 @@ def test_a_slot_stays_free_until_a_waiting_request_fits_the_memory() -> None:
     assert admitted(scheduler) == [("c", "d1")]
 
 
-@pytest.mark.parametrize(("waiting", "chosen"), [(31, [("small", "d0")]), (32, [])])
-def test_where_memory_is_short_the_first_32_are_considered_however_few_the_slots_are(
-    waiting: int, chosen: list[tuple[str, str]]
-) -> None:
-    scheduler = with_memory([[900], [500, 500]], slots=2, capacity_tokens=1_000)
-    pool_all(scheduler, {f"large{index}": 200 for index in range(waiting)} | {"small": 100})
-    assert admitted(scheduler) == chosen
-
-
 def test_in_front_of_a_later_class_a_request_goes_where_it_fits_or_where_most_room_is() -> None:
     """In 100 and 50 tokens: the smaller one goes to the larger load, as it does not fit the other any more."""
     scheduler = with_memory([[400, 500], [450, 500]], slots=8, capacity_tokens=1_000)
