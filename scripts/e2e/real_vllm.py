@@ -64,8 +64,10 @@ HALVED = "half of a character"
 class Servers:
     """The vLLM servers and the router: started, watched, ended."""
 
-    def __init__(self, logs: Path) -> None:
+    def __init__(self, logs: Path, relays: int = 0) -> None:
         self.logs = logs
+        self.relays = relays
+        """Relays of the router, where a check does not ask for a number of its own."""
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
 
     def start_vllm(self, port: int, *options: str) -> None:
@@ -98,7 +100,7 @@ class Servers:
         connector: str = "nixl",
         prefillers: tuple[int, ...] = (PREFILL,),
         policy: str = "least_tokens",
-        relays: int = 0,
+        relays: int | None = None,
         slots: int = 64,
     ) -> None:
         """Start `balanceroute serve` in front of these prefillers and the decoders, `slots` of each."""
@@ -107,7 +109,8 @@ class Servers:
             "\n".join(f"    - url: http://127.0.0.1:{each}" for each in ports) for ports in (DECODE, prefillers)
         )
         config.write_text(
-            f"listen: {{host: 127.0.0.1, port: {port}, relays: {relays}, run_folder: {self.logs}/run}}\n"
+            f"listen: {{host: 127.0.0.1, port: {port}, relays: {self.relays if relays is None else relays}, "
+            f"run_folder: {self.logs}/run}}\n"
             f"connector: {connector}\n"
             f"prefill:\n  policy: {policy}\n  workers:\n{listed}\n"
             f"decode:\n  max_num_seqs: {slots}\n  shared_barrier: false\n  workers:\n{decoders}\n"
@@ -154,7 +157,11 @@ class Servers:
         process.wait(30)
 
     def replace_router(
-        self, prefillers: tuple[int, ...] = (PREFILL,), policy: str = "least_tokens", relays: int = 0, slots: int = 64
+        self,
+        prefillers: tuple[int, ...] = (PREFILL,),
+        policy: str = "least_tokens",
+        relays: int | None = None,
+        slots: int = 64,
     ) -> None:
         """End the router and start another."""
         self.end(ROUTER)
@@ -827,9 +834,9 @@ CHECKS: dict[str, Callable[[Servers], str]] = {
 
 
 @contextmanager
-def running(logs: Path) -> Iterator[Servers]:
+def running(logs: Path, relays: int) -> Iterator[Servers]:
     """All servers up; ended on the way out."""
-    servers = Servers(logs)
+    servers = Servers(logs, relays)
     try:
         for port in (PREFILL, *DECODE):
             servers.start_vllm(port)
@@ -848,6 +855,7 @@ def main() -> int:
     """Run the checks; the exit code says whether all held."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=CHECKS, default=list(CHECKS), help="run these checks only")
+    parser.add_argument("--relays", type=int, default=0, help="of the router, where a check does not set them")
     parser.add_argument("--logs", type=Path, default=None, help="where the servers' logs go")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the servers end with us
@@ -855,7 +863,7 @@ def main() -> int:
     logs.mkdir(parents=True, exist_ok=True)
     print(f"starting 1 prefiller and 2 decoders; logs in {logs}", flush=True)
     failed = 0
-    with running(logs) as servers:
+    with running(logs, options.relays) as servers:
         for name in options.only:
             start = time.monotonic()
             try:
