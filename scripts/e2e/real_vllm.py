@@ -110,7 +110,7 @@ class Servers:
         )
         config.write_text(
             f"listen: {{host: 127.0.0.1, port: {port}, relays: {self.relays if relays is None else relays}, "
-            f"run_folder: {self.logs}/run}}\n"
+            f"run_folder: {self.logs}/run-{port}}}\n"
             f"connector: {connector}\n"
             f"prefill:\n  policy: {policy}\n  workers:\n{listed}\n"
             f"decode:\n  max_num_seqs: {slots}\n  shared_barrier: false\n  workers:\n{decoders}\n"
@@ -449,16 +449,18 @@ def greedy_gaps_nats(body: dict[str, Any], ids: list[int]) -> list[float]:
 
 def check_kill_decoder(servers: Servers) -> str:
     """All streams survive the death of one decoder with the right tokens, but those that it cuts within a character."""
-    bodies = [a_body(seed, max_tokens=400) for seed in range(3000, 3012)]
+    bodies = [a_body(seed, max_tokens=800) for seed in range(3000, 3012)]
     cut_before = metric(ROUTER, "balanceroute_resumes_total")
-    reached = threading.Event()
+    reached: set[int] = set()
 
-    def one(body: dict[str, Any]) -> tuple[list[int], str | None]:
-        return streamed_ids(body, lambda tokens: reached.set() if tokens > 40 else None, may_be_halved=True)
+    def one(number: int) -> tuple[list[int], str | None]:
+        return streamed_ids(
+            bodies[number], lambda tokens: reached.add(number) if tokens > 5 else None, may_be_halved=True
+        )
 
     with ThreadPoolExecutor(len(bodies)) as pool:
-        streams = [pool.submit(one, body) for body in bodies]
-        assert reached.wait(60), "no stream got to 40 tokens"
+        streams = [pool.submit(one, number) for number in range(len(bodies))]
+        wait_for("all streams are under way", lambda: len(reached) == len(bodies), 120)
         servers.kill(DECODE[0])
         got = [stream.result() for stream in streams]
     assert_greedy(bodies, got)
@@ -657,7 +659,8 @@ def check_wrong_connector(servers: Servers) -> str:
             body
         )
         log = (servers.logs / f"{port}.log").read_text()
-        assert log.count('"event":"degraded"') == 1, "not one line in the log"
+        processes = 1 + servers.relays  # with relays, one is the brain
+        assert 1 <= log.count('"event":"degraded"') <= processes, "not one line per process in the log"
     finally:
         servers.kill(port)
     return f"4 requests served; /ready 200: {body['reasons'][0]}"
