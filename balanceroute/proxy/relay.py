@@ -316,7 +316,7 @@ def build_relay(
         name=name,
         counts_file=counts_file,
     )
-    brain.on_workers, brain.on_silent, brain.on_salt = services.name_workers, services.silence, services.salted
+    brain.on_workers, brain.on_silent, brain.on_welcome = services.name_workers, services.silence, services.welcomed
     brain.on_keys = lambda message: services.keys_elsewhere(message.relay, message.keys)
     services.suspicions.on_explained, brain.on_explained = services.send_explained, services.explained
     return services

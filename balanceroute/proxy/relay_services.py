@@ -15,12 +15,22 @@ from balanceroute.proxy.client.services import ClientServices
 from balanceroute.proxy.kept_counts import CountsFile, Gone
 from balanceroute.proxy.life.pool_reaper import PERIOD_S, PoolReaper
 from balanceroute.proxy.life.suspicion import KNOWN_S, Loss
-from balanceroute.proxy.link.messages import Activity, ConnectorDoubted, Counted, Explained, Learned, Silent, Workers
+from balanceroute.proxy.link.messages import (
+    Activity,
+    ConnectorDoubted,
+    Counted,
+    Explained,
+    Learned,
+    Silent,
+    Welcome,
+    Workers,
+)
 from balanceroute.proxy.link.remote import LOST, RemoteBrain
 from balanceroute.proxy.relay_locks import RelayLocks
 from balanceroute.proxy.run_folder import RunFolder
 from balanceroute.proxy.telemetry.ticks import until_tick_s
 from balanceroute.proxy.telemetry.troubles import Trouble
+from balanceroute.proxy.wire.prompt_blocks import PromptBlocks
 from balanceroute.proxy.workers.connector_check import WrongConnector
 from balanceroute.proxy.workers.fleet import Worker
 from balanceroute.proxy.workers.relay_fleet import RelayFleet
@@ -156,8 +166,9 @@ class RelayServices(ClientServices):
         now = self.loop.time()
         self.frozen[:] = [FrozenGroup(group.name, group.workers, now - group.age_s) for group in message.groups]
 
-    def salted(self, salt: bytes | None) -> None:
-        """The keys of prompts, as the brain's predictor makes them."""
+    def welcomed(self, message: Welcome) -> None:
+        """Name prompts as the brain and its other relays do."""
+        self.prompt_blocks, salt = PromptBlocks(message.block_seed), message.salt
         self.keyer = None if salt is None else Keys(salt, self.config.predictor.key_header is not None)
 
     async def look(self) -> None:

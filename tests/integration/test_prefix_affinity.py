@@ -1,13 +1,16 @@
 """Prompts go where most of them is cached: the router in front of emulated prefillers with prefix caches."""
 
 import asyncio
+import itertools
 from dataclasses import replace
 from typing import Any
 
+import httpx
 import pytest
 
-from balanceroute.emulator import ClusterShape, Connector
+from balanceroute.emulator import ClusterShape, Connector, EmulatedCluster
 from balanceroute.proxy.reload import reload
+from tests.integration.relayed import relayed
 from tests.integration.router import Router, running
 from tests.waiting import until
 
@@ -34,15 +37,15 @@ async def ask(router: Router, content: str, **more: Any) -> dict[str, Any]:
 
 
 class Conversation:
-    """Each turn's prompt is all that was said before."""
+    """Each turn's prompt is all that was said before. The clients take turns."""
 
-    def __init__(self, router: Router, name: str) -> None:
-        self.router, self.name = router, name
+    def __init__(self, name: str, *clients: httpx.AsyncClient) -> None:
+        self.name, self.clients = name, itertools.cycle(clients)
         self.messages: list[dict[str, str]] = []
 
     async def turn(self) -> None:
         self.messages.append({"role": "user", "content": text(f"{self.name}{len(self.messages)}-")})
-        answer = await self.router.client.post(
+        answer = await next(self.clients).post(
             "/v1/chat/completions", json={"messages": self.messages, "max_tokens": 4, "ignore_eos": True}
         )
         assert answer.status_code == 200, answer.text
@@ -50,26 +53,26 @@ class Conversation:
 
 
 async def converse(router: Router, name: str, turns: int) -> None:
-    conversation = Conversation(router, name)
+    conversation = Conversation(name, router.client)
     for _ in range(turns):
         await conversation.turn()
 
 
-def computed(router: Router) -> tuple[int, int]:
+def computed(cluster: EmulatedCluster) -> tuple[int, int]:
     """Prompt tokens that came, and those that some prefiller had."""
-    counters = [worker.counters for worker in router.cluster.prefill]
+    counters = [worker.counters for worker in cluster.prefill]
     return sum(c["prompt_tokens"] for c in counters), sum(c["prefix_hits"] for c in counters)
 
 
 async def hit_ratio(policy: str, prefillers: int = 2) -> float:
     shape = replace(SHAPE, prefillers=prefillers)
     async with running(shape, prefill={"policy": policy}) as router:
-        conversations = [Conversation(router, name) for name in ("ant", "bee", "cat", "dog", "elk")]
+        conversations = [Conversation(name, router.client) for name in ("ant", "bee", "cat", "dog", "elk")]
         for _ in range(5):
             for conversation in conversations:
                 await conversation.turn()
         await router.settled()
-        prompt, hits = computed(router)
+        prompt, hits = computed(router.cluster)
         return hits / prompt
 
 
@@ -81,6 +84,22 @@ def test_conversations_find_nearly_as_much_cached_on_two_prefillers_as_on_one() 
     assert spread < two
 
 
+async def relayed_hit_ratio(relays: int) -> float:
+    async with relayed(SHAPE, count=relays, prefill=AFFINITY) as router:
+        clients = [relay.client for relay in router.relays]
+        conversations = [Conversation(name, *clients) for name in ("ant", "bee", "cat", "dog", "elk")]
+        for _ in range(5):
+            for conversation in conversations:
+                await conversation.turn()
+        await router.settled()
+        prompt, hits = computed(router.cluster)
+        return hits / prompt
+
+
+def test_conversations_find_as_much_cached_if_their_turns_come_through_different_relays() -> None:
+    assert asyncio.run(relayed_hit_ratio(3)) >= 0.95 * asyncio.run(relayed_hit_ratio(1)) > 0.5
+
+
 @pytest.mark.parametrize("details", [False, True], ids=["by the counters", "by the answers"])
 def test_predicted_hits_equal_those_of_the_engines(details: bool) -> None:
     async def run() -> None:
@@ -90,7 +109,7 @@ def test_predicted_hits_equal_those_of_the_engines(details: bool) -> None:
             for name in ("ant", "bee", "cat"):
                 await converse(router, name, 4)
             await router.settled()
-            found = computed(router)[1]
+            found = computed(router.cluster)[1]
             assert found > 0
 
             async def prefix_hits() -> list[dict[str, int]]:
@@ -180,7 +199,7 @@ def test_the_policy_changes_while_requests_are_under_way() -> None:
             tree = services.config
             load = asyncio.gather(*(converse(router, name, 4) for name in ("ant", "bee", "cat", "dog", "elk")))
             for turn, policy in enumerate(("least_tokens", "prefix_affinity", "round_robin", "prefix_affinity") * 3):
-                await until(lambda turn=turn: load.done() or computed(router)[0] > 100 * turn)
+                await until(lambda turn=turn: load.done() or computed(router.cluster)[0] > 100 * turn)
                 changed = tree.prefill.model_copy(update={"policy": policy})
                 await reload(services, tree.model_copy(update={"prefill": changed}))
             await load
@@ -233,7 +252,7 @@ def test_every_kind_of_prompt_returns_to_the_prefiller_of_its_prefix(way: str) -
             await router.settled()
             counts = sorted(worker.counters["requests"] for worker in router.cluster.prefill)
             assert counts == [0, 4]
-            prompt, hits = computed(router)
+            prompt, hits = computed(router.cluster)
             assert hits > 0.5 * prompt
 
     asyncio.run(run())

@@ -68,6 +68,7 @@ from balanceroute.proxy.link.messages import (
 )
 from balanceroute.proxy.perimeter.key_use import KeyUse
 from balanceroute.proxy.telemetry.ticks import until_tick_s
+from balanceroute.proxy.wire.prompt_blocks import block_seed
 
 log = logging.getLogger(__name__)
 
@@ -148,7 +149,7 @@ class Hub:
         self.patience = patience or Patience()
         self._far, self._awaited = far, set() if far is None else set(far.names)
         self._dismissed = self._closing = False
-        self._reports, self._salt = reports, salt
+        self._reports, self._salt, self._block_seed = reports, salt, block_seed()
         self._standings: dict[str, WorkerStanding] = {}  # as last sent to members
         self._silent: tuple[str, ...] = ()
         self._send_scheduled = False  # whether `_send_changes` is about to run
@@ -254,7 +255,9 @@ class Hub:
             self._ledger.order_by_arrival()
         fields = {"relay": hello.relay, "pid": hello.process, "requests": len(hello.held), "void": len(void)}
         log.info("relay joined", extra=fields)
-        frames.send(Welcome(VERSION, self.epoch, member.number, void, self._salt(), member.counts is not None))
+        reads_tokens = member.counts is not None
+        welcome = Welcome(VERSION, self.epoch, member.number, void, self._block_seed, self._salt(), reads_tokens)
+        frames.send(welcome)
         frames.send(Workers(tuple(self._standings.values()), ()))
         frames.send(Silent(self._reports.silent()))
         frames.send(Seen(self._ledger.view()))

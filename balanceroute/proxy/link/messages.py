@@ -49,7 +49,7 @@ from balanceroute.errors import BalanceRouteError
 from balanceroute.proxy.admission.decider import RefusalKind
 from balanceroute.proxy.perimeter.key_use import KeyUse
 
-VERSION: Final = 8
+VERSION: Final = 9
 FAR: Final = "@"  # only in names of relays of other machines, before the run folder's name
 MAX_EPOCH: Final = 2**48  # accepted from a peer: epochs begin at seconds since 1970 at most, and frames carry 2**64
 PROGRESS_S: Final = 0.005
@@ -131,6 +131,7 @@ class Hello(Message, frozen=True, tag=0):
 class Welcome(Message, frozen=True, tag=1):
     """The relay is a member, and its requests are taken over. `void`: tickets that could not be, and have ended.
 
+    `block_seed`: of the hashes of prompts' blocks: 64 bits, as equal prompts of two relays must have equal hashes.
     `salt`: for the keys of prompts, if the brain's predictor uses them. `reads_tokens`: the brain reads the relay's
     token counts from memory.
     """
@@ -139,6 +140,7 @@ class Welcome(Message, frozen=True, tag=1):
     epoch: int
     member: Count
     void: tuple[TicketNumber, ...]
+    block_seed: Annotated[int, Meta(ge=0)]
     salt: bytes | None = None
     reads_tokens: bool = False
 

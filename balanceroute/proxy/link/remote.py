@@ -119,7 +119,7 @@ class RemoteBrain:
         self.on_silent: Callable[[Silent], None] = lambda message: None
         self.on_keys: Callable[[KeysElsewhere], None] = lambda message: None
         self.on_explained: Callable[[Explained], None] = lambda message: None
-        self.on_salt: Callable[[bytes | None], None] = lambda salt: None
+        self.on_welcome: Callable[[Welcome], None] = lambda message: None
         self.on_joined: Callable[[], None] = lambda: None
         self.leaving = False  # new requests are refused here
         self.tickets: dict[str, Ticket] = {}  # `admission.Tickets.by_id`, set by whoever makes both
@@ -479,7 +479,7 @@ class RemoteBrain:
         self._tokens_read, self._unsent_tokens = message.reads_tokens, {}
         for entry in self._open.values():
             self._put(entry)
-        self.on_salt(message.salt)
+        self.on_welcome(message)
         self.on_joined()
         for number in message.void:
             request_id = self._ids.get(number)

@@ -8,9 +8,10 @@ documents stand before the messages, where chat templates put them.
 A block counts for its share, by bytes, of the prompt's tokens: their number if the prompt is token ids, else the
 estimate of `admission/prompt_estimates.py`.
 
-XXH3 with a random 64-bit seed per router: about 25 us per 100 kB (`scripts/bench/prompt_blocks.py`); BLAKE2b and BLAKE3
-take more than ten times as long. It is not safe against an attacker who knows the seed, and need not be: hashes stay in
-the router's memory, and a false match only misplaces a prefill, because the engine compares its own hashes.
+XXH3 with a random 64-bit seed per router, the same at all relays of a brain: about 25 us per 100 kB
+(`scripts/bench/prompt_blocks.py`); BLAKE2b and BLAKE3 take more than ten times as long. It is not safe against an
+attacker who knows the seed, and need not be: hashes stay in the router's memory, and a false match only misplaces a
+prefill, because the engine compares its own hashes.
 """
 
 import secrets
@@ -32,11 +33,16 @@ _SHAPING: Final = frozenset(
 _hash = xxhash.xxh3_64_intdigest
 
 
+def block_seed() -> int:
+    """A random seed for `PromptBlocks`."""
+    return secrets.randbits(64)
+
+
 class PromptBlocks:
     """The hash function of one router. Args: seed: 64 bits; random if not given."""
 
     def __init__(self, seed: int | None = None) -> None:
-        self._seed = secrets.randbits(64) if seed is None else seed
+        self._seed = block_seed() if seed is None else seed
 
     def of(self, request: ClientRequest, prompt_tokens: int) -> tuple[list[int], int]:
         """The hashes of a prompt's full blocks, and the tokens per block; no hashes for a short prompt.

@@ -14,6 +14,7 @@ from balanceroute.proxy.link import messages as m
 from balanceroute.proxy.perimeter.key_use import KeyUse
 
 numbers = st.integers(0, 2**53)
+seeds = st.integers(0, 2**64 - 1)
 counts = st.integers(0, 2**31)
 texts = st.text(max_size=30)
 seconds = st.floats(0, 1e6)
@@ -94,7 +95,7 @@ from_relay = st.one_of(
     st.builds(m.ConnectorDoubted, texts, texts),
 )
 from_brain = st.one_of(
-    st.builds(m.Welcome, counts, counts, counts, st.lists(numbers).map(tuple)),
+    st.builds(m.Welcome, counts, counts, counts, st.lists(numbers).map(tuple), seeds),
     st.builds(m.Farewell, counts, texts),
     st.builds(m.Beat),
     st.builds(m.Chosen, numbers, counts, texts),

@@ -502,7 +502,7 @@ class Scripted(asyncio.Transport):
         super().__init__()
         self.frames, self.beats, self.loop = frames, True, asyncio.get_running_loop()
         frames.connection_made(self)
-        self.loop.call_soon(frames.data_received, frame([Welcome(VERSION, epoch, 1, ())]))
+        self.loop.call_soon(frames.data_received, frame([Welcome(VERSION, epoch, 1, (), 0)]))
         self.loop.call_later(BEAT_S, self.beat)
 
     def beat(self) -> None:
@@ -646,7 +646,7 @@ def test_an_answer_to_an_outdated_call_is_dropped() -> None:
         server = await loop.create_unix_server(brain, stage.path)
         relay = stage.relay()
         await until(lambda: any(isinstance(message, Hello) for message in received))
-        made[0].send(Welcome(VERSION, 1, 1, ()))
+        made[0].send(Welcome(VERSION, 1, 1, (), 0))
         ticket, other = relay.tickets.submit(RequestSpec("a", 1)), relay.tickets.submit(RequestSpec("b", 1))
         await until(lambda: sum(isinstance(message, Submit) for message in received) == 2)
         first, second = (message.ticket for message in received if isinstance(message, Submit))
