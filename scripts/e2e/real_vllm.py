@@ -20,6 +20,7 @@ listens on 127.0.0.1 and is ended by pid. Not part of the test suite: it needs v
     direct_clients  two clients go to one decoder directly: the router sees it, and sends its own to the other
     kill_brain      kill -9 of the brain of 2 relays mid-stream: every stream complete, with the right tokens
     kill_router     kill -9 of a router of 2 relays whose prompts wait: the next start has the prefiller's KV freed
+    take_over       `serve --take-over` mid-stream: every stream complete, with the right tokens, and no request refused
     prefix_affinity 20 conversations of 6 turns on two prefillers find nearly as much cached as on one; equal answers
 """
 
@@ -119,10 +120,22 @@ class Servers:
         command = [sys.executable, "-m", "balanceroute", "serve", "--config", str(config)]
         self._spawn(port, command, dict(os.environ))
 
+    def take_over(self) -> float:
+        """Replace the router, as last configured, by `--take-over`; returns after how many s the old one ended."""
+        old = self.processes.pop(ROUTER)
+        config, started_s = str(self.logs / f"router-{ROUTER}.yaml"), time.monotonic()
+        command = [sys.executable, "-m", "balanceroute", "serve", "--config", config, "--take-over"]
+        self._run(ROUTER, command, dict(os.environ))
+        assert old.wait(180) == 0, f"the old router ended with {old.returncode}"
+        return time.monotonic() - started_s
+
     def _spawn(self, port: int, command: list[str], env: dict[str, str]) -> None:
         with socket.socket() as probe:
             if probe.connect_ex(("127.0.0.1", port)) == 0:
                 raise SystemExit(f"port {port} is in use: what listens there would be checked instead")
+        self._run(port, command, env)
+
+    def _run(self, port: int, command: list[str], env: dict[str, str]) -> None:
         log = (self.logs / f"{port}.log").open("ab")
         self.processes[port] = subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
 
@@ -530,6 +543,44 @@ def check_kill_router(servers: Servers) -> str:
     return f"{waiting} requests waited, {pinned:.1%} of the prefiller's KV; {freed}"
 
 
+def check_take_over(servers: Servers) -> str:
+    """Streams go on while another router takes over, and requests are served all the time."""
+    bodies = [a_body(seed, max_tokens=1000) for seed in range(9400, 9412)]
+    reached: set[int] = set()
+    servers.replace_router(relays=2)
+    try:
+
+        def one(number: int) -> tuple[list[int], str | None]:
+            return streamed_ids(bodies[number], lambda tokens: reached.add(number) if tokens > 5 else None)
+
+        def ask_on(ended: threading.Event) -> list[str]:
+            outcomes = []
+            while not ended.is_set():
+                outcomes.append(outcome_of(a_body(9500 + len(outcomes), max_tokens=5)))
+            return outcomes
+
+        ended = threading.Event()
+        with ThreadPoolExecutor(len(bodies) + 1) as pool:
+            streams = [pool.submit(one, number) for number in range(len(bodies))]
+            wait_for("all streams are under way", lambda: len(reached) == len(bodies), 120)
+            meanwhile = pool.submit(ask_on, ended)
+            try:
+                running = sum(not stream.done() for stream in streams)
+                took_s = servers.take_over()
+            finally:
+                ended.set()
+            got = [stream.result() for stream in streams]
+            outcomes = meanwhile.result()
+        assert_greedy(bodies, got)
+        assert set(outcomes) == {"complete"}, Counter(outcomes)
+        assert running, "no stream ran when the other router began"
+        wait_for("the router holds nothing", nothing_held, 30)
+    finally:
+        servers.replace_router()
+    ran = f"{running} of {len(bodies)} streams ran, all complete with the right tokens"
+    return f"{ran}; {len(outcomes)} requests meanwhile, all complete; the old router left after {took_s:.1f} s"
+
+
 def all_prefilled() -> bool:
     """Whether no prompt is being prefilled, or waits for that, and some wait for a decoder."""
     now = held()
@@ -828,6 +879,7 @@ CHECKS: dict[str, Callable[[Servers], str]] = {
     "freeze_decoder": check_freeze_decoder,
     "kill_brain": check_kill_brain,
     "kill_router": check_kill_router,
+    "take_over": check_take_over,
     "direct_clients": check_direct_clients,
     "grammar": check_grammar,
     "wrong_connector": check_wrong_connector,
