@@ -21,7 +21,7 @@ from typing import Annotated, Final
 from pydantic import AfterValidator, BaseModel, Field, ValidationError
 from pydantic_core import ErrorDetails
 
-from balanceroute.config.documents import read_document, read_mapping
+from balanceroute.config.documents import read_document
 from balanceroute.config.sections.limits import PriorityBounds
 from balanceroute.config.sections.section import Section
 from balanceroute.errors import ConfigError
@@ -59,7 +59,10 @@ class _File(Section):
 def read_client_keys(path: Path) -> tuple[KeyEntry, ...]:
     """The entries of a file. Raises: ConfigError: one line with the file and what is wrong in it."""
     content = read_document(path)
-    tree = {"keys": content} if isinstance(content, list) else read_mapping(path, "keys")
+    if not isinstance(content, list | dict):
+        reason = "is empty" if content is None else "is a single value"
+        raise ConfigError(f"{path}: {reason}; accepted is a list of keys ([] for none)")
+    tree = {"keys": content} if isinstance(content, list) else content
     try:
         entries = _File.model_validate(tree).keys
     except ValidationError as error:

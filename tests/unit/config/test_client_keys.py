@@ -25,13 +25,14 @@ def test_an_entry_has_a_name_a_hash_and_what_it_may_use(tmp_path: Path) -> None:
 
 
 def test_an_empty_list_of_keys_is_valid_and_admits_no_client(tmp_path: Path) -> None:
-    assert read_client_keys(written(tmp_path, "keys: []\n")) == ()
+    assert read_client_keys(written(tmp_path, "keys: []\n")) == read_client_keys(written(tmp_path, "[]\n")) == ()
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("", "is empty"),
+        ("", "is empty; accepted is a list of keys ([] for none)"),
+        ("search-team\n", "is a single value; accepted is a list of keys"),
         ("- a\n", "keys[0]: accepted is a mapping with the keys name, sha256, priority"),
         ("keys: {}\n", "keys: accepted is a list of keys"),
         ("keys: []\nkey: []\n", "key: unknown key; accepted are keys"),
