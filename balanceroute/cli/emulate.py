@@ -1,6 +1,7 @@
 """`balanceroute emulate`: a cluster to try the router on, without an NPU."""
 
 import contextlib
+import math
 from collections.abc import AsyncIterator
 from enum import StrEnum
 from pathlib import Path
@@ -96,7 +97,11 @@ def emulate(
     """
     from balanceroute.emulator import ClusterShape, Connector
     from balanceroute.engine import OutputLengths, Preemption, StepTimeModel
+    from balanceroute.errors import ConfigError
 
+    for flag, value in (("--time-scale", time_scale), ("--prefill-rate", prefill_rate), ("--lease", lease)):
+        if value is not None and not 0 < value < math.inf:
+            raise ConfigError(f"{flag} {value:g}: accepted is a finite number above 0")
     shape = ClusterShape(
         prefillers=prefill,
         decoders=decode,
