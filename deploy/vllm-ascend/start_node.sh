@@ -91,7 +91,7 @@ environment=(
   "PYTORCH_NPU_ALLOC_CONF=expandable_segments:True"
   "TASK_QUEUE_ENABLE=1"
   # How long a prefiller keeps KV that no decoder has pulled. The clock starts when the prefill is done and nothing
-  # extends it; the router's pool.ttl_s must stay well below. (vllm-ascend up to 0.13: VLLM_NIXL_ABORT_REQUEST_TIMEOUT.)
+  # extends it; the router's pool.ttl_s must stay well below. (Before vllm-ascend 0.18: VLLM_NIXL_ABORT_REQUEST_TIMEOUT.)
   "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT=$kv_pin_s"
 )
 common=(
