@@ -13,7 +13,7 @@ from balanceroute.proxy.handover import Predecessor
 from balanceroute.proxy.run_folder import run_folder
 from balanceroute.proxy.server import BACKLOG
 
-AT_WORK: Final = "a router with relays runs there; --take-over takes its place, where it is up and not about to end"
+AT_WORK: Final = "a router with relays runs there; --take-over replaces it"
 
 
 def listeners(config: Config, predecessor: Predecessor | None) -> Iterator[socket.socket]:

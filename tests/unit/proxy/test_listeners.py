@@ -32,7 +32,7 @@ def test_an_address_in_use_is_named_with_its_setting(tmp_path: Path) -> None:
 def test_a_port_of_another_router_is_refused_with_what_can_be_done(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, RunFolder(tmp_path).claim():
         message = refusal(a_config(listen={"relays": 1, "run_folder": str(tmp_path), "port": taken.getsockname()[1]}))
-    assert "Address already in use: a router with relays runs there; --take-over takes its place" in message
+    assert "Address already in use: a router with relays runs there; --take-over replaces it" in message
 
 
 def test_an_invalid_host_is_named() -> None:
