@@ -30,8 +30,8 @@ _OF_OTHERS = (
 
 
 def serve(
-    config_file: Annotated[
-        Path | None, typer.Option("--config", metavar="FILE", help="The YAML; flags override what it says.")
+    config_files: Annotated[
+        list[Path] | None, typer.Option("--config", metavar="FILE", help="The YAML; flags override what it says.")
     ] = None,
     assignments: Annotated[
         list[str] | None,
@@ -119,6 +119,9 @@ def serve(
     from balanceroute.proxy.perimeter.perimeter import exposures
     from balanceroute.proxy.telemetry.logs import configure
 
+    if config_files and len(config_files) > 1:
+        raise InputError("--config: accepted is one file; --set overrides single settings")
+    config_file = config_files[0] if config_files else None
     if workers is not None and relays is not None:
         raise InputError(f"--workers {workers}, --relays {relays}: two names of one setting; give one")
     overrides: dict[str, object] = dict(parse_assignment(text) for text in assignments or [])

@@ -138,3 +138,12 @@ def test_the_two_names_of_relays_must_agree(
         main()
     assert ended.value.code == 2
     assert capsys.readouterr().err == "balanceroute: --workers 2, --relays 3: two names of one setting; give one\n"
+
+
+def test_a_second_configuration_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """It would replace the first one whole, where some programs merge the two."""
+    monkeypatch.setattr(sys, "argv", ["balanceroute", "serve", "--config", "a.yaml", "--config", "b.yaml"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == "balanceroute: --config: accepted is one file; --set overrides single settings\n"
