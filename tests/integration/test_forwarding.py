@@ -46,6 +46,23 @@ async def test_a_call_skips_workers_that_are_down_or_failing() -> None:
         assert (await router.client.post("/tokenize", json={"model": "emulated", "prompt": "abc"})).status_code == 200
 
 
+@pytest.mark.parametrize("headers", [{}, {"content-type": "text/plain"}], ids=["undeclared", "text"])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", '{"prompt": "abc"}'),
+        ("/v1/messages/count_tokens", '{"model": "emulated", "messages": [{"role": "user", "content": "a"}]}'),
+    ],
+    ids=["tokenize", "count tokens"],
+)
+async def test_a_body_is_json_for_workers_whatever_its_client_calls_it(
+    path: str, body: str, headers: dict[str, str]
+) -> None:
+    """`curl -d` alone calls it a form; completions are read like this, too."""
+    async with running() as router:
+        assert (await router.client.post(path, content=body, headers=headers)).status_code == 200
+
+
 async def test_when_no_worker_answers_the_client_gets_503_and_the_log_has_the_reasons(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
