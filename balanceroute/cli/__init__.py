@@ -38,6 +38,7 @@ app = typer.Typer(
     help="A load-balancing router for disaggregated LLM serving.",
     epilog=helping.EXIT_CODES,
     no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )

@@ -45,6 +45,14 @@ def test_values_of_options_and_arguments_are_words_and_nothing_is_cut_off(
     assert re.search(rf"^  Example: .*balanceroute {command}", text, re.M)
 
 
+@pytest.mark.parametrize("command", ["", "serve", "trace generate"])
+def test_h_is_help_as_in_the_example_proxy(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = [output_of(monkeypatch, capsys, *command.split(), flag) for flag in ("-h", "--help")]
+    assert asked[0] == asked[1] and "Usage:" in asked[0]
+
+
 @pytest.mark.parametrize(
     ("typed", "expected"),
     [
