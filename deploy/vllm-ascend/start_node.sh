@@ -8,8 +8,9 @@
 #
 # Set before: MODEL (path of the weights), NIC (interface that the machines reach each other by).
 # May be set: SERVED_NAME, LOG_DIR, MAX_NUM_SEQS, MAX_MODEL_LEN, KV_PIN_S, PREFIX_CACHING (of the prefillers, on or off),
-# PREFILL_EXTRA, DECODE_EXTRA (further flags), DECODE_ADDITIONAL_CONFIG. Run it on the decode machines and the prefill machines at about the same time; it ends, and
-# stops the servers of this machine, when one of them ends or on Ctrl-C. --dry-run prints the commands instead.
+# PREFILL_EXTRA, DECODE_EXTRA (further flags), DECODE_ADDITIONAL_CONFIG. Run it on the decode machines and the prefill
+# machines at about the same time; it ends, and stops the servers of this machine, when one of them ends or on Ctrl-C.
+# --dry-run prints the commands instead.
 set -euo pipefail
 
 fail() {
