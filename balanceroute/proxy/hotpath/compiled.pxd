@@ -42,6 +42,7 @@ cdef class Pump:
 cdef class EventMatcher:
     cdef public Py_ssize_t tokens, printed
     cdef public object ids
+    cdef public bytes last_text
     cdef public bint between_events
     cdef object _add_id
     cdef bint _want_ids, _drops_empty

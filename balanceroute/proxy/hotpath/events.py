@@ -37,7 +37,7 @@ from typing import Any, Final
 
 from balanceroute.errors import UpstreamError
 
-SOURCE: Final = "2e028b2e5a72b2df"  # digest of this file and compiled.pxd; a test says the new one
+SOURCE: Final = "59a54e3a6e46a81e"  # digest of this file and compiled.pxd; a test says the new one
 _SIZE_DIGITS: Final = 7  # of a chunk, at most: its size fits 32 bits
 _ID_DIGITS: Final = 10  # of a token id, at most
 _MAX_ID: Final = 2**32 - 1  # ids are kept in 32 bits
@@ -271,8 +271,8 @@ class EventMatcher:
     """Takes apart the events that a template fits, and counts their tokens.
 
     Attributes: `tokens`, generated so far. `ids`, those tokens. `printed`, how many tokens have had their text seen.
-    `between_events`, whether the next byte begins an event of a stream that runs: else nothing fits. All are the
-    scanner's to change.
+    `last_text`, what the last event with a text had, as JSON without its quotes. `between_events`, whether the next
+    byte begins an event of a stream that runs: else nothing fits. All are the scanner's to change.
     """
 
     __slots__ = (
@@ -286,6 +286,7 @@ class EventMatcher:
         "_want_ids",
         "between_events",
         "ids",
+        "last_text",
         "printed",
         "tokens",
     )
@@ -296,6 +297,7 @@ class EventMatcher:
         self.ids = array("I")
         self._add_id = self.ids.append
         self.printed = 0
+        self.last_text = b""
         self.between_events = True
         self._want_ids = want_ids
         self._drops_empty = drops_empty
@@ -349,7 +351,7 @@ class EventMatcher:
                 return -1
         at += len(self._tail)
         if text:
-            self.printed = self.tokens
+            self.printed, self.last_text = self.tokens, text
         elif self._drops_empty:
             return at
         out.append(self._head_out)

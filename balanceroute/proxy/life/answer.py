@@ -14,7 +14,7 @@ from balanceroute.errors import BadUpstreamReply, NotResumable, Rejected, Upstre
 from balanceroute.proxy.admission.prompt_estimates import has_estimate
 from balanceroute.proxy.life.errors import DeadlineExceeded, PromptsDiffer
 from balanceroute.proxy.life.outlet import Outlet, write_last
-from balanceroute.proxy.life.resumption import Fidelity, resumption
+from balanceroute.proxy.life.resumption import Fidelity, parses_calls, resumption
 from balanceroute.proxy.life.retries import pushes_back
 from balanceroute.proxy.life.services import LifeServices
 from balanceroute.proxy.life.streaming import write_part
@@ -184,11 +184,23 @@ class Answer:
             return NOTHING_YET.generated.ids
         return scanner.generated.kept_ids
 
-    def resume(self, result: PrefillResult, error: UpstreamError | None, worker_id: str, broken: int = 0) -> bool:
+    @property
+    def last_text(self) -> str | None:
+        """What the client was shown last, where ids may hold more than that; None: they do not."""
+        return self.scanner.last_text if parses_calls(self._original) else None
+
+    def resume(
+        self,
+        result: PrefillResult,
+        error: UpstreamError | None,
+        worker_id: str,
+        broken: int = 0,
+        withheld: bool = False,
+    ) -> bool:
         """Make the request that continues after this worker; False: its limit leaves nothing to generate.
 
         Args: error: how the worker was lost; None: it gave the request back. broken: the number of ids at the answer's
-        end that are an incomplete character (`seam.py`).
+        end that are an incomplete character. withheld: the ids hold text that the client was not shown (`seam.py`).
 
         Raises: `error`, or BadUpstreamReply, when it can't be resumed.
         """
@@ -197,7 +209,7 @@ class Answer:
         is_lost = error is not None and not pushes_back(error)
         if self.outlet.started and is_lost and not self._services.config.retry.resume_on_worker_loss:
             raise lost
-        cut = scanner.cut(broken)
+        cut = scanner.cut(broken, withheld)
         scanner.resume(0 if cut.halved else broken)
         if scanner.tokens == 0:
             self.request = self._original

@@ -30,7 +30,7 @@ from balanceroute.proxy.life.leg import (
 )
 from balanceroute.proxy.life.prefilling import next_prefiller, try_probe
 from balanceroute.proxy.life.retries import pushes_back
-from balanceroute.proxy.life.seam import ids_of_a_broken_character
+from balanceroute.proxy.life.seam import seam_of
 from balanceroute.proxy.wire.probe_reply import PrefillResult
 from balanceroute.proxy.workers.fleet import Worker
 
@@ -126,8 +126,8 @@ async def requeue_rest(leg: Leg, result: PrefillResult, lost: UpstreamError | No
     Raises: UpstreamError: the answer can't go on.
     """
     leg.retries.note_waiting()
-    broken = await ids_of_a_broken_character(leg)
-    if not leg.answer.resume(result, lost, leg.decoder_id, broken):
+    seam = await seam_of(leg)
+    if not leg.answer.resume(result, lost, leg.decoder_id, seam.broken, seam.withheld):
         await leg.answer.end_by_length()
         return COMPLETE
     anew = not leg.answer.scanner.tokens

@@ -30,7 +30,8 @@ named) | \
 invalid | it begins at its root: a second object after half of one. While only reasoning has come it has not begun: \
 exact |
 | the tool parser | a tool call has begun | invalid | half of its arguments would come as text, and indices begin at 0 |
-| | `tools`, no call yet | exact | a parser that has found nothing is a new one; what it held back is given back |
+| | `tools`, no call yet | exact, or invalid where the client has ids or logprobs of what the parser held back, or \
+text of the same event | a parser that has found nothing is a new one; what it held back is given back (`seam.py`) |
 | the reasoning parser | the answer is in its reasoning, or past it | exact or invalid | it looks for the end of \
 reasoning in the prompt's ids; parsers that need to have seen the beginning take the rest of it for the answer. Which \
 one it is shows: where what follows is of another kind than what was before the cut, it is not relayed |
@@ -132,11 +133,18 @@ def _invalid(request: ClientRequest, cut: Cut) -> str:
         return grammar
     if cut.halved:
         return "half of a character"
+    if cut.withheld:
+        return "text that its parser held back"
     if not request.prompt_json:
         return "prompt_embeds"
     if request.endpoint == "chat" and has_media(request.prompt_json):
         return "messages with media"
     return "stop" if _stop_may_be_missed(request.rest, cut) else ""
+
+
+def parses_calls(request: ClientRequest) -> bool:
+    """Whether an engine looks for tool calls in the answer, and holds back what may begin one."""
+    return request.endpoint == "chat" and bool(request.rest.get("tools")) and request.rest.get("tool_choice") != "none"
 
 
 def grammar_of(rest: Mapping[str, Any]) -> str:

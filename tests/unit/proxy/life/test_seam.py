@@ -1,4 +1,4 @@
-"""How many ids at the end of an answer that was cut off belong to no whole character: what engines say."""
+"""The end of an answer that was cut off, by what engines say of the text of its ids: whole characters, hidden text."""
 
 import asyncio
 from typing import Any
@@ -8,10 +8,12 @@ import pytest
 
 from balanceroute.errors import ConnectFailed
 from balanceroute.proxy.life.leg import Leg
-from balanceroute.proxy.life.seam import ALL, TIMEOUT_S, ids_of_a_broken_character
+from balanceroute.proxy.life.pull import Pull
+from balanceroute.proxy.life.seam import ALL, TIMEOUT_S, Seam, seam_of
 from balanceroute.proxy.services import Services
+from balanceroute.proxy.wire.client_request import parse
 from balanceroute.proxy.wire.probe_reply import PrefillResult
-from tests.unit.proxy.life.legs import PROMPT_IDS, a_leg, events
+from tests.unit.proxy.life.legs import PROMPT_IDS, Client, a_leg, events
 from tests.unit.proxy.virtual_time import Answer, Page, a_config, a_router, in_virtual_time, script
 
 WHOLE, BROKEN = (Page(orjson.dumps({"prompt": text})) for text in (" so", " so\ufffd"))
@@ -36,7 +38,7 @@ def broken(
             script(services, name).detokenized = answers
         leg = cut_off(services, tokens, **fields)
         at_s = services.loop.time()
-        results.extend([await ids_of_a_broken_character(leg), services.loop.time() - at_s])
+        results.extend([(await seam_of(leg)).broken, services.loop.time() - at_s])
 
     in_virtual_time(asked)
     return int(results[0]), results[1]
@@ -79,3 +81,67 @@ def test_a_silent_prefiller_delays_a_resume_only_briefly() -> None:
 @pytest.mark.parametrize(("tokens", "fields"), [(0, {}), (3, {"stop": ["held back"]})], ids=["nothing", "invalid"])
 def test_no_worker_detokenizes_when_the_answer_cannot_resume_from_ids(tokens: int, fields: dict[str, Any]) -> None:
     assert broken([BROKEN], [BROKEN], tokens, **fields) == (0, 0)
+
+
+TOOLS: dict[str, Any] = {"tools": [{"type": "function", "function": {"name": "look"}}]}
+
+
+def withheld(text: str, *deltas: dict[str, Any], **fields: Any) -> bool:
+    """Whether a chat that was cut off after these deltas, each of two tokens, has hidden text in its ids, whose text a
+    worker tells.
+    """
+    found: list[Seam] = []
+
+    async def asked() -> None:
+        services = a_router(a_config(1, 1))
+        script(services, "p0").detokenized = [Page(orjson.dumps({"prompt": text}))]
+        request = parse("chat", orjson.dumps({"messages": [{"role": "user", "content": "a"}]} | fields))
+        leg = Leg(services, "r", request, Client(), [], Pull)
+        prefilled = PrefillResult(b"{}", len(PROMPT_IDS), None, PROMPT_IDS)
+        leg.answer.prompt_counted(prefilled)
+        leg.answer.begin(prefilled)
+        for delta in deltas:
+            choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None, "token_ids": [20, 21]}
+            leg.answer.scanner.feed(b"data: %s\n\n" % orjson.dumps({"id": "a", "created": 1, "choices": [choice]}))
+        found.append(await seam_of(leg))
+
+    in_virtual_time(asked)
+    return found[0].withheld
+
+
+A, B, NOTHING = {"content": "I look"}, {"content": ' "it" up.'}, {"content": ""}
+
+
+@pytest.mark.parametrize(
+    ("text", "deltas", "fields"),
+    [
+        ('\ufffd: I look "it" up.<tool_call>', [A, B], TOOLS),
+        ('I look<tool_call>{"name', [A, NOTHING], TOOLS | {"return_token_ids": True}),
+        ("<tool_call>", [NOTHING], TOOLS | {"return_token_ids": True, "tool_choice": "auto"}),
+    ],
+    ids=["in one event with text", "told by ids", "nothing shown"],
+)
+def test_ids_of_a_chat_with_tools_hold_more_than_its_text_where_a_call_may_have_begun(
+    text: str, deltas: list[dict[str, Any]], fields: dict[str, Any]
+) -> None:
+    assert withheld(text, *deltas, **fields)
+    assert not withheld(text, *deltas, **fields | {"tools": []}), "nothing is held back"
+    assert not withheld(text, *deltas, **fields | {"tool_choice": "none"}), "nothing is held back"
+
+
+@pytest.mark.parametrize(
+    ("text", "deltas"),
+    [
+        ('\ufffd look "it" up.', [A, B]),
+        ('I look "it"up.', [A, B]),
+        ('it" up.', [A, B]),
+        ("I look", [A, NOTHING]),
+        ("hm", [A, {"reasoning": "hm"}]),
+        ("\n\n", [A, {"content": "\n\n"}]),
+    ],
+    ids=["whole", "less spaces", "shorter", "given back", "reasoning", "blank"],
+)
+def test_ids_of_a_chat_with_tools_whose_text_was_shown_to_its_end_hold_nothing_back(
+    text: str, deltas: list[dict[str, Any]]
+) -> None:
+    assert not withheld(text, *deltas, **TOOLS)
