@@ -238,7 +238,7 @@ class Exchange:
         head = self._head
         assert head is not None
         created = fanout.created_now()
-        shared = StreamHead(self._response, self._own_headers(), request.model)
+        shared = StreamHead(self._response, self._own_headers())
         answers: list[PartAnswer] = []
         choices = Choices()
         parts = fanout.parts_of(request, self._services.config.limits.max_choices, self._body_bytes)
@@ -261,7 +261,7 @@ class Exchange:
         self._outcome, self._status = FINISHED, 200
         if request.stream:
             shared.start()
-            shared.end(fanout.closing_events(request, head.request_id, created, shared.model, self._legs))
+            shared.end(fanout.closing_events(request, head.request_id, created, self._legs))
         else:
             body = fanout.merged_answer(request, head.request_id, self._legs, answers)
             self._response.respond(200, json_headers(body, self._own_headers()), body)

@@ -113,9 +113,7 @@ def _completion_details(usages: Iterable[dict[str, Any] | None]) -> dict[str, An
     return summed(details) if all(details) else {}
 
 
-def closing_events(
-    request: ClientRequest, request_id: str, created: int, model: str | None, legs: Sequence[Leg]
-) -> bytes:
+def closing_events(request: ClientRequest, request_id: str, created: int, legs: Sequence[Leg]) -> bytes:
     """The end of a merged stream: usage, if asked for or sent unasked, and [DONE], when all legs have ended."""
     unasked = not request.counted_by_usage and any(leg.answer.scanner.usage for leg in legs)
     if not (request.include_usage or unasked):
@@ -123,6 +121,7 @@ def closing_events(
     usage = merged_usage(request, legs)
     if details := _completion_details(leg.answer.scanner.usage for leg in legs):
         usage["completion_tokens_details"] = details
+    model = next((leg.answer.scanner.identity.model for leg in legs if leg.answer.scanner.identity.model), None)
     head = event_head(public_id(request, request_id), created, model, chat=request.endpoint == "chat")
     event: dict[str, Any] = {**head, "choices": [], "usage": usage}
     if fingerprint := next((leg.answer.scanner.fingerprint for leg in legs if leg.answer.scanner.fingerprint), None):

@@ -7,7 +7,6 @@ PartAnswer     kept until it is complete
 
 from collections.abc import Callable
 
-import orjson
 from mypy_extensions import mypyc_attr
 
 from balanceroute.errors import InvariantError
@@ -15,7 +14,6 @@ from balanceroute.proxy.client.response import Response
 from balanceroute.proxy.life.leg import Leg
 from balanceroute.proxy.wire.answers import AnswerAssembler, with_usage
 from balanceroute.proxy.wire.client_request import ClientRequest
-from balanceroute.proxy.wire.event_stream import payloads_of
 from balanceroute.proxy.wire.prompt_echo import with_prompt
 from balanceroute.proxy.wire.responses import SSE_HEADERS, Headers
 from balanceroute.proxy.wire.usage import put_prompt_details
@@ -51,16 +49,12 @@ class StreamOutlet:
 
 
 class StreamHead:
-    """The client's response that several legs share; the first leg that has bytes starts it.
+    """The client's response that several legs share; the first leg that has bytes starts it."""
 
-    `model` is what the workers call the model, from the first event; clients may leave it out.
-    """
+    __slots__ = ("_headers", "_response", "started")
 
-    __slots__ = ("_headers", "_response", "model", "started")
-
-    def __init__(self, response: Response, headers: Headers, model: str | None = None) -> None:
-        self._response, self.model = response, model
-        self._headers = [*SSE_HEADERS, *headers]
+    def __init__(self, response: Response, headers: Headers) -> None:
+        self._response, self._headers = response, [*SSE_HEADERS, *headers]
         self.started = False
 
     def start(self) -> None:
@@ -70,9 +64,7 @@ class StreamHead:
             self._response.start(200, self._headers)
 
     def write(self, body: bytes) -> bool:
-        """Write events of a leg; the model's name is taken from the very first ones."""
-        if self.model is None:
-            self.model = _model_of(body)
+        """Write events of a leg."""
         return self._response.write(body)
 
     def end(self, body: bytes) -> None:
@@ -163,14 +155,3 @@ class PartAnswer:
         if self._assembler is None:
             self._assembler = AnswerAssembler(self._request)
         return self._assembler
-
-
-def _model_of(events: bytes) -> str | None:
-    for payload in payloads_of(events):
-        try:
-            model = orjson.loads(payload)["model"]
-        except (ValueError, TypeError, KeyError):
-            continue
-        if isinstance(model, str):
-            return model
-    return None

@@ -273,6 +273,6 @@ class Answer:
         """
         scanner = self.scanner
         scanner.end = StreamEnd.NO_DONE
-        usage_event = scanner.missing_usage(self.request.model, chat=self.request.endpoint == "chat")
+        usage_event = scanner.missing_usage(chat=self.request.endpoint == "chat")
         if usage_event:
             await write_part(self.outlet, usage_event)

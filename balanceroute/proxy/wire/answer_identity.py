@@ -26,18 +26,19 @@ WHOLE: Final = Part()
 
 
 class AnswerIdentity:
-    """`id` and `created` of an answer, which stay those of its first event whatever later workers send.
+    """`id`, `created` and `model` of an answer, which stay those of its first event whatever later workers send.
 
     Attributes:
-        public_id, created: what the client sees in every event; None until an event has told it. echoed: the present
-        worker's events carry the id of our request (see `expect`).
+        public_id, created, model: what the client sees in every event; None until an event has told it. echoed: the
+        present worker's events carry the id of our request (see `expect`).
     """
 
-    __slots__ = ("_checked", "_expected_id", "_request_id", "created", "echoed", "public_id")
+    __slots__ = ("_checked", "_expected_id", "_request_id", "created", "echoed", "model", "public_id")
 
     def __init__(self, part: Part = WHOLE) -> None:
         self.public_id = part.public_id
         self.created = part.created
+        self.model: str | None = None
         self.echoed = self._checked = False
         self._expected_id = self._request_id = ""
 
@@ -62,7 +63,7 @@ class AnswerIdentity:
         return echoed or not self._checked
 
     def put_into(self, event: dict[str, Any]) -> bool:
-        """Give an event the answer's `id` and `created`; returns whether that has changed the event."""
+        """Give an event the answer's `id`, `created` and `model`; returns whether that has changed the event."""
         changed = False
         if self.public_id is None and isinstance(event_id := event.get("id"), str):
             self.public_id = str(shown_id(event_id, self._expected_id, self._request_id))
@@ -73,5 +74,10 @@ class AnswerIdentity:
             self.created = event["created"]
         elif "created" in event and event["created"] != self.created:
             event["created"] = self.created
+            changed = True
+        if self.model is None and isinstance(model := event.get("model"), str):
+            self.model = model
+        elif "model" in event and event["model"] != self.model:
+            event["model"] = self.model
             changed = True
         return changed

@@ -301,11 +301,12 @@ class EventScanner:
             return len(self.generated.prompt_ids)
         return self._prompt_tokens
 
-    def missing_usage(self, model: str | None, *, chat: bool) -> bytes:
+    def missing_usage(self, *, chat: bool) -> bytes:
         """The final usage event by the router's count, if the worker ended without one; else nothing."""
         if not self._want_usage or self.usage is not None or self.finish_reason is None or self.prompt_tokens is None:
             return b""
-        head = event_head(self.identity.public_id, self.identity.created, model, chat=chat)
+        identity = self.identity
+        head = event_head(identity.public_id, identity.created, identity.model, chat=chat)
         event = {**head, "choices": [], "usage": self.counted_usage()}
         return self._final_usage(event, event_bytes(event))
 
@@ -552,8 +553,8 @@ class EventScanner:
             reported = usage.get("prompt_tokens")
             prompt_tokens = max(0, reported - self.generated.earlier) if is_count(reported) else 0
         usage |= usage_of(prompt_tokens, self.tokens)
-        if self.generated.earlier:  # these details are of the last segment alone: too few tokens of reasoning
-            usage.pop("completion_tokens_details", None)
+        if self.generated.earlier and usage.get("completion_tokens_details"):
+            del usage["completion_tokens_details"]  # of the last segment alone: too few tokens of reasoning
         return True
 
     def _rewrite_role(self, choices: list[dict[str, Any]]) -> bool:

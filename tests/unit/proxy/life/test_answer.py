@@ -90,12 +90,13 @@ def test_a_cut_answer_without_a_token_restarts_with_the_original_request() -> No
 def test_a_cut_answer_at_its_token_limit_ends_as_a_worker_would_end_it() -> None:
     async def cut_off() -> None:
         client = Client()
-        answer = an_answer(client, max_tokens=2, stream_options={"include_usage": True})
+        answer = an_answer(client, max_tokens=2, stream_options={"include_usage": True}, model="alias")
         give(answer, 20, 21)
         assert not answer.resume(PREFILLED, lost(), "d0")
         await answer.end_by_length()
         assert client.ended and client.got.endswith(b"data: [DONE]\n\n")
         assert b'"finish_reason":"length"' in client.got and b'"completion_tokens":2' in client.got
+        assert client.got.count(b'"model":"m"') == 4, "all events have the name that the worker's have"
 
     in_virtual_time(cut_off)
 

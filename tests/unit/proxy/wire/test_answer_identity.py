@@ -1,18 +1,28 @@
 """`AnswerIdentity`: the id of an answer, and which events are of it."""
 
+from typing import Any
+
 from balanceroute.proxy.wire.answer_identity import AnswerIdentity, Part
 
 WHOLE_ANSWER = Part(public_id="cmpl-whole", created=7)
 
 
-def test_every_event_has_the_id_and_the_time_of_the_first_one() -> None:
+def test_every_event_has_the_id_the_time_and_the_model_of_the_first_one() -> None:
     identity = AnswerIdentity()
-    first = {"id": "cmpl-a", "created": 1}
-    later = {"id": "cmpl-b", "created": 2}
+    first = {"id": "cmpl-a", "created": 1, "model": "full/name"}
+    again = {"id": "cmpl-a", "created": 1, "model": "full/name"}
+    later = {"id": "cmpl-b", "created": 2, "model": "alias"}
 
-    assert not identity.put_into(first)
+    assert not identity.put_into(first) and not identity.put_into(again)
     assert identity.put_into(later)
-    assert later == {"id": "cmpl-a", "created": 1}
+    assert later == first
+
+
+def test_another_model_s_name_alone_changes_an_event() -> None:
+    identity = AnswerIdentity()
+    identity.put_into({"model": "full/name"})
+
+    assert identity.put_into({"model": None}) and identity.model == "full/name"
 
 
 def test_the_public_id_and_time_replace_those_of_workers() -> None:
@@ -24,7 +34,7 @@ def test_the_public_id_and_time_replace_those_of_workers() -> None:
 
 
 def test_an_event_without_id_or_time_gets_none() -> None:
-    event = {"choices": []}
+    event: dict[str, Any] = {"choices": []}
 
     assert not AnswerIdentity(WHOLE_ANSWER).put_into(event)
     assert event == {"choices": []}

@@ -373,7 +373,7 @@ def test_usage_requested_only_by_the_router_is_dropped_and_other_usage_passed_on
     assert usages == ([usage(10, 2)["usage"]] * 2 if unasked else [])
     scanner = EventScanner(unasked_usage=unasked, prompt_tokens=10)
     scanner.feed(event(completion("a", [1], finish_reason="length")))
-    assert scanner.missing_usage("m", chat=False) == b"", "one that nobody has told is made up for nobody"
+    assert scanner.missing_usage(chat=False) == b"", "one that nobody has told is made up for nobody"
 
 
 @pytest.mark.parametrize(
@@ -706,6 +706,23 @@ def test_reasoning_tokens_are_reported_only_for_an_answer_of_one_worker(continuo
     assert b'"completion_tokens":2' in sent and b"reasoning_tokens" not in sent
 
 
+def test_details_that_an_engine_sends_as_null_are_null_also_in_a_resumed_answer() -> None:
+    counted = {"prompt_tokens": 9, "completion_tokens": 1, "total_tokens": 10, "completion_tokens_details": None}
+    scanner = EventScanner(want_usage=True, want_continuous_usage=True)
+    sent = scanner.feed(event(chat({"content": "a"}, [1]) | {"usage": counted}))
+    scanner.resume()
+    sent += scanner.feed(event(chat({"content": "b"}, [2]) | {"usage": counted | {"prompt_tokens": 10}}))
+    first, last = (body["usage"] for body in parsed(sent))
+    assert first == counted and last == counted | {"completion_tokens": 2, "total_tokens": 11}
+
+
+def test_a_usage_that_no_worker_has_sent_names_the_model_as_the_events_before_it() -> None:
+    scanner = EventScanner(want_usage=True, prompt_tokens=3)
+    scanner.feed(event(completion("a", [1], finish_reason="length") | {"model": "full/name"}))
+    (made,) = parsed(scanner.missing_usage(chat=False))
+    assert made["model"] == "full/name" and made["usage"]["completion_tokens"] == 1
+
+
 @pytest.mark.parametrize(
     ("before", "after", "ends"),
     [
@@ -750,7 +767,7 @@ def test_the_kind_of_text_is_known_even_if_the_first_token_has_no_text(kind: str
 def test_without_a_prefillers_count_no_usage_is_made_up() -> None:
     scanner = EventScanner(want_usage=True)
     scanner.feed(event(completion("a", [1], finish_reason="stop")))
-    assert scanner.missing_usage("m", chat=False) == b""
+    assert scanner.missing_usage(chat=False) == b""
 
 
 def test_one_choice_of_several_gets_its_index_and_the_common_id() -> None:
