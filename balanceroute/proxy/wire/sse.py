@@ -243,8 +243,11 @@ class EventScanner:
 
     @property
     def last_text(self) -> str:
-        """What the last event with a text has shown."""
-        text: str = orjson.loads(b'"%b"' % self.matcher.last_text)
+        """What the last event with a text has shown; empty where it was no JSON, which matched events may not be."""
+        try:
+            text: str = orjson.loads(b'"%b"' % self.matcher.last_text)
+        except ValueError:
+            return ""
         return text
 
     def resume(self, broken: int = 0) -> int:

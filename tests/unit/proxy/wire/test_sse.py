@@ -706,6 +706,15 @@ def test_reasoning_tokens_are_reported_only_for_an_answer_of_one_worker(continuo
     assert b'"completion_tokens":2' in sent and b"reasoning_tokens" not in sent
 
 
+@pytest.mark.parametrize(("text", "shown"), [(b"so\\u00e9", "so\u00e9"), (b"\xff", ""), (b"\\x", "")])
+def test_the_last_text_is_known_of_matched_events_too(text: bytes, shown: str) -> None:
+    scanner = EventScanner()
+    scanner.feed(event(completion("a", [1])) + event(completion("b", [2])))
+    assert scanner.last_text == "b"
+    scanner.feed(event(completion("c", [3])).replace(b'"text":"c"', b'"text":"%b"' % text))
+    assert scanner.tokens == 3 and scanner.last_text == shown
+
+
 def test_details_that_an_engine_sends_as_null_are_null_also_in_a_resumed_answer() -> None:
     counted = {"prompt_tokens": 9, "completion_tokens": 1, "total_tokens": 10, "completion_tokens_details": None}
     scanner = EventScanner(want_usage=True, want_continuous_usage=True)
