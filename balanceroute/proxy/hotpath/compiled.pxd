@@ -42,13 +42,14 @@ cdef class Pump:
 cdef class EventMatcher:
     cdef public Py_ssize_t tokens, printed
     cdef public object ids
-    cdef public bytes last_text
+    cdef public bytes last_text, text_before
     cdef public bint between_events
     cdef object _add_id
     cdef bint _want_ids, _drops_empty
     cdef bytes _head, _mid, _tail, _head_out, _end_out
 
-    @cython.locals(tokens=Py_ssize_t, printed=Py_ssize_t, kept=Py_ssize_t, out=list, at=Py_ssize_t, end=Py_ssize_t)
+    @cython.locals(tokens=Py_ssize_t, printed=Py_ssize_t, kept=Py_ssize_t, out=list, at=Py_ssize_t, end=Py_ssize_t,
+                   last_text=bytes, text_before=bytes)
     cpdef bytes match(self, bytes raw)
 
     @cython.locals(data=cython.p_const_uchar, end=Py_ssize_t, text_at=Py_ssize_t, stop=Py_ssize_t, limit=Py_ssize_t,

@@ -37,7 +37,7 @@ from typing import Any, Final
 
 from balanceroute.errors import UpstreamError
 
-SOURCE: Final = "59a54e3a6e46a81e"  # digest of this file and compiled.pxd; a test says the new one
+SOURCE: Final = "34a62233d9ad92dc"  # digest of this file and compiled.pxd; a test says the new one
 _SIZE_DIGITS: Final = 7  # of a chunk, at most: its size fits 32 bits
 _ID_DIGITS: Final = 10  # of a token id, at most
 _MAX_ID: Final = 2**32 - 1  # ids are kept in 32 bits
@@ -271,8 +271,9 @@ class EventMatcher:
     """Takes apart the events that a template fits, and counts their tokens.
 
     Attributes: `tokens`, generated so far. `ids`, those tokens. `printed`, how many tokens have had their text seen.
-    `last_text`, what the last event with a text had, as JSON without its quotes. `between_events`, whether the next
-    byte begins an event of a stream that runs: else nothing fits. All are the scanner's to change.
+    `last_text`, what the last event with a text had, and `text_before`, the one before it, as JSON without quotes.
+    `between_events`, whether the next byte begins an event of a stream that runs: else nothing fits. All are the
+    scanner's to change.
     """
 
     __slots__ = (
@@ -288,6 +289,7 @@ class EventMatcher:
         "ids",
         "last_text",
         "printed",
+        "text_before",
         "tokens",
     )
 
@@ -297,7 +299,7 @@ class EventMatcher:
         self.ids = array("I")
         self._add_id = self.ids.append
         self.printed = 0
-        self.last_text = b""
+        self.last_text = self.text_before = b""
         self.between_events = True
         self._want_ids = want_ids
         self._drops_empty = drops_empty
@@ -320,12 +322,14 @@ class EventMatcher:
         if not raw or not self.between_events:
             return None
         tokens, printed, kept = self.tokens, self.printed, len(self.ids)
+        last_text, text_before = self.last_text, self.text_before
         out: list[bytes] = []
         at, end = 0, len(raw)
         while at < end:
             at = self._take(raw, at, out)
             if at < 0:
                 self.tokens, self.printed = tokens, printed
+                self.last_text, self.text_before = last_text, text_before
                 del self.ids[kept:]
                 return None
         return b"".join(out)
@@ -351,7 +355,8 @@ class EventMatcher:
                 return -1
         at += len(self._tail)
         if text:
-            self.printed, self.last_text = self.tokens, text
+            self.printed = self.tokens
+            self.text_before, self.last_text = self.last_text, text
         elif self._drops_empty:
             return at
         out.append(self._head_out)

@@ -243,9 +243,12 @@ class EventScanner:
 
     @property
     def last_text(self) -> str:
-        """What the last event with a text has shown; empty where it was no JSON, which matched events may not be."""
+        """What the last two events with a text have shown; of another kind of text than the last only that one.
+
+        Empty where it was no JSON, which matched events may not be.
+        """
         try:
-            text: str = orjson.loads(b'"%b"' % self.matcher.last_text)
+            text: str = orjson.loads(b'"%b%b"' % (self.matcher.text_before, self.matcher.last_text))
         except ValueError:
             return ""
         return text
@@ -484,7 +487,9 @@ class EventScanner:
                 return False
             part.carries = True
             self.generated.printed()
-            self.matcher.last_text = orjson.dumps(text_of(choice))[1:-1]
+            matcher = self.matcher
+            matcher.text_before = matcher.last_text if kinds == [self._kind or self._last_kind] else b""
+            matcher.last_text = orjson.dumps(text_of(choice))[1:-1]
             self._kinds.update(kinds)
             self._kind = kinds[-1]
         self._take_end(choice, part)

@@ -117,9 +117,10 @@ A, B, NOTHING = {"content": "I look"}, {"content": ' "it" up.'}, {"content": ""}
     [
         ('\ufffd: I look "it" up.<tool_call>', [A, B], TOOLS),
         ('I look<tool_call>{"name', [A, NOTHING], TOOLS | {"return_token_ids": True}),
+        ("I look\n<tool_call>\n", [A, {"content": "\n"}], TOOLS),
         ("<tool_call>", [NOTHING], TOOLS | {"return_token_ids": True, "tool_choice": "auto"}),
     ],
-    ids=["in one event with text", "told by ids", "nothing shown"],
+    ids=["in one event with text", "told by ids", "alike ends", "nothing shown"],
 )
 def test_ids_of_a_chat_with_tools_hold_more_than_its_text_where_a_call_may_have_begun(
     text: str, deltas: list[dict[str, Any]], fields: dict[str, Any]

@@ -706,13 +706,27 @@ def test_reasoning_tokens_are_reported_only_for_an_answer_of_one_worker(continuo
     assert b'"completion_tokens":2' in sent and b"reasoning_tokens" not in sent
 
 
-@pytest.mark.parametrize(("text", "shown"), [(b"so\\u00e9", "so\u00e9"), (b"\xff", ""), (b"\\x", "")])
-def test_the_last_text_is_known_of_matched_events_too(text: bytes, shown: str) -> None:
+@pytest.mark.parametrize(("text", "shown"), [(b"so\\u00e9", "bso\u00e9"), (b"\xff", ""), (b"\\x", "")])
+def test_the_last_texts_are_known_of_matched_events_too(text: bytes, shown: str) -> None:
     scanner = EventScanner()
     scanner.feed(event(completion("a", [1])) + event(completion("b", [2])))
-    assert scanner.last_text == "b"
+    assert scanner.last_text == "ab"
     scanner.feed(event(completion("c", [3])).replace(b'"text":"c"', b'"text":"%b"' % text))
     assert scanner.tokens == 3 and scanner.last_text == shown
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_the_last_texts_are_of_one_kind_and_each_counts_once(at_once: bool) -> None:
+    scanner = EventScanner()
+    wires = [event(chat({"reasoning": text}, [1])) for text in "abc"] + [event(chat({"content": "d"}, [2]))]
+    for wire in [b"".join(wires[:3])] if at_once else wires[:3]:
+        scanner.feed(wire)
+    assert scanner.last_text == "bc"
+    scanner.feed(event(chat({"reasoning": "x"}, [3])) + wires[3])
+    assert scanner.last_text == "d"
+    scanner.resume()
+    scanner.feed(event(chat({"role": "assistant", "content": ""}, [])) + event(chat({"content": "e"}, [4])))
+    assert scanner.last_text == "de"
 
 
 def test_details_that_an_engine_sends_as_null_are_null_also_in_a_resumed_answer() -> None:
