@@ -30,7 +30,7 @@ from starlette.routing import Route
 
 from balanceroute.build import bounds
 from balanceroute.config import Config
-from balanceroute.errors import ConfigError
+from balanceroute.errors import ConfigError, NoHealthyWorkers
 from balanceroute.proxy.admission.tickets import Tickets
 from balanceroute.proxy.app import (
     ClientApp,
@@ -52,7 +52,7 @@ from balanceroute.proxy.link.reach import FarReach, Reach, SocketReach
 from balanceroute.proxy.link.remote import NOBODY, RemoteBrain
 from balanceroute.proxy.ops.admin import json_response
 from balanceroute.proxy.ops.forwarding import Forwarding
-from balanceroute.proxy.ops.guard import READY
+from balanceroute.proxy.ops.guard import READY, error_response
 from balanceroute.proxy.ops.metaserver import Metaserver
 from balanceroute.proxy.ops.to_brain import ToBrain, through_socket, to_machine
 from balanceroute.proxy.perimeter.key_table import RelayRows
@@ -80,6 +80,7 @@ LEFT_S: Final = 5.0  # between two searches for pin records of relays that are g
 PARENT_CLOSES_S: Final = 0.05  # in which the parent closes its own sockets, so that none accepts after the relays'
 ANOTHER_S: Final = 1.0  # between two checks whether another relay accepts
 ALIVE: Final = ("/health", "/ping")  # answered by the relay itself
+NOT_JOINED: Final = "This process has not joined the one that decides for the router (the brain); its log says why."
 
 
 class RelayApp(ClientApp):
@@ -257,7 +258,10 @@ def _routes(
     async def ready(request: Request) -> Response:
         if services().brain.leaving:  # the brain may continue: it is on another machine, or belongs to the successor
             return json_response({"status": "draining"}, 503)
-        return await readiness(request)
+        answer = await readiness(request)
+        if answer.status_code == 200 and services().brain.member is None:  # the brain serves others, but not this relay
+            return error_response(NoHealthyWorkers(NOT_JOINED))
+        return answer
 
     async def call_workers(request: Request) -> Response:
         """Have the brain call all workers, because it must know of the call.

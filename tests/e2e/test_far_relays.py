@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import re
+import shutil
 import signal
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -11,6 +12,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import httpx
 import pytest
 
 from balanceroute.config.addresses import host_in_url
@@ -249,22 +251,34 @@ def test_a_peer_without_a_link_certificate_gets_no_answer_and_does_no_harm(clust
     with_machines(test, cluster, tmp_path)
 
 
-def test_a_relay_that_the_brain_does_not_let_in_says_why(cluster: Cluster, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("taken", "reason"),
+    [(False, "CERTIFICATE_VERIFY_FAILED"), (True, "a relay of this name is here")],
+    ids=["another CA", "the name of another machine"],
+)
+def test_a_relay_that_the_brain_does_not_let_in_says_why_and_is_not_ready(
+    cluster: Cluster, tmp_path: Path, taken: bool, reason: str
+) -> None:
     async def run() -> None:
         async with machines(cluster, tmp_path) as those:
-            other = Authority(tmp_path, "other")
-            folder = a_folder(tmp_path, "c")
+            authority = those.authority if taken else Authority(tmp_path, "other")
+            folder, port = a_folder(tmp_path, "c"), free_base_port((0,))
             log = folder / "router.log"
-            flags = [*other.flags(), "--set", f"listen.brains=[127.0.0.1:{those.port}]"]
-            waiting = asyncio.get_running_loop().create_task(_run_until_cancelled(cluster, folder, flags))
+            if taken:
+                shutil.copy(tmp_path / "a" / "identity", folder)
+            flags = [*authority.flags(), "--set", f"listen.brains=[127.0.0.1:{those.port}]"]
+            waiting = asyncio.get_running_loop().create_task(_run_until_cancelled(cluster, folder, flags, port))
             await until(lambda: log.exists() and "this relay cannot join a brain" in log.read_text())
-            assert "CERTIFICATE_VERIFY_FAILED" in log.read_text()
+            assert reason in log.read_text()
+            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False) as client:
+                assert (await client.get("/health")).status_code == 200
+                assert (await client.get("/ready")).status_code == 503
             waiting.cancel()
             await asyncio.gather(waiting, return_exceptions=True)
 
     asyncio.run(run())
 
 
-async def _run_until_cancelled(cluster: Cluster, folder: Path, flags: list[str]) -> None:
-    async with a_router(cluster, folder, *flags, relays=1):
+async def _run_until_cancelled(cluster: Cluster, folder: Path, flags: list[str], port: int) -> None:
+    async with a_router(cluster, folder, *flags, port=port, relays=1):
         raise AssertionError("it is ready")

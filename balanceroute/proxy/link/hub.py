@@ -149,6 +149,7 @@ class Hub:
         self.patience = patience or Patience()
         self._far, self._awaited = far, set() if far is None else set(far.names)
         self._dismissed = self._closing = False
+        self._refused: set[str] = set()  # reasons for refusing a relay that have been logged
         self._reports, self._salt, self._block_seed = reports, salt, block_seed()
         self._standings: dict[str, WorkerStanding] = {}  # as last sent to members
         self._silent: tuple[str, ...] = ()
@@ -238,6 +239,9 @@ class Hub:
         refusal = self._refusal(frames, hello)
         if refusal is not None:
             farewell, reason = refusal
+            if reason not in self._refused:  # the relay tries again and again
+                self._refused.add(reason)
+                log.warning("relay refused", extra={"relay": hello.relay[:MAX_NAME], "reason": farewell.reason})
             frames.send(farewell)
             frames.close(reason)
             return

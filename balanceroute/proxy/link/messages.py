@@ -430,11 +430,26 @@ def frame(messages: "list[FromRelay] | list[FromBrain]") -> bytes:
 
 
 def read_from_relay(body: bytes | memoryview) -> list[FromRelay]:
-    """A frame's messages. Raises: LinkError."""
+    """A frame's messages; of one that begins with the Hello of another version, only what all versions have in common.
+
+    Raises: LinkError.
+    """
     try:
         return _from_relay.decode(body)
     except ValueError as error:  # also for text that is not UTF-8
-        raise LinkError(f"a relay's frame can't be read: {error}") from None
+        hello = _hello_of_another_version(body)
+        if hello is None:
+            raise LinkError(f"a relay's frame can't be read: {error}") from None
+        return [hello]
+
+
+def _hello_of_another_version(body: bytes | memoryview) -> Hello | None:
+    try:
+        tag, version, relay = msgspec.msgpack.decode(body)[0][:3]
+    except (ValueError, TypeError, LookupError, RecursionError):
+        return None
+    is_other = tag == 0 and isinstance(version, int) and version != VERSION and isinstance(relay, str)
+    return Hello(version, relay, 0, 0, ()) if is_other else None
 
 
 def read_from_brain(body: bytes | memoryview) -> list[FromBrain]:

@@ -3,11 +3,13 @@
 import asyncio
 from collections.abc import Callable
 
+import msgspec
 import pytest
 
 from balanceroute.core.types import Outcome, Phase, RequestSpec, Role, Standing, WorkerSpec
 from balanceroute.proxy.link.hub import Patience
 from balanceroute.proxy.link.messages import (
+    HEAD_BYTES,
     VERSION,
     Activity,
     Beat,
@@ -237,6 +239,28 @@ def test_a_peer_that_violates_the_protocol_is_dropped_and_holds_no_request(
         assert (not farewells) if reason is None else reason in farewells[0]
 
     on(test)
+
+
+@pytest.mark.parametrize("fields", [[], ["new"]], ids=["the same fields", "another field"])
+def test_a_relay_of_another_version_is_told_so_and_logged_once(
+    caplog: pytest.LogCaptureFixture, fields: list[str]
+) -> None:
+    async def test(stage: Stage) -> None:
+        brain = await stage.brain()
+        hello = msgspec.msgpack.encode([[0, VERSION + 1, "later", 1, 0, [], None, *fields]])
+        for _ in range(2):
+            relay = await RawRelay().connect(stage)
+            transport = relay.frames._transport
+            assert transport is not None
+            transport.write(len(hello).to_bytes(HEAD_BYTES, "big") + hello)
+            await until(lambda: not relay.frames.open)  # noqa: B023
+            assert [message.reason for message in relay.received if isinstance(message, Farewell)] == [reason]
+        assert not brain.hub.members
+
+    reason = f"this brain speaks version {VERSION} of the link, not {VERSION + 1}"
+    on(test)
+    refused = [record.__dict__ for record in caplog.records if record.message == "relay refused"]
+    assert [(line["relay"], line["reason"]) for line in refused] == [("later", reason)]
 
 
 def test_a_relay_that_counts_more_tokens_than_a_frame_can_carry_does_not_keep_answers_from_others() -> None:
