@@ -88,7 +88,7 @@ class Changes(msgspec.Struct, frozen=True):
         added = [spec for spec in self.added if configured.get(spec.id) in (None, *self.replaced)]
         changed = removed.union(spec.id for spec in added)
         named = Places(worker.spec for worker in fleet if worker.id not in changed)
-        drained = Places(spec for spec in self.workers if spec.id in self.drained)
+        before, drained = Places(self.workers), Places(spec for spec in self.workers if spec.id in self.drained)
         for spec in added:
             if spec.id in fleet and fleet[spec.id].spec != spec:
                 fleet.leave(fleet[spec.id])
@@ -98,7 +98,8 @@ class Changes(msgspec.Struct, frozen=True):
         for worker in fleet:
             if worker.id in removed:
                 fleet.leave(worker)
-            if worker.id in self.drained or drained.whose(worker.spec) is not None:
+            moved = worker.id in self.drained and before.whose(worker.spec) is None  # to a server that nobody had
+            if moved or drained.whose(worker.spec) is not None:
                 fleet.drain(worker)
         for spec in self.workers:
             if spec.id not in fleet:

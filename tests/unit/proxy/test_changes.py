@@ -111,6 +111,23 @@ def test_a_drained_server_stays_drained_in_the_next_brain_under_another_name() -
     in_virtual_time(test)
 
 
+def test_a_server_is_not_drained_because_it_has_the_name_of_a_drained_one_now() -> None:
+    async def test() -> None:
+        services = a_router()
+        services.fleet.drain(services.fleet["d1"])
+        d0, d1 = (services.fleet[name].spec.url for name in ("d0", "d1"))
+        found = changes_of(services, services.config, LINEAGE)
+        workers = [{"url": d0, "id": "d1"}, {"url": d1, "id": "new"}]
+        renamed = a_router(a_config(decode={"workers": workers}))
+        found.apply(renamed)
+        assert {worker.id for worker in renamed.fleet if worker.drained} == {"new"}
+        moved = a_router(a_config(decode={"workers": [{"url": d0, "id": "d0"}, {"url": "http://other:1", "id": "d1"}]}))
+        found.apply(moved)
+        assert {worker.id for worker in moved.fleet if worker.drained} == {"d1"}
+
+    in_virtual_time(test)
+
+
 def test_a_server_that_was_drained_and_removed_is_not_drained_under_another_name() -> None:
     async def test() -> None:
         services = a_router()
