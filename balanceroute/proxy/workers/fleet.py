@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from balanceroute.config import Config
+from balanceroute.config import Config, place_of
 from balanceroute.core.types import Role, WorkerSpec, WorkerState
 from balanceroute.errors import InvalidRequest
 from balanceroute.proxy.wire.responses import JSON_TYPE, header_lines
@@ -149,6 +149,10 @@ class Worker:
         return WorkerState.DRAINING if self.drained or self.leaving or self.doubted else circuit
 
 
+def _place(spec: WorkerSpec) -> tuple[str, int | None]:
+    return place_of(spec.url), spec.dp_rank
+
+
 def why_not_up(worker: Worker) -> str:
     """The first reason that keeps requests from a worker, for operators; empty: none."""
     reasons = (
@@ -219,6 +223,7 @@ class Fleet:
         self._ledger, self._config, self.on_leave = ledger, config, on_leave
         self._loop: asyncio.AbstractEventLoop = ledger.loop
         self._workers: dict[str, Worker] = {}
+        self._salts: dict[tuple[str, int | None], str] = {}  # of doubted caches, which outlive a worker's name
         self.on_change: Callable[[], None] = lambda: None  # called when a worker, or its circuit, may have changed
 
     def configure(self, config: Config) -> None:
@@ -268,6 +273,7 @@ class Fleet:
                 self._loop.call_later(wake_in_s, self._tick, worker)
 
         worker = Worker(spec, upstream, self.circuit(spec, changed))
+        worker.cache_salt = self._salts.get(_place(spec), "")
         self._workers[spec.id] = worker
         return worker
 
@@ -338,9 +344,13 @@ class Fleet:
         self.salt_cache(worker, f"{count:0{_COUNT_DIGITS}x}{secrets.token_hex(8)}")
 
     def salt_cache(self, worker: Worker, salt: str) -> None:
-        """Use this salt for a decode worker's cache, unless it has a later one."""
+        """Use this salt for a decode worker's cache, unless it has a later one, whatever names the worker has."""
         if salt > worker.cache_salt:
-            worker.cache_salt = salt
+            place = _place(worker.spec)
+            self._salts[place] = worker.cache_salt = salt
+            for each in self:
+                if _place(each.spec) == place:
+                    each.cache_salt = salt
             self.on_change()
 
     def drain(self, worker: Worker) -> None:

@@ -1,6 +1,7 @@
 """What operator, health and circuit say of a worker together, and how workers come and go."""
 
 import gc
+from dataclasses import replace
 from typing import cast
 
 import pytest
@@ -140,6 +141,26 @@ def test_the_later_of_two_cache_salts_holds_in_any_order_of_arrival() -> None:
         fleet.salt_cache(fleet["d1"], salts[-1])
         fleet.salt_cache(fleet["d1"], salts[1])
         assert fleet["d1"].cache_salt == salts[-1]
+
+    in_virtual_time(test)
+
+
+def test_a_doubt_of_a_cache_holds_for_the_server_whatever_its_name() -> None:
+    async def test() -> None:
+        fleet = a_router().fleet
+        worker = fleet["d0"]
+        fleet.doubt_cache(worker)
+        worker.take()
+        fleet.leave(worker)
+        renamed = fleet.add(replace(worker.spec, id="renamed"))
+        assert renamed.cache_salt == worker.cache_salt and fleet["d1"].cache_salt == ""
+        fleet.doubt_cache(worker)  # by a request that it still has
+        assert renamed.cache_salt == worker.cache_salt
+        worker.in_use = 0
+        fleet.leave(renamed)
+        fleet.sweep()
+        assert [each.id for each in fleet.of(Role.DECODE)] == ["d1", "d2"]
+        assert fleet.add(worker.spec).cache_salt == worker.cache_salt
 
     in_virtual_time(test)
 
