@@ -31,7 +31,7 @@ from balanceroute.proxy.perimeter.key_table import KeyTable, RelayRows
 from balanceroute.proxy.perimeter.perimeter import Perimeter
 from balanceroute.proxy.relay import RelaySetup, run_relay
 from balanceroute.proxy.relay_locks import RelayLocks, relay_name
-from balanceroute.proxy.reload import asks_another_predictor, check_added, check_workers
+from balanceroute.proxy.reload import asks_another_predictor, check_added, check_taken_over, check_workers
 from balanceroute.proxy.run_folder import RunFolder, run_folder
 from balanceroute.proxy.supervisor import Main, Supervisor, be_called
 from balanceroute.proxy.telemetry.logs import configure
@@ -330,16 +330,25 @@ class Processes:
 def _predecessor(config: Config) -> Predecessor | None:
     """The router that runs with this run folder; None: there is none.
 
-    Raises: ConfigError: also where it asks the tiers in the other order: its relays could not finish their requests.
+    Raises: ConfigError: also where its relays could not finish their requests: it asks the tiers in the other order, or
+    has other servers by the same ids.
     """
     if not config.listen.port and config.listen.run_folder is None:
         raise ConfigError("--take-over: needs listen.run_folder where listen.port is 0, to find the router that runs")
-    found = Predecessor.find(run_folder(config, config.listen.port, os.environ).handover)
-    if found is not None and found.state.decode_first not in (None, config.decode_first):
+    folder = run_folder(config, config.listen.port, os.environ)
+    found = Predecessor.find(folder.handover)
+    if found is None:
+        return None
+    try:
+        if found.state.decode_first not in (None, config.decode_first):
+            raise ConfigError(
+                "connector: cannot change to or from mooncake_layerwise with --take-over; stop the router that runs "
+                "first"
+            )
+        check_taken_over(KeptChanges(folder.changes, found.state.lineage).last.workers, config)
+    except ConfigError:
         found.close()
-        raise ConfigError(
-            "connector: cannot change to or from mooncake_layerwise with --take-over; stop the router that runs first"
-        )
+        raise
     return found
 
 

@@ -139,6 +139,26 @@ def check_added(added: Iterable[WorkerSpec], old: Config, new: Config) -> None:
             )
 
 
+def check_taken_over(in_use: Iterable[WorkerSpec], new: Config) -> None:
+    """Check ids over a takeover. Raises: ConfigError: `new` moves one to the other tier, or to the server of another.
+
+    Requests that the former relays still have would end, or count on the wrong server.
+    """
+    former = {spec.id: spec for spec in in_use}
+    places = Places(former.values())
+    for spec in worker_specs(new):
+        known, here = former.get(spec.id), places.whose(spec)
+        if known is None:
+            continue
+        moved = here is not None and Places((known,)).whose(spec) is None
+        if moved or known.role is not spec.role:
+            was = f"{here} is the worker" if moved else f"it is a {known.role} worker"
+            raise ConfigError(
+                f"worker {spec.id}: {was} at {spec.url} in the router that runs: cannot change with --take-over; give "
+                "it a new id, or remove it there first"
+            )
+
+
 def _new_workers(old: Config, new: Config) -> dict[str, WorkerSpec]:
     """The workers of `new`, by id, that `old` does not have, or describes differently."""
     named = {spec.id: spec for spec in worker_specs(old)}

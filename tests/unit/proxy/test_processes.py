@@ -184,6 +184,41 @@ def test_a_router_that_asks_the_tiers_in_the_other_order_cannot_be_taken_over(tm
         assert str(started.exception()).startswith("connector: cannot change to or from mooncake_layerwise with --take")
 
 
+@pytest.mark.usefixtures("unsignalled")
+@pytest.mark.parametrize(
+    ("tiers", "problem"),
+    [
+        ({"prefill": ["p0", "d1"], "decode": ["d0"]}, "worker d1: it is a decode worker at http://d1"),
+        ({"prefill": ["p0"], "decode": ["d0", "p1"]}, "worker p1: it is a prefill worker at http://p1"),
+        ({"prefill": ["p0", "p1"], "decode": [("d0", "d1"), ("d1", "d0")]}, "worker d0: d1 is the worker at http://d1"),
+    ],
+    ids=["a decoder prefills", "a prefiller decodes", "two ids change places"],
+)
+def test_a_router_is_not_taken_over_by_one_that_gives_its_ids_to_its_other_workers(
+    tmp_path: Path, tiers: dict[str, list[Any]], problem: str
+) -> None:
+    folder = RunFolder(tmp_path / "run")
+    listen = {"relays": 1, "port": 0, "run_folder": str(folder.folder)}
+
+    def of(names: list[Any]) -> dict[str, Any]:
+        pairs = [name if isinstance(name, tuple) else (name, name) for name in names]
+        return {"workers": [{"id": name, "url": f"http://{server}:1"} for name, server in pairs]}
+
+    old = a_config(prefill=of(["p0", "p1"]), decode=of(["d0", "d1"]), listen=listen)
+    new = a_config(**{tier: of(names) for tier, names in tiers.items()}, listen=listen)
+    folder.make()
+    with folder.claim() as lock, socket.create_server(("127.0.0.1", 0)) as listener:
+        parent = Processes(Configured.read(old), lambda: old, folder, lock, [listener], None, None)
+        changes = Changes(parent.lineage, workers=tuple(worker_specs(old)))
+        replace_content(folder.changes, msgspec.json.encode(changes))
+        parent.all_up()
+        with ThreadPoolExecutor(1) as threads:
+            started = threads.submit(serve_processes, new, lambda: new, None, True)
+            block_until(lambda: parent.succeeded() or started.done())
+        parent.stop_listening()
+        assert str(started.exception()).startswith(problem)
+
+
 def test_a_trial_process_closes_the_listeners_and_the_run_folder_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

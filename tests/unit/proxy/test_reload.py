@@ -3,6 +3,7 @@
 import asyncio
 import math
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import orjson
@@ -21,6 +22,7 @@ from balanceroute.proxy.admission.forecasts import LiveForecasts, build_forecast
 from balanceroute.proxy.app import build_services, health_monitor
 from balanceroute.proxy.ops.admin import state
 from balanceroute.proxy.ops.steering import with_policy
+from balanceroute.proxy.reload import check_taken_over
 from balanceroute.proxy.workers.circuit import CircuitState
 from balanceroute.proxy.workers.polling import Polling
 from tests.unit.proxy.reloading import apply
@@ -231,6 +233,13 @@ def test_a_worker_of_the_file_is_renamed_by_a_reload() -> None:
         assert services.fleet["d0"].leaving and not services.fleet["new"].leaving
 
     in_virtual_time(test)
+
+
+@pytest.mark.parametrize("server", ["http://d0:1", "http://elsewhere:1"])
+def test_a_worker_may_be_renamed_or_get_another_url_by_a_takeover(server: str) -> None:
+    d0 = next(spec for spec in worker_specs(a_config()) if spec.id == "d0")
+    in_use = [replace(d0, id="former"), d0]  # renamed already, and its former name still has requests
+    check_taken_over(in_use, a_config(decode={"workers": [{"url": server, "id": "d0"}]}))
 
 
 @pytest.mark.parametrize("removed", [False, True])
