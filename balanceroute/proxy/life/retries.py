@@ -3,6 +3,7 @@
 | what happened | the worker | the request |
 |---|---|---|
 | a worker does not know the model, or the router's key, and another one does | as a 500 | as a 500 |
+| its engine has no rank of that number | as a 500 | as a 500 |
 | another 4xx except 429 | nothing | ends: the error is the client's |
 | 429, 503 | rests (`circuit.busy`) | tries again, without counting a failure; ends at the queue's deadline |
 | given back without a token, or made anew | nothing | tries again, `MAX_FRUITLESS` times in a row |
@@ -24,8 +25,8 @@ if the last try ends with 500, too, and no other worker is left, no worker is bl
 **Another model or key.** A decode worker that does not know the model or the key with which a prefiller has just served
 the request was started with others; so was a worker that is asked first where another one has served that model. It
 refuses at once, so it is the least loaded one: if nothing were held against it, it would get most requests, and refuse
-them all. A model that no worker has served is the client's error, and only a key of the router's own counts: a client
-may send any.
+them all. So would a rank that its engine has no more, since it was started anew with fewer. A model that no worker has
+served is the client's error, and only a key of the router's own counts: a client may send any.
 """
 
 import asyncio
@@ -33,6 +34,7 @@ import logging
 import math
 import os
 import random
+import re
 from collections.abc import Awaitable
 from typing import Final
 
@@ -135,8 +137,12 @@ class Retries:
         return self._backoff_s(max(1, failures))
 
     def _differs(self, error: UpstreamError, worker: Worker, tier: str) -> bool:
-        """Whether the worker has another model or key than one that has served the request, or its like."""
+        """Whether the worker has another model or key than one that has served the request, or its like, or no such
+        rank.
+        """
         services = self._services
+        if _lacks_rank(error, worker):
+            return True
         statuses = (404,) if services.config.auth.worker_api_key is None else (401, 403, 404)
         if not isinstance(error, UpstreamStatus) or error.status not in statuses:
             return False
@@ -301,6 +307,15 @@ class Retries:
         """Release everything: the request is over."""
         self._refusal = None  # an error keeps the frames that it passed
         self.left_worker()
+
+
+def _lacks_rank(error: UpstreamError, worker: Worker) -> bool:
+    """Whether its engine answers that it has no such rank, which only the router has asked for."""
+    rank = worker.spec.dp_rank
+    if rank is None or not isinstance(error, UpstreamStatus) or error.status != 400:
+        return False
+    # as vLLM 0.27 writes it; at the beginning, because a client's words may stand further behind
+    return re.match(rb'\{"error": ?\{"message": ?"data_parallel_rank %d is out of range' % rank, error.body) is not None
 
 
 def is_refused(error: BalanceRouteError) -> bool:

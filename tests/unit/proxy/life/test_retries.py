@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 
@@ -87,6 +88,29 @@ def test_a_decode_worker_with_another_model_or_key_than_the_prefiller_is_held_to
         with pytest.raises(UpstreamStatus):
             retries.judge(a_status(status), second, "decode", begun=False)
         assert not first.circuit.doubtful, "no decode worker knows it, so the fault may be the request's"
+
+    in_virtual_time(judged)
+
+
+@pytest.mark.parametrize(
+    ("message", "held"),
+    [
+        ("data_parallel_rank 2 is out of range [0, 2).", True),
+        ("data_parallel_rank 3 is out of range [0, 2).", False),
+        ("no such tool: data_parallel_rank 2 is out of range", False),
+    ],
+    ids=["its rank", "another rank", "a client's words"],
+)
+def test_a_rank_that_its_engine_does_not_have_is_held_to_fail(message: str, held: bool) -> None:
+    async def judged() -> None:
+        workers = [{"url": "http://d:1", "dp_rank": rank, "id": f"d{rank}"} for rank in range(3)]
+        services = a_router(a_config(decode={"workers": workers}, retry=RETRY))
+        worker, retries = services.fleet["d2"], Retries(services, "r", None)
+        body = b'{"error":{"message":"%s","type":"BadRequestError","param":null,"code":400}}' % message.encode()
+        error = UpstreamStatus("status 400", worker="d2", tier="decode", status=400, body=body)
+        with nullcontext() if held else pytest.raises(UpstreamStatus):
+            retries.judge(error, worker, "decode", begun=False)
+        assert worker.circuit.doubtful is held
 
     in_virtual_time(judged)
 
