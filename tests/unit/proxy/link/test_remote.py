@@ -32,7 +32,7 @@ from balanceroute.proxy.link.messages import (
     read_from_relay,
 )
 from balanceroute.proxy.link.reach import Moved, P, SocketReach
-from balanceroute.proxy.link.remote import RETRY_S
+from balanceroute.proxy.link.remote import MAX_RETRY_S, RETRY_S, STEADY_S
 from balanceroute.proxy.link.token_counts import NOWHERE, PLACES, place_of
 from tests.unit.proxy.link.brains import Brain, HoldingReach, Relay, Stage, on
 from tests.unit.proxy.virtual_time import in_virtual_time, let_pass, stand_still
@@ -523,18 +523,24 @@ class Scripted(asyncio.Transport):
 
 
 class ScriptedReach:
-    """The way to brains that are there by script."""
+    """The way to brains that are there by script.
+
+    `epoch`: of all of them; None: each leads under the next one. While there is a `trouble`, no brain can be reached.
+    """
 
     near = True
 
-    def __init__(self) -> None:
+    def __init__(self, epoch: int | None = None) -> None:
         self.brains: list[Scripted] = []
+        self.epoch, self.trouble = epoch, ""
 
     async def connect(self, protocol: Callable[[], P]) -> tuple[P, Moved]:
         """See `Reach`."""
+        if self.trouble:
+            raise OSError(self.trouble)
         made = protocol()
         assert isinstance(made, Frames)
-        self.brains.append(Scripted(made, len(self.brains) + 1))
+        self.brains.append(Scripted(made, self.epoch or len(self.brains) + 1))
         return made, lambda: False
 
     def try_next_address(self) -> None:
@@ -631,6 +637,44 @@ def test_a_relay_whose_memberships_end_by_a_bug_rejoins_after_growing_pauses_and
 
     caplog.set_level(logging.INFO)
     on(test)
+
+
+def test_a_relay_rejoins_at_once_after_a_membership_that_lasted_whatever_became_of_earlier_ones() -> None:
+    async def test() -> None:
+        reach = ScriptedReach(epoch=1)
+        relay = Relay(SchedulerConfig(), reach, "r0")
+        for short in range(1, 6):
+            await let_pass(MAX_RETRY_S)
+            assert len(reach.brains) == short
+            reach.brains[-1].abort()
+        await let_pass(MAX_RETRY_S + 2 * STEADY_S)
+        reach.brains[-1].abort()
+        await let_pass(2 * RETRY_S)
+        assert len(reach.brains) == 7
+        await relay.end()
+
+    in_virtual_time(test)
+
+
+def test_the_reason_for_finding_no_brain_is_logged_once_per_search(caplog: pytest.LogCaptureFixture) -> None:
+    def logged() -> int:
+        return sum(vars(line).get("reason") == "no route" for line in caplog.records)
+
+    async def test() -> None:
+        reach = ScriptedReach()
+        reach.near, reach.trouble = False, "no route"
+        relay = Relay(SchedulerConfig(), reach, "r0")
+        await let_pass(20 * RETRY_S)
+        assert logged() == 1
+        reach.trouble = ""
+        await until(lambda: relay.brain.member is not None)
+        reach.trouble = "no route"
+        reach.brains[0].abort()
+        await let_pass(20 * RETRY_S)
+        assert logged() == 2
+        await relay.end()
+
+    in_virtual_time(test)
 
 
 def test_an_answer_to_an_outdated_call_is_dropped() -> None:
