@@ -312,7 +312,6 @@ class RecordingScheduler(Scheduler):
         if self._inside:
             return method(**args, now=now)
         self._write_counts()
-        self._now = now
         self._inside = True
         try:
             answer = method(**args, now=now)

@@ -221,6 +221,24 @@ def test_a_journal_that_cannot_be_continued_ends_and_the_scheduler_continues(
     assert [record.message for record in caplog.records] == ["the journal ends here"]
 
 
+def test_a_journal_whose_last_calls_cannot_be_written_says_so(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    scheduler = RecordingScheduler(PolicySettings(), SchedulerConfig(), path)
+    scheduler.dispatch(0.0)
+    os.close(reader)
+    scheduler.dispatch(0.1)  # so soon after the other that it stays in memory
+    assert not caplog.records
+    scheduler.close()
+    assert [record.message for record in caplog.records] == ["the journal ends here"]
+
+
+def test_several_processes_may_write_their_journals_to_one_device() -> None:
+    journals = [RecordingScheduler(PolicySettings(), SchedulerConfig(), Path(os.devnull)) for _ in range(2)]
+    for journal in journals:
+        journal.close()
+
+
 def test_a_journal_that_cannot_be_opened_is_refused() -> None:
     with pytest.raises(InputError, match="No space left on device"):
         RecordingScheduler(PolicySettings(), SchedulerConfig(), Path("/dev/full"))
@@ -312,6 +330,7 @@ def test_the_journal_reruns_without_the_hashes_of_prompts(tmp_path: Path) -> Non
     assert not any(str(block) in text for block in hashes)
     specs = [json.loads(line)["args"]["spec"] for line in text.splitlines()[1:] if '"submit"' in line]
     assert specs[4]["prefix"][:2] == specs[1]["prefix"]
+    assert len(set(specs[4]["prefix"])) == 5
     assert rerun(path).difference is None
 
 

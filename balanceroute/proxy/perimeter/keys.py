@@ -10,7 +10,6 @@ requests are refused.
 
 import math
 from collections.abc import Iterable, Iterator
-from hmac import compare_digest
 
 from balanceroute.config import KeyEntry, digest_of
 from balanceroute.errors import AccessDenied, KeyLimit
@@ -122,8 +121,6 @@ class ClientKey:
         self.row = row_alone() if row is None else row
         self._elsewhere: dict[str, int] = {}  # by process
         self._untold_requests = self._untold_tokens = 0
-        self._requests: Bucket | None = None
-        self._tokens: Bucket | None = None
         self.change(entry)
 
     @property
@@ -254,7 +251,7 @@ class ClientKeys:
     def of(self, headers: Headers) -> ClientKey:
         """The key in the headers, as `Authorization: Bearer KEY` or `x-api-key: KEY`.
 
-        Hashes are compared, so the time taken reveals nothing about a key. Raises: AccessDenied: 401.
+        It is looked up by its hash, so the time taken reveals nothing about a key. Raises: AccessDenied: 401.
         """
         given = credential(headers)
         if given is None:
@@ -263,9 +260,8 @@ class ClientKeys:
                 status=401,
                 reason="no_key",
             )
-        digest = digest_of(given)
-        key = self._by_digest.get(digest)
-        if key is None or not compare_digest(key.digest, digest):
+        key = self._by_digest.get(digest_of(given))
+        if key is None:
             raise AccessDenied("Incorrect API key provided.", status=401, reason="wrong_key", code="invalid_api_key")
         return key
 
