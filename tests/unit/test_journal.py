@@ -142,6 +142,7 @@ def test_the_first_answer_that_differs_is_reported_with_its_line(path: Path) -> 
     entry = calls[number - 2]
     entry["answer"][1]["worker"] = "d7"
     rewrite(path, number, json.dumps(entry, separators=(",", ":")))
+    rewrite(path, len(calls) + 1, json.dumps({**calls[-1], "answer": []}, separators=(",", ":")))  # differs as well
     difference = rerun(path).difference
     assert difference is not None
     assert (difference.line, difference.call) == (number, "admit")

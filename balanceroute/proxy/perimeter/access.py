@@ -69,8 +69,10 @@ class AdminGate:
 
     def is_shown(self, headers: Headers) -> bool:
         """Whether the request has the right token."""
-        given = None if self._digest is None else bearer(headers)
-        return given is not None and self._digest is not None and compare_digest(_digest(given), self._digest)
+        if self._digest is None:
+            return False
+        given = bearer(headers)
+        return given is not None and compare_digest(_digest(given), self._digest)
 
     def new_session(self, now_unix_s: float) -> str:
         """The value of a cookie that shows the dashboard for `SESSION_S`."""

@@ -60,7 +60,8 @@ def test_refusals_become_errors_with_a_time_to_come_back() -> None:
     in_virtual_time(test)
 
 
-def test_a_waiter_that_was_cancelled_does_not_disturb_the_dispatcher() -> None:
+@pytest.mark.parametrize("in_the_same_turn", [False, True], ids=["before", "at-once"])
+def test_a_waiter_that_was_cancelled_does_not_disturb_the_dispatcher(in_the_same_turn: bool) -> None:
     async def test() -> None:
         ledger, tickets = a_ledger()
         ledger.report_prefiller("p0", 1.0)
@@ -68,7 +69,8 @@ def test_a_waiter_that_was_cancelled_does_not_disturb_the_dispatcher() -> None:
         waiting = asyncio.ensure_future(ticket.prefiller())
         await turns()
         waiting.cancel()
-        await turns()
+        if not in_the_same_turn:
+            await turns()
         ledger.report_prefiller("p0", 0.0)
         ledger.dispatch()
         assert ticket.phase is Phase.PREFILLING

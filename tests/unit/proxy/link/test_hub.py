@@ -120,6 +120,33 @@ def test_a_missing_relay_is_waited_for_for_a_limited_time() -> None:
     on(test)
 
 
+def test_the_time_to_say_hello_ends_only_connections_that_have_not_said_it() -> None:
+    errors: list[object] = []
+
+    async def test(stage: Stage) -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, context: errors.append(context))
+        brain = await stage.brain(patience=Patience(hello_s=0.1))
+        relay = stage.relay()
+        await until(lambda: relay.brain.member is not None)
+        gone = await RawRelay().connect(stage)
+        gone.frames.abort("its process is killed")
+        says_nothing = await RawRelay().connect(stage)
+        await until(lambda: not says_nothing.frames.open)  # later than the time of the others
+        assert brain.hub.members["r0"].number == relay.brain.member == 1
+
+    on(test)
+    assert not errors
+
+
+def test_a_new_relay_is_sent_the_present_view_although_nothing_changes() -> None:
+    async def test(stage: Stage) -> None:
+        brain, relay = await stage.brain(), stage.relay()
+        await until(lambda: relay.brain.view() == brain.ledger.view())
+
+    on(test)
+
+
 def test_key_use_is_forwarded_to_relays_that_do_not_share_memory() -> None:
     async def test(stage: Stage) -> None:
         await stage.brain(relays=4)

@@ -35,6 +35,8 @@ async def handler(request: Request) -> Response:
             yield b'down": {"d0": "no"}, "reasons": ["p0: no metrics"]}'
 
         return StreamingResponse(parts(), 503, {"x-request-id": "mine"})
+    if "x-bug" in request.headers:
+        raise RuntimeError("a bug")
     return JSONResponse({"path": request.url.path})
 
 
@@ -131,10 +133,37 @@ async def test_a_trusted_call_is_logged_under_the_request_id_of_its_caller(
     assert record["did"] == "something"
 
 
+def keyed(folder: Path, limit: str) -> Site:
+    """Routes for the one key `sk` with this limit."""
+    keys = folder / "keys.yaml"
+    keys.write_text(f"keys: [{{name: team, sha256: {sha256(b'sk').hexdigest()}, {limit}}}]")
+    return Site(auth={"client_keys": str(keys)})
+
+
+async def test_a_call_that_fails_by_a_bug_leaves_its_key_free(tmp_path: Path) -> None:
+    site = keyed(tmp_path, "max_in_flight: 1")
+    with pytest.raises(RuntimeError):
+        await site.ask("POST", "/tokenize", headers={"x-api-key": "sk", "x-bug": ""}, json={})
+    assert (await site.ask("POST", "/tokenize", headers={"x-api-key": "sk"}, json={})).status_code == 200
+
+
+async def test_the_log_line_of_a_refused_call_names_the_reason_and_the_key(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "balanceroute")
+    site = keyed(tmp_path, "requests_per_minute: 1")
+    for key in ("sk", "sk", "other"):
+        await site.ask("POST", "/tokenize", headers={"x-api-key": key}, json={})
+    lines = [vars(record) for record in caplog.records if record.message == "client call"]
+    assert [(line["status"], line.get("key"), line.get("refused")) for line in lines] == [
+        (200, "team", None),
+        (429, "team", "key_limit"),
+        (401, None, "wrong_key"),
+    ]
+
+
 async def test_a_key_may_call_again_as_soon_as_it_has_the_last_bytes(tmp_path: Path) -> None:
-    keys = tmp_path / "keys.yaml"
-    keys.write_text(f"keys: [{{name: team, sha256: {sha256(b'sk').hexdigest()}, max_in_flight: 1}}]")
-    site = Site(auth={"client_keys": str(keys)})
+    site = keyed(tmp_path, "max_in_flight: 1")
     assert site.perimeter.keys is not None
     (key,), in_flight = site.perimeter.keys, list[tuple[str, int]]()
 

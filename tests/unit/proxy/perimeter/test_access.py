@@ -101,6 +101,10 @@ def test_pages_of_other_sites_are_refused(gate: AdminGate, origin: bytes, method
     assert admitted(gate, own, method=method)
 
 
+def test_a_page_without_an_origin_of_its_own_is_refused_also_where_no_host_is_named() -> None:
+    assert refused(AdminGate("s3cret"), [*TOKEN, (b"origin", b"null")]) == (403, "foreign_origin")
+
+
 @pytest.mark.parametrize("site", [b"cross-site", b"same-site"], ids=str)
 def test_a_cross_site_browser_request_cannot_change_anything(site: bytes) -> None:
     headers = [*HERE, *JSON, (b"sec-fetch-site", site)]
