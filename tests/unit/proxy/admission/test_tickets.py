@@ -125,6 +125,23 @@ def test_a_decode_first_ticket_has_its_decode_worker_and_prefiller() -> None:
     in_virtual_time(test)
 
 
+def test_a_prefiller_that_was_chosen_before_a_requeue_is_not_taken_for_the_next_decode_worker() -> None:
+    async def test() -> None:
+        ledger, tickets = a_ledger(decode_first=True)
+        ticket = tickets.submit(RequestSpec("r", 5))
+        ledger.admit()
+        await ticket.admission()
+        ticket.request_prefill()
+        assert ticket.prefiller_id == "p0"  # chosen at once, and nobody has waited for it
+        ticket.requeue()
+        waiting = asyncio.ensure_future(ticket.admission())
+        await turns()
+        ledger.admit()
+        assert await waiting == "d0"
+
+    in_virtual_time(test)
+
+
 def test_an_idle_router_gives_a_prefiller_without_waiting() -> None:
     async def test() -> None:
         ticket = a_ledger()[1].submit(RequestSpec("r", 10))

@@ -111,6 +111,17 @@ def test_no_slot_is_reassigned_before_all_relays_have_reported() -> None:
     on(test)
 
 
+def test_no_worker_is_removed_before_all_relays_have_reported() -> None:
+    async def test(stage: Stage) -> None:
+        brain = await stage.brain(relays=1, patience=Patience(grace_s=3600.0))
+        assert not brain.ledger.remove_if_idle("d0")
+        stage.relay()
+        await brain.hub.settled.wait()
+        assert brain.ledger.remove_if_idle("d0")
+
+    on(test)
+
+
 def test_a_missing_relay_is_waited_for_for_a_limited_time() -> None:
     async def test(stage: Stage) -> None:
         brain, relay = await stage.brain(relays=2, patience=Patience(grace_s=0.05)), stage.relay()
