@@ -307,10 +307,11 @@ class Supervisor:
                 os.kill(child.pid, number)  # not reaped yet, so the number is still its own
 
     def _kill(self) -> None:
-        """Kill the children that are left."""
+        """Kill the children that are left; none is started again."""
         self._deadline_s = None
         self._send(signal.SIGKILL)
         for child in self.children:
+            child.due_s = None
             if child.pid is not None:
                 os.waitpid(child.pid, 0)
                 child.pid = None

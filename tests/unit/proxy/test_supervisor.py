@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -238,6 +239,21 @@ def test_a_needed_child_is_restarted_even_while_the_others_finish(running: Runni
     (running.folder / "hold-relay-0").unlink()
     assert running.process.wait(PATIENCE_S) == 0
     assert running.events("brain")[-2:] == ["SIGUSR2", "ends"] and len(running.lives("relay-1")) == 1
+
+
+@pytest.mark.parametrize("running", [{"drain_s": 4.0}], indirect=True)
+def test_a_needed_child_that_cannot_be_restarted_does_not_outlast_the_time_to_drain(running: Running) -> None:
+    (running.folder / "hold-relay-0").touch()
+    (running.folder / "hold-brain").touch()
+    running.up(brain=1, relay_0=1, relay_1=1)
+    (running.folder / "no-fork").touch()
+    running.process.send_signal(signal.SIGTERM)
+    block_until(lambda: "SIGUSR2" in running.events("brain") and "SIGUSR2" in running.events("relay-0"))
+    with suppress(ProcessLookupError):  # a very busy machine may have taken the whole time
+        os.kill(running.pid("brain"), signal.SIGKILL)
+    assert running.process.wait(PATIENCE_S) == 0
+    (killed,) = running.logged("children killed: they have not ended in time")
+    assert "relay-0" in killed["children"]
 
 
 def test_an_accepted_reload_reaches_every_child_and_a_refused_one_none(running: Running) -> None:
