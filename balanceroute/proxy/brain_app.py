@@ -34,7 +34,7 @@ from balanceroute.proxy.link.far import FarMembers
 from balanceroute.proxy.link.files import is_still
 from balanceroute.proxy.link.hub import Hub
 from balanceroute.proxy.link.leadership import RENEW_S, AnotherLeads, Lead
-from balanceroute.proxy.link.messages import FAR
+from balanceroute.proxy.link.messages import FAR, PromptKeys
 from balanceroute.proxy.ops.dashboard import Dashboard
 from balanceroute.proxy.ops.guard import trusted
 from balanceroute.proxy.perimeter.perimeter import Perimeter
@@ -183,11 +183,13 @@ def _connect_hub(app: BrainApp, relays: int, generation: int) -> LeaderCounts:
     if app.read.listen.link is not None:
         far = FarMembers(folder.far)
 
-    def under_way(exchanges: int) -> None:
-        services.exchanges = exchanges
+    def under_way(exchanges: int, drains: int, orphans: int) -> None:
+        services.exchanges, services.drainer.elsewhere = exchanges, drains
+        services.metrics.orphaned_elsewhere = orphans
 
-    def salt() -> bytes | None:
-        return None if services.forecasts is None else services.forecasts.salt
+    def prompt_keys() -> PromptKeys:
+        keys = None if services.forecasts is None else services.forecasts.keys
+        return PromptKeys() if keys is None else PromptKeys(keys.salt, keys.by_header)
 
     def inherited(relay: str) -> None:
         reports.counts.pop(relay, None)
@@ -202,7 +204,9 @@ def _connect_hub(app: BrainApp, relays: int, generation: int) -> LeaderCounts:
         reports.forget(worker_id)
 
     reports = RelayReports(services.fleet, services.loop, services.frozen, under_way)
-    hub = app.hub = Hub(services.ledger, reports, services.loop, app.lead.epoch, relays, app.superseded, salt, far)
+    hub = app.hub = Hub(
+        services.ledger, reports, services.loop, app.lead.epoch, relays, app.superseded, prompt_keys, far
+    )
     counted = LeaderCounts(folder, app.lead, services.metrics, inherited, generation)
     services.metrics.beside = partial(_counts_of_relays, folder, counted, hub, reports)
     services.metrics.before_page = partial(_store_shown_counts, counted)

@@ -21,6 +21,7 @@ from balanceroute.proxy.link.messages import (
     Counted,
     Explained,
     Learned,
+    PromptKeys,
     Silent,
     Welcome,
     Workers,
@@ -167,9 +168,12 @@ class RelayServices(ClientServices):
         self.frozen[:] = [FrozenGroup(group.name, group.workers, now - group.age_s) for group in message.groups]
 
     def welcomed(self, message: Welcome) -> None:
-        """Name prompts as the brain and its other relays do."""
-        self.prompt_blocks, salt = PromptBlocks(message.block_seed), message.salt
-        self.keyer = None if salt is None else Keys(salt, self.config.predictor.key_header is not None)
+        """Hash blocks of prompts as the brain's other relays do."""
+        self.prompt_blocks = PromptBlocks(message.block_seed)
+
+    def make_keys(self, message: PromptKeys) -> None:
+        """Make the keys of prompts as the brain's predictor does."""
+        self.keyer = None if message.salt is None else Keys(message.salt, message.by_header)
 
     async def look(self) -> None:
         """A few times per second, end requests that have waited too long, then report; until cancelled."""
@@ -185,7 +189,7 @@ class RelayServices(ClientServices):
             return  # later key use is sent to the next brain
         uses = self.fleet.uses(self.loop.time(), self.awaited())
         keys = () if self.perimeter.keys is None else self.perimeter.keys.uses()
-        activity = Activity(self.exchanges, self.drainer.pending, uses, keys)
+        activity = Activity(self.exchanges, self.drainer.pending, uses, keys, self.metrics.orphaned_kv)
         if uses or keys or activity != self.sent_activity:
             self.brain.report(activity)
             self.sent_activity = activity

@@ -11,17 +11,19 @@ from typing import Any
 import pytest
 import yaml
 
-from balanceroute.config import Config, digest_of
+from balanceroute.config import Config, digest_of, with_sections
 from balanceroute.core.types import Role
 from balanceroute.emulator import Connector, EmulatedCluster
 from balanceroute.errors import KeyLimit
 from balanceroute.proxy import kept_counts, relay_services
+from balanceroute.proxy.brain_app import reload_brain
 from balanceroute.proxy.client.services import ClientServices
 from balanceroute.proxy.kept_counts import KeptCounts
 from balanceroute.proxy.life.suspicion import Suspect
 from balanceroute.proxy.link.messages import Activity, Counted, Learned, Report
 from balanceroute.proxy.link.remote import NOBODY, RemoteBrain
 from balanceroute.proxy.perimeter.key_use import KeyUse
+from balanceroute.proxy.perimeter.perimeter import Perimeter
 from balanceroute.proxy.relay_locks import RelayLocks
 from balanceroute.proxy.relay_services import COUNTS_S, RelayServices
 from balanceroute.proxy.run_folder import RunFolder
@@ -30,6 +32,8 @@ from balanceroute.proxy.workers.connector_check import WrongConnector
 from balanceroute.proxy.workers.fleet import Worker
 from tests.integration.relayed import Relay, a_brain, a_relay, relayed
 from tests.integration.router import FAST, configuration, patient
+from tests.integration.test_proxy_answers import completion
+from tests.integration.test_proxy_faults import PAIR
 from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
@@ -287,6 +291,51 @@ async def test_a_prefiller_that_cannot_push_costs_its_request_and_no_connection_
         services.brain.report(Learned(name, None))  # whatever is said later is heard over the same connection
         await until(lambda: conditions.reasons == [])
         assert services.brain.member == member
+
+
+async def test_operators_see_the_drains_and_orphans_of_all_relays() -> None:
+    async with relayed(PAIR, prefill={"kv_pin_s": 60.0}) as router:
+        here, there = router.relays
+        for decoder in ("d0", "d1"):
+            await router.cluster.inject(decoder, "status", status=503, count=None)
+        ask = asyncio.ensure_future(here.client.post("/v1/completions", json=completion()))
+        await until(lambda: any(worker.prefiller.pinned for worker in router.cluster.prefill))
+        ask.cancel()
+        there.app.services.drainer.orphan()
+
+        async def seen() -> bool:
+            state, page = (await there.client.get("/state")).json(), (await here.client.get("/metrics")).text
+            return state["drains_pending"] == 1 and "\nbalanceroute_kv_orphans 1.0\n" in page
+
+        await until(seen)
+        for decoder in ("d0", "d1"):
+            await router.cluster.inject(decoder, "clear")
+        await router.settled()
+
+
+@pytest.mark.parametrize("way", ["POST /routing/policy", "SIGHUP"])
+async def test_relays_make_the_keys_of_prompts_as_a_predictor_that_came_later_does(way: str) -> None:
+    async with relayed(FAST, predictor={"kind": "exact_match", "key_header": "x-kind"}) as router:
+        brain, relays = router.brain.services, [relay.app.services for relay in router.relays]
+        assert [services.keyer for services in relays] == [None, None]  # br_0 predicts nothing
+
+        def known() -> bool:
+            asked = [(b'"a prompt"', ""), (b'"a prompt"', "a kind")]
+            keys = None if brain.forecasts is None else [brain.forecasts.key(*each) for each in asked]
+            return all(r.keyer is not None and [r.keyer.key(*each) for each in asked] == keys for r in relays)
+
+        if way == "SIGHUP":
+            predicting = with_sections(router.config, routing={"policy": "br_h"})
+            await reload_brain(router.brain, predicting, Perimeter(predicting))
+        else:
+            answer = await router.relays[0].client.post("/routing/policy", json={"policy": "br_h"})
+            assert answer.status_code == 200, answer.text
+        await until(known)
+        without = with_sections(router.config, routing={"policy": "br_h"}, predictor={"kind": "exact_match"})
+        await reload_brain(router.brain, without, Perimeter(without))
+        await until(known)
+        await reload_brain(router.brain, router.config, Perimeter(router.config))
+        await until(lambda: [services.keyer for services in relays] == [None, None])
 
 
 async def test_an_idle_relay_sends_each_brain_its_activity_and_counts_only_once() -> None:

@@ -76,16 +76,19 @@ class Keys:
 
     def __init__(self, salt: bytes, by_header: bool) -> None:
         """`by_header`: use the client's header as the key, if it is present."""
-        self.salt, self._by_header = salt, by_header
+        self.salt, self.by_header = salt, by_header
         self._keyer = PromptKeyer(salt)
 
     def key(self, prompt: bytes, header: str) -> str:
         """A salted hash of the header, or without one of the prompt."""
-        return self._keyer.of_header(header) if self._by_header and header else self._keyer.of_json(prompt)
+        return self._keyer.of_header(header) if self.by_header and header else self._keyer.of_json(prompt)
 
 
 class Forecasts:
-    """Forecasts of remaining steps, clipped to [0, H]. Without a predictor: only records finished requests."""
+    """Forecasts of remaining steps, clipped to [0, H]. Without a predictor: only records finished requests.
+
+    `keys`: makes the keys of prompts; None: keys are not used.
+    """
 
     def __init__(self, config: Config, past: Past | None = None) -> None:
         chosen = config.predictor
@@ -93,17 +96,12 @@ class Forecasts:
         if past is not None and self.history.path is None:
             self.history.salt = past.salt
         keyed = chosen.history is not None or chosen.by_key
-        self._keys = Keys(self.history.salt, chosen.key_header is not None) if keyed else None
+        self.keys = Keys(self.history.salt, chosen.key_header is not None) if keyed else None
         self._metrics = ForecastMetrics(self.history)
 
     def key(self, prompt: bytes, header: str) -> str:
         """The key of a prompt (its JSON) or of the configured header, see `Keys`; "": keys are not used."""
-        return "" if self._keys is None else self._keys.key(prompt, header)
-
-    @property
-    def salt(self) -> bytes | None:
-        """The salt of the keys; None: keys are not used."""
-        return None if self._keys is None else self._keys.salt
+        return "" if self.keys is None else self.keys.key(prompt, header)
 
     def initial(self, tracker: RequestTracker, prompt_tokens: int) -> float | None:
         """c-hat of a waiting request with this prompt; None: nothing is predicted."""

@@ -56,6 +56,7 @@ from balanceroute.proxy.link.messages import (
     Learned,
     LinkError,
     Progress,
+    PromptKeys,
     Seen,
     Silent,
     SilentGroup,
@@ -132,7 +133,7 @@ class Hub:
         epoch: int,
         relays: int,
         on_superseded: Callable[[int], int | None] = lambda epoch: None,
-        salt: Callable[[], bytes | None] = lambda: None,
+        prompt_keys: Callable[[], PromptKeys] = PromptKeys,
         far: FarMembers | None = None,
         patience: Patience | None = None,
     ) -> None:
@@ -142,7 +143,7 @@ class Hub:
             epoch: of this leadership.
             relays: how many relays of this machine the hub waits for.
             on_superseded: see "Who leads".
-            salt: as in `Welcome`.
+            prompt_keys: those of the present predictor.
             far: the members of other machines; None: relays of other machines are not accepted.
             patience: how long relays are waited for.
         """
@@ -150,7 +151,8 @@ class Hub:
         self._far, self._awaited = far, set() if far is None else set(far.names)
         self._dismissed = self._closing = False
         self._refused: set[str] = set()  # reasons for refusing a relay that have been logged
-        self._reports, self._salt, self._block_seed = reports, salt, block_seed()
+        self._reports, self._block_seed = reports, block_seed()
+        self._prompt_keys, self._keys_sent = prompt_keys, prompt_keys()
         self._standings: dict[str, WorkerStanding] = {}  # as last sent to members
         self._silent: tuple[str, ...] = ()
         self._send_scheduled = False  # whether `_send_changes` is about to run
@@ -260,8 +262,8 @@ class Hub:
         fields = {"relay": hello.relay, "pid": hello.process, "requests": len(hello.held), "void": len(void)}
         log.info("relay joined", extra=fields)
         reads_tokens = member.counts is not None
-        welcome = Welcome(VERSION, self.epoch, member.number, void, self._block_seed, self._salt(), reads_tokens)
-        frames.send(welcome)
+        frames.send(Welcome(VERSION, self.epoch, member.number, void, self._block_seed, reads_tokens))
+        frames.send(self._keys_sent)
         frames.send(Workers(tuple(self._standings.values()), ()))
         frames.send(Silent(self._reports.silent()))
         frames.send(Seen(self._ledger.view()))
@@ -399,7 +401,7 @@ class Hub:
             member.frames.send(message)
 
     def _look(self) -> None:
-        """Send members the view of the cluster if it has changed, and drop silent members."""
+        """Send members what has changed: workers, the view of the cluster, keys of prompts. Drop silent members."""
         now, silent_s = self._loop.time(), self.patience.silent_s
         self._timers["look"] = self._loop.call_later(until_tick_s(now, LOOK_S), self._look)  # first: the rest may fail
         self._ledger.settle()
@@ -409,6 +411,9 @@ class Hub:
         if (names := tuple(group.name for group in silent)) != self._silent:
             self._silent = names
             self._send_all(Silent(silent))
+        if (prompt_keys := self._prompt_keys()) != self._keys_sent:
+            self._keys_sent = prompt_keys
+            self._send_all(prompt_keys)
         paused, self._looked_s = now - self._looked_s > LOOK_S + silent_s / 2, now
         for member in list(self.members.values()):
             frames = member.frames

@@ -132,8 +132,7 @@ class Welcome(Message, frozen=True, tag=1):
     """The relay is a member, and its requests are taken over. `void`: tickets that could not be, and have ended.
 
     `block_seed`: of the hashes of prompts' blocks: 64 bits, as equal prompts of two relays must have equal hashes.
-    `salt`: for the keys of prompts, if the brain's predictor uses them. `reads_tokens`: the brain reads the relay's
-    token counts from memory.
+    `reads_tokens`: the brain reads the relay's token counts from memory.
     """
 
     version: int
@@ -141,7 +140,6 @@ class Welcome(Message, frozen=True, tag=1):
     member: Count
     void: tuple[TicketNumber, ...]
     block_seed: Annotated[int, Meta(ge=0)]
-    salt: bytes | None = None
     reads_tokens: bool = False
 
 
@@ -306,6 +304,15 @@ class KeysElsewhere(Message, frozen=True, tag=35):
     keys: tuple[KeyUse, ...]
 
 
+class PromptKeys(Message, frozen=True, tag=36):
+    """How to make the keys of prompts for the brain's predictor (`forecasts.Keys`). Sent after the Welcome, and when it
+    has changed. `salt` None: no keys are used.
+    """
+
+    salt: bytes | None = None
+    by_header: bool = False
+
+
 # -- what a relay's requests say of workers --------------------------------------------------------------------------
 
 
@@ -348,13 +355,15 @@ class Activity(Message, frozen=True, tag=41):
     """A relay's activity: sent after joining, then after changes, a few times per second at most. `uses`: of changed
     workers.
 
-    `keys`: the key use of its clients, which the brain passes on to relays that do not share its key table.
+    `drains`, `orphans`: requests whose pinned KV is being drained, or can't be. `keys`: its clients' key use, which
+    the brain passes on to relays that do not share its key table.
     """
 
     exchanges: Count
     drains: Count
     uses: tuple[Use, ...]
     keys: tuple[KeyUse, ...] = ()
+    orphans: Count = 0
 
 
 class Counted(Message, frozen=True, tag=42):
@@ -416,7 +425,9 @@ FromRelay = (
     | Began
     | Report
 )
-FromBrain = Welcome | Farewell | Beat | Chosen | Refused | Seen | Workers | Silent | KeysElsewhere | Explained
+FromBrain = (
+    Welcome | Farewell | Beat | Chosen | Refused | Seen | Workers | Silent | KeysElsewhere | PromptKeys | Explained
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _from_relay = msgspec.msgpack.Decoder(list[FromRelay])

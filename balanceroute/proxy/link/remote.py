@@ -51,6 +51,7 @@ from balanceroute.proxy.link.messages import (
     Prefilled,
     PrefillFailed,
     Progress,
+    PromptKeys,
     Pushed,
     PushFailed,
     PutBack,
@@ -118,6 +119,7 @@ class RemoteBrain:
         self.on_workers: Callable[[Workers, bool], None] = lambda message, whole: None  # `whole`: these are all workers
         self.on_silent: Callable[[Silent], None] = lambda message: None
         self.on_keys: Callable[[KeysElsewhere], None] = lambda message: None
+        self.on_prompt_keys: Callable[[PromptKeys], None] = lambda message: None
         self.on_explained: Callable[[Explained], None] = lambda message: None
         self.on_welcome: Callable[[Welcome], None] = lambda message: None
         self.on_joined: Callable[[], None] = lambda: None
@@ -464,6 +466,8 @@ class RemoteBrain:
                 self.on_silent(message)
             elif isinstance(message, KeysElsewhere):
                 self.on_keys(message)
+            elif isinstance(message, PromptKeys):
+                self.on_prompt_keys(message)
             elif isinstance(message, Explained):
                 self.on_explained(message)
 

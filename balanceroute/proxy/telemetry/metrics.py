@@ -105,7 +105,6 @@ class _Counts(msgspec.Struct):
 
     counters: _CounterRows
     histograms: dict[str, _HistogramRows]
-    orphaned_kv: _Count
     forecasts: _Predicted | None = None
 
 
@@ -206,7 +205,7 @@ class Metrics(Collector):
         self.expiries: Callable[[], Mapping[str, float]] = dict  # of the router's certificates, by setting: Unix s
         self._unread = Trouble(log, "counters of another process cannot be read")
         self._begin_at_zero()
-        self.orphaned_kv = 0
+        self.orphaned_kv = self.orphaned_elsewhere = 0  # elsewhere: at relays
         self.divergence = Divergence()
         self.conditions = Conditions()
         self.registry = CollectorRegistry(auto_describe=False)
@@ -295,7 +294,6 @@ class Metrics(Collector):
             "counters": {family.name: family.rows() for family in (*self._counters, *self._prefills())},
             "histograms": {family.name: family.rows() for family in self._histograms},
             "forecasts": forecasts.as_data(),
-            "orphaned_kv": self.orphaned_kv,
         }
         return orjson.dumps(counts)
 
@@ -382,7 +380,7 @@ class Metrics(Collector):
         yield GaugeMetricFamily(
             "balanceroute_kv_orphans",
             "Undrainable prefill KV that no decoder is known to have pulled: pinned at worst until the timeout.",
-            self.orphaned_kv + sum(other.orphaned_kv for other in others),
+            self.orphaned_kv + self.orphaned_elsewhere,
         )
         yield gauge_by(
             "worker",
@@ -420,13 +418,9 @@ def _read(counts: bytes) -> _Counts:
         raise ValueError("nested too deeply") from None
 
 
-def without_orphans(counts: bytes) -> bytes:
-    """The counts of a process that has ended, without orphans: it can't count down those that prefillers drop.
-
-    Raises: ValueError: these are no counts.
-    """
+def check_counts(counts: bytes) -> None:
+    """Check the counts of a process. Raises: ValueError: these are none."""
     _read(counts)
-    return orjson.dumps(orjson.loads(counts) | {"orphaned_kv": 0})
 
 
 def _forget_workers_but(family: CounterFamily, known: Collection[str]) -> None:

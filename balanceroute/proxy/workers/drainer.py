@@ -64,17 +64,21 @@ class Drain:
 
 
 class Drainer:
-    """The queue of drains and the tasks that work on it; `pin_s` is the connector's own timeout."""
+    """The queue of drains and the tasks that work on it.
+
+    `pin_s`: the connector's own timeout. `elsewhere`: drains at relays.
+    """
 
     def __init__(self, fleet: Fleet, tickets: Tickets, metrics: Metrics, pin_s: float | None) -> None:
         self._fleet, self._tickets, self._metrics, self.pin_s = fleet, tickets, metrics, pin_s
+        self.elsewhere = 0
         self._queue: deque[Drain] = deque()
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
     def pending(self) -> int:
-        """Drains queued or under way."""
-        return len(self._queue) + len(self._tasks)
+        """Drains queued or under way, here or at a relay."""
+        return len(self._queue) + len(self._tasks) + self.elsewhere
 
     def drain(self, job: Drain) -> None:
         """Free this KV soon."""

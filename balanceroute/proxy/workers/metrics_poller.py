@@ -121,7 +121,7 @@ class MetricsPoller:
             self._ledger.show_report(worker.id, samples or {})
             self._report_decoder(worker, samples)
         if samples is not None:
-            orphans = self._metrics.orphaned_kv
+            orphans = self._metrics.orphaned_kv + self._metrics.orphaned_elsewhere
             self._divergence.see(worker.id, worker.spec.role, samples, held=self._held(worker), orphans=orphans)
 
     def _note_condition(self, worker: Worker, page: Page, samples: dict[str, float] | None) -> None:

@@ -18,7 +18,7 @@ from balanceroute.proxy.link.messages import (
     WorkerStanding,
 )
 from balanceroute.proxy.perimeter.key_use import KeyUse
-from balanceroute.proxy.telemetry.metrics import without_orphans
+from balanceroute.proxy.telemetry.metrics import check_counts
 from balanceroute.proxy.workers.circuit import Circuit, CircuitState
 from balanceroute.proxy.workers.connector_check import WrongConnector
 from balanceroute.proxy.workers.fleet import Fleet, Worker
@@ -35,10 +35,10 @@ class RelayReports:
         fleet: Fleet,
         loop: asyncio.AbstractEventLoop,
         frozen: Sequence[FrozenGroup],
-        under_way: Callable[[int], None] = lambda exchanges: None,
+        under_way: Callable[[int, int, int], None] = lambda exchanges, drains, orphans: None,
     ) -> None:
         """`frozen`: groups of workers that fell silent together, updated by the reaper. `under_way`: called with the
-        number of all relays' client requests.
+        numbers of all relays' client requests, drains and orphans.
         """
         self._fleet, self._loop, self._frozen, self._under_way = fleet, loop, frozen, under_way
         self.on_keys: Callable[[str, tuple[KeyUse, ...]], None] = lambda relay, keys: None
@@ -87,7 +87,7 @@ class RelayReports:
 
     def counted(self, relay: str, counts: bytes) -> None:
         """Take the counts of a relay's process. Raises: ValueError: `counts` contains no counts."""
-        without_orphans(counts)  # checked now: it must succeed when the relay is gone
+        check_counts(counts)
         self._away.pop(relay, None)
         self.counts[relay] = counts
 
@@ -112,7 +112,6 @@ class RelayReports:
         self._activities.pop(relay, None)
         self._count()
         if relay in self.counts:
-            self.counts[relay] = without_orphans(self.counts[relay])
             self._note_away(relay)
         for use in self._uses.pop(relay, {}).values():
             if use.worker in self._fleet:
@@ -133,7 +132,12 @@ class RelayReports:
                 self.on_given_up(self.counts.pop(first))
 
     def _count(self) -> None:
-        self._under_way(sum(activity.exchanges for activity in self._activities.values()))
+        activities = self._activities.values()
+        self._under_way(
+            sum(each.exchanges for each in activities),
+            sum(each.drains for each in activities),
+            sum(each.orphans for each in activities),
+        )
 
     # -- what relays are told
 

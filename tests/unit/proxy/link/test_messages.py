@@ -104,6 +104,7 @@ from_brain = st.one_of(
     st.builds(m.Workers, st.just(()), names),
     st.builds(m.Silent, st.lists(silent, max_size=3).map(tuple)),
     st.builds(m.KeysElsewhere, texts, key_uses),
+    st.builds(m.PromptKeys, st.none() | st.binary(max_size=30), st.booleans()),
     st.builds(m.Explained, names, st.lists(seconds).map(tuple)),
 )
 

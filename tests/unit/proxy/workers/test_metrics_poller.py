@@ -186,6 +186,18 @@ def test_a_workers_divergence_ends_when_it_goes_down() -> None:
     in_virtual_time(test)
 
 
+@pytest.mark.parametrize(("drains", "orphans", "lasting"), [(0, 0, 0.25), (1, 0, 0.0), (0, 1, 0.0)])
+def test_pinned_kv_of_relays_explains_a_prefiller_s_usage(drains: int, orphans: int, lasting: float) -> None:
+    async def test() -> None:
+        services = a_router(a_config(1, 1))
+        services.drainer.elsewhere, services.metrics.orphaned_elsewhere = drains, orphans
+        script(services, "p0", Page(GAUGE % b"0.25"))
+        await polled(services, WINDOW)
+        assert services.metrics.divergence.lasting("p0") == lasting
+
+    in_virtual_time(test)
+
+
 @pytest.mark.parametrize("policy", ["prefix_affinity", "least_tokens"])
 def test_a_prefiller_without_a_cache_is_reported_under_prefix_affinity(policy: str) -> None:
     async def test() -> None:

@@ -14,9 +14,9 @@ from balanceroute.proxy.workers.silence import FrozenGroup
 from tests.unit.proxy.virtual_time import a_router, in_virtual_time, let_pass
 
 
-def reports(services: Services, counts: list[int] | None = None) -> RelayReports:
+def reports(services: Services, counts: list[tuple[int, int, int]] | None = None) -> RelayReports:
     counts = [] if counts is None else counts
-    return RelayReports(services.fleet, services.loop, services.frozen, counts.append)
+    return RelayReports(services.fleet, services.loop, services.frozen, lambda *sums: counts.append(sums))
 
 
 def use(in_use: int, peak: int = 0, *, awaits: bool = False, progress: float | None = None) -> Use:
@@ -74,19 +74,20 @@ def test_the_trial_of_a_lost_relay_is_repeated() -> None:
 def test_requests_under_way_at_relays_add_up_and_end_with_the_relay() -> None:
     async def test() -> None:
         services = a_router()
-        counts: list[int] = []
+        counts: list[tuple[int, int, int]] = []
         relay_reports, worker = reports(services, counts), services.fleet["d1"]
         worker.in_use += 1  # a drain of the brain's own
         relay_reports.active("r0", activity(5, use(3, 7, awaits=True)))
         relay_reports.active("r1", activity(2, use(2)))
-        assert worker.in_use == 6 and worker.take_peak() == 8 and worker.awaited_by == 1 and counts == [5, 7]
+        assert worker.in_use == 6 and worker.take_peak() == 8 and worker.awaited_by == 1
+        assert counts == [(5, 0, 0), (7, 0, 0)]
         relay_reports.active("r0", activity(1, use(1)))
         assert worker.in_use == 4 and worker.awaited_by == 0
         relay_reports.lost("r1")
-        assert worker.in_use == 2 and counts[-1] == 1
+        assert worker.in_use == 2 and counts[-1] == (1, 0, 0)
         relay_reports.lost("r0")
         relay_reports.lost("r0")
-        assert worker.in_use == 1 and counts[-1] == 0
+        assert worker.in_use == 1 and counts[-1] == (0, 0, 0)
 
     in_virtual_time(test)
 
@@ -117,19 +118,28 @@ def test_a_readded_worker_starts_without_use_reported_for_its_predecessor() -> N
     in_virtual_time(test)
 
 
-def test_orphaned_kv_of_a_lost_relay_expires() -> None:
+def test_drains_and_orphans_of_relays_add_up_and_end_with_the_relay() -> None:
+    async def test() -> None:
+        counts: list[tuple[int, int, int]] = []
+        relay_reports = reports(a_router(), counts)
+        relay_reports.active("r0", Activity(1, 2, (), orphans=3))
+        relay_reports.active("r1", Activity(1, 1, (), orphans=1))
+        assert counts[-1] == (2, 3, 4)
+        relay_reports.lost("r0")
+        assert counts[-1] == (1, 1, 1)
+
+    in_virtual_time(test)
+
+
+def test_counters_of_a_lost_relay_do_not_fall() -> None:
     async def test() -> None:
         services = a_router()
         relay_reports, relay = reports(services), Metrics(lambda: NOBODY, "level_fit")
         services.metrics.beside = relay_reports.counts.values
-        relay.orphan(3)
         relay.retries.inc("prefill")
         relay_reports.counted("r0@elsewhere", relay.counts())
-        assert b"\nbalanceroute_kv_orphans 3.0\n" in services.metrics.exposition()
         relay_reports.lost("r0@elsewhere")
-        page = services.metrics.exposition()
-        assert b"\nbalanceroute_kv_orphans 0.0\n" in page
-        assert b'\nbalanceroute_retries_total{tier="prefill"} 1.0\n' in page
+        assert b'\nbalanceroute_retries_total{tier="prefill"} 1.0\n' in services.metrics.exposition()
 
     in_virtual_time(test)
 
