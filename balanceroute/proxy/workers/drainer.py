@@ -184,14 +184,14 @@ class Drainer:
     def _choose(self, tried: set[str]) -> Worker | None:
         """The untried decode worker with the most free slots; one that rests after a failure only if no other is up.
 
-        A relay may know that a worker has left before it gets the view without it.
+        A relay hears of states, and that a worker has left, before it gets the view with them.
         """
-        here = [worker for worker in self._tickets.view().decoders if worker.id in self._fleet]
-        left = [w for w in here if w.state is not WorkerState.DOWN and w.id not in tried]
+        fleet = self._fleet
+        here = [worker for worker in self._tickets.view().decoders if worker.id in fleet and worker.id not in tried]
+        left = [worker for worker in here if fleet[worker.id].state is not WorkerState.DOWN]
         if not left:
             return None
-        best = max(left, key=lambda worker: (worker.state is WorkerState.UP, worker.free_slots, -worker.load_tokens))
-        return self._fleet[best.id]
+        return fleet[max(left, key=lambda w: (_serves(fleet[w.id]), w.free_slots, -w.load_tokens)).id]
 
     async def _pull(self, job: Drain, worker: Worker, left_s: float) -> bool | None:
         """Whether the worker pulled the KV; None when it refused before its engine saw the request."""
@@ -222,3 +222,8 @@ class Drainer:
             return None if isinstance(error, ConnectFailed) and not error.sent else False
         finally:
             worker.in_use -= 1
+
+
+def _serves(worker: Worker) -> bool:
+    """Whether it is up, and its last request did not fail: a relay hears only later that it rests."""
+    return worker.state is WorkerState.UP and not worker.circuit.doubtful

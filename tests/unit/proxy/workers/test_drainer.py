@@ -16,6 +16,7 @@ from balanceroute.proxy.wire.client_request import parse
 from balanceroute.proxy.workers import pins
 from balanceroute.proxy.workers.drainer import MAX_CONCURRENT, SAFE_SHARE, TIMEOUT_S, Drain, DrainGroup
 from balanceroute.proxy.workers.pins import PinRecord
+from balanceroute.proxy.workers.relay_fleet import ReportedCircuit
 from tests.unit.proxy.virtual_time import ScriptedUpstream, a_config, a_router, in_virtual_time, let_pass, script
 from tests.waiting import until
 
@@ -135,11 +136,11 @@ def test_a_drain_waits_while_every_worker_refuses_it() -> None:
         services = a_router()
         for name in ("d0", "d1"):
             script(services, name, 503)
-        services.ledger.set_worker_state("d2", WorkerState.DOWN)
+        services.fleet["d2"].state = WorkerState.DOWN
         services.drainer.drain(a_job(services))
         await let_pass(60)
         assert services.drainer.pending == 1 and outcomes(services) == (0, 0, 0)
-        services.ledger.set_worker_state("d2", WorkerState.UP)
+        services.fleet["d2"].state = WorkerState.UP
         await drained(services)
         assert asked(services)[-1] == "d2" and outcomes(services) == (1, 0, 0)
         assert len(asked(services)) < 2 * 25  # rounds come ever more rarely
@@ -174,14 +175,30 @@ def test_kv_older_than_its_safe_share_is_never_pulled() -> None:
 def test_a_drain_uses_the_freest_worker_first_and_a_resting_one_last() -> None:
     async def test() -> None:
         services = a_router()
-        services.ledger.set_worker_state("d0", WorkerState.DRAINING)
-        services.ledger.set_worker_state("d1", WorkerState.DOWN)
+        services.fleet["d0"].state = WorkerState.DRAINING
+        services.fleet["d1"].state = WorkerState.DOWN
         services.ledger.report_decoder("d2", 10_000, 10_000, 0)  # it is full, but does not rest
         script(services, "d2", 503)
         services.drainer.drain(a_job(services))
         await drained(services)
         assert asked(services) == ["d2", "d0"]  # d2 said no, so the resting one, and never the one that is down
         assert outcomes(services) == (1, 0, 0)
+
+    in_virtual_time(test)
+
+
+def test_a_relay_drains_where_no_request_has_failed_since_the_view_that_it_has() -> None:
+    async def test() -> None:
+        services = a_router()
+        busy, resting = services.fleet["d0"], services.fleet["d1"]
+        busy.circuit = ReportedCircuit("d0", lambda message: None)
+        busy.circuit.busy(services.loop.time())
+        resting.state = WorkerState.DRAINING
+        for worker in ("d0", "d1", "d2"):
+            script(services, worker)
+        services.drainer.drain(a_job(services))
+        await drained(services)
+        assert asked(services) == ["d2"]
 
     in_virtual_time(test)
 
