@@ -10,7 +10,7 @@ import pytest
 
 from balanceroute.emulator import ClusterShape, Connector, EmulatedCluster
 from balanceroute.proxy.reload import reload
-from tests.integration.relayed import relayed
+from tests.integration.relayed import Relayed, relayed
 from tests.integration.router import Router, running
 from tests.waiting import until
 
@@ -64,16 +64,21 @@ def computed(cluster: EmulatedCluster) -> tuple[int, int]:
     return sum(c["prompt_tokens"] for c in counters), sum(c["prefix_hits"] for c in counters)
 
 
+async def found_by_conversations(router: Router | Relayed, *clients: httpx.AsyncClient) -> float:
+    """The share of the prompt tokens of five conversations that some prefiller had."""
+    conversations = [Conversation(name, *clients) for name in ("ant", "bee", "cat", "dog", "elk")]
+    for _ in range(5):
+        for conversation in conversations:
+            await conversation.turn()
+    await router.settled()
+    prompt, hits = computed(router.cluster)
+    return hits / prompt
+
+
 async def hit_ratio(policy: str, prefillers: int = 2) -> float:
     shape = replace(SHAPE, prefillers=prefillers)
     async with running(shape, prefill={"policy": policy}) as router:
-        conversations = [Conversation(name, router.client) for name in ("ant", "bee", "cat", "dog", "elk")]
-        for _ in range(5):
-            for conversation in conversations:
-                await conversation.turn()
-        await router.settled()
-        prompt, hits = computed(router.cluster)
-        return hits / prompt
+        return await found_by_conversations(router, router.client)
 
 
 def test_conversations_find_nearly_as_much_cached_on_two_prefillers_as_on_one() -> None:
@@ -86,14 +91,7 @@ def test_conversations_find_nearly_as_much_cached_on_two_prefillers_as_on_one() 
 
 async def relayed_hit_ratio(relays: int) -> float:
     async with relayed(SHAPE, count=relays, prefill=AFFINITY) as router:
-        clients = [relay.client for relay in router.relays]
-        conversations = [Conversation(name, *clients) for name in ("ant", "bee", "cat", "dog", "elk")]
-        for _ in range(5):
-            for conversation in conversations:
-                await conversation.turn()
-        await router.settled()
-        prompt, hits = computed(router.cluster)
-        return hits / prompt
+        return await found_by_conversations(router, *(relay.client for relay in router.relays))
 
 
 def test_conversations_find_as_much_cached_if_their_turns_come_through_different_relays() -> None:

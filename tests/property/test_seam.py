@@ -5,7 +5,7 @@ until its function's name is complete. Its events may bring several tokens, as w
 """
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -138,22 +138,14 @@ class Engine(ScriptedUpstream):
         super().__init__()
         self._case, self._cuts = case, cuts
 
-    async def request(
-        self,
-        method: str,
-        path: str,
-        body: bytes = b"",
-        headers: bytes = b"",
-        about_to_send: Callable[[], None] | None = None,
-        **options: Any,
-    ) -> Any:
+    async def request(self, method: str, path: str, body: bytes = b"", *more: Any, **options: Any) -> Any:
         asked = orjson.loads(body) if body else {}
         if path == "/detokenize":
             text = b"".join(map(content, asked["tokens"])).decode(errors="replace")
             self.detokenized = [Page(orjson.dumps({"prompt": text}))]
         elif path.startswith("/v1/"):
             self.answers = [self._answered(asked)]
-        return await super().request(method, path, body, headers, about_to_send, **options)
+        return await super().request(method, path, body, *more, **options)
 
     def _answered(self, asked: dict[str, Any]) -> Page:
         params = asked["kv_transfer_params"]
