@@ -102,6 +102,7 @@ async def test_trees_grow_in_the_background_and_then_give_forecasts(
             while 'fits_total{outcome="adopted"} 0.0' in (await router.client.get("/metrics")).text:
                 assert forecasts.refitter.failures == 0, caplog.text
                 await router.client.post("/v1/completions", json=completion(max_tokens=24))
+                await asyncio.sleep(0.1)  # leaves the core to the trees
 
         assert "predictor fitted anew" in caplog.text
         assert predictor.fitted.classifier is not None

@@ -44,7 +44,7 @@ class Model:
         return self.tokens + h if h <= self.remaining else 0
 
 
-@settings(max_examples=2000, deadline=None)
+@settings(max_examples=500, deadline=None)
 @given(HORIZON, EVENTS)
 def test_projected_loads_follow_the_definition_after_any_events(
     horizon: int, events: list[tuple[str, int, int, float, bool]]

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from scripts.chaos_run.fuzz_sse import one_input
 
 
-@settings(max_examples=2500, deadline=None)
+@settings(max_examples=1000, deadline=None)
 @given(st.integers(0, 2**53))
 def test_damaged_input_raises_only_documented_exceptions(seed: int) -> None:
     one_input(seed)
