@@ -11,7 +11,7 @@ from balanceroute.proxy.app import start
 from balanceroute.proxy.coroutines import start_refits, stop, supervised
 from balanceroute.proxy.ops.dashboard.recorder import Recorder
 from balanceroute.proxy.services import Services
-from tests.unit.proxy.virtual_time import a_router, in_virtual_time, let_pass
+from tests.unit.proxy.virtual_time import a_router, in_virtual_time, let_pass, with_virtual_time
 from tests.waiting import until
 
 
@@ -47,48 +47,44 @@ def test_a_background_task_that_fails_is_restarted_unless_failures_are_fatal(
     assert vars(record)["where"] == "pool_reaper" and "state" in vars(record)
 
 
-def test_a_background_task_is_restarted_even_if_the_state_cannot_be_logged() -> None:
-    async def test() -> None:
-        services, begun = a_router(), []
-        services.strict = False
-        services.ledger = None  # type: ignore[assignment]  # as a bug may leave it
+@with_virtual_time
+async def test_a_background_task_is_restarted_even_if_the_state_cannot_be_logged() -> None:
+    services, begun = a_router(), []
+    services.strict = False
+    services.ledger = None  # type: ignore[assignment]  # as a bug may leave it
 
-        async def run() -> None:
-            begun.append(True)
-            if len(begun) == 1:
-                raise RuntimeError("a bug")
-            await asyncio.Event().wait()
+    async def run() -> None:
+        begun.append(True)
+        if len(begun) == 1:
+            raise RuntimeError("a bug")
+        await asyncio.Event().wait()
 
-        task = services.loop.create_task(supervised(services, "mine", run))
-        await let_pass(1.0)
-        assert len(begun) == 2 and not task.done()
-        task.cancel()
-
-    in_virtual_time(test)
+    task = services.loop.create_task(supervised(services, "mine", run))
+    await let_pass(1.0)
+    assert len(begun) == 2 and not task.done()
+    task.cancel()
 
 
 def a_recorder(services: Services) -> Recorder:
     return Recorder(lambda: services)
 
 
-def test_a_new_predictors_refits_replace_those_of_the_last_one() -> None:
-    async def test() -> None:
-        services, begun = a_router(), []
+@with_virtual_time
+async def test_a_new_predictors_refits_replace_those_of_the_last_one() -> None:
+    services, begun = a_router(), []
 
-        async def refit() -> None:
-            begun.append(True)
-            await asyncio.Event().wait()
+    async def refit() -> None:
+        begun.append(True)
+        await asyncio.Event().wait()
 
-        services.ledger.forecasts = forecasts = create_autospec(Forecasts)
-        forecasts.runner.return_value = refit
-        start_refits(services)
-        first = services.tasks["refits"]
-        await until(lambda: len(begun) == 1)
-        start_refits(services)
-        await until(lambda: len(begun) == 2)
-        assert first.cancelled() and not services.tasks["refits"].done()
-        services.ledger.forecasts = None
-        start_refits(services)
-        assert "refits" not in services.tasks
-
-    in_virtual_time(test)
+    services.ledger.forecasts = forecasts = create_autospec(Forecasts)
+    forecasts.runner.return_value = refit
+    start_refits(services)
+    first = services.tasks["refits"]
+    await until(lambda: len(begun) == 1)
+    start_refits(services)
+    await until(lambda: len(begun) == 2)
+    assert first.cancelled() and not services.tasks["refits"].done()
+    services.ledger.forecasts = None
+    start_refits(services)
+    assert "refits" not in services.tasks

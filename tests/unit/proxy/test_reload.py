@@ -26,7 +26,7 @@ from balanceroute.proxy.reload import check_taken_over
 from balanceroute.proxy.workers.circuit import CircuitState
 from balanceroute.proxy.workers.polling import Polling
 from tests.unit.proxy.reloading import apply
-from tests.unit.proxy.virtual_time import a_config, a_router, in_virtual_time, let_pass, script
+from tests.unit.proxy.virtual_time import a_config, a_router, in_virtual_time, let_pass, script, with_virtual_time
 
 
 def with_decoders(config: Config, *names: str, slots: int = 64) -> Config:
@@ -34,205 +34,179 @@ def with_decoders(config: Config, *names: str, slots: int = 64) -> Config:
     return a_config(decode={"workers": workers, "max_num_seqs": slots}, queue=config.queue.model_dump())
 
 
-def test_reloaded_bounds_and_times_take_effect_at_once() -> None:
-    async def test() -> None:
-        services = a_router()
-        changed = apply(services, a_config(queue={"max_queued": 0, "deadline_s": 5.0}, retry={"max_attempts": 9}))
-        assert changed == ["queue", "retry"] and services.config.retry.max_attempts == 9
-        assert services.ledger.scheduler.config.queue_deadline_s == 5.0
-        with pytest.raises(QueueFull):
-            await services.tickets.submit(RequestSpec("r", 1)).prefiller()
-
-    in_virtual_time(test)
+@with_virtual_time
+async def test_reloaded_bounds_and_times_take_effect_at_once() -> None:
+    services = a_router()
+    changed = apply(services, a_config(queue={"max_queued": 0, "deadline_s": 5.0}, retry={"max_attempts": 9}))
+    assert changed == ["queue", "retry"] and services.config.retry.max_attempts == 9
+    assert services.ledger.scheduler.config.queue_deadline_s == 5.0
+    with pytest.raises(QueueFull):
+        await services.tickets.submit(RequestSpec("r", 1)).prefiller()
 
 
-def test_a_reload_reports_whether_the_client_keys_changed(tmp_path: Path) -> None:
-    async def test() -> None:
-        file = tmp_path / "keys.yaml"
-        config = a_config(auth={"client_keys": str(file)})
-        file.write_text(f"- {{name: a, sha256: {'a' * 64}}}\n")
-        services = a_router(config)
+@with_virtual_time
+async def test_a_reload_reports_whether_the_client_keys_changed(tmp_path: Path) -> None:
+    file = tmp_path / "keys.yaml"
+    config = a_config(auth={"client_keys": str(file)})
+    file.write_text(f"- {{name: a, sha256: {'a' * 64}}}\n")
+    services = a_router(config)
+    assert apply(services, config) == []
+    for content in (
+        f"- {{name: a, sha256: {'b' * 64}}}\n",
+        f"- {{name: a, sha256: {'b' * 64}, max_in_flight: 3}}\n",
+        "[]",
+    ):
+        file.write_text(content)
+        assert apply(services, config) == ["auth.client_keys"]
         assert apply(services, config) == []
-        for content in (
-            f"- {{name: a, sha256: {'b' * 64}}}\n",
-            f"- {{name: a, sha256: {'b' * 64}, max_in_flight: 3}}\n",
-            "[]",
-        ):
-            file.write_text(content)
-            assert apply(services, config) == ["auth.client_keys"]
-            assert apply(services, config) == []
-
-    in_virtual_time(test)
 
 
-def test_reloaded_health_and_buffer_limits_apply_to_old_and_new_workers() -> None:
-    async def test() -> None:
-        services = a_router(a_config(health={"failure_threshold": 9}))
-        new = with_decoders(services.config, "d0", "d1", "d2", "d9")
-        health, limits = Health(failure_threshold=2, open_for_s=5.0), Limits(client_buffer_bytes=4096)
-        apply(services, new.model_copy(update={"health": health, "limits": limits}))
-        for name in ("d0", "d9"):
-            worker = services.fleet[name]
-            assert worker.upstream.high_water_bytes == 4096
-            for _ in range(2):
-                worker.circuit.fault(services.ledger.now(), "status 500")
-            assert worker.circuit.state is CircuitState.OPEN
-        await let_pass(6.0)
-        assert services.fleet["d0"].circuit.state is CircuitState.HALF_OPEN
-
-    in_virtual_time(test)
+@with_virtual_time
+async def test_reloaded_health_and_buffer_limits_apply_to_old_and_new_workers() -> None:
+    services = a_router(a_config(health={"failure_threshold": 9}))
+    new = with_decoders(services.config, "d0", "d1", "d2", "d9")
+    health, limits = Health(failure_threshold=2, open_for_s=5.0), Limits(client_buffer_bytes=4096)
+    apply(services, new.model_copy(update={"health": health, "limits": limits}))
+    for name in ("d0", "d9"):
+        worker = services.fleet[name]
+        assert worker.upstream.high_water_bytes == 4096
+        for _ in range(2):
+            worker.circuit.fault(services.ledger.now(), "status 500")
+        assert worker.circuit.state is CircuitState.OPEN
+    await let_pass(6.0)
+    assert services.fleet["d0"].circuit.state is CircuitState.HALF_OPEN
 
 
-def test_a_reload_adds_and_removes_workers_of_the_file_and_keeps_operator_added_ones() -> None:
-    async def test() -> None:
-        services = a_router()
-        services.fleet.add(WorkerSpec("hand", Role.DECODE, "http://hand:1"), join_attempts=3)
-        apply(services, with_decoders(services.config, "d1", "d2", "d9"))
-        services.fleet.sweep()
-        assert {worker.id for worker in services.fleet} == {"p0", "d1", "d2", "d9", "hand"}
-        assert not services.fleet["d9"].healthy  # it has to answer first
-
-    in_virtual_time(test)
+@with_virtual_time
+async def test_a_reload_adds_and_removes_workers_of_the_file_and_keeps_operator_added_ones() -> None:
+    services = a_router()
+    services.fleet.add(WorkerSpec("hand", Role.DECODE, "http://hand:1"), join_attempts=3)
+    apply(services, with_decoders(services.config, "d1", "d2", "d9"))
+    services.fleet.sweep()
+    assert {worker.id for worker in services.fleet} == {"p0", "d1", "d2", "d9", "hand"}
+    assert not services.fleet["d9"].healthy  # it has to answer first
 
 
-def test_a_worker_added_by_a_reload_is_never_dropped_while_its_engine_starts() -> None:
-    async def test() -> None:
-        services = a_router()
-        monitor = health_monitor(services)
-        apply(services, with_decoders(services.config, "d0", "d9"))
-        script(services, "d9", ConnectFailed("refused", worker="d9", tier="decode"))
-        for _ in range(services.config.lifecycle.join_attempts + 1):
-            await Polling(services.fleet, monitor._look, monitor._uncheckable).once()
-            await let_pass(services.config.lifecycle.join_interval_s)
-        services.fleet.sweep()
-        script(services, "d9", 200)
+@with_virtual_time
+async def test_a_worker_added_by_a_reload_is_never_dropped_while_its_engine_starts() -> None:
+    services = a_router()
+    monitor = health_monitor(services)
+    apply(services, with_decoders(services.config, "d0", "d9"))
+    script(services, "d9", ConnectFailed("refused", worker="d9", tier="decode"))
+    for _ in range(services.config.lifecycle.join_attempts + 1):
         await Polling(services.fleet, monitor._look, monitor._uncheckable).once()
-        assert services.fleet["d9"].state is WorkerState.UP
-
-    in_virtual_time(test)
-
-
-def test_an_operator_removed_worker_stays_removed_when_the_policy_changes() -> None:
-    async def test() -> None:
-        services = a_router()
-        services.fleet.leave(services.fleet["d0"])
-        services.fleet.sweep()
-        apply(services, with_policy(services.config, "least_kv"))
-        assert services.config.routing.policy == "least_kv" and "d0" not in services.fleet
-
-    in_virtual_time(test)
+        await let_pass(services.config.lifecycle.join_interval_s)
+    services.fleet.sweep()
+    script(services, "d9", 200)
+    await Polling(services.fleet, monitor._look, monitor._uncheckable).once()
+    assert services.fleet["d9"].state is WorkerState.UP
 
 
-def test_an_operator_removed_worker_returns_when_the_file_describes_it_differently() -> None:
-    async def test() -> None:
-        services = a_router()
-        services.fleet.leave(services.fleet["d0"])
-        services.fleet.sweep()
-        apply(services, with_decoders(services.config, "d0", "d1", "d2"))
-        assert "d0" not in services.fleet
-        larger = [
-            {"url": "http://d0:1", "id": "d0", "max_num_seqs": 7},
-            *({"url": f"http://d{n}:1", "id": f"d{n}"} for n in (1, 2)),
-        ]
-        apply(services, a_config(decode={"workers": larger}))
-        assert services.fleet["d0"].spec.slots == 7
+@with_virtual_time
+async def test_an_operator_removed_worker_stays_removed_when_the_policy_changes() -> None:
+    services = a_router()
+    services.fleet.leave(services.fleet["d0"])
+    services.fleet.sweep()
+    apply(services, with_policy(services.config, "least_kv"))
+    assert services.config.routing.policy == "least_kv" and "d0" not in services.fleet
 
-    in_virtual_time(test)
+
+@with_virtual_time
+async def test_an_operator_removed_worker_returns_when_the_file_describes_it_differently() -> None:
+    services = a_router()
+    services.fleet.leave(services.fleet["d0"])
+    services.fleet.sweep()
+    apply(services, with_decoders(services.config, "d0", "d1", "d2"))
+    assert "d0" not in services.fleet
+    larger = [
+        {"url": "http://d0:1", "id": "d0", "max_num_seqs": 7},
+        *({"url": f"http://d{n}:1", "id": f"d{n}"} for n in (1, 2)),
+    ]
+    apply(services, a_config(decode={"workers": larger}))
+    assert services.fleet["d0"].spec.slots == 7
 
 
 @pytest.mark.parametrize("by_hand", [False, True], ids=["entered", "added by hand before"])
-def test_a_worker_of_the_file_whose_engine_takes_long_to_start_is_waited_for(by_hand: bool) -> None:
-    async def test() -> None:
-        services = a_router(a_config(lifecycle={"join_attempts": 1, "join_interval_s": 1.0}))
-        new = with_decoders(services.config, "d0", "d1", "d2", "d9")
-        if by_hand:
-            services.fleet.add(next(spec for spec in worker_specs(new) if spec.id == "d9"), join_attempts=1)
-        apply(services, new.model_copy(update={"lifecycle": services.config.lifecycle}))
-        upstream = script(services, "d9", ConnectFailed("refused", worker="d9", tier="decode"))
-        monitor = health_monitor(services)
-        for _ in range(60):
-            await monitor._polling.once()
-            services.fleet.sweep()
-            await let_pass(10.0)
-        assert len(upstream.asked) == 60 and not services.fleet["d9"].healthy
-        upstream.answers = [200]
+@with_virtual_time
+async def test_a_worker_of_the_file_whose_engine_takes_long_to_start_is_waited_for(by_hand: bool) -> None:
+    services = a_router(a_config(lifecycle={"join_attempts": 1, "join_interval_s": 1.0}))
+    new = with_decoders(services.config, "d0", "d1", "d2", "d9")
+    if by_hand:
+        services.fleet.add(next(spec for spec in worker_specs(new) if spec.id == "d9"), join_attempts=1)
+    apply(services, new.model_copy(update={"lifecycle": services.config.lifecycle}))
+    upstream = script(services, "d9", ConnectFailed("refused", worker="d9", tier="decode"))
+    monitor = health_monitor(services)
+    for _ in range(60):
         await monitor._polling.once()
-        assert services.fleet["d9"].state is WorkerState.UP
+        services.fleet.sweep()
+        await let_pass(10.0)
+    assert len(upstream.asked) == 60 and not services.fleet["d9"].healthy
+    upstream.answers = [200]
+    await monitor._polling.once()
+    assert services.fleet["d9"].state is WorkerState.UP
 
-    in_virtual_time(test)
 
-
-def test_a_worker_that_is_leaving_stays_when_the_file_names_it_again() -> None:
-    async def test() -> None:
-        services = a_router()
-        worker = services.fleet["d0"]
-        worker.in_use = 1  # so that it can't go at once
-        apply(services, with_decoders(services.config, "d1", "d2"))
-        assert worker.leaving
-        apply(services, with_decoders(services.config, "d0", "d1", "d2"))
-        worker.in_use = 0
-        assert services.fleet.sweep() == [] and services.fleet["d0"] is worker
-
-    in_virtual_time(test)
+@with_virtual_time
+async def test_a_worker_that_is_leaving_stays_when_the_file_names_it_again() -> None:
+    services = a_router()
+    worker = services.fleet["d0"]
+    worker.in_use = 1  # so that it can't go at once
+    apply(services, with_decoders(services.config, "d1", "d2"))
+    assert worker.leaving
+    apply(services, with_decoders(services.config, "d0", "d1", "d2"))
+    worker.in_use = 0
+    assert services.fleet.sweep() == [] and services.fleet["d0"] is worker
 
 
 @pytest.mark.parametrize(("leaves", "accepted"), [(False, False), (True, True)], ids=["stays", "leaves"])
-def test_an_operator_added_server_changes_its_name_only_after_it_has_left(leaves: bool, accepted: bool) -> None:
-    async def test() -> None:
-        services = a_router()
-        hand = services.fleet.add(WorkerSpec("hand", Role.DECODE, "http://d9:1"), join_attempts=3)
-        hand.in_use = 1  # so that it can't go at once
-        if leaves:
-            services.fleet.leave(hand)
-        try:
-            apply(services, with_decoders(services.config, "d0", "d9"))
-        except ConfigError as error:
-            assert "worker d9: is the server of worker hand, which was added at run time" in str(error)
-        assert ("d9" in services.fleet) is accepted and "hand" in services.fleet
-
-    in_virtual_time(test)
+@with_virtual_time
+async def test_an_operator_added_server_changes_its_name_only_after_it_has_left(leaves: bool, accepted: bool) -> None:
+    services = a_router()
+    hand = services.fleet.add(WorkerSpec("hand", Role.DECODE, "http://d9:1"), join_attempts=3)
+    hand.in_use = 1  # so that it can't go at once
+    if leaves:
+        services.fleet.leave(hand)
+    try:
+        apply(services, with_decoders(services.config, "d0", "d9"))
+    except ConfigError as error:
+        assert "worker d9: is the server of worker hand, which was added at run time" in str(error)
+    assert ("d9" in services.fleet) is accepted and "hand" in services.fleet
 
 
-def test_an_operator_renamed_server_does_not_block_reloads() -> None:
-    async def test() -> None:
-        services = a_router()
-        url = services.fleet["d0"].spec.url
-        services.fleet.leave(services.fleet["d0"])
-        assert services.fleet.sweep() == ["d0"]
-        services.fleet.add(WorkerSpec("hand", Role.DECODE, url), join_attempts=3)
-        apply(services, with_policy(services.config, "least_kv"))
-        assert "d0" not in services.fleet and not services.fleet["hand"].leaving
-
-    in_virtual_time(test)
+@with_virtual_time
+async def test_an_operator_renamed_server_does_not_block_reloads() -> None:
+    services = a_router()
+    url = services.fleet["d0"].spec.url
+    services.fleet.leave(services.fleet["d0"])
+    assert services.fleet.sweep() == ["d0"]
+    services.fleet.add(WorkerSpec("hand", Role.DECODE, url), join_attempts=3)
+    apply(services, with_policy(services.config, "least_kv"))
+    assert "d0" not in services.fleet and not services.fleet["hand"].leaving
 
 
 @pytest.mark.parametrize("role", [Role.DECODE, Role.PREFILL], ids=["other slots", "another role"])
-def test_an_operator_replaced_worker_does_not_block_reloads(
+@with_virtual_time
+async def test_an_operator_replaced_worker_does_not_block_reloads(
     role: Role,
 ) -> None:
-    async def test() -> None:
-        services = a_router()
-        services.fleet.leave(services.fleet["d0"])
-        assert services.fleet.sweep() == ["d0"]
-        hand = WorkerSpec("d0", role, services.fleet["d1"].spec.url.replace("d1", "d0"), slots=4)
-        services.fleet.add(hand, join_attempts=3)
-        apply(services, with_policy(services.config, "least_kv"))
-        assert services.fleet["d0"].spec == hand and not services.fleet["d0"].leaving
-        with pytest.raises(ConfigError, match="worker d0: .*slots from 4 to 9, .*cannot change while it is in use"):
-            apply(services, with_decoders(services.config, "d0", slots=9))
-
-    in_virtual_time(test)
+    services = a_router()
+    services.fleet.leave(services.fleet["d0"])
+    assert services.fleet.sweep() == ["d0"]
+    hand = WorkerSpec("d0", role, services.fleet["d1"].spec.url.replace("d1", "d0"), slots=4)
+    services.fleet.add(hand, join_attempts=3)
+    apply(services, with_policy(services.config, "least_kv"))
+    assert services.fleet["d0"].spec == hand and not services.fleet["d0"].leaving
+    with pytest.raises(ConfigError, match="worker d0: .*slots from 4 to 9, .*cannot change while it is in use"):
+        apply(services, with_decoders(services.config, "d0", slots=9))
 
 
-def test_a_worker_of_the_file_is_renamed_by_a_reload() -> None:
-    async def test() -> None:
-        services = a_router()
-        services.fleet["d0"].in_use = 1
-        renamed = [{"url": services.fleet["d0"].spec.url, "id": "new"}]
-        apply(services, a_config(decode={"workers": renamed}))
-        assert services.fleet["d0"].leaving and not services.fleet["new"].leaving
-
-    in_virtual_time(test)
+@with_virtual_time
+async def test_a_worker_of_the_file_is_renamed_by_a_reload() -> None:
+    services = a_router()
+    services.fleet["d0"].in_use = 1
+    renamed = [{"url": services.fleet["d0"].spec.url, "id": "new"}]
+    apply(services, a_config(decode={"workers": renamed}))
+    assert services.fleet["d0"].leaving and not services.fleet["new"].leaving
 
 
 @pytest.mark.parametrize("server", ["http://d0:1", "http://elsewhere:1"])
@@ -243,18 +217,16 @@ def test_a_worker_may_be_renamed_or_get_another_url_by_a_takeover(server: str) -
 
 
 @pytest.mark.parametrize("removed", [False, True])
-def test_a_drained_server_stays_drained_under_another_name_unless_it_was_removed(removed: bool) -> None:
-    async def test() -> None:
-        services = a_router()
-        d0, d1 = services.fleet["d0"], services.fleet["d1"]
-        services.fleet.drain(d0)
-        if removed:
-            services.fleet.leave(d0)
-        workers = [{"url": d0.spec.url, "id": "new-0"}, {"url": d1.spec.url, "id": "new-1"}]
-        apply(services, a_config(decode={"workers": workers}))
-        assert (services.fleet["new-0"].drained, services.fleet["new-1"].drained) == (not removed, False)
-
-    in_virtual_time(test)
+@with_virtual_time
+async def test_a_drained_server_stays_drained_under_another_name_unless_it_was_removed(removed: bool) -> None:
+    services = a_router()
+    d0, d1 = services.fleet["d0"], services.fleet["d1"]
+    services.fleet.drain(d0)
+    if removed:
+        services.fleet.leave(d0)
+    workers = [{"url": d0.spec.url, "id": "new-0"}, {"url": d1.spec.url, "id": "new-1"}]
+    apply(services, a_config(decode={"workers": workers}))
+    assert (services.fleet["new-0"].drained, services.fleet["new-1"].drained) == (not removed, False)
 
 
 @pytest.mark.parametrize(
@@ -267,37 +239,33 @@ def test_a_drained_server_stays_drained_under_another_name_unless_it_was_removed
     ],
     ids=["connector", "listen", "record of pins", "slots of a worker in use"],
 )
-def test_a_reload_that_needs_a_restart_is_refused_as_a_whole(new: Config, named: str) -> None:
-    async def test() -> None:
-        services = a_router()
-        before, bounds = services.config, services.ledger.scheduler.config
-        with pytest.raises(ConfigError, match=named):
-            apply(services, new)
-        assert services.config is before and services.ledger.scheduler.config == bounds
-
-    in_virtual_time(test)
+@with_virtual_time
+async def test_a_reload_that_needs_a_restart_is_refused_as_a_whole(new: Config, named: str) -> None:
+    services = a_router()
+    before, bounds = services.config, services.ledger.scheduler.config
+    with pytest.raises(ConfigError, match=named):
+        apply(services, new)
+    assert services.config is before and services.ledger.scheduler.config == bounds
 
 
-def test_a_journal_over_a_reload_reruns_to_the_same_decisions(tmp_path: Path) -> None:
-    async def test() -> None:
-        path = tmp_path / "journal"
-        services = build_services(a_config(), asyncio.get_running_loop(), None, True, path)
-        scheduler = services.ledger.scheduler
-        assert isinstance(scheduler, RecordingScheduler)
-        for index in range(6):
-            scheduler.submit_prefilled(RequestSpec(f"r{index}", 100 + index), 1.0, 3.0)
-        scheduler.admit(1.0)
-        apply(services, a_config(queue={"max_queued": 0}))
-        with pytest.raises(QueueFull):
-            await services.tickets.submit(RequestSpec("r", 1)).prefiller()
-        for policy in ("br_0", "br_h", "target_fit", "join_shortest_queue"):
-            apply(services, a_config(queue={"max_queued": 0}, routing={"policy": policy, "max_wait_s": math.inf}))
-            scheduler.submit_prefilled(RequestSpec(policy, 77), 2.0, 2.0)
-            assert scheduler.admit(2.0)
-        scheduler.close()
-        assert rerun(path).difference is None
-
-    in_virtual_time(test)
+@with_virtual_time
+async def test_a_journal_over_a_reload_reruns_to_the_same_decisions(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    services = build_services(a_config(), asyncio.get_running_loop(), None, True, path)
+    scheduler = services.ledger.scheduler
+    assert isinstance(scheduler, RecordingScheduler)
+    for index in range(6):
+        scheduler.submit_prefilled(RequestSpec(f"r{index}", 100 + index), 1.0, 3.0)
+    scheduler.admit(1.0)
+    apply(services, a_config(queue={"max_queued": 0}))
+    with pytest.raises(QueueFull):
+        await services.tickets.submit(RequestSpec("r", 1)).prefiller()
+    for policy in ("br_0", "br_h", "target_fit", "join_shortest_queue"):
+        apply(services, a_config(queue={"max_queued": 0}, routing={"policy": policy, "max_wait_s": math.inf}))
+        scheduler.submit_prefilled(RequestSpec(policy, 77), 2.0, 2.0)
+        assert scheduler.admit(2.0)
+    scheduler.close()
+    assert rerun(path).difference is None
 
 
 POLICIES = ("br_0", "br_h", "target_fit", "pool_fifo", "join_shortest_queue", "least_kv")
@@ -305,76 +273,70 @@ POLICIES = ("br_0", "br_h", "target_fit", "pool_fifo", "join_shortest_queue", "l
 
 @pytest.mark.parametrize("before", POLICIES)
 @pytest.mark.parametrize("after", POLICIES)
-def test_a_new_policy_keeps_bound_requests_and_decides_on_waiting_ones(before: str, after: str) -> None:
-    async def test() -> None:
-        services = a_router(a_config(routing={"policy": before}, decode={"max_num_seqs": 2}))
-        scheduler = services.ledger.scheduler
-        for index in range(9):
-            scheduler.submit_prefilled(RequestSpec(f"r{index}", 100 + 50 * index), services.loop.time())
-        scheduler.admit(services.loop.time())
-        bound = {tracker.id: tracker.worker for tracker in scheduler.snapshot.decoding()}
-        apply(services, a_config(routing={"policy": after, "horizon_steps": 5}, decode={"max_num_seqs": 2}))
-        snapshot = scheduler.snapshot
-        snapshot.check_invariants()
-        assert scheduler.policy.name == after and snapshot.horizon_steps == (5 if after == "br_h" else 0)
-        assert {tracker.id: tracker.worker for tracker in snapshot.decoding()} == bound
-        assert len(snapshot.requests) == 9
-        for tracker in list(snapshot.decoding()):
-            scheduler.finish(tracker.id, Outcome.FINISHED, services.loop.time())
-        policy, written, _ = state_from_dict(orjson.loads(orjson.dumps(state(services))))
-        fresh = Scheduler(policy)
-        fresh.snapshot = written
-        assert scheduler.admit(services.loop.time()) == fresh.admit(services.loop.time())
-
-    in_virtual_time(test)
+@with_virtual_time
+async def test_a_new_policy_keeps_bound_requests_and_decides_on_waiting_ones(before: str, after: str) -> None:
+    services = a_router(a_config(routing={"policy": before}, decode={"max_num_seqs": 2}))
+    scheduler = services.ledger.scheduler
+    for index in range(9):
+        scheduler.submit_prefilled(RequestSpec(f"r{index}", 100 + 50 * index), services.loop.time())
+    scheduler.admit(services.loop.time())
+    bound = {tracker.id: tracker.worker for tracker in scheduler.snapshot.decoding()}
+    apply(services, a_config(routing={"policy": after, "horizon_steps": 5}, decode={"max_num_seqs": 2}))
+    snapshot = scheduler.snapshot
+    snapshot.check_invariants()
+    assert scheduler.policy.name == after and snapshot.horizon_steps == (5 if after == "br_h" else 0)
+    assert {tracker.id: tracker.worker for tracker in snapshot.decoding()} == bound
+    assert len(snapshot.requests) == 9
+    for tracker in list(snapshot.decoding()):
+        scheduler.finish(tracker.id, Outcome.FINISHED, services.loop.time())
+    policy, written, _ = state_from_dict(orjson.loads(orjson.dumps(state(services))))
+    fresh = Scheduler(policy)
+    fresh.snapshot = written
+    assert scheduler.admit(services.loop.time()) == fresh.admit(services.loop.time())
 
 
-def test_a_new_predictor_learns_from_the_rows_of_the_last_one() -> None:
-    async def test() -> None:
-        services = a_router(a_config(routing={"policy": "br_h"}, predictor={"kind": "survival"}))
-        services.forecasts = services.ledger.forecasts = build_forecasts(services.config)
-        services.metrics.include(services.forecasts.metrics)
-        scheduler = services.ledger.scheduler
-        for index in range(20):
-            scheduler.submit_prefilled(RequestSpec(f"r{index}", 100), 0.0)
-        scheduler.admit(0.0)
-        running = [tracker.id for tracker in scheduler.snapshot.decoding()]
-        for request in running[1:]:
-            scheduler.progress(request, 30, 0.0)
-            services.forecasts.finished(scheduler.snapshot.requests[request], "stop")
-            scheduler.finish(request, Outcome.FINISHED, 0.0)
-        changed = apply(
-            services, a_config(predictor={"kind": "exact_match"}, routing={"policy": "br_h", "horizon_steps": 40})
-        )
-        assert changed == ["routing", "predictor"]
-        assert isinstance(services.forecasts, LiveForecasts) and services.ledger.forecasts is services.forecasts
-        tracker = scheduler.snapshot.requests[running[0]]
-        assert tracker.remaining(40) == 40
-        services.forecasts.renew(scheduler)
-        assert tracker.remaining(40) == 29  # 30 tokens to go, the last of them 29 ahead
-        scheduler.snapshot.check_invariants()
-        assert b"predictor_gate" in services.metrics.exposition()
-        apply(services, a_config(routing={"policy": "br_0"}))
-        assert services.forecasts is None and services.ledger.forecasts is None
-        assert b"predictor_gate" not in services.metrics.exposition()
-
-    in_virtual_time(test)
+@with_virtual_time
+async def test_a_new_predictor_learns_from_the_rows_of_the_last_one() -> None:
+    services = a_router(a_config(routing={"policy": "br_h"}, predictor={"kind": "survival"}))
+    services.forecasts = services.ledger.forecasts = build_forecasts(services.config)
+    services.metrics.include(services.forecasts.metrics)
+    scheduler = services.ledger.scheduler
+    for index in range(20):
+        scheduler.submit_prefilled(RequestSpec(f"r{index}", 100), 0.0)
+    scheduler.admit(0.0)
+    running = [tracker.id for tracker in scheduler.snapshot.decoding()]
+    for request in running[1:]:
+        scheduler.progress(request, 30, 0.0)
+        services.forecasts.finished(scheduler.snapshot.requests[request], "stop")
+        scheduler.finish(request, Outcome.FINISHED, 0.0)
+    changed = apply(
+        services, a_config(predictor={"kind": "exact_match"}, routing={"policy": "br_h", "horizon_steps": 40})
+    )
+    assert changed == ["routing", "predictor"]
+    assert isinstance(services.forecasts, LiveForecasts) and services.ledger.forecasts is services.forecasts
+    tracker = scheduler.snapshot.requests[running[0]]
+    assert tracker.remaining(40) == 40
+    services.forecasts.renew(scheduler)
+    assert tracker.remaining(40) == 29  # 30 tokens to go, the last of them 29 ahead
+    scheduler.snapshot.check_invariants()
+    assert b"predictor_gate" in services.metrics.exposition()
+    apply(services, a_config(routing={"policy": "br_0"}))
+    assert services.forecasts is None and services.ledger.forecasts is None
+    assert b"predictor_gate" not in services.metrics.exposition()
 
 
-def test_a_predictor_can_replace_a_bare_history_and_back(tmp_path: Path) -> None:
-    async def test() -> None:
-        kept = {"kind": "survival", "history": str(tmp_path / "history.sqlite3")}
-        config = a_config(predictor=kept)
-        services = build_services(config, asyncio.get_running_loop(), build_forecasts(config), True)
-        for policy, predicts in (("br_h", True), ("level_fit", False)):
-            apply(services, a_config(predictor=kept, routing={"policy": policy}))
-            assert isinstance(services.forecasts, LiveForecasts) is predicts
-            assert (b"predictor_gate" in services.metrics.exposition()) is predicts
-            assert b"predictor_history" in services.metrics.exposition()
-        assert services.forecasts is not None
-        services.forecasts.close()
-
-    in_virtual_time(test)
+@with_virtual_time
+async def test_a_predictor_can_replace_a_bare_history_and_back(tmp_path: Path) -> None:
+    kept = {"kind": "survival", "history": str(tmp_path / "history.sqlite3")}
+    config = a_config(predictor=kept)
+    services = build_services(config, asyncio.get_running_loop(), build_forecasts(config), True)
+    for policy, predicts in (("br_h", True), ("level_fit", False)):
+        apply(services, a_config(predictor=kept, routing={"policy": policy}))
+        assert isinstance(services.forecasts, LiveForecasts) is predicts
+        assert (b"predictor_gate" in services.metrics.exposition()) is predicts
+        assert b"predictor_history" in services.metrics.exposition()
+    assert services.forecasts is not None
+    services.forecasts.close()
 
 
 def test_a_reload_without_a_predictor_works_when_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -393,46 +355,40 @@ def test_a_reload_without_a_predictor_works_when_no_thread_can_be_started(monkey
     in_virtual_time(test)
 
 
-def test_a_predictor_that_cannot_be_made_changes_nothing(tmp_path: Path) -> None:
-    async def test() -> None:
-        services = a_router()
-        before, policy = services.config, services.ledger.scheduler.policy
-        with pytest.raises(InputError):
-            apply(
-                services,
-                a_config(
-                    predictor={"kind": "survival", "model": str(tmp_path / "none.npz")},
-                    routing={"policy": "br_h"},
-                    queue={"max_queued": 1},
-                ),
-            )
-        assert services.config is before and services.ledger.scheduler.policy is policy
-
-    in_virtual_time(test)
+@with_virtual_time
+async def test_a_predictor_that_cannot_be_made_changes_nothing(tmp_path: Path) -> None:
+    services = a_router()
+    before, policy = services.config, services.ledger.scheduler.policy
+    with pytest.raises(InputError):
+        apply(
+            services,
+            a_config(
+                predictor={"kind": "survival", "model": str(tmp_path / "none.npz")},
+                routing={"policy": "br_h"},
+                queue={"max_queued": 1},
+            ),
+        )
+    assert services.config is before and services.ledger.scheduler.policy is policy
 
 
-def test_a_shorter_pool_ttl_shortens_the_patience_of_waiting_requests() -> None:
-    async def test() -> None:
-        services = a_router()
-        scheduler, now = services.ledger.scheduler, services.loop.time()
-        scheduler.submit_prefilled(RequestSpec("r", 100), now)
-        (tracker,) = scheduler.snapshot.pool
-        assert tracker.overdue_s == pytest.approx(now + 60 * 1.1)  # the mean prompt waits a tenth longer
-        apply(services, a_config(pool={"ttl_s": 20.0}))
-        assert tracker.overdue_s == pytest.approx(now + 10 * 1.1)
-
-    in_virtual_time(test)
+@with_virtual_time
+async def test_a_shorter_pool_ttl_shortens_the_patience_of_waiting_requests() -> None:
+    services = a_router()
+    scheduler, now = services.ledger.scheduler, services.loop.time()
+    scheduler.submit_prefilled(RequestSpec("r", 100), now)
+    (tracker,) = scheduler.snapshot.pool
+    assert tracker.overdue_s == pytest.approx(now + 60 * 1.1)  # the mean prompt waits a tenth longer
+    apply(services, a_config(pool={"ttl_s": 20.0}))
+    assert tracker.overdue_s == pytest.approx(now + 10 * 1.1)
 
 
-def test_shorter_deadlines_apply_to_waiting_requests_from_their_arrival() -> None:
-    async def test() -> None:
-        services = a_router()
-        scheduler = services.ledger.scheduler
-        scheduler.submit_prefilled(RequestSpec("pooled", 100), services.loop.time())
-        scheduler.submit(RequestSpec("queued", 100), services.loop.time())
-        await let_pass(10.0)
-        assert scheduler.expire(services.loop.time()) == []
-        apply(services, a_config(pool={"ttl_s": 9.0}, queue={"deadline_s": 9.0}))
-        assert [release.request for release in scheduler.expire(services.loop.time())] == ["pooled", "queued"]
-
-    in_virtual_time(test)
+@with_virtual_time
+async def test_shorter_deadlines_apply_to_waiting_requests_from_their_arrival() -> None:
+    services = a_router()
+    scheduler = services.ledger.scheduler
+    scheduler.submit_prefilled(RequestSpec("pooled", 100), services.loop.time())
+    scheduler.submit(RequestSpec("queued", 100), services.loop.time())
+    await let_pass(10.0)
+    assert scheduler.expire(services.loop.time()) == []
+    apply(services, a_config(pool={"ttl_s": 9.0}, queue={"deadline_s": 9.0}))
+    assert [release.request for release in scheduler.expire(services.loop.time())] == ["pooled", "queued"]

@@ -12,7 +12,7 @@ from balanceroute.proxy.server import ChildServer, ProcessServer, Server
 from balanceroute.proxy.services import Services
 from balanceroute.proxy.telemetry.clock import Loop
 from tests.unit.proxy.life.legs import a_leg, dispatching
-from tests.unit.proxy.virtual_time import a_config, a_router, in_virtual_time, let_pass, script
+from tests.unit.proxy.virtual_time import a_config, a_router, in_virtual_time, let_pass, script, with_virtual_time
 from tests.waiting import until
 
 DRAIN_S = 10.0
@@ -39,61 +39,55 @@ def test_a_router_uses_a_clock_that_includes_suspended_time(monkeypatch: pytest.
     assert isinstance(*loops, Loop)
 
 
-def test_the_first_signal_refuses_new_requests_and_the_server_ends_with_the_last_one() -> None:
-    async def test() -> None:
-        services = a_draining_router()
-        server = a_server(services)
-        services.exchanges = 1
-        server.handle_exit(signal.SIGTERM, None)
-        await until(lambda: services.ledger.draining)
-        await let_pass(DRAIN_S / 2)
-        assert not server.should_exit
-        services.exchanges = 0
-        await let_pass(1.0)
-        assert server.should_exit and not server.force_exit
-
-    in_virtual_time(test)
+@with_virtual_time
+async def test_the_first_signal_refuses_new_requests_and_the_server_ends_with_the_last_one() -> None:
+    services = a_draining_router()
+    server = a_server(services)
+    services.exchanges = 1
+    server.handle_exit(signal.SIGTERM, None)
+    await until(lambda: services.ledger.draining)
+    await let_pass(DRAIN_S / 2)
+    assert not server.should_exit
+    services.exchanges = 0
+    await let_pass(1.0)
+    assert server.should_exit and not server.force_exit
 
 
-def test_kv_that_is_still_to_be_freed_keeps_the_server_too_and_is_told(
+@with_virtual_time
+async def test_kv_that_is_still_to_be_freed_keeps_the_server_too_and_is_told(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def test() -> None:
-        services = a_draining_router()
-        server = a_server(services)
-        held = 1
-        monkeypatch.setattr(type(services.drainer), "pending", property(lambda drainer: held))
+    services = a_draining_router()
+    server = a_server(services)
+    held = 1
+    monkeypatch.setattr(type(services.drainer), "pending", property(lambda drainer: held))
+    server.handle_exit(signal.SIGTERM, None)
+    await let_pass(1.0)
+    assert not server.should_exit
+    (line,) = [vars(record) for record in caplog.records if record.message == "draining"]
+    assert (line["requests"], line["kv_drains"]) == (0, 1)
+    held = 0
+    await let_pass(1.0)
+    assert server.should_exit
+
+
+@with_virtual_time
+async def test_requests_beyond_the_drain_timeout_are_aborted() -> None:
+    services = a_draining_router()
+    script(services, "p0", None)
+    server = a_server(services)
+    async with dispatching(services):
+        leg = a_leg(services)
+        task = services.loop.create_task(leg.run())
+        await until(lambda: services.legs)
+        services.exchanges = 1
+        began_s = services.ledger.now()
         server.handle_exit(signal.SIGTERM, None)
-        await let_pass(1.0)
-        assert not server.should_exit
-        (line,) = [vars(record) for record in caplog.records if record.message == "draining"]
-        assert (line["requests"], line["kv_drains"]) == (0, 1)
-        held = 0
-        await let_pass(1.0)
-        assert server.should_exit
-
-    in_virtual_time(test)
-
-
-def test_requests_beyond_the_drain_timeout_are_aborted() -> None:
-    async def test() -> None:
-        services = a_draining_router()
-        script(services, "p0", None)
-        server = a_server(services)
-        async with dispatching(services):
-            leg = a_leg(services)
-            task = services.loop.create_task(leg.run())
-            await until(lambda: services.legs)
-            services.exchanges = 1
-            began_s = services.ledger.now()
-            server.handle_exit(signal.SIGTERM, None)
-            results = await asyncio.gather(task, return_exceptions=True)
-            assert type(results[0]).__name__ == "Draining"
-            assert services.ledger.now() - began_s == pytest.approx(DRAIN_S, abs=0.2)
-            await until(lambda: server.should_exit)
-            assert services.ledger.now() - began_s < 2 * DRAIN_S, "although the exchange never ended"
-
-    in_virtual_time(test)
+        results = await asyncio.gather(task, return_exceptions=True)
+        assert type(results[0]).__name__ == "Draining"
+        assert services.ledger.now() - began_s == pytest.approx(DRAIN_S, abs=0.2)
+        await until(lambda: server.should_exit)
+        assert services.ledger.now() - began_s < 2 * DRAIN_S, "although the exchange never ended"
 
 
 def test_a_leaving_process_accepts_no_request_after_its_deadline() -> None:
@@ -114,29 +108,25 @@ def test_a_leaving_process_accepts_no_request_after_its_deadline() -> None:
     in_virtual_time(test)
 
 
-def test_a_second_signal_ends_at_once() -> None:
-    async def test() -> None:
-        services = a_draining_router()
-        services.exchanges = 1
-        server = a_server(services)
-        server.handle_exit(signal.SIGTERM, None)
-        await until(lambda: services.ledger.draining)
-        server.handle_exit(signal.SIGINT, None)
-        assert server.should_exit and server.force_exit
-
-    in_virtual_time(test)
+@with_virtual_time
+async def test_a_second_signal_ends_at_once() -> None:
+    services = a_draining_router()
+    services.exchanges = 1
+    server = a_server(services)
+    server.handle_exit(signal.SIGTERM, None)
+    await until(lambda: services.ledger.draining)
+    server.handle_exit(signal.SIGINT, None)
+    assert server.should_exit and server.force_exit
 
 
-def test_a_child_that_ends_at_once_refuses_no_request_that_another_may_serve() -> None:
-    async def test() -> None:
-        services = a_draining_router()
-        server = a_server(services, ChildServer)
-        server.handle_exit(signal.SIGINT, None)
-        assert server.should_exit and server.force_exit
-        await let_pass(1.0)
-        assert not services.ledger.draining
-
-    in_virtual_time(test)
+@with_virtual_time
+async def test_a_child_that_ends_at_once_refuses_no_request_that_another_may_serve() -> None:
+    services = a_draining_router()
+    server = a_server(services, ChildServer)
+    server.handle_exit(signal.SIGINT, None)
+    assert server.should_exit and server.force_exit
+    await let_pass(1.0)
+    assert not services.ledger.draining
 
 
 def test_a_signal_before_startup_ends_at_once() -> None:
@@ -147,26 +137,24 @@ def test_a_signal_before_startup_ends_at_once() -> None:
 
 
 @pytest.mark.parametrize("error", [ConfigError("the file is wrong"), RuntimeError("can't start new thread")], ids=type)
-def test_reloads_run_in_sequence_and_signals_meanwhile_cause_one_more(error: Exception) -> None:
-    async def test() -> None:
-        services, running, done = a_router(), [0], []
+@with_virtual_time
+async def test_reloads_run_in_sequence_and_signals_meanwhile_cause_one_more(error: Exception) -> None:
+    services, running, done = a_router(), [0], []
 
-        async def reload() -> None:
-            assert not running[0]
-            running[0] = 1
-            await let_pass(5.0)
-            running[0] = 0
-            done.append(True)
-            if len(done) == 1:
-                raise error
+    async def reload() -> None:
+        assert not running[0]
+        running[0] = 1
+        await let_pass(5.0)
+        running[0] = 0
+        done.append(True)
+        if len(done) == 1:
+            raise error
 
-        server = a_server(services, ProcessServer, on_reload=reload)
-        server.started = True
+    server = a_server(services, ProcessServer, on_reload=reload)
+    server.started = True
+    server._reload()
+    await let_pass(1.0)
+    for _ in range(3):
         server._reload()
-        await let_pass(1.0)
-        for _ in range(3):
-            server._reload()
-        await let_pass(30.0)
-        assert len(done) == 2
-
-    in_virtual_time(test)
+    await let_pass(30.0)
+    assert len(done) == 2

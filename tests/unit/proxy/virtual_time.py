@@ -4,11 +4,12 @@ Everything between the configuration and `Upstream.request` is the real thing, p
 """
 
 import asyncio
+import functools
 import itertools
 import selectors
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ParamSpec
 
 from balanceroute.config import Config, validate
 from balanceroute.errors import BalanceRouteError, ConnectFailed, UpstreamError
@@ -33,6 +34,8 @@ class Page:
 
 Answer = int | Page | BalanceRouteError | asyncio.Event | None
 """A status, a page, what is raised, an event to wait for (then 200), or None for silence."""
+
+_Arguments = ParamSpec("_Arguments")
 
 
 THREADS_S = 10.0  # real time for what runs in an executor; nothing in virtual time takes longer
@@ -77,6 +80,16 @@ def in_virtual_time(test: Callable[[], Awaitable[None]]) -> None:
 
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         runner.run(bounded())
+
+
+def with_virtual_time(test: Callable[_Arguments, Awaitable[None]]) -> Callable[_Arguments, None]:
+    """Have a test of pytest run on the virtual clock; see `in_virtual_time`."""
+
+    @functools.wraps(test)
+    def run(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> None:
+        in_virtual_time(functools.partial(test, *args, **kwargs))
+
+    return run
 
 
 async def let_pass(seconds: float) -> None:

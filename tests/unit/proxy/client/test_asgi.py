@@ -14,7 +14,7 @@ from balanceroute.proxy.client.asgi import AsgiHandler
 from balanceroute.proxy.client.head import Request
 from tests.unit.proxy.client.connections import Connection, a_request
 from tests.unit.proxy.client.listening import listening
-from tests.unit.proxy.virtual_time import in_virtual_time, let_pass
+from tests.unit.proxy.virtual_time import in_virtual_time, let_pass, with_virtual_time
 
 
 @pytest.mark.anyio
@@ -54,87 +54,78 @@ async def called(app: ASGIApp, request: Request, connection: Connection) -> Asgi
     return handler
 
 
-def test_an_asgi_application_receives_a_disconnect_after_its_own_answer() -> None:
-    async def test() -> None:
-        received: list[Any] = []
+@with_virtual_time
+async def test_an_asgi_application_receives_a_disconnect_after_its_own_answer() -> None:
+    received: list[Any] = []
 
-        async def app(scope: Scope, receive: Receive, send: Send) -> None:
-            received.append(await receive())
-            await send({"type": "http.response.start", "status": 200, "headers": [(b"Content-Length", b"2")]})
-            await send({"type": "http.response.body", "body": b"hi"})
-            received.append(await receive())
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        received.append(await receive())
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"Content-Length", b"2")]})
+        await send({"type": "http.response.body", "body": b"hi"})
+        received.append(await receive())
 
-        connection = Connection()
-        await called(app, a_request(b"abc", b"/any"), connection)
-        assert connection.answer == (200, {"content-length": "2"}, b"hi")
-        assert received == [
-            {"type": "http.request", "body": b"abc", "more_body": False},
-            {"type": "http.disconnect"},
-        ]
-
-    in_virtual_time(test)
+    connection = Connection()
+    await called(app, a_request(b"abc", b"/any"), connection)
+    assert connection.answer == (200, {"content-length": "2"}, b"hi")
+    assert received == [
+        {"type": "http.request", "body": b"abc", "more_body": False},
+        {"type": "http.disconnect"},
+    ]
 
 
-def test_an_asgi_application_that_waits_for_a_disconnect_gets_none_before_its_answer_is_complete() -> None:
+@with_virtual_time
+async def test_an_asgi_application_that_waits_for_a_disconnect_gets_none_before_its_answer_is_complete() -> None:
     """Starlette ends a stream at once that way."""
+    told: list[Any] = []
 
-    async def test() -> None:
-        told: list[Any] = []
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
+        waiting = asyncio.ensure_future(receive())
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"a", "more_body": True})
+        await let_pass(60.0)
+        told.append(waiting.done())
+        await send({"type": "http.response.body", "body": b"b"})
+        told.append(await waiting)
 
-        async def app(scope: Scope, receive: Receive, send: Send) -> None:
-            await receive()
-            waiting = asyncio.ensure_future(receive())
-            await send({"type": "http.response.start", "status": 200, "headers": []})
-            await send({"type": "http.response.body", "body": b"a", "more_body": True})
-            await let_pass(60.0)
-            told.append(waiting.done())
-            await send({"type": "http.response.body", "body": b"b"})
-            told.append(await waiting)
-
-        await called(app, a_request(b"", b"/any"), Connection())
-        assert told == [False, {"type": "http.disconnect"}]
-
-    in_virtual_time(test)
+    await called(app, a_request(b"", b"/any"), Connection())
+    assert told == [False, {"type": "http.disconnect"}]
 
 
-def test_an_asgi_application_starts_before_the_body_has_arrived_and_then_gets_it() -> None:
-    async def test() -> None:
-        continues_sent: list[bool] = []
-        request, connection = a_request(b"", b"/any"), Connection()
-        request.complete = False
+@with_virtual_time
+async def test_an_asgi_application_starts_before_the_body_has_arrived_and_then_gets_it() -> None:
+    continues_sent: list[bool] = []
+    request, connection = a_request(b"", b"/any"), Connection()
+    request.complete = False
 
-        async def app(scope: Scope, receive: Receive, send: Send) -> None:
-            body = (await receive())["body"]
-            await send({"type": "http.response.start", "status": 200, "headers": []})
-            await send({"type": "http.response.body", "body": body})
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        body = (await receive())["body"]
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": body})
 
-        handler = AsgiHandler(app, {}, request, connection.response(), lambda: continues_sent.append(True))
-        task = asyncio.ensure_future(handler.run())
-        await let_pass(1.0)
-        assert continues_sent == [True] and not task.done()
-        request.body, request.complete = b"late", True
-        handler.body_has_come()
-        await task
-        assert b"late" in connection.answer[2]
-
-    in_virtual_time(test)
+    handler = AsgiHandler(app, {}, request, connection.response(), lambda: continues_sent.append(True))
+    task = asyncio.ensure_future(handler.run())
+    await let_pass(1.0)
+    assert continues_sent == [True] and not task.done()
+    request.body, request.complete = b"late", True
+    handler.body_has_come()
+    await task
+    assert b"late" in connection.answer[2]
 
 
-def test_an_asgi_application_whose_client_leaves_before_its_body_ends_without_an_error() -> None:
-    async def test() -> None:
-        async def app(scope: Scope, receive: Receive, send: Send) -> None:
-            await starlette.requests.Request(scope, receive).body()
+@with_virtual_time
+async def test_an_asgi_application_whose_client_leaves_before_its_body_ends_without_an_error() -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await starlette.requests.Request(scope, receive).body()
 
-        request, connection = a_request(b"", b"/any"), Connection()
-        request.complete = False
-        handler = AsgiHandler(app, {}, request, connection.response(), lambda: None)
-        task = asyncio.ensure_future(handler.run())
-        await let_pass(1.0)
-        handler.abandoned()
-        await task
-        assert connection.transport.written == b""
-
-    in_virtual_time(test)
+    request, connection = a_request(b"", b"/any"), Connection()
+    request.complete = False
+    handler = AsgiHandler(app, {}, request, connection.response(), lambda: None)
+    task = asyncio.ensure_future(handler.run())
+    await let_pass(1.0)
+    handler.abandoned()
+    await task
+    assert connection.transport.written == b""
 
 
 def test_a_refusal_of_the_edge_has_the_clients_id_and_the_applications_answer_is_dropped(
@@ -171,27 +162,21 @@ def test_a_refusal_of_the_edge_has_the_clients_id_and_the_applications_answer_is
     ],
     ids=["header", "type"],
 )
-def test_an_application_that_would_break_the_answer_is_a_bug(message: dict[str, Any]) -> None:
-    async def test() -> None:
-        async def app(scope: Scope, receive: Receive, send: Send) -> None:
-            await send(message)
+@with_virtual_time
+async def test_an_application_that_would_break_the_answer_is_a_bug(message: dict[str, Any]) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send(message)
 
-        with pytest.raises(InvariantError):
-            await called(app, a_request(b"", b"/any"), Connection())
-
-    in_virtual_time(test)
+    with pytest.raises(InvariantError):
+        await called(app, a_request(b"", b"/any"), Connection())
 
 
-def test_errors_of_anthropic_s_routes_have_anthropic_s_form() -> None:
-    async def test() -> None:
-        async def app(scope: Scope, receive: Receive, send: Send) -> None:
-            raise AssertionError("never called")
+@with_virtual_time
+async def test_errors_of_anthropic_s_routes_have_anthropic_s_form() -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        raise AssertionError("never called")
 
-        connection = Connection()
-        handler = AsgiHandler(
-            app, {}, a_request(b"", b"/v1/messages/count_tokens"), connection.response(), lambda: None
-        )
-        handler.refuse(InvalidRequest("no"))
-        assert orjson.loads(connection.answer[2])["type"] == "error"
-
-    in_virtual_time(test)
+    connection = Connection()
+    handler = AsgiHandler(app, {}, a_request(b"", b"/v1/messages/count_tokens"), connection.response(), lambda: None)
+    handler.refuse(InvalidRequest("no"))
+    assert orjson.loads(connection.answer[2])["type"] == "error"

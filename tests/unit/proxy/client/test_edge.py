@@ -10,7 +10,7 @@ from balanceroute.errors import EdgeFull
 from balanceroute.proxy.client.edge import RESERVE, ClientLimits, Edge, limits_of
 from balanceroute.proxy.client.relay_loads import Load, RelayLoads
 from tests.unit.proxy.client.listening import Client, EchoSite, listening, served
-from tests.unit.proxy.virtual_time import a_config, in_virtual_time, let_pass
+from tests.unit.proxy.virtual_time import a_config, let_pass, with_virtual_time
 from tests.waiting import until
 
 
@@ -195,70 +195,62 @@ def an_edge(**limits: Any) -> Edge:
     return Edge(EchoSite(), lambda: ClientLimits(**limits), asyncio.get_running_loop(), set(), set(), {})
 
 
-def test_far_above_the_bound_a_connection_is_closed_unread() -> None:
-    async def test() -> None:
-        edge = an_edge(max_connections=2)
-        busy = [Seat() for _ in range(2 + RESERVE)]
-        for seat in busy:
-            assert edge.join(seat)
-            edge.waiting.pop(seat)
-        assert edge.full and not edge.join(Seat())
-        for seat in busy:
-            edge.leave(seat)
-
-    in_virtual_time(test)
-
-
-def test_the_longest_waiting_connection_gives_way_and_frees_its_place_at_once() -> None:
-    async def test() -> None:
-        edge = an_edge(max_connections=2)
-        seats = [Seat() for _ in range(4)]
-        for seat in seats:
-            assert edge.join(seat) and not edge.full
-        assert [seat.gave_way for seat in seats] == [True, True, False, False]
-        assert list(edge.waiting) == seats[2:]
-
-    in_virtual_time(test)
-
-
-def test_every_connection_is_checked_several_times_within_the_shortest_time_limit() -> None:
-    async def test() -> None:
-        edge, seat = an_edge(receive_timeout_s=2.0, keep_alive_s=75.0), Seat()
+@with_virtual_time
+async def test_far_above_the_bound_a_connection_is_closed_unread() -> None:
+    edge = an_edge(max_connections=2)
+    busy = [Seat() for _ in range(2 + RESERVE)]
+    for seat in busy:
         assert edge.join(seat)
-        await let_pass(2.1)
-        assert len(seat.looks) >= 4 and edge.date_line.startswith(b"date: ")
+        edge.waiting.pop(seat)
+    assert edge.full and not edge.join(Seat())
+    for seat in busy:
         edge.leave(seat)
-        await let_pass(1.0)
-        looks = len(seat.looks)
-        await let_pass(10.0)
-        assert len(seat.looks) == looks, "an edge without connections sleeps"
+
+
+@with_virtual_time
+async def test_the_longest_waiting_connection_gives_way_and_frees_its_place_at_once() -> None:
+    edge = an_edge(max_connections=2)
+    seats = [Seat() for _ in range(4)]
+    for seat in seats:
+        assert edge.join(seat) and not edge.full
+    assert [seat.gave_way for seat in seats] == [True, True, False, False]
+    assert list(edge.waiting) == seats[2:]
+
+
+@with_virtual_time
+async def test_every_connection_is_checked_several_times_within_the_shortest_time_limit() -> None:
+    edge, seat = an_edge(receive_timeout_s=2.0, keep_alive_s=75.0), Seat()
+    assert edge.join(seat)
+    await let_pass(2.1)
+    assert len(seat.looks) >= 4 and edge.date_line.startswith(b"date: ")
+    edge.leave(seat)
+    await let_pass(1.0)
+    looks = len(seat.looks)
+    await let_pass(10.0)
+    assert len(seat.looks) == looks, "an edge without connections sleeps"
+    assert edge.join(seat)
+    await let_pass(1.0)
+    assert len(seat.looks) > looks
+
+
+@with_virtual_time
+async def test_changed_limits_apply_at_once_to_existing_connections_too() -> None:
+    config = a_config()
+    limits = limits_of(lambda: config)
+    edge = Edge(EchoSite(), limits, asyncio.get_running_loop(), set(), set(), {})
+    seats = [Seat() for _ in range(3)]
+    for seat in seats:
         assert edge.join(seat)
-        await let_pass(1.0)
-        assert len(seat.looks) > looks
-
-    in_virtual_time(test)
-
-
-def test_changed_limits_apply_at_once_to_existing_connections_too() -> None:
-    async def test() -> None:
-        config = a_config()
-        limits = limits_of(lambda: config)
-        edge = Edge(EchoSite(), limits, asyncio.get_running_loop(), set(), set(), {})
-        seats = [Seat() for _ in range(3)]
-        for seat in seats:
-            assert edge.join(seat)
+    edge.check_held_bytes("client", 2 * 2**20)
+    assert limits() is limits() and not edge.full and edge.period_s == 1.0
+    config = a_config(limits={"max_connections": 2, "max_held_bytes": 2**20, "client_keep_alive_s": 1.0})
+    assert edge.full and edge.period_s == 0.25
+    with pytest.raises(EdgeFull):
         edge.check_held_bytes("client", 2 * 2**20)
-        assert limits() is limits() and not edge.full and edge.period_s == 1.0
-        config = a_config(limits={"max_connections": 2, "max_held_bytes": 2**20, "client_keep_alive_s": 1.0})
-        assert edge.full and edge.period_s == 0.25
-        with pytest.raises(EdgeFull):
-            edge.check_held_bytes("client", 2 * 2**20)
-        await let_pass(2.0)
-        assert len(seats[0].looks) > 4
-        for seat in seats:
-            edge.leave(seat)
-
-    in_virtual_time(test)
+    await let_pass(2.0)
+    assert len(seats[0].looks) > 4
+    for seat in seats:
+        edge.leave(seat)
 
 
 class StoppedLoop:
@@ -291,15 +283,13 @@ def test_a_client_is_not_late_when_the_router_itself_was_stopped() -> None:
     assert seat.looks[2:] == [loop.now_s]
 
 
-def test_a_connection_whose_check_raises_is_closed_and_the_others_are_checked() -> None:
-    async def test() -> None:
-        edge, broken, well = an_edge(), Seat(fails=True), Seat()
-        for seat in (broken, well):
-            edge.join(seat)
-        await let_pass(2.0)
-        assert broken.aborted and not well.aborted and well.looks
-
-    in_virtual_time(test)
+@with_virtual_time
+async def test_a_connection_whose_check_raises_is_closed_and_the_others_are_checked() -> None:
+    edge, broken, well = an_edge(), Seat(fails=True), Seat()
+    for seat in (broken, well):
+        edge.join(seat)
+    await let_pass(2.0)
+    assert broken.aborted and not well.aborted and well.looks
 
 
 def lacks_room(edge: Edge, complete: bool) -> bool:
@@ -323,18 +313,16 @@ def lacks_room(edge: Edge, complete: bool) -> bool:
     ],
     ids=["room", "too much coming", "come whole", "too much held", "whole, too much held", "half", "one holder's"],
 )
-def test_incoming_and_held_bodies_have_bounds_and_one_client_has_half(
+@with_virtual_time
+async def test_incoming_and_held_bodies_have_bounds_and_one_client_has_half(
     incoming: int, served: int, held: int, complete: bool, laden: bool
 ) -> None:
-    async def test() -> None:
-        edge = an_edge(max_incoming_bytes=1000, max_held_bytes=2000)
-        edge.incoming_bytes, edge.served_bytes = incoming, served
-        edge.hold("client", held)
-        assert lacks_room(edge, complete) is laden
-        edge.hold("client", -held)
-        assert not edge.held
-
-    in_virtual_time(test)
+    edge = an_edge(max_incoming_bytes=1000, max_held_bytes=2000)
+    edge.incoming_bytes, edge.served_bytes = incoming, served
+    edge.hold("client", held)
+    assert lacks_room(edge, complete) is laden
+    edge.hold("client", -held)
+    assert not edge.held
 
 
 def edges(relays: int, **limits: Any) -> list[Edge]:
@@ -344,45 +332,41 @@ def edges(relays: int, **limits: Any) -> list[Edge]:
     return [Edge(EchoSite(), lambda: ClientLimits(**limits), loop, set(), set(), {}, load) for load in loads]
 
 
-def test_one_relay_may_use_the_part_of_the_bounds_that_another_does_not_need() -> None:
-    async def test() -> None:
-        one, other = edges(2, max_connections=40, max_held_bytes=64_000_000, max_incoming_bytes=30_000_000)
-        seats = [Seat() for _ in range(41)]
-        for seat in seats[:38]:
-            assert one.join(seat) and not one.full
-        for seat in seats[38:40]:
-            assert other.join(seat) and not other.full
-        assert other.join(seats[40]) and seats[38].gave_way
-        assert not any(seat.gave_way for seat in seats[:38])
-        one.incoming_bytes = 20_000_000
-        one.hold("client", 20_000_000)
-        assert not lacks_room(one, False) and not lacks_room(other, False)
-        other.incoming_bytes = 11_000_000
-        assert lacks_room(one, False) and lacks_room(other, False) and not lacks_room(other, True)
-        one.incoming_bytes, one.served_bytes = 0, 54_000_000
-        one.hold("client", -20_000_000)
-        assert lacks_room(other, True)
-        one.served_bytes = 50_000_000
-        assert not lacks_room(other, True)
-        for edge in (one, other):
-            for seat in list(edge.connections):
-                edge.leave(seat)
-
-    in_virtual_time(test)
+@with_virtual_time
+async def test_one_relay_may_use_the_part_of_the_bounds_that_another_does_not_need() -> None:
+    one, other = edges(2, max_connections=40, max_held_bytes=64_000_000, max_incoming_bytes=30_000_000)
+    seats = [Seat() for _ in range(41)]
+    for seat in seats[:38]:
+        assert one.join(seat) and not one.full
+    for seat in seats[38:40]:
+        assert other.join(seat) and not other.full
+    assert other.join(seats[40]) and seats[38].gave_way
+    assert not any(seat.gave_way for seat in seats[:38])
+    one.incoming_bytes = 20_000_000
+    one.hold("client", 20_000_000)
+    assert not lacks_room(one, False) and not lacks_room(other, False)
+    other.incoming_bytes = 11_000_000
+    assert lacks_room(one, False) and lacks_room(other, False) and not lacks_room(other, True)
+    one.incoming_bytes, one.served_bytes = 0, 54_000_000
+    one.hold("client", -20_000_000)
+    assert lacks_room(other, True)
+    one.served_bytes = 50_000_000
+    assert not lacks_room(other, True)
+    for edge in (one, other):
+        for seat in list(edge.connections):
+            edge.leave(seat)
 
 
-def test_a_relay_takes_no_more_connections_than_it_has_descriptors_for_although_others_have_few() -> None:
-    async def test() -> None:
-        one, other = edges(2, max_connections=40, max_connections_here=20)
-        busy = [Seat() for _ in range(20)]
-        for seat in busy:
-            assert one.join(seat) and not one.full
-            one.waiting.pop(seat)
-        assert one.join(Seat()) and one.full and not other.full
-        for seat in list(one.connections):
-            one.leave(seat)
-
-    in_virtual_time(test)
+@with_virtual_time
+async def test_a_relay_takes_no_more_connections_than_it_has_descriptors_for_although_others_have_few() -> None:
+    one, other = edges(2, max_connections=40, max_connections_here=20)
+    busy = [Seat() for _ in range(20)]
+    for seat in busy:
+        assert one.join(seat) and not one.full
+        one.waiting.pop(seat)
+    assert one.join(Seat()) and one.full and not other.full
+    for seat in list(one.connections):
+        one.leave(seat)
 
 
 @pytest.mark.parametrize("relays", [1, 2, 8, 33, 64])

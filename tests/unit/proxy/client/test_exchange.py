@@ -16,7 +16,16 @@ from balanceroute.proxy.perimeter.perimeter import Perimeter
 from balanceroute.proxy.services import Services
 from tests.unit.proxy.client.connections import Connection, a_request
 from tests.unit.proxy.life.legs import DONE, dispatching, events, probed, whole
-from tests.unit.proxy.virtual_time import Answer, Page, a_config, a_router, in_virtual_time, let_pass, script
+from tests.unit.proxy.virtual_time import (
+    Answer,
+    Page,
+    a_config,
+    a_router,
+    in_virtual_time,
+    let_pass,
+    script,
+    with_virtual_time,
+)
 from tests.waiting import until
 
 BODY = {"model": "m", "prompt": "a b c", "max_tokens": 10}
@@ -52,19 +61,17 @@ def end_for_want_of_workers(services: Services) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_answer_has_the_client_s_own_id_and_counts_as_finished(stream: bool) -> None:
-    async def test() -> None:
-        services, connection = a_router(a_config(1, 1)), Connection()
-        script(services, "p0", probed())
-        script(services, "d0", WHOLE if stream else whole(20, 21))
-        await served(services, connection, BODY | {"stream": stream}, [(b"x-request-id", b"mine")])
-        status, headers, body = connection.answer
-        assert (status, headers["x-request-id"]) == (200, "mine")
-        assert (b"[DONE]" in body) == stream and connection.done == [True]
-        assert counted(services) == {"finished": 1} and services.exchanges == 0
-        assert services.metrics.tokens.value() == 2
-
-    in_virtual_time(test)
+@with_virtual_time
+async def test_an_answer_has_the_client_s_own_id_and_counts_as_finished(stream: bool) -> None:
+    services, connection = a_router(a_config(1, 1)), Connection()
+    script(services, "p0", probed())
+    script(services, "d0", WHOLE if stream else whole(20, 21))
+    await served(services, connection, BODY | {"stream": stream}, [(b"x-request-id", b"mine")])
+    status, headers, body = connection.answer
+    assert (status, headers["x-request-id"]) == (200, "mine")
+    assert (b"[DONE]" in body) == stream and connection.done == [True]
+    assert counted(services) == {"finished": 1} and services.exchanges == 0
+    assert services.metrics.tokens.value() == 2
 
 
 @pytest.mark.parametrize(
@@ -76,152 +83,130 @@ def test_an_answer_has_the_client_s_own_id_and_counts_as_finished(stream: bool) 
     ],
     ids=["the client's fault", "the worker's", "broken"],
 )
-def test_a_failure_before_the_first_byte_is_a_status_with_an_openai_error(
+@with_virtual_time
+async def test_a_failure_before_the_first_byte_is_a_status_with_an_openai_error(
     answer: Answer, status: int, outcome: str
 ) -> None:
-    async def test() -> None:
-        services, connection = a_router(a_config(1, 1, retry={"max_attempts": 1})), Connection()
-        script(services, "p0", answer)
-        await served(services, connection, BODY | {"stream": True})
-        status_code, _, body = connection.answer
-        assert status_code == status and "message" in orjson.loads(body)["error"]
-        assert counted(services) == {outcome: 1} and not services.legs
-
-    in_virtual_time(test)
+    services, connection = a_router(a_config(1, 1, retry={"max_attempts": 1})), Connection()
+    script(services, "p0", answer)
+    await served(services, connection, BODY | {"stream": True})
+    status_code, _, body = connection.answer
+    assert status_code == status and "message" in orjson.loads(body)["error"]
+    assert counted(services) == {outcome: 1} and not services.legs
 
 
-def test_a_failure_after_the_first_byte_is_an_event_and_the_answer_never_ends() -> None:
-    async def test() -> None:
-        config = a_config(1, 1, retry={"max_attempts": 1, "resume_on_worker_loss": False})
-        services, connection = a_router(config), Connection()
-        script(services, "p0", probed())
-        script(services, "d0", Page(events(20, finish=None), breaks=BadUpstreamReply("cut", worker="", tier="decode")))
-        await served(services, connection, BODY | {"stream": True})
-        status, _, body = connection.answer
-        assert status == 200 and b'"error"' in body and b"[DONE]" not in body
-        assert connection.done == [] and counted(services) == {"failed": 1}
-
-    in_virtual_time(test)
+@with_virtual_time
+async def test_a_failure_after_the_first_byte_is_an_event_and_the_answer_never_ends() -> None:
+    config = a_config(1, 1, retry={"max_attempts": 1, "resume_on_worker_loss": False})
+    services, connection = a_router(config), Connection()
+    script(services, "p0", probed())
+    script(services, "d0", Page(events(20, finish=None), breaks=BadUpstreamReply("cut", worker="", tier="decode")))
+    await served(services, connection, BODY | {"stream": True})
+    status, _, body = connection.answer
+    assert status == 200 and b'"error"' in body and b"[DONE]" not in body
+    assert connection.done == [] and counted(services) == {"failed": 1}
 
 
-def test_an_answer_is_counted_and_timed_also_without_a_known_prompt_size() -> None:
-    async def test() -> None:
-        layerwise = {"callback_url": "http://10.0.0.5:8000"}
-        services = a_router(a_config(1, 1, connector="mooncake_layerwise", layerwise=layerwise))
-        script(services, "d0", WHOLE)  # it asks for no prefill, and tells no usage
-        await served(services, Connection(), BODY | {"stream": True})
-        assert counted(services) == {"finished": 1}
-        assert (services.metrics.tokens.value(), services.metrics.ttft.count) == (2, 1)
-
-    in_virtual_time(test)
+@with_virtual_time
+async def test_an_answer_is_counted_and_timed_also_without_a_known_prompt_size() -> None:
+    layerwise = {"callback_url": "http://10.0.0.5:8000"}
+    services = a_router(a_config(1, 1, connector="mooncake_layerwise", layerwise=layerwise))
+    script(services, "d0", WHOLE)  # it asks for no prefill, and tells no usage
+    await served(services, Connection(), BODY | {"stream": True})
+    assert counted(services) == {"finished": 1}
+    assert (services.metrics.tokens.value(), services.metrics.ttft.count) == (2, 1)
 
 
 @pytest.mark.parametrize(
     "then", [b'data: {"error": {"message": "no", "code": 400}}\n\n', b""], ids=["error", "silence"]
 )
-def test_an_error_that_ends_a_begun_stream_is_no_refusal(then: bytes) -> None:
-    async def test() -> None:
-        services, connection = a_router(a_config(1, 1)), Connection()
-        script(services, "p0", probed())
-        script(services, "d0", Page(events(20, finish=None) + then, ends=False))
-        services.loop.call_later(1.0, end_for_want_of_workers, services)
-        await served(services, connection, BODY | {"stream": True})
-        assert connection.answer[0] == 200 and connection.done == []
-        assert counted(services) == {"failed": 1}
-
-    in_virtual_time(test)
+@with_virtual_time
+async def test_an_error_that_ends_a_begun_stream_is_no_refusal(then: bytes) -> None:
+    services, connection = a_router(a_config(1, 1)), Connection()
+    script(services, "p0", probed())
+    script(services, "d0", Page(events(20, finish=None) + then, ends=False))
+    services.loop.call_later(1.0, end_for_want_of_workers, services)
+    await served(services, connection, BODY | {"stream": True})
+    assert connection.answer[0] == 200 and connection.done == []
+    assert counted(services) == {"failed": 1}
 
 
 @pytest.mark.parametrize(("body", "param"), [(b"no JSON", None), ({"model": "m"}, "prompt"), (BODY | {"n": 1000}, "n")])
-def test_a_clients_error_is_a_400_and_reaches_no_worker(body: Any, param: str | None) -> None:
-    async def test() -> None:
-        services, connection = a_router(a_config(1, 1)), Connection()
-        p0 = script(services, "p0", probed())
-        await served(services, connection, body)
-        status, _, error_body = connection.answer
-        assert (status, orjson.loads(error_body)["error"]["param"]) == (400, param)
-        assert counted(services) == {"rejected": 1} and not p0.asked
-
-    in_virtual_time(test)
+@with_virtual_time
+async def test_a_clients_error_is_a_400_and_reaches_no_worker(body: Any, param: str | None) -> None:
+    services, connection = a_router(a_config(1, 1)), Connection()
+    p0 = script(services, "p0", probed())
+    await served(services, connection, body)
+    status, _, error_body = connection.answer
+    assert (status, orjson.loads(error_body)["error"]["param"]) == (400, param)
+    assert counted(services) == {"rejected": 1} and not p0.asked
 
 
-def test_a_header_without_meaning_is_refused_before_the_body() -> None:
-    async def test() -> None:
-        services = a_router(a_config(1, 1))
-        request = a_request(BODY, headers=[(b"x-request-timeout", b"soon")])
-        with pytest.raises(InvalidRequest):
-            Exchange(services, "completions", request, Connection().response()).check()
-
-    in_virtual_time(test)
+@with_virtual_time
+async def test_a_header_without_meaning_is_refused_before_the_body() -> None:
+    services = a_router(a_config(1, 1))
+    request = a_request(BODY, headers=[(b"x-request-timeout", b"soon")])
+    with pytest.raises(InvalidRequest):
+        Exchange(services, "completions", request, Connection().response()).check()
 
 
-def test_choices_together_have_no_engine_s_figures_of_one_of_them() -> None:
-    async def test() -> None:
-        services, connection = a_router(a_config(1, 1)), Connection()
-        page = whole(20, 21)
-        script(services, "p0", probed())
-        script(services, "d0", Page(orjson.dumps(orjson.loads(page.body) | {"metrics": {"queued_s": 1}})))
-        await served(services, connection, BODY | {"n": 2})
-        answer = orjson.loads(connection.answer[2])
-        assert len(answer["choices"]) == 2 and answer["metrics"] is None
-
-    in_virtual_time(test)
+@with_virtual_time
+async def test_choices_together_have_no_engine_s_figures_of_one_of_them() -> None:
+    services, connection = a_router(a_config(1, 1)), Connection()
+    page = whole(20, 21)
+    script(services, "p0", probed())
+    script(services, "d0", Page(orjson.dumps(orjson.loads(page.body) | {"metrics": {"queued_s": 1}})))
+    await served(services, connection, BODY | {"n": 2})
+    answer = orjson.loads(connection.answer[2])
+    assert len(answer["choices"]) == 2 and answer["metrics"] is None
 
 
-def test_a_draining_router_refuses_a_request_before_its_body() -> None:
-    async def test() -> None:
-        services, connection = a_router(a_config(1, 1)), Connection()
-        services.ledger.drain()
-        with pytest.raises(Draining):
-            Exchange(services, "completions", a_request(b""), Connection().response()).check()
-        await served(services, connection)
-        status, headers, _ = connection.answer
-        assert status == 503 and int(headers["retry-after"]) >= 1 and counted(services) == {"rejected": 1}
-
-    in_virtual_time(test)
+@with_virtual_time
+async def test_a_draining_router_refuses_a_request_before_its_body() -> None:
+    services, connection = a_router(a_config(1, 1)), Connection()
+    services.ledger.drain()
+    with pytest.raises(Draining):
+        Exchange(services, "completions", a_request(b""), Connection().response()).check()
+    await served(services, connection)
+    status, headers, _ = connection.answer
+    assert status == 503 and int(headers["retry-after"]) >= 1 and counted(services) == {"rejected": 1}
 
 
-def test_a_request_whose_body_came_after_the_drain_began_is_refused() -> None:
-    async def test() -> None:
-        services, connection = a_router(a_config(1, 1)), Connection()
-        exchange = Exchange(services, "completions", a_request(BODY), connection.response())
-        exchange.check()
-        services.ledger.drain()
+@with_virtual_time
+async def test_a_request_whose_body_came_after_the_drain_began_is_refused() -> None:
+    services, connection = a_router(a_config(1, 1)), Connection()
+    exchange = Exchange(services, "completions", a_request(BODY), connection.response())
+    exchange.check()
+    services.ledger.drain()
+    await exchange.run()
+    assert connection.answer[0] == 503 and counted(services) == {"rejected": 1} and not services.legs
+
+
+@with_virtual_time
+async def test_a_request_whose_client_has_gone_before_it_is_served_reaches_no_worker() -> None:
+    services, connection = a_router(a_config(1, 1)), Connection()
+    prefiller, response = script(services, "p0", probed()), connection.response()
+    exchange = Exchange(services, "completions", a_request(BODY), response)
+    exchange.check()
+    response.lost()
+    async with dispatching(services):
         await exchange.run()
-        assert connection.answer[0] == 503 and counted(services) == {"rejected": 1} and not services.legs
-
-    in_virtual_time(test)
+    assert not prefiller.asked and counted(services) == {"cancelled": 1}
 
 
-def test_a_request_whose_client_has_gone_before_it_is_served_reaches_no_worker() -> None:
-    async def test() -> None:
-        services, connection = a_router(a_config(1, 1)), Connection()
-        prefiller, response = script(services, "p0", probed()), connection.response()
-        exchange = Exchange(services, "completions", a_request(BODY), response)
-        exchange.check()
-        response.lost()
-        async with dispatching(services):
-            await exchange.run()
-        assert not prefiller.asked and counted(services) == {"cancelled": 1}
-
-    in_virtual_time(test)
-
-
-def test_a_request_that_the_stopping_server_cancels_is_cancelled_and_counted() -> None:
-    async def test() -> None:
-        services = a_router(a_config(1, 1))
-        p0 = script(services, "p0", None)
-        exchange = Exchange(services, "completions", a_request(BODY), Connection().response())
-        exchange.check()
-        async with dispatching(services):
-            task = services.loop.create_task(exchange.run())
-            await until(lambda: p0.under_way)
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-        assert counted(services) == {"cancelled": 1} and not services.legs and services.exchanges == 0
-
-    in_virtual_time(test)
+@with_virtual_time
+async def test_a_request_that_the_stopping_server_cancels_is_cancelled_and_counted() -> None:
+    services = a_router(a_config(1, 1))
+    p0 = script(services, "p0", None)
+    exchange = Exchange(services, "completions", a_request(BODY), Connection().response())
+    exchange.check()
+    async with dispatching(services):
+        task = services.loop.create_task(exchange.run())
+        await until(lambda: p0.under_way)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    assert counted(services) == {"cancelled": 1} and not services.legs and services.exchanges == 0
 
 
 @pytest.mark.parametrize(
@@ -236,32 +221,30 @@ def test_a_request_that_the_stopping_server_cancels_is_cancelled_and_counted() -
     ],
     ids=["whole", "stream", "choices", "streamed choices", "cut off", "refused"],
 )
-def test_a_key_may_send_its_next_request_as_soon_as_it_has_the_last_bytes(
+@with_virtual_time
+async def test_a_key_may_send_its_next_request_as_soon_as_it_has_the_last_bytes(
     more: dict[str, Any], second: Answer, tmp_path: Path
 ) -> None:
-    async def test() -> None:
-        keys = tmp_path / "keys.yaml"
-        keys.write_text(f"keys: [{{name: team, sha256: {sha256(KEY).hexdigest()}, tokens_per_minute: 10000}}]")
-        retry = {"max_attempts": 1, "resume_on_worker_loss": False}
-        config = a_config(1, 1, auth={"client_keys": str(keys)}, retry=retry)
-        services, connection = a_router(config), Connection()
-        services.perimeter = Perimeter(config)
-        assert services.perimeter.keys is not None
-        (key,), in_flight = services.perimeter.keys, list[int]()
-        write = connection.transport.write
+    keys = tmp_path / "keys.yaml"
+    keys.write_text(f"keys: [{{name: team, sha256: {sha256(KEY).hexdigest()}, tokens_per_minute: 10000}}]")
+    retry = {"max_attempts": 1, "resume_on_worker_loss": False}
+    config = a_config(1, 1, auth={"client_keys": str(keys)}, retry=retry)
+    services, connection = a_router(config), Connection()
+    services.perimeter = Perimeter(config)
+    assert services.perimeter.keys is not None
+    (key,), in_flight = services.perimeter.keys, list[int]()
+    write = connection.transport.write
 
-        def noted(data: bytes) -> None:
-            in_flight.append(key.in_flight)
-            write(data)
+    def noted(data: bytes) -> None:
+        in_flight.append(key.in_flight)
+        write(data)
 
-        connection.transport.write = noted  # type: ignore[method-assign]
-        script(services, "p0", probed(), probed())
-        script(services, "d0", second, second)
-        await served(services, connection, BODY | more, [(b"authorization", b"Bearer " + KEY)])
-        assert in_flight and in_flight[-1] == key.in_flight == 0
-        assert in_flight == sorted(in_flight, reverse=True)
-
-    in_virtual_time(test)
+    connection.transport.write = noted  # type: ignore[method-assign]
+    script(services, "p0", probed(), probed())
+    script(services, "d0", second, second)
+    await served(services, connection, BODY | more, [(b"authorization", b"Bearer " + KEY)])
+    assert in_flight and in_flight[-1] == key.in_flight == 0
+    assert in_flight == sorted(in_flight, reverse=True)
 
 
 @pytest.mark.parametrize("begun", [False, True])
@@ -291,23 +274,23 @@ def test_a_client_that_leaves_cancels_its_request_and_receives_nothing_more(
 
 
 @pytest.mark.parametrize(("asked", "counts_as"), [(-5, 0), (3, 3), (9, 5)])
-def test_a_priority_is_clamped_for_the_router_and_reaches_the_engine_unchanged(asked: int, counts_as: int) -> None:
-    async def test() -> None:
-        services, connection = a_router(a_config(1, 1, limits={"priority": {"min": 0, "max": 5}})), Connection()
-        p0 = script(services, "p0", probed())
-        script(services, "d0", whole(20, 21))
-        submitted: dict[str, int] = {}
-        on_answer = services.ledger.on_answer
+@with_virtual_time
+async def test_a_priority_is_clamped_for_the_router_and_reaches_the_engine_unchanged(
+    asked: int, counts_as: int
+) -> None:
+    services, connection = a_router(a_config(1, 1, limits={"priority": {"min": 0, "max": 5}})), Connection()
+    p0 = script(services, "p0", probed())
+    script(services, "d0", whole(20, 21))
+    submitted: dict[str, int] = {}
+    on_answer = services.ledger.on_answer
 
-        def noted(request_id: str, answer: decider.Answer) -> None:
-            submitted[request_id] = services.ledger.scheduler.snapshot.requests[request_id].priority
-            on_answer(request_id, answer)
+    def noted(request_id: str, answer: decider.Answer) -> None:
+        submitted[request_id] = services.ledger.scheduler.snapshot.requests[request_id].priority
+        on_answer(request_id, answer)
 
-        services.ledger.on_answer = noted
-        await served(services, connection, BODY | {"priority": asked})
-        assert list(submitted.values()) == [counts_as] and orjson.loads(p0.asked[0].body)["priority"] == asked
-
-    in_virtual_time(test)
+    services.ledger.on_answer = noted
+    await served(services, connection, BODY | {"priority": asked})
+    assert list(submitted.values()) == [counts_as] and orjson.loads(p0.asked[0].body)["priority"] == asked
 
 
 @pytest.mark.parametrize(
@@ -315,16 +298,14 @@ def test_a_priority_is_clamped_for_the_router_and_reaches_the_engine_unchanged(a
     [(b"-2", -2), (b"7", 7), (b"soon", 1), (b"99999999999999999999", 1)],
     ids=["first", "last", "no-integer", "no-engine-holds-it"],
 )
-def test_a_priority_header_overrides_the_body_as_on_vllm(header: bytes, engine_gets: int) -> None:
-    async def test() -> None:
-        services, connection = a_router(a_config(1, 1)), Connection()
-        p0 = script(services, "p0", probed())
-        d0 = script(services, "d0", whole(20, 21))
-        await served(services, connection, BODY | {"priority": 1}, [(b"x-vllm-priority", header)])
-        priorities = [orjson.loads(worker.asked[0].body)["priority"] for worker in (p0, d0)]
-        assert priorities == [engine_gets, engine_gets]
-
-    in_virtual_time(test)
+@with_virtual_time
+async def test_a_priority_header_overrides_the_body_as_on_vllm(header: bytes, engine_gets: int) -> None:
+    services, connection = a_router(a_config(1, 1)), Connection()
+    p0 = script(services, "p0", probed())
+    d0 = script(services, "d0", whole(20, 21))
+    await served(services, connection, BODY | {"priority": 1}, [(b"x-vllm-priority", header)])
+    priorities = [orjson.loads(worker.asked[0].body)["priority"] for worker in (p0, d0)]
+    assert priorities == [engine_gets, engine_gets]
 
 
 def test_a_keys_limit_is_a_429_in_the_log_too_and_a_finished_request_frees_its_place(
@@ -456,48 +437,42 @@ def test_the_log_has_the_number_of_worker_requests_per_client_request(
     assert (line.get("choices", 1), line["tokens"]) == (choices, 2 * choices)
 
 
-def test_a_wait_that_ends_because_all_workers_left_is_counted() -> None:
-    async def test() -> None:
-        services, connection = a_router(a_config(1, 1)), Connection()
-        services.fleet.drain(services.fleet["p0"])
-        services.loop.call_later(21.0, end_for_want_of_workers, services)
-        await served(services, connection)
-        assert connection.answer[0] == 503 and counted(services) == {"rejected": 1}
-        assert (services.metrics.prefill_wait.count, services.metrics.prefill_wait.total) == (1, 21.0)
-
-    in_virtual_time(test)
+@with_virtual_time
+async def test_a_wait_that_ends_because_all_workers_left_is_counted() -> None:
+    services, connection = a_router(a_config(1, 1)), Connection()
+    services.fleet.drain(services.fleet["p0"])
+    services.loop.call_later(21.0, end_for_want_of_workers, services)
+    await served(services, connection)
+    assert connection.answer[0] == 503 and counted(services) == {"rejected": 1}
+    assert (services.metrics.prefill_wait.count, services.metrics.prefill_wait.total) == (1, 21.0)
 
 
-def test_a_request_refused_by_a_full_queue_has_no_wait() -> None:
-    async def test() -> None:
-        services = a_router(a_config(1, 1, queue={"max_queued": 1}))
-        services.fleet.drain(services.fleet["p0"])
-        first = Exchange(services, "completions", a_request(BODY), Connection().response())
-        first.check()
-        async with dispatching(services):
-            task = services.loop.create_task(first.run())
-            await until(lambda: services.ledger.view().queued == 1)
-            refused = Connection()
-            second = Exchange(services, "completions", a_request(BODY), refused.response())
-            second.check()
-            await second.run()
-            assert refused.answer[0] == 429 and services.metrics.prefill_wait.count == 0
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-
-    in_virtual_time(test)
+@with_virtual_time
+async def test_a_request_refused_by_a_full_queue_has_no_wait() -> None:
+    services = a_router(a_config(1, 1, queue={"max_queued": 1}))
+    services.fleet.drain(services.fleet["p0"])
+    first = Exchange(services, "completions", a_request(BODY), Connection().response())
+    first.check()
+    async with dispatching(services):
+        task = services.loop.create_task(first.run())
+        await until(lambda: services.ledger.view().queued == 1)
+        refused = Connection()
+        second = Exchange(services, "completions", a_request(BODY), refused.response())
+        second.check()
+        await second.run()
+        assert refused.answer[0] == 429 and services.metrics.prefill_wait.count == 0
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
-def test_a_request_whose_body_never_arrived_is_counted() -> None:
-    async def test() -> None:
-        services, connection = a_router(a_config(1, 1)), Connection()
-        exchange = Exchange(services, "completions", a_request(b""), connection.response())
-        exchange.check()
-        exchange.refuse(InvalidRequest("too large", status=413))
-        assert connection.answer[0] == 413 and counted(services) == {"rejected": 1}
-        gone = Exchange(services, "completions", a_request(b""), Connection().response())
-        gone.check()
-        gone.abandoned()
-        assert counted(services) == {"rejected": 1, "cancelled": 1} and services.exchanges == 0
-
-    in_virtual_time(test)
+@with_virtual_time
+async def test_a_request_whose_body_never_arrived_is_counted() -> None:
+    services, connection = a_router(a_config(1, 1)), Connection()
+    exchange = Exchange(services, "completions", a_request(b""), connection.response())
+    exchange.check()
+    exchange.refuse(InvalidRequest("too large", status=413))
+    assert connection.answer[0] == 413 and counted(services) == {"rejected": 1}
+    gone = Exchange(services, "completions", a_request(b""), Connection().response())
+    gone.check()
+    gone.abandoned()
+    assert counted(services) == {"rejected": 1, "cancelled": 1} and services.exchanges == 0

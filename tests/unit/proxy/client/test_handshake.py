@@ -13,7 +13,7 @@ from balanceroute.proxy.client.edge import RESERVE, ClientLimits, Edge
 from balanceroute.proxy.client.handshake import MAX_EARLY_BYTES, Handshake
 from tests.unit.proxy.client.connections import Transport
 from tests.unit.proxy.client.listening import EchoSite
-from tests.unit.proxy.virtual_time import in_virtual_time
+from tests.unit.proxy.virtual_time import with_virtual_time
 from tests.waiting import until
 
 
@@ -110,30 +110,26 @@ class Plain(Transport):
         self.aborted = True
 
 
-def test_bytes_before_the_handshake_are_bounded() -> None:
-    async def test() -> None:
-        loop = asyncio.get_running_loop()
-        edge = Edge(EchoSite(), ClientLimits, loop, set(), set(), {})
-        handshake, plain = Handshake(edge, ssl.create_default_context(ssl.Purpose.CLIENT_AUTH), Echo), Plain()
-        handshake.connection_made(plain)
-        assert plain.paused and edge.connections == {handshake}
-        handshake.data_received(b"x" * MAX_EARLY_BYTES)
-        assert not plain.aborted
-        handshake.data_received(b"x")
-        assert plain.aborted and not edge.connections
-
-    in_virtual_time(test)
+@with_virtual_time
+async def test_bytes_before_the_handshake_are_bounded() -> None:
+    loop = asyncio.get_running_loop()
+    edge = Edge(EchoSite(), ClientLimits, loop, set(), set(), {})
+    handshake, plain = Handshake(edge, ssl.create_default_context(ssl.Purpose.CLIENT_AUTH), Echo), Plain()
+    handshake.connection_made(plain)
+    assert plain.paused and edge.connections == {handshake}
+    handshake.data_received(b"x" * MAX_EARLY_BYTES)
+    assert not plain.aborted
+    handshake.data_received(b"x")
+    assert plain.aborted and not edge.connections
 
 
-def test_without_any_free_place_no_handshake_begins() -> None:
-    async def test() -> None:
-        loop = asyncio.get_running_loop()
-        edge = Edge(EchoSite(), lambda: ClientLimits(max_connections=-RESERVE), loop, set(), set(), {})
-        handshake, plain = Handshake(edge, ssl.create_default_context(ssl.Purpose.CLIENT_AUTH), Echo), Plain()
-        handshake.connection_made(plain)
-        assert plain.aborted and not plain.paused
-
-    in_virtual_time(test)
+@with_virtual_time
+async def test_without_any_free_place_no_handshake_begins() -> None:
+    loop = asyncio.get_running_loop()
+    edge = Edge(EchoSite(), lambda: ClientLimits(max_connections=-RESERVE), loop, set(), set(), {})
+    handshake, plain = Handshake(edge, ssl.create_default_context(ssl.Purpose.CLIENT_AUTH), Echo), Plain()
+    handshake.connection_made(plain)
+    assert plain.aborted and not plain.paused
 
 
 class Late(asyncio.Protocol):

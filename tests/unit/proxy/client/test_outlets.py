@@ -7,58 +7,52 @@ from balanceroute.proxy.life.outlet import write_last
 from balanceroute.proxy.life.streaming import write_part
 from tests.unit.proxy.client.connections import Connection
 from tests.unit.proxy.life.legs import a_request, events
-from tests.unit.proxy.virtual_time import in_virtual_time, let_pass
+from tests.unit.proxy.virtual_time import let_pass, with_virtual_time
 
 
-def test_a_stream_begins_with_its_first_events_and_ends_in_one_write_with_the_last() -> None:
-    async def test() -> None:
-        connection = Connection()
-        outlet = StreamOutlet(connection.response(), [(b"x-request-id", b"r")])
-        assert outlet.forget()
-        outlet.start()
-        assert not outlet.forget()
-        await write_last(outlet, b"data: [DONE]\n\n")
-        status, headers, body = connection.answer
-        assert (status, headers["x-request-id"]) == (200, "r") and "event-stream" in headers["content-type"]
-        assert body.endswith(b"0\r\n\r\n") and connection.done == [True]
-
-    in_virtual_time(test)
+@with_virtual_time
+async def test_a_stream_begins_with_its_first_events_and_ends_in_one_write_with_the_last() -> None:
+    connection = Connection()
+    outlet = StreamOutlet(connection.response(), [(b"x-request-id", b"r")])
+    assert outlet.forget()
+    outlet.start()
+    assert not outlet.forget()
+    await write_last(outlet, b"data: [DONE]\n\n")
+    status, headers, body = connection.answer
+    assert (status, headers["x-request-id"]) == (200, "r") and "event-stream" in headers["content-type"]
+    assert body.endswith(b"0\r\n\r\n") and connection.done == [True]
 
 
-def test_legs_that_share_a_response_start_it_once_and_none_of_them_ends_it() -> None:
-    async def test() -> None:
-        connection = Connection()
-        shared = StreamHead(connection.response(), [])
-        legs = [PartStream(shared), PartStream(shared)]
-        for leg in legs:
-            leg.start()
-            await write_last(leg, b'data: {"model":"m"}\n\n')
-        assert not connection.done
-        shared.end(b"data: [DONE]\n\n")
-        assert connection.done == [True] and connection.transport.written.count(b"HTTP/1.1 200") == 1
-
-    in_virtual_time(test)
+@with_virtual_time
+async def test_legs_that_share_a_response_start_it_once_and_none_of_them_ends_it() -> None:
+    connection = Connection()
+    shared = StreamHead(connection.response(), [])
+    legs = [PartStream(shared), PartStream(shared)]
+    for leg in legs:
+        leg.start()
+        await write_last(leg, b'data: {"model":"m"}\n\n')
+    assert not connection.done
+    shared.end(b"data: [DONE]\n\n")
+    assert connection.done == [True] and connection.transport.written.count(b"HTTP/1.1 200") == 1
 
 
-def test_each_leg_waits_for_a_client_that_reads_too_slowly() -> None:
-    async def test() -> None:
-        connection = Connection()
-        connection.write_paused = True
-        response = connection.response()
-        shared = StreamHead(response, [])
-        legs = [PartStream(shared), PartStream(shared)]
-        for leg in legs:
-            leg.start()
-        tasks = [asyncio.ensure_future(write_part(leg, b'data: {"model":"m"}\n\n')) for leg in legs]
-        await let_pass(1.0)
-        assert not any(task.done() for task in tasks)
-        connection.write_paused = False
-        response.allow()
-        connection.room.set()
-        await asyncio.gather(*tasks)
-        assert connection.transport.written.count(b'"model"') == 2
-
-    in_virtual_time(test)
+@with_virtual_time
+async def test_each_leg_waits_for_a_client_that_reads_too_slowly() -> None:
+    connection = Connection()
+    connection.write_paused = True
+    response = connection.response()
+    shared = StreamHead(response, [])
+    legs = [PartStream(shared), PartStream(shared)]
+    for leg in legs:
+        leg.start()
+    tasks = [asyncio.ensure_future(write_part(leg, b'data: {"model":"m"}\n\n')) for leg in legs]
+    await let_pass(1.0)
+    assert not any(task.done() for task in tasks)
+    connection.write_paused = False
+    response.allow()
+    connection.room.set()
+    await asyncio.gather(*tasks)
+    assert connection.transport.written.count(b'"model"') == 2
 
 
 def test_an_answer_that_is_kept_may_begin_anew_until_it_is_complete() -> None:

@@ -12,7 +12,7 @@ from balanceroute.errors import InvariantError
 from balanceroute.proxy.client.response import Response, check_headers
 from tests.unit.proxy.client.connections import Connection
 from tests.unit.proxy.client.listening import listening
-from tests.unit.proxy.virtual_time import in_virtual_time, let_pass
+from tests.unit.proxy.virtual_time import let_pass, with_virtual_time
 
 
 @pytest.mark.anyio
@@ -33,59 +33,51 @@ async def test_an_answer_that_is_not_completed_ends_uncleanly() -> None:
         assert (await client.reader.read()).endswith(b"4\r\nhalf\r\n")
 
 
-def test_an_answer_that_breaks_off_before_its_first_part_has_its_head() -> None:
-    async def test() -> None:
+@with_virtual_time
+async def test_an_answer_that_breaks_off_before_its_first_part_has_its_head() -> None:
+    connection = Connection()
+    response = connection.response()
+    response.start(200, [])
+    response.break_off()
+    assert connection.closed and connection.answer == (200, {"transfer-encoding": "chunked"}, b"")
+
+
+@with_virtual_time
+async def test_an_aborted_answer_accepts_no_more_bytes_while_its_buffer_drains() -> None:
+    connection = Connection()
+    response = connection.response()
+    response.start(200, [])
+    assert response.write(b"half")
+    response.break_off()
+    connection.write_paused = True
+    assert connection.closed and response.write(b"late")
+    connection.write_paused = False
+    response.allow()
+    assert response.write(b"later") and connection.transport.written.endswith(b"half\r\n")
+
+
+@with_virtual_time
+async def test_a_complete_answer_is_one_write_and_keeps_the_connection() -> None:
+    connection = Connection()
+    response = connection.response()
+    response.respond(200, [(b"content-length", b"2")], b"hi")
+    assert connection.answer == (200, {"content-length": "2"}, b"hi")
+    assert connection.done == [True] and response.complete
+
+
+@with_virtual_time
+async def test_a_head_is_sent_with_the_first_part_or_alone_at_the_end_of_the_turn() -> None:
+    for waits in (False, True):
         connection = Connection()
         response = connection.response()
         response.start(200, [])
-        response.break_off()
-        assert connection.closed and connection.answer == (200, {"transfer-encoding": "chunked"}, b"")
-
-    in_virtual_time(test)
-
-
-def test_an_aborted_answer_accepts_no_more_bytes_while_its_buffer_drains() -> None:
-    async def test() -> None:
-        connection = Connection()
-        response = connection.response()
-        response.start(200, [])
-        assert response.write(b"half")
-        response.break_off()
-        connection.write_paused = True
-        assert connection.closed and response.write(b"late")
-        connection.write_paused = False
-        response.allow()
-        assert response.write(b"later") and connection.transport.written.endswith(b"half\r\n")
-
-    in_virtual_time(test)
-
-
-def test_a_complete_answer_is_one_write_and_keeps_the_connection() -> None:
-    async def test() -> None:
-        connection = Connection()
-        response = connection.response()
-        response.respond(200, [(b"content-length", b"2")], b"hi")
-        assert connection.answer == (200, {"content-length": "2"}, b"hi")
-        assert connection.done == [True] and response.complete
-
-    in_virtual_time(test)
-
-
-def test_a_head_is_sent_with_the_first_part_or_alone_at_the_end_of_the_turn() -> None:
-    async def test() -> None:
-        for waits in (False, True):
-            connection = Connection()
-            response = connection.response()
-            response.start(200, [])
-            assert connection.transport.written == b""
-            if waits:
-                await asyncio.sleep(0)
-                assert connection.transport.written.endswith(b"\r\n\r\n")
-            assert response.write(b"abc")
-            response.end(b"d")
-            assert connection.answer[2] == b"3\r\nabc\r\n1\r\nd\r\n0\r\n\r\n" and connection.done == [True]
-
-    in_virtual_time(test)
+        assert connection.transport.written == b""
+        if waits:
+            await asyncio.sleep(0)
+            assert connection.transport.written.endswith(b"\r\n\r\n")
+        assert response.write(b"abc")
+        response.end(b"d")
+        assert connection.answer[2] == b"3\r\nabc\r\n1\r\nd\r\n0\r\n\r\n" and connection.done == [True]
 
 
 @pytest.mark.parametrize(
@@ -100,67 +92,59 @@ def test_a_head_is_sent_with_the_first_part_or_alone_at_the_end_of_the_turn() ->
     ],
     ids=["write before a head", "end before a head", "two", "two heads", "longer than said", "shorter than said"],
 )
-def test_a_use_that_would_break_the_framing_raises_and_writes_nothing(use: Callable[[Response], object]) -> None:
-    async def test() -> None:
-        connection = Connection()
-        with pytest.raises(InvariantError):
-            use(connection.response())
-        assert connection.transport.written.count(b"HTTP/1.1") <= 1 and b"abc" not in connection.transport.written
-
-    in_virtual_time(test)
+@with_virtual_time
+async def test_a_use_that_would_break_the_framing_raises_and_writes_nothing(use: Callable[[Response], object]) -> None:
+    connection = Connection()
+    with pytest.raises(InvariantError):
+        use(connection.response())
+    assert connection.transport.written.count(b"HTTP/1.1") <= 1 and b"abc" not in connection.transport.written
 
 
-def test_writes_to_a_gone_client_are_dropped_and_its_handler_is_notified_once() -> None:
-    async def test() -> None:
-        connection, calls = Connection(), []
-        response = connection.response()
-        response.on_gone = lambda: calls.append("gone")
-        response.start(200, [])
-        response.lost()
-        response.lost()
-        assert response.write(b"x")
-        response.end(b"y")
-        await response.drained()
-        await response.over()
-        assert calls == ["gone"] and connection.transport.written == b"" and connection.done == []
-
-    in_virtual_time(test)
+@with_virtual_time
+async def test_writes_to_a_gone_client_are_dropped_and_its_handler_is_notified_once() -> None:
+    connection, calls = Connection(), []
+    response = connection.response()
+    response.on_gone = lambda: calls.append("gone")
+    response.start(200, [])
+    response.lost()
+    response.lost()
+    assert response.write(b"x")
+    response.end(b"y")
+    await response.drained()
+    await response.over()
+    assert calls == ["gone"] and connection.transport.written == b"" and connection.done == []
 
 
-def test_a_part_is_refused_while_the_socket_is_full_but_the_end_is_always_taken() -> None:
-    async def test() -> None:
-        connection = Connection()
-        response = connection.response()
-        response.start(200, [])
-        connection.write_paused = True
-        response.forbid()
-        assert response.full and not response.write(b"x")
-        waiting = asyncio.ensure_future(response.drained())
-        await let_pass(1.0)
-        assert not waiting.done()
-        connection.write_paused = False
-        response.allow()
-        connection.room.set()
-        await waiting
-        assert response.write(b"x")
-        connection.write_paused = True
-        response.end(b"y")
-        assert connection.answer[2] == b"1\r\nx\r\n1\r\ny\r\n0\r\n\r\n"
-
-    in_virtual_time(test)
+@with_virtual_time
+async def test_a_part_is_refused_while_the_socket_is_full_but_the_end_is_always_taken() -> None:
+    connection = Connection()
+    response = connection.response()
+    response.start(200, [])
+    connection.write_paused = True
+    response.forbid()
+    assert response.full and not response.write(b"x")
+    waiting = asyncio.ensure_future(response.drained())
+    await let_pass(1.0)
+    assert not waiting.done()
+    connection.write_paused = False
+    response.allow()
+    connection.room.set()
+    await waiting
+    assert response.write(b"x")
+    connection.write_paused = True
+    response.end(b"y")
+    assert connection.answer[2] == b"1\r\nx\r\n1\r\ny\r\n0\r\n\r\n"
 
 
 @pytest.mark.parametrize(("status", "head_only"), [(204, False), (304, False), (200, True)])
-def test_an_answer_without_a_body_ignores_what_is_written(status: int, head_only: bool) -> None:
-    async def test() -> None:
-        connection = Connection()
-        response = connection.response(head_only=head_only)
-        response.start(status, [])
-        assert response.write(b"x")
-        response.end(b"y")
-        assert connection.transport.written.endswith(b"\r\n\r\n") and connection.done == [True]
-
-    in_virtual_time(test)
+@with_virtual_time
+async def test_an_answer_without_a_body_ignores_what_is_written(status: int, head_only: bool) -> None:
+    connection = Connection()
+    response = connection.response(head_only=head_only)
+    response.start(status, [])
+    assert response.write(b"x")
+    response.end(b"y")
+    assert connection.transport.written.endswith(b"\r\n\r\n") and connection.done == [True]
 
 
 @pytest.mark.parametrize("name", [b"", b"x y", b"x:", "ä".encode()])
@@ -186,39 +170,35 @@ def no_search_for_garbage() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("streams", [False, True], ids=["whole", "in parts"])
-def test_a_complete_response_is_freed_without_the_garbage_collector(streams: bool) -> None:
-    async def test() -> None:
-        connection = Connection()
-        response = connection.response()
-        if streams:
-            response.start(200, [])
-            await asyncio.sleep(0)
-            response.write(b"a")
-            response.end(b"b")
-        else:
-            response.respond(200, [], b"")
-        assert response.complete
-        left = weakref.ref(connection)  # which the response knows
-        with no_search_for_garbage():
-            del response, connection
-            assert left() is None
-
-    in_virtual_time(test)
-
-
-def test_a_response_of_a_gone_client_is_freed_without_the_garbage_collector() -> None:
-    async def test() -> None:
-        connection = Connection()
-        response = connection.response()
+@with_virtual_time
+async def test_a_complete_response_is_freed_without_the_garbage_collector(streams: bool) -> None:
+    connection = Connection()
+    response = connection.response()
+    if streams:
         response.start(200, [])
         await asyncio.sleep(0)
         response.write(b"a")
-        response.lost()
-        assert response.write(b"b")
-        response.end(b"c")
-        left = weakref.ref(connection)  # which the response knows
-        with no_search_for_garbage():
-            del response, connection
-            assert left() is None
+        response.end(b"b")
+    else:
+        response.respond(200, [], b"")
+    assert response.complete
+    left = weakref.ref(connection)  # which the response knows
+    with no_search_for_garbage():
+        del response, connection
+        assert left() is None
 
-    in_virtual_time(test)
+
+@with_virtual_time
+async def test_a_response_of_a_gone_client_is_freed_without_the_garbage_collector() -> None:
+    connection = Connection()
+    response = connection.response()
+    response.start(200, [])
+    await asyncio.sleep(0)
+    response.write(b"a")
+    response.lost()
+    assert response.write(b"b")
+    response.end(b"c")
+    left = weakref.ref(connection)  # which the response knows
+    with no_search_for_garbage():
+        del response, connection
+        assert left() is None

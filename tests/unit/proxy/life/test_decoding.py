@@ -20,7 +20,15 @@ from balanceroute.proxy.life.pull import Pull
 from balanceroute.proxy.services import Services
 from balanceroute.proxy.workers.circuit import CircuitState
 from tests.unit.proxy.life.legs import DONE, Client, a_leg, dispatching, events, probed
-from tests.unit.proxy.virtual_time import Answer, Page, a_config, a_router, in_virtual_time, let_pass, script
+from tests.unit.proxy.virtual_time import (
+    Answer,
+    Page,
+    a_config,
+    a_router,
+    let_pass,
+    script,
+    with_virtual_time,
+)
 from tests.waiting import until
 
 LOST = ConnectionLost("reset", worker="d0", tier="decode")
@@ -77,16 +85,14 @@ async def decoded(services: Services, client: Client, answer: Answer, **fields: 
     ],
     ids=["whole", "without [DONE]", "without a finish reason", "recomputed", "nothing but [DONE]"],
 )
-def test_the_end_of_a_stream_shows_whether_the_answer_is_complete_or_recomputed(
+@with_virtual_time
+async def test_the_end_of_a_stream_shows_whether_the_answer_is_complete_or_recomputed(
     body: bytes, complete: bool, ended: bool
 ) -> None:
-    async def asked() -> None:
-        services, client = a_router(a_config(1, 1)), Client()
-        once = await decoded(services, client, Page(body))
-        assert (once.complete, client.ended) == (complete, ended)
-        assert b"recomputed" not in client.got
-
-    in_virtual_time(asked)
+    services, client = a_router(a_config(1, 1)), Client()
+    once = await decoded(services, client, Page(body))
+    assert (once.complete, client.ended) == (complete, ended)
+    assert b"recomputed" not in client.got
 
 
 @pytest.mark.parametrize(
@@ -102,28 +108,24 @@ def test_the_end_of_a_stream_shows_whether_the_answer_is_complete_or_recomputed(
     ],
     ids=["broken off", "error event", "compressed", "no stream", "no JSON", "nothing", "of another request"],
 )
-def test_an_invalid_stream_fails_and_orphans_its_kv_unless_a_token_arrived(
+@with_virtual_time
+async def test_an_invalid_stream_fails_and_orphans_its_kv_unless_a_token_arrived(
     answer: Page, kind: type[UpstreamError]
 ) -> None:
-    async def asked() -> None:
-        services, client = a_router(a_config(1, 1)), Client()
-        services.fleet["d0"].echoes_ids = True
-        with pytest.raises(kind):
-            await decoded(services, client, answer)
-        assert not client.ended
-        assert services.metrics.orphaned_kv == (0 if client.text == " 20" else 1)
-
-    in_virtual_time(asked)
+    services, client = a_router(a_config(1, 1)), Client()
+    services.fleet["d0"].echoes_ids = True
+    with pytest.raises(kind):
+        await decoded(services, client, answer)
+    assert not client.ended
+    assert services.metrics.orphaned_kv == (0 if client.text == " 20" else 1)
 
 
-def test_an_error_event_after_only_comments_is_raised_before_the_client_is_answered() -> None:
-    async def asked() -> None:
-        services, client = a_router(a_config(1, 1)), Client()
-        with pytest.raises(UpstreamStatus) as raised:
-            await decoded(services, client, Page(b': ping\n\ndata: {"error": {"message": "x", "code": 503}}\n\n'))
-        assert raised.value.status == 503 and not client.started
-
-    in_virtual_time(asked)
+@with_virtual_time
+async def test_an_error_event_after_only_comments_is_raised_before_the_client_is_answered() -> None:
+    services, client = a_router(a_config(1, 1)), Client()
+    with pytest.raises(UpstreamStatus) as raised:
+        await decoded(services, client, Page(b': ping\n\ndata: {"error": {"message": "x", "code": 503}}\n\n'))
+    assert raised.value.status == 503 and not client.started
 
 
 @pytest.mark.parametrize(
@@ -138,47 +140,41 @@ def test_an_error_event_after_only_comments_is_raised_before_the_client_is_answe
     ],
     ids=["429", "400", "503", "500 before a stream", "500 of a whole answer", "sent and lost"],
 )
-def test_parameters_are_used_up_unless_the_engine_has_surely_not_seen_them(
+@with_virtual_time
+async def test_parameters_are_used_up_unless_the_engine_has_surely_not_seen_them(
     answer: Answer, stream: bool, kept: bool
 ) -> None:
-    async def asked() -> None:
-        services = a_router(a_config(1, 1))
-        with pytest.raises(UpstreamError) as caught:
-            await decoded(services, Client(), answer, stream=stream)
-        assert isinstance(caught.value, UpstreamStatus | ConnectFailed)
-        assert (Once.last.kept is not None) == kept  # type: ignore[attr-defined]
-        assert services.metrics.orphaned_kv == (0 if kept else 1)
-
-    in_virtual_time(asked)
+    services = a_router(a_config(1, 1))
+    with pytest.raises(UpstreamError) as caught:
+        await decoded(services, Client(), answer, stream=stream)
+    assert isinstance(caught.value, UpstreamStatus | ConnectFailed)
+    assert (Once.last.kept is not None) == kept  # type: ignore[attr-defined]
+    assert services.metrics.orphaned_kv == (0 if kept else 1)
 
 
-def test_a_request_that_was_never_sent_keeps_its_parameters() -> None:
-    async def asked() -> None:
-        services, unsent = a_router(a_config(1, 1)), ConnectFailed("refused", worker="d0", tier="decode")
-        unsent.sent = False
-        with pytest.raises(ConnectFailed):
-            await decoded(services, Client(), unsent)
-        assert Once.last.kept == PARAMS  # type: ignore[attr-defined]
-
-    in_virtual_time(asked)
+@with_virtual_time
+async def test_a_request_that_was_never_sent_keeps_its_parameters() -> None:
+    services, unsent = a_router(a_config(1, 1)), ConnectFailed("refused", worker="d0", tier="decode")
+    unsent.sent = False
+    with pytest.raises(ConnectFailed):
+        await decoded(services, Client(), unsent)
+    assert Once.last.kept == PARAMS  # type: ignore[attr-defined]
 
 
-def test_the_first_token_starts_the_token_timeout_and_counts_as_worker_progress() -> None:
-    async def asked() -> None:
-        services = a_router(a_config(1, 1, limits={"idle_timeout_s": 7.0}))
-        script(services, "p0", probed())
-        script(services, "d0", Page(events(20, finish=None), ends=False))
-        async with dispatching(services):
-            leg = a_leg(services)
-            task = services.loop.create_task(leg.run())
-            await until(lambda: leg.streaming_from is not None)
-            worker = services.fleet["d0"]
-            assert leg.idle_s == 7.0 and leg.try_deadline_s == leg.first_token_s + 7.0
-            assert worker.progress_s == leg.first_token_s == leg.last_token_s
-            assert leg.expects_tokens
-            task.cancel()
-
-    in_virtual_time(asked)
+@with_virtual_time
+async def test_the_first_token_starts_the_token_timeout_and_counts_as_worker_progress() -> None:
+    services = a_router(a_config(1, 1, limits={"idle_timeout_s": 7.0}))
+    script(services, "p0", probed())
+    script(services, "d0", Page(events(20, finish=None), ends=False))
+    async with dispatching(services):
+        leg = a_leg(services)
+        task = services.loop.create_task(leg.run())
+        await until(lambda: leg.streaming_from is not None)
+        worker = services.fleet["d0"]
+        assert leg.idle_s == 7.0 and leg.try_deadline_s == leg.first_token_s + 7.0
+        assert worker.progress_s == leg.first_token_s == leg.last_token_s
+        assert leg.expects_tokens
+        task.cancel()
 
 
 ERROR = b'data: {"error": {"message": "late", "code": 500}}\n\n'
@@ -190,36 +186,32 @@ NO_USAGE = b'data: {"id": "cmpl-$ID", "choices": [], "usage": {"completion_token
     [DONE, b"", ERROR, NO_USAGE, events(22).replace(b"$ID", b"another")],
     ids=["[DONE]", "the end", "an error", "a usage that is none", "another answer"],
 )
-def test_a_completely_answered_trial_closes_the_circuit_whatever_else_the_read_contains(after: bytes) -> None:
-    async def asked() -> None:
-        services, client = a_router(a_config(1, 1)), Client()
-        worker = services.fleet["d0"]
-        worker.echoes_ids = True
-        worker.circuit.open(services.tickets.now(), "status 500")
-        worker.circuit.reachable()
-        once = await decoded(services, client, Page(events(20, 21) + after))
-        assert once.complete and client.text == " 20 21"
-        assert worker.circuit.state is CircuitState.CLOSED
-
-    in_virtual_time(asked)
+@with_virtual_time
+async def test_a_completely_answered_trial_closes_the_circuit_whatever_else_the_read_contains(after: bytes) -> None:
+    services, client = a_router(a_config(1, 1)), Client()
+    worker = services.fleet["d0"]
+    worker.echoes_ids = True
+    worker.circuit.open(services.tickets.now(), "status 500")
+    worker.circuit.reachable()
+    once = await decoded(services, client, Page(events(20, 21) + after))
+    assert once.complete and client.text == " 20 21"
+    assert worker.circuit.state is CircuitState.CLOSED
 
 
-def test_a_worker_counts_as_busy_from_its_first_request_on_whatever_comes_after_it() -> None:
-    async def asked() -> None:
-        services = a_router(a_config(1, 1))
-        script(services, "p0", probed())
-        script(services, "d0", None)  # it takes requests, and answers none
-        d0 = services.fleet["d0"]
-        async with dispatching(services):
-            tasks, since_s = [], []
-            for request_id in ("first", "second"):
-                tasks.append(services.loop.create_task(a_leg(services, request_id=request_id).run()))
-                await until(lambda: d0.in_use == len(tasks))
-                since_s.append(d0.busy_since_s)
-                await let_pass(5.0)
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
-        assert since_s[0] == since_s[1] == d0.busy_since_s
-
-    in_virtual_time(asked)
+@with_virtual_time
+async def test_a_worker_counts_as_busy_from_its_first_request_on_whatever_comes_after_it() -> None:
+    services = a_router(a_config(1, 1))
+    script(services, "p0", probed())
+    script(services, "d0", None)  # it takes requests, and answers none
+    d0 = services.fleet["d0"]
+    async with dispatching(services):
+        tasks, since_s = [], []
+        for request_id in ("first", "second"):
+            tasks.append(services.loop.create_task(a_leg(services, request_id=request_id).run()))
+            await until(lambda: d0.in_use == len(tasks))
+            since_s.append(d0.busy_since_s)
+            await let_pass(5.0)
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+    assert since_s[0] == since_s[1] == d0.busy_since_s

@@ -35,6 +35,7 @@ from tests.unit.proxy.virtual_time import (
     let_pass,
     script,
     stand_still,
+    with_virtual_time,
 )
 from tests.waiting import until
 
@@ -101,54 +102,46 @@ def test_an_answer_is_restarted_when_its_decode_worker_was_frozen_until_the_kv_m
 
 
 @pytest.mark.parametrize("late", [MAX_FRUITLESS - 1, MAX_FRUITLESS])
-def test_an_answer_whose_kv_is_always_pulled_late_ends_with_an_error_and_no_wrong_text(
+@with_virtual_time
+async def test_an_answer_whose_kv_is_always_pulled_late_ends_with_an_error_and_no_wrong_text(
     late: int,
 ) -> None:
-    async def served() -> None:
-        of_others = [Page(events(90, 91) + DONE)] * late
-        services, d0 = a_slow_decoder([32] * late + [0], *of_others, WHOLE)
-        client = Client()
-        script(services, "p0", probed())
-        async with dispatching(services):
-            with pytest.raises(BadUpstreamReply) if late == MAX_FRUITLESS else nullcontext():
-                await a_leg(services, client).run()
-        assert client.text == ("" if late == MAX_FRUITLESS else " 20 21") and idle(services)
-        salts = [body.get("cache_salt") for body in asked(d0)]
-        assert len(set(salts)) == len(salts) == min(late + 1, MAX_FRUITLESS)
-
-    in_virtual_time(served)
+    of_others = [Page(events(90, 91) + DONE)] * late
+    services, d0 = a_slow_decoder([32] * late + [0], *of_others, WHOLE)
+    client = Client()
+    script(services, "p0", probed())
+    async with dispatching(services):
+        with pytest.raises(BadUpstreamReply) if late == MAX_FRUITLESS else nullcontext():
+            await a_leg(services, client).run()
+    assert client.text == ("" if late == MAX_FRUITLESS else " 20 21") and idle(services)
+    salts = [body.get("cache_salt") for body in asked(d0)]
+    assert len(set(salts)) == len(salts) == min(late + 1, MAX_FRUITLESS)
 
 
-def test_a_prefix_cache_filled_by_a_late_pull_serves_no_later_request() -> None:
+@with_virtual_time
+async def test_a_prefix_cache_filled_by_a_late_pull_serves_no_later_request() -> None:
     """It pulled what was in the blocks by then, and cached that under the first blocks of the prompt."""
-
-    async def served() -> None:
-        services, d0 = a_slow_decoder([32, 0, 0], Page(events(90, 91) + DONE), WHOLE)
-        script(services, "p0", probed())
-        async with dispatching(services):
-            await a_leg(services).run()
-            await a_leg(services, request_id="s", cache_salt="own").run()
-        first, second, third = (body.get("cache_salt") for body in asked(d0))
-        assert first is None and second and third == f"own{second}"
-
-    in_virtual_time(served)
+    services, d0 = a_slow_decoder([32, 0, 0], Page(events(90, 91) + DONE), WHOLE)
+    script(services, "p0", probed())
+    async with dispatching(services):
+        await a_leg(services).run()
+        await a_leg(services, request_id="s", cache_salt="own").run()
+    first, second, third = (body.get("cache_salt") for body in asked(d0))
+    assert first is None and second and third == f"own{second}"
 
 
-def test_requests_sent_beside_a_late_pull_are_restarted_as_well() -> None:
+@with_virtual_time
+async def test_requests_sent_beside_a_late_pull_are_restarted_as_well() -> None:
     """Its own KV was there in time, but the first blocks of its prompt may be taken from those of the other one."""
-
-    async def served() -> None:
-        services, d0 = a_slow_decoder([32, 20, 0, 0], Page(events(90, 91) + DONE), Page(events(90) + DONE), WHOLE)
-        clients = Client(), Client()
-        script(services, "p0", probed())
-        async with dispatching(services):
-            first = services.loop.create_task(a_leg(services, clients[0]).run())
-            await let_pass(12.5)
-            await a_leg(services, clients[1], request_id="s").run()
-            await first
-        assert [client.text for client in clients] == [" 20 21"] * 2 and len(d0.asked) == 4
-
-    in_virtual_time(served)
+    services, d0 = a_slow_decoder([32, 20, 0, 0], Page(events(90, 91) + DONE), Page(events(90) + DONE), WHOLE)
+    clients = Client(), Client()
+    script(services, "p0", probed())
+    async with dispatching(services):
+        first = services.loop.create_task(a_leg(services, clients[0]).run())
+        await let_pass(12.5)
+        await a_leg(services, clients[1], request_id="s").run()
+        await first
+    assert [client.text for client in clients] == [" 20 21"] * 2 and len(d0.asked) == 4
 
 
 def test_kv_that_expires_while_connecting_to_a_decode_worker_is_not_sent() -> None:
@@ -175,98 +168,83 @@ def test_kv_that_expires_while_connecting_to_a_decode_worker_is_not_sent() -> No
 
 
 @pytest.mark.parametrize("client_stays", [True, False])
-def test_kv_of_a_prefiller_that_has_since_ended_is_not_sent(client_stays: bool) -> None:
+@with_virtual_time
+async def test_kv_of_a_prefiller_that_has_since_ended_is_not_sent(client_stays: bool) -> None:
     """It could only fail by it, or read what a prefiller of the same engine id has in those blocks by then."""
-
-    async def served() -> None:
-        services = a_router(a_config(1, 1, decode={"max_num_seqs": 1}))
-        p0, d0 = script(services, "p0", probed()), script(services, "d0", Page(events(1, finish=None), ends=False))
-        async with dispatching(services):
-            holds, waits = a_leg(services), a_leg(services, request_id="s")
-            tasks = [services.loop.create_task(leg.run()) for leg in (holds, waits)]
-            await until(lambda: waits.kv.params is not None)
-            services.fleet["p0"].ended_at += 1.0
-            d0.answers = [WHOLE]
-            if not client_stays:
-                waits.abandon()
-                await let_pass(1.0)
-            holds.abandon()
-            await asyncio.wait(tasks)
-        assert waits.outcome is (Outcome.FINISHED if client_stays else Outcome.CANCELLED)
-        assert len(p0.asked) == 2 + client_stays and len(asked(d0)) == 1 + client_stays
-        assert services.metrics.recomputes.value("worker_lost") == client_stays
-        assert services.metrics.orphaned_kv == 0 and idle(services)
-
-    in_virtual_time(served)
+    services = a_router(a_config(1, 1, decode={"max_num_seqs": 1}))
+    p0, d0 = script(services, "p0", probed()), script(services, "d0", Page(events(1, finish=None), ends=False))
+    async with dispatching(services):
+        holds, waits = a_leg(services), a_leg(services, request_id="s")
+        tasks = [services.loop.create_task(leg.run()) for leg in (holds, waits)]
+        await until(lambda: waits.kv.params is not None)
+        services.fleet["p0"].ended_at += 1.0
+        d0.answers = [WHOLE]
+        if not client_stays:
+            waits.abandon()
+            await let_pass(1.0)
+        holds.abandon()
+        await asyncio.wait(tasks)
+    assert waits.outcome is (Outcome.FINISHED if client_stays else Outcome.CANCELLED)
+    assert len(p0.asked) == 2 + client_stays and len(asked(d0)) == 1 + client_stays
+    assert services.metrics.recomputes.value("worker_lost") == client_stays
+    assert services.metrics.orphaned_kv == 0 and idle(services)
 
 
-def test_an_answer_that_progressed_after_a_restart_may_be_restarted_again() -> None:
-    async def served() -> None:
-        of_others, broken = Page(events(90, 91) + DONE), Page(events(20, finish=None), breaks=LOST)
-        services, d0 = a_slow_decoder([32, 0, 32, 0], of_others, broken, of_others, Page(events(21) + DONE))
-        client, cut = Client(), probed(prompt=[*PROMPT_IDS, 20])
-        script(services, "p0", probed(), probed(), cut, cut)
-        async with dispatching(services):
-            await a_leg(services, client).run()
-        assert client.text == " 20 21" and client.ended
-        assert [asked.path for asked in d0.asked].count("/v1/completions") == 4
-        assert services.metrics.recomputes.value("pulled_late") == 2 and idle(services)
-
-    in_virtual_time(served)
+@with_virtual_time
+async def test_an_answer_that_progressed_after_a_restart_may_be_restarted_again() -> None:
+    of_others, broken = Page(events(90, 91) + DONE), Page(events(20, finish=None), breaks=LOST)
+    services, d0 = a_slow_decoder([32, 0, 32, 0], of_others, broken, of_others, Page(events(21) + DONE))
+    client, cut = Client(), probed(prompt=[*PROMPT_IDS, 20])
+    script(services, "p0", probed(), probed(), cut, cut)
+    async with dispatching(services):
+        await a_leg(services, client).run()
+    assert client.text == " 20 21" and client.ended
+    assert [asked.path for asked in d0.asked].count("/v1/completions") == 4
+    assert services.metrics.recomputes.value("pulled_late") == 2 and idle(services)
 
 
-def test_a_worker_that_resumes_before_a_check_may_also_have_pulled_too_late() -> None:
-    async def served() -> None:
-        services, d0 = a_slow_decoder([30.1, 0], Page(events(90, 91) + DONE), WHOLE)
-        client = Client()
-        script(services, "p0", probed(), probed())
-        async with dispatching(services):
-            await a_leg(services, client).run()
-        assert client.text == " 20 21" and len(d0.asked) == 2 and idle(services)
-
-    in_virtual_time(served)
+@with_virtual_time
+async def test_a_worker_that_resumes_before_a_check_may_also_have_pulled_too_late() -> None:
+    services, d0 = a_slow_decoder([30.1, 0], Page(events(90, 91) + DONE), WHOLE)
+    client = Client()
+    script(services, "p0", probed(), probed())
+    async with dispatching(services):
+        await a_leg(services, client).run()
+    assert client.text == " 20 21" and len(d0.asked) == 2 and idle(services)
 
 
-def test_an_answer_that_waited_long_at_a_working_decode_worker_is_kept() -> None:
+@with_virtual_time
+async def test_an_answer_that_waited_long_at_a_working_decode_worker_is_kept() -> None:
     """NIXL's heartbeats have kept its KV alive."""
-
-    async def served() -> None:
-        services, d0 = a_slow_decoder([50], WHOLE, stands_still=False)
-        client = Client()
-        script(services, "p0", probed())
-        async with dispatching(services):
-            await a_leg(services, client).run()
-        assert client.text == " 20 21" and len(d0.asked) == 1 and idle(services)
-
-    in_virtual_time(served)
+    services, d0 = a_slow_decoder([50], WHOLE, stands_still=False)
+    client = Client()
+    script(services, "p0", probed())
+    async with dispatching(services):
+        await a_leg(services, client).run()
+    assert client.text == " 20 21" and len(d0.asked) == 1 and idle(services)
 
 
-def test_an_answer_that_waited_long_without_kv_heartbeats_is_restarted() -> None:
+@with_virtual_time
+async def test_an_answer_that_waited_long_without_kv_heartbeats_is_restarted() -> None:
     """Mooncake's prefillers drop it, whatever the decode worker does that has not pulled yet."""
-
-    async def served() -> None:
-        delays_s, of_others = [61.0, 0.0], Page(events(90, 91) + DONE)
-        mooncake = {"connector": "mooncake_v1", "prefill": {"kv_pin_s": 60}}
-        services, d0 = a_slow_decoder(delays_s, of_others, WHOLE, stands_still=False, **mooncake)
-        client = Client()
-        script(services, "p0", probed())
-        async with dispatching(services):
-            await a_leg(services, client).run()
-        assert client.text == " 20 21" and len(d0.asked) == 2 and idle(services)
-
-    in_virtual_time(served)
+    delays_s, of_others = [61.0, 0.0], Page(events(90, 91) + DONE)
+    mooncake = {"connector": "mooncake_v1", "prefill": {"kv_pin_s": 60}}
+    services, d0 = a_slow_decoder(delays_s, of_others, WHOLE, stands_still=False, **mooncake)
+    client = Client()
+    script(services, "p0", probed())
+    async with dispatching(services):
+        await a_leg(services, client).run()
+    assert client.text == " 20 21" and len(d0.asked) == 2 and idle(services)
 
 
-def test_a_long_unstreamed_answer_of_an_otherwise_idle_decode_worker_is_kept() -> None:
-    async def served() -> None:
-        services, d0 = a_slow_decoder([100], whole(20, 21))
-        client = Client()
-        script(services, "p0", probed())
-        async with dispatching(services):
-            await a_leg(services, client, stream=False, unknown=1).run()
-        assert b" 20 21" in client.got and len(d0.asked) == 1 and idle(services)
-
-    in_virtual_time(served)
+@with_virtual_time
+async def test_a_long_unstreamed_answer_of_an_otherwise_idle_decode_worker_is_kept() -> None:
+    services, d0 = a_slow_decoder([100], whole(20, 21))
+    client = Client()
+    script(services, "p0", probed())
+    async with dispatching(services):
+        await a_leg(services, client, stream=False, unknown=1).run()
+    assert b" 20 21" in client.got and len(d0.asked) == 1 and idle(services)
 
 
 class StoppedTogether(Slow):
@@ -282,17 +260,15 @@ class StoppedTogether(Slow):
         self._reaper.look()
 
 
-def test_tokens_read_after_a_stop_of_the_router_do_not_prove_worker_progress() -> None:
-    async def served() -> None:
-        services, client = a_router(a_config(1, 1, connector="nixl")), Client()
-        answers = Page(events(90, 91) + DONE), WHOLE
-        d0 = services.fleet["d0"].upstream = StoppedTogether(services, [40, 0], answers, True)  # type: ignore[assignment]
-        script(services, "p0", probed())
-        async with dispatching(services):
-            await a_leg(services, client).run()
-        assert client.text == " 20 21" and len(d0.asked) == 2 and idle(services)
-
-    in_virtual_time(served)
+@with_virtual_time
+async def test_tokens_read_after_a_stop_of_the_router_do_not_prove_worker_progress() -> None:
+    services, client = a_router(a_config(1, 1, connector="nixl")), Client()
+    answers = Page(events(90, 91) + DONE), WHOLE
+    d0 = services.fleet["d0"].upstream = StoppedTogether(services, [40, 0], answers, True)  # type: ignore[assignment]
+    script(services, "p0", probed())
+    async with dispatching(services):
+        await a_leg(services, client).run()
+    assert client.text == " 20 21" and len(d0.asked) == 2 and idle(services)
 
 
 def test_kv_that_may_have_expired_while_its_parameters_were_written_is_computed_again() -> None:
@@ -323,15 +299,13 @@ def test_kv_that_may_have_expired_while_its_parameters_were_written_is_computed_
     in_virtual_time(served)
 
 
-def test_a_resumed_part_whose_kv_was_pulled_late_is_restarted_without_repeated_text() -> None:
-    async def served() -> None:
-        broken = Page(events(20, finish=None), breaks=LOST)
-        services, d0 = a_slow_decoder([0, 32, 0], broken, Page(events(90, 91) + DONE), Page(events(21) + DONE))
-        client, cut = Client(), probed(prompt=[*PROMPT_IDS, 20])
-        script(services, "p0", probed(), cut, cut)
-        async with dispatching(services):
-            await a_leg(services, client).run()
-        assert client.text == " 20 21" and client.ended
-        assert [body["max_tokens"] for body in asked(d0)] == [10, 9, 9] and idle(services)
-
-    in_virtual_time(served)
+@with_virtual_time
+async def test_a_resumed_part_whose_kv_was_pulled_late_is_restarted_without_repeated_text() -> None:
+    broken = Page(events(20, finish=None), breaks=LOST)
+    services, d0 = a_slow_decoder([0, 32, 0], broken, Page(events(90, 91) + DONE), Page(events(21) + DONE))
+    client, cut = Client(), probed(prompt=[*PROMPT_IDS, 20])
+    script(services, "p0", probed(), cut, cut)
+    async with dispatching(services):
+        await a_leg(services, client).run()
+    assert client.text == " 20 21" and client.ended
+    assert [body["max_tokens"] for body in asked(d0)] == [10, 9, 9] and idle(services)

@@ -25,7 +25,16 @@ from tests.unit.proxy.life.legs import (
     whole,
 )
 from tests.unit.proxy.life.test_pool_reaper import reaped
-from tests.unit.proxy.virtual_time import Answer, Page, ScriptedUpstream, a_config, a_router, in_virtual_time, let_pass
+from tests.unit.proxy.virtual_time import (
+    Answer,
+    Page,
+    ScriptedUpstream,
+    a_config,
+    a_router,
+    in_virtual_time,
+    let_pass,
+    with_virtual_time,
+)
 
 LOST = ConnectionLost("reset", worker="p0", tier="prefill")
 USAGE = {"prompt_tokens": len(PROMPT_IDS), "completion_tokens": 2}
@@ -71,48 +80,42 @@ def a_pair(decoder: Answer, prefiller_s: float, prefiller: Answer, attempts: int
 
 
 @pytest.mark.parametrize("done", [DONE, b""], ids=["with [DONE]", "without"])
-def test_a_prefiller_lost_after_the_answer_is_complete_does_not_change_it(done: bytes) -> None:
-    async def served() -> None:
-        services, client = a_pair(Page(events(20, 21) + done), PREFILL_REPLY_S / 2, LOST), Client()
-        async with dispatching(services):
-            leg = a_leg(services, client, Layerwise)
-            await leg.run()
-        assert (leg.outcome, client.text) == (Outcome.FINISHED, " 20 21")
-        assert idle(services)
-
-    in_virtual_time(served)
+@with_virtual_time
+async def test_a_prefiller_lost_after_the_answer_is_complete_does_not_change_it(done: bytes) -> None:
+    services, client = a_pair(Page(events(20, 21) + done), PREFILL_REPLY_S / 2, LOST), Client()
+    async with dispatching(services):
+        leg = a_leg(services, client, Layerwise)
+        await leg.run()
+    assert (leg.outcome, client.text) == (Outcome.FINISHED, " 20 21")
+    assert idle(services)
 
 
 @pytest.mark.parametrize("answer", [Page(events(20, 21) + DONE), LOST], ids=["answered", "lost"])
-def test_nobody_may_ask_for_the_prefill_of_an_attempt_that_is_over(answer: Answer) -> None:
-    async def served() -> None:
-        services = a_pair(answer, 0.01, probed())
-        async with dispatching(services):
-            with suppress(ConnectionLost):
-                await a_leg(services, Client(), Layerwise).run()
-        d0 = services.fleet["d0"].upstream
-        assert isinstance(d0, Asking) and d0.tokens
-        assert not any(services.callbacks.expects(token) for token in d0.tokens)
-
-    in_virtual_time(served)
+@with_virtual_time
+async def test_nobody_may_ask_for_the_prefill_of_an_attempt_that_is_over(answer: Answer) -> None:
+    services = a_pair(answer, 0.01, probed())
+    async with dispatching(services):
+        with suppress(ConnectionLost):
+            await a_leg(services, Client(), Layerwise).run()
+    d0 = services.fleet["d0"].upstream
+    assert isinstance(d0, Asking) and d0.tokens
+    assert not any(services.callbacks.expects(token) for token in d0.tokens)
 
 
-def test_a_prefiller_lost_after_the_first_token_does_not_end_the_stream() -> None:
-    async def served() -> None:
-        services, client = a_pair(Page(events(20, 21, finish=None), ends=False), 1.0, LOST), Client()
-        async with dispatching(services):
-            leg = a_leg(services, client, Layerwise)
-            request = asyncio.ensure_future(leg.run())
-            await let_pass(5.0)
-            assert not request.done() and client.text == " 20 21"
-            assert not leg.kv_due and not leg.ticket.pushing
-            prefiller = services.ledger.prefiller("p0")
-            assert prefiller is not None and prefiller.inflight == 0
-            leg.abandon()
-            await asyncio.wait({request})
-        assert idle(services)
-
-    in_virtual_time(served)
+@with_virtual_time
+async def test_a_prefiller_lost_after_the_first_token_does_not_end_the_stream() -> None:
+    services, client = a_pair(Page(events(20, 21, finish=None), ends=False), 1.0, LOST), Client()
+    async with dispatching(services):
+        leg = a_leg(services, client, Layerwise)
+        request = asyncio.ensure_future(leg.run())
+        await let_pass(5.0)
+        assert not request.done() and client.text == " 20 21"
+        assert not leg.kv_due and not leg.ticket.pushing
+        prefiller = services.ledger.prefiller("p0")
+        assert prefiller is not None and prefiller.inflight == 0
+        leg.abandon()
+        await asyncio.wait({request})
+    assert idle(services)
 
 
 def test_an_internal_error_in_the_prefill_ends_the_request_at_once(
@@ -137,21 +140,19 @@ def test_an_internal_error_in_the_prefill_ends_the_request_at_once(
 
 
 @pytest.mark.parametrize("prefiller", ["late", "lost"])
-def test_an_unstreamed_echo_waits_for_the_prefiller_and_is_no_answer_without_its_word(prefiller: str) -> None:
-    async def served() -> None:
-        prefill_reply = probed(None, text="a b c") if prefiller == "late" else LOST
-        services = a_pair(whole(20, 21), 5 * PREFILL_REPLY_S, prefill_reply)
-        async with dispatching(services):
-            leg, answer = an_assembled_leg(services, Layerwise, max_tokens=2, echo=True)
-            if prefiller == "lost":
-                with pytest.raises(BadUpstreamReply):
-                    await leg.run()
-            else:
+@with_virtual_time
+async def test_an_unstreamed_echo_waits_for_the_prefiller_and_is_no_answer_without_its_word(prefiller: str) -> None:
+    prefill_reply = probed(None, text="a b c") if prefiller == "late" else LOST
+    services = a_pair(whole(20, 21), 5 * PREFILL_REPLY_S, prefill_reply)
+    async with dispatching(services):
+        leg, answer = an_assembled_leg(services, Layerwise, max_tokens=2, echo=True)
+        if prefiller == "lost":
+            with pytest.raises(BadUpstreamReply):
                 await leg.run()
-                assert answer()["choices"][0]["text"] == "a b c 20 21"
-        assert idle(services)
-
-    in_virtual_time(served)
+        else:
+            await leg.run()
+            assert answer()["choices"][0]["text"] == "a b c 20 21"
+    assert idle(services)
 
 
 @pytest.mark.parametrize("limit", [2, 200], ids=["in-one-piece", "from-a-stream"])
@@ -175,27 +176,24 @@ def test_an_unstreamed_answer_has_the_cached_tokens_of_a_prefiller_that_replies_
     in_virtual_time(served)
 
 
-def test_a_client_never_receives_an_estimated_prompt_size() -> None:
+@with_virtual_time
+async def test_a_client_never_receives_an_estimated_prompt_size() -> None:
     """Its prefiller is late, its first decode worker is lost: only the second one says how many tokens it was."""
-
-    async def served() -> None:
-        usage = {"prompt_tokens": len(PROMPT_IDS) + 1, "completion_tokens": 1, "total_tokens": len(PROMPT_IDS) + 2}
-        usage_event = b"data: %s\n\n" % orjson.dumps({"id": "cmpl-$ID", "choices": [], "usage": usage})
-        last = events(21) + usage_event + DONE
-        services, client = a_pair(Page(last), 10 * PREFILL_REPLY_S, 200, attempts=2), Client()
-        first = events(20, finish=None, prompt_token_ids=PROMPT_IDS)
-        broken = Page(first, breaks=BadUpstreamReply("odd", worker="d0", tier="decode"))
-        decoder = services.fleet["d0"].upstream
-        assert isinstance(decoder, Asking)
-        decoder.answers.insert(0, broken)
-        async with dispatching(services):
-            leg = a_leg(services, client, Layerwise, stream_options={"include_usage": True})
-            await leg.run()
-        counts = orjson.loads(client.got.split(b"data: ")[-2])["usage"]
-        assert (counts["prompt_tokens"], counts["completion_tokens"]) == (len(PROMPT_IDS), 2)
-        assert client.text == " 20 21" and idle(services)
-
-    in_virtual_time(served)
+    usage = {"prompt_tokens": len(PROMPT_IDS) + 1, "completion_tokens": 1, "total_tokens": len(PROMPT_IDS) + 2}
+    usage_event = b"data: %s\n\n" % orjson.dumps({"id": "cmpl-$ID", "choices": [], "usage": usage})
+    last = events(21) + usage_event + DONE
+    services, client = a_pair(Page(last), 10 * PREFILL_REPLY_S, 200, attempts=2), Client()
+    first = events(20, finish=None, prompt_token_ids=PROMPT_IDS)
+    broken = Page(first, breaks=BadUpstreamReply("odd", worker="d0", tier="decode"))
+    decoder = services.fleet["d0"].upstream
+    assert isinstance(decoder, Asking)
+    decoder.answers.insert(0, broken)
+    async with dispatching(services):
+        leg = a_leg(services, client, Layerwise, stream_options={"include_usage": True})
+        await leg.run()
+    counts = orjson.loads(client.got.split(b"data: ")[-2])["usage"]
+    assert (counts["prompt_tokens"], counts["completion_tokens"]) == (len(PROMPT_IDS), 2)
+    assert client.text == " 20 21" and idle(services)
 
 
 @pytest.mark.parametrize(
@@ -203,68 +201,59 @@ def test_a_client_never_receives_an_estimated_prompt_size() -> None:
     [(Page(events(20, 21) + USAGE_EVENT + DONE), {}), (whole(20, 21), {"stream": False, "max_tokens": 2})],
     ids=["streamed", "whole"],
 )
-def test_a_decode_workers_prompt_count_is_used_when_the_prefillers_is_late(
+@with_virtual_time
+async def test_a_decode_workers_prompt_count_is_used_when_the_prefillers_is_late(
     answer: Page, fields: dict[str, Any]
 ) -> None:
-    async def served() -> None:
-        services = a_pair(answer, 10 * PREFILL_REPLY_S, 200)
-        async with dispatching(services):
-            leg = a_leg(services, Client(), Layerwise, **fields)
-            await leg.run()
-        assert (leg.outcome, leg.answer.prompt_tokens) == (Outcome.FINISHED, len(PROMPT_IDS))
-        assert idle(services)
-
-    in_virtual_time(served)
+    services = a_pair(answer, 10 * PREFILL_REPLY_S, 200)
+    async with dispatching(services):
+        leg = a_leg(services, Client(), Layerwise, **fields)
+        await leg.run()
+    assert (leg.outcome, leg.answer.prompt_tokens) == (Outcome.FINISHED, len(PROMPT_IDS))
+    assert idle(services)
 
 
-def test_a_request_ends_early_with_the_reason_when_no_decode_worker_ever_requested_a_prefill() -> None:
-    async def served() -> None:
-        services = a_pair(None, 0.0, 200, attempts=3)
-        services.fleet["d0"].upstream = ScriptedUpstream(None)  # type: ignore[assignment]
-        async with dispatching(services):
-            leg = a_leg(services, Client(), Layerwise)
-            request = asyncio.ensure_future(leg.run())
-            await let_pass(CALLBACK_S + 1)
-            assert "http://10.0.0.5:8000" in services.metrics.conditions.reasons[0]
-            with pytest.raises(WrongConnector, match="asked for no prefill"):
-                await request
-            assert services.tickets.now() - leg.ticket.arrived_s < GIVE_UP_S + 1
-            assert services.metrics.conditions.reasons and not services.fleet["d0"].circuit.failures
-        assert idle(services)
-
-    in_virtual_time(served)
+@with_virtual_time
+async def test_a_request_ends_early_with_the_reason_when_no_decode_worker_ever_requested_a_prefill() -> None:
+    services = a_pair(None, 0.0, 200, attempts=3)
+    services.fleet["d0"].upstream = ScriptedUpstream(None)  # type: ignore[assignment]
+    async with dispatching(services):
+        leg = a_leg(services, Client(), Layerwise)
+        request = asyncio.ensure_future(leg.run())
+        await let_pass(CALLBACK_S + 1)
+        assert "http://10.0.0.5:8000" in services.metrics.conditions.reasons[0]
+        with pytest.raises(WrongConnector, match="asked for no prefill"):
+            await request
+        assert services.tickets.now() - leg.ticket.arrived_s < GIVE_UP_S + 1
+        assert services.metrics.conditions.reasons and not services.fleet["d0"].circuit.failures
+    assert idle(services)
 
 
-def test_an_unstreamed_answer_times_out_like_a_stream_when_no_prefill_is_requested() -> None:
+@with_virtual_time
+async def test_an_unstreamed_answer_times_out_like_a_stream_when_no_prefill_is_requested() -> None:
     """It may take a minute per token only from when it can be generated."""
-
-    async def served() -> None:
-        services = a_pair(None, 0.0, 200)
-        services.fleet["d0"].upstream = ScriptedUpstream(None)  # type: ignore[assignment]
-        services.fleet["d0"].kv_connector = "mooncake_layerwise"  # it has asked before
-        async with reaped(services):
-            leg, _ = an_assembled_leg(services, Layerwise, max_tokens=60)
-            with pytest.raises(UpstreamTimeout):
-                await leg.run()
-            waited_s = services.tickets.now() - leg.ticket.arrived_s
-            assert waited_s < services.config.limits.first_byte_timeout_s.decode + 1
-        assert idle(services)
-
-    in_virtual_time(served)
+    services = a_pair(None, 0.0, 200)
+    services.fleet["d0"].upstream = ScriptedUpstream(None)  # type: ignore[assignment]
+    services.fleet["d0"].kv_connector = "mooncake_layerwise"  # it has asked before
+    async with reaped(services):
+        leg, _ = an_assembled_leg(services, Layerwise, max_tokens=60)
+        with pytest.raises(UpstreamTimeout):
+            await leg.run()
+        waited_s = services.tickets.now() - leg.ticket.arrived_s
+        assert waited_s < services.config.limits.first_byte_timeout_s.decode + 1
+    assert idle(services)
 
 
-def test_a_long_answer_continues_although_its_decode_worker_was_judged_down_since() -> None:
-    async def served() -> None:
-        services = a_pair(Page(events(20, finish=None), ends=False), 0.0, probed(None))
-        async with dispatching(services):
-            leg = a_leg(services, Client(), Layerwise)
-            request = asyncio.ensure_future(leg.run())
-            await let_pass(1.0)
-            services.fleet["d0"].kv_connector = None  # as when it is down: it may come back as another version
-            await let_pass(GIVE_UP_S + 1)
-            assert not request.done()
-            leg.abandon()
-            await asyncio.wait({request})
-        assert idle(services)
-
-    in_virtual_time(served)
+@with_virtual_time
+async def test_a_long_answer_continues_although_its_decode_worker_was_judged_down_since() -> None:
+    services = a_pair(Page(events(20, finish=None), ends=False), 0.0, probed(None))
+    async with dispatching(services):
+        leg = a_leg(services, Client(), Layerwise)
+        request = asyncio.ensure_future(leg.run())
+        await let_pass(1.0)
+        services.fleet["d0"].kv_connector = None  # as when it is down: it may come back as another version
+        await let_pass(GIVE_UP_S + 1)
+        assert not request.done()
+        leg.abandon()
+        await asyncio.wait({request})
+    assert idle(services)

@@ -17,7 +17,7 @@ from balanceroute.proxy.life.pull import Pull
 from balanceroute.proxy.life.scoring import Scoring
 from balanceroute.proxy.wire.client_request import parse
 from balanceroute.proxy.workers.reply import Reply
-from tests.unit.proxy.virtual_time import a_router, in_virtual_time, let_pass
+from tests.unit.proxy.virtual_time import a_router, in_virtual_time, let_pass, with_virtual_time
 
 REPO = Path(__file__).parents[4]
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -103,45 +103,39 @@ async def begun(grace_s: float = 0.0) -> tuple[Leg, asyncio.Task[None]]:
 
 
 @pytest.mark.parametrize("grace_s", [0.0, 30.0])
-def test_a_client_that_goes_ends_its_request_when_the_grace_of_the_try_is_over(grace_s: float) -> None:
-    async def gone() -> None:
-        leg, task = await begun(grace_s)
-        left_s = leg.services.ledger.now()
-        leg.abandon()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert leg.services.ledger.now() - left_s == pytest.approx(grace_s)
-        assert (leg.outcome, leg.services.legs, leg.services.fleet["d0"].in_use) == (Outcome.CANCELLED, set(), 0)
-        leg.services.ledger.scheduler.snapshot.check_invariants()
-
-    in_virtual_time(gone)
+@with_virtual_time
+async def test_a_client_that_goes_ends_its_request_when_the_grace_of_the_try_is_over(grace_s: float) -> None:
+    leg, task = await begun(grace_s)
+    left_s = leg.services.ledger.now()
+    leg.abandon()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert leg.services.ledger.now() - left_s == pytest.approx(grace_s)
+    assert (leg.outcome, leg.services.legs, leg.services.fleet["d0"].in_use) == (Outcome.CANCELLED, set(), 0)
+    leg.services.ledger.scheduler.snapshot.check_invariants()
 
 
-def test_an_interrupted_request_raises_the_interruption_unless_it_is_also_cancelled() -> None:
-    async def interrupted() -> None:
-        leg, task = await begun()
-        leg.interrupt(WorkerSilent("silent", worker="d0", tier="decode"))
-        with pytest.raises(WorkerSilent):
-            await task
-        leg, task = await begun()
-        leg.interrupt(WorkerSilent("silent", worker="d0", tier="decode"))
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    in_virtual_time(interrupted)
+@with_virtual_time
+async def test_an_interrupted_request_raises_the_interruption_unless_it_is_also_cancelled() -> None:
+    leg, task = await begun()
+    leg.interrupt(WorkerSilent("silent", worker="d0", tier="decode"))
+    with pytest.raises(WorkerSilent):
+        await task
+    leg, task = await begun()
+    leg.interrupt(WorkerSilent("silent", worker="d0", tier="decode"))
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
 
 
-def test_a_worker_is_late_after_its_deadline_or_a_too_long_gap_between_tokens() -> None:
-    async def waiting() -> None:
-        leg, task = await begun()
-        leg.try_deadline_s = 5.0
-        assert [leg.late(now) for now in (4.0, 6.0)] == [False, True]
-        leg.ticket.last_token_s, leg.idle_s = 10.0, 3.0
-        assert [leg.late(now) for now in (6.0, 12.0, 14.0)] == [False, False, True]
-        task.cancel()
-
-    in_virtual_time(waiting)
+@with_virtual_time
+async def test_a_worker_is_late_after_its_deadline_or_a_too_long_gap_between_tokens() -> None:
+    leg, task = await begun()
+    leg.try_deadline_s = 5.0
+    assert [leg.late(now) for now in (4.0, 6.0)] == [False, True]
+    leg.ticket.last_token_s, leg.idle_s = 10.0, 3.0
+    assert [leg.late(now) for now in (6.0, 12.0, 14.0)] == [False, False, True]
+    task.cancel()
 
 
 def test_tokens_are_expected_of_an_open_stream_but_not_during_its_prefill() -> None:
@@ -173,20 +167,17 @@ def test_tokens_are_expected_of_an_open_stream_but_not_during_its_prefill() -> N
 
 
 @pytest.mark.parametrize("lost", [False, True])
-def test_remaining_kv_is_drained_unless_decode_workers_died_under_the_request(lost: bool) -> None:
+@with_virtual_time
+async def test_remaining_kv_is_drained_unless_decode_workers_died_under_the_request(lost: bool) -> None:
     """A drain is the same request once more."""
-
-    async def left() -> None:
-        leg, task = await begun()
-        if lost:
-            dead = UpstreamStatus("dead", worker="d1", tier="decode", status=500, body=b"EngineDeadError")
-            await leg.suspect_loss(dead, leg.services.fleet["d1"])
-        leg.kv.params, leg.kv.pinned_s = b'{"x": 1}', leg.services.ledger.now()
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        await let_pass(1.0)
-        asked = [asked for worker in leg.services.fleet for asked in worker.upstream.asked]  # type: ignore[attr-defined]
-        assert len(asked) == (0 if lost else 1)
-
-    in_virtual_time(left)
+    leg, task = await begun()
+    if lost:
+        dead = UpstreamStatus("dead", worker="d1", tier="decode", status=500, body=b"EngineDeadError")
+        await leg.suspect_loss(dead, leg.services.fleet["d1"])
+    leg.kv.params, leg.kv.pinned_s = b'{"x": 1}', leg.services.ledger.now()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await let_pass(1.0)
+    asked = [asked for worker in leg.services.fleet for asked in worker.upstream.asked]  # type: ignore[attr-defined]
+    assert len(asked) == (0 if lost else 1)

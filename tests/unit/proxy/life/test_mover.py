@@ -26,9 +26,9 @@ from tests.unit.proxy.virtual_time import (
     VirtualTimeLoop,
     a_config,
     a_router,
-    in_virtual_time,
     let_pass,
     script,
+    with_virtual_time,
 )
 from tests.waiting import until
 
@@ -88,26 +88,24 @@ def silence(services: Services, *names: str) -> None:
 
 
 @pytest.mark.parametrize("has_token", [False, True])
-def test_a_request_leaves_a_silent_worker_soon_and_a_stream_after_a_while(has_token: bool) -> None:
-    async def moved() -> None:
-        services = a_silent_router()
-        script(services, "d0", MUTE if has_token else Page(b"", ends=False))
-        script(services, "d1", Page(events(21) + DONE))
-        async with looking(services):
-            leg, task = await begun(services, "d0", "request-1")
-            for name in ("p0", "p1"):
-                script(services, name, probed(prompt=[*PROMPT_IDS, 20] if has_token else PROMPT_IDS))
-            silent_s = services.ledger.now()
-            silence(services, "d0")
-            await until(lambda: leg.at_worker != "d0")
-            left_after_s = services.ledger.now() - silent_s
-            await task
-        least_s = RESUME_S if has_token else SETTLE_S
-        assert least_s <= left_after_s <= least_s + 1.0
-        assert (leg.decoder_id, leg.outcome) == ("d1", Outcome.FINISHED)
-        assert services.metrics.moves.value("decode") == 1
-
-    in_virtual_time(moved)
+@with_virtual_time
+async def test_a_request_leaves_a_silent_worker_soon_and_a_stream_after_a_while(has_token: bool) -> None:
+    services = a_silent_router()
+    script(services, "d0", MUTE if has_token else Page(b"", ends=False))
+    script(services, "d1", Page(events(21) + DONE))
+    async with looking(services):
+        leg, task = await begun(services, "d0", "request-1")
+        for name in ("p0", "p1"):
+            script(services, name, probed(prompt=[*PROMPT_IDS, 20] if has_token else PROMPT_IDS))
+        silent_s = services.ledger.now()
+        silence(services, "d0")
+        await until(lambda: leg.at_worker != "d0")
+        left_after_s = services.ledger.now() - silent_s
+        await task
+    least_s = RESUME_S if has_token else SETTLE_S
+    assert least_s <= left_after_s <= least_s + 1.0
+    assert (leg.decoder_id, leg.outcome) == ("d1", Outcome.FINISHED)
+    assert services.metrics.moves.value("decode") == 1
 
 
 class Dies(ScriptedUpstream):
@@ -124,82 +122,73 @@ class Dies(ScriptedUpstream):
         return await super().request(*args, **options)
 
 
-def test_errors_sent_by_a_dying_worker_count_so_a_killing_request_reaches_no_third_one() -> None:
-    async def given_up() -> None:
-        services = a_router(a_config(2, 3, decode={"shared_barrier": False}))
-        for name in ("p0", "p1"):
-            script(services, name, probed())
-        decoders = [Dies(services, name) for name in ("d0", "d1", "d2")]
-        async with looking(services):
-            with pytest.raises(DecodersLost):
-                await a_leg(services).run()
-        assert sum(len(decoder.asked) for decoder in decoders) == 2
-        assert services.metrics.moves.value("decode") == 0
-
-    in_virtual_time(given_up)
+@with_virtual_time
+async def test_errors_sent_by_a_dying_worker_count_so_a_killing_request_reaches_no_third_one() -> None:
+    services = a_router(a_config(2, 3, decode={"shared_barrier": False}))
+    for name in ("p0", "p1"):
+        script(services, name, probed())
+    decoders = [Dies(services, name) for name in ("d0", "d1", "d2")]
+    async with looking(services):
+        with pytest.raises(DecodersLost):
+            await a_leg(services).run()
+    assert sum(len(decoder.asked) for decoder in decoders) == 2
+    assert services.metrics.moves.value("decode") == 0
 
 
-def test_a_group_that_fell_silent_together_keeps_its_requests_until_they_are_late_beyond_its_grace() -> None:
-    async def stays() -> None:
-        services = a_silent_router(together=True)
-        for name in ("d0", "d1"):
-            script(services, name, MUTE)
-        async with looking(services):
-            legs = [await begun(services, name, f"request-{name}") for name in ("d0", "d1")]
-            await until(lambda: services.frozen)
-            (group,) = services.frozen
-            assert group.workers == ("d0", "d1") and services.degraded_by
-            silence(services, *group.workers)
-            await let_pass(services.config.limits.idle_timeout_s + GROUP_WAIT_S / 2)
-            assert [leg.at_worker for leg, _ in legs] == ["d0", "d1"] and not services.metrics.moves.value("decode")
-            await let_pass(GROUP_WAIT_S)
-            assert [leg.at_worker for leg, _ in legs] == ["", ""], "it was too long after all"
-            for _, task in legs:
-                task.cancel()
-
-    in_virtual_time(stays)
-
-
-def test_a_pause_of_the_router_does_not_count_as_worker_silence() -> None:
-    """While the loop stood still nobody's tokens were read, and every deadline has passed."""
-
-    async def stays() -> None:
-        services = a_silent_router()
-        for name in ("d0", "d1"):
-            script(services, name, MUTE)
-        async with looking(services):
-            leg, task = await begun(services, "d0", "request-1")
-            loop = services.loop
-            assert isinstance(loop, VirtualTimeLoop)
-            loop.stand_still(100.0 + LATE_LOOK_S)
-            silence(services, "d0")
-            await let_pass(2 * PERIOD_S)
-            assert leg.at_worker == "d0" and not services.frozen, "nothing is judged before the sockets are read"
-            await let_pass(SETTLE_S + RESUME_S)
-            assert leg.at_worker != "d0", "from then on silence counts again"
+@with_virtual_time
+async def test_a_group_that_fell_silent_together_keeps_its_requests_until_they_are_late_beyond_its_grace() -> None:
+    services = a_silent_router(together=True)
+    for name in ("d0", "d1"):
+        script(services, name, MUTE)
+    async with looking(services):
+        legs = [await begun(services, name, f"request-{name}") for name in ("d0", "d1")]
+        await until(lambda: services.frozen)
+        (group,) = services.frozen
+        assert group.workers == ("d0", "d1") and services.degraded_by
+        silence(services, *group.workers)
+        await let_pass(services.config.limits.idle_timeout_s + GROUP_WAIT_S / 2)
+        assert [leg.at_worker for leg, _ in legs] == ["d0", "d1"] and not services.metrics.moves.value("decode")
+        await let_pass(GROUP_WAIT_S)
+        assert [leg.at_worker for leg, _ in legs] == ["", ""], "it was too long after all"
+        for _, task in legs:
             task.cancel()
 
-    in_virtual_time(stays)
+
+@with_virtual_time
+async def test_a_pause_of_the_router_does_not_count_as_worker_silence() -> None:
+    """While the loop stood still nobody's tokens were read, and every deadline has passed."""
+    services = a_silent_router()
+    for name in ("d0", "d1"):
+        script(services, name, MUTE)
+    async with looking(services):
+        leg, task = await begun(services, "d0", "request-1")
+        loop = services.loop
+        assert isinstance(loop, VirtualTimeLoop)
+        loop.stand_still(100.0 + LATE_LOOK_S)
+        silence(services, "d0")
+        await let_pass(2 * PERIOD_S)
+        assert leg.at_worker == "d0" and not services.frozen, "nothing is judged before the sockets are read"
+        await let_pass(SETTLE_S + RESUME_S)
+        assert leg.at_worker != "d0", "from then on silence counts again"
+        task.cancel()
 
 
-def test_requests_that_wait_for_a_tier_that_is_down_are_refused_after_its_grace_like_new_ones() -> None:
-    async def refused() -> None:
-        services = a_silent_router(queue={"no_worker_grace_s": 3.0}, prefill={"max_inflight": 1})
+@with_virtual_time
+async def test_requests_that_wait_for_a_tier_that_is_down_are_refused_after_its_grace_like_new_ones() -> None:
+    services = a_silent_router(queue={"no_worker_grace_s": 3.0}, prefill={"max_inflight": 1})
+    for name in ("p0", "p1"):
+        script(services, name, None)
+    async with looking(services):
+        loop = services.loop
+        tasks = [loop.create_task(a_leg(services, request_id=f"request-{n}").run()) for n in range(3)]
+        await until(lambda: services.ledger.view().queued == 1)
         for name in ("p0", "p1"):
-            script(services, name, None)
-        async with looking(services):
-            loop = services.loop
-            tasks = [loop.create_task(a_leg(services, request_id=f"request-{n}").run()) for n in range(3)]
-            await until(lambda: services.ledger.view().queued == 1)
-            for name in ("p0", "p1"):
-                services.fleet.set_healthy(services.fleet[name], False)
-            await let_pass(2.0)
-            assert not any(task.done() for task in tasks)
-            await let_pass(2.0)
-            for task in tasks:
-                assert isinstance(task.exception(), NoHealthyWorkers)
-
-    in_virtual_time(refused)
+            services.fleet.set_healthy(services.fleet[name], False)
+        await let_pass(2.0)
+        assert not any(task.done() for task in tasks)
+        await let_pass(2.0)
+        for task in tasks:
+            assert isinstance(task.exception(), NoHealthyWorkers)
 
 
 # -- whether it can go on elsewhere decides
@@ -244,45 +233,39 @@ async def at_a_silent_worker(fields: dict[str, Any]) -> tuple[Leg, asyncio.Task[
     return leg, task, loop.create_task(PoolReaper(services, services.ledger.expire).run())
 
 
-def test_a_resumable_request_leaves_a_silent_worker_after_resume_s() -> None:
-    async def silent() -> None:
-        leg, task, reaper = await at_a_silent_worker(MOVABLE)
-        await let_pass(RESUME_S - 1)
-        assert not task.done()
-        await let_pass(2)
-        with pytest.raises(WorkerSilent):
-            await task
-        assert leg.services.metrics.moves.value("decode") == 1
-        reaper.cancel()
-
-    in_virtual_time(silent)
+@with_virtual_time
+async def test_a_resumable_request_leaves_a_silent_worker_after_resume_s() -> None:
+    leg, task, reaper = await at_a_silent_worker(MOVABLE)
+    await let_pass(RESUME_S - 1)
+    assert not task.done()
+    await let_pass(2)
+    with pytest.raises(WorkerSilent):
+        await task
+    assert leg.services.metrics.moves.value("decode") == 1
+    reaper.cancel()
 
 
-def test_a_request_that_cannot_move_stays_on_a_silent_worker() -> None:
-    async def silent() -> None:
-        leg, task, reaper = await at_a_silent_worker(NOT_MOVABLE)
-        await let_pass(100 * RESUME_S)
-        assert not task.done() and leg.services.metrics.moves.value("decode") == 0
+@with_virtual_time
+async def test_a_request_that_cannot_move_stays_on_a_silent_worker() -> None:
+    leg, task, reaper = await at_a_silent_worker(NOT_MOVABLE)
+    await let_pass(100 * RESUME_S)
+    assert not task.done() and leg.services.metrics.moves.value("decode") == 0
+    reaper.cancel()
+    task.cancel()
+
+
+@with_virtual_time
+async def test_a_late_request_waits_for_its_move_and_ends_at_once_without_one() -> None:
+    for fields, ended in ((MOVABLE, False), (NOT_MOVABLE, True)):
+        leg, task, reaper = await at_a_silent_worker(fields)
+        leg.try_deadline_s = leg.services.ledger.now() + 1
+        await let_pass(3)  # before it may move
+        assert task.done() is ended
+        if ended:
+            with pytest.raises(UpstreamTimeout):
+                await task
         reaper.cancel()
         task.cancel()
-
-    in_virtual_time(silent)
-
-
-def test_a_late_request_waits_for_its_move_and_ends_at_once_without_one() -> None:
-    async def late() -> None:
-        for fields, ended in ((MOVABLE, False), (NOT_MOVABLE, True)):
-            leg, task, reaper = await at_a_silent_worker(fields)
-            leg.try_deadline_s = leg.services.ledger.now() + 1
-            await let_pass(3)  # before it may move
-            assert task.done() is ended
-            if ended:
-                with pytest.raises(UpstreamTimeout):
-                    await task
-            reaper.cancel()
-            task.cancel()
-
-    in_virtual_time(late)
 
 
 class Standing:
@@ -325,20 +308,18 @@ def a_mover(services: Services) -> Mover:
         ({"last_token_s": SILENT_S + 0.1}, False),
     ],
 )
-def test_a_request_stays_when_it_cannot_move_or_progressed_or_its_client_does_not_read(
+@with_virtual_time
+async def test_a_request_stays_when_it_cannot_move_or_progressed_or_its_client_does_not_read(
     change: dict[str, Any], moves: bool
 ) -> None:
-    async def looked() -> None:
-        services = a_silent_router()
-        mover, leg = a_mover(services), Standing(services, 0)
-        for name, value in change.items():
-            setattr(leg, name, value)
-        mover.look(SILENT_S + SETTLE_S - 0.001, SETTLE_S)
-        assert not leg.moved, "too soon"
-        mover.look(SILENT_S + SETTLE_S, SETTLE_S)
-        assert leg.moved == moves
-
-    in_virtual_time(looked)
+    services = a_silent_router()
+    mover, leg = a_mover(services), Standing(services, 0)
+    for name, value in change.items():
+        setattr(leg, name, value)
+    mover.look(SILENT_S + SETTLE_S - 0.001, SETTLE_S)
+    assert not leg.moved, "too soon"
+    mover.look(SILENT_S + SETTLE_S, SETTLE_S)
+    assert leg.moved == moves
 
 
 @pytest.mark.parametrize(
@@ -354,39 +335,34 @@ def test_a_request_stays_when_it_cannot_move_or_progressed_or_its_client_does_no
         ("mooncake_layerwise", Phase.DECODING, "d1", False),
     ],
 )
-def test_a_moved_request_occupies_a_prefill_place_until_it_is_prefilled_again(
+@with_virtual_time
+async def test_a_moved_request_occupies_a_prefill_place_until_it_is_prefilled_again(
     connector: str, phase: Phase | None, decoder: str, is_moving: bool
 ) -> None:
     """Two prefillers have so many places that one of those at d0 finds none until another has been prefilled."""
-
-    async def looked() -> None:
-        called_back = {"layerwise": {"callback_url": "http://127.0.0.1:1"}} if "layerwise" in connector else {}
-        services = a_silent_router(connector=connector, **called_back)
-        mover = a_mover(services)
-        legs = [Standing(services, number) for number in range(2 * LANES + 1)]
-        mover.look(SILENT_S + SETTLE_S, SETTLE_S)
-        assert [leg.moved for leg in legs] == [1] * (2 * LANES) + [0], "as many as two prefillers keep busy with"
-        first, last = legs[0], legs[-1]
-        if phase is None:
-            services.legs.remove(first)  # type: ignore[arg-type]
-            del services.tickets.by_id[first.id]
-        else:
-            first.ticket.phase, first.ticket.decoder = phase, decoder
-        mover.look(SILENT_S + SETTLE_S + PERIOD_S, PERIOD_S)
-        assert last.moved == (not is_moving)
-
-    in_virtual_time(looked)
+    called_back = {"layerwise": {"callback_url": "http://127.0.0.1:1"}} if "layerwise" in connector else {}
+    services = a_silent_router(connector=connector, **called_back)
+    mover = a_mover(services)
+    legs = [Standing(services, number) for number in range(2 * LANES + 1)]
+    mover.look(SILENT_S + SETTLE_S, SETTLE_S)
+    assert [leg.moved for leg in legs] == [1] * (2 * LANES) + [0], "as many as two prefillers keep busy with"
+    first, last = legs[0], legs[-1]
+    if phase is None:
+        services.legs.remove(first)  # type: ignore[arg-type]
+        del services.tickets.by_id[first.id]
+    else:
+        first.ticket.phase, first.ticket.decoder = phase, decoder
+    mover.look(SILENT_S + SETTLE_S + PERIOD_S, PERIOD_S)
+    assert last.moved == (not is_moving)
 
 
-def test_a_late_request_leaves_a_frozen_group_after_the_groups_grace() -> None:
-    async def looked() -> None:
-        services = a_silent_router(together=True)
-        services.frozen.append(FrozenGroup(ALL_WORKERS, ("d0", "d1"), SILENT_S))
-        mover, leg = a_mover(services), Standing(services, 0)
-        leg.late_s = SILENT_S + 30.0
-        mover.look(leg.late_s + GROUP_WAIT_S, 2 * GROUP_WAIT_S)
-        assert not leg.moved
-        mover.look(leg.late_s + GROUP_WAIT_S + 0.1, PERIOD_S)
-        assert leg.moved
-
-    in_virtual_time(looked)
+@with_virtual_time
+async def test_a_late_request_leaves_a_frozen_group_after_the_groups_grace() -> None:
+    services = a_silent_router(together=True)
+    services.frozen.append(FrozenGroup(ALL_WORKERS, ("d0", "d1"), SILENT_S))
+    mover, leg = a_mover(services), Standing(services, 0)
+    leg.late_s = SILENT_S + 30.0
+    mover.look(leg.late_s + GROUP_WAIT_S, 2 * GROUP_WAIT_S)
+    assert not leg.moved
+    mover.look(leg.late_s + GROUP_WAIT_S + 0.1, PERIOD_S)
+    assert leg.moved

@@ -13,7 +13,15 @@ from balanceroute.proxy.life.prefilling import PROBE_GRACE_S
 from balanceroute.proxy.services import Services
 from balanceroute.proxy.telemetry.conditions import CONNECTOR
 from tests.unit.proxy.life.legs import DONE, a_leg, dispatching, events, idle, probed
-from tests.unit.proxy.virtual_time import Answer, Page, a_config, a_router, in_virtual_time, let_pass, script
+from tests.unit.proxy.virtual_time import (
+    Answer,
+    Page,
+    a_config,
+    a_router,
+    let_pass,
+    script,
+    with_virtual_time,
+)
 from tests.waiting import until
 
 ONE_TRY = {"max_attempts": 1}
@@ -42,113 +50,100 @@ async def failed(services: Services, *answers: Answer) -> UpstreamError:
     ],
     ids=["no JSON", "500", "null", "empty", "aborted", "of another request"],
 )
-def test_an_unusable_prefill_reply_is_a_failure_of_the_prefiller(
+@with_virtual_time
+async def test_an_unusable_prefill_reply_is_a_failure_of_the_prefiller(
     page: Page, kind: type[UpstreamError], orphans: int
 ) -> None:
-    async def asked() -> None:
-        services = a_router(a_config(1, 1, retry=ONE_TRY))
-        services.fleet["p0"].echoes_ids = True
-        error = await failed(services, page)
-        assert type(error) is kind and (error.worker, error.tier) == ("p0", "prefill")
-        assert services.metrics.orphaned_kv == orphans
-
-    in_virtual_time(asked)
+    services = a_router(a_config(1, 1, retry=ONE_TRY))
+    services.fleet["p0"].echoes_ids = True
+    error = await failed(services, page)
+    assert type(error) is kind and (error.worker, error.tier) == ("p0", "prefill")
+    assert services.metrics.orphaned_kv == orphans
 
 
-def test_a_prefiller_that_pins_nothing_is_named_to_the_operator() -> None:
-    async def asked() -> None:
-        services = a_router(a_config(1, 1, retry=ONE_TRY))
-        await failed(services, probed(params=None))
-        assert services.metrics.conditions.count(CONNECTOR) == 1
-
-    in_virtual_time(asked)
+@with_virtual_time
+async def test_a_prefiller_that_pins_nothing_is_named_to_the_operator() -> None:
+    services = a_router(a_config(1, 1, retry=ONE_TRY))
+    await failed(services, probed(params=None))
+    assert services.metrics.conditions.count(CONNECTOR) == 1
 
 
-def test_a_prefiller_that_went_down_before_its_turn_is_not_used() -> None:
+@with_virtual_time
+async def test_a_prefiller_that_went_down_before_its_turn_is_not_used() -> None:
     """Between the scheduler's word and the request's turn the prefiller may go out."""
+    services = a_router(a_config(2, 1))
+    scripts = {name: script(services, name, probed()) for name in ("p0", "p1")}
+    script(services, "d0", Page(events(20) + DONE))
+    on_answer = services.ledger.on_answer
 
-    async def asked() -> None:
-        services = a_router(a_config(2, 1))
-        scripts = {name: script(services, name, probed()) for name in ("p0", "p1")}
-        script(services, "d0", Page(events(20) + DONE))
-        on_answer = services.ledger.on_answer
+    def goes_out(request_id: str, answer: decider.Answer) -> None:
+        on_answer(request_id, answer)
+        services.fleet.set_healthy(services.fleet["p0"], False)
 
-        def goes_out(request_id: str, answer: decider.Answer) -> None:
-            on_answer(request_id, answer)
-            services.fleet.set_healthy(services.fleet["p0"], False)
-
-        services.ledger.on_answer = goes_out
-        async with dispatching(services):
-            leg = a_leg(services)
-            await leg.run()
-        assert not scripts["p0"].asked and len(scripts["p1"].asked) == 1
-        assert leg.prefiller_id == "p1" and services.fleet["p0"].state is WorkerState.DOWN
-
-    in_virtual_time(asked)
+    services.ledger.on_answer = goes_out
+    async with dispatching(services):
+        leg = a_leg(services)
+        await leg.run()
+    assert not scripts["p0"].asked and len(scripts["p1"].asked) == 1
+    assert leg.prefiller_id == "p1" and services.fleet["p0"].state is WorkerState.DOWN
 
 
 @pytest.mark.parametrize("answers_in_s", [PROBE_GRACE_S / 2, 2 * PROBE_GRACE_S])
-def test_a_probe_of_a_gone_client_may_finish_so_that_its_kv_can_be_freed(
+@with_virtual_time
+async def test_a_probe_of_a_gone_client_may_finish_so_that_its_kv_can_be_freed(
     answers_in_s: float,
 ) -> None:
-    async def asked() -> None:
-        services = a_router(a_config(1, 1))
-        p0, d0 = script(services, "p0", None), script(services, "d0")
-        leg = a_leg(services)
-        async with dispatching(services):
-            task = services.loop.create_task(leg.run())
-            await until(lambda: p0.under_way)
-            answered = asyncio.Event()
-            p0.answers = [answered]
-            leg.abandon()
-            await let_pass(answers_in_s)
-            assert task.done() == (answers_in_s > PROBE_GRACE_S)
-            if not task.done():
-                task.cancel()
-            assert isinstance((await asyncio.gather(task, return_exceptions=True))[0], asyncio.CancelledError)
-        assert leg.outcome is Outcome.CANCELLED and not d0.asked
-        assert services.metrics.orphaned_kv == 1, "the prefiller may finish all the same"
-
-    in_virtual_time(asked)
+    services = a_router(a_config(1, 1))
+    p0, d0 = script(services, "p0", None), script(services, "d0")
+    leg = a_leg(services)
+    async with dispatching(services):
+        task = services.loop.create_task(leg.run())
+        await until(lambda: p0.under_way)
+        answered = asyncio.Event()
+        p0.answers = [answered]
+        leg.abandon()
+        await let_pass(answers_in_s)
+        assert task.done() == (answers_in_s > PROBE_GRACE_S)
+        if not task.done():
+            task.cancel()
+        assert isinstance((await asyncio.gather(task, return_exceptions=True))[0], asyncio.CancelledError)
+    assert leg.outcome is Outcome.CANCELLED and not d0.asked
+    assert services.metrics.orphaned_kv == 1, "the prefiller may finish all the same"
 
 
-def test_a_failed_probe_of_a_gone_client_is_not_retried_or_held_against_the_prefiller() -> None:
-    async def asked() -> None:
-        services = a_router(a_config(1, 1))
-        answers_badly = asyncio.Event()
-        p0 = script(services, "p0", answers_badly)
-        leg = a_leg(services)
-        async with dispatching(services):
-            task = services.loop.create_task(leg.run())
-            await until(lambda: p0.under_way)
-            leg.abandon()
-            answers_badly.set()
-            with pytest.raises(ClientGone):
-                await task
-        assert len(p0.asked) == 1 and not services.fleet["p0"].circuit.doubtful
-        assert leg.outcome is Outcome.CANCELLED and idle(services)
-
-    in_virtual_time(asked)
+@with_virtual_time
+async def test_a_failed_probe_of_a_gone_client_is_not_retried_or_held_against_the_prefiller() -> None:
+    services = a_router(a_config(1, 1))
+    answers_badly = asyncio.Event()
+    p0 = script(services, "p0", answers_badly)
+    leg = a_leg(services)
+    async with dispatching(services):
+        task = services.loop.create_task(leg.run())
+        await until(lambda: p0.under_way)
+        leg.abandon()
+        answers_badly.set()
+        with pytest.raises(ClientGone):
+            await task
+    assert len(p0.asked) == 1 and not services.fleet["p0"].circuit.doubtful
+    assert leg.outcome is Outcome.CANCELLED and idle(services)
 
 
-def test_each_try_has_a_new_id_so_that_late_answers_are_recognised() -> None:
-    async def asked() -> None:
-        services = a_router(a_config(1, 1))
-        sent: list[str] = []
+@with_virtual_time
+async def test_each_try_has_a_new_id_so_that_late_answers_are_recognised() -> None:
+    services = a_router(a_config(1, 1))
+    sent: list[str] = []
 
-        class Noting(Leg):
-            __slots__ = ()
+    class Noting(Leg):
+        __slots__ = ()
 
-            def new_try(self) -> None:
-                super().new_try()
-                sent.append(self.upstream_id)
+        def new_try(self) -> None:
+            super().new_try()
+            sent.append(self.upstream_id)
 
-        script(services, "p0", 500, probed())
-        script(services, "d0", Page(events(20) + DONE))
-        async with dispatching(services):
-            plain = a_leg(services)
-            leg = Noting(services, plain.id, plain.answer.request, plain.answer.outlet, [], plain._strategy)
-            await leg.run()
-        assert sent == ["request-1", "request-1-2"]
-
-    in_virtual_time(asked)
+    script(services, "p0", 500, probed())
+    script(services, "d0", Page(events(20) + DONE))
+    async with dispatching(services):
+        plain = a_leg(services)
+        leg = Noting(services, plain.id, plain.answer.request, plain.answer.outlet, [], plain._strategy)
+        await leg.run()
+    assert sent == ["request-1", "request-1-2"]

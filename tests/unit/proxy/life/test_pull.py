@@ -38,63 +38,58 @@ from tests.unit.proxy.virtual_time import (
     in_virtual_time,
     let_pass,
     script,
+    with_virtual_time,
 )
 from tests.waiting import until
 
 
-def test_a_decode_worker_gets_the_prefillers_parameters_unchanged_in_one_request() -> None:
-    async def served() -> None:
-        services, client = a_router(a_config(1, 1)), Client()
-        params = {"remote_engine_id": "e", "remote_block_ids": [3, 1], "unknown": {"kept": True}}
-        p0, d0 = script(services, "p0", probed(params)), script(services, "d0", WHOLE)
-        async with dispatching(services):
-            leg = a_leg(services, client)
-            await leg.run()
-        assert (leg.outcome, leg.decoder_id, leg.prefiller_id, leg.recomputes) == (Outcome.FINISHED, "d0", "p0", 0)
-        assert client.text == " 20 21" and client.got.endswith(DONE) and client.ended
-        (probe,), (decode,) = asked(p0), asked(d0)
-        assert probe["max_tokens"] == 1 and not probe["stream"] and probe["kv_transfer_params"]["do_remote_decode"]
-        assert decode["kv_transfer_params"] == params and decode["prompt"] == "a b c"
-        assert idle(services)
-
-    in_virtual_time(served)
+@with_virtual_time
+async def test_a_decode_worker_gets_the_prefillers_parameters_unchanged_in_one_request() -> None:
+    services, client = a_router(a_config(1, 1)), Client()
+    params = {"remote_engine_id": "e", "remote_block_ids": [3, 1], "unknown": {"kept": True}}
+    p0, d0 = script(services, "p0", probed(params)), script(services, "d0", WHOLE)
+    async with dispatching(services):
+        leg = a_leg(services, client)
+        await leg.run()
+    assert (leg.outcome, leg.decoder_id, leg.prefiller_id, leg.recomputes) == (Outcome.FINISHED, "d0", "p0", 0)
+    assert client.text == " 20 21" and client.got.endswith(DONE) and client.ended
+    (probe,), (decode,) = asked(p0), asked(d0)
+    assert probe["max_tokens"] == 1 and not probe["stream"] and probe["kv_transfer_params"]["do_remote_decode"]
+    assert decode["kv_transfer_params"] == params and decode["prompt"] == "a b c"
+    assert idle(services)
 
 
-def test_a_failing_prefiller_is_replaced_before_any_decode_worker_is_used() -> None:
-    async def served() -> None:
-        services = a_router(a_config(2, 1))
-        refused = ConnectFailed("refused", worker="p", tier="prefill")
-        scripts = [script(services, name, refused, probed()) for name in ("p0", "p1")]
-        d0 = script(services, "d0", WHOLE)
-        async with dispatching(services):
-            leg = a_leg(services)
-            await leg.run()
-        assert leg.outcome is Outcome.FINISHED and len(d0.asked) == 1
-        assert [len(one.asked) for one in scripts] != [2, 0], "the retry goes to the other one while the first rests"
-        assert services.metrics.retries.value("prefill") == len(scripts[0].asked) + len(scripts[1].asked) - 1 >= 1
-        assert idle(services)
-
-    in_virtual_time(served)
+@with_virtual_time
+async def test_a_failing_prefiller_is_replaced_before_any_decode_worker_is_used() -> None:
+    services = a_router(a_config(2, 1))
+    refused = ConnectFailed("refused", worker="p", tier="prefill")
+    scripts = [script(services, name, refused, probed()) for name in ("p0", "p1")]
+    d0 = script(services, "d0", WHOLE)
+    async with dispatching(services):
+        leg = a_leg(services)
+        await leg.run()
+    assert leg.outcome is Outcome.FINISHED and len(d0.asked) == 1
+    assert [len(one.asked) for one in scripts] != [2, 0], "the retry goes to the other one while the first rests"
+    assert services.metrics.retries.value("prefill") == len(scripts[0].asked) + len(scripts[1].asked) - 1 >= 1
+    assert idle(services)
 
 
-def test_kv_that_waited_too_long_for_a_slot_is_computed_anew() -> None:
-    async def served() -> None:
-        services = a_router(a_config(1, 1, decode={"max_num_seqs": 1}))
-        assert services.drainer.pin_s is not None
-        p0, d0 = script(services, "p0", probed()), script(services, "d0", Page(events(1, finish=None), ends=False))
-        async with dispatching(services):
-            holds, waits = a_leg(services), a_leg(services, request_id="s")
-            first = services.loop.create_task(holds.run())
-            await until(lambda: holds.streaming_from is not None)
-            second = services.loop.create_task(waits.run())
-            await until(lambda: waits.kv.params is not None)
-            d0.answers = [Page(events(20) + DONE)]
-            services.loop.call_later(services.drainer.pin_s, holds.abandon)
-            await second
-            assert waits.outcome is Outcome.FINISHED and len(p0.asked) == 3
-            assert first.cancelled()
-
-    in_virtual_time(served)
+@with_virtual_time
+async def test_kv_that_waited_too_long_for_a_slot_is_computed_anew() -> None:
+    services = a_router(a_config(1, 1, decode={"max_num_seqs": 1}))
+    assert services.drainer.pin_s is not None
+    p0, d0 = script(services, "p0", probed()), script(services, "d0", Page(events(1, finish=None), ends=False))
+    async with dispatching(services):
+        holds, waits = a_leg(services), a_leg(services, request_id="s")
+        first = services.loop.create_task(holds.run())
+        await until(lambda: holds.streaming_from is not None)
+        second = services.loop.create_task(waits.run())
+        await until(lambda: waits.kv.params is not None)
+        d0.answers = [Page(events(20) + DONE)]
+        services.loop.call_later(services.drainer.pin_s, holds.abandon)
+        await second
+        assert waits.outcome is Outcome.FINISHED and len(p0.asked) == 3
+        assert first.cancelled()
 
 
 class Unread(ScriptedUpstream):
@@ -116,247 +111,221 @@ class Unread(ScriptedUpstream):
 
 
 @pytest.mark.parametrize("stopped", [True, False])
-def test_a_probe_reply_read_after_a_stop_of_the_router_counts_its_kv_as_old(stopped: bool) -> None:
+@with_virtual_time
+async def test_a_probe_reply_read_after_a_stop_of_the_router_counts_its_kv_as_old(stopped: bool) -> None:
     """A machine is suspended for longer than prefillers keep KV: decoders read what is in the blocks by then."""
-
-    async def served() -> None:
-        services = a_router(a_config(1, 1))
-        assert services.drainer.pin_s is not None
-        p0, d0 = Unread(services, services.drainer.pin_s + 1, stopped), script(services, "d0", WHOLE)
-        services.fleet["p0"].upstream = p0  # type: ignore[assignment]
-        async with dispatching(services):
-            leg = a_leg(services)
-            await leg.run()
-        assert leg.outcome is Outcome.FINISHED and len(asked(d0)) == 1
-        assert len(asked(p0)) == 1 + stopped
-
-    in_virtual_time(served)
+    services = a_router(a_config(1, 1))
+    assert services.drainer.pin_s is not None
+    p0, d0 = Unread(services, services.drainer.pin_s + 1, stopped), script(services, "d0", WHOLE)
+    services.fleet["p0"].upstream = p0  # type: ignore[assignment]
+    async with dispatching(services):
+        leg = a_leg(services)
+        await leg.run()
+    assert leg.outcome is Outcome.FINISHED and len(asked(d0)) == 1
+    assert len(asked(p0)) == 1 + stopped
 
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("read", [len(PROMPT_IDS) - 1, len(PROMPT_IDS), len(PROMPT_IDS) + 1])
-def test_an_answer_to_another_prompt_than_the_one_whose_kv_was_computed_is_not_relayed(read: int, stream: bool) -> None:
+@with_virtual_time
+async def test_an_answer_to_another_prompt_than_the_one_whose_kv_was_computed_is_not_relayed(
+    read: int, stream: bool
+) -> None:
     """Prefiller and decode worker render a chat each: with different templates the KV is none of what is decoded."""
-
-    async def served() -> None:
-        services, client = a_router(a_config(1, 1)), Client()
-        script(services, "p0", probed())
-        fields = {"prompt_token_ids": [7] * read}
-        script(services, "d0", Page(events(20, **fields) + DONE) if stream else whole(20, **fields))
-        async with dispatching(services):
-            leg = a_leg(services, client, stream=stream)
-            with nullcontext() if read == len(PROMPT_IDS) else pytest.raises(PromptsDiffer, match="templates"):
-                await leg.run()
-        assert bool(client.got) is client.ended is (read == len(PROMPT_IDS)) and idle(services)
-        assert services.fleet["d0"].circuit.state is CircuitState.CLOSED
-
-    in_virtual_time(served)
+    services, client = a_router(a_config(1, 1)), Client()
+    script(services, "p0", probed())
+    fields = {"prompt_token_ids": [7] * read}
+    script(services, "d0", Page(events(20, **fields) + DONE) if stream else whole(20, **fields))
+    async with dispatching(services):
+        leg = a_leg(services, client, stream=stream)
+        with nullcontext() if read == len(PROMPT_IDS) else pytest.raises(PromptsDiffer, match="templates"):
+            await leg.run()
+    assert bool(client.got) is client.ended is (read == len(PROMPT_IDS)) and idle(services)
+    assert services.fleet["d0"].circuit.state is CircuitState.CLOSED
 
 
 @pytest.mark.parametrize("resumes", [True, False])
-def test_a_cut_answer_resumes_after_its_last_token_where_that_is_allowed(resumes: bool) -> None:
-    async def served() -> None:
-        services = a_router(a_config(1, 1, retry={"resume_on_worker_loss": resumes}))
-        client = Client()
-        p0 = script(services, "p0", probed(), probed(prompt=[*PROMPT_IDS, 20, 21]))
-        d0 = script(services, "d0", Page(events(20, 21, finish=None), breaks=LOST), Page(events(22) + DONE))
-        async with dispatching(services):
-            leg = a_leg(services, client)
-            if not resumes:
-                with pytest.raises(UpstreamError):
-                    await leg.run()
-                assert client.text == " 20 21" and not client.ended
-            else:
+@with_virtual_time
+async def test_a_cut_answer_resumes_after_its_last_token_where_that_is_allowed(resumes: bool) -> None:
+    services = a_router(a_config(1, 1, retry={"resume_on_worker_loss": resumes}))
+    client = Client()
+    p0 = script(services, "p0", probed(), probed(prompt=[*PROMPT_IDS, 20, 21]))
+    d0 = script(services, "d0", Page(events(20, 21, finish=None), breaks=LOST), Page(events(22) + DONE))
+    async with dispatching(services):
+        leg = a_leg(services, client)
+        if not resumes:
+            with pytest.raises(UpstreamError):
                 await leg.run()
-                assert client.text == " 20 21 22" and client.ended
-                assert asked(p0)[1]["prompt"] == [*PROMPT_IDS, 20, 21]
-                assert asked(d0)[1]["max_tokens"] == 8
-                assert leg.recomputes == 1
-        assert services.metrics.recomputes.value("worker_lost") == resumes, "counted where it is sent back, else not"
-        assert idle(services)
-
-    in_virtual_time(served)
+            assert client.text == " 20 21" and not client.ended
+        else:
+            await leg.run()
+            assert client.text == " 20 21 22" and client.ended
+            assert asked(p0)[1]["prompt"] == [*PROMPT_IDS, 20, 21]
+            assert asked(d0)[1]["max_tokens"] == 8
+            assert leg.recomputes == 1
+    assert services.metrics.recomputes.value("worker_lost") == resumes, "counted where it is sent back, else not"
+    assert idle(services)
 
 
 @pytest.mark.parametrize("tokens", [(20, 21), ()], ids=["with tokens", "before the first one"])
-def test_an_answer_aborted_by_a_stopping_engine_resumes_on_another(tokens: tuple[int, ...]) -> None:
-    async def served() -> None:
-        services, client = a_router(a_config(1, 2)), Client()
-        script(services, "p0", probed(), probed(prompt=[*PROMPT_IDS, *tokens]))
-        first = events(*tokens, finish="abort") if tokens else events(20, finish="abort", text="", token_ids=[])
-        stopped = script(services, "d0", Page(first + DONE))
-        other = script(services, "d1", Page(events(*(22,) if tokens else (20, 21, 22)) + DONE))
-        async with dispatching(services):
-            await a_leg(services, client).run()
-        assert client.text == " 20 21 22" and client.ended and b"abort" not in client.got
-        assert len(stopped.asked) == len(other.asked) == 1
-        assert services.metrics.recomputes.value("worker_lost") == 1
-        assert services.fleet["d0"].circuit.state is CircuitState.RESTING
-        assert idle(services)
-
-    in_virtual_time(served)
+@with_virtual_time
+async def test_an_answer_aborted_by_a_stopping_engine_resumes_on_another(tokens: tuple[int, ...]) -> None:
+    services, client = a_router(a_config(1, 2)), Client()
+    script(services, "p0", probed(), probed(prompt=[*PROMPT_IDS, *tokens]))
+    first = events(*tokens, finish="abort") if tokens else events(20, finish="abort", text="", token_ids=[])
+    stopped = script(services, "d0", Page(first + DONE))
+    other = script(services, "d1", Page(events(*(22,) if tokens else (20, 21, 22)) + DONE))
+    async with dispatching(services):
+        await a_leg(services, client).run()
+    assert client.text == " 20 21 22" and client.ended and b"abort" not in client.got
+    assert len(stopped.asked) == len(other.asked) == 1
+    assert services.metrics.recomputes.value("worker_lost") == 1
+    assert services.fleet["d0"].circuit.state is CircuitState.RESTING
+    assert idle(services)
 
 
-def test_an_unstreamed_answer_that_an_engine_aborts_is_requested_again() -> None:
-    async def served() -> None:
-        services, client = a_router(a_config(1, 2)), Client()
-        script(services, "p0", probed())
-        aborted = Page(whole(20).body.replace(b'"length"', b'"abort"'))
-        script(services, "d0", aborted)
-        script(services, "d1", whole(20, 21))
-        async with dispatching(services):
-            await a_leg(services, client, stream=False, max_tokens=2).run()
-        assert b" 20 21" in client.got and b"abort" not in client.got
-        assert idle(services)
-
-    in_virtual_time(served)
+@with_virtual_time
+async def test_an_unstreamed_answer_that_an_engine_aborts_is_requested_again() -> None:
+    services, client = a_router(a_config(1, 2)), Client()
+    script(services, "p0", probed())
+    aborted = Page(whole(20).body.replace(b'"length"', b'"abort"'))
+    script(services, "d0", aborted)
+    script(services, "d1", whole(20, 21))
+    async with dispatching(services):
+        await a_leg(services, client, stream=False, max_tokens=2).run()
+    assert b" 20 21" in client.got and b"abort" not in client.got
+    assert idle(services)
 
 
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "assembled"])
-def test_no_text_is_sent_twice_when_an_engine_without_token_ids_is_lost(stream: bool) -> None:
-    async def served() -> None:
-        services, client = a_router(a_config(1, 1)), Client()
-        script(services, "p0", probed())
-        halves = events(20, finish=None, token_ids=None), events(20, 21, token_ids=None)
-        d0 = script(services, "d0", Page(halves[0], breaks=LOST), Page(halves[1] + DONE))
-        async with dispatching(services):
-            if stream:
-                with pytest.raises(ConnectionLost):
-                    await a_leg(services, client).run()
-                assert client.text == " 20" and not client.ended and len(d0.asked) == 2  # with its /health
-            else:
-                leg, answer = an_assembled_leg(services, max_tokens=100, guided_json={"type": "object"})
-                await leg.run()
-                assert answer()["choices"][0]["text"] == " 20 21"
-        assert idle(services)
-
-    in_virtual_time(served)
-
-
-def test_a_request_that_is_recomputed_before_its_first_token_is_prefilled_again() -> None:
-    async def served() -> None:
-        services, client = a_router(a_config(1, 1)), Client()
-        p0 = script(services, "p0", probed())
-        script(services, "d0", Page(DONE), WHOLE)
-        async with dispatching(services):
-            leg = a_leg(services, client)
+@with_virtual_time
+async def test_no_text_is_sent_twice_when_an_engine_without_token_ids_is_lost(stream: bool) -> None:
+    services, client = a_router(a_config(1, 1)), Client()
+    script(services, "p0", probed())
+    halves = events(20, finish=None, token_ids=None), events(20, 21, token_ids=None)
+    d0 = script(services, "d0", Page(halves[0], breaks=LOST), Page(halves[1] + DONE))
+    async with dispatching(services):
+        if stream:
+            with pytest.raises(ConnectionLost):
+                await a_leg(services, client).run()
+            assert client.text == " 20" and not client.ended and len(d0.asked) == 2  # with its /health
+        else:
+            leg, answer = an_assembled_leg(services, max_tokens=100, guided_json={"type": "object"})
             await leg.run()
-        assert (client.text, leg.recomputes, len(p0.asked)) == (" 20 21", 1, 2)
-        assert services.metrics.recomputes.value("recomputed") == 1
-        assert idle(services)
-
-    in_virtual_time(served)
+            assert answer()["choices"][0]["text"] == " 20 21"
+    assert idle(services)
 
 
-def test_a_worker_that_pushed_back_is_tried_by_one_request_at_a_time() -> None:
-    async def served() -> None:
-        services, requests = a_router(a_config(1, 1, decode={"max_num_seqs": 8})), 40
-        script(services, "p0", probed())
-        d0 = script(services, "d0", 503)
-        async with dispatching(services):
-            tasks = [services.loop.create_task(a_leg(services, request_id=f"r{n}").run()) for n in range(requests)]
-            await let_pass(2.0)  # its rests begin at once, after 0.5 s and after 1.5 s
-            assert services.metrics.upstream_errors.value("d0", "decode", "status_5xx") == 3
-            d0.answers = [WHOLE]
-            await asyncio.gather(*tasks)
-        assert idle(services)
-
-    in_virtual_time(served)
+@with_virtual_time
+async def test_a_request_that_is_recomputed_before_its_first_token_is_prefilled_again() -> None:
+    services, client = a_router(a_config(1, 1)), Client()
+    p0 = script(services, "p0", probed())
+    script(services, "d0", Page(DONE), WHOLE)
+    async with dispatching(services):
+        leg = a_leg(services, client)
+        await leg.run()
+    assert (client.text, leg.recomputes, len(p0.asked)) == (" 20 21", 1, 2)
+    assert services.metrics.recomputes.value("recomputed") == 1
+    assert idle(services)
 
 
-def test_a_broken_trial_whose_client_leaves_is_repeated_by_another_request() -> None:
-    async def served() -> None:
-        services = a_router(a_config(1, 1))
-        worker = services.fleet["d0"]
-        worker.circuit.open(services.tickets.now(), "status 500")
-        worker.circuit.reachable()
-        script(services, "p0", probed())
-        d0 = script(services, "d0", LOST, None)
-        async with dispatching(services):
-            leg = a_leg(services)
-            task = services.loop.create_task(leg.run())
-            await until(lambda: any(one.path != "/v1/completions" for one in d0.asked))
-            assert worker.circuit.state is CircuitState.TRIAL
-            leg.abandon()
-            await asyncio.wait({task})
-        assert worker.circuit.state is CircuitState.HALF_OPEN
-        assert idle(services)
-
-    in_virtual_time(served)
+@with_virtual_time
+async def test_a_worker_that_pushed_back_is_tried_by_one_request_at_a_time() -> None:
+    services, requests = a_router(a_config(1, 1, decode={"max_num_seqs": 8})), 40
+    script(services, "p0", probed())
+    d0 = script(services, "d0", 503)
+    async with dispatching(services):
+        tasks = [services.loop.create_task(a_leg(services, request_id=f"r{n}").run()) for n in range(requests)]
+        await let_pass(2.0)  # its rests begin at once, after 0.5 s and after 1.5 s
+        assert services.metrics.upstream_errors.value("d0", "decode", "status_5xx") == 3
+        d0.answers = [WHOLE]
+        await asyncio.gather(*tasks)
+    assert idle(services)
 
 
-def test_back_pressure_of_a_decode_worker_does_not_count_as_a_recompute() -> None:
-    async def served() -> None:
-        services, client = a_router(a_config(1, 2)), Client()
-        script(services, "p0", probed())
-        for name in ("d0", "d1"):
-            script(services, name, 503, WHOLE)
-        async with dispatching(services):
-            leg = a_leg(services, client)
-            await leg.run()
-        assert client.text == " 20 21" and leg.recomputes >= 1
-        assert services.metrics.recomputes.value("worker_lost") == services.metrics.recomputes.value("recomputed") == 0
-        assert idle(services)
+@with_virtual_time
+async def test_a_broken_trial_whose_client_leaves_is_repeated_by_another_request() -> None:
+    services = a_router(a_config(1, 1))
+    worker = services.fleet["d0"]
+    worker.circuit.open(services.tickets.now(), "status 500")
+    worker.circuit.reachable()
+    script(services, "p0", probed())
+    d0 = script(services, "d0", LOST, None)
+    async with dispatching(services):
+        leg = a_leg(services)
+        task = services.loop.create_task(leg.run())
+        await until(lambda: any(one.path != "/v1/completions" for one in d0.asked))
+        assert worker.circuit.state is CircuitState.TRIAL
+        leg.abandon()
+        await asyncio.wait({task})
+    assert worker.circuit.state is CircuitState.HALF_OPEN
+    assert idle(services)
 
-    in_virtual_time(served)
+
+@with_virtual_time
+async def test_back_pressure_of_a_decode_worker_does_not_count_as_a_recompute() -> None:
+    services, client = a_router(a_config(1, 2)), Client()
+    script(services, "p0", probed())
+    for name in ("d0", "d1"):
+        script(services, name, 503, WHOLE)
+    async with dispatching(services):
+        leg = a_leg(services, client)
+        await leg.run()
+    assert client.text == " 20 21" and leg.recomputes >= 1
+    assert services.metrics.recomputes.value("worker_lost") == services.metrics.recomputes.value("recomputed") == 0
+    assert idle(services)
 
 
 # -- what is counted
 
 
-def test_tokens_are_counted_as_they_arrive() -> None:
-    async def served() -> None:
-        services = a_router(a_config(1, 1))
-        script(services, "p0", probed())
-        script(services, "d0", Page(events(20, 21, finish=None), ends=False))
-        async with dispatching(services):
-            leg = a_leg(services)
-            task = services.loop.create_task(leg.run())
-            await until(lambda: leg.streaming_from is not None)
-            page = services.metrics.exposition().decode().splitlines()
-            assert "balanceroute_generated_tokens_total 2.0" in page
-            leg.abandon()
-            await asyncio.wait({task})
+@with_virtual_time
+async def test_tokens_are_counted_as_they_arrive() -> None:
+    services = a_router(a_config(1, 1))
+    script(services, "p0", probed())
+    script(services, "d0", Page(events(20, 21, finish=None), ends=False))
+    async with dispatching(services):
+        leg = a_leg(services)
+        task = services.loop.create_task(leg.run())
+        await until(lambda: leg.streaming_from is not None)
+        page = services.metrics.exposition().decode().splitlines()
+        assert "balanceroute_generated_tokens_total 2.0" in page
+        leg.abandon()
+        await asyncio.wait({task})
+    assert services.metrics.tokens.value() == 2
+
+
+@with_virtual_time
+async def test_a_restarted_answer_is_counted_and_timed_as_the_client_receives_it() -> None:
+    services = a_router(a_config(1, 1))
+    script(services, "p0", probed())
+    stuck = Page(events(20, 21, finish=None), ends=False)
+    script(services, "d0", stuck, Page(events(*range(30, 40)) + DONE))
+    async with dispatching(services):
+        leg, answer = an_assembled_leg(services, max_tokens=100, guided_json={"type": "object"})
+        task = services.loop.create_task(leg.run())
+        await until(lambda: leg.first_token_s > 0)
+        began_s = leg.first_token_s
+        services.metrics.catch_up()
         assert services.metrics.tokens.value() == 2
-
-    in_virtual_time(served)
-
-
-def test_a_restarted_answer_is_counted_and_timed_as_the_client_receives_it() -> None:
-    async def served() -> None:
-        services = a_router(a_config(1, 1))
-        script(services, "p0", probed())
-        stuck = Page(events(20, 21, finish=None), ends=False)
-        script(services, "d0", stuck, Page(events(*range(30, 40)) + DONE))
-        async with dispatching(services):
-            leg, answer = an_assembled_leg(services, max_tokens=100, guided_json={"type": "object"})
-            task = services.loop.create_task(leg.run())
-            await until(lambda: leg.first_token_s > 0)
-            began_s = leg.first_token_s
-            services.metrics.catch_up()
-            assert services.metrics.tokens.value() == 2
-            leg.interrupt(LOST)
-            await task
-        assert answer()["usage"]["completion_tokens"] == services.metrics.tokens.value() == 10
-        assert leg.first_token_s > began_s
-        assert services.metrics.resumes.value("restarted") == 1
-
-    in_virtual_time(served)
+        leg.interrupt(LOST)
+        await task
+    assert answer()["usage"]["completion_tokens"] == services.metrics.tokens.value() == 10
+    assert leg.first_token_s > began_s
+    assert services.metrics.resumes.value("restarted") == 1
 
 
 @pytest.mark.parametrize(("tier", "worker"), [("prefill", "p0"), ("decode", "d0")])
-def test_a_failed_last_try_does_not_count_as_a_retry(tier: str, worker: str) -> None:
-    async def served() -> None:
-        services = a_router(a_config(1, 1, queue={"deadline_s": 3.0}))
-        script(services, "p0", probed())
-        scripted = script(services, worker, 503)
-        async with dispatching(services):
-            with pytest.raises(QueueTimeout):
-                await a_leg(services).run()
-        tries = [body for body in asked(scripted) if tier == "prefill" or body["stream"]]  # others are drains
-        assert services.metrics.retries.value(tier) == len(tries) - 1
-
-    in_virtual_time(served)
+@with_virtual_time
+async def test_a_failed_last_try_does_not_count_as_a_retry(tier: str, worker: str) -> None:
+    services = a_router(a_config(1, 1, queue={"deadline_s": 3.0}))
+    script(services, "p0", probed())
+    scripted = script(services, worker, 503)
+    async with dispatching(services):
+        with pytest.raises(QueueTimeout):
+            await a_leg(services).run()
+    tries = [body for body in asked(scripted) if tier == "prefill" or body["stream"]]  # others are drains
+    assert services.metrics.retries.value(tier) == len(tries) - 1
 
 
 FATES: dict[str, tuple[dict[str, Any], list[Any], str]] = {
@@ -388,17 +357,15 @@ def test_a_cut_answer_is_counted_once_by_its_outcome(fate: str) -> None:
 
 
 @pytest.mark.parametrize("answer", [400, LOST], ids=["refused", "broken"])
-def test_an_answer_without_a_token_does_not_count_as_cut(answer: Any) -> None:
-    async def served() -> None:
-        services = a_router(a_config(1, 1, retry={"max_attempts": 1}))
-        script(services, "p0", probed())
-        script(services, "d0", answer)
-        async with dispatching(services):
-            with pytest.raises(UpstreamError):
-                await a_leg(services).run()
-        assert services.metrics.resumes.value("ended") == 0
-
-    in_virtual_time(served)
+@with_virtual_time
+async def test_an_answer_without_a_token_does_not_count_as_cut(answer: Any) -> None:
+    services = a_router(a_config(1, 1, retry={"max_attempts": 1}))
+    script(services, "p0", probed())
+    script(services, "d0", answer)
+    async with dispatching(services):
+        with pytest.raises(UpstreamError):
+            await a_leg(services).run()
+    assert services.metrics.resumes.value("ended") == 0
 
 
 # -- the record of what is pinned
@@ -409,73 +376,67 @@ def recorded(services: Services, path: Path) -> PinRecord:
     return services.pins
 
 
-def test_pinned_kv_is_on_record_until_its_parameters_are_sent(tmp_path: Path) -> None:
-    async def served() -> None:
-        services = a_router(a_config(1, 1, decode={"max_num_seqs": 1}))
-        record = recorded(services, tmp_path / "pins")
-        script(services, "p0", probed({"remote_engine_id": "e"}))
-        d0 = script(services, "d0", Page(events(1, finish=None), ends=False))
-        async with dispatching(services):
-            holds, waits = a_leg(services), a_leg(services, request_id="s")
-            first = services.loop.create_task(holds.run())
-            await until(lambda: holds.streaming_from is not None)
-            assert len(record) == 0
-            second = services.loop.create_task(waits.run())
-            await until(lambda: waits.kv.params is not None)
-            records = [orjson.loads(line) for line in (tmp_path / "pins").read_bytes().splitlines() if line[:1] == b"{"]
-            assert records[-1]["request"] == "s" and records[-1]["params"] == {"remote_engine_id": "e"}
-            assert (records[-1]["prefiller"], records[-1]["prompt_tokens"], records[-1]["model"]) == (
-                services.fleet["p0"].spec.url,
-                len(PROMPT_IDS),
-                "m",
-            )
-            assert b"a b c" not in (tmp_path / "pins").read_bytes()
-            assert len(record) == 1
-            d0.answers = [Page(events(20) + DONE)]
-            holds.abandon()
-            await second
-        assert first.cancelled() and len(record) == 0
-
-    in_virtual_time(served)
+@with_virtual_time
+async def test_pinned_kv_is_on_record_until_its_parameters_are_sent(tmp_path: Path) -> None:
+    services = a_router(a_config(1, 1, decode={"max_num_seqs": 1}))
+    record = recorded(services, tmp_path / "pins")
+    script(services, "p0", probed({"remote_engine_id": "e"}))
+    d0 = script(services, "d0", Page(events(1, finish=None), ends=False))
+    async with dispatching(services):
+        holds, waits = a_leg(services), a_leg(services, request_id="s")
+        first = services.loop.create_task(holds.run())
+        await until(lambda: holds.streaming_from is not None)
+        assert len(record) == 0
+        second = services.loop.create_task(waits.run())
+        await until(lambda: waits.kv.params is not None)
+        records = [orjson.loads(line) for line in (tmp_path / "pins").read_bytes().splitlines() if line[:1] == b"{"]
+        assert records[-1]["request"] == "s" and records[-1]["params"] == {"remote_engine_id": "e"}
+        assert (records[-1]["prefiller"], records[-1]["prompt_tokens"], records[-1]["model"]) == (
+            services.fleet["p0"].spec.url,
+            len(PROMPT_IDS),
+            "m",
+        )
+        assert b"a b c" not in (tmp_path / "pins").read_bytes()
+        assert len(record) == 1
+        d0.answers = [Page(events(20) + DONE)]
+        holds.abandon()
+        await second
+    assert first.cancelled() and len(record) == 0
 
 
 @pytest.mark.parametrize("refusal", [503, "unsent"])
-def test_a_refusing_decode_worker_leaves_the_pinned_kv_recorded(tmp_path: Path, refusal: int | str) -> None:
-    async def served() -> None:
-        services = a_router(a_config(1, 1))
-        record = recorded(services, tmp_path / "pins")
-        unsent = ConnectFailed("nobody listens", worker="d0", tier="decode")
-        unsent.sent = False
-        d0 = script(services, "d0", unsent if refusal == "unsent" else 503)
-        script(services, "p0", probed())
-        async with dispatching(services):
-            task = services.loop.create_task(a_leg(services).run())
-            await until(lambda: bool(d0.asked) and len(record) > 0)
-            d0.answers = [WHOLE]
-            await task
-            await until(lambda: not services.drainer.pending)
-        assert len(record) == 0
-
-    in_virtual_time(served)
+@with_virtual_time
+async def test_a_refusing_decode_worker_leaves_the_pinned_kv_recorded(tmp_path: Path, refusal: int | str) -> None:
+    services = a_router(a_config(1, 1))
+    record = recorded(services, tmp_path / "pins")
+    unsent = ConnectFailed("nobody listens", worker="d0", tier="decode")
+    unsent.sent = False
+    d0 = script(services, "d0", unsent if refusal == "unsent" else 503)
+    script(services, "p0", probed())
+    async with dispatching(services):
+        task = services.loop.create_task(a_leg(services).run())
+        await until(lambda: bool(d0.asked) and len(record) > 0)
+        d0.answers = [WHOLE]
+        await task
+        await until(lambda: not services.drainer.pending)
+    assert len(record) == 0
 
 
-def test_a_client_that_leaves_has_its_kv_drained_and_off_the_record(tmp_path: Path) -> None:
-    async def served() -> None:
-        services = a_router(a_config(1, 1, decode={"max_num_seqs": 1}))
-        record = recorded(services, tmp_path / "pins")
-        script(services, "p0", probed())
-        d0 = script(services, "d0", Page(events(1, finish=None), ends=False))
-        async with dispatching(services):
-            holds, waits = a_leg(services), a_leg(services, request_id="s")
-            tasks = [services.loop.create_task(holds.run())]
-            await until(lambda: holds.streaming_from is not None)
-            tasks.append(services.loop.create_task(waits.run()))
-            await until(lambda: len(record) == 1)
-            d0.answers = [Page()]
-            waits.abandon()
-            await until(lambda: not services.drainer.pending and waits not in services.legs)
-            assert len(record) == 0 and services.metrics.drains.value("drained") == 1
-            holds.abandon()
-            await asyncio.wait(tasks)
-
-    in_virtual_time(served)
+@with_virtual_time
+async def test_a_client_that_leaves_has_its_kv_drained_and_off_the_record(tmp_path: Path) -> None:
+    services = a_router(a_config(1, 1, decode={"max_num_seqs": 1}))
+    record = recorded(services, tmp_path / "pins")
+    script(services, "p0", probed())
+    d0 = script(services, "d0", Page(events(1, finish=None), ends=False))
+    async with dispatching(services):
+        holds, waits = a_leg(services), a_leg(services, request_id="s")
+        tasks = [services.loop.create_task(holds.run())]
+        await until(lambda: holds.streaming_from is not None)
+        tasks.append(services.loop.create_task(waits.run()))
+        await until(lambda: len(record) == 1)
+        d0.answers = [Page()]
+        waits.abandon()
+        await until(lambda: not services.drainer.pending and waits not in services.legs)
+        assert len(record) == 0 and services.metrics.drains.value("drained") == 1
+        holds.abandon()
+        await asyncio.wait(tasks)

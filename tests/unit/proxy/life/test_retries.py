@@ -24,7 +24,7 @@ from balanceroute.proxy.life.retries import MAX_FRUITLESS, Retries, event_error,
 from balanceroute.proxy.life.suspicion import MAX_LOSSES, Choices
 from balanceroute.proxy.services import Services
 from balanceroute.proxy.workers.fleet import why_not_up
-from tests.unit.proxy.virtual_time import a_config, a_router, in_virtual_time, let_pass
+from tests.unit.proxy.virtual_time import a_config, a_router, let_pass, with_virtual_time
 
 RETRY = {"max_attempts": 3, "base_delay_s": 1.0, "max_delay_s": 4.0}
 
@@ -59,37 +59,33 @@ def some_retries(choices: Choices | None = None) -> tuple[Services, Retries]:
         (404, "decode", {"connector": "mooncake_layerwise", "layerwise": {"callback_url": "http://r:1"}}),
     ],
 )
-def test_a_clients_error_is_raised_and_not_held_against_the_worker(
+@with_virtual_time
+async def test_a_clients_error_is_raised_and_not_held_against_the_worker(
     status: int, tier: str, settings: dict[str, object]
 ) -> None:
-    async def judged() -> None:
-        services = a_router(a_config(retry=RETRY, **settings))
-        worker = services.fleet["d0" if tier == "decode" else "p0"]
-        with pytest.raises(UpstreamStatus):
-            Retries(services, "r", None).judge(a_status(status, tier=tier), worker, tier, begun=False)
-        assert not worker.circuit.doubtful
-
-    in_virtual_time(judged)
+    services = a_router(a_config(retry=RETRY, **settings))
+    worker = services.fleet["d0" if tier == "decode" else "p0"]
+    with pytest.raises(UpstreamStatus):
+        Retries(services, "r", None).judge(a_status(status, tier=tier), worker, tier, begun=False)
+    assert not worker.circuit.doubtful
 
 
 @pytest.mark.parametrize(
     ("status", "auth"), [(404, {}), (401, {"worker_api_key": "key"}), (403, {"worker_api_key": "key"})]
 )
-def test_a_decode_worker_with_another_model_or_key_than_the_prefiller_is_held_to_fail(
+@with_virtual_time
+async def test_a_decode_worker_with_another_model_or_key_than_the_prefiller_is_held_to_fail(
     status: int, auth: dict[str, str]
 ) -> None:
-    async def judged() -> None:
-        services = a_router(a_config(decoders=2, retry=RETRY, auth=auth))
-        first, second = services.fleet["d0"], services.fleet["d1"]
-        retries = Retries(services, "r", None)
-        retries.judge(a_status(status), first, "decode", begun=False)
-        assert first.circuit.doubtful
+    services = a_router(a_config(decoders=2, retry=RETRY, auth=auth))
+    first, second = services.fleet["d0"], services.fleet["d1"]
+    retries = Retries(services, "r", None)
+    retries.judge(a_status(status), first, "decode", begun=False)
+    assert first.circuit.doubtful
+    retries.judge(a_status(status), second, "decode", begun=False)
+    with pytest.raises(UpstreamStatus):
         retries.judge(a_status(status), second, "decode", begun=False)
-        with pytest.raises(UpstreamStatus):
-            retries.judge(a_status(status), second, "decode", begun=False)
-        assert not first.circuit.doubtful, "no decode worker knows it, so the fault may be the request's"
-
-    in_virtual_time(judged)
+    assert not first.circuit.doubtful, "no decode worker knows it, so the fault may be the request's"
 
 
 @pytest.mark.parametrize(
@@ -101,18 +97,16 @@ def test_a_decode_worker_with_another_model_or_key_than_the_prefiller_is_held_to
     ],
     ids=["its rank", "another rank", "a client's words"],
 )
-def test_a_rank_that_its_engine_does_not_have_is_held_to_fail(message: str, held: bool) -> None:
-    async def judged() -> None:
-        workers = [{"url": "http://d:1", "dp_rank": rank, "id": f"d{rank}"} for rank in range(3)]
-        services = a_router(a_config(decode={"workers": workers}, retry=RETRY))
-        worker, retries = services.fleet["d2"], Retries(services, "r", None)
-        body = b'{"error":{"message":"%s","type":"BadRequestError","param":null,"code":400}}' % message.encode()
-        error = UpstreamStatus("status 400", worker="d2", tier="decode", status=400, body=body)
-        with nullcontext() if held else pytest.raises(UpstreamStatus):
-            retries.judge(error, worker, "decode", begun=False)
-        assert worker.circuit.doubtful is held
-
-    in_virtual_time(judged)
+@with_virtual_time
+async def test_a_rank_that_its_engine_does_not_have_is_held_to_fail(message: str, held: bool) -> None:
+    workers = [{"url": "http://d:1", "dp_rank": rank, "id": f"d{rank}"} for rank in range(3)]
+    services = a_router(a_config(decode={"workers": workers}, retry=RETRY))
+    worker, retries = services.fleet["d2"], Retries(services, "r", None)
+    body = b'{"error":{"message":"%s","type":"BadRequestError","param":null,"code":400}}' % message.encode()
+    error = UpstreamStatus("status 400", worker="d2", tier="decode", status=400, body=body)
+    with nullcontext() if held else pytest.raises(UpstreamStatus):
+        retries.judge(error, worker, "decode", begun=False)
+    assert worker.circuit.doubtful is held
 
 
 LAYERWISE = {"connector": "mooncake_layerwise", "layerwise": {"callback_url": "http://r:1"}}
@@ -127,91 +121,81 @@ LAYERWISE = {"connector": "mooncake_layerwise", "layerwise": {"callback_url": "h
         (404, "decode", LAYERWISE),
     ],
 )
-def test_a_worker_with_another_model_or_key_than_one_that_serves_the_model_is_held_to_fail(
+@with_virtual_time
+async def test_a_worker_with_another_model_or_key_than_one_that_serves_the_model_is_held_to_fail(
     status: int, tier: str, settings: dict[str, object]
 ) -> None:
-    async def judged() -> None:
-        services = a_router(a_config(prefillers=2, decoders=2, retry=RETRY, **settings))
-        known, other = services.fleet.of(Role(tier))
-        for worker in (known, other):  # the other one may have been started anew with another model
-            worker.has_served("m")
-        error = a_status(status, tier=tier)
-        with pytest.raises(UpstreamStatus):
-            Retries(services, "r", None, "typo").judge(error, other, tier, begun=False)
-        assert not other.circuit.doubtful, "nobody has served that model"
-        Retries(services, "r", None, "m").judge(error, other, tier, begun=False)
-        assert other.circuit.doubtful and not known.circuit.doubtful
-        with pytest.raises(UpstreamStatus):
-            Retries(services, "r", None, "m").judge(error, known, tier, begun=False)
-        assert not known.circuit.doubtful, "no other worker serves the model"
-
-    in_virtual_time(judged)
+    services = a_router(a_config(prefillers=2, decoders=2, retry=RETRY, **settings))
+    known, other = services.fleet.of(Role(tier))
+    for worker in (known, other):  # the other one may have been started anew with another model
+        worker.has_served("m")
+    error = a_status(status, tier=tier)
+    with pytest.raises(UpstreamStatus):
+        Retries(services, "r", None, "typo").judge(error, other, tier, begun=False)
+    assert not other.circuit.doubtful, "nobody has served that model"
+    Retries(services, "r", None, "m").judge(error, other, tier, begun=False)
+    assert other.circuit.doubtful and not known.circuit.doubtful
+    with pytest.raises(UpstreamStatus):
+        Retries(services, "r", None, "m").judge(error, known, tier, begun=False)
+    assert not known.circuit.doubtful, "no other worker serves the model"
 
 
-def test_a_worker_that_serves_no_more_is_no_witness_against_another() -> None:
-    async def judged() -> None:
-        services = a_router(a_config(prefillers=2, retry=RETRY))
-        known, other = services.fleet["p0"], services.fleet["p1"]
-        known.has_served("m")
-        known.circuit.open(services.tickets.now(), "status 500")
-        with pytest.raises(UpstreamStatus):
-            Retries(services, "r", None, "m").judge(a_status(404, tier="prefill"), other, "prefill", begun=False)
-        assert not other.circuit.doubtful
-
-    in_virtual_time(judged)
+@with_virtual_time
+async def test_a_worker_that_serves_no_more_is_no_witness_against_another() -> None:
+    services = a_router(a_config(prefillers=2, retry=RETRY))
+    known, other = services.fleet["p0"], services.fleet["p1"]
+    known.has_served("m")
+    known.circuit.open(services.tickets.now(), "status 500")
+    with pytest.raises(UpstreamStatus):
+        Retries(services, "r", None, "m").judge(a_status(404, tier="prefill"), other, "prefill", begun=False)
+    assert not other.circuit.doubtful
 
 
 @pytest.mark.parametrize("tier", ["prefill", "decode"])
-def test_an_answer_that_is_too_large_ends_the_request_that_may_have_asked_for_it(tier: str) -> None:
-    async def judged() -> None:
-        services, retries = some_retries()
-        worker = services.fleet["p0" if tier == "prefill" else "d0"]
-        with pytest.raises(ReplyTooLarge):
-            retries.judge(ReplyTooLarge("too large", worker=worker.id, tier=tier), worker, tier, begun=False)
-        assert not worker.circuit.doubtful
-
-    in_virtual_time(judged)
+@with_virtual_time
+async def test_an_answer_that_is_too_large_ends_the_request_that_may_have_asked_for_it(tier: str) -> None:
+    services, retries = some_retries()
+    worker = services.fleet["p0" if tier == "prefill" else "d0"]
+    with pytest.raises(ReplyTooLarge):
+        retries.judge(ReplyTooLarge("too large", worker=worker.id, tier=tier), worker, tier, begun=False)
+    assert not worker.circuit.doubtful
 
 
-def test_a_lack_of_descriptors_is_a_failed_try_but_not_held_against_the_worker() -> None:
-    async def judged() -> None:
-        services, retries = some_retries()
-        worker = services.fleet["d0"]
-        error = CannotConnect("cannot connect: Too many open files", worker="d0", tier="decode")
-        for _ in range(2):
-            retries.judge(error, worker, "decode", begun=False)
-        with pytest.raises(CannotConnect):
-            retries.judge(error, worker, "decode", begun=False)
-        assert not worker.out and not worker.circuit.doubtful
-        assert services.metrics.upstream_errors.value("d0", "decode", "connect") == 0
-
-    in_virtual_time(judged)
+@with_virtual_time
+async def test_a_lack_of_descriptors_is_a_failed_try_but_not_held_against_the_worker() -> None:
+    services, retries = some_retries()
+    worker = services.fleet["d0"]
+    error = CannotConnect("cannot connect: Too many open files", worker="d0", tier="decode")
+    for _ in range(2):
+        retries.judge(error, worker, "decode", begun=False)
+    with pytest.raises(CannotConnect):
+        retries.judge(error, worker, "decode", begun=False)
+    assert not worker.out and not worker.circuit.doubtful
+    assert services.metrics.upstream_errors.value("d0", "decode", "connect") == 0
 
 
 @pytest.mark.parametrize("body", [b"{}", b"EngineDeadError"], ids=["lives", "dead"])
 @pytest.mark.parametrize("status", [500, 501, 502])
 @pytest.mark.parametrize("left", ["none", "down", "drained", "up"])
-def test_an_error_that_all_workers_give_is_held_against_none(left: str, status: int, body: bytes) -> None:
-    async def judged() -> None:
-        services = a_router(a_config(decoders=2, retry=RETRY))
-        retries = Retries(services, "r", None)
-        fleet = services.fleet
-        erring, other = fleet["d0"], fleet["d1"]
-        if left == "down":
-            other.circuit.open(services.tickets.now(), "status 500")
-        elif left == "drained":
-            fleet.drain(other)
-        error = UpstreamStatus("its own", worker="d0", tier="decode", status=status, body=body)
+@with_virtual_time
+async def test_an_error_that_all_workers_give_is_held_against_none(left: str, status: int, body: bytes) -> None:
+    services = a_router(a_config(decoders=2, retry=RETRY))
+    retries = Retries(services, "r", None)
+    fleet = services.fleet
+    erring, other = fleet["d0"], fleet["d1"]
+    if left == "down":
+        other.circuit.open(services.tickets.now(), "status 500")
+    elif left == "drained":
+        fleet.drain(other)
+    error = UpstreamStatus("its own", worker="d0", tier="decode", status=status, body=body)
+    retries.judge(error, erring, "decode", begun=False)
+    assert erring.circuit.doubtful
+    retries.judge(error, other if left == "none" else erring, "decode", begun=False)
+    with pytest.raises(UpstreamStatus):
         retries.judge(error, erring, "decode", begun=False)
-        assert erring.circuit.doubtful
-        retries.judge(error, other if left == "none" else erring, "decode", begun=False)
-        with pytest.raises(UpstreamStatus):
-            retries.judge(error, erring, "decode", begun=False)
-        clear = left != "up" and status < 502 and body == b"{}"
-        assert erring.circuit.doubtful is not clear
-        assert other.circuit.doubtful is (left == "down" or (left == "none" and not clear))
-
-    in_virtual_time(judged)
+    clear = left != "up" and status < 502 and body == b"{}"
+    assert erring.circuit.doubtful is not clear
+    assert other.circuit.doubtful is (left == "down" or (left == "none" and not clear))
 
 
 @pytest.mark.parametrize(
@@ -222,228 +206,196 @@ def test_an_error_that_all_workers_give_is_held_against_none(left: str, status: 
     ],
     ids=["refused", "quotes the answer"],
 )
-def test_a_worker_that_fails_requests_is_down_with_the_last_failure_and_no_word_of_an_answer(
+@with_virtual_time
+async def test_a_worker_that_fails_requests_is_down_with_the_last_failure_and_no_word_of_an_answer(
     error: UpstreamError, expected: str
 ) -> None:
-    async def judged() -> None:
-        services = a_router(a_config(decoders=2, retry=RETRY))
-        retries, worker = Retries(services, "r", None), services.fleet["d0"]
-        with pytest.raises(UpstreamError):
-            for _ in range(services.config.health.failure_threshold):
-                retries.judge(error, worker, "decode", begun=False)
-        assert f"({expected}" in why_not_up(worker) and "prompt" not in why_not_up(worker)
-
-    in_virtual_time(judged)
+    services = a_router(a_config(decoders=2, retry=RETRY))
+    retries, worker = Retries(services, "r", None), services.fleet["d0"]
+    with pytest.raises(UpstreamError):
+        for _ in range(services.config.health.failure_threshold):
+            retries.judge(error, worker, "decode", begun=False)
+    assert f"({expected}" in why_not_up(worker) and "prompt" not in why_not_up(worker)
 
 
-def test_an_error_before_the_first_token_does_not_clear_a_worker_that_fails_later() -> None:
-    async def judged() -> None:
-        services = a_router(a_config(decoders=2, retry=RETRY))
-        retries, worker = Retries(services, "r", None), services.fleet["d1"]
-        retries.judge(a_status(500), services.fleet["d0"], "decode", begun=False)
-        retries.begun(services.tickets.now())
-        for _ in range(2):
-            retries.judge(a_status(500), worker, "decode", begun=True)
-        with pytest.raises(UpstreamStatus):
-            retries.judge(a_status(500), worker, "decode", begun=True)
-        assert worker.circuit.doubtful
-
-    in_virtual_time(judged)
+@with_virtual_time
+async def test_an_error_before_the_first_token_does_not_clear_a_worker_that_fails_later() -> None:
+    services = a_router(a_config(decoders=2, retry=RETRY))
+    retries, worker = Retries(services, "r", None), services.fleet["d1"]
+    retries.judge(a_status(500), services.fleet["d0"], "decode", begun=False)
+    retries.begun(services.tickets.now())
+    for _ in range(2):
+        retries.judge(a_status(500), worker, "decode", begun=True)
+    with pytest.raises(UpstreamStatus):
+        retries.judge(a_status(500), worker, "decode", begun=True)
+    assert worker.circuit.doubtful
 
 
 @pytest.mark.parametrize("status", [429, 503])
-def test_back_pressure_uses_up_no_try(status: int) -> None:
-    async def judged() -> None:
-        services, retries = some_retries()
-        waits = [
-            retries.judge(a_status(status), services.fleet["d0"], "decode", begun=False)
-            for _ in range(10 * RETRY["max_attempts"])  # type: ignore[call-overload]
-        ]
-        assert all(0.0 <= wait_s <= RETRY["max_delay_s"] for wait_s in waits)
-        assert pushes_back(a_status(status))
-
-    in_virtual_time(judged)
+@with_virtual_time
+async def test_back_pressure_uses_up_no_try(status: int) -> None:
+    services, retries = some_retries()
+    waits = [
+        retries.judge(a_status(status), services.fleet["d0"], "decode", begun=False)
+        for _ in range(10 * RETRY["max_attempts"])  # type: ignore[call-overload]
+    ]
+    assert all(0.0 <= wait_s <= RETRY["max_delay_s"] for wait_s in waits)
+    assert pushes_back(a_status(status))
 
 
 @pytest.mark.parametrize(
     "error", [lost(), a_status(500), UpstreamTimeout("late", worker="d0", tier="decode")], ids=lambda error: error.kind
 )
-def test_a_failure_is_retried_until_the_last_one_is_raised(error: UpstreamError) -> None:
-    async def judged() -> None:
-        services, retries = some_retries()
-        worker = services.fleet["d0"]
-        for _ in range(2):
-            assert 0.0 <= retries.judge(error, worker, "decode", begun=False) <= RETRY["max_delay_s"]
-        with pytest.raises(type(error)):
-            retries.judge(error, worker, "decode", begun=False)
-
-    in_virtual_time(judged)
+@with_virtual_time
+async def test_a_failure_is_retried_until_the_last_one_is_raised(error: UpstreamError) -> None:
+    services, retries = some_retries()
+    worker = services.fleet["d0"]
+    for _ in range(2):
+        assert 0.0 <= retries.judge(error, worker, "decode", begun=False) <= RETRY["max_delay_s"]
+    with pytest.raises(type(error)):
+        retries.judge(error, worker, "decode", begun=False)
 
 
-def test_failures_count_per_tier_and_the_first_token_resets_those_of_decode() -> None:
-    async def judged() -> None:
-        services, retries = some_retries()
-        prefiller, decoder = services.fleet["p0"], services.fleet["d0"]
-        for _ in range(2):
-            retries.judge(lost(), prefiller, "prefill", begun=False)
-            retries.judge(lost(), decoder, "decode", begun=False)
-        retries.begun(services.ledger.now())
-        retries.judge(lost(), decoder, "decode", begun=True)
-        with pytest.raises(ConnectionLost):
-            retries.judge(lost(), prefiller, "prefill", begun=True)
-
-    in_virtual_time(judged)
+@with_virtual_time
+async def test_failures_count_per_tier_and_the_first_token_resets_those_of_decode() -> None:
+    services, retries = some_retries()
+    prefiller, decoder = services.fleet["p0"], services.fleet["d0"]
+    for _ in range(2):
+        retries.judge(lost(), prefiller, "prefill", begun=False)
+        retries.judge(lost(), decoder, "decode", begun=False)
+    retries.begun(services.ledger.now())
+    retries.judge(lost(), decoder, "decode", begun=True)
+    with pytest.raises(ConnectionLost):
+        retries.judge(lost(), prefiller, "prefill", begun=True)
 
 
-def test_an_answered_probe_forgets_the_failures_of_prefill() -> None:
-    async def judged() -> None:
-        services, retries = some_retries()
-        for _ in range(2):
-            retries.judge(lost(), services.fleet["p0"], "prefill", begun=False)
-        retries.prefilled()
+@with_virtual_time
+async def test_an_answered_probe_forgets_the_failures_of_prefill() -> None:
+    services, retries = some_retries()
+    for _ in range(2):
         retries.judge(lost(), services.fleet["p0"], "prefill", begun=False)
+    retries.prefilled()
+    retries.judge(lost(), services.fleet["p0"], "prefill", begun=False)
 
-    in_virtual_time(judged)
 
-
-def test_a_prefiller_that_pins_nothing_is_retried_once() -> None:
-    async def judged() -> None:
-        services, retries = some_retries()
-        error = NothingPinned("none", worker="p0", tier="prefill")
+@with_virtual_time
+async def test_a_prefiller_that_pins_nothing_is_retried_once() -> None:
+    services, retries = some_retries()
+    error = NothingPinned("none", worker="p0", tier="prefill")
+    retries.judge(error, services.fleet["p0"], "prefill", begun=False)
+    with pytest.raises(NothingPinned):
         retries.judge(error, services.fleet["p0"], "prefill", begun=False)
-        with pytest.raises(NothingPinned):
-            retries.judge(error, services.fleet["p0"], "prefill", begun=False)
-
-    in_virtual_time(judged)
 
 
-def test_a_request_past_its_deadline_is_not_held_against_its_worker() -> None:
-    async def judged() -> None:
-        services, retries = some_retries()
-        with pytest.raises(DeadlineExceeded):
-            retries.judge(DeadlineExceeded("late", worker="d0", tier=""), services.fleet["d0"], "decode", begun=True)
-        assert not services.fleet["d0"].out
-
-    in_virtual_time(judged)
+@with_virtual_time
+async def test_a_request_past_its_deadline_is_not_held_against_its_worker() -> None:
+    services, retries = some_retries()
+    with pytest.raises(DeadlineExceeded):
+        retries.judge(DeadlineExceeded("late", worker="d0", tier=""), services.fleet["d0"], "decode", begun=True)
+    assert not services.fleet["d0"].out
 
 
-def test_a_request_that_is_recomputed_repeatedly_without_a_token_ends() -> None:
-    async def judged() -> None:
-        services, retries = some_retries()
-        for _ in range(MAX_FRUITLESS - 1):
-            retries.count_without_token(services.fleet["d0"])
-        with pytest.raises(BadUpstreamReply):
-            retries.count_without_token(services.fleet["d0"])
-
-    in_virtual_time(judged)
+@with_virtual_time
+async def test_a_request_that_is_recomputed_repeatedly_without_a_token_ends() -> None:
+    services, retries = some_retries()
+    for _ in range(MAX_FRUITLESS - 1):
+        retries.count_without_token(services.fleet["d0"])
+    with pytest.raises(BadUpstreamReply):
+        retries.count_without_token(services.fleet["d0"])
 
 
-def test_a_refused_request_waits_until_the_queue_deadline_and_names_the_refusal() -> None:
-    async def judged() -> None:
-        services, retries = some_retries()
-        ticket = services.tickets.submit(RequestSpec("r", 10))
-        await ticket.prefiller()
-        retries.judge(a_status(503, 7.0), services.fleet["d0"], "decode", begun=False)
-        with pytest.raises(QueueTimeout, match="answered 503") as refused:
-            await retries.wait_for_worker(ticket, ticket.admission())
-        assert refused.value.retry_after_s == 7.0
-        assert services.ledger.now() == ticket.arrived_s + services.config.queue.deadline_s
-
-    in_virtual_time(judged)
+@with_virtual_time
+async def test_a_refused_request_waits_until_the_queue_deadline_and_names_the_refusal() -> None:
+    services, retries = some_retries()
+    ticket = services.tickets.submit(RequestSpec("r", 10))
+    await ticket.prefiller()
+    retries.judge(a_status(503, 7.0), services.fleet["d0"], "decode", begun=False)
+    with pytest.raises(QueueTimeout, match="answered 503") as refused:
+        await retries.wait_for_worker(ticket, ticket.admission())
+    assert refused.value.retry_after_s == 7.0
+    assert services.ledger.now() == ticket.arrived_s + services.config.queue.deadline_s
 
 
-def test_an_answer_that_has_begun_may_wait_beyond_the_queue_deadline() -> None:
-    async def judged() -> None:
-        services, retries = some_retries()
-        ticket = services.tickets.submit(RequestSpec("r", 10))
-        retries.judge(a_status(503), services.fleet["d0"], "decode", begun=True)
+@with_virtual_time
+async def test_an_answer_that_has_begun_may_wait_beyond_the_queue_deadline() -> None:
+    services, retries = some_retries()
+    ticket = services.tickets.submit(RequestSpec("r", 10))
+    retries.judge(a_status(503), services.fleet["d0"], "decode", begun=True)
 
-        async def freed() -> str:
-            await let_pass(2 * services.config.queue.deadline_s)
-            return "d1"
+    async def freed() -> str:
+        await let_pass(2 * services.config.queue.deadline_s)
+        return "d1"
 
-        assert await retries.wait_for_worker(ticket, freed()) == "d1"
-
-    in_virtual_time(judged)
+    assert await retries.wait_for_worker(ticket, freed()) == "d1"
 
 
-def test_a_loss_caused_by_another_request_does_not_count_as_a_failed_try() -> None:
-    async def judged() -> None:
-        services, retries = some_retries()
-        cause = Retries(services, "other", None)
-        for each in (retries, cause):
-            await each.suspect_loss(dead(), services.fleet["d0"], midway=False)
-        retries.judge(dead(), services.fleet["d0"], "decode", begun=False)
-        with pytest.raises(DecodersLost):
-            for n in range(1, MAX_LOSSES):
-                await cause.suspect_loss(dead(), services.fleet[f"d{n}"], midway=False)
-        for _ in range(2):  # of three tries, two are left
-            retries.judge(lost(), services.fleet["d2"], "decode", begun=False)
-        with pytest.raises(ConnectionLost):
-            retries.judge(lost(), services.fleet["d2"], "decode", begun=False)
-
-    in_virtual_time(judged)
+@with_virtual_time
+async def test_a_loss_caused_by_another_request_does_not_count_as_a_failed_try() -> None:
+    services, retries = some_retries()
+    cause = Retries(services, "other", None)
+    for each in (retries, cause):
+        await each.suspect_loss(dead(), services.fleet["d0"], midway=False)
+    retries.judge(dead(), services.fleet["d0"], "decode", begun=False)
+    with pytest.raises(DecodersLost):
+        for n in range(1, MAX_LOSSES):
+            await cause.suspect_loss(dead(), services.fleet[f"d{n}"], midway=False)
+    for _ in range(2):  # of three tries, two are left
+        retries.judge(lost(), services.fleet["d2"], "decode", begun=False)
+    with pytest.raises(ConnectionLost):
+        retries.judge(lost(), services.fleet["d2"], "decode", begun=False)
 
 
-def test_a_request_goes_to_no_further_worker_after_max_losses() -> None:
-    async def judged() -> None:
-        services, retries = some_retries()
-        for n in range(MAX_LOSSES - 1):
-            await retries.suspect_loss(dead(), services.fleet[f"d{n}"], midway=False)
-        assert retries.has_losses
-        with pytest.raises(DecodersLost):
-            await retries.suspect_loss(dead(), services.fleet["d2"], midway=False)
-        assert services.fleet["d2"].circuit.doubtful
-
-    in_virtual_time(judged)
+@with_virtual_time
+async def test_a_request_goes_to_no_further_worker_after_max_losses() -> None:
+    services, retries = some_retries()
+    for n in range(MAX_LOSSES - 1):
+        await retries.suspect_loss(dead(), services.fleet[f"d{n}"], midway=False)
+    assert retries.has_losses
+    with pytest.raises(DecodersLost):
+        await retries.suspect_loss(dead(), services.fleet["d2"], midway=False)
+    assert services.fleet["d2"].circuit.doubtful
 
 
-def test_a_connection_that_could_not_be_opened_does_not_count_as_a_death() -> None:
-    async def judged() -> None:
-        services, retries = some_retries()
-        for _ in range(5):
-            await retries.suspect_loss(
-                ConnectFailed("no", worker="d0", tier="decode"),
-                services.fleet["d0"],
-                midway=False,
-            )
-        assert not retries.has_losses
-
-    in_virtual_time(judged)
+@with_virtual_time
+async def test_a_connection_that_could_not_be_opened_does_not_count_as_a_death() -> None:
+    services, retries = some_retries()
+    for _ in range(5):
+        await retries.suspect_loss(
+            ConnectFailed("no", worker="d0", tier="decode"),
+            services.fleet["d0"],
+            midway=False,
+        )
+    assert not retries.has_losses
 
 
-def test_losses_of_one_choice_count_against_all_until_one_has_a_token() -> None:
-    async def judged() -> None:
-        choices = Choices()
-        services, one = some_retries(choices)
-        other = Retries(services, "r-1", choices)
-        await one.suspect_loss(dead(), services.fleet["d0"], midway=False)
-        assert other.has_losses
-        choices.clear()
-        await other.turn(services.fleet["d1"])
-        assert not other.has_losses
-
-    in_virtual_time(judged)
+@with_virtual_time
+async def test_losses_of_one_choice_count_against_all_until_one_has_a_token() -> None:
+    choices = Choices()
+    services, one = some_retries(choices)
+    other = Retries(services, "r-1", choices)
+    await one.suspect_loss(dead(), services.fleet["d0"], midway=False)
+    assert other.has_losses
+    choices.clear()
+    await other.turn(services.fleet["d1"])
+    assert not other.has_losses
 
 
 @pytest.mark.parametrize("leaves", [Retries.left_worker, Retries.note_waiting, Retries.close])
-def test_a_suspect_that_leaves_its_worker_lets_the_next_one_go_there_at_once(
+@with_virtual_time
+async def test_a_suspect_that_leaves_its_worker_lets_the_next_one_go_there_at_once(
     leaves: Callable[[Retries], None],
 ) -> None:
-    async def judged() -> None:
-        services, first = some_retries()
-        second = Retries(services, "other", None)
-        for each in (first, second):
-            await each.suspect_loss(dead(), services.fleet["d0"], midway=False)
-        await first.turn(services.fleet["d1"])
-        turn = asyncio.ensure_future(second.turn(services.fleet["d1"]))
-        await let_pass(1.0)
-        assert not turn.done()
-        leaves(first)
-        await let_pass(0.0)
-        assert turn.done()
-
-    in_virtual_time(judged)
+    services, first = some_retries()
+    second = Retries(services, "other", None)
+    for each in (first, second):
+        await each.suspect_loss(dead(), services.fleet["d0"], midway=False)
+    await first.turn(services.fleet["d1"])
+    turn = asyncio.ensure_future(second.turn(services.fleet["d1"]))
+    await let_pass(1.0)
+    assert not turn.done()
+    leaves(first)
+    await let_pass(0.0)
+    assert turn.done()
 
 
 @pytest.mark.parametrize(
@@ -458,9 +410,7 @@ def test_a_suspect_that_leaves_its_worker_lets_the_next_one_go_there_at_once(
         (b"no json", 502),
     ],
 )
-def test_an_error_event_equals_the_same_error_as_a_status(payload: bytes, status: int) -> None:
-    async def run() -> None:
-        services, _ = some_retries()
-        assert event_error(payload, services.fleet["d0"]).status == status
-
-    in_virtual_time(run)
+@with_virtual_time
+async def test_an_error_event_equals_the_same_error_as_a_status(payload: bytes, status: int) -> None:
+    services, _ = some_retries()
+    assert event_error(payload, services.fleet["d0"]).status == status

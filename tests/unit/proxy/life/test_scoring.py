@@ -7,7 +7,7 @@ from balanceroute.core.types import Outcome
 from balanceroute.errors import NoHealthyWorkers
 from balanceroute.proxy.life.scoring import Scoring
 from tests.unit.proxy.life.legs import PROMPT_IDS, Client, a_leg, dispatching, idle, probed
-from tests.unit.proxy.virtual_time import Page, a_config, a_router, in_virtual_time, let_pass, script
+from tests.unit.proxy.virtual_time import Page, a_config, a_router, let_pass, script, with_virtual_time
 from tests.waiting import until
 
 LAYERWISE = {"connector": "mooncake_layerwise", "layerwise": {"callback_url": "http://router"}}
@@ -21,79 +21,69 @@ def scored() -> Page:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("decode_first", [False, True])
-def test_a_prefiller_alone_answers_a_scoring_request(decode_first: bool, stream: bool) -> None:
-    async def answered() -> None:
-        config = a_config(1, 1)
-        if decode_first:
-            config = config.model_validate(config.model_dump() | LAYERWISE)
-        services, client = a_router(config), Client()
-        p0, d0 = script(services, "p0", scored()), script(services, "d0")
-        async with dispatching(services):
-            wishes = {} if stream else {"logprobs": 1}
-            leg = a_leg(services, client, Scoring, echo=True, max_tokens=0, stream=stream, **wishes)
-            await leg.run()
-        assert leg.outcome is Outcome.FINISHED and client.ended and not d0.asked
-        assert b"kv_transfer_params" not in p0.asked[0].body
-        if not stream:
-            assert orjson.loads(client.got)["choices"][0]["logprobs"]["token_logprobs"] == [None, -1.0, -2.0]
-        assert idle(services)
-
-    in_virtual_time(answered)
+@with_virtual_time
+async def test_a_prefiller_alone_answers_a_scoring_request(decode_first: bool, stream: bool) -> None:
+    config = a_config(1, 1)
+    if decode_first:
+        config = config.model_validate(config.model_dump() | LAYERWISE)
+    services, client = a_router(config), Client()
+    p0, d0 = script(services, "p0", scored()), script(services, "d0")
+    async with dispatching(services):
+        wishes = {} if stream else {"logprobs": 1}
+        leg = a_leg(services, client, Scoring, echo=True, max_tokens=0, stream=stream, **wishes)
+        await leg.run()
+    assert leg.outcome is Outcome.FINISHED and client.ended and not d0.asked
+    assert b"kv_transfer_params" not in p0.asked[0].body
+    if not stream:
+        assert orjson.loads(client.got)["choices"][0]["logprobs"]["token_logprobs"] == [None, -1.0, -2.0]
+    assert idle(services)
 
 
-def test_a_failed_scoring_try_is_repeated() -> None:
-    async def answered() -> None:
-        services, client = a_router(a_config(1, 1)), Client()
-        p0 = script(services, "p0", 500, scored())
-        async with dispatching(services):
-            await a_leg(services, client, Scoring, echo=True, max_tokens=0, logprobs=1, stream=False).run()
-        assert len(p0.asked) == 2 and client.ended and idle(services)
-
-    in_virtual_time(answered)
+@with_virtual_time
+async def test_a_failed_scoring_try_is_repeated() -> None:
+    services, client = a_router(a_config(1, 1)), Client()
+    p0 = script(services, "p0", 500, scored())
+    async with dispatching(services):
+        await a_leg(services, client, Scoring, echo=True, max_tokens=0, logprobs=1, stream=False).run()
+    assert len(p0.asked) == 2 and client.ended and idle(services)
 
 
-def test_a_client_that_leaves_ends_a_scoring_request_at_once_without_orphaned_kv() -> None:
-    async def asked() -> None:
-        services = a_router(a_config(1, 1))
-        p0 = script(services, "p0", None)
-        async with dispatching(services):
-            leg = a_leg(services, strategy=Scoring, echo=True, max_tokens=0, logprobs=1, stream=False)
-            task = services.loop.create_task(leg.run())
-            await until(lambda: p0.under_way)
-            leg.abandon()
-            await let_pass(0.1)
-            assert task.cancelled() and leg.outcome is Outcome.CANCELLED
-        assert services.metrics.orphaned_kv == 0 and idle(services)
-
-    in_virtual_time(asked)
+@with_virtual_time
+async def test_a_client_that_leaves_ends_a_scoring_request_at_once_without_orphaned_kv() -> None:
+    services = a_router(a_config(1, 1))
+    p0 = script(services, "p0", None)
+    async with dispatching(services):
+        leg = a_leg(services, strategy=Scoring, echo=True, max_tokens=0, logprobs=1, stream=False)
+        task = services.loop.create_task(leg.run())
+        await until(lambda: p0.under_way)
+        leg.abandon()
+        await let_pass(0.1)
+        assert task.cancelled() and leg.outcome is Outcome.CANCELLED
+    assert services.metrics.orphaned_kv == 0 and idle(services)
 
 
-def test_a_decode_first_scoring_request_uses_the_least_busy_prefiller_and_is_a_503_without_one() -> None:
-    async def answered() -> None:
-        config = a_config(2, 1)
-        services = a_router(config.model_validate(config.model_dump() | LAYERWISE))
-        asked = {name: script(services, name, scored()) for name in ("p0", "p1")}
-        services.fleet["p0"].in_use += 1
-        options = {"echo": True, "max_tokens": 0, "logprobs": 1, "stream": False}
-        await a_leg(services, strategy=Scoring, **options).run()
-        assert not asked["p0"].asked and len(asked["p1"].asked) == 1
-        services.fleet["p0"].in_use -= 1
-        for name in asked:
-            services.fleet.set_healthy(services.fleet[name], False)
-        with pytest.raises(NoHealthyWorkers):
-            await a_leg(services, strategy=Scoring, request_id="s", **options).run()
-        assert idle(services)
-
-    in_virtual_time(answered)
+@with_virtual_time
+async def test_a_decode_first_scoring_request_uses_the_least_busy_prefiller_and_is_a_503_without_one() -> None:
+    config = a_config(2, 1)
+    services = a_router(config.model_validate(config.model_dump() | LAYERWISE))
+    asked = {name: script(services, name, scored()) for name in ("p0", "p1")}
+    services.fleet["p0"].in_use += 1
+    options = {"echo": True, "max_tokens": 0, "logprobs": 1, "stream": False}
+    await a_leg(services, strategy=Scoring, **options).run()
+    assert not asked["p0"].asked and len(asked["p1"].asked) == 1
+    services.fleet["p0"].in_use -= 1
+    for name in asked:
+        services.fleet.set_healthy(services.fleet[name], False)
+    with pytest.raises(NoHealthyWorkers):
+        await a_leg(services, strategy=Scoring, request_id="s", **options).run()
+    assert idle(services)
 
 
-def test_a_decode_first_scoring_request_skips_a_prefiller_that_has_just_left() -> None:
-    async def answered() -> None:
-        config = a_config(2, 1)
-        services = a_router(config.model_validate(config.model_dump() | LAYERWISE))
-        asked = {name: script(services, name, scored()) for name in ("p0", "p1")}
-        services.fleet.forget(services.fleet["p0"])
-        await a_leg(services, strategy=Scoring, echo=True, max_tokens=0, logprobs=1, stream=False).run()
-        assert not asked["p0"].asked and len(asked["p1"].asked) == 1
-
-    in_virtual_time(answered)
+@with_virtual_time
+async def test_a_decode_first_scoring_request_skips_a_prefiller_that_has_just_left() -> None:
+    config = a_config(2, 1)
+    services = a_router(config.model_validate(config.model_dump() | LAYERWISE))
+    asked = {name: script(services, name, scored()) for name in ("p0", "p1")}
+    services.fleet.forget(services.fleet["p0"])
+    await a_leg(services, strategy=Scoring, echo=True, max_tokens=0, logprobs=1, stream=False).run()
+    assert not asked["p0"].asked and len(asked["p1"].asked) == 1

@@ -25,7 +25,7 @@ from balanceroute.proxy.life.suspicion import (
     Suspicions,
     sign_of,
 )
-from tests.unit.proxy.virtual_time import in_virtual_time, let_pass
+from tests.unit.proxy.virtual_time import let_pass, with_virtual_time
 
 AT = {"worker": "d0", "tier": "decode"}
 DEAD = b'{"error":{"message":"EngineCore encountered an issue. See stack trace (above) for the root cause."}}'
@@ -108,64 +108,58 @@ def test_a_first_token_clears_a_request() -> None:
     assert not suspicions.lost(suspect, "d1", 9.0)
 
 
-def test_suspects_use_a_worker_one_at_a_time() -> None:
-    async def story() -> None:
-        loop = asyncio.get_running_loop()
-        suspicions, first, second, third = Suspicions(), Suspect(), Suspect(), Suspect()
-        await suspicions.turn(first, "d0")
-        await suspicions.turn(third, "d1")  # another worker: at once
-        waits = asyncio.ensure_future(suspicions.turn(second, "d0"))
-        await let_pass(1)
-        assert not waits.done()
-        suspicions.end_turn(first)
-        await waits
-        start_s = loop.time()
-        await suspicions.turn(first, "d0")  # the second one never ends: not for ever
-        assert loop.time() - start_s == pytest.approx(TURN_S)
-        suspicions.end_turn(second)
-        suspicions.end_turn(second)
-
-    in_virtual_time(story)
+@with_virtual_time
+async def test_suspects_use_a_worker_one_at_a_time() -> None:
+    loop = asyncio.get_running_loop()
+    suspicions, first, second, third = Suspicions(), Suspect(), Suspect(), Suspect()
+    await suspicions.turn(first, "d0")
+    await suspicions.turn(third, "d1")  # another worker: at once
+    waits = asyncio.ensure_future(suspicions.turn(second, "d0"))
+    await let_pass(1)
+    assert not waits.done()
+    suspicions.end_turn(first)
+    await waits
+    start_s = loop.time()
+    await suspicions.turn(first, "d0")  # the second one never ends: not for ever
+    assert loop.time() - start_s == pytest.approx(TURN_S)
+    suspicions.end_turn(second)
+    suspicions.end_turn(second)
 
 
-def test_a_suspect_that_goes_to_another_worker_frees_its_turn_at_the_first() -> None:
-    async def story() -> None:
-        suspicions, first, second = Suspicions(), Suspect(), Suspect()
-        await suspicions.turn(first, "d0")
-        await suspicions.turn(first, "d1")  # it was not sent to the first after all
-        start_s = asyncio.get_running_loop().time()
-        await suspicions.turn(second, "d0")
-        assert asyncio.get_running_loop().time() == start_s
-
-    in_virtual_time(story)
+@with_virtual_time
+async def test_a_suspect_that_goes_to_another_worker_frees_its_turn_at_the_first() -> None:
+    suspicions, first, second = Suspicions(), Suspect(), Suspect()
+    await suspicions.turn(first, "d0")
+    await suspicions.turn(first, "d1")  # it was not sent to the first after all
+    start_s = asyncio.get_running_loop().time()
+    await suspicions.turn(second, "d0")
+    assert asyncio.get_running_loop().time() == start_s
 
 
-def test_no_more_choices_are_out_than_may_be_lost_when_workers_take_long() -> None:
-    async def story() -> None:
-        choices, suspicions = Choices(), Suspicions()
-        went: list[int] = []
+@with_virtual_time
+async def test_no_more_choices_are_out_than_may_be_lost_when_workers_take_long() -> None:
+    choices, suspicions = Choices(), Suspicions()
+    went: list[int] = []
 
-        async def one(number: int) -> None:
-            await choices.turn(number)
-            went.append(number)
+    async def one(number: int) -> None:
+        await choices.turn(number)
+        went.append(number)
 
-        tasks = [asyncio.ensure_future(one(number)) for number in range(5)]
-        await let_pass(TURN_S / 2)
-        assert went == [0]
-        await let_pass(10 * TURN_S)
-        assert len(went) == 2
-        assert not suspicions.lost(Suspect(choices), "d0", 0.0)
-        choices.back(0)
-        await let_pass(10 * TURN_S)
-        assert len(went) == 2  # who is out may be the second loss
-        choices.back(went[1])  # unharmed
-        await let_pass(TURN_S)
-        assert len(went) == 3
-        choices.clear()
-        await asyncio.gather(*tasks)
-        assert sorted(went) == [0, 1, 2, 3, 4]
-
-    in_virtual_time(story)
+    tasks = [asyncio.ensure_future(one(number)) for number in range(5)]
+    await let_pass(TURN_S / 2)
+    assert went == [0]
+    await let_pass(10 * TURN_S)
+    assert len(went) == 2
+    assert not suspicions.lost(Suspect(choices), "d0", 0.0)
+    choices.back(0)
+    await let_pass(10 * TURN_S)
+    assert len(went) == 2  # who is out may be the second loss
+    choices.back(went[1])  # unharmed
+    await let_pass(TURN_S)
+    assert len(went) == 3
+    choices.clear()
+    await asyncio.gather(*tasks)
+    assert sorted(went) == [0, 1, 2, 3, 4]
 
 
 def test_a_choice_keeps_its_own_losses_when_another_gets_its_first_token() -> None:

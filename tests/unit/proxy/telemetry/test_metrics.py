@@ -31,7 +31,7 @@ from balanceroute.proxy.link.callbacks import REFUSED
 from balanceroute.proxy.telemetry.conditions import METRICS
 from balanceroute.proxy.telemetry.metrics import Metrics, check_counts
 from balanceroute.proxy.telemetry.process_gauges import this_process
-from tests.unit.proxy.virtual_time import a_config, a_router, in_virtual_time
+from tests.unit.proxy.virtual_time import a_config, a_router, with_virtual_time
 
 
 def test_observations_do_not_pile_up_without_a_scrape() -> None:
@@ -63,32 +63,28 @@ def samples_of(metrics: Metrics, name: str) -> dict[tuple[str, ...], float]:
     return {tuple(value for _, value in sorted(s.labels.items())): s.value for s in families[name].samples}
 
 
-def test_metrics_omit_a_departed_worker_although_a_former_relay_counted_for_it() -> None:
-    async def test() -> None:
-        metrics, relay = a_router().metrics, Metrics(lambda: view_cluster(ClusterSnapshot()), "br_0")
-        for worker in ("d0", "left"):
-            relay.upstream_errors.inc(worker, "decode", "timeout")
-        metrics.upstream_errors.inc("late", "decode", "timeout")  # of one that had left before it failed
-        metrics.beside = lambda: [relay.counts()]
-        errors = {labels: n for labels, n in samples_of(metrics, "balanceroute_upstream_errors").items() if n}
-        assert errors == {("timeout", "decode", "d0"): 1.0}
-        assert b'worker="left"' not in metrics.exposition() and b'worker="late"' not in metrics.exposition()
-
-    in_virtual_time(test)
+@with_virtual_time
+async def test_metrics_omit_a_departed_worker_although_a_former_relay_counted_for_it() -> None:
+    metrics, relay = a_router().metrics, Metrics(lambda: view_cluster(ClusterSnapshot()), "br_0")
+    for worker in ("d0", "left"):
+        relay.upstream_errors.inc(worker, "decode", "timeout")
+    metrics.upstream_errors.inc("late", "decode", "timeout")  # of one that had left before it failed
+    metrics.beside = lambda: [relay.counts()]
+    errors = {labels: n for labels, n in samples_of(metrics, "balanceroute_upstream_errors").items() if n}
+    assert errors == {("timeout", "decode", "d0"): 1.0}
+    assert b'worker="left"' not in metrics.exposition() and b'worker="late"' not in metrics.exposition()
 
 
-def test_metrics_omit_a_worker_that_has_left() -> None:
-    async def test() -> None:
-        services = a_router()
-        metrics = services.metrics
-        metrics.upstream_errors.inc("d0", "decode", "timeout")
-        metrics.admissions.inc("d0", "stage_1")
-        metrics.conditions.hold(METRICS, "d0", "x")
-        services.fleet.leave(services.fleet["d0"])
-        assert services.fleet.sweep() == ["d0"]
-        assert b'"d0"' not in metrics.exposition()
-
-    in_virtual_time(test)
+@with_virtual_time
+async def test_metrics_omit_a_worker_that_has_left() -> None:
+    services = a_router()
+    metrics = services.metrics
+    metrics.upstream_errors.inc("d0", "decode", "timeout")
+    metrics.admissions.inc("d0", "stage_1")
+    metrics.conditions.hold(METRICS, "d0", "x")
+    services.fleet.leave(services.fleet["d0"])
+    assert services.fleet.sweep() == ["d0"]
+    assert b'"d0"' not in metrics.exposition()
 
 
 @pytest.mark.parametrize("outcome", ["finished", "rejected", "cancelled", "failed", "expired"])
@@ -105,18 +101,16 @@ def test_the_first_refusal_of_every_reason_is_an_increase_to_prometheus() -> Non
     assert samples_of(metrics, "balanceroute_refusals") == {(reason,): 0.0 for reason in reasons}
 
 
-def test_the_first_failure_of_a_task_is_visible_as_an_increase() -> None:
-    async def test() -> None:
-        services = a_router()
+@with_virtual_time
+async def test_the_first_failure_of_a_task_is_visible_as_an_increase() -> None:
+    services = a_router()
 
-        async def run() -> None:
-            raise NotImplementedError
+    async def run() -> None:
+        raise NotImplementedError
 
-        coroutine = supervised(services, "mine", run)
-        coroutine.close()
-        assert samples_of(services.metrics, "balanceroute_internal_errors")["mine",] == 0.0
-
-    in_virtual_time(test)
+    coroutine = supervised(services, "mine", run)
+    coroutine.close()
+    assert samples_of(services.metrics, "balanceroute_internal_errors")["mine",] == 0.0
 
 
 def test_the_default_request_timeout_is_within_the_duration_buckets() -> None:

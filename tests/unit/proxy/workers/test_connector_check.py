@@ -14,7 +14,7 @@ from balanceroute.proxy.workers.connector_check import (
     shortened,
 )
 from balanceroute.proxy.workers.fleet import Worker
-from tests.unit.proxy.virtual_time import a_config, a_router, in_virtual_time
+from tests.unit.proxy.virtual_time import a_config, a_router, with_virtual_time
 
 OF_NIXL = orjson.dumps({"remote_engine_id": "e", "tp_size": 4})
 OF_NOBODY = orjson.dumps({"remote_engine_id": "e"})
@@ -29,54 +29,44 @@ def a_prefiller() -> tuple[Worker, Conditions]:
     return services.fleet["p0"], services.metrics.conditions
 
 
-def test_the_configured_connector_is_recorded_and_clears_its_condition() -> None:
-    async def checked() -> None:
-        worker, conditions = a_prefiller()
-        conditions.hold(CONNECTOR, worker.id, "before")
-        assert note_connector(worker, connector_of(OF_NIXL), named("nixl"), conditions) is None
-        assert worker.kv_connector == "nixl" and conditions.reasons == []
-
-    in_virtual_time(checked)
+@with_virtual_time
+async def test_the_configured_connector_is_recorded_and_clears_its_condition() -> None:
+    worker, conditions = a_prefiller()
+    conditions.hold(CONNECTOR, worker.id, "before")
+    assert note_connector(worker, connector_of(OF_NIXL), named("nixl"), conditions) is None
+    assert worker.kv_connector == "nixl" and conditions.reasons == []
 
 
-def test_another_pulling_connector_is_reported_and_served() -> None:
-    async def checked() -> None:
-        worker, conditions = a_prefiller()
-        assert note_connector(worker, connector_of(OF_NIXL), named("mooncake_v1"), conditions) == "nixl"
-        assert any("connector: nixl" in reason for reason in conditions.reasons)
-
-    in_virtual_time(checked)
+@with_virtual_time
+async def test_another_pulling_connector_is_reported_and_served() -> None:
+    worker, conditions = a_prefiller()
+    assert note_connector(worker, connector_of(OF_NIXL), named("mooncake_v1"), conditions) == "nixl"
+    assert any("connector: nixl" in reason for reason in conditions.reasons)
 
 
-def test_a_pulling_prefiller_is_refused_where_the_decode_worker_is_chosen_first() -> None:
-    async def checked() -> None:
-        worker, conditions = a_prefiller()
-        for _ in range(2):  # and the next one too
-            with pytest.raises(WrongConnector):
-                note_connector(worker, connector_of(OF_NIXL), named("mooncake_layerwise"), conditions)
-
-    in_virtual_time(checked)
+@with_virtual_time
+async def test_a_pulling_prefiller_is_refused_where_the_decode_worker_is_chosen_first() -> None:
+    worker, conditions = a_prefiller()
+    for _ in range(2):  # and the next one too
+        with pytest.raises(WrongConnector):
+            note_connector(worker, connector_of(OF_NIXL), named("mooncake_layerwise"), conditions)
 
 
-def test_parameters_without_a_connector_change_nothing() -> None:
-    async def checked() -> None:
-        worker, conditions = a_prefiller()
-        assert note_connector(worker, connector_of(OF_NOBODY), named("mooncake_v1"), conditions) is None
-        assert conditions.reasons == []
-
-    in_virtual_time(checked)
+@with_virtual_time
+async def test_parameters_without_a_connector_change_nothing() -> None:
+    worker, conditions = a_prefiller()
+    assert note_connector(worker, connector_of(OF_NOBODY), named("mooncake_v1"), conditions) is None
+    assert conditions.reasons == []
 
 
-def test_a_prefiller_that_never_pinned_is_reported_and_one_that_has_is_not() -> None:
-    async def checked() -> None:
-        worker, conditions = a_prefiller()
-        doubt_connector(worker, NO_PARAMETERS.format("nixl"), conditions)
-        assert any("kv_producer" in reason for reason in conditions.reasons)
-        note_connector(worker, connector_of(OF_NIXL), named("nixl"), conditions)
-        doubt_connector(worker, NO_PARAMETERS.format("nixl"), conditions)
-        assert conditions.reasons == []
-
-    in_virtual_time(checked)
+@with_virtual_time
+async def test_a_prefiller_that_never_pinned_is_reported_and_one_that_has_is_not() -> None:
+    worker, conditions = a_prefiller()
+    doubt_connector(worker, NO_PARAMETERS.format("nixl"), conditions)
+    assert any("kv_producer" in reason for reason in conditions.reasons)
+    note_connector(worker, connector_of(OF_NIXL), named("nixl"), conditions)
+    doubt_connector(worker, NO_PARAMETERS.format("nixl"), conditions)
+    assert conditions.reasons == []
 
 
 def test_kv_times_are_shortened_to_the_engines_connector() -> None:

@@ -12,7 +12,16 @@ from balanceroute.proxy.workers.connection import NO_REPLY
 from balanceroute.proxy.workers.fleet import why_not_up
 from balanceroute.proxy.workers.health import HealthMonitor
 from balanceroute.proxy.workers.polling import Polling
-from tests.unit.proxy.virtual_time import Answer, a_config, a_router, in_virtual_time, leaving, let_pass, script
+from tests.unit.proxy.virtual_time import (
+    Answer,
+    a_config,
+    a_router,
+    in_virtual_time,
+    leaving,
+    let_pass,
+    script,
+    with_virtual_time,
+)
 
 HEALTH = {"interval_s": 2.0, "timeout_s": 3.0, "failure_threshold": 3}
 REFUSED = ConnectFailed("refused", worker="d0", tier="decode")
@@ -31,22 +40,20 @@ async def rounds(monitor: HealthMonitor, services: Services, count: int = 1) -> 
 
 
 @pytest.mark.parametrize("answer", [500, REFUSED], ids=["5xx", "refused"])
-def test_a_worker_without_other_progress_goes_down_after_consecutive_failures_and_up_after_one_answer(
+@with_virtual_time
+async def test_a_worker_without_other_progress_goes_down_after_consecutive_failures_and_up_after_one_answer(
     answer: Answer,
 ) -> None:
-    async def test() -> None:
-        services = a_router(a_config(health=HEALTH))
-        monitor = await seen_healthy(services)
-        script(services, "d0", answer)
-        await rounds(monitor, services, 2)
-        assert services.fleet["d0"].state is WorkerState.UP
-        await rounds(monitor, services)
-        assert services.fleet["d0"].state is WorkerState.DOWN
-        script(services, "d0", 200)
-        await rounds(monitor, services)
-        assert services.fleet["d0"].state is WorkerState.UP
-
-    in_virtual_time(test)
+    services = a_router(a_config(health=HEALTH))
+    monitor = await seen_healthy(services)
+    script(services, "d0", answer)
+    await rounds(monitor, services, 2)
+    assert services.fleet["d0"].state is WorkerState.UP
+    await rounds(monitor, services)
+    assert services.fleet["d0"].state is WorkerState.DOWN
+    script(services, "d0", 200)
+    await rounds(monitor, services)
+    assert services.fleet["d0"].state is WorkerState.UP
 
 
 @pytest.mark.parametrize(
@@ -54,23 +61,23 @@ def test_a_worker_without_other_progress_goes_down_after_consecutive_failures_an
     [(REFUSED, True), (503, True), (500, False), (None, False)],
     ids=["refused", "503", "500", "silent"],
 )
-def test_a_refused_port_or_a_dead_engine_means_that_the_process_has_ended(answer: Answer | None, ended: bool) -> None:
-    async def test() -> None:
-        services = a_router(a_config(health=HEALTH))
-        monitor, d0 = await seen_healthy(services), services.fleet["d0"]
-        if answer is None:
-            for _ in range(3):
-                monitor._judge(d0, "no answer within 3 s", silent=True)
-        else:
-            script(services, "d0", answer)
-            await rounds(monitor, services, 4)
-        assert d0.state is WorkerState.DOWN and bool(d0.ended_at) == ended
-        at = d0.ended_at
-        script(services, "d0", 200)
-        await rounds(monitor, services)
-        assert d0.state is WorkerState.UP and d0.ended_at == at
-
-    in_virtual_time(test)
+@with_virtual_time
+async def test_a_refused_port_or_a_dead_engine_means_that_the_process_has_ended(
+    answer: Answer | None, ended: bool
+) -> None:
+    services = a_router(a_config(health=HEALTH))
+    monitor, d0 = await seen_healthy(services), services.fleet["d0"]
+    if answer is None:
+        for _ in range(3):
+            monitor._judge(d0, "no answer within 3 s", silent=True)
+    else:
+        script(services, "d0", answer)
+        await rounds(monitor, services, 4)
+    assert d0.state is WorkerState.DOWN and bool(d0.ended_at) == ended
+    at = d0.ended_at
+    script(services, "d0", 200)
+    await rounds(monitor, services)
+    assert d0.state is WorkerState.UP and d0.ended_at == at
 
 
 @pytest.mark.parametrize(
@@ -78,29 +85,25 @@ def test_a_refused_port_or_a_dead_engine_means_that_the_process_has_ended(answer
     [(REFUSED, "it has not answered /health yet (refused)"), (404, "its /health answers 404")],
     ids=["refused", "404"],
 )
-def test_a_worker_that_was_never_up_is_down_with_what_its_health_check_found(
+@with_virtual_time
+async def test_a_worker_that_was_never_up_is_down_with_what_its_health_check_found(
     answer: Answer, expected: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def test() -> None:
-        services = a_router(a_config(health=HEALTH))
-        script(services, "d0", answer)
-        await rounds(health_monitor(services), services)
-        assert why_not_up(services.fleet["d0"]) == expected
-        assert [getattr(line, "reason", "") for line in caplog.records if line.msg == "worker unhealthy"] == [expected]
-
-    in_virtual_time(test)
+    services = a_router(a_config(health=HEALTH))
+    script(services, "d0", answer)
+    await rounds(health_monitor(services), services)
+    assert why_not_up(services.fleet["d0"]) == expected
+    assert [getattr(line, "reason", "") for line in caplog.records if line.msg == "worker unhealthy"] == [expected]
 
 
 @pytest.mark.parametrize("seen", [False, True], ids=["never up", "was up"])
-def test_a_worker_that_only_ever_closes_connections_may_speak_tls(seen: bool) -> None:
-    async def test() -> None:
-        services = a_router(a_config(health=HEALTH))
-        monitor = await seen_healthy(services) if seen else health_monitor(services)
-        script(services, "d0", ConnectFailed(f"{NO_REPLY}: reset", worker="d0", tier="decode"))
-        await rounds(monitor, services, 3)
-        assert ("its URL must be https://" in why_not_up(services.fleet["d0"])) is not seen
-
-    in_virtual_time(test)
+@with_virtual_time
+async def test_a_worker_that_only_ever_closes_connections_may_speak_tls(seen: bool) -> None:
+    services = a_router(a_config(health=HEALTH))
+    monitor = await seen_healthy(services) if seen else health_monitor(services)
+    script(services, "d0", ConnectFailed(f"{NO_REPLY}: reset", worker="d0", tier="decode"))
+    await rounds(monitor, services, 3)
+    assert ("its URL must be https://" in why_not_up(services.fleet["d0"])) is not seen
 
 
 @pytest.mark.parametrize(
@@ -112,109 +115,97 @@ def test_a_worker_that_only_ever_closes_connections_may_speak_tls(seen: bool) ->
     ],
     ids=["refused", "silent", "503"],
 )
-def test_a_worker_that_goes_down_is_down_with_what_its_last_health_check_found(answer: Answer, expected: str) -> None:
-    async def test() -> None:
-        services = a_router(a_config(health=HEALTH))
-        monitor = await seen_healthy(services)
-        script(services, "d0", 500, answer)
-        await rounds(monitor, services, 3)
-        assert services.fleet["d0"].state is WorkerState.DOWN
-        assert why_not_up(services.fleet["d0"]) == expected
-
-    in_virtual_time(test)
-
-
-def test_a_worker_that_reports_a_dead_engine_is_down_at_once() -> None:
-    async def test() -> None:
-        services = a_router(a_config(health=HEALTH))
-        monitor = await seen_healthy(services)
-        script(services, "d0", 503)
-        await rounds(monitor, services)
-        assert services.fleet["d0"].state is WorkerState.DOWN
-
-    in_virtual_time(test)
+@with_virtual_time
+async def test_a_worker_that_goes_down_is_down_with_what_its_last_health_check_found(
+    answer: Answer, expected: str
+) -> None:
+    services = a_router(a_config(health=HEALTH))
+    monitor = await seen_healthy(services)
+    script(services, "d0", 500, answer)
+    await rounds(monitor, services, 3)
+    assert services.fleet["d0"].state is WorkerState.DOWN
+    assert why_not_up(services.fleet["d0"]) == expected
 
 
-def test_a_silent_worker_gets_no_new_request_after_one_check_and_is_down_after_three() -> None:
-    async def test() -> None:
-        services = a_router(a_config(health=HEALTH))
-        monitor = await seen_healthy(services)
-        worker = services.fleet["d0"]
-        script(services, "d0", None)
-        began_s = services.ledger.now()
-        looking = asyncio.ensure_future(rounds(monitor, services))
-        await let_pass(HEALTH["timeout_s"] + 0.1)
-        assert worker.state is WorkerState.DRAINING and worker.healthy
-        await looking
-        assert worker.state is WorkerState.DOWN
-        assert services.ledger.now() - began_s < 3 * HEALTH["timeout_s"] + 0.5
-        script(services, "d0", 200)
-        await rounds(monitor, services)
-        assert worker.state is WorkerState.UP
-
-    in_virtual_time(test)
+@with_virtual_time
+async def test_a_worker_that_reports_a_dead_engine_is_down_at_once() -> None:
+    services = a_router(a_config(health=HEALTH))
+    monitor = await seen_healthy(services)
+    script(services, "d0", 503)
+    await rounds(monitor, services)
+    assert services.fleet["d0"].state is WorkerState.DOWN
 
 
-def test_a_rank_that_leaves_during_the_check_of_its_server_is_no_failure_of_the_other_ranks() -> None:
-    async def test() -> None:
-        ranks = [{"url": "http://d:1", "id": f"d{n}", "dp_rank": n} for n in range(2)]
-        services = a_router(a_config(decode={"workers": ranks}, health=HEALTH))
-        monitor = await seen_healthy(services)
-        asked = leaving(services, "d0")
-        other = script(services, "d1", 200)
-        await rounds(monitor, services)
-        assert asked.asked and other.asked and "d0" not in services.fleet
-        assert services.fleet["d1"].checks_failed == 0
-
-    in_virtual_time(test)
-
-
-def test_a_hanging_check_of_a_departed_worker_does_not_affect_its_namesake() -> None:
-    async def test() -> None:
-        services = a_router(a_config(health=HEALTH))
-        monitor = await seen_healthy(services)
-        script(services, "d0", None)
-        looking = asyncio.ensure_future(rounds(monitor, services))
-        await let_pass(0.1)
-        services.fleet.leave(services.fleet["d0"])
-        services.fleet.sweep()
-        services.fleet.add(WorkerSpec("d0", Role.DECODE, "http://another:1"), join_attempts=3)
-        script(services, "d0", 200)
-        await rounds(monitor, services)
-        await looking
-        view = services.ledger.view()
-        assert next(worker.state for worker in view.decoders if worker.id == "d0") is WorkerState.UP
-        assert services.fleet["d0"].checks_failed == 0
-
-    in_virtual_time(test)
+@with_virtual_time
+async def test_a_silent_worker_gets_no_new_request_after_one_check_and_is_down_after_three() -> None:
+    services = a_router(a_config(health=HEALTH))
+    monitor = await seen_healthy(services)
+    worker = services.fleet["d0"]
+    script(services, "d0", None)
+    began_s = services.ledger.now()
+    looking = asyncio.ensure_future(rounds(monitor, services))
+    await let_pass(HEALTH["timeout_s"] + 0.1)
+    assert worker.state is WorkerState.DRAINING and worker.healthy
+    await looking
+    assert worker.state is WorkerState.DOWN
+    assert services.ledger.now() - began_s < 3 * HEALTH["timeout_s"] + 0.5
+    script(services, "d0", 200)
+    await rounds(monitor, services)
+    assert worker.state is WorkerState.UP
 
 
-def test_one_answer_ends_the_doubts_about_a_worker() -> None:
-    async def test() -> None:
-        services = a_router(a_config(health=HEALTH))
-        monitor = await seen_healthy(services)
-        script(services, "d0", None, 200)
-        await rounds(monitor, services)
-        assert services.fleet["d0"].state is WorkerState.UP
-        assert services.fleet["d0"].checks_failed == 0
+@with_virtual_time
+async def test_a_rank_that_leaves_during_the_check_of_its_server_is_no_failure_of_the_other_ranks() -> None:
+    ranks = [{"url": "http://d:1", "id": f"d{n}", "dp_rank": n} for n in range(2)]
+    services = a_router(a_config(decode={"workers": ranks}, health=HEALTH))
+    monitor = await seen_healthy(services)
+    asked = leaving(services, "d0")
+    other = script(services, "d1", 200)
+    await rounds(monitor, services)
+    assert asked.asked and other.asked and "d0" not in services.fleet
+    assert services.fleet["d1"].checks_failed == 0
 
-    in_virtual_time(test)
+
+@with_virtual_time
+async def test_a_hanging_check_of_a_departed_worker_does_not_affect_its_namesake() -> None:
+    services = a_router(a_config(health=HEALTH))
+    monitor = await seen_healthy(services)
+    script(services, "d0", None)
+    looking = asyncio.ensure_future(rounds(monitor, services))
+    await let_pass(0.1)
+    services.fleet.leave(services.fleet["d0"])
+    services.fleet.sweep()
+    services.fleet.add(WorkerSpec("d0", Role.DECODE, "http://another:1"), join_attempts=3)
+    script(services, "d0", 200)
+    await rounds(monitor, services)
+    await looking
+    view = services.ledger.view()
+    assert next(worker.state for worker in view.decoders if worker.id == "d0") is WorkerState.UP
+    assert services.fleet["d0"].checks_failed == 0
 
 
-def test_a_worker_without_a_token_since_a_silent_check_gets_no_new_request() -> None:
-    async def test() -> None:
-        services = a_router(a_config(health=HEALTH))
-        monitor = await seen_healthy(services)
-        worker = services.fleet["d0"]
-        script(services, "d0", None)
-        worker.progress_s = services.ledger.now() - 0.01
-        looking = asyncio.ensure_future(rounds(monitor, services))
-        await let_pass(HEALTH["timeout_s"] + 0.1)
-        assert worker.state is WorkerState.DRAINING and worker.checks_failed == 0
-        await looking
-        assert worker.state is WorkerState.DOWN
+@with_virtual_time
+async def test_one_answer_ends_the_doubts_about_a_worker() -> None:
+    services = a_router(a_config(health=HEALTH))
+    monitor = await seen_healthy(services)
+    script(services, "d0", None, 200)
+    await rounds(monitor, services)
+    assert services.fleet["d0"].state is WorkerState.UP
+    assert services.fleet["d0"].checks_failed == 0
 
-    in_virtual_time(test)
+
+@with_virtual_time
+async def test_a_worker_without_a_token_since_a_silent_check_gets_no_new_request() -> None:
+    services = a_router(a_config(health=HEALTH))
+    monitor = await seen_healthy(services)
+    worker = services.fleet["d0"]
+    script(services, "d0", None)
+    worker.progress_s = services.ledger.now() - 0.01
+    looking = asyncio.ensure_future(rounds(monitor, services))
+    await let_pass(HEALTH["timeout_s"] + 0.1)
+    assert worker.state is WorkerState.DRAINING and worker.checks_failed == 0
+    await looking
+    assert worker.state is WorkerState.DOWN
 
 
 @pytest.mark.parametrize(
@@ -222,112 +213,102 @@ def test_a_worker_without_a_token_since_a_silent_check_gets_no_new_request() -> 
     [(None, WorkerState.UP), (REFUSED, WorkerState.DOWN), (500, WorkerState.DOWN), (503, WorkerState.DOWN)],
     ids=["silent", "refused", "500", "503"],
 )
-def test_a_worker_with_recent_progress_may_miss_a_check_but_not_refuse_it(answer: Answer, state: WorkerState) -> None:
-    async def test() -> None:
-        services = a_router(a_config(health=HEALTH))
-        monitor = await seen_healthy(services)
-        script(services, "d0", answer)
+@with_virtual_time
+async def test_a_worker_with_recent_progress_may_miss_a_check_but_not_refuse_it(
+    answer: Answer, state: WorkerState
+) -> None:
+    services = a_router(a_config(health=HEALTH))
+    monitor = await seen_healthy(services)
+    script(services, "d0", answer)
 
-        async def work() -> None:
-            while True:
-                services.fleet["d0"].progress_s = services.ledger.now()
-                await let_pass(1.0)
+    async def work() -> None:
+        while True:
+            services.fleet["d0"].progress_s = services.ledger.now()
+            await let_pass(1.0)
 
-        working = asyncio.ensure_future(work())
-        await rounds(monitor, services, 10)
-        working.cancel()
-        assert services.fleet["d0"].state is state
-
-    in_virtual_time(test)
-
-
-def test_a_silent_worker_without_progress_on_its_request_is_down() -> None:
-    async def test() -> None:
-        services = a_router(a_config(health=HEALTH))
-        monitor = await seen_healthy(services)
-        worker = services.fleet["d0"]
-        script(services, "d0", None)
-        for _ in range(3):
-            worker.in_use, worker.busy_since_s = 1, services.ledger.now()
-            await rounds(monitor, services)
-        assert worker.state is WorkerState.DOWN
-
-    in_virtual_time(test)
+    working = asyncio.ensure_future(work())
+    await rounds(monitor, services, 10)
+    working.cancel()
+    assert services.fleet["d0"].state is state
 
 
-def test_a_health_timeout_noticed_late_by_a_stalled_loop_does_not_count() -> None:
-    async def test() -> None:
-        services = a_router(a_config(health=HEALTH))
-        monitor = await seen_healthy(services)
-        script(services, "d0", None)
-        jump = services.loop._jump  # type: ignore[attr-defined]
+@with_virtual_time
+async def test_a_silent_worker_without_progress_on_its_request_is_down() -> None:
+    services = a_router(a_config(health=HEALTH))
+    monitor = await seen_healthy(services)
+    worker = services.fleet["d0"]
+    script(services, "d0", None)
+    for _ in range(3):
+        worker.in_use, worker.busy_since_s = 1, services.ledger.now()
+        await rounds(monitor, services)
+    assert worker.state is WorkerState.DOWN
 
-        def stall() -> None:
-            jump.now_s += 30.0  # as if a callback had run for so long
 
-        for _ in range(5):
-            services.loop.call_later(2.0, stall)
-            await rounds(monitor, services)
-        assert services.fleet["d0"].checks_failed == 0
-        await rounds(monitor, services, 3)
-        assert services.fleet["d0"].state is WorkerState.DOWN
+@with_virtual_time
+async def test_a_health_timeout_noticed_late_by_a_stalled_loop_does_not_count() -> None:
+    services = a_router(a_config(health=HEALTH))
+    monitor = await seen_healthy(services)
+    script(services, "d0", None)
+    jump = services.loop._jump  # type: ignore[attr-defined]
 
-    in_virtual_time(test)
+    def stall() -> None:
+        jump.now_s += 30.0  # as if a callback had run for so long
+
+    for _ in range(5):
+        services.loop.call_later(2.0, stall)
+        await rounds(monitor, services)
+    assert services.fleet["d0"].checks_failed == 0
+    await rounds(monitor, services, 3)
+    assert services.fleet["d0"].state is WorkerState.DOWN
 
 
 @pytest.mark.parametrize("stall_s", [2.9, 3.3], ids=["within", "just-beyond"])
-def test_a_pause_of_the_router_within_the_health_timeout_does_not_count(stall_s: float) -> None:
-    async def test() -> None:
-        services = a_router(a_config(health={**HEALTH, "timeout_s": 3.0}))
-        script(services, "d0", None)  # never seen healthy: one verdict would take it out
-        jump = services.loop._jump  # type: ignore[attr-defined]
+@with_virtual_time
+async def test_a_pause_of_the_router_within_the_health_timeout_does_not_count(stall_s: float) -> None:
+    services = a_router(a_config(health={**HEALTH, "timeout_s": 3.0}))
+    script(services, "d0", None)  # never seen healthy: one verdict would take it out
+    jump = services.loop._jump  # type: ignore[attr-defined]
 
-        def stall() -> None:
-            jump.now_s += stall_s
+    def stall() -> None:
+        jump.now_s += stall_s
 
-        services.loop.call_later(0.05, stall)
-        await rounds(health_monitor(services), services)
-        assert services.fleet["d0"].state is WorkerState.UP
-
-    in_virtual_time(test)
+    services.loop.call_later(0.05, stall)
+    await rounds(health_monitor(services), services)
+    assert services.fleet["d0"].state is WorkerState.UP
 
 
-def test_a_worker_that_was_never_healthy_is_out_at_once() -> None:
-    async def test() -> None:
-        services = a_router(a_config(health=HEALTH))
-        script(services, "d0", REFUSED)
-        await rounds(health_monitor(services), services)
-        assert [worker.state for worker in services.fleet] == [WorkerState.UP, WorkerState.DOWN] + [WorkerState.UP] * 2
-
-    in_virtual_time(test)
+@with_virtual_time
+async def test_a_worker_that_was_never_healthy_is_out_at_once() -> None:
+    services = a_router(a_config(health=HEALTH))
+    script(services, "d0", REFUSED)
+    await rounds(health_monitor(services), services)
+    assert [worker.state for worker in services.fleet] == [WorkerState.UP, WorkerState.DOWN] + [WorkerState.UP] * 2
 
 
-def test_a_worker_that_joins_and_never_answers_is_dropped_after_its_attempts_and_the_log_says_why(
+@with_virtual_time
+async def test_a_worker_that_joins_and_never_answers_is_dropped_after_its_attempts_and_the_log_says_why(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async def test() -> None:
-        lifecycle = {"join_attempts": 2, "join_interval_s": 10.0}
-        services = a_router(a_config(health=HEALTH, lifecycle=lifecycle))
-        monitor = await seen_healthy(services)
-        spec = services.fleet["d0"].spec
-        services.fleet.leave(services.fleet["d0"])
-        assert services.fleet.sweep() == ["d0"]
-        services.fleet.add(spec, join_attempts=2)
-        script(services, "d0", REFUSED)
-        await rounds(monitor, services)
-        assert not services.fleet["d0"].leaving
-        await let_pass(10.0)
-        await rounds(monitor, services)
-        assert services.fleet.sweep() == ["d0"] and "d0" not in services.fleet
-        logged = [(line.msg, line.reason) for line in caplog.records if hasattr(line, "reason")]
-        why = "it has not answered /health yet (refused)"
-        assert logged == [
-            ("worker state", "it has not answered /health yet"),
-            ("worker unhealthy", why),
-            ("worker not ready, dropped", why),
-        ]
-
-    in_virtual_time(test)
+    lifecycle = {"join_attempts": 2, "join_interval_s": 10.0}
+    services = a_router(a_config(health=HEALTH, lifecycle=lifecycle))
+    monitor = await seen_healthy(services)
+    spec = services.fleet["d0"].spec
+    services.fleet.leave(services.fleet["d0"])
+    assert services.fleet.sweep() == ["d0"]
+    services.fleet.add(spec, join_attempts=2)
+    script(services, "d0", REFUSED)
+    await rounds(monitor, services)
+    assert not services.fleet["d0"].leaving
+    await let_pass(10.0)
+    await rounds(monitor, services)
+    assert services.fleet.sweep() == ["d0"] and "d0" not in services.fleet
+    logged = [(line.msg, line.reason) for line in caplog.records if hasattr(line, "reason")]
+    why = "it has not answered /health yet (refused)"
+    assert logged == [
+        ("worker state", "it has not answered /health yet"),
+        ("worker unhealthy", why),
+        ("worker not ready, dropped", why),
+    ]
 
 
 def test_a_health_check_without_a_free_descriptor_does_not_count() -> None:
@@ -344,36 +325,31 @@ def test_a_health_check_without_a_free_descriptor_does_not_count() -> None:
 
 
 @pytest.mark.parametrize("lately", ["token", "first request", "pause of ours", None])
-def test_a_worker_is_stalled_without_any_recent_sign_of_progress(lately: str | None) -> None:
+@with_virtual_time
+async def test_a_worker_is_stalled_without_any_recent_sign_of_progress(lately: str | None) -> None:
     """Its streams wait for tokens. The last token, its first request after idleness and our last pause are old."""
-
-    async def test() -> None:
-        services = a_router(a_config(health=HEALTH | {"stall_after_s": 30.0}))
-        monitor = await seen_healthy(services)
-        worker = services.fleet["d0"]
-        monitor._expects_tokens = lambda worker_id: worker_id == "d0"
-        worker.take()
-        await let_pass(100.0)
-        now = services.loop.time()
-        worker.progress_s = now - (30.0 if lately != "token" else 29.9)
-        worker.busy_since_s = now - (30.0 if lately != "first request" else 29.9)
-        services.attention.since_s = now - (30.0 if lately != "pause of ours" else 29.9)
-        await rounds(monitor, services)
-        assert worker.stalled is (lately is None)
-
-    in_virtual_time(test)
+    services = a_router(a_config(health=HEALTH | {"stall_after_s": 30.0}))
+    monitor = await seen_healthy(services)
+    worker = services.fleet["d0"]
+    monitor._expects_tokens = lambda worker_id: worker_id == "d0"
+    worker.take()
+    await let_pass(100.0)
+    now = services.loop.time()
+    worker.progress_s = now - (30.0 if lately != "token" else 29.9)
+    worker.busy_since_s = now - (30.0 if lately != "first request" else 29.9)
+    services.attention.since_s = now - (30.0 if lately != "pause of ours" else 29.9)
+    await rounds(monitor, services)
+    assert worker.stalled is (lately is None)
 
 
 @pytest.mark.parametrize("reason", ["idle", "nobody waits"])
-def test_a_worker_without_expected_tokens_is_not_stalled(reason: str) -> None:
-    async def test() -> None:
-        services = a_router(a_config(health=HEALTH | {"stall_after_s": 30.0}))
-        monitor = await seen_healthy(services)
-        monitor._expects_tokens = lambda worker_id: reason == "idle"
-        if reason != "idle":
-            services.fleet["d0"].take()
-        await let_pass(100.0)
-        await rounds(monitor, services)
-        assert not services.fleet["d0"].stalled
-
-    in_virtual_time(test)
+@with_virtual_time
+async def test_a_worker_without_expected_tokens_is_not_stalled(reason: str) -> None:
+    services = a_router(a_config(health=HEALTH | {"stall_after_s": 30.0}))
+    monitor = await seen_healthy(services)
+    monitor._expects_tokens = lambda worker_id: reason == "idle"
+    if reason != "idle":
+        services.fleet["d0"].take()
+    await let_pass(100.0)
+    await rounds(monitor, services)
+    assert not services.fleet["d0"].stalled

@@ -7,7 +7,7 @@ import pytest
 from balanceroute.errors import ForeignReply
 from balanceroute.proxy.workers.fleet import Worker
 from balanceroute.proxy.workers.identity import check_id, learn_id
-from tests.unit.proxy.virtual_time import a_router, in_virtual_time
+from tests.unit.proxy.virtual_time import a_router, in_virtual_time, with_virtual_time
 
 
 class Connections:
@@ -28,16 +28,14 @@ def a_worker() -> tuple[Worker, Connections]:
     return worker, connections
 
 
-def test_a_worker_that_has_echoed_once_must_always() -> None:
-    async def asked() -> None:
-        worker, connections = a_worker()
-        check_id(worker, "decode", "cmpl-r1", "r1")
-        with pytest.raises(ForeignReply) as foreign:
-            check_id(worker, "decode", "cmpl-r2", "r1")
-        assert (foreign.value.worker, foreign.value.tier) == ("d0", "decode")
-        assert connections.dropped == 1
-
-    in_virtual_time(asked)
+@with_virtual_time
+async def test_a_worker_that_has_echoed_once_must_always() -> None:
+    worker, connections = a_worker()
+    check_id(worker, "decode", "cmpl-r1", "r1")
+    with pytest.raises(ForeignReply) as foreign:
+        check_id(worker, "decode", "cmpl-r2", "r1")
+    assert (foreign.value.worker, foreign.value.tier) == ("d0", "decode")
+    assert connections.dropped == 1
 
 
 def test_a_worker_that_never_echoes_ids_is_unchecked_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -54,12 +52,10 @@ def test_a_worker_that_never_echoes_ids_is_unchecked_and_logged_once(caplog: pyt
     ]
 
 
-def test_a_worker_that_begins_to_echo_is_checked_from_then_on() -> None:
-    async def asked() -> None:
-        worker, _ = a_worker()
-        learn_id(worker, False)
-        check_id(worker, "decode", "cmpl-r1", "r1")
-        with pytest.raises(ForeignReply):
-            check_id(worker, "decode", "own", "r1")
-
-    in_virtual_time(asked)
+@with_virtual_time
+async def test_a_worker_that_begins_to_echo_is_checked_from_then_on() -> None:
+    worker, _ = a_worker()
+    learn_id(worker, False)
+    check_id(worker, "decode", "cmpl-r1", "r1")
+    with pytest.raises(ForeignReply):
+        check_id(worker, "decode", "own", "r1")

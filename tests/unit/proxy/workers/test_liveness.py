@@ -6,7 +6,15 @@ import pytest
 
 from balanceroute.errors import BadUpstreamReply, CannotConnect, ConnectFailed
 from balanceroute.proxy.workers.liveness import is_alive
-from tests.unit.proxy.virtual_time import Answer, Page, a_router, in_virtual_time, let_pass, script, stand_still
+from tests.unit.proxy.virtual_time import (
+    Answer,
+    Page,
+    a_router,
+    let_pass,
+    script,
+    stand_still,
+    with_virtual_time,
+)
 
 
 @pytest.mark.parametrize(
@@ -24,38 +32,32 @@ from tests.unit.proxy.virtual_time import Answer, Page, a_router, in_virtual_tim
     ],
     ids=["200", "404", "500", "503", "refused", "broken off", "our own shortage", "silent", "never ends"],
 )
-def test_a_worker_that_answers_in_time_with_200_or_404_is_alive(answer: Answer, alive: bool) -> None:
-    async def test() -> None:
-        services = a_router()
-        upstream = script(services, "d0", answer)
-        began_s = services.ledger.now()
-        assert await is_alive(services.fleet["d0"], 2.0) is alive
-        assert services.ledger.now() - began_s <= 2.0
-        assert [asked.path for asked in upstream.asked] == ["/health"]
-
-    in_virtual_time(test)
+@with_virtual_time
+async def test_a_worker_that_answers_in_time_with_200_or_404_is_alive(answer: Answer, alive: bool) -> None:
+    services = a_router()
+    upstream = script(services, "d0", answer)
+    began_s = services.ledger.now()
+    assert await is_alive(services.fleet["d0"], 2.0) is alive
+    assert services.ledger.now() - began_s <= 2.0
+    assert [asked.path for asked in upstream.asked] == ["/health"]
 
 
-def test_a_caller_may_cancel_its_question() -> None:
-    async def test() -> None:
-        services = a_router()
-        script(services, "d0", None)
-        looking = asyncio.ensure_future(is_alive(services.fleet["d0"], 60.0))
-        await let_pass(1.0)
-        looking.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await looking
-
-    in_virtual_time(test)
+@with_virtual_time
+async def test_a_caller_may_cancel_its_question() -> None:
+    services = a_router()
+    script(services, "d0", None)
+    looking = asyncio.ensure_future(is_alive(services.fleet["d0"], 60.0))
+    await let_pass(1.0)
+    looking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await looking
 
 
-def test_a_workers_silence_during_a_pause_of_the_router_is_not_a_death() -> None:
-    async def test() -> None:
-        services = a_router()
-        script(services, "d0", None)
-        looking = asyncio.ensure_future(is_alive(services.fleet["d0"], 2.0))
-        await let_pass(0.1)
-        stand_still(60.0)
-        assert await looking
-
-    in_virtual_time(test)
+@with_virtual_time
+async def test_a_workers_silence_during_a_pause_of_the_router_is_not_a_death() -> None:
+    services = a_router()
+    script(services, "d0", None)
+    looking = asyncio.ensure_future(is_alive(services.fleet["d0"], 2.0))
+    await let_pass(0.1)
+    stand_still(60.0)
+    assert await looking

@@ -15,7 +15,16 @@ from balanceroute.proxy.telemetry.conditions import METRICS, PREFIX_CACHE
 from balanceroute.proxy.telemetry.divergence import WINDOW
 from balanceroute.proxy.workers.metrics_poller import FULL
 from balanceroute.proxy.workers.polling import Polling
-from tests.unit.proxy.virtual_time import Answer, Page, a_config, a_router, in_virtual_time, leaving, script
+from tests.unit.proxy.virtual_time import (
+    Answer,
+    Page,
+    a_config,
+    a_router,
+    in_virtual_time,
+    leaving,
+    script,
+    with_virtual_time,
+)
 
 
 def test_a_decode_worker_s_tokens_per_step_reach_the_scheduler_and_end_with_its_drafts() -> None:
@@ -36,17 +45,15 @@ def test_a_decode_worker_s_tokens_per_step_reach_the_scheduler_and_end_with_its_
     in_virtual_time(test)
 
 
-def test_a_rank_that_leaves_while_its_server_s_metrics_are_read_leaves_the_other_ranks_known() -> None:
-    async def test() -> None:
-        ranks = [{"url": "http://p:1", "id": f"p{n}", "dp_rank": n} for n in range(2)]
-        services = a_router(a_config(prefill={"workers": ranks}))
-        asked = leaving(services, "p0")
-        script(services, "p1", Page(b'vllm:kv_cache_usage_perc{engine="1"} 0.25\n'))
-        await polled(services)
-        assert asked.asked and usage_of(services, "p1") == 0.25
-        assert not any("p1" in reason for reason in services.metrics.conditions.reasons)
-
-    in_virtual_time(test)
+@with_virtual_time
+async def test_a_rank_that_leaves_while_its_server_s_metrics_are_read_leaves_the_other_ranks_known() -> None:
+    ranks = [{"url": "http://p:1", "id": f"p{n}", "dp_rank": n} for n in range(2)]
+    services = a_router(a_config(prefill={"workers": ranks}))
+    asked = leaving(services, "p0")
+    script(services, "p1", Page(b'vllm:kv_cache_usage_perc{engine="1"} 0.25\n'))
+    await polled(services)
+    assert asked.asked and usage_of(services, "p1") == 0.25
+    assert not any("p1" in reason for reason in services.metrics.conditions.reasons)
 
 
 GAUGE = b'vllm:kv_cache_usage_perc{engine="0"} %s\n'
@@ -80,74 +87,62 @@ def usage_of(services: Services, name: str = "p0") -> float | None:
     ],
     ids=["told", "no ratio", "NaN", "no gauge", "404", "500", "broken off", "refused", "silent"],
 )
-def test_an_unreachable_prefiller_counts_as_full_and_one_without_usage_as_unknown(
+@with_virtual_time
+async def test_an_unreachable_prefiller_counts_as_full_and_one_without_usage_as_unknown(
     answer: Answer, usage: float | None, is_failure: bool
 ) -> None:
-    async def test() -> None:
-        services = a_router(a_config(prefillers=2))
-        script(services, "p0", answer)
-        script(services, "p1", Page(GAUGE % b"0.5"))
-        services.fleet["p0"].seen_healthy = True
-        await polled(services)
-        assert (usage_of(services), usage_of(services, "p1")) == (usage, 0.5)
-        assert services.metrics.conditions.count(METRICS) == (1 if is_failure else 0) + len(
-            services.fleet.of(Role.DECODE)
-        )
-        assert services.metrics.scrapes_failed.value("p0") == is_failure
-
-    in_virtual_time(test)
+    services = a_router(a_config(prefillers=2))
+    script(services, "p0", answer)
+    script(services, "p1", Page(GAUGE % b"0.5"))
+    services.fleet["p0"].seen_healthy = True
+    await polled(services)
+    assert (usage_of(services), usage_of(services, "p1")) == (usage, 0.5)
+    assert services.metrics.conditions.count(METRICS) == (1 if is_failure else 0) + len(services.fleet.of(Role.DECODE))
+    assert services.metrics.scrapes_failed.value("p0") == is_failure
 
 
-def test_a_worker_that_has_not_started_yet_is_down_and_not_degraded() -> None:
+@with_virtual_time
+async def test_a_worker_that_has_not_started_yet_is_down_and_not_degraded() -> None:
     """Its health checks say so, a moment later."""
-
-    async def test() -> None:
-        services = a_router(a_config(prefillers=1))
-        script(services, "p0", REFUSED)
-        await polled(services)
-        assert usage_of(services) == FULL
-        assert not any("p0" in reason for reason in services.metrics.conditions.reasons)
-
-    in_virtual_time(test)
+    services = a_router(a_config(prefillers=1))
+    script(services, "p0", REFUSED)
+    await polled(services)
+    assert usage_of(services) == FULL
+    assert not any("p0" in reason for reason in services.metrics.conditions.reasons)
 
 
-def test_a_metrics_page_read_late_by_a_stalled_loop_changes_nothing() -> None:
-    async def test() -> None:
-        services = a_router(a_config(prefillers=1))
-        script(services, "p0", Page(GAUGE % b"0.25"))
-        await polled(services)
-        script(services, "p0", None)
-        jump = services.loop._jump  # type: ignore[attr-defined]
+@with_virtual_time
+async def test_a_metrics_page_read_late_by_a_stalled_loop_changes_nothing() -> None:
+    services = a_router(a_config(prefillers=1))
+    script(services, "p0", Page(GAUGE % b"0.25"))
+    await polled(services)
+    script(services, "p0", None)
+    jump = services.loop._jump  # type: ignore[attr-defined]
 
-        def stall() -> None:
-            jump.now_s += 30.0  # as if a callback had run for so long
+    def stall() -> None:
+        jump.now_s += 30.0  # as if a callback had run for so long
 
-        services.loop.call_later(1.0, stall)
-        before = services.metrics.conditions.count(METRICS)
-        await polled(services)
-        assert (usage_of(services), services.metrics.conditions.count(METRICS)) == (0.25, before)
-        await polled(services)
-        assert usage_of(services) == FULL
-
-    in_virtual_time(test)
+    services.loop.call_later(1.0, stall)
+    before = services.metrics.conditions.count(METRICS)
+    await polled(services)
+    assert (usage_of(services), services.metrics.conditions.count(METRICS)) == (0.25, before)
+    await polled(services)
+    assert usage_of(services) == FULL
 
 
-def test_when_no_prefillers_page_is_readable_they_no_longer_count_as_full() -> None:
+@with_virtual_time
+async def test_when_no_prefillers_page_is_readable_they_no_longer_count_as_full() -> None:
     """The router cannot reach their pages, and /health is all that is left to go by."""
-
-    async def test() -> None:
-        config = a_config(prefillers=2, health={"failure_threshold": 2})
-        services = a_router(config)
-        poller = metrics_poller(services)
-        for name in ("p0", "p1"):
-            script(services, name, REFUSED)
-        found = []
-        for _ in range(4):
-            await Polling(services.fleet, poller._read, poller._unreadable).once()
-            found.append([usage_of(services, name) for name in ("p0", "p1")])
-        assert found[0] == [FULL, FULL] and found[-1] == [None, None]
-
-    in_virtual_time(test)
+    config = a_config(prefillers=2, health={"failure_threshold": 2})
+    services = a_router(config)
+    poller = metrics_poller(services)
+    for name in ("p0", "p1"):
+        script(services, name, REFUSED)
+    found = []
+    for _ in range(4):
+        await Polling(services.fleet, poller._read, poller._unreadable).once()
+        found.append([usage_of(services, name) for name in ("p0", "p1")])
+    assert found[0] == [FULL, FULL] and found[-1] == [None, None]
 
 
 def test_an_unreadable_page_of_a_down_worker_raises_no_condition_and_ends_none(
@@ -171,90 +166,77 @@ def test_an_unreadable_page_of_a_down_worker_raises_no_condition_and_ends_none(
     in_virtual_time(test)
 
 
-def test_a_workers_divergence_ends_when_it_goes_down() -> None:
-    async def test() -> None:
-        services = a_router(a_config(1, 1))
-        divergence = services.metrics.divergence
-        script(services, "d0", Page(b'vllm:num_requests_running{engine="0"} 3.0\n'))
-        await polled(services, WINDOW)
-        assert divergence.lasting("d0") == 3.0
-        script(services, "d0", REFUSED)
-        services.fleet.set_healthy(services.fleet["d0"], False)
-        await polled(services)
-        assert divergence.lasting("d0") == 0.0
-
-    in_virtual_time(test)
+@with_virtual_time
+async def test_a_workers_divergence_ends_when_it_goes_down() -> None:
+    services = a_router(a_config(1, 1))
+    divergence = services.metrics.divergence
+    script(services, "d0", Page(b'vllm:num_requests_running{engine="0"} 3.0\n'))
+    await polled(services, WINDOW)
+    assert divergence.lasting("d0") == 3.0
+    script(services, "d0", REFUSED)
+    services.fleet.set_healthy(services.fleet["d0"], False)
+    await polled(services)
+    assert divergence.lasting("d0") == 0.0
 
 
 @pytest.mark.parametrize(("drains", "orphans", "lasting"), [(0, 0, 0.25), (1, 0, 0.0), (0, 1, 0.0)])
-def test_pinned_kv_of_relays_explains_a_prefiller_s_usage(drains: int, orphans: int, lasting: float) -> None:
-    async def test() -> None:
-        services = a_router(a_config(1, 1))
-        services.drainer.elsewhere, services.metrics.orphaned_elsewhere = drains, orphans
-        script(services, "p0", Page(GAUGE % b"0.25"))
-        await polled(services, WINDOW)
-        assert services.metrics.divergence.lasting("p0") == lasting
-
-    in_virtual_time(test)
+@with_virtual_time
+async def test_pinned_kv_of_relays_explains_a_prefiller_s_usage(drains: int, orphans: int, lasting: float) -> None:
+    services = a_router(a_config(1, 1))
+    services.drainer.elsewhere, services.metrics.orphaned_elsewhere = drains, orphans
+    script(services, "p0", Page(GAUGE % b"0.25"))
+    await polled(services, WINDOW)
+    assert services.metrics.divergence.lasting("p0") == lasting
 
 
 @pytest.mark.parametrize("policy", ["prefix_affinity", "least_tokens"])
-def test_a_prefiller_without_a_cache_is_reported_under_prefix_affinity(policy: str) -> None:
-    async def test() -> None:
-        services = a_router(a_config(1, 1, prefill={"policy": policy}))
-        off = b'vllm:cache_config_info{block_size="16",enable_prefix_caching="False",engine="0"} 1.0\n'
-        script(services, "p0", Page(GAUGE % b"0.1" + off))
+@with_virtual_time
+async def test_a_prefiller_without_a_cache_is_reported_under_prefix_affinity(policy: str) -> None:
+    services = a_router(a_config(1, 1, prefill={"policy": policy}))
+    off = b'vllm:cache_config_info{block_size="16",enable_prefix_caching="False",engine="0"} 1.0\n'
+    script(services, "p0", Page(GAUGE % b"0.1" + off))
+    await polled(services)
+    assert services.metrics.conditions.count(PREFIX_CACHE) == (policy == "prefix_affinity")
+    script(services, "p0", Page(GAUGE % b"0.1" + off.replace(b"False", b"True")))
+    await polled(services)
+    assert services.metrics.conditions.count(PREFIX_CACHE) == 0
+
+
+@with_virtual_time
+async def test_foreign_requests_on_a_decode_worker_take_slots_after_two_reports() -> None:
+    services = a_router(a_config(1, 1, decode={"max_num_seqs": 8}))
+    running = b'vllm:num_requests_running{engine="0"} 3.0\n'
+    script(services, "d0", Page(running))
+    free = []
+    for _ in range(3):
         await polled(services)
-        assert services.metrics.conditions.count(PREFIX_CACHE) == (policy == "prefix_affinity")
-        script(services, "p0", Page(GAUGE % b"0.1" + off.replace(b"False", b"True")))
-        await polled(services)
-        assert services.metrics.conditions.count(PREFIX_CACHE) == 0
-
-    in_virtual_time(test)
+        known = services.ledger.decoder("d0")
+        assert known is not None
+        free.append((known.foreign_requests, known.free_slots))
+    assert free[0] == (0, 8) and free[-1] == (3, 5)
 
 
-def test_foreign_requests_on_a_decode_worker_take_slots_after_two_reports() -> None:
-    async def test() -> None:
-        services = a_router(a_config(1, 1, decode={"max_num_seqs": 8}))
-        running = b'vllm:num_requests_running{engine="0"} 3.0\n'
-        script(services, "d0", Page(running))
-        free = []
-        for _ in range(3):
-            await polled(services)
-            known = services.ledger.decoder("d0")
-            assert known is not None
-            free.append((known.foreign_requests, known.free_slots))
-        assert free[0] == (0, 8) and free[-1] == (3, 5)
-
-    in_virtual_time(test)
+@with_virtual_time
+async def test_the_kv_memory_of_a_decode_worker_is_known_after_one_report_and_kept_when_one_fails() -> None:
+    services = a_router(a_config(1, 1))
+    script(services, "d0", Page(b'vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="100"} 1.0\n'))
+    await polled(services)
+    assert services.ledger.scheduler.snapshot.workers[0].kv_capacity_tokens == 1_600
+    script(services, "d0", 500)
+    await polled(services)
+    assert services.ledger.scheduler.snapshot.workers[0].kv_capacity_tokens == 1_600
 
 
-def test_the_kv_memory_of_a_decode_worker_is_known_after_one_report_and_kept_when_one_fails() -> None:
-    async def test() -> None:
-        services = a_router(a_config(1, 1))
-        script(services, "d0", Page(b'vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="100"} 1.0\n'))
-        await polled(services)
-        assert services.ledger.scheduler.snapshot.workers[0].kv_capacity_tokens == 1_600
-        script(services, "d0", 500)
-        await polled(services)
-        assert services.ledger.scheduler.snapshot.workers[0].kv_capacity_tokens == 1_600
-
-    in_virtual_time(test)
-
-
-def test_an_impossible_kv_memory_size_counts_as_unknown() -> None:
+@with_virtual_time
+async def test_an_impossible_kv_memory_size_counts_as_unknown() -> None:
     """A number of more than 64 bits can be written neither to the link, with all that is said then, nor as JSON."""
-
-    async def test() -> None:
-        services = a_router(a_config(1, 1))
-        absurd = b'vllm:cache_config_info{block_size="999999999999",engine="0",num_gpu_blocks="999999999999"} 1.0\n'
-        running = b'vllm:num_requests_running{engine="0"} 3.0\n'
-        for worker in ("p0", "d0"):
-            script(services, worker, Page(GAUGE % b"0.5" + running + absurd))
-        for _ in range(3):
-            await polled(services)
-        assert frame([Seen(services.ledger.view())])
-        assert orjson.loads(orjson.dumps(state(services)))["workers"]
-        assert services.ledger.scheduler.snapshot.workers[0].kv_capacity_tokens == 0
-
-    in_virtual_time(test)
+    services = a_router(a_config(1, 1))
+    absurd = b'vllm:cache_config_info{block_size="999999999999",engine="0",num_gpu_blocks="999999999999"} 1.0\n'
+    running = b'vllm:num_requests_running{engine="0"} 3.0\n'
+    for worker in ("p0", "d0"):
+        script(services, worker, Page(GAUGE % b"0.5" + running + absurd))
+    for _ in range(3):
+        await polled(services)
+    assert frame([Seen(services.ledger.view())])
+    assert orjson.loads(orjson.dumps(state(services)))["workers"]
+    assert services.ledger.scheduler.snapshot.workers[0].kv_capacity_tokens == 0

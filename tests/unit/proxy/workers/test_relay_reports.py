@@ -11,7 +11,7 @@ from balanceroute.proxy.workers.circuit import CircuitState
 from balanceroute.proxy.workers.fleet import why_not_up
 from balanceroute.proxy.workers.relay_reports import MOST_AWAY, RelayReports
 from balanceroute.proxy.workers.silence import FrozenGroup
-from tests.unit.proxy.virtual_time import a_router, in_virtual_time, let_pass
+from tests.unit.proxy.virtual_time import a_router, let_pass, with_virtual_time
 
 
 def reports(services: Services, counts: list[tuple[int, int, int]] | None = None) -> RelayReports:
@@ -27,178 +27,155 @@ def activity(exchanges: int, *uses: Use) -> Activity:
     return Activity(exchanges, 0, uses)
 
 
-def test_findings_of_all_relays_count_as_consecutive() -> None:
-    async def test() -> None:
-        services = a_router()
-        relay_reports, worker = reports(services), services.fleet["d1"]
-        for _ in range(services.config.health.failure_threshold - 1):
-            relay_reports.judged(Judged("d1", Finding.FAULT))
-        assert worker.circuit.state is CircuitState.RESTING and worker.state is WorkerState.DRAINING
-        assert relay_reports.standings()["d1"].doubtful
-        relay_reports.judged(Judged("d1", Finding.FAULT, reason="status 500"))
-        assert why_not_up(worker) == "requests to it fail (status 500)"
-        assert worker.circuit.state is CircuitState.OPEN and relay_reports.standings()["d1"].state is WorkerState.DOWN
-        relay_reports.judged(Judged("d1", Finding.SUCCESS))
-        assert worker.state is WorkerState.UP and not relay_reports.standings()["d1"].doubtful
-        relay_reports.judged(Judged("who is this", Finding.FAULT))
-
-    in_virtual_time(test)
+@with_virtual_time
+async def test_findings_of_all_relays_count_as_consecutive() -> None:
+    services = a_router()
+    relay_reports, worker = reports(services), services.fleet["d1"]
+    for _ in range(services.config.health.failure_threshold - 1):
+        relay_reports.judged(Judged("d1", Finding.FAULT))
+    assert worker.circuit.state is CircuitState.RESTING and worker.state is WorkerState.DRAINING
+    assert relay_reports.standings()["d1"].doubtful
+    relay_reports.judged(Judged("d1", Finding.FAULT, reason="status 500"))
+    assert why_not_up(worker) == "requests to it fail (status 500)"
+    assert worker.circuit.state is CircuitState.OPEN and relay_reports.standings()["d1"].state is WorkerState.DOWN
+    relay_reports.judged(Judged("d1", Finding.SUCCESS))
+    assert worker.state is WorkerState.UP and not relay_reports.standings()["d1"].doubtful
+    relay_reports.judged(Judged("who is this", Finding.FAULT))
 
 
-def test_a_busy_worker_rests_for_its_retry_after() -> None:
-    async def test() -> None:
-        services = a_router()
-        relay_reports, worker = reports(services), services.fleet["d1"]
-        relay_reports.judged(Judged("d1", Finding.BUSY, 5.0))
-        await let_pass(4.5)
-        assert worker.circuit.state is CircuitState.RESTING
-        await let_pass(1.0)
-        assert worker.circuit.state is CircuitState.HALF_OPEN
-
-    in_virtual_time(test)
+@with_virtual_time
+async def test_a_busy_worker_rests_for_its_retry_after() -> None:
+    services = a_router()
+    relay_reports, worker = reports(services), services.fleet["d1"]
+    relay_reports.judged(Judged("d1", Finding.BUSY, 5.0))
+    await let_pass(4.5)
+    assert worker.circuit.state is CircuitState.RESTING
+    await let_pass(1.0)
+    assert worker.circuit.state is CircuitState.HALF_OPEN
 
 
-def test_the_trial_of_a_lost_relay_is_repeated() -> None:
-    async def test() -> None:
-        services = a_router()
-        relay_reports, worker = reports(services), services.fleet["d1"]
-        worker.circuit.state = CircuitState.HALF_OPEN
-        relay_reports.judged(Judged("d1", Finding.USED))
-        assert worker.circuit.state is CircuitState.TRIAL
-        relay_reports.lost("r0")
-        assert worker.circuit.state is CircuitState.HALF_OPEN
-
-    in_virtual_time(test)
+@with_virtual_time
+async def test_the_trial_of_a_lost_relay_is_repeated() -> None:
+    services = a_router()
+    relay_reports, worker = reports(services), services.fleet["d1"]
+    worker.circuit.state = CircuitState.HALF_OPEN
+    relay_reports.judged(Judged("d1", Finding.USED))
+    assert worker.circuit.state is CircuitState.TRIAL
+    relay_reports.lost("r0")
+    assert worker.circuit.state is CircuitState.HALF_OPEN
 
 
-def test_requests_under_way_at_relays_add_up_and_end_with_the_relay() -> None:
-    async def test() -> None:
-        services = a_router()
-        counts: list[tuple[int, int, int]] = []
-        relay_reports, worker = reports(services, counts), services.fleet["d1"]
-        worker.in_use += 1  # a drain of the brain's own
-        relay_reports.active("r0", activity(5, use(3, 7, awaits=True)))
-        relay_reports.active("r1", activity(2, use(2)))
-        assert worker.in_use == 6 and worker.take_peak() == 8 and worker.awaited_by == 1
-        assert counts == [(5, 0, 0), (7, 0, 0)]
-        relay_reports.active("r0", activity(1, use(1)))
-        assert worker.in_use == 4 and worker.awaited_by == 0
-        relay_reports.lost("r1")
-        assert worker.in_use == 2 and counts[-1] == (1, 0, 0)
-        relay_reports.lost("r0")
-        relay_reports.lost("r0")
-        assert worker.in_use == 1 and counts[-1] == (0, 0, 0)
-
-    in_virtual_time(test)
+@with_virtual_time
+async def test_requests_under_way_at_relays_add_up_and_end_with_the_relay() -> None:
+    services = a_router()
+    counts: list[tuple[int, int, int]] = []
+    relay_reports, worker = reports(services, counts), services.fleet["d1"]
+    worker.in_use += 1  # a drain of the brain's own
+    relay_reports.active("r0", activity(5, use(3, 7, awaits=True)))
+    relay_reports.active("r1", activity(2, use(2)))
+    assert worker.in_use == 6 and worker.take_peak() == 8 and worker.awaited_by == 1
+    assert counts == [(5, 0, 0), (7, 0, 0)]
+    relay_reports.active("r0", activity(1, use(1)))
+    assert worker.in_use == 4 and worker.awaited_by == 0
+    relay_reports.lost("r1")
+    assert worker.in_use == 2 and counts[-1] == (1, 0, 0)
+    relay_reports.lost("r0")
+    relay_reports.lost("r0")
+    assert worker.in_use == 1 and counts[-1] == (0, 0, 0)
 
 
-def test_a_readded_worker_starts_without_use_reported_for_its_predecessor() -> None:
+@with_virtual_time
+async def test_a_readded_worker_starts_without_use_reported_for_its_predecessor() -> None:
     """The relay had just begun when the brain saw it idle, and has not known it any more when that was over."""
+    services = a_router()
+    relay_reports, spec = reports(services), services.fleet["d1"].spec
+    services.fleet.on_leave = relay_reports.forget
 
-    async def test() -> None:
-        services = a_router()
-        relay_reports, spec = reports(services), services.fleet["d1"].spec
-        services.fleet.on_leave = relay_reports.forget
+    def leaves() -> bool:
+        services.fleet.leave(services.fleet["d1"])
+        return services.fleet.sweep() == ["d1"]
 
-        def leaves() -> bool:
-            services.fleet.leave(services.fleet["d1"])
-            return services.fleet.sweep() == ["d1"]
-
-        relay_reports.active("r0", activity(1, use(0)))
-        assert leaves()
-        relay_reports.active("r0", activity(1, use(1, awaits=True)))
-        relay_reports.active("r0", activity(0))
-        worker = services.fleet.add(spec, 1)
-        relay_reports.active("r0", activity(2, use(2, awaits=True)))
-        assert (worker.in_use, worker.awaited_by) == (2, 1)
-        relay_reports.active("r0", activity(0, use(0)))
-        assert (worker.in_use, worker.awaited_by) == (0, 0)
-        assert leaves()
-
-    in_virtual_time(test)
+    relay_reports.active("r0", activity(1, use(0)))
+    assert leaves()
+    relay_reports.active("r0", activity(1, use(1, awaits=True)))
+    relay_reports.active("r0", activity(0))
+    worker = services.fleet.add(spec, 1)
+    relay_reports.active("r0", activity(2, use(2, awaits=True)))
+    assert (worker.in_use, worker.awaited_by) == (2, 1)
+    relay_reports.active("r0", activity(0, use(0)))
+    assert (worker.in_use, worker.awaited_by) == (0, 0)
+    assert leaves()
 
 
-def test_drains_and_orphans_of_relays_add_up_and_end_with_the_relay() -> None:
-    async def test() -> None:
-        counts: list[tuple[int, int, int]] = []
-        relay_reports = reports(a_router(), counts)
-        relay_reports.active("r0", Activity(1, 2, (), orphans=3))
-        relay_reports.active("r1", Activity(1, 1, (), orphans=1))
-        assert counts[-1] == (2, 3, 4)
-        relay_reports.lost("r0")
-        assert counts[-1] == (1, 1, 1)
-
-    in_virtual_time(test)
+@with_virtual_time
+async def test_drains_and_orphans_of_relays_add_up_and_end_with_the_relay() -> None:
+    counts: list[tuple[int, int, int]] = []
+    relay_reports = reports(a_router(), counts)
+    relay_reports.active("r0", Activity(1, 2, (), orphans=3))
+    relay_reports.active("r1", Activity(1, 1, (), orphans=1))
+    assert counts[-1] == (2, 3, 4)
+    relay_reports.lost("r0")
+    assert counts[-1] == (1, 1, 1)
 
 
-def test_counters_of_a_lost_relay_do_not_fall() -> None:
-    async def test() -> None:
-        services = a_router()
-        relay_reports, relay = reports(services), Metrics(lambda: NOBODY, "level_fit")
-        services.metrics.beside = relay_reports.counts.values
-        relay.retries.inc("prefill")
-        relay_reports.counted("r0@elsewhere", relay.counts())
-        relay_reports.lost("r0@elsewhere")
-        assert b'\nbalanceroute_retries_total{tier="prefill"} 1.0\n' in services.metrics.exposition()
-
-    in_virtual_time(test)
+@with_virtual_time
+async def test_counters_of_a_lost_relay_do_not_fall() -> None:
+    services = a_router()
+    relay_reports, relay = reports(services), Metrics(lambda: NOBODY, "level_fit")
+    services.metrics.beside = relay_reports.counts.values
+    relay.retries.inc("prefill")
+    relay_reports.counted("r0@elsewhere", relay.counts())
+    relay_reports.lost("r0@elsewhere")
+    assert b'\nbalanceroute_retries_total{tier="prefill"} 1.0\n' in services.metrics.exposition()
 
 
-def test_counts_of_far_relays_that_never_return_are_bounded_and_no_counter_falls() -> None:
-    async def test() -> None:
-        services = a_router()
-        relay_reports, relay = reports(services), Metrics(lambda: NOBODY, "level_fit")
-        services.metrics.beside = relay_reports.counts.values
-        relay_reports.on_given_up = services.metrics.continue_from
-        relay.retries.inc("prefill")
-        relay_reports.counted("r0@stays", relay.counts())
-        for number in range(2 * MOST_AWAY):
-            relay_reports.counted(f"r0@pod-{number}", relay.counts())
-            relay_reports.lost(f"r0@pod-{number}")
-        assert len(relay_reports.counts) == MOST_AWAY + 1 and "r0@stays" in relay_reports.counts
-        page = services.metrics.exposition().decode()
-        assert f'balanceroute_retries_total{{tier="prefill"}} {2.0 * MOST_AWAY + 1}\n' in page
-
-    in_virtual_time(test)
+@with_virtual_time
+async def test_counts_of_far_relays_that_never_return_are_bounded_and_no_counter_falls() -> None:
+    services = a_router()
+    relay_reports, relay = reports(services), Metrics(lambda: NOBODY, "level_fit")
+    services.metrics.beside = relay_reports.counts.values
+    relay_reports.on_given_up = services.metrics.continue_from
+    relay.retries.inc("prefill")
+    relay_reports.counted("r0@stays", relay.counts())
+    for number in range(2 * MOST_AWAY):
+        relay_reports.counted(f"r0@pod-{number}", relay.counts())
+        relay_reports.lost(f"r0@pod-{number}")
+    assert len(relay_reports.counts) == MOST_AWAY + 1 and "r0@stays" in relay_reports.counts
+    page = services.metrics.exposition().decode()
+    assert f'balanceroute_retries_total{{tier="prefill"}} {2.0 * MOST_AWAY + 1}\n' in page
 
 
-def test_a_returning_far_relay_is_not_counted_twice() -> None:
-    async def test() -> None:
-        services = a_router()
-        relay_reports, relay = reports(services), Metrics(lambda: NOBODY, "level_fit")
-        services.metrics.beside = relay_reports.counts.values
-        relay_reports.on_given_up = services.metrics.continue_from
-        relay.retries.inc("prefill")
-        for number in range(MOST_AWAY):
-            for name in ("r0@returns", f"r0@pod-{number}"):
-                relay_reports.counted(name, relay.counts())
-                relay_reports.lost(name)
-        assert len(relay_reports.counts) == MOST_AWAY
-        page = services.metrics.exposition().decode()
-        assert f'balanceroute_retries_total{{tier="prefill"}} {MOST_AWAY + 1.0}\n' in page
-
-    in_virtual_time(test)
+@with_virtual_time
+async def test_a_returning_far_relay_is_not_counted_twice() -> None:
+    services = a_router()
+    relay_reports, relay = reports(services), Metrics(lambda: NOBODY, "level_fit")
+    services.metrics.beside = relay_reports.counts.values
+    relay_reports.on_given_up = services.metrics.continue_from
+    relay.retries.inc("prefill")
+    for number in range(MOST_AWAY):
+        for name in ("r0@returns", f"r0@pod-{number}"):
+            relay_reports.counted(name, relay.counts())
+            relay_reports.lost(name)
+    assert len(relay_reports.counts) == MOST_AWAY
+    page = services.metrics.exposition().decode()
+    assert f'balanceroute_retries_total{{tier="prefill"}} {MOST_AWAY + 1.0}\n' in page
 
 
-def test_the_newest_token_of_any_relay_is_the_workers_last_progress() -> None:
-    async def test() -> None:
-        services = a_router()
-        relay_reports, worker = reports(services), services.fleet["d1"]
-        await let_pass(10.0)
-        now = services.loop.time()
-        relay_reports.active("r0", activity(1, use(1, progress=1.0)))
-        relay_reports.active("r1", activity(1, use(1, progress=4.0)))
-        assert worker.progress_s == pytest.approx(now - 1.0) and worker.busy_since_s == pytest.approx(now - 0.5)
-
-    in_virtual_time(test)
+@with_virtual_time
+async def test_the_newest_token_of_any_relay_is_the_workers_last_progress() -> None:
+    services = a_router()
+    relay_reports, worker = reports(services), services.fleet["d1"]
+    await let_pass(10.0)
+    now = services.loop.time()
+    relay_reports.active("r0", activity(1, use(1, progress=1.0)))
+    relay_reports.active("r1", activity(1, use(1, progress=4.0)))
+    assert worker.progress_s == pytest.approx(now - 1.0) and worker.busy_since_s == pytest.approx(now - 0.5)
 
 
-def test_frozen_groups_are_reported_with_their_age() -> None:
-    async def test() -> None:
-        services = a_router()
-        services.frozen.append(FrozenGroup("g", ("d0", "d1"), services.loop.time()))
-        relay_reports = reports(services)
-        await let_pass(3.0)
-        assert relay_reports.silent() == (SilentGroup("g", ("d0", "d1"), pytest.approx(3.0)),)
-
-    in_virtual_time(test)
+@with_virtual_time
+async def test_frozen_groups_are_reported_with_their_age() -> None:
+    services = a_router()
+    services.frozen.append(FrozenGroup("g", ("d0", "d1"), services.loop.time()))
+    relay_reports = reports(services)
+    await let_pass(3.0)
+    assert relay_reports.silent() == (SilentGroup("g", ("d0", "d1"), pytest.approx(3.0)),)

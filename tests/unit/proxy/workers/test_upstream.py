@@ -27,7 +27,7 @@ from tests.unit.proxy.servers import (
     read_request,
     worker,
 )
-from tests.unit.proxy.virtual_time import in_virtual_time, let_pass, stand_still
+from tests.unit.proxy.virtual_time import in_virtual_time, let_pass, stand_still, with_virtual_time
 from tests.waiting import until
 
 
@@ -307,28 +307,26 @@ def test_a_second_address_is_used_when_the_first_fails_and_kept_when_lookups_fai
         runner.run(test())
 
 
-def test_a_silent_address_leaves_time_for_the_next_one() -> None:
-    async def test() -> None:
-        loop, tried = asyncio.get_running_loop(), list[str]()
+@with_virtual_time
+async def test_a_silent_address_leaves_time_for_the_next_one() -> None:
+    loop, tried = asyncio.get_running_loop(), list[str]()
 
-        async def found(*_: object, **__: object) -> list[tuple[object, ...]]:
-            return [(0, 1, 6, "", (address, 0)) for address in ("2001:db8::1", "10.0.0.1")]
+    async def found(*_: object, **__: object) -> list[tuple[object, ...]]:
+        return [(0, 1, 6, "", (address, 0)) for address in ("2001:db8::1", "10.0.0.1")]
 
-        async def connects(_: object, address: str, *__: object, **___: object) -> None:
-            tried.append(address)
-            if address == "2001:db8::1":
-                await asyncio.Event().wait()
-            raise ConnectionRefusedError
+    async def connects(_: object, address: str, *__: object, **___: object) -> None:
+        tried.append(address)
+        if address == "2001:db8::1":
+            await asyncio.Event().wait()
+        raise ConnectionRefusedError
 
-        loop.getaddrinfo = found  # type: ignore[method-assign,assignment]
-        loop.create_connection = connects  # type: ignore[method-assign,assignment]
-        upstream = Upstream("http://d0.cluster:1")
-        began_s = loop.time()
-        with pytest.raises(ConnectFailed, match="cannot connect"):
-            await post(upstream, connect_timeout_s=5.0)
-        assert tried == ["2001:db8::1", "10.0.0.1"] and loop.time() - began_s == pytest.approx(1.25)
-
-    in_virtual_time(test)
+    loop.getaddrinfo = found  # type: ignore[method-assign,assignment]
+    loop.create_connection = connects  # type: ignore[method-assign,assignment]
+    upstream = Upstream("http://d0.cluster:1")
+    began_s = loop.time()
+    with pytest.raises(ConnectFailed, match="cannot connect"):
+        await post(upstream, connect_timeout_s=5.0)
+    assert tried == ["2001:db8::1", "10.0.0.1"] and loop.time() - began_s == pytest.approx(1.25)
 
 
 @pytest.mark.parametrize("ours", [True, False])

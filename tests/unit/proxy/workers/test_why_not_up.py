@@ -7,7 +7,7 @@ import pytest
 from balanceroute.core.types import WorkerState
 from balanceroute.proxy.services import Services
 from balanceroute.proxy.workers.fleet import Worker, why_not_up
-from tests.unit.proxy.virtual_time import a_router, in_virtual_time
+from tests.unit.proxy.virtual_time import a_router, with_virtual_time
 
 Change = Callable[[Services, Worker], object]
 
@@ -46,53 +46,47 @@ CHANGES: dict[str, tuple[Change, str]] = {
 
 
 @pytest.mark.parametrize(("change", "expected"), CHANGES.values(), ids=CHANGES.keys())
-def test_every_cause_that_keeps_requests_from_a_worker_is_reported(change: Change, expected: str) -> None:
-    async def test() -> None:
-        services = a_router()
-        worker = services.fleet["d0"]
-        assert why_not_up(worker) == ""
-        change(services, worker)
-        assert worker.state is not WorkerState.UP
-        assert expected in why_not_up(worker)
-
-    in_virtual_time(test)
+@with_virtual_time
+async def test_every_cause_that_keeps_requests_from_a_worker_is_reported(change: Change, expected: str) -> None:
+    services = a_router()
+    worker = services.fleet["d0"]
+    assert why_not_up(worker) == ""
+    change(services, worker)
+    assert worker.state is not WorkerState.UP
+    assert expected in why_not_up(worker)
 
 
-def test_the_most_severe_of_several_causes_is_reported() -> None:
-    async def test() -> None:
-        services = a_router()
-        worker = services.fleet["d0"]
-        services.fleet.drain(worker)
-        fail(services, worker)
-        assert "drained" in why_not_up(worker)
-        go_down(services, worker)
-        assert "/health" in why_not_up(worker)
-
-    in_virtual_time(test)
+@with_virtual_time
+async def test_the_most_severe_of_several_causes_is_reported() -> None:
+    services = a_router()
+    worker = services.fleet["d0"]
+    services.fleet.drain(worker)
+    fail(services, worker)
+    assert "drained" in why_not_up(worker)
+    go_down(services, worker)
+    assert "/health" in why_not_up(worker)
 
 
 @pytest.mark.parametrize("cause", ["stalled", "gone", "circuit open"])
-def test_the_log_line_of_a_worker_that_goes_down_has_the_reason(cause: str, caplog: pytest.LogCaptureFixture) -> None:
-    async def test() -> None:
-        services = a_router()
-        change, expected = CHANGES[cause]
-        change(services, services.fleet["d0"])
-        (line,) = [record for record in caplog.records if record.message == "worker state"]
-        assert expected in vars(line)["reason"]
-        assert not hasattr(line, "before")  # of one whose circuit rests it is "draining", which no operator asked for
+@with_virtual_time
+async def test_the_log_line_of_a_worker_that_goes_down_has_the_reason(
+    cause: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    services = a_router()
+    change, expected = CHANGES[cause]
+    change(services, services.fleet["d0"])
+    (line,) = [record for record in caplog.records if record.message == "worker state"]
+    assert expected in vars(line)["reason"]
+    assert not hasattr(line, "before")  # of one whose circuit rests it is "draining", which no operator asked for
 
-    in_virtual_time(test)
 
-
-def test_the_log_line_of_a_worker_that_comes_up_has_no_reason(caplog: pytest.LogCaptureFixture) -> None:
-    async def test() -> None:
-        services = a_router()
-        worker = services.fleet["d0"]
-        go_down(services, worker)
-        services.fleet.set_healthy(worker, True)
-        assert [hasattr(record, "reason") for record in caplog.records if record.message == "worker state"] == [
-            True,
-            False,
-        ]
-
-    in_virtual_time(test)
+@with_virtual_time
+async def test_the_log_line_of_a_worker_that_comes_up_has_no_reason(caplog: pytest.LogCaptureFixture) -> None:
+    services = a_router()
+    worker = services.fleet["d0"]
+    go_down(services, worker)
+    services.fleet.set_healthy(worker, True)
+    assert [hasattr(record, "reason") for record in caplog.records if record.message == "worker state"] == [
+        True,
+        False,
+    ]
