@@ -14,6 +14,8 @@ from tests.integration.relayed import Relayed, relayed
 from tests.integration.router import Router, running
 from tests.waiting import until
 
+pytestmark = pytest.mark.anyio
+
 SHAPE = ClusterShape(
     prefillers=2, decoders=2, max_num_seqs=16, time_scale=0.02, block_size=16, prefill_blocks=2_000, prefix_caching=True
 )
@@ -81,10 +83,10 @@ async def hit_ratio(policy: str, prefillers: int = 2) -> float:
         return await found_by_conversations(router, router.client)
 
 
-def test_conversations_find_nearly_as_much_cached_on_two_prefillers_as_on_one() -> None:
-    one = asyncio.run(hit_ratio("least_tokens", prefillers=1))
-    two = asyncio.run(hit_ratio("prefix_affinity"))
-    spread = asyncio.run(hit_ratio("round_robin"))
+async def test_conversations_find_nearly_as_much_cached_on_two_prefillers_as_on_one() -> None:
+    one = await hit_ratio("least_tokens", prefillers=1)
+    two = await hit_ratio("prefix_affinity")
+    spread = await hit_ratio("round_robin")
     assert two >= 0.9 * one > 0.5
     assert spread < two
 
@@ -94,57 +96,51 @@ async def relayed_hit_ratio(relays: int) -> float:
         return await found_by_conversations(router, *(relay.client for relay in router.relays))
 
 
-def test_conversations_find_as_much_cached_if_their_turns_come_through_different_relays() -> None:
-    assert asyncio.run(relayed_hit_ratio(3)) >= 0.95 * asyncio.run(relayed_hit_ratio(1)) > 0.5
+async def test_conversations_find_as_much_cached_if_their_turns_come_through_different_relays() -> None:
+    assert await relayed_hit_ratio(3) >= 0.95 * await relayed_hit_ratio(1) > 0.5
 
 
 @pytest.mark.parametrize("details", [False, True], ids=["by the counters", "by the answers"])
-def test_predicted_hits_equal_those_of_the_engines(details: bool) -> None:
-    async def run() -> None:
-        shape = replace(SHAPE, prompt_tokens_details=details)
-        async with running(shape, prefill=AFFINITY) as router:
-            await polled(router)
-            for name in ("ant", "bee", "cat"):
-                await converse(router, name, 4)
-            await router.settled()
-            found = computed(router.cluster)[1]
-            assert found > 0
+async def test_predicted_hits_equal_those_of_the_engines(details: bool) -> None:
+    shape = replace(SHAPE, prompt_tokens_details=details)
+    async with running(shape, prefill=AFFINITY) as router:
+        await polled(router)
+        for name in ("ant", "bee", "cat"):
+            await converse(router, name, 4)
+        await router.settled()
+        found = computed(router.cluster)[1]
+        assert found > 0
 
-            async def prefix_hits() -> list[dict[str, int]]:
-                return [prefiller["prefix_hits"] for prefiller in (await router.state())["prefillers"]]
+        async def prefix_hits() -> list[dict[str, int]]:
+            return [prefiller["prefix_hits"] for prefiller in (await router.state())["prefillers"]]
 
-            async def all_told() -> bool:
-                return sum(entry["real_tokens"] or 0 for entry in await prefix_hits()) == found
+        async def all_told() -> bool:
+            return sum(entry["real_tokens"] or 0 for entry in await prefix_hits()) == found
 
-            await until(all_told)  # the counters are polled
-            hits = await prefix_hits()
-            predicted = sum(entry["predicted_tokens"] for entry in hits)
-            assert 0.7 * found <= predicted <= 1.3 * found
-            assert [entry["missed_tokens"] for entry in hits] == [0, 0]
-            page = (await router.client.get("/metrics")).text
-            assert "balanceroute_prefix_hit_tokens_total{" in page
-
-    asyncio.run(run())
+        await until(all_told)  # the counters are polled
+        hits = await prefix_hits()
+        predicted = sum(entry["predicted_tokens"] for entry in hits)
+        assert 0.7 * found <= predicted <= 1.3 * found
+        assert [entry["missed_tokens"] for entry in hits] == [0, 0]
+        page = (await router.client.get("/metrics")).text
+        assert "balanceroute_prefix_hit_tokens_total{" in page
 
 
-def test_a_prefiller_that_caches_nothing_is_named_and_no_prompt_waits_for_it() -> None:
-    async def run() -> None:
-        async with running(replace(SHAPE, prefix_caching=False), prefill=AFFINITY) as router:
+async def test_a_prefiller_that_caches_nothing_is_named_and_no_prompt_waits_for_it() -> None:
+    async with running(replace(SHAPE, prefix_caching=False), prefill=AFFINITY) as router:
 
-            async def is_named() -> bool:
-                ready = (await router.client.get("/ready")).json()
-                return "prefix caching is off" in str(ready.get("reasons"))
+        async def is_named() -> bool:
+            ready = (await router.client.get("/ready")).json()
+            return "prefix caching is off" in str(ready.get("reasons"))
 
-            await until(is_named)
-            await converse(router, "ant", 4)
-            state = await router.state()
-            assert [prefiller["prefix_cache"]["blocks"] for prefiller in state["prefillers"]] == [0, 0]
-            assert all(worker.counters["requests"] == 2 for worker in router.cluster.prefill)
-
-    asyncio.run(run())
+        await until(is_named)
+        await converse(router, "ant", 4)
+        state = await router.state()
+        assert [prefiller["prefix_cache"]["blocks"] for prefiller in state["prefillers"]] == [0, 0]
+        assert all(worker.counters["requests"] == 2 for worker in router.cluster.prefill)
 
 
-def test_prefixes_are_used_by_default_where_they_are_cached_without_a_condition_elsewhere() -> None:
+async def test_prefixes_are_used_by_default_where_they_are_cached_without_a_condition_elsewhere() -> None:
     async def run(prefix_caching: bool) -> list[int]:
         async with running(replace(SHAPE, prefix_caching=prefix_caching)) as router:
 
@@ -157,55 +153,46 @@ def test_prefixes_are_used_by_default_where_they_are_cached_without_a_condition_
             assert (await router.client.get("/ready")).json()["status"] == "ready"
             return sorted(worker.counters["requests"] for worker in router.cluster.prefill)
 
-    assert asyncio.run(run(prefix_caching=False)) == [2, 2]
-    assert asyncio.run(run(prefix_caching=True)) == [0, 4]
+    assert await run(prefix_caching=False) == [2, 2]
+    assert await run(prefix_caching=True) == [0, 4]
 
 
-def test_a_reset_prefix_cache_is_forgotten() -> None:
-    async def run() -> None:
-        async with running(SHAPE, prefill=AFFINITY) as router:
-            await converse(router, "ant", 2)
-            cached = [prefiller["prefix_cache"]["tokens"] for prefiller in (await router.state())["prefillers"]]
-            assert sum(cached) > 0
-            assert (await router.client.post("/reset_prefix_cache")).status_code == 200
-            cached = [prefiller["prefix_cache"]["tokens"] for prefiller in (await router.state())["prefillers"]]
-            assert cached == [0, 0]
-
-    asyncio.run(run())
+async def test_a_reset_prefix_cache_is_forgotten() -> None:
+    async with running(SHAPE, prefill=AFFINITY) as router:
+        await converse(router, "ant", 2)
+        cached = [prefiller["prefix_cache"]["tokens"] for prefiller in (await router.state())["prefillers"]]
+        assert sum(cached) > 0
+        assert (await router.client.post("/reset_prefix_cache")).status_code == 200
+        cached = [prefiller["prefix_cache"]["tokens"] for prefiller in (await router.state())["prefillers"]]
+        assert cached == [0, 0]
 
 
-def test_counters_show_that_a_restarted_prefiller_has_a_cold_cache() -> None:
-    async def run() -> None:
-        async with running(SHAPE, prefill=AFFINITY, health={"interval_s": 60.0}) as router:
-            ledger = router.app.services.ledger
-            await polled(router)
-            await converse(router, "ant", 3)
-            warm = next(p for p in ledger.view().prefillers if p.cache_tokens)
-            await until(lambda: bool(ledger.prefiller(warm.id).hit_tokens))  # type: ignore[union-attr]
-            index = [prefiller.id for prefiller in ledger.view().prefillers].index(warm.id)
-            await router.cluster.inject(f"p{index}", "stop")
-            await router.cluster.inject(f"p{index}", "start")
-            await until(lambda: ledger.prefiller(warm.id).cache_tokens == 0)  # type: ignore[union-attr]
-
-    asyncio.run(run())
+async def test_counters_show_that_a_restarted_prefiller_has_a_cold_cache() -> None:
+    async with running(SHAPE, prefill=AFFINITY, health={"interval_s": 60.0}) as router:
+        ledger = router.app.services.ledger
+        await polled(router)
+        await converse(router, "ant", 3)
+        warm = next(p for p in ledger.view().prefillers if p.cache_tokens)
+        await until(lambda: bool(ledger.prefiller(warm.id).hit_tokens))  # type: ignore[union-attr]
+        index = [prefiller.id for prefiller in ledger.view().prefillers].index(warm.id)
+        await router.cluster.inject(f"p{index}", "stop")
+        await router.cluster.inject(f"p{index}", "start")
+        await until(lambda: ledger.prefiller(warm.id).cache_tokens == 0)  # type: ignore[union-attr]
 
 
-def test_the_policy_changes_while_requests_are_under_way() -> None:
-    async def run() -> None:
-        async with running(SHAPE, prefill=AFFINITY) as router:
-            services = router.app.services
-            tree = services.config
-            load = asyncio.gather(*(converse(router, name, 4) for name in ("ant", "bee", "cat", "dog", "elk")))
-            for turn, policy in enumerate(("least_tokens", "prefix_affinity", "round_robin", "prefix_affinity") * 3):
-                await until(lambda turn=turn: load.done() or computed(router.cluster)[0] > 100 * turn)
-                changed = tree.prefill.model_copy(update={"policy": policy})
-                await reload(services, tree.model_copy(update={"prefill": changed}))
-            await load
-            await router.settled()
-            await converse(router, "fox", 3)
-            assert sum(prefiller["prefix_cache"]["tokens"] for prefiller in (await router.state())["prefillers"]) > 0
-
-    asyncio.run(run())
+async def test_the_policy_changes_while_requests_are_under_way() -> None:
+    async with running(SHAPE, prefill=AFFINITY) as router:
+        services = router.app.services
+        tree = services.config
+        load = asyncio.gather(*(converse(router, name, 4) for name in ("ant", "bee", "cat", "dog", "elk")))
+        for turn, policy in enumerate(("least_tokens", "prefix_affinity", "round_robin", "prefix_affinity") * 3):
+            await until(lambda turn=turn: load.done() or computed(router.cluster)[0] > 100 * turn)
+            changed = tree.prefill.model_copy(update={"policy": policy})
+            await reload(services, tree.model_copy(update={"prefill": changed}))
+        await load
+        await router.settled()
+        await converse(router, "fox", 3)
+        assert sum(prefiller["prefix_cache"]["tokens"] for prefiller in (await router.state())["prefillers"]) > 0
 
 
 @pytest.mark.parametrize(
@@ -213,18 +200,15 @@ def test_the_policy_changes_while_requests_are_under_way() -> None:
     [({"cache_salt": "a"}, {"cache_salt": "b"}), ({}, {"tools": [{"type": "function", "function": {"name": "f"}}]})],
     ids=["cache_salt", "tools"],
 )
-def test_prompts_that_an_engine_caches_separately_are_predicted_separately(
+async def test_prompts_that_an_engine_caches_separately_are_predicted_separately(
     first: dict[str, Any], second: dict[str, Any]
 ) -> None:
-    async def run() -> None:
-        async with running(SHAPE, prefill=AFFINITY) as router:
-            await ask(router, text("same", 3000), **first)
-            await ask(router, text("same", 3000), **second)
-            await router.settled()
-            hits = [prefiller["prefix_hits"]["predicted_tokens"] for prefiller in (await router.state())["prefillers"]]
-            assert hits == [0, 0]
-
-    asyncio.run(run())
+    async with running(SHAPE, prefill=AFFINITY) as router:
+        await ask(router, text("same", 3000), **first)
+        await ask(router, text("same", 3000), **second)
+        await router.settled()
+        hits = [prefiller["prefix_hits"]["predicted_tokens"] for prefiller in (await router.state())["prefillers"]]
+        assert hits == [0, 0]
 
 
 async def sent(router: Router, path: str, body: dict[str, Any]) -> None:
@@ -233,47 +217,40 @@ async def sent(router: Router, path: str, body: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("way", ["messages", "token ids", "layerwise"])
-def test_every_kind_of_prompt_returns_to_the_prefiller_of_its_prefix(way: str) -> None:
+async def test_every_kind_of_prompt_returns_to_the_prefiller_of_its_prefix(way: str) -> None:
     connector = Connector.MOONCAKE_LAYERWISE if way == "layerwise" else Connector.MOONCAKE_V1
-
-    async def run() -> None:
-        async with running(replace(SHAPE, connector=connector), prefill=AFFINITY) as router:
-            for turn in range(1, 5):
-                if way == "messages":
-                    conversation = [{"role": "user", "content": text("said", 1200 * turn)}]
-                    await sent(router, "/v1/messages", {"model": "emulated", "max_tokens": 2, "messages": conversation})
-                elif way == "token ids":
-                    ids = [50 + number % 97 for number in range(700 * turn)]
-                    await sent(router, "/v1/completions", {"prompt": ids, "max_tokens": 2})
-                else:
-                    await sent(router, "/v1/completions", {"prompt": text("said", 1200 * turn), "max_tokens": 2})
-            await router.settled()
-            counts = sorted(worker.counters["requests"] for worker in router.cluster.prefill)
-            assert counts == [0, 4]
-            prompt, hits = computed(router.cluster)
-            assert hits > 0.5 * prompt
-
-    asyncio.run(run())
+    async with running(replace(SHAPE, connector=connector), prefill=AFFINITY) as router:
+        for turn in range(1, 5):
+            if way == "messages":
+                conversation = [{"role": "user", "content": text("said", 1200 * turn)}]
+                await sent(router, "/v1/messages", {"model": "emulated", "max_tokens": 2, "messages": conversation})
+            elif way == "token ids":
+                ids = [50 + number % 97 for number in range(700 * turn)]
+                await sent(router, "/v1/completions", {"prompt": ids, "max_tokens": 2})
+            else:
+                await sent(router, "/v1/completions", {"prompt": text("said", 1200 * turn), "max_tokens": 2})
+        await router.settled()
+        counts = sorted(worker.counters["requests"] for worker in router.cluster.prefill)
+        assert counts == [0, 4]
+        prompt, hits = computed(router.cluster)
+        assert hits > 0.5 * prompt
 
 
-def test_a_huge_prompt_does_not_keep_short_ones_waiting_behind_it() -> None:
-    async def run() -> None:
-        shape = replace(SHAPE, prefill_blocks=4_000, max_model_len=60_000)
-        async with running(shape, prefill={**AFFINITY, "max_inflight": 4}) as router:
-            services = router.app.services
-            for number in range(8):
-                await ask(router, text(f"mean{number}-", 1500))
-            for name in ("p0", "p1"):  # it is still there when the last short one is done
-                await router.cluster.inject(name, "slow_prefill", factor=1e6)
-            huge = asyncio.ensure_future(ask(router, text("huge", 50_000)))
-            await until(lambda: any(worker.prefiller.running for worker in router.cluster.prefill))
-            for name in ("p0", "p1"):
-                await router.cluster.inject(name, "slow_prefill", factor=1.0)
-            before = [worker.counters["requests"] for worker in router.cluster.prefill]
-            await asyncio.gather(*(ask(router, text(f"short{number}-", 200)) for number in range(6)))
-            after = [worker.counters["requests"] for worker in router.cluster.prefill]
-            busy = [bool(prefiller.inflight) for prefiller in services.ledger.view().prefillers]
-            assert [now - then for now, then in zip(after, before, strict=True)] == [0 if b else 6 for b in busy]
-            huge.cancel()
-
-    asyncio.run(run())
+async def test_a_huge_prompt_does_not_keep_short_ones_waiting_behind_it() -> None:
+    shape = replace(SHAPE, prefill_blocks=4_000, max_model_len=60_000)
+    async with running(shape, prefill={**AFFINITY, "max_inflight": 4}) as router:
+        services = router.app.services
+        for number in range(8):
+            await ask(router, text(f"mean{number}-", 1500))
+        for name in ("p0", "p1"):  # it is still there when the last short one is done
+            await router.cluster.inject(name, "slow_prefill", factor=1e6)
+        huge = asyncio.ensure_future(ask(router, text("huge", 50_000)))
+        await until(lambda: any(worker.prefiller.running for worker in router.cluster.prefill))
+        for name in ("p0", "p1"):
+            await router.cluster.inject(name, "slow_prefill", factor=1.0)
+        before = [worker.counters["requests"] for worker in router.cluster.prefill]
+        await asyncio.gather(*(ask(router, text(f"short{number}-", 200)) for number in range(6)))
+        after = [worker.counters["requests"] for worker in router.cluster.prefill]
+        busy = [bool(prefiller.inflight) for prefiller in services.ledger.view().prefillers]
+        assert [now - then for now, then in zip(after, before, strict=True)] == [0 if b else 6 for b in busy]
+        huge.cancel()

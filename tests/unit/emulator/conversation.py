@@ -1,7 +1,6 @@
 """Helpers that talk to an emulated cluster the way a router does."""
 
-import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -52,12 +51,3 @@ async def decode_ids(
             for choice in event["choices"] if event != "[DONE]" else ():
                 ids += choice["token_ids"]
     return ids
-
-
-def run(test: Callable[[], Awaitable[None]]) -> None:
-    """Run an async test body."""
-
-    async def main() -> None:
-        await test()
-
-    asyncio.run(main())

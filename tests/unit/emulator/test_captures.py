@@ -7,7 +7,9 @@ import orjson
 import pytest
 
 from tests.recorded import captures
-from tests.unit.emulator.conversation import a_cluster, run
+from tests.unit.emulator.conversation import a_cluster
+
+pytestmark = pytest.mark.anyio
 
 # random weights answer these differently, or the emulator says less on purpose
 OPAQUE = {"kv_transfer_params", "logprobs", "prompt_logprobs", "token_ids", "prompt_token_ids", "usage_details"}
@@ -43,18 +45,12 @@ def stream_shapes(reply: bytes) -> tuple[Any, Any, Any, bytes]:
     return shape_of(parsed[0]), shape_of(parsed[len(parsed) // 2]), shape_of(parsed[-2:]), datas[-1].strip()
 
 
-def ask(name: str) -> tuple[int, bytes, int, bytes]:
+async def ask(name: str) -> tuple[int, bytes, int, bytes]:
     """Status and reply, captured and emulated, of one captured request."""
     path, headers, body, status, reply = exchange(name)
-    answers: list[tuple[int, bytes]] = []
-
-    async def test() -> None:
-        async with a_cluster(model="tiny", max_model_len=2048, decoders=1, connector="nixl") as (cluster, client):
-            answer = await client.post(cluster.decode_urls[0] + path, content=body, headers=headers)
-            answers.append((answer.status_code, answer.content))
-
-    run(test)
-    return status, reply, *answers[0]
+    async with a_cluster(model="tiny", max_model_len=2048, decoders=1, connector="nixl") as (cluster, client):
+        answer = await client.post(cluster.decode_urls[0] + path, content=body, headers=headers)
+    return status, reply, answer.status_code, answer.content
 
 
 @pytest.mark.parametrize(
@@ -63,8 +59,8 @@ def ask(name: str) -> tuple[int, bytes, int, bytes]:
     + ["035-chat-max_completion_tokens", "036-chat-token_ids", "062-no-model-field", "067-unknown-field"]
     + ["044-dp-rank-header-0", "046-dp-rank-header-bad", "068-tokenize", "069-detokenize"],
 )
-def test_a_json_reply_has_the_captured_keys(name: str) -> None:
-    status, reply, own_status, own_reply = ask(f"single/{name}")
+async def test_a_json_reply_has_the_captured_keys(name: str) -> None:
+    status, reply, own_status, own_reply = await ask(f"single/{name}")
     assert (own_status, shape_of(orjson.loads(own_reply))) == (status, shape_of(orjson.loads(reply)))
 
 
@@ -74,14 +70,14 @@ def test_a_json_reply_has_the_captured_keys(name: str) -> None:
     + ["023-compl-stream-token_ids", "026-compl-stream-interval", "033-chat-stream-usage-token_ids"]
     + ["034-chat-stream-continuous-usage"],
 )
-def test_a_stream_has_the_captured_keys(name: str) -> None:
-    _, reply, status, own_reply = ask(f"single/{name}")
+async def test_a_stream_has_the_captured_keys(name: str) -> None:
+    _, reply, status, own_reply = await ask(f"single/{name}")
     assert status == 200
     assert stream_shapes(own_reply) == stream_shapes(reply)
 
 
-def test_a_stream_interval_groups_tokens_as_captured() -> None:
-    _, reply, _, own_reply = ask("single/026-compl-stream-interval")
+async def test_a_stream_interval_groups_tokens_as_captured() -> None:
+    _, reply, _, own_reply = await ask("single/026-compl-stream-interval")
     sizes = [
         [len(ids.split(b",")) for ids in re.findall(rb'"token_ids":\[([\d,]+)\]\}', r)] for r in (reply, own_reply)
     ]
@@ -101,64 +97,52 @@ def test_a_stream_interval_groups_tokens_as_captured() -> None:
     + ["059-err-temp-neg", "060-err-emptyprompt", "061-err-chat-empty-messages", "063-err-contenttype"]
     + ["064-err-max_tokens-too-big", "065-err-oov-token"],
 )
-def test_vllms_refusals_are_reproduced_with_status_and_message(name: str) -> None:
-    status, reply, own_status, own_reply = ask(f"single/{name}")
+async def test_vllms_refusals_are_reproduced_with_status_and_message(name: str) -> None:
+    status, reply, own_status, own_reply = await ask(f"single/{name}")
     assert (own_status, orjson.loads(own_reply)) == (status, orjson.loads(reply))
 
 
-def test_params_that_are_no_object_are_refused_as_captured() -> None:
-    status, reply, own_status, own_reply = ask("pd-bad/12x-D-string-params")
+async def test_params_that_are_no_object_are_refused_as_captured() -> None:
+    status, reply, own_status, own_reply = await ask("pd-bad/12x-D-string-params")
     assert (own_status, orjson.loads(own_reply)) == (status, orjson.loads(reply))
 
 
-def test_a_body_that_is_no_json_is_refused_with_400() -> None:
-    status, reply, own_status, own_reply = ask("single/050-err-badjson")
+async def test_a_body_that_is_no_json_is_refused_with_400() -> None:
+    status, reply, own_status, own_reply = await ask("single/050-err-badjson")
     own, captured = orjson.loads(own_reply)["error"], orjson.loads(reply)["error"]
     assert own_status == status == 400
     assert (own["type"], own["code"]) == (captured["type"], captured["code"]) and "json_invalid" in own["message"]
 
 
-def test_a_nixl_probe_returns_the_captured_params() -> None:
+async def test_a_nixl_probe_returns_the_captured_params() -> None:
     path, _, body, _, reply = exchange("pd-hand/001-P-probe")
-
-    async def test() -> None:
-        async with a_cluster(model="tiny", connector="nixl", block_size=32) as (cluster, client):
-            headers = {"x-request-id": "hand-1", "content-type": "application/json"}
-            answer = await client.post(cluster.prefill_urls[0] + path, content=body, headers=headers)
-            own, captured = answer.json()["kv_transfer_params"], orjson.loads(reply)["kv_transfer_params"]
-            assert shape_of(own) == shape_of(captured)
-            assert re.fullmatch(r"cmpl-hand-1-0-[0-9a-f]{8}", own["remote_request_id"])
-
-    run(test)
+    async with a_cluster(model="tiny", connector="nixl", block_size=32) as (cluster, client):
+        headers = {"x-request-id": "hand-1", "content-type": "application/json"}
+        answer = await client.post(cluster.prefill_urls[0] + path, content=body, headers=headers)
+        own, captured = answer.json()["kv_transfer_params"], orjson.loads(reply)["kv_transfer_params"]
+        assert shape_of(own) == shape_of(captured)
+        assert re.fullmatch(r"cmpl-hand-1-0-[0-9a-f]{8}", own["remote_request_id"])
 
 
-def test_metrics_have_the_captured_names_and_labels() -> None:
+async def test_metrics_have_the_captured_names_and_labels() -> None:
     text = exchange("single/004-metrics-before")[4].decode()
     real = {(m[1], tuple(re.findall(r'(\w+)="', m[2]))) for m in re.finditer(r"^(vllm:\w+)\{(.*)\} ", text, re.M)}
-
-    async def test() -> None:
-        async with a_cluster(model="tiny") as (cluster, client):
-            answer = await client.get(cluster.decode_urls[0] + "/metrics")
-            own = re.finditer(r"^(vllm:\w+)\{(.*)\} ", answer.text, re.M)
-            pairs = {(m[1], tuple(re.findall(r'(\w+)="', m[2]))) for m in own}
-            config = {pair for pair in pairs if pair[0] == "vllm:cache_config_info"}
-            assert len(pairs) > 8
-            assert pairs - config <= real
-            assert answer.headers["content-type"] == "text/plain; version=1.0.0; charset=utf-8"
-
-    run(test)
+    async with a_cluster(model="tiny") as (cluster, client):
+        answer = await client.get(cluster.decode_urls[0] + "/metrics")
+        own = re.finditer(r"^(vllm:\w+)\{(.*)\} ", answer.text, re.M)
+        pairs = {(m[1], tuple(re.findall(r'(\w+)="', m[2]))) for m in own}
+        config = {pair for pair in pairs if pair[0] == "vllm:cache_config_info"}
+        assert len(pairs) > 8
+        assert pairs - config <= real
+        assert answer.headers["content-type"] == "text/plain; version=1.0.0; charset=utf-8"
 
 
-def test_sse_error_events_read_as_captured() -> None:
+async def test_sse_error_events_read_as_captured() -> None:
     _, _, _, _, reply = exchange("pd-bad/12x-D-wrong-port")
-
-    async def test() -> None:
-        async with a_cluster() as (cluster, client):
-            params = {"do_remote_prefill": True, "remote_block_ids": [[1]], "remote_engine_id": "nobody"}
-            params |= {"remote_host": "127.0.0.1", "remote_port": 1, "remote_request_id": "x"}
-            body = {"prompt": [300], "stream": True, "kv_transfer_params": params}
-            answer = await client.post(cluster.decode_urls[0] + "/v1/completions", json=body)
-            assert answer.content.strip() == reply.strip()
-            assert cluster.violations() == {"unknown_engine": 1}
-
-    run(test)
+    async with a_cluster() as (cluster, client):
+        params = {"do_remote_prefill": True, "remote_block_ids": [[1]], "remote_engine_id": "nobody"}
+        params |= {"remote_host": "127.0.0.1", "remote_port": 1, "remote_request_id": "x"}
+        body = {"prompt": [300], "stream": True, "kv_transfer_params": params}
+        answer = await client.post(cluster.decode_urls[0] + "/v1/completions", json=body)
+        assert answer.content.strip() == reply.strip()
+        assert cluster.violations() == {"unknown_engine": 1}

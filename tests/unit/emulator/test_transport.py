@@ -8,6 +8,8 @@ import pytest
 
 from balanceroute.emulator import StreamingTransport
 
+pytestmark = pytest.mark.anyio
+
 START = {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]}
 
 
@@ -19,103 +21,85 @@ def client_of(app: Any) -> httpx.AsyncClient:
     return httpx.AsyncClient(transport=StreamingTransport({"host:8080": app}), base_url="http://host:8080")
 
 
-def test_chunks_arrive_before_the_application_has_ended() -> None:
-    async def test() -> None:
-        go_on = asyncio.Event()
+async def test_chunks_arrive_before_the_application_has_ended() -> None:
+    go_on = asyncio.Event()
 
-        async def app(scope: Any, receive: Any, send: Any) -> None:
-            await send(START)
-            await send(chunk(b"first"))
-            await go_on.wait()
-            await send(chunk(b"second", more=False))
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send(START)
+        await send(chunk(b"first"))
+        await go_on.wait()
+        await send(chunk(b"second", more=False))
 
-        async with client_of(app) as client, client.stream("GET", "/") as response:
-            chunks = response.aiter_raw()
-            assert await anext(chunks) == b"first"
-            go_on.set()
-            assert [piece async for piece in chunks] == [b"second"]
-
-    asyncio.run(test())
+    async with client_of(app) as client, client.stream("GET", "/") as response:
+        chunks = response.aiter_raw()
+        assert await anext(chunks) == b"first"
+        go_on.set()
+        assert [piece async for piece in chunks] == [b"second"]
 
 
-def test_closing_after_the_first_chunk_reaches_the_application_as_a_disconnect() -> None:
-    async def test() -> None:
-        seen: list[str] = []
+async def test_closing_after_the_first_chunk_reaches_the_application_as_a_disconnect() -> None:
+    seen: list[str] = []
 
-        async def app(scope: Any, receive: Any, send: Any) -> None:
-            await receive()
-            await send(START)
-            await send(chunk(b"first"))
-            seen.append((await receive())["type"])
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        await send(START)
+        await send(chunk(b"first"))
+        seen.append((await receive())["type"])
 
-        async with client_of(app) as client:
-            async with client.stream("POST", "/", content=b"x") as response:
-                assert await anext(response.aiter_raw()) == b"first"
-                assert seen == []
-            assert seen == ["http.disconnect"]
-
-    asyncio.run(test())
+    async with client_of(app) as client:
+        async with client.stream("POST", "/", content=b"x") as response:
+            assert await anext(response.aiter_raw()) == b"first"
+            assert seen == []
+        assert seen == ["http.disconnect"]
 
 
-def test_giving_up_before_the_headers_reaches_the_application_as_a_disconnect() -> None:
-    async def test() -> None:
-        asked, gone = asyncio.Event(), asyncio.Event()
+async def test_giving_up_before_the_headers_reaches_the_application_as_a_disconnect() -> None:
+    asked, gone = asyncio.Event(), asyncio.Event()
 
-        async def app(scope: Any, receive: Any, send: Any) -> None:
-            await receive()
-            asked.set()
-            await receive()
-            gone.set()
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        asked.set()
+        await receive()
+        gone.set()
 
-        async with client_of(app) as client:
-            asking = asyncio.ensure_future(client.get("/"))
-            await asked.wait()
-            asking.cancel()
-            await gone.wait()
-
-    asyncio.run(test())
+    async with client_of(app) as client:
+        asking = asyncio.ensure_future(client.get("/"))
+        await asked.wait()
+        asking.cancel()
+        await gone.wait()
 
 
-def test_a_fast_application_waits_for_a_slow_reader() -> None:
-    async def test() -> None:
-        sent = 0
+async def test_a_fast_application_waits_for_a_slow_reader() -> None:
+    sent = 0
 
-        async def app(scope: Any, receive: Any, send: Any) -> None:
-            nonlocal sent
-            await send(START)
-            for _ in range(1000):
-                await send(chunk(b"x"))
-                sent += 1
-            await send(chunk(b"", more=False))
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        nonlocal sent
+        await send(START)
+        for _ in range(1000):
+            await send(chunk(b"x"))
+            sent += 1
+        await send(chunk(b"", more=False))
 
-        async with client_of(app) as client, client.stream("GET", "/") as response:
-            for _ in range(1000):  # turns of the loop, in which a fast application would send everything
-                await asyncio.sleep(0)
-            assert sent < 100
-            assert sum([len(piece) async for piece in response.aiter_raw()]) == 1000
-
-    asyncio.run(test())
+    async with client_of(app) as client, client.stream("GET", "/") as response:
+        for _ in range(1000):  # turns of the loop, in which a fast application would send everything
+            await asyncio.sleep(0)
+        assert sent < 100
+        assert sum([len(piece) async for piece in response.aiter_raw()]) == 1000
 
 
 @pytest.mark.parametrize("start", [False, True], ids=["before the reply", "inside the reply"])
-def test_an_application_that_crashes_ends_the_connection(start: bool) -> None:
-    async def test() -> None:
-        async def app(scope: Any, receive: Any, send: Any) -> None:
-            if start:
-                await send(START)
-            raise RuntimeError("bug")
+async def test_an_application_that_crashes_ends_the_connection(start: bool) -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        if start:
+            await send(START)
+        raise RuntimeError("bug")
 
-        async with client_of(app) as client:
-            with pytest.raises(httpx.ReadError, match="bug"):
-                await client.get("/")
-
-    asyncio.run(test())
+    async with client_of(app) as client:
+        with pytest.raises(httpx.ReadError, match="bug"):
+            await client.get("/")
 
 
-def test_a_port_where_nothing_listens_refuses_the_connection() -> None:
-    async def test() -> None:
-        async with httpx.AsyncClient(transport=StreamingTransport({})) as client:
-            with pytest.raises(httpx.ConnectError):
-                await client.get("http://host:81/")
-
-    asyncio.run(test())
+async def test_a_port_where_nothing_listens_refuses_the_connection() -> None:
+    async with httpx.AsyncClient(transport=StreamingTransport({})) as client:
+        with pytest.raises(httpx.ConnectError):
+            await client.get("http://host:81/")

@@ -4,13 +4,23 @@ import asyncio
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from typing import TypeVar
 
+import pytest
+
+from balanceroute.proxy.telemetry.clock import Loop
 from balanceroute.proxy.workers.reply import Reply
 from balanceroute.proxy.workers.upstream import Upstream
 
 Script = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
-Test = Callable[[], Awaitable[None]]
-Run = Callable[[Test], None]
+Test = TypeVar("Test", bound=Callable[..., Awaitable[None]])
+
+
+def on_both_loops(test: Test) -> Test:
+    """Run a test of the wire on both: the router has a loop of its own, and who embeds it has whatever he likes."""
+    loops = [("asyncio", {"loop_factory": loop}) for loop in (asyncio.new_event_loop, Loop)]
+    marked: Test = pytest.mark.anyio(pytest.mark.parametrize("anyio_backend", loops, ids=["asyncio", "uvloop"])(test))
+    return marked
 
 
 async def read_request(reader: asyncio.StreamReader) -> tuple[bytes, bytes]:

@@ -26,7 +26,7 @@ from balanceroute.proxy.reload import check_taken_over
 from balanceroute.proxy.workers.circuit import CircuitState
 from balanceroute.proxy.workers.polling import Polling
 from tests.unit.proxy.reloading import apply
-from tests.unit.proxy.virtual_time import a_config, a_router, in_virtual_time, let_pass, script, with_virtual_time
+from tests.unit.proxy.virtual_time import a_config, a_router, let_pass, script, with_virtual_time
 
 
 def with_decoders(config: Config, *names: str, slots: int = 64) -> Config:
@@ -339,20 +339,20 @@ async def test_a_predictor_can_replace_a_bare_history_and_back(tmp_path: Path) -
     services.forecasts.close()
 
 
-def test_a_reload_without_a_predictor_works_when_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+@with_virtual_time
+async def test_a_reload_without_a_predictor_works_when_no_thread_can_be_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def start(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    async def test() -> None:
-        services = a_router(a_config(routing={"policy": "br_h"}, predictor={"kind": "survival"}))
-        services.forecasts = services.ledger.forecasts = build_forecasts(services.config)
-        services.metrics.include(services.forecasts.metrics)
-        monkeypatch.setattr(threading.Thread, "start", start)
-        new = a_config(1, 1, routing={"policy": "br_0"})
-        apply(services, new)
-        assert services.forecasts is None and len([worker for worker in services.fleet if not worker.leaving]) == 2
-
-    in_virtual_time(test)
+    services = a_router(a_config(routing={"policy": "br_h"}, predictor={"kind": "survival"}))
+    services.forecasts = services.ledger.forecasts = build_forecasts(services.config)
+    services.metrics.include(services.forecasts.metrics)
+    monkeypatch.setattr(threading.Thread, "start", start)
+    new = a_config(1, 1, routing={"policy": "br_0"})
+    apply(services, new)
+    assert services.forecasts is None and len([worker for worker in services.fleet if not worker.leaving]) == 2
 
 
 @with_virtual_time

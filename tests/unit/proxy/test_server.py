@@ -12,7 +12,7 @@ from balanceroute.proxy.server import ChildServer, ProcessServer, Server
 from balanceroute.proxy.services import Services
 from balanceroute.proxy.telemetry.clock import Loop
 from tests.unit.proxy.life.legs import a_leg, dispatching
-from tests.unit.proxy.virtual_time import a_config, a_router, in_virtual_time, let_pass, script, with_virtual_time
+from tests.unit.proxy.virtual_time import a_config, a_router, let_pass, script, with_virtual_time
 from tests.waiting import until
 
 DRAIN_S = 10.0
@@ -90,22 +90,20 @@ async def test_requests_beyond_the_drain_timeout_are_aborted() -> None:
         assert services.ledger.now() - began_s < 2 * DRAIN_S, "although the exchange never ended"
 
 
-def test_a_leaving_process_accepts_no_request_after_its_deadline() -> None:
+@with_virtual_time
+async def test_a_leaving_process_accepts_no_request_after_its_deadline() -> None:
     class LeavingServer(ChildServer):
         def leave(self) -> None:
             self._drain = asyncio.get_running_loop().create_task(self._until_drained(self._app.services))
 
-    async def test() -> None:
-        services = a_draining_router()
-        services.exchanges = 1
-        server = a_server(services, LeavingServer)
-        server.leave()
-        await let_pass(DRAIN_S / 2)
-        assert not services.ledger.draining
-        await let_pass(DRAIN_S)
-        assert services.ledger.draining
-
-    in_virtual_time(test)
+    services = a_draining_router()
+    services.exchanges = 1
+    server = a_server(services, LeavingServer)
+    server.leave()
+    await let_pass(DRAIN_S / 2)
+    assert not services.ledger.draining
+    await let_pass(DRAIN_S)
+    assert services.ledger.draining
 
 
 @with_virtual_time

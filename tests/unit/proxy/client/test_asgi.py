@@ -14,7 +14,7 @@ from balanceroute.proxy.client.asgi import AsgiHandler
 from balanceroute.proxy.client.head import Request
 from tests.unit.proxy.client.connections import Connection, a_request
 from tests.unit.proxy.client.listening import listening
-from tests.unit.proxy.virtual_time import in_virtual_time, let_pass, with_virtual_time
+from tests.unit.proxy.virtual_time import let_pass, with_virtual_time
 
 
 @pytest.mark.anyio
@@ -128,30 +128,28 @@ async def test_an_asgi_application_whose_client_leaves_before_its_body_ends_with
     assert connection.transport.written == b""
 
 
-def test_a_refusal_of_the_edge_has_the_clients_id_and_the_applications_answer_is_dropped(
+@with_virtual_time
+async def test_a_refusal_of_the_edge_has_the_clients_id_and_the_applications_answer_is_dropped(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO)
 
-    async def test() -> None:
-        async def app(scope: Scope, receive: Receive, send: Send) -> None:
-            await receive()
-            await send({"type": "http.response.start", "status": 200, "headers": []})
-            await send({"type": "http.response.body", "body": b"late"})
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"late"})
 
-        request, connection = a_request(b"", b"/any", [(b"x-request-id", b"mine")]), Connection()
-        request.complete = False
-        handler = AsgiHandler(app, {}, request, connection.response(), lambda: None)
-        task = asyncio.ensure_future(handler.run())
-        await let_pass(1.0)
-        handler.refuse(InvalidRequest("too large", status=413))
-        await task
-        status, headers, body = connection.answer
-        assert (status, headers["x-request-id"]) == (413, "mine") and b"late" not in body
-        (line,) = [vars(record) for record in caplog.records if record.message == "refused"]
-        assert (line["request"], line["path"], line["error"]) == ("mine", "/any", "too large")
-
-    in_virtual_time(test)
+    request, connection = a_request(b"", b"/any", [(b"x-request-id", b"mine")]), Connection()
+    request.complete = False
+    handler = AsgiHandler(app, {}, request, connection.response(), lambda: None)
+    task = asyncio.ensure_future(handler.run())
+    await let_pass(1.0)
+    handler.refuse(InvalidRequest("too large", status=413))
+    await task
+    status, headers, body = connection.answer
+    assert (status, headers["x-request-id"]) == (413, "mine") and b"late" not in body
+    (line,) = [vars(record) for record in caplog.records if record.message == "refused"]
+    assert (line["request"], line["path"], line["error"]) == ("mine", "/any", "too large")
 
 
 @pytest.mark.parametrize(

@@ -308,40 +308,37 @@ async def test_a_priority_header_overrides_the_body_as_on_vllm(header: bytes, en
     assert priorities == [engine_gets, engine_gets]
 
 
-def test_a_keys_limit_is_a_429_in_the_log_too_and_a_finished_request_frees_its_place(
+@with_virtual_time
+async def test_a_keys_limit_is_a_429_in_the_log_too_and_a_finished_request_frees_its_place(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "balanceroute.requests")
-
-    async def test() -> None:
-        keys = tmp_path / "keys.yaml"
-        keys.write_text(f"keys: [{{name: team, sha256: {sha256(KEY).hexdigest()}, max_in_flight: 1}}]")
-        config = a_config(1, 1, auth={"client_keys": str(keys)})
-        services = a_router(config)
-        services.perimeter = Perimeter(config)
-        bearer = [(b"authorization", b"Bearer " + KEY)]
-        p0 = script(services, "p0", None)
-        script(services, "d0", WHOLE)
-        held = Exchange(services, "completions", a_request(BODY, headers=bearer), Connection().response())
-        held.check()
-        async with dispatching(services):
-            task = services.loop.create_task(held.run())
-            await until(lambda: p0.under_way)
-            second = Connection()
-            other = Exchange(services, "completions", a_request(BODY, headers=bearer), second.response())
-            with pytest.raises(BalanceRouteError) as refused:
-                other.check()
-            other.refuse(refused.value)
-            assert second.answer[0] == 429
-            (line,) = [vars(record) for record in caplog.records if record.message == "request"]
-            told = [line[name] for name in ("status", "key", "peer", "path")]
-            assert line["refused"] and told == [429, "team", "203.0.113.9", "/v1/completions"]
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-        third = Exchange(services, "completions", a_request(BODY, headers=bearer), Connection().response())
-        third.check()
-
-    in_virtual_time(test)
+    keys = tmp_path / "keys.yaml"
+    keys.write_text(f"keys: [{{name: team, sha256: {sha256(KEY).hexdigest()}, max_in_flight: 1}}]")
+    config = a_config(1, 1, auth={"client_keys": str(keys)})
+    services = a_router(config)
+    services.perimeter = Perimeter(config)
+    bearer = [(b"authorization", b"Bearer " + KEY)]
+    p0 = script(services, "p0", None)
+    script(services, "d0", WHOLE)
+    held = Exchange(services, "completions", a_request(BODY, headers=bearer), Connection().response())
+    held.check()
+    async with dispatching(services):
+        task = services.loop.create_task(held.run())
+        await until(lambda: p0.under_way)
+        second = Connection()
+        other = Exchange(services, "completions", a_request(BODY, headers=bearer), second.response())
+        with pytest.raises(BalanceRouteError) as refused:
+            other.check()
+        other.refuse(refused.value)
+        assert second.answer[0] == 429
+        (line,) = [vars(record) for record in caplog.records if record.message == "request"]
+        told = [line[name] for name in ("status", "key", "peer", "path")]
+        assert line["refused"] and told == [429, "team", "203.0.113.9", "/v1/completions"]
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    third = Exchange(services, "completions", a_request(BODY, headers=bearer), Connection().response())
+    third.check()
 
 
 def test_an_internal_error_is_a_500_counted_and_logged_with_its_request(caplog: pytest.LogCaptureFixture) -> None:

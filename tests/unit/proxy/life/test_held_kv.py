@@ -144,7 +144,8 @@ async def test_requests_sent_beside_a_late_pull_are_restarted_as_well() -> None:
     assert [client.text for client in clients] == [" 20 21"] * 2 and len(d0.asked) == 4
 
 
-def test_kv_that_expires_while_connecting_to_a_decode_worker_is_not_sent() -> None:
+@with_virtual_time
+async def test_kv_that_expires_while_connecting_to_a_decode_worker_is_not_sent() -> None:
     class Stopped(ScriptedUpstream):
         """The router is stopped for so long while it connects to it for the first time."""
 
@@ -155,16 +156,13 @@ def test_kv_that_expires_while_connecting_to_a_decode_worker_is_not_sent() -> No
             self.stop_s = 0.0
             return await super().request(*args, **options)
 
-    async def served() -> None:
-        services, client = a_router(a_config(1, 1, connector="nixl")), Client()
-        d0 = services.fleet["d0"].upstream = Stopped(WHOLE)  # type: ignore[assignment]
-        p0 = script(services, "p0", probed())
-        async with dispatching(services):
-            await a_leg(services, client).run()
-        assert client.text == " 20 21" and len(asked(p0)) == 2 and idle(services)
-        assert len(d0.asked) == 1 and services.metrics.recomputes.value("pulled_late") == 1
-
-    in_virtual_time(served)
+    services, client = a_router(a_config(1, 1, connector="nixl")), Client()
+    d0 = services.fleet["d0"].upstream = Stopped(WHOLE)  # type: ignore[assignment]
+    p0 = script(services, "p0", probed())
+    async with dispatching(services):
+        await a_leg(services, client).run()
+    assert client.text == " 20 21" and len(asked(p0)) == 2 and idle(services)
+    assert len(d0.asked) == 1 and services.metrics.recomputes.value("pulled_late") == 1
 
 
 @pytest.mark.parametrize("client_stays", [True, False])

@@ -156,24 +156,22 @@ async def test_an_unstreamed_echo_waits_for_the_prefiller_and_is_no_answer_witho
 
 
 @pytest.mark.parametrize("limit", [2, 200], ids=["in-one-piece", "from-a-stream"])
-def test_an_unstreamed_answer_has_the_cached_tokens_of_a_prefiller_that_replies_later(
+@with_virtual_time
+async def test_an_unstreamed_answer_has_the_cached_tokens_of_a_prefiller_that_replies_later(
     limit: int,
 ) -> None:
     def telling(answer: Page, usage: bytes, cached: int) -> Page:
         return Page(answer.body.replace(usage, usage + b',"prompt_tokens_details":{"cached_tokens":%d}' % cached))
 
-    async def served() -> None:
-        generated = b'"completion_tokens":2'
-        decoder = whole(20, 21) if limit == 2 else Page(events(20, 21) + USAGE_EVENT + DONE)
-        prefiller = telling(probed(None), b'"completion_tokens":1', 2)
-        services = a_pair(telling(decoder, generated, len(PROMPT_IDS) - 1), PREFILL_REPLY_S / 2, prefiller)
-        async with dispatching(services):
-            leg, answer = an_assembled_leg(services, Layerwise, max_tokens=limit)
-            await leg.run()
-        assert answer()["usage"]["prompt_tokens_details"] == {"cached_tokens": 2}
-        assert answer()["choices"][0]["text"] == " 20 21" and idle(services)
-
-    in_virtual_time(served)
+    generated = b'"completion_tokens":2'
+    decoder = whole(20, 21) if limit == 2 else Page(events(20, 21) + USAGE_EVENT + DONE)
+    prefiller = telling(probed(None), b'"completion_tokens":1', 2)
+    services = a_pair(telling(decoder, generated, len(PROMPT_IDS) - 1), PREFILL_REPLY_S / 2, prefiller)
+    async with dispatching(services):
+        leg, answer = an_assembled_leg(services, Layerwise, max_tokens=limit)
+        await leg.run()
+    assert answer()["usage"]["prompt_tokens_details"] == {"cached_tokens": 2}
+    assert answer()["choices"][0]["text"] == " 20 21" and idle(services)
 
 
 @with_virtual_time

@@ -17,7 +17,7 @@ from balanceroute.proxy.life.pull import Pull
 from balanceroute.proxy.life.scoring import Scoring
 from balanceroute.proxy.wire.client_request import parse
 from balanceroute.proxy.workers.reply import Reply
-from tests.unit.proxy.virtual_time import a_router, in_virtual_time, let_pass, with_virtual_time
+from tests.unit.proxy.virtual_time import a_router, let_pass, with_virtual_time
 
 REPO = Path(__file__).parents[4]
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -138,7 +138,8 @@ async def test_a_worker_is_late_after_its_deadline_or_a_too_long_gap_between_tok
     task.cancel()
 
 
-def test_tokens_are_expected_of_an_open_stream_but_not_during_its_prefill() -> None:
+@with_virtual_time
+async def test_tokens_are_expected_of_an_open_stream_but_not_during_its_prefill() -> None:
     """What waits for a long prefill elsewhere must not have its decode worker taken for a silent one."""
 
     class Open(Reply):
@@ -149,21 +150,18 @@ def test_tokens_are_expected_of_an_open_stream_but_not_during_its_prefill() -> N
         def __init__(self) -> None:
             pass
 
-    async def waiting() -> None:
-        services, sent = a_router(), asyncio.Event()
-        request = parse("completions", b'{"prompt": "a", "stream": true}')
-        leg = Leg(services, "r", request, PartAnswer(request), [], lambda leg: Stays(leg, 0.0, sent))
-        leg.decoder_id = "d0"
-        assert not leg.expects_tokens  # nothing is open
-        leg.reply = Open()
-        assert leg.expects_tokens
-        leg.kv_due = True
-        assert not leg.expects_tokens
-        leg.kv_due = False
-        leg.reply.paused = True  # type: ignore[misc, union-attr]
-        assert not leg.expects_tokens  # its client does not read
-
-    in_virtual_time(waiting)
+    services, sent = a_router(), asyncio.Event()
+    request = parse("completions", b'{"prompt": "a", "stream": true}')
+    leg = Leg(services, "r", request, PartAnswer(request), [], lambda leg: Stays(leg, 0.0, sent))
+    leg.decoder_id = "d0"
+    assert not leg.expects_tokens  # nothing is open
+    leg.reply = Open()
+    assert leg.expects_tokens
+    leg.kv_due = True
+    assert not leg.expects_tokens
+    leg.kv_due = False
+    leg.reply.paused = True  # type: ignore[misc, union-attr]
+    assert not leg.expects_tokens  # its client does not read
 
 
 @pytest.mark.parametrize("lost", [False, True])

@@ -35,7 +35,6 @@ from tests.unit.proxy.virtual_time import (
     ScriptedUpstream,
     a_config,
     a_router,
-    in_virtual_time,
     let_pass,
     script,
     with_virtual_time,
@@ -338,22 +337,19 @@ FATES: dict[str, tuple[dict[str, Any], list[Any], str]] = {
 
 
 @pytest.mark.parametrize("fate", FATES)
-def test_a_cut_answer_is_counted_once_by_its_outcome(fate: str) -> None:
+@with_virtual_time
+async def test_a_cut_answer_is_counted_once_by_its_outcome(fate: str) -> None:
     retry, prefills, fidelity = FATES[fate]
-
-    async def served() -> None:
-        services = a_router(a_config(1, 1, retry=retry))
-        script(services, "p0", probed(), *prefills)
-        last = events(22).replace(b"[22]", b"[]").replace(b" 22", b"") if "without" in fate else events(22)
-        script(services, "d0", Page(events(20, 21, finish=None), breaks=LOST), Page(last + DONE))
-        async with dispatching(services):
-            with suppress(UpstreamError):
-                await a_leg(services).run()
-        kinds = ("exact", "adjusted", "approximate", "restarted", "ended")
-        counted = {kind: services.metrics.resumes.value(kind) for kind in kinds}
-        assert {kind: count for kind, count in counted.items() if count} == {fidelity: 1}
-
-    in_virtual_time(served)
+    services = a_router(a_config(1, 1, retry=retry))
+    script(services, "p0", probed(), *prefills)
+    last = events(22).replace(b"[22]", b"[]").replace(b" 22", b"") if "without" in fate else events(22)
+    script(services, "d0", Page(events(20, 21, finish=None), breaks=LOST), Page(last + DONE))
+    async with dispatching(services):
+        with suppress(UpstreamError):
+            await a_leg(services).run()
+    kinds = ("exact", "adjusted", "approximate", "restarted", "ended")
+    counted = {kind: services.metrics.resumes.value(kind) for kind in kinds}
+    assert {kind: count for kind, count in counted.items() if count} == {fidelity: 1}
 
 
 @pytest.mark.parametrize("answer", [400, LOST], ids=["refused", "broken"])

@@ -10,7 +10,7 @@ from balanceroute.proxy.life.streaming import stream_events
 from balanceroute.proxy.wire.sse import EventScanner, StreamEnd
 from balanceroute.proxy.workers.reply import Reply
 from balanceroute.proxy.workers.upstream import Upstream
-from tests.unit.proxy.servers import CHUNKED_HEAD, Run, Script, answering, chunked, read_request, worker
+from tests.unit.proxy.servers import CHUNKED_HEAD, Script, answering, chunked, on_both_loops, read_request, worker
 from tests.unit.proxy.wire.test_sse import DONE, completion, event, texts
 from tests.waiting import pace, until
 
@@ -76,22 +76,20 @@ class Relayed:
         self.error = await stream_events(reply, self.scanner, self.client, self.count, first=first)
 
 
-def test_every_event_is_relayed_counted_and_ended_in_one_response(run: Run) -> None:
-    async def test() -> None:
-        async with worker(answering(CHUNKED_HEAD + chunked(*EVENTS, LAST, DONE))) as server:
-            upstream = Upstream(server.url)
-            for _ in range(2):
-                done = Relayed()
-                await done.run(upstream)
-                assert done.tokens == len(done.scanner.generated.ids) == 201
-                assert texts(done.client.body) == "".join(f"{i} " for i in range(200)) + "end"
-                assert done.client.body.endswith(DONE)
-                assert done.client.ended
-                await until(lambda: not upstream.busy_connections)
-            assert server.connections == 1
-            upstream.close()
-
-    run(test)
+@on_both_loops
+async def test_every_event_is_relayed_counted_and_ended_in_one_response() -> None:
+    async with worker(answering(CHUNKED_HEAD + chunked(*EVENTS, LAST, DONE))) as server:
+        upstream = Upstream(server.url)
+        for _ in range(2):
+            done = Relayed()
+            await done.run(upstream)
+            assert done.tokens == len(done.scanner.generated.ids) == 201
+            assert texts(done.client.body) == "".join(f"{i} " for i in range(200)) + "end"
+            assert done.client.body.endswith(DONE)
+            assert done.client.ended
+            await until(lambda: not upstream.busy_connections)
+        assert server.connections == 1
+        upstream.close()
 
 
 def one_by_one(parts: list[bytes]) -> Script:
@@ -109,17 +107,15 @@ def one_by_one(parts: list[bytes]) -> Script:
     return script
 
 
-def test_events_that_arrive_one_by_one_are_sent_one_by_one(run: Run) -> None:
-    async def test() -> None:
-        async with worker(one_by_one([*EVENTS[:5], LAST, DONE])) as server:
-            upstream = Upstream(server.url)
-            done = Relayed()
-            await done.run(upstream)
-            assert len(done.client.parts) == 7
-            assert done.scanner.end is StreamEnd.DONE
-            upstream.close()
-
-    run(test)
+@on_both_loops
+async def test_events_that_arrive_one_by_one_are_sent_one_by_one() -> None:
+    async with worker(one_by_one([*EVENTS[:5], LAST, DONE])) as server:
+        upstream = Upstream(server.url)
+        done = Relayed()
+        await done.run(upstream)
+        assert len(done.client.parts) == 7
+        assert done.scanner.end is StreamEnd.DONE
+        upstream.close()
 
 
 def endless(sent: list[int]) -> Script:
@@ -136,100 +132,89 @@ def endless(sent: list[int]) -> Script:
     return script
 
 
-def test_a_client_that_stops_reading_pauses_only_its_own_worker_stream(run: Run) -> None:
-    async def test() -> None:
-        sent = [0]
-        async with (
-            worker(endless(sent)) as server,
-            worker(answering(CHUNKED_HEAD + chunked(LAST, DONE))) as other,
-        ):
-            slow = Relayed()
-            stuck = Upstream(server.url)
-            relaying = asyncio.ensure_future(slow.run(stuck))
-            await until(lambda: slow.tokens)
-            slow.client.open.clear()
-            await until(lambda: slow.reply is not None and slow.reply.paused)
-            before = sent[0]
-            quick = Relayed()
-            await quick.run(Upstream(other.url))
-            assert quick.scanner.end is StreamEnd.DONE
-            slow.client.open.set()
-            await until(lambda: sent[0] >= before + 200)
-            relaying.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await relaying
-            await server.closed.wait()
-            assert stuck.busy_connections == 0
-            assert texts(slow.client.body) == "x" * len(texts(slow.client.body))
-
-    run(test)
-
-
-def test_a_client_that_pauses_gets_every_event_in_order(run: Run) -> None:
-    async def test() -> None:
-        async with worker(one_by_one([*EVENTS[:20], LAST, DONE])) as server:
-            done = Relayed()
-            done.client.open.clear()
-            relaying = asyncio.ensure_future(done.run(Upstream(server.url)))
-            await until(lambda: done.client.refused)
-            assert done.client.parts == []
-            done.client.open.set()
+@on_both_loops
+async def test_a_client_that_stops_reading_pauses_only_its_own_worker_stream() -> None:
+    sent = [0]
+    async with (
+        worker(endless(sent)) as server,
+        worker(answering(CHUNKED_HEAD + chunked(LAST, DONE))) as other,
+    ):
+        slow = Relayed()
+        stuck = Upstream(server.url)
+        relaying = asyncio.ensure_future(slow.run(stuck))
+        await until(lambda: slow.tokens)
+        slow.client.open.clear()
+        await until(lambda: slow.reply is not None and slow.reply.paused)
+        before = sent[0]
+        quick = Relayed()
+        await quick.run(Upstream(other.url))
+        assert quick.scanner.end is StreamEnd.DONE
+        slow.client.open.set()
+        await until(lambda: sent[0] >= before + 200)
+        relaying.cancel()
+        with pytest.raises(asyncio.CancelledError):
             await relaying
-            assert texts(done.client.body) == "".join(f"{i} " for i in range(20)) + "end"
-            assert done.client.ended
+        await server.closed.wait()
+        assert stuck.busy_connections == 0
+        assert texts(slow.client.body) == "x" * len(texts(slow.client.body))
 
-    run(test)
+
+@on_both_loops
+async def test_a_client_that_pauses_gets_every_event_in_order() -> None:
+    async with worker(one_by_one([*EVENTS[:20], LAST, DONE])) as server:
+        done = Relayed()
+        done.client.open.clear()
+        relaying = asyncio.ensure_future(done.run(Upstream(server.url)))
+        await until(lambda: done.client.refused)
+        assert done.client.parts == []
+        done.client.open.set()
+        await relaying
+        assert texts(done.client.body) == "".join(f"{i} " for i in range(20)) + "end"
+        assert done.client.ended
 
 
-def test_a_broken_worker_stream_leaves_the_response_open_and_raises_the_reason(run: Run) -> None:
+@on_both_loops
+async def test_a_broken_worker_stream_leaves_the_response_open_and_raises_the_reason() -> None:
     async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await read_request(reader)
         writer.write(CHUNKED_HEAD + chunked(*EVENTS[:3], last=False) + b"ff\r\ndata: {")
 
-    async def test() -> None:
-        async with worker(script) as server:
-            done = Relayed()
-            await done.run(Upstream(server.url))
-            assert isinstance(done.error, BadUpstreamReply)
-            assert done.scanner.end is StreamEnd.UNFINISHED
-            assert done.tokens == 3
-            assert texts(done.client.body) == "0 1 2 "
-            assert not done.client.ended
-
-    run(test)
+    async with worker(script) as server:
+        done = Relayed()
+        await done.run(Upstream(server.url))
+        assert isinstance(done.error, BadUpstreamReply)
+        assert done.scanner.end is StreamEnd.UNFINISHED
+        assert done.tokens == 3
+        assert texts(done.client.body) == "0 1 2 "
+        assert not done.client.ended
 
 
-def test_a_recomputed_stream_ends_the_relay_with_the_response_open(run: Run) -> None:
+@on_both_loops
+async def test_a_recomputed_stream_ends_the_relay_with_the_response_open() -> None:
     marker = event(completion("", [], finish_reason="stop", stop_reason="recomputed"))
-
-    async def test() -> None:
-        async with worker(answering(CHUNKED_HEAD + chunked(*EVENTS[:3], marker, DONE))) as server:
-            done = Relayed()
-            await done.run(Upstream(server.url))
-            assert done.error is None
-            assert done.scanner.end is StreamEnd.RECOMPUTED
-            assert done.scanner.generated.ids.tolist() == [0, 1, 2]
-            assert not done.client.ended
-
-    run(test)
+    async with worker(answering(CHUNKED_HEAD + chunked(*EVENTS[:3], marker, DONE))) as server:
+        done = Relayed()
+        await done.run(Upstream(server.url))
+        assert done.error is None
+        assert done.scanner.end is StreamEnd.RECOMPUTED
+        assert done.scanner.generated.ids.tolist() == [0, 1, 2]
+        assert not done.client.ended
 
 
-def test_a_failed_write_ends_only_its_own_stream(run: Run) -> None:
-    async def test() -> None:
-        async def fails(upstream: Upstream) -> None:
-            reply = await upstream.request("POST", "/", b"{}")
-            with pytest.raises(OSError, match="client"):
-                await stream_events(reply, EventScanner(), Leaving(), lambda n: None)
+@on_both_loops
+async def test_a_failed_write_ends_only_its_own_stream() -> None:
+    async def fails(upstream: Upstream) -> None:
+        reply = await upstream.request("POST", "/", b"{}")
+        with pytest.raises(OSError, match="client"):
+            await stream_events(reply, EventScanner(), Leaving(), lambda n: None)
 
-        async with worker(one_by_one([*EVENTS[:20], LAST, DONE])) as server:
-            upstream = Upstream(server.url)
-            others = [Relayed() for _ in range(4)]
-            await asyncio.gather(*(task for other in others for task in (fails(upstream), other.run(upstream))))
-            assert [other.tokens for other in others] == [21] * 4
-            assert all(other.scanner.end is StreamEnd.DONE for other in others)
-            upstream.close()
-
-    run(test)
+    async with worker(one_by_one([*EVENTS[:20], LAST, DONE])) as server:
+        upstream = Upstream(server.url)
+        others = [Relayed() for _ in range(4)]
+        await asyncio.gather(*(task for other in others for task in (fails(upstream), other.run(upstream))))
+        assert [other.tokens for other in others] == [21] * 4
+        assert all(other.scanner.end is StreamEnd.DONE for other in others)
+        upstream.close()
 
 
 class ScriptedReply:
@@ -253,21 +238,19 @@ class ScriptedReply:
 
 
 @pytest.mark.parametrize("open_client", [True, False], ids=["reading", "not reading"])
-def test_bytes_read_after_a_cancellation_are_relayed_or_reported_as_lost(run: Run, open_client: bool) -> None:
-    async def test() -> None:
-        done, reply = Relayed(), ScriptedReply()
-        task = asyncio.get_running_loop().create_task(
-            stream_events(reply, done.scanner, done.client, done.count)  # type: ignore[arg-type]
-        )
-        await asyncio.sleep(0)
-        if not open_client:
-            done.client.open.clear()
-        task.cancel()
-        reply.sink.chunk(EVENTS[0] + LAST)  # in the same turn of the loop, as sockets are read after timers
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert done.tokens == 2
-        assert bool(done.client.body) is open_client
-        assert reply.undelivered is not open_client
-
-    run(test)
+@on_both_loops
+async def test_bytes_read_after_a_cancellation_are_relayed_or_reported_as_lost(open_client: bool) -> None:
+    done, reply = Relayed(), ScriptedReply()
+    task = asyncio.get_running_loop().create_task(
+        stream_events(reply, done.scanner, done.client, done.count)  # type: ignore[arg-type]
+    )
+    await asyncio.sleep(0)
+    if not open_client:
+        done.client.open.clear()
+    task.cancel()
+    reply.sink.chunk(EVENTS[0] + LAST)  # in the same turn of the loop, as sockets are read after timers
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert done.tokens == 2
+    assert bool(done.client.body) is open_client
+    assert reply.undelivered is not open_client

@@ -3,12 +3,11 @@
 import asyncio
 import logging
 import socket
-from collections.abc import Awaitable, Callable
 
 import pytest
 
 from balanceroute.proxy.workers.addresses import FRESH_S, PATIENCE_S, Addresses
-from tests.unit.proxy.virtual_time import in_virtual_time, let_pass
+from tests.unit.proxy.virtual_time import let_pass, with_virtual_time
 
 LOST = socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
 
@@ -34,150 +33,125 @@ def now() -> float:
     return asyncio.get_running_loop().time()
 
 
-def run(test: Callable[[], Awaitable[None]]) -> None:
-    in_virtual_time(test)
-
-
 @pytest.mark.parametrize("host", ["10.0.0.7", "::1", "fe80::1%eth0"])
-def test_an_ip_address_needs_no_lookup(host: str) -> None:
-    async def test() -> None:
-        names, addresses = Names(), Addresses(host)
-        addresses.doubt()
-        assert await addresses.get() == [host] and names.lookups == 0
-
-    run(test)
+@with_virtual_time
+async def test_an_ip_address_needs_no_lookup(host: str) -> None:
+    names, addresses = Names(), Addresses(host)
+    addresses.doubt()
+    assert await addresses.get() == [host] and names.lookups == 0
 
 
-def test_concurrent_lookups_are_shared_and_cached_for_a_while() -> None:
-    async def test() -> None:
-        names, addresses = Names("10.0.0.1", "10.0.0.2", "10.0.0.1"), Addresses("d0")
-        names.takes_s = 2.0
-        found = await asyncio.gather(*(addresses.get() for _ in range(20)))
-        assert found == [["10.0.0.1", "10.0.0.2"]] * 20 and names.lookups == 1
-        await let_pass(FRESH_S - 0.1)
-        assert await addresses.get() == found[0] and names.lookups == 1
-        names.addresses, names.takes_s = ["10.0.0.3"], 0.0
-        await let_pass(0.2)
-        assert await addresses.get() == ["10.0.0.3"] and names.lookups == 2
-
-    run(test)
+@with_virtual_time
+async def test_concurrent_lookups_are_shared_and_cached_for_a_while() -> None:
+    names, addresses = Names("10.0.0.1", "10.0.0.2", "10.0.0.1"), Addresses("d0")
+    names.takes_s = 2.0
+    found = await asyncio.gather(*(addresses.get() for _ in range(20)))
+    assert found == [["10.0.0.1", "10.0.0.2"]] * 20 and names.lookups == 1
+    await let_pass(FRESH_S - 0.1)
+    assert await addresses.get() == found[0] and names.lookups == 1
+    names.addresses, names.takes_s = ["10.0.0.3"], 0.0
+    await let_pass(0.2)
+    assert await addresses.get() == ["10.0.0.3"] and names.lookups == 2
 
 
-def test_an_unknown_name_is_an_error_and_is_looked_up_each_time() -> None:
-    async def test() -> None:
-        names, addresses = Names("10.0.0.1"), Addresses("d0")
-        names.error = LOST
-        for _ in range(2):
-            with pytest.raises(socket.gaierror, match="Temporary failure"):
-                await addresses.get()
-        names.error = None
-        assert await addresses.get() == ["10.0.0.1"] and names.lookups == 3
-
-    run(test)
+@with_virtual_time
+async def test_an_unknown_name_is_an_error_and_is_looked_up_each_time() -> None:
+    names, addresses = Names("10.0.0.1"), Addresses("d0")
+    names.error = LOST
+    for _ in range(2):
+        with pytest.raises(socket.gaierror, match="Temporary failure"):
+            await addresses.get()
+    names.error = None
+    assert await addresses.get() == ["10.0.0.1"] and names.lookups == 3
 
 
-def test_while_lookups_fail_the_last_addresses_are_used_and_that_is_logged_once(
+@with_virtual_time
+async def test_while_lookups_fail_the_last_addresses_are_used_and_that_is_logged_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO)
-
-    async def test() -> None:
-        names, addresses = Names("10.0.0.1"), Addresses("d0")
-        await addresses.get()
-        names.error = LOST
-        for _ in range(10):
-            await let_pass(FRESH_S + 1)
-            assert await addresses.get() == ["10.0.0.1"]
-        assert names.lookups == 11
-        names.error, names.addresses = None, ["10.0.0.2"]
+    names, addresses = Names("10.0.0.1"), Addresses("d0")
+    await addresses.get()
+    names.error = LOST
+    for _ in range(10):
         await let_pass(FRESH_S + 1)
-        assert await addresses.get() == ["10.0.0.2"]
-
-    run(test)
+        assert await addresses.get() == ["10.0.0.1"]
+    assert names.lookups == 11
+    names.error, names.addresses = None, ["10.0.0.2"]
+    await let_pass(FRESH_S + 1)
+    assert await addresses.get() == ["10.0.0.2"]
     assert [record.getMessage() for record in caplog.records] == [
         "name not found: its last addresses are used",
         "name found again",
     ]
 
 
-def test_a_slow_lookup_delays_few_callers_and_only_briefly() -> None:
-    async def test() -> None:
-        names, addresses = Names("10.0.0.1"), Addresses("d0")
-        await addresses.get()
-        await let_pass(FRESH_S)
-        names.takes_s, names.addresses, began_s = 30.0, ["10.0.0.2"], now()
-        assert await addresses.get() == ["10.0.0.1"]
-        assert now() - began_s == pytest.approx(PATIENCE_S)
-        assert await addresses.get() == ["10.0.0.1"]
-        assert now() - began_s == pytest.approx(PATIENCE_S) and names.lookups == 2
-        await let_pass(30.0)
-        assert await addresses.get() == ["10.0.0.2"]
-
-    run(test)
+@with_virtual_time
+async def test_a_slow_lookup_delays_few_callers_and_only_briefly() -> None:
+    names, addresses = Names("10.0.0.1"), Addresses("d0")
+    await addresses.get()
+    await let_pass(FRESH_S)
+    names.takes_s, names.addresses, began_s = 30.0, ["10.0.0.2"], now()
+    assert await addresses.get() == ["10.0.0.1"]
+    assert now() - began_s == pytest.approx(PATIENCE_S)
+    assert await addresses.get() == ["10.0.0.1"]
+    assert now() - began_s == pytest.approx(PATIENCE_S) and names.lookups == 2
+    await let_pass(30.0)
+    assert await addresses.get() == ["10.0.0.2"]
 
 
-def test_doubtful_addresses_are_looked_up_at_once() -> None:
-    async def test() -> None:
-        names, addresses = Names("10.0.0.1"), Addresses("d0")
-        await addresses.get()
-        names.addresses = ["10.0.0.2"]
-        addresses.doubt()
-        assert await addresses.get() == ["10.0.0.2"]
-
-    run(test)
+@with_virtual_time
+async def test_doubtful_addresses_are_looked_up_at_once() -> None:
+    names, addresses = Names("10.0.0.1"), Addresses("d0")
+    await addresses.get()
+    names.addresses = ["10.0.0.2"]
+    addresses.doubt()
+    assert await addresses.get() == ["10.0.0.2"]
 
 
 @pytest.mark.parametrize("code", [socket.EAI_NONAME, socket.EAI_NODATA])
-def test_refusing_addresses_of_a_removed_name_are_forgotten(code: int) -> None:
-    async def test() -> None:
-        names, addresses = Names("10.0.0.1"), Addresses("d0")
-        await addresses.get()
-        names.error = socket.gaierror(code, "Name or service not known")
-        await let_pass(FRESH_S + 1)
-        assert await addresses.get() == ["10.0.0.1"]  # a pod that is not ready has no name, and may serve
+@with_virtual_time
+async def test_refusing_addresses_of_a_removed_name_are_forgotten(code: int) -> None:
+    names, addresses = Names("10.0.0.1"), Addresses("d0")
+    await addresses.get()
+    names.error = socket.gaierror(code, "Name or service not known")
+    await let_pass(FRESH_S + 1)
+    assert await addresses.get() == ["10.0.0.1"]  # a pod that is not ready has no name, and may serve
+    addresses.doubt()
+    for _ in range(2):
+        with pytest.raises(socket.gaierror, match="not known"):
+            await addresses.get()
+    names.error, names.addresses = None, ["10.0.0.2"]
+    assert await addresses.get() == ["10.0.0.2"]
+
+
+@with_virtual_time
+async def test_refusing_addresses_are_kept_while_no_name_server_answers() -> None:
+    names, addresses = Names("10.0.0.1"), Addresses("d0")
+    await addresses.get()
+    names.error = LOST
+    addresses.doubt()
+    assert await addresses.get() == ["10.0.0.1"]
+
+
+@with_virtual_time
+async def test_the_preferred_address_stays_first_while_the_name_resolves_to_it() -> None:
+    names = Names("10.0.0.1", "10.0.0.2", "10.0.0.3")
+    addresses = Addresses("d0.cluster")
+    assert await addresses.get() == ["10.0.0.1", "10.0.0.2", "10.0.0.3"]
+    addresses.prefer("10.0.0.2")
+    for _ in range(2):
+        assert await addresses.get() == ["10.0.0.2", "10.0.0.1", "10.0.0.3"]
         addresses.doubt()
-        for _ in range(2):
-            with pytest.raises(socket.gaierror, match="not known"):
-                await addresses.get()
-        names.error, names.addresses = None, ["10.0.0.2"]
-        assert await addresses.get() == ["10.0.0.2"]
-
-    run(test)
+    names.addresses = ["10.0.0.9", "10.0.0.3"]
+    assert await addresses.get() == ["10.0.0.9", "10.0.0.3"]
 
 
-def test_refusing_addresses_are_kept_while_no_name_server_answers() -> None:
-    async def test() -> None:
-        names, addresses = Names("10.0.0.1"), Addresses("d0")
-        await addresses.get()
-        names.error = LOST
-        addresses.doubt()
-        assert await addresses.get() == ["10.0.0.1"]
-
-    run(test)
-
-
-def test_the_preferred_address_stays_first_while_the_name_resolves_to_it() -> None:
-    async def test() -> None:
-        names = Names("10.0.0.1", "10.0.0.2", "10.0.0.3")
-        addresses = Addresses("d0.cluster")
-        assert await addresses.get() == ["10.0.0.1", "10.0.0.2", "10.0.0.3"]
-        addresses.prefer("10.0.0.2")
-        for _ in range(2):
-            assert await addresses.get() == ["10.0.0.2", "10.0.0.1", "10.0.0.3"]
-            addresses.doubt()
-        names.addresses = ["10.0.0.9", "10.0.0.3"]
-        assert await addresses.get() == ["10.0.0.9", "10.0.0.3"]
-
-    run(test)
-
-
-def test_a_waiter_may_be_cancelled_and_the_others_get_their_answer() -> None:
-    async def test() -> None:
-        names, addresses = Names("10.0.0.1"), Addresses("d0")
-        names.takes_s = 2.0
-        first, second = asyncio.ensure_future(addresses.get()), asyncio.ensure_future(addresses.get())
-        await let_pass(1.0)
-        first.cancel()
-        assert await second == ["10.0.0.1"] and first.cancelled()
-
-    run(test)
+@with_virtual_time
+async def test_a_waiter_may_be_cancelled_and_the_others_get_their_answer() -> None:
+    names, addresses = Names("10.0.0.1"), Addresses("d0")
+    names.takes_s = 2.0
+    first, second = asyncio.ensure_future(addresses.get()), asyncio.ensure_future(addresses.get())
+    await let_pass(1.0)
+    first.cancel()
+    assert await second == ["10.0.0.1"] and first.cancelled()

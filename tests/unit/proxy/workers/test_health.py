@@ -16,7 +16,6 @@ from tests.unit.proxy.virtual_time import (
     Answer,
     a_config,
     a_router,
-    in_virtual_time,
     leaving,
     let_pass,
     script,
@@ -311,17 +310,14 @@ async def test_a_worker_that_joins_and_never_answers_is_dropped_after_its_attemp
     ]
 
 
-def test_a_health_check_without_a_free_descriptor_does_not_count() -> None:
+@with_virtual_time
+async def test_a_health_check_without_a_free_descriptor_does_not_count() -> None:
     error = CannotConnect("cannot connect: too many open files", worker="d0", tier="decode")
-
-    async def test() -> None:
-        services = a_router(a_config(health=HEALTH))
-        monitor = await seen_healthy(services)
-        script(services, "d0", error)
-        await rounds(monitor, services, 4)
-        assert services.fleet["d0"].state is WorkerState.UP
-
-    in_virtual_time(test)
+    services = a_router(a_config(health=HEALTH))
+    monitor = await seen_healthy(services)
+    script(services, "d0", error)
+    await rounds(monitor, services, 4)
+    assert services.fleet["d0"].state is WorkerState.UP
 
 
 @pytest.mark.parametrize("lately", ["token", "first request", "pause of ours", None])

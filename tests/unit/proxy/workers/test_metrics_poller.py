@@ -20,29 +20,25 @@ from tests.unit.proxy.virtual_time import (
     Page,
     a_config,
     a_router,
-    in_virtual_time,
     leaving,
     script,
     with_virtual_time,
 )
 
 
-def test_a_decode_worker_s_tokens_per_step_reach_the_scheduler_and_end_with_its_drafts() -> None:
+@with_virtual_time
+async def test_a_decode_worker_s_tokens_per_step_reach_the_scheduler_and_end_with_its_drafts() -> None:
     drafts = (
         b'vllm:num_requests_running{engine="0"} 1.0\n'
         b'vllm:spec_decode_num_drafts_total{engine="0"} 10.0\n'
         b'vllm:spec_decode_num_accepted_tokens_total{engine="0"} 7.0\n'
     )
-
-    async def test() -> None:
-        services = a_router(a_config())
-        script(services, "d1", Page(drafts), Page(b'vllm:num_requests_running{engine="0"} 1.0\n'))
-        for known in (1.7, 1.0):
-            await polled(services)
-            workers = services.ledger.scheduler.snapshot.workers
-            assert [worker.tokens_per_step for worker in workers] == [1.0, known, 1.0]
-
-    in_virtual_time(test)
+    services = a_router(a_config())
+    script(services, "d1", Page(drafts), Page(b'vllm:num_requests_running{engine="0"} 1.0\n'))
+    for known in (1.7, 1.0):
+        await polled(services)
+        workers = services.ledger.scheduler.snapshot.workers
+        assert [worker.tokens_per_step for worker in workers] == [1.0, known, 1.0]
 
 
 @with_virtual_time
@@ -145,25 +141,22 @@ async def test_when_no_prefillers_page_is_readable_they_no_longer_count_as_full(
     assert found[0] == [FULL, FULL] and found[-1] == [None, None]
 
 
-def test_an_unreadable_page_of_a_down_worker_raises_no_condition_and_ends_none(
+@with_virtual_time
+async def test_an_unreadable_page_of_a_down_worker_raises_no_condition_and_ends_none(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO)
-
-    async def test() -> None:
-        services = a_router(a_config(1, 1))
-        conditions = services.metrics.conditions
-        services.fleet["p0"].seen_healthy = True
-        script(services, "p0", REFUSED)
-        script(services, "d0", Page(GAUGE % b"0.1"))
-        await polled(services)
-        conditions.hold(PREFIX_CACHE, "p0", "prefix caching is off in the engine")
-        assert conditions.count(METRICS) == 1
-        services.fleet.set_healthy(services.fleet["p0"], False)
-        await polled(services)
-        assert conditions.reasons == [] and "no longer degraded" not in caplog.messages
-
-    in_virtual_time(test)
+    services = a_router(a_config(1, 1))
+    conditions = services.metrics.conditions
+    services.fleet["p0"].seen_healthy = True
+    script(services, "p0", REFUSED)
+    script(services, "d0", Page(GAUGE % b"0.1"))
+    await polled(services)
+    conditions.hold(PREFIX_CACHE, "p0", "prefix caching is off in the engine")
+    assert conditions.count(METRICS) == 1
+    services.fleet.set_healthy(services.fleet["p0"], False)
+    await polled(services)
+    assert conditions.reasons == [] and "no longer degraded" not in caplog.messages
 
 
 @with_virtual_time

@@ -18,6 +18,8 @@ from balanceroute.proxy.workers import pins as module
 from balanceroute.proxy.workers.pins import DRAWN_TOKENS, HEAD, Pin, PinRecord, stand_in
 from tests.waiting import until
 
+pytestmark = pytest.mark.anyio
+
 PARAMS = b'{"remote_block_ids":[[4,2]],"remote_request_id":"r-1"}'
 
 
@@ -112,70 +114,55 @@ async def watched(record: PinRecord) -> AsyncIterator[None]:
         await asyncio.wait([watch])
 
 
-def test_kv_that_is_sent_to_a_decode_worker_at_once_is_never_recorded(path: Path) -> None:
-    async def test() -> None:
-        record = PinRecord(path)
-        async with watched(record):
-            for _ in range(3):
-                a_pin(record).release()
+async def test_kv_that_is_sent_to_a_decode_worker_at_once_is_never_recorded(path: Path) -> None:
+    record = PinRecord(path)
+    async with watched(record):
+        for _ in range(3):
+            a_pin(record).release()
+    assert written(path) == HEAD
+    record.close()
+
+
+async def test_waiting_kv_is_recorded_with_later_pins_and_released(path: Path) -> None:
+    record = PinRecord(path)
+    async with watched(record):
+        first, gone, _ = a_pin(record, "first"), a_pin(record, "gone"), a_pin(record, "second")
+        gone.release()
         assert written(path) == HEAD
-        record.close()
-
-    asyncio.run(test())
-
-
-def test_waiting_kv_is_recorded_with_later_pins_and_released(path: Path) -> None:
-    async def test() -> None:
-        record = PinRecord(path)
-        async with watched(record):
-            first, gone, _ = a_pin(record, "first"), a_pin(record, "gone"), a_pin(record, "second")
-            gone.release()
-            assert written(path) == HEAD
-            await until(lambda: written(path).count(b"\n") == 3)
-            first.release()
-            killed(record)
-        assert left_in(path) == ["second"]
-
-    asyncio.run(test())
-
-
-def test_a_pin_that_reached_the_file_with_a_new_one_is_released_there(path: Path) -> None:
-    async def test() -> None:
-        record = PinRecord(path)
-        async with watched(record):
-            pin = a_pin(record)
-            removed(path)
-            record.repair()
-            pin.release()
-            killed(record)
-        assert left_in(path) == []
-
-    asyncio.run(test())
-
-
-def test_a_pin_that_is_refused_twice_is_released_for_good(path: Path) -> None:
-    async def test() -> None:
-        record = PinRecord(path)
-        async with watched(record):
-            pin = a_pin(record)
-            await until(lambda: written(path) != HEAD)
-            pin.hold()
-            pin.release()
-        record.close()
-        assert left_in(path) == []
-
-    asyncio.run(test())
-
-
-def test_a_router_that_ends_writes_what_it_has_not_written(path: Path) -> None:
-    async def test() -> None:
-        record = PinRecord(path)
-        async with watched(record):
-            a_pin(record)
+        await until(lambda: written(path).count(b"\n") == 3)
+        first.release()
         killed(record)
-        assert left_in(path) == ["r"]
+    assert left_in(path) == ["second"]
 
-    asyncio.run(test())
+
+async def test_a_pin_that_reached_the_file_with_a_new_one_is_released_there(path: Path) -> None:
+    record = PinRecord(path)
+    async with watched(record):
+        pin = a_pin(record)
+        removed(path)
+        record.repair()
+        pin.release()
+        killed(record)
+    assert left_in(path) == []
+
+
+async def test_a_pin_that_is_refused_twice_is_released_for_good(path: Path) -> None:
+    record = PinRecord(path)
+    async with watched(record):
+        pin = a_pin(record)
+        await until(lambda: written(path) != HEAD)
+        pin.hold()
+        pin.release()
+    record.close()
+    assert left_in(path) == []
+
+
+async def test_a_router_that_ends_writes_what_it_has_not_written(path: Path) -> None:
+    record = PinRecord(path)
+    async with watched(record):
+        a_pin(record)
+    killed(record)
+    assert left_in(path) == ["r"]
 
 
 def test_only_the_owner_may_read_the_record_whatever_its_mode_was(path: Path) -> None:

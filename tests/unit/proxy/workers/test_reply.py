@@ -8,10 +8,10 @@ from balanceroute.errors import ReplyTooLarge, UpstreamError
 from balanceroute.proxy.workers.upstream import Upstream
 from tests.unit.proxy.servers import (
     CHUNKED_HEAD,
-    Run,
     answering,
     chunked,
     falling_silent,
+    on_both_loops,
     plain,
     post,
     read_request,
@@ -20,56 +20,49 @@ from tests.unit.proxy.servers import (
 from tests.waiting import until
 
 
-def test_a_reply_has_status_headers_and_body(run: Run) -> None:
-    async def test() -> None:
-        async with worker(answering(plain(b"hello", b"404 Not Found"))) as server:
-            upstream = Upstream(server.url, worker="d0")
-            reply = await post(upstream)
-            assert (reply.status, reply.header(b"content-type")) == (404, b"text/plain")
-            assert await reply.read(100) == b"hello"
-            upstream.close()
-
-    run(test)
+@on_both_loops
+async def test_a_reply_has_status_headers_and_body() -> None:
+    async with worker(answering(plain(b"hello", b"404 Not Found"))) as server:
+        upstream = Upstream(server.url, worker="d0")
+        reply = await post(upstream)
+        assert (reply.status, reply.header(b"content-type")) == (404, b"text/plain")
+        assert await reply.read(100) == b"hello"
+        upstream.close()
 
 
-def test_abort_closes_a_stream_at_once_and_is_idempotent(run: Run) -> None:
-    async def test() -> None:
-        async with worker(falling_silent(CHUNKED_HEAD + chunked(b"x", last=False))) as server:
-            upstream = Upstream(server.url)
-            reply = await post(upstream)
-            assert await reply.next_chunk() == b"x"
-            reply.abort()
-            reply.abort()
-            await server.closed.wait()
-            assert (upstream.busy_connections, upstream.idle_connections) == (0, 0)
-
-    run(test)
+@on_both_loops
+async def test_abort_closes_a_stream_at_once_and_is_idempotent() -> None:
+    async with worker(falling_silent(CHUNKED_HEAD + chunked(b"x", last=False))) as server:
+        upstream = Upstream(server.url)
+        reply = await post(upstream)
+        assert await reply.next_chunk() == b"x"
+        reply.abort()
+        reply.abort()
+        await server.closed.wait()
+        assert (upstream.busy_connections, upstream.idle_connections) == (0, 0)
 
 
-def test_read_refuses_a_body_above_its_limit_and_says_whose_it_is(run: Run) -> None:
-    async def test() -> None:
-        async with worker(answering(plain(b"x" * 1000))) as server:
-            upstream = Upstream(server.url, worker="p0", tier="prefill")
-            with pytest.raises(ReplyTooLarge, match="longer than 999") as refused:
-                await (await post(upstream)).read(999)
-            assert (refused.value.worker, refused.value.tier) == ("p0", "prefill")
-            upstream.close()
-
-    run(test)
+@on_both_loops
+async def test_read_refuses_a_body_above_its_limit_and_says_whose_it_is() -> None:
+    async with worker(answering(plain(b"x" * 1000))) as server:
+        upstream = Upstream(server.url, worker="p0", tier="prefill")
+        with pytest.raises(ReplyTooLarge, match="longer than 999") as refused:
+            await (await post(upstream)).read(999)
+        assert (refused.value.worker, refused.value.tier) == ("p0", "prefill")
+        upstream.close()
 
 
-def test_read_cuts_a_body_above_its_limit_where_its_beginning_is_enough(run: Run) -> None:
-    async def test() -> None:
-        async with worker(answering(plain(b"x" * 999 + b"yz"))) as server:
-            upstream = Upstream(server.url, worker="p0", tier="prefill")
-            assert await (await post(upstream)).read(1000, cut=True) == b"x" * 999 + b"y"
-            assert await (await post(upstream)).read(1001, cut=True) == b"x" * 999 + b"yz"
-            upstream.close()
-
-    run(test)
+@on_both_loops
+async def test_read_cuts_a_body_above_its_limit_where_its_beginning_is_enough() -> None:
+    async with worker(answering(plain(b"x" * 999 + b"yz"))) as server:
+        upstream = Upstream(server.url, worker="p0", tier="prefill")
+        assert await (await post(upstream)).read(1000, cut=True) == b"x" * 999 + b"y"
+        assert await (await post(upstream)).read(1001, cut=True) == b"x" * 999 + b"yz"
+        upstream.close()
 
 
-def test_a_consumer_that_lags_stops_the_worker_and_loses_nothing(run: Run) -> None:
+@on_both_loops
+async def test_a_consumer_that_lags_stops_the_worker_and_loses_nothing() -> None:
     total = 8 * 1024 * 1024
     sent = 0
 
@@ -84,21 +77,18 @@ def test_a_consumer_that_lags_stops_the_worker_and_loses_nothing(run: Run) -> No
         writer.write(b"0\r\n\r\n")
         await reader.read()
 
-    async def test() -> None:
-        async with worker(script) as server:
-            upstream = Upstream(server.url, high_water_bytes=100_000)
-            reply = await post(upstream)
-            await until(lambda: reply.paused)
-            assert reply.buffered_bytes < 100_000 + 512 * 1024  # the mark and one read of the loop
-            assert sent < total
-            got = 0
-            while (chunk := await reply.next_chunk()) is not None:
-                got += len(chunk)
-            assert got == total
-            assert upstream.idle_connections == 1
-            upstream.close()
-
-    run(test)
+    async with worker(script) as server:
+        upstream = Upstream(server.url, high_water_bytes=100_000)
+        reply = await post(upstream)
+        await until(lambda: reply.paused)
+        assert reply.buffered_bytes < 100_000 + 512 * 1024  # the mark and one read of the loop
+        assert sent < total
+        got = 0
+        while (chunk := await reply.next_chunk()) is not None:
+            got += len(chunk)
+        assert got == total
+        assert upstream.idle_connections == 1
+        upstream.close()
 
 
 class Recorder:
@@ -119,42 +109,36 @@ class Recorder:
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["early", "after-the-end"])
-def test_a_sink_gets_every_byte_and_one_end(run: Run, late: bool) -> None:
-    async def test() -> None:
-        async with worker(answering(CHUNKED_HEAD + chunked(*(b"%d," % i for i in range(500))))) as server:
-            upstream = Upstream(server.url)
-            reply = await post(upstream)
-            if late:
-                await until(lambda: reply.over)
-            sink = Recorder()
-            reply.attach(sink)
-            await sink.over.wait()
-            assert sink.data == b"".join(b"%d," % i for i in range(500))
-            assert sink.ends == [None]
-            upstream.close()
-
-    run(test)
+@on_both_loops
+async def test_a_sink_gets_every_byte_and_one_end(late: bool) -> None:
+    async with worker(answering(CHUNKED_HEAD + chunked(*(b"%d," % i for i in range(500))))) as server:
+        upstream = Upstream(server.url)
+        reply = await post(upstream)
+        if late:
+            await until(lambda: reply.over)
+        sink = Recorder()
+        reply.attach(sink)
+        await sink.over.wait()
+        assert sink.data == b"".join(b"%d," % i for i in range(500))
+        assert sink.ends == [None]
+        upstream.close()
 
 
-def test_a_discarded_reply_that_ends_gives_its_connection_back(run: Run) -> None:
-    async def test() -> None:
-        async with worker(answering(CHUNKED_HEAD + chunked(b"a" * 100_000))) as server:
-            upstream = Upstream(server.url)
-            reply = await post(upstream)
-            reply.discard(5.0)
-            await until(lambda: not upstream.busy_connections)
-            assert upstream.idle_connections == 1
-            upstream.close()
-
-    run(test)
+@on_both_loops
+async def test_a_discarded_reply_that_ends_gives_its_connection_back() -> None:
+    async with worker(answering(CHUNKED_HEAD + chunked(b"a" * 100_000))) as server:
+        upstream = Upstream(server.url)
+        reply = await post(upstream)
+        reply.discard(5.0)
+        await until(lambda: not upstream.busy_connections)
+        assert upstream.idle_connections == 1
+        upstream.close()
 
 
-def test_a_discarded_reply_that_does_not_end_is_closed(run: Run) -> None:
-    async def test() -> None:
-        async with worker(falling_silent(CHUNKED_HEAD)) as server:
-            upstream = Upstream(server.url)
-            (await post(upstream)).discard(0.02)
-            await server.closed.wait()
-            assert upstream.busy_connections == 0
-
-    run(test)
+@on_both_loops
+async def test_a_discarded_reply_that_does_not_end_is_closed() -> None:
+    async with worker(falling_silent(CHUNKED_HEAD)) as server:
+        upstream = Upstream(server.url)
+        (await post(upstream)).discard(0.02)
+        await server.closed.wait()
+        assert upstream.busy_connections == 0
