@@ -10,32 +10,30 @@ certificates are made by the commands of docs/relays.md. Everything listens on 1
     at the end      no slot, no request and no KV is held. KV whose parameters were on their way when the relay
                     was killed nobody knows of: prefillers drop it by themselves, here after 30 s
 
-An answer is right, cut short (the tokens so far are right), refused (a status of 5xx before the first byte), or wrong.
+An answer is right, cut short (the tokens so far are right), refused (another status than 200, or no connection), or
+wrong.
 Exits with 1 where anything else happens than is said above.
 """
 
 import argparse
 import asyncio
 import itertools
-import json
 import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
 
 import httpx
 
 from balanceroute.demo.processes import emulated, free_ports
-from balanceroute.engine.tokens import FIRST_TRIPLE_ID, continuation, decode
-from scripts.e2e.harness import PATIENCE_S, Process, Wrong, held, verdict, wait_for
+from scripts.e2e.harness import PATIENCE_S, Process, Site, Wrong, answer_of, held, judged_stream, verdict, wait_for
 
 ROOT: Final = Path(__file__).parents[2]
 PREFILLERS, RANKS, SLOTS = 2, 2, 8
@@ -53,11 +51,11 @@ CERTIFICATE: Final = (
 _FILES: Final = {"ca": "link-ca.pem", "cert": "link.pem", "key": "link.key"}
 
 
-class Site:
+class Machines(Site):
     """The emulated cluster, the three machines and HAProxy."""
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
-        self._folder, self._stack = folder, stack
+        super().__init__(folder, stack)
         for command in (CA, CERTIFICATE):
             subprocess.run(command.split(), cwd=folder, check=True, capture_output=True)
         self.link, front, *ports = free_ports(5)
@@ -72,52 +70,35 @@ class Site:
             wait_for("relays", lambda: bool(relays.lines("brain found")))  # noqa: B023
         self._balance(front, others)
 
-    def _start(self, name: str, *command: str) -> Process:
-        process = Process(self._folder / f"{name}.log", *command)
-        self._stack.callback(process.kill)
-        return process
-
-    def _python(self, name: str, *arguments: str) -> Process:
-        return self._start(name, sys.executable, "-m", "balanceroute", *arguments)
-
     def _machine(self, name: str, port: int, where: str) -> Process:
-        files = [f"tls.link_{kind}_file={self._folder}/{file}" for kind, file in _FILES.items()]
+        files = [f"tls.link_{kind}_file={self.folder}/{file}" for kind, file in _FILES.items()]
         settings = [
             where,
             f"prefill.kv_pin_s={LEASE_S}",
-            f"listen.run_folder={self._folder / name}",
+            f"listen.run_folder={self.folder / name}",
             "listen.relays=1",
             *files,
         ]
         flags = [part for setting in settings for part in ("--set", setting)]
-        address = ["--host", "127.0.0.1", "--port", str(port)]
-        return self._python(name, "serve", "--config", str(self.config), *address, *flags)
+        return self.serve(name, self.config, port, *flags)
 
     def _balance(self, front: int, ports: list[int]) -> None:
         text = (ROOT / "deploy" / "haproxy.cfg").read_text().replace("bind :8000", f"bind 127.0.0.1:{front}")
         addresses = iter(ports)
         text = re.sub(r"(?m)^( +server \w+) \S+", lambda found: f"{found[1]} 127.0.0.1:{next(addresses)}", text)
-        file = self._folder / "haproxy.cfg"
+        file = self.folder / "haproxy.cfg"
         file.write_text(text)
-        self._balancer = self._start("haproxy", "haproxy", "-db", "-f", str(file))
+        self._balancer = self.start("haproxy", "haproxy", "-db", "-f", str(file))
 
     def ready(self) -> bool:
         """Whether HAProxy has somebody who serves. Raises: Wrong: it has ended."""
         if self._balancer.running.poll() is not None:
             raise Wrong(f"HAProxy has ended: {self._balancer.log.read_text()}")
-        return _answer(f"{self.url}/ready") is not None
+        return answer_of(f"{self.url}/ready") is not None
 
     def held(self) -> dict[str, float]:
         """What is left of requests; nothing: all is over. HAProxy gets no /state: a machine's operator does."""
-        return held(_answer(f"{self._machine_url}/state"), self.prefillers)
-
-
-def _answer(url: str) -> httpx.Response | None:
-    """None: nothing, or 5xx."""
-    with suppress(httpx.TransportError):
-        answer = httpx.get(url, trust_env=False, timeout=5.0)
-        return answer if answer.status_code < 500 else None
-    return None
+        return held(answer_of(f"{self._machine_url}/state"), self.prefillers)
 
 
 class Load:
@@ -135,31 +116,14 @@ class Load:
 
     async def _client(self) -> None:
         while not self._stops.is_set():
-            found = await self._ask(next(self._numbers))
+            number = next(self._numbers)
+            found, _ = await judged_stream(self._http, number, 20 + number % 5 * 40, self._note_wait)
             self.found[found] += 1
             if found == "refused":
                 await asyncio.sleep(0.2)
 
-    async def _ask(self, number: int) -> str:
-        first = FIRST_TRIPLE_ID + 7 * (number % 4000)
-        prompt, tokens = list(range(first, first + 50)), 20 + number % 5 * 40
-        body = {"model": "emulated", "prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "stream": True}
-        expected, text, began = decode(continuation(prompt, tokens)), "", time.monotonic()
-        try:
-            async with self._http.stream("POST", "/v1/completions", json=body) as answer:
-                if answer.status_code >= 500:
-                    return "refused"
-                async for line in answer.aiter_lines():
-                    if line == "data: [DONE]":
-                        return "right" if text == expected else "wrong"
-                    if line.startswith("data: "):
-                        if not text:
-                            self.worst_wait_s = max(self.worst_wait_s, time.monotonic() - began)
-                        choices = json.loads(line.removeprefix("data: ")).get("choices", ())
-                        text += "".join(choice["text"] for choice in choices)
-        except httpx.TransportError:
-            pass  # cut short: judged below
-        return "cut short" if expected.startswith(text) else "wrong"
+    def _note_wait(self, wait_s: float) -> None:
+        self.worst_wait_s = max(self.worst_wait_s, wait_s)
 
     def take(self) -> tuple[Counter[str], float]:
         """What has been found, and the worst wait, since the last call."""
@@ -174,7 +138,7 @@ class Load:
         await self._http.aclose()
 
 
-async def run(site: Site, clients: int, seconds: float) -> None:
+async def run(site: Machines, clients: int, seconds: float) -> None:
     """All phases. Raises: Wrong."""
     await asyncio.to_thread(wait_for, "the first answer", site.ready)
     load = Load(site.url, clients)
@@ -248,7 +212,7 @@ def main() -> int:
 
     def check(folder: Path) -> None:
         with ExitStack() as stack:
-            asyncio.run(run(Site(folder, stack), arguments.clients, arguments.seconds))
+            asyncio.run(run(Machines(folder, stack), arguments.clients, arguments.seconds))
 
     return verdict(check, arguments.keep)
 

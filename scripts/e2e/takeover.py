@@ -14,12 +14,10 @@ wrong. Exits with 1 where one is not right. How late requests were sent tells wh
 
 import argparse
 import asyncio
-import json
 import math
 import sys
-import time
 from collections import Counter
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -28,43 +26,36 @@ from typing import Final
 import httpx
 
 from balanceroute.demo.processes import emulated, free_ports
-from balanceroute.engine.tokens import FIRST_TRIPLE_ID, continuation, decode
 from scripts.chaos_run.aftermath import outcomes
-from scripts.e2e.harness import PATIENCE_S, Process, Wrong, held, verdict, wait_for
+from scripts.e2e.harness import PATIENCE_S, Process, Site, Wrong, answer_of, held, judged_stream, verdict, wait_for
 
 PREFILLERS, RANKS, SLOTS = 2, 2, 256
 STEP_S: Final = 0.1
 TOKENS: Final = (20, 30, 40)  # of a stream, in turn: 2 to 4 s
 
 
-class Site:
+class Routers(Site):
     """The emulated cluster, and the routers that follow each other on one port."""
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
-        self._folder, self._stack = folder, stack
+        super().__init__(folder, stack)
         (self._port,) = free_ports(1)
         self.url = f"http://127.0.0.1:{self._port}"
         step = ["--step-overhead", str(STEP_S)]
         self._config, self.prefillers = stack.enter_context(emulated(PREFILLERS, RANKS, SLOTS, step, folder))
         self._routers = 0
-        self.router = self._serve()
-        wait_for("the first answer", lambda: self.get("/ready") is not None)
+        self.router = self._follow()
+        wait_for("the first answer", lambda: answer_of(f"{self.url}/ready") is not None)
 
-    def _start(self, name: str, *arguments: str) -> Process:
-        process = Process(self._folder / f"{name}.log", sys.executable, "-m", "balanceroute", *arguments)
-        self._stack.callback(process.kill)
-        return process
-
-    def _serve(self, *flags: str) -> Process:
+    def _follow(self, *flags: str) -> Process:
         self._routers += 1
-        address = ["--host", "127.0.0.1", "--port", str(self._port), "--relays", "2"]
-        folder = ["--set", f"listen.run_folder={self._folder / 'run'}"]
-        return self._start(f"router-{self._routers}", "serve", "--config", str(self._config), *address, *folder, *flags)
+        settings = ["--relays", "2", "--set", f"listen.run_folder={self.folder / 'run'}"]
+        return self.serve(f"router-{self._routers}", self._config, self._port, *settings, *flags)
 
     def take_over(self) -> float:
         """Replace the router; returns after how many seconds the old one has ended. Raises: Wrong."""
         slots = SLOTS + self._routers  # streams go on at workers that the new router describes otherwise
-        old, self.router = self.router, self._serve("--take-over", "--max-num-seqs", str(slots))
+        old, self.router = self.router, self._follow("--take-over", "--max-num-seqs", str(slots))
         took_s = wait_for("the old router ends", lambda: old.running.poll() is not None)
         if old.running.returncode != 0:
             raise Wrong(f"the old router ended with {old.running.returncode}: {old.log}")
@@ -72,16 +63,13 @@ class Site:
             raise Wrong(f"the old router ended without handing over: {old.log}")
         return took_s
 
-    def get(self, path: str) -> httpx.Response | None:
-        """What the router answers; None: nothing, or 5xx."""
-        with suppress(httpx.TransportError):
-            answer = httpx.get(self.url + path, trust_env=False, timeout=5.0)
-            return answer if answer.status_code < 500 else None
-        return None
+    def held(self) -> dict[str, float]:
+        """What is left of requests; nothing: all is over."""
+        return held(answer_of(f"{self.url}/state"), self.prefillers)
 
     def counted(self) -> dict[str, float]:
         """Requests by their outcome, as the router counts them, those of the routers before it as well."""
-        answer = self.get("/metrics")
+        answer = answer_of(f"{self.url}/metrics")
         counts = outcomes(answer.text) if answer is not None else {}
         return {outcome: count for outcome, count in counts.items() if count}
 
@@ -138,38 +126,12 @@ class Load:
 
     async def _judge(self, number: int, found: Found) -> None:
         self.open += 1
-        answer, reason = await self._ask(number, found)
+        tokens = TOKENS[number // 2 % len(TOKENS)]
+        answer, reason = await judged_stream(self._http[number % 2], number, tokens, found.first_token_s.append)
         self.open -= 1
         found.answers[answer] += 1
         if answer != "right":
             found.reasons[reason] += 1
-
-    async def _ask(self, number: int, found: Found) -> tuple[str, str]:
-        first = FIRST_TRIPLE_ID + 7 * (number % 4000)
-        prompt, tokens = list(range(first, first + 50)), TOKENS[number // 2 % len(TOKENS)]
-        body = {"model": "emulated", "prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "stream": True}
-        expected, text, began = decode(continuation(prompt, tokens)), "", time.monotonic()
-        reason, answered, is_done = "the stream has no end", False, False
-        try:
-            async with self._http[number % 2].stream("POST", "/v1/completions", json=body) as answer:
-                if answer.status_code != 200:
-                    return "refused", f"{answer.status_code} {(await answer.aread()).decode()}"
-                answered = True
-                async for line in answer.aiter_lines():
-                    if line == "data: [DONE]":
-                        is_done = True  # the body's end is read, too: only then is the connection kept
-                    elif line.startswith("data: "):
-                        if not text:
-                            found.first_token_s.append(time.monotonic() - began)
-                        choices = json.loads(line.removeprefix("data: ")).get("choices", ())
-                        text += "".join(choice["text"] for choice in choices)
-        except httpx.TransportError as error:
-            reason, is_done = repr(error), False
-        if not answered:
-            return "refused", reason
-        if is_done:
-            return ("right", "") if text == expected else ("wrong", f"{text!r}, not {expected!r}")
-        return ("cut short" if expected.startswith(text) else "wrong"), reason
 
     async def phase_ends(self) -> Found:
         """What has come of what was sent since the last call, once all of it is answered; the load goes on."""
@@ -187,7 +149,7 @@ class Load:
             await http.aclose()
 
 
-async def run(site: Site, rate_per_s: float, times: int, seconds: float) -> None:
+async def run(site: Routers, rate_per_s: float, times: int, seconds: float) -> None:
     """All phases, printed. Raises: Wrong."""
     load = Load(site.url, rate_per_s)
     try:
@@ -207,20 +169,19 @@ async def run(site: Site, rate_per_s: float, times: int, seconds: float) -> None
         raise Wrong(f"the last ones: {dict(last.reasons)}")
 
     def is_over() -> bool:
-        return site.counted() == {"finished": load.sent} and not held(site.get("/state"), site.prefillers)
+        return site.counted() == {"finished": load.sent} and not site.held()
 
     try:
         await asyncio.to_thread(wait_for, "all is over", is_over)
     except Wrong as error:
-        left = held(site.get("/state"), site.prefillers)
-        raise Wrong(f"{error}: {load.sent} sent, counted: {site.counted()}, held: {left}") from None
+        raise Wrong(f"{error}: {load.sent} sent, counted: {site.counted()}, held: {site.held()}") from None
     print(f"at the end   {load.sent} requests sent and counted as finished, nothing is held")
 
 
 def check(folder: Path, rate_per_s: float, times: int, seconds: float) -> None:
     """Run all of it with logs in a folder. Raises: Wrong."""
     with ExitStack() as stack:
-        asyncio.run(run(Site(folder, stack), rate_per_s, times, seconds))
+        asyncio.run(run(Routers(folder, stack), rate_per_s, times, seconds))
 
 
 def main() -> int:
