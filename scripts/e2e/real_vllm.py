@@ -460,20 +460,29 @@ def greedy_gaps_nats(body: dict[str, Any], ids: list[int]) -> list[float]:
     ]
 
 
-def check_kill_decoder(servers: Servers) -> str:
-    """All streams survive the death of one decoder with the right tokens, but those that it cuts within a character."""
-    bodies = [a_body(seed, max_tokens=800) for seed in range(3000, 3012)]
-    cut_before = metric(ROUTER, "balanceroute_resumes_total")
+@contextmanager
+def under_way(
+    bodies: Sequence[dict[str, Any]], spare: int = 0, may_be_halved: bool = False
+) -> Iterator[tuple[ThreadPoolExecutor, list[Future[tuple[list[int], str | None]]]]]:
+    """Streams of these bodies that have all given tokens, and their threads with so many to spare."""
     reached: set[int] = set()
 
     def one(number: int) -> tuple[list[int], str | None]:
         return streamed_ids(
-            bodies[number], lambda tokens: reached.add(number) if tokens > 5 else None, may_be_halved=True
+            bodies[number], lambda tokens: reached.add(number) if tokens > 5 else None, may_be_halved=may_be_halved
         )
 
-    with ThreadPoolExecutor(len(bodies)) as pool:
+    with ThreadPoolExecutor(len(bodies) + spare) as pool:
         streams = [pool.submit(one, number) for number in range(len(bodies))]
         wait_for("all streams are under way", lambda: len(reached) == len(bodies), 120)
+        yield pool, streams
+
+
+def check_kill_decoder(servers: Servers) -> str:
+    """All streams survive the death of one decoder with the right tokens, but those that it cuts within a character."""
+    bodies = [a_body(seed, max_tokens=800) for seed in range(3000, 3012)]
+    cut_before = metric(ROUTER, "balanceroute_resumes_total")
+    with under_way(bodies, may_be_halved=True) as (_, streams):
         servers.kill(DECODE[0])
         got = [stream.result() for stream in streams]
     assert_greedy(bodies, got)
@@ -490,16 +499,9 @@ def check_kill_decoder(servers: Servers) -> str:
 def check_kill_brain(servers: Servers) -> str:
     """All streams survive the death of the brain with the right tokens, and the next one knows them."""
     bodies = [a_body(seed, max_tokens=1000) for seed in range(9200, 9212)]
-    reached: set[int] = set()
     servers.replace_router(relays=2)
     try:
-
-        def one(number: int) -> tuple[list[int], str | None]:
-            return streamed_ids(bodies[number], lambda tokens: reached.add(number) if tokens > 5 else None)
-
-        with ThreadPoolExecutor(len(bodies)) as pool:
-            streams = [pool.submit(one, number) for number in range(len(bodies))]
-            wait_for("all streams are under way", lambda: len(reached) == len(bodies), 120)
+        with under_way(bodies) as (_, streams):
             running = sum(not stream.done() for stream in streams)
             os.kill(child_of(servers.processes[ROUTER].pid, "br-brain"), signal.SIGKILL)
             back_s = wait_for("another brain answers", lambda: ready(ROUTER)["code"] == 200, 30)
@@ -546,24 +548,18 @@ def check_kill_router(servers: Servers) -> str:
 def check_take_over(servers: Servers) -> str:
     """Streams go on while another router takes over, and requests are served all the time."""
     bodies = [a_body(seed, max_tokens=1000) for seed in range(9400, 9412)]
-    reached: set[int] = set()
+    ended = threading.Event()
+
+    def ask_on() -> list[str]:
+        outcomes: list[str] = []
+        while not ended.is_set():
+            outcomes.append(outcome_of(a_body(9500 + len(outcomes), max_tokens=5)))
+        return outcomes
+
     servers.replace_router(relays=2)
     try:
-
-        def one(number: int) -> tuple[list[int], str | None]:
-            return streamed_ids(bodies[number], lambda tokens: reached.add(number) if tokens > 5 else None)
-
-        def ask_on(ended: threading.Event) -> list[str]:
-            outcomes = []
-            while not ended.is_set():
-                outcomes.append(outcome_of(a_body(9500 + len(outcomes), max_tokens=5)))
-            return outcomes
-
-        ended = threading.Event()
-        with ThreadPoolExecutor(len(bodies) + 1) as pool:
-            streams = [pool.submit(one, number) for number in range(len(bodies))]
-            wait_for("all streams are under way", lambda: len(reached) == len(bodies), 120)
-            meanwhile = pool.submit(ask_on, ended)
+        with under_way(bodies, spare=1) as (pool, streams):
+            meanwhile = pool.submit(ask_on)
             try:
                 running = sum(not stream.done() for stream in streams)
                 took_s = servers.take_over()
