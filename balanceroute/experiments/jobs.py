@@ -63,7 +63,6 @@ class Task(Protocol):
     @property
     def cost(self) -> float:
         """A guess at how long it takes, relative to others: the longest start first."""
-        ...
 
     @property
     def timed(self) -> bool:
@@ -77,7 +76,6 @@ class Task(Protocol):
 
     def run(self) -> Any:
         """Do it in this process; the result is small."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,7 +264,6 @@ class FinishedRuns(Protocol):
 
     def keep(self, job: Any, result: Any) -> None:
         """Remember a result."""
-        ...
 
 
 def run_jobs(

@@ -59,15 +59,12 @@ class Predictor(Protocol):
 
     def predict(self, ages: IntArray, prompt_tokens: IntArray, keys: Sequence[str]) -> TwoStage:
         """Answer both stages for many requests; `ages` in generated tokens, `keys` "" where unknown."""
-        ...
 
     def predict_one(self, age: int, prompt_tokens: int, key: str) -> tuple[float, float]:
         """Answer (p_finish, mean_if_finished) for one request."""
-        ...
 
     def observe(self, finished: FinishedRequest) -> None:
         """Take note of a request that left; O(1), no re-fit."""
-        ...
 
 
 @runtime_checkable
@@ -77,12 +74,10 @@ class Memory(Protocol):
     @property
     def key_hits(self) -> int:
         """Answers that came from the request's own key."""
-        ...
 
     @property
     def key_misses(self) -> int:
         """Answers that fell back to the marginal distribution."""
-        ...
 
 
 class AnchorPredictor:

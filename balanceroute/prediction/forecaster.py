@@ -28,27 +28,22 @@ class Tracked(Protocol):
     @property
     def prompt_tokens(self) -> int:
         """s_i, tokens; after a requeue `earlier_tokens` are part of it."""
-        ...
 
     @property
     def earlier_tokens(self) -> int:
         """Tokens generated before the last requeue."""
-        ...
 
     @property
     def age_tokens(self) -> int:
         """Tokens generated so far, before and after requeues."""
-        ...
 
     @property
     def max_new_tokens(self) -> int | None:
         """The client's limit on these."""
-        ...
 
     @property
     def prompt_key(self) -> str:
         """The key of the prompt, "" where unknown."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,20 +51,16 @@ class Refittable(Protocol[Fit]):
     @property
     def refits_in_process(self) -> bool:
         """True when a fit takes seconds and would hold the interpreter lock."""
-        ...
 
     @property
     def ring(self) -> ObservationRing:
         """The recent past."""
-        ...
 
     def fitter(self) -> Callable[[Observations], Fit]:
         """Return the function that fits; it can be pickled and knows nothing of the predictor."""
-        ...
 
     def adopt(self, fitted: Fit) -> None:
         """Answer from `fitted` from now on; one assignment."""
-        ...
 
 
 def _nobody() -> Ages:

@@ -28,8 +28,8 @@ from balanceroute.errors import (
 from balanceroute.proxy.admission.decider import refusal
 from balanceroute.proxy.client import fanout
 from balanceroute.proxy.client.head import Request
-from balanceroute.proxy.client.intake import Head, read_head, unread_coding
-from balanceroute.proxy.client.outlets import PartAnswer, PartStream, StreamHead, StreamOutlet
+from balanceroute.proxy.client.intake import read_head, unread_coding
+from balanceroute.proxy.client.outlets import PartAnswer, PartStream, StreamOutlet
 from balanceroute.proxy.client.response import Response
 from balanceroute.proxy.client.services import ClientServices
 from balanceroute.proxy.life.errors import ClientGone, ClientStalled
@@ -87,7 +87,12 @@ class Exchange:
     def __init__(self, services: ClientServices, endpoint: Endpoint, request: Request, response: Response) -> None:
         self._services, self._endpoint, self._request, self._response = services, endpoint, request, response
         self._arrived_s, self._body_bytes = services.tickets.now(), 0
-        self._head: Head | None = None
+        headers, key_header = request.headers, services.config.predictor.key_header
+        self._head = read_head(
+            headers,
+            None if key_header is None else key_header.lower().encode(),
+            services.perimeter.authorization_for(headers),
+        )
         self._key: ClientKey | None = None
         self._in_flight: ClientKey | None = None  # the client key that counts this request
         self._legs: list[Leg] = []
@@ -99,29 +104,20 @@ class Exchange:
         self._task: asyncio.Task[Any] | None = None
 
     def check(self) -> None:
-        """Read the head. Raises: AccessDenied, KeyLimit; InvalidRequest: a header is wrong; Rejected: a drain."""
-        perimeter, key_header = self._services.perimeter, self._services.config.predictor.key_header
-        headers = self._request.headers
-        head = self._head = read_head(
-            headers,
-            None if key_header is None else key_header.lower().encode(),
-            perimeter.authorization_for(headers),
-        )
-        local = self._request.local
+        """Judge the head. Raises: AccessDenied, KeyLimit; InvalidRequest: a header is wrong; Rejected: a drain."""
+        perimeter, local = self._services.perimeter, self._request.local
         perimeter.check_listener(_CLIENT, local[1] if local else None)
-        self._key = perimeter.client(headers, self._arrived_s)
+        self._key = perimeter.client(self._request.headers, self._arrived_s)
         if self._key is not None:
             self._in_flight = self._key
             self._response.on_last = self._leave_key
             self._request.holder = self._key.holder
-        head.check()
+        self._head.check()
         if self._services.tickets.draining:
             raise refusal(RejectReason.DRAINING, self._services.tickets.view).error()
 
     def refuse(self, error: BalanceRouteError) -> None:
         """Answer with an error: the request is incomplete, or refused."""
-        if self._head is None:  # refused before it was checked
-            self._head = read_head(self._request.headers, None)
         self._fail(error)
         self._account()
 
@@ -139,7 +135,6 @@ class Exchange:
                 raise ClientGone
             if services.tickets.draining:  # the drain has begun since the head came
                 raise refusal(RejectReason.DRAINING, services.tickets.view).error()
-            assert self._head is not None
             request = with_priority(self._asked(), self._head.priority)
             request = self._in_class(request, self._head.request_id)
             self._task = asyncio.current_task(services.loop)  # else a system call before Python 3.12
@@ -214,10 +209,8 @@ class Exchange:
         if not request.single:
             await self._answer_many(request)
             return
-        head = self._head
-        assert head is not None
         outlet = self._outlet_for(request)
-        leg = self._leg_for(head.request_id, request, outlet)
+        leg = self._leg_for(self._head.request_id, request, outlet)
         self._legs = [leg]
         try:
             await leg.run(self._task)
@@ -235,10 +228,8 @@ class Exchange:
 
     async def _answer_many(self, request: ClientRequest) -> None:
         """Answer a request of several choices: run a leg for each, and merge their answers."""
-        head = self._head
-        assert head is not None
-        created = fanout.created_now()
-        shared = StreamHead(self._response, self._own_headers())
+        request_id, created = self._head.request_id, fanout.created_now()
+        shared = StreamOutlet(self._response, self._own_headers())
         answers: list[PartAnswer] = []
         choices = Choices()
         parts = fanout.parts_of(request, self._services.config.limits.max_choices, self._body_bytes)
@@ -249,8 +240,8 @@ class Exchange:
             else:
                 outlet = PartAnswer(part)
                 answers.append(outlet)
-            choice = fanout.choice_of(request, head.request_id, index, created)
-            self._legs.append(self._leg_for(f"{head.request_id}-{index}", part, outlet, choice, choices))
+            choice = fanout.choice_of(request, request_id, index, created)
+            self._legs.append(self._leg_for(f"{request_id}-{index}", part, outlet, choice, choices))
         try:
             await fanout.run_all(self._legs)
         except BalanceRouteError as error:
@@ -260,10 +251,11 @@ class Exchange:
             return
         self._outcome, self._status = FINISHED, 200
         if request.stream:
-            shared.start()
-            shared.end(fanout.closing_events(request, head.request_id, created, self._legs))
+            if not shared.started:
+                shared.start()
+            shared.end(fanout.closing_events(request, request_id, created, self._legs))
         else:
-            body = fanout.merged_answer(request, head.request_id, self._legs, answers)
+            body = fanout.merged_answer(request, request_id, self._legs, answers)
             self._response.respond(200, json_headers(body, self._own_headers()), body)
 
     def _leg_for(
@@ -276,7 +268,6 @@ class Exchange:
     ) -> Leg:
         """A leg for one prompt with one answer; `choices`: what the legs of one request share."""
         head, services = self._head, self._services
-        assert head is not None
         keyer = services.keyer
         strategy: Callable[[Leg], Strategy] = Layerwise if services.tickets.decode_first else Pull
         if request.scores_only:
@@ -303,8 +294,6 @@ class Exchange:
 
     def _own_headers(self) -> Headers:
         """The headers of every response to this request."""
-        if self._head is None:
-            return []
         headers = [(b"x-request-id", self._head.response_id)]
         pages = self._services.perimeter.pages
         if pages.some:
@@ -314,8 +303,7 @@ class Exchange:
     def _fail_by_bug(self, error: Exception) -> None:
         self._outcome, self._status = FAILED, 200 if self._response.started else 500
         self._services.metrics.tasks_failed.inc("request")
-        request_id = self._head.request_id if self._head is not None else ""
-        log.error("internal error", exc_info=error, extra={"request": request_id})
+        log.error("internal error", exc_info=error, extra={"request": self._head.request_id})
         if self._services.strict:
             raise error
         if not self._response.started:
@@ -402,12 +390,12 @@ class Exchange:
     def _log(self, tokens: int, ttft_s: float | None, duration_s: float) -> None:
         head, legs = self._head, self._legs
         fields: dict[str, Any] = {
-            "request": head.request_id if head is not None else "",
+            "request": head.request_id,
             "outcome": self._outcome.value,
             "status": self._status or (200 if self._response.started else 0),  # also if the client has left
             "duration_s": round(duration_s, 4),
         }
-        if head is not None and head.client_id:
+        if head.client_id:
             fields["client_request"] = head.client_id
         if self._key is not None:
             fields["key"] = self._key.name

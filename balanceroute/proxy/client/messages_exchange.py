@@ -53,7 +53,7 @@ class MessagesExchange(Exchange):
         return message_of(answer, self._message_id)
 
     def _error_event(self, error: BalanceRouteError) -> bytes:
-        return message_error_event(error, self._response_id)
+        return message_error_event(error, self._head.response_id.decode())
 
     def _own_headers(self) -> Headers:
         return with_message_id(super()._own_headers())
@@ -77,12 +77,7 @@ class MessagesExchange(Exchange):
 
     @property
     def _message_id(self) -> str:
-        assert self._head is not None
         return f"msg_{self._head.request_id}"
-
-    @property
-    def _response_id(self) -> str:
-        return "" if self._head is None else self._head.response_id.decode()
 
 
 class PingedOutlet(StreamOutlet):

@@ -1,7 +1,7 @@
 """Where the answers of a client request's legs go: each an `Outlet` (`life/outlet.py`).
 
 StreamOutlet   to the client, as it comes
-PartStream     the same for one of several legs, which share a `StreamHead`
+PartStream     the same for one of several legs, which share a `StreamOutlet`
 PartAnswer     kept until it is complete
 """
 
@@ -48,60 +48,25 @@ class StreamOutlet:
         return not self.started
 
 
-class StreamHead:
-    """The client's response that several legs share; the first leg that has bytes starts it."""
+class PartStream(StreamOutlet):
+    """One leg's share of a stream that several legs make; the first of them that has bytes starts it."""
 
-    __slots__ = ("_headers", "_response", "started")
+    __slots__ = ("_shared",)
 
-    def __init__(self, response: Response, headers: Headers) -> None:
-        self._response, self._headers = response, [*SSE_HEADERS, *headers]
-        self.started = False
-
-    def start(self) -> None:
-        """The 200, once."""
-        if not self.started:
-            self.started = True
-            self._response.start(200, self._headers)
-
-    def write(self, body: bytes) -> bool:
-        """Write events of a leg."""
-        return self._response.write(body)
-
-    def end(self, body: bytes) -> None:
-        """The end of all legs."""
-        self._response.end(body)
-
-    async def drained(self) -> None:
-        """Wait for the client."""
-        await self._response.drained()
-
-
-class PartStream:
-    """One leg's share of the stream."""
-
-    __slots__ = ("_head", "drained", "ends_response", "started", "write")
-
-    def __init__(self, head: StreamHead) -> None:
-        self._head = head
-        self.write, self.drained = head.write, head.drained
-        self.started = self.ends_response = False
+    def __init__(self, shared: StreamOutlet) -> None:
+        super().__init__(shared._response, ())
+        self._shared = shared
+        self.end, self.ends_response = _not_of_a_part, False
 
     def start(self) -> None:
-        """This leg's first bytes."""
-        self.started = True
-        self._head.start()
+        """Begin the response, unless another leg has done so."""
+        if not self._shared.started:
+            self._shared.start()
+        self.started, self.write = True, self._response.write
 
-    def end(self, body: bytes) -> None:
-        """A leg never ends the response of all."""
-        raise InvariantError("one of several answers ends the response")
 
-    def whole(self, body: bytes) -> None:
-        """A stream never comes in one piece."""
-        raise InvariantError("an unstreamed answer for a client that streams")
-
-    def forget(self) -> bool:
-        """Nothing is kept: what has come has been sent."""
-        return not self.started
+def _not_of_a_part(body: bytes) -> None:
+    raise InvariantError("one of several answers ends the response")
 
 
 class PartAnswer:

@@ -45,12 +45,10 @@ class Connection(Protocol):
     @property
     def date_line(self) -> bytes:
         """The Date field of a response that is made now."""
-        ...
 
     @property
     def receiving(self) -> bool:
         """Whether the request is incomplete: then its response is the connection's last."""
-        ...
 
     async def drained(self) -> None:
         """Wait until more may be written, or the connection is lost."""

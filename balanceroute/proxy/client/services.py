@@ -19,7 +19,6 @@ class Keyer(Protocol):
 
     def key(self, prompt: bytes, header: str) -> str:
         """As `Forecasts.key`."""
-        ...
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

@@ -2,45 +2,28 @@
 
 from typing import Protocol
 
-from balanceroute.proxy.life.streaming import write_part
+from balanceroute.proxy.life.streaming import BodyWriter, write_part
 
 
-class Outlet(Protocol):
-    """Takes one answer."""
+class Outlet(BodyWriter, Protocol):
+    """Takes one answer; `write` takes whole events."""
 
     @property
     def started(self) -> bool:
         """Whether the client has got the status; after that the answer can't start again."""
-        ...
 
     @property
     def ends_response(self) -> bool:
         """Whether the stream's [DONE] ends the client's response too."""
-        ...
 
     def start(self) -> None:
         """The first bytes are about to come."""
-        ...
-
-    def write(self, body: bytes, /) -> bool:
-        """Take whole events, not the last; False: the client's socket is full, and nothing was taken."""
-        ...
-
-    def end(self, body: bytes, /) -> None:
-        """Take the last events."""
-        ...
-
-    async def drained(self) -> None:
-        """Wait until events may be taken."""
-        ...
 
     def whole(self, body: bytes) -> None:
         """An unstreamed answer."""
-        ...
 
     def forget(self) -> bool:
         """Drop what the client has not got yet; True: it had got nothing, so the answer may start again."""
-        ...
 
 
 async def write_last(outlet: Outlet, events: bytes) -> None:

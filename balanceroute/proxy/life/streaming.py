@@ -29,15 +29,12 @@ class BodyWriter(Protocol):
 
     def write(self, body: bytes, /) -> bool:
         """Write a part, not empty and not the last; False if the client's socket is full: nothing has happened."""
-        ...
 
     def end(self, body: bytes, /) -> None:
         """Write the last of the body, whether or not the socket is full."""
-        ...
 
     async def drained(self) -> None:
         """Wait until a part may be taken."""
-        ...
 
 
 async def write_part(client: BodyWriter, part: bytes) -> None:

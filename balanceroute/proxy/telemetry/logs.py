@@ -44,11 +44,9 @@ class LineFormat(Protocol):
 
     def format(self, record: logging.LogRecord) -> str:
         """The line of a record."""
-        ...
 
     def request(self, at: float, fields: dict[str, object]) -> str:
         """The line of a request that ended `at` (Unix seconds), at level info."""
-        ...
 
 
 class _Reader:

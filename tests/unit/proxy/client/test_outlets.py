@@ -2,7 +2,7 @@
 
 import asyncio
 
-from balanceroute.proxy.client.outlets import PartAnswer, PartStream, StreamHead, StreamOutlet
+from balanceroute.proxy.client.outlets import PartAnswer, PartStream, StreamOutlet
 from balanceroute.proxy.life.outlet import write_last
 from balanceroute.proxy.life.streaming import write_part
 from tests.unit.proxy.client.connections import Connection
@@ -26,7 +26,7 @@ async def test_a_stream_begins_with_its_first_events_and_ends_in_one_write_with_
 @with_virtual_time
 async def test_legs_that_share_a_response_start_it_once_and_none_of_them_ends_it() -> None:
     connection = Connection()
-    shared = StreamHead(connection.response(), [])
+    shared = StreamOutlet(connection.response(), [])
     legs = [PartStream(shared), PartStream(shared)]
     for leg in legs:
         leg.start()
@@ -41,7 +41,7 @@ async def test_each_leg_waits_for_a_client_that_reads_too_slowly() -> None:
     connection = Connection()
     connection.write_paused = True
     response = connection.response()
-    shared = StreamHead(response, [])
+    shared = StreamOutlet(response, [])
     legs = [PartStream(shared), PartStream(shared)]
     for leg in legs:
         leg.start()
