@@ -11,38 +11,36 @@ from balanceroute.proxy.app import start
 from balanceroute.proxy.coroutines import start_refits, stop, supervised
 from balanceroute.proxy.ops.dashboard.recorder import Recorder
 from balanceroute.proxy.services import Services
-from tests.unit.proxy.virtual_time import a_router, in_virtual_time, let_pass, with_virtual_time
+from tests.unit.proxy.virtual_time import a_router, let_pass, with_virtual_time
 from tests.waiting import until
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_a_background_task_that_fails_is_restarted_unless_failures_are_fatal(
+@with_virtual_time
+async def test_a_background_task_that_fails_is_restarted_unless_failures_are_fatal(
     strict: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def test() -> None:
-        services = a_router()
-        services.strict = strict
-        fails = [RuntimeError("a bug"), RuntimeError("another")]
-        fold = services.metrics.fold
+    services = a_router()
+    services.strict = strict
+    fails = [RuntimeError("a bug"), RuntimeError("another")]
+    fold = services.metrics.fold
 
-        def broken() -> None:
-            if fails:
-                raise fails.pop()
-            fold()
+    def broken() -> None:
+        if fails:
+            raise fails.pop()
+        fold()
 
-        services.metrics.fold = broken  # type: ignore[method-assign]
-        start(services, a_recorder(services))
-        await let_pass(5.0)
-        assert services.metrics.tasks_failed.value("pool_reaper") == (1 if strict else 2)
-        assert services.tasks["pool_reaper"].done() == strict
-        if strict:
-            with pytest.raises(RuntimeError):
-                await stop(services)
-        else:
+    services.metrics.fold = broken  # type: ignore[method-assign]
+    start(services, a_recorder(services))
+    await let_pass(5.0)
+    assert services.metrics.tasks_failed.value("pool_reaper") == (1 if strict else 2)
+    assert services.tasks["pool_reaper"].done() == strict
+    if strict:
+        with pytest.raises(RuntimeError):
             await stop(services)
-        assert all(task.done() for task in services.tasks.values())
-
-    in_virtual_time(test)
+    else:
+        await stop(services)
+    assert all(task.done() for task in services.tasks.values())
     (record, *_) = [record for record in caplog.records if record.levelno == logging.ERROR]
     assert vars(record)["where"] == "pool_reaper" and "state" in vars(record)
 

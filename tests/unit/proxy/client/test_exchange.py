@@ -21,7 +21,6 @@ from tests.unit.proxy.virtual_time import (
     Page,
     a_config,
     a_router,
-    in_virtual_time,
     let_pass,
     script,
     with_virtual_time,
@@ -248,27 +247,24 @@ async def test_a_key_may_send_its_next_request_as_soon_as_it_has_the_last_bytes(
 
 
 @pytest.mark.parametrize("begun", [False, True])
-def test_a_client_that_leaves_cancels_its_request_and_receives_nothing_more(
+@with_virtual_time
+async def test_a_client_that_leaves_cancels_its_request_and_receives_nothing_more(
     begun: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "balanceroute.requests")
-
-    async def test() -> None:
-        services, connection = a_router(a_config(1, 1)), Connection()
-        script(services, "p0", probed())
-        script(services, "d0", Page(events(20, finish=None) if begun else b"", ends=False))
-        response = connection.response()
-        exchange = Exchange(services, "completions", a_request(BODY | {"stream": True}), response)
-        exchange.check()
-        async with dispatching(services):
-            task = services.loop.create_task(exchange.run())
-            await until(lambda: services.fleet["d0"].in_use and response.started == begun)
-            response.lost()
-            await task
-        assert counted(services) == {"cancelled": 1} and not services.legs
-        assert all(worker.in_use == 0 for worker in services.fleet)
-
-    in_virtual_time(test)
+    services, connection = a_router(a_config(1, 1)), Connection()
+    script(services, "p0", probed())
+    script(services, "d0", Page(events(20, finish=None) if begun else b"", ends=False))
+    response = connection.response()
+    exchange = Exchange(services, "completions", a_request(BODY | {"stream": True}), response)
+    exchange.check()
+    async with dispatching(services):
+        task = services.loop.create_task(exchange.run())
+        await until(lambda: services.fleet["d0"].in_use and response.started == begun)
+        response.lost()
+        await task
+    assert counted(services) == {"cancelled": 1} and not services.legs
+    assert all(worker.in_use == 0 for worker in services.fleet)
     (line,) = [vars(record) for record in caplog.records if record.message == "request"]
     assert (line["outcome"], line["status"]) == ("cancelled", 200 if begun else 0)
 
@@ -341,77 +337,73 @@ async def test_a_keys_limit_is_a_429_in_the_log_too_and_a_finished_request_frees
     third.check()
 
 
-def test_an_internal_error_is_a_500_counted_and_logged_with_its_request(caplog: pytest.LogCaptureFixture) -> None:
-    async def test() -> None:
-        services, connection = a_router(a_config(1, 1)), Connection()
-        services.strict = False
+@with_virtual_time
+async def test_an_internal_error_is_a_500_counted_and_logged_with_its_request(caplog: pytest.LogCaptureFixture) -> None:
+    services, connection = a_router(a_config(1, 1)), Connection()
+    services.strict = False
 
-        def broken(request_id: str, answer: decider.Answer) -> None:
-            raise RuntimeError("a bug")
+    def broken(request_id: str, answer: decider.Answer) -> None:
+        raise RuntimeError("a bug")
 
-        services.ledger.on_answer = broken
-        await served(services, connection, headers=[(b"x-request-id", b"mine")])
-        status, _, body = connection.answer
-        assert status == 500 and b"a bug" not in body
-        assert counted(services) == {"failed": 1} and services.metrics.tasks_failed.value("request") == 1
-
-    in_virtual_time(test)
+    services.ledger.on_answer = broken
+    await served(services, connection, headers=[(b"x-request-id", b"mine")])
+    status, _, body = connection.answer
+    assert status == 500 and b"a bug" not in body
+    assert counted(services) == {"failed": 1} and services.metrics.tasks_failed.value("request") == 1
     assert any(record.levelno == logging.ERROR and record.exc_info for record in caplog.records)
 
 
-def test_an_internal_error_within_a_stream_is_logged_with_the_status_that_was_sent(
+@with_virtual_time
+async def test_an_internal_error_within_a_stream_is_logged_with_the_status_that_was_sent(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async def test() -> None:
-        services, connection = a_router(a_config(1, 1)), Connection()
-        services.strict = False
-        script(services, "p0", probed())
-        script(services, "d0", Page(events(20, finish=None), breaks=RuntimeError("a bug")))
-        with caplog.at_level(logging.INFO, "balanceroute.requests"):
-            await served(services, connection, BODY | {"stream": True})
-        assert connection.answer[0] == 200 and counted(services) == {"failed": 1}
-        assert services.metrics.tasks_failed.value("request") == 1
-
-    in_virtual_time(test)
+    services, connection = a_router(a_config(1, 1)), Connection()
+    services.strict = False
+    script(services, "p0", probed())
+    script(services, "d0", Page(events(20, finish=None), breaks=RuntimeError("a bug")))
+    with caplog.at_level(logging.INFO, "balanceroute.requests"):
+        await served(services, connection, BODY | {"stream": True})
+    assert connection.answer[0] == 200 and counted(services) == {"failed": 1}
+    assert services.metrics.tasks_failed.value("request") == 1
     assert [record.status for record in caplog.records if record.message == "request"] == [200]
 
 
-def test_the_log_says_why_a_request_failed_and_quotes_no_body_of_a_worker(caplog: pytest.LogCaptureFixture) -> None:
-    async def test() -> None:
-        services, connection = a_router(a_config(1, 1, retry={"max_attempts": 1})), Connection()
-        script(services, "p0", 500)
-        exchange = Exchange(services, "completions", a_request(BODY), connection.response())
-        exchange.check()
-        async with dispatching(services):
-            with caplog.at_level(logging.INFO, "balanceroute.requests"):
-                await exchange.run()
-        assert counted(services) == {"failed": 1}
-
-    in_virtual_time(test)
+@with_virtual_time
+async def test_the_log_says_why_a_request_failed_and_quotes_no_body_of_a_worker(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    services, connection = a_router(a_config(1, 1, retry={"max_attempts": 1})), Connection()
+    script(services, "p0", 500)
+    exchange = Exchange(services, "completions", a_request(BODY), connection.response())
+    exchange.check()
+    async with dispatching(services):
+        with caplog.at_level(logging.INFO, "balanceroute.requests"):
+            await exchange.run()
+    assert counted(services) == {"failed": 1}
     (line,) = [vars(record) for record in caplog.records if record.message == "request"]
     assert line["error"] == "prefill worker: status 500"
 
 
 @pytest.mark.parametrize("tier", ["prefill", "decode"])
-def test_a_wait_that_ends_without_a_worker_is_answered_and_counted(tier: str, caplog: pytest.LogCaptureFixture) -> None:
-    async def test() -> None:
-        services, connection = a_router(a_config(1, 1, queue={"deadline_s": 20.0}, pool={"ttl_s": 20.0})), Connection()
-        script(services, "p0", probed())
-        services.fleet.drain(services.fleet["p0" if tier == "prefill" else "d0"])
-        exchange = Exchange(services, "completions", a_request(BODY), connection.response())
-        exchange.check()
-        async with dispatching(services):
-            task = services.loop.create_task(exchange.run())
-            await let_pass(21.0)
-            services.ledger.expire()
-            with caplog.at_level(logging.INFO, "balanceroute.requests"):
-                await task
-        assert connection.answer[0] == 503 and counted(services) == {"expired": 1}
-        waits = {"prefill": services.metrics.prefill_wait, "decode": services.metrics.decode_wait}
-        assert (waits[tier].count, round(waits[tier].total)) == (1, 21)
-        assert waits["prefill"].count == 1 and waits["decode"].count == (tier == "decode")
-
-    in_virtual_time(test)
+@with_virtual_time
+async def test_a_wait_that_ends_without_a_worker_is_answered_and_counted(
+    tier: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    services, connection = a_router(a_config(1, 1, queue={"deadline_s": 20.0}, pool={"ttl_s": 20.0})), Connection()
+    script(services, "p0", probed())
+    services.fleet.drain(services.fleet["p0" if tier == "prefill" else "d0"])
+    exchange = Exchange(services, "completions", a_request(BODY), connection.response())
+    exchange.check()
+    async with dispatching(services):
+        task = services.loop.create_task(exchange.run())
+        await let_pass(21.0)
+        services.ledger.expire()
+        with caplog.at_level(logging.INFO, "balanceroute.requests"):
+            await task
+    assert connection.answer[0] == 503 and counted(services) == {"expired": 1}
+    waits = {"prefill": services.metrics.prefill_wait, "decode": services.metrics.decode_wait}
+    assert (waits[tier].count, round(waits[tier].total)) == (1, 21)
+    assert waits["prefill"].count == 1 and waits["decode"].count == (tier == "decode")
     (line,) = [vars(record) for record in caplog.records if record.message == "request"]
     assert line["error"].startswith("The request waited too long for ")
     waited_s = {"prefill": line["prefill_wait_s"], "decode": line["decode_wait_s"]}
@@ -419,17 +411,15 @@ def test_a_wait_that_ends_without_a_worker_is_answered_and_counted(tier: str, ca
 
 
 @pytest.mark.parametrize("choices", [1, 3])
-def test_the_log_has_the_number_of_worker_requests_per_client_request(
+@with_virtual_time
+async def test_the_log_has_the_number_of_worker_requests_per_client_request(
     choices: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def test() -> None:
-        services = a_router(a_config(1, 1))
-        script(services, "p0", probed())
-        script(services, "d0", whole(20, 21))
-        with caplog.at_level(logging.INFO, "balanceroute.requests"):
-            await served(services, Connection(), BODY | {"n": choices})
-
-    in_virtual_time(test)
+    services = a_router(a_config(1, 1))
+    script(services, "p0", probed())
+    script(services, "d0", whole(20, 21))
+    with caplog.at_level(logging.INFO, "balanceroute.requests"):
+        await served(services, Connection(), BODY | {"n": choices})
     (line,) = [vars(record) for record in caplog.records if record.message == "request"]
     assert (line.get("choices", 1), line["tokens"]) == (choices, 2 * choices)
 

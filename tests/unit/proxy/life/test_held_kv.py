@@ -76,28 +76,25 @@ def a_slow_decoder(
 
 
 @pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
-def test_an_answer_is_restarted_when_its_decode_worker_was_frozen_until_the_kv_may_be_gone(
+@with_virtual_time
+async def test_an_answer_is_restarted_when_its_decode_worker_was_frozen_until_the_kv_may_be_gone(
     stream: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """vLLM reads what is in the blocks by then, and answers 200: an engine that had stood still gave wrong texts."""
-
-    async def served() -> None:
-        of_others, right = (Page(events(90, 91) + DONE), WHOLE) if stream else (whole(90, 91), whole(20, 21))
-        services, d0 = a_slow_decoder([32, 1], of_others, right)
-        d0.judged_down = not stream  # one that answers as a whole may be busy with that
-        client, params = Client(), {"remote_engine_id": "second"}
-        script(services, "p0", probed(), probed(params))
-        async with dispatching(services):
-            leg = a_leg(services, client, stream=stream)
-            await leg.run()
-        text = client.text if stream else orjson.loads(client.got)["choices"][0]["text"]
-        assert text == " 20 21" and client.ended and leg.outcome is Outcome.FINISHED
-        assert asked(d0)[1]["kv_transfer_params"] == params
-        first, second = (body.get("cache_salt") for body in asked(d0))
-        assert first is None and second  # the decode worker has cached the wrong KV under the prompt
-        assert services.metrics.recomputes.value("pulled_late") == 1 and idle(services)
-
-    in_virtual_time(served)
+    of_others, right = (Page(events(90, 91) + DONE), WHOLE) if stream else (whole(90, 91), whole(20, 21))
+    services, d0 = a_slow_decoder([32, 1], of_others, right)
+    d0.judged_down = not stream  # one that answers as a whole may be busy with that
+    client, params = Client(), {"remote_engine_id": "second"}
+    script(services, "p0", probed(), probed(params))
+    async with dispatching(services):
+        leg = a_leg(services, client, stream=stream)
+        await leg.run()
+    text = client.text if stream else orjson.loads(client.got)["choices"][0]["text"]
+    assert text == " 20 21" and client.ended and leg.outcome is Outcome.FINISHED
+    assert asked(d0)[1]["kv_transfer_params"] == params
+    first, second = (body.get("cache_salt") for body in asked(d0))
+    assert first is None and second  # the decode worker has cached the wrong KV under the prompt
+    assert services.metrics.recomputes.value("pulled_late") == 1 and idle(services)
     assert [record.message for record in caplog.records if "anew" in record.message] == ["answer made anew"]
 
 

@@ -31,7 +31,6 @@ from tests.unit.proxy.virtual_time import (
     ScriptedUpstream,
     a_config,
     a_router,
-    in_virtual_time,
     let_pass,
     with_virtual_time,
 )
@@ -118,24 +117,22 @@ async def test_a_prefiller_lost_after_the_first_token_does_not_end_the_stream() 
     assert idle(services)
 
 
-def test_an_internal_error_in_the_prefill_ends_the_request_at_once(
+@with_virtual_time
+async def test_an_internal_error_in_the_prefill_ends_the_request_at_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     class Buggy(ScriptedUpstream):
         async def request(self, *args: Any, **options: Any) -> Any:
             raise LookupError("a bug")
 
-    async def served() -> None:
-        services = a_pair(None, 0.0, 200)
-        services.fleet["p0"].upstream = Buggy()  # type: ignore[assignment]
-        async with dispatching(services):
-            leg = a_leg(services, Client(), Layerwise)
-            with pytest.raises(InvariantError, match="the prefill has failed"):
-                await leg.run()
-            assert services.tickets.now() - leg.ticket.arrived_s < 1.0
-        assert services.metrics.tasks_failed.value("push") == 1 and idle(services)
-
-    in_virtual_time(served)
+    services = a_pair(None, 0.0, 200)
+    services.fleet["p0"].upstream = Buggy()  # type: ignore[assignment]
+    async with dispatching(services):
+        leg = a_leg(services, Client(), Layerwise)
+        with pytest.raises(InvariantError, match="the prefill has failed"):
+            await leg.run()
+        assert services.tickets.now() - leg.ticket.arrived_s < 1.0
+    assert services.metrics.tasks_failed.value("push") == 1 and idle(services)
     assert "a bug" in caplog.text
 
 

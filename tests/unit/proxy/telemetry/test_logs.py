@@ -14,7 +14,7 @@ import pytest
 
 from balanceroute.proxy.telemetry import logs
 from balanceroute.proxy.telemetry.logs import FLUSH_S, PATIENCE_S, SHARE, configure, log_request
-from tests.unit.proxy.virtual_time import in_virtual_time, let_pass
+from tests.unit.proxy.virtual_time import let_pass, with_virtual_time
 
 
 @pytest.fixture(autouse=True)
@@ -105,23 +105,20 @@ def test_requests_are_logged_by_whatever_handles_the_logs(caplog: pytest.LogCapt
     assert [record.request for record in caplog.records] == ["r1"]  # type: ignore[attr-defined]
 
 
-def test_request_lines_are_batched_but_never_behind_a_warning() -> None:
+@with_virtual_time
+async def test_request_lines_are_batched_but_never_behind_a_warning() -> None:
     out = io.StringIO()
-
-    async def test() -> None:
-        configure("info", "json", out)
-        log = logging.getLogger("a.b")
-        log.info("one")
-        log_request({"request": "two"})
-        assert out.getvalue() == ""
-        log.warning("three")
-        assert len(out.getvalue().splitlines()) == 3
-        log.info("four")
-        await let_pass(2 * FLUSH_S)
-        assert len(out.getvalue().splitlines()) == 4
-        log.info("five")
-
-    in_virtual_time(test)
+    configure("info", "json", out)
+    log = logging.getLogger("a.b")
+    log.info("one")
+    log_request({"request": "two"})
+    assert out.getvalue() == ""
+    log.warning("three")
+    assert len(out.getvalue().splitlines()) == 3
+    log.info("four")
+    await let_pass(2 * FLUSH_S)
+    assert len(out.getvalue().splitlines()) == 4
+    log.info("five")
     logging.getLogger().handlers[0].flush()  # what `logging` does at the end of the process
     events = [json.loads(line)["event"] for line in out.getvalue().splitlines()]
     assert events == ["one", "request", "three", "four", "five"]
@@ -162,7 +159,8 @@ def test_log_lines_of_several_processes_name_their_process(style: str, expected:
     assert [expected in line for line in out.getvalue().splitlines()] == [True, True]
 
 
-def test_log_writes_of_several_processes_are_atomic_in_a_pipe() -> None:
+@with_virtual_time
+async def test_log_writes_of_several_processes_are_atomic_in_a_pipe() -> None:
     written: list[str] = []
 
     class Pipe(io.StringIO):
@@ -170,13 +168,10 @@ def test_log_writes_of_several_processes_are_atomic_in_a_pipe() -> None:
             written.append(text)
             return len(text)
 
-    async def test() -> None:
-        configure("info", "json", Pipe(), process="relay-1")
-        for number in range(200):
-            log_request({"request": f"{number}", "text": "ä" * 50})
-        await let_pass(2 * FLUSH_S)
-
-    in_virtual_time(test)
+    configure("info", "json", Pipe(), process="relay-1")
+    for number in range(200):
+        log_request({"request": f"{number}", "text": "ä" * 50})
+    await let_pass(2 * FLUSH_S)
     assert 5 < len(written) < 50 and all(len(text.encode()) <= PIPE_BUF and text.endswith("\n") for text in written)
     assert [json.loads(line)["request"] for text in written for line in text.splitlines()] == [*map(str, range(200))]
 
