@@ -9,7 +9,9 @@ import secrets
 import stat
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from functools import wraps
 from hashlib import blake2b
+from inspect import Parameter, signature
 from io import BufferedWriter, FileIO
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,15 +25,10 @@ from balanceroute.core.policy import StageTimer
 from balanceroute.core.scheduler import Scheduler
 from balanceroute.core.scheduler_config import SchedulerConfig
 from balanceroute.core.types import (
-    Admit,
-    Outcome,
-    Prefill,
     Reject,
     Release,
     RequestSpec,
     Standing,
-    WorkerSpec,
-    WorkerState,
 )
 from balanceroute.errors import InputError, InvariantError
 from balanceroute.journal.lines import FORMAT, call_line, error_text
@@ -165,141 +162,18 @@ class RecordingScheduler(Scheduler):
         counts[request_id] = counts.get(request_id, 0) + tokens
         self._now = now
 
-    def set_draining(self, draining: bool, now: float) -> None:
-        self._record(super().set_draining, now, draining=draining)
-
-    def configure(self, config: SchedulerConfig, now: float) -> None:
-        self._record(super().configure, now, config=config)
-
-    def reroute(self, settings: PolicySettings, now: float) -> None:
-        self._record(super().reroute, now, settings=settings)
-
-    def add_worker(self, spec: WorkerSpec, now: float) -> None:
-        self._record(super().add_worker, now, spec=spec)
-
-    def remove_worker(self, worker_id: str, now: float) -> None:
-        self._record(super().remove_worker, now, worker_id=worker_id)
-
-    def set_worker_state(self, worker_id: str, state: WorkerState, now: float) -> None:
-        self._record(super().set_worker_state, now, worker_id=worker_id, state=state)
-
-    def report_prefiller(self, worker_id: str, kv_usage: float | None, now: float) -> None:
-        self._record(super().report_prefiller, now, worker_id=worker_id, kv_usage=kv_usage)
-
-    def report_prefix_cache(
-        self, worker_id: str, capacity_tokens: int | None, now: float, engine_block_tokens: int = 0
-    ) -> None:
-        self._record(
-            super().report_prefix_cache,
-            now,
-            worker_id=worker_id,
-            capacity_tokens=capacity_tokens,
-            engine_block_tokens=engine_block_tokens,
-        )
-
-    def report_prefix_hits(self, worker_id: str, queried_tokens: float, hit_tokens: float, now: float) -> None:
-        self._record(
-            super().report_prefix_hits,
-            now,
-            worker_id=worker_id,
-            queried_tokens=queried_tokens,
-            hit_tokens=hit_tokens,
-        )
-
-    def forget_prefixes(self, worker_id: str, now: float) -> None:
-        self._record(super().forget_prefixes, now, worker_id=worker_id)
-
-    def report_decoder(
-        self, worker_id: str, foreign_requests: int, foreign_tokens: int, least_own_slots: int, now: float
-    ) -> None:
-        self._record(
-            super().report_decoder,
-            now,
-            worker_id=worker_id,
-            foreign_requests=foreign_requests,
-            foreign_tokens=foreign_tokens,
-            least_own_slots=least_own_slots,
-        )
-
-    def report_tokens_per_step(self, worker_id: str, tokens_per_step: float, now: float) -> None:
-        self._record(super().report_tokens_per_step, now, worker_id=worker_id, tokens_per_step=tokens_per_step)
-
-    def report_decoder_memory(self, worker_id: str, capacity_tokens: int, now: float) -> None:
-        self._record(super().report_decoder_memory, now, worker_id=worker_id, capacity_tokens=capacity_tokens)
-
     def submit(self, spec: RequestSpec, now: float) -> Reject | None:
         return self._record(super().submit, now, spec=self._disguised(spec))
 
     def submit_prefilled(self, spec: RequestSpec, now: float, expected_remaining: float | None = None) -> None:
         self._record(super().submit_prefilled, now, spec=self._disguised(spec), expected_remaining=expected_remaining)
 
-    def dispatch(self, now: float, most: int | None = None) -> list[Prefill]:
-        return self._record(super().dispatch, now, most=most)
-
-    def prefilled(
-        self,
-        request_id: str,
-        prompt_tokens: int,
-        now: float,
-        expected_remaining: float | None = None,
-        cached_tokens: int | None = None,
-    ) -> None:
-        self._record(
-            super().prefilled,
-            now,
-            request_id=request_id,
-            prompt_tokens=prompt_tokens,
-            expected_remaining=expected_remaining,
-            cached_tokens=cached_tokens,
-        )
-
-    def prefill_failed(self, request_id: str, now: float) -> None:
-        self._record(super().prefill_failed, now, request_id=request_id)
-
-    def admit(self, now: float) -> list[Admit]:
-        return self._record(super().admit, now)
-
-    def start(self, request_id: str, now: float) -> None:
-        self._record(super().start, now, request_id=request_id)
-
-    def step(self, now: float) -> None:
-        self._record(super().step, now)
-
-    def began(self, request_id: str, now: float) -> None:
-        self._record(super().began, now, request_id=request_id)
-
-    def refresh(self, request_id: str, expected_remaining: float, now: float) -> None:
-        self._record(super().refresh, now, request_id=request_id, expected_remaining=expected_remaining)
-
-    def request_prefill(self, request_id: str, now: float) -> None:
-        self._record(super().request_prefill, now, request_id=request_id)
-
-    def pushed(self, request_id: str, prompt_tokens: int, now: float, cached_tokens: int | None = None) -> None:
-        self._record(
-            super().pushed, now, request_id=request_id, prompt_tokens=prompt_tokens, cached_tokens=cached_tokens
-        )
-
-    def push_failed(self, request_id: str, now: float) -> None:
-        self._record(super().push_failed, now, request_id=request_id)
-
-    def put_back(self, request_id: str, now: float) -> None:
-        self._record(super().put_back, now, request_id=request_id)
-
     def adopt(self, standing: Standing, now: float) -> bool:
         return self._record(super().adopt, now, standing=replace(standing, spec=self._disguised(standing.spec)))
-
-    def order_by_arrival(self, now: float) -> None:
-        self._record(super().order_by_arrival, now)
 
     def requeue(self, request_id: str, now: float, prefix: Sequence[int] = (), anew: bool = False) -> Release:
         arguments = {"prefix": [self._name(block) for block in prefix]} if prefix else {}
         return self._record(super().requeue, now, request_id=request_id, anew=anew, **arguments)
-
-    def finish(self, request_id: str, outcome: Outcome, now: float) -> Release:
-        return self._record(super().finish, now, request_id=request_id, outcome=outcome)
-
-    def expire(self, now: float) -> list[Release]:
-        return self._record(super().expire, now)
 
     def _disguised(self, spec: RequestSpec) -> RequestSpec:
         """The request with other names for its blocks, the same for the same block."""
@@ -330,3 +204,27 @@ class RecordingScheduler(Scheduler):
 
     def _write(self, call: str, now: float, args: dict[str, Any], outcome: dict[str, Any]) -> None:
         self._writer.write(call_line(now, call, args, outcome), now)
+
+
+def _recorded(name: str) -> Callable[..., Any]:
+    """The method of `Scheduler` of that name, written down with all its arguments."""
+    method = getattr(Scheduler, name)
+    parameters = list(signature(method).parameters.values())[1:]
+    defaults = {each.name: each.default for each in parameters if each.default is not Parameter.empty}
+
+    @wraps(method)
+    def call(self: RecordingScheduler, *args: Any, **kwargs: Any) -> Any:
+        given = {each.name: value for each, value in zip(parameters, args, strict=False)} | kwargs
+        for argument, value in defaults.items():
+            given.setdefault(argument, value)
+        return self._record(method.__get__(self), **given)
+
+    return call
+
+
+_RECORDED = """set_draining configure reroute add_worker remove_worker set_worker_state report_prefiller
+    report_prefix_cache report_prefix_hits forget_prefixes report_decoder report_decoder_memory report_tokens_per_step
+    dispatch prefilled prefill_failed admit start step began refresh request_prefill pushed push_failed put_back
+    order_by_arrival finish expire"""
+for _call in _RECORDED.split():
+    setattr(RecordingScheduler, _call, _recorded(_call))
