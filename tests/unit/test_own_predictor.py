@@ -1,6 +1,5 @@
 """A predictor of one's own wherever a predictor is named, and the kit that checks it."""
 
-import asyncio
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -255,25 +254,22 @@ def a_scheduler() -> Scheduler:
 
 
 @pytest.mark.parametrize(("kind", "first", "later", "failures"), [("Fixed", 3.0, 3.0, 0), ("Raises", H, H, 3)])
-def test_a_router_works_without_the_forecasts_of_a_failing_predictor(
+@pytest.mark.anyio
+async def test_a_router_works_without_the_forecasts_of_a_failing_predictor(
     kind: str, first: float, later: float, failures: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     scheduler = a_scheduler()
     forecasts = LiveForecasts(a_config(f"{HERE}:{kind}", history=str(tmp_path / "h.sqlite3")))
-
-    async def scenario() -> None:
-        scheduler.submit(RequestSpec("r", 100, prompt_key="k"), 0.0)
-        scheduler.dispatch(0.0)
-        scheduler.prefilled("r", 100, 0.0)
-        scheduler.admit(0.0)
-        tracker = scheduler.snapshot.requests["r"]
-        assert forecasts.initial(tracker, 100) == first
-        scheduler.progress("r", 4, 0.0)
-        forecasts.renew(scheduler)
-        assert tracker.remaining(H) == later
-        forecasts.finished(tracker, "stop")
-
-    asyncio.run(scenario())
+    scheduler.submit(RequestSpec("r", 100, prompt_key="k"), 0.0)
+    scheduler.dispatch(0.0)
+    scheduler.prefilled("r", 100, 0.0)
+    scheduler.admit(0.0)
+    tracker = scheduler.snapshot.requests["r"]
+    assert forecasts.initial(tracker, 100) == first
+    scheduler.progress("r", 4, 0.0)
+    forecasts.renew(scheduler)
+    assert tracker.remaining(H) == later
+    forecasts.finished(tracker, "stop")
     assert forecasts.forecaster.failures == failures
     assert len([record for record in caplog.records if "requests count as staying" in record.message]) == failures
     assert forecasts.runner(scheduler.snapshot) is None  # it sees to its own fits
@@ -297,24 +293,21 @@ class Recovers(Fixed):
         return super().predict_one(age, prompt_tokens, key)
 
 
-def test_the_first_failure_of_each_series_is_logged(
+@pytest.mark.anyio
+async def test_the_first_failure_of_each_series_is_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     scheduler = a_scheduler()
     forecasts = LiveForecasts(a_config(f"{HERE}:Recovers"))
-
-    async def scenario() -> None:
-        scheduler.submit_prefilled(RequestSpec("r", 100), 0.0)
-        scheduler.admit(0.0)
-        tracker = scheduler.snapshot.requests["r"]
-        for works in (False, False, True, False):
-            monkeypatch.setattr(Recovers, "works", works)
-            forecasts.initial(tracker, 100)
-            scheduler.progress("r", 4, 0.0)
-            forecasts.renew(scheduler)
-            forecasts.finished(tracker, "stop")
-
-    asyncio.run(scenario())
+    scheduler.submit_prefilled(RequestSpec("r", 100), 0.0)
+    scheduler.admit(0.0)
+    tracker = scheduler.snapshot.requests["r"]
+    for works in (False, False, True, False):
+        monkeypatch.setattr(Recovers, "works", works)
+        forecasts.initial(tracker, 100)
+        scheduler.progress("r", 4, 0.0)
+        forecasts.renew(scheduler)
+        forecasts.finished(tracker, "stop")
     forecasts.close()
     logged = [record.args[0] for record in caplog.records if "requests count as staying" in record.message]
     assert logged == 2 * ["first forecasts", "forecasts", "observations"]

@@ -89,7 +89,8 @@ def test_running_requests_keep_a_cold_start_from_learning_only_short_answers() -
     assert len(seeing.ring) == 8
 
 
-def test_the_refitter_includes_the_running_requests_at_each_fit() -> None:
+@pytest.mark.anyio
+async def test_the_refitter_includes_the_running_requests_at_each_fit() -> None:
     predictor = SurvivalPredictor(10)
     observed(predictor, 5)
     running: list[tuple[int, int]] = []
@@ -98,38 +99,31 @@ def test_the_refitter_includes_the_running_requests_at_each_fit() -> None:
         return running
 
     refitter = Refitter(predictor, running=now_running)
-
-    async def scenario() -> None:
-        await refitter.refit()
-        assert predictor.predict_one(0, 100, "")[0] == 1.0
-        running.append((6, 100))
-        await refitter.refit()
-        refitter.close()
-
-    asyncio.run(scenario())
-
+    await refitter.refit()
+    assert predictor.predict_one(0, 100, "")[0] == 1.0
+    running.append((6, 100))
+    await refitter.refit()
+    refitter.close()
     assert predictor.predict_one(0, 100, "")[0] == 0.5
 
 
-def test_the_present_fit_answers_until_the_next_one_is_adopted() -> None:
-    async def scenario() -> None:
-        predictor = Gated()
-        predictor.start(finishes(5))
-        refitter = Refitter(predictor)
-        observed(predictor, 500)
+@pytest.mark.anyio
+async def test_the_present_fit_answers_until_the_next_one_is_adopted() -> None:
+    predictor = Gated()
+    predictor.start(finishes(5))
+    refitter = Refitter(predictor)
+    observed(predictor, 500)
 
-        fit = asyncio.ensure_future(refitter.refit())
-        await until(predictor.began.is_set)
-        during = predictor.predict_one(0, 100, "")
-        observed(predictor, 500, 500)
-        predictor.may_end.set()
+    fit = asyncio.ensure_future(refitter.refit())
+    await until(predictor.began.is_set)
+    during = predictor.predict_one(0, 100, "")
+    observed(predictor, 500, 500)
+    predictor.may_end.set()
 
-        assert await fit
-        assert during == (1.0, 5.0)
-        assert predictor.predict_one(0, 100, "")[0] == 0.5  # what arrived during the fit waits for the next one
-        assert predictor.ring.pending == 2
-
-    asyncio.run(scenario())
+    assert await fit
+    assert during == (1.0, 5.0)
+    assert predictor.predict_one(0, 100, "")[0] == 0.5  # what arrived during the fit waits for the next one
+    assert predictor.ring.pending == 2
 
 
 def test_a_failed_fit_keeps_the_present_one_and_is_counted(caplog: pytest.LogCaptureFixture) -> None:
@@ -150,21 +144,19 @@ def test_a_failed_fit_keeps_the_present_one_and_is_counted(caplog: pytest.LogCap
     assert "no scikit-learn here" in caplog.text
 
 
-def test_the_age_of_the_current_fit_grows_while_refits_fail() -> None:
-    async def scenario() -> None:
-        clock, predictor = Clock(), Gated()
-        predictor.may_end.set()
-        observed(predictor, *[5] * 8)
-        refitter = Refitter(predictor, clock=clock)
-        assert await refitter.refit()
-        predictor.error = ConfigError("no scikit-learn here")
-        for age_s in (60.0, 120.0):
-            clock.now += 60
-            observed(predictor, 5)
-            assert not await refitter.refit()
-            assert refitter.fit_age_s == age_s and not refitter.is_due
-
-    asyncio.run(scenario())
+@pytest.mark.anyio
+async def test_the_age_of_the_current_fit_grows_while_refits_fail() -> None:
+    clock, predictor = Clock(), Gated()
+    predictor.may_end.set()
+    observed(predictor, *[5] * 8)
+    refitter = Refitter(predictor, clock=clock)
+    assert await refitter.refit()
+    predictor.error = ConfigError("no scikit-learn here")
+    for age_s in (60.0, 120.0):
+        clock.now += 60
+        observed(predictor, 5)
+        assert not await refitter.refit()
+        assert refitter.fit_age_s == age_s and not refitter.is_due
 
 
 def test_a_refit_is_due_after_growth_or_the_interval_but_never_without_new_rows() -> None:
@@ -203,22 +195,20 @@ def test_a_refit_waits_nine_times_as_long_as_the_last_one_took() -> None:
     assert refitter.is_due
 
 
-def test_the_loop_refits_by_itself_and_ends_its_worker() -> None:
-    async def scenario() -> None:
-        predictor = Announcing(10)
-        observed(predictor, *[5] * 8)
-        executor = ThreadPoolExecutor(1)
-        refitter = Refitter(predictor, interval_s=0.01, executor=executor)
-        running = asyncio.ensure_future(refitter.run())
-        await asyncio.wait_for(predictor.adopted.wait(), PATIENCE_S)
-        running.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await running
-        assert predictor.predict_one(0, 100, "") == (1.0, 5.0)
-        with pytest.raises(RuntimeError):
-            executor.submit(print)
-
-    asyncio.run(scenario())
+@pytest.mark.anyio
+async def test_the_loop_refits_by_itself_and_ends_its_worker() -> None:
+    predictor = Announcing(10)
+    observed(predictor, *[5] * 8)
+    executor = ThreadPoolExecutor(1)
+    refitter = Refitter(predictor, interval_s=0.01, executor=executor)
+    running = asyncio.ensure_future(refitter.run())
+    await asyncio.wait_for(predictor.adopted.wait(), PATIENCE_S)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert predictor.predict_one(0, 100, "") == (1.0, 5.0)
+    with pytest.raises(RuntimeError):
+        executor.submit(print)
 
 
 class NoThreads(ThreadPoolExecutor):
@@ -228,34 +218,30 @@ class NoThreads(ThreadPoolExecutor):
         raise RuntimeError("can't start new thread")
 
 
-def test_a_temporary_lack_of_threads_fails_one_fit_and_not_later_ones(caplog: pytest.LogCaptureFixture) -> None:
-    async def scenario() -> None:
-        predictor = Announcing(10)
-        observed(predictor, *[5] * 8)
-        refitter = Refitter(predictor, executor=NoThreads(1))
-        with caplog.at_level(logging.WARNING):
-            assert not await refitter.refit()
-        observed(predictor, *[5] * 8)
-        assert await refitter.refit()
-        assert (refitter.fits, refitter.failures) == (1, 1)
-        refitter.close()
-
-    asyncio.run(scenario())
+@pytest.mark.anyio
+async def test_a_temporary_lack_of_threads_fails_one_fit_and_not_later_ones(caplog: pytest.LogCaptureFixture) -> None:
+    predictor = Announcing(10)
+    observed(predictor, *[5] * 8)
+    refitter = Refitter(predictor, executor=NoThreads(1))
+    with caplog.at_level(logging.WARNING):
+        assert not await refitter.refit()
+    observed(predictor, *[5] * 8)
+    assert await refitter.refit()
+    assert (refitter.fits, refitter.failures) == (1, 1)
+    refitter.close()
     assert "keeping the present fit: can't start new thread" in caplog.text
 
 
 @pytest.mark.parametrize("in_process", [False, True], ids=["in a thread", "in a process"])
-def test_refits_continue_when_they_are_started_again_after_an_error(in_process: bool) -> None:
-    async def scenario() -> None:
-        predictor = Announcing(10)
-        predictor.refits_in_process = in_process
-        refitter = Refitter(predictor)
-        for _ in range(2):
-            observed(predictor, *[5] * 8)
-            assert await refitter.refit()
-            refitter.close()  # as `run` does on its way out
-
-    asyncio.run(scenario())
+@pytest.mark.anyio
+async def test_refits_continue_when_they_are_started_again_after_an_error(in_process: bool) -> None:
+    predictor = Announcing(10)
+    predictor.refits_in_process = in_process
+    refitter = Refitter(predictor)
+    for _ in range(2):
+        observed(predictor, *[5] * 8)
+        assert await refitter.refit()
+        refitter.close()  # as `run` does on its way out
 
 
 def test_freezing_a_long_history_copies_no_rows_and_later_rows_leave_the_view_alone() -> None:

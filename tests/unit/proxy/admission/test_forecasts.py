@@ -68,21 +68,16 @@ def remembered(path: Path, *outputs: int) -> None:
     history.close()
 
 
-def test_a_restart_predicts_from_what_was_recorded_before(tmp_path: Path) -> None:
+@pytest.mark.anyio
+async def test_a_restart_predicts_from_what_was_recorded_before(tmp_path: Path) -> None:
     path = tmp_path / "history.sqlite3"
     remembered(path, *[6] * 20)
     scheduler, forecasts = a_scheduler(), LiveForecasts(a_config(kind="survival", history=str(path)))
-
-    async def scenario() -> None:
-        decoding(scheduler, "r")
-        assert (
-            forecasts.initial(scheduler.snapshot.requests["r"], 100) == 5.0
-        )  # 6 steps to go, the last of them 5 ahead
-        scheduler.progress("r", 4, 0.0)
-        forecasts.renew(scheduler)
-        assert held(scheduler, "r") == 1.0
-
-    asyncio.run(scenario())
+    decoding(scheduler, "r")
+    assert forecasts.initial(scheduler.snapshot.requests["r"], 100) == 5.0  # 6 steps to go, the last of them 5 ahead
+    scheduler.progress("r", 4, 0.0)
+    forecasts.renew(scheduler)
+    assert held(scheduler, "r") == 1.0
     forecasts.close()
 
 
@@ -118,20 +113,17 @@ def test_a_cancelled_request_is_recorded_as_cut_short_and_one_without_a_token_no
     assert forecasts.metrics.error_tokens.count == 0
 
 
-def test_the_clients_token_limit_bounds_forecasts_before_any_history() -> None:
+@pytest.mark.anyio
+async def test_the_clients_token_limit_bounds_forecasts_before_any_history() -> None:
     scheduler, forecasts = a_scheduler(), LiveForecasts(a_config())
-
-    async def scenario() -> None:
-        decoding(scheduler, "r", limit=9)
-        assert forecasts.initial(scheduler.snapshot.requests["r"], 100) == H
-        for _ in range(2):
-            scheduler.progress("r", 1, 0.0)
-            forecasts.renew(scheduler)
-        assert held(scheduler, "r") == 9 - 2 - 1  # the first token within H of the limit asked for it at once
-        scheduler.progress("r", 3, 0.0)
-        assert held(scheduler, "r") == 9 - 5 - 1
-
-    asyncio.run(scenario())
+    decoding(scheduler, "r", limit=9)
+    assert forecasts.initial(scheduler.snapshot.requests["r"], 100) == H
+    for _ in range(2):
+        scheduler.progress("r", 1, 0.0)
+        forecasts.renew(scheduler)
+    assert held(scheduler, "r") == 9 - 2 - 1  # the first token within H of the limit asked for it at once
+    scheduler.progress("r", 3, 0.0)
+    assert held(scheduler, "r") == 9 - 5 - 1
     forecasts.close()
 
 
@@ -149,7 +141,8 @@ class Slow(LearnedPredictor):
         return TwoStage(ages * 0.0 + 1.0, 6.0 - ages)
 
 
-def test_trees_are_evaluated_off_the_loop_and_reach_only_requests_that_still_wait_for_them(
+@pytest.mark.anyio
+async def test_trees_are_evaluated_off_the_loop_and_reach_only_requests_that_still_wait_for_them(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     slow = Slow()
@@ -160,57 +153,51 @@ def test_trees_are_evaluated_off_the_loop_and_reach_only_requests_that_still_wai
     async def answered(count: int) -> None:
         await until(lambda: forecasts.forecaster.refreshes >= count)
 
-    async def scenario() -> None:
-        for name in ("stays", "passes", "leaves", "requeued"):
-            decoding(scheduler, name)
-            scheduler.progress(name, 4, 0.0)
-        forecasts.renew(scheduler)
-        decoding(scheduler, "later")
-        scheduler.progress("later", 4, 0.0)
-        forecasts.renew(scheduler)
-        assert held(scheduler, "stays") == H  # nothing waited for the answer
-        scheduler.progress("stays", 1, 0.0)
-        scheduler.progress("passes", 3, 0.0)  # beyond what is about to be predicted
-        scheduler.finish("leaves", Outcome.FINISHED, 0.0)
-        scheduler.requeue("requeued", 0.0)
-        again(scheduler, "requeued", 104)
-        slow.may_answer.set()
-        await answered(5)
-        assert held(scheduler, "stays") == 0.0
-        assert held(scheduler, "passes") == 0.0
-        assert held(scheduler, "later") == 1.0
-        assert held(scheduler, "requeued") == H
-        scheduler.progress("passes", 1, 0.0)
-        assert [tracker.id for tracker in scheduler.due_refreshes()] == ["passes"]  # at the floor: at once
-        scheduler.snapshot.check_invariants()
-
-    asyncio.run(scenario())
+    for name in ("stays", "passes", "leaves", "requeued"):
+        decoding(scheduler, name)
+        scheduler.progress(name, 4, 0.0)
+    forecasts.renew(scheduler)
+    decoding(scheduler, "later")
+    scheduler.progress("later", 4, 0.0)
+    forecasts.renew(scheduler)
+    assert held(scheduler, "stays") == H  # nothing waited for the answer
+    scheduler.progress("stays", 1, 0.0)
+    scheduler.progress("passes", 3, 0.0)  # beyond what is about to be predicted
+    scheduler.finish("leaves", Outcome.FINISHED, 0.0)
+    scheduler.requeue("requeued", 0.0)
+    again(scheduler, "requeued", 104)
+    slow.may_answer.set()
+    await answered(5)
+    assert held(scheduler, "stays") == 0.0
+    assert held(scheduler, "passes") == 0.0
+    assert held(scheduler, "later") == 1.0
+    assert held(scheduler, "requeued") == H
+    scheduler.progress("passes", 1, 0.0)
+    assert [tracker.id for tracker in scheduler.due_refreshes()] == ["passes"]  # at the floor: at once
+    scheduler.snapshot.check_invariants()
     forecasts.close()
     assert len(slow.threads) == 2  # one batch at a time
     assert threading.get_ident() not in slow.threads
 
 
-def test_a_requeued_request_that_expires_in_the_pool_is_recorded_as_cut_short(tmp_path: Path) -> None:
+@pytest.mark.anyio
+async def test_a_requeued_request_that_expires_in_the_pool_is_recorded_as_cut_short(tmp_path: Path) -> None:
     path = tmp_path / "history.sqlite3"
     forecasts = LiveForecasts(a_config(kind="exact_match", history=str(path)))
-
-    async def scenario() -> None:
-        ledger = Ledger(a_scheduler(), asyncio.get_running_loop(), forecasts)
-        tickets = Tickets(ledger, ledger.loop)
-        recomputed, new = (tickets.submit(RequestSpec(name, 100, prompt_key="k")) for name in ("recomputed", "new"))
-        recomputed.prefilled(100)
-        ledger.admit()
-        recomputed.progress(3)
-        recomputed.requeue()
-        ledger.dispatch()
-        recomputed.prefilled(103)
-        new.prefilled(100)
-        ledger.configure(SchedulerConfig(pool_ttl_s=0.0))
-        now_s = ledger.now()
-        await until(lambda: ledger.now() > now_s)
-        assert ledger.expire() == ["recomputed", "new"]
-
-    asyncio.run(scenario())
+    ledger = Ledger(a_scheduler(), asyncio.get_running_loop(), forecasts)
+    tickets = Tickets(ledger, ledger.loop)
+    recomputed, new = (tickets.submit(RequestSpec(name, 100, prompt_key="k")) for name in ("recomputed", "new"))
+    recomputed.prefilled(100)
+    ledger.admit()
+    recomputed.progress(3)
+    recomputed.requeue()
+    ledger.dispatch()
+    recomputed.prefilled(103)
+    new.prefilled(100)
+    ledger.configure(SchedulerConfig(pool_ttl_s=0.0))
+    now_s = ledger.now()
+    await until(lambda: ledger.now() > now_s)
+    assert ledger.expire() == ["recomputed", "new"]
     forecasts.close()
     assert [(r.prompt_tokens, r.output_tokens, r.finish_reason, r.censored) for r in read_rows(path)] == [
         (100, 3, "expired", True)
@@ -231,7 +218,8 @@ class Failing(LearnedPredictor):
 
 
 @pytest.mark.parametrize("kind", ["learned", "survival"], ids=["in the thread", "on the loop"])
-def test_requests_of_a_failed_batch_count_as_staying_and_are_forecast_again(
+@pytest.mark.anyio
+async def test_requests_of_a_failed_batch_count_as_staying_and_are_forecast_again(
     kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     failing = Failing()
@@ -244,32 +232,28 @@ def test_requests_of_a_failed_batch_count_as_staying_and_are_forecast_again(
     forecasts = LiveForecasts(a_config(kind=kind, history=str(tmp_path / "history.sqlite3")))
     counters = forecasts.forecaster
     names = [f"r{at}" for at in range(10)]
-
-    async def scenario() -> None:
-        for name in names:
-            decoding(scheduler, name)
-            scheduler.refresh(name, 6.0, 0.0)
-            scheduler.progress(name, 4, 0.0)
-        for failures in (1, 2):
-            forecasts.renew(scheduler)
-            await until(lambda n=failures: counters.failures == n)  # type: ignore[misc]
-            assert {held(scheduler, name) for name in names} == {H}
-            assert scheduler.due_refreshes() == []  # not at once: what fails now fails in a millisecond too
-            for name in names:
-                scheduler.progress(name, H // 2, 0.0)
-        failing.fails = False
+    for name in names:
+        decoding(scheduler, name)
+        scheduler.refresh(name, 6.0, 0.0)
+        scheduler.progress(name, 4, 0.0)
+    for failures in (1, 2):
         forecasts.renew(scheduler)
-        await until(lambda: counters.refreshes == len(names))
-        assert {held(scheduler, name) for name in names} == {0.0}
-        scheduler.snapshot.check_invariants()
-        assert len(caplog.records) == 1 and "no answer" in caplog.text
-        failing.fails = True  # anew, so that somebody hears of it again
+        await until(lambda n=failures: counters.failures == n)  # type: ignore[misc]
+        assert {held(scheduler, name) for name in names} == {H}
+        assert scheduler.due_refreshes() == []  # not at once: what fails now fails in a millisecond too
         for name in names:
-            scheduler.progress(name, 1, 0.0)
-        forecasts.renew(scheduler)
-        await until(lambda: counters.failures == 3)
-
-    asyncio.run(scenario())
+            scheduler.progress(name, H // 2, 0.0)
+    failing.fails = False
+    forecasts.renew(scheduler)
+    await until(lambda: counters.refreshes == len(names))
+    assert {held(scheduler, name) for name in names} == {0.0}
+    scheduler.snapshot.check_invariants()
+    assert len(caplog.records) == 1 and "no answer" in caplog.text
+    failing.fails = True  # anew, so that somebody hears of it again
+    for name in names:
+        scheduler.progress(name, 1, 0.0)
+    forecasts.renew(scheduler)
+    await until(lambda: counters.failures == 3)
     forecasts.close()
     assert len(caplog.records) == 2
 
@@ -333,22 +317,19 @@ def test_without_scikit_learn_a_learned_predictor_is_refused_and_a_fitted_model_
     assert "stays as it is" in caplog.text and "Traceback" not in caplog.text
 
 
-def test_the_metrics_page_shows_the_predictors_state(tmp_path: Path) -> None:
+@pytest.mark.anyio
+async def test_the_metrics_page_shows_the_predictors_state(tmp_path: Path) -> None:
     path = tmp_path / "history.sqlite3"
     remembered(path, *[6] * 20)
     scheduler, forecasts = a_scheduler(), LiveForecasts(a_config(kind="exact_match", history=str(path)))
     registry = CollectorRegistry(auto_describe=False)
     registry.register(forecasts.metrics)
     assert forecasts.runner(scheduler.snapshot) is not None
-
-    async def scenario() -> None:
-        decoding(scheduler, "r")
-        forecasts.initial(scheduler.snapshot.requests["r"], 100)
-        scheduler.progress("r", 4, 0.0)
-        forecasts.renew(scheduler)
-        forecasts.finished(scheduler.snapshot.requests["r"], "stop")
-
-    asyncio.run(scenario())
+    decoding(scheduler, "r")
+    forecasts.initial(scheduler.snapshot.requests["r"], 100)
+    scheduler.progress("r", 4, 0.0)
+    forecasts.renew(scheduler)
+    forecasts.finished(scheduler.snapshot.requests["r"], "stop")
     forecasts.close()
     page = generate_latest(registry).decode()
     for line in (

@@ -29,6 +29,11 @@ class Counting(asyncio.Protocol):
 
 
 @pytest.fixture
+def anyio_backend() -> tuple[str, dict[str, bool]]:
+    return "asyncio", {"use_uvloop": True}
+
+
+@pytest.fixture
 def listener() -> Iterator[socket.socket]:
     with socket.create_server(("127.0.0.1", 0), backlog=200) as sock:
         sock.setblocking(False)
@@ -45,19 +50,16 @@ def received_by(client: socket.socket) -> bytes:
         return client.recv(10)
 
 
-def test_waiting_connections_are_shared_by_all_acceptors(listener: socket.socket) -> None:
+@pytest.mark.anyio
+async def test_waiting_connections_are_shared_by_all_acceptors(listener: socket.socket) -> None:
     waiting, taken = clients(listener, 100), list[str]()
-
-    async def test() -> None:
-        loop = asyncio.get_running_loop()
-        both = [Acceptor(loop, listener.dup(), lambda name=name: Counting(taken, name)) for name in "ab"]  # type: ignore[misc]
-        await until(lambda: len(taken) == 100)
-        for one in both:
-            one.close()
-            one.close()
-            await one.wait_closed()
-
-    uvloop.run(test())
+    loop = asyncio.get_running_loop()
+    both = [Acceptor(loop, listener.dup(), lambda name=name: Counting(taken, name)) for name in "ab"]  # type: ignore[misc]
+    await until(lambda: len(taken) == 100)
+    for one in both:
+        one.close()
+        one.close()
+        await one.wait_closed()
     assert {received_by(client) for client in waiting} == {b"here"}
     assert min(taken.count("a"), taken.count("b")) > 20
 
@@ -76,7 +78,8 @@ class Staying(asyncio.Protocol):
         self._open.remove(self)
 
 
-def test_connections_that_arrive_one_by_one_are_shared_by_all_acceptors(
+@pytest.mark.anyio
+async def test_connections_that_arrive_one_by_one_are_shared_by_all_acceptors(
     listener: socket.socket,
 ) -> None:
     table = RelayLoads(2)
@@ -95,24 +98,21 @@ def test_connections_that_arrive_one_by_one_are_shared_by_all_acceptors(
             await until(lambda nth=nth: sum(map(len, both)) == before + nth + 1)  # type: ignore[misc]
         return found
 
-    async def test() -> None:
-        loop = asyncio.get_running_loop()
-        one, other = (
-            Acceptor(loop, listener.dup(), lambda place=place: Staying(both[place]), lambda place=place: ahead(place))  # type: ignore[misc]
-            for place in (0, 1)
-        )
-        held = await come(200)
-        assert abs(len(both[0]) - len(both[1])) <= FEW + 1
-        other.close()
-        before = len(both[0])
-        held += await come(20)  # as beside a relay that stands still
-        assert len(both[0]) == before + 20
-        one.close()
-        for client in held:
-            client.close()
-        await until(lambda: not any(both))
-
-    uvloop.run(test())
+    loop = asyncio.get_running_loop()
+    one, other = (
+        Acceptor(loop, listener.dup(), lambda place=place: Staying(both[place]), lambda place=place: ahead(place))  # type: ignore[misc]
+        for place in (0, 1)
+    )
+    held = await come(200)
+    assert abs(len(both[0]) - len(both[1])) <= FEW + 1
+    other.close()
+    before = len(both[0])
+    held += await come(20)  # as beside a relay that stands still
+    assert len(both[0]) == before + 20
+    one.close()
+    for client in held:
+        client.close()
+    await until(lambda: not any(both))
 
 
 def test_a_relay_with_more_connections_does_not_wait_for_a_stuck_one_at_each_connection(
@@ -141,20 +141,17 @@ def test_a_relay_with_more_connections_does_not_wait_for_a_stuck_one_at_each_con
     assert 1 <= len(waited) < 50
 
 
-def test_connections_not_accepted_before_a_close_are_left_to_other_acceptors(listener: socket.socket) -> None:
+@pytest.mark.anyio
+async def test_connections_not_accepted_before_a_close_are_left_to_other_acceptors(listener: socket.socket) -> None:
     taken: list[str] = []
-
-    async def test() -> None:
-        loop = asyncio.get_running_loop()
-        Acceptor(loop, listener.dup(), lambda: Counting(taken, "first")).close()
-        waiting = clients(listener, 3)
-        second = Acceptor(loop, listener.dup(), lambda: Counting(taken, "second"))
-        await until(lambda: len(taken) == 3)
-        assert {received_by(client) for client in waiting} == {b"here"}
-        second.close()
-        await second.wait_closed()
-
-    uvloop.run(test())
+    loop = asyncio.get_running_loop()
+    Acceptor(loop, listener.dup(), lambda: Counting(taken, "first")).close()
+    waiting = clients(listener, 3)
+    second = Acceptor(loop, listener.dup(), lambda: Counting(taken, "second"))
+    await until(lambda: len(taken) == 3)
+    assert {received_by(client) for client in waiting} == {b"here"}
+    second.close()
+    await second.wait_closed()
     assert taken == ["second"] * 3
 
 
@@ -177,20 +174,17 @@ class Full:
         self._sock.close()
 
 
-def test_an_acceptor_without_descriptors_waits_and_logs_it(
+@pytest.mark.anyio
+async def test_an_acceptor_without_descriptors_waits_and_logs_it(
     listener: socket.socket, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(module, "PAUSE_S", 0.01)
     taken: list[str] = []
-
-    async def test() -> None:
-        waiting = clients(listener, 2)
-        sock = Full(listener.dup(), 2)
-        one = Acceptor(asyncio.get_running_loop(), sock, lambda: Counting(taken, "a"))  # type: ignore[arg-type]
-        await until(lambda: len(taken) == 2)
-        assert {received_by(client) for client in waiting} == {b"here"}
-        one.close()
-        await one.wait_closed()
-
-    uvloop.run(test())
+    waiting = clients(listener, 2)
+    sock = Full(listener.dup(), 2)
+    one = Acceptor(asyncio.get_running_loop(), sock, lambda: Counting(taken, "a"))  # type: ignore[arg-type]
+    await until(lambda: len(taken) == 2)
+    assert {received_by(client) for client in waiting} == {b"here"}
+    one.close()
+    await one.wait_closed()
     assert caplog.text.count("connections cannot be accepted") == 2

@@ -13,6 +13,8 @@ from balanceroute.proxy.workers.polling import Polling
 from balanceroute.proxy.workers.upstream import Upstream
 from tests.waiting import until
 
+pytestmark = pytest.mark.anyio
+
 
 def workers(*urls: str) -> Fleet:
     made = []
@@ -26,7 +28,7 @@ def fatal(group: list[Worker], error: Exception) -> None:
     raise error
 
 
-def test_a_hanging_url_is_polled_once_while_the_others_are_polled_every_period() -> None:
+async def test_a_hanging_url_is_polled_once_while_the_others_are_polled_every_period() -> None:
     asked: Counter[str] = Counter()
 
     async def ask(group: list[Worker]) -> None:
@@ -34,27 +36,24 @@ def test_a_hanging_url_is_polled_once_while_the_others_are_polled_every_period()
         if group[0].spec.url == "http://hangs":
             await asyncio.Event().wait()
 
-    async def test() -> None:
-        polling = Polling(workers("http://hangs", "http://answers"), ask, fatal)
-        running = asyncio.ensure_future(polling.run(lambda: 0.001))
-        await until(lambda: asked["http://answers"] > 3)
-        running.cancel()
-
-    asyncio.run(test())
+    polling = Polling(workers("http://hangs", "http://answers"), ask, fatal)
+    running = asyncio.ensure_future(polling.run(lambda: 0.001))
+    await until(lambda: asked["http://answers"] > 3)
+    running.cancel()
     assert asked["http://hangs"] == 1
 
 
-def test_ranks_of_one_url_share_one_question() -> None:
+async def test_ranks_of_one_url_share_one_question() -> None:
     groups: list[list[str]] = []
 
     async def ask(group: list[Worker]) -> None:
         groups.append([worker.id for worker in group])
 
-    asyncio.run(Polling(workers("http://a", "http://a", "http://b"), ask, fatal).once())
+    await Polling(workers("http://a", "http://a", "http://b"), ask, fatal).once()
     assert groups == [["w0", "w1"], ["w2"]]
 
 
-def test_a_poll_that_raises_is_reported_and_does_not_stop_the_others() -> None:
+async def test_a_poll_that_raises_is_reported_and_does_not_stop_the_others() -> None:
     asked: Counter[str] = Counter()
     reported: list[tuple[str, str]] = []
 
@@ -66,22 +65,16 @@ def test_a_poll_that_raises_is_reported_and_does_not_stop_the_others() -> None:
     def on_bug(group: list[Worker], error: Exception) -> None:
         reported.append((group[0].id, repr(error)))
 
-    async def test() -> None:
-        polling = Polling(workers("http://breaks", "http://answers"), ask, on_bug)
-        running = asyncio.ensure_future(polling.run(lambda: 0.001))
-        await until(lambda: asked["http://answers"] > 3 and asked["http://breaks"] > 3)
-        running.cancel()
-
-    asyncio.run(test())
+    polling = Polling(workers("http://breaks", "http://answers"), ask, on_bug)
+    running = asyncio.ensure_future(polling.run(lambda: 0.001))
+    await until(lambda: asked["http://answers"] > 3 and asked["http://breaks"] > 3)
+    running.cancel()
     assert set(reported) == {("w0", "KeyError('x')")}
 
 
-def test_a_bug_ends_the_rounds_where_bugs_are_fatal() -> None:
+async def test_a_bug_ends_the_rounds_where_bugs_are_fatal() -> None:
     async def ask(group: list[Worker]) -> None:
         raise KeyError("x")
 
-    async def test() -> None:
-        await Polling(workers("http://a"), ask, fatal).run(lambda: 0.0)
-
     with pytest.raises(KeyError):
-        asyncio.run(test())
+        await Polling(workers("http://a"), ask, fatal).run(lambda: 0.0)
