@@ -86,6 +86,7 @@ def asked(client: "httpx.Client", last: int) -> dict[str, Any]:
     """One answer. Raises: InputError."""
     import httpx
 
+    from balanceroute.cli.output import why
     from balanceroute.errors import InputError
     from balanceroute.loadgen.run import message_of, object_in
 
@@ -93,7 +94,7 @@ def asked(client: "httpx.Client", last: int) -> dict[str, Any]:
     try:
         reply = client.get("/decisions", params={"last": last})
     except httpx.HTTPError as error:
-        raise InputError(f"{url}: no answer: {str(error) or type(error).__name__}") from None
+        raise InputError(f"{url}: no answer: {why(error)}") from None
     body = object_in(reply.content)
     if reply.status_code != 200 or not is_complete(body):
         message = message_of(reply.content)

@@ -147,6 +147,7 @@ def run(
 
     import uvloop
 
+    from balanceroute.cli.output import INTERRUPTED
     from balanceroute.emulator import EmulatedCluster, ProcessCluster
     from balanceroute.emulator.processes import members_of
     from balanceroute.errors import ConfigError
@@ -176,21 +177,26 @@ def run(
             )
             await stopped.wait()
 
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(serve())
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(serve())
+    except asyncio.CancelledError:
+        raise typer.Exit(INTERRUPTED) from None
 
 
 @contextlib.asynccontextmanager
 async def running(cluster: "EmulatedCluster | ProcessCluster") -> AsyncIterator[Any]:
-    """The cluster, and an event that SIGTERM and SIGINT set."""
+    """The cluster, and an event that SIGTERM and SIGINT set; while it starts they cancel this task."""
     import asyncio
     import signal
 
-    stopped = asyncio.Event()
-    loop = asyncio.get_running_loop()
+    stopped, task, loop = asyncio.Event(), asyncio.current_task(), asyncio.get_running_loop()
+    assert task is not None
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stopped.set)
+        loop.add_signal_handler(number, task.cancel)
     async with cluster:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stopped.set)
         yield stopped
 
 

@@ -40,6 +40,18 @@ def check_written(path: Path, *read: str | Path | None) -> None:
     raise InputError(f"{path}: cannot be written: {reason}")
 
 
+def why(error: BaseException) -> str:
+    """Why an HTTP client got no answer: what the system said, without the address that libraries put around it."""
+    import ssl
+
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno and not isinstance(cause, ssl.SSLError):
+            return os.strerror(cause.errno) if cause.errno > 0 else cause.strerror or str(cause)
+        cause = cause.__cause__ or cause.__context__
+    return str(error) or type(error).__name__
+
+
 def print_json(result: Any) -> None:
     """Print a result as JSON with sorted structure kept as given; NaN, which JSON lacks, becomes null."""
     typer.echo(json.dumps(without_nan(result), indent=2))

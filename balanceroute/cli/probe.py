@@ -17,6 +17,7 @@ from typing import Any
 
 import httpx
 
+from balanceroute.cli.output import why
 from balanceroute.config import Config, DecodeWorker, Worker
 from balanceroute.proxy.perimeter.tls import Tls
 from balanceroute.proxy.wire.metrics_page import read_samples
@@ -64,7 +65,7 @@ async def _ask(client: httpx.AsyncClient, config: Config, worker: Worker, role: 
     try:
         reply = await _get(client, config, f"{worker.url}/health")
     except httpx.HTTPError as error:
-        answer.problems.append(f"{worker.url} can't be reached: {str(error) or type(error).__name__}")
+        answer.problems.append(f"{worker.url} can't be reached: {why(error)}")
         return answer
     answer.healthy = reply.status_code == 200
     if not answer.healthy:
@@ -76,7 +77,7 @@ async def _ask(client: httpx.AsyncClient, config: Config, worker: Worker, role: 
         if reply.status_code == 200:
             answer.problems += _read_server_info(answer, config, worker, _json(reply))
     except httpx.HTTPError as error:
-        answer.problems.append(f"stopped answering: {str(error) or type(error).__name__}")
+        answer.problems.append(f"stopped answering: {why(error)}")
     return answer
 
 

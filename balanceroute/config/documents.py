@@ -13,6 +13,7 @@ MAX_BYTES: Final = 2**25  # bytes of a file; 100,000 client keys take half of it
 LONG: Final = 2**16  # characters; 500 client keys
 _HINTS: Final = {
     "'\\t'": "; indent with spaces, not with tabs",
+    "found another document": "; accepted is one, without a line ---",
     "mapping values are not allowed": "; look at the indentation, and quote a text with ': ' in it",
 }  # of the mistakes that are made most
 MAX_VALUES: Final = 5_000_000  # that a text stands for; 100,000 client keys are a million

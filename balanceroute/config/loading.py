@@ -276,6 +276,10 @@ def problem(found: Mapping[str, Any], origin: str, sources: Mapping[str, str]) -
         taken = accepts(field) if field is not None else found["msg"]
         if field is not None and isinstance(loc[-1], int) and taken.startswith("a list of {"):
             taken = f"{taken.removeprefix('a list of ')}, such as {{url: http://HOST:PORT}}"
+        elif found["type"] == "too_short":
+            taken += ", at least one"
+        elif taken == "a list of texts":
+            taken += ": [ONE, OTHER]"
         text = f"{path} = {value}: accepted is {taken}"
     if inside:  # a variable or the command line sets a key in this section, which does not exist or breaks its rule
         return f"{', '.join(dict.fromkeys(inside))}: {one_line(text)}"

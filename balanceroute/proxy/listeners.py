@@ -11,7 +11,7 @@ from balanceroute.config.addresses import host_in_url
 from balanceroute.errors import ConfigError
 from balanceroute.proxy.handover import Predecessor
 from balanceroute.proxy.run_folder import run_folder
-from balanceroute.proxy.server import BACKLOG
+from balanceroute.proxy.server import BACKLOG, NO_ADDRESS
 
 AT_WORK: Final = "a router with relays runs there; --take-over replaces it"
 
@@ -43,7 +43,7 @@ def _listener(name: str, host: str, port: int, predecessor: Predecessor | None) 
 
 def bound(name: str, host: str, port: int, predecessor: Predecessor | None) -> socket.socket:
     """A socket that is bound to this address, the predecessor's if it has one. Raises: ConfigError."""
-    wrong = "there is no such address"
+    wrong = NO_ADDRESS
     with suppress(socket.gaierror):
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, _, _, _, address = min(found)  # IPv4 first, if a name has both

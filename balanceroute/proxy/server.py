@@ -37,6 +37,7 @@ BACKLOG = 4096  # connections that wait to be accepted
 SWITCH_INTERVAL_S = 0.001  # Python's own is 0.005
 YOUNG_OBJECTS = 20_000  # new objects between two runs of the cyclic garbage collector; Python's default is 700
 PARENT_S = 0.5  # to wait for the parent's signal; the parent has nothing else to do
+NO_ADDRESS = "there is no such address"
 _LOOK_S = 0.05
 _ABORT_S = 3.0
 
@@ -295,4 +296,6 @@ def serve(app: ClientApp, config: Config, on_reload: Reload | None = None) -> No
 
 def _reason(error: OSError) -> str:
     """The error's text without the address, which asyncio repeats."""
-    return os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
+    if isinstance(error, socket.gaierror):
+        return NO_ADDRESS
+    return os.strerror(error.errno) if error.errno else str(error)

@@ -13,9 +13,12 @@ USAGE = "usage: python -m balanceroute.testing [--predictor] MODULE:CLASS [NAME=
 
 
 def main(arguments: list[str]) -> int:
-    """Exit code 0 if it keeps the rules, 1 if not, 2 where it cannot be made."""
+    """Exit code 0 if it keeps the rules, 1 if not, 2 where it cannot be made, 130 on Ctrl-C."""
     of_predictor = arguments[:1] == ["--predictor"]
     named = arguments[1:] if of_predictor else arguments
+    if arguments in (["-h"], ["--help"]):
+        print(USAGE)
+        return 0
     if not named or named[0].startswith("-"):
         print(USAGE, file=sys.stderr)
         return 2
@@ -34,6 +37,8 @@ def main(arguments: list[str]) -> int:
     except BalanceRouteError as error:
         print(f"balanceroute.testing: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 130
     print(f"{name}: keeps the rules")
     return 0
 

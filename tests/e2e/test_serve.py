@@ -173,6 +173,7 @@ def test_each_wrong_setting_is_reported_on_its_own_line() -> None:
     ("setting", "expected"),
     [
         ("--port={taken}", "listen: cannot listen on 127.0.0.1:{taken}: Address already in use"),
+        ("--host=no.such.invalid", "listen: cannot listen on no.such.invalid:0: there is no such address"),
         ("listen.admin=127.0.0.1:{taken}", "listen.admin: cannot listen on 127.0.0.1:{taken}: Address already in use"),
         ("tls.cert_file={text}", "tls.cert_file: {text} cannot be used: accepted is a certificate"),
         ("tls.worker_ca_file={text}", "tls.worker_ca_file: {text} cannot be used: accepted is certificates as PEM"),
@@ -181,7 +182,7 @@ def test_each_wrong_setting_is_reported_on_its_own_line() -> None:
         ("predictor={{kind: learned, model: {text}}}", "{text}: "),
         ("--journal={folder}", "{folder}"),
     ],
-    ids=["port", "admin", "certificate", "ca", "keys", "pins", "model", "journal"],
+    ids=["port", "host", "admin", "certificate", "ca", "keys", "pins", "model", "journal"],
 )
 def test_a_start_that_fails_says_why_in_one_line_and_ends_in_exit_code_2(
     setting: str, expected: str, relays: int, tmp_path: Path

@@ -352,6 +352,11 @@ class Idle(Broken):
         yield from ()
 
 
+class Interrupts(Broken):
+    def decide(self, snapshot, now):  # type: ignore[no-untyped-def]
+        raise KeyboardInterrupt
+
+
 class LastClassFirst(Broken):
     def decide(self, snapshot, now):  # type: ignore[no-untyped-def]
         while len(snapshot.pool) and (workers := [worker for worker in snapshot.workers if worker.free_slots]):
@@ -477,6 +482,14 @@ def test_the_kit_is_a_command_with_exit_codes(capsys: pytest.CaptureFixture[str]
     assert "rule 6: it leaves requests waiting" in capsys.readouterr().out
     assert conformance(["no_module_of_ours:X"]) == 2
     assert conformance([]) == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith("usage: ")
+    assert conformance(["--help"]) == 0
+    assert capsys.readouterr().out.startswith("usage: ")
+
+
+def test_the_kit_ends_in_silence_when_it_is_interrupted(capsys: pytest.CaptureFixture[str]) -> None:
+    assert conformance(["tests.unit.test_library:Interrupts"]) == 130
+    assert capsys.readouterr() == ("", "")
 
 
 def test_a_folder_of_its_name_beside_a_script_does_not_hide_the_library(tmp_path: Path) -> None:

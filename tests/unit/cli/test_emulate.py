@@ -8,12 +8,12 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import httpx
 import pytest
 
-from balanceroute.cli.emulate import DECODE_PORT_OFFSET, configuration, write_yaml
+from balanceroute.cli.emulate import DECODE_PORT_OFFSET, configuration, running, write_yaml
 from balanceroute.config import load
 from balanceroute.emulator import ClusterShape, EmulatedCluster, ProcessCluster
 from balanceroute.emulator.cluster import reached_at
@@ -105,6 +105,23 @@ def test_the_command_serves_until_a_signal_and_ends_cleanly_with_a_stream_open(
             assert process.wait(PATIENCE_S) == 0
         assert process.stderr.read() == ""
     assert load(file, {}).prefill.workers[0].url == f"http://127.0.0.1:{port}"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
+def test_a_signal_ends_a_cluster_that_is_still_starting(number: signal.Signals) -> None:
+    class Starting(EmulatedCluster):
+        async def __aenter__(self) -> Self:
+            signal.raise_signal(number)
+            async with asyncio.timeout(PATIENCE_S):
+                await asyncio.Event().wait()
+            return self
+
+    async def start() -> None:
+        async with running(Starting(ClusterShape(), listen=False)):
+            raise AssertionError("it has started")
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(start())
 
 
 @pytest.mark.parametrize(

@@ -138,7 +138,7 @@ async def test_each_problem_is_reported_for_its_worker() -> None:
         answers = await asked([urls[0], closed], urls[1:])
     problems = {answer.worker: " | ".join(answer.problems) for answer in answers}
     assert "set connector: nixl" in problems[urls[0][7:]] and "kv_role is kv_consumer" in problems[urls[0][7:]]
-    assert "can't be reached" in problems[closed[7:]]
+    assert problems[closed[7:]] == f"{closed} can't be reached: Connection refused"
     assert "max_num_seqs is 32 there and 64 here" in problems[urls[1][7:]]
     assert (
         "has no KV connector" in problems[urls[2][7:]] and "serves other, where most serve m" in problems[urls[2][7:]]

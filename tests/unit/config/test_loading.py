@@ -119,6 +119,10 @@ WRONG = [
     ("horizon_steps: 80", "horizon_steps: unknown key; did you mean routing.horizon_steps?"),
     ("max_entries: 80", "max_entries: unknown key; did you mean pool.max_entries?"),  # and not metrics
     ("pool.max_entries: 80", "pool.max_entries: unknown key; did you mean pool: {max_entries: ...}?"),
+    (
+        "auth: {allowed_origins: http://a}",
+        "auth.allowed_origins = 'http://a': accepted is a list of texts: [ONE, OTHER]",
+    ),
     ("rooting: {}", "rooting: unknown key; did you mean routing?"),
     ("pool: {max: 3}", "pool.max: unknown key; did you mean pool.max_entries?"),
     ("routing: {policy: br_1}", "routing.policy = 'br_1': accepted is one of br_0, br_h, target_fit, level_fit,"),
@@ -218,7 +222,11 @@ def test_a_value_that_can_be_no_path_is_refused_before_it_is_opened(key: str, te
 
 
 WRONG_WORKERS = [
-    ("[]", "decode.workers = []: accepted is a list of {url, id, dp_rank, max_num_seqs, slowdown, barrier_group}"),
+    (
+        "[]",
+        "decode.workers = []: accepted is a list of {url, id, dp_rank, max_num_seqs, slowdown, barrier_group},"
+        " at least one",
+    ),
     ("http://d:1", "decode.workers = 'http://d:1': accepted is a list of {url"),
     ("[http://d:1]", "decode.workers[0] = 'http://d:1': accepted is {url, id,"),
     ("[{id: a}]", "decode.workers[0].url: required and missing"),
@@ -289,6 +297,7 @@ WRONG_FILES = [
         "listen: {port: 1, port: 2}\n",
         "c.yaml: line 1, column 19: not valid YAML: the key port is given twice",
     ),
+    ("listen: {port: 1}\n---\nlog: {}\n", "found another document; accepted is one, without a line ---"),
     ("1: x\n", "c.yaml: line 1, column 1: not valid YAML: the key 1 is not text"),
     ("routing: !!python/object:os.system {}\n", "c.yaml: line 1, column 10: not valid YAML"),
     ("log: {level: 2024-13-45}\n", "c.yaml: not valid YAML"),
