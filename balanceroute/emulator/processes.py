@@ -88,12 +88,12 @@ class ProcessCluster:
         self._processes: dict[int, SpawnProcess] = {}
         self._start_pipes: dict[int, Connection] = {}  # a process that starts sends how that went: see `run_member`
         self._stopped: set[int] = set()  # by SIGSTOP
-        routes = [
+        self.routes = [
             Route("/_emulator/state", self._state, methods=["GET"]),
             Route("/_emulator/fault", self._fault, methods=["POST"]),
             Route("/health", lambda _: Response(), methods=["GET"]),
         ]
-        self._server = HttpServer(Starlette(routes=routes), host, control_port)
+        self._server = HttpServer(Starlette(routes=self.routes), host, control_port)
         self._client = httpx.AsyncClient(trust_env=False, timeout=ASK_TIMEOUT_S)
 
     @property
@@ -221,7 +221,12 @@ class ProcessCluster:
         return answer
 
     async def _fault(self, request: Request) -> Response:
-        body = orjson.loads(await request.body())
+        try:
+            body = orjson.loads(await request.body())
+        except orjson.JSONDecodeError:
+            body = None
+        if not isinstance(body, dict):
+            return _json({"error": 'fault: the body must be JSON, {"worker": NAME, "kind": KIND}'}, 400)
         worker, kind = str(body.get("worker")), str(body.get("kind"))
         try:
             index = self._index_of(worker)

@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.applications import Starlette
 
 from balanceroute.cli.emulate import configuration
 from balanceroute.config import validate
@@ -80,6 +81,15 @@ async def test_kv_crosses_processes_once_and_a_frozen_rank_does_not_stop_the_oth
         assert await decoded(client, second, await prefilled(client, cluster)) == right
         assert await strike("d7", "sigstop") == 400
         await strike("d0", "sigstop")  # and the whole cluster ends all the same
+
+
+async def test_a_fault_that_is_no_json_object_is_refused() -> None:
+    route = next(route for route in a_cluster(SHAPE, 1).routes if route.path == "/_emulator/fault")
+    transport = httpx.ASGITransport(Starlette(routes=[route]))
+    async with httpx.AsyncClient(transport=transport, base_url="http://control") as client:
+        for body in (b"{worker: d0}", b"[]"):
+            reply = await client.post("/_emulator/fault", content=body)
+            assert (reply.status_code, list(reply.json())) == (400, ["error"])
 
 
 async def test_a_port_that_is_in_use_is_named() -> None:
