@@ -14,6 +14,8 @@ from typing import Any
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
+if sys.version_info < (3, 11):  # noqa: UP036 - pip looks at requires-python only after this file has run
+    sys.exit("balanceroute needs Python 3.11 or newer; this is {}.{}".format(*sys.version_info))
 NATIVE = runpy.run_path("balanceroute/native.py")
 BUILDS = {"bdist_wheel", "build", "build_ext", "editable_wheel"}  # commands; the others only ask for the metadata
 ALONE = (  # the package's strict check needs what is not installed yet, its dependencies

@@ -207,3 +207,9 @@ def test_a_coroutine_that_would_lose_an_exception_when_compiled_is_detected() ->
     assert not found(" except KeyError as error:\n  await g()\n  raise error")
     assert not found(" except KeyError:\n  if h():\n   raise\n  await g()")
     assert not found(" finally:\n  pass\n async with asyncio.timeout(1): pass")
+
+
+def test_an_older_python_is_told_which_one_is_needed() -> None:
+    code = "import runpy, sys; sys.version_info = (3, 9, 18); runpy.run_path('setup.py')"
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (1, "balanceroute needs Python 3.11 or newer; this is 3.9\n")
