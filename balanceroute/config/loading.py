@@ -157,7 +157,7 @@ def validate(tree: Tree, origin: str = "", sources: Mapping[str, str] | None = N
         ]
     except ConfigError as error:
         problems = [_prefixed(text, text, origin, sources or {}) for text in error.problems]
-    raise ConfigError(*problems)
+    raise ConfigError(*dict.fromkeys(problems))
 
 
 def with_sections(config: Config, **sections: object) -> Config:
@@ -262,8 +262,10 @@ def _put(tree: Tree, key: str, value: object, source: str) -> None:
 def problem(found: Mapping[str, Any], origin: str, sources: Mapping[str, str]) -> str:
     """What an error of pydantic's says, in our words; its `loc` is the key path in the whole configuration."""
     loc = found["loc"]
-    path = _dotted(loc)
     field = field_at(loc)
+    if field is None and found["type"] != "extra_forbidden":  # a value of several types: the last part names one
+        loc, field = loc[:-1], field_at(loc[:-1])
+    path = _dotted(loc)
     value = _shown(found["input"], field)
     inside = [source for key, source in sources.items() if key.startswith(f"{path}.")]
     if found["type"] == "extra_forbidden":

@@ -201,6 +201,14 @@ def test_a_wrong_value_is_reported_in_one_line_with_its_key_and_what_is_accepted
     assert "\n" not in message
 
 
+def test_a_wrong_value_of_a_setting_of_two_types_is_one_line_with_both() -> None:
+    workers = {"prefill.workers": [{"url": "http://p:1"}], "decode.workers": [{"url": "http://d:1"}]}
+    with pytest.raises(ConfigError) as refused:
+        load(None, {}, workers | {"decode.overlap_requests": "some"})
+    expected = "decode.overlap_requests = 'some': accepted is an integer, 0 to 65536 or auto"
+    assert refused.value.problems == (f"command line: {expected}",)
+
+
 PATHS = [setting.path for setting in describe_settings() if setting.path.endswith(("_file", "_folder"))]
 PATHS += ["auth.client_keys", "listen.service_account", "predictor.history", "predictor.model"]
 
