@@ -3,9 +3,12 @@
 An event ends at a blank line. Lines may end with LF, CRLF or CR; returned events have LF only.
 """
 
+import json
 import re
 from collections.abc import Iterator
-from typing import Final
+from typing import Any, Final
+
+import orjson
 
 MAX_EVENT_BYTES: Final = 32 * 1024 * 1024  # the ids of a prompt of 4 million tokens
 _BLANK_LINES: Final = re.compile(rb"\n*")
@@ -106,6 +109,19 @@ def payload_of(raw: bytes) -> bytes | None:
         return raw[6:-2]
     data = [line[5:].removeprefix(b" ") for line in raw.split(b"\n") if line.startswith(b"data:")]
     return b"\n".join(data) if data else None
+
+
+def relaxed(payload: bytes) -> tuple[Any, bytes]:
+    """The value of what only Python takes for JSON, and that as JSON; (None, b""): it is not even that.
+
+    NaN and infinities are null, half of a surrogate pair is `?`.
+    """
+    try:
+        value = json.loads(payload.decode(), strict=False, parse_constant=lambda _: None)
+        text = json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode(errors="replace")
+        return orjson.loads(text), text
+    except (ValueError, RecursionError):
+        return None, b""
 
 
 def known_lines(raw: bytes) -> bytes:

@@ -42,7 +42,7 @@ from balanceroute.proxy.wire.event_contents import (
     text_field,
     text_of,
 )
-from balanceroute.proxy.wire.event_stream import MAX_EVENT_BYTES, EventSplitter, known_lines, payload_of
+from balanceroute.proxy.wire.event_stream import MAX_EVENT_BYTES, EventSplitter, known_lines, payload_of, relaxed
 from balanceroute.proxy.wire.event_template import template_of
 from balanceroute.proxy.wire.json_size import excess_of
 from balanceroute.proxy.wire.text_offsets import TextOffsets
@@ -370,7 +370,8 @@ class EventScanner:
         try:
             event = orjson.loads(payload)
         except ValueError:
-            return unread
+            event, payload = relaxed(payload)
+            raw = b"data: %b\n\n" % payload
         if not isinstance(event, dict):
             return unread
         self.begun = True

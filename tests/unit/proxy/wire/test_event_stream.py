@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from balanceroute.proxy.wire.event_stream import EventSplitter, known_lines, payload_of, payloads_of
+from balanceroute.proxy.wire.event_stream import EventSplitter, known_lines, payload_of, payloads_of, relaxed
 
 lines = st.sampled_from([b"data: 1", b"data: 2", b": comment", b"id: 3", b"event: x"])
 ends = st.sampled_from([b"\n", b"\r\n", b"\r"])
@@ -67,3 +67,10 @@ def test_the_data_of_several_events_come_in_order_without_comments() -> None:
 def test_lines_that_are_no_field_or_no_text_are_left_out() -> None:
     assert known_lines(b"data: 1\nnonsense\ndata: \xff\n\n") == b"data: 1\n\n"
     assert known_lines("data: é\n\n".encode()) == "data: é\n\n".encode()
+
+
+@pytest.mark.parametrize(
+    "payload", [b"not json", b'{"a": NaN', b"", b"[" * 5000 + b"NaN" + b"]" * 5000, b"[" + b"9" * 5000 + b"]"]
+)
+def test_what_is_no_json_for_python_either_has_no_value(payload: bytes) -> None:
+    assert relaxed(payload) == (None, b"")

@@ -401,6 +401,20 @@ def test_comments_and_events_that_are_not_json_pass_unchanged() -> None:
     assert EventScanner().feed(wire) == wire
 
 
+@pytest.mark.parametrize("value", [b"NaN", b"-Infinity", b'"\\ud83d"'], ids=["nan", "infinity", "half a pair"])
+def test_what_only_python_takes_for_json_is_counted_and_reaches_the_client_as_json(value: bytes) -> None:
+    """Uncounted it would be left out of whole answers, and after a finish reason in it the answer would go on."""
+    scanner = EventScanner()
+    body = completion("a", [1], logprobs={"token_logprobs": ["V"]})
+    out = scanner.feed(event(body).replace(b'"V"', value) + event(completion("b", [2])))
+    last = completion("c", [3], finish_reason="stop", logprobs={"token_logprobs": ["V"]})
+    out += scanner.feed(event(last).replace(b'"V"', value) + DONE)
+    told = [body["choices"][0] for body in parsed(out)[:-1]]
+    assert [(choice["text"], choice["token_ids"]) for choice in told] == [("a", None), ("b", None), ("c", None)]
+    assert told[0]["logprobs"] == {"token_logprobs": ["?" if value.startswith(b'"') else None]}
+    assert scanner.end is StreamEnd.DONE and scanner.generated.ids.tolist() == [1, 2, 3]
+
+
 # ---------------------------------------------------------------------------------------- ends
 
 
