@@ -149,6 +149,7 @@ class EventScanner:
         "_scored",
         "_splitter",
         "_text_offsets",
+        "_told_tokens",
         "_translation",
         "_want_ids",
         "_want_usage",
@@ -211,6 +212,7 @@ class EventScanner:
         self._earlier_segments = 0
         self._idle_events = 0  # events in a row that brought no token
         self._tokens_before_idle = 0  # tokens when the first of them came
+        self._told_tokens = 0  # of the last usage in an event with choices, as the client got it
         self._role_sent = self._scored = False
         self._prefix = prefix
         self._kinds: set[str] = set()
@@ -549,19 +551,24 @@ class EventScanner:
         if self._pass_continuous:
             # engines send details of the prompt at the end only; those that are sent here give way to the prefiller's
             changed = bool(usage.get("prompt_tokens_details")) and put_prompt_details(usage, self._prompt_details)
-            return changed | self._rewrite_usage(usage)
+            changed |= self._rewrite_usage(usage, self._told_tokens)
+            self._told_tokens = usage.get("completion_tokens") or 0
+            return changed
         del event["usage"]
         return True
 
-    def _rewrite_usage(self, usage: dict[str, Any]) -> bool:
-        """Make a worker's usage that of the whole answer; returns whether that has changed it."""
+    def _rewrite_usage(self, usage: dict[str, Any], told_tokens: int = 0) -> bool:
+        """Make a worker's usage that of the whole answer; returns whether that has changed it.
+
+        `told_tokens`: what the client was told last; tokens that were given back must not make a usage fall.
+        """
         if not self._earlier_segments:
             return False
         prompt_tokens = self._prompt_tokens
         if prompt_tokens is None:
             reported = usage.get("prompt_tokens")
             prompt_tokens = max(0, reported - self.generated.earlier) if is_count(reported) else 0
-        usage |= usage_of(prompt_tokens, self.tokens)
+        usage |= usage_of(prompt_tokens, max(self.tokens, told_tokens))
         if self.generated.earlier and usage.get("completion_tokens_details"):
             del usage["completion_tokens_details"]  # of the last segment alone: too few tokens of reasoning
         return True

@@ -753,6 +753,20 @@ def test_details_that_an_engine_sends_as_null_are_null_also_in_a_resumed_answer(
     assert first == counted and last == counted | {"completion_tokens": 2, "total_tokens": 11}
 
 
+def test_a_continuous_usage_does_not_fall_by_tokens_that_were_given_back() -> None:
+    scanner = EventScanner(want_usage=True, want_continuous_usage=True, prompt_tokens=10)
+    told = []
+    for texts in ("a", "", ""), ("", "", "b"), ("c",):
+        earlier = scanner.tokens
+        for more, text in enumerate(texts, 1):
+            sent = completion(text, [7]) | {"usage": usage(10 + earlier, more)["usage"]}
+            told += [body["usage"]["completion_tokens"] for body in parsed(scanner.feed(event(sent)))]
+        scanner.resume()
+    assert told == [1, 2, 3, 3, 3, 4, 5]
+    scanner.feed(event(completion("", [], finish_reason="stop")))
+    assert parsed(scanner.feed(event(usage(15, 0))))[0]["usage"]["completion_tokens"] == 5
+
+
 def test_a_usage_that_no_worker_has_sent_names_the_model_as_the_events_before_it() -> None:
     scanner = EventScanner(want_usage=True, prompt_tokens=3)
     scanner.feed(event(completion("a", [1], finish_reason="length") | {"model": "full/name"}))
