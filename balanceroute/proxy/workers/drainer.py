@@ -19,6 +19,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
+from balanceroute.config import place_of
 from balanceroute.core.types import Role, WorkerState
 from balanceroute.errors import CannotConnect, ConnectFailed, UpstreamError, UpstreamTimeout
 from balanceroute.proxy.admission.tickets import Tickets
@@ -91,11 +92,11 @@ class Drainer:
 
     def drain_left(self, pins: Iterable[Pin], headers: bytes) -> None:
         """Free the KV that a former router has left pinned, if it is certainly still there."""
-        now, urls = self._tickets.now(), {worker.spec.url for worker in self._fleet.of(Role.PREFILL)}
+        now, places = self._tickets.now(), {place_of(worker.spec.url) for worker in self._fleet.of(Role.PREFILL)}
         drains = dropped = 0
         for pin in pins:
             age_s = pin.age_s()
-            if age_s < 0 or self.too_old(now - age_s) or pin.prefiller_url not in urls:
+            if age_s < 0 or self.too_old(now - age_s) or place_of(pin.prefiller_url) not in places:
                 pin.release()
                 dropped += 1
                 continue

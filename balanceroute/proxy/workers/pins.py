@@ -37,6 +37,7 @@ from typing import Any, Final
 
 import orjson
 
+from balanceroute.config import normalised_url
 from balanceroute.errors import ConfigError
 from balanceroute.proxy.link.files import beside, is_at
 from balanceroute.proxy.telemetry.clock import now_s
@@ -415,4 +416,4 @@ def _pin(line: bytes, record: PinRecord) -> Pin:
     is_id = request.isascii() and request.isprintable()  # the id becomes a header
     if not is_id or number < 1 or tokens < 1 or len(pinned) > MAX_PARAMS_BYTES:
         raise ValueError("values out of bounds")
-    return Pin(request, url, pinned, tokens, model, at, up, record, number, line + b"\n")
+    return Pin(request, normalised_url(url), pinned, tokens, model, at, up, record, number, line + b"\n")

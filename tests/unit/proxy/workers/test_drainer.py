@@ -282,10 +282,15 @@ async def test_kv_left_by_a_killed_router_is_drained_with_a_prompt_of_its_size(t
 
 
 @with_virtual_time
-async def test_kv_left_at_a_prefiller_that_has_another_name_now_is_drained(tmp_path: Path) -> None:
-    services = a_router(a_config(prefill={"workers": [{"url": P0_URL, "id": "renamed"}]}))
+@pytest.mark.parametrize(
+    ("left_at", "url"), [(P0_URL, P0_URL), ("http://localhost", "http://127.0.0.1:80")], ids=["id", "url"]
+)
+async def test_kv_left_at_a_prefiller_that_has_another_name_now_is_drained(
+    tmp_path: Path, left_at: str, url: str
+) -> None:
+    services = a_router(a_config(prefill={"workers": [{"url": url, "id": "renamed"}]}))
     script(services, "d0")
-    services.drainer.drain_left(a_record(tmp_path / "pins", 3.0).left, b"")
+    services.drainer.drain_left(a_record(tmp_path / "pins", 3.0, prefiller_url=left_at).left, b"")
     await drained(services)
     assert outcomes(services) == (1, 0, 0)
 
