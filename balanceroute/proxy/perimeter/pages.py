@@ -19,7 +19,7 @@ from balanceroute.proxy.wire.responses import Headers
 
 MAX_AGE_S: Final = 600  # for which a browser caches a preflight
 _NAMES: Final = re.compile(rb"[A-Za-z0-9!#$%&'*+.^_`|~, -]{0,1024}")
-_EXPOSED: Final = (b"access-control-expose-headers", b"x-request-id, request-id, retry-after")
+_EXPOSED: Final = (b"access-control-expose-headers", b"x-request-id, request-id, retry-after, x-should-retry")
 
 
 class Pages:
