@@ -104,7 +104,7 @@ class FarListener:
             raise
         except OSError as error:  # all failures of TLS and of the network are OSErrors
             peer.close()
-            self._refuse(host, getattr(error, "reason", None) or str(error) or type(error).__name__)
+            self._refuse(host, _reason(error))
 
     def _refuse(self, host: str, reason: str) -> None:
         """Log a refusal, at most every `LOG_EVERY_S`."""
@@ -115,6 +115,12 @@ class FarListener:
                 "connections to listen.link refused", extra={"count": self._refused, "last": host, "reason": reason}
             )
             self._refused, self._logged_s = 0, now
+
+
+def _reason(error: OSError) -> str:
+    """Why a handshake failed: OpenSSL's name for it, and what is wrong with the certificate."""
+    name = getattr(error, "reason", None) or str(error) or type(error).__name__
+    return f"{name}: {error.verify_message}" if isinstance(error, ssl.SSLCertVerificationError) else name
 
 
 class _LetIn(asyncio.Protocol):

@@ -42,6 +42,11 @@ class Frames(asyncio.Protocol, Generic[Sent]):
         return self._transport is not None
 
     @property
+    def ended_here(self) -> bool:
+        """Whether this side has ended the connection, or is about to."""
+        return bool(self._reason)
+
+    @property
     def socket(self) -> socket.socket | None:
         """The socket; None: the transport has none, or is closed."""
         return None if self._transport is None else self._transport.get_extra_info("socket")

@@ -16,12 +16,20 @@ Moved = Callable[[], bool]
 """Whether another brain listens by now where a connection was made."""
 
 
+class UntrustedBrain(ConnectionError):
+    """A brain was reached, but the handshake failed: to repeat it costs both sides CPU time."""
+
+
 class Reach(Protocol):
     """The way to the leading brain."""
 
     @property
     def near(self) -> bool:
         """Whether the brain is on this machine, where its parent restarts it."""
+
+    @property
+    def name(self) -> str:
+        """Where the brain is, for the log."""
 
     async def connect(self, protocol: Callable[[], P]) -> tuple[P, Moved]:
         """Connect; the caller tries again after a failure. Raises: OSError."""
@@ -36,7 +44,7 @@ class SocketReach:
     near: Final = True
 
     def __init__(self, path: Path | str) -> None:
-        self._path = str(path)
+        self._path = self.name = str(path)
 
     async def connect(self, protocol: Callable[[], P]) -> tuple[P, Moved]:
         """See `Reach`."""
@@ -73,18 +81,26 @@ class FarReach:
         """The address of the brain that was connected last, or is tried next."""
         return self._addresses[self._at]
 
-    async def connect(self, protocol: Callable[[], P]) -> tuple[P, Moved]:
+    @property
+    def name(self) -> str:
         """See `Reach`."""
         host, port = self.address
+        return f"{host_in_url(host)}:{port}"
+
+    async def connect(self, protocol: Callable[[], P]) -> tuple[P, Moved]:
+        """See `Reach`. Raises: UntrustedBrain; OSError."""
+        (host, port), name = self.address, self.name
         try:
             async with asyncio.timeout(TRY_S):
                 loop = asyncio.get_running_loop()
                 _, made = await loop.create_connection(protocol, host, port, ssl=self._context(), server_hostname=host)
-        except TimeoutError:
+        except BaseException as error:
             self.try_next_address()
-            raise TimeoutError(f"{host_in_url(host)}:{port} does not answer") from None
-        except BaseException:
-            self.try_next_address()
+            if isinstance(error, TimeoutError):
+                raise TimeoutError(f"{name} does not answer") from None
+            if isinstance(error, OSError):
+                kind = UntrustedBrain if isinstance(error, ssl.SSLError) else ConnectionError
+                raise kind(f"{name}: {str(error) or type(error).__name__}") from error
             raise
         return made, lambda: False
 

@@ -66,7 +66,7 @@ from balanceroute.proxy.link.messages import (
     Workers,
     read_from_brain,
 )
-from balanceroute.proxy.link.reach import Moved, Reach
+from balanceroute.proxy.link.reach import Moved, Reach, UntrustedBrain
 from balanceroute.proxy.link.token_counts import WrittenCounts
 from balanceroute.proxy.telemetry.ticks import until_tick_s
 
@@ -76,7 +76,7 @@ ENDS: Final = "this relay ends"
 FROZEN_S: Final = 2 * BEAT_S  # after this silence the relay itself ends requests that have waited too long
 RETRY_S: Final = 0.05  # between two tries to connect to a brain
 STEADY_S: Final = 5.0  # memberships of one brain that end sooner, one after another, end by a bug or a peer's fault
-MAX_RETRY_S: Final = 2.0  # between two of those
+MAX_RETRY_S: Final = 2.0  # between two of those, or between two tries of a relay that is refused
 LOOK_S: Final = 0.25  # between two checks whether the connected brain runs, and is still the one that listens
 NO_BRAIN: Final = "The request waited too long: what decides on it is not there."
 LOST: Final = "The router has lost its hold on the request; send it again."
@@ -144,6 +144,7 @@ class RemoteBrain:
         self._joined_s = -math.inf
         self._left_epoch = 0  # of the brain whose last membership was short; 0: it was not
         self._retry_s = RETRY_S  # until the next try after the loss of a brain
+        self._refused_s = RETRY_S  # until the next try after a refusal: a handshake or a large Hello costs the brain
         self._bugs: set[str] = set()  # errors that have been logged since the last steady membership
 
     # -- what lifecycles may know
@@ -320,7 +321,11 @@ class RemoteBrain:
                     self._expire()
                     if not self._reach.near:  # on this machine the next brain is just starting
                         self._log_trouble(str(error) or type(error).__name__)
-                    await asyncio.sleep(RETRY_S)
+                    if isinstance(error, UntrustedBrain):
+                        self._put_off_refused()
+                        await asyncio.sleep(self._refused_s)
+                    else:
+                        await asyncio.sleep(RETRY_S)
                     continue
                 self._frames = frames
                 if not frames.open:  # the brain has closed it already
@@ -335,7 +340,7 @@ class RemoteBrain:
                 if not await self._stay(frames, moved):
                     self._reach.try_next_address()
                 self._expire()
-                await asyncio.sleep(self._retry_s)
+                await asyncio.sleep(max(self._retry_s, self._refused_s))
         finally:
             if self._frames is not None:
                 if self.member is not None:
@@ -413,7 +418,8 @@ class RemoteBrain:
         if frames is not self._frames:
             return  # a connection that was never used
         if self._greeted and self.member is None:
-            self._log_trouble(reason)
+            self._put_off_refused()
+            self._log_trouble(self._refusal(frames, reason))
         elif self.member is not None:
             if self._retry_s == RETRY_S:
                 level, event = (logging.INFO, "brain left") if reason == ENDS else (logging.WARNING, "brain lost")
@@ -421,6 +427,20 @@ class RemoteBrain:
             self._put_off()
         self.member, self._greeted, self._tokens_read = None, False, False
         self._lost.set()
+
+    def _refusal(self, frames: Frames[FromRelay], reason: str) -> str:
+        """What to log of a brain that has not welcomed this relay.
+
+        A far one that does not accept the relay's certificate just closes the connection.
+        """
+        if self._reach.near:
+            return reason
+        hint = "" if frames.ended_here else "; the brain's log says why if it has refused this relay"
+        return f"{self._reach.name}: {reason}{hint}"
+
+    def _put_off_refused(self) -> None:
+        """Choose the pause after a refusal: it grows until a brain welcomes this relay."""
+        self._refused_s = min(MAX_RETRY_S, 2 * self._refused_s)
 
     def _put_off(self) -> None:
         """Choose the pause before the next try: it grows while one brain's memberships end soon, one after another."""
@@ -476,6 +496,7 @@ class RemoteBrain:
             its = f"version {message.version}, epoch {message.epoch}"
             raise LinkError(f"the brain has {its}; this relay needs version {VERSION}, epoch {self.epoch} or later")
         self._retry_s = self._retry_s if message.epoch == self._left_epoch else RETRY_S
+        self._refused_s = RETRY_S
         self.epoch, self.member, self._joined_s = message.epoch, message.member, self._loop.time()
         self._troubles.clear()
         if self._retry_s == RETRY_S:

@@ -4,6 +4,7 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -302,6 +303,27 @@ def test_a_brain_is_verified_by_its_ca_and_name_as_reloaded(
             machine.tls.reload(machine.config)
             with pytest.raises(OSError, match="CERTIFICATE_VERIFY_FAILED"):
                 await reached()
+
+    on(test)
+
+
+def test_the_brain_s_log_says_what_is_wrong_with_a_relays_certificate(
+    machine: Machine, caplog: pytest.LogCaptureFixture
+) -> None:
+    ca, year = trustme.CA(), datetime(2020, 1, 1)
+    machine.issue(ca)
+    machine.tls.reload(machine.config)
+    expired = ca.issue_cert("127.0.0.1", not_before=year, not_after=year + timedelta(days=1))
+    expired.private_key_and_cert_chain_pem.write_to_path(str(machine.folder / "link.pem"))
+    relays = Tls(machine.config)
+
+    async def test(stage: Stage) -> None:
+        brain = await stage.brain(far=machine.members)
+        async with machine.let_in(brain) as port:
+            stage.relay("r0@b", FarReach([("127.0.0.1", port)], lambda: relays.link.relay))
+            await until(lambda: any("refused" in line.getMessage() for line in caplog.records))
+        reasons = [vars(line)["reason"] for line in caplog.records if "refused" in line.getMessage()]
+        assert reasons == ["CERTIFICATE_VERIFY_FAILED: certificate has expired"]
 
     on(test)
 

@@ -4,9 +4,10 @@ import asyncio
 from pathlib import Path
 
 import pytest
+import trustme
 
 from balanceroute.proxy.link import reach as reach_module
-from balanceroute.proxy.link.reach import FarReach, SocketReach
+from balanceroute.proxy.link.reach import FarReach, SocketReach, UntrustedBrain
 from balanceroute.proxy.perimeter.tls import Tls
 from tests.unit.proxy.link.test_far import Machine
 
@@ -36,6 +37,23 @@ async def test_a_replaced_brain_socket_is_detected(tmp_path: Path) -> None:
     for server in (first, second):
         server.close()
         await server.wait_closed()
+
+
+async def test_a_brain_that_is_not_trusted_or_not_there_is_named_with_the_reason(tmp_path: Path) -> None:
+    machine, loop = Machine(tmp_path), asyncio.get_running_loop()
+    brains = Tls(machine.config)
+    server = await loop.create_server(asyncio.Protocol, "127.0.0.1", 0, ssl=brains.link.brain)
+    address = server.sockets[0].getsockname()[:2]
+    machine.issue(trustme.CA())
+    relays = Tls(machine.config)
+    reach = FarReach([address], lambda: relays.link.relay)
+    with pytest.raises(UntrustedBrain, match=rf"127\.0\.0\.1:{address[1]}: .*CERTIFICATE_VERIFY_FAILED"):
+        await reach.connect(Quiet)
+    server.close()
+    await server.wait_closed()
+    with pytest.raises(ConnectionError, match=rf"127\.0\.0\.1:{address[1]}: ") as raised:
+        await reach.connect(Quiet)
+    assert not isinstance(raised.value, UntrustedBrain)
 
 
 async def test_a_brain_that_does_not_answer_is_left_for_the_next_of_the_list(

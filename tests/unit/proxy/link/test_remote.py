@@ -5,6 +5,7 @@ import logging
 import math
 import os
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from balanceroute.proxy.link.messages import (
     Beat,
     CacheDoubted,
     Chosen,
+    Farewell,
     FromBrain,
     FromRelay,
     Held,
@@ -31,7 +33,7 @@ from balanceroute.proxy.link.messages import (
     frame,
     read_from_relay,
 )
-from balanceroute.proxy.link.reach import Moved, P, SocketReach
+from balanceroute.proxy.link.reach import Moved, P, SocketReach, UntrustedBrain
 from balanceroute.proxy.link.remote import MAX_RETRY_S, RETRY_S, STEADY_S
 from balanceroute.proxy.link.token_counts import NOWHERE, PLACES, place_of
 from tests.unit.proxy.link.brains import Brain, HoldingReach, Relay, Stage, on
@@ -498,10 +500,12 @@ def test_a_brain_with_an_old_epoch_is_ignored() -> None:
 class Scripted(asyncio.Transport):
     """A brain's socket without its brain: it welcomes the relay, then beats while `beats`."""
 
-    def __init__(self, frames: Frames[FromRelay], epoch: int) -> None:
+    def __init__(self, frames: Frames[FromRelay], epoch: int | None) -> None:
         super().__init__()
         self.frames, self.beats, self.loop = frames, True, asyncio.get_running_loop()
         frames.connection_made(self)
+        if epoch is None:
+            return
         self.loop.call_soon(frames.data_received, frame([Welcome(VERSION, epoch, 1, (), 0)]))
         self.loop.call_later(BEAT_S, self.beat)
 
@@ -528,7 +532,7 @@ class ScriptedReach:
     `epoch`: of all of them; None: each leads under the next one. While there is a `trouble`, no brain can be reached.
     """
 
-    near = True
+    near, name = True, "there:1"
 
     def __init__(self, epoch: int | None = None) -> None:
         self.brains: list[Scripted] = []
@@ -651,6 +655,81 @@ def test_a_relay_rejoins_at_once_after_a_membership_that_lasted_whatever_became_
         reach.brains[-1].abort()
         await let_pass(2 * RETRY_S)
         assert len(reach.brains) == 7
+        await relay.end()
+
+    in_virtual_time(test)
+
+
+class RefusingReach(ScriptedReach):
+    """The way to brains that refuse a relay while `refuses`, with a Farewell or, without one, by closing."""
+
+    near = False
+
+    def __init__(self, farewell: Farewell | None) -> None:
+        super().__init__(epoch=1)
+        self.refuses, self.farewell, self.tries_s = True, farewell, list[float]()
+
+    async def connect(self, protocol: Callable[[], P]) -> tuple[P, Moved]:
+        """See `Reach`."""
+        self.tries_s.append(asyncio.get_running_loop().time())
+        if not self.refuses:
+            return await super().connect(protocol)
+        made = protocol()
+        assert isinstance(made, Frames)
+        refusing, loop = Scripted(made, None), asyncio.get_running_loop()
+        if self.farewell is None:
+            loop.call_soon(refusing.abort)
+        else:
+            loop.call_soon(made.data_received, frame([self.farewell]))
+        return made, lambda: False
+
+    @property
+    def pauses_s(self) -> list[float]:
+        return [later - before for before, later in pairwise(self.tries_s)]
+
+
+@pytest.mark.parametrize(
+    ("farewell", "reason"),
+    [
+        (Farewell(1, "not this version"), "there:1: not this version"),
+        (
+            None,
+            "there:1: the connection was closed; the brain's log says why if it has refused this relay",
+        ),
+    ],
+    ids=["with a reason", "by its certificate"],
+)
+def test_a_relay_that_is_refused_tries_again_after_growing_pauses_and_says_by_whom(
+    farewell: Farewell | None, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def test() -> None:
+        reach = RefusingReach(farewell)
+        relay = Relay(SchedulerConfig(), reach, "r0")
+        await let_pass(20 * MAX_RETRY_S)
+        assert reach.pauses_s[0] < 4 * RETRY_S and reach.pauses_s[-1] >= MAX_RETRY_S
+        assert [vars(line)["reason"] for line in caplog.records] == [reason]
+        reach.refuses = False
+        await until(lambda: relay.brain.member is not None)
+        reach.refuses, tried = True, len(reach.tries_s)
+        reach.brains[-1].abort()
+        await until(lambda: len(reach.tries_s) == tried + 2)
+        assert reach.pauses_s[-1] < 4 * RETRY_S
+        await relay.end()
+
+    in_virtual_time(test)
+
+
+def test_a_relay_that_does_not_trust_the_brain_tries_again_after_growing_pauses() -> None:
+    class Untrusted(RefusingReach):
+        async def connect(self, protocol: Callable[[], P]) -> tuple[P, Moved]:
+            self.tries_s.append(asyncio.get_running_loop().time())
+            raise UntrustedBrain("there:1: its certificate has expired")
+
+    async def test() -> None:
+        reach = Untrusted(None)
+        relay = Relay(SchedulerConfig(), reach, "r0")
+        await let_pass(20 * MAX_RETRY_S)
+        assert reach.pauses_s[0] < 4 * RETRY_S and reach.pauses_s[-1] >= MAX_RETRY_S
         await relay.end()
 
     in_virtual_time(test)
