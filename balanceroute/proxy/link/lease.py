@@ -87,6 +87,8 @@ class LeaseLead:
             return False
         if lease is None or self._clock() - now >= self._deadline_s:
             return False
+        if not self._local.renew():  # deposed here while the API server was slow; the one that leads here has the Lease
+            return False
         self._lead(lease, now)
         return True
 

@@ -83,6 +83,21 @@ def test_a_leader_with_a_busy_event_loop_goes_on_touching_its_file(tmp_path: Pat
     leader.release()
 
 
+def test_a_busy_event_loop_is_told_from_a_hung_one_by_the_last_renewal_however_long_ago_the_lead_was_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s, path = 100.0, tmp_path / "lead"
+    monkeypatch.setattr(leadership.time, "monotonic", lambda: now_s)
+    leader = FileLead(path)
+    assert leader.take()
+    now_s += 2 * leadership.STUCK_S
+    assert leader.renew()
+    now_s += leadership.STUCK_S / 2
+    os.utime(path, ns=(1, 1))
+    block_until(lambda: path.stat().st_mtime_ns != 1, "a touch of a leader whose event loop is late")
+    leader.release()
+
+
 def test_a_renewing_or_unobserved_leader_is_not_deposed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 100.0
     monkeypatch.setattr(leadership.time, "monotonic", lambda: now_s)

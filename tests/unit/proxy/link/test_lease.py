@@ -414,6 +414,22 @@ def test_a_brain_whose_lease_answer_arrives_too_late_does_not_lead(
         assert leads or lead.take()
 
 
+def test_a_brain_that_is_deposed_in_its_pod_while_it_waits_for_the_api_server_does_not_lead(server: ApiServer) -> None:
+    pod = Pod(server, "a", Clock())
+    with pods(pod) as (first,):
+        create, file = first._api.create, server.account / "a" / "lead"
+
+        def while_another_deposes(spec: LeaseSpec) -> Lease | None:
+            file.with_name("lead.next").write_text("7\n")
+            file.with_name("lead.next").replace(file)
+            return create(spec)
+
+        first._api.create = while_another_deposes  # type: ignore[method-assign]
+        assert not first.take()
+        second = pod.brain()
+        assert second.take() and second.epoch == 8
+
+
 def test_a_hanging_event_loop_loses_the_lease(server: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lease_module, "STUCK_S", 0.5)
     with pods(Pod(server, "a", duration_s=SHORT_S), Pod(server, "b", duration_s=SHORT_S)) as (first, second):
