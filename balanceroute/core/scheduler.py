@@ -262,7 +262,7 @@ class Scheduler:
     def request_prefill(self, request_id: str, now: float) -> None:
         """The decode worker has room for the request and asks for its KV: it waits for a prefiller."""
         tracker = self._find(request_id, DECODING)
-        if tracker.pushing or request_id in self.snapshot.asking:
+        if tracker.prefiller is not None or request_id in self.snapshot.asking:
             raise InvariantError(f"{request_id} has a prefill already")
         self.snapshot.asking[request_id] = tracker
 

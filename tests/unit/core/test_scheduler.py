@@ -196,6 +196,17 @@ def test_a_failed_prefill_queues_again_before_younger_requests() -> None:
     assert [action.request for action in scheduler.dispatch(2.0)] == ["old", "young"]
 
 
+def test_a_request_with_pinned_kv_cannot_ask_for_another_prefill_beside_it() -> None:
+    scheduler = a_scheduler()
+    into_decode(scheduler)
+    with pytest.raises(InvariantError, match="r has a prefill already"):
+        scheduler.request_prefill("r", 2.0)
+    scheduler.dispatch(2.0)
+    scheduler.finish("r", Outcome.CANCELLED, 3.0)
+    (prefiller,) = scheduler.snapshot.prefillers
+    assert (prefiller.pinned, prefiller.inflight) == (0, 0)
+
+
 def test_a_recomputed_request_prefills_again_with_what_it_generated() -> None:
     scheduler = a_scheduler()
     into_decode(scheduler)
