@@ -57,6 +57,11 @@ class RelayServices(ClientServices):
     sent_activity: Activity | None = None  # sent last; None: not to the present brain
     known: asyncio.Event = field(default_factory=asyncio.Event)  # a brain has named the workers
 
+    @property
+    def movers(self) -> int:
+        """See `LifeServices`: all relays, those of other machines too."""
+        return max(1, self.brain.relays)
+
     def begin_drain(self) -> None:
         """Refuse every new request from now on."""
         self.brain.leaving = True

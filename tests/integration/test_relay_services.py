@@ -172,6 +172,11 @@ async def test_key_use_without_a_brain_is_reported_to_the_next_brain(tmp_path: P
         await until(lambda: one.brain.member is None and other.brain.member is None)
 
 
+async def test_relays_share_what_may_leave_silent_workers_whatever_their_machines_configure() -> None:
+    async with relayed(FAST, apart=True, listen={"relays": 1}) as router:
+        await until(lambda: all(relay.app.services.movers == 2 for relay in router.relays))
+
+
 async def test_a_worker_loss_explained_without_a_brain_reaches_other_relays_with_the_next_brain() -> None:
     async with relayed(FAST) as router:
         here, there = (relay.app.services for relay in router.relays)

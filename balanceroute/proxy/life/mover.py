@@ -112,7 +112,7 @@ class Mover:
             bounds.max_prefill_inflight,
             pool_room,
             len(self._moving),
-            max(1, config.listen.relays),
+            self._services.movers,
         )
         if not free or not self._movable:
             return

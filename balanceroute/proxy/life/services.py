@@ -58,6 +58,11 @@ class LifeServices:
         """Whether the choice of a prefiller uses prefix hashes."""
         return self.config.prefill.policy == "prefix_affinity"
 
+    @property
+    def movers(self) -> int:
+        """How many processes, this one too, move requests away from silent workers."""
+        return 1
+
     def awaited(self) -> set[str]:
         """The decode workers whose next token a client waits for, here or at a relay."""
         here = {leg.decoder_id for leg in self.legs if leg.expects_tokens}

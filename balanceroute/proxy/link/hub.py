@@ -28,7 +28,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from balanceroute.core.view import ClusterView
 from balanceroute.errors import InputError, InvariantError
 from balanceroute.proxy.admission.ledger import Ledger
 from balanceroute.proxy.link.far import FarMembers
@@ -162,7 +161,7 @@ class Hub:
         self._connections: dict[Frames[FromBrain], Member | None] = {}  # None: no Hello yet
         self.requests = MemberRequests(ledger)
         self._n_joined = 0
-        self._view_sent: ClusterView | None = None
+        self._seen: Seen | None = None  # as last sent to all members
         self._server: asyncio.Server | None = None
         self._looked_s = loop.time()
         self._timers: dict[str, asyncio.TimerHandle] = {}
@@ -266,7 +265,7 @@ class Hub:
         frames.send(self._keys_sent)
         frames.send(Workers(tuple(self._standings.values()), ()))
         frames.send(Silent(self._reports.silent()))
-        frames.send(Seen(self._ledger.view()))
+        frames.send(Seen(self._ledger.view(), len(self.members)))
         self._awaited.discard(hello.relay)
         self._keep_far(hello.relay)
         if len(self.near_members) >= self._relays and not self._awaited and (self._far is None or self._far.known):
@@ -405,7 +404,7 @@ class Hub:
         now, silent_s = self._loop.time(), self.patience.silent_s
         self._timers["look"] = self._loop.call_later(until_tick_s(now, LOOK_S), self._look)  # first: the rest may fail
         self._ledger.settle()
-        view = self._ledger.view()
+        seen = Seen(self._ledger.view(), len(self.members))
         self.send_workers()
         silent = self._reports.silent()
         if (names := tuple(group.name for group in silent)) != self._silent:
@@ -419,13 +418,13 @@ class Hub:
             frames = member.frames
             if paused:  # this process was stopped, and could not read
                 frames.received_s = now
-            if view != self._view_sent:
-                frames.send(Seen(view))
+            if seen != self._seen:
+                frames.send(seen)
             elif now - frames.sent_s > BEAT_S:
                 frames.send(Beat())
             if now - frames.received_s > silent_s:
                 frames.abort("it is silent")
-        self._view_sent = view
+        self._seen = seen
 
     # -- calls and answers
 

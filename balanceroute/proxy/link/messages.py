@@ -49,7 +49,7 @@ from balanceroute.errors import BalanceRouteError
 from balanceroute.proxy.admission.decider import RefusalKind
 from balanceroute.proxy.perimeter.key_use import KeyUse
 
-VERSION: Final = 9
+VERSION: Final = 10
 FAR: Final = "@"  # only in names of relays of other machines, before the run folder's name
 MAX_EPOCH: Final = 2**48  # accepted from a peer: epochs begin at seconds since 1970 at most, and frames carry 2**64
 PROGRESS_S: Final = 0.005
@@ -252,9 +252,12 @@ class Refused(Message, frozen=True, tag=31):
 
 
 class Seen(Message, frozen=True, tag=32):
-    """The brain's view of the cluster; sent after a change, a few times per second at most."""
+    """The brain's view of the cluster, and its number of members; sent after a change, a few times per second at
+    most.
+    """
 
     view: ClusterView
+    relays: Count
 
 
 class WorkerStanding(Message, frozen=True):

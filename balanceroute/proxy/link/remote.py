@@ -128,6 +128,7 @@ class RemoteBrain:
         self.epoch = 0
         self.member: int | None = None  # the number of the membership; None: not a member
         self._view = NOBODY
+        self.relays = 1  # of the whole router, as the brain said last
         self._frames: Frames[FromRelay] | None = None
         self._open: dict[str, _Open] = {}
         self._ids: dict[int, str] = {}  # by number
@@ -478,7 +479,7 @@ class RemoteBrain:
             elif isinstance(message, Refused):
                 self._answer(message.ticket, Refusal(message.kind, message.text, message.retry_after_s))
             elif isinstance(message, Seen):
-                self._view = message.view
+                self._view, self.relays = message.view, message.relays
             elif isinstance(message, Workers):
                 whole, self._knows_workers = not self._knows_workers, True
                 self.on_workers(message, whole)

@@ -102,6 +102,18 @@ def test_a_relay_of_another_machine_sends_its_token_counts(machine: Machine) -> 
     on(test)
 
 
+def test_relays_know_how_many_there_are_on_all_machines_together(machine: Machine) -> None:
+    async def test(stage: Stage) -> None:
+        brain, near = await stage.brain(far=machine.members), stage.relay("r0")
+        async with machine.let_in(brain) as port:
+            far = stage.relay("r0@b", machine.reach(port))
+            await until(lambda: near.brain.relays == far.brain.relays == 2)
+            await far.end()
+            await until(lambda: near.brain.relays == 1)
+
+    on(test)
+
+
 def test_the_next_brain_waits_for_the_far_relays_of_the_former(machine: Machine) -> None:
     machine.members.keep(["r0@b", "r0@c"])
 

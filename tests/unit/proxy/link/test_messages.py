@@ -100,7 +100,7 @@ from_brain = st.one_of(
     st.builds(m.Beat),
     st.builds(m.Chosen, numbers, counts, texts),
     st.builds(m.Refused, numbers, st.sampled_from(RefusalKind), texts, seconds),
-    st.builds(m.Seen, views),
+    st.builds(m.Seen, views, counts),
     st.builds(m.Workers, st.just(()), names),
     st.builds(m.Silent, st.lists(silent, max_size=3).map(tuple)),
     st.builds(m.KeysElsewhere, texts, key_uses),

@@ -230,6 +230,6 @@ async def test_an_impossible_kv_memory_size_counts_as_unknown() -> None:
         script(services, worker, Page(GAUGE % b"0.5" + running + absurd))
     for _ in range(3):
         await polled(services)
-    assert frame([Seen(services.ledger.view())])
+    assert frame([Seen(services.ledger.view(), 1)])
     assert orjson.loads(orjson.dumps(state(services)))["workers"]
     assert services.ledger.scheduler.snapshot.workers[0].kv_capacity_tokens == 0
