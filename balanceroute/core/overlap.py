@@ -20,6 +20,17 @@ then m is simply `on_way` to the nearest whole number. Where prompts are alike, 
 the KV memory that such a request holds: `WORTH` of all slots. `docs/results` has the simulations behind this. m is 0
 where a transfer takes less than half a step, which is as finely as it is known.
 
+*Pauses.* vLLM begins no transfer in a step that finds all slots in use. So whenever a worker has run out of requests
+whose KV is there, the slots that become free stay empty until the next transfers have ended. With r = transfer_s /
+(t o) that costs each slot p answers, p = r^2 / 2 for a transfer shorter than an answer and r - 1/2 for a longer one. It
+happens once in B + m requests, so of all slots p / (1 + m / B + p) are lost. m is large enough that these are no more
+than `PAUSED`:
+
+    m >= B (p (1 / PAUSED - 1) - 1)
+
+That is more than `on_way` where a transfer takes longer than .38 answers, and may then be more than B. But of what a
+full pool holds for each worker B stay in the pool, so that there is something to choose from.
+
 All of it is measured. A step takes t times the tokens that it yields of a request, which with speculative decoding are
 several; the engine says how many. `transfer_s` is the time from an admission to the first token, less a step, of
 requests that had a slot waiting for them. One that was sent ahead may have waited for its slot instead, so its time is
@@ -32,6 +43,7 @@ from dataclasses import dataclass
 SHORT_STEPS = 0.5  # a transfer that takes less counts as none
 WORTH = 0.002  # of a worker's slots: filling less is not worth the KV memory of a request sent ahead
 MOST_COST = 0.5  # slots, of an early choice
+PAUSED = 0.05  # of all slots, which may be lost to pauses
 LOGISTIC = 1.702  # makes the logistic distribution's quantile that of the normal one, within .1 between .05 and .95
 WEIGHT = 0.02  # of a new value in the running means, whose first 50 are averaged
 
@@ -63,15 +75,26 @@ class Overlap:
         self.answers += 1
         self.token_s += max(WEIGHT, 1.0 / self.answers) * (max(0.0, stay_s) / (tokens - 1) - self.token_s)
 
-    def requests(self, slots: int, answer_tokens: float, tokens_per_step: float, early_choice_slots: float) -> int:
-        """m of a worker with so many slots (B), for answers of so many tokens on average (o): 0 to B.
+    def requests(
+        self,
+        slots: int,
+        answer_tokens: float,
+        tokens_per_step: float,
+        early_choice_slots: float,
+        pool_share: float,
+    ) -> int:
+        """m of a worker with so many slots (B), for answers of so many tokens on average (o).
 
-        `early_choice_slots`: what a choice that is made a departure too early costs, in slots.
+        `early_choice_slots`: what a choice that is made a departure too early costs, in slots. `pool_share`: how many
+        requests a full pool holds for each worker.
         """
         stay_s = self.token_s * answer_tokens
         if stay_s <= 0.0 or self.transfer_s < SHORT_STEPS * self.token_s * tokens_per_step:
             return 0
-        on_way = slots * self.transfer_s / stay_s
+        answers = self.transfer_s / stay_s  # that a transfer takes
+        on_way = slots * answers
         too_few = min(MOST_COST, max(WORTH * slots, early_choice_slots))
         spare = math.log((1.0 - too_few) / too_few) / LOGISTIC * math.sqrt(on_way)
-        return min(slots, math.floor(on_way + spare + 0.5))
+        lost = answers * answers / 2.0 if answers < 1.0 else answers - 0.5
+        against_pauses = slots * (lost * (1.0 / PAUSED - 1.0) - 1.0)
+        return max(min(slots, math.floor(on_way + spare + 0.5)), math.floor(min(pool_share - slots, against_pauses)))

@@ -249,8 +249,10 @@ class ClusterSnapshot:
             return min(slots, fixed)
         if worker.foreign_requests:
             return 0
-        answer_tokens, early_choice_slots = self.means.answer_tokens, self.early_choice_slots()
-        return self.overlap.requests(slots, answer_tokens, worker.tokens_per_step, early_choice_slots)
+        pool_share = self.max_pooled / max(1, self.n_in_barrier)
+        return self.overlap.requests(
+            slots, self.means.answer_tokens, worker.tokens_per_step, self.early_choice_slots(), pool_share
+        )
 
     # -- reading ----------------------------------------------------------------------------------------------
 

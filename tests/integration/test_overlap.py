@@ -60,8 +60,8 @@ def test_long_transfers_are_measured_and_requests_sent_ahead_and_the_journal_rep
     journal = tmp_path / "journal.jsonl"
     shape = replace(SHAPE, transfers_beside_full=beside_full)
     held, ahead = asyncio.run(serve(shape, "auto", journal))
-    assert max(ahead) >= 1
-    assert SLOTS < max(held) <= 2 * SLOTS
+    assert max(ahead) > SLOTS  # as a transfer takes longer than an answer
+    assert SLOTS < max(held) <= SLOTS + max(ahead)
     report = rerun(journal)
     assert report.difference is None
     assert report.admissions == len(a_trace())

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from balanceroute import simulate
 from balanceroute.core.knobs import PolicySettings
 from balanceroute.core.policies import make_policy
 from balanceroute.simulator import Setting
@@ -64,7 +65,8 @@ def test_no_more_requests_run_than_slots_nor_are_sent_ahead_than_allowed(
     policy: str, overlap: int | None, transfer_steps: int, beside_full: bool, slots: int, seed: int
 ) -> None:
     setting = a_setting(3, slots, overlap, transfer_steps=transfer_steps, transfers_beside_full=beside_full)
-    most = slots + min(slots if overlap is None else overlap, slots)
+    pool_share = setting.pool // setting.n_workers
+    most = max(2 * slots, pool_share) if overlap is None else slots + min(overlap, slots)
 
     def look(simulation: Watched) -> None:
         assert all(len(rank.running) <= slots for rank in simulation.groups[0].ranks.ranks)
@@ -111,3 +113,17 @@ def test_the_overlap_is_what_a_transfer_takes_times_what_leaves_per_step(
     simulation.run()
     expected = transfer_steps * slots / (sum(simulation.lengths.tokens) / len(simulation.lengths.tokens))
     assert sum(sized) / len(sized) == pytest.approx(min(slots, expected), rel=0.3, abs=0.5)
+
+
+@pytest.mark.parametrize("beside_full", [False, True])
+@pytest.mark.parametrize("seed", range(2))
+def test_short_answers_behind_long_transfers_are_served_as_fast_as_by_policies_that_wait_for_no_slot(
+    seed: int, beside_full: bool
+) -> None:
+    """Transfers twice as long as the mean answer, to few slots, which a deep pool could fill."""
+    trace = generate_trace("heavy_tailed", rows=2000, seed=seed).with_lengths(0.64, 0.008)
+    served = {}
+    for policy, overlap in (("join_shortest_queue", 0), ("level_fit", None)):
+        setting = a_setting(4, 16, overlap, 512, transfer_steps=20, transfers_beside_full=beside_full)
+        served[policy] = simulate(trace, policy, setting=setting, load=1.1, seed=seed).figures.throughput_tok_s
+    assert served["level_fit"] > 0.95 * served["join_shortest_queue"]

@@ -122,9 +122,9 @@ class Decode(Section):
     overlap_requests: Annotated[int, Field(ge=0, le=65536)] | Literal["auto"] = Field(
         "auto",
         description="Requests that a policy with a pool sends to each worker beyond its slots, so that their KV "
-        "moves while others run; at most as many as it has slots. `auto`: as many as measured transfers need, and "
-        "none to a worker to which others send requests, too. 0: none; set it where decode workers are short of KV "
-        "memory. None with mooncake_layerwise; see [tuning](tuning.md#transfers-that-take-long).",
+        "moves while others run; a number above its slots counts as so many. `auto`: as many as measured transfers "
+        "need, and none to a worker to which others send requests, too. 0: none; set it where decode workers are short "
+        "of KV memory. None with mooncake_layerwise; see [tuning](tuning.md#transfers-that-take-long).",
     )
     request_tokens: int = Field(
         0,

@@ -54,16 +54,41 @@ def held(scheduler: Scheduler) -> list[int]:
         (8, 0.2, 500.0, 0, 1),  # for .8 %
     ],
 )
-def test_as_many_are_sent_ahead_as_leave_during_a_transfer_and_never_more_than_there_are_slots(
+def test_as_many_are_sent_ahead_as_leave_during_a_transfer(
     slots: int, transfer_s: float, answer_tokens: float, unlike: int, alike: int
 ) -> None:
     overlap = Overlap()
     overlap.see_answer(0.05 * 9, 10)
     overlap.see_first_token(transfer_s + 0.05, sent_ahead=False, tokens_per_step=1.0)
-    assert (
-        overlap.requests(slots, answer_tokens, 1.0, 0.9) == overlap.requests(slots, answer_tokens, 1.0, 0.5) == unlike
-    )
-    assert overlap.requests(slots, answer_tokens, 1.0, 0.0) == alike
+    for early_choice_slots, sent in ((0.9, unlike), (0.5, unlike), (0.0, alike)):
+        assert overlap.requests(slots, answer_tokens, 1.0, early_choice_slots, pool_share=0.0) == sent
+
+
+@pytest.mark.parametrize(
+    ("slots", "transfer_s", "pool_share", "sent"),
+    [
+        (16, 3.8, 512.0, 6),  # as many as leave meanwhile
+        (16, 7.0, 512.0, 58),
+        (16, 10.0, math.inf, 136),
+        (16, 20.0, 128.0, 112),  # and 16 stay in the pool for each worker
+        (64, 7.0, 100.0, 45),  # as many as leave meanwhile, though fewer stay
+    ],
+)
+def test_where_a_transfer_takes_half_an_answer_or_more_requests_are_sent_ahead_as_far_as_the_pool_has_them(
+    slots: int, transfer_s: float, pool_share: float, sent: int
+) -> None:
+    """Answers take ten seconds."""
+    overlap = Overlap(transfer_s=transfer_s, token_s=0.1, transfers=1, answers=1)
+    assert overlap.requests(slots, 100.0, 1.0, 0.5, pool_share) == sent
+
+
+@given(slots=st.integers(1, 256), answers=st.floats(0.01, 50.0))
+def test_no_more_slots_than_a_twentieth_are_lost_to_pauses_between_transfers(slots: int, answers: float) -> None:
+    """While a worker waits for KV its slots run empty: within a transfer `answers` long, counted in answers."""
+    overlap = Overlap(transfer_s=answers, token_s=0.01, transfers=1, answers=1)
+    sent = overlap.requests(slots, 100.0, 1.0, 0.5, math.inf)
+    empty = sum(min(1.0, at / 1000) for at in range(round(1000 * answers))) / 1000  # of one slot, as it ends at random
+    assert empty / ((slots + sent) / slots + empty) <= 0.051 + 1 / slots
 
 
 @pytest.mark.parametrize(
@@ -74,7 +99,7 @@ def test_a_transfer_that_takes_less_than_half_a_step_counts_as_none(
 ) -> None:
     """A token takes .05 s, a step as many times that as it yields tokens."""
     overlap = Overlap(transfer_s=transfer_s, token_s=0.05, transfers=1, answers=1)
-    assert overlap.requests(64, 5.0, tokens_per_step, 0.5) == sent
+    assert overlap.requests(64, 5.0, tokens_per_step, 0.5, pool_share=16.0) == sent
 
 
 @given(slots=st.integers(8, 64), on_way=st.floats(0.0, 8.0), early_choice_slots=st.floats(0.0, 2.0))
@@ -84,7 +109,7 @@ def test_requests_are_sent_ahead_until_one_more_would_too_rarely_find_a_slot(
     """Departures during a transfer are Poisson's; m is within one of the quantile of these that the cost asks for."""
     overlap = Overlap(transfer_s=on_way / slots * 100.0, token_s=0.01, transfers=1, answers=1)
     assume(overlap.transfer_s >= 0.01)
-    sent = overlap.requests(slots, 10_000.0, 1.0, early_choice_slots)
+    sent = overlap.requests(slots, 10_000.0, 1.0, early_choice_slots, pool_share=0.0)
     worth_it = min(0.5, max(0.002 * slots, early_choice_slots))
     enough, more_leave = 0, 1.0 - math.exp(-on_way)
     while more_leave >= worth_it and enough < slots:
@@ -128,11 +153,11 @@ def test_the_step_of_a_first_token_is_no_transfer_where_a_step_yields_several_to
     overlap.see_answer(1.8, 28)  # three tokens per step of .2 s
     overlap.see_first_token(0.2, sent_ahead=False, tokens_per_step=3.0)
     assert overlap.transfer_s == pytest.approx(0.0, abs=1e-9)
-    assert overlap.requests(64, 28.0, 3.0, 0.5) == 0
+    assert overlap.requests(64, 28.0, 3.0, 0.5, pool_share=16.0) == 0
     believed_single = Overlap()
     believed_single.see_answer(1.8, 28)
     believed_single.see_first_token(0.2, sent_ahead=False, tokens_per_step=1.0)
-    assert believed_single.requests(64, 28.0, 1.0, 0.5) > 0
+    assert believed_single.requests(64, 28.0, 1.0, 0.5, pool_share=16.0) > 0
 
 
 def test_overlap_figures_are_means_of_all_measurements() -> None:
@@ -148,7 +173,7 @@ def test_overlap_figures_are_means_of_all_measurements() -> None:
 def test_nothing_is_sent_ahead_before_the_first_measurement() -> None:
     overlap = Overlap()
     overlap.see_first_token(5.0, sent_ahead=False, tokens_per_step=1.0)  # how much is a step, nobody knows yet
-    assert overlap.requests(64, 100.0, 1.0, 0.5) == 0
+    assert overlap.requests(64, 100.0, 1.0, 0.5, pool_share=16.0) == 0
     overlap.see_answer(9.0, 1)  # one token says nothing of a step
     assert overlap.token_s == 0.0
 
@@ -157,7 +182,7 @@ def test_an_answer_with_a_negative_duration_counts_as_zero() -> None:
     """A relay's word of the first token came later than its word of the end."""
     overlap = Overlap()
     overlap.see_answer(-0.25, 2)
-    assert overlap.token_s == 0.0 and overlap.requests(8, 100.0, 1.0, 0.5) == 0
+    assert overlap.token_s == 0.0 and overlap.requests(8, 100.0, 1.0, 0.5, pool_share=16.0) == 0
     overlap.see_answer(0.5, 2)
     assert overlap.token_s == 0.25
 
