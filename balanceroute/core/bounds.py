@@ -15,6 +15,7 @@ def check_number(
     kind = "number"
     if not isinstance(value, int if whole else int | float) or isinstance(value, bool):
         kind = "whole number" if whole else kind
+        kind += " of Python's own" * (type(value).__module__ == "numpy")
     elif least < value <= most or (value == least and not above_least):
         return
     lower = "" if least == -math.inf else f" above {least}" if above_least else f" from {least}"

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from balanceroute.core.knobs import PolicySettings
@@ -52,6 +53,14 @@ def test_a_request_with_a_number_that_makes_no_sense_is_refused(wrong: dict[str,
         with pytest.raises(InputError, match=rf"{next(iter(wrong))} .*: accepted is a (whole )?number"):
             submit(RequestSpec("r", **{"prompt_tokens": 1, **wrong}), 0.0)
     assert not scheduler.snapshot.requests
+
+
+def test_the_refusal_of_a_number_of_numpys_says_that_it_is_not_of_pythons_own() -> None:
+    scheduler = a_scheduler()
+    prompts = np.array([100, 200])
+    with pytest.raises(InputError, match="accepted is a whole number of Python's own from 0"):
+        scheduler.submit(RequestSpec("r", prompts[0]), 0.0)
+    scheduler.submit(RequestSpec("r", prompts.tolist()[0]), 0.0)
 
 
 @pytest.mark.parametrize("wrong", [
