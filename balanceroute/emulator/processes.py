@@ -15,6 +15,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
@@ -258,7 +259,8 @@ def run_member(shape: ClusterShape, member: Member, host: str, start_pipe: Conne
         try:
             runner.run(_serve(shape, member, host, start_pipe))
         except ConfigError as error:
-            start_pipe.send(str(error))
+            with suppress(BrokenPipeError):
+                start_pipe.send(str(error))
 
 
 async def _serve(shape: ClusterShape, member: Member, host: str, start_pipe: Connection) -> None:
@@ -273,7 +275,8 @@ async def _serve(shape: ClusterShape, member: Member, host: str, start_pipe: Con
         part=member.part,
     )
     async with cluster:
-        start_pipe.send(None)
+        with suppress(BrokenPipeError):  # the parent waits no longer, and ends this process
+            start_pipe.send(None)
         await stopped.wait()
 
 

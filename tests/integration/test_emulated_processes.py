@@ -15,7 +15,8 @@ from starlette.applications import Starlette
 from balanceroute.cli.emulate import configuration
 from balanceroute.config import validate
 from balanceroute.emulator import ClusterShape, ProcessCluster
-from balanceroute.emulator.processes import members_of
+from balanceroute.emulator.cluster import Part
+from balanceroute.emulator.processes import Member, _serve, members_of
 from balanceroute.engine.tokens import continuation, decode
 from balanceroute.errors import ConfigError
 from tests.integration.test_proxy_answers import PROMPT, completion
@@ -115,6 +116,17 @@ async def test_ctrl_c_ends_the_parent_also_while_its_processes_start() -> None:
     async with a_cluster(SHAPE, 1):
         started = [each.pid for each in multiprocessing.active_children() if each not in known]
         assert len(started) == 2 and all(map(blocks_sigint, started))  # since it exists: it is no handler of its own
+
+
+async def test_a_process_that_is_ready_when_its_parent_waits_no_longer_ends_in_silence() -> None:
+    cluster = a_cluster(SHAPE, 1)
+    member = Member(Part(range(1), range(0)), (httpx.URL(cluster.prefill_urls[0]).port or 0,))
+    parents_end, start_pipe = multiprocessing.Pipe(duplex=False)
+    parents_end.close()
+    serving = asyncio.get_running_loop().create_task(_serve(SHAPE, member, HOST, start_pipe))
+    await asyncio.sleep(0)  # it has its handler
+    signal.raise_signal(signal.SIGTERM)
+    await asyncio.wait_for(serving, PATIENCE_S)
 
 
 def test_the_written_configuration_names_the_groups() -> None:
