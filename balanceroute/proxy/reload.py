@@ -1,7 +1,7 @@
 """Applies a new configuration to a running router, or refuses it and names what needs a restart.
 
-What needs a restart: the listening sockets, the connector and its callback address, and the slots, slowdown or
-URL of a worker that is in use. Everything else changes while requests are under way; none is lost.
+What needs a restart: the listening sockets, whether they speak TLS, the connector and its callback address, and what a
+`WorkerSpec` says of a worker that is in use. Everything else changes while requests are under way; none is lost.
 
 Another policy or predictor starts from the snapshot: admitted requests stay, waiting ones are decided on anew, and all
 forecasts are renewed. A predictor learns from the history file, or without one from the former predictor's memory;
@@ -113,9 +113,9 @@ def check_workers(in_use: Iterable[WorkerSpec], old: Config, new: Config) -> Non
         spec = wanted.get(used.id)
         if spec is not None and spec != used:
             changes = [
-                f"{field.name} from {getattr(used, field.name)} to {getattr(spec, field.name)}"
+                f"{field.name} from {before or repr(before)} to {now or repr(now)}"
                 for field in fields(spec)
-                if getattr(spec, field.name) != getattr(used, field.name)
+                if (before := getattr(used, field.name)) != (now := getattr(spec, field.name))
             ]
             raise ConfigError(
                 f"worker {used.id}: {', '.join(changes)}: cannot change while it is in use; "

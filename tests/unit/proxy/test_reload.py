@@ -236,8 +236,9 @@ async def test_a_drained_server_stays_drained_under_another_name_unless_it_was_r
         (a_config(listen={"port": 1}, queue={"max_queued": 1}), "listen"),
         (a_config(lifecycle={"pins_file": "pins"}, queue={"max_queued": 1}), "lifecycle.pins_file"),
         (a_config(decode={"max_num_seqs": 7}, queue={"max_queued": 1}), "worker d0: slots from [0-9]+ to 7: cannot"),
+        (a_config(decode={"shared_barrier": False}), "worker d0: barrier_group from decode to '': cannot"),
     ],
-    ids=["connector", "listen", "record of pins", "slots of a worker in use"],
+    ids=["connector", "listen", "record of pins", "slots of a worker in use", "its group"],
 )
 @with_virtual_time
 async def test_a_reload_that_needs_a_restart_is_refused_as_a_whole(new: Config, named: str) -> None:
