@@ -7,6 +7,7 @@ one process its protocol class alone is the better building block.
 
 import asyncio
 import logging
+import os
 import socket
 import struct
 from email.utils import formatdate
@@ -83,7 +84,9 @@ class HttpServer:
                 self._protocol, self._host, self.port, backlog=2048, reuse_address=True
             )
         except OSError as error:
-            raise ConfigError(f"cannot listen on {self._host}:{self.port}: {error.strerror}") from error
+            code = error.errno or 0  # below 0 of a host's name; asyncio's own text has the address
+            why = os.strerror(code) if code > 0 else error.strerror
+            raise ConfigError(f"cannot listen on {self._host}:{self.port}: {why}") from error
         except UnicodeError:  # of a name with an empty or too long part
             raise ConfigError(f"cannot listen on {self._host!r}: no name of a host") from None
         if not self._server.sockets:  # asyncio passes over what is out of descriptors
