@@ -66,8 +66,8 @@ class DemoScale:
         """
         cut = self._requests(ROWS)
         rate = self.load * ideal_capacity(cut, self.setting(cut))
+        check_most(rate * self.seconds, "--seconds, --load or --slots")
         rows = max(1, round(rate * self.seconds))
-        check_most(rows, "--seconds, --load or --slots")
         if rows > ROWS:
             cut = self._requests(rows)
         return cut.head(rows).at_rate(rate)

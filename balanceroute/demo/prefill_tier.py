@@ -62,8 +62,9 @@ class PrefixScale:
     def trace(self) -> Trace:
         """The conversations as they are sent. Raises: DemoFailed where these are more than can be sent."""
         rate_per_s = RATE_PER_S * self.prefillers
-        rows = max(1, round(rate_per_s * self.speed * self.seconds))
-        check_most(rows, "--seconds")
+        sent = rate_per_s * self.speed * self.seconds
+        check_most(sent, "--seconds")
+        rows = max(1, round(sent))
         full = generate_conversations(rows, seed=self.seed, rate_per_s=rate_per_s)
         return replace(
             full,

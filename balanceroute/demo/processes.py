@@ -33,10 +33,10 @@ class DemoFailed(BalanceRouteError):
     """A process did not come up, or has ended, or there is too little to measure or too much; the text says which."""
 
 
-def check_most(requests: int, remedy: str) -> None:
+def check_most(requests: float, remedy: str) -> None:
     """Raises: DemoFailed: no machine sends so many."""
     if requests > MOST_REQUESTS:
-        raise DemoFailed(f"{requests:,} requests are too many, accepted are {MOST_REQUESTS:,}: lower {remedy}")
+        raise DemoFailed(f"{requests:,.0f} requests are too many, accepted are {MOST_REQUESTS:,}: lower {remedy}")
 
 
 @contextmanager

@@ -47,6 +47,8 @@ with process(sys.argv[2:], Path(sys.argv[1])) as child:
         (["--seconds", "inf"], "--seconds inf: accepted is a finite number"),
         (["--prefix", "--seconds", "inf"], "--seconds inf: accepted is a finite number"),
         (["--seconds", "1e9"], "requests are too many, accepted are 1,000,000: lower --seconds, --load or --slots"),
+        (["--seconds", "1e308"], "inf requests are too many"),
+        (["--prefix", "--seconds", "1e308"], "requests are too many"),
         (["--prefix", "--seconds", "1e9"], "requests are too many, accepted are 1,000,000: lower --seconds"),
         (["--prefix", "--json", "--seconds", "1e9"], "requests are too many"),
         (["--slots", "70000"], "'--slots'"),
