@@ -181,7 +181,7 @@ def _connect_hub(app: BrainApp, relays: int, generation: int) -> LeaderCounts:
     """
     services, folder, far = app.services, app.folder, None
     if app.read.listen.link is not None:
-        far = FarMembers(folder.far)
+        far = FarMembers(folder.far, others_led=bool(app.lead.others))
 
     def under_way(exchanges: int, drains: int, orphans: int) -> None:
         services.exchanges, services.drainer.elsewhere = exchanges, drains

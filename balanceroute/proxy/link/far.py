@@ -140,10 +140,12 @@ class _LetIn(asyncio.Protocol):
 class FarMembers:
     """The names of the far members of a brain's leaderships, in a file that outlives it."""
 
-    def __init__(self, path: Path) -> None:
-        """Read the names that the former brain of this folder has left."""
+    def __init__(self, path: Path, others_led: bool = False) -> None:
+        """Read the names that the former brain of this folder has left. `others_led`: another machine's brain has led,
+        which other relays may have joined.
+        """
         self._path = path
-        self.known = True  # False: the names of far relays are not known
+        self.known = not others_led  # False: there may be far relays whose names are not known
         try:
             self.names = frozenset(path.read_text(encoding="utf-8").split("\n")) - {""}
         except (OSError, UnicodeDecodeError):  # there is no file, or it is damaged

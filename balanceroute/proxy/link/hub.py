@@ -9,7 +9,8 @@ requests that it still holds. `member_requests.py` records which member holds wh
 slot is given away that an expected relay still holds. A ticket that is reported later and finds its slot taken is void.
 
 `far.py` accepts the relays of other machines. The hub also waits for those that a former brain of this machine knew,
-for as long as they may take to notice that it has stopped.
+for as long as they may take to notice that it has stopped. If another machine's brain has led before, it does not know
+them, and waits until each must have tried this one's address.
 
 **Tokens** of a relay on this machine are read by `collect` from shared memory (`token_counts.py`), before each decision
 and several times per second. Tokens of other relays come as messages.
@@ -66,6 +67,7 @@ from balanceroute.proxy.link.messages import (
     read_from_relay,
     table_of,
 )
+from balanceroute.proxy.link.reach import TRY_S
 from balanceroute.proxy.perimeter.key_use import KeyUse
 from balanceroute.proxy.telemetry.ticks import until_tick_s
 from balanceroute.proxy.wire.prompt_blocks import block_seed
@@ -83,6 +85,7 @@ class Patience:
     """How long the hub waits for relays."""
 
     grace_s: float = 1.0  # for all expected relays; a relay tries to connect twenty times per second
+    unknown_s: float = TRY_S  # longer, if it is not known which far relays there are: they may try others first
     hello_s: float = 3.0  # from a connection to the Hello
     silent_s: float = SILENT_S  # between two messages of a member
 
@@ -176,6 +179,8 @@ class Hub:
         grace_s = self.patience.grace_s if self._relays or self._far is not None else 0.0
         if self._awaited:  # far relays notice only by its silence that the former brain has stopped
             grace_s += self.patience.silent_s
+        elif self._far is not None and not self._far.known:
+            grace_s += self.patience.unknown_s
         self._timers["grace"] = self._loop.call_later(grace_s, self._settle)
         self._look()
 
@@ -279,6 +284,8 @@ class Hub:
         if hello.version != VERSION:  # other fields may mean something else in another version
             text = f"this brain speaks version {VERSION} of the link, not {hello.version}"
             return Farewell(self.epoch, text), "version"
+        if self._closing:  # relays of other machines find this brain until its process ends
+            raise LinkError("this brain ends")
         far = frames.far
         if (FAR in hello.relay) is not far or not hello.relay.isprintable() or len(hello.relay) > MAX_NAME:
             raise LinkError(f"{hello.relay!r} is no name for a relay of {'another' if far else 'this'} machine")

@@ -133,6 +133,38 @@ def test_the_next_brain_waits_for_the_far_relays_of_the_former(machine: Machine)
     on(test)
 
 
+@pytest.mark.parametrize("known", [True, False])
+def test_a_brain_waits_longer_if_it_does_not_know_the_far_relays_which_may_try_other_addresses_first(
+    machine: Machine, known: bool
+) -> None:
+    if known:
+        machine.members.keep([])
+
+    async def test(stage: Stage) -> None:
+        patience = Patience(grace_s=0.0, unknown_s=3600.0)
+        brain = await stage.brain(far=machine.members, patience=patience)
+        async with machine.let_in(brain) as port:
+            relay = stage.relay("r0@b", machine.reach(a_refusing_port(), port))
+            await until(lambda: relay.brain.member is not None)
+            assert not known or brain.hub.settled.is_set()
+            assert known or not brain.hub.settled.is_set()
+
+    on(test)
+
+
+def test_a_brain_that_ends_lets_no_far_relay_in_while_its_process_still_listens(machine: Machine) -> None:
+    async def test(stage: Stage) -> None:
+        brain = await stage.brain(far=machine.members)
+        async with machine.let_in(brain) as port:
+            brain.hub.close()  # as when it has lost the lead
+            frames, received = await machine.raw(port)
+            frames.send(Hello(VERSION, "r0@b", 1, 0, ()))
+            await until(lambda: not frames.open)
+            assert not received and not brain.hub.members
+
+    on(test)
+
+
 def test_far_members_of_a_former_brain_are_remembered_by_the_next(machine: Machine) -> None:
     async def test(stage: Stage) -> None:
         brain = await stage.brain(far=machine.members)
@@ -196,6 +228,12 @@ def test_two_far_relays_with_one_name_leave_the_first_joined_and_refuse_the_seco
             second.abort("the test ends")
 
     on(test)
+
+
+def test_there_may_be_other_far_relays_if_a_brain_of_another_machine_has_led(machine: Machine) -> None:
+    machine.members.keep(["r0@b"])
+    later = FarMembers(machine.folder / "far", others_led=True)
+    assert later.names == {"r0@b"} and not later.known and machine.members.known
 
 
 def test_a_damaged_file_of_far_members_does_not_prevent_leading(machine: Machine) -> None:
