@@ -351,7 +351,7 @@ class Hub:
         member = self._connections.pop(frames, None)
         if member is not None and self.members.get(member.relay) is member:
             fields = {"relay": member.relay, "requests": len(member.tickets), "reason": reason}
-            if member.sent_farewell or self._closing:
+            if member.sent_farewell or self._closing or (self._dismissed and FAR in member.relay):
                 log.info("relay left", extra=fields)
             else:
                 log.warning("relay lost", extra=fields)

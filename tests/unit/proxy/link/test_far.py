@@ -1,6 +1,7 @@
 """The link between machines: who is let in, who is waited for, and where a relay looks for the brain."""
 
 import asyncio
+import logging
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -178,7 +179,9 @@ def test_far_members_of_a_former_brain_are_remembered_by_the_next(machine: Machi
     on(test)
 
 
-def test_a_draining_brain_sends_far_relays_to_the_next_brain(machine: Machine) -> None:
+def test_a_draining_brain_sends_far_relays_to_the_next_brain(
+    machine: Machine, caplog: pytest.LogCaptureFixture
+) -> None:
     async def test(stage: Stage) -> None:
         drains, near = await stage.brain(far=machine.members), stage.relay("r0")
         async with machine.let_in(drains) as port:
@@ -190,7 +193,10 @@ def test_a_draining_brain_sends_far_relays_to_the_next_brain(machine: Machine) -
             frames.send(Hello(VERSION, "r0@b", 1, 0, ()))
             await until(lambda: not frames.open)
             assert near.brain.member is not None and not machine.members.known
+            assert {"r0@b"} == {vars(line)["relay"] for line in caplog.records if line.message == "relay left"}
+            assert "relay lost" not in [line.message for line in caplog.records]
 
+    caplog.set_level(logging.INFO)
     on(test)
 
 
