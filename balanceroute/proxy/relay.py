@@ -258,6 +258,8 @@ def _routes(
     async def ready(request: Request) -> Response:
         if services().brain.leaving:  # the brain may continue: it is on another machine, or belongs to the successor
             return json_response({"status": "draining"}, 503)
+        if services().brain.member is None and services().config.listen.brains:
+            return error_response(NoHealthyWorkers(NOT_JOINED))  # at once: a dead machine would not even refuse
         answer = await readiness(request)
         if answer.status_code == 200 and services().brain.member is None:  # the brain serves others, but not this relay
             return error_response(NoHealthyWorkers(NOT_JOINED))

@@ -3,19 +3,22 @@
 import asyncio
 import errno
 import logging
+import socket
 from pathlib import Path
 
 import httpx
 import pytest
 
+from balanceroute.config import validate
 from balanceroute.proxy import relay as module
 from balanceroute.proxy.client.relay_loads import Load, RelayLoads
 from balanceroute.proxy.perimeter.perimeter import Perimeter
 from balanceroute.proxy.relay import reload_relay
 from balanceroute.proxy.run_folder import RunFolder
-from tests.integration.relayed import SLOW, Relayed, a_brain, answered, relayed
+from tests.integration.relayed import SLOW, Relayed, a_brain, a_relay, answered, relayed
 from tests.integration.router import FAST
 from tests.integration.test_proxy_answers import completion
+from tests.unit.proxy.link.test_far import Machine
 from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
@@ -48,6 +51,18 @@ async def test_relays_stay_alive_without_a_brain_and_new_requests_wait_for_one()
         async with a_brain(router.config, router.folder, relays=1) as brain:
             await waits
             await until(lambda: not brain.services.ledger.n_requests)
+
+
+async def test_a_relay_whose_brains_machine_is_silent_says_at_once_that_it_is_not_ready(tmp_path: Path) -> None:
+    urls = ["http://127.0.0.1:1", "http://127.0.0.1:2"]
+    tiers = {name: {"workers": [{"url": url}]} for name, url in zip(("prefill", "decode"), urls, strict=True)}
+    link = Machine(tmp_path).config.tls.model_dump(exclude_none=True)
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # connections wait there, and nobody accepts them
+        listen = {"relays": 1, "brains": [f"127.0.0.1:{silent.getsockname()[1]}"]}
+        config = validate({**tiers, "decode": {**tiers["decode"], "max_num_seqs": 2}, "listen": listen, "tls": link})
+        async with a_relay(config, RunFolder(tmp_path), "relay-0") as relay:
+            ready = await relay.client.get("/ready")
+            assert (ready.status_code, ready.json()["error"]["message"]) == (503, module.NOT_JOINED)
 
 
 async def test_a_draining_relay_is_not_ready_whatever_the_state_of_its_brain() -> None:
