@@ -6,7 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from balanceroute.proxy.wire.event_stream import EventSplitter, known_lines, payload_of, payloads_of, relaxed
+from balanceroute.proxy.wire.event_stream import (
+    MAX_RELAXED_BYTES,
+    EventSplitter,
+    known_lines,
+    payload_of,
+    payloads_of,
+    relaxed,
+)
 
 lines = st.sampled_from([b"data: 1", b"data: 2", b": comment", b"id: 3", b"event: x"])
 ends = st.sampled_from([b"\n", b"\r\n", b"\r"])
@@ -74,3 +81,12 @@ def test_lines_that_are_no_field_or_no_text_are_left_out() -> None:
 )
 def test_what_is_no_json_for_python_either_has_no_value(payload: bytes) -> None:
     assert relaxed(payload) == (None, b"")
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_json_that_only_python_reads_is_read_up_to_a_size_which_takes_it_milliseconds(more: int) -> None:
+    payload = b'["%b",NaN]' % (b"x" * (MAX_RELAXED_BYTES - 8 + more))
+    assert len(payload) == MAX_RELAXED_BYTES + more
+    assert relaxed(payload) == (
+        (None, b"") if more else (["x" * (MAX_RELAXED_BYTES - 8), None], payload[:-4] + b"null]")
+    )
