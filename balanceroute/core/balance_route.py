@@ -66,19 +66,15 @@ class Margins(Protocol):
 
     def score(self, worker: DecodeInstanceState) -> Score:
         """F of the worker as a function of the admitted tokens, c per request included."""
-        ...
 
     def least_margin(self, worker: DecodeInstanceState) -> float:
         """Smallest margin of the worker over the horizon, tokens."""
-        ...
 
     def best(self, workers: Sequence[DecodeInstanceState], prompt_tokens: int) -> tuple[DecodeInstanceState, float]:
         """The worker where F of a prompt is largest (tie: smallest load, then the first), and that F."""
-        ...
 
     def admit(self, choice: RequestTracker, worker: DecodeInstanceState) -> None:
         """Take in an admission that was just made; asked for only while more may follow."""
-        ...
 
 
 class PresentMargins:

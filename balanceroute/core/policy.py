@@ -42,7 +42,6 @@ class AdmissionPolicy(Protocol):
 
     def decide(self, snapshot: ClusterSnapshot, now: float) -> Iterator[Choice]:
         """Yield admissions for the present snapshot; each is applied before the next is asked for."""
-        ...
 
     def patience_s(self, prompt_tokens: int, snapshot: ClusterSnapshot) -> float:
         """How long a prompt of this size may wait in the pool before it goes first; infinite for no limit."""

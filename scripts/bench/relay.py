@@ -162,12 +162,12 @@ def in_turn(targets: list[Target], number: int) -> list[Target]:
     return ordered[::-1] if n % 2 and number // n % 2 else ordered
 
 
-def interval(ours: list[float], others: list[float], draws: int = 2000) -> str:
+def interval(ours: list[float], others: list[float]) -> str:
     """The median of the rounds' ratios, and the 95 % bootstrap interval of that median."""
     ratios = [mine / other for mine, other in zip(ours, others, strict=True)]
     source = random.Random(0)
-    medians = sorted(statistics.median(source.choices(ratios, k=len(ratios))) for _ in range(draws))
-    low, high = medians[int(0.025 * draws)], medians[int(0.975 * draws)]
+    medians = sorted(statistics.median(source.choices(ratios, k=len(ratios))) for _ in range(2000))
+    low, high = medians[50], medians[1950]
     return f"{statistics.median(ratios):.2f} ({low:.2f} to {high:.2f})"
 
 

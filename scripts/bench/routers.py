@@ -98,7 +98,7 @@ class Site:
         return found
 
 
-def http(port: int, path: str, body: bytes | None = None) -> bytes:
+def http(port: int, path: str, body: bytes | None) -> bytes:
     """The body of the answer to a GET, or to a POST of `body`. Raises: OSError."""
     headers = {"content-type": "application/json", "authorization": f"Bearer {KEY}"}
     request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", body, headers)
@@ -107,10 +107,10 @@ def http(port: int, path: str, body: bytes | None = None) -> bytes:
         return content
 
 
-def wait_until_ready(target: Target, timeout_s: float = 90.0) -> None:
+def wait_until_ready(target: Target) -> None:
     """Wait for an answer of the model. Raises: SystemExit: the target has ended, or has had its time."""
     body = b'{"model": "bench", "max_tokens": 2, "messages": [{"role": "user", "content": "ready?"}]}'
-    end = time.monotonic() + timeout_s
+    end = time.monotonic() + 90.0
     while True:
         try:
             http(target.port, "/v1/chat/completions", body)

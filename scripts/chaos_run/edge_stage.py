@@ -124,12 +124,11 @@ class _Hot:
 class Stage:
     """Connections of one listener, one after the other; serves every path, one of them as a hot route."""
 
-    def __init__(
-        self, loop: asyncio.AbstractEventLoop, limits: ClientLimits = ClientLimits(max_body_bytes=2**20)
-    ) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.taken: list[Taken] = []
         self.failures: list[dict[str, Any]] = []
         self._loop = loop
+        limits = ClientLimits(max_body_bytes=2**20)
         self._edge = Edge(self, lambda: limits, loop, set(), set(), {})
         loop.set_exception_handler(lambda _, context: self.failures.append(context))
 

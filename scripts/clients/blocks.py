@@ -51,6 +51,6 @@ class Block:
         return re.sub(pattern, lambda found: values[found[0]], self.text)
 
 
-def blocks(page: Path = PAGE) -> dict[str, Block]:
+def blocks() -> dict[str, Block]:
     """The blocks of the page, by client."""
-    return {name: Block(language, text) for name, language, text in BLOCK.findall(page.read_text())}
+    return {name: Block(language, text) for name, language, text in BLOCK.findall(PAGE.read_text())}

@@ -106,10 +106,10 @@ async def looked_on(services: Services, seconds: float) -> None:
     await until(lambda: services.last_look_s >= from_s + seconds)
 
 
-async def pushed_back(router: Router, role: str, times: int = 2) -> None:
-    """Wait until every worker of that role has refused requests so many times in a row; each time it rests longer."""
+async def pushed_back(router: Router, role: str) -> None:
+    """Wait until every worker of that role has refused requests twice in a row; each time it rests longer."""
     workers = router.app.services.fleet.of(Role(role))
-    await until(lambda: all(worker.circuit.failures >= times for worker in workers))
+    await until(lambda: all(worker.circuit.failures >= 2 for worker in workers))
 
 
 @asynccontextmanager

@@ -44,8 +44,8 @@ async def prefilled(client: httpx.AsyncClient, cluster: ProcessCluster) -> dict[
     return params
 
 
-async def decoded(client: httpx.AsyncClient, url: str, params: dict[str, Any], tokens: int = 5) -> str:
-    body = completion(max_tokens=tokens, stream=False) | {"kv_transfer_params": params}
+async def decoded(client: httpx.AsyncClient, url: str, params: dict[str, Any]) -> str:
+    body = completion(max_tokens=5, stream=False) | {"kv_transfer_params": params}
     reply = await client.post(f"{url}/v1/completions", json=body)
     text: str = reply.json()["choices"][0]["text"]
     return text

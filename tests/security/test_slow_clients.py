@@ -182,9 +182,9 @@ def test_an_answer_may_take_longer_than_a_request(hasty: Edge) -> None:
 # -- clients that read slowly
 
 
-def flood(edge: Edge, receive_buffer_bytes: int = 4096) -> Connection:
+def flood(edge: Edge) -> Connection:
     """A connection by which 400 MB are asked for."""
-    connection = edge.connect(receive_buffer_bytes=receive_buffer_bytes)
+    connection = edge.connect(receive_buffer_bytes=4096)
     connection.send(completion(FLOOD, stream=True, max_tokens=100_000))
     return connection
 

@@ -10,9 +10,9 @@ pytestmark = pytest.mark.e2e
 MIB = 2**20
 
 
-def with_trailers(trailers: bytes, prompt: str = "trailed", target: str = "/v1/completions") -> bytes:
+def with_trailers(trailers: bytes, target: str = "/v1/completions") -> bytes:
     head = request("POST", target, "Content-Type: application/json", "Transfer-Encoding: chunked")
-    return head + chunked(body(prompt), trailers=trailers)
+    return head + chunked(body("trailed"), trailers=trailers)
 
 
 @pytest.mark.parametrize("target", ["/v1/completions", "/tokenize"])

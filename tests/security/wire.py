@@ -99,10 +99,10 @@ class Connection:
         finally:
             self._socket.settimeout(PATIENCE_S)
 
-    def send_until_stuck(self, data: bytes, most_bytes: int, stuck_s: float = 1.0) -> int:
-        """Send `data` over and over, reading nothing, until nobody takes any for `stuck_s`; how many bytes went."""
+    def send_until_stuck(self, data: bytes, most_bytes: int) -> int:
+        """Send `data` over and over, reading nothing, until nobody takes any for a second; how many bytes went."""
         sent = 0
-        self._socket.settimeout(stuck_s)
+        self._socket.settimeout(1.0)
         try:
             while sent < most_bytes:
                 sent += self._socket.send(data[sent % len(data) :])

@@ -98,22 +98,18 @@ class Translation(Protocol):
 
     def check(self, choices: list[dict[str, Any]]) -> None:
         """Look at an event before any of its tokens are counted. Raises: ValueError: it has no translation."""
-        ...
 
     def event(self, event: dict[str, Any]) -> bytes:
         """Translate an event that has passed `check`; may be empty."""
-        ...
 
     def end(self) -> bytes:
         """The translation of [DONE]."""
-        ...
 
     def frame(self, key: str) -> tuple[bytes, bytes] | None:
         """The bytes before and after the text (JSON, unchanged) in the translation of the last event.
 
         None: that event held something else than one text under `key`.
         """
-        ...
 
 
 class EventScanner:

@@ -18,10 +18,10 @@ def decoding(scheduler: Scheduler, request_id: str = "r", prompt_tokens: int = 1
     assert [admission.request for admission in scheduler.admit(0.0)] == [request_id]
 
 
-def pushing(scheduler: Scheduler, request_id: str = "r") -> None:
-    decoding(scheduler, request_id)
-    scheduler.request_prefill(request_id, 0.0)
-    assert scheduler.dispatch(0.0) == [Prefill(request_id, "p0")]
+def pushing(scheduler: Scheduler) -> None:
+    decoding(scheduler)
+    scheduler.request_prefill("r", 0.0)
+    assert scheduler.dispatch(0.0) == [Prefill("r", "p0")]
 
 
 def test_an_arrival_is_admitted_before_any_prefill_with_its_estimated_size() -> None:

@@ -29,14 +29,14 @@ from balanceroute.errors import InputError, InvariantError
 from tests.unit.core.builders import a_request, a_scheduler, admitted, pool_all
 
 
-def into_prefill(scheduler: Scheduler, request_id: str = "r", prompt_tokens: int = 100) -> None:
+def into_prefill(scheduler: Scheduler, request_id: str, prompt_tokens: int = 100) -> None:
     scheduler.submit(a_request(request_id, prompt_tokens), 0.0)
     scheduler.dispatch(0.0)
 
 
-def into_decode(scheduler: Scheduler, request_id: str = "r", prompt_tokens: int = 100) -> None:
-    into_prefill(scheduler, request_id, prompt_tokens)
-    scheduler.prefilled(request_id, prompt_tokens, 1.0)
+def into_decode(scheduler: Scheduler, request_id: str = "r") -> None:
+    into_prefill(scheduler, request_id)
+    scheduler.prefilled(request_id, 100, 1.0)
     scheduler.admit(1.0)
 
 

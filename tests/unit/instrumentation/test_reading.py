@@ -19,12 +19,10 @@ from balanceroute.instrumentation.text import configuration
 HEADER = ",".join(COLUMNS) + "\n"
 
 
-def a_log(
-    path: Path, loads: list[int], *, start_s: float = 1e9, every_s: float = 0.05, ms: float | None = None
-) -> Path:
-    """One step per load, 0.002 ms per token and 15 ms besides, unless `ms` says what each cost."""
+def a_log(path: Path, loads: list[int], *, start_s: float = 1e9) -> Path:
+    """One step per load, 0.002 ms per token and 15 ms besides."""
     lines = [
-        f"{start_s + every_s * (i + 1):.6f},{15 + 0.002 * load if ms is None else ms},{1 if load else 0},{load},0,0.5\n"
+        f"{start_s + 0.05 * (i + 1):.6f},{15 + 0.002 * load},{1 if load else 0},{load},0,0.5\n"
         for i, load in enumerate(loads)
     ]
     path.write_text(HEADER + "".join(lines))
@@ -159,7 +157,6 @@ def engines(
     barrier: bool,
     slowdowns: tuple[float, ...] = (),
     us_per_token: float = 0.12,
-    c_tokens: float = 2000.0,
     noise: float = 0.02,
     name: str = "steps",
 ) -> list[Path]:
@@ -175,7 +172,7 @@ def engines(
             requests += [[int(rng.lognormal(7.5, 1)), 1 + int(rng.exponential(150))] for _ in range(int(room))]
         loads = [(sum(kv for kv, _ in requests), len(requests)) for requests in held]
         ms = np.array(
-            [s * us_per_token / 1e3 * (kv + c_tokens * n) + 25 for s, (kv, n) in zip(slowdowns, loads, strict=True)]
+            [s * us_per_token / 1e3 * (kv + 2000.0 * n) + 25 for s, (kv, n) in zip(slowdowns, loads, strict=True)]
         )
         ms = (np.full(ranks, ms.max()) if barrier else ms) * (1 + noise * rng.standard_normal(1 if barrier else ranks))
         now = now + ms / 1e3

@@ -33,9 +33,9 @@ from .builders import a_finish, finishes
 H = 80
 
 
-def history(n: int = 1200, seed: int = 0) -> list[FinishedRequest]:
+def history(n: int = 1200) -> list[FinishedRequest]:
     """Outputs near a tenth of the prompt, so that the size of a prompt says what is left; one in ten cut short."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     prompts = rng.integers(500, 6000, n)
     outputs = np.maximum(1, prompts // 10 + rng.integers(-5, 6, n))
     rows = [

@@ -15,8 +15,8 @@ REASONS = {
 }
 
 
-def an_event(*ids: int, reason: str | None = None) -> dict[str, Any]:
-    return {"choices": [{"token_ids": list(ids), "finish_reason": reason}]}
+def an_event(*ids: int) -> dict[str, Any]:
+    return {"choices": [{"token_ids": list(ids), "finish_reason": None}]}
 
 
 def an_error(reason: str) -> dict[str, Any]:

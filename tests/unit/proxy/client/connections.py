@@ -43,8 +43,8 @@ class Connection:
     def close(self) -> None:
         self.closed = True
 
-    def response(self, *, head_only: bool = False, http_1_0: bool = False) -> Response:
-        return Response(self, head_only=head_only, http_1_0=http_1_0, keep_alive=True)
+    def response(self, *, head_only: bool = False) -> Response:
+        return Response(self, head_only=head_only, http_1_0=False, keep_alive=True)
 
     @property
     def answer(self) -> tuple[int, dict[str, str], bytes]:

@@ -20,9 +20,9 @@ def a_chat(messages: list[dict[str, Any]], **more: Any) -> ClientRequest:
     return parse("chat", orjson.dumps({"model": "m", "messages": messages, **more}))
 
 
-def turns(count: int, size: int = 1500) -> list[dict[str, Any]]:
+def turns(count: int) -> list[dict[str, Any]]:
     roles = ("user", "assistant")
-    return [{"role": roles[turn % 2], "content": words(turn, size)} for turn in range(count)]
+    return [{"role": roles[turn % 2], "content": words(turn, 1500)} for turn in range(count)]
 
 
 def hashes(request: ClientRequest) -> list[int]:
