@@ -43,32 +43,26 @@ def test_a_lack_of_threads_is_reported_like_a_file_that_blocks(monkeypatch: pyte
         in_time(lambda: "text", "the file")
 
 
-def test_a_file_that_does_not_answer_delays_only_its_reader(tmp_path: Path) -> None:
+@pytest.mark.anyio
+async def test_a_file_that_does_not_answer_delays_only_its_reader(tmp_path: Path) -> None:
     pipe = tmp_path / "chain.pem"
     os.mkfifo(pipe)
-
-    async def run() -> None:
-        reading = asyncio.ensure_future(off_the_loop(pipe.read_text))
-        assert await off_the_loop(lambda: "another") == "another"
-        assert not reading.done()
-        await asyncio.to_thread(pipe.write_text, "text")
-        assert await reading == "text"
-
-    asyncio.run(run())
+    reading = asyncio.ensure_future(off_the_loop(pipe.read_text))
+    assert await off_the_loop(lambda: "another") == "another"
+    assert not reading.done()
+    await asyncio.to_thread(pipe.write_text, "text")
+    assert await reading == "text"
 
 
-def test_a_late_read_result_after_cancellation_is_dropped(tmp_path: Path) -> None:
+@pytest.mark.anyio
+async def test_a_late_read_result_after_cancellation_is_dropped(tmp_path: Path) -> None:
     """What a thread cannot hand over would be an exception in it, which `filterwarnings` makes an error."""
     pipe = tmp_path / "chain.pem"
     os.mkfifo(pipe)
-
-    async def run() -> None:
-        reading = asyncio.ensure_future(off_the_loop(pipe.read_text))
-        await asyncio.sleep(0)
-        (thread,) = [thread for thread in threading.enumerate() if thread.name == "read"]
-        reading.cancel()
-        await asyncio.gather(reading, return_exceptions=True)
-        await asyncio.to_thread(pipe.write_text, "text")
-        await asyncio.to_thread(thread.join)
-
-    asyncio.run(run())
+    reading = asyncio.ensure_future(off_the_loop(pipe.read_text))
+    await asyncio.sleep(0)
+    (thread,) = [thread for thread in threading.enumerate() if thread.name == "read"]
+    reading.cancel()
+    await asyncio.gather(reading, return_exceptions=True)
+    await asyncio.to_thread(pipe.write_text, "text")
+    await asyncio.to_thread(thread.join)

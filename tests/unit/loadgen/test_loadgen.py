@@ -19,6 +19,8 @@ from balanceroute.traces import Trace
 from tests.unit.proxy.servers import CHUNKED_HEAD, chunked, plain, read_request, worker
 from tests.waiting import PATIENCE_S
 
+pytestmark = pytest.mark.anyio
+
 Body = dict[str, object]
 Answer = Callable[[Body, asyncio.StreamWriter], Awaitable[None]]
 MODELS = b'{"data": [{"id": "tiny"}]}'
@@ -71,12 +73,9 @@ async def serving(answer: Answer, bodies: list[Body] | None = None, models: byte
         yield running.url
 
 
-def loaded(trace: Trace, answer: Answer, bodies: list[Body] | None = None, **options: object) -> LoadReport:
-    async def run() -> LoadReport:
-        async with serving(answer, bodies) as url:
-            return await run_load(trace, LoadOptions(url, **options))  # type: ignore[arg-type]
-
-    return asyncio.run(run())
+async def loaded(trace: Trace, answer: Answer, bodies: list[Body] | None = None, **options: object) -> LoadReport:
+    async with serving(answer, bodies) as url:
+        return await run_load(trace, LoadOptions(url, **options))  # type: ignore[arg-type]
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no uvloop there")
@@ -94,9 +93,9 @@ def test_load_runs_on_uvloop() -> None:
     assert np.abs(measured_ms - measured_ms.round()).max() > 1e-5  # not counted in whole ones, as uvloop's clock does
 
 
-def test_complete_answers_are_counted_and_timed() -> None:
+async def test_complete_answers_are_counted_and_timed() -> None:
     bodies: list[Body] = []
-    report = loaded(a_trace([1, 5, 9]), whole_answer, bodies)
+    report = await loaded(a_trace([1, 5, 9]), whole_answer, bodies)
     assert (report.requests, report.completed, report.errors) == (3, 3, {})
     assert report.output_tokens == 15
     assert report.ttft_s.n == 3
@@ -108,13 +107,13 @@ def test_complete_answers_are_counted_and_timed() -> None:
 
 
 @pytest.mark.parametrize("piece", [1, 7, 50, 4096])
-def test_events_are_counted_for_any_split_of_the_bytes(piece: int) -> None:
-    report = loaded(a_trace([6]), lambda body, writer: whole_answer(body, writer, piece))
+async def test_events_are_counted_for_any_split_of_the_bytes(piece: int) -> None:
+    report = await loaded(a_trace([6]), lambda body, writer: whole_answer(body, writer, piece))
     assert (report.completed, report.itl_s.n) == (1, 5)
 
 
 @pytest.mark.parametrize("piece", [1, 7, 4096])
-def test_crlf_line_ends_and_comments_of_an_endpoint_are_accepted(piece: int) -> None:
+async def test_crlf_line_ends_and_comments_of_an_endpoint_are_accepted(piece: int) -> None:
     async def answer(body: Body, writer: asyncio.StreamWriter) -> None:
         comment = b": keep-alive\n\n"
         text = comment + token() * 3 + comment + token("length") + usage(4) + event(b"[DONE]")
@@ -124,7 +123,7 @@ def test_crlf_line_ends_and_comments_of_an_endpoint_are_accepted(piece: int) -> 
             writer.write(chunked(text[start : start + piece], last=False))
         writer.write(b"0\r\n\r\n")
 
-    report = loaded(a_trace([4]), answer)
+    report = await loaded(a_trace([4]), answer)
     assert (report.completed, report.errors, report.itl_s.n) == (1, {}, 3)
 
 
@@ -175,12 +174,9 @@ async def answer_never(body: Body, writer: asyncio.StreamWriter) -> None:
     await asyncio.sleep(0)
 
 
-def test_an_endpoint_that_needs_a_key_is_reported_with_openai_api_key() -> None:
-    async def ask() -> None:
-        with pytest.raises(InputError, match=r"no model list \(status 401: no key\); .* set OPENAI_API_KEY$"):
-            await first_model(Refusing("http://127.0.0.1:1"))
-
-    asyncio.run(ask())
+async def test_an_endpoint_that_needs_a_key_is_reported_with_openai_api_key() -> None:
+    with pytest.raises(InputError, match=r"no model list \(status 401: no key\); .* set OPENAI_API_KEY$"):
+        await first_model(Refusing("http://127.0.0.1:1"))
 
 
 class Refusing(Client):
@@ -207,13 +203,13 @@ class Refusing(Client):
         (answer_never, "timed out"),
     ],
 )
-def test_an_invalid_field_of_an_answer_is_named(answer: Answer, reason: str) -> None:
-    report = loaded(a_trace([4]), answer, timeout_s=0.3 if answer is answer_never else PATIENCE_S)
+async def test_an_invalid_field_of_an_answer_is_named(answer: Answer, reason: str) -> None:
+    report = await loaded(a_trace([4]), answer, timeout_s=0.3 if answer is answer_never else PATIENCE_S)
     assert report.completed == 0
     assert [kind for kind in report.errors if kind.startswith(reason)], report.errors
 
 
-def test_errors_of_one_kind_are_counted_together_under_the_first_message() -> None:
+async def test_errors_of_one_kind_are_counted_together_under_the_first_message() -> None:
     number = 0
 
     async def refuse(body: Body, writer: asyncio.StreamWriter) -> None:
@@ -222,23 +218,20 @@ def test_errors_of_one_kind_are_counted_together_under_the_first_message() -> No
         error_body = b'{"detail": "request %d"}' % number
         writer.write(b"HTTP/1.1 400 Bad\r\ncontent-length: %d\r\n\r\n" % len(error_body) + error_body)
 
-    report = loaded(a_trace([4] * 3), refuse)
+    report = await loaded(a_trace([4] * 3), refuse)
     assert list(report.errors.values()) == [3] and next(iter(report.errors)).startswith("status 400: request ")
 
 
-def test_the_first_model_of_a_long_list_is_asked_for() -> None:
+async def test_the_first_model_of_a_long_list_is_asked_for() -> None:
     listed = [{"id": f"model {number}", "object": "model"} for number in range(1000)]
     models, asked = json.dumps({"data": listed}).encode(), list[Body]()
-
-    async def run() -> LoadReport:
-        async with serving(whole_answer, asked, models) as url:
-            return await run_load(a_trace([3]), LoadOptions(url))
-
-    assert asyncio.run(run()).completed == 1
+    async with serving(whole_answer, asked, models) as url:
+        report = await run_load(a_trace([3]), LoadOptions(url))
+    assert report.completed == 1
     assert asked[0]["model"] == "model 0"
 
 
-def test_connections_are_reused_and_a_stale_one_is_replaced() -> None:
+async def test_connections_are_reused_and_a_stale_one_is_replaced() -> None:
     served = 0
 
     async def close_after_answer(body: Body, writer: asyncio.StreamWriter) -> None:
@@ -249,40 +242,32 @@ def test_connections_are_reused_and_a_stale_one_is_replaced() -> None:
         writer.close()  # keep-alive was not refused, so the client kept the connection
 
     trace = a_trace([2] * 6)
-    report = loaded(trace.scaled(20.0), close_after_answer)
+    report = await loaded(trace.scaled(20.0), close_after_answer)
     assert (report.completed, served) == (6, 6)
 
 
-def test_the_time_scale_stretches_the_arrivals() -> None:
-    report = loaded(a_trace([1] * 5), whole_answer, time_scale=20.0)
+async def test_the_time_scale_stretches_the_arrivals() -> None:
+    report = await loaded(a_trace([1] * 5), whole_answer, time_scale=20.0)
     assert report.duration_s >= 0.08
 
 
-def test_progress_is_reported_until_every_request_has_ended() -> None:
+async def test_progress_is_reported_until_every_request_has_ended() -> None:
     progress: list[tuple[int, int]] = []
-
-    async def run() -> None:
-        async with serving(whole_answer) as url:
-            await run_load(a_trace([1, 1]), LoadOptions(url), lambda sent, ended: progress.append((sent, ended)))
-
-    asyncio.run(run())
+    async with serving(whole_answer) as url:
+        await run_load(a_trace([1, 1]), LoadOptions(url), lambda sent, ended: progress.append((sent, ended)))
     assert progress[-1] == (2, 2)
 
 
-def test_a_run_that_is_stopped_reports_what_was_sent_and_names_what_was_cut_off() -> None:
-    async def run() -> LoadReport:
-        stop = asyncio.Event()
+async def test_a_run_that_is_stopped_reports_what_was_sent_and_names_what_was_cut_off() -> None:
+    stop = asyncio.Event()
 
-        def on_progress(sent: int, ended: int) -> None:
-            if ended == 3:
-                stop.set()
+    def on_progress(sent: int, ended: int) -> None:
+        if ended == 3:
+            stop.set()
 
-        async with serving(whole_answer) as url:
-            trace = a_trace([1, 1, 1, 1, 1])
-            trace = replace(trace, arrival_s=np.array([0.0, 0.0, 0.0, 1e6, 2e6]))
-            return await run_load(trace, LoadOptions(url), on_progress, stop)
-
-    report = asyncio.run(run())
+    async with serving(whole_answer) as url:
+        trace = replace(a_trace([1, 1, 1, 1, 1]), arrival_s=np.array([0.0, 0.0, 0.0, 1e6, 2e6]))
+        report = await run_load(trace, LoadOptions(url), on_progress, stop)
     assert (report.requests, report.completed, report.errors) == (3, 3, {})
 
 
@@ -293,9 +278,9 @@ def test_a_run_that_is_stopped_reports_what_was_sent_and_names_what_was_cut_off(
         *("http://no..name", f"http://{'x' * 64}.name"),
     ],
 )
-def test_an_invalid_url_is_refused(url: str) -> None:
+async def test_an_invalid_url_is_refused(url: str) -> None:
     with pytest.raises(InputError, match="is not a URL"):
-        asyncio.run(run_load(a_trace([1]), LoadOptions(url)))
+        await run_load(a_trace([1]), LoadOptions(url))
 
 
 @pytest.mark.parametrize(
@@ -307,9 +292,9 @@ def test_an_invalid_url_is_refused(url: str) -> None:
     ],
     ids=["a password", "a query", "a fragment"],
 )
-def test_url_parts_that_no_request_carries_are_refused_without_showing_a_password(url: str, reason: str) -> None:
+async def test_url_parts_that_no_request_carries_are_refused_without_showing_a_password(url: str, reason: str) -> None:
     with pytest.raises(InputError, match=reason) as refused:
-        asyncio.run(run_load(a_trace([1]), LoadOptions(url)))
+        await run_load(a_trace([1]), LoadOptions(url))
     assert "secret" not in str(refused.value)
 
 
@@ -318,22 +303,19 @@ def test_url_parts_that_no_request_carries_are_refused_without_showing_a_passwor
     [("http://[::1]:80", "[::1]:80"), ("https://h/sub", "h")],
     ids=["IPv6", "of a path"],
 )
-def test_the_host_header_is_that_of_the_url(url: str, host: str) -> None:
-    async def head() -> str:
-        return Client(url).head
-
-    assert f"Host: {host}\r\n" in asyncio.run(head())
+async def test_the_host_header_is_that_of_the_url(url: str, host: str) -> None:
+    assert f"Host: {host}\r\n" in Client(url).head
 
 
 @pytest.mark.parametrize("key", ["", "two words", "two\nlines", "\u00e9"])
-def test_a_key_that_fits_into_no_header_is_refused(key: str) -> None:
+async def test_a_key_that_fits_into_no_header_is_refused(key: str) -> None:
     with pytest.raises(InputError, match="api key: accepted are printable ASCII characters"):
-        asyncio.run(run_load(a_trace([1]), LoadOptions("http://127.0.0.1:1", api_key=key)))
+        await run_load(a_trace([1]), LoadOptions("http://127.0.0.1:1", api_key=key))
 
 
-def test_an_endpoint_that_is_not_there_is_refused() -> None:
+async def test_an_endpoint_that_is_not_there_is_refused() -> None:
     with pytest.raises(InputError, match="cannot connect"):
-        asyncio.run(run_load(a_trace([1]), LoadOptions("http://127.0.0.1:1")))
+        await run_load(a_trace([1]), LoadOptions("http://127.0.0.1:1"))
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 8, 9, 5000, 300_000])

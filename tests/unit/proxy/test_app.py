@@ -1,14 +1,14 @@
 """How the parts are put together: which routes are hot, and what large bodies may be sent to."""
 
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 
 from balanceroute.proxy.app import RouterApp, create_app
 from balanceroute.proxy.client.head import Request
 from tests.unit.proxy.client.connections import Connection, a_request
-from tests.unit.proxy.virtual_time import a_config, in_virtual_time
+from tests.unit.proxy.virtual_time import a_config, with_virtual_time
 
 COROUTINES = {
     "prefill_dispatcher",
@@ -21,17 +21,15 @@ COROUTINES = {
 }
 
 
-def living(test: Callable[[RouterApp], Awaitable[None]], **sections: Any) -> None:
-    """Run a test between startup and shutdown of an application."""
-
-    async def test_() -> None:
-        app = create_app(a_config(**sections), strict=True)
-        async with app.router.lifespan_context(app):
-            await test(app)
-
-    in_virtual_time(test_)
+@asynccontextmanager
+async def living() -> AsyncIterator[RouterApp]:
+    """An application between its startup and its shutdown."""
+    app = create_app(a_config(), strict=True)
+    async with app.router.lifespan_context(app):
+        yield app
 
 
+@with_virtual_time
 @pytest.mark.parametrize(
     ("path", "large"),
     [
@@ -46,20 +44,16 @@ def living(test: Callable[[RouterApp], Awaitable[None]], **sections: Any) -> Non
         (b"/nothing", False),
     ],
 )
-def test_only_prompt_routes_accept_large_bodies(path: bytes, large: bool) -> None:
-    async def test(app: RouterApp) -> None:
+async def test_only_prompt_routes_accept_large_bodies(path: bytes, large: bool) -> None:
+    async with living() as app:
         request: Request = Request("POST", path, [], http_1_0=False)
         app.gate(request)
         assert (request.body_limit_bytes is None) == large
 
-    living(test)
 
-
-def test_prompts_bypass_asgi_only_between_startup_and_shutdown() -> None:
-    seen: list[RouterApp] = []
-
-    async def test(app: RouterApp) -> None:
-        seen.append(app)
+@with_virtual_time
+async def test_prompts_bypass_asgi_only_between_startup_and_shutdown() -> None:
+    async with living() as app:
         assert set(app.hot) == {"/v1/completions", "/v1/chat/completions", "/v1/messages"}
         for path, make in app.hot.items():
             connection = Connection()
@@ -68,14 +62,11 @@ def test_prompts_bypass_asgi_only_between_startup_and_shutdown() -> None:
             handler.abandoned()
         assert app.services.metrics.requests.value("cancelled") == 3
         assert set(app.services.tasks) == COROUTINES
-
-    living(test)
-    assert all(task.done() for task in seen[0].services.tasks.values())
+    assert all(task.done() for task in app.services.tasks.values())
 
 
-def test_requests_that_the_edge_refuses_are_counted() -> None:
-    async def test(app: RouterApp) -> None:
+@with_virtual_time
+async def test_requests_that_the_edge_refuses_are_counted() -> None:
+    async with living() as app:
         app.refused("overload")
         assert app.services.metrics.edge_refusals.value("overload") == 1
-
-    living(test)

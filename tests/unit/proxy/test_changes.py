@@ -17,7 +17,7 @@ from balanceroute.proxy.changes import LOOK_S, Changes, KeptChanges, changes_of
 from balanceroute.proxy.link.leadership import AnotherLeads
 from balanceroute.proxy.ops.steering import with_policy
 from balanceroute.proxy.services import Services
-from tests.unit.proxy.virtual_time import a_config, a_router, in_virtual_time, let_pass, script
+from tests.unit.proxy.virtual_time import a_config, a_router, let_pass, script, with_virtual_time
 
 LINEAGE = 7
 NEW = WorkerSpec("new", Role.DECODE, "http://new:1", slots=4)
@@ -49,181 +49,159 @@ def specs(services: Services) -> dict[str, WorkerSpec]:
     return {worker.id: worker.spec for worker in services.fleet}
 
 
-def test_changes_are_the_differences_between_router_and_configuration() -> None:
-    async def test() -> None:
-        services = a_router()
-        base = services.config
-        assert changes_of(services, base, LINEAGE) == Changes(LINEAGE, workers=tuple(worker_specs(base)))
-        services.fleet.add(NEW, 3)
-        services.fleet.leave(services.fleet["d1"])
-        services.fleet.drain(services.fleet["p0"])
-        found = changes_of(services, base, LINEAGE)
-        assert (found.added, found.removed, found.drained) == ((NEW,), (specs(other := a_router())["d1"],), ("p0",))
-        found.apply(other)
-        assert changes_of(other, base, LINEAGE) == found
-
-    in_virtual_time(test)
+@with_virtual_time
+async def test_changes_are_the_differences_between_router_and_configuration() -> None:
+    services = a_router()
+    base = services.config
+    assert changes_of(services, base, LINEAGE) == Changes(LINEAGE, workers=tuple(worker_specs(base)))
+    services.fleet.add(NEW, 3)
+    services.fleet.leave(services.fleet["d1"])
+    services.fleet.drain(services.fleet["p0"])
+    found = changes_of(services, base, LINEAGE)
+    assert (found.added, found.removed, found.drained) == ((NEW,), (specs(other := a_router())["d1"],), ("p0",))
+    found.apply(other)
+    assert changes_of(other, base, LINEAGE) == found
 
 
-def test_the_next_brain_keeps_a_serving_worker_that_is_being_restarted() -> None:
-    async def test() -> None:
-        services = a_router()
-        services.fleet.add(NEW, 1)
-        other = a_router(a_config(lifecycle={"join_attempts": 1}))
-        changes_of(services, services.config, LINEAGE).apply(other)
-        assert other.fleet["new"].state is WorkerState.UP, "what runs there goes on"
-        script(other, "new", ConnectFailed("refused", worker="new", tier="decode"))
-        monitor = health_monitor(other)
-        for _ in range(9):
-            await monitor._polling.once()
-            other.fleet.sweep()
-        assert other.fleet["new"].state is WorkerState.DOWN and not other.fleet["new"].leaving
-
-    in_virtual_time(test)
+@with_virtual_time
+async def test_the_next_brain_keeps_a_serving_worker_that_is_being_restarted() -> None:
+    services = a_router()
+    services.fleet.add(NEW, 1)
+    other = a_router(a_config(lifecycle={"join_attempts": 1}))
+    changes_of(services, services.config, LINEAGE).apply(other)
+    assert other.fleet["new"].state is WorkerState.UP, "what runs there goes on"
+    script(other, "new", ConnectFailed("refused", worker="new", tier="decode"))
+    monitor = health_monitor(other)
+    for _ in range(9):
+        await monitor._polling.once()
+        other.fleet.sweep()
+    assert other.fleet["new"].state is WorkerState.DOWN and not other.fleet["new"].leaving
 
 
-def test_the_next_brain_keeps_leaving_workers_whatever_its_configuration_lists() -> None:
-    async def test() -> None:
-        services = a_router()
-        services.fleet.add(NEW, 3)
-        for leaving in ("new", "d1"):
-            services.fleet[leaving].take()  # it has something to finish
-            services.fleet.leave(services.fleet[leaving])
-        found = changes_of(services, services.config, LINEAGE)
-        smaller = a_router(a_config(1, 2))  # without d2
-        found.apply(smaller)
-        assert specs(smaller) == specs(services)
-        assert {worker.id for worker in smaller.fleet if worker.leaving} == {"new", "d1", "d2"}
-
-    in_virtual_time(test)
+@with_virtual_time
+async def test_the_next_brain_keeps_leaving_workers_whatever_its_configuration_lists() -> None:
+    services = a_router()
+    services.fleet.add(NEW, 3)
+    for leaving in ("new", "d1"):
+        services.fleet[leaving].take()  # it has something to finish
+        services.fleet.leave(services.fleet[leaving])
+    found = changes_of(services, services.config, LINEAGE)
+    smaller = a_router(a_config(1, 2))  # without d2
+    found.apply(smaller)
+    assert specs(smaller) == specs(services)
+    assert {worker.id for worker in smaller.fleet if worker.leaving} == {"new", "d1", "d2"}
 
 
-def test_a_drained_server_stays_drained_in_the_next_brain_under_another_name() -> None:
-    async def test() -> None:
-        services = a_router()
-        services.fleet.drain(services.fleet["d1"])
-        d0, d1 = (services.fleet[name].spec.url for name in ("d0", "d1"))
-        found = changes_of(services, services.config, LINEAGE)
-        renamed = a_router(a_config(decode={"workers": [{"url": d0, "id": "new-0"}, {"url": d1, "id": "new-1"}]}))
-        found.apply(renamed)
-        assert {worker.id for worker in renamed.fleet if worker.drained} == {"new-1"}
-
-    in_virtual_time(test)
+@with_virtual_time
+async def test_a_drained_server_stays_drained_in_the_next_brain_under_another_name() -> None:
+    services = a_router()
+    services.fleet.drain(services.fleet["d1"])
+    d0, d1 = (services.fleet[name].spec.url for name in ("d0", "d1"))
+    found = changes_of(services, services.config, LINEAGE)
+    renamed = a_router(a_config(decode={"workers": [{"url": d0, "id": "new-0"}, {"url": d1, "id": "new-1"}]}))
+    found.apply(renamed)
+    assert {worker.id for worker in renamed.fleet if worker.drained} == {"new-1"}
 
 
-def test_a_server_is_not_drained_because_it_has_the_name_of_a_drained_one_now() -> None:
-    async def test() -> None:
-        services = a_router()
-        services.fleet.drain(services.fleet["d1"])
-        d0, d1 = (services.fleet[name].spec.url for name in ("d0", "d1"))
-        found = changes_of(services, services.config, LINEAGE)
-        workers = [{"url": d0, "id": "d1"}, {"url": d1, "id": "new"}]
-        renamed = a_router(a_config(decode={"workers": workers}))
-        found.apply(renamed)
-        assert {worker.id for worker in renamed.fleet if worker.drained} == {"new"}
-        moved = a_router(a_config(decode={"workers": [{"url": d0, "id": "d0"}, {"url": "http://other:1", "id": "d1"}]}))
-        found.apply(moved)
-        assert {worker.id for worker in moved.fleet if worker.drained} == {"d1"}
-
-    in_virtual_time(test)
+@with_virtual_time
+async def test_a_server_is_not_drained_because_it_has_the_name_of_a_drained_one_now() -> None:
+    services = a_router()
+    services.fleet.drain(services.fleet["d1"])
+    d0, d1 = (services.fleet[name].spec.url for name in ("d0", "d1"))
+    found = changes_of(services, services.config, LINEAGE)
+    workers = [{"url": d0, "id": "d1"}, {"url": d1, "id": "new"}]
+    renamed = a_router(a_config(decode={"workers": workers}))
+    found.apply(renamed)
+    assert {worker.id for worker in renamed.fleet if worker.drained} == {"new"}
+    moved = a_router(a_config(decode={"workers": [{"url": d0, "id": "d0"}, {"url": "http://other:1", "id": "d1"}]}))
+    found.apply(moved)
+    assert {worker.id for worker in moved.fleet if worker.drained} == {"d1"}
 
 
-def test_a_server_that_was_drained_and_removed_is_not_drained_under_another_name() -> None:
-    async def test() -> None:
-        services = a_router()
-        services.fleet.drain(services.fleet["d1"])
-        services.fleet.leave(services.fleet["d1"])
-        workers = [{"url": services.fleet[name].spec.url, "id": f"new-{name}"} for name in ("d0", "d1")]
-        renamed = a_router(a_config(decode={"workers": workers}))
-        changes_of(services, services.config, LINEAGE).apply(renamed)
-        assert not renamed.fleet["new-d1"].drained
-
-    in_virtual_time(test)
+@with_virtual_time
+async def test_a_server_that_was_drained_and_removed_is_not_drained_under_another_name() -> None:
+    services = a_router()
+    services.fleet.drain(services.fleet["d1"])
+    services.fleet.leave(services.fleet["d1"])
+    workers = [{"url": services.fleet[name].spec.url, "id": f"new-{name}"} for name in ("d0", "d1")]
+    renamed = a_router(a_config(decode={"workers": workers}))
+    changes_of(services, services.config, LINEAGE).apply(renamed)
+    assert not renamed.fleet["new-d1"].drained
 
 
-def test_an_added_worker_is_as_a_new_configuration_describes_it_where_that_names_it() -> None:
-    async def test() -> None:
-        smaller, config = a_router(a_config(1, 1)), a_config(1, 2)
-        d1 = next(spec for spec in worker_specs(config) if spec.id == "d1")
-        smaller.fleet.add(replace(d1, slots=d1.slots + 1), 3)
-        found = changes_of(smaller, smaller.config, LINEAGE)
-        taken_over = a_router(config)
-        found.apply(taken_over)
-        assert specs(taken_over)["d1"] == d1
-        assert changes_of(taken_over, config, LINEAGE).added == ()
-
-    in_virtual_time(test)
+@with_virtual_time
+async def test_an_added_worker_is_as_a_new_configuration_describes_it_where_that_names_it() -> None:
+    smaller, config = a_router(a_config(1, 1)), a_config(1, 2)
+    d1 = next(spec for spec in worker_specs(config) if spec.id == "d1")
+    smaller.fleet.add(replace(d1, slots=d1.slots + 1), 3)
+    found = changes_of(smaller, smaller.config, LINEAGE)
+    taken_over = a_router(config)
+    found.apply(taken_over)
+    assert specs(taken_over)["d1"] == d1
+    assert changes_of(taken_over, config, LINEAGE).added == ()
 
 
-def test_an_added_worker_that_replaces_one_of_the_configuration_stays_until_that_describes_it_differently() -> None:
-    async def test() -> None:
-        services = a_router()
-        d1 = specs(services)["d1"]
-        services.fleet.leave(services.fleet["d1"])
-        services.fleet.sweep()
-        services.fleet.add(by_hand := replace(d1, slots=d1.slots + 1), 3)
-        found = changes_of(services, services.config, LINEAGE)
-        next_brain = a_router()
-        found.apply(next_brain)
-        assert specs(next_brain)["d1"] == by_hand
-        assert changes_of(next_brain, services.config, LINEAGE) == found
-        other = a_router(a_config(decode={"max_num_seqs": d1.slots + 2}))
-        found.apply(other)
-        assert specs(other)["d1"].slots == d1.slots + 2
-
-    in_virtual_time(test)
+@with_virtual_time
+async def test_an_added_worker_that_replaces_a_configured_one_stays_until_its_description_differs() -> None:
+    services = a_router()
+    d1 = specs(services)["d1"]
+    services.fleet.leave(services.fleet["d1"])
+    services.fleet.sweep()
+    services.fleet.add(by_hand := replace(d1, slots=d1.slots + 1), 3)
+    found = changes_of(services, services.config, LINEAGE)
+    next_brain = a_router()
+    found.apply(next_brain)
+    assert specs(next_brain)["d1"] == by_hand
+    assert changes_of(next_brain, services.config, LINEAGE) == found
+    other = a_router(a_config(decode={"max_num_seqs": d1.slots + 2}))
+    found.apply(other)
+    assert specs(other)["d1"].slots == d1.slots + 2
 
 
-def test_an_added_server_that_a_new_configuration_renames_leaves_under_its_added_name() -> None:
-    async def test() -> None:
-        services = a_router(a_config(1, 1))
-        config = a_config(1, 2)
-        d1 = next(spec for spec in worker_specs(config) if spec.id == "d1")
-        added = replace(d1, id="hand")
-        services.fleet.add(added, 3)
-        found = changes_of(services, services.config, LINEAGE)
-        taken_over = a_router(config)
-        found.apply(taken_over)
-        assert specs(taken_over) == {spec.id: spec for spec in (*worker_specs(config), added)}
-        assert [worker.id for worker in taken_over.fleet if worker.leaving] == ["hand"]
-
-    in_virtual_time(test)
+@with_virtual_time
+async def test_an_added_server_that_a_new_configuration_renames_leaves_under_its_added_name() -> None:
+    services = a_router(a_config(1, 1))
+    config = a_config(1, 2)
+    d1 = next(spec for spec in worker_specs(config) if spec.id == "d1")
+    added = replace(d1, id="hand")
+    services.fleet.add(added, 3)
+    found = changes_of(services, services.config, LINEAGE)
+    taken_over = a_router(config)
+    found.apply(taken_over)
+    assert specs(taken_over) == {spec.id: spec for spec in (*worker_specs(config), added)}
+    assert [worker.id for worker in taken_over.fleet if worker.leaving] == ["hand"]
 
 
-def test_no_worker_is_removed_before_requests_held_by_others_are_known() -> None:
-    async def test() -> None:
-        services = a_router()
-        services.ledger.adopts = True
-        services.fleet.leave(services.fleet["d1"])
-        assert services.fleet.sweep() == []
-        services.ledger.adopts = False
-        assert services.fleet.sweep() == ["d1"]
-
-    in_virtual_time(test)
+@with_virtual_time
+async def test_no_worker_is_removed_before_requests_held_by_others_are_known() -> None:
+    services = a_router()
+    services.ledger.adopts = True
+    services.fleet.leave(services.fleet["d1"])
+    assert services.fleet.sweep() == []
+    services.ledger.adopts = False
+    assert services.fleet.sweep() == ["d1"]
 
 
-def test_workers_in_use_include_leaving_and_added_ones() -> None:
-    async def test() -> None:
-        services = a_router()
-        base = services.config
-        known = specs(services)
-        assert Changes(LINEAGE).in_use(base) == list(known.values())
-        larger = replace(known["d2"], slots=known["d2"].slots + 1)
-        services.fleet.leave(services.fleet["d2"])
-        services.fleet.sweep()
-        services.fleet.add(larger, 3)
-        services.fleet.add(NEW, 3)
-        services.fleet["d1"].take()  # it has something to finish
-        services.fleet.leave(services.fleet["d1"])
-        services.fleet.leave(services.fleet["d0"])
-        services.fleet.sweep()
-        found = changes_of(services, base, LINEAGE)
-        assert {spec.id: spec for spec in found.in_use(base)} == specs(services)
-        other = a_router()
-        found.apply(other)
-        assert other.fleet["d2"].spec == larger and other.fleet["d1"].leaving
-
-    in_virtual_time(test)
+@with_virtual_time
+async def test_workers_in_use_include_leaving_and_added_ones() -> None:
+    services = a_router()
+    base = services.config
+    known = specs(services)
+    assert Changes(LINEAGE).in_use(base) == list(known.values())
+    larger = replace(known["d2"], slots=known["d2"].slots + 1)
+    services.fleet.leave(services.fleet["d2"])
+    services.fleet.sweep()
+    services.fleet.add(larger, 3)
+    services.fleet.add(NEW, 3)
+    services.fleet["d1"].take()  # it has something to finish
+    services.fleet.leave(services.fleet["d1"])
+    services.fleet.leave(services.fleet["d0"])
+    services.fleet.sweep()
+    found = changes_of(services, base, LINEAGE)
+    assert {spec.id: spec for spec in found.in_use(base)} == specs(services)
+    other = a_router()
+    found.apply(other)
+    assert other.fleet["d2"].spec == larger and other.fleet["d1"].leaving
 
 
 def test_a_saved_policy_that_is_invalid_falls_back_to_the_configured_one() -> None:
@@ -232,76 +210,64 @@ def test_a_saved_policy_that_is_invalid_falls_back_to_the_configured_one() -> No
     assert Changes(1, policy="no such policy").config(config) is config
 
 
-def test_an_unwritable_changes_file_is_logged_once_and_written_later(
+@with_virtual_time
+async def test_an_unwritable_changes_file_is_logged_once_and_written_later(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
     path = tmp_path / "folder" / "changes"
-
-    async def test() -> None:
-        services = a_router()
-        base = services.config
-        watching = asyncio.get_running_loop().create_task(KeptChanges(path, LINEAGE).watch(services, lambda: base))
-        services.fleet.drain(services.fleet["p0"])
-        await let_pass(4 * LOOK_S)
-        path.parent.mkdir()
-        await let_pass(4 * LOOK_S)
-        assert KeptChanges(path, LINEAGE).last.drained == ("p0",)
-        watching.cancel()
-
-    in_virtual_time(test)
+    services = a_router()
+    base = services.config
+    watching = asyncio.get_running_loop().create_task(KeptChanges(path, LINEAGE).watch(services, lambda: base))
+    services.fleet.drain(services.fleet["p0"])
+    await let_pass(4 * LOOK_S)
+    path.parent.mkdir()
+    await let_pass(4 * LOOK_S)
+    assert KeptChanges(path, LINEAGE).last.drained == ("p0",)
+    watching.cancel()
     messages = [record.getMessage() for record in caplog.records if "operators' changes" in record.getMessage()]
     assert messages == ["operators' changes cannot be saved for the next brain", "operators' changes are saved again"]
 
 
-def test_a_removed_changes_file_is_rewritten(tmp_path: Path) -> None:
+@with_virtual_time
+async def test_a_removed_changes_file_is_rewritten(tmp_path: Path) -> None:
     path = tmp_path / "changes"
-
-    async def test() -> None:
-        services = a_router()
-        base = services.config
-        watching = asyncio.get_running_loop().create_task(KeptChanges(path, LINEAGE).watch(services, lambda: base))
-        services.fleet.drain(services.fleet["p0"])
-        await let_pass(4 * LOOK_S)
-        path.unlink()
-        await let_pass(4 * LOOK_S)
-        assert KeptChanges(path, LINEAGE).last.drained == ("p0",)
-        watching.cancel()
-
-    in_virtual_time(test)
+    services = a_router()
+    base = services.config
+    watching = asyncio.get_running_loop().create_task(KeptChanges(path, LINEAGE).watch(services, lambda: base))
+    services.fleet.drain(services.fleet["p0"])
+    await let_pass(4 * LOOK_S)
+    path.unlink()
+    await let_pass(4 * LOOK_S)
+    assert KeptChanges(path, LINEAGE).last.drained == ("p0",)
+    watching.cancel()
 
 
-def test_a_former_leader_writes_nothing_and_an_operator_gets_an_error(tmp_path: Path) -> None:
+@with_virtual_time
+async def test_a_former_leader_writes_nothing_and_an_operator_gets_an_error(tmp_path: Path) -> None:
     path, lead = tmp_path / "changes", ALead()
-
-    async def test() -> None:
-        services = a_router()
-        kept = KeptChanges(path, LINEAGE, lead)
+    services = a_router()
+    kept = KeptChanges(path, LINEAGE, lead)
+    kept.keep(services, services.config)
+    lead.leads, before = False, path.read_bytes()
+    kept.keep(services, services.config)  # nothing has changed
+    services.fleet.drain(services.fleet["p0"])
+    with pytest.raises(AnotherLeads):
         kept.keep(services, services.config)
-        lead.leads, before = False, path.read_bytes()
-        kept.keep(services, services.config)  # nothing has changed
-        services.fleet.drain(services.fleet["p0"])
-        with pytest.raises(AnotherLeads):
-            kept.keep(services, services.config)
-        watching = asyncio.get_running_loop().create_task(kept.watch(services, lambda: services.config))
-        await let_pass(4 * LOOK_S)
-        assert path.read_bytes() == before and not watching.done()
-        watching.cancel()
-
-    in_virtual_time(test)
+    watching = asyncio.get_running_loop().create_task(kept.watch(services, lambda: services.config))
+    await let_pass(4 * LOOK_S)
+    assert path.read_bytes() == before and not watching.done()
+    watching.cancel()
 
 
-def test_a_file_is_read_in_the_lineage_that_wrote_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@with_virtual_time
+async def test_a_file_is_read_in_the_lineage_that_wrote_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "changes"
-
-    async def test() -> None:
-        services = a_router()
-        services.fleet.drain(services.fleet["p0"])
-        kept = KeptChanges(path, LINEAGE)
-        kept.keep(services, services.config)
-        assert kept.last == changes_of(services, services.config, LINEAGE)
-
-    in_virtual_time(test)
+    services = a_router()
+    services.fleet.drain(services.fleet["p0"])
+    kept = KeptChanges(path, LINEAGE)
+    kept.keep(services, services.config)
+    assert kept.last == changes_of(services, services.config, LINEAGE)
     assert KeptChanges(path, LINEAGE).last.drained == ("p0",)
     assert KeptChanges(path, LINEAGE + 1).last == Changes(LINEAGE + 1)
     path.write_text("nonsense")
@@ -309,35 +275,32 @@ def test_a_file_is_read_in_the_lineage_that_wrote_it(tmp_path: Path, caplog: pyt
 
 
 @pytest.mark.parametrize("others", [0, 3, 4, 5])
-def test_operators_changes_are_forgotten_when_another_router_has_led_since(
+@with_virtual_time
+async def test_operators_changes_are_forgotten_when_another_router_has_led_since(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, others: int
 ) -> None:
     caplog.set_level(logging.INFO)
     path = tmp_path / "changes"
-
-    async def test() -> None:
-        services = a_router()
-        base = services.config
-        services.fleet.add(NEW, 3)
-        services.fleet.leave(services.fleet["d1"])
-        services.fleet.sweep()
-        services.fleet.drain(services.fleet["p0"])
-        services.config = with_policy(base, "random")
-        KeptChanges(path, LINEAGE, ALead(epoch=4)).keep(services, base)
-        led, again = KeptChanges(path, LINEAGE, ALead(epoch=6, others=others)), a_router()
-        led.last.apply(again)
-        forgets = others > 4
-        assert led.last.config(base).routing.policy == (base.routing.policy if forgets else "random")
-        assert {worker.id for worker in again.fleet if worker.drained} == (set() if forgets else {"p0"})
-        staying = {worker.id for worker in again.fleet if not worker.leaving}
-        assert staying - set(specs(a_router())) == (set() if forgets else {"new"})
-        assert ("d1" in staying) is forgets
-        assert "new" in again.fleet, "streams of the time when it led may be there"
-        assert ("another router has led since" in caplog.text) is forgets
-        led.keep(again, base)
-        assert KeptChanges(path, LINEAGE, ALead(epoch=7, others=others)).last.drained == led.last.drained
-
-    in_virtual_time(test)
+    services = a_router()
+    base = services.config
+    services.fleet.add(NEW, 3)
+    services.fleet.leave(services.fleet["d1"])
+    services.fleet.sweep()
+    services.fleet.drain(services.fleet["p0"])
+    services.config = with_policy(base, "random")
+    KeptChanges(path, LINEAGE, ALead(epoch=4)).keep(services, base)
+    led, again = KeptChanges(path, LINEAGE, ALead(epoch=6, others=others)), a_router()
+    led.last.apply(again)
+    forgets = others > 4
+    assert led.last.config(base).routing.policy == (base.routing.policy if forgets else "random")
+    assert {worker.id for worker in again.fleet if worker.drained} == (set() if forgets else {"p0"})
+    staying = {worker.id for worker in again.fleet if not worker.leaving}
+    assert staying - set(specs(a_router())) == (set() if forgets else {"new"})
+    assert ("d1" in staying) is forgets
+    assert "new" in again.fleet, "streams of the time when it led may be there"
+    assert ("another router has led since" in caplog.text) is forgets
+    led.keep(again, base)
+    assert KeptChanges(path, LINEAGE, ALead(epoch=7, others=others)).last.drained == led.last.drained
 
 
 @pytest.mark.parametrize(
@@ -361,32 +324,30 @@ def test_a_damaged_changes_file_does_not_prevent_leading(
     assert KeptChanges(path, LINEAGE).last == Changes(LINEAGE) and "cannot be read" in caplog.text
 
 
-def test_a_reload_without_a_brain_restores_changed_workers_and_the_configured_policy(
+@with_virtual_time
+async def test_a_reload_without_a_brain_restores_changed_workers_and_the_configured_policy(
     tmp_path: Path,
 ) -> None:
-    async def test() -> None:
-        path, services = tmp_path / "changes", a_router()
-        for name in ("d1", "d2"):
-            services.fleet.leave(services.fleet[name])
-            services.fleet.sweep()
-        under = with_policy(services.config, "random")
-        base, services.config = services.config, under
-        kept = KeptChanges(path, LINEAGE, number=3)
-        kept.keep(services, base)
-        tree = base.model_dump(exclude_unset=True)
-        tree["decode"]["workers"][1]["max_num_seqs"] = 99
-        new = validate(tree)
-        for number, config, back, policy in (
-            (3, base, set(), "random"),
-            (4, new, {"d1"}, None),
-            (1, new, {"d1"}, "random"),
-        ):
-            led, next_one = KeptChanges(path, LINEAGE, number=number), a_router(config)
-            assert led.last.policy == policy, "a router that takes over counts from 1, and keeps it"
-            led.last.apply(next_one)
-            assert {worker.id for worker in next_one.fleet if not worker.leaving} & {"d1", "d2"} == back
-        led = KeptChanges(path, LINEAGE, number=4)
-        led.keep(services, base)
-        assert KeptChanges(path, LINEAGE, number=4).last.policy == "random", "chosen since that reload"
-
-    in_virtual_time(test)
+    path, services = tmp_path / "changes", a_router()
+    for name in ("d1", "d2"):
+        services.fleet.leave(services.fleet[name])
+        services.fleet.sweep()
+    under = with_policy(services.config, "random")
+    base, services.config = services.config, under
+    kept = KeptChanges(path, LINEAGE, number=3)
+    kept.keep(services, base)
+    tree = base.model_dump(exclude_unset=True)
+    tree["decode"]["workers"][1]["max_num_seqs"] = 99
+    new = validate(tree)
+    for number, config, back, policy in (
+        (3, base, set(), "random"),
+        (4, new, {"d1"}, None),
+        (1, new, {"d1"}, "random"),
+    ):
+        led, next_one = KeptChanges(path, LINEAGE, number=number), a_router(config)
+        assert led.last.policy == policy, "a router that takes over counts from 1, and keeps it"
+        led.last.apply(next_one)
+        assert {worker.id for worker in next_one.fleet if not worker.leaving} & {"d1", "d2"} == back
+    led = KeptChanges(path, LINEAGE, number=4)
+    led.keep(services, base)
+    assert KeptChanges(path, LINEAGE, number=4).last.policy == "random", "chosen since that reload"

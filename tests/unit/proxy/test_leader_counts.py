@@ -15,7 +15,7 @@ from balanceroute.proxy.leader_counts import PERIOD_S, LeaderCounts
 from balanceroute.proxy.relay_locks import RelayLocks
 from balanceroute.proxy.run_folder import RunFolder
 from balanceroute.proxy.telemetry.metrics import Metrics
-from tests.unit.proxy.virtual_time import in_virtual_time, let_pass
+from tests.unit.proxy.virtual_time import let_pass, with_virtual_time
 
 
 class ALead:
@@ -83,24 +83,21 @@ def test_unstored_counts_are_stored_later_and_the_failure_is_logged_once(
     assert counts.keep() and KeptCounts(folder).of(LEADER) == metrics.counts()
 
 
-def test_new_counts_are_stored_every_second(tmp_path: Path) -> None:
+@with_virtual_time
+async def test_new_counts_are_stored_every_second(tmp_path: Path) -> None:
     folder, metrics = RunFolder(tmp_path), counting()
     counts = LeaderCounts(folder, ALead(), metrics)
-
-    async def test() -> None:
-        watching = asyncio.get_running_loop().create_task(counts.watch())
-        await let_pass(2 * PERIOD_S)
-        kept = KeptCounts(folder).of(LEADER)
-        assert kept == metrics.counts()
-        KeptCounts(folder).forget()
-        await let_pass(2 * PERIOD_S)
-        assert KeptCounts(folder).of(LEADER) == kept  # somebody had removed it
-        metrics.admissions.inc("d0", "stage_1")
-        await let_pass(2 * PERIOD_S)
-        assert KeptCounts(folder).of(LEADER) == metrics.counts() != kept
-        watching.cancel()
-
-    in_virtual_time(test)
+    watching = asyncio.get_running_loop().create_task(counts.watch())
+    await let_pass(2 * PERIOD_S)
+    kept = KeptCounts(folder).of(LEADER)
+    assert kept == metrics.counts()
+    KeptCounts(folder).forget()
+    await let_pass(2 * PERIOD_S)
+    assert KeptCounts(folder).of(LEADER) == kept  # somebody had removed it
+    metrics.admissions.inc("d0", "stage_1")
+    await let_pass(2 * PERIOD_S)
+    assert KeptCounts(folder).of(LEADER) == metrics.counts() != kept
+    watching.cancel()
 
 
 def counted(requests: int) -> bytes:

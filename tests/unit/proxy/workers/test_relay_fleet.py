@@ -1,8 +1,9 @@
 """A relay's workers: what they tell the brain of findings, and how they follow what the brain says."""
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import replace
+
+import pytest
 
 from balanceroute.core.types import Role, WorkerSpec, WorkerState
 from balanceroute.proxy.link.messages import Finding, Judged, Use, Workers, WorkerStanding
@@ -10,6 +11,8 @@ from balanceroute.proxy.workers.circuit import CircuitState
 from balanceroute.proxy.workers.fleet import FleetConfig, Worker
 from balanceroute.proxy.workers.relay_fleet import RelayFleet
 from tests.unit.proxy.virtual_time import ScriptedUpstream
+
+pytestmark = pytest.mark.anyio
 
 D0 = WorkerSpec("d0", Role.DECODE, "http://d0:1", slots=4)
 D1 = WorkerSpec("d1", Role.DECODE, "http://d1:1", slots=4)
@@ -26,118 +29,99 @@ def standing(
     return WorkerStanding(spec, state, circuit.value, doubtful, out)
 
 
-def on_fleet(test: Callable[[RelayFleet, list[Judged]], None]) -> None:
-    """Run with a fleet, and what it has said to the brain."""
+@pytest.fixture
+def reported() -> list[Judged]:
+    """What the fleet has said to the brain."""
+    return []
 
-    async def run() -> None:
-        reported: list[Judged] = []
-        test(RelayFleet(asyncio.get_running_loop(), FleetConfig(), reported.append), reported)
 
-    asyncio.run(run())
+@pytest.fixture
+async def fleet(reported: list[Judged]) -> RelayFleet:
+    return RelayFleet(asyncio.get_running_loop(), FleetConfig(), reported.append)
 
 
 def follow(fleet: RelayFleet, *standings: WorkerStanding, gone: tuple[str, ...] = (), whole: bool = False) -> None:
     fleet.follow(Workers(standings, gone), whole)
 
 
-def test_a_relays_workers_and_states_are_those_of_the_brain() -> None:
-    def test(fleet: RelayFleet, reported: list[Judged]) -> None:
-        follow(fleet, standing(D0), standing(D1, WorkerState.DOWN, out=True), whole=True)
-        assert [(worker.id, worker.state, worker.out) for worker in fleet] == [
-            ("d0", WorkerState.UP, False),
-            ("d1", WorkerState.DOWN, True),
-        ]
-        follow(fleet, standing(D1), gone=("d0",))
-        assert [(worker.id, worker.state) for worker in fleet] == [("d1", WorkerState.UP)]
-        follow(fleet, standing(D0), whole=True)  # another brain, which knows that one alone
-        assert [worker.id for worker in fleet] == ["d0"]
-
-    on_fleet(test)
+async def test_a_relays_workers_and_states_are_those_of_the_brain(fleet: RelayFleet) -> None:
+    follow(fleet, standing(D0), standing(D1, WorkerState.DOWN, out=True), whole=True)
+    assert [(worker.id, worker.state, worker.out) for worker in fleet] == [
+        ("d0", WorkerState.UP, False),
+        ("d1", WorkerState.DOWN, True),
+    ]
+    follow(fleet, standing(D1), gone=("d0",))
+    assert [(worker.id, worker.state) for worker in fleet] == [("d1", WorkerState.UP)]
+    follow(fleet, standing(D0), whole=True)  # another brain, which knows that one alone
+    assert [worker.id for worker in fleet] == ["d0"]
 
 
-def test_a_departed_worker_is_kept_for_its_remaining_requests() -> None:
-    def test(fleet: RelayFleet, reported: list[Judged]) -> None:
-        follow(fleet, standing(D0), whole=True)
-        worker = fleet["d0"]
-        worker.in_use += 1
-        follow(fleet, gone=("d0",))
-        assert "d0" in fleet and worker.state is WorkerState.DOWN
-        worker.in_use -= 1
-        assert fleet.sweep() == ["d0"] and "d0" not in fleet
-
-    on_fleet(test)
+async def test_a_departed_worker_is_kept_for_its_remaining_requests(fleet: RelayFleet) -> None:
+    follow(fleet, standing(D0), whole=True)
+    worker = fleet["d0"]
+    worker.in_use += 1
+    follow(fleet, gone=("d0",))
+    assert "d0" in fleet and worker.state is WorkerState.DOWN
+    worker.in_use -= 1
+    assert fleet.sweep() == ["d0"] and "d0" not in fleet
 
 
-def test_requests_continue_on_a_worker_that_a_new_router_gives_other_slots() -> None:
-    def test(fleet: RelayFleet, reported: list[Judged]) -> None:
-        follow(fleet, standing(D0), whole=True)
-        worker = fleet["d0"]
-        worker.upstream = upstream = ScriptedUpstream(200)
-        worker.in_use += 1
-        more = replace(D0, slots=8)
-        follow(fleet, standing(more), whole=True)
-        assert fleet["d0"] is worker and worker.spec == more and not upstream.closed
-
-    on_fleet(test)
+async def test_requests_continue_on_a_worker_that_a_new_router_gives_other_slots(fleet: RelayFleet) -> None:
+    follow(fleet, standing(D0), whole=True)
+    worker = fleet["d0"]
+    worker.upstream = upstream = ScriptedUpstream(200)
+    worker.in_use += 1
+    more = replace(D0, slots=8)
+    follow(fleet, standing(more), whole=True)
+    assert fleet["d0"] is worker and worker.spec == more and not upstream.closed
 
 
-def test_requests_continue_on_a_server_whose_name_another_server_has_now() -> None:
-    def test(fleet: RelayFleet, reported: list[Judged]) -> None:
-        follow(fleet, standing(D0), whole=True)
-        before = fleet["d0"]
-        before.upstream = upstream = ScriptedUpstream(200)
-        before.in_use += 1
-        follow(fleet, standing(replace(D0, url="http://d0:2")), whole=True)
-        assert fleet["d0"] is not before and not upstream.closed
-        before.circuit.fault(1.0, "status 500")
-        assert reported == []  # it would count against the other server
-        fleet["d0"].circuit.fault(1.0, "status 500")
-        assert reported == [Judged("d0", Finding.FAULT, reason="status 500")]
-
-    on_fleet(test)
-
-
-def test_a_worker_that_was_down_may_return_as_another_version() -> None:
-    def test(fleet: RelayFleet, reported: list[Judged]) -> None:
-        follow(fleet, standing(D0), whole=True)
-        fleet["d0"].echoes_ids, fleet["d0"].kv_connector = True, "nixl"
-        follow(fleet, standing(D0, doubtful=True))
-        assert fleet["d0"].echoes_ids
-        follow(fleet, standing(D0, WorkerState.DOWN, out=True))
-        assert fleet["d0"].echoes_ids is None and fleet["d0"].kv_connector is None
-
-    on_fleet(test)
+async def test_requests_continue_on_a_server_whose_name_another_server_has_now(
+    fleet: RelayFleet, reported: list[Judged]
+) -> None:
+    follow(fleet, standing(D0), whole=True)
+    before = fleet["d0"]
+    before.upstream = upstream = ScriptedUpstream(200)
+    before.in_use += 1
+    follow(fleet, standing(replace(D0, url="http://d0:2")), whole=True)
+    assert fleet["d0"] is not before and not upstream.closed
+    before.circuit.fault(1.0, "status 500")
+    assert reported == []  # it would count against the other server
+    fleet["d0"].circuit.fault(1.0, "status 500")
+    assert reported == [Judged("d0", Finding.FAULT, reason="status 500")]
 
 
-def test_a_worker_that_ended_while_the_relay_was_away_may_be_another_version() -> None:
-    def test(fleet: RelayFleet, reported: list[Judged]) -> None:
-        back = WorkerStanding(D0, WorkerState.UP, CircuitState.CLOSED.value, False, False, "", 2.0)
-        follow(fleet, standing(D0), whole=True)
-        for connector in ("nixl", "mooncake_v1"):
-            fleet["d0"].echoes_ids, fleet["d0"].kv_connector = True, connector
-            follow(fleet, back, whole=True)
-            assert fleet["d0"].kv_connector == (None if connector == "nixl" else connector)
-
-    on_fleet(test)
+async def test_a_worker_that_was_down_may_return_as_another_version(fleet: RelayFleet) -> None:
+    follow(fleet, standing(D0), whole=True)
+    fleet["d0"].echoes_ids, fleet["d0"].kv_connector = True, "nixl"
+    follow(fleet, standing(D0, doubtful=True))
+    assert fleet["d0"].echoes_ids
+    follow(fleet, standing(D0, WorkerState.DOWN, out=True))
+    assert fleet["d0"].echoes_ids is None and fleet["d0"].kv_connector is None
 
 
-def test_a_relay_keeps_ended_processes_and_cache_salts_over_a_change_of_brain() -> None:
-    def test(fleet: RelayFleet, reported: list[Judged]) -> None:
-        follow(fleet, standing(D0), whole=True)
-        follow(fleet, WorkerStanding(D0, WorkerState.UP, CircuitState.CLOSED.value, False, False, "00000001a", 2.0))
-        follow(fleet, standing(D0), whole=True)  # another brain, which has found nothing yet
-        assert (fleet["d0"].cache_salt, fleet["d0"].ended_at) == ("00000001a", 2.0)
+async def test_a_worker_that_ended_while_the_relay_was_away_may_be_another_version(fleet: RelayFleet) -> None:
+    back = WorkerStanding(D0, WorkerState.UP, CircuitState.CLOSED.value, False, False, "", 2.0)
+    follow(fleet, standing(D0), whole=True)
+    for connector in ("nixl", "mooncake_v1"):
+        fleet["d0"].echoes_ids, fleet["d0"].kv_connector = True, connector
+        follow(fleet, back, whole=True)
+        assert fleet["d0"].kv_connector == (None if connector == "nixl" else connector)
 
-    on_fleet(test)
+
+async def test_a_relay_keeps_ended_processes_and_cache_salts_over_a_change_of_brain(fleet: RelayFleet) -> None:
+    follow(fleet, standing(D0), whole=True)
+    follow(fleet, WorkerStanding(D0, WorkerState.UP, CircuitState.CLOSED.value, False, False, "00000001a", 2.0))
+    follow(fleet, standing(D0), whole=True)  # another brain, which has found nothing yet
+    assert (fleet["d0"].cache_salt, fleet["d0"].ended_at) == ("00000001a", 2.0)
 
 
-def test_a_relay_hears_of_an_ended_process_although_the_clock_was_set_back_since_the_last_one() -> None:
-    def test(fleet: RelayFleet, reported: list[Judged]) -> None:
-        for at in (3600.0, 2.0):
-            follow(fleet, WorkerStanding(D0, WorkerState.DOWN, CircuitState.CLOSED.value, False, True, "", at))
-            assert fleet["d0"].ended_at == at
-
-    on_fleet(test)
+async def test_a_relay_hears_of_an_ended_process_although_the_clock_was_set_back_since_the_last_one(
+    fleet: RelayFleet,
+) -> None:
+    for at in (3600.0, 2.0):
+        follow(fleet, WorkerStanding(D0, WorkerState.DOWN, CircuitState.CLOSED.value, False, True, "", at))
+        assert fleet["d0"].ended_at == at
 
 
 def findings(reported: list[Judged]) -> list[Finding]:
@@ -146,63 +130,56 @@ def findings(reported: list[Judged]) -> list[Finding]:
     return found
 
 
-def test_failures_are_always_reported_and_successes_only_when_they_change_something() -> None:
-    def test(fleet: RelayFleet, reported: list[Judged]) -> None:
-        follow(fleet, standing(D0), whole=True)
-        circuit = fleet["d0"].circuit
-        circuit.used()
-        circuit.success()
-        circuit.inconclusive()
-        assert findings(reported) == []
-        circuit.fault(1.0, "status 500")
-        assert reported == [Judged("d0", Finding.FAULT, reason="status 500")]
-        circuit.success()
-        assert findings(reported) == [Finding.FAULT, Finding.SUCCESS]
-        follow(fleet, standing(D0))
-        circuit.success()
-        assert findings(reported) == []
-        circuit.busy(1.0, 7.5)
-        assert reported == [Judged("d0", Finding.BUSY, 7.5)]
-        follow(fleet, standing(D0, doubtful=True))
-        reported.clear()
-        circuit.success()
-        assert findings(reported) == [Finding.SUCCESS]
+async def test_failures_are_always_reported_and_successes_only_when_they_change_something(
+    fleet: RelayFleet, reported: list[Judged]
+) -> None:
+    follow(fleet, standing(D0), whole=True)
+    circuit = fleet["d0"].circuit
+    circuit.used()
+    circuit.success()
+    circuit.inconclusive()
+    assert findings(reported) == []
+    circuit.fault(1.0, "status 500")
+    assert reported == [Judged("d0", Finding.FAULT, reason="status 500")]
+    circuit.success()
+    assert findings(reported) == [Finding.FAULT, Finding.SUCCESS]
+    follow(fleet, standing(D0))
+    circuit.success()
+    assert findings(reported) == []
+    circuit.busy(1.0, 7.5)
+    assert reported == [Judged("d0", Finding.BUSY, 7.5)]
+    follow(fleet, standing(D0, doubtful=True))
+    reported.clear()
+    circuit.success()
+    assert findings(reported) == [Finding.SUCCESS]
 
-    on_fleet(test)
 
-
-def test_one_request_alone_is_the_trial_of_a_half_open_circuit() -> None:
-    def test(fleet: RelayFleet, reported: list[Judged]) -> None:
-        follow(fleet, standing(D0, circuit=CircuitState.HALF_OPEN, doubtful=True), whole=True)
-        circuit = fleet["d0"].circuit
-        circuit.used()
-        circuit.used()
-        assert findings(reported) == [Finding.USED]
-        circuit.inconclusive()
-        assert findings(reported) == [Finding.INCONCLUSIVE]
-
-    on_fleet(test)
+async def test_one_request_alone_is_the_trial_of_a_half_open_circuit(fleet: RelayFleet, reported: list[Judged]) -> None:
+    follow(fleet, standing(D0, circuit=CircuitState.HALF_OPEN, doubtful=True), whole=True)
+    circuit = fleet["d0"].circuit
+    circuit.used()
+    circuit.used()
+    assert findings(reported) == [Finding.USED]
+    circuit.inconclusive()
+    assert findings(reported) == [Finding.INCONCLUSIVE]
 
 
 def uses(fleet: RelayFleet, now: float, *awaited: str) -> list[Use]:
     return list(fleet.uses(now, set(awaited)))
 
 
-def test_use_of_a_worker_is_reported_until_it_ends_and_once_more() -> None:
-    def test(fleet: RelayFleet, reported: list[Judged]) -> None:
-        follow(fleet, standing(D0), standing(D1), whole=True)
-        assert uses(fleet, 10.0) == []
-        worker: Worker = fleet["d0"]
-        worker.busy_since_s = 9.0
-        worker.take()
-        worker.take()
-        worker.in_use -= 1
-        assert uses(fleet, 10.0, "d0") == [Use("d0", 1, 2, True, None, 1.0)]
-        worker.progress_s = 11.5
-        assert uses(fleet, 12.0, "d0") == [Use("d0", 1, 1, True, 0.5, 3.0)]
-        worker.in_use -= 1
-        assert uses(fleet, 13.0) == [Use("d0", 0, 1, False, 1.5, 4.0)]
-        assert uses(fleet, 14.0) == [Use("d0", 0, 0, False, 2.5, 5.0)]
-        assert uses(fleet, 15.0) == []
-
-    on_fleet(test)
+async def test_use_of_a_worker_is_reported_until_it_ends_and_once_more(fleet: RelayFleet) -> None:
+    follow(fleet, standing(D0), standing(D1), whole=True)
+    assert uses(fleet, 10.0) == []
+    worker: Worker = fleet["d0"]
+    worker.busy_since_s = 9.0
+    worker.take()
+    worker.take()
+    worker.in_use -= 1
+    assert uses(fleet, 10.0, "d0") == [Use("d0", 1, 2, True, None, 1.0)]
+    worker.progress_s = 11.5
+    assert uses(fleet, 12.0, "d0") == [Use("d0", 1, 1, True, 0.5, 3.0)]
+    worker.in_use -= 1
+    assert uses(fleet, 13.0) == [Use("d0", 0, 1, False, 1.5, 4.0)]
+    assert uses(fleet, 14.0) == [Use("d0", 0, 0, False, 2.5, 5.0)]
+    assert uses(fleet, 15.0) == []
