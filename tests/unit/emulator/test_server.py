@@ -13,7 +13,8 @@ from balanceroute.emulator.server import HttpServer
 from tests.waiting import PATIENCE_S, until
 
 
-def test_a_request_that_outlives_its_connection_is_cancelled_when_the_server_stops(
+@pytest.mark.anyio
+async def test_a_request_that_outlives_its_connection_is_cancelled_when_the_server_stops(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(server, "STOP_S", 0.05)
@@ -26,18 +27,15 @@ def test_a_request_that_outlives_its_connection_is_cancelled_when_the_server_sto
         finally:
             cancelled.set()
 
-    async def test() -> None:
-        listener = HttpServer(deaf, "127.0.0.1", 0)
-        await listener.start()
-        _, writer = await asyncio.open_connection("127.0.0.1", listener.port)
-        writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
-        async with asyncio.timeout(PATIENCE_S):
-            await started.wait()
-            await listener.stop()
-            await cancelled.wait()
-        writer.close()
-
-    asyncio.run(test())
+    listener = HttpServer(deaf, "127.0.0.1", 0)
+    await listener.start()
+    _, writer = await asyncio.open_connection("127.0.0.1", listener.port)
+    writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+    async with asyncio.timeout(PATIENCE_S):
+        await started.wait()
+        await listener.stop()
+        await cancelled.wait()
+    writer.close()
 
 
 @pytest.mark.parametrize("loop_factory", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])

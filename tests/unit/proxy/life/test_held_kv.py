@@ -31,7 +31,6 @@ from tests.unit.proxy.virtual_time import (
     ScriptedUpstream,
     a_config,
     a_router,
-    in_virtual_time,
     let_pass,
     script,
     stand_still,
@@ -266,7 +265,8 @@ async def test_tokens_read_after_a_stop_of_the_router_do_not_prove_worker_progre
     assert client.text == " 20 21" and len(d0.asked) == 2 and idle(services)
 
 
-def test_kv_that_may_have_expired_while_its_parameters_were_written_is_computed_again() -> None:
+@with_virtual_time
+async def test_kv_that_may_have_expired_while_its_parameters_were_written_is_computed_again() -> None:
     class Stopped(ScriptedUpstream):
         """The router is stopped for so long as it writes to it for the first time."""
 
@@ -280,18 +280,12 @@ def test_kv_that_may_have_expired_while_its_parameters_were_written_is_computed_
             self.stop_s = 0.0
             return reply
 
-    services: Services
-
-    async def served() -> None:
-        nonlocal services
-        services, client = a_router(a_config(1, 1, connector="nixl")), Client()
-        d0 = services.fleet["d0"].upstream = Stopped(Page(events(90, 91) + DONE), WHOLE)  # type: ignore[assignment]
-        script(services, "p0", probed())
-        async with dispatching(services):
-            await a_leg(services, client).run()
-        assert client.text == " 20 21" and len(d0.asked) == 2 and idle(services)
-
-    in_virtual_time(served)
+    services, client = a_router(a_config(1, 1, connector="nixl")), Client()
+    d0 = services.fleet["d0"].upstream = Stopped(Page(events(90, 91) + DONE), WHOLE)  # type: ignore[assignment]
+    script(services, "p0", probed())
+    async with dispatching(services):
+        await a_leg(services, client).run()
+    assert client.text == " 20 21" and len(d0.asked) == 2 and idle(services)
 
 
 @with_virtual_time

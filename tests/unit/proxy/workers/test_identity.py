@@ -7,7 +7,7 @@ import pytest
 from balanceroute.errors import ForeignReply
 from balanceroute.proxy.workers.fleet import Worker
 from balanceroute.proxy.workers.identity import check_id, learn_id
-from tests.unit.proxy.virtual_time import a_router, in_virtual_time, with_virtual_time
+from tests.unit.proxy.virtual_time import a_router, with_virtual_time
 
 
 class Connections:
@@ -38,15 +38,13 @@ async def test_a_worker_that_has_echoed_once_must_always() -> None:
     assert connections.dropped == 1
 
 
-def test_a_worker_that_never_echoes_ids_is_unchecked_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    async def asked() -> None:
-        worker, connections = a_worker()
+@with_virtual_time
+async def test_a_worker_that_never_echoes_ids_is_unchecked_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    worker, connections = a_worker()
+    with caplog.at_level(logging.INFO, "balanceroute.proxy.workers.identity"):
         for echoed in ("own-1", "own-2", None):
             check_id(worker, "prefill", echoed, "r1")
-        assert connections.dropped == 0
-
-    with caplog.at_level(logging.INFO, "balanceroute.proxy.workers.identity"):
-        in_virtual_time(asked)
+    assert connections.dropped == 0
     assert [record.message for record in caplog.records] == [
         "worker does not echo X-Request-Id, its answers go unchecked"
     ]
