@@ -1,5 +1,7 @@
 """The kept projection against the definition: each request adds s + a + h at every h it is expected to see."""
 
+from operator import attrgetter
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -10,7 +12,7 @@ from balanceroute.core.projection import Projection
 HORIZON = st.sampled_from([0, 1, 2, 3, 7])
 EVENTS = st.lists(
     st.tuples(
-        st.sampled_from(["add", "add", "remove", "step", "step", "refresh", "grow", "start", "generate", "generate"]),
+        st.sampled_from(["add", "add", "remove", "step", "step", "refresh", "grow", "grow", "grow", "start"]),
         st.integers(0, 50),
         st.integers(0, 500),
         st.floats(0, 9),
@@ -36,12 +38,25 @@ class Model:
         if not self.anchored:
             self.remaining = max(0.0, self.remaining - 1.0)
 
-    @property
-    def bucket(self) -> int:
-        return int(self.remaining)
-
     def load_at(self, h: int) -> int:
         return self.tokens + h if h <= self.remaining else 0
+
+    def add_to(self, projection: Projection) -> None:
+        projection.add(self.worker, self.tokens, self.remaining, self.running)
+
+    def remove_from(self, projection: Projection) -> None:
+        projection.remove(self.worker, self.tokens, self.remaining, self.running)
+
+    def grow(self, kept: Projection, tokens: int) -> None:
+        """Generate `tokens`, and tell the projection."""
+        if self.anchored:
+            kept.grow(self.worker, tokens)
+            self.tokens += tokens
+            return
+        before, held = int(self.remaining), self.tokens
+        for _ in range(tokens):
+            self.generate()
+        kept.move(self.worker, held, tokens, before, int(self.remaining))
 
 
 @settings(max_examples=500, deadline=None)
@@ -53,42 +68,38 @@ def test_projected_loads_follow_the_definition_after_any_events(
     for event, pick, tokens, remaining, running in events:
         if event == "step":
             kept.step()
-            for model in models:
-                if model.running:
-                    model.generate()
+            for model in filter(attrgetter("running"), models):
+                model.generate()
         elif event == "add":
             models.append(Model(pick % 3, tokens, remaining, running, horizon))
-            kept.add(models[-1].worker, tokens, models[-1].remaining, running)
+            models[-1].add_to(kept)
         elif models:
-            model = models[pick % len(models)]
-            if event == "grow" and model.anchored and model.running:
-                kept.grow(model.worker, tokens)
-                model.tokens += tokens
-                continue
-            if event == "generate":
-                if model.running and not model.anchored:
-                    before, held = model.bucket, model.tokens
-                    for _ in range(tokens % 5):
-                        model.generate()
-                    kept.move(model.worker, held, model.tokens - held, before, model.bucket)
-                continue
-            kept.remove(model.worker, model.tokens, model.remaining, model.running)
-            if event == "remove":
-                models.remove(model)
-                continue
-            if event == "refresh":
-                model.expect(remaining)
-            elif event == "start":
-                model.running = True
-            kept.add(model.worker, model.tokens, model.remaining, model.running)
+            change(models, models[pick % len(models)], kept, event, tokens, remaining)
     expected = [
         [sum(model.load_at(h) for model in models if model.worker == g) for h in range(horizon + 1)] for g in range(3)
     ]
     assert np.array_equal(kept.loads(), expected)
     afresh = Projection(3, horizon)
     for model in models:
-        afresh.add(model.worker, model.tokens, model.remaining, model.running)
+        model.add_to(afresh)
     assert kept.equals(afresh)
+
+
+def change(models: list[Model], model: Model, kept: Projection, event: str, tokens: int, remaining: float) -> None:
+    """Let something happen to a request, and tell the projection."""
+    if event == "grow":
+        if model.running:
+            model.grow(kept, tokens if model.anchored else tokens % 5)
+        return
+    model.remove_from(kept)
+    if event == "remove":
+        models.remove(model)
+        return
+    if event == "refresh":
+        model.expect(remaining)
+    elif event == "start":
+        model.running = True
+    model.add_to(kept)
 
 
 @pytest.mark.parametrize("running", [True, False])
