@@ -114,6 +114,7 @@ CONSTANTS_OF: Final = (  # modules that stay Python, but whose constants mypyc w
     "errors",
     "proxy.admission.decider",
     "proxy.link.messages",
+    "proxy.link.reach",
     "proxy.workers.connector_check",
 )
 PACKAGE: Final = Path(__file__).parent

@@ -51,11 +51,11 @@ def wait_for(url: str, log: Path, running: subprocess.Popen[bytes]) -> None:
     block_until(answers)
 
 
-def listening_port(log: Path, running: subprocess.Popen[bytes]) -> int:
+def listening_port(log: Path, running: subprocess.Popen[bytes], from_character: int = 0) -> int:
     """Wait until the process says where it listens. Raises: AssertionError: it has ended."""
 
     def listening_line() -> "re.Match[str] | None":
-        return re.search(r'"event":"listening".*"port":(\d+).*\n', log.read_text())
+        return re.search(r'"event":"listening".*"port":(\d+).*\n', log.read_text()[from_character:])
 
     block_until(lambda: listening_line() or running.poll() is not None, "no word of listening")
     found = listening_line()

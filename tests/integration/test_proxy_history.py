@@ -16,7 +16,7 @@ from balanceroute.proxy.admission.forecasts import LiveForecasts
 from tests.integration.router import running
 from tests.integration.test_proxy_answers import PROMPT, chat, completion
 from tests.integration.test_proxy_faults import PAIR, QUICK, inject_everywhere
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.anyio
 
@@ -98,12 +98,12 @@ async def test_trees_grow_in_the_background_and_then_give_forecasts(
         predictor = forecasts.forecaster.predictor
         assert isinstance(predictor, LearnedPredictor) and predictor.fitted.classifier is None
 
-        async with asyncio.timeout(300):  # a process that starts and grows 400 trees, on a machine as busy as it may be
-            while 'fits_total{outcome="adopted"} 0.0' in (await router.client.get("/metrics")).text:
-                assert forecasts.refitter.failures == 0, caplog.text
-                await router.client.post("/v1/completions", json=completion(max_tokens=24))
-                await asyncio.sleep(0.1)  # leaves the core to the trees
+        async def adopted() -> bool:
+            assert forecasts.refitter is not None and forecasts.refitter.failures == 0, caplog.text
+            await router.client.post("/v1/completions", json=completion(max_tokens=24))
+            return 'fits_total{outcome="adopted"} 0.0' not in (await router.client.get("/metrics")).text
 
+        await until(adopted, within_s=300.0)  # a process starts and grows 400 trees, on a machine as busy as it may be
         assert "predictor fitted anew" in caplog.text
         assert predictor.fitted.classifier is not None
         asked = forecasts.forecaster.gate_open + forecasts.forecaster.gate_closed

@@ -25,13 +25,12 @@ class StreamOutlet:
 
     __slots__ = ("_headers", "_response", "drained", "end", "ends_response", "started", "write")
 
-    def __init__(self, response: Response, headers: Headers) -> None:
-        """`headers`: of this response, beside those of every stream."""
+    def __init__(self, response: Response, headers: Headers, end: Callable[[bytes], None] | None = None) -> None:
+        """`headers`: of this response, beside those of every stream. `end`: takes the last events in its place."""
         self._response, self._headers = response, [*SSE_HEADERS, *headers]
         self.write, self.drained = response.write, response.drained
-        self.end: Callable[[bytes], None] = response.end
-        self.started = False
-        self.ends_response = True
+        self.end = response.end if end is None else end
+        self.started, self.ends_response = False, end is None
 
     def start(self) -> None:
         """Begin the response with a 200: the decoder's first event has come, and is no error."""
@@ -54,9 +53,8 @@ class PartStream(StreamOutlet):
     __slots__ = ("_shared",)
 
     def __init__(self, shared: StreamOutlet) -> None:
-        super().__init__(shared._response, ())
+        super().__init__(shared._response, (), _not_of_a_part)
         self._shared = shared
-        self.end, self.ends_response = _not_of_a_part, False
 
     def start(self) -> None:
         """Begin the response, unless another leg has done so."""
