@@ -19,6 +19,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from random import Random
+from typing import Any
 
 from balanceroute.core.policy import AdmissionPolicy, Choice
 from balanceroute.core.scheduler import Scheduler
@@ -111,11 +112,11 @@ def watched(policy: AdmissionPolicy) -> _Watched:
     return _Watched(policy, policy.name, policy.waits_for_slots, policy.horizon_steps)
 
 
-def frozen(snapshot: ClusterSnapshot, now: float) -> str:
+def frozen(snapshot: ClusterSnapshot, now: float) -> dict[str, Any]:
     """All of the snapshot that a decision sees, but for the count of random draws, which is the policy's to raise."""
     written = snapshot_to_dict(snapshot, now)
     written.pop("draws", None)
-    return json.dumps(written, sort_keys=True)
+    return written
 
 
 class _Round:

@@ -190,7 +190,7 @@ def main() -> None:
     parser.add_argument("--target", action="append", default=[], metavar="NAME=COMMAND", help="another router")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of ours")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=2.0, help="per measurement, after 1 s of warming up")
+    parser.add_argument("--seconds", type=float, default=2.0, help="per measurement, after at most 1 s of warming up")
     parser.add_argument("--keys", action="store_true", help="ours asks for a client key that has every limit")
     parser.add_argument("--held", type=int, default=4000, help="streams of `hold`; 0 leaves it out")
     parser.add_argument("--out", type=Path, help="write every measurement here, as JSON")

@@ -91,7 +91,7 @@ class Bench:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=2.0, help="per measurement, after 1 s of warming up")
+    parser.add_argument("--seconds", type=float, default=2.0, help="per measurement, after at most 1 s of warming up")
     parser.add_argument("--tokens", type=int, default=200, help="of an answer, under events and events+")
     parser.add_argument("--loads", nargs="+", choices=LOADS, default=list(LOADS))
     arguments = parser.parse_args()

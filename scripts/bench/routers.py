@@ -92,7 +92,7 @@ class Site:
         """What `relay_load.py` finds."""
         pid = target.process.pid if target.process else 0
         command = [sys.executable, str(HERE / "relay_load.py"), *arguments, "--port", str(target.port)]
-        command += ["--pid", str(pid), "--seconds", str(seconds)]
+        command += ["--pid", str(pid), "--seconds", str(seconds), "--warmup", str(min(1.0, seconds))]
         done = subprocess.run(command, stdout=subprocess.PIPE, check=True)
         found: dict[str, Any] = json.loads(done.stdout)
         return found

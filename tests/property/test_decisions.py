@@ -20,7 +20,7 @@ from balanceroute.core.snapshot import ClusterSnapshot
 from balanceroute.core.target_fit import TargetFit
 from balanceroute.core.types import RequestSpec, Role, WorkerSpec
 
-MANY = settings(max_examples=500, deadline=None)
+MANY = settings(max_examples=250, deadline=None)
 sizes = st.lists(st.one_of(st.integers(1, 12), st.integers(1, 4_000)), min_size=1, max_size=10)
 margins = st.lists(st.one_of(st.just(0), st.integers(0, 3_000)), min_size=1, max_size=6)
 weights = st.tuples(st.floats(0.1, 4), st.floats(0, 50), st.floats(0, 1))

@@ -281,5 +281,5 @@ class OperatorsMachine(RuleBasedStateMachine):
 
 TestOperators = pytest.mark.slow(OperatorsMachine.TestCase)
 TestOperators.settings = settings(
-    max_examples=100, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )

@@ -354,7 +354,7 @@ class DecodeFirstMachine(SchedulerMachine):
     decode_first = True
 
 
-CHEAP = settings(max_examples=200, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+CHEAP = settings(max_examples=100, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 TestLiveDriver = SchedulerMachine.TestCase
 TestLiveDriver.settings = CHEAP
 TestLockStepDriver = LockStepMachine.TestCase

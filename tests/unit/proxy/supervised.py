@@ -112,17 +112,19 @@ def attempt() -> None:
         raise ConfigError("the predictor: wrong")
 
 
-def child(name: str, listener: socket.socket | None, on_up: Callable[[], None]) -> None:
+def child(name: str, listener: socket.socket, on_up: Callable[[], None]) -> None:
     if name == OPTIONS.get("wrong"):
         raise ConfigError(f"{name}: wrong")
     if name == OPTIONS.get("dies"):
         note(name, "dies")
         os._exit(7)
+    if name == "brain":
+        listener.close()  # its copy would keep the port open
     with asyncio.Runner(loop_factory=Loop) as runner:  # as what ships
         runner.run(live(name, listener, on_up))
 
 
-async def live(name: str, listener: socket.socket | None, on_up: Callable[[], None]) -> None:
+async def live(name: str, listener: socket.socket, on_up: Callable[[], None]) -> None:
     loop, drain, now = asyncio.get_running_loop(), threading.Event(), threading.Event()
     deaf = name == OPTIONS.get("deaf")
 
@@ -138,7 +140,7 @@ async def live(name: str, listener: socket.socket | None, on_up: Callable[[], No
     for number in (signal.SIGUSR2, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         loop.add_signal_handler(number, on_signal, number)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
-    server = None if listener is None else await asyncio.start_server(partial(answer, name), sock=listener)
+    server = None if name == "brain" else await asyncio.start_server(partial(answer, name), sock=listener)
     note(name, "up")
     on_up()
     wrong, short = FOLDER / f"wrong-{name}", FOLDER / f"short-{name}"
@@ -179,8 +181,7 @@ def main() -> int:
     configure("info", "json")
     listener = socket.create_server(("127.0.0.1", 0), backlog=100)
     (FOLDER / "port").write_text(str(listener.getsockname()[1]))
-    relays = {name: partial(child, name, listener) for name in ("relay-0", "relay-1")}
-    mains: dict[str, Main] = {"brain": partial(child, "brain", None)} | relays
+    mains: dict[str, Main] = {name: partial(child, name, listener) for name in ("brain", "relay-0", "relay-1")}
     code = Supervisor(mains, ("brain",), Owner(listener)).run()
     if OPTIONS.get("lingers"):
         (FOLDER / "lingers").touch()

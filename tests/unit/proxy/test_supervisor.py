@@ -521,6 +521,7 @@ def test_a_draining_router_closes_its_port_when_its_last_relay_ends(running: Run
     running.process.send_signal(signal.SIGTERM)
     port = int((running.folder / "port").read_text())
     block_until(lambda: not accepts(port))
+    assert "ends" not in running.events("brain") and not running.logged("children killed: they have not ended in time")
     (running.folder / "hold-brain").unlink()
     assert running.process.wait(PATIENCE_S) == 0
 
