@@ -19,6 +19,7 @@
     │   ├── UpstreamTimeout      504
     │   ├── BadUpstreamReply     502; ForeignReply where it answers another request
     │   │   ├── ConnectionLost   the connection ended inside the reply
+    │   │   ├── NoCompletion     a prefiller's 200 that can't be read
     │   │   └── ReplyTooLarge    it is larger than the router reads
     │   ├── DecodersLost         502, not to be tried again
     │   ├── NotResumable         502
@@ -169,6 +170,10 @@ class BadUpstreamReply(UpstreamError):
 
 class ConnectionLost(BadUpstreamReply):
     """The connection ended inside the reply: the worker has died, or what is between us and it."""
+
+
+class NoCompletion(BadUpstreamReply):
+    """A prefiller's answer with status 200 can't be read."""
 
 
 class ReplyTooLarge(BadUpstreamReply):

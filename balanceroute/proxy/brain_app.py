@@ -203,7 +203,7 @@ def _connect_hub(app: BrainApp, relays: int, generation: int) -> LeaderCounts:
         services.metrics.forget_worker(worker_id)
         reports.forget(worker_id)
 
-    reports = RelayReports(services.fleet, services.loop, services.frozen, under_way)
+    reports = RelayReports(services.fleet, services.loop, services.frozen, under_way, lambda: services.drainer.pin_s)
     hub = app.hub = Hub(
         services.ledger, reports, services.loop, app.lead.epoch, relays, app.superseded, prompt_keys, far
     )

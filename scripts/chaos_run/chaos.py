@@ -239,7 +239,9 @@ class Run:
             for name in ("retries", "recomputes", "moves", "kv_drains"):
                 findings.lines.append(f"{name} {int(total(exposition, f'balanceroute_{name}_total'))}")
             orphans = int(total(exposition, "balanceroute_kv_orphans"))
-            await self._inspect_workers(orphans + self._taken_along(self._plan.shape.lease_s))
+            lease_s = self._plan.shape.lease_s
+            forgotten = self._killer.forgot_orphans(lease_s)
+            await self._inspect_workers(None if forgotten else orphans + self._taken_along(lease_s))
             held = held_by_router((await client.get(f"{stack.url}/state")).json())
             findings.check(not held, f"router holds {held or 'nothing'} after the leases")
         flat, line = self.memory.flat()
@@ -267,7 +269,8 @@ class Run:
         findings.check(not busy, f"workers run {busy or 'nothing'}")
         findings.check(
             orphans is None or pinned <= orphans,
-            f"prompts pinned on prefillers {pinned}, known as undrainable or taken along by relays {orphans or 0}",
+            f"prompts pinned on prefillers {pinned}, known as undrainable or taken along by relays"
+            f" {'and then forgotten' if orphans is None else orphans}",
         )
         wait_s = 0.0
         while held_by_workers(state) and wait_s < self._plan.shape.lease_s + 5:

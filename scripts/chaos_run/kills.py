@@ -121,6 +121,15 @@ class Killer:
             found += [at_s - lost_s for at_s in decides_s if lost_s <= at_s < end_s][:1]
         return found
 
+    def forgot_orphans(self, last_s: float) -> bool:
+        """Whether a relay has ended within this time, and another brain led afterwards: that one does not know which KV
+        this relay could not have drained.
+        """
+        routers, since_s = self._stack.routers, time.time() - last_s
+        ended_s = [at_s for router in routers for at_s in _times_s(router.log, "child died", f'"child":"{RELAY[3:]}')]
+        decides_s = [at_s for router in routers for at_s in _times_s(router.log, "the brain decides")]
+        return any(at_s >= since_s and at_s <= max(decides_s, default=0.0) for at_s in ended_s)
+
     def _is_alone(self, fault: Span) -> bool:
         """Whether there was no other one shortly before, or before a brain should have decided again."""
         first_s, last_s = fault.since_s - ALONE_S, fault.since_s + TAKEOVER_S
@@ -169,7 +178,8 @@ def _signal(pid: int, number: signal.Signals) -> None:
         os.kill(pid, number)
 
 
-def _times_s(log: Path, event: str) -> list[float]:
-    """When lines of this event were logged, as Unix time."""
-    lines = [line for line in log.read_text(errors="replace").splitlines() if f'"{event}"' in line]
+def _times_s(log: Path, event: str, field: str = "") -> list[float]:
+    """When lines of this event, with this part, were logged, as Unix time."""
+    texts = log.read_text(errors="replace").splitlines()
+    lines = [line for line in texts if f'"{event}"' in line and field in line]
     return [datetime.fromisoformat(json.loads(line)["time"]).timestamp() for line in lines]

@@ -298,7 +298,7 @@ async def test_a_prefiller_that_cannot_push_costs_its_request_and_no_connection_
         assert services.brain.member == member
 
 
-async def test_operators_see_the_drains_and_orphans_of_all_relays() -> None:
+async def test_operators_see_the_drains_and_orphans_of_all_relays_and_of_those_that_have_left() -> None:
     async with relayed(PAIR, prefill={"kv_pin_s": 60.0}) as router:
         here, there = router.relays
         for decoder in ("d0", "d1"):
@@ -307,10 +307,14 @@ async def test_operators_see_the_drains_and_orphans_of_all_relays() -> None:
         await until(lambda: any(worker.prefiller.pinned for worker in router.cluster.prefill))
         ask.cancel()
         there.app.services.drainer.orphan()
+        async with a_relay(router.config, router.folder, "relay-2") as third:
+            third.app.services.drainer.orphan()
+            await until(lambda: router.brain.services.metrics.orphaned_elsewhere == 2)
+        await until(lambda: len(router.brain.hub.members) == 2)
 
         async def seen() -> bool:
             state, page = (await there.client.get("/state")).json(), (await here.client.get("/metrics")).text
-            return state["drains_pending"] == 1 and "\nbalanceroute_kv_orphans 1.0\n" in page
+            return state["drains_pending"] == 1 and "\nbalanceroute_kv_orphans 2.0\n" in page
 
         await until(seen)
         for decoder in ("d0", "d1"):

@@ -7,7 +7,7 @@ import asyncio
 from typing import Final
 
 from balanceroute.core.types import UP
-from balanceroute.errors import ForeignReply, ReplyTooLarge, UpstreamError
+from balanceroute.errors import ConnectionLost, ForeignReply, NoCompletion, ReplyTooLarge, UpstreamError
 from balanceroute.proxy.life.errors import NothingPinned
 from balanceroute.proxy.life.leg import ERROR_LIMIT, REPLY_LIMIT, Leg, clear_frames
 from balanceroute.proxy.life.retries import status_error
@@ -66,7 +66,7 @@ async def probe(leg: Leg, worker: Worker) -> PrefillResult:
             raise NothingPinned("it returned no kv_transfer_params", worker=worker.id, tier="prefill")
         has_prefilled(leg, worker, result)
         return result
-    except (ForeignReply, ReplyTooLarge):
+    except (ConnectionLost, ForeignReply, NoCompletion, ReplyTooLarge):
         if pins:
             services.drainer.orphan()  # the parameters of what it has pinned, if anything, are lost
         raise

@@ -6,7 +6,7 @@ from typing import Any
 
 import orjson
 
-from balanceroute.errors import BadUpstreamReply
+from balanceroute.errors import NoCompletion
 from balanceroute.proxy.wire.bounds import (
     ABORT,
     MAX_PARAMS_BYTES,
@@ -39,7 +39,7 @@ class PrefillResult:
 def parse_probe_reply(body: bytes, *, worker: str, keep: bool = False) -> PrefillResult:
     """Parse the body of a 200. `keep`: keep the whole answer, for `PromptWishes`.
 
-    Raises: ReplyTooLarge. BadUpstreamReply: it is no completion, or an aborted one. Null `kv_transfer_params` are no
+    Raises: ReplyTooLarge; NoCompletion; BadUpstreamReply: its engine has aborted it. Null `kv_transfer_params` are no
     error here; the caller retries.
     """
     check_size(body, worker, "prefill")
@@ -70,7 +70,7 @@ def parse_probe_reply(body: bytes, *, worker: str, keep: bool = False) -> Prefil
             prompt_details=details,
         )
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError) as exc:
-        raise BadUpstreamReply(
+        raise NoCompletion(
             f"the prefiller's reply is not a completion ({type(exc).__name__}: {exc})",
             worker=worker,
             tier="prefill",

@@ -36,11 +36,12 @@ class RelayReports:
         loop: asyncio.AbstractEventLoop,
         frozen: Sequence[FrozenGroup],
         under_way: Callable[[int, int, int], None] = lambda exchanges, drains, orphans: None,
+        pin_s: Callable[[], float | None] = lambda: None,
     ) -> None:
         """`frozen`: groups of workers that fell silent together, updated by the reaper. `under_way`: called with the
-        numbers of all relays' client requests, drains and orphans.
+        numbers of all relays' client requests, drains and orphans. `pin_s`: how long prefillers keep orphans.
         """
-        self._fleet, self._loop, self._frozen, self._under_way = fleet, loop, frozen, under_way
+        self._fleet, self._loop, self._frozen, self._under_way, self._pin_s = fleet, loop, frozen, under_way, pin_s
         self.on_keys: Callable[[str, tuple[KeyUse, ...]], None] = lambda relay, keys: None
         self.on_connector: Callable[[Worker, str | None], None] = lambda worker, connector: None
         self.on_connector_doubt: Callable[[Worker, str], None] = lambda worker, reason: None
@@ -50,6 +51,7 @@ class RelayReports:
         self._away: dict[str, None] = {}  # far relays that have left, the first one first
         self._activities: dict[str, Activity] = {}
         self._uses: dict[str, dict[str, Use]] = {}  # by relay and worker
+        self._left_orphans: dict[str, int] = {}  # of relays that are gone, while prefillers may keep that KV
 
     # -- what relays say
 
@@ -68,6 +70,8 @@ class RelayReports:
 
     def active(self, relay: str, activity: Activity) -> None:
         """Take a relay's activity."""
+        if relay not in self._activities:  # if it has only joined anew, it counts its orphans itself
+            self._drop_orphans(relay, activity.orphans)
         self._activities[relay] = activity
         self._count()
         uses, now = self._uses.setdefault(relay, {}), self._loop.time()
@@ -109,7 +113,10 @@ class RelayReports:
 
     def lost(self, relay: str) -> None:
         """Remove a relay that is gone, with its requests under way; a trial among them ends, so another may be made."""
-        self._activities.pop(relay, None)
+        activity, pin_s = self._activities.pop(relay, None), self._pin_s()
+        if activity is not None and activity.orphans and pin_s is not None:
+            self._left_orphans[relay] = self._left_orphans.get(relay, 0) + activity.orphans
+            self._loop.call_later(pin_s, self._orphans_dropped, relay, activity.orphans)
         self._count()
         if relay in self.counts:
             self._note_away(relay)
@@ -131,12 +138,21 @@ class RelayReports:
                 del self._away[first]
                 self.on_given_up(self.counts.pop(first))
 
+    def _orphans_dropped(self, relay: str, orphans: int) -> None:
+        self._drop_orphans(relay, orphans)
+        self._count()
+
+    def _drop_orphans(self, relay: str, orphans: int) -> None:
+        left = self._left_orphans.pop(relay, 0) - orphans
+        if left > 0:
+            self._left_orphans[relay] = left
+
     def _count(self) -> None:
         activities = self._activities.values()
         self._under_way(
             sum(each.exchanges for each in activities),
             sum(each.drains for each in activities),
-            sum(each.orphans for each in activities),
+            sum(each.orphans for each in activities) + sum(self._left_orphans.values()),
         )
 
     # -- what relays are told

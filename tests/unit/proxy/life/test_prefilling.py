@@ -5,7 +5,14 @@ import asyncio
 import pytest
 
 from balanceroute.core.types import Outcome, WorkerState
-from balanceroute.errors import BadUpstreamReply, ForeignReply, UpstreamError, UpstreamStatus
+from balanceroute.errors import (
+    BadUpstreamReply,
+    ConnectionLost,
+    ForeignReply,
+    NoCompletion,
+    UpstreamError,
+    UpstreamStatus,
+)
 from balanceroute.proxy.admission import decider
 from balanceroute.proxy.life.errors import ClientGone, NothingPinned
 from balanceroute.proxy.life.leg import Leg
@@ -41,14 +48,15 @@ async def failed(services: Services, *answers: Answer) -> UpstreamError:
 @pytest.mark.parametrize(
     ("page", "kind", "orphans"),
     [
-        (Page(b"no JSON"), BadUpstreamReply, 0),
+        (Page(b"no JSON"), NoCompletion, 1),
+        (Page(breaks=ConnectionLost("reset", worker="p0", tier="prefill")), ConnectionLost, 1),
         (Page(status=500, body=b"broken"), UpstreamStatus, 0),
         (probed(params=None), NothingPinned, 0),
         (probed(params={}), NothingPinned, 0),
         (probed(params=None, finish_reason="abort"), BadUpstreamReply, 0),
         (probed(id_="cmpl-another"), ForeignReply, 1),
     ],
-    ids=["no JSON", "500", "null", "empty", "aborted", "of another request"],
+    ids=["no JSON", "broken off", "500", "null", "empty", "aborted", "of another request"],
 )
 @with_virtual_time
 async def test_an_unusable_prefill_reply_is_a_failure_of_the_prefiller(

@@ -13,10 +13,14 @@ from balanceroute.proxy.workers.relay_reports import MOST_AWAY, RelayReports
 from balanceroute.proxy.workers.silence import FrozenGroup
 from tests.unit.proxy.virtual_time import a_router, let_pass, with_virtual_time
 
+PIN_S = 60.0
+
 
 def reports(services: Services, counts: list[tuple[int, int, int]] | None = None) -> RelayReports:
     counts = [] if counts is None else counts
-    return RelayReports(services.fleet, services.loop, services.frozen, lambda *sums: counts.append(sums))
+    return RelayReports(
+        services.fleet, services.loop, services.frozen, lambda *sums: counts.append(sums), lambda: PIN_S
+    )
 
 
 def use(in_use: int, peak: int = 0, *, awaits: bool = False, progress: float | None = None) -> Use:
@@ -108,14 +112,32 @@ async def test_a_readded_worker_starts_without_use_reported_for_its_predecessor(
 
 
 @with_virtual_time
-async def test_drains_and_orphans_of_relays_add_up_and_end_with_the_relay() -> None:
+async def test_drains_of_relays_add_up_and_end_with_the_relay_but_its_orphans_last_while_they_may_be_pinned() -> None:
     counts: list[tuple[int, int, int]] = []
     relay_reports = reports(a_router(), counts)
     relay_reports.active("r0", Activity(1, 2, (), orphans=3))
     relay_reports.active("r1", Activity(1, 1, (), orphans=1))
     assert counts[-1] == (2, 3, 4)
     relay_reports.lost("r0")
-    assert counts[-1] == (1, 1, 1)
+    assert counts[-1] == (1, 1, 4)
+    relay_reports.active("r0", Activity(0, 0, ()))  # another process, after a restart
+    relay_reports.active("r0", Activity(0, 0, (), orphans=2))
+    assert counts[-1] == (1, 1, 6)
+    await let_pass(PIN_S + 1)
+    assert counts[-1] == (1, 1, 3)
+
+
+@with_virtual_time
+async def test_orphans_of_a_relay_that_joins_anew_count_once() -> None:
+    counts: list[tuple[int, int, int]] = []
+    relay_reports = reports(a_router(), counts)
+    for _ in range(3):
+        relay_reports.active("r0", Activity(1, 2, (), orphans=3))
+        assert counts[-1] == (1, 2, 3)
+        relay_reports.lost("r0")
+        assert counts[-1] == (0, 0, 3)
+    await let_pass(PIN_S + 1)
+    assert counts[-1] == (0, 0, 0)
 
 
 @with_virtual_time
