@@ -258,12 +258,9 @@ def _routes(
     async def ready(request: Request) -> Response:
         if services().brain.leaving:  # the brain may continue: it is on another machine, or belongs to the successor
             return json_response({"status": "draining"}, 503)
-        if services().brain.member is None and services().config.listen.brains:
-            return error_response(NoHealthyWorkers(NOT_JOINED))  # at once: a dead machine would not even refuse
-        answer = await readiness(request)
-        if answer.status_code == 200 and services().brain.member is None:  # the brain serves others, but not this relay
+        if services().brain.member is None:  # at once: a dead machine, or a stopped brain, would not even refuse
             return error_response(NoHealthyWorkers(NOT_JOINED))
-        return answer
+        return await readiness(request)
 
     async def call_workers(request: Request) -> Response:
         """Have the brain call all workers, because it must know of the call.

@@ -53,14 +53,22 @@ async def test_relays_stay_alive_without_a_brain_and_new_requests_wait_for_one()
             await until(lambda: not brain.services.ledger.n_requests)
 
 
-async def test_a_relay_whose_brains_machine_is_silent_says_at_once_that_it_is_not_ready(tmp_path: Path) -> None:
-    urls = ["http://127.0.0.1:1", "http://127.0.0.1:2"]
+@pytest.mark.parametrize("far", [True, False], ids=["on another machine", "on its machine"])
+async def test_a_relay_whose_brain_is_silent_says_at_once_that_it_is_not_ready(far: bool, tmp_path: Path) -> None:
+    urls, folder = ["http://127.0.0.1:1", "http://127.0.0.1:2"], RunFolder(tmp_path)
     tiers = {name: {"workers": [{"url": url}]} for name, url in zip(("prefill", "decode"), urls, strict=True)}
-    link = Machine(tmp_path).config.tls.model_dump(exclude_none=True)
-    with socket.create_server(("127.0.0.1", 0)) as silent:  # connections wait there, and nobody accepts them
-        listen = {"relays": 1, "brains": [f"127.0.0.1:{silent.getsockname()[1]}"]}
+    link = Machine(tmp_path).config.tls.model_dump(exclude_none=True) if far else {}
+    with (
+        socket.create_server(("127.0.0.1", 0)) as silent,  # connections wait there, and nobody accepts them
+        socket.socket(socket.AF_UNIX) as link_socket,
+        socket.socket(socket.AF_UNIX) as operators_socket,
+    ):
+        for listener, path in ((link_socket, folder.link), (operators_socket, folder.operators)):
+            listener.bind(str(path))
+            listener.listen()
+        listen = {"relays": 1, "brains": [f"127.0.0.1:{silent.getsockname()[1]}"]} if far else {"relays": 1}
         config = validate({**tiers, "decode": {**tiers["decode"], "max_num_seqs": 2}, "listen": listen, "tls": link})
-        async with a_relay(config, RunFolder(tmp_path), "relay-0") as relay:
+        async with a_relay(config, folder, "relay-0") as relay:
             ready = await relay.client.get("/ready")
             assert (ready.status_code, ready.json()["error"]["message"]) == (503, module.NOT_JOINED)
 

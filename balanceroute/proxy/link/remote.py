@@ -418,7 +418,7 @@ class RemoteBrain:
         """The connection is lost."""
         if frames is not self._frames:
             return  # a connection that was never used
-        if self._greeted and self.member is None:
+        if self._greeted and self.member is None and reason != ENDS:
             self._put_off_refused()
             self._log_trouble(self._refusal(frames, reason))
         elif self.member is not None:

@@ -91,7 +91,7 @@ class Drainer:
             task.add_done_callback(self._tasks.discard)
 
     def drain_left(self, pins: Iterable[Pin], headers: bytes) -> None:
-        """Free the KV that a former router has left pinned, if it is certainly still there."""
+        """Free the KV that a former router has left pinned on our prefillers, if it is certainly still there."""
         now, places = self._tickets.now(), {place_of(worker.spec.url) for worker in self._fleet.of(Role.PREFILL)}
         drains = dropped = 0
         for pin in pins:
@@ -104,7 +104,7 @@ class Drainer:
             self.drain(Drain(pin.request_id, request, params, headers, now - age_s, pin=pin))
             drains += 1
         if drains or dropped:
-            log.info("draining KV that a router left behind", extra={"drains": drains, "too_old": dropped})
+            log.info("draining KV that a router left behind", extra={"drains": drains, "dropped": dropped})
 
     def orphan(self) -> None:
         """Count pinned KV that can't be drained, until the prefiller drops it."""

@@ -719,6 +719,26 @@ def test_a_relay_that_is_refused_tries_again_after_growing_pauses_and_says_by_wh
     in_virtual_time(test)
 
 
+def test_a_relay_that_ends_before_its_brain_has_answered_does_not_say_that_it_cannot_join(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Late(ScriptedReach):
+        async def connect(self, protocol: Callable[[], P]) -> tuple[P, Moved]:
+            made = protocol()
+            assert isinstance(made, Frames)
+            Scripted(made, None)
+            return made, lambda: False
+
+    async def test() -> None:
+        relay = Relay(SchedulerConfig(), Late(), "r0")
+        await let_pass(RETRY_S)
+        await relay.end()
+        await let_pass(RETRY_S)
+        assert not caplog.records
+
+    in_virtual_time(test)
+
+
 def test_a_relay_that_does_not_trust_the_brain_tries_again_after_growing_pauses() -> None:
     class Untrusted(RefusingReach):
         async def connect(self, protocol: Callable[[], P]) -> tuple[P, Moved]:
