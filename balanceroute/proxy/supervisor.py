@@ -356,7 +356,7 @@ class Supervisor:
 
     def _start(self, child: Child) -> None:
         try:
-            pid = self._fork(child.name, partial(child.main, partial(_report_up, self._to_parent)))
+            pid = self._fork(child.name, partial(child.main, self._report_up))
         except OSError as error:
             self._put_off(child, error)
             return
@@ -405,6 +405,13 @@ class Supervisor:
                 sys.stderr.flush()
             os._exit(code)
 
+    def _report_up(self) -> None:
+        """In a child: it is up."""
+        self._all_up = (
+            True  # in its own memory: its first life ends later than the start, so its errors are for the log
+        )
+        os.write(self._to_parent, b"%d\n" % os.getpid())
+
     def _log_config_error(self, name: str, error: BalanceRouteError) -> None:
         """Report why this child can't run: at the start on stderr, later in the log."""
         if self._all_up:
@@ -424,10 +431,6 @@ def _shortage(error: BaseException) -> str | None:
 def _pause_s(times: int) -> float:
     """The pause before the next start after so many (`times`) failed ones in a row."""
     return min(MAX_PAUSE_S, PAUSE_S * 2.0 ** min(times - 1, 10)) if times > 0 else 0.0  # 2 ** 1024 is no float
-
-
-def _report_up(pipe: int) -> None:
-    os.write(pipe, b"%d\n" % os.getpid())
 
 
 def be_called(name: str) -> None:
