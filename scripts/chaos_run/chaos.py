@@ -241,7 +241,7 @@ class Run:
             orphans = int(total(exposition, "balanceroute_kv_orphans"))
             lease_s = self._plan.shape.lease_s
             forgotten = self._killer.forgot_orphans(lease_s)
-            await self._inspect_workers(None if forgotten else orphans + self._taken_along(lease_s))
+            await self._inspect_workers(orphans + self._taken_along(lease_s), forgotten=forgotten)
             held = held_by_router((await client.get(f"{stack.url}/state")).json())
             findings.check(not held, f"router holds {held or 'nothing'} after the leases")
         flat, line = self.memory.flat()
@@ -256,8 +256,11 @@ class Run:
             if at_s >= since_s
         )
 
-    async def _inspect_workers(self, orphans: int | None) -> None:
-        """Workers hold nothing but KV whose drain was impossible, and that only until its lease ends."""
+    async def _inspect_workers(self, orphans: int | None, forgotten: bool = False) -> None:
+        """Workers hold nothing but KV whose drain was impossible, and that only until its lease ends.
+
+        `orphans`: how much there may be of that. `forgotten`: and more, of which no process knows any more.
+        """
         findings = self.findings
         state = await self._saboteur.state()
         pinned = sum(worker.get("pinned", 0) for worker in state["workers"].values())
@@ -268,9 +271,9 @@ class Run:
         }
         findings.check(not busy, f"workers run {busy or 'nothing'}")
         findings.check(
-            orphans is None or pinned <= orphans,
-            f"prompts pinned on prefillers {pinned}, known as undrainable or taken along by relays"
-            f" {'and then forgotten' if orphans is None else orphans}",
+            orphans is None or forgotten or pinned <= orphans,
+            f"prompts pinned on prefillers {pinned}, known as undrainable or taken along by relays {orphans or 0}"
+            f"{', and more that is forgotten' if forgotten else ''}",
         )
         wait_s = 0.0
         while held_by_workers(state) and wait_s < self._plan.shape.lease_s + 5:
