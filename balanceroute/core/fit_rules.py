@@ -64,6 +64,9 @@ class FitRules:
     growth_share: float = 0.0  # how far T is below the mean, in (1 - 1/G) mean answers
     stock_share: float = 0.0  # factor of the difference between arriving and waiting prompts, which lowers T further
 
+    # Slower workers: `scarce_fit.slower_workers`.
+    most_rise: float = math.inf  # how far a request there may raise the largest load, in shares of a running request
+
     # Bonus for waiting, u^2 times tokens: `scarce_fit.Window`.
     size_bonus: float  # A: factor of what the request costs
     mean_bonus: float = 0.0  # B: factor of what the mean request costs
@@ -121,6 +124,7 @@ LEVEL_FIT = FitRules(
     most_slope=6.0,
     answer_share=0.5,
     growth_share=1.1,
+    most_rise=3.0,
     stock_share=1.0,
     room_from=12.0,
     room_share=0.75,

@@ -76,6 +76,12 @@ among prompts changes it by little. Measured by the mean prompt, the square of t
 small differences of size would decide who waits for a minute. So in the square and in the factor of B the mean answer
 stands for the mean request (mean prompt + c) where it is larger; not in caps, nor in what is huge.
 
+*Slower workers.* Small prompts keep a slower worker level with the others, but not where each request costs c beside
+its tokens: with all slots in use it costs `slowdown` times as much as they do, and all wait for it. One request more
+among the N that run yields 1/N more tokens, so it must not make the step longer by more than 1/N. A step also takes
+time that no load changes, up to twice that of the loads say. So where c is known, a slower worker keeps its slots free
+while the smallest request would raise the largest load by more than `most_rise` = 3 times its Nth part.
+
 *Large pools.* Where more wait than there are slots, whatever the last of them are chosen for, they wait longer than the
 mean answer takes; and so many are not needed to find one that fits. So a decision chooses among as many as there are
 slots in the barrier, and `MOST_WINDOW` at most, the first in waiting order.
@@ -90,7 +96,7 @@ from balanceroute.arrays import FloatArray
 from balanceroute.core.fit_rules import MIN_CAP_S, FitRules, TargetFitParams, caps_s, step_alone
 from balanceroute.core.snapshot import ClusterSnapshot, free_slots
 from balanceroute.core.tracker import DecodeInstanceState
-from balanceroute.core.types import UP, WorkerSpec
+from balanceroute.core.types import DOWN, UP, WorkerSpec
 from balanceroute.core.workload_means import WorkloadMeans
 
 OVERDUE_BONUS = 1e13
@@ -118,6 +124,19 @@ def kv_room(worker: DecodeInstanceState, means: WorkloadMeans) -> float:
     Infinite where nothing runs: what does not fit there fits nowhere.
     """
     return kv_memory(worker, means) - worker.total_load if worker.occupied else math.inf
+
+
+def slower_workers(snapshot: ClusterSnapshot, rules: FitRules) -> tuple[float, float]:
+    """The least slowdown, and by what factor a request on a slower worker may raise the largest load. O(G).
+
+    Infinite where all are equally fast, requests cost nothing beside their tokens, or no worker waits for another.
+    """
+    slowdowns = [worker.spec.slowdown for worker in snapshot.up]
+    fastest = min(slowdowns)
+    if not snapshot.request_tokens or not snapshot.shared_barrier or fastest == max(slowdowns):
+        return fastest, math.inf
+    running = sum([worker.occupied for worker in snapshot.workers if worker.state is not DOWN])
+    return fastest, 1.0 + rules.most_rise / max(1, running)
 
 
 class OpenWorker:
@@ -166,6 +185,7 @@ class Loads:
             for each in self.changing:
                 each.see_memory(snapshot.means)
                 each.roomiest = each.room == most
+        self._fastest, self._may_rise = slower_workers(snapshot, rules)
         self.open = self.changing.copy()
         self.free = free_slots(open_workers)
         for index in sorted([worker.index for worker in open_workers] + snapshot.down, reverse=True):
@@ -202,6 +222,13 @@ class Loads:
             if load < least and each is not worker:
                 least = load
         return (self._fixed_sum + total) / self._count, envelope, least
+
+    def too_slow(self, worker: OpenWorker, window: "Window") -> bool:
+        """Whether a request here slows the others down by more than it serves ("Slower workers")."""
+        if self._may_rise == math.inf or worker.spec.slowdown == self._fastest:
+            return False
+        _, envelope, _ = self.around(worker)
+        return worker.load + window.least_added(worker.spec) > envelope * self._may_rise
 
     def emptiest(self) -> OpenWorker:
         """The open worker with the fewest requests over slots; ties: least load, then lowest index."""
@@ -320,6 +347,11 @@ class Window:
             added = self._added[kind] = ((self._held + spec.request_tokens) * spec.slowdown).tolist()
         return added
 
+    def least_added(self, spec: WorkerSpec) -> float:
+        """What the smallest request, used or not, adds to the load of such a worker without its answer."""
+        added: float = spec.slowdown * (self._smallest + spec.request_tokens)
+        return added
+
     def may_fit(self, worker: OpenWorker) -> bool:
         """False where no request fits its memory, used or not: so on nearly all workers while memory is short."""
         return worker.room >= self._smallest or self._latest > _caps_until_forced(worker)
@@ -423,7 +455,7 @@ def choose_scarce(loads: Loads, window: Window, rounds: int) -> list[Fit]:
     fits: list[Fit] = []
     while len(fits) < rounds and loads.open:
         worker = loads.emptiest()
-        fit = _fit(worker, loads, window)
+        fit = None if loads.too_slow(worker, window) else _fit(worker, loads, window)
         if fit is None:
             loads.leave(worker)
             continue

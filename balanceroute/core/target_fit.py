@@ -32,6 +32,8 @@ Past its cap a request goes to the worker with the most room all the same; past 
 to any worker that has some room. A request that fits nowhere would keep all slots from a later class. So if a later
 class waits and every request of this class finds a slot, it goes to the most room at once.
 
+*Slower workers* (LevelFit) keep slots free that cost more than they serve, where c is known (`scarce_fit.py`).
+
 *One worker alone* waits for nobody (LevelFit): requests go in waiting order, as far as memory goes. One that does not
 fit holds up later classes there, as it would inside the engine.
 """
@@ -45,7 +47,7 @@ from mypy_extensions import mypyc_attr
 
 from balanceroute.core.fit_rules import FitRules, TargetFitParams, caps_s, step_alone
 from balanceroute.core.policy import Choice, StageTimer
-from balanceroute.core.scarce_fit import Loads, OpenWorker, Window, choose_scarce, kv_memory
+from balanceroute.core.scarce_fit import Loads, OpenWorker, Window, choose_scarce, kv_memory, slower_workers
 from balanceroute.core.snapshot import ClusterSnapshot, free_slots
 from balanceroute.core.tracker import DecodeInstanceState, RequestTracker
 from balanceroute.core.types import DOWN, WorkerSpec
@@ -78,7 +80,7 @@ class TargetFit:
         timer, pool = self.stage_timer, snapshot.pool
         pool_is_full = snapshot.pool_is_full  # now: it empties as choices are taken
         while len(pool):
-            open_workers = snapshot.open_workers()
+            open_workers = worth_filling(snapshot, self.rules)
             if not open_workers:
                 return
             waiting = len(pool.front)
@@ -148,10 +150,13 @@ class TargetFit:
         heapify(lightest)
         waiting, busy = snapshot.pool.front, False
         hold_s = self.hold_s(snapshot) if may_hold else 0.0
+        fastest, may_rise = slower_workers(snapshot, self.rules)
         for request in waiting.by_size(len(waiting), descending=True):
             load, index = lightest[0]
             worker = workers[index]
             load += cost(worker.spec, request.prompt_tokens)
+            if load > envelope * may_rise and worker.spec.slowdown > fastest:
+                continue  # it waits for a departure
             if hold_s and load > envelope:
                 busy = busy or self._busy(workers)  # once they are, they stay so: a decision only adds requests
                 if busy and now < held_until(request, hold_s, snapshot):
@@ -218,6 +223,22 @@ def held_until(request: RequestTracker, hold_s: float, snapshot: ClusterSnapshot
 def cost(spec: WorkerSpec, prompt_tokens: float) -> float:
     """What a request of this prompt adds to the load of a worker."""
     return spec.slowdown * (prompt_tokens + spec.request_tokens)
+
+
+def worth_filling(snapshot: ClusterSnapshot, rules: FitRules) -> list[DecodeInstanceState]:
+    """Workers with a free slot, without slower ones where no request is worth its cost (`slower_workers`)."""
+    open_workers = snapshot.open_workers()
+    if snapshot.alike or not open_workers:
+        return open_workers
+    fastest, may_rise = slower_workers(snapshot, rules)
+    if may_rise == math.inf:
+        return open_workers
+    most, smallest = snapshot.envelope * may_rise, min([tracker.prompt_tokens for tracker in snapshot.pool.front])
+    return [
+        worker
+        for worker in open_workers
+        if worker.spec.slowdown == fastest or worker.step_load + cost(worker.spec, smallest) <= most
+    ]
 
 
 def short_of_memory(snapshot: ClusterSnapshot, open_workers: list[DecodeInstanceState]) -> bool:

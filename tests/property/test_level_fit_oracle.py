@@ -43,6 +43,7 @@ class Place:
     own: int
     more: float = 0.0  # of the answers that what was chosen here is expected to have
     kept_free: float = 0.0  # a load: the room that it makes for a huge request
+    shut: bool = False  # it is slower, and its slots stay free
 
     @property
     def load(self) -> float:
@@ -50,7 +51,7 @@ class Place:
 
     @property
     def free(self) -> int:
-        return max(0, self.own_slots - self.own) if self.state == "up" else 0
+        return max(0, self.own_slots - self.own) if self.state == "up" and not self.shut else 0
 
 
 @dataclass
@@ -172,13 +173,29 @@ class Oracle:
     def room(self, place: Place) -> float:
         return self.memory_left(place) if place.requests else math.inf
 
+    def costs_too_much(self, place: Place, prompt: int) -> bool:
+        """Whether a slower worker slows the others down by more than such a request serves."""
+        up = [each.slowdown for each in self.places if each.state == "up"]
+        if self.rules is not LEVEL_FIT or not self.c or place.slowdown == min(up):
+            return False
+        envelope = max(each.load for each in self.barrier)
+        limit = envelope * (1 + 3 / max(1, self.running))
+        load = place.load + place.slowdown * (prompt + place.c)
+        assume(abs(load - limit) > NEAR * (1 + limit))
+        return load > limit
+
     # -- the choices
 
     def decide(self) -> list[tuple[str, str]]:
         while self.waiting:
-            free = sum(place.free for place in self.places)
             priority = min(entry["priority"] for entry in self.waiting)
             front = [entry for entry in self.waiting if entry["priority"] == priority]
+            smallest = min(entry["prompt_tokens"] for entry in front)
+            self.running = sum(place.requests for place in self.barrier)
+            for place in self.places:
+                place.shut = False
+                place.shut = place.free > 0 and self.costs_too_much(place, smallest)
+            free = sum(place.free for place in self.places)
             if not free:
                 break
             alone = len(self.barrier) == 1 and self.rules is LEVEL_FIT
@@ -193,10 +210,11 @@ class Oracle:
                 continue
             if len(front) > free:
                 slots = sum(place.slots for place in self.barrier)
-                self.scarce(front[:slots] if self.rules is LEVEL_FIT else front, free)
-                break
+                if self.scarce(front[:slots] if self.rules is LEVEL_FIT else front, free):
+                    break
+                continue
             self.slack(front, may_hold=last_class and not self.full)
-            if last_class:
+            if any(entry in self.waiting for entry in front):
                 break
         return self.made
 
@@ -228,7 +246,8 @@ class Oracle:
                 each.requests >= max(4, (0.5 if self.rules is LEVEL_FIT else 0) * each.slots) for each in self.barrier
             )
             until_s = entry["ready_s"] + hold_s * (1 + min(5, prompt / (10 * self.means["prompt_tokens"])))
-            if not (may_hold and raises and busy and self.now < until_s):
+            held = may_hold and raises and busy and self.now < until_s
+            if not held and not self.costs_too_much(place, prompt):
                 self.admit(entry, place)
 
     def by_memory(self, front: list[dict[str, Any]], holds_all_up: bool) -> None:
@@ -246,7 +265,8 @@ class Oracle:
                 self.admit(entry, place)
                 rooms[place.name] = self.memory_left(place)
 
-    def scarce(self, front: list[dict[str, Any]], free: int) -> None:
+    def scarce(self, front: list[dict[str, Any]], free: int) -> bool:
+        """Returns whether slots stay free."""
         caps = {entry["id"]: self.cap_s(entry["prompt_tokens"]) for entry in front}
         bonus = {entry["id"]: self.bonus(entry, self.mean_cost()) for entry in front}
         more = {entry["id"]: self.more_tokens(entry["prompt_tokens"]) for entry in front}
@@ -320,7 +340,8 @@ class Oracle:
             if not places:
                 break
             place = min(places, key=lambda each: (each.requests / each.slots, each.load))
-            entry = best(place)
+            smallest = min(entry["prompt_tokens"] for entry in front)
+            entry = None if self.costs_too_much(place, smallest) else best(place)
             if entry is None:
                 closed.append(place)
                 continue
@@ -341,6 +362,7 @@ class Oracle:
             rooms[place.name] = self.memory_left(place)
         for entry, place in chosen:
             self.note(entry, place)
+        return bool(closed)
 
 
 def a_document(random: Random, policy: str) -> dict[str, Any]:

@@ -6,12 +6,13 @@ import pytest
 
 from balanceroute.core.knobs import PolicySettings
 from balanceroute.core.scheduler import Scheduler
-from balanceroute.core.types import RequestSpec, Role, WorkerSpec, WorkerState
-from balanceroute.simulator import Replay, Setting
+from balanceroute.core.types import Outcome, RequestSpec, Role, WorkerSpec, WorkerState
+from balanceroute.simulator import Replay, Setting, at_load
 from balanceroute.traces import generate_trace
 from tests.unit.core.builders import a_scheduler, admitted, pool_all
 
 BY_LOAD = ["br_0", "br_h", "target_fit", "level_fit", "pool_fifo", "least_kv"]
+ONE_SLOW = Setting(n_workers=4, slots=16, pool=32, slowdowns=(1.0, 1.0, 1.0, 3.0), request_tokens=13_400)
 WAITING = {"a": 900, "b": 150, "c": 2400, "d": 40, "e": 700, "f": 1300}
 
 
@@ -83,6 +84,33 @@ def test_known_slowdowns_equalise_the_step_times(policy: str) -> None:
         for known in (True, False)
     )
     assert aware < 0.7 * unaware
+
+
+@pytest.mark.parametrize("waiting", [1, 3, 5], ids=["slots for more", "for all", "for fewer"])
+def test_level_fit_keeps_slots_of_a_slower_worker_free_where_a_request_costs_more_than_it_serves(waiting: int) -> None:
+    """All have a load of 6,600. The next request there would make a step a third longer for a sixteenth more tokens."""
+    scheduler = loaded("level_fit", [[100] * 6, [100] * 6, [100] * 3], each=1000, slowdowns=(1.0, 1.0, 2.0))
+    pool_all(scheduler, {f"w{number}": 100 for number in range(waiting)})
+    assert admitted(scheduler, 60.0) == []
+    scheduler.finish("d1.0", Outcome.FINISHED, 60.0)
+    assert admitted(scheduler, 60.0) == [("w0", "d1")], "it waits for the faster ones"
+    scheduler.finish("d2.0", Outcome.FINISHED, 60.0)
+    assert len(admitted(scheduler, 60.0)) == min(1, waiting - 1)
+
+
+def test_a_slower_worker_that_is_above_the_others_gets_small_requests_where_these_cost_nothing_beside_tokens() -> None:
+    scheduler = loaded("level_fit", [[100] * 6, [100] * 6, [100] * 3], slowdowns=(1.0, 1.0, 2.0))
+    pool_all(scheduler, {f"w{number}": 100 for number in range(5)})
+    assert [worker for _, worker in admitted(scheduler, 60.0)] == ["d2"] * 3
+
+
+def test_level_fit_serves_more_than_least_kv_where_a_worker_is_slow_and_requests_cost_more_than_prompts() -> None:
+    trace = at_load(generate_trace("capped", rows=400, seed=3).with_lengths(1.0, 0.05), 1.2, ONE_SLOW)
+    level_fit, least_kv = (
+        Replay(trace, PolicySettings(policy=policy), ONE_SLOW).run().figures for policy in ("level_fit", "least_kv")
+    )
+    assert level_fit.throughput_tok_s > 1.1 * least_kv.throughput_tok_s
+    assert level_fit.makespan_s < least_kv.makespan_s
 
 
 def test_request_tokens_are_part_of_the_step_load() -> None:
