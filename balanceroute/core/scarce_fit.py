@@ -131,9 +131,11 @@ def slower_workers(snapshot: ClusterSnapshot, rules: FitRules) -> tuple[float, f
 
     Infinite where all are equally fast, requests cost nothing beside their tokens, or no worker waits for another.
     """
+    if not snapshot.request_tokens or not snapshot.shared_barrier:
+        return 0.0, math.inf
     slowdowns = [worker.spec.slowdown for worker in snapshot.up]
     fastest = min(slowdowns)
-    if not snapshot.request_tokens or not snapshot.shared_barrier or fastest == max(slowdowns):
+    if fastest == max(slowdowns):
         return fastest, math.inf
     running = sum([worker.occupied for worker in snapshot.workers if worker.state is not DOWN])
     return fastest, 1.0 + rules.most_rise / max(1, running)

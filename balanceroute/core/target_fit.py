@@ -228,7 +228,7 @@ def cost(spec: WorkerSpec, prompt_tokens: float) -> float:
 def worth_filling(snapshot: ClusterSnapshot, rules: FitRules) -> list[DecodeInstanceState]:
     """Workers with a free slot, without slower ones where no request is worth its cost (`slower_workers`)."""
     open_workers = snapshot.open_workers()
-    if snapshot.alike or not open_workers:
+    if not open_workers:
         return open_workers
     fastest, may_rise = slower_workers(snapshot, rules)
     if may_rise == math.inf:

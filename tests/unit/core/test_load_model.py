@@ -98,6 +98,14 @@ def test_level_fit_keeps_slots_of_a_slower_worker_free_where_a_request_costs_mor
     assert len(admitted(scheduler, 60.0)) == min(1, waiting - 1)
 
 
+def test_nobody_is_admitted_while_all_workers_of_different_speeds_drain() -> None:
+    scheduler = loaded("level_fit", [[100], [100]], each=1000, slowdowns=(1.0, 2.0))
+    for name in ("d0", "d1"):
+        scheduler.set_worker_state(name, WorkerState.DRAINING, 0.0)
+    pool_all(scheduler, {"a": 100})
+    assert admitted(scheduler) == []
+
+
 def test_a_slower_worker_that_is_above_the_others_gets_small_requests_where_these_cost_nothing_beside_tokens() -> None:
     scheduler = loaded("level_fit", [[100] * 6, [100] * 6, [100] * 3], slowdowns=(1.0, 1.0, 2.0))
     pool_all(scheduler, {f"w{number}": 100 for number in range(5)})
