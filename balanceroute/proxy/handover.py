@@ -2,8 +2,8 @@
 
     old parent                                   new parent, `serve --take-over`
         |<------------------------- connects -------|   to the socket `handover` of the run folder
-        |-- state, the listening sockets, the lock, |
-        |   the table of keys --------------------->|   starts its children: its relays accept beside the old ones,
+        |-- state, lock, table of keys,             |
+        |   listening sockets --------------------->|   starts its children: its relays accept beside the old ones,
         |                                           |   its brain stands by
         |<------------------------- GO -------------|   once all of them are up
         |   its brain ends, its relays accept no more and finish what they have, under the new brain; it ends with them
@@ -32,44 +32,33 @@ from balanceroute.errors import ConfigError
 log = logging.getLogger(__name__)
 
 GO: Final = b"go\n"
-LOCK: Final = b"lock\n"
-KEYS: Final = b"keys\n"
 TIMEOUT_S: Final = 10.0  # for the answer of a parent, which has little else to do
 _MOST_BYTES: Final = 4096
-_MOST_SOCKETS: Final = 16
+_MOST_DESCRIPTORS: Final = 16
 
 
 class HandoverState(msgspec.Struct, frozen=True):
-    """The data for a successor. `generation`: its predecessor's number. `lineage`: see `changes.py`.
-
-    `lock_follows`, `keys_follow`: the run folder's lock and the file of the key table are sent as well, each in its own
-    message, which older versions do not read. `decode_first`: the order of the tiers; None: an older version.
+    """The data for a successor. `generation`: its predecessor's number. `lineage`: see `changes.py`. `decode_first`:
+    the order of the tiers.
     """
 
     lineage: int
     generation: int
-    lock_follows: bool = False
-    keys_follow: bool = False
-    decode_first: bool | None = None
+    decode_first: bool
 
 
 class Handover:
     """The old parent's side. The kernel sends SIGIO when `look` has something to do."""
 
     def __init__(
-        self,
-        path: Path,
-        state: HandoverState,
-        sockets: Sequence[socket.socket],
-        lock: BinaryIO | None = None,
-        keys: int | None = None,
+        self, path: Path, state: HandoverState, sockets: Sequence[socket.socket], lock: BinaryIO, keys: int
     ) -> None:
         """Listen at `path`, in place of an earlier router. `lock`: of the run folder. `keys`: the file of their table.
 
         Raises: ConfigError.
         """
-        self._state, self._sockets, self._path = state, sockets, path
-        self._files = {LOCK: None if lock is None else lock.fileno(), KEYS: keys}  # in their order
+        self._state, self._path = state, path
+        self._descriptors = [lock.fileno(), keys, *(sock.fileno() for sock in sockets)]
         self._successor: socket.socket | None = None
         try:
             self._listener = _listener(path)
@@ -117,11 +106,7 @@ class Handover:
     def _answer(self, successor: socket.socket) -> None:
         signal_input(successor.fileno())
         try:
-            follow = {name: file for name, file in self._files.items() if file is not None}
-            state = msgspec.structs.replace(self._state, lock_follows=LOCK in follow, keys_follow=KEYS in follow)
-            socket.send_fds(successor, [msgspec.json.encode(state)], [sock.fileno() for sock in self._sockets])
-            for name, file in follow.items():
-                socket.send_fds(successor, [name], [file])
+            socket.send_fds(successor, [msgspec.json.encode(self._state)], self._descriptors)
         except OSError:
             successor.close()  # the successor has gone
         else:
@@ -165,10 +150,11 @@ class Predecessor:
         connection: socket.socket,
         state: HandoverState,
         sockets: list[socket.socket],
-        lock: BinaryIO | None,
-        keys: BinaryIO | None,
+        lock: BinaryIO,
+        keys: BinaryIO,
     ) -> None:
-        self._connection, self.state, self._sockets, self._lock, self.keys = connection, state, sockets, lock, keys
+        self._connection, self.state, self._sockets, self.keys = connection, state, sockets, keys
+        self._lock: BinaryIO | None = lock
 
     @classmethod
     def find(cls, path: Path) -> "Predecessor | None":
@@ -184,13 +170,12 @@ class Predecessor:
             connection.close()
             raise ConfigError(f"--take-over: {path}: cannot be used: {error.strerror or error}") from None
         try:
-            data, descriptors, _, _ = socket.recv_fds(connection, _MOST_BYTES, _MOST_SOCKETS)
-            sockets = [socket.socket(fileno=descriptor) for descriptor in descriptors]
+            data, descriptors, _, _ = socket.recv_fds(connection, _MOST_BYTES, _MOST_DESCRIPTORS)
             state = msgspec.json.decode(data, type=HandoverState)
-            lock = _file(connection, LOCK) if state.lock_follows else None
-            keys = _file(connection, KEYS) if state.keys_follow else None
-            return cls(connection, state, sockets, lock, keys)
-        except (OSError, msgspec.MsgspecError) as error:
+            lock, keys, *listeners = descriptors
+            sockets = [socket.socket(fileno=listener) for listener in listeners]
+            return cls(connection, state, sockets, os.fdopen(lock, "rb"), os.fdopen(keys, "rb"))
+        except (OSError, ValueError) as error:
             connection.close()
             why = "it does not answer" if isinstance(error, OSError) else "another router is taking over, or it ends"
             raise ConfigError(f"--take-over: the router that runs can't be taken over: {why}") from None
@@ -214,9 +199,10 @@ class Predecessor:
         """Whether the predecessor runs. Its end is the only thing that the connection can still bring."""
         return not select([self._connection], [], [], 0)[0]
 
-    def lock(self) -> BinaryIO | None:
-        """Hand over the run folder's lock, if the predecessor sent it."""
+    def lock(self) -> BinaryIO:
+        """Hand over the run folder's lock, once."""
         lock, self._lock = self._lock, None
+        assert lock is not None
         return lock
 
     def go(self) -> None:
@@ -231,15 +217,9 @@ class Predecessor:
         for sock in self._sockets:
             sock.close()
         self._sockets.clear()
-        for file in (self._lock, self.keys):
-            if file is not None:
-                file.close()
-
-
-def _file(connection: socket.socket, name: bytes) -> BinaryIO | None:
-    """Receive a file that follows the sockets. Raises: OSError."""
-    _, descriptors, _, _ = socket.recv_fds(connection, len(name), 1)
-    return os.fdopen(descriptors[0], "rb") if descriptors else None
+        self.keys.close()
+        if self._lock is not None:
+            self._lock.close()
 
 
 def signal_input(descriptor: int) -> None:

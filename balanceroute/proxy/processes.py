@@ -69,9 +69,7 @@ def serve_processes(
         sockets = [held.enter_context(sock) for sock in listeners(config, predecessor)]
         folder = run_folder(config, sockets[0].getsockname()[1], os.environ)
         folder.make()
-        taken = None if predecessor is None else predecessor.lock()
-        beside = predecessor is not None
-        lock = held.enter_context(taken or folder.claim(beside=beside, unanswered=take_over and not beside))
+        lock = held.enter_context(folder.claim(unanswered=take_over) if predecessor is None else predecessor.lock())
         link = None
         if config.listen.link_address is not None:
             link = held.enter_context(bound("listen.link", *config.listen.link_address, predecessor))
@@ -340,7 +338,7 @@ def _predecessor(config: Config) -> Predecessor | None:
     if found is None:
         return None
     try:
-        if found.state.decode_first not in (None, config.decode_first):
+        if found.state.decode_first is not config.decode_first:
             raise ConfigError(
                 "connector: cannot change to or from mooncake_layerwise with --take-over; stop the router that runs "
                 "first"
@@ -354,8 +352,6 @@ def _predecessor(config: Config) -> Predecessor | None:
 
 def _continue_key_rates(table: KeyTable, predecessor: Predecessor) -> None:
     """Take over the key use of the predecessor's clients."""
-    if predecessor.keys is None:
-        return
     try:
         table.continue_from(predecessor.keys.fileno())
     except (ValueError, TypeError, OSError) as error:

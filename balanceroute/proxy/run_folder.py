@@ -105,21 +105,17 @@ class RunFolder:
         found = self.folder.glob(f"{_PINS}*")
         return [file for file in found if file != self.pins(relay) and file.suffix != NEW]
 
-    def claim(self, beside: bool = False, unanswered: bool = False) -> BinaryIO:
+    def claim(self, unanswered: bool = False) -> BinaryIO:
         """Take the folder for this router; it is taken as long as the returned file, or a copy of it, is open.
 
-        Args:
-            beside: another router has the folder, and is about to leave. If there is none, no brain may lead here:
-                that would be one of a router that runs, and whose locked file somebody has removed.
-            unanswered: the router that was to be taken over has not answered; for the text of the error.
-
-        Raises: ConfigError: another router has the folder.
+        `unanswered`: the router that was to be taken over has not answered; for the text of the error. Raises:
+        ConfigError: another router has the folder; where a brain leads, somebody has removed that router's locked file.
         """
         held = "another router runs with it; --take-over takes that one's place, once it is up, or set another folder"
         if unanswered:
             held = "another router has it that can't be taken over, as it starts or is about to end; try again soon"
         lock = os.fdopen(self.lock_file(_ROUTER, held), "rb")
-        if not beside and self._is_led():
+        if self._is_led():
             lock.close()
             raise _unusable(self.folder, held)
         return lock

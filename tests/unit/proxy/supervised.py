@@ -56,6 +56,7 @@ class Owner:
 
     def __init__(self, listener: socket.socket) -> None:
         self.listener = listener
+        self.lock = (FOLDER / "router").open("w+b")
         self.handover: Handover | None = None
 
     def try_reload(self) -> None:
@@ -83,7 +84,8 @@ class Owner:
         return not (FOLDER / "closes").exists()
 
     def all_up(self) -> None:
-        self.handover = Handover(FOLDER / "handover", HandoverState(os.getpid(), 1), [self.listener])
+        state = HandoverState(os.getpid(), 1, decode_first=False)
+        self.handover = Handover(FOLDER / "handover", state, [self.listener], self.lock, self.lock.fileno())
         (FOLDER / "all-up").touch()
 
     def succeeded(self) -> bool:

@@ -9,14 +9,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from msgspec.structs import replace
 
 from balanceroute.errors import ConfigError
 from balanceroute.proxy.handover import Handover, HandoverState, Predecessor
 from balanceroute.proxy.run_folder import RunFolder
 from tests.waiting import block_until
 
-STATE = HandoverState(lineage=4711, generation=2)
+STATE = HandoverState(lineage=4711, generation=2, decode_first=True)
 
 
 class Old:
@@ -26,8 +25,13 @@ class Old:
         self.path = path
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.lock = RunFolder(path.parent).claim()
-        self.side = Handover(path, STATE, [self.listener], self.lock)
+        self.keys = os.memfd_create("keys")
+        os.write(self.keys, b"what keys have used")
+        self.listen()
         self._threads = ThreadPoolExecutor(1)
+
+    def listen(self) -> None:
+        self.side = Handover(self.path, STATE, [self.listener], self.lock, self.keys)
 
     def found(self) -> Predecessor:
         """A new parent's side, once it has been answered."""
@@ -41,6 +45,7 @@ class Old:
         self.side.close()
         self.listener.close()
         self.lock.close()
+        os.close(self.keys)
         self._threads.shutdown()
 
 
@@ -57,7 +62,7 @@ def old(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Old]:
 def test_a_successor_gets_sockets_and_state_and_reports_when_it_is_ready(old: Old) -> None:
     predecessor = old.found()
     host, port = old.listener.getsockname()
-    assert predecessor.state == replace(STATE, lock_follows=True) and not old.side.look()
+    assert predecessor.state == STATE and not old.side.look()
     assert predecessor.listener(host, port + 1) is None
     assert predecessor.abandoned == [f"{host}:{port}"]
     listener = predecessor.listener(host, port)
@@ -91,38 +96,18 @@ def test_the_run_folder_lock_is_held_throughout_a_takeover(old: Old) -> None:
     predecessor.go()
     block_until(old.side.look)
     old.lock.close()
-    assert lock is not None and predecessor.lock() is None
     with pytest.raises(ConfigError, match="another router"):
         folder.claim()
     lock.close()
     folder.claim().close()
 
 
-def test_a_router_that_sends_no_lock_is_taken_over_as_well(old: Old) -> None:
-    old.side.close()
-    old.side = Handover(old.path, STATE, [old.listener])
+def test_a_successor_gets_the_file_of_the_table_of_keys(old: Old) -> None:
     predecessor = old.found()
-    assert predecessor.state == STATE and predecessor.lock() is None
+    keys = predecessor.keys
+    assert os.pread(keys.fileno(), 100, 0) == b"what keys have used"
     predecessor.close()
-
-
-def test_a_successor_gets_the_file_of_the_table_of_keys_after_the_lock_or_without_one(old: Old) -> None:
-    table = os.memfd_create("table")
-    try:
-        os.write(table, b"what keys have used")
-        for lock in (old.lock, None):
-            old.side.close()
-            old.side = Handover(old.path, STATE, [old.listener], lock, table)
-            predecessor = old.found()
-            keys, taken = predecessor.keys, predecessor.lock()
-            assert keys is not None and os.pread(keys.fileno(), 100, 0) == b"what keys have used"
-            assert (taken is None) is (lock is None)
-            predecessor.close()
-            assert keys.closed
-            if taken is not None:
-                taken.close()
-    finally:
-        os.close(table)
+    assert keys.closed
 
 
 def test_a_second_successor_is_refused_meanwhile(old: Old) -> None:
@@ -153,7 +138,7 @@ def test_without_a_free_descriptor_a_successor_waits(
     assert [record.message for record in caplog.records] == ["another router can't be answered"]
     with monkeypatch.context() as patched, pytest.raises(ConfigError, match="Too many open files"):
         patched.setattr(socket, "socket", none_is_free)
-        Handover(old.path, STATE, [old.listener])
+        old.listen()
     predecessor = old.found()
     predecessor.go()
     block_until(old.side.look)

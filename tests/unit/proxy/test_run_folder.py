@@ -71,7 +71,7 @@ def test_a_removed_lock_file_is_recreated_unless_another_router_has_the_folder(
         shutil.rmtree(folder.folder)
         assert folder.claim_again(lock) and not folder.claim_again(lock)
         with pytest.raises(ConfigError, match="another router runs with it"):
-            folder.claim(beside=True)
+            folder.claim()
         (folder.folder / "router").unlink()
         with folder.claim(), pytest.raises(ConfigError, match="another process holds router in it by now"):
             folder.claim_again(lock)
@@ -182,8 +182,8 @@ def test_every_run_folder_file_is_renewed_except_the_leaders(tmp_path: Path) -> 
     folder = RunFolder(tmp_path)
     kept = KeptCounts(folder)
     lead = FileLead(folder.lead)
-    assert lead.take()
-    with folder.claim(beside=True), socket.socket(socket.AF_UNIX) as operators:
+    with folder.claim(), socket.socket(socket.AF_UNIX) as operators:
+        assert lead.take()
         operators.bind(str(folder.operators))
         kept.keep("relay-0", b"{}")
         for file in tmp_path.iterdir():
@@ -203,7 +203,6 @@ def test_a_folder_with_a_leading_brain_belongs_to_another_router_although_its_lo
         (tmp_path / "router").unlink()
         with pytest.raises(ConfigError, match="another router runs with it"):
             folder.claim()
-        folder.claim(beside=True).close()
         lead.release()
         folder.claim().close()
 

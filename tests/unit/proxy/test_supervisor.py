@@ -439,7 +439,7 @@ def test_a_successor_gets_the_sockets_and_all_leave_when_it_is_ready(running: Ru
     quitter.close()  # it ends before it is ready, and nothing has happened
     block_until(lambda: running.logged("the router that was to take over has ended"))
     successor = found(running)
-    assert successor.state == HandoverState(running.process.pid, 1)
+    assert successor.state == HandoverState(running.process.pid, 1, decode_first=False)
     with pytest.raises(ConfigError, match="another router is taking over"):
         found(running)
     listener = successor.listener("127.0.0.1", int((running.folder / "port").read_text()))
