@@ -25,7 +25,6 @@ import asyncio
 import errno
 import fcntl
 import logging
-import math
 import os
 import secrets
 import stat
@@ -405,9 +404,8 @@ def _line(pin: Pin) -> bytes:
 def _pin(line: bytes, record: PinRecord) -> Pin:
     """The pin of a line of a former router. Raises: ValueError, TypeError, KeyError: it is damaged."""
     entry = orjson.loads(line)
-    number, request, url, at, model = (entry[name] for name in ("n", "request", "prefiller", "at", "model"))
+    number, request, url, at, up, model = (entry[name] for name in ("n", "request", "prefiller", "at", "up", "model"))
     tokens, params = token_count(entry["prompt_tokens"], "prompt_tokens"), entry["params"]
-    up = entry.get("up", math.inf)  # older versions write none
     texts = isinstance(request, str) and isinstance(url, str) and isinstance(model, str | None)
     times = isinstance(at, float | int) and isinstance(up, float | int)
     if not (texts and times and isinstance(params, dict) and isinstance(number, int)):
