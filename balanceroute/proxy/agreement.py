@@ -11,7 +11,6 @@ from typing import Final
 
 from balanceroute.config import Config, KeyEntry
 from balanceroute.errors import ConfigError
-from balanceroute.proxy.perimeter.perimeter import Perimeter
 
 MOST_BYTES: Final = 2**25  # room for some 100,000 keys; unwritten pages take no memory
 
@@ -23,11 +22,6 @@ class Agreed:
     config: Config
     keys: tuple[KeyEntry, ...] | None
     number: int = field(default=0, compare=False)  # its number, once accepted
-
-    @classmethod
-    def of(cls, config: Config, perimeter: Perimeter) -> "Agreed":
-        """A configuration, with the key file that `perimeter`, made from it, has read."""
-        return cls(config, perimeter.entries)
 
 
 class Agreement:

@@ -34,7 +34,7 @@ class Configured:
         """Read the files. Raises: ConfigError: one can't be used."""
         perimeter, tls = Perimeter(config), Tls(config)
         read = cls(config, perimeter, tls, Agreement())
-        read.agreement.propose(Agreed.of(config, perimeter))
+        read.agreement.propose(Agreed(config, perimeter.entries))
         read.agreement.accept()
         return read
 
@@ -46,7 +46,7 @@ class Configured:
         check_fixed(self.config, new)
         perimeter = Perimeter(new)
         self.tls.reload(new)
-        self.agreement.propose(Agreed.of(new, perimeter))
+        self.agreement.propose(Agreed(new, perimeter.entries))
         return perimeter
 
     def accept(self) -> None:
