@@ -14,8 +14,8 @@ from pydantic.fields import FieldInfo
 from balanceroute.config.documents import to_yaml
 from balanceroute.config.models import Config
 from balanceroute.config.sections.access import Auth
-from balanceroute.config.values import Endless, OneOf
-from balanceroute.core.knobs import DEFAULTS
+from balanceroute.config.values import OF_YOUR_OWN, Endless, OneOf
+from balanceroute.core.knobs import DAY_S, DEFAULTS
 from balanceroute.core.policies import knobs_of
 
 MASK = "********"
@@ -125,7 +125,7 @@ def accepts(field: FieldInfo) -> str:
     if get_origin(kind) is Literal:
         text = "one of " + ", ".join(map(str, get_args(kind)))
     elif named := [bound for bound in (*constraints, *field.metadata) if isinstance(bound, OneOf)]:
-        text = f"one of {', '.join(named[0].names)}, or {named[0].other}"
+        text = f"one of {', '.join(named[0].names)}, or {OF_YOUR_OWN}"
     elif get_origin(kind) is dict:
         text = "a mapping of names to plain values"
     else:
@@ -147,7 +147,7 @@ def _bounds(constraints: list[Any]) -> str:
         elif isinstance(bound, annotated_types.Le):
             high, between = f"at most {_number(bound.le)}", [*between, bound.le]
         elif isinstance(bound, Endless):
-            return f"0 to {_number(bound.most_s)}, or .inf"
+            return f"0 to {_number(DAY_S)}, or .inf"
         elif isinstance(bound, annotated_types.MinLen) and bound.min_length == 1:
             low = "not empty"
     if len(between) == 2:

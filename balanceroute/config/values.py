@@ -41,10 +41,9 @@ OF_YOUR_OWN = "module:Class of your own"
 
 @dataclass(frozen=True, slots=True)
 class OneOf:
-    """Marks a text that is one of `names`, or what `other` describes."""
+    """Marks a text that is one of `names`, or names a class of the user's own."""
 
     names: tuple[str, ...]
-    other: str
 
 
 def _policy_name(text: str) -> str:
@@ -58,7 +57,7 @@ def _policy_name(text: str) -> str:
     return text
 
 
-PolicyName = Annotated[str, AfterValidator(_policy_name), OneOf(POLICY_NAMES, OF_YOUR_OWN)]
+PolicyName = Annotated[str, AfterValidator(_policy_name), OneOf(POLICY_NAMES)]
 
 
 def _predictor_name(text: str) -> str:
@@ -69,7 +68,7 @@ def _predictor_name(text: str) -> str:
     return text
 
 
-PredictorName = Annotated[str, AfterValidator(_predictor_name), OneOf(PREDICTOR_NAMES, OF_YOUR_OWN)]
+PredictorName = Annotated[str, AfterValidator(_predictor_name), OneOf(PREDICTOR_NAMES)]
 
 
 def _host(text: str) -> str:
@@ -183,14 +182,8 @@ Seconds = Annotated[float, Field(gt=0, le=86_400)]
 SecondsOrZero = Annotated[float, Field(ge=0, le=86_400)]
 
 
-@dataclass(frozen=True, slots=True)
 class Endless:
-    """Marks a time that may be infinite: `.inf` in YAML, `inf` where characters are given; else it is `most_s`."""
-
-    most_s: float
-
-
-ENDLESS = Endless(DAY_S)
+    """Marks a time of a day at most that may also be infinite: `.inf` in YAML, `inf` where characters are given."""
 
 
 def _infinite(value: object) -> object:
@@ -198,13 +191,13 @@ def _infinite(value: object) -> object:
 
 
 def _a_day_or_endless(value: float) -> float:
-    if not 0 <= value <= ENDLESS.most_s and value != math.inf:
-        raise ValueError(f"accepted is a number, 0 to {ENDLESS.most_s:g}, or .inf")
+    if not 0 <= value <= DAY_S and value != math.inf:
+        raise ValueError(f"accepted is a number, 0 to {DAY_S:g}, or .inf")
     return value
 
 
 SecondsOrEndless = Annotated[
-    float, AllowInfNan(), AfterValidator(_a_day_or_endless), BeforeValidator(_infinite), ENDLESS
+    float, AllowInfNan(), AfterValidator(_a_day_or_endless), BeforeValidator(_infinite), Endless()
 ]
 
 
