@@ -113,17 +113,17 @@ def to_yaml(data: object) -> str:
     return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 
-def read_mapping(path: Path, needed: str, keys: str = "") -> dict[str, Any]:
-    """Read a YAML file that holds a mapping; `needed` and `keys` say in errors what belongs into it.
+def read_mapping(path: Path, keys: str) -> dict[str, Any]:
+    """Read a YAML file that holds a mapping; `keys`: those that belong into it, for errors.
 
     Raises: ConfigError: it can't be read, is no YAML, or no mapping.
     """
     tree = read_document(path)
     if tree is None:
-        raise ConfigError(f"{path}: is empty; accepted is a mapping with {needed}")
+        raise ConfigError(f"{path}: is empty; accepted is a mapping with at least prefill.workers and decode.workers")
     if not isinstance(tree, dict):
         kind = "a list" if isinstance(tree, list) else "a single value"
-        raise ConfigError(f"{path}: is {kind}; accepted is a mapping with the keys {keys or needed}")
+        raise ConfigError(f"{path}: is {kind}; accepted is a mapping with the keys {keys}")
     return tree
 
 

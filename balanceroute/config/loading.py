@@ -89,8 +89,7 @@ def _read(path: str | Path | None) -> tuple[Tree, str]:
     """The file's tree, and how errors name the file. Raises: ConfigError with the line of a syntax error."""
     if path is None:
         return {}, ""
-    keys = ", ".join(Config.model_fields)
-    return read_mapping(Path(path), "at least prefill.workers and decode.workers", keys), str(path)
+    return read_mapping(Path(path), ", ".join(Config.model_fields)), str(path)
 
 
 def _put_layers(
