@@ -228,7 +228,8 @@ async def _send_json(send: Send, status: int, body: bytes) -> None:
     await send({"type": "http.response.body", "body": body, "more_body": False})
 
 
-def _json(body: Any, status: int = 200) -> Response:
+def json_response(body: Any, status: int = 200) -> Response:
+    """Data as a JSON response."""
     return Response(orjson.dumps(body), status, media_type="application/json")
 
 
@@ -267,7 +268,7 @@ def create_app(site: Site) -> Starlette:
 
 async def _http_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    response = _json({"detail": error.detail}, error.status_code)
+    response = json_response({"detail": error.detail}, error.status_code)
     response.headers.update(error.headers or {})
     return response
 
@@ -307,13 +308,13 @@ class _SideRoutes:
 
     async def models(self, request: Request) -> Response:
         await self._struck(request)
-        return _json({"object": "list", "data": [self._model_card()]})
+        return json_response({"object": "list", "data": [self._model_card()]})
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["model"]
         if name != self._site.shape.model:
             raise ApiError(f"The model `{name}` does not exist.", status=404, param="model")
-        return _json(self._model_card())
+        return json_response(self._model_card())
 
     async def health(self, request: Request) -> Response:
         await self._struck(request)
@@ -324,10 +325,10 @@ class _SideRoutes:
         return Response(metrics.render(self._site.workers), headers={"content-type": metrics.CONTENT_TYPE})
 
     async def version(self, _: Request) -> Response:
-        return _json({"version": VERSION})
+        return json_response({"version": VERSION})
 
     async def load(self, _: Request) -> Response:
-        return _json({"server_load": 0})  # vLLM says 0 unless tracking is switched on
+        return json_response({"server_load": 0})  # vLLM says 0 unless tracking is switched on
 
     async def server_info(self, request: Request) -> Response:
         """vLLM's `/server_info` of development mode: the fields that `check-config --probe` compares."""
@@ -341,17 +342,17 @@ class _SideRoutes:
             },
         }
         as_json = request.query_params.get("config_format") == "json"
-        return _json({"vllm_config": settings if as_json else str(settings), "vllm_env": {}, "system_env": {}})
+        return json_response({"vllm_config": settings if as_json else str(settings), "vllm_env": {}, "system_env": {}})
 
     async def tokenize(self, request: Request) -> Response:
         body = await self._tokenizer_body(request)
         prompts = chat_prompt(body, None) if "messages" in body else text_prompts(body.get("prompt"))
         limit = self._site.shape.context_tokens
         ids = list(prompts[0])
-        return _json({"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": None})
+        return json_response({"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": None})
 
     async def detokenize(self, request: Request) -> Response:
-        return _json({"prompt": decode(ids_to_decode(await self._tokenizer_body(request)))})
+        return json_response({"prompt": decode(ids_to_decode(await self._tokenizer_body(request)))})
 
     async def _tokenizer_body(self, request: Request) -> dict[str, Any]:
         body = parse_body(await request.body(), request.headers.get("content-type"))
@@ -365,12 +366,12 @@ class _SideRoutes:
         return Response(status_code=200)
 
     async def state(self, _: Request) -> Response:
-        return _json(self._site.control.state())
+        return json_response(self._site.control.state())
 
     async def kv(self, request: Request) -> Response:
         body = parse_body(await request.body(), request.headers.get("content-type"))
         try:
-            return _json(self._site.control.kv(request.path_params["what"], body))
+            return json_response(self._site.control.kv(request.path_params["what"], body))
         except KeyError as error:
             raise ApiError(f"KV exchange: no {error}") from error
 
@@ -379,4 +380,4 @@ class _SideRoutes:
         fault = Fault.from_json(body)
         worker = body.get("worker") or self._site.workers[0].name
         await self._site.control.inject(worker, fault)
-        return _json({"worker": worker, "kind": fault.kind, "at_once": fault.kind in WORKER_KINDS})
+        return json_response({"worker": worker, "kind": fault.kind, "at_once": fault.kind in WORKER_KINDS})

@@ -170,7 +170,7 @@ class DecodeWorker(Worker):
         rank = self.rank
         return len(rank.running), len(rank.waiting), len(rank.transferring)
 
-    def fail_all(self, message: str) -> None:
+    def fail_all(self) -> None:
         """Lose the batch, the queue and the memory; pins of what was not pulled stay on the prefillers."""
         lost = self.rank.fail()
         for generation in lost:
@@ -182,9 +182,9 @@ class DecodeWorker(Worker):
         planning = list(self._planning)
         self._planning.clear()
         for call in planning:
-            call.fail(message)
+            call.fail(ENGINE_DEAD)
         for generation in lost:
-            generation.call.fail(message)
+            generation.call.fail(ENGINE_DEAD)
 
     def come_back(self) -> None:
         """Start again under a new engine id."""

@@ -14,6 +14,7 @@ from balanceroute.emulator.connectors import (
     PinState,
     reply_params,
 )
+from balanceroute.emulator.errors import ENGINE_DEAD
 from balanceroute.emulator.faults import Fault, FaultKind
 from balanceroute.emulator.replies import Call, Choice
 from balanceroute.emulator.requests import GenerationRequest
@@ -155,7 +156,7 @@ class PrefillWorker(Worker):
             self.prefiller.set_expiry(request_id, now)
         self._wake.set()
 
-    def fail_all(self, message: str) -> None:
+    def fail_all(self) -> None:
         """Lose queue, prompts and pins."""
         self.exchange.retire(self.engine_id)
         for request_id in self.prefiller.pinned:
@@ -163,7 +164,7 @@ class PrefillWorker(Worker):
         lost = [*self.prefiller.fail(), *self._decoding.values()]
         self._decoding.clear()
         for job in lost:
-            job.call.fail(message)
+            job.call.fail(ENGINE_DEAD)
 
     def come_back(self) -> None:
         """Start again under a new engine id."""

@@ -30,6 +30,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from balanceroute.emulator.app import json_response
 from balanceroute.emulator.cluster import EmulatedCluster, Part, reached_at
 from balanceroute.emulator.connectors import Connector
 from balanceroute.emulator.server import HttpServer
@@ -212,7 +213,7 @@ class ProcessCluster:
                 state = "silent" if answer is None else "up"
             processes |= dict.fromkeys(member.names, state)
         violations = sum(answer["violations"] for answer in answers if answer is not None)
-        return _json({"workers": workers, "processes": processes, "violations": violations})
+        return json_response({"workers": workers, "processes": processes, "violations": violations})
 
     async def _ask(self, index: int) -> dict[str, Any] | None:
         try:
@@ -227,24 +228,20 @@ class ProcessCluster:
         except orjson.JSONDecodeError:
             body = None
         if not isinstance(body, dict):
-            return _json({"error": 'fault: the body must be JSON, {"worker": NAME, "kind": KIND}'}, 400)
+            return json_response({"error": 'fault: the body must be JSON, {"worker": NAME, "kind": KIND}'}, 400)
         worker, kind = str(body.get("worker")), str(body.get("kind"))
         try:
             index = self._index_of(worker)
         except StopIteration:
-            return _json({"error": f"fault: no worker {worker!r}"}, 400)
+            return json_response({"error": f"fault: no worker {worker!r}"}, 400)
         if kind in _SIGNALS or kind == "respawn":
             await self.send(worker, kind)
-            return _json({"worker": worker, "kind": kind, "at_once": True})
+            return json_response({"worker": worker, "kind": kind, "at_once": True})
         try:
             reply = await self._client.post(f"{self._url(index)}/_emulator/fault", json=body)
         except httpx.TransportError:
-            return _json({"error": f"fault: the process of {worker} does not answer"}, 503)
+            return json_response({"error": f"fault: the process of {worker} does not answer"}, 503)
         return Response(reply.content, reply.status_code, media_type="application/json")
-
-
-def _json(body: Any, status: int = 200) -> Response:
-    return Response(orjson.dumps(body), status, media_type="application/json")
 
 
 def run_member(shape: ClusterShape, member: Member, host: str, start_pipe: Connection) -> None:

@@ -15,7 +15,6 @@ from typing import Any
 
 from balanceroute.emulator.clock import EmulatedClock
 from balanceroute.emulator.connectors import KvExchange
-from balanceroute.emulator.errors import ENGINE_DEAD
 from balanceroute.emulator.faults import Fault, FaultBox
 from balanceroute.emulator.replies import Call, Choice
 from balanceroute.emulator.requests import GenerationRequest
@@ -96,18 +95,18 @@ class Worker(ABC):
         """Requests running, waiting for capacity, waiting for KV."""
 
     @abstractmethod
-    def fail_all(self, message: str) -> None:
-        """Lose everything; every call gets the error."""
+    def fail_all(self) -> None:
+        """Lose everything; every call gets the error `ENGINE_DEAD`."""
 
     def kill_engine(self) -> None:
         """The engine core crashes: error events, then nothing but errors and an unhealthy /health."""
         self.dead = True
-        self.fail_all(ENGINE_DEAD)
+        self.fail_all()
 
     def go_down(self) -> None:
         """Kill the process: no request gets an answer (the caller cuts the connections)."""
         self.up = False
-        self.fail_all(ENGINE_DEAD)
+        self.fail_all()
 
     def come_back(self) -> None:
         """Start the process again, empty, with a new engine id."""
