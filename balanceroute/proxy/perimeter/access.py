@@ -92,7 +92,7 @@ class AdminGate:
         raise _unauthorized("This route needs auth.admin_token as a bearer token.", "no_token")
 
     def _has_session(self, headers: Headers, now_unix_s: float) -> bool:
-        for value in _cookies(headers, SESSION_COOKIE):
+        for value in _sessions(headers):
             ends, _, signature = value.partition(".")
             signed = compare_digest(signature.encode(), self._signature(ends).encode())
             if signed and now_unix_s < int(ends):
@@ -172,12 +172,13 @@ def _names_this_machine(host: bytes) -> bool:
     return is_loopback(name)
 
 
-def _cookies(headers: Headers, name: str) -> Iterable[str]:
+def _sessions(headers: Headers) -> Iterable[str]:
+    """The values of the dashboard's cookies."""
     for field, value in headers:
         if field == b"cookie":
             for pair in value.decode("latin-1").split(";"):
                 key, _, content = pair.strip().partition("=")
-                if key == name:
+                if key == SESSION_COOKIE:
                     yield content
 
 
