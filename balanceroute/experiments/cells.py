@@ -125,14 +125,13 @@ def one_factor_cells(
         yield from (replace(base, factor=factor) for factor in factors if factor != base.factor)
 
 
-def random_cells(count: int, shapes: tuple[str, ...]) -> Iterator[Cell]:
-    """Cells with everything drawn, always the same ones; the widest clusters are rare, because they take long."""
-    yield from _drawn_cells(count, shapes, FACTORS, (4, 6, 4, 1, 0), 20_260_513)
+def random_cells(shapes: tuple[str, ...]) -> Iterator[Cell]:
+    """Cells with everything drawn, always the same ones; the widest clusters are rare, because they take long.
 
-
-def later_random_cells(count: int, shapes: tuple[str, ...]) -> Iterator[Cell]:
-    """The same with the later factors; none with 64 workers, each of which may step alone."""
-    yield from _drawn_cells(count, shapes, LATER_FACTORS, (4, 6, 4, 0, 0), 20_261_126)
+    Of those with later factors none has 64 workers, each of which may step alone.
+    """
+    yield from _drawn_cells(60, shapes, FACTORS, (4, 6, 4, 1, 0), 20_260_513)
+    yield from _drawn_cells(15, shapes, LATER_FACTORS, (4, 6, 4, 0, 0), 20_261_126)
 
 
 def _drawn_cells(

@@ -31,7 +31,6 @@ from balanceroute.experiments.cells import (
     WIDTHS,
     Cell,
     CellJob,
-    later_random_cells,
     mean_over,
     one_factor_cells,
     random_cells,
@@ -69,7 +68,7 @@ def cells(scope: Scope) -> list[Cell]:
         return list(dict.fromkeys(found))
     drawn = shapes if scope.trace else (*BASES, "bursts")
     found = [*one_factor_cells(shapes, LOADS, WIDTHS, (*FACTORS, *LATER_FACTORS))]
-    found += [*random_cells(60, drawn), *later_random_cells(15, drawn)]
+    found += random_cells(drawn)
     if not scope.trace:
         found += one_factor_cells(("bursts",), (), (), ())
     return list(dict.fromkeys(found))

@@ -52,9 +52,9 @@ def mean_of(results: Results, jobs: Sequence[Job], name: str) -> float:
     return fmean(getattr(results[job].figures, name) for job in jobs)
 
 
-def spread_of(results: Results, jobs: Sequence[Job], name: str) -> float | None:
-    """Standard deviation over seeds of one figure; nothing to say for a single seed."""
-    values = [getattr(results[job].figures, name) for job in jobs]
+def deviation_of(results: Results, jobs: Sequence[Job]) -> float | None:
+    """Standard deviation over seeds of the load spread; None: there is a single seed."""
+    values = [results[job].figures.load_spread_mean for job in jobs]
     return stdev(values) if len(values) > 1 else None
 
 
@@ -103,7 +103,7 @@ def main_table(scope: Scope, results: Results, source: str, name: str) -> Table:
             table.add(
                 variant.label + (", capped" if variant is not method else ""),
                 ours("load_spread_mean"),
-                spread_of(results, jobs, "load_spread_mean"),
+                deviation_of(results, jobs),
                 ratio(base_spread, ours("load_spread_mean")),
                 paper.times_below_jsq(theirs, jsq),
                 ours("tpot_p95_s") * 1000,
