@@ -66,14 +66,13 @@ class LearnedFitter:
     """Grows the trees; picklable, so that it can run in another process."""
 
     horizon_steps: int
-    max_samples: int = MAX_SAMPLES
 
     def __call__(self, observations: Observations) -> LearnedFit:
         """Fit both stages. Raises: ConfigError without scikit-learn."""
         curve = SurvivalCurve(observations)
         if len(observations) < FIRST_ROWS_IN_PROCESS:
             return LearnedFit.without_trees(curve)
-        samples = training_set(observations, self.horizon_steps, self.max_samples)
+        samples = training_set(observations, self.horizon_steps, MAX_SAMPLES)
         return _grow(samples, curve)
 
 
