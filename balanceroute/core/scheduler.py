@@ -419,14 +419,15 @@ class Scheduler:
     def requeue(self, request_id: str, now: float, prefix: Sequence[int] = (), anew: bool = False) -> Release:
         """The decode ended without finishing (recompute, worker lost): prefill again, with what was generated so far.
 
-        Legal while pooled too, when the pinned KV is known to be lost. The Release says what is left to be drained.
-        Decode-first it waits in the pool again. `prefix`: as in its spec; a request may have been adopted without it.
-        `anew`: without what was generated so far, as the answer can't be continued.
+        Legal while pooled too, when the pinned KV is known to be lost. Decode-first it waits in the pool again.
+        `prefix`: as in its spec; a request may have been adopted without it. `anew`: without what was generated so
+        far, as the answer can't be continued.
         """
         tracker = self.snapshot.requests.get(request_id)
         if tracker is None or tracker.phase not in (DECODING, POOLED):
             raise InvariantError(f"{request_id} is neither decoding nor pooled")
-        phase, pinned_at = tracker.phase, self._release_held(tracker, now)
+        phase = tracker.phase
+        self._release_held(tracker, now)
         kept_tokens = -tracker.earlier_tokens if anew else tracker.counted
         tracker.prompt_tokens += kept_tokens
         tracker.earlier_tokens += kept_tokens
@@ -435,7 +436,7 @@ class Scheduler:
         if prefix:
             tracker.prefix = prefix
         self._begin(tracker, now)
-        return Release(request_id, None, phase, pinned_at)
+        return Release(request_id, phase)
 
     # -- leaving ----------------------------------------------------------------------------------------------
 
@@ -444,14 +445,15 @@ class Scheduler:
         tracker = self.snapshot.requests.get(request_id)
         if tracker is None:
             raise InvariantError(f"{request_id} is not here: released twice, or never submitted")
-        phase, pinned_at = tracker.phase, self._release_held(tracker, now)
+        phase = tracker.phase
+        self._release_held(tracker, now)
         if outcome is Outcome.FINISHED and tracker.age_tokens:  # a prompt that is only scored has no answer
             self.snapshot.means.see_answer(tracker.age_tokens, tracker.prompt_tokens - tracker.earlier_tokens)
             if tracker.began_s < math.inf:
                 self.snapshot.overlap.see_answer(now - tracker.began_s, tracker.counted)
         tracker.phase = GONE
         del self.snapshot.requests[request_id]
-        return Release(request_id, outcome, phase, pinned_at)
+        return Release(request_id, phase)
 
     def expire(self, now: float) -> list[Release]:
         """End pool entries past their TTL and arrivals past their queue deadline.
@@ -626,8 +628,8 @@ class Scheduler:
         if tracker.running:
             self._refreshes.plan(tracker, self.snapshot.horizon_steps)
 
-    def _release_held(self, tracker: RequestTracker, now: float) -> str | None:
-        """Release whatever the tracker's phase holds; the prefiller whose pinned KV must be drained, if any."""
+    def _release_held(self, tracker: RequestTracker, now: float) -> None:
+        """Release whatever the tracker's phase holds."""
         if tracker.phase is DECODING:
             self.snapshot.asking.pop(tracker.id, None)
             if tracker.pushing:
@@ -639,11 +641,8 @@ class Scheduler:
             self.prefills.end(tracker, self.snapshot, now)
         elif tracker.phase is POOLED:
             self.snapshot.pool.remove(tracker)
-        prefiller = tracker.prefiller
-        if prefiller is None:
-            return None
-        unpin(tracker)
-        return prefiller.spec.id
+        if tracker.prefiller is not None:
+            unpin(tracker)
 
     def _find_pushing(self, request_id: str) -> RequestTracker:
         tracker = self._find(request_id, DECODING)

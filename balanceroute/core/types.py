@@ -190,13 +190,7 @@ class Reject:
 
 @dataclass(slots=True)
 class Release:
-    """The request has left (or, with outcome None, queues again). `prefiller` names where its KV is still pinned.
-
-    The driver must then have a decode worker pull and drop that KV: nothing else frees it before the connector's
-    timeout (contract: only the consumer's pull ends the delayed free).
-    """
+    """The request has left this phase, to queue again or for good, and holds nothing any more."""
 
     request: str
-    outcome: Outcome | None
     phase: Phase
-    prefiller: str | None = None

@@ -4,7 +4,7 @@ import pytest
 
 from balanceroute.core.scheduler import Scheduler
 from balanceroute.core.scheduler_config import SchedulerConfig
-from balanceroute.core.types import Outcome, Phase, Prefill, Reject, RejectReason, Release, WorkerState
+from balanceroute.core.types import Outcome, Phase, Prefill, Reject, RejectReason, WorkerState
 from balanceroute.errors import InvariantError
 from tests.unit.core.builders import a_request, a_scheduler
 
@@ -78,14 +78,13 @@ def test_a_finish_in_any_phase_releases_everything_once(phase: str, leaves: str)
     elif phase == "pushed":
         scheduler.pushed("r", 100, 0.0)
     if leaves == "finish":
-        release = scheduler.finish("r", Outcome.CANCELLED, 1.0)
+        scheduler.finish("r", Outcome.CANCELLED, 1.0)
     else:
-        release = scheduler.requeue("r", 1.0)
+        scheduler.requeue("r", 1.0)
         assert scheduler.snapshot.requests["r"].phase is Phase.POOLED
         scheduler.finish("r", Outcome.CANCELLED, 1.0)
     snapshot = scheduler.snapshot
     snapshot.check_invariants()
-    assert isinstance(release, Release) and release.prefiller is None
     assert [(w.load, len(w.active)) for w in snapshot.workers] == [(0, 0), (0, 0)]
     assert (snapshot.prefillers[0].inflight, snapshot.prefillers[0].pinned) == (0, 0)
     assert not snapshot.asking and not snapshot.pool.tokens
