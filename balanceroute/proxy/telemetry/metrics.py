@@ -302,7 +302,7 @@ class Metrics(Collector):
         if not counts:
             return
         try:
-            former = _read(counts)
+            former = read_counts(counts)
         except ValueError as error:
             log.warning("counters of the previous process cannot be read", extra={"error": str(error)})
             return
@@ -347,7 +347,7 @@ class Metrics(Collector):
         others, unread = [], ""
         for counts in self.beside():
             try:
-                others.append(_read(counts))
+                others.append(read_counts(counts))
             except ValueError as error:
                 unread = str(error)
         if unread:
@@ -410,17 +410,12 @@ class Metrics(Collector):
         yield build
 
 
-def _read(counts: bytes) -> _Counts:
+def read_counts(counts: bytes) -> _Counts:
     """The counts of a process. Raises: ValueError: `counts` contains none."""
     try:
         return _decoder.decode(counts)
     except RecursionError:
         raise ValueError("nested too deeply") from None
-
-
-def check_counts(counts: bytes) -> None:
-    """Check the counts of a process. Raises: ValueError: these are none."""
-    _read(counts)
 
 
 def _forget_workers_but(family: CounterFamily, known: Collection[str]) -> None:

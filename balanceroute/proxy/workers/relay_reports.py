@@ -18,7 +18,7 @@ from balanceroute.proxy.link.messages import (
     WorkerStanding,
 )
 from balanceroute.proxy.perimeter.key_use import KeyUse
-from balanceroute.proxy.telemetry.metrics import check_counts
+from balanceroute.proxy.telemetry.metrics import read_counts
 from balanceroute.proxy.workers.circuit import Circuit, CircuitState
 from balanceroute.proxy.workers.connector_check import WrongConnector
 from balanceroute.proxy.workers.fleet import Fleet, Worker
@@ -91,7 +91,7 @@ class RelayReports:
 
     def counted(self, relay: str, counts: bytes) -> None:
         """Take the counts of a relay's process. Raises: ValueError: `counts` contains no counts."""
-        check_counts(counts)
+        read_counts(counts)
         self._away.pop(relay, None)
         self.counts[relay] = counts
 

@@ -29,7 +29,7 @@ from balanceroute.proxy.coroutines import supervised
 from balanceroute.proxy.life.resumption import Fidelity
 from balanceroute.proxy.link.callbacks import REFUSED
 from balanceroute.proxy.telemetry.conditions import METRICS
-from balanceroute.proxy.telemetry.metrics import Metrics, check_counts
+from balanceroute.proxy.telemetry.metrics import Metrics, read_counts
 from balanceroute.proxy.telemetry.process_gauges import this_process
 from tests.unit.proxy.virtual_time import a_config, a_router, with_virtual_time
 
@@ -351,4 +351,4 @@ def test_counts_of_another_process_that_cannot_be_read_take_nothing_from_the_pag
 @pytest.mark.parametrize("counts", DAMAGED.values(), ids=DAMAGED)
 def test_invalid_counts_of_a_relay_are_refused(counts: bytes) -> None:
     with pytest.raises(ValueError):
-        check_counts(counts)
+        read_counts(counts)
