@@ -93,7 +93,7 @@ class Upstream:
         *,
         worker: str = "",
         tier: str = "decode",
-        ssl_context: ssl.SSLContext | Callable[[], ssl.SSLContext] | None = None,
+        ssl_context: Callable[[], ssl.SSLContext] | None = None,
         keepalive_s: float = KEEPALIVE_S,
         high_water_bytes: int = HIGH_WATER_BYTES,
         socket_path: str | None = None,
@@ -101,8 +101,8 @@ class Upstream:
     ) -> None:
         """`url` is http(s)://host[:port][/prefix]; IPv6 hosts in brackets. Nothing is connected yet.
 
-        `ssl_context` is for https URLs; a callable is asked for each new connection. `socket_path`: of a unix socket
-        that is connected to instead of the URL's host.
+        `ssl_context` is called for each new connection if the URL is https; None: the system's CAs. `socket_path`: of a
+        unix socket that is connected to instead of the URL's host.
 
         Raises: ValueError: the URL is not of that form.
         """
@@ -117,9 +117,9 @@ class Upstream:
         self._addresses = Addresses(self.host)
         self.high_water_bytes = high_water_bytes
         self._prefix = parts.path.rstrip("/")
-        self._ssl: ssl.SSLContext | Callable[[], ssl.SSLContext] | None = None
+        self._ssl: Callable[[], ssl.SSLContext] | None = None
         if parts.scheme == "https":
-            self._ssl = ssl_context or ssl.create_default_context()
+            self._ssl = ssl_context or ssl.create_default_context
         self._host_header = parts.netloc.rpartition("@")[2].encode("idna" if not parts.netloc.isascii() else "ascii")
         self._socket_path = socket_path
         self._starts: dict[tuple[str, str], bytes] = {}
@@ -279,7 +279,7 @@ class Upstream:
         raise error
 
     async def _connect_to(self, address: str, loop: asyncio.AbstractEventLoop) -> Connection:
-        context = self._ssl() if callable(self._ssl) else self._ssl
+        context = None if self._ssl is None else self._ssl()
         name = None if context is None else self.host
         _, connection = await loop.create_connection(
             partial(Connection, self, loop), address, self.port, ssl=context, server_hostname=name

@@ -396,7 +396,7 @@ async def test_https_verifies_the_worker_and_works(tmp_path: Path) -> None:
     trusting = ssl.create_default_context(cafile=str(certificate))
     async with worker(answering(CHUNKED_HEAD + chunked(b"secret")), tls=served) as server:
         url = server.url.replace("http", "https")
-        upstream = Upstream(url, ssl_context=trusting)
+        upstream = Upstream(url, ssl_context=lambda: trusting)
         for _ in range(2):
             assert await (await post(upstream)).read(9) == b"secret"
         assert server.connections == 1
@@ -425,7 +425,7 @@ async def test_a_failed_handshake_is_told_in_words_that_name_no_host(
     async with worker(answering(plain(b"ok")), tls=served) as server:
         trusting = ssl.create_default_context(cafile=str(certificate))
         with pytest.raises(ConnectFailed) as failed:
-            await post(Upstream(server.url.replace("http", "https"), ssl_context=trusting))
+            await post(Upstream(server.url.replace("http", "https"), ssl_context=lambda: trusting))
     assert str(failed.value).startswith(f"cannot connect: {expected}") and "127.0.0.1" not in str(failed.value)
 
 
