@@ -103,7 +103,7 @@ def usage_allows(kv_usage: float | None, kv_usage_limit: float) -> bool:
 def ready_prefillers(
     prefillers: Sequence[PrefillerBudget],
     kv_usage_limit: float,
-    max_inflight: int | None = None,
+    max_inflight: int | None,
     prompt_s: float = math.inf,
 ) -> list[PrefillerBudget]:
     """The prefillers that may take a probe now.

@@ -15,7 +15,7 @@ class KvBlocks:
 
     __slots__ = ("_free", "_held", "block_size", "num_blocks")
 
-    def __init__(self, num_blocks: int, block_size: int = 128) -> None:
+    def __init__(self, num_blocks: int, block_size: int) -> None:
         if num_blocks < 1 or block_size < 1:
             raise ConfigError(
                 f"KV blocks: num_blocks and block_size must be 1 or more, got {num_blocks} x {block_size}"

@@ -54,10 +54,10 @@ class Prefiller(Generic[J]):
         self,
         kv: KvBlocks,
         *,
-        tokens_per_s: float = 20_000.0,
-        overhead_s: float = 0.0,
-        lanes: int = 1,
-        lease_s: float = 480.0,
+        tokens_per_s: float,
+        overhead_s: float,
+        lanes: int,
+        lease_s: float,
         cache: PrefixCache | None = None,
     ) -> None:
         if not tokens_per_s > 0 or lanes < 1 or not lease_s > 0 or overhead_s < 0:
@@ -118,12 +118,11 @@ class Prefiller(Generic[J]):
         self._start(now)
         return True
 
-    def set_expiry(self, job_id: str, moment: float) -> bool:
-        """Move the end of a pin's lease, as a decoder's heartbeats do; False when it is not pinned."""
+    def set_expiry(self, job_id: str, moment: float) -> None:
+        """Move the end of a pin's lease, if there is one, as a decoder's heartbeats do."""
         job = self.pinned.get(job_id)
         if job is not None:
             job.expires_s = moment
-        return job is not None
 
     def abort(self, job_id: str, now: float) -> bool:
         """The caller left before its prompt was done; a finished, pinned job is not touched (False)."""

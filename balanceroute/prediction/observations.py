@@ -95,7 +95,7 @@ class Recent:
 class ObservationRing:
     """The last `capacity` finished requests; `pending` counts those since the last view was taken."""
 
-    def __init__(self, capacity: int = DEFAULT_ROWS, max_age_s: float | None = None) -> None:
+    def __init__(self, capacity: int, max_age_s: float | None = None) -> None:
         self._capacity = max(1, capacity)
         self._max_age_s = max_age_s
         self._full: deque[Observations] = deque()

@@ -106,7 +106,7 @@ def _per_worker(
         yield gauge_by("worker", f"balanceroute_{name}", meaning, ((worker.id, value(worker)) for worker in workers))
 
 
-def cluster_gauges(view: ClusterView, withdrawn: Collection[str] = ()) -> Iterator[Metric]:
+def cluster_gauges(view: ClusterView, withdrawn: Collection[str]) -> Iterator[Metric]:
     """All of them. `withdrawn`: the workers that operators have drained or removed."""
     yield from _per_worker(PER_DECODER, view.decoders)
     states = GaugeMetricFamily(

@@ -76,7 +76,7 @@ def test_a_decoders_heartbeat_moves_the_end_of_the_lease() -> None:
     prefiller = a_prefiller(lease_s=30.0)
     prefiller.submit(PrefillJob("a", 100), 0.0)
     prefiller.advance(1.5)
-    assert prefiller.set_expiry("a", 50.0)
+    prefiller.set_expiry("a", 50.0)
     prefiller.advance(40.0)
     assert prefiller.pinned
 
