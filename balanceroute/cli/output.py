@@ -53,7 +53,7 @@ def why(error: BaseException) -> str:
 
 
 def print_json(result: Any) -> None:
-    """Print a result as JSON with sorted structure kept as given; NaN, which JSON lacks, becomes null."""
+    """Print a result as JSON; NaN and infinity, which JSON lacks, become null."""
     typer.echo(json.dumps(without_nan(result), indent=2))
 
 
