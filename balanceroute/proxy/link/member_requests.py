@@ -35,7 +35,6 @@ class MemberRequests:
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self._owners: dict[str, tuple[Member, int]] = {}  # by request id: its member and ticket number
-        self.stale_messages = 0  # calls for tickets that have ended: they crossed a refusal
         ledger.on_answer = self.answer
 
     def adopt(self, member: Member, tickets: Sequence[Held]) -> tuple[int, ...]:
@@ -93,8 +92,7 @@ class MemberRequests:
         """
         ticket = member.tickets.get(message.ticket)
         if ticket is None:
-            self.stale_messages += 1
-            return
+            return  # the call has crossed the ticket's refusal
         ledger, request_id = self._ledger, ticket.request_id
         if isinstance(message, Began):
             ledger.began(request_id, message.age_s)

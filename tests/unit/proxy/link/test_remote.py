@@ -57,7 +57,6 @@ def test_a_request_passes_every_phase_over_the_link() -> None:
         assert await ticket.admission() == "d0"
         ticket.finish(Outcome.FINISHED, "stop")
         await until(lambda: not brain.scheduler.snapshot.requests)
-        assert brain.hub.requests.stale_messages == 0
         brain.scheduler.snapshot.check_invariants()
 
     on(test)
