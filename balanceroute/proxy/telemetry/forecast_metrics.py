@@ -61,10 +61,6 @@ class ForecastMetrics(Collector):
         self.errors = ForecastCounts().errors
         self.error_tokens = self.errors.child()
 
-    def describe(self) -> Iterable[Metric]:
-        """Names and helps, for documentation tests."""
-        return self.collect()
-
     def whole(self) -> ForecastCounts:
         """The counts of this predictor and of those before it."""
         whole = ForecastCounts()

@@ -356,10 +356,6 @@ class Metrics(Collector):
             self._unread.end()
         return others
 
-    def describe(self) -> Iterable[Metric]:
-        """Names and helps, for documentation tests."""
-        return self.collect()
-
     def collect(self) -> Iterator[Metric]:
         """The present values of all families."""
         self.catch_up()
