@@ -21,7 +21,7 @@ import re
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 import msgspec
 
@@ -54,30 +54,18 @@ _answers: Final = msgspec.msgpack.Decoder(str)
 _NO_FRAME: Final = (OSError, asyncio.IncompleteReadError, ValueError, TimeoutError)
 
 
-class Elsewhere(Protocol):
-    """Asks the other processes, one of which may hold the request of a callback."""
-
-    async def ask(self, token: str, body: bytes | None = None) -> str:
-        """`EXPECTED`, or `REFUSED` if no process expects the token; with a body, the outcome of the callback."""
-
-
-class Nowhere:
-    """`Elsewhere` for a router in one process: there are no others."""
-
-    async def ask(self, token: str, body: bytes | None = None) -> str:
-        """See `Elsewhere`."""
-        return REFUSED
-
-
 class OtherRelays:
-    """The relays of one run folder."""
+    """The other relays of one run folder, one of which may hold the request of a callback."""
 
     def __init__(self, name: str, socket_of: Callable[[str], Path]) -> None:
         """`name`: of this relay, which is not asked. `socket_of`: the path of a relay's socket, by its name."""
         self._name, self._socket_of = name, socket_of
 
     async def ask(self, token: str, body: bytes | None = None) -> str:
-        """See `Elsewhere`. A relay that does not answer counts as refusing: its requests are lost, or will be."""
+        """`EXPECTED`, or `REFUSED` if no relay expects the token; with a body, the outcome of the callback.
+
+        A relay that does not answer counts as refusing: its requests are lost, or will be.
+        """
         if not _TOKEN.fullmatch(token) or (owner := owner_of(token)) == self._name:
             return REFUSED
         try:

@@ -11,7 +11,7 @@ from starlette.routing import Route
 
 from balanceroute.proxy.client.asgi import REQUEST_ID
 from balanceroute.proxy.life.services import LifeServices
-from balanceroute.proxy.link.callbacks import EXPECTED, REFUSED, Elsewhere, Nowhere
+from balanceroute.proxy.link.callbacks import EXPECTED, REFUSED, OtherRelays
 from balanceroute.proxy.wire.connectors import METASERVER_PATH, Callbacks
 from balanceroute.proxy.wire.responses import error_body
 
@@ -31,9 +31,9 @@ _ERRORS: Final = {
 class Metaserver:
     """`POST /v1/metaserver/TOKEN`: decode workers ask for prefills; `services` is called per request."""
 
-    def __init__(self, services: Callable[[], LifeServices], elsewhere: Elsewhere | None = None) -> None:
-        """`elsewhere`: asks the other processes that may hold the request; None: there are none."""
-        self._services, self._elsewhere = services, elsewhere or Nowhere()
+    def __init__(self, services: Callable[[], LifeServices], others: OtherRelays | None = None) -> None:
+        """`others`: the relays that may hold the request instead; None: there are none."""
+        self._services, self._others = services, others
 
     def routes(self) -> list[Route]:
         """The route with a token, and the example proxy's without one, which is refused."""
@@ -47,11 +47,12 @@ class Metaserver:
         callbacks.
         """
         token = request.path_params.get("token", "")
-        here = self.answer(token, None) == EXPECTED
-        if not here and await self._elsewhere.ask(token) != EXPECTED:
-            return self._refused(request)
-        body = await request.body()
-        outcome = self.answer(token, body) if here else await self._elsewhere.ask(token, body)
+        if self.answer(token, None) == EXPECTED:
+            outcome = self.answer(token, await request.body())
+        elif self._others is not None and await self._others.ask(token) == EXPECTED:
+            outcome = await self._others.ask(token, await request.body())
+        else:
+            outcome = REFUSED
         if outcome == REFUSED:
             return self._refused(request)
         if outcome in _ERRORS:
