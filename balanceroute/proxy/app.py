@@ -37,12 +37,12 @@ from balanceroute.proxy.ops.dashboard.recorder import Recorder
 from balanceroute.proxy.ops.forwarding import Forwarding
 from balanceroute.proxy.ops.guard import ERROR_HANDLERS, guarded, with_message_errors, with_request_id
 from balanceroute.proxy.ops.metaserver import Metaserver
+from balanceroute.proxy.ops.services import Services
 from balanceroute.proxy.ops.steering import Steering
 from balanceroute.proxy.perimeter.access import DASHBOARD_PATH
 from balanceroute.proxy.perimeter.perimeter import Perimeter
 from balanceroute.proxy.perimeter.tls import Tls
 from balanceroute.proxy.reload import reload
-from balanceroute.proxy.services import Services
 from balanceroute.proxy.telemetry.instruments import StageClock
 from balanceroute.proxy.telemetry.metrics import Metrics
 from balanceroute.proxy.telemetry.process_gauges import this_process
@@ -242,6 +242,7 @@ def build_services(
         pins=pins,
         perimeter=perimeter,
         tls=tls,
+        decisions=DecisionLog(ledger),
         forecasts=forecasts,
         keyer=forecasts,
         strict=strict,
@@ -274,18 +275,16 @@ def metrics_poller(services: Services) -> MetricsPoller:
 
 def start(services: Services, recorder: Recorder, settled: asyncio.Event | None = None) -> None:
     """Start the coroutines. `settled`: nothing is decided before it is set."""
-    decisions = recorder.decisions = DecisionLog(services.ledger)
     monitor = health_monitor(services)
     services.check_health = monitor.check_now
 
     def admitted(admission: Admit) -> None:
         services.metrics.admissions.inc(admission.worker, f"stage_{admission.stage}")
 
+    dispatcher = DecodeDispatcher(services.ledger, services.metrics.admit_duration, admitted, services.decisions)
     coroutines: dict[str, Callable[[], Awaitable[None]]] = {
         "prefill_dispatcher": after(settled, PrefillDispatcher(services.ledger).run),
-        "decode_dispatcher": after(
-            settled, DecodeDispatcher(services.ledger, services.metrics.admit_duration, admitted, decisions).run
-        ),
+        "decode_dispatcher": after(settled, dispatcher.run),
         "metrics_poller": metrics_poller(services).run,
         "pool_reaper": PoolReaper(services, services.ledger.expire).run,
         "health": monitor.run,

@@ -37,10 +37,10 @@ from balanceroute.proxy.link.leadership import RENEW_S, AnotherLeads, Lead
 from balanceroute.proxy.link.messages import FAR, PromptKeys
 from balanceroute.proxy.ops.dashboard import Dashboard
 from balanceroute.proxy.ops.guard import trusted
+from balanceroute.proxy.ops.services import Services
 from balanceroute.proxy.perimeter.perimeter import Perimeter
 from balanceroute.proxy.reload import reload
 from balanceroute.proxy.run_folder import RunFolder
-from balanceroute.proxy.services import Services
 from balanceroute.proxy.telemetry.clock import now_s
 from balanceroute.proxy.telemetry.process_gauges import all_processes
 from balanceroute.proxy.telemetry.ticks import until_tick_s

@@ -22,8 +22,8 @@ from balanceroute.core.types import WorkerSpec
 from balanceroute.errors import ConfigError
 from balanceroute.proxy.link.files import is_gone, replace_content
 from balanceroute.proxy.link.leadership import AnotherLeads, Lead
+from balanceroute.proxy.ops.services import Services
 from balanceroute.proxy.ops.steering import with_policy
-from balanceroute.proxy.services import Services
 from balanceroute.proxy.telemetry.ticks import until_tick_s
 from balanceroute.proxy.telemetry.troubles import Trouble
 from balanceroute.proxy.workers.places import Places

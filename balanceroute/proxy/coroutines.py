@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from balanceroute.proxy.client.services import ClientServices
 from balanceroute.proxy.ops.admin import state
-from balanceroute.proxy.services import Services
+from balanceroute.proxy.ops.services import Services
 
 log = logging.getLogger(__name__)
 

@@ -24,8 +24,8 @@ from balanceroute.errors import ConfigError
 from balanceroute.proxy.admission.forecasts import Forecasts, Past, build_forecasts
 from balanceroute.proxy.apart import WITHIN_S
 from balanceroute.proxy.coroutines import start_refits
+from balanceroute.proxy.ops.services import Services
 from balanceroute.proxy.perimeter.perimeter import Perimeter
-from balanceroute.proxy.services import Services
 from balanceroute.proxy.workers.connector_check import shortened
 from balanceroute.proxy.workers.places import Places
 

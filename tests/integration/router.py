@@ -16,8 +16,8 @@ from balanceroute.emulator import ClusterShape, EmulatedCluster
 from balanceroute.emulator.connectors import DEFAULT_LEASE_S
 from balanceroute.proxy.admission.forecasts import Forecasts
 from balanceroute.proxy.app import RouterApp, create_app
+from balanceroute.proxy.ops.services import Services
 from balanceroute.proxy.server import Server
-from balanceroute.proxy.services import Services
 from tests.waiting import until
 
 

@@ -65,7 +65,7 @@ class DecisionLog:
         self.samples: deque[Sample] = deque(maxlen=SAMPLES)  # the recorder removes those that it works on
 
     def watch(self) -> None:
-        """Keep states for a while: a client watches the dashboard."""
+        """Keep states for a while: a client watches the dashboard, and gets their runners-up."""
         self._watched_until_s = self._ledger.now() + _WATCHED_S
 
     def before(self) -> None:

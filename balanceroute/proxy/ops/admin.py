@@ -28,7 +28,7 @@ from balanceroute.core.types import Role, WorkerSpec, WorkerState
 from balanceroute.errors import InvalidRequest, InvariantError
 from balanceroute.proxy.client.asgi import REQUEST_ID
 from balanceroute.proxy.ops.guard import add_log_fields
-from balanceroute.proxy.ops.services import OperatorServices
+from balanceroute.proxy.ops.services import Services
 from balanceroute.proxy.ops.shared_answer import SharedAnswer
 from balanceroute.proxy.perimeter.routes import ACCESS
 from balanceroute.proxy.wire.responses import INTERNAL_ERROR, error_body
@@ -36,7 +36,7 @@ from balanceroute.proxy.workers.fleet import Fleet, Worker, why_not_up
 from balanceroute.proxy.workers.places import Places
 
 Entries = list[tuple[str, dict[str, Any]]]  # URL and further fields of each instance
-Prepare = Callable[[OperatorServices, Role, Entries], list[Callable[[], object]]]
+Prepare = Callable[[Services, Role, Entries], list[Callable[[], object]]]
 """What would change the workers, once all that is asked for is known to be possible; else raises InvalidRequest."""
 
 _ROLES: Final = {"prefill": Role.PREFILL, "decode": Role.DECODE}
@@ -93,7 +93,7 @@ async def hot(request: Request) -> Response:
 class Admin:
     """The handlers; `services` is called per request, because they exist only while the application runs."""
 
-    def __init__(self, services: Callable[[], OperatorServices]) -> None:
+    def __init__(self, services: Callable[[], Services]) -> None:
         self._services = services
         self._page = SharedAnswer(self._metrics_page)
         self._readiness = SharedAnswer(self._whether_ready)
@@ -222,7 +222,7 @@ class Admin:
         )
 
 
-def state(services: OperatorServices) -> dict[str, Any]:
+def state(services: Services) -> dict[str, Any]:
     """The body of `GET /state`: the state document (`core.state`) and figures for operators."""
     ledger, keys = services.ledger, services.perimeter.keys
     return {
@@ -271,7 +271,7 @@ def _base_url(address: str) -> str:
         raise InvalidRequest(f"instance {address[:200]!r}: {error}.", param="instances") from None
 
 
-def _joins(services: OperatorServices, role: Role, entries: Entries) -> list[Callable[[], object]]:
+def _joins(services: Services, role: Role, entries: Entries) -> list[Callable[[], object]]:
     """Functions that add these workers. Raises: InvalidRequest: one is invalid, known already, or named twice.
 
     As in the configuration, a server may have one name only: with two it would get twice its share.
@@ -303,7 +303,7 @@ def _spec(decode: Decode, role: Role, url: str, entry: dict[str, Any]) -> Worker
 
 
 def _each(
-    services: OperatorServices, role: Role, entries: Entries, act: Callable[[Fleet, Worker], None]
+    services: Services, role: Role, entries: Entries, act: Callable[[Fleet, Worker], None]
 ) -> list[Callable[[], object]]:
     """Functions that `act` on each worker of these servers, or on those with the `dp_rank` and `id` of an entry.
 
@@ -332,5 +332,5 @@ def _instance_text(url: str, named: dict[str, Any]) -> str:
     return f"{url} ({which})" if which else url
 
 
-def _addresses(services: OperatorServices, role: Role) -> list[str]:
+def _addresses(services: Services, role: Role) -> list[str]:
     return [server_of(worker.spec.url) for worker in services.fleet.of(role) if not worker.leaving]

@@ -1,16 +1,18 @@
-"""The services that operators' routes use: those of client requests, and the ledger."""
+"""The services of the process that decides, made by `app.build_services`: those of client requests, and the ledger."""
 
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from balanceroute.proxy.admission.decision_log import DecisionLog
+from balanceroute.proxy.admission.forecasts import Forecasts
 from balanceroute.proxy.admission.ledger import Ledger
 from balanceroute.proxy.client.services import ClientServices
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class OperatorServices(ClientServices):
-    """In the process that holds the ledger.
+class Services(ClientServices):
+    """The services of the process that decides.
 
     `keep_changes` writes operators' changes down for the next brain, before the operator gets an answer. Raises:
     AnotherLeads: the next leader does not know the change. `changing` is held while a change of the
@@ -19,6 +21,12 @@ class OperatorServices(ClientServices):
     """
 
     ledger: Ledger
+    decisions: DecisionLog
+    forecasts: Forecasts | None = None
     keep_changes: Callable[[], None] = lambda: None
     check_health: Callable[[], None] = lambda: None
     changing: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    def begin_drain(self) -> None:
+        """Refuse every new request from now on."""
+        self.ledger.drain()

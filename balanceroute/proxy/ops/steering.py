@@ -14,7 +14,7 @@ from balanceroute.errors import ConfigError, InputError, InvalidRequest
 from balanceroute.plugins import installed, learn_policy
 from balanceroute.proxy.ops.admin import json_response
 from balanceroute.proxy.ops.guard import add_log_fields
-from balanceroute.proxy.ops.services import OperatorServices
+from balanceroute.proxy.ops.services import Services
 
 Switch = Callable[[Config], Awaitable[object]]
 
@@ -22,7 +22,7 @@ Switch = Callable[[Config], Awaitable[object]]
 class Steering:
     """The handler; `switch` applies a configuration to the router."""
 
-    def __init__(self, services: Callable[[], OperatorServices], switch: Switch, read: Config) -> None:
+    def __init__(self, services: Callable[[], Services], switch: Switch, read: Config) -> None:
         """`read`: the configuration as it was read; a brain may begin under another policy (`proxy/changes.py`)."""
         self._services, self._switch = services, switch
         self._options_of = {read.routing.policy: read.routing.options}  # of policies that were switched away from

@@ -3,8 +3,8 @@
 from balanceroute.config import Config
 from balanceroute.proxy import reload
 from balanceroute.proxy.admission.forecasts import build_forecasts
+from balanceroute.proxy.ops.services import Services
 from balanceroute.proxy.perimeter.perimeter import Perimeter
-from balanceroute.proxy.services import Services
 
 
 def apply(services: Services, new: Config) -> list[str]:

@@ -10,7 +10,7 @@ from balanceroute.proxy.admission.forecasts import Forecasts
 from balanceroute.proxy.app import start
 from balanceroute.proxy.coroutines import start_refits, stop, supervised
 from balanceroute.proxy.ops.dashboard.recorder import Recorder
-from balanceroute.proxy.services import Services
+from balanceroute.proxy.ops.services import Services
 from tests.unit.proxy.virtual_time import a_router, let_pass, with_virtual_time
 from tests.waiting import until
 

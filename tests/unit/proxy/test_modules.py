@@ -11,9 +11,8 @@ DECIDES_NOTHING = {
     "life/errors": "the names of ends and failures",
     "life/outlet": "a protocol",
     "life/services": "a record of what tries share",
-    "ops/services": "a record of what operators' routes share",
+    "ops/services": "a record of all parts of the process that decides",
     "perimeter/key_use": "a record of what processes tell each other",
-    "services": "a record of all parts",
     "telemetry/forecast_metrics": "declares series",
 }
 

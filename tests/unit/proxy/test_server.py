@@ -8,8 +8,8 @@ import pytest
 
 from balanceroute.errors import ConfigError
 from balanceroute.proxy.app import RouterApp, create_app
+from balanceroute.proxy.ops.services import Services
 from balanceroute.proxy.server import ChildServer, ProcessServer, Server
-from balanceroute.proxy.services import Services
 from balanceroute.proxy.telemetry.clock import Loop
 from tests.unit.proxy.life.legs import a_leg, dispatching
 from tests.unit.proxy.virtual_time import a_config, a_router, let_pass, script, with_virtual_time

@@ -14,7 +14,7 @@ from typing import Any, ParamSpec
 from balanceroute.config import Config, validate
 from balanceroute.errors import BalanceRouteError, ConnectFailed, UpstreamError
 from balanceroute.proxy.app import build_services
-from balanceroute.proxy.services import Services
+from balanceroute.proxy.ops.services import Services
 from balanceroute.proxy.workers.reply import Reply
 
 

@@ -37,7 +37,7 @@ from balanceroute.proxy.admission.decision_log import ROWS, Decision
 from balanceroute.proxy.ops.admin import state
 from balanceroute.proxy.ops.dashboard.recorder import Recorder
 from balanceroute.proxy.ops.guard import closed_headers
-from balanceroute.proxy.ops.services import OperatorServices
+from balanceroute.proxy.ops.services import Services
 from balanceroute.proxy.perimeter.access import DASHBOARD_PATH, SESSION_COOKIE, SESSION_S
 from balanceroute.proxy.telemetry.instruments import Histogram
 from balanceroute.proxy.workers.fleet import why_not_up
@@ -79,7 +79,7 @@ _ASSETS: Final = {name: _asset(name, media_type) for name, media_type in _MEDIA_
 class Dashboard:
     """The handlers; `services` is called per request, because they exist only while the application runs."""
 
-    def __init__(self, services: Callable[[], OperatorServices]) -> None:
+    def __init__(self, services: Callable[[], Services]) -> None:
         self._services = services
         self.recorder = Recorder(services)
         self._asking = asyncio.Lock()  # one what-if at a time
@@ -133,36 +133,35 @@ class Dashboard:
         while services.config.auth.admin_token == token:  # with another perimeter the page has to ask again
             if services.ledger.draining and not services.exchanges:
                 return  # the router ends, and must not wait for this stream
-            recorder.watch()
+            services.decisions.watch()
             message, seen = self._update(seen), recorder.event_count
             yield b"data: " + orjson.dumps(message, option=_WRITE) + b"\n\n"
             async with recorder.new_sample:
                 await recorder.new_sample.wait()
 
     def _update(self, seen_events: int) -> dict[str, Any]:
-        recorder, log = self.recorder, self.recorder.decisions
+        recorder, services = self.recorder, self._services()
         recorder.look()
-        rows = () if log is None else [row for row in log.rows if row.runner_up is not None]
+        rows = [row for row in services.decisions.rows if row.runner_up is not None]
         return {
-            **overview(self._services(), recorder),
+            **overview(services, recorder),
             "sample": recorder.newest() if recorder.count else None,
             "events": _events(recorder, seen_events),
-            "decision_count": 0 if log is None else log.count,
-            "decisions": _decisions(rows, _SHOWN, self._services().ledger.now()),
+            "decision_count": services.decisions.count,
+            "decisions": _decisions(rows, _SHOWN, services.ledger.now()),
         }
 
     async def decisions(self, request: Request) -> Response:
         """The last `?last=` admissions, newest first, and their number so far; this counts as watching
-        (`Recorder.watch`).
+        (`DecisionLog.watch`).
         """
-        last, log = request.query_params.get("last", str(_SHOWN)), self.recorder.decisions
+        last, log = request.query_params.get("last", str(_SHOWN)), self._services().decisions
         if not (last.isascii() and last.isdigit() and 1 <= int(last[:9]) <= ROWS):
             raise InvalidRequest(f"last must be a number from 1 to {ROWS}.", param="last")
-        self.recorder.watch()
+        log.watch()
         now, unix = self._services().ledger.now(), time.time()
-        found = [] if log is None else _decisions(log.rows, int(last), now)
-        dated = [{"at": round(unix - row["age_s"], 3), **row} for row in found]
-        return _json({"count": 0 if log is None else log.count, "decisions": dated})
+        dated = [{"at": round(unix - row["age_s"], 3), **row} for row in _decisions(log.rows, int(last), now)]
+        return _json({"count": log.count, "decisions": dated})
 
     async def what_if(self, request: Request) -> Response:
         """What each of the named policies would do in the present state."""
@@ -204,7 +203,7 @@ def _known() -> str:
     return ", ".join(sorted(POLICIES))
 
 
-def overview(services: OperatorServices, recorder: Recorder) -> dict[str, Any]:
+def overview(services: Services, recorder: Recorder) -> dict[str, Any]:
     """Figures per worker and the router's counters, without request ids. O(workers + running requests)."""
     services.ledger.settle()
     view, served = services.ledger.view(), recorder.served()
@@ -259,7 +258,7 @@ def overview(services: OperatorServices, recorder: Recorder) -> dict[str, Any]:
     }
 
 
-def _standing(services: OperatorServices, recorder: Recorder, worker_id: str, now: WorkerState) -> dict[str, Any]:
+def _standing(services: Services, recorder: Recorder, worker_id: str, now: WorkerState) -> dict[str, Any]:
     """A worker's name and state; if it is not up, the reason and, if known, since when."""
     worker = services.fleet[worker_id]
     seen, since = recorder.states.get(worker_id, (None, None))

@@ -25,8 +25,8 @@ from balanceroute.core.types import WorkerState
 from balanceroute.core.view import ClusterView, PrefillerView
 from balanceroute.errors import ConfigError, InputError, Rejected
 from balanceroute.explain import runners_up
-from balanceroute.proxy.admission.decision_log import SAMPLES, DecisionLog, Sample
-from balanceroute.proxy.ops.services import OperatorServices
+from balanceroute.proxy.admission.decision_log import SAMPLES, Sample
+from balanceroute.proxy.ops.services import Services
 from balanceroute.proxy.telemetry.instruments import Histogram
 from balanceroute.proxy.telemetry.metrics import Served
 from balanceroute.proxy.telemetry.ticks import until_tick_s
@@ -122,7 +122,7 @@ def _hits_since(before: PrefillerView, now: PrefillerView) -> tuple[int, int, in
 class Recorder:
     """Samples the router once per `PERIOD_S`; pages read it and wait on it."""
 
-    def __init__(self, services: Callable[[], OperatorServices], wall: Callable[[], float] = time.time) -> None:
+    def __init__(self, services: Callable[[], Services], wall: Callable[[], float] = time.time) -> None:
         self._services, self._wall = services, wall
         self.count = 0  # samples so far
         self.at = np.full(SPAN, np.nan)
@@ -133,7 +133,6 @@ class Recorder:
         self.event_count = 1
         self.states: dict[str, tuple[WorkerState, float]] = {}  # state and since when, Unix seconds
         self.new_sample = asyncio.Condition()
-        self.decisions: DecisionLog | None = None
         self._drained: set[str] = set()
         self._config: object = None
         self._policy = ""
@@ -158,11 +157,6 @@ class Recorder:
         """
         services = self._services()
         self._note_events(services, services.ledger.view(), self._wall())
-
-    def watch(self) -> None:
-        """Note that a client reads decisions: runners-up are worked out for them."""
-        if self.decisions is not None:
-            self.decisions.watch()
 
     def served(self) -> Served | None:
         """What clients have got so far; None: the counts of other processes are not known yet."""
@@ -208,7 +202,7 @@ class Recorder:
             made[name][row] = value
         return made
 
-    def _values(self, services: OperatorServices, view: ClusterView, row: int) -> dict[str, float]:
+    def _values(self, services: Services, view: ClusterView, row: int) -> dict[str, float]:
         served, nan = self.served(), math.nan
         standing = [w for w in view.decoders if w.state is not WorkerState.DOWN]
         loads = [w.load_tokens + w.foreign_tokens for w in standing]
@@ -289,14 +283,14 @@ class Recorder:
         self.events.append(Event(at, kind, text))
         self.event_count += 1
 
-    def _note_events(self, services: OperatorServices, view: ClusterView, now: float) -> None:
+    def _note_events(self, services: Services, view: ClusterView, now: float) -> None:
         states = {worker.id: worker.state for worker in view.decoders}
         states |= {prefiller.id: prefiller.state for prefiller in view.prefillers}
         self._note_states(services, states, now)
         self._note_drains(services, states.keys(), now)
         self._note_settings(services, now)
 
-    def _note_states(self, services: OperatorServices, states: dict[str, WorkerState], now: float) -> None:
+    def _note_states(self, services: Services, states: dict[str, WorkerState], now: float) -> None:
         for worker_id, state in states.items():
             before = self.states.get(worker_id)
             if before is not None and before[0] is state:
@@ -310,7 +304,7 @@ class Recorder:
             del self.states[worker_id]
             self._note(now, "drain", f"{worker_id} has left")
 
-    def _note_drains(self, services: OperatorServices, here: Collection[str], now: float) -> None:
+    def _note_drains(self, services: Services, here: Collection[str], now: float) -> None:
         drained = services.fleet.withdrawn()
         for worker_id in sorted(drained ^ self._drained):
             if worker_id in here:
@@ -318,7 +312,7 @@ class Recorder:
                 self._note(now, "drain", f"{worker_id} {what}")
         self._drained = drained
 
-    def _note_settings(self, services: OperatorServices, now: float) -> None:
+    def _note_settings(self, services: Services, now: float) -> None:
         policy = services.metrics.policy
         if self._policy and policy != self._policy:
             self._note(now, "policy", f"policy {self._policy} → {policy}")
@@ -330,8 +324,8 @@ class Recorder:
 
     async def _find_runners_up(self) -> None:
         """Work out the runners-up of decisions whose states were kept, newest first."""
-        log = self.decisions
-        if log is None or not log.samples:
+        log = self._services().decisions
+        if not log.samples:
             return
         samples = list(reversed(log.samples))
         log.samples.clear()

@@ -12,8 +12,8 @@ import pytest
 from balanceroute.errors import BadUpstreamReply, BalanceRouteError, Draining, InvalidRequest, NoHealthyWorkers
 from balanceroute.proxy.admission import decider
 from balanceroute.proxy.client.exchange import Exchange
+from balanceroute.proxy.ops.services import Services
 from balanceroute.proxy.perimeter.perimeter import Perimeter
-from balanceroute.proxy.services import Services
 from tests.unit.proxy.client.connections import Connection, a_request
 from tests.unit.proxy.life.legs import DONE, dispatching, events, probed, whole
 from tests.unit.proxy.virtual_time import (

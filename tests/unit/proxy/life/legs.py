@@ -13,7 +13,7 @@ from balanceroute.proxy.admission.prefill_dispatcher import PrefillDispatcher
 from balanceroute.proxy.client.outlets import PartAnswer
 from balanceroute.proxy.life.leg import Leg, Strategy
 from balanceroute.proxy.life.pull import Pull
-from balanceroute.proxy.services import Services
+from balanceroute.proxy.ops.services import Services
 from balanceroute.proxy.wire.client_request import ClientRequest, parse
 from tests.unit.proxy.virtual_time import Page, ScriptedUpstream
 

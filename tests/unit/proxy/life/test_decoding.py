@@ -17,7 +17,7 @@ from balanceroute.errors import (
 from balanceroute.proxy.life.decoding import decode
 from balanceroute.proxy.life.leg import Event, Leg
 from balanceroute.proxy.life.pull import Pull
-from balanceroute.proxy.services import Services
+from balanceroute.proxy.ops.services import Services
 from balanceroute.proxy.workers.circuit import CircuitState
 from tests.unit.proxy.life.legs import DONE, Client, a_leg, dispatching, events, probed
 from tests.unit.proxy.virtual_time import (

@@ -11,7 +11,7 @@ from balanceroute.core.types import Outcome, WorkerState
 from balanceroute.errors import BadUpstreamReply
 from balanceroute.proxy.life.pool_reaper import PERIOD_S, PoolReaper
 from balanceroute.proxy.life.retries import MAX_FRUITLESS
-from balanceroute.proxy.services import Services
+from balanceroute.proxy.ops.services import Services
 from tests.unit.proxy.life.legs import (
     DONE,
     LOST,

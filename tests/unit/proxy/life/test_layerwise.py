@@ -10,7 +10,7 @@ import pytest
 from balanceroute.core.types import Outcome
 from balanceroute.errors import BadUpstreamReply, ConnectionLost, InvariantError, UpstreamTimeout
 from balanceroute.proxy.life.layerwise import CALLBACK_S, GIVE_UP_S, PREFILL_REPLY_S, Layerwise
-from balanceroute.proxy.services import Services
+from balanceroute.proxy.ops.services import Services
 from balanceroute.proxy.workers.connector_check import WrongConnector
 from tests.unit.proxy.life.legs import (
     DONE,

@@ -16,7 +16,7 @@ from balanceroute.proxy.life.leg import Event, Leg
 from balanceroute.proxy.life.mover import Mover
 from balanceroute.proxy.life.moves import LANES
 from balanceroute.proxy.life.pool_reaper import PERIOD_S, PoolReaper
-from balanceroute.proxy.services import Services
+from balanceroute.proxy.ops.services import Services
 from balanceroute.proxy.workers.silence import ALL_WORKERS, LATE_LOOK_S, SETTLE_S, FrozenGroup
 from tests.unit.proxy.life.legs import DONE, PROMPT_IDS, Client, a_leg, a_request, dispatching, events, probed
 from tests.unit.proxy.life.test_answer import PREFILLED, give

@@ -12,7 +12,7 @@ from balanceroute.errors import QueueTimeout, UpstreamError, UpstreamTimeout
 from balanceroute.proxy.life.errors import ClientStalled, DeadlineExceeded
 from balanceroute.proxy.life.leg import Leg
 from balanceroute.proxy.life.pool_reaper import PERIOD_S, PoolReaper
-from balanceroute.proxy.services import Services
+from balanceroute.proxy.ops.services import Services
 from tests.unit.proxy.life.legs import DONE, PROMPT_IDS, a_leg, dispatching, events, idle, probed
 from tests.unit.proxy.virtual_time import (
     Page,

@@ -17,7 +17,7 @@ from balanceroute.proxy.admission import decider
 from balanceroute.proxy.life.errors import ClientGone, NothingPinned
 from balanceroute.proxy.life.leg import Leg
 from balanceroute.proxy.life.prefilling import PROBE_GRACE_S
-from balanceroute.proxy.services import Services
+from balanceroute.proxy.ops.services import Services
 from balanceroute.proxy.telemetry.conditions import CONNECTOR
 from tests.unit.proxy.life.legs import DONE, a_leg, dispatching, events, idle, probed
 from tests.unit.proxy.virtual_time import (

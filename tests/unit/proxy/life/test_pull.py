@@ -12,7 +12,7 @@ from balanceroute.core.types import Outcome
 from balanceroute.errors import ConnectFailed, ConnectionLost, QueueTimeout, UpstreamError
 from balanceroute.proxy.life.errors import PromptsDiffer
 from balanceroute.proxy.life.pool_reaper import PERIOD_S, PoolReaper
-from balanceroute.proxy.services import Services
+from balanceroute.proxy.ops.services import Services
 from balanceroute.proxy.workers.circuit import CircuitState
 from balanceroute.proxy.workers.pins import PinRecord
 from tests.unit.proxy.life.legs import (

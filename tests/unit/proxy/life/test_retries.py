@@ -22,7 +22,7 @@ from balanceroute.errors import (
 from balanceroute.proxy.life.errors import DeadlineExceeded, NothingPinned
 from balanceroute.proxy.life.retries import MAX_FRUITLESS, Retries, event_error, pushes_back
 from balanceroute.proxy.life.suspicion import MAX_LOSSES, Choices
-from balanceroute.proxy.services import Services
+from balanceroute.proxy.ops.services import Services
 from balanceroute.proxy.workers.fleet import why_not_up
 from tests.unit.proxy.virtual_time import a_config, a_router, let_pass, with_virtual_time
 

@@ -10,7 +10,7 @@ from balanceroute.errors import ConnectFailed
 from balanceroute.proxy.life.leg import Leg
 from balanceroute.proxy.life.pull import Pull
 from balanceroute.proxy.life.seam import ALL, TIMEOUT_S, seam_of
-from balanceroute.proxy.services import Services
+from balanceroute.proxy.ops.services import Services
 from balanceroute.proxy.wire.client_request import parse
 from balanceroute.proxy.wire.probe_reply import PrefillResult
 from tests.unit.proxy.life.legs import PROMPT_IDS, Client, a_leg, events

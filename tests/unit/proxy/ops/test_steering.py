@@ -15,8 +15,8 @@ from balanceroute.config import Config
 from balanceroute.core.policies import BUILT_IN, POLICIES
 from balanceroute.errors import ConfigError, Draining
 from balanceroute.proxy.ops.guard import ERROR_HANDLERS
+from balanceroute.proxy.ops.services import Services
 from balanceroute.proxy.ops.steering import Steering, with_policy
-from balanceroute.proxy.services import Services
 from tests.unit.proxy.virtual_time import a_config, a_router
 
 pytestmark = pytest.mark.anyio

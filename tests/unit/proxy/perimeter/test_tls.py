@@ -15,8 +15,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from balanceroute.config import Config
 from balanceroute.errors import ConfigError, ConnectFailed
 from balanceroute.proxy.app import build_services
+from balanceroute.proxy.ops.services import Services
 from balanceroute.proxy.perimeter.tls import Tls
-from balanceroute.proxy.services import Services
 from balanceroute.proxy.workers.upstream import Upstream
 from tests.unit.proxy.reloading import apply
 from tests.unit.proxy.servers import plain, read_request, worker

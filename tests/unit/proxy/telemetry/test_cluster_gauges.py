@@ -3,7 +3,7 @@
 import math
 
 from balanceroute.core.types import RequestSpec, WorkerState
-from balanceroute.proxy.services import Services
+from balanceroute.proxy.ops.services import Services
 from balanceroute.proxy.telemetry.cluster_gauges import cluster_gauges, prefiller_counters
 from tests.unit.proxy.virtual_time import a_router, with_virtual_time
 

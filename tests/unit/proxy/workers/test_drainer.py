@@ -11,7 +11,7 @@ import pytest
 
 from balanceroute.core.types import Role, WorkerState
 from balanceroute.errors import BadUpstreamReply, CannotConnect, ConnectFailed
-from balanceroute.proxy.services import Services
+from balanceroute.proxy.ops.services import Services
 from balanceroute.proxy.wire.client_request import parse
 from balanceroute.proxy.workers import pins
 from balanceroute.proxy.workers.drainer import MAX_CONCURRENT, SAFE_SHARE, TIMEOUT_S, Drain, DrainGroup

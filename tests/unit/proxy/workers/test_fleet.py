@@ -8,7 +8,7 @@ import pytest
 
 from balanceroute.core.types import Outcome, RequestSpec, Role, WorkerSpec, WorkerState
 from balanceroute.errors import InvalidRequest
-from balanceroute.proxy.services import Services
+from balanceroute.proxy.ops.services import Services
 from balanceroute.proxy.workers.circuit import REST_S, CircuitState
 from balanceroute.proxy.workers.fleet import MAX_MODELS, Worker
 from tests.unit.proxy.virtual_time import (

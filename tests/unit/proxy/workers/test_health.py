@@ -7,7 +7,7 @@ import pytest
 from balanceroute.core.types import Role, WorkerSpec, WorkerState
 from balanceroute.errors import CannotConnect, ConnectFailed
 from balanceroute.proxy.app import health_monitor
-from balanceroute.proxy.services import Services
+from balanceroute.proxy.ops.services import Services
 from balanceroute.proxy.workers.connection import NO_REPLY
 from balanceroute.proxy.workers.fleet import why_not_up
 from balanceroute.proxy.workers.health import HealthMonitor

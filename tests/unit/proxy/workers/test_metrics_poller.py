@@ -10,7 +10,7 @@ from balanceroute.errors import BadUpstreamReply, ConnectFailed
 from balanceroute.proxy.app import metrics_poller
 from balanceroute.proxy.link.messages import Seen, frame
 from balanceroute.proxy.ops.admin import state
-from balanceroute.proxy.services import Services
+from balanceroute.proxy.ops.services import Services
 from balanceroute.proxy.telemetry.conditions import METRICS, PREFIX_CACHE
 from balanceroute.proxy.telemetry.divergence import WINDOW
 from balanceroute.proxy.workers.metrics_poller import FULL

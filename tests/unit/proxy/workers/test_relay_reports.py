@@ -5,7 +5,7 @@ import pytest
 from balanceroute.core.types import WorkerState
 from balanceroute.proxy.link.messages import Activity, Finding, Judged, SilentGroup, Use
 from balanceroute.proxy.link.remote import NOBODY
-from balanceroute.proxy.services import Services
+from balanceroute.proxy.ops.services import Services
 from balanceroute.proxy.telemetry.metrics import Metrics
 from balanceroute.proxy.workers.circuit import CircuitState
 from balanceroute.proxy.workers.fleet import why_not_up

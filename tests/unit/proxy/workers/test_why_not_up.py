@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from balanceroute.core.types import WorkerState
-from balanceroute.proxy.services import Services
+from balanceroute.proxy.ops.services import Services
 from balanceroute.proxy.workers.fleet import Worker, why_not_up
 from tests.unit.proxy.virtual_time import a_router, with_virtual_time
 
