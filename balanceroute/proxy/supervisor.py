@@ -355,8 +355,12 @@ class Supervisor:
         log.warning("child died", extra={"child": child.name, **cause, "again_in_s": pause_s})
 
     def _start(self, child: Child) -> None:
+        def report_up() -> None:
+            self._all_up = True  # in the child's own memory; what fails later is for the log
+            os.write(self._to_parent, b"%d\n" % os.getpid())
+
         try:
-            pid = self._fork(child.name, partial(child.main, self._report_up))
+            pid = self._fork(child.name, partial(child.main, report_up))
         except OSError as error:
             self._put_off(child, error)
             return
@@ -404,13 +408,6 @@ class Supervisor:
                 logging.shutdown()
                 sys.stderr.flush()
             os._exit(code)
-
-    def _report_up(self) -> None:
-        """In a child: it is up."""
-        self._all_up = (
-            True  # in its own memory: its first life ends later than the start, so its errors are for the log
-        )
-        os.write(self._to_parent, b"%d\n" % os.getpid())
 
     def _log_config_error(self, name: str, error: BalanceRouteError) -> None:
         """Report why this child can't run: at the start on stderr, later in the log."""
