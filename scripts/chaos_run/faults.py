@@ -159,7 +159,10 @@ class Schedule:
     def _side_route(self, worker: str) -> Step:
         kind = self._random.choice([FaultKind.STATUS, FaultKind.STALL])
         path = self._random.choice(["/health", "/metrics"])
-        return Step(worker, {"kind": kind, "count": self._random.randint(1, 6), "path": path})
+        fault = {"kind": kind, "count": self._random.randint(1, 6), "path": path}
+        if worker in self._prefill:
+            fault["status"] = 500  # 503 of /health would say that the engine is dead, and its pinned KV gone
+        return Step(worker, fault)
 
 
 class Saboteur:
