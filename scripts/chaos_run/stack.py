@@ -273,5 +273,5 @@ def merged(*trees: dict[str, Any]) -> dict[str, Any]:
 
 def free_ports(shape: Shape) -> tuple[int, int]:
     """(first port of the emulator, port of the router): nobody listens there."""
-    base = free_port_range(shape.prefillers, shape.decoders)
-    return base, base + 2 * DECODE_PORT_OFFSET
+    base = free_port_range(shape.prefillers, shape.decoders + 1)  # the router's is behind those of the decode ranks
+    return base, base + DECODE_PORT_OFFSET + shape.decoders
