@@ -362,6 +362,8 @@ class Oracle:
             rooms[place.name] = self.memory_left(place)
         for entry, place in chosen:
             self.note(entry, place)
+        for place in up:
+            place.more = place.kept_free = 0.0
         return bool(closed)
 
 
