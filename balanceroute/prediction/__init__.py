@@ -5,7 +5,7 @@ from .contract import AnchorPredictor, FinishedRequest, Predictor, TwoStage
 from .evaluation import Evaluation, evaluate
 from .exact_match import ExactMatchPredictor
 from .forecaster import Forecaster, finished_row
-from .history import History, HistoryStats
+from .history import History
 from .keys import PromptKeyer
 from .learned import LearnedPredictor
 from .model_file import Model, load_model, save_model
@@ -21,7 +21,6 @@ __all__ = [
     "FinishedRequest",
     "Forecaster",
     "History",
-    "HistoryStats",
     "LearnedPredictor",
     "Model",
     "OwnPredictor",

@@ -26,7 +26,6 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from balanceroute.bounded import check_regular
@@ -79,21 +78,14 @@ _INSERT = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class HistoryStats:
-    """Figures for metrics: rows stored, rows not yet written, rows dropped."""
-
-    rows: int
-    pending: int
-    dropped: int
-
-
 class _Unusable(Exception):
     """The file must not be written; the text says why."""
 
 
 class History:
     """A bounded store of finished requests with its own writer thread; `path` None: nothing is kept.
+
+    `rows`: how many the file has. `dropped`: how many could not be recorded.
 
     Args: max_rows and max_age_s bound the file; the age counts back from `clock` (Unix seconds) and so do
     the rows' `finished_s`.
@@ -113,8 +105,8 @@ class History:
         self._batch_s = batch_s
         self._clock = clock
         self._queue: queue.SimpleQueue[FinishedRequest | threading.Event | None] = queue.SimpleQueue()
-        self._rows = 0
-        self._dropped = 0
+        self.rows = 0
+        self.dropped = 0
         self._failing = False
         self._closed = False
         self.salt = secrets.token_bytes(SALT_BYTES)
@@ -122,17 +114,12 @@ class History:
         self.path = self._open(Path(path)) if path is not None else None
         self._writer = None if self.path is None else self._started_writer(self.path)
 
-    @property
-    def stats(self) -> HistoryStats:
-        """Counters for the metrics page; no I/O."""
-        return HistoryStats(self._rows, self._queue.qsize(), self._dropped)
-
     def add(self, finished: FinishedRequest) -> None:
         """Queue one row for the writer; never waits. Nothing is kept without a file."""
         if self.path is None:
             return
         if self._writer is None or self._closed or self._queue.qsize() >= MAX_PENDING:
-            self._dropped += 1
+            self.dropped += 1
             return
         self._queue.put(finished)
 
@@ -281,7 +268,7 @@ class History:
                     [(r.prompt_key, r.prompt_tokens, r.output_tokens, r.finish_reason, r.finished_s) for r in rows],
                 )
         except (_Unusable, *_ERRORS, OSError) as error:
-            self._dropped += len(rows)
+            self.dropped += len(rows)
             if not self._failing:
                 self._failing = True
                 log.warning("prediction history cannot be written: %s", error, extra={"path": str(path)})
@@ -291,7 +278,7 @@ class History:
         if self._failing:
             self._failing = False
             log.warning("prediction history is written again", extra={"path": str(path)})
-        self._rows += len(rows)
+        self.rows += len(rows)
         return connection
 
     def _try_prune(self, connection: sqlite3.Connection) -> None:
@@ -307,7 +294,7 @@ class History:
                 "DELETE FROM finished WHERE id <= (SELECT id FROM finished ORDER BY id DESC LIMIT 1 OFFSET ?)",
                 (self._max_rows,),
             )
-        self._rows = connection.execute("SELECT count(*) FROM finished").fetchone()[0]
+        self.rows = connection.execute("SELECT count(*) FROM finished").fetchone()[0]
 
     def _oldest_s(self) -> float:
         return self._clock() - self._max_age_s if self._max_age_s is not None else float("-inf")

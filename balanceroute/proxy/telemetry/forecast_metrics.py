@@ -67,7 +67,7 @@ class ForecastMetrics(Collector):
         whole.add(**self.former.as_data())
         whole.errors.add(self.errors.rows())
         counters = whole.counters
-        counters["history_dropped"].inc(by=self._history.stats.dropped)
+        counters["history_dropped"].inc(by=self._history.dropped)
         if (forecaster := self._forecaster) is not None:
             counters["refreshes"].inc(by=forecaster.refreshes)
             counters["failures"].inc(by=forecaster.failures)
@@ -84,7 +84,7 @@ class ForecastMetrics(Collector):
         """Everything, as it is now."""
         whole = self.whole()
         yield GaugeMetricFamily(
-            "balanceroute_predictor_history_rows", "Finished requests in the history file.", self._history.stats.rows
+            "balanceroute_predictor_history_rows", "Finished requests in the history file.", self._history.rows
         )
         for name in _OF_HISTORY:
             yield whole.counters[name].family()

@@ -55,7 +55,7 @@ def test_a_restart_finds_every_row_and_the_same_salt(path: Path) -> None:
     with opened(path) as again:
         assert again.load() == rows
         assert again.salt == salt
-        assert again.stats.rows == 2
+        assert again.rows == 2
 
 
 def test_the_newest_rows_of_a_long_history_can_be_read_alone(path: Path) -> None:
@@ -105,7 +105,7 @@ def test_rows_beyond_the_writers_capacity_are_dropped_and_counted(path: Path, mo
     with opened(path) as history:
         history.add(a_finish(5))
 
-        assert history.stats.dropped == 1
+        assert history.dropped == 1
 
 
 def test_the_file_is_bounded_by_rows_and_keeps_the_newest(path: Path) -> None:
@@ -270,7 +270,7 @@ def test_without_a_thread_for_the_writer_the_file_is_read_and_rows_are_counted_a
     monkeypatch.setattr(threading.Thread, "start", start)
     history = History(path)
     history.add(a_finish(7, key="b"))
-    assert history.load() == [a_finish(5, key="a")] and history.stats.dropped == 1 and history.flush()
+    assert history.load() == [a_finish(5, key="a")] and history.dropped == 1 and history.flush()
     history.close()
     assert [record.message for record in caplog.records] == ["prediction history not added to: can't start new thread"]
 
@@ -300,7 +300,7 @@ def test_a_file_with_other_columns_starts_cold_and_counts_what_it_cannot_keep(
         assert history.load() == []
         history.add(a_finish(5))
         assert history.flush()
-        assert history.stats.dropped == 1
+        assert history.dropped == 1
     assert "cannot be read, starting cold" in caplog.text
 
 
@@ -324,12 +324,12 @@ def test_rows_that_cannot_be_written_are_counted_and_logged_once(path: Path, cap
         for _ in range(2):
             history.add(a_finish(5))
             assert history.flush()
-        assert (history.stats.dropped, history.stats.rows) == (2, 0)
+        assert (history.dropped, history.rows) == (2, 0)
         with closing(sqlite3.connect(path)) as saboteur:
             saboteur.execute("ALTER TABLE elsewhere RENAME TO finished")
         history.add(a_finish(5))
         assert history.flush()
-        assert history.stats.rows == 1
+        assert history.rows == 1
 
     assert ["cannot be written" in r.getMessage() for r in caplog.records] == [True, False]
 
@@ -350,7 +350,7 @@ def test_a_removed_file_is_recreated_with_the_same_salt(
         for row in (a_finish(6, at_s=NOW), a_finish(7, at_s=NOW)):
             history.add(row)
             assert history.flush()
-        assert (history.stats.rows, history.stats.dropped, history.salt) == (2, 0, salt)
+        assert (history.rows, history.dropped, history.salt) == (2, 0, salt)
 
     assert [row.output_tokens for row in loaded(path)] == [6, 7]
     assert not moved or [row.output_tokens for row in loaded(path.with_name("old"))] == [5]
@@ -369,11 +369,11 @@ def test_a_removed_folder_is_logged_once_and_its_rows_are_counted_as_dropped(
         for _ in range(2):
             history.add(a_finish(5))
             assert history.flush()
-        assert history.stats.dropped == 2
+        assert history.dropped == 2
         (path.parent / "elsewhere").rename(folder)
         history.add(a_finish(6))
         assert history.flush()
-        assert (history.stats.rows, history.stats.dropped) == (1, 2)
+        assert (history.rows, history.dropped) == (1, 2)
 
     assert ["cannot be written" in record.getMessage() for record in caplog.records] == [True, False]
 
@@ -414,7 +414,7 @@ def test_what_is_added_after_closing_is_counted_as_dropped(path: Path) -> None:
 
     history.add(a_finish(5))
 
-    assert history.stats.dropped == 1
+    assert history.dropped == 1
 
 
 def test_invalid_rows_are_left_out_with_one_line(path: Path, caplog: pytest.LogCaptureFixture) -> None:
