@@ -1,6 +1,6 @@
 """Every exception that balanceroute raises on purpose.
 
-    BalanceRouteError            .status_hint, .retryable
+    BalanceRouteError            .status_hint
     ├── ConfigError              key path, value, what would be accepted; the CLI exits 2
     ├── InputError               a file the user gave is wrong (trace, snapshot, journal); the CLI exits 2
     ├── InvalidRequest           400, or 413 for a body over the limit
@@ -13,7 +13,7 @@
     │   ├── NoHealthyWorkers     503
     │   ├── EdgeFull             503
     │   └── Draining             503
-    ├── UpstreamError            .worker .tier
+    ├── UpstreamError            .worker .tier .retryable
     │   ├── ConnectFailed        502
     │   │   └── CannotConnect    503: for want of descriptors, not of a worker
     │   ├── UpstreamTimeout      504
@@ -40,7 +40,6 @@ class BalanceRouteError(Exception):
     """Root of the tree; `status_hint` is the HTTP status a client should see."""
 
     status_hint: ClassVar[int] = 500
-    retryable: ClassVar[bool] = False
 
 
 class ConfigError(BalanceRouteError):
@@ -87,7 +86,6 @@ class Rejected(BalanceRouteError):
     """Refused before any worker was used, so the client may retry."""
 
     status_hint = 503
-    retryable = True
 
     def __init__(self, message: str, *, retry_after_s: float = RETRY_AFTER_S) -> None:
         super().__init__(message)
@@ -131,7 +129,7 @@ class UpstreamError(BalanceRouteError):
     """A worker failed; `worker` is its id, `tier` is prefill or decode, `kind` the label of metrics."""
 
     status_hint = 502
-    retryable = True
+    retryable: ClassVar[bool] = True  # on another worker
     kind = "other"
 
     def __init__(self, message: str, *, worker: str, tier: str) -> None:
