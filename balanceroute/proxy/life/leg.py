@@ -185,7 +185,7 @@ class Leg:
 
         Args: task: the running one, if the caller knows it already.
 
-        Raises: Rejected, UpstreamError: the error for the client, as an event if `started`, else as a status.
+        Raises: Rejected, UpstreamError: the client's error: an event if the outlet has started, else a status.
         """
         if self._abandoned:
             raise ClientGone
@@ -289,11 +289,6 @@ class Leg:
         return error
 
     # -- for other tasks: its state
-
-    @property
-    def started(self) -> bool:
-        """Whether the client has got part of this leg's answer."""
-        return self.answer.outlet.started
 
     def count_tokens(self) -> None:
         """Count the tokens since the last call; those of an answer that starts again count once."""

@@ -11,6 +11,7 @@ from balanceroute.errors import ConnectionLost, ForeignReply, NoCompletion, Repl
 from balanceroute.proxy.life.errors import NothingPinned
 from balanceroute.proxy.life.leg import ERROR_LIMIT, REPLY_LIMIT, Leg, clear_frames
 from balanceroute.proxy.life.retries import status_error
+from balanceroute.proxy.wire.connectors import connector_of
 from balanceroute.proxy.wire.payloads import probe_body, score_body
 from balanceroute.proxy.wire.probe_reply import PrefillResult, parse_probe_reply
 from balanceroute.proxy.workers.connector_check import NO_PARAMETERS
@@ -98,7 +99,7 @@ async def ask(leg: Leg, worker: Worker, body: bytes) -> PrefillResult:
 def has_prefilled(leg: Leg, worker: Worker, result: PrefillResult) -> None:
     """Note that the prefiller has computed the prompt. Raises: WrongConnector: its parameters can't be used."""
     if result.kv_transfer_params is not None and worker.kv_connector is None:
-        leg.services.check_connector(worker, result.kv_transfer_params)
+        leg.services.note_connector(worker, connector_of(result.kv_transfer_params))
     worker.circuit.success()
     worker.progress_s = leg.services.tickets.now()
     worker.has_served(leg.answer.request.model)

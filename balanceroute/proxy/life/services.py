@@ -12,7 +12,7 @@ from balanceroute.proxy.admission.prompt_estimates import PromptEstimates
 from balanceroute.proxy.admission.tickets import Tickets
 from balanceroute.proxy.life.suspicion import Suspicions
 from balanceroute.proxy.telemetry.metrics import Metrics
-from balanceroute.proxy.wire.connectors import Callbacks, connector_of
+from balanceroute.proxy.wire.connectors import Callbacks
 from balanceroute.proxy.wire.prompt_blocks import PromptBlocks
 from balanceroute.proxy.workers.connector_check import doubt_connector, note_connector, shortened
 from balanceroute.proxy.workers.drainer import Drainer
@@ -79,12 +79,8 @@ class LifeServices:
         """The bounds for the decider."""
         return scheduler_config(config)
 
-    def check_connector(self, worker: Worker, kv_transfer_params: bytes) -> None:
-        """Learn from a prefiller's parameters which connector it runs. Raises: WrongConnector."""
-        self.note_connector(worker, connector_of(kv_transfer_params))
-
     def note_connector(self, worker: Worker, connector: str | None) -> None:
-        """As `check_connector`, with the connector found."""
+        """Note which connector a worker runs; None: its parameters do not tell. Raises: WrongConnector."""
         found = note_connector(worker, connector, self.config, self.metrics.conditions)
         if found is not None:
             self.configure(shortened(self.config, [found]))

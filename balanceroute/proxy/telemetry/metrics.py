@@ -205,7 +205,7 @@ class Metrics(Collector):
         self.expiries: Callable[[], Mapping[str, float]] = dict  # of the router's certificates, by setting: Unix s
         self._unread = Trouble(log, "counters of another process cannot be read")
         self._begin_at_zero()
-        self.orphaned_kv = self.orphaned_elsewhere = 0  # elsewhere: at relays
+        self.orphaned_kv = self.orphaned_elsewhere = 0  # requests with undrainable KV, here and at relays
         self.divergence = Divergence()
         self.conditions = Conditions()
         self.registry = CollectorRegistry(auto_describe=False)
@@ -265,10 +265,6 @@ class Metrics(Collector):
         """Drop the series of all workers but these: a former process may have left some."""
         for family in (*self._counters, *self._former_prefills.values()):
             _forget_workers_but(family, known)
-
-    def orphan(self, requests: int) -> None:
-        """Count requests whose pinned KV was given up; negative: prefillers have dropped it since."""
-        self.orphaned_kv += requests
 
     def include(self, forecasts: ForecastMetrics) -> None:
         """Add a predictor's series; they continue those of earlier predictors."""

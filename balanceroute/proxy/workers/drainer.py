@@ -109,7 +109,7 @@ class Drainer:
     def orphan(self) -> None:
         """Count pinned KV that can't be drained, until the prefiller drops it."""
         if self.pin_s is not None:
-            self._metrics.orphan(1)
+            self._metrics.orphaned_kv += 1
             self._tickets.loop.call_later(self.pin_s, self._dropped)
 
     def too_old(self, pinned_s: float) -> bool:
@@ -129,7 +129,7 @@ class Drainer:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _dropped(self) -> None:
-        self._metrics.orphan(-1)
+        self._metrics.orphaned_kv -= 1
 
     async def _work(self) -> None:
         while (job := self._next()) is not None:

@@ -183,7 +183,7 @@ def a_relay() -> Metrics:
     relay.ttft.observe(0.02)
     relay.ttft.observe(70.0)
     relay.decode_wait.observe(0.3)
-    relay.orphan(2)
+    relay.orphaned_kv += 2
     return relay
 
 
