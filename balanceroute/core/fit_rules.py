@@ -4,10 +4,12 @@ The constants are operating points of the simulator on the two synthetic workloa
 shortest p99 wait at the same load spread (docs/results). `growth_share` came out a tenth above the 1 that the argument
 in `scarce_fit.py` gives.
 
-The cap (`caps_s`) of a usual request is `mean_waits` mean waits, or `least_cap` times `max_wait_s` where that is more.
-It is longer by `patience` of it for each mean request that a request costs, the first one included, at most by
-`most_patience`. No cap exceeds `ClusterSnapshot.longest_wait_s`, after which a request would leave the pool unserved,
-unless `max_wait_s` is infinite. LevelFit changes this in five ways.
+The cap (`caps_s`) of a usual request is `mean_waits` mean waits of its priority class, or `least_cap` times
+`max_wait_s` where that is more. A class that others precede waits far longer than they do: past caps that are measured
+by their waits, all of its requests would go in waiting order, whatever fits. The cap is longer by `patience` of it for
+each mean request that a request costs, the first one included, at most by `most_patience`. No cap exceeds
+`ClusterSnapshot.longest_wait_s`, after which a request would leave the pool unserved, unless `max_wait_s` is infinite.
+LevelFit changes this in five ways.
 
 *Shorter caps of large prompts.* LevelFit's bonus for waiting grows with the size of a prompt (`size_bonus` in
 `scarce_fit.py`), so most large prompts are placed before their cap. Their cap can then be a third of TargetFit's at no
@@ -167,7 +169,7 @@ def caps_s(
     rules: FitRules,
     pool_is_full: bool,
 ) -> FloatArray:
-    """The cap of requests with prompts of these sizes, shape (n,); returns seconds of the same shape.
+    """The cap of requests of the class in front with prompts of these sizes, shape (n,); returns seconds alike.
 
     `pool_is_full`: whether it was when the decision began.
     """
@@ -176,7 +178,7 @@ def caps_s(
     means, c = snapshot.means, snapshot.request_tokens
     times: FloatArray = (prompt_tokens + c) / (means.prompt_tokens + c or 1.0)
     patience: FloatArray = 1.0 + np.minimum(rules.patience * times, rules.most_patience)
-    usual_s = max(_least_cap_s(snapshot, params, rules), rules.mean_waits * means.wait_s, MIN_CAP_S)
+    usual_s = max(_least_cap_s(snapshot, params, rules), rules.mean_waits * snapshot.mean_wait_s(), MIN_CAP_S)
     cap_s: FloatArray = patience * usual_s
     place_s = _place_s(snapshot, params, rules) if pool_is_full else 0.0
     if place_s:

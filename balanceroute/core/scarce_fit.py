@@ -279,7 +279,7 @@ class Window:
         self._late: FloatArray = wait_s / caps_s(self._sizes, snapshot, params, rules, pool_is_full)
         self.age = self._late
         if step_alone(snapshot, rules) and params.max_wait_s < math.inf:
-            self.age = np.maximum(self._late, wait_s / max(rules.alone_waits * means.wait_s, MIN_CAP_S))
+            self.age = np.maximum(self._late, wait_s / max(rules.alone_waits * snapshot.mean_wait_s(), MIN_CAP_S))
         self.drop = self._level_drop(means, snapshot.n_in_barrier)
         self._held = self._held_tokens(means)
         self.prompts: list[float] = self._sizes.tolist()

@@ -619,7 +619,7 @@ class Scheduler:
         tracker, worker = choice.request, choice.worker
         self._has_admitted = True
         self.snapshot.pool.remove(tracker)
-        self.snapshot.means.see_wait(now - tracker.ready_s)
+        self.snapshot.means.see_wait(now - tracker.ready_s, tracker.priority)
         self._take_slot(tracker, worker, now)
 
     def _take_slot(self, tracker: RequestTracker, worker: DecodeInstanceState, now: float) -> None:

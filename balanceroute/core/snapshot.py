@@ -276,6 +276,11 @@ class ClusterSnapshot:
             return FIRST_S_PER_TOKEN
         return sum([prefiller.pace.s_per_token for prefiller in self.prefillers]) / len(self.prefillers)
 
+    def mean_wait_s(self) -> float:
+        """The mean wait of the class in front, seconds; of all classes while nothing waits."""
+        means = self.means
+        return means.wait_of(self.pool.front[0].priority) if self.pool.size else means.wait_s
+
     def mean_stay_s(self) -> float:
         """How long the mean answer takes on a worker, as measured; infinite until a hundred answers have ended."""
         if self.means.answers < PLAIN_MEAN_OF or not self.overlap.token_s:

@@ -6,6 +6,7 @@ the running router takes. A hand-made one needs only workers (id, slots, active)
 
 import bisect
 import math
+import re
 from collections.abc import Callable
 from operator import itemgetter
 from typing import Any
@@ -19,6 +20,7 @@ from balanceroute.errors import InputError
 SIGNED = {"now_s", "ready_s", "overdue_s", "wait_s", "log_covariance"}  # times of any origin; all others: at least 0
 LARGEST = 1e15  # of any number: products of what is larger would leave the range of a float
 SLOWDOWNS = (1e-9, 1e9)  # loads are multiplied and margins divided by them; far beyond what a configuration accepts
+PRIORITY = re.compile(r"-?[0-9]{1,10}")
 MOST = 10**9  # of any count or size: far above every real one, and sums of them stay exact
 
 Patience = Callable[[int, ClusterSnapshot], float]
@@ -75,6 +77,7 @@ def _means(snapshot: ClusterSnapshot) -> dict[str, Any]:
         "start_tokens": means.start_tokens,
         "usual_tokens": means.usual_tokens,
         "wait_s": means.wait_s,
+        "class_wait_s": {str(priority): wait_s for priority, wait_s in means.class_wait_s.items()},
         "answer_tokens": means.answer_tokens,
         "log_prompt": means.log_prompt,
         "log_variance": means.log_variance,
@@ -323,6 +326,7 @@ def _read_means(snapshot: ClusterSnapshot, means: Any) -> None:
     snapshot.means.start_tokens = _number(means, "start_tokens", "means", default=snapshot.means.prompt_tokens)
     snapshot.means.usual_tokens = _number(means, "usual_tokens", "means", default=snapshot.means.prompt_tokens)
     snapshot.means.wait_s = _number(means, "wait_s", "means", default=0.0)
+    snapshot.means.class_wait_s = _class_waits(_object(means.get("class_wait_s", {}), "means.class_wait_s"))
     snapshot.means.answer_tokens = _number(means, "answer_tokens", "means", default=0.0)
     snapshot.means.log_prompt = _number(means, "log_prompt", "means", default=0.0)
     snapshot.means.log_variance = _number(means, "log_variance", "means", default=0.0)
@@ -330,6 +334,13 @@ def _read_means(snapshot: ClusterSnapshot, means: Any) -> None:
     snapshot.overlap.token_s = _number(means, "token_s", "means", default=0.0)
     snapshot.means.prompts = _whole(means, "prompts", "means", default=50)
     snapshot.means.answers = _whole(means, "answers", "means", default=0)
+
+
+def _class_waits(waits: dict[str, Any]) -> dict[int, float]:
+    for name in waits:
+        if not PRIORITY.fullmatch(name):
+            raise InputError(f"means.class_wait_s: expected priorities, found {name!r:.60}")
+    return {int(name): _number(waits, name, "means.class_wait_s") for name in waits}
 
 
 def _object(value: Any, path: str) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """`WorkloadMeans`: running means of the requests so far."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 PROMPT_WEIGHT, WAIT_WEIGHT, ANSWER_WEIGHT = 0.02, 0.01, 0.01  # of a new value in the running means
 USUAL_WEIGHT, MOST_USUAL = 0.005, 20.0  # the same of the mean that rare huge prompts are held against, and its bound
@@ -10,6 +10,7 @@ START_PROMPTS = 50  # whose mean the EWMA of prompt sizes starts from
 PATIENCE_PROMPTS = 10.0  # mean prompts for which patience grows by once that of a small prompt,
 MOST_MORE_PATIENCE = 5.0  # at most by so many times
 SLOPE_WEIGHT = 0.002  # of a finished request in what answers have to do with prompts
+MOST_CLASSES = 64  # whose waits are kept; clients may name any number of priorities
 CLEAR_SLOPE = 0.3  # mean answers by which answers differ from one sigma of prompts to the next; less may be chance
 
 
@@ -20,10 +21,10 @@ class WorkloadMeans:
     The prompt mean is an EWMA (0.02) over all arrivals whose start value is the mean of the first 50; until the 50th
     has arrived that start is refined, with the weight that it still has. `deviation_tokens` is the mean absolute
     deviation from it, an EWMA of the same weight and the plain mean of the first 50. Waits at admission are an EWMA
-    (0.01), in seconds. Answers are an EWMA (0.01) of the tokens of finished requests, and the plain mean of the first
-    hundred; `prefill_tokens` the same of the work of prompts (`core.prefill_work`). In `usual_tokens` (0.005, and the
-    plain mean of the first 200) no prompt counts for more than 20 times the mean so far, so that huge ones do not hide
-    themselves.
+    (0.01), in seconds; so are those of each priority class, which start from that of all. Answers are an EWMA (0.01) of
+    the tokens of finished requests, and the plain mean of the first hundred; `prefill_tokens` the same of the work of
+    prompts (`core.prefill_work`). In `usual_tokens` (0.005, and the plain mean of the first 200) no prompt counts for
+    more than 20 times the mean so far, so that huge ones do not hide themselves.
 
     `log_prompt` and `log_variance` are mean and variance of the logarithm of the prompts of finished requests, and
     `log_covariance` is that of their answers with it (0.002, and those of the first 500).
@@ -42,6 +43,7 @@ class WorkloadMeans:
     prompts: int = 0
     answers: int = 0
     prefills: int = 0
+    class_wait_s: dict[int, float] = field(default_factory=dict)  # by priority
 
     def see_prompt(self, tokens: int) -> None:
         """Take in the prompt size of a request that became ready."""
@@ -56,9 +58,17 @@ class WorkloadMeans:
         deviation = abs(tokens - self.prompt_tokens)
         self.deviation_tokens += max(PROMPT_WEIGHT, 1.0 / self.prompts) * (deviation - self.deviation_tokens)
 
-    def see_wait(self, wait_s: float) -> None:
-        """Take in the wait of a request at its admission."""
+    def see_wait(self, wait_s: float, priority: int) -> None:
+        """Take in the wait of a request of this class at its admission."""
+        before_s = self.wait_of(priority)
+        self.class_wait_s[priority] = before_s + WAIT_WEIGHT * (wait_s - before_s)
+        if len(self.class_wait_s) > MOST_CLASSES:
+            del self.class_wait_s[next(iter(self.class_wait_s))]
         self.wait_s += WAIT_WEIGHT * (wait_s - self.wait_s)
+
+    def wait_of(self, priority: int) -> float:
+        """The mean wait of this class, seconds; that of all before the first of it is admitted."""
+        return self.class_wait_s.get(priority, self.wait_s)
 
     def see_answer(self, tokens: int, prompt_tokens: int) -> None:
         """Take in the length of an answer that is complete, and that of its prompt."""

@@ -8,6 +8,7 @@ from one choice to the next, and nothing is an array. States in which two choice
 because there the last digit of a sum decides.
 """
 
+import copy
 import math
 from dataclasses import dataclass, field
 from random import Random
@@ -65,7 +66,7 @@ class Oracle:
 
     def __post_init__(self) -> None:
         self.now = self.document["now_s"]
-        self.means = dict(self.document["means"])
+        self.means = copy.deepcopy(self.document["means"])
         self.waiting = [dict(entry) for entry in self.document["waiting"]]
         self.full = self.document["pool_is_full"]
         for worker in self.document["workers"]:
@@ -101,7 +102,7 @@ class Oracle:
         least_s = rules.least_cap * MAX_WAIT_S
         if self.rules is LEVEL_FIT:
             least_s = min(least_s, 3 * self.stay_s())
-        cap = patience * max(least_s, rules.mean_waits * means["wait_s"], 1e-3)
+        cap = patience * max(least_s, rules.mean_waits * self.wait_s(self.priority), 1e-3)
         if self.rules is LEVEL_FIT and self.stay_s() < math.inf:
             if self.full:
                 place_s = min(MAX_WAIT_S, self.stay_s() * n**2 / self.document["max_pooled"])
@@ -111,6 +112,9 @@ class Oracle:
                 cap = max(cap, min(n * k * self.stay_s() / 64, 3 * MAX_WAIT_S))
         longest = self.document["longest_wait_s"]
         return cap if longest is None else min(cap, max(longest, 1e-3))
+
+    def wait_s(self, priority: int) -> float:
+        return self.means["class_wait_s"].get(str(priority), self.means["wait_s"])
 
     def more_tokens(self, prompt: int) -> float:
         """Half of what the answer is expected to have beyond the mean one, where small prompts have the longer ones."""
@@ -188,7 +192,7 @@ class Oracle:
 
     def decide(self) -> list[tuple[str, str]]:
         while self.waiting:
-            priority = min(entry["priority"] for entry in self.waiting)
+            priority = self.priority = min(entry["priority"] for entry in self.waiting)
             front = [entry for entry in self.waiting if entry["priority"] == priority]
             smallest = min(entry["prompt_tokens"] for entry in front)
             self.running = sum(place.requests for place in self.barrier)
@@ -232,7 +236,9 @@ class Oracle:
     def note(self, entry: dict[str, Any], place: Place) -> None:
         self.made.append((entry["id"], place.name))
         self.waiting.remove(entry)
-        self.means["wait_s"] += 0.01 * (self.now - entry["ready_s"] - self.means["wait_s"])
+        waited_s, of_class_s = self.now - entry["ready_s"], self.wait_s(entry["priority"])
+        self.means["class_wait_s"][str(entry["priority"])] = of_class_s + 0.01 * (waited_s - of_class_s)
+        self.means["wait_s"] += 0.01 * (waited_s - self.means["wait_s"])
 
     def slack(self, front: list[dict[str, Any]], may_hold: bool) -> None:
         most_tokens = max(worker.get("tokens_per_step", 1.0) for worker in self.document["workers"])
@@ -422,6 +428,7 @@ def a_document(random: Random, policy: str) -> dict[str, Any]:
             "start_tokens": mean_prompt,
             "usual_tokens": mean_prompt * random.uniform(0.7, 1.4),
             "wait_s": random.choice((0.0, 0.2, 4.0)),
+            "class_wait_s": random.choice(({}, {"0": 0.3}, {"0": 0.0, "1": 3.0}, {"1": 0.1})),
             "answer_tokens": random.choice((0.0, 6.0, 30.0, 400.0, 4_000.0)),
             "log_prompt": math.log(mean_prompt) - 0.5,
             "log_variance": random.choice((0.0, 0.02, 1.5)),

@@ -36,6 +36,7 @@ def test_a_written_snapshot_reads_back_the_same() -> None:
     scheduler.refresh("b", 3.25, 7.0)
     scheduler.progress("b", 1, 7.5)
     written = json.loads(json.dumps(snapshot_to_dict(scheduler.snapshot, 8.0)))
+    assert written["means"]["class_wait_s"].keys() == {"0"}
     snapshot, now = snapshot_from_dict(written, 8)
     snapshot.check_invariants()
     again = snapshot_to_dict(snapshot, now)
@@ -62,8 +63,14 @@ def test_a_written_snapshot_reads_back_the_same() -> None:
             r"waiting\[0\].prompt_tokens: expected a whole number from 0",
         ),
         ({"waiting": ["w"]}, r"waiting\[0\]: expected an object"),
+        (
+            {"means": {"prompt_tokens": 3, "class_wait_s": {"x": 1.0}}},
+            "means.class_wait_s: expected priorities, found 'x'",
+        ),
+        ({"means": {"prompt_tokens": 3, "class_wait_s": {"0": -1}}}, "means.class_wait_s.0: expected a number of at"),
     ],
-    ids=["no list", "no id", "no number", "slowdown", "state", "no flag", "twice", "negative", "no object"],
+    ids=["no list", "no id", "no number", "slowdown", "state", "no flag", "twice", "negative", "no object"]
+    + ["no class", "no wait"],
 )
 def test_a_wrong_snapshot_is_refused_with_the_path_of_the_field(change: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):

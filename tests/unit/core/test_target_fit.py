@@ -12,7 +12,7 @@ from balanceroute.core.scheduler import Scheduler
 from balanceroute.core.scheduler_config import SchedulerConfig
 from balanceroute.core.snapshot_json import snapshot_from_dict, snapshot_to_dict
 from balanceroute.core.types import Outcome, RequestSpec, Role, WorkerSpec, WorkerState
-from tests.unit.core.builders import a_scheduler, admitted, pool_all
+from tests.unit.core.builders import a_request, a_scheduler, admitted, pool_all
 
 
 def occupied(
@@ -35,7 +35,7 @@ def occupied(
         assert len(scheduler.admit(0.0)) == len(held)
     for index in range(len(loads)):
         scheduler.set_worker_state(f"d{index}", WorkerState.UP, 0.0)
-    scheduler.snapshot.means.wait_s = 0.0
+    see_waits(scheduler, 0.0)
     return scheduler
 
 
@@ -211,7 +211,14 @@ def level_fitting(loads: list[list[int]], *, slots: int, mean_prompt: float, mea
 
 def see_means(scheduler: Scheduler, mean_prompt: float, wait_s: float) -> None:
     """The running means, whatever the requests of the test have made of them."""
-    scheduler.snapshot.means.prompt_tokens, scheduler.snapshot.means.wait_s = mean_prompt, wait_s
+    scheduler.snapshot.means.prompt_tokens = mean_prompt
+    see_waits(scheduler, wait_s)
+
+
+def see_waits(scheduler: Scheduler, wait_s: float) -> None:
+    """The mean wait of all classes."""
+    scheduler.snapshot.means.wait_s = wait_s
+    scheduler.snapshot.means.class_wait_s.clear()
 
 
 def test_level_fit_considers_the_oldest_requests_as_many_as_there_are_slots() -> None:
@@ -507,6 +514,18 @@ def test_caps_are_a_few_mean_waits_and_longer_for_large_prompts(size_of_mean: in
     assert caps[1] == pytest.approx(1.07 * max(4.0, 6.3 * wait_s))
 
 
+def test_the_caps_of_a_class_are_measured_by_its_own_waits() -> None:
+    scheduler = a_scheduler("level_fit", slots=1)
+    scheduler.submit_prefilled(a_request("first", 100, priority=0), 0.0)
+    scheduler.submit_prefilled(a_request("behind", 100, priority=3), 0.0)
+    snapshot, params = scheduler.snapshot, TargetFitParams(60.0, 0.5)
+    snapshot.means.prompt_tokens, snapshot.means.wait_s = 100.0, 2.0
+    snapshot.means.class_wait_s[3] = 20.0
+    assert caps_s(np.array([100.0]), snapshot, params, LEVEL_FIT, False)[0] == pytest.approx(1.07 * 6.3 * 2.0)
+    scheduler.finish("first", Outcome.CANCELLED, 0.0)
+    assert caps_s(np.array([100.0]), snapshot, params, LEVEL_FIT, False)[0] == pytest.approx(1.07 * 6.3 * 20.0)
+
+
 @pytest.mark.parametrize(
     ("token_s", "wait_s", "cap_s"),
     [
@@ -635,7 +654,7 @@ def test_the_weight_of_a_wait_is_unchanged_where_answers_are_far_longer_than_pro
     scheduler = level_fitting([[40_000, 40_000, 10], [81_000, 10]], slots=3, mean_prompt=20.0, mean_output=1_000.0)
     pool_all(scheduler, {"old": 39}, now=0.0)
     pool_all(scheduler, {"young": 5}, now=3.0)
-    scheduler.snapshot.means.wait_s = 1.0
+    see_waits(scheduler, 1.0)
     scheduler.snapshot.means.prompt_tokens = 20.0
     assert admitted(scheduler, now=3.0) == [("old", "d1")]
 
@@ -707,7 +726,7 @@ def alone(policy: str, loads: list[list[int]], *, slots: int, max_wait_s: float 
     """Workers that step alone, after mean waits of 10 s."""
     scheduler = occupied(loads, slots=slots, policy=policy, max_wait_s=max_wait_s)
     scheduler.configure(SchedulerConfig(shared_barrier=False), 0.0)
-    scheduler.snapshot.means.wait_s = 10.0
+    see_waits(scheduler, 10.0)
     return scheduler
 
 

@@ -34,6 +34,24 @@ def test_the_prompt_mean_stays_between_the_smallest_and_the_largest_prompt(promp
         assert min(prompts) * 0.999 <= means.prompt_tokens <= max(prompts) * 1.001
 
 
+def test_the_mean_wait_of_a_class_starts_from_that_of_all_and_then_follows_its_own_waits() -> None:
+    means = WorkloadMeans()
+    for _ in range(50):
+        means.see_wait(4.0, 0)
+    assert means.wait_of(0) == means.wait_s == means.wait_of(1), "with one class both are the same"
+    means.see_wait(100.0, 1)
+    assert means.wait_of(1) == means.wait_s > means.wait_of(0)
+    means.see_wait(0.0, 0)
+    assert means.wait_of(1) > means.wait_s > means.wait_of(0)
+
+
+def test_however_many_priorities_clients_name_the_means_of_some_classes_are_kept() -> None:
+    means = WorkloadMeans()
+    for priority in range(1_000):
+        means.see_wait(1.0, priority)
+    assert len(means.class_wait_s) == 64 and means.wait_of(0) == means.wait_s
+
+
 @given(sizes)
 def test_the_deviation_is_an_average_of_distances_from_the_mean_so_far(prompts: list[int]) -> None:
     means = WorkloadMeans()
