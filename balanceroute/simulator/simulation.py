@@ -181,9 +181,9 @@ class Simulation:
         snapshot = self.scheduler.snapshot
         if not len(snapshot.pool) or (self.policy.waits_for_slots and not snapshot.has_room):
             return
+        began = perf_counter()
         if self.stage_timer is not None:
             self.stage_timer("begin")
-        began = perf_counter()
         admissions = self.scheduler.admit(self.t)
         self.recorder.decision_us.append((perf_counter() - began) * 1e6)
         for admission in admissions:
