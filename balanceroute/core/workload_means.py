@@ -60,7 +60,7 @@ class WorkloadMeans:
 
     def see_wait(self, wait_s: float, priority: int) -> None:
         """Take in the wait of a request of this class at its admission."""
-        before_s = self.wait_of(priority)
+        before_s = self.class_wait_s.pop(priority, self.wait_s)  # the class comes last: the first is long unused
         self.class_wait_s[priority] = before_s + WAIT_WEIGHT * (wait_s - before_s)
         if len(self.class_wait_s) > MOST_CLASSES:
             del self.class_wait_s[next(iter(self.class_wait_s))]
