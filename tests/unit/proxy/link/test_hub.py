@@ -13,7 +13,9 @@ from balanceroute.proxy.link.messages import (
     VERSION,
     Activity,
     Beat,
+    CacheDoubted,
     Chosen,
+    ConnectorDoubted,
     Counted,
     Explained,
     Farewell,
@@ -23,8 +25,10 @@ from balanceroute.proxy.link.messages import (
     Hello,
     Judged,
     KeysElsewhere,
+    Learned,
     Prefilled,
     Progress,
+    Report,
     Submit,
     Welcome,
     table_of,
@@ -220,6 +224,60 @@ def test_a_silent_relay_is_dropped_and_may_rejoin() -> None:
         again = await RawRelay().connect(stage)
         again.hello(stream(1, "a", tokens=9))
         await until(lambda: brain.load == 19)
+
+    on(test)
+
+
+def test_a_brain_that_was_stopped_takes_no_relay_for_silent() -> None:
+    async def test(stage: Stage) -> None:
+        brain, relay = await stage.brain(), stage.relay()
+        await until(lambda: relay.brain.member is not None)
+        member = brain.hub.members["r0"]
+        stopped_s = 2 * brain.hub.patience.silent_s
+        brain.hub._looked_s -= stopped_s
+        member.frames.received_s -= stopped_s
+        looked_s = brain.hub._looked_s
+        await until(lambda: brain.hub._looked_s > looked_s)
+        assert brain.hub.members["r0"] is member and not member.frames.ended_here
+
+    on(test)
+
+
+def test_a_relay_that_counts_tokens_of_a_request_in_no_slot_has_to_rejoin(caplog: pytest.LogCaptureFixture) -> None:
+    async def test(stage: Stage) -> None:
+        brain, relay = await stage.brain(slots=1), stage.relay()
+        await relay.decoding("a")
+        await relay.pooled("b")
+        relay.brain.token_counts.write(relay.brain._open["b"].number, 7)
+        brain.ledger.settle()
+        await until(lambda: relay.brain.member == 2)
+        assert brain.active == ["a"] and brain.load == 10
+
+    on(test)
+    (lost,) = [record.__dict__ for record in caplog.records if record.message == "relay lost"]
+    assert "token counts of relay r0 are impossible" in lost["reason"]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        ("learned", Learned("d0", "nixl")),
+        ("cache_doubted", CacheDoubted("d0", "salt")),
+        ("connector_doubted", ConnectorDoubted("d0", "it answers as another one does")),
+        ("judged", Judged("d0", Finding.SUCCESS)),
+    ],
+    ids=lambda each: each if isinstance(each, str) else "",
+)
+def test_what_a_relay_reports_of_a_worker_is_taken(call: str, message: Report, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[Report] = []
+
+    async def test(stage: Stage) -> None:
+        monkeypatch.setattr(RelayReports, call, lambda _, message: taken.append(message))
+        await stage.brain()
+        relay = stage.relay()
+        await until(lambda: relay.brain.member is not None)
+        relay.brain.report(message)
+        await until(lambda: taken == [message])
 
     on(test)
 
