@@ -9,7 +9,7 @@ while no brain led is applied to the file as a brain would have applied it.
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -106,9 +106,19 @@ class Changes(msgspec.Struct, frozen=True):
                 fleet.leave(fleet.restore(spec))
 
 
-def changes_of(services: Services, base: Config, lineage: int, number: int = 0, epoch: int = 0) -> Changes:
-    """The changes of a running router to its configuration `base` of this `number`. `epoch`: of its brain."""
-    configured = {spec.id: spec for spec in worker_specs(base)}
+def changes_of(
+    services: Services,
+    base: Config,
+    lineage: int,
+    number: int = 0,
+    epoch: int = 0,
+    workers: Sequence[WorkerSpec] | None = None,
+) -> Changes:
+    """The changes of a running router to its configuration `base` of this `number`.
+
+    Args: epoch: of its brain. workers: those of `base`, if the caller knows them.
+    """
+    configured = {spec.id: spec for spec in (worker_specs(base) if workers is None else workers)}
     staying = {worker.id: worker.spec for worker in services.fleet if not worker.leaving}
     policy = services.config.routing.policy
     added = tuple(spec for spec in staying.values() if spec != configured.get(spec.id))
@@ -137,6 +147,8 @@ class KeptChanges:
             log, "operators' changes cannot be saved for the next brain", "operators' changes are saved again"
         )
         self.last = Changes(lineage)
+        self._base: Config | None = None
+        self._configured: list[WorkerSpec] = []  # the workers of `_base`: kept, as they are looked at so often
         try:
             found = msgspec.json.decode(path.read_bytes(), type=Changes)
             for spec in (*found.added, *found.workers):
@@ -159,8 +171,10 @@ class KeptChanges:
 
         Raises: AnotherLeads: the next leader does not know the changes.
         """
-        epoch = 0 if self._lead is None else self._lead.epoch
-        changes, file = changes_of(services, base, self._lineage, self.number, epoch), str(self._path)
+        if base is not self._base:
+            self._base, self._configured = base, worker_specs(base)
+        epoch, file = 0 if self._lead is None else self._lead.epoch, str(self._path)
+        changes = changes_of(services, base, self._lineage, self.number, epoch, self._configured)
         if changes == self.last and not is_gone(self._path):
             return
         if self._lead is not None and not self._lead.renew():

@@ -150,11 +150,11 @@ class Mover:
 
     def _refuse_waiting(self, now: float) -> None:
         """End requests that wait for a prefiller or decoder while there is none, with the refusal of a new request."""
-        view = self._tickets.view()
-        if not self._judges and not (view.prefillers or view.decoders):
+        workers = list(self._fleet)
+        if not self._judges and not workers:
             return  # the brain's judgement is not known yet
-        for role, members in ((Role.PREFILL, view.prefillers), (Role.DECODE, view.decoders)):
-            if any(member.state is not WorkerState.DOWN for member in members):
+        for role in (Role.PREFILL, Role.DECODE):
+            if any(worker.state is not WorkerState.DOWN for worker in workers if worker.spec.role is role):
                 self._none_up_since_s.pop(role, None)
                 continue
             since_s = self._none_up_since_s.setdefault(role, now)
@@ -162,7 +162,7 @@ class Mover:
                 continue
             for leg in list(self._legs):
                 if self._needs(role, leg, leg.ticket):
-                    leg.interrupt(no_workers(view).error())
+                    leg.interrupt(no_workers(self._tickets.view()).error())
 
     def _needs(self, role: Role, leg: Leg, ticket: Ticket) -> bool:
         """Whether a leg waits for a worker of that role, or for the answer of a prefiller that is out."""

@@ -178,11 +178,11 @@ class MetricsPoller:
         own = ledger.decoder(worker.id)
         assert own is not None  # the ledger forgets no worker that the fleet knows
         foreign = worker.foreign.see(samples, worker.take_peak(), own.load_tokens, own.mean_request_tokens)
-        least = 0
-        if foreign.requests:
+        least, occupancy = 0, _occupancy(own, foreign.requests)
+        if foreign.requests and occupancy.free <= 0:  # else it needs none, and a view of many workers is dear
             view = ledger.view()
             others = [_occupancy(other) for other in view.decoders if other.id != own.id and other.state is _UP]
-            least = least_own_slots(_occupancy(own, foreign.requests), others, view.pooled)
+            least = least_own_slots(occupancy, others, view.pooled)
         ledger.report_decoder(worker.id, foreign.requests, foreign.tokens, least)
         if samples is not None:
             load_tokens = own.load_tokens + foreign.tokens
