@@ -1,13 +1,15 @@
 """The brain's end of the link: who holds what, who is heard, and what is free when a relay is gone."""
 
 import asyncio
+import os
+import stat
 from collections.abc import Callable
 
 import msgspec
 import pytest
 
 from balanceroute.core.types import Outcome, Phase, RequestSpec, Role, Standing, WorkerSpec
-from balanceroute.proxy.link.hub import Patience
+from balanceroute.proxy.link.hub import MAX_NAME, Patience
 from balanceroute.proxy.link.messages import (
     HEAD_BYTES,
     VERSION,
@@ -36,7 +38,8 @@ from balanceroute.proxy.link.messages import (
 from balanceroute.proxy.perimeter.key_use import KeyUse
 from balanceroute.proxy.workers.circuit import CircuitState
 from balanceroute.proxy.workers.relay_reports import RelayReports
-from tests.unit.proxy.link.brains import RawRelay, Stage, on, stream
+from balanceroute.proxy.workers.silence import FrozenGroup
+from tests.unit.proxy.link.brains import RawRelay, Relay, Stage, on, stream
 from tests.waiting import until
 
 
@@ -162,23 +165,67 @@ def test_a_new_relay_is_sent_the_present_view_although_nothing_changes() -> None
     on(test)
 
 
-def test_key_use_is_forwarded_to_relays_that_do_not_share_memory() -> None:
+def test_key_use_is_forwarded_to_relays_that_do_not_share_memory_until_it_ends() -> None:
     async def test(stage: Stage) -> None:
         await stage.brain(relays=4)
         relays = {name: stage.relay(name) for name in ("relay-0", "relay-10", "relay-1.2", "relay-0.2")}
-        received: dict[str, list[str]] = {name: [] for name in relays}
+        used: dict[str, dict[str, tuple[KeyUse, ...]]] = {name: {} for name in relays}
+        messages = [0]
 
         def receive_at(name: str) -> Callable[[KeysElsewhere], None]:
-            return lambda message: received[name].append(message.relay)
+            def receive(message: KeysElsewhere) -> None:
+                messages[0] += 1
+                used[name][message.relay] = message.keys
+
+            return receive
 
         for name, relay in relays.items():
             relay.brain.on_keys = receive_at(name)
         await until(lambda: all(relay.brain.member is not None for relay in relays.values()))
+        use = (KeyUse("a", 1, 1, 0),)
         for relay in relays.values():
-            relay.brain.report(Activity(0, 0, (), (KeyUse("a", 1, 1, 0),)))
-        others = {"relay-0": ["relay-0.2", "relay-1.2"], "relay-10": ["relay-0.2", "relay-1.2"]}
-        others |= {"relay-0.2": ["relay-0", "relay-10"], "relay-1.2": ["relay-0", "relay-10"]}
-        await until(lambda: {name: sorted(senders) for name, senders in received.items()} == others)
+            relay.brain.report(Activity(0, 0, (), use))
+        one, other = dict.fromkeys(("relay-0", "relay-10"), use), dict.fromkeys(("relay-0.2", "relay-1.2"), use)
+        await until(lambda: used == {"relay-0": other, "relay-10": other, "relay-0.2": one, "relay-1.2": one})
+        relays["relay-10"].brain.report(Activity(0, 0, ()))
+        await relays["relay-0"].end()
+        one = {"relay-0": (), "relay-10": ()}
+        await until(lambda: used["relay-0.2"] == used["relay-1.2"] == one)
+        assert messages == [8 + 4]
+        relays["relay-10"].brain.report(Activity(1, 0, ()))  # as before, it uses none
+        relays["relay-0.2"].brain.report(Activity(1, 0, (), use))
+        await until(lambda: messages != [8 + 4])
+        assert messages == [8 + 4 + 1]
+
+    on(test)
+
+
+def test_every_relay_hears_of_groups_that_fell_silent_together_and_one_that_joins_at_once() -> None:
+    async def test(stage: Stage) -> None:
+        brain = await stage.brain()
+        heard: dict[str, list[list[str]]] = {"first": [], "second": []}
+
+        def a_relay(name: str) -> Relay:
+            relay = stage.relay(name)
+            relay.brain.on_silent = lambda message: heard[name].append([group.name for group in message.groups])
+            return relay
+
+        a_relay("first")
+        await until(lambda: heard["first"] == [[]])
+        brain.frozen.append(FrozenGroup("group", ("d0", "d1"), asyncio.get_running_loop().time()))
+        await until(lambda: heard["first"] == [[], ["group"]])
+        a_relay("second")
+        await until(lambda: heard["second"] == [["group"]])
+        brain.frozen.clear()
+        await until(lambda: heard == {"first": [[], ["group"], []], "second": [["group"], []]})
+
+    on(test)
+
+
+def test_only_our_user_can_connect_to_a_brain() -> None:
+    async def test(stage: Stage) -> None:
+        await stage.brain()
+        assert stat.S_IMODE(os.stat(stage.path).st_mode) == 0o600
 
     on(test)
 
@@ -308,6 +355,9 @@ def test_a_rejoining_relay_holds_only_the_requests_that_it_reports() -> None:
         ([Hello(VERSION, name, 1, 0, (stream(1, name),)) for name in ("one", "two")], None),
         ([Hello(VERSION, "raw", 1, 0, (stream(1, "a"),)), Counted(b"{}")], None),
         ([Hello(VERSION, "raw", 1, 0, (stream(1, "a"),)), Counted(b"\xff")], None),
+        ([Hello(VERSION, "line\nbreak", 1, 0, (stream(1, "a"),))], None),
+        ([Hello(VERSION, (MAX_NAME + 1) * "r", 1, 0, (stream(1, "a"),))], None),
+        ([Hello(VERSION, "r@elsewhere", 1, 0, (stream(1, "a"),))], None),
     ],
     ids=[
         "another version",
@@ -318,6 +368,9 @@ def test_a_rejoining_relay_holds_only_the_requests_that_it_reports() -> None:
         "two names",
         "no counts",
         "no text",
+        "a name of two lines",
+        "a long name",
+        "a name of another machine",
     ],
 )
 def test_a_peer_that_violates_the_protocol_is_dropped_and_holds_no_request(
