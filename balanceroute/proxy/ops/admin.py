@@ -4,6 +4,7 @@
 of vllm-ascend's example proxy keep its JSON keys (`/healthcheck`, `/instances/add`, `/instances/remove`).
 """
 
+import asyncio
 import logging
 import re
 from collections.abc import Callable
@@ -173,7 +174,11 @@ class Admin:
     async def _metrics_page(self) -> bytes:
         services = self._services()
         services.ledger.settle()
-        return services.metrics.exposition()
+        pieces = []
+        for piece in services.metrics.pieces():
+            pieces.append(piece)
+            await asyncio.sleep(0)  # streams go on meanwhile
+        return b"".join(pieces)
 
     async def state(self, request: Request) -> Response:
         """The snapshot and the policy that decides on it: the input of `balanceroute explain`."""

@@ -323,8 +323,16 @@ class Metrics(Collector):
 
     def exposition(self) -> bytes:
         """All metrics in the text format. Raises: Rejected: the counts of others are not known yet."""
+        return b"".join(self.pieces())
+
+    def pieces(self) -> Iterator[bytes]:
+        """The same, of one moment, piece by piece: with 160 workers the whole would hold the event loop for 20 ms.
+
+        Raises: Rejected, before the first piece.
+        """
         self.before_page()
-        return generate_latest(self.registry)
+        for family in list(self.registry.collect()):
+            yield generate_latest(_Alone(family))
 
     def served(self) -> Served:
         """What clients have got, from all processes. Raises: Rejected: the counts of others are not known yet."""
@@ -400,6 +408,16 @@ class Metrics(Collector):
         core = "compiled" if native.COMPILED else "python"
         build.add_metric([], {"version": __version__, "policy": self.policy, "hot_path": hot_path, "core": core})
         yield build
+
+
+@dataclass(frozen=True, slots=True)
+class _Alone(Collector):
+    """One family."""
+
+    family: Metric
+
+    def collect(self) -> Iterator[Metric]:
+        yield self.family
 
 
 def read_counts(counts: bytes) -> _Counts:

@@ -1,5 +1,6 @@
 """What the router's own routes answer."""
 
+import asyncio
 import math
 
 import httpx
@@ -37,6 +38,30 @@ async def test_the_state_is_read_back_as_the_policy_and_params_in_force(routing:
     assert settings_from_dict(state) == policy_settings(services.config)
     assert list(explain(state).admissions) == services.ledger.scheduler.admit(services.ledger.now())
     assert state["params"].get("options", {}) == services.config.routing.options
+
+
+async def test_other_work_goes_on_while_the_page_of_metrics_is_made() -> None:
+    services = a_router()
+    asking, turns = True, 0
+
+    async def work() -> None:
+        nonlocal turns
+        while asking:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async def ask() -> str:
+        nonlocal asking
+        app = Starlette(routes=Admin(lambda: services).routes())
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router") as client:
+            page = await client.get("/metrics")
+        asking = False
+        return page.text
+
+    page, _ = await asyncio.gather(ask(), work())
+    families = [line for line in page.splitlines() if line.startswith("# TYPE ")]
+    assert families == [line for line in services.metrics.exposition().decode().splitlines() if line in families]
+    assert turns > len(families) > 40
 
 
 @pytest.mark.parametrize(
