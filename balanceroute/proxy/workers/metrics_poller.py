@@ -79,7 +79,7 @@ class MetricsPoller:
 
     async def run(self) -> None:
         """Until cancelled."""
-        await self._polling.run(lambda: self._config().prefill.poll_interval_s)
+        await self._polling.run(lambda: self._config().prefill.poll_interval_s, spread=True)
 
     async def _read(self, workers: list[Worker]) -> None:
         while asked := still_here(self._fleet, workers):

@@ -1,12 +1,20 @@
-"""Polls every worker URL once per period; one that hangs, or causes an error, does not delay the others."""
+"""Polls every worker URL once per period; one that hangs, or causes an error, does not delay the others.
+
+The URLs of a round are polled at once, or `BATCH` at a time over the period: to ask 160 and to read their answers takes
+many milliseconds, and streams would wait for it.
+"""
 
 import asyncio
+import math
+import sys
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from balanceroute.errors import CannotConnect
 from balanceroute.proxy.workers.fair_timeout import FairTimeout
 from balanceroute.proxy.workers.fleet import Fleet, Worker
+
+BATCH: Final = 16  # URLs polled in one turn of the loop, where they are spread
 
 _T = TypeVar("_T")
 
@@ -50,12 +58,19 @@ class Polling:
         self._fleet, self._ask, self._on_bug = fleet, ask, on_bug
         self._open: dict[str, asyncio.Task[None]] = {}
 
-    async def run(self, period_s: Callable[[], float]) -> None:
-        """Poll until cancelled; the period is read each time, so a reload takes effect."""
+    async def run(self, period_s: Callable[[], float], spread: bool = False) -> None:
+        """Poll until cancelled; the period is read each time, so a reload takes effect. `spread`: all rounds but the
+        first are spread over the period.
+        """
+        size = sys.maxsize
         try:
             while True:
-                self.start()
-                await asyncio.sleep(period_s())
+                groups = self._by_url()
+                n_batches = max(1, math.ceil(len(groups) / size))
+                for n in range(n_batches):
+                    self._start(groups[n * size : (n + 1) * size])
+                    await asyncio.sleep(period_s() / n_batches)
+                size = BATCH if spread else size
         finally:
             await self.close()
 
@@ -67,12 +82,19 @@ class Polling:
 
     def start(self) -> None:
         """Start a call for every URL without one under way. Raises: an error of `on_bug` from an earlier call."""
-        self._collect()
-        loop = asyncio.get_running_loop()
+        self._start(self._by_url())
+
+    def _by_url(self) -> list[list[Worker]]:
         by_url: dict[str, list[Worker]] = {}
         for worker in self._fleet:
             by_url.setdefault(worker.spec.url, []).append(worker)
-        for url, workers in by_url.items():
+        return list(by_url.values())
+
+    def _start(self, groups: list[list[Worker]]) -> None:
+        self._collect()
+        loop = asyncio.get_running_loop()
+        for workers in groups:
+            url = workers[0].spec.url
             if url not in self._open:
                 self._open[url] = loop.create_task(self._run(workers))
 

@@ -9,8 +9,9 @@ import pytest
 from balanceroute.core.types import Role, WorkerSpec
 from balanceroute.proxy.workers.circuit import Circuit, CircuitConfig
 from balanceroute.proxy.workers.fleet import Fleet, Worker
-from balanceroute.proxy.workers.polling import Polling
+from balanceroute.proxy.workers.polling import BATCH, Polling
 from balanceroute.proxy.workers.upstream import Upstream
+from tests.unit.proxy.virtual_time import with_virtual_time
 from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
@@ -51,6 +52,22 @@ async def test_ranks_of_one_url_share_one_question() -> None:
 
     await Polling(workers("http://a", "http://a", "http://b"), ask, fatal).once()
     assert groups == [["w0", "w1"], ["w2"]]
+
+
+@with_virtual_time
+async def test_after_a_first_round_at_once_many_urls_are_polled_spread_over_the_period() -> None:
+    now = asyncio.get_running_loop().time
+    asked_s: dict[str, list[float]] = {}
+    began_s = now()
+
+    async def ask(group: list[Worker]) -> None:
+        asked_s.setdefault(group[0].spec.url, []).append(round(now() - began_s, 6))
+
+    polling = Polling(workers(*(f"http://{number}" for number in range(2 * BATCH + 1))), ask, fatal)
+    running = asyncio.ensure_future(polling.run(lambda: 3.0, spread=True))
+    await asyncio.sleep(8.5)
+    running.cancel()
+    assert list(asked_s.values()) == BATCH * [[0, 3, 6]] + BATCH * [[0, 4, 7]] + [[0, 5, 8]]
 
 
 async def test_a_poll_that_raises_is_reported_and_does_not_stop_the_others() -> None:
