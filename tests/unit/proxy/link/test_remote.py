@@ -101,12 +101,14 @@ def test_a_brain_on_the_same_machine_reads_tokens_from_memory() -> None:
     async def test(stage: Stage) -> None:
         brain, relay = await stage.brain(), stage.relay()
         tickets = [await relay.decoding(f"r{n}") for n in range(3)]
+        place = place_of(relay.brain._open["r0"].number)
         for n, ticket in enumerate(tickets):
             ticket.progress(n + 1)
         assert brain.load == 3 * 10 + 6
         tickets[0].progress(4)
         tickets[0].finish(Outcome.FINISHED)
-        again = relay.tickets.submit(RequestSpec("again", 1))  # in its place, before the brain hears of either
+        again = relay.tickets.submit(RequestSpec("again", 1))  # before the brain hears of either
+        assert place_of(relay.brain._open["again"].number) == place
         assert brain.load == 3 * 10 + 10
         assert await again.prefiller() == "p0"
         assert "r0" not in brain.scheduler.snapshot.requests and brain.load == 2 * 10 + 5
@@ -277,7 +279,7 @@ def test_a_refusal_crosses_with_its_cause() -> None:
         ticket = relay.tickets.submit(RequestSpec("a", 1))
         with pytest.raises(QueueFull):
             await ticket.prefiller()
-        assert ticket.left and not relay.tickets.by_id
+        assert ticket.left and not relay.tickets.by_id and not relay.brain._open
 
     on(test)
 
@@ -660,11 +662,11 @@ def test_a_relay_rejoins_at_once_after_a_membership_that_lasted_whatever_became_
 
 
 class RefusingReach(ScriptedReach):
-    """The way to brains that refuse a relay while `refuses`, with a Farewell or, without one, by closing."""
+    """The way to brains that refuse a relay while `refuses`, with this message or, without one, by closing."""
 
     near = False
 
-    def __init__(self, farewell: Farewell | None) -> None:
+    def __init__(self, farewell: FromBrain | None) -> None:
         super().__init__(epoch=1)
         self.refuses, self.farewell, self.tries_s = True, farewell, list[float]()
 
@@ -713,6 +715,32 @@ def test_a_relay_that_is_refused_tries_again_after_growing_pauses_and_says_by_wh
         reach.brains[-1].abort()
         await until(lambda: len(reach.tries_s) == tried + 2)
         assert reach.pauses_s[-1] < 4 * RETRY_S
+        await relay.end()
+
+    in_virtual_time(test)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Chosen(1, 1, "d0"),
+        Welcome(VERSION + 1, 1, 1, (), 0),
+        Welcome(VERSION, 0, 1, (), 0),
+        Farewell(7, "another leads"),
+    ],
+    ids=["an answer", "of another version", "of an old epoch", "farewell"],
+)
+def test_a_relay_joins_no_brain_that_begins_with(message: FromBrain) -> None:
+    async def test() -> None:
+        reach = RefusingReach(message)
+        relay = Relay(SchedulerConfig(), reach, "r0")
+        relay.brain.epoch = 1
+        await let_pass(STEADY_S)
+        assert relay.brain.member is None and len(reach.tries_s) > 2
+        reach.refuses, reach.epoch = False, relay.brain.epoch
+        await let_pass(STEADY_S)
+        assert relay.brain.member == 1
+        assert relay.brain.epoch == (7 if isinstance(message, Farewell) else 1)
         await relay.end()
 
     in_virtual_time(test)
