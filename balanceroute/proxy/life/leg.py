@@ -304,7 +304,7 @@ class Leg:
 
     def late(self, now: float) -> bool:
         """Whether the worker's answer, first byte or next token is overdue."""
-        return now > max(self.try_deadline_s, self.last_token_s + self.idle_s)
+        return now > self.try_deadline_s and now > self.last_token_s + self.idle_s
 
     @property
     def blocked_by_client(self) -> bool:
@@ -323,6 +323,28 @@ class Leg:
             and not self.answer.request.counted_by_usage
             and not self.reply.paused
             and not self.kv_due
+        )
+
+    # -- for the reaper, which asks all legs several times per second
+
+    def note_progress(self) -> None:
+        """Note when the decode worker's last token came."""
+        worker, at_s = self.streaming_from, self.ticket.last_token_s
+        if worker is not None and at_s > worker.progress_s:
+            worker.progress_s = at_s
+
+    def watch_pull(self) -> None:
+        """See `HeldKv.watch_pull`."""
+        self.kv.watch_pull(streams=self.answer.request.streams_upstream)
+
+    def wants_look(self, now: float, most_tokens: int) -> bool:
+        """Whether the reaper may have something to do: a time is over, the answer is too long, or it is not read."""
+        return (
+            now > self.deadline_s
+            or self.stalled_since_s < math.inf
+            or self.late(now)
+            or self.blocked_by_client
+            or self.answer.scanner.tokens > most_tokens
         )
 
     # -- for its strategy

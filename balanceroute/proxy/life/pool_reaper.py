@@ -57,15 +57,15 @@ class PoolReaper:
         self._services.metrics.fold()
         now = self._services.tickets.now()
         for leg in self._services.legs:
-            if leg.streaming_from is not None:
-                leg.streaming_from.progress_s = max(leg.streaming_from.progress_s, leg.last_token_s)
-        for leg in self._services.legs:
-            leg.kv.watch_pull(streams=leg.answer.request.streams_upstream)
+            leg.note_progress()
+        for leg in self._services.legs:  # when the progress of all workers is known
+            leg.watch_pull()
         self._mover.look(now, PERIOD_S)
         if now - self._services.attention.since_s >= SETTLE_S:  # bytes that came during a pause have been read
             self._services.last_look_s = now
         for leg in list(self._services.legs):
-            self._look_at(leg, now)
+            if leg.wants_look(now, MAX_TOKENS):
+                self._look_at(leg, now)
 
     def _look_at(self, leg: Leg, now: float) -> None:
         if now > leg.deadline_s:
