@@ -86,11 +86,13 @@ class ClientApp(Starlette):
         self.router.redirect_slashes = False  # Starlette would redirect to the client's Host; see `http_error`
 
     def gate(self, request: Request) -> None:
-        """Set the limit of the request's body, which is large only for prompts, and its client key."""
+        """Set the limit of the body (large only for prompts), its holder, and the headers of a refusal."""
         if not request.path.startswith(_LARGE):
             request.body_limit_bytes = _SMALL_BYTES
-        elif request.path not in self.hot:  # hot routes check the key themselves
-            request.holder = self.services.perimeter.holder(request.headers)
+        elif request.path not in self.hot:  # hot routes do so themselves
+            perimeter = self.services.perimeter
+            request.holder = perimeter.holder(request.headers)
+            request.refusal_headers = perimeter.pages.answer_headers(request.header(b"origin"))
 
     def refused(self, reason: str) -> None:
         """Count a request that the edge has refused."""

@@ -61,7 +61,7 @@ async def test_an_allowed_origin_gets_an_answer_to_its_preflight_on_client_route
 
 async def test_an_allowed_page_can_read_every_answer_and_every_refusal() -> None:
     kinds: list[dict[str, Any]] = [{}, {"stream": True}, {"n": 2}, {"n": 2, "stream": True}]
-    async with running(SMALL, auth=ALLOWED) as router:
+    async with running(SMALL, auth=ALLOWED, limits={"max_body_bytes": 1024}) as router:
         for fields in kinds:
             reply = await router.client.post("/v1/completions", json=completion(**fields), headers={"Origin": GOOD})
             assert reply.status_code == 200 and cors(reply)["access-control-allow-origin"] == GOOD
@@ -69,6 +69,9 @@ async def test_an_allowed_page_can_read_every_answer_and_every_refusal() -> None
             assert {"x-request-id", "retry-after", "x-should-retry"} <= set(exposed)
         wrong = await router.client.post("/v1/completions", content=b"{", headers={"Origin": GOOD})
         assert wrong.status_code == 400 and cors(wrong)["access-control-allow-origin"] == GOOD
+        for path in set(CLIENT_ROUTES) - {"/v1/models"}:
+            large = await router.client.post(path, content=b"x" * 1025, headers={"Origin": GOOD})
+            assert large.status_code == 413 and cors(large)["access-control-allow-origin"] == GOOD
         models = await router.client.get("/v1/models", headers={"Origin": GOOD})
         assert models.status_code == 200 and cors(models)["access-control-allow-origin"] == GOOD
         await router.settled()

@@ -64,7 +64,7 @@ class AsgiHandler:
             request = self._request
             fields = {"request": self._name.decode(), "peer": request.peer[0] if request.peer else ""}
             log.info("refused", extra={**fields, "method": request.method, "path": request.path, "error": str(error)})
-            self._response.refuse(error, [(b"x-request-id", self._name)])
+            self._response.refuse(error, [(b"x-request-id", self._name), *request.refusal_headers])
 
     def abandoned(self) -> None:
         """Note that the body will not come."""

@@ -62,7 +62,7 @@ class Request:
     Attributes: `path`: decoded, without its query. `headers`: names in lower case. `length`: of the body; None:
     chunked. `body_limit_bytes`: the route's bound below the general one. `peer`, `local`: the connection's two
     addresses, host and port. `scheme`: http or https. `holder`: the client whose share of the memory for bodies it
-    takes; empty: the peer.
+    takes; empty: the peer. `refusal_headers`: of the edge's own refusal, if ASGI serves the route.
     """
 
     __slots__ = (
@@ -81,6 +81,7 @@ class Request:
         "peer",
         "query",
         "raw_path",
+        "refusal_headers",
         "scheme",
     )
 
@@ -98,6 +99,7 @@ class Request:
         self.local: tuple[str, int] | None = None
         self.scheme = "http"
         self.holder = ""
+        self.refusal_headers: Headers = ()
 
     def header(self, name: bytes) -> bytes | None:
         """The first value of a field; `name` in lower case."""
