@@ -202,9 +202,11 @@ SecondsOrEndless = Annotated[
 
 
 def _origin(text: str) -> str:
+    """As browsers send it: in lower case, without the scheme's own port."""
     if not re.fullmatch(r"\*|null|[a-z][a-z0-9+.-]*://[a-z0-9._~\[\]:-]+", text.lower()):
         raise ValueError("accepted is * or SCHEME://HOST[:PORT] without a path, such as https://chat.example.com")
-    return text.lower()
+    origin = text.lower()
+    return origin.removesuffix(":443" if origin.startswith("https:") else ":80" if origin.startswith("http:") else "")
 
 
 Origin = Annotated[str, AfterValidator(_origin)]

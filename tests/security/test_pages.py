@@ -157,3 +157,13 @@ def test_an_invalid_allowed_origin_is_refused_at_start(origin: str) -> None:
     tree = {"prefill": {"workers": [{"url": "http://h:1"}]}, "decode": {"workers": [{"url": "http://h:2"}]}}
     with pytest.raises(ConfigError, match=r"auth.allowed_origins"):
         validate(tree | {"auth": {"allowed_origins": [origin]}})
+
+
+@pytest.mark.parametrize(
+    "origin", ["https://Chat.example.com", "https://chat.example.com:443", "http://a:80", "http://[::1]:80"]
+)
+def test_an_allowed_origin_is_kept_as_browsers_send_it(origin: str) -> None:
+    """In lower case, and without a port that is the scheme's own; another port stays."""
+    tree = {"prefill": {"workers": [{"url": "http://h:1"}]}, "decode": {"workers": [{"url": "http://h:2"}]}}
+    kept = validate(tree | {"auth": {"allowed_origins": [origin, "http://a:443"]}}).auth.allowed_origins
+    assert kept == (origin.lower().removesuffix(":443").removesuffix(":80"), "http://a:443")
