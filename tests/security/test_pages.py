@@ -61,7 +61,7 @@ async def test_an_allowed_origin_gets_an_answer_to_its_preflight_on_client_route
 
 async def test_an_allowed_page_can_read_every_answer_and_every_refusal() -> None:
     kinds: list[dict[str, Any]] = [{}, {"stream": True}, {"n": 2}, {"n": 2, "stream": True}]
-    async with running(SMALL, auth=ALLOWED, limits={"max_body_bytes": 1024}) as router:
+    async with running(SMALL, auth=ALLOWED, limits={"max_body_bytes": 1024, "max_connections": 1}) as router:
         for fields in kinds:
             reply = await router.client.post("/v1/completions", json=completion(**fields), headers={"Origin": GOOD})
             assert reply.status_code == 200 and cors(reply)["access-control-allow-origin"] == GOOD
@@ -72,6 +72,10 @@ async def test_an_allowed_page_can_read_every_answer_and_every_refusal() -> None
         for path in set(CLIENT_ROUTES) - {"/v1/models"}:
             large = await router.client.post(path, content=b"x" * 1025, headers={"Origin": GOOD})
             assert large.status_code == 413 and cors(large)["access-control-allow-origin"] == GOOD
+        async with router.client.stream("POST", "/v1/completions", json=completion(stream=True, max_tokens=2000)):
+            for path in set(CLIENT_ROUTES) - {"/v1/models"}:
+                full = await router.client.post(path, json={}, headers={"Origin": GOOD})
+                assert full.status_code == 503 and cors(full)["access-control-allow-origin"] == GOOD
         models = await router.client.get("/v1/models", headers={"Origin": GOOD})
         assert models.status_code == 200 and cors(models)["access-control-allow-origin"] == GOOD
         await router.settled()

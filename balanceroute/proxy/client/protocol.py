@@ -327,8 +327,8 @@ class ClientProtocol(asyncio.Protocol):
         else:
             handler = AsgiHandler(edge.site, edge.app_state, request, response, self._send_continue)
         self._request, self._response, self._handler = request, response, handler
-        edge.check_place(request.method)
         edge.site.gate(request)
+        edge.check_place(request.method)
         handler.check()
         length, limit = request.length, edge.limits.max_body_bytes
         if request.body_limit_bytes is not None:
