@@ -140,7 +140,7 @@ def create_relay_app(configured: Configured, folder: RunFolder, name: str, lock:
     Raises: ConfigError: a file of the folder can't be used.
     """
     config, tls = configured.config, configured.tls
-    reach, to_brain = _ways_to_brain(config, folder, tls)
+    reach, to_brain = _ways_to_brain(config, folder, tls, lambda: app.services.brain.member is not None)
     pins = None if config.kv_pin_s is None else _own_pins(folder.pins(name), again)
     closing: list[Callable[[], None]] = [to_brain.close]
     metaserver = None
@@ -194,12 +194,12 @@ def _coroutines(services: RelayServices, lock: int) -> dict[str, Callable[[], Aw
     return coroutines
 
 
-def _ways_to_brain(config: Config, folder: RunFolder, tls: Tls) -> tuple[Reach, ToBrain]:
+def _ways_to_brain(config: Config, folder: RunFolder, tls: Tls, joined: Callable[[], bool]) -> tuple[Reach, ToBrain]:
     """The ways to the brain: for the link, and for operators' requests."""
     if not config.listen.brains:
-        return SocketReach(folder.link), ToBrain(lambda: through_socket(str(folder.operators)))
+        return SocketReach(folder.link), ToBrain(lambda: through_socket(str(folder.operators)), joined)
     reach = FarReach(config.listen.brain_addresses, lambda: tls.link.relay)
-    return reach, ToBrain(lambda: to_machine(reach.address, lambda: tls.link.operators))
+    return reach, ToBrain(lambda: to_machine(reach.address, lambda: tls.link.operators), joined)
 
 
 def _name_on_link(config: Config, folder: RunFolder, name: str) -> str:

@@ -19,13 +19,15 @@ from starlette.responses import Response, StreamingResponse
 from balanceroute.config.addresses import host_in_url
 from balanceroute.errors import ConnectFailed, NoHealthyWorkers, UpstreamError, UpstreamTimeout
 from balanceroute.proxy.client.asgi import REQUEST_ID
+from balanceroute.proxy.link.messages import SILENT_S
 from balanceroute.proxy.ops.guard import error_response
 from balanceroute.proxy.ops.shared_answer import SharedAnswer
 from balanceroute.proxy.perimeter.access import READS
 from balanceroute.proxy.workers.reply import Reply
 from balanceroute.proxy.workers.upstream import Connections, Upstream
 
-READ_S: Final = 30.0  # for the head of an answer
+READ_S: Final = SILENT_S + 1.0  # for the head of an answer: a brain that is silent for longer has lost this relay
+ABSENT_S: Final = 2.0  # the same while this relay has not joined a brain, which may have stopped
 CHANGE_S: Final = 300.0  # workers may take 30 s, and a new policy's predictor may read large files
 MAX_PAGE_BYTES: Final = 64 * 2**20
 TURN_S: Final = 1.0  # for answers under way of the former brain
@@ -66,9 +68,9 @@ def to_machine(address: tuple[str, int], context: Callable[[], ssl.SSLContext]) 
 class ToBrain:
     """The handler of all routes that the brain answers."""
 
-    def __init__(self, connections: Callable[[], Connections]) -> None:
-        """`connections` connects to the application of the leading brain."""
-        self._connections = connections
+    def __init__(self, connections: Callable[[], Connections], joined: Callable[[], bool] = lambda: True) -> None:
+        """`connections` connects to the application of the leading brain. `joined`: this relay has joined it."""
+        self._connections, self._joined = connections, joined
         self._upstream = connections()
         self._former: set[Connections] = set()
 
@@ -77,7 +79,7 @@ class ToBrain:
         query: bytes = request.scope["query_string"]
         path = request.scope["raw_path"].decode("latin-1") + ("?" + query.decode("latin-1") if query else "")
         method = "GET" if request.method == "HEAD" else request.method
-        timeout_s = READ_S if request.method in READS else CHANGE_S
+        timeout_s = self._patience_s(READ_S if request.method in READS else CHANGE_S)
         kept = (b"authorization",) if authorization else ()
         passed = [(name, value) for name, value in request.headers.raw if name not in _OURS or name in kept]
         headers = [*passed, (b"x-request-id", request.scope[REQUEST_ID].encode())]
@@ -103,13 +105,16 @@ class ToBrain:
 
     async def _whole(self, path: str) -> Response:
         try:
-            reply = await self._upstream.request("GET", path, first_byte_timeout_s=READ_S)
+            reply = await self._upstream.request("GET", path, first_byte_timeout_s=self._patience_s(READ_S))
             body = await reply.read(MAX_PAGE_BYTES)
         except UpstreamError as error:
             raise _unanswered("GET", error) from None
         response = Response(body, reply.status)
         response.raw_headers += [(name, value) for name, value in reply.headers if name not in _OURS]
         return response
+
+    def _patience_s(self, usual_s: float) -> float:
+        return usual_s if self._joined() else ABSENT_S
 
     def switch_brain(self) -> None:
         """Another brain leads: send new requests to it, and wait `TURN_S` at most for answers of the former one."""
@@ -135,6 +140,8 @@ def _unanswered(method: str, error: UpstreamError) -> NoHealthyWorkers:
     text = "No process decides for this router (no brain leads); one is being started."
     if isinstance(error, UpstreamTimeout):
         text = f"The process that decides for this router (the brain) is late: {error}."
+        if method not in READS:
+            text += " It may still do as asked."
     elif method not in READS and not (isinstance(error, ConnectFailed) and not error.sent):
         text = "The process that decides for this router (the brain) gave no answer; it may have done as asked."
     return NoHealthyWorkers(text)

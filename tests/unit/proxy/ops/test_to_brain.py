@@ -42,7 +42,7 @@ Got = list[tuple[bytes, bytes]]
 
 
 @asynccontextmanager
-async def before_a_brain(*parts: bytes) -> AsyncIterator[tuple[httpx.AsyncClient, Got]]:
+async def before_a_brain(*parts: bytes, joined: bool = True) -> AsyncIterator[tuple[httpx.AsyncClient, Got]]:
     """A client of a relay, and what the brain gets; it answers with these bytes, or is not there."""
     got: Got = []
     answering: Got = []
@@ -66,7 +66,7 @@ async def before_a_brain(*parts: bytes) -> AsyncIterator[tuple[httpx.AsyncClient
     with tempfile.TemporaryDirectory(prefix="brain") as folder:
         path = f"{folder}/operators.sock"
         server = await asyncio.start_unix_server(serve, path) if parts else None
-        passes = ToBrain(lambda: through_socket(path))
+        passes = ToBrain(lambda: through_socket(path), lambda: joined)
         routes = [Route("/state", passes.answer, methods=["GET", "POST"]), Route("/ready", passes.shared("/ready"))]
         app = Starlette(routes=routes, exception_handlers=ERROR_HANDLERS)
         try:
@@ -124,6 +124,19 @@ async def test_a_brain_that_does_not_answer_is_a_503_that_reports_it_as_late(mon
         answer = await client.get("/state")
         assert answer.status_code == 503 and answer.headers["retry-after"]
         assert "late: no answer within 0.05 s" in answer.json()["error"]["message"]
+
+
+async def test_a_relay_that_has_joined_no_brain_waits_for_one_for_two_seconds_at_most() -> None:
+    """A stopped brain without a standby let every scrape wait for 30 s, and one behind another for a minute."""
+    assert to_brain.READ_S < 8 and to_brain.ABSENT_S <= 2
+    async with before_a_brain(PAUSE, joined=False) as (client, _):
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(to_brain, "ABSENT_S", 0.01)
+            for method, path in (("GET", "/state"), ("GET", "/ready"), ("POST", "/state")):
+                answer = await client.request(method, path)
+                text = answer.json()["error"]["message"]
+                assert answer.status_code == 503 and "late: no answer within 0.01 s" in text
+                assert ("may still do as asked" in text) is (method == "POST")
 
 
 async def test_without_a_brain_the_answer_is_503_with_retry_after() -> None:
