@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import select
 import socket
 from collections.abc import Callable
 from contextlib import suppress
@@ -50,6 +51,15 @@ class Frames(asyncio.Protocol, Generic[Sent]):
     def socket(self) -> socket.socket | None:
         """The socket; None: the transport has none, or is closed."""
         return None if self._transport is None else self._transport.get_extra_info("socket")
+
+    @property
+    def left(self) -> bool:
+        """Whether the peer has closed the connection; this loop may not have read that yet."""
+        end, waits = self.socket, select.poll()
+        if end is None:
+            return True
+        waits.register(end.fileno(), select.POLLRDHUP)
+        return bool(waits.poll(0))
 
     @property
     def far(self) -> bool:

@@ -77,6 +77,7 @@ log = logging.getLogger(__name__)
 MAX_NAME: Final = 256  # characters
 LOOK_S: Final = 0.25
 ALIVE_S: Final = 2 * BEAT_S  # after its last message a member may be gone
+LEFT: Final = "it has left"
 TAKEN: Final = "a relay of this name is here; do two machines have the same identity file?"
 
 
@@ -242,6 +243,8 @@ class Hub:
                 member.waiting.append(message)
 
     def _join(self, frames: Frames[FromBrain], hello: Hello) -> None:
+        if frames.left:  # while this brain was stopped the relay has tried again and again
+            raise LinkError(LEFT)
         refusal = self._refusal(frames, hello)
         if refusal is not None:
             farewell, reason = refusal
@@ -480,4 +483,5 @@ class Hub:
             try:
                 self.requests.read_tokens(member)
             except InvariantError as error:
-                member.frames.abort(f"the token counts of relay {member.relay} are impossible: {error}")
+                text = f"the token counts of relay {member.relay} are impossible: {error}"
+                member.frames.abort(LEFT if member.frames.left else text)  # one that has left counts for another brain

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import socket
 import stat
 from collections.abc import Callable
 
@@ -33,8 +34,10 @@ from balanceroute.proxy.link.messages import (
     Report,
     Submit,
     Welcome,
+    frame,
     table_of,
 )
+from balanceroute.proxy.link.token_counts import WrittenCounts
 from balanceroute.proxy.perimeter.key_use import KeyUse
 from balanceroute.proxy.workers.circuit import CircuitState
 from balanceroute.proxy.workers.relay_reports import RelayReports
@@ -74,6 +77,46 @@ def test_a_brain_that_ends_reports_none_of_its_relays_as_lost(caplog: pytest.Log
     with caplog.at_level("INFO"):
         on(test)
     assert [record.levelname for record in caplog.records if record.message in ("relay left", "relay lost")] == ["INFO"]
+
+
+def test_a_relay_that_has_left_before_its_hello_is_read_joins_no_brain(caplog: pytest.LogCaptureFixture) -> None:
+    """A brain that was stopped for a minute found twenty of them, and logged each as joined and as lost."""
+
+    async def test(stage: Stage) -> None:
+        brain = await stage.brain()
+        for _ in range(3):
+            with socket.socket(socket.AF_UNIX) as gone:
+                gone.connect(stage.path)
+                gone.sendall(frame([Hello(VERSION, "gone", 1, 0, (stream(1, "a"),))]))
+        await stage.relay("stays").decoding("b")
+        await until(lambda: not any(member is None for member in brain.hub._connections.values()))
+        assert brain.active == ["b"]
+
+    with caplog.at_level("INFO"):
+        on(test)
+    assert [record.__dict__["relay"] for record in caplog.records if "relay" in record.__dict__].count("gone") == 0
+
+
+def test_the_log_says_that_a_relay_has_left_if_it_counts_for_another_brain_already(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A leader that was stopped, and deposed, reads counts that fit its successor's requests only."""
+
+    async def test(stage: Stage) -> None:
+        brain, counts = await stage.brain(), WrittenCounts()
+        number = counts.number()
+        queued = Held(number, 1, Standing(RequestSpec("a", 10), Phase.QUEUED, 0))
+        with socket.socket(socket.AF_UNIX) as gone:
+            gone.connect(stage.path)
+            gone.sendall(frame([Hello(VERSION, "gone", 1, 0, (queued,), counts.fd)]))
+            await until(lambda: bool(brain.hub.members))
+            counts.write(number, 5)
+        brain.hub.collect()
+        await until(lambda: not brain.hub.members)
+
+    on(test)
+    (lost,) = [record for record in caplog.records if record.message == "relay lost"]
+    assert lost.__dict__["reason"] == "it has left"
 
 
 def test_slots_of_a_lost_relay_become_free_and_other_relays_are_unaffected() -> None:
