@@ -84,9 +84,11 @@ def _rerun(path: Path, file: BinaryIO) -> RerunReport:
         calls += 1
         tokens += sum(args["counts"].values()) if call == "tokens" else 0
         admissions += len(outcome["answer"]) if call == "admit" and "answer" in outcome else 0
-        if call_line(last_s, call, args, outcome) != line:
-            difference = _difference(number, entry, outcome)
-            break
+        if call_line(last_s, call, args, outcome) != line:  # or another program has written the same line anew
+            found = _difference(number, entry, outcome)
+            if found.recorded != found.rerun:
+                difference = found
+                break
     span_s = last_s - first_s if first_s is not None else 0.0
     return RerunReport(version, settings, calls, tokens, admissions, span_s, cut_short, difference)
 

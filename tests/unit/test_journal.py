@@ -149,6 +149,18 @@ def test_the_first_answer_that_differs_is_reported_with_its_line(path: Path) -> 
     assert "d7" in difference.recorded and "d7" not in difference.rerun
 
 
+@pytest.mark.parametrize(("separators", "end"), [((",", ":"), "\r\n"), ((", ", ": "), "\n")], ids=["crlf", "spaces"])
+def test_a_journal_that_another_program_has_copied_or_formatted_reruns(
+    path: Path, separators: tuple[str, str], end: str
+) -> None:
+    """Its first line was a difference, with the same answer twice."""
+    record(path)
+    lines = [json.dumps(json.loads(line), separators=separators) + end for line in path.read_text().splitlines()]
+    path.write_bytes("".join(lines).encode())
+    report = rerun(path)
+    assert report.difference is None and report.calls == len(lines) - 1
+
+
 def test_a_cut_last_line_is_accepted(path: Path) -> None:
     calls = record(path)
     path.write_bytes(path.read_bytes()[:-9])
