@@ -26,7 +26,7 @@ from balanceroute.proxy.perimeter.access import READS
 from balanceroute.proxy.workers.reply import Reply
 from balanceroute.proxy.workers.upstream import Connections, Upstream
 
-READ_S: Final = SILENT_S + 1.0  # for the head of an answer: a brain that is silent for longer has lost this relay
+READ_S: Final = SILENT_S + 0.5  # for the head of an answer: a brain that is silent for longer has lost this relay
 ABSENT_S: Final = 2.0  # the same while this relay has not joined a brain, which may have stopped
 CHANGE_S: Final = 300.0  # workers may take 30 s, and a new policy's predictor may read large files
 MAX_PAGE_BYTES: Final = 64 * 2**20
