@@ -53,7 +53,7 @@ async def reload(services: Services, new: Config, perimeter: Perimeter | None = 
     if perimeter is None:
         perimeter = await asyncio.to_thread(in_time, partial(Perimeter, new), "auth.client_keys", WITHIN_S)
     predictor = None
-    if asks_another_predictor(services.config, new):
+    if makes_predictor(services, new):
         predictor = NewPredictor(await asyncio.to_thread(build_forecasts, new, past_of(services)))
     return apply(services, new, predictor, perimeter, certificates)
 
@@ -178,6 +178,12 @@ def asks_another_predictor(old: Config, new: Config) -> bool:
     """Whether the predictor's settings have changed."""
     horizons = [config.routing.horizon_steps if predicts(config) else None for config in (old, new)]
     return horizons[0] != horizons[1] or old.predictor != new.predictor
+
+
+def makes_predictor(services: Services, new: Config) -> bool:
+    """Whether a reload makes a predictor anew: another one is asked for, or the history could not be opened so far."""
+    opened = services.forecasts is None or services.forecasts.history.path is not None
+    return asks_another_predictor(services.config, new) or not (opened or new.predictor.history is None)
 
 
 def reroute(services: Services, new: Config, predictor: NewPredictor | None) -> None:

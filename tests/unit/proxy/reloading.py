@@ -11,6 +11,6 @@ def apply(services: Services, new: Config) -> list[str]:
     """As `reload.reload`, which reads what may be long beside the loop."""
     reload.check(services, new)
     perimeter, predictor = Perimeter(new), None
-    if reload.asks_another_predictor(services.config, new):
+    if reload.makes_predictor(services, new):
         predictor = reload.NewPredictor(build_forecasts(new, reload.past_of(services)))
     return reload.apply(services, new, predictor, perimeter, certificates=True)

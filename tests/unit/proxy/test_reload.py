@@ -341,6 +341,22 @@ async def test_a_predictor_can_replace_a_bare_history_and_back(tmp_path: Path) -
 
 
 @with_virtual_time
+async def test_a_history_that_could_not_be_opened_at_the_start_is_used_after_a_reload(tmp_path: Path) -> None:
+    """A brain that took the lead while the disk was full never used its history again."""
+    folder = tmp_path / "later"
+    config = a_config(predictor={"kind": "survival", "history": str(folder / "history.sqlite3")})
+    services = build_services(config, asyncio.get_running_loop(), build_forecasts(config), True)
+    assert services.forecasts is not None and services.forecasts.history.path is None
+    folder.mkdir()
+    apply(services, config)
+    made = services.forecasts
+    assert made is not None and made.history.path is not None
+    apply(services, config)
+    assert services.forecasts is made  # it is made anew only if it must be
+    made.close()
+
+
+@with_virtual_time
 async def test_a_reload_without_a_predictor_works_when_no_thread_can_be_started(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
