@@ -2,7 +2,9 @@
 
 import gc
 from collections.abc import Generator, Iterator
+from functools import cache
 
+import httpx._transports.default as httpx_transports
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -10,6 +12,8 @@ from balanceroute.core.policies import POLICIES
 
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
+# every client of httpx reads all CAs anew, which takes 30 ms of CPU: as much as many a test
+httpx_transports.create_ssl_context = cache(httpx_transports.create_ssl_context)
 
 
 def pytest_configure() -> None:
