@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.clients.blocks import ADDRESS, CLIENTS, KEY, MODEL, TOKENIZER, blocks
+from scripts.clients.blocks import ADDRESS, CLIENTS, KEY, MODEL, TOKENIZER, Block, Client, blocks
 from scripts.clients.check import Deployment, deployed, problems
 from scripts.clients.environments import Environment, InstallError, make_venv, run, write_tokenizer
 from tests.ports import free_base_port
@@ -19,6 +19,14 @@ pytestmark = [pytest.mark.e2e, pytest.mark.anyio]
 INSTALLED = ("openai", "openai-async", "anthropic")  # by the extra `dev`
 HERE = Environment(Path(sys.prefix), "python")
 NAMED = {client.name: client for client in CLIENTS}
+BARE = """\
+import json
+import urllib.request
+
+body = json.dumps({"model": "MODEL", "prompt": "a", "max_tokens": 8, "ignore_eos": True}).encode()
+headers = {"authorization": "Bearer KEY", "content-type": "application/json"}
+urllib.request.urlopen(urllib.request.Request("http://127.0.0.1:8000/v1/completions", body, headers)).read()
+"""
 
 
 @pytest.fixture(scope="module")
@@ -51,13 +59,14 @@ async def test_a_block_works_with_the_key_and_fails_with_a_wrong_one(name: str, 
 
 
 async def test_a_block_that_behaves_unexpectedly_is_reported(deployment: Deployment) -> None:
-    client, block = NAMED["openai"], blocks()["openai"]
-    [problem] = await problems(replace(client, tokens=17), block, HERE, deployment)
-    assert "2 requests with 17 tokens expected, the router has counted Counts(finished=2, unfinished=0" in problem
+    client, block = Client("bare", (), requests=1, tokens=8), Block("python", BARE)
+    assert await problems(client, block, HERE, deployment) == []
+    [problem] = await problems(replace(client, tokens=9), block, HERE, deployment)
+    assert "1 requests with 9 tokens expected, the router has counted Counts(finished=1, unfinished=0" in problem
     [problem] = await problems(client, replace(block, text="import no_such_client\n"), HERE, deployment)
     assert problem.startswith("exit code 1: ") and "No module named 'no_such_client'" in problem
-    careless = "import openai\ntry:\n" + "".join(f"    {line}\n" for line in block.text.splitlines())
-    careless += "except openai.AuthenticationError:\n    pass\n"
+    careless = "try:\n" + "".join(f"    {line}\n" for line in block.text.splitlines())
+    careless += "except urllib.error.HTTPError:\n    pass\n"
     [problem] = await problems(client, replace(block, text=careless), HERE, deployment)
     assert problem.startswith("with a wrong key: exit code 0")
 
@@ -71,7 +80,7 @@ def test_environment_variables_of_another_deployment_reach_no_client() -> None:
 
 def test_an_environment_sees_the_packages_below_it_and_a_failed_installation_is_reported(tmp_path: Path) -> None:
     make_venv(tmp_path / "venv", ("pip",), Path(sys.prefix))  # which is there already: nothing is fetched
-    ask = "import openai, json; print(json.dumps(openai.__version__))"
+    ask = "import json, httpx; print(json.dumps(httpx.__version__))"
     python = str(tmp_path / "venv/bin/python")
     found = subprocess.run([python, "-c", ask], capture_output=True, text=True, env={}, check=True)
     assert json.loads(found.stdout)

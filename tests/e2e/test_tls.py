@@ -171,32 +171,6 @@ def test_admin_routes_have_a_listener_of_their_own_where_one_is_set(tmp_path: Pa
             assert (status(clients, method, path), status(operators, method, path)) == (there, here), path
 
 
-def test_an_admin_address_that_is_taken_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
-    with serving(tmp_path) as other:
-        config, log = tmp_path / "second.yaml", tmp_path / "second.log"
-        config.write_text(yaml.safe_dump(WORKERS | {"listen": {"admin": f"127.0.0.1:{other.port}"}}))
-        with process("serve", "--config", str(config), "--port", "0", log=log) as running:
-            assert running.wait(PATIENCE_S) == 2
-        assert f"listen.admin: cannot listen on 127.0.0.1:{other.port}" in log.read_text()
-        assert "Traceback" not in log.read_text()
-
-
-@pytest.mark.parametrize(
-    ("tls", "expected"),
-    [
-        ({"cert_file": "/nowhere.pem"}, "tls.cert_file: /nowhere.pem cannot be used"),
-        ({"key_file": "/nowhere.pem"}, "tls.key_file = '/nowhere.pem': accepted only with tls.cert_file"),
-        ({"worker_ca_file": "/nowhere.pem"}, "tls.worker_ca_file: /nowhere.pem cannot be used"),
-    ],
-)
-def test_files_that_cannot_be_used_are_one_line(tmp_path: Path, tls: dict[str, str], expected: str) -> None:
-    config, log = tmp_path / "router.yaml", tmp_path / "router.log"
-    config.write_text(yaml.safe_dump(WORKERS | {"tls": tls}))
-    with process("serve", "--config", str(config), "--port", "0", log=log) as running:
-        assert running.wait(PATIENCE_S) == 2
-    assert expected in log.read_text() and log.read_text().count("\n") == 1
-
-
 @pytest.mark.parametrize(
     ("flags", "environ", "expected"),
     [

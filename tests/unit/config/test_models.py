@@ -173,6 +173,11 @@ LINKED = {"link_ca_file": "ca.pem", "link_cert_file": "link.pem"}
             "mooncake_layerwise",
         ),
         ({}, {"tls": {"link_key_file": "link.key"}}, r"only with tls\.link_cert_file"),
+        (
+            {},
+            {"tls": {"key_file": "/nowhere.pem"}},
+            r"tls\.key_file = '/nowhere\.pem': accepted only with tls\.cert_file",
+        ),
     ],
 )
 def test_an_impossible_link_is_refused(listen: dict[str, Any], sections: dict[str, Any], wrong: str) -> None:
