@@ -1,10 +1,13 @@
 """A brain and its relays on one loop, over a real socket."""
 
 import asyncio
+import functools
+import inspect
 import shutil
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 from balanceroute.core.policies import PolicySettings, make_policy
 from balanceroute.core.scheduler import Scheduler
@@ -213,6 +216,18 @@ def on(test: Callable[[Stage], Awaitable[None]]) -> None:
             await test(stage)
 
     asyncio.run(run())
+
+
+def with_stage(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    """Have a test of pytest run with a stage, its first parameter; see `on`."""
+
+    @functools.wraps(test)
+    def run(**fixtures: Any) -> None:
+        on(lambda stage: test(stage, **fixtures))
+
+    signature = inspect.signature(test)
+    run.__signature__ = signature.replace(parameters=list(signature.parameters.values())[1:])  # type: ignore[attr-defined]
+    return run
 
 
 class RawRelay:

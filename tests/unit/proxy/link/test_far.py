@@ -21,7 +21,7 @@ from balanceroute.proxy.link.hub import TAKEN, Patience
 from balanceroute.proxy.link.messages import VERSION, Farewell, FromBrain, FromRelay, Hello, read_from_brain
 from balanceroute.proxy.link.reach import FarReach
 from balanceroute.proxy.perimeter.tls import Tls
-from tests.unit.proxy.link.brains import Brain, Stage, on
+from tests.unit.proxy.link.brains import Brain, Stage, with_stage
 from tests.unit.proxy.virtual_time import a_config
 from tests.waiting import until
 
@@ -88,152 +88,134 @@ def a_refusing_port() -> int:
         return port
 
 
-def test_a_relay_of_another_machine_sends_its_token_counts(machine: Machine) -> None:
-    async def test(stage: Stage) -> None:
-        brain = await stage.brain(far=machine.members)
-        async with machine.let_in(brain) as port:
-            relay = stage.relay("r0@b", machine.reach(a_refusing_port(), port))
-            ticket = await relay.decoding("a")
-            ticket.progress(3)
-            await until(lambda: brain.load == 13)
-            assert machine.members.names == {"r0@b"}
-            ticket.finish(Outcome.FINISHED)
-            await until(lambda: not brain.scheduler.snapshot.requests)
-
-    on(test)
+@with_stage
+async def test_a_relay_of_another_machine_sends_its_token_counts(stage: Stage, machine: Machine) -> None:
+    brain = await stage.brain(far=machine.members)
+    async with machine.let_in(brain) as port:
+        relay = stage.relay("r0@b", machine.reach(a_refusing_port(), port))
+        ticket = await relay.decoding("a")
+        ticket.progress(3)
+        await until(lambda: brain.load == 13)
+        assert machine.members.names == {"r0@b"}
+        ticket.finish(Outcome.FINISHED)
+        await until(lambda: not brain.scheduler.snapshot.requests)
 
 
-def test_relays_know_how_many_there_are_on_all_machines_together(machine: Machine) -> None:
-    async def test(stage: Stage) -> None:
-        brain, near = await stage.brain(far=machine.members), stage.relay("r0")
-        async with machine.let_in(brain) as port:
-            far = stage.relay("r0@b", machine.reach(port))
-            await until(lambda: near.brain.relays == far.brain.relays == 2)
-            await far.end()
-            await until(lambda: near.brain.relays == 1)
-
-    on(test)
+@with_stage
+async def test_relays_know_how_many_there_are_on_all_machines_together(stage: Stage, machine: Machine) -> None:
+    brain, near = await stage.brain(far=machine.members), stage.relay("r0")
+    async with machine.let_in(brain) as port:
+        far = stage.relay("r0@b", machine.reach(port))
+        await until(lambda: near.brain.relays == far.brain.relays == 2)
+        await far.end()
+        await until(lambda: near.brain.relays == 1)
 
 
-def test_the_next_brain_waits_for_the_far_relays_of_the_former(machine: Machine) -> None:
+@with_stage
+async def test_the_next_brain_waits_for_the_far_relays_of_the_former(stage: Stage, machine: Machine) -> None:
     machine.members.keep(["r0@b", "r0@c"])
-
-    async def test(stage: Stage) -> None:
-        brain = await stage.brain(far=machine.members, patience=Patience(grace_s=3600.0))
-        async with machine.let_in(brain) as port:
-            first = stage.relay("r0@b", machine.reach(port))
-            await until(lambda: first.brain.member is not None)
-            assert not brain.hub.settled.is_set()
-            assert machine.members.names == {"r0@b", "r0@c"}  # should this brain die before the other has come
-            second = stage.relay("r0@c", machine.reach(port))
-            await until(lambda: second.brain.member is not None)
-            assert brain.hub.settled.is_set()
-            await second.end()
-            await until(lambda: machine.members.names == {"r0@b"})
-
-    on(test)
+    brain = await stage.brain(far=machine.members, patience=Patience(grace_s=3600.0))
+    async with machine.let_in(brain) as port:
+        first = stage.relay("r0@b", machine.reach(port))
+        await until(lambda: first.brain.member is not None)
+        assert not brain.hub.settled.is_set()
+        assert machine.members.names == {"r0@b", "r0@c"}  # should this brain die before the other has come
+        second = stage.relay("r0@c", machine.reach(port))
+        await until(lambda: second.brain.member is not None)
+        assert brain.hub.settled.is_set()
+        await second.end()
+        await until(lambda: machine.members.names == {"r0@b"})
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_a_brain_waits_longer_if_it_does_not_know_the_far_relays_which_may_try_other_addresses_first(
-    machine: Machine, known: bool
+@with_stage
+async def test_a_brain_waits_longer_if_it_does_not_know_the_far_relays_which_may_try_other_addresses_first(
+    stage: Stage, machine: Machine, known: bool
 ) -> None:
     if known:
         machine.members.keep([])
-
-    async def test(stage: Stage) -> None:
-        patience = Patience(grace_s=0.0, unknown_s=3600.0)
-        brain = await stage.brain(far=machine.members, patience=patience)
-        async with machine.let_in(brain) as port:
-            relay = stage.relay("r0@b", machine.reach(a_refusing_port(), port))
-            await until(lambda: relay.brain.member is not None)
-            assert not known or brain.hub.settled.is_set()
-            assert known or not brain.hub.settled.is_set()
-
-    on(test)
+    patience = Patience(grace_s=0.0, unknown_s=3600.0)
+    brain = await stage.brain(far=machine.members, patience=patience)
+    async with machine.let_in(brain) as port:
+        relay = stage.relay("r0@b", machine.reach(a_refusing_port(), port))
+        await until(lambda: relay.brain.member is not None)
+        assert not known or brain.hub.settled.is_set()
+        assert known or not brain.hub.settled.is_set()
 
 
-def test_a_brain_that_ends_lets_no_far_relay_in_while_its_process_still_listens(machine: Machine) -> None:
-    async def test(stage: Stage) -> None:
-        brain = await stage.brain(far=machine.members)
-        async with machine.let_in(brain) as port:
-            brain.hub.close()  # as when it has lost the lead
-            frames, received = await machine.raw(port)
-            frames.send(Hello(VERSION, "r0@b", 1, 0, ()))
-            await until(lambda: not frames.open)
-            assert not received and not brain.hub.members
-
-    on(test)
-
-
-def test_far_members_of_a_former_brain_are_remembered_by_the_next(machine: Machine) -> None:
-    async def test(stage: Stage) -> None:
-        brain = await stage.brain(far=machine.members)
-        async with machine.let_in(brain) as port:
-            relay = stage.relay("r0@b", machine.reach(port))
-            await until(lambda: relay.brain.member is not None)
-            brain.hub.close()
-            await until(lambda: relay.brain.member is None)
-            assert machine.members.names == {"r0@b"}
-
-    on(test)
-
-
-def test_a_draining_brain_sends_far_relays_to_the_next_brain(
-    machine: Machine, caplog: pytest.LogCaptureFixture
+@with_stage
+async def test_a_brain_that_ends_lets_no_far_relay_in_while_its_process_still_listens(
+    stage: Stage, machine: Machine
 ) -> None:
-    async def test(stage: Stage) -> None:
-        drains, near = await stage.brain(far=machine.members), stage.relay("r0")
-        async with machine.let_in(drains) as port:
-            far = stage.relay("r0@b", machine.reach(port))
-            await until(lambda: far.brain.member is not None and near.brain.member is not None)
-            drains.hub.dismiss_far()
-            await until(lambda: far.brain.member is None)
-            frames, _ = await machine.raw(port)
-            frames.send(Hello(VERSION, "r0@b", 1, 0, ()))
-            await until(lambda: not frames.open)
-            assert near.brain.member is not None and not machine.members.known
-            assert {"r0@b"} == {vars(line)["relay"] for line in caplog.records if line.message == "relay left"}
-            assert "relay lost" not in [line.message for line in caplog.records]
+    brain = await stage.brain(far=machine.members)
+    async with machine.let_in(brain) as port:
+        brain.hub.close()  # as when it has lost the lead
+        frames, received = await machine.raw(port)
+        frames.send(Hello(VERSION, "r0@b", 1, 0, ()))
+        await until(lambda: not frames.open)
+        assert not received and not brain.hub.members
 
+
+@with_stage
+async def test_far_members_of_a_former_brain_are_remembered_by_the_next(stage: Stage, machine: Machine) -> None:
+    brain = await stage.brain(far=machine.members)
+    async with machine.let_in(brain) as port:
+        relay = stage.relay("r0@b", machine.reach(port))
+        await until(lambda: relay.brain.member is not None)
+        brain.hub.close()
+        await until(lambda: relay.brain.member is None)
+        assert machine.members.names == {"r0@b"}
+
+
+@with_stage
+async def test_a_draining_brain_sends_far_relays_to_the_next_brain(
+    stage: Stage, machine: Machine, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO)
-    on(test)
-
-
-def test_a_draining_brain_continues_when_the_file_of_far_relays_cannot_be_removed(
-    machine: Machine, caplog: pytest.LogCaptureFixture
-) -> None:
-    async def test(stage: Stage) -> None:
-        drains = await stage.brain(far=machine.members)
-        (machine.folder / "far").mkdir()  # can't be unlinked, as nothing can where nothing can be written
+    drains, near = await stage.brain(far=machine.members), stage.relay("r0")
+    async with machine.let_in(drains) as port:
+        far = stage.relay("r0@b", machine.reach(port))
+        await until(lambda: far.brain.member is not None and near.brain.member is not None)
         drains.hub.dismiss_far()
-        assert "names of far relays cannot be removed" in [one.getMessage() for one in caplog.records]
+        await until(lambda: far.brain.member is None)
+        frames, _ = await machine.raw(port)
+        frames.send(Hello(VERSION, "r0@b", 1, 0, ()))
+        await until(lambda: not frames.open)
+        assert near.brain.member is not None and not machine.members.known
+        assert {"r0@b"} == {vars(line)["relay"] for line in caplog.records if line.message == "relay left"}
+        assert "relay lost" not in [line.message for line in caplog.records]
 
-    on(test)
+
+@with_stage
+async def test_a_draining_brain_continues_when_the_file_of_far_relays_cannot_be_removed(
+    stage: Stage, machine: Machine, caplog: pytest.LogCaptureFixture
+) -> None:
+    drains = await stage.brain(far=machine.members)
+    (machine.folder / "far").mkdir()  # can't be unlinked, as nothing can where nothing can be written
+    drains.hub.dismiss_far()
+    assert "names of far relays cannot be removed" in [one.getMessage() for one in caplog.records]
 
 
 @pytest.mark.parametrize("process", [1, 2], ids=["the same", "another"])
-def test_two_far_relays_with_one_name_leave_the_first_joined_and_refuse_the_second_with_the_reason(
-    machine: Machine, process: int
+@with_stage
+async def test_two_far_relays_with_one_name_leave_the_first_joined_and_refuse_the_second_with_the_reason(
+    stage: Stage, machine: Machine, process: int
 ) -> None:
-    async def test(stage: Stage) -> None:
-        brain = await stage.brain()
-        async with machine.let_in(brain) as port:
-            first, _ = await machine.raw(port)
-            first.send(Hello(VERSION, "r0@b", 1, 0, ()))
-            await until(lambda: brain.hub.members)
-            second, received = await machine.raw(port)
-            second.send(Hello(VERSION, "r0@b", process, 0, ()))
-            if process == 1:  # its connection is another one
-                await until(lambda: not first.open)
-                assert second.open
-            else:
-                await until(lambda: not second.open)
-                assert first.open and [each.reason for each in received if isinstance(each, Farewell)] == [TAKEN]
-            first.abort("the test ends")
-            second.abort("the test ends")
-
-    on(test)
+    brain = await stage.brain()
+    async with machine.let_in(brain) as port:
+        first, _ = await machine.raw(port)
+        first.send(Hello(VERSION, "r0@b", 1, 0, ()))
+        await until(lambda: brain.hub.members)
+        second, received = await machine.raw(port)
+        second.send(Hello(VERSION, "r0@b", process, 0, ()))
+        if process == 1:  # its connection is another one
+            await until(lambda: not first.open)
+            assert second.open
+        else:
+            await until(lambda: not second.open)
+            assert first.open and [each.reason for each in received if isinstance(each, Farewell)] == [TAKEN]
+        first.abort("the test ends")
+        second.abort("the test ends")
 
 
 def test_there_may_be_other_far_relays_if_a_brain_of_another_machine_has_led(machine: Machine) -> None:
@@ -256,18 +238,18 @@ def test_a_damaged_file_of_far_members_does_not_prevent_leading(machine: Machine
         (Hello(VERSION, "r0@b", 1, 2**63, ()), False),  # no leader has come so far, and none could follow
     ],
 )
-def test_a_refused_relay_changes_nothing(machine: Machine, hello: Hello, gets_farewell: bool) -> None:
-    async def test(stage: Stage) -> None:
-        brain, near = await stage.brain(far=machine.members), stage.relay("r0")
-        await until(lambda: near.brain.member is not None)
-        async with machine.let_in(brain) as port:
-            frames, received = await machine.raw(port)
-            frames.send(hello)
-            await until(lambda: not frames.open)
-            assert any(isinstance(message, Farewell) for message in received) is gets_farewell
-            assert near.brain.member is not None and not brain.superseded
-
-    on(test)
+@with_stage
+async def test_a_refused_relay_changes_nothing(
+    stage: Stage, machine: Machine, hello: Hello, gets_farewell: bool
+) -> None:
+    brain, near = await stage.brain(far=machine.members), stage.relay("r0")
+    await until(lambda: near.brain.member is not None)
+    async with machine.let_in(brain) as port:
+        frames, received = await machine.raw(port)
+        frames.send(hello)
+        await until(lambda: not frames.open)
+        assert any(isinstance(message, Farewell) for message in received) is gets_farewell
+        assert near.brain.member is not None and not brain.superseded
 
 
 async def what_comes(connection: tuple[asyncio.StreamReader, asyncio.StreamWriter]) -> bytes:
@@ -281,46 +263,40 @@ async def what_comes(connection: tuple[asyncio.StreamReader, asyncio.StreamWrite
         writer.transport.abort()
 
 
-def test_a_link_connection_without_a_handshake_is_closed(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+@with_stage
+async def test_a_link_connection_without_a_handshake_is_closed(
+    stage: Stage, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(far_module, "HANDSHAKE_S", 0.1)
-
-    async def test(stage: Stage) -> None:
-        brain = await stage.brain(far=machine.members)
-        async with machine.let_in(brain) as port:
-            assert await what_comes(await asyncio.open_connection("127.0.0.1", port)) == b""
-
-    on(test)
+    brain = await stage.brain(far=machine.members)
+    async with machine.let_in(brain) as port:
+        assert await what_comes(await asyncio.open_connection("127.0.0.1", port)) == b""
 
 
-def test_unauthenticated_connections_are_few_and_do_not_block_relays(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
+@with_stage
+async def test_unauthenticated_connections_are_few_and_do_not_block_relays(
+    stage: Stage, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(far_module, "HANDSHAKE_S", 3600.0)
     monkeypatch.setattr(far_module, "MAX_HANDSHAKES", 3)
-
-    async def test(stage: Stage) -> None:
-        brain = await stage.brain(far=machine.members)
-        async with machine.let_in(brain) as port:
-            silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
-            relay = stage.relay("r0@b", machine.reach(port))
-            await until(lambda: relay.brain.member is not None)
-            assert await what_comes(silent[0]) == b""
-            assert not silent[1][0].at_eof() and not silent[2][0].at_eof()
-            for _, writer in silent[1:]:
-                writer.transport.abort()
-
-    on(test)
+    brain = await stage.brain(far=machine.members)
+    async with machine.let_in(brain) as port:
+        silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
+        relay = stage.relay("r0@b", machine.reach(port))
+        await until(lambda: relay.brain.member is not None)
+        assert await what_comes(silent[0]) == b""
+        assert not silent[1][0].at_eof() and not silent[2][0].at_eof()
+        for _, writer in silent[1:]:
+            writer.transport.abort()
 
 
-def test_a_connection_without_a_hello_is_closed(machine: Machine) -> None:
-    async def test(stage: Stage) -> None:
-        brain = await stage.brain(far=machine.members, patience=Patience(hello_s=0.1))
-        async with machine.let_in(brain) as port:
-            frames, received = await machine.raw(port)
-            await until(lambda: not frames.open)
-            assert not received
-
-    on(test)
+@with_stage
+async def test_a_connection_without_a_hello_is_closed(stage: Stage, machine: Machine) -> None:
+    brain = await stage.brain(far=machine.members, patience=Patience(hello_s=0.1))
+    async with machine.let_in(brain) as port:
+        frames, received = await machine.raw(port)
+        await until(lambda: not frames.open)
+        assert not received
 
 
 def unheard(frames: Frames[FromRelay], what: object) -> None:
@@ -336,35 +312,33 @@ def of_another_ca(machine: Machine, ca: trustme.CA) -> None:
 
 
 @pytest.mark.parametrize("spoil", [without_a_name, of_another_ca])
-def test_a_brain_is_verified_by_its_ca_and_name_as_reloaded(
-    machine: Machine, spoil: Callable[[Machine, trustme.CA], None]
+@with_stage
+async def test_a_brain_is_verified_by_its_ca_and_name_as_reloaded(
+    stage: Stage, machine: Machine, spoil: Callable[[Machine, trustme.CA], None]
 ) -> None:
     ca = trustme.CA()
     machine.issue(ca)
     machine.tls.reload(machine.config)
     relays = Tls(machine.config)
+    brain = await stage.brain(far=machine.members)
+    async with machine.let_in(brain) as port:
 
-    async def test(stage: Stage) -> None:
-        brain = await stage.brain(far=machine.members)
-        async with machine.let_in(brain) as port:
+        async def reached() -> bool:
+            reach = FarReach([("127.0.0.1", port)], lambda: relays.link.relay)
+            frames, _ = await reach.connect(lambda: Frames(asyncio.get_running_loop(), unheard, unheard))
+            frames.abort("that is all")
+            return True
 
-            async def reached() -> bool:
-                reach = FarReach([("127.0.0.1", port)], lambda: relays.link.relay)
-                frames, _ = await reach.connect(lambda: Frames(asyncio.get_running_loop(), unheard, unheard))
-                frames.abort("that is all")
-                return True
-
-            assert await reached()
-            spoil(machine, ca)
-            machine.tls.reload(machine.config)
-            with pytest.raises(OSError, match="CERTIFICATE_VERIFY_FAILED"):
-                await reached()
-
-    on(test)
+        assert await reached()
+        spoil(machine, ca)
+        machine.tls.reload(machine.config)
+        with pytest.raises(OSError, match="CERTIFICATE_VERIFY_FAILED"):
+            await reached()
 
 
-def test_the_brain_s_log_says_what_is_wrong_with_a_relays_certificate(
-    machine: Machine, caplog: pytest.LogCaptureFixture
+@with_stage
+async def test_the_brain_s_log_says_what_is_wrong_with_a_relays_certificate(
+    stage: Stage, machine: Machine, caplog: pytest.LogCaptureFixture
 ) -> None:
     ca, year = trustme.CA(), datetime(2020, 1, 1)
     machine.issue(ca)
@@ -372,16 +346,12 @@ def test_the_brain_s_log_says_what_is_wrong_with_a_relays_certificate(
     expired = ca.issue_cert("127.0.0.1", not_before=year, not_after=year + timedelta(days=1))
     expired.private_key_and_cert_chain_pem.write_to_path(str(machine.folder / "link.pem"))
     relays = Tls(machine.config)
-
-    async def test(stage: Stage) -> None:
-        brain = await stage.brain(far=machine.members)
-        async with machine.let_in(brain) as port:
-            stage.relay("r0@b", FarReach([("127.0.0.1", port)], lambda: relays.link.relay))
-            await until(lambda: any("refused" in line.getMessage() for line in caplog.records))
-        reasons = [vars(line)["reason"] for line in caplog.records if "refused" in line.getMessage()]
-        assert reasons == ["CERTIFICATE_VERIFY_FAILED: certificate has expired"]
-
-    on(test)
+    brain = await stage.brain(far=machine.members)
+    async with machine.let_in(brain) as port:
+        stage.relay("r0@b", FarReach([("127.0.0.1", port)], lambda: relays.link.relay))
+        await until(lambda: any("refused" in line.getMessage() for line in caplog.records))
+    reasons = [vars(line)["reason"] for line in caplog.records if "refused" in line.getMessage()]
+    assert reasons == ["CERTIFICATE_VERIFY_FAILED: certificate has expired"]
 
 
 def test_the_links_certificates_may_change_but_not_be_added_or_removed(machine: Machine) -> None:
