@@ -42,7 +42,7 @@ from balanceroute.proxy.perimeter.key_use import KeyUse
 from balanceroute.proxy.workers.circuit import CircuitState
 from balanceroute.proxy.workers.relay_reports import RelayReports
 from balanceroute.proxy.workers.silence import FrozenGroup
-from tests.unit.proxy.link.brains import RawRelay, Relay, Stage, on, stream
+from tests.unit.proxy.link.brains import RawRelay, Relay, Stage, on, stream, with_stage
 from tests.waiting import until
 
 
@@ -119,66 +119,58 @@ def test_the_log_says_that_a_relay_has_left_if_it_counts_for_another_brain_alrea
     assert lost.__dict__["reason"] == "it has left"
 
 
-def test_slots_of_a_lost_relay_become_free_and_other_relays_are_unaffected() -> None:
-    async def test(stage: Stage) -> None:
-        brain = await stage.brain(slots=2)
-        lost, stays = stage.relay("lost"), stage.relay("stays")
-        await lost.decoding("a")
-        kept = await stays.decoding("b")
-        waiting = await stays.pooled("w")
-        await lost.end()
-        assert await waiting.admission() == "d0"
-        assert brain.active == ["b", "w"] and kept.phase is Phase.DECODING
-        for ticket in (kept, waiting):
-            ticket.finish(Outcome.FINISHED)
-        await until(lambda: not brain.scheduler.snapshot.requests)
-        brain.scheduler.snapshot.check_invariants()
-
-    on(test)
+@with_stage
+async def test_slots_of_a_lost_relay_become_free_and_other_relays_are_unaffected(stage: Stage) -> None:
+    brain = await stage.brain(slots=2)
+    lost, stays = stage.relay("lost"), stage.relay("stays")
+    await lost.decoding("a")
+    kept = await stays.decoding("b")
+    waiting = await stays.pooled("w")
+    await lost.end()
+    assert await waiting.admission() == "d0"
+    assert brain.active == ["b", "w"] and kept.phase is Phase.DECODING
+    for ticket in (kept, waiting):
+        ticket.finish(Outcome.FINISHED)
+    await until(lambda: not brain.scheduler.snapshot.requests)
+    brain.scheduler.snapshot.check_invariants()
 
 
-def test_no_slot_is_reassigned_before_all_relays_have_reported() -> None:
-    async def test(stage: Stage) -> None:
-        first = await stage.brain(epoch=1, slots=1)
-        holder, waiter = stage.relay("holder"), stage.relay("waiter")
-        held = await holder.decoding("held")
-        waiting = await waiter.pooled("waiting")
-        await first.end()
-        await until(lambda: holder.brain.member is None and waiter.brain.member is None)
-        await holder.end()  # it comes later than the other
-        second = await stage.brain(epoch=2, slots=1, relays=2, patience=Patience(grace_s=3600.0))
-        await until(lambda: waiter.brain.member is not None)
-        late = waiter.tickets.submit(RequestSpec("late", 1))
-        await asyncio.sleep(0)
-        assert not second.hub.settled.is_set() and not second.active
-        holder.restart()
-        assert await late.prefiller() == "p0"
-        assert second.active == ["held"] and waiting.phase is Phase.POOLED
-        held.finish(Outcome.FINISHED)
-        assert await waiting.admission() == "d0"
-        second.scheduler.snapshot.check_invariants()
-
-    on(test)
+@with_stage
+async def test_no_slot_is_reassigned_before_all_relays_have_reported(stage: Stage) -> None:
+    first = await stage.brain(epoch=1, slots=1)
+    holder, waiter = stage.relay("holder"), stage.relay("waiter")
+    held = await holder.decoding("held")
+    waiting = await waiter.pooled("waiting")
+    await first.end()
+    await until(lambda: holder.brain.member is None and waiter.brain.member is None)
+    await holder.end()  # it comes later than the other
+    second = await stage.brain(epoch=2, slots=1, relays=2, patience=Patience(grace_s=3600.0))
+    await until(lambda: waiter.brain.member is not None)
+    late = waiter.tickets.submit(RequestSpec("late", 1))
+    await asyncio.sleep(0)
+    assert not second.hub.settled.is_set() and not second.active
+    holder.restart()
+    assert await late.prefiller() == "p0"
+    assert second.active == ["held"] and waiting.phase is Phase.POOLED
+    held.finish(Outcome.FINISHED)
+    assert await waiting.admission() == "d0"
+    second.scheduler.snapshot.check_invariants()
 
 
-def test_no_worker_is_removed_before_all_relays_have_reported() -> None:
-    async def test(stage: Stage) -> None:
-        brain = await stage.brain(relays=1, patience=Patience(grace_s=3600.0))
-        assert not brain.ledger.remove_if_idle("d0")
-        stage.relay()
-        await brain.hub.settled.wait()
-        assert brain.ledger.remove_if_idle("d0")
-
-    on(test)
+@with_stage
+async def test_no_worker_is_removed_before_all_relays_have_reported(stage: Stage) -> None:
+    brain = await stage.brain(relays=1, patience=Patience(grace_s=3600.0))
+    assert not brain.ledger.remove_if_idle("d0")
+    stage.relay()
+    await brain.hub.settled.wait()
+    assert brain.ledger.remove_if_idle("d0")
 
 
-def test_a_missing_relay_is_waited_for_for_a_limited_time() -> None:
-    async def test(stage: Stage) -> None:
-        brain, relay = await stage.brain(relays=2, patience=Patience(grace_s=0.05)), stage.relay()
-        ticket = relay.tickets.submit(RequestSpec("a", 1))
-        assert await ticket.prefiller() == "p0" and brain.hub.settled.is_set()
-
-    on(test)
+@with_stage
+async def test_a_missing_relay_is_waited_for_for_a_limited_time(stage: Stage) -> None:
+    brain, relay = await stage.brain(relays=2, patience=Patience(grace_s=0.05)), stage.relay()
+    ticket = relay.tickets.submit(RequestSpec("a", 1))
+    assert await ticket.prefiller() == "p0" and brain.hub.settled.is_set()
 
 
 def test_the_time_to_say_hello_ends_only_connections_that_have_not_said_it() -> None:
@@ -200,77 +192,69 @@ def test_the_time_to_say_hello_ends_only_connections_that_have_not_said_it() -> 
     assert not errors
 
 
-def test_a_new_relay_is_sent_the_present_view_although_nothing_changes() -> None:
-    async def test(stage: Stage) -> None:
-        brain, relay = await stage.brain(), stage.relay()
-        await until(lambda: relay.brain.view() == brain.ledger.view())
-
-    on(test)
+@with_stage
+async def test_a_new_relay_is_sent_the_present_view_although_nothing_changes(stage: Stage) -> None:
+    brain, relay = await stage.brain(), stage.relay()
+    await until(lambda: relay.brain.view() == brain.ledger.view())
 
 
-def test_key_use_is_forwarded_to_relays_that_do_not_share_memory_until_it_ends() -> None:
-    async def test(stage: Stage) -> None:
-        await stage.brain(relays=4)
-        relays = {name: stage.relay(name) for name in ("relay-0", "relay-10", "relay-1.2", "relay-0.2")}
-        used: dict[str, dict[str, tuple[KeyUse, ...]]] = {name: {} for name in relays}
-        messages = [0]
+@with_stage
+async def test_key_use_is_forwarded_to_relays_that_do_not_share_memory_until_it_ends(stage: Stage) -> None:
+    await stage.brain(relays=4)
+    relays = {name: stage.relay(name) for name in ("relay-0", "relay-10", "relay-1.2", "relay-0.2")}
+    used: dict[str, dict[str, tuple[KeyUse, ...]]] = {name: {} for name in relays}
+    messages = [0]
 
-        def receive_at(name: str) -> Callable[[KeysElsewhere], None]:
-            def receive(message: KeysElsewhere) -> None:
-                messages[0] += 1
-                used[name][message.relay] = message.keys
+    def receive_at(name: str) -> Callable[[KeysElsewhere], None]:
+        def receive(message: KeysElsewhere) -> None:
+            messages[0] += 1
+            used[name][message.relay] = message.keys
 
-            return receive
+        return receive
 
-        for name, relay in relays.items():
-            relay.brain.on_keys = receive_at(name)
-        await until(lambda: all(relay.brain.member is not None for relay in relays.values()))
-        use = (KeyUse("a", 1, 1, 0),)
-        for relay in relays.values():
-            relay.brain.report(Activity(0, 0, (), use))
-        one, other = dict.fromkeys(("relay-0", "relay-10"), use), dict.fromkeys(("relay-0.2", "relay-1.2"), use)
-        await until(lambda: used == {"relay-0": other, "relay-10": other, "relay-0.2": one, "relay-1.2": one})
-        relays["relay-10"].brain.report(Activity(0, 0, ()))
-        await relays["relay-0"].end()
-        one = {"relay-0": (), "relay-10": ()}
-        await until(lambda: used["relay-0.2"] == used["relay-1.2"] == one)
-        assert messages == [8 + 4]
-        relays["relay-10"].brain.report(Activity(1, 0, ()))  # as before, it uses none
-        relays["relay-0.2"].brain.report(Activity(1, 0, (), use))
-        await until(lambda: messages != [8 + 4])
-        assert messages == [8 + 4 + 1]
-
-    on(test)
+    for name, relay in relays.items():
+        relay.brain.on_keys = receive_at(name)
+    await until(lambda: all(relay.brain.member is not None for relay in relays.values()))
+    use = (KeyUse("a", 1, 1, 0),)
+    for relay in relays.values():
+        relay.brain.report(Activity(0, 0, (), use))
+    one, other = dict.fromkeys(("relay-0", "relay-10"), use), dict.fromkeys(("relay-0.2", "relay-1.2"), use)
+    await until(lambda: used == {"relay-0": other, "relay-10": other, "relay-0.2": one, "relay-1.2": one})
+    relays["relay-10"].brain.report(Activity(0, 0, ()))
+    await relays["relay-0"].end()
+    one = {"relay-0": (), "relay-10": ()}
+    await until(lambda: used["relay-0.2"] == used["relay-1.2"] == one)
+    assert messages == [8 + 4]
+    relays["relay-10"].brain.report(Activity(1, 0, ()))  # as before, it uses none
+    relays["relay-0.2"].brain.report(Activity(1, 0, (), use))
+    await until(lambda: messages != [8 + 4])
+    assert messages == [8 + 4 + 1]
 
 
-def test_every_relay_hears_of_groups_that_fell_silent_together_and_one_that_joins_at_once() -> None:
-    async def test(stage: Stage) -> None:
-        brain = await stage.brain()
-        heard: dict[str, list[list[str]]] = {"first": [], "second": []}
+@with_stage
+async def test_every_relay_hears_of_groups_that_fell_silent_together_and_one_that_joins_at_once(stage: Stage) -> None:
+    brain = await stage.brain()
+    heard: dict[str, list[list[str]]] = {"first": [], "second": []}
 
-        def a_relay(name: str) -> Relay:
-            relay = stage.relay(name)
-            relay.brain.on_silent = lambda message: heard[name].append([group.name for group in message.groups])
-            return relay
+    def a_relay(name: str) -> Relay:
+        relay = stage.relay(name)
+        relay.brain.on_silent = lambda message: heard[name].append([group.name for group in message.groups])
+        return relay
 
-        a_relay("first")
-        await until(lambda: heard["first"] == [[]])
-        brain.frozen.append(FrozenGroup("group", ("d0", "d1"), asyncio.get_running_loop().time()))
-        await until(lambda: heard["first"] == [[], ["group"]])
-        a_relay("second")
-        await until(lambda: heard["second"] == [["group"]])
-        brain.frozen.clear()
-        await until(lambda: heard == {"first": [[], ["group"], []], "second": [["group"], []]})
-
-    on(test)
+    a_relay("first")
+    await until(lambda: heard["first"] == [[]])
+    brain.frozen.append(FrozenGroup("group", ("d0", "d1"), asyncio.get_running_loop().time()))
+    await until(lambda: heard["first"] == [[], ["group"]])
+    a_relay("second")
+    await until(lambda: heard["second"] == [["group"]])
+    brain.frozen.clear()
+    await until(lambda: heard == {"first": [[], ["group"], []], "second": [["group"], []]})
 
 
-def test_only_our_user_can_connect_to_a_brain() -> None:
-    async def test(stage: Stage) -> None:
-        await stage.brain()
-        assert stat.S_IMODE(os.stat(stage.path).st_mode) == 0o600
-
-    on(test)
+@with_stage
+async def test_only_our_user_can_connect_to_a_brain(stage: Stage) -> None:
+    await stage.brain()
+    assert stat.S_IMODE(os.stat(stage.path).st_mode) == 0o600
 
 
 def test_relays_share_key_use_in_memory_per_machine() -> None:
@@ -279,58 +263,52 @@ def test_relays_share_key_use_in_memory_per_machine() -> None:
     assert [table_of(name) for name in other] == ["@a.b_1", "@a.b_1", "@c_2"]
 
 
-def test_requests_of_all_relays_wait_at_a_new_brain_in_the_order_of_their_arrival() -> None:
+@with_stage
+async def test_requests_of_all_relays_wait_at_a_new_brain_in_the_order_of_their_arrival(stage: Stage) -> None:
     def pooled(number: int, name: str, waited_s: float) -> Held:
         return Held(number, 1, Standing(RequestSpec(name, 10), Phase.POOLED, 10, waited_s, prefiller="p0"))
 
-    async def test(stage: Stage) -> None:
-        brain = await stage.brain(slots=1, relays=2, patience=Patience(grace_s=3600.0))
-        relays = [await RawRelay().connect(stage) for _ in range(2)]
-        relays[0].hello(stream(1, "a0"), pooled(2, "a5", 5.0), pooled(3, "a9", 9.0), relay="a")
-        relays[1].hello(pooled(1, "b7", 7.0), pooled(2, "b1", 1.0), relay="b")
-        await until(brain.hub.settled.is_set)
-        pool = brain.scheduler.snapshot.pool
-        assert [tracker.id for tracker in pool] == ["a9", "b7", "a5", "b1"]
-        late = await RawRelay().connect(stage)
-        late.hello(pooled(1, "c6", 6.0), relay="c")
-        await until(lambda: len(pool) == 5)
-        assert [tracker.id for tracker in pool] == ["a9", "b7", "c6", "a5", "b1"]
-        brain.scheduler.snapshot.check_invariants()
-
-    on(test)
+    brain = await stage.brain(slots=1, relays=2, patience=Patience(grace_s=3600.0))
+    relays = [await RawRelay().connect(stage) for _ in range(2)]
+    relays[0].hello(stream(1, "a0"), pooled(2, "a5", 5.0), pooled(3, "a9", 9.0), relay="a")
+    relays[1].hello(pooled(1, "b7", 7.0), pooled(2, "b1", 1.0), relay="b")
+    await until(brain.hub.settled.is_set)
+    pool = brain.scheduler.snapshot.pool
+    assert [tracker.id for tracker in pool] == ["a9", "b7", "a5", "b1"]
+    late = await RawRelay().connect(stage)
+    late.hello(pooled(1, "c6", 6.0), relay="c")
+    await until(lambda: len(pool) == 5)
+    assert [tracker.id for tracker in pool] == ["a9", "b7", "c6", "a5", "b1"]
+    brain.scheduler.snapshot.check_invariants()
 
 
-def test_a_silent_relay_is_dropped_and_may_rejoin() -> None:
-    async def test(stage: Stage) -> None:
-        brain = await stage.brain()
-        silent = await RawRelay().connect(stage)
-        silent.hello(stream(1, "a", tokens=4))
-        await until(lambda: brain.load == 14)
-        brain.hub.patience = Patience(silent_s=0.3)
-        await until(lambda: not silent.frames.open)
-        await until(lambda: not brain.hub.members)
-        assert not brain.active
-        brain.hub.patience = Patience()
-        again = await RawRelay().connect(stage)
-        again.hello(stream(1, "a", tokens=9))
-        await until(lambda: brain.load == 19)
-
-    on(test)
+@with_stage
+async def test_a_silent_relay_is_dropped_and_may_rejoin(stage: Stage) -> None:
+    brain = await stage.brain()
+    silent = await RawRelay().connect(stage)
+    silent.hello(stream(1, "a", tokens=4))
+    await until(lambda: brain.load == 14)
+    brain.hub.patience = Patience(silent_s=0.3)
+    await until(lambda: not silent.frames.open)
+    await until(lambda: not brain.hub.members)
+    assert not brain.active
+    brain.hub.patience = Patience()
+    again = await RawRelay().connect(stage)
+    again.hello(stream(1, "a", tokens=9))
+    await until(lambda: brain.load == 19)
 
 
-def test_a_brain_that_was_stopped_takes_no_relay_for_silent() -> None:
-    async def test(stage: Stage) -> None:
-        brain, relay = await stage.brain(), stage.relay()
-        await until(lambda: relay.brain.member is not None)
-        member = brain.hub.members["r0"]
-        stopped_s = 2 * brain.hub.patience.silent_s
-        brain.hub._looked_s -= stopped_s
-        member.frames.received_s -= stopped_s
-        looked_s = brain.hub._looked_s
-        await until(lambda: brain.hub._looked_s > looked_s)
-        assert brain.hub.members["r0"] is member and not member.frames.ended_here
-
-    on(test)
+@with_stage
+async def test_a_brain_that_was_stopped_takes_no_relay_for_silent(stage: Stage) -> None:
+    brain, relay = await stage.brain(), stage.relay()
+    await until(lambda: relay.brain.member is not None)
+    member = brain.hub.members["r0"]
+    stopped_s = 2 * brain.hub.patience.silent_s
+    brain.hub._looked_s -= stopped_s
+    member.frames.received_s -= stopped_s
+    looked_s = brain.hub._looked_s
+    await until(lambda: brain.hub._looked_s > looked_s)
+    assert brain.hub.members["r0"] is member and not member.frames.ended_here
 
 
 def test_a_relay_that_counts_tokens_of_a_request_in_no_slot_has_to_rejoin(caplog: pytest.LogCaptureFixture) -> None:
@@ -358,33 +336,30 @@ def test_a_relay_that_counts_tokens_of_a_request_in_no_slot_has_to_rejoin(caplog
     ],
     ids=lambda each: each if isinstance(each, str) else "",
 )
-def test_what_a_relay_reports_of_a_worker_is_taken(call: str, message: Report, monkeypatch: pytest.MonkeyPatch) -> None:
+@with_stage
+async def test_what_a_relay_reports_of_a_worker_is_taken(
+    stage: Stage, call: str, message: Report, monkeypatch: pytest.MonkeyPatch
+) -> None:
     taken: list[Report] = []
-
-    async def test(stage: Stage) -> None:
-        monkeypatch.setattr(RelayReports, call, lambda _, message: taken.append(message))
-        await stage.brain()
-        relay = stage.relay()
-        await until(lambda: relay.brain.member is not None)
-        relay.brain.report(message)
-        await until(lambda: taken == [message])
-
-    on(test)
+    monkeypatch.setattr(RelayReports, call, lambda _, message: taken.append(message))
+    await stage.brain()
+    relay = stage.relay()
+    await until(lambda: relay.brain.member is not None)
+    relay.brain.report(message)
+    await until(lambda: taken == [message])
 
 
-def test_a_rejoining_relay_holds_only_the_requests_that_it_reports() -> None:
-    async def test(stage: Stage) -> None:
-        brain = await stage.brain()
-        before, after = await RawRelay().connect(stage), await RawRelay().connect(stage)
-        before.hello(stream(1, "a"), stream(2, "b"))
-        await until(lambda: brain.active == ["a", "b"])
-        after.hello(stream(1, "b"), stream(2, "c"))
-        await until(lambda: brain.active == ["b", "c"])
-        await until(lambda: not before.frames.open)
-        assert brain.active == ["b", "c"] and after.frames.open
-        brain.scheduler.snapshot.check_invariants()
-
-    on(test)
+@with_stage
+async def test_a_rejoining_relay_holds_only_the_requests_that_it_reports(stage: Stage) -> None:
+    brain = await stage.brain()
+    before, after = await RawRelay().connect(stage), await RawRelay().connect(stage)
+    before.hello(stream(1, "a"), stream(2, "b"))
+    await until(lambda: brain.active == ["a", "b"])
+    after.hello(stream(1, "b"), stream(2, "c"))
+    await until(lambda: brain.active == ["b", "c"])
+    await until(lambda: not before.frames.open)
+    assert brain.active == ["b", "c"] and after.frames.open
+    brain.scheduler.snapshot.check_invariants()
 
 
 @pytest.mark.parametrize(
@@ -416,21 +391,19 @@ def test_a_rejoining_relay_holds_only_the_requests_that_it_reports() -> None:
         "a name of another machine",
     ],
 )
-def test_a_peer_that_violates_the_protocol_is_dropped_and_holds_no_request(
-    messages: list[FromRelay], reason: str | None
+@with_stage
+async def test_a_peer_that_violates_the_protocol_is_dropped_and_holds_no_request(
+    stage: Stage, messages: list[FromRelay], reason: str | None
 ) -> None:
-    async def test(stage: Stage) -> None:
-        brain = await stage.brain(patience=Patience(hello_s=3600.0, silent_s=3600.0))  # its silence is no reason
-        relay = await RawRelay().connect(stage)
-        for message in messages:
-            relay.frames.send(message)
-        await until(lambda: not relay.frames.open)
-        await until(lambda: not brain.hub.members)
-        assert not brain.scheduler.snapshot.requests
-        farewells = [message.reason for message in relay.received if isinstance(message, Farewell)]
-        assert (not farewells) if reason is None else reason in farewells[0]
-
-    on(test)
+    brain = await stage.brain(patience=Patience(hello_s=3600.0, silent_s=3600.0))  # its silence is no reason
+    relay = await RawRelay().connect(stage)
+    for message in messages:
+        relay.frames.send(message)
+    await until(lambda: not relay.frames.open)
+    await until(lambda: not brain.hub.members)
+    assert not brain.scheduler.snapshot.requests
+    farewells = [message.reason for message in relay.received if isinstance(message, Farewell)]
+    assert (not farewells) if reason is None else reason in farewells[0]
 
 
 @pytest.mark.parametrize("fields", [[], ["new"]], ids=["the same fields", "another field"])
@@ -455,18 +428,18 @@ def test_a_relay_of_another_version_is_told_so_and_logged_once(
     assert [(line["relay"], line["reason"]) for line in refused] == [("later", reason)]
 
 
-def test_a_relay_that_counts_more_tokens_than_a_frame_can_carry_does_not_keep_answers_from_others() -> None:
-    async def test(stage: Stage) -> None:
-        brain = await stage.brain(slots=8, patience=Patience(silent_s=3600.0))
-        broken, sound = await RawRelay().connect(stage), stage.relay("sound")
-        broken.hello(*(stream(number, str(number)) for number in range(4)))
-        await until(lambda: len(brain.active) == 4)
-        broken.frames.send(Progress(tuple(range(4)), (2**62,) * 4))
-        await until(lambda: not broken.frames.open)
-        await sound.decoding("c")
-        await until(lambda: [worker.active for worker in sound.brain.view().decoders] == [1])
-
-    on(test)
+@with_stage
+async def test_a_relay_that_counts_more_tokens_than_a_frame_can_carry_does_not_keep_answers_from_others(
+    stage: Stage,
+) -> None:
+    brain = await stage.brain(slots=8, patience=Patience(silent_s=3600.0))
+    broken, sound = await RawRelay().connect(stage), stage.relay("sound")
+    broken.hello(*(stream(number, str(number)) for number in range(4)))
+    await until(lambda: len(brain.active) == 4)
+    broken.frames.send(Progress(tuple(range(4)), (2**62,) * 4))
+    await until(lambda: not broken.frames.open)
+    await sound.decoding("c")
+    await until(lambda: [worker.active for worker in sound.brain.view().decoders] == [1])
 
 
 def test_a_message_that_the_brain_fails_on_ends_its_relay_and_not_the_others(
@@ -494,69 +467,60 @@ def test_a_message_that_the_brain_fails_on_ends_its_relay_and_not_the_others(
     assert error.message == "internal error" and error.__dict__["relay"] == "first"
 
 
-def test_a_rejoining_relay_is_welcomed_before_it_gets_worker_states() -> None:
+@with_stage
+async def test_a_rejoining_relay_is_welcomed_before_it_gets_worker_states(stage: Stage) -> None:
     """Its former membership ends a trial, of which all members hear."""
-
-    async def test(stage: Stage) -> None:
-        brain = await stage.brain()
-        worker = brain.fleet.connect(WorkerSpec("d0", Role.DECODE, url="http://127.0.0.1:1", slots=4))
-        before, anew = await RawRelay().connect(stage), await RawRelay().connect(stage)
-        before.hello()
-        await until(lambda: bool(before.received))
-        worker.circuit.state = CircuitState.OPEN
-        worker.circuit.reachable()
-        worker.circuit.used()
-        await until(lambda: CircuitState.TRIAL in before.circuits())
-        anew.hello()
-        await until(lambda: bool(anew.circuits()))
-        assert isinstance(anew.received[0], Welcome)
-
-    on(test)
+    brain = await stage.brain()
+    worker = brain.fleet.connect(WorkerSpec("d0", Role.DECODE, url="http://127.0.0.1:1", slots=4))
+    before, anew = await RawRelay().connect(stage), await RawRelay().connect(stage)
+    before.hello()
+    await until(lambda: bool(before.received))
+    worker.circuit.state = CircuitState.OPEN
+    worker.circuit.reachable()
+    worker.circuit.used()
+    await until(lambda: CircuitState.TRIAL in before.circuits())
+    anew.hello()
+    await until(lambda: bool(anew.circuits()))
+    assert isinstance(anew.received[0], Welcome)
 
 
-def test_every_change_of_a_worker_is_sent_before_the_next_check() -> None:
-    async def test(stage: Stage) -> None:
-        brain = await stage.brain()
-        worker = brain.fleet.connect(WorkerSpec("d0", Role.DECODE, url="http://127.0.0.1:1", slots=4))
-        relay = await RawRelay().connect(stage)
-        relay.hello()
-        await until(lambda: bool(relay.circuits()))
-        brain.hub._timers["look"].cancel()
-        worker.circuit.open(0.0, "it fails")
-        await until(lambda: relay.circuits()[-1] == CircuitState.OPEN)
-        worker.circuit.reachable()
-        await until(lambda: relay.circuits()[-1] == CircuitState.HALF_OPEN)
-
-    on(test)
+@with_stage
+async def test_every_change_of_a_worker_is_sent_before_the_next_check(stage: Stage) -> None:
+    brain = await stage.brain()
+    worker = brain.fleet.connect(WorkerSpec("d0", Role.DECODE, url="http://127.0.0.1:1", slots=4))
+    relay = await RawRelay().connect(stage)
+    relay.hello()
+    await until(lambda: bool(relay.circuits()))
+    brain.hub._timers["look"].cancel()
+    worker.circuit.open(0.0, "it fails")
+    await until(lambda: relay.circuits()[-1] == CircuitState.OPEN)
+    worker.circuit.reachable()
+    await until(lambda: relay.circuits()[-1] == CircuitState.HALF_OPEN)
 
 
-def test_the_hub_keeps_checking_after_a_check_that_raised() -> None:
-    async def test(stage: Stage) -> None:
-        failed: list[bool] = []
-        asyncio.get_running_loop().set_exception_handler(lambda *_: failed.append(True))
-        brain, relay = await stage.brain(), await RawRelay().connect(stage)
-        relay.hello()
-        await until(lambda: bool(relay.received))
-        brain.frozen.append(None)  # type: ignore[arg-type]
-        await until(lambda: bool(failed))
-        brain.frozen.clear()
-        relay.received.clear()
-        await until(lambda: any(isinstance(message, Beat) for message in relay.received))
-
-    on(test)
+@with_stage
+async def test_the_hub_keeps_checking_after_a_check_that_raised(stage: Stage) -> None:
+    failed: list[bool] = []
+    asyncio.get_running_loop().set_exception_handler(lambda *_: failed.append(True))
+    brain, relay = await stage.brain(), await RawRelay().connect(stage)
+    relay.hello()
+    await until(lambda: bool(relay.received))
+    brain.frozen.append(None)  # type: ignore[arg-type]
+    await until(lambda: bool(failed))
+    brain.frozen.clear()
+    relay.received.clear()
+    await until(lambda: any(isinstance(message, Beat) for message in relay.received))
 
 
-def test_worker_deaths_explained_by_one_relay_reach_all_others() -> None:
-    async def test(stage: Stage) -> None:
-        await stage.brain(slots=2)
-        tells, hears = stage.relay("tells"), stage.relay("hears")
-        received: list[tuple[str, Explained]] = []
-        tells.brain.on_explained = lambda message: received.append(("tells", message))
-        hears.brain.on_explained = lambda message: received.append(("hears", message))
-        await until(lambda: tells.brain.member and hears.brain.member)
-        explained = Explained(("d0", "d1"), (4.0, 0.5))
-        tells.brain.report(explained)
-        await until(lambda: received)
-        assert received == [("hears", explained)]
-
-    on(test)
+@with_stage
+async def test_worker_deaths_explained_by_one_relay_reach_all_others(stage: Stage) -> None:
+    await stage.brain(slots=2)
+    tells, hears = stage.relay("tells"), stage.relay("hears")
+    received: list[tuple[str, Explained]] = []
+    tells.brain.on_explained = lambda message: received.append(("tells", message))
+    hears.brain.on_explained = lambda message: received.append(("hears", message))
+    await until(lambda: tells.brain.member and hears.brain.member)
+    explained = Explained(("d0", "d1"), (4.0, 0.5))
+    tells.brain.report(explained)
+    await until(lambda: received)
+    assert received == [("hears", explained)]

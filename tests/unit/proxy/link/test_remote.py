@@ -36,122 +36,110 @@ from balanceroute.proxy.link.messages import (
 from balanceroute.proxy.link.reach import Moved, P, SocketReach, UntrustedBrain
 from balanceroute.proxy.link.remote import MAX_RETRY_S, RETRY_S, STEADY_S
 from balanceroute.proxy.link.token_counts import NOWHERE, PLACES, place_of
-from tests.unit.proxy.link.brains import Brain, HoldingReach, Relay, Stage, on
+from tests.unit.proxy.link.brains import Brain, HoldingReach, Relay, Stage, on, with_stage
 from tests.unit.proxy.virtual_time import in_virtual_time, let_pass, stand_still
 from tests.waiting import until
 
 
-def test_a_request_passes_every_phase_over_the_link() -> None:
-    async def test(stage: Stage) -> None:
-        brain, relay = await stage.brain(), stage.relay()
-        ticket = await relay.decoding("a")
-        ticket.progress(3)
-        await until(lambda: brain.load == 13)
-        ticket.progress(2)
-        ticket.requeue()
-        assert await ticket.prefiller() == "p0"
-        assert brain.scheduler.snapshot.requests["a"].earlier_tokens == 5
-        ticket.prefilled(15)
-        assert await ticket.admission() == "d0" and brain.load == 15
-        ticket.put_back()
-        assert await ticket.admission() == "d0"
-        ticket.finish(Outcome.FINISHED, "stop")
-        await until(lambda: not brain.scheduler.snapshot.requests)
-        brain.scheduler.snapshot.check_invariants()
-
-    on(test)
+@with_stage
+async def test_a_request_passes_every_phase_over_the_link(stage: Stage) -> None:
+    brain, relay = await stage.brain(), stage.relay()
+    ticket = await relay.decoding("a")
+    ticket.progress(3)
+    await until(lambda: brain.load == 13)
+    ticket.progress(2)
+    ticket.requeue()
+    assert await ticket.prefiller() == "p0"
+    assert brain.scheduler.snapshot.requests["a"].earlier_tokens == 5
+    ticket.prefilled(15)
+    assert await ticket.admission() == "d0" and brain.load == 15
+    ticket.put_back()
+    assert await ticket.admission() == "d0"
+    ticket.finish(Outcome.FINISHED, "stop")
+    await until(lambda: not brain.scheduler.snapshot.requests)
+    brain.scheduler.snapshot.check_invariants()
 
 
-def test_a_decode_first_request_passes_every_phase_over_the_link() -> None:
-    async def test(stage: Stage) -> None:
-        stage.config = SchedulerConfig(decode_first=True)
-        brain, relay = await stage.brain(), stage.relay()
-        ticket = relay.tickets.submit(RequestSpec("a", 5))
-        assert await ticket.admission() == "d0"
-        ticket.request_prefill()
-        assert await ticket.prefiller() == "p0"
-        ticket.push_failed()
-        assert await ticket.prefiller() == "p0"
-        ticket.pushed(10)
-        ticket.progress(3)
-        await until(lambda: brain.load == 13)
-        assert not brain.scheduler.snapshot.requests["a"].pushing
-        ticket.finish(Outcome.FINISHED, "stop")
-        await until(lambda: not brain.scheduler.snapshot.requests)
-        brain.scheduler.snapshot.check_invariants()
-
-    on(test)
+@with_stage
+async def test_a_decode_first_request_passes_every_phase_over_the_link(stage: Stage) -> None:
+    stage.config = SchedulerConfig(decode_first=True)
+    brain, relay = await stage.brain(), stage.relay()
+    ticket = relay.tickets.submit(RequestSpec("a", 5))
+    assert await ticket.admission() == "d0"
+    ticket.request_prefill()
+    assert await ticket.prefiller() == "p0"
+    ticket.push_failed()
+    assert await ticket.prefiller() == "p0"
+    ticket.pushed(10)
+    ticket.progress(3)
+    await until(lambda: brain.load == 13)
+    assert not brain.scheduler.snapshot.requests["a"].pushing
+    ticket.finish(Outcome.FINISHED, "stop")
+    await until(lambda: not brain.scheduler.snapshot.requests)
+    brain.scheduler.snapshot.check_invariants()
 
 
-def test_an_answer_that_begins_anew_has_its_own_prompt_at_the_brain_and_at_the_next_one() -> None:
-    async def test(stage: Stage) -> None:
-        brain, relay = await stage.brain(), stage.relay()
-        ticket = await relay.decoding("a")
-        ticket.progress(5)
-        ticket.requeue(anew=True)
-        assert await ticket.prefiller() == "p0"
-        tracker, standing = brain.scheduler.snapshot.requests["a"], ticket.standing(0.0)
-        for each in (tracker, standing):
-            assert (each.prompt_tokens, each.earlier_tokens) == (10, 0)
-
-    on(test)
+@with_stage
+async def test_an_answer_that_begins_anew_has_its_own_prompt_at_the_brain_and_at_the_next_one(stage: Stage) -> None:
+    brain, relay = await stage.brain(), stage.relay()
+    ticket = await relay.decoding("a")
+    ticket.progress(5)
+    ticket.requeue(anew=True)
+    assert await ticket.prefiller() == "p0"
+    tracker, standing = brain.scheduler.snapshot.requests["a"], ticket.standing(0.0)
+    for each in (tracker, standing):
+        assert (each.prompt_tokens, each.earlier_tokens) == (10, 0)
 
 
-def test_a_brain_on_the_same_machine_reads_tokens_from_memory() -> None:
-    async def test(stage: Stage) -> None:
-        brain, relay = await stage.brain(), stage.relay()
-        tickets = [await relay.decoding(f"r{n}") for n in range(3)]
-        place = place_of(relay.brain._open["r0"].number)
-        for n, ticket in enumerate(tickets):
-            ticket.progress(n + 1)
-        assert brain.load == 3 * 10 + 6
-        tickets[0].progress(4)
-        tickets[0].finish(Outcome.FINISHED)
-        again = relay.tickets.submit(RequestSpec("again", 1))  # before the brain hears of either
-        assert place_of(relay.brain._open["again"].number) == place
-        assert brain.load == 3 * 10 + 10
-        assert await again.prefiller() == "p0"
-        assert "r0" not in brain.scheduler.snapshot.requests and brain.load == 2 * 10 + 5
-
-    on(test)
+@with_stage
+async def test_a_brain_on_the_same_machine_reads_tokens_from_memory(stage: Stage) -> None:
+    brain, relay = await stage.brain(), stage.relay()
+    tickets = [await relay.decoding(f"r{n}") for n in range(3)]
+    place = place_of(relay.brain._open["r0"].number)
+    for n, ticket in enumerate(tickets):
+        ticket.progress(n + 1)
+    assert brain.load == 3 * 10 + 6
+    tickets[0].progress(4)
+    tickets[0].finish(Outcome.FINISHED)
+    again = relay.tickets.submit(RequestSpec("again", 1))  # before the brain hears of either
+    assert place_of(relay.brain._open["again"].number) == place
+    assert brain.load == 3 * 10 + 10
+    assert await again.prefiller() == "p0"
+    assert "r0" not in brain.scheduler.snapshot.requests and brain.load == 2 * 10 + 5
 
 
-def test_tokens_that_come_while_a_relay_joins_are_counted_once() -> None:
-    async def test(stage: Stage) -> None:
-        reach = HoldingReach(stage.path)
-        first, relay = await stage.brain(epoch=1), stage.relay(reach=reach)
-        ticket = await relay.decoding("a")
-        ticket.progress(3)
-        await first.end()
-        await until(lambda: relay.brain.member is None)
-        reach.holds = True
-        second = await stage.brain(epoch=2)
-        await until(lambda: bool(reach.held))  # the brain has heard Hello; its Welcome is on the way
-        ticket.progress(2)
-        await until(lambda: second.scheduler.snapshot.workers[0].load == 15)  # said
-        assert second.load == 15  # what is read now is older
-        assert second.hub.members["r0"].frames.open
-        reach.let_go()
-        ticket.progress(4)
-        assert second.load == 19  # read
-        await until(lambda: relay.brain.member is not None)
-        assert second.hub.members["r0"].frames.open
-
-    on(test)
+@with_stage
+async def test_tokens_that_come_while_a_relay_joins_are_counted_once(stage: Stage) -> None:
+    reach = HoldingReach(stage.path)
+    first, relay = await stage.brain(epoch=1), stage.relay(reach=reach)
+    ticket = await relay.decoding("a")
+    ticket.progress(3)
+    await first.end()
+    await until(lambda: relay.brain.member is None)
+    reach.holds = True
+    second = await stage.brain(epoch=2)
+    await until(lambda: bool(reach.held))  # the brain has heard Hello; its Welcome is on the way
+    ticket.progress(2)
+    await until(lambda: second.scheduler.snapshot.workers[0].load == 15)  # said
+    assert second.load == 15  # what is read now is older
+    assert second.hub.members["r0"].frames.open
+    reach.let_go()
+    ticket.progress(4)
+    assert second.load == 19  # read
+    await until(lambda: relay.brain.member is not None)
+    assert second.hub.members["r0"].frames.open
 
 
-def test_tokens_of_tickets_beyond_the_shared_places_are_sent_by_message() -> None:
-    async def test(stage: Stage) -> None:
-        brain, relay = await stage.brain(), stage.relay()
-        while place_of(relay.brain.token_counts.number()) != NOWHERE:
-            pass
-        ticket = await relay.decoding("a")
-        ticket.progress(3)
-        await until(lambda: brain.load == 13)
-        ticket.progress(2)
-        await until(lambda: brain.load == 15)
-
-    on(test)
+@with_stage
+async def test_tokens_of_tickets_beyond_the_shared_places_are_sent_by_message(stage: Stage) -> None:
+    brain, relay = await stage.brain(), stage.relay()
+    while place_of(relay.brain.token_counts.number()) != NOWHERE:
+        pass
+    ticket = await relay.decoding("a")
+    ticket.progress(3)
+    await until(lambda: brain.load == 13)
+    ticket.progress(2)
+    await until(lambda: brain.load == 15)
 
 
 def test_tokens_of_all_streams_are_sent_in_one_message_to_a_brain_without_shared_memory() -> None:
@@ -193,309 +181,275 @@ def test_a_brain_without_shared_memory_decides_on_a_call_with_all_tokens_from_be
         on(test)
 
 
-def test_an_unneeded_free_slot_is_reported_with_the_next_call() -> None:
-    async def test(stage: Stage) -> None:
-        brain, relay = await stage.brain(), stage.relay()
-        relay.brain.soon_s = 3600.0
-        leaves = await relay.decoding("a")
-        leaves.progress(1)
-        leaves.finish(Outcome.FINISHED)
-        await asyncio.sleep(0)
-        assert brain.active == ["a"]
-        await relay.decoding("b")
-        assert brain.active == ["b"]
-
-    on(test)
+@with_stage
+async def test_an_unneeded_free_slot_is_reported_with_the_next_call(stage: Stage) -> None:
+    brain, relay = await stage.brain(), stage.relay()
+    relay.brain.soon_s = 3600.0
+    leaves = await relay.decoding("a")
+    leaves.progress(1)
+    leaves.finish(Outcome.FINISHED)
+    await asyncio.sleep(0)
+    assert brain.active == ["a"]
+    await relay.decoding("b")
+    assert brain.active == ["b"]
 
 
-def test_an_unneeded_free_slot_is_reported_soon_without_a_next_call() -> None:
-    async def test(stage: Stage) -> None:
-        brain, relay = await stage.brain(), stage.relay()
-        leaves = await relay.decoding("a")
-        leaves.progress(1)
-        leaves.finish(Outcome.FINISHED)
-        await until(lambda: brain.active == [])
-
-    on(test)
+@with_stage
+async def test_an_unneeded_free_slot_is_reported_soon_without_a_next_call(stage: Stage) -> None:
+    brain, relay = await stage.brain(), stage.relay()
+    leaves = await relay.decoding("a")
+    leaves.progress(1)
+    leaves.finish(Outcome.FINISHED)
+    await until(lambda: brain.active == [])
 
 
-def test_a_relay_that_ends_has_sent_its_delayed_reports() -> None:
-    async def test(stage: Stage) -> None:
-        brain, relay = await stage.brain(), stage.relay()
-        relay.brain.soon_s = 3600.0
-        leaves = await relay.decoding("a")
-        leaves.progress(5)
-        leaves.finish(Outcome.FINISHED, "stop")
-        await relay.end()
-        await until(lambda: brain.active == [])
-        assert brain.scheduler.snapshot.means.answer_tokens == 5  # it did not fail with its relay
-
-    on(test)
+@with_stage
+async def test_a_relay_that_ends_has_sent_its_delayed_reports(stage: Stage) -> None:
+    brain, relay = await stage.brain(), stage.relay()
+    relay.brain.soon_s = 3600.0
+    leaves = await relay.decoding("a")
+    leaves.progress(5)
+    leaves.finish(Outcome.FINISHED, "stop")
+    await relay.end()
+    await until(lambda: brain.active == [])
+    assert brain.scheduler.snapshot.means.answer_tokens == 5  # it did not fail with its relay
 
 
-def test_a_delayed_report_keeps_its_original_time() -> None:
-    async def test(stage: Stage) -> None:
-        brain, relay = await stage.brain(), stage.relay()
-        brain.scheduler.configure(SchedulerConfig(overlap_requests=None), 0.0)
-        relay.brain.configure(SchedulerConfig(overlap_requests=None))
-        relay.brain.soon_s = 1.0  # far longer than a busy machine lets two lines of this test wait
-        ticket = await relay.decoding("a")
-        started_s = relay.tickets.now()
-        ticket.progress(1)
-        ticket.began()
-        tracker = brain.scheduler.snapshot.requests["a"]
-        await until(lambda: tracker.began_s < math.inf)
-        assert abs(tracker.began_s - started_s) < 0.5 < relay.tickets.now() - started_s
-        relay.brain.soon_s = 3600.0
-        ticket.progress(1)
-        ended_s = relay.tickets.now()
-        ticket.finish(Outcome.FINISHED, "stop")
-        loop = asyncio.get_running_loop()
-        await until(lambda: loop.time() > ended_s + 1.0)
-        await relay.decoding("b")
-        token_s = brain.scheduler.snapshot.overlap.token_s
-        assert abs(token_s - (ended_s - tracker.began_s)) < 0.5
-
-    on(test)
+@with_stage
+async def test_a_delayed_report_keeps_its_original_time(stage: Stage) -> None:
+    brain, relay = await stage.brain(), stage.relay()
+    brain.scheduler.configure(SchedulerConfig(overlap_requests=None), 0.0)
+    relay.brain.configure(SchedulerConfig(overlap_requests=None))
+    relay.brain.soon_s = 1.0  # far longer than a busy machine lets two lines of this test wait
+    ticket = await relay.decoding("a")
+    started_s = relay.tickets.now()
+    ticket.progress(1)
+    ticket.began()
+    tracker = brain.scheduler.snapshot.requests["a"]
+    await until(lambda: tracker.began_s < math.inf)
+    assert abs(tracker.began_s - started_s) < 0.5 < relay.tickets.now() - started_s
+    relay.brain.soon_s = 3600.0
+    ticket.progress(1)
+    ended_s = relay.tickets.now()
+    ticket.finish(Outcome.FINISHED, "stop")
+    loop = asyncio.get_running_loop()
+    await until(lambda: loop.time() > ended_s + 1.0)
+    await relay.decoding("b")
+    token_s = brain.scheduler.snapshot.overlap.token_s
+    assert abs(token_s - (ended_s - tracker.began_s)) < 0.5
 
 
-def test_a_free_slot_that_a_request_waits_for_is_reported_at_once() -> None:
-    async def test(stage: Stage) -> None:
-        _, relay = await stage.brain(slots=1), stage.relay()
-        relay.brain.soon_s = 3600.0
-        runs, waits = await relay.decoding("runs"), await relay.pooled("waits")
-        await until(lambda: relay.brain.view().pooled == 1)
-        runs.progress(1)
-        runs.finish(Outcome.FINISHED)
-        assert await waits.admission() == "d0"
-
-    on(test)
+@with_stage
+async def test_a_free_slot_that_a_request_waits_for_is_reported_at_once(stage: Stage) -> None:
+    _, relay = await stage.brain(slots=1), stage.relay()
+    relay.brain.soon_s = 3600.0
+    runs, waits = await relay.decoding("runs"), await relay.pooled("waits")
+    await until(lambda: relay.brain.view().pooled == 1)
+    runs.progress(1)
+    runs.finish(Outcome.FINISHED)
+    assert await waits.admission() == "d0"
 
 
-def test_a_refusal_crosses_with_its_cause() -> None:
-    async def test(stage: Stage) -> None:
-        brain, relay = await stage.brain(), stage.relay()
-        brain.ledger.configure(SchedulerConfig(max_queued=0))
-        ticket = relay.tickets.submit(RequestSpec("a", 1))
-        with pytest.raises(QueueFull):
-            await ticket.prefiller()
-        assert ticket.left and not relay.tickets.by_id and not relay.brain._open
-
-    on(test)
+@with_stage
+async def test_a_refusal_crosses_with_its_cause(stage: Stage) -> None:
+    brain, relay = await stage.brain(), stage.relay()
+    brain.ledger.configure(SchedulerConfig(max_queued=0))
+    ticket = relay.tickets.submit(RequestSpec("a", 1))
+    with pytest.raises(QueueFull):
+        await ticket.prefiller()
+    assert ticket.left and not relay.tickets.by_id and not relay.brain._open
 
 
-def test_a_request_that_finds_no_brain_waits_for_one() -> None:
-    async def test(stage: Stage) -> None:
-        relay = stage.relay()
-        ticket = relay.tickets.submit(RequestSpec("a", 1))
-        gone = relay.tickets.submit(RequestSpec("gone", 1))
-        gone.finish(Outcome.CANCELLED)
-        brain = await stage.brain()
+@with_stage
+async def test_a_request_that_finds_no_brain_waits_for_one(stage: Stage) -> None:
+    relay = stage.relay()
+    ticket = relay.tickets.submit(RequestSpec("a", 1))
+    gone = relay.tickets.submit(RequestSpec("gone", 1))
+    gone.finish(Outcome.CANCELLED)
+    brain = await stage.brain()
+    assert await ticket.prefiller() == "p0"
+    assert list(brain.scheduler.snapshot.requests) == ["a"]
+
+
+@with_stage
+async def test_a_request_that_waits_too_long_for_a_brain_is_refused_and_streams_are_not(stage: Stage) -> None:
+    brain, relay = await stage.brain(), stage.relay()
+    stream = await relay.decoding("s")
+    await brain.end()
+    await until(lambda: relay.brain.member is None)
+    relay.brain.configure(SchedulerConfig(queue_deadline_s=0.05))
+    ticket = relay.tickets.submit(RequestSpec("a", 1))
+    with pytest.raises(QueueTimeout, match="not there"):
+        await ticket.prefiller()
+    assert list(relay.tickets.by_id) == ["s"] and not stream.left
+
+
+@with_stage
+async def test_a_request_that_waits_too_long_for_a_brain_without_a_hello_is_refused(stage: Stage) -> None:
+    silent: list[asyncio.StreamWriter] = []
+    server = await asyncio.start_unix_server(lambda _, writer: silent.append(writer), stage.path)
+    relay = stage.relay()
+    relay.brain.silent_s = 3600.0
+    relay.brain.configure(SchedulerConfig(queue_deadline_s=0.05))
+    with pytest.raises(QueueTimeout, match="not there"):
+        await relay.tickets.submit(RequestSpec("a", 1)).prefiller()
+    assert len(silent) == 1
+    await relay.end()
+    server.close()
+    for writer in silent:
+        writer.close()
+        await writer.wait_closed()
+
+
+@with_stage
+async def test_a_request_that_waits_too_long_for_a_stopped_brain_is_refused_and_released_when_it_resumes(
+    stage: Stage,
+) -> None:
+    brain, relay = await stage.brain(slots=1), stage.relay()
+    await relay.decoding("s")
+    relay.brain.configure(SchedulerConfig(pool_ttl_s=0.05))
+    waiting = await relay.pooled("w")
+    relay.brain.frozen_s = 0.0  # as if the brain had said nothing for longer
+    with pytest.raises(QueueTimeout, match="not there"):
+        await waiting.admission()
+    await until(lambda: list(brain.scheduler.snapshot.requests) == ["s"])
+    assert relay.brain.member is not None and brain.active == ["s"]
+
+
+@with_stage
+async def test_a_new_brain_gets_every_living_request_with_all_its_tokens(stage: Stage) -> None:
+    first, relay = await stage.brain(epoch=1), stage.relay()
+    streams = [await relay.decoding(f"s{n}") for n in range(4)]
+    waiting = await relay.pooled("w")
+    streams[0].progress(5)
+    await first.end()
+    await until(lambda: relay.brain.member is None)
+    streams[0].progress(7)
+    streams[1].progress(1)
+    relay.tickets.settle()  # as the reaper does
+    streams[3].finish(Outcome.FINISHED)
+    second = await stage.brain(epoch=2)
+    assert await waiting.admission() == "d0"  # the slot that came free meanwhile
+    assert second.active == ["s0", "s1", "s2", "w"]
+    streams[2].progress(2)
+    await until(lambda: second.load == 5 * 10 - 10 + 12 + 1 + 2)
+    for ticket in (*streams[:3], waiting):
+        ticket.finish(Outcome.FINISHED)
+    await until(lambda: not second.scheduler.snapshot.requests)
+    second.scheduler.snapshot.check_invariants()
+
+
+@with_stage
+async def test_a_new_brain_gets_a_prompts_blocks_when_it_must_choose_a_prefiller_again(stage: Stage) -> None:
+    first, relay = await stage.brain(epoch=1), stage.relay()
+    tickets = [relay.tickets.submit(RequestSpec(name, 8, prefix=[7, 2**64 - 1], block_tokens=4)) for name in "ab"]
+    for ticket in tickets:
         assert await ticket.prefiller() == "p0"
-        assert list(brain.scheduler.snapshot.requests) == ["a"]
-
-    on(test)
-
-
-def test_a_request_that_waits_too_long_for_a_brain_is_refused_and_streams_are_not() -> None:
-    async def test(stage: Stage) -> None:
-        brain, relay = await stage.brain(), stage.relay()
-        stream = await relay.decoding("s")
-        await brain.end()
-        await until(lambda: relay.brain.member is None)
-        relay.brain.configure(SchedulerConfig(queue_deadline_s=0.05))
-        ticket = relay.tickets.submit(RequestSpec("a", 1))
-        with pytest.raises(QueueTimeout, match="not there"):
-            await ticket.prefiller()
-        assert list(relay.tickets.by_id) == ["s"] and not stream.left
-
-    on(test)
+    streams, prefills = tickets
+    streams.prefilled(8)
+    assert await streams.admission() == "d0"
+    streams.progress(3)
+    await until(lambda: first.load == 11)
+    await first.end()
+    second = await stage.brain(epoch=2)
+    await until(lambda: second.load == 11)
+    requests = second.scheduler.snapshot.requests
+    assert [list(requests[name].prefix) for name in "ab"] == [[], [7, 2**64 - 1]]
+    streams.requeue()
+    assert await streams.prefiller() == "p0"
+    assert list(requests["a"].prefix) == [7, 2**64 - 1]
+    assert second.scheduler.snapshot.prefillers[0].cache.matched([7, 2**64 - 1]) == 2
+    second.scheduler.snapshot.check_invariants()
 
 
-def test_a_request_that_waits_too_long_for_a_brain_without_a_hello_is_refused() -> None:
-    async def test(stage: Stage) -> None:
-        silent: list[asyncio.StreamWriter] = []
-        server = await asyncio.start_unix_server(lambda _, writer: silent.append(writer), stage.path)
-        relay = stage.relay()
-        relay.brain.silent_s = 3600.0
-        relay.brain.configure(SchedulerConfig(queue_deadline_s=0.05))
-        with pytest.raises(QueueTimeout, match="not there"):
-            await relay.tickets.submit(RequestSpec("a", 1)).prefiller()
-        assert len(silent) == 1
-        await relay.end()
-        server.close()
-        for writer in silent:
-            writer.close()
-            await writer.wait_closed()
-
-    on(test)
+@with_stage
+async def test_all_streams_of_a_full_relay_fit_into_one_hello(stage: Stage) -> None:
+    relay = stage.relay()  # there is no brain
+    held, blocks = [], [2**64 - 1 - n for n in range(100)]
+    for number in range(20_000):
+        ticket = relay.tickets.submit(RequestSpec(f"0-{number:032}", 10_000, 0, "k" * 16, 4096, blocks, 100))
+        ticket.answer("192.168.100.100:8100")
+        ticket.prefilled(10_000)
+        ticket.answer("192.168.100.100:9000@15")
+        ticket.progress(700)
+        held.append(Held(number * PLACES, 2, ticket.standing(relay.tickets.now())))
+        assert ticket.spec.prefix is blocks, "a prefill that it needs again is told of them"
+    assert PLACES / len(held) * len(frame([Hello(VERSION, "r0", 1, 1, tuple(held))])) < MAX_FRAME_BYTES / 2
 
 
-def test_a_request_that_waits_too_long_for_a_stopped_brain_is_refused_and_released_when_it_resumes() -> None:
-    async def test(stage: Stage) -> None:
-        brain, relay = await stage.brain(slots=1), stage.relay()
-        await relay.decoding("s")
-        relay.brain.configure(SchedulerConfig(pool_ttl_s=0.05))
-        waiting = await relay.pooled("w")
-        relay.brain.frozen_s = 0.0  # as if the brain had said nothing for longer
-        with pytest.raises(QueueTimeout, match="not there"):
-            await waiting.admission()
-        await until(lambda: list(brain.scheduler.snapshot.requests) == ["s"])
-        assert relay.brain.member is not None and brain.active == ["s"]
-
-    on(test)
-
-
-def test_a_new_brain_gets_every_living_request_with_all_its_tokens() -> None:
-    async def test(stage: Stage) -> None:
-        first, relay = await stage.brain(epoch=1), stage.relay()
-        streams = [await relay.decoding(f"s{n}") for n in range(4)]
-        waiting = await relay.pooled("w")
-        streams[0].progress(5)
-        await first.end()
-        await until(lambda: relay.brain.member is None)
-        streams[0].progress(7)
-        streams[1].progress(1)
-        relay.tickets.settle()  # as the reaper does
-        streams[3].finish(Outcome.FINISHED)
-        second = await stage.brain(epoch=2)
-        assert await waiting.admission() == "d0"  # the slot that came free meanwhile
-        assert second.active == ["s0", "s1", "s2", "w"]
-        streams[2].progress(2)
-        await until(lambda: second.load == 5 * 10 - 10 + 12 + 1 + 2)
-        for ticket in (*streams[:3], waiting):
-            ticket.finish(Outcome.FINISHED)
-        await until(lambda: not second.scheduler.snapshot.requests)
-        second.scheduler.snapshot.check_invariants()
-
-    on(test)
+@with_stage
+async def test_a_new_brain_adopts_all_running_requests_even_if_it_would_not_admit_them(stage: Stage) -> None:
+    first, relay = await stage.brain(epoch=1, slots=3), stage.relay()
+    streams = [await relay.decoding(f"s{n}") for n in range(3)]
+    await first.end()
+    await until(lambda: relay.brain.member is None)
+    second = await stage.brain(epoch=2, slots=2)
+    waiting = await relay.pooled("w")
+    assert second.active == ["s0", "s1", "s2"] and not relay.void
+    streams[0].finish(Outcome.FINISHED)
+    streams[1].finish(Outcome.FINISHED)
+    assert await waiting.admission() == "d0"
+    assert second.active == ["s2", "w"]
 
 
-def test_a_new_brain_gets_a_prompts_blocks_when_it_must_choose_a_prefiller_again() -> None:
-    async def test(stage: Stage) -> None:
-        first, relay = await stage.brain(epoch=1), stage.relay()
-        tickets = [relay.tickets.submit(RequestSpec(name, 8, prefix=[7, 2**64 - 1], block_tokens=4)) for name in "ab"]
-        for ticket in tickets:
-            assert await ticket.prefiller() == "p0"
-        streams, prefills = tickets
-        streams.prefilled(8)
-        assert await streams.admission() == "d0"
-        streams.progress(3)
-        await until(lambda: first.load == 11)
-        await first.end()
-        second = await stage.brain(epoch=2)
-        await until(lambda: second.load == 11)
-        requests = second.scheduler.snapshot.requests
-        assert [list(requests[name].prefix) for name in "ab"] == [[], [7, 2**64 - 1]]
-        streams.requeue()
-        assert await streams.prefiller() == "p0"
-        assert list(requests["a"].prefix) == [7, 2**64 - 1]
-        assert second.scheduler.snapshot.prefillers[0].cache.matched([7, 2**64 - 1]) == 2
-        second.scheduler.snapshot.check_invariants()
-
-    on(test)
+@with_stage
+async def test_a_stream_whose_slot_was_reassigned_is_void_and_the_others_go_on(stage: Stage) -> None:
+    brain, away, stays = await stage.brain(slots=2), stage.relay("away"), stage.relay("stays")
+    kept, lost = await away.decoding("kept"), await away.decoding("lost")
+    waiting = await stays.pooled("w")
+    brain.hub.members["away"].frames.abort("the connection breaks")
+    assert await waiting.admission() == "d0"
+    await until(lambda: bool(away.void))
+    assert away.void == ["lost"] and lost.left and lost.phase is Phase.GONE
+    with pytest.raises(NoHealthyWorkers, match="lost its hold"):
+        lost.check()
+    lost.progress(1)  # what was under way
+    away.tickets.settle()
+    kept.progress(1)
+    await until(lambda: brain.load == 21)
+    assert brain.active == ["kept", "w"]
 
 
-def test_all_streams_of_a_full_relay_fit_into_one_hello() -> None:
-    async def test(stage: Stage) -> None:
-        relay = stage.relay()  # there is no brain
-        held, blocks = [], [2**64 - 1 - n for n in range(100)]
-        for number in range(20_000):
-            ticket = relay.tickets.submit(RequestSpec(f"0-{number:032}", 10_000, 0, "k" * 16, 4096, blocks, 100))
-            ticket.answer("192.168.100.100:8100")
-            ticket.prefilled(10_000)
-            ticket.answer("192.168.100.100:9000@15")
-            ticket.progress(700)
-            held.append(Held(number * PLACES, 2, ticket.standing(relay.tickets.now())))
-            assert ticket.spec.prefix is blocks, "a prefill that it needs again is told of them"
-        assert PLACES / len(held) * len(frame([Hello(VERSION, "r0", 1, 1, tuple(held))])) < MAX_FRAME_BYTES / 2
-
-    on(test)
+@with_stage
+async def test_a_request_that_waits_too_long_in_the_pool_without_a_brain_is_refused(stage: Stage) -> None:
+    brain, relay = await stage.brain(slots=1), stage.relay()
+    stream, pooled = await relay.decoding("s"), await relay.pooled("p")
+    await brain.end()
+    await until(lambda: relay.brain.member is None)
+    relay.brain.configure(SchedulerConfig(pool_ttl_s=0.05))
+    with pytest.raises(QueueTimeout, match="not there"):
+        await pooled.admission()
+    assert list(relay.tickets.by_id) == ["s"] and not stream.left
 
 
-def test_a_new_brain_adopts_all_running_requests_even_if_it_would_not_admit_them() -> None:
-    async def test(stage: Stage) -> None:
-        first, relay = await stage.brain(epoch=1, slots=3), stage.relay()
-        streams = [await relay.decoding(f"s{n}") for n in range(3)]
-        await first.end()
-        await until(lambda: relay.brain.member is None)
-        second = await stage.brain(epoch=2, slots=2)
-        waiting = await relay.pooled("w")
-        assert second.active == ["s0", "s1", "s2"] and not relay.void
-        streams[0].finish(Outcome.FINISHED)
-        streams[1].finish(Outcome.FINISHED)
-        assert await waiting.admission() == "d0"
-        assert second.active == ["s2", "w"]
-
-    on(test)
+@with_stage
+async def test_a_brain_with_certain_lead_continues_above_a_lost_epoch(stage: Stage) -> None:
+    first, relay = await stage.brain(epoch=7), stage.relay()
+    stream = await relay.decoding("s")
+    await first.end()
+    await until(lambda: relay.brain.member is None)
+    brain = Brain(stage.config, 1, 4, 1)
+    brain.goes_on = True
+    await brain.hub.serve(stage.path)
+    await until(lambda: relay.brain.member is not None)
+    assert relay.brain.epoch == brain.hub.epoch == 8 and brain.superseded == [7]
+    assert brain.active == ["s"] and not stream.left
+    await brain.end()
 
 
-def test_a_stream_whose_slot_was_reassigned_is_void_and_the_others_go_on() -> None:
-    async def test(stage: Stage) -> None:
-        brain, away, stays = await stage.brain(slots=2), stage.relay("away"), stage.relay("stays")
-        kept, lost = await away.decoding("kept"), await away.decoding("lost")
-        waiting = await stays.pooled("w")
-        brain.hub.members["away"].frames.abort("the connection breaks")
-        assert await waiting.admission() == "d0"
-        await until(lambda: bool(away.void))
-        assert away.void == ["lost"] and lost.left and lost.phase is Phase.GONE
-        with pytest.raises(NoHealthyWorkers, match="lost its hold"):
-            lost.check()
-        lost.progress(1)  # what was under way
-        away.tickets.settle()
-        kept.progress(1)
-        await until(lambda: brain.load == 21)
-        assert brain.active == ["kept", "w"]
-
-    on(test)
-
-
-def test_a_request_that_waits_too_long_in_the_pool_without_a_brain_is_refused() -> None:
-    async def test(stage: Stage) -> None:
-        brain, relay = await stage.brain(slots=1), stage.relay()
-        stream, pooled = await relay.decoding("s"), await relay.pooled("p")
-        await brain.end()
-        await until(lambda: relay.brain.member is None)
-        relay.brain.configure(SchedulerConfig(pool_ttl_s=0.05))
-        with pytest.raises(QueueTimeout, match="not there"):
-            await pooled.admission()
-        assert list(relay.tickets.by_id) == ["s"] and not stream.left
-
-    on(test)
-
-
-def test_a_brain_with_certain_lead_continues_above_a_lost_epoch() -> None:
-    async def test(stage: Stage) -> None:
-        first, relay = await stage.brain(epoch=7), stage.relay()
-        stream = await relay.decoding("s")
-        await first.end()
-        await until(lambda: relay.brain.member is None)
-        brain = Brain(stage.config, 1, 4, 1)
-        brain.goes_on = True
-        await brain.hub.serve(stage.path)
-        await until(lambda: relay.brain.member is not None)
-        assert relay.brain.epoch == brain.hub.epoch == 8 and brain.superseded == [7]
-        assert brain.active == ["s"] and not stream.left
-        await brain.end()
-
-    on(test)
-
-
-def test_a_brain_with_an_old_epoch_is_ignored() -> None:
-    async def test(stage: Stage) -> None:
-        first, relay = await stage.brain(epoch=7), stage.relay()
-        await until(lambda: relay.brain.member is not None)
-        await first.end()
-        await until(lambda: relay.brain.member is None)
-        past = await stage.brain(epoch=6)
-        await until(lambda: bool(past.superseded))
-        assert past.superseded[0] == 7 and relay.brain.member is None and not past.hub.members
-        await past.end()
-        await stage.brain(epoch=8)
-        await until(lambda: relay.brain.member is not None)
-        assert relay.brain.epoch == 8
-
-    on(test)
+@with_stage
+async def test_a_brain_with_an_old_epoch_is_ignored(stage: Stage) -> None:
+    first, relay = await stage.brain(epoch=7), stage.relay()
+    await until(lambda: relay.brain.member is not None)
+    await first.end()
+    await until(lambda: relay.brain.member is None)
+    past = await stage.brain(epoch=6)
+    await until(lambda: bool(past.superseded))
+    assert past.superseded[0] == 7 and relay.brain.member is None and not past.hub.members
+    await past.end()
+    await stage.brain(epoch=8)
+    await until(lambda: relay.brain.member is not None)
+    assert relay.brain.epoch == 8
 
 
 class Scripted(asyncio.Transport):
@@ -582,7 +536,8 @@ def test_a_relay_that_was_stopped_itself_keeps_its_brain() -> None:
     in_virtual_time(test)
 
 
-def test_a_relay_keeps_checking_its_brain_after_a_check_that_raised() -> None:
+@with_stage
+async def test_a_relay_keeps_checking_its_brain_after_a_check_that_raised(stage: Stage) -> None:
     looks: list[bool] = []
 
     class Failing(SocketReach):
@@ -597,13 +552,10 @@ def test_a_relay_keeps_checking_its_brain_after_a_check_that_raised() -> None:
 
             return made, look
 
-    async def test(stage: Stage) -> None:
-        asyncio.get_running_loop().set_exception_handler(lambda *_: None)
-        await stage.brain()
-        stage.relay("r0", Failing(stage.path))
-        await until(lambda: len(looks) > 3)
-
-    on(test)
+    asyncio.get_running_loop().set_exception_handler(lambda *_: None)
+    await stage.brain()
+    stage.relay("r0", Failing(stage.path))
+    await until(lambda: len(looks) > 3)
 
 
 @pytest.mark.parametrize("end", ["relay", "brain"])
@@ -803,32 +755,30 @@ def test_the_reason_for_finding_no_brain_is_logged_once_per_search(caplog: pytes
     in_virtual_time(test)
 
 
-def test_an_answer_to_an_outdated_call_is_dropped() -> None:
-    async def test(stage: Stage) -> None:
-        loop = asyncio.get_running_loop()
-        received: list[FromRelay] = []
-        made: list[Frames[FromBrain]] = []
+@with_stage
+async def test_an_answer_to_an_outdated_call_is_dropped(stage: Stage) -> None:
+    loop = asyncio.get_running_loop()
+    received: list[FromRelay] = []
+    made: list[Frames[FromBrain]] = []
 
-        def brain() -> Frames[FromBrain]:
-            made.append(Frames(loop, lambda _, body: received.extend(read_from_relay(body)), lambda *_: None))
-            return made[-1]
+    def brain() -> Frames[FromBrain]:
+        made.append(Frames(loop, lambda _, body: received.extend(read_from_relay(body)), lambda *_: None))
+        return made[-1]
 
-        server = await loop.create_unix_server(brain, stage.path)
-        relay = stage.relay()
-        await until(lambda: any(isinstance(message, Hello) for message in received))
-        made[0].send(Welcome(VERSION, 1, 1, (), 0))
-        ticket, other = relay.tickets.submit(RequestSpec("a", 1)), relay.tickets.submit(RequestSpec("b", 1))
-        await until(lambda: sum(isinstance(message, Submit) for message in received) == 2)
-        first, second = (message.ticket for message in received if isinstance(message, Submit))
-        made[0].send(Chosen(first, 1, "p0"))
-        assert await ticket.prefiller() == "p0"
-        ticket.prefill_failed()
-        ticket.prefiller_id = ""
-        other.finish(Outcome.CANCELLED)
-        for answer in (Chosen(first, 1, "p1"), Chosen(second, 1, "p1"), Chosen(first, 2, "p2")):
-            made[0].send(answer)
-        assert await ticket.prefiller() == "p2"
-        assert not any(isinstance(message, Requeue) for message in received)
-        server.close()
-
-    on(test)
+    server = await loop.create_unix_server(brain, stage.path)
+    relay = stage.relay()
+    await until(lambda: any(isinstance(message, Hello) for message in received))
+    made[0].send(Welcome(VERSION, 1, 1, (), 0))
+    ticket, other = relay.tickets.submit(RequestSpec("a", 1)), relay.tickets.submit(RequestSpec("b", 1))
+    await until(lambda: sum(isinstance(message, Submit) for message in received) == 2)
+    first, second = (message.ticket for message in received if isinstance(message, Submit))
+    made[0].send(Chosen(first, 1, "p0"))
+    assert await ticket.prefiller() == "p0"
+    ticket.prefill_failed()
+    ticket.prefiller_id = ""
+    other.finish(Outcome.CANCELLED)
+    for answer in (Chosen(first, 1, "p1"), Chosen(second, 1, "p1"), Chosen(first, 2, "p2")):
+        made[0].send(answer)
+    assert await ticket.prefiller() == "p2"
+    assert not any(isinstance(message, Requeue) for message in received)
+    server.close()
