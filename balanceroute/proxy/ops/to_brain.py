@@ -26,7 +26,8 @@ from balanceroute.proxy.perimeter.access import READS
 from balanceroute.proxy.workers.reply import Reply
 from balanceroute.proxy.workers.upstream import Connections, Upstream
 
-READ_S: Final = SILENT_S + 0.5  # for the head of an answer: a brain that is silent for longer has lost this relay
+OPEN_S: Final = SILENT_S + 0.5  # for the head of an answer that anybody may ask for: checks and scrapes end soon
+READ_S: Final = 10.0  # for that of any other read: to ask four policies what they would do takes seconds
 ABSENT_S: Final = 2.0  # the same while this relay has not joined a brain, which may have stopped
 CHANGE_S: Final = 300.0  # workers may take 30 s, and a new policy's predictor may read large files
 MAX_PAGE_BYTES: Final = 64 * 2**20
@@ -105,7 +106,7 @@ class ToBrain:
 
     async def _whole(self, path: str) -> Response:
         try:
-            reply = await self._upstream.request("GET", path, first_byte_timeout_s=self._patience_s(READ_S))
+            reply = await self._upstream.request("GET", path, first_byte_timeout_s=self._patience_s(OPEN_S))
             body = await reply.read(MAX_PAGE_BYTES)
         except UpstreamError as error:
             raise _unanswered("GET", error) from None

@@ -128,7 +128,7 @@ async def test_a_brain_that_does_not_answer_is_a_503_that_reports_it_as_late(mon
 
 async def test_a_relay_that_has_joined_no_brain_waits_for_one_for_two_seconds_at_most() -> None:
     """A stopped brain without a standby let every scrape wait for 30 s, and one behind another for a minute."""
-    assert to_brain.READ_S < 6 and to_brain.ABSENT_S <= 2  # deploy/haproxy.cfg waits for 6 s
+    assert to_brain.OPEN_S < 6 and to_brain.ABSENT_S <= 2  # deploy/haproxy.cfg waits for 6 s
     async with before_a_brain(PAUSE, joined=False) as (client, _):
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(to_brain, "ABSENT_S", 0.01)
