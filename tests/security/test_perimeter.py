@@ -514,7 +514,7 @@ async def test_a_bug_shows_a_client_only_the_request_id() -> None:
         def broken() -> bytes:
             raise RuntimeError("/etc/secret")
 
-        router.app.services.metrics.exposition = broken  # type: ignore[method-assign]
+        router.app.services.metrics.pieces = broken  # type: ignore[method-assign]
         reply = await router.client.get("/metrics", headers={"X-Request-Id": "mine"})
         assert (reply.status_code, reply.headers["x-request-id"]) == (500, "mine")
         assert reply.json()["error"]["code"] == 500 and "secret" not in reply.text

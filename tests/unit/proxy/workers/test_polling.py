@@ -11,7 +11,7 @@ from balanceroute.proxy.workers.circuit import Circuit, CircuitConfig
 from balanceroute.proxy.workers.fleet import Fleet, Worker
 from balanceroute.proxy.workers.polling import BATCH, Polling
 from balanceroute.proxy.workers.upstream import Upstream
-from tests.unit.proxy.virtual_time import with_virtual_time
+from tests.unit.proxy.virtual_time import let_pass, with_virtual_time
 from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
@@ -65,7 +65,7 @@ async def test_after_a_first_round_at_once_many_urls_are_polled_spread_over_the_
 
     polling = Polling(workers(*(f"http://{number}" for number in range(2 * BATCH + 1))), ask, fatal)
     running = asyncio.ensure_future(polling.run(lambda: 3.0, spread=True))
-    await asyncio.sleep(8.5)
+    await let_pass(8.5)
     running.cancel()
     assert list(asked_s.values()) == BATCH * [[0, 3, 6]] + BATCH * [[0, 4, 7]] + [[0, 5, 8]]
 
