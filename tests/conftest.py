@@ -2,9 +2,7 @@
 
 import gc
 from collections.abc import Generator, Iterator
-from functools import cache
 
-import httpx._transports.default as httpx_transports
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -13,8 +11,6 @@ from balanceroute.core.policies import POLICIES
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("a second time", settings.get_profile("any machine"), max_examples=30)  # see .ci/run
 settings.load_profile("any machine")
-# every client of httpx reads all CAs anew, which takes 30 ms of CPU: as much as many a test
-httpx_transports.create_ssl_context = cache(httpx_transports.create_ssl_context)
 
 
 def pytest_configure() -> None:
