@@ -5,8 +5,6 @@ many milliseconds, and streams would wait for it.
 """
 
 import asyncio
-import math
-import sys
 from collections.abc import Awaitable, Callable
 from typing import Final, TypeVar
 
@@ -62,15 +60,15 @@ class Polling:
         """Poll until cancelled; the period is read each time, so a reload takes effect. `spread`: all rounds but the
         first are spread over the period.
         """
-        size = sys.maxsize
+        batches = [self._by_url()]
         try:
             while True:
+                for batch in batches:
+                    self._start(batch)
+                    await asyncio.sleep(period_s() / len(batches))
                 groups = self._by_url()
-                n_batches = max(1, math.ceil(len(groups) / size))
-                for n in range(n_batches):
-                    self._start(groups[n * size : (n + 1) * size])
-                    await asyncio.sleep(period_s() / n_batches)
-                size = BATCH if spread else size
+                size = BATCH if spread else max(1, len(groups))
+                batches = [groups[at : at + size] for at in range(0, len(groups), size)] or [[]]
         finally:
             await self.close()
 
