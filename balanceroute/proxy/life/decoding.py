@@ -142,7 +142,7 @@ async def _stream(leg: Leg, worker: Worker, reply: Reply) -> bool:
     answer.check_prompt(worker, len(scanner.generated.prompt_ids or ()))
     if scanner.begun and scanner.end not in _NO_ANSWER:
         learn_id(worker, scanner.identity.echoed)
-        worker.circuit.success()
+        worker.has_begun(leg.services.tickets.now())
     broken: UpstreamError | None = None
     if first:
         if not outlet.started:
@@ -248,7 +248,7 @@ async def _whole(leg: Leg, worker: Worker, reply: Reply) -> bool:
     answer.check_prompt(worker, corrected.prompt_ids)
     if corrected.finish_reason == ABORT:
         raise aborted(worker.id, "decode")
-    worker.circuit.success()
+    worker.has_begun(leg.services.tickets.now())
     if corrected.recomputed or corrected.finish_reason is None:
         return False  # once more from its own prompt
     if corrected.tokens:

@@ -100,7 +100,7 @@ def has_prefilled(leg: Leg, worker: Worker, result: PrefillResult) -> None:
     """Note that the prefiller has computed the prompt. Raises: WrongConnector: its parameters can't be used."""
     if result.kv_transfer_params is not None and worker.kv_connector is None:
         leg.services.note_connector(worker, connector_of(result.kv_transfer_params))
-    worker.circuit.success()
     worker.progress_s = leg.services.tickets.now()
+    worker.has_begun(worker.progress_s)
     worker.has_served(leg.answer.request.model)
     leg.retries.prefilled()

@@ -12,6 +12,7 @@
 | an answer larger than the router reads | nothing: the request may have asked for it | ends |
 | no descriptor was free for a connection | nothing: the router's fault | tries again, as below |
 | 500 from every worker that could take it | nothing; its earlier 500s are cleared, too | ends |
+| 500 from a worker that serves others, when half of its tier has just answered so | nothing | tries again, as below |
 | anything else | a failure (`circuit.fault`) | tries again, `retry.max_attempts` times in a row |
 | it died | a failure | tries again, or ends when it is the likely cause (`suspicion.py`) |
 
@@ -21,6 +22,10 @@ and gets a 503 with Retry-After if it has no first token after `queue.deadline_s
 **Refused by all.** Some requests an engine answers with 500 where a 400 would be right: its chat template raises, or it
 lacks a feature. Counted as failures, a few such requests of one client would take a small tier out for all clients. So
 if the last try ends with 500, too, and no other worker is left, no worker is blamed.
+
+Many of them at once would take a large tier out. So once half of a tier has answered with 500 within `RECENT_S`, those
+of its workers that have begun another answer in that time are not blamed. Half of a tier can still be broken: a worker
+that answers nothing else is blamed soon.
 
 **Another model or key.** A decode worker that does not know the model or the key with which a prefiller has just served
 the request was started with others; so was a worker that is asked first where another one has served that model. It
@@ -63,6 +68,7 @@ from balanceroute.proxy.workers.reply import Reply
 
 log = logging.getLogger(__name__)
 
+RECENT_S: Final = 2.0  # a busy worker begins several answers in this time
 MAX_FRUITLESS: Final = 8  # a full engine may pop a request more than once before its first token
 _draws = random.Random()  # jitter of backoffs: no decision depends on it
 os.register_at_fork(after_in_child=_draws.seed)
@@ -127,9 +133,12 @@ class Retries:
             return self._backoff_s(self._refused)
         failures = self._failed(tier)
         last = failures >= services.config.retry.max_attempts or not error.retryable
-        if isinstance(error, CannotConnect | ReplyTooLarge):
+        own = self._note_own_error(error, worker, differs)
+        many_err = own and not differs and self._many_err(worker, now)
+        cleared = own and last and self._clear_if_all_erred(worker)
+        if many_err or isinstance(error, CannotConnect | ReplyTooLarge):
             circuit.inconclusive()
-        elif not (self._note_own_error(error, worker, differs) and last and self._clear_if_all_erred(worker)):
+        elif not cleared:
             circuit.fault(now, public_reason(error))
         if last or (isinstance(error, NothingPinned) and failures > 1):
             raise error
@@ -159,6 +168,13 @@ class Retries:
         if own:
             self._erred.add(worker.id)
         return own
+
+    def _many_err(self, worker: Worker, now: float) -> bool:
+        """Note that a worker has erred; returns whether half of its tier had, while it serves other requests."""
+        tier, since_s = self._services.fleet.of(worker.spec.role), now - RECENT_S
+        erring = sum(one.erred_s > since_s for one in tier)
+        worker.erred_s = now
+        return worker.begun_s > since_s and 2 * erring >= len(tier)
 
     def _clear_if_all_erred(self, worker: Worker) -> bool:
         """If all workers of this one's tier have answered with their own errors, clear their failures; returns whether

@@ -44,9 +44,10 @@ class Worker:
     """One schedulable (url, dp_rank) pair, with its connections and state.
 
     `progress_s`: time of its last token or answered probe. `answered_s`: of its last good health check. `busy_since_s`:
-    of the first request after idleness. `ended_at`: Unix time at which its process, and all KV with it, was last found
-    to have ended; a later brain, which does not know of it, finds another time; 0: never. `id`: its name in metrics,
-    logs and /state. `in_use`: requests under way (probes, decodes, drains). `peak_in_use`: their maximum since
+    of the first request after idleness. `begun_s`: when it last began to answer a request of this process. `erred_s`:
+    when it last answered one with a 500 of its own. `ended_at`: Unix time at which its process, and all KV with it, was
+    last found to have ended; a later brain, which does not know of it, finds another time; 0: never. `id`: its name in
+    metrics, logs and /state. `in_use`: requests under way (probes, decodes, drains). `peak_in_use`: their maximum since
     `take_peak`. `served_models`: names for which it has served requests and refused none since; None: of a request
     without one. `cache_salt`: added to requests after it may have cached wrong KV; "": it has not. Of two salts the
     later one is the greater text, so all processes that hear of both agree.
@@ -55,6 +56,7 @@ class Worker:
     __slots__ = (
         "answered_s",
         "awaited_by",
+        "begun_s",
         "busy_since_s",
         "cache_salt",
         "checks_failed",
@@ -63,6 +65,7 @@ class Worker:
         "drained",
         "echoes_ids",
         "ended_at",
+        "erred_s",
         "foreign",
         "health_answer",
         "healthy",
@@ -102,7 +105,7 @@ class Worker:
         self.kv_connector: str | None = None  # the connector of its kv_transfer_params; "": they do not tell
         self.echoes_ids: bool | None = None  # whether answers contain the X-Request-Id; None: none has come
         self.progress_s = self.answered_s = -math.inf
-        self.busy_since_s = -math.inf
+        self.busy_since_s = self.begun_s = self.erred_s = -math.inf
         self.state = WorkerState.UP
         self.cache_salt = ""
         self.served_models: set[str | None] = set()
@@ -113,6 +116,11 @@ class Worker:
         self.in_use += 1
         if self.in_use > self.peak_in_use:
             self.peak_in_use = self.in_use
+
+    def has_begun(self, now: float) -> None:
+        """Note that it has begun to answer a request, so it works."""
+        self.begun_s = now
+        self.circuit.success()
 
     def has_served(self, model: str | None) -> None:
         """Note that it has served a request for this model."""

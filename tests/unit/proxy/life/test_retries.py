@@ -20,7 +20,7 @@ from balanceroute.errors import (
     UpstreamTimeout,
 )
 from balanceroute.proxy.life.errors import DeadlineExceeded, NothingPinned
-from balanceroute.proxy.life.retries import MAX_FRUITLESS, Retries, event_error, pushes_back
+from balanceroute.proxy.life.retries import MAX_FRUITLESS, RECENT_S, Retries, event_error, pushes_back
 from balanceroute.proxy.life.suspicion import MAX_LOSSES, Choices
 from balanceroute.proxy.ops.services import Services
 from balanceroute.proxy.workers.fleet import why_not_up
@@ -196,6 +196,34 @@ async def test_an_error_that_all_workers_give_is_held_against_none(left: str, st
     clear = left != "up" and status < 502 and body == b"{}"
     assert erring.circuit.doubtful is not clear
     assert other.circuit.doubtful is (left == "down" or (left == "none" and not clear))
+
+
+@pytest.mark.parametrize(
+    ("status", "blamed"), [(500, [True, True, False, True]), (502, [True] * 4)], ids=["its own", "of what is before it"]
+)
+@with_virtual_time
+async def test_many_requests_that_engines_answer_with_500_leave_half_of_the_tier_in_use(
+    status: int, blamed: list[bool]
+) -> None:
+    services = a_router(a_config(decoders=4, retry=RETRY))
+    workers = services.fleet.of(Role.DECODE)
+    await let_pass(2 * RECENT_S)
+    for worker in workers[:3]:
+        worker.has_begun(services.tickets.now())
+    for worker in workers:
+        Retries(services, "r", None).judge(a_status(status), worker, "decode", begun=False)
+    assert [worker.circuit.doubtful for worker in workers] == blamed, "the last one serves no other request"
+
+
+@with_virtual_time
+async def test_a_worker_that_serves_none_but_its_old_requests_is_blamed_whatever_others_do() -> None:
+    services = a_router(a_config(decoders=2, retry=RETRY))
+    first, second = services.fleet.of(Role.DECODE)
+    second.has_begun(services.tickets.now())
+    await let_pass(2 * RECENT_S)
+    for worker in (first, second):
+        Retries(services, "r", None).judge(a_status(500), worker, "decode", begun=False)
+    assert second.circuit.doubtful
 
 
 @pytest.mark.parametrize(
