@@ -324,12 +324,13 @@ def test_a_lost_run_folder_is_recreated_and_streams_go_on(cluster: Cluster, tmp_
 
     async def test() -> None:
         async with a_router(cluster, tmp_path, standbys=1, run_folder=run) as router:
-            for led in (1, 2, 3):  # relays have seen an epoch that the folder has lost
-                os.kill(router.brains[-1], signal.SIGKILL)
-                await until(lambda: len(router.logged("the brain decides")) > led)  # noqa: B023
 
             def found_last(relay: str) -> int:
                 return int(router.logged("brain found", relay=relay)[-1]["epoch"])
+
+            for led in (1, 2, 3):  # relays have seen an epoch that the folder has lost
+                os.kill(router.brains[-1], signal.SIGKILL)
+                await until(lambda: all(found_last(name) > led for name in router.relays))  # noqa: B023
 
             begun = streams(router, RANKS * SLOTS)
             await all_under_way(router, begun)
