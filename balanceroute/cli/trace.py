@@ -60,7 +60,7 @@ def convert(
 ) -> None:
     """Convert an Azure 2023/2024, Mooncake, Bailian or BurstGPT trace, this router's JSON log or vLLM's request log.
 
-    Logs also as kubectl, docker or journald print them, or docker's own files.
+    Logs also as kubectl, docker or journald print them, or the files of docker and of /var/log/pods.
 
     Example: balanceroute trace convert router.log --out day.csv.gz && balanceroute replay --trace day.csv.gz --compare
     """

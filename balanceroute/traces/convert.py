@@ -69,7 +69,8 @@ class Conversion:
     """The converted trace, and how many requests were left out because nothing was generated.
 
     `estimated`: of how many a length was not counted but estimated; `unanswered`: of how many of these the log says
-    nothing of the answer, which counts as long as was allowed. `damaged`: numbers of the lines that could not be read:
+    nothing of the answer, which counts as long as was allowed. `promptless`: how many others were left out because the
+    log says nothing of the prompt. `damaged`: numbers of the lines that could not be read:
     of a log, and of any file the last one, where no line end follows. `like_seconds`: the first time stamp, where it
     was read as milliseconds and looks like seconds.
     """
@@ -81,6 +82,7 @@ class Conversion:
     unanswered: int = 0
     damaged: tuple[int, ...] = ()
     like_seconds: float | None = None
+    promptless: int = 0
 
     @property
     def notes(self) -> list[str]:
@@ -88,6 +90,8 @@ class Conversion:
         notes = []
         if self.without_output:
             notes.append(f"left out {self.without_output:,} requests that generated nothing")
+        if self.promptless:
+            notes.append(f"left out {self.promptless:,} requests whose prompts are not in the log")
         if self.estimated:
             notes.append(f"estimated the lengths of {self.estimated:,} requests whose tokens the log does not list")
         if self.like_seconds is not None:
@@ -151,7 +155,14 @@ def convert_trace(
     first = min(arrivals) * 1000.0
     like_seconds = first if kind is TraceFormat.MOONCAKE and CLOCK_S[0] <= first < CLOCK_S[1] else None
     return Conversion(
-        trace, kind, without_output, vllm_log.estimated, vllm_log.unanswered, tuple(damaged), like_seconds
+        trace,
+        kind,
+        without_output,
+        vllm_log.estimated,
+        vllm_log.unanswered,
+        tuple(damaged),
+        like_seconds,
+        vllm_log.promptless,
     )
 
 

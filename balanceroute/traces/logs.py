@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+from balanceroute.bounded import MOST_IN_LINE
 from balanceroute.errors import InputError
 from balanceroute.traces.rows import Row, field_of, json_object, stamp_s
 from balanceroute.traces.source import Source
@@ -30,6 +31,8 @@ from balanceroute.traces.trace import finite, text_lines, token_count
 
 COLOUR = re.compile(r"\x1b\[[\d;]*m")
 WRAPPERS = ("log", "MESSAGE")  # the names of the server's line in objects of docker and journald
+DOCKERS = {"log", "stream", "time"}  # all names in docker's own objects
+CRI = re.compile(r"\d{4}-\d\d-\d\dT\S+ (?P<stream>stdout|stderr) (?P<tag>[PF]) ")  # in /var/log/pods
 VLLM_JSON = re.compile(r'\{"asctime": "\d{4}-')  # how each line of vLLM's JSON log begins
 PLAIN_ROUTER = re.compile(r"\d\d:\d\d:\d\d\.\d{3} [A-Z]+ +(?:\[[^]]*\] )?request ")  # `log.format: plain`
 ROUTER_LINE = re.compile(r'\{\s*"time"')  # how each line of its JSON log begins
@@ -57,21 +60,38 @@ def log_lines(path: Source) -> Iterator[tuple[int, str]]:
     """(line number, text) as the server wrote it: without colours, and out of the objects of docker and journald.
 
     A JSON line of vLLM's comes as the line of text that it stands for. Of a character that is cut in two its bytes come
-    as surrogates.
+    as surrogates. What containers' runtimes have written in parts, of 16 KB, comes as one, with the number of its last.
     """
-    for line, text in text_lines(path, any_bytes=True):
-        yield line, COLOUR.sub("", as_text(unwrapped(text)))
+    begun: dict[str, str] = {}  # by stream: the parts of a line until now
+    for line, part in text_lines(path, any_bytes=True):
+        stream, text, goes_on = unwrapped(part)
+        text = begun.pop(stream, "") + text
+        if goes_on and len(text) < MOST_IN_LINE:
+            begun[stream] = text
+        else:
+            yield line, COLOUR.sub("", as_text(text))
+    if begun:
+        path.half_line = line
 
 
-def unwrapped(text: str) -> str:
-    """The server's line in an object of docker's log files or of `journalctl -o json`; any other text is itself."""
+def unwrapped(text: str) -> tuple[str, str, bool]:
+    """The stream, the server's line, and whether more of it follows there.
+
+    The line comes out of an object of docker's log files or of `journalctl -o json`, or from behind the stamp in files
+    of Kubernetes' nodes; any other text is itself.
+    """
+    if found := CRI.match(text):
+        goes_on = found["tag"] == "P"
+        return found["stream"], text[found.end() :].rstrip("\r\n") if goes_on else text[found.end() :], goes_on
     if not text.startswith("{") or not any(f'"{name}"' in text for name in WRAPPERS):
-        return text
+        return "", text, False
     try:
         wrapper = json.loads(text)
     except (ValueError, RecursionError):
-        return text
-    return next((wrapper[name] for name in WRAPPERS if isinstance(wrapper.get(name), str)), text)
+        return "", text, False
+    found_text = next((wrapper[name] for name in WRAPPERS if isinstance(wrapper.get(name), str)), text)
+    by_docker = wrapper.keys() - {"attrs"} == DOCKERS  # others leave the line end out
+    return str(wrapper.get("stream", "")), found_text, by_docker and not found_text.endswith("\n")
 
 
 def as_text(text: str) -> str:
@@ -231,11 +251,12 @@ def guess(text: str) -> int:
 class VllmLog:
     """Reads a vLLM log; `estimated` is the number of its requests whose prompt or answer was not counted.
 
-    `unanswered`: those of them whose answers it does not mention. `damaged`: the number of the last line, where no line
-    end follows: half a text would count as all of it.
+    `unanswered`: those of them whose answers it does not mention. `promptless`: of how many others it has no prompt.
+    `damaged`: the number of the last line, where no line end follows: half a text would count as all of it.
     """
 
     estimated: int = 0
+    promptless: int = 0
     unanswered: int = 0
     damaged: tuple[int, ...] = ()
 
@@ -249,7 +270,10 @@ class VllmLog:
         if all(entry.prompt is None for entry in requests):
             raise InputError(f"{path}: no prompt of any request: start vllm serve with VLLM_LOGGING_LEVEL=DEBUG, too")
         for entry in requests:
-            if entry.prompt is None or entry.output is None:
+            if entry.prompt is None:
+                self.promptless += 1
+                continue
+            if entry.output is None:
                 yield entry.line, entry.arrival_s, 0, 0, "", ()
                 continue
             (prompt, prompt_estimated), (output, output_estimated) = entry.prompt, entry.output
@@ -260,7 +284,12 @@ class VllmLog:
 
 
 def logged_requests(path: Source) -> list[Logged]:
-    """What whole lines of a vLLM log say of each request, in order of arrival. Raises: InputError: a time is none."""
+    """What whole lines of a vLLM log say of each request, in order of arrival.
+
+    Clients choose ids, and use one again (each run of `vllm bench serve` has the same): answers are to the last request
+    of the id. Raises: InputError: a time is none.
+    """
+    all_of_them: list[Logged] = []
     requests: dict[str, Logged] = {}
     early: dict[str, str] = {}  # details, which vLLM prints before "Received request" of the same id
     when: datetime | None = None
@@ -271,16 +300,18 @@ def logged_requests(path: Source) -> list[Logged]:
         when = following(stamp[1], when, path, line)
         if received := RECEIVED.match(text, stamp.end()):
             requests[received["id"]] = entry = Logged(line, when.timestamp())
+            all_of_them.append(entry)
             entry.see_prompt(early.pop(received["id"], ""))
             entry.see_prompt(received["rest"])
         elif details := DETAILS.match(text, stamp.end()):
-            if known := find(requests, details["id"]):
+            known = find(requests, details["id"])
+            if known and known.prompt is None:
                 known.see_prompt(details["rest"])
-            else:
+            else:  # of a request with the same id that comes next
                 early[details["id"]] = details["rest"]
         elif (response := RESPONSE.match(text, stamp.end())) and (known := find(requests, response["id"])):
             known.see_answer(response["rest"], response["part"])
-    return list(requests.values())
+    return all_of_them
 
 
 def find(requests: dict[str, Logged], request_id: str) -> Logged | None:

@@ -371,6 +371,36 @@ def test_logs_that_docker_and_journald_have_wrapped_in_json_are_read(
         assert convert_trace(written(tmp_path / "container.log", "".join(lines))).format is kind
 
 
+def docker_object(part: str, *, last: bool) -> str:
+    return json.dumps({"log": part + last * "\n", "stream": "stdout", "time": "2026-01-01T00:00:11.0Z"})
+
+
+def line_of_a_node(part: str, *, last: bool) -> str:
+    return f"2026-01-01T00:00:11.0Z stdout {'F' if last else 'P'} {part}"
+
+
+@pytest.mark.parametrize("written_as", [docker_object, line_of_a_node], ids=["docker", "kubernetes"])
+def test_lines_that_a_container_s_runtime_wrote_in_parts_are_put_together(
+    written_as: Callable[..., str], tmp_path: Path
+) -> None:
+    ids = list(range(100_000, 105_000))
+    text = vllm_log(
+        ("01-01 00:00:00", f"Received request a: prompt: 'x', params: (max_tokens=9), prompt_token_ids: {ids}"),
+        ("01-01 00:00:01", "Generated response a: output: 'ok', output_token_ids: [8, 9], finish_reason: stop"),
+    )
+    between = written_as("INFO:     127.0.0.1:1 GET /health", last=True).replace("stdout", "stderr")
+    lines = []
+    for line in text.splitlines():
+        parts = [line[start : start + 16384] for start in range(0, len(line), 16384)]
+        lines += [written_as(part, last=False) for part in parts[:-1]]
+        lines += [between, written_as(parts[-1], last=True)]
+    result = convert_trace(written(tmp_path / "container.log", "\n".join(lines) + "\n"))
+    assert (result.trace.prompt_tokens.tolist(), result.trace.output_tokens.tolist()) == ([5000], [2])
+    assert result.notes == []
+    unfinished = "\n".join([*lines, written_as("INFO 01-01 00:00:02 [a.py:1] Received", last=False)]) + "\n"
+    assert convert_trace(written(tmp_path / "live.log", unfinished)).damaged == (len(lines) + 1,)
+
+
 def test_a_cut_last_line_is_left_out_alone_and_reported(tmp_path: Path) -> None:
     result = convert_trace(written(tmp_path / "router.log", ROUTER + ROUTER[:200]))
     assert len(result.trace) == 2
@@ -532,6 +562,35 @@ def test_half_an_answer_at_the_end_of_vllms_log_does_not_count_as_all_of_it(tmp_
     result = convert_trace(written(tmp_path / "vllm.log", text[: text.index(", 9]")]))
     assert result.trace.output_tokens.tolist() == [64], "as of any request whose answer is not logged yet"
     assert result.notes[-1] == "left out 1 line that is cut short or damaged, line 4"
+
+
+def test_requests_that_use_an_id_again_are_requests_of_their_own(tmp_path: Path) -> None:
+    """Two runs of `vllm bench serve` against one server."""
+    text = vllm_log(
+        ("01-01 00:00:00", "Request a details: prompt: 'x', prompt_token_ids: [1, 2, 3], shape: None."),
+        ("01-01 00:00:00", "Received request a: params: SamplingParams(max_tokens=9), lora_request: None."),
+        ("01-01 00:00:02", "Generated response a: output: 'ok', output_token_ids: [8, 9], finish_reason: stop"),
+        ("01-01 00:00:07", "Request a details: prompt: 'x', prompt_token_ids: [1, 2], shape: None."),
+        ("01-01 00:00:07", "Received request a: params: SamplingParams(max_tokens=9), lora_request: None."),
+        ("01-01 00:00:09", "Generated response a: output: 'ok', output_token_ids: [8, 9, 9], finish_reason: stop"),
+    )
+    trace = convert_trace(written(tmp_path / "vllm.log", text)).trace
+    assert trace.arrival_s.tolist() == [0.0, 7.0]
+    assert trace.prompt_tokens.tolist() == [3, 2] and trace.output_tokens.tolist() == [2, 3]
+
+
+def test_requests_whose_prompts_vllm_did_not_log_are_counted_as_that(tmp_path: Path) -> None:
+    """The level became DEBUG with a restart in between."""
+    text = vllm_log(
+        ("01-01 00:00:00", "Received request a: params: SamplingParams(max_tokens=9), lora_request: None."),
+        ("01-01 00:00:02", "Generated response a: output: 'ok', output_token_ids: [8, 9], finish_reason: stop"),
+        ("01-01 00:00:07", "Request b details: prompt: 'x', prompt_token_ids: [1, 2], shape: None."),
+        ("01-01 00:00:07", "Received request b: params: SamplingParams(max_tokens=9), lora_request: None."),
+        ("01-01 00:00:09", "Generated response b: output: 'ok', output_token_ids: [8, 9, 9], finish_reason: stop"),
+    )
+    result = convert_trace(written(tmp_path / "vllm.log", text))
+    assert result.trace.prompt_tokens.tolist() == [2]
+    assert result.notes == ["left out 1 requests whose prompts are not in the log"]
 
 
 def test_vllms_log_is_read_in_colour(tmp_path: Path) -> None:
