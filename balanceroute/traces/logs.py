@@ -33,6 +33,7 @@ COLOUR = re.compile(r"\x1b\[[\d;]*m")
 WRAPPERS = ("log", "MESSAGE")  # the names of the server's line in objects of docker and journald
 DOCKERS = {"log", "stream", "time"}  # all names in docker's own objects
 CRI = re.compile(r"\d{4}-\d\d-\d\dT\S+ (?P<stream>stdout|stderr) (?P<tag>[PF]) ")  # in /var/log/pods
+LEFT_OUT = re.compile(r'"MESSAGE"\s*:\s*null')  # by `journalctl -o json` without --all: above 4096 bytes
 VLLM_JSON = re.compile(r'\{"asctime": "\d{4}-')  # how each line of vLLM's JSON log begins
 PLAIN_ROUTER = re.compile(r"\d\d:\d\d:\d\d\.\d{3} [A-Z]+ +(?:\[[^]]*\] )?request ")  # `log.format: plain`
 ROUTER_LINE = re.compile(r'\{\s*"time"')  # how each line of its JSON log begins
@@ -252,19 +253,20 @@ class VllmLog:
     """Reads a vLLM log; `estimated` is the number of its requests whose prompt or answer was not counted.
 
     `unanswered`: those of them whose answers it does not mention. `promptless`: of how many others it has no prompt.
-    `damaged`: the number of the last line, where no line end follows: half a text would count as all of it.
+    `damaged`: numbers of the lines that journald has left out, and of the last line, where no line end follows: half a
+    text would count as all of it.
     """
 
     estimated: int = 0
     promptless: int = 0
     unanswered: int = 0
-    damaged: tuple[int, ...] = ()
+    damaged: list[int] = field(default_factory=list)
 
     def rows(self, path: Source) -> Iterator[Row]:
         """The requests in order of arrival. Raises: InputError: there are none, or none with a prompt."""
-        requests = logged_requests(path)
+        requests = logged_requests(path, self.damaged)
         if path.half_line is not None:
-            self.damaged = (path.half_line,)
+            self.damaged.append(path.half_line)
         if not requests:
             raise InputError(f"{path}: no line 'Received request': start vllm serve with --enable-log-requests")
         if all(entry.prompt is None for entry in requests):
@@ -283,11 +285,11 @@ class VllmLog:
             yield entry.line, entry.arrival_s, max(1, prompt), output, "", ()
 
 
-def logged_requests(path: Source) -> list[Logged]:
+def logged_requests(path: Source, damaged: list[int]) -> list[Logged]:
     """What whole lines of a vLLM log say of each request, in order of arrival.
 
     Clients choose ids, and use one again (each run of `vllm bench serve` has the same): answers are to the last request
-    of the id. Raises: InputError: a time is none.
+    of the id. Lines that journald has left out are added to `damaged`. Raises: InputError: a time is none.
     """
     all_of_them: list[Logged] = []
     requests: dict[str, Logged] = {}
@@ -296,6 +298,8 @@ def logged_requests(path: Source) -> list[Logged]:
     for line, text in log_lines(path):
         stamp = STAMP.search(text)
         if not stamp or line == path.half_line:
+            if not stamp and LEFT_OUT.search(text):
+                damaged.append(line)
             continue
         when = following(stamp[1], when, path, line)
         if received := RECEIVED.match(text, stamp.end()):

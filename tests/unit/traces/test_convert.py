@@ -371,6 +371,16 @@ def test_logs_that_docker_and_journald_have_wrapped_in_json_are_read(
         assert convert_trace(written(tmp_path / "container.log", "".join(lines))).format is kind
 
 
+def test_lines_that_journald_left_out_as_too_long_are_counted(tmp_path: Path) -> None:
+    """As `journalctl -o json` without --all writes fields of more than 4096 bytes."""
+    log = vllm_log(("01-01 00:00:00", "Received request a: prompt: 'x', params: (max_tokens=16)"))
+    messages = [*log.splitlines(), None]
+    lines = [json.dumps({"_PID": "17", "MESSAGE": message}) + "\n" for message in messages]
+    result = convert_trace(written(tmp_path / "journal.json", "".join(lines)))
+    assert result.damaged == (len(messages),)
+    assert result.notes[-1] == f"left out 1 line that is cut short or damaged, line {len(messages)}"
+
+
 def docker_object(part: str, *, last: bool) -> str:
     return json.dumps({"log": part + last * "\n", "stream": "stdout", "time": "2026-01-01T00:00:11.0Z"})
 
