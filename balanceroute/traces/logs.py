@@ -37,6 +37,7 @@ LEFT_OUT = re.compile(r'"MESSAGE"\s*:\s*null')  # by `journalctl -o json` withou
 VLLM_JSON = re.compile(r'\{"asctime": "\d{4}-')  # how each line of vLLM's JSON log begins
 PLAIN_ROUTER = re.compile(r"\d\d:\d\d:\d\d\.\d{3} [A-Z]+ +(?:\[[^]]*\] )?request ")  # `log.format: plain`
 ROUTER_LINE = re.compile(r'\{\s*"time"')  # how each line of its JSON log begins
+FIRST_YEAR, LEAP_YEAR = 2001, 2004  # of stamps that have none: no year up to the second one has a 29 February
 MOST_CHOICES = 65536  # that `limits.max_choices` may be
 CHARACTERS_PER_TOKEN = 4.0  # of English, in the tokenizers of the day
 STAMP = re.compile(r"\b(?:DEBUG|INFO|WARNING|ERROR) (\d\d-\d\d \d\d:\d\d:\d\d)(?:\.\d+)? ")
@@ -285,7 +286,15 @@ class VllmLog:
             yield entry.line, entry.arrival_s, max(1, prompt), output, "", ()
 
 
-def logged_requests(path: Source, damaged: list[int]) -> list[Logged]:
+class LeapDay(Exception):
+    """A log has a 29 February; `first_year` is that of its first stamp, so that there is one."""
+
+    def __init__(self, first_year: int) -> None:
+        super().__init__()
+        self.first_year = first_year
+
+
+def logged_requests(path: Source, damaged: list[int], first_year: int = FIRST_YEAR) -> list[Logged]:
     """What whole lines of a vLLM log say of each request, in order of arrival.
 
     Clients choose ids, and use one again (each run of `vllm bench serve` has the same): answers are to the last request
@@ -293,15 +302,19 @@ def logged_requests(path: Source, damaged: list[int]) -> list[Logged]:
     """
     all_of_them: list[Logged] = []
     requests: dict[str, Logged] = {}
+    lost: list[int] = []
     early: dict[str, str] = {}  # details, which vLLM prints before "Received request" of the same id
     when: datetime | None = None
     for line, text in log_lines(path):
         stamp = STAMP.search(text)
         if not stamp or line == path.half_line:
             if not stamp and LEFT_OUT.search(text):
-                damaged.append(line)
+                lost.append(line)
             continue
-        when = following(stamp[1], when, path, line)
+        try:
+            when = following(stamp[1], when, path, line, first_year)
+        except LeapDay as found:  # from then on all is a day later
+            return logged_requests(path, damaged, found.first_year)
         if received := RECEIVED.match(text, stamp.end()):
             requests[received["id"]] = entry = Logged(line, when.timestamp())
             all_of_them.append(entry)
@@ -315,6 +328,7 @@ def logged_requests(path: Source, damaged: list[int]) -> list[Logged]:
                 early[details["id"]] = details["rest"]
         elif (response := RESPONSE.match(text, stamp.end())) and (known := find(requests, response["id"])):
             known.see_answer(response["rest"], response["part"])
+    damaged += lost
     return all_of_them
 
 
@@ -326,11 +340,13 @@ def find(requests: dict[str, Logged], request_id: str) -> Logged | None:
     return None
 
 
-def following(stamp: str, before: datetime | None, path: Source, line: int) -> datetime:
+def following(stamp: str, before: datetime | None, path: Source, line: int, first_year: int) -> datetime:
     """The time of a stamp without a year: in that of the line before, or in the next or last one where months would
     lie between. Back it goes where logs of several servers stand one behind the other.
+
+    Raises: InputError: it is no time; LeapDay.
     """
-    year = before.year if before is not None else 2000  # a leap year, so that every day can be read
+    year = before.year if before is not None else first_year
     month_day, clock = stamp.split(" ")
     try:
         when = datetime.fromisoformat(f"{year}-{month_day}T{clock}").replace(tzinfo=UTC)
@@ -338,5 +354,7 @@ def following(stamp: str, before: datetime | None, path: Source, line: int) -> d
             year += 1 if when < before else -1
             when = datetime.fromisoformat(f"{year}-{month_day}T{clock}").replace(tzinfo=UTC)
     except ValueError:
+        if month_day == "02-29" and first_year == FIRST_YEAR:
+            raise LeapDay(LEAP_YEAR - (year - first_year)) from None
         raise InputError(f"{path}: line {line}: {stamp!r:.60} is no date and time") from None
     return when

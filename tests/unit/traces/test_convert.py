@@ -621,6 +621,22 @@ def test_concatenated_vllm_logs_of_several_servers_share_their_years(tmp_path: P
     assert result.trace.arrival_s.tolist() == [0.0, 0.0, 3.0, 3.0]
 
 
+@pytest.mark.parametrize(
+    ("stamps", "arrivals"),
+    [
+        (("02-28 23:59:59", "03-01 00:00:00"), [0.0, 1.0]),
+        (("02-28 23:59:59", "02-29 00:00:00", "03-01 00:00:00"), [0.0, 1.0, 86401.0]),
+        (("12-31 23:59:59", "01-01 00:00:00", "02-29 00:00:00"), [0.0, 1.0, 59 * 86400.0 + 1]),
+    ],
+)
+def test_february_has_29_days_in_a_log_that_has_a_29th(
+    stamps: tuple[str, ...], arrivals: list[float], tmp_path: Path
+) -> None:
+    asked = "Received request {}: prompt: 'x', params: SamplingParams(max_tokens=16)"
+    text = vllm_log(*((stamp, asked.format(stamp[:5])) for stamp in stamps))
+    assert convert_trace(written(tmp_path / "vllm.log", text)).trace.arrival_s.tolist() == arrivals
+
+
 @pytest.mark.parametrize("before", ["", "2026-01-01T00:00:00.1Z stdout F ", "vllm-0  | "])
 def test_vllms_json_log_equals_its_text_log(tmp_path: Path, before: str) -> None:
     """As `--logging-config.formatter json` has it."""
