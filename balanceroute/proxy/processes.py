@@ -106,8 +106,8 @@ class Processes:
         self._links = [] if link is None else [link]  # the socket for relays of other machines, if there is one
         self._configured, self._load, self._folder, self._sockets = configured, load, folder, sockets
         self._journal, self._predecessor = journal, predecessor
-        self.loads = RelayLoads(max(1, self.config.listen.relays))
-        self._table = KeyTable(max(1, self.config.listen.relays))
+        self.loads = RelayLoads(self.config.listen.relays)
+        self._table = KeyTable(self.config.listen.relays)
         self._name_keys(configured.perimeter)
         relay_locks = RelayLocks(folder)
         if predecessor is None:  # relays of a router that has left may run, although its successor has died
@@ -214,8 +214,8 @@ class Processes:
 
     @property
     def accepts(self) -> bool:
-        """See `Owner`. Without relays there is nothing to close."""
-        return not self.relays or self.loads.any_accepts
+        """See `Owner`."""
+        return self.loads.any_accepts
 
     def _close_listeners(self) -> None:
         self._end_handover()

@@ -272,6 +272,9 @@ async def test_a_file_is_read_in_the_lineage_that_wrote_it(tmp_path: Path, caplo
     assert KeptChanges(path, LINEAGE + 1).last == Changes(LINEAGE + 1)
     path.write_text("nonsense")
     assert KeptChanges(path, LINEAGE).last == Changes(LINEAGE) and "cannot be read" in caplog.text
+    path.unlink()
+    path.mkdir()
+    assert KeptChanges(path, LINEAGE).last == Changes(LINEAGE)
 
 
 @pytest.mark.parametrize("others", [0, 3, 4, 5])
@@ -309,17 +312,19 @@ async def test_operators_changes_are_forgotten_when_another_router_has_led_since
         (b'"random"', b'"r\xffndom"'),
         (b"http://new:1", b"hutp://new:1"),
         (b'"slots":4', b'"slots":0'),
+        (b'"slowdown":1.0', b'"slowdown":0'),
         (b'"policy"', b'"more":' + b"[" * 100_000 + b',"policy"'),
     ],
-    ids=["no UTF-8", "no URL", "no slots", "no end of brackets"],
+    ids=["no UTF-8", "no URL", "no slots", "no speed", "no end of brackets"],
 )
 def test_a_damaged_changes_file_does_not_prevent_leading(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: tuple[bytes, bytes]
 ) -> None:
-    whole = msgspec.json.encode(Changes(LINEAGE, (NEW,), policy="random", workers=(NEW,)))
+    added = (NEW, replace(NEW, id="small", slots=1))
+    whole = msgspec.json.encode(Changes(LINEAGE, added, policy="random", workers=added))
     path = tmp_path / "changes"
     path.write_bytes(whole)
-    assert KeptChanges(path, LINEAGE).last.added == (NEW,)
+    assert KeptChanges(path, LINEAGE).last.added == added
     path.write_bytes(whole.replace(*damage))
     assert KeptChanges(path, LINEAGE).last == Changes(LINEAGE) and "cannot be read" in caplog.text
 

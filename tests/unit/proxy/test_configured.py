@@ -63,6 +63,7 @@ def test_a_follower_uses_the_agreed_configuration_and_not_the_current_files(
     cert.write_text("half written")
     before = child.tls.server
     child.follow()
+    assert (parent.number, child.number) == (2, 2), "saved changes of operators name it"
     assert child.config == new and child.config.model_fields_set == new.model_fields_set
     assert child.perimeter.keys is not None and [key.entry.name for key in child.perimeter.keys] == ["b"]
     assert child.tls.server is before and "certificates not reloaded" in caplog.text

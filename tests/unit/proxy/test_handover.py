@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from balanceroute.errors import ConfigError
+from balanceroute.proxy import handover
 from balanceroute.proxy.handover import Handover, HandoverState, Predecessor
 from balanceroute.proxy.run_folder import RunFolder
 from tests.waiting import block_until
@@ -108,6 +109,54 @@ def test_a_successor_gets_the_file_of_the_table_of_keys(old: Old) -> None:
     assert os.pread(keys.fileno(), 100, 0) == b"what keys have used"
     predecessor.close()
     assert keys.closed
+
+
+def test_a_successor_that_is_killed_before_it_reads_its_answer_leaves_the_old_router_as_it_was(
+    old: Old, caplog: pytest.LogCaptureFixture
+) -> None:
+    with socket.socket(socket.AF_UNIX) as successor:
+        successor.connect(str(old.path))
+        assert not old.side.look() and old.side.has_successor
+    assert not old.side.look() and not old.side.has_successor
+    assert [record.message for record in caplog.records] == ["the router that was to take over has ended"]
+    old.found().go()
+    block_until(old.side.look)
+    assert len(caplog.records) == 1
+
+
+def test_a_successor_goes_on_if_its_predecessor_has_died(old: Old) -> None:
+    predecessor = old.found()
+    old.side.close()
+    predecessor.go()
+
+
+def test_a_predecessor_that_does_not_answer_is_not_waited_for_without_end(
+    old: Old, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handover, "TIMEOUT_S", 0.01)
+    with pytest.raises(ConfigError, match="can't be taken over: it does not answer"):
+        Predecessor.find(old.path)
+
+
+def test_a_router_replaces_the_socket_of_a_dead_one_by_one_for_its_own_user_alone(old: Old, tmp_path: Path) -> None:
+    old.side.close()
+    old.listen()
+    assert old.path.stat().st_mode & 0o777 == 0o600
+    old.found().close()
+    old.side.close()
+    with pytest.raises(ConfigError, match="sock: cannot be used: No such file or directory"):
+        Handover(tmp_path / "gone" / "sock", STATE, [], old.lock, old.keys)
+
+
+def test_an_ipv6_address_is_found_and_is_named_in_brackets(tmp_path: Path) -> None:
+    class Listener(socket.socket):
+        def getsockname(self) -> tuple[str, int, int, int]:
+            return "::1", 8000, 0, 0
+
+    with socket.socket() as connection, Listener() as listener, (tmp_path / "file").open("w+b") as file:
+        predecessor = Predecessor(connection, STATE, [listener], file, file)
+        assert predecessor.abandoned == ["[::1]:8000"]
+        assert predecessor.listener("::1", 8000) is listener and predecessor.abandoned == []
 
 
 def test_a_second_successor_is_refused_meanwhile(old: Old) -> None:

@@ -60,6 +60,15 @@ def test_the_first_leader_of_a_router_that_takes_over_is_no_restart(tmp_path: Pa
         assert metrics.restarts.value("brain") == restarts
 
 
+@pytest.mark.parametrize("damaged", [b"[1]", b"\xff", b'{"generation":"x","inherited":[1,{}]}'])
+def test_a_leader_counts_anew_where_the_counts_of_the_last_one_are_damaged(tmp_path: Path, damaged: bytes) -> None:
+    folder, metrics = RunFolder(tmp_path), counting()
+    KeptCounts(folder).keep(LEADER, damaged)
+    counts = LeaderCounts(folder, ALead(), metrics)
+    assert counts.inherited == set() and counts.keep()
+    assert KeptCounts(folder).of(LEADER) == metrics.counts()
+
+
 def test_a_former_leader_leaves_the_file_to_the_next(tmp_path: Path) -> None:
     folder, lead, metrics = RunFolder(tmp_path), ALead(), counting()
     counts = LeaderCounts(folder, lead, metrics)
@@ -97,6 +106,9 @@ async def test_new_counts_are_stored_every_second(tmp_path: Path) -> None:
     metrics.admissions.inc("d0", "stage_1")
     await let_pass(2 * PERIOD_S)
     assert KeptCounts(folder).of(LEADER) == metrics.counts() != kept
+    os.close(RelayLocks(folder).lock("relay-9"))  # it has died before it counted anything
+    await let_pass(GONE_S + 10.0)
+    assert KeptCounts(folder).gone() == set()
     watching.cancel()
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from balanceroute.errors import ConfigError
-from balanceroute.proxy.relay_locks import RelayLocks
+from balanceroute.proxy import relay_locks as module
+from balanceroute.proxy.relay_locks import RelayLocks, relay_name
 from balanceroute.proxy.run_folder import RunFolder
 
 
@@ -68,6 +69,19 @@ def test_locks_show_which_relays_live(tmp_path: Path) -> None:
         relay.kill()
         relay.wait()
         assert relay_locks.running() == [] and relay_locks.next_generation() == 1
+
+
+@pytest.mark.parametrize(("running", "generation"), [(["relay-0"], 2), (["relay-0", "relay-1.10", "relay-0.9"], 11)])
+def test_a_router_names_its_relays_unlike_all_that_still_finish(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, running: list[str], generation: int
+) -> None:
+    monkeypatch.setattr(module, "PAUSE_S", 0.0)
+    relay_locks = RelayLocks(RunFolder(tmp_path))
+    locks = [relay_locks.lock(relay) for relay in running]
+    assert relay_locks.next_generation() == generation
+    assert relay_name(0, generation) not in running
+    for lock in locks:
+        os.close(lock)
 
 
 def test_a_relay_whose_life_file_is_removed_during_its_creation_lives(

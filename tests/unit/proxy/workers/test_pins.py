@@ -195,6 +195,17 @@ def test_a_file_that_a_loss_of_power_left_as_zeros_holds_nothing(path: Path) -> 
     assert left_in(path) == []
 
 
+LEAST = b'{"n":1,"request":"r","prefiller":"http://p","at":1,"up":1,"prompt_tokens":1,"model":null,"params":{}}'
+WRONG = [{"n": "2"}, {"n": 0}, {"request": 1}, {"request": "r\r\nx: y"}, {"request": "\u00e9"}, {"prefiller": None}]
+WRONG += [{"prefiller": "http://[p"}, {"at": "x"}, {"up": "x"}, {"prompt_tokens": 0}, {"prompt_tokens": 99999999999}]
+WRONG += [{"model": 1}, {"params": [1]}]
+
+
+def test_a_line_with_the_least_values_is_a_pin(path: Path) -> None:
+    path.write_bytes(HEAD + LEAST + b"\n")
+    assert left_in(path) == ["r"]
+
+
 @pytest.mark.parametrize(
     "line",
     [
@@ -202,14 +213,7 @@ def test_a_file_that_a_loss_of_power_left_as_zeros_holds_nothing(path: Path) -> 
         b"[1]",
         b"{}",
         b"-x",
-        b'{"n":"1"}',
-        b'{"n":2,"request":"r","prefiller":"http://p","at":1,"prompt_tokens":0,"model":null,"params":{}}',
-        b'{"n":2,"request":"r","prefiller":"http://p","at":1,"prompt_tokens":99999999999,"model":null,"params":{}}',
-        b'{"n":2,"request":"r\\r\\nx: y","prefiller":"http://p","at":1,"prompt_tokens":1,"model":null,"params":{}}',
-        b'{"n":2,"request":"r","prefiller":"http://p","at":"x","prompt_tokens":1,"model":null,"params":{}}',
-        b'{"n":2,"request":"r","prefiller":"http://p","at":1,"up":"x","prompt_tokens":1,"model":null,"params":{}}',
-        b'{"n":2,"request":"r","prefiller":"http://p","at":1,"prompt_tokens":1,"model":null,"params":[1]}',
-        b'{"n":2,"request":"r","prefiller":"http://[p","at":1,"prompt_tokens":1,"model":null,"params":{}}',
+        *(orjson.dumps({**orjson.loads(LEAST), "n": 2, **wrong}) for wrong in WRONG),
     ],
 )
 def test_a_damaged_line_costs_no_other(path: Path, line: bytes, caplog: pytest.LogCaptureFixture) -> None:
@@ -218,10 +222,7 @@ def test_a_damaged_line_costs_no_other(path: Path, line: bytes, caplog: pytest.L
     record.close()
     with path.open("ab") as file:
         file.write(line + b"\n")
-    record = PinRecord(path)
-    assert [pin.request_id for pin in record.left] == ["before"]
-    assert "damaged lines" in caplog.text
-    record.close()
+    assert left_in(path) == ["before"] and "damaged lines" in caplog.text
 
 
 def test_a_file_of_another_kind_is_refused_and_unchanged(path: Path) -> None:
@@ -357,6 +358,17 @@ def test_a_file_in_use_is_refused_until_its_router_has_ended(path: Path) -> None
     assert left_in(path) == ["mine"]
 
 
+@pytest.mark.parametrize("what", ["another user's file", "pipe"])
+def test_a_record_is_a_file_of_the_routers_own_user(path: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    if what == "pipe":
+        os.mkfifo(path)
+    else:
+        path.touch()
+        monkeypatch.setattr(os, "geteuid", lambda: path.stat().st_uid + 1)
+    with pytest.raises(ConfigError, match="accepted is a file of the router's own user"):
+        PinRecord(path)
+
+
 @pytest.mark.parametrize("what", ["folder", "no folder", "link"])
 def test_an_unusable_pins_file_is_refused_in_one_line(path: Path, what: str) -> None:
     if what == "folder":
@@ -441,6 +453,7 @@ def test_the_next_router_continues_with_the_existing_file_when_the_disk_is_full(
     a_pin(first, "a"), a_pin(first, "b")
     killed(first)
     path.write_bytes(path.read_bytes() + b'{"n":3,"cut off')
+    path.chmod(0o644)
     with monkeypatch.context() as patched:
         patched.setattr(module.os, "write", FullDisk(path, 300))
         second = PinRecord(path)
@@ -452,6 +465,7 @@ def test_the_next_router_continues_with_the_existing_file_when_the_disk_is_full(
         assert [pin.request_id for pin in third.left] == ["b", "c"]
         assert not caplog.records
         killed(third)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert left_in(path) == ["b", "c"]
     assert [one.name for one in path.parent.iterdir()] == ["pins"]
 
