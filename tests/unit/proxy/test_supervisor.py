@@ -403,13 +403,21 @@ def test_a_child_without_resources_reports_it_in_one_line_and_is_restarted(
     assert not running.logged("internal error")
 
 
-@pytest.mark.parametrize("running", [{"dies": "relay-1"}], indirect=True)
-def test_a_repeatedly_dying_child_is_restarted_with_growing_delays(running: Running) -> None:
+@pytest.mark.parametrize(
+    ("running", "pauses_s"),
+    [({"dies": "relay-1"}, [0.0, 0.1, 0.2, 0.4, 0.8]), ({"dies": "relay-1", "steady_s": 0.0}, [0.0] * 5)],
+    ids=["soon after its start", "later"],
+    indirect=["running"],
+)
+def test_a_child_that_repeatedly_dies_soon_is_restarted_with_growing_delays(
+    running: Running, pauses_s: list[float]
+) -> None:
+    running.up(brain=1, relay_0=1)
     block_until(lambda: len(running.logged("child died")) >= 5)
     running.process.send_signal(signal.SIGTERM)
     assert running.process.wait(PATIENCE_S) == 0
     deaths = running.logged("child died")
-    assert [line["again_in_s"] for line in deaths[:5]] == [0.0, 0.1, 0.2, 0.4, 0.8]
+    assert [line["again_in_s"] for line in deaths[:5]] == pauses_s
     assert {(line["child"], line["exit_code"]) for line in deaths} == {("relay-1", 7)}
     assert len(running.lives("relay-0")) == len(running.lives("brain")) == 1
 
@@ -433,7 +441,8 @@ def test_children_continue_while_no_process_can_be_started_and_that_is_logged_on
 
 
 def test_a_successor_gets_the_sockets_and_all_leave_when_it_is_ready(running: Running) -> None:
-    (running.folder / "hold-relay-1").touch()
+    for name in ("brain", "relay-1"):
+        (running.folder / f"hold-{name}").touch()
     block_until((running.folder / "all-up").exists)
     quitter = found(running)
     quitter.close()  # it ends before it is ready, and nothing has happened
@@ -449,9 +458,12 @@ def test_a_successor_gets_the_sockets_and_all_leave_when_it_is_ready(running: Ru
         successor.go()
         block_until(lambda: "ends" in running.events("relay-0") and "SIGUSR1" in running.events("relay-1"))
         assert running.process.poll() is None
+        os.kill(running.pid("brain"), signal.SIGKILL)
+        deaths = running.folder / "deaths"
+        block_until(lambda: deaths.exists() and "brain" in deaths.read_text())
         (running.folder / "hold-relay-1").unlink()
         assert running.process.wait(PATIENCE_S) == 0
-        assert [len(running.lives(name)) for name in ("brain", "relay-0", "relay-1")] == [1, 1, 1]
+        assert len(running.logged("child started")) == 3, "not even the brain: the successor has one"
         client = running.connect()  # the socket has never been closed
         taken, address = listener.accept()
         taken.close()

@@ -1,7 +1,9 @@
 """The link between machines: who is let in, who is waited for, and where a relay looks for the brain."""
 
 import asyncio
+import errno
 import logging
+import os
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -22,7 +24,7 @@ from balanceroute.proxy.link.messages import VERSION, Farewell, FromBrain, FromR
 from balanceroute.proxy.link.reach import FarReach
 from balanceroute.proxy.perimeter.tls import Tls
 from tests.unit.proxy.link.brains import Brain, Stage, with_stage
-from tests.unit.proxy.virtual_time import a_config
+from tests.unit.proxy.virtual_time import a_config, let_pass, with_virtual_time
 from tests.waiting import until
 
 
@@ -112,7 +114,10 @@ async def test_relays_know_how_many_there_are_on_all_machines_together(stage: St
 
 
 @with_stage
-async def test_the_next_brain_waits_for_the_far_relays_of_the_former(stage: Stage, machine: Machine) -> None:
+async def test_the_next_brain_waits_for_the_far_relays_of_the_former(
+    stage: Stage, machine: Machine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(far_module, "MAX_HANDSHAKES", 1)  # they come one after the other
     machine.members.keep(["r0@b", "r0@c"])
     brain = await stage.brain(far=machine.members, patience=Patience(grace_s=3600.0))
     async with machine.let_in(brain) as port:
@@ -125,6 +130,7 @@ async def test_the_next_brain_waits_for_the_far_relays_of_the_former(stage: Stag
         assert brain.hub.settled.is_set()
         await second.end()
         await until(lambda: machine.members.names == {"r0@b"})
+    assert "refused" not in caplog.text
 
 
 @pytest.mark.parametrize("known", [True, False])
@@ -229,6 +235,13 @@ def test_a_damaged_file_of_far_members_does_not_prevent_leading(machine: Machine
     assert not machine.members.known and not machine.members.names
 
 
+def test_far_members_that_cannot_be_saved_do_not_prevent_leading(
+    machine: Machine, caplog: pytest.LogCaptureFixture
+) -> None:
+    FarMembers(machine.folder / "gone" / "far").keep(["r0@b"])
+    assert [record.message for record in caplog.records] == ["names of far relays cannot be saved"]
+
+
 @pytest.mark.parametrize(
     ("hello", "gets_farewell"),
     [
@@ -288,6 +301,25 @@ async def test_unauthenticated_connections_are_few_and_do_not_block_relays(
         assert not silent[1][0].at_eof() and not silent[2][0].at_eof()
         for _, writer in silent[1:]:
             writer.transport.abort()
+
+
+@with_virtual_time
+async def test_a_brain_that_can_accept_no_connection_tries_again_after_a_pause_until_it_is_closed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    failures = [errno.ECONNABORTED]  # a peer that has gone is nobody's concern
+
+    def accept(_: socket.socket) -> None:
+        code = failures.pop() if failures else errno.EMFILE
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(socket.socket, "accept", accept)
+    with socket.create_server(("127.0.0.1", 0)) as sock, socket.create_connection(sock.getsockname()):
+        listener = FarListener(asyncio.get_running_loop(), sock, lambda: None, asyncio.Protocol, asyncio.Protocol)  # type: ignore[arg-type, return-value]
+        await let_pass(2.5 * far_module.PAUSE_S)
+        listener.close()
+        await let_pass(2.5 * far_module.PAUSE_S)
+    assert [record.message for record in caplog.records] == ["connections cannot be accepted"] * 3
 
 
 @with_stage
