@@ -114,6 +114,9 @@ def test_a_successor_gets_the_file_of_the_table_of_keys(old: Old) -> None:
 def test_a_successor_that_is_killed_before_it_reads_its_answer_leaves_the_old_router_as_it_was(
     old: Old, caplog: pytest.LogCaptureFixture
 ) -> None:
+    with socket.socket(socket.AF_UNIX) as too_early:
+        too_early.connect(str(old.path))
+    assert not old.side.look() and not old.side.has_successor
     with socket.socket(socket.AF_UNIX) as successor:
         successor.connect(str(old.path))
         assert not old.side.look() and old.side.has_successor

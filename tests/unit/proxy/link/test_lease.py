@@ -117,6 +117,17 @@ def test_a_renewed_lease_restarts_the_standbys_wait_whatever_its_timestamp(serve
     api.close()
 
 
+def test_a_standby_asks_the_api_server_every_two_seconds(server: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, asked, answer = Clock(), list[str](), server.answer
+    with pods(Pod(server, "a"), Pod(server, "b", clock)) as (first, second):
+        assert first.take()
+        monkeypatch.setattr(server, "answer", lambda method, *rest: (asked.append(method), answer(method, *rest))[1])
+        for _ in range(40):
+            assert not second.take()
+            clock.now_s += 0.25
+        assert 4 <= asked.count("GET") <= 5
+
+
 def test_the_lease_duration_is_that_of_its_holder(server: ApiServer) -> None:
     clock = Clock()
     with pods(Pod(server, "a", duration_s=60), Pod(server, "b", clock)) as (first, second):
@@ -264,13 +275,14 @@ def test_the_next_brain_of_a_pod_leads_at_once_and_the_former_one_writes_no_more
 
 
 def test_a_leader_that_resigns_lets_another_pod_lead_and_finishes_its_own_requests(server: ApiServer) -> None:
-    clock = Clock()
-    with pods(Pod(server, "a"), Pod(server, "b", clock)) as (first, second):
+    own, clock = Clock(), Clock()
+    with pods(Pod(server, "a", own), Pod(server, "b", clock)) as (first, second):
         assert first.take() and not second.take()
         first.resign()
         block_until(lambda: server.spec["holderIdentity"] == "")
         clock.now_s += 3.0
         assert second.take() and second.epoch == 2
+        own.now_s += 3600.0
         assert first.renew()
 
 
