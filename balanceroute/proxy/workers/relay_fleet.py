@@ -158,7 +158,7 @@ class RelayFleet(Fleet):
 
     def uses(self, now: float, awaited: set[str]) -> tuple[Use, ...]:
         """The use of workers, if changed since the last report; `awaited`: workers whose next token a client awaits."""
-        in_use = {worker.id for worker in self if worker.in_use or worker.peak_in_use}
+        in_use = {worker.id for worker in self if worker.peak_in_use}  # never below `in_use`
         reported = [worker for worker in self if worker.id in in_use or worker.id in self._reported_use]
         self._reported_use = in_use
         return tuple(

@@ -29,18 +29,6 @@ def test_an_address_in_use_is_named_with_its_setting(tmp_path: Path) -> None:
         assert refusal(a_config(listen=here | {"port": 0, "admin": f"127.0.0.1:{port}"})) == f"listen.admin: {wrong}"
 
 
-def test_a_port_is_free_again_at_once_when_its_router_has_ended(tmp_path: Path) -> None:
-    port = 0
-    for _ in range(2):
-        listen = {"relays": 1, "run_folder": str(tmp_path), "port": port}
-        with next(listeners(a_config(listen=listen), None)) as sock:
-            port = sock.getsockname()[1]
-            with socket.create_connection(("127.0.0.1", port)):
-                sock.accept()[0].close()  # first, so the kernel keeps the connection for a minute
-            with pytest.raises(BlockingIOError):
-                sock.accept()
-
-
 def test_a_port_of_another_router_is_refused_with_what_can_be_done(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, RunFolder(tmp_path).claim():
         message = refusal(a_config(listen={"relays": 1, "run_folder": str(tmp_path), "port": taken.getsockname()[1]}))

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -33,7 +32,6 @@ from balanceroute.proxy.processes import Processes, begin_anew, serve_processes
 from balanceroute.proxy.relay import RelaySetup
 from balanceroute.proxy.relay_locks import RelayLocks
 from balanceroute.proxy.run_folder import RunFolder
-from balanceroute.proxy.supervisor import Main
 from tests.unit.proxy.trials import failure
 from tests.unit.proxy.virtual_time import a_config
 from tests.waiting import block_until
@@ -63,20 +61,6 @@ def test_a_run_folder_of_another_router_is_refused_with_what_can_be_done(tmp_pat
     with RunFolder(tmp_path).claim():
         message = refusal(a_config(listen={"relays": 1, "port": 0, "run_folder": str(tmp_path)}))
     assert message.startswith("listen.run_folder = ") and "another router" in message and "--take-over" in message
-
-
-def test_a_router_starts_its_processes_and_begins_to_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def look(mains: dict[str, Main], needed: list[str], owner: Processes) -> SimpleNamespace:
-        seen.append((list(mains), needed, owner.drain_timeout_s, [path.name for path in tmp_path.iterdir()]))
-        return SimpleNamespace(run=lambda: 3)
-
-    seen: list[object] = []
-    monkeypatch.setattr(processes, "Supervisor", look)
-    for former in ("counts-brain", "journal"):
-        (tmp_path / former).touch()
-    config = a_config(listen={"relays": 2, "port": 0, "run_folder": str(tmp_path)}, lifecycle={"drain_timeout_s": 7})
-    assert serve_processes(config, lambda: config, tmp_path / "journal") == 3
-    assert seen == [(["brain", "brain-2", "relay-0", "relay-1"], ["brain", "brain-2"], 7.0, ["router"])]
 
 
 def reloaded(parent: Processes) -> bool:
@@ -280,20 +264,6 @@ def test_a_child_is_told_what_has_happened_and_keeps_only_what_it_needs(
         parent.begin_drain()
         assert (told("brain-2"), told("relay-0")) == ("True True, False True False", "True None, True False False")
         parent.stop_listening()
-
-
-def test_relays_know_the_keys_of_the_start_and_of_a_reload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def tell(_: object, __: object, setup: RelaySetup, *___: object) -> None:
-        raise ConfigError(" ".join(setup.relay_rows.rows("ab")))
-
-    monkeypatch.setattr(processes, "run_relay", tell)
-    keys, folder = tmp_path / "keys", RunFolder(tmp_path)
-    keys.write_text(f"[{{name: a, sha256: {'a' * 64}}}]")
-    config = a_config(1, 1, listen={"relays": 1, "run_folder": str(tmp_path)}, auth={"client_keys": str(keys)})
-    with folder.claim() as lock:
-        parent = Processes(Configured.read(config), lambda: config, folder, lock, [], None, None)
-        keys.write_text(f"[{{name: b, sha256: {'b' * 64}}}]")
-        assert reloaded(parent) and str(failure(partial(parent.mains()["relay-0"], lambda: None))) == "a b"
 
 
 def found(parent: Processes, folder: RunFolder, threads: ThreadPoolExecutor) -> Predecessor:

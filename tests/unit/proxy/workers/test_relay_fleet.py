@@ -50,6 +50,8 @@ async def test_a_relays_workers_and_states_are_those_of_the_brain(fleet: RelayFl
         ("d0", WorkerState.UP, False),
         ("d1", WorkerState.DOWN, True),
     ]
+    follow(fleet, standing(D0, WorkerState.DRAINING))
+    assert [worker.state for worker in fleet] == [WorkerState.DRAINING, WorkerState.DOWN] and not fleet["d1"].leaving
     follow(fleet, standing(D1), gone=("d0",))
     assert [(worker.id, worker.state) for worker in fleet] == [("d1", WorkerState.UP)]
     follow(fleet, standing(D0), whole=True)  # another brain, which knows that one alone
@@ -148,6 +150,8 @@ async def test_failures_are_always_reported_and_successes_only_when_they_change_
     assert findings(reported) == []
     circuit.busy(1.0, 7.5)
     assert reported == [Judged("d0", Finding.BUSY, 7.5)]
+    circuit.success()
+    assert findings(reported) == [Finding.BUSY, Finding.SUCCESS]
     follow(fleet, standing(D0, doubtful=True))
     reported.clear()
     circuit.success()

@@ -3,12 +3,22 @@
 import pytest
 
 from balanceroute.core.types import WorkerState
-from balanceroute.proxy.link.messages import Activity, Finding, Judged, SilentGroup, Use
+from balanceroute.proxy.link.messages import (
+    Activity,
+    CacheDoubted,
+    ConnectorDoubted,
+    Finding,
+    Judged,
+    Learned,
+    SilentGroup,
+    Use,
+)
 from balanceroute.proxy.link.remote import NOBODY
 from balanceroute.proxy.ops.services import Services
 from balanceroute.proxy.telemetry.metrics import Metrics
 from balanceroute.proxy.workers.circuit import CircuitState
-from balanceroute.proxy.workers.fleet import why_not_up
+from balanceroute.proxy.workers.connector_check import WrongConnector
+from balanceroute.proxy.workers.fleet import Worker, why_not_up
 from balanceroute.proxy.workers.relay_reports import MOST_AWAY, RelayReports
 from balanceroute.proxy.workers.silence import FrozenGroup
 from tests.unit.proxy.virtual_time import a_router, let_pass, with_virtual_time
@@ -76,16 +86,18 @@ async def test_requests_under_way_at_relays_add_up_and_end_with_the_relay() -> N
     relay_reports, worker = reports(services, counts), services.fleet["d1"]
     worker.in_use += 1  # a drain of the brain's own
     relay_reports.active("r0", activity(5, use(3, 7, awaits=True)))
-    relay_reports.active("r1", activity(2, use(2)))
-    assert worker.in_use == 6 and worker.take_peak() == 8 and worker.awaited_by == 1
+    relay_reports.active("r1", activity(2, use(2, awaits=True)))
+    assert worker.in_use == 6 and worker.take_peak() == 8 and worker.awaited_by == 2
     assert counts == [(5, 0, 0), (7, 0, 0)]
     relay_reports.active("r0", activity(1, use(1)))
-    assert worker.in_use == 4 and worker.awaited_by == 0
+    assert worker.in_use == 4 and worker.awaited_by == 1
+    relay_reports.active("r0", activity(1, use(1, awaits=True)))
+    assert worker.awaited_by == 2
     relay_reports.lost("r1")
     assert worker.in_use == 2 and counts[-1] == (1, 0, 0)
     relay_reports.lost("r0")
     relay_reports.lost("r0")
-    assert worker.in_use == 1 and counts[-1] == (0, 0, 0)
+    assert worker.in_use == 1 and counts[-1] == (0, 0, 0) and worker.awaited_by == 0
 
 
 @with_virtual_time
@@ -158,7 +170,9 @@ async def test_counts_of_far_relays_that_never_return_are_bounded_and_no_counter
     services.metrics.beside = relay_reports.counts.values
     relay_reports.on_given_up = services.metrics.continue_from
     relay.retries.inc("prefill")
-    relay_reports.counted("r0@stays", relay.counts())
+    for _ in range(2):  # it has left, and has come back
+        relay_reports.lost("r0@stays")
+        relay_reports.counted("r0@stays", relay.counts())
     for number in range(2 * MOST_AWAY):
         relay_reports.counted(f"r0@pod-{number}", relay.counts())
         relay_reports.lost(f"r0@pod-{number}")
@@ -191,7 +205,29 @@ async def test_the_newest_token_of_any_relay_is_the_workers_last_progress() -> N
     now = services.loop.time()
     relay_reports.active("r0", activity(1, use(1, progress=1.0)))
     relay_reports.active("r1", activity(1, use(1, progress=4.0)))
+    await let_pass(2.0)
+    relay_reports.active("r1", activity(1, use(1, progress=4.0)))
     assert worker.progress_s == pytest.approx(now - 1.0) and worker.busy_since_s == pytest.approx(now - 0.5)
+
+
+@with_virtual_time
+async def test_what_relays_learn_of_a_worker_is_taken_while_there_is_one_of_its_name() -> None:
+    def learned(worker: Worker, connector: str | None) -> None:
+        heard.append((worker.id, connector))
+        raise WrongConnector("why", worker=worker.id, tier="prefill")
+
+    services, heard = a_router(), list[tuple[str, str | None]]()
+    relay_reports = reports(services)
+    relay_reports.on_connector = learned
+    relay_reports.on_connector_doubt = lambda worker, reason: heard.append((worker.id, reason))
+    for name in ("d1", "who is this"):
+        relay_reports.learned(Learned(name, "nixl"))
+        relay_reports.connector_doubted(ConnectorDoubted(name, "why"))
+        relay_reports.cache_doubted(CacheDoubted(name, "00000001a"))
+    assert heard == [("d1", "nixl"), ("d1", "why")] and services.fleet["d1"].cache_salt == "00000001a"
+    with pytest.raises(ValueError):
+        relay_reports.counted("r0", b"[1]")
+    assert not relay_reports.counts
 
 
 @with_virtual_time
