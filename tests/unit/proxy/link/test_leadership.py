@@ -12,7 +12,7 @@ import pytest
 
 from balanceroute.errors import ConfigError
 from balanceroute.proxy.link import leadership
-from balanceroute.proxy.link.files import is_gone
+from balanceroute.proxy.link.files import is_gone, locked
 from balanceroute.proxy.link.leadership import FileLead
 from balanceroute.proxy.link.messages import MAX_EPOCH
 from tests.waiting import block_until
@@ -228,6 +228,9 @@ def test_a_stopped_leader_is_deposed_although_its_epoch_file_is_damaged(
     path.write_bytes(b"\xff spoilt")
     status = path.stat()
     standby._sign = (status.st_ino, status.st_mtime_ns)
+    faster = locked(tmp_path / "lead.next")
+    assert faster is not None and not standby.take(), "another standby is about to lead"
+    os.close(faster)
     assert standby.take() and standby.epoch == 1 and not stands.renew()
     for lead in (stands, standby):
         lead.release()
