@@ -118,12 +118,14 @@ class ClientLimits:
             limits.max_held_bytes,
         )
 
-    def one_holder_bytes(self, relays: int) -> int:
-        """The bytes that one client may hold at each of `relays` relays: the relay's part of half of all bytes, but at
-        least one body, if that half has room for it.
+    def one_holder_bytes(self, relays: int, elsewhere_bytes: int) -> int:
+        """The bytes that one client may hold at one of `relays` relays, when the others hold `elsewhere_bytes`.
+
+        It may have half of all bytes. What the others hold may be its, too; but it has this relay's part of that half
+        for certain, and at least one body, if that half has room for it.
         """
         half = self.max_held_bytes // 2
-        return max(half // relays, min(self.max_body_bytes, half))
+        return max(half // relays, half - elsewhere_bytes, min(self.max_body_bytes, half))
 
 
 def limits_of(config: Callable[[], Config]) -> Callable[[], ClientLimits]:
@@ -165,6 +167,7 @@ class Edge:
         self.connections: set[Connection] = connections
         self.tasks, self.app_state = tasks, app_state
         self.waiting: dict[Connection, None] = {}
+        self._surplus_ones: set[Connection] = set()  # for which there was no place when they came
         self._incoming_bytes = self._served_bytes = 0
         self.held: dict[str, int] = {}
         self.date_line = b""
@@ -215,9 +218,13 @@ class Edge:
         everywhere = here + self.load.others(CONNECTIONS)
         return max(everywhere - limits.max_connections, here - limits.max_connections_here)
 
-    def check_place(self, method: str) -> None:
+    def check_place(self, connection: Connection, method: str) -> None:
         """Check that a request of this method has a place. Raises: EdgeFull: too many connections."""
-        if self.full and method not in ("GET", "HEAD"):
+        if connection not in self._surplus_ones:
+            return
+        if not self.full:
+            self._surplus_ones.discard(connection)
+        elif method not in ("GET", "HEAD"):
             text = "The router has as many client connections as it may have; try again shortly."
             raise EdgeFull(text)
 
@@ -233,7 +240,7 @@ class Edge:
     def check_held_bytes(self, holder: str = "", more_bytes: int = 0) -> None:
         """Check that there is room for `more_bytes` among those of all requests.
 
-        One client may have half of the room; each relay checks this for itself.
+        One client may have half of the room (`ClientLimits.one_holder_bytes`).
 
         Args: holder: the client that a large body is counted for; "": there is none.
 
@@ -242,7 +249,7 @@ class Edge:
         limits, load = self.limits, self.load
         others = load.others(INCOMING_BYTES) + load.others(SERVED_BYTES)
         full = self._incoming_bytes + self._served_bytes + more_bytes + others > limits.max_held_bytes
-        if full or self.held.get(holder, 0) > limits.one_holder_bytes(load.relays):
+        if full or self.held.get(holder, 0) > limits.one_holder_bytes(load.relays, others):
             raise _no_room()
 
     def hold(self, holder: str, size: int) -> None:
@@ -259,8 +266,11 @@ class Edge:
             longest = next(iter(self.waiting))
             longest.give_way()
             self.leave(longest)  # its place is free now, before its socket has closed
-        if self._surplus > RESERVE:
+        surplus = self._surplus
+        if surplus > RESERVE:
             return False
+        if surplus > 0:
+            self._surplus_ones.add(connection)
         self.waiting[connection] = None
         if self._looking is None:
             self._look()
@@ -270,6 +280,7 @@ class Edge:
         """A connection is lost."""
         self.connections.discard(connection)
         self.waiting.pop(connection, None)
+        self._surplus_ones.discard(connection)
         self._share_load()
 
     def _share_load(self) -> None:

@@ -317,7 +317,7 @@ class ClientProtocol(asyncio.Protocol):
             self,
             head_only=request.method == "HEAD",
             http_1_0=request.http_1_0,
-            keep_alive=request.keep_alive and not self.edge.site.leaving,
+            keep_alive=request.keep_alive and not edge.site.leaving,
         )
         route = edge.site.hot.get(request.path) if request.method == "POST" else None
         self._hot = route is not None
@@ -328,7 +328,7 @@ class ClientProtocol(asyncio.Protocol):
             handler = AsgiHandler(edge.site, edge.app_state, request, response, self._send_continue)
         self._request, self._response, self._handler = request, response, handler
         edge.site.gate(request)
-        edge.check_place(request.method)
+        edge.check_place(self, request.method)
         handler.check()
         length, limit = request.length, edge.limits.max_body_bytes
         if request.body_limit_bytes is not None:

@@ -358,6 +358,27 @@ async def test_one_relay_may_use_the_part_of_the_bounds_that_another_does_not_ne
 
 
 @with_virtual_time
+async def test_a_connection_for_which_there_was_no_place_takes_none_from_those_of_any_relay() -> None:
+    one, other = edges(2, max_connections=2)
+    first, second, late = (Seat() for _ in range(3))
+    for edge, seat in ((one, first), (other, second), (other, late)):
+        assert edge.join(seat)
+        edge.waiting.pop(seat)  # each has a complete request
+    assert one.full and other.full
+    one.check_place(first, "POST")
+    other.check_place(second, "POST")
+    other.check_place(late, "GET")
+    with pytest.raises(EdgeFull):
+        other.check_place(late, "POST")
+    one.leave(first)
+    other.check_place(late, "POST")
+    assert one.join(first) and one.full
+    other.check_place(late, "POST")
+    for edge, seat in ((one, first), (other, second), (other, late)):
+        edge.leave(seat)
+
+
+@with_virtual_time
 async def test_a_relay_takes_no_more_connections_than_it_has_descriptors_for_although_others_have_few() -> None:
     one, other = edges(2, max_connections=40, max_connections_here=20)
     busy = [Seat() for _ in range(20)]
@@ -372,10 +393,15 @@ async def test_a_relay_takes_no_more_connections_than_it_has_descriptors_for_alt
 @pytest.mark.parametrize("relays", [1, 2, 8, 33, 64])
 def test_a_body_of_max_body_bytes_is_accepted_with_any_number_of_relays(relays: int) -> None:
     limits = ClientLimits()
-    assert limits.max_body_bytes <= limits.one_holder_bytes(relays) <= limits.max_held_bytes // 2
+    assert limits.max_body_bytes <= limits.one_holder_bytes(relays, limits.max_held_bytes) <= limits.max_held_bytes // 2
 
 
 def test_one_clients_share_shrinks_with_the_relays_but_not_below_one_body() -> None:
     limits = ClientLimits(max_held_bytes=1000, max_body_bytes=100)
-    assert [limits.one_holder_bytes(relays) for relays in (1, 2, 4, 8)] == [500, 250, 125, 100]
-    assert ClientLimits(max_held_bytes=1000, max_body_bytes=900).one_holder_bytes(8) == 500
+    assert [limits.one_holder_bytes(relays, 1000) for relays in (1, 2, 4, 8)] == [500, 250, 125, 100]
+    assert ClientLimits(max_held_bytes=1000, max_body_bytes=900).one_holder_bytes(8, 1000) == 500
+
+
+def test_one_client_may_use_what_it_cannot_use_at_other_relays() -> None:
+    limits = ClientLimits(max_held_bytes=1000, max_body_bytes=100)
+    assert [limits.one_holder_bytes(4, elsewhere) for elsewhere in (0, 200, 400, 900)] == [500, 300, 125, 125]
