@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import httpx
@@ -12,6 +12,7 @@ import pytest
 from balanceroute.config import validate
 from balanceroute.proxy.admission.decider import Answer
 from balanceroute.proxy.app import RouterApp, create_app
+from balanceroute.proxy.life.retries import MAX_FRUITLESS
 from tests.integration.router import looked_on, served
 from tests.unit.proxy.servers import CHUNKED_HEAD, Script, chunked, plain, read_request, worker
 from tests.waiting import PATIENCE_S, pace, until
@@ -121,6 +122,51 @@ async def test_a_priority_beyond_its_bounds_is_clamped_for_the_router_and_reache
     lines = [vars(record) for record in caplog.records if record.message == "priority clamped"]
     assert [(line["asked"], line["priority"]) for line in lines] == [(-100, -2), (100, 5)]
     assert all(line["request"] for line in lines)
+
+
+def silent_token(end: bytes, streams: list[dict[str, Any]]) -> Script:
+    """A worker whose every stream has a role, a token that shows no text yet, and this end. Keeps their bodies."""
+
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while True:
+            head, content = await read_request(reader)
+            if not head.startswith(b"POST /v1/"):
+                writer.write(plain(METRICS))
+                continue
+            body = json.loads(content)
+            if not body.get("stream"):
+                writer.write(plain(json.dumps(PROBED).encode()))
+                continue
+            streams.append(body)
+            writer.write(CHUNKED_HEAD + chunked(event([], role="assistant", content=""), event([7]), end))
+
+    return script
+
+
+@pytest.mark.parametrize(
+    ("end", "tries", "code"),
+    [
+        (b'data: {"error": {"message": "grammar rejected", "code": 500}}\n\ndata: [DONE]\n\n', 3, 500),
+        (b"data: [DONE]\n\n", MAX_FRUITLESS, 502),
+    ],
+    ids=["error", "given back"],
+)
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_request_that_every_try_leaves_after_a_token_without_text_ends(
+    end: bytes, tries: int, code: int, stream: bool
+) -> None:
+    """Such a token is generated again by the next try, so the answer does not grow."""
+    streams: list[dict[str, Any]] = []
+    got = b""
+    async with routing(silent_token(end, streams)) as (_, client):
+        asked = {**CHAT, "max_tokens": 200, "stream": stream}
+        with suppress(httpx.RemoteProtocolError):  # the unclean end after an error event
+            async with client.stream("POST", "/v1/chat/completions", json=asked) as reply:
+                assert reply.status_code == (200 if stream else code)
+                async for chunk in reply.aiter_bytes():
+                    got += chunk
+        assert len(streams) == tries
+        assert b'"code":%d' % code in got.replace(b" ", b"")
 
 
 def counting_reasoning(bodies: list[dict[str, Any]]) -> Script:

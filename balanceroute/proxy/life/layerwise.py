@@ -137,14 +137,12 @@ class Layerwise:
         """Have the decode worker ask for the KV and generate the answer, or the rest of it."""
         leg, worker = self._leg, self._worker
         scanner, retries = leg.answer.scanner, leg.retries
-        tokens = scanner.tokens
+        lasting = scanner.generated.lasting
         lost: UpstreamError | None = None
         try:
             if await self._attempt(worker):
                 return COMPLETE
             worker.circuit.inconclusive()
-            if scanner.tokens == tokens:
-                await asyncio.sleep(retries.count_without_token(worker))
         except PushFailed as failure:
             leg.check_abandoned(worker)
             lost = failure.error
@@ -160,6 +158,9 @@ class Layerwise:
                 await asyncio.sleep(retries.judge(error, worker, "decode", begun=bool(scanner.tokens)))
             elif not isinstance(error, WorkerSilent):  # a silent one may have written half of the KV
                 raise  # judged already, as the last try
+        else:
+            if scanner.generated.lasting == lasting:
+                await asyncio.sleep(retries.count_without_token(worker))
         try:
             return await requeue_rest(leg, self._result, lost)
         finally:

@@ -93,14 +93,12 @@ class Pull:
         """Have the answer generated, or the rest of it."""
         leg, worker = self._leg, self._worker
         scanner, retries = leg.answer.scanner, leg.retries
-        tokens, why = scanner.tokens, "recomputed"
+        lasting, why = scanner.generated.lasting, "recomputed"
         lost: UpstreamError | None = None
         try:
             if await decode(leg, worker, DECODE_GRACE_S):
                 return COMPLETE
             worker.circuit.inconclusive()
-            if scanner.tokens == tokens:
-                await asyncio.sleep(retries.count_without_token(worker))
         except KvTooOld as gone:
             why = "worker_lost" if isinstance(gone, KvLost) else "pulled_late"
             worker.circuit.inconclusive()
@@ -110,6 +108,9 @@ class Pull:
             lost = error
             await leg.suspect_loss(error, worker)
             await asyncio.sleep(retries.judge(error, worker, "decode", begun=bool(scanner.tokens)))
+        else:
+            if scanner.generated.lasting == lasting:
+                await asyncio.sleep(retries.count_without_token(worker))
         try:
             return await requeue_rest(leg, self._result, lost, why)
         finally:

@@ -6,7 +6,7 @@
 | its engine has no rank of that number | as a 500 | as a 500 |
 | another 4xx except 429 | nothing | ends: the error is the client's |
 | 429, 503 | rests (`circuit.busy`) | tries again, without counting a failure; ends at the queue's deadline |
-| given back without a token, or made anew | nothing | tries again, `MAX_FRUITLESS` times in a row |
+| given back without a lasting token, or made anew | nothing | tries again, `MAX_FRUITLESS` times in a row |
 | the request's own deadline | nothing | ends |
 | prefiller and decode worker make different prompts of it | nothing: other requests may be served | ends |
 | an answer larger than the router reads | nothing: the request may have asked for it | ends |
@@ -203,7 +203,7 @@ class Retries:
         return self._decode_failures - (0 if self._suspect is None else self._suspect.explained)
 
     def count_without_token(self, worker: Worker) -> float:
-        """Count a decode that was given back without a token, or made anew: no failure, but bounded.
+        """Count a decode that was given back without a lasting token, or made anew: no failure, but bounded.
 
         Returns how long to wait. Raises: BadUpstreamReply: it has happened `MAX_FRUITLESS` times in a row.
         """
@@ -305,14 +305,22 @@ class Retries:
         self._prefill_failures = 0
 
     def begun(self, now: float) -> None:
-        """Forget failures: the first tokens are here."""
-        self._decode_failures = self._fruitless = self._refused = 0
-        self._erred.clear()
+        """Forget refusals and suspicions: the first tokens are here."""
+        self._refused = 0
         self._refusal = None
         self._begun_s = now
         if self._suspect is not None:
             self._services.suspicions.cleared(self._suspect)
         self.clear_choices()
+
+    def grown(self) -> None:
+        """Forget failures of the decode: a try has left tokens from which the next one goes on.
+
+        Tokens alone do not show that. If none of them had a text, the next try generates the same ones again, and may
+        end as this one did.
+        """
+        self._decode_failures = self._fruitless = 0
+        self._erred.clear()
 
     def clear_choices(self) -> None:
         """Free the other choices from waiting for turns: this one has an answer."""

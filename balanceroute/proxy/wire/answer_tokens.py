@@ -63,6 +63,15 @@ class AnswerTokens:
         return self.tokens - self.earlier
 
     @property
+    def lasting(self) -> int:
+        """How many of the tokens a segment after this one goes on from; the others are generated again."""
+        return self._matcher.printed if self._gives_back else self.tokens
+
+    @property
+    def _gives_back(self) -> bool:
+        return not self._want_ids and (self.exact or not self._matcher.printed)
+
+    @property
     def kept_ids(self) -> "array[int]":
         """The ids that a segment after this one goes on from: all if the client has them, else those with text."""
         return self.ids if self._want_ids else self.ids[: self._matcher.printed]
@@ -70,7 +79,7 @@ class AnswerTokens:
     def resume(self, broken: int) -> int:
         """Begin another segment; returns how many tokens were given back (see `EventScanner.resume`)."""
         matcher, given_back = self._matcher, 0
-        if not self._want_ids and (self.exact or not matcher.printed):
+        if self._gives_back:
             matcher.printed -= broken
             given_back = matcher.tokens - matcher.printed
             del matcher.ids[matcher.printed :]

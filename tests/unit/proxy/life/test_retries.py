@@ -251,7 +251,7 @@ async def test_an_error_before_the_first_token_does_not_clear_a_worker_that_fail
     services = a_router(a_config(decoders=2, retry=RETRY))
     retries, worker = Retries(services, "r", None), services.fleet["d1"]
     retries.judge(a_status(500), services.fleet["d0"], "decode", begun=False)
-    retries.begun(services.tickets.now())
+    retries.grown()
     for _ in range(2):
         retries.judge(a_status(500), worker, "decode", begun=True)
     with pytest.raises(UpstreamStatus):
@@ -285,13 +285,13 @@ async def test_a_failure_is_retried_until_the_last_one_is_raised(error: Upstream
 
 
 @with_virtual_time
-async def test_failures_count_per_tier_and_the_first_token_resets_those_of_decode() -> None:
+async def test_failures_count_per_tier_and_lasting_tokens_reset_those_of_decode() -> None:
     services, retries = some_retries()
     prefiller, decoder = services.fleet["p0"], services.fleet["d0"]
     for _ in range(2):
         retries.judge(lost(), prefiller, "prefill", begun=False)
         retries.judge(lost(), decoder, "decode", begun=False)
-    retries.begun(services.ledger.now())
+    retries.grown()
     retries.judge(lost(), decoder, "decode", begun=True)
     with pytest.raises(ConnectionLost):
         retries.judge(lost(), prefiller, "prefill", begun=True)
