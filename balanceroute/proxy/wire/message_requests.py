@@ -62,6 +62,9 @@ def tokenize_body(body: bytes) -> bytes:
     """The body for a worker's `/tokenize`, for a `/v1/messages/count_tokens`. Raises: InvalidRequest."""
     chat = chat_of({**load_writable_object(body), "max_tokens": 1})
     check_depth(body, chat)  # a tool's schema is a level deeper in a chat
+    if (effort := chat.get("reasoning_effort")) is not None:  # which engines make variables of the template, in a chat
+        asked = chat.get("chat_template_kwargs", {})
+        chat["chat_template_kwargs"] = {"enable_thinking": True, **asked, "reasoning_effort": effort}
     return orjson.dumps({name: value for name, value in chat.items() if name in _TOKENIZED})
 
 

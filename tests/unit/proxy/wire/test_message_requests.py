@@ -328,6 +328,23 @@ def test_tokens_are_counted_of_the_same_conversation_without_a_limit() -> None:
     assert asked == {name: chat[name] for name in ("model", "messages", "tools")}
 
 
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, {"enable_thinking": True}),
+        ({"thinking": {"type": "disabled"}}, {"enable_thinking": False, "thinking": False}),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, {"enable_thinking": False}),
+    ],
+    ids=["alone", "without thinking", "with the template's variable"],
+)
+def test_tokens_are_counted_with_the_variables_that_an_effort_gives_a_template(
+    fields: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    """As vLLM sets them in a chat; its /tokenize does not know `reasoning_effort`."""
+    asked = orjson.loads(tokenize_body(orjson.dumps(body(output_config={"effort": "low"}, **fields))))
+    assert asked["chat_template_kwargs"] == {**expected, "reasoning_effort": "low"}
+
+
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-3, 3000) | st.floats(0, 2) | st.text(max_size=4),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
