@@ -28,7 +28,7 @@ import orjson
 
 from balanceroute.errors import InvalidRequest
 from balanceroute.proxy.wire.client_request import ClientRequest, request_of
-from balanceroute.proxy.wire.fields import as_boolean, as_integer, as_number, checked
+from balanceroute.proxy.wire.fields import MAX_INTEGER, as_boolean, as_integer, as_number, checked
 from balanceroute.proxy.wire.json_body import check_depth, load_writable_object
 
 _WITHOUT_EFFECT: Final = frozenset(
@@ -60,7 +60,7 @@ def parse_messages(body: bytes) -> ClientRequest:
 
 def tokenize_body(body: bytes) -> bytes:
     """The body for a worker's `/tokenize`, for a `/v1/messages/count_tokens`. Raises: InvalidRequest."""
-    chat = chat_of({**load_writable_object(body), "max_tokens": 1})
+    chat = chat_of({**load_writable_object(body), "max_tokens": MAX_INTEGER})  # more than any budget of thinking
     check_depth(body, chat)  # a tool's schema is a level deeper in a chat
     if (effort := chat.get("reasoning_effort")) is not None:  # which engines make variables of the template, in a chat
         asked = chat.get("chat_template_kwargs", {})
@@ -341,7 +341,7 @@ def _put_thinking(chat: dict[str, Any], data: dict[str, Any]) -> None:
     thinks = kind == "enabled"
     if thinks:
         budget = _integer(thinking.get("budget_tokens"), "thinking.budget_tokens", least=_LEAST_BUDGET)
-        if budget >= chat["max_tokens"] > 1:
+        if budget >= chat["max_tokens"]:
             raise _wrong("thinking.budget_tokens", f"This must be less than max_tokens, {chat['max_tokens']}.")
         chat["thinking_token_budget"] = budget
     asked = chat.get("chat_template_kwargs", {})

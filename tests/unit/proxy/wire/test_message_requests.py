@@ -297,6 +297,14 @@ def test_a_field_that_cannot_be_translated_is_refused_by_its_name(path: str) -> 
     assert raised.value.param == path and str(raised.value).startswith(f"{path}: ") and raised.value.status == 400
 
 
+def test_a_budget_of_thinking_is_refused_beside_any_smaller_limit_and_counted_without_one() -> None:
+    asked = body(max_tokens=1, thinking={"type": "enabled", "budget_tokens": 2000})
+    with pytest.raises(InvalidRequest, match="less than max_tokens, 1"):
+        parse_messages(orjson.dumps(asked))
+    del asked["max_tokens"]
+    assert b"enable_thinking" in tokenize_body(orjson.dumps(asked))
+
+
 def test_a_schema_that_is_too_deep_for_a_chat_is_refused() -> None:
     for depth in (248, 249, 250, 251, 252):
         raw = orjson.dumps(body()).replace(b'"max_tokens"', b'"tools":[{"name":"a","input_schema":%s}],"max_tokens"')
