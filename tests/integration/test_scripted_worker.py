@@ -124,8 +124,8 @@ async def test_a_priority_beyond_its_bounds_is_clamped_for_the_router_and_reache
     assert all(line["request"] for line in lines)
 
 
-def silent_token(end: bytes, streams: list[dict[str, Any]]) -> Script:
-    """A worker whose every stream has a role, a token that shows no text yet, and this end. Keeps their bodies."""
+def failing(tokens: bytes, end: bytes, streams: list[dict[str, Any]]) -> Script:
+    """A worker whose every stream has a role, these events and this end. Keeps their bodies."""
 
     async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while True:
@@ -138,17 +138,17 @@ def silent_token(end: bytes, streams: list[dict[str, Any]]) -> Script:
                 writer.write(plain(json.dumps(PROBED).encode()))
                 continue
             streams.append(body)
-            writer.write(CHUNKED_HEAD + chunked(event([], role="assistant", content=""), event([7]), end))
+            writer.write(CHUNKED_HEAD + chunked(event([], role="assistant", content=""), tokens, end))
 
     return script
 
 
+ENGINE_ERROR = b'data: {"error": {"message": "grammar rejected", "code": 500}}\n\ndata: [DONE]\n\n'
+
+
 @pytest.mark.parametrize(
     ("end", "tries", "code"),
-    [
-        (b'data: {"error": {"message": "grammar rejected", "code": 500}}\n\ndata: [DONE]\n\n', 3, 500),
-        (b"data: [DONE]\n\n", MAX_FRUITLESS, 502),
-    ],
+    [(ENGINE_ERROR, 3, 500), (b"data: [DONE]\n\n", MAX_FRUITLESS, 502)],
     ids=["error", "given back"],
 )
 @pytest.mark.parametrize("stream", [True, False])
@@ -158,7 +158,7 @@ async def test_a_request_that_every_try_leaves_after_a_token_without_text_ends(
     """Such a token is generated again by the next try, so the answer does not grow."""
     streams: list[dict[str, Any]] = []
     got = b""
-    async with routing(silent_token(end, streams)) as (_, client):
+    async with routing(failing(event([7]), end, streams)) as (_, client):
         asked = {**CHAT, "max_tokens": 200, "stream": stream}
         with suppress(httpx.RemoteProtocolError):  # the unclean end after an error event
             async with client.stream("POST", "/v1/chat/completions", json=asked) as reply:
@@ -167,6 +167,18 @@ async def test_a_request_that_every_try_leaves_after_a_token_without_text_ends(
                     got += chunk
         assert len(streams) == tries
         assert b'"code":%d' % code in got.replace(b" ", b"")
+
+
+async def test_an_answer_that_starts_again_and_fails_alike_ends_with_the_engines_error_and_blames_no_worker() -> None:
+    streams: list[dict[str, Any]] = []
+    async with routing(failing(event([7], content="{") + event([8], content="}"), ENGINE_ERROR, streams)) as (
+        app,
+        client,
+    ):
+        asked = {**CHAT, "max_tokens": 200, "stream": False, "response_format": {"type": "json_object"}}
+        reply = await client.post("/v1/chat/completions", json=asked)
+        assert (reply.status_code, reply.json()["error"]["message"], len(streams)) == (500, "grammar rejected", 3)
+        assert not any(worker.circuit.doubtful for worker in app.services.fleet)
 
 
 def counting_reasoning(bodies: list[dict[str, Any]]) -> Script:

@@ -54,7 +54,7 @@ async def decode(leg: Leg, worker: Worker, grace_s: float) -> bool:
         worker.busy_since_s = now
     streams = answer.request.streams_upstream
     leg.enter(worker, "decode", now + first_bytes_s(services.config, answer.request), grace_s)
-    tokens, lasting, answered = answer.scanner.tokens, answer.scanner.generated.lasting, False
+    tokens, answered = answer.scanner.tokens, False
     leg.kv.cache_salt = worker.cache_salt
     try:
         reply = leg.reply = await worker.upstream.request(
@@ -89,8 +89,6 @@ async def decode(leg: Leg, worker: Worker, grace_s: float) -> bool:
             leg.reply.abort()
         leg.reply = leg.streaming_from = None
         leg.kv.answered()
-        if answer.scanner.generated.lasting > lasting:
-            leg.retries.grown()
         if not answered and leg.kv.params is None and answer.scanner.tokens == tokens:
             services.drainer.orphan()  # the worker got the parameters, but has not shown that it pulled the KV
         leg.stalled_since_s = math.inf

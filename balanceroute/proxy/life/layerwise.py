@@ -64,7 +64,7 @@ from balanceroute.proxy.life.leg import (
     clear_frames,
 )
 from balanceroute.proxy.life.prefilling import ask, has_prefilled
-from balanceroute.proxy.life.pull import requeue_rest
+from balanceroute.proxy.life.pull import note_growth, requeue_rest
 from balanceroute.proxy.life.retries import pushes_back
 from balanceroute.proxy.wire.client_request import ClientRequest
 from balanceroute.proxy.wire.payloads import push_body
@@ -137,7 +137,7 @@ class Layerwise:
         """Have the decode worker ask for the KV and generate the answer, or the rest of it."""
         leg, worker = self._leg, self._worker
         scanner, retries = leg.answer.scanner, leg.retries
-        lasting = scanner.generated.lasting
+        tokens = scanner.tokens
         lost: UpstreamError | None = None
         try:
             if await self._attempt(worker):
@@ -153,13 +153,15 @@ class Layerwise:
         except UpstreamError as error:
             leg.check_abandoned(worker)
             lost = error
+            note_growth(leg, tokens)
             if error.tier != "prefill":
                 await leg.suspect_loss(error, worker)
                 await asyncio.sleep(retries.judge(error, worker, "decode", begun=bool(scanner.tokens)))
             elif not isinstance(error, WorkerSilent):  # a silent one may have written half of the KV
                 raise  # judged already, as the last try
         else:
-            if scanner.generated.lasting == lasting:
+            note_growth(leg, tokens)
+            if scanner.generated.lasting <= tokens:
                 await asyncio.sleep(retries.count_without_token(worker))
         try:
             return await requeue_rest(leg, self._result, lost)

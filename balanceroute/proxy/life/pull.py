@@ -93,7 +93,7 @@ class Pull:
         """Have the answer generated, or the rest of it."""
         leg, worker = self._leg, self._worker
         scanner, retries = leg.answer.scanner, leg.retries
-        lasting, why = scanner.generated.lasting, "recomputed"
+        tokens, why = scanner.tokens, "recomputed"
         lost: UpstreamError | None = None
         try:
             if await decode(leg, worker, DECODE_GRACE_S):
@@ -106,16 +106,24 @@ class Pull:
         except UpstreamError as error:
             leg.check_abandoned(worker)
             lost = error
+            note_growth(leg, tokens)
             await leg.suspect_loss(error, worker)
             await asyncio.sleep(retries.judge(error, worker, "decode", begun=bool(scanner.tokens)))
         else:
-            if scanner.generated.lasting == lasting:
+            note_growth(leg, tokens)
+            if scanner.generated.lasting <= tokens:
                 await asyncio.sleep(retries.count_without_token(worker))
         try:
             return await requeue_rest(leg, self._result, lost, why)
         finally:
             clear_frames(lost)
             lost = None  # it keeps the frames that it came through, this one among them
+
+
+def note_growth(leg: Leg, tokens: int) -> None:
+    """Forget earlier failures if a decode that ended early has left more to go on from than the `tokens` before it."""
+    if len(leg.answer.ids_to_resume_from) > tokens:
+        leg.retries.grown()
 
 
 async def requeue_rest(leg: Leg, result: PrefillResult, lost: UpstreamError | None, why: str = "recomputed") -> Event:

@@ -316,8 +316,8 @@ class Retries:
     def grown(self) -> None:
         """Forget failures of the decode: a try has left tokens from which the next one goes on.
 
-        Tokens alone do not show that. If none of them had a text, the next try generates the same ones again, and may
-        end as this one did.
+        Tokens alone do not show that. If none of them had a text, or the answer can only start again, the next try
+        generates the same ones, and may end as this one did.
         """
         self._decode_failures = self._fruitless = 0
         self._erred.clear()
