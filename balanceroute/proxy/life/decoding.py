@@ -195,7 +195,7 @@ async def _first_events(leg: Leg, worker: Worker, reply: Reply) -> bytes:
 
 
 def _has_begun(leg: Leg, worker: Worker) -> None:
-    """Note the first tokens: the next one now has a deadline, and earlier failures are forgotten."""
+    """Note the first tokens: the next one now has a deadline, and earlier refusals are forgotten."""
     leg.ticket.began()  # the prefiller's KV has been pulled
     leg.answer.goes_on()
     at = worker.progress_s = leg.ticket.last_token_s

@@ -4,7 +4,7 @@ import asyncio
 import json
 import ssl
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import trustme
@@ -172,7 +172,8 @@ class Listening:
 
     def close(self) -> None:
         for writer in self._writers:
-            writer.transport.abort()
+            with suppress(AttributeError):  # raised by Python 3.11.2 where TLS has ended already
+                writer.transport.abort()
 
 
 @asynccontextmanager
