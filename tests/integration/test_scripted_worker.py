@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -124,8 +124,10 @@ async def test_a_priority_beyond_its_bounds_is_clamped_for_the_router_and_reache
     assert all(line["request"] for line in lines)
 
 
-def failing(tokens: bytes, end: bytes, streams: list[dict[str, Any]]) -> Script:
-    """A worker whose every stream has a role, these events and this end. Keeps their bodies."""
+def scripted(
+    probed: Callable[[dict[str, Any]], dict[str, Any]], streamed: Callable[[dict[str, Any]], Sequence[bytes]]
+) -> Script:
+    """A worker whose answers to probes, and whose events, are made from their bodies."""
 
     async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while True:
@@ -134,13 +136,22 @@ def failing(tokens: bytes, end: bytes, streams: list[dict[str, Any]]) -> Script:
                 writer.write(plain(METRICS))
                 continue
             body = json.loads(content)
-            if not body.get("stream"):
-                writer.write(plain(json.dumps(PROBED).encode()))
-                continue
-            streams.append(body)
-            writer.write(CHUNKED_HEAD + chunked(event([], role="assistant", content=""), tokens, end))
+            if body.get("stream"):
+                writer.write(CHUNKED_HEAD + chunked(*streamed(body)))
+            else:
+                writer.write(plain(json.dumps(probed(body)).encode()))
 
     return script
+
+
+def failing(tokens: bytes, end: bytes, streams: list[dict[str, Any]]) -> Script:
+    """A worker whose every stream has a role, these events and this end. Keeps their bodies."""
+
+    def streamed(body: dict[str, Any]) -> Sequence[bytes]:
+        streams.append(body)
+        return event([], role="assistant", content=""), tokens, end
+
+    return scripted(lambda _: PROBED, streamed)
 
 
 ENGINE_ERROR = b'data: {"error": {"message": "grammar rejected", "code": 500}}\n\ndata: [DONE]\n\n'
@@ -184,27 +195,20 @@ async def test_an_answer_that_starts_again_and_fails_alike_ends_with_the_engines
 def counting_reasoning(bodies: list[dict[str, Any]]) -> Script:
     """A worker that gives its first answer back after a token; usages tell that each token was reasoning."""
 
-    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while True:
-            head, content = await read_request(reader)
-            if not head.startswith(b"POST /v1/"):
-                writer.write(plain(METRICS))
-                continue
-            body = json.loads(content)
-            if not body.get("stream"):
-                counted = {"usage": {"prompt_tokens": len(body["prompt"])}, "system_fingerprint": "fp"}
-                writer.write(plain(json.dumps(PROBED | counted).encode()))
-                continue
-            bodies.append(body)
-            choice = {"index": 0, "text": "x", "token_ids": [9], "prompt_token_ids": body["prompt"]}
-            end = {"stop_reason": "recomputed"} if len(bodies) == 1 else {"finish_reason": "length"}
-            usage = {"completion_tokens": 1, "completion_tokens_details": {"reasoning_tokens": 1}}
-            figures = {"metrics": {"mean_itl_ms": 1}, "system_fingerprint": "fp"}
-            events = {"choices": [choice | end]}, {"choices": [], "usage": {"prompt_tokens": 3} | usage} | figures
-            text = b"".join(b"data: %s\n\n" % json.dumps({"id": "a", "created": 1} | each).encode() for each in events)
-            writer.write(CHUNKED_HEAD + chunked(text, b"data: [DONE]\n\n"))
+    def probed(body: dict[str, Any]) -> dict[str, Any]:
+        return PROBED | {"usage": {"prompt_tokens": len(body["prompt"])}, "system_fingerprint": "fp"}
 
-    return script
+    def streamed(body: dict[str, Any]) -> Sequence[bytes]:
+        bodies.append(body)
+        choice = {"index": 0, "text": "x", "token_ids": [9], "prompt_token_ids": body["prompt"]}
+        end = {"stop_reason": "recomputed"} if len(bodies) == 1 else {"finish_reason": "length"}
+        usage = {"completion_tokens": 1, "completion_tokens_details": {"reasoning_tokens": 1}}
+        figures = {"metrics": {"mean_itl_ms": 1}, "system_fingerprint": "fp"}
+        events = {"choices": [choice | end]}, {"choices": [], "usage": {"prompt_tokens": 3} | usage} | figures
+        text = b"".join(b"data: %s\n\n" % json.dumps({"id": "a", "created": 1} | each).encode() for each in events)
+        return text, b"data: [DONE]\n\n"
+
+    return scripted(probed, streamed)
 
 
 @pytest.mark.parametrize("stream", [True, False])
