@@ -28,6 +28,7 @@ PAUSES_S = {
     BRAIN: (0.5, 9.0),
     STANDBY: (0.5, 9.0),
 }  # a relay is given up after 5 s, a brain after 1
+DEPOSED_S = 1.5  # after a shorter pause a brain may go on leading
 BROKEN_S = (0.05, 2.0)
 CHILDREN = (RELAY, BRAIN, STANDBY)
 KINDS = (
@@ -87,10 +88,11 @@ class Killer:
 
     async def _harm(self, what: str, whom: str, pid: int, fault: Span) -> None:
         self.done[f"{what} {whom.rstrip('-')}"] += 1
-        if whom == BRAIN and what != "end":
+        pause_s = self._random.uniform(*PAUSES_S[whom])
+        if whom == BRAIN and (what == "kill" or (what == "stop" and pause_s >= DEPOSED_S)):
             self._brains_lost.append(fault)
         if what == "stop":
-            await self._stop(pid, whom, self._random.uniform(*PAUSES_S[whom]))
+            await self._stop(pid, whom, pause_s)
         elif what == "end":
             _signal(pid, signal.SIGTERM)
         else:
