@@ -108,6 +108,16 @@ async def test_a_grammar_that_has_begun_is_not_resumed(name: str, fields: dict[s
         await router.settled()
 
 
+async def test_an_error_of_the_engine_within_a_grammar_reaches_the_client_in_its_own_words() -> None:
+    async with running(PAIR, **QUICK) as router:
+        body = chat(max_tokens=200, stream=True, **JSON)
+        await cut_everywhere(router, 9, "error_event")
+        answer = await ask(router, body)
+        assert answer.error == "Injected error" and answer.texts["content"] and not answer.done
+        assert router.app.services.metrics.resumes.value("ended") == 1
+        await router.settled()
+
+
 async def test_an_answer_that_restarts_is_known_by_its_own_prompt_and_length() -> None:
     async with running(PAIR, **QUICK) as router:
         body = chat(max_tokens=200, **JSON)

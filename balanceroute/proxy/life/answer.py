@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Callable
 from typing import Any, Final
 
-from balanceroute.errors import BadUpstreamReply, NotResumable, Rejected, UpstreamError
+from balanceroute.errors import BadUpstreamReply, NotResumable, Rejected, UpstreamError, UpstreamStatus
 from balanceroute.proxy.admission.prompt_estimates import has_estimate
 from balanceroute.proxy.life.errors import DeadlineExceeded, PromptsDiffer
 from balanceroute.proxy.life.outlet import Outlet, write_last
@@ -202,7 +202,8 @@ class Answer:
         Args: error: how the worker was lost; None: it gave the request back. broken: the number of ids at the answer's
         end that are an incomplete character. withheld: the ids hold text that the client was not shown (`seam.py`).
 
-        Raises: `error`, or BadUpstreamReply, when it can't be resumed.
+        Raises: `error`, NotResumable or BadUpstreamReply, when it can't be resumed. An engine's own error is raised as
+        it is: it says more than that the answer can't go on.
         """
         scanner = self.scanner
         lost = error or BadUpstreamReply("the answer can't be resumed", worker=worker_id, tier="decode")
@@ -215,7 +216,7 @@ class Answer:
             self.request = self._original
             return True
         how = resumption(self._original, cut)
-        if how.fidelity is Fidelity.INVALID:
+        if how.fidelity is Fidelity.INVALID and not isinstance(error, UpstreamStatus):
             text = f"the answer was cut off, and {how.because} is state that another decode worker does not have"
             lost = NotResumable(text, worker=worker_id, tier="decode")
         prompt_ids = scanner.generated.prompt_ids or result.prompt_token_ids

@@ -44,8 +44,8 @@ not known |
 media |
 
 What is invalid is not continued: where the client has seen nothing of it the answer starts again from the original
-prompt, else it ends with an error event that says why (`NotResumable`). Everything else is continued: to lose a long
-stream costs its user more than an approximate penalty.
+prompt, else it ends with an error event: the engine's own, or one that says why it is not continued (`NotResumable`).
+Everything else is continued: to lose a long stream costs its user more than an approximate penalty.
 """
 
 from collections.abc import Iterable, Mapping

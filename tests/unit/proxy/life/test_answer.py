@@ -98,6 +98,16 @@ async def test_a_cut_answer_that_another_worker_cannot_continue_ends_with_the_re
 
 
 @with_virtual_time
+async def test_an_engines_own_error_ends_an_answer_that_cannot_be_continued_in_its_own_words() -> None:
+    answer = an_answer(Client(), response_format={"type": "json_object"})
+    give(answer, 20)
+    own = UpstreamStatus("error event", worker="d0", tier="decode", status=500, body=b'{"error": {"code": 500}}')
+    with pytest.raises(UpstreamStatus) as raised:
+        answer.resume(PREFILLED, own, "d0")
+    assert raised.value is own
+
+
+@with_virtual_time
 async def test_an_unsent_answer_restarts_a_limited_number_of_times() -> None:
     request = a_request(response_format={"type": "json_object"}, stream=False)
     answer = Answer(a_router(), request, PartAnswer(request))
