@@ -20,11 +20,11 @@ from functools import partial
 from balanceroute.config import Config
 from balanceroute.errors import BadUpstreamReply, BalanceRouteError, UpstreamError, UpstreamStatus
 from balanceroute.proxy.life.errors import ClientStalled, KvTooOld
-from balanceroute.proxy.life.leg import ERROR_LIMIT, REPLY_LIMIT, Leg
+from balanceroute.proxy.life.leg import REPLY_LIMIT, Leg
 from balanceroute.proxy.life.retries import event_error, status_error
 from balanceroute.proxy.life.streaming import stream_events
 from balanceroute.proxy.wire.answers import correct_answer
-from balanceroute.proxy.wire.bounds import ABORT, aborted
+from balanceroute.proxy.wire.bounds import ABORT, MAX_ERROR_BYTES, aborted
 from balanceroute.proxy.wire.client_request import ClientRequest
 from balanceroute.proxy.wire.payloads import decode_body
 from balanceroute.proxy.wire.sse import DONE, StreamEnd
@@ -111,7 +111,7 @@ def first_bytes_s(config: Config, request: ClientRequest) -> float:
 
 async def _refusal(leg: Leg, worker: Worker, reply: Reply, params: bytes) -> UpstreamError:
     """The error for a status other than 200; the leg keeps the parameters if the engine has not seen them."""
-    error = status_error(reply, await reply.read(ERROR_LIMIT, cut=True), worker, "decode")
+    error = status_error(reply, await reply.read(MAX_ERROR_BYTES, cut=True), worker, "decode")
     streams = leg.answer.request.streams_upstream
     if isinstance(error, UpstreamStatus) and (error.status < 500 or error.status == 503 or streams):
         leg.kv.refused(params)
@@ -181,7 +181,7 @@ async def _first_events(leg: Leg, worker: Worker, reply: Reply) -> bytes:
         if not scanner.begun:
             _check_kv(leg, worker)
         out += scanner.feed(chunk)
-        if len(out) > ERROR_LIMIT and not scanner.begun:
+        if len(out) > MAX_ERROR_BYTES and not scanner.begun:
             break
         if scanner.tokens > counted:
             leg.ticket.progress(scanner.tokens - counted)

@@ -62,7 +62,6 @@ from balanceroute.proxy.workers.reply import Reply
 from balanceroute.proxy.workers.upstream import checked_lines
 
 REPLY_LIMIT: Final = 256 * 2**20  # an unstreamed answer with logprobs and the prompt's ids; more is a fault
-ERROR_LIMIT: Final = 2**20  # vLLM before 0.32 quotes a whole invalid body, and for each of its faults again
 
 
 class Event(StrEnum):

@@ -9,8 +9,9 @@ from typing import Final
 from balanceroute.core.types import UP
 from balanceroute.errors import ConnectionLost, ForeignReply, NoCompletion, ReplyTooLarge, UpstreamError
 from balanceroute.proxy.life.errors import NothingPinned
-from balanceroute.proxy.life.leg import ERROR_LIMIT, REPLY_LIMIT, Leg, clear_frames
+from balanceroute.proxy.life.leg import REPLY_LIMIT, Leg, clear_frames
 from balanceroute.proxy.life.retries import status_error
+from balanceroute.proxy.wire.bounds import MAX_ERROR_BYTES
 from balanceroute.proxy.wire.connectors import connector_of
 from balanceroute.proxy.wire.payloads import probe_body, score_body
 from balanceroute.proxy.wire.probe_reply import PrefillResult, parse_probe_reply
@@ -89,7 +90,7 @@ async def ask(leg: Leg, worker: Worker, body: bytes) -> PrefillResult:
     headers, connect_s = worker.headers_of(leg.upstream_id, leg.headers), leg.services.config.limits.connect_timeout_s
     reply = await upstream.request("POST", request.path, body, headers, connect_timeout_s=connect_s)
     if reply.status != 200:
-        raise status_error(reply, await reply.read(ERROR_LIMIT, cut=True), worker, "prefill")
+        raise status_error(reply, await reply.read(MAX_ERROR_BYTES, cut=True), worker, "prefill")
     answer = await reply.read(REPLY_LIMIT)
     result = parse_probe_reply(answer, worker=worker.id, keep=request.prompt_wishes is not None)
     check_id(worker, "prefill", result.reply_id, leg.upstream_id)

@@ -60,7 +60,7 @@ from balanceroute.proxy.admission.tickets import Ticket
 from balanceroute.proxy.life.errors import DeadlineExceeded, NothingPinned, PromptsDiffer
 from balanceroute.proxy.life.services import LifeServices
 from balanceroute.proxy.life.suspicion import Choices, Sign, Suspect, sign_of
-from balanceroute.proxy.wire.bounds import retry_after_s
+from balanceroute.proxy.wire.bounds import MAX_ERROR_BYTES, retry_after_s
 from balanceroute.proxy.workers.drainer import DrainGroup
 from balanceroute.proxy.workers.fleet import Worker
 from balanceroute.proxy.workers.liveness import is_alive
@@ -362,7 +362,10 @@ def status_error(reply: Reply, body: bytes, worker: Worker, tier: str) -> Upstre
 
 
 def event_error(payload: bytes, worker: Worker) -> UpstreamStatus:
-    """An error event as the error of the corresponding status. vLLM before 0.11 does not nest the object."""
+    """An error event as the error of the corresponding status, with as much of it as of a status's body.
+
+    vLLM before 0.11 does not nest the object.
+    """
     try:
         whole = orjson.loads(payload)
         error = whole.get("error")
@@ -371,7 +374,7 @@ def event_error(payload: bytes, worker: Worker) -> UpstreamStatus:
         code = None
     status = code if isinstance(code, int) and 400 <= code <= 599 else 502
     text = f"error event of status {status}"
-    return UpstreamStatus(text, worker=worker.id, tier="decode", status=status, body=payload)
+    return UpstreamStatus(text, worker=worker.id, tier="decode", status=status, body=payload[:MAX_ERROR_BYTES])
 
 
 def public_reason(error: UpstreamError) -> str:

@@ -23,7 +23,8 @@ import orjson
 
 from balanceroute.core.types import UP, Role
 from balanceroute.errors import UpstreamError
-from balanceroute.proxy.life.leg import ERROR_LIMIT, Leg
+from balanceroute.proxy.life.leg import Leg
+from balanceroute.proxy.wire.bounds import MAX_ERROR_BYTES
 from balanceroute.proxy.workers.fleet import Worker
 
 TIMEOUT_S: Final = 2.0  # for one question, which takes an engine a millisecond
@@ -93,7 +94,7 @@ async def _text(leg: Leg, worker: Worker, ids: list[int]) -> str:
     model = leg.answer.request.model
     body = orjson.dumps({"tokens": ids} if model is None else {"model": model, "tokens": ids})
     reply = await worker.upstream.request("POST", "/detokenize", body, worker.headers_of(leg.upstream_id, leg.headers))
-    content = await reply.read(ERROR_LIMIT)
+    content = await reply.read(MAX_ERROR_BYTES)
     if reply.status != 200:
         raise ValueError(f"status {reply.status}")
     text = orjson.loads(content)["prompt"]

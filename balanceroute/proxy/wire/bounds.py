@@ -16,6 +16,7 @@ MAX_TOKENS: Final = 2**24  # of a prompt or an answer; the longest published con
 MAX_RETRY_AFTER_S: Final = 3600.0
 MAX_PARAMS_BYTES: Final = 16 * 2**20  # of kv_transfer_params: the block ids of a prompt of millions of tokens
 ABORT: Final = "abort"  # vLLM's finish reason for all its requests when it is stopped (SIGTERM, /pause)
+MAX_ERROR_BYTES: Final = 2**20  # vLLM before 0.32 quotes a whole invalid body, and for each of its faults again
 MAX_CHOICES: Final = 128  # of an event, though a worker is asked for one
 _MAX_INDEX: Final = 2**16  # of a choice, as `limits.max_choices` may be
 _MAX_NAME: Final = 64  # characters of a finish reason

@@ -23,6 +23,8 @@ from balanceroute.proxy.life.errors import DeadlineExceeded, NothingPinned
 from balanceroute.proxy.life.retries import MAX_FRUITLESS, RECENT_S, Retries, event_error, pushes_back
 from balanceroute.proxy.life.suspicion import MAX_LOSSES, Choices
 from balanceroute.proxy.ops.services import Services
+from balanceroute.proxy.wire.bounds import MAX_ERROR_BYTES
+from balanceroute.proxy.wire.responses import body_of
 from balanceroute.proxy.workers.fleet import why_not_up
 from tests.unit.proxy.virtual_time import a_config, a_router, let_pass, with_virtual_time
 
@@ -442,3 +444,11 @@ async def test_a_suspect_that_leaves_its_worker_lets_the_next_one_go_there_at_on
 async def test_an_error_event_equals_the_same_error_as_a_status(payload: bytes, status: int) -> None:
     services, _ = some_retries()
     assert event_error(payload, services.fleet["d0"]).status == status
+
+
+@with_virtual_time
+async def test_a_huge_error_event_keeps_its_status_and_reaches_no_client_whole() -> None:
+    services, _ = some_retries()
+    error = event_error(b'{"error":{"message":"%b","code":400}}' % (b"x" * 2**21), services.fleet["d0"])
+    assert error.status == 400 and len(error.body) == MAX_ERROR_BYTES
+    assert len(body_of(error)) < 1000
