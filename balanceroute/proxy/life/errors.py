@@ -1,6 +1,10 @@
 """Errors that end a leg or a try, and that no lower layer raises."""
 
+from typing import Final
+
 from balanceroute.errors import BadUpstreamReply, BalanceRouteError, UpstreamTimeout
+
+TOO_LONG: Final = "The request took longer than its X-Request-Timeout, or limits.request_timeout_s of the router"
 
 
 class NothingPinned(BadUpstreamReply):

@@ -19,7 +19,7 @@ from typing import Final
 
 from balanceroute.core.types import Phase
 from balanceroute.errors import BalanceRouteError, QueueTimeout, UpstreamTimeout
-from balanceroute.proxy.life.errors import ClientStalled, DeadlineExceeded
+from balanceroute.proxy.life.errors import TOO_LONG, ClientStalled, DeadlineExceeded
 from balanceroute.proxy.life.leg import Leg
 from balanceroute.proxy.life.mover import Mover
 from balanceroute.proxy.life.services import LifeServices
@@ -29,7 +29,6 @@ from balanceroute.proxy.wire.bounds import MAX_TOKENS
 from balanceroute.proxy.workers.silence import SETTLE_S
 
 PERIOD_S: Final = 0.25
-_TOO_LONG: Final = "The request took longer than its X-Request-Timeout, or limits.request_timeout_s of the router"
 _WAITS_FOR: Final = {Phase.QUEUED: "a prefiller", Phase.POOLED: "a decode worker"}
 
 
@@ -90,5 +89,5 @@ def _too_late(leg: Leg) -> BalanceRouteError:
     """The error for a request's own deadline; it blames no worker if the request still waits for one."""
     waits_for = _WAITS_FOR.get(leg.ticket.phase)
     if waits_for is None:
-        return DeadlineExceeded(f"{_TOO_LONG}.", worker=leg.last_tried[0], tier="")
-    return QueueTimeout(f"{_TOO_LONG}, while it waited for {waits_for}.")
+        return DeadlineExceeded(f"{TOO_LONG}.", worker=leg.last_tried[0], tier="")
+    return QueueTimeout(f"{TOO_LONG}, while it waited for {waits_for}.")

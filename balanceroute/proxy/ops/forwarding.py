@@ -13,13 +13,15 @@ empty.
 A relay that was just started waits until the brain has named the workers.
 
 If a worker can't be reached, is late, or answers 5xx, the next one is asked; the client gets the last failure only if
-all fail. The log says which worker failed and how; the client, which may be anybody (`/version`), gets no names of
+all fail. The request's own time limit (X-Request-Timeout, `limits.request_timeout_s`) ends this with 504, as on the hot
+routes. The log says which worker failed and how; the client, which may be anybody (`/version`), gets no names of
 workers. `/v1/responses` is refused because on that route an answer that the decoder gave up for recomputation looks
 complete, so answers would be cut short unnoticed. The status is 404, because OpenAI's clients repeat every 5xx.
 """
 
 import asyncio
 import logging
+import math
 import re
 from collections.abc import Callable
 from typing import Any, Final
@@ -42,9 +44,9 @@ from balanceroute.errors import (
 from balanceroute.proxy.admission.decider import NO_WORKERS_RETRY_AFTER_S
 from balanceroute.proxy.client.intake import read_head, unread_coding
 from balanceroute.proxy.client.services import ClientServices
+from balanceroute.proxy.life.errors import TOO_LONG, DeadlineExceeded
 from balanceroute.proxy.ops.guard import route_of
 from balanceroute.proxy.ops.shared_answer import SharedAnswer
-from balanceroute.proxy.perimeter.perimeter import Perimeter
 from balanceroute.proxy.wire.bounds import token_count
 from balanceroute.proxy.wire.message_errors import MESSAGES_PATH
 from balanceroute.proxy.wire.message_requests import tokenize_body
@@ -90,10 +92,10 @@ class Forwarding:
 
     async def forward(self, request: Request) -> Response:
         """Answer with the reply of the first worker that has one."""
-        path, headers = _target(request), _headers(request, self._services().perimeter)
+        path, (headers, deadline_s) = _target(request), _read(request, self._services())
         # HEAD as GET: our client of workers waits for the body that a length announces, and HEAD has none
         method = "GET" if request.method == "HEAD" else request.method
-        return await self._first_answer(method, path, await request.body(), headers)
+        return await self._first_answer(method, path, await request.body(), headers, deadline_s)
 
     async def version(self, request: Request) -> Response:
         """The engines' version; anybody may ask, so all who do so together are one caller of a worker."""
@@ -107,12 +109,12 @@ class Forwarding:
 
     async def count_tokens(self, request: Request) -> Response:
         """Anthropic's count of a prompt's tokens, by the engines' own tokenizer and chat template."""
-        headers = _headers(request, self._services().perimeter)
+        headers, deadline_s = _read(request, self._services())
         try:
             body = tokenize_body(await request.body())
         except NotJson as error:
             raise unread_coding(request.headers.raw) or error from None
-        answer = await self._first_answer("POST", "/tokenize", body, headers)
+        answer = await self._first_answer("POST", "/tokenize", body, headers, deadline_s)
         if answer.status_code != 200:
             return answer
         try:
@@ -122,13 +124,17 @@ class Forwarding:
             raise BadUpstreamReply(text, worker="", tier="tokenize") from None
         return Response(orjson.dumps({"input_tokens": count}), media_type="application/json")
 
-    async def _first_answer(self, method: str, path: str, body: bytes, headers: list[tuple[bytes, bytes]]) -> Response:
-        services = self._services()
-        await services.know_workers(min(TIMEOUT_S, services.config.queue.deadline_s))
+    async def _first_answer(
+        self, method: str, path: str, body: bytes, headers: list[tuple[bytes, bytes]], deadline_s: float = math.inf
+    ) -> Response:
+        services, now = self._services(), asyncio.get_running_loop().time()
+        await services.know_workers(min(TIMEOUT_S, services.config.queue.deadline_s, deadline_s - now))
         failed, last = [], None
         for worker in sorted(services.fleet, key=lambda worker: worker.state is WorkerState.DOWN):
             try:
-                last = _checked(await _ask(worker, method, path, body, headers), worker)
+                last = _checked(await _ask(worker, method, path, body, headers, deadline_s), worker)
+            except DeadlineExceeded:
+                raise
             except (UpstreamError, TimeoutError) as error:
                 failed.append(_failure(worker, error))
             else:
@@ -143,13 +149,13 @@ class Forwarding:
     async def to_all(self, request: Request) -> Response:
         """Call every worker, all at the same time."""
         path = _target(request) + _flags(request)
-        headers = _headers(request, self._services().perimeter)
+        headers, deadline_s = _read(request, self._services())
         first_of = {worker.spec.url: worker for worker in self._services().fleet}
         reset: set[str] = set()
 
         async def one(worker: Worker) -> str | None:
             try:
-                response = await _ask(worker, "POST", path, b"", headers)
+                response = await _ask(worker, "POST", path, b"", headers, deadline_s)
             except (UpstreamError, TimeoutError) as error:
                 return _failure(worker, error)
             if response.status_code != 200:
@@ -174,10 +180,14 @@ class Forwarding:
         return Response(error_body(404, text), 404, media_type="application/json")
 
 
-def _headers(request: Request, perimeter: Perimeter) -> list[tuple[bytes, bytes]]:
-    head = read_head(request.headers.raw, None, perimeter.authorization_for(request.headers.raw))
+def _read(request: Request, services: ClientServices) -> tuple[list[tuple[bytes, bytes]], float]:
+    """The headers for workers, and the request's own deadline on the loop's clock. Raises: InvalidRequest."""
+    head = read_head(request.headers.raw, None, services.perimeter.authorization_for(request.headers.raw))
+    head.check()
     # whatever the client called it, as curl -d does: vLLM refuses a body that is not declared as JSON
-    return head.forwarded + ([(b"content-type", b"application/json")] if request.method == "POST" else [])
+    declared = [(b"content-type", b"application/json")] if request.method == "POST" else []
+    within_s = min(head.timeout_s, services.config.limits.request_timeout_s)
+    return head.forwarded + declared, asyncio.get_running_loop().time() + within_s
 
 
 def _target(request: Request) -> str:
@@ -213,10 +223,18 @@ def _flags(request: Request) -> str:
     return "?" + urlencode(fields)
 
 
-async def _ask(worker: Worker, method: str, path: str, body: bytes, headers: list[tuple[bytes, bytes]]) -> Response:
-    async with asyncio.timeout(GET_TIMEOUT_S if method == "GET" else TIMEOUT_S):
-        reply = await worker.upstream.request(method, path, body, headers)
-        answer = await reply.read(_LIMIT)
+async def _ask(
+    worker: Worker, method: str, path: str, body: bytes, headers: list[tuple[bytes, bytes]], deadline_s: float
+) -> Response:
+    late_s = asyncio.get_running_loop().time() + (GET_TIMEOUT_S if method == "GET" else TIMEOUT_S)
+    try:
+        async with asyncio.timeout_at(min(late_s, deadline_s)):
+            reply = await worker.upstream.request(method, path, body, headers)
+            answer = await reply.read(_LIMIT)
+    except TimeoutError:
+        if deadline_s > late_s:
+            raise
+        raise DeadlineExceeded(f"{TOO_LONG}.", worker=worker.id, tier="") from None
     return Response(answer, reply.status, media_type="application/json")
 
 
