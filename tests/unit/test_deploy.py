@@ -17,6 +17,7 @@ from balanceroute.errors import AccessDenied
 from balanceroute.proxy.link.leadership import FileLead
 from balanceroute.proxy.link.lease import LeaseLead
 from balanceroute.proxy.perimeter.access import AdminGate, Visit
+from balanceroute.proxy.supervisor import KILL_S
 from tests.api_server import an_api_server
 from tests.waiting import PATIENCE_S, block_until
 
@@ -214,14 +215,14 @@ def test_the_configured_balancer_does_not_buffer_tokens() -> None:
     assert "option http-no-delay" in [line.strip() for line in lines]  # else it waits 0.2 s for more to send with it
 
 
-def test_stopping_leaves_time_to_drain() -> None:
-    drain_s = config_of("4p1d").lifecycle.drain_timeout_s
+def test_stopping_leaves_time_to_drain_and_to_kill_what_hangs() -> None:
+    last_s = config_of("4p1d").lifecycle.drain_timeout_s + KILL_S
     unit = (ROOT / "deploy" / "balanceroute.service").read_text()
     stop = re.search(r"^TimeoutStopSec=(\d+)$", unit, re.MULTILINE)
     compose = yaml.safe_load((ROOT / "deploy" / "compose.yaml").read_text())
     assert stop is not None
-    assert int(stop[1]) > drain_s
-    assert int(compose["services"]["router"]["stop_grace_period"].removesuffix("s")) > drain_s
+    assert int(stop[1]) > last_s
+    assert int(compose["services"]["router"]["stop_grace_period"].removesuffix("s")) > last_s
 
 
 def test_the_systemd_unit_allows_numpys_memory_calls_and_denies_others_with_eperm() -> None:
@@ -281,7 +282,7 @@ def test_pods_of_the_manifest_have_a_configuration_that_loads_and_time_to_drain(
     config = load(tmp_path / "balanceroute.yaml", {})
     pod = kubernetes("StatefulSet")["spec"]["template"]["spec"]
     (container,) = pod["containers"]
-    assert pod["terminationGracePeriodSeconds"] > config.lifecycle.drain_timeout_s
+    assert pod["terminationGracePeriodSeconds"] > config.lifecycle.drain_timeout_s + KILL_S
     assert container["ports"][0]["containerPort"] == config.listen.port
     assert int(container["resources"]["requests"]["cpu"]) == config.listen.relays + 1
     mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
