@@ -27,6 +27,7 @@ from balanceroute.experiments.cells import (
     FACTORS,
     LATER_FACTORS,
     LOADS,
+    ROWS_PER_SLOT,
     SLOTS,
     WIDTHS,
     Cell,
@@ -34,8 +35,9 @@ from balanceroute.experiments.cells import (
     mean_over,
     one_factor_cells,
     random_cells,
+    rows_of,
 )
-from balanceroute.experiments.jobs import Results
+from balanceroute.experiments.jobs import Results, whole_trace
 from balanceroute.experiments.methods import Method
 from balanceroute.experiments.scope import Scope, Section
 from balanceroute.experiments.tables import Table
@@ -232,7 +234,12 @@ def report(scope: Scope, results: Results, out: Path) -> Section:
         " wait serves more of the small ones meanwhile, and gains up to 1 % here. In a run of only a few wait caps it"
         " gains several per cent, though it ends no sooner: judge such a run by its makespan."
     )
-    section.table(regret_table(busy))
+    regrets = regret_table(busy)
+    if busy:
+        section.table(regrets)
+    else:
+        section.text(why_none_is_busy(scope, rows))
+        section.tables.append(regrets)  # its file is written all the same
     section.text(f"The bars for the default, {methods.LEVEL_FIT.label}, one by one:")
     section.table(verdict_table(rows, busy))
     section.table(cell_table(rows))
@@ -243,9 +250,28 @@ def report(scope: Scope, results: Results, out: Path) -> Section:
     return section
 
 
+def slots_used(row: Sequence[CellResult]) -> float:
+    """The share of a cell's slots in use, as a mean of its policies."""
+    return fmean(s.utilisation for s in row)
+
+
 def busy_ones(rows: Sequence[Sequence[CellResult]]) -> list[Sequence[CellResult]]:
     """The cells that are judged."""
-    return [row for row in rows if fmean(s.utilisation for s in row) > BUSY]
+    return [row for row in rows if slots_used(row) > BUSY]
+
+
+def why_none_is_busy(scope: Scope, rows: Sequence[Sequence[CellResult]]) -> str:
+    """Why there is no regret: a user's trace may be too short to fill the slots."""
+    text = (
+        f"No cell is busy: at most {max(map(slots_used, rows)):.0%} of the slots were in use. So every policy serves"
+        " what arrives, and there is no regret to show."
+    )
+    if not scope.trace:
+        return text
+    return (
+        f"{text} To fill the slots, a run needs about {ROWS_PER_SLOT} requests for each of them,"
+        f" {rows_of(scope.trace, 8):,} for 8 workers of {SLOTS}; the trace has {len(whole_trace(scope.trace)):,}."
+    )
 
 
 def lost_tokens(busy: Sequence[Sequence[CellResult]]) -> dict[str, list[float]]:

@@ -202,6 +202,18 @@ def test_the_grid_is_reported_with_every_policy_in_every_cell(tmp_path: Path, mo
             assert f"| {cell.name} | {method.label} |" in text
 
 
+def test_a_trace_too_short_to_fill_the_slots_is_named_as_that_in_place_of_empty_regrets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "short.csv"
+    write_trace(generate_trace("capped", rows=60), path)
+    monkeypatch.setattr(grid, "cells", lambda scope: [Cell(str(path), n_workers=2)])
+    scope = Scope.of(quick=True, trace=str(path))
+    text = grid.report(scope, {job: job.run() for job in grid.plan(scope)}, tmp_path).markdown()
+    assert "No cell is busy: at most " in text and "10,240 for 8 workers of 64; the trace has 60." in text
+    assert "| – |" not in text.partition("| cell |")[0], "no row of dashes"
+
+
 def test_the_bound_report_compares_every_policy_with_hindsight_and_perfect_balance(tmp_path: Path) -> None:
     text = reproduce(["bound"], TINY, tmp_path, n_processes=1)
     assert "| Perfect balance | 0 | 0.00 | 1.000 |" in text
