@@ -6,7 +6,9 @@ Two files of one rank number are separate servers in any case, and too few steps
 clocks of two machines differ, or one was set back, the costs of the steps tell (`clocks`).
 
 A prefiller is not a decode rank: the plugin names its file so, and a file in which no request stays for a second step,
-and a token costs what it costs to compute, is one, too. It is listed and left out of all else.
+and a token costs what it costs to compute, is one, too. It is listed and left out of all else. So is a file with too
+few steps beside one with enough (a rank that has just been started, or has failed): it says nothing of its barrier, and
+the others would be compared over its short span only.
 
 A rank's load at a time is that of its last step before it, or of one that is about to end, so the ranks of a barrier
 are compared at the ends of all their steps, over the span that all of them cover. `load_spread` is max - min over the
@@ -55,7 +57,7 @@ class BadStepLog(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class RankSummary:
-    """One file: its steps, their cost, the load in them."""
+    """One file: its steps, their cost, the load in them. `too_few`: of its steps, so it is left out."""
 
     file: str
     steps: int
@@ -68,6 +70,7 @@ class RankSummary:
     max_kv_cache_usage: float
     prefiller: bool
     fit: Fit | None
+    too_few: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,10 +172,16 @@ def summarise(paths: Sequence[Path]) -> Summary:
         steps, repaired = in_order(read(path))
         logs.append((path, steps))
         notes += [f"{path.name}: {repaired}"] if repaired else []
-    ranks = [_rank(path, steps) for path, steps in logs]
-    decoding = [log for log, rank in zip(logs, ranks, strict=True) if len(log[1]) and not rank.prefiller]
+    ranks = without_short([_rank(path, steps) for path, steps in logs])
+    decoding = [log for log, rank in zip(logs, ranks, strict=True) if not (rank.prefiller or rank.too_few)]
     members, moved = in_groups(decoding)
     return replace(_summary(ranks, with_slowdowns([_group(group) for group in members])), notes=(*notes, *moved))
+
+
+def without_short(ranks: list[RankSummary]) -> list[RankSummary]:
+    """The files, with those marked that have too few steps: less than enough where another decode rank has enough."""
+    enough = any(rank.steps >= ENOUGH_STEPS and not rank.prefiller for rank in ranks)
+    return [replace(rank, too_few=rank.steps < (ENOUGH_STEPS if enough else 1)) for rank in ranks]
 
 
 def _summary(ranks: list[RankSummary], groups: list[Group]) -> Summary:

@@ -24,10 +24,16 @@ def _table(ranks: list[RankSummary]) -> list[str]:
     lines += [
         f"{rank.file:{width}}  {rank.steps:7d} {rank.step_ms_p50:8.2f} {rank.step_ms_p99:8.2f} "
         f"{rank.mean_running:8.1f} {rank.mean_tokens:9.0f} {rank.max_waiting:7d} {rank.max_kv_cache_usage:6.1%}"
-        + ("  a prefiller: left out" if rank.prefiller else "")
+        + _left_out(rank)
         for rank in ranks
     ]
     return [*lines, "(means per step; most waiting; highest KV usage)"]
+
+
+def _left_out(rank: RankSummary) -> str:
+    if rank.prefiller:
+        return "  a prefiller: left out"
+    return "  too few steps: left out" if rank.too_few else ""
 
 
 def _of_group(group: Group, title: str) -> list[str]:

@@ -14,7 +14,7 @@ from balanceroute.instrumentation.__main__ import main
 from balanceroute.instrumentation.reading import BadStepLog, Group, Summary, read, summarise
 from balanceroute.instrumentation.step_fit import Fit
 from balanceroute.instrumentation.step_log import COLUMNS
-from balanceroute.instrumentation.text import configuration
+from balanceroute.instrumentation.text import configuration, text_of
 
 HEADER = ",".join(COLUMNS) + "\n"
 
@@ -66,8 +66,8 @@ def test_ranks_of_a_barrier_that_end_a_step_not_quite_at_once_are_compared_in_th
 
 
 def test_only_the_time_that_all_files_cover_is_compared(tmp_path: Path) -> None:
-    early = a_log(tmp_path / "a", [9000] * 20 + [100] * 20)
-    late = a_log(tmp_path / "b", [100] * 20, start_s=1e9 + 1.0)
+    early = a_log(tmp_path / "a", [9000] * 40 + [100] * 40)
+    late = a_log(tmp_path / "b", [100] * 40, start_s=1e9 + 2.0)
     assert summarise([early, late]).load_spread_mean == pytest.approx(0, abs=1)
 
 
@@ -220,6 +220,19 @@ def test_a_rank_that_alone_explains_the_steps_of_its_barrier_is_named_as_slower(
     assert group.fit is not None and group.fit.doubt is not None
     assert group.files[3] in group.fit.doubt and "slower" in group.fit.doubt
     assert summary.request_tokens is None
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 5, 29])
+def test_a_file_with_too_few_steps_is_no_server_of_its_own_and_hides_nothing_of_the_others(
+    tmp_path: Path, steps: int
+) -> None:
+    files = engines(tmp_path, 3, barrier=True)
+    whole = summarise(files[:2])
+    files[2].write_text("".join(files[2].read_text().splitlines(keepends=True)[: 1 + steps]))
+    summary = summarise(files)
+    assert summary.groups == whole.groups and summary.load_spread_mean == whole.load_spread_mean
+    assert [rank.too_few for rank in summary.ranks] == [False, False, True]
+    assert text_of(summary).count("too few steps: left out") == 1
 
 
 def test_two_ranks_of_one_number_are_two_servers(tmp_path: Path) -> None:
