@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,6 @@ from balanceroute.traces.trace import (
 )
 
 CLOCK_S = (1e9, 1e10)  # seconds of a clock between 2001 and 2286; as milliseconds, 12 to 115 days after a start
-GUESSED_LINES = 200  # that are looked at: a server prints its banner first
 AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")  # columns of arrivals, prompts and outputs
 BURSTGPT = ("Timestamp", "Request tokens", "Response tokens")
 MOONCAKE = ("timestamp", "input_length", "output_length")
@@ -53,7 +52,7 @@ BAILIAN_BLOCK_TOKENS = 16
 
 
 class TraceFormat(StrEnum):
-    """The format of a file; AUTO decides by its first lines."""
+    """The format of a file; AUTO decides by its first lines, or by the first one of a log."""
 
     AUTO = "auto"
     AZURE = "azure"
@@ -122,7 +121,7 @@ def convert_trace(
     kind = guess_format(path) if format is TraceFormat.AUTO else format
     if kind is None:
         _, header = next(text_lines(path))
-        if set(REQUIRED) <= {name.strip(' \r\n"') for name in header.split(",")}:
+        if is_trace(header):
             raise InputError(f"{path}: is a trace already, which replay and describe read as it is")
         raise unknown(path)
     arrivals, prompts, outputs, keys = list[float](), list[int](), list[int](), list[str]()
@@ -188,18 +187,26 @@ def is_foreign(path: Source) -> bool:
 
 
 def guess_format(path: Source) -> TraceFormat | None:
-    """Tell the formats apart: the tables by their first line, the logs by the first line that is of either.
+    """Tell the formats apart: the tables and JSON traces by their first line, the logs by the first line that is of
+    either, however many lines of others (a banner, accesses, probes) stand before it.
 
     None is a table with other columns. Raises: InputError for a file that cannot be read, JSON of something else, or
     this router's log in a form that says too little.
     """
-    lines = list(islice(log_lines(path), GUESSED_LINES))
-    first = lines[0][1].lstrip() if lines else ""
+    lines = log_lines(path)
+    begins = list(islice(lines, 1))
+    first = begins[0][1].lstrip() if begins else ""
+    if is_trace(first):
+        return None
     if AZURE[1] in first:
         return TraceFormat.AZURE
     if BURSTGPT[1] in first:
         return TraceFormat.BURSTGPT
-    for line, text in lines:
+    is_json = first.startswith(("{", "["))
+    if is_json and any(f'"{name}"' in first for name in MOONCAKE[1:]):  # many a log has a timestamp
+        of_chats = any(f'"{name}"' in first for name in BAILIAN_ONLY)
+        return TraceFormat.BAILIAN if of_chats else TraceFormat.MOONCAKE
+    for line, text in chain(begins, lines):
         before, _, rest = text.partition("{")
         if STAMP.search(before):
             return TraceFormat.VLLM
@@ -210,12 +217,14 @@ def guess_format(path: Source) -> TraceFormat | None:
                 f"{path}: line {line}: this is the router's plain-text log, which has no dates; "
                 "run the router with log.format: json"
             )
-    if first.startswith(("{", "[")):
-        if any(f'"{name}"' in first for name in MOONCAKE[1:]):  # many a log has a timestamp
-            of_chats = any(f'"{name}"' in first for name in BAILIAN_ONLY)
-            return TraceFormat.BAILIAN if of_chats else TraceFormat.MOONCAKE
+    if is_json:
         raise unknown(path)
     return None
+
+
+def is_trace(header: str) -> bool:
+    """Whether a first line is that of a trace's own table."""
+    return set(REQUIRED) <= {name.strip(' \r\n"') for name in header.split(",")}
 
 
 def unknown(path: Source) -> InputError:

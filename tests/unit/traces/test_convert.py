@@ -518,6 +518,16 @@ def test_vllms_log_of_token_ids_is_counted_exactly(tmp_path: Path) -> None:
     assert result.trace.output_tokens.tolist() == [3, 4]
 
 
+ACCESSES = 'INFO:     10.0.0.9:4711 - "GET /health HTTP/1.1" 200 OK\n(APIServer pid=7) INFO:     accepted\n' * 5000
+
+
+def test_a_log_is_recognised_however_many_lines_of_others_it_begins_with(tmp_path: Path) -> None:
+    received = "Received request cmpl-a-0: prompt: 'abcd', params: SamplingParams(max_tokens=9), lora_request: None."
+    result = convert_trace(written(tmp_path / "vllm.log", ACCESSES + vllm_log(("01-01 00:00:03", received))))
+    assert (result.format, len(result.trace)) == (TraceFormat.VLLM, 1)
+    assert convert_trace(written(tmp_path / "router.log", ACCESSES + ROUTER)).format is TraceFormat.ROUTER
+
+
 def test_lengths_that_vllms_log_does_not_have_are_estimated_and_reported(tmp_path: Path) -> None:
     text = vllm_log(
         ("01-01 00:00:00", f"Received request a: prompt: '{'word' * 50}', params: SamplingParams(max_tokens=16)."),
