@@ -220,6 +220,7 @@ def overview(services: Services, recorder: Recorder) -> dict[str, Any]:
         "needs_token": services.config.auth.admin_token is not None,
         "now_s": services.ledger.now(),
         "unix_s": time.time(),
+        "clock_sets": recorder.clock_sets,
         "degraded_by": services.degraded_by,
         "draining": view.draining,
         "workers": [

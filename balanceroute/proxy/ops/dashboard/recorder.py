@@ -4,6 +4,9 @@ A series is a ring buffer of `SPAN` numbers. A value that was not known is NaN, 
 down, a quantile of no request, a KV usage that no worker reports. A second in which the loop had no time has no sample,
 and the page draws a gap.
 
+The charts need times of day, and rates need a clock that nobody sets. So times are those of the steady clock, moved to
+the time of day; when that is set, all of them move with it (`Recorder.clock_sets`).
+
 Memory: 4 bytes per number, so 3.6 kB per series and worker; 144 workers take half a megabyte.
 """
 
@@ -27,6 +30,7 @@ from balanceroute.errors import ConfigError, InputError, Rejected
 from balanceroute.explain import runners_up
 from balanceroute.proxy.admission.decision_log import SAMPLES, Sample
 from balanceroute.proxy.ops.services import Services
+from balanceroute.proxy.telemetry.clock import now_s
 from balanceroute.proxy.telemetry.instruments import Histogram
 from balanceroute.proxy.telemetry.metrics import Served
 from balanceroute.proxy.telemetry.ticks import until_tick_s
@@ -37,6 +41,7 @@ PERIOD_S: Final = 1.0
 RATE_S: Final = 5  # samples over which rates are taken
 QUANTILE_S: Final = 30  # samples over which quantiles are taken
 EVENTS: Final = 200
+CLOCK_SET_S: Final = 1.0  # the time of day was set if it has moved by more against the steady clock
 WORK_S: Final = 0.1  # time of a thread, per sample, to work out runners-up
 POINTS: Final = 40_000  # at most so many values, of all workers, go to a page at first
 
@@ -122,8 +127,15 @@ def _hits_since(before: PrefillerView, now: PrefillerView) -> tuple[int, int, in
 class Recorder:
     """Samples the router once per `PERIOD_S`; pages read it and wait on it."""
 
-    def __init__(self, services: Callable[[], Services], wall: Callable[[], float] = time.time) -> None:
-        self._services, self._wall = services, wall
+    def __init__(
+        self,
+        services: Callable[[], Services],
+        wall: Callable[[], float] = time.time,
+        steady: Callable[[], float] = now_s,
+    ) -> None:
+        self._services, self._wall, self._steady = services, wall, steady
+        self._wall_ahead_s = wall() - steady()
+        self.clock_sets = 0  # so often the time of day was set: a page that knows another number reads everything anew
         self.count = 0  # samples so far
         self.at = np.full(SPAN, np.nan)
         self.series = {name: column() for name in SERIES}
@@ -156,7 +168,7 @@ class Recorder:
         too.
         """
         services = self._services()
-        self._note_events(services, services.ledger.view(), self._wall())
+        self._note_events(services, services.ledger.view(), self._now())
 
     def served(self) -> Served | None:
         """What clients have got so far; None: the counts of other processes are not known yet."""
@@ -169,8 +181,7 @@ class Recorder:
         """Record the present state. O(workers)."""
         services = self._services()
         services.ledger.settle()
-        view, row, now = services.ledger.view(), self.count % SPAN, self._wall()
-        self._keep_order(now)
+        view, row, now = services.ledger.view(), self.count % SPAN, self._now()
         self.at[row] = now
         self._note_events(services, view, now)
         values = self._values(services, view, row)
@@ -183,15 +194,19 @@ class Recorder:
         self.usage = self._write(self.usage, usage, row)
         self.count += 1
 
-    def _keep_order(self, now: float) -> None:
-        """If the clock was set back, set the samples' times back too, so that they only grow."""
-        last_s = float(self.at[(self.count - 1) % SPAN]) if self.count else now
-        if last_s <= now:
-            return
-        back_s = last_s + PERIOD_S - now
-        self.at -= back_s
-        self.events = deque([replace(event, at=event.at - back_s) for event in self.events], maxlen=EVENTS)
-        self.states = {worker_id: (state, since - back_s) for worker_id, (state, since) in self.states.items()}
+    def _now(self) -> float:
+        """The time, in Unix seconds. When the clock was set, all times so far move with it: they only grow, and stay as
+        far apart as they are.
+        """
+        steady_s = self._steady()
+        by_s = self._wall() - steady_s - self._wall_ahead_s
+        if abs(by_s) > CLOCK_SET_S:
+            self.clock_sets += 1
+            self._wall_ahead_s += by_s
+            self.at += by_s
+            self.events = deque([replace(event, at=event.at + by_s) for event in self.events], maxlen=EVENTS)
+            self.states = {worker_id: (state, since + by_s) for worker_id, (state, since) in self.states.items()}
+        return steady_s + self._wall_ahead_s
 
     @staticmethod
     def _write(columns: dict[str, Column], values: dict[str, float], row: int) -> dict[str, Column]:

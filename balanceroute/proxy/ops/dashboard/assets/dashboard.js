@@ -455,7 +455,7 @@ function listen() {
   source.onmessage = message => {
     const data = JSON.parse(message.data);
     heard();
-    if (data.sample && data.sample.at < past.at[past.at.length - 1]) {  // the router's clock was set back, and its past with it
+    if (data.clock_sets !== now.clock_sets) {  // the router's clock was set, and its past with it
       source.close();
       begin();
       return;

@@ -36,7 +36,7 @@ def test_a_quantile_is_linear_within_its_bucket_and_unknown_of_nothing(
 async def test_the_history_is_bounded_and_ordered_oldest_first() -> None:
     now = [1000.0]
     router = a_router(a_config(decoders=2))
-    recorder = Recorder(lambda: router, lambda: now[0])
+    recorder = Recorder(lambda: router, lambda: now[0], lambda: now[0])
     for _ in range(SPAN + 50):
         recorder.sample()
         now[0] += 1.0
@@ -68,7 +68,7 @@ async def test_a_worker_that_is_down_has_no_load_and_a_leaving_one_loses_its_his
 async def test_rates_are_of_the_last_seconds_and_unknown_at_first() -> None:
     now = [0.0]
     router = a_router()
-    recorder = Recorder(lambda: router, lambda: now[0])
+    recorder = Recorder(lambda: router, lambda: now[0], lambda: now[0])
     for second in range(20):
         now[0] = float(second)
         router.metrics.tokens.inc(by=100)
@@ -77,20 +77,38 @@ async def test_rates_are_of_the_last_seconds_and_unknown_at_first() -> None:
     assert math.isnan(rates[0]) and all(rate == 100.0 for rate in rates[1:20])
 
 
-async def test_a_clock_that_is_set_back_shifts_the_history_and_changes_no_rate() -> None:
-    now = [5000.0]
+@pytest.mark.parametrize("by_s", [-3600.0, 3600.0, -1.5, 1.5, 0.0], ids=lambda by_s: f"{by_s:+g} s")
+async def test_a_clock_that_is_set_moves_the_history_and_changes_no_rate(by_s: float) -> None:
+    steady, set_by_s = [70.0], 0.0
     router = a_router(a_config(decoders=1))
-    recorder = Recorder(lambda: router, lambda: now[0])
-    for second in range(10):
-        now[0] += 1.0 if second != 6 else -3600.0
+    recorder = Recorder(lambda: router, lambda: 5000.0 + steady[0] + set_by_s, lambda: steady[0])
+    for second in range(12):
+        steady[0] += 1.0
         router.metrics.tokens.inc(by=100)
         if second == 4:
             router.fleet.set_healthy(router.fleet["d0"], False)
+        if second == 7:
+            set_by_s = by_s
+            recorder.look()  # of a page, before the next sample
         recorder.sample()
-    assert recorder.past()["at"].tolist() == [1400.0 + second for second in range(10)]
-    assert recorder.series["tokens_per_s"][6:10].tolist() == [100.0] * 4
+    assert recorder.past()["at"].tolist() == [5071.0 + by_s + second for second in range(12)]
+    assert recorder.series["tokens_per_s"][1:12].tolist() == [100.0] * 11
     down = recorder.events[-1]
-    assert (down.kind, down.at) == ("down", 1404.0) and recorder.states["d0"][1] == 1404.0
+    assert (down.kind, down.at) == ("down", 5075.0 + by_s) and recorder.states["d0"][1] == 5075.0 + by_s
+    assert overview(router, recorder)["clock_sets"] == (1 if by_s else 0)
+
+
+async def test_a_clock_that_is_slewed_leaves_the_samples_as_far_apart_as_they_are() -> None:
+    steady = [70.0]
+    router = a_router(a_config(decoders=1))
+    recorder = Recorder(lambda: router, lambda: 5000.0 + 1.1 * steady[0], lambda: steady[0])
+    for _ in range(40):
+        steady[0] += 1.0
+        router.metrics.tokens.inc(by=100)
+        recorder.sample()
+    assert np.diff(recorder.past()["at"]) == pytest.approx(1.0)
+    assert recorder.series["tokens_per_s"][1:40] == pytest.approx(100.0)
+    assert abs(recorder.at[39] - (5000.0 + 1.1 * steady[0])) <= 1.0
 
 
 async def test_quantiles_cover_only_recent_requests() -> None:
@@ -120,7 +138,7 @@ async def test_client_figures_cover_all_processes_and_are_unknown_until_all_have
         return counts
 
     router.metrics.beside = beside
-    recorder = Recorder(lambda: router, lambda: now[0])
+    recorder = Recorder(lambda: router, lambda: now[0], lambda: now[0])
     for second in range(12):
         now[0] = float(second)
         if second > 2:
