@@ -64,7 +64,7 @@ from balanceroute.proxy.life.leg import (
     clear_frames,
 )
 from balanceroute.proxy.life.prefilling import ask, has_prefilled
-from balanceroute.proxy.life.pull import note_growth, requeue_rest
+from balanceroute.proxy.life.pull import given_back, note_growth, requeue_rest
 from balanceroute.proxy.life.retries import pushes_back
 from balanceroute.proxy.wire.client_request import ClientRequest
 from balanceroute.proxy.wire.payloads import push_body
@@ -142,7 +142,6 @@ class Layerwise:
         try:
             if await self._attempt(worker):
                 return COMPLETE
-            worker.circuit.inconclusive()
         except PushFailed as failure:
             leg.check_abandoned(worker)
             lost = failure.error
@@ -160,9 +159,7 @@ class Layerwise:
             elif not isinstance(error, WorkerSilent):  # a silent one may have written half of the KV
                 raise  # judged already, as the last try
         else:
-            note_growth(leg, tokens)
-            if scanner.generated.lasting <= tokens:
-                await asyncio.sleep(retries.count_without_token(worker))
+            await given_back(leg, worker, tokens)
         try:
             return await requeue_rest(leg, self._result, lost)
         finally:

@@ -98,7 +98,6 @@ class Pull:
         try:
             if await decode(leg, worker, DECODE_GRACE_S):
                 return COMPLETE
-            worker.circuit.inconclusive()
         except KvTooOld as gone:
             why = "worker_lost" if isinstance(gone, KvLost) else "pulled_late"
             worker.circuit.inconclusive()
@@ -110,9 +109,7 @@ class Pull:
             await leg.suspect_loss(error, worker)
             await asyncio.sleep(retries.judge(error, worker, "decode", begun=bool(scanner.tokens)))
         else:
-            note_growth(leg, tokens)
-            if scanner.generated.lasting <= tokens:
-                await asyncio.sleep(retries.count_without_token(worker))
+            await given_back(leg, worker, tokens)
         try:
             return await requeue_rest(leg, self._result, lost, why)
         finally:
@@ -124,6 +121,17 @@ def note_growth(leg: Leg, tokens: int) -> None:
     """Forget earlier failures if a decode that ended early has left more to go on from than the `tokens` before it."""
     if len(leg.answer.ids_to_resume_from) > tokens:
         leg.retries.grown()
+
+
+async def given_back(leg: Leg, worker: Worker, tokens: int) -> None:
+    """After a decode that the worker gave back; `tokens`: those before it. Waits if it has left no lasting one.
+
+    Raises: BadUpstreamReply: it has left none again and again.
+    """
+    worker.circuit.inconclusive()
+    note_growth(leg, tokens)
+    if leg.answer.scanner.generated.lasting <= tokens:
+        await asyncio.sleep(leg.retries.count_without_token(worker))
 
 
 async def requeue_rest(leg: Leg, result: PrefillResult, lost: UpstreamError | None, why: str = "recomputed") -> Event:
