@@ -5,13 +5,19 @@ connection. While a look-up fails or takes long, the last addresses are used, as
 DNS takes no worker out. If the addresses refuse connections, the name is looked up again at once, because a restarted
 pod has another address. If the name is gone by then, the addresses are dropped: another pod may have them. Of several
 addresses the last one that answered comes first, so that health checks do not wait for a silent one.
+
+Each look-up has a thread of its own. A name server that is silent holds one for 10 s and more: in a pool the other
+names would wait for a free thread, and the process could not end before the last one in the queue.
 """
 
 import asyncio
+import contextlib
+import errno
 import ipaddress
 import logging
 import socket
 from collections.abc import Iterable
+from threading import Thread
 from typing import Final
 
 from balanceroute.proxy.telemetry.troubles import Trouble
@@ -34,6 +40,11 @@ class Addresses:
         self._error: Exception | None = None
         self._trouble = Trouble(log, "name not found: its last addresses are used", "name found again")
         self._preferred = ""
+
+    def prepare(self) -> None:
+        """Begin to look the name up, so that its addresses are known if no name server answers later."""
+        if not self._known and self._lookup is None:
+            self._lookup = asyncio.get_running_loop().create_task(self._look())
 
     async def get(self) -> list[str]:
         """All addresses, in the system's order, but the preferred one first.
@@ -73,7 +84,7 @@ class Addresses:
     async def _look(self) -> None:
         loop = asyncio.get_running_loop()
         try:
-            found = await loop.getaddrinfo(self._host, None, type=socket.SOCK_STREAM)
+            found = await look_up(self._host)
         except (OSError, UnicodeError) as error:
             self._error = error
             if self._in_doubt and isinstance(error, socket.gaierror) and error.errno in _GONE:
@@ -82,13 +93,43 @@ class Addresses:
                 self._keep(loop, str(error))
             return
         self._trouble.end(host=self._host)
-        self._known = self._in_order(dict.fromkeys(str(entry[4][0]) for entry in found))
+        self._known = self._in_order(found)
         self._fresh_until_s = loop.time() + FRESH_S
 
     def _keep(self, loop: asyncio.AbstractEventLoop, reason: str) -> None:
         """Keep the known addresses after a failed look-up."""
         self._trouble.begin(host=self._host, error=reason)
         self._fresh_until_s = loop.time() + FRESH_S
+
+
+async def look_up(host: str) -> list[str]:
+    """The addresses of a name, by the system. Raises: OSError, UnicodeError."""
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[list[str]] = loop.create_future()
+
+    def take(found: list[str], error: Exception | None) -> None:
+        if answer.done():  # nobody waits any more
+            return
+        if error is None:
+            answer.set_result(found)
+        else:
+            answer.set_exception(error)
+
+    def ask() -> None:
+        found, failed = list[str](), None
+        try:
+            entries = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+            found = list(dict.fromkeys(str(entry[4][0]) for entry in entries))
+        except Exception as error:
+            failed = error
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(take, found, failed)
+
+    try:
+        Thread(target=ask, name="look-up", daemon=True).start()  # the process ends without it
+    except RuntimeError as error:
+        raise OSError(errno.ENOMEM, "no thread can be started") from error
+    return await answer
 
 
 def _is_address(host: str) -> bool:

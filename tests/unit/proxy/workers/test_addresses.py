@@ -3,30 +3,68 @@
 import asyncio
 import logging
 import socket
+import threading
+from collections.abc import Callable, Iterator
 
 import pytest
+import uvloop
 
-from balanceroute.proxy.workers.addresses import FRESH_S, PATIENCE_S, Addresses
+from balanceroute.errors import CannotConnect
+from balanceroute.proxy.workers import addresses as module
+from balanceroute.proxy.workers.addresses import FRESH_S, PATIENCE_S, Addresses, look_up
+from balanceroute.proxy.workers.upstream import Upstream
 from tests.unit.proxy.virtual_time import let_pass, with_virtual_time
+from tests.waiting import PATIENCE_S as LONG_S
+from tests.waiting import until
 
 LOST = socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
 
 
 class Names:
-    """Stands for the system's resolver on the running loop."""
+    """Stands for the system's resolver until the test ends."""
 
     def __init__(self, *addresses: str) -> None:
         self.addresses, self.error, self.takes_s, self.lookups = list(addresses), None, 0.0, 0
-        asyncio.get_running_loop().getaddrinfo = self._look  # type: ignore[method-assign,assignment]
+        module.look_up = self._look
 
     error: Exception | None
 
-    async def _look(self, host: str, port: None, *, type: int) -> list[tuple[object, ...]]:
+    async def _look(self, host: str) -> list[str]:
         self.lookups += 1
         await let_pass(self.takes_s)
         if self.error is not None:
             raise self.error
-        return [(0, type, 6, "", (address, 0)) for address in self.addresses]
+        return list(self.addresses)
+
+
+@pytest.fixture(autouse=True)
+def _restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "look_up", look_up)
+
+
+class System:
+    """Stands for `socket.getaddrinfo`: for a silent name it waits until the test's end, or `LONG_S`."""
+
+    def __init__(self, addresses: dict[str, list[str]]) -> None:
+        self.addresses = addresses
+        self.asked, self.given_up, self.ended = list[str](), list[str](), threading.Event()
+
+    def getaddrinfo(self, host: str, port: None, *, type: int) -> list[tuple[object, ...]]:
+        self.asked.append(host)
+        if host not in self.addresses:
+            if not self.ended.wait(LONG_S):
+                self.given_up.append(host)
+            raise LOST
+        return [(0, type, 6, "", (address, 0)) for address in self.addresses[host]]
+
+
+@pytest.fixture
+def system(monkeypatch: pytest.MonkeyPatch) -> Iterator[System]:
+    """The system's resolver, which knows one name."""
+    system = System({"d0": ["10.0.0.1", "10.0.0.2", "10.0.0.1"]})
+    monkeypatch.setattr(socket, "getaddrinfo", system.getaddrinfo)
+    yield system
+    system.ended.set()
 
 
 def now() -> float:
@@ -43,7 +81,7 @@ async def test_an_ip_address_needs_no_lookup(host: str) -> None:
 
 @with_virtual_time
 async def test_concurrent_lookups_are_shared_and_cached_for_a_while() -> None:
-    names, addresses = Names("10.0.0.1", "10.0.0.2", "10.0.0.1"), Addresses("d0")
+    names, addresses = Names("10.0.0.1", "10.0.0.2"), Addresses("d0")
     names.takes_s = 2.0
     found = await asyncio.gather(*(addresses.get() for _ in range(20)))
     assert found == [["10.0.0.1", "10.0.0.2"]] * 20 and names.lookups == 1
@@ -155,3 +193,58 @@ async def test_a_waiter_may_be_cancelled_and_the_others_get_their_answer() -> No
     await let_pass(1.0)
     first.cancel()
     assert await second == ["10.0.0.1"] and first.cancelled()
+
+
+LOOPS = pytest.mark.parametrize("loop_factory", [asyncio.SelectorEventLoop, uvloop.new_event_loop])
+
+
+@LOOPS
+def test_a_name_is_found_while_the_name_server_is_silent_on_hundreds_of_others(
+    system: System, loop_factory: Callable[[], asyncio.AbstractEventLoop]
+) -> None:
+    async def test() -> None:
+        others = [asyncio.ensure_future(Addresses(f"silent-{number}").get()) for number in range(200)]
+        await until(lambda: len(system.asked) == len(others))
+        assert await Addresses("d0").get() == ["10.0.0.1", "10.0.0.2"]
+        system.ended.set()
+        for other in others:
+            with pytest.raises(socket.gaierror, match="Temporary failure"):
+                await other
+
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        runner.run(test())
+
+
+@LOOPS
+def test_a_process_ends_without_the_lookups_under_way(
+    system: System, loop_factory: Callable[[], asyncio.AbstractEventLoop]
+) -> None:
+    async def test() -> None:
+        asking = asyncio.ensure_future(Addresses("silent").get())
+        await until(lambda: system.asked)
+        asking.cancel()
+
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        runner.run(test())
+    threads = [thread for thread in threading.enumerate() if thread.name == "look-up"]
+    assert threads and all(thread.daemon for thread in threads) and not system.given_up
+    system.ended.set()
+    for thread in threads:
+        thread.join()  # its answer comes when the loop has ended
+
+
+@pytest.mark.parametrize("host", ["a..b", "x" * 64])
+@with_virtual_time
+async def test_what_is_no_name_is_an_error(host: str) -> None:
+    with pytest.raises(UnicodeError):
+        await Addresses(host).get()
+
+
+@with_virtual_time
+async def test_a_missing_thread_is_the_routers_own_lack(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_thread(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
+    with pytest.raises(CannotConnect, match="Cannot allocate memory"):
+        await Upstream("http://d0.cluster:1").request("GET", "/health")

@@ -14,6 +14,7 @@ import trustme
 from balanceroute.errors import CannotConnect, ConnectFailed, UpstreamTimeout
 from balanceroute.proxy.life.errors import KvTooOld
 from balanceroute.proxy.wire.responses import status_of
+from balanceroute.proxy.workers import addresses
 from balanceroute.proxy.workers.upstream import KEEPALIVE_S, Upstream
 from tests.ports import loopback
 from tests.unit.proxy.servers import (
@@ -251,19 +252,21 @@ async def test_a_failed_connection_is_attributed_to_worker_or_router(ours: bool)
         assert status_of(failed.value) == (503 if ours else 502)
 
 
-def test_a_second_address_is_used_when_the_first_fails_and_kept_when_lookups_fail() -> None:
+def test_a_second_address_is_used_when_the_first_fails_and_kept_when_lookups_fail(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async def test() -> None:
-        loop, lookups = asyncio.get_running_loop(), 0
+        lookups = 0
 
-        async def found(*_: object, **__: object) -> list[tuple[object, ...]]:
+        async def found(_: str) -> list[str]:
             nonlocal lookups
             lookups += 1
             if lookups > 1:
                 raise socket.gaierror(socket.EAI_AGAIN, "no answer")
-            return [(0, 1, 6, "", (address, 0)) for address in ("127.0.0.2", "127.0.0.1")]
+            return ["127.0.0.2", "127.0.0.1"]
 
+        monkeypatch.setattr(addresses, "look_up", found)
         async with worker(answering(plain(b"ok"))) as server:
-            loop.getaddrinfo = found  # type: ignore[method-assign,assignment]
             upstream = Upstream(server.url.replace("127.0.0.1", "d0.cluster"), keepalive_s=0.0)
             for _ in range(3):
                 assert await (await post(upstream)).read(9) == b"ok"
@@ -277,11 +280,11 @@ def test_a_second_address_is_used_when_the_first_fails_and_kept_when_lookups_fai
 
 
 @with_virtual_time
-async def test_a_silent_address_leaves_time_for_the_next_one() -> None:
+async def test_a_silent_address_leaves_time_for_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
     loop, tried = asyncio.get_running_loop(), list[str]()
 
-    async def found(*_: object, **__: object) -> list[tuple[object, ...]]:
-        return [(0, 1, 6, "", (address, 0)) for address in ("2001:db8::1", "10.0.0.1")]
+    async def found(_: str) -> list[str]:
+        return ["2001:db8::1", "10.0.0.1"]
 
     async def connects(_: object, address: str, *__: object, **___: object) -> None:
         tried.append(address)
@@ -289,7 +292,7 @@ async def test_a_silent_address_leaves_time_for_the_next_one() -> None:
             await asyncio.Event().wait()
         raise ConnectionRefusedError
 
-    loop.getaddrinfo = found  # type: ignore[method-assign,assignment]
+    monkeypatch.setattr(addresses, "look_up", found)
     loop.create_connection = connects  # type: ignore[method-assign,assignment]
     upstream = Upstream("http://d0.cluster:1")
     began_s = loop.time()
