@@ -94,6 +94,7 @@ class RelayServices(ClientServices):
             if worker.kv_connector is None and connector is not None:
                 with suppress(WrongConnector):  # a brain that is of another connector, after a takeover
                     ClientServices.note_connector(self, worker, connector or None)
+            worker.upstream.prepare()  # the brain's health checks go on in an outage of the name server
         if whole:  # workers may have left while this relay, or the brain, was away
             self.metrics.forget_workers_but([worker.id for worker in self.fleet])
         self.known.set()

@@ -28,9 +28,10 @@ from balanceroute.proxy.relay_locks import RelayLocks
 from balanceroute.proxy.relay_services import COUNTS_S, RelayServices
 from balanceroute.proxy.run_folder import RunFolder
 from balanceroute.proxy.telemetry.metrics import Metrics
+from balanceroute.proxy.workers import addresses
 from balanceroute.proxy.workers.connector_check import WrongConnector
 from balanceroute.proxy.workers.fleet import Worker
-from tests.integration.relayed import Relay, a_brain, a_relay, relayed
+from tests.integration.relayed import Relay, a_brain, a_relay, answered, relayed
 from tests.integration.router import FAST, configuration, patient
 from tests.integration.test_proxy_answers import completion
 from tests.integration.test_proxy_faults import PAIR
@@ -96,6 +97,32 @@ async def test_a_call_that_any_worker_answers_gets_503_with_the_reason_without_a
         answer = await relay.client.get("/v1/models")
         assert answer.status_code == 503 and answer.headers["retry-after"]
         assert "no brain leads" in answer.json()["error"]["message"]
+
+
+async def test_a_relay_reaches_workers_that_it_has_not_used_yet_while_no_name_server_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lookups, outage = list[str](), asyncio.Event()
+
+    async def look_up(host: str) -> list[str]:
+        lookups.append(host)
+        if outage.is_set():
+            await asyncio.Event().wait()
+        return ["127.0.0.1"]
+
+    monkeypatch.setattr(addresses, "look_up", look_up)
+    monkeypatch.setattr(addresses, "FRESH_S", 3600.0)  # each process looks once for each worker
+
+    def named(urls: list[str]) -> dict[str, Any]:
+        return {"workers": [{"url": url.replace("127.0.0.1", "worker.cluster")} for url in urls]}
+
+    async with EmulatedCluster(patient(FAST)) as cluster:
+        workers = {"prefill": named(cluster.prefill_urls), "decode": named(cluster.decode_urls)}
+        config, folder = configuration(cluster, **workers), RunFolder(tmp_path)
+        async with a_brain(config, folder, relays=1), a_relay(config, folder, "relay-0") as relay:
+            await until(lambda: len(lookups) == 2 * len(cluster.prefill_urls + cluster.decode_urls))
+            outage.set()
+            await answered(relay, 0)
 
 
 async def test_a_relay_renews_the_times_of_its_run_folder_files(monkeypatch: pytest.MonkeyPatch) -> None:

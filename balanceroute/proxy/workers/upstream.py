@@ -73,6 +73,9 @@ class Connections(Protocol):
     ) -> Reply:
         """As `Upstream.request`."""
 
+    def prepare(self) -> None:
+        """As `Upstream.prepare`."""
+
     def drop_idle(self) -> None:
         """As `Upstream.drop_idle`."""
 
@@ -198,6 +201,10 @@ class Upstream:
         finally:
             if not delivered:  # also if the head comes at the moment of a cancellation
                 reply.abort()
+
+    def prepare(self) -> None:
+        """Begin to look the worker's name up, before the first request."""
+        self._addresses.prepare()
 
     def drop_idle(self) -> None:
         """Close idle connections: an answer to another request may be about to come on one of them."""

@@ -231,6 +231,9 @@ class ScriptedUpstream:
     def retire(self) -> None:
         pass
 
+    def prepare(self) -> None:
+        pass
+
     def drop_idle(self) -> None:
         pass
 
