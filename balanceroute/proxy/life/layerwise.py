@@ -193,10 +193,21 @@ class Layerwise:
             leg.answer.count_prompt_by_decoder()
 
     async def _await_prefill_figures(self, push: asyncio.Task[None]) -> None:
-        """Wait for the prefiller's figures of the prompt. Raises: BadUpstreamReply: they do not come."""
+        """Wait for the prefiller's figures of the prompt.
+
+        Raises: BadUpstreamReply: they do not come. BalanceRouteError: the request was interrupted, and lacks them.
+        """
         leg, answer = self._leg, self._leg.answer
         lacks = answer.request.prompt_wishes is not None and not answer.request.stream
-        await asyncio.wait({push}, timeout=None if lacks else PREFILL_REPLY_S)
+        try:
+            await asyncio.wait({push}, timeout=None if lacks else PREFILL_REPLY_S)
+        except asyncio.CancelledError:
+            interruption = leg.interruption()
+            if interruption is None:
+                raise
+            if lacks:
+                raise interruption from None
+            return  # its time may be over, but the client has the answer, or is about to get it
         if lacks and answer.prompt_reply is None:
             raise BadUpstreamReply(
                 "its answer lacks what was asked of the prompt", worker=leg.prefiller_id, tier="prefill"

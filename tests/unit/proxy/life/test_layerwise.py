@@ -9,6 +9,7 @@ import pytest
 
 from balanceroute.core.types import Outcome
 from balanceroute.errors import BadUpstreamReply, ConnectionLost, InvariantError, UpstreamTimeout
+from balanceroute.proxy.life.errors import DeadlineExceeded
 from balanceroute.proxy.life.layerwise import CALLBACK_S, GIVE_UP_S, PREFILL_REPLY_S, Layerwise
 from balanceroute.proxy.ops.services import Services
 from balanceroute.proxy.workers.connector_check import WrongConnector
@@ -87,6 +88,30 @@ async def test_a_prefiller_lost_after_the_answer_is_complete_does_not_change_it(
         await leg.run()
     assert (leg.outcome, client.text) == (Outcome.FINISHED, " 20 21")
     assert idle(services)
+
+
+@pytest.mark.parametrize("done", [DONE, b""], ids=["with [DONE]", "without"])
+@with_virtual_time
+async def test_a_deadline_that_ends_after_the_answer_is_complete_does_not_change_it(done: bytes) -> None:
+    services, client = a_pair(Page(events(20, 21) + done), 10 * PREFILL_REPLY_S, 200), Client()
+    async with reaped(services):
+        leg = a_leg(services, client, Layerwise)
+        leg.deadline_s = services.tickets.now() + PREFILL_REPLY_S / 2
+        await leg.run()
+        assert services.tickets.now() > leg.deadline_s  # else the deadline was not tested
+    assert (leg.outcome, client.text) == (Outcome.FINISHED, " 20 21")
+    assert idle(services)
+
+
+@with_virtual_time
+async def test_a_deadline_ends_an_answer_that_lacks_what_was_asked_of_its_prompt() -> None:
+    services = a_pair(whole(20, 21), 10 * PREFILL_REPLY_S, 200)
+    async with reaped(services):
+        leg, _ = an_assembled_leg(services, Layerwise, max_tokens=2, echo=True)
+        leg.deadline_s = services.tickets.now() + PREFILL_REPLY_S / 2
+        with pytest.raises(DeadlineExceeded):
+            await leg.run()
+    assert leg.outcome is Outcome.FAILED and idle(services)
 
 
 @pytest.mark.parametrize("answer", [Page(events(20, 21) + DONE), LOST], ids=["answered", "lost"])
