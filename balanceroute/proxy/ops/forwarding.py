@@ -1,6 +1,7 @@
 """Routes that the router forwards to workers (models, versions, tokenizer, caches, profiles), and those it refuses.
 
-    /v1/models, /v1/models/{id}, /version      the first worker that answers, prefillers before decoders
+    /v1/models, /v1/models/{id}, /version      the first worker that answers: those that are up before those that get
+                                               no requests, these before those that are down; prefillers first
     /tokenize, /detokenize                     the same: every worker has the tokenizer
     /v1/messages/count_tokens                  the same, as /tokenize of the chat that it would become
     /reset_prefix_cache, /start_profile,       every worker, once per URL; 500 with the list of those that failed
@@ -12,11 +13,12 @@ empty.
 
 A relay that was just started waits until the brain has named the workers.
 
-If a worker can't be reached, is late, or answers 5xx, the next one is asked; the client gets the last failure only if
-all fail. The request's own time limit (X-Request-Timeout, `limits.request_timeout_s`) ends this with 504, as on the hot
-routes. The log says which worker failed and how; the client, which may be anybody (`/version`), gets no names of
-workers. `/v1/responses` is refused because on that route an answer that the decoder gave up for recomputation looks
-complete, so answers would be cut short unnoticed. The status is 404, because OpenAI's clients repeat every 5xx.
+If a worker can't be reached, is late, or answers 5xx, the next one is asked, for `TRYING_S` at most: of hundreds that
+are silent each would take its whole time. The client gets the last failure only if all fail. The request's own time
+limit (X-Request-Timeout, `limits.request_timeout_s`) ends this with 504, as on the hot routes. The log says which
+worker failed and how; the client, which may be anybody (`/version`), gets no names of workers. `/v1/responses` is
+refused because on that route an answer that the decoder gave up for recomputation looks complete, so answers would be
+cut short unnoticed. The status is 404, because OpenAI's clients repeat every 5xx.
 """
 
 import asyncio
@@ -57,9 +59,11 @@ log = logging.getLogger(__name__)
 
 TIMEOUT_S: Final = 30.0
 GET_TIMEOUT_S: Final = 3.0  # per worker, as in vllm-ascend's example proxy
+TRYING_S: Final = 40.0  # after this no other worker is asked; more than the longest that one may take
 RESET_PREFIX_CACHE: Final = "/reset_prefix_cache"
 _LIMIT: Final = 64 * 2**20
 _MAX_NAME: Final = 512  # characters of a model's name
+_ORDER: Final = (WorkerState.UP, WorkerState.DRAINING, WorkerState.DOWN)
 _FLAG: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
@@ -127,10 +131,13 @@ class Forwarding:
     async def _first_answer(
         self, method: str, path: str, body: bytes, headers: list[tuple[bytes, bytes]], deadline_s: float = math.inf
     ) -> Response:
-        services, now = self._services(), asyncio.get_running_loop().time()
-        await services.know_workers(min(TIMEOUT_S, services.config.queue.deadline_s, deadline_s - now))
+        services, now = self._services(), asyncio.get_running_loop().time
+        await services.know_workers(min(TIMEOUT_S, services.config.queue.deadline_s, deadline_s - now()))
         failed, last = [], None
-        for worker in sorted(services.fleet, key=lambda worker: worker.state is WorkerState.DOWN):
+        until_s = now() + TRYING_S
+        for worker in sorted(services.fleet, key=lambda worker: _ORDER.index(worker.state)):
+            if now() >= until_s:
+                break
             try:
                 last = _checked(await _ask(worker, method, path, body, headers, deadline_s), worker)
             except DeadlineExceeded:

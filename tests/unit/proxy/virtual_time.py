@@ -216,7 +216,7 @@ class ScriptedUpstream:
             if isinstance(answer, int | Page):
                 page = Page(status=answer) if isinstance(answer, int) else answer
                 waits = self.before_body if path.startswith("/v1/") else None
-                return _Reply(page, _id_in(headers), waits)
+                return _Reply(page, _id_in(headers or b""), waits)
             await (answer or asyncio.Event()).wait()
             return _Reply(Page())
         finally:

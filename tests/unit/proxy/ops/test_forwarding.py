@@ -1,4 +1,4 @@
-"""How long a client waits for workers on the routes that any one of them answers."""
+"""Which workers a forwarded call asks, in which order, and for how long a client waits for them."""
 
 import asyncio
 from typing import Any
@@ -7,11 +7,11 @@ import orjson
 import pytest
 from starlette.requests import Request
 
-from balanceroute.errors import InvalidRequest
+from balanceroute.errors import InvalidRequest, NoHealthyWorkers
 from balanceroute.proxy.life.errors import DeadlineExceeded
-from balanceroute.proxy.ops.forwarding import Forwarding
+from balanceroute.proxy.ops.forwarding import GET_TIMEOUT_S, TIMEOUT_S, TRYING_S, Forwarding
 from balanceroute.proxy.ops.services import Services
-from tests.unit.proxy.virtual_time import a_config, a_router, script, with_virtual_time
+from tests.unit.proxy.virtual_time import Answer, ScriptedUpstream, a_config, a_router, script, with_virtual_time
 
 BODY = b'{"model": "m", "messages": [{"role": "user", "content": "a"}]}'
 
@@ -71,3 +71,50 @@ async def test_a_time_limit_that_is_no_number_of_seconds_is_refused_on_forwarded
     with pytest.raises(InvalidRequest) as refused:
         await Forwarding(lambda: services).forward(a_call("/tokenize", b"soon"))
     assert refused.value.param == "X-Request-Timeout"
+
+
+def answering(services: Services, answer: Answer) -> dict[str, ScriptedUpstream]:
+    """Have every worker answer so."""
+    upstreams = {worker.id: ScriptedUpstream(answer) for worker in services.fleet}
+    for worker in services.fleet:
+        worker.upstream = upstreams[worker.id]  # type: ignore[assignment]
+    return upstreams
+
+
+def asked(upstreams: dict[str, ScriptedUpstream]) -> list[str]:
+    return [worker_id for worker_id, upstream in upstreams.items() if upstream.asked]
+
+
+@pytest.mark.parametrize(("method", "path", "each_s"), [("GET", "/v1/models", 3.0), ("POST", "/tokenize", 30.0)])
+@with_virtual_time
+async def test_a_call_ends_soon_although_hundreds_of_workers_are_silent(method: str, path: str, each_s: float) -> None:
+    services = a_router(a_config(100, 100))
+    answering(services, None)
+    began_s = services.loop.time()
+    with pytest.raises(NoHealthyWorkers):
+        await Forwarding(lambda: services)._first_answer(method, path, b"{}", [])
+    assert each_s == {"GET": GET_TIMEOUT_S, "POST": TIMEOUT_S}[method]
+    assert services.loop.time() - began_s <= TRYING_S + each_s
+
+
+@with_virtual_time
+async def test_another_worker_is_asked_however_late_the_first_one_is() -> None:
+    services = a_router(a_config(1, 1))
+    answering(services, 200)["p0"].answers = [None]
+    answer = await Forwarding(lambda: services)._first_answer("POST", "/tokenize", b"{}", [])
+    assert answer.status_code == 200
+
+
+@with_virtual_time
+async def test_a_worker_that_operators_have_drained_is_asked_only_if_no_other_answers() -> None:
+    services = a_router(a_config(2, 1))
+    fleet, forwarding = services.fleet, Forwarding(lambda: services)
+    fleet.drain(fleet["p0"])
+    fleet.set_healthy(fleet["p1"], False)
+    upstreams = answering(services, 200)
+    await forwarding._first_answer("GET", "/v1/models", b"", [])
+    assert asked(upstreams) == ["d0"]
+    upstreams = answering(services, 200)
+    upstreams["d0"].answers = [500]
+    await forwarding._first_answer("GET", "/v1/models", b"", [])
+    assert asked(upstreams) == ["p0", "d0"]
