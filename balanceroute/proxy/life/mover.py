@@ -93,9 +93,9 @@ class Mover:
         return any(group.name in (worker.spec.barrier_group, ALL_WORKERS) for group in self._frozen)
 
     def _worker_of(self, leg: Leg) -> Worker | None:
-        """The worker of the leg; decode first, the prefiller that works for it, if that is out."""
+        """The worker of the leg, if it is at one; decode first, the prefiller that works for it, if that is out."""
         name = leg.at_worker
-        if leg.ticket.pushing and leg.prefiller_id in self._out_since_s:
+        if name and leg.ticket.pushing and leg.prefiller_id in self._out_since_s:
             name = leg.prefiller_id
         return self._fleet[name] if name in self._fleet else None
 

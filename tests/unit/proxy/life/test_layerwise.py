@@ -13,6 +13,7 @@ from balanceroute.proxy.life.errors import DeadlineExceeded
 from balanceroute.proxy.life.layerwise import CALLBACK_S, GIVE_UP_S, PREFILL_REPLY_S, Layerwise
 from balanceroute.proxy.ops.services import Services
 from balanceroute.proxy.workers.connector_check import WrongConnector
+from balanceroute.proxy.workers.silence import SETTLE_S
 from tests.unit.proxy.life.legs import (
     DONE,
     PROMPT_IDS,
@@ -33,6 +34,7 @@ from tests.unit.proxy.virtual_time import (
     a_config,
     a_router,
     let_pass,
+    script,
     with_virtual_time,
 )
 
@@ -276,4 +278,39 @@ async def test_a_long_answer_continues_although_its_decode_worker_was_judged_dow
         assert not request.done()
         leg.abandon()
         await asyncio.wait({request})
+    assert idle(services)
+
+
+class Dying(Asking):
+    """A decode worker that is lost with the prefiller p0, of the same machine; its /health is not answered."""
+
+    def __init__(self, services: Services) -> None:
+        super().__init__(services, ConnectionLost("reset", worker="d0", tier="decode"))
+        self._services = services
+
+    async def request(self, method: str, path: str, body: bytes = b"", headers: bytes = b"", **options: Any) -> Any:
+        if path == "/health":
+            await asyncio.Event().wait()
+        try:
+            return await super().request(method, path, body, headers, **options)
+        finally:
+            self._services.fleet.set_healthy(self._services.fleet["p0"], False)
+
+
+@with_virtual_time
+async def test_a_request_that_has_left_its_decode_worker_does_not_end_because_its_prefiller_is_out() -> None:
+    """It is still asked whether the decode worker is alive, which takes as long as a health check."""
+    reached = {"callback_url": "http://10.0.0.5:8000"}
+    services, client = a_router(a_config(2, 2, connector="mooncake_layerwise", layerwise=reached)), Client()
+    p0 = script(services, "p0", None)
+    script(services, "p1", probed(None))
+    services.fleet["d0"].upstream = Dying(services)  # type: ignore[assignment]
+    services.fleet["d1"].upstream = Asking(services, Page(events(20, 21) + DONE))  # type: ignore[assignment]
+    async with reaped(services):
+        await let_pass(2 * SETTLE_S)
+        leg = a_leg(services, client, Layerwise)
+        await leg.run()
+        assert len(p0.asked) == 1
+        assert services.tickets.now() - leg.ticket.arrived_s > SETTLE_S
+    assert (leg.outcome, leg.prefiller_id, client.text) == (Outcome.FINISHED, "p1", " 20 21")
     assert idle(services)
