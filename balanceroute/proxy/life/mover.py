@@ -95,9 +95,15 @@ class Mover:
     def _worker_of(self, leg: Leg) -> Worker | None:
         """The worker of the leg, if it is at one; decode first, the prefiller that works for it, if that is out."""
         name = leg.at_worker
-        if name and leg.ticket.pushing and leg.prefiller_id in self._out_since_s:
+        if name and self._awaits_push(leg):
             name = leg.prefiller_id
         return self._fleet[name] if name in self._fleet else None
+
+    def _awaits_push(self, leg: Leg) -> bool:
+        """Whether, decode first, its prefiller is out. Tokens show that the KV came, even if the prefiller's reply has
+        not.
+        """
+        return leg.ticket.pushing and not leg.answer.decodes and leg.prefiller_id in self._out_since_s
 
     # -- what follows
 
@@ -170,8 +176,9 @@ class Mover:
             return ticket.phase is Phase.POOLED
         if ticket.phase is Phase.QUEUED or ticket.asking:
             return True
-        at_prefiller = ticket.pushing or ticket.phase is Phase.PREFILLING
-        return at_prefiller and leg.prefiller_id in self._out_since_s
+        if ticket.phase is Phase.PREFILLING:
+            return leg.prefiller_id in self._out_since_s
+        return self._awaits_push(leg)
 
 
 def _any_up(workers: Sequence[DecoderView] | Sequence[PrefillerView]) -> bool:

@@ -72,10 +72,10 @@ class Late(ScriptedUpstream):
         return await super().request(*args, **options)
 
 
-def a_pair(decoder: Answer, prefiller_s: float, prefiller: Answer, attempts: int = 1) -> Services:
+def a_pair(decoder: Answer, prefiller_s: float, prefiller: Answer, attempts: int = 1, prefillers: int = 1) -> Services:
     reached = {"callback_url": "http://10.0.0.5:8000"}
     retry = {"max_attempts": attempts}
-    services = a_router(a_config(1, 1, connector="mooncake_layerwise", layerwise=reached, retry=retry))
+    services = a_router(a_config(prefillers, 1, connector="mooncake_layerwise", layerwise=reached, retry=retry))
     services.fleet["d0"].upstream = Asking(services, decoder)  # type: ignore[assignment]
     services.fleet["p0"].upstream = Late(prefiller_s, prefiller)  # type: ignore[assignment]
     return services
@@ -314,3 +314,21 @@ async def test_a_request_that_has_left_its_decode_worker_does_not_end_because_it
         assert services.tickets.now() - leg.ticket.arrived_s > SETTLE_S
     assert (leg.outcome, leg.prefiller_id, client.text) == (Outcome.FINISHED, "p1", " 20 21")
     assert idle(services)
+
+
+@pytest.mark.parametrize("prefillers", [1, 2])
+@with_virtual_time
+async def test_a_stream_stays_when_its_prefiller_falls_silent_after_the_first_token(prefillers: int) -> None:
+    """Neither are its tokens waited for, nor is it refused where no other prefiller is left."""
+    services, client = a_pair(Page(events(20, 21, finish=None), ends=False), 0.0, None, prefillers=prefillers), Client()
+    async with reaped(services):
+        await let_pass(2 * SETTLE_S)
+        leg = a_leg(services, client, Layerwise)
+        request = asyncio.ensure_future(leg.run())
+        await let_pass(1.0)
+        services.fleet.set_healthy(services.fleet["p0"], False)
+        await let_pass(services.config.queue.no_worker_grace_s + services.config.retry.resume_after_silence_s + 2.0)
+        left = request.done() or leg.recomputes > 0
+        leg.abandon()
+        await asyncio.wait({request})
+    assert not left and client.text == " 20 21" and idle(services)
