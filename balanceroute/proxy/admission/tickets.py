@@ -231,11 +231,12 @@ class Ticket:
 
     async def _wait(self) -> str:
         while self._answer is None:
-            self._waiter = self._tickets.loop.create_future()
+            waiter = self._waiter = self._tickets.loop.create_future()
             try:
-                await self._waiter
+                await waiter
             finally:
-                self._waiter = None
+                if self._waiter is waiter:  # else another has begun to wait since this one was cancelled
+                    self._waiter = None
         answer, self._answer = self._answer, None
         if isinstance(answer, Refusal):
             raise answer.error()

@@ -54,6 +54,24 @@ async def test_refusals_become_errors_with_a_time_to_come_back() -> None:
         draining.submit(RequestSpec("r", 5)).check()
 
 
+@with_virtual_time
+async def test_who_waits_in_place_of_one_that_was_cancelled_in_the_same_turn_is_woken() -> None:
+    """As when a decode worker gives a request back that still waits for its prefiller."""
+    ledger, tickets = a_ledger(decode_first=True)
+    ticket = tickets.submit(RequestSpec("r", 5))
+    ledger.admit()
+    assert await ticket.admission() == "d0"
+    ledger.report_prefiller("p0", 1.0)
+    ticket.request_prefill()
+    push = asyncio.ensure_future(ticket.prefiller())
+    await turns()
+    push.cancel()
+    ticket.requeue()
+    tickets.loop.call_later(1.0, ledger.admit)
+    async with asyncio.timeout(2.0):
+        assert await ticket.admission() == "d0"
+
+
 @pytest.mark.parametrize("in_the_same_turn", [False, True], ids=["before", "at-once"])
 @with_virtual_time
 async def test_a_waiter_that_was_cancelled_does_not_disturb_the_dispatcher(in_the_same_turn: bool) -> None:
