@@ -165,7 +165,8 @@ class Ticket:
         `Scheduler.requeue`.
         """
         self.settle()
-        self._answer = None  # decode first: it may name the prefiller of a push that has ended since
+        if not self.left:  # else the answer is a refusal, and no other will come
+            self._answer = None  # decode first: it may name the prefiller of a push that has ended since
         self.asking = self.pushing = False
         self.decoder = self.prefiller_id = ""
         kept_tokens = -self.earlier_tokens if anew else self.reported_tokens

@@ -6,7 +6,7 @@ import pytest
 
 from balanceroute.core.types import Outcome, Phase, RequestSpec, WorkerState
 from balanceroute.errors import Draining, InvariantError, NoHealthyWorkers, QueueFull, QueueTimeout
-from balanceroute.proxy.admission.decider import Answer
+from balanceroute.proxy.admission.decider import Answer, Refusal, RefusalKind
 from balanceroute.proxy.admission.ledger import Ledger
 from balanceroute.proxy.admission.tickets import Ticket
 from tests.unit.proxy.admission.ledgers import a_ledger, decoding, load, turns
@@ -70,6 +70,19 @@ async def test_who_waits_in_place_of_one_that_was_cancelled_in_the_same_turn_is_
     tickets.loop.call_later(1.0, ledger.admit)
     async with asyncio.timeout(2.0):
         assert await ticket.admission() == "d0"
+
+
+@with_virtual_time
+async def test_a_request_that_leaves_its_worker_when_the_brain_has_refused_it_learns_of_that() -> None:
+    """At a relay: a new brain voids its ticket in the turn in which it is moved off a silent worker."""
+    ledger, tickets = a_ledger()
+    (ticket,) = await decoding(ledger, tickets, "r")
+    await ticket.admission()
+    tickets.answer("r", Refusal(RefusalKind.LOST, "lost"))
+    ticket.requeue()
+    with pytest.raises(NoHealthyWorkers, match="lost"):
+        async with asyncio.timeout(1.0):
+            await ticket.prefiller()
 
 
 @pytest.mark.parametrize("in_the_same_turn", [False, True], ids=["before", "at-once"])
