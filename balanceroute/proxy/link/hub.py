@@ -157,6 +157,7 @@ class Hub:
         self._reports, self._block_seed = reports, block_seed()
         self._prompt_keys, self._keys_sent = prompt_keys, prompt_keys()
         self._standings: dict[str, WorkerStanding] = {}  # as last sent to members
+        self._judged: set[str] = set()  # workers of which members have assumed a change since then
         self._silent: tuple[str, ...] = ()
         self._send_scheduled = False  # whether `_send_changes` is about to run
         self._ledger, self._loop, self.epoch, self._relays = ledger, loop, epoch, relays
@@ -374,11 +375,12 @@ class Hub:
     # -- workers
 
     def send_workers(self) -> None:
-        """Send members the changes of workers now."""
+        """Send members the changes of workers now, and the workers that they have judged."""
         standings, known = self._reports.standings(), self._standings
-        changed = tuple(each for name, each in standings.items() if known.get(name) != each)
+        changed = tuple(each for name, each in standings.items() if known.get(name) != each or name in self._judged)
         gone = tuple(name for name in known if name not in standings)
         self._standings = standings
+        self._judged.clear()
         if changed or gone:
             self._send_all(Workers(changed, gone))
 
@@ -447,6 +449,7 @@ class Hub:
                 self.requests.progress(member, message)
             elif isinstance(message, Judged):
                 self._reports.judged(message)
+                self._judged.add(message.worker)  # sent again, also if all is as it was before
             elif isinstance(message, Activity):
                 self._reports.active(member.relay, message)
                 self._send_keys(member, message.keys)

@@ -498,6 +498,30 @@ async def test_every_change_of_a_worker_is_sent_before_the_next_check(stage: Sta
     await until(lambda: relay.circuits()[-1] == CircuitState.HALF_OPEN)
 
 
+@pytest.mark.parametrize(
+    ("before", "findings"),
+    [
+        (CircuitState.HALF_OPEN, [Finding.USED, Finding.INCONCLUSIVE]),
+        (CircuitState.CLOSED, [Finding.FAULT, Finding.SUCCESS]),
+    ],
+)
+@with_stage
+async def test_a_relay_hears_of_a_worker_as_it_was_before_when_it_takes_back_what_it_has_reported(
+    stage: Stage, before: CircuitState, findings: list[Finding]
+) -> None:
+    """It has taken the worker for changed already: with a trial under way, or doubtful."""
+    brain = await stage.brain()
+    worker = brain.fleet.connect(WorkerSpec("d0", Role.DECODE, url="http://127.0.0.1:1", slots=4))
+    relay = await RawRelay().connect(stage)
+    worker.circuit.state = before
+    relay.hello()
+    await until(lambda: relay.circuits() == [before])
+    relay.received.clear()
+    for finding in findings:
+        relay.frames.send(Judged("d0", finding))
+    await until(lambda: relay.circuits() == [before])
+
+
 @with_stage
 async def test_the_hub_keeps_checking_after_a_check_that_raised(stage: Stage) -> None:
     failed: list[bool] = []
