@@ -271,10 +271,17 @@ class Leg:
             raise ClientGone
 
     def interrupt(self, error: BalanceRouteError) -> None:
-        """Interrupt the present step with this error: the reaper found it late."""
-        if self._interruption is None and self._task is not None:
+        """Interrupt the present step with this error: the reaper found it late, or the request can't go on.
+
+        A refusal, which comes once and ends the request, replaces an error of the same turn that a retry may follow.
+        """
+        if self._task is None:
+            return
+        if self._interruption is None:
             self._interruption = error
             self._task.cancel()
+        elif isinstance(error, Rejected):
+            self._interruption = error
 
     def move(self, worker_id: str, role: str) -> None:
         """Leave a silent worker: that try has failed, and nothing more is read of it."""

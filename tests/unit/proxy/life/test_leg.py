@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from balanceroute.core.types import Outcome, Phase
-from balanceroute.errors import UpstreamStatus
+from balanceroute.errors import Draining, UpstreamStatus
 from balanceroute.proxy.client.outlets import PartAnswer
 from balanceroute.proxy.life.errors import WorkerSilent
 from balanceroute.proxy.life.layerwise import Layerwise
@@ -125,6 +125,16 @@ async def test_an_interrupted_request_raises_the_interruption_unless_it_is_also_
     leg.interrupt(WorkerSilent("silent", worker="d0", tier="decode"))
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+@with_virtual_time
+async def test_a_refusal_ends_a_request_that_was_interrupted_for_another_try_in_the_same_turn() -> None:
+    leg, task = await begun()
+    leg.interrupt(WorkerSilent("silent", worker="d0", tier="decode"))
+    leg.interrupt(Draining("The router is shutting down."))
+    leg.interrupt(WorkerSilent("silent", worker="d0", tier="decode"))
+    with pytest.raises(Draining):
         await task
 
 
