@@ -354,8 +354,7 @@ class Exchange:
         """Tell the key that the request is over, once: it may send another one."""
         key, self._in_flight = self._in_flight, None
         if key is not None:
-            tokens = sum(leg.answer.prompt_tokens + leg.answer.scanner.tokens for leg in self._legs)
-            key.leave(self._services.tickets.now(), tokens)
+            key.leave(self._services.tickets.now(), sum(leg.answer.used_tokens for leg in self._legs))
 
     def _account(self) -> None:
         """At the request's end: update counters and histograms, write its log line."""

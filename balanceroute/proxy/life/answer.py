@@ -113,6 +113,15 @@ class Answer:
         """Whether the present decode worker has all of the prompt's KV: it has sent tokens, or the whole answer."""
         return bool(self.scanner.generated.in_segment) or self.scanner.finish_reason is not None
 
+    @property
+    def used_tokens(self) -> int:
+        """The tokens of prompt and answer, for the client's key. Decode first, an answer may end before a prefiller has
+        counted its prompt.
+        """
+        tokens = self.scanner.tokens
+        prompt_tokens = self.prompt_tokens or self.scanner.prompt_tokens or (self.estimated_tokens if tokens else 0)
+        return prompt_tokens + tokens
+
     def count_prompt_by_decoder(self) -> None:
         """Take the prompt's size from the decode worker, if no prefiller has counted it by the end of the decode."""
         if not self.prompt_tokens:

@@ -16,6 +16,7 @@ from balanceroute.proxy.ops.services import Services
 from balanceroute.proxy.perimeter.perimeter import Perimeter
 from tests.unit.proxy.client.connections import Connection, a_request
 from tests.unit.proxy.life.legs import DONE, dispatching, events, probed, whole
+from tests.unit.proxy.life.test_layerwise import Asking, Late
 from tests.unit.proxy.virtual_time import (
     Answer,
     Page,
@@ -244,6 +245,23 @@ async def test_a_key_may_send_its_next_request_as_soon_as_it_has_the_last_bytes(
     await served(services, connection, BODY | more, [(b"authorization", b"Bearer " + KEY)])
     assert in_flight and in_flight[-1] == key.in_flight == 0
     assert in_flight == sorted(in_flight, reverse=True)
+
+
+@with_virtual_time
+async def test_a_key_pays_for_a_prompt_whose_prefiller_answers_after_the_decode_worker(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.yaml"
+    keys.write_text(f"keys: [{{name: team, sha256: {sha256(KEY).hexdigest()}, tokens_per_minute: 10000}}]")
+    reached = {"callback_url": "http://10.0.0.5:8000"}
+    config = a_config(1, 1, connector="mooncake_layerwise", layerwise=reached, auth={"client_keys": str(keys)})
+    services = a_router(config)
+    services.perimeter = Perimeter(config)
+    services.fleet["d0"].upstream = Asking(services, Page(events(20) + DONE))  # type: ignore[assignment]
+    services.fleet["p0"].upstream = Late(1.0, probed(None))  # type: ignore[assignment]
+    more = {"stream": True, "max_tokens": 1, "prompt": "one two three four five six seven"}
+    await served(services, Connection(), BODY | more, [(b"authorization", b"Bearer " + KEY)])
+    assert services.perimeter.keys is not None
+    (use,) = services.perimeter.keys.uses()
+    assert use.in_flight == 0 and use.tokens > 1 + 3
 
 
 @pytest.mark.parametrize("begun", [False, True])
