@@ -125,5 +125,6 @@ ADVICE: dict[str, tuple[str, str]] = {
     "wait_seconds": ("tier", "prefill: more prefillers; decode: more slots or decoders, or a lower `max_wait_s`."),
     "waiting_requests": ("phase", "Near `queue.max_queued`: clients are about to get 429."),
     "worker_state": ("worker, tier", "0: down; the log and `GET /state` say since when and why."),
+    "workers_up": ("tier", "0: no request is served; `GET /ready` says why."),
 }
 """By name without prefix and suffix: labels, and the advice."""

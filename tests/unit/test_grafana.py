@@ -72,3 +72,11 @@ def test_panels_have_their_own_ids_and_do_not_overlap() -> None:
         }
         assert place["x"] + place["w"] <= 24 and not cells & taken
         taken |= cells
+
+
+def test_an_alert_wakes_somebody_when_all_workers_of_a_tier_were_removed() -> None:
+    """A series that is not there is never below a bound."""
+    (rule,) = [rule for rule in ALERTS if rule["alert"] == "BalancerouteNoWorkers"]
+    name, bound = rule["expr"].split(" == ")
+    (family,) = [f for f in Metrics(lambda: view_cluster(ClusterSnapshot()), "br_h").collect() if f.name == name]
+    assert {s.labels["tier"]: s.value for s in family.samples} == {"prefill": float(bound), "decode": float(bound)}

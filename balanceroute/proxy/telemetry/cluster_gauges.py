@@ -120,6 +120,15 @@ def cluster_gauges(view: ClusterView, withdrawn: Collection[str]) -> Iterator[Me
                 [worker.id, tier], _STATES[WorkerState.DRAINING if worker.id in withdrawn else worker.state]
             )
     yield states
+    yield gauge_by(
+        "tier",
+        "balanceroute_workers_up",
+        "Workers of a tier that take requests; 0 also where it has none.",
+        (
+            ("decode", sum(worker.state is WorkerState.UP for worker in view.decoders)),
+            ("prefill", sum(worker.state is WorkerState.UP for worker in view.prefillers)),
+        ),
+    )
     yield from _per_worker(PER_PREFILLER, view.prefillers)
     loads = [decoder.load_tokens for decoder in view.decoders if decoder.state is not WorkerState.DOWN]
     envelope = max(loads, default=0)

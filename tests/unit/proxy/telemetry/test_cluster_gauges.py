@@ -39,6 +39,19 @@ async def test_a_worker_that_an_operator_has_drained_is_no_failure_while_its_eng
 
 
 @with_virtual_time
+async def test_a_tier_without_a_worker_that_takes_requests_is_zero_also_once_all_were_removed() -> None:
+    services = a_router()
+    assert samples_of(services, "balanceroute_workers_up") == {("decode",): 3, ("prefill",): 1}
+    services.fleet.drain(services.fleet["d0"])
+    services.fleet.set_healthy(services.fleet["d1"], False)
+    assert samples_of(services, "balanceroute_workers_up") == {("decode",): 1, ("prefill",): 1}
+    for worker in services.fleet:
+        services.fleet.leave(worker)
+    services.fleet.sweep()
+    assert samples_of(services, "balanceroute_workers_up") == {("decode",): 0, ("prefill",): 0}
+
+
+@with_virtual_time
 async def test_an_unknown_usage_is_no_number_and_never_zero() -> None:
     services = a_router()
     services.ledger.report_prefiller("p0", None)
