@@ -70,6 +70,29 @@ async def test_a_refused_callback_is_logged_with_peer_and_request_id_but_no_toke
     assert "a-token" not in str(line)
 
 
+@pytest.mark.parametrize(
+    ("method", "ending", "body", "status"),
+    [("GET", "", b"", 405), ("POST", "/", b"", 404), ("POST", "/x", b"", 404), ("POST", "", bytes(20_000), 413)],
+)
+async def test_a_token_is_in_no_line_of_the_log_however_the_route_is_called(
+    caplog: pytest.LogCaptureFixture, method: str, ending: str, body: bytes, status: int
+) -> None:
+    caplog.set_level(logging.INFO, "balanceroute")
+    async with running(ONE, limits={"max_body_bytes": 10_000}) as router, intercepted(router) as (client, callback):
+        work = asyncio.ensure_future(ask(router))
+        asked = await callback
+        token = asked.url.path.rsplit("/", 1)[1]
+        caplog.clear()
+        reply = await router.client.request(method, f"/v1/metaserver/{token}{ending}", content=body)
+        assert reply.status_code == status
+        lines = [vars(record) for record in caplog.records if record.name.startswith("balanceroute")]
+        assert [line["path"] for line in lines if "path" in line] == ["/v1/metaserver"]
+        assert token not in str(lines)
+        assert (await client.post(str(asked.url), content=asked.content)).status_code == 200
+        assert (await work).status_code == 200
+        await router.settled()
+
+
 async def test_every_attempt_has_its_own_callback_token() -> None:
     async with running(ONE) as router:
         client = httpx.AsyncClient(transport=httpx.ASGITransport(router.app), trust_env=False, timeout=None)

@@ -12,11 +12,17 @@ from balanceroute.errors import BalanceRouteError, InvariantError
 from balanceroute.proxy.client.head import Request
 from balanceroute.proxy.client.intake import read_head
 from balanceroute.proxy.client.response import Response, check_headers
+from balanceroute.proxy.wire.connectors import METASERVER_PATH
 from balanceroute.proxy.wire.message_errors import is_messages_path, message_refusal
 
 log = logging.getLogger(__name__)
 
 REQUEST_ID: Final = "balanceroute.request_id"  # the scope's key for the response's X-Request-Id
+
+
+def path_shown(path: str) -> str:
+    """A path for the log: without the token of a decode worker's callback, which may be valid."""
+    return METASERVER_PATH if path.startswith(f"{METASERVER_PATH}/") else path
 
 
 class AsgiHandler:
@@ -63,7 +69,8 @@ class AsgiHandler:
         if not self._response.started:
             request = self._request
             fields = {"request": self._name.decode(), "peer": request.peer[0] if request.peer else ""}
-            log.info("refused", extra={**fields, "method": request.method, "path": request.path, "error": str(error)})
+            fields |= {"method": request.method, "path": path_shown(request.path)}
+            log.info("refused", extra={**fields, "error": str(error)})
             self._response.refuse(error, [(b"x-request-id", self._name), *request.refusal_headers])
 
     def abandoned(self) -> None:

@@ -27,7 +27,7 @@ from balanceroute.config.loading import problem
 from balanceroute.config.sections.tiers import Decode
 from balanceroute.core.types import Role, WorkerSpec, WorkerState
 from balanceroute.errors import InvalidRequest, InvariantError
-from balanceroute.proxy.client.asgi import REQUEST_ID
+from balanceroute.proxy.client.asgi import REQUEST_ID, path_shown
 from balanceroute.proxy.ops.guard import add_log_fields
 from balanceroute.proxy.ops.services import Services
 from balanceroute.proxy.ops.shared_answer import SharedAnswer
@@ -58,7 +58,8 @@ async def http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     path: str = request.scope["path"]
     fields = {"request": request.scope.get(REQUEST_ID, ""), "peer": request.client.host if request.client else ""}
-    log.info("not served", extra={**fields, "method": request.method, "path": path, "status": error.status_code})
+    fields |= {"method": request.method, "path": path_shown(path), "status": error.status_code}
+    log.info("not served", extra=fields)
     if error.status_code == 404 and path.endswith("/") and path[:-1] in ACCESS:
         query = request.scope["query_string"].decode("latin-1")
         return Response(status_code=307, headers={"location": f"{path[:-1]}{'?' * bool(query)}{query}"})
