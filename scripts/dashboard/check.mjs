@@ -2,6 +2,7 @@
 import assert from "node:assert/strict";
 import {mkdirSync, readFileSync} from "node:fs";
 import {createRequire} from "node:module";
+import {connect, createServer} from "node:net";
 import {join, resolve} from "node:path";
 import {answers, cluster, end, endAll, folder, router, run, until} from "./stack.mjs";
 
@@ -54,6 +55,22 @@ async function fits(page, what) {
 }
 // fullPage, which takes no part of the viewport for all
 const picture = (page, name) => page.screenshot({path: join(PICTURES, `${name}.png`), fullPage: true});
+async function mortal(port) {  // a way to the router whose connections die without a word, as those of a computer that slept
+  const ends = [];
+  const server = createServer(client => {
+    const far = connect(port, "127.0.0.1");
+    client.pipe(far).pipe(client);
+    client.on("error", () => far.destroy());
+    far.on("error", () => client.destroy());
+    ends.push(client, far);
+  });
+  await new Promise(resolve => server.listen(0, "127.0.0.1", resolve));
+  return {
+    url: `http://127.0.0.1:${server.address().port}`,
+    die: () => ends.splice(0).forEach(each => { each.unpipe(); each.pause(); }),
+    end: () => { server.close(); ends.forEach(each => each.destroy()); },
+  };
+}
 async function check(name, work) {
   if (!name.includes(ONLY)) return;
   const began = Date.now();
@@ -121,6 +138,7 @@ try {
     await first.focus();
     await page.keyboard.press("Enter");
     await until("it is drained", async () => (await page.locator("#workers tbody tr").first().textContent()).includes("draining"));
+    assert.equal(await tile(page, "decode workers up"), "7 of 8");
     assert.equal(await page.evaluate(() => document.activeElement.tagName), "BUTTON", "the focus stays through updates");
     await page.keyboard.press("Enter");
     await until("it is up again", async () => (await page.locator("#workers tbody tr").first().locator("td").nth(3).textContent()) === "up");
@@ -148,6 +166,15 @@ try {
     await picture(page, "dashboard-worker-down");
     await fetch(`http://127.0.0.1:${small.port - 1}/_emulator/fault`, {method: "POST", body: JSON.stringify({worker: "d1", kind: "respawn"})});
     await until("the banner goes", async () => !(await page.locator("#banner").textContent()).includes("is down"), 60);
+  });
+  await check("connections that died without a word: grey, then live over another one", async () => {
+    const way = await mortal(Number(new URL(small.url).port)), slept = await open(way.url);
+    await live(slept);
+    way.die();
+    await until("the page says so", async () => (await status(slept)).startsWith("no answer from the router"), 30);
+    await live(slept);
+    await slept.close();
+    way.end();
   });
   await check("a dead router: grey, with the age of what is shown; then live again", async () => {
     await end(serving);

@@ -77,6 +77,17 @@ async def test_a_page_that_is_opened_later_sees_the_past_and_the_stream_goes_on_
         assert (await router.client.get("/dashboard/stream")).json()["sample"]["at"] >= update["sample"]["at"]
 
 
+async def test_the_stream_begins_with_all_events_so_that_none_is_lost_between_data_and_stream() -> None:
+    async with running() as router:
+        await update_when(router, lambda update: update["sample"] is not None)
+        before = (await router.client.get("/dashboard/data")).json()["events"]
+        await router.client.post("/routing/policy", json={"policy": "least_kv"})
+        await router.client.get("/dashboard/data")  # of another page: the event is older than the stream
+        update = await update_when(router, lambda update: True)
+        assert [event["text"] for event in update["events"][len(before) :]] == ["policy br_0 → least_kv"]
+        assert update["events"][: len(before)] == before
+
+
 async def test_a_dead_worker_is_named_with_since_when_and_why_and_its_load_is_unknown() -> None:
     async with running(health={"interval_s": 0.05, "failure_threshold": 2}) as router:
         worker = router.cluster.decode[0]

@@ -3,7 +3,8 @@
     /dashboard             the page; /dashboard/assets/* its script, style and uPlot
     /dashboard/data        the present and the last 15 minutes (`recorder`), read once
     /dashboard/stream      then every second: the present, the newest sample, new events and the last decisions, as
-                           server-sent events; one of them, if the client does not accept `text/event-stream`
+                           server-sent events; one of them, if the client does not accept `text/event-stream`. To the
+                           first of them all events are new: some may have come since /dashboard/data was read
     /dashboard/what_if     what other policies would do in the present state
     /decisions             the last decisions, for other clients (`balanceroute decisions`)
 
@@ -127,8 +128,7 @@ class Dashboard:
         return StreamingResponse(self._events(), headers=headers, media_type="text/event-stream")
 
     async def _events(self) -> AsyncIterator[bytes]:
-        recorder, services = self.recorder, self._services()
-        seen = recorder.event_count
+        recorder, services, seen = self.recorder, self._services(), 0
         token = services.config.auth.admin_token
         while services.config.auth.admin_token == token:  # with another perimeter the page has to ask again
             if services.ledger.draining and not services.exchanges:
@@ -247,7 +247,7 @@ def overview(services: Services, recorder: Recorder) -> dict[str, Any]:
             for prefiller in view.prefillers
         ],
         "waiting": {
-            "queued": view.queued,
+            "queued": view.queued + view.asking,
             "prefilling": view.prefilling,
             "pooled": view.pooled,
             "pooled_tokens": view.pooled_tokens,

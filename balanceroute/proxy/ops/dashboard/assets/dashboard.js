@@ -1,8 +1,9 @@
 "use strict";
 // The page of one router. `past` holds the last 15 minutes in the form that uPlot draws: columns, null for what is
-// not known. /dashboard/data brings them once, /dashboard/stream a sample per second. No answer for STALE_MS: grey.
+// not known. /dashboard/data brings them once, /dashboard/stream a sample per second. No answer for STALE_MS: grey; for
+// DEAD_MS: begun anew.
 
-const SPAN_S = 900, STALE_MS = 3500, GAP_S = 2.5, FAINT = 24, HEAT_FROM = 13;
+const SPAN_S = 900, STALE_MS = 3500, DEAD_MS = 10000, HEAD_MS = 3000, BODY_MS = 30000, GAP_S = 2.5, FAINT = 24, HEAT_FROM = 13;
 const byId = id => document.getElementById(id);
 const past = {at: [], series: {}, loads: {}, usage: {}, loadAt: []};
 let now = null, events = [], lastHeard = 0, source = null, stride = 1, sinceThin = 0, charts = {}, drawnAt = 0;
@@ -248,7 +249,7 @@ function drawHeat() {
 // -- now
 
 function tiles() {
-  const waiting = now.waiting, up = now.workers.filter(worker => worker.state !== "down").length;
+  const waiting = now.waiting, up = now.workers.filter(worker => worker.state === "up").length;
   const spread = last("load_max") === null || last("load_max") === undefined ? null : last("load_max") - last("load_min");
   const figures = [
     ["tokens/s", short(last("tokens_per_s"))],
@@ -432,10 +433,18 @@ function standingOfPage() {
   status.classList.toggle("bad", stale);
   if (stale && lastHeard) document.title = "(no answer) balanceroute";
   else document.title = now && now.workers.some(worker => worker.state === "down") ? "(worker down) balanceroute" : "balanceroute";
+  if (source && source.readyState !== EventSource.CLOSED && silent_ms > DEAD_MS) {
+    source.close();  // after a sleep, or behind a NAT that has forgotten it, a connection may be dead, and no error tells
+    begin();
+  }
 }
 async function begin() {
+  const asked = new AbortController();
+  let timer = setTimeout(() => asked.abort(), HEAD_MS);  // over a dead connection: the next try takes another
   try {
-    const reply = await fetch("/dashboard/data", {cache: "no-store"});
+    const reply = await fetch("/dashboard/data", {cache: "no-store", signal: asked.signal});
+    clearTimeout(timer);
+    timer = setTimeout(() => asked.abort(), BODY_MS);
     if (reply.status === 401) { location.reload(); return; }  // the session has ended: the page that asks for the token
     if (!reply.ok) throw new Error("status " + reply.status);
     const data = await reply.json();
@@ -448,9 +457,11 @@ async function begin() {
   } catch (error) {
     setTimeout(begin, 2000);
   }
+  clearTimeout(timer);
   standingOfPage();
 }
 function listen() {
+  let first = true;
   source = new EventSource("/dashboard/stream");
   source.onmessage = message => {
     const data = JSON.parse(message.data);
@@ -461,7 +472,8 @@ function listen() {
       return;
     }
     if (data.sample) add(data.sample);
-    if (data.events.length) { events = events.concat(data.events).slice(-200); listEvents(); }
+    if (data.events.length) { events = (first ? data.events : events.concat(data.events)).slice(-200); listEvents(); }
+    first = false;
     show(data);
     decisions(data.decisions, data.decision_count);
     if (!document.hidden && Date.now() - drawnAt > 900) { drawnAt = Date.now(); drawCharts(); }

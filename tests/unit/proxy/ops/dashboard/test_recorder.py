@@ -6,6 +6,7 @@ import numpy as np
 import orjson
 import pytest
 
+from balanceroute.core.types import RequestSpec
 from balanceroute.errors import NoHealthyWorkers
 from balanceroute.proxy.link.remote import NOBODY
 from balanceroute.proxy.ops.dashboard import overview
@@ -154,6 +155,18 @@ async def test_client_figures_cover_all_processes_and_are_unknown_until_all_have
     assert series["tokens_per_s"][11] == 100.0 and series["finished_per_s"][11] == 2.0
     assert 0.1 < series["ttft_p50_s"][11] < 0.25 and 0.1 < series["ttft_p99_s"][11] < 0.25
     assert overview(router, recorder)["requests"]["failed"] == 7
+
+
+async def test_who_asks_for_a_prefill_is_queued_in_the_figures_as_in_the_chart() -> None:
+    layerwise = {"connector": "mooncake_layerwise", "layerwise": {"callback_url": "http://router"}}
+    router = a_router(a_config(**layerwise))
+    ticket = router.tickets.submit(RequestSpec("a", 100))
+    assert router.ledger.admit()
+    router.fleet.set_healthy(router.fleet["p0"], False)
+    ticket.request_prefill()
+    recorder = Recorder(lambda: router)
+    recorder.sample()
+    assert overview(router, recorder)["waiting"]["queued"] == recorder.series["queued"][0] == 1
 
 
 async def test_loads_of_many_workers_are_shown_with_fewer_samples() -> None:
