@@ -28,7 +28,7 @@ from balanceroute.proxy.kept_counts import KeptCounts
 from balanceroute.proxy.link.files import locked
 from balanceroute.proxy.listeners import bound, listeners
 from balanceroute.proxy.perimeter.key_table import KeyTable, RelayRows
-from balanceroute.proxy.perimeter.perimeter import Perimeter
+from balanceroute.proxy.perimeter.perimeter import Perimeter, warn_of_exposures
 from balanceroute.proxy.relay import RelaySetup, run_relay
 from balanceroute.proxy.relay_locks import RelayLocks, relay_name
 from balanceroute.proxy.reload import asks_another_predictor, check_added, check_taken_over, check_workers
@@ -172,9 +172,12 @@ class Processes:
         if failure is not None:
             log.warning("reload refused", extra={"error": str(failure)})
             return False
+        before = self.config
         try:
             self._configured.accept()
             configure(self.config.log.level, self.config.log.format, process="parent")
+            if not self.brains:  # else the brain warns
+                warn_of_exposures(before, self.config)
         except Exception as error:  # otherwise all streams would end with this process
             log.error("reload failed", exc_info=error, extra={"error": repr(error)})
             return False

@@ -25,7 +25,7 @@ from balanceroute.proxy.admission.forecasts import Forecasts, Past, build_foreca
 from balanceroute.proxy.apart import WITHIN_S
 from balanceroute.proxy.coroutines import start_refits
 from balanceroute.proxy.ops.services import Services
-from balanceroute.proxy.perimeter.perimeter import Perimeter
+from balanceroute.proxy.perimeter.perimeter import Perimeter, warn_of_exposures
 from balanceroute.proxy.workers.connector_check import shortened
 from balanceroute.proxy.workers.places import Places
 
@@ -93,6 +93,7 @@ def apply(
     change_workers(services, old, new)
     services.ledger.capacity_changed()
     log.info("configuration reloaded", extra={"changed": changed})
+    warn_of_exposures(old, new)
     return changed
 
 

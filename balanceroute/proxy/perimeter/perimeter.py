@@ -1,5 +1,6 @@
 """The perimeter of one router: its keys, its admin token, and the credential that goes to the workers."""
 
+import logging
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from balanceroute.proxy.perimeter.keys import ClientKey, ClientKeys
 from balanceroute.proxy.perimeter.pages import Pages
 from balanceroute.proxy.perimeter.routes import Access
 from balanceroute.proxy.wire.responses import Headers
+
+log = logging.getLogger(__name__)
 
 
 class Perimeter:
@@ -128,6 +131,12 @@ def exposures(config: Config) -> Iterator[str]:
     if not is_loopback(listen.host):
         address = f"{host_in_url(listen.host)}:{listen.port}"
         yield f"whoever reaches {address} may use the cluster: auth.client_keys is not set"
+
+
+def warn_of_exposures(old: Config, new: Config) -> None:
+    """After a reload: the warnings that did not hold before, as at the start."""
+    for text in sorted(set(exposures(new)).difference(exposures(old))):
+        log.warning(text)
 
 
 def _entries(file: str) -> tuple[KeyEntry, ...]:

@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import trustme
 
 from balanceroute.build import worker_specs
 from balanceroute.config import Config
@@ -126,6 +127,27 @@ def test_a_reload_that_renames_an_added_server_is_refused_for_all(tmp_path: Path
         changes = Changes(parent.lineage, added=(added,), workers=(*worker_specs(old), added))
         replace_content(folder.changes, msgspec.json.encode(changes))
         assert not reloaded(parent) and parent.config == old
+
+
+def test_a_machine_without_a_brain_warns_itself_of_a_reload_that_opens_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ca = trustme.CA()
+    ca.cert_pem.write_to_path(tmp_path / "ca.pem")
+    ca.issue_cert("127.0.0.1").private_key_and_cert_chain_pem.write_to_path(tmp_path / "link.pem")
+    (tmp_path / "keys.yaml").write_text("[]")
+    sections = {
+        "listen": {"relays": 1, "brains": ["127.0.0.1:8700"], "run_folder": str(tmp_path / "run")},
+        "tls": {"link_ca_file": str(tmp_path / "ca.pem"), "link_cert_file": str(tmp_path / "link.pem")},
+    }
+    old = a_config(1, 1, auth={"client_keys": str(tmp_path / "keys.yaml"), "worker_api_key": "secret"}, **sections)
+    wanted = a_config(1, 1, auth={"worker_api_key": "secret"}, **sections)
+    folder = RunFolder(tmp_path / "run")
+    folder.make()
+    with folder.claim() as lock:
+        parent = Processes(Configured.read(old), lambda: wanted, folder, lock, [], None, None)
+        assert reloaded(parent)
+    assert [record.message[:40] for record in caplog.records] == ["whoever can connect uses the workers' key"[:40]]
 
 
 def test_a_dead_relays_entries_in_shared_memory_are_cleared(tmp_path: Path) -> None:

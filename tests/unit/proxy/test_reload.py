@@ -62,6 +62,23 @@ async def test_a_reload_reports_whether_the_client_keys_changed(tmp_path: Path) 
 
 
 @with_virtual_time
+async def test_a_reload_that_opens_the_router_to_everybody_warns_as_a_start_does(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (file := tmp_path / "keys.yaml").write_text("[]")
+    keys, open_to_all = {"client_keys": str(file), "worker_api_key": "secret"}, {"worker_api_key": "secret"}
+    services = a_router(a_config(listen={"host": "0.0.0.0"}, auth=keys))
+    for auth in (keys, open_to_all, open_to_all):
+        apply(services, a_config(listen={"host": "0.0.0.0"}, auth=auth))
+    texts = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert texts == [
+        "whoever can connect uses the workers' key: auth.worker_api_key (or OPENAI_API_KEY) is set without "
+        "auth.client_keys",
+        "whoever reaches 0.0.0.0:8000 may use the cluster: auth.client_keys is not set",
+    ]
+
+
+@with_virtual_time
 async def test_reloaded_health_and_buffer_limits_apply_to_old_and_new_workers() -> None:
     services = a_router(a_config(health={"failure_threshold": 9}))
     new = with_decoders(services.config, "d0", "d1", "d2", "d9")
