@@ -324,9 +324,7 @@ async def test_rerunning_a_journal_of_live_decisions_gives_the_same_decisions(tm
 
 async def test_other_policies_and_predictors_take_over_under_load_and_no_request_is_lost() -> None:
     shape = ClusterShape(prefillers=2, decoders=3, max_num_seqs=3, time_scale=0.02)
-    async with running(
-        shape, routing={"policy": "br_h", "horizon_steps": 20}, predictor={"kind": "survival"}
-    ) as router:
+    async with running(shape, routing={"policy": "least_kv"}) as router:
         services = router.app.services
         scheduler = services.ledger.scheduler
 
@@ -341,6 +339,7 @@ async def test_other_policies_and_predictors_take_over_under_load_and_no_request
 
         asks = [asyncio.ensure_future(ask(number)) for number in range(60)]
         for policy, kind, horizon in (
+            ("br_h", "survival", 20),
             ("target_fit", "survival", 20),
             ("br_h", "exact_match", 7),
             ("join_shortest_queue", "none", 7),

@@ -13,20 +13,26 @@ from balanceroute.build import worker_specs
 from balanceroute.config import Config
 from balanceroute.config.sections.failures import Health
 from balanceroute.config.sections.limits import Limits
+from balanceroute.config.sections.operation import Layerwise
+from balanceroute.config.values import KV_PIN_S
 from balanceroute.core.scheduler import Scheduler
 from balanceroute.core.state import state_from_dict
 from balanceroute.core.types import Outcome, RequestSpec, Role, WorkerSpec, WorkerState
-from balanceroute.errors import ConfigError, ConnectFailed, InputError, QueueFull
+from balanceroute.errors import ConfigError, ConnectFailed, InputError, KeyLimit, QueueFull
 from balanceroute.journal import RecordingScheduler, rerun
+from balanceroute.proxy import reload as module
 from balanceroute.proxy.admission.forecasts import LiveForecasts, build_forecasts
+from balanceroute.proxy.admission.prefill_dispatcher import PrefillDispatcher
 from balanceroute.proxy.app import build_services, health_monitor
 from balanceroute.proxy.ops.admin import state
 from balanceroute.proxy.ops.steering import with_policy
+from balanceroute.proxy.perimeter.perimeter import Perimeter
 from balanceroute.proxy.reload import check_taken_over
 from balanceroute.proxy.workers.circuit import CircuitState
 from balanceroute.proxy.workers.polling import Polling
 from tests.unit.proxy.reloading import apply
 from tests.unit.proxy.virtual_time import a_config, a_router, let_pass, script, with_virtual_time
+from tests.waiting import PATIENCE_S, block_until
 
 
 def with_decoders(config: Config, *names: str, slots: int = 64) -> Config:
@@ -76,6 +82,47 @@ async def test_a_reload_that_opens_the_router_to_everybody_warns_as_a_start_does
         "auth.client_keys",
         "whoever reaches 0.0.0.0:8000 may use the cluster: auth.client_keys is not set",
     ]
+
+
+@with_virtual_time
+async def test_a_reload_keeps_what_keys_have_used_and_which_port_is_the_operators(tmp_path: Path) -> None:
+    file = tmp_path / "keys.yaml"
+    file.write_text(f"- {{name: a, sha256: {'a' * 64}, requests_per_minute: 1}}\n")
+    services = a_router(a_config(auth={"client_keys": str(file)}))
+    services.perimeter.admin_port = 8001
+
+    def enter() -> None:
+        assert services.perimeter.keys is not None
+        for key in services.perimeter.keys:
+            key.enter(services.loop.time())
+
+    enter()
+    apply(services, services.config)
+    with pytest.raises(KeyLimit):
+        enter()
+    assert services.perimeter.admin_port == 8001
+
+
+@with_virtual_time
+async def test_a_reload_keeps_kv_times_that_a_workers_connector_has_shortened() -> None:
+    services = a_router()
+    services.note_connector(services.fleet["p0"], "nixl")
+    apply(services, a_config(queue={"max_queued": 1}))
+    assert services.config.kv_pin_s == services.drainer.pin_s == KV_PIN_S["nixl"][0]
+
+
+@with_virtual_time
+async def test_a_reload_that_allows_more_prefills_lets_waiting_requests_go_on() -> None:
+    services = a_router(a_config(prefill={"max_inflight": 1}))
+    dispatcher = asyncio.ensure_future(PrefillDispatcher(services.ledger).run())
+    first, second = (services.tickets.submit(RequestSpec(name, 100)) for name in ("a", "b"))
+    assert await first.prefiller() == "p0"
+    waiting = asyncio.ensure_future(second.prefiller())
+    await let_pass(1.0)
+    assert not waiting.done()
+    apply(services, a_config(prefill={"max_inflight": 2}))
+    assert await waiting == "p0"
+    dispatcher.cancel()
 
 
 @with_virtual_time
@@ -250,12 +297,16 @@ async def test_a_drained_server_stays_drained_under_another_name_unless_it_was_r
     ("new", "named"),
     [
         (a_config(queue={"max_queued": 1}).model_copy(update={"connector": "nixl"}), "connector"),
+        (
+            a_config(queue={"max_queued": 1}).model_copy(update={"layerwise": Layerwise(callback_url="http://r:1")}),
+            "layerwise",
+        ),
         (a_config(listen={"port": 1}, queue={"max_queued": 1}), "listen"),
         (a_config(lifecycle={"pins_file": "pins"}, queue={"max_queued": 1}), "lifecycle.pins_file"),
         (a_config(decode={"max_num_seqs": 7}, queue={"max_queued": 1}), "worker d0: slots from [0-9]+ to 7: cannot"),
         (a_config(decode={"shared_barrier": False}), "worker d0: barrier_group from decode to '': cannot"),
     ],
-    ids=["connector", "listen", "record of pins", "slots of a worker in use", "its group"],
+    ids=["connector", "callback address", "listen", "record of pins", "slots of a worker in use", "its group"],
 )
 @with_virtual_time
 async def test_a_reload_that_needs_a_restart_is_refused_as_a_whole(new: Config, named: str) -> None:
@@ -264,6 +315,35 @@ async def test_a_reload_that_needs_a_restart_is_refused_as_a_whole(new: Config, 
     with pytest.raises(ConfigError, match=named):
         apply(services, new)
     assert services.config is before and services.ledger.scheduler.config == bounds
+
+
+@pytest.mark.anyio
+async def test_a_reload_that_meets_a_conflict_after_it_has_read_its_files_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    services, read = a_router(), threading.Event()
+    before = services.config
+
+    def long_read(config: Config) -> Perimeter:
+        assert read.wait(PATIENCE_S)
+        return Perimeter(config)
+
+    monkeypatch.setattr(module, "Perimeter", long_read)
+    predictor = {"kind": "survival", "history": str(tmp_path / "history.sqlite3")}
+    new = with_decoders(before, "d9").model_copy(update={"predictor": a_config(predictor=predictor).predictor})
+    reloading = asyncio.ensure_future(module.reload(services, new))
+    await asyncio.sleep(0)
+    services.fleet.add(WorkerSpec("hand", Role.DECODE, "http://d9:1"), join_attempts=3)
+    read.set()
+    with pytest.raises(ConfigError, match="worker d9: is the server of worker hand"):
+        await reloading
+    assert services.config is before and services.forecasts is None
+    assert history_writers() == 0
+
+
+def history_writers() -> int:
+    """Threads that write a prediction history."""
+    return sum(thread.name == "prediction-history" for thread in threading.enumerate())
 
 
 @with_virtual_time
@@ -332,6 +412,7 @@ async def test_a_new_predictor_learns_from_the_rows_of_the_last_one() -> None:
     )
     assert changed == ["routing", "predictor"]
     assert isinstance(services.forecasts, LiveForecasts) and services.ledger.forecasts is services.forecasts
+    assert services.keyer is services.forecasts  # of requests to come
     tracker = scheduler.snapshot.requests[running[0]]
     assert tracker.remaining(40) == 40
     services.forecasts.renew(scheduler)
@@ -339,7 +420,7 @@ async def test_a_new_predictor_learns_from_the_rows_of_the_last_one() -> None:
     scheduler.snapshot.check_invariants()
     assert b"predictor_gate" in services.metrics.exposition()
     apply(services, a_config(routing={"policy": "br_0"}))
-    assert services.forecasts is None and services.ledger.forecasts is None
+    assert services.forecasts is services.ledger.forecasts is services.keyer is None
     assert b"predictor_gate" not in services.metrics.exposition()
 
 
@@ -354,7 +435,17 @@ async def test_a_predictor_can_replace_a_bare_history_and_back(tmp_path: Path) -
         assert (b"predictor_gate" in services.metrics.exposition()) is predicts
         assert b"predictor_history" in services.metrics.exposition()
     assert services.forecasts is not None
+    block_until(lambda: history_writers() == 1)  # those of the former ones end
     services.forecasts.close()
+
+
+@with_virtual_time
+async def test_a_predictor_is_made_anew_only_for_other_settings() -> None:
+    config = a_config(routing={"policy": "br_h"}, predictor={"kind": "survival"})
+    services = build_services(config, asyncio.get_running_loop(), build_forecasts(config), True)
+    made = services.forecasts
+    apply(services, config.model_copy(update={"queue": a_config(queue={"max_queued": 1}).queue}))
+    assert services.forecasts is made is not None
 
 
 @with_virtual_time
