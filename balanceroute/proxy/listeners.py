@@ -45,7 +45,7 @@ def bound(name: str, host: str, port: int, predecessor: Predecessor | None) -> s
     """A socket that is bound to this address, the predecessor's if it has one. Raises: ConfigError."""
     wrong = NO_ADDRESS
     with suppress(socket.gaierror):
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         family, _, _, _, address = min(found)  # IPv4 first, if a name has both
         if predecessor is not None and (taken := predecessor.listener(str(address[0]), port)) is not None:
             return taken
