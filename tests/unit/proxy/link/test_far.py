@@ -52,14 +52,21 @@ class Machine:
     @asynccontextmanager
     async def let_in(self, brain: Brain, port: int = 0) -> AsyncIterator[int]:
         """Who comes may join this brain; yields the port."""
+        async with self.listening(brain.hub.connected, asyncio.Protocol, port) as listener:
+            number: int = listener.sockets[0].getsockname()[1]
+            yield number
+
+    @asynccontextmanager
+    async def listening(
+        self, link: far_module.Protocols, operators: far_module.Protocols, port: int = 0
+    ) -> AsyncIterator[FarListener]:
+        """A brain's listener for other machines, with these protocols for who comes."""
         sock = socket.socket()
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(("127.0.0.1", port))
-        number: int = sock.getsockname()[1]
-        loop = asyncio.get_running_loop()
-        listener = FarListener(loop, sock, lambda: self.tls.link.brain, brain.hub.connected, asyncio.Protocol)
+        listener = FarListener(asyncio.get_running_loop(), sock, lambda: self.tls.link.brain, link, operators)
         try:
-            yield number
+            yield listener
         finally:
             listener.close()
             await listener.wait_closed()
@@ -301,6 +308,54 @@ async def test_unauthenticated_connections_are_few_and_do_not_block_relays(
         assert not silent[1][0].at_eof() and not silent[2][0].at_eof()
         for _, writer in silent[1:]:
             writer.transport.abort()
+
+
+@pytest.mark.anyio
+async def test_alpn_tells_relays_from_operators(machine: Machine) -> None:
+    came: list[str] = []
+
+    class Peer(asyncio.Protocol):
+        def __init__(self, name: str) -> None:
+            self._name = name
+
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            came.append(self._name)
+
+    link, contexts = machine.tls.link, {"relay": machine.tls.link.relay, "operator": machine.tls.link.operators}
+    async with machine.listening(lambda: Peer("relay"), lambda: Peer("operator")) as listener:
+        for context in contexts.values():
+            _, writer = await asyncio.open_connection(*listener.sockets[0].getsockname(), ssl=context)
+            await until(lambda: len(came) == 1 + (context is link.operators))  # noqa: B023
+            writer.transport.abort()
+    assert came == list(contexts)
+
+
+@pytest.mark.anyio
+async def test_refused_peers_are_counted_in_few_log_lines(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(far_module, "LOG_EVERY_S", 3600.0)
+    async with machine.listening(asyncio.Protocol, asyncio.Protocol) as listener:
+        address = listener.sockets[0].getsockname()
+
+        async def refused() -> None:
+            connection = await asyncio.open_connection(*address)
+            connection[1].write(b"GET / HTTP/1.1\r\n\r\n")
+            await what_comes(connection)
+            await listener.wait_closed()
+
+        for _ in range(3):
+            await refused()
+        monkeypatch.setattr(far_module, "LOG_EVERY_S", 0.0)
+        for _ in range(2):
+            await refused()
+        silent = await asyncio.open_connection(*address)
+        await until(lambda: listener._handshakes)
+        listener.close()
+        await until(silent[0].at_eof)
+        silent[1].transport.abort()
+    lines = [vars(line) for line in caplog.records if line.message == "connections to listen.link refused"]
+    assert [(line["count"], line["last"]) for line in lines] == [(1, "127.0.0.1"), (3, "127.0.0.1"), (1, "127.0.0.1")]
 
 
 @with_virtual_time

@@ -74,6 +74,7 @@ async def test_a_brain_that_does_not_answer_is_left_for_the_next_of_the_list(
         made.transport.close()
     reach.try_next_address()
     assert reach.address == addresses[0]
+    assert FarReach([("::1", 9000)], lambda: tls.link.relay).name == "[::1]:9000"
     for server in (silent, leads):
         server.close()
         await server.wait_closed()
