@@ -80,7 +80,7 @@ class Router:
     @property
     def deaths(self) -> list[dict[str, Any]]:
         """How children died; not those of brains that seemed to stand still on a busy machine, and lead no more."""
-        deposed = {line["process"] for line in self.logged("this brain leads no more")}
+        deposed = {line["process"] for line in self.logged("this brain no longer leads")}
         died = self.logged("child died")
         return [line for line in died if not (line["child"] in deposed and line.get("exit_code") == LOST)]
 
