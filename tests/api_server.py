@@ -58,8 +58,8 @@ class ApiServer:
         spec: dict[str, Any] = lease["spec"]
         return spec
 
-    def answer(self, method: str, path: str, authorization: str, body: bytes) -> tuple[int, dict[str, Any]]:
-        """Status and object."""
+    def answer(self, method: str, path: str, authorization: str, body: bytes) -> tuple[int, dict[str, Any] | bytes]:
+        """Status and object, or the bytes of whoever answers in its place."""
         matched = PATH.fullmatch(path)
         if self.failure is not None:
             return self.failure, _status(self.failure, "injected")
@@ -140,12 +140,14 @@ def an_api_server(folder: Path) -> Iterator[ApiServer]:
             body = self.rfile.read(int(self.headers.get("content-length", 0)))
             state.goes_on.wait()
             status, text = state.answer(self.command, self.path, self.headers.get("authorization", ""), body)
+            if body and self.headers.get("content-type") != "application/json":
+                status, text = 415, _status(415, "the body of the request was in an unknown format")
             state.calls.append((self.command, status))
             if self.command == "PUT" and state.lost_answers:
                 state.lost_answers -= 1
                 self.close_connection = True
                 return
-            answer = json.dumps(text).encode()
+            answer = text if isinstance(text, bytes) else json.dumps(text).encode()
             self.send_response(status)
             self.send_header("content-type", "application/json")
             self.send_header("content-length", str(len(answer)))

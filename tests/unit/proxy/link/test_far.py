@@ -204,6 +204,8 @@ async def test_a_draining_brain_continues_when_the_file_of_far_relays_cannot_be_
     stage: Stage, machine: Machine, caplog: pytest.LogCaptureFixture
 ) -> None:
     drains = await stage.brain(far=machine.members)
+    machine.members.forget()
+    assert not caplog.records, "none has been kept"
     (machine.folder / "far").mkdir()  # can't be unlinked, as nothing can where nothing can be written
     drains.hub.dismiss_far()
     assert "names of far relays cannot be removed" in [one.getMessage() for one in caplog.records]
@@ -295,7 +297,7 @@ async def test_a_link_connection_without_a_handshake_is_closed(
 
 @with_stage
 async def test_unauthenticated_connections_are_few_and_do_not_block_relays(
-    stage: Stage, machine: Machine, monkeypatch: pytest.MonkeyPatch
+    stage: Stage, machine: Machine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(far_module, "HANDSHAKE_S", 3600.0)
     monkeypatch.setattr(far_module, "MAX_HANDSHAKES", 3)
@@ -306,6 +308,8 @@ async def test_unauthenticated_connections_are_few_and_do_not_block_relays(
         await until(lambda: relay.brain.member is not None)
         assert await what_comes(silent[0]) == b""
         assert not silent[1][0].at_eof() and not silent[2][0].at_eof()
+        (refused,) = (vars(line) for line in caplog.records if "refused" in line.message)
+        assert (refused["last"], refused["reason"]) == ("127.0.0.1", "too many handshakes at a time")
         for _, writer in silent[1:]:
             writer.transport.abort()
 

@@ -3,7 +3,9 @@
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
 from balanceroute.errors import ConfigError
@@ -74,10 +76,55 @@ def test_a_refusal_is_an_error_that_distinguishes_missing_rights(
     assert refused.value.denied is denied
 
 
-def test_an_answer_that_is_no_lease_is_an_error(server: ApiServer, api: LeaseApi) -> None:
-    server.failure = 200
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [(b'{"message": "' + b"x" * 9999 + b'"}', "x" * 300), (b"\xff" + b"x" * 9999, "\ufffd" + "x" * 299)],
+    ids=["of the API server", "of another server"],
+)
+def test_the_reason_of_a_refusal_is_short_and_readable(
+    server: ApiServer, api: LeaseApi, monkeypatch: pytest.MonkeyPatch, body: bytes, reason: str
+) -> None:
+    monkeypatch.setattr(server, "answer", lambda *_: (502, body))
+    with pytest.raises(LeaseError) as refused:
+        api.read()
+    assert str(refused.value).endswith(f"status 502: {reason}")
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"kind": "Status", "metadata": {"resourceVersion": "1"}},
+        {"kind": "Lease", "metadata": {"resourceVersion": ""}},
+        {"kind": "Lease", "metadata": {"resourceVersion": "1"}, "spec": {"leaseTransitions": "1"}},
+        {"kind": "Lease"},
+        [],
+    ],
+    ids=["another kind", "no version", "a number in quotes", "no metadata", "no object"],
+)
+def test_an_answer_that_is_no_lease_is_an_error(
+    server: ApiServer, api: LeaseApi, monkeypatch: pytest.MonkeyPatch, answer: object
+) -> None:
+    monkeypatch.setattr(server, "answer", lambda *_: (200, answer))
     with pytest.raises(LeaseError, match="no Lease"):
         api.read()
+
+
+@pytest.mark.parametrize("written", [{"holder_identity": "b"}, {"lease_transitions": 2}], ids=["holder", "number"])
+def test_an_answer_that_differs_from_what_was_written_is_an_error(
+    server: ApiServer, api: LeaseApi, monkeypatch: pytest.MonkeyPatch, written: dict[str, Any]
+) -> None:
+    spec = msgspec.to_builtins(msgspec.structs.replace(A, **written))
+    whole = {"kind": "Lease", "metadata": {"resourceVersion": "1"}, "spec": spec}
+    monkeypatch.setattr(server, "answer", lambda *_: (201, whole))
+    with pytest.raises(LeaseError, match="not what was written"):
+        api.create(A)
+
+
+def test_the_api_server_is_called_directly_whatever_proxy_others_use(
+    api: LeaseApi, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:1")
+    assert api.read() is None
 
 
 def test_a_call_that_hangs_ends_and_the_next_one_has_a_new_connection(server: ApiServer, tmp_path: Path) -> None:
@@ -93,7 +140,7 @@ def test_a_call_that_hangs_ends_and_the_next_one_has_a_new_connection(server: Ap
 
 
 def test_an_api_server_with_another_ca_receives_no_request(server: ApiServer, tmp_path: Path) -> None:
-    elsewhere = tmp_path / "elsewhere"
+    elsewhere, own = tmp_path / "elsewhere", (tmp_path / "ca.crt").read_bytes()
     elsewhere.mkdir()
     with an_api_server(elsewhere):
         shutil.copy(elsewhere / "ca.crt", tmp_path / "ca.crt")
@@ -101,16 +148,23 @@ def test_an_api_server_with_another_ca_receives_no_request(server: ApiServer, tm
     with pytest.raises(LeaseError, match="CERTIFICATE_VERIFY_FAILED"):
         api.read()
     assert not server.calls
+    (tmp_path / "ca.crt").write_bytes(own)  # as when the cluster's CA is replaced
+    assert api.read() is None
+    api.close()
 
 
 def test_a_lease_is_for_pods_alone(tmp_path: Path) -> None:
     inside = {"KUBERNETES_SERVICE_HOST": "fd00::1", "KUBERNETES_SERVICE_PORT": "443"}
-    with pytest.raises(ConfigError, match=r"^listen\.lease = 'router': accepted only in a pod .* are not set$"):
-        lease_api("router", tmp_path, {}, 1.0)
+    for name in inside:
+        with pytest.raises(ConfigError, match=r"^listen\.lease = 'router': accepted only in a pod .* are not set$"):
+            lease_api("router", tmp_path, inside | {name: ""}, 1.0)
     with pytest.raises(ConfigError, match=r"service account: .*/namespace: No such file"):
         lease_api("router", tmp_path, inside, 1.0)
     with pytest.raises(ConfigError, match=r"service account: .*/token: No such file"):
         lease_api("serving/router", tmp_path, inside, 1.0)
     for name in ("token", "ca.crt"):
         (tmp_path / name).write_text("x")
-    assert lease_api("serving/router", tmp_path, inside, 1.0).name == "serving/router"
+    api = lease_api("serving/router", tmp_path, inside, 1.0)
+    assert api.name == "serving/router"
+    with pytest.raises(LeaseError, match=r"^GET https://\[fd00::1\]:443/apis/.*/serving/leases/router: "):
+        api.read()  # with a damaged CA file
