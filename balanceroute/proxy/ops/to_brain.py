@@ -138,7 +138,7 @@ class ToBrain:
 
 def _unanswered(method: str, error: UpstreamError) -> NoHealthyWorkers:
     """The refusal of a request that the brain has not answered."""
-    text = "No process decides for this router (no brain leads); one is being started."
+    text = "No process decides for this router: no brain can be reached."
     if isinstance(error, UpstreamTimeout):
         text = f"The process that decides for this router (the brain) is late: {error}."
         if method not in READS:
