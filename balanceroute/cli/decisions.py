@@ -9,9 +9,12 @@ if TYPE_CHECKING:
     import httpx
 
 ASK_EVERY_S = 1.0
+WORKED_OUT_S = 1.2  # the router works out runners-up once per second
+MOST = 100  # decisions that a router keeps
 TIMEOUT_S = 10.0
 LAST_TIME_S = 1e11  # the year 5138: of much later times there is no date
-PRINTED: dict[str, Any] = {
+USED: dict[str, Any] = {
+    "number": int,
     **dict.fromkeys(("policy", "request", "worker"), str),
     "at": int | float,
     "stage": int,
@@ -19,12 +22,12 @@ PRINTED: dict[str, Any] = {
     "runner_up": str | None,
     "runner_up_score": int | float | None,
 }
-"""What is printed of a decision, and its type."""
+"""What is used of a decision, and its type."""
 
 
 def decisions(
     url: Annotated[str, typer.Argument(help="The router, for example http://127.0.0.1:8000.")],
-    last: Annotated[int, typer.Option(min=1, max=100, help="How many to print.")] = 20,
+    last: Annotated[int, typer.Option(min=1, max=MOST, help="How many to print.")] = 20,
     watch: Annotated[
         float,
         typer.Option(
@@ -79,7 +82,18 @@ def watched(url: str, last: int, seconds: float, token: str | None) -> dict[str,
             while (left := until - time.monotonic()) > 0:
                 time.sleep(min(left, ASK_EVERY_S))
                 found = asked(client, last)
+            if seconds and any(row["runner_up"] is None for row in found["decisions"]):
+                time.sleep(WORKED_OUT_S)
+                complete(found, asked(client, MOST))
     return found
+
+
+def complete(found: Mapping[str, Any], later: Mapping[str, Any]) -> None:
+    """Write the runners-up that have been worked out since then into an answer."""
+    rows = {row["number"]: row for row in later["decisions"]}
+    for row in found["decisions"]:
+        if row["runner_up"] is None and (same := rows.get(row["number"])):
+            row["runner_up"], row["runner_up_score"] = same["runner_up"], same["runner_up_score"]
 
 
 def asked(client: "httpx.Client", last: int) -> dict[str, Any]:
@@ -99,7 +113,7 @@ def asked(client: "httpx.Client", last: int) -> dict[str, Any]:
     if reply.status_code != 200 or not is_complete(body):
         message = message_of(reply.content)
         if not message or reply.status_code in (200, 404):
-            message += "; " * bool(message) + "is this a balanceroute router, of this version?"
+            message = f"{message.rstrip('.')}; " * bool(message) + "is this a balanceroute router, of this version?"
         raise InputError(f"{url}/decisions: status {reply.status_code}: {message}")
     return body
 
@@ -112,7 +126,7 @@ def is_complete(body: Mapping[str, Any]) -> bool:
         and isinstance(rows, list)
         and all(
             isinstance(row, dict)
-            and all(isinstance(row.get(name), kind) for name, kind in PRINTED.items())
+            and all(isinstance(row.get(name), kind) for name, kind in USED.items())
             and 0 <= row["at"] < LAST_TIME_S
             for row in rows
         )

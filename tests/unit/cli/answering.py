@@ -8,11 +8,11 @@ from threading import Thread
 
 @contextmanager
 def answering(reply: Callable[[bytes], tuple[int, bytes]]) -> Iterator[str]:
-    """Its URL; `reply` makes status and body from the fields of a request's head."""
+    """Its URL; `reply` makes status and body from a request's head."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            status, body = reply(self.headers.as_bytes())
+            status, body = reply(self.raw_requestline + self.headers.as_bytes())
             self.send_response(status)
             self.send_header("content-length", str(len(body)))
             self.end_headers()

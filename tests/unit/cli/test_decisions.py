@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from balanceroute.cli import main
-from balanceroute.cli.decisions import is_complete, show_decisions
+from balanceroute.cli.decisions import is_complete, show_decisions, watched
 from tests.unit.cli.answering import answering
 
 ROW: dict[str, Any] = {
@@ -52,6 +52,23 @@ def test_the_policy_is_a_column_only_where_it_has_changed(capsys: pytest.Capture
 def test_a_router_that_has_decided_nothing_is_no_error(capsys: pytest.CaptureFixture[str]) -> None:
     show_decisions({"count": 0, "decisions": []})
     assert capsys.readouterr().out == "0 admissions so far, 0 shown\n"
+
+
+def test_runners_up_that_are_worked_out_within_the_next_second_are_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At ten admissions per second all of `--last 10` were too new to have one."""
+
+    def reply(head: bytes) -> tuple[int, bytes]:
+        runner_up = ROW["runner_up"] if b"last=100 " in head else None
+        return 200, json.dumps({"count": 1, "decisions": [{**ROW, "runner_up": runner_up}]}).encode()
+
+    monkeypatch.setattr(sys.modules[watched.__module__], "WORKED_OUT_S", 0)
+    with answering(reply) as url:
+        assert run(monkeypatch, url, "--watch", "0.001", "--last", "10") == 0
+        assert ROW["runner_up"] in capsys.readouterr().out
+        assert run(monkeypatch, url, "--watch", "0", "--last", "10") == 0
+        assert "not worked out" in capsys.readouterr().out
 
 
 def test_an_unreachable_router_is_reported_in_one_line_with_exit_code_2(
