@@ -151,6 +151,8 @@ def load_trace(
     """
     if name in PRESETS and not Path(name).exists():
         return generate_trace(name, seed=seed).head(rows)
+    if name != "-" and not Path(name).exists():
+        raise InputError(f"{name}: no such file, nor one of {', '.join(sorted(PRESETS))}")
     source = Source(name)  # one for both: a pipe gives its bytes once
     if not is_foreign(source):
         return read_trace(source, on_note).head(rows)

@@ -149,7 +149,7 @@ def test_the_series_has_one_row_per_step_and_one_column_per_worker(
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["--trace", "nowhere.csv"], "no such file"),
+        (["--trace", "heavy_tail"], "heavy_tail: no such file, nor one of capped, heavy_tailed"),
         (["--policy", "br_h", "--train", ""], ".: cannot be read: Is a directory"),
         (["--slowdowns", ""], "--slowdowns : numbers separated by commas"),
         (["--policy", "magic"], "magic"),
