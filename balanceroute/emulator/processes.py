@@ -33,6 +33,7 @@ from starlette.routing import Route
 from balanceroute.emulator.app import json_response
 from balanceroute.emulator.cluster import EmulatedCluster, Part, reached_at
 from balanceroute.emulator.connectors import Connector
+from balanceroute.emulator.faults import FaultKind
 from balanceroute.emulator.server import HttpServer
 from balanceroute.emulator.shape import ClusterShape
 from balanceroute.errors import ConfigError
@@ -233,7 +234,11 @@ class ProcessCluster:
         try:
             index = self._index_of(worker)
         except StopIteration:
-            return json_response({"error": f"fault: no worker {worker!r}"}, 400)
+            names = ", ".join(name for member in self._members for name in member.names)
+            return json_response({"error": f"fault: no worker {worker!r}, there are {names}"}, 400)
+        kinds = (*FaultKind, *_SIGNALS, "respawn")
+        if kind not in kinds:
+            return json_response({"error": f"fault: kind must be one of {', '.join(kinds)}"}, 400)
         if kind in _SIGNALS or kind == "respawn":
             await self.send(worker, kind)
             return json_response({"worker": worker, "kind": kind, "at_once": True})

@@ -93,6 +93,15 @@ async def test_a_fault_that_is_no_json_object_is_refused() -> None:
             assert (reply.status_code, list(reply.json())) == (400, ["error"])
 
 
+async def test_a_refused_fault_names_the_workers_and_all_kinds() -> None:
+    route = next(route for route in a_cluster(SHAPE, 1).routes if route.path == "/_emulator/fault")
+    transport = httpx.ASGITransport(Starlette(routes=[route]))
+    async with httpx.AsyncClient(transport=transport, base_url="http://control") as client:
+        for worker, kind, named in (("d7", "stop", "d0, d1"), ("d0", "kill", "sigkill")):
+            reply = await client.post("/_emulator/fault", json={"worker": worker, "kind": kind})
+            assert reply.status_code == 400 and named in reply.json()["error"]
+
+
 async def test_a_port_that_is_in_use_is_named() -> None:
     cluster = a_cluster(SHAPE, 1)
     second = httpx.URL(cluster.decode_urls[1])
