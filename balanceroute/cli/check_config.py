@@ -29,9 +29,10 @@ def check_config(
 ) -> None:
     """Print the effective configuration of FILE, as `serve` would use it in this environment.
 
-    Defaults are filled in, BALANCEROUTE_SECTION__KEY variables applied, secrets masked. All that is wrong is said at
-    once on standard error, a line each with the key path and what is accepted, and ends in exit code 2: in the file,
-    the variables, and the files that it names (client keys, certificates, predictor.model). Nothing is written.
+    Defaults are filled in, BALANCEROUTE_SECTION__KEY variables applied, secrets masked. What is wrong is said on
+    standard error, a line each with the key path and what is accepted, and ends in exit code 2: in the file, the
+    variables, and the files that it names (client keys, certificates, predictor.model); then between settings, once
+    each is valid by itself. Nothing is written.
 
     With --probe what the workers say is printed instead; exit code 1 if anything is wrong with one.
 
