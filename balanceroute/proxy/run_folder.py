@@ -187,7 +187,7 @@ class RunFolder:
     def make(self, again: bool = False) -> None:
         """Make the folder, for our user alone. `again`: it has been ours, so files in the way are moved aside.
 
-        Raises: ConfigError: it can't be made, or it is another user's.
+        Raises: ConfigError: it can't be made, or it is another user's, or others use it, too.
         """
         if len(os.fsencode(self.callbacks(_LONGEST))) > MAX_SOCKET_PATH:
             raise _unusable(self.folder, f"its path is too long for a socket in it, at most {MAX_SOCKET_PATH} bytes")
@@ -197,6 +197,8 @@ class RunFolder:
             status = self.folder.lstat()
             if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
                 raise _unusable(self.folder, "accepted is a folder of the router's own user, or a new one")
+            if _is_shared(self.folder, status.st_mode):
+                raise _unusable(self.folder, "others use it, too; accepted is one of the router alone, or a new one")
             self.folder.chmod(0o700)
             self._check(_FILE, _is_our_file, "file of ours", again)
             self._check(_SOCKET, _is_socket, "socket", again)
@@ -264,6 +266,11 @@ def _name_in(path: Path) -> str:
     except (FileNotFoundError, UnicodeDecodeError):
         return ""
     return name if name.isprintable() else ""
+
+
+def _is_shared(folder: Path, mode: int) -> bool:
+    """Whether it is open to others and seems to be theirs, too, as /dev/shm and /run are. Raises: OSError."""
+    return bool(mode & stat.S_ISVTX) or (bool(mode & 0o077) and any(path.is_dir() for path in folder.iterdir()))
 
 
 def _is_socket(path: Path) -> bool:

@@ -33,6 +33,17 @@ def test_a_folder_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest
         RunFolder(tmp_path).make()
 
 
+@pytest.mark.parametrize("mode", [0o1777, 0o755], ids=["sticky, as /dev/shm", "with folders of others, as /run"])
+def test_a_folder_that_others_use_is_refused_and_keeps_its_mode(tmp_path: Path, mode: int) -> None:
+    """As root the router closed /dev/shm to all others."""
+    if not mode & stat.S_ISVTX:
+        (tmp_path / "of another service").mkdir()
+    tmp_path.chmod(mode)
+    with pytest.raises(ConfigError, match="others use it, too"):
+        RunFolder(tmp_path).make()
+    assert stat.S_IMODE(tmp_path.stat().st_mode) == mode
+
+
 @pytest.mark.parametrize("what", ["a file", "a link", "below a file", "too long"])
 def test_an_unusable_run_folder_is_reported_in_one_line(tmp_path: Path, what: str) -> None:
     path = tmp_path / "run"
