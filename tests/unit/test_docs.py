@@ -10,6 +10,7 @@ import sys
 from contextlib import suppress
 from html.parser import HTMLParser
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from itertools import chain
 from pathlib import Path
 from subprocess import PIPE
 from threading import Thread
@@ -106,6 +107,12 @@ def test_the_api_page_has_every_route() -> None:
     text = (ROOT / "docs/http.md").read_text()
     declared = {route.replace("{rest:path}", "{rest}").replace("{model:path}", "{model}") for route in ACCESS} - {"/"}
     assert declared == set(re.findall(r"(/[\w/{}]+)(?=`)", " ".join(re.findall(r"^\| `.*?` \|", text, re.MULTILINE))))
+
+
+def test_the_tests_that_contributing_selects_as_an_example_exist() -> None:
+    words = re.findall(r'-k "(\w+) and (\w+)"', (ROOT / "CONTRIBUTING.md").read_text())[0]
+    names = [re.findall(r"def (test_\w+)", path.read_text()) for path in ROOT.glob("tests/**/test_*.py")]
+    assert any(all(word in name for word in words) for name in chain.from_iterable(names))
 
 
 def test_no_page_installs_a_package_that_is_on_no_index() -> None:
