@@ -69,11 +69,12 @@ def _workers(
 ) -> list[dict[str, object]] | None:
     if not hosts and not ports:
         return None
+    has = f"has {len(ports)}" if ports else f"is left out, which is {default_port} alone"
     hosts = hosts or [DEFAULT_HOST]
     ports = ports or [default_port]
     if len(hosts) != len(ports):
         raise ConfigError(
-            f"--{role}-hosts = {' '.join(hosts)}: {len(hosts)} of them, but --{role}-ports has {len(ports)}; "
+            f"--{role}-hosts = {' '.join(hosts)}: {len(hosts)} of them, but --{role}-ports {has}; "
             "accepted is one port per host, in the same order"
         )
     return [{"url": _url(host, port, f"--{role}-hosts")} for host, port in zip(hosts, ports, strict=True)]

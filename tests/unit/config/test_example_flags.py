@@ -70,6 +70,10 @@ def test_an_ipv6_host_is_bracketed_once(host: str) -> None:
             "--decoder-hosts = a b: 2 of them, but --decoder-ports has 1",
         ),
         (
+            {"decoder_hosts": ["a", "b"]},
+            "--decoder-hosts = a b: 2 of them, but --decoder-ports is left out, which is 8002 alone",
+        ),
+        (
             {"prefiller_hosts": ["h:1"], "prefiller_ports": [1]},
             "--prefiller-hosts = 'h:1': accepted is a host name",
         ),
