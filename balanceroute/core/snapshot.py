@@ -104,7 +104,7 @@ class ClusterSnapshot:
             self.workers.append(DecodeInstanceState(spec, len(self.workers)))
             self._rebuild_projection()
         else:
-            self.prefillers.append(PrefillerBudget(spec, len(self.prefillers)))
+            self.prefillers.append(PrefillerBudget(spec))
 
     def remove_worker(self, worker_id: str) -> None:
         """Forget a worker that holds nothing. Raises InvariantError when it still does."""
@@ -121,8 +121,6 @@ class ClusterSnapshot:
         if prefiller.inflight or prefiller.pinned:
             raise InvariantError(f"prefiller {worker_id} still holds {prefiller.inflight + prefiller.pinned} requests")
         self.prefillers.remove(prefiller)
-        for index, other_prefiller in enumerate(self.prefillers):
-            other_prefiller.index = index
 
     def _rebuild_projection(self) -> None:
         """A worker came or went: rare, so the rows are recounted."""

@@ -210,7 +210,6 @@ class PrefillerBudget:
     """
 
     spec: WorkerSpec
-    index: int
     state: WorkerState = UP
     kv_usage: float | None = 0.0
     inflight: int = 0

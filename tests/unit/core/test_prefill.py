@@ -8,7 +8,7 @@ from balanceroute.core.types import Role, WorkerSpec, WorkerState
 
 
 def a_prefiller(name: str, **values: object) -> PrefillerBudget:
-    return PrefillerBudget(WorkerSpec(name, Role.PREFILL), 0, **values)  # type: ignore[arg-type]
+    return PrefillerBudget(WorkerSpec(name, Role.PREFILL), **values)  # type: ignore[arg-type]
 
 
 def chosen(

@@ -12,7 +12,7 @@ from balanceroute.proxy.life.moves import LANES, Stuck, choose, room
 
 
 def a_prefiller(state: WorkerState = WorkerState.UP, kv_usage: float = 0.1) -> PrefillerBudget:
-    return PrefillerBudget(WorkerSpec("p", Role.PREFILL), 0, state, kv_usage)
+    return PrefillerBudget(WorkerSpec("p", Role.PREFILL), state, kv_usage)
 
 
 def test_requests_without_a_token_move_first_in_order_of_arrival() -> None:
