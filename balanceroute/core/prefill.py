@@ -53,11 +53,11 @@ def prefix_affinity(ready: Sequence[PrefillerBudget], request: RequestTracker) -
 def affinity_costs(ready: Sequence[PrefillerBudget], request: RequestTracker, lone_weight: int) -> list[int]:
     """Tokens of work, in which each token of one conversation only counts `lone_weight` times."""
     lone_tokens = lone_tokens_of(request)
-    unknown = work(0, request.prompt_tokens, lone_tokens, lone_weight)
+    unknown = new_work(request.prompt_tokens, lone_tokens, lone_weight)
     costs = []
     for prefiller in ready:
         held = leading(request.prefix, prefiller.cache.blocks)
-        new = work(0, request.uncached_after(held), lone_tokens, lone_weight) if held else unknown
+        new = new_work(request.uncached_after(held), lone_tokens, lone_weight) if held else unknown
         costs.append(prefiller.inflight_uncached_tokens + new)
     return costs
 
@@ -68,10 +68,10 @@ def lone_tokens_of(request: RequestTracker) -> int:
     return tokens if tokens > 0 else 0
 
 
-def work(inflight_tokens: int, uncached_tokens: int, lone_tokens: int, lone_weight: int) -> int:
-    """Tokens in flight and to compute, of which the last `lone_tokens` belong to one conversation."""
+def new_work(uncached_tokens: int, lone_tokens: int, lone_weight: int) -> int:
+    """Tokens to compute of a prompt, of which the last `lone_tokens` belong to one conversation."""
     lone = uncached_tokens if uncached_tokens < lone_tokens else lone_tokens
-    return inflight_tokens + uncached_tokens + (lone_weight - 1) * lone
+    return uncached_tokens + (lone_weight - 1) * lone
 
 
 def round_robin(ready: Sequence[PrefillerBudget], request: RequestTracker) -> list[int]:

@@ -30,7 +30,7 @@ from balanceroute.core.prefill import (
     cheapest,
     least_tokens,
     lone_tokens_of,
-    work,
+    new_work,
 )
 from balanceroute.core.scheduler_config import SchedulerConfig
 from balanceroute.core.tracker import PrefillerBudget, RequestTracker
@@ -112,14 +112,11 @@ def exact_knowledge(tier: PrefillTier) -> PrefillPolicy:
     """`prefix_affinity` on the true caches."""
 
     def costs(ready: Sequence[PrefillerBudget], request: RequestTracker) -> list[int]:
+        lone_tokens = lone_tokens_of(request)
+        uncached = [tier.uncached(prefiller.spec.id, request.prefix, request.prompt_tokens) for prefiller in ready]
         return [
-            work(
-                prefiller.inflight_uncached_tokens,
-                tier.uncached(prefiller.spec.id, request.prefix, request.prompt_tokens),
-                lone_tokens_of(request),
-                LONE_WEIGHT,
-            )
-            for prefiller in ready
+            prefiller.inflight_uncached_tokens + new_work(tokens, lone_tokens, LONE_WEIGHT)
+            for prefiller, tokens in zip(ready, uncached, strict=True)
         ]
 
     return costs
