@@ -20,6 +20,8 @@ from balanceroute.errors import InputError
 SIGNED = {"now_s", "ready_s", "overdue_s", "wait_s", "log_covariance"}  # times of any origin; all others: at least 0
 LARGEST = 1e15  # of any number: products of what is larger would leave the range of a float
 SLOWDOWNS = (1e-9, 1e9)  # loads are multiplied and margins divided by them; far beyond what a configuration accepts
+OF_PROMPTS = ("deviation_tokens", "start_tokens", "usual_tokens")  # means that are about the mean prompt if absent
+OTHER_MEANS = ("wait_s", "answer_tokens", "log_prompt", "log_variance", "log_covariance")  # and those that are 0 then
 PRIORITY = re.compile(r"-?[0-9]{1,10}")
 MOST = 10**9  # of any count or size: far above every real one, and sums of them stay exact
 
@@ -72,19 +74,9 @@ def _cluster(snapshot: ClusterSnapshot) -> dict[str, Any]:
 def _means(snapshot: ClusterSnapshot) -> dict[str, Any]:
     means = snapshot.means
     return {
-        "prompt_tokens": means.prompt_tokens,
-        "deviation_tokens": means.deviation_tokens,
-        "start_tokens": means.start_tokens,
-        "usual_tokens": means.usual_tokens,
-        "wait_s": means.wait_s,
+        **{name: getattr(means, name) for name in ("prompt_tokens", *OF_PROMPTS, *OTHER_MEANS, "prompts", "answers")},
         "class_wait_s": {str(priority): wait_s for priority, wait_s in means.class_wait_s.items()},
-        "answer_tokens": means.answer_tokens,
-        "log_prompt": means.log_prompt,
-        "log_variance": means.log_variance,
-        "log_covariance": means.log_covariance,
         "token_s": snapshot.overlap.token_s,
-        "prompts": means.prompts,
-        "answers": means.answers,
     }
 
 
@@ -316,24 +308,21 @@ def _register(snapshot: ClusterSnapshot, tracker: RequestTracker, path: str) -> 
 
 
 def _read_means(snapshot: ClusterSnapshot, means: Any) -> None:
+    read = snapshot.means
     if means is None:
         for tracker in snapshot.requests.values():
-            snapshot.means.see_prompt(tracker.prompt_tokens)
+            read.see_prompt(tracker.prompt_tokens)
         return
     means = _object(means, "means")
-    snapshot.means.prompt_tokens = _number(means, "prompt_tokens", "means")
-    snapshot.means.deviation_tokens = _number(means, "deviation_tokens", "means", default=snapshot.means.prompt_tokens)
-    snapshot.means.start_tokens = _number(means, "start_tokens", "means", default=snapshot.means.prompt_tokens)
-    snapshot.means.usual_tokens = _number(means, "usual_tokens", "means", default=snapshot.means.prompt_tokens)
-    snapshot.means.wait_s = _number(means, "wait_s", "means", default=0.0)
-    snapshot.means.class_wait_s = _class_waits(_object(means.get("class_wait_s", {}), "means.class_wait_s"))
-    snapshot.means.answer_tokens = _number(means, "answer_tokens", "means", default=0.0)
-    snapshot.means.log_prompt = _number(means, "log_prompt", "means", default=0.0)
-    snapshot.means.log_variance = _number(means, "log_variance", "means", default=0.0)
-    snapshot.means.log_covariance = _number(means, "log_covariance", "means", default=0.0)
+    read.prompt_tokens = _number(means, "prompt_tokens", "means")
+    for name in OF_PROMPTS:
+        setattr(read, name, _number(means, name, "means", default=read.prompt_tokens))
+    for name in OTHER_MEANS:
+        setattr(read, name, _number(means, name, "means", default=0.0))
+    read.class_wait_s = _class_waits(_object(means.get("class_wait_s", {}), "means.class_wait_s"))
     snapshot.overlap.token_s = _number(means, "token_s", "means", default=0.0)
-    snapshot.means.prompts = _whole(means, "prompts", "means", default=50)
-    snapshot.means.answers = _whole(means, "answers", "means", default=0)
+    read.prompts = _whole(means, "prompts", "means", default=50)
+    read.answers = _whole(means, "answers", "means", default=0)
 
 
 def _class_waits(waits: dict[str, Any]) -> dict[int, float]:
