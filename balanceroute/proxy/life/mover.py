@@ -19,7 +19,6 @@ from collections.abc import Sequence
 from balanceroute.core.types import Phase, Role, WorkerState
 from balanceroute.core.view import DecoderView, PrefillerView
 from balanceroute.proxy.admission.decider import no_workers
-from balanceroute.proxy.admission.tickets import Ticket
 from balanceroute.proxy.life.leg import Leg
 from balanceroute.proxy.life.moves import Stuck, choose, room
 from balanceroute.proxy.life.services import LifeServices
@@ -80,7 +79,7 @@ class Mover:
     def _note_frozen(self, now: float) -> None:
         window_s = self._services.config.health.silence_window_s
         awaited = self._services.awaited()
-        vitals = [_vitals(worker, worker.id in awaited, now, window_s) for worker in self._fleet]
+        vitals = [_vitals(worker, worker.id in awaited) for worker in self._fleet]
         before = {group.name for group in self._frozen}
         self._frozen[:] = frozen_groups(vitals, now, window_s)
         for group in self._frozen:
@@ -167,11 +166,12 @@ class Mover:
             if now - since_s < self._services.config.queue.no_worker_grace_s:
                 continue
             for leg in list(self._legs):
-                if self._needs(role, leg, leg.ticket):
+                if self._needs(role, leg):
                     leg.interrupt(no_workers(self._tickets.view()).error())
 
-    def _needs(self, role: Role, leg: Leg, ticket: Ticket) -> bool:
+    def _needs(self, role: Role, leg: Leg) -> bool:
         """Whether a leg waits for a worker of that role, or for the answer of a prefiller that is out."""
+        ticket = leg.ticket
         if role is Role.DECODE:
             return ticket.phase is Phase.POOLED
         if ticket.phase is Phase.QUEUED or ticket.asking:
@@ -185,16 +185,13 @@ def _any_up(workers: Sequence[DecoderView] | Sequence[PrefillerView]) -> bool:
     return any(worker.state is WorkerState.UP for worker in workers)
 
 
-def _vitals(worker: Worker, expects_tokens: bool, now: float, window_s: float) -> Vitals:
-    """The workers' last signs of life; see `silence.py`."""
-    mute = False
-    since_s: float | None = None
+def _vitals(worker: Worker, expects_tokens: bool) -> Vitals:
+    """A worker's last sign of life; see `silence.py`."""
+    since_s, mute = math.inf, False
     if expects_tokens:
         since_s = max(worker.progress_s, worker.busy_since_s)
         mute = worker.progress_s < worker.busy_since_s
     elif worker.checks_failed:
         since_s = max(worker.progress_s, worker.answered_s)
-    if since_s is not None and now - since_s < window_s:
-        since_s = None
     votes = worker.in_use > 0 or not worker.out
     return Vitals(worker.id, worker.spec.barrier_group, since_s, mute, votes)

@@ -30,13 +30,13 @@ SETTLE_S: Final = 1.0  # after a pause of this process, or a worker's death: tim
 class Vitals:
     """The last signs of life of a worker.
 
-    `silent_since_s`: its last sign of life; None: it is not silent. `mute`: it has sent no token since its first stream
+    `silent_since_s`: its last sign of life; infinite: it owes none. `mute`: it has sent no token since its first stream
     began, so that time does not tell when it fell silent. `votes`: False: it is down and holds no requests.
     """
 
     id: str
     group: str
-    silent_since_s: float | None
+    silent_since_s: float
     mute: bool = False
     votes: bool = True
 
@@ -55,7 +55,7 @@ def frozen_groups(vitals: Sequence[Vitals], now: float, window_s: float) -> list
 
     The group of all workers comes last. O(n log n); O(n) while none is silent.
     """
-    if not any(worker.silent_since_s is not None for worker in vitals):
+    if not any(now - worker.silent_since_s >= window_s for worker in vitals):
         return []
     groups: dict[str, list[Vitals]] = {}
     for worker in vitals:
@@ -73,9 +73,7 @@ def frozen_groups(vitals: Sequence[Vitals], now: float, window_s: float) -> list
 def _frozen(name: str, members: Iterable[Vitals], now: float, window_s: float) -> FrozenGroup | None:
     voters = [worker for worker in members if worker.votes]
     silent = sorted(
-        (worker.silent_since_s, worker.id, worker.mute)
-        for worker in voters
-        if worker.silent_since_s is not None and now - worker.silent_since_s >= window_s
+        (worker.silent_since_s, worker.id, worker.mute) for worker in voters if now - worker.silent_since_s >= window_s
     )
     if len(voters) < 2:
         return None

@@ -1,5 +1,7 @@
 """Whose silence it is: one worker's, a group's, the network's, or our own."""
 
+import math
+
 import pytest
 
 from balanceroute.proxy.workers.silence import ALL_WORKERS, SETTLE_S, Attention, FrozenGroup, Vitals, frozen_groups
@@ -7,8 +9,8 @@ from balanceroute.proxy.workers.silence import ALL_WORKERS, SETTLE_S, Attention,
 WINDOW_S = 5.0
 
 
-def a_group(*silent_since_s: float | None, name: str = "decode", first: int = 0) -> list[Vitals]:
-    return [Vitals(f"{name}{first + i}", name, since) for i, since in enumerate(silent_since_s)]
+def a_group(*silent_since_s: float | None, name: str = "decode") -> list[Vitals]:
+    return [Vitals(f"{name}{i}", name, math.inf if since is None else since) for i, since in enumerate(silent_since_s)]
 
 
 def names(vitals: list[Vitals], now: float) -> list[str]:
@@ -68,14 +70,14 @@ def test_groups_are_judged_separately() -> None:
 
 
 def test_independent_workers_form_only_the_group_of_all_workers() -> None:
-    alone = [Vitals(f"d{i}", "", 100.0 if i < 2 else None) for i in range(4)]
+    alone = [Vitals(f"d{i}", "", 100.0 if i < 2 else math.inf) for i in range(4)]
     assert names(alone, 120.0) == []
     alone[2] = Vitals("d2", "", 100.0)
     assert names(alone, 120.0) == [ALL_WORKERS]
 
 
 def test_one_large_frozen_group_is_not_taken_for_a_network_failure() -> None:
-    prefillers = [Vitals("p0", "", None)]
+    prefillers = [Vitals("p0", "", math.inf)]
     assert names([*a_group(100.0, 100.0, 100.0, 100.0), *prefillers], 120.0) == ["decode"]
     assert names([*a_group(100.0, 100.0, 100.0), Vitals("p0", "", 100.0)], 120.0) == ["decode", ALL_WORKERS]
 
