@@ -130,9 +130,9 @@ class Response:
         self._send(self._head(status, headers) + (b"" if self._bodiless else body))
         self._finish()
 
-    def refuse(self, error: BalanceRouteError, headers: Headers | None = None) -> None:
+    def refuse(self, error: BalanceRouteError, headers: Headers = ()) -> None:
         """An error as its status and an error body."""
-        self.respond(*self.refusal(error, headers or []))
+        self.respond(*self.refusal(error, headers))
 
     def start(self, status: int, headers: Headers) -> None:
         """Make the head of a response whose body comes in parts; it is sent with the first part."""

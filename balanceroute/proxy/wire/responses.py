@@ -133,6 +133,6 @@ def header_lines(headers: Headers) -> bytes:
     return b"\r\n".join((*map(_line, headers), b""))
 
 
-def json_headers(body: bytes, more: Headers | None = None) -> Headers:
+def json_headers(body: bytes, more: Headers = ()) -> Headers:
     """The headers of a whole JSON response."""
-    return [JSON_TYPE, (b"content-length", b"%d" % len(body)), *(more or ())]
+    return [JSON_TYPE, (b"content-length", b"%d" % len(body)), *more]
