@@ -135,8 +135,7 @@ class Exchange:
                 raise ClientGone
             if services.tickets.draining:  # the drain has begun since the head came
                 raise refusal(RejectReason.DRAINING, services.tickets.view).error()
-            request = with_priority(self._asked(), self._head.priority)
-            request = self._in_class(request, self._head.request_id)
+            request = self._in_class(with_priority(self._asked(), self._head.priority))
             self._task = asyncio.current_task(services.loop)  # else a system call before Python 3.12
             response.on_gone = self._on_gone
             try:
@@ -192,7 +191,7 @@ class Exchange:
         """An unstreamed answer as the client gets it."""
         return answer
 
-    def _in_class(self, request: ClientRequest, request_id: str) -> ClientRequest:
+    def _in_class(self, request: ClientRequest) -> ClientRequest:
         """The request with its priority bounded by the key, for the router's queues; engines get the client's value."""
         entry = None if self._key is None else self._key.entry
         bounds = self._services.config.limits.priority if entry is None or entry.priority is None else entry.priority
@@ -200,7 +199,7 @@ class Exchange:
         if priority == request.priority:
             return request
         if request.priority:  # 0 may be a client's default
-            fields = {"request": request_id, "asked": request.priority, "priority": priority}
+            fields = {"request": self._head.request_id, "asked": request.priority, "priority": priority}
             log.info("priority clamped", extra=fields)
         return replace(request, priority=priority)
 
