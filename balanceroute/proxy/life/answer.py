@@ -182,16 +182,18 @@ class Answer:
         scanner = self.scanner
         if not scanner.tokens or not self.outlet.started:
             return True
-        resumable = resumption(self._original, scanner.cut()).fidelity is not Fidelity.INVALID
-        return self._services.config.retry.resume_on_worker_loss and resumable and scanner.generated.exact
+        return self._services.config.retry.resume_on_worker_loss and self._resumable
 
     @property
     def ids_to_resume_from(self) -> "array[int]":
         """The ids that it would continue from; empty: it can't be continued."""
+        return self.scanner.generated.kept_ids if self._resumable else NOTHING_YET.generated.ids
+
+    @property
+    def _resumable(self) -> bool:
+        """Whether its ids are known, and another engine could continue from them."""
         scanner = self.scanner
-        if not scanner.generated.exact or resumption(self._original, scanner.cut()).fidelity is Fidelity.INVALID:
-            return NOTHING_YET.generated.ids
-        return scanner.generated.kept_ids
+        return scanner.generated.exact and resumption(self._original, scanner.cut()).fidelity is not Fidelity.INVALID
 
     @property
     def last_text(self) -> str | None:
