@@ -246,7 +246,7 @@ def build_services(
         tls=tls,
         decisions=DecisionLog(ledger),
         forecasts=forecasts,
-        keyer=forecasts,
+        keyer=None if forecasts is None else forecasts.keys,
         strict=strict,
     )
 

@@ -191,7 +191,8 @@ def reroute(services: Services, new: Config, predictor: NewPredictor | None) -> 
     """Switch to another policy and, with `predictor`, to that one."""
     before = services.forecasts
     if predictor is not None:
-        services.forecasts = services.keyer = predictor.forecasts
+        services.forecasts = predictor.forecasts
+        services.keyer = None if services.forecasts is None else services.forecasts.keys
     services.ledger.reroute(policy_settings(new), scheduler_config(new), services.forecasts)
     services.metrics.policy = new.routing.policy
     if predictor is None:

@@ -357,8 +357,9 @@ async def test_relays_make_the_keys_of_prompts_as_a_predictor_that_came_later_do
 
         def known() -> bool:
             asked = [(b'"a prompt"', ""), (b'"a prompt"', "a kind")]
-            keys = None if brain.forecasts is None else [brain.forecasts.key(*each) for each in asked]
-            return all(r.keyer is not None and [r.keyer.key(*each) for each in asked] == keys for r in relays)
+            keyers = [services.keyer for services in (brain, *relays)]
+            keys = [None if keyer is None else [keyer.key(*each) for each in asked] for keyer in keyers]
+            return None not in keys and all(each == keys[0] for each in keys)
 
         if way == "SIGHUP":
             predicting = with_sections(router.config, routing={"policy": "br_h"})

@@ -80,14 +80,15 @@ class Keys:
         self._keyer = PromptKeyer(salt)
 
     def key(self, prompt: bytes, header: str) -> str:
-        """A salted hash of the header, or without one of the prompt."""
+        """A salted hash of the header, or without one of the prompt (its JSON)."""
         return self._keyer.of_header(header) if self.by_header and header else self._keyer.of_json(prompt)
 
 
 class Forecasts:
     """Forecasts of remaining steps, clipped to [0, H]. Without a predictor: only records finished requests.
 
-    `keys`: makes the keys of prompts; None: keys are not used.
+    `keys`: makes the keys of prompts; None: keys are not used. `metrics`: the series of the history, and of the
+    predictor if there is one.
     """
 
     def __init__(self, config: Config, past: Past | None = None) -> None:
@@ -97,11 +98,7 @@ class Forecasts:
             self.history.salt = past.salt
         keyed = chosen.history is not None or chosen.by_key
         self.keys = Keys(self.history.salt, chosen.key_header is not None) if keyed else None
-        self._metrics = ForecastMetrics(self.history)
-
-    def key(self, prompt: bytes, header: str) -> str:
-        """The key of a prompt (its JSON) or of the configured header, see `Keys`; "": keys are not used."""
-        return "" if self.keys is None else self.keys.key(prompt, header)
+        self.metrics = ForecastMetrics(self.history)
 
     def initial(self, tracker: RequestTracker, prompt_tokens: int) -> float | None:
         """c-hat of a waiting request with this prompt; None: nothing is predicted."""
@@ -124,11 +121,6 @@ class Forecasts:
     def past(self) -> Past:
         """The start of a successor: here only the salt, as rows are in the file, if anywhere."""
         return Past(self.history.salt, None)
-
-    @property
-    def metrics(self) -> ForecastMetrics:
-        """The series of the history, and of the predictor if there is one."""
-        return self._metrics
 
     def close(self) -> None:
         """Write the rows that are queued."""
@@ -173,7 +165,7 @@ class LiveForecasts(Forecasts):
         self._due: list[RequestTracker] = []
         self._asking = self._closed = False
         self._failing: set[str] = set()  # which of its calls fail now: one forecast, a batch, learning
-        self._metrics = ForecastMetrics(self.history, self.forecaster)
+        self.metrics = ForecastMetrics(self.history, self.forecaster)
 
     def initial(self, tracker: RequestTracker, prompt_tokens: int) -> float | None:
         """See `Forecasts`."""
@@ -268,7 +260,7 @@ class LiveForecasts(Forecasts):
                 row = finished_row(tracker, reason, now)
             self.history.add(row)
             if not row.censored:  # the request has ended: the steps still expected are the error
-                self._metrics.error_tokens.observe(tracker.remaining(self._horizon))
+                self.metrics.error_tokens.observe(tracker.remaining(self._horizon))
 
     def runner(self, snapshot: ClusterSnapshot) -> Callable[[], Awaitable[None]] | None:
         """The re-fits; a user's own predictor does its own."""
@@ -278,7 +270,7 @@ class LiveForecasts(Forecasts):
         refitter: Refitter[Any] = Refitter(
             self._predictor, interval_s=self._refit_interval_s, running=lambda: running_requests(snapshot)
         )
-        self._metrics.refitter = self.refitter = refitter
+        self.metrics.refitter = self.refitter = refitter
         return refitter.run
 
     def past(self) -> Past:

@@ -3,22 +3,15 @@
 import asyncio
 import logging
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from balanceroute.errors import Draining
+from balanceroute.proxy.admission.forecasts import Keys
 from balanceroute.proxy.life.services import LifeServices
 from balanceroute.proxy.perimeter.key_use import KeyUse
 from balanceroute.proxy.perimeter.perimeter import Perimeter
 from balanceroute.proxy.perimeter.tls import Tls
 
 log = logging.getLogger(__name__)
-
-
-class Keyer(Protocol):
-    """Makes keys of prompts for a predictor."""
-
-    def key(self, prompt: bytes, header: str) -> str:
-        """As `Forecasts.key`."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -28,7 +21,7 @@ class ClientServices(LifeServices):
     perimeter: Perimeter
     tls: Tls
     tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict)  # the coroutines, once they run, by name
-    keyer: Keyer | None = None
+    keyer: Keys | None = None  # makes keys of prompts for a predictor
     exchanges: int = 0  # client requests under way
     strict: bool = False  # in tests bugs are fatal
 

@@ -259,21 +259,19 @@ async def test_requests_of_a_failed_batch_count_as_staying_and_are_forecast_agai
 
 
 def test_the_key_is_the_header_where_there_is_one_and_else_the_prompt() -> None:
-    by_header, by_prompt = LiveForecasts(a_config(kind="exact_match", key_header="X-Task")), None
-    try:
-        assert by_header.key(b'"a"', "summary") == by_header.key(b'"b"', "summary") != by_header.key(b'"a"', "")
-        assert by_header.key(b'"a"', "") != by_header.key(b'"b"', "") != ""
-        by_prompt = LiveForecasts(a_config(kind="exact_match"))
-        assert by_prompt.key(b'"a"', "summary") == by_prompt.key(b'"a"', "")
-    finally:
-        by_header.close()
-        if by_prompt is not None:
-            by_prompt.close()
+    forecasts = [LiveForecasts(a_config(kind="exact_match", key_header=header)) for header in ("X-Task", None)]
+    by_header, by_prompt = [each.keys for each in forecasts]
+    for each in forecasts:
+        each.close()
+    assert by_header is not None and by_prompt is not None
+    assert by_header.key(b'"a"', "summary") == by_header.key(b'"b"', "summary") != by_header.key(b'"a"', "")
+    assert by_header.key(b'"a"', "") != by_header.key(b'"b"', "") != ""
+    assert by_prompt.key(b'"a"', "summary") == by_prompt.key(b'"a"', "")
 
 
 def test_prompts_are_not_hashed_without_a_predictor_key_or_history() -> None:
     forecasts = LiveForecasts(a_config(kind="survival"))
-    assert forecasts.key(b'"a"', "") == ""
+    assert forecasts.keys is None
     forecasts.close()
 
 
