@@ -130,9 +130,9 @@ def seen(data: bytes) -> tuple[int, list[tuple[bytes, bytes]], bytes | None, boo
         reply = connection.send(b"")
         connection.data_received(data)
         body = None
-        if reply._ended and reply._error is not None:
+        if reply.over and reply._error is not None:
             return 0, [], None, False, bool(closed)
-        if reply._ended:
+        if reply.over:
             body = await reply.read(10_000)
         return reply.status, reply.headers, body, upstream.idle_connections == 1, bool(closed)
 

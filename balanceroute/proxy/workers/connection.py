@@ -21,7 +21,7 @@ import httptools
 
 from balanceroute.errors import BadUpstreamReply, ConnectFailed, ConnectionLost, UpstreamError
 from balanceroute.proxy.hotpath import ChunkReader
-from balanceroute.proxy.workers.reply import Reply, Sink, Worker
+from balanceroute.proxy.workers.reply import Owner, Reply, Sink
 
 NO_REPLY: Final = "the connection closed before the reply"
 MAX_HEAD_BYTES: Final = 64 * 1024  # also of bytes without body between two parts of one; engines send some hundred
@@ -34,7 +34,7 @@ _PLAIN: Final = re.compile(
 _LOST: Final = ChunkReader(lambda data: None)  # the reader of every connection that is lost
 
 
-class Pool(Worker, Protocol):
+class Pool(Owner, Protocol):
     """The owner of a connection: `upstream.Upstream`."""
 
     def release(self, connection: "Connection", *, reusable: bool) -> None:

@@ -45,8 +45,8 @@ class Carrier(Protocol):
         """Close: the rest of the reply is not needed."""
 
 
-class Worker(Protocol):
-    """The worker of a reply: `upstream.Upstream`."""
+class Owner(Protocol):
+    """The owner of a reply's connection: `upstream.Upstream`."""
 
     high_water_bytes: int
 
@@ -71,30 +71,31 @@ _DISCARD: Final = _Discard()
 class Reply:
     """A worker's reply, for one consumer.
 
-    Attributes: `head`: done when status and headers are here. `started`: they are. `undelivered`: whether a relay of
-    this body dropped events whose tokens it had counted; set by the relay (`life/streaming.py`).
+    Attributes: `head`: done when status and headers are here. `started`: they are. `over`: it is complete or broken.
+    `paused`: reading is paused because the consumer takes no more. `undelivered`: whether a relay of this body dropped
+    events whose tokens it had counted; set by the relay (`life/streaming.py`).
     """
 
     __slots__ = (
         "_connection",
-        "_ended",
         "_error",
         "_headers",
         "_lines",
         "_owner",
         "_parts",
         "_parts_bytes",
-        "_paused",
         "_sink",
         "_waiter",
         "head",
         "loop",
+        "over",
+        "paused",
         "started",
         "status",
         "undelivered",
     )
 
-    def __init__(self, owner: Worker, connection: Carrier, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, owner: Owner, connection: Carrier, loop: asyncio.AbstractEventLoop) -> None:
         self._owner = owner
         self.status = 0
         self._headers: list[tuple[bytes, bytes]] = []
@@ -108,9 +109,9 @@ class Reply:
         self._parts: list[bytes] = []
         self._parts_bytes = 0
         self._waiter: asyncio.Future[None] | None = None
-        self._ended = False
+        self.over = False
         self._error: UpstreamError | None = None
-        self._paused = False
+        self.paused = False
 
     @property
     def headers(self) -> list[tuple[bytes, bytes]]:
@@ -130,28 +131,13 @@ class Reply:
                 return value
         return None
 
-    @property
-    def buffered_bytes(self) -> int:
-        """Body bytes that have come and are not consumed."""
-        return self._parts_bytes
-
-    @property
-    def paused(self) -> bool:
-        """Whether reading is paused because the consumer can't take more."""
-        return self._paused
-
-    @property
-    def over(self) -> bool:
-        """Whether the reply is complete or broken."""
-        return self._ended
-
     async def next_chunk(self) -> bytes | None:
         """All body bytes since the last call, as soon as there are any; None at the end.
 
         Raises: BadUpstreamReply: the body broke off (after the bytes before it were returned).
         """
         while not self._parts:
-            if self._ended:
+            if self.over:
                 if self._error is not None:
                     raise self._error
                 return None
@@ -170,7 +156,7 @@ class Reply:
         Raises: BadUpstreamReply: it broke off. ReplyTooLarge: it is longer than `limit` bytes, and the connection is
         closed.
         """
-        if self._ended and self._error is None and self._parts_bytes <= limit:
+        if self.over and self._error is None and self._parts_bytes <= limit:
             return self._take()
         parts = []
         total = 0
@@ -195,20 +181,20 @@ class Reply:
             self._connection.deliver(sink)
         if self._parts:
             sink.chunk(self._take())
-        if self._ended:
+        if self.over:
             self._end_sink()
 
     def pause(self) -> None:
         """Stop reading the socket: for a sink that cannot take more."""
-        if not self._paused and self._connection is not None:
-            self._paused = True
+        if not self.paused and self._connection is not None:
+            self.paused = True
             self._connection.pause()
 
     def resume(self) -> None:
         """Read on."""
-        if self._paused and self._connection is not None:
+        if self.paused and self._connection is not None:
             self._connection.resume()
-        self._paused = False
+        self.paused = False
 
     def abort(self) -> None:
         """Close the connection, unless the reply is complete. Idempotent."""
@@ -239,13 +225,13 @@ class Reply:
         waiter = self._waiter
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
-        if not self._paused and self._parts_bytes > self._owner.high_water_bytes:
+        if not self.paused and self._parts_bytes > self._owner.high_water_bytes:
             self.pause()
 
     def begin_and_finish(self, lines: bytes, body: bytes) -> None:
         """Take a whole reply that has come at once: a 200 with these header lines and this body."""
         self.status, self._lines = 200, lines
-        self.started = self._ended = True
+        self.started = self.over = True
         self._connection = None
         if body:
             self._parts, self._parts_bytes = [body], len(body)
@@ -254,9 +240,9 @@ class Reply:
 
     def finish(self, error: UpstreamError | None) -> None:
         """Note that the reply is complete (None) or broken; only the first call counts."""
-        if self._ended:
+        if self.over:
             return
-        self._ended = True
+        self.over = True
         self._error = error
         self._connection = None
         if not self.head.done():
@@ -282,6 +268,6 @@ class Reply:
         """All bytes of the body that wait for the consumer."""
         parts, self._parts, self._parts_bytes = self._parts, [], 0
         data = parts[0] if len(parts) == 1 else b"".join(parts)
-        if self._paused:
+        if self.paused:
             self.resume()
         return data

@@ -114,7 +114,7 @@ def _id_in(lines: bytes) -> bytes:
 class _Reply(Reply):
     """Stands for `Reply`: a body that is here as soon as the reply is."""
 
-    paused = over = aborted = False  # type: ignore[assignment]
+    aborted = False
 
     def __init__(
         self, page: Page, sent_id: bytes = b"", before_body: Callable[[], Awaitable[None]] | None = None
@@ -123,7 +123,7 @@ class _Reply(Reply):
         self._body: bytes | None = page.body.replace(b"$ID", sent_id)
         self._before_body = before_body
         self._error = page.breaks
-        self.over = page.ends and before_body is None  # type: ignore[misc]
+        self.paused, self.over = False, page.ends and before_body is None
         self.loop = asyncio.get_running_loop()
 
     def header(self, name: bytes) -> bytes | None:
@@ -133,7 +133,7 @@ class _Reply(Reply):
         waits, self._before_body = self._before_body, None
         if waits is not None:
             await waits()
-            self.over = self._page.ends  # type: ignore[misc]
+            self.over = self._page.ends
         body, self._body = self._body, None
         if not body and self._error is not None:
             raise self._error
