@@ -35,15 +35,6 @@ class Foreign:
 NOBODY: Final = Foreign()
 
 
-@dataclass(frozen=True, slots=True)
-class Own:
-    """The router's own maximum of requests on a worker since its last report, and a request's mean tokens."""
-
-    requests: int
-    tokens: int
-    mean_tokens: float
-
-
 class ForeignLoad:
     """The last reports of a decode worker, compared with the ledger."""
 
@@ -64,31 +55,30 @@ class ForeignLoad:
         `kv_block_tokens`. A report that can't be read changes nothing; after `LAG_REPORTS` in a row foreign load is
         unknown, and counts as none.
         """
-        own = Own(requests, max(load, self._load), mean_tokens)
-        self._load = load
+        own_tokens, self._load = max(load, self._load), load
         if samples is None or "num_requests_running" not in samples:
             self._unread += 1
             if self._unread >= LAG_REPORTS:
                 self._seen.append(NOBODY)
         else:
             self._unread = 0
-            self._seen.append(difference(samples, own))
+            self._seen.append(_difference(samples, requests, own_tokens, mean_tokens))
         return Foreign(min(one.requests for one in self._seen), min(one.tokens for one in self._seen))
 
 
-def difference(samples: Mapping[str, float], own: Own) -> Foreign:
+def _difference(samples: Mapping[str, float], own_requests: int, own_tokens: int, mean_tokens: float) -> Foreign:
     """The part of a report that exceeds the own load, at least 0.
 
     If the size of the KV cache is unknown, a foreign request counts as the mean own request.
     """
-    requests = int(samples["num_requests_running"] + samples.get("num_requests_waiting", 0.0)) - own.requests
+    requests = int(samples["num_requests_running"] + samples.get("num_requests_waiting", 0.0)) - own_requests
     if requests <= 0:
         return NOBODY
     usage, capacity = samples.get("kv_cache_usage_perc"), samples.get("kv_capacity_tokens")
     if usage is None or not capacity:
-        return Foreign(requests, int(requests * own.mean_tokens))
-    rounding = own.requests * samples.get("kv_block_tokens", 0.0)  # the last block of each own request
-    return Foreign(requests, max(0, int(usage * capacity - own.tokens - rounding)))
+        return Foreign(requests, int(requests * mean_tokens))
+    rounding = own_requests * samples.get("kv_block_tokens", 0.0)  # the last block of each own request
+    return Foreign(requests, max(0, int(usage * capacity - own_tokens - rounding)))
 
 
 @dataclass(frozen=True, slots=True)
