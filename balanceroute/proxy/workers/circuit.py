@@ -94,18 +94,16 @@ class Circuit:
     def fault(self, now: float, reason: str) -> None:
         """Note a failure of the worker."""
         self._faults += 1
-        self.reason = reason
         if self._faults >= self._config.failure_threshold or self.state is TRIAL:
             self.open(now, reason)
         else:
-            self._rest(now, 0.0)
+            self._rest(now, 0.0, reason)
 
     def busy(self, now: float, retry_after_s: float = 0.0) -> None:
         """Note a 429 or 503; the worker rests, for `retry_after_s` at least."""
         if self.state is not RESTING or not self._busy:
             self._busy += 1
-        self.reason = BUSY
-        self._rest(now, retry_after_s)
+        self._rest(now, retry_after_s, BUSY)
 
     def open(self, now: float, reason: str) -> None:
         """Open the circuit: no new requests until a trial succeeds."""
@@ -127,10 +125,11 @@ class Circuit:
         elif self.state is OPEN:
             self._enter(HALF_OPEN, None)
 
-    def _rest(self, now: float, at_least_s: float) -> None:
-        rest_s = min(MAX_REST_S, max(at_least_s, REST_S * 2.0 ** min(8, self.failures - 1)))
+    def _rest(self, now: float, at_least_s: float, reason: str) -> None:
+        self.reason = reason
         if self.state is OPEN:
             return
+        rest_s = min(MAX_REST_S, max(at_least_s, REST_S * 2.0 ** min(8, self.failures - 1)))
         self._until = max(self._until, now + rest_s)
         self._enter(RESTING, self._until - now)
 
