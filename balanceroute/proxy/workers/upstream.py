@@ -112,7 +112,6 @@ class Upstream:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"{url!r} is not an http or https URL with a host")
-        self.url = url
         self.worker = worker or url
         self.tier = tier
         self.host = parts.hostname
