@@ -64,7 +64,7 @@ async def decode(leg: Leg, worker: Worker, grace_s: float) -> bool:
             worker.headers_of(leg.upstream_id, leg.headers),
             connect_timeout_s=limits.connect_timeout_s,
             retry_stale=False,  # a worker that took the request and died looks the same: the KV may be pulled
-            about_to_send=partial(leg.kv.spend, worker),
+            about_to_send=partial(leg.kv.spend, worker, streams),
         )
         if streams:
             leg.kv.written(worker)
@@ -267,7 +267,7 @@ def _check_kv(leg: Leg, worker: Worker) -> None:
     Raises: KvTooOld: the worker may have pulled, or cached earlier, another request's KV.
     """
     try:
-        leg.kv.check_first_event(worker, streams=leg.answer.request.streams_upstream)
+        leg.kv.check_first_event(worker)
     except KvTooOld:
         fields = {"request": leg.id, "worker": worker.id, "reason": "its KV was pulled late"}
         log.warning("answer made anew", extra=fields)

@@ -22,7 +22,7 @@ from balanceroute.proxy.workers.pins import Pin
 
 
 class HeldKv:
-    """The KV of one request; replaced if it is prefilled again.
+    """The KV of one request; that of another prefill takes its place.
 
     Attributes: `params`: kv_transfer_params that no decode worker has seen. `pinned_s`: the earliest time at which
     their KV was pinned. `pin`: its record, while `params` is set. `cache_salt`: the decode worker's, when the request
@@ -35,6 +35,7 @@ class HeldKv:
         "_pulls_at",
         "_sent_s",
         "_services",
+        "_streams",
         "cache_salt",
         "params",
         "pin",
@@ -50,7 +51,7 @@ class HeldKv:
         self._prefiller: Worker | None = None  # which has pinned the KV
         self._ended_at = 0.0  # when its process had last ended by then
         self._pulls_at: Worker | None = None  # the decode worker that has the parameters, and has sent nothing yet
-        self._sent_s = 0.0  # since when
+        self._sent_s, self._streams = 0.0, False  # since when, and whether it streams its answer
 
     def pinned(self, prefiller: Worker, params: bytes | None, pinned_s: float) -> None:
         """A prefiller has answered with these parameters, if any, and has pinned the KV at `pinned_s` or later."""
@@ -71,16 +72,18 @@ class HeldKv:
             return None
         return params
 
-    def spend(self, worker: Worker) -> None:
+    def spend(self, worker: Worker, streams: bool) -> None:
         """Give up the parameters, which are about to be sent to this decode worker. Raises: KvTooOld: they must not be
         sent.
+
+        `streams`: whether it is asked for a stream.
         """
         if self._lost:
             raise KvLost
         if self._services.drainer.too_old(self.pinned_s):
             raise KvTooOld
         self.params = None
-        self._pulls_at, self._sent_s = worker, self._services.tickets.now()
+        self._pulls_at, self._sent_s, self._streams = worker, self._services.tickets.now(), streams
         if self.pin is not None:
             self.pin.release()
 
@@ -99,18 +102,18 @@ class HeldKv:
         if self._services.drainer.too_old(self.pinned_s):
             self.doubt(worker)
 
-    def watch_pull(self, *, streams: bool) -> None:
+    def watch_pull(self) -> None:
         """Check whether the KV may have been dropped before the decode worker, which has sent nothing yet, pulled it.
 
         With NIXL a working engine keeps KV alive. Its tokens show that it works, but only those read before the last
-        look: after a pause of this process bytes may be old. A worker that answers unstreamed (not `streams`) counts as
-        working while it is up.
+        look: after a pause of this process bytes may be old. A worker that answers unstreamed counts as working while
+        it is up.
         """
         worker, looked_s = self._pulls_at, self._services.last_look_s
         if worker is None or self.cache_salt != worker.cache_salt:
             return
         alive_s = self._sent_s
-        if not streams and worker.state is UP:
+        if not self._streams and worker.state is UP:
             alive_s = looked_s
         elif self._services.config.connector == "nixl":
             alive_s = min(worker.progress_s, looked_s)
@@ -122,9 +125,9 @@ class HeldKv:
         if self.cache_salt == worker.cache_salt:
             self._services.fleet.doubt_cache(worker)
 
-    def check_first_event(self, worker: Worker, *, streams: bool) -> None:
+    def check_first_event(self, worker: Worker) -> None:
         """Check at the decode worker's first event. Raises: KvTooOld: it may have read another request's KV."""
-        self.watch_pull(streams=streams)
+        self.watch_pull()
         self.answered()
         if self.cache_salt != worker.cache_salt:
             raise KvTooOld

@@ -339,10 +339,6 @@ class Leg:
         if worker is not None and at_s > worker.progress_s:
             worker.progress_s = at_s
 
-    def watch_pull(self) -> None:
-        """See `HeldKv.watch_pull`."""
-        self.kv.watch_pull(streams=self.answer.request.streams_upstream)
-
     def wants_look(self, now: float, most_tokens: int) -> bool:
         """Whether the reaper may have something to do: a time is over, the answer is too long, or it is not read."""
         return (

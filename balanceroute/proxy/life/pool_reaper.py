@@ -58,7 +58,7 @@ class PoolReaper:
         for leg in self._services.legs:
             leg.note_progress()
         for leg in self._services.legs:  # when the progress of all workers is known
-            leg.watch_pull()
+            leg.kv.watch_pull()
         self._mover.look(now, PERIOD_S)
         if now - self._services.attention.since_s >= SETTLE_S:  # bytes that came during a pause have been read
             self._services.last_look_s = now
