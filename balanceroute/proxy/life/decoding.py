@@ -212,12 +212,10 @@ def _ended(leg: Leg, worker: Worker, broken: UpstreamError | None) -> bool:
     """Judge how the worker's stream ended: True complete, False given back. Raises: UpstreamError."""
     scanner = leg.answer.scanner
     end = scanner.end
-    if end is DONE:
+    if end is DONE or end is StreamEnd.NO_DONE:
         return True
     if end is StreamEnd.ERROR:
         raise event_error(scanner.error or b"{}", worker)
-    if end is StreamEnd.NO_DONE:
-        return True
     if end is StreamEnd.ABORTED:
         raise aborted(worker.id, "decode")
     if broken is not None:

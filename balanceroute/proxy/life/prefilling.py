@@ -45,13 +45,12 @@ async def try_probe(leg: Leg, worker: Worker) -> PrefillResult | None:
     Raises: ClientGone; UpstreamError: it was the last try.
     """
     try:
-        result = await probe(leg, worker)
+        return await probe(leg, worker)
     except UpstreamError as error:
         leg.check_abandoned(worker)
         await asyncio.sleep(leg.retries.judge(error, worker, "prefill", begun=bool(leg.answer.scanner.tokens)))
         clear_frames(error)
         return None
-    return result
 
 
 async def probe(leg: Leg, worker: Worker) -> PrefillResult:
