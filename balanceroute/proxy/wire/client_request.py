@@ -93,7 +93,6 @@ class ClientRequest:
     min_tokens: int
     model: str | None
     priority: int
-    request_id: str | None
     prompt_wishes: PromptWishes | None
     scores_only: bool  # `echo` with `max_tokens` 0: a prefiller alone serves that
     resume_ids: bytes = field(repr=False)  # of a resumed chat: the ids so far, as a JSON list
@@ -118,7 +117,6 @@ class ClientRequest:
         min_tokens: int = 0,
         model: str | None = None,
         priority: int = 0,
-        request_id: str | None = None,
         prompt_wishes: PromptWishes | None = None,
         scores_only: bool = False,
         resume_ids: bytes = b"",
@@ -129,7 +127,7 @@ class ClientRequest:
         self.include_usage, self.continuous_usage = include_usage, continuous_usage
         self.return_token_ids, self.n, self.prompts, self.messages = return_token_ids, n, prompts, messages
         self.limit_field, self.limit, self.min_tokens = limit_field, limit, min_tokens
-        self.model, self.priority, self.request_id = model, priority, request_id
+        self.model, self.priority = model, priority
         self.prompt_wishes, self.scores_only = prompt_wishes, scores_only
         self.resume_ids = resume_ids
 
@@ -186,7 +184,6 @@ def parse(endpoint: Endpoint, body: bytes) -> ClientRequest:
 
 def request_of(endpoint: Endpoint, data: dict[str, Any]) -> ClientRequest:
     """Check a body that was read as `data`, which becomes part of the request. Raises: InvalidRequest."""
-    request_id = data.get("request_id")
     if not _CARRIERS.isdisjoint(data):
         _remove_internal_fields(data)
     if endpoint == "completions":
@@ -225,7 +222,6 @@ def request_of(endpoint: Endpoint, data: dict[str, Any]) -> ClientRequest:
         min_tokens=min_tokens,
         model=model,
         priority=(integer(data, "priority", least=None) or 0) if "priority" in data else 0,
-        request_id=request_id if isinstance(request_id, str) else None,
         prompt_wishes=wishes,
         scores_only=scores_only,
     )

@@ -28,10 +28,11 @@ def test_parse_reads_what_the_router_needs() -> None:
         n=2,
         request_id="mine",
     )
+    assert "request_id" not in request.rest
     assert (request.stream, request.include_usage, request.continuous_usage) == (True, True, True)
     assert (request.return_token_ids, request.n, request.single) == (True, 2, False)
     assert (request.limit_field, request.limit, request.min_tokens) == ("max_completion_tokens", 5, 2)
-    assert (request.model, request.priority, request.request_id) == ("m", -3, "mine")
+    assert (request.model, request.priority) == ("m", -3)
 
 
 @pytest.mark.parametrize(
