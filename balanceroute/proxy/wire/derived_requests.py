@@ -79,9 +79,10 @@ def resume(request: ClientRequest, prompt_ids: Sequence[int], generated: Sequenc
 
     Raises: ValueError: nothing is left to generate; the caller ends the answer with "length" instead.
     """
-    left = remaining_limit(request, len(generated))
+    limit = request.effective_limit
+    left = None if limit is None else limit - len(generated)
     if left is not None and left < 1:
-        raise ValueError(f"the limit of {request.effective_limit} tokens is used up")
+        raise ValueError(f"the limit of {limit} tokens is used up")
     ids = orjson.dumps([*prompt_ids, *generated])
     rest = {name: value for name, value in request.rest.items() if name not in _DONE_BY_IDS}
     limit_field = request.limit_field
@@ -105,12 +106,6 @@ def resume(request: ClientRequest, prompt_ids: Sequence[int], generated: Sequenc
         prompt_json=ids if completions else request.prompt_json,
         resume_ids=b"" if completions else ids,
     )
-
-
-def remaining_limit(request: ClientRequest, generated_tokens: int) -> int | None:
-    """Tokens that the client's limit still allows after `generated_tokens`; None: no limit."""
-    limit = request.effective_limit
-    return None if limit is None else limit - generated_tokens
 
 
 def cut_alike(request: ClientRequest, prompt_tokens: int | None) -> ClientRequest:
