@@ -116,16 +116,10 @@ def extra_headers(error: BalanceRouteError) -> Headers:
         return [(b"x-should-retry", b"false")]
     if isinstance(error, AccessDenied) and error.status == 401:
         return [(b"www-authenticate", b"Bearer")]
-    if isinstance(error, UpstreamStatus) and error.retry_after_s:
-        return [_retry_after(error.retry_after_s)]
-    if isinstance(error, Rejected | CannotConnect):
-        return [_retry_after(error.retry_after_s)]
+    if isinstance(error, Rejected | CannotConnect) or (isinstance(error, UpstreamStatus) and error.retry_after_s):
+        whole_s = max(1, math.ceil(round(error.retry_after_s, 3)))  # a client that is back too early is refused again
+        return [(b"retry-after", b"%d" % whole_s)]
     return []
-
-
-def _retry_after(wait_s: float) -> tuple[bytes, bytes]:
-    """Whole seconds, rounded up: a client that comes back too early is refused once more."""
-    return b"retry-after", b"%d" % max(1, math.ceil(round(wait_s, 3)))
 
 
 def header_lines(headers: Headers) -> bytes:
