@@ -24,9 +24,7 @@ def usage_of(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
     return {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens, "total_tokens": total_tokens}
 
 
-def ended_by_length(
-    model: str | None, prompt_tokens: int, tokens: int, *, chat: bool, with_usage: bool = True
-) -> bytes:
+def ended_by_length(model: str | None, prompt_tokens: int, tokens: int, *, chat: bool, with_usage: bool) -> bytes:
     """The last events of an answer that has reached its limit with `tokens`, as a worker would send them.
 
     `with_usage`: the client wants a usage.

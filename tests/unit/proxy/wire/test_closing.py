@@ -12,7 +12,7 @@ from balanceroute.proxy.wire.closing import ended_by_length
 def test_an_answer_at_its_limit_ends_with_its_finish_its_usage_and_done(
     chat: bool, kind: str, part: dict[str, object]
 ) -> None:
-    finish, usage, done, rest = ended_by_length("m", 7, 5, chat=chat).split(b"\n\n")
+    finish, usage, done, rest = ended_by_length("m", 7, 5, chat=chat, with_usage=True).split(b"\n\n")
     finish_event = orjson.loads(finish.removeprefix(b"data: "))
     usage_event = orjson.loads(usage.removeprefix(b"data: "))
 
