@@ -94,12 +94,12 @@ async def test_trees_grow_in_the_background_and_then_give_forecasts(
     settings = recording(path, kind="learned", refit_interval_s=0.1)
     async with running(PAIR, **settings) as router:
         forecasts = router.app.services.forecasts
-        assert isinstance(forecasts, LiveForecasts) and forecasts.refitter is not None
+        assert isinstance(forecasts, LiveForecasts) and forecasts.metrics.refitter is not None
         predictor = forecasts.forecaster.predictor
         assert isinstance(predictor, LearnedPredictor) and predictor.fitted.classifier is None
 
         async def adopted() -> bool:
-            assert forecasts.refitter is not None and forecasts.refitter.failures == 0, caplog.text
+            assert forecasts.metrics.refitter is not None and forecasts.metrics.refitter.failures == 0, caplog.text
             await router.client.post("/v1/completions", json=completion(max_tokens=24))
             return 'fits_total{outcome="adopted"} 0.0' not in (await router.client.get("/metrics")).text
 

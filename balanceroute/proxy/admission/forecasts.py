@@ -157,7 +157,6 @@ class LiveForecasts(Forecasts):
             self.history.close()
             raise
         self.forecaster = Forecaster(self._predictor, self._horizon)
-        self.refitter: Refitter[Any] | None = None
         self._refit_interval_s = chosen.refit_interval_s
         self._asker: ThreadPoolExecutor | None = None
         if isinstance(self._predictor, LearnedPredictor):
@@ -270,7 +269,7 @@ class LiveForecasts(Forecasts):
         refitter: Refitter[Any] = Refitter(
             self._predictor, interval_s=self._refit_interval_s, running=lambda: running_requests(snapshot)
         )
-        self.metrics.refitter = self.refitter = refitter
+        self.metrics.refitter = refitter
         return refitter.run
 
     def past(self) -> Past:
