@@ -57,7 +57,7 @@ class Relayed:
         def nothing_held() -> bool:
             relays = [relay.app.services for relay in self.relays]
             held = [[*relay.tickets.by_id, *relay.legs] or relay.exchanges or relay.drainer.pending for relay in relays]
-            return not any(held) and not self.brain.services.ledger.n_requests and self.cluster.idle()
+            return not any(held) and not self.brain.services.ledger.scheduler.snapshot.requests and self.cluster.idle()
 
         await until(nothing_held)
         services = self.brain.services

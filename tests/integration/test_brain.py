@@ -247,7 +247,9 @@ async def test_streams_go_on_at_a_worker_that_leaves_when_another_brain_leads(ta
             await until(brain.hub.settled.is_set)
             assert brain.services.fleet[name].leaving
             await streams
-            await until(lambda: name not in brain.services.fleet and not brain.services.ledger.n_requests)
+            await until(
+                lambda: name not in brain.services.fleet and not brain.services.ledger.scheduler.snapshot.requests
+            )
 
 
 def without_worker(config: Config, url: str) -> Config:
@@ -415,7 +417,7 @@ async def test_a_workers_state_that_one_relay_reports_reaches_all() -> None:
         await until(is_known)
         assert router.brain.services.fleet[worker].circuit.state is CircuitState.OPEN
         assert other.app.services.metrics.requests.value("finished") == 0
-        await until(lambda: not router.brain.services.ledger.n_requests)
+        await until(lambda: not router.brain.services.ledger.scheduler.snapshot.requests)
 
 
 async def test_a_keys_limit_holds_over_relays_that_share_no_memory(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ async def test_relays_stay_alive_without_a_brain_and_new_requests_wait_for_one()
         await until(lambda: len(relay.app.services.tickets.by_id) == 8)
         async with a_brain(router.config, router.folder, relays=1) as brain:
             await waits
-            await until(lambda: not brain.services.ledger.n_requests)
+            await until(lambda: not brain.services.ledger.scheduler.snapshot.requests)
 
 
 @pytest.mark.parametrize("far", [True, False], ids=["on another machine", "on its machine"])

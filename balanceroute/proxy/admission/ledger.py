@@ -4,7 +4,7 @@ Each call of `decider.Decider` runs to its end without awaiting, so between read
 nothing else happens. Answers go out by `on_answer`, at once. New tokens come in by `collect`, before every decision and
 in `settle`; a reader of loads calls `settle` first.
 
-**Readers** get views of the cluster (`core/view.py`): frozen data, made on request. No code outside this package uses
+**Readers** get views of the cluster (`core/view.py`): copies, made on request. No code outside this package uses
 the scheduler, the snapshot or a tracker.
 
 The ledger also owns the events that the dispatchers wait for. It sets them when the state changes; the dispatchers
@@ -366,11 +366,6 @@ class Ledger:
         """One prefiller; None: there is none of that id."""
         prefillers = self.scheduler.snapshot.prefillers
         return next((view_prefiller(each) for each in prefillers if each.spec.id == worker_id), None)
-
-    @property
-    def n_requests(self) -> int:
-        """The number of requests."""
-        return len(self.scheduler.snapshot.requests)
 
     def state(self, settings: PolicySettings) -> dict[str, Any]:
         """The document of `/state`, JSON-ready, for `explain`. `settings`: the present ones.

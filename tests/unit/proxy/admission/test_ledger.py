@@ -42,7 +42,7 @@ async def test_a_request_that_is_refused_has_left_and_a_refusal_is_plain_data() 
     ledger.set_worker_state("d0", WorkerState.DOWN)
     ledger.submit(RequestSpec("a", 10))
     assert isinstance(answers["a"], Refusal) and "decode workers" in answers["a"].text
-    assert ledger.n_requests == 0
+    assert not ledger.scheduler.snapshot.requests
 
 
 @with_virtual_time
@@ -73,7 +73,7 @@ async def test_a_request_that_has_waited_too_long_is_refused_with_the_tier_it_wa
     assert ledger.expire() == ["pooled"]
     texts = {name: answer.text for name, answer in answers.items() if isinstance(answer, Refusal)}
     assert "a prefiller" in texts["queued"] and "a decode slot" in texts["pooled"]
-    assert ledger.n_requests == 1
+    assert len(ledger.scheduler.snapshot.requests) == 1
 
 
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])

@@ -22,7 +22,7 @@ async def test_a_ticket_leaves_once() -> None:
     assert ticket.left and ticket.phase is Phase.GONE
     with pytest.raises(InvariantError):
         ticket.finish(Outcome.CANCELLED)
-    assert tickets.by_id == {} and ledger.n_requests == 0
+    assert tickets.by_id == ledger.scheduler.snapshot.requests == {}
 
 
 @with_virtual_time
@@ -100,7 +100,7 @@ async def test_a_waiter_that_was_cancelled_does_not_disturb_the_dispatcher(in_th
     ledger.dispatch()
     assert ticket.phase is Phase.PREFILLING
     ticket.finish(Outcome.CANCELLED)
-    assert ledger.n_requests == 0
+    assert not ledger.scheduler.snapshot.requests
 
 
 @with_virtual_time
