@@ -76,18 +76,16 @@ class AnswerTokens:
         """The ids that a segment after this one goes on from: all if the client has them, else those with text."""
         return self.ids if self._want_ids else self.ids[: self._matcher.printed]
 
-    def resume(self, broken: int) -> int:
-        """Begin another segment; returns how many tokens were given back (see `EventScanner.resume`)."""
-        matcher, given_back = self._matcher, 0
+    def resume(self, broken: int) -> None:
+        """Begin another segment, with fewer tokens if some are given back (see `EventScanner.resume`)."""
+        matcher = self._matcher
         if self._gives_back:
             matcher.printed -= broken
-            given_back = matcher.tokens - matcher.printed
             del matcher.ids[matcher.printed :]
             matcher.tokens = matcher.printed
             self.exact = True
         self._is_later_segment = True
         self._begin_segment()
-        return given_back
 
     def take_ids(self, holder: dict[str, Any]) -> int:
         """Count the `token_ids` of an event or a choice; null them there unless the client wants them.

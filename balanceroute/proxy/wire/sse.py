@@ -251,19 +251,18 @@ class EventScanner:
             return ""
         return text
 
-    def resume(self, broken: int = 0) -> int:
-        """Begin another segment of the answer; returns how many tokens were given back, to be generated again.
+    def resume(self, broken: int = 0) -> None:
+        """Begin another segment of the answer. Tokens whose text has not come are given back, to be generated again.
 
         `broken`: so many of the last tokens whose text has come are half of a character; they are given back as well.
         """
-        given_back = self.generated.resume(broken)
+        self.generated.resume(broken)
         self._text_offsets.begin_segment()
         self._last_kind = self._kind or self._last_kind
         self._earlier_segments += 1
         self._begin_segment()
         self.matcher.forget()
         self.matcher.between_events = True
-        return given_back
 
     def cut(self, broken: int = 0, withheld: bool = False) -> Cut:
         """Where the present segment has ended; to be called before `resume`, with the same `broken`."""
