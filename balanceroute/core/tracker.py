@@ -69,8 +69,6 @@ class RequestTracker:
         arrived_s: float = 0.0,
         prefix: Sequence[int] = (),
         block_tokens: int = 0,
-        ready_s: float = 0.0,
-        overdue_s: float = math.inf,
         refreshed_remaining: float = math.inf,
     ) -> None:
         """A request that has arrived and holds nothing yet."""
@@ -80,7 +78,7 @@ class RequestTracker:
         self.prefiller: PrefillerBudget | None = None
         self.worker: DecodeInstanceState | None = None
         self.running = False
-        self.arrived_s, self.ready_s, self.overdue_s = arrived_s, ready_s, overdue_s
+        self.arrived_s, self.ready_s, self.overdue_s = arrived_s, 0.0, math.inf
         self.admitted_s = 0.0
         self.sent_ahead = False  # sent ahead: its worker had no free slot at its admission
         self.began_s = math.inf  # time of its first token, if reported

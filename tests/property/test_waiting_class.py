@@ -35,7 +35,8 @@ def test_every_search_equals_a_linear_scan_of_the_list(
         if is_added or not plain:
             # requests come back from a decode, so their place is by arrival and not by insertion
             place = pick * 100 + order
-            tracker = RequestTracker(f"r{order}", tokens, place, ready_s=float(pick), overdue_s=overdue_s)
+            tracker = RequestTracker(f"r{order}", tokens, place)
+            tracker.ready_s, tracker.overdue_s = float(pick), overdue_s
             waiting.add(tracker)
             plain.append(tracker)
             plain.sort(key=lambda each: each.order)

@@ -6,8 +6,8 @@ from balanceroute.core.tracker import RequestTracker
 
 def test_a_readmitted_request_with_longer_patience_becomes_overdue_by_it() -> None:
     pool = PromptPool()
-    stays = RequestTracker("stays", 100, 0, overdue_s=9.0)
-    back = RequestTracker("back", 100, 1, overdue_s=2.0)
+    stays, back = RequestTracker("stays", 100, 0), RequestTracker("back", 100, 1)
+    stays.overdue_s, back.overdue_s = 9.0, 2.0
     for tracker in (stays, back):
         pool.add(tracker)
     pool.remove(back)
