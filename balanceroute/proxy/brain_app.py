@@ -212,7 +212,7 @@ def _connect_hub(app: BrainApp, relays: int, generation: int) -> LeaderCounts:
     services.metrics.before_page = partial(_store_shown_counts, counted)
     services.metrics.processes = all_processes
     reports.on_connector, reports.on_connector_doubt = services.note_connector, services.doubt_connector
-    reports.on_keys = services.keys_elsewhere
+    reports.keys_used = services.keys_elsewhere
     reports.on_given_up = given_up
     services.fleet.on_leave, services.fleet.on_change = left, hub.workers_changed
     return counted

@@ -42,7 +42,8 @@ class RelayReports:
         numbers of all relays' client requests, drains and orphans. `pin_s`: how long prefillers keep orphans.
         """
         self._fleet, self._loop, self._frozen, self._under_way, self._pin_s = fleet, loop, frozen, under_way, pin_s
-        self.on_keys: Callable[[str, tuple[KeyUse, ...]], None] = lambda relay, keys: None
+        # takes the key use of a relay's clients
+        self.keys_used: Callable[[str, tuple[KeyUse, ...]], None] = lambda relay, keys: None
         self.on_connector: Callable[[Worker, str | None], None] = lambda worker, connector: None
         self.on_connector_doubt: Callable[[Worker, str], None] = lambda worker, reason: None
         # called with the counts of relays that will not return
@@ -84,10 +85,6 @@ class RelayReports:
         """Forget a worker that has left: late reports on it must not count for a later worker of its name."""
         for uses in self._uses.values():
             uses.pop(worker_id, None)
-
-    def keys_used(self, relay: str, keys: tuple[KeyUse, ...]) -> None:
-        """Take the key use of a relay's clients."""
-        self.on_keys(relay, keys)
 
     def counted(self, relay: str, counts: bytes) -> None:
         """Take the counts of a relay's process. Raises: ValueError: `counts` contains no counts."""
