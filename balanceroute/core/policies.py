@@ -51,10 +51,7 @@ POLICIES: dict[str, Maker] = {
     "target_fit": _target_fit,
     "level_fit": _target_fit,
     "pool_fifo": lambda settings, stage_timer: PoolFifo(),
-    **{
-        name: lambda settings, stage_timer, policy=policy: policy(settings.seed)  # type: ignore[misc]
-        for name, policy in ASSIGN_AT_ONCE.items()
-    },
+    **dict.fromkeys(ASSIGN_AT_ONCE, lambda settings, stage_timer: ASSIGN_AT_ONCE[settings.policy](settings.seed)),
 }
 BUILT_IN = frozenset(POLICIES)
 """The names above; `balanceroute.plugins` adds those of others."""
