@@ -4,6 +4,7 @@ It runs on the event loop that relays streams; a parser of whole pages would sto
 (`scripts/bench/polls.py`).
 """
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -39,8 +40,7 @@ def read_samples(text: bytes) -> dict[str, dict[str, float]]:
     for name in (*_GAUGES, *_COUNTERS, *_DRAFTS):
         for line in _lines(text, name):
             match = _SAMPLE.match(line)
-            value = None if match is None else _number(match[2])
-            if match is not None and value is not None and 0.0 <= value <= _most(name):
+            if match is not None and 0.0 <= (value := _number(match[2])) <= _most(name):
                 engines[_engine(match[1])][name.decode()] = value
     for line in _lines(text, b"cache_config_info"):
         if (labels := _CACHE.match(line)) is not None:
@@ -90,11 +90,11 @@ def _lines(text: bytes, name: bytes) -> Iterator[bytes]:
         at = text.find(start, end)
 
 
-def _number(text: bytes) -> float | None:
+def _number(text: bytes) -> float:
     try:
         return float(text)
     except ValueError:
-        return None
+        return math.nan
 
 
 def _engine(labels: bytes) -> str:
