@@ -101,7 +101,7 @@ from balanceroute.core.workload_means import WorkloadMeans
 
 OVERDUE_BONUS = 1e13
 MOST_WINDOW = 512  # of a class, in waiting order, that a decision chooses from
-GROWTH_ANSWERS = 2.0  # mean answers of KV memory that are kept free for growth: see `kv_room`
+GROWTH_ANSWERS = 2.0  # mean answers of KV memory that are kept free for growth: see `kv_memory`
 MOST_GROWTH_SHARE = 1 / 32  # of the KV memory: no more is kept free
 MOST_ANSWERS = 10.0  # mean answers by which one is expected to be longer at most; few are where prompts differ much
 LARGE = 5.0  # mean prompts: a larger one counts for no more in the stock, as it waits there for its place
@@ -124,6 +124,11 @@ def kv_room(worker: DecodeInstanceState, means: WorkloadMeans) -> float:
     Infinite where nothing runs: what does not fit there fits nowhere.
     """
     return kv_memory(worker, means) - worker.total_load if worker.occupied else math.inf
+
+
+def cost(spec: WorkerSpec, prompt_tokens: float) -> float:
+    """What a request of this prompt adds to the load of a worker."""
+    return spec.slowdown * (prompt_tokens + spec.request_tokens)
 
 
 def slower_workers(snapshot: ClusterSnapshot, rules: FitRules) -> tuple[float, float]:
@@ -230,7 +235,7 @@ class Loads:
         if self._may_rise == math.inf or worker.spec.slowdown == self._fastest:
             return False
         _, envelope, _ = self.around(worker)
-        return worker.load + window.least_added(worker.spec) > envelope * self._may_rise
+        return worker.load + cost(worker.spec, window.smallest) > envelope * self._may_rise
 
     def emptiest(self) -> OpenWorker:
         """The open worker with the fewest requests over slots; ties: least load, then lowest index."""
@@ -255,9 +260,9 @@ class Loads:
 class Window:
     """The requests that a scarce decision chooses from, all of one class, and the bonus of each for waiting.
 
-    Attributes: `trackers`, in waiting order; `prompts`, their tokens; `age`, u = wait / cap, shape (W,), with a shorter
-    cap where workers step alone; `drop`, how far below the mean load the level is, tokens; `expected`, the positions of
-    huge requests that room is made for, the most urgent first.
+    Attributes: `trackers`, in waiting order; `prompts`, their tokens, and `smallest`, the least of these, used or not;
+    `age`, u = wait / cap, shape (W,), with a shorter cap where workers step alone; `drop`, how far below the mean load
+    the level is, tokens; `expected`, the positions of huge requests that room is made for, the most urgent first.
     """
 
     def __init__(
@@ -284,7 +289,7 @@ class Window:
         self._held = self._held_tokens(means)
         self.prompts: list[float] = self._sizes.tolist()
         self._largest = float(np.maximum.reduce(self._sizes))
-        self._smallest, self._latest = min(self.prompts), float(np.maximum.reduce(self._late))
+        self.smallest, self._latest = min(self.prompts), float(np.maximum.reduce(self._late))
         self.expected = self._expected(snapshot, wait_s)
         self._bonus: list[float] = self._bonuses(means).tolist()
         self._available: list[float] = self._bonus.copy()  # -inf where the request is used
@@ -349,14 +354,9 @@ class Window:
             added = self._added[kind] = ((self._held + spec.request_tokens) * spec.slowdown).tolist()
         return added
 
-    def least_added(self, spec: WorkerSpec) -> float:
-        """What the smallest request, used or not, adds to the load of such a worker without its answer."""
-        added: float = spec.slowdown * (self._smallest + spec.request_tokens)
-        return added
-
     def may_fit(self, worker: OpenWorker) -> bool:
         """False where no request fits its memory, used or not: so on nearly all workers while memory is short."""
-        return worker.room >= self._smallest or self._latest > _caps_until_forced(worker)
+        return worker.room >= self.smallest or self._latest > _caps_until_forced(worker)
 
     def _fitting(self, worker: OpenWorker) -> list[float]:
         """As `_available`, of those that fit the worker's memory."""
@@ -408,8 +408,8 @@ class Window:
         """Use the largest of the expected requests that has room enough on this worker: its position, or -1."""
         best, largest, added = -1, 0.0, self.added(worker.spec)
         for position in self.expected:
-            cost, prompt = added[position], self.prompts[position]
-            fits = worker.load + self.rules.room_share * cost <= envelope and prompt <= worker.room
+            adds, prompt = added[position], self.prompts[position]
+            fits = worker.load + self.rules.room_share * adds <= envelope and prompt <= worker.room
             if fits and prompt > largest and self._available[position] != -math.inf:
                 best, largest = position, prompt
         if best >= 0:

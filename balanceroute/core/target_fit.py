@@ -47,10 +47,10 @@ from mypy_extensions import mypyc_attr
 
 from balanceroute.core.fit_rules import FitRules, TargetFitParams, caps_s, step_alone
 from balanceroute.core.policy import Choice, StageTimer
-from balanceroute.core.scarce_fit import Loads, OpenWorker, Window, choose_scarce, kv_memory, slower_workers
+from balanceroute.core.scarce_fit import Loads, OpenWorker, Window, choose_scarce, cost, kv_memory, slower_workers
 from balanceroute.core.snapshot import ClusterSnapshot, free_slots
 from balanceroute.core.tracker import DecodeInstanceState, RequestTracker
-from balanceroute.core.types import DOWN, WorkerSpec
+from balanceroute.core.types import DOWN
 
 MIN_ACTIVE_TO_HOLD = 4  # requests; nothing is held back while a worker has fewer, as the envelope then says little
 HOLD_SHARE = 0.1  # of the mean answer's time: where answers are short, an empty slot costs more than it gains
@@ -218,11 +218,6 @@ class TargetFit:
 def held_until(request: RequestTracker, hold_s: float, snapshot: ClusterSnapshot) -> float:
     """Until when a request may be held back, seconds; `hold_s`: how long a usual one may be."""
     return request.ready_s + hold_s * snapshot.means.patience_factor(request.prompt_tokens)
-
-
-def cost(spec: WorkerSpec, prompt_tokens: float) -> float:
-    """What a request of this prompt adds to the load of a worker."""
-    return spec.slowdown * (prompt_tokens + spec.request_tokens)
 
 
 def worth_filling(snapshot: ClusterSnapshot, rules: FitRules) -> list[DecodeInstanceState]:
