@@ -11,10 +11,11 @@ from balanceroute.proxy.admission.decider import Bounds
 from balanceroute.proxy.admission.prompt_estimates import PromptEstimates
 from balanceroute.proxy.admission.tickets import Tickets
 from balanceroute.proxy.life.suspicion import Suspicions
+from balanceroute.proxy.telemetry.conditions import CONNECTOR
 from balanceroute.proxy.telemetry.metrics import Metrics
 from balanceroute.proxy.wire.connectors import Callbacks
 from balanceroute.proxy.wire.prompt_blocks import PromptBlocks
-from balanceroute.proxy.workers.connector_check import doubt_connector, note_connector, shortened
+from balanceroute.proxy.workers.connector_check import note_connector, shortened
 from balanceroute.proxy.workers.drainer import Drainer
 from balanceroute.proxy.workers.fleet import Fleet, Worker
 from balanceroute.proxy.workers.pins import PinRecord
@@ -86,5 +87,6 @@ class LifeServices:
             self.configure(shortened(self.config, [found]))
 
     def doubt_connector(self, worker: Worker, reason: str) -> None:
-        """Tell operators why a worker may have another connector than the configured one."""
-        doubt_connector(worker, reason, self.metrics.conditions)
+        """Tell operators why a worker whose connector is not known may have another than the configured one."""
+        if worker.kv_connector is None:
+            self.metrics.conditions.hold(CONNECTOR, worker.id, reason)

@@ -41,12 +41,6 @@ def note_connector(worker: Worker, found: str | None, config: Config, conditions
     return found
 
 
-def doubt_connector(worker: Worker, reason: str, conditions: Conditions) -> None:
-    """Note why a worker may have another connector than the configured one, if its connector is not known."""
-    if worker.kv_connector is None:
-        conditions.hold(CONNECTOR, worker.id, reason)
-
-
 def shortened(config: Config, found: Iterable[str | None]) -> Config:
     """The configuration with KV times shortened to those of engines with these connectors.
 

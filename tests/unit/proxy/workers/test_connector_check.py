@@ -9,7 +9,6 @@ from balanceroute.proxy.wire.connectors import connector_of
 from balanceroute.proxy.workers.connector_check import (
     NO_PARAMETERS,
     WrongConnector,
-    doubt_connector,
     note_connector,
     shortened,
 )
@@ -61,11 +60,12 @@ async def test_parameters_without_a_connector_change_nothing() -> None:
 
 @with_virtual_time
 async def test_a_prefiller_that_never_pinned_is_reported_and_one_that_has_is_not() -> None:
-    worker, conditions = a_prefiller()
-    doubt_connector(worker, NO_PARAMETERS.format("nixl"), conditions)
+    services = a_router()
+    worker, conditions = services.fleet["p0"], services.metrics.conditions
+    services.doubt_connector(worker, NO_PARAMETERS.format("nixl"))
     assert any("kv_producer" in reason for reason in conditions.reasons)
     note_connector(worker, connector_of(OF_NIXL), named("nixl"), conditions)
-    doubt_connector(worker, NO_PARAMETERS.format("nixl"), conditions)
+    services.doubt_connector(worker, NO_PARAMETERS.format("nixl"))
     assert conditions.reasons == []
 
 
