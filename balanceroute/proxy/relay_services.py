@@ -8,8 +8,8 @@ from typing import Final
 
 from balanceroute.build import bounds
 from balanceroute.config import Config
+from balanceroute.core.scheduler_config import SchedulerConfig
 from balanceroute.errors import ConfigError, NoHealthyWorkers
-from balanceroute.proxy.admission.decider import Bounds
 from balanceroute.proxy.admission.forecasts import Keys
 from balanceroute.proxy.client.services import ClientServices
 from balanceroute.proxy.kept_counts import CountsFile, Gone
@@ -66,7 +66,7 @@ class RelayServices(ClientServices):
         """Refuse every new request from now on."""
         self.brain.leaving = True
 
-    def bounds(self, config: Config) -> Bounds:
+    def bounds(self, config: Config) -> SchedulerConfig:
         """See `LifeServices`."""
         return bounds(config)
 

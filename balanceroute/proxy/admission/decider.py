@@ -59,9 +59,6 @@ class Refusal:
         return _ERRORS[self.kind](self.text, retry_after_s=self.retry_after_s)
 
 
-Bounds = SchedulerConfig
-"""The bounds and times that hold: plain data, so that it may cross."""
-
 Answer = str | Refusal
 OnAnswer = Callable[[str, Answer], None]
 
@@ -112,10 +109,10 @@ class Decider(Protocol):
         """Whether every new request is refused."""
 
     @property
-    def bounds(self) -> Bounds:
+    def bounds(self) -> SchedulerConfig:
         """The present bounds and times."""
 
-    def configure(self, config: Bounds) -> None:
+    def configure(self, config: SchedulerConfig) -> None:
         """Use other bounds and times from now on."""
 
     def view(self) -> ClusterView:

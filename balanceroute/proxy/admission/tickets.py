@@ -26,10 +26,11 @@ from collections.abc import Coroutine
 from dataclasses import replace
 from typing import Any
 
+from balanceroute.core.scheduler_config import SchedulerConfig
 from balanceroute.core.types import DECODING, GONE, POOLED, PREFILLING, QUEUED, Outcome, RequestSpec, Standing
 from balanceroute.core.view import ClusterView
 from balanceroute.errors import InvariantError
-from balanceroute.proxy.admission.decider import Answer, Bounds, Decider, Refusal
+from balanceroute.proxy.admission.decider import Answer, Decider, Refusal
 
 
 class Ticket:
@@ -285,7 +286,7 @@ class Tickets:
         return self.decider.draining
 
     @property
-    def bounds(self) -> Bounds:
+    def bounds(self) -> SchedulerConfig:
         """The bounds and times that hold now."""
         return self.decider.bounds
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from balanceroute.build import scheduler_config
 from balanceroute.config import Config
-from balanceroute.proxy.admission.decider import Bounds
+from balanceroute.core.scheduler_config import SchedulerConfig
 from balanceroute.proxy.admission.prompt_estimates import PromptEstimates
 from balanceroute.proxy.admission.tickets import Tickets
 from balanceroute.proxy.life.suspicion import Suspicions
@@ -76,7 +76,7 @@ class LifeServices:
         self.drainer.pin_s = config.kv_pin_s
         self.fleet.configure(config)
 
-    def bounds(self, config: Config) -> Bounds:
+    def bounds(self, config: Config) -> SchedulerConfig:
         """The bounds for the decider."""
         return scheduler_config(config)
 

@@ -26,9 +26,10 @@ import os
 from collections.abc import Callable
 from typing import Final
 
+from balanceroute.core.scheduler_config import SchedulerConfig
 from balanceroute.core.types import POOLED, QUEUED, Outcome, RequestSpec
 from balanceroute.core.view import ClusterView
-from balanceroute.proxy.admission.decider import Answer, Bounds, OnAnswer, Refusal, RefusalKind
+from balanceroute.proxy.admission.decider import Answer, OnAnswer, Refusal, RefusalKind
 from balanceroute.proxy.admission.tickets import Ticket
 from balanceroute.proxy.link.frames import Frames
 from balanceroute.proxy.link.messages import (
@@ -107,7 +108,7 @@ class RemoteBrain:
         loop: asyncio.AbstractEventLoop,
         reach: Reach,
         relay: str,
-        bounds: Bounds,
+        bounds: SchedulerConfig,
         on_void: Callable[[str], None],
     ) -> None:
         """`reach`: the way to the brain. `relay`: this relay's name. `on_void`: called with the id of a void ticket."""
@@ -155,7 +156,7 @@ class RemoteBrain:
         """Whether new requests are refused: this relay leaves, or the brain drains."""
         return self.leaving or self._view.draining
 
-    def configure(self, config: Bounds) -> None:
+    def configure(self, config: SchedulerConfig) -> None:
         """Use other bounds for this relay's requests; the brain has its own."""
         self.bounds = config
 
