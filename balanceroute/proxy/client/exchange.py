@@ -227,7 +227,8 @@ class Exchange:
 
     async def _answer_many(self, request: ClientRequest) -> None:
         """Answer a request of several choices: run a leg for each, and merge their answers."""
-        request_id, created = self._head.request_id, fanout.created_now()
+        request_id = self._head.request_id
+        common = fanout.common_part(request, request_id)
         shared = StreamOutlet(self._response, self._own_headers())
         answers: list[PartAnswer] = []
         choices = Choices()
@@ -239,7 +240,7 @@ class Exchange:
             else:
                 outlet = PartAnswer(part)
                 answers.append(outlet)
-            choice = fanout.choice_of(request, request_id, index, created)
+            choice = replace(common, index=index)
             self._legs.append(self._leg_for(f"{request_id}-{index}", part, outlet, choice, choices))
         try:
             await fanout.run_all(self._legs)
@@ -252,9 +253,9 @@ class Exchange:
         if request.stream:
             if not shared.started:
                 shared.start()
-            shared.end(fanout.closing_events(request, request_id, created, self._legs))
+            shared.end(fanout.closing_events(request, common, self._legs))
         else:
-            body = fanout.merged_answer(request, request_id, self._legs, answers)
+            body = fanout.merged_answer(request, common, self._legs, answers)
             self._response.respond(200, json_headers(body, self._own_headers()), body)
 
     def _leg_for(

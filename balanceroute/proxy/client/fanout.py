@@ -51,9 +51,10 @@ def parts_of(request: ClientRequest, max_choices: int, body_bytes: int) -> list[
     return split(request)
 
 
-def public_id(request: ClientRequest, request_id: str) -> str:
-    """The id of an answer, as vLLM makes it from a request id."""
-    return f"{'chatcmpl' if request.endpoint == 'chat' else 'cmpl'}-{request_id}"
+def common_part(request: ClientRequest, request_id: str) -> Part:
+    """What the parts of all choices have in common; the id is as vLLM makes it from a request id."""
+    kind = "chatcmpl" if request.endpoint == "chat" else "cmpl"
+    return Part(public_id=f"{kind}-{request_id}", created=int(time.time()), closing_events=False)
 
 
 async def run_all(legs: Sequence[Leg]) -> None:
@@ -86,16 +87,6 @@ async def _failure_of(legs: Sequence[Leg]) -> BaseException | None:
     return next((failure for failure in raised if not isinstance(failure, ClientGone)), raised[0] if raised else None)
 
 
-def choice_of(request: ClientRequest, request_id: str, index: int, created: int) -> Part:
-    """One choice of the whole answer, for its leg."""
-    return Part(public_id=public_id(request, request_id), created=created, index=index, closing_events=False)
-
-
-def created_now() -> int:
-    """The `created` of an answer: Unix seconds."""
-    return int(time.time())
-
-
 def merged_usage(request: ClientRequest, legs: Sequence[Leg]) -> dict[str, Any]:
     """The usage of all legs together."""
     of_prompts = legs[:: request.n]
@@ -113,7 +104,7 @@ def _completion_details(usages: Iterable[dict[str, Any] | None]) -> dict[str, An
     return summed(details) if all(details) else {}
 
 
-def closing_events(request: ClientRequest, request_id: str, created: int, legs: Sequence[Leg]) -> bytes:
+def closing_events(request: ClientRequest, common: Part, legs: Sequence[Leg]) -> bytes:
     """The end of a merged stream: usage, if asked for or sent unasked, and [DONE], when all legs have ended."""
     unasked = not request.counted_by_usage and any(leg.answer.scanner.usage for leg in legs)
     if not (request.include_usage or unasked):
@@ -122,18 +113,18 @@ def closing_events(request: ClientRequest, request_id: str, created: int, legs: 
     if details := _completion_details(leg.answer.scanner.usage for leg in legs):
         usage["completion_tokens_details"] = details
     model = next((leg.answer.scanner.identity.model for leg in legs if leg.answer.scanner.identity.model), None)
-    head = event_head(public_id(request, request_id), created, model, chat=request.endpoint == "chat")
+    head = event_head(common.public_id, common.created, model, chat=request.endpoint == "chat")
     event: dict[str, Any] = {**head, "choices": [], "usage": usage}
     if fingerprint := next((leg.answer.scanner.fingerprint for leg in legs if leg.answer.scanner.fingerprint), None):
         event["system_fingerprint"] = fingerprint
     return event_bytes(event) + DONE_EVENT
 
 
-def merged_answer(request: ClientRequest, request_id: str, legs: Sequence[Leg], outlets: Sequence[PartAnswer]) -> bytes:
+def merged_answer(request: ClientRequest, common: Part, legs: Sequence[Leg], outlets: Sequence[PartAnswer]) -> bytes:
     """One object with all choices."""
     answers = [orjson.loads(outlet.answer(leg)) for leg, outlet in zip(legs, outlets, strict=True)]
     whole = answers[0]
-    whole["id"] = public_id(request, request_id)
+    whole["id"] = common.public_id
     whole["choices"] = [{**answer["choices"][0], "index": index} for index, answer in enumerate(answers)]
     details = _completion_details(answer.get("usage") for answer in answers)
     whole["usage"] = {
