@@ -242,7 +242,7 @@ class Leg:
         # Errors refer to frames, frames to the leg with its bodies, and the leg to the errors: a reference cycle that
         # only a full garbage collection would free, which may come very late.
         self._task = None
-        if self._grace is not None:  # the timer would keep the leg for seconds
+        if self._grace is not None:  # the task may go on without the leg
             self._grace.cancel()
         clear_frames(error)
 
@@ -256,12 +256,8 @@ class Leg:
         if self._task is None:
             return  # the task checks when it starts
         if self._grace_s:
-            self._grace = self.services.loop.call_later(self._grace_s, self._hang_up)
+            self._grace = self.services.loop.call_later(self._grace_s, self._task.cancel)
         else:
-            self._task.cancel()
-
-    def _hang_up(self) -> None:
-        if self in self.services.legs and self._task is not None:
             self._task.cancel()
 
     def check_abandoned(self, worker: Worker) -> None:
