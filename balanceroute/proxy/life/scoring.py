@@ -73,12 +73,11 @@ class Scoring:
     async def _answer(self, reply: dict[str, Any]) -> None:
         answer = self._leg.answer
         scanner, outlet = answer.scanner, answer.outlet
-        if scanner.end is None:
-            scanner.end, scanner.finish_reason = DONE, "length"
-            # the engine generates one token, and counts it, though it shows none
-            scanner.tokens = (reply.get("usage") or {}).get("completion_tokens") or 0
-            scanner.fingerprint = reply.get("system_fingerprint")
-            scanner.identity.put_into({"model": reply.get("model")})
+        scanner.end, scanner.finish_reason = DONE, "length"
+        # the engine generates one token, and counts it, though it shows none
+        scanner.tokens = (reply.get("usage") or {}).get("completion_tokens") or 0
+        scanner.fingerprint = reply.get("system_fingerprint")
+        scanner.identity.put_into({"model": reply.get("model")})
         reply = {**reply, "id": shown_id(reply.get("id"), self._leg.upstream_id, self._leg.id)}
         if not answer.request.stream:
             outlet.whole(scored_answer(reply))
