@@ -169,7 +169,7 @@ class Connection(asyncio.Protocol):
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as exc:
             if not self._over:
                 not_http = "its URL is http, and it speaks TLS" if data.startswith(_TLS_ALERT) else f"not HTTP: {exc}"
-                self._fail(self._owner.failure(BadUpstreamReply, self._refused or not_http))
+                self._fail(reply, self._owner.failure(BadUpstreamReply, self._refused or not_http))
                 return
             self._keep_alive = False  # the reply is complete; what follows it belongs to no request
         buffered = self._buffered
@@ -183,7 +183,7 @@ class Connection(asyncio.Protocol):
             if self._silent_bytes > MAX_HEAD_BYTES:
                 part = "body" if reply.started else "head"
                 text = f"more than {MAX_HEAD_BYTES} bytes of the reply's {part} say nothing"
-                self._fail(self._owner.failure(BadUpstreamReply, text))
+                self._fail(reply, self._owner.failure(BadUpstreamReply, text))
                 return
         if self.reply is reply:
             self._reader.between_chunks = self._chunk_ended and data.endswith(b"\r\n")
@@ -216,7 +216,7 @@ class Connection(asyncio.Protocol):
             error = self._owner.failure(ConnectionLost, f"the connection closed inside the reply{how}")
         elif exc is not None:
             error = self._owner.failure(ConnectionLost, f"the connection broke{how}")
-        self._fail(error)
+        self._fail(reply, error)
 
     def _complete(self, reply: Reply) -> None:
         """The parser has come to the reply's end, and all of its body is handed on."""
@@ -229,14 +229,12 @@ class Connection(asyncio.Protocol):
         self._owner.release(self, reusable=reusable)
         reply.finish(None)
 
-    def _fail(self, error: UpstreamError | None) -> None:
+    def _fail(self, reply: Reply, error: UpstreamError | None) -> None:
         """The reply ends with this error (None: its close is its end), and the connection is closed."""
-        reply = self.reply
         self._end_request()
         self._buffered.clear()
         self._owner.release(self, reusable=False)
-        if reply is not None:
-            reply.finish(error)
+        reply.finish(error)
 
     # ------------------------------------------------------------------------------------ parser
 
