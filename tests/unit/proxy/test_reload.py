@@ -412,7 +412,7 @@ async def test_a_new_predictor_learns_from_the_rows_of_the_last_one() -> None:
     )
     assert changed == ["routing", "predictor"]
     assert isinstance(services.forecasts, LiveForecasts) and services.ledger.forecasts is services.forecasts
-    assert services.keyer is services.forecasts  # of requests to come
+    assert services.keyer is services.forecasts.keys is not None  # of requests to come
     tracker = scheduler.snapshot.requests[running[0]]
     assert tracker.remaining(40) == 40
     services.forecasts.renew(scheduler)
