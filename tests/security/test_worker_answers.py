@@ -347,7 +347,7 @@ async def test_a_client_whose_error_a_worker_explains_at_length_gets_it_at_once_
     ("error", "events_told"),
     [
         (b'{"error":\t{"message": "m\\r\\rdata: x", "code": 500}}', [b'"choices"', b'{"error":{"message":"m']),
-        (b'{"error":\r{"message": "m",\r\r"code": 500}}', [b'"choices"', b'{"error":', b'{"error":{"message":"decode']),
+        (b'{"error":\r{"message": "m",\r\r"code": 500}}', [b'"choices"', b'{"error":{"message":"decode']),
     ],
     ids=["escaped", "whose lines end"],
 )

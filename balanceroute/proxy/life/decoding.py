@@ -8,7 +8,7 @@ How the stream ends, and what that means:
 | broken off after a finish reason | complete, without a [DONE] of ours |
 | [DONE] without one, or `stop_reason: "recomputed"` | the request was given back: the answer continues elsewhere |
 | `finish_reason: "abort"`: the engine is being stopped | an error, which `retries.py` judges |
-| broken off, an error event, no JSON, another request's | the same |
+| broken off, an error event, a damaged event, no JSON, another request's | the same |
 | its first event comes when its KV may have been dropped before the worker pulled it | not read, made anew |
 """
 

@@ -355,11 +355,12 @@ class EventScanner:
         """Parse and judge one event; returns the client's bytes for it."""
         if (fault := self._flooding(raw)) is not None:
             return self._refuse(StreamEnd.MALFORMED, fault)
-        raw = known_lines(raw if self.begun else raw.removeprefix(_BYTE_ORDER_MARK))
+        told = raw if self.begun else raw.removeprefix(_BYTE_ORDER_MARK)
+        raw = known_lines(told)
         payload = payload_of(raw)
         unread = raw if self._translation is None and raw.strip() else b""  # not part of the answer
         if payload is None:
-            return unread
+            return unread if raw is told or not _begins_object(payload_of(told)) else self._refuse_damaged()
         if payload == b"[DONE]":
             return self._done(raw)
         if excess := excess_of(payload, MAX_NODES):
@@ -367,8 +368,10 @@ class EventScanner:
         try:
             event = orjson.loads(payload)
         except ValueError:
-            event, payload = relaxed(payload)
-            raw = b"data: %b\n\n" % payload
+            event, text = relaxed(payload)
+            if event is None and _begins_object(payload):
+                return self._refuse_damaged()
+            payload, raw = text, b"data: %b\n\n" % text
         if not isinstance(event, dict):
             return unread
         self.begun = True
@@ -412,6 +415,10 @@ class EventScanner:
         """End the stream as invalid; returns nothing for this event."""
         self.end, self.fault = end, fault
         return b""
+
+    def _refuse_damaged(self) -> bytes:
+        """End the stream at an event whose tokens can't be read: without them the answer would look complete."""
+        return self._refuse(StreamEnd.MALFORMED, "an event is damaged: it begins as JSON and is none")
 
     def _done(self, raw: bytes) -> bytes:
         if self.finish_reason is None:
@@ -607,6 +614,10 @@ class _PartOfAnswer:
     carries: bool = False
     finishes: bool = False
     cut: StreamEnd | None = None
+
+
+def _begins_object(payload: bytes | None) -> bool:
+    return payload is not None and payload.lstrip().startswith(b"{")
 
 
 def _cut_by(choice: dict[str, Any]) -> StreamEnd | None:

@@ -178,7 +178,7 @@ def test_fields_that_are_no_texts_have_their_last_value() -> None:
 
 
 def test_an_unreadable_event_has_no_place_in_an_assembled_answer() -> None:
-    wire = event(completion("a", [1])) + b'data: {"choices"\n\ndata: 5\n\n'
+    wire = event(completion("a", [1])) + b"data: hello\n\ndata: 5\n\n"
     wire += event(completion("b", [2], finish_reason="stop")) + DONE
     assert assemble("completions", wire)["choices"][0]["text"] == "ab"
 

@@ -388,14 +388,36 @@ def test_unreadable_events_are_dropped_and_cost_no_token(garbage: bytes) -> None
     assert scanner.tokens == 1
 
 
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (b'"b"', b'"\xff"'),
+        (b'"b"', b'"b'),
+        (b"]}", b"]"),
+        (b"{", b"{\ndata: {"),
+        (b'"b"', b'NaN, "x": "%b"' % (b"y" * 2**16)),
+    ],
+    ids=["not UTF-8", "an open string", "an open object", "two objects", "only Python's, and large"],
+)
+@pytest.mark.parametrize("first", [b"", event(completion("a", [1]) | {"novel": 1})], ids=["first", "later"])
+def test_a_damaged_event_ends_the_stream_because_its_tokens_would_be_lost_unnoticed(
+    first: bytes, old: bytes, new: bytes
+) -> None:
+    scanner = EventScanner()
+    told = scanner.feed(first)
+    damaged = event(completion("b", [2])).replace(old, new, 1)
+    assert scanner.feed(damaged + event(completion("c", [3], finish_reason="stop")) + DONE) == b""
+    assert scanner.end is StreamEnd.MALFORMED and "damaged" in scanner.fault
+    assert scanner.tokens == len(parsed(told))
+
+
 @pytest.mark.parametrize("ids", [b"9" * 5000, b"9" * 5000 + b",1"], ids=["one", "several"])
 def test_an_id_of_more_digits_than_python_reads_does_not_raise(ids: bytes) -> None:
     scanner = EventScanner()
     for token in (1, 2):
         scanner.feed(event(completion("a", [token])))
     scanner.feed(event(completion("b", [3])).replace(b"[3]", b"[%b]" % ids))
-    scanner.feed(event(completion("c", [4])))
-    assert scanner.end is None and scanner.generated.ids[-1] == 4
+    assert scanner.end is StreamEnd.MALFORMED and scanner.generated.ids.tolist() == [1, 2]
 
 
 def test_comments_and_events_that_are_not_json_pass_unchanged() -> None:
