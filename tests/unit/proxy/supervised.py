@@ -11,9 +11,9 @@ more at once. Whatever happens, FOLDER/found is made again by the parent.
 
 Options: `wrong`, a child that ends with a wrong configuration; `dies`, one that ends as soon as it is there; `deaf`,
 one that ends for no signal; `slow`, one that is never up; `end_s`, for END_S; `mend_s`, for MEND_S; `steady_s`, for
-STEADY_S; `drain_s`, for the time until children that drain are killed; `within_s`, for a trial; `beside`: another
-router runs that has not been taken over from; `lingers`: the parent, at its end, makes FOLDER/lingers and waits until
-it is gone.
+STEADY_S; `drain_s`, for the time to drain; `kill_s`, for the time from then until children are killed; `within_s`, for
+a trial; `beside`: another router runs that has not been taken over from; `lingers`: the parent, at its end, makes
+FOLDER/lingers and waits until it is gone.
 """
 
 import asyncio
@@ -178,8 +178,8 @@ def fork(forked: Callable[[], int] = os.fork) -> int:
 def main() -> int:
     os.fork = fork
     supervisor.END_S = OPTIONS.get("end_s", supervisor.END_S)  # type: ignore[misc]
-    supervisor.KILL_S = 0.0 if "drain_s" in OPTIONS else supervisor.KILL_S  # type: ignore[misc]
-    supervisor.MEND_S = OPTIONS.get("mend_s", supervisor.MEND_S)  # type: ignore[misc]
+    supervisor.KILL_S = OPTIONS.get("kill_s", 0.0 if "drain_s" in OPTIONS else supervisor.KILL_S)  # type: ignore[misc]
+    supervisor.MEND_S = OPTIONS.get("mend_s", LIFE_S)  # type: ignore[misc]  # it wakes the parent for all else
     supervisor.STEADY_S = OPTIONS.get("steady_s", supervisor.STEADY_S)  # type: ignore[misc]
     supervisor.WITHIN_S = OPTIONS.get("within_s", supervisor.WITHIN_S)  # type: ignore[misc]
     configure("info", "json")

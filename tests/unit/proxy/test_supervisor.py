@@ -61,6 +61,11 @@ class Running:
         assert self.process.poll() is None, self.log.read_text()
         return True
 
+    def a_child_reports(self) -> None:
+        """Have the parent look whether anything has changed, and wait until it has heard that."""
+        self.process.send_signal(signal.SIGIO)
+        block_until(lambda: "ShdPnd:\t0000000000000000" in Path(f"/proc/{self.process.pid}/status").read_text())
+
     def pid(self, name: str) -> int:
         return self.lives(name)[-1]
 
@@ -169,6 +174,7 @@ def test_connections_without_a_relay_are_accepted_by_the_next_life_of_one(runnin
     assert len(running.lives("relay-0")) == 2
 
 
+@pytest.mark.parametrize("running", [{"drain_s": 0.0, "kill_s": 3600.0}], ids=["drains pinned KV"], indirect=True)
 def test_sigterm_lets_every_child_finish(running: Running) -> None:
     (running.folder / "hold-relay-1").touch()
     running.up(brain=1, relay_0=1, relay_1=1)
@@ -192,7 +198,27 @@ def test_a_second_signal_ends_all_children_at_once(running: Running, first: sign
     assert running.events_since_up("relay-1") == ["up", "SIGUSR2", "SIGINT", "ends"]
 
 
-@pytest.mark.parametrize("running", [{"deaf": "relay-0", "end_s": 0.1}], indirect=True)
+@pytest.mark.parametrize("running", [{"deaf": "relay-0"}], indirect=True)
+def test_a_needed_child_that_dies_after_the_second_signal_is_not_started_again(running: Running) -> None:
+    running.up(brain=1, relay_0=1, relay_1=1)
+    os.kill(running.pid("brain"), signal.SIGSTOP)
+    for number in (signal.SIGUSR2, signal.SIGINT):
+        running.process.send_signal(signal.SIGTERM)
+        block_until(lambda: number.name in running.events("relay-0"))  # noqa: B023
+    os.kill(running.pid("brain"), signal.SIGKILL)
+    deaths = running.folder / "deaths"
+    block_until(lambda: deaths.exists() and "brain" in deaths.read_text())
+    os.kill(running.pid("relay-0"), signal.SIGKILL)
+    assert running.process.wait(PATIENCE_S) == 0
+    assert len(running.logged("child started")) == 3
+
+
+@pytest.mark.parametrize(
+    "running",
+    [{"deaf": "relay-0", "end_s": 0.1}, {"deaf": "relay-0", "end_s": 3600.0, "drain_s": 1.0}],
+    ids=["soon after the second signal", "when its time to drain is over"],
+    indirect=True,
+)
 def test_a_child_that_ignores_signals_is_killed(running: Running) -> None:
     running.up(brain=1, relay_0=1, relay_1=1)
     for _ in range(2):
@@ -314,13 +340,16 @@ def test_a_trial_that_takes_too_long_is_killed(running: Running) -> None:
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
-def test_a_trial_ends_with_its_parent_and_does_not_delay_its_end(running: Running, how: signal.Signals) -> None:
+def test_a_trial_ends_when_its_parent_is_to_end_and_does_not_delay_that(running: Running, how: signal.Signals) -> None:
     running.up(brain=1, relay_0=1, relay_1=1)
-    for name in ("try", "hold-trial"):
+    for name in ("try", "hold-trial", "hold-relay-0"):
         (running.folder / name).touch()
     running.process.send_signal(signal.SIGHUP)
     block_until(lambda: running.events("trial"))
+    trial = running.folder_pids()[-1]
     running.process.send_signal(how)
+    block_until(lambda: not exists(trial))
+    (running.folder / "hold-relay-0").unlink()
     assert running.process.wait(PATIENCE_S) == (0 if how is signal.SIGTERM else -how)
     block_until(lambda: not any(map(exists, running.folder_pids())))
 
@@ -419,6 +448,7 @@ def test_a_child_that_repeatedly_dies_soon_is_restarted_with_growing_delays(
     deaths = running.logged("child died")
     assert [line["again_in_s"] for line in deaths[:5]] == pauses_s
     assert {(line["child"], line["exit_code"]) for line in deaths} == {("relay-1", 7)}
+    assert '"child started"' not in running.log.read_text().partition('"draining"')[2]
     assert len(running.lives("relay-0")) == len(running.lives("brain")) == 1
 
 
@@ -476,7 +506,7 @@ def test_a_drain_waits_for_a_router_that_prepares_to_take_over(running: Running,
     successor = found(running)
     running.process.send_signal(signal.SIGTERM)
     block_until(lambda: running.logged("not draining: another router prepares to take over"))
-    assert "SIGUSR2" not in running.events()
+    running.a_child_reports()
     if then == "it is ready":
         successor.go()
     elif then == "it ends":
@@ -484,12 +514,13 @@ def test_a_drain_waits_for_a_router_that_prepares_to_take_over(running: Running,
     else:
         running.process.send_signal(signal.SIGTERM)
     assert running.process.wait(PATIENCE_S) == 0
-    expected = "SIGUSR1" if then == "it is ready" else "SIGUSR2"
-    assert all(expected in running.events(name) for name in ("brain", "relay-0", "relay-1"))
+    expected = {"SIGUSR1"} if then == "it is ready" else {"SIGUSR2"}
+    for name in ("brain", "relay-0", "relay-1"):
+        assert expected == {"SIGUSR1", "SIGUSR2"} & set(running.events(name))
     successor.close()
 
 
-@pytest.mark.parametrize("running", [{"beside": True, "slow": "brain"}], indirect=True)
+@pytest.mark.parametrize("running", [{"beside": True, "slow": "brain", "kill_s": 0.0}], indirect=True)
 @pytest.mark.parametrize("why", ["it is told to end", "a child cannot run"])
 def test_a_failed_takeover_finishes_the_requests_of_its_own_clients(running: Running, why: str) -> None:
     (running.folder / "hold-relay-0").touch()
@@ -517,6 +548,8 @@ def test_a_router_that_drains_can_still_be_taken_over(running: Running) -> None:
     listener = successor.listener("127.0.0.1", int((running.folder / "port").read_text()))
     assert listener is not None
     with listener:
+        (running.folder / "closes").touch()
+        running.a_child_reports()
         successor.go()
         block_until(lambda: "SIGUSR1" in running.events("relay-1"))
         (running.folder / "hold-relay-1").unlink()
@@ -543,6 +576,8 @@ def test_a_draining_router_closes_its_port_when_its_relays_accept_no_more_althou
         (running.folder / f"hold-{name}").touch()
     (running.folder / "closes").touch()
     block_until((running.folder / "all-up").exists)
+    os.kill(running.pid("relay-0"), signal.SIGKILL)
+    running.up(relay_0=2)  # on the same port, which only a drain closes
     running.process.send_signal(signal.SIGTERM)
     port = int((running.folder / "port").read_text())
     block_until(lambda: not accepts(port))
