@@ -295,7 +295,7 @@ def build_relay(
     """Make the services of a relay; nothing runs yet."""
     config, perimeter, tls = configured.config, configured.perimeter, configured.tls
     brain = RemoteBrain(
-        loop, reach, _name_on_link(config, folder, name), bounds(config), lambda each: services.void(each)
+        loop, reach, _name_on_link(config, folder, name), bounds(config), lambda void: services.void(void)
     )
     metrics = Metrics(lambda: NOBODY, config.routing.policy)
     counts_file = CountsFile(folder, name)

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections.abc import Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final
@@ -78,10 +79,10 @@ class RelayServices(ClientServices):
         except TimeoutError:
             raise NoHealthyWorkers(UNKNOWN) from None
 
-    def void(self, request_id: str) -> None:
-        """End the stream of a request that the brain can't take over."""
-        for leg in list(self.legs):
-            if leg.id == request_id:
+    def void(self, request_ids: Set[str]) -> None:
+        """End the streams of requests that the brain can't take over. O(legs)"""
+        for leg in self.legs:
+            if leg.id in request_ids:
                 leg.interrupt(NoHealthyWorkers(LOST))
 
     def name_workers(self, message: Workers, whole: bool) -> None:

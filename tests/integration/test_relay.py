@@ -33,7 +33,7 @@ async def streams_end(router: Relayed) -> None:
         while not (await anext(lines)).startswith("data: "):
             pass
         request = next(iter(relay.app.services.tickets.by_id))
-        relay.app.services.void(request)
+        relay.app.services.void({request})
         rest = [line async for line in lines]
         assert any("error" in line for line in rest) and "data: [DONE]" not in rest
 

@@ -23,7 +23,7 @@ import asyncio
 import logging
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Final
 
 from balanceroute.core.scheduler_config import SchedulerConfig
@@ -109,9 +109,11 @@ class RemoteBrain:
         reach: Reach,
         relay: str,
         bounds: SchedulerConfig,
-        on_void: Callable[[str], None],
+        on_void: Callable[[Set[str]], None],
     ) -> None:
-        """`reach`: the way to the brain. `relay`: this relay's name. `on_void`: called with the id of a void ticket."""
+        """`reach`: the way to the brain. `relay`: this relay's name. `on_void`: called with the ids of all
+        void tickets.
+        """
         self._loop, self._reach, self._relay, self._on_void = loop, reach, relay, on_void
         self.bounds = bounds
         self.soon_s, self.silent_s, self.frozen_s = SOON_S, SILENT_S, FROZEN_S
@@ -508,11 +510,11 @@ class RemoteBrain:
             self._put(entry)
         self.on_welcome(message)
         self.on_joined()
-        for number in message.void:
-            request_id = self._ids.get(number)
-            if request_id is not None:
-                self._answer(number, Refusal(RefusalKind.LOST, LOST))
-                self._on_void(request_id)
+        void = {number: self._ids[number] for number in message.void if number in self._ids}
+        for number in void:
+            self._answer(number, Refusal(RefusalKind.LOST, LOST))
+        if void:
+            self._on_void(frozenset(void.values()))  # once: after a pause nearly all streams of this relay may be void
 
     def _answer(self, number: int, answer: Answer, turn: int | None = None) -> None:
         """Pass an answer to its ticket, unless that has made another call since (`turn`).

@@ -136,7 +136,7 @@ class Relay:
     def __init__(self, config: SchedulerConfig, reach: Reach, name: str) -> None:
         loop = asyncio.get_running_loop()
         self.void: list[str] = []
-        self.brain = RemoteBrain(loop, reach, name, config, self.void.append)
+        self.brain = RemoteBrain(loop, reach, name, config, self.void.extend)
         self.tickets = Tickets(self.brain, loop)
         self.brain.tickets = self.tickets.by_id
         self.restart()

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from itertools import pairwise
 from pathlib import Path
 
@@ -390,6 +390,22 @@ async def test_a_new_brain_adopts_all_running_requests_even_if_it_would_not_admi
     streams[1].finish(Outcome.FINISHED)
     assert await waiting.admission() == "d0"
     assert second.active == ["s2", "w"]
+
+
+@with_stage
+async def test_all_void_streams_are_ended_at_once(stage: Stage) -> None:
+    """To look for each among all streams of a relay would take seconds for thousands."""
+    brain, away, stays = await stage.brain(slots=2), stage.relay("away"), stage.relay("stays")
+    ended: list[Set[str]] = []
+    away.brain._on_void = ended.append
+    for name in ("a", "b"):
+        await away.decoding(name)
+    waiting = [await stays.pooled(name) for name in ("c", "d")]
+    brain.hub.members["away"].frames.abort("the connection breaks")
+    for ticket in waiting:
+        assert await ticket.admission() == "d0"
+    await until(lambda: bool(ended))
+    assert ended == [{"a", "b"}] and not away.tickets.by_id
 
 
 @with_stage
