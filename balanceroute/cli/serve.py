@@ -112,7 +112,14 @@ def serve(
 
     from balanceroute.build import predicts
     from balanceroute.cli.check_config import check_files, check_model, check_paths
-    from balanceroute.config import assumptions, from_example_flags, load, parse_assignment, unused_variables
+    from balanceroute.config import (
+        assumptions,
+        fallbacks_of,
+        from_example_flags,
+        load,
+        parse_assignment,
+        unused_variables,
+    )
     from balanceroute.config.patience import in_time
     from balanceroute.errors import ConfigError
     from balanceroute.proxy.client.descriptors import raise_limit
@@ -147,7 +154,8 @@ def serve(
     ):
         if value is not None:
             overrides[key] = value
-    config = load(config_file, os.environ, overrides)
+    fallbacks = fallbacks_of(retry_delay)
+    config = load(config_file, os.environ, overrides, fallbacks)
     check_paths(config)
     check_files(config)
     configure(config.log.level, config.log.format)
@@ -156,7 +164,7 @@ def serve(
     raise_limit()
 
     def read() -> "Config":
-        again = load(config_file, os.environ, overrides)
+        again = load(config_file, os.environ, overrides, fallbacks)
         check_files(again)
         return again
 

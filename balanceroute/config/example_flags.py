@@ -45,10 +45,12 @@ def from_example_flags(
         "lifecycle.join_interval_s": None if waiting_retry_interval is None else float(waiting_retry_interval),
         "log.level": log_level,
     }
-    overrides = {key: value for key, value in given.items() if value is not None}
-    if retry_delay is not None and retry_delay > 2.0:
-        overrides["retry.max_delay_s"] = float(retry_delay)
-    return overrides
+    return {key: value for key, value in given.items() if value is not None}
+
+
+def fallbacks_of(retry_delay: float | None) -> dict[str, object]:
+    """Settings that follow from these flags where nothing else sets them: no delay is cut below the first one."""
+    return {"retry.max_delay_s": float(retry_delay)} if retry_delay is not None and retry_delay > 2.0 else {}
 
 
 def _url(host: str, port: int, flag: str) -> str:
