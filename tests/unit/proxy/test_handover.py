@@ -151,6 +151,17 @@ def test_a_router_replaces_the_socket_of_a_dead_one_by_one_for_its_own_user_alon
         Handover(tmp_path / "gone" / "sock", STATE, [], old.lock, old.keys)
 
 
+def test_an_ipv6_address_is_found_and_is_named_in_brackets(tmp_path: Path) -> None:
+    class Listener(socket.socket):
+        def getsockname(self) -> tuple[str, int, int, int]:
+            return "::1", 8000, 0, 0
+
+    with socket.socket() as connection, Listener() as listener, (tmp_path / "file").open("w+b") as file:
+        predecessor = Predecessor(connection, STATE, [listener], file, file)
+        assert predecessor.abandoned == ["[::1]:8000"]
+        assert predecessor.listener("::1", 8000) is listener and predecessor.abandoned == []
+
+
 def test_a_second_successor_is_refused_meanwhile(old: Old) -> None:
     first = old.found()
     with pytest.raises(ConfigError, match="another router is taking over"):

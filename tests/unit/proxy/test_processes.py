@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -22,6 +23,7 @@ from balanceroute.config import Config
 from balanceroute.core.policies import POLICIES
 from balanceroute.core.types import Role
 from balanceroute.errors import ConfigError
+from balanceroute.journal.writing import claim
 from balanceroute.proxy import processes
 from balanceroute.proxy.brain_app import BrainSetup
 from balanceroute.proxy.changes import Changes
@@ -29,10 +31,12 @@ from balanceroute.proxy.client.relay_loads import CONNECTIONS, Load
 from balanceroute.proxy.configured import Configured
 from balanceroute.proxy.handover import HandoverState, Predecessor
 from balanceroute.proxy.link.files import replace_content
+from balanceroute.proxy.perimeter.key_table import PER_MINUTE, REQUESTS, USED
 from balanceroute.proxy.processes import Processes, begin_anew, serve_processes
 from balanceroute.proxy.relay import RelaySetup
 from balanceroute.proxy.relay_locks import RelayLocks
 from balanceroute.proxy.run_folder import RunFolder
+from balanceroute.proxy.supervisor import Main
 from tests.unit.proxy.trials import failure
 from tests.unit.proxy.virtual_time import a_config
 from tests.waiting import block_until
@@ -62,6 +66,34 @@ def test_a_run_folder_of_another_router_is_refused_with_what_can_be_done(tmp_pat
     with RunFolder(tmp_path).claim():
         message = refusal(a_config(listen={"relays": 1, "port": 0, "run_folder": str(tmp_path)}))
     assert message.startswith("listen.run_folder = ") and "another router" in message and "--take-over" in message
+
+
+def test_a_take_over_of_a_router_on_any_port_needs_its_run_folder() -> None:
+    config = a_config(listen={"relays": 1, "port": 0})
+    with pytest.raises(ConfigError, match=r"^--take-over: needs listen.run_folder where listen.port is 0"):
+        serve_processes(config, lambda: config, take_over=True)
+
+
+@pytest.mark.parametrize(
+    ("brains", "needed", "files"),
+    [((), ["brain", "brain-2"], ["router"]), (("10.0.0.1:1",), [], ["identity", "router"])],
+    ids=["the brain's machine", "one with only relays"],
+)
+def test_a_router_starts_its_processes_and_begins_to_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, brains: tuple[str, ...], needed: list[str], files: list[str]
+) -> None:
+    def look(mains: dict[str, Main], needed: list[str], owner: Processes) -> SimpleNamespace:
+        seen.append((list(mains), needed, owner.drain_timeout_s, sorted(path.name for path in tmp_path.iterdir())))
+        return SimpleNamespace(run=lambda: 3)
+
+    seen: list[object] = []
+    monkeypatch.setattr(processes, "Supervisor", look)
+    for former in ("counts-brain", "journal"):
+        (tmp_path / former).touch()
+    config = a_config(listen={"relays": 2, "port": 0, "run_folder": str(tmp_path)}, lifecycle={"drain_timeout_s": 7})
+    config = config.model_copy(update={"listen": config.listen.model_copy(update={"brains": brains})})
+    assert serve_processes(config, lambda: config, tmp_path / "journal") == 3
+    assert seen == [([*needed, "relay-0", "relay-1"], needed, 7.0, files)]
 
 
 def reloaded(parent: Processes) -> bool:
@@ -288,6 +320,32 @@ def test_a_child_is_told_what_has_happened_and_keeps_only_what_it_needs(
         parent.stop_listening()
 
 
+@pytest.mark.usefixtures("unsignalled")
+def test_keys_are_known_to_relays_after_a_reload_and_their_use_after_a_takeover(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def use(_: object, __: object, setup: RelaySetup, *___: object) -> None:
+        rows = setup.relay_rows.rows(["one", "other"])
+        rows["other"].put(REQUESTS + PER_MINUTE, 60.0)
+        rows["other"].add(REQUESTS + USED, 7.0)
+        raise ConfigError(f"{rows['other'].own(REQUESTS + USED):g}")
+
+    monkeypatch.setattr(processes, "run_relay", use)
+    keys, folder = tmp_path / "keys", RunFolder(tmp_path)
+    keys.write_text("keys: [{name: one, sha256: " + "a" * 64 + "}]\n")
+    config = a_config(1, 1, listen={"relays": 1, "run_folder": str(tmp_path)}, auth={"client_keys": str(keys)})
+    with folder.claim() as lock, ThreadPoolExecutor(1) as threads:
+        parent = Processes(Configured.read(config), lambda: config, folder, lock, [], None, None)
+        keys.write_text(f"{keys.read_text()[:-2]}, {{name: other, sha256: {'b' * 64}}}]\n")
+        assert reloaded(parent) and str(failure(partial(parent.mains()["relay-0"], lambda: None))) == "7"
+        parent.all_up()
+        predecessor = found(parent, folder, threads)
+        successor = Processes(Configured.read(config), lambda: config, folder, lock, [], None, predecessor)
+        assert str(failure(partial(successor.mains()["relay-0.2"], lambda: None))) == "14"
+        for router in (successor, parent):
+            router.stop_listening()
+
+
 def found(parent: Processes, folder: RunFolder, threads: ThreadPoolExecutor) -> Predecessor:
     """What a successor finds of this router."""
     asked = threads.submit(Predecessor.find, folder.handover)
@@ -439,6 +497,17 @@ def test_a_journal_whose_disk_is_full_is_named_at_the_start(tmp_path: Path, monk
     with pytest.raises(ConfigError, match=r"journal: No space left on device$"):
         begin_anew(tmp_path / "journal")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_journal_that_another_router_writes_is_named_and_stays(tmp_path: Path) -> None:
+    journal = tmp_path / "journal"
+    with journal.open("wb", buffering=0) as file:
+        claim(file)
+        with pytest.raises(ConfigError, match="journal: another process writes it$"):
+            begin_anew(journal)
+    assert journal.exists()
+    begin_anew(journal)
+    assert not journal.exists()
 
 
 def test_a_removed_identity_file_is_rewritten_with_the_same_name(tmp_path: Path) -> None:

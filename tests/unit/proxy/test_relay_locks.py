@@ -12,7 +12,7 @@ import pytest
 
 from balanceroute.errors import ConfigError
 from balanceroute.proxy import relay_locks as module
-from balanceroute.proxy.relay_locks import RelayLocks
+from balanceroute.proxy.relay_locks import RelayLocks, relay_name
 from balanceroute.proxy.run_folder import RunFolder
 
 
@@ -79,6 +79,7 @@ def test_a_router_names_its_relays_unlike_all_that_still_finish(
     relay_locks = RelayLocks(RunFolder(tmp_path))
     locks = [relay_locks.lock(relay) for relay in running]
     assert relay_locks.next_generation() == generation
+    assert relay_name(0, generation) not in running
     for lock in locks:
         os.close(lock)
 

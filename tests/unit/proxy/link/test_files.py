@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from balanceroute.proxy.link.files import beside, replace_content
+from balanceroute.proxy.link.files import beside, is_still, replace_content
 
 
 def test_a_new_file_replaces_the_old_one_and_only_its_user_may_read_it(tmp_path: Path) -> None:
@@ -22,6 +22,27 @@ def test_a_new_file_replaces_the_old_one_and_only_its_user_may_read_it(tmp_path:
     assert path.stat().st_ino != before, "whoever has the old one open reads that to its end"
     assert path.stat().st_mode & 0o777 == 0o600
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_file_counts_as_the_same_until_it_is_surely_removed_or_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, other = tmp_path / "kept", tmp_path / "other"
+    path.touch()
+    other.touch()
+    status = path.stat()
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "stat", refuse)
+        assert is_still(path, status)
+    assert is_still(path, status)
+    other.replace(path)
+    assert not is_still(path, status)
+    path.unlink()
+    assert not is_still(path, status)
+
+
+def refuse(*_: object) -> None:
+    raise PermissionError(13, "Permission denied")
 
 
 def test_a_partial_file_left_by_a_kill_is_overwritten(tmp_path: Path) -> None:
