@@ -339,6 +339,7 @@ def test_a_trial_that_takes_too_long_is_killed(running: Running) -> None:
     assert "SIGHUP" not in running.events()
 
 
+@pytest.mark.parametrize("running", [{"within_s": 3600.0}], ids=["a long one"], indirect=True)
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
 def test_a_trial_ends_when_its_parent_is_to_end_and_does_not_delay_that(running: Running, how: signal.Signals) -> None:
     running.up(brain=1, relay_0=1, relay_1=1)
