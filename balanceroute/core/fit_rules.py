@@ -210,7 +210,7 @@ def _outlier_caps_s(
     stay_s, means = snapshot.mean_stay_s(), snapshot.means
     if stay_s == math.inf:
         return np.zeros(len(costs))
-    times: FloatArray = costs / (means.usual_tokens + means.answer_tokens / 2.0 + snapshot.request_tokens)
+    times: FloatArray = costs / (means.usual_tokens + means.answer_tokens / 2.0 + snapshot.request_tokens or 1.0)
     cap_s: FloatArray = times * (rules.outlier_patience * snapshot.n_in_barrier * stay_s)
     np.minimum(cap_s, rules.most_outlier_wait * params.max_wait_s, out=cap_s)
     cap_s[times < rules.outlier_from] = 0.0

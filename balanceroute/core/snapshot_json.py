@@ -23,7 +23,8 @@ SLOWDOWNS = (1e-9, 1e9)  # loads are multiplied and margins divided by them; far
 OF_PROMPTS = ("deviation_tokens", "start_tokens", "usual_tokens")  # means that are about the mean prompt if absent
 OTHER_MEANS = ("wait_s", "answer_tokens", "log_prompt", "log_variance", "log_covariance")  # and those that are 0 then
 PRIORITY = re.compile(r"-?[0-9]{1,10}")
-MOST = 10**9  # of any count or size: far above every real one, and sums of them stay exact
+MOST = 10**9  # of any size, or count of what is there: far above every real one, and sums of them stay exact
+MOST_EVER = 10**15  # of what is counted over the whole run of a router
 
 Patience = Callable[[int, ClusterSnapshot], float]
 """How long a prompt of this size may wait before it goes first, seconds (`AdmissionPolicy.patience_s`)."""
@@ -225,7 +226,7 @@ def snapshot_from_dict(
         if tracker.overdue_s == math.inf and patience_s is not None:
             tracker.overdue_s = tracker.ready_s + patience_s(tracker.prompt_tokens, snapshot)
         snapshot.pool.add(tracker)
-    snapshot.draws = _whole(data, "draws", "", default=0)
+    snapshot.draws = _whole(data, "draws", "", default=0, most=MOST_EVER)
     if data.get("longest_wait_s") is not None:
         snapshot.longest_wait_s = _number(data, "longest_wait_s", "")
     if data.get("max_pooled") is not None:
@@ -256,7 +257,7 @@ def _read_worker(snapshot: ClusterSnapshot, entry: Any, path: str) -> None:
         raise InputError(f"{path}.state: {entry['state']!r:.60}; accepted: {', '.join(accepted)}")
     snapshot.set_state(worker, WorkerState(entry.get("state", "up")))
     worker.kv_capacity_tokens = _whole(entry, "kv_capacity_tokens", path, default=0)
-    worker.tokens_per_step = _number(entry, "tokens_per_step", path, default=1.0)
+    worker.tokens_per_step = _number(entry, "tokens_per_step", path, default=1.0, least=1)
     worker.ahead = _whole(entry, "ahead", path, default=0)
     foreign = _object(entry.get("foreign", {}), f"{path}.foreign")
     worker.set_foreign(
@@ -282,7 +283,7 @@ def _read_active(snapshot: ClusterSnapshot, worker: DecodeInstanceState, entry: 
 
 def _read_waiting(snapshot: ClusterSnapshot, entry: Any, position: int, now: float, path: str) -> RequestTracker:
     entry = _object(entry, path)
-    tracker = _read_tracker(entry, _whole(entry, "order", path, default=position), path)
+    tracker = _read_tracker(entry, _whole(entry, "order", path, default=position, most=MOST_EVER), path)
     tracker.phase = Phase.POOLED
     tracker.priority = _whole(entry, "priority", path, default=0, least=-MOST)
     tracker.ready_s = _number(entry, "ready_s", path, default=now - _number(entry, "wait_s", path, default=0.0))
@@ -321,8 +322,8 @@ def _read_means(snapshot: ClusterSnapshot, means: Any) -> None:
         setattr(read, name, _number(means, name, "means", default=0.0))
     read.class_wait_s = _class_waits(_object(means.get("class_wait_s", {}), "means.class_wait_s"))
     snapshot.overlap.token_s = _number(means, "token_s", "means", default=0.0)
-    read.prompts = _whole(means, "prompts", "means", default=50)
-    read.answers = _whole(means, "answers", "means", default=0)
+    read.prompts = _whole(means, "prompts", "means", default=50, most=MOST_EVER)
+    read.answers = _whole(means, "answers", "means", default=0, most=MOST_EVER)
 
 
 def _class_waits(waits: dict[str, Any]) -> dict[int, float]:
@@ -352,12 +353,12 @@ def _text(data: dict[str, Any], name: str, path: str) -> str:
     return value
 
 
-def _number(data: dict[str, Any], name: str, path: str, default: float | None = None) -> float:
+def _number(data: dict[str, Any], name: str, path: str, default: float | None = None, least: float = 0) -> float:
     value = data.get(name, default)
     if isinstance(value, bool) or not isinstance(value, int | float) or not -LARGEST <= value <= LARGEST:
         raise InputError(f"{_join(path, name)}: expected a number, found {value!r:.60}")
-    if value < 0 and name not in SIGNED:
-        raise InputError(f"{_join(path, name)}: expected a number of at least 0, found {value!r:.60}")
+    if value < least and name not in SIGNED:
+        raise InputError(f"{_join(path, name)}: expected a number of at least {least}, found {value!r:.60}")
     return value
 
 
@@ -376,10 +377,12 @@ def _flag(data: dict[str, Any], name: str, path: str, default: bool = False) -> 
     return value
 
 
-def _whole(data: dict[str, Any], name: str, path: str, default: int | None = None, least: int = 0) -> int:
+def _whole(
+    data: dict[str, Any], name: str, path: str, default: int | None = None, least: int = 0, most: int = MOST
+) -> int:
     value = data.get(name, default)
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MOST:
-        raise InputError(f"{_join(path, name)}: expected a whole number from {least} to {MOST}, found {value!r:.60}")
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise InputError(f"{_join(path, name)}: expected a whole number from {least} to {most}, found {value!r:.60}")
     return value
 
 

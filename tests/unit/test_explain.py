@@ -365,3 +365,10 @@ def test_a_request_that_fits_no_memory_is_reported_to_wait_for_memory() -> None:
     assert "KV memory" in explain({**state, "waiting": [large]}).reason
     both = explain({**state, "waiting": [large, small]})
     assert [admission.request for admission in both.admissions] == ["w2000"] and "KV memory" in both.reason
+
+
+def test_means_of_nothing_but_empty_requests_give_a_decision() -> None:
+    means = {"prompt_tokens": 0, "answer_tokens": 0, "token_s": 0.05, "answers": 1000}
+    workers = [{"id": "d0", "slots": 1, "active": []}]
+    waiting = [{"id": f"w{tokens}", "prompt_tokens": tokens} for tokens in (0, 100)]
+    assert explain({"policy": "level_fit", "workers": workers, "waiting": waiting, "means": means}).left_waiting == 1

@@ -45,6 +45,18 @@ def test_a_written_snapshot_reads_back_the_same() -> None:
     }
 
 
+def test_a_router_that_has_served_billions_of_requests_writes_what_can_be_read() -> None:
+    scheduler = a_scheduler("random", workers=2, slots=2)
+    served = 3_000_000_000
+    scheduler._arrivals = scheduler.snapshot.draws = served
+    pool_all(scheduler, {"a": 100})
+    scheduler.snapshot.means.prompts = scheduler.snapshot.means.answers = served
+    written = json.loads(json.dumps(snapshot_to_dict(scheduler.snapshot, 8.0)))
+    snapshot, now = snapshot_from_dict(written, 0)
+    assert snapshot_to_dict(snapshot, now)["waiting"] == written["waiting"]
+    assert snapshot.draws == snapshot.means.prompts == snapshot.means.answers == served
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -52,6 +64,10 @@ def test_a_written_snapshot_reads_back_the_same() -> None:
         ({"workers": [{"slots": 4}]}, r"workers\[0\].id: expected a name"),
         ({"workers": [{"id": "d0", "slots": "x"}]}, r"workers\[0\].slots: expected a whole number from 1"),
         ({"workers": [{"id": "d0", "slots": 1, "slowdown": 0}]}, r"workers\[0\].slowdown: expected a number from 1e"),
+        (
+            {"workers": [{"id": "d0", "slots": 1, "tokens_per_step": 0}]},
+            r"workers\[0\].tokens_per_step: expected a number of at least 1, found 0",
+        ),
         ({"workers": [{"id": "d0", "slots": 1, "state": "odd"}]}, r"state: 'odd'; accepted: up, draining, down"),
         (
             {"workers": [{"id": "d0", "slots": 1, "active": [{"id": "a", "prompt_tokens": 4, "running": "false"}]}]},
@@ -69,7 +85,7 @@ def test_a_written_snapshot_reads_back_the_same() -> None:
         ),
         ({"means": {"prompt_tokens": 3, "class_wait_s": {"0": -1}}}, "means.class_wait_s.0: expected a number of at"),
     ],
-    ids=["no list", "no id", "no number", "slowdown", "state", "no flag", "twice", "negative", "no object"]
+    ids=["no list", "no id", "no number", "slowdown", "step", "state", "no flag", "twice", "negative", "no object"]
     + ["no class", "no wait"],
 )
 def test_a_wrong_snapshot_is_refused_with_the_path_of_the_field(change: dict[str, Any], message: str) -> None:
