@@ -32,7 +32,8 @@ Past its cap a request goes to the worker with the most room all the same; past 
 to any worker that has some room. A request that fits nowhere would keep all slots from a later class. So if a later
 class waits and every request of this class finds a slot, it goes to the most room at once.
 
-*Slower workers* (LevelFit) keep slots free that cost more than they serve, where c is known (`scarce_fit.py`).
+*Slower workers* (LevelFit) keep slots free that cost more than they serve, where c is known (`scarce_fit.py`). In slack
+a request passes by those where it would, to the lightest of the others.
 
 *One worker alone* waits for nobody (LevelFit): requests go in waiting order, as far as memory goes. One that does not
 fit holds up later classes there, as it would inside the engine.
@@ -40,7 +41,7 @@ fit holds up later classes there, as it would inside the engine.
 
 import math
 from collections.abc import Generator, Iterator
-from heapq import heapify, heappop, heapreplace
+from heapq import heapify, heappop, heappush
 from operator import attrgetter
 
 from mypy_extensions import mypyc_attr
@@ -50,7 +51,7 @@ from balanceroute.core.policy import Choice, StageTimer
 from balanceroute.core.scarce_fit import Loads, OpenWorker, Window, choose_scarce, cost, kv_memory, slower_workers
 from balanceroute.core.snapshot import ClusterSnapshot, free_slots
 from balanceroute.core.tracker import DecodeInstanceState, RequestTracker
-from balanceroute.core.types import DOWN
+from balanceroute.core.types import DOWN, WorkerSpec
 
 MIN_ACTIVE_TO_HOLD = 4  # requests; nothing is held back while a worker has fewer, as the envelope then says little
 HOLD_SHARE = 0.1  # of the mean answer's time: where answers are short, an empty slot costs more than it gains
@@ -143,7 +144,7 @@ class TargetFit:
     def _slack(
         self, snapshot: ClusterSnapshot, open_workers: list[DecodeInstanceState], now: float, may_hold: bool
     ) -> Iterator[Choice]:
-        """The largest prompt to the lightest worker, again and again; `may_hold`: see "Holding back"."""
+        """The largest prompt to the lightest worker (`is_worth`), again and again; `may_hold`: see "Holding back"."""
         workers, loads = snapshot.workers, snapshot.step_loads()
         envelope = max(snapshot.in_barrier(loads))
         lightest = [(loads[worker.index], worker.index) for worker in open_workers]
@@ -152,21 +153,29 @@ class TargetFit:
         hold_s = self.hold_s(snapshot) if may_hold else 0.0
         fastest, may_rise = slower_workers(snapshot, self.rules)
         for request in waiting.by_size(len(waiting), descending=True):
-            load, index = lightest[0]
+            place = lightest[0]
+            if may_rise < math.inf:
+                tokens, most = request.prompt_tokens, envelope * may_rise
+                worth = [each for each in lightest if is_worth(workers[each[1]].spec, each[0], tokens, fastest, most)]
+                if not worth:
+                    continue  # it waits for a departure
+                place = min(worth)
+            load, index = place
             worker = workers[index]
             load += cost(worker.spec, request.prompt_tokens)
-            if load > envelope * may_rise and worker.spec.slowdown > fastest:
-                continue  # it waits for a departure
             if hold_s and load > envelope:
                 busy = busy or self._busy(workers)  # once they are, they stay so: a decision only adds requests
                 if busy and now < held_until(request, hold_s, snapshot):
                     continue
             yield Choice(request, worker, 1, min(0.0, envelope - load))
             envelope = max(envelope, load)
-            if len(worker.active) < worker.own_slots:
-                heapreplace(lightest, (load, index))
-            else:
+            if place is lightest[0]:
                 heappop(lightest)
+            else:
+                lightest.remove(place)
+                heapify(lightest)
+            if len(worker.active) < worker.own_slots:
+                heappush(lightest, (load, index))
 
     def _by_memory(
         self,
@@ -229,11 +238,15 @@ def worth_filling(snapshot: ClusterSnapshot, rules: FitRules) -> list[DecodeInst
     if may_rise == math.inf:
         return open_workers
     most, smallest = snapshot.envelope * may_rise, min([tracker.prompt_tokens for tracker in snapshot.pool.front])
-    return [
-        worker
-        for worker in open_workers
-        if worker.spec.slowdown == fastest or worker.step_load + cost(worker.spec, smallest) <= most
-    ]
+    return [worker for worker in open_workers if is_worth(worker.spec, worker.step_load, smallest, fastest, most)]
+
+
+def is_worth(spec: WorkerSpec, load: float, prompt_tokens: int, fastest: float, most: float) -> bool:
+    """Whether a prompt may go to a worker of this load: to a fastest one, or where it makes the load no more than that.
+
+    See "Slower workers" in `scarce_fit.py`.
+    """
+    return spec.slowdown == fastest or load + cost(spec, prompt_tokens) <= most
 
 
 def short_of_memory(snapshot: ClusterSnapshot, open_workers: list[DecodeInstanceState]) -> bool:

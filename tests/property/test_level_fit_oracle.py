@@ -245,15 +245,18 @@ class Oracle:
         too_short = self.means["answers"] >= 100 and 0.1 * self.means["answer_tokens"] < most_tokens
         hold_s = 0.0 if too_short else min(HOLD_S, 0.1 * self.stay_s())
         for entry in sorted(front, key=lambda entry: -entry["prompt_tokens"]):
-            place = min((each for each in self.places if each.free), key=lambda each: each.load)
             prompt, envelope = entry["prompt_tokens"], max(each.load for each in self.barrier)
+            worth = [each for each in self.places if each.free and not self.costs_too_much(each, prompt)]
+            if not worth:
+                continue
+            place = min(worth, key=lambda each: each.load)
             raises = place.load + place.slowdown * (prompt + place.c) > envelope
             busy = all(
                 each.requests >= max(4, (0.5 if self.rules is LEVEL_FIT else 0) * each.slots) for each in self.barrier
             )
             until_s = entry["ready_s"] + hold_s * (1 + min(5, prompt / (10 * self.means["prompt_tokens"])))
             held = may_hold and raises and busy and self.now < until_s
-            if not held and not self.costs_too_much(place, prompt):
+            if not held:
                 self.admit(entry, place)
 
     def by_memory(self, front: list[dict[str, Any]], holds_all_up: bool) -> None:
