@@ -111,6 +111,7 @@ class Pull:
         else:
             await given_back(leg, worker, tokens)
         try:
+            leg.check_abandoned(worker)  # no other prefill is begun for a client that has left
             return await requeue_rest(leg, self._result, lost, why)
         finally:
             clear_frames(lost)

@@ -10,7 +10,7 @@ import pytest
 
 from balanceroute.core.types import Outcome
 from balanceroute.errors import ConnectFailed, ConnectionLost, QueueTimeout, UpstreamError
-from balanceroute.proxy.life.errors import PromptsDiffer
+from balanceroute.proxy.life.errors import ClientGone, PromptsDiffer
 from balanceroute.proxy.life.pool_reaper import PERIOD_S, PoolReaper
 from balanceroute.proxy.ops.services import Services
 from balanceroute.proxy.workers.circuit import CircuitState
@@ -436,3 +436,28 @@ async def test_a_client_that_leaves_has_its_kv_drained_and_off_the_record(tmp_pa
         assert len(record) == 0 and services.metrics.drains.value("drained") == 1
         holds.abandon()
         await asyncio.wait(tasks)
+
+
+class Slow(ScriptedUpstream):
+    """Answers a second after it has been asked."""
+
+    async def request(self, *args: Any, **options: Any) -> Any:
+        reply = await super().request(*args, **options)
+        await let_pass(1.0)
+        return reply
+
+
+@with_virtual_time
+async def test_a_request_that_is_given_back_when_its_client_has_left_is_not_prefilled_again() -> None:
+    """Its decode worker had not shown that it has pulled the KV, so it was not hung up on at once."""
+    services = a_router(a_config(1, 1))
+    p0 = script(services, "p0", probed())
+    services.fleet["d0"].upstream = Slow(whole(20, stop_reason="recomputed"))  # type: ignore[assignment]
+    async with dispatching(services):
+        leg = a_leg(services, stream=False, max_tokens=2)
+        task = services.loop.create_task(leg.run())
+        await until(lambda: leg.at_worker == "d0")
+        leg.abandon()
+        with pytest.raises(ClientGone):
+            await task
+    assert len(asked(p0)) == 1 and leg.outcome is Outcome.CANCELLED and idle(services)
