@@ -10,6 +10,7 @@ Where more requests wait than slots are free, the policy then decides without th
 slot, without the worker. The runner-up is its first admission. If it makes none, the other of the two is left out.
 """
 
+import math
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from operator import itemgetter
@@ -17,13 +18,13 @@ from typing import Any, Final
 
 from balanceroute.core.policies import BUILT_IN
 from balanceroute.core.policy import AdmissionPolicy
-from balanceroute.core.scarce_fit import kv_room
+from balanceroute.core.scarce_fit import kv_room, slower_workers
 from balanceroute.core.scheduler import Scheduler
 from balanceroute.core.scheduler_config import SchedulerConfig
 from balanceroute.core.snapshot import ClusterSnapshot
 from balanceroute.core.snapshot_json import snapshot_to_dict
 from balanceroute.core.state import state_from_dict
-from balanceroute.core.target_fit import TargetFit
+from balanceroute.core.target_fit import TargetFit, is_worth
 from balanceroute.core.tracker import DecodeInstanceState
 from balanceroute.core.types import Admit, WorkerState
 from balanceroute.errors import InputError
@@ -359,19 +360,22 @@ def _why_no_more(policy: AdmissionPolicy, snapshot: ClusterSnapshot) -> str:
     if policy.waits_for_slots and not snapshot.has_room:
         ahead = any(worker.ahead for worker in snapshot.up)
         return "no slot is left free" + ", and no place ahead of one" * ahead
-    if _fits_no_memory(policy, snapshot):
-        return "held back: the rest fits the KV memory of no worker with a free slot"
     if isinstance(policy, TargetFit):
-        return "held back: the rest would raise the envelope, and may wait a little for a lighter worker"
+        return f"held back: the rest {_why_held_back(policy, snapshot)}"
     if policy.waits_for_slots:
         return "held back by the policy, though a slot is free"
     return "every worker holds as many requests as it may"
 
 
-def _fits_no_memory(policy: AdmissionPolicy, snapshot: ClusterSnapshot) -> bool:
-    """Whether the policy looks at KV memory, and nothing that waits fits any."""
-    if not isinstance(policy, TargetFit) or not policy.rules.sees_memory:
-        return False
-    ahead = [worker for worker in snapshot.up if len(worker.active) < worker.own_slots + worker.ahead]
-    most = max([kv_room(worker, snapshot.means) for worker in snapshot.open_workers() or ahead])
-    return all(tracker.prompt_tokens > most for tracker in snapshot.pool)
+def _why_held_back(policy: TargetFit, snapshot: ClusterSnapshot) -> str:
+    """Why the class in front, which alone may be admitted, leaves places free: by its smallest prompt."""
+    rules, prompt_tokens = policy.rules, min([tracker.prompt_tokens for tracker in snapshot.pool.front])
+    fastest, may_rise = slower_workers(snapshot, rules)
+    most = snapshot.envelope * may_rise if may_rise < math.inf else math.inf
+    places = snapshot.open_workers() or [w for w in snapshot.up if len(w.active) < w.own_slots + w.ahead]
+    worth = [w for w in places if is_worth(w.spec, w.step_load, prompt_tokens, fastest, most)]
+    if not worth:
+        return "would slow the others down by more than the slower workers with a free slot would serve"
+    if rules.sees_memory and prompt_tokens > max([kv_room(worker, snapshot.means) for worker in worth]):
+        return "fits the KV memory of no worker with a free slot"
+    return "would raise the envelope, and may wait a little for a lighter worker"

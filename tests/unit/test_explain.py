@@ -372,3 +372,29 @@ def test_means_of_nothing_but_empty_requests_give_a_decision() -> None:
     workers = [{"id": "d0", "slots": 1, "active": []}]
     waiting = [{"id": f"w{tokens}", "prompt_tokens": tokens} for tokens in (0, 100)]
     assert explain({"policy": "level_fit", "workers": workers, "waiting": waiting, "means": means}).left_waiting == 1
+
+
+def test_a_smaller_request_of_a_later_class_does_not_hide_that_the_front_one_waits_for_memory() -> None:
+    active = [{"id": f"a{index}", "prompt_tokens": 1_000} for index in range(3)]
+    workers = [{"id": "d0", "slots": 4, "kv_capacity_tokens": 5_000, "active": active}]
+    large = [{"id": f"w{index}", "prompt_tokens": 4_500, "wait_s": 0.1} for index in range(2)]
+    small = {"id": "w2", "prompt_tokens": 10, "wait_s": 0.1, "priority": 1}
+    result = explain({"policy": "level_fit", "workers": [*workers, _full("d1")], "waiting": [*large, small]})
+    assert not result.admissions and "KV memory" in result.reason
+
+
+def test_a_slot_that_a_slower_worker_keeps_free_is_explained_by_what_it_would_cost() -> None:
+    slow = {**_full("d7"), "slots": 9, "slowdown": 2.0}
+    workers = [{**worker, "request_tokens": 5_000} for worker in [*map(_full, ("d0", "d1", "d2", "d3")), slow]]
+    for waiting in (1, 9):
+        requests = [{"id": f"w{index}", "prompt_tokens": 1_000} for index in range(waiting)]
+        result = explain({"policy": "level_fit", "workers": workers, "waiting": requests})
+        assert not result.admissions and "slower worker" in result.reason
+
+
+def _full(name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "slots": 8,
+        "active": [{"id": f"{name}.{index}", "prompt_tokens": 1_000} for index in range(8)],
+    }
