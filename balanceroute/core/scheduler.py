@@ -406,7 +406,7 @@ class Scheduler:
         """
         tracker = self._find(request_id, DECODING)
         unasked = not tracker.generated and not tracker.pushing and request_id not in self.snapshot.asking
-        if not unasked or (tracker.prefiller is None) != self.config.decode_first:
+        if not unasked or (self.config.decode_first and tracker.prefiller is not None):
             raise InvariantError(f"{request_id} was sent to its worker already")
         self._return_to_pool(tracker)
 

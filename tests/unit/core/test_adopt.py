@@ -97,6 +97,13 @@ def test_an_adopted_request_that_is_put_back_has_waited_since_its_prefill() -> N
     successor.snapshot.check_invariants()
 
 
+def test_an_adopted_request_whose_prefiller_has_gone_can_be_put_back(successor: Scheduler) -> None:
+    assert successor.adopt(decoding("a", prefiller="p9"), 1.0)
+    successor.put_back("a", 1.0)
+    assert [admission.request for admission in successor.admit(1.0)] == ["a"]
+    successor.snapshot.check_invariants()
+
+
 def test_kv_stays_pinned_until_the_first_token(successor: Scheduler) -> None:
     successor.adopt(decoding("a", prefiller="p0"), 1.0)
     assert successor.snapshot.prefillers[0].pinned_tokens == 12
