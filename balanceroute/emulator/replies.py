@@ -258,7 +258,9 @@ class JsonCall(Call):
             "function_call": None,
             "reasoning": None,
         }
-        if choice.plan is not None:
+        if self.request.repeats:
+            message["content"] = self.request.repeats + choice.text
+        elif choice.plan is not None:
             message |= {"content": choice.texts.get(Part.CONTENT), "reasoning": choice.texts.get(Part.REASONING)}
             if Part.CALL in choice.texts:
                 calls = choice.calls(choice.texts[Part.CALL], first=True)
@@ -330,6 +332,10 @@ class StreamCall(Call):
         body = b'{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]'
         tail = b',"prompt_token_ids":%b,"prompt_text":null}\n\n' % ids
         self.sse.event(self._head + body % choice.index + self._usage(choice) + tail)
+        if self.request.repeats:
+            body = b'{"index":%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}]'
+            text = orjson.dumps(self.request.repeats)
+            self.sse.event(self._head + body % (choice.index, text) + self._usage(choice) + b"}\n\n")
 
     def _chunk(self, choice: Choice) -> bytes:
         """The event with the tokens that are not sent yet."""

@@ -41,6 +41,7 @@ class GenerationRequest:
     structure: Structure | None = None
     kills_decoder: bool = False
     cache_salt: str | None = None
+    repeats: str = ""  # of a chat: the text that its answer begins with
 
     @property
     def echo_only(self) -> bool:
@@ -128,6 +129,7 @@ def parse_generation(body: dict[str, Any], *, chat: bool, model: str, max_model_
         prompt_logprobs=_prompt_logprobs(fields, chat, stream),
         structure=structure_of(body, chat=chat),
         cache_salt=fields.text("cache_salt"),
+        repeats=_repeated(fields, body) if chat else "",
         kills_decoder=bool((fields.mapping("vllm_xargs") or {}).get(KILLS_DECODER)),
     )
 
@@ -259,9 +261,18 @@ def _prompt_logprobs(fields: _Fields, chat: bool, stream: bool) -> int | None:
     if wanted and stream:
         text = "`prompt_logprobs` are not available when `stream=True`. (parameter=prompt_logprobs)"
         raise ApiError(text, param="prompt_logprobs")
-    if wanted is None and not chat and fields.flag("echo"):
-        return fields.integer("logprobs")
+    if wanted is None and fields.flag("echo"):
+        return (fields.integer("top_logprobs") or 0) if chat else fields.integer("logprobs")
     return wanted
+
+
+def _repeated(fields: _Fields, body: dict[str, Any]) -> str:
+    """What a chat's `echo` repeats: its last message, if the answer is of the same role."""
+    last = body["messages"][-1]
+    continues = body.get("add_generation_prompt") is False
+    return (
+        _content(last.get("content"), -1) if fields.flag("echo") and (continues or last["role"] == "assistant") else ""
+    )
 
 
 def _stops(stop: object) -> tuple[str, ...]:

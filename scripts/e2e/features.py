@@ -151,6 +151,11 @@ _STREAMED: dict[str, dict[str, Any]] = {
 }
 _TOOLS: list[dict[str, Any]] = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
 _CALL = r'<tool_call>\n\{"name": "f", "arguments": \{"a": 12\}\}\n</tool_call>'  # as hermes' parser reads it
+_CONTINUED: dict[str, Any] = {
+    "messages": [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "so the"}],
+    "continue_final_message": True,
+    "add_generation_prompt": False,
+}
 _CHATS: dict[str, dict[str, Any]] = {
     **{name: body for name, body in _SHAPES.items() if name != "tokens as ids"},
     **{name: body for name, body in _WRONG.items() if name != "zero max_tokens"},
@@ -161,12 +166,9 @@ _CHATS: dict[str, dict[str, Any]] = {
     "logprobs long": {"logprobs": True, "max_tokens": 80, "ignore_eos": True},
     "prompt_logprobs": {"prompt_logprobs": 1},
     "echo": {"echo": True},
+    "echo continued": {"echo": True} | _CONTINUED,
     "parts": {"messages": [{"role": "user", "content": [{"type": "text", "text": "tell me"}]}]},
-    "continue": {
-        "messages": [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "so the"}],
-        "continue_final_message": True,
-        "add_generation_prompt": False,
-    },
+    "continue": _CONTINUED,
     "no messages": {"messages": []},
     "bad role": {"messages": [{"content": "hello"}]},
     "tool_choice none": {"tools": _TOOLS, "tool_choice": "none"},
@@ -179,6 +181,7 @@ _STREAMED_CHATS: dict[str, dict[str, Any]] = {
     "usage": {"stream_options": {"include_usage": True}},
     "logprobs": {"logprobs": True, "top_logprobs": 2},
     "json": _GRAMMARS["json"],
+    "echo continued": {"echo": True} | _CONTINUED,
     "no messages": {"messages": []},
 }
 _OTHERS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -234,10 +234,51 @@ async def test_an_echo_equals_that_of_a_single_server(shape: ClusterShape, promp
         await router.settled()
 
 
+CONTINUED = {
+    "messages": [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "so the"}],
+    "continue_final_message": True,
+    "add_generation_prompt": False,
+}
+
+
 @pytest.mark.parametrize("shape", [SIX, LAYERWISE], ids=["pull", "layerwise"])
-async def test_a_stream_begins_with_the_echo(shape: ClusterShape) -> None:
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "fields",
+    [{}, CONTINUED, CONTINUED | {"logprobs": True, "top_logprobs": 2, "max_tokens": 90}, CONTINUED | {"n": 2}],
+    ids=["of the user", "continued", "logprobs", "n"],
+)
+async def test_an_echo_of_a_chats_last_message_equals_that_of_a_single_server(
+    shape: ClusterShape, stream: bool, fields: dict[str, Any]
+) -> None:
+    """Such a chat has an engine tell its prompt's logprobs, too, though none were asked for."""
     async with running(shape) as router:
-        body = completion("the quick brown fox", echo=True, stream=True)
+        body = chat(echo=True, stream=stream, **fields)
+        url = f"{router.cluster.prefill_urls[0]}/v1/chat/completions"
+        ours, plain = [await router.client.post(to, json=body) for to in ("/v1/chat/completions", url)]
+        if stream:
+            assert told(ours.text) == told(plain.text)
+        else:
+            assert ours.json()["choices"] == plain.json()["choices"]
+            assert ours.json()["prompt_logprobs"] == plain.json()["prompt_logprobs"] is not None
+        assert dead(router) == []
+        await router.settled()
+
+
+def told(stream: str) -> dict[int, str]:
+    """The text of each choice."""
+    whole: dict[int, str] = {}
+    for part in events(stream)[:-1]:
+        for choice in part["choices"]:
+            whole[choice["index"]] = whole.get(choice["index"], "") + (choice["delta"].get("content") or "")
+    return whole
+
+
+@pytest.mark.parametrize("shape", [SIX, LAYERWISE], ids=["pull", "layerwise"])
+@pytest.mark.parametrize("prompt", ["the quick brown fox", ["the quick brown fox"]])
+async def test_a_stream_begins_with_the_echo(shape: ClusterShape, prompt: Any) -> None:
+    async with running(shape) as router:
+        body = completion(prompt, echo=True, stream=True)
         parts = events((await router.client.post("/v1/completions", json=body)).text)
         url = f"{router.cluster.prefill_urls[0]}/v1/completions"
         plain = events((await router.client.post(url, json=body)).text)

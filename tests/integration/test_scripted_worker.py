@@ -292,3 +292,31 @@ async def test_hidden_reasoning_may_take_longer_than_idle_timeout_s(stream: bool
         text = (await reply).text
         assert "answer" in text and "secret" not in text and "error" not in text
         assert len(streams) == 1, "no worker was given up"
+
+
+@pytest.mark.parametrize("limit", [9, 99], ids=["whole", "assembled"])
+@pytest.mark.parametrize("stop", ["recomputed", ["x", "recomputed"]])
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_stop_string_that_is_the_engines_marker_ends_an_answer_and_does_not_give_it_back(
+    stream: bool, stop: Any, limit: int
+) -> None:
+    bodies: list[dict[str, Any]] = []
+    choice = {"index": 0, "text": "so ", "token_ids": [7, 8], "finish_reason": "stop", "stop_reason": "recomputed"}
+    answer = {"id": "a", "created": 1, "choices": [choice], "usage": {"prompt_tokens": 3, "completion_tokens": 2}}
+
+    def probed(body: dict[str, Any]) -> dict[str, Any]:
+        if body["max_tokens"] == 1:
+            return PROBED
+        bodies.append(body)
+        return answer
+
+    def streamed(body: dict[str, Any]) -> Sequence[bytes]:
+        bodies.append(body)
+        return b"data: %s\n\n" % json.dumps(answer).encode(), b"data: [DONE]\n\n"
+
+    async with routing(scripted(probed, streamed)) as (_, client):
+        asked = {"prompt": [1, 2, 3], "max_tokens": limit, "stop": stop, "stream": stream}
+        text = (await client.post("/v1/completions", json=asked)).text
+        got = json.loads(text.split("data: ")[1] if stream else text)["choices"][0]
+        assert (got["text"], got["finish_reason"], got["stop_reason"]) == ("so ", "stop", "recomputed")
+        assert len(bodies) == 1

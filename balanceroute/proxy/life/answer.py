@@ -160,7 +160,7 @@ class Answer:
     def begin(self, result: PrefillResult) -> None:
         """Begin an answer. `result`: the prefiller's figures of the prompt."""
         request = self.request
-        prefix = prompt_text(request, result.reply) if result.reply is not None and request.stream else ""
+        prefix = prompt_text(request, result.reply) if request.stream else ""
         self.scanner = EventScanner(
             prefix=prefix,
             want_token_ids=request.return_token_ids,
@@ -168,6 +168,7 @@ class Answer:
             want_continuous_usage=request.continuous_usage,
             unasked_usage=not request.counted_by_usage,
             hide_reasoning=request.hides_reasoning,
+            stops_at_marker=request.stops_at_marker,
             prompt_tokens=self.prompt_tokens or None,  # clients get no estimate
             prompt_details=result.prompt_details,
             part=self.part,

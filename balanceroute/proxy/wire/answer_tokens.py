@@ -20,8 +20,6 @@ class AnswerTokens:
     """
 
     __slots__ = (
-        "_by_event",
-        "_exact_before",
         "_is_later_segment",
         "_matcher",
         "_prompt_ids_sent",
@@ -36,7 +34,7 @@ class AnswerTokens:
         """`matcher` keeps the count and the ids, as it takes most events. `want_ids`: the client gets the ids."""
         self._matcher = matcher
         self._want_ids = want_ids
-        self.exact = self._exact_before = True
+        self.exact = True
         self.prompt_ids: array[int] | None = None
         self._prompt_ids_sent = False  # to a client that wants ids
         self._is_later_segment = False
@@ -45,7 +43,6 @@ class AnswerTokens:
     def _begin_segment(self) -> None:
         self.earlier = self.tokens
         self.by_ids = False
-        self._by_event = 0  # events of this segment that were counted as a token each
 
     @property
     def tokens(self) -> int:
@@ -95,8 +92,6 @@ class AnswerTokens:
         ids = holder.get("token_ids")
         if not isinstance(ids, list):
             return 0
-        if self._by_event and len(ids) >= self._by_event:
-            self._uncount_events()
         self.by_ids = True
         self._matcher.tokens += len(ids)
         if (taken := _as_ids(ids)) is None:
@@ -143,21 +138,9 @@ class AnswerTokens:
         """
         if self.by_ids or (isinstance(usage, dict) and usage.get("completion_tokens")):
             return
-        if not self._by_event:
-            self._exact_before = self.exact
-        self._by_event += 1
         self._matcher.tokens += 1
         self.printed()
         self.exact = False
-
-    def _uncount_events(self) -> None:
-        """Take back what was counted by events: ids come after all, so the text before them was no token.
-
-        It was the client's last message, which a chat repeats with `echo`.
-        """
-        self._matcher.tokens -= self._by_event
-        self.printed()
-        self.exact, self._by_event = self._exact_before, 0
 
     def ends_twice(self, ids: list[Any]) -> bool:
         """Whether the answer, with these ids at its end, ends with the same id of this segment twice."""

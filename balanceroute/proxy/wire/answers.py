@@ -16,7 +16,14 @@ from typing import Any, Final
 import orjson
 
 from balanceroute.errors import BadUpstreamReply
-from balanceroute.proxy.wire.bounds import check_size, checked_choice, checked_usage, shown_id, token_count
+from balanceroute.proxy.wire.bounds import (
+    check_size,
+    checked_choice,
+    checked_usage,
+    is_given_back,
+    shown_id,
+    token_count,
+)
 from balanceroute.proxy.wire.client_request import ClientRequest
 from balanceroute.proxy.wire.event_contents import REASONING_KEYS
 from balanceroute.proxy.wire.event_stream import payloads_of
@@ -272,6 +279,7 @@ def correct_answer(
         tokens = token_count(len(ids), "token_ids") if ids is not None else usage.get("completion_tokens") or 0
         if ids is not None:
             array("I", ids)  # each is a token's id
+        recomputed = is_given_back(choice, stops_so=request.stops_at_marker)
         prompt_ids = len(choice.get("prompt_token_ids") or answer.get("prompt_token_ids") or ())
         reply_id = answer.get("id")
         if upstream_id != request_id:
@@ -286,7 +294,7 @@ def correct_answer(
     return CorrectedAnswer(
         body=corrected,
         tokens=tokens,
-        recomputed=choice.get("stop_reason") == "recomputed",
+        recomputed=recomputed,
         finish_reason=choice.get("finish_reason"),
         usage=usage,
         prompt_ids=prompt_ids,

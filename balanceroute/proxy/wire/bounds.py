@@ -16,6 +16,7 @@ MAX_TOKENS: Final = 2**24  # of a prompt or an answer; the longest published con
 MAX_RETRY_AFTER_S: Final = 3600.0
 MAX_PARAMS_BYTES: Final = 16 * 2**20  # of kv_transfer_params: the block ids of a prompt of millions of tokens
 ABORT: Final = "abort"  # vLLM's finish reason for all its requests when it is stopped (SIGTERM, /pause)
+RECOMPUTED: Final = "recomputed"  # vllm-ascend's stop reason for a request that it gives back
 MAX_ERROR_BYTES: Final = 2**20  # vLLM before 0.32 quotes a whole invalid body, and for each of its faults again
 MAX_CHOICES: Final = 128  # of an event, though a worker is asked for one
 _MAX_INDEX: Final = 2**16  # of a choice, as `limits.max_choices` may be
@@ -105,6 +106,15 @@ def checked_choice(choice: object) -> dict[str, Any]:
     if reason is not None and len(reason) > _MAX_NAME:
         raise ValueError(f"finish_reason is {_shown(reason)}")
     return choice
+
+
+def is_given_back(choice: dict[str, Any], *, stops_so: bool) -> bool:
+    """Whether an engine gives the request of this choice back.
+
+    `stops_so`: the marker is also one of the client's stop strings. An answer that stops there has the tokens of that
+    string, and a marker has none.
+    """
+    return choice.get("stop_reason") == RECOMPUTED and not (stops_so and choice.get("token_ids") != [])
 
 
 def aborted(worker: str, tier: str) -> BadUpstreamReply:

@@ -1,7 +1,7 @@
 """A client's request: its body, parsed and checked once.
 
 Checked are the fields that the router reads, and what a decoder would refuse only after the prefill has pinned KV (a
-limit below 1, `min_tokens` above the limit). Workers check the rest.
+limit below 1, `min_tokens` above the limit, null for either `min_tokens` or `n`). Workers check the rest.
 
 `kv_transfer_params`, and every other field that could carry them, are removed: a client must not send them to workers.
 
@@ -14,7 +14,10 @@ by a KV block or two, so until it is counted, its worker's load is wrong by no m
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
+import orjson
+
 from balanceroute.errors import InvalidRequest
+from balanceroute.proxy.wire.bounds import RECOMPUTED
 from balanceroute.proxy.wire.fields import as_boolean, boolean, integer, kind
 from balanceroute.proxy.wire.json_body import as_json, load_object
 from balanceroute.proxy.wire.prompts import take_messages, take_prompt
@@ -58,13 +61,17 @@ class PromptWishes:
     So these fields are taken out of the body for the decoder, the probe asks the prefiller for them, and
     `prompt_echo.py` merges both answers.
 
+    A chat with `echo` begins with its last message, which the router writes itself: such a chat, too, has an engine
+    tell its prompt's logprobs.
+
     Attributes: `echo`: the answer begins with the prompt. `logprobs`: how many per token, of an echoed prompt as well.
-    `prompt_logprobs`: how many per token of the prompt.
+    `prompt_logprobs`: how many per token of the prompt. `last_message`: the text that a chat's answer begins with.
     """
 
     echo: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    last_message: str = ""
 
 
 @dataclass(slots=True, init=False)
@@ -154,6 +161,12 @@ class ClientRequest:
         return self.stream or self.assembled
 
     @property
+    def stops_at_marker(self) -> bool:
+        """Whether one of its stop strings is what an engine marks a request with that it gives back."""
+        stop = self.rest.get("stop")
+        return stop is not None and (stop == RECOMPUTED or (isinstance(stop, list) and RECOMPUTED in stop))
+
+    @property
     def hides_reasoning(self) -> bool:
         """Whether the decode worker streams reasoning that the router removes for the client.
 
@@ -195,10 +208,10 @@ def request_of(endpoint: Endpoint, data: dict[str, Any]) -> ClientRequest:
     stream = "stream" in data and boolean(data, "stream")
     include_usage, continuous = _stream_options(data, stream) if "stream_options" in data else (False, False)
     assembled = not stream and ASSEMBLED_FIELDS.issuperset(data)
-    wishes = None if _PROMPT_FIELDS.isdisjoint(data) else _prompt_wishes(endpoint, data, stream)
+    wishes = None if _PROMPT_FIELDS.isdisjoint(data) else _prompt_wishes(endpoint, data, stream, prompt_json)
     scores_only = wishes is not None and wishes.echo and integer(data, "max_tokens", least=None) == 0
     limit_field, limit = (None, None) if scores_only else _limit(endpoint, data)
-    min_tokens = _min_tokens(data, limit) if "min_tokens" in data else 0
+    min_tokens = _min_tokens(endpoint, data, limit) if "min_tokens" in data else 0
     if "use_beam_search" in data:
         _refuse_beam_search(data)
     model = data.get("model")
@@ -214,7 +227,7 @@ def request_of(endpoint: Endpoint, data: dict[str, Any]) -> ClientRequest:
         include_usage=include_usage,
         continuous_usage=continuous,
         return_token_ids="return_token_ids" in data and boolean(data, "return_token_ids"),
-        n=(integer(data, "n", least=1) or 1) if "n" in data else 1,
+        n=_n(endpoint, data) if "n" in data else 1,
         prompts=prompts,
         messages=messages,
         limit_field=limit_field,
@@ -243,12 +256,28 @@ def _remove_internal_fields(data: dict[str, Any]) -> None:
             xargs.pop(name, None)
 
 
-def _min_tokens(data: dict[str, Any], limit: int | None) -> int:
-    min_tokens = integer(data, "min_tokens", least=0) or 0
+def _n(endpoint: Endpoint, data: dict[str, Any]) -> int:
+    """How many answers are wanted of each prompt; null is a chat's 1, as in the engines, and no number elsewhere."""
+    n = integer(data, "n", least=1)
+    if n is None and endpoint == "completions":
+        raise _null("n")
+    return n or 1
+
+
+def _min_tokens(endpoint: Endpoint, data: dict[str, Any], limit: int | None) -> int:
+    min_tokens = integer(data, "min_tokens", least=0)
+    if min_tokens is None:
+        raise _null("min_tokens")
+    if limit is None and endpoint == "completions":
+        limit = DEFAULT_COMPLETION_LIMIT
     if limit is not None and min_tokens > limit:
         text = f"min_tokens must be less than or equal to max_tokens={limit}, got {min_tokens}."
         raise InvalidRequest(text, param="min_tokens")
     return min_tokens
+
+
+def _null(name: str) -> InvalidRequest:
+    return InvalidRequest(f"{name} must be an integer, not null.", param=name)
 
 
 def _refuse_beam_search(data: dict[str, Any]) -> None:
@@ -270,7 +299,7 @@ def _stream_options(data: dict[str, Any], stream: bool) -> tuple[bool, bool]:
     return include, include and boolean(options, "continuous_usage_stats")
 
 
-def _prompt_wishes(endpoint: Endpoint, data: dict[str, Any], stream: bool) -> PromptWishes | None:
+def _prompt_wishes(endpoint: Endpoint, data: dict[str, Any], stream: bool, prompt_json: bytes) -> PromptWishes | None:
     """Move what the client wants to know of its prompt out of `data`; None: nothing.
 
     Raises: InvalidRequest: a stream with logprobs of the prompt, alone (vLLM refuses that as well) or with `echo` (the
@@ -282,15 +311,33 @@ def _prompt_wishes(endpoint: Endpoint, data: dict[str, Any], stream: bool) -> Pr
         if wanted != 0:
             raise InvalidRequest("prompt_logprobs are not available when stream=True.", param="prompt_logprobs")
         wanted = None  # vLLM accepts it, and streams none
-    echo, logprobs = False, None
-    if endpoint == "completions":  # in a chat `echo` concerns the last message; workers handle it
-        echo = boolean(data, "echo")
-        data.pop("echo", None)
-        logprobs = integer(data, "logprobs", least=None)
+    echo = boolean(data, "echo")
+    data.pop("echo", None)
+    if endpoint == "chat":
+        if echo and not stream and wanted is None:
+            wanted = integer(data, "top_logprobs", least=None) or 0
+        last = _last_message(data, prompt_json) if echo else ""
+        return PromptWishes(prompt_logprobs=wanted, last_message=last) if last or wanted is not None else None
+    logprobs = integer(data, "logprobs", least=None)
     if echo and stream and logprobs is not None:
         text = "echo with logprobs is not available when stream=True: the prompt's logprobs come from a prefiller."
         raise InvalidRequest(text, param="echo")
     return PromptWishes(echo, logprobs, wanted) if echo or wanted is not None else None
+
+
+def _last_message(data: dict[str, Any], messages_json: bytes) -> str:
+    """The text of a chat's last message, if the answer is of the same role; else nothing.
+
+    The role is the assistant's, which engines can be told otherwise (`--response-role`), or continues the last message.
+    """
+    last = orjson.loads(messages_json)[-1]
+    if last.get("role") != "assistant" and as_boolean(data.get("add_generation_prompt", True)) is not False:
+        return ""
+    content = last.get("content")
+    if isinstance(content, list):
+        texts = [part.get("text") for part in content if isinstance(part, dict)]
+        return "\n".join(text for text in texts if isinstance(text, str))
+    return content if isinstance(content, str) else ""
 
 
 def _limit(endpoint: Endpoint, data: dict[str, Any]) -> tuple[LimitField | None, int | None]:

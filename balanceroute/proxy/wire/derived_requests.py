@@ -19,7 +19,7 @@ MIN_SEED: Final = -(2**63)  # vLLM's bounds of `seed`
 MAX_SEED: Final = 2**63 - 1
 _TRUNCATE: Final = "truncate_prompt_tokens"
 CACHE_SALT: Final = "cache_salt"
-_DONE_BY_IDS: Final = frozenset((_TRUNCATE, "suffix", "echo"))  # already applied to the prompt's ids
+_DONE_BY_IDS: Final = frozenset((_TRUNCATE, "suffix"))  # already applied to the prompt's ids
 
 
 def with_priority(request: ClientRequest, priority: int | None) -> ClientRequest:

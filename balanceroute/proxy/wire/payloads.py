@@ -16,6 +16,7 @@ once.
 All bodies are made in this file, because a field that one of them leaves out another one must have.
 """
 
+from hashlib import sha256
 from typing import Any, Final
 
 import orjson
@@ -35,7 +36,7 @@ PROBE_KV_PARAMS: Final[dict[str, Any]] = {
 _PROBE_KV_PARAMS: Final = orjson.dumps(PROBE_KV_PARAMS)
 # keys of kv_transfer_params: the first for vLLM >= 0.27, the second for vllm-ascend with its recompute patch
 RESUME_IDS_KEYS: Final = (b"prompt_token_ids", b"_vllm_ascend_recompute_token_ids")
-_NOT_FOR_ONE_TOKEN: Final = frozenset(("stream_options", "n", "echo", "best_of"))
+_NOT_FOR_ONE_TOKEN: Final = frozenset(("stream_options", "n", "best_of"))
 _LOGPROBS: Final = frozenset(("logprobs", "top_logprobs", "logprob_token_ids"))
 
 
@@ -64,12 +65,14 @@ def score_body(request: ClientRequest) -> bytes:
 def decode_body(request: ClientRequest, kv_transfer_params: bytes, cache_salt: str = "") -> bytes:
     """The body for the decode worker: the client's fields, the KV to pull, and token ids for an exact count.
 
-    `cache_salt` is added to the client's own for this worker.
+    `cache_salt`: this worker's, in addition to the client's own; both together may be longer than engines take (vLLM
+    from 0.32: 128 characters), so the two become one of fixed length.
     """
     rest = dict(request.rest)
     rest["return_token_ids"] = True
     if cache_salt:
-        rest[CACHE_SALT] = f"{rest.get(CACHE_SALT) or ''}{cache_salt}"
+        own = rest.get(CACHE_SALT)
+        rest[CACHE_SALT] = sha256(f"{own} {cache_salt}".encode()).hexdigest() if own else cache_salt
     if request.assembled:
         rest["stream"] = True
         rest["stream_options"] = {"include_usage": True}

@@ -4,6 +4,7 @@ The prefiller's reply to the probe has the prompt's part (`client_request.Prompt
 
     completions, echo              choice.text = prompt + answer
     completions, echo + logprobs   choice.logprobs: the prompt's lists, then the answer's, with text offsets shifted
+    chats, echo                    message.content = last message + answer
     prompt_logprobs                of the choice (completions) or of the answer (chat)
 
 A request with `echo` and `max_tokens: 0` has no answer: the prefiller's reply is all there is (`scored_answer`, or
@@ -22,14 +23,17 @@ from balanceroute.proxy.wire.closing import DONE_EVENT, event_bytes, event_head
 _SHAPE_ERRORS = (TypeError, KeyError, IndexError, AttributeError, ValueError)
 
 
-def prompt_text(request: ClientRequest, reply: dict[str, Any]) -> str:
-    """The prompt's text, from the prefiller, with which a stream's first text begins; "": no echo.
+def prompt_text(request: ClientRequest, reply: dict[str, Any] | None) -> str:
+    """The text with which a stream's first text begins; "": no echo.
 
-    An engine that is asked for token ids leaves the prompt's text out of an echo; so does the router.
+    It is the prompt's, from the prefiller (`reply`), or a chat's last message. An engine that is asked for token ids
+    leaves the prompt's text out of an echo; so does the router.
     """
     wishes = request.prompt_wishes
-    if wishes is None or not wishes.echo or request.return_token_ids:
+    if wishes is None:
         return ""
+    if not wishes.echo or request.return_token_ids or reply is None:
+        return wishes.last_message
     text = reply["choices"][0].get("text")
     return text if isinstance(text, str) else ""
 
@@ -49,6 +53,8 @@ def with_prompt(request: ClientRequest, answer: bytes, reply: dict[str, Any]) ->
             if wishes.logprobs is not None:
                 choice["logprobs"] = _joined(prompt_choice["logprobs"], choice["logprobs"])
         if request.endpoint == "chat":
+            if wishes.last_message:
+                choice["message"]["content"] = wishes.last_message + (choice["message"].get("content") or "")
             whole["prompt_logprobs"] = reply.get("prompt_logprobs")
         else:
             choice["prompt_logprobs"] = prompt_choice.get("prompt_logprobs")

@@ -32,6 +32,8 @@ def take_prompt(data: dict[str, Any]) -> tuple[bytes, int, int]:
             prompt = [_as_ids(part) for part in prompt]
         if not all(map(_is_one_prompt, prompt)):
             raise InvalidRequest("Each prompt must be a string or a list of token ids.", param="prompt")
+        if len(prompt) == 1 and prompt[0]:  # an empty text is a prompt in a list only
+            return as_json(prompt[0]), _prompt_tokens(prompt[0]), 1
         return as_json(prompt), sum(map(_prompt_tokens, prompt)), len(prompt)
     if not _is_one_prompt(prompt):
         prompt = _as_ids(prompt)

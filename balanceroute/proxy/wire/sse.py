@@ -31,7 +31,7 @@ import orjson
 from balanceroute.proxy.hotpath import EventMatcher
 from balanceroute.proxy.wire.answer_identity import WHOLE, AnswerIdentity, Part
 from balanceroute.proxy.wire.answer_tokens import AnswerTokens
-from balanceroute.proxy.wire.bounds import ABORT, MAX_CHOICES, checked_choice, checked_usage
+from balanceroute.proxy.wire.bounds import ABORT, MAX_CHOICES, checked_choice, checked_usage, is_given_back
 from balanceroute.proxy.wire.closing import event_bytes, event_head, usage_of
 from balanceroute.proxy.wire.event_contents import (
     continues,
@@ -144,6 +144,7 @@ class EventScanner:
         "_role_sent",
         "_scored",
         "_splitter",
+        "_stops_at_marker",
         "_text_offsets",
         "_told_tokens",
         "_translation",
@@ -169,6 +170,7 @@ class EventScanner:
         want_continuous_usage: bool = False,
         unasked_usage: bool = False,
         hide_reasoning: bool = False,
+        stops_at_marker: bool = False,
         prompt_tokens: int | None = None,
         prompt_details: dict[str, Any] | None = None,
         part: Part = WHOLE,
@@ -183,9 +185,10 @@ class EventScanner:
             unasked_usage: pass on usages that nobody asked for; engines send them if they are started with
                 `--enable-force-include-usage`.
             hide_reasoning: take reasoning out of the events.
+            stops_at_marker: the `recomputed` marker is also a stop string of the client's.
             prompt_tokens, prompt_details: what the prefiller said of the prompt (`usage.py`).
             part: what it is of the client's answer.
-            prefix: put before the first text: an echoed prompt.
+            prefix: put before the first text: an echoed prompt or message.
             translation: makes the writer of another protocol for this answer.
         """
         self._translation = None if translation is None else translation()
@@ -200,6 +203,7 @@ class EventScanner:
         self._pass_usage = want_usage or unasked_usage
         self._pass_continuous = (want_usage and want_continuous_usage) or unasked_usage
         self._hide_reasoning = hide_reasoning
+        self._stops_at_marker = stops_at_marker
         self._prompt_tokens = prompt_tokens
         self._prompt_details = prompt_details
         self._index = part.index
@@ -470,18 +474,25 @@ class EventScanner:
         if not (part.carries or part.finishes) and self._is_redundant(choices, role):
             return b""
         self.generated.relayed()
-        if self._prefix and "text" in choices[0]:
-            choices[0]["text"] = self._prefix + (choices[0]["text"] or "")
-            self._prefix = ""
+        if self._prefix:
             part.changed, ordinary = True, False
+            self._put_prefix(choices[0])
         out = self._relayed(event, raw, part.changed, part.blanked)
         if ordinary and choices[0].get("logprobs") is None and (name := text_field(choices[0])) is not None:
             self._make_template(raw, out, name)
         return out
 
+    def _put_prefix(self, choice: dict[str, Any]) -> None:
+        """Put the prefix into the first event, which in a chat tells the role, and no text of its own."""
+        delta = choice.get("delta")
+        holder, name = (choice, "text") if delta is None else (delta, "content")
+        holder[name] = self._prefix + (holder.get(name) or "")
+        self._prefix = ""
+
     def _takes(self, choice: dict[str, Any], part: "_PartOfAnswer") -> bool:
         """Take one choice of an event; False: it has ended the stream, and the client gets nothing of the event."""
-        if self._repeats_last_id(choice):
+        cut = self._cut_by(choice)
+        if cut is StreamEnd.RECOMPUTED and self._repeats_last_id(choice):
             self.end = StreamEnd.RECOMPUTED
             self._flushed = None if kinds_of(choice) else ""
             return False
@@ -497,7 +508,7 @@ class EventScanner:
             matcher.last_text = orjson.dumps(text_of(choice))[1:-1]
             self._kinds.update(kinds)
             self._kind = kinds[-1]
-        self._take_end(choice, part)
+        self._take_end(choice, part, cut)
         if self.generated.earlier and choice.pop("weight_versions", None):  # ranges of the last segment's tokens only
             part.changed = True
         if self._index is not None and choice.get("index") != self._index:
@@ -509,9 +520,9 @@ class EventScanner:
             part.changed |= self._text_offsets.shift(choice["logprobs"])
         return True
 
-    def _take_end(self, choice: dict[str, Any], part: "_PartOfAnswer") -> None:
+    def _take_end(self, choice: dict[str, Any], part: "_PartOfAnswer", cut: StreamEnd | None) -> None:
         """Take how a choice ends, if it does; the client does not see that the engine has cut it off."""
-        if (cut := _cut_by(choice)) is not None:
+        if cut is not None:
             part.cut, part.changed = cut, True
             self._flushed = text_of(choice)
             choice["finish_reason"] = choice["stop_reason"] = None
@@ -534,15 +545,19 @@ class EventScanner:
             return _write(event, raw)
         return _blank_ids(event, raw, blanked) if blanked else raw
 
+    def _cut_by(self, choice: dict[str, Any]) -> StreamEnd | None:
+        """How the engine cut this choice off; None: it did not."""
+        if is_given_back(choice, stops_so=self._stops_at_marker):
+            return StreamEnd.RECOMPUTED
+        return StreamEnd.ABORTED if choice.get("finish_reason") == ABORT else None
+
     def _repeats_last_id(self, choice: dict[str, Any]) -> bool:
         """Whether the ids of a `recomputed` marker end with the last id twice: vllm-ascend up to 0.14 repeats it there.
 
         Such an event is left out as a whole. A newer engine may mean another token by it; that is then generated again.
         """
         ids = choice.get("token_ids")
-        if _cut_by(choice) is not StreamEnd.RECOMPUTED or not isinstance(ids, list):
-            return False
-        return self.generated.ends_twice(ids)
+        return isinstance(ids, list) and self.generated.ends_twice(ids)
 
     def _take_usage(self, event: dict[str, Any], usage: dict[str, Any]) -> bool:
         """Count by the usage in an event with choices, and take the usage out unless the client gets it there.
@@ -618,13 +633,6 @@ class _PartOfAnswer:
 
 def _begins_object(payload: bytes | None) -> bool:
     return payload is not None and payload.lstrip().startswith(b"{")
-
-
-def _cut_by(choice: dict[str, Any]) -> StreamEnd | None:
-    """How the engine cut this choice off; None: it did not."""
-    if choice.get("stop_reason") == "recomputed":
-        return StreamEnd.RECOMPUTED
-    return StreamEnd.ABORTED if choice.get("finish_reason") == ABORT else None
 
 
 def _blank_ids(event: dict[str, Any], raw: bytes, lists: int) -> bytes:

@@ -88,15 +88,12 @@ def test_usage_of_a_later_worker_is_added_to_the_former_count() -> None:
     assert (generated.tokens, generated.in_segment) == (5, 3)
 
 
-def test_an_event_with_only_text_counts_one_token_until_ids_arrive() -> None:
+def test_an_event_with_only_text_counts_one_token() -> None:
     generated = tokens()
+
     generated.count_by_event(None)
+
     assert (generated.tokens, generated.exact) == (1, False)
-
-    generated.take_ids({"token_ids": [7, 8]})
-
-    assert (generated.tokens, generated.ids.tolist(), generated.exact) == (2, [7, 8], True)
-    assert generated.kept_ids.tolist() == [], "the text before them was the prompt's"
 
 
 def test_an_event_is_not_counted_in_addition_to_its_usage() -> None:

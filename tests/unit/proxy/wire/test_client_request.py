@@ -58,6 +58,9 @@ def test_parse_reads_what_the_router_needs() -> None:
             b'{"prompt": "a", "max_tokens": 3, "min_tokens": 9}',
             "less than or equal to max_tokens=3",
         ),
+        ("completions", b'{"prompt": "a", "min_tokens": 17}', "less than or equal to max_tokens=16"),
+        ("chat", b'{"messages": [{}], "min_tokens": null}', "min_tokens must be an integer, not null"),
+        ("completions", b'{"prompt": "a", "n": null}', "n must be an integer, not null"),
         ("completions", b'{"prompt": "a", "n": 0}', "n must be at least 1"),
         ("completions", b'{"prompt": "a", "stream": "perhaps"}', "stream must be true or false"),
         (
@@ -92,6 +95,11 @@ def test_numbers_and_flags_are_read_as_the_engines_read_them() -> None:
 
 def test_empty_stream_options_request_no_usage() -> None:
     assert not parse("completions", b'{"prompt": "a", "stream_options": {}}').include_usage
+
+
+def test_a_chat_with_null_for_n_asks_for_one_answer_and_any_number_of_tokens_fits_a_chat_without_a_limit() -> None:
+    request = a_request("chat", n=None, min_tokens=5000)
+    assert (request.n, request.min_tokens) == (1, 5000)
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens", "n"])

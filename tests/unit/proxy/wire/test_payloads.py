@@ -170,6 +170,17 @@ def test_the_drain_body_asks_for_one_token_of_the_pinned_kv() -> None:
     assert body["kv_transfer_params"] == orjson.loads(KV)
 
 
+def test_a_clients_salt_and_a_workers_make_one_that_engines_take_and_that_differs_with_either() -> None:
+    """vLLM takes 128 characters at most."""
+    salts = {
+        load(decode_body(a_request(cache_salt=own), KV, of_worker))["cache_salt"]
+        for own in ("a" * 128, "a" * 127 + "b", "a")
+        for of_worker in ("00000001" + "f" * 16, "00000002" + "f" * 16)
+    }
+    assert len(salts) == 6 and all(len(salt) <= 128 for salt in salts)
+    assert load(decode_body(a_request(), KV, "1f"))["cache_salt"] == "1f"
+
+
 @pytest.mark.parametrize("fields", [{}, {"cache_salt": "mine"}])
 def test_a_drains_cache_entry_serves_no_other_request(fields: dict[str, str]) -> None:
     """The KV may be another prompt's by then: an engine that refuses a request has its prefiller free it."""

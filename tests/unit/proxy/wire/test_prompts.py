@@ -31,6 +31,15 @@ def test_token_ids_are_read_as_the_engines_read_them(prompt: Any, read: list[Any
             a_request(prompt=wrong)
 
 
+@pytest.mark.parametrize(
+    ("prompt", "kept"), [(["ab"], "ab"), ([[1, 2]], [1, 2]), ([[1.0]], [1]), ([""], [""])], ids=repr
+)
+def test_a_list_of_one_prompt_is_that_prompt_unless_it_is_empty(prompt: Any, kept: Any) -> None:
+    """An engine takes an empty text in a list only."""
+    request = a_request(prompt=prompt)
+    assert (orjson.loads(request.prompt_json), request.prompts) == (kept, 1)
+
+
 def test_images_do_not_count_as_text() -> None:
     content = [{"type": "text", "text": "x" * 40}, {"type": "image_url", "image_url": {"url": "A" * 100_000}}]
     assert a_request("chat", messages=[{"role": "user", "content": content}]).prompt_tokens == 14

@@ -539,6 +539,16 @@ def test_a_recompute_marker_that_begins_with_the_former_workers_last_id_is_recog
     assert texts(out) == "a" and list(scanner.generated.ids) == [1, 1]
 
 
+@pytest.mark.parametrize(("ids", "end"), [([2], None), (None, None), ([], StreamEnd.RECOMPUTED)])
+def test_a_marker_that_is_also_a_stop_string_is_one_only_where_no_token_comes_with_it(
+    ids: list[int] | None, end: StreamEnd | None
+) -> None:
+    scanner = EventScanner(stops_at_marker=True)
+    scanner.feed(event(completion("a", [1])))
+    scanner.feed(event(completion("b", ids, finish_reason="stop", stop_reason="recomputed")))
+    assert scanner.end is end and scanner.finish_reason == (None if end else "stop")
+
+
 LOGPROBS = {"text_offset": [0], "token_logprobs": [-1.0], "tokens": ["?"], "top_logprobs": [None]}
 EMPTY_LOGPROBS = {name: [] for name in LOGPROBS}
 
@@ -709,25 +719,15 @@ def test_usage_of_a_resumed_stream_without_a_prefillers_count_excludes_the_earli
     assert usages == [{"prompt_tokens": 10, "completion_tokens": 3, "total_tokens": 13}]
 
 
-@pytest.mark.parametrize("extra", [{}, {"usage": usage(5, 0)["usage"]}], ids=["no usage", "continuous usage"])
-def test_an_echoed_chat_message_does_not_count_as_a_token(
-    extra: dict[str, Any],
-) -> None:
-    """vLLM tells it in an event without ids, before the first token."""
-    repeated: dict[str, Any] = chat({"content": "so the"}, None) | extra
-    del repeated["choices"][0]["token_ids"]
-    scanner = EventScanner(prompt_tokens=5)
-    out = scanner.feed(event(chat({"role": "assistant", "content": ""}, None)) + event(repeated))
-    assert scanner.tokens == 1, "until the first ids: they may be those of a worker that tells none"
-    out += scanner.feed(event(chat({"content": " fox"}, [7])) + event(chat({"content": " runs"}, [8])))
-    assert (scanner.tokens, scanner.generated.ids.tolist(), scanner.generated.exact, texts(out)) == (
-        2,
-        [7, 8],
-        True,
-        "so the fox runs",
-    )
-    scanner.resume()
-    assert scanner.generated.kept_ids.tolist() == [7, 8]
+@pytest.mark.parametrize("ids", [[], [7]])
+def test_a_chat_begins_with_the_message_that_it_repeats_which_is_no_token(ids: list[int]) -> None:
+    scanner = EventScanner(prompt_tokens=5, prefix="so the")
+    out = scanner.feed(event(chat({"role": "assistant", "content": ""}, ids)) + event(chat({"reasoning": "hm"}, [8])))
+    out += scanner.feed(event(chat({"content": " fox"}, [9])) + event(chat({"content": " runs"}, [10])))
+    deltas = [body["choices"][0]["delta"] for body in parsed(out)]
+    assert deltas[0] == {"role": "assistant", "content": "so the"}
+    assert [delta.get("content") for delta in deltas[1:]] == [None, " fox", " runs"]
+    assert scanner.tokens == 3 + len(ids)
 
 
 @pytest.mark.parametrize("continuous", [False, True])
