@@ -35,6 +35,9 @@ _USAGE: Final = (
     *("prompt_tokens", "total_tokens", "completion_tokens"),
     *("prompt_tokens_details", "completion_tokens_details"),
 )
+_OF_CHOICES: Final = frozenset(
+    ("index", "delta", "text", "logprobs", "finish_reason", "stop_reason", "token_ids", "prompt_token_ids")
+)
 MAX_ANSWER_BYTES: Final = 256 * 2**20  # of all events; an answer of 128k tokens with 20 logprobs each has half of that
 
 
@@ -116,7 +119,7 @@ class AnswerAssembler:
 class _Choice:
     """One choice as its deltas have built it; texts are kept in pieces, so a long answer stays linear."""
 
-    __slots__ = ("calls", "fields", "finish_reason", "logprobs", "role", "stop_reason", "token_ids")
+    __slots__ = ("calls", "fields", "finish_reason", "further", "logprobs", "role", "stop_reason", "token_ids")
 
     def __init__(self) -> None:
         self.role = "assistant"
@@ -126,6 +129,7 @@ class _Choice:
         self.stop_reason: Any = None
         self.token_ids: list[int] = []
         self.calls: dict[int, dict[str, Any]] = {}
+        self.further: dict[str, Any] = {}  # fields that engines have beside these, such as `weight_versions`
 
     def add(self, part: dict[str, Any]) -> None:
         """Take one event's part of this choice."""
@@ -146,6 +150,8 @@ class _Choice:
         if part.get("finish_reason") is not None:
             self.finish_reason = part["finish_reason"]
             self.stop_reason = part.get("stop_reason")
+        if not _OF_CHOICES.issuperset(part):
+            self.further |= {name: part[name] for name in part.keys() - _OF_CHOICES if part[name] is not None}
 
     def _add_logprobs(self, more: dict[str, Any]) -> None:
         if self.logprobs is None:
@@ -184,6 +190,7 @@ class _Choice:
             "token_ids": (self.token_ids or None) if want_ids else None,
             "prompt_logprobs": None,
             "prompt_token_ids": prompt_ids,
+            **self.further,
         }
 
     def chat(self, index: int, want_ids: bool) -> dict[str, Any]:
@@ -209,6 +216,7 @@ class _Choice:
             "finish_reason": self.finish_reason,
             "stop_reason": self.stop_reason,
             "token_ids": (self.token_ids or None) if want_ids else None,
+            **self.further,
         }
 
 

@@ -131,6 +131,16 @@ def test_logprobs_of_all_events_are_joined() -> None:
     assert logprobs == {"tokens": ["a", "b", "c"], "token_logprobs": [-0.5] * 3, "text_offset": [0, 1, 2]}
 
 
+@pytest.mark.parametrize("chats", [False, True])
+def test_a_choice_keeps_the_fields_that_an_engine_has_added_to_it(chats: bool) -> None:
+    spans = [{"start": 0, "end": 2, "version": "7"}]
+    end: dict[str, Any] = {"finish_reason": "stop", "weight_versions": spans}
+    last = chat({}, [2], **end) if chats else completion("", [2], **end)
+    wire = event(last) + event(usage(3, 1)) + DONE
+    answer = assemble("chat" if chats else "completions", wire)
+    assert answer["choices"][0]["weight_versions"] == spans
+
+
 def test_an_answer_from_two_workers_is_one_answer() -> None:
     request = client_request.parse("completions", b'{"prompt":"x","max_tokens":100,"return_token_ids":true}')
     scanner = EventScanner(want_token_ids=True, want_usage=True, prompt_tokens=4)
