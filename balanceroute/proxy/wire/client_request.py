@@ -1,7 +1,8 @@
 """A client's request: its body, parsed and checked once.
 
 Checked are the fields that the router reads, and what a decoder would refuse only after the prefill has pinned KV (a
-limit below 1, `min_tokens` above the limit, null for either `min_tokens` or `n`). Workers check the rest.
+limit below 1, `min_tokens` above the limit, null for `min_tokens` or `n`, `stop_token_ids` that are none). Workers
+check the rest.
 
 `kv_transfer_params`, and every other field that could carry them, are removed: a client must not send them to workers.
 
@@ -18,7 +19,7 @@ import orjson
 
 from balanceroute.errors import InvalidRequest
 from balanceroute.proxy.wire.bounds import RECOMPUTED
-from balanceroute.proxy.wire.fields import as_boolean, boolean, integer, kind
+from balanceroute.proxy.wire.fields import as_boolean, as_integer, boolean, integer, kind
 from balanceroute.proxy.wire.json_body import as_json, load_object
 from balanceroute.proxy.wire.prompts import take_messages, take_prompt
 
@@ -212,6 +213,8 @@ def request_of(endpoint: Endpoint, data: dict[str, Any]) -> ClientRequest:
     scores_only = wishes is not None and wishes.echo and integer(data, "max_tokens", least=None) == 0
     limit_field, limit = (None, None) if scores_only else _limit(endpoint, data)
     min_tokens = _min_tokens(endpoint, data, limit) if "min_tokens" in data else 0
+    if data.get("stop_token_ids"):
+        _check_stop_ids(data["stop_token_ids"])
     if "use_beam_search" in data:
         _refuse_beam_search(data)
     model = data.get("model")
@@ -274,6 +277,11 @@ def _min_tokens(endpoint: Endpoint, data: dict[str, Any], limit: int | None) -> 
         text = f"min_tokens must be less than or equal to max_tokens={limit}, got {min_tokens}."
         raise InvalidRequest(text, param="min_tokens")
     return min_tokens
+
+
+def _check_stop_ids(ids: object) -> None:
+    if not isinstance(ids, list) or any(type(token) is not int and as_integer(token) is None for token in ids):
+        raise InvalidRequest("stop_token_ids must be a list of token ids.", param="stop_token_ids")
 
 
 def _null(name: str) -> InvalidRequest:

@@ -36,14 +36,15 @@ PROBE_KV_PARAMS: Final[dict[str, Any]] = {
 _PROBE_KV_PARAMS: Final = orjson.dumps(PROBE_KV_PARAMS)
 # keys of kv_transfer_params: the first for vLLM >= 0.27, the second for vllm-ascend with its recompute patch
 RESUME_IDS_KEYS: Final = (b"prompt_token_ids", b"_vllm_ascend_recompute_token_ids")
-_NOT_FOR_ONE_TOKEN: Final = frozenset(("stream_options", "n", "best_of"))
+# Stop ids make no difference to one token, and with `min_tokens` 1 they may end an engine: vLLM 0.32 at the 129th
+_NOT_FOR_ONE_TOKEN: Final = frozenset(("stream_options", "n", "best_of", "stop_token_ids"))
 _LOGPROBS: Final = frozenset(("logprobs", "top_logprobs", "logprob_token_ids"))
 
 
 def probe_body(request: ClientRequest) -> bytes:
     """The body for the prefiller: one token, no stream, the KV pinned for a remote decode.
 
-    `min_tokens` 1 prevents that the one token is a stop token, after which the engine pins nothing. Logprobs are asked
+    `min_tokens` 1 prevents that the one token ends the text, after which the engine pins nothing. Logprobs are asked
     for as the client does: settings that engines refuse are refused before the prompt is computed.
     """
     return _dump(request, _prefill_fields(request), _with_resume_ids(request, _PROBE_KV_PARAMS))

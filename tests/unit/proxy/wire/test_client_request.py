@@ -62,6 +62,8 @@ def test_parse_reads_what_the_router_needs() -> None:
         ("chat", b'{"messages": [{}], "min_tokens": null}', "min_tokens must be an integer, not null"),
         ("completions", b'{"prompt": "a", "n": null}', "n must be an integer, not null"),
         ("completions", b'{"prompt": "a", "n": 0}', "n must be at least 1"),
+        ("completions", b'{"prompt": "a", "stop_token_ids": 7}', "stop_token_ids must be a list"),
+        ("chat", b'{"messages": [{}], "stop_token_ids": ["7", "b"]}', "stop_token_ids must be a list"),
         ("completions", b'{"prompt": "a", "stream": "perhaps"}', "stream must be true or false"),
         (
             "completions",

@@ -96,6 +96,14 @@ def test_only_the_decode_worker_gets_logprob_token_ids_beside_an_echo() -> None:
     assert load(decode_body(request, KV))["logprob_token_ids"] == [5, 6]
 
 
+def test_only_the_decode_worker_gets_stop_token_ids() -> None:
+    """With the probe's `min_tokens` an engine masks them, which it would not do for the client; too many end it."""
+    request = a_request(stop_token_ids=list(range(200)))
+    for body in (probe_body(request), drain_body(request, KV), push_body(request, KV)):
+        assert "stop_token_ids" not in load(body)
+    assert load(decode_body(request, KV))["stop_token_ids"] == list(range(200))
+
+
 def test_the_probe_has_no_max_completion_tokens_unless_the_client_sent_it() -> None:
     assert "max_completion_tokens" not in load(probe_body(a_request(max_tokens=5)))
 
