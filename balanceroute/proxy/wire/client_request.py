@@ -50,7 +50,7 @@ ASSEMBLED_FIELDS: Final = frozenset(
     thinking_token_budget include_reasoning chat_template chat_template_kwargs add_generation_prompt
     continue_final_message documents mm_processor_kwargs media_io_kwargs cache_salt store metadata
     service_tier safety_identifier prompt_cache_key verbosity return_token_ids return_tokens_as_token_ids
-    request_id vllm_xargs stream_interval""".split()
+    request_id vllm_xargs stream_interval session_id truncation_side logprob_token_ids repetition_detection""".split()
 )
 
 

@@ -156,6 +156,11 @@ def test_short_and_unknown_unstreamed_requests_stay_unstreamed(fields: dict[str,
     assert "stream" not in load(decode_body(request, KV))
 
 
+@pytest.mark.parametrize("field", ["session_id", "truncation_side", "logprob_token_ids", "repetition_detection"])
+def test_fields_that_change_nothing_in_the_form_of_an_answer_leave_it_followed_token_by_token(field: str) -> None:
+    assert a_request(max_tokens=500, **{field: None}).assembled and a_request("chat", **{field: None}).assembled
+
+
 @pytest.mark.parametrize("field", ["max_tokens", "n", "priority", "min_tokens"])
 @pytest.mark.parametrize("value", [2**63, 2**64 - 1])
 def test_an_integer_that_no_engine_can_hold_is_a_bad_request(field: str, value: int) -> None:
