@@ -69,7 +69,7 @@ def as_number(value: object) -> float | None:
 
 def checked(name: str, value: int, *, least: int | None) -> int:
     """Check that an integer has 64 bits at most. Raises: InvalidRequest."""
-    if not -MAX_INTEGER <= value <= MAX_INTEGER:
+    if not -MAX_INTEGER - 1 <= value <= MAX_INTEGER:
         raise InvalidRequest(f"{name} must be an integer of 64 bits, not {value}.", param=name)
     if least is not None and value < least:
         raise InvalidRequest(f"{name} must be at least {least}, got {value}.", param=name)

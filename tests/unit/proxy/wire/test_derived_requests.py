@@ -36,10 +36,6 @@ def test_split_makes_one_request_per_prompt_and_choice_in_index_order() -> None:
     assert all(part.single and "n" not in part.rest for part in parts)
 
 
-def test_a_batch_of_one_prompt_is_sent_as_a_batch_of_one() -> None:
-    assert load(probe_body(split(a_request(prompt=["a"]))[0]))["prompt"] == ["a"]
-
-
 def test_a_resumed_completion_sends_all_ids_and_a_smaller_limit() -> None:
     resumed = resume(a_request(max_tokens=50, min_tokens=20, stream=True), [1, 2], [3, 4, 5])
     body = load(decode_body(resumed, KV))
@@ -99,6 +95,11 @@ def test_a_used_up_limit_cannot_be_resumed() -> None:
 
 def test_streaming_from_the_worker_does_not_depend_on_the_remaining_limit() -> None:
     assert resume(a_request(max_tokens=100), [1], [2] * 90).assembled
+
+
+def test_the_least_integer_that_engines_hold_is_a_seed_and_a_priority() -> None:
+    request = a_request(n=2, seed=-(2**63), priority=-(2**63))
+    assert [part.rest["seed"] for part in split(request)] == [-(2**63), 1 - 2**63]
 
 
 @pytest.mark.parametrize("seed", ["5", 5.0])
