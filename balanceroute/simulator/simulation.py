@@ -296,9 +296,9 @@ class Simulation:
             self.deliver_all()
             return
         later = self.moments()
-        if not later and self.arrivals.waiting:  # all that is left is held back by the policy, which says until when
+        if len(self.scheduler.snapshot.pool):  # held back by the policy, which says until when
             at = self.scheduler.recheck_s(self.t)
-            later = [max(at, self.t + SHORTEST_WAIT_S)] if at < NEVER else []
+            later += [max(at, self.t + SHORTEST_WAIT_S)] if at < NEVER else []
         if not later:
             stuck = self.arrivals.waiting + self.arrivals.outside
             waits = f"at {self.t:.3f} s nothing runs and {stuck} requests wait for ever"

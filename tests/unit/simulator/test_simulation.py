@@ -490,6 +490,25 @@ def test_a_replay_can_be_stopped_while_nothing_runs() -> None:
     assert math.isnan(stopped.figures.load_spread_mean) and math.isnan(stopped.figures.throughput_tok_s)
 
 
+class WaitsFiveSeconds(AdmissionPolicy):
+    """Admits in waiting order, five seconds after the prefill."""
+
+    name = "waits_five_seconds"
+
+    def decide(self, snapshot: ClusterSnapshot, now: float) -> Iterator[Choice]:
+        while len(snapshot.pool) and self.recheck_s(snapshot, now) <= now:
+            yield Choice(snapshot.pool.front[0], snapshot.open_workers()[0], 1, 0.0)
+
+    def recheck_s(self, snapshot: ClusterSnapshot, now: float) -> float:
+        return snapshot.pool.front[0].ready_s + 5.0 if len(snapshot.pool) else math.inf
+
+
+def test_a_policy_that_holds_back_on_an_idle_cluster_is_asked_again_before_the_next_arrival() -> None:
+    trace = a_trace([(0.0, 10, 3), (100.0, 10, 3)])
+    outcome = Replay(trace, PolicySettings(), a_setting(), own_policy=WaitsFiveSeconds()).run()
+    assert outcome.wait_s.tolist() == [5.0, 5.0]
+
+
 def test_only_the_oracle_reads_output_lengths() -> None:
     """INV-7; `history.py` reads past traces, which are never the one replayed."""
     folder = Path(balanceroute.simulator.__file__).parent
