@@ -54,8 +54,9 @@ def report(scope: Scope, results: Results, out: Path) -> Section:
     section.text(
         "The product's defaults (`s_greedy` 4: stage 2 gets the last four slots of a decision; waits capped) with other"
         f" numbers of candidates. Means over {len(scope.seeds[:SEEDS])} seed(s); `us` is a whole decision, measured on"
-        " this machine, one run at a time. R_max 1 is first come, first served for those slots; up to 21 candidates for"
-        " four slots all subsets are enumerated, beyond that bit-sets of reachable sums find the same best subset."
+        " this machine, one run at a time. With R_max 1 those slots go to the oldest request, or where that scores"
+        " nothing, to the best of the pool; up to 21 candidates for four slots all subsets are enumerated, beyond that"
+        " bit-sets of reachable sums find the same best subset."
     )
     for source in scope.sources:
         name = scope.workload(source).name
