@@ -108,6 +108,21 @@ class Scheduler:
         self._size_overlap()
         self._hand_out_bounds()
         self.prefills.configure(config)
+        self._shorten_patience()
+
+    def _shorten_patience(self) -> None:
+        """Let nobody be patient past a time to live in the pool that has become shorter."""
+        snapshot = self.snapshot
+        for tracker in [*snapshot.pool, *snapshot.decoding()]:  # of these some may be put back
+            latest_s = tracker.ready_s + snapshot.longest_wait_s
+            if not latest_s < tracker.overdue_s < math.inf:
+                continue
+            waits = tracker.phase is POOLED
+            if waits:
+                snapshot.pool.remove(tracker)
+            tracker.overdue_s = latest_s
+            if waits:
+                snapshot.pool.add(tracker)
 
     def _hand_out_bounds(self) -> None:
         """Give the snapshot and the schedule the bounds that they apply."""

@@ -546,3 +546,13 @@ def test_a_change_of_policy_requests_forecasts_only_with_a_predictor(every: int 
     scheduler.reroute(PolicySettings(policy="br_h", horizon_steps=8), 1.0)
     assert [tracker.id for tracker in scheduler.due_refreshes()] == ([] if every is None else ["r"])
     scheduler.snapshot.check_invariants()
+
+
+def test_a_shorter_time_to_live_shortens_the_patience_of_those_that_wait_already() -> None:
+    scheduler = a_scheduler("br_0", workers=1, slots=1, config=SchedulerConfig(pool_ttl_s=600.0))
+    pool_all(scheduler, {"runs": 10})
+    assert admitted(scheduler) == [("runs", "d0")]
+    pool_all(scheduler, {"waits": 10, "too": 10})
+    scheduler.configure(SchedulerConfig(pool_ttl_s=20.0), 1.0)
+    assert scheduler.snapshot.pool.front.most_overdue(15.0) is scheduler.snapshot.requests["waits"]
+    assert scheduler.snapshot.requests["runs"].overdue_s == 15.0, "it may be put back"
