@@ -8,10 +8,14 @@ from balanceroute.arrays import BoolArray, FloatArray, IntArray
 from balanceroute.errors import ConfigError
 
 from .contract import FinishedRequest, Predictor, TwoStage
+from .refresh import ROUNDING
 
 
 class OwnPredictor:
-    """A predictor and its name; each of its answers is checked. Raises: ConfigError in place of one that is none."""
+    """A predictor and its name; each of its answers is checked. Raises: ConfigError in place of one that is none.
+
+    What is out of bounds by rounding alone is an answer: a sum of weights may be a little more than 1.
+    """
 
     def __init__(self, name: str, predictor: Predictor, horizon_steps: int) -> None:
         self.predictor = predictor
@@ -41,7 +45,7 @@ class OwnPredictor:
         except (TypeError, ValueError) as error:
             text = f"predict_one must answer two numbers, not {answer!r}"
             raise ConfigError(f"predictor {self._name}: {text}") from error
-        if not (0.0 <= p_finish <= 1.0 and 0.0 <= mean <= self._horizon):
+        if not self._valid(np.array(p_finish), np.array(mean)):
             raise self._out_of_range(p_finish, mean)
         return p_finish, mean
 
@@ -50,7 +54,8 @@ class OwnPredictor:
         self.predictor.observe(finished)
 
     def _valid(self, p_finish: FloatArray, mean: FloatArray) -> BoolArray:
-        return (p_finish >= 0.0) & (p_finish <= 1.0) & (mean >= 0.0) & (mean <= self._horizon)
+        least, most = -ROUNDING, 1.0 + ROUNDING
+        return (p_finish >= least) & (p_finish <= most) & (mean >= least) & (mean <= self._horizon + ROUNDING)
 
     def _out_of_range(self, p_finish: float, mean: float) -> ConfigError:
         accepted = f"p_finish must be from 0 to 1, mean_if_finished from 0 to {self._horizon} (horizon_steps)"

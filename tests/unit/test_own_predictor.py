@@ -401,6 +401,15 @@ def test_every_built_in_predictor_keeps_the_rules(kind: str) -> None:
     check_predictor(lambda horizon_steps: build_predictor(kind, horizon_steps), rounds=3)
 
 
+def test_an_answer_that_only_rounding_puts_out_of_bounds_keeps_the_rules() -> None:
+    class Rounds(Fixed):
+        def predict_one(self, age: int, prompt_tokens: int, key: str) -> tuple[float, float]:
+            return 1.0 + 1e-12, self.horizon * (1.0 + 1e-12)
+
+    assert Rounds(H).predict_one(0, 1, "")[1] > H
+    check_predictor(lambda horizon: Rounds(horizon), horizon_steps=H)
+
+
 def test_the_example_keeps_the_rules_and_the_kit_is_a_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert conformance(["--predictor", OWN]) == 0
     assert conformance(["--predictor", f"{HERE}:Fixed", "steps=2"]) == 0
