@@ -108,7 +108,8 @@ class TargetFit:
     def recheck_s(self, snapshot: ClusterSnapshot, now: float) -> float:
         """When the first request that is held back in slack must go.
 
-        What waits for memory needs no such time: it is looked at again when a request leaves.
+        What waits for memory needs no such time: it is looked at again when a request leaves, or when a worker reports
+        what others hold there.
         """
         if not self.params.hold_s or not 0 < len(snapshot.pool) <= snapshot.free_slots:
             return math.inf

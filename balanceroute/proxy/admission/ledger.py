@@ -330,7 +330,7 @@ class Ledger:
         if known == (foreign_requests, foreign_tokens, least_own_slots):
             return
         self.scheduler.report_decoder(worker_id, foreign_requests, foreign_tokens, least_own_slots, self.now())
-        if worker.own_slots > before:
+        if worker.own_slots > before or worker.kv_capacity_tokens:  # what waits for memory may fit now
             self._slots_changed()
 
     def report_decoder_memory(self, worker_id: str, capacity_tokens: int) -> None:

@@ -139,6 +139,22 @@ async def test_freed_foreign_slots_wake_waiting_requests_and_an_unchanged_report
 
 
 @with_virtual_time
+async def test_memory_that_requests_of_others_give_back_wakes_what_waits_for_it() -> None:
+    """None of ours runs, so that none of ours will leave and have the decision taken again."""
+    ledger, tickets = a_ledger(slots=4, policy="level_fit")
+    ledger.report_decoder_memory("d0", 100_000)
+    ledger.report_decoder("d0", 2, 95_000, 1)
+    waits = tickets.submit(RequestSpec("a", 10_000))
+    await waits.prefiller()
+    waits.prefilled(10_000)
+    ledger.decision_due.clear()
+    assert ledger.admit() == []
+    ledger.report_decoder("d0", 2, 20_000, 1)
+    assert ledger.decision_due.is_set()
+    assert [admission.request for admission in ledger.admit()] == ["a"]
+
+
+@with_virtual_time
 async def test_a_workers_memory_changes_only_by_more_than_a_64th() -> None:
     ledger, _ = a_ledger()
     for reported, known in ((0, 0), (6_400, 6_400), (6_500, 6_400), (6_501, 6_501), (6_400, 6_501), (0, 0)):
