@@ -58,7 +58,8 @@ ASSEMBLED_FIELDS: Final = frozenset(
 class PromptWishes:
     """What the client wants in the answer about its prompt. Only a prefiller knows it, because it computes the prompt.
 
-    A decoder that pulls KV skips that computation: today's engines die if they are asked for a prompt's logprobs then.
+    A decoder that pulls KV skips that computation. Asked for a prompt's logprobs, engines die, or (vLLM 0.32) pull
+    nothing and compute the prompt anew, while the prefiller keeps its KV.
     So these fields are taken out of the body for the decoder, the probe asks the prefiller for them, and
     `prompt_echo.py` merges both answers.
 

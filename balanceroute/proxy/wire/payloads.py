@@ -36,7 +36,8 @@ PROBE_KV_PARAMS: Final[dict[str, Any]] = {
 _PROBE_KV_PARAMS: Final = orjson.dumps(PROBE_KV_PARAMS)
 # keys of kv_transfer_params: the first for vLLM >= 0.27, the second for vllm-ascend with its recompute patch
 RESUME_IDS_KEYS: Final = (b"prompt_token_ids", b"_vllm_ascend_recompute_token_ids")
-# Stop ids make no difference to one token, and with `min_tokens` 1 they may end an engine: vLLM 0.32 at the 129th
+# Stop ids make no difference to one token, and with `min_tokens` 1 they may end an engine: the second model runner of
+# vLLM 0.32 at the 129th
 _NOT_FOR_ONE_TOKEN: Final = frozenset(("stream_options", "n", "best_of", "stop_token_ids"))
 _LOGPROBS: Final = frozenset(("logprobs", "top_logprobs", "logprob_token_ids"))
 
