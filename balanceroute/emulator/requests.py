@@ -269,10 +269,8 @@ def _prompt_logprobs(fields: _Fields, chat: bool, stream: bool) -> int | None:
 def _repeated(fields: _Fields, body: dict[str, Any]) -> str:
     """What a chat's `echo` repeats: its last message, if the answer is of the same role."""
     last = body["messages"][-1]
-    continues = body.get("add_generation_prompt") is False
-    return (
-        _content(last.get("content"), -1) if fields.flag("echo") and (continues or last["role"] == "assistant") else ""
-    )
+    same_role = last["role"] == "assistant" or body.get("add_generation_prompt") is False
+    return _content(last.get("content"), -1) if same_role and fields.flag("echo") else ""
 
 
 def _stops(stop: object) -> tuple[str, ...]:
