@@ -6,8 +6,8 @@
     0
 
 What `__all__` names is the library, described in docs/library.md; paths may be given as text. A name is imported when
-it is first used, so that `import balanceroute` takes no time. It imports nothing itself: Ctrl-C at the beginning of a
-command would print where it was.
+it is first used, so that `import balanceroute` takes no time. This module imports nothing itself, so Ctrl-C at the
+beginning of a command prints no traceback.
 """
 
 TYPE_CHECKING = False  # as `typing` has it, for type checkers

@@ -5,9 +5,9 @@ shortest p99 wait at the same load spread (docs/results). `growth_share` came ou
 in `scarce_fit.py` gives.
 
 The cap (`caps_s`) of a usual request is `mean_waits` mean waits of its priority class, or `least_cap` times
-`max_wait_s` where that is more. A class that others precede waits far longer than they do: past caps that are measured
-by their waits, all of its requests would go in waiting order, whatever fits. The cap is longer by `patience` of it for
-each mean request that a request costs, the first one included, at most by `most_patience`. No cap exceeds
+`max_wait_s` where that is more. A class that others precede waits far longer than they do. If its cap came from their
+waits, all of its requests would be past it, and go in waiting order, whatever fits. The cap is longer by `patience` of
+it for each mean request that a request costs, the first one included, at most by `most_patience`. No cap exceeds
 `ClusterSnapshot.longest_wait_s`, after which a request would leave the pool unserved, unless `max_wait_s` is infinite.
 LevelFit changes this in five ways.
 

@@ -6,8 +6,8 @@ by Little's law
 
     on_way = B * transfer_s / (t * o)
 
-requests are on their way at any time, more or fewer by about its square root. m is the least number that is enough but
-for a share q of the time:
+requests are on their way at any time, more or fewer by about its square root. m is the least number that is enough for
+all of the time but a share q:
 
     m = on_way + z sqrt(on_way), rounded up from one half on
 

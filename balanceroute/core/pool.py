@@ -86,7 +86,7 @@ class WaitingClass:
             self._forget_gone()
 
     def _forget_gone(self) -> None:
-        """Drop the entries of requests that have left. O(1) per removal in the mean."""
+        """Drop the entries of requests that have left. O(1) per removal on average."""
         self._overdue = [(each.overdue_s, each.order, each) for each in self._trackers if each.overdue_s < math.inf]
         heapify(self._overdue)
 

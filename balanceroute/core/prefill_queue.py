@@ -34,7 +34,7 @@ class PrefillQueue:
         self._ageing, self._most_ahead_s = ageing, MOST_AGEING * deadline_s
 
     def add(self, tracker: RequestTracker, n_queued: int) -> None:
-        """Add a request, as one of `n_queued`. O(1) in the mean."""
+        """Add a request, as one of `n_queued`. O(1) on average."""
         self._incoming.append(tracker)
         if len(self._incoming) + len(self._ordered) > 2 * n_queued + SPARE_ENTRIES:
             self._forget_gone()

@@ -405,7 +405,7 @@ class Scheduler:
         return self._refreshes.due()
 
     def refresh(self, request_id: str, expected_remaining: float, now: float) -> None:
-        """A renewed c-hat (composite, gated, clipped to [0, H]) for a decoding (decode-first: or pooled) request."""
+        """A renewed c-hat in [0, H] (`prediction.refresh.gated`), for a decoding (decode-first: or pooled) request."""
         pooled = self.snapshot.requests.get(request_id)
         if pooled is not None and pooled.phase is POOLED:
             pooled.refreshed_remaining = expected_remaining

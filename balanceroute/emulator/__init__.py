@@ -3,8 +3,8 @@
     async with EmulatedCluster(ClusterShape(prefillers=2, decoders=8)) as cluster:
         cluster.prefill_urls, cluster.decode_urls        # real loopback ports
         cluster.transport()                              # or an httpx transport without sockets
-        (listen=False) await cluster.inject("d0", "reset", after_events=3) cluster.state(),
-        cluster.violations(), cluster.idle()
+        await cluster.inject("d0", "reset", after_events=3)
+        cluster.state(), cluster.violations(), cluster.idle()
 
 Answers are a deterministic function of the prompt (`balanceroute.engine.continuation`), so a client can
 check them token by token. Shares no code with the router.

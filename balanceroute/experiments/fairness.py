@@ -96,7 +96,7 @@ def waits_table(scope: Scope, results: Results, source: str, name: str) -> Table
     for method, variant in ROWS:
         jobs = jobs_of(scope, source, variant)
         table.add(
-            variant.label + (", capped" if variant is not method else ""),
+            variant.label + (", limit" if variant is not method else ""),
             *(sizes.wait.p99 for sizes in results[jobs[0]].waits),
             *(mean_of(results, jobs, name) for name in ("wait_p50_s", "wait_p99_s", "wait_max_s", "balance")),
         )

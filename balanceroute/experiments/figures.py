@@ -153,7 +153,7 @@ def files(stem: str) -> list[str]:
 def look(label: str) -> tuple[str, Marker, Dashes]:
     """Colour, marker and dashes of a method; also of a user's own one the same in every figure."""
     colour, marker = OTHERS[sum(label.encode()) % len(OTHERS)]
-    return STYLES.get(LABELS.get(label, label).removesuffix(", capped"), (colour, marker, "-"))
+    return STYLES.get(LABELS.get(label, label).removesuffix(", limit"), (colour, marker, "-"))
 
 
 def style(label: str) -> dict[str, Any]:

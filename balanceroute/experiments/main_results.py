@@ -65,7 +65,7 @@ def report(scope: Scope, results: Results, out: Path) -> Section:
         f"Means over {len(scope.seeds)} seed(s); ± is the standard deviation over seeds. `load spread` is the paper's"
         " average imbalance (max − min KV tokens, mean over steps). `vs JSQ` is how many times smaller it is than"
         " JSQ's, with the paper's own ratio beside it. `balance` 1.0 is the bound that no router can pass. Rows"
-        f' marked "capped" are the same router with waiting capped at {methods.WAIT_CAP_S:.0f} s (longer for huge'
+        f' marked "limit" are the same router with waits limited to {methods.WAIT_CAP_S:.0f} s (longer for huge'
         " prompts): the paper has no such limit, and its greedy stage lets big prompts wait for minutes. Its rows run"
         " with `s_greedy` 0, which gives its ratios and means that stage 1 makes every admission; in the rows `both"
         " stages` the last four slots of a decision go by subsets (4 is the paper's R_max, 8 ours)."
@@ -101,7 +101,7 @@ def main_table(scope: Scope, results: Results, source: str, name: str) -> Table:
             theirs = printed.get(method.paper) if variant is method else None
             jsq = printed.get("join_shortest_queue")
             table.add(
-                variant.label + (", capped" if variant is not method else ""),
+                variant.label + (", limit" if variant is not method else ""),
                 ours("load_spread_mean"),
                 deviation_of(results, jobs),
                 ratio(base_spread, ours("load_spread_mean")),

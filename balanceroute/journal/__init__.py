@@ -1,7 +1,7 @@
 """The journal: every call into a scheduler with its time and what it answered, as JSON lines, and their rerun.
 
 A scheduler has no clock, no randomness and no I/O, so the calls determine the answers: a rerun with the same version
-must give the same actions byte for byte (INV-6). A difference means that the code has changed its mind, and the line
+must give the same actions byte for byte (INV-6). A difference means that the code decides otherwise now, and the line
 says where first.
 
     {"journal": 1, "version": "0.1.0", "policy": "br_h", "params": {...}, "config": {...}}

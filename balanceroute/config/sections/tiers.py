@@ -80,7 +80,7 @@ class Prefill(Section):
     poll_interval_s: Seconds = Field(
         1.0,
         description="How often a worker's /metrics is read. A prefiller that can't be reached counts as full; "
-        "one that doesn't tell its KV usage (404, no gauge) gets a few prefills at a time.",
+        "one that doesn't report its KV usage (404, no gauge) gets a few prefills at a time.",
     )
     max_inflight: int | None = Field(
         None,

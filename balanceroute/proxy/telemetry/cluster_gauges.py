@@ -43,7 +43,7 @@ PER_DECODER: Final[tuple[tuple[str, str, Callable[[DecoderView], float]], ...]] 
 PER_PREFILLER: Final[tuple[tuple[str, str, Callable[[PrefillerView], float]], ...]] = (
     (
         "prefill_kv_usage_ratio",
-        "KV usage of a prefiller; 1 if its metrics can't be reached, NaN if they don't tell.",
+        "KV usage of a prefiller; 1 if its metrics can't be reached, NaN if they lack it.",
         lambda worker: math.nan if worker.kv_usage is None else worker.kv_usage,
     ),
     ("prefill_pinned_tokens", "KV tokens pinned on a prefiller for us.", lambda worker: worker.pinned_tokens),
@@ -74,7 +74,7 @@ COUNTED_PER_PREFILLER: Final[tuple[tuple[str, str, Callable[[PrefillerView], flo
     (
         "prefix_hit_tokens",
         "Prompt tokens that the prefiller had cached, by its own counters or else by its answers; no series where "
-        "it tells neither.",
+        "it reports neither.",
         lambda worker: worker.hit_tokens,
     ),
 )

@@ -1,4 +1,4 @@
-"""Conditions: faults that do not stop service. Each gets a log line at its begin and its end, and a reason in `/ready`.
+"""Conditions: faults that do not stop service. Each gets a log line when it begins and ends, and a reason in `/ready`.
 
 A condition changes nothing by itself: it informs an operator. One that comes and goes (a worker that is often too busy
 to be read) is logged once per `QUIET_S` at most; one that lasts is logged within that time.

@@ -1,4 +1,4 @@
-"""Logs the begin and the end of a repeated failure, not each failure in between."""
+"""Logs when a repeated failure begins and ends, not each failure in between."""
 
 import logging
 

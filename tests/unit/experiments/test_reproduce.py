@@ -69,7 +69,7 @@ def test_the_report_shows_the_papers_ratios_and_names_synthetic_data(tmp_path: P
     assert "No row of either is a real request." in text
     br_0 = next(line for line in text.splitlines() if line.startswith("| BR-0 |"))
     assert br_0.split("|")[5].strip() == "4.1"  # the paper's 215,110 / 51,927
-    assert "BR-0, capped" in text
+    assert "BR-0, limit" in text
     assert "| BR-0, both stages, R_max 4 |" in text and "| BR-H survival, both stages, R_max 8 |" in text
     assert "fitted to the paper's JSQ imbalance" in text
     assert "## What of the paper is not done here" in text and all(item in text for item in paper.NOT_DONE)
