@@ -1,4 +1,4 @@
-"""`check_number` and `check_flag`: what a library user hands in is looked at where it enters, never where it is used.
+"""`check_number` and `check_flag`: a library user's values are checked where they enter, and nowhere else.
 
 NaN is refused everywhere: no comparison holds for it, so a bound of NaN would never be reached, silently.
 """

@@ -15,9 +15,9 @@ What can go wrong, and what is done:
 
 * D asks a second time for the same attempt, or for one that is over: the callback is answered and nothing happens. D
   does not look at the status, so an error would not help it either.
-* Somebody else asks, to have another user's KV pushed to himself: the URL that D was sent holds a token that is made
-  for this attempt and told to nobody else; without it the callback is refused before its body is read. It arrives at
-  another relay of the router: that one asks the one that the token names (`link/callbacks.py`).
+* Somebody else asks, to get another user's KV: the URL that D was sent holds a token that is made for this attempt and
+  sent to nobody else; without it the callback is refused before its body is read. If the callback arrives at another
+  relay of the router, that relay asks the one that the token names (`link/callbacks.py`).
 * D's id of a request is derived from X-Request-Id, and P's message to D carries P's. Every attempt therefore has an id
   of its own, and a request that was recomputed gets a second prefill (one id for the whole life never does: the second
   callback would be taken for a repetition).

@@ -1,9 +1,9 @@
 """An answer that anybody may ask for and that costs something to make: the same for all who ask at one time.
 
 Without a key, two hundred connections that ask for `/metrics` over and over took all of the event loop, and everybody's
-stream stood still for seconds. So an answer is made a tenth of the time at most. Who asks while one is being made, or
-too soon after it, waits for the next one with all others who do; nobody gets one that was begun before he asked. Most
-of a long time was spent in waiting for another process, so no pause is longer than `MAX_PAUSE_S`.
+stream stood still for seconds. So making answers takes a tenth of the time at most. All callers that come while one is
+made, or in the pause after it, share the next one, which is begun after their calls. An answer that takes long mostly
+waits for another process, so no pause is longer than `MAX_PAUSE_S`.
 """
 
 import asyncio

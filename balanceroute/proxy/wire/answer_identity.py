@@ -1,4 +1,4 @@
-"""`AnswerIdentity`: what every event of one answer is called, and whether an event is of this answer."""
+"""`AnswerIdentity`: the `id` and names that all events of an answer share, and whether an event is of this answer."""
 
 from dataclasses import dataclass
 from typing import Any, Final
