@@ -1,7 +1,7 @@
 """`Config`: all settings of a router, put together from the sections of the YAML.
 
 Each section is a frozen model in `config/sections`, and each field of it has its bounds, its default and its meaning.
-The field is the only place where a setting is described: error texts (`loading.py`), the README's table and
+The field is the only place where a setting is described: error texts (`loading.py`), docs/settings.md and
 `check-config` (`describe.py`) are derived from it. What one value may be is in `values.py`, the rules that involve two
 settings in `rules.py`: `Config` asks for them and raises `ConfigError` itself, so a `Config` that exists is consistent,
 however it was made.

@@ -1,4 +1,4 @@
-"""The code that runs for every byte of streams' events and of prompts: `events.py`, compiled or not (pyproject.toml).
+"""The code that runs for every byte of streams' events and of prompts: `events.py`, compiled or not (setup.py).
 
 Both behave alike. The Python form is used with `BALANCEROUTE_PURE_PYTHON=1` in the environment, and if the compiled
 module was made from other sources (`STALE`), as after a new checkout until the next install.
