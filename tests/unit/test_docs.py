@@ -19,6 +19,7 @@ import pytest
 
 from balanceroute.config import describe_settings
 from balanceroute.proxy.perimeter.routes import ACCESS
+from balanceroute.simulator import Setting
 from scripts.metric_advice import ADVICE
 from scripts.readme_tables import PAGES, generated, metric_families, metrics_table, rewritten
 from tests.ports import free_base_port
@@ -62,6 +63,14 @@ def test_generated_parts_are_up_to_date_with_the_code() -> None:
 
 def test_the_readme_is_short() -> None:
     assert len(README.read_text().splitlines()) <= 200
+
+
+def test_the_readme_names_the_pool_of_its_results_and_that_of_serve() -> None:
+    """They differ, and so do the waits."""
+    named = re.search(r"a pool of (\d+) waiting\s+requests \(`serve`: \[(\d+)\]", README.read_text())
+    defaults = {setting.path: setting.default for setting in describe_settings()}
+    assert named is not None
+    assert named.groups() == (str(Setting().pool), defaults["pool.max_entries"])
 
 
 def test_every_metric_has_advice_and_every_advice_a_metric() -> None:
