@@ -6,6 +6,7 @@ worker and no route sees it.
 """
 
 import re
+from collections.abc import Callable
 from typing import Final
 
 from balanceroute.errors import InvalidRequest
@@ -68,6 +69,9 @@ class SizedBody(Body):
         return self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
 
 
+_Step = Callable[["ChunkedBody", bytes, int], int]
+
+
 class ChunkedBody(Body):
     """A chunked body; `_step` is what comes next."""
 
@@ -80,14 +84,14 @@ class ChunkedBody(Body):
         self._raw = b""  # the incomplete line
         self._chunk_left = self._extension_bytes = self._trailer_bytes = 0
         self._joined = bytearray()  # joined at once: a million chunks of a byte are not a million objects
-        self._step = self._size_line
+        self._step: _Step = ChunkedBody._size_line  # not bound: it would keep a large body until a search for garbage
 
     def feed(self, data: bytes) -> bytes:
         """Take whole lines and parts of chunks."""
         raw, self._raw = self._raw + data if self._raw else data, b""
         at = 0
         while not self.complete:
-            taken = self._step(raw, at)
+            taken = self._step(self, raw, at)
             if taken < 0:  # not without more bytes
                 self._raw = raw[at:]
                 return b""
@@ -119,7 +123,7 @@ class ChunkedBody(Body):
         self._chunk_left = int(line[1], 16)
         if self.size + self._chunk_left > self._limit:
             raise too_large(self._limit)
-        self._step = self._data if self._chunk_left else self._trailer
+        self._step = ChunkedBody._data if self._chunk_left else ChunkedBody._trailer
         return end + 2
 
     def _data(self, raw: bytes, at: int) -> int:
@@ -129,7 +133,7 @@ class ChunkedBody(Body):
         self._chunk_left -= len(part)
         self._keep(part)
         if not self._chunk_left:
-            self._step = self._data_end
+            self._step = ChunkedBody._data_end
         return at + len(part)
 
     def _data_end(self, raw: bytes, at: int) -> int:
@@ -137,7 +141,7 @@ class ChunkedBody(Body):
             raise _malformed()
         if len(raw) - at < 2:
             return -1
-        self._step = self._size_line
+        self._step = ChunkedBody._size_line
         return at + 2
 
     def _trailer(self, raw: bytes, at: int) -> int:

@@ -1,5 +1,7 @@
 """Bodies in any pieces: the same bytes, the same rest, the same refusal."""
 
+import gc
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -96,3 +98,16 @@ def test_chunk_extensions_and_trailers_have_their_own_bounds() -> None:
     assert refusal(*[chunk] * (MAX_EXTENSION_BYTES // 400 + 1)) == 400
     assert refusal(b"0\r\n", *[b"x: y\r\n"] * (MAX_TRAILER_BYTES // 6 + 1)) == 431
     assert refusal(b"0\r\nx: ", b"y" * MAX_TRAILER_BYTES) == 431
+
+
+@pytest.mark.parametrize("data", [b"5\r\nhel", b"5\r\nhello\r\n0\r\n\r\n"], ids=["cut", "complete"])
+def test_a_chunked_body_is_freed_without_the_garbage_collector(data: bytes) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        body = ChunkedBody(10)
+        body.feed(data)
+        del body
+        assert not [one for one in gc.get_objects() if isinstance(one, ChunkedBody)]
+    finally:
+        gc.enable()
