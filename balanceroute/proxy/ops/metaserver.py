@@ -79,14 +79,10 @@ class Metaserver:
 
 def _take(callbacks: Callbacks, token: str, body: bytes) -> str:
     try:
-        asked = orjson.loads(body)
-        known_as = asked["request_id"]
-        if not isinstance(known_as, str):
-            return "malformed"
-        params = orjson.dumps(asked)
+        known_as = orjson.loads(body)["request_id"]
     except (ValueError, KeyError, TypeError):
         return "malformed"
-    return callbacks.called_back(token, known_as, params)
+    return callbacks.called_back(token, known_as, body) if isinstance(known_as, str) else "malformed"
 
 
 def _error(outcome: str) -> Response:
