@@ -247,7 +247,7 @@ async def _whole(leg: Leg, worker: Worker, reply: Reply) -> bool:
     if corrected.finish_reason == ABORT:
         raise aborted(worker.id, "decode")
     worker.has_begun(leg.services.tickets.now())
-    if corrected.recomputed or corrected.finish_reason is None:
+    if corrected.recomputed or not corrected.finish_reason:
         return False  # once more from its own prompt
     if corrected.tokens:
         leg.ticket.progress(corrected.tokens)

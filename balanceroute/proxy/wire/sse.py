@@ -526,7 +526,7 @@ class EventScanner:
             part.cut, part.changed = cut, True
             self._flushed = text_of(choice)
             choice["finish_reason"] = choice["stop_reason"] = None
-        elif isinstance(choice.get("finish_reason"), str):
+        elif choice.get("finish_reason"):  # some servers put "" for null
             self.finish_reason = choice["finish_reason"]
             part.finishes = True
             self.matcher.forget()

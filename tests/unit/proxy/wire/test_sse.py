@@ -461,6 +461,14 @@ def test_an_event_that_is_sent_again_after_the_finish_reason_brings_no_text_and_
     assert out.count(b'"length"') == out.count(b'"usage"') == 1 and out.endswith(DONE)
 
 
+def test_an_empty_finish_reason_ends_no_answer() -> None:
+    scanner = EventScanner()
+    parts = [event(completion(text, [n], finish_reason="")) for n, text in enumerate("abc")]
+    assert texts(scanner.feed(b"".join(parts))) == "abc" and scanner.finish_reason is None
+    scanner.feed(event(completion("d", [3], finish_reason="stop")) + DONE)
+    assert scanner.end is StreamEnd.DONE and scanner.tokens == 4
+
+
 def test_done_without_a_finish_reason_is_held_back() -> None:
     scanner = EventScanner()
     assert scanner.feed(DONE) == b""
