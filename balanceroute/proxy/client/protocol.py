@@ -61,6 +61,7 @@ class ClientProtocol(asyncio.Protocol):
         "_deadline_s",
         "_drained",
         "_dropped_bytes",
+        "_due",
         "_ended",
         "_handler",
         "_held_bytes",
@@ -99,6 +100,7 @@ class ClientProtocol(asyncio.Protocol):
         self._handler: Handler | None = None
         self._body: Body | None = None  # while it is not complete
         self._hot = self._advancing = self._lingering = self._ended = self._reading_paused = False
+        self._due = False  # the next turn of the loop goes on with `_raw`
         self._served_bytes = 0  # size of the body whose answer is not complete
         self._held_bytes, self._holder = 0, ""  # of a large body, and the client that the edge counts them for
         self._dropped_bytes = 0  # while lingering
@@ -202,7 +204,7 @@ class ClientProtocol(asyncio.Protocol):
             self.edge.incoming_bytes -= self._waiting_bytes
             self._waiting_bytes = 0
         try:
-            while self._raw and not self.transport.is_closing():
+            while self._raw and not self._due and not self.transport.is_closing():
                 try:
                     if self._request is not None:
                         self._take_body(self._request)
@@ -211,17 +213,27 @@ class ClientProtocol(asyncio.Protocol):
                         break
                 except BalanceRouteError as error:
                     self._refuse(error)
+                    self._advance_soon()  # one read may hold thousands of requests that are refused
         finally:
             self._advancing = False
         if not self.transport.is_closing():
             self._await_the_rest()
+
+    def _advance_soon(self) -> None:
+        """Let others have a turn of the loop before this connection goes on."""
+        self._due = True
+        self.loop.call_soon(self._go_on)
+
+    def _go_on(self) -> None:
+        self._due = False
+        self._advance()
 
     def _await_the_rest(self) -> None:
         """Set an incomplete request's deadline, end one whose client has left, and stop reading if too much waits."""
         receiving = self._request is not None
         if self._response is None and not self.write_paused:
             receiving = bool(self._raw)
-            if self._ended and not self._lingering:
+            if self._ended and not self._lingering and not self._due:
                 if receiving:
                     self._cut_short()
                 else:
@@ -369,7 +381,7 @@ class ClientProtocol(asyncio.Protocol):
             if request.length is None and len(self._raw) > _SLICE_BYTES:
                 rest = body.feed(self._raw[:_SLICE_BYTES])
                 self._raw = rest + self._raw[_SLICE_BYTES:]
-                self.loop.call_soon(self._advance)
+                self._advance_soon()
             else:
                 self._raw = body.feed(self._raw)
         finally:  # a body that is refused has kept bytes as well, which `_forget_request` subtracts

@@ -115,6 +115,21 @@ async def test_a_long_pipeline_gets_every_answer() -> None:
             assert (await client.answer())[2] == b"hi"
 
 
+async def test_refusals_of_a_pipeline_leave_others_their_turns() -> None:
+    """One read may hold thousands: together they stopped everybody's stream for a second."""
+    async with listening() as server:
+        client, errors = await server.connect(), server.site.errors
+        client.send(b"POST /hot HTTP/1.1\r\nhost: x\r\nauthorization: Bearer wrong\r\n\r\n" * 500)
+        client.writer.write_eof()
+        before = 0
+        while before < 500:
+            await asyncio.sleep(0)
+            assert len(errors) <= before + 1
+            before = len(errors)
+        assert [await client.error() for _ in range(500)] == [401] * 500
+        assert await client.closed()
+
+
 async def test_of_a_pipeline_longer_than_may_wait_the_rest_is_read_once_there_is_room() -> None:
     requests, request = 2500, b"GET / HTTP/1.1\r\nhost: x\r\nx: %b\r\n\r\n" % (b"x" * 80)  # more than one read takes
     async with listening() as server:
