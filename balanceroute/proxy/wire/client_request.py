@@ -19,7 +19,7 @@ import orjson
 
 from balanceroute.errors import InvalidRequest
 from balanceroute.proxy.wire.bounds import RECOMPUTED
-from balanceroute.proxy.wire.fields import as_boolean, as_integer, boolean, integer, kind
+from balanceroute.proxy.wire.fields import as_boolean, as_integers, boolean, integer, kind
 from balanceroute.proxy.wire.json_body import as_json, load_object
 from balanceroute.proxy.wire.prompts import take_messages, take_prompt
 
@@ -281,7 +281,7 @@ def _min_tokens(endpoint: Endpoint, data: dict[str, Any], limit: int | None) -> 
 
 
 def _check_stop_ids(ids: object) -> None:
-    if not isinstance(ids, list) or any(type(token) is not int and as_integer(token) is None for token in ids):
+    if as_integers(ids) is None:
         raise InvalidRequest("stop_token_ids must be a list of token ids.", param="stop_token_ids")
 
 

@@ -7,12 +7,13 @@ JSON type is read by pydantic here as well, and replaced by the result.
 from typing import Annotated, Any, Final
 
 import orjson
-from pydantic import AllowInfNan, TypeAdapter, ValidationError
+from pydantic import AllowInfNan, FailFast, TypeAdapter, ValidationError
 
 from balanceroute.errors import InvalidRequest
 
 MAX_INTEGER: Final = 2**63 - 1
 _INTEGER: Final = TypeAdapter(int)
+_INTEGERS: Final = TypeAdapter(Annotated[list[int], FailFast()])  # else each wrong one becomes an error
 _BOOLEAN: Final = TypeAdapter(bool)
 _NUMBER: Final = TypeAdapter(Annotated[float, AllowInfNan(False)])
 
@@ -55,6 +56,17 @@ def as_integer(value: object) -> int | None:
     """The integer that engines read from a value; None: they refuse it."""
     try:
         return _INTEGER.validate_python(value)
+    except ValidationError:
+        return None
+
+
+def as_integers(values: object) -> list[int] | None:
+    """The integers that engines read from a list; None: they refuse one of them, or it is no list.
+
+    As one value: to read millions one by one takes seconds.
+    """
+    try:
+        return _INTEGERS.validate_python(values)
     except ValidationError:
         return None
 

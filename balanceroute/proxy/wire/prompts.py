@@ -9,7 +9,7 @@ from typing import Any, Final
 import orjson
 
 from balanceroute.errors import InvalidRequest
-from balanceroute.proxy.wire.fields import MAX_INTEGER
+from balanceroute.proxy.wire.fields import as_integers
 from balanceroute.proxy.wire.json_body import as_json
 
 _EMBEDDING_BYTES: Final = 4096  # bytes of one token's embedding: some KiB
@@ -105,10 +105,8 @@ def _as_ids(prompt: Any) -> Any:
     """A list of numbers as token ids, as engines read them (5.0 is 5); any other value unchanged."""
     if not isinstance(prompt, list) or not {int, float}.issuperset(map(type, prompt)):
         return prompt
-    if any(abs(number) > MAX_INTEGER for number in prompt):
-        return prompt
-    ids = list(map(int, prompt))
-    return ids if ids == prompt else prompt
+    ids = as_integers(prompt)
+    return prompt if ids is None else ids
 
 
 def _prompt_tokens(prompt: str | list[int]) -> int:
