@@ -28,7 +28,7 @@ import orjson
 
 from balanceroute.errors import InvalidRequest
 from balanceroute.proxy.wire.client_request import ClientRequest, request_of
-from balanceroute.proxy.wire.fields import MAX_INTEGER, as_boolean, as_integer, as_number, checked
+from balanceroute.proxy.wire.fields import MAX_INTEGER, as_boolean, as_integer, as_integers, as_number, checked
 from balanceroute.proxy.wire.json_body import check_depth, load_writable_object
 
 _WITHOUT_EFFECT: Final = frozenset(
@@ -419,9 +419,10 @@ def _flag(value: object, path: str) -> bool:
 
 
 def _token_ids(value: object, path: str) -> list[int]:
-    if not isinstance(value, list):
+    ids = as_integers(value)
+    if ids is None or min(ids, default=0) < 0:
         raise _wrong(path, "This must be a list of token ids.")
-    return [_integer(token, f"{path}.{place}", least=0) for place, token in enumerate(value)]
+    return ids
 
 
 def _engine_arguments(value: object, path: str) -> dict[str, Any]:
