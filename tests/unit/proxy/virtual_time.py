@@ -197,7 +197,7 @@ class ScriptedUpstream:
         method: str,
         path: str,
         body: bytes = b"",
-        headers: bytes = b"",
+        headers: bytes | list[tuple[bytes, bytes]] = b"",
         about_to_send: Callable[[], None] | None = None,
         **options: Any,
     ) -> _Reply:
@@ -216,7 +216,7 @@ class ScriptedUpstream:
             if isinstance(answer, int | Page):
                 page = Page(status=answer) if isinstance(answer, int) else answer
                 waits = self.before_body if path.startswith("/v1/") else None
-                return _Reply(page, _id_in(headers or b""), waits)
+                return _Reply(page, _id_in(headers) if isinstance(headers, bytes) else b"", waits)
             await (answer or asyncio.Event()).wait()
             return _Reply(Page())
         finally:

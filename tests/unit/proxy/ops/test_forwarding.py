@@ -1,6 +1,7 @@
 """Which workers a forwarded call asks, in which order, and for how long a client waits for them."""
 
 import asyncio
+import tracemalloc
 from typing import Any
 
 import orjson
@@ -11,7 +12,7 @@ from balanceroute.errors import InvalidRequest, NoHealthyWorkers
 from balanceroute.proxy.life.errors import DeadlineExceeded
 from balanceroute.proxy.ops.forwarding import GET_TIMEOUT_S, TIMEOUT_S, TRYING_S, Forwarding
 from balanceroute.proxy.ops.services import Services
-from tests.unit.proxy.virtual_time import Answer, ScriptedUpstream, a_config, a_router, script, with_virtual_time
+from tests.unit.proxy.virtual_time import Answer, Page, ScriptedUpstream, a_config, a_router, script, with_virtual_time
 
 BODY = b'{"model": "m", "messages": [{"role": "user", "content": "a"}]}'
 
@@ -118,3 +119,22 @@ async def test_a_worker_that_operators_have_drained_is_asked_only_if_no_other_an
     upstreams["d0"].answers = [500]
     await forwarding._first_answer("GET", "/v1/models", b"", [])
     assert asked(upstreams) == ["p0", "d0"]
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/v1/messages/count_tokens"])
+@with_virtual_time
+async def test_millions_of_token_ids_are_checked_without_an_object_for_each(path: str) -> None:
+    """They took half a gigabyte, and stopped every stream meanwhile."""
+    services = a_router(a_config(1, 1))
+    ids = 200_000
+    page = Page(body=b'{"count":%d,"tokens":[%b]}' % (ids, b",".join([b"12345"] * ids)))
+    answering(services, 200)["p0"].answers = [page]
+    forwarding = Forwarding(lambda: services)
+    handler = forwarding.count_tokens if path.endswith("count_tokens") else forwarding.forward
+    tracemalloc.start()
+    try:
+        answer = await handler(a_call(path, None))
+        assert tracemalloc.get_traced_memory()[1] < 3 * len(page.body)
+    finally:
+        tracemalloc.stop()
+    assert answer.body == (page.body if path == "/tokenize" else b'{"input_tokens":%d}' % ids)
