@@ -15,6 +15,7 @@ MAX_SIZE_DIGITS: Final = 15
 MAX_LINE_BYTES: Final = 512  # bytes of a chunk's size with its extensions
 MAX_EXTENSION_BYTES: Final = 16 * 1024  # bytes of extensions of all chunks of a body
 MAX_TRAILER_BYTES: Final = 8 * 1024
+SMALL_BYTES: Final = 1024  # a part below this size is joined with the next: one of two bytes takes fifty
 _SIZE: Final = re.compile(rb"([0-9A-Fa-f]{1,%d})([ \t]*;[\t\x20-\x7e\x80-\xff]*)?\r\n" % MAX_SIZE_DIGITS)
 _TRAILER: Final = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+:[\t\x20-\x7e\x80-\xff]*\r\n")
 _CRLF: Final = b"\r\n"
@@ -57,8 +58,11 @@ class SizedBody(Body):
 
     def feed(self, data: bytes) -> bytes:
         """Take up to the bytes that are missing."""
-        part = data[: self._left]
-        self._parts.append(part)
+        part, parts = data[: self._left], self._parts
+        if parts and len(parts[-1]) < SMALL_BYTES:
+            parts[-1] += part
+        else:
+            parts.append(part)
         self.size += len(part)
         self._left -= len(part)
         self.complete = not self._left

@@ -1,6 +1,7 @@
 """Bodies in any pieces: the same bytes, the same rest, the same refusal."""
 
 import gc
+import tracemalloc
 
 import pytest
 from hypothesis import given
@@ -111,3 +112,16 @@ def test_a_chunked_body_is_freed_without_the_garbage_collector(data: bytes) -> N
         assert not [one for one in gc.get_objects() if isinstance(one, ChunkedBody)]
     finally:
         gc.enable()
+
+
+def test_a_body_in_pieces_of_two_bytes_takes_hardly_more_memory_than_its_bytes() -> None:
+    body, pieces = SizedBody(200_000, 200_000), 100_000
+    tracemalloc.start()
+    try:
+        for _ in range(pieces - 1):
+            body.feed(bytes((97, 98)))
+        assert tracemalloc.get_traced_memory()[0] < 1.5 * body.size
+    finally:
+        tracemalloc.stop()
+    body.feed(b"ab")
+    assert body.whole() == b"ab" * pieces
