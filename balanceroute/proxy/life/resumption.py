@@ -149,17 +149,20 @@ def parses_calls(request: ClientRequest) -> bool:
 
 def grammar_of(rest: Mapping[str, Any]) -> str:
     """The field that binds the answer to a grammar; "": none."""
+    # a large one is JSON (`ClientRequest.rest`), and none is as large that binds to nothing
     wanted = rest.get("response_format")
-    if isinstance(wanted, dict) and wanted.get("type") not in (None, "text"):
+    if isinstance(wanted, orjson.Fragment) or (isinstance(wanted, dict) and wanted.get("type") not in (None, "text")):
         return "response_format"
     bound = rest.get("structured_outputs")
-    if isinstance(bound, dict) and any(bound[name] not in (None, False) for name in bound.keys() - _GRAMMAR_OPTIONS):
+    if isinstance(bound, orjson.Fragment) or (
+        isinstance(bound, dict) and any(bound[name] not in (None, False) for name in bound.keys() - _GRAMMAR_OPTIONS)
+    ):
         return "structured_outputs"
     for name in _GUIDED:
         if rest.get(name) is not None:
             return name
     choice = rest.get("tool_choice")
-    return "tool_choice" if isinstance(choice, dict) or choice == "required" else ""
+    return "tool_choice" if isinstance(choice, dict | orjson.Fragment) or choice == "required" else ""
 
 
 def has_media(messages_json: bytes) -> bool:
@@ -182,4 +185,5 @@ def _stop_may_be_missed(rest: Mapping[str, Any], cut: Cut) -> bool:
         return False
     if rest.get("include_stop_str_in_output") or cut.flushed is None:
         return True
-    return any(cut.flushed.endswith(stop[:size]) for stop in stops for size in range(1, len(stop)))
+    most = len(cut.flushed) + 1  # a stop string may have millions of characters
+    return any(cut.flushed.endswith(stop[:size]) for stop in stops for size in range(1, min(most, len(stop))))

@@ -29,6 +29,11 @@ LimitField = Literal["max_tokens", "max_completion_tokens"]
 DEFAULT_COMPLETION_LIMIT: Final = 16  # vLLM's default of max_tokens on completions; chat fills the context
 FOLLOWED_ABOVE_TOKENS: Final = 64  # tokens; an event costs about 20 us of CPU, a whole short answer about 50
 
+MAX_FIELDS: Final = 256  # of a body; engines know about a hundred
+MAX_READ_BYTES: Final = 65_536  # bytes of each of `_READ_LATER`
+_SHORT_BYTES: Final = 512  # of arrays and objects that are not kept as JSON
+_READ_LATER: Final = frozenset(("stop", "stream_options"))
+
 _INTERNAL_FIELDS = ("kv_transfer_params", "ec_transfer_params", "request_id")
 _CARRIERS: Final = frozenset((*_INTERNAL_FIELDS, "vllm_xargs"))
 _NESTED: Final = frozenset((dict, list))
@@ -199,14 +204,14 @@ def parse(endpoint: Endpoint, body: bytes) -> ClientRequest:
 
 def request_of(endpoint: Endpoint, data: dict[str, Any]) -> ClientRequest:
     """Check a body that was read as `data`, which becomes part of the request. Raises: InvalidRequest."""
+    if len(data) > MAX_FIELDS:
+        raise InvalidRequest(f"The body has more than {MAX_FIELDS} fields.")
     if not _CARRIERS.isdisjoint(data):
         _remove_internal_fields(data)
     if endpoint == "completions":
         (prompt_json, tokens, prompts), messages = take_prompt(data), 0
     else:
         (prompt_json, tokens, messages), prompts = take_messages(data), 1
-    if not _NESTED.isdisjoint(map(type, data.values())):
-        as_json(data)  # what can't be serialised again is refused before a prefiller works for it
     stream = "stream" in data and boolean(data, "stream")
     include_usage, continuous = _stream_options(data, stream) if "stream_options" in data else (False, False)
     assembled = not stream and ASSEMBLED_FIELDS.issuperset(data)
@@ -218,6 +223,8 @@ def request_of(endpoint: Endpoint, data: dict[str, Any]) -> ClientRequest:
         _check_stop_ids(data["stop_token_ids"])
     if "use_beam_search" in data:
         _refuse_beam_search(data)
+    if not _NESTED.isdisjoint(map(type, data.values())):
+        _keep_as_json(data)
     model = data.get("model")
     if model is not None and not isinstance(model, str):
         raise InvalidRequest(f"model must be a string, not {kind(model)}.", param="model")
@@ -258,6 +265,23 @@ def _remove_internal_fields(data: dict[str, Any]) -> None:
     if isinstance(xargs, dict):
         for name in _INTERNAL_FIELDS:
             xargs.pop(name, None)
+
+
+def _keep_as_json(data: dict[str, Any]) -> None:
+    """Keep larger arrays and objects as JSON: as values they take up to 24 times as many bytes, while a request waits.
+
+    Raises: InvalidRequest: one can't be serialised again; no prefiller should work for it. One that the router reads
+    later is too large.
+    """
+    for name, value in data.items():
+        if type(value) not in _NESTED:
+            continue
+        text = as_json([value])  # a level deeper, as it will be
+        if name in _READ_LATER:
+            if len(text) > MAX_READ_BYTES:
+                raise InvalidRequest(f"{name} is larger than {MAX_READ_BYTES} bytes.", param=name)
+        elif len(text) > _SHORT_BYTES and name != "prompt_embeds":
+            data[name] = orjson.Fragment(text[1:-1])
 
 
 def _n(endpoint: Endpoint, data: dict[str, Any]) -> int:

@@ -49,6 +49,25 @@ def test_every_request_field_has_a_resumption_class(fields: dict[str, Any], expe
     assert fidelity(fields) is expected
 
 
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"response_format": {"type": "json_schema", "json_schema": {"description": "x" * 1000}}},
+        {"structured_outputs": {"regex": "x" * 1000}},
+        {"tool_choice": {"type": "function", "function": {"name": "x" * 1000}}},
+    ],
+    ids=["response_format", "structured_outputs", "tool_choice"],
+)
+def test_a_large_grammar_is_one_too(field: dict[str, Any]) -> None:
+    assert fidelity(field) is Fidelity.INVALID
+
+
+def test_a_stop_string_of_a_megabyte_is_compared_no_further_than_the_text_reaches() -> None:
+    """Every beginning of it was copied: that took minutes, in which nobody's stream went on."""
+    assert fidelity({"stop": "ab" * 500_000}, flushed="xab") is Fidelity.INVALID
+    assert fidelity({"stop": "ab" * 500_000}, flushed="xb") is Fidelity.EXACT
+
+
 def test_parser_and_grammar_state_depends_on_the_kinds_of_text_so_far() -> None:
     bound = {"response_format": {"type": "json_object"}}
     assert fidelity(bound, REASONING) is Fidelity.EXACT
