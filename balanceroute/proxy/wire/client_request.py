@@ -86,8 +86,9 @@ class ClientRequest:
     """A client's request, parsed once and never changed; `derived_requests.py` makes others of it.
 
     `prompt_json` is the prompt (completions) or the messages (chat) as JSON. It is equal for equal prompts, whatever
-    their whitespace; the predictors hash it. `rest` holds every other field that may reach a worker. `limit` is what
-    the client wrote into `limit_field`; both are None where it set no limit. `prompt_tokens`: see `prompts.py`.
+    their whitespace; the predictors hash it. `rest` holds every other field that may reach a worker, larger arrays and
+    objects as `orjson.Fragment`. `limit` is what the client wrote into `limit_field`; both are None where it set no
+    limit. `prompt_tokens`: see `prompts.py`.
     """
 
     endpoint: Endpoint
