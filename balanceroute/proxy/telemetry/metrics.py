@@ -45,6 +45,7 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0,
 _LIVES_SECONDS = (*_SECONDS, 500.0, 1000.0, 2500.0, 5000.0)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
 _MANY = 1024  # values of a histogram
+_SERIES = 1000  # in a piece of the page
 _TIERS = ("prefill", "decode")
 FAILURES = ("connect", "timeout", "bad_reply", "foreign_reply", "status_4xx", "status_5xx")
 """How a worker fails a request."""
@@ -326,13 +327,17 @@ class Metrics(Collector):
         return b"".join(self.pieces())
 
     def pieces(self) -> Iterator[bytes]:
-        """The same, of one moment, piece by piece: with 160 workers the whole would hold the event loop for 20 ms.
+        """The same, piece by piece: with 1,000 workers the whole would hold the event loop for 0.13 s.
 
         Raises: Rejected, before the first piece.
         """
         self.before_page()
-        for family in list(self.registry.collect()):
-            yield generate_latest(_Alone(family))
+        for family in self.registry.collect():
+            series = family.samples
+            for start in range(0, max(1, len(series)), _SERIES):
+                family.samples = series[start : start + _SERIES]
+                text = generate_latest(_Alone(family))
+                yield text.split(b"\n", 2)[2] if start else text  # HELP and TYPE only once
 
     def served(self) -> Served:
         """What clients have got, from all processes. Raises: Rejected: the counts of others are not known yet."""

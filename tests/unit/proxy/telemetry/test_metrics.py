@@ -57,6 +57,24 @@ def test_the_exposition_is_valid_and_holds_a_series_per_worker_that_is_there() -
     assert generate_latest(metrics.registry) == metrics.exposition()
 
 
+def test_a_page_of_many_workers_comes_in_pieces_of_a_thousand_series() -> None:
+    snapshot = ClusterSnapshot()
+    for number in range(400):
+        snapshot.add_worker(WorkerSpec(f"d{number}", Role.DECODE))
+    metrics = Metrics(lambda: view_cluster(snapshot), "br_0")
+    pieces = list(metrics.pieces())
+    assert max(piece.count(b"\n") for piece in pieces) <= 1002  # with HELP and TYPE
+    assert b"".join(pieces) == generate_latest(metrics.registry)
+
+
+def test_a_piece_is_collected_only_when_its_turn_comes() -> None:
+    metrics = Metrics(lambda: view_cluster(ClusterSnapshot()), "br_0")
+    pieces = metrics.pieces()
+    next(pieces)
+    metrics.prefill_wait.observe(1.0)
+    assert b'balanceroute_wait_seconds_count{tier="prefill"} 1.0' in b"".join(pieces)
+
+
 def samples_of(metrics: Metrics, name: str) -> dict[tuple[str, ...], float]:
     """Values of a metric by its labels' values."""
     families = {f.name: f for f in text_string_to_metric_families(metrics.exposition().decode())}
