@@ -13,6 +13,7 @@ from balanceroute.proxy.workers.fair_timeout import FairTimeout
 from balanceroute.proxy.workers.fleet import Fleet, Worker
 
 BATCH: Final = 16  # URLs polled in one turn of the loop, where they are spread
+LOOK_S: Final = 5.0  # between two looks, during a long pause, whether a reload has made it shorter
 
 _T = TypeVar("_T")
 
@@ -45,6 +46,15 @@ def still_here(fleet: Fleet, workers: list[Worker]) -> list[Worker]:
     return [worker for worker in workers if fleet.has(worker)]
 
 
+async def _pause(period_s: Callable[[], float], share: float) -> None:
+    """Wait for this share of the period."""
+    now = asyncio.get_running_loop().time
+    begun_s = now()
+    while (left_s := begun_s + share * period_s() - now()) > LOOK_S:  # noqa: ASYNC110
+        await asyncio.sleep(LOOK_S)
+    await asyncio.sleep(left_s)
+
+
 class Polling:
     """Calls `ask` with the workers of each URL, one call at a time per URL; `ask` has its own timeout.
 
@@ -57,7 +67,7 @@ class Polling:
         self._open: dict[str, asyncio.Task[None]] = {}
 
     async def run(self, period_s: Callable[[], float], spread: bool = False) -> None:
-        """Poll until cancelled; the period is read each time, so a reload takes effect. `spread`: all rounds but the
+        """Poll until cancelled; a period that a reload has changed holds within `LOOK_S`. `spread`: all rounds but the
         first are spread over the period.
         """
         batches = [self._by_url()]
@@ -65,7 +75,7 @@ class Polling:
             while True:
                 for batch in batches:
                     self._start(batch)
-                    await asyncio.sleep(period_s() / len(batches))
+                    await _pause(period_s, 1 / len(batches))
                 groups = self._by_url()
                 size = BATCH if spread else max(1, len(groups))
                 batches = [groups[at : at + size] for at in range(0, len(groups), size)] or [[]]

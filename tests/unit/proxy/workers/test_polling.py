@@ -9,7 +9,7 @@ import pytest
 from balanceroute.core.types import Role, WorkerSpec
 from balanceroute.proxy.workers.circuit import Circuit, CircuitConfig
 from balanceroute.proxy.workers.fleet import Fleet, Worker
-from balanceroute.proxy.workers.polling import BATCH, Polling
+from balanceroute.proxy.workers.polling import BATCH, LOOK_S, Polling
 from balanceroute.proxy.workers.upstream import Upstream
 from tests.unit.proxy.virtual_time import let_pass, with_virtual_time
 from tests.waiting import until
@@ -68,6 +68,23 @@ async def test_after_a_first_round_at_once_many_urls_are_polled_spread_over_the_
     await let_pass(8.5)
     running.cancel()
     assert list(asked_s.values()) == BATCH * [[0, 3, 6]] + BATCH * [[0, 4, 7]] + [[0, 5, 8]]
+
+
+@with_virtual_time
+async def test_a_period_that_becomes_shorter_does_not_wait_for_the_end_of_the_long_one() -> None:
+    asked: Counter[str] = Counter()
+    period_s = 600.0
+
+    async def ask(group: list[Worker]) -> None:
+        asked[group[0].spec.url] += 1
+
+    running = asyncio.ensure_future(Polling(workers("http://a"), ask, fatal).run(lambda: period_s))
+    await let_pass(60)
+    assert asked["http://a"] == 1
+    period_s = 1.0
+    await let_pass(LOOK_S + 3)
+    assert asked["http://a"] > 3
+    running.cancel()
 
 
 async def test_a_poll_that_raises_is_reported_and_does_not_stop_the_others() -> None:
