@@ -79,15 +79,15 @@ def apply(
         if predictor is not None and predictor.forecasts is not None:
             predictor.forecasts.close()
         raise
-    old = services.config
+    old, new = services.config, shortened(new, [worker.kv_connector for worker in services.fleet])
     changed = [name for name in type(new).model_fields if getattr(old, name) != getattr(new, name)]
     if perimeter.entries != services.perimeter.entries:
         changed.append("auth.client_keys")  # the workers of the file
     if perimeter is not services.perimeter:
         perimeter.inherit(services.perimeter)
-    new = shortened(new, [worker.kv_connector for worker in services.fleet])
     services.perimeter = perimeter
     services.configure(new)
+    services.reloads += 1
     if predictor is not None or policy_settings(old) != policy_settings(new):
         reroute(services, new, predictor)
     change_workers(services, old, new)

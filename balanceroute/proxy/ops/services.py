@@ -18,6 +18,7 @@ class Services(ClientServices):
     AnotherLeads: the next leader does not know the change. `changing` is held while a change of the
     configuration is made, which may take seconds: one change at a time. `check_health` is called when workers have
     joined: they get requests once they have answered, and all others of their tier may have left with the same change.
+    `reloads`: how often another configuration was applied.
     """
 
     ledger: Ledger
@@ -26,6 +27,7 @@ class Services(ClientServices):
     keep_changes: Callable[[], None] = lambda: None
     check_health: Callable[[], None] = lambda: None
     changing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    reloads: int = 0
 
     def begin_drain(self) -> None:
         """Refuse every new request from now on."""

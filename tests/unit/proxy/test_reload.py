@@ -107,8 +107,9 @@ async def test_a_reload_keeps_what_keys_have_used_and_which_port_is_the_operator
 async def test_a_reload_keeps_kv_times_that_a_workers_connector_has_shortened() -> None:
     services = a_router()
     services.note_connector(services.fleet["p0"], "nixl")
-    apply(services, a_config(queue={"max_queued": 1}))
+    changed = apply(services, a_config(queue={"max_queued": 1}))
     assert services.config.kv_pin_s == services.drainer.pin_s == KV_PIN_S["nixl"][0]
+    assert changed == ["queue"]  # it names none that the file left as it was
 
 
 @with_virtual_time

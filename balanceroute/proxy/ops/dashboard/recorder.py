@@ -146,7 +146,7 @@ class Recorder:
         self.states: dict[str, tuple[WorkerState, float]] = {}  # state and since when, Unix seconds
         self.new_sample = asyncio.Condition()
         self._drained: set[str] = set()
-        self._config: object = None
+        self._reloads = 0
         self._policy = ""
         self._totals = np.full((SPAN, 2), np.nan)  # tokens and finished requests so far
         # prompt tokens so far: all, predicted hits; all at prefillers that report hits, hits
@@ -331,9 +331,9 @@ class Recorder:
         policy = services.metrics.policy
         if self._policy and policy != self._policy:
             self._note(now, "policy", f"policy {self._policy} → {policy}")
-        elif self._config is not None and self._config is not services.config:
+        elif services.reloads != self._reloads:
             self._note(now, "reload", "configuration reloaded")
-        self._policy, self._config = policy, services.config
+        self._policy, self._reloads = policy, services.reloads
 
     # -- decisions
 

@@ -12,7 +12,8 @@ from balanceroute.proxy.link.remote import NOBODY
 from balanceroute.proxy.ops.dashboard import overview
 from balanceroute.proxy.ops.dashboard.recorder import POINTS, QUANTILE_S, SERIES, SPAN, Recorder, quantile
 from balanceroute.proxy.telemetry.metrics import Metrics
-from tests.unit.proxy.virtual_time import a_config, a_router
+from tests.unit.proxy.reloading import apply
+from tests.unit.proxy.virtual_time import a_config, a_router, with_virtual_time
 
 pytestmark = pytest.mark.anyio
 
@@ -211,3 +212,16 @@ async def test_predicted_hits_are_unknown_where_the_prefill_policy_asks_for_none
     router.ledger.scheduler.snapshot.prefillers[0].hits.answered(100, 0, 60)
     recorder.sample()
     assert recorder.series["hits_found"][1] == np.float32(0.6) and math.isnan(recorder.series["hits_predicted"][1])
+
+
+@with_virtual_time
+async def test_only_a_reload_is_shown_as_one_and_not_what_a_workers_connector_changes() -> None:
+    services = a_router()
+    recorder = Recorder(lambda: services)
+    recorder.look()
+    services.note_connector(services.fleet["p0"], "nixl")
+    recorder.look()
+    assert [event.kind for event in recorder.events] == ["deploy"]
+    apply(services, a_config(queue={"max_queued": 1}))
+    recorder.look()
+    assert [event.kind for event in recorder.events] == ["deploy", "reload"]
