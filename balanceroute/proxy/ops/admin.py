@@ -84,6 +84,7 @@ def meant(path: str) -> str:
 
 async def internal_error(request: Request, error: Exception) -> Response:
     """500 for a bug of the router: the server logs it, the client gets no details."""
+    request.app.services.metrics.tasks_failed.inc("request")
     return Response(error_body(500, INTERNAL_ERROR), 500, media_type="application/json")
 
 

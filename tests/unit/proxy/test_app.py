@@ -3,8 +3,10 @@
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import httpx
 import pytest
 
+from balanceroute.errors import InvariantError
 from balanceroute.proxy.app import RouterApp, create_app
 from balanceroute.proxy.client.head import Request
 from tests.unit.proxy.client.connections import Connection, a_request
@@ -70,3 +72,16 @@ async def test_requests_that_the_edge_refuses_are_counted() -> None:
     async with living() as app:
         app.refused("overload")
         assert app.services.metrics.edge_refusals.value("overload") == 1
+
+
+@with_virtual_time
+async def test_a_bug_in_a_route_of_operators_is_counted_as_one() -> None:
+    def broken() -> None:
+        raise InvariantError("a bug")
+
+    async with living() as app:
+        app.services.keep_changes = broken
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False, client=("127.0.0.1", 1))
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+            reply = await client.post("/instances/drain", json={"type": "decode", "instances": "d0:1"})
+        assert reply.status_code == 500 and app.services.metrics.tasks_failed.value("request") == 1
