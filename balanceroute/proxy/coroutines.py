@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import suppress
 from typing import Any, Final
@@ -12,6 +13,7 @@ from balanceroute.proxy.ops.services import Services
 
 log = logging.getLogger(__name__)
 
+QUIET_S: Final = 60.0  # between two log lines of errors of one kind: with the state a line may have a megabyte
 _RESTART_S: Final = 0.1
 
 
@@ -69,17 +71,21 @@ async def stop_tasks(services: ClientServices) -> None:
 
 
 def supervised(services: ClientServices, name: str, run: Callable[[], Awaitable[None]]) -> Coroutine[Any, Any, None]:
-    """A coroutine that runs `run` again and again; a bug in it is logged."""
+    """A coroutine that runs `run` again and again; a bug in it is logged, at most once per `QUIET_S`."""
     services.metrics.tasks_failed.inc(name, by=0)
+    logged_s: dict[type[Exception], float] = {}
 
     async def forever() -> None:
         while True:
             try:
                 await run()
-            except Exception:
+            except Exception as error:
                 # a router that has stopped deciding is worse than one that continues after a bug
                 services.metrics.tasks_failed.inc(name)
-                log.exception("internal error", extra={"where": name, "state": _state_for_log(services)})
+                now = services.loop.time()
+                if now - logged_s.get(type(error), -math.inf) >= QUIET_S:
+                    logged_s[type(error)] = now
+                    log.exception("internal error", extra={"where": name, "state": _state_for_log(services)})
                 if services.strict:
                     raise
                 await asyncio.sleep(_RESTART_S)

@@ -8,7 +8,7 @@ import pytest
 
 from balanceroute.proxy.admission.forecasts import Forecasts
 from balanceroute.proxy.app import start
-from balanceroute.proxy.coroutines import start_refits, stop, supervised
+from balanceroute.proxy.coroutines import QUIET_S, start_refits, stop, supervised
 from balanceroute.proxy.ops.dashboard.recorder import Recorder
 from balanceroute.proxy.ops.services import Services
 from tests.unit.proxy.virtual_time import a_router, let_pass, with_virtual_time
@@ -60,6 +60,23 @@ async def test_a_background_task_is_restarted_even_if_the_state_cannot_be_logged
     task = services.loop.create_task(supervised(services, "mine", run))
     await let_pass(1.0)
     assert len(begun) == 2 and not task.done()
+    task.cancel()
+
+
+@with_virtual_time
+async def test_a_bug_that_comes_again_and_again_is_counted_each_time_and_logged_once_a_minute(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    services = a_router()
+    services.strict = False
+
+    async def broken() -> None:
+        raise RuntimeError("a bug")
+
+    task = services.loop.create_task(supervised(services, "mine", broken))
+    await let_pass(QUIET_S + 10)
+    assert services.metrics.tasks_failed.value("mine") > 600
+    assert [record.message for record in caplog.records] == 2 * ["internal error"]
     task.cancel()
 
 
