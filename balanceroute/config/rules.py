@@ -146,8 +146,12 @@ def _brains_problems(config: "Config") -> Iterator[str]:
 def own_places(config: "Config") -> frozenset[str]:
     """The places (`place_of`) at which the router listens: no worker's, as its requests would go round."""
     listen = config.listen
-    here = {listen.host, "127.0.0.1", "::1"} if is_wildcard(listen.host) else {listen.host}
-    return frozenset(place_of(f"http://{host_in_url(host)}:{listen.port}") for host in here)
+    addresses = [(listen.host, listen.port), listen.admin_address or (listen.host, listen.port)]
+    return frozenset(
+        place_of(f"http://{host_in_url(host)}:{port}")
+        for bound, port in addresses
+        for host in ((bound, "127.0.0.1", "::1") if is_wildcard(bound) else (bound,))
+    )
 
 
 def _worker_problems(config: "Config") -> Iterator[str]:

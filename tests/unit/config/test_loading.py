@@ -290,6 +290,12 @@ def test_a_router_on_all_addresses_refuses_itself_as_a_worker_but_accepts_its_po
     assert message.count("own address") == 1 and "decode.workers[0]" in message
 
 
+def test_the_operators_listener_is_no_worker_either(tmp_path: Path) -> None:
+    text = "listen: {admin: '127.0.0.1:8001'}\nprefill: {workers: [{url: http://localhost:8001}]}\n"
+    message = refusal(tmp_path, f"{text}decode: {{workers: [{{url: 'http://10.0.0.1:8001'}}]}}\n")
+    assert message.count("own address") == 1 and "prefill.workers[0]" in message
+
+
 WRONG_FILES = [
     ("", "c.yaml: is empty"),
     ("# only a comment\n", "c.yaml: is empty"),
