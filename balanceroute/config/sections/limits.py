@@ -59,7 +59,8 @@ class Limits(Section):
         32 * 2**20,
         ge=1024,
         le=2**31,
-        description="Largest request body; above it 413. 200,000 token ids take 1.4 MB, images far more.",
+        description="Largest request body; above it 413, as above half of max_held_bytes and above max_incoming_bytes. "
+        "200,000 token ids take 1.4 MB, images far more.",
     )
     max_incoming_bytes: int = Field(
         2**30,

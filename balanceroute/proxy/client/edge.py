@@ -104,7 +104,10 @@ class ClientLimits:
 
     @classmethod
     def of(cls, config: Config) -> "ClientLimits":
-        """The limits of a configuration, reduced to what this process has descriptors for."""
+        """The limits of a configuration, reduced to what this process has descriptors for.
+
+        A body that would never find room is too large: 503 would have its client try again for ever.
+        """
         limits = config.limits
         return cls(
             most_clients(config),
@@ -113,7 +116,7 @@ class ClientLimits:
             limits.client_min_rate_bytes_per_s,
             limits.client_keep_alive_s,
             limits.client_stall_timeout_s,
-            limits.max_body_bytes,
+            min(limits.max_body_bytes, limits.max_held_bytes // 2, limits.max_incoming_bytes),
             limits.max_incoming_bytes,
             limits.max_held_bytes,
         )

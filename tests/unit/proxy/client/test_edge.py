@@ -396,6 +396,13 @@ def test_a_body_of_max_body_bytes_is_accepted_with_any_number_of_relays(relays: 
     assert limits.max_body_bytes <= limits.one_holder_bytes(relays, limits.max_held_bytes) <= limits.max_held_bytes // 2
 
 
+@pytest.mark.parametrize("narrow", [{"max_held_bytes": 2**21}, {"max_incoming_bytes": 2**20}])
+def test_a_body_that_would_never_find_room_is_too_large(narrow: dict[str, int]) -> None:
+    limits = ClientLimits.of(a_config(limits=narrow))
+    assert limits.max_body_bytes == 2**20
+    assert limits.max_body_bytes <= limits.one_holder_bytes(1, 0)
+
+
 def test_one_clients_share_shrinks_with_the_relays_but_not_below_one_body() -> None:
     limits = ClientLimits(max_held_bytes=1000, max_body_bytes=100)
     assert [limits.one_holder_bytes(relays, 1000) for relays in (1, 2, 4, 8)] == [500, 250, 125, 100]
