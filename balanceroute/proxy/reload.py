@@ -14,7 +14,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from functools import partial
 from threading import Thread
-from typing import Final
 
 from balanceroute.build import policy_settings, predicts, scheduler_config, worker_specs
 from balanceroute.config import Config
@@ -30,8 +29,6 @@ from balanceroute.proxy.workers.connector_check import shortened
 from balanceroute.proxy.workers.places import Places
 
 log = logging.getLogger(__name__)
-
-FIXED: Final = ("listen", "connector", "layerwise")
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,11 +165,16 @@ def _new_workers(old: Config, new: Config) -> dict[str, WorkerSpec]:
 
 def check_fixed(old: Config, new: Config) -> None:
     """Check fixed settings. Raises: ConfigError: one has changed that needs a restart."""
-    for name in FIXED:
-        if getattr(old, name) != getattr(new, name):
-            raise ConfigError(f"{name}: cannot change while the router runs; restart it")
-    if old.lifecycle.pins_file != new.lifecycle.pins_file:
-        raise ConfigError("lifecycle.pins_file: cannot change while the router runs; restart it")
+    now = _fixed(new)
+    if changed := [key for key, value in _fixed(old).items() if now[key] != value]:
+        raise ConfigError(f"{', '.join(changed)}: cannot change while the router runs; restart it")
+
+
+def _fixed(config: Config) -> dict[str, object]:
+    """The settings that need a restart, by their paths."""
+    sections = {"listen": config.listen, "layerwise": config.layerwise}
+    values = {f"{name}.{key}": value for name, section in sections.items() for key, value in section}
+    return {"connector": config.connector, **values, "lifecycle.pins_file": config.lifecycle.pins_file}
 
 
 def asks_another_predictor(old: Config, new: Config) -> bool:

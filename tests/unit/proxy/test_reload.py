@@ -300,9 +300,9 @@ async def test_a_drained_server_stays_drained_under_another_name_unless_it_was_r
         (a_config(queue={"max_queued": 1}).model_copy(update={"connector": "nixl"}), "connector"),
         (
             a_config(queue={"max_queued": 1}).model_copy(update={"layerwise": Layerwise(callback_url="http://r:1")}),
-            "layerwise",
+            "^layerwise.callback_url: cannot",
         ),
-        (a_config(listen={"port": 1}, queue={"max_queued": 1}), "listen"),
+        (a_config(listen={"port": 1, "standbys": 0}, queue={"max_queued": 1}), "^listen.port, listen.standbys: cannot"),
         (a_config(lifecycle={"pins_file": "pins"}, queue={"max_queued": 1}), "lifecycle.pins_file"),
         (a_config(decode={"max_num_seqs": 7}, queue={"max_queued": 1}), "worker d0: slots from [0-9]+ to 7: cannot"),
         (a_config(decode={"shared_barrier": False}), "worker d0: barrier_group from decode to '': cannot"),
