@@ -178,6 +178,7 @@ class Processes:
             configure(self.config.log.level, self.config.log.format, process="parent")
             if not self.brains:  # else the brain warns
                 warn_of_exposures(before, self.config)
+                warn_if_few(self.config, before)
         except Exception as error:  # otherwise all streams would end with this process
             log.error("reload failed", exc_info=error, extra={"error": repr(error)})
             return False

@@ -22,6 +22,7 @@ from balanceroute.core.types import WorkerSpec
 from balanceroute.errors import ConfigError
 from balanceroute.proxy.admission.forecasts import Forecasts, Past, build_forecasts
 from balanceroute.proxy.apart import WITHIN_S
+from balanceroute.proxy.client.descriptors import warn_if_few
 from balanceroute.proxy.coroutines import start_refits
 from balanceroute.proxy.ops.services import Services
 from balanceroute.proxy.perimeter.perimeter import Perimeter, warn_of_exposures
@@ -91,6 +92,7 @@ def apply(
     services.ledger.capacity_changed()
     log.info("configuration reloaded", extra={"changed": changed})
     warn_of_exposures(old, new)
+    warn_if_few(new, old)
     return changed
 
 

@@ -60,9 +60,14 @@ def most_clients_here(config: Config) -> int:
     return clients_within(limit(), len(config.prefill.workers) + len(config.decode.workers))
 
 
-def warn_if_few(config: Config) -> None:
-    """Log a warning if that is less than configured, or less than half of the default."""
+def warn_if_few(config: Config, before: Config | None = None) -> None:
+    """Log a warning if that is less than configured, or less than half of the default.
+
+    `before`: the configuration that a reload replaces; it was warned of.
+    """
     most, limits = most_clients(config), config.limits
+    if before is not None and before.limits.max_connections == limits.max_connections:
+        return
     wanted = limits.max_connections if "max_connections" in limits.model_fields_set else limits.max_connections // 2
     if most < wanted:
         fields = {"open_files": limit(), "clients": most, "max_connections": config.limits.max_connections}

@@ -85,6 +85,18 @@ async def test_a_reload_that_opens_the_router_to_everybody_warns_as_a_start_does
 
 
 @with_virtual_time
+async def test_a_reload_warns_if_open_files_are_not_enough_for_the_connections_that_it_allows(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("balanceroute.proxy.client.descriptors.limit", lambda: 65_536)
+    services = a_router()
+    for most in (20_000, 50_000, 50_000):
+        apply(services, a_config(limits={"max_connections": most}))
+    (record,) = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert vars(record)["max_connections"] == 50_000 > vars(record)["clients"]
+
+
+@with_virtual_time
 async def test_a_reload_keeps_what_keys_have_used_and_which_port_is_the_operators(tmp_path: Path) -> None:
     file = tmp_path / "keys.yaml"
     file.write_text(f"- {{name: a, sha256: {'a' * 64}, requests_per_minute: 1}}\n")
