@@ -12,6 +12,7 @@ falls. States come from the process that decides.
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Annotated, Any, Final, TypeVar
 
 import msgspec
@@ -329,10 +330,12 @@ class Metrics(Collector):
     def pieces(self) -> Iterator[bytes]:
         """The same, piece by piece: with 1,000 workers the whole would hold the event loop for 0.13 s.
 
-        Raises: Rejected, before the first piece.
+        All counts are taken before the first piece, as `before_page` has kept them. Raises: Rejected, before it, too.
         """
         self.before_page()
-        for family in self.registry.collect():
+        collecting = [iter(each.collect()) for each in (self, self._forecasts) if each is not None]
+        begun = [next(each) for each in collecting]
+        for family in chain(*(chain([first], rest) for first, rest in zip(begun, collecting, strict=True))):
             series = family.samples
             for start in range(0, max(1, len(series)), _SERIES):
                 family.samples = series[start : start + _SERIES]
@@ -366,22 +369,23 @@ class Metrics(Collector):
         return others
 
     def collect(self) -> Iterator[Metric]:
-        """The present values of all families."""
+        """The present values of all families; all counts are taken before the first one."""
         self.catch_up()
         others = self._others()
         counters: list[Mapping[str, Any]] = [self._zero_of_workers(), *(other.counters for other in others)]
         histograms = [other.histograms for other in others]
-        view = self._view()
+        counted = [_summed(counter, counters) for counter in self._counters]
+        timed = [_summed(histogram, histograms) for histogram in self._histograms]
+        prefills, view = list(self._prefills()), self._view()
         here = {prefiller.id for prefiller in view.prefillers} | {worker.id for worker in view.decoders}
-        for counter in self._counters:
-            whole = _summed(counter, counters)
-            _forget_workers_but(whole, here)  # other processes may have series of a worker that has left
-            yield whole.family()
-        for histogram in self._histograms:
-            yield _summed(histogram, histograms).family()
+        for counter in counted:
+            _forget_workers_but(counter, here)  # other processes may have series of a worker that has left
+            yield counter.family()
+        for histogram in timed:
+            yield histogram.family()
         yield from cluster_gauges(view, self.withdrawn())
-        for prefills in self._prefills():
-            yield prefills.family()
+        for prefilled in prefills:
+            yield prefilled.family()
         yield GaugeMetricFamily(
             "balanceroute_kv_orphans",
             "Undrainable prefill KV that no decoder is known to have pulled: pinned at worst until the timeout.",
@@ -440,9 +444,7 @@ def _forget_workers_but(family: CounterFamily, known: Collection[str]) -> None:
 
 
 def _summed(family: Counts, others: Sequence[Mapping[str, Any]]) -> Counts:
-    """The family with the counts of others added."""
-    if not others:
-        return family
+    """A copy of the family with the counts of others added."""
     whole = family.copy()
     for other in others:
         whole.add(other.get(family.name, ()))

@@ -22,6 +22,7 @@ from balanceroute.errors import (
     UpstreamStatus,
     UpstreamTimeout,
 )
+from balanceroute.prediction import History
 from balanceroute.proxy import perimeter
 from balanceroute.proxy.admission.forecasts import LiveForecasts
 from balanceroute.proxy.client.labels import reason_of
@@ -29,6 +30,7 @@ from balanceroute.proxy.coroutines import supervised
 from balanceroute.proxy.life.resumption import Fidelity
 from balanceroute.proxy.link.callbacks import REFUSED
 from balanceroute.proxy.telemetry.conditions import METRICS
+from balanceroute.proxy.telemetry.forecast_metrics import ForecastMetrics
 from balanceroute.proxy.telemetry.metrics import Metrics, read_counts
 from balanceroute.proxy.telemetry.process_gauges import this_process
 from tests.unit.proxy.virtual_time import a_config, a_router, with_virtual_time
@@ -67,12 +69,19 @@ def test_a_page_of_many_workers_comes_in_pieces_of_a_thousand_series() -> None:
     assert b"".join(pieces) == generate_latest(metrics.registry)
 
 
-def test_a_piece_is_collected_only_when_its_turn_comes() -> None:
+def test_all_counts_of_a_page_are_those_of_its_beginning_when_they_were_kept_for_the_next_brain() -> None:
     metrics = Metrics(lambda: view_cluster(ClusterSnapshot()), "br_0")
+    metrics.include(forecasts := ForecastMetrics(history := History(None)))
     pieces = metrics.pieces()
-    next(pieces)
+    page = next(pieces)
+    metrics.restarts.inc("brain")
     metrics.prefill_wait.observe(1.0)
-    assert b'balanceroute_wait_seconds_count{tier="prefill"} 1.0' in b"".join(pieces)
+    history.dropped += 1
+    page += b"".join(pieces)
+    assert b'balanceroute_restarts_total{process="brain"} 0.0' in page
+    assert b'balanceroute_wait_seconds_count{tier="prefill"} 0.0' in page
+    assert b"balanceroute_predictor_history_dropped_total 0.0" in page
+    metrics.leave_out(forecasts)
 
 
 def samples_of(metrics: Metrics, name: str) -> dict[tuple[str, ...], float]:
