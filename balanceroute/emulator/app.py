@@ -378,6 +378,6 @@ class _SideRoutes:
     async def fault(self, request: Request) -> Response:
         body = parse_body(await request.body(), request.headers.get("content-type"))
         fault = Fault.from_json(body)
-        worker = body.get("worker") or self._site.workers[0].name
+        worker = str(body.get("worker") or self._site.workers[0].name)
         await self._site.control.inject(worker, fault)
         return json_response({"worker": worker, "kind": fault.kind, "at_once": fault.kind in WORKER_KINDS})

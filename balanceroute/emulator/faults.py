@@ -68,6 +68,13 @@ WORKER_KINDS = frozenset(
         FaultKind.START_BARRIER,
     }
 )
+_NUMBERS = (  # the least value of each
+    ("count", int | None, 1),
+    ("after_events", int, 0),
+    ("status", int, 200),
+    ("delay_s", int | float, 0),
+    ("factor", int | float, 0),
+)
 GENERATION_ROUTES = ("/v1/completions", "/v1/chat/completions")
 
 
@@ -95,16 +102,10 @@ class Fault:
             values["kind"] = FaultKind(body.get("kind", ""))
         except ValueError as error:
             raise ApiError(f"fault: kind must be one of {', '.join(FaultKind)}") from error
-        for name, types in (
-            ("after_events", int),
-            ("status", int),
-            ("delay_s", int | float),
-            ("factor", int | float),
-        ):
-            if not isinstance(values.get(name, 1), types):
-                raise ApiError(f"fault: {name} must be a number, got {values[name]!r}")
-        if not isinstance(values.get("count"), int | None):
-            raise ApiError(f"fault: count must be an integer or null, got {values['count']!r}")
+        for name, types, least in _NUMBERS:
+            value = values.get(name, least)
+            if not isinstance(value, types) or isinstance(value, bool) or (value is not None and value < least):
+                raise ApiError(f"fault: {name} must be a number from {least}, got {value!r}")
         return cls(**values)
 
     def applies_to(self, path: str) -> bool:

@@ -398,8 +398,11 @@ async def test_faults_and_state_are_reachable_over_http() -> None:
         assert reply.status_code == 200
         state = (await client.get(url + "state")).json()
         assert state["workers"]["d1"]["faults"] == [{"kind": "status", "count": None, "path": None}]
-        for wrong in ({"kind": "nope"}, {"kind": "status", "worker": "x9"}, {"kind": "status", "colour": 1}):
-            assert (await client.post(url + "fault", json=wrong)).status_code == 400
+        wrong = [{"worker": "x9"}, {"worker": ["d1"]}, {"colour": 1}, {"kind": "nope"}]
+        wrong += [{"count": 0}, {"after_events": -1}, {"status": "500"}, {"factor": -1}, {"delay_s": None}]
+        for each in wrong:
+            assert (await client.post(url + "fault", json={"kind": "status", **each})).status_code == 400, each
+        assert (await client.get(url + "state")).json()["workers"]["p0"]["faults"] == []
 
 
 async def test_stop_strings_and_stop_ids_end_an_answer_early_and_free_its_slot() -> None:
