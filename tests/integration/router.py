@@ -112,6 +112,28 @@ async def pushed_back(router: Router, role: str) -> None:
     await until(lambda: all(worker.circuit.failures >= 2 for worker in workers))
 
 
+Sent = tuple[str, str, dict[str, str]]
+"""Method, path and headers of a request to a worker."""
+
+
+def sent_to_workers(services: Services) -> list[Sent]:
+    """What goes to the workers from here on, but for polls of their health and metrics."""
+    seen: list[Sent] = []
+    for worker in services.fleet:
+        send = worker.upstream.request
+
+        async def noted(
+            method: str, path: str, body: bytes = b"", headers: Any = b"", *, send: Any = send, **rest: Any
+        ) -> Any:
+            if path not in ("/health", "/metrics"):
+                lines = headers.splitlines() if isinstance(headers, bytes) else [b"%b: %b" % each for each in headers]
+                seen.append((method, path, dict(line.decode().split(": ", 1) for line in lines)))
+            return await send(method, path, body, headers, **rest)
+
+        worker.upstream.request = noted  # type: ignore[method-assign]
+    return seen
+
+
 @asynccontextmanager
 async def served(app: RouterApp, send_buffer_bytes: int | None = None) -> AsyncIterator[str]:
     """Serve an application on a free loopback port with the server that `serve` ships; yields its URL.

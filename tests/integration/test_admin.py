@@ -309,7 +309,7 @@ async def test_a_request_that_any_worker_can_answer_is_passed_on() -> None:
         reply = await router.client.post("/v1/responses", json={})
         assert reply.status_code == 404 and reply.json()["error"]["code"] == 404
         assert (await router.client.get("/nowhere")).status_code == 404
-        assert (await router.client.post("/reset_prefix_cache")).status_code in (200, 500)
+        assert (await router.client.post("/reset_prefix_cache")).status_code == 200
 
 
 async def test_rerunning_a_journal_of_live_decisions_gives_the_same_decisions(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from balanceroute.emulator import ClusterShape
 from balanceroute.engine.tokens import FIRST_TRIPLE_ID, continuation, decode
-from tests.integration.router import FAST, Router, running
+from tests.integration.router import FAST, Router, running, sent_to_workers
 from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
@@ -67,7 +67,7 @@ async def test_streamed_completion_gives_the_same_and_ends_with_one_done() -> No
         assert parts.count("[DONE]") == 1 and parts[-1] == "[DONE]"
         assert "".join(texts(parts)) == decode(continuation(PROMPT, 12))
         assert parts[-2]["usage"]["completion_tokens"] == 12
-        assert "token_ids" not in reply.text or '"token_ids":[' not in reply.text
+        assert '"token_ids":[' not in reply.text
         await router.settled()
 
 
@@ -210,8 +210,7 @@ async def test_kv_of_a_request_that_left_the_pool_is_drained_through_a_decoder()
     shape = ClusterShape(prefillers=1, decoders=1, max_num_seqs=1, time_scale=0.1)
     async with running(shape) as router:
         snapshot = router.app.services.ledger.scheduler.snapshot
-        seen: list[dict[str, str]] = []
-        _watch_requests(router, seen)
+        seen = sent_to_workers(router.app.services)
         await router.cluster.inject("d0", "stop_barrier")  # the only slot stays taken until the second one has left
         first = asyncio.create_task(router.client.post("/v1/completions", json=completion()))  # noqa: TID251
         await until(lambda: len(snapshot.workers[0].active) == 1)
@@ -225,7 +224,7 @@ async def test_kv_of_a_request_that_left_the_pool_is_drained_through_a_decoder()
         await router.settled()
         assert router.app.services.metrics.drains.value("drained") == 1
         assert router.cluster.violations() == {}
-        assert all(head["content-type"] == "application/json" for head in seen)  # vLLM refuses a body without
+        assert all(head["content-type"] == "application/json" for _, _, head in seen)  # vLLM refuses a body without
 
 
 async def test_a_drain_carries_the_request_id_that_the_prefiller_knows() -> None:
@@ -233,8 +232,7 @@ async def test_a_drain_carries_the_request_id_that_the_prefiller_knows() -> None
     shape = ClusterShape(prefillers=1, decoders=1, max_num_seqs=1, time_scale=0.1)
     async with running(shape) as router:
         snapshot = router.app.services.ledger.scheduler.snapshot
-        seen: list[dict[str, str]] = []
-        _watch_requests(router, seen)
+        seen = sent_to_workers(router.app.services)
         await router.cluster.inject("d0", "stop_barrier")
         first = asyncio.create_task(router.client.post("/v1/completions", json=completion()))  # noqa: TID251
         await until(lambda: len(snapshot.workers[0].active) == 1)
@@ -247,7 +245,7 @@ async def test_a_drain_carries_the_request_id_that_the_prefiller_knows() -> None
         assert (await first).status_code == 200
         await router.settled()
         assert router.app.services.metrics.drains.value("drained") == 1
-    ids = [head["x-request-id"] for head in seen]
+    ids = [head["x-request-id"] for _, _, head in seen]
     (again,) = {name for name in ids if name.endswith("-2")}
     assert ids.count(again) == 2  # its probe and its drain
     assert len(set(ids)) == 3  # the other request's, and that of the first try
@@ -365,7 +363,6 @@ async def test_requests_in_a_pipeline_are_answered_in_order() -> None:
 
 
 async def test_workers_see_authorization_and_trace_headers_but_not_the_client_s_rank_or_encoding() -> None:
-    seen: list[dict[str, str]] = []
     async with running(FAST) as router:
         headers = {
             "Authorization": "Bearer k",
@@ -373,29 +370,14 @@ async def test_workers_see_authorization_and_trace_headers_but_not_the_client_s_
             "X-data-parallel-rank": "7",
             "X-Request-Id": "mine",
         }
-        _watch_requests(router, seen)
+        seen = sent_to_workers(router.app.services)
         reply = await router.client.post("/v1/completions", json=completion(), headers=headers)
         assert reply.headers["x-request-id"] == "mine"
     assert len(seen) == 2
-    for head in seen:
+    for _, _, head in seen:
         assert head["authorization"] == "Bearer k" and head["traceparent"] == "00-1-2-01"
         assert "x-data-parallel-rank" not in head and "accept-encoding" not in head
         assert head["x-request-id"].startswith("mine-")
-
-
-def _watch_requests(router: Router, seen: list[dict[str, str]]) -> None:
-    """Note the heads that go to the workers."""
-    for worker in router.app.services.fleet:
-        send = worker.upstream.request
-
-        async def noted(
-            method: str, path: str, body: bytes = b"", headers: Any = b"", *, send: Any = send, **rest: Any
-        ) -> Any:
-            if method == "POST":
-                seen.append(dict(line.split(": ", 1) for line in headers.decode().splitlines()))
-            return await send(method, path, body, headers, **rest)
-
-        worker.upstream.request = noted  # type: ignore[method-assign]
 
 
 PROMPTS = [list(range(start, start + 30)) for start in (400, 500, 600)]
