@@ -24,7 +24,7 @@ from balanceroute.experiments.methods import Method
 from balanceroute.traces import generate_trace, write_trace
 
 TINY = replace(Scope.of(quick=True, trace=None), seeds=(0,), rows=60)
-CELLS = [Cell("capped", n_workers=2, rows=80), Cell("short", load=0.8, n_workers=2, factor="transfer 5", rows=80)]
+CELLS = [Cell("capped", n_workers=2, rows=30), Cell("short", load=0.8, n_workers=2, factor="transfer 5", rows=30)]
 
 
 @pytest.mark.parametrize("factor", [*FACTORS, *LATER_FACTORS, "engine balancer"])
@@ -48,7 +48,8 @@ def test_the_cells_change_one_factor_at_a_time_around_their_bases() -> None:
 @pytest.mark.parametrize("factor", ["none", "draft 3", "two groups"])
 def test_slots_in_use_are_a_share_of_all_whatever_a_step_yields(factor: str) -> None:
     cell = Cell("capped", load=1.2, n_workers=2, factor=factor, rows=300)
-    results = {job: job.run() for method in grid.POLICIES for job in grid.jobs_of(TINY, cell, method)}
+    run = CellJob(cell, methods.LEVEL_FIT).run()
+    results = {job: run for method in grid.POLICIES for job in grid.jobs_of(TINY, cell, method)}
     assert all(0.8 < result.utilisation < 1.05 for result in grid.cell_results(TINY, results, cell))
 
 
@@ -208,14 +209,15 @@ def test_a_trace_too_short_to_fill_the_slots_is_named_as_that_in_place_of_empty_
     path = tmp_path / "short.csv"
     write_trace(generate_trace("capped", rows=60), path)
     monkeypatch.setattr(grid, "cells", lambda scope: [Cell(str(path), n_workers=2)])
-    scope = Scope.of(quick=True, trace=str(path))
-    text = grid.report(scope, {job: job.run() for job in grid.plan(scope)}, tmp_path).markdown()
+    scope = replace(TINY, trace=str(path))
+    run = grid.plan(scope)[0].run()
+    text = grid.report(scope, dict.fromkeys(grid.plan(scope), run), tmp_path).markdown()
     assert "No cell is busy: at most " in text and "10,240 for 8 workers of 64; the trace has 60." in text
     assert "| – |" not in text.partition("| cell |")[0], "no row of dashes"
 
 
 def test_the_bound_report_compares_every_policy_with_hindsight_and_perfect_balance(tmp_path: Path) -> None:
-    text = reproduce(["bound"], TINY, tmp_path, n_processes=1)
+    text = reproduce(["bound"], replace(TINY, rows=20), tmp_path, n_processes=1)
     assert "| Perfect balance | 0 | 0.00 | 1.000 |" in text
     for method in (*bound.ROUTERS, *bound.HINDSIGHT):
         assert f"| {method.label} |" in text
@@ -248,7 +250,7 @@ def test_drawn_workloads_are_reported_with_every_policy_and_with_makespans(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("matplotlib")
-    few = [replace(cell, n_workers=2, rows=150) for cell in drawn.cells(TINY)[:2]]
+    few = [replace(cell, n_workers=2, rows=40) for cell in drawn.cells(TINY)[:2]]
     monkeypatch.setattr(drawn, "cells", lambda scope: few)
     text = reproduce(["drawn"], TINY, tmp_path, n_processes=1)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["REPORT.md", *drawn.files(TINY)])

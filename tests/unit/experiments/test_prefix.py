@@ -15,7 +15,7 @@ from balanceroute.traces import generate_conversations, generate_trace, write_tr
 def test_the_report_has_every_rival_on_every_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
     trace = tmp_path / "talk.csv"
-    write_trace(generate_conversations(80), trace)
+    write_trace(generate_conversations(30), trace)
     monkeypatch.setattr(prefix, "PREFILLERS", 2)
     scope = Scope.of(quick=True, trace=str(trace))
     text = reproduce(["prefix"], scope, tmp_path / "out", n_processes=1)
