@@ -3,6 +3,7 @@
 import asyncio
 import json
 import sys
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -95,8 +96,11 @@ def test_load_runs_on_uvloop() -> None:
 
 async def test_complete_answers_are_counted_and_timed() -> None:
     bodies: list[Body] = []
+    began_s = time.monotonic()
     report = await loaded(a_trace([1, 5, 9]), whole_answer, bodies)
     assert (report.requests, report.completed, report.errors) == (3, 3, {})
+    assert 0 < report.ttft_s.max <= report.latency_s.max <= report.duration_s <= time.monotonic() - began_s
+    assert report.late_s.n == 3 and report.late_s.max <= report.duration_s
     assert report.output_tokens == 15
     assert report.ttft_s.n == 3
     assert report.tpot_s.n == 2  # one token has no second one to measure to
@@ -209,6 +213,11 @@ async def test_an_invalid_field_of_an_answer_is_named(answer: Answer, reason: st
     assert [kind for kind in report.errors if kind.startswith(reason)], report.errors
 
 
+async def test_tokens_before_an_error_event_are_counted_and_the_event_is_none() -> None:
+    report = await loaded(a_trace([4]), answer_error_event)
+    assert report.output_tokens == 1
+
+
 async def test_errors_of_one_kind_are_counted_together_under_the_first_message() -> None:
     number = 0
 
@@ -231,19 +240,25 @@ async def test_the_first_model_of_a_long_list_is_asked_for() -> None:
     assert asked[0]["model"] == "model 0"
 
 
-async def test_connections_are_reused_and_a_stale_one_is_replaced() -> None:
-    served = 0
+async def test_a_connection_is_used_again_and_one_that_the_server_had_closed_is_replaced() -> None:
+    requests: list[int] = []  # of each connection
 
-    async def close_after_answer(body: Body, writer: asyncio.StreamWriter) -> None:
-        nonlocal served
-        served += 1
-        await whole_answer(body, writer)
-        await writer.drain()
-        writer.close()  # keep-alive was not refused, so the client kept the connection
+    async def serve_two(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        requests.append(0)
+        while not writer.is_closing():
+            await read_request(reader)
+            requests[-1] += 1
+            if requests[-1] > 2:
+                writer.close()
+            else:
+                writer.write(plain(MODELS))
 
-    trace = a_trace([2] * 6)
-    report = await loaded(trace.scaled(20.0), close_after_answer)
-    assert (report.completed, served) == (6, 6)
+    async with worker(serve_two) as running:
+        client = Client(running.url)
+        for _ in range(4):
+            assert (await client.get("/v1/models")).status == 200
+        client.close()
+    assert requests == [3, 2]
 
 
 async def test_the_time_scale_stretches_the_arrivals() -> None:
