@@ -77,6 +77,8 @@ def judge(ask: Ask, answer: Answer) -> Verdict:
         return Verdict(Kind.WRONG, str(error), status)
     except Malformed as error:
         return Verdict(Kind.IMPROPER, str(error), status)
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
+        return Verdict(Kind.IMPROPER, f"no answer ({error!r}): {_so_far(answer)}", status)
 
 
 def _so_far(answer: Answer) -> str:
@@ -254,15 +256,12 @@ class _Stream:
 def _judge_object(ask: Ask, answer: Answer) -> Verdict:
     if answer.ended is not Ended.WHOLE:
         raise Malformed(f"cut off before the end ({answer.reason}), {_so_far(answer)}")
-    try:
-        body = orjson.loads(answer.body)
-        choices, usage = body["choices"], body["usage"]
-        if [choice["index"] for choice in choices] != list(range(len(ask.choices))):
-            raise Mismatch(f"choices {[choice['index'] for choice in choices]} of {len(ask.choices)}")
-        for choice, right in zip(choices, ask.choices, strict=True):
-            _check_choice(ask, choice, right)
-    except (ValueError, TypeError, KeyError) as error:
-        raise Malformed(f"no answer ({error!r}): {answer.body[:200]!r}") from error
+    body = orjson.loads(answer.body)
+    choices, usage = body["choices"], body["usage"]
+    if [choice["index"] for choice in choices] != list(range(len(ask.choices))):
+        raise Mismatch(f"choices {[choice['index'] for choice in choices]} of {len(ask.choices)}")
+    for choice, right in zip(choices, ask.choices, strict=True):
+        _check_choice(ask, choice, right)
     if body.get("kv_transfer_params") is not None:
         raise Malformed("kv_transfer_params reached the client")
     _check_usage(ask, usage)

@@ -64,10 +64,11 @@ def with_change(change: Callable[[list[dict[str, Any]]], Any]) -> list[dict[str,
         (lambda events: events[0].update(prompt_token_ids=PROMPT), Kind.IMPROPER),
         (lambda events: events.append({"choices": [], "usage": {}, "id": "cmpl-1", "created": 7}), Kind.IMPROPER),
         (lambda events: events.append({"error": {"message": "x", "type": "y", "code": 1}}), Kind.IMPROPER),
+        (lambda events: events[3].pop("choices"), Kind.IMPROPER),
     ],
     ids=[
         *("lost token", "repeated token", "other token", "other id", "other time", "other end", "no end"),
-        *("marker", "ids unasked", "prompt ids unasked", "usage unasked", "error but clean end"),
+        *("marker", "ids unasked", "prompt ids unasked", "usage unasked", "error but clean end", "no choices"),
     ],
 )
 def test_every_change_of_a_correct_stream_is_detected(
@@ -114,8 +115,55 @@ def test_usage_is_needed_where_asked_for_and_must_be_right() -> None:
     usage = {"prompt_tokens": 3, "completion_tokens": 6, "total_tokens": 9}
     last = {"id": "cmpl-1", "created": 7, "choices": [], "usage": usage}
     assert judge(ask, a_stream([*right_events(), last])).kind is Kind.RIGHT
+    assert judge(ask, a_stream([*right_events(), last, last])).kind is Kind.IMPROPER
     last["usage"] = usage | {"completion_tokens": 7}
     assert judge(ask, a_stream([*right_events(), last])).kind is Kind.WRONG
+
+
+def in_chat(event: dict[str, Any], **delta: Any) -> dict[str, Any]:
+    choice = {name: value for name, value in event["choices"][0].items() if name != "text"}
+    return event | {"choices": [choice | {"delta": delta or {"content": event["choices"][0]["text"]}}]}
+
+
+@pytest.mark.parametrize(
+    ("roles_at", "kind"),
+    [([0], Kind.RIGHT), ([], Kind.WRONG), ([0, 0], Kind.WRONG), ([1], Kind.WRONG)],
+    ids=["first", "none", "two", "after the first text"],
+)
+def test_a_streamed_chat_has_one_role_which_comes_first(roles_at: list[int], kind: Kind) -> None:
+    events = [in_chat(event) for event in right_events()]
+    for place in roles_at:
+        events.insert(place, in_chat(an_event(0), role="assistant", content=""))
+    assert judge(an_ask(path=CHAT), a_stream(events)).kind is kind
+
+
+@pytest.mark.parametrize("chat", [False, True], ids=["completion", "chat"])
+@pytest.mark.parametrize(
+    ("change", "kind"),
+    [
+        ({}, Kind.RIGHT),
+        ({"text": "w"}, Kind.WRONG),
+        ({"finish_reason": "stop"}, Kind.WRONG),
+        ({"stop_reason": "recomputed"}, Kind.WRONG),
+        ({"index": 1}, Kind.WRONG),
+        ({"token_ids": list(IDS)}, Kind.IMPROPER),
+        ({"usage": {"prompt_tokens": 3, "completion_tokens": 5, "total_tokens": 8}}, Kind.WRONG),
+        ({"usage": None}, Kind.IMPROPER),
+        ({"kv_transfer_params": {}}, Kind.IMPROPER),
+    ],
+    ids=lambda value: next(iter(value), "nothing") if isinstance(value, dict) else "",
+)
+def test_every_change_of_a_whole_answer_is_detected(change: dict[str, Any], kind: Kind, chat: bool) -> None:
+    usage = {"prompt_tokens": 3, "completion_tokens": 6, "total_tokens": 9}
+    body: dict[str, Any] = {"usage": usage, "kv_transfer_params": None}
+    choice: dict[str, Any] = {"index": 0, "finish_reason": "length", "stop_reason": None, "token_ids": None}
+    choice["text"] = decode(IDS)
+    for name, value in change.items():
+        (body if name in body else choice)[name] = value
+    if chat:
+        choice["message"] = {"content": choice.pop("text")}
+    answer = Answer(Ended.WHOLE, 200, {}, orjson.dumps(body | {"choices": [choice]}))
+    assert judge(an_ask(path=CHAT if chat else COMPLETIONS, stream=False), answer).kind is kind
 
 
 @pytest.mark.parametrize(
