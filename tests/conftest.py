@@ -1,6 +1,7 @@
 """Property tests are judged by what they find, not by how fast a busy machine draws examples; nothing is skipped."""
 
 import gc
+import logging
 from collections.abc import Generator, Iterator
 
 import pytest
@@ -29,6 +30,18 @@ def _policies_that_a_test_has_named_are_forgotten() -> Iterator[None]:
     yield
     for name in set(POLICIES) - before:
         del POLICIES[name]
+
+
+@pytest.fixture(autouse=True)
+def _what_a_test_does_to_the_log_is_undone() -> Iterator[None]:
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    for handler in root.handlers:
+        if handler not in handlers:
+            handler.close()
+    root.handlers[:] = handlers
+    root.setLevel(level)  # loggers keep what they know of a level until another one is set
 
 
 @pytest.hookimpl(wrapper=True)

@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from select import PIPE_BUF
 
@@ -15,17 +14,6 @@ import pytest
 from balanceroute.proxy.telemetry import logs
 from balanceroute.proxy.telemetry.logs import FLUSH_S, PATIENCE_S, SHARE, configure, log_request
 from tests.unit.proxy.virtual_time import let_pass, with_virtual_time
-
-
-@pytest.fixture(autouse=True)
-def restored() -> Iterator[None]:
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    yield
-    for handler in root.handlers:
-        if handler not in handlers:
-            handler.close()
-    root.handlers[:], root.level = handlers, level
 
 
 def lines(style: str) -> list[str]:
