@@ -248,13 +248,8 @@ async def test_local_preemption_is_invisible_but_for_the_wait() -> None:
 
 
 @SOCKETS
-@pytest.mark.parametrize(
-    ("kind", "expected"),
-    [("reset", None), ("close", None), ("half_event", None), ("reset_before_reply", None)],
-)
-async def test_a_broken_connection_is_broken_for_the_client_and_freed_here(
-    kind: str, expected: None, listen: bool
-) -> None:
+@pytest.mark.parametrize("kind", ["reset", "close", "half_event", "reset_before_reply"])
+async def test_a_broken_connection_is_broken_for_the_client_and_freed_here(kind: str, listen: bool) -> None:
     async with a_cluster(listen=listen) as (cluster, client):
         await cluster.inject("d0", kind, after_events=2)
         with pytest.raises(httpx.TransportError):
@@ -271,14 +266,19 @@ async def test_unusual_framing_changes_no_token(kind: str, listen: bool) -> None
         assert await decode_ids(cluster, client, PROMPT, max_tokens=6) == continuation(PROMPT, 6)
 
 
-async def test_a_fault_can_join_two_events_in_one_write() -> None:
+async def test_a_fault_can_join_two_events_in_one_write_or_split_them_into_bytes_or_compress_them() -> None:
     async with a_cluster() as (cluster, client):
-        await cluster.inject("d0", "merge_events")
-        body = {"prompt": PROMPT, "max_tokens": 6, "stream": True}
-        url = cluster.decode_urls[0] + "/v1/completions"
-        async with client.stream("POST", url, json=body) as response:
-            pieces = [piece.count(b"data: ") async for piece in response.aiter_raw()]
-        assert pieces == [2, 2, 2, 1]
+
+        async def written(kind: str) -> tuple[list[bytes], str | None]:
+            await cluster.inject("d0", kind)
+            body = {"prompt": PROMPT, "max_tokens": 6, "stream": True}
+            async with client.stream("POST", cluster.decode_urls[0] + "/v1/completions", json=body) as response:
+                return [piece async for piece in response.aiter_raw()], response.headers.get("content-encoding")
+
+        joined, split, compressed = [await written(kind) for kind in ("merge_events", "split_bytes", "gzip")]
+        assert [piece.count(b"data: ") for piece in joined[0]] == [2, 2, 2, 1]
+        assert {len(piece) for piece in split[0]} == {1}
+        assert compressed[1] == "gzip"
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 import json
 from typing import Any
 
-import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -43,25 +42,15 @@ trees = st.recursive(numbers | st.text(), lambda inner: st.lists(inner) | st.dic
 @given(trees)
 def test_the_engines_get_the_values_that_python_parses_from_the_body(tree: Any) -> None:
     body = json.dumps({"prompt": "x", "novel": tree}).encode()
-    try:
-        request = parse("completions", body)
-    except InvalidRequest:  # half of a surrogate pair
-        with pytest.raises(orjson.JSONDecodeError):
-            orjson.loads(body)
-        return
-    read = json.loads(payloads.decode_body(request, KV))["novel"]
+    read = json.loads(payloads.decode_body(parse("completions", body), KV))["novel"]
     assert repr(read) == repr(tree)
 
 
 @pytest.mark.parametrize("field", ["max_tokens", "seed", "min_tokens", "n", "priority"])
-def test_a_too_large_integer_in_a_router_field_is_refused_or_left_to_the_engines(field: str) -> None:
-    body = b'{"prompt":["a","b"],"%s":%d}' % (field.encode(), 2**70)
-    try:
-        parts = split(parse("completions", body))
-    except InvalidRequest as error:
-        assert error.param == field
-    else:
-        assert str(2**70).encode() in payloads.decode_body(parts[0], KV)
+def test_a_too_large_integer_in_a_router_field_is_refused(field: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        split(parse("completions", b'{"prompt":["a","b"],"%s":%d}' % (field.encode(), 2**70)))
+    assert refused.value.param == field
 
 
 def test_integers_in_anthropic_tools_are_kept_digit_for_digit() -> None:

@@ -7,43 +7,42 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from balanceroute.errors import InvalidRequest
 from balanceroute.proxy.wire.client_request import Endpoint, parse
 from balanceroute.proxy.wire.derived_requests import resume, split
 from balanceroute.proxy.wire.payloads import PROBE_KV_PARAMS, decode_body, drain_body, probe_body, push_body
 from tests.unit.proxy.captures import body_of, capture_files, request_of
 from tests.unit.proxy.wire.requests import KV, a_request, load
 
-FIELDS = [
-    "prompt",
-    "prompt_embeds",
-    "messages",
-    "stream",
-    "stream_options",
-    "n",
-    "max_tokens",
-    "min_tokens",
-    "priority",
-    "model",
-    "seed",
-]
-
-
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-5, 2**64 - 1) | st.text(max_size=4),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=2),
     max_leaves=5,
 )
+FIELDS = st.fixed_dictionaries(
+    {"stream": st.booleans()},
+    optional={
+        "n": st.integers(1, 5),
+        "max_tokens": st.integers(1, 10**6),
+        "min_tokens": st.integers(0, 1),
+        "priority": st.integers(-(2**63), 2**63 - 1),
+        "model": st.text(max_size=4),
+        "seed": st.integers(-(2**63), 2**63 - 1),
+        "novel": JSON,
+    },
+)
+PROMPTS = [
+    ("completions", "prompt", ["a", [1, 2], ["a", "b"], [[1], [2, 3]]]),
+    ("chat", "messages", [[{"role": "user", "content": "a"}]]),
+]
 
 
-@given(st.dictionaries(st.sampled_from(FIELDS), JSON), st.sampled_from(["completions", "chat"]))
-def test_any_accepted_body_yields_bodies_for_every_worker(fields: dict[str, Any], endpoint: Endpoint) -> None:
-    try:
-        request = parse(endpoint, orjson.dumps(fields))
-        parts = split(request) if request.n * request.prompts < 100 else [request]
-    except InvalidRequest:
-        return
-    for part in parts:
+@pytest.mark.parametrize(("endpoint", "name", "prompts"), PROMPTS, ids=["completions", "chat"])
+@given(fields=FIELDS, data=st.data())
+def test_any_accepted_body_yields_bodies_for_every_worker(
+    endpoint: Endpoint, name: str, prompts: list[Any], fields: dict[str, Any], data: st.DataObject
+) -> None:
+    body = fields | {name: data.draw(st.sampled_from(prompts))}
+    for part in split(parse(endpoint, orjson.dumps(body))):
         assert load(probe_body(part))["max_tokens"] == 1
         assert load(decode_body(part, KV))["kv_transfer_params"] == orjson.loads(KV)
 
