@@ -14,8 +14,8 @@ from scripts import docs_figures
 def test_each_row_of_the_readmes_policy_table_equals_replays_output(
     policy: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(docs_figures, "ROWS", 1500)
-    arguments = ["replay", "--policy", policy, "--seed", "3", "--max-requests", "1500", "--json"]
+    monkeypatch.setattr(docs_figures, "ROWS", 300)
+    arguments = ["replay", "--policy", policy, "--seed", "3", "--max-requests", "300", "--json"]
     monkeypatch.setattr(sys, "argv", ["balanceroute", *arguments])
     with pytest.raises(SystemExit) as ended:
         main()
