@@ -6,6 +6,7 @@ What is drawn comes from the product: simulations with the settings that `serve`
  example decision of `balanceroute explain`.
 """
 
+import argparse
 import json
 import sys
 from dataclasses import asdict, replace
@@ -185,11 +186,14 @@ def horizon() -> None:
 
 def main() -> int:
     """All of them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--fast", action="store_true", help="only what needs no simulation")
+    arguments = parser.parse_args()
     OUT.mkdir(parents=True, exist_ok=True)
     margins()
     subsets()
     horizon()
-    if "--fast" not in sys.argv:
+    if not arguments.fast:
         results()
     return 0
 

@@ -6,6 +6,7 @@ python -m scripts.readme_tables --check   exit code 1 when one is out of date
 The results are those of docs/figures/results.json, which `python -m scripts.docs_figures` writes.
 """
 
+import argparse
 import json
 import re
 import subprocess
@@ -121,9 +122,12 @@ def generated() -> dict[str, str]:
 
 def main() -> int:
     """Rewrite or check."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    arguments = parser.parse_args()
     parts = generated()
     outdated = [page for page in PAGES if page.read_text() != rewritten(page.read_text(), parts)]
-    if "--check" in sys.argv:
+    if arguments.check:
         return int(bool(outdated))
     for page in outdated:
         page.write_text(rewritten(page.read_text(), parts))

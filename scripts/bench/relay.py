@@ -196,6 +196,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write every measurement here, as JSON")
     parser.add_argument("--quiet", action="store_true")
     arguments = parser.parse_args()
+    if any("=" not in text for text in (*arguments.target, *arguments.set)):
+        parser.error("--target wants NAME=COMMAND, --set KEY=VALUE")
     allow_many_sockets()
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(arguments, Path(folder))

@@ -66,12 +66,27 @@ class Site:
         """Start the workers, then the targets that have a command, and wait for all. Raises: SystemExit."""
         command = [sys.executable, str(HERE / "relay_workers.py"), "--prefill", *map(str, self.prefill)]
         self._start([*command, "--decode", *map(str, self.decode)], "workers")
-        wait_until_ready(Target("workers", self.decode[0], []))
+        self._wait_for(Target("workers", self.decode[0], []))
         started = [target for target in targets if target.command]
         for target in started:
             target.process = self._start(target.command, target.name)
         for target in started:
-            wait_until_ready(target)
+            self._wait_for(target)
+
+    def _wait_for(self, target: Target) -> None:
+        """Wait for an answer of the model. Raises: SystemExit: the target has ended, or has had its time."""
+        body = b'{"model": "bench", "max_tokens": 2, "messages": [{"role": "user", "content": "ready?"}]}'
+        end = time.monotonic() + 90.0
+        while True:
+            try:
+                http(target.port, "/v1/chat/completions", body)
+                return
+            except OSError as error:
+                ended = target.process is not None and target.process.poll() is not None
+                if ended or time.monotonic() > end:
+                    log = (self.folder / f"{target.name}.log").read_text()
+                    raise SystemExit(f"{target.name} does not answer: {error}\n{log[-2000:]}") from error
+                time.sleep(0.2)
 
     def _start(self, command: Sequence[str], name: str) -> subprocess.Popen[bytes]:
         process = start(command, self.folder / f"{name}.log")
@@ -105,18 +120,3 @@ def http(port: int, path: str, body: bytes | None) -> bytes:
     with urllib.request.urlopen(request, timeout=5) as reply:
         content: bytes = reply.read()
         return content
-
-
-def wait_until_ready(target: Target) -> None:
-    """Wait for an answer of the model. Raises: SystemExit: the target has ended, or has had its time."""
-    body = b'{"model": "bench", "max_tokens": 2, "messages": [{"role": "user", "content": "ready?"}]}'
-    end = time.monotonic() + 90.0
-    while True:
-        try:
-            http(target.port, "/v1/chat/completions", body)
-            return
-        except OSError as error:
-            ended = target.process is not None and target.process.poll() is not None
-            if ended or time.monotonic() > end:
-                raise SystemExit(f"{target.name} does not answer: {error}") from error
-            time.sleep(0.2)

@@ -34,6 +34,7 @@ import uvloop
 from balanceroute.demo.processes import total
 from balanceroute.emulator.faults import FaultKind
 from balanceroute.engine.tokens import OutputLengths
+from scripts.arguments import count
 from scripts.chaos_run.aftermath import (
     Findings,
     check_outcomes,
@@ -404,7 +405,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=600.0, help="length of the storm (600)")
     parser.add_argument("--short", action="store_true", help="60 seconds")
     parser.add_argument("--seed", type=int, default=1, help="of requests and faults (1)")
-    parser.add_argument("--clients", type=int, default=250, help="at once (250)")
+    parser.add_argument("--clients", type=count, default=250, help="at once (250)")
     parser.add_argument("--scenario", choices=SCENARIOS, default="storm")
     parser.add_argument("--relays", type=int, default=0, help="processes for clients and streams (0: one for all)")
     parser.add_argument("--keep", type=Path, help="folder for logs and configuration; else they go")

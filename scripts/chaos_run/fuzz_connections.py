@@ -39,6 +39,7 @@ from balanceroute.config import validate
 from balanceroute.proxy.app import RouterApp, create_app
 from balanceroute.proxy.client.relay_loads import Load, RelayLoads
 from balanceroute.proxy.server import Server
+from scripts.arguments import count
 from tests.security.wire import body, chunked, completion, request
 from tests.unit.proxy.servers import CHUNKED_HEAD, plain, read_request, worker
 from tests.unit.proxy.servers import chunked as part
@@ -495,7 +496,7 @@ async def main(arguments: argparse.Namespace) -> int:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="scripts/fuzz_connections", description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", type=int, default=1000, help="(1000)")
+    parser.add_argument("--cases", type=count, default=1000, help="(1000)")
     parser.add_argument("--seed", type=int, default=0, help="of the first case; the next has the next (0)")
     parser.add_argument("--same", action="store_true", help="all cases have this seed, to meet a rare interleaving")
     parser.add_argument("--seconds", type=float, default=3600.0, help="begin no case after this (3600)")

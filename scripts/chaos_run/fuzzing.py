@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from scripts.arguments import count
+
 BATCH: Final = 2000  # inputs per seed of a worker process
 
 Mutation = Callable[[random.Random, bytes], bytes]
@@ -88,9 +90,9 @@ def feed(
     may grow; 0 where that is not looked at.
     """
     parser = argparse.ArgumentParser(prog=f"scripts/{name}", description=doc.splitlines()[0])
-    parser.add_argument("--inputs", type=int, default=1_000_000, help="(1000000)")
+    parser.add_argument("--inputs", type=count, default=1_000_000, help="(1000000)")
     parser.add_argument("--seed", type=int, default=0, help="of the first input (0)")
-    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="(all cores)")
+    parser.add_argument("--processes", type=count, default=os.cpu_count() or 1, help="(all cores)")
     parser.add_argument(
         "--seconds", type=float, default=seconds, help=f"stop after this, whatever was done ({seconds:g})"
     )

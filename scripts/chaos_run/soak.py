@@ -17,6 +17,7 @@ import httpx
 import uvloop
 
 from balanceroute.engine.tokens import OutputLengths
+from scripts.arguments import count
 from scripts.chaos_run.aftermath import Findings, router_settles
 from scripts.chaos_run.asks import Asker, Mix
 from scripts.chaos_run.chaos import Tally
@@ -94,7 +95,7 @@ async def run(arguments: argparse.Namespace, folder: Path) -> bool:
     first = max(1, arguments.requests // 10)
     findings.check(1 + growth <= GROWTH_RATIO, f"RSS growth after the first {first} requests {growth:+.2%}")
     print(
-        f"soak: {len(series) and series[-1][0]} requests, {arguments.clients} clients, {series[-1][1]:.0f} s,"
+        f"soak: {series[-1][0]} requests, {arguments.clients} clients, {series[-1][1]:.0f} s,"
         f" {tally.kinds[Kind.RIGHT]} right, {failed} refused or broken off, {tally.kinds[Kind.LEFT]} left,"
         f" router CPU {cpu_s / max(1, arguments.requests) * 1e3:.2f} ms per request\n"
     )
@@ -111,8 +112,8 @@ async def run(arguments: argparse.Namespace, folder: Path) -> bool:
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(prog="scripts/soak", description=__doc__.splitlines()[0])
-    parser.add_argument("--requests", type=int, default=100_000, help="(100000)")
-    parser.add_argument("--clients", type=int, default=128, help="at once (128)")
+    parser.add_argument("--requests", type=count, default=100_000, help="(100000)")
+    parser.add_argument("--clients", type=count, default=128, help="at once (128)")
     parser.add_argument("--seed", type=int, default=1, help="of the requests (1)")
     parser.add_argument("--keep", type=Path, help="folder for logs and configuration; else they go")
     arguments = parser.parse_args()

@@ -33,6 +33,7 @@ from typing import Final
 import httpx
 
 from balanceroute.demo.processes import emulated, free_ports
+from scripts.arguments import count
 from scripts.e2e.harness import PATIENCE_S, Process, Site, Wrong, answer_of, held, judged_stream, verdict, wait_for
 
 ROOT: Final = Path(__file__).parents[2]
@@ -203,7 +204,7 @@ def main() -> int:
     """The exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=8.0, help="of load after each event")
-    parser.add_argument("--clients", type=int, default=12)
+    parser.add_argument("--clients", type=count, default=12)
     parser.add_argument("--keep", type=Path, metavar="DIR", help="a folder in which the logs stay")
     arguments = parser.parse_args()
     for program in ("haproxy", "openssl"):
