@@ -246,14 +246,22 @@ HEAD_LINES = st.builds(
 )
 
 
+PLAIN_HEAD_LINES = st.sampled_from(
+    [b"content-length: 12", b"Cookie: a", b"x-request-id: a", b"X-A:b c", b"accept: */*"]
+)
+
+
 @settings(max_examples=1000, deadline=None)
 @given(
     line=st.sampled_from([b"POST /v1/x?y=%41 HTTP/1.1", b"POST /v1/x HTTP/1.1", b"GET /?a HTTP/1.1", b"GET * HTTP/1.1"])
     | st.builds(lambda target: b"GET /" + target + b" HTTP/1.1", st.binary(max_size=6)),
-    lines=st.lists(HEAD_LINES, max_size=4),
+    plain=st.lists(PLAIN_HEAD_LINES, max_size=3, unique=True),
+    lines=st.lists(HEAD_LINES, max_size=1) | st.lists(HEAD_LINES, max_size=4),
 )
-def test_a_head_read_by_the_fast_path_equals_that_of_the_full_parser(line: bytes, lines: list[bytes]) -> None:
-    raw = b"".join(part + b"\r\n" for part in (line, b"Host: h", *lines, b""))
+def test_a_head_read_by_the_fast_path_equals_that_of_the_full_parser(
+    line: bytes, plain: list[bytes], lines: list[bytes]
+) -> None:
+    raw = b"".join(part + b"\r\n" for part in (line, b"Host: h", *plain, *lines, b""))
     short = read_plain(raw)
     if short is None:
         return

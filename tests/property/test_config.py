@@ -21,10 +21,24 @@ TREES = st.dictionaries(
     KEYS,
     st.recursive(SCALARS, lambda below: st.lists(below, max_size=3) | st.dictionaries(KEYS, below, max_size=3)),
 )
+VALID = effective(
+    validate({"prefill": {"workers": [{"url": "http://p:1"}]}, "decode": {"workers": [{"url": "http://d:1"}]}})
+)
+SECTIONS = sorted(name for name, section in VALID.items() if isinstance(section, dict))
+
+
+@st.composite
+def nearly_valid(draw: st.DrawFn) -> dict[str, object]:
+    """A whole configuration with other values in a few places, which may be good ones."""
+    tree = {name: dict(section) if isinstance(section, dict) else section for name, section in VALID.items()}
+    for _ in range(draw(st.integers(0, 2))):
+        section = tree[draw(st.sampled_from(SECTIONS))]
+        section[draw(st.sampled_from(sorted(section)))] = draw(st.integers(1, 9) | st.floats(0.1, 1) | SCALARS)
+    return tree
 
 
 @settings(max_examples=60, deadline=None)
-@given(TREES)
+@given(st.one_of(nearly_valid(), nearly_valid(), TREES))
 def test_any_tree_is_accepted_or_refused_in_one_line(tree: dict[str, object]) -> None:
     try:
         config = validate(tree)
