@@ -1,10 +1,12 @@
 """Small clusters for tests: a scheduler with workers, and requests in a wanted phase."""
 
+from collections.abc import Sequence
+
 from balanceroute.core.knobs import PolicySettings
 from balanceroute.core.policies import make_policy
 from balanceroute.core.scheduler import Scheduler
 from balanceroute.core.scheduler_config import SchedulerConfig
-from balanceroute.core.types import RequestSpec, Role, WorkerSpec
+from balanceroute.core.types import RequestSpec, Role, WorkerSpec, WorkerState
 
 
 def a_scheduler(
@@ -34,6 +36,18 @@ def pool_all(scheduler: Scheduler, sizes: dict[str, int], now: float = 0.0) -> N
     """Put requests of these prompt sizes into the pool, in this order."""
     for request_id, prompt_tokens in sizes.items():
         scheduler.submit_prefilled(a_request(request_id, prompt_tokens), now)
+
+
+def hold(scheduler: Scheduler, loads: Sequence[Sequence[int]], now: float = 0.0) -> None:
+    """Have d0, d1, .. hold requests of these sizes, d0.0, d0.1, ..: only one of them is up while it gets its own."""
+    workers = [f"d{index}" for index in range(len(loads))]
+    for worker, sizes in zip(workers, loads, strict=True):
+        for other in workers:
+            scheduler.set_worker_state(other, WorkerState.UP if other == worker else WorkerState.DRAINING, 0.0)
+        pool_all(scheduler, {f"{worker}.{number}": size for number, size in enumerate(sizes)}, now)
+        assert len(scheduler.admit(0.0)) == len(sizes)
+    for worker in workers:
+        scheduler.set_worker_state(worker, WorkerState.UP, 0.0)
 
 
 def admitted(scheduler: Scheduler, now: float = 0.0) -> list[tuple[str, str]]:

@@ -9,7 +9,7 @@ from balanceroute.core.scheduler import Scheduler
 from balanceroute.core.types import Outcome, RequestSpec, Role, WorkerSpec, WorkerState
 from balanceroute.simulator import Replay, Setting, at_load
 from balanceroute.traces import generate_trace
-from tests.unit.core.builders import a_scheduler, admitted, pool_all
+from tests.unit.core.builders import a_scheduler, admitted, hold, pool_all
 
 BY_LOAD = ["br_0", "br_h", "target_fit", "level_fit", "pool_fifo", "least_kv"]
 ONE_SLOW = Setting(n_workers=4, slots=16, pool=32, slowdowns=(1.0, 1.0, 1.0, 3.0), request_tokens=13_400)
@@ -24,13 +24,7 @@ def loaded(
     for index in range(len(held)):
         slowdown = slowdowns[index] if slowdowns else 1.0
         scheduler.add_worker(WorkerSpec(f"d{index}", Role.DECODE, slots=6, slowdown=slowdown, request_tokens=each), 0.0)
-    for index, sizes in enumerate(held):
-        for other in range(len(held)):
-            scheduler.set_worker_state(f"d{other}", WorkerState.UP if other == index else WorkerState.DRAINING, 0.0)
-        pool_all(scheduler, {f"d{index}.{number}": size for number, size in enumerate(sizes)})
-        assert len(scheduler.admit(0.0)) == len(sizes)
-    for index in range(len(held)):
-        scheduler.set_worker_state(f"d{index}", WorkerState.UP, 0.0)
+    hold(scheduler, held)
     return scheduler
 
 

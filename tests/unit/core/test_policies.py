@@ -14,7 +14,7 @@ from balanceroute.core.pool_bypass import PoolBypass
 from balanceroute.core.scheduler_config import SchedulerConfig
 from balanceroute.core.types import Outcome, WorkerState
 from balanceroute.errors import ConfigError
-from tests.unit.core.builders import a_request, a_scheduler, admitted, pool_all
+from tests.unit.core.builders import a_request, a_scheduler, admitted, hold, pool_all
 
 ASSIGNING = ["random", "round_robin", "power_of_two", "join_shortest_queue", "least_kv"]
 
@@ -151,15 +151,7 @@ def test_pool_fifo_gives_the_oldest_to_the_lightest_worker_with_room() -> None:
 def with_loads(policy: str, loads: list[int], slots: int = 2, **settings: object):  # type: ignore[no-untyped-def]
     """Workers that hold one request of these sizes each (0: none)."""
     scheduler = a_scheduler(policy, workers=len(loads), slots=slots, **settings)
-    for index, load in enumerate(loads):
-        for other in range(len(loads)):
-            state = WorkerState.UP if other == index else WorkerState.DOWN
-            scheduler.set_worker_state(f"d{other}", state, 0.0)
-        if load:
-            pool_all(scheduler, {f"held{index}": load})
-            scheduler.admit(0.0)
-    for index in range(len(loads)):
-        scheduler.set_worker_state(f"d{index}", WorkerState.UP, 0.0)
+    hold(scheduler, [[load] if load else [] for load in loads])
     return scheduler
 
 

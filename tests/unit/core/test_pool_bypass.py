@@ -8,7 +8,7 @@ from balanceroute.core.knobs import PolicySettings
 from balanceroute.core.policies import make_policy
 from balanceroute.core.types import Outcome, WorkerState
 from balanceroute.errors import ConfigError
-from tests.unit.core.builders import a_scheduler, admitted, pool_all
+from tests.unit.core.builders import a_scheduler, admitted, hold, pool_all
 
 
 def test_requests_go_where_the_score_is_highest_and_ties_to_the_lightest_worker() -> None:
@@ -57,14 +57,7 @@ def test_a_request_goes_where_an_exhaustive_search_puts_it(
     loads: list[int], prompt_tokens: int, alpha: float, beta: float | None
 ) -> None:
     scheduler = a_scheduler("br_0", workers=len(loads), slots=1, pool_bypass=True, bypass_margin=1)
-    for index, load in enumerate(loads):  # only this worker is up, so that the request lands there
-        for other in range(len(loads)):
-            state = WorkerState.UP if other == index else WorkerState.DRAINING
-            scheduler.set_worker_state(f"d{other}", state, 0.0)
-        pool_all(scheduler, {f"there{index}": load})
-        assert admitted(scheduler) == [(f"there{index}", f"d{index}")]
-    for index in range(len(loads)):
-        scheduler.set_worker_state(f"d{index}", WorkerState.UP, 0.0)
+    hold(scheduler, [[load] for load in loads])
     scheduler.policy = make_policy(
         PolicySettings(policy="br_0", pool_bypass=True, bypass_margin=1, alpha=alpha, beta=beta)
     )

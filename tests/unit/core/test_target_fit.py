@@ -12,7 +12,7 @@ from balanceroute.core.scheduler import Scheduler
 from balanceroute.core.scheduler_config import SchedulerConfig
 from balanceroute.core.snapshot_json import snapshot_from_dict, snapshot_to_dict
 from balanceroute.core.types import Outcome, RequestSpec, Role, WorkerSpec, WorkerState
-from tests.unit.core.builders import a_request, a_scheduler, admitted, pool_all
+from tests.unit.core.builders import a_request, a_scheduler, admitted, hold, pool_all
 
 
 def occupied(
@@ -28,13 +28,7 @@ def occupied(
     for index in range(len(loads)):
         slowdown = slowdowns[index] if slowdowns else 1.0
         scheduler.add_worker(WorkerSpec(f"d{index}", Role.DECODE, slots=slots, slowdown=slowdown), 0.0)
-    for index, held in enumerate(loads):
-        for other in range(len(loads)):
-            scheduler.set_worker_state(f"d{other}", WorkerState.UP if other == index else WorkerState.DRAINING, 0.0)
-        pool_all(scheduler, {f"d{index}.{number}": size for number, size in enumerate(held)}, now=-1e6)
-        assert len(scheduler.admit(0.0)) == len(held)
-    for index in range(len(loads)):
-        scheduler.set_worker_state(f"d{index}", WorkerState.UP, 0.0)
+    hold(scheduler, loads, now=-1e6)
     see_waits(scheduler, 0.0)
     return scheduler
 
