@@ -2,7 +2,6 @@
 
 import copy
 import json
-import sys
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import orjson
 import pytest
 
-from balanceroute.cli import main
 from balanceroute.core.knobs import PolicySettings
 from balanceroute.core.policies import POLICIES, make_policy, settings_to_dict
 from balanceroute.core.prefill import LONE_WEIGHT
@@ -21,6 +19,7 @@ from balanceroute.core.state import state_to_dict
 from balanceroute.core.types import Outcome, RequestSpec, Role, WorkerSpec
 from balanceroute.errors import InputError
 from balanceroute.explain import explain, runners_up
+from tests.commands import exit_code
 
 EXAMPLE: dict[str, Any] = {
     "policy": "br_h",
@@ -268,10 +267,7 @@ def test_a_wrong_state_is_refused_with_the_path_of_the_field(change: dict[str, A
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["balanceroute", "explain", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    return int(ended.value.code or 0)
+    return exit_code(monkeypatch, "explain", *arguments)
 
 
 def test_the_command_prints_tables_or_json(

@@ -4,22 +4,18 @@ import errno
 import io
 import json
 import os
-import sys
 from pathlib import Path
 from typing import IO, Any
 
 import pytest
 import yaml
 
-from balanceroute.cli import main
 from balanceroute.core.policies import POLICIES
+from tests.commands import exit_code
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["balanceroute", "check-config", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    return int(ended.value.code or 0)
+    return exit_code(monkeypatch, "check-config", *arguments)
 
 
 @pytest.fixture

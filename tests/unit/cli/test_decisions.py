@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from balanceroute.cli import main
 from balanceroute.cli.decisions import is_complete, show_decisions, watched
+from tests.commands import exit_code
 from tests.unit.cli.answering import answering
 
 ROW: dict[str, Any] = {
@@ -26,11 +26,8 @@ ROW: dict[str, Any] = {
 }
 
 
-def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> object:
-    monkeypatch.setattr(sys, "argv", ["balanceroute", "decisions", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    return ended.value.code
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    return exit_code(monkeypatch, "decisions", *arguments)
 
 
 def test_names_are_not_cut_when_piped_and_an_unknown_runner_up_is_stated(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ from threading import Thread
 import pytest
 import typer
 
-from balanceroute.cli import main, prefix_demo
+from balanceroute.cli import prefix_demo
 from balanceroute.cli.demo import say_if_interrupted, show, until_interrupted
 from balanceroute.demo import processes
 from balanceroute.demo.decode_tier import DemoScale, PolicyRun, play
@@ -23,6 +23,7 @@ from balanceroute.errors import InputError
 from balanceroute.loadgen import LoadReport
 from balanceroute.loadgen.run import Progress
 from balanceroute.report import Distribution
+from tests.commands import run_command
 from tests.waiting import block_until
 
 LINUX = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the kernel's word for a parent's death")
@@ -59,11 +60,8 @@ def test_arguments_are_checked_before_anything_starts(
     arguments: list[str], text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(subprocess, "Popen", lambda *args, **kwargs: pytest.fail("something was started"))
-    monkeypatch.setattr(sys, "argv", ["balanceroute", "demo", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 2
-    assert text in capsys.readouterr().err
+    code, _, error_text = run_command(capsys, monkeypatch, "demo", *arguments)
+    assert code == 2 and text in error_text
 
 
 @pytest.mark.parametrize("scale", [DemoScale(seconds=28.0), DemoScale(seconds=300.0), DemoScale(slots=512)])

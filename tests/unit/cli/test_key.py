@@ -8,16 +8,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from balanceroute.cli import main
 from balanceroute.config import digest_of, read_client_keys
+from tests.commands import exit_code
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str, given: str = "") -> int:
-    monkeypatch.setattr(sys, "argv", ["balanceroute", "key", *arguments])
     monkeypatch.setattr(sys, "stdin", io.StringIO(given))
-    with pytest.raises(SystemExit) as ended:
-        main()
-    return int(ended.value.code or 0)
+    return exit_code(monkeypatch, "key", *arguments)
 
 
 @pytest.mark.parametrize("beginning", ["", "keys:\n"], ids=["a new file", "under keys"])

@@ -2,14 +2,13 @@
 
 import gzip
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
-from balanceroute.cli import main
 from balanceroute.cli.replay import stem_of
 from balanceroute.core.policies import POLICIES
+from tests.commands import exit_code
 
 KEYS = """load_spread_mean excess_mean imbalance_mean step_time_mean_s tpot_p50_s tpot_p95_s throughput_tok_s
 wait_p50_s wait_p99_s wait_max_s makespan_s balance steps admitted decision_p50_us decision_p99_us""".split()
@@ -17,11 +16,7 @@ SMALL = ["--trace", "capped", "--max-requests", "24", "--workers", "2", "--slots
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["balanceroute", "replay", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    code = ended.value.code
-    return code if isinstance(code, int) else 0
+    return exit_code(monkeypatch, "replay", *arguments)
 
 
 @pytest.mark.parametrize(

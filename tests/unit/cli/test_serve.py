@@ -1,15 +1,14 @@
 """Flags of `serve`: lists as argparse takes them, and what changes nothing is told."""
 
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from balanceroute.cli import main
 from balanceroute.cli.serve import spread_lists
 from balanceroute.errors import InputError
+from tests.commands import exit_code, run_command
 
 
 @pytest.mark.parametrize(
@@ -56,11 +55,8 @@ def test_a_knob_that_the_policy_does_not_have_is_refused_at_the_start(
     path.write_text("prefill: {workers: [{url: http://p:1}]}\ndecode: {workers: [{url: http://d:1}]}\n")
     monkeypatch.setattr("balanceroute.proxy.server.serve", lambda *args: None)
     flags = ["--policy", "br_0", "--set", "routing.hold_s=1"]
-    monkeypatch.setattr(sys, "argv", ["balanceroute", "serve", "--config", str(path), *flags])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 2
-    assert "routing.hold_s: br_0 does not have this knob; target_fit, level_fit have it" in capsys.readouterr().err
+    code, _, error_text = run_command(capsys, monkeypatch, "serve", "--config", str(path), *flags)
+    assert code == 2 and "routing.hold_s: br_0 does not have this knob; target_fit, level_fit have it" in error_text
 
 
 def test_a_journal_is_not_written_over_the_configuration(
@@ -70,11 +66,8 @@ def test_a_journal_is_not_written_over_the_configuration(
     decode = "{workers: [{url: http://d:1}], max_num_seqs: 64}"
     path.write_text(f"prefill: {{workers: [{{url: http://p:1}}]}}\ndecode: {decode}\n")
     monkeypatch.setattr("balanceroute.proxy.server.serve", lambda *args: None)
-    monkeypatch.setattr(sys, "argv", ["balanceroute", "serve", "--config", str(path), "--journal", str(path)])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 2
-    assert capsys.readouterr().err == f"balanceroute: {path}: cannot be written: it is the file that is read\n"
+    code, _, error_text = run_command(capsys, monkeypatch, "serve", "--config", str(path), "--journal", str(path))
+    assert (code, error_text) == (2, f"balanceroute: {path}: cannot be written: it is the file that is read\n")
     assert path.read_text().startswith("prefill:")
 
 
@@ -84,11 +77,9 @@ def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 
     def refusal(journal: Path, *arguments: str) -> str:
         workers = ["--prefiller-hosts", "p", "--decoder-hosts", "d", "--max-num-seqs", "8"]
-        monkeypatch.setattr(sys, "argv", ["balanceroute", "serve", *workers, *arguments, "--journal", str(journal)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        assert ended.value.code == 2
-        return capsys.readouterr().err
+        code, _, error_text = run_command(capsys, monkeypatch, "serve", *workers, *arguments, "--journal", str(journal))
+        assert code == 2
+        return error_text
 
     return refusal
 
@@ -108,10 +99,8 @@ def test_relays_write_a_journal_that_is_a_link_where_it_leads(monkeypatch: pytes
     written: list[Path] = []
     monkeypatch.setattr("balanceroute.proxy.processes.serve_processes", lambda *args: written.append(args[2]) or 0)
     workers = ["--prefiller-hosts", "p", "--decoder-hosts", "d", "--max-num-seqs", "8", "--relays", "1"]
-    monkeypatch.setattr(sys, "argv", ["balanceroute", "serve", *workers, "--journal", str(tmp_path / "link")])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 0 and written == [tmp_path / "journal"]
+    assert exit_code(monkeypatch, "serve", *workers, "--journal", str(tmp_path / "link")) == 0
+    assert written == [tmp_path / "journal"]
 
 
 def test_a_journal_whose_name_is_too_long_is_refused_in_one_line(refusal: Callable[..., str], tmp_path: Path) -> None:
@@ -133,17 +122,12 @@ def test_the_two_names_of_relays_must_agree(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     workers = ["--prefiller-hosts", "p", "--decoder-hosts", "d", "--workers", "2", "--relays", "3"]
-    monkeypatch.setattr(sys, "argv", ["balanceroute", "serve", *workers])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 2
-    assert capsys.readouterr().err == "balanceroute: --workers 2, --relays 3: two names of one setting; give one\n"
+    code, _, error_text = run_command(capsys, monkeypatch, "serve", *workers)
+    assert (code, error_text) == (2, "balanceroute: --workers 2, --relays 3: two names of one setting; give one\n")
 
 
 def test_a_second_configuration_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """It would replace the first one whole, where some programs merge the two."""
-    monkeypatch.setattr(sys, "argv", ["balanceroute", "serve", "--config", "a.yaml", "--config", "b.yaml"])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 2
-    assert capsys.readouterr().err == "balanceroute: --config: accepted is one file; --set overrides single settings\n"
+    code, _, error_text = run_command(capsys, monkeypatch, "serve", "--config", "a.yaml", "--config", "b.yaml")
+    expected = "balanceroute: --config: accepted is one file; --set overrides single settings\n"
+    assert (code, error_text) == (2, expected)

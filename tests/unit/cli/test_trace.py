@@ -8,15 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from balanceroute.cli import main
+from tests.commands import exit_code
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["balanceroute", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    code = ended.value.code
-    return code if isinstance(code, int) else 0
+    return exit_code(monkeypatch, *arguments)
 
 
 def test_a_generated_trace_is_described_as_json(

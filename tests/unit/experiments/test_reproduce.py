@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from balanceroute.cli import main
 from balanceroute.core.policies import BUILT_IN
 from balanceroute.core.scheduler import Scheduler
 from balanceroute.core.types import Admit
@@ -34,6 +33,7 @@ from balanceroute.experiments.methods import MAIN
 from balanceroute.experiments.tables import Table
 from balanceroute.traces import Trace, generate_trace, write_trace
 from balanceroute.traces.trace import COLUMNS
+from tests.commands import run_command
 
 TINY = replace(Scope.of(quick=True, trace=None), seeds=(0, 1), rows=60, widths=(2, 4), loads=(0.5, 1.1), sweep_rows=40)
 
@@ -247,11 +247,9 @@ def test_an_option_that_no_chosen_experiment_reads_is_refused(
         (["bound", "--policy", "x:Y"], "--policy: changes nothing in bound; it is read by main"),
         (["predictors", "--quick"], "--quick: changes nothing in predictors; it is read by main, scaling"),
     ):
-        monkeypatch.setattr(sys, "argv", ["balanceroute", "reproduce", *arguments, "--out", str(tmp_path / "out")])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        captured = capsys.readouterr()
-        assert ended.value.code == 2 and captured.err.startswith(f"balanceroute: {expected}") and not captured.out
+        out = str(tmp_path / "out")
+        code, printed, error_text = run_command(capsys, monkeypatch, "reproduce", *arguments, "--out", out)
+        assert code == 2 and error_text.startswith(f"balanceroute: {expected}") and not printed
     assert not (tmp_path / "out").exists()
 
 
@@ -303,11 +301,8 @@ def test_a_report_that_cannot_be_written_in_the_end_is_one_error(
 def test_an_empty_name_of_the_folder_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["balanceroute", "reproduce", "main", "--out", ""])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 2
-    assert capsys.readouterr().err.startswith("balanceroute: --out: an empty name")
+    code, _, error_text = run_command(capsys, monkeypatch, "reproduce", "main", "--out", "")
+    assert code == 2 and error_text.startswith("balanceroute: --out: an empty name")
 
 
 def test_a_bad_trace_is_reported_in_one_line_with_exit_code_2(
@@ -315,22 +310,17 @@ def test_a_bad_trace_is_reported_in_one_line_with_exit_code_2(
 ) -> None:
     (tmp_path / "bad.csv").write_text("what\n")
     arguments = ["reproduce", "main", "--trace", str(tmp_path / "bad.csv"), "--out", str(tmp_path / "out")]
-    monkeypatch.setattr(sys, "argv", ["balanceroute", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 2
-    assert "line 1" in capsys.readouterr().err
+    code, _, error_text = run_command(capsys, monkeypatch, *arguments)
+    assert code == 2 and "line 1" in error_text
 
 
 @pytest.mark.parametrize("jobs", ["0", "4294967296"])
 def test_an_excessive_number_of_processes_is_reported_in_one_line_with_exit_code_2(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], jobs: str
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["balanceroute", "reproduce", "bound", "--jobs", jobs, "--out", str(tmp_path)])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    error_text = capsys.readouterr().err
-    assert ended.value.code == 2 and "--jobs" in error_text and error_text.count("\n") == 1
+    arguments = ["bound", "--jobs", jobs, "--out", str(tmp_path)]
+    code, _, error_text = run_command(capsys, monkeypatch, "reproduce", *arguments)
+    assert code == 2 and "--jobs" in error_text and error_text.count("\n") == 1
 
 
 def test_the_command_lists_what_it_wrote(
@@ -341,11 +331,9 @@ def test_the_command_lists_what_it_wrote(
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "notes.txt").write_text("not of this command")
     arguments = ["reproduce", "main", "--quick", "--jobs", "1", "--json", "--trace", str(tmp_path / "t.csv")]
-    monkeypatch.setattr(sys, "argv", ["balanceroute", *arguments, "--out", str(tmp_path / "out")])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert not ended.value.code
-    written = json.loads(capsys.readouterr().out)["written"]
+    code, printed, _ = run_command(capsys, monkeypatch, *arguments, "--out", str(tmp_path / "out"))
+    assert code == 0
+    written = json.loads(printed)["written"]
     assert {Path(name).name for name in written} == {"REPORT.md", "main_t.csv", "loads_t.png", "loads_t.svg"}
 
 

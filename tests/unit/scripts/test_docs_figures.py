@@ -2,12 +2,11 @@
 
 import json
 import re
-import sys
 
 import pytest
 
-from balanceroute.cli import main
 from scripts import docs_figures
+from tests.commands import run_command
 
 
 @pytest.mark.parametrize("policy", ["join_shortest_queue", "random", "br_h"])
@@ -16,11 +15,9 @@ def test_each_row_of_the_readmes_policy_table_equals_replays_output(
 ) -> None:
     monkeypatch.setattr(docs_figures, "ROWS", 300)
     arguments = ["replay", "--policy", policy, "--seed", "3", "--max-requests", "300", "--json"]
-    monkeypatch.setattr(sys, "argv", ["balanceroute", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 0
-    printed = json.loads(capsys.readouterr().out)
+    code, out, _ = run_command(capsys, monkeypatch, *arguments)
+    assert code == 0
+    printed = json.loads(out)
     shown = docs_figures.simulated(policy, 3).figures
     assert {key: getattr(shown, key) for key in docs_figures.KEPT} == {key: printed[key] for key in docs_figures.KEPT}
 
