@@ -15,12 +15,13 @@ from tests.unit.core.builders import a_scheduler
 HORIZON = 6
 EVENTS = st.lists(
     st.tuples(
-        st.sampled_from(["arrive", "admit", "start", "step", "step", "requeue", "finish"]),
+        st.sampled_from(["arrive", "admit", "start", "step", "step", "step", "requeue", "finish"]),
         st.integers(0, 20),
         st.integers(1, 300),
         st.integers(0, HORIZON),
     ),
-    max_size=40,
+    min_size=20,
+    max_size=60,
 )
 
 

@@ -54,6 +54,11 @@ def with_bypass(drawn: PolicySettings, bypass: bool) -> PolicySettings:
     return PolicySettings(policy="br_0", beta=drawn.beta, pool_bypass=True, bypass_margin=1)
 
 
+def where(*phases: Phase) -> Any:
+    """A rule for requests in these phases: only where there are some, else most calls would change nothing."""
+    return precondition(lambda machine: machine.some(0, *phases) is not None)
+
+
 def holdings(snapshot: ClusterSnapshot) -> dict[str, Any]:
     """Who holds what, and how much of it."""
     return {
@@ -114,10 +119,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.arrivals += 1
         self.scheduler.submit_prefilled(RequestSpec(f"r{self.arrivals}", size), self.now, guess)
 
-    @rule(sizes=st.lists(prompt_sizes, min_size=1, max_size=6))
-    def burst(self, sizes: list[int]) -> None:
+    @rule(sizes=st.lists(prompt_sizes, min_size=1, max_size=6), at_once=st.booleans())
+    def burst(self, sizes: list[int], at_once: bool) -> None:
         for size in sizes:
             self.submit_prefilled(size, None)
+        if at_once:
+            self.admit()
 
     @precondition(lambda self: not self.lock_step)
     @rule()
@@ -163,6 +170,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for action in self.scheduler.dispatch(self.now):
             assert self.scheduler.snapshot.prefiller(action.worker).state is WorkerState.UP
 
+    @where(Phase.PREFILLING)
     @rule(pick=st.integers(0, 99), size=prompt_sizes, guess=remaining, fails=st.booleans())
     def end_prefill(self, pick: int, size: int, guess: float | None, fails: bool) -> None:
         if request := self.some(pick, Phase.PREFILLING):
@@ -170,31 +178,6 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.scheduler.prefill_failed(request, self.now)
             else:
                 self.scheduler.prefilled(request, size, self.now, guess)
-
-    @precondition(lambda self: self.decode_first)
-    @rule(pick=st.integers(0, 99), guess=st.floats(0, HORIZON + 1))
-    def refresh_pooled(self, pick: int, guess: float) -> None:
-        if request := self.some(pick, Phase.POOLED):
-            self.scheduler.refresh(request, guess, self.now)
-
-    @precondition(lambda self: self.decode_first)
-    @rule(pick=st.integers(0, 99))
-    def request_prefill(self, pick: int) -> None:
-        snapshot = self.scheduler.snapshot
-        request = self.some(pick, Phase.DECODING)
-        if request and request not in snapshot.asking and not snapshot.requests[request].pushing:
-            self.scheduler.request_prefill(request, self.now)
-
-    @precondition(lambda self: self.decode_first)
-    @rule(pick=st.integers(0, 99), size=prompt_sizes, fails=st.booleans())
-    def end_push(self, pick: int, size: int, fails: bool) -> None:
-        pushing = [tracker.id for tracker in self.scheduler.snapshot.requests.values() if tracker.pushing]
-        if pushing:
-            request = pushing[pick % len(pushing)]
-            if fails:
-                self.scheduler.push_failed(request, self.now)
-            else:
-                self.scheduler.pushed(request, size, self.now)
 
     @rule(passes=st.floats(0, 8))
     def time_passes(self, passes: float) -> None:
@@ -229,12 +212,14 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.scheduler.start(action.request, self.now)
 
     @precondition(lambda self: not self.lock_step)
+    @where(Phase.DECODING)
     @rule(pick=st.integers(0, 99), tokens=st.integers(0, 4))
     def progress(self, pick: int, tokens: int) -> None:
         if request := self.some(pick, Phase.DECODING):
             self.scheduler.progress(request, tokens, self.now)
 
     @precondition(lambda self: self.lock_step)
+    @where(Phase.DECODING)
     @rule(times=st.integers(1, 4))
     def step(self, times: int) -> None:
         for _ in range(times):
@@ -245,6 +230,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for tracker in self.scheduler.due_refreshes():
             self.scheduler.refresh(tracker.id, guess, self.now)
 
+    @where(Phase.QUEUED, Phase.PREFILLING, Phase.POOLED, Phase.DECODING)
     @rule(pick=st.integers(0, 99), outcome=outcomes)
     def finish(self, pick: int, outcome: Outcome) -> None:
         if request := self.some(pick, Phase.QUEUED, Phase.PREFILLING, Phase.POOLED, Phase.DECODING):
@@ -262,6 +248,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.settings = with_bypass(drawn, bypass)
         self.scheduler.reroute(self.settings, self.now)
 
+    @where(Phase.DECODING)
     @rule(pick=st.integers(0, 99))
     def put_back(self, pick: int) -> None:
         snapshot = self.scheduler.snapshot
@@ -273,6 +260,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.admitted.discard(request)
             assert snapshot.requests[request].ready_s == ready_s, "its KV is as old as before"
 
+    @where(Phase.POOLED, Phase.DECODING)
     @rule(pick=st.integers(0, 99), anew=st.booleans())
     def requeue(self, pick: int, anew: bool) -> None:
         if request := self.some(pick, Phase.POOLED, Phase.DECODING):
@@ -352,6 +340,39 @@ class DecodeFirstMachine(SchedulerMachine):
     """The same where the decode worker is chosen before the prefill."""
 
     decode_first = True
+
+    @where(Phase.POOLED)
+    @rule(pick=st.integers(0, 99), guess=st.floats(0, HORIZON + 1))
+    def refresh_pooled(self, pick: int, guess: float) -> None:
+        if request := self.some(pick, Phase.POOLED):
+            self.scheduler.refresh(request, guess, self.now)
+
+    @where(Phase.DECODING)
+    @rule(pick=st.integers(0, 99))
+    def request_prefill(self, pick: int) -> None:
+        snapshot = self.scheduler.snapshot
+        request = self.some(pick, Phase.DECODING)
+        if request and request not in snapshot.asking and not snapshot.requests[request].pushing:
+            self.scheduler.request_prefill(request, self.now)
+
+    @rule(pick=st.integers(0, 99), size=prompt_sizes, fails=st.booleans())
+    def end_push(self, pick: int, size: int, fails: bool) -> None:
+        pushing = [tracker.id for tracker in self.scheduler.snapshot.requests.values() if tracker.pushing]
+        if pushing:
+            request = pushing[pick % len(pushing)]
+            if fails:
+                self.scheduler.push_failed(request, self.now)
+            else:
+                self.scheduler.pushed(request, size, self.now)
+
+    @rule(sizes=st.lists(prompt_sizes, min_size=1, max_size=3), fails=st.none() | st.booleans())
+    def push(self, sizes: list[int], fails: bool | None) -> None:
+        """The way of a request up to its prefill, or to the end of that; by single rules few get so far."""
+        self.burst(sizes, True)
+        self.request_prefill(0)
+        self.dispatch()
+        if fails is not None:
+            self.end_push(0, sizes[0], fails)
 
 
 CHEAP = settings(max_examples=100, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
