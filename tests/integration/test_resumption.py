@@ -177,22 +177,16 @@ async def test_a_begun_tool_call_is_not_resumed_but_text_before_it_is() -> None:
         await router.settled()
 
 
-async def test_a_stop_string_across_the_cut_is_found_or_the_answer_ends_with_an_error() -> None:
+async def test_an_answer_that_is_cut_within_a_stop_string_ends_with_an_error_and_others_go_on() -> None:
     text = decode(continuation(PROMPT, 40))
     async with running(PAIR, **QUICK) as router:
-        seen = []
         for after in range(3, 12):
             at = len(decode(continuation(PROMPT, after)))
             stop = text[at - 3 : at + 3]
             body = completion(stream=True, stop=[stop], max_tokens=40)
             await cut_everywhere(router, after)
             answer = await ask(router, body)
-            if answer.complete:
-                assert answer.texts["content"] == text[: text.index(stop)]
-            else:
-                assert "stop is state" in str(answer.error)
-            seen.append(answer.complete)
-        assert not all(seen)
+            assert not answer.complete and "stop is state" in str(answer.error)
         body = completion(stream=True, stop=["nowhere to be found"], max_tokens=40)
         await cut_everywhere(router, 9)
         assert (await ask(router, body)).texts["content"] == text

@@ -12,7 +12,7 @@ import httpx
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from starlette.applications import Starlette
 
 from balanceroute.build import worker_specs
@@ -219,8 +219,8 @@ class OperatorsMachine(RuleBasedStateMachine):
                 assert chosen in self.here and chosen not in self.drained
         self.tickets = [ticket for ticket in self.tickets if not ticket.left]
 
-    @rule(tokens=st.integers(1, 300), more=st.integers(0, 3))
-    def submit(self, tokens: int, more: int) -> None:
+    @rule(tokens=st.integers(1, 300), more=st.integers(0, 3), is_prefilled=st.booleans())
+    def submit(self, tokens: int, more: int, is_prefilled: bool) -> None:
         async def submitted() -> None:
             for _ in range(1 + more):
                 self.count += 1
@@ -228,13 +228,23 @@ class OperatorsMachine(RuleBasedStateMachine):
                 assert not ticket.prefiller_id or ticket.prefiller_id in self.here.keys() - self.drained
                 self.tickets += [] if ticket.left else [ticket]
             self.decide()
+            for ticket in self.tickets if is_prefilled else ():
+                if ticket.phase is Phase.PREFILLING:
+                    ticket.prefilled(200)
+            self.decide()
 
         self.do(submitted())
 
+    def some(self, *phases: Phase) -> list[Ticket]:
+        return [ticket for ticket in self.tickets if ticket.phase in phases]
+
+    @precondition(lambda self: self.some(Phase.PREFILLING))
     @rule(pick=PICKS, fails=st.booleans())
     def prefill(self, pick: int, fails: bool) -> None:
-        self.tell(pick, Phase.PREFILLING, Ticket.prefill_failed if fails else lambda ticket: ticket.prefilled(200))
+        event = Ticket.prefill_failed if fails else lambda ticket: ticket.prefilled(200)
+        self.tell(pick, self.some(Phase.PREFILLING), event)
 
+    @precondition(lambda self: self.some(Phase.DECODING))
     @rule(pick=PICKS, back=st.booleans())
     def decode(self, pick: int, back: bool) -> None:
         def event(ticket: Ticket) -> None:
@@ -243,26 +253,26 @@ class OperatorsMachine(RuleBasedStateMachine):
             else:
                 ticket.progress(3)
 
-        self.tell(pick, Phase.DECODING, event)
+        self.tell(pick, self.some(Phase.DECODING), event)
 
+    @precondition(lambda self: self.some(Phase.DECODING))
     @rule(pick=PICKS)
     def recompute(self, pick: int) -> None:
-        self.tell(pick, Phase.DECODING, Ticket.requeue)
+        self.tell(pick, self.some(Phase.DECODING), Ticket.requeue)
 
-    @rule(pick=PICKS, phase=st.sampled_from([Phase.QUEUED, Phase.PREFILLING, Phase.POOLED, Phase.DECODING]))
-    def finish(self, pick: int, phase: Phase) -> None:
-        self.tell(pick, phase, lambda ticket: ticket.finish(Outcome.CANCELLED))
+    @precondition(lambda self: self.tickets)
+    @rule(pick=PICKS)
+    def finish(self, pick: int) -> None:
+        self.tell(pick, self.tickets, lambda ticket: ticket.finish(Outcome.CANCELLED))
 
-    def tell(self, pick: int, phase: Phase, event: Any) -> None:
-        """Something happens to one of the requests in that phase, and decisions follow."""
-        found = [ticket for ticket in self.tickets if ticket.phase is phase]
+    def tell(self, pick: int, tickets: list[Ticket], event: Any) -> None:
+        """Something happens to one of these requests, and decisions follow."""
 
         async def run() -> None:
-            event(found[pick % len(found)])
+            event(tickets[pick % len(tickets)])
             self.decide()
 
-        if found:
-            self.do(run())
+        self.do(run())
 
     # -- what always holds
 
