@@ -9,7 +9,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from balanceroute.errors import UpstreamError
-from balanceroute.proxy.hotpath.events import unchunked
 from balanceroute.proxy.workers.connection import Connection
 from balanceroute.proxy.workers.upstream import Upstream
 
@@ -101,20 +100,6 @@ def test_a_body_that_the_parser_refuses_is_refused_on_the_fast_path_too(parts: l
     body, complete, failed = received(reads)
     assert (complete, failed) == (oracle.complete, broken) or oracle.complete
     assert body == oracle.data or broken
-
-
-@given(chunks, st.binary(max_size=8), st.integers(0, 200), st.binary(max_size=1))
-def test_the_fast_path_decodes_whole_chunks_or_nothing(parts: list[bytes], tail: bytes, at: int, odd: bytes) -> None:
-    whole = framed(parts) + tail
-    at %= len(whole) + 1
-    data = whole[:at] + odd + whole[at + len(odd) :]
-    body = unchunked(data)
-    if body:
-        oracle = Body()
-        parser = httptools.HttpResponseParser(oracle)
-        parser.feed_data(HEAD)
-        parser.feed_data(data)
-        assert body == oracle.data and not oracle.complete
 
 
 def seen(data: bytes) -> tuple[int, list[tuple[bytes, bytes]], bytes | None, bool, bool]:
