@@ -27,7 +27,7 @@ from balanceroute.proxy.telemetry.instruments import Histogram
 from balanceroute.proxy.workers.fleet import Fleet, FleetConfig
 from balanceroute.proxy.workers.relay_reports import RelayReports
 from balanceroute.proxy.workers.silence import FrozenGroup
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, until
 
 
 def _nobody(request_id: str) -> None:
@@ -214,6 +214,9 @@ def on(test: Callable[[Stage], Awaitable[None]]) -> None:
     async def run() -> None:
         async with asyncio.timeout(PATIENCE_S), a_stage() as stage:
             await test(stage)
+        # one that TLS still closes would be found by the garbage collector, and fail a later test
+        transports = asyncio.get_running_loop()._transports  # type: ignore[attr-defined]
+        await until(lambda: all(transport._sock is None for transport in transports.values()), "connections stay open")
 
     asyncio.run(run())
 
