@@ -160,6 +160,7 @@ class Scheduler:
     def add_worker(self, spec: WorkerSpec, now: float) -> None:
         """A worker joins, up. Raises: InvariantError: its id is taken. InputError: a value makes no sense."""
         self.snapshot.add_worker(spec.checked())
+        self._size_overlap()  # a driver that asks `has_room` must see its places ahead before the first decision
 
     def remove_worker(self, worker_id: str, now: float) -> None:
         """An empty worker leaves. Raises InvariantError while it holds anything: drain it first."""

@@ -213,6 +213,17 @@ def test_slots_are_filled_first_and_then_the_allowed_overlap(policy: str) -> Non
     scheduler.snapshot.check_invariants()
 
 
+def test_a_worker_may_be_sent_requests_ahead_before_anything_has_waited() -> None:
+    """Drivers ask for a decision only where there is room, so the room ahead must be known before the first one."""
+    scheduler = a_scheduler(1, workers=1)
+    offer(scheduler, "a", "b")
+    assert len(scheduler.admit(0.0)) == 2  # nothing is left to wait, and no slot is free
+    assert scheduler.snapshot.has_room
+    offer(scheduler, "c")
+    assert [admission.request for admission in scheduler.admit(1.0)] == ["c"]
+    assert not scheduler.snapshot.has_room
+
+
 @pytest.mark.parametrize("policy", ["join_shortest_queue", "least_kv"])
 def test_a_policy_that_assigns_at_once_sends_everything_anyway(policy: str) -> None:
     scheduler = a_scheduler(1, policy)
