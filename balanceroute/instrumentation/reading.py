@@ -226,12 +226,16 @@ def by_cost(log: Log, groups: Sequence[list[Log]]) -> tuple[list[Log] | None, Lo
         if any(rank_number(path) is not None and rank_number(path) == rank_number(other) for other, _ in group):
             continue
         offset = clock_offset(group[0][1], steps)
-        if offset is not None:
+        if offset is None:
+            continue
+        moved = with_times(steps, steps[:, 0] - offset)
+        start, stop = common_span([moved, *(member for _, member in group)])
+        if start < stop:
             note = (
                 f"{path.name}: steps take as long as those of {group[0][0].name}, {offset:+.3f} s apart: one barrier,"
                 " by two clocks"
             )
-            return group, (path, with_times(steps, steps[:, 0] - offset)), [note]
+            return group, (path, moved), [note]
     return None, log, []
 
 
@@ -239,7 +243,7 @@ def step_together(one: Log, other: Log) -> bool:
     """Whether two ranks share a barrier, as far as their files tell."""
     if rank_number(one[0]) is not None and rank_number(one[0]) == rank_number(other[0]):
         return False
-    start, stop = max(one[1][0, 0], other[1][0, 0]), min(one[1][-1, 0], other[1][-1, 0])
+    start, stop = common_span([one[1], other[1]])
     if stop <= start:
         return False
     ends, others = (np.unique(log[1][:, 0]) for log in (one, other))
@@ -251,6 +255,11 @@ def step_together(one: Log, other: Log) -> bool:
         return True
     phases = np.exp(2j * np.pi * ((ends - before) / period)[stepping])
     return bool(abs(phases.mean()) >= TOGETHER)
+
+
+def common_span(logs: Sequence[Floats]) -> tuple[float, float]:
+    """From when to when all of them have steps; the end is not after the start where there is no such time."""
+    return max(steps[0, 0] for steps in logs), min(steps[-1, 0] for steps in logs)
 
 
 def rank_number(path: Path) -> str | None:
@@ -307,7 +316,7 @@ class Observed:
 
 def _group(members: Sequence[Log]) -> tuple[Group, Observed]:
     files, logs = tuple(path.name for path, _ in members), [steps for _, steps in members]
-    start, stop = max(steps[0, 0] for steps in logs), min(steps[-1, 0] for steps in logs)
+    start, stop = common_span(logs)
     observed = Observed.of(logs, start, stop)
     if len(members) == 1:
         return Group(files, float(stop - start), None, None, None, observed.fit()), observed

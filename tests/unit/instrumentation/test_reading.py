@@ -340,6 +340,13 @@ def test_ranks_of_one_barrier_are_found_by_their_costs_where_their_clocks_differ
     assert len(summary.notes) == 1 and f"{by_s:+.3f} s apart: one barrier, by two clocks" in summary.notes[0]
 
 
+def test_a_rank_by_another_clock_that_shares_no_time_with_some_rank_of_the_barrier_stands_alone(tmp_path: Path) -> None:
+    files = engines(tmp_path, 3, barrier=True)
+    rewritten(files[1], lambda lines: lines[:200])
+    rewritten(files[2], lambda lines: moved(lines[600:], 3600.0))
+    assert [group.files for group in summarise(files).groups] == [(files[0].name, files[1].name), (files[2].name,)]
+
+
 def test_the_command_line_prints_what_to_configure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     steps(engines(tmp_path, 2, barrier=True), json=False)
     text = capsys.readouterr().out
