@@ -32,7 +32,7 @@ MOST_BLOCKS = 1_000_000
 MOST_KV_TOKENS = 10**12
 MOST_OVERLAP = 65_536  # as in the configuration
 SHORTEST_STEP_S = 1e-9
-LATEST_FAILURE_S = 1e9
+LATEST_FAILURE_S = 1_000_000_000
 LOADS = (0.001, 1000.0)  # the least and the most of a fraction of ideal capacity
 
 
@@ -133,8 +133,11 @@ class Setting:
         sense.
         """
         given = {field.name: plain(getattr(self, field.name)) for field in fields(self)}
-        given["slowdowns"] = tuple(map(plain, self.slowdowns))
-        given["failures"] = tuple(map(Failure.plain, self.failures))
+        try:
+            given["slowdowns"] = tuple(map(plain, self.slowdowns))
+            given["failures"] = tuple(map(Failure.plain, self.failures))
+        except (TypeError, AttributeError):
+            raise InputError("slowdowns, failures: accepted are lists, of numbers and of Failure objects") from None
         setting = replace(self, **given)
         setting._check()
         return setting
@@ -191,8 +194,8 @@ class Setting:
         if not isinstance(failure.worker, int) or not 0 <= failure.worker < self.n_workers:
             raise InputError(f"{of}: there are workers 0 to {self.n_workers - 1}")
         for moment in (failure.start_s, failure.end_s):
-            if moment is not None and not 0 <= moment <= LATEST_FAILURE_S:
-                raise InputError(f"{of} at {moment} s: accepted is a number from 0 to {LATEST_FAILURE_S:.0f}")
+            if moment is not None:
+                check_number(f"{of} at second", moment, 0, LATEST_FAILURE_S, whole=False)
         if failure.end_s is not None and failure.end_s <= failure.start_s:
             raise InputError(f"{of} ends before it starts")
 

@@ -11,9 +11,9 @@ prompts: a trace of another seed is a history for the predictors that knows the 
 """
 
 import math
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -149,9 +149,10 @@ def load_trace(
     `-` is standard input. The first `rows` of it: of a preset, of the 8,000 requests that it draws without a limit.
     `on_note`: told what a conversion left out or estimated.
     """
-    if name in PRESETS and not Path(name).exists():
+    missing = name != "-" and is_missing(name)
+    if missing and name in PRESETS:
         return generate_trace(name, seed=seed).head(rows)
-    if name != "-" and not Path(name).exists():
+    if missing:
         raise InputError(f"{name}: no such file, nor one of {', '.join(sorted(PRESETS))}")
     source = Source(name)  # one for both: a pipe gives its bytes once
     if not is_foreign(source):
@@ -160,3 +161,14 @@ def load_trace(
     for note in conversion.notes:
         on_note(note)
     return conversion.trace.head(rows)
+
+
+def is_missing(name: str) -> bool:
+    """Whether there is no file of this name. One that cannot be looked for may be there; its reader says why."""
+    try:
+        os.stat(name)
+    except OSError as error:
+        return isinstance(error, FileNotFoundError)
+    except ValueError:  # a name that no file can have
+        return True
+    return False

@@ -31,8 +31,12 @@ from balanceroute.simulator import Failure, Setting
         ({"slowdowns": (math.nan, 1.0)}, "slowdown nan: accepted is a number above 0 and at most 100"),
         ({"slowdowns": (0.0, 1.0)}, "slowdown 0.0: accepted is a number above 0 and at most 100"),
         ({"failures": (Failure(2, 1.0),)}, "failure of worker 2: there are workers 0 to 1"),
-        ({"failures": (Failure(0, math.nan),)}, "failure of worker 0 at nan s: accepted is a number from 0 to"),
-        ({"failures": (Failure(0, 1.0, math.inf),)}, "failure of worker 0 at inf s: accepted is a number from 0 to"),
+        ({"failures": (Failure(0, math.nan),)}, "failure of worker 0 at second nan: accepted is a number from 0 to"),
+        ({"failures": (Failure(0, 1.0, math.inf),)}, "failure of worker 0 at second inf: accepted is a number from 0"),
+        ({"failures": (Failure(0, "x"),)}, "failure of worker 0 at second 'x': accepted is a number from 0 to"),  # type: ignore[arg-type]
+        ({"failures": Failure(0, 1.0)}, "slowdowns, failures: accepted are lists, of numbers and of Failure objects"),
+        ({"failures": [(0, 1.0)]}, "slowdowns, failures: accepted are lists, of numbers and of Failure objects"),
+        ({"slowdowns": 1.3}, "slowdowns, failures: accepted are lists, of numbers and of Failure objects"),
         ({"failures": (Failure(0, 5.0, 5.0),)}, "failure of worker 0 ends before it starts"),
         ({"failures": (Failure(0.5, 1.0),)}, "failure of worker 0.5: there are workers 0 to 1"),  # type: ignore[arg-type]
         ({"n_workers": 4.0}, "workers 4.0: accepted is a whole number from 1 to 4096"),

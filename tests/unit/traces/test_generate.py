@@ -111,6 +111,25 @@ def test_a_preset_name_stands_for_a_generated_trace(tmp_path: Path) -> None:
     assert len(load_trace(str(tmp_path / "t.csv"), rows=5)) == 5
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("x" * 300, "cannot be read: File name too long"),
+        ("loop/t.csv", "cannot be read: "),  # as in a folder that its reader may not search
+        ("none/t.csv", "no such file, nor one of capped, heavy_tailed"),
+        ("a\0b", "no such file, nor one of capped, heavy_tailed"),
+    ],
+    ids=["too long", "out of reach", "not there", "no name"],
+)
+def test_a_file_that_cannot_be_looked_for_is_refused_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("loop").symlink_to("loop")
+    with pytest.raises(InputError, match=message):
+        load_trace(name)
+
+
 def test_the_first_rows_of_a_preset_are_those_of_its_whole_trace() -> None:
     first, whole = load_trace("heavy_tailed", seed=3, rows=20), load_trace("heavy_tailed", seed=3)
     for field in ("arrival_s", "prompt_tokens", "output_tokens", "prompt_key"):
