@@ -15,9 +15,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-from numpy.typing import NDArray
-
 from balanceroute.arrays import plain
 from balanceroute.core.knobs import DEFAULTS, Option, PolicySettings, accepted, is_accepted
 from balanceroute.core.policies import BUILT_IN, misplaced, settings_from_dict, settings_to_dict
@@ -31,8 +28,6 @@ from balanceroute.traces import Trace, load_trace
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-PLOTTED_STEPS = 1500  # in the middle of the steady window, as the load panels of `reproduce`
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,19 +51,13 @@ class SimulationResult:
         """Means and percentiles: load spread, balance, throughput, TPOT, waits."""
         return self.outcome.figures
 
-    def segment(self) -> NDArray[np.int64]:
-        """The loads that `plot` shows: shape (at most 1,500 steps, workers), tokens."""
-        window = self.outcome.window
-        start = max(0, (window.start + window.stop - PLOTTED_STEPS) // 2)
-        return self.outcome.loads[start:][:PLOTTED_STEPS]
-
     def plot(self, path: str | Path | None = None, *others: "SimulationResult") -> "Figure":
         """The KV load of every worker over 1,500 steps in the middle of the steady window, `others` beside it.
 
         Args: path: where to write it too, as PNG and SVG; the suffix is replaced. Returns matplotlib's figure.
         Raises: InputError where matplotlib is not installed.
         """
-        panels = [(run.label, run.segment()) for run in (self, *others)]
+        panels = [(run.label, run.outcome.segment) for run in (self, *others)]
         figure = figures.draw_load_panels(panels, f"{len(self.trace):,} requests, {self.setting.n_workers} workers")
         if path is not None:
             figures.save(figure, Path(path))

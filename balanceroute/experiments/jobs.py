@@ -33,7 +33,6 @@ from balanceroute.traces import PRESETS, Trace, generate_trace, ideal_capacity, 
 
 TRAIN_SEED_OFFSET = 1000  # histories are other draws of the same workload
 TRAIN_RATIO = 0.3  # share of a user's trace that is history; the rest is replayed
-PANEL_STEPS = 1500  # length of the segment that the load panels show, as in the paper
 STAGES = ("prepare", "stage1", "stage2")
 
 
@@ -107,14 +106,9 @@ class Job(Task):
         outcome = Replay(trace, method.policy, self.setting, method.predictor, train, with_loads=self.panel).run(
             stage_timer=timer
         )
-        panel = np.empty((0, 0), dtype=np.int64)
-        if self.panel:
-            # the middle of the steady window: the same place for every method, whatever its makespan
-            middle = (outcome.window.start + outcome.window.stop) // 2
-            panel = outcome.loads[max(0, middle - PANEL_STEPS // 2) :][:PANEL_STEPS].copy()
         waits = report.wait_by_size(outcome.wait_s, outcome.prompt_tokens)
         times = timer.times(outcome.decision_us) if timer else None
-        return JobResult(outcome.figures, waits, panel, times)
+        return JobResult(outcome.figures, waits, outcome.segment.copy(), times)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from balanceroute.arrays import FloatArray, IntArray
 from balanceroute.simulator.setting import Setting
 
 WINDOW_STARTS_AT = 0.3  # of the requests admitted
+SEGMENT_STEPS = 1500  # that are shown of the loads, as in the paper
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,12 @@ class Outcome:
     def finished(self) -> int:
         """Requests that have finished: all of them, unless the replay was stopped."""
         return int(np.count_nonzero(~np.isnan(self.tpot_s)))
+
+    @property
+    def segment(self) -> IntArray:
+        """The loads of at most `SEGMENT_STEPS` steps in the middle of the window: the same place for every policy."""
+        start = max(0, (self.window.start + self.window.stop - SEGMENT_STEPS) // 2)
+        return self.loads[start:][:SEGMENT_STEPS]
 
 
 class Recorder:
