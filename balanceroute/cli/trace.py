@@ -65,13 +65,10 @@ def convert(
     Example: balanceroute trace convert router.log --out day.csv.gz && balanceroute replay --trace day.csv.gz --compare
     """
     from balanceroute.cli.output import check_written
-    from balanceroute.errors import InputError
-    from balanceroute.traces import TraceFormat, convert_trace, write_trace
+    from balanceroute.traces import convert_trace, write_trace
 
-    if format not in set(TraceFormat):
-        raise InputError(f"--format {format}: one of {', '.join(TraceFormat)}")
     check_written(out, source)
-    result = convert_trace(source, TraceFormat(format), jitter_s=jitter, seed=seed)
+    result = convert_trace(source, format, jitter_s=jitter, seed=seed)
     write_trace(result.trace, out)
     for note in result.notes:
         typer.echo(note, err=True)

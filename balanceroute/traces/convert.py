@@ -108,17 +108,19 @@ class Conversion:
 
 
 def convert_trace(
-    path: str | Path | Source, format: TraceFormat = TraceFormat.AUTO, *, jitter_s: float = 0.0, seed: int = 0
+    path: str | Path | Source, format: TraceFormat | str = TraceFormat.AUTO, *, jitter_s: float = 0.0, seed: int = 0
 ) -> Conversion:
     """Read a public trace; arrivals start at 0 and are sorted. `-` is standard input.
 
-    `jitter_s` adds a seeded uniform delay below it to each arrival: Mooncake's stamps sit on steps of about
-    3 s. Raises: InputError with the file, the line and the reason.
+    `format`: of `TraceFormat`, also as a text. `jitter_s` adds a seeded uniform delay below it to each arrival:
+    Mooncake's stamps sit on steps of about 3 s. Raises: InputError with the file, the line and the reason.
     """
+    if format not in set(TraceFormat):
+        raise InputError(f"format {format}: one of {', '.join(TraceFormat)}")
     if not 0 <= jitter_s <= MAX_TIME:
         raise InputError(f"jitter must be 0 to {MAX_TIME:g} seconds, not {jitter_s:g}")
     path = Source.of(path)
-    kind = guess_format(path) if format is TraceFormat.AUTO else format
+    kind = guess_format(path) if format == TraceFormat.AUTO else TraceFormat(format)
     if kind is None:
         _, header = next(text_lines(path))
         if is_trace(header):

@@ -134,6 +134,14 @@ def test_json_of_another_kind_is_refused_with_the_fields_of_a_mooncake_trace(tmp
         assert "\n" not in str(refused.value)
 
 
+def test_a_format_is_also_named_by_a_text(tmp_path: Path) -> None:
+    path = written(tmp_path / "b.csv", BURSTGPT)
+    for name in ("auto", "burstgpt"):
+        assert convert_trace(path, name).format is TraceFormat.BURSTGPT
+    with pytest.raises(InputError, match="format csv: one of auto, azure, mooncake"):
+        convert_trace(path, "csv")
+
+
 def test_a_mooncake_line_without_a_length_is_refused_with_the_field(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="line 1: no field 'output_length'"):
         convert_trace(written(tmp_path / "t.jsonl", '{"timestamp": 5, "input_length": 5}\n'))
