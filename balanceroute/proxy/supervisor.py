@@ -8,7 +8,8 @@ Operators signal the parent. It has no event loop, no thread and no connection: 
 so little can make it fail. Children are forked from it, so a restarted child runs the same code on the same sockets
 within milliseconds, whatever has been installed meanwhile.
 
-SIGTERM, SIGINT     all children drain (SIGUSR2); a child that the others need ends after them
+SIGTERM, SIGINT     all children drain (SIGUSR2); a child that the others need ends after them, and leaves (SIGUSR1)
+                    if a successor prepares to take over by then
                     while a successor prepares to take over: nothing, unless the successor ends; then children drain
                     before this router has taken over: all children leave (SIGUSR1), and its predecessor goes on
 the same again      all children end now (SIGINT), or are killed `END_S` later
@@ -345,8 +346,8 @@ class Supervisor:
                 self._end(signal.SIGINT, END_S)
         start_again = child.needed and code and not self._code and self._signals == 1 and self._others_run
         if self._signals and not start_again:
-            if not self._others_run:
-                self._end(signal.SIGUSR2, KILL_S)
+            if not self._others_run:  # a brain that drains would make the successor's relays refuse, too
+                self._end(signal.SIGUSR1 if self._owner.has_successor else signal.SIGUSR2, KILL_S)
             return
         child.failures = child.failures + 1 if now - child.started_s < STEADY_S else 0
         pause_s = _pause_s(child.failures - 1)

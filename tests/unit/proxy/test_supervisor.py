@@ -515,9 +515,8 @@ def test_a_drain_waits_for_a_router_that_prepares_to_take_over(running: Running,
     else:
         running.process.send_signal(signal.SIGTERM)
     assert running.process.wait(PATIENCE_S) == 0
-    expected = {"SIGUSR1"} if then == "it is ready" else {"SIGUSR2"}
     for name in ("brain", "relay-0", "relay-1"):
-        assert expected == {"SIGUSR1", "SIGUSR2"} & set(running.events(name))
+        assert running.events_since_up(name)[1] == ("SIGUSR1" if then == "it is ready" else "SIGUSR2")
     successor.close()
 
 
@@ -559,6 +558,19 @@ def test_a_router_that_drains_can_still_be_taken_over(running: Running) -> None:
         taken, address = listener.accept()
         taken.close()
         assert address == client.getsockname()
+
+
+def test_a_brain_without_relays_leaves_at_once_to_a_router_that_prepares_to_take_over(running: Running) -> None:
+    (running.folder / "hold-brain").touch()
+    block_until((running.folder / "all-up").exists)
+    successor = found(running)
+    running.process.send_signal(signal.SIGTERM)
+    block_until(lambda: running.logged("not draining: another router prepares to take over"))
+    running.process.send_signal(signal.SIGTERM)
+    block_until(lambda: running.events_since_up("brain")[1:] == ["SIGUSR2", "SIGUSR1"])
+    (running.folder / "hold-brain").unlink()
+    assert running.process.wait(PATIENCE_S) == 0
+    successor.close()
 
 
 def test_a_draining_router_closes_its_port_when_its_last_relay_ends(running: Running) -> None:
