@@ -298,7 +298,8 @@ class Supervisor:
         self._signals = max(1, self._signals)
         self._give_up_reload()
         for child in self.children:
-            child.due_s = None
+            if not (child.needed and self._drains and self._others_run):
+                child.due_s = None
         deadline_s = time.monotonic() + within_s
         self._deadline_s = min(deadline_s, self._deadline_s or deadline_s)
 

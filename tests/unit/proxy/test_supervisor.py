@@ -267,6 +267,20 @@ def test_a_needed_child_is_restarted_even_while_the_others_finish(running: Runni
     assert running.events("brain")[-2:] == ["SIGUSR2", "ends"] and len(running.lives("relay-1")) == 1
 
 
+def test_a_needed_child_that_is_about_to_be_restarted_when_a_drain_begins_is_restarted(running: Running) -> None:
+    (running.folder / "hold-relay-0").touch()
+    running.up(brain=1, relay_0=1, relay_1=1)
+    (running.folder / "no-fork").touch()
+    os.kill(running.pid("brain"), signal.SIGKILL)
+    block_until(lambda: running.logged("no process can be started, tried again"))
+    running.process.send_signal(signal.SIGTERM)
+    block_until(lambda: "SIGUSR2" in running.events("relay-0"))
+    (running.folder / "no-fork").unlink()
+    running.up(brain=2)
+    (running.folder / "hold-relay-0").unlink()
+    assert running.process.wait(PATIENCE_S) == 0
+
+
 @pytest.mark.parametrize("running", [{"drain_s": 4.0}], indirect=True)
 def test_a_needed_child_that_cannot_be_restarted_does_not_outlast_the_time_to_drain(running: Running) -> None:
     (running.folder / "hold-relay-0").touch()
