@@ -18,6 +18,7 @@ import msgspec
 
 from balanceroute.build import worker_specs
 from balanceroute.config import Config, normalised_url
+from balanceroute.core.knobs import Option
 from balanceroute.core.types import WorkerSpec
 from balanceroute.errors import ConfigError
 from balanceroute.proxy.link.files import is_gone, replace_content
@@ -39,8 +40,8 @@ class Changes(msgspec.Struct, frozen=True):
 
     `added`: also workers that differ from the configuration's of the same id, which are in `replaced`. `removed` and
     `replaced`: as the configuration described them; a worker that it describes differently now is as it says.
-    `workers`: all that the router has, because workers that leave may still have requests. `number`: of the
-    configuration (`configured.py`). `epoch`: of the brain that wrote this.
+    `options`: of that policy. `workers`: all that the router has, because workers that leave may still have requests.
+    `number`: of the configuration (`configured.py`). `epoch`: of the brain that wrote this.
     """
 
     lineage: int
@@ -49,6 +50,7 @@ class Changes(msgspec.Struct, frozen=True):
     removed: tuple[WorkerSpec, ...] = ()
     drained: tuple[str, ...] = ()
     policy: str | None = None
+    options: dict[str, Option] = {}
     workers: tuple[WorkerSpec, ...] = ()
     number: int = 0
     epoch: int = 0
@@ -68,7 +70,7 @@ class Changes(msgspec.Struct, frozen=True):
         if self.policy is None:
             return config
         try:
-            return with_policy(config, self.policy)
+            return with_policy(config, self.policy, self.options)
         except ConfigError as error:  # the configuration has changed since
             log.warning(
                 "the policy that an operator chose is dropped", extra={"policy": self.policy, "error": str(error)}
@@ -120,7 +122,8 @@ def changes_of(
     """
     configured = {spec.id: spec for spec in (worker_specs(base) if workers is None else workers)}
     staying = {worker.id: worker.spec for worker in services.fleet if not worker.leaving}
-    policy = services.config.routing.policy
+    routing = services.config.routing
+    chosen = routing.policy != base.routing.policy
     added = tuple(spec for spec in staying.values() if spec != configured.get(spec.id))
     return Changes(
         lineage,
@@ -128,7 +131,8 @@ def changes_of(
         tuple(configured[spec.id] for spec in added if spec.id in configured),
         tuple(spec for name, spec in sorted(configured.items()) if name not in staying),
         tuple(worker.id for worker in services.fleet if worker.drained and not worker.leaving),
-        None if policy == base.routing.policy else policy,
+        routing.policy if chosen else None,
+        dict(routing.options) if chosen else {},
         tuple(worker.spec for worker in services.fleet),
         number,
         epoch,

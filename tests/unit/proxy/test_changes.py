@@ -211,6 +211,16 @@ def test_a_saved_policy_that_is_invalid_falls_back_to_the_configured_one() -> No
 
 
 @with_virtual_time
+async def test_an_own_policy_keeps_its_options_although_the_configuration_names_it_no_longer(tmp_path: Path) -> None:
+    own, path, services = "tests.unit.proxy.ops.test_steering:Patient", tmp_path / "changes", a_router()
+    base = services.config
+    services.config = with_policy(base, own, {"patience_s": 5})
+    KeptChanges(path, LINEAGE).keep(services, base)
+    again = KeptChanges(path, LINEAGE).last.config(base)
+    assert (again.routing.policy, again.routing.options) == (own, {"patience_s": 5})
+
+
+@with_virtual_time
 async def test_an_unwritable_changes_file_is_logged_once_and_written_later(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
