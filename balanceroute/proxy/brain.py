@@ -64,7 +64,7 @@ def run_brain(configured: Configured, folder: RunFolder, setup: BrainSetup, call
     Raises: ConfigError: a file or socket of the folder can't be used.
     """
     folder.make(setup.again)
-    lead = the_lead(configured.config, folder, setup.again)
+    lead = the_lead(configured.config, folder, setup.again, setup.drains)
 
     def follow_now() -> None:
         with suppress(ConfigError):  # it is raised again when this brain leads
@@ -78,10 +78,9 @@ def run_brain(configured: Configured, folder: RunFolder, setup: BrainSetup, call
         callbacks.on_lead()
         server = _leading_server(configured, folder, lead, setup, callbacks, waited)
         server.run()
-        if not server.leaves:
-            lead.resign()
         if server.lost:
             sys.exit(LOST)
+        lead.resign()  # not before: the next brain of this run folder is to lead, and no other folder's
     finally:
         lead.release()
 
@@ -107,8 +106,10 @@ def _leading_server(
     return BrainServer(app, configured.config, setup, on_reload, (lambda: None) if waited else callbacks.on_up)
 
 
-def the_lead(config: Config, folder: RunFolder, again: bool = False) -> Lead:
+def the_lead(config: Config, folder: RunFolder, again: bool = False, drains: bool = False) -> Lead:
     """What brains of this configuration and folder compete for. `again`: one of them has led before.
+
+    `drains`: the router drains, and has given up its Lease; its own requests need a brain to their end.
 
     Raises: ConfigError: the Lease of the configuration can't be used here.
     """
@@ -117,7 +118,7 @@ def the_lead(config: Config, folder: RunFolder, again: bool = False) -> Lead:
     # one that begins at the present second is above all before
     forgettable = listen.link is not None and listen.lease is None
     local = FileLead(folder.lead, int(time.time()) if forgettable else 1, again)
-    if listen.lease is None:
+    if listen.lease is None or drains:
         return local
     from balanceroute.proxy.link.kubernetes import lease_api  # with httpx, which nothing else in this process needs
     from balanceroute.proxy.link.lease import LeaseLead
@@ -167,11 +168,11 @@ def _ended_by_signals() -> Iterator[None]:
 class BrainServer(ChildServer):
     """The server of the brain's process. It listens on a socket that only our user may connect to.
 
-    Attributes: `lost`: another brain leads or is to lead. `leaves`: another one of this run folder is to lead.
+    Attributes: `lost`: another brain leads or is to lead.
     """
 
     _app: BrainApp
-    leaves = lost = False
+    lost = False
 
     def __init__(
         self,
@@ -183,7 +184,7 @@ class BrainServer(ChildServer):
     ) -> None:
         super().__init__(app, config, on_reload, uds=str(app.folder.operators))
         self._setup, self._on_up = setup, on_up
-        app.end, app.leave = self.end, self.leave
+        app.end = self.leave
 
     def _begin_drain(self, services: ClientServices) -> None:
         super()._begin_drain(services)
@@ -194,11 +195,6 @@ class BrainServer(ChildServer):
         self._app.lead.resign()
 
     def leave(self) -> None:
-        """End, so that another brain of this run folder leads."""
-        self.leaves = True
-        self.end()
-
-    def end(self) -> None:
         """End: another brain leads, or is to lead."""
         self.lost = True
         self.should_exit = self.force_exit = True

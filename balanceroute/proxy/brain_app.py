@@ -57,8 +57,7 @@ class BrainApp(RouterApp):
         without_predictor: whether the brain leads without a predictor, because a file of it can't be used.
         lead: what this brain holds while it leads.
         hub: the end of the link to relays; exists between startup and shutdown.
-        end: called when another brain leads.
-        leave: called when another brain of this run folder is to lead.
+        end: called when another brain leads, or is to lead.
         folder: the run folder.
         kept: the changes of operators, which the next brain goes on with.
         sockets: the paths at which others find this brain, once it listens, and what it put there.
@@ -69,7 +68,6 @@ class BrainApp(RouterApp):
     lead: Lead
     hub: Hub
     end: Callable[[], None]
-    leave: Callable[[], None]
     folder: RunFolder
     kept: KeptChanges
     sockets: Mapping[Path, os.stat_result] = {}
@@ -235,7 +233,7 @@ async def _keep_lead(app: BrainApp) -> None:
         lost = [str(path) for path, ours in app.sockets.items() if not is_still(path, ours)]
         if lost:
             log.warning("the brain's socket was removed; another brain is to lead", extra={"lost": lost})
-            app.leave()
+            app.end()
             break
         await asyncio.sleep(until_tick_s(now_s(), RENEW_S))
     else:

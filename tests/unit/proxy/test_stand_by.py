@@ -3,9 +3,18 @@
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
+
+from balanceroute.proxy import brain
+from balanceroute.proxy.brain_app import BrainSetup
+from balanceroute.proxy.configured import Configured
 from balanceroute.proxy.link.leadership import FileLead
+from balanceroute.proxy.run_folder import RunFolder
+from tests.unit.proxy.virtual_time import a_config
 
 STANDBY = """
 import os, signal, sys
@@ -35,3 +44,39 @@ def test_a_reload_while_a_standby_takes_the_lead_is_applied_later(tmp_path: Path
         lead.release()
         assert standby.stdout.readline() == "leads, and will hear\n"
     assert standby.returncode == 0
+
+
+class Led:
+    """A lead that is free, and what a brain does with it."""
+
+    def __init__(self) -> None:
+        self.done: list[str] = []
+
+    def take(self) -> bool:
+        return True
+
+    def resign(self) -> None:
+        self.done.append("resign")
+
+    def release(self) -> None:
+        self.done.append("release")
+
+
+@pytest.mark.parametrize(("lost", "expected"), [(True, ["release"]), (False, ["resign", "release"])])
+def test_a_brain_keeps_the_lease_for_the_next_brain_of_its_pod_unless_the_router_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: bool, expected: list[str]
+) -> None:
+    led, server = Led(), SimpleNamespace(run=lambda: None, lost=lost)
+    monkeypatch.setattr(brain, "the_lead", lambda *_: led)
+    monkeypatch.setattr(brain, "_leading_server", lambda *_: server)
+    callbacks = brain.BrainCallbacks(lambda: None, lambda: None, lambda: None)
+    with pytest.raises(SystemExit) if lost else nullcontext():
+        brain.run_brain(Configured.read(a_config()), RunFolder(tmp_path), BrainSetup(1), callbacks)
+    assert led.done == expected
+
+
+def test_a_brain_that_is_restarted_in_a_drain_leads_although_another_pod_has_the_lease_by_now(tmp_path: Path) -> None:
+    config = a_config(listen={"lease": "router", "run_folder": str(tmp_path), "relays": 1})
+    lead = brain.the_lead(config, RunFolder(tmp_path), again=True, drains=True)
+    assert lead.take()
+    lead.release()
