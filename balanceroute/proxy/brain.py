@@ -40,7 +40,7 @@ from balanceroute.proxy.telemetry.ticks import until_tick_s
 log = logging.getLogger(__name__)
 
 STANDBY_LOOK_S: Final = 0.25  # between two tries of a standby to get the lead
-LOST: Final = 1  # exit code of a brain that no longer leads: relays need another one, also while they drain
+LOST: Final = 1  # exit code of a brain that does not lead: relays need another one, also while they drain
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ def run_brain(configured: Configured, folder: RunFolder, setup: BrainSetup, call
         callbacks.on_lead()
         server = _leading_server(configured, folder, lead, setup, callbacks, waited)
         server.run()
-        if server.lost:
+        if server.lost or not server.started:  # older versions of uvicorn return where they can't start
             sys.exit(LOST)
         lead.resign()  # not before: the next brain of this run folder is to lead, and no other folder's
     finally:

@@ -172,7 +172,7 @@ class FileLead:
         """Whether the locked file is still at the leader's path, as far as that can be checked."""
         try:
             return is_at(file, self._path)
-        except PermissionError:  # no process of our user can check it, so none can have deposed this leader
+        except OSError:  # no process of our user can check it, so none can have deposed this leader
             return True
 
     def _begin(self, file: int) -> None:

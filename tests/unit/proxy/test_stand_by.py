@@ -66,7 +66,7 @@ class Led:
 def test_a_brain_keeps_the_lease_for_the_next_brain_of_its_pod_unless_the_router_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: bool, expected: list[str]
 ) -> None:
-    led, server = Led(), SimpleNamespace(run=lambda: None, lost=lost)
+    led, server = Led(), SimpleNamespace(run=lambda: None, lost=lost, started=True)
     monkeypatch.setattr(brain, "the_lead", lambda *_: led)
     monkeypatch.setattr(brain, "_leading_server", lambda *_: server)
     callbacks = brain.BrainCallbacks(lambda: None, lambda: None, lambda: None)
@@ -80,3 +80,12 @@ def test_a_brain_that_is_restarted_in_a_drain_leads_although_another_pod_has_the
     lead = brain.the_lead(config, RunFolder(tmp_path), again=True, drains=True)
     assert lead.take()
     lead.release()
+
+
+def test_a_brain_that_cannot_start_does_not_end_as_one_that_is_not_needed_any_more(tmp_path: Path) -> None:
+    """In a drain, the parent would not restart it."""
+    folder = RunFolder(tmp_path)
+    callbacks = brain.BrainCallbacks(lambda: None, folder.link.mkdir, lambda: None)
+    with pytest.raises(SystemExit) as ended:
+        brain.run_brain(Configured.read(a_config()), folder, BrainSetup(1), callbacks)
+    assert ended.value.code

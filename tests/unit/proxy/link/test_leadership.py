@@ -236,13 +236,16 @@ def test_a_stopped_leader_is_deposed_although_its_epoch_file_is_damaged(
         lead.release()
 
 
-def test_a_leader_with_an_unreadable_folder_keeps_leading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO, errno.ENOTDIR])
+def test_a_leader_with_an_unreadable_folder_keeps_leading(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
     lead, other = FileLead(tmp_path / "lead"), tmp_path / "other"
     other.touch()
     assert lead.take()
 
     def refuse(*_: object) -> None:
-        raise PermissionError(13, "Permission denied")
+        raise OSError(number, os.strerror(number))
 
     with monkeypatch.context() as patched:
         patched.setattr(Path, "stat", refuse)
