@@ -337,7 +337,7 @@ class Supervisor:
     def _died(self, child: Child, code: int) -> None:
         """Handle a child's death. `code`: its exit code; below 0: the signal that killed it."""
         now = time.monotonic()
-        child.pid = None
+        child.pid, child.up = None, False
         self._owner.died(child.name)
         if code == WRONG_CONFIG and not self._all_up and not self._signals:
             self._code = WRONG_CONFIG

@@ -515,6 +515,20 @@ def test_a_successor_gets_the_sockets_and_all_leave_when_it_is_ready(running: Ru
         assert address == client.getsockname()
 
 
+@pytest.mark.parametrize("running", [{"launcher": "open(f'{sys.argv[4]}/slow-relay-1', 'w').close()"}], indirect=True)
+def test_a_child_that_has_died_since_it_was_up_is_waited_for_before_a_router_takes_over(running: Running) -> None:
+    running.up(brain=1, relay_0=1)
+    (running.folder / "no-fork").touch()
+    os.kill(running.pid("brain"), signal.SIGKILL)
+    block_until(lambda: running.logged("no process can be started, tried again"))
+    (running.folder / "slow-relay-1").unlink()
+    running.up(relay_1=1)
+    running.a_child_reports()
+    assert not (running.folder / "all-up").exists()
+    (running.folder / "no-fork").unlink()
+    block_until((running.folder / "all-up").exists)
+
+
 @pytest.mark.parametrize("then", ["it is ready", "it ends", "the signal comes again"])
 def test_a_drain_waits_for_a_router_that_prepares_to_take_over(running: Running, then: str) -> None:
     block_until((running.folder / "all-up").exists)
