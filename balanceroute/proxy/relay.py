@@ -394,8 +394,6 @@ class RelayServer(ChildServer):
 
         A relay that drains already no longer refuses new requests itself, and keeps its deadline.
         """
-        if self._app.leaving:
-            return
         self.load.put(ACCEPTS, 0)
         for acceptor in self.servers:
             acceptor.close()

@@ -379,6 +379,15 @@ async def test_a_brain_that_no_longer_leads_neither_stores_nor_shows_counts() ->
         assert KeptCounts(router.folder).of(LEADER) == b"another brain's"
 
 
+async def test_a_brain_continues_above_a_lost_epoch_only_while_it_leads() -> None:
+    async with relayed(FAST, count=1) as router:
+        ended: list[bool] = []
+        router.brain.end = lambda: ended.append(True)
+        assert router.brain.superseded(7) == router.brain.lead.epoch == 8 and not ended
+        router.brain.lead.release()
+        assert router.brain.superseded(9) is None and ended
+
+
 async def test_a_brain_that_leads_no_more_has_no_members_before_its_server_ends() -> None:
     async with relayed(FAST, count=1) as router:
         router.brain.end = lambda: None  # on a busy machine that takes long

@@ -20,8 +20,9 @@ from balanceroute.proxy.brain_app import BrainApp, BrainSetup, create_brain_app,
 from balanceroute.proxy.configured import Configured
 from balanceroute.proxy.link.leadership import FileLead
 from balanceroute.proxy.perimeter.perimeter import Perimeter
+from balanceroute.proxy.relay_locks import RelayLocks
 from balanceroute.proxy.run_folder import RunFolder
-from tests.integration.relayed import LINEAGE, a_brain, answered, relayed
+from tests.integration.relayed import LINEAGE, a_brain, answered, relayed, serving
 from tests.integration.router import FAST
 from tests.waiting import until
 
@@ -63,6 +64,33 @@ async def test_a_brain_that_cannot_listen_for_far_relays_closes_what_it_opened(t
             await server._serve()
         for each in server.servers:
             each.close()
+
+
+class Resigning(FileLead):
+    """A lead that notes when it is given up."""
+
+    resigned = False
+
+    def resign(self) -> None:
+        self.resigned = True
+
+
+async def test_a_brain_that_drains_lets_others_lead_at_once_and_ends_after_its_relays(tmp_path: Path) -> None:
+    folder, lead = RunFolder(tmp_path), Resigning(tmp_path / "lead")
+    assert lead.take()
+    tiers = {tier: {"workers": [{"url": f"http://127.0.0.1:{port}"}]} for port, tier in ((1, "prefill"), (2, "decode"))}
+    config, setup = validate(tiers), BrainSetup(LINEAGE, relays=["relay-0"])
+    relay = RelayLocks(folder).lock("relay-0")  # it runs, and is about to join again
+    server = BrainServer(create_brain_app(Configured.read(config), folder, lead, 0, setup), config, setup)
+    try:
+        async with serving(server):
+            server.drain()
+            assert lead.resigned and server.busy(server._app.services) and not server.should_exit
+            os.close(relay)
+            await until(lambda: server.should_exit)
+            assert not server.lost
+    finally:
+        lead.release()
 
 
 @pytest.mark.parametrize("again", [False, True])

@@ -123,6 +123,41 @@ async def test_a_relay_tells_its_parent_before_it_accepts_no_more() -> None:
         assert told == [(False, True)]
 
 
+async def test_a_relay_shows_every_second_that_it_accepts_until_it_leaves() -> None:
+    async with relayed(FAST, count=1) as router:
+        server, loads = router.relays[0].server, RelayLoads(1)
+        server.load = Load(loads, 0)
+        assert not await server.on_tick(0) and loads.any_accepts
+        server.leave()
+        assert not loads.any_accepts and all(listener.fileno() < 0 for listener in server.listeners)
+        await server.on_tick(0)
+        assert not loads.any_accepts
+
+
+@pytest.mark.parametrize("order", ["leave drain leave", "drain leave drain"])
+async def test_a_relay_refuses_requests_in_a_drain_until_it_leaves_and_keeps_its_deadline(order: str) -> None:
+    async with relayed(FAST, count=1) as router:
+        server, brain = router.relays[0].server, router.relays[0].app.services.brain
+        deadlines = []
+        for step in order.split():
+            getattr(server, step)()
+            deadlines.append(server._drain)
+            assert brain.leaving is (step == "drain")
+        assert deadlines == [server._drain] * 3 and server._drain is not None
+
+
+async def test_a_relay_that_leaves_waits_for_requests_on_connections_that_are_open() -> None:
+    async with relayed(FAST, count=1) as router:
+        relay = router.relays[0]
+        await answered(relay, 1)
+        await router.settled()
+        assert not relay.server.busy(relay.app.services)
+        relay.server.leave()
+        assert relay.server.busy(relay.app.services)
+        await answered(relay, 2)
+        await until(lambda: relay.server.should_exit)
+
+
 async def test_a_relay_reloads_its_own_settings() -> None:
     async with relayed(FAST, count=1) as router:
         services = router.relays[0].app.services

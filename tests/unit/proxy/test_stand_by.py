@@ -3,6 +3,7 @@
 import signal
 import subprocess
 import sys
+import time
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from balanceroute.proxy.configured import Configured
 from balanceroute.proxy.link.leadership import FileLead
 from balanceroute.proxy.run_folder import RunFolder
 from tests.unit.proxy.virtual_time import a_config
+from tests.waiting import PATIENCE_S
 
 STANDBY = """
 import os, signal, sys
@@ -44,6 +46,32 @@ def test_a_reload_while_a_standby_takes_the_lead_is_applied_later(tmp_path: Path
         lead.release()
         assert standby.stdout.readline() == "leads, and will hear\n"
     assert standby.returncode == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
+def test_a_standby_ends_at_once_and_is_not_needed_any_more(tmp_path: Path, number: signal.Signals) -> None:
+    lead = FileLead(tmp_path / "lead")
+    assert lead.take()
+    command = [sys.executable, "-c", STANDBY, str(tmp_path / "lead")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as standby:
+        assert standby.stdout is not None
+        assert standby.stdout.readline() == "waits\n"
+        standby.send_signal(number)
+        assert standby.wait(PATIENCE_S) == 0
+    lead.release()
+
+
+def test_the_first_epoch_is_larger_than_those_that_far_relays_have_seen_before(tmp_path: Path) -> None:
+    listen, tls = {"relays": 1, "link": "127.0.0.1:8700"}, {"link_ca_file": "ca", "link_cert_file": "chain"}
+    now = int(time.time())
+    epochs = []
+    for name, config in (("near", a_config()), ("far", a_config(listen=listen, tls=tls))):
+        lead = brain.the_lead(config, RunFolder(tmp_path / name))
+        (tmp_path / name).mkdir()
+        assert lead.take()
+        epochs.append(lead.epoch)
+        lead.release()
+    assert epochs[0] == 1 and epochs[1] >= now
 
 
 class Led:
