@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -35,7 +36,7 @@ def test_one_brain_leads_and_the_next_increments_the_epoch(tmp_path: Path) -> No
     assert first.take() and first.epoch == 1
     assert not second.take() and second.epoch == 0
     first.release()
-    assert second.take() and second.epoch == 2
+    assert second.take() and second.epoch == 2 and not first.renew()
     assert (tmp_path / "lead").stat().st_mode & 0o777 == 0o600
 
 
@@ -83,6 +84,16 @@ def test_a_leader_with_a_busy_event_loop_goes_on_touching_its_file(tmp_path: Pat
     leader.release()
 
 
+@pytest.mark.parametrize("ends", [lambda lead, path: lead.release(), lambda lead, path: path.unlink()])
+def test_the_thread_of_a_leader_ends_with_its_lead(tmp_path: Path, ends: Callable[[FileLead, Path], None]) -> None:
+    lead, path, others = FileLead(tmp_path / "lead"), tmp_path / "lead", threading.enumerate()
+    assert lead.take()
+    (thread,) = set(threading.enumerate()).difference(others)
+    ends(lead, path)
+    block_until(lambda: not thread.is_alive())
+    lead.release()
+
+
 def test_a_busy_event_loop_is_told_from_a_hung_one_by_the_last_renewal_however_long_ago_the_lead_was_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,6 +133,7 @@ def test_only_the_lock_holder_may_raise_its_epoch_above_a_lost_one(tmp_path: Pat
     path = tmp_path / "lead"
     leader = FileLead(path)
     assert leader.take() and leader.raise_epoch(6)
+    leader.lift(3)
     assert leader.epoch == 7 and path.read_text() == "7\n"
     path.unlink()
     successor = FileLead(path)
@@ -164,11 +176,17 @@ def test_a_full_disk_does_not_prevent_deposing_a_stopped_leader(
     assert not leader.renew()
 
 
-def test_a_standby_keeps_waiting_when_the_disk_is_full(tmp_path: Path) -> None:
+def test_a_standby_keeps_waiting_when_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "lead"
     leader, standby = FileLead(path), FileLead(path)
     assert leader.take()
-    (tmp_path / "lead.next").mkdir()  # can't be written either
+
+    def full(file: Path) -> int | None:
+        if not file.exists():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return locked(file)
+
+    monkeypatch.setattr(leadership, "locked", full)
     assert not standby.take() and leader.renew()
 
 
@@ -231,7 +249,11 @@ def test_a_stopped_leader_is_deposed_although_its_epoch_file_is_damaged(
     faster = locked(tmp_path / "lead.next")
     assert faster is not None and not standby.take(), "another standby is about to lead"
     os.close(faster)
+    late = FileLead(path)
+    monkeypatch.setattr(late, "_stands_still", lambda: True)
+    late._sign = standby._sign
     assert standby.take() and standby.epoch == 1 and not stands.renew()
+    assert not late.take() and standby.renew(), "it has seen the former leader stand still, not this one"
     for lead in (stands, standby):
         lead.release()
 
