@@ -203,7 +203,6 @@ class LeaseLead:
         try:
             renewed = self._api.replace(held, self._held(self.epoch, held.spec.acquire_time))
             if renewed is None and (held_by_now := self._reread()) is not None:
-                asked_s = self._clock()
                 renewed = self._api.replace(held_by_now, self._held(self.epoch, held_by_now.spec.acquire_time))
         except LeaseError as error:
             self._warn(error)

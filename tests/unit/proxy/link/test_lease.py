@@ -1,5 +1,6 @@
 """One pod leads at a time, whatever becomes of the API server and of clocks."""
 
+import os
 import shutil
 import threading
 import time
@@ -448,3 +449,106 @@ def test_a_hanging_event_loop_loses_the_lease(server: ApiServer, monkeypatch: py
         block_until(first.take)
         block_until(second.take)  # nobody asks the first one
         assert not first.renew()
+
+
+class Stored(LeaseApi):
+    """A Lease in memory; `meanwhile` is called before each write that may change it."""
+
+    def __init__(self, spec: LeaseSpec | None = None) -> None:
+        self.name, self.spec, self.version = "serving/router", spec, 1
+        self.meanwhile: Callable[[], None] = lambda: None
+
+    def read(self) -> Lease | None:
+        return None if self.spec is None else Lease({"version": self.version}, self.spec)
+
+    def create(self, spec: LeaseSpec) -> Lease | None:
+        return self.put(spec) if self.spec is None else None
+
+    def replace(self, lease: Lease, spec: LeaseSpec) -> Lease | None:
+        self.meanwhile()
+        return self.put(spec) if lease.whole["version"] == self.version else None
+
+    def put(self, spec: LeaseSpec) -> Lease | None:
+        self.spec, self.version = spec, self.version + 1
+        return self.read()
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+@contextmanager
+def a_lead(folder: Path, api: Stored, clock: Clock) -> Iterator[LeaseLead]:
+    lead = LeaseLead(FileLead(folder / "lead"), api, lambda: "a", 15, clock)
+    try:
+        yield lead
+    finally:
+        lead.release()
+
+
+def of(holder: str, number: int) -> LeaseSpec:
+    return LeaseSpec(holder_identity=holder, lease_duration_seconds=15, lease_transitions=number)
+
+
+@pytest.mark.parametrize("renewed", [False, True])
+def test_a_leader_counts_the_time_of_its_lease_from_before_it_asked(tmp_path: Path, renewed: bool) -> None:
+    api, clock = Stored(of("", 1)), Clock(1000.0)
+
+    def late() -> None:
+        clock.now_s += 5.0
+
+    with a_lead(tmp_path, api, clock) as lead:
+        api.meanwhile = late
+        assert lead.take()
+        if renewed:
+            held = api.read()
+            assert held is not None and lead._renewed(held)
+        clock.now_s = (1005.0 if renewed else 1000.0) + 9.9
+        assert lead.renew()
+        clock.now_s += 0.2
+        assert not lead.renew()
+
+
+@pytest.mark.parametrize(
+    ("found", "is_ours"),
+    [(None, True), (of("a", 3), False), (of("b", 2), False)],
+    ids=["others changed another field", "the next brain of the pod has it", "another pod has it, by a lost number"],
+)
+@pytest.mark.parametrize("gives_up", [False, True])
+def test_a_leader_renews_and_gives_up_only_its_own_lease(
+    tmp_path: Path, found: LeaseSpec | None, is_ours: bool, gives_up: bool
+) -> None:
+    api = Stored(of("", 1))
+    with a_lead(tmp_path, api, Clock()) as lead:
+        assert lead.take() and lead.epoch == 2
+        held, spec = api.read(), found or api.spec
+        assert held is not None and spec is not None
+        api.put(spec)
+        if gives_up:
+            lead._give_up(held)
+        else:
+            assert (lead._renewed(held) is not None) is is_ours
+        assert api.spec is not None and (api.spec.holder_identity == "") is (is_ours and gives_up)
+        assert is_ours or api.spec == spec
+
+
+def test_the_number_of_a_leader_is_above_all_that_its_pod_has_seen_and_in_its_file(tmp_path: Path) -> None:
+    api, clock = Stored(of("b", 41)), Clock()
+    with a_lead(tmp_path, api, clock) as lead:
+        assert not lead.take()
+        api.put(of("c", 3))  # it was deleted, and a pod that did not know its number has created it again
+        clock.now_s += 3.0
+        assert not lead.take()
+        clock.now_s += 16.0
+        assert lead.take() and lead.epoch == 42
+        assert (tmp_path / "lead").read_text() == "42\n"
+
+
+def test_a_brain_that_waits_for_the_lease_while_its_run_folder_is_lost_keeps_no_file_open(tmp_path: Path) -> None:
+    api = Stored(of("b", 1))
+    with a_lead(tmp_path, api, Clock()) as lead:
+        assert not lead.take()
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(3):
+            (tmp_path / "lead").unlink()
+            assert not lead.take()
+        assert len(os.listdir("/proc/self/fd")) == before
