@@ -4,6 +4,7 @@ import asyncio
 import errno
 import logging
 import socket
+from hashlib import sha256
 from pathlib import Path
 
 import httpx
@@ -166,6 +167,34 @@ async def test_a_relay_reloads_its_own_settings() -> None:
         reload_relay(services, new, Perimeter(new))
         refused = await router.relays[0].client.post("/v1/completions", json=completion(n=2))
         assert refused.status_code == 400
+
+
+async def test_a_reload_of_a_relay_keeps_what_keys_have_used_and_the_port_of_operators(tmp_path: Path) -> None:
+    file, headers = tmp_path / "keys.yaml", {"authorization": "Bearer secret"}
+
+    def allow(per_minute: int, secret: bytes = b"secret") -> None:
+        file.write_text(f"- {{name: k, sha256: {sha256(secret).hexdigest()}, requests_per_minute: {per_minute}}}")
+        file.chmod(0o600)
+
+    allow(1)
+    async with relayed(FAST, count=1, auth={"client_keys": str(file)}) as router:
+        relay = router.relays[0]
+        services = relay.app.services
+
+        async def status() -> int:
+            return (await relay.client.post("/v1/completions", json=completion(), headers=headers)).status_code
+
+        assert [await status(), await status()] == [200, 429]
+        for per_minute, expected in ((1, 429), (600, 200)):
+            allow(per_minute)
+            reload_relay(services, router.config, Perimeter(router.config))
+            assert await status() == expected
+        allow(600, b"another secret")
+        reload_relay(services, router.config, Perimeter(router.config))
+        assert await status() == 401
+        services.perimeter.admin_port = 7
+        reload_relay(services, router.config, Perimeter(router.config))
+        assert services.perimeter.admin_port == 7
 
 
 async def test_a_stream_that_the_brain_no_longer_holds_ends_with_an_error_and_no_done() -> None:
