@@ -402,6 +402,14 @@ def test_an_invalid_configuration_ends_all_processes_with_one_line(running: Runn
     assert not any(map(exists, running.folder_pids()))
 
 
+@pytest.mark.parametrize(
+    "running", [{"wrong": "relay-1", "slow": "brain", "deaf": "relay-0", "end_s": 1.0}], indirect=True
+)
+def test_a_router_of_an_invalid_configuration_restarts_nothing_while_it_ends(running: Running) -> None:
+    assert running.process.wait(PATIENCE_S) == 2
+    assert [line["life"] for line in running.logged("child started")] == [1, 1, 1]
+
+
 def test_an_invalid_configuration_ends_all_processes_even_without_a_log(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.unit.proxy.supervised", str(tmp_path), '{"wrong": "relay-1"}']
     with open("/dev/full", "wb") as full:
@@ -637,6 +645,24 @@ def found(running: Running) -> Predecessor:
     predecessor = Predecessor.find(running.folder / "handover")
     assert predecessor is not None
     return predecessor
+
+
+def test_a_router_that_ends_restores_no_file_and_tries_no_reload(running: Running) -> None:
+    """The files may be its successor's by then."""
+    for name in ("hold-relay-0", "try", "hold-trial"):
+        (running.folder / name).touch()
+    running.up(brain=1, relay_0=1, relay_1=1)
+    running.process.send_signal(signal.SIGTERM)
+    block_until(lambda: "SIGUSR2" in running.events("relay-0"))
+    (running.folder / "found").unlink()
+    running.process.send_signal(signal.SIGHUP)
+    for _ in range(2):  # the second one is heard after all that follows the first
+        running.a_child_reports()
+    assert not (running.folder / "found").exists()
+    children = Path(f"/proc/{running.process.pid}/task/{running.process.pid}/children").read_text().split()
+    assert set(map(int, children)) <= {running.pid(name) for name in ("brain", "relay-0", "relay-1")}
+    (running.folder / "hold-relay-0").unlink()
+    assert running.process.wait(PATIENCE_S) == 0
 
 
 @pytest.mark.parametrize("running", [{"mend_s": 0.1}], indirect=True)
