@@ -221,7 +221,7 @@ class Supervisor:
                 self._begin_reload()
         elif number == signal.SIGIO:
             self._note_who_is_up()
-            if (self._drains or not self._signals) and self._owner.succeeded():
+            if self._owner.succeeded():
                 self._leave("another router takes over")
             elif self._drains and not (self._owner.accepts or self._owner.has_successor):
                 self._owner.stop_listening()

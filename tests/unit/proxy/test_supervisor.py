@@ -556,6 +556,21 @@ def test_a_drain_waits_for_a_router_that_prepares_to_take_over(running: Running,
     successor.close()
 
 
+def test_a_router_that_was_to_drain_does_not_drain_any_more_once_it_is_taken_over(running: Running) -> None:
+    (running.folder / "hold-relay-0").touch()
+    block_until((running.folder / "all-up").exists)
+    successor = found(running)
+    running.process.send_signal(signal.SIGTERM)
+    block_until(lambda: running.logged("not draining: another router prepares to take over"))
+    successor.go()
+    block_until(lambda: "SIGUSR1" in running.events("relay-0"))
+    for _ in range(2):  # the second one is heard after all that follows the first
+        running.a_child_reports()
+    (running.folder / "hold-relay-0").unlink()
+    assert running.process.wait(PATIENCE_S) == 0
+    assert running.events_since_up("relay-0") == ["up", "SIGUSR1", "ends"]
+
+
 @pytest.mark.parametrize("running", [{"beside": True, "slow": "brain", "kill_s": 0.0}], indirect=True)
 @pytest.mark.parametrize("why", ["it is told to end", "a child cannot run"])
 def test_a_failed_takeover_finishes_the_requests_of_its_own_clients(running: Running, why: str) -> None:
