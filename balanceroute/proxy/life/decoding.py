@@ -19,7 +19,7 @@ from functools import partial
 
 from balanceroute.config import Config
 from balanceroute.errors import BadUpstreamReply, BalanceRouteError, UpstreamError, UpstreamStatus
-from balanceroute.proxy.life.errors import ClientStalled, KvTooOld
+from balanceroute.proxy.life.errors import ClientGone, ClientStalled, KvTooOld
 from balanceroute.proxy.life.leg import REPLY_LIMIT, Leg
 from balanceroute.proxy.life.retries import event_error, status_error
 from balanceroute.proxy.life.streaming import stream_events
@@ -78,6 +78,9 @@ async def decode(leg: Leg, worker: Worker, grace_s: float) -> bool:
             worker.circuit.success()  # also of an answer that finished in the same read as what is wrong behind it
             worker.has_served(answer.request.model)
         return complete
+    except ClientGone:
+        answered = True  # the worker has sent something since, so it has pulled the KV
+        raise
     except asyncio.CancelledError:
         worker.circuit.inconclusive()
         interruption = leg.interruption()
@@ -174,10 +177,10 @@ async def _first_events(leg: Leg, worker: Worker, reply: Reply) -> bytes:
     counted = scanner.tokens
     while not (out and scanner.begun) and scanner.end is None:
         chunk = await reply.next_chunk()
-        leg.note_received(worker)
         if chunk is None:
             scanner.close()
             break
+        leg.note_received(worker)
         if not scanner.begun:
             _check_kv(leg, worker)
         out += scanner.feed(chunk)
@@ -186,7 +189,8 @@ async def _first_events(leg: Leg, worker: Worker, reply: Reply) -> bytes:
         if scanner.tokens > counted:
             leg.ticket.progress(scanner.tokens - counted)
             counted = scanner.tokens
-            _has_begun(leg, worker)
+            if leg.streaming_from is None:
+                _has_begun(leg, worker)
     if not scanner.begun and (chunk is None or scanner.end is None):
         raise BadUpstreamReply("its stream holds no event of an answer", worker=worker.id, tier="decode")
     if not scanner.begun or (scanner.end in _NO_ANSWER and b"data:" not in out):

@@ -23,6 +23,7 @@ class Page:
     """An answer. In `body`, `$ID` stands for the X-Request-Id that was asked with.
 
     `ends`: whether the body ends; else the worker says nothing more after it. `breaks`: how it breaks off instead.
+    `pace_s`: the time before each event until the client gets the first; else all come at once.
     """
 
     body: bytes = b"{}"
@@ -30,6 +31,7 @@ class Page:
     headers: tuple[tuple[bytes, bytes], ...] = ()
     ends: bool = True
     breaks: UpstreamError | None = None
+    pace_s: float = 0.0
 
 
 Answer = int | Page | BalanceRouteError | asyncio.Event | None
@@ -135,6 +137,10 @@ class _Reply(Reply):
             await waits()
             self.over = self._page.ends
         body, self._body = self._body, None
+        if body and self._page.pace_s:
+            await let_pass(self._page.pace_s)
+            event, end, self._body = body.partition(b"\n\n")
+            return event + end
         if not body and self._error is not None:
             raise self._error
         if not body and not self.over:

@@ -2,7 +2,9 @@
 
 import asyncio
 import math
+from typing import Any
 
+import orjson
 import pytest
 
 from balanceroute.core.types import Phase
@@ -15,11 +17,13 @@ from balanceroute.errors import (
     UpstreamStatus,
 )
 from balanceroute.proxy.life.decoding import decode
+from balanceroute.proxy.life.errors import ClientGone
 from balanceroute.proxy.life.leg import Event, Leg
 from balanceroute.proxy.life.pull import Pull
 from balanceroute.proxy.ops.services import Services
+from balanceroute.proxy.wire.client_request import parse
 from balanceroute.proxy.workers.circuit import CircuitState
-from tests.unit.proxy.life.legs import DONE, Client, a_leg, dispatching, events, probed
+from tests.unit.proxy.life.legs import DONE, PROMPT_IDS, Client, a_leg, dispatching, events, idle, probed
 from tests.unit.proxy.virtual_time import (
     Answer,
     Page,
@@ -215,3 +219,54 @@ async def test_a_worker_counts_as_busy_from_its_first_request_on_whatever_comes_
             task.cancel()
         await asyncio.wait(tasks)
     assert since_s[0] == since_s[1] == d0.busy_since_s
+
+
+def chat_events(*deltas: dict[str, Any], last: dict[str, Any]) -> bytes:
+    """The role with the prompt's ids, then an event for each delta with an id of its own, and one that ends."""
+    head = {"id": "chatcmpl-$ID", "object": "chat.completion.chunk", "created": 1, "model": "m"}
+    choices: list[dict[str, Any]] = [
+        {"delta": {"role": "assistant", "content": ""}},
+        *({"delta": delta, "token_ids": [20 + number]} for number, delta in enumerate(deltas)),
+        {"delta": {"content": ""}, "token_ids": [], **last},
+    ]
+    told = [head | {"choices": [{"index": 0, "finish_reason": None} | choice]} for choice in choices]
+    told[0]["prompt_token_ids"] = PROMPT_IDS
+    return b"".join(b"data: %b\n\n" % orjson.dumps(event) for event in told)
+
+
+@with_virtual_time
+async def test_the_first_token_of_an_answer_that_continues_with_hidden_reasoning_is_timed_once() -> None:
+    """By that time the overlap is sized: what comes later would count as a transfer of that length."""
+    services = a_router(a_config(1, 1))
+    chat = {"model": "m", "messages": [{"role": "user", "content": "a"}], "max_tokens": 100}
+    request = parse("chat", orjson.dumps(chat | {"stream": True, "include_reasoning": False}))
+    script(services, "p0", *(probed(id_="chatcmpl-$ID", prompt=ids) for ids in (PROMPT_IDS, [*PROMPT_IDS, 20])))
+    cut_off = chat_events({"reasoning": "a"}, last={"finish_reason": "stop", "stop_reason": "recomputed"})
+    thinks = [{"reasoning": "b"}] * 50
+    rest = chat_events(*thinks, {"content": "x"}, last={"finish_reason": "length"}) + DONE
+    script(services, "d0", Page(cut_off), Page(rest, pace_s=1.0))
+    overlap = services.ledger.scheduler.snapshot.overlap
+    overlap.see_answer(1.0, 101)  # nothing is measured before an answer has ended
+    async with dispatching(services):
+        leg = Leg(services, "r", request, Client(), [], Pull)
+        await leg.run()
+    assert (leg.recomputes, leg.answer.scanner.tokens) == (1, 52)
+    assert overlap.transfers == 2 and overlap.transfer_s < 2.0
+
+
+@pytest.mark.parametrize("body", [events(20), chat_events(last={})], ids=["a token", "the role"])
+@with_virtual_time
+async def test_a_worker_that_sends_something_once_the_client_has_left_has_pulled_the_kv(body: bytes) -> None:
+    services = a_router(a_config(1, 1))
+    script(services, "p0", probed())
+    d0, has_left = script(services, "d0", Page(body)), asyncio.Event()
+    d0.before_body = has_left.wait  # type: ignore[method-assign]
+    async with dispatching(services):
+        leg = a_leg(services)
+        task = services.loop.create_task(leg.run())
+        await until(lambda: leg.reply is not None)
+        leg.abandon()
+        has_left.set()
+        with pytest.raises(ClientGone):
+            await task
+    assert services.metrics.orphaned_kv == 0 and idle(services)
