@@ -15,7 +15,7 @@
     │   └── Draining             503
     ├── UpstreamError            .worker .tier .retryable
     │   ├── ConnectFailed        502
-    │   │   └── CannotConnect    503: for want of descriptors, not of a worker
+    │   │   └── CannotConnect    503: for want of descriptors or ports, not of a worker
     │   ├── UpstreamTimeout      504
     │   ├── BadUpstreamReply     502; ForeignReply where it answers another request
     │   │   ├── ConnectionLost   the connection ended inside the reply
@@ -146,7 +146,7 @@ class ConnectFailed(UpstreamError):
 
 
 class CannotConnect(ConnectFailed):
-    """This process had no descriptor or memory for a connection, or stood still meanwhile: nothing of the worker."""
+    """This process had no descriptor, port or memory for a connection, or stood still: nothing of the worker."""
 
     status_hint = 503
     retry_after_s = RETRY_AFTER_S

@@ -251,9 +251,20 @@ class Upstream:
             kind = CannotConnect if limit.ours else ConnectFailed
             raise self._unsent(kind, f"no connection within {connect_timeout_s:g} s") from exc
         except (OSError, ssl.SSLError, UnicodeError) as exc:
-            ours = isinstance(exc, OSError) and exc.errno in _SHORTAGES_HERE
-            raise self._unsent(CannotConnect if ours else ConnectFailed, f"cannot connect: {_reason(exc)}") from exc
+            kind = CannotConnect if self._is_shortage_here(exc) else ConnectFailed
+            raise self._unsent(kind, f"cannot connect: {_reason(exc)}") from exc
         return connection
+
+    def _is_shortage_here(self, error: Exception) -> bool:
+        """Whether this machine lacks something for a connection.
+
+        EADDRNOTAVAIL: it has no free port for this worker, or no address of the worker's family. If other connections
+        to the worker are open, it has such an address.
+        """
+        if not isinstance(error, OSError):
+            return False
+        no_port = error.errno == errno.EADDRNOTAVAIL and bool(self._busy or self._idle)
+        return no_port or error.errno in _SHORTAGES_HERE
 
     async def _connect(self, loop: asyncio.AbstractEventLoop, connect_timeout_s: float) -> Connection:
         """A connection to the first address that answers; silent ones before the last take at most half of the time.

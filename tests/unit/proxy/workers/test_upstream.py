@@ -1,6 +1,7 @@
 """The client side of the wire against scripted servers, on asyncio's loop and on uvloop."""
 
 import asyncio
+import errno
 import os
 import resource
 import socket
@@ -250,6 +251,30 @@ async def test_a_failed_connection_is_attributed_to_worker_or_router(ours: bool)
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         assert isinstance(failed.value, CannotConnect) is ours and not failed.value.sent
         assert status_of(failed.value) == (503 if ours else 502)
+
+
+@pytest.mark.parametrize("ours", [True, False])
+@on_both_loops
+async def test_a_missing_local_port_is_attributed_to_the_router_if_other_connections_are_open(ours: bool) -> None:
+    """If none is, this machine may just have no IPv6, and the worker nothing else."""
+
+    async def no_port(*_: object, **__: object) -> None:
+        raise OSError(errno.EADDRNOTAVAIL, "Cannot assign requested address")
+
+    async with worker(falling_silent()) as server:
+        upstream = Upstream(server.url)
+        other = asyncio.ensure_future(post(upstream))
+        await until(lambda: upstream.busy_connections == 1)
+        if not ours:
+            upstream.close()
+            upstream = Upstream(server.url)
+        asyncio.get_running_loop().create_connection = no_port  # type: ignore[method-assign,assignment]
+        with pytest.raises(ConnectFailed, match="Cannot assign requested address") as failed:
+            await post(upstream)
+        assert isinstance(failed.value, CannotConnect) is ours and not failed.value.sent
+        upstream.close()
+        with pytest.raises(ConnectFailed):
+            await other
 
 
 def test_a_second_address_is_used_when_the_first_fails_and_kept_when_lookups_fail(
