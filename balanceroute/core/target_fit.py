@@ -32,8 +32,8 @@ Past its cap a request goes to the worker with the most room all the same; past 
 to any worker that has some room. A request that fits nowhere would keep all slots from a later class. So if a later
 class waits and every request of this class finds a slot, it goes to the most room at once.
 
-*Slower workers* (LevelFit) keep slots free that cost more than they serve, where c is known (`scarce_fit.py`). In slack
-a request passes by those where it would, to the lightest of the others.
+*Slower workers* (LevelFit) keep slots free that cost more than they serve, where c is known (`scarce_fit.py`). In
+slack, and where memory is short, a request passes by those where it would, to the lightest of the others.
 
 *One worker alone* waits for nobody (LevelFit): requests go in waiting order, as far as memory goes. One that does not
 fit holds up later classes there, as it would inside the engine.
@@ -186,7 +186,7 @@ class TargetFit:
         pool_is_full: bool,
         force: bool,
     ) -> Iterator[Choice]:
-        """In waiting order, each request to the lightest worker whose memory it fits.
+        """In waiting order, each request to the lightest worker (`is_worth`) whose memory it fits.
 
         A request that fits nowhere waits, unless it is past its cap: then it goes to the worker with the most room, if
         there is any. `force`: treat every request as past its cap.
@@ -197,24 +197,32 @@ class TargetFit:
             place.see_memory(snapshot.means)
         sizes, ready_s = waiting.arrays()
         age = (now - ready_s) / caps_s(sizes, snapshot, self.params, self.rules, pool_is_full)
-        most = roomiest(places)
         past_cap = ((age > 1.0) | force).tolist()
+        fastest, may_rise = slower_workers(snapshot, self.rules)
+        envelope = max(snapshot.in_barrier(loads))
         for request, late in zip(waiting.head(len(waiting)), past_cap, strict=True):
-            if request.prompt_tokens <= most.room:
-                place = min([each for each in places if request.prompt_tokens <= each.room], key=attrgetter("load"))
-            elif late and most.room > 0.0:
-                place = most
+            tokens = request.prompt_tokens
+            fitting = [each for each in places if tokens <= each.room]
+            if fitting and may_rise < math.inf:
+                most = envelope * may_rise
+                fitting = [each for each in fitting if is_worth(each.spec, each.load, tokens, fastest, most)]
+                if not fitting:
+                    continue  # it waits for a departure
+            if fitting:
+                place = min(fitting, key=attrgetter("load"))
             else:
-                continue
+                place = roomiest(places)
+                if not late or place.room <= 0.0:
+                    continue
             yield Choice(request, place.worker, 1, 0.0)
-            place.load += cost(place.spec, request.prompt_tokens)
-            place.fill(request.prompt_tokens)
+            place.load += cost(place.spec, tokens)
+            envelope = max(envelope, place.load)
+            place.fill(tokens)
             place.occupy()
             if place.active >= place.most:
                 places.remove(place)
                 if not places:
                     return
-            most = roomiest(places)
 
     def _busy(self, workers: list[DecodeInstanceState]) -> bool:
         """Whether every worker in the barrier runs enough requests for holding back to gain anything."""

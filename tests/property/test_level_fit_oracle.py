@@ -266,7 +266,12 @@ class Oracle:
             places = [place for place in self.places if place.free]
             if not places:
                 return
-            fitting = [place for place in places if entry["prompt_tokens"] <= rooms[place.name]]
+            prompt = entry["prompt_tokens"]
+            fitting = [place for place in places if prompt <= rooms[place.name]]
+            if fitting:
+                fitting = [place for place in fitting if not self.costs_too_much(place, prompt)]
+                if not fitting:
+                    continue
             most = max(places, key=lambda place: rooms[place.name])
             late = holds_all_up or self.now - entry["ready_s"] > cap
             if fitting or (late and rooms[most.name] > 0):

@@ -763,7 +763,10 @@ def test_independent_workers_wait_for_memory_like_others() -> None:
     assert admitted(scheduler, 100.0) == [("small", "d0"), ("other", "d1")]
 
 
-def test_in_slack_a_prompt_that_costs_too_much_on_a_slower_worker_goes_to_a_fast_one_beside_a_smaller_prompt() -> None:
+@pytest.mark.parametrize("short_of_memory", [False, True])
+def test_a_prompt_that_costs_too_much_on_a_slower_worker_goes_to_a_fast_one_beside_a_smaller_prompt(
+    short_of_memory: bool,
+) -> None:
     """Alone it goes there, too: what waits beside it must not keep it waiting while an idle worker has room."""
     scheduler = a_scheduler("level_fit", workers=0)
     for name, slowdown in (("slow", 1.3), ("fast", 1.0), ("idle", 1.0)):
@@ -771,5 +774,7 @@ def test_in_slack_a_prompt_that_costs_too_much_on_a_slower_worker_goes_to_a_fast
         scheduler.add_worker(spec, 0.0)
     pool_all(scheduler, {"runs": 10_000})
     assert admitted(scheduler) == [("runs", "fast")]
-    pool_all(scheduler, {"small": 100, "large": 50_000})
+    if short_of_memory:
+        scheduler.report_decoder_memory("fast", 60_000, 0.0)
+    pool_all(scheduler, {"large": 50_000, "small": 100})
     assert admitted(scheduler) == [("large", "idle"), ("small", "slow")]
