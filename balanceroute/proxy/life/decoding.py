@@ -203,6 +203,7 @@ def _has_begun(leg: Leg, worker: Worker) -> None:
     leg.ticket.began()  # the prefiller's KV has been pulled
     leg.answer.goes_on()
     at = worker.progress_s = leg.ticket.last_token_s
+    worker.given_back = 0
     leg.streaming_from = worker
     if not leg.first_token_s:
         leg.first_token_s = at
@@ -256,6 +257,7 @@ async def _whole(leg: Leg, worker: Worker, reply: Reply) -> bool:
     if corrected.tokens:
         leg.ticket.progress(corrected.tokens)
     leg.first_token_s = worker.progress_s = leg.services.tickets.now()
+    worker.given_back = 0
     scanner.tokens, scanner.finish_reason, scanner.usage = corrected.tokens, corrected.finish_reason, corrected.usage
     scanner.end = DONE
     leg.retries.clear_choices()

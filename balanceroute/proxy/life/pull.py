@@ -129,10 +129,11 @@ async def given_back(leg: Leg, worker: Worker, tokens: int) -> None:
 
     Raises: BadUpstreamReply: it has left none again and again.
     """
-    worker.circuit.inconclusive()
     note_growth(leg, tokens)
-    if leg.answer.scanner.generated.lasting <= tokens:
-        await asyncio.sleep(leg.retries.count_without_token(worker))
+    if leg.answer.scanner.generated.lasting > tokens:
+        worker.circuit.inconclusive()
+    else:
+        await asyncio.sleep(leg.retries.given_back(worker))
 
 
 async def requeue_rest(leg: Leg, result: PrefillResult, lost: UpstreamError | None, why: str = "recomputed") -> Event:

@@ -6,11 +6,12 @@
 | its engine has no rank of that number | as a 500 | as a 500 |
 | another 4xx except 429 | nothing | ends: the error is the client's |
 | 429, 503 | rests (`circuit.busy`) | tries again, without counting a failure; ends at the queue's deadline |
-| given back without a lasting token, or made anew | nothing | tries again, `MAX_FRUITLESS` times in a row |
+| given back without a lasting token | rests, after `MANY_BACK` in a row | tries again, `MAX_FRUITLESS` times in a row |
+| made anew | nothing | the same |
 | the request's own deadline | nothing | ends |
 | prefiller and decode worker make different prompts of it | nothing: other requests may be served | ends |
 | an answer larger than the router reads | nothing: the request may have asked for it | ends |
-| no descriptor was free for a connection | nothing: the router's fault | tries again, as below |
+| no descriptor or port was free for a connection | nothing: the router's fault | tries again, as below |
 | 500 from every worker that could take it | nothing; its earlier 500s are cleared, too | ends |
 | 500 from a worker that serves others, when half of its tier has just answered so | nothing | tries again, as below |
 | anything else | a failure (`circuit.fault`) | tries again, `retry.max_attempts` times in a row |
@@ -18,6 +19,10 @@
 
 **Back-pressure is no failure.** A 429 or 503 means "later". While every worker rests, the request waits as for a slot,
 and gets a 503 with Retry-After if it has no first token after `queue.deadline_s`.
+
+**Given back.** So does an engine without memory, and it may give back request after request before the first token. It
+would soon be the least loaded worker, get every request, and give them all back: so it rests, too. One that has begun
+answers in between is left in use, because a request may be given back by every engine.
 
 **Refused by all.** Some requests an engine answers with 500 where a 400 would be right: its chat template raises, or it
 lacks a feature. Counted as failures, a few such requests of one client would take a small tier out for all clients. So
@@ -70,6 +75,7 @@ log = logging.getLogger(__name__)
 
 RECENT_S: Final = 2.0  # a busy worker begins several answers in this time
 MAX_FRUITLESS: Final = 8  # a full engine may pop a request more than once before its first token
+MANY_BACK: Final = 3  # requests that a worker gives back, with no first token in between
 _draws = random.Random()  # jitter of backoffs: no decision depends on it
 os.register_at_fork(after_in_child=_draws.seed)
 
@@ -201,6 +207,15 @@ class Retries:
             return self._prefill_failures
         self._decode_failures += 1
         return self._decode_failures - (0 if self._suspect is None else self._suspect.explained)
+
+    def given_back(self, worker: Worker) -> float:
+        """Judge a decode that was given back without a lasting token. Returns, raises: as `count_without_token`."""
+        worker.given_back += 1
+        if worker.given_back >= MANY_BACK:
+            worker.circuit.busy(self._services.tickets.now())
+        else:
+            worker.circuit.inconclusive()
+        return self.count_without_token(worker)
 
     def count_without_token(self, worker: Worker) -> float:
         """Count a decode that was given back without a lasting token, or made anew: no failure, but bounded.

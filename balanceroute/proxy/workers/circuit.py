@@ -4,8 +4,8 @@
     closed --busy---> resting --time--> half-open --one trial--> closed | resting
     closed --faults in a row >= threshold--> open --time--> half-open --one trial--> closed | open
 
-*Fault*: a connection that fails, a reply that breaks off, a 5xx. *Busy*: a 429 or 503, which is back-pressure and never
-opens the circuit. A 4xx is the client's error, and neither.
+*Fault*: a connection that fails, a reply that breaks off, a 5xx. *Busy*: a 429 or 503, or request after request that is
+given back without a token; this is back-pressure and never opens the circuit. A 4xx is the client's error, and neither.
 
 The pause after the first failure makes retries go elsewhere: a worker that fails fast is the least loaded one, so every
 policy would send the retry back to it. After a busy rest one request tries the worker, because each try costs a
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
-BUSY: Final = "status 429 or 503: it is busy"
+BUSY: Final = "status 429 or 503, or it gives requests back: it is busy"
 REST_S: Final = 0.5  # first pause; longer than a prefill probe, so that a retry gets another worker
 MAX_REST_S: Final = 8.0
 TICK_EARLY_S: Final = 0.002  # uvloop's clock counts milliseconds: a timer may fire before its time by a rounding
@@ -100,7 +100,7 @@ class Circuit:
             self._rest(now, 0.0, reason)
 
     def busy(self, now: float, retry_after_s: float = 0.0) -> None:
-        """Note a 429 or 503; the worker rests, for `retry_after_s` at least."""
+        """Note back-pressure; the worker rests, for `retry_after_s` at least."""
         if self.state is not RESTING or not self._busy:
             self._busy += 1
         self._rest(now, retry_after_s, BUSY)

@@ -45,12 +45,13 @@ class Worker:
 
     `progress_s`: time of its last token or answered probe. `answered_s`: of its last good health check. `busy_since_s`:
     of the first request after idleness. `begun_s`: when it last began to answer a request of this process. `erred_s`:
-    when it last answered one with a 500 of its own. `ended_at`: Unix time at which its process, and all KV with it, was
-    last found to have ended; a later brain, which does not know of it, finds another time; 0: never. `id`: its name in
-    metrics, logs and /state. `in_use`: requests under way (probes, decodes, drains). `peak_in_use`: their maximum since
-    `take_peak`. `served_models`: names for which it has served requests and refused none since; None: of a request
-    without one. `cache_salt`: added to requests after it may have cached wrong KV; "": it has not. Of two salts the
-    later one is the greater text, so all processes that hear of both agree.
+    when it last answered one with a 500 of its own. `given_back`: requests in a row that it gave back without a token.
+    `ended_at`: Unix time at which its process, and all KV with it, was last found to have ended; a later brain, which
+    does not know of it, finds another time; 0: never. `id`: its name in metrics, logs and /state. `in_use`: requests
+    under way (probes, decodes, drains). `peak_in_use`: their maximum since `take_peak`. `served_models`: names for
+    which it has served requests and refused none since; None: of a request without one. `cache_salt`: added to requests
+    after it may have cached wrong KV; "": it has not. Of two salts the later one is the greater text, so all processes
+    that hear of both agree.
     """
 
     __slots__ = (
@@ -67,6 +68,7 @@ class Worker:
         "ended_at",
         "erred_s",
         "foreign",
+        "given_back",
         "health_answer",
         "healthy",
         "id",
@@ -109,6 +111,7 @@ class Worker:
         self.state = WorkerState.UP
         self.cache_salt = ""
         self.served_models: set[str | None] = set()
+        self.given_back = 0
         self.ended_at = 0.0
 
     def take(self) -> None:

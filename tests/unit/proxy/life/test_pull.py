@@ -12,6 +12,7 @@ from balanceroute.core.types import Outcome
 from balanceroute.errors import ConnectFailed, ConnectionLost, QueueTimeout, UpstreamError
 from balanceroute.proxy.life.errors import ClientGone, PromptsDiffer
 from balanceroute.proxy.life.pool_reaper import PERIOD_S, PoolReaper
+from balanceroute.proxy.life.retries import MANY_BACK
 from balanceroute.proxy.ops.services import Services
 from balanceroute.proxy.workers.circuit import CircuitState
 from balanceroute.proxy.workers.pins import PinRecord
@@ -40,6 +41,8 @@ from tests.unit.proxy.virtual_time import (
     with_virtual_time,
 )
 from tests.waiting import until
+
+EMPTY = events(0, finish=None).replace(b'" 0"', b'""').replace(b"[0]", b"[]")  # an event that brings no token
 
 
 @with_virtual_time
@@ -226,6 +229,37 @@ async def test_a_request_that_is_recomputed_before_its_first_token_is_prefilled_
     assert (client.text, leg.recomputes, len(p0.asked)) == (" 20 21", 1, 2)
     assert services.metrics.recomputes.value("recomputed") == 1
     assert idle(services)
+
+
+@pytest.mark.parametrize("given_back", [DONE, EMPTY + DONE], ids=["[DONE]", "an event, [DONE]"])
+@with_virtual_time
+async def test_a_worker_that_gives_every_request_back_does_not_swallow_them(given_back: bytes) -> None:
+    services = a_router(a_config(1, 3))
+    script(services, "p0", probed())
+    sick = script(services, "d0", Page(given_back))
+    for name in ("d1", "d2"):
+        script(services, name, WHOLE)
+    async with dispatching(services):
+        for number in range(10):
+            leg = a_leg(services, request_id=str(number))
+            await leg.run()
+            assert leg.outcome is Outcome.FINISHED
+    assert len(sick.asked) == MANY_BACK and services.fleet["d0"].circuit.state is CircuitState.RESTING
+    assert idle(services)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@with_virtual_time
+async def test_a_worker_that_serves_others_does_not_rest_for_requests_that_it_gives_back(stream: bool) -> None:
+    services = a_router(a_config(1, 1))
+    script(services, "p0", probed())
+    one_back = [Page(DONE), WHOLE] if stream else [whole(stop_reason="recomputed"), whole(20)]
+    script(services, "d0", *one_back * (2 * MANY_BACK))
+    async with dispatching(services):
+        for number in range(2 * MANY_BACK):
+            leg = a_leg(services, request_id=str(number), stream=stream)
+            await leg.run()
+            assert leg.recomputes == 1 and not services.fleet["d0"].circuit.doubtful
 
 
 @with_virtual_time
