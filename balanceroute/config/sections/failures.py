@@ -45,7 +45,7 @@ class Health(Section):
     stall_after_s: Seconds = Field(
         30.0,
         description="A decoder with running requests and no token for this long counts as down, whatever its /health "
-        "says.",
+        "says. An answer in one piece counts once it has had a second per token.",
     )
     silence_window_s: Seconds = Field(
         5.0,

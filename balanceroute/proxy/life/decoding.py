@@ -54,6 +54,7 @@ async def decode(leg: Leg, worker: Worker, grace_s: float) -> bool:
         worker.busy_since_s = now
     streams = answer.request.streams_upstream
     leg.enter(worker, "decode", now + first_bytes_s(services.config, answer.request), grace_s)
+    leg.generates_from_s = now
     tokens, answered = answer.scanner.tokens, False
     leg.kv.cache_salt = worker.cache_salt
     try:
@@ -94,7 +95,7 @@ async def decode(leg: Leg, worker: Worker, grace_s: float) -> bool:
         leg.kv.answered()
         if not answered and leg.kv.params is None and answer.scanner.tokens == tokens:
             services.drainer.orphan()  # the worker got the parameters, but has not shown that it pulled the KV
-        leg.stalled_since_s = math.inf
+        leg.stalled_since_s = leg.generates_from_s = math.inf
         leg.idle_s = -math.inf
         leg.leave(worker)
 

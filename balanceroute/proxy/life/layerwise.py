@@ -274,7 +274,7 @@ class Layerwise:
         now = self._services.tickets.now()
         leg.kv_due = False
         leg.ticket.pushed(result.prompt_tokens, result.cached_tokens)
-        worker.progress_s = now
+        worker.progress_s = leg.generates_from_s = now
         if not answer.scanner.begun:
             leg.try_deadline_s = now + first_bytes_s(self._services.config, answer.request)
         if not answer.prompt_tokens:

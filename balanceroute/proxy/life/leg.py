@@ -62,6 +62,7 @@ from balanceroute.proxy.workers.reply import Reply
 from balanceroute.proxy.workers.upstream import checked_lines
 
 REPLY_LIMIT: Final = 256 * 2**20  # an unstreamed answer with logprobs and the prompt's ids; more is a fault
+SLOWEST_TOKEN_S: Final = 1.0  # per token that an unstreamed answer may have; when they are over, it is awaited
 
 
 class Event(StrEnum):
@@ -111,6 +112,7 @@ class Leg:
         "decode_wait_s",
         "streaming_from",
         "first_token_s",
+        "generates_from_s",
         "headers",
         "id",
         "idle_s",
@@ -171,6 +173,7 @@ class Leg:
         self.streaming_from: Worker | None = None  # the decode worker whose tokens come
         self.reply: Reply | None = None  # the decode worker's stream, while it is read
         self.kv_due = False  # its decode worker waits for KV that is being computed: no token can come
+        self.generates_from_s = math.inf  # since when its decode worker has had all that it needs
         # the deadline of the try
         self._grace_s = 0.0  # how long the try continues if the client leaves
         self._grace: asyncio.TimerHandle | None = None  # the timer that then ends it
@@ -317,15 +320,18 @@ class Leg:
 
     @property
     def expects_tokens(self) -> bool:
-        """Whether the decode worker's stream is open, tokens may come, and the client reads."""
-        return (
-            bool(self.decoder_id)
-            and self.reply is not None
-            and self.answer.request.streams_upstream
-            and not self.answer.request.counted_by_usage
-            and not self.reply.paused
-            and not self.kv_due
-        )
+        """Whether the decode worker owes tokens: its stream is open, they may come, and the client reads.
+
+        An answer in one piece is owed after the time that a slow engine needs for all of it.
+        """
+        request = self.answer.request
+        if self.kv_due or not self.decoder_id:
+            return False
+        if request.streams_upstream:
+            return self.reply is not None and not request.counted_by_usage and not self.reply.paused
+        tokens = request.effective_limit
+        needs_s = math.inf if tokens is None else tokens * SLOWEST_TOKEN_S
+        return self.services.tickets.now() > self.generates_from_s + needs_s
 
     # -- for the reaper, which asks all legs several times per second
 

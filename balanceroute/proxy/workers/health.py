@@ -16,8 +16,9 @@ freeze, and one that ends within `interval_s + timeout_s` of the last token does
 requests on the worker, and overloaded API servers were seen to leave /health unanswered for several seconds.
 `health.timeout_s: 1` makes it 3 to 6 s, for workers whose machines are never that busy.
 
-`/health` is 200 on a decoder whose ranks hang in a collective, so progress counts more: a decoder with running streams
-and no token for `stall_after_s` is out until it sends one, or has no streams left.
+`/health` is 200 on a decoder whose ranks hang in a collective, so progress counts more: a decoder with running requests
+and no token for `stall_after_s` is out until it sends one, or has none left. Of answers in one piece only those count
+that a slow engine, too, would have completed (`Leg.expects_tokens`).
 
 A worker that an operator adds is checked `join_attempts` times, `join_interval_s` apart, and dropped if it never
 answers.
@@ -51,7 +52,7 @@ class HealthMonitor:
         expects_tokens: Callable[[str], bool],
         on_bug: Callable[[str, Exception, str], None],
     ) -> None:
-        """`config`: called for each check, so a reload takes effect. `expects_tokens`: whether a stream waits for that
+        """`config`: called for each check, so a reload takes effect. `expects_tokens`: whether a request waits for that
         worker's next token. `on_bug`: called with the place, the error and the workers.
         """
         self._fleet, self._loop, self._config, self._attention = fleet, loop, config, attention
@@ -143,7 +144,7 @@ class HealthMonitor:
         return self._loop.time() - worker.progress_s < health.interval_s + health.timeout_s
 
     def _is_stalled(self, worker: Worker) -> bool:
-        """Whether this decoder has sent no token for too long although it has streams whose clients read."""
+        """Whether this decoder has sent no token for too long although it owes some to clients that read."""
         if worker.spec.role is not Role.DECODE or not worker.in_use:
             return False
         since_s = max(worker.progress_s, worker.busy_since_s, self._attention.since_s)

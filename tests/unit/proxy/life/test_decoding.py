@@ -18,7 +18,8 @@ from balanceroute.errors import (
 )
 from balanceroute.proxy.life.decoding import decode
 from balanceroute.proxy.life.errors import ClientGone
-from balanceroute.proxy.life.leg import Event, Leg
+from balanceroute.proxy.life.layerwise import Layerwise
+from balanceroute.proxy.life.leg import SLOWEST_TOKEN_S, Event, Leg
 from balanceroute.proxy.life.pull import Pull
 from balanceroute.proxy.ops.services import Services
 from balanceroute.proxy.wire.client_request import parse
@@ -270,3 +271,30 @@ async def test_a_worker_that_sends_something_once_the_client_has_left_has_pulled
         with pytest.raises(ClientGone):
             await task
     assert services.metrics.orphaned_kv == 0 and idle(services)
+
+
+@pytest.mark.parametrize("connector", ["mooncake_v1", "mooncake_layerwise"])
+@with_virtual_time
+async def test_an_answer_in_one_piece_is_awaited_once_a_slow_engine_would_have_completed_it(connector: str) -> None:
+    """Else a worker that hangs, and has short answers alone, would keep them for hours."""
+    layerwise = connector == "mooncake_layerwise"
+    reached = {"layerwise": {"callback_url": "http://10.0.0.5:8000"}} if layerwise else {}
+    services = a_router(a_config(1, 1, connector=connector, **reached))
+    script(services, "p0", probed())
+    script(services, "d0", None)  # it takes the request, and hangs
+    async with dispatching(services):
+        leg = a_leg(services, strategy=Layerwise if layerwise else Pull, stream=False, max_tokens=20)
+        task = services.loop.create_task(leg.run())
+        await until(lambda: services.fleet["d0"].in_use == 1)
+        if layerwise:
+            await let_pass(4.0)
+            (token,) = services.callbacks._expected
+            services.callbacks.called_back(token, "cmpl-request-1-0", b"{}")
+            await until(lambda: not leg.kv_due)
+        await let_pass(20 * SLOWEST_TOKEN_S - 0.1)
+        assert services.awaited() == set()
+        await let_pass(0.2)
+        assert services.awaited() == {"d0"}
+        task.cancel()
+        await asyncio.wait([task])
+        assert services.awaited() == set()

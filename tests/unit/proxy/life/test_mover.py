@@ -11,6 +11,7 @@ import pytest
 
 from balanceroute.core.types import Outcome, Phase
 from balanceroute.errors import DecodersLost, NoHealthyWorkers, UpstreamTimeout
+from balanceroute.proxy.app import health_monitor
 from balanceroute.proxy.life.errors import WorkerSilent
 from balanceroute.proxy.life.leg import Event, Leg
 from balanceroute.proxy.life.mover import Mover
@@ -18,7 +19,7 @@ from balanceroute.proxy.life.moves import LANES
 from balanceroute.proxy.life.pool_reaper import PERIOD_S, PoolReaper
 from balanceroute.proxy.ops.services import Services
 from balanceroute.proxy.workers.silence import ALL_WORKERS, LATE_LOOK_S, SETTLE_S, FrozenGroup
-from tests.unit.proxy.life.legs import DONE, PROMPT_IDS, Client, a_leg, a_request, dispatching, events, probed
+from tests.unit.proxy.life.legs import DONE, PROMPT_IDS, Client, a_leg, a_request, dispatching, events, probed, whole
 from tests.unit.proxy.life.test_answer import PREFILLED, give
 from tests.unit.proxy.virtual_time import (
     Page,
@@ -366,3 +367,33 @@ async def test_a_late_request_leaves_a_frozen_group_after_the_groups_grace() -> 
     assert not leg.moved
     mover.look(leg.late_s + GROUP_WAIT_S + 0.1, PERIOD_S)
     assert leg.moved
+
+
+class Hanging(ScriptedUpstream):
+    """A worker whose /health is well, and which answers nothing else."""
+
+    async def request(self, method: str, path: str, *args: Any, **options: Any) -> Any:
+        self.answers = [200 if path == "/health" else None]
+        return await super().request(method, path, *args, **options)
+
+
+@with_virtual_time
+async def test_a_short_unstreamed_answer_is_not_left_to_a_worker_that_hangs_though_its_health_is_well() -> None:
+    services = a_silent_router()
+    services.fleet["d0"].upstream = Hanging()  # type: ignore[assignment]
+    for name in ("d0", "d1"):
+        services.fleet[name].seen_healthy = True
+    services.fleet.drain(services.fleet["d1"])
+    script(services, "d1", whole(20))
+    leg = a_leg(services, stream=False, max_tokens=8)
+    async with looking(services):
+        checks = services.loop.create_task(health_monitor(services).run())
+        task = services.loop.create_task(leg.run())
+        await until(lambda: leg.at_worker == "d0")
+        services.fleet.undrain(services.fleet["d1"])
+        began_s = services.ledger.now()
+        await task
+        checks.cancel()
+    assert (leg.outcome, leg.decoder_id) == (Outcome.FINISHED, "d1")
+    config = services.config.health
+    assert services.ledger.now() - began_s <= config.stall_after_s + config.interval_s + 2 * SETTLE_S
