@@ -440,7 +440,7 @@ class Leg:
             return
         drainer = self.services.drainer
         if self.retries.has_losses:
-            drainer.orphan()  # a drain is the same request once more, at yet another decode worker
+            drainer.orphan(kv.pinned_s)  # a drain is the same request once more, at yet another decode worker
             if kv.pin is not None:
                 kv.pin.release()
         else:

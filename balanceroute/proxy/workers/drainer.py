@@ -106,11 +106,14 @@ class Drainer:
         if drains or dropped:
             log.info("draining KV that a router left behind", extra={"drains": drains, "dropped": dropped})
 
-    def orphan(self) -> None:
-        """Count pinned KV that can't be drained, until the prefiller drops it."""
-        if self.pin_s is not None:
+    def orphan(self, pinned_s: float | None = None) -> None:
+        """Count pinned KV that can't be drained, until its prefiller drops it. `pinned_s`: since when; None: now."""
+        if self.pin_s is None:
+            return
+        left_s = self.pin_s if pinned_s is None else self.pin_s - (self._tickets.now() - pinned_s)
+        if left_s > 0:
             self._metrics.orphaned_kv += 1
-            self._tickets.loop.call_later(self.pin_s, self._dropped)
+            self._tickets.loop.call_later(left_s, self._dropped)
 
     def too_old(self, pinned_s: float) -> bool:
         """Whether KV pinned at that time may be dropped before a worker that gets its parameters now can pull it."""
@@ -145,7 +148,7 @@ class Drainer:
             job.group.failed = not drained
             self._metrics.drains.inc("drained" if drained else "orphaned")
             if not drained:
-                self.orphan()
+                self.orphan(job.pinned_s)
                 if job.pin is not None:
                     job.pin.release()
 

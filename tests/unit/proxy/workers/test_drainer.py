@@ -119,6 +119,20 @@ async def test_a_drain_that_a_worker_may_have_taken_is_not_repeated(
 
 
 @with_virtual_time
+async def test_kv_that_no_worker_takes_counts_as_orphaned_only_until_its_prefiller_drops_it() -> None:
+    services = a_router()
+    for name in ("d0", "d1", "d2"):
+        script(services, name, 503)
+    pin_s = services.config.kv_pin_s
+    assert pin_s is not None
+    services.drainer.drain(a_job(services))
+    await let_pass(pin_s - 1)
+    assert outcomes(services) == (0, 1, 1)
+    await let_pass(2)
+    assert services.metrics.orphaned_kv == 0
+
+
+@with_virtual_time
 async def test_a_worker_that_has_just_left_is_not_used_for_a_drain() -> None:
     """A relay hears at once that a worker has left, and within a quarter of a second how the cluster looks then."""
     services = a_router()
