@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
@@ -258,7 +259,7 @@ def health_monitor(services: Services) -> HealthMonitor:
         services.loop,
         lambda: services.config,
         services.attention,
-        lambda worker_id: worker_id in services.awaited(),
+        lambda worker_id: services.awaited().get(worker_id, math.inf),
         services.internal_error,
     )
 

@@ -50,8 +50,6 @@ async def decode(leg: Leg, worker: Worker, grace_s: float) -> bool:
     assert params is not None
     limits, now = services.config.limits, services.tickets.now()
     leg.decoder_id = worker.id
-    if worker.in_use == 0:
-        worker.busy_since_s = now
     streams = answer.request.streams_upstream
     leg.enter(worker, "decode", now + first_bytes_s(services.config, answer.request), grace_s)
     leg.generates_from_s = now

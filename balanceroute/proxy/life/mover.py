@@ -79,7 +79,7 @@ class Mover:
     def _note_frozen(self, now: float) -> None:
         window_s = self._services.config.health.silence_window_s
         awaited = self._services.awaited()
-        vitals = [_vitals(worker, worker.id in awaited) for worker in self._fleet]
+        vitals = [_vitals(worker, awaited.get(worker.id)) for worker in self._fleet]
         before = {group.name for group in self._frozen}
         self._frozen[:] = frozen_groups(vitals, now, window_s)
         for group in self._frozen:
@@ -185,12 +185,12 @@ def _any_up(workers: Sequence[DecoderView] | Sequence[PrefillerView]) -> bool:
     return any(worker.state is WorkerState.UP for worker in workers)
 
 
-def _vitals(worker: Worker, expects_tokens: bool) -> Vitals:
+def _vitals(worker: Worker, awaited_since_s: float | None) -> Vitals:
     """A worker's last sign of life; see `silence.py`."""
     since_s, mute = math.inf, False
-    if expects_tokens:
-        since_s = max(worker.progress_s, worker.busy_since_s)
-        mute = worker.progress_s < worker.busy_since_s
+    if awaited_since_s is not None:
+        since_s = max(worker.progress_s, awaited_since_s)
+        mute = worker.progress_s < awaited_since_s
     elif worker.checks_failed:
         since_s = max(worker.progress_s, worker.answered_s)
     votes = worker.in_use > 0 or not worker.out

@@ -64,10 +64,17 @@ class LifeServices:
         """How many processes, this one too, move requests away from silent workers."""
         return 1
 
-    def awaited(self) -> set[str]:
-        """The decode workers whose next token a client waits for, here or at a relay."""
-        here = {leg.decoder_id for leg in self.legs if leg.expects_tokens}
-        return here | {worker.id for worker in self.fleet if worker.awaited_by}
+    def awaited(self) -> dict[str, float]:
+        """The decode workers whose next token a client waits for, here or at a relay, and since when at the earliest.
+
+        A request that waits for something else, such as its client, has no part in that time.
+        """
+        since_s = {worker.id: worker.awaited_since_s for worker in self.fleet if worker.awaited_by}
+        for leg in self.legs:
+            if leg.expects_tokens:
+                name = leg.decoder_id
+                since_s[name] = min(since_s.get(name, math.inf), leg.generates_from_s)
+        return since_s
 
     def configure(self, config: Config) -> None:
         """Use other settings from now on."""

@@ -342,8 +342,8 @@ class Use(Message, frozen=True):
     """A relay's use of a worker.
 
     `in_use`: requests under way. `peak`: their maximum since the last report. `awaits_tokens`: whether a client waits
-    for the worker's next token. `progress_age_s`: since its last sign of life. `busy_age_s`: since the first request
-    after idleness. None: never.
+    for the worker's next token. `progress_age_s`: since its last sign of life. `awaited_age_s`: since it
+    is awaited. None: never.
     """
 
     worker: str
@@ -351,7 +351,7 @@ class Use(Message, frozen=True):
     peak: Count
     awaits_tokens: bool
     progress_age_s: Seconds | None
-    busy_age_s: Seconds | None
+    awaited_age_s: Seconds | None
 
 
 class Activity(Message, frozen=True, tag=41):

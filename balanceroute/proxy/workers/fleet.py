@@ -43,22 +43,21 @@ _STATE_BY_CIRCUIT = {
 class Worker:
     """One schedulable (url, dp_rank) pair, with its connections and state.
 
-    `progress_s`: time of its last token or answered probe. `answered_s`: of its last good health check. `busy_since_s`:
-    of the first request after idleness. `begun_s`: when it last began to answer a request of this process. `erred_s`:
-    when it last answered one with a 500 of its own. `given_back`: requests in a row that it gave back without a token.
-    `ended_at`: Unix time at which its process, and all KV with it, was last found to have ended; a later brain, which
-    does not know of it, finds another time; 0: never. `id`: its name in metrics, logs and /state. `in_use`: requests
-    under way (probes, decodes, drains). `peak_in_use`: their maximum since `take_peak`. `served_models`: names for
-    which it has served requests and refused none since; None: of a request without one. `cache_salt`: added to requests
-    after it may have cached wrong KV; "": it has not. Of two salts the later one is the greater text, so all processes
-    that hear of both agree.
+    `progress_s`: time of its last token or answered probe. `answered_s`: of its last good health check. `begun_s`: when
+    it last began to answer a request of this process. `erred_s`: when it last answered one with a 500 of its own.
+    `given_back`: requests in a row that it gave back without a token. `ended_at`: Unix time at which its process, and
+    all KV with it, was last found to have ended; a later brain, which does not know of it, finds another time; 0:
+    never. `id`: its name in metrics, logs and /state. `in_use`: requests under way (probes, decodes, drains).
+    `peak_in_use`: their maximum since `take_peak`. `served_models`: names for which it has served requests and refused
+    none since; None: of a request without one. `cache_salt`: added to requests after it may have cached wrong KV; "":
+    it has not. Of two salts the later one is the greater text, so all processes that hear of both agree.
     """
 
     __slots__ = (
         "answered_s",
         "awaited_by",
+        "awaited_since_s",
         "begun_s",
-        "busy_since_s",
         "cache_salt",
         "checks_failed",
         "circuit",
@@ -103,11 +102,12 @@ class Worker:
         self.leaving = False
         self.in_use = self.peak_in_use = 0
         self.awaited_by = 0  # relays with a client that awaits its next token
+        self.awaited_since_s = -math.inf  # since when one of them does
         self.foreign = ForeignLoad()
         self.kv_connector: str | None = None  # the connector of its kv_transfer_params; "": they do not tell
         self.echoes_ids: bool | None = None  # whether answers contain the X-Request-Id; None: none has come
         self.progress_s = self.answered_s = -math.inf
-        self.busy_since_s = self.begun_s = self.erred_s = -math.inf
+        self.begun_s = self.erred_s = -math.inf
         self.state = WorkerState.UP
         self.cache_salt = ""
         self.served_models: set[str | None] = set()

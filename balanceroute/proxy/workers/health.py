@@ -49,14 +49,14 @@ class HealthMonitor:
         loop: asyncio.AbstractEventLoop,
         config: Callable[[], Config],
         attention: Attention,
-        expects_tokens: Callable[[str], bool],
+        awaited_since_s: Callable[[str], float],
         on_bug: Callable[[str, Exception, str], None],
     ) -> None:
-        """`config`: called for each check, so a reload takes effect. `expects_tokens`: whether a request waits for that
-        worker's next token. `on_bug`: called with the place, the error and the workers.
+        """`config`: called for each check, so a reload takes effect. `awaited_since_s`: since when requests wait for a
+        worker's next token; infinite: none does. `on_bug`: called with the place, the error and the workers.
         """
         self._fleet, self._loop, self._config, self._attention = fleet, loop, config, attention
-        self._expects_tokens, self._on_bug = expects_tokens, on_bug
+        self._awaited_since_s, self._on_bug = awaited_since_s, on_bug
         self._polling = Polling(fleet, self._look, self._uncheckable)
 
     async def run(self) -> None:
@@ -147,10 +147,10 @@ class HealthMonitor:
         """Whether this decoder has sent no token for too long although it owes some to clients that read."""
         if worker.spec.role is not Role.DECODE or not worker.in_use:
             return False
-        since_s = max(worker.progress_s, worker.busy_since_s, self._attention.since_s)
-        if self._loop.time() - since_s < self._config().health.stall_after_s:
+        latest_s = self._loop.time() - self._config().health.stall_after_s
+        if max(worker.progress_s, self._attention.since_s) > latest_s:
             return False
-        return self._expects_tokens(worker.id)
+        return self._awaited_since_s(worker.id) <= latest_s
 
     def _join(self, worker: Worker) -> None:
         lifecycle, now = self._config().lifecycle, self._loop.time()

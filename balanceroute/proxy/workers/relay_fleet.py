@@ -6,7 +6,7 @@ state that the brain sent. While there is no brain, nothing is reported: the nex
 
 import asyncio
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from balanceroute.core.types import Role, WorkerSpec, WorkerState
 from balanceroute.proxy.link.messages import CacheDoubted, Finding, Judged, Use, Workers
@@ -156,8 +156,10 @@ class RelayFleet(Fleet):
             self.on_leave(worker.id)
         return self.connect(spec)
 
-    def uses(self, now: float, awaited: set[str]) -> tuple[Use, ...]:
-        """The use of workers, if changed since the last report; `awaited`: workers whose next token a client awaits."""
+    def uses(self, now: float, awaited: Mapping[str, float]) -> tuple[Use, ...]:
+        """The use of workers, if changed since the last report; `awaited`: workers whose next token a client awaits,
+        and since when.
+        """
         in_use = {worker.id for worker in self if worker.peak_in_use}  # never below `in_use`
         reported = [worker for worker in self if worker.id in in_use or worker.id in self._reported_use]
         self._reported_use = in_use
@@ -168,7 +170,7 @@ class RelayFleet(Fleet):
                 worker.take_peak(),
                 worker.id in awaited,
                 _age(now, worker.progress_s),
-                _age(now, worker.busy_since_s),
+                _age(now, awaited.get(worker.id, -math.inf)),
             )
             for worker in reported
         )

@@ -173,8 +173,8 @@ _ACTS: dict[Finding, Callable[[Circuit], None]] = {
 
 def _note(worker: Worker, use: Use, before: Use | None, now: float) -> None:
     had = 0 if before is None else before.in_use
-    if not worker.in_use and use.in_use and use.busy_age_s is not None:
-        worker.busy_since_s = now - use.busy_age_s
+    if not worker.awaited_by and use.awaits_tokens and use.awaited_age_s is not None:
+        worker.awaited_since_s = now - use.awaited_age_s
     others = worker.in_use - had
     worker.in_use = others + use.in_use
     worker.peak_in_use = max(worker.peak_in_use, worker.in_use, others + use.peak)

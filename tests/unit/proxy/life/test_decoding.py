@@ -204,22 +204,27 @@ async def test_a_completely_answered_trial_closes_the_circuit_whatever_else_the_
 
 
 @with_virtual_time
-async def test_a_worker_counts_as_busy_from_its_first_request_on_whatever_comes_after_it() -> None:
+async def test_a_token_is_awaited_since_the_request_that_waits_longest_came_if_its_client_reads() -> None:
     services = a_router(a_config(1, 1))
     script(services, "p0", probed())
-    script(services, "d0", None)  # it takes requests, and answers none
-    d0 = services.fleet["d0"]
+    script(services, "d0", Page(events(20, finish=None), ends=False))
+    legs, tasks, since_s = [], [], []
     async with dispatching(services):
-        tasks, since_s = [], []
-        for request_id in ("first", "second"):
-            tasks.append(services.loop.create_task(a_leg(services, request_id=request_id).run()))
-            await until(lambda: d0.in_use == len(tasks))
-            since_s.append(d0.busy_since_s)
+        for request_id in ("full", "first", "second"):
+            leg = a_leg(services, request_id=request_id)
+            legs.append(leg)
+            since_s.append(services.tickets.now())
+            tasks.append(services.loop.create_task(leg.run()))
+            await until(lambda: leg.streaming_from is not None)  # noqa: B023 (awaited in the same turn)
             await let_pass(5.0)
+        assert services.awaited() == {"d0": since_s[0]}
+        assert legs[0].reply is not None
+        legs[0].reply.paused = True
+        assert services.awaited() == {"d0": since_s[1]}
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
-    assert since_s[0] == since_s[1] == d0.busy_since_s
+    assert services.awaited() == {}
 
 
 def chat_events(*deltas: dict[str, Any], last: dict[str, Any]) -> bytes:
@@ -292,9 +297,9 @@ async def test_an_answer_in_one_piece_is_awaited_once_a_slow_engine_would_have_c
             services.callbacks.called_back(token, "cmpl-request-1-0", b"{}")
             await until(lambda: not leg.kv_due)
         await let_pass(20 * SLOWEST_TOKEN_S - 0.1)
-        assert services.awaited() == set()
+        assert not services.awaited()
         await let_pass(0.2)
-        assert services.awaited() == {"d0"}
+        assert services.awaited().keys() == {"d0"}
         task.cancel()
         await asyncio.wait([task])
-        assert services.awaited() == set()
+        assert not services.awaited()

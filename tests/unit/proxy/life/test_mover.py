@@ -397,3 +397,37 @@ async def test_a_short_unstreamed_answer_is_not_left_to_a_worker_that_hangs_thou
     assert (leg.outcome, leg.decoder_id) == (Outcome.FINISHED, "d1")
     config = services.config.health
     assert services.ledger.now() - began_s <= config.stall_after_s + config.interval_s + 2 * SETTLE_S
+
+
+class SlowlyBegun(ScriptedUpstream):
+    """A worker whose /health is well, and whose answers after the first begin late."""
+
+    async def request(self, method: str, path: str, *args: Any, **options: Any) -> Any:
+        answers = ScriptedUpstream(200) if path == "/health" else super()
+        return await answers.request(method, path, *args, **options)
+
+    async def before_body(self) -> None:
+        await let_pass(5.0 if len(self.asked) > 1 else 0.0)
+
+
+@with_virtual_time
+async def test_a_client_that_does_not_read_has_no_worker_taken_for_one_that_hangs() -> None:
+    services = a_silent_router()
+    worker = services.fleet["d0"]
+    worker.upstream = SlowlyBegun(MUTE, Page(events(20, 21) + DONE))  # type: ignore[assignment]
+    async with looking(services):
+        checks = services.loop.create_task(health_monitor(services).run())
+        stalls, task = await begun(services, "d0", "stalls")
+        assert stalls.reply is not None
+        stalls.reply.paused = True
+        await let_pass(services.config.health.stall_after_s + 10.0)
+        assert stalls.at_worker == "d0"
+        services.fleet.drain(services.fleet["d1"])
+        leg = a_leg(services, request_id="next")
+        other = services.loop.create_task(leg.run())
+        while not other.done():
+            assert not worker.stalled
+            await let_pass(0.5)
+        for one in (checks, task):
+            one.cancel()
+    assert leg.outcome is Outcome.FINISHED

@@ -1,6 +1,7 @@
 """Who is taken out, and who is only too busy to answer."""
 
 import asyncio
+import math
 
 import pytest
 
@@ -238,7 +239,7 @@ async def test_a_silent_worker_without_progress_on_its_request_is_down() -> None
     worker = services.fleet["d0"]
     script(services, "d0", None)
     for _ in range(3):
-        worker.in_use, worker.busy_since_s = 1, services.ledger.now()
+        worker.in_use = 1
         await rounds(monitor, services)
     assert worker.state is WorkerState.DOWN
 
@@ -327,12 +328,12 @@ async def test_a_worker_is_stalled_without_any_recent_sign_of_progress(lately: s
     services = a_router(a_config(health=HEALTH | {"stall_after_s": 30.0}))
     monitor = await seen_healthy(services)
     worker = services.fleet["d0"]
-    monitor._expects_tokens = lambda worker_id: worker_id == "d0"
     worker.take()
     await let_pass(100.0)
     now = services.loop.time()
     worker.progress_s = now - (30.0 if lately != "token" else 29.9)
-    worker.busy_since_s = now - (30.0 if lately != "first request" else 29.9)
+    awaited_since_s = {"d0": now - (30.0 if lately != "first request" else 29.9)}
+    monitor._awaited_since_s = lambda worker_id: awaited_since_s.get(worker_id, math.inf)
     services.attention.since_s = now - (30.0 if lately != "pause of ours" else 29.9)
     await rounds(monitor, services)
     assert worker.stalled is (lately is None)
@@ -343,7 +344,7 @@ async def test_a_worker_is_stalled_without_any_recent_sign_of_progress(lately: s
 async def test_a_worker_without_expected_tokens_is_not_stalled(reason: str) -> None:
     services = a_router(a_config(health=HEALTH | {"stall_after_s": 30.0}))
     monitor = await seen_healthy(services)
-    monitor._expects_tokens = lambda worker_id: reason == "idle"
+    monitor._awaited_since_s = lambda worker_id: 0.0 if reason == "idle" else math.inf
     if reason != "idle":
         services.fleet["d0"].take()
     await let_pass(100.0)

@@ -168,22 +168,21 @@ async def test_one_request_alone_is_the_trial_of_a_half_open_circuit(fleet: Rela
     assert findings(reported) == [Finding.INCONCLUSIVE]
 
 
-def uses(fleet: RelayFleet, now: float, *awaited: str) -> list[Use]:
-    return list(fleet.uses(now, set(awaited)))
+def uses(fleet: RelayFleet, now: float, **awaited_since_s: float) -> list[Use]:
+    return list(fleet.uses(now, awaited_since_s))
 
 
 async def test_use_of_a_worker_is_reported_until_it_ends_and_once_more(fleet: RelayFleet) -> None:
     follow(fleet, standing(D0), standing(D1), whole=True)
     assert uses(fleet, 10.0) == []
     worker: Worker = fleet["d0"]
-    worker.busy_since_s = 9.0
     worker.take()
     worker.take()
     worker.in_use -= 1
-    assert uses(fleet, 10.0, "d0") == [Use("d0", 1, 2, True, None, 1.0)]
+    assert uses(fleet, 10.0, d0=9.0) == [Use("d0", 1, 2, True, None, 1.0)]
     worker.progress_s = 11.5
-    assert uses(fleet, 12.0, "d0") == [Use("d0", 1, 1, True, 0.5, 3.0)]
+    assert uses(fleet, 12.0, d0=9.0) == [Use("d0", 1, 1, True, 0.5, 3.0)]
     worker.in_use -= 1
-    assert uses(fleet, 13.0) == [Use("d0", 0, 1, False, 1.5, 4.0)]
-    assert uses(fleet, 14.0) == [Use("d0", 0, 0, False, 2.5, 5.0)]
+    assert uses(fleet, 13.0) == [Use("d0", 0, 1, False, 1.5, None)]
+    assert uses(fleet, 14.0) == [Use("d0", 0, 0, False, 2.5, None)]
     assert uses(fleet, 15.0) == []

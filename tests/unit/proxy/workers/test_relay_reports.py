@@ -204,10 +204,10 @@ async def test_the_newest_token_of_any_relay_is_the_workers_last_progress() -> N
     await let_pass(10.0)
     now = services.loop.time()
     relay_reports.active("r0", activity(1, use(1, progress=1.0)))
-    relay_reports.active("r1", activity(1, use(1, progress=4.0)))
+    relay_reports.active("r1", activity(1, use(1, progress=4.0, awaits=True)))
     await let_pass(2.0)
-    relay_reports.active("r1", activity(1, use(1, progress=4.0)))
-    assert worker.progress_s == pytest.approx(now - 1.0) and worker.busy_since_s == pytest.approx(now - 0.5)
+    relay_reports.active("r0", activity(1, use(1, progress=4.0, awaits=True)))
+    assert worker.progress_s == pytest.approx(now - 1.0) and worker.awaited_since_s == pytest.approx(now - 0.5)
 
 
 @with_virtual_time
