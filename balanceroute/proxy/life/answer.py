@@ -10,6 +10,7 @@ from array import array
 from collections.abc import Callable
 from typing import Any, Final
 
+from balanceroute.core.types import Role
 from balanceroute.errors import BadUpstreamReply, NotResumable, Rejected, UpstreamError, UpstreamStatus
 from balanceroute.proxy.admission.prompt_estimates import has_estimate
 from balanceroute.proxy.life.errors import DeadlineExceeded, PromptsDiffer
@@ -42,6 +43,7 @@ class Answer:
         "_continues_as",
         "_counted",
         "_estimated",
+        "_is_of_another_prompt",
         "_original",
         "_prefilled_ids",
         "_restarts",
@@ -79,6 +81,7 @@ class Answer:
             services.prompt_estimates.estimate(request) if self._estimated else request.prompt_tokens
         )
         self.prompt_tokens = self._restarts = 0
+        self._is_of_another_prompt = False  # the present decode worker's part of it: see `check_prompt`
         self.cached_tokens: int | None = None
         self.prompt_details: dict[str, Any] | None = None  # the prefiller's usage details of it
         self.prompt_reply: dict[str, Any] | None = None  # a prefiller's whole answer, for `PromptWishes`
@@ -140,26 +143,36 @@ class Answer:
                 tier="prefill",
             )
 
-    def check_prompt(self, worker: Worker, read: int) -> None:
+    def check_prompt(self, prefiller: str, worker: Worker, read: int) -> None:
         """Check that prefiller and decode worker count the same prompt; with other templates or tokenizers the KV is
-        wrong.
+        wrong, and the answer can only start again.
 
-        Args: read: how many token ids of the prompt its decode worker has told; 0: it has told none.
+        Args: prefiller: its id. read: how many token ids of the prompt its decode worker has told; 0: it has told none.
 
         Raises: PromptsDiffer.
         """
-        computed = self._prefilled_ids
-        if self.request is self._original and computed and read and len(computed) != read:
-            raise PromptsDiffer(
-                f"its prompt has {read} tokens, and {len(computed)} at the prefiller: their chat templates, "
-                "tokenizers or versions differ",
-                worker=worker.id,
-                tier="decode",
-            )
+        computed, fleet = self._prefilled_ids, self._services.fleet
+        if self.request is not self._original or not computed or not read:
+            return
+        differs_from = fleet[prefiller].differs_from if prefiller in fleet else set[str]()
+        if len(computed) == read:
+            differs_from.discard(worker.id)
+            return
+        differs_from.add(worker.id)
+        self._is_of_another_prompt = True
+        error = PromptsDiffer(
+            f"its prompt has {read} tokens, and {len(computed)} at the prefiller: their chat templates, "
+            "tokenizers or versions differ",
+            worker=worker.id,
+            tier="decode",
+        )
+        error.elsewhere = any(one.able and one.id not in differs_from for one in fleet.of(Role.DECODE))
+        raise error
 
     def begin(self, result: PrefillResult) -> None:
         """Begin an answer. `result`: the prefiller's figures of the prompt."""
         request = self.request
+        self._is_of_another_prompt = False
         prefix = prompt_text(request, result.reply) if request.stream else ""
         self.scanner = EventScanner(
             prefix=prefix,
@@ -194,7 +207,9 @@ class Answer:
     def _resumable(self) -> bool:
         """Whether its ids are known, and another engine could continue from them."""
         scanner = self.scanner
-        return scanner.generated.exact and resumption(self._original, scanner.cut()).fidelity is not Fidelity.INVALID
+        if self._is_of_another_prompt or not scanner.generated.exact:
+            return False
+        return resumption(self._original, scanner.cut()).fidelity is not Fidelity.INVALID
 
     @property
     def last_text(self) -> str | None:
@@ -224,6 +239,9 @@ class Answer:
             raise lost
         cut = scanner.cut(broken, withheld)
         scanner.resume(0 if cut.halved else broken)
+        if self._is_of_another_prompt:
+            self._start_again(result, lost)
+            return True
         if scanner.tokens == 0:
             self.request = self._original
             return True

@@ -141,7 +141,7 @@ async def _stream(leg: Leg, worker: Worker, reply: Reply) -> bool:
     _check_is_stream(reply, worker)
     scanner.identity.expect(leg.upstream_id, checked=bool(worker.echoes_ids), request_id=leg.id)
     first = await _first_events(leg, worker, reply)
-    answer.check_prompt(worker, len(scanner.generated.prompt_ids or ()))
+    answer.check_prompt(leg.prefiller_id, worker, len(scanner.generated.prompt_ids or ()))
     if scanner.begun and scanner.end not in _NO_ANSWER:
         learn_id(worker, scanner.identity.echoed)
         worker.has_begun(leg.services.tickets.now())
@@ -247,7 +247,7 @@ async def _whole(leg: Leg, worker: Worker, reply: Reply) -> bool:
         request_id=leg.id,
     )
     check_id(worker, "decode", corrected.reply_id, leg.upstream_id)
-    answer.check_prompt(worker, corrected.prompt_ids)
+    answer.check_prompt(leg.prefiller_id, worker, corrected.prompt_ids)
     if corrected.finish_reason == ABORT:
         raise aborted(worker.id, "decode")
     worker.has_begun(leg.services.tickets.now())

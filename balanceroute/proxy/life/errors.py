@@ -12,7 +12,12 @@ class NothingPinned(BadUpstreamReply):
 
 
 class PromptsDiffer(BadUpstreamReply):
-    """Prefiller and decode worker have made different prompts of one request, so the KV is wrong."""
+    """Prefiller and decode worker have made different prompts of one request, so the KV is wrong.
+
+    `elsewhere`: another decode worker may make the same one as the prefiller.
+    """
+
+    elsewhere = False
 
 
 class WorkerSilent(UpstreamTimeout):

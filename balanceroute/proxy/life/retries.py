@@ -9,7 +9,8 @@
 | given back without a lasting token | rests, after `MANY_BACK` in a row | tries again, `MAX_FRUITLESS` times in a row |
 | made anew | nothing | the same |
 | the request's own deadline | nothing | ends |
-| prefiller and decode worker make different prompts of it | nothing: other requests may be served | ends |
+| its prompt is not the prefiller's | as a 500 | as a 500 |
+| the same, and no other decode worker's is, either | nothing: other requests may be served | ends |
 | an answer larger than the router reads | nothing: the request may have asked for it | ends |
 | no descriptor or port was free for a connection | nothing: the router's fault | tries again, as below |
 | 500 from every worker that could take it | nothing; its earlier 500s are cleared, too | ends |
@@ -35,8 +36,9 @@ that answers nothing else is blamed soon.
 **Another model or key.** A decode worker that does not know the model or the key with which a prefiller has just served
 the request was started with others; so was a worker that is asked first where another one has served that model. It
 refuses at once, so it is the least loaded one: if nothing were held against it, it would get most requests, and refuse
-them all. So would a rank that its engine has no more, since it was started anew with fewer. A model that no worker has
-served is the client's error, and only a key of the router's own counts: a client may send any.
+them all. So would a rank that its engine has no more, since it was started anew with fewer, and a decode worker whose
+chat template is another one than that of prefiller and other decode workers. A model that no worker has served is the
+client's error, and only a key of the router's own counts: a client may send any.
 """
 
 import asyncio
@@ -123,7 +125,7 @@ class Retries:
         services, circuit = self._services, worker.circuit
         differs = self._differs(error, worker, tier)
         refused = is_refused(error) and not differs
-        if refused or isinstance(error, DeadlineExceeded | PromptsDiffer):
+        if refused or isinstance(error, DeadlineExceeded) or (isinstance(error, PromptsDiffer) and not differs):
             circuit.inconclusive()
             raise error
         if not isinstance(error, CannotConnect):  # which is this process's own lack
@@ -152,10 +154,12 @@ class Retries:
         return self._backoff_s(max(1, failures))
 
     def _differs(self, error: UpstreamError, worker: Worker, tier: str) -> bool:
-        """Whether the worker has another model or key than one that has served the request, or its like, or no such
-        rank.
+        """Whether the worker has another model, key or chat template than one that has served the request, or its
+        like, or no such rank.
         """
         services = self._services
+        if isinstance(error, PromptsDiffer):
+            return error.elsewhere
         if _lacks_rank(error, worker):
             return True
         statuses = (404,) if services.config.auth.worker_api_key is None else (401, 403, 404)

@@ -57,6 +57,7 @@ class Worker:
         "answered_s",
         "awaited_by",
         "awaited_since_s",
+        "differs_from",
         "begun_s",
         "cache_salt",
         "checks_failed",
@@ -112,6 +113,7 @@ class Worker:
         self.cache_salt = ""
         self.served_models: set[str | None] = set()
         self.given_back = 0
+        self.differs_from: set[str] = set()  # decode workers that last made another prompt than this prefiller
         self.ended_at = 0.0
 
     def take(self) -> None:
@@ -345,6 +347,7 @@ class Fleet:
         worker.healthy = healthy
         if not healthy:
             worker.echoes_ids = worker.kv_connector = None  # it may return as another version
+            worker.differs_from.clear()
         if healthy and not worker.stalled:
             worker.circuit.reachable()
         self.update(worker)

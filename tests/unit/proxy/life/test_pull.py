@@ -8,13 +8,13 @@ from typing import Any
 import orjson
 import pytest
 
-from balanceroute.core.types import Outcome
+from balanceroute.core.types import UP, Outcome
 from balanceroute.errors import ConnectFailed, ConnectionLost, QueueTimeout, UpstreamError
 from balanceroute.proxy.life.errors import ClientGone, PromptsDiffer
 from balanceroute.proxy.life.pool_reaper import PERIOD_S, PoolReaper
 from balanceroute.proxy.life.retries import MANY_BACK
 from balanceroute.proxy.ops.services import Services
-from balanceroute.proxy.workers.circuit import CircuitState
+from balanceroute.proxy.workers.circuit import MAX_REST_S, CircuitState
 from balanceroute.proxy.workers.pins import PinRecord
 from tests.unit.proxy.life.legs import (
     DONE,
@@ -144,6 +144,38 @@ async def test_an_answer_to_another_prompt_than_the_one_whose_kv_was_computed_is
             await leg.run()
     assert bool(client.got) is client.ended is (read == len(PROMPT_IDS)) and idle(services)
     assert services.fleet["d0"].circuit.state is CircuitState.CLOSED
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@with_virtual_time
+async def test_a_worker_with_another_chat_template_than_all_others_does_not_swallow_their_requests(
+    stream: bool,
+) -> None:
+    def answers(tokens: int) -> Page:
+        fields = {"prompt_token_ids": [7] * tokens}
+        return Page(events(20, **fields) + DONE) if stream else whole(20, **fields)
+
+    services, differs = a_router(a_config(1, 3)), answers(len(PROMPT_IDS) + 1)
+    script(services, "p0", probed())
+    others = [script(services, name, answers(len(PROMPT_IDS))) for name in ("d1", "d2")]
+    sick = script(services, "d0", differs)
+    async with dispatching(services):
+        for number in range(10):
+            client = Client()
+            leg = a_leg(services, client, request_id=str(number), stream=stream)
+            await leg.run()
+            assert leg.outcome is Outcome.FINISHED and leg.answer.scanner.tokens == 1
+            assert client.text == " 20" if stream else orjson.loads(client.got)["choices"][0]["text"] == " 20"
+        assert len(sick.asked) == 1 and services.fleet["d0"].circuit.state is CircuitState.RESTING
+        for other in others:
+            other.answers = [differs]
+        with pytest.raises(PromptsDiffer):  # now it is the prefiller whose template is another
+            await a_leg(services, request_id="later", stream=stream).run()
+        await let_pass(MAX_REST_S)
+        with pytest.raises(PromptsDiffer):
+            await a_leg(services, request_id="last", stream=stream).run()
+        assert len(sick.asked) + sum(len(other.asked) for other in others) == 1 + 10 + 2 + 1
+    assert all(worker.state is UP for worker in services.fleet) and idle(services)
 
 
 @pytest.mark.parametrize("resumes", [True, False])
