@@ -49,6 +49,7 @@ from balanceroute.core.tracker import (
     DecodeInstanceState,
     PrefillerBudget,
     RequestTracker,
+    prefiller_of,
     unpin,
     worker_of,
 )
@@ -462,6 +463,8 @@ class Scheduler:
         if tracker is None:
             raise InvariantError(f"{request_id} is not here: released twice, or never submitted")
         phase = tracker.phase
+        if outcome is Outcome.FAILED and tracker.prefix_use is not None:
+            prefiller_of(tracker).withdraw_prefix(tracker)  # its last prefill has failed
         self._release_held(tracker, now)
         if outcome is Outcome.FINISHED and tracker.age_tokens:  # a prompt that is only scored has no answer
             self.snapshot.means.see_answer(tracker.age_tokens, tracker.prompt_tokens - tracker.earlier_tokens)

@@ -383,8 +383,10 @@ def test_zero_hits_below_one_engine_block_change_nothing() -> None:
     assert scheduler.snapshot.prefillers[0].cache.matched((7,)) == 1
 
 
+@pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("decode_first", [False, True])
-def test_a_prompt_whose_prefill_failed_is_not_counted_as_cached(decode_first: bool) -> None:
+def test_a_prompt_whose_prefill_failed_is_not_counted_as_cached(decode_first: bool, last: bool) -> None:
+    """Else prompts that a prefiller refuses would push those that it has out of the index."""
     config = SchedulerConfig(prefill_policy="prefix_affinity", decode_first=decode_first)
     scheduler = a_scheduler(config=config)
     scheduler.submit(RequestSpec("r", 3 * BLOCK, prefix=chained([1, 2, 3]), block_tokens=BLOCK), 0.0)
@@ -394,7 +396,10 @@ def test_a_prompt_whose_prefill_failed_is_not_counted_as_cached(decode_first: bo
     scheduler.dispatch(0.0)
     (prefiller,) = scheduler.snapshot.prefillers
     assert len(prefiller.cache) == 3
-    (scheduler.push_failed if decode_first else scheduler.prefill_failed)("r", 1.0)
+    if last:
+        scheduler.finish("r", Outcome.FAILED, 1.0)
+    else:
+        (scheduler.push_failed if decode_first else scheduler.prefill_failed)("r", 1.0)
     assert len(prefiller.cache) == 0
 
 
