@@ -135,6 +135,11 @@ class Worker:
             self.served_models.clear()  # those in use return with the next requests
         self.served_models.add(model)
 
+    def forget_version(self) -> None:
+        """Forget what its answers have shown of its version: another one may return."""
+        self.echoes_ids = self.kv_connector = None
+        self.differs_from.clear()
+
     def headers_of(self, request_id: str, forwarded: bytes) -> bytes:
         """The header lines of a request with a JSON body; `forwarded`: the client's headers that workers get."""
         return b"".join((_JSON_AND_ID, request_id.encode(), b"\r\n", forwarded, self.rank_line))
@@ -346,8 +351,7 @@ class Fleet:
         """A health check has found the worker healthy, or not."""
         worker.healthy = healthy
         if not healthy:
-            worker.echoes_ids = worker.kv_connector = None  # it may return as another version
-            worker.differs_from.clear()
+            worker.forget_version()
         if healthy and not worker.stalled:
             worker.circuit.reachable()
         self.update(worker)

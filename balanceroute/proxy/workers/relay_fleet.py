@@ -130,7 +130,7 @@ class RelayFleet(Fleet):
             worker.state, worker.leaving = standing.state, False
             ended_at = standing.ended_at or worker.ended_at  # a new brain knows of no end before its own time
             if (standing.out and worker.healthy) or ended_at != worker.ended_at:  # not >: clocks are set back, too
-                worker.echoes_ids = worker.kv_connector = None  # another version may be back, or be here already
+                worker.forget_version()
             worker.healthy, worker.ended_at = not standing.out, ended_at
             assert isinstance(worker.circuit, ReportedCircuit)
             worker.circuit.set_state(CircuitState(standing.circuit), standing.doubtful)

@@ -95,11 +95,11 @@ async def test_requests_continue_on_a_server_whose_name_another_server_has_now(
 
 async def test_a_worker_that_was_down_may_return_as_another_version(fleet: RelayFleet) -> None:
     follow(fleet, standing(D0), whole=True)
-    fleet["d0"].echoes_ids, fleet["d0"].kv_connector = True, "nixl"
+    fleet["d0"].echoes_ids, fleet["d0"].kv_connector, fleet["d0"].differs_from = True, "nixl", {"d1"}
     follow(fleet, standing(D0, doubtful=True))
     assert fleet["d0"].echoes_ids
     follow(fleet, standing(D0, WorkerState.DOWN, out=True))
-    assert fleet["d0"].echoes_ids is None and fleet["d0"].kv_connector is None
+    assert fleet["d0"].echoes_ids is None and fleet["d0"].kv_connector is None and not fleet["d0"].differs_from
 
 
 async def test_a_worker_that_ended_while_the_relay_was_away_may_be_another_version(fleet: RelayFleet) -> None:
