@@ -130,7 +130,7 @@ class PrefixHits:
     missed_tokens: int = 0
     _counters: tuple[float, float] | None = None
     _judged: tuple[int, int] = (0, 0)  # predicted and counted, up to the last judgement
-    _unchecked: int = 0  # predicted since the last look at the counters
+    _unchecked: int = 0  # predicted since the last look at the counters, less what these had before its answer
 
     @property
     def real_tokens(self) -> int | None:
@@ -148,8 +148,11 @@ class PrefixHits:
             self.answered_tokens += cached_tokens
             self._found(cached_tokens, predicted_tokens)
 
-    def count(self, queried_tokens: float, hit_tokens: float) -> bool:
-        """The engine's counters now; whether they began anew, and with them the engine."""
+    def count(self, queried_tokens: float, hit_tokens: float, under_way: int = 0) -> bool:
+        """The engine's counters now; whether they began anew, and with them the engine.
+
+        `under_way`: tokens predicted of prompts that are not answered yet; the counters may have these already.
+        """
         before, self._counters = self._counters, (queried_tokens, hit_tokens)
         unchecked, self._unchecked = self._unchecked, 0
         if before is None:
@@ -159,7 +162,8 @@ class PrefixHits:
             return before is not None
         found = round(hit_tokens - before[1])
         self.counted_tokens = min(MOST_COUNTED, self.counted_tokens + found)
-        self._found(found, unchecked)
+        self._unchecked = -max(0, min(found - unchecked, under_way))
+        self._found(found, max(0, unchecked))
         return False
 
     def found_ratio(self) -> float | None:

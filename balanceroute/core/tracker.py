@@ -272,7 +272,7 @@ class PrefillerBudget:
 
     def count_hits(self, queried_tokens: float, hit_tokens: float) -> None:
         """The engine's own counters of what it looked up in its prefix cache, and found there."""
-        if self.hits.count(queried_tokens, hit_tokens):
+        if self.hits.count(queried_tokens, hit_tokens, self.inflight_tokens - self.inflight_uncached_tokens):
             self.cache.clear()
             return
         ratio = self.hits.found_ratio()

@@ -154,7 +154,7 @@ class Answer:
         computed, fleet = self._prefilled_ids, self._services.fleet
         if self.request is not self._original or not computed or not read:
             return
-        differs_from = fleet[prefiller].differs_from if prefiller in fleet else set[str]()
+        differs_from: set[str] = fleet[prefiller].differs_from if prefiller in fleet else set()
         if len(computed) == read:
             differs_from.discard(worker.id)
             return

@@ -331,6 +331,27 @@ def test_predicted_hits_that_did_not_occur_are_counted_as_missed_and_unknown_one
     assert reporting.snapshot.prefillers[0].hits.missed_tokens == 0
 
 
+def test_hits_that_counters_have_before_the_answer_are_not_missed_after_it() -> None:
+    """An engine counts when a prefill begins. One of a long prompt lasts over several polls."""
+    scheduler = with_policy("prefix_affinity", prefillers=1)
+    hits = scheduler.snapshot.prefillers[0].hits
+    scheduler.report_prefix_hits("p0", 0, 0, 0.0)
+    converse(scheduler, 2)
+    scheduler.report_prefix_hits("p0", 3_000, 1_000, 0.0)
+    scheduler.submit(a_prompt("long", chained(list(range(40))), 40 * BLOCK), 0.0)
+    scheduler.dispatch(0.0)
+    for _ in range(3):
+        scheduler.report_prefix_hits("p0", 7_000, 3_000, 0.0)
+    scheduler.prefilled("long", 40 * BLOCK, 0.0)
+    for _ in range(3):
+        scheduler.report_prefix_hits("p0", 7_000, 3_000, 0.0)
+    assert hits.predicted_tokens == hits.real_tokens == 3_000 and hits.missed_tokens == 0
+    scheduler.finish("long", Outcome.FINISHED, 0.0)
+    converse(scheduler, 1)
+    scheduler.report_prefix_hits("p0", 8_000, 3_000, 0.0)
+    assert hits.missed_tokens == 999, "an engine computes one token at least"
+
+
 def test_reset_counters_mean_an_engine_with_an_empty_cache() -> None:
     scheduler = with_policy("prefix_affinity", prefillers=1)
     scheduler.report_prefix_hits("p0", 900_000, 800_000, 0.0)
