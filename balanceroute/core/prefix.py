@@ -130,7 +130,7 @@ class PrefixHits:
     missed_tokens: int = 0
     _counters: tuple[float, float] | None = None
     _judged: tuple[int, int] = (0, 0)  # predicted and counted, up to the last judgement
-    _unchecked: int = 0  # predicted since the last look at the counters, less what these had before its answer
+    _unchecked: int = 0  # predicted of answers that do not tell, less what the counters had before these
 
     @property
     def real_tokens(self) -> int | None:
@@ -143,8 +143,9 @@ class PrefixHits:
         """A prompt was prefilled; `cached_tokens`: as the answer says, None where it doesn't."""
         self.prompt_tokens += prompt_tokens
         self.predicted_tokens += predicted_tokens
-        self._unchecked += predicted_tokens
-        if cached_tokens is not None:
+        if cached_tokens is None:
+            self._unchecked += predicted_tokens
+        else:
             self.answered_tokens += cached_tokens
             self._found(cached_tokens, predicted_tokens)
 

@@ -331,6 +331,14 @@ def test_predicted_hits_that_did_not_occur_are_counted_as_missed_and_unknown_one
     assert reporting.snapshot.prefillers[0].hits.missed_tokens == 0
 
 
+def test_a_hit_that_did_not_occur_counts_once_if_both_answers_and_counters_show_it() -> None:
+    scheduler = with_policy("prefix_affinity", prefillers=1)
+    scheduler.report_prefix_hits("p0", 0, 0, 0.0)
+    converse(scheduler, 2, tell=0)
+    scheduler.report_prefix_hits("p0", 3_000, 0, 0.0)
+    assert scheduler.snapshot.prefillers[0].hits.missed_tokens == 1_000
+
+
 def test_hits_that_counters_have_before_the_answer_are_not_missed_after_it() -> None:
     """An engine counts when a prefill begins. One of a long prompt lasts over several polls."""
     scheduler = with_policy("prefix_affinity", prefillers=1)
