@@ -205,15 +205,18 @@ class _Choice:
             "reasoning": None,
             **_joined(self.fields),
         }
-        if self.calls:
-            message["tool_calls"] = [_whole_call(call) for _, call in sorted(self.calls.items())]
-        if self.calls or any(message.get(name) is not None for name in REASONING_KEYS):
+        # parsers for streams (vLLM's engine parsers, without `tools`) may end with arguments of a call that has no name
+        calls = [_whole_call(call) for _, call in sorted(self.calls.items()) if call["function"].get("name")]
+        unnamed = self.calls and not calls
+        if calls:
+            message["tool_calls"] = calls
+        if calls or any(message.get(name) is not None for name in REASONING_KEYS):
             message["content"] = message["content"] or None
         return {
             "index": index,
             "message": message,
             "logprobs": self.logprobs,
-            "finish_reason": self.finish_reason,
+            "finish_reason": "stop" if unnamed and self.finish_reason == "tool_calls" else self.finish_reason,
             "stop_reason": self.stop_reason,
             "token_ids": (self.token_ids or None) if want_ids else None,
             **self.further,

@@ -116,7 +116,7 @@ def _stop_of(choice: dict[str, Any], *, used: bool, complete: bool) -> tuple[str
         return "tool_use", None
     if isinstance(stop, str):
         return "stop_sequence", stop
-    return ("tool_use" if used or reason == "tool_calls" else "end_turn"), None
+    return ("tool_use" if used else "end_turn"), None
 
 
 def _counts_of(usage: dict[str, Any]) -> Counts:
@@ -252,10 +252,10 @@ class MessageStream:
         function = call.get("function") or {}
         index, arguments = call.get("index") or 0, function.get("arguments")
         if self._kind != "tool_use" or self._call != index:
-            if index in self._calls_ended:
-                return  # the choice has ended
+            name, call_id = function.get("name"), call.get("id") or _call_id(self._id, index)
+            if index in self._calls_ended or not name:
+                return  # the choice has ended, or (vLLM without `tools`) these are arguments of no call
             self._close(out)
-            name, call_id = function.get("name") or "", call.get("id") or _call_id(self._id, index)
             self._used, self._call, self._arguments = True, index, []
             self._open("tool_use", {"type": "tool_use", "id": call_id, "name": name, "input": {}}, out)
         if arguments:

@@ -171,6 +171,15 @@ def test_a_tool_call_cut_off_after_its_name_has_empty_arguments(arguments: dict[
     ]
 
 
+def test_a_tool_call_without_a_name_is_left_out() -> None:
+    """vLLM 0.32 with `qwen3_coder`, a request without `tools`, an answer that a stop string cuts within a call."""
+    wire = event(chat({"role": "assistant", "content": ""}, [])) + event(chat({"content": "<tool_call>\n"}, [1]))
+    last = chat({"tool_calls": [{"index": 0, "function": {"arguments": "{}"}}]}, [2], finish_reason="tool_calls")
+    choice = assemble("chat", wire + event(last) + event(usage(3, 2)) + DONE)["choices"][0]
+    assert "tool_calls" not in choice["message"] and choice["message"]["content"] == "<tool_call>\n"
+    assert choice["finish_reason"] == "stop"
+
+
 def test_fields_that_are_no_texts_have_their_last_value() -> None:
     """Annotations, audio, logprobs of a refusal, and whatever engines may add."""
     logprobs = [

@@ -188,6 +188,14 @@ def test_a_cut_tool_call_is_not_marked_as_executable(arguments: str, finish: str
     assert once["content"][0]["input"] == ({"a": 1} if arguments.endswith("}") else {})
 
 
+def test_a_tool_call_without_a_name_is_no_tool_use() -> None:
+    """vLLM 0.32 with `qwen3_coder` ends so where an answer without `tools` is cut within a call."""
+    out = a_stream().feed(ROLE + chunk({"content": "so"}) + chunk(called(0, "{}"), "tool_calls") + USAGE + DONE)
+    message = read_by_the_client(events_in(out))
+    assert [block["type"] for block in message["content"]] == ["text"]
+    assert events_in(out)[-2]["delta"]["stop_reason"] == "end_turn"
+
+
 def test_a_call_s_large_integers_keep_their_digits_streamed_or_not() -> None:
     arguments = '{"wei": 123456789012345678901234567890, "price": 1.10}'
     calls = [{"id": "c", "function": {"name": "f", "arguments": arguments}}]
