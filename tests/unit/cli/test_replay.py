@@ -145,7 +145,8 @@ def test_the_series_has_one_row_per_step_and_one_column_per_worker(
     ("arguments", "reason"),
     [
         (["--trace", "heavy_tail"], "heavy_tail: no such file, nor one of capped, heavy_tailed"),
-        (["--policy", "br_h", "--train", ""], ".: cannot be read: Is a directory"),
+        (["--policy", "br_h", "--train", "."], ".: cannot be read: Is a directory"),
+        (["--policy", "br_h", "--train", ""], "no such file, nor one of capped, heavy_tailed"),
         (["--slowdowns", ""], "--slowdowns : numbers separated by commas"),
         (["--policy", "magic"], "magic"),
         (["--compare", "--series", "loads.csv"], "leave it out with --compare"),
