@@ -11,7 +11,7 @@ batches, each batch one transaction, and prunes by age and count. What that buys
 
 A history is an optimisation, so nothing about it may stop the router. Opening never raises for what is in
 the file: a damaged file is moved aside (`NAME.damaged-TIME`, for whoever wants to look) and a new one
-begun; a file written by a newer version, a database that isn't ours, or one that can't be opened stays
+begun; a file written by a newer version, one that isn't ours, or one that can't be opened stays
 untouched, and this run keeps its history in memory only. Each is one log line. A file that is removed or moved
 away while it is written (a rotation) is begun anew with the next batch.
 
@@ -46,6 +46,7 @@ LOCK_WAIT_S = 2.0  # for another process that has the file; more would hold up t
 
 SALT_BYTES = 16
 
+_HEADER = b"SQLite format 3\0"
 _DAMAGED = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
 _ERRORS = (sqlite3.Error, UnicodeDecodeError)  # of a damaged schema SQLite may return no text
 _SCHEMA = f"""
@@ -180,6 +181,7 @@ class History:
             except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
                 if not _is_damage(error):
                     raise
+                _check_database(path)
                 aside = _move_aside(path, self._clock())
                 log.warning(
                     "prediction history is damaged (%s), moved to %s, starting cold",
@@ -335,6 +337,17 @@ def _text(raw: bytes) -> str:
 
 def _is_damage(error: sqlite3.DatabaseError | UnicodeDecodeError) -> bool:
     return isinstance(error, UnicodeDecodeError) or error.sqlite_errorcode & 0xFF in _DAMAGED
+
+
+def _check_database(path: Path) -> None:
+    """Refuse a file that was never a database, whose name may be there by mistake: its owner needs it where it is.
+
+    Of one whose first page was not written before a loss of power, zeros are left, or a part of the header.
+    """
+    with path.open("rb") as file:
+        begin = file.read(len(_HEADER))
+    if not _HEADER.startswith(begin.rstrip(b"\0")):
+        raise _Unusable("the file is no database")
 
 
 def _check_ours(connection: sqlite3.Connection) -> None:

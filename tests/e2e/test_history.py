@@ -105,7 +105,7 @@ def test_a_history_survives_a_restart_and_a_kill_loses_only_the_last_batch(clust
 
 def test_a_damaged_history_is_one_warning_and_a_cold_start(cluster: Path, tmp_path: Path) -> None:
     history = tmp_path / "history.sqlite3"
-    history.write_bytes(b"no database at all " * 500)
+    history.write_bytes(b"SQLite format 3\0" + b"damaged " * 500)
     with serving(cluster, history, tmp_path / "router.log") as served:
         warnings = warnings_in(served.log)
         assert len(warnings) == 1 and "damaged" in warnings[0], served.log.read_text()

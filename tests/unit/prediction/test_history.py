@@ -153,13 +153,17 @@ def test_kill_9_loses_at_most_what_was_not_flushed_and_never_the_file(path: Path
     assert list(path.parent.glob("*damaged*")) == []
 
 
-@pytest.mark.parametrize("kept", [0, 5000], ids=["not a database", "torn in the middle"])
+@pytest.mark.parametrize(
+    ("kept", "then"),
+    [(0, b"\0"), (10, b"\0"), (16, b"\xa5"), (512, b"\0"), (5000, b"\xa5")],
+    ids=["zeros", "torn in the header", "header alone", "torn in the first page", "torn in the middle"],
+)
 def test_a_damaged_file_is_moved_aside_and_a_new_one_begun(
-    path: Path, kept: int, caplog: pytest.LogCaptureFixture
+    path: Path, kept: int, then: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     stored(path, *finishes(*range(1, 500)))
     content = path.read_bytes()
-    damaged = content[:kept] + b"\xa5" * (len(content) - kept)
+    damaged = content[:kept] + then * (len(content) - kept)
     path.write_bytes(damaged)
 
     with caplog.at_level(logging.WARNING):
@@ -214,8 +218,8 @@ def test_a_row_with_damaged_text_loses_no_other_row(path: Path) -> None:
 
 
 def test_two_files_damaged_in_one_second_are_both_kept(path: Path) -> None:
-    for content in (b"x" * 5000, b"y" * 5000):
-        path.write_bytes(content)
+    for content in (b"x", b"y"):
+        path.write_bytes(b"SQLite format 3\0" + content * 5000)
         assert loaded(path) == []
 
     assert len(list(path.parent.glob("*.damaged-*"))) == 2
@@ -251,6 +255,25 @@ def test_a_database_of_another_program_is_left_alone(path: Path, caplog: pytest.
     assert path.read_bytes() == content
 
 
+@pytest.mark.parametrize("content", [b"keys:\n- {name: a}\n" * 40, b"{}\n"], ids=["long", "short"])
+def test_a_file_that_is_no_database_is_left_where_it_is(
+    path: Path, content: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    path.write_bytes(content)
+
+    run_without_it(path, caplog, "the file is no database")
+
+    assert path.read_bytes() == content and list(path.parent.iterdir()) == [path]
+
+
+def test_an_empty_file_becomes_the_history(path: Path) -> None:
+    path.touch()
+
+    stored(path, a_finish(5))
+
+    assert len(loaded(path)) == 1
+
+
 def test_a_path_that_cannot_be_opened_is_reported_in_one_line_without_a_crash(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -278,7 +301,8 @@ def test_without_a_thread_for_the_writer_the_file_is_read_and_rows_are_counted_a
 def test_a_damaged_file_that_cannot_be_moved_is_reported_in_one_line_without_a_crash(
     path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path.write_bytes(b"x" * 5000)
+    content = b"SQLite format 3\0" + b"x" * 5000
+    path.write_bytes(content)
 
     def refuse(self: Path, target: Path) -> None:
         raise PermissionError(13, "read-only folder")
@@ -286,7 +310,7 @@ def test_a_damaged_file_that_cannot_be_moved_is_reported_in_one_line_without_a_c
     monkeypatch.setattr(Path, "rename", refuse)
 
     run_without_it(path, caplog, "read-only folder")
-    assert path.read_bytes() == b"x" * 5000
+    assert path.read_bytes() == content
 
 
 def test_a_file_with_other_columns_starts_cold_and_counts_what_it_cannot_keep(
