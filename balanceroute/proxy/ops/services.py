@@ -4,10 +4,12 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from balanceroute.build import policy_settings, scheduler_config
 from balanceroute.proxy.admission.decision_log import DecisionLog
 from balanceroute.proxy.admission.forecasts import Forecasts
 from balanceroute.proxy.admission.ledger import Ledger
 from balanceroute.proxy.client.services import ClientServices
+from balanceroute.proxy.workers.fleet import Worker
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -32,3 +34,11 @@ class Services(ClientServices):
     def begin_drain(self) -> None:
         """Refuse every new request from now on."""
         self.ledger.drain()
+
+    def note_connector(self, worker: Worker, connector: str | None) -> None:
+        """See `LifeServices`; a shorter KV time may shorten the policy's `max_wait_s`, too."""
+        before = policy_settings(self.config)
+        ClientServices.note_connector(self, worker, connector)
+        settings = policy_settings(self.config)
+        if settings != before:
+            self.ledger.reroute(settings, scheduler_config(self.config), self.ledger.forecasts)

@@ -17,6 +17,7 @@ from balanceroute.config.sections.operation import Layerwise
 from balanceroute.config.values import KV_PIN_S
 from balanceroute.core.scheduler import Scheduler
 from balanceroute.core.state import state_from_dict
+from balanceroute.core.target_fit import TargetFit
 from balanceroute.core.types import Outcome, RequestSpec, Role, WorkerSpec, WorkerState
 from balanceroute.errors import ConfigError, ConnectFailed, InputError, KeyLimit, QueueFull
 from balanceroute.journal import RecordingScheduler, rerun
@@ -122,6 +123,15 @@ async def test_a_reload_keeps_kv_times_that_a_workers_connector_has_shortened() 
     changed = apply(services, a_config(queue={"max_queued": 1}))
     assert services.config.kv_pin_s == services.drainer.pin_s == KV_PIN_S["nixl"][0]
     assert changed == ["queue"]  # it names none that the file left as it was
+
+
+@with_virtual_time
+async def test_a_connector_that_shortens_kv_times_shortens_the_policys_longest_wait_at_once() -> None:
+    services = a_router(a_config(routing={"policy": "level_fit"}))
+    services.note_connector(services.fleet["p0"], "nixl")
+    policy = services.ledger.scheduler.policy
+    assert isinstance(policy, TargetFit)
+    assert policy.params.max_wait_s == services.config.max_wait_s < a_config().max_wait_s
 
 
 @with_virtual_time
