@@ -205,6 +205,7 @@ def _connect_hub(app: BrainApp, relays: int, generation: int) -> LeaderCounts:
     hub = app.hub = Hub(
         services.ledger, reports, services.loop, app.lead.epoch, relays, app.superseded, prompt_keys, far
     )
+    hub.on_bug = services.metrics.tasks_failed.inc
     counted = LeaderCounts(folder, app.lead, services.metrics, inherited, generation)
     services.metrics.beside = partial(_counts_of_relays, folder, counted, hub, reports)
     services.metrics.before_page = partial(_store_shown_counts, counted)

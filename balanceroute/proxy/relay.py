@@ -322,6 +322,7 @@ def build_relay(
     brain.on_workers, brain.on_silent, brain.on_welcome = services.name_workers, services.silence, services.welcomed
     brain.on_keys = lambda message: services.keys_elsewhere(message.relay, message.keys)
     brain.on_prompt_keys = services.make_keys
+    brain.on_bug = metrics.tasks_failed.inc
     services.suspicions.on_explained, brain.on_explained = services.send_explained, services.explained
     return services
 

@@ -66,6 +66,7 @@ class Server(uvicorn.Server):
                     limits_of(lambda: app.services.config),
                     lambda: app.tls.server if uds is None else None,
                     lambda: self.load,
+                    lambda where: app.services.metrics.tasks_failed.inc(where),
                 ),
                 ws="none",
                 lifespan="on",

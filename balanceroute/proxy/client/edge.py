@@ -161,12 +161,13 @@ class Edge:
         tasks: "set[asyncio.Task[None]]",
         app_state: Mapping[str, Any],
         load: Load | None = None,
+        on_bug: Callable[[str], None] = lambda where: None,
     ) -> None:
         """`limits`: returns the present limits. `load`: this relay's counts in shared memory; None: there are no other
-        relays.
+        relays. `on_bug`: counts a bug.
         """
         self.load = alone() if load is None else load
-        self.site, self._limits, self.loop = site, limits, loop
+        self.site, self._limits, self.loop, self._on_bug = site, limits, loop, on_bug
         self.connections: set[Connection] = connections
         self.tasks, self.app_state = tasks, app_state
         self.waiting: dict[Connection, None] = {}
@@ -298,6 +299,7 @@ class Edge:
                 try:
                     connection.look(now)
                 except Exception:
+                    self._on_bug("client connections")
                     log.exception("internal error", extra={"where": "client connections"})
                     connection.abort()
         self._looking = self.loop.call_later(period_s, self._look) if self.connections else None

@@ -27,11 +27,12 @@ def protocol_factory(
     limits: Callable[[], ClientLimits],
     tls: Callable[[], ssl.SSLContext | None] = lambda: None,
     load: Callable[[], Load] = alone,
+    on_bug: Callable[[str], None] = lambda where: None,
 ) -> Callable[..., asyncio.Protocol]:
     """What a `uvicorn.Config` takes as `http`: it makes the connections that serve `site` within `limits`.
 
     `tls`: called for each connection; returns its TLS context, or None for plain HTTP. `load`: called once, at the
-    first connection.
+    first connection. `on_bug`: counts a bug.
     """
     edge: Edge | None = None
 
@@ -41,7 +42,8 @@ def protocol_factory(
         nonlocal edge
         if edge is None:
             loop = _loop or asyncio.get_running_loop()
-            edge = Edge(site, limits, loop, server_state.connections, server_state.tasks, app_state, load())
+            connections, tasks = server_state.connections, server_state.tasks
+            edge = Edge(site, limits, loop, connections, tasks, app_state, load(), on_bug)
         context = tls()
         return ClientProtocol(edge) if context is None else Handshake(edge, context, partial(ClientProtocol, edge))
 

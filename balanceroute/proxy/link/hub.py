@@ -161,6 +161,7 @@ class Hub:
         self._silent: tuple[str, ...] = ()
         self._send_scheduled = False  # whether `_send_changes` is about to run
         self._ledger, self._loop, self.epoch, self._relays = ledger, loop, epoch, relays
+        self.on_bug: Callable[[str], None] = lambda where: None
         self._on_superseded = on_superseded
         self.members: dict[str, Member] = {}  # by the name of the relay
         self._connections: dict[Frames[FromBrain], Member | None] = {}  # None: no Hello yet
@@ -368,6 +369,7 @@ class Hub:
         """End a membership and all requests of the member."""
         member.waiting = []
         for request_id, error in self.requests.release(member):
+            self.on_bug("hub")
             log.error("internal error", exc_info=error, extra={"where": "hub", "request": request_id})
         self._reports.lost(member.relay)
         self._send_keys(member, ())
@@ -475,6 +477,7 @@ class Hub:
         except (InvariantError, InputError, ValueError) as error:
             raise LinkError(f"a message of relay {member.relay} does not fit its request: {error}") from error
         except Exception as error:  # must not keep `_settle` from the other members
+            self.on_bug("hub")
             log.exception("internal error", extra={"where": "hub", "relay": member.relay})
             raise LinkError("internal error") from error
 

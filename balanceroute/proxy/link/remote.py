@@ -126,6 +126,7 @@ class RemoteBrain:
         self.on_explained: Callable[[Explained], None] = lambda message: None
         self.on_welcome: Callable[[Welcome], None] = lambda message: None
         self.on_joined: Callable[[], None] = lambda: None
+        self.on_bug: Callable[[str], None] = lambda where: None
         self.leaving = False  # new requests are refused here
         self.tickets: dict[str, Ticket] = {}  # `admission.Tickets.by_id`, set by whoever makes both
         self.epoch = 0
@@ -463,6 +464,7 @@ class RemoteBrain:
         except LinkError:
             raise
         except Exception as error:
+            self.on_bug("link")
             if repr(error) not in self._bugs:
                 self._bugs.add(repr(error))
                 log.exception("internal error", extra={"where": "link"})

@@ -226,7 +226,8 @@ class Metrics(Collector):
             (self.refusals, REFUSALS),
             (self.edge_refusals, EDGE_REFUSALS),
             (self.restarts, ("relay", "brain")),
-            (self.tasks_failed, ("request", "drainer", "push")),  # coroutines get theirs when they start
+            # coroutines get theirs when they start
+            (self.tasks_failed, ("request", "drainer", "push", "client connections", "link", "hub")),
         ):
             for value in values:
                 family.inc(value, by=0)

@@ -285,11 +285,15 @@ def test_a_client_is_not_late_when_the_router_itself_was_stopped() -> None:
 
 @with_virtual_time
 async def test_a_connection_whose_check_raises_is_closed_and_the_others_are_checked() -> None:
-    edge, broken, well = an_edge(), Seat(fails=True), Seat()
+    bugs: list[str] = []
+    loop = asyncio.get_running_loop()
+    edge = Edge(EchoSite(), ClientLimits, loop, set(), set(), {}, on_bug=bugs.append)
+    broken, well = Seat(fails=True), Seat()
     for seat in (broken, well):
         edge.join(seat)
     await let_pass(2.0)
     assert broken.aborted and not well.aborted and well.looks
+    assert bugs and set(bugs) == {"client connections"}
 
 
 def lacks_room(edge: Edge, complete: bool) -> bool:

@@ -67,6 +67,8 @@ class Brain:
         reports = RelayReports(self.fleet, loop, self.frozen)
         self.goes_on = False  # under a larger epoch than it has heard of
         self.hub = Hub(self.ledger, reports, loop, epoch, relays, self._superseded, far=far, patience=patience)
+        self.bugs: list[str] = []
+        self.hub.on_bug = self.bugs.append
         self.fleet.on_change = self.hub.workers_changed
         self._tasks = [loop.create_task(self._decide())]
 

@@ -461,6 +461,7 @@ def test_a_message_that_the_brain_fails_on_ends_its_relay_and_not_the_others(
         stage.relay("third")
         await until(lambda: any(isinstance(message, Chosen) for message in second.received))
         await until(lambda: not first.frames.open)
+        assert brain.bugs == ["hub"]
 
     on(test)
     (error,) = [record for record in caplog.records if record.levelname == "ERROR"]

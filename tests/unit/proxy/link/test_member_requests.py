@@ -48,6 +48,7 @@ def test_a_relay_rejoins_although_a_request_of_its_former_membership_is_unknown(
         await until(lambda: brain.active == ["c"])
         anew.frames.abort("its process is killed")
         await until(lambda: not brain.hub.members and not brain.active)
+        assert brain.bugs == ["hub"]
 
     on(test)
     (error,) = [record for record in caplog.records if record.levelname == "ERROR"]

@@ -579,6 +579,7 @@ def test_a_relay_whose_memberships_end_by_a_bug_rejoins_after_growing_pauses_and
     end: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     tries_s: list[float] = []
+    counted: list[str] = []
 
     class Timed(SocketReach):
         async def connect(self, protocol: Callable[[], P]) -> tuple[P, Moved]:
@@ -592,6 +593,7 @@ def test_a_relay_whose_memberships_end_by_a_bug_rejoins_after_growing_pauses_and
         asyncio.get_running_loop().set_exception_handler(lambda *_: None)
         brain = await stage.brain()
         relay = stage.relay("r0", Timed(stage.path))
+        relay.brain.on_bug = counted.append
         if end == "relay":
             relay.brain.on_workers = fail
         else:
@@ -607,6 +609,7 @@ def test_a_relay_whose_memberships_end_by_a_bug_rejoins_after_growing_pauses_and
         assert found == [1, 1, 2]
         bugs = [line for line in caplog.records if vars(line).get("where") == "link"]
         assert len(bugs) == (end == "relay")
+        assert len(counted if end == "relay" else brain.bugs) >= 5, "each is counted, and only the first is logged"
 
     caplog.set_level(logging.INFO)
     on(test)
