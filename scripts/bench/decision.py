@@ -42,11 +42,13 @@ import numpy
 
 from balanceroute import __version__, native
 from balanceroute.core import subset
+from balanceroute.core.baselines import ASSIGN_AT_ONCE
 from balanceroute.core.knobs import PolicySettings
-from balanceroute.core.policies import make_policy
+from balanceroute.core.policies import BUILT_IN, make_policy
 from balanceroute.core.scheduler import Scheduler
 from balanceroute.core.scheduler_config import SchedulerConfig
 from balanceroute.core.types import Admit, Outcome, RequestSpec, Role, WorkerSpec
+from scripts.arguments import count
 
 SLOTS, HORIZON = 64, 80
 clock_ns = time.perf_counter_ns
@@ -254,17 +256,24 @@ def header() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--policies", nargs="+", default=["br_h", "br_0", "level_fit", "target_fit"])
-    parser.add_argument("--workers", nargs="+", type=int, default=[8, 16, 32, 64, 144], help="G")
-    parser.add_argument("--waiting", nargs="+", type=int, default=[16, 128, 512])
-    parser.add_argument("--r-max", nargs="+", type=int, default=[4, 8, 16])
-    parser.add_argument("--freed", nargs="+", type=int, default=[1, 2, 4, 8], help="slots freed before a decision")
+    parser.add_argument(
+        "--policies",
+        nargs="+",
+        choices=sorted(BUILT_IN - ASSIGN_AT_ONCE.keys()),
+        default=["br_h", "br_0", "level_fit", "target_fit"],
+    )
+    parser.add_argument("--workers", nargs="+", type=count, default=[8, 16, 32, 64, 144], help="G")
+    parser.add_argument("--waiting", nargs="+", type=count, default=[16, 128, 512])
+    parser.add_argument("--r-max", nargs="+", type=count, default=[4, 8, 16])
+    parser.add_argument("--freed", nargs="+", type=count, default=[1, 2, 4, 8], help="slots freed before a decision")
     parser.add_argument("--where", nargs="+", choices=["spread", "one"], default=["spread", "one"],
                         help="freed on workers as they come, or on one worker")  # fmt: skip
-    parser.add_argument("--ticks", type=int, default=1000, help="timed decisions per point")
+    parser.add_argument("--ticks", type=count, default=1000, help="timed decisions per point")
     parser.add_argument("--quick", action="store_true", help="only the points that have a bar")
     parser.add_argument("--cpu-time", action="store_true", help="CPU time instead of wall time, on a busy machine")
     options = parser.parse_args()
+    if max(options.freed) > min(SLOTS, *options.waiting):
+        parser.error(f"argument --freed: accepted are at most {SLOTS} slots, and no more than --waiting")
     if options.cpu_time:
         global clock_ns
         clock_ns = time.thread_time_ns

@@ -22,8 +22,12 @@ from multiprocessing.connection import Connection
 from typing import Any, Final
 
 import uvloop
-import zmq
-import zmq.asyncio
+
+try:
+    import zmq
+    import zmq.asyncio
+except ModuleNotFoundError:
+    raise SystemExit("this compares with ZeroMQ: install pyzmq first") from None
 
 from balanceroute.core.types import RequestSpec
 from balanceroute.proxy.link.messages import Chosen, Progress, Submit, frame, read_from_brain, read_from_relay

@@ -26,7 +26,7 @@ from typing import Final
 import httpx
 
 from balanceroute.demo.processes import emulated, free_ports
-from scripts.arguments import count
+from scripts.arguments import count, positive
 from scripts.chaos_run.aftermath import outcomes
 from scripts.e2e.harness import PATIENCE_S, Process, Site, Wrong, answer_of, held, judged_stream, verdict, wait_for
 
@@ -188,7 +188,7 @@ def check(folder: Path, rate_per_s: float, times: int, seconds: float) -> None:
 def main() -> int:
     """The exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rate", type=float, default=50.0, help="requests per second")
+    parser.add_argument("--rate", type=positive, default=50.0, help="requests per second")
     parser.add_argument("--times", type=count, default=3, help="routers that take over, one after the other")
     parser.add_argument("--seconds", type=float, default=5.0, help="of load before each of them")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="a folder in which the logs stay")
