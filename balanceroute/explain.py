@@ -362,9 +362,7 @@ def _why_no_more(policy: AdmissionPolicy, snapshot: ClusterSnapshot) -> str:
         return "no slot is left free" + ", and no place ahead of one" * ahead
     if isinstance(policy, TargetFit):
         return f"held back: the rest {_why_held_back(policy, snapshot)}"
-    if policy.waits_for_slots:
-        return "held back by the policy, though a slot is free"
-    return "every worker holds as many requests as it may"
+    return "held back by the policy" + ", though a slot is free" * snapshot.has_room
 
 
 def _why_held_back(policy: TargetFit, snapshot: ClusterSnapshot) -> str:

@@ -70,6 +70,11 @@ class AdmitsNobody(AdmissionPolicy):
         return iter(())
 
 
+class AdmitsNobodyYet(AdmitsNobody):
+    name = "admits_nobody_yet"
+    waits_for_slots = False
+
+
 def five_wait(scheduler: Scheduler, slots: int = 3) -> None:
     """Five prefilled requests, and two workers."""
     scheduler.add_worker(WorkerSpec("p", Role.PREFILL), 0.0)
@@ -182,3 +187,11 @@ def test_a_request_that_waits_beside_a_free_slot_is_reported_as_held_back_by_the
     named = f"{__name__}:AdmitsNobody"
     state = {"workers": [{"id": "d0", "slots": 2}], "waiting": [{"id": "r0", "prompt_tokens": 5}]}
     assert explain(state, named).reason == "held back by the policy, though a slot is free"
+
+
+def test_what_a_policy_that_does_not_wait_for_slots_leaves_waiting_is_reported_as_held_back_by_it() -> None:
+    named = f"{__name__}:AdmitsNobodyYet"
+    for slots, reason in ((2, ", though a slot is free"), (1, "")):
+        worker = {"id": "d0", "slots": slots, "active": [{"id": "a", "prompt_tokens": 5}]}
+        state = {"workers": [worker], "waiting": [{"id": "r0", "prompt_tokens": 5}]}
+        assert explain(state, named).reason == f"held back by the policy{reason}"
