@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from balanceroute.build import policy_settings, scheduler_config
+from balanceroute.core.policies import knobs_of
 from balanceroute.proxy.admission.decision_log import DecisionLog
 from balanceroute.proxy.admission.forecasts import Forecasts
 from balanceroute.proxy.admission.ledger import Ledger
@@ -37,8 +38,8 @@ class Services(ClientServices):
 
     def note_connector(self, worker: Worker, connector: str | None) -> None:
         """See `LifeServices`; a shorter KV time may shorten the policy's `max_wait_s`, too."""
-        before = policy_settings(self.config)
+        before_s = self.config.max_wait_s
         ClientServices.note_connector(self, worker, connector)
         settings = policy_settings(self.config)
-        if settings != before:
+        if settings.max_wait_s != before_s and "max_wait_s" in knobs_of(settings.policy):
             self.ledger.reroute(settings, scheduler_config(self.config), self.ledger.forecasts)

@@ -135,6 +135,14 @@ async def test_a_connector_that_shortens_kv_times_shortens_the_policys_longest_w
 
 
 @with_virtual_time
+async def test_a_connector_that_shortens_kv_times_leaves_a_policy_alone_that_has_no_longest_wait() -> None:
+    services = a_router(a_config(routing={"policy": "pool_fifo"}))
+    policy = services.ledger.scheduler.policy
+    services.note_connector(services.fleet["p0"], "nixl")
+    assert services.ledger.scheduler.policy is policy
+
+
+@with_virtual_time
 async def test_a_reload_that_allows_more_prefills_lets_waiting_requests_go_on() -> None:
     services = a_router(a_config(prefill={"max_inflight": 1}))
     dispatcher = asyncio.ensure_future(PrefillDispatcher(services.ledger).run())
