@@ -14,7 +14,7 @@ Until there is a model, or with too little history for one, the marginal surviva
 import importlib.util
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -204,5 +204,6 @@ class LearnedPredictor:
         return LearnedFitter(self._horizon)
 
     def adopt(self, fitted: LearnedFit) -> None:
-        """Answer from `fitted` from now on."""
-        self.fitted = fitted
+        """Answer from `fitted` from now on, but keep trees until there are others: few rows may be young enough now."""
+        trees = self.fitted if fitted.classifier is None else fitted
+        self.fitted = replace(trees, curve=fitted.curve)

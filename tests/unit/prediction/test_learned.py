@@ -248,6 +248,20 @@ def test_a_model_file_answers_as_the_predictor_that_was_saved(grown: LearnedPred
     assert key_id("") == 0
 
 
+def test_trees_stay_until_the_history_suffices_for_others(grown: LearnedPredictor, tmp_path: Path) -> None:
+    """A model file of a trace: its requests are too old, and of those since then there are few."""
+    save_model(tmp_path / "m.npz", Model("learned", H, history(), grown.fitted))
+    loaded = build_predictor("learned", H, model=tmp_path / "m.npz", max_age_s=1000.0)
+    assert isinstance(loaded, LearnedPredictor)
+    before = loaded.predict_one(0, 600, "k600")
+
+    loaded.ring.add(a_finish(5, at_s=1e9))
+    loaded.adopt(loaded.fitter()(loaded.ring.take()))
+
+    assert loaded.fitted.curve.n_rows == 1
+    assert loaded.predict_one(0, 600, "k600") == before
+
+
 def test_a_model_whose_trees_ask_for_unknown_features_is_refused(grown: LearnedPredictor, tmp_path: Path) -> None:
     path = tmp_path / "m.npz"
     save_model(path, Model("learned", H, [], grown.fitted))
