@@ -275,7 +275,9 @@ class LiveForecasts(Forecasts):
     def past(self) -> Past:
         """What was learned and is in no file; large copies are made later, in another thread."""
         if self.history.path is None and isinstance(self._predictor, Refittable):
-            return Past(self.history.salt, self._predictor.ring.freeze())
+            ring, pending = self._predictor.ring, self._predictor.ring.pending
+            seen, ring.pending = ring.freeze(), pending  # this one goes on if the reload is refused
+            return Past(self.history.salt, seen)
         return super().past()
 
     def close(self) -> None:

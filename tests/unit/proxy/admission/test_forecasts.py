@@ -17,7 +17,15 @@ from balanceroute.core.scheduler import Scheduler
 from balanceroute.core.scheduler_config import SchedulerConfig
 from balanceroute.core.types import Outcome, RequestSpec, Role, WorkerSpec
 from balanceroute.errors import ConfigError, InputError
-from balanceroute.prediction import FinishedRequest, History, LearnedPredictor, Model, TwoStage, save_model
+from balanceroute.prediction import (
+    FinishedRequest,
+    History,
+    LearnedPredictor,
+    Model,
+    SurvivalPredictor,
+    TwoStage,
+    save_model,
+)
 from balanceroute.prediction.history import read_rows
 from balanceroute.proxy.admission.forecasts import Forecasts, LiveForecasts, build_forecasts
 from balanceroute.proxy.admission.ledger import Ledger
@@ -79,6 +87,16 @@ async def test_a_restart_predicts_from_what_was_recorded_before(tmp_path: Path) 
     forecasts.renew(scheduler)
     assert held(scheduler, "r") == 1.0
     forecasts.close()
+
+
+def test_a_reload_that_is_refused_later_puts_no_re_fit_off() -> None:
+    forecasts = LiveForecasts(a_config(kind="survival"))
+    predictor = forecasts.forecaster.predictor
+    assert isinstance(predictor, SurvivalPredictor)
+    for output in range(1, 9):
+        predictor.observe(FinishedRequest("", 100, output))
+    assert len(forecasts.past().finished_requests()) == 8
+    assert predictor.ring.pending == 8
 
 
 def test_a_requeued_request_is_forecast_at_its_total_age_and_recorded_as_the_client_saw_it(tmp_path: Path) -> None:
