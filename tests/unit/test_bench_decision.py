@@ -1,19 +1,21 @@
 """The decision benchmark keeps running, and prints what the README's table needs."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+
+from scripts.bench import decision
 
 REPO = Path(__file__).parents[2]
 
 
 def test_the_benchmark_prints_every_stage_of_a_point() -> None:
-    command = [sys.executable, "scripts/bench/decision.py", "--workers", "8", "--waiting", "16", "--r-max", "4"]
+    command = [sys.executable, "-m", "scripts.bench.decision", "--workers", "8", "--waiting", "16", "--r-max", "4"]
     run = subprocess.run(
         [*command, "--freed", "1", "4", "--where", "one", "--policies", "br_h", "target_fit", "--ticks", "20"],
         cwd=REPO,
-        env={**os.environ, "PYTHONPATH": str(REPO)},
         capture_output=True,
         text=True,
         check=True,
@@ -30,3 +32,15 @@ def test_the_benchmark_prints_every_stage_of_a_point() -> None:
     )
     assert found["target_fit", "4", "scarce", "total"] == 20
     assert "progress() per token" in run.stdout
+
+
+@pytest.mark.parametrize(
+    "given", ["--freed 0", "--freed 16 --waiting 8", "--freed 65", "--policies random", "--ticks 0"]
+)
+def test_what_no_cluster_can_be_made_of_is_refused(
+    given: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench_decision", *given.split()])
+    with pytest.raises(SystemExit):
+        decision.main()
+    assert f"error: argument {given.split()[0]}" in capsys.readouterr().err
