@@ -198,6 +198,7 @@ def reroute(services: Services, new: Config, predictor: NewPredictor | None) -> 
         services.forecasts = predictor.forecasts
         services.keyer = None if services.forecasts is None else services.forecasts.keys
     services.ledger.reroute(policy_settings(new), scheduler_config(new), services.forecasts)
+    services.decisions.samples.clear()  # their runners-up would be the new policy's
     services.metrics.policy = new.routing.policy
     if predictor is None:
         return

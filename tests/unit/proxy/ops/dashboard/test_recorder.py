@@ -67,6 +67,22 @@ async def test_a_worker_that_is_down_has_no_load_and_a_leaving_one_loses_its_his
     assert recorder.events[-1].text == "d0 is back" and recorder.loads["d0"][3] == 0
 
 
+@pytest.mark.parametrize("after", ["level_fit", "pool_fifo"])
+async def test_a_decision_gets_no_runner_up_of_a_policy_that_was_switched_to_since(after: str) -> None:
+    router = a_router(a_config(decoders=2, routing={"policy": "level_fit"}))
+    recorder = Recorder(lambda: router)
+    router.decisions.watch()
+    ticket = router.tickets.submit(RequestSpec("a", 10))
+    await ticket.prefiller()
+    ticket.prefilled(10)
+    router.decisions.before()
+    router.decisions.after(router.ledger.admit())
+    apply(router, a_config(decoders=2, routing={"policy": after}))
+    await recorder._find_runners_up()
+    (decision,) = router.decisions.rows
+    assert decision.runner_up == ("a to d1" if after == "level_fit" else None)
+
+
 async def test_rates_are_of_the_last_seconds_and_unknown_at_first() -> None:
     now = [0.0]
     router = a_router()
