@@ -82,6 +82,7 @@ def _start_from(
         )
     since = list(rows)
     predictor.start([*saved.rows, *since])
+    predictor.ring.of_model = len(saved.rows)
     if saved.learned is not None and isinstance(predictor, LearnedPredictor):
         predictor.adopt(saved.learned)
         predictor.ring.pending = min(len(since), len(predictor.ring))  # its trees have seen the others

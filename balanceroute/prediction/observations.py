@@ -93,7 +93,10 @@ class Recent:
 
 
 class ObservationRing:
-    """The last `capacity` finished requests; `pending` counts those since the last view was taken."""
+    """The last `capacity` finished requests; `pending` counts those since the last view was taken.
+
+    `added` counts all so far; the first `of_model` came from a model file.
+    """
 
     def __init__(self, capacity: int, max_age_s: float | None = None) -> None:
         self._capacity = max(1, capacity)
@@ -101,7 +104,7 @@ class ObservationRing:
         self._full: deque[Observations] = deque()
         self._open = _empty_chunk()
         self._fill = 0
-        self.pending = 0
+        self.pending = self.added = self.of_model = 0
 
     def __len__(self) -> int:
         return min(len(self._full) * CHUNK + self._fill, self._capacity)
@@ -116,6 +119,7 @@ class ObservationRing:
         chunk.key_ids[at] = key_id(row.prompt_key)
         self._fill += 1
         self.pending += 1
+        self.added += 1
         if self._fill == CHUNK:
             self._full.append(chunk)
             self._open, self._fill = _empty_chunk(), 0

@@ -13,7 +13,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -277,7 +277,8 @@ class LiveForecasts(Forecasts):
         if self.history.path is None and isinstance(self._predictor, Refittable):
             ring, pending = self._predictor.ring, self._predictor.ring.pending
             seen, ring.pending = ring.freeze(), pending  # this one goes on if the reload is refused
-            return Past(self.history.salt, seen)
+            ours = ring.added - ring.of_model  # the successor reads its model itself
+            return Past(self.history.salt, replace(seen, capacity=min(seen.capacity, ours)) if ours else None)
         return super().past()
 
     def close(self) -> None:

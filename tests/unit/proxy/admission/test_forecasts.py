@@ -99,6 +99,20 @@ def test_a_reload_that_is_refused_later_puts_no_re_fit_off() -> None:
     assert predictor.ring.pending == 8
 
 
+def test_a_models_requests_count_once_after_reloads_without_a_history(tmp_path: Path) -> None:
+    save_model(tmp_path / "m.npz", Model("survival", H, [FinishedRequest("", 100, 5)] * 20))
+    config, past = a_config(kind="survival", model=str(tmp_path / "m.npz")), None
+    for finished in range(3):
+        forecasts = LiveForecasts(config, past)
+        predictor = forecasts.forecaster.predictor
+        assert isinstance(predictor, SurvivalPredictor) and predictor.curve.n_rows == 20 + finished
+        predictor.observe(FinishedRequest("", 100, 7))
+        past = forecasts.past()
+        assert [row.output_tokens for row in past.finished_requests()] == [7] * (finished + 1)
+        if not finished:
+            assert LiveForecasts(config).past().seen is None
+
+
 def test_a_requeued_request_is_forecast_at_its_total_age_and_recorded_as_the_client_saw_it(tmp_path: Path) -> None:
     path = tmp_path / "history.sqlite3"
     remembered(path, *[6] * 20)
