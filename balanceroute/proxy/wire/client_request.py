@@ -30,8 +30,9 @@ DEFAULT_COMPLETION_LIMIT: Final = 16  # vLLM's default of max_tokens on completi
 FOLLOWED_ABOVE_TOKENS: Final = 64  # tokens; an event costs about 20 us of CPU, a whole short answer about 50
 
 MAX_FIELDS: Final = 256  # of a body; engines know about a hundred
-MAX_READ_BYTES: Final = 65_536  # bytes of each of `_READ_LATER`
-_SHORT_BYTES: Final = 512  # of arrays and objects that are not kept as JSON
+MAX_READ_BYTES: Final = 16_384  # bytes of each of `_READ_LATER`
+_SHORT_BYTES: Final = 512  # of an array or object that is not kept as JSON
+_MAX_SHORT_BYTES: Final = 4096  # of all these of a body together
 _READ_LATER: Final = frozenset(("stop", "stream_options"))
 
 _INTERNAL_FIELDS = ("kv_transfer_params", "ec_transfer_params", "request_id")
@@ -224,12 +225,10 @@ def request_of(endpoint: Endpoint, data: dict[str, Any]) -> ClientRequest:
         _check_stop_ids(data["stop_token_ids"])
     if "use_beam_search" in data:
         _refuse_beam_search(data)
-    if not _NESTED.isdisjoint(map(type, data.values())):
-        _keep_as_json(data)
     model = data.get("model")
     if model is not None and not isinstance(model, str):
         raise InvalidRequest(f"model must be a string, not {kind(model)}.", param="model")
-    return ClientRequest(
+    request = ClientRequest(
         endpoint=endpoint,
         rest=data,
         prompt_json=prompt_json,
@@ -250,6 +249,9 @@ def request_of(endpoint: Endpoint, data: dict[str, Any]) -> ClientRequest:
         prompt_wishes=wishes,
         scores_only=scores_only,
     )
+    if not _NESTED.isdisjoint(map(type, data.values())):
+        _keep_as_json(data)
+    return request
 
 
 # ------------------------------------------------------------------------------------- fields
@@ -274,6 +276,7 @@ def _keep_as_json(data: dict[str, Any]) -> None:
     Raises: InvalidRequest: one can't be serialised again; no prefiller should work for it. One that the router reads
     later is too large.
     """
+    left = _MAX_SHORT_BYTES
     for name, value in data.items():
         if type(value) not in _NESTED:
             continue
@@ -281,8 +284,10 @@ def _keep_as_json(data: dict[str, Any]) -> None:
         if name in _READ_LATER:
             if len(text) > MAX_READ_BYTES:
                 raise InvalidRequest(f"{name} is larger than {MAX_READ_BYTES} bytes.", param=name)
-        elif len(text) > _SHORT_BYTES and name != "prompt_embeds":
+        elif len(text) > min(left, _SHORT_BYTES) and name != "prompt_embeds":
             data[name] = orjson.Fragment(text[1:-1])
+        else:
+            left -= len(text)
 
 
 def _n(endpoint: Endpoint, data: dict[str, Any]) -> int:
