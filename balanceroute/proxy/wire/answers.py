@@ -124,7 +124,7 @@ class _Choice:
     def __init__(self) -> None:
         self.role = "assistant"
         self.fields: dict[str, Any] = {}  # a list of str for texts, else the last value
-        self.logprobs: dict[str, Any] | None = None
+        self.logprobs: dict[str, Any] | None = None  # a list as its JSON without brackets: a tenth of its objects
         self.finish_reason: str | None = None
         self.stop_reason: Any = None
         self.token_ids: list[int] = []
@@ -155,14 +155,25 @@ class _Choice:
 
     def _add_logprobs(self, more: dict[str, Any]) -> None:
         if self.logprobs is None:
-            self.logprobs = more
-            return
+            self.logprobs = {}
         for name, value in more.items():
             known = self.logprobs.get(name)
-            if isinstance(known, list) and isinstance(value, list):
-                known.extend(value)
-            elif value is not None:
+            if isinstance(value, list):
+                listed = orjson.dumps(value)[1:-1]
+                if isinstance(known, bytearray):
+                    known += b"," + listed if known and listed else listed
+                else:
+                    self.logprobs[name] = bytearray(listed)
+            elif value is not None or name not in self.logprobs:
                 self.logprobs[name] = value
+
+    def _all_logprobs(self) -> dict[str, Any] | None:
+        if self.logprobs is None:
+            return None
+        return {
+            name: orjson.Fragment(b"".join((b"[", value, b"]"))) if isinstance(value, bytearray) else value
+            for name, value in self.logprobs.items()
+        }
 
     def _add_call(self, call: dict[str, Any]) -> None:
         index = call.get("index", len(self.calls))
@@ -184,7 +195,7 @@ class _Choice:
         return {
             "index": index,
             "text": _joined(self.fields).get("text", ""),
-            "logprobs": self.logprobs,
+            "logprobs": self._all_logprobs(),
             "finish_reason": self.finish_reason,
             "stop_reason": self.stop_reason,
             "token_ids": (self.token_ids or None) if want_ids else None,
@@ -215,7 +226,7 @@ class _Choice:
         return {
             "index": index,
             "message": message,
-            "logprobs": self.logprobs,
+            "logprobs": self._all_logprobs(),
             "finish_reason": "stop" if unnamed and self.finish_reason == "tool_calls" else self.finish_reason,
             "stop_reason": self.stop_reason,
             "token_ids": (self.token_ids or None) if want_ids else None,
