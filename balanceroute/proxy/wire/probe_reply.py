@@ -2,7 +2,7 @@
 
 from array import array
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import orjson
 
@@ -18,13 +18,16 @@ from balanceroute.proxy.wire.bounds import (
 )
 from balanceroute.proxy.wire.usage import prompt_details_of
 
+_LONG: Final = ("prompt_logprobs", "prompt_token_ids", "top_logprobs")
+
 
 @dataclass(slots=True)
 class PrefillResult:
     """A prefiller's answer to a probe.
 
     `kv_transfer_params` is raw JSON, None if nothing was pinned. `prompt_details`: the usage's details of the prompt,
-    such as `cached_tokens`. `reply_id`: the answer's `id`, unchecked.
+    such as `cached_tokens`. `reply_id`: the answer's `id`, unchecked. `reply`: the whole answer, if the client has
+    `PromptWishes`; its long lists are `orjson.Fragment`.
     """
 
     kv_transfer_params: bytes | None
@@ -32,7 +35,7 @@ class PrefillResult:
     cached_tokens: int | None
     prompt_token_ids: "array[int] | None"
     reply_id: Any = None
-    reply: dict[str, Any] | None = None  # the whole answer, if the client has `PromptWishes`
+    reply: dict[str, Any] | None = None
     prompt_details: dict[str, Any] | None = None
 
 
@@ -57,6 +60,8 @@ def parse_probe_reply(body: bytes, *, worker: str, keep: bool = False) -> Prefil
             prompt_tokens = token_count(len(ids) if ids else 0, "prompt_token_ids")
         pinned = orjson.dumps(params) if isinstance(params, dict) and params else None
         if keep:
+            for holder in (reply, choice, choice.get("logprobs") or {}):
+                _keep_as_json(holder)
             orjson.dumps(reply)  # checked now: if it can't be serialised, another prefiller may still be asked
         if pinned is not None and len(pinned) > MAX_PARAMS_BYTES:
             raise ValueError(f"kv_transfer_params are larger than {MAX_PARAMS_BYTES} bytes")
@@ -75,3 +80,10 @@ def parse_probe_reply(body: bytes, *, worker: str, keep: bool = False) -> Prefil
             worker=worker,
             tier="prefill",
         ) from exc
+
+
+def _keep_as_json(holder: dict[str, Any]) -> None:
+    """Keep long lists as JSON until the decoder has answered: 20 logprobs of each token take 8 kB as values."""
+    for name in _LONG:
+        if isinstance(value := holder.get(name), list):
+            holder[name] = orjson.Fragment(orjson.dumps(value))

@@ -68,7 +68,15 @@ def _joined(prompt: dict[str, Any], answer: dict[str, Any]) -> dict[str, Any]:
     """Join the logprobs of completions: four parallel lists; offsets count characters of the whole text."""
     start = prompt["text_offset"][-1] + len(prompt["tokens"][-1])
     shifted = {**answer, "text_offset": [start + offset for offset in answer["text_offset"]]}
-    return {name: [*values, *shifted[name]] if isinstance(values, list) else values for name, values in prompt.items()}
+    return {
+        name: _one_list(values, shifted[name]) if isinstance(values, list | orjson.Fragment) else values
+        for name, values in prompt.items()
+    }
+
+
+def _one_list(prompt: list[Any] | orjson.Fragment, answer: list[Any]) -> orjson.Fragment:
+    parts = orjson.dumps(prompt)[1:-1], orjson.dumps([*answer])[1:-1]
+    return orjson.Fragment(b"[%b]" % b",".join(filter(None, parts)))
 
 
 def scored_answer(reply: dict[str, Any]) -> bytes:

@@ -1,5 +1,7 @@
 """What prefillers answer to probes, recorded and broken."""
 
+import tracemalloc
+
 import orjson
 import pytest
 
@@ -66,3 +68,22 @@ def test_recorded_probe_replies_give_their_transfer_parameters_unchanged() -> No
             if "140-probe" not in path.name:  # odd probes: a list of prompts, 100 tokens
                 assert result.prompt_tokens == params["remote_num_tokens"]
     assert found > 10
+
+
+def test_a_kept_reply_takes_little_more_memory_than_its_json() -> None:
+    """It is kept until the decoder has answered: as objects 20 logprobs of 30,000 tokens took 250 MB."""
+    of_a_token = {f"{100 + k}": {"logprob": -1.5, "rank": k, "decoded_token": f" {k}"} for k in range(20)}
+    scored = [None, *([of_a_token] * 300)]
+    ids = list(range(1000, 1301))
+    for name in ("prompt_logprobs", "top_logprobs"):
+        further = {"logprobs": {name: scored}} if name == "top_logprobs" else {name: scored}
+        choice = {"index": 0, "text": "", "prompt_token_ids": ids} | further
+        body = orjson.dumps({"choices": [choice], "usage": {"prompt_tokens": 301}})
+        tracemalloc.start()
+        try:
+            kept = parse_probe_reply(body, worker="p0", keep=True)
+            assert tracemalloc.get_traced_memory()[0] < 2.5 * len(body)
+        finally:
+            tracemalloc.stop()
+        assert kept.prompt_token_ids is not None and kept.prompt_token_ids.tolist() == ids
+        assert orjson.dumps(kept.reply) == body

@@ -4,10 +4,13 @@ from typing import Any
 
 import orjson
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from balanceroute.errors import BadUpstreamReply
 from balanceroute.proxy.wire.answer_identity import Part
 from balanceroute.proxy.wire.client_request import ClientRequest, parse
+from balanceroute.proxy.wire.probe_reply import parse_probe_reply
 from balanceroute.proxy.wire.prompt_echo import prompt_text, scored_answer, scored_events, with_prompt
 
 PROMPT_LOGPROBS = {
@@ -48,6 +51,26 @@ def test_logprobs_of_prompt_and_answer_are_one_list_with_continuous_offsets() ->
     assert logprobs["tokens"] == ["one", " two", " x"]
     assert logprobs["text_offset"] == [0, 3, 7]
     assert logprobs["token_logprobs"] == [None, -1.0, -2.0]
+    assert logprobs["top_logprobs"] == [None, {}, {}]
+
+
+@given(st.lists(st.none() | st.dictionaries(st.text(), st.floats(-9, 0)), min_size=1), st.lists(st.none(), max_size=2))
+def test_logprobs_of_a_kept_reply_are_joined_as_they_came(of_prompt: list[Any], of_answer: list[Any]) -> None:
+    logprobs = {
+        "tokens": ["a"] * len(of_prompt),
+        "token_logprobs": [-1.0] * len(of_prompt),
+        "top_logprobs": of_prompt,
+        "text_offset": list(range(len(of_prompt))),
+    }
+    reply = a_reply(logprobs=logprobs, prompt_logprobs=of_prompt)
+    kept = parse_probe_reply(orjson.dumps(reply), worker="p0", keep=True).reply
+    assert kept is not None
+    answered = {name: of_answer for name in ("tokens", "token_logprobs", "top_logprobs")} | {"text_offset": []}
+    answer = with_prompt(a_request(logprobs=1, prompt_logprobs=1), an_answer(logprobs=answered), kept)
+    choice = orjson.loads(answer)["choices"][0]
+    assert choice["logprobs"]["top_logprobs"] == of_prompt + of_answer
+    assert choice["logprobs"]["token_logprobs"] == [-1.0] * len(of_prompt) + of_answer
+    assert choice["prompt_logprobs"] == of_prompt
 
 
 @pytest.mark.parametrize("reply", [{"choices": []}, a_reply(logprobs=None), a_reply(logprobs={"tokens": []})])
