@@ -12,6 +12,7 @@ import orjson
 
 MAX_EVENT_BYTES: Final = 32 * 1024 * 1024  # the ids of a prompt of 4 million tokens
 MAX_RELAXED_BYTES: Final = 2**16  # of JSON that only Python reads, which takes it ten times as long
+_SMALL_BYTES: Final = 1024  # a part below this size is joined with the next: one of two bytes takes fifty
 _BLANK_LINES: Final = re.compile(rb"\n*")
 _LINE_STARTS: Final = (b"data:", b"event:", b"id:", b"retry:", b":")
 
@@ -81,7 +82,10 @@ class EventSplitter:
 
     def _keep(self, data: bytes, seam: bytes) -> None:
         """Keep a part of an event; `seam` ends with it, and is not empty."""
-        self._parts.append(data)
+        if self._parts and len(self._parts[-1]) < _SMALL_BYTES:
+            self._parts[-1] += data
+        else:
+            self._parts.append(data)
         self._parts_bytes += len(data)
         self._edge = seam[-1:]
         if self._parts_bytes > self._max_event_bytes:
