@@ -22,6 +22,7 @@ from balanceroute.proxy.client.outlets import PartAnswer
 from balanceroute.proxy.life.errors import ClientGone
 from balanceroute.proxy.life.leg import Leg
 from balanceroute.proxy.wire.answer_identity import Part
+from balanceroute.proxy.wire.answers import opened
 from balanceroute.proxy.wire.client_request import ClientRequest
 from balanceroute.proxy.wire.closing import DONE_EVENT, event_bytes, event_head, usage_of
 from balanceroute.proxy.wire.derived_requests import split
@@ -122,7 +123,7 @@ def closing_events(request: ClientRequest, common: Part, legs: Sequence[Leg]) ->
 
 def merged_answer(request: ClientRequest, common: Part, legs: Sequence[Leg], outlets: Sequence[PartAnswer]) -> bytes:
     """One object with all choices."""
-    answers = [orjson.loads(outlet.answer(leg)) for leg, outlet in zip(legs, outlets, strict=True)]
+    answers = [opened(outlet.answer(leg)) for leg, outlet in zip(legs, outlets, strict=True)]
     whole = answers[0]
     whole["id"] = common.public_id
     whole["choices"] = [{**answer["choices"][0], "index": index} for index, answer in enumerate(answers)]

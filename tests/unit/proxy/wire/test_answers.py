@@ -8,7 +8,7 @@ import pytest
 
 from balanceroute.errors import BadUpstreamReply, ReplyTooLarge
 from balanceroute.proxy.wire import client_request
-from balanceroute.proxy.wire.answers import MAX_ANSWER_BYTES, AnswerAssembler, UnreadableEvent, correct_answer
+from balanceroute.proxy.wire.answers import MAX_ANSWER_BYTES, AnswerAssembler, UnreadableEvent, correct_answer, opened
 from balanceroute.proxy.wire.json_size import MAX_COMMAS
 from balanceroute.proxy.wire.sse import EventScanner, StreamEnd
 from tests.unit.proxy.captures import body_of, capture_files
@@ -333,3 +333,20 @@ def test_an_unstreamed_reply_with_too_many_values_is_not_read() -> None:
 def test_an_unstreamed_reply_that_is_no_completion_is_a_bad_reply(body: bytes) -> None:
     with pytest.raises(BadUpstreamReply):
         correct_answer(client_request.parse("chat", b'{"messages":[{}]}'), body, worker="d0")
+
+
+def test_an_answer_is_opened_without_making_values_of_its_logprobs() -> None:
+    """To merge eight choices of some thousand tokens with 20 logprobs each stopped the event loop for seconds."""
+    top = [{"token": f" {k}", "logprob": -k / 7, "bytes": [32, k]} for k in range(20)]
+    choice = {"index": 0, "message": {"content": "a"}, "logprobs": {"content": [{"top_logprobs": top}] * 200}}
+    whole = {"id": "chatcmpl-1", "choices": [choice], "created": 7, "usage": {"completion_tokens": 200}}
+    body = orjson.dumps(whole)
+    tracemalloc.start()
+    try:
+        answer = opened(body)
+        assert tracemalloc.get_traced_memory()[1] < 3 * len(body)
+    finally:
+        tracemalloc.stop()
+    assert answer["usage"] == whole["usage"]
+    assert orjson.dumps(answer) == body
+    assert opened(b'{"choices":[{"a":1},2]}')["usage"] is None
