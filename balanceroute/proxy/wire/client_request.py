@@ -20,7 +20,7 @@ import orjson
 from balanceroute.errors import InvalidRequest
 from balanceroute.proxy.wire.bounds import RECOMPUTED
 from balanceroute.proxy.wire.fields import as_boolean, as_integers, boolean, integer, kind
-from balanceroute.proxy.wire.json_body import as_json, load_object
+from balanceroute.proxy.wire.json_body import as_json, load_object, load_prompt
 from balanceroute.proxy.wire.prompts import take_messages, take_prompt
 
 Endpoint = Literal["completions", "chat"]
@@ -201,7 +201,7 @@ class ClientRequest:
 
 def parse(endpoint: Endpoint, body: bytes) -> ClientRequest:
     """Parse a client's body. Raises: InvalidRequest: with the message and parameter of an OpenAI error."""
-    return request_of(endpoint, load_object(body))
+    return request_of(endpoint, load_prompt(body) if endpoint == "completions" else load_object(body))
 
 
 def request_of(endpoint: Endpoint, data: dict[str, Any]) -> ClientRequest:

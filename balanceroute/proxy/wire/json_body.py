@@ -1,7 +1,11 @@
 """Reads a client's body as JSON within bounds, and refuses what could not be serialised again for workers."""
 
+import re
+import secrets
+from contextlib import suppress
 from typing import Any, Final
 
+import msgspec
 import orjson
 
 from balanceroute.errors import InvalidRequest, NotJson
@@ -10,6 +14,12 @@ from balanceroute.proxy.wire.json_size import check_size
 from balanceroute.proxy.wire.large_integers import with_large_integers
 
 MAX_DEPTH: Final = 250  # orjson reads 1024 levels and writes 254
+_LARGE_BYTES: Final = 2**16
+_IDS_BEGIN: Final = re.compile(rb'"prompt"\s*:\s*(\[)\s*\d')
+_ZEROS: Final = bytes.maketrans(b"123456789", b"000000000")
+_LONG: Final = b"0" * 19  # digits; of as many a number may have more than 64 bits
+_MARK: Final = secrets.token_hex(16)  # stands for the ids of a prompt; no client knows it
+_json: Final = msgspec.json.Decoder(msgspec.Raw)  # checks JSON and makes nothing of it
 
 
 def load_object(body: bytes) -> dict[str, Any]:
@@ -25,6 +35,37 @@ def load_object(body: bytes) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise InvalidRequest(f"The body must be a JSON object, not {kind(data)}.")
     return with_large_integers(body, data)
+
+
+def load_prompt(body: bytes) -> dict[str, Any]:
+    """The JSON object of a completion's body; a large prompt of plain token ids stays JSON, without its blanks.
+
+    To make numbers of a hundred thousand ids and JSON of these again takes three times as long. Raises: as
+    `load_object`.
+    """
+    found = _IDS_BEGIN.search(body) if len(body) >= _LARGE_BYTES else None
+    if found is not None:
+        check_size(body)
+        start, end = found.start(1), body.find(b"]", found.end()) + 1
+        ids = _plain_ids(body[start:end])
+        if ids:
+            with suppress(NotJson):  # `load_object` says where in the body
+                data = load_object(b'%b"%b"%b' % (body[:start], _MARK.encode(), body[end:]))
+                if data.get("prompt") == _MARK:  # else that was another field's
+                    return data | {"prompt": ids}
+    return load_object(body)
+
+
+def _plain_ids(value: bytes) -> bytes:
+    """A list of integers without blanks; empty: it is none, or one may have more than 64 bits."""
+    ids = value.translate(None, b" \t\r\n")
+    if ids.translate(None, b"0123456789,") != b"[]" or _LONG in ids.translate(_ZEROS):
+        return b""
+    try:
+        _json.decode(value)
+    except ValueError:
+        return b""
+    return ids
 
 
 def load_writable_object(body: bytes) -> dict[str, Any]:

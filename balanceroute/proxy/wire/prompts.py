@@ -27,18 +27,20 @@ def take_prompt(data: dict[str, Any]) -> tuple[bytes, int, int]:
         return b"", *_sizes_of_embeds(embeds, prompt)
     if prompt is None or prompt == [] or prompt == "":
         raise InvalidRequest("Either prompt or prompt_embeds must be provided and non-empty.", param="prompt")
+    if isinstance(prompt, bytes):  # of `json_body.load_prompt`
+        return prompt, prompt.count(b",") + 1, 1
     if _is_batch(prompt):
         if not all(map(_is_one_prompt, prompt)):
             prompt = [_as_ids(part) for part in prompt]
-        if not all(map(_is_one_prompt, prompt)):
-            raise InvalidRequest("Each prompt must be a string or a list of token ids.", param="prompt")
+            if not all(map(_is_one_prompt, prompt)):
+                raise InvalidRequest("Each prompt must be a string or a list of token ids.", param="prompt")
         if len(prompt) == 1 and prompt[0]:  # an empty text is a prompt in a list only
             return as_json(prompt[0]), _prompt_tokens(prompt[0]), 1
         return as_json(prompt), sum(map(_prompt_tokens, prompt)), len(prompt)
     if not _is_one_prompt(prompt):
         prompt = _as_ids(prompt)
-    if not _is_one_prompt(prompt):
-        raise InvalidRequest("prompt must be a string, a list of token ids, or a list of either.", param="prompt")
+        if not _is_one_prompt(prompt):
+            raise InvalidRequest("prompt must be a string, a list of token ids, or a list of either.", param="prompt")
     return as_json(prompt), _prompt_tokens(prompt), 1
 
 

@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -31,8 +32,10 @@ def test_an_integer_of_any_size_reaches_the_engines_digit_for_digit(field: str, 
 def test_millions_of_token_ids_are_parsed_once_even_beside_a_large_integer() -> None:
     """Beside a large integer their second reading took seconds, in which nobody's stream went on."""
     ids = b",".join([b"1"] * 300_000)
-    request = parse("completions", b'{"prompt":[%b],"novel":%d}' % (ids, 2**64))
+    request = parse("completions", b'{"prompt":[[%b]],"novel":%d}' % (ids, 2**64))
     assert request.rest["novel"] == float(2**64) and request.prompt_json.count(b",") == 299_999
+    alone = parse("completions", b'{"prompt":[%b],"novel":%d}' % (ids, 2**64))  # these are not read at all
+    assert orjson.dumps(alone.rest["novel"]) == b"%d" % 2**64 and alone.prompt_json == request.prompt_json
 
 
 numbers = st.integers() | st.integers(-(2**65), 2**65) | st.floats(allow_nan=False, allow_infinity=False)
