@@ -344,7 +344,7 @@ def _still_json(fields: dict[str, msgspec.Raw]) -> dict[str, Any]:
 
 def with_usage(body: bytes, usage: dict[str, Any]) -> bytes:
     """The answer with a corrected usage, if the prefiller answered after the decoder."""
-    return orjson.dumps({**orjson.loads(body), "usage": usage})
+    return orjson.dumps(_still_json(_fields.decode(body)) | {"usage": usage})
 
 
 def _as_asked(

@@ -8,7 +8,14 @@ import pytest
 
 from balanceroute.errors import BadUpstreamReply, ReplyTooLarge
 from balanceroute.proxy.wire import client_request
-from balanceroute.proxy.wire.answers import MAX_ANSWER_BYTES, AnswerAssembler, UnreadableEvent, correct_answer, opened
+from balanceroute.proxy.wire.answers import (
+    MAX_ANSWER_BYTES,
+    AnswerAssembler,
+    UnreadableEvent,
+    correct_answer,
+    opened,
+    with_usage,
+)
 from balanceroute.proxy.wire.json_size import MAX_COMMAS
 from balanceroute.proxy.wire.sse import EventScanner, StreamEnd
 from tests.unit.proxy.captures import body_of, capture_files
@@ -349,4 +356,5 @@ def test_an_answer_is_opened_without_making_values_of_its_logprobs() -> None:
         tracemalloc.stop()
     assert answer["usage"] == whole["usage"]
     assert orjson.dumps(answer) == body
+    assert with_usage(body, {"completion_tokens": 200}) == body
     assert opened(b'{"choices":[{"a":1},2]}')["usage"] is None
