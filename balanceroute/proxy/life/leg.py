@@ -173,7 +173,7 @@ class Leg:
         self.streaming_from: Worker | None = None  # the decode worker whose tokens come
         self.reply: Reply | None = None  # the decode worker's stream, while it is read
         self.kv_due = False  # its decode worker waits for KV that is being computed: no token can come
-        self.generates_from_s = math.inf  # since when its decode worker has had all that it needs
+        self.generates_from_s = math.inf  # since when its decode worker has had all that it needs, and is read
         # the deadline of the try
         self._grace_s = 0.0  # how long the try continues if the client leaves
         self._grace: asyncio.TimerHandle | None = None  # the timer that then ends it
@@ -328,7 +328,7 @@ class Leg:
         if self.kv_due or not self.decoder_id:
             return False
         if request.streams_upstream:
-            return self.reply is not None and not request.counted_by_usage and not self.reply.paused
+            return self.reply is not None and not request.counted_by_usage and not self.blocked_by_client
         tokens = request.effective_limit
         needs_s = math.inf if tokens is None else tokens * SLOWEST_TOKEN_S
         return self.services.tickets.now() > self.generates_from_s + needs_s

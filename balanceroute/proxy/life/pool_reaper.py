@@ -75,6 +75,7 @@ class PoolReaper:
         elif leg.blocked_by_client:
             # the worker is not read, so its silence means nothing
             leg.try_deadline_s = max(leg.try_deadline_s, now + self._services.config.limits.idle_timeout_s)
+            leg.generates_from_s = now
             leg.stalled_since_s = min(leg.stalled_since_s, now)
             if now - leg.stalled_since_s > self._services.config.limits.client_stall_timeout_s:
                 leg.interrupt(ClientStalled("the client has stopped reading"))

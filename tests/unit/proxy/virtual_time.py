@@ -160,7 +160,7 @@ class _Reply(Reply):
             sink.ended(self._error)
 
     def pause(self) -> None:
-        self.paused = True
+        self.paused = self.paused or not self.over
 
     def resume(self) -> None:
         self.paused = False

@@ -227,6 +227,34 @@ async def test_a_token_is_awaited_since_the_request_that_waits_longest_came_if_i
     assert services.awaited() == {}
 
 
+class Full(Client):
+    """Reads nothing."""
+
+    ends_response = False
+
+    def write(self, body: bytes, /) -> bool:
+        return False
+
+    async def drained(self) -> None:
+        await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("end", [DONE, b""], ids=["[DONE]", "no [DONE]"])
+@with_virtual_time
+async def test_no_token_is_awaited_of_a_worker_whose_stream_has_ended_before_its_client_has_read_it(end: bytes) -> None:
+    services = a_router(a_config(1, 1))
+    script(services, "p0", probed())
+    script(services, "d0", Page(events(20, 21) + end))
+    async with dispatching(services):
+        leg = a_leg(services, Full())
+        task = services.loop.create_task(leg.run())
+        await until(lambda: leg.answer.scanner.tokens == 2)
+        await let_pass(1.0)
+        assert leg.at_worker == "d0" and services.awaited() == {}
+        task.cancel()
+        await asyncio.wait([task])
+
+
 def chat_events(*deltas: dict[str, Any], last: dict[str, Any]) -> bytes:
     """The role with the prompt's ids, then an event for each delta with an id of its own, and one that ends."""
     head = {"id": "chatcmpl-$ID", "object": "chat.completion.chunk", "created": 1, "model": "m"}

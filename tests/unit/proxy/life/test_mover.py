@@ -431,3 +431,19 @@ async def test_a_client_that_does_not_read_has_no_worker_taken_for_one_that_hang
         for one in (checks, task):
             one.cancel()
     assert leg.outcome is Outcome.FINISHED
+
+
+@with_virtual_time
+async def test_a_token_is_not_awaited_for_the_time_in_which_its_client_did_not_read() -> None:
+    """Else a worker would be taken for one that hangs before it has been read again."""
+    services = a_silent_router()
+    script(services, "d0", MUTE)
+    async with looking(services):
+        leg, task = await begun(services, "d0", "stalls")
+        assert leg.reply is not None
+        leg.reply.paused = True
+        await let_pass(services.config.health.stall_after_s + 10.0)
+        assert services.awaited() == {}
+        leg.reply.paused = False
+        assert services.loop.time() - services.awaited()["d0"] <= PERIOD_S
+        task.cancel()
