@@ -69,7 +69,7 @@ class LifeServices:
 
         A request that waits for something else, such as its client, has no part in that time.
         """
-        since_s = {worker.id: worker.awaited_since_s for worker in self.fleet if worker.awaited_by}
+        since_s = {worker.id: min(worker.awaited.values()) for worker in self.fleet if worker.awaited}
         for leg in self.legs:
             if leg.expects_tokens:
                 name = leg.decoder_id

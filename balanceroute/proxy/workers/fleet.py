@@ -55,8 +55,7 @@ class Worker:
 
     __slots__ = (
         "answered_s",
-        "awaited_by",
-        "awaited_since_s",
+        "awaited",
         "differs_from",
         "begun_s",
         "cache_salt",
@@ -102,8 +101,7 @@ class Worker:
         self.drained = False
         self.leaving = False
         self.in_use = self.peak_in_use = 0
-        self.awaited_by = 0  # relays with a client that awaits its next token
-        self.awaited_since_s = -math.inf  # since when one of them does
+        self.awaited: dict[str, float] = {}  # since when a client awaits its next token, by relay
         self.foreign = ForeignLoad()
         self.kv_connector: str | None = None  # the connector of its kv_transfer_params; "": they do not tell
         self.echoes_ids: bool | None = None  # whether answers contain the X-Request-Id; None: none has come

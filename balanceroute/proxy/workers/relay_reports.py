@@ -78,7 +78,7 @@ class RelayReports:
         uses, now = self._uses.setdefault(relay, {}), self._loop.time()
         for use in activity.uses:
             if use.worker in self._fleet:
-                _note(self._fleet[use.worker], use, uses.get(use.worker), now)
+                _note(self._fleet[use.worker], relay, use, uses.get(use.worker), now)
                 uses[use.worker] = use
 
     def forget(self, worker_id: str) -> None:
@@ -121,7 +121,7 @@ class RelayReports:
             if use.worker in self._fleet:
                 worker = self._fleet[use.worker]
                 worker.in_use -= use.in_use
-                worker.awaited_by -= use.awaits_tokens
+                worker.awaited.pop(relay, None)
         for worker in self._fleet:
             if worker.circuit.state is CircuitState.TRIAL:
                 worker.circuit.inconclusive()
@@ -171,14 +171,15 @@ _ACTS: dict[Finding, Callable[[Circuit], None]] = {
 }
 
 
-def _note(worker: Worker, use: Use, before: Use | None, now: float) -> None:
+def _note(worker: Worker, relay: str, use: Use, before: Use | None, now: float) -> None:
     had = 0 if before is None else before.in_use
-    if not worker.awaited_by and use.awaits_tokens and use.awaited_age_s is not None:
-        worker.awaited_since_s = now - use.awaited_age_s
     others = worker.in_use - had
     worker.in_use = others + use.in_use
     worker.peak_in_use = max(worker.peak_in_use, worker.in_use, others + use.peak)
-    worker.awaited_by += use.awaits_tokens - (before is not None and before.awaits_tokens)
+    if use.awaits_tokens and use.awaited_age_s is not None:
+        worker.awaited[relay] = now - use.awaited_age_s
+    else:
+        worker.awaited.pop(relay, None)
     if use.progress_age_s is not None:
         worker.progress_s = max(worker.progress_s, now - use.progress_age_s)
 

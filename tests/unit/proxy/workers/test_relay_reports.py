@@ -33,8 +33,8 @@ def reports(services: Services, counts: list[tuple[int, int, int]] | None = None
     )
 
 
-def use(in_use: int, peak: int = 0, *, awaits: bool = False, progress: float | None = None) -> Use:
-    return Use("d1", in_use, peak, awaits, progress, 0.5)
+def use(in_use: int, peak: int = 0, *, awaits: bool = False, progress: float | None = None, age_s: float = 0.5) -> Use:
+    return Use("d1", in_use, peak, awaits, progress, age_s)
 
 
 def activity(exchanges: int, *uses: Use) -> Activity:
@@ -87,17 +87,17 @@ async def test_requests_under_way_at_relays_add_up_and_end_with_the_relay() -> N
     worker.in_use += 1  # a drain of the brain's own
     relay_reports.active("r0", activity(5, use(3, 7, awaits=True)))
     relay_reports.active("r1", activity(2, use(2, awaits=True)))
-    assert worker.in_use == 6 and worker.take_peak() == 8 and worker.awaited_by == 2
+    assert worker.in_use == 6 and worker.take_peak() == 8 and len(worker.awaited) == 2
     assert counts == [(5, 0, 0), (7, 0, 0)]
     relay_reports.active("r0", activity(1, use(1)))
-    assert worker.in_use == 4 and worker.awaited_by == 1
+    assert worker.in_use == 4 and len(worker.awaited) == 1
     relay_reports.active("r0", activity(1, use(1, awaits=True)))
-    assert worker.awaited_by == 2
+    assert len(worker.awaited) == 2
     relay_reports.lost("r1")
     assert worker.in_use == 2 and counts[-1] == (1, 0, 0)
     relay_reports.lost("r0")
     relay_reports.lost("r0")
-    assert worker.in_use == 1 and counts[-1] == (0, 0, 0) and worker.awaited_by == 0
+    assert worker.in_use == 1 and counts[-1] == (0, 0, 0) and len(worker.awaited) == 0
 
 
 @with_virtual_time
@@ -117,9 +117,9 @@ async def test_a_readded_worker_starts_without_use_reported_for_its_predecessor(
     relay_reports.active("r0", activity(0))
     worker = services.fleet.add(spec, 1)
     relay_reports.active("r0", activity(2, use(2, awaits=True)))
-    assert (worker.in_use, worker.awaited_by) == (2, 1)
+    assert (worker.in_use, len(worker.awaited)) == (2, 1)
     relay_reports.active("r0", activity(0, use(0)))
-    assert (worker.in_use, worker.awaited_by) == (0, 0)
+    assert (worker.in_use, len(worker.awaited)) == (0, 0)
     assert leaves()
 
 
@@ -207,7 +207,7 @@ async def test_the_newest_token_of_any_relay_is_the_workers_last_progress() -> N
     relay_reports.active("r1", activity(1, use(1, progress=4.0, awaits=True)))
     await let_pass(2.0)
     relay_reports.active("r0", activity(1, use(1, progress=4.0, awaits=True)))
-    assert worker.progress_s == pytest.approx(now - 1.0) and worker.awaited_since_s == pytest.approx(now - 0.5)
+    assert worker.progress_s == pytest.approx(now - 1.0) and services.awaited() == {"d1": pytest.approx(now - 0.5)}
 
 
 @with_virtual_time
@@ -237,3 +237,18 @@ async def test_frozen_groups_are_reported_with_their_age() -> None:
     relay_reports = reports(services)
     await let_pass(3.0)
     assert relay_reports.silent() == (SilentGroup("g", ("d0", "d1"), pytest.approx(3.0)),)
+
+
+@with_virtual_time
+async def test_a_request_that_waits_no_more_has_no_part_in_how_long_a_worker_is_awaited() -> None:
+    services = a_router()
+    relay_reports = reports(services)
+    await let_pass(100.0)
+    now = services.loop.time()
+    relay_reports.active("r0", activity(1, use(1, awaits=True, age_s=25.0)))
+    relay_reports.active("r1", activity(1, use(1, awaits=True, age_s=9.0)))
+    assert services.awaited() == {"d1": now - 25.0}
+    relay_reports.active("r0", activity(1, use(1, awaits=True, age_s=5.0)))  # another request of the same relay
+    assert services.awaited() == {"d1": now - 9.0}
+    relay_reports.active("r1", activity(0, use(0)))
+    assert services.awaited() == {"d1": now - 5.0}
