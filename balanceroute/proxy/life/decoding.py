@@ -19,7 +19,7 @@ from functools import partial
 
 from balanceroute.config import Config
 from balanceroute.errors import BadUpstreamReply, BalanceRouteError, UpstreamError, UpstreamStatus
-from balanceroute.proxy.life.errors import ClientGone, ClientStalled, KvTooOld
+from balanceroute.proxy.life.errors import ClientGone, ClientStalled, KvTooOld, PromptsDiffer
 from balanceroute.proxy.life.leg import REPLY_LIMIT, Leg
 from balanceroute.proxy.life.retries import event_error, status_error
 from balanceroute.proxy.life.streaming import stream_events
@@ -77,8 +77,8 @@ async def decode(leg: Leg, worker: Worker, grace_s: float) -> bool:
             worker.circuit.success()  # also of an answer that finished in the same read as what is wrong behind it
             worker.has_served(answer.request.model)
         return complete
-    except ClientGone:
-        answered = True  # the worker has sent something since, so it has pulled the KV
+    except (ClientGone, KvTooOld, PromptsDiffer):
+        answered = True  # the worker, if it was asked, has begun its answer, so it has pulled the KV
         raise
     except asyncio.CancelledError:
         worker.circuit.inconclusive()
@@ -92,7 +92,8 @@ async def decode(leg: Leg, worker: Worker, grace_s: float) -> bool:
         leg.reply = leg.streaming_from = None
         leg.kv.answered()
         if not answered and leg.kv.params is None and answer.scanner.tokens == tokens:
-            services.drainer.orphan()  # the worker got the parameters, but has not shown that it pulled the KV
+            # The worker got the parameters, but has not shown that it pulled the KV. With NIXL it has kept that alive.
+            services.drainer.orphan(None if services.config.connector == "nixl" else leg.kv.pinned_s)
         leg.stalled_since_s = leg.generates_from_s = math.inf
         leg.idle_s = -math.inf
         leg.leave(worker)

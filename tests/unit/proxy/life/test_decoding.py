@@ -17,14 +17,14 @@ from balanceroute.errors import (
     UpstreamStatus,
 )
 from balanceroute.proxy.life.decoding import decode
-from balanceroute.proxy.life.errors import ClientGone
+from balanceroute.proxy.life.errors import ClientGone, PromptsDiffer
 from balanceroute.proxy.life.layerwise import Layerwise
 from balanceroute.proxy.life.leg import SLOWEST_TOKEN_S, Event, Leg
 from balanceroute.proxy.life.pull import Pull
 from balanceroute.proxy.ops.services import Services
 from balanceroute.proxy.wire.client_request import parse
 from balanceroute.proxy.workers.circuit import CircuitState
-from tests.unit.proxy.life.legs import DONE, PROMPT_IDS, Client, a_leg, dispatching, events, idle, probed
+from tests.unit.proxy.life.legs import DONE, PROMPT_IDS, Client, a_leg, dispatching, events, idle, probed, whole
 from tests.unit.proxy.virtual_time import (
     Answer,
     Page,
@@ -304,6 +304,64 @@ async def test_a_worker_that_sends_something_once_the_client_has_left_has_pulled
         with pytest.raises(ClientGone):
             await task
     assert services.metrics.orphaned_kv == 0 and idle(services)
+
+
+@pytest.mark.parametrize(
+    ("stream", "body"),
+    [
+        (False, Page(whole(20, prompt_token_ids=[*PROMPT_IDS, 8]).body)),
+        (True, Page(chat_events(last={}).replace(b"[5,6,7]", b"[5,6,7,8]"))),
+    ],
+    ids=["in one piece", "a stream"],
+)
+@with_virtual_time
+async def test_a_worker_that_has_made_another_prompt_of_a_request_has_pulled_the_kv(stream: bool, body: Page) -> None:
+    services = a_router(a_config(1, 1))
+    script(services, "p0", probed())
+    script(services, "d0", body)
+    async with dispatching(services):
+        leg = a_leg(services, stream=stream)
+        with pytest.raises(PromptsDiffer):
+            await leg.run()
+    assert services.metrics.orphaned_kv == 0 and idle(services)
+
+
+@with_virtual_time
+async def test_a_worker_whose_answer_is_made_anew_has_pulled_the_kv() -> None:
+    services = a_router(a_config(1, 1))
+    script(services, "p0", probed())
+    d0 = script(services, "d0", Page(events(20, 21) + DONE))
+
+    async def doubted_once() -> None:
+        if len(d0.asked) == 1:
+            services.fleet.doubt_cache(services.fleet["d0"])
+
+    d0.before_body = doubted_once  # type: ignore[method-assign]
+    async with dispatching(services):
+        await a_leg(services).run()
+    assert len(d0.asked) == 2 and services.metrics.orphaned_kv == 0 and idle(services)
+
+
+@with_virtual_time
+async def test_kv_that_a_lost_worker_may_not_have_pulled_is_orphaned_only_until_its_prefiller_drops_it() -> None:
+    services = a_router(a_config(1, 2, retry={"max_attempts": 1}))
+    script(services, "p0", probed())
+    for name in ("d0", "d1"):
+        services.fleet.drain(services.fleet[name])
+        script(services, name, LOST)
+    pin_s = services.config.kv_pin_s
+    assert pin_s is not None
+    async with dispatching(services):
+        leg = a_leg(services)
+        task = services.loop.create_task(leg.run())
+        await until(lambda: leg.kv.params is not None)
+        await let_pass(10.0)
+        services.fleet.undrain(services.fleet["d0"])
+        with pytest.raises(UpstreamError):
+            await task
+        assert services.metrics.orphaned_kv == 1
+        await let_pass(pin_s - 9.0)
+    assert services.metrics.orphaned_kv == 0
 
 
 @pytest.mark.parametrize("connector", ["mooncake_v1", "mooncake_layerwise"])
