@@ -35,6 +35,7 @@ from balanceroute.proxy.workers.reply import Reply
 log = logging.getLogger(__name__)
 
 _NO_ANSWER = frozenset((StreamEnd.ERROR, StreamEnd.MALFORMED, StreamEnd.FOREIGN))
+_GOES_ON = frozenset((None, DONE, StreamEnd.NO_DONE))  # or is complete
 
 
 async def decode(leg: Leg, worker: Worker, grace_s: float) -> bool:
@@ -145,7 +146,8 @@ async def _stream(leg: Leg, worker: Worker, reply: Reply) -> bool:
     answer.check_prompt(leg.prefiller_id, worker, len(scanner.generated.prompt_ids or ()))
     if scanner.begun and scanner.end not in _NO_ANSWER:
         learn_id(worker, scanner.identity.echoed)
-        worker.has_begun(leg.services.tickets.now())
+        if scanner.tokens > before or scanner.end in _GOES_ON:  # to give a request back is no sign that it works
+            worker.has_begun(leg.services.tickets.now())
     broken: UpstreamError | None = None
     if first:
         if not outlet.started:
@@ -251,9 +253,9 @@ async def _whole(leg: Leg, worker: Worker, reply: Reply) -> bool:
     answer.check_prompt(leg.prefiller_id, worker, corrected.prompt_ids)
     if corrected.finish_reason == ABORT:
         raise aborted(worker.id, "decode")
-    worker.has_begun(leg.services.tickets.now())
     if corrected.recomputed or not corrected.finish_reason:
         return False  # once more from its own prompt
+    worker.has_begun(leg.services.tickets.now())
     if corrected.tokens:
         leg.ticket.progress(corrected.tokens)
     leg.first_token_s = worker.progress_s = leg.services.tickets.now()

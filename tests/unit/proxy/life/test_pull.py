@@ -280,6 +280,26 @@ async def test_a_worker_that_gives_every_request_back_does_not_swallow_them(give
     assert idle(services)
 
 
+@pytest.mark.parametrize("given_back", ["[DONE]", "an event, [DONE]", "aborted", "in one piece"])
+@with_virtual_time
+async def test_a_worker_that_gives_every_request_back_rests_ever_longer(given_back: str) -> None:
+    services, stream = a_router(a_config(1, 2, retry={"max_attempts": 10})), given_back != "in one piece"
+    script(services, "p0", probed())
+    pages = {
+        "[DONE]": Page(DONE),
+        "an event, [DONE]": Page(EMPTY + DONE),
+        "aborted": Page(EMPTY.replace(b'"finish_reason":null', b'"finish_reason":"abort"')),
+        "in one piece": whole(stop_reason="recomputed"),
+    }
+    sick = script(services, "d0", pages[given_back])
+    script(services, "d1", WHOLE if stream else whole(20))
+    async with dispatching(services):
+        for number in range(60):
+            await a_leg(services, request_id=str(number), stream=stream).run()
+            await let_pass(1.0)
+    assert len(sick.asked) <= 16
+
+
 @pytest.mark.parametrize("stream", [True, False])
 @with_virtual_time
 async def test_a_worker_that_serves_others_does_not_rest_for_requests_that_it_gives_back(stream: bool) -> None:
