@@ -6,6 +6,7 @@ would give a wrong answer (`resumption.py`), or the ids are not known, the answe
 provided that the client has seen nothing of it; if it has, the answer ends with an error.
 """
 
+import secrets
 from array import array
 from collections.abc import Callable
 from typing import Any, Final
@@ -167,7 +168,18 @@ class Answer:
             tier="decode",
         )
         error.elsewhere = any(one.able and one.id not in differs_from for one in fleet.of(Role.DECODE))
+        if prefiller in fleet:
+            self._keep_apart(fleet[prefiller], worker)
+            if not error.elsewhere:
+                error.elsewhere = any(one.able and worker.id not in one.differs_from for one in fleet.of(Role.PREFILL))
+                error.prefiller = prefiller if error.elsewhere else ""
         raise error
+
+    def _keep_apart(self, prefiller: Worker, worker: Worker) -> None:
+        """Have nothing served from what this decode worker has cached, or will, of that prefiller's KV."""
+        if worker.id not in prefiller.apart_at:
+            prefiller.apart_at[worker.id] = secrets.token_hex(8)
+            self._services.fleet.doubt_cache(worker)
 
     def begin(self, result: PrefillResult) -> None:
         """Begin an answer. `result`: the prefiller's figures of the prompt."""

@@ -60,7 +60,7 @@ async def decode(leg: Leg, worker: Worker, grace_s: float) -> bool:
         reply = leg.reply = await worker.upstream.request(
             "POST",
             answer.request.path,
-            decode_body(answer.request, params, leg.kv.cache_salt),
+            decode_body(answer.request, params, leg.kv.cache_salt + _apart(leg, worker)),
             worker.headers_of(leg.upstream_id, leg.headers),
             connect_timeout_s=limits.connect_timeout_s,
             retry_stale=False,  # a worker that took the request and died looks the same: the KV may be pulled
@@ -98,6 +98,12 @@ async def decode(leg: Leg, worker: Worker, grace_s: float) -> bool:
         leg.stalled_since_s = leg.generates_from_s = math.inf
         leg.idle_s = -math.inf
         leg.leave(worker)
+
+
+def _apart(leg: Leg, worker: Worker) -> str:
+    """What its prefiller's KV gets in addition to the worker's salt; see `Answer.check_prompt`."""
+    fleet, prefiller = leg.services.fleet, leg.prefiller_id
+    return fleet[prefiller].apart_at.get(worker.id, "") if prefiller in fleet else ""
 
 
 def first_bytes_s(config: Config, request: ClientRequest) -> float:
@@ -275,7 +281,7 @@ def _check_kv(leg: Leg, worker: Worker) -> None:
     try:
         leg.kv.check_first_event(worker)
     except KvTooOld:
-        fields = {"request": leg.id, "worker": worker.id, "reason": "its KV was pulled late"}
+        fields = {"request": leg.id, "worker": worker.id, "reason": "its KV may be another prompt's"}
         log.warning("answer made anew", extra=fields)
         raise
 

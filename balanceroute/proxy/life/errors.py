@@ -14,10 +14,12 @@ class NothingPinned(BadUpstreamReply):
 class PromptsDiffer(BadUpstreamReply):
     """Prefiller and decode worker have made different prompts of one request, so the KV is wrong.
 
-    `elsewhere`: another decode worker may make the same one as the prefiller.
+    `elsewhere`: another decode worker may make the same one as the prefiller, or another prefiller the same one as the
+    decode workers. `prefiller`: the id of this one, then, which is to blame; "": the decode worker is.
     """
 
     elsewhere = False
+    prefiller = ""
 
 
 class WorkerSilent(UpstreamTimeout):

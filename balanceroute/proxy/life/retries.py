@@ -10,7 +10,8 @@
 | made anew | nothing | the same |
 | the request's own deadline | nothing | ends |
 | its prompt is not the prefiller's | as a 500 | as a 500 |
-| the same, and no other decode worker's is, either | nothing: other requests may be served | ends |
+| the same, and no other decode worker's is, either | the prefiller: as a 500 | as a 500 |
+| the same, and no other prefiller may make it right | nothing: other requests may be served | ends |
 | an answer larger than the router reads | nothing: the request may have asked for it | ends |
 | no descriptor or port was free for a connection | nothing: the router's fault | tries again, as below |
 | 500 from every worker that could take it | nothing; its earlier 500s are cleared, too | ends |
@@ -36,9 +37,9 @@ that answers nothing else is blamed soon.
 **Another model or key.** A decode worker that does not know the model or the key with which a prefiller has just served
 the request was started with others; so was a worker that is asked first where another one has served that model. It
 refuses at once, so it is the least loaded one: if nothing were held against it, it would get most requests, and refuse
-them all. So would a rank that its engine has no more, since it was started anew with fewer, and a decode worker whose
-chat template is another one than that of prefiller and other decode workers. A model that no worker has served is the
-client's error, and only a key of the router's own counts: a client may send any.
+them all. So would a rank that its engine has no more, since it was started anew with fewer, and a worker whose chat
+template is another one than all others'. A model that no worker has served is the client's error, and only a key of the
+router's own counts: a client may send any.
 """
 
 import asyncio
@@ -122,14 +123,17 @@ class Retries:
 
         Raises: `error`, when it was the last try.
         """
-        services, circuit = self._services, worker.circuit
-        differs = self._differs(error, worker, tier)
+        services = self._services
+        if isinstance(error, PromptsDiffer) and error.prefiller:
+            worker.circuit.inconclusive()
+            worker = services.fleet[error.prefiller]
+        circuit, differs = worker.circuit, self._differs(error, worker, tier)
         refused = is_refused(error) and not differs
         if refused or isinstance(error, DeadlineExceeded) or (isinstance(error, PromptsDiffer) and not differs):
             circuit.inconclusive()
             raise error
         if not isinstance(error, CannotConnect):  # which is this process's own lack
-            services.metrics.upstream_errors.inc(worker.id, tier, error.kind)
+            services.metrics.upstream_errors.inc(worker.id, worker.spec.role.value, error.kind)
         fields = {"request": self._request_id, "worker": worker.id, "tier": tier, "error": str(error)}
         log.debug("try failed", extra=fields)
         now = services.tickets.now()

@@ -55,6 +55,7 @@ class Worker:
 
     __slots__ = (
         "answered_s",
+        "apart_at",
         "awaited",
         "differs_from",
         "begun_s",
@@ -112,6 +113,7 @@ class Worker:
         self.served_models: set[str | None] = set()
         self.given_back = 0
         self.differs_from: set[str] = set()  # decode workers that last made another prompt than this prefiller
+        self.apart_at: dict[str, str] = {}  # those that ever did: salts that keep its KV there apart from others'
         self.ended_at = 0.0
 
     def take(self) -> None:
@@ -137,6 +139,7 @@ class Worker:
         """Forget what its answers have shown of its version: another one may return."""
         self.echoes_ids = self.kv_connector = None
         self.differs_from.clear()
+        self.apart_at.clear()
 
     def headers_of(self, request_id: str, forwarded: bytes) -> bytes:
         """The header lines of a request with a JSON body; `forwarded`: the client's headers that workers get."""

@@ -178,6 +178,48 @@ async def test_a_worker_with_another_chat_template_than_all_others_does_not_swal
     assert all(worker.state is UP for worker in services.fleet) and idle(services)
 
 
+@with_virtual_time
+async def test_a_prefiller_with_another_chat_template_than_all_others_does_not_swallow_their_requests() -> None:
+    services = a_router(a_config(2, 2))
+    sick = script(services, "p0", probed(prompt=[*PROMPT_IDS, 8]))
+    script(services, "p1", probed())
+    for name in ("d0", "d1"):
+        script(services, name, Page(events(20, prompt_token_ids=PROMPT_IDS) + DONE))
+    async with dispatching(services):
+        for number in range(10):
+            leg = a_leg(services, request_id=str(number))
+            await leg.run()
+            assert leg.outcome is Outcome.FINISHED
+        assert len(sick.asked) == 2 and services.fleet["p0"].circuit.state is CircuitState.RESTING
+        services.fleet.drain(services.fleet["p1"])
+        await let_pass(MAX_REST_S)
+        with pytest.raises(PromptsDiffer):  # there is no other prefiller
+            await a_leg(services, request_id="last").run()
+    assert all(worker.state is UP for worker in services.fleet if not worker.drained) and idle(services)
+
+
+@with_virtual_time
+async def test_kv_of_another_prompt_serves_no_request_from_the_cache_of_the_worker_that_has_pulled_it() -> None:
+    services = a_router(a_config(2, 1))
+    script(services, "p0", probed(params={"remote_engine_id": "p0"}, prompt=[*PROMPT_IDS, 8]))
+    script(services, "p1", probed(params={"remote_engine_id": "p1"}))
+    d0 = script(services, "d0", Page(events(20, prompt_token_ids=PROMPT_IDS) + DONE))
+    salts: dict[str, list[str | None]] = {"p0": [], "p1": []}
+    async with dispatching(services):
+        for number, others in enumerate(("p1", "p0", "p1", "p0")):
+            services.fleet.drain(services.fleet[others])
+            with nullcontext() if others == "p0" else pytest.raises(PromptsDiffer):
+                await a_leg(services, request_id=str(number)).run()
+            services.fleet.undrain(services.fleet[others])
+            await let_pass(MAX_REST_S)
+    for body in asked(d0):
+        salts[body["kv_transfer_params"]["remote_engine_id"]].append(body.get("cache_salt"))
+    assert salts["p0"][0] is None and len(salts["p0"]) == 2
+    assert salts["p1"][0] and salts["p1"] == [salts["p1"][0]] * 2, "what is cached of right prompts remains of use"
+    assert salts["p0"][1] not in (None, salts["p1"][0])
+    assert idle(services)
+
+
 @pytest.mark.parametrize("resumes", [True, False])
 @with_virtual_time
 async def test_a_cut_answer_resumes_after_its_last_token_where_that_is_allowed(resumes: bool) -> None:
