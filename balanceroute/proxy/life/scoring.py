@@ -5,14 +5,16 @@ A prefiller computes the prompt anyway, so it answers alone, with no KV pinned a
     submit -> QUEUED -> PREFILLING -> GONE
                 ^---------'
 
-Decode first, the scheduler assigns prefillers only on a decode worker's request, so the least busy one is taken here.
+Decode first, the scheduler assigns prefillers only on a decode worker's request, so the least busy one is taken
+here. While all rest, the request waits.
 The table `Scoring.follows` is what runs.
 """
 
-from typing import Any, ClassVar
+import asyncio
+from typing import Any, ClassVar, Final
 
 from balanceroute.core.types import GONE, PREFILLING, QUEUED, Phase, WorkerState
-from balanceroute.errors import InvariantError, NoHealthyWorkers
+from balanceroute.errors import InvariantError, NoHealthyWorkers, QueueTimeout
 from balanceroute.proxy.life.leg import (
     COMPLETE,
     PREFILL_FAILED,
@@ -27,6 +29,8 @@ from balanceroute.proxy.wire.bounds import shown_id
 from balanceroute.proxy.wire.prompt_echo import scored_answer, scored_events
 from balanceroute.proxy.wire.sse import DONE
 from balanceroute.proxy.workers.fleet import Worker
+
+LOOK_S: Final = 0.1  # between two looks whether a prefiller's rest is over
 
 
 class Scoring:
@@ -48,8 +52,7 @@ class Scoring:
         """Wait for a prefiller; decode first, choose one."""
         leg = self._leg
         if leg.services.tickets.decode_first:
-            leg.ticket.check()
-            self._prefiller = self._least_busy()
+            self._prefiller = await self._when_up()
             leg.prefiller_id = self._prefiller.id
         else:
             self._prefiller = await next_prefiller(leg)
@@ -85,12 +88,29 @@ class Scoring:
         outlet.start()
         await write_last(outlet, scored_events(answer.request, reply, answer.part))
 
-    def _least_busy(self) -> Worker:
-        """The least busy prefiller of those still present. Raises: NoHealthyWorkers."""
+    async def _when_up(self) -> Worker:
+        """The least busy prefiller, as soon as one is up. Raises: NoHealthyWorkers: none only rests; QueueTimeout."""
+        leg, services = self._leg, self._leg.services
+        since_s = services.tickets.now()
+        try:
+            while True:
+                leg.ticket.check()
+                worker = self._least_busy()
+                if worker is not None:
+                    return worker
+                if services.tickets.now() - leg.ticket.arrived_s > services.config.queue.deadline_s:
+                    raise QueueTimeout("The request waited too long for a prefiller.")
+                await asyncio.sleep(LOOK_S)
+        finally:
+            leg.prefill_wait_s += services.tickets.now() - since_s
+
+    def _least_busy(self) -> Worker | None:
+        """The least busy prefiller of those still present; None: all rest. Raises: NoHealthyWorkers."""
         services = self._leg.services
         here = [p for p in services.tickets.view().prefillers if p.id in services.fleet]
         up = [p for p in here if p.state is WorkerState.UP]
-        if not up:
+        if up:
+            return services.fleet[min(up, key=lambda p: (services.fleet[p.id].in_use, p.kv_usage or 0.0)).id]
+        if not any(services.fleet[p.id].able for p in here):
             raise NoHealthyWorkers("No prefiller can serve the request now.")
-        chosen = min(up, key=lambda p: (services.fleet[p.id].in_use, p.kv_usage or 0.0))
-        return services.fleet[chosen.id]
+        return None

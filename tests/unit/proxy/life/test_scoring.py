@@ -4,7 +4,7 @@ import orjson
 import pytest
 
 from balanceroute.core.types import Outcome
-from balanceroute.errors import NoHealthyWorkers
+from balanceroute.errors import NoHealthyWorkers, QueueTimeout
 from balanceroute.proxy.life.scoring import Scoring
 from tests.unit.proxy.life.legs import PROMPT_IDS, Client, a_leg, dispatching, idle, probed
 from tests.unit.proxy.virtual_time import Page, a_config, a_router, let_pass, script, with_virtual_time
@@ -39,10 +39,15 @@ async def test_a_prefiller_alone_answers_a_scoring_request(decode_first: bool, s
     assert idle(services)
 
 
+@pytest.mark.parametrize("status", [500, 503])
+@pytest.mark.parametrize("decode_first", [False, True])
 @with_virtual_time
-async def test_a_failed_scoring_try_is_repeated() -> None:
-    services, client = a_router(a_config(1, 1)), Client()
-    p0 = script(services, "p0", 500, scored())
+async def test_a_failed_scoring_try_is_repeated(decode_first: bool, status: int) -> None:
+    config = a_config(1, 1)
+    if decode_first:
+        config = config.model_validate(config.model_dump() | LAYERWISE)
+    services, client = a_router(config), Client()
+    p0 = script(services, "p0", status, scored())
     async with dispatching(services):
         await a_leg(services, client, Scoring, echo=True, max_tokens=0, logprobs=1, stream=False).run()
     assert len(p0.asked) == 2 and client.ended and idle(services)
@@ -76,6 +81,18 @@ async def test_a_decode_first_scoring_request_uses_the_least_busy_prefiller_and_
         services.fleet.set_healthy(services.fleet[name], False)
     with pytest.raises(NoHealthyWorkers):
         await a_leg(services, strategy=Scoring, request_id="s", **options).run()
+    assert idle(services)
+
+
+@with_virtual_time
+async def test_a_decode_first_scoring_request_does_not_wait_longer_than_others_for_prefillers_that_rest() -> None:
+    config = a_config(1, 1)
+    services = a_router(config.model_validate(config.model_dump() | LAYERWISE))
+    script(services, "p0", 503)
+    began_s, deadline_s = services.tickets.now(), services.config.queue.deadline_s
+    with pytest.raises(QueueTimeout):
+        await a_leg(services, strategy=Scoring, echo=True, max_tokens=0, logprobs=1, stream=False).run()
+    assert deadline_s <= services.tickets.now() - began_s <= deadline_s + 1.0
     assert idle(services)
 
 
