@@ -188,8 +188,8 @@ class TargetFit:
     ) -> Iterator[Choice]:
         """In waiting order, each request to the lightest worker (`is_worth`) whose memory it fits.
 
-        A request that fits nowhere waits, unless it is past its cap: then it goes to the worker with the most room, if
-        there is any. `force`: treat every request as past its cap.
+        A request that fits none of these waits, unless it is past its cap: then it goes to the one with the most room,
+        if there is any. `force`: treat every request as past its cap.
         """
         loads, waiting = snapshot.step_loads(), snapshot.pool.front
         places = [OpenWorker(worker, loads[worker.index]) for worker in open_workers]
@@ -201,17 +201,17 @@ class TargetFit:
         fastest, may_rise = slower_workers(snapshot, self.rules)
         envelope = max(snapshot.in_barrier(loads))
         for request, late in zip(waiting.head(len(waiting)), past_cap, strict=True):
-            tokens = request.prompt_tokens
-            fitting = [each for each in places if tokens <= each.room]
-            if fitting and may_rise < math.inf:
+            tokens, worth = request.prompt_tokens, places
+            if may_rise < math.inf:
                 most = envelope * may_rise
-                fitting = [each for each in fitting if is_worth(each.spec, each.load, tokens, fastest, most)]
-                if not fitting:
+                worth = [each for each in places if is_worth(each.spec, each.load, tokens, fastest, most)]
+                if not worth:
                     continue  # it waits for a departure
+            fitting = [each for each in worth if tokens <= each.room]
             if fitting:
                 place = min(fitting, key=attrgetter("load"))
             else:
-                place = roomiest(places)
+                place = roomiest(worth)
                 if not late or place.room <= 0.0:
                     continue
             yield Choice(request, place.worker, 1, 0.0)

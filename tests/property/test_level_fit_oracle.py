@@ -267,12 +267,11 @@ class Oracle:
             if not places:
                 return
             prompt = entry["prompt_tokens"]
-            fitting = [place for place in places if prompt <= rooms[place.name]]
-            if fitting:
-                fitting = [place for place in fitting if not self.costs_too_much(place, prompt)]
-                if not fitting:
-                    continue
-            most = max(places, key=lambda place: rooms[place.name])
+            worth = [place for place in places if not self.costs_too_much(place, prompt)]
+            if not worth:
+                continue
+            fitting = [place for place in worth if prompt <= rooms[place.name]]
+            most = max(worth, key=lambda place: rooms[place.name])
             late = holds_all_up or self.now - entry["ready_s"] > cap
             if fitting or (late and rooms[most.name] > 0):
                 place = min(fitting, key=lambda place: place.load) if fitting else most

@@ -778,3 +778,18 @@ def test_a_prompt_that_costs_too_much_on_a_slower_worker_goes_to_a_fast_one_besi
         scheduler.report_decoder_memory("fast", 60_000, 0.0)
     pool_all(scheduler, {"large": 50_000, "small": 100})
     assert admitted(scheduler) == [("large", "idle"), ("small", "slow")]
+
+
+def test_a_prompt_past_its_limit_goes_to_a_fast_worker_short_of_memory_where_a_slower_one_would_cost_too_much() -> None:
+    """The slower worker has room for it, which must not keep it waiting while small prompts fill the fast one."""
+    scheduler = a_scheduler("level_fit", workers=0)
+    for name, slowdown in (("d0", 1.0), ("d1", 2.0)):
+        spec = WorkerSpec(name, Role.DECODE, slots=8, slowdown=slowdown, request_tokens=5_000)
+        scheduler.add_worker(spec, 0.0)
+    hold(scheduler, [[5_000] * 4, [2_000, 8_000]])
+    for name in ("d0", "d1"):
+        scheduler.report_decoder_memory(name, 45_000, 0.0)
+    pool_all(scheduler, {"large": 27_000, "small": 5_000})
+    assert admitted(scheduler) == [("small", "d0")]
+    pool_all(scheduler, {"next": 5_000}, now=60.0)
+    assert admitted(scheduler, 60.0)[0] == ("large", "d0")
