@@ -44,7 +44,7 @@ from balanceroute.core.prefill_dispatch import PrefillDispatch
 from balanceroute.core.promotion import PATIENCE_SHARE, Promotion
 from balanceroute.core.refresh_schedule import RefreshSchedule
 from balanceroute.core.scheduler_config import SchedulerConfig
-from balanceroute.core.snapshot import ClusterSnapshot
+from balanceroute.core.snapshot import ClusterSnapshot, free_slots
 from balanceroute.core.tracker import (
     DecodeInstanceState,
     PrefillerBudget,
@@ -329,20 +329,32 @@ class Scheduler:
     def _send_ahead(self, now: float, admissions: list[Admit]) -> None:
         """Let the policy choose for slots that are still to come, once it has filled those that are free.
 
-        It sees every worker with m slots more. The loads that it sees count what runs and what was sent ahead. Before
-        the next request starts, every worker has as many departures; so the differences between these loads will last.
+        It sees every full worker with m slots more. The loads that it sees count what runs and what was sent ahead.
+        Before the next request starts, every worker has as many departures; so the differences between these loads will
+        last. A slower worker whose slots it leaves free, though more requests wait, gets none here either. Where a fast
+        one keeps slots free, memory is short, and nothing is sent ahead.
         """
         self._size_overlap()
         snapshot = self.snapshot
-        if snapshot.free_slots or not snapshot.has_room:
+        if not snapshot.pool.size or not snapshot.has_room or self._may_fill_slots():
             return
+        own_slots = [worker.own_slots for worker in snapshot.workers]
         for worker in snapshot.workers:
-            worker.own_slots += worker.ahead
+            worker.own_slots = len(worker.active) if worker.free_slots else worker.own_slots + worker.ahead
         try:
             self._decide(now, admissions, sent_ahead=True)
         finally:
-            for worker in snapshot.workers:
-                worker.own_slots -= worker.ahead
+            for worker, slots in zip(snapshot.workers, own_slots, strict=True):
+                worker.own_slots = slots
+
+    def _may_fill_slots(self) -> bool:
+        """Whether a free slot may yet be filled: any but those that the policy leaves free on slower workers. O(G)."""
+        snapshot = self.snapshot
+        free = snapshot.open_workers()
+        if not free:
+            return False
+        fastest = min([worker.spec.slowdown for worker in snapshot.up])
+        return snapshot.pool.size <= free_slots(free) or fastest in [worker.spec.slowdown for worker in free]
 
     def _size_overlap(self) -> None:
         """Set how many requests each decode worker may be sent ahead of its slots. O(G)."""

@@ -213,6 +213,33 @@ def test_slots_are_filled_first_and_then_the_allowed_overlap(policy: str) -> Non
     scheduler.snapshot.check_invariants()
 
 
+def test_slots_that_a_slower_worker_keeps_free_keep_nobody_from_being_sent_ahead_to_a_fast_one() -> None:
+    """They stay free as long as it is busy, while transfers to the fast worker would leave its slots empty."""
+    scheduler = a_scheduler(1, workers=0)
+    for name, slowdown in (("fast", 1.0), ("slow", 4.0)):
+        spec = WorkerSpec(name, Role.DECODE, slots=8, slowdown=slowdown, request_tokens=5_000)
+        scheduler.add_worker(spec, 0.0)
+    for number in range(24):  # one by one: while few run, a slower worker takes more
+        offer(scheduler, f"r{number}")
+        scheduler.admit(0.0)
+    fast, slow = scheduler.snapshot.workers
+    assert [tracker.sent_ahead for tracker in fast.active.values()] == [False] * 8 + [True]
+    assert 0 < slow.free_slots < len(scheduler.snapshot.pool)
+    assert not any(tracker.sent_ahead for tracker in slow.active.values())
+    assert (fast.own_slots, slow.own_slots) == (8, 8)
+
+
+def test_nothing_is_sent_ahead_while_memory_keeps_a_slot_free() -> None:
+    """What is sent ahead holds memory too, and what waits for memory would lose its place to it."""
+    scheduler = a_scheduler(1)
+    offer(scheduler, "a", "b", "c")
+    scheduler.admit(0.0)
+    short = next(worker for worker in scheduler.snapshot.workers if worker.free_slots)
+    scheduler.report_decoder_memory(short.spec.id, 150, 0.0)
+    offer(scheduler, "d", "e")
+    assert scheduler.admit(0.0) == []
+
+
 def test_a_worker_may_be_sent_requests_ahead_before_anything_has_waited() -> None:
     """Drivers ask for a decision only where there is room, so the room ahead must be known before the first one."""
     scheduler = a_scheduler(1, workers=1)
