@@ -89,8 +89,7 @@ class LeaseLead:
             return False
         if not self._local.renew():  # deposed here while the API server was slow; the one that leads here has the Lease
             return False
-        self._lead(lease, now)
-        return True
+        return self._lead(lease, now)
 
     def renew(self) -> bool:
         """Show that the event loop runs; False: the lead is lost, here or (before `resign`) in the cluster."""
@@ -174,14 +173,24 @@ class LeaseLead:
             lease_transitions=epoch,
         )
 
-    def _lead(self, lease: Lease, asked_s: float) -> None:
+    def _lead(self, lease: Lease, asked_s: float) -> bool:
+        """Begin to lead; False: no thread can be started to renew the Lease, which is given up: another pod may have
+        room for one.
+        """
         self._renewed_s, self._asked_s = asked_s, self._clock()
         self._lost = self._resigned = False
         self.epoch = lease.spec.lease_transitions or 0
         self._local.lift(self.epoch)
         self._ends = threading.Event()
-        self._thread = threading.Thread(target=self._keep, args=(lease, self._ends), name="lease", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._keep, args=(lease, self._ends), name="lease", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            log.warning("not leading: no thread can be started to renew the lease", extra={"error": str(error)})
+            self._give_up(lease)
+            return False
+        self._thread = thread
+        return True
 
     # -- keeping: in the thread
 

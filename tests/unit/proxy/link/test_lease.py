@@ -393,6 +393,26 @@ def test_a_brain_that_waits_for_an_endless_answer_does_not_block_another_brain_o
         answers.set()
 
 
+def test_a_pod_that_can_start_no_thread_leaves_the_lease_to_another(
+    server: ApiServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(thread: threading.Thread) -> None:
+        if thread.name == "lease":
+            raise RuntimeError("can't start new thread")
+        start_thread(thread)
+
+    clock, start_thread = Clock(), threading.Thread.start
+    with pods(Pod(server, "a", clock), Pod(server, "b", clock)) as (first, second):
+        with monkeypatch.context() as lacking:
+            lacking.setattr(threading.Thread, "start", start)
+            assert not first.take()
+        assert second.take() and not first.take()
+        second.resign()
+        block_until(lambda: server.spec["holderIdentity"] == "", "the lease given up")
+        clock.now_s += 3.0
+        assert first.take() and first.renew()  # there is room by now
+
+
 @pytest.mark.parametrize("status", [403, 429, 500, 503, 200])
 def test_an_api_server_that_fails_later_does_not_end_a_standby(server: ApiServer, status: int) -> None:
     clock, hanging = Clock(), Clock()
