@@ -26,7 +26,7 @@ from balanceroute.proxy.wire.connectors import owner_of
 from tests.integration.relayed import Relay, Relayed, relayed
 from tests.integration.test_layerwise import ONE, SHAPE, ids_of
 from tests.integration.test_proxy_answers import PROMPT, completion, events
-from tests.waiting import until
+from tests.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.anyio
 
@@ -156,6 +156,32 @@ async def test_a_replaced_callback_socket_of_a_relay_is_recreated(
         asked = [relay.client.post("/v1/completions", json=completion(max_tokens=3)) for relay in router.relays]
         assert [reply.status_code for reply in await asyncio.gather(*asked)] == [200, 200]
         await router.settled()
+
+
+async def test_a_relay_that_was_stopped_finds_the_callbacks_that_have_come_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with relayed(ONE) as router, intercepted(router) as (_, asked):
+        path = router.folder.callbacks("relay-0")
+        aside = path.with_name("aside")
+        path.rename(aside)
+        with socket.socket(socket.AF_UNIX) as stopped:
+            stopped.bind(str(path))
+            stopped.listen()
+            monkeypatch.setattr(callbacks_module, "is_still", lambda *_: True)
+            with monkeypatch.context() as hurry:
+                hurry.setattr(callbacks_module, "PATIENCE_S", 0.1)
+                late = await router.relays[1].client.post(asked.url.path, content=asked.content)
+            assert late.status_code == 200
+            for _ in range(2):  # now it runs again
+                asker, _ = stopped.accept()
+                asker.settimeout(PATIENCE_S)
+                with asker, socket.socket(socket.AF_UNIX) as relay:
+                    relay.connect(str(aside))
+                    while data := asker.recv(2**16):
+                        relay.sendall(data)
+        path.unlink()
+        aside.rename(path)
 
 
 async def no_room(*_: Any) -> asyncio.Server:

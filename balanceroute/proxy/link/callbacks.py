@@ -11,6 +11,9 @@ brain takes no part, so callbacks arrive also while there is none.
       |-- Ask(token, body), on another connection --->|
       |<-- the outcome -------------------------------|
 
+A relay that is stopped answers late. The decode worker does not call again, so the body is sent nevertheless: the relay
+finds it in its socket when it runs again.
+
 Each message is four bytes of length, big-endian, and one msgpack value.
 """
 
@@ -36,9 +39,10 @@ log = logging.getLogger(__name__)
 
 EXPECTED: Final = "expected"
 REFUSED: Final = "refused"
+LATE: Final = "late"
 LOOK_S: Final = 0.25  # between two checks of the socket's file: a decode worker does not call again
 LOOKS: Final = 8  # for a new socket: the run folder may have to be made anew first
-PATIENCE_S: Final = 5.0  # the time after which a silent relay is given up anyway
+PATIENCE_S: Final = 5.0  # for an answer: a decode worker has few threads for its callbacks
 _TOKEN: Final = re.compile(r"relay-[0-9]{1,9}(\.[0-9]{1,9})?\.[A-Za-z0-9_-]{1,64}")
 
 
@@ -62,9 +66,8 @@ class OtherRelays:
         self._name, self._socket_of = name, socket_of
 
     async def ask(self, token: str, body: bytes | None = None) -> str:
-        """`EXPECTED`, or `REFUSED` if no relay expects the token; with a body, the outcome of the callback.
-
-        A relay that does not answer counts as refusing: its requests are lost, or will be.
+        """`EXPECTED`, or `REFUSED` if no relay expects the token; with a body, the outcome of the callback. `LATE`: the
+        relay does not answer; if it is only stopped it will read the question, and its requests may go on.
         """
         if not _TOKEN.fullmatch(token) or (owner := owner_of(token)) == self._name:
             return REFUSED
@@ -75,7 +78,9 @@ class OtherRelays:
                     _write(writer, Ask(token, body))
                     return _answers.decode(await _read(reader))
                 finally:
-                    writer.close()
+                    writer.transport.abort()  # what the kernel has is read; larger bodies are not kept for a late one
+        except TimeoutError:
+            return LATE
         except _NO_FRAME:
             return REFUSED
 

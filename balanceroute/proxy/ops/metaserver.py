@@ -49,7 +49,7 @@ class Metaserver:
         token = request.path_params.get("token", "")
         if self.answer(token, None) == EXPECTED:
             outcome = self.answer(token, await request.body())
-        elif self._others is not None and await self._others.ask(token) == EXPECTED:
+        elif self._others is not None and await self._others.ask(token) != REFUSED:
             outcome = await self._others.ask(token, await request.body())
         else:
             outcome = REFUSED
