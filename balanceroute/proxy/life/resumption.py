@@ -149,7 +149,7 @@ def parses_calls(request: ClientRequest) -> bool:
 
 def grammar_of(rest: Mapping[str, Any]) -> str:
     """The field that binds the answer to a grammar; "": none."""
-    # a large one is JSON (`ClientRequest.rest`), and none is as large that binds to nothing
+    # what is kept as JSON (`ClientRequest.rest`) is taken to bind: it is large, or beside much else
     wanted = rest.get("response_format")
     if isinstance(wanted, orjson.Fragment) or (isinstance(wanted, dict) and wanted.get("type") not in (None, "text")):
         return "response_format"

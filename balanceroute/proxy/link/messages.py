@@ -342,8 +342,8 @@ class Use(Message, frozen=True):
     """A relay's use of a worker.
 
     `in_use`: requests under way. `peak`: their maximum since the last report. `awaits_tokens`: whether a client waits
-    for the worker's next token. `progress_age_s`: since its last sign of life. `awaited_age_s`: since it
-    is awaited. None: never.
+    for the worker's next token, and `awaited_age_s`: for how long. `progress_age_s`: since its last sign of life.
+    None: never.
     """
 
     worker: str

@@ -539,10 +539,7 @@ def test_a_child_that_has_died_since_it_was_up_is_waited_for_before_a_router_tak
 
 @pytest.mark.parametrize("then", ["it is ready", "it ends", "the signal comes again"])
 def test_a_drain_waits_for_a_router_that_prepares_to_take_over(running: Running, then: str) -> None:
-    block_until((running.folder / "all-up").exists)
-    successor = found(running)
-    running.process.send_signal(signal.SIGTERM)
-    block_until(lambda: running.logged("not draining: another router prepares to take over"))
+    successor = with_postponed_drain(running)
     running.a_child_reports()
     if then == "it is ready":
         successor.go()
@@ -558,10 +555,7 @@ def test_a_drain_waits_for_a_router_that_prepares_to_take_over(running: Running,
 
 def test_a_router_that_was_to_drain_does_not_drain_any_more_once_it_is_taken_over(running: Running) -> None:
     (running.folder / "hold-relay-0").touch()
-    block_until((running.folder / "all-up").exists)
-    successor = found(running)
-    running.process.send_signal(signal.SIGTERM)
-    block_until(lambda: running.logged("not draining: another router prepares to take over"))
+    successor = with_postponed_drain(running)
     successor.go()
     block_until(lambda: "SIGUSR1" in running.events("relay-0"))
     for _ in range(2):  # the second one is heard after all that follows the first
@@ -613,10 +607,7 @@ def test_a_router_that_drains_can_still_be_taken_over(running: Running) -> None:
 
 def test_a_brain_without_relays_leaves_at_once_to_a_router_that_prepares_to_take_over(running: Running) -> None:
     (running.folder / "hold-brain").touch()
-    block_until((running.folder / "all-up").exists)
-    successor = found(running)
-    running.process.send_signal(signal.SIGTERM)
-    block_until(lambda: running.logged("not draining: another router prepares to take over"))
+    successor = with_postponed_drain(running)
     running.process.send_signal(signal.SIGTERM)
     block_until(lambda: running.events_since_up("brain")[1:] == ["SIGUSR2", "SIGUSR1"])
     (running.folder / "hold-brain").unlink()
@@ -659,6 +650,15 @@ def accepts(port: int) -> bool:
 def found(running: Running) -> Predecessor:
     predecessor = Predecessor.find(running.folder / "handover")
     assert predecessor is not None
+    return predecessor
+
+
+def with_postponed_drain(running: Running) -> Predecessor:
+    """What a router sees that prepares to take over from one which was then told to drain."""
+    block_until((running.folder / "all-up").exists)
+    predecessor = found(running)
+    running.process.send_signal(signal.SIGTERM)
+    block_until(lambda: running.logged("not draining: another router prepares to take over"))
     return predecessor
 
 
