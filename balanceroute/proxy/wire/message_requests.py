@@ -49,6 +49,7 @@ _TOKENIZED: Final = frozenset(
 _EFFORTS: Final = ("low", "medium", "high", "xhigh", "max")
 _BILLING: Final = "x-anthropic-billing-header"
 _LEAST_BUDGET: Final = 1024  # tokens of thinking, as on Anthropic's API
+_MAX_QUOTED: Final = 64  # characters of what a client wrote, in an error
 
 Block = dict[str, Any]
 
@@ -376,7 +377,7 @@ def _check_fields(fields: dict[str, Any], known: frozenset[str], path: str = "")
     for name, value in fields.items():
         has_value = value is not None and value != [] and value != {}
         if has_value and name not in known:
-            raise _wrong(f"{path}{name}", "This field cannot be translated into a chat.")
+            raise _wrong(f"{path}{name[:_MAX_QUOTED]}", "This field cannot be translated into a chat.")
 
 
 def _object(value: object, path: str) -> dict[str, Any]:
@@ -430,7 +431,7 @@ def _engine_arguments(value: object, path: str) -> dict[str, Any]:
     arguments = _object(value, path)
     for name, given in arguments.items():
         if not all(isinstance(each, str | int | float) for each in (given if isinstance(given, list) else [given])):
-            raise _wrong(f"{path}.{name}", "This must be a text, a number or a list of them.")
+            raise _wrong(f"{path}.{name[:_MAX_QUOTED]}", "This must be a text, a number or a list of them.")
     return arguments
 
 
@@ -456,4 +457,4 @@ def _wrong(path: str, text: str) -> InvalidRequest:
 
 
 def _shown(value: object) -> str:
-    return repr(value)[:64]
+    return repr(value)[:_MAX_QUOTED]

@@ -297,6 +297,26 @@ def test_a_field_that_cannot_be_translated_is_refused_by_its_name(path: str) -> 
     assert raised.value.param == path and str(raised.value).startswith(f"{path}: ") and raised.value.status == 400
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"PAD": 1},
+        {"tools": [TOOL | {"PAD": 1}]},
+        {"output_config": {"PAD": 1}},
+        {"vllm_xargs": {"PAD": {}}},
+        {"thinking": {"type": "PAD"}},
+        {"tool_choice": {"type": "PAD"}},
+    ],
+    ids=str,
+)
+def test_a_refusal_quotes_the_beginning_of_what_a_client_wrote(fields: dict[str, Any]) -> None:
+    """The name of a field may be as large as a body; its refusal was, too, and was searched for other errors' words."""
+    raw = orjson.dumps(body(**fields)).replace(b"PAD", b"x" * 100_000)
+    with pytest.raises(InvalidRequest) as refused:
+        parse_messages(raw)
+    assert "xxx" in str(refused.value) and len(str(refused.value)) < 200 and len(refused.value.param or "") < 100
+
+
 def test_a_budget_of_thinking_is_refused_beside_any_smaller_limit_and_counted_without_one() -> None:
     asked = body(max_tokens=1, thinking={"type": "enabled", "budget_tokens": 2000})
     with pytest.raises(InvalidRequest, match="less than max_tokens, 1"):
