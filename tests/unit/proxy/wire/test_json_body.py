@@ -111,3 +111,19 @@ def test_a_large_prompt_of_token_ids_is_read_without_making_numbers_of_them() ->
     finally:
         tracemalloc.stop()
     assert request.prompt_json == prompt and request.prompt_tokens == 100_000
+
+
+@pytest.mark.parametrize("size", [100, 5000, 20_000, 100_000])
+@pytest.mark.parametrize("endpoint", ["completions", "chat"])
+def test_a_prompt_of_text_takes_its_own_bytes(endpoint: Endpoint, size: int) -> None:
+    """A thousand waiting requests with 11 MB of prompts took 108 MB; of 20 kB each kept 260 kB."""
+    fields = {"prompt": "x" * size, "messages": [{"role": "user", "content": "x" * size}]}
+    body = orjson.dumps({name: fields[name] for name in fields if (name == "prompt") is (endpoint == "completions")})
+    parse(endpoint, body)
+    tracemalloc.start()
+    try:
+        request = parse(endpoint, body)
+        assert tracemalloc.get_traced_memory()[0] < size + 2000
+    finally:
+        tracemalloc.stop()
+    assert size < len(request.prompt_json) < size + 100
