@@ -26,7 +26,7 @@ FIELDS = st.fixed_dictionaries(
         "min_tokens": st.integers(0, 1),
         "priority": st.integers(-(2**63), 2**63 - 1),
         "model": st.text(max_size=4),
-        "seed": st.integers(-(2**63), 2**63 - 1),
+        "seed": st.integers(-(2**63), 2**63 - 5),  # a choice more adds one
         "novel": JSON,
     },
 )
