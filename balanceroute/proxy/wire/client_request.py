@@ -30,10 +30,11 @@ DEFAULT_COMPLETION_LIMIT: Final = 16  # vLLM's default of max_tokens on completi
 FOLLOWED_ABOVE_TOKENS: Final = 64  # tokens; an event costs about 20 us of CPU, a whole short answer about 50
 
 MAX_FIELDS: Final = 256  # of a body; engines know about a hundred
+MAX_NAME: Final = 256  # characters of a field's name
 MAX_READ_BYTES: Final = 16_384  # bytes of each of `_READ_LATER`
-_SHORT_BYTES: Final = 512  # of an array or object that is not kept as JSON
-_MAX_SHORT_BYTES: Final = 4096  # of all these of a body together
-_READ_LATER: Final = frozenset(("stop", "stream_options"))
+_SHORT_BYTES: Final = 512  # of an array, object or text that is not kept as JSON
+_MAX_SHORT_BYTES: Final = 4096  # of all these arrays and objects of a body together
+_READ_LATER: Final = frozenset(("stop", "stream_options", "model", "cache_salt"))
 
 _INTERNAL_FIELDS = ("kv_transfer_params", "ec_transfer_params", "request_id")
 _CARRIERS: Final = frozenset((*_INTERNAL_FIELDS, "vllm_xargs"))
@@ -79,7 +80,7 @@ class PromptWishes:
     echo: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    last_message: str = ""
+    last_message: bytes = b""
 
 
 @dataclass(slots=True, init=False)
@@ -208,6 +209,8 @@ def request_of(endpoint: Endpoint, data: dict[str, Any]) -> ClientRequest:
     """Check a body that was read as `data`, which becomes part of the request. Raises: InvalidRequest."""
     if len(data) > MAX_FIELDS:
         raise InvalidRequest(f"The body has more than {MAX_FIELDS} fields.")
+    if data and max(map(len, data)) > MAX_NAME:
+        raise InvalidRequest(f"The name of a field is longer than {MAX_NAME} characters.")
     if not _CARRIERS.isdisjoint(data):
         _remove_internal_fields(data)
     if endpoint == "completions":
@@ -249,8 +252,7 @@ def request_of(endpoint: Endpoint, data: dict[str, Any]) -> ClientRequest:
         prompt_wishes=wishes,
         scores_only=scores_only,
     )
-    if not _NESTED.isdisjoint(map(type, data.values())):
-        _keep_as_json(data)
+    _keep_as_json(data)
     return request
 
 
@@ -271,20 +273,25 @@ def _remove_internal_fields(data: dict[str, Any]) -> None:
 
 
 def _keep_as_json(data: dict[str, Any]) -> None:
-    """Keep larger arrays and objects as JSON: as values they take up to 24 times as many bytes, while a request waits.
+    """Keep larger values as JSON, because they take more bytes while a request waits: arrays and objects up to 24 times
+    as many, a text of which one character is not ASCII up to 4 times.
 
     Raises: InvalidRequest: one can't be serialised again; no prefiller should work for it. One that the router reads
     later is too large.
     """
     left = _MAX_SHORT_BYTES
     for name, value in data.items():
-        if type(value) not in _NESTED:
+        kind_of = type(value)
+        is_long_text = kind_of is str and len(value) > _SHORT_BYTES
+        if not is_long_text and kind_of not in _NESTED:
+            continue
+        if is_long_text and name not in _READ_LATER and value.isascii():
             continue
         text = as_json([value])  # a level deeper, as it will be
         if name in _READ_LATER:
             if len(text) > MAX_READ_BYTES:
                 raise InvalidRequest(f"{name} is larger than {MAX_READ_BYTES} bytes.", param=name)
-        elif len(text) > min(left, _SHORT_BYTES) and name != "prompt_embeds":
+        elif is_long_text or (len(text) > min(left, _SHORT_BYTES) and name != "prompt_embeds"):
             data[name] = orjson.Fragment(text[1:-1])
         else:
             left -= len(text)
@@ -355,7 +362,7 @@ def _prompt_wishes(endpoint: Endpoint, data: dict[str, Any], stream: bool, promp
     if endpoint == "chat":
         if echo and not stream and wanted is None:
             wanted = integer(data, "top_logprobs", least=None) or 0
-        last = _last_message(data, prompt_json) if echo else ""
+        last = _last_message(data, prompt_json).encode() if echo else b""  # as a text it may take 4 times as many bytes
         return PromptWishes(prompt_logprobs=wanted, last_message=last) if last or wanted is not None else None
     logprobs = integer(data, "logprobs", least=None)
     if echo and stream and logprobs is not None:

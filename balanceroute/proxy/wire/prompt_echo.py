@@ -33,7 +33,7 @@ def prompt_text(request: ClientRequest, reply: dict[str, Any] | None) -> str:
     if wishes is None:
         return ""
     if not wishes.echo or request.return_token_ids or reply is None:
-        return wishes.last_message
+        return wishes.last_message.decode()
     text = reply["choices"][0].get("text")
     return text if isinstance(text, str) else ""
 
@@ -54,7 +54,7 @@ def with_prompt(request: ClientRequest, answer: bytes, reply: dict[str, Any]) ->
                 choice["logprobs"] = _joined(prompt_choice["logprobs"], choice["logprobs"])
         if request.endpoint == "chat":
             if wishes.last_message:
-                choice["message"]["content"] = wishes.last_message + (choice["message"].get("content") or "")
+                choice["message"]["content"] = wishes.last_message.decode() + (choice["message"].get("content") or "")
             whole["prompt_logprobs"] = reply.get("prompt_logprobs")
         else:
             choice["prompt_logprobs"] = prompt_choice.get("prompt_logprobs")

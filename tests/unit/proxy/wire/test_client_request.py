@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from balanceroute.errors import InvalidRequest
-from balanceroute.proxy.wire.client_request import MAX_FIELDS, MAX_READ_BYTES, Endpoint, parse
+from balanceroute.proxy.wire.client_request import MAX_FIELDS, MAX_NAME, MAX_READ_BYTES, Endpoint, parse
 from balanceroute.proxy.wire.derived_requests import resume, split
 from balanceroute.proxy.wire.payloads import decode_body
+from balanceroute.proxy.wire.prompt_echo import prompt_text
 from tests.unit.proxy.wire.requests import KV, a_request, load
 
 
@@ -192,6 +193,32 @@ def test_a_parsed_request_takes_hardly_more_memory_than_its_body(field: bytes) -
     assert field in decode_body(request, b"{}")
 
 
+@pytest.mark.parametrize("field", ["user", "chat_template", "prompt_embeds", "novel"])
+def test_a_text_with_one_character_that_is_not_ascii_takes_no_more_memory_than_its_body(field: str) -> None:
+    """A request with a user of 30 MB and one emoji kept 120 MB while it waited."""
+    text = orjson.dumps("x" * 1_000_000 + "\N{GRINNING FACE}")
+    body = b'{%b"%b":%b}' % (b"" if field == "prompt_embeds" else b'"prompt":"a",', field.encode(), text)
+    tracemalloc.start()
+    try:
+        request = parse("completions", body)
+        assert tracemalloc.get_traced_memory()[0] < 1.2 * len(body)
+    finally:
+        tracemalloc.stop()
+    assert text in decode_body(request, b"{}")
+
+
+def test_the_message_that_an_answer_begins_with_takes_no_more_memory_than_in_its_body() -> None:
+    text = "x" * 1_000_000 + "\N{GRINNING FACE}"
+    body = orjson.dumps({"messages": [{"role": "assistant", "content": text}], "echo": True})
+    tracemalloc.start()
+    try:
+        request = parse("chat", body)
+        assert tracemalloc.get_traced_memory()[0] < 2.2 * len(text)
+    finally:
+        tracemalloc.stop()
+    assert prompt_text(request, None) == text
+
+
 @pytest.mark.parametrize(
     "fields",
     [
@@ -219,8 +246,11 @@ def test_a_large_value_of_a_wrong_type_is_called_what_it_is(field: str) -> None:
 
 
 def test_what_is_kept_as_values_is_bounded() -> None:
-    many = ",".join(f'"{number}":1' for number in range(MAX_FIELDS))
-    stops = orjson.dumps(["x" * 100] * (MAX_READ_BYTES // 100)).decode()
-    for fields, text in ((many, "256 fields"), (f'"stop":{stops}', f"stop is larger than {MAX_READ_BYTES} bytes")):
+    many = {str(number): 1 for number in range(MAX_FIELDS)}
+    read_later: list[dict[str, Any]] = [{"stop": ["x" * 100] * (MAX_READ_BYTES // 100)}]
+    read_later += [{name: "x" * MAX_READ_BYTES} for name in ("stop", "model", "cache_salt")]
+    refused = [(many, "256 fields"), ({"x" * (MAX_NAME + 1): 1}, f"longer than {MAX_NAME} characters")]
+    refused += [(fields, f"{next(iter(fields))} is larger than {MAX_READ_BYTES} bytes") for fields in read_later]
+    for fields, text in refused:
         with pytest.raises(InvalidRequest, match=text):
-            parse("completions", f'{{"prompt":"a",{fields}}}'.encode())
+            parse("completions", orjson.dumps({"prompt": "a", **fields}))

@@ -37,6 +37,8 @@ OF_ENGINES: dict[str, Any] = OF_ALL | {
     "bad_words": ["b", "PAD"],
     "metadata": {"a": "PAD"},
     "a_field_of_tomorrow": [[{"a": [1, 2.5, "PAD"]}]],
+    "chat_template": "éPAD",
+    "guided_regex": "éPAD",
 }
 OF_MESSAGES: dict[str, Any] = OF_ALL | {
     "stop_sequences": ["ab", "sPAD"],
