@@ -58,6 +58,9 @@ def test_a_prompt_weighs_the_same_by_its_pairs_of_bytes_as_by_its_traits(
     assert np.allclose(weighed, weights.dot(traits_of(request)))
 
 
+UNSIZED = {"type": "image_url", "image_url": {"url": "https://example.com/cat.png"}}
+
+
 def counts(body: dict[str, Any]) -> dict[str, float]:
     """What is counted of a request, by its name."""
     return dict(zip(TRAITS, traits_of(a_request(body)).tolist(), strict=True))
@@ -127,6 +130,15 @@ def test_an_image_s_size_is_read_from_its_head(kind: str, raw: bytes) -> None:
 @pytest.mark.parametrize("raw", [b"RIFF....WEBPVP8 ", b"\xff\xd8\xff\xe0\x00\x04", b"\x89PNG", b"GIF8", b""])
 def test_an_image_of_another_kind_or_cut_short_has_no_size(raw: bytes) -> None:
     assert image_size(f"data:image/x;base64,{b64encode(raw).decode()}") is None
+
+
+def test_of_very_many_images_the_first_have_their_sizes_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seven thousand heads of JPEGs full of markers stopped everybody's stream for two seconds."""
+    monkeypatch.setattr(prompt_traits, "MAX_SIZED", 2)
+    small = {"type": "image_url", "image_url": {"url": png(28, 28)}}
+    two, four = counts(chat([small] * 2)), counts(chat([small] * 4))
+    assert (two["media"], two["patches"]) == (2, 2)
+    assert (four["media"], four["patches"]) == (4, 2 + 2 * counts(chat([UNSIZED]))["patches"])
 
 
 @pytest.mark.parametrize("url", ["https://example.com/cat.png", "data:image/png;base64,!!", "data:,", ""])
