@@ -12,6 +12,7 @@ from balanceroute.errors import BadUpstreamReply, ReplyTooLarge
 from balanceroute.proxy.wire.json_size import excess_of
 
 MAX_NODES: Final = 2**22  # strings, arrays, objects of a whole answer: 32,000 tokens with 20 logprobs; read in 0.8 s
+MAX_COMMAS: Final = 5_000_000  # between all values of a whole answer, or of an event
 MAX_TOKENS: Final = 2**24  # of a prompt or an answer; the longest published context windows hold 10 million
 MAX_RETRY_AFTER_S: Final = 3600.0
 MAX_PARAMS_BYTES: Final = 16 * 2**20  # of kv_transfer_params: the block ids of a prompt of millions of tokens
@@ -38,7 +39,7 @@ _FIELDS: Final[tuple[tuple[str, type], ...]] = (
 
 def check_size(answer: bytes, worker: str, tier: str) -> None:
     """Count the values of a whole answer before it is read. Raises: ReplyTooLarge: there are too many."""
-    if excess := excess_of(answer, MAX_NODES):
+    if excess := excess_of(answer, MAX_NODES, MAX_COMMAS):
         raise ReplyTooLarge(f"its answer holds {excess}", worker=worker, tier=tier)
 
 

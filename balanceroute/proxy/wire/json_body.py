@@ -14,6 +14,7 @@ from balanceroute.proxy.wire.json_size import check_size
 from balanceroute.proxy.wire.large_integers import with_large_integers
 
 MAX_DEPTH: Final = 250  # orjson reads 1024 levels and writes 254
+MAX_IDS: Final = 5_000_000  # of a prompt; as many as 32 MiB hold
 _LARGE_BYTES: Final = 2**16
 _IDS_BEGIN: Final = re.compile(rb'"prompt"\s*:\s*(\[)\s*\d')
 _ZEROS: Final = bytes.maketrans(b"123456789", b"000000000")
@@ -45,10 +46,9 @@ def load_prompt(body: bytes) -> dict[str, Any]:
     """
     found = _IDS_BEGIN.search(body) if len(body) >= _LARGE_BYTES else None
     if found is not None:
-        check_size(body)
         start, end = found.start(1), body.find(b"]", found.end()) + 1
         ids = _plain_ids(body[start:end])
-        if ids:
+        if ids and ids.count(b",") < MAX_IDS:
             with suppress(NotJson):  # `load_object` says where in the body
                 data = load_object(b'%b"%b"%b' % (body[:start], _MARK.encode(), body[end:]))
                 if data.get("prompt") == _MARK:  # else that was another field's

@@ -12,6 +12,7 @@ from balanceroute.errors import InvalidRequest
 from balanceroute.proxy.wire.fields import as_integers
 from balanceroute.proxy.wire.json_body import as_json
 
+MAX_PROMPTS: Final = 2**16  # as many choices as `limits.max_choices` may allow
 _EMBEDDING_BYTES: Final = 4096  # bytes of one token's embedding: some KiB
 
 
@@ -30,6 +31,8 @@ def take_prompt(data: dict[str, Any]) -> tuple[bytes, int, int]:
     if isinstance(prompt, bytes):  # of `json_body.load_prompt`
         return prompt, prompt.count(b",") + 1, 1
     if _is_batch(prompt):
+        if len(prompt) > MAX_PROMPTS:  # before they are looked at: a quarter of a million lists take half a second
+            raise InvalidRequest(f"At most {MAX_PROMPTS} prompts per request, not {len(prompt)}.", param="prompt")
         if not all(map(_is_one_prompt, prompt)):
             prompt = [_as_ids(part) for part in prompt]
             if not all(map(_is_one_prompt, prompt)):

@@ -31,7 +31,7 @@ import orjson
 from balanceroute.proxy.hotpath import EventMatcher
 from balanceroute.proxy.wire.answer_identity import WHOLE, AnswerIdentity, Part
 from balanceroute.proxy.wire.answer_tokens import AnswerTokens
-from balanceroute.proxy.wire.bounds import ABORT, MAX_CHOICES, checked_choice, checked_usage, is_given_back
+from balanceroute.proxy.wire.bounds import ABORT, MAX_CHOICES, MAX_COMMAS, checked_choice, checked_usage, is_given_back
 from balanceroute.proxy.wire.closing import event_bytes, event_head, usage_of
 from balanceroute.proxy.wire.event_contents import (
     continues,
@@ -367,7 +367,7 @@ class EventScanner:
             return unread if raw is told or not _begins_object(payload_of(told)) else self._refuse_damaged()
         if payload == b"[DONE]":
             return self._done(raw)
-        if excess := excess_of(payload, MAX_NODES):
+        if excess := excess_of(payload, MAX_NODES, MAX_COMMAS):
             return self._refuse(StreamEnd.MALFORMED, f"an event holds {excess}")
         try:
             event = orjson.loads(payload)

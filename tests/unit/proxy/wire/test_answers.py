@@ -16,7 +16,7 @@ from balanceroute.proxy.wire.answers import (
     opened,
     with_usage,
 )
-from balanceroute.proxy.wire.json_size import MAX_COMMAS
+from balanceroute.proxy.wire.bounds import MAX_COMMAS
 from balanceroute.proxy.wire.sse import EventScanner, StreamEnd
 from tests.unit.proxy.captures import body_of, capture_files
 from tests.unit.proxy.wire.requests import a_request

@@ -6,6 +6,7 @@ import pytest
 
 from balanceroute.errors import ReplyTooLarge
 from balanceroute.proxy.wire.bounds import (
+    MAX_COMMAS,
     MAX_RETRY_AFTER_S,
     MAX_TOKENS,
     answers,
@@ -17,7 +18,6 @@ from balanceroute.proxy.wire.bounds import (
     shown_id,
     token_count,
 )
-from balanceroute.proxy.wire.json_size import MAX_COMMAS
 
 
 @pytest.mark.parametrize("value", [b"[],", b'"",', b'{"a":1},', b"1,"])

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from balanceroute.errors import InvalidRequest
 from balanceroute.proxy.wire.client_request import Endpoint, parse, request_of
-from balanceroute.proxy.wire.json_body import MAX_DEPTH, load_object
-from balanceroute.proxy.wire.json_size import MAX_NODES
+from balanceroute.proxy.wire.json_body import MAX_DEPTH, MAX_IDS, load_object
+from balanceroute.proxy.wire.json_size import MAX_COMMAS, MAX_NODES
 from balanceroute.proxy.wire.payloads import probe_body
 
 NESTED = ["[" * 300 + "]" * 300, '{"a":' * 300 + "1" + "}" * 300]
@@ -99,6 +99,19 @@ def test_a_large_prompt_of_token_ids_is_read_as_a_small_one(
 ) -> None:
     body = b"{%b}" % b",".join([*before, b'"prompt" : ' + prompt, b'"user":"%b"' % (b"x" * 2**16), *after])
     assert parsed(body, as_values=False) == parsed(body, as_values=True)
+
+
+def test_a_body_full_of_token_ids_is_taken_but_no_other_with_millions_of_numbers() -> None:
+    """Five million floats, of a prompt or elsewhere, stopped everybody's stream for a second."""
+    assert parse("completions", b'{"prompt": [' + b"12345, " * 4_700_000 + b"1]}").prompt_tokens == 4_700_001
+    for body in (b'{"prompt": [%b1]}', b'{"prompt": "a", "novel": [%b1]}', b'{"prompt": "a", "stop_token_ids": [%b1]}'):
+        with pytest.raises(InvalidRequest, match="The body holds more than"):
+            parse("completions", body % (b"1.0," * (MAX_COMMAS + 1)))
+
+
+def test_more_token_ids_than_a_body_holds_by_default_are_refused() -> None:
+    with pytest.raises(InvalidRequest, match="The body holds more than"):
+        parse("completions", b'{"prompt": [%b1]}' % (b"1," * MAX_IDS))
 
 
 def test_a_large_prompt_of_token_ids_is_read_without_making_numbers_of_them() -> None:

@@ -61,6 +61,5 @@ def test_bytes_that_are_no_json_raise_nothing_else(body: bytes, limit: int) -> N
             assert error.status == 400
 
 
-def test_a_body_full_of_token_ids_is_taken_and_so_is_one_full_of_text() -> None:
-    check_size(b'{"prompt": [' + b"12345, " * 4_700_000 + b"1]}")
+def test_a_body_full_of_text_is_taken() -> None:
     check_size(b'{"prompt": "' + rb"[{,\"\\" * 4_000_000 + b'"}')

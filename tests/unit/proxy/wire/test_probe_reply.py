@@ -6,8 +6,7 @@ import orjson
 import pytest
 
 from balanceroute.errors import BadUpstreamReply, ReplyTooLarge
-from balanceroute.proxy.wire.bounds import MAX_PARAMS_BYTES
-from balanceroute.proxy.wire.json_size import MAX_COMMAS
+from balanceroute.proxy.wire.bounds import MAX_COMMAS, MAX_PARAMS_BYTES
 from balanceroute.proxy.wire.probe_reply import parse_probe_reply
 from tests.unit.proxy.captures import body_of, capture_files
 

@@ -9,6 +9,7 @@ from balanceroute.errors import InvalidRequest
 from balanceroute.proxy.wire.client_request import parse
 from balanceroute.proxy.wire.derived_requests import split
 from balanceroute.proxy.wire.payloads import decode_body
+from balanceroute.proxy.wire.prompts import MAX_PROMPTS
 from tests.unit.proxy.wire.requests import KV, a_request, load
 
 
@@ -29,6 +30,13 @@ def test_token_ids_are_read_as_the_engines_read_them(prompt: Any, read: list[Any
     for wrong in ([1.5], [1.0, None], [[1.0], [0.5]], [1.0, {}], [1e300], [2.0**64]):
         with pytest.raises(InvalidRequest, match="token ids"):
             a_request(prompt=wrong)
+
+
+def test_more_prompts_than_may_have_answers_are_refused_before_they_are_looked_at() -> None:
+    """A quarter of a million lists of one number stopped everybody's stream for half a second."""
+    with pytest.raises(InvalidRequest, match=f"At most {MAX_PROMPTS} prompts") as refused:
+        a_request(prompt=[*[[1]] * MAX_PROMPTS, ["no id"]])
+    assert refused.value.param == "prompt"
 
 
 @pytest.mark.parametrize(
