@@ -7,6 +7,10 @@ deadlines are kept to within `period_s`.
 or silent clients keep no other out. If all are busy, the new one gets 503, except for GET and HEAD, so that an operator
 and a liveness probe still reach the router; `RESERVE` above the limit, new connections are closed unread. Connections
 and bytes are counted with those of all other relays on this machine.
+
+**Unread answers.** What a client has not read of an answer stays in memory. The limit on stalled clients does not bound
+it: at 512 bytes/s an answer of 64 MB is read for a day and a half. So while all of it is above this relay's part of
+`max_held_bytes`, the connections with most of it are closed.
 """
 
 import asyncio
@@ -75,8 +79,8 @@ class Site(Protocol):
 class Connection(Protocol):
     """A client connection, as `Edge` uses it."""
 
-    def look(self, now: float) -> None:
-        """Check the deadlines; `now` is the loop's time."""
+    def look(self, now: float) -> int:
+        """Check the deadlines; `now` is the loop's time. Returns how many bytes its client has not read."""
 
     def give_way(self) -> None:
         """Close, for another client."""
@@ -295,14 +299,35 @@ class Edge:
         stood_still, self._due_s = now > self._due_s + period_s, now + period_s
         self.date_line = f"date: {formatdate(usegmt=True)}\r\n".encode()
         if not stood_still:  # so that input that waits is not read first
+            unread: dict[Connection, int] = {}
             for connection in list(self.connections):
                 try:
-                    connection.look(now)
+                    if unread_bytes := connection.look(now):
+                        unread[connection] = unread_bytes
                 except Exception:
                     self._on_bug("client connections")
                     log.exception("internal error", extra={"where": "client connections"})
                     connection.abort()
+            self._bound_unread(unread)
         self._looking = self.loop.call_later(period_s, self._look) if self.connections else None
+
+    def _bound_unread(self, unread: "dict[Connection, int]") -> None:
+        """Close the connections with most unread bytes, if all of them are too many. A single one may have any number.
+
+        Args: unread: their numbers.
+        """
+        total = sum(unread.values())
+        excess = total - self.limits.max_held_bytes // self.load.relays
+        if excess <= 0:
+            return
+        closed = 0
+        for connection in sorted(unread, key=unread.__getitem__, reverse=True)[:-1]:
+            if excess <= 0:
+                break
+            excess -= unread[connection]
+            connection.abort()
+            closed += 1
+        log.warning("answers unread by clients fill limits.max_held_bytes", extra={"bytes": total, "closed": closed})
 
 
 def _no_room() -> EdgeFull:

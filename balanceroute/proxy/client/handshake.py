@@ -55,8 +55,9 @@ class Handshake(asyncio.Protocol):
         """The client has left during the handshake."""
         self._edge.leave(self)
 
-    def look(self, now: float) -> None:
+    def look(self, now: float) -> int:
         """Nothing: the handshake has its own deadline."""
+        return 0
 
     def give_way(self) -> None:
         """Another client needs the place."""

@@ -519,19 +519,22 @@ class ClientProtocol(asyncio.Protocol):
         below = 0 if self._below is None else self._below.get_write_buffer_size()
         return below + self.transport.get_write_buffer_size()
 
-    def look(self, now: float) -> None:
-        """End the connection of a client that sends or reads too slowly; called by `Edge`."""
+    def look(self, now: float) -> int:
+        """End the connection of a client that sends or reads too slowly; called by `Edge`.
+
+        Returns how many bytes it has not read.
+        """
         response = self._response
         if self._below is not None and self._below.is_closing() and response is not None and not response.complete:
             self.abort()  # TCP has ended but TLS has not: TLS reports that only when the client has read everything
-            return
+            return 0
         if now >= self._deadline_s:
             self._late(now)
             response = self._response
         waiting = self._unsent_bytes
         if not waiting or (response is not None and not response.complete and not self.write_paused):
             self._backlog = None  # the client has nothing to read, or reads events in time
-            return
+            return waiting
         if self._backlog is None:
             self._backlog = (now, waiting)
         since_s, before = self._backlog
@@ -539,7 +542,9 @@ class ClientProtocol(asyncio.Protocol):
         if now - since_s >= limits.stall_timeout_s:
             if before - waiting < limits.min_rate_bytes_per_s * (now - since_s):
                 self.abort()
+                return 0
             self._backlog = (now, waiting)
+        return waiting
 
     def _late(self, now: float) -> None:
         """Handle a deadline: of lingering, of an idle connection, or of an incomplete request."""

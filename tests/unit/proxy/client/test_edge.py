@@ -174,15 +174,16 @@ async def test_buffered_bytes_count_with_incoming_bodies(first: bytes) -> None:
 class Seat:
     """A connection, as far as the edge knows it."""
 
-    def __init__(self, fails: bool = False) -> None:
+    def __init__(self, fails: bool = False, unread: int = 0) -> None:
         self.looks: list[float] = []
         self.gave_way = self.aborted = False
-        self.fails = fails
+        self.fails, self.unread = fails, unread
 
-    def look(self, now: float) -> None:
+    def look(self, now: float) -> int:
         if self.fails:
             raise RuntimeError("a bug")
         self.looks.append(now)
+        return 0 if self.aborted else self.unread
 
     def give_way(self) -> None:
         self.gave_way = True
@@ -294,6 +295,31 @@ async def test_a_connection_whose_check_raises_is_closed_and_the_others_are_chec
     await let_pass(2.0)
     assert broken.aborted and not well.aborted and well.looks
     assert bugs and set(bugs) == {"client connections"}
+
+
+@pytest.mark.parametrize(
+    ("relays", "unread", "aborted"),
+    [
+        (1, [400, 600, 0], []),
+        (1, [400, 601, 300], [601]),
+        (1, [500, 800, 700], [800, 700]),
+        (2, [400, 60, 50], [400]),
+        (1, [1500, 0, 0], []),
+    ],
+    ids=["room", "too much", "far too much", "a relay's part", "a single answer"],
+)
+@with_virtual_time
+async def test_the_connections_with_most_unread_are_closed_where_clients_leave_too_much_unread(
+    relays: int, unread: list[int], aborted: list[int]
+) -> None:
+    """At a rate that was enough for each, they could keep any number of large answers in memory for hours."""
+    loop, load = asyncio.get_running_loop(), Load(RelayLoads(relays), 0)
+    edge = Edge(EchoSite(), lambda: ClientLimits(max_held_bytes=1000), loop, set(), set(), {}, load)
+    seats = [Seat(unread=size) for size in unread]
+    for seat in seats:
+        assert edge.join(seat)
+    await let_pass(1.5)
+    assert sorted(seat.unread for seat in seats if seat.aborted) == sorted(aborted)
 
 
 def lacks_room(edge: Edge, complete: bool) -> bool:

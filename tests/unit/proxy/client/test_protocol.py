@@ -404,6 +404,20 @@ async def test_a_client_that_reads_a_byte_now_and_then_is_disconnected() -> None
                 await pace(0.02)
 
 
+@pytest.mark.parametrize("encrypted", [False, True], ids=["plain", "TLS"])
+async def test_of_many_large_answers_that_nobody_reads_the_last_one_is_kept(encrypted: bool) -> None:
+    async with listening(encrypted=encrypted, stall_timeout_s=3600.0, max_held_bytes=2**20) as server:
+        clients = [await server.connect() for _ in range(3)]
+        for client in clients:
+            client.writer.transport.pause_reading()  # type: ignore[attr-defined]
+            client.send(b"GET /large HTTP/1.1\r\nhost: x\r\n\r\n")
+        await until(lambda: len(server.site.scopes) == 3)
+        await until(lambda: len(server.connections) == 1)
+        looked = server.edge._due_s
+        await until(lambda: server.edge._due_s > looked)
+        assert len(server.connections) == 1, "one answer may have any size"
+
+
 @pytest.mark.parametrize("line", [b"connection: close", b"x: y"], ids=["last answer", "then nothing"])
 @pytest.mark.parametrize("encrypted", [False, True], ids=["plain", "TLS"])
 async def test_a_large_answer_is_sent_to_a_slow_but_steady_reader(
