@@ -185,5 +185,5 @@ def _stop_may_be_missed(rest: Mapping[str, Any], cut: Cut) -> bool:
         return False
     if rest.get("include_stop_str_in_output") or cut.flushed is None:
         return True
-    most = len(cut.flushed) + 1  # a stop string may have millions of characters
+    most = len(cut.flushed) + 1  # a stop string may be much longer
     return any(cut.flushed.endswith(stop[:size]) for stop in stops for size in range(1, min(most, len(stop))))
