@@ -4,6 +4,7 @@ If the client leaves meanwhile the try does not end at once where KV is pinned: 
 """
 
 import asyncio
+from collections.abc import Awaitable
 from typing import Final
 
 from balanceroute.core.types import UP
@@ -18,6 +19,7 @@ from balanceroute.proxy.wire.probe_reply import PrefillResult, parse_probe_reply
 from balanceroute.proxy.workers.connector_check import NO_PARAMETERS
 from balanceroute.proxy.workers.fleet import Worker
 from balanceroute.proxy.workers.identity import check_id
+from balanceroute.proxy.workers.reply import Reply
 
 # To hang up costs (chance to hit the window) x (480 s of pinned KV), to continue half of the prefill's time:
 # with a window of 20 ms between engine and reply (a busy machine) both are equal for a prefill of 4.4 s.
@@ -83,11 +85,18 @@ async def probe(leg: Leg, worker: Worker) -> PrefillResult:
         leg.leave(worker)
 
 
-async def ask(leg: Leg, worker: Worker, body: bytes) -> PrefillResult:
-    """A prefiller's answer to this body. Raises: UpstreamError: an error, or an answer to another request."""
-    request, upstream = leg.answer.request, worker.upstream
-    headers, connect_s = worker.headers_of(leg.upstream_id, leg.headers), leg.services.config.limits.connect_timeout_s
-    reply = await upstream.request("POST", request.path, body, headers, connect_timeout_s=connect_s)
+def ask(leg: Leg, worker: Worker, body: bytes) -> Awaitable[PrefillResult]:
+    """A prefiller's answer to this body. Raises, awaited: UpstreamError: an error, or an answer to another request.
+
+    No coroutine, which would keep the body until the answer comes.
+    """
+    path, headers = leg.answer.request.path, worker.headers_of(leg.upstream_id, leg.headers)
+    connect_s = leg.services.config.limits.connect_timeout_s
+    return _result(leg, worker, worker.upstream.request("POST", path, body, headers, connect_timeout_s=connect_s))
+
+
+async def _result(leg: Leg, worker: Worker, asked: Awaitable[Reply]) -> PrefillResult:
+    request, reply = leg.answer.request, await asked
     if reply.status != 200:
         raise status_error(reply, await reply.read(MAX_ERROR_BYTES, cut=True), worker, "prefill")
     answer = await reply.read(REPLY_LIMIT)

@@ -18,6 +18,9 @@ off, and takes a connection only if it has been idle for at most `FRESH_S`. A se
 connection although a request on it came in time: it closes at 5 s, so one that was idle for 4 s is lost to a stall of a
 second, one that was idle for 1 s only to a stall of 4 s.
 
+**Large requests.** A request that may be sent again is kept until its reply comes, for as long as a prefill takes. One
+of more than `LARGE_BYTES` goes over a fresh connection, and is forgotten as it is written.
+
 Errors of the network leave this module, `connection.py` and `reply.py` as `ConnectFailed`, `UpstreamTimeout` or
 `BadUpstreamReply`. The environment (`http_proxy`) is not consulted; `accept-encoding` is `identity` and a body is
 passed on as it is.
@@ -45,6 +48,7 @@ from balanceroute.proxy.workers.reply import Reply
 KEEPALIVE_S: Final = 4.0  # below the 5 s after which uvicorn closes an idle connection
 FRESH_S: Final = 1.0  # a request that can't be repeated uses only connections idle for less
 HIGH_WATER_BYTES: Final = 256 * 1024
+LARGE_BYTES: Final = 256 * 1024  # of a request; to read it costs its worker more than to accept a connection
 MAX_IDLE: Final = 4096  # connections to one worker that wait for a request
 CONNECT_TIMEOUT_S: Final = 5.0
 _SHORTAGES_HERE: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
@@ -162,9 +166,11 @@ class Upstream:
 
         Raises: ConnectFailed, UpstreamTimeout, BadUpstreamReply.
         """
-        message = self._message(method, path, body, headers)
+        message, body = self._message(method, path, body, headers), b""
         while True:
-            connection = self._reused(self._keepalive_s if retry_stale else min(self._fresh_s, self._keepalive_s))
+            connection = None
+            if len(message) <= LARGE_BYTES:
+                connection = self._reused(self._keepalive_s if retry_stale else min(self._fresh_s, self._keepalive_s))
             reused = connection is not None
             if connection is None:
                 connection = await self._connected(connect_timeout_s)
@@ -176,6 +182,8 @@ class Upstream:
                     raise
             self._busy.add(connection)
             reply = connection.send(message)
+            if not reused:
+                message = b""  # which is not sent again
             try:
                 await self._head(reply, first_byte_timeout_s)
             except ConnectFailed:
