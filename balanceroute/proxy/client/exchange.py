@@ -241,7 +241,8 @@ class Exchange:
                 outlet = PartAnswer(part)
                 answers.append(outlet)
             choice = replace(common, index=index)
-            self._legs.append(self._leg_for(f"{request_id}-{index}", part, outlet, choice, choices))
+            first = self._legs[index - index % request.n] if index % request.n else None
+            self._legs.append(self._leg_for(f"{request_id}-{index}", part, outlet, choice, choices, first))
         try:
             await fanout.run_all(self._legs)
         except BalanceRouteError as error:
@@ -265,8 +266,11 @@ class Exchange:
         outlet: Outlet,
         part: Part = WHOLE,
         choices: Choices | None = None,
+        first: Leg | None = None,
     ) -> Leg:
-        """A leg for one prompt with one answer; `choices`: what the legs of one request share."""
+        """A leg for one prompt with one answer; `choices`: what the legs of one request share. `first`: the leg of this
+        prompt's first choice, whose prompt was looked at for all.
+        """
         head, services = self._head, self._services
         keyer = services.keyer
         strategy: Callable[[Leg], Strategy] = Layerwise if services.tickets.decode_first else Pull
@@ -279,11 +283,12 @@ class Exchange:
             outlet,
             head.forwarded,
             strategy,
-            prompt_key="" if keyer is None else keyer.key(request.prompt_json, head.key),
+            prompt_key="" if keyer is None or first is not None else keyer.key(request.prompt_json, head.key),
             deadline_s=self._arrived_s + min(head.timeout_s, services.config.limits.request_timeout_s),
             part=part,
             translation=self._translation_of(request) if part is WHOLE else None,
             choices=choices,
+            first=first,
         )
 
     def _fail(self, error: BalanceRouteError) -> None:

@@ -68,8 +68,11 @@ class Answer:
         outlet: Outlet,
         part: Part = WHOLE,
         translation: Callable[[], Translation] | None = None,
+        first: "Answer | None" = None,
     ) -> None:
-        """`part`: what it is of the client's answer. `translation`: for one in another protocol."""
+        """`part`: what it is of the client's answer. `translation`: for one in another protocol. `first`: the first
+        answer to the same prompt, which estimates it for all.
+        """
         self._services, self.outlet = services, outlet
         self.request = self._original = request
         self.part, self._translation = part, translation
@@ -77,10 +80,14 @@ class Answer:
         self._continues_as = ""  # the label in `resumes` of a continuation without a token yet; "": there is none
         self._counted: PrefillResult | None = None  # the prefiller's figures of the client's own prompt
         self._prefilled_ids: array[int] | None = None  # ids of the last prefilled prompt, if reported
-        self._estimated = has_estimate(request)
-        self.estimated_tokens = (
-            services.prompt_estimates.estimate(request) if self._estimated else request.prompt_tokens
-        )
+        self._estimated = first is None and has_estimate(request)
+        self.estimated_tokens: int
+        if first is not None:
+            self.estimated_tokens = first.estimated_tokens
+        elif self._estimated:
+            self.estimated_tokens = services.prompt_estimates.estimate(request)
+        else:
+            self.estimated_tokens = request.prompt_tokens
         self.prompt_tokens = self._restarts = 0
         self._is_of_another_prompt = False  # the present decode worker's part of it: see `check_prompt`
         self.cached_tokens: int | None = None

@@ -147,15 +147,20 @@ class Leg:
         part: Part = WHOLE,
         translation: Callable[[], Translation] | None = None,
         choices: Choices | None = None,
+        first: "Leg | None" = None,
     ) -> None:
         """`headers`: sent to workers unchanged.
 
-        `part`, `choices`: for an answer made of several legs. `translation`: for one in another protocol.
+        `part`, `choices`: for an answer made of several legs. `translation`: for one in another protocol. `first`: the
+        leg of the first choice of the same prompt; None: this is the one.
         """
         self.id, self.services, self._strategy = request_id, services, strategy
-        self.answer = Answer(services, request, outlet, part, translation)
+        self.answer: Answer = Answer(
+            services, request, outlet, part, translation, None if first is None else first.answer
+        )
         self.retries = Retries(services, request_id, choices, request.model)
-        self.headers, self._key = checked_lines(headers), prompt_key
+        self.headers = checked_lines(headers)
+        self._key: str = prompt_key if first is None else first._key
         self.deadline_s = deadline_s
         self.outcome = FAILED
         self.prefiller_id = self.decoder_id = ""  # the last workers asked

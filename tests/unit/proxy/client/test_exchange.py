@@ -11,9 +11,12 @@ import pytest
 
 from balanceroute.errors import BadUpstreamReply, BalanceRouteError, Draining, InvalidRequest, NoHealthyWorkers
 from balanceroute.proxy.admission import decider
+from balanceroute.proxy.admission.forecasts import Keys
+from balanceroute.proxy.admission.prompt_estimates import PromptEstimates
 from balanceroute.proxy.client.exchange import Exchange
 from balanceroute.proxy.ops.services import Services
 from balanceroute.proxy.perimeter.perimeter import Perimeter
+from balanceroute.proxy.wire.client_request import ClientRequest
 from tests.unit.proxy.client.connections import Connection, a_request
 from tests.unit.proxy.life.legs import DONE, dispatching, events, probed, whole
 from tests.unit.proxy.life.test_layerwise import Asking, Late
@@ -159,6 +162,47 @@ async def test_choices_together_have_no_engine_s_figures_of_one_of_them() -> Non
     await served(services, connection, BODY | {"n": 2})
     answer = orjson.loads(connection.answer[2])
     assert len(answer["choices"]) == 2 and answer["metrics"] is None
+
+
+class CountedEstimates(PromptEstimates):
+    """Estimates that note the prompts which they look at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.looked: list[tuple[str, bytes]] = []
+
+    def estimate(self, request: ClientRequest) -> int:
+        self.looked.append(("estimate", request.prompt_json))
+        return super().estimate(request)
+
+    def learn(self, request: ClientRequest, estimated_tokens: int, tokens: int) -> None:
+        self.looked.append(("learn", request.prompt_json))
+        super().learn(request, estimated_tokens, tokens)
+
+
+@with_virtual_time
+async def test_a_prompt_with_several_choices_is_looked_at_once() -> None:
+    """A chat of 1 MB with 256 images and 128 choices stopped everybody's stream for half a minute."""
+    services, connection = a_router(a_config(1, 1)), Connection()
+    services.keyer, services.prompt_estimates = Keys(b"salt", by_header=False), CountedEstimates()
+    hashed: list[bytes] = []
+
+    def key(keys: Keys, prompt: bytes, header: str) -> str:
+        hashed.append(prompt)
+        return str(len(hashed))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Keys, "key", key)
+        script(services, "p0", probed())
+        script(services, "d0", whole(20, 21))
+        exchange = await served(services, connection, BODY | {"prompt": ["a b c", "d"], "n": 3})
+    assert len(orjson.loads(connection.answer[2])["choices"]) == 6
+    both = [b'"a b c"', b'"d"']
+    assert hashed == both
+    assert services.prompt_estimates.looked == [(what, prompt) for what in ("estimate", "learn") for prompt in both]
+    legs = exchange._legs
+    assert [leg._key for leg in legs] == ["1"] * 3 + ["2"] * 3
+    assert len({leg.answer.estimated_tokens for leg in legs[:3]}) == 1
 
 
 @with_virtual_time
