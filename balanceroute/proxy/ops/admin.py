@@ -73,13 +73,13 @@ async def http_error(request: Request, error: Exception) -> Response:
 
 def meant(path: str) -> str:
     """The route that a client meant whose base URL lacks /v1, has it twice or ends with a slash; empty if that is no
-    route either.
+    route either, or the path itself, which this router does not serve.
     """
     rest = re.sub("//+", "/", path)
     while rest.startswith("/v1/"):
         rest = rest.removeprefix("/v1")
     route = f"/v1{rest}"
-    return f"; the route is {route}: see the client's base URL" if route in ACCESS else ""
+    return f"; the route is {route}: see the client's base URL" if route in ACCESS and route != path else ""
 
 
 async def internal_error(request: Request, error: Exception) -> Response:

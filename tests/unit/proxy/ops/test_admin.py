@@ -70,6 +70,7 @@ async def test_other_work_goes_on_while_the_page_of_metrics_is_made() -> None:
         ("/chat/completions", "; the route is /v1/chat/completions: see the client's base URL"),
         ("/v1/v1/messages", "; the route is /v1/messages: see the client's base URL"),
         ("/v1//chat/completions", "; the route is /v1/chat/completions: see the client's base URL"),
+        ("/v1/metaserver", ""),  # of mooncake_layerwise
         ("/v1/state", ""),
         ("/nowhere", ""),
     ],
