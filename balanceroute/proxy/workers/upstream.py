@@ -182,7 +182,7 @@ class Upstream:
                     raise
             self._busy.add(connection)
             reply = connection.send(message)
-            if not reused:
+            if not (reused and retry_stale):
                 message = b""  # which is not sent again
             try:
                 await self._head(reply, first_byte_timeout_s)
