@@ -98,6 +98,8 @@ class Leg:
 
     __slots__ = (
         "_abandoned",
+        "_blocks",
+        "_first",
         "_grace",
         "_grace_s",
         "_interruption",
@@ -155,6 +157,8 @@ class Leg:
         leg of the first choice of the same prompt; None: this is the one.
         """
         self.id, self.services, self._strategy = request_id, services, strategy
+        self._first: Leg | None = first
+        self._blocks: tuple[list[int], int] | None = None  # of the prompt; the first leg has them for all
         self.answer: Answer = Answer(
             services, request, outlet, part, translation, None if first is None else first.answer
         )
@@ -201,7 +205,10 @@ class Leg:
         tokens = answer.estimated_tokens
         spec = RequestSpec(self.id, tokens, request.priority, self._key, request.effective_limit)
         if services.knows_prefixes:
-            spec.prefix, spec.block_tokens = services.prompt_blocks.of(request, tokens)
+            first = self._first or self
+            if first._blocks is None:
+                first._blocks = services.prompt_blocks.of(request, tokens)
+            spec.prefix, spec.block_tokens = first._blocks
         self.ticket = services.tickets.submit(spec)
         self._task = task or asyncio.current_task()
         services.legs.add(self)

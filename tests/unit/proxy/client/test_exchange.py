@@ -17,6 +17,7 @@ from balanceroute.proxy.client.exchange import Exchange
 from balanceroute.proxy.ops.services import Services
 from balanceroute.proxy.perimeter.perimeter import Perimeter
 from balanceroute.proxy.wire.client_request import ClientRequest
+from balanceroute.proxy.wire.prompt_blocks import PromptBlocks
 from tests.unit.proxy.client.connections import Connection, a_request
 from tests.unit.proxy.life.legs import DONE, dispatching, events, probed, whole
 from tests.unit.proxy.life.test_layerwise import Asking, Late
@@ -183,9 +184,17 @@ class CountedEstimates(PromptEstimates):
 @with_virtual_time
 async def test_a_prompt_with_several_choices_is_looked_at_once() -> None:
     """A chat of 1 MB with 256 images and 128 choices stopped everybody's stream for half a minute."""
-    services, connection = a_router(a_config(1, 1)), Connection()
+    services, connection = a_router(a_config(1, 1, prefill={"policy": "prefix_affinity"})), Connection()
     services.keyer, services.prompt_estimates = Keys(b"salt", by_header=False), CountedEstimates()
     hashed: list[bytes] = []
+    blocks: list[bytes] = []
+
+    class Blocks(PromptBlocks):
+        def of(self, request: ClientRequest, prompt_tokens: int) -> tuple[list[int], int]:
+            blocks.append(request.prompt_json)
+            return super().of(request, prompt_tokens)
+
+    services.prompt_blocks = Blocks()
 
     def key(keys: Keys, prompt: bytes, header: str) -> str:
         hashed.append(prompt)
@@ -198,7 +207,7 @@ async def test_a_prompt_with_several_choices_is_looked_at_once() -> None:
         exchange = await served(services, connection, BODY | {"prompt": ["a b c", "d"], "n": 3})
     assert len(orjson.loads(connection.answer[2])["choices"]) == 6
     both = [b'"a b c"', b'"d"']
-    assert hashed == both
+    assert hashed == both == blocks
     assert services.prompt_estimates.looked == [(what, prompt) for what in ("estimate", "learn") for prompt in both]
     legs = exchange._legs
     assert [leg._key for leg in legs] == ["1"] * 3 + ["2"] * 3
