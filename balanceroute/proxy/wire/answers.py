@@ -122,12 +122,23 @@ class AnswerAssembler:
 class _Choice:
     """One choice as its deltas have built it; texts are kept in pieces, so a long answer stays linear."""
 
-    __slots__ = ("calls", "fields", "finish_reason", "further", "logprobs", "role", "stop_reason", "token_ids")
+    __slots__ = (
+        "_scored_chars",
+        "calls",
+        "fields",
+        "finish_reason",
+        "further",
+        "logprobs",
+        "role",
+        "stop_reason",
+        "token_ids",
+    )
 
     def __init__(self) -> None:
         self.role = "assistant"
         self.fields: dict[str, Any] = {}  # a list of str for texts, else the last value
         self.logprobs: dict[str, Any] | None = None  # a list as its JSON without brackets: a tenth of its objects
+        self._scored_chars = 0  # of all tokens in `logprobs`
         self.finish_reason: str | None = None
         self.stop_reason: Any = None
         self.token_ids: list[int] = []
@@ -159,6 +170,8 @@ class _Choice:
     def _add_logprobs(self, more: dict[str, Any]) -> None:
         if self.logprobs is None:
             self.logprobs = {}
+        if isinstance(more.get("text_offset"), list) and isinstance(tokens := more.get("tokens"), list):
+            more["text_offset"] = self._offsets_of(tokens)
         for name, value in more.items():
             known = self.logprobs.get(name)
             if isinstance(value, list):
@@ -169,6 +182,14 @@ class _Choice:
                     self.logprobs[name] = bytearray(listed)
             elif value is not None or name not in self.logprobs:
                 self.logprobs[name] = value
+
+    def _offsets_of(self, tokens: list[str]) -> list[int]:
+        """Where the next tokens begin: engines count the tokens before, in streams the text that they have sent."""
+        offsets = []
+        for token in tokens:
+            offsets.append(self._scored_chars)
+            self._scored_chars += len(token)
+        return offsets
 
     def _all_logprobs(self) -> dict[str, Any] | None:
         if self.logprobs is None:

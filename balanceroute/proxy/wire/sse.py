@@ -517,7 +517,7 @@ class EventScanner:
         if choice.get("logprobs") is not None:
             self.generated.printed()  # logprobs show a token to the client even where it has no text
             self._scored = True
-            part.changed |= self._text_offsets.shift(choice["logprobs"])
+            part.changed |= self._text_offsets.take(choice)
         return True
 
     def _take_end(self, choice: dict[str, Any], part: "_PartOfAnswer", cut: StreamEnd | None) -> None:

@@ -6,27 +6,28 @@ from balanceroute.proxy.wire.event_contents import is_count
 
 
 class TextOffsets:
-    """Has `text_offset` of a completion's logprobs go on over all segments (see `sse.py`); a worker's begin at 0."""
+    """Has `text_offset` of a completion's logprobs go on over all segments (see `sse.py`); a worker's begin at 0.
 
-    __slots__ = ("_first", "_next")
+    Engines count the text that they have sent before the event, not the tokens: some have none of their own, such as
+    special tokens and parts of a character.
+    """
+
+    __slots__ = ("_first", "_sent")
 
     def __init__(self) -> None:
         self._first = 0  # characters before the first token of this segment
-        self._next = 0  # characters of all tokens whose logprobs have come
+        self._sent = 0  # characters of all events so far
 
     def begin_segment(self) -> None:
         """Another worker goes on."""
-        self._first = self._next
+        self._first = self._sent
 
-    def shift(self, logprobs: Any) -> bool:
-        """Move the offsets in a choice's logprobs; returns whether that has changed them."""
-        offsets = logprobs.get("text_offset") if isinstance(logprobs, dict) else None
-        tokens = logprobs.get("tokens") if isinstance(logprobs, dict) else None
-        if not isinstance(offsets, list) or not isinstance(tokens, list) or not offsets or len(offsets) != len(tokens):
+    def take(self, choice: dict[str, Any]) -> bool:
+        """Count the text of a choice with logprobs, and move their offsets; returns whether that has changed them."""
+        self._sent += len(choice.get("text") or "")
+        logprobs = choice["logprobs"]
+        offsets = logprobs.get("text_offset")
+        if not self._first or not isinstance(offsets, list) or not offsets or not all(map(is_count, offsets)):
             return False
-        if not all(map(is_count, offsets)) or not isinstance(tokens[-1], str):
-            return False
-        if self._first:
-            offsets = logprobs["text_offset"] = [self._first + offset for offset in offsets]
-        self._next = offsets[-1] + len(tokens[-1])
-        return bool(self._first)
+        logprobs["text_offset"] = [self._first + offset for offset in offsets]
+        return True

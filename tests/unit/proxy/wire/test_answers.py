@@ -140,6 +140,18 @@ def test_logprobs_of_all_events_are_joined() -> None:
     assert logprobs == {"tokens": ["a", "b", "c"], "token_logprobs": [-0.5] * 3, "text_offset": [0, 1, 2]}
 
 
+def test_text_offsets_of_an_unstreamed_answer_count_its_tokens_as_engines_do() -> None:
+    """In a stream each event's begin at the length of the text that was sent: special tokens have none there."""
+    parts = [("a", ["token_id:7"], [0]), ("", ["<special>"], [1]), ("bc", ["b", "c"], [1, 2])]
+    wire = b"".join(
+        event(completion(text, [1], logprobs={"tokens": tokens, "text_offset": offsets}))
+        for text, tokens, offsets in parts
+    )
+    wire += event(completion("", [], finish_reason="length")) + event(usage(1, 4)) + DONE
+    logprobs = assemble("completions", wire)["choices"][0]["logprobs"]
+    assert logprobs == {"tokens": ["token_id:7", "<special>", "b", "c"], "text_offset": [0, 10, 19, 20]}
+
+
 def test_logprobs_of_an_answer_under_way_take_hardly_more_memory_than_their_json() -> None:
     """As objects 20 per token took 7.7 kB: a gigabyte for an answer of 128,000 tokens."""
     listed = [[{"token": f" {i}.{k}", "logprob": -i / 7, "bytes": [32, i]} for k in range(20)] for i in range(200)]

@@ -637,12 +637,13 @@ def test_an_event_above_the_limit_ends_the_stream_and_holds_no_memory() -> None:
 
 
 def test_text_offsets_of_a_resumed_answer_continue_those_before() -> None:
-    scanner = EventScanner()
-    scanner.feed(event(completion("abc", [1], logprobs=LOGPROBS | {"tokens": ["abc"]})))
+    scanner = EventScanner(prefix="echoed")
+    scanner.feed(event(completion("abc", [1], logprobs=LOGPROBS | {"tokens": ["token_id:1"]})))
+    scanner.feed(event(completion("", [9], logprobs=LOGPROBS | {"tokens": ["<special>"], "text_offset": [3]})))
     scanner.close()
     scanner.resume()
     (part,) = parsed(scanner.feed(event(completion("d", [2], logprobs=LOGPROBS | {"tokens": ["d"]}))))
-    assert part["choices"][0]["logprobs"]["text_offset"] == [3]
+    assert part["choices"][0]["logprobs"]["text_offset"] == [3], "engines count the text that they have sent"
 
 
 @pytest.mark.parametrize(("logprobs", "halved"), [(None, False), (LOGPROBS, True)], ids=["text", "logprobs"])
