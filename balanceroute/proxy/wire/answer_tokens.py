@@ -139,7 +139,6 @@ class AnswerTokens:
         if self.by_ids or (isinstance(usage, dict) and usage.get("completion_tokens")):
             return
         self._matcher.tokens += 1
-        self.printed()
         self.exact = False
 
     def ends_twice(self, ids: list[Any]) -> bool:

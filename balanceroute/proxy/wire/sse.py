@@ -463,6 +463,8 @@ class EventScanner:
             self.generated.count_by_event(usage)
         if isinstance(usage, dict):
             part.changed |= self._take_usage(event, usage)
+        if part.shows:
+            self.generated.printed()  # now that all of its tokens are counted
         if self._hide_reasoning and drop_reasoning(choices):
             part.changed, ordinary, part.carries = True, False, any(map(kinds_of, choices))
         if part.cut is not None:
@@ -501,8 +503,7 @@ class EventScanner:
             if self._earlier_segments and self._kind is None and not continues(self._last_kind, kinds[0]):
                 self.end = StreamEnd.MISPARSED
                 return False
-            part.carries = True
-            self.generated.printed()
+            part.carries = part.shows = True
             matcher = self.matcher
             matcher.text_before = matcher.last_text if kinds == [self._kind or self._last_kind] else b""
             matcher.last_text = orjson.dumps(text_of(choice))[1:-1]
@@ -515,7 +516,7 @@ class EventScanner:
             choice["index"] = self._index
             part.changed = True
         if choice.get("logprobs") is not None:
-            self.generated.printed()  # logprobs show a token to the client even where it has no text
+            part.shows = True  # logprobs show a token to the client even where it has no text
             self._scored = True
             part.changed |= self._text_offsets.take(choice)
         return True
@@ -620,13 +621,14 @@ class EventScanner:
 class _PartOfAnswer:
     """What an event with choices brings, and how it differs from its bytes.
 
-    Attributes: blanked: lists of ids that it has null for. changed: it differs by more. carries: it has text. finishes:
-    it has a finish reason. cut: how the engine has cut it off.
+    Attributes: blanked: lists of ids that it has null for. changed: it differs by more. carries: it has text. shows: it
+    has text or logprobs. finishes: it has a finish reason. cut: how the engine has cut it off.
     """
 
     blanked: int
     changed: bool = False
     carries: bool = False
+    shows: bool = False
     finishes: bool = False
     cut: StreamEnd | None = None
 
