@@ -35,6 +35,7 @@ MAX_READ_BYTES: Final = 16_384  # bytes of each of `_READ_LATER`
 _SHORT_BYTES: Final = 512  # of an array, object or text that is not kept as JSON
 _MAX_SHORT_BYTES: Final = 4096  # of all these arrays and objects of a body together
 _READ_LATER: Final = frozenset(("stop", "stream_options", "model", "cache_salt"))
+_READ_IF_SHORT: Final = frozenset(("response_format", "structured_outputs", "tool_choice"))  # else they bind the answer
 
 _INTERNAL_FIELDS = ("kv_transfer_params", "ec_transfer_params", "request_id")
 _CARRIERS: Final = frozenset((*_INTERNAL_FIELDS, "vllm_xargs"))
@@ -291,6 +292,8 @@ def _keep_as_json(data: dict[str, Any]) -> None:
         if name in _READ_LATER:
             if len(text) > MAX_READ_BYTES:
                 raise InvalidRequest(f"{name} is larger than {MAX_READ_BYTES} bytes.", param=name)
+        elif name in _READ_IF_SHORT and len(text) <= _SHORT_BYTES:
+            continue
         elif is_long_text or (len(text) > min(left, _SHORT_BYTES) and name != "prompt_embeds"):
             data[name] = orjson.Fragment(text[1:-1])
         else:

@@ -5,7 +5,7 @@ from typing import Any
 import orjson
 import pytest
 
-from balanceroute.proxy.life.resumption import Fidelity, resumption
+from balanceroute.proxy.life.resumption import Fidelity, grammar_of, resumption
 from balanceroute.proxy.wire.client_request import parse
 from balanceroute.proxy.wire.event_contents import REASONING, TEXT, TOOL_CALLS
 from balanceroute.proxy.wire.sse import Cut
@@ -66,6 +66,13 @@ def test_a_long_stop_string_is_compared_no_further_than_the_text_reaches() -> No
     """Each of its beginnings would be copied otherwise."""
     assert fidelity({"stop": "ab" * 8_000}, flushed="xab") is Fidelity.INVALID
     assert fidelity({"stop": "ab" * 8_000}, flushed="xb") is Fidelity.EXACT
+
+
+def test_a_format_that_binds_nothing_does_so_beside_many_small_fields_too() -> None:
+    many = {f"novel_{size}_{number}": [1] * size for size in (100, 20, 1) for number in range(30)}
+    free = {"response_format": {"type": "text"}, "structured_outputs": {"json": None}}
+    asked = parse("chat", orjson.dumps({"messages": [{"role": "user", "content": "a"}]} | many | free))
+    assert grammar_of(asked.rest) == ""
 
 
 def test_parser_and_grammar_state_depends_on_the_kinds_of_text_so_far() -> None:
