@@ -136,8 +136,9 @@ class Worker:
         self.served_models.add(model)
 
     def forget_version(self) -> None:
-        """Forget what its answers have shown of its version: another one may return."""
+        """Forget what its answers have shown of its version: another one may return, with its memory free."""
         self.echoes_ids = self.kv_connector = None
+        self.given_back = 0
         self.differs_from.clear()
         self.apart_at.clear()
 

@@ -115,11 +115,12 @@ async def test_an_answered_health_check_brings_the_trial_forward_unless_the_work
 async def test_what_the_router_learned_of_a_workers_version_is_forgotten_when_it_goes_down() -> None:
     services = a_router()
     worker = services.fleet["d0"]
-    worker.echoes_ids, worker.kv_connector = True, "nixl"
+    worker.echoes_ids, worker.kv_connector, worker.given_back = True, "nixl", 2
     services.fleet.set_healthy(worker, True)
-    assert (worker.echoes_ids, worker.kv_connector) == (True, "nixl")
+    assert (worker.echoes_ids, worker.kv_connector, worker.given_back) == (True, "nixl", 2)
     services.fleet.set_healthy(worker, False)
     assert worker.echoes_ids is worker.kv_connector is None
+    assert worker.given_back == 0, "else one more would have the new process rest"
 
 
 @with_virtual_time
