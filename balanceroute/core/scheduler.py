@@ -456,6 +456,8 @@ class Scheduler:
         if tracker is None or tracker.phase not in (DECODING, POOLED):
             raise InvariantError(f"{request_id} is neither decoding nor pooled")
         phase = tracker.phase
+        if tracker.pushing:
+            prefiller_of(tracker).withdraw_prefix(tracker)  # it is hung up on
         self._release_held(tracker, now)
         kept_tokens = -tracker.earlier_tokens if anew else tracker.counted
         tracker.prompt_tokens += kept_tokens

@@ -4,7 +4,7 @@ import pytest
 
 from balanceroute.core.scheduler import Scheduler
 from balanceroute.core.scheduler_config import SchedulerConfig
-from balanceroute.core.types import Outcome, Phase, Prefill, Reject, RejectReason, WorkerState
+from balanceroute.core.types import Outcome, Phase, Prefill, Reject, RejectReason, RequestSpec, WorkerState
 from balanceroute.errors import InvariantError
 from tests.unit.core.builders import a_request, a_scheduler
 
@@ -101,6 +101,19 @@ def test_a_recomputed_request_goes_back_to_the_pool_with_what_it_generated_and_m
     scheduler.request_prefill("r", 2.0)
     assert scheduler.dispatch(2.0) == [Prefill("r", "p0")]
     scheduler.snapshot.check_invariants()
+
+
+@pytest.mark.parametrize("computed", [False, True], ids=["pushing", "pushed"])
+def test_a_prompt_whose_push_ends_with_its_decode_does_not_count_as_cached(computed: bool) -> None:
+    scheduler = decode_first()
+    scheduler.submit(RequestSpec("r", 200, prefix=[1, 2], block_tokens=100), 0.0)
+    scheduler.admit(0.0)
+    scheduler.request_prefill("r", 0.0)
+    scheduler.dispatch(0.0)
+    if computed:
+        scheduler.pushed("r", 200, 1.0)
+    scheduler.requeue("r", 2.0)
+    assert scheduler.snapshot.prefillers[0].cache.matched([1, 2]) == (2 if computed else 0)
 
 
 def test_a_prefill_that_failed_is_dispatched_again() -> None:
