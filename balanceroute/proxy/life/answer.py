@@ -310,7 +310,14 @@ class Answer:
         tokens = self.scanner.generated.in_segment  # the scanner adds those of workers before
         self.scanner.identity.expect("", checked=False)  # the router's own events have no worker's id
         out = self.scanner.feed(
-            ended_by_length(request.model, self.prompt_tokens, tokens, chat=chat, with_usage=with_usage)
+            ended_by_length(
+                request.model,
+                self.prompt_tokens,
+                tokens,
+                chat=chat,
+                with_usage=with_usage,
+                continuous=request.continuous_usage,
+            )
         )
         if not outlet.started:
             outlet.start()

@@ -89,6 +89,20 @@ async def test_a_cut_answer_at_its_token_limit_ends_as_a_worker_would_end_it() -
     assert client.got.count(b'"model":"m"') == 4, "all events have the name that the worker's have"
 
 
+@pytest.mark.parametrize("continuous", [True, False])
+@with_virtual_time
+async def test_a_cut_answer_at_its_token_limit_tells_its_usage_where_a_worker_would(continuous: bool) -> None:
+    client = Client()
+    options = {"include_usage": True, "continuous_usage_stats": continuous}
+    answer = an_answer(client, max_tokens=2, stream_options=options)
+    give(answer, 20, 21)
+    assert not answer.resume(PREFILLED, lost(), "d0")
+    await answer.end_by_length()
+    finish, usage = (orjson.loads(event) for event in client.got.split(b"data: ")[-3:-1])
+    assert finish.get("usage") == (usage["usage"] if continuous else None)
+    assert usage["usage"] == {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
+
+
 @with_virtual_time
 async def test_a_cut_answer_that_another_worker_cannot_continue_ends_with_the_reason() -> None:
     answer = an_answer(Client(), response_format={"type": "json_object"})
