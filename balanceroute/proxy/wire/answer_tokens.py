@@ -1,7 +1,7 @@
 """`AnswerTokens`: how many tokens of one answer have been generated, and their ids.
 
 A worker is counted by the token ids that it sends. One that sends none is counted by its cumulative usage, and one that
-sends no usage either by its events with text: one token each, the least that it can be.
+sends no usage either by its events with text or logprobs: one token each, the least that it can be.
 """
 
 from array import array
@@ -132,9 +132,10 @@ class AnswerTokens:
             self.exact = False
 
     def count_by_event(self, usage: object) -> None:
-        """Count one token for an event with text, of a worker that sends no ids and here no `usage` that counts.
+        """Count one token for an event with text or logprobs, of a worker that sends no ids and here no `usage` that
+        counts.
 
-        So it is known that the client has seen text, which must not come again from another worker.
+        So it is known that the client has seen a token, which must not come again from another worker.
         """
         if self.by_ids or (isinstance(usage, dict) and usage.get("completion_tokens")):
             return

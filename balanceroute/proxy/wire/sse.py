@@ -459,7 +459,7 @@ class EventScanner:
                 return b""
         usage = event.get("usage")
         ordinary = not (part.cut or part.finishes or usage or event.get("kv_transfer_params")) and len(choices) == 1
-        if part.carries:
+        if part.carries or (part.shows and any(map(has_token_data, choices))):
             self.generated.count_by_event(usage)
         if isinstance(usage, dict):
             part.changed |= self._take_usage(event, usage)

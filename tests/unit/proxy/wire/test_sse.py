@@ -493,6 +493,16 @@ def test_text_without_ids_or_usage_counts_by_events_and_is_never_dropped() -> No
     assert (scanner.tokens, scanner.generated.exact) == (2, False)
 
 
+def test_logprobs_without_text_ids_or_usage_count_where_there_are_some() -> None:
+    """As of half a character; the client has them, so they must not come again."""
+    scanner = EventScanner()
+    scored = [completion("", None, logprobs=LOGPROBS), completion("", None, logprobs={"tokens": [], "text_offset": []})]
+    scanner.feed(b"".join(map(event, scored)))
+    assert (scanner.tokens, scanner.generated.exact) == (1, False)
+    scanner.resume()
+    assert scanner.tokens == 1
+
+
 def test_an_abort_is_no_end_of_an_answer_and_never_reaches_the_client() -> None:
     """As vLLM 0.32 sends it, with the last token, when it is stopped."""
     scanner = EventScanner()
