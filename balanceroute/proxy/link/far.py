@@ -13,6 +13,7 @@ import logging
 import socket
 import ssl
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -55,9 +56,13 @@ class FarListener:
         loop.add_reader(sock, self._accept)
 
     def close(self) -> None:
-        """Accept no more. Idempotent."""
+        """Accept no more, and have the kernel refuse who comes: others hold this socket open for the next brain, and a
+        relay would wait for an answer instead of trying the next address. Idempotent.
+        """
         if self._sock.fileno() >= 0:
             self._loop.remove_reader(self._sock)
+            with suppress(OSError):  # another brain has done so
+                self._sock.shutdown(socket.SHUT_RDWR)
         if self._resume is not None:
             self._resume.cancel()
         for handshake in self._handshakes:
@@ -76,7 +81,7 @@ class FarListener:
         except OSError as error:
             log.warning("connections cannot be accepted", extra={"error": error.strerror})
             self._loop.remove_reader(self._sock)
-            self._resume = self._loop.call_later(PAUSE_S, self._loop.add_reader, self._sock, self._accept)
+            self._resume = self._loop.call_later(PAUSE_S, self._accept_again)
             return
         peer.setblocking(False)
         if len(self._handshakes) >= MAX_HANDSHAKES:
@@ -84,6 +89,11 @@ class FarListener:
         task = self._loop.create_task(self._let_in(peer, str(address[0])))
         self._handshakes[task] = str(address[0])
         task.add_done_callback(lambda done: self._handshakes.pop(done, None))
+
+    def _accept_again(self) -> None:
+        with suppress(OSError):  # if that fails, so does the next `accept`
+            self._sock.listen(BACKLOG)  # a former brain that was stopped has ended by now, and closed its own
+        self._loop.add_reader(self._sock, self._accept)
 
     def _give_way(self) -> None:
         """End the oldest handshake: a genuine one takes some milliseconds, so it is hardly ever the oldest of many."""

@@ -23,6 +23,7 @@ from balanceroute.proxy.link.hub import TAKEN, Patience
 from balanceroute.proxy.link.messages import VERSION, Farewell, FromBrain, FromRelay, Hello, read_from_brain
 from balanceroute.proxy.link.reach import FarReach
 from balanceroute.proxy.perimeter.tls import Tls
+from tests.ports import free_base_port
 from tests.unit.proxy.link.brains import Brain, Stage, with_stage
 from tests.unit.proxy.virtual_time import a_config, let_pass, with_virtual_time
 from tests.waiting import until
@@ -50,20 +51,25 @@ class Machine:
         return FarMembers(self.folder / "far")
 
     @asynccontextmanager
-    async def let_in(self, brain: Brain, port: int = 0) -> AsyncIterator[int]:
+    async def let_in(self, brain: Brain, port: int = 0, sock: socket.socket | None = None) -> AsyncIterator[int]:
         """Who comes may join this brain; yields the port."""
-        async with self.listening(brain.hub.connected, asyncio.Protocol, port) as listener:
+        async with self.listening(brain.hub.connected, asyncio.Protocol, port, sock) as listener:
             number: int = listener.sockets[0].getsockname()[1]
             yield number
 
     @asynccontextmanager
     async def listening(
-        self, link: far_module.Protocols, operators: far_module.Protocols, port: int = 0
+        self,
+        link: far_module.Protocols,
+        operators: far_module.Protocols,
+        port: int = 0,
+        sock: socket.socket | None = None,
     ) -> AsyncIterator[FarListener]:
-        """A brain's listener for other machines, with these protocols for who comes."""
-        sock = socket.socket()
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(("127.0.0.1", port))
+        """A brain's listener for other machines, with these protocols for who comes. `sock`: a bound one."""
+        if sock is None:
+            sock = socket.socket()
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(("127.0.0.1", port))
         listener = FarListener(asyncio.get_running_loop(), sock, lambda: self.tls.link.brain, link, operators)
         try:
             yield listener
@@ -379,6 +385,29 @@ async def test_a_brain_that_can_accept_no_connection_tries_again_after_a_pause_u
         listener.close()
         await let_pass(2.5 * far_module.PAUSE_S)
     assert [record.message for record in caplog.records] == ["connections cannot be accepted"] * 3
+
+
+@with_stage
+async def test_a_brain_that_ends_refuses_who_comes_and_the_next_one_on_its_socket_does_not(
+    stage: Stage, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The parent, and brains that may come next, hold the same socket open: a relay waited 1.5 s for an answer."""
+    monkeypatch.setattr(far_module, "PAUSE_S", 0.01)
+    port = free_base_port((0,))
+    async with machine.listening(asyncio.Protocol, asyncio.Protocol, port) as former:
+        parents = former.sockets[0].dup()
+        former.close()
+        with pytest.raises(ConnectionRefusedError):
+            await asyncio.open_connection("127.0.0.1", port)
+        brain = await stage.brain(far=machine.members)
+        async with (
+            machine.let_in(brain, sock=parents.dup()),
+            machine.listening(asyncio.Protocol, asyncio.Protocol, sock=parents.dup()) as stopped,
+        ):
+            stopped.close()  # it led before, was stopped, and ends only now
+            relay = stage.relay("r0@b", machine.reach(port))
+            await until(lambda: relay.brain.member is not None)
+        parents.close()
 
 
 @with_stage
