@@ -13,6 +13,7 @@ import orjson
 from balanceroute.proxy.kept_counts import LEADER, CountsFile, Gone, KeptCounts
 from balanceroute.proxy.link.files import is_gone
 from balanceroute.proxy.link.leadership import Lead
+from balanceroute.proxy.link.remote import NOBODY
 from balanceroute.proxy.run_folder import RunFolder
 from balanceroute.proxy.telemetry.metrics import Metrics
 from balanceroute.proxy.telemetry.ticks import until_tick_s
@@ -73,19 +74,32 @@ class LeaderCounts:
             self.keep()
 
     def _inherit(self, relay: str, counts: bytes) -> bool:
-        """Include the counts of a relay; returns whether the file has them."""
+        """Include the counts of a relay; returns whether the file has them.
+
+        The file is first: a relay that is started again nevertheless continues from its own file as long as that is
+        there.
+        """
         if not counts:
             return True
-        if relay not in self.inherited:
-            self._metrics.continue_from(counts)
-            self.inherited.add(relay)
-            self._on_inherited(relay)
-        return self._write()
+        if relay in self.inherited:
+            return self._write()
+        whole = Metrics(lambda: NOBODY, self._metrics.policy)
+        for part in (self._metrics.counts(), counts):
+            whole.continue_from(part)
+        if not self._keep(whole.counts(), self.inherited | {relay}):
+            return False
+        self._metrics.continue_from(counts)
+        self.inherited.add(relay)
+        self._on_inherited(relay)
+        return True
 
     def _write(self) -> bool:
         """Write the file; returns whether it has all counts."""
-        counts = self._metrics.counts()
-        entries = self._entries | ({_INHERITED: sorted(self.inherited)} if self.inherited else {})
+        return self._keep(self._metrics.counts(), self.inherited)
+
+    def _keep(self, counts: bytes, inherited: set[str]) -> bool:
+        """Write the file with these counts, which include those of `inherited`; returns whether it has them."""
+        entries = self._entries | ({_INHERITED: sorted(inherited)} if inherited else {})
         if entries:
             counts = orjson.dumps(orjson.loads(counts) | entries)
         return self._file.has(counts) or self._file.keep(counts)

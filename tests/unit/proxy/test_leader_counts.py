@@ -172,7 +172,8 @@ def test_files_of_former_relays_stay_when_their_counts_cannot_be_stored_or_anoth
         patched.setattr(kept_counts, "replace_content", full)
         for now in (0.0, GONE_S, 2 * GONE_S):
             counts.clean_up(now)
-    assert metrics.requests.value("finished") == 3 and counts.inherited == {"relay-0"}
+    # otherwise they would count twice where the relay is started again, as it continues from its file
+    assert metrics.requests.value("finished") == 0 and counts.inherited == set()
     assert KeptCounts(folder).of("relay-0")
     lead.leads = False
     counts.clean_up(3 * GONE_S)
