@@ -109,6 +109,8 @@ def serve(
     """
     import logging
     import os
+    import threading
+    from functools import partial
 
     from balanceroute.build import predicts
     from balanceroute.cli.check_config import check_files, check_model, check_paths
@@ -155,7 +157,13 @@ def serve(
         if value is not None:
             overrides[key] = value
     fallbacks = fallbacks_of(retry_delay)
+    threads_before = threading.active_count()
     config = load(config_file, os.environ, overrides, fallbacks)
+    if config.listen.relays and threading.active_count() > threads_before:
+        raise ConfigError(
+            "routing.policy, predictor.kind: a class of your own starts a thread when it is imported, or a policy when "
+            "it is made; the processes of listen.relays would not have it: start it when it is first needed"
+        )
     check_paths(config)
     check_files(config)
     configure(config.log.level, config.log.format)
@@ -175,9 +183,10 @@ def serve(
         journal = _checked_journal(journal, config, config_file)
     if config.listen.relays:
         from balanceroute.proxy.processes import serve_processes
+        from balanceroute.proxy.supervisor import try_apart
 
         if predicts(config) and not config.listen.brains:
-            check_model(config)  # one line here, instead of a brain that dies
+            try_apart(partial(check_model, config))  # one line here, instead of a brain that dies
         raise typer.Exit(serve_processes(config, read_again, journal, take_over))
     if take_over:
         raise ConfigError("--take-over: needs listen.relays; a router in one process can't be taken over")

@@ -1,7 +1,8 @@
 """Tries a function in its own process.
 
 The parent must not load code that may break it, or libraries that do not survive a fork, above all those that start
-threads. It does not wait: SIGCHLD tells the end of the process.
+threads: a thread that does not block the parent's signals ends the parent with the first one. While it runs, it does
+not wait: SIGCHLD tells the end of the process.
 """
 
 import os

@@ -33,7 +33,7 @@ from balanceroute.proxy.relay import RelaySetup, run_relay
 from balanceroute.proxy.relay_locks import RelayLocks, relay_name
 from balanceroute.proxy.reload import asks_another_predictor, check_added, check_taken_over, check_workers
 from balanceroute.proxy.run_folder import RunFolder, run_folder
-from balanceroute.proxy.supervisor import Main, Supervisor, be_called
+from balanceroute.proxy.supervisor import Main, Supervisor, be_called, try_apart
 from balanceroute.proxy.telemetry.logs import configure
 from balanceroute.proxy.telemetry.troubles import Trouble
 
@@ -65,7 +65,7 @@ def serve_processes(
         predecessor = _predecessor(config) if take_over else None
         if predecessor is not None:
             held.callback(predecessor.close)
-            _try_forecasts(config)
+            try_apart(partial(_try_forecasts, config))
         sockets = [held.enter_context(sock) for sock in listeners(config, predecessor)]
         folder = run_folder(config, sockets[0].getsockname()[1], os.environ)
         folder.make()
@@ -365,7 +365,7 @@ def _continue_key_rates(table: KeyTable, predecessor: Predecessor) -> None:
 
 
 def _try_forecasts(config: Config) -> None:
-    """Find out at the start whether the predictor can be used. Raises: ConfigError, InputError."""
+    """Find out whether the predictor can be used; for a process of its own. Raises: ConfigError, InputError."""
     forecasts = build_forecasts(config)
     if forecasts is not None:
         forecasts.close()

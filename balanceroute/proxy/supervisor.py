@@ -46,7 +46,7 @@ from functools import partial
 from typing import Final, NoReturn, Protocol
 
 from balanceroute.errors import BalanceRouteError, ConfigError
-from balanceroute.proxy.apart import WITHIN_S, Trial
+from balanceroute.proxy.apart import WITHIN_S, Attempt, Trial
 from balanceroute.proxy.handover import signal_input
 from balanceroute.proxy.telemetry.process_gauges import NAME
 from balanceroute.proxy.telemetry.troubles import Trouble
@@ -430,6 +430,33 @@ def _shortage(error: BaseException) -> str | None:
 def _pause_s(times: int) -> float:
     """The pause before the next start after so many (`times`) failed ones in a row."""
     return min(MAX_PAUSE_S, PAUSE_S * 2.0 ** min(times - 1, 10)) if times > 0 else 0.0  # 2 ** 1024 is no float
+
+
+def try_apart(attempt: Attempt) -> None:
+    """Try it in another process, and wait for that, for a parent that has no children yet.
+
+    Raises: ConfigError: it fails, or no process can be made.
+    """
+    try:
+        trial = Trial(attempt, partial(_fork_trial, os.getpid()))
+    except OSError as error:
+        raise ConfigError(f"no process can be started to try the configuration: {error.strerror}") from None
+    with suppress(ChildProcessError):  # where SIGCHLD is ignored, it says so at the end of the process
+        os.waitpid(trial.pid, 0)
+    failure = trial.failure()
+    if failure is not None:
+        raise failure
+
+
+def _fork_trial(parent: int, run: Callable[[], None]) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        _bind_to_parent(parent, TRIAL)
+        run()
+    finally:
+        os._exit(0)
 
 
 def be_called(name: str) -> None:

@@ -1,6 +1,7 @@
 """Flags of `serve`: lists as argparse takes them, and what changes nothing is told."""
 
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -131,3 +132,38 @@ def test_a_second_configuration_is_refused(monkeypatch: pytest.MonkeyPatch, caps
     code, _, error_text = run_command(capsys, monkeypatch, "serve", "--config", "a.yaml", "--config", "b.yaml")
     expected = "balanceroute: --config: accepted is one file; --set overrides single settings\n"
     assert (code, error_text) == (2, expected)
+
+
+OWN_PREDICTOR = """
+import threading
+def work():
+    threading.Thread(target=threading.Event().wait, daemon=True, name="of a class of one's own").start()
+class Own:
+    def __init__(self, horizon_steps):
+        work()
+    def predict_one(self, age, prompt_tokens, key):
+        return 0.5, 10.0
+    predict = observe = predict_one
+"""
+
+
+def test_the_thread_of_ones_own_predictor_is_not_started_in_the_parent_of_relays(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Signals to the parent would come to that thread, too: the first one ended the router."""
+    (tmp_path / "own_with_thread.py").write_text(OWN_PREDICTOR)
+    (tmp_path / "own_at_import.py").write_text(f"{OWN_PREDICTOR}work()\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    started: list[str] = []
+
+    def start(*_: object) -> int:
+        started.extend(thread.name for thread in threading.enumerate())
+        return 0
+
+    monkeypatch.setattr("balanceroute.proxy.processes.serve_processes", start)
+    flags = ["--prefiller-hosts", "p", "--decoder-hosts", "d", "--max-num-seqs", "8", "--policy", "br_h"]
+    flags += ["--relays", "1", "--set"]
+    assert exit_code(monkeypatch, "serve", *flags, "predictor.kind=own_with_thread:Own") == 0
+    assert started and "of a class of one's own" not in started
+    code, _, error_text = run_command(capsys, monkeypatch, "serve", *flags, "predictor.kind=own_at_import:Own")
+    assert code == 2 and error_text.startswith("balanceroute: routing.policy, predictor.kind: a class of your own")

@@ -1,13 +1,15 @@
 """What is tried in another process leaves nothing behind in this one."""
 
+import errno
 import os
 import signal
 from collections.abc import Callable
 
 import pytest
 
-from balanceroute.errors import ConfigError
+from balanceroute.errors import ConfigError, InputError
 from balanceroute.proxy.apart import Attempt, Trial
+from balanceroute.proxy.supervisor import try_apart
 from tests.unit.proxy.trials import failure, fork
 
 
@@ -33,6 +35,27 @@ def fails(error: BaseException) -> None:
 )
 def test_a_failed_trial_has_its_reason(attempt: Attempt, why: str) -> None:
     assert str(failure(attempt)) == why
+
+
+@pytest.mark.parametrize("of_children", [signal.SIG_DFL, signal.SIG_IGN], ids=["as usual", "SIGCHLD is ignored"])
+def test_an_attempt_before_the_start_is_waited_for_and_has_no_effect_here(of_children: signal.Handlers) -> None:
+    before, done = signal.signal(signal.SIGCHLD, of_children), list[int]()
+    try:
+        try_apart(lambda: done.append(1))
+        with pytest.raises(ConfigError, match=r"^predictor\.model: wrong$"):
+            try_apart(lambda: fails(InputError("predictor.model: wrong")))
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+    assert done == []
+
+
+def test_an_attempt_for_which_there_is_no_process_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none() -> int:
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr(os, "fork", none)
+    with pytest.raises(ConfigError, match="Resource temporarily unavailable"):
+        try_apart(signal.pause)
 
 
 def test_a_hanging_trial_is_killed() -> None:

@@ -22,7 +22,7 @@ from balanceroute.build import worker_specs
 from balanceroute.config import Config
 from balanceroute.core.policies import POLICIES
 from balanceroute.core.types import Role
-from balanceroute.errors import ConfigError, InputError
+from balanceroute.errors import ConfigError
 from balanceroute.journal.writing import claim
 from balanceroute.proxy import processes
 from balanceroute.proxy.brain_app import BrainSetup
@@ -82,7 +82,7 @@ def test_a_router_whose_predictor_cannot_be_used_lets_its_predecessor_go_on(
     monkeypatch.setattr(processes, "_predecessor", lambda config: predecessor)
     predictor = {"kind": "survival", "model": str(tmp_path / "no model")}
     config = a_config(listen={"relays": 1}, routing={"policy": "br_h", "horizon_steps": 4}, predictor=predictor)
-    with pytest.raises(InputError, match="no model"):
+    with pytest.raises(ConfigError, match="no model"):
         serve_processes(config, lambda: config, take_over=True)
     assert closed
 
