@@ -4,9 +4,9 @@
        |------- relay-0
        '------- relay-1
 
-Operators signal the parent. It has no event loop, no thread and no connection: it waits for signals and for children,
-so little can make it fail. Children are forked from it, so a restarted child runs the same code on the same sockets
-within milliseconds, whatever has been installed meanwhile.
+Operators signal the parent. It has no event loop, no thread of ours and no connection: it waits for signals and for
+children, so little can make it fail. Children are forked from it, so a restarted child runs the same code on the same
+sockets within milliseconds, whatever has been installed meanwhile.
 
 SIGTERM, SIGINT     all children drain (SIGUSR2); a child that the others need ends after them, and leaves (SIGUSR1)
                     if a successor prepares to take over by then
@@ -38,6 +38,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
@@ -162,7 +163,8 @@ class Supervisor:
         gc.collect()
         gc.freeze()  # so that the children's memory stays shared
         signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED | _OF_CHILDREN)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # SIGCHLD may be inherited as ignored
+        for number in _AWAITED | _OF_CHILDREN:
+            signal.signal(number, _pass_on)  # also SIGCHLD, which may be inherited as ignored
         signal_input(self._from_children)
         try:
             while self._step():
@@ -389,8 +391,8 @@ class Supervisor:
         code = 1
         try:
             _bind_to_parent(self._parent, name)
-            for number in _ENDING:
-                signal.signal(number, signal.SIG_DFL)  # ends without a traceback, wherever it is
+            for number in _AWAITED | _OF_CHILDREN:
+                signal.signal(number, signal.SIG_DFL)  # one to end does so without a traceback, wherever the child is
             signal.pthread_sigmask(signal.SIG_SETMASK, {signal.SIGHUP})  # replaces the inherited mask
             main()
             code = 0
@@ -418,6 +420,13 @@ class Supervisor:
         else:
             logging.shutdown()  # flushes the log, so that this line is the last
             sys.stderr.write(f"balanceroute: {error}\n")  # `print` would write its end apart
+
+
+def _pass_on(number: int, _: object) -> None:
+    """Another thread of the parent, such as a monitoring agent's that was started before `run`, has got a signal: there
+    its default effect would end the parent. The main thread finds it at its next look.
+    """
+    signal.pthread_kill(threading.main_thread().ident or 0, number)
 
 
 def _shortage(error: BaseException) -> str | None:

@@ -12,8 +12,8 @@ more at once. Whatever happens, FOLDER/found is made again by the parent.
 Options: `wrong`, a child that ends with a wrong configuration; `dies`, one that ends as soon as it is there; `deaf`,
 one that ends for no signal; `slow`, one that is never up; `end_s`, for END_S; `mend_s`, for MEND_S; `steady_s`, for
 STEADY_S; `drain_s`, for the time to drain; `kill_s`, for the time from then until children are killed; `within_s`, for
-a trial; `beside`: another router runs that has not been taken over from; `lingers`: the parent, at its end, makes
-FOLDER/lingers and waits until it is gone.
+a trial; `agent`: signals that a thread of somebody else's gets when all are up; `beside`: another router runs that has
+not been taken over from; `lingers`: the parent, at its end, makes FOLDER/lingers and waits until it is gone.
 """
 
 import asyncio
@@ -175,8 +175,16 @@ def fork(forked: Callable[[], int] = os.fork) -> int:
     return forked()
 
 
+def agent(numbers: list[str]) -> None:
+    block_until(lambda: (FOLDER / "all-up").exists(), within_s=LIFE_S)
+    for number in numbers:
+        signal.pthread_kill(threading.get_ident(), signal.Signals[number])
+
+
 def main() -> int:
     os.fork = fork
+    if "agent" in OPTIONS:
+        threading.Thread(target=agent, args=(OPTIONS["agent"],), daemon=True).start()
     supervisor.END_S = OPTIONS.get("end_s", supervisor.END_S)  # type: ignore[misc]
     supervisor.KILL_S = OPTIONS.get("kill_s", 0.0 if "drain_s" in OPTIONS else supervisor.KILL_S)  # type: ignore[misc]
     supervisor.MEND_S = OPTIONS.get("mend_s", LIFE_S)  # type: ignore[misc]  # it wakes the parent for all else

@@ -380,6 +380,16 @@ def test_a_reload_while_a_child_is_being_started_reaches_it_when_it_is_up(runnin
     block_until(lambda: "SIGHUP" in running.events("relay-0"))
 
 
+@pytest.mark.parametrize(
+    "running", [{"mend_s": 0.05, "agent": ["SIGUSR1", "SIGIO", "SIGCHLD", "SIGHUP", "SIGTERM"]}], indirect=True
+)
+def test_signals_that_a_monitoring_agents_thread_gets_are_the_parents(running: Running) -> None:
+    """They had their default effect: a router under an agent ended as its first child was up."""
+    assert running.process.wait(PATIENCE_S) == 0
+    for name in ("brain", "relay-0", "relay-1"):
+        assert running.events(name)[-2:] == ["SIGUSR2", "ends"]
+
+
 def test_children_die_with_their_parent_however_it_ends(running: Running) -> None:
     running.up(brain=1, relay_0=1, relay_1=1)
     pids = running.folder_pids()
