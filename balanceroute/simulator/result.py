@@ -92,7 +92,7 @@ class Recorder:
         self.prompt_tokens = prompt_tokens
         self.with_loads = with_loads
         self.most, self.least, self.total, self.level = array("d"), array("d"), array("d"), array("d")
-        self.workers, self.tokens = array("q"), array("q")
+        self.workers, self.up, self.tokens = array("q"), array("q"), array("q")
         self.start_s, self.duration_s = array("d"), array("d")
         self.loads = array("q")
         n = len(prompt_tokens)
@@ -125,14 +125,18 @@ class Recorder:
         self.pause_s.append(now - self.paused_at_s.pop(request))
 
     def step(
-        self, loads: list[int] | list[float], level: float, running: int, start_s: float, duration_s: float
+        self, loads: list[int] | list[float], level: float, running: int, start_s: float, duration_s: float, up: int
     ) -> None:
-        """One step: loads of the workers at the barrier, the one that all would have if level, and how long it took."""
+        """One step: loads of the workers at the barrier, the one that all would have if level, and how long it took.
+
+        `up`: workers that are up, behind all barriers.
+        """
         self.most.append(max(loads))
         self.least.append(min(loads))
         self.total.append(sum(loads))
         self.level.append(level)
         self.workers.append(len(loads))
+        self.up.append(up)
         self.tokens.append(running)
         self.start_s.append(start_s)
         self.duration_s.append(duration_s)
@@ -157,9 +161,7 @@ class Recorder:
         waits, tpots, prefills = (x[~np.isnan(x)] for x in (wait, tpot, np.where(np.isnan(ready), np.nan, prefill_s)))
         seconds = self._time_of(window, duration) if len(duration) else math.nan
         throughput = float(tokens[window].sum()) / seconds
-        mean, n_workers = total / workers, float(self.setting.n_workers)
-        if self.setting.failures:  # slots of workers that are lost can't be used
-            n_workers = self.setting.barrier_groups * mean_of(workers[window])
+        mean = total / workers
         decisions = np.array(self.decision_us)
         figures = Figures(
             load_spread_mean=mean_of((most - least)[window]),
@@ -176,7 +178,7 @@ class Recorder:
             balance=report.balance(
                 throughput / self.setting.tokens_per_step,
                 mean_of(level[window]),
-                n_workers=n_workers,
+                n_workers=mean_of(np.array(self.up, dtype=np.float64)[window]),  # lost workers' slots can't be used
                 slots=self.setting.slots,
                 step_cost_s=self.setting.step_cost_s,
                 step_overhead_s=self.setting.step_overhead_s,

@@ -83,6 +83,7 @@ class Simulation:
         self.recorder = Recorder(setting, prompt_tokens, with_loads=with_loads)
         self.t, self.steps = 0.0, 0
         self.finished = 0
+        self.up = setting.n_workers
         self.changes = self.planned_changes()
         # what must be prefilled again needs a prefiller: one that takes no time, unless a tier is simulated
         self.tier = PrefillTier(
@@ -226,7 +227,7 @@ class Simulation:
             return
         loads, level = self.step_loads(group)
         duration = self.setting.step_cost_s * max(loads) + self.setting.step_overhead_s
-        self.recorder.step(loads, level, group.ranks.step_tokens(), self.t, duration)
+        self.recorder.step(loads, level, group.ranks.step_tokens(), self.t, duration, self.up)
         if self.recorder.with_loads:
             self.recorder.loads.extend([load for each in self.groups for load in each.ranks.loads])
         group.ends_s = self.t + duration
@@ -330,6 +331,7 @@ class Simulation:
                 self.arrivals.room_since_s = self.t
             self.scheduler.set_worker_state(f"d{index}", state, self.t)
             group = self.group_of[index]
+            self.up += 1 if state is WorkerState.UP else -1
             if state is WorkerState.UP:
                 group.ranks.ranks[index - group.first].up = True
                 continue

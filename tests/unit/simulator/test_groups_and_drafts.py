@@ -9,7 +9,7 @@ import pytest
 from balanceroute.core.knobs import PolicySettings
 from balanceroute.core.policies import POLICIES
 from balanceroute.errors import InputError
-from balanceroute.simulator import Replay, Setting
+from balanceroute.simulator import Failure, Replay, Setting
 from balanceroute.simulator.groups import ranks_by_barrier
 from balanceroute.simulator.ranks import DraftingRanks, Ranks
 from balanceroute.traces import generate_trace
@@ -78,6 +78,18 @@ def test_time_in_which_nothing_runs_is_part_of_the_seconds_of_tokens_per_second(
     figures = run(trace, Setting(n_workers=2, slots=4, barrier_groups=groups), "least_kv").figures
     assert figures.throughput_tok_s == pytest.approx(20 / 10.0, rel=0.05)
     assert figures.balance == pytest.approx(figures.throughput_tok_s * 0.025 / 8, rel=0.01)
+
+
+@pytest.mark.parametrize("lost", [1, 2])
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_the_slots_of_lost_workers_do_not_count_against_the_balance_whatever_their_barrier(
+    groups: int, lost: int
+) -> None:
+    trace = generate_trace("capped", rows=600, seed=0).with_lengths(0.1, 0.1).at_rate(1e9)
+    failures = tuple(Failure(worker, 0.0) for worker in range(lost))
+    setting = Setting(n_workers=4, slots=8, pool=64, barrier_groups=groups, failures=failures)
+    outcome = Replay(trace, PolicySettings(policy="level_fit"), setting).run()
+    assert 0.9 < outcome.figures.balance < 1.02
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
