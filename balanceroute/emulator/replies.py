@@ -69,13 +69,14 @@ class Choice:
         """Add a token; `ends` is the reason if the engine is done with it. Stop ids and strings may end it earlier."""
         self.ids.append(token)
         piece = TOKEN_BYTES[token]
-        if token in self._request.stop_token_ids:
+        may_stop = len(self.ids) > self._request.min_tokens
+        if may_stop and token in self._request.stop_token_ids:
             ends, self.stop_reason, piece = "stop", token, b""
         text = self._decoder.decode(piece, ends is not None)
         if text:
             text, self._leaks = self._leaks + text, ""
         if self._request.stop:
-            text, ends = self._stop(text, ends)
+            text, ends = self._stop(text, ends, may_stop)
         self.text += text
         if self.plan is not None:
             self.texts[self.part] = self.texts.get(self.part, "") + text
@@ -111,9 +112,12 @@ class Choice:
         self.text += self._held
         self.finish_reason, self.stop_reason = "stop", RECOMPUTED
 
-    def _stop(self, text: str, ends: str | None) -> tuple[str, str | None]:
-        text = self._held + text
-        hits = [(text.find(stop), stop) for stop in self._request.stop if stop in text]
+    def _stop(self, text: str, ends: str | None, may_stop: bool) -> tuple[str, str | None]:
+        held, text = len(self._held), self._held + text
+        hits: list[tuple[int, str]] = []
+        if may_stop:  # a stop string that ended within `min_tokens` does not count any more
+            places = [(text.find(stop, max(0, held - len(stop) + 1)), stop) for stop in self._request.stop]
+            hits = [(place, stop) for place, stop in places if place >= 0]
         if hits:
             place, self.stop_reason = min(hits)
             return text[:place], "stop"

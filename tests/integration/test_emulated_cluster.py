@@ -10,6 +10,7 @@ import pytest
 
 from balanceroute.emulator import EmulatedCluster
 from balanceroute.engine import OutputLengths, StepTimeModel, continuation
+from balanceroute.engine.tokens import decode
 from balanceroute.errors import ConfigError
 from tests.unit.emulator.conversation import PROBE, a_cluster, decode_ids, events, probe
 from tests.waiting import PATIENCE_S, until
@@ -403,6 +404,21 @@ async def test_faults_and_state_are_reachable_over_http() -> None:
         for each in wrong:
             assert (await client.post(url + "fault", json={"kind": "status", **each})).status_code == 400, each
         assert (await client.get(url + "state")).json()["workers"]["p0"]["faults"] == []
+
+
+@pytest.mark.parametrize("by", ["id", "text", "text of several tokens"])
+async def test_nothing_stops_an_answer_within_its_min_tokens(by: str) -> None:
+    async with a_cluster(decoders=1) as (cluster, client):
+        url = cluster.decode_urls[0] + "/v1/completions"
+        answer = continuation(PROMPT, 10)
+        words = [decode([token]) for token in answer]
+        stop = {"id": {"stop_token_ids": [answer[3]]}, "text": {"stop": [words[3]]}}
+        stop["text of several tokens"] = {"stop": [words[2] + words[3], "longer than the held text " * 4]}
+        lengths = []
+        for min_tokens in (3, 4):
+            body = {"prompt": PROMPT, "max_tokens": 10, "min_tokens": min_tokens, **stop[by]}
+            lengths.append((await client.post(url, json=body)).json()["usage"]["completion_tokens"])
+        assert lengths == [4, 10]
 
 
 async def test_stop_strings_and_stop_ids_end_an_answer_early_and_free_its_slot() -> None:
