@@ -251,6 +251,9 @@ class DecodeWorker(Worker):
             self.violate("params_expired", call.id)
             wrong = True
         self.counters["prompt_tokens"] += generation.prompt_tokens
+        if self.shape.prompt_tokens_details:  # vLLM counts what it has pulled as cached
+            pulled = 0 if plan.reaction is Reaction.LOCAL else generation.prompt_tokens - 1
+            call.cached_tokens = (call.cached_tokens or 0) + pulled
         generation.stream = stream_of(choice, CORRUPT if wrong else b"")
 
     def _transfer_failed(self, generation: Generation) -> None:

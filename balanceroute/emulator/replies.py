@@ -326,10 +326,14 @@ class StreamCall(Call):
         if self.open or self._failed:
             return
         if self.request.include_usage:
-            usage = orjson.dumps(self.usage())
+            usage = orjson.dumps(self.usage() | self._cached())
             tail = b'],"usage":%b,"system_fingerprint":"%b"}\n\n' % (usage, FINGERPRINT.encode())
             self.sse.event(self._head + tail)
         self.sse.done()
+
+    def _cached(self) -> dict[str, Any]:
+        """The details of a stream's usage, which vLLM leaves out where nothing was cached."""
+        return {"prompt_tokens_details": {"cached_tokens": self.cached_tokens}} if self.cached_tokens else {}
 
     def _role(self, choice: Choice) -> None:
         ids = orjson.dumps(self.request.prompts[0]) if self.request.return_token_ids else b"null"

@@ -421,6 +421,20 @@ async def test_nothing_stops_an_answer_within_its_min_tokens(by: str) -> None:
         assert lengths == [4, 10]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_decode_worker_counts_what_it_pulls_as_cached(stream: bool) -> None:
+    """As vLLM does with --enable-prompt-tokens-details; a prompt that it computes itself is not."""
+    async with a_cluster(decoders=1, prompt_tokens_details=True) as (cluster, client):
+        cached = []
+        for params in (await probe(cluster, client, PROMPT), None):
+            options: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+            body = {"prompt": PROMPT, "max_tokens": 4, "kv_transfer_params": params, **options}
+            reply = await client.post(cluster.decode_urls[0] + "/v1/completions", json=body)
+            last = reply.text.split("data: ")[-2] if stream else reply.text
+            cached.append((orjson.loads(last)["usage"].get("prompt_tokens_details") or {}).get("cached_tokens"))
+        assert cached == [len(PROMPT) - 1, None if stream else 0]
+
+
 async def test_stop_strings_and_stop_ids_end_an_answer_early_and_free_its_slot() -> None:
     async with a_cluster() as (cluster, client):
         answer = continuation(PROMPT, 10)

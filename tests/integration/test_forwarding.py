@@ -1,6 +1,7 @@
 """Routes that any one worker answers, and what happens when some workers can't."""
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -181,14 +182,18 @@ async def test_a_route_that_cannot_be_served_correctly_is_refused_with_the_reaso
         assert reply.status_code == 404 and error["code"] == 404 and "/v1/chat/completions" in error["message"]
 
 
+@pytest.mark.parametrize("max_tokens", [8, 80])
 @pytest.mark.parametrize("stream", [False, True])
-async def test_cached_tokens_are_those_of_the_prefiller_not_of_the_decode_worker(stream: bool) -> None:
-    async with running() as router:
+async def test_cached_tokens_are_those_of_the_prefiller_not_of_the_decode_worker(stream: bool, max_tokens: int) -> None:
+    """A decode worker counts what it pulls as cached; an answer of up to 64 tokens comes from it in one piece."""
+    shape = replace(FAST, prefillers=1, prefix_caching=True, prompt_tokens_details=True, block_size=4)
+    async with running(shape) as router:
         options: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
         seen = []
         for _ in range(2):
-            reply = await router.client.post("/v1/completions", json=completion(PROMPT, max_tokens=80, **options))
+            body = completion(PROMPT, max_tokens=max_tokens, **options)
+            reply = await router.client.post("/v1/completions", json=body)
             usage = events(reply.text)[-2]["usage"] if stream else reply.json()["usage"]
-            seen.append((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
-        assert all(count < len(PROMPT) for count in seen)
-        assert seen[0] == 0
+            seen.append(usage["prompt_tokens_details"]["cached_tokens"])
+        cached = (len(PROMPT) - 1) // 4 * 4
+        assert seen == [0, cached] and cached < len(PROMPT) - 1
