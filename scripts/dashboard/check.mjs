@@ -243,6 +243,29 @@ try {
     await fits(wide, "144 workers on a phone");
     await wide.close();
   });
+  await check("a past that came thinned is read anew when few workers are left, whatever they are called", async () => {
+    const crowd = await cluster("crowd", 25000, 2);
+    await router("router-crowd", crowd, "--set", "lifecycle.join_attempts=100");
+    const change = async (what, instances) => {
+      const body = JSON.stringify({type: "decode", instances});
+      const reply = await fetch(`${crowd.url}/instances/${what}`, {method: "POST", headers: {"content-type": "application/json"}, body});
+      assert.ok(reply.ok, await reply.text());
+    };
+    const dead = Array.from({length: 800}, (_, i) => ({url: `127.0.0.1:${i + 1}`, id: `dead-${i}`}));
+    const recorded = async () => (await (await fetch(`${crowd.url}/dashboard/data`)).json()).past;
+    await until("some of the past", async () => (await recorded()).at.length > 50);
+    await change("add", dead);
+    await until("all are in the past", async () => Object.keys((await recorded()).loads).length > 800);
+    const shown = await open(crowd.url);
+    await until("the past is thinned", async () => await shown.evaluate(() => stride) > 1);
+    await change("remove", dead);
+    await change("add", [{url: "127.0.0.1:801", id: "constructor"}]);
+    await until("few are left", async () => await shown.evaluate(() => Object.keys(past.loads).includes("constructor") && !document.getElementById("faint-too").hidden));
+    const lengths = await shown.evaluate(() => charts.load.u.data.map(column => column.length));
+    assert.equal(new Set(lengths).size, 1, `columns of ${lengths} values`);
+    await live(shown);
+    await shown.close();
+  });
   console.log(`all is well; pictures in ${PICTURES}`);
 } catch (error) {
   console.error(error);

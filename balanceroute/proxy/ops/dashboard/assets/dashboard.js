@@ -69,7 +69,7 @@ function take(data) {
   const whole_ = data.past;
   past.at = Array.from(whole_.at);
   for (const part of ["series", "loads", "usage"]) {
-    past[part] = {};
+    past[part] = Object.create(null);  // a worker may be called "constructor"
     for (const [name, values] of Object.entries(whole_[part])) past[part][name] = values;
   }
   stride = whole_.stride;
@@ -104,7 +104,7 @@ function append(times, groups, at, gap) {
     insertGap(times, groups.map(([group]) => group), times.length, (at + times[times.length - 1]) / 2);
   }
   for (const [group, values] of groups) {
-    for (const name of Object.keys(group)) if (!(name in values)) delete group[name];  // the worker has left
+    for (const name of Object.keys(group)) if (!Object.hasOwn(values, name)) delete group[name];  // the worker has left
     for (const [name, value] of Object.entries(values)) {
       if (!group[name]) group[name] = new Array(times.length).fill(null);  // it has come
       group[name].push(value);
@@ -466,7 +466,8 @@ function listen() {
   source.onmessage = message => {
     const data = JSON.parse(message.data);
     heard();
-    if (data.clock_sets !== now.clock_sets) {  // the router's clock was set, and its past with it
+    const thin = stride > 1 && data.sample && Object.keys(data.sample.loads).length <= FAINT;  // so few come whole
+    if (thin || data.clock_sets !== now.clock_sets) {  // the router's clock was set, and its past with it
       source.close();
       begin();
       return;
