@@ -23,6 +23,7 @@ from typing import Any
 from balanceroute.instrumentation.step_log import Batch, StepLog
 
 VARIABLE = "BALANCEROUTE_STEP_LOG"
+_RECORDED = "_balanceroute_recorded"  # an attribute of our wrapper of `schedule`
 
 log = logging.getLogger("vllm.balanceroute")  # under vLLM's own logger, or its level would hide the warning
 
@@ -62,7 +63,7 @@ class Recorder:
         self._folder = folder
         self._log: StepLog | None = None
         self._pid = 0
-        self._watched: Any = None  # the scheduler whose `schedule` is wrapped
+        self._watched: Any = None  # the scheduler of the last step
         self.off = False
 
     def attach(self, core: Any) -> None:
@@ -70,10 +71,12 @@ class Recorder:
         if self.off or core.scheduler is self._watched and self._pid == os.getpid():
             return
         try:
+            if self._pid == os.getpid():  # not what a process has written that this one was forked from
+                self.close()
             self._pid = os.getpid()
             self._log = StepLog(self._folder, dp_rank(core), prefills=only_prefills(core))
-            if core.scheduler is not self._watched:
-                self._watched = core.scheduler
+            self._watched = core.scheduler
+            if not hasattr(core.scheduler.schedule, _RECORDED):  # engines of one process may take turns
                 core.scheduler.schedule = self._recorded_schedule(core.scheduler)
         except Exception as error:
             self._give_up(error)
@@ -105,6 +108,7 @@ class Recorder:
             self._record(lambda log: log.scheduled(batch_of(scheduler, planned), began))
             return planned
 
+        setattr(recorded, _RECORDED, True)
         return recorded
 
     def _record(self, tell: Callable[[StepLog], None]) -> None:

@@ -175,6 +175,20 @@ def test_an_error_of_the_plugin_ends_the_log_with_one_warning_and_the_engine_con
     assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 
+def test_engines_of_one_process_that_take_turns_go_on_for_ever(tmp_path: Path) -> None:
+    engine_core = an_engine_core()
+    plugin.instrument(engine_core, tmp_path)
+    engines = [engine_core(), engine_core()]
+    for engine in engines:
+        engine.scheduler.waiting = [a_request(100)]
+    turns = sys.getrecursionlimit()
+    for _ in range(turns):
+        for engine in engines:
+            assert engine.step() == ({0: "tokens"}, True)
+    engines[0].shutdown()
+    assert len(steps_in(tmp_path)) == 2 * turns
+
+
 def a_vllm(monkeypatch: pytest.MonkeyPatch) -> Any:
     """An importable vLLM with an engine core of the emulated kind, which is returned."""
     core_module = ModuleType("vllm.v1.engine.core")
