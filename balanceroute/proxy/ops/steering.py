@@ -42,9 +42,10 @@ class Steering:
             add_log_fields(request, policy=name)
             async with services.changing:
                 before = services.config
-                await self._switch(with_policy(before, name, self._options_of.get(name)))
-                self._options_of[before.routing.policy] = before.routing.options
-                services.keep_changes()
+                if name != before.routing.policy:
+                    await self._switch(with_policy(before, name, self._options_of.get(name)))
+                    self._options_of[before.routing.policy] = before.routing.options
+                    services.keep_changes()
         except (ConfigError, InputError) as error:
             raise InvalidRequest(str(error), param="policy") from None
         until = "the configuration is read again (SIGHUP or restart)"

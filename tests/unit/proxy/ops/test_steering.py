@@ -54,6 +54,13 @@ async def test_a_policy_switch_keeps_every_other_setting() -> None:
     assert new == config.model_copy(update={"routing": config.routing.model_copy(update={"policy": "least_kv"})})
 
 
+async def test_the_policy_that_decides_already_is_no_switch() -> None:
+    """A reload, which it would look like in log and dashboard, has not been asked for."""
+    services, switch = a_router(a_config(routing={"policy": "br_0"})), Switched()
+    reply = await asked(services, switch, b'{"policy": "br_0"}')
+    assert (reply.status_code, reply.json()["before"], switch.to) == (200, "br_0", [])
+
+
 @pytest.mark.parametrize(
     "body",
     [b"", b"no", b"[]", b"{}", b'{"policy": 3}', b'{"policy": "os:system"}', b'{"policy": "least_kv", "alpha": 3}'],
@@ -68,7 +75,7 @@ async def test_an_unknown_policy_is_a_400_that_lists_the_known_ones(body: bytes)
     ("error", "status"), [(ConfigError("routing: no"), 400), (Draining("leaving"), 503)], ids=["config", "draining"]
 )
 async def test_a_failed_policy_switch_is_reported_and_changes_nothing(error: Exception, status: int) -> None:
-    reply = await asked(a_router(), Switched(error), orjson.dumps({"policy": "br_0"}))
+    reply = await asked(a_router(), Switched(error), orjson.dumps({"policy": "least_kv"}))
     assert reply.status_code == status and str(error) in reply.json()["error"]["message"]
 
 
@@ -103,11 +110,11 @@ async def test_an_own_policy_keeps_its_options_when_it_is_switched_back_to() -> 
 
     app = Starlette(routes=Steering(lambda: services, take_over, services.config).routes())
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router") as client:
-        for name in ("level_fit", own, own):
+        for name in ("level_fit", own, own, "level_fit", own):
             reply = await client.post("/routing/policy", json={"policy": name})
             assert reply.status_code == 200, reply.text
-    assert [new.routing.policy for new in switch.to] == ["level_fit", own, own]
-    assert [new.routing.options for new in switch.to] == [{}, {"patience_s": 5}, {"patience_s": 5}]
+    assert [new.routing.policy for new in switch.to] == ["level_fit", own, "level_fit", own]
+    assert [new.routing.options for new in switch.to] == [{}, {"patience_s": 5}, {}, {"patience_s": 5}]
 
 
 def test_policies_registered_by_one_test_are_unknown_to_the_next() -> None:
