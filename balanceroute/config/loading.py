@@ -142,7 +142,8 @@ def _misplaced_knobs(tree: Tree, policy_of_file: str, sources: Mapping[str, str]
 
 def _put_worker_key(tree: Tree, value: str, sources: dict[str, str]) -> None:
     """The example proxies' variable, below all other sources; a null in any of those is a word, too."""
-    if value.strip() and "worker_api_key" not in (tree.get("auth") or {}):
+    auth = tree.get("auth") or {}
+    if value.strip() and isinstance(auth, dict) and "worker_api_key" not in auth:
         sources["auth.worker_api_key"] = WORKER_KEY_VARIABLE
         _put(tree, "auth.worker_api_key", value, WORKER_KEY_VARIABLE)
 

@@ -44,6 +44,14 @@ def test_an_empty_section_means_its_defaults(tmp_path: Path) -> None:
     assert from_yaml(tmp_path, WORKERS + "routing:\n").routing.horizon_steps == 80
 
 
+@pytest.mark.parametrize("value", ["5", "text", "[a]"])
+def test_a_section_that_is_none_is_refused_where_the_workers_key_is_in_the_environment(
+    tmp_path: Path, value: str
+) -> None:
+    said = refusal(tmp_path, WORKERS + f"auth: {value}\n", OPENAI_API_KEY="key")
+    assert "c.yaml: auth = ********: accepted is a mapping with the keys worker_api_key" in said
+
+
 def test_each_layer_wins_over_the_one_before(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text(WORKERS + "routing: {policy: br_h, r_max: 9, s_greedy: 9, horizon_steps: 9}\n")
