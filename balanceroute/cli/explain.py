@@ -50,9 +50,14 @@ def explain(
         raise InputError("explain takes a SNAPSHOT file (or -), or --journal FILE")
     if journal is not None:
         from balanceroute.journal import rerun
-        from balanceroute.plugins import learn_policy
+        from balanceroute.plugins import CLASS_NAME, learn_policy
 
         if policy is not None:
+            if not CLASS_NAME.fullmatch(policy):
+                raise InputError(
+                    f"--policy {policy}: a journal's calls are made again by its own policy; "
+                    "accepted is a module:Class that it names"
+                )
             learn_policy(policy)
         report = rerun(journal)
         show_rerun(journal, report, as_json=as_json)

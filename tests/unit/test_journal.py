@@ -347,6 +347,15 @@ def test_the_journal_reruns_without_the_hashes_of_prompts(tmp_path: Path) -> Non
     assert rerun(path).difference is None
 
 
+def test_another_policy_for_a_journal_is_refused_where_it_would_change_nothing(
+    path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record(path)
+    code, _, error_text = run_command(capsys, monkeypatch, "explain", "--journal", str(path), "--policy", "br_0")
+    assert code == 2
+    assert error_text.startswith("balanceroute: --policy br_0: a journal's calls are made again by its own policy")
+
+
 def test_a_journal_in_place_of_a_state_is_recognised(
     path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
