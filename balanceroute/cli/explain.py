@@ -152,7 +152,7 @@ def admissions_table(result: "Explanation") -> "Table":
     table.add_column("its score", justify="right")
     into_slots = len(result.admissions) - result.sent_ahead
     for index, (admit, runner_up) in enumerate(zip(result.admissions, result.runners_up, strict=True)):
-        stage = f"{admit.stage} {STAGES[admit.stage]}" + ", sent ahead" * (index >= into_slots)
+        stage = f"{admit.stage} {STAGES.get(admit.stage, 'unknown')}" + ", sent ahead" * (index >= into_slots)
         cells = (stage, score_text(admit.score), str(runner_up), score_text(runner_up.score))
         table.add_row(admit.request, admit.worker, *cells)
     return table

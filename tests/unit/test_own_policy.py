@@ -150,6 +150,20 @@ def test_a_journal_records_what_a_policy_raised_and_reruns(fault: str, tmp_path:
     assert (tmp_path / "journal").read_text().count('"raised":') == 1
 
 
+class UnknownStage(ThirdFails):
+    def decide(self, snapshot: ClusterSnapshot, now: float) -> Iterator[Choice]:
+        yield Choice(snapshot.pool.front[0], snapshot.workers[0], stage=9, score=1.0)
+
+
+def test_explain_shows_a_choice_in_a_stage_that_it_does_not_know(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    state = tmp_path / "state.json"
+    state.write_text(json.dumps({"workers": [{"id": "d0", "slots": 2}], "waiting": [{"id": "r", "prompt_tokens": 5}]}))
+    code, printed, _ = run_command(capsys, monkeypatch, "explain", str(state), "--policy", f"{__name__}:UnknownStage")
+    assert code == 0 and "9 unknown" in printed
+
+
 FAILING = pytest.mark.parametrize(
     ("policy", "problem"),
     [
