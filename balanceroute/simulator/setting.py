@@ -66,7 +66,8 @@ class Setting:
         transfer_steps: steps that the KV of a request is on its way to its worker, before it can run.
         transfers_beside_full: whether a worker whose slots are all in use begins a transfer; vLLM does not
             (`simulator.ranks`).
-        overlap_requests: requests that the router sends each worker beyond its slots (m); None: as measured.
+        overlap_requests: requests that the router sends each worker beyond its slots (m); None: as measured, as by
+            default in `serve` and `replay`.
         telemetry_lag_steps: steps by which the router hears of starts, tokens and departures too late.
         kv_capacity_tokens: KV tokens that fit one worker; beyond, the last running request is recomputed.
         request_tokens: KV tokens that every request of the fullest worker costs like, beside its own (c).
