@@ -41,12 +41,19 @@ def check_written(path: Path, *read: str | Path | None) -> None:
 
 
 def why(error: BaseException) -> str:
-    """Why an HTTP client got no answer: what the system said, without the address that libraries put around it."""
+    """Why an HTTP client got no answer: what the system said, without the address that libraries put around it.
+
+    Of TLS what the router's own health checks say.
+    """
     import ssl
 
     cause: BaseException | None = error
     while cause is not None:
-        if isinstance(cause, OSError) and cause.errno and not isinstance(cause, ssl.SSLError):
+        if isinstance(cause, ssl.SSLError):
+            from balanceroute.proxy.workers.upstream import reason_of
+
+            return reason_of(cause)
+        if isinstance(cause, OSError) and cause.errno:
             return os.strerror(cause.errno) if cause.errno > 0 else cause.strerror or str(cause)
         cause = cause.__cause__ or cause.__context__
     return str(error) or type(error).__name__

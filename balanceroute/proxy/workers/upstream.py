@@ -260,7 +260,7 @@ class Upstream:
             raise self._unsent(kind, f"no connection within {connect_timeout_s:g} s") from exc
         except (OSError, ssl.SSLError, UnicodeError) as exc:
             kind = CannotConnect if self._is_shortage_here(exc) else ConnectFailed
-            raise self._unsent(kind, f"cannot connect: {_reason(exc)}") from exc
+            raise self._unsent(kind, f"cannot connect: {reason_of(exc)}") from exc
         return connection
 
     def _is_shortage_here(self, error: Exception) -> bool:
@@ -354,7 +354,7 @@ def checked_lines(headers: Headers) -> bytes:
     return lines
 
 
-def _reason(error: Exception) -> str:
+def reason_of(error: BaseException) -> str:
     """Why there is no connection, in words that may go to clients: they name no host."""
     if isinstance(error, ssl.SSLCertVerificationError):
         if error.verify_code in _OTHER_NAME:

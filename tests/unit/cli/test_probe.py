@@ -2,11 +2,13 @@
 
 import asyncio
 import json
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import pytest
+import trustme
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
@@ -17,6 +19,7 @@ from balanceroute.cli.probe import Answer, not_compared, probe
 from balanceroute.config import validate
 from balanceroute.emulator import ClusterShape, Connector, EmulatedCluster
 from balanceroute.emulator.server import HttpServer
+from tests.unit.proxy.servers import answering, plain, worker
 from tests.waiting import pace
 
 pytestmark = pytest.mark.anyio
@@ -145,6 +148,19 @@ async def test_each_problem_is_reported_for_its_worker() -> None:
     )
     assert "auth.worker_api_key" in problems[urls[3][7:]]
     assert not_compared(answers) == {}, "of one that cannot be reached nothing is expected"
+
+
+async def test_a_worker_whose_tls_is_not_as_its_url_says_is_reported_in_words() -> None:
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    trustme.CA().issue_cert("127.0.0.1").configure_cert(tls)
+    async with (
+        served(a_vllm("kv_producer", "MooncakeConnectorV1", 64)) as (url,),
+        worker(answering(plain(b"")), tls=tls) as secure,
+    ):
+        not_secure, unknown = f"https{url[4:]}", f"https{secure.url[4:]}"
+        found = [answer.problems for answer in await asked([not_secure], [unknown])]
+    assert found[0] == [f"{not_secure} can't be reached: its URL is https, and it does not speak TLS"]
+    assert found[1][0].startswith(f"{unknown} can't be reached: its certificate is refused: ")
 
 
 async def test_the_workers_key_is_sent() -> None:
