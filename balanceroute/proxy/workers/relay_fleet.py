@@ -51,8 +51,8 @@ class ReportedCircuit(Circuit):
             self._report_finding(Finding.SUCCESS)
 
     def inconclusive(self) -> None:
-        """See `Circuit`."""
-        if self.state is CircuitState.TRIAL:
+        """See `Circuit`. The brain may have sent its state before it heard of the trial."""
+        if self.state in (CircuitState.HALF_OPEN, CircuitState.TRIAL):
             self._report_finding(Finding.INCONCLUSIVE)
 
     def fault(self, now: float, reason: str) -> None:

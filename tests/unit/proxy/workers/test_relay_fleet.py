@@ -168,6 +168,18 @@ async def test_one_request_alone_is_the_trial_of_a_half_open_circuit(fleet: Rela
     assert findings(reported) == [Finding.INCONCLUSIVE]
 
 
+async def test_the_end_of_a_trial_is_reported_although_an_earlier_state_has_crossed_its_beginning(
+    fleet: RelayFleet, reported: list[Judged]
+) -> None:
+    half_open = standing(D0, circuit=CircuitState.HALF_OPEN, doubtful=True)
+    follow(fleet, half_open, whole=True)
+    circuit = fleet["d0"].circuit
+    circuit.used()
+    follow(fleet, half_open)
+    circuit.inconclusive()
+    assert findings(reported) == [Finding.USED, Finding.INCONCLUSIVE]
+
+
 def uses(fleet: RelayFleet, now: float, **awaited_since_s: float) -> list[Use]:
     return list(fleet.uses(now, awaited_since_s))
 
