@@ -177,7 +177,8 @@ class MetricsPoller:
         ledger.settle()
         own = ledger.decoder(worker.id)
         assert own is not None  # the ledger forgets no worker that the fleet knows
-        foreign = worker.foreign.see(samples, worker.take_peak(), own.load_tokens, own.mean_request_tokens)
+        requests = max(worker.take_peak(), own.active)  # relays report their use of it later than they ask for a slot
+        foreign = worker.foreign.see(samples, requests, own.load_tokens, own.mean_request_tokens)
         least, occupancy = 0, _occupancy(own, foreign.requests)
         if foreign.requests and occupancy.free <= 0:  # else it needs none, and a view of many workers is dear
             view = ledger.view()

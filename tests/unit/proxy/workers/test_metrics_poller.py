@@ -5,7 +5,7 @@ import logging
 import orjson
 import pytest
 
-from balanceroute.core.types import Role
+from balanceroute.core.types import RequestSpec, Role
 from balanceroute.errors import BadUpstreamReply, ConnectFailed
 from balanceroute.proxy.app import metrics_poller
 from balanceroute.proxy.link.messages import Seen, frame
@@ -207,6 +207,22 @@ async def test_foreign_requests_on_a_decode_worker_take_slots_after_two_reports(
         assert known is not None
         free.append((known.foreign_requests, known.free_slots))
     assert free[0] == (0, 8) and free[-1] == (3, 5)
+
+
+@with_virtual_time
+async def test_requests_whose_relay_has_yet_to_report_its_use_of_their_worker_are_not_foreign() -> None:
+    services = a_router(a_config(1, 1, decode={"max_num_seqs": 8}))
+    ledger = services.ledger
+    ledger.on_answer = lambda request_id, answer: None
+    for requests in (2, 4, 6):
+        for number in range(requests - 2, requests):
+            ledger.submit(RequestSpec(f"r{number}", 10))
+            ledger.prefilled(f"r{number}", 10)
+        ledger.admit()
+        script(services, "d0", Page(b'vllm:num_requests_running{engine="0"} %d\n' % requests))
+        await polled(services)
+        known = ledger.decoder("d0")
+        assert known is not None and (known.active, known.foreign_requests) == (requests, 0)
 
 
 @with_virtual_time
