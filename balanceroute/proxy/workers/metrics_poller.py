@@ -39,7 +39,7 @@ from balanceroute.proxy.telemetry.metrics import Metrics
 from balanceroute.proxy.wire.metrics_page import of_worker, read_samples
 from balanceroute.proxy.workers.drainer import Drainer
 from balanceroute.proxy.workers.fleet import Fleet, Worker
-from balanceroute.proxy.workers.foreign import Occupancy, least_own_slots
+from balanceroute.proxy.workers.foreign import NOBODY, Occupancy, least_own_slots
 from balanceroute.proxy.workers.kv_memory import kv_capacity_tokens
 from balanceroute.proxy.workers.polling import Polling, Silent, answer_of, still_here
 
@@ -177,8 +177,10 @@ class MetricsPoller:
         ledger.settle()
         own = ledger.decoder(worker.id)
         assert own is not None  # the ledger forgets no worker that the fleet knows
-        requests = max(worker.take_peak(), own.active)  # relays report their use of it later than they ask for a slot
-        foreign = worker.foreign.see(samples, requests, own.load_tokens, own.mean_request_tokens)
+        foreign = NOBODY  # as long as relays may have requests there of which this ledger does not know
+        if not ledger.adopts:
+            requests = max(worker.take_peak(), own.active)  # relays report their use later than they ask for a slot
+            foreign = worker.foreign.see(samples, requests, own.load_tokens, own.mean_request_tokens)
         least, occupancy = 0, _occupancy(own, foreign.requests)
         if foreign.requests and occupancy.free <= 0:  # else it needs none, and a view of many workers is dear
             view = ledger.view()

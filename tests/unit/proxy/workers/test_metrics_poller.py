@@ -5,7 +5,7 @@ import logging
 import orjson
 import pytest
 
-from balanceroute.core.types import RequestSpec, Role
+from balanceroute.core.types import Phase, RequestSpec, Role, Standing
 from balanceroute.errors import BadUpstreamReply, ConnectFailed
 from balanceroute.proxy.app import metrics_poller
 from balanceroute.proxy.link.messages import Seen, frame
@@ -52,6 +52,7 @@ async def test_a_rank_that_leaves_while_its_server_s_metrics_are_read_leaves_the
     assert not any("p1" in reason for reason in services.metrics.conditions.reasons)
 
 
+SIZE = b'vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="100"} 1.0\n'
 GAUGE = b'vllm:kv_cache_usage_perc{engine="0"} %s\n'
 REFUSED = ConnectFailed("refused", worker="p0", tier="prefill")
 
@@ -226,9 +227,26 @@ async def test_requests_whose_relay_has_yet_to_report_its_use_of_their_worker_ar
 
 
 @with_virtual_time
+async def test_nothing_is_foreign_before_relays_have_said_which_requests_are_theirs() -> None:
+    services = a_router(a_config(1, 1, decode={"max_num_seqs": 8}))
+    ledger = services.ledger
+    script(services, "d0", Page(b'vllm:num_requests_running{engine="0"} 8.0\n' + SIZE))
+    ledger.adopts = True
+    await polled(services, 3)
+    for number in range(8):
+        standing = Standing(RequestSpec(f"r{number}", 10), Phase.DECODING, 10, decoder="d0", tokens=1)
+        assert ledger.adopt(standing)
+    ledger.adopts = False
+    for _ in range(3):
+        (worker,) = ledger.scheduler.snapshot.workers
+        assert (worker.foreign_requests, worker.own_slots, worker.kv_capacity_tokens) == (0, 8, 1_600)
+        await polled(services)
+
+
+@with_virtual_time
 async def test_the_kv_memory_of_a_decode_worker_is_known_after_one_report_and_kept_when_one_fails() -> None:
     services = a_router(a_config(1, 1))
-    script(services, "d0", Page(b'vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="100"} 1.0\n'))
+    script(services, "d0", Page(SIZE))
     await polled(services)
     assert services.ledger.scheduler.snapshot.workers[0].kv_capacity_tokens == 1_600
     script(services, "d0", 500)
