@@ -21,8 +21,9 @@ class ReportedCircuit(Circuit):
 
     __slots__ = ("_doubtful", "_report", "_worker_id")
 
-    def __init__(self, worker_id: str, report: Report) -> None:
-        super().__init__(CircuitConfig(), lambda wake_in_s: None)  # changes are not reported locally
+    def __init__(self, worker_id: str, report: Report, on_trial: Callable[[float | None], None]) -> None:
+        """`on_trial`: called when a request of this relay becomes the trial; the brain tells of all other changes."""
+        super().__init__(CircuitConfig(), on_trial)
         self._worker_id, self._report = worker_id, report
         self._doubtful = False
 
@@ -42,8 +43,8 @@ class ReportedCircuit(Circuit):
     def used(self) -> None:
         """See `Circuit`."""
         if self.state is CircuitState.HALF_OPEN:
-            self.state = CircuitState.TRIAL
             self._report_finding(Finding.USED)
+            self._enter(CircuitState.TRIAL, None)
 
     def success(self) -> None:
         """See `Circuit`."""
@@ -107,10 +108,12 @@ class RelayFleet(Fleet):
 
     def circuit(self, spec: WorkerSpec, changed: Callable[[float | None], None]) -> Circuit:
         """A circuit that reports to the one at the brain."""
-        return ReportedCircuit(spec.id, self._report)
+        return ReportedCircuit(spec.id, self._report, changed)
 
     def update(self, worker: Worker) -> None:
-        """Nothing: the brain decides on the worker's state."""
+        """Send no other request beside a trial that the brain has not heard of yet. It decides on all other states."""
+        if worker.circuit.state is CircuitState.TRIAL and worker.state is WorkerState.UP:
+            worker.state = WorkerState.DRAINING
 
     def doubt_cache(self, worker: Worker) -> None:
         """See `Fleet`; the brain tells the other relays."""

@@ -168,6 +168,18 @@ async def test_one_request_alone_is_the_trial_of_a_half_open_circuit(fleet: Rela
     assert findings(reported) == [Finding.INCONCLUSIVE]
 
 
+async def test_a_relay_sends_no_second_request_beside_a_trial_that_the_brain_has_yet_to_hear_of(
+    fleet: RelayFleet,
+) -> None:
+    """A decision may have chosen the worker for as many requests as it has slots."""
+    follow(fleet, standing(D0, circuit=CircuitState.HALF_OPEN, doubtful=True), standing(D1), whole=True)
+    for worker in fleet:
+        worker.circuit.used()
+    assert [worker.state for worker in fleet] == [WorkerState.DRAINING, WorkerState.UP]
+    follow(fleet, standing(D0))
+    assert fleet["d0"].state is WorkerState.UP
+
+
 async def test_the_end_of_a_trial_is_reported_although_an_earlier_state_has_crossed_its_beginning(
     fleet: RelayFleet, reported: list[Judged]
 ) -> None:
