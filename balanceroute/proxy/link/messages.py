@@ -49,7 +49,7 @@ from balanceroute.errors import BalanceRouteError
 from balanceroute.proxy.admission.decider import RefusalKind
 from balanceroute.proxy.perimeter.key_use import KeyUse
 
-VERSION: Final = 10
+VERSION: Final = 11
 FAR: Final = "@"  # only in names of relays of other machines, before the run folder's name
 MAX_EPOCH: Final = 2**48  # accepted from a peer: epochs begin at seconds since 1970 at most, and frames carry 2**64
 PROGRESS_S: Final = 0.005
@@ -263,7 +263,8 @@ class Seen(Message, frozen=True, tag=32):
 class WorkerStanding(Message, frozen=True):
     """A worker's state by the brain's judgement: its circuit, whether successes change that, and whether it is out.
 
-    `cache_salt`, `ended_at`, `kv_connector`: as in `workers/fleet.py`.
+    `cache_salt`, `ended_at`, `kv_connector`: as in `workers/fleet.py`. `withdrawn`: operators have drained or removed
+    it.
     """
 
     spec: WorkerSpec
@@ -274,6 +275,7 @@ class WorkerStanding(Message, frozen=True):
     cache_salt: str = ""
     ended_at: float = 0.0
     kv_connector: str | None = None
+    withdrawn: bool = False
 
 
 class Workers(Message, frozen=True, tag=33):

@@ -130,7 +130,7 @@ class RelayFleet(Fleet):
         """Take the brain's list of workers; `whole`: there are no others."""
         for standing in message.changed:
             worker = self._named(standing.spec)
-            worker.state, worker.leaving = standing.state, False
+            worker.state, worker.drained, worker.leaving = standing.state, standing.withdrawn, False
             ended_at = standing.ended_at or worker.ended_at  # a new brain knows of no end before its own time
             if (standing.out and worker.healthy) or ended_at != worker.ended_at:  # not >: clocks are set back, too
                 worker.forget_version()

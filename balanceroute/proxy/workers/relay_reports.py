@@ -195,4 +195,5 @@ def _standing(worker: Worker) -> WorkerStanding:
         worker.cache_salt,
         worker.ended_at,
         worker.kv_connector,
+        worker.drained or worker.leaving,
     )

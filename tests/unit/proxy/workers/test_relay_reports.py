@@ -12,13 +12,15 @@ from balanceroute.proxy.link.messages import (
     Learned,
     SilentGroup,
     Use,
+    Workers,
 )
 from balanceroute.proxy.link.remote import NOBODY
 from balanceroute.proxy.ops.services import Services
 from balanceroute.proxy.telemetry.metrics import Metrics
 from balanceroute.proxy.workers.circuit import CircuitState
 from balanceroute.proxy.workers.connector_check import WrongConnector
-from balanceroute.proxy.workers.fleet import Worker, why_not_up
+from balanceroute.proxy.workers.fleet import FleetConfig, Worker, why_not_up
+from balanceroute.proxy.workers.relay_fleet import RelayFleet
 from balanceroute.proxy.workers.relay_reports import MOST_AWAY, RelayReports
 from balanceroute.proxy.workers.silence import FrozenGroup
 from tests.unit.proxy.virtual_time import a_router, let_pass, with_virtual_time
@@ -55,6 +57,18 @@ async def test_findings_of_all_relays_count_as_consecutive() -> None:
     relay_reports.judged(Judged("d1", Finding.SUCCESS))
     assert worker.state is WorkerState.UP and not relay_reports.standings()["d1"].doubtful
     relay_reports.judged(Judged("who is this", Finding.FAULT))
+
+
+@with_virtual_time
+async def test_relays_do_not_count_on_a_worker_that_operators_have_withdrawn() -> None:
+    """As in one process: a request that all other workers refuse is no fault of theirs."""
+    services = a_router()
+    fleet, relay_reports = services.fleet, reports(services)
+    relay = RelayFleet(services.loop, FleetConfig(), lambda message: None)
+    for change, able in ((fleet.drain, False), (fleet.undrain, True), (fleet.leave, False)):
+        change(fleet["d1"])
+        relay.follow(Workers(tuple(relay_reports.standings().values()), ()), whole=True)
+        assert fleet["d1"].able is able and [worker.id for worker in relay if not worker.able] == ["d1"] * (not able)
 
 
 @with_virtual_time
