@@ -268,7 +268,7 @@ class Hub:
         void = self.requests.adopt(member, hello.held)
         if self.settled.is_set() and hello.held:
             self._ledger.order_by_arrival()
-        fields = {"relay": hello.relay, "pid": hello.process, "requests": len(hello.held), "void": len(void)}
+        fields = {"relay": hello.relay, "requests": len(hello.held), "void": len(void)}
         log.info("relay joined", extra=fields)
         reads_tokens = member.counts is not None
         frames.send(Welcome(VERSION, self.epoch, member.number, void, self._block_seed, reads_tokens))

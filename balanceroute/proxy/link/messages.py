@@ -115,7 +115,7 @@ class Held(Message, frozen=True):
 
 
 class Hello(Message, frozen=True, tag=0):
-    """A relay joins. `relay`: its name; `process`: differs after each restart.
+    """A relay joins. `relay`: its name; `process`: a random number, another one after each restart.
 
     `token_file`: the descriptor of its token counts (`token_counts.py`), for a brain on the same machine.
     """

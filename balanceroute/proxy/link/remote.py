@@ -22,7 +22,7 @@ what any of them does depends on whether there is a brain.
 import asyncio
 import logging
 import math
-import os
+import secrets
 from collections.abc import Callable, Set
 from typing import Final
 
@@ -115,6 +115,7 @@ class RemoteBrain:
         void tickets.
         """
         self._loop, self._reach, self._relay, self._on_void = loop, reach, relay, on_void
+        self._process = secrets.randbits(48)  # no process id: relays in containers of a cloned machine have the same
         self.bounds = bounds
         self.soon_s, self.silent_s, self.frozen_s = SOON_S, SILENT_S, FROZEN_S
         self.on_answer: OnAnswer = lambda request_id, answer: None
@@ -397,7 +398,7 @@ class RemoteBrain:
         now = self._loop.time()
         opened = [(ticket, self._open[ticket.id]) for ticket in self.tickets.values()]
         held = [Held(entry.number, entry.turn, ticket.standing(now)) for ticket, entry in opened if entry.submitted]
-        self._frames.send(Hello(VERSION, self._relay, os.getpid(), self.epoch, tuple(held), self.token_counts.fd))
+        self._frames.send(Hello(VERSION, self._relay, self._process, self.epoch, tuple(held), self.token_counts.fd))
         self._greeted, self._knows_workers = True, False
         for ticket, entry in opened:
             if not entry.submitted:  # no brain knows it, so it may still be refused

@@ -239,6 +239,19 @@ async def test_two_far_relays_with_one_name_leave_the_first_joined_and_refuse_th
         second.abort("the test ends")
 
 
+@with_stage
+async def test_a_relay_of_a_cloned_machine_is_refused_although_its_process_has_the_same_number(
+    stage: Stage, machine: Machine, caplog: pytest.LogCaptureFixture
+) -> None:
+    brain = await stage.brain()
+    async with machine.let_in(brain) as port:
+        first = stage.relay("r0@b", machine.reach(port))
+        await until(lambda: first.brain.member is not None)
+        clone = stage.relay("r0@b", machine.reach(port))
+        await until(lambda: clone.brain.member is not None or any(TAKEN in str(vars(line)) for line in caplog.records))
+        assert first.brain.member == 1 and clone.brain.member is None
+
+
 def test_there_may_be_other_far_relays_if_a_brain_of_another_machine_has_led(machine: Machine) -> None:
     machine.members.keep(["r0@b"])
     later = FarMembers(machine.folder / "far", others_led=True)
