@@ -105,12 +105,15 @@ class Scoring:
             leg.prefill_wait_s += services.tickets.now() - since_s
 
     def _least_busy(self) -> Worker | None:
-        """The least busy prefiller of those still present; None: all rest. Raises: NoHealthyWorkers."""
-        services = self._leg.services
-        here = [p for p in services.tickets.view().prefillers if p.id in services.fleet]
-        up = [p for p in here if p.state is WorkerState.UP]
+        """The least busy prefiller of those still present; None: all rest. Raises: NoHealthyWorkers.
+
+        At a relay the fleet knows of states sooner than the view.
+        """
+        fleet = self._leg.services.fleet
+        here = [p for p in self._leg.services.tickets.view().prefillers if p.id in fleet]
+        up = [p for p in here if fleet[p.id].state is WorkerState.UP]
         if up:
-            return services.fleet[min(up, key=lambda p: (services.fleet[p.id].in_use, p.kv_usage or 0.0)).id]
-        if not any(services.fleet[p.id].able for p in here):
+            return fleet[min(up, key=lambda p: (fleet[p.id].in_use, p.kv_usage or 0.0)).id]
+        if not any(fleet[p.id].able for p in here):
             raise NoHealthyWorkers("No prefiller can serve the request now.")
         return None

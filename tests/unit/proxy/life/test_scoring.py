@@ -3,7 +3,7 @@
 import orjson
 import pytest
 
-from balanceroute.core.types import Outcome
+from balanceroute.core.types import Outcome, WorkerState
 from balanceroute.errors import NoHealthyWorkers, QueueTimeout
 from balanceroute.proxy.life.scoring import Scoring
 from tests.unit.proxy.life.legs import PROMPT_IDS, Client, a_leg, dispatching, idle, probed
@@ -102,5 +102,16 @@ async def test_a_decode_first_scoring_request_skips_a_prefiller_that_has_just_le
     services = a_router(config.model_validate(config.model_dump() | LAYERWISE))
     asked = {name: script(services, name, scored()) for name in ("p0", "p1")}
     services.fleet.forget(services.fleet["p0"])
+    await a_leg(services, strategy=Scoring, echo=True, max_tokens=0, logprobs=1, stream=False).run()
+    assert not asked["p0"].asked and len(asked["p1"].asked) == 1
+
+
+@with_virtual_time
+async def test_a_decode_first_scoring_request_at_a_relay_skips_a_prefiller_that_rests_before_the_view_says_so() -> None:
+    config = a_config(2, 1)
+    services = a_router(config.model_validate(config.model_dump() | LAYERWISE))
+    asked = {name: script(services, name, scored()) for name in ("p0", "p1")}
+    services.fleet["p0"].state = WorkerState.DRAINING
+    assert services.tickets.view().prefillers[0].state is WorkerState.UP
     await a_leg(services, strategy=Scoring, echo=True, max_tokens=0, logprobs=1, stream=False).run()
     assert not asked["p0"].asked and len(asked["p1"].asked) == 1
