@@ -195,7 +195,7 @@ async def test_a_drain_uses_the_freest_worker_first_and_a_resting_one_last() -> 
 async def test_a_relay_drains_where_no_request_has_failed_since_the_view_that_it_has() -> None:
     services = a_router()
     busy, resting = services.fleet["d0"], services.fleet["d1"]
-    busy.circuit = ReportedCircuit("d0", lambda message: None)
+    busy.circuit = ReportedCircuit("d0", lambda message: None, lambda wake_in_s: None)
     busy.circuit.busy(services.loop.time())
     resting.state = WorkerState.DRAINING
     for worker in ("d0", "d1", "d2"):
