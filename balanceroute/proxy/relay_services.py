@@ -205,7 +205,6 @@ class RelayServices(ClientServices):
         """After joining a brain, send again what is otherwise sent only on change, or may be lost."""
         self.sent_activity = None
         self.send_counts()
-        self.fleet.report_doubts()
         explained = self.suspicions.explained_since(self.loop.time() - KNOWN_S)
         if explained:
             self.send_explained(explained)

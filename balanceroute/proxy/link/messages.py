@@ -399,7 +399,9 @@ class Explained(Message, frozen=True, tag=44):
 
 
 class CacheDoubted(Message, frozen=True, tag=45):
-    """A decode worker may have cached wrong KV; it gets this salt from now on. Also on joining, of earlier doubts."""
+    """A decode worker may have cached wrong KV; it gets this salt from now on. Sent again if the brain names an earlier
+    one, or none.
+    """
 
     worker: str
     cache_salt: str

@@ -120,12 +120,6 @@ class RelayFleet(Fleet):
         super().doubt_cache(worker)
         self._report(CacheDoubted(worker.id, worker.cache_salt))
 
-    def report_doubts(self) -> None:
-        """Tell a new brain which salts decode workers' caches have."""
-        for worker in self:
-            if worker.cache_salt:
-                self._report(CacheDoubted(worker.id, worker.cache_salt))
-
     def follow(self, message: Workers, whole: bool) -> None:
         """Take the brain's list of workers; `whole`: there are no others."""
         for standing in message.changed:
@@ -138,6 +132,8 @@ class RelayFleet(Fleet):
             assert isinstance(worker.circuit, ReportedCircuit)
             worker.circuit.set_state(CircuitState(standing.circuit), standing.doubtful)
             self.salt_cache(worker, standing.cache_salt)
+            if worker.cache_salt > standing.cache_salt:  # the brain is a new one, or did not know the server any more
+                self._report(CacheDoubted(worker.id, worker.cache_salt))
         named = {standing.spec.id for standing in message.changed}
         for worker in self:
             if worker.id in message.gone or (whole and worker.id not in named):

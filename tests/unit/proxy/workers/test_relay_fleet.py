@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from balanceroute.core.types import Role, WorkerSpec, WorkerState
-from balanceroute.proxy.link.messages import Finding, Judged, Use, Workers, WorkerStanding
+from balanceroute.proxy.link.messages import CacheDoubted, Finding, Judged, Use, Workers, WorkerStanding
 from balanceroute.proxy.workers.circuit import CircuitState
 from balanceroute.proxy.workers.fleet import FleetConfig, Worker
 from balanceroute.proxy.workers.relay_fleet import RelayFleet
@@ -116,6 +116,20 @@ async def test_a_relay_keeps_ended_processes_and_cache_salts_over_a_change_of_br
     follow(fleet, WorkerStanding(D0, WorkerState.UP, CircuitState.CLOSED.value, False, False, "00000001a", 2.0))
     follow(fleet, standing(D0), whole=True)  # another brain, which has found nothing yet
     assert (fleet["d0"].cache_salt, fleet["d0"].ended_at) == ("00000001a", 2.0)
+
+
+async def test_a_relay_tells_every_brain_the_salt_of_a_server_that_was_away_meanwhile(
+    fleet: RelayFleet, reported: list[Judged | CacheDoubted]
+) -> None:
+    follow(fleet, standing(D0), whole=True)
+    fleet.doubt_cache(fleet["d0"])
+    salt = fleet["d0"].cache_salt
+    follow(fleet, standing(D1), whole=True)  # another brain, under which operators have removed the worker
+    follow(fleet, standing(D0))
+    assert fleet["d0"].cache_salt == salt and reported == [CacheDoubted("d0", salt)] * 2
+    known = standing(D0)
+    follow(fleet, WorkerStanding(D0, known.state, known.circuit, False, False, salt), whole=True)
+    assert reported == [CacheDoubted("d0", salt)] * 2
 
 
 async def test_a_relay_hears_of_an_ended_process_although_the_clock_was_set_back_since_the_last_one(
