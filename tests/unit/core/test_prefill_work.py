@@ -22,9 +22,9 @@ def submit(scheduler: Scheduler, name: str, tokens: int, now: float, priority: i
     return [prefill.request for prefill in scheduler.dispatch(now)]
 
 
-def served_one_by_one(scheduler: Scheduler, running: str, now: float) -> list[str]:
-    """Who follows whom on a prefiller that takes one at a time."""
-    order = []
+def served_one_by_one(scheduler: Scheduler, now: float) -> list[str]:
+    """Who follows the request `running`, and one another, on a prefiller that takes one at a time."""
+    running, order = "running", []
     while True:
         scheduler.finish(running, Outcome.FINISHED, now)
         prefills = scheduler.dispatch(now)
@@ -66,7 +66,7 @@ def test_a_huge_prompt_waits_for_short_ones_that_come_soon_after_it() -> None:
     assert submit(scheduler, "running", 1000, 0.0) == ["running"]
     for number, (name, tokens) in enumerate([("huge", HUGE), ("a", 500), ("b", 2000), ("c", 100)]):
         assert submit(scheduler, name, tokens, 0.1 * number) == []
-    assert served_one_by_one(scheduler, "running", 1.0) == ["a", "c", "b", "huge"]
+    assert served_one_by_one(scheduler, 1.0) == ["a", "c", "b", "huge"]
 
 
 def test_ageing_lets_a_huge_prompt_precede_later_ones() -> None:
@@ -76,7 +76,7 @@ def test_ageing_lets_a_huge_prompt_precede_later_ones() -> None:
     ahead_s = AGEING * HUGE * FIRST_S_PER_TOKEN
     submit(scheduler, "just before", 10, ahead_s - 1.0)
     submit(scheduler, "after", 10, ahead_s + 1.0)
-    assert served_one_by_one(scheduler, "running", ahead_s + 2.0) == ["just before", "huge", "after"]
+    assert served_one_by_one(scheduler, ahead_s + 2.0) == ["just before", "huge", "after"]
 
 
 def test_ageing_is_at_most_half_of_the_queue_deadline() -> None:
@@ -84,7 +84,7 @@ def test_ageing_is_at_most_half_of_the_queue_deadline() -> None:
     submit(scheduler, "running", 1000, 0.0)
     submit(scheduler, "huge", 10 * HUGE, 0.0)
     submit(scheduler, "after", 10, 6.0)
-    assert served_one_by_one(scheduler, "running", 7.0) == ["huge", "after"]
+    assert served_one_by_one(scheduler, 7.0) == ["huge", "after"]
 
 
 def test_a_lower_class_goes_first_whatever_its_size() -> None:
@@ -92,7 +92,7 @@ def test_a_lower_class_goes_first_whatever_its_size() -> None:
     submit(scheduler, "running", 1000, 0.0)
     submit(scheduler, "short", 10, 0.0, priority=1)
     submit(scheduler, "huge", HUGE, 1.0, priority=0)
-    assert served_one_by_one(scheduler, "running", 2.0) == ["huge", "short"]
+    assert served_one_by_one(scheduler, 2.0) == ["huge", "short"]
 
 
 def test_a_huge_prompt_fills_a_prefiller_that_takes_several_of_mean_size() -> None:
@@ -116,5 +116,5 @@ def test_a_client_that_leaves_the_queue_is_not_dispatched() -> None:
     submit(scheduler, "running", 1000, 0.0)
     submit(scheduler, "gone", 10, 0.0)
     scheduler.finish("gone", Outcome.CANCELLED, 0.0)
-    assert served_one_by_one(scheduler, "running", 1.0) == []
+    assert served_one_by_one(scheduler, 1.0) == []
     assert submit(scheduler, "next", 10, 2.0) == ["next"]

@@ -29,8 +29,8 @@ from balanceroute.errors import InputError, InvariantError
 from tests.unit.core.builders import a_request, a_scheduler, admitted, pool_all
 
 
-def into_prefill(scheduler: Scheduler, request_id: str, prompt_tokens: int = 100) -> None:
-    scheduler.submit(a_request(request_id, prompt_tokens), 0.0)
+def into_prefill(scheduler: Scheduler, request_id: str) -> None:
+    scheduler.submit(a_request(request_id, 100), 0.0)
     scheduler.dispatch(0.0)
 
 

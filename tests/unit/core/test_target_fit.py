@@ -361,17 +361,17 @@ def test_nothing_is_held_back_while_a_later_class_waits_for_the_same_slots() -> 
     assert [request for request, _ in admitted(scheduler, 10.1)] == ["large", "later"]
 
 
-def with_memory(loads: list[list[int]], *, slots: int, capacity_tokens: int) -> Scheduler:
-    """`level_fitting` workers, each with KV memory for so many tokens, none of which is kept for growth."""
+def with_memory(loads: list[list[int]], *, slots: int) -> Scheduler:
+    """`level_fitting` workers, each with KV memory for 1,000 tokens, none of which is kept for growth."""
     scheduler = level_fitting(loads, slots=slots, mean_prompt=300.0)
     for worker in scheduler.snapshot.workers:
-        scheduler.report_decoder_memory(worker.spec.id, capacity_tokens, 0.0)
+        scheduler.report_decoder_memory(worker.spec.id, 1_000, 0.0)
     return scheduler
 
 
 def test_a_smaller_request_takes_the_slot_of_one_that_does_not_fit_the_memory() -> None:
     """d1 holds 400 in one of its two slots. 700 would bring it to the level of d0, and its memory ends at 1,000."""
-    scheduler = with_memory([[500, 600], [400]], slots=2, capacity_tokens=1_000)
+    scheduler = with_memory([[500, 600], [400]], slots=2)
     pool_all(scheduler, {"fits best": 700, "fits": 200, "is smaller": 10})
     document = snapshot_to_dict(scheduler.snapshot, 0.0)
     assert admitted(scheduler) == [("fits", "d1")]
@@ -384,7 +384,7 @@ def test_a_smaller_request_takes_the_slot_of_one_that_does_not_fit_the_memory() 
 def test_with_slots_for_all_a_request_goes_to_the_least_load_among_the_workers_that_it_fits(
     capacity_tokens: int,
 ) -> None:
-    scheduler = with_memory([[400], [900], [500]], slots=3, capacity_tokens=1_000)
+    scheduler = with_memory([[400], [900], [500]], slots=3)
     pool_all(scheduler, {"large": 700, "small": 400})
     for worker in ("d1", "d2"):
         scheduler.report_decoder_memory(worker, capacity_tokens, 0.0)
@@ -392,20 +392,20 @@ def test_with_slots_for_all_a_request_goes_to_the_least_load_among_the_workers_t
 
 
 def test_requests_that_wait_for_memory_are_served_in_order_and_passed_by_those_that_fit() -> None:
-    scheduler = with_memory([[400], [500]], slots=4, capacity_tokens=1_000)
+    scheduler = with_memory([[400], [500]], slots=4)
     pool_all(scheduler, {"a": 700, "b": 550, "c": 300, "d": 200, "e": 150})
     assert admitted(scheduler) == [("b", "d0"), ("c", "d1"), ("d", "d1")]
 
 
 def test_of_more_requests_than_slots_one_that_fills_the_memory_to_its_last_token_fits() -> None:
-    scheduler = with_memory([[400, 500], [450, 500]], slots=3, capacity_tokens=1_000)
+    scheduler = with_memory([[400, 500], [450, 500]], slots=3)
     pool_all(scheduler, {"a": 600, "b": 100, "c": 650})
     assert admitted(scheduler) == [("b", "d0")]
 
 
 @pytest.mark.parametrize("state", [WorkerState.DRAINING, WorkerState.DOWN])
 def test_past_its_cap_a_request_waits_for_no_room_on_a_worker_that_takes_none(state: WorkerState) -> None:
-    scheduler = with_memory([[450, 490], [100]], slots=3, capacity_tokens=1_000)
+    scheduler = with_memory([[450, 490], [100]], slots=3)
     scheduler.set_worker_state("d1", state, 0.0)
     pool_all(scheduler, {"old": 300, "other": 301})
     cap_s = 1.1 * LEVEL_FIT.least_cap * PolicySettings().max_wait_s
@@ -414,13 +414,13 @@ def test_past_its_cap_a_request_waits_for_no_room_on_a_worker_that_takes_none(st
 
 
 def test_where_memory_is_short_each_request_goes_to_the_worker_that_is_the_lightest_by_then() -> None:
-    scheduler = with_memory([[400], [450]], slots=4, capacity_tokens=1_000)
+    scheduler = with_memory([[400], [450]], slots=4)
     pool_all(scheduler, {"a": 100, "b": 100, "c": 460})
     assert admitted(scheduler) == [("a", "d0"), ("b", "d1"), ("c", "d0")]
 
 
 def test_a_slot_stays_free_until_a_waiting_request_fits_the_memory() -> None:
-    scheduler = with_memory([[400, 500], [450, 500]], slots=3, capacity_tokens=1_000)
+    scheduler = with_memory([[400, 500], [450, 500]], slots=3)
     pool_all(scheduler, {"a": 600, "b": 650})
     assert admitted(scheduler) == []
     scheduler.finish("d1.1", Outcome.FINISHED, 0.0)
@@ -431,14 +431,14 @@ def test_a_slot_stays_free_until_a_waiting_request_fits_the_memory() -> None:
 
 def test_in_front_of_a_later_class_a_request_goes_where_it_fits_or_where_most_room_is() -> None:
     """In 100 and 50 tokens: the smaller one goes to the larger load, as it does not fit the other any more."""
-    scheduler = with_memory([[400, 500], [450, 500]], slots=8, capacity_tokens=1_000)
+    scheduler = with_memory([[400, 500], [450, 500]], slots=8)
     pool_all(scheduler, {"fits nowhere": 600, "fits": 40})
     scheduler.submit_prefilled(RequestSpec("later", 10, 1), 0.0)
     assert admitted(scheduler) == [("fits nowhere", "d0"), ("fits", "d1"), ("later", "d1")]
 
 
 def test_without_memory_no_later_class_passes_a_request_that_waits_for_memory() -> None:
-    scheduler = with_memory([[500, 500], [400, 600]], slots=8, capacity_tokens=1_000)
+    scheduler = with_memory([[500, 500], [400, 600]], slots=8)
     pool_all(scheduler, {"first": 600})
     scheduler.submit_prefilled(RequestSpec("later", 1, 1), 0.0)
     assert admitted(scheduler) == []
@@ -449,7 +449,7 @@ def test_without_memory_no_later_class_passes_a_request_that_waits_for_memory() 
 
 
 def test_a_request_that_waits_for_memory_beside_a_free_slot_schedules_no_recheck() -> None:
-    scheduler = with_memory([[400, 500], [450, 500]], slots=3, capacity_tokens=1_000)
+    scheduler = with_memory([[400, 500], [450, 500]], slots=3)
     pool_all(scheduler, {"large": 300}, now=10.0)
     for now in (10.0, 11.0):
         assert admitted(scheduler, now) == []
@@ -457,7 +457,7 @@ def test_a_request_that_waits_for_memory_beside_a_free_slot_schedules_no_recheck
 
 
 def test_an_idle_worker_takes_a_request_larger_than_its_memory() -> None:
-    scheduler = with_memory([[], [400]], slots=2, capacity_tokens=1_000)
+    scheduler = with_memory([[], [400]], slots=2)
     pool_all(scheduler, {"huge": 5_000})
     assert admitted(scheduler) == [("huge", "d0")]
 
@@ -465,7 +465,7 @@ def test_an_idle_worker_takes_a_request_larger_than_its_memory() -> None:
 @pytest.mark.parametrize(("waiting", "busy"), [(5, 1), (9, 1), (5, 0)], ids=["slots for all", "scarce", "all idle"])
 def test_an_idle_worker_gets_no_more_than_its_memory_holds(waiting: int, busy: int) -> None:
     """One that comes back while many wait got a request for each of its slots."""
-    scheduler = with_memory([[], [400] * busy], slots=4, capacity_tokens=1_000)
+    scheduler = with_memory([[], [400] * busy], slots=4)
     pool_all(scheduler, {f"r{number}": 450 for number in range(waiting)})
     taken = [worker for _, worker in admitted(scheduler)]
     assert taken.count("d0") == 2
@@ -475,7 +475,7 @@ def test_past_its_cap_a_request_goes_to_the_worker_with_most_room_and_past_twice
     def the_slot_is_on(index: int, caps: float, others: int) -> list[str]:
         loads = [[450, 490], [400, 490]]
         loads[1 - index].append(5)
-        scheduler = with_memory(loads, slots=3, capacity_tokens=1_000)
+        scheduler = with_memory(loads, slots=3)
         pool_all(scheduler, {"old": 300} | {f"other{n}": 301 for n in range(others)})
         see_means(scheduler, mean_prompt=300.0, wait_s=0.0)
         cap_s = 1.1 * LEVEL_FIT.least_cap * PolicySettings().max_wait_s
@@ -692,7 +692,7 @@ def test_the_weight_of_a_wait_grows_with_the_variation_of_prompts(deviation_toke
 
 
 def test_an_overdue_request_also_waits_when_no_memory_is_left() -> None:
-    scheduler = with_memory([[450, 550], [400, 600]], slots=3, capacity_tokens=1_000)
+    scheduler = with_memory([[450, 550], [400, 600]], slots=3)
     scheduler.submit_prefilled(RequestSpec("old", 300), 0.0)
     assert admitted(scheduler, now=1_000.0) == []
     scheduler.finish("d0.0", Outcome.FINISHED, 1_000.0)

@@ -753,18 +753,18 @@ def test_a_chat_begins_with_the_message_that_it_repeats_which_is_no_token(ids: l
 def test_reasoning_tokens_are_reported_only_for_an_answer_of_one_worker(continuous: bool) -> None:
     """A worker knows those that it has generated itself: of a resumed answer they would be too few."""
 
-    def reasoned(text: str, count: int, **fields: Any) -> bytes:
-        sent = {"prompt_tokens": 9, "completion_tokens": 1, "completion_tokens_details": {"reasoning_tokens": count}}
-        return event(chat({"reasoning": text}, [count], **fields) | ({"usage": sent} if continuous else {}))
+    def reasoned(text: str, **fields: Any) -> bytes:
+        sent = {"prompt_tokens": 9, "completion_tokens": 1, "completion_tokens_details": {"reasoning_tokens": 1}}
+        return event(chat({"reasoning": text}, [1], **fields) | ({"usage": sent} if continuous else {}))
 
     last = event(usage(9, 1, completion_tokens_details={"reasoning_tokens": 1}))
     scanner = EventScanner(want_usage=True, want_continuous_usage=continuous)
-    sent = scanner.feed(reasoned("a", 1, finish_reason="stop") + last)
+    sent = scanner.feed(reasoned("a", finish_reason="stop") + last)
     assert sent.count(b'"reasoning_tokens":1') == (2 if continuous else 1)
     scanner = EventScanner(want_usage=True, want_continuous_usage=continuous)
-    scanner.feed(reasoned("a", 1))
+    scanner.feed(reasoned("a"))
     scanner.resume()
-    sent = scanner.feed(reasoned("b", 1, finish_reason="stop") + last)
+    sent = scanner.feed(reasoned("b", finish_reason="stop") + last)
     assert b'"completion_tokens":2' in sent and b"reasoning_tokens" not in sent
 
 
