@@ -5,6 +5,7 @@ threads: a thread that does not block the parent's signals ends the parent with 
 not wait: SIGCHLD tells the end of the process.
 """
 
+import math
 import os
 import signal
 import time
@@ -38,11 +39,11 @@ class Trial:
             raise
         finally:
             os.close(writable)
-        self.deadline_s: float | None = time.monotonic() + within_s
+        self.deadline_s = time.monotonic() + within_s
 
     def give_up(self) -> None:
         """Kill the process: it has taken too long, or its result is not wanted any more."""
-        self._late, self.deadline_s = True, None
+        self._late, self.deadline_s = True, math.inf
         os.kill(self.pid, signal.SIGKILL)  # not reaped yet, so the number is still its own
 
     def failure(self) -> ConfigError | None:

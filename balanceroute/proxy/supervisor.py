@@ -35,6 +35,7 @@ import ctypes
 import errno
 import gc
 import logging
+import math
 import os
 import signal
 import sys
@@ -134,7 +135,7 @@ class Child:
     failures: int = 0  # consecutive failures: it could not be started, or died within `STEADY_S`
     up: bool = False
     started_s: float = 0.0
-    due_s: float | None = 0.0  # time of the next start; None: it runs, or is not to run again
+    due_s: float = 0.0  # time of the next start; infinite: it runs, or is not to run again
 
 
 class Supervisor:
@@ -151,7 +152,7 @@ class Supervisor:
         self._signals = 0  # signals to end, so far
         self._postponed = False  # a drain was requested, and waits for a successor
         self._drains = False  # it drains, and a successor may still take over
-        self._deadline_s: float | None = None  # when remaining children are killed
+        self._deadline_s = math.inf  # when remaining children are killed
         self._code = 0
         self._trouble = Trouble(log, "no process can be started, tried again")
         self._reload_asked = False  # a reload was requested, and has not begun
@@ -184,26 +185,23 @@ class Supervisor:
         self._reap()
         now = time.monotonic()
         for child in self.children:
-            if child.due_s is not None and child.due_s <= now:
+            if child.due_s <= now:
                 self._start(child)
         if not self._signals:
             self._owner.repair()
-        if self._trial is not None and self._trial.deadline_s is not None and now >= self._trial.deadline_s:
+        if self._trial is not None and now >= self._trial.deadline_s:
             self._trial.give_up()
-        if self._deadline_s is not None and now >= self._deadline_s:
+        if now >= self._deadline_s:
             log.warning("children killed: they have not ended in time", extra={"children": self._alive})
             self._kill()
-        return any(child.pid is not None or child.due_s is not None for child in self.children)
+        return any(child.pid is not None or child.due_s < math.inf for child in self.children)
 
     def _patience_s(self) -> float:
         """How long to wait for a signal: until the next timed action."""
         now = time.monotonic()
-        times_s = [now + MEND_S, *(child.due_s for child in self.children if child.due_s is not None)]
-        if self._deadline_s is not None:
-            times_s.append(self._deadline_s)
-        if self._trial is not None and self._trial.deadline_s is not None:
-            times_s.append(self._trial.deadline_s)
-        return max(0.0, min(times_s) - now)
+        trial_ends_s = math.inf if self._trial is None else self._trial.deadline_s
+        next_s = min(now + MEND_S, self._deadline_s, trial_ends_s, *(child.due_s for child in self.children))
+        return max(0.0, next_s - now)
 
     @property
     def _alive(self) -> list[str]:
@@ -301,9 +299,8 @@ class Supervisor:
         self._give_up_reload()
         for child in self.children:
             if not (child.needed and self._drains and self._others_run):
-                child.due_s = None
-        deadline_s = time.monotonic() + within_s
-        self._deadline_s = min(deadline_s, self._deadline_s or deadline_s)
+                child.due_s = math.inf
+        self._deadline_s = min(self._deadline_s, time.monotonic() + within_s)
 
     def _send(self, number: signal.Signals) -> None:
         for child in self.children:
@@ -312,10 +309,10 @@ class Supervisor:
 
     def _kill(self) -> None:
         """Kill the children that are left; none is started again."""
-        self._deadline_s = None
+        self._deadline_s = math.inf
         self._send(signal.SIGKILL)
         for child in self.children:
-            child.due_s = None
+            child.due_s = math.inf
             if child.pid is not None:
                 os.waitpid(child.pid, 0)
                 child.pid = None
@@ -369,7 +366,7 @@ class Supervisor:
             self._put_off(child, error)
             return
         self._trouble.end()
-        child.pid, child.due_s, child.started_s = pid, None, time.monotonic()
+        child.pid, child.due_s, child.started_s = pid, math.inf, time.monotonic()
         child.starts += 1
         log.info("child started", extra={"child": child.name, "pid": pid, "life": child.starts})
 
