@@ -16,11 +16,12 @@ Balance, from the KV tokens L_g that each of G decode workers holds during one s
 The first three are of one step, and their means are summed up where steps are made: `simulator/result.py`,
 `emulator/step_totals.py`.
 
-Waits are unfair when big prompts wait and small ones do not; `wait_by_size` shows who waits.
+Waits are unfair when big prompts wait and small ones do not; `wait_p99_by_size` shows who waits.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -96,26 +97,11 @@ class Distribution:
         return cls(int(array.size), float(array.mean()), p50, p95, p99, float(array.max()))
 
 
-@dataclass(frozen=True, slots=True)
-class SizeClassWait:
-    """Waits of the requests whose prompts fall into one quantile band."""
-
-    from_quantile: float
-    to_quantile: float
-    wait: Distribution
+SIZE_CLASSES = (0.0, 0.5, 0.9, 0.99, 1.0)  # quantiles of the prompts
 
 
-SIZE_CLASSES = (0.0, 0.5, 0.9, 0.99, 1.0)
-
-
-def wait_by_size(
-    wait_s: ArrayLike, prompt_tokens: ArrayLike, classes: Sequence[float] = SIZE_CLASSES
-) -> tuple[SizeClassWait, ...]:
-    """Waits by prompt size: equal rows mean that no size pays for the others."""
-    waits, prompts = np.asarray(wait_s, dtype=np.float64), np.asarray(prompt_tokens)
-    order = np.argsort(prompts, kind="stable")
-    edges = [round(edge * len(order)) for edge in classes]
-    return tuple(
-        SizeClassWait(classes[i], classes[i + 1], Distribution.of(waits[order[edges[i] : edges[i + 1]]]))
-        for i in range(len(classes) - 1)
-    )
+def wait_p99_by_size(wait_s: ArrayLike, prompt_tokens: ArrayLike) -> tuple[float, ...]:
+    """The p99 wait of each of `SIZE_CLASSES`: equal ones mean that no size pays for the others."""
+    waits = np.asarray(wait_s, dtype=np.float64)[np.argsort(np.asarray(prompt_tokens), kind="stable")]
+    edges = [round(edge * len(waits)) for edge in SIZE_CLASSES]
+    return tuple(percentile(waits[first:end], 99) for first, end in pairwise(edges))

@@ -97,7 +97,7 @@ def waits_table(scope: Scope, results: Results, source: str, name: str) -> Table
         jobs = jobs_of(scope, source, variant)
         table.add(
             variant.label + (", limit" if variant is not method else ""),
-            *(sizes.wait.p99 for sizes in results[jobs[0]].waits),
+            *results[jobs[0]].waits_p99_s,
             *(mean_of(results, jobs, name) for name in ("wait_p50_s", "wait_p99_s", "wait_max_s", "balance")),
         )
     return table

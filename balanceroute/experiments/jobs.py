@@ -26,7 +26,6 @@ from balanceroute import report
 from balanceroute.errors import BalanceRouteError
 from balanceroute.experiments.methods import Method
 from balanceroute.prediction import Evaluation, evaluate
-from balanceroute.report import SizeClassWait
 from balanceroute.simulator import Figures, Replay, Setting
 from balanceroute.simulator.history import finished_requests, fitted
 from balanceroute.traces import PRESETS, Trace, generate_trace, ideal_capacity, load_trace
@@ -106,9 +105,9 @@ class Job(Task):
         outcome = Replay(trace, method.policy, self.setting, method.predictor, train, with_loads=self.panel).run(
             stage_timer=timer
         )
-        waits = report.wait_by_size(outcome.wait_s, outcome.prompt_tokens)
+        waits_p99_s = report.wait_p99_by_size(outcome.wait_s, outcome.prompt_tokens)
         times = timer.times(outcome.decision_us) if timer else None
-        return JobResult(outcome.figures, waits, outcome.segment.copy(), times)
+        return JobResult(outcome.figures, waits_p99_s, outcome.segment.copy(), times)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,10 +143,10 @@ class StageTimes:
 
 @dataclass(frozen=True, slots=True)
 class JobResult:
-    """The figures of one simulation for tables and plots."""
+    """The figures of one simulation for tables and plots; `waits_p99_s`: by `report.SIZE_CLASSES`."""
 
     figures: Figures
-    waits: tuple[SizeClassWait, ...]
+    waits_p99_s: tuple[float, ...]
     panel: NDArray[np.int64] = field(default_factory=lambda: np.empty((0, 0), dtype=np.int64))
     times: StageTimes | None = None
 

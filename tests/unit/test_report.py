@@ -46,5 +46,6 @@ def test_percentiles_interpolate() -> None:
 
 
 def test_waits_are_listed_by_prompt_size() -> None:
-    small, big = report.wait_by_size([1.0, 9.0, 1.0, 9.0], [10, 999, 20, 888], classes=(0, 0.5, 1))
-    assert (small.wait.mean, big.wait.mean) == (1.0, 9.0)
+    prompt_tokens = list(range(100))
+    waits_s = [1.0 if tokens < 50 else 2.0 if tokens < 90 else 3.0 if tokens < 99 else 4.0 for tokens in prompt_tokens]
+    assert report.wait_p99_by_size(waits_s[::-1], prompt_tokens[::-1]) == (1.0, 2.0, 3.0, 4.0)
