@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 
+from balanceroute.simulator.arrivals import NEVER
 from balanceroute.simulator.ranks import DraftingRanks, Ranks
 from balanceroute.simulator.setting import Setting
 from balanceroute.simulator.telemetry import Channel
@@ -14,15 +15,15 @@ from balanceroute.simulator.telemetry import Channel
 class Group:
     """The workers of one barrier, from the one with the number `first` on, and their clock.
 
-    `channel`: what happens here, on its way to the router. `ends_s`: when the step under way ends, None where there is
-    none; `ended_s`: when the last one ended.
+    `channel`: what happens here, on its way to the router. `ends_s`: when the step under way ends, NEVER where there
+    is none; `ended_s`: when the last one ended.
     """
 
     ranks: Ranks
     first: int
     channel: Channel
     steps: int = 0
-    ends_s: float | None = None
+    ends_s: float = NEVER
     ended_s: float = 0.0
 
 

@@ -15,6 +15,7 @@ telemetry lag it hears late. The loop never looks at the router's ledger to move
 
 from collections.abc import Callable
 from contextlib import suppress
+from operator import attrgetter
 from time import perf_counter
 
 import numpy as np
@@ -165,7 +166,7 @@ class Simulation:
             self.arrivals.let_in(self.t)
             self.decide()
             for group in self.groups:
-                if group.ends_s is None:
+                if group.ends_s == NEVER:
                     self.begin_step(group)
             if not self.end_step():
                 self.jump()
@@ -257,17 +258,16 @@ class Simulation:
 
         False: no step is under way.
         """
-        busy = [group for group in self.groups if group.ends_s is not None]
+        busy = [group for group in self.groups if group.ends_s < NEVER]
         if not busy:
             return False
-        group = min(busy, key=lambda group: group.ends_s or 0.0)
-        assert group.ends_s is not None
+        group = min(busy, key=attrgetter("ends_s"))
         if len(busy) < len(self.groups):
             moment = self.t if self.arrivals.may_enter(self.t) else min(self.moments(), default=NEVER)
             if moment < group.ends_s:
                 self.t = moment
                 return True
-        ranks, self.t, group.ended_s, group.ends_s = group.ranks, group.ends_s, group.ends_s, None
+        ranks, self.t, group.ended_s, group.ends_s = group.ranks, group.ends_s, group.ends_s, NEVER
         group.steps += 1
         ranks.grow()
         if self.setting.lock_step:
