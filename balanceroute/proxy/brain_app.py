@@ -139,7 +139,7 @@ def create_brain_app(configured: Configured, folder: RunFolder, lead: Lead, rela
         counted = _connect_hub(app, relays, setup.generation)
         kept.last.apply(services)
         services.keep_changes = lambda: kept.keep(services, app.read)
-        services.metrics.forget_workers_but([worker.id for worker in services.fleet])
+        services.forget_absent_workers()
         try:
             await app.hub.serve(str(folder.link))
             start(services, dashboard.recorder, app.hub.settled)
@@ -191,11 +191,11 @@ def _connect_hub(app: BrainApp, relays: int, generation: int) -> LeaderCounts:
 
     def inherited(relay: str) -> None:
         reports.counts.pop(relay, None)
-        services.metrics.forget_workers_but([worker.id for worker in services.fleet])
+        services.forget_absent_workers()
 
     def given_up(counts: bytes) -> None:
         services.metrics.continue_from(counts)
-        services.metrics.forget_workers_but([worker.id for worker in services.fleet])
+        services.forget_absent_workers()
 
     def left(worker_id: str) -> None:
         services.metrics.forget_worker(worker_id)

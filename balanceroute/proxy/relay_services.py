@@ -97,7 +97,7 @@ class RelayServices(ClientServices):
                     ClientServices.note_connector(self, worker, connector or None)
             worker.upstream.prepare()  # the brain's health checks go on in an outage of the name server
         if whole:  # workers may have left while this relay, or the brain, was away
-            self.metrics.forget_workers_but([worker.id for worker in self.fleet])
+            self.forget_absent_workers()
         self.known.set()
 
     def _report_connectors(self) -> None:

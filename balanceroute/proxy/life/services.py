@@ -87,6 +87,10 @@ class LifeServices:
         """The bounds for the decider."""
         return scheduler_config(config)
 
+    def forget_absent_workers(self) -> None:
+        """Drop the series of workers that are not here, which another process may have counted."""
+        self.metrics.forget_workers_but([worker.id for worker in self.fleet])
+
     def note_connector(self, worker: Worker, connector: str | None) -> None:
         """Note which connector a worker runs; None: its parameters do not tell. Raises: WrongConnector."""
         found = note_connector(worker, connector, self.config, self.metrics.conditions)
