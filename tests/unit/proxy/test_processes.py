@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 import pytest
@@ -109,6 +109,14 @@ def test_a_router_starts_its_processes_and_begins_to_count(
     assert seen == [([*needed, "relay-0", "relay-1"], needed, 7.0, files)]
 
 
+def a_parent(
+    config: Config, folder: RunFolder, lock: BinaryIO, load: Callable[[], Config] | None = None, **more: Any
+) -> Processes:
+    """`load`: what it reads at a reload; None: the same again."""
+    given = {"sockets": [], "journal": None, "predecessor": None, **more}
+    return Processes(Configured.read(config), load or (lambda: config), folder, lock, **given)
+
+
 def reloaded(parent: Processes) -> bool:
     """Whether a reload succeeds, as the supervisor does one."""
     return parent.reload(failure(parent.try_reload))
@@ -141,7 +149,7 @@ def test_a_reload_that_any_child_would_refuse_is_refused_for_all(
     old = a_config(1, 1, listen=listen)
     wanted = a_config(1, 1, **{"listen": listen, **new})
     with folder.claim() as lock:
-        parent = Processes(Configured.read(old), lambda: wanted, folder, lock, [], None, None)
+        parent = a_parent(old, folder, lock, lambda: wanted)
         in_use = tuple(spec for spec in worker_specs(old) if spec.id not in removed)
         replace_content(folder.changes, msgspec.json.encode(Changes(parent.lineage, workers=in_use)))
         assert reloaded(parent) is accepted
@@ -154,7 +162,7 @@ def test_a_pod_that_has_not_led_accepts_other_slots(tmp_path: Path, has_led: boo
     listen = {"relays": 1, "run_folder": str(tmp_path), "lease": "router"}
     old, wanted = a_config(1, 1, listen=listen), a_config(1, 1, listen=listen, decode={"max_num_seqs": 3})
     with folder.claim() as lock:
-        parent = Processes(Configured.read(old), lambda: wanted, folder, lock, [], None, None)
+        parent = a_parent(old, folder, lock, lambda: wanted)
         if has_led:
             workers = tuple(worker_specs(old))
             replace_content(folder.changes, msgspec.json.encode(Changes(parent.lineage, workers=workers)))
@@ -168,7 +176,7 @@ def test_a_reload_that_renames_an_added_server_is_refused_for_all(tmp_path: Path
     (known, further) = [spec for spec in worker_specs(wanted) if spec.role is Role.DECODE]
     added = dataclasses.replace(further, id="hand")
     with folder.claim() as lock:
-        parent = Processes(Configured.read(old), lambda: wanted, folder, lock, [], None, None)
+        parent = a_parent(old, folder, lock, lambda: wanted)
         changes = Changes(parent.lineage, added=(added,), workers=(*worker_specs(old), added))
         replace_content(folder.changes, msgspec.json.encode(changes))
         assert not reloaded(parent) and parent.config == old
@@ -190,7 +198,7 @@ def test_a_machine_without_a_brain_warns_itself_of_a_reload_that_opens_it(
     folder = RunFolder(tmp_path / "run")
     folder.make()
     with folder.claim() as lock:
-        parent = Processes(Configured.read(old), lambda: wanted, folder, lock, [], None, None)
+        parent = a_parent(old, folder, lock, lambda: wanted)
         assert reloaded(parent)
     assert [record.message[:40] for record in caplog.records] == ["whoever can connect uses the workers' key"[:40]]
 
@@ -199,7 +207,7 @@ def test_a_dead_relays_entries_in_shared_memory_are_cleared(tmp_path: Path) -> N
     config = a_config(1, 1, listen={"relays": 2, "run_folder": str(tmp_path)})
     folder = RunFolder(tmp_path)
     with folder.claim() as lock:
-        parent = Processes(Configured.read(config), lambda: config, folder, lock, [], None, None)
+        parent = a_parent(config, folder, lock)
         one, other = (Load(parent.loads, place) for place in (0, 1))
         one.accept(100.0)
         one.put(CONNECTIONS, 7)
@@ -212,7 +220,7 @@ def test_a_dead_relays_entries_in_shared_memory_are_cleared(tmp_path: Path) -> N
 def test_a_restarted_router_with_the_same_process_id_has_another_lineage(tmp_path: Path) -> None:
     folder, config = RunFolder(tmp_path), a_config(1, 1, listen={"relays": 1, "run_folder": str(tmp_path)})
     with folder.claim() as lock:
-        lives = [Processes(Configured.read(config), lambda: config, folder, lock, [], None, None) for _ in range(2)]
+        lives = [a_parent(config, folder, lock) for _ in range(2)]
     assert lives[0].lineage != lives[1].lineage
 
 
@@ -224,10 +232,10 @@ def test_a_failed_takeover_lets_the_next_router_use_other_names(tmp_path: Path) 
     def successor() -> Processes:
         state = HandoverState(lineage=4711, generation=1, decode_first=False)
         predecessor = Predecessor(ours, state, [], (tmp_path / "router").open("rb"), Path(os.devnull).open("rb"))
-        return Processes(Configured.read(config), lambda: config, folder, lock, [], None, predecessor)
+        return a_parent(config, folder, lock, predecessor=predecessor)
 
     with folder.claim() as lock, old:
-        assert not Processes(Configured.read(config), lambda: config, folder, lock, [], None, None).has_predecessor
+        assert not a_parent(config, folder, lock).has_predecessor
         first = successor()
         assert first.relays == ["relay-0.2"] and first.has_predecessor
         lock = RelayLocks(folder).lock("relay-0.2")
@@ -237,6 +245,16 @@ def test_a_failed_takeover_lets_the_next_router_use_other_names(tmp_path: Path) 
         assert second.relays == ["relay-0.3"]
         second.stop_listening()
         os.close(lock)
+
+
+def refused_takeover(parent: Processes, new: Config) -> str:
+    """Why a router of another configuration cannot take over from this one."""
+    parent.all_up()
+    with ThreadPoolExecutor(1) as threads:
+        started = threads.submit(serve_processes, new, lambda: new, None, True)
+        block_until(lambda: parent.succeeded() or started.done())
+    parent.stop_listening()
+    return str(started.exception())
 
 
 @pytest.mark.usefixtures("unsignalled")
@@ -249,13 +267,10 @@ def test_a_router_that_asks_the_tiers_in_the_other_order_cannot_be_taken_over(tm
     old, new = orders.pop(before), *orders.values()
     folder.make()
     with folder.claim() as lock, socket.create_server(("127.0.0.1", 0)) as listener:
-        parent = Processes(Configured.read(old), lambda: old, folder, lock, [listener], None, None)
-        parent.all_up()
-        with ThreadPoolExecutor(1) as threads:
-            started = threads.submit(serve_processes, new, lambda: new, None, True)
-            block_until(lambda: parent.succeeded() or started.done())
-        parent.stop_listening()
-        assert str(started.exception()).startswith("connector: cannot change to or from mooncake_layerwise with --take")
+        parent = a_parent(old, folder, lock, sockets=[listener])
+        assert refused_takeover(parent, new).startswith(
+            "connector: cannot change to or from mooncake_layerwise with --take"
+        )
 
 
 @pytest.mark.usefixtures("unsignalled")
@@ -282,15 +297,10 @@ def test_a_router_is_not_taken_over_by_one_that_gives_its_ids_to_its_other_worke
     new = a_config(**{tier: of(names) for tier, names in tiers.items()}, listen=listen)
     folder.make()
     with folder.claim() as lock, socket.create_server(("127.0.0.1", 0)) as listener:
-        parent = Processes(Configured.read(old), lambda: old, folder, lock, [listener], None, None)
+        parent = a_parent(old, folder, lock, sockets=[listener])
         changes = Changes(parent.lineage, workers=tuple(worker_specs(old)))
         replace_content(folder.changes, msgspec.json.encode(changes))
-        parent.all_up()
-        with ThreadPoolExecutor(1) as threads:
-            started = threads.submit(serve_processes, new, lambda: new, None, True)
-            block_until(lambda: parent.succeeded() or started.done())
-        parent.stop_listening()
-        assert str(started.exception()).startswith(problem)
+        assert refused_takeover(parent, new).startswith(problem)
 
 
 def test_a_trial_process_closes_the_listeners_and_the_run_folder_lock(
@@ -300,7 +310,7 @@ def test_a_trial_process_closes_the_listeners_and_the_run_folder_lock(
     new = config.model_copy(update={"predictor": config.predictor.model_copy(update={"kind": "survival"})})
     folder = RunFolder(tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket() as link, folder.claim() as lock:
-        parent = Processes(Configured.read(config), lambda: new, folder, lock, [listener], None, None, link)
+        parent = a_parent(config, folder, lock, lambda: new, sockets=[listener], link=link)
 
         def tell(_: Config) -> None:
             raise ConfigError(f"{listener.fileno()} {link.fileno()} {lock.closed}")
@@ -325,7 +335,7 @@ def test_a_child_is_told_what_has_happened_and_keeps_only_what_it_needs(
     monkeypatch.setattr(processes, "run_relay", tell)
     config, folder = a_config(1, 1, listen={"relays": 1, "run_folder": str(tmp_path)}), RunFolder(tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket() as link, folder.claim() as lock:
-        parent = Processes(Configured.read(config), lambda: config, folder, lock, [listener], None, None, link)
+        parent = a_parent(config, folder, lock, sockets=[listener], link=link)
         assert (told("brain-2"), told("relay-0")) == ("False False, False True False", "False None, True False False")
         parent.all_up()
         parent.begin_drain()
@@ -348,12 +358,12 @@ def test_keys_are_known_to_relays_after_a_reload_and_their_use_after_a_takeover(
     keys.write_text("keys: [{name: one, sha256: " + "a" * 64 + "}]\n")
     config = a_config(1, 1, listen={"relays": 1, "run_folder": str(tmp_path)}, auth={"client_keys": str(keys)})
     with folder.claim() as lock, ThreadPoolExecutor(1) as threads:
-        parent = Processes(Configured.read(config), lambda: config, folder, lock, [], None, None)
+        parent = a_parent(config, folder, lock)
         keys.write_text(f"{keys.read_text()[:-2]}, {{name: other, sha256: {'b' * 64}}}]\n")
         assert reloaded(parent) and str(failure(partial(parent.mains()["relay-0"], lambda: None))) == "7"
         parent.all_up()
         predecessor = found(parent, folder, threads)
-        successor = Processes(Configured.read(config), lambda: config, folder, lock, [], None, predecessor)
+        successor = a_parent(config, folder, lock, predecessor=predecessor)
         assert str(failure(partial(successor.mains()["relay-0.2"], lambda: None))) == "14"
         for router in (successor, parent):
             router.stop_listening()
@@ -372,7 +382,7 @@ def found(parent: Processes, folder: RunFolder, threads: ThreadPoolExecutor) -> 
 def test_the_run_folder_is_the_successors_from_its_first_question_to_its_end(tmp_path: Path) -> None:
     config, folder = a_config(1, 1, listen={"relays": 1, "run_folder": str(tmp_path)}), RunFolder(tmp_path)
     with folder.claim() as lock, ThreadPoolExecutor(1) as threads:
-        parent = Processes(Configured.read(config), lambda: config, folder, lock, [], None, None)
+        parent = a_parent(config, folder, lock)
         parent.all_up()
         with socket.socket(socket.AF_UNIX) as successor:
             successor.connect(str(folder.handover))
@@ -399,7 +409,7 @@ def refuses_to_reload(folder: Path, happens: Callable[[], None]) -> None:
         return config
 
     with RunFolder(folder).claim() as lock:
-        parent = Processes(Configured.read(config), load, RunFolder(folder), lock, [], None, None)
+        parent = a_parent(config, RunFolder(folder), lock, load)
         assert not reloaded(parent) and parent.config is config
 
 
@@ -426,7 +436,7 @@ def test_a_reload_imports_classes_in_a_child_and_not_in_the_parent(
 
     folder = RunFolder(tmp_path)
     with folder.claim() as lock:
-        parent = Processes(Configured.read(a_config(1, 1, listen=listen)), load, folder, lock, [], None, None)
+        parent = a_parent(a_config(1, 1, listen=listen), folder, lock, load)
         for module in ("own_policy", "own_predictor"):
             monkeypatch.delitem(sys.modules, module, raising=False)
         monkeypatch.delitem(POLICIES, name, raising=False)
@@ -458,7 +468,7 @@ def test_the_socket_that_a_take_over_uses_is_recreated_when_removed(
     folder = RunFolder(tmp_path / "run")
     folder.make()
     with folder.claim() as lock:
-        parent = Processes(Configured.read(config), lambda: config, folder, lock, [], None, None)
+        parent = a_parent(config, folder, lock)
         parent.repair()
         assert not folder.handover.exists(), "not before all are up"
         parent.all_up()
@@ -484,7 +494,7 @@ def test_a_parent_knows_whether_any_of_its_relays_accepts(tmp_path: Path) -> Non
     folder = RunFolder(tmp_path / "run")
     folder.make()
     with folder.claim() as lock:
-        parent = Processes(Configured.read(config), lambda: config, folder, lock, [], None, None)
+        parent = a_parent(config, folder, lock)
         assert not parent.accepts
         Load(parent.loads, 1).accept(1.0)
         assert parent.accepts
@@ -528,7 +538,7 @@ def test_a_removed_identity_file_is_rewritten_with_the_same_name(tmp_path: Path)
     folder, config = RunFolder(tmp_path), a_config(1, 1, listen=listen)
     with folder.claim() as lock:
         name = folder.identity()
-        parent = Processes(Configured.read(config), lambda: config, folder, lock, [], None, None)
+        parent = a_parent(config, folder, lock)
         (tmp_path / "identity").unlink()
         parent.repair()
         assert (tmp_path / "identity").read_text() == name
