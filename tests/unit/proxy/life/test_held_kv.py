@@ -74,6 +74,16 @@ def a_slow_decoder(
     return services, slow
 
 
+async def served(services: Services, *probes: Page, **fields: Any) -> Client:
+    """What a client has got once its request is over; `probes`: what the prefiller answers."""
+    client = Client()
+    script(services, "p0", *probes or [probed()])
+    async with dispatching(services):
+        await a_leg(services, client, **fields).run()
+    assert idle(services)
+    return client
+
+
 @pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
 @with_virtual_time
 async def test_an_answer_is_restarted_when_its_decode_worker_was_frozen_until_the_kv_may_be_gone(
@@ -188,34 +198,26 @@ async def test_kv_of_a_prefiller_that_has_since_ended_is_not_sent(client_stays: 
 async def test_an_answer_that_progressed_after_a_restart_may_be_restarted_again() -> None:
     of_others, broken = Page(events(90, 91) + DONE), Page(events(20, finish=None), breaks=LOST)
     services, d0 = a_slow_decoder([32, 0, 32, 0], of_others, broken, of_others, Page(events(21) + DONE))
-    client, cut = Client(), probed(prompt=[*PROMPT_IDS, 20])
-    script(services, "p0", probed(), probed(), cut, cut)
-    async with dispatching(services):
-        await a_leg(services, client).run()
+    cut = probed(prompt=[*PROMPT_IDS, 20])
+    client = await served(services, probed(), probed(), cut, cut)
     assert client.text == " 20 21" and client.ended
     assert [asked.path for asked in d0.asked].count("/v1/completions") == 4
-    assert services.metrics.recomputes.value("pulled_late") == 2 and idle(services)
+    assert services.metrics.recomputes.value("pulled_late") == 2
 
 
 @with_virtual_time
 async def test_a_worker_that_resumes_before_a_check_may_also_have_pulled_too_late() -> None:
     services, d0 = a_slow_decoder([30.1, 0], Page(events(90, 91) + DONE), WHOLE)
-    client = Client()
-    script(services, "p0", probed(), probed())
-    async with dispatching(services):
-        await a_leg(services, client).run()
-    assert client.text == " 20 21" and len(d0.asked) == 2 and idle(services)
+    client = await served(services)
+    assert client.text == " 20 21" and len(d0.asked) == 2
 
 
 @with_virtual_time
 async def test_an_answer_that_waited_long_at_a_working_decode_worker_is_kept() -> None:
     """NIXL's heartbeats have kept its KV alive."""
     services, d0 = a_slow_decoder([50], WHOLE, stands_still=False)
-    client = Client()
-    script(services, "p0", probed())
-    async with dispatching(services):
-        await a_leg(services, client).run()
-    assert client.text == " 20 21" and len(d0.asked) == 1 and idle(services)
+    client = await served(services)
+    assert client.text == " 20 21" and len(d0.asked) == 1
 
 
 @with_virtual_time
@@ -224,21 +226,15 @@ async def test_an_answer_that_waited_long_without_kv_heartbeats_is_restarted() -
     delays_s, of_others = [61.0, 0.0], Page(events(90, 91) + DONE)
     mooncake = {"connector": "mooncake_v1", "prefill": {"kv_pin_s": 60}}
     services, d0 = a_slow_decoder(delays_s, of_others, WHOLE, stands_still=False, **mooncake)
-    client = Client()
-    script(services, "p0", probed())
-    async with dispatching(services):
-        await a_leg(services, client).run()
-    assert client.text == " 20 21" and len(d0.asked) == 2 and idle(services)
+    client = await served(services)
+    assert client.text == " 20 21" and len(d0.asked) == 2
 
 
 @with_virtual_time
 async def test_a_long_unstreamed_answer_of_an_otherwise_idle_decode_worker_is_kept() -> None:
     services, d0 = a_slow_decoder([100], whole(20, 21))
-    client = Client()
-    script(services, "p0", probed())
-    async with dispatching(services):
-        await a_leg(services, client, stream=False, unknown=1).run()
-    assert b" 20 21" in client.got and len(d0.asked) == 1 and idle(services)
+    client = await served(services, stream=False, unknown=1)
+    assert b" 20 21" in client.got and len(d0.asked) == 1
 
 
 class StoppedTogether(Slow):
@@ -256,13 +252,11 @@ class StoppedTogether(Slow):
 
 @with_virtual_time
 async def test_tokens_read_after_a_stop_of_the_router_do_not_prove_worker_progress() -> None:
-    services, client = a_router(a_config(1, 1, connector="nixl")), Client()
+    services = a_router(a_config(1, 1, connector="nixl"))
     answers = Page(events(90, 91) + DONE), WHOLE
     d0 = services.fleet["d0"].upstream = StoppedTogether(services, [40, 0], answers, True)  # type: ignore[assignment]
-    script(services, "p0", probed())
-    async with dispatching(services):
-        await a_leg(services, client).run()
-    assert client.text == " 20 21" and len(d0.asked) == 2 and idle(services)
+    client = await served(services)
+    assert client.text == " 20 21" and len(d0.asked) == 2
 
 
 @with_virtual_time
@@ -280,21 +274,17 @@ async def test_kv_that_may_have_expired_while_its_parameters_were_written_is_com
             self.stop_s = 0.0
             return reply
 
-    services, client = a_router(a_config(1, 1, connector="nixl")), Client()
+    services = a_router(a_config(1, 1, connector="nixl"))
     d0 = services.fleet["d0"].upstream = Stopped(Page(events(90, 91) + DONE), WHOLE)  # type: ignore[assignment]
-    script(services, "p0", probed())
-    async with dispatching(services):
-        await a_leg(services, client).run()
-    assert client.text == " 20 21" and len(d0.asked) == 2 and idle(services)
+    client = await served(services)
+    assert client.text == " 20 21" and len(d0.asked) == 2
 
 
 @with_virtual_time
 async def test_a_resumed_part_whose_kv_was_pulled_late_is_restarted_without_repeated_text() -> None:
     broken = Page(events(20, finish=None), breaks=LOST)
     services, d0 = a_slow_decoder([0, 32, 0], broken, Page(events(90, 91) + DONE), Page(events(21) + DONE))
-    client, cut = Client(), probed(prompt=[*PROMPT_IDS, 20])
-    script(services, "p0", probed(), cut, cut)
-    async with dispatching(services):
-        await a_leg(services, client).run()
+    cut = probed(prompt=[*PROMPT_IDS, 20])
+    client = await served(services, probed(), cut, cut)
     assert client.text == " 20 21" and client.ended
-    assert [body["max_tokens"] for body in asked(d0)] == [10, 9, 9] and idle(services)
+    assert [body["max_tokens"] for body in asked(d0)] == [10, 9, 9]
