@@ -12,7 +12,7 @@ import pytest
 
 from balanceroute.emulator import ClusterShape
 from balanceroute.engine.tokens import FIRST_TRIPLE_ID, continuation, decode
-from tests.integration.router import FAST, Router, running, sent_to_workers
+from tests.integration.router import FAST, Router, Sent, running, sent_to_workers
 from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
@@ -206,7 +206,8 @@ async def test_a_client_that_disconnects_at_any_moment_leaks_nothing() -> None:
         assert router.cluster.violations() == {}
 
 
-async def test_kv_of_a_request_that_left_the_pool_is_drained_through_a_decoder() -> None:
+async def sent_if_one_leaves_the_pool(*faults: str) -> list[Sent]:
+    """What workers are sent of two requests, the second of which leaves the pool; `faults`: the prefiller's with it."""
     shape = ClusterShape(prefillers=1, decoders=1, max_num_seqs=1, time_scale=0.1)
     async with running(shape) as router:
         snapshot = router.app.services.ledger.scheduler.snapshot
@@ -214,6 +215,8 @@ async def test_kv_of_a_request_that_left_the_pool_is_drained_through_a_decoder()
         await router.cluster.inject("d0", "stop_barrier")  # the only slot stays taken until the second one has left
         first = asyncio.create_task(router.client.post("/v1/completions", json=completion()))  # noqa: TID251
         await until(lambda: len(snapshot.workers[0].active) == 1)
+        for fault in faults:
+            await router.cluster.inject("p0", fault)
         second = asyncio.create_task(router.client.post("/v1/completions", json=completion()))  # noqa: TID251
         await until(lambda: len(snapshot.pool) == 1)
         second.cancel()
@@ -224,27 +227,17 @@ async def test_kv_of_a_request_that_left_the_pool_is_drained_through_a_decoder()
         await router.settled()
         assert router.app.services.metrics.drains.value("drained") == 1
         assert router.cluster.violations() == {}
-        assert all(head["content-type"] == "application/json" for _, _, head in seen)  # vLLM refuses a body without
+        return seen
+
+
+async def test_kv_of_a_request_that_left_the_pool_is_drained_through_a_decoder() -> None:
+    seen = await sent_if_one_leaves_the_pool()
+    assert all(head["content-type"] == "application/json" for _, _, head in seen)  # vLLM refuses a body without
 
 
 async def test_a_drain_carries_the_request_id_that_the_prefiller_knows() -> None:
     """Before vllm-ascend 0.14 a decode worker names its own request to the prefiller whose KV it has pulled."""
-    shape = ClusterShape(prefillers=1, decoders=1, max_num_seqs=1, time_scale=0.1)
-    async with running(shape) as router:
-        snapshot = router.app.services.ledger.scheduler.snapshot
-        seen = sent_to_workers(router.app.services)
-        await router.cluster.inject("d0", "stop_barrier")
-        first = asyncio.create_task(router.client.post("/v1/completions", json=completion()))  # noqa: TID251
-        await until(lambda: len(snapshot.workers[0].active) == 1)
-        await router.cluster.inject("p0", "null_params")  # its second try has another id than the client's request
-        second = asyncio.create_task(router.client.post("/v1/completions", json=completion()))  # noqa: TID251
-        await until(lambda: len(snapshot.pool) == 1)
-        second.cancel()
-        await asyncio.wait([second])
-        await router.cluster.inject("d0", "start_barrier")
-        assert (await first).status_code == 200
-        await router.settled()
-        assert router.app.services.metrics.drains.value("drained") == 1
+    seen = await sent_if_one_leaves_the_pool("null_params")  # its second try has another id than the client's request
     ids = [head["x-request-id"] for _, _, head in seen]
     (again,) = {name for name in ids if name.endswith("-2")}
     assert ids.count(again) == 2  # its probe and its drain
