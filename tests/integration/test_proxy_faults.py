@@ -3,6 +3,8 @@
 import asyncio
 import json
 import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -373,41 +375,37 @@ async def test_garbage_and_unusual_framing_between_events_change_nothing() -> No
             await router.settled()
 
 
-async def test_a_client_that_stops_reading_is_disconnected_and_delays_no_other() -> None:
-    limits = {"client_buffer_bytes": 4096, "client_stall_timeout_s": 0.5}
+@asynccontextmanager
+async def blocked(max_tokens: int, stall_timeout_s: float, field: bytes = b"") -> AsyncIterator[Router]:
+    """A router whose only client does not read the stream that it has asked for; `field`: a line of that head."""
+    limits = {"client_buffer_bytes": 4096, "client_stall_timeout_s": stall_timeout_s}
     shape = ClusterShape(prefillers=1, decoders=1, max_num_seqs=2, time_scale=0.0005, max_model_len=500_000)
-    async with running(shape, limits=limits, send_buffer_bytes=4096) as router:
-        host, port = router.url.removeprefix("http://").split(":")
-        narrow = socket.socket()
-        narrow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-        narrow.connect((host, int(port)))
-        reader, writer = await asyncio.open_connection(sock=narrow, limit=1024)
-        body = json.dumps(completion(max_tokens=100_000, stream=True)).encode()
-        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body))
-        await until(lambda: any(leg.blocked_by_client for leg in router.app.services.legs))
-        other = await router.client.post("/v1/completions", json=completion())
-        assert other.status_code == 200
-        await router.settled()
-        assert router.app.services.metrics.requests.value("cancelled") == 1
-        writer.close()
-
-
-async def test_a_deadline_ends_a_request_whose_client_does_not_read() -> None:
-    shape = ClusterShape(prefillers=1, decoders=1, max_num_seqs=2, time_scale=0.0005, max_model_len=500_000)
-    limits = {"client_buffer_bytes": 4096, "client_stall_timeout_s": 600.0}
     async with running(shape, limits=limits, send_buffer_bytes=4096) as router:
         host, port = router.url.removeprefix("http://").split(":")
         narrow = socket.socket()
         narrow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
         narrow.connect((host, int(port)))
         _, writer = await asyncio.open_connection(sock=narrow, limit=1024)
-        body = json.dumps(completion(max_tokens=400_000, stream=True)).encode()
-        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nx-request-timeout: 8\r\ncontent-length: %d\r\n\r\n"
-        writer.write(head % len(body) + body)
+        body = json.dumps(completion(max_tokens=max_tokens, stream=True)).encode()
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n%bcontent-length: %d\r\n\r\n"
+        writer.write(head % (field, len(body)) + body)
         await until(lambda: any(leg.blocked_by_client for leg in router.app.services.legs))
+        yield router
+        writer.close()
+
+
+async def test_a_client_that_stops_reading_is_disconnected_and_delays_no_other() -> None:
+    async with blocked(max_tokens=100_000, stall_timeout_s=0.5) as router:
+        other = await router.client.post("/v1/completions", json=completion())
+        assert other.status_code == 200
+        await router.settled()
+        assert router.app.services.metrics.requests.value("cancelled") == 1
+
+
+async def test_a_deadline_ends_a_request_whose_client_does_not_read() -> None:
+    async with blocked(max_tokens=400_000, stall_timeout_s=600.0, field=b"x-request-timeout: 8\r\n") as router:
         assert router.app.services.exchanges == 1
         await router.settled()
-        writer.close()
 
 
 @pytest.mark.parametrize("connector", [Connector.MOONCAKE_V1, Connector.MOONCAKE_LAYERWISE])
