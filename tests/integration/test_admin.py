@@ -4,6 +4,7 @@ import asyncio
 import logging
 import threading
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -387,35 +388,40 @@ async def test_a_switch_of_policy_does_not_reread_the_key_file(tmp_path: Path) -
         assert known is not None and [key.name for key in known] == ["a"]
 
 
+async def refused(
+    router: Router, *instances: str | dict[str, Any], kind: str = "decode", change: str = "add", **beside: Any
+) -> str:
+    """Why these instances cannot be added, or changed otherwise; no worker has come or gone then."""
+    fleet = router.app.services.fleet
+    before = [worker.id for worker in fleet]
+    body = {"type": kind, "instances": [*instances], **beside}
+    reply = await router.client.post(f"/instances/{change}", json=body)
+    assert reply.status_code == 400 and [worker.id for worker in fleet] == before
+    message: str = reply.json()["error"]["message"]
+    return message
+
+
 @pytest.mark.parametrize(("kind", "tier"), [("decode", "decode"), ("prefill", "decode"), ("decode", "prefill")])
 async def test_a_server_is_not_added_again_under_another_name(kind: str, tier: str) -> None:
     async with running(SHAPE) as router:
         url = (router.cluster.decode_urls if tier == "decode" else router.cluster.prefill_urls)[0]
-        body = {"type": kind, "instances": [{"url": url, "id": "alias"}]}
-        reply = await router.client.post("/instances/add", json=body)
-        assert reply.status_code == 400 and "is the server of worker" in reply.json()["error"]["message"]
-        assert "alias" not in router.app.services.fleet
+        assert "is the server of worker" in await refused(router, {"url": url, "id": "alias"}, kind=kind)
 
 
 async def test_the_routers_own_address_cannot_be_added_as_a_worker() -> None:
     async with running(SHAPE) as router:
         own = f"127.0.0.1:{router.app.services.config.listen.port}"
-        reply = await router.client.post("/instances/add", json={"type": "decode", "instances": ["127.0.0.1:1", own]})
-        assert reply.status_code == 400 and "this router's own address" in reply.json()["error"]["message"]
-        assert "127.0.0.1:1" not in router.app.services.fleet
+        assert "this router's own address" in await refused(router, "127.0.0.1:1", own)
 
 
 async def test_one_server_is_not_added_twice_by_one_request_but_two_of_its_ranks_are() -> None:
     async with running(SHAPE) as router:
         url = "http://127.0.0.1:1"
-        twice = {"type": "decode", "instances": [{"url": url, "id": "a"}, {"url": url, "id": "b"}]}
-        assert (await router.client.post("/instances/add", json=twice)).status_code == 400
-        assert "a" not in router.app.services.fleet
+        assert "is the server of worker a" in await refused(router, {"url": url, "id": "a"}, {"url": url, "id": "b"})
         ranks = {"type": "decode", "instances": [{"url": url, "dp_rank": 0}, {"url": url, "dp_rank": 1}]}
         assert (await router.client.post("/instances/add", json=ranks)).status_code == 200
         for other in ({"url": url}, {"url": router.cluster.decode_urls[0], "dp_rank": 0}):
-            reply = await router.client.post("/instances/add", json={"type": "decode", "instances": [other]})
-            assert reply.status_code == 400 and "is the server of worker" in reply.json()["error"]["message"]
+            assert "is the server of worker" in await refused(router, other)
 
 
 @pytest.mark.parametrize(
@@ -430,17 +436,13 @@ async def test_a_wrong_field_of_an_instance_is_named_as_in_the_configuration(
     entry: dict[str, int], expected: str
 ) -> None:
     async with running(SHAPE) as router:
-        body = {"type": "decode", "instances": [{"url": "http://127.0.0.1:1", **entry}]}
-        reply = await router.client.post("/instances/add", json=body)
-        assert reply.status_code == 400 and expected in reply.json()["error"]["message"]
+        assert expected in await refused(router, {"url": "http://127.0.0.1:1", **entry})
 
 
 async def test_a_field_of_an_instance_beside_the_instances_is_refused_as_it_would_change_nothing() -> None:
     async with running(SHAPE) as router:
-        body = {"type": "decode", "instances": "127.0.0.1:1", "max_num_seqs": 3}
-        reply = await router.client.post("/instances/add", json=body)
-        assert reply.status_code == 400 and "max_num_seqs is a field of an instance" in reply.json()["error"]["message"]
-        assert "127.0.0.1:1" not in router.app.services.fleet
+        message = await refused(router, "127.0.0.1:1", max_num_seqs=3)
+        assert "max_num_seqs is a field of an instance" in message
 
 
 async def test_fields_that_mean_nothing_here_are_ignored_in_a_change_as_by_the_example_proxy() -> None:
@@ -453,5 +455,4 @@ async def test_fields_that_mean_nothing_here_are_ignored_in_a_change_as_by_the_e
 @pytest.mark.parametrize("change", ["add", "remove"])
 async def test_an_instance_without_a_port_is_refused_rather_than_taken_for_port_80(change: str) -> None:
     async with running(SHAPE) as router:
-        reply = await router.client.post(f"/instances/{change}", json={"type": "decode", "instances": "127.0.0.1"})
-        assert reply.status_code == 400 and "HOST:PORT" in reply.json()["error"]["message"]
+        assert "HOST:PORT" in await refused(router, "127.0.0.1", change=change)
