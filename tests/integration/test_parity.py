@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 
@@ -63,7 +62,7 @@ def live_run(policy: str, predictor: str, journal: Path) -> list[dict[str, Any]]
         async with EmulatedCluster(patient(SHAPE)) as cluster:
             config = configuration(cluster, routing={"policy": policy}, predictor={"kind": predictor})
             app = create_app(config, journal=journal, strict=True)
-            async with served(app) as url, httpx.AsyncClient(base_url=url, trust_env=False):
+            async with served(app) as url:
                 report = await run_load(a_trace(), LoadOptions(url))
             assert report.completed == report.requests, report.errors
             return config
@@ -81,6 +80,40 @@ def simulators_scheduler(header: dict[str, Any]) -> Scheduler:
     return Simulation(trace, setting, make_policy(settings), TrueLengths(trace), forecast).scheduler
 
 
+def replay(scheduler: Scheduler, call: dict[str, Any], name: dict[str, str]) -> int:
+    """Make a call of the journal again, which must be answered alike; returns how many requests it has admitted.
+
+    `name`: of each of the journal's workers, in the simulator.
+    """
+    method, args, answer, now = call["call"], call["args"], call["answer"], call["t"]
+    match method:
+        case "submit":
+            scheduler.submit(RequestSpec(**args["spec"]), now)
+        case "report_prefiller" | "report_decoder_memory" | "report_prefix_cache":
+            getattr(scheduler, method)(**{**args, "worker_id": name[args["worker_id"]]}, now=now)
+        case "prefilled" | "refresh" | "requeue":  # a busy worker may close an idle connection as a request goes out
+            getattr(scheduler, method)(**args, now=now)
+        case "dispatch":
+            sent = [(action.request, action.worker) for action in scheduler.dispatch(now)]
+            assert sent == [(action["request"], name[action["worker"]]) for action in answer]
+        case "admit":
+            taken = [(action.request, action.worker, action.score) for action in scheduler.admit(now)]
+            assert taken == [(action["request"], name[action["worker"]], action["score"]) for action in answer]
+            return len(taken)
+        case "tokens":
+            for request_id, tokens in args["counts"].items():
+                if not scheduler.snapshot.requests[request_id].running:
+                    scheduler.start(request_id, now)  # as a replay does, with the first token
+                scheduler.progress(request_id, tokens, now)
+        case "finish":
+            scheduler.finish(args["request_id"], Outcome(args["outcome"]), now)
+        case "add_worker" | "set_worker_state" | "expire":
+            assert not answer
+        case other:
+            raise AssertionError(f"an undisturbed run has no {other}")
+    return 0
+
+
 @pytest.mark.parametrize(
     ("policy", "predictor"), [*((policy, "none") for policy in sorted(POLICIES)), ("br_h", f"{__name__}:Soon")]
 )
@@ -92,42 +125,7 @@ def test_the_simulator_and_the_live_proxy_decide_alike(policy: str, predictor: s
     name = dict(zip(joined, simulated, strict=True))
     decisions = 0
     for call in calls:
-        args, now = call["args"], call["t"]
-        match call["call"]:
-            case "submit":
-                scheduler.submit(RequestSpec(**args["spec"]), now)
-            case "report_prefiller":
-                scheduler.report_prefiller(name[args["worker_id"]], args["kv_usage"], now)
-            case "report_decoder_memory":
-                scheduler.report_decoder_memory(name[args["worker_id"]], args["capacity_tokens"], now)
-            case "report_prefix_cache":
-                worker, block_tokens = name[args["worker_id"]], args["engine_block_tokens"]
-                scheduler.report_prefix_cache(worker, args["capacity_tokens"], now, block_tokens)
-            case "dispatch":
-                sent = [(action.request, action.worker) for action in scheduler.dispatch(now)]
-                assert sent == [(action["request"], name[action["worker"]]) for action in call["answer"]]
-            case "prefilled":
-                scheduler.prefilled(args["request_id"], args["prompt_tokens"], now, args.get("expected_remaining"))
-            case "admit":
-                taken = scheduler.admit(now)
-                expected = [(a["request"], name[a["worker"]], a["score"]) for a in call["answer"]]
-                assert [(a.request, a.worker, a.score) for a in taken] == expected
-                decisions += len(taken)
-            case "tokens":
-                for request_id, tokens in args["counts"].items():
-                    if not scheduler.snapshot.requests[request_id].running:
-                        scheduler.start(request_id, now)  # as a replay does, with the first token
-                    scheduler.progress(request_id, tokens, now)
-            case "refresh":
-                scheduler.refresh(args["request_id"], args["expected_remaining"], now)
-            case "requeue":  # on a busy machine a worker may close an idle connection just as a request goes out
-                scheduler.requeue(now=now, **args)
-            case "finish":
-                scheduler.finish(args["request_id"], Outcome(args["outcome"]), now)
-            case "add_worker" | "set_worker_state" | "expire":
-                assert not call["answer"]
-            case other:
-                raise AssertionError(f"an undisturbed run has no {other}")
+        decisions += replay(scheduler, call, name)
         scheduler.snapshot.check_invariants()
     assert decisions == len(a_trace())
     assert not scheduler.snapshot.requests
