@@ -25,6 +25,14 @@ async def turns(count: int = 5) -> None:
         await asyncio.sleep(0)
 
 
+async def pooled(tickets: Tickets, name: str, prompt_tokens: int = 10) -> Ticket:
+    """A request whose prompt a prefiller has run, and which waits for a decode worker."""
+    ticket = tickets.submit(RequestSpec(name, prompt_tokens))
+    await ticket.prefiller()
+    ticket.prefilled(prompt_tokens)
+    return ticket
+
+
 async def decoding(ledger: Ledger, tickets: Tickets, *names: str) -> list[Ticket]:
     made = [tickets.submit(RequestSpec(name, 10)) for name in names]
     ledger.dispatch()

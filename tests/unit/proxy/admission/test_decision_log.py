@@ -2,19 +2,10 @@
 
 import pytest
 
-from balanceroute.core.types import RequestSpec
 from balanceroute.proxy.admission.decision_log import MOST_ROWS, PAUSE_S, ROWS, TOO_MANY, UNWATCHED, DecisionLog
 from balanceroute.proxy.admission.ledger import Ledger
-from balanceroute.proxy.admission.tickets import Tickets
-from tests.unit.proxy.admission.ledgers import a_ledger
+from tests.unit.proxy.admission.ledgers import a_ledger, pooled
 from tests.unit.proxy.virtual_time import let_pass, with_virtual_time
-
-
-async def pooled(tickets: Tickets, *names: str) -> None:
-    for name in names:
-        ticket = tickets.submit(RequestSpec(name, 10))
-        await ticket.prefiller()
-        ticket.prefilled(10)
 
 
 def decide(ledger: Ledger, log: DecisionLog) -> None:
@@ -64,7 +55,8 @@ async def test_a_watched_decision_keeps_its_prior_state_with_pauses_proportional
 async def test_a_decision_over_too_much_is_listed_without_a_state_and_says_so() -> None:
     ledger, tickets = a_ledger(slots=64)
     log = DecisionLog(ledger)
-    await pooled(tickets, *(f"r{n}" for n in range(MOST_ROWS)))
+    for n in range(MOST_ROWS):
+        await pooled(tickets, f"r{n}")
     log.watch()
     decide(ledger, log)
     assert not log.samples and {row.runner_up for row in log.rows} == {TOO_MANY}

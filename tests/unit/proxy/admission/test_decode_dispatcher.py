@@ -6,7 +6,7 @@ from collections.abc import Callable
 from balanceroute.core.types import Admit, Outcome, RequestSpec
 from balanceroute.proxy.admission.decode_dispatcher import DecodeDispatcher
 from balanceroute.proxy.telemetry.instruments import Histogram
-from tests.unit.proxy.admission.ledgers import a_ledger, decoding, turns
+from tests.unit.proxy.admission.ledgers import a_ledger, decoding, pooled, turns
 from tests.unit.proxy.virtual_time import with_virtual_time
 
 
@@ -49,9 +49,7 @@ async def test_an_assign_at_once_policy_is_asked_although_no_slot_is_free() -> N
     ledger, tickets = a_ledger("join_shortest_queue", slots=1)
     task = asyncio.ensure_future(DecodeDispatcher(ledger, Histogram((1.0,)), lambda admit: None).run())
     for n in range(3):
-        ticket = tickets.submit(RequestSpec(f"r{n}", 5))
-        await ticket.prefiller()
-        ticket.prefilled(5)
+        ticket = await pooled(tickets, f"r{n}", 5)
         assert await ticket.admission() == "d0"
     task.cancel()
 
@@ -71,9 +69,7 @@ async def test_while_requests_are_held_decisions_have_a_fixed_pace_whatever_arri
 
     ledger.loop.call_later = counted  # type: ignore[method-assign, assignment]
     for n in range(20):
-        ticket = tickets.submit(RequestSpec(f"held{n}", 10))
-        await ticket.prefiller()
-        ticket.prefilled(10)
+        await pooled(tickets, f"held{n}")
         dispatcher.step()
         assert len(ledger.scheduler.snapshot.pool) == n + 1
     assert len(timers) == 1

@@ -8,7 +8,7 @@ from balanceroute.core.types import Outcome, RequestSpec, Role, WorkerSpec, Work
 from balanceroute.explain import explain
 from balanceroute.proxy.admission.decider import Answer, Refusal
 from balanceroute.proxy.admission.ledger import Ledger
-from tests.unit.proxy.admission.ledgers import a_ledger, decoding
+from tests.unit.proxy.admission.ledgers import a_ledger, decoding, pooled
 from tests.unit.proxy.virtual_time import let_pass, with_virtual_time
 
 
@@ -50,9 +50,7 @@ async def test_a_decision_is_wanted_when_something_waits_and_a_slot_is_free() ->
     ledger, tickets = a_ledger(slots=1)
     (first,) = await decoding(ledger, tickets, "a")
     ledger.decision_due.clear()
-    waits = tickets.submit(RequestSpec("b", 10))
-    await waits.prefiller()
-    waits.prefilled(10)
+    await pooled(tickets, "b")
     assert not ledger.decision_due.is_set() and not ledger.decision_possible
     first.finish(Outcome.FINISHED)
     assert ledger.decision_due.is_set() and ledger.decision_possible
@@ -97,9 +95,7 @@ async def test_a_worker_leaves_when_it_holds_nothing_and_no_sooner(role: Role) -
 async def test_a_worker_that_joins_wakes_waiting_requests() -> None:
     ledger, tickets = a_ledger(slots=1)
     await decoding(ledger, tickets, "a")
-    waits = tickets.submit(RequestSpec("b", 10))
-    await waits.prefiller()
-    waits.prefilled(10)
+    await pooled(tickets, "b")
     assert ledger.admit() == []
     ledger.decision_due.clear()
     ledger.add_worker(WorkerSpec("d1", Role.DECODE, slots=1))
@@ -128,9 +124,7 @@ async def test_freed_foreign_slots_wake_waiting_requests_and_an_unchanged_report
     ledger, tickets = a_ledger(slots=4)
     ledger.report_decoder("d0", 3, 300, 1)
     await decoding(ledger, tickets, "a")
-    waits = tickets.submit(RequestSpec("b", 10))
-    await waits.prefiller()
-    waits.prefilled(10)
+    await pooled(tickets, "b")
     ledger.decision_due.clear()
     ledger.report_decoder("d0", 3, 300, 1)
     assert not ledger.decision_due.is_set()
@@ -144,9 +138,7 @@ async def test_memory_that_requests_of_others_give_back_wakes_what_waits_for_it(
     ledger, tickets = a_ledger(slots=4, policy="level_fit")
     ledger.report_decoder_memory("d0", 100_000)
     ledger.report_decoder("d0", 2, 95_000, 1)
-    waits = tickets.submit(RequestSpec("a", 10_000))
-    await waits.prefiller()
-    waits.prefilled(10_000)
+    await pooled(tickets, "a", 10_000)
     ledger.decision_due.clear()
     assert ledger.admit() == []
     ledger.report_decoder("d0", 2, 20_000, 1)
@@ -166,9 +158,7 @@ async def test_a_workers_memory_changes_only_by_more_than_a_64th() -> None:
 async def test_another_policy_decides_on_what_waits_and_leaves_what_is_bound() -> None:
     ledger, tickets = a_ledger(slots=1)
     (bound,) = await decoding(ledger, tickets, "a")
-    waits = tickets.submit(RequestSpec("b", 10))
-    await waits.prefiller()
-    waits.prefilled(10)
+    await pooled(tickets, "b")
     assert ledger.admit() == []
     ledger.decision_due.clear()
     ledger.reroute(PolicySettings(policy="join_shortest_queue"), ledger.bounds, None)

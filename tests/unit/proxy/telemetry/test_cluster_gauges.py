@@ -5,6 +5,7 @@ import math
 from balanceroute.core.types import RequestSpec, WorkerState
 from balanceroute.proxy.ops.services import Services
 from balanceroute.proxy.telemetry.cluster_gauges import cluster_gauges, prefiller_counters
+from tests.unit.proxy.admission.ledgers import pooled
 from tests.unit.proxy.virtual_time import a_router, with_virtual_time
 
 
@@ -63,9 +64,7 @@ async def test_an_unknown_usage_is_no_number_and_never_zero() -> None:
 @with_virtual_time
 async def test_the_imbalance_leaves_out_workers_that_are_down() -> None:
     services = a_router()
-    ticket = services.tickets.submit(RequestSpec("a", 100))
-    await ticket.prefiller()
-    ticket.prefilled(100)
+    await pooled(services.tickets, "a", 100)
     (admission,) = services.ledger.admit()
     assert samples_of(services, "balanceroute_decode_envelope_tokens") == {(): 100}
     assert samples_of(services, "balanceroute_decode_imbalance_tokens") == {(): 200}
@@ -77,10 +76,8 @@ async def test_the_imbalance_leaves_out_workers_that_are_down() -> None:
 @with_virtual_time
 async def test_waiting_requests_are_counted_by_their_phase() -> None:
     services = a_router()
-    for name in ("a", "b"):
-        ticket = services.tickets.submit(RequestSpec(name, 10))
-        await ticket.prefiller()
-    ticket.prefilled(10)
+    await services.tickets.submit(RequestSpec("a", 10)).prefiller()
+    await pooled(services.tickets, "b")
     found = samples_of(services, "balanceroute_waiting_requests")
     assert found == {("queued",): 0, ("prefilling",): 1, ("pooled",): 1, ("asking",): 0}
 
@@ -88,9 +85,7 @@ async def test_waiting_requests_are_counted_by_their_phase() -> None:
 @with_virtual_time
 async def test_cached_tokens_are_counted_only_when_a_prefiller_reports_them() -> None:
     services = a_router()
-    ticket = services.tickets.submit(RequestSpec("a", 100))
-    await ticket.prefiller()
-    ticket.prefilled(100)
+    await pooled(services.tickets, "a", 100)
     assert samples_of(services, "balanceroute_prefill_prompt_tokens") == {("p0",): 100}
     assert samples_of(services, "balanceroute_prefix_hit_tokens") == {}
     ticket = services.tickets.submit(RequestSpec("b", 100))

@@ -12,6 +12,7 @@ from balanceroute.proxy.link.remote import NOBODY
 from balanceroute.proxy.ops.dashboard import overview
 from balanceroute.proxy.ops.dashboard.recorder import POINTS, QUANTILE_S, SERIES, SPAN, Recorder, quantile
 from balanceroute.proxy.telemetry.metrics import Metrics
+from tests.unit.proxy.admission.ledgers import pooled
 from tests.unit.proxy.reloading import apply
 from tests.unit.proxy.virtual_time import a_config, a_router, with_virtual_time
 
@@ -72,9 +73,7 @@ async def test_a_decision_gets_no_runner_up_of_a_policy_that_was_switched_to_sin
     router = a_router(a_config(decoders=2, routing={"policy": "level_fit"}))
     recorder = Recorder(lambda: router)
     router.decisions.watch()
-    ticket = router.tickets.submit(RequestSpec("a", 10))
-    await ticket.prefiller()
-    ticket.prefilled(10)
+    await pooled(router.tickets, "a")
     router.decisions.before()
     router.decisions.after(router.ledger.admit())
     apply(router, a_config(decoders=2, routing={"policy": after}))
