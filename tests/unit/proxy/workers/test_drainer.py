@@ -42,6 +42,11 @@ async def drained(services: Services) -> None:
     await until(lambda: not services.drainer.pending)
 
 
+async def drain_one(services: Services, age_s: float = 0.0) -> None:
+    services.drainer.drain(a_job(services, age_s))
+    await drained(services)
+
+
 def asked(services: Services) -> list[str]:
     """Which workers were asked, in the order of time."""
     upstreams = {worker.id: cast(ScriptedUpstream, worker.upstream) for worker in services.fleet}
@@ -57,8 +62,7 @@ def outcomes(services: Services) -> tuple[float, float, int]:
 async def test_kv_is_pulled_by_one_worker_with_one_token_and_its_own_parameters() -> None:
     services = a_router()
     upstream = script(services, "d0")
-    services.drainer.drain(a_job(services))
-    await drained(services)
+    await drain_one(services)
     assert asked(services) == ["d0"]
     body = orjson.loads(upstream.asked[0].body)
     assert (body["max_tokens"], body["stream"]) == (1, False)
@@ -74,8 +78,7 @@ async def test_a_drain_moves_to_the_next_worker_when_the_first_surely_did_not_ta
     services = a_router()
     script(services, "d0", refusal)
     script(services, "d1", refusal)
-    services.drainer.drain(a_job(services))
-    await drained(services)
+    await drain_one(services)
     assert asked(services) == ["d0", "d1", "d2"]
     assert outcomes(services) == (1, 0, 0)
 
@@ -91,8 +94,7 @@ async def test_a_drain_that_could_not_be_sent_counts_as_a_failure_of_the_worker_
 ) -> None:
     services = a_router()
     script(services, "d0", refusal)
-    services.drainer.drain(a_job(services))
-    await drained(services)
+    await drain_one(services)
     assert asked(services) == ["d0", "d1"] and outcomes(services) == (1, 0, 0)
     assert services.metrics.upstream_errors.value("d0", "decode", "drain_connect") == failures
 
@@ -108,8 +110,7 @@ async def test_a_drain_that_a_worker_may_have_taken_is_not_repeated(
 ) -> None:
     services = a_router()
     script(services, "d0", end)
-    services.drainer.drain(a_job(services))
-    await drained(services)
+    await drain_one(services)
     assert asked(services) == ["d0"]
     assert outcomes(services) == (0, 1, 1)
     pin_s = services.config.kv_pin_s
@@ -137,8 +138,7 @@ async def test_a_worker_that_has_just_left_is_not_used_for_a_drain() -> None:
     """A relay hears at once that a worker has left, and within a quarter of a second how the cluster looks then."""
     services = a_router()
     services.fleet.forget(services.fleet["d0"])
-    services.drainer.drain(a_job(services))
-    await drained(services)
+    await drain_one(services)
     assert asked(services) == ["d1"]
     assert outcomes(services) == (1, 0, 0)
 
@@ -173,8 +173,7 @@ async def test_kv_that_no_worker_takes_in_time_is_left_to_its_timeout() -> None:
 @with_virtual_time
 async def test_kv_older_than_its_safe_share_is_never_pulled() -> None:
     services = a_router(a_config(prefill={"kv_pin_s": 100.0}, pool={"ttl_s": 50.0}))
-    services.drainer.drain(a_job(services, age_s=81.0))
-    await drained(services)
+    await drain_one(services, age_s=81.0)
     assert asked(services) == [] and outcomes(services) == (0, 1, 1)
 
 
@@ -185,8 +184,7 @@ async def test_a_drain_uses_the_freest_worker_first_and_a_resting_one_last() -> 
     services.fleet["d1"].state = WorkerState.DOWN
     services.ledger.report_decoder("d2", 10_000, 10_000, 0)  # it is full, but does not rest
     script(services, "d2", 503)
-    services.drainer.drain(a_job(services))
-    await drained(services)
+    await drain_one(services)
     assert asked(services) == ["d2", "d0"]  # d2 said no, so the resting one, and never the one that is down
     assert outcomes(services) == (1, 0, 0)
 
@@ -200,8 +198,7 @@ async def test_a_relay_drains_where_no_request_has_failed_since_the_view_that_it
     resting.state = WorkerState.DRAINING
     for worker in ("d0", "d1", "d2"):
         script(services, worker)
-    services.drainer.drain(a_job(services))
-    await drained(services)
+    await drain_one(services)
     assert asked(services) == ["d2"]
 
 
