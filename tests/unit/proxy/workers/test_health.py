@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+from typing import Any
 
 import pytest
 
@@ -27,11 +28,12 @@ HEALTH = {"interval_s": 2.0, "timeout_s": 3.0, "failure_threshold": 3}
 REFUSED = ConnectFailed("refused", worker="d0", tier="decode")
 
 
-async def seen_healthy(services: Services) -> HealthMonitor:
-    """A monitor after one round in which everybody answered."""
+async def seen_healthy(health: dict[str, float] = HEALTH, **config: Any) -> tuple[Services, HealthMonitor]:
+    """A router and its monitor, after one round in which everybody answered."""
+    services = a_router(a_config(health=health, **config))
     monitor = health_monitor(services)
     await rounds(monitor, services)
-    return monitor
+    return services, monitor
 
 
 async def rounds(monitor: HealthMonitor, services: Services, count: int = 1) -> None:
@@ -44,8 +46,7 @@ async def rounds(monitor: HealthMonitor, services: Services, count: int = 1) -> 
 async def test_a_worker_without_other_progress_goes_down_after_consecutive_failures_and_up_after_one_answer(
     answer: Answer,
 ) -> None:
-    services = a_router(a_config(health=HEALTH))
-    monitor = await seen_healthy(services)
+    services, monitor = await seen_healthy()
     script(services, "d0", answer)
     await rounds(monitor, services, 2)
     assert services.fleet["d0"].state is WorkerState.UP
@@ -65,8 +66,8 @@ async def test_a_worker_without_other_progress_goes_down_after_consecutive_failu
 async def test_a_refused_port_or_a_dead_engine_means_that_the_process_has_ended(
     answer: Answer | None, ended: bool
 ) -> None:
-    services = a_router(a_config(health=HEALTH))
-    monitor, d0 = await seen_healthy(services), services.fleet["d0"]
+    services, monitor = await seen_healthy()
+    d0 = services.fleet["d0"]
     if answer is None:
         for _ in range(3):
             monitor._judge(d0, "no answer within 3 s", silent=True)
@@ -100,7 +101,9 @@ async def test_a_worker_that_was_never_up_is_down_with_what_its_health_check_fou
 @with_virtual_time
 async def test_a_worker_that_only_ever_closes_connections_may_speak_tls(seen: bool) -> None:
     services = a_router(a_config(health=HEALTH))
-    monitor = await seen_healthy(services) if seen else health_monitor(services)
+    monitor = health_monitor(services)
+    if seen:
+        await rounds(monitor, services)
     script(services, "d0", ConnectFailed(f"{NO_REPLY}: reset", worker="d0", tier="decode"))
     await rounds(monitor, services, 3)
     assert ("its URL must be https://" in why_not_up(services.fleet["d0"])) is not seen
@@ -119,8 +122,7 @@ async def test_a_worker_that_only_ever_closes_connections_may_speak_tls(seen: bo
 async def test_a_worker_that_goes_down_is_down_with_what_its_last_health_check_found(
     answer: Answer, expected: str
 ) -> None:
-    services = a_router(a_config(health=HEALTH))
-    monitor = await seen_healthy(services)
+    services, monitor = await seen_healthy()
     script(services, "d0", 500, answer)
     await rounds(monitor, services, 3)
     assert services.fleet["d0"].state is WorkerState.DOWN
@@ -129,8 +131,7 @@ async def test_a_worker_that_goes_down_is_down_with_what_its_last_health_check_f
 
 @with_virtual_time
 async def test_a_worker_that_reports_a_dead_engine_is_down_at_once() -> None:
-    services = a_router(a_config(health=HEALTH))
-    monitor = await seen_healthy(services)
+    services, monitor = await seen_healthy()
     script(services, "d0", 503)
     await rounds(monitor, services)
     assert services.fleet["d0"].state is WorkerState.DOWN
@@ -138,8 +139,7 @@ async def test_a_worker_that_reports_a_dead_engine_is_down_at_once() -> None:
 
 @with_virtual_time
 async def test_a_silent_worker_gets_no_new_request_after_one_check_and_is_down_after_three() -> None:
-    services = a_router(a_config(health=HEALTH))
-    monitor = await seen_healthy(services)
+    services, monitor = await seen_healthy()
     worker = services.fleet["d0"]
     script(services, "d0", None)
     began_s = services.ledger.now()
@@ -157,8 +157,7 @@ async def test_a_silent_worker_gets_no_new_request_after_one_check_and_is_down_a
 @with_virtual_time
 async def test_a_rank_that_leaves_during_the_check_of_its_server_is_no_failure_of_the_other_ranks() -> None:
     ranks = [{"url": "http://d:1", "id": f"d{n}", "dp_rank": n} for n in range(2)]
-    services = a_router(a_config(decode={"workers": ranks}, health=HEALTH))
-    monitor = await seen_healthy(services)
+    services, monitor = await seen_healthy(decode={"workers": ranks})
     asked = leaving(services, "d0")
     other = script(services, "d1", 200)
     await rounds(monitor, services)
@@ -168,8 +167,7 @@ async def test_a_rank_that_leaves_during_the_check_of_its_server_is_no_failure_o
 
 @with_virtual_time
 async def test_a_hanging_check_of_a_departed_worker_does_not_affect_its_namesake() -> None:
-    services = a_router(a_config(health=HEALTH))
-    monitor = await seen_healthy(services)
+    services, monitor = await seen_healthy()
     script(services, "d0", None)
     looking = asyncio.ensure_future(rounds(monitor, services))
     await let_pass(0.1)
@@ -186,8 +184,7 @@ async def test_a_hanging_check_of_a_departed_worker_does_not_affect_its_namesake
 
 @with_virtual_time
 async def test_one_answer_ends_the_doubts_about_a_worker() -> None:
-    services = a_router(a_config(health=HEALTH))
-    monitor = await seen_healthy(services)
+    services, monitor = await seen_healthy()
     script(services, "d0", None, 200)
     await rounds(monitor, services)
     assert services.fleet["d0"].state is WorkerState.UP
@@ -196,8 +193,7 @@ async def test_one_answer_ends_the_doubts_about_a_worker() -> None:
 
 @with_virtual_time
 async def test_a_worker_without_a_token_since_a_silent_check_gets_no_new_request() -> None:
-    services = a_router(a_config(health=HEALTH))
-    monitor = await seen_healthy(services)
+    services, monitor = await seen_healthy()
     worker = services.fleet["d0"]
     script(services, "d0", None)
     worker.progress_s = services.ledger.now() - 0.01
@@ -217,8 +213,7 @@ async def test_a_worker_without_a_token_since_a_silent_check_gets_no_new_request
 async def test_a_worker_with_recent_progress_may_miss_a_check_but_not_refuse_it(
     answer: Answer, state: WorkerState
 ) -> None:
-    services = a_router(a_config(health=HEALTH))
-    monitor = await seen_healthy(services)
+    services, monitor = await seen_healthy()
     script(services, "d0", answer)
 
     async def work() -> None:
@@ -234,8 +229,7 @@ async def test_a_worker_with_recent_progress_may_miss_a_check_but_not_refuse_it(
 
 @with_virtual_time
 async def test_a_silent_worker_without_progress_on_its_request_is_down() -> None:
-    services = a_router(a_config(health=HEALTH))
-    monitor = await seen_healthy(services)
+    services, monitor = await seen_healthy()
     worker = services.fleet["d0"]
     script(services, "d0", None)
     for _ in range(3):
@@ -246,8 +240,7 @@ async def test_a_silent_worker_without_progress_on_its_request_is_down() -> None
 
 @with_virtual_time
 async def test_a_health_timeout_noticed_late_by_a_stalled_loop_does_not_count() -> None:
-    services = a_router(a_config(health=HEALTH))
-    monitor = await seen_healthy(services)
+    services, monitor = await seen_healthy()
     script(services, "d0", None)
     jump = services.loop._jump  # type: ignore[attr-defined]
 
@@ -290,8 +283,7 @@ async def test_a_worker_that_joins_and_never_answers_is_dropped_after_its_attemp
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     lifecycle = {"join_attempts": 2, "join_interval_s": 10.0}
-    services = a_router(a_config(health=HEALTH, lifecycle=lifecycle))
-    monitor = await seen_healthy(services)
+    services, monitor = await seen_healthy(lifecycle=lifecycle)
     spec = services.fleet["d0"].spec
     services.fleet.leave(services.fleet["d0"])
     assert services.fleet.sweep() == ["d0"]
@@ -314,8 +306,7 @@ async def test_a_worker_that_joins_and_never_answers_is_dropped_after_its_attemp
 @with_virtual_time
 async def test_a_health_check_without_a_free_descriptor_does_not_count() -> None:
     error = CannotConnect("cannot connect: too many open files", worker="d0", tier="decode")
-    services = a_router(a_config(health=HEALTH))
-    monitor = await seen_healthy(services)
+    services, monitor = await seen_healthy()
     script(services, "d0", error)
     await rounds(monitor, services, 4)
     assert services.fleet["d0"].state is WorkerState.UP
@@ -325,8 +316,7 @@ async def test_a_health_check_without_a_free_descriptor_does_not_count() -> None
 @with_virtual_time
 async def test_a_worker_is_stalled_without_any_recent_sign_of_progress(lately: str | None) -> None:
     """Its streams wait for tokens. The last token, its first request after idleness and our last pause are old."""
-    services = a_router(a_config(health=HEALTH | {"stall_after_s": 30.0}))
-    monitor = await seen_healthy(services)
+    services, monitor = await seen_healthy(HEALTH | {"stall_after_s": 30.0})
     worker = services.fleet["d0"]
     worker.take()
     await let_pass(100.0)
@@ -342,8 +332,7 @@ async def test_a_worker_is_stalled_without_any_recent_sign_of_progress(lately: s
 @pytest.mark.parametrize("reason", ["idle", "nobody waits"])
 @with_virtual_time
 async def test_a_worker_without_expected_tokens_is_not_stalled(reason: str) -> None:
-    services = a_router(a_config(health=HEALTH | {"stall_after_s": 30.0}))
-    monitor = await seen_healthy(services)
+    services, monitor = await seen_healthy(HEALTH | {"stall_after_s": 30.0})
     monitor._awaited_since_s = lambda worker_id: 0.0 if reason == "idle" else math.inf
     if reason != "idle":
         services.fleet["d0"].take()
