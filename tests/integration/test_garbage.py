@@ -2,6 +2,8 @@
 
 import asyncio
 import gc
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import orjson
@@ -26,21 +28,27 @@ def _requests() -> list[object]:
     return [one for one in gc.get_objects() if isinstance(one, parts)]
 
 
+@asynccontextmanager
+async def all_freed_without_the_collector() -> AsyncIterator[None]:
+    """What is made of requests in the block is gone soon after it, beside what other tests still hold."""
+    gc.collect()
+    known = {id(one) for one in _requests()}
+    gc.disable()
+    try:
+        yield
+        await until(lambda: not [one for one in _requests() if id(one) not in known])
+    finally:
+        gc.enable()
+
+
 @pytest.mark.parametrize("n", [1, 4])
 async def test_a_refused_requests_objects_are_freed_without_the_garbage_collector(n: int) -> None:
     async with running() as router:
         request = {"model": "no such model", "prompt": "a", "max_tokens": 2, "n": n}
-        gc.collect()
-        known = {id(one) for one in _requests()}  # that other tests still hold
-        gc.disable()
-        try:
+        async with all_freed_without_the_collector():
             answer = await router.client.post("/v1/completions", json=request)
             assert answer.status_code in (400, 404)
             await router.settled()
-            await asyncio.sleep(0)
-            assert not [one for one in _requests() if id(one) not in known]
-        finally:
-            gc.enable()
 
 
 @pytest.mark.parametrize("connector", ["mooncake_v1", "mooncake_layerwise"])
@@ -66,14 +74,8 @@ async def test_a_retried_requests_objects_are_freed_without_the_garbage_collecto
             await router.settled()
 
         await ask()  # what is made once
-        gc.collect()
-        known = {id(one) for one in _requests()}
-        gc.disable()
-        try:
+        async with all_freed_without_the_collector():
             await ask()
-            await until(lambda: not [one for one in _requests() if id(one) not in known])
-        finally:
-            gc.enable()
 
 
 _CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}]}
@@ -113,12 +115,6 @@ async def test_a_finished_or_cancelled_requests_objects_are_freed_without_the_ga
     async with running() as router:
         await _ask(router, "streamed", what)  # what is made once
         await router.settled()
-        gc.collect()
-        known = {id(one) for one in _requests()}
-        gc.disable()
-        try:
+        async with all_freed_without_the_collector():
             await _ask(router, how, what)
             await router.settled()
-            await until(lambda: not [one for one in _requests() if id(one) not in known])
-        finally:
-            gc.enable()
