@@ -190,14 +190,11 @@ def test_the_guard_admits_the_least_bad_request_of_the_pool_or_of_the_head() -> 
 
 
 def test_an_overdue_request_goes_first_and_large_prompts_become_overdue_later() -> None:
-    scheduler = with_loads("br_0", [1000, 0], slots=2, s_greedy=0, max_wait_s=10.0, slack_placement="free_slots")
-    pool_all(scheduler, {"large": 30_000}, now=0.0)
-    pool_all(scheduler, {"fits": 1000, "tiny": 10, "more": 20}, now=11.0)
-    assert admitted(scheduler, 11.0)[0] == ("fits", "d1")
-    scheduler = with_loads("br_0", [1000, 0], slots=2, s_greedy=0, max_wait_s=10.0, slack_placement="free_slots")
-    pool_all(scheduler, {"large": 30_000}, now=0.0)
-    pool_all(scheduler, {"fits": 1000, "tiny": 10, "more": 20}, now=61.0)
-    assert admitted(scheduler, 61.0)[0] == ("large", "d1")
+    for now, first in ((11.0, "fits"), (61.0, "large")):
+        scheduler = with_loads("br_0", [1000, 0], slots=2, s_greedy=0, max_wait_s=10.0, slack_placement="free_slots")
+        pool_all(scheduler, {"large": 30_000}, now=0.0)
+        pool_all(scheduler, {"fits": 1000, "tiny": 10, "more": 20}, now=now)
+        assert admitted(scheduler, now)[0] == (first, "d1")
 
 
 def test_no_patience_outlasts_three_quarters_of_the_pools_ttl() -> None:
