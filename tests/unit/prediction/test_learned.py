@@ -262,13 +262,17 @@ def test_trees_stay_until_the_history_suffices_for_others(grown: LearnedPredicto
     assert loaded.predict_one(0, 600, "k600") == before
 
 
+def change(path: Path, name: str, of: Callable[[np.ndarray], np.ndarray]) -> None:
+    """Change an array of a model's file."""
+    with np.load(path) as arrays:
+        content = dict(arrays)
+    np.savez(path, **(content | {name: of(content[name])}))
+
+
 def test_a_model_whose_trees_ask_for_unknown_features_is_refused(grown: LearnedPredictor, tmp_path: Path) -> None:
     path = tmp_path / "m.npz"
     save_model(path, Model("learned", H, [], grown.fitted))
-    with np.load(path) as arrays:
-        content = dict(arrays)
-    content["classifier_feature"] = content["classifier_feature"] + len(NAMES)
-    np.savez(path, **content)
+    change(path, "classifier_feature", lambda feature: feature + len(NAMES))
 
     with pytest.raises(InputError, match="unknown feature"):
         load_model(path)
@@ -282,7 +286,7 @@ def test_a_learned_model_of_another_horizon_is_refused(grown: LearnedPredictor, 
 
 
 @pytest.mark.parametrize(
-    ("name", "change", "reason"),
+    ("name", "of", "reason"),
     [
         ("classifier_leaf", lambda leaf: leaf[:, :-1], "do not belong together"),
         ("regressor_leaf", lambda leaf: leaf * np.nan, "not a finite number"),
@@ -290,14 +294,11 @@ def test_a_learned_model_of_another_horizon_is_refused(grown: LearnedPredictor, 
     ids=["shapes", "not finite"],
 )
 def test_trees_that_contradict_themselves_are_refused(
-    name: str, change: Callable[[np.ndarray], np.ndarray], reason: str, grown: LearnedPredictor, tmp_path: Path
+    name: str, of: Callable[[np.ndarray], np.ndarray], reason: str, grown: LearnedPredictor, tmp_path: Path
 ) -> None:
     path = tmp_path / "m.npz"
     save_model(path, Model("learned", H, [], grown.fitted))
-    with np.load(path) as arrays:
-        content = dict(arrays)
-    content[name] = change(content[name])
-    np.savez(path, **content)
+    change(path, name, of)
 
     with pytest.raises(InputError, match=reason):
         load_model(path)
@@ -307,9 +308,7 @@ def test_trees_that_contradict_themselves_are_refused(
 def test_an_invalid_model_file_is_refused_with_a_clear_message(content: bytes | None, tmp_path: Path) -> None:
     path = tmp_path / "m.npz"
     save_model(path, Model("survival", H, finishes(5)))
-    with np.load(path) as arrays:
-        known = dict(arrays)
-    np.savez(path, **(known | {"output_tokens": np.array(["words"])}))
+    change(path, "output_tokens", lambda _: np.array(["words"]))
     if content is not None:
         path.write_bytes(content)
 
@@ -319,16 +318,14 @@ def test_an_invalid_model_file_is_refused_with_a_clear_message(content: bytes | 
 
 
 @pytest.mark.parametrize(
-    "column",
-    [{"output_tokens": np.array([-1])}, {"prompt_tokens": np.array([np.nan])}, {"finished_s": np.array([np.nan])}],
+    ("column", "value"),
+    [("output_tokens", -1), ("prompt_tokens", np.nan), ("finished_s", np.nan)],
     ids=["fewer than 0", "no number", "at no time"],
 )
-def test_a_model_with_an_impossible_request_is_refused(column: dict[str, np.ndarray], tmp_path: Path) -> None:
+def test_a_model_with_an_impossible_request_is_refused(column: str, value: float, tmp_path: Path) -> None:
     path = tmp_path / "m.npz"
     save_model(path, Model("survival", H, finishes(5)))
-    with np.load(path) as arrays:
-        known = dict(arrays)
-    np.savez(path, **(known | column))
+    change(path, column, lambda _: np.array([value]))
 
     with pytest.raises(InputError, match="not a predictor file, or a damaged one"):
         load_model(path)
