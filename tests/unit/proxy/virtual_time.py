@@ -62,15 +62,11 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     """Hours pass in milliseconds. Without sockets; of threads it waits for the last ones only."""
 
     def __init__(self) -> None:
-        self._jump = _Jump()
-        super().__init__(self._jump)
+        self.jump = _Jump()
+        super().__init__(self.jump)
 
     def time(self) -> float:
-        return self._jump.now_s
-
-    def stand_still(self, seconds: float) -> None:
-        """As if the process had been stopped for so long: time passes, and nothing runs."""
-        self._jump.now_s += seconds
+        return self.jump.now_s
 
 
 def in_virtual_time(test: Callable[[], Awaitable[None]]) -> None:
@@ -101,10 +97,10 @@ async def let_pass(seconds: float) -> None:
 
 
 def stand_still(seconds: float) -> None:
-    """As if the process had been stopped for so long, from within a test."""
+    """As if the process had been stopped for so long: time passes, and nothing runs."""
     loop = asyncio.get_running_loop()
     assert isinstance(loop, VirtualTimeLoop)
-    loop.stand_still(seconds)
+    loop.jump.now_s += seconds
 
 
 def _id_in(lines: bytes) -> bytes:

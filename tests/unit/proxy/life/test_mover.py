@@ -24,11 +24,11 @@ from tests.unit.proxy.life.test_answer import PREFILLED, give
 from tests.unit.proxy.virtual_time import (
     Page,
     ScriptedUpstream,
-    VirtualTimeLoop,
     a_config,
     a_router,
     let_pass,
     script,
+    stand_still,
     with_virtual_time,
 )
 from tests.waiting import until
@@ -163,9 +163,7 @@ async def test_a_pause_of_the_router_does_not_count_as_worker_silence() -> None:
         script(services, name, MUTE)
     async with looking(services):
         leg, task = await begun(services, "d0", "request-1")
-        loop = services.loop
-        assert isinstance(loop, VirtualTimeLoop)
-        loop.stand_still(100.0 + LATE_LOOK_S)
+        stand_still(100.0 + LATE_LOOK_S)
         silence(services, "d0")
         await let_pass(2 * PERIOD_S)
         assert leg.at_worker == "d0" and not services.frozen, "nothing is judged before the sockets are read"

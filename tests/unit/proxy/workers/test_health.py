@@ -21,6 +21,7 @@ from tests.unit.proxy.virtual_time import (
     leaving,
     let_pass,
     script,
+    stand_still,
     with_virtual_time,
 )
 
@@ -242,13 +243,8 @@ async def test_a_silent_worker_without_progress_on_its_request_is_down() -> None
 async def test_a_health_timeout_noticed_late_by_a_stalled_loop_does_not_count() -> None:
     services, monitor = await seen_healthy()
     script(services, "d0", None)
-    jump = services.loop._jump  # type: ignore[attr-defined]
-
-    def stall() -> None:
-        jump.now_s += 30.0  # as if a callback had run for so long
-
     for _ in range(5):
-        services.loop.call_later(2.0, stall)
+        services.loop.call_later(2.0, stand_still, 30.0)  # as if a callback had run for so long
         await rounds(monitor, services)
     assert services.fleet["d0"].checks_failed == 0
     await rounds(monitor, services, 3)
@@ -258,14 +254,9 @@ async def test_a_health_timeout_noticed_late_by_a_stalled_loop_does_not_count() 
 @pytest.mark.parametrize("stall_s", [2.9, 3.3], ids=["within", "just-beyond"])
 @with_virtual_time
 async def test_a_pause_of_the_router_within_the_health_timeout_does_not_count(stall_s: float) -> None:
-    services = a_router(a_config(health={**HEALTH, "timeout_s": 3.0}))
+    services = a_router(a_config(health=HEALTH))
     script(services, "d0", None)  # never seen healthy: one verdict would take it out
-    jump = services.loop._jump  # type: ignore[attr-defined]
-
-    def stall() -> None:
-        jump.now_s += stall_s
-
-    services.loop.call_later(0.05, stall)
+    services.loop.call_later(0.05, stand_still, stall_s)
     await rounds(health_monitor(services), services)
     assert services.fleet["d0"].state is WorkerState.UP
 

@@ -22,6 +22,7 @@ from tests.unit.proxy.virtual_time import (
     a_router,
     leaving,
     script,
+    stand_still,
     with_virtual_time,
 )
 
@@ -114,12 +115,7 @@ async def test_a_metrics_page_read_late_by_a_stalled_loop_changes_nothing() -> N
     script(services, "p0", Page(GAUGE % b"0.25"))
     await polled(services)
     script(services, "p0", None)
-    jump = services.loop._jump  # type: ignore[attr-defined]
-
-    def stall() -> None:
-        jump.now_s += 30.0  # as if a callback had run for so long
-
-    services.loop.call_later(1.0, stall)
+    services.loop.call_later(1.0, stand_still, 30.0)  # as if a callback had run for so long
     before = services.metrics.conditions.count(METRICS)
     await polled(services)
     assert (usage_of(services), services.metrics.conditions.count(METRICS)) == (0.25, before)
