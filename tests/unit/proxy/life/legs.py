@@ -16,6 +16,7 @@ from balanceroute.proxy.life.pull import Pull
 from balanceroute.proxy.ops.services import Services
 from balanceroute.proxy.wire.client_request import ClientRequest, parse
 from tests.unit.proxy.virtual_time import Page, ScriptedUpstream
+from tests.waiting import until
 
 PROMPT_IDS = [5, 6, 7]
 DONE = b"data: [DONE]\n\n"
@@ -106,6 +107,14 @@ def a_leg(
     **fields: Any,
 ) -> Leg:
     return Leg(services, request_id, a_request(**fields), client or Client(), [], strategy)
+
+
+async def streaming(services: Services) -> tuple[Leg, asyncio.Task[None]]:
+    """A leg whose answer is under way, and the task that runs it."""
+    leg = a_leg(services)
+    task = services.loop.create_task(leg.run())
+    await until(lambda: leg.streaming_from is not None)
+    return leg, task
 
 
 def an_assembled_leg(

@@ -24,7 +24,19 @@ from balanceroute.proxy.life.pull import Pull
 from balanceroute.proxy.ops.services import Services
 from balanceroute.proxy.wire.client_request import parse
 from balanceroute.proxy.workers.circuit import CircuitState
-from tests.unit.proxy.life.legs import DONE, PROMPT_IDS, Client, a_leg, dispatching, events, idle, probed, whole
+from tests.unit.proxy.life.legs import (
+    DONE,
+    LOST,
+    PROMPT_IDS,
+    Client,
+    a_leg,
+    dispatching,
+    events,
+    idle,
+    probed,
+    streaming,
+    whole,
+)
 from tests.unit.proxy.virtual_time import (
     Answer,
     Page,
@@ -36,7 +48,6 @@ from tests.unit.proxy.virtual_time import (
 )
 from tests.waiting import until
 
-LOST = ConnectionLost("reset", worker="d0", tier="decode")
 PARAMS = b'{"remote_engine_id":"p"}'
 
 
@@ -172,9 +183,7 @@ async def test_the_first_token_starts_the_token_timeout_and_counts_as_worker_pro
     script(services, "p0", probed())
     script(services, "d0", Page(events(20, finish=None), ends=False))
     async with dispatching(services):
-        leg = a_leg(services)
-        task = services.loop.create_task(leg.run())
-        await until(lambda: leg.streaming_from is not None)
+        leg, task = await streaming(services)
         worker = services.fleet["d0"]
         assert leg.idle_s == 7.0 and leg.try_deadline_s == leg.first_token_s + 7.0
         assert worker.progress_s == leg.first_token_s == leg.last_token_s

@@ -13,7 +13,7 @@ from balanceroute.proxy.life.errors import ClientStalled, DeadlineExceeded
 from balanceroute.proxy.life.leg import Leg
 from balanceroute.proxy.life.pool_reaper import PERIOD_S, PoolReaper
 from balanceroute.proxy.ops.services import Services
-from tests.unit.proxy.life.legs import DONE, PROMPT_IDS, a_leg, dispatching, events, idle, probed
+from tests.unit.proxy.life.legs import DONE, PROMPT_IDS, a_leg, dispatching, events, idle, probed, streaming
 from tests.unit.proxy.virtual_time import (
     Page,
     a_config,
@@ -96,9 +96,7 @@ async def test_a_decode_worker_that_was_frozen_with_the_router_gets_a_new_time_l
     script(services, "p0", probed())
     script(services, "d0", MUTE)
     async with reaped(services):
-        leg = a_leg(services)
-        task = services.loop.create_task(leg.run())
-        await until(lambda: leg.streaming_from is not None)
+        leg, task = await streaming(services)
         await let_pass(NEXT_LOOK_S)
         stand_still(100.0)
         await let_pass(19.0)
@@ -207,9 +205,7 @@ async def test_a_leaving_worker_is_removed_when_it_holds_no_request() -> None:
     script(services, "d0", MUTE)
     script(services, "d1", MUTE)
     async with reaped(services):
-        leg = a_leg(services)
-        task = services.loop.create_task(leg.run())
-        await until(lambda: leg.streaming_from is not None)
+        leg, task = await streaming(services)
         for worker in services.fleet:
             services.fleet.leave(worker)
         await let_pass(NEXT_LOOK_S)
@@ -225,9 +221,7 @@ async def test_tokens_are_reported_to_the_scheduler_and_count_as_worker_progress
     script(services, "p0", probed())
     script(services, "d0", MUTE)
     async with reaped(services):
-        leg = a_leg(services)
-        task = services.loop.create_task(leg.run())
-        await until(lambda: leg.streaming_from is not None)
+        leg, task = await streaming(services)
         leg.ticket.progress(5)
         at_s = leg.last_token_s
         await let_pass(NEXT_LOOK_S)

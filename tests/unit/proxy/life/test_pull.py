@@ -29,6 +29,7 @@ from tests.unit.proxy.life.legs import (
     events,
     idle,
     probed,
+    streaming,
     whole,
 )
 from tests.unit.proxy.virtual_time import (
@@ -82,9 +83,8 @@ async def test_kv_that_waited_too_long_for_a_slot_is_computed_anew() -> None:
     assert services.drainer.pin_s is not None
     p0, d0 = script(services, "p0", probed()), script(services, "d0", Page(events(1, finish=None), ends=False))
     async with dispatching(services):
-        holds, waits = a_leg(services), a_leg(services, request_id="s")
-        first = services.loop.create_task(holds.run())
-        await until(lambda: holds.streaming_from is not None)
+        holds, first = await streaming(services)
+        waits = a_leg(services, request_id="s")
         second = services.loop.create_task(waits.run())
         await until(lambda: waits.kv.params is not None)
         d0.answers = [Page(events(20) + DONE)]
@@ -416,9 +416,7 @@ async def test_tokens_are_counted_as_they_arrive() -> None:
     script(services, "p0", probed())
     script(services, "d0", Page(events(20, 21, finish=None), ends=False))
     async with dispatching(services):
-        leg = a_leg(services)
-        task = services.loop.create_task(leg.run())
-        await until(lambda: leg.streaming_from is not None)
+        leg, task = await streaming(services)
         page = services.metrics.exposition().decode().splitlines()
         assert "balanceroute_generated_tokens_total 2.0" in page
         leg.abandon()
@@ -511,9 +509,8 @@ async def test_pinned_kv_is_on_record_until_its_parameters_are_sent(tmp_path: Pa
     script(services, "p0", probed({"remote_engine_id": "e"}))
     d0 = script(services, "d0", Page(events(1, finish=None), ends=False))
     async with dispatching(services):
-        holds, waits = a_leg(services), a_leg(services, request_id="s")
-        first = services.loop.create_task(holds.run())
-        await until(lambda: holds.streaming_from is not None)
+        holds, first = await streaming(services)
+        waits = a_leg(services, request_id="s")
         assert len(record) == 0
         second = services.loop.create_task(waits.run())
         await until(lambda: waits.kv.params is not None)
@@ -557,17 +554,16 @@ async def test_a_client_that_leaves_has_its_kv_drained_and_off_the_record(tmp_pa
     script(services, "p0", probed())
     d0 = script(services, "d0", Page(events(1, finish=None), ends=False))
     async with dispatching(services):
-        holds, waits = a_leg(services), a_leg(services, request_id="s")
-        tasks = [services.loop.create_task(holds.run())]
-        await until(lambda: holds.streaming_from is not None)
-        tasks.append(services.loop.create_task(waits.run()))
+        holds, first = await streaming(services)
+        waits = a_leg(services, request_id="s")
+        second = services.loop.create_task(waits.run())
         await until(lambda: len(record) == 1)
         d0.answers = [Page()]
         waits.abandon()
         await until(lambda: not services.drainer.pending and waits not in services.legs)
         assert len(record) == 0 and services.metrics.drains.value("drained") == 1
         holds.abandon()
-        await asyncio.wait(tasks)
+        await asyncio.wait([first, second])
 
 
 class Slow(ScriptedUpstream):
