@@ -166,12 +166,19 @@ async def test_orphans_of_a_relay_that_joins_anew_count_once() -> None:
     assert counts[-1] == (0, 0, 0)
 
 
+def counting(services: Services) -> tuple[RelayReports, Metrics]:
+    """Reports whose counts are on the brain's page, and the metrics of a relay that has repeated one prefill."""
+    relay_reports, relay = reports(services), Metrics(lambda: NOBODY, "level_fit")
+    services.metrics.beside = relay_reports.counts.values
+    relay_reports.on_given_up = services.metrics.continue_from
+    relay.retries.inc("prefill")
+    return relay_reports, relay
+
+
 @with_virtual_time
 async def test_counters_of_a_lost_relay_do_not_fall() -> None:
     services = a_router()
-    relay_reports, relay = reports(services), Metrics(lambda: NOBODY, "level_fit")
-    services.metrics.beside = relay_reports.counts.values
-    relay.retries.inc("prefill")
+    relay_reports, relay = counting(services)
     relay_reports.counted("r0@elsewhere", relay.counts())
     relay_reports.lost("r0@elsewhere")
     assert b'\nbalanceroute_retries_total{tier="prefill"} 1.0\n' in services.metrics.exposition()
@@ -180,10 +187,7 @@ async def test_counters_of_a_lost_relay_do_not_fall() -> None:
 @with_virtual_time
 async def test_counts_of_far_relays_that_never_return_are_bounded_and_no_counter_falls() -> None:
     services = a_router()
-    relay_reports, relay = reports(services), Metrics(lambda: NOBODY, "level_fit")
-    services.metrics.beside = relay_reports.counts.values
-    relay_reports.on_given_up = services.metrics.continue_from
-    relay.retries.inc("prefill")
+    relay_reports, relay = counting(services)
     for _ in range(2):  # it has left, and has come back
         relay_reports.lost("r0@stays")
         relay_reports.counted("r0@stays", relay.counts())
@@ -198,10 +202,7 @@ async def test_counts_of_far_relays_that_never_return_are_bounded_and_no_counter
 @with_virtual_time
 async def test_a_returning_far_relay_is_not_counted_twice() -> None:
     services = a_router()
-    relay_reports, relay = reports(services), Metrics(lambda: NOBODY, "level_fit")
-    services.metrics.beside = relay_reports.counts.values
-    relay_reports.on_given_up = services.metrics.continue_from
-    relay.retries.inc("prefill")
+    relay_reports, relay = counting(services)
     for number in range(MOST_AWAY):
         for name in ("r0@returns", f"r0@pod-{number}"):
             relay_reports.counted(name, relay.counts())
