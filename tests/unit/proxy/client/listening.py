@@ -180,7 +180,7 @@ class Listening:
 async def listening(*, encrypted: bool = False, **limits: Any) -> AsyncIterator[Listening]:
     """Serve an `EchoSite` on a free port within 20 s."""
     site = EchoSite()
-    ours, theirs = _contexts() if encrypted else (None, None)
+    ours, theirs = contexts() if encrypted else (None, None)
     config = uvicorn.Config(
         site,
         port=0,
@@ -203,7 +203,7 @@ async def listening(*, encrypted: bool = False, **limits: Any) -> AsyncIterator[
         await task
 
 
-def _contexts() -> tuple[ssl.SSLContext, ssl.SSLContext]:
+def contexts() -> tuple[ssl.SSLContext, ssl.SSLContext]:
     """A server's, and that of clients that trust it."""
     ca = trustme.CA()
     ours, theirs = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH), ssl.create_default_context()

@@ -7,12 +7,11 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-import trustme
 
 from balanceroute.proxy.client.edge import RESERVE, ClientLimits, Edge
 from balanceroute.proxy.client.handshake import MAX_EARLY_BYTES, Handshake
 from tests.unit.proxy.client.connections import Transport
-from tests.unit.proxy.client.listening import EchoSite
+from tests.unit.proxy.client.listening import EchoSite, contexts
 from tests.unit.proxy.virtual_time import with_virtual_time
 from tests.waiting import until
 
@@ -43,10 +42,7 @@ class Listening:
 
 @asynccontextmanager
 async def listening(*, late: bool = False, **limits: Any) -> AsyncIterator[Listening]:
-    ca = trustme.CA()
-    ours, theirs = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH), ssl.create_default_context()
-    ca.issue_cert("127.0.0.1").configure_cert(ours)
-    ca.configure_trust(theirs)
+    ours, theirs = contexts()
     loop = asyncio.get_running_loop()
     edge = Edge(EchoSite(), lambda: ClientLimits(**limits), loop, set(), set(), {})
 
