@@ -387,15 +387,7 @@ class EventScanner:
         if choices is None:
             return unread
         try:
-            if not isinstance(choices, list):
-                raise ValueError("choices are no list")
-            if len(choices) > MAX_CHOICES:
-                raise ValueError(f"it has {len(choices)} choices")
-            for choice in choices:
-                checked_choice(choice)
-            checked_usage(event.get("usage"))
-            if self._translation is not None:
-                self._translation.check(choices)
+            self._check(choices, event.get("usage"))
         except ValueError as error:
             return self._refuse(StreamEnd.MALFORMED, f"an event is no part of an answer ({error})")
         if not self.identity.is_ours(event.get("id")):
@@ -405,6 +397,18 @@ class EventScanner:
         if self.finish_reason is not None:  # said twice, or by mistake: no part of an answer that has ended
             return b""
         return self._part_of_answer(event, choices, raw)
+
+    def _check(self, choices: object, usage: object) -> None:
+        """Raises: ValueError for what is no part of an answer."""
+        if not isinstance(choices, list):
+            raise ValueError("choices are no list")
+        if len(choices) > MAX_CHOICES:
+            raise ValueError(f"it has {len(choices)} choices")
+        for choice in choices:
+            checked_choice(choice)
+        checked_usage(usage)
+        if self._translation is not None:
+            self._translation.check(choices)
 
     def _flooding(self, raw: bytes) -> str | None:
         """The fault of a stream with too many events without tokens; None: there are not too many."""
