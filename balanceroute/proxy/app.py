@@ -189,8 +189,8 @@ Part = Admin | Forwarding | Dashboard | Metaserver | Steering
 def operator_parts(services: Callable[[], Services], dashboard: Dashboard, read: Config) -> list[Part]:
     """The operators' routes of a process that decides; `read`: its configuration as it was read."""
 
-    async def switch(new: Config) -> list[str]:
-        return await reload(services(), new, services().perimeter)  # no file is read again for a change of policy
+    async def switch(new: Config) -> None:
+        await reload(services(), new, services().perimeter)  # no file is read again for a change of policy
 
     return [
         Admin(services),

@@ -39,7 +39,7 @@ class NewPredictor:
     forecasts: Forecasts | None
 
 
-async def reload(services: Services, new: Config, perimeter: Perimeter | None = None) -> list[str]:
+async def reload(services: Services, new: Config, perimeter: Perimeter | None = None) -> None:
     """Switch to `new`. Keys and a history, which may be large, are read in a thread.
 
     `perimeter`: of `new`, if its files and certificates were read already; None: they are read here. Raises:
@@ -53,7 +53,7 @@ async def reload(services: Services, new: Config, perimeter: Perimeter | None = 
     predictor = None
     if makes_predictor(services, new):
         predictor = NewPredictor(await asyncio.to_thread(build_forecasts, new, past_of(services)))
-    return apply(services, new, predictor, perimeter, certificates)
+    apply(services, new, predictor, perimeter, certificates)
 
 
 def past_of(services: Services) -> Past | None:

@@ -375,7 +375,8 @@ async def test_requests_go_on_while_a_reload_reads_a_long_file_of_keys(monkeypat
         assert (await router.client.post("/v1/completions", json=completion())).status_code == 200
         assert not reloading.done()
         served.set()
-        assert await reloading == []
+        await reloading
+        assert services.reloads == 1
 
 
 async def test_a_switch_of_policy_does_not_reread_the_key_file(tmp_path: Path) -> None:
