@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
@@ -11,11 +11,11 @@ from balanceroute.core.knobs import DEFAULTS
 
 if TYPE_CHECKING:
     from balanceroute.demo.decode_tier import DemoScale, PolicyRun
-    from balanceroute.demo.prefill_tier import PrefixRun
+    from balanceroute.demo.prefill_tier import PrefixRun, PrefixScale
     from balanceroute.loadgen.run import Progress
 
 Run = TypeVar("Run")
-Scale = TypeVar("Scale")
+Scale = TypeVar("Scale", "DemoScale", "PrefixScale")
 Shown = TypeVar("Shown", "PolicyRun", "PrefixRun")
 Rows = list[tuple[str, Callable[[Shown], float], str]]  # name of a figure, where it is, its format
 
@@ -46,7 +46,7 @@ def demo(
 
     Example: balanceroute demo --seconds 30 --against least_kv
     """
-    from balanceroute.demo.decode_tier import DemoScale, as_tree, run_demo
+    from balanceroute.demo.decode_tier import DemoScale, run_demo
     from balanceroute.errors import ConfigError
     from balanceroute.plugins import learn_policy
 
@@ -65,26 +65,28 @@ def demo(
     scale = DemoScale(seconds=seconds, load=load, slots=slots, seed=seed)
     scale.checked()
     warn_if_busy()
-    side_by_side(scale, names, run_demo, as_tree if json else None, announce, show)
+    side_by_side(scale, names, run_demo, json, announce, show)
 
 
 def side_by_side(
     scale: Scale,
     names: Sequence[str],
     run: "Callable[[Scale, str, Progress], Shown]",
-    as_tree: "Callable[[Scale, list[Shown]], dict[str, Any]] | None",
+    json: bool,
     announce: Callable[[Scale], None],
     show: "Callable[[list[Shown]], None]",
 ) -> None:
-    """Run each of the policies, and print what was found: as JSON where `as_tree` is given, else as `show` does."""
+    """Run each of the policies, and print what was found: as JSON, or as `show` does."""
+    from dataclasses import asdict
+
     from balanceroute.cli.output import print_json
 
-    if as_tree is None:
+    if not json:
         announce(scale)
     runs = until_interrupted(names, lambda name, on_progress: run(scale, name, on_progress))
     warn_if_late(runs)
-    if as_tree is not None:
-        print_json(as_tree(scale, runs))
+    if json:
+        print_json({"scale": asdict(scale), "runs": [asdict(run) for run in runs]})
     elif runs:
         show(runs)
     say_if_interrupted(len(runs), len(names))

@@ -13,10 +13,10 @@ SHOWN = ("round_robin", "least_tokens", "prefix_affinity")
 def prefix_demo(seconds: float, seed: int, json: bool) -> None:
     """Show what knowing the prefillers' caches is worth: the same conversations through every prefill policy."""
     from balanceroute.cli.demo import side_by_side
-    from balanceroute.demo.prefill_tier import PrefixScale, as_tree, run_prefix_demo
+    from balanceroute.demo.prefill_tier import PrefixScale, run_prefix_demo
 
     scale = PrefixScale(seconds=seconds, seed=seed)
-    side_by_side(scale, SHOWN, run_prefix_demo, as_tree if json else None, announce, show)
+    side_by_side(scale, SHOWN, run_prefix_demo, json, announce, show)
 
 
 def announce(scale: "PrefixScale") -> None:

@@ -13,9 +13,8 @@ import asyncio
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import httpx
 import numpy as np
@@ -201,8 +200,3 @@ def emulated_cluster(scale: DemoScale, setting: ReferenceSetting, logs: Path) ->
     flags = ["--step-cost", repr(setting.step_cost_s), "--step-overhead", repr(setting.step_overhead_s)]
     with emulated(scale.prefillers, scale.workers, scale.slots, flags, logs) as (config, urls):
         yield config, urls[0]
-
-
-def as_tree(scale: DemoScale, runs: list[PolicyRun]) -> dict[str, Any]:
-    """The result for programs."""
-    return {"scale": asdict(scale), "runs": [asdict(run) for run in runs]}

@@ -9,9 +9,8 @@ router's /metrics, latencies are what the client saw.
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -128,8 +127,3 @@ def cluster(scale: PrefixScale, logs: Path) -> Iterator[tuple[Path, list[str]]]:
     flags += ["--block-size", str(scale.block_tokens), "--max-model-len", "65536"]
     with emulated(scale.prefillers, scale.workers, scale.slots, flags, logs) as running:
         yield running
-
-
-def as_tree(scale: PrefixScale, runs: list[PrefixRun]) -> dict[str, Any]:
-    """The result for programs."""
-    return {"scale": asdict(scale), "runs": [asdict(run) for run in runs]}
