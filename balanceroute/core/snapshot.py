@@ -186,20 +186,15 @@ class ClusterSnapshot:
         worker = tracker.worker
         assert worker is not None
         horizon = self.horizon_steps
-        if horizon and tracker.refreshed_remaining >= horizon:
+        if not horizon:
+            tracker.counted += tokens
+        elif tracker.refreshed_remaining >= horizon:
+            tracker.counted += tokens
             self.projection.grow(worker.index, tokens)
-        elif horizon:
-            generated = tracker.generated
-            before = tracker.refreshed_remaining + tracker.refreshed_at - generated
-            after = before - tokens
-            self.projection.move(
-                worker.index,
-                tracker.prompt_tokens + generated,
-                tokens,
-                int(before) if before > 0.0 else 0,
-                int(after) if after > 0.0 else 0,
-            )
-        tracker.counted += tokens
+        else:
+            kv_tokens, before = tracker.kv_tokens, int(tracker.remaining(horizon))
+            tracker.counted += tokens
+            self.projection.move(worker.index, kv_tokens, tokens, before, int(tracker.remaining(horizon)))
         worker.load += tokens
 
     def step(self) -> None:

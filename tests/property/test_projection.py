@@ -1,5 +1,6 @@
 """The kept projection against the definition: each request adds s + a + h at every h it is expected to see."""
 
+import math
 from operator import attrgetter
 
 import numpy as np
@@ -8,6 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from balanceroute.core.projection import Projection
+from balanceroute.core.types import RequestSpec
+from tests.unit.core.builders import a_scheduler
 
 HORIZON = st.sampled_from([0, 1, 2, 3, 7])
 EVENTS = st.lists(
@@ -114,3 +117,18 @@ def test_projections_that_differ_in_one_request_are_not_equal(kv_tokens: int, re
     assert not one.equals(other)
     other.remove(1, kv_tokens, remaining, running)
     assert one.equals(other)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 5_000), st.integers(1, 40), st.sampled_from([0.0, 1.0, math.inf]), st.lists(st.integers(0, 9)))
+def test_a_c_hat_a_hair_beside_a_whole_number_counts_down_as_it_was_projected(
+    age: int, whole: int, towards: float, tokens: list[int]
+) -> None:
+    scheduler = a_scheduler("br_h", workers=1, slots=1, horizon_steps=80)
+    scheduler.submit_prefilled(RequestSpec("r", 100), 0.0)
+    scheduler.admit(0.0)
+    scheduler.progress("r", age, 1.0)
+    scheduler.refresh("r", math.nextafter(whole, towards), 1.0)
+    for count in tokens:
+        scheduler.progress("r", count, 2.0)
+        scheduler.snapshot.check_invariants()
