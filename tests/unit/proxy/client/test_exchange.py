@@ -12,12 +12,9 @@ import pytest
 from balanceroute.errors import BadUpstreamReply, BalanceRouteError, Draining, InvalidRequest, NoHealthyWorkers
 from balanceroute.proxy.admission import decider
 from balanceroute.proxy.admission.forecasts import Keys
-from balanceroute.proxy.admission.prompt_estimates import PromptEstimates
 from balanceroute.proxy.client.exchange import Exchange
 from balanceroute.proxy.ops.services import Services
 from balanceroute.proxy.perimeter.perimeter import Perimeter
-from balanceroute.proxy.wire.client_request import ClientRequest
-from balanceroute.proxy.wire.prompt_blocks import PromptBlocks
 from tests.unit.proxy.client.connections import Connection, a_request
 from tests.unit.proxy.life.legs import DONE, dispatching, events, probed, whole
 from tests.unit.proxy.life.test_layerwise import Asking, Late
@@ -165,36 +162,11 @@ async def test_choices_together_have_no_engine_s_figures_of_one_of_them() -> Non
     assert len(answer["choices"]) == 2 and answer["metrics"] is None
 
 
-class CountedEstimates(PromptEstimates):
-    """Estimates that note the prompts which they look at."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.looked: list[tuple[str, bytes]] = []
-
-    def estimate(self, request: ClientRequest) -> int:
-        self.looked.append(("estimate", request.prompt_json))
-        return super().estimate(request)
-
-    def learn(self, request: ClientRequest, estimated_tokens: int, tokens: int) -> None:
-        self.looked.append(("learn", request.prompt_json))
-        super().learn(request, estimated_tokens, tokens)
-
-
 @with_virtual_time
 async def test_a_prompt_with_several_choices_is_looked_at_once() -> None:
     """A chat of 1 MB with 256 images and 128 choices stopped everybody's stream for half a minute."""
     services, connection = a_router(a_config(1, 1, prefill={"policy": "prefix_affinity"})), Connection()
-    services.keyer, services.prompt_estimates = Keys(b"salt", by_header=False), CountedEstimates()
-    hashed: list[bytes] = []
-    blocks: list[bytes] = []
-
-    class Blocks(PromptBlocks):
-        def of(self, request: ClientRequest, prompt_tokens: int) -> tuple[list[int], int]:
-            blocks.append(request.prompt_json)
-            return super().of(request, prompt_tokens)
-
-    services.prompt_blocks = Blocks()
+    services.keyer, hashed = Keys(b"salt", by_header=False), list[bytes]()
 
     def key(keys: Keys, prompt: bytes, header: str) -> str:
         hashed.append(prompt)
@@ -206,11 +178,12 @@ async def test_a_prompt_with_several_choices_is_looked_at_once() -> None:
         script(services, "d0", whole(20, 21))
         exchange = await served(services, connection, BODY | {"prompt": ["a b c", "d"], "n": 3})
     assert len(orjson.loads(connection.answer[2])["choices"]) == 6
-    both = [b'"a b c"', b'"d"']
-    assert hashed == both == blocks
-    assert services.prompt_estimates.looked == [(what, prompt) for what in ("estimate", "learn") for prompt in both]
+    assert hashed == [b'"a b c"', b'"d"']
+    [weights] = services.prompt_estimates._models.values()
+    assert weights.answers == 2
     legs = exchange._legs
     assert [leg._key for leg in legs] == ["1"] * 3 + ["2"] * 3
+    assert [leg._blocks is None for leg in legs] == [False, True, True] * 2  # the first leg's are those of all
     assert len({leg.answer.estimated_tokens for leg in legs[:3]}) == 1
 
 

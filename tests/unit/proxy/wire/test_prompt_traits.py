@@ -10,6 +10,7 @@ import pytest
 
 from balanceroute.proxy.wire import prompt_traits
 from balanceroute.proxy.wire.prompt_traits import (
+    MAX_SIZED,
     SAMPLED_BYTES,
     TRAITS,
     Traits,
@@ -132,13 +133,12 @@ def test_an_image_of_another_kind_or_cut_short_has_no_size(raw: bytes) -> None:
     assert image_size(f"data:image/x;base64,{b64encode(raw).decode()}") is None
 
 
-def test_of_very_many_images_the_first_have_their_sizes_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_very_many_images_the_first_have_their_sizes_read() -> None:
     """Seven thousand heads of JPEGs full of markers stopped everybody's stream for two seconds."""
-    monkeypatch.setattr(prompt_traits, "MAX_SIZED", 2)
     small = {"type": "image_url", "image_url": {"url": png(28, 28)}}
-    two, four = counts(chat([small] * 2)), counts(chat([small] * 4))
-    assert (two["media"], two["patches"]) == (2, 2)
-    assert (four["media"], four["patches"]) == (4, 2 + 2 * counts(chat([UNSIZED]))["patches"])
+    all_sized, two_more = counts(chat([small] * MAX_SIZED)), counts(chat([small] * (MAX_SIZED + 2)))
+    assert (all_sized["media"], all_sized["patches"]) == (MAX_SIZED, MAX_SIZED)
+    assert two_more["patches"] == MAX_SIZED + 2 * counts(chat([UNSIZED]))["patches"]
 
 
 @pytest.mark.parametrize("url", ["https://example.com/cat.png", "data:image/png;base64,!!", "data:,", ""])
