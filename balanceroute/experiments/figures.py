@@ -346,15 +346,15 @@ def overhead(
 
 @drawn
 def wait_versus_balance(points: Sequence[tuple[str, bool, float, float]], workload: str, stem: Path) -> Path:
-    """p99 wait against balance: up and to the left is better. Filled: waiting is capped.
+    """p99 wait against balance: up and to the left is better. Filled: waits have a limit.
 
     The distance from the bound, 1 - balance, is on a logarithmic axis: the good ones differ in the third digit.
     """
     plt = pyplot()
     figure, axis = plt.subplots(figsize=(9, 4.6))
-    for label, capped, wait, value in points:
+    for label, limited, wait, value in points:
         colour, marker, _ = look(label)
-        paint = {"edgecolors": colour, "facecolors": colour if capped else "none"}
+        paint = {"edgecolors": colour, "facecolors": colour if limited else "none"}
         axis.scatter(
             wait,
             max(1.0 - value, 1e-3),
@@ -362,7 +362,7 @@ def wait_versus_balance(points: Sequence[tuple[str, bool, float, float]], worklo
             s=55,
             **(paint if marker not in LINES else {"color": colour}),  # those are lines, which have no inside
             linewidths=1.4,
-            label=f"{label}{', wait capped' if capped else ''}",
+            label=f"{label}{', limited waits' if limited else ''}",
         )
     least = min(wait for *_, wait, _ in points)
     axis.set_xscale("symlog", linthresh=1)
