@@ -16,12 +16,13 @@ _HINTS: Final = {
     "found another document": "; accepted is one, without a line ---",
     "mapping values are not allowed": "; look at the indentation, and quote a text with ': ' in it",
 }  # of the mistakes that are made most
+MAX_DIGITS: Final = 400  # of a number; the largest with a fraction has 309
 MAX_VALUES: Final = 5_000_000  # that a text stands for; 100,000 client keys are a million
 
 
 class _Values(yaml.constructor.SafeConstructor):
-    """YAML without its traps: a key given twice, aliases that few bytes repeat for ever, 1e3 that is text, and values
-    that are not what their tag says (`!!bool maybe`), on which PyYAML stumbles.
+    """YAML without its traps: a key given twice, aliases that few bytes repeat for ever, 1e3 that is text, numbers that
+    Python writes no more, and values that are not what their tag says (`!!bool maybe`), on which PyYAML stumbles.
     """
 
     def get_single_data(self) -> Any:
@@ -32,6 +33,10 @@ class _Values(yaml.constructor.SafeConstructor):
         return self.construct_document(node)
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        if node.tag == "tag:yaml.org,2002:int" and len(node.value) > MAX_DIGITS:
+            raise yaml.constructor.ConstructorError(
+                None, None, f"a number of more than {MAX_DIGITS} digits", node.start_mark
+            )
         try:
             return super().construct_object(node, deep)
         except (AttributeError, LookupError, TypeError):

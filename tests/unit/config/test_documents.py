@@ -52,6 +52,16 @@ def test_a_value_that_contradicts_its_yaml_tag_is_reported_with_its_place(
     assert message.startswith(f"{tmp_path / 'c.yaml'}: line 2, column 4: not valid YAML: ") and "\n" not in message
 
 
+@pytest.mark.parametrize("long", [0, documents.LONG], ids=["long", "short"])
+@pytest.mark.parametrize("number", ["9" * 5000, "-0x" + "9" * 5000, "1:" + "0:" * 5000 + "0"])
+def test_a_number_of_thousands_of_digits_is_refused_with_its_place(
+    tmp_path: Path, number: str, long: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(documents, "LONG", long)
+    message = refusal(tmp_path / "c.yaml", f"a: 1\nb: {number}\n")
+    assert message == f"{tmp_path / 'c.yaml'}: line 2, column 4: not valid YAML: a number of more than 400 digits"
+
+
 def test_an_anchor_may_be_named_as_often_as_it_helps(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text("a: &a {x: 1}\nb: [*a, *a]\nc: {<<: *a, y: 2}\n")
     assert read_document(tmp_path / "c.yaml") == {"a": {"x": 1}, "b": [{"x": 1}] * 2, "c": {"x": 1, "y": 2}}
