@@ -1,7 +1,6 @@
 """`balanceroute emulate`: a cluster to try the router on, without an NPU."""
 
 import contextlib
-import math
 from collections.abc import AsyncIterator
 from enum import StrEnum
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from balanceroute.core.knobs import DEFAULTS
+from balanceroute.core.knobs import DAY_S, DEFAULTS
 
 if TYPE_CHECKING:
     from balanceroute.emulator import ClusterShape, EmulatedCluster, ProcessCluster
@@ -43,9 +42,9 @@ def emulate(
     prefill_kv_blocks: Annotated[int, typer.Option(min=1, max=MOST_BLOCKS, help="KV blocks of a prefiller.")] = 8192,
     block_size: Annotated[int, typer.Option(min=1, help="Tokens per KV block.")] = 128,
     prefill_rate: Annotated[float, typer.Option(help="Prompt tokens per second of a prefiller.")] = 50_000.0,
-    transfer: Annotated[float, typer.Option(min=0, help="Seconds of a KV transfer, whatever its size.")] = 0.005,
+    transfer: Annotated[float, typer.Option(help="Seconds of a KV transfer, whatever its size.")] = 0.005,
     transfer_per_token: Annotated[
-        float, typer.Option(min=0, help="Seconds that a KV transfer takes longer per token.")
+        float, typer.Option(help="Seconds that a KV transfer takes longer per token.")
     ] = 1e-6,
     transfers_beside_full: Annotated[
         bool, typer.Option(help="Whether decode ranks begin transfers while all slots are in use; vLLM does not.")
@@ -99,9 +98,17 @@ def emulate(
     from balanceroute.engine import OutputLengths, Preemption, StepTimeModel
     from balanceroute.errors import ConfigError
 
-    for flag, value in (("--time-scale", time_scale), ("--prefill-rate", prefill_rate), ("--lease", lease)):
-        if value is not None and not 0 < value < math.inf:
-            raise ConfigError(f"{flag} {value:g}: accepted is a finite number above 0")
+    for flag, value, least, most in (
+        ("--time-scale", time_scale, 0.001, 1000),
+        ("--prefill-rate", prefill_rate, 1, 1_000_000_000),
+        ("--lease", lease, 0.001, DAY_S),
+        ("--transfer", transfer, 0, DAY_S),
+        ("--transfer-per-token", transfer_per_token, 0, 1),
+        ("--step-cost", step_cost, 0, 1),
+        ("--step-overhead", step_overhead, 0, DAY_S),
+    ):
+        if value is not None and not least <= value <= most:
+            raise ConfigError(f"{flag} {value:g}: accepted is a number from {least:g} to {most}")
     shape = ClusterShape(
         prefillers=prefill,
         decoders=decode,
