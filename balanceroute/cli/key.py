@@ -27,6 +27,7 @@ def key(
 
     from balanceroute.cli.output import print_json
     from balanceroute.config import KeyEntry, digest_of, new_key, to_yaml
+    from balanceroute.config.client_keys import problem_of_entry
 
     if existing:
         text = sys.stdin.readline().strip()
@@ -48,8 +49,7 @@ def key(
         KeyEntry.model_validate(entry)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        problem = str(first["ctx"]["error"]) if first["type"] == "value_error" else first["msg"]
-        raise typer.BadParameter(f"{'.'.join(map(str, first['loc']))}: {problem}") from None
+        raise typer.BadParameter(f"{'.'.join(map(str, first['loc']))}: {problem_of_entry(first)}") from None
     if as_json:
         print_json({"key": secret, "entry": entry})
         return

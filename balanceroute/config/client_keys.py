@@ -21,6 +21,7 @@ from typing import Annotated, Final
 from pydantic import AfterValidator, BaseModel, Field, ValidationError
 from pydantic_core import ErrorDetails
 
+from balanceroute.config.describe import accepts
 from balanceroute.config.documents import read_document
 from balanceroute.config.sections.limits import PriorityBounds
 from balanceroute.config.sections.section import Section
@@ -68,7 +69,7 @@ def read_client_keys(path: Path) -> tuple[KeyEntry, ...]:
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).lstrip(".")
-        raise ConfigError(f"{path}: {where}: {_problem(first)}") from None
+        raise ConfigError(f"{path}: {where}: {problem_of_entry(first, _File)}") from None
     for field in ("name", "sha256"):
         seen: dict[str, int] = {}
         for index, entry in enumerate(entries):
@@ -79,11 +80,15 @@ def read_client_keys(path: Path) -> tuple[KeyEntry, ...]:
     return entries
 
 
-def _problem(found: ErrorDetails) -> str:
+def problem_of_entry(found: ErrorDetails, whole: type[BaseModel] = KeyEntry) -> str:
+    """What is wrong with one value, without the value, which may be a key.
+
+    Args: found: pydantic's error of it. whole: what was checked, an entry or the file.
+    """
     loc = found["loc"]
     model: type[BaseModel] = KeyEntry
     if len(loc) == 1:
-        model = _File
+        model = whole
     elif "priority" in loc:
         model = PriorityBounds
     fields = ", ".join(model.model_fields)
@@ -96,8 +101,12 @@ def _problem(found: ErrorDetails) -> str:
             return f"accepted is a mapping with the keys {fields}"
         case "tuple_type":
             return "accepted is a list of keys"
+        case "missing":
+            return "required and missing"
+        case "string_type":
+            return "accepted is text; write it in quotes if it is all digits"
         case _:
-            return found["msg"]
+            return f"accepted is {accepts(model.model_fields[str(loc[-1])])}"
 
 
 def digest_of(key: bytes) -> bytes:

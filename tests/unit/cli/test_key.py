@@ -57,7 +57,7 @@ def test_json_output_has_the_key_and_its_entry(
     ("arguments", "given", "expected"),
     [
         (["two words"], "", "name: accepted are"),
-        (["a", "--max-in-flight", "0"], "", "max_in_flight"),
+        (["a", "--max-in-flight", "0"], "", "max_in_flight: accepted is an integer, 1 to 1000000, or null"),
         (["a", "--priority", "2", "1"], "", "a min that is not above max"),
         (["a", "--stdin"], "short\n", "16 or more"),
     ],
