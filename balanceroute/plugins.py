@@ -50,12 +50,12 @@ def of_others(name: str) -> Iterator[None]:
 
 @contextmanager
 def while_it_runs(what: str) -> Iterator[None]:
-    """A context for a user's code. Raises: ConfigError: one line for any error of it, with the place."""
+    """A context for a user's code. Raises: ConfigError: one line for any error or exit of it, with the place."""
     try:
         yield
     except (ConfigError, InputError):
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(f"{what}: {described(error)} ({raised_at(error)})") from error
 
 

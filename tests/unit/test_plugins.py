@@ -105,6 +105,18 @@ def test_a_command_reports_a_broken_class_in_one_line_with_code_2(
     assert code == 2 and err.startswith("balanceroute: ") and err.count("\n") == 1 and f"{what} {name}: " in err
 
 
+def test_a_policy_that_exits_while_it_decides_ends_a_replay_with_one_line(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = (
+        "class Own:\n    name, waits_for_slots, horizon_steps = 'own', True, 0\n"
+        "    patience_s = recheck_s = lambda *_: 0.0\n    def decide(self, *_):\n        raise SystemExit(7)\n"
+    )
+    name = module(folder, 7, text)
+    code, _, err = run_command(capsys, monkeypatch, "replay", "--max-requests", "4", "--policy", name)
+    assert code == 2 and err.startswith(f"balanceroute: policy {name}: SystemExit: 7 (") and err.count("\n") == 1
+
+
 def test_ctrl_c_during_an_import_is_not_reported_as_an_import_error(folder: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         validate(WORKERS | {"routing": {"policy": module(folder, 6, "raise KeyboardInterrupt\n")}})
