@@ -147,13 +147,15 @@ def load_trace(
     """A trace by file name, or a generated one by the name of a preset; a file in another form is converted.
 
     `-` is standard input. The first `rows` of it: of a preset, of the 8,000 requests that it draws without a limit.
-    `on_note`: told what a conversion left out or estimated.
+    `on_note`: told what a conversion left out or estimated, and that a file has the name of a preset.
     """
     missing = name != "-" and is_missing(name)
     if missing and name in PRESETS:
         return generate_trace(name, seed=seed).head(rows)
     if missing:
         raise InputError(f"{name}: no such file, nor one of {', '.join(sorted(PRESETS))}")
+    if name in PRESETS:
+        on_note(f"this is the file {name}, not the generated trace; rename the file to have that")
     source = Source(name)  # one for both: a pipe gives its bytes once
     if not is_foreign(source):
         return read_trace(source, on_note).head(rows)

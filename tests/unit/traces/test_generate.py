@@ -111,6 +111,17 @@ def test_a_preset_name_stands_for_a_generated_trace(tmp_path: Path) -> None:
     assert len(load_trace(str(tmp_path / "t.csv"), rows=5)) == 5
 
 
+def test_a_file_with_the_name_of_a_preset_is_read_and_that_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_trace(generate_trace("capped", rows=20), Path("heavy_tailed"))
+    notes: list[str] = []
+    assert len(load_trace("heavy_tailed", on_note=notes.append)) == 20
+    assert notes == ["this is the file heavy_tailed, not the generated trace; rename the file to have that"]
+    assert len(load_trace("./heavy_tailed", on_note=notes.append)) == 20 and len(notes) == 1
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
