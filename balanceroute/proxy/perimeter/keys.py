@@ -158,15 +158,15 @@ class ClientKey:
         """Charge a request that is counted as in flight. Raises: KeyLimit: it uses nothing."""
         entry, row = self.entry, self.row
         if entry.max_in_flight is not None and sum(row.all(IN_FLIGHT)) + self.elsewhere > entry.max_in_flight:
-            text = f"This key may have {entry.max_in_flight} requests in flight, and has them."
+            text = f"This key may have {_some(entry.max_in_flight, 'request')} in flight at once, and has so many."
             raise KeyLimit(text, key=self.name, retry_after_s=_BUSY_RETRY_S)
         if self._tokens is not None and (wait_s := self._tokens.wait_s(now)) > 0:
-            text = f"This key may use {entry.tokens_per_minute} tokens per minute, and has used them."
+            text = f"This key may use {_some(entry.tokens_per_minute, 'token')} per minute, and has used so many."
             raise KeyLimit(text, key=self.name, retry_after_s=wait_s)
         row.add(REQUESTS + USED, 1.0)
         if self._requests is not None and (wait_s := self._requests.wait_s(now, 1.0)) > 0:
             row.add(REQUESTS + USED, -1.0)
-            text = f"This key may send {entry.requests_per_minute} requests per minute, and has sent them."
+            text = f"This key may send {_some(entry.requests_per_minute, 'request')} per minute, and has sent so many."
             raise KeyLimit(text, key=self.name, retry_after_s=wait_s)
 
     def leave(self, now: float, tokens: int = 0) -> None:
@@ -284,6 +284,10 @@ def credential(headers: Headers) -> bytes | None:
     if len(keys) > 1:
         return b""
     return keys[0].strip() if keys else None
+
+
+def _some(count: int | None, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
 def _bucket(row: Row, which: int, per_minute: int | None) -> Bucket | None:

@@ -168,6 +168,14 @@ def test_requests_in_flight_at_other_processes_count() -> None:
     assert key.elsewhere == 0
 
 
+def test_a_limit_of_one_is_said_in_the_singular() -> None:
+    keys = ClientKeys([entry("a", "one", max_in_flight=1), entry("b", "two", requests_per_minute=1)])
+    for key, words in zip(keys, ("1 request in flight at once,", "1 request per minute,"), strict=True):
+        key.enter(0.0)
+        with pytest.raises(KeyLimit, match=words):
+            key.enter(0.0)
+
+
 def test_rates_are_charged_with_what_other_processes_have_served() -> None:
     limits = {"requests_per_minute": 2, "tokens_per_minute": 100}
     here, there = ClientKeys([entry("a", "one", **limits)]), ClientKeys([entry("a", "one", **limits)])
