@@ -7,6 +7,7 @@ import errno
 import io
 import logging
 import os
+import re
 import sys
 from typing import Annotated, Any
 
@@ -83,7 +84,7 @@ def main() -> None:
     except BalanceRouteError as error:
         logging.shutdown()  # its lines come before the last words
         for line in error.problems if isinstance(error, ConfigError) else (error,):
-            print(f"balanceroute: {line}", file=sys.stderr)
+            print(f"balanceroute: {_on_one_line(str(line))}", file=sys.stderr)
         sys.exit(2)
     except USAGE_ERROR as error:  # typer's own report is a box of many lines
         text = error.format_message()  # one line; when nothing was asked for the help, or nothing once that is printed
@@ -102,6 +103,11 @@ def main() -> None:
     except typer.Abort:
         sys.exit(130)
     sys.exit(status or 0)
+
+
+def _on_one_line(text: str) -> str:
+    """A message whose values (names of files) may hold line breaks, or what controls a terminal."""
+    return re.sub(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]", lambda found: ascii(found[0])[1:-1], text)
 
 
 def _fill_standard_streams() -> None:

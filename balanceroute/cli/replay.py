@@ -1,5 +1,6 @@
 """`balanceroute replay`."""
 
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -182,13 +183,16 @@ def replay(
 def parse_overlap(text: str | None, engine_balancer: bool) -> int | None:
     """The number, or None for `auto`, which an engine's balancer is not modelled with. Raises: InputError."""
     from balanceroute.errors import InputError
+    from balanceroute.simulator.setting import MOST_OVERLAP
 
     if text is None and engine_balancer:
         return 0
     if text in (None, "auto"):
         return None
-    if not text.isdecimal():
-        raise InputError(f"--overlap-requests {text!r:.60}: accepted is a whole number from 0, or auto")
+    if not re.fullmatch(r"[0-9]{1,9}", text):
+        raise InputError(
+            f"--overlap-requests {text!r:.60}: accepted is a whole number from 0 to {MOST_OVERLAP}, or auto"
+        )
     return int(text)
 
 

@@ -188,6 +188,8 @@ def test_the_series_has_one_row_per_step_and_one_column_per_worker(
             ["--policy", "random", "--overlap-requests", "2"],
             "overlap requests: changes nothing; random assigns at once",
         ),
+        (["--overlap-requests", "9" * 5000], "accepted is a whole number from 0 to 65536, or auto"),
+        (["--trace", "two\nlines"], "two\\nlines: no such file"),
     ],
 )
 def test_bad_input_is_reported_in_one_line_with_exit_code_2(
