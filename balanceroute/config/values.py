@@ -214,5 +214,13 @@ Origin = Annotated[str, AfterValidator(_origin)]
 
 Url = Annotated[str, AfterValidator(normalised_url)]
 # RFC 1123, as Kubernetes has it: labels for a namespace, labels and dots for a name
-LEASE_PATTERN = r"^([a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?/)?[a-z0-9]([-.a-z0-9]*[a-z0-9])?$"
-LeaseName = Annotated[str, Field(pattern=LEASE_PATTERN, max_length=253)]
+_LEASE = re.compile(r"([a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?/)?[a-z0-9]([-.a-z0-9]{0,251}[a-z0-9])?")
+
+
+def _lease_name(text: str) -> str:
+    if not _LEASE.fullmatch(text):
+        raise ValueError("accepted is NAME or NAMESPACE/NAME, of small letters, digits, - and in NAME also .")
+    return text
+
+
+LeaseName = Annotated[str, AfterValidator(_lease_name)]

@@ -67,6 +67,8 @@ class Routing(Section):
     def _auto_horizon(cls, given: object) -> object:
         """`horizon_steps: auto` in full."""
         if isinstance(given, dict) and given.get("horizon_steps") == "auto":
+            if given.get("horizon_auto") is False:
+                raise ValueError("horizon_steps auto is horizon_auto true, not false; leave one of them out")
             return {"horizon_auto": True, **{key: value for key, value in given.items() if key != "horizon_steps"}}
         return given
 

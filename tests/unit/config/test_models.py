@@ -172,6 +172,9 @@ LINKED = {"link_ca_file": "ca.pem", "link_cert_file": "link.pem"}
             {"tls": LINKED, "connector": "mooncake_layerwise", **REACHED},
             "mooncake_layerwise",
         ),
+        ({"lease": "Router", "relays": 1}, {}, r"listen\.lease = 'Router': accepted is NAME or NAMESPACE/NAME, of"),
+        ({"lease": f"{'n' * 64}/router", "relays": 1}, {}, "accepted is NAME or NAMESPACE/NAME"),
+        ({"lease": "r" * 254, "relays": 1}, {}, "accepted is NAME or NAMESPACE/NAME"),
         ({}, {"tls": {"link_key_file": "link.key"}}, r"only with tls\.link_cert_file"),
         (
             {},
@@ -183,6 +186,16 @@ LINKED = {"link_ca_file": "ca.pem", "link_cert_file": "link.pem"}
 def test_an_impossible_link_is_refused(listen: dict[str, Any], sections: dict[str, Any], wrong: str) -> None:
     with pytest.raises(ConfigError, match=wrong):
         a_config(listen=listen, **sections)
+
+
+@pytest.mark.parametrize("lease", ["router", "infra/router-2.east", f"{'n' * 63}/{'r' * 253}"])
+def test_a_lease_is_named_as_kubernetes_names_things(lease: str) -> None:
+    assert a_config(listen={"lease": lease, "relays": 1}).listen.lease == lease
+
+
+def test_a_horizon_that_is_and_is_not_chosen_by_the_router_is_refused() -> None:
+    with pytest.raises(ConfigError, match="horizon_steps auto is horizon_auto true, not false"):
+        a_config(routing={"policy": "br_h", "horizon_steps": "auto", "horizon_auto": False})
 
 
 def test_a_link_is_taken_as_addresses() -> None:
