@@ -180,6 +180,7 @@ Options = Annotated[dict[str, Any], AfterValidator(_options)]
 
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
 SecondsOrZero = Annotated[float, Field(ge=0, le=86_400)]
+Period = Annotated[float, Field(ge=0.01, le=86_400)]  # of what repeats: a shorter one would take a whole core
 
 
 class Endless:

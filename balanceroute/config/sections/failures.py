@@ -3,7 +3,7 @@
 from pydantic import Field
 
 from balanceroute.config.sections.section import Section
-from balanceroute.config.values import Seconds, SecondsOrZero
+from balanceroute.config.values import Period, Seconds, SecondsOrZero
 
 
 class Retry(Section):
@@ -36,7 +36,7 @@ class Retry(Section):
 class Health(Section):
     """When a worker counts as down, and when as up again."""
 
-    interval_s: Seconds = Field(2.0, description="How often each worker's /health is asked.")
+    interval_s: Period = Field(2.0, description="How often each worker's /health is asked.")
     timeout_s: Seconds = Field(3.0, description="Longest wait for a /health or /metrics answer.")
     failure_threshold: int = Field(
         3, ge=1, le=1000, description="Failures in a row (of requests or checks) that take a worker out."

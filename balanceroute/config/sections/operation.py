@@ -5,7 +5,7 @@ from typing import Literal
 from pydantic import Field
 
 from balanceroute.config.sections.section import Section
-from balanceroute.config.values import FilePath, Level, Seconds, SecondsOrZero, Url
+from balanceroute.config.values import FilePath, Level, Period, SecondsOrZero, Url
 
 
 class Lifecycle(Section):
@@ -14,7 +14,7 @@ class Lifecycle(Section):
     drain_timeout_s: SecondsOrZero = Field(
         120.0, description="After SIGTERM, how long running requests may finish before they are aborted."
     )
-    join_interval_s: Seconds = Field(
+    join_interval_s: Period = Field(
         10.0, description="How often a worker added by POST /instances/add is asked whether it is ready."
     )
     join_attempts: int = Field(

@@ -10,9 +10,9 @@ from balanceroute.config.values import (
     FilePath,
     HeaderName,
     Options,
+    Period,
     PolicyName,
     PredictorName,
-    Seconds,
     SecondsOrEndless,
 )
 from balanceroute.core.knobs import ALL, CandidateOrder, Guard, SlackPlacement
@@ -98,7 +98,7 @@ class Predictor(Section):
     max_age_s: float = Field(
         7 * 86_400.0, gt=0, le=10 * 366 * 86_400, description="Older rows leave the history (default a week)."
     )
-    refit_interval_s: Seconds = Field(60.0, description="How often the predictor is fitted anew from the history.")
+    refit_interval_s: Period = Field(60.0, description="How often the predictor is fitted anew from the history.")
     period_steps: int | None = Field(
         None,
         ge=1,

@@ -6,7 +6,7 @@ from pydantic import Field
 
 from balanceroute.config.sections.section import Section
 from balanceroute.config.urls import server_of
-from balanceroute.config.values import PrefillPolicyName, Seconds, Url, WorkerId
+from balanceroute.config.values import Period, PrefillPolicyName, Seconds, Url, WorkerId
 
 SHARED_BARRIER = "decode"  # the group of all decode workers that name none
 
@@ -77,7 +77,7 @@ class Prefill(Section):
     kv_usage_limit: float = Field(
         0.9, gt=0, le=1, description="No new prefill goes to a prefiller whose KV cache is fuller than this."
     )
-    poll_interval_s: Seconds = Field(
+    poll_interval_s: Period = Field(
         1.0,
         description="How often a worker's /metrics is read. A prefiller that can't be reached counts as full; "
         "one that doesn't report its KV usage (404, no gauge) gets a few prefills at a time.",

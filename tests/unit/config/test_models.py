@@ -193,6 +193,20 @@ def test_a_lease_is_named_as_kubernetes_names_things(lease: str) -> None:
     assert a_config(listen={"lease": lease, "relays": 1}).listen.lease == lease
 
 
+@pytest.mark.parametrize(
+    ("section", "key"),
+    [
+        ("health", "interval_s"),
+        ("prefill", "poll_interval_s"),
+        ("predictor", "refit_interval_s"),
+        ("lifecycle", "join_interval_s"),
+    ],
+)
+def test_a_period_that_would_take_a_whole_core_is_refused(section: str, key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{section}\.{key} = 1e-09: accepted is a number, 0\.01 to 86400"):
+        a_config(**{section: {key: 1e-9}})
+
+
 def test_a_horizon_that_is_and_is_not_chosen_by_the_router_is_refused() -> None:
     with pytest.raises(ConfigError, match="horizon_steps auto is horizon_auto true, not false"):
         a_config(routing={"policy": "br_h", "horizon_steps": "auto", "horizon_auto": False})
