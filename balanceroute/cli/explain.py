@@ -92,8 +92,10 @@ def read_json(path: Path) -> object:
         return json.loads(text)
     except OSError as error:
         raise InputError(f"{name}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InputError(f"{name}: not JSON ({error})") from error
+    except ValueError:  # the limit on digits that int() has
+        raise InputError(f"{name}: a number of too many digits") from None
 
 
 def state_in(path: Path) -> object:

@@ -305,6 +305,7 @@ def test_a_bad_file_is_reported_in_one_line_with_exit_code_2(
     ("text", "expected"),
     [
         ("", "state.json: nothing in it"),
+        ("9" * 5000, "state.json: a number of too many digits"),
         (
             '{"error": {"message": "admin routes are for this machine", "type": "permission_error"}}',
             "no state, but an error of the router: admin routes are for this machine",
@@ -314,7 +315,7 @@ def test_a_bad_file_is_reported_in_one_line_with_exit_code_2(
             "no state: it has neither policy nor workers, as GET /state of the router has",
         ),
     ],
-    ids=["no answer", "refused", "another route's"],
+    ids=["no answer", "too many digits", "refused", "another route's"],
 )
 def test_an_answer_in_place_of_a_state_is_quoted(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str, expected: str
