@@ -183,7 +183,7 @@ async def test_each_listed_decision_has_its_runner_up() -> None:
         await router.settled()
 
 
-@pytest.mark.parametrize("last", ["0", "101", "-1", "x", "9" * 400, "²"])
+@pytest.mark.parametrize("last", ["0", "101", "-1", "x", "9" * 400, "²", "000000001" + "0" * 5000])
 async def test_an_invalid_number_of_decisions_is_refused(last: str) -> None:
     async with running() as router:
         reply = await router.client.get("/decisions", params={"last": last})

@@ -16,6 +16,7 @@ another policy) need the token itself.
 """
 
 import asyncio
+import re
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import asdict
@@ -156,7 +157,7 @@ class Dashboard:
         (`DecisionLog.watch`).
         """
         last, log = request.query_params.get("last", str(_SHOWN)), self._services().decisions
-        if not (last.isascii() and last.isdigit() and 1 <= int(last[:9]) <= ROWS):
+        if not (re.fullmatch("[0-9]{1,9}", last) and 1 <= int(last) <= ROWS):
             raise InvalidRequest(f"last must be a number from 1 to {ROWS}.", param="last")
         log.watch()
         now, unix = self._services().ledger.now(), time.time()
