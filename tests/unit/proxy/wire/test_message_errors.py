@@ -48,6 +48,7 @@ LIMIT = "max_tokens=100000 cannot be greater than max_model_len=2048. Please req
         (OLD, "prompt is too long: 3000 tokens > 2048 maximum"),
         (OLD_OUTPUT_TOO, FEWER.format("100 + 2000")),
         (LIMIT, LIMIT),
+        (COUNTED.format("9" * 5000), COUNTED.format("9" * 5000)),
     ],
 )
 def test_only_a_prompt_that_is_too_long_alone_or_with_its_output_gets_anthropics_error_text(
