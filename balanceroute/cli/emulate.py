@@ -25,7 +25,7 @@ def emulate(
     base_port: Annotated[
         int, typer.Option(min=1, max=65_000, help="First prefiller's port; decode ranks start 100 above.")
     ] = 9000,
-    max_num_seqs: Annotated[int, typer.Option(min=1, help="Slots of a decode rank (B).")] = 64,
+    max_num_seqs: Annotated[int, typer.Option(min=1, max=65_536, help="Slots of a decode rank (B).")] = 64,
     write_config: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write a configuration that `serve` takes as it is.")
     ] = None,
@@ -73,7 +73,7 @@ def emulate(
     prompt_tokens_details: Annotated[
         bool, typer.Option(help="Whether a prefiller's answers say how many tokens of the prompt it had.")
     ] = False,
-    ranks_per_url: Annotated[int, typer.Option(min=1, help="Decode ranks behind one URL.")] = 1,
+    ranks_per_url: Annotated[int, typer.Option(min=1, max=4096, help="Decode ranks behind one URL.")] = 1,
     processes: Annotated[
         int,
         typer.Option(
@@ -231,7 +231,7 @@ def configuration(cluster: "EmulatedCluster | ProcessCluster", listen_port: int 
     }
     if shape.lease_s is not None or shape.time_scale < 1:
         # the router's own defaults fit the connector's usual lease only
-        lease_s = shape.pin_lease_s * shape.time_scale
+        lease_s = min(shape.pin_lease_s * shape.time_scale, DAY_S)  # the most that the router takes
         tree["pool"] = {"ttl_s": lease_s / 2}
         if shape.connector is not Connector.MOONCAKE_LAYERWISE:  # which pins none
             tree["prefill"]["kv_pin_s"] = lease_s

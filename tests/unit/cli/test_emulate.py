@@ -48,6 +48,12 @@ def test_the_written_configuration_is_one_that_serve_takes(
     assert lease_s is None or config.kv_pin_s == (None if connector == "mooncake_layerwise" else 6.0)
 
 
+def test_the_written_configuration_of_a_long_lease_is_one_that_serve_takes(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.yaml"
+    write_yaml(file, a_configuration(lease_s=86_400.0, time_scale=1000.0))
+    assert load(file, {}).kv_pin_s == 86_400
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
@@ -60,6 +66,8 @@ def test_the_written_configuration_is_one_that_serve_takes(
         (["--lease", "-1"], "--lease -1: accepted is a number from 0.001 to 86400"),
         (["--base-port", "1", "--processes", "1"], "--base-port 1: with --processes the port below it is needed"),
         (["--kv-blocks", "9000000000"], "--kv-blocks"),
+        (["--max-num-seqs", "65537"], "--max-num-seqs"),
+        (["--ranks-per-url", "4097", "--decode", "4097"], "--ranks-per-url"),
         (["--step-cost", "inf"], "--step-cost inf: accepted is a number from 0 to 1"),
         (["--step-overhead", "1e300"], "--step-overhead 1e+300: accepted is a number from 0 to 86400"),
         (["--transfer", "inf"], "--transfer inf: accepted is a number from 0 to 86400"),
