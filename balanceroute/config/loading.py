@@ -286,8 +286,12 @@ def problem(found: Mapping[str, Any], origin: str, sources: Mapping[str, str]) -
         taken = accepts(field) if field is not None else found["msg"]
         if field is not None and isinstance(loc[-1], int) and taken.startswith("a list of {"):
             taken = f"{taken.removeprefix('a list of ')}, such as {{url: http://HOST:PORT}}"
+        elif field is not None and isinstance(loc[-1], int) and taken == "a list of texts":
+            taken = "text"
         elif found["type"] == "too_short":
             taken += ", at least one"
+        elif found["type"] == "too_long":
+            taken += f", at most {found['ctx']['max_length']}"
         elif taken == "a list of texts":
             taken += ": [ONE, OTHER]"
         text = f"{path} = {value}: accepted is {taken}"

@@ -172,6 +172,8 @@ LINKED = {"link_ca_file": "ca.pem", "link_cert_file": "link.pem"}
             {"tls": LINKED, "connector": "mooncake_layerwise", **REACHED},
             "mooncake_layerwise",
         ),
+        ({"brains": [f"b{i}:1" for i in range(17)], "relays": 1}, {"tls": LINKED}, "a list of texts, at most 16"),
+        ({"brains": [8700], "relays": 1}, {"tls": LINKED}, r"listen\.brains\[0\] = 8700: accepted is text$"),
         ({"lease": "Router", "relays": 1}, {}, r"listen\.lease = 'Router': accepted is NAME or NAMESPACE/NAME, of"),
         ({"lease": f"{'n' * 64}/router", "relays": 1}, {}, "accepted is NAME or NAMESPACE/NAME"),
         ({"lease": "r" * 254, "relays": 1}, {}, "accepted is NAME or NAMESPACE/NAME"),
