@@ -45,7 +45,7 @@ def check_policy(make: Callable[[], AdmissionPolicy], *, rounds: int = 60, seed:
             raise RuleBroken(f"round {number}: {error}") from error
         except BalanceRouteError:  # it cannot be made
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # the check must not end as a success
             raise RuleBroken(f"round {number}: rule 1: it raises {error!r} ({raised_at(error)})") from error
 
 

@@ -68,7 +68,7 @@ class _Round:
             observed = copy.copy(row)
             try:
                 predictor.observe(observed)
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 raise RuleBroken(f"rule 6: {row} raises {error!r}") from error
             require(observed == row, f"rule 4: observing changed {row} to {observed}")
 
@@ -93,7 +93,7 @@ class _Round:
             singly = [predictor.predict_one(*question) for question in questions]
         except ConfigError as error:
             raise RuleBroken(f"rule 2 or 3: {error}") from error
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise RuleBroken(f"rule 2: {questions} raises {error!r}") from error
         untouched = (given[0] == ages).all() and (given[1] == prompts).all() and given[2] == keys
         require(bool(untouched), "rule 4: asking changed what it was given")

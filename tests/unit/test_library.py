@@ -412,6 +412,11 @@ class Raises(Broken):
         raise ZeroDivisionError("nothing to divide by")
 
 
+class Exits(Broken):
+    def decide(self, snapshot, now):  # type: ignore[no-untyped-def]
+        raise SystemExit(0)
+
+
 class NoTime(Broken):
     def recheck_s(self, snapshot, now):  # type: ignore[no-untyped-def]
         return None
@@ -461,6 +466,7 @@ def test_the_kit_names_what_a_policy_chose_where_that_is_an_index(policy: type, 
         (NoPatience, 1),
         (NoTime, 1),
         (Raises, 1),
+        (Exits, 1),
         (object, 1),
     ],
 )

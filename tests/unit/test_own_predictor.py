@@ -376,6 +376,16 @@ class OnlyFinished(Fixed):
             raise ValueError(finished.finish_reason)
 
 
+class Exits(Fixed):
+    def predict_one(self, *_: object) -> tuple[float, float]:
+        raise SystemExit(0)
+
+
+class ExitsWhileLearning(Fixed):
+    def observe(self, finished: FinishedRequest) -> None:
+        raise SystemExit(0)
+
+
 @pytest.mark.parametrize(
     ("make", "rule"),
     [
@@ -389,6 +399,8 @@ class OnlyFinished(Fixed):
         (Counts, "[34]"),
         (Shared, 5),
         (OnlyFinished, 6),
+        (Exits, 2),
+        (ExitsWhileLearning, 6),
     ],
 )
 def test_the_kit_names_the_rule_that_a_predictor_breaks(make: Callable[[int], Any], rule: object) -> None:
