@@ -53,7 +53,7 @@ def check_config(
         typer.echo(f"warning: {text}", err=True)
     overrides = dict(parse_assignment(text) for text in assignments or [])
     try:
-        config = load(file, os.environ, overrides)
+        config = load_without_threads(lambda: load(file, os.environ, overrides))
     except ConfigError as error:
         beside = load_sections(
             file, os.environ, overrides, ("listen", "auth", "metrics", "tls", "predictor", "lifecycle")
@@ -67,6 +67,25 @@ def check_config(
         show_probe(config, as_json=as_json)
     else:
         typer.echo(effective_json(config) if as_json else effective_yaml(config), nl=as_json)
+
+
+def load_without_threads(load: "Callable[[], Config]") -> "Config":
+    """The configuration that `load` reads, unless it has relays and a class that it names has started a thread.
+
+    Raises: ConfigError.
+    """
+    import threading
+
+    from balanceroute.errors import ConfigError
+
+    threads_before = threading.active_count()
+    config = load()
+    if config.listen.relays and threading.active_count() > threads_before:
+        raise ConfigError(
+            "routing.policy, predictor.kind: a class of your own starts a thread when it is imported, or a policy when "
+            "it is made; the processes of listen.relays would not have it: start it when it is first needed"
+        )
+    return config
 
 
 def file_problems(config: "Config", *, model_too: bool = True) -> list[str]:

@@ -109,11 +109,10 @@ def serve(
     """
     import logging
     import os
-    import threading
     from functools import partial
 
     from balanceroute.build import predicts
-    from balanceroute.cli.check_config import check_files, check_model, check_paths
+    from balanceroute.cli.check_config import check_files, check_model, check_paths, load_without_threads
     from balanceroute.config import (
         assumptions,
         fallbacks_of,
@@ -157,13 +156,7 @@ def serve(
         if value is not None:
             overrides[key] = value
     fallbacks = fallbacks_of(retry_delay)
-    threads_before = threading.active_count()
-    config = load(config_file, os.environ, overrides, fallbacks)
-    if config.listen.relays and threading.active_count() > threads_before:
-        raise ConfigError(
-            "routing.policy, predictor.kind: a class of your own starts a thread when it is imported, or a policy when "
-            "it is made; the processes of listen.relays would not have it: start it when it is first needed"
-        )
+    config = load_without_threads(lambda: load(config_file, os.environ, overrides, fallbacks))
     check_paths(config)
     check_files(config)
     configure(config.log.level, config.log.format)

@@ -162,3 +162,21 @@ def test_files_behind_a_folder_that_may_not_be_searched_are_named_in_a_line_each
     assert len(error_lines) == len(keys)
     for key in keys:
         assert sum(key in line and "Permission denied" in line for line in error_lines) == 1, key
+
+
+def test_a_class_that_starts_a_thread_is_refused_for_relays_as_serve_refuses_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], file: str, tmp_path: Path
+) -> None:
+    (tmp_path / "checked_with_thread.py").write_text(
+        "import threading\n"
+        "from balanceroute import AdmissionPolicy\n"
+        "threading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+        "class Own(AdmissionPolicy):\n"
+        "    name = 'own'\n"
+        "    def decide(self, snapshot, now):\n"
+        "        return iter(())\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    policy = ("--set", "routing.policy=checked_with_thread:Own")
+    assert run(monkeypatch, file, *policy, "--set", "listen.relays=2") == 2
+    assert "a class of your own starts a thread" in capsys.readouterr().err
