@@ -9,8 +9,8 @@ and a liveness probe still reach the router; `RESERVE` above the limit, new conn
 and bytes are counted with those of all other relays on this machine.
 
 **Unread answers.** What a client has not read of an answer stays in memory. The limit on stalled clients does not bound
-it: at 512 bytes/s an answer of 64 MB is read for a day and a half. So while all of it is above this relay's part of
-`max_held_bytes`, the connections with most of it are closed.
+it: at 512 bytes/s an answer of 64 MB is read for a day and a half. So while all of it is above `max_held_bytes`, relays
+with more than their part of that close the connections with most of it.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from balanceroute.config import Config
 from balanceroute.errors import BalanceRouteError, EdgeFull
 from balanceroute.proxy.client.descriptors import most_clients, most_clients_here
 from balanceroute.proxy.client.head import Request
-from balanceroute.proxy.client.relay_loads import CONNECTIONS, INCOMING_BYTES, SERVED_BYTES, Load, alone
+from balanceroute.proxy.client.relay_loads import CONNECTIONS, INCOMING_BYTES, SERVED_BYTES, UNREAD_BYTES, Load, alone
 from balanceroute.proxy.client.response import Response
 
 log = logging.getLogger(__name__)
@@ -298,7 +298,7 @@ class Edge:
         now, period_s = self.loop.time(), self.period_s
         stood_still, self._due_s = now > self._due_s + period_s, now + period_s
         self.date_line = f"date: {formatdate(usegmt=True)}\r\n".encode()
-        if not stood_still:  # so that input that waits is not read first
+        if not (stood_still and self.connections):  # so that input that waits is not read first
             unread: dict[Connection, int] = {}
             for connection in list(self.connections):
                 try:
@@ -314,10 +314,13 @@ class Edge:
     def _bound_unread(self, unread: "dict[Connection, int]") -> None:
         """Close the connections with most unread bytes, if all of them are too many. A single one may have any number.
 
+        This relay may have what others leave, and its part for certain.
+
         Args: unread: their numbers.
         """
-        total = sum(unread.values())
-        excess = total - self.limits.max_held_bytes // self.load.relays
+        total, most, load = sum(unread.values()), self.limits.max_held_bytes, self.load
+        load.put(UNREAD_BYTES, total)
+        excess = total - max(most // load.relays, most - load.others(UNREAD_BYTES))
         if excess <= 0:
             return
         closed = 0

@@ -1,4 +1,4 @@
-"""Counts of each relay's client connections and bodies, in memory that the relays on a machine share.
+"""Counts of each relay's client connections, bodies and unread answers, in memory that the relays on a machine share.
 
 So `limits.max_connections`, `max_incoming_bytes` and `max_held_bytes` bound all relays together. Each relay writes its
 own numbers, and the time when it last showed that it accepts, and reads those of all. The parent clears the numbers of
@@ -12,7 +12,8 @@ CONNECTIONS: Final = 0
 INCOMING_BYTES: Final = 1
 SERVED_BYTES: Final = 2
 ACCEPTS: Final = 3  # when it last showed that it accepts, in ms of the machine's monotonic clock; 0: it does not
-FIELDS: Final = 4
+UNREAD_BYTES: Final = 4
+FIELDS: Final = 5
 SHOWN_S: Final = 2.5  # a relay shows every second that it accepts: after this time it counts as stopped
 FEW: Final = 64  # streams of an event per 20 ms are a tenth of what a relay carries
 

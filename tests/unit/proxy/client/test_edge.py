@@ -298,28 +298,49 @@ async def test_a_connection_whose_check_raises_is_closed_and_the_others_are_chec
 
 
 @pytest.mark.parametrize(
-    ("relays", "unread", "aborted"),
+    ("unread", "aborted"),
     [
-        (1, [400, 600, 0], []),
-        (1, [400, 601, 300], [601]),
-        (1, [500, 800, 700], [800, 700]),
-        (2, [400, 60, 50], [400]),
-        (1, [1500, 0, 0], []),
+        ([400, 600, 0], []),
+        ([400, 601, 300], [601]),
+        ([500, 800, 700], [800, 700]),
+        ([1500, 0, 0], []),
     ],
-    ids=["room", "too much", "far too much", "a relay's part", "a single answer"],
+    ids=["room", "too much", "far too much", "a single answer"],
 )
 @with_virtual_time
 async def test_the_connections_with_most_unread_are_closed_where_clients_leave_too_much_unread(
-    relays: int, unread: list[int], aborted: list[int]
+    unread: list[int], aborted: list[int]
 ) -> None:
     """At a rate that was enough for each, they could keep any number of large answers in memory for hours."""
-    loop, load = asyncio.get_running_loop(), Load(RelayLoads(relays), 0)
-    edge = Edge(EchoSite(), lambda: ClientLimits(max_held_bytes=1000), loop, set(), set(), {}, load)
+    edge = an_edge(max_held_bytes=1000)
+    seats = seated(edge, *unread)
+    await let_pass(1.5)
+    assert sorted(seat.unread for seat in seats if seat.aborted) == sorted(aborted)
+
+
+def seated(edge: Edge, *unread: int) -> list[Seat]:
+    """Connections that leave so many bytes unread."""
     seats = [Seat(unread=size) for size in unread]
     for seat in seats:
         assert edge.join(seat)
+    return seats
+
+
+@with_virtual_time
+async def test_clients_of_a_relay_may_leave_unread_what_those_of_others_do_not() -> None:
+    one, other = edges(2, max_held_bytes=1000)
+    large, small = seated(one, 600, 300)
     await let_pass(1.5)
-    assert sorted(seat.unread for seat in seats if seat.aborted) == sorted(aborted)
+    assert not large.aborted  # although it is more than the relay's part
+    elsewhere = seated(other, 200, 150)
+    await let_pass(2.5)
+    assert large.aborted and not small.aborted and not any(seat.aborted for seat in elsewhere)
+    for seat in elsewhere:
+        other.leave(seat)
+    await let_pass(1.5)
+    more, _ = seated(one, 600, 50)
+    await let_pass(1.5)
+    assert not more.aborted
 
 
 def lacks_room(edge: Edge, complete: bool) -> bool:
