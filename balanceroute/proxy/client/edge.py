@@ -330,7 +330,9 @@ class Edge:
             excess -= unread[connection]
             connection.abort()
             closed += 1
-        log.warning("answers unread by clients fill limits.max_held_bytes", extra={"bytes": total, "closed": closed})
+        if closed:
+            fields = {"bytes": total, "closed": closed}
+            log.warning("answers unread by clients fill limits.max_held_bytes", extra=fields)
 
 
 def _no_room() -> EdgeFull:

@@ -309,13 +309,14 @@ async def test_a_connection_whose_check_raises_is_closed_and_the_others_are_chec
 )
 @with_virtual_time
 async def test_the_connections_with_most_unread_are_closed_where_clients_leave_too_much_unread(
-    unread: list[int], aborted: list[int]
+    caplog: pytest.LogCaptureFixture, unread: list[int], aborted: list[int]
 ) -> None:
     """At a rate that was enough for each, they could keep any number of large answers in memory for hours."""
     edge = an_edge(max_held_bytes=1000)
     seats = seated(edge, *unread)
     await let_pass(1.5)
     assert sorted(seat.unread for seat in seats if seat.aborted) == sorted(aborted)
+    assert sum(line.__dict__["closed"] for line in caplog.records) == len(aborted) and len(caplog.records) <= 1
 
 
 def seated(edge: Edge, *unread: int) -> list[Seat]:
