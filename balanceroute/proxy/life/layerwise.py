@@ -37,6 +37,7 @@ the second one. The table `Layerwise.follows` is what runs.
 import asyncio
 import logging
 import math
+from functools import partial
 from typing import Any, ClassVar, Final
 
 import orjson
@@ -172,10 +173,7 @@ class Layerwise:
         leg.kv_due = True
         token = callbacks.new_token()
         leg.kv.params = callbacks.params(token)
-
-        def called_back(asked: bytes) -> None:
-            self._called_back(worker, push_body(leg.answer.request, asked))
-
+        called_back = partial(self._called_back, worker)
         callbacks.expect(token, external_id(leg.answer.request, leg.upstream_id), called_back)
         self._patience = self._services.loop.call_later(CALLBACK_S, self._not_asked, worker)
         try:
@@ -234,13 +232,13 @@ class Layerwise:
             reason = f"it has asked for no prefill in {GIVE_UP_S:g} s: {_MISTAKEN} (layerwise.callback_url)"
             self._leg.interrupt(WrongConnector(reason, worker=worker.id, tier="decode"))
 
-    def _called_back(self, worker: Worker, body: bytes) -> None:
+    def _called_back(self, worker: Worker, asked: bytes) -> None:
         if worker.kv_connector is None:
             self._services.note_connector(worker, self._services.config.connector)
         self._leg.try_deadline_s = math.inf  # from here on the decode worker waits for the router
         worker.progress_s = self._services.tickets.now()
         self._leg.ticket.request_prefill()
-        self._push = self._services.loop.create_task(self._run_push(worker, body))
+        self._push = self._services.loop.create_task(self._run_push(worker, asked))
         self._push.add_done_callback(self._push_is_over)
 
     def _push_is_over(self, push: asyncio.Task[None]) -> None:
@@ -254,10 +252,10 @@ class Layerwise:
         if not leg.answer.decodes:
             leg.interrupt(InvariantError("the prefill has failed by a bug of ours"))
 
-    async def _run_push(self, worker: Worker, body: bytes) -> None:
+    async def _run_push(self, worker: Worker, asked: bytes) -> None:
         leg, answer = self._leg, self._leg.answer
         try:
-            result = await self._prefill_for(body)
+            result = await self._prefill_for(asked)
         except BalanceRouteError as error:
             if not answer.decodes:
                 leg.interrupt(error)
@@ -282,14 +280,16 @@ class Layerwise:
             answer.prompt_counted(result)
             answer.scanner.prefilled(result.prompt_tokens, result.prompt_details)
 
-    async def _prefill_for(self, body: bytes) -> PrefillResult:
-        """Have a prefiller push. Raises: QueueTimeout; PushFailed; UpstreamError of the last try."""
+    async def _prefill_for(self, asked: bytes) -> PrefillResult:
+        """Have a prefiller push what a decode worker has asked for. Raises: QueueTimeout; PushFailed; UpstreamError of
+        the last try.
+        """
         leg = self._leg
         deadline_s = self._services.tickets.now() + self._services.config.queue.deadline_s
         while True:
             prefiller = await self._next_prefiller(deadline_s)
             try:
-                return await self._ask_to_push(prefiller, body)
+                return await self._ask_to_push(prefiller, asked)
             except UpstreamError as error:
                 delay_s = leg.retries.judge(error, prefiller, "prefill", begun=bool(leg.answer.scanner.tokens))
                 if not _unseen(error):
@@ -314,14 +314,14 @@ class Layerwise:
                 return prefiller
             leg.ticket.push_failed()
 
-    async def _ask_to_push(self, prefiller: Worker, body: bytes) -> PrefillResult:
+    async def _ask_to_push(self, prefiller: Worker, asked: bytes) -> PrefillResult:
         leg, patience_s = self._leg, self._services.config.limits.first_byte_timeout_s.prefill
         prefiller.take()
         prefiller.circuit.used()
         leg.retries.tries("prefill")
         try:
             async with asyncio.timeout(patience_s):
-                result = await ask(leg, prefiller, body)
+                result = await ask(leg, prefiller, push_body(leg.answer.request, asked))
             has_prefilled(leg, prefiller, result)
             return result
         except TimeoutError:

@@ -2,16 +2,18 @@
 
 import asyncio
 from contextlib import suppress
-from typing import Any
+from typing import Any, ClassVar
 
 import orjson
 import pytest
 
 from balanceroute.core.types import Outcome
 from balanceroute.errors import BadUpstreamReply, ConnectionLost, InvariantError, UpstreamTimeout
+from balanceroute.proxy.life import layerwise
 from balanceroute.proxy.life.errors import DeadlineExceeded
 from balanceroute.proxy.life.layerwise import CALLBACK_S, GIVE_UP_S, PREFILL_REPLY_S, Layerwise
 from balanceroute.proxy.ops.services import Services
+from balanceroute.proxy.wire.payloads import push_body
 from balanceroute.proxy.workers.connector_check import WrongConnector
 from balanceroute.proxy.workers.silence import SETTLE_S
 from tests.unit.proxy.life.legs import (
@@ -126,6 +128,43 @@ async def test_nobody_may_ask_for_the_prefill_of_an_attempt_that_is_over(answer:
     d0 = services.fleet["d0"].upstream
     assert isinstance(d0, Asking) and d0.tokens
     assert not any(services.callbacks.expects(token) for token in d0.tokens)
+
+
+class Body(bytes):
+    """Of a request; `kept` are those that something still refers to."""
+
+    kept: ClassVar[list[int]] = []
+
+    def __init__(self, body: bytes) -> None:
+        self.kept.append(id(self))
+
+    def __del__(self) -> None:
+        self.kept.remove(id(self))
+
+
+class Forgetful(Late):
+    """A prefiller whose connection keeps no request that it has written."""
+
+    async def request(self, method: str, path: str, body: bytes = b"", *args: Any, **options: Any) -> Any:
+        assert body and Body.kept
+        body = b""
+        await let_pass(0.01)
+        assert not Body.kept
+        return await super().request(method, path, body, *args, **options)
+
+
+@with_virtual_time
+async def test_the_body_for_a_prefiller_that_pushes_is_not_kept_while_it_prefills(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It may be of 30 MB, for each choice."""
+    services, client = a_pair(Page(events(20, 21) + DONE), 0.0, probed()), Client()
+    prefiller = Forgetful(0.1, probed())
+    services.fleet["p0"].upstream = prefiller  # type: ignore[assignment]
+    monkeypatch.setattr(layerwise, "push_body", lambda *args: Body(push_body(*args)))
+    async with dispatching(services):
+        await a_leg(services, client, Layerwise).run()
+    assert prefiller.asked and client.text == " 20 21"
 
 
 @with_virtual_time
