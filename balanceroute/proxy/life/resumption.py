@@ -149,7 +149,7 @@ def parses_calls(request: ClientRequest) -> bool:
 
 def grammar_of(rest: Mapping[str, Any]) -> str:
     """The field that binds the answer to a grammar; "": none."""
-    # what is kept as JSON (`ClientRequest.rest`) is taken to bind: it is large, or beside much else
+    # what is kept as JSON (`ClientRequest.rest`) is large, and taken to bind
     wanted = rest.get("response_format")
     if isinstance(wanted, orjson.Fragment) or (isinstance(wanted, dict) and wanted.get("type") not in (None, "text")):
         return "response_format"
