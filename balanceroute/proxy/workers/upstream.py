@@ -171,6 +171,8 @@ class Upstream:
             connection = None
             if len(message) <= LARGE_BYTES:
                 connection = self._reused(self._keepalive_s if retry_stale else min(self._fresh_s, self._keepalive_s))
+            elif self._idle:
+                self._idle.popleft().abort()  # the new one takes its place: else each request would add one
             reused = connection is not None
             if connection is None:
                 connection = await self._connected(connect_timeout_s)
