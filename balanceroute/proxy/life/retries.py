@@ -93,6 +93,7 @@ class Retries:
         "_erred",
         "_fruitless",
         "_model",
+        "_pinned_nothing",
         "_prefill_failures",
         "_refusal",
         "_refused",
@@ -109,6 +110,7 @@ class Retries:
         self._services, self._request_id, self._choices, self._model = services, request_id, choices, model
         self._suspect: Suspect | None = None
         self._prefill_failures = self._decode_failures = self._fruitless = self._refused = 0  # in a row
+        self._pinned_nothing = False  # a prefiller has answered without KV parameters since the last that had some
         self._erred: set[str] = set()  # workers of either tier that answered it with their own error
         self._refusal: UpstreamStatus | None = None  # the last 429 or 503 before the first token
         self._begun_s = math.inf  # when the first token came on its present decode worker
@@ -152,8 +154,10 @@ class Retries:
             circuit.inconclusive()
         elif not cleared:
             circuit.fault(now, public_reason(error))
-        if last or (isinstance(error, NothingPinned) and failures > 1):
+        pins_nothing = isinstance(error, NothingPinned)
+        if last or (pins_nothing and self._pinned_nothing):  # the second time, the tier's configuration is wrong
             raise error
+        self._pinned_nothing |= pins_nothing
         self._to_retry.add(tier)
         return self._backoff_s(max(1, failures))
 
@@ -325,7 +329,7 @@ class Retries:
 
     def prefilled(self) -> None:
         """Forget failures of the prefill: a probe was answered."""
-        self._prefill_failures = 0
+        self._prefill_failures, self._pinned_nothing = 0, False
 
     def begun(self, now: float) -> None:
         """Forget refusals and suspicions: the first tokens are here."""

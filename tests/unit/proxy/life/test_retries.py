@@ -318,6 +318,13 @@ async def test_a_prefiller_that_pins_nothing_is_retried_once() -> None:
 
 
 @with_virtual_time
+async def test_a_prefiller_that_pins_nothing_after_other_failures_is_retried_once_as_well() -> None:
+    services, retries = some_retries()
+    retries.judge(lost(), services.fleet["p0"], "prefill", begun=False)
+    retries.judge(NothingPinned("none", worker="p0", tier="prefill"), services.fleet["p0"], "prefill", begun=False)
+
+
+@with_virtual_time
 async def test_a_request_past_its_deadline_is_not_held_against_its_worker() -> None:
     services, retries = some_retries()
     with pytest.raises(DeadlineExceeded):
