@@ -118,7 +118,7 @@ class NoHealthyWorkers(Rejected):
 
 
 class EdgeFull(Rejected):
-    """The router has as many client connections, or holds as many bytes of requests, as it may."""
+    """The router has as many client connections, or holds as many bytes of requests and answers, as it may."""
 
 
 class Draining(Rejected):

@@ -336,5 +336,5 @@ class Edge:
 
 
 def _no_room() -> EdgeFull:
-    text = "The router holds as many bytes of requests as it may; try again shortly."
+    text = "The router holds as many bytes of requests and answers as it may; try again shortly."
     return EdgeFull(text)

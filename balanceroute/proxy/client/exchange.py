@@ -181,7 +181,11 @@ class Exchange:
         """The outlet of a single answer."""
         if request.stream:
             return StreamOutlet(self._response, self._own_headers())
-        return PartAnswer(request)
+        return PartAnswer(request, self._keep)
+
+    def _keep(self, more_bytes: int) -> None:
+        """Count bytes of an unstreamed answer. Raises: EdgeFull."""
+        self._response.keep(more_bytes, self._request)
 
     def _translation_of(self, request: ClientRequest) -> Callable[[], Translation] | None:
         """Makes what writes the events of a single answer in another protocol; None: they stay as they are."""
@@ -238,7 +242,7 @@ class Exchange:
             if request.stream:
                 outlet = PartStream(shared)
             else:
-                outlet = PartAnswer(part)
+                outlet = PartAnswer(part, self._keep)
                 answers.append(outlet)
             choice = replace(common, index=index)
             first = self._legs[index - index % request.n] if index % request.n else None

@@ -40,7 +40,7 @@ class MessagesExchange(Exchange):
 
     def _outlet_for(self, request: ClientRequest) -> Outlet:
         if not request.stream:
-            return PartAnswer(request)
+            return PartAnswer(request, self._keep)
         self._outlet = PingedOutlet(self._response, self._own_headers(), self._printed, self._services.loop)
         return self._outlet
 

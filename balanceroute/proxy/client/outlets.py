@@ -6,6 +6,7 @@ PartAnswer     kept until it is complete
 """
 
 from collections.abc import Callable
+from typing import Final
 
 from mypy_extensions import mypyc_attr
 
@@ -17,6 +18,8 @@ from balanceroute.proxy.wire.client_request import ClientRequest
 from balanceroute.proxy.wire.prompt_echo import with_prompt
 from balanceroute.proxy.wire.responses import SSE_HEADERS, Headers
 from balanceroute.proxy.wire.usage import put_prompt_details
+
+LARGE_BYTES: Final = 64 * 1024  # of an answer; a smaller one is not counted
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -70,10 +73,12 @@ def _not_of_a_part(body: bytes) -> None:
 class PartAnswer:
     """The outlet of a leg whose answer is kept until it is complete."""
 
-    __slots__ = ("_assembler", "_body", "_request", "ends_response", "started")
+    __slots__ = ("_assembler", "_body", "_keep", "_kept_bytes", "_request", "_told_bytes", "ends_response", "started")
 
-    def __init__(self, request: ClientRequest) -> None:
-        self._request = request
+    def __init__(self, request: ClientRequest, keep: Callable[[int], None] = lambda more_bytes: None) -> None:
+        """`keep` is told how many more bytes are kept here, or fewer, if negative; it raises where there is no room."""
+        self._request, self._keep = request, keep
+        self._kept_bytes = self._told_bytes = 0
         self._assembler: AnswerAssembler | None = None  # of the events, if any come
         self._body: bytes | None = None
         self.started = self.ends_response = False
@@ -82,24 +87,27 @@ class PartAnswer:
         """Nothing goes to the client yet."""
 
     def write(self, body: bytes) -> bool:
-        """Take in events."""
-        self._assembled().feed(body)
+        """Take in events. Raises: EdgeFull: there is no room for them."""
+        self.end(body)
         return True
 
     def end(self, body: bytes) -> None:
-        """Take in the last events."""
+        """Take in the last events. Raises: EdgeFull."""
+        self._keeps(self._kept_bytes + len(body))
         self._assembled().feed(body)
 
     async def drained(self) -> None:
         """There is always room."""
 
     def whole(self, body: bytes) -> None:
-        """The answer came unstreamed."""
+        """The answer came unstreamed. Raises: EdgeFull."""
+        self._keeps(len(body))
         self._body = body
 
     def forget(self) -> bool:
         """Drop what has come; the answer may begin anew, because the client has got nothing."""
         self._assembler = None
+        self._keeps(0)
         return True
 
     def answer(self, leg: Leg) -> bytes:
@@ -113,6 +121,14 @@ class PartAnswer:
         if leg.answer.prompt_reply is None or self._request.scores_only:
             return body
         return with_prompt(self._request, body, leg.answer.prompt_reply)
+
+    def _keeps(self, kept_bytes: int) -> None:
+        """Tell how many bytes are kept, if the number has changed by much: small answers cost nothing."""
+        self._kept_bytes = kept_bytes
+        more_bytes = kept_bytes - self._told_bytes
+        if abs(more_bytes) > LARGE_BYTES:
+            self._told_bytes = kept_bytes
+            self._keep(more_bytes)
 
     def _assembled(self) -> AnswerAssembler:
         if self._assembler is None:

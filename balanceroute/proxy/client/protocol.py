@@ -428,8 +428,16 @@ class ClientProtocol(asyncio.Protocol):
         self._request = self._handler = self._body = None
         self._receiving_since_s = math.inf
 
+    def keep(self, more_bytes: int, request: Request) -> None:
+        """Count bytes that are kept of the answer under way like those of its request. Raises: EdgeFull."""
+        self._served_bytes += more_bytes
+        self.edge.served_bytes += more_bytes
+        self._hold(self._held_bytes + more_bytes, request)
+        if more_bytes > 0:
+            self.edge.check_held_bytes(self._holder)
+
     def _forget_body(self) -> None:
-        """Nobody needs the body of the last complete request any more: subtract it from the edge's counts."""
+        """Subtract the last complete request and its answer, which nobody needs any more, from the edge's counts."""
         self.edge.served_bytes -= self._served_bytes
         self._served_bytes = 0
         if self._held_bytes:
@@ -437,7 +445,7 @@ class ClientProtocol(asyncio.Protocol):
             self._held_bytes, self._holder = 0, ""
 
     def _hold(self, size: int, request: Request) -> None:
-        """Count a large body, `size` so far, for the client that sends it."""
+        """Count `size` bytes in all, of a large body and of its answer, for the client that sends it."""
         self._holder = self._holder or request.holder or holder_of(self._peer[0] if self._peer else "")
         self.edge.hold(self._holder, size - self._held_bytes)
         self._held_bytes = size

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Final, Protocol
 
 from balanceroute.errors import BalanceRouteError, InvariantError
+from balanceroute.proxy.client.head import Request
 from balanceroute.proxy.hotpath import PartWriter
 from balanceroute.proxy.wire.responses import Headers, header_lines, refusal
 
@@ -52,6 +53,9 @@ class Connection(Protocol):
 
     async def drained(self) -> None:
         """Wait until more may be written, or the connection is lost."""
+
+    def keep(self, more_bytes: int, request: Request) -> None:
+        """Count bytes that are kept of the answer to `request`. Raises: EdgeFull."""
 
     def response_done(self, keep_alive: bool) -> None:
         """The response is complete; called once."""
@@ -203,6 +207,13 @@ class Response:
         """Wait until the client's socket takes more, or the client has gone."""
         if not self.gone:
             await self._connection.drained()
+
+    def keep(self, more_bytes: int, request: Request) -> None:
+        """Count so many more bytes (or fewer, if negative) that are kept of the answer to `request`, until the response
+        is complete. Raises: EdgeFull: there is no room for them.
+        """
+        if not (self.complete or self.gone):
+            self._connection.keep(more_bytes, request)
 
     async def over(self) -> None:
         """Wait until the response is complete, or the client has gone."""

@@ -18,7 +18,7 @@ import math
 from functools import partial
 
 from balanceroute.config import Config
-from balanceroute.errors import BadUpstreamReply, BalanceRouteError, UpstreamError, UpstreamStatus
+from balanceroute.errors import BadUpstreamReply, BalanceRouteError, EdgeFull, UpstreamError, UpstreamStatus
 from balanceroute.proxy.life.errors import ClientGone, ClientStalled, KvTooOld, PromptsDiffer
 from balanceroute.proxy.life.leg import REPLY_LIMIT, Leg
 from balanceroute.proxy.life.retries import event_error, status_error
@@ -80,6 +80,10 @@ async def decode(leg: Leg, worker: Worker, grace_s: float) -> bool:
         return complete
     except (ClientGone, KvTooOld, PromptsDiffer):
         answered = True  # the worker, if it was asked, has begun its answer, so it has pulled the KV
+        raise
+    except EdgeFull:  # for more of an unstreamed answer, which says nothing about the worker
+        answered = True
+        worker.circuit.inconclusive()
         raise
     except asyncio.CancelledError:
         worker.circuit.inconclusive()

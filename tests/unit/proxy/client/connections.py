@@ -32,10 +32,14 @@ class Connection:
         self.loop = asyncio.get_running_loop()
         self.done: list[bool] = []
         self.closed = False
+        self.kept_bytes = 0
         self.room = asyncio.Event()
 
     async def drained(self) -> None:
         await self.room.wait()
+
+    def keep(self, more_bytes: int, request: Request) -> None:
+        self.kept_bytes += more_bytes
 
     def response_done(self, keep_alive: bool) -> None:
         self.done.append(keep_alive)

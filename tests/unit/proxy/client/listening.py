@@ -63,6 +63,13 @@ class Echo:
             case b"break":
                 response.start(200, [])
                 response.write(body)
+            case b"keep":  # as much of an answer as the body has digits
+                try:
+                    response.keep(int(body), self.request)
+                except BalanceRouteError as error:
+                    self.refuse(error)
+                else:
+                    await response.over()
             case b"fail":
                 raise RuntimeError("a bug")
 

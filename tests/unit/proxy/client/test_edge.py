@@ -127,6 +127,26 @@ async def test_one_clients_bodies_take_at_most_half_of_max_held_bytes() -> None:
 
 
 @pytest.mark.anyio
+async def test_what_is_kept_of_answers_counts_like_bodies_for_its_client_and_for_all() -> None:
+    async with listening(max_held_bytes=400_000) as server:
+        greedy = [await server.connect() for _ in range(2)]
+        greedy[0].post(b"150000", b"x-do: keep")
+        await until(lambda: server.edge.served_bytes > 150_000)
+        greedy[1].post(b"60000", b"x-do: keep")
+        assert await greedy[1].error() == 503
+        other = await server.connect("127.0.0.2")
+        other.post(b"150000", b"x-do: keep")
+        await until(lambda: server.edge.served_bytes > 300_000)
+        last = await server.connect("127.0.0.3")
+        last.post(b"110000", b"x-do: keep")
+        assert await last.error() == 503
+        for client in (greedy[0], other):
+            client.writer.transport.abort()
+        await until(lambda: not server.edge.held)
+        assert server.edge.served_bytes == 0
+
+
+@pytest.mark.anyio
 async def test_incoming_bodies_share_max_incoming_bytes() -> None:
     async with listening(max_incoming_bytes=100_000) as server:
         clients = [await server.connect() for _ in range(3)]

@@ -9,10 +9,18 @@ from typing import Any
 import orjson
 import pytest
 
-from balanceroute.errors import BadUpstreamReply, BalanceRouteError, Draining, InvalidRequest, NoHealthyWorkers
+from balanceroute.errors import (
+    BadUpstreamReply,
+    BalanceRouteError,
+    Draining,
+    EdgeFull,
+    InvalidRequest,
+    NoHealthyWorkers,
+)
 from balanceroute.proxy.admission import decider
 from balanceroute.proxy.admission.forecasts import Keys
 from balanceroute.proxy.client.exchange import Exchange
+from balanceroute.proxy.client.head import Request
 from balanceroute.proxy.ops.services import Services
 from balanceroute.proxy.perimeter.perimeter import Perimeter
 from tests.unit.proxy.client.connections import Connection, a_request
@@ -507,3 +515,35 @@ async def test_a_request_whose_body_never_arrived_is_counted() -> None:
     gone.check()
     gone.abandoned()
     assert counted(services) == {"rejected": 1, "cancelled": 1} and services.exchanges == 0
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize(
+    "page", [Page(events(*range(100, 1100)) + DONE), whole(*range(100, 20_100))], ids=["events", "whole"]
+)
+@with_virtual_time
+async def test_what_is_kept_of_an_unstreamed_answer_is_counted_choice_by_choice(page: Page, n: int) -> None:
+    services, connection = a_router(a_config(1, 1)), Connection()
+    script(services, "p0", probed())
+    script(services, "d0", page)
+    limit = 1000 if page.body.startswith(b"data:") else 16
+    await served(services, connection, BODY | {"n": n, "max_tokens": limit})
+    assert connection.answer[0] == 200
+    assert connection.kept_bytes > n * 64 * 1024
+
+
+@with_virtual_time
+async def test_an_unstreamed_answer_that_finds_no_room_is_a_503_and_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    services, connection = a_router(a_config(1, 1)), Connection()
+
+    def keep(more_bytes: int, request: Request) -> None:
+        raise EdgeFull("no room")
+
+    monkeypatch.setattr(connection, "keep", keep)
+    script(services, "p0", probed())
+    script(services, "d0", Page(events(*range(100, 1100)) + DONE))
+    await served(services, connection, BODY | {"n": 2, "max_tokens": 1000})
+    assert connection.answer[0] == 503 and counted(services) == {"rejected": 1}
+    assert not services.legs and services.fleet["d0"].healthy

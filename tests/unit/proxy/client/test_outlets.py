@@ -2,7 +2,10 @@
 
 import asyncio
 
-from balanceroute.proxy.client.outlets import PartAnswer, PartStream, StreamOutlet
+import pytest
+
+from balanceroute.errors import EdgeFull
+from balanceroute.proxy.client.outlets import LARGE_BYTES, PartAnswer, PartStream, StreamOutlet
 from balanceroute.proxy.life.outlet import write_last
 from balanceroute.proxy.life.streaming import write_part
 from tests.unit.proxy.client.connections import Connection
@@ -61,3 +64,30 @@ def test_an_answer_that_is_kept_may_begin_anew_until_it_is_complete() -> None:
         outlet.start()
         assert outlet.write(events(20))
         assert outlet.forget() and not outlet.started
+
+
+def test_an_answer_that_is_kept_tells_its_bytes_once_they_are_many_and_when_it_drops_them() -> None:
+    told: list[int] = []
+    outlet = PartAnswer(a_request(stream=False), told.append)
+    part = events(*range(20, 220))
+    written = 0
+    while written <= LARGE_BYTES:
+        assert not told
+        outlet.write(part)
+        written += len(part)
+    assert told == [written]
+    outlet.forget()
+    assert sum(told) == 0
+    outlet.whole(b"x" * 2 * LARGE_BYTES)
+    assert sum(told) == 2 * LARGE_BYTES
+
+
+def test_an_answer_without_room_is_refused() -> None:
+    def keep(more_bytes: int) -> None:
+        raise EdgeFull("no room")
+
+    outlet = PartAnswer(a_request(stream=False), keep)
+    with pytest.raises(EdgeFull):
+        outlet.whole(b"x" * 2 * LARGE_BYTES)
+    with pytest.raises(EdgeFull):
+        outlet.write(events(*range(20, 2020)))
