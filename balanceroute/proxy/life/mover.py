@@ -15,10 +15,11 @@ The reaper calls it several times per second. `workers/silence.py` decides which
 import logging
 import math
 from collections.abc import Sequence
+from typing import Final
 
 from balanceroute.core.types import Phase, Role, WorkerState
 from balanceroute.core.view import DecoderView, PrefillerView
-from balanceroute.proxy.admission.decider import no_workers
+from balanceroute.proxy.admission.decider import Refusal, no_workers
 from balanceroute.proxy.life.leg import Leg
 from balanceroute.proxy.life.moves import Stuck, choose, room
 from balanceroute.proxy.life.services import LifeServices
@@ -26,6 +27,8 @@ from balanceroute.proxy.workers.fleet import Worker
 from balanceroute.proxy.workers.silence import ALL_WORKERS, SETTLE_S, Vitals, frozen_groups
 
 log = logging.getLogger(__name__)
+
+MOST_ENDED: Final = 64  # requests, in one turn of the loop; to answer and log each takes some 0.3 ms
 
 
 class Mover:
@@ -165,9 +168,19 @@ class Mover:
             since_s = self._none_up_since_s.setdefault(role, now)
             if now - since_s < self._services.config.queue.no_worker_grace_s:
                 continue
-            for leg in list(self._legs):
-                if self._needs(role, leg):
-                    leg.interrupt(no_workers(self._tickets.view()).error())
+            waiting = [leg for leg in self._legs if self._needs(role, leg)]
+            if waiting:  # a view of many workers is dear
+                self._refuse(role, waiting, no_workers(self._tickets.view()))
+
+    def _refuse(self, role: Role, waiting: list[Leg], refusal: Refusal) -> None:
+        """Refuse these legs if they still wait, a bounded number in a turn of the loop: the other tier's streams go
+        on.
+        """
+        for leg in waiting[:MOST_ENDED]:
+            if leg in self._legs and self._needs(role, leg):
+                leg.interrupt(refusal.error())
+        if rest := waiting[MOST_ENDED:]:
+            self._services.loop.call_soon(self._refuse, role, rest, refusal)
 
     def _needs(self, role: Role, leg: Leg) -> bool:
         """Whether a leg waits for a worker of that role, or for the answer of a prefiller that is out."""

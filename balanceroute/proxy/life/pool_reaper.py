@@ -21,7 +21,7 @@ from balanceroute.core.types import Phase
 from balanceroute.errors import BalanceRouteError, QueueTimeout, UpstreamTimeout
 from balanceroute.proxy.life.errors import TOO_LONG, ClientStalled, DeadlineExceeded
 from balanceroute.proxy.life.leg import Leg
-from balanceroute.proxy.life.mover import Mover
+from balanceroute.proxy.life.mover import MOST_ENDED, Mover
 from balanceroute.proxy.life.services import LifeServices
 from balanceroute.proxy.telemetry.ticks import until_tick_s
 from balanceroute.proxy.wire.answers import UnreadableEvent
@@ -62,9 +62,15 @@ class PoolReaper:
         self._mover.look(now, PERIOD_S)
         if now - self._services.attention.since_s >= SETTLE_S:  # bytes that came during a pause have been read
             self._services.last_look_s = now
-        for leg in list(self._services.legs):
-            if leg.wants_look(now, MAX_TOKENS):
+        self._look_at_all([leg for leg in self._services.legs if leg.wants_look(now, MAX_TOKENS)], now)
+
+    def _look_at_all(self, legs: list[Leg], now: float) -> None:
+        """Look at these legs, a bounded number in a turn of the loop: others' streams go on while thousands end."""
+        for leg in legs[:MOST_ENDED]:
+            if leg in self._services.legs:
                 self._look_at(leg, now)
+        if rest := legs[MOST_ENDED:]:
+            self._services.loop.call_soon(self._look_at_all, rest, now)
 
     def _look_at(self, leg: Leg, now: float) -> None:
         if now > leg.deadline_s:

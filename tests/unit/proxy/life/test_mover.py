@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 
 from balanceroute.core.types import Outcome, Phase
+from balanceroute.core.view import ClusterView
 from balanceroute.errors import DecodersLost, NoHealthyWorkers, UpstreamTimeout
 from balanceroute.proxy.app import health_monitor
 from balanceroute.proxy.life.errors import WorkerSilent
 from balanceroute.proxy.life.leg import Event, Leg
-from balanceroute.proxy.life.mover import Mover
+from balanceroute.proxy.life.mover import MOST_ENDED, Mover
 from balanceroute.proxy.life.moves import LANES
 from balanceroute.proxy.life.pool_reaper import PERIOD_S, PoolReaper
 from balanceroute.proxy.ops.services import Services
@@ -188,6 +189,67 @@ async def test_requests_that_wait_for_a_tier_that_is_down_are_refused_after_its_
         await let_pass(2.0)
         for task in tasks:
             assert isinstance(task.exception(), NoHealthyWorkers)
+
+
+class Waits:
+    """A leg that waits for a prefiller, or whose deadline is over; it notes each interruption in `ended`."""
+
+    deadline_s, expects_tokens, last_tried = -1.0, False, ("", "")
+    ticket = SimpleNamespace(phase=Phase.QUEUED)
+    kv = SimpleNamespace(watch_pull=lambda: None)
+
+    def __init__(self, ended: "list[Waits]") -> None:
+        self.ended = ended
+
+    def interrupt(self, error: Exception) -> None:
+        self.ended.append(self)
+
+    def note_progress(self) -> None:
+        pass
+
+    def wants_look(self, now: float, most_tokens: int) -> bool:
+        return True
+
+
+async def ends_bit_by_bit(ended: list[Waits], count: int) -> None:
+    """Check that `count` legs end, no more than `MOST_ENDED` in a turn of the loop, once each."""
+    assert len(ended) == MOST_ENDED
+    while len(ended) < count:
+        before = len(ended)
+        await asyncio.sleep(0)
+        assert before < len(ended) <= before + MOST_ENDED
+    await asyncio.sleep(0)
+    assert len(set(ended)) == len(ended) == count
+
+
+@with_virtual_time
+async def test_thousands_that_wait_for_a_tier_are_refused_over_several_turns_and_with_one_view_of_the_workers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    services = a_silent_router(queue={"no_worker_grace_s": 0.0})
+    ended: list[Waits] = []
+    services.legs.update(Waits(ended) for _ in range(3 * MOST_ENDED))
+    for name in ("p0", "p1"):
+        services.fleet.set_healthy(services.fleet[name], False)
+    view, views = services.tickets.view, list[int]()
+
+    def counted() -> ClusterView:
+        views.append(1)
+        return view()
+
+    monkeypatch.setattr(services.tickets, "view", counted)
+    Mover(services, judges=True).look(services.ledger.now(), PERIOD_S)
+    await ends_bit_by_bit(ended, len(services.legs))
+    assert len(views) <= 2, "one of them is for requests that could move"
+
+
+@with_virtual_time
+async def test_thousands_whose_time_is_over_end_over_several_turns() -> None:
+    services = a_silent_router()
+    ended: list[Waits] = []
+    services.legs.update(Waits(ended) for _ in range(3 * MOST_ENDED))
+    PoolReaper(services, services.ledger.expire).look()
+    await ends_bit_by_bit(ended, len(services.legs))
 
 
 # -- whether it can go on elsewhere decides
