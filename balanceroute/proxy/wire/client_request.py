@@ -21,6 +21,7 @@ from balanceroute.errors import InvalidRequest
 from balanceroute.proxy.wire.bounds import RECOMPUTED
 from balanceroute.proxy.wire.fields import as_boolean, as_integers, boolean, integer, kind
 from balanceroute.proxy.wire.json_body import as_json, load_object, load_prompt
+from balanceroute.proxy.wire.json_size import MAX_FIELDS
 from balanceroute.proxy.wire.prompts import take_messages, take_prompt
 
 Endpoint = Literal["completions", "chat"]
@@ -29,7 +30,6 @@ LimitField = Literal["max_tokens", "max_completion_tokens"]
 DEFAULT_COMPLETION_LIMIT: Final = 16  # vLLM's default of max_tokens on completions; chat fills the context
 FOLLOWED_ABOVE_TOKENS: Final = 64  # tokens; an event costs about 20 us of CPU, a whole short answer about 50
 
-MAX_FIELDS: Final = 256  # of a body; engines know about a hundred
 MAX_NAME: Final = 256  # characters of a field's name
 MAX_READ_BYTES: Final = 16_384  # bytes of each of `_READ_LATER`
 _SHORT_BYTES: Final = 512  # of an array, object or text that is not kept as JSON

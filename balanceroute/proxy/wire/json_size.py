@@ -10,6 +10,7 @@ from typing import Final
 
 from balanceroute.errors import InvalidRequest
 
+MAX_FIELDS: Final = 256  # of a body; engines know about a hundred
 MAX_NODES: Final = 2**18  # strings, arrays and objects; enough for 65,000 messages, read in about 0.1 s
 MAX_COMMAS: Final = 2**21  # of a body, beside a prompt of plain token ids; 5 million floats took a second
 

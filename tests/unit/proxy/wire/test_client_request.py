@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from balanceroute.errors import InvalidRequest
-from balanceroute.proxy.wire.client_request import MAX_FIELDS, MAX_NAME, MAX_READ_BYTES, Endpoint, parse
+from balanceroute.proxy.wire.client_request import MAX_NAME, MAX_READ_BYTES, Endpoint, parse
 from balanceroute.proxy.wire.derived_requests import resume, split
+from balanceroute.proxy.wire.json_size import MAX_FIELDS
 from balanceroute.proxy.wire.payloads import decode_body
 from balanceroute.proxy.wire.prompt_echo import prompt_text
 from tests.unit.proxy.wire.requests import KV, a_request, load

@@ -1,6 +1,7 @@
 """Numbers reach an engine as the client has written them."""
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import orjson
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from balanceroute.errors import InvalidRequest
-from balanceroute.proxy.wire import payloads
+from balanceroute.proxy.wire import large_integers, payloads
 from balanceroute.proxy.wire.client_request import parse
 from balanceroute.proxy.wire.derived_requests import split
 from balanceroute.proxy.wire.message_requests import parse_messages
@@ -33,9 +34,28 @@ def test_millions_of_token_ids_are_parsed_once_even_beside_a_large_integer() -> 
     """Beside a large integer their second reading took seconds, in which nobody's stream went on."""
     ids = b",".join([b"1"] * 300_000)
     request = parse("completions", b'{"prompt":[[%b]],"novel":%d}' % (ids, 2**64))
-    assert request.rest["novel"] == float(2**64) and request.prompt_json.count(b",") == 299_999
+    assert orjson.dumps(request.rest["novel"]) == b"%d" % 2**64 and request.prompt_json.count(b",") == 299_999
     alone = parse("completions", b'{"prompt":[%b],"novel":%d}' % (ids, 2**64))  # these are not read at all
     assert orjson.dumps(alone.rest["novel"]) == b"%d" % 2**64 and alone.prompt_json == request.prompt_json
+
+
+def test_what_python_reads_again_is_bounded_and_is_no_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+
+    def loads(text: bytes, parse_int: Any) -> Any:
+        read.append(len(text))
+        return json.loads(text, parse_int=parse_int)
+
+    monkeypatch.setattr(large_integers, "json", SimpleNamespace(loads=loads))
+    messages = b'"messages":[{"role":"user","content":"%b"}]' % (b"\\n" * 2**20)
+    request = parse("chat", b'{%b,"novel":[%d]}' % (messages, 2**64))
+    assert b"%d" % 2**64 in payloads.decode_body(request, KV) and sum(read) < 100
+    read.clear()
+    many = parse("chat", b'{"messages":[{"role":"user","content":"a"}],"novel":[%b%d]}' % (b"1," * 2**18, 2**64))
+    assert orjson.loads(payloads.decode_body(many, KV))["novel"][-1] == float(2**64) and not read
+    with pytest.raises(InvalidRequest, match="fields"):
+        parse("chat", b"{%b}" % b",".join(b'"%d":%d' % (n, 2**64) for n in range(300)))
+    assert not read
 
 
 numbers = st.integers() | st.integers(-(2**65), 2**65) | st.floats(allow_nan=False, allow_infinity=False)
