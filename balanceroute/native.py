@@ -115,6 +115,7 @@ CONSTANTS_OF: Final = (  # modules that stay Python, but whose constants mypyc w
     "proxy.admission.decider",
     "proxy.link.messages",
     "proxy.link.reach",
+    "proxy.wire.json_size",
     "proxy.workers.connector_check",
 )
 PACKAGE: Final = Path(__file__).parent
