@@ -9,6 +9,7 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
 from mypy_extensions import mypyc_attr
@@ -183,9 +184,10 @@ class Exchange:
             return StreamOutlet(self._response, self._own_headers())
         return PartAnswer(request, self._keep)
 
-    def _keep(self, more_bytes: int) -> None:
-        """Count bytes of an unstreamed answer. Raises: EdgeFull."""
-        self._response.keep(more_bytes, self._request)
+    @property
+    def _keep(self) -> Callable[[int], None]:
+        """Counts bytes of an unstreamed answer; does not refer to the exchange, which has the outlets that call it."""
+        return partial(self._response.keep, request=self._request)
 
     def _translation_of(self, request: ClientRequest) -> Callable[[], Translation] | None:
         """Makes what writes the events of a single answer in another protocol; None: they stay as they are."""
