@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
+from balanceroute.core.snapshot import ClusterSnapshot
 from balanceroute.core.types import Outcome, Phase
-from balanceroute.core.view import ClusterView
+from balanceroute.core.view import ClusterView, view_cluster
 from balanceroute.errors import DecodersLost, NoHealthyWorkers, UpstreamTimeout
+from balanceroute.proxy.admission import ledger
 from balanceroute.proxy.app import health_monitor
 from balanceroute.proxy.life.errors import WorkerSilent
 from balanceroute.proxy.life.leg import Event, Leg
@@ -231,13 +233,13 @@ async def test_thousands_that_wait_for_a_tier_are_refused_over_several_turns_and
     services.legs.update(Waits(ended) for _ in range(3 * MOST_ENDED))
     for name in ("p0", "p1"):
         services.fleet.set_healthy(services.fleet[name], False)
-    view, views = services.tickets.view, list[int]()
+    views: list[ClusterView] = []
 
-    def counted() -> ClusterView:
-        views.append(1)
-        return view()
+    def counted(snapshot: ClusterSnapshot, draining: bool) -> ClusterView:
+        views.append(view_cluster(snapshot, draining))
+        return views[-1]
 
-    monkeypatch.setattr(services.tickets, "view", counted)
+    monkeypatch.setattr(ledger, "view_cluster", counted)
     Mover(services, judges=True).look(services.ledger.now(), PERIOD_S)
     await ends_bit_by_bit(ended, len(services.legs))
     assert len(views) <= 2, "one of them is for requests that could move"
