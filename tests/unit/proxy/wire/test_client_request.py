@@ -10,12 +10,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from balanceroute.errors import InvalidRequest
-from balanceroute.proxy.wire.client_request import MAX_NAME, MAX_READ_BYTES, Endpoint, parse
+from balanceroute.proxy.wire.client_request import MAX_NAME, MAX_READ_BYTES, ClientRequest, Endpoint, parse
 from balanceroute.proxy.wire.derived_requests import resume, split
 from balanceroute.proxy.wire.json_size import MAX_FIELDS
 from balanceroute.proxy.wire.payloads import decode_body
 from balanceroute.proxy.wire.prompt_echo import prompt_text
 from tests.unit.proxy.wire.requests import KV, a_request, load
+
+
+def parsed_and_measured(endpoint: Endpoint, body: bytes) -> tuple[ClientRequest, int]:
+    """The request, and the bytes of memory that it takes beside its body."""
+    tracemalloc.start()
+    try:
+        return parse(endpoint, body), tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
 
 
 def test_parse_reads_what_the_router_needs() -> None:
@@ -185,12 +194,8 @@ def test_an_integer_that_no_engine_can_hold_is_a_bad_request(field: str, value: 
 def test_a_parsed_request_takes_hardly_more_memory_than_its_body(field: bytes) -> None:
     """It is kept while it waits; by 24 times as many bytes, 2000 waiting requests of 1 MB took 40 GB."""
     body = b'{"prompt":"a",%b}' % field
-    tracemalloc.start()
-    try:
-        request = parse("completions", body)
-        assert tracemalloc.get_traced_memory()[0] < 1.2 * len(body)
-    finally:
-        tracemalloc.stop()
+    request, kept_bytes = parsed_and_measured("completions", body)
+    assert kept_bytes < 1.2 * len(body)
     assert field in decode_body(request, b"{}")
 
 
@@ -199,24 +204,16 @@ def test_a_text_with_one_character_that_is_not_ascii_takes_no_more_memory_than_i
     """A request with a user of 30 MB and one emoji kept 120 MB while it waited."""
     text = orjson.dumps("x" * 1_000_000 + "\N{GRINNING FACE}")
     body = b'{%b"%b":%b}' % (b"" if field == "prompt_embeds" else b'"prompt":"a",', field.encode(), text)
-    tracemalloc.start()
-    try:
-        request = parse("completions", body)
-        assert tracemalloc.get_traced_memory()[0] < 1.2 * len(body)
-    finally:
-        tracemalloc.stop()
+    request, kept_bytes = parsed_and_measured("completions", body)
+    assert kept_bytes < 1.2 * len(body)
     assert text in decode_body(request, b"{}")
 
 
 def test_the_message_that_an_answer_begins_with_takes_no_more_memory_than_in_its_body() -> None:
     text = "x" * 1_000_000 + "\N{GRINNING FACE}"
     body = orjson.dumps({"messages": [{"role": "assistant", "content": text}], "echo": True})
-    tracemalloc.start()
-    try:
-        request = parse("chat", body)
-        assert tracemalloc.get_traced_memory()[0] < 2.2 * len(text)
-    finally:
-        tracemalloc.stop()
+    request, kept_bytes = parsed_and_measured("chat", body)
+    assert kept_bytes < 2.2 * len(text)
     assert prompt_text(request, None) == text
 
 
@@ -231,12 +228,8 @@ def test_the_message_that_an_answer_begins_with_takes_no_more_memory_than_in_its
 )
 def test_what_a_request_keeps_as_values_takes_no_megabyte(fields: bytes) -> None:
     """With 250 small arrays a request of 120 kB kept 3 MB: 10,000 connections could hold 30 GB."""
-    tracemalloc.start()
-    try:
-        request = parse("completions", b'{"prompt":"a",%b}' % fields)
-        assert tracemalloc.get_traced_memory()[0] < 500_000
-    finally:
-        tracemalloc.stop()
+    request, kept_bytes = parsed_and_measured("completions", b'{"prompt":"a",%b}' % fields)
+    assert kept_bytes < 500_000
     assert fields.removeprefix(b'"stream":true,') in decode_body(request, b"{}")
 
 
