@@ -23,8 +23,10 @@ _MARK: Final = secrets.token_hex(16)  # stands for the ids of a prompt; no clien
 _json: Final = msgspec.json.Decoder(msgspec.Raw)  # checks JSON and makes nothing of it
 
 
-def load_object(body: bytes) -> dict[str, Any]:
+def load_object(body: bytes, *, large_in_messages: bool = False) -> dict[str, Any]:
     """The JSON object of a body.
+
+    Args: large_in_messages: large integers in its messages keep their digits, too.
 
     Raises: NotJson: the body is not JSON. InvalidRequest: it is no object, or exceeds the bounds of `json_size`.
     """
@@ -35,7 +37,7 @@ def load_object(body: bytes) -> dict[str, Any]:
         raise NotJson(f"The body is not valid JSON: {exc}") from exc
     if not isinstance(data, dict):
         raise InvalidRequest(f"The body must be a JSON object, not {kind(data)}.")
-    return with_large_integers(body, data)
+    return with_large_integers(body, data, in_messages=large_in_messages)
 
 
 def load_prompt(body: bytes) -> dict[str, Any]:
@@ -69,8 +71,11 @@ def _plain_ids(value: bytes) -> bytes:
 
 
 def load_writable_object(body: bytes) -> dict[str, Any]:
-    """The JSON object of a body that is known to be writable as well. Raises: as `load_object`; InvalidRequest."""
-    data = load_object(body)
+    """The JSON object of a body of Anthropic's API, known to be writable as well.
+
+    Raises: as `load_object`; InvalidRequest.
+    """
+    data = load_object(body, large_in_messages=True)
     check_depth(body, data)
     return data
 

@@ -2,7 +2,8 @@
 
 orjson reads them as floats, and an engine would get `1.8446744073709552e+19` for 18446744073709551616: another prompt.
 So the fields that may contain one are parsed again, and each is kept as text. Python does that, and would stop all
-streams for seconds over millions of values: fields of so many keep their floats. Prompts are never parsed again.
+streams for seconds over millions of values: fields of so many keep their floats. Prompts are not parsed again, except
+Anthropic's messages, in which the arguments of a tool's call are values: each that may contain one, up to a size.
 """
 
 import json
@@ -16,38 +17,63 @@ from balanceroute.proxy.wire.json_size import MAX_FIELDS
 _NESTED: Final = frozenset((dict, list))
 _PROMPTS: Final = frozenset(("messages", "prompt"))  # large, and without such numbers
 _MAX_COMMAS: Final = 2**16  # reading that many numbers takes some 0.05 s
+_MAX_MESSAGES_BYTES: Final = 2**18  # of all messages that are parsed again; small objects take 0.03 s
 _fields: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_items: Final = msgspec.json.Decoder(list[msgspec.Raw])
 _DIGITS: Final = bytes(ord("0") if chr(byte).isdigit() and byte < 128 else ord(".") for byte in range(256))
 _SHORTEST: Final = b"0" * len(str(2**63))
 
 
-def with_large_integers(body: bytes, data: dict[str, Any]) -> dict[str, Any]:
-    """The data that orjson has read of a body, with large integers replaced by `orjson.Fragment`."""
-    if len(data) > MAX_FIELDS or not _may_hold_one(body, data):  # such a body is refused for its fields
+def with_large_integers(body: bytes, data: dict[str, Any], *, in_messages: bool = False) -> dict[str, Any]:
+    """The data that orjson has read of a body, with large integers replaced by `orjson.Fragment`.
+
+    Args: in_messages: also those in `messages`.
+    """
+    if len(data) > MAX_FIELDS or not _may_hold_one(body, data, in_messages):  # such a body is refused for its fields
         return data
-    fields = _fields.decode(body)
+    try:
+        fields = _fields.decode(body)
+        read = _read_again(fields, data)
+        if in_messages and isinstance(messages := data.get("messages"), list):
+            read["messages"] = _messages_read_again(fields["messages"], messages)
+    except RecursionError:  # such a body is refused for its depth
+        return data
+    return data | read
+
+
+def _may_hold_one(body: bytes, data: dict[str, Any], in_messages: bool) -> bool:
+    nested = in_messages
+    for name, value in data.items():
+        if type(value) is float and abs(value) >= 2**63:
+            return True
+        nested = nested or (type(value) in _NESTED and name not in _PROMPTS)
+    return nested and _has_many_digits(body)
+
+
+def _has_many_digits(text: bytes) -> bool:
+    return _SHORTEST in text.translate(_DIGITS)
+
+
+def _read_again(fields: dict[str, msgspec.Raw], data: dict[str, Any]) -> dict[str, Any]:
+    """The fields that may hold one, but no prompts. Raises: RecursionError."""
     members = [
         b"%b:%b" % (orjson.dumps(name), fields[name])
         for name, value in data.items()
         if type(value) is float or (type(value) in _NESTED and name not in _PROMPTS)
     ]
     text = b"{%b}" % b",".join(members)
-    if text.count(b",") > _MAX_COMMAS:
-        return data
-    try:
-        read: dict[str, Any] = json.loads(text, parse_int=_integer)
-    except RecursionError:  # such a body is refused for its depth
-        return data
-    return data | read
+    read: dict[str, Any] = {} if text.count(b",") > _MAX_COMMAS else json.loads(text, parse_int=_integer)
+    return read
 
 
-def _may_hold_one(body: bytes, data: dict[str, Any]) -> bool:
-    nested = False
-    for name, value in data.items():
-        if type(value) is float and abs(value) >= 2**63:
-            return True
-        nested = nested or (type(value) in _NESTED and name not in _PROMPTS)
-    return nested and _SHORTEST in body.translate(_DIGITS)
+def _messages_read_again(raw: msgspec.Raw, messages: list[Any]) -> list[Any]:
+    """The messages, those that may hold one read again. Raises: RecursionError."""
+    left, read = _MAX_MESSAGES_BYTES, []
+    for message, text in zip(messages, map(bytes, _items.decode(raw)), strict=True):
+        again = len(text) <= left and _has_many_digits(text)
+        left -= len(text) if again else 0
+        read.append(json.loads(text, parse_int=_integer) if again else message)
+    return read
 
 
 def _integer(text: str) -> object:

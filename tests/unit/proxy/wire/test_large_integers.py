@@ -1,6 +1,7 @@
 """Numbers reach an engine as the client has written them."""
 
 import json
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -81,3 +82,33 @@ def test_integers_in_anthropic_tools_are_kept_digit_for_digit() -> None:
     asked = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "a"}], "tools": [tool]}
     body = payloads.decode_body(parse_messages(json.dumps(asked).encode()), KV)
     assert b'"maximum":%d' % 2**64 in body
+
+
+def a_call(text: str, number: int) -> bytes:
+    """A body for Anthropic's API: a message with this text, and a call with this argument."""
+    call = {"type": "tool_use", "id": "c", "name": "f", "input": {"a": number}}
+    messages = [{"role": "user", "content": text}, {"role": "assistant", "content": [call]}]
+    return json.dumps({"model": "m", "max_tokens": 9, "messages": messages}).encode()
+
+
+@pytest.mark.parametrize("number", [2**64, -(2**63) - 1, 10**30])
+def test_integers_in_anthropic_calls_are_kept_digit_for_digit(number: int) -> None:
+    body = payloads.decode_body(parse_messages(a_call("a" * 2**20, number)), KV)
+    assert b'{\\"a\\":%d}' % number in body
+
+
+def test_messages_that_python_reads_again_are_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(large_integers, "_MAX_MESSAGES_BYTES", 1000)
+    body = payloads.decode_body(parse_messages(a_call("1" * 900, 2**64)), KV)
+    assert b'{\\"a\\":%d}' % 2**64 not in body
+
+
+@pytest.mark.parametrize("parsed", [lambda body: parse("chat", body), parse_messages])
+@pytest.mark.parametrize("where", ['"messages":%s,"a":%d', '"messages":[{"role":"user","content":"a"}],"a":[%s,%d]'])
+def test_beside_a_large_integer_a_body_nested_too_deeply_is_refused(
+    parsed: Callable[[bytes], object], where: str
+) -> None:
+    """The levels that orjson reads are more than Python or msgspec can."""
+    text = where % ("[" * 1020 + "]" * 1020, 2**64)
+    with pytest.raises(InvalidRequest):
+        parsed(b"{%b}" % text.encode())
