@@ -73,12 +73,12 @@ def _not_of_a_part(body: bytes) -> None:
 class PartAnswer:
     """The outlet of a leg whose answer is kept until it is complete."""
 
-    __slots__ = ("_assembler", "_body", "_keep", "_kept_bytes", "_request", "_told_bytes", "ends_response", "started")
+    __slots__ = ("_assembler", "_body", "_keep", "_request", "_told_bytes", "ends_response", "started")
 
     def __init__(self, request: ClientRequest, keep: Callable[[int], None] = lambda more_bytes: None) -> None:
         """`keep` is told how many more bytes are kept here, or fewer, if negative; it raises where there is no room."""
         self._request, self._keep = request, keep
-        self._kept_bytes = self._told_bytes = 0
+        self._told_bytes = 0
         self._assembler: AnswerAssembler | None = None  # of the events, if any come
         self._body: bytes | None = None
         self.started = self.ends_response = False
@@ -93,8 +93,9 @@ class PartAnswer:
 
     def end(self, body: bytes) -> None:
         """Take in the last events. Raises: EdgeFull."""
-        self._keeps(self._kept_bytes + len(body))
-        self._assembled().feed(body)
+        assembler = self._assembled()
+        assembler.feed(body)
+        self._keeps(assembler.kept_bytes)
 
     async def drained(self) -> None:
         """There is always room."""
@@ -124,7 +125,6 @@ class PartAnswer:
 
     def _keeps(self, kept_bytes: int) -> None:
         """Tell how many bytes are kept, if the number has changed by much: small answers cost nothing."""
-        self._kept_bytes = kept_bytes
         more_bytes = kept_bytes - self._told_bytes
         if abs(more_bytes) > LARGE_BYTES:
             self._told_bytes = kept_bytes

@@ -51,7 +51,10 @@ class UnreadableEvent(BadUpstreamReply):
 
 
 class AnswerAssembler:
-    """Collects the events of an `EventScanner` (made with `want_usage=True`) over all segments of the answer."""
+    """Collects the events of an `EventScanner` (made with `want_usage=True`) over all segments of the answer.
+
+    Attributes: `kept_bytes`: of the answer so far; a twentieth of what its events had.
+    """
 
     def __init__(self, request: ClientRequest) -> None:
         """Start an answer to `request`."""
@@ -59,7 +62,7 @@ class AnswerAssembler:
         self._want_ids = request.return_token_ids
         self._top: dict[str, Any] = {}
         self._choices: dict[int, _Choice] = {}
-        self._fed_bytes = 0
+        self._fed_bytes = self.kept_bytes = 0
 
     def feed(self, events: bytes) -> None:
         """Take the events that `EventScanner.feed` returned. Raises: UnreadableEvent: also if the last one is
@@ -87,7 +90,7 @@ class AnswerAssembler:
         for part in event.get("choices") or ():
             checked_choice(part)
             index = part.get("index", 0)
-            self._choices.setdefault(index, _Choice()).add(part)
+            self.kept_bytes += self._choices.setdefault(index, _Choice()).add(part)
 
     def answer(self, scanner: EventScanner) -> bytes:
         """The complete answer; call it once the scanner's stream is `StreamEnd.DONE`. Raises: UnreadableEvent."""
@@ -120,7 +123,7 @@ class AnswerAssembler:
 
 
 class _Choice:
-    """One choice as its deltas have built it; texts are kept in pieces, so a long answer stays linear."""
+    """One choice as its deltas have built it, in bytes that grow: as values they take ten times as many."""
 
     __slots__ = (
         "_scored_chars",
@@ -136,52 +139,52 @@ class _Choice:
 
     def __init__(self) -> None:
         self.role = "assistant"
-        self.fields: dict[str, Any] = {}  # a list of str for texts, else the last value
-        self.logprobs: dict[str, Any] | None = None  # a list as its JSON without brackets: a tenth of its objects
+        self.fields: dict[str, Any] = {}  # texts as a bytearray, else the last value
+        self.logprobs: dict[str, Any] | None = None  # lists as a bytearray, their JSON without brackets
         self._scored_chars = 0  # of all tokens in `logprobs`
         self.finish_reason: str | None = None
         self.stop_reason: Any = None
-        self.token_ids: list[int] = []
+        self.token_ids = bytearray()  # as those lists
         self.calls: dict[int, dict[str, Any]] = {}
         self.further: dict[str, Any] = {}  # fields that engines have beside these, such as `weight_versions`
 
-    def add(self, part: dict[str, Any]) -> None:
-        """Take one event's part of this choice."""
-        delta = part.get("delta")
+    def add(self, part: dict[str, Any]) -> int:
+        """Take one event's part of this choice; returns how many more bytes are kept."""
+        delta, more_bytes = part.get("delta"), 0
         if delta is None:
             delta = {"text": part.get("text") or ""}
         for name, value in delta.items():
             if name == "tool_calls":
-                for call in value or ():
-                    self._add_call(call)
+                more_bytes += sum(map(self._add_call, value or ()))
             elif name == "role":
                 self.role = value
             else:
-                _append(self.fields, name, value)
+                more_bytes += _append(self.fields, name, value)
         if part.get("logprobs") is not None:
-            self._add_logprobs(part["logprobs"])
-        self.token_ids += part.get("token_ids") or ()
+            more_bytes += self._add_logprobs(part["logprobs"])
+        more_bytes += _extend(self.token_ids, part.get("token_ids") or [])
         if part.get("finish_reason") is not None:
             self.finish_reason = part["finish_reason"]
             self.stop_reason = part.get("stop_reason")
         if not _OF_CHOICES.issuperset(part):
             self.further |= {name: part[name] for name in part.keys() - _OF_CHOICES if part[name] is not None}
+        return more_bytes
 
-    def _add_logprobs(self, more: dict[str, Any]) -> None:
+    def _add_logprobs(self, more: dict[str, Any]) -> int:
+        more_bytes = 0
         if self.logprobs is None:
             self.logprobs = {}
         if isinstance(more.get("text_offset"), list) and isinstance(tokens := more.get("tokens"), list):
             more["text_offset"] = self._offsets_of(tokens)
         for name, value in more.items():
-            known = self.logprobs.get(name)
             if isinstance(value, list):
-                listed = orjson.dumps(value)[1:-1]
-                if isinstance(known, bytearray):
-                    known += b"," + listed if known and listed else listed
-                else:
-                    self.logprobs[name] = bytearray(listed)
+                known = self.logprobs.get(name)
+                if not isinstance(known, bytearray):
+                    known = self.logprobs[name] = bytearray()
+                more_bytes += _extend(known, value)
             elif value is not None or name not in self.logprobs:
                 self.logprobs[name] = value
+        return more_bytes
 
     def _offsets_of(self, tokens: list[str]) -> list[int]:
         """Where the next tokens begin: engines count the tokens before, in streams the text that they have sent."""
@@ -195,11 +198,11 @@ class _Choice:
         if self.logprobs is None:
             return None
         return {
-            name: orjson.Fragment(b"".join((b"[", value, b"]"))) if isinstance(value, bytearray) else value
-            for name, value in self.logprobs.items()
+            name: _as_list(value) if isinstance(value, bytearray) else value for name, value in self.logprobs.items()
         }
 
-    def _add_call(self, call: dict[str, Any]) -> None:
+    def _add_call(self, call: dict[str, Any]) -> int:
+        more_bytes = 0
         index = call.get("index", len(self.calls))
         if not isinstance(index, int):
             raise TypeError("the index of a tool call is no number")
@@ -208,11 +211,12 @@ class _Choice:
             if name == "function" and value is not None:
                 for key, text in value.items():
                     if key == "arguments":
-                        _append(known["function"], key, text)
+                        more_bytes += _append(known["function"], key, text)
                     elif text is not None:
                         known["function"][key] = text
             elif name != "index" and value is not None:
                 known[name] = value
+        return more_bytes
 
     def text(self, index: int, want_ids: bool, prompt_ids: list[int] | None) -> dict[str, Any]:
         """As a choice of /v1/completions."""
@@ -222,7 +226,7 @@ class _Choice:
             "logprobs": self._all_logprobs(),
             "finish_reason": self.finish_reason,
             "stop_reason": self.stop_reason,
-            "token_ids": (self.token_ids or None) if want_ids else None,
+            "token_ids": _as_list(self.token_ids) if want_ids and self.token_ids else None,
             "prompt_logprobs": None,
             "prompt_token_ids": prompt_ids,
             **self.further,
@@ -253,7 +257,7 @@ class _Choice:
             "logprobs": self._all_logprobs(),
             "finish_reason": "stop" if unnamed and self.finish_reason == "tool_calls" else self.finish_reason,
             "stop_reason": self.stop_reason,
-            "token_ids": (self.token_ids or None) if want_ids else None,
+            "token_ids": _as_list(self.token_ids) if want_ids and self.token_ids else None,
             **self.further,
         }
 
@@ -265,23 +269,36 @@ def _whole_call(call: dict[str, Any]) -> dict[str, Any]:
     return {"type": "function", **call, "function": function}
 
 
-def _append(fields: dict[str, Any], name: str, value: Any) -> None:
+def _append(fields: dict[str, Any], name: str, value: Any) -> int:
+    """Add a text to that of a field, or set another value; returns how many more bytes of text are kept."""
     known = fields.get(name)
     if isinstance(value, str):
-        if isinstance(known, list):
-            known.append(value)
-        else:
-            fields[name] = [value]
-    elif value is not None or known is None:
+        if not isinstance(known, bytearray):
+            known = fields[name] = bytearray()
+        text = value.encode()
+        known += text
+        return len(text)
+    if value is not None or known is None:
         fields[name] = value
+    return 0
 
 
 def _joined(fields: dict[str, Any]) -> dict[str, Any]:
-    return {name: "".join(value) if _is_text(value) else value for name, value in fields.items()}
+    return {name: value.decode() if isinstance(value, bytearray) else value for name, value in fields.items()}
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(piece, str) for piece in value)
+def _extend(listed: bytearray, values: list[Any]) -> int:
+    """Add values to a list that is kept as JSON, without brackets; returns by how many bytes it grows."""
+    if not values:
+        return 0
+    text = orjson.dumps(values)[1:-1]
+    before = len(listed)
+    listed += b"," + text if before else text
+    return len(listed) - before
+
+
+def _as_list(listed: bytearray) -> orjson.Fragment:
+    return orjson.Fragment(b"".join((b"[", listed, b"]")))
 
 
 @dataclass(slots=True)

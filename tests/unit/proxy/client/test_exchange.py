@@ -519,7 +519,7 @@ async def test_a_request_whose_body_never_arrived_is_counted() -> None:
 
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize(
-    "page", [Page(events(*range(100, 1100)) + DONE), whole(*range(100, 20_100))], ids=["events", "whole"]
+    "page", [Page(events(20, text="x" * 100_000) + DONE), whole(*range(100, 20_100))], ids=["events", "whole"]
 )
 @with_virtual_time
 async def test_what_is_kept_of_an_unstreamed_answer_is_counted_choice_by_choice(page: Page, n: int) -> None:
@@ -543,7 +543,7 @@ async def test_an_unstreamed_answer_that_finds_no_room_is_a_503_and_leaves_nothi
 
     monkeypatch.setattr(connection, "keep", keep)
     script(services, "p0", probed())
-    script(services, "d0", Page(events(*range(100, 1100)) + DONE))
+    script(services, "d0", Page(events(20, text="x" * 100_000) + DONE))
     await served(services, connection, BODY | {"n": 2, "max_tokens": 1000})
     assert connection.answer[0] == 503 and counted(services) == {"rejected": 1}
     assert not services.legs and services.fleet["d0"].healthy

@@ -170,6 +170,32 @@ def test_logprobs_of_an_answer_under_way_take_hardly_more_memory_than_their_json
     assert orjson.loads(assembler.answer(scanner))["choices"][0]["logprobs"] == {"content": scored}
 
 
+@pytest.mark.parametrize("ids", [False, True])
+@pytest.mark.parametrize("kind", ["text", "chat", "call", "scored"])
+def test_an_answer_tells_what_it_keeps_which_is_far_less_than_its_events(kind: str, ids: bool) -> None:
+    request = a_request("completions" if kind == "text" else "chat", return_token_ids=ids)
+    first, word = {"name": "f", "arguments": ""}, {"arguments": " a word"}
+    scores = {"logprobs": {"content": [{"token": " a word", "logprob": -0.5}]}}
+    parts = [
+        {
+            "text": lambda n: completion(" a word", [n]),
+            "chat": lambda n: chat({"content": " a word"}, [n]),
+            "call": lambda n: chat({"tool_calls": [{"index": 0, "function": word if n else first}]}, [n]),
+            "scored": lambda n: chat({"content": " a word"}, [n], **scores),
+        }[kind](n)
+        for n in range(2000)
+    ]
+    events = b"".join(map(event, parts))
+    tracemalloc.start()
+    try:
+        assembler = AnswerAssembler(request)
+        assembler.feed(EventScanner(want_token_ids=ids, want_usage=True).feed(events))
+        kept_bytes = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert len(events) / 3 > kept_bytes > assembler.kept_bytes > kept_bytes / 3
+
+
 @pytest.mark.parametrize("chats", [False, True])
 def test_a_choice_keeps_the_fields_that_an_engine_has_added_to_it(chats: bool) -> None:
     spans = [{"start": 0, "end": 2, "version": "7"}]
