@@ -41,6 +41,9 @@ class StreamOutlet:
         self._response.start(200, self._headers)
         self.write = self._response.write
 
+    def prompt_came(self, size: int) -> None:
+        """Nothing: a stream tells no more of the prompt than its text."""
+
     def whole(self, body: bytes) -> None:
         """Never called for a stream. Raises: InvariantError."""
         raise InvariantError("an unstreamed answer for a client that streams")
@@ -73,12 +76,12 @@ def _not_of_a_part(body: bytes) -> None:
 class PartAnswer:
     """The outlet of a leg whose answer is kept until it is complete."""
 
-    __slots__ = ("_assembler", "_body", "_keep", "_request", "_told_bytes", "ends_response", "started")
+    __slots__ = ("_assembler", "_body", "_keep", "_prompt_bytes", "_request", "_told_bytes", "ends_response", "started")
 
     def __init__(self, request: ClientRequest, keep: Callable[[int], None] = lambda more_bytes: None) -> None:
         """`keep` is told how many more bytes are kept here, or fewer, if negative; it raises where there is no room."""
         self._request, self._keep = request, keep
-        self._told_bytes = 0
+        self._prompt_bytes = self._told_bytes = 0
         self._assembler: AnswerAssembler | None = None  # of the events, if any come
         self._body: bytes | None = None
         self.started = self.ends_response = False
@@ -93,22 +96,26 @@ class PartAnswer:
 
     def end(self, body: bytes) -> None:
         """Take in the last events. Raises: EdgeFull."""
-        assembler = self._assembled()
-        assembler.feed(body)
-        self._keeps(assembler.kept_bytes)
+        self._assembled().feed(body)
+        self._tell_kept()
 
     async def drained(self) -> None:
         """There is always room."""
 
+    def prompt_came(self, size: int) -> None:
+        """A prefiller's answer is kept, too. Raises: EdgeFull."""
+        self._prompt_bytes = size
+        self._tell_kept()
+
     def whole(self, body: bytes) -> None:
         """The answer came unstreamed. Raises: EdgeFull."""
-        self._keeps(len(body))
         self._body = body
+        self._tell_kept()
 
     def forget(self) -> bool:
         """Drop what has come; the answer may begin anew, because the client has got nothing."""
-        self._assembler = None
-        self._keeps(0)
+        self._assembler = self._body = None
+        self._tell_kept()
         return True
 
     def answer(self, leg: Leg) -> bytes:
@@ -123,8 +130,10 @@ class PartAnswer:
             return body
         return with_prompt(self._request, body, leg.answer.prompt_reply)
 
-    def _keeps(self, kept_bytes: int) -> None:
+    def _tell_kept(self) -> None:
         """Tell how many bytes are kept, if the number has changed by much: small answers cost nothing."""
+        assembled_bytes = 0 if self._assembler is None else self._assembler.kept_bytes
+        kept_bytes = self._prompt_bytes + len(self._body or b"") + assembled_bytes
         more_bytes = kept_bytes - self._told_bytes
         if abs(more_bytes) > LARGE_BYTES:
             self._told_bytes = kept_bytes

@@ -97,14 +97,17 @@ class Answer:
     # -- what a prefiller says of the prompt
 
     def prefilled(self, result: PrefillResult) -> None:
-        """Take the result of a prefill; the first, of the client's own prompt, begins the answer."""
+        """Take the result of a prefill; the first, of the client's own prompt, begins the answer. Raises: EdgeFull."""
         self._prefilled_ids = result.prompt_token_ids
         if self.scanner is NOTHING_YET:
             self.prompt_counted(result)
             self.begin(result)
 
     def prompt_counted(self, result: PrefillResult) -> None:
-        """Take the size of the client's own prompt from a prefiller, after it may have cut it."""
+        """Take the size of the client's own prompt from a prefiller, after it may have cut it.
+
+        Raises: EdgeFull: there is no room for its answer.
+        """
         self.cut_prompt(result.prompt_tokens)
         self._counted = result
         self.prompt_tokens, self.cached_tokens = result.prompt_tokens, result.cached_tokens
@@ -113,6 +116,7 @@ class Answer:
             error = abs(self.estimated_tokens - result.prompt_tokens) / (result.prompt_tokens or 1)
             self._services.metrics.prompt_estimate_error.observe(error)
             self._services.prompt_estimates.learn(self._original, self.estimated_tokens, result.prompt_tokens)
+        self.outlet.prompt_came(result.reply_bytes)
 
     def cut_prompt(self, tokens: int | None) -> None:
         """Have workers cut the client's prompt to so many tokens, if its limit asks for a cut; None: do not cut."""

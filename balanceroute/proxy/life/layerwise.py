@@ -47,6 +47,7 @@ from balanceroute.errors import (
     BadUpstreamReply,
     BalanceRouteError,
     ConnectFailed,
+    EdgeFull,
     InvalidRequest,
     InvariantError,
     QueueTimeout,
@@ -277,7 +278,11 @@ class Layerwise:
             leg.try_deadline_s = now + first_bytes_s(self._services.config, answer.request)
         if not answer.prompt_tokens:
             self._result = result
-            answer.prompt_counted(result)
+            try:
+                answer.prompt_counted(result)
+            except EdgeFull as error:
+                leg.interrupt(error)
+                return
             answer.scanner.prefilled(result.prompt_tokens, result.prompt_details)
 
     async def _prefill_for(self, asked: bytes) -> PrefillResult:

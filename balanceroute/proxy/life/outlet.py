@@ -19,6 +19,12 @@ class Outlet(BodyWriter, Protocol):
     def start(self) -> None:
         """The first bytes are about to come."""
 
+    def prompt_came(self, size: int) -> None:
+        """What a prefiller says of the prompt, in `size` bytes, is kept until the answer is complete.
+
+        Raises: EdgeFull: there is no room for it.
+        """
+
     def whole(self, body: bytes) -> None:
         """An unstreamed answer."""
 

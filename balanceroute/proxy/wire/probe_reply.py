@@ -27,7 +27,7 @@ class PrefillResult:
 
     `kv_transfer_params` is raw JSON, None if nothing was pinned. `prompt_details`: the usage's details of the prompt,
     such as `cached_tokens`. `reply_id`: the answer's `id`, unchecked. `reply`: the whole answer, if the client has
-    `PromptWishes`; its long lists are `orjson.Fragment`.
+    `PromptWishes`; its long lists are `orjson.Fragment`. `reply_bytes`: its size.
     """
 
     kv_transfer_params: bytes | None
@@ -36,6 +36,7 @@ class PrefillResult:
     prompt_token_ids: "array[int] | None"
     reply_id: Any = None
     reply: dict[str, Any] | None = None
+    reply_bytes: int = 0
     prompt_details: dict[str, Any] | None = None
 
 
@@ -71,6 +72,7 @@ def parse_probe_reply(body: bytes, *, worker: str, keep: bool = False) -> Prefil
             cached_tokens=None if details is None else details.get("cached_tokens"),
             prompt_token_ids=array("I", ids) if ids else None,
             reply=reply if keep else None,
+            reply_bytes=len(body) if keep else 0,
             reply_id=reply.get("id"),
             prompt_details=details,
         )

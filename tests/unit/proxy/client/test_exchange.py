@@ -532,9 +532,22 @@ async def test_what_is_kept_of_an_unstreamed_answer_is_counted_choice_by_choice(
     assert connection.kept_bytes > n * 64 * 1024
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@with_virtual_time
+async def test_what_prefillers_say_of_the_prompt_is_counted_choice_by_choice_while_it_is_kept(stream: bool) -> None:
+    services, connection = a_router(a_config(1, 1)), Connection()
+    script(services, "p0", probed(text="a b c", prompt_logprobs=["x" * 100_000]))
+    script(services, "d0", Page(events(20, 21) + DONE) if stream else whole(20, 21))
+    wish = {"stream": True, "echo": True} if stream else {"prompt_logprobs": 1}
+    await served(services, connection, BODY | {"n": 2} | wish)
+    assert connection.answer[0] == 200
+    assert connection.kept_bytes == 0 if stream else connection.kept_bytes > 200_000
+
+
+@pytest.mark.parametrize("large", ["prompt", "answer"])
 @with_virtual_time
 async def test_an_unstreamed_answer_that_finds_no_room_is_a_503_and_leaves_nothing(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, large: str
 ) -> None:
     services, connection = a_router(a_config(1, 1)), Connection()
 
@@ -542,8 +555,9 @@ async def test_an_unstreamed_answer_that_finds_no_room_is_a_503_and_leaves_nothi
         raise EdgeFull("no room")
 
     monkeypatch.setattr(connection, "keep", keep)
-    script(services, "p0", probed())
+    script(services, "p0", probed(prompt_logprobs=["x" * 100_000]) if large == "prompt" else probed())
     script(services, "d0", Page(events(20, text="x" * 100_000) + DONE))
-    await served(services, connection, BODY | {"n": 2, "max_tokens": 1000})
+    wish = {"prompt_logprobs": 1} if large == "prompt" else {}
+    await served(services, connection, BODY | {"n": 2, "max_tokens": 1000} | wish)
     assert connection.answer[0] == 503 and counted(services) == {"rejected": 1}
     assert not services.legs and services.fleet["d0"].healthy

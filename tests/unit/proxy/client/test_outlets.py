@@ -76,8 +76,11 @@ def test_an_answer_that_is_kept_tells_its_bytes_once_they_are_many_and_when_it_d
     assert len(told) == 1 and told[0] >= 80_000
     outlet.forget()
     assert sum(told) == 0
-    outlet.whole(b"x" * 2 * LARGE_BYTES)
+    outlet.prompt_came(2 * LARGE_BYTES)
     assert sum(told) == 2 * LARGE_BYTES
+    outlet.whole(b"x" * 2 * LARGE_BYTES)
+    assert sum(told) == 4 * LARGE_BYTES
+    assert outlet.forget() and sum(told) == 2 * LARGE_BYTES  # what was said of the prompt stays
 
 
 def test_an_answer_without_room_is_refused() -> None:

@@ -43,6 +43,9 @@ class Client:
     async def drained(self) -> None:
         raise AssertionError("this client takes everything")
 
+    def prompt_came(self, size: int) -> None:
+        self.prompt_bytes = size
+
     def whole(self, body: bytes) -> None:
         self.got, self.ended = body, True
 

@@ -8,7 +8,8 @@ import orjson
 import pytest
 
 from balanceroute.core.types import Outcome
-from balanceroute.errors import BadUpstreamReply, ConnectionLost, InvariantError, UpstreamTimeout
+from balanceroute.errors import BadUpstreamReply, ConnectionLost, EdgeFull, InvariantError, UpstreamTimeout
+from balanceroute.proxy.client.outlets import PartAnswer
 from balanceroute.proxy.life import layerwise
 from balanceroute.proxy.life.errors import DeadlineExceeded
 from balanceroute.proxy.life.layerwise import CALLBACK_S, GIVE_UP_S, PREFILL_REPLY_S, Layerwise
@@ -216,6 +217,23 @@ async def test_an_unstreamed_echo_waits_for_the_prefiller_and_is_no_answer_witho
             await leg.run()
             assert answer()["choices"][0]["text"] == "a b c 20 21"
     assert idle(services)
+
+
+@pytest.mark.parametrize("prefiller_s", [0.0, 5 * PREFILL_REPLY_S], ids=["first", "last"])
+@with_virtual_time
+async def test_what_a_prefiller_says_of_the_prompt_finds_no_room_and_the_request_is_refused(
+    monkeypatch: pytest.MonkeyPatch, prefiller_s: float
+) -> None:
+    def full(outlet: PartAnswer, size: int) -> None:
+        raise EdgeFull("no room")
+
+    monkeypatch.setattr(PartAnswer, "prompt_came", full)
+    services = a_pair(whole(20, 21), prefiller_s, probed(None, text="a b c"))
+    async with dispatching(services):
+        leg, _ = an_assembled_leg(services, Layerwise, max_tokens=2, echo=True)
+        with pytest.raises(EdgeFull):
+            await leg.run()
+    assert idle(services) and services.metrics.tasks_failed.value("push") == 0
 
 
 @pytest.mark.parametrize("limit", [2, 200], ids=["in-one-piece", "from-a-stream"])
