@@ -319,17 +319,15 @@ class Edge:
         Args: unread: their numbers.
         """
         total, most, load = sum(unread.values()), self.limits.max_held_bytes, self.load
-        load.put(UNREAD_BYTES, total)
-        excess = total - max(most // load.relays, most - load.others(UNREAD_BYTES))
-        if excess <= 0:
-            return
-        closed = 0
-        for connection in sorted(unread, key=unread.__getitem__, reverse=True)[:-1]:
-            if excess <= 0:
-                break
-            excess -= unread[connection]
-            connection.abort()
-            closed += 1
+        room, left, closed = max(most // load.relays, most - load.others(UNREAD_BYTES)), total, 0
+        if left > room:
+            for connection in sorted(unread, key=unread.__getitem__, reverse=True)[:-1]:
+                connection.abort()
+                left -= unread[connection]
+                closed += 1
+                if left <= room:
+                    break
+        load.put(UNREAD_BYTES, left)
         if closed:
             fields = {"bytes": total, "closed": closed}
             log.warning("answers unread by clients fill limits.max_held_bytes", extra=fields)

@@ -364,6 +364,16 @@ async def test_clients_of_a_relay_may_leave_unread_what_those_of_others_do_not()
     assert not more.aborted
 
 
+@with_virtual_time
+async def test_what_a_relay_has_just_dropped_leaves_room_to_the_others_at_once() -> None:
+    one, other, _, _ = edges(4, max_held_bytes=1000)
+    large, _ = seated(one, 700, 50)
+    await let_pass(0.5)
+    elsewhere = seated(other, 290, 110)
+    await let_pass(3.0)
+    assert large.aborted and not any(seat.aborted for seat in elsewhere)
+
+
 def lacks_room(edge: Edge, complete: bool) -> bool:
     try:
         (edge.check_held_bytes if complete else edge.check_incoming_bytes)("client")
