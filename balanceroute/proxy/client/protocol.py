@@ -442,7 +442,7 @@ class ClientProtocol(asyncio.Protocol):
         self._served_bytes = 0
         if self._held_bytes:
             self.edge.hold(self._holder, -self._held_bytes)
-            self._held_bytes, self._holder = 0, ""
+        self._held_bytes, self._holder = 0, ""
 
     def _hold(self, size: int, request: Request) -> None:
         """Count `size` bytes in all, of a large body and of its answer, for the client that sends it."""

@@ -26,6 +26,7 @@ class Echo:
         self.site, self.request, self.response = site, request, response
 
     def check(self) -> None:
+        self.request.holder = (self.request.header(b"x-holder") or b"").decode()
         if self.request.header(b"x-do") == b"refuse":
             raise InvalidRequest("no", status=401)
 
@@ -70,6 +71,10 @@ class Echo:
                     self.refuse(error)
                 else:
                     await response.over()
+            case b"drop":  # what was kept, before the answer
+                response.keep(len(body), self.request)
+                response.keep(-len(body), self.request)
+                response.respond(200, [(b"content-length", b"0")], b"")
             case b"fail":
                 raise RuntimeError("a bug")
 

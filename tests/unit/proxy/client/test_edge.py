@@ -10,7 +10,7 @@ from balanceroute.errors import EdgeFull
 from balanceroute.proxy.client.edge import RESERVE, ClientLimits, Edge, limits_of
 from balanceroute.proxy.client.relay_loads import Load, RelayLoads
 from tests.unit.proxy.client.listening import Client, EchoSite, listening, served
-from tests.unit.proxy.virtual_time import a_config, let_pass, with_virtual_time
+from tests.unit.proxy.virtual_time import a_config, let_pass, stand_still, with_virtual_time
 from tests.waiting import until
 
 
@@ -144,6 +144,17 @@ async def test_what_is_kept_of_answers_counts_like_bodies_for_its_client_and_for
             client.writer.transport.abort()
         await until(lambda: not server.edge.held)
         assert server.edge.served_bytes == 0
+
+
+@pytest.mark.anyio
+async def test_what_is_kept_counts_for_the_client_of_each_request_of_a_connection() -> None:
+    async with listening() as server:
+        gateway = await server.connect()
+        gateway.post(b"x", b"x-do: drop", b"x-holder: one")
+        assert (await gateway.answer())[0] == 200
+        gateway.post(b"x" * 100_000, b"x-do: wait", b"x-holder: other")
+        await until(lambda: server.edge.served_bytes == 100_000)
+        assert server.edge.held == {"other": 100_000}
 
 
 @pytest.mark.anyio
@@ -365,6 +376,15 @@ async def test_clients_of_a_relay_may_leave_unread_what_those_of_others_do_not()
 
 
 @with_virtual_time
+async def test_the_clients_of_a_relay_may_leave_its_part_unread_whatever_those_of_others_do() -> None:
+    one, other = edges(2, max_held_bytes=1000)
+    seated(one, 1500)  # a single answer may have any size
+    seats = seated(other, 300, 200)
+    await let_pass(3.0)
+    assert not any(seat.aborted for seat in seats)
+
+
+@with_virtual_time
 async def test_what_a_relay_has_just_dropped_leaves_room_to_the_others_at_once() -> None:
     one, other, _, _ = edges(4, max_held_bytes=1000)
     large, _ = seated(one, 700, 50)
@@ -372,6 +392,19 @@ async def test_what_a_relay_has_just_dropped_leaves_room_to_the_others_at_once()
     elsewhere = seated(other, 290, 110)
     await let_pass(3.0)
     assert large.aborted and not any(seat.aborted for seat in elsewhere)
+
+
+@with_virtual_time
+async def test_what_was_unread_is_forgotten_with_a_relay_s_last_connection_also_after_the_relay_stood_still() -> None:
+    one, other = edges(2, max_held_bytes=1000)
+    for seat in seated(one, 900):
+        await let_pass(1.5)
+        one.leave(seat)
+    stand_still(5.0)
+    await let_pass(1.0)
+    large, _ = seated(other, 600, 100)
+    await let_pass(1.5)
+    assert not large.aborted
 
 
 def lacks_room(edge: Edge, complete: bool) -> bool:
