@@ -488,15 +488,15 @@ class Scheduler:
         del self.snapshot.requests[request_id]
         return Release(request_id, phase)
 
-    def expire(self, now: float) -> list[Release]:
-        """End pool entries past their TTL and arrivals past their queue deadline.
+    def expire(self, now: float, most: int | None = None) -> list[Release]:
+        """End pool entries past their TTL and arrivals past their queue deadline, at most so many; None: all.
 
         A requeued request is no arrival: its client may have half of its answer, and its own deadline ends it.
         """
-        return [self.finish(tracker.id, Outcome.EXPIRED, now) for tracker in self.late(now)]
+        return [self.finish(tracker.id, Outcome.EXPIRED, now) for tracker in self.late(now)[:most]]
 
     def late(self, now: float) -> list[RequestTracker]:
-        """The requests that `expire` would end now, in its order, for a driver that learns from them before."""
+        """All requests that `expire` would end now, in its order, for a driver that learns from them before."""
         pool_limit, queue_limit = now - self.config.pool_ttl_s, now - self.config.queue_deadline_s
         late = [tracker for tracker in self.snapshot.pool if tracker.ready_s < pool_limit]
         late += [t for t in self.snapshot.queued.values() if t.arrived_s < queue_limit and not t.requeues]

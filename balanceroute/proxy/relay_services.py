@@ -184,7 +184,7 @@ class RelayServices(ClientServices):
 
     async def look(self) -> None:
         """A few times per second, end requests that have waited too long, then report; until cancelled."""
-        reaper = PoolReaper(self, lambda: None, judges=False)
+        reaper = PoolReaper(self, lambda most: (), judges=False)
         while True:
             await asyncio.sleep(until_tick_s(self.loop.time(), PERIOD_S))
             reaper.look()

@@ -267,9 +267,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.scheduler.requeue(request, self.now, anew=anew)
             self.admitted.discard(request)
 
-    @rule()
-    def expire(self) -> None:
-        self.left += len(self.scheduler.expire(self.now))
+    @rule(most=st.none() | st.integers(1, 3))
+    def expire(self, most: int | None) -> None:
+        late = len(self.scheduler.late(self.now))
+        expired = len(self.scheduler.expire(self.now, most))
+        assert expired == (late if most is None else min(late, most))
+        self.left += expired
 
     @rule(pick=st.integers(0, 3), state=st.sampled_from(WorkerState), prefill=st.booleans())
     def set_worker_state(self, pick: int, state: WorkerState, prefill: bool) -> None:

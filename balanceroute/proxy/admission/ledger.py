@@ -213,13 +213,13 @@ class Ledger:
             self._prefill_capacity_changed()  # the pool has room again
         return admissions
 
-    def expire(self) -> list[str]:
-        """Refuse the requests that have waited too long; returns their ids."""
+    def expire(self, most: int | None = None) -> list[str]:
+        """Refuse requests that have waited too long, at most so many (None: all); returns their ids."""
         now = self.now()
         if self.forecasts is not None:
-            for tracker in self.scheduler.late(now):  # tokens from before a requeue belong to a cut-off answer
+            for tracker in self.scheduler.late(now)[:most]:  # tokens from before a requeue belong to a cut-off answer
                 self.forecasts.finished(tracker, Outcome.EXPIRED.value)
-        expired = self.scheduler.expire(now)
+        expired = self.scheduler.expire(now, most)
         for release in expired:
             where = "a decode slot" if release.phase is POOLED else "a prefiller"
             self.on_answer(release.request, Refusal(RefusalKind.EXPIRED, f"The request waited too long for {where}."))

@@ -14,7 +14,7 @@ new tokens to the scheduler, and workers' progress to the fleet.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from typing import Final
 
 from balanceroute.core.types import Phase
@@ -35,11 +35,12 @@ _WAITS_FOR: Final = {Phase.QUEUED: "a prefiller", Phase.POOLED: "a decode worker
 class PoolReaper:
     """Looks every `PERIOD_S`."""
 
-    def __init__(self, services: LifeServices, expire: Callable[[], object], judges: bool = True) -> None:
-        """`expire` ends requests that have waited too long in the queue or pool; `judges`: whether this process judges
-        workers.
+    def __init__(self, services: LifeServices, expire: Callable[[int], Sized], judges: bool = True) -> None:
+        """`expire` ends requests that have waited too long in the queue or pool, at most so many, and returns them.
+        `judges`: whether this process judges workers.
         """
         self._services, self._expire = services, expire
+        self._expires = False  # the next turn of the loop goes on with it
         self._mover = Mover(services, judges)
 
     async def run(self) -> None:
@@ -51,7 +52,8 @@ class PoolReaper:
     def look(self) -> None:
         """One look at everything that waits."""
         self._services.tickets.settle()
-        self._expire()
+        if not self._expires:
+            self._expire_all()
         self._services.fleet.sweep()
         self._services.metrics.fold()
         now = self._services.tickets.now()
@@ -63,6 +65,13 @@ class PoolReaper:
         if now - self._services.attention.since_s >= SETTLE_S:  # bytes that came during a pause have been read
             self._services.last_look_s = now
         self._look_at_all([leg for leg in self._services.legs if leg.wants_look(now, MAX_TOKENS)], now)
+
+    def _expire_all(self) -> None:
+        """Expire what has waited too long, a bounded number in a turn of the loop, as in `_look_at_all`."""
+        self._expires = False
+        if len(self._expire(MOST_ENDED)) == MOST_ENDED:
+            self._expires = True
+            self._services.loop.call_soon(self._expire_all)
 
     def _look_at_all(self, legs: list[Leg], now: float) -> None:
         """Look at these legs, a bounded number in a turn of the loop: others' streams go on while thousands end."""

@@ -51,7 +51,7 @@ class Slow(ScriptedUpstream):
     ) -> None:
         super().__init__(*answers)
         self._services, self._delays_s, self._stands_still = services, delays_s, stands_still
-        self._reaper = PoolReaper(services, lambda: None)
+        self._reaper = PoolReaper(services, lambda most: ())
 
     async def before_body(self) -> None:
         delay_s, worker = self._delays_s.pop(0), self._services.fleet["d0"]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from balanceroute.core.snapshot import ClusterSnapshot
-from balanceroute.core.types import Outcome, Phase
+from balanceroute.core.types import Outcome, Phase, RequestSpec
 from balanceroute.core.view import ClusterView, view_cluster
 from balanceroute.errors import DecodersLost, NoHealthyWorkers, UpstreamTimeout
 from balanceroute.proxy.admission import ledger
@@ -252,6 +252,22 @@ async def test_thousands_whose_time_is_over_end_over_several_turns() -> None:
     services.legs.update(Waits(ended) for _ in range(3 * MOST_ENDED))
     PoolReaper(services, services.ledger.expire).look()
     await ends_bit_by_bit(ended, len(services.legs))
+
+
+@with_virtual_time
+async def test_thousands_that_have_waited_too_long_expire_over_several_turns() -> None:
+    services = a_silent_router(queue={"deadline_s": 5.0})
+    for prefiller in ("p0", "p1"):
+        services.ledger.report_prefiller(prefiller, 1.0)
+    for number in range(3 * MOST_ENDED):
+        services.tickets.submit(RequestSpec(f"r{number}", 5))
+    stand_still(6.0)
+    left = 3 * MOST_ENDED
+    PoolReaper(services, services.ledger.expire).look()
+    while left:
+        left -= MOST_ENDED
+        assert len(services.tickets.by_id) == left
+        await asyncio.sleep(0)
 
 
 # -- whether it can go on elsewhere decides

@@ -100,7 +100,7 @@ class Unread(ScriptedUpstream):
     def __init__(self, services: Services, unread_s: float, stopped: bool) -> None:
         super().__init__(probed())
         self._services, self._unread_s, self._stopped = services, unread_s, stopped
-        self._reaper = PoolReaper(services, lambda: None)
+        self._reaper = PoolReaper(services, lambda most: ())
 
     async def request(self, method: str, path: str, *args: Any, **options: Any) -> Any:
         unread_s, self._unread_s = self._unread_s, 0.0
