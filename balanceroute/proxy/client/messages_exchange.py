@@ -12,7 +12,7 @@ from typing import Final
 from balanceroute.errors import BalanceRouteError
 from balanceroute.proxy.client.exchange import Exchange
 from balanceroute.proxy.client.head import Request
-from balanceroute.proxy.client.outlets import PartAnswer, StreamOutlet
+from balanceroute.proxy.client.outlets import StreamOutlet
 from balanceroute.proxy.client.response import Response
 from balanceroute.proxy.client.services import ClientServices
 from balanceroute.proxy.life.outlet import Outlet
@@ -40,7 +40,7 @@ class MessagesExchange(Exchange):
 
     def _outlet_for(self, request: ClientRequest) -> Outlet:
         if not request.stream:
-            return PartAnswer(request, self._keep)
+            return super()._outlet_for(request)
         self._outlet = PingedOutlet(self._response, self._own_headers(), self._printed, self._services.loop)
         return self._outlet
 

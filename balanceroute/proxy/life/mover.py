@@ -12,9 +12,11 @@ The reaper calls it several times per second. `workers/silence.py` decides which
     all workers of a role down   requests that wait for one are refused after `queue.no_worker_grace_s`, as new ones are
 """
 
+import asyncio
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Final
 
 from balanceroute.core.types import Phase, Role, WorkerState
@@ -170,17 +172,12 @@ class Mover:
                 continue
             waiting = [leg for leg in self._legs if self._needs(role, leg)]
             if waiting:  # a view of many workers is dear
-                self._refuse(role, waiting, no_workers(self._tickets.view()))
+                over_turns(self._services.loop, waiting, partial(self._refuse, role, no_workers(self._tickets.view())))
 
-    def _refuse(self, role: Role, waiting: list[Leg], refusal: Refusal) -> None:
-        """Refuse these legs if they still wait, a bounded number in a turn of the loop: the other tier's streams go
-        on.
-        """
-        for leg in waiting[:MOST_ENDED]:
-            if leg in self._legs and self._needs(role, leg):
-                leg.interrupt(refusal.error())
-        if rest := waiting[MOST_ENDED:]:
-            self._services.loop.call_soon(self._refuse, role, rest, refusal)
+    def _refuse(self, role: Role, refusal: Refusal, leg: Leg) -> None:
+        """Refuse a leg, if it still waits."""
+        if leg in self._legs and self._needs(role, leg):
+            leg.interrupt(refusal.error())
 
     def _needs(self, role: Role, leg: Leg) -> bool:
         """Whether a leg waits for a worker of that role, or for the answer of a prefiller that is out."""
@@ -192,6 +189,14 @@ class Mover:
         if ticket.phase is Phase.PREFILLING:
             return leg.prefiller_id in self._out_since_s
         return self._awaits_push(leg)
+
+
+def over_turns(loop: asyncio.AbstractEventLoop, legs: list[Leg], end: Callable[[Leg], None]) -> None:
+    """Call `end` for these legs, a bounded number in a turn of the loop: others' streams go on while thousands end."""
+    for leg in legs[:MOST_ENDED]:
+        end(leg)
+    if rest := legs[MOST_ENDED:]:
+        loop.call_soon(over_turns, loop, rest, end)
 
 
 def _any_up(workers: Sequence[DecoderView] | Sequence[PrefillerView]) -> bool:

@@ -15,13 +15,14 @@ new tokens to the scheduler, and workers' progress to the fleet.
 
 import asyncio
 from collections.abc import Callable, Sized
+from functools import partial
 from typing import Final
 
 from balanceroute.core.types import Phase
 from balanceroute.errors import BalanceRouteError, QueueTimeout, UpstreamTimeout
 from balanceroute.proxy.life.errors import TOO_LONG, ClientStalled, DeadlineExceeded
 from balanceroute.proxy.life.leg import Leg
-from balanceroute.proxy.life.mover import MOST_ENDED, Mover
+from balanceroute.proxy.life.mover import MOST_ENDED, Mover, over_turns
 from balanceroute.proxy.life.services import LifeServices
 from balanceroute.proxy.telemetry.ticks import until_tick_s
 from balanceroute.proxy.wire.answers import UnreadableEvent
@@ -64,24 +65,20 @@ class PoolReaper:
         self._mover.look(now, PERIOD_S)
         if now - self._services.attention.since_s >= SETTLE_S:  # bytes that came during a pause have been read
             self._services.last_look_s = now
-        self._look_at_all([leg for leg in self._services.legs if leg.wants_look(now, MAX_TOKENS)], now)
+        legs = [leg for leg in self._services.legs if leg.wants_look(now, MAX_TOKENS)]
+        over_turns(self._services.loop, legs, partial(self._look_at, now))
 
     def _expire_all(self) -> None:
-        """Expire what has waited too long, a bounded number in a turn of the loop, as in `_look_at_all`."""
+        """Expire what has waited too long, a bounded number in a turn of the loop, as `over_turns` does."""
         self._expires = False
         if len(self._expire(MOST_ENDED)) == MOST_ENDED:
             self._expires = True
             self._services.loop.call_soon(self._expire_all)
 
-    def _look_at_all(self, legs: list[Leg], now: float) -> None:
-        """Look at these legs, a bounded number in a turn of the loop: others' streams go on while thousands end."""
-        for leg in legs[:MOST_ENDED]:
-            if leg in self._services.legs:
-                self._look_at(leg, now)
-        if rest := legs[MOST_ENDED:]:
-            self._services.loop.call_soon(self._look_at_all, rest, now)
-
-    def _look_at(self, leg: Leg, now: float) -> None:
+    def _look_at(self, now: float, leg: Leg) -> None:
+        """Interrupt a leg that is late, if it is still here."""
+        if leg not in self._services.legs:
+            return
         if now > leg.deadline_s:
             leg.interrupt(_too_late(leg))
         elif leg.answer.scanner.tokens > MAX_TOKENS:  # their ids are kept, and need no client that reads
