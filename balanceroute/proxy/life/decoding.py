@@ -82,7 +82,6 @@ async def decode(leg: Leg, worker: Worker, grace_s: float) -> bool:
         answered = True  # the worker, if it was asked, has begun its answer, so it has pulled the KV
         raise
     except EdgeFull:  # for more of an unstreamed answer, which says nothing about the worker
-        answered = True
         worker.circuit.inconclusive()
         raise
     except asyncio.CancelledError:

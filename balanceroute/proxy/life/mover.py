@@ -176,7 +176,7 @@ class Mover:
 
     def _refuse(self, role: Role, refusal: Refusal, leg: Leg) -> None:
         """Refuse a leg, if it still waits."""
-        if leg in self._legs and self._needs(role, leg):
+        if self._needs(role, leg):
             leg.interrupt(refusal.error())
 
     def _needs(self, role: Role, leg: Leg) -> bool:
@@ -192,7 +192,10 @@ class Mover:
 
 
 def over_turns(loop: asyncio.AbstractEventLoop, legs: list[Leg], end: Callable[[Leg], None]) -> None:
-    """Call `end` for these legs, a bounded number in a turn of the loop: others' streams go on while thousands end."""
+    """Call `end` for these legs, a bounded number in a turn of the loop: others' streams go on while thousands end.
+
+    Until its turn a leg may have gone on, or have left, when `Leg.interrupt` does nothing.
+    """
     for leg in legs[:MOST_ENDED]:
         end(leg)
     if rest := legs[MOST_ENDED:]:

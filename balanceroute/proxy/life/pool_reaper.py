@@ -76,9 +76,6 @@ class PoolReaper:
             self._services.loop.call_soon(self._expire_all)
 
     def _look_at(self, now: float, leg: Leg) -> None:
-        """Interrupt a leg that is late, if it is still here."""
-        if leg not in self._services.legs:
-            return
         if now > leg.deadline_s:
             leg.interrupt(_too_late(leg))
         elif leg.answer.scanner.tokens > MAX_TOKENS:  # their ids are kept, and need no client that reads

@@ -12,10 +12,12 @@ from balanceroute.errors import (
     BadUpstreamReply,
     ConnectFailed,
     ConnectionLost,
+    EdgeFull,
     ForeignReply,
     UpstreamError,
     UpstreamStatus,
 )
+from balanceroute.proxy.client.outlets import PartAnswer
 from balanceroute.proxy.life.decoding import decode
 from balanceroute.proxy.life.errors import ClientGone, PromptsDiffer
 from balanceroute.proxy.life.layerwise import Layerwise
@@ -30,6 +32,7 @@ from tests.unit.proxy.life.legs import (
     PROMPT_IDS,
     Client,
     a_leg,
+    a_request,
     dispatching,
     events,
     idle,
@@ -210,6 +213,23 @@ async def test_a_completely_answered_trial_closes_the_circuit_whatever_else_the_
     once = await decoded(services, client, Page(events(20, 21) + after))
     assert once.complete and client.text == " 20 21"
     assert worker.circuit.state is CircuitState.CLOSED
+
+
+@with_virtual_time
+async def test_a_trial_whose_answer_finds_no_room_here_before_it_was_judged_is_repeated_by_another_request() -> None:
+    def full(more_bytes: int) -> None:
+        raise EdgeFull("no room")
+
+    services, request = a_router(a_config(1, 1)), a_request(stream=False, max_tokens=200)
+    script(services, "p0", probed())
+    script(services, "d0", Page(events(20, finish=None, text="x" * 100_000) + ERROR))
+    circuit = services.fleet["d0"].circuit
+    circuit.open(services.tickets.now(), "status 500")
+    circuit.reachable()
+    async with dispatching(services):
+        with pytest.raises(EdgeFull):
+            await Leg(services, "r", request, PartAnswer(request, full), [], Pull).run()
+    assert circuit.state is CircuitState.HALF_OPEN and services.metrics.orphaned_kv == 0 and idle(services)
 
 
 @with_virtual_time

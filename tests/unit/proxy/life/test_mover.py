@@ -196,7 +196,7 @@ async def test_requests_that_wait_for_a_tier_that_is_down_are_refused_after_its_
 class Waits:
     """A leg that waits for a prefiller, or whose deadline is over; it notes each interruption in `ended`."""
 
-    deadline_s, expects_tokens, last_tried = -1.0, False, ("", "")
+    deadline_s, expects_tokens, last_tried, prefiller_id = -1.0, False, ("", ""), "p9"
     ticket = SimpleNamespace(phase=Phase.QUEUED)
     kv = SimpleNamespace(watch_pull=lambda: None)
 
@@ -243,6 +243,22 @@ async def test_thousands_that_wait_for_a_tier_are_refused_over_several_turns_and
     Mover(services, judges=True).look(services.ledger.now(), PERIOD_S)
     await ends_bit_by_bit(ended, len(services.legs))
     assert len(views) <= 2, "one of them is for requests that could move"
+
+
+@with_virtual_time
+async def test_requests_that_wait_no_longer_when_it_is_their_turn_are_not_refused() -> None:
+    services = a_silent_router(queue={"no_worker_grace_s": 0.0})
+    ended: list[Waits] = []
+    legs = [Waits(ended) for _ in range(2 * MOST_ENDED)]
+    services.legs.update(legs)
+    for name in ("p0", "p1"):
+        services.fleet.set_healthy(services.fleet[name], False)
+    Mover(services, judges=True).look(services.ledger.now(), PERIOD_S)
+    for leg in legs:
+        leg.ticket = SimpleNamespace(phase=Phase.PREFILLING, asking=False)
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert len(ended) == MOST_ENDED
 
 
 @with_virtual_time
