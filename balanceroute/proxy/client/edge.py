@@ -79,8 +79,12 @@ class Site(Protocol):
 class Connection(Protocol):
     """A client connection, as `Edge` uses it."""
 
-    def look(self, now: float) -> int:
-        """Check the deadlines; `now` is the loop's time. Returns how many bytes its client has not read."""
+    @property
+    def unread_bytes(self) -> int:
+        """The bytes of answers that its client has not read."""
+
+    def look(self, now: float) -> None:
+        """Check the deadlines; `now` is the loop's time."""
 
     def give_way(self) -> None:
         """Close, for another client."""
@@ -302,7 +306,8 @@ class Edge:
             unread: dict[Connection, int] = {}
             for connection in list(self.connections):
                 try:
-                    if unread_bytes := connection.look(now):
+                    connection.look(now)
+                    if unread_bytes := connection.unread_bytes:
                         unread[connection] = unread_bytes
                 except Exception:
                     self._on_bug("client connections")

@@ -55,9 +55,13 @@ class Handshake(asyncio.Protocol):
         """The client has left during the handshake."""
         self._edge.leave(self)
 
-    def look(self, now: float) -> int:
-        """Nothing: the handshake has its own deadline."""
+    @property
+    def unread_bytes(self) -> int:
+        """None: the handshake is no answer."""
         return 0
+
+    def look(self, now: float) -> None:
+        """Nothing: the handshake has its own deadline."""
 
     def give_way(self) -> None:
         """Another client needs the place."""

@@ -522,27 +522,24 @@ class ClientProtocol(asyncio.Protocol):
     # -- ends
 
     @property
-    def _unsent_bytes(self) -> int:
+    def unread_bytes(self) -> int:
         """Bytes that are written and that the client's socket has not taken."""
         below = 0 if self._below is None else self._below.get_write_buffer_size()
         return below + self.transport.get_write_buffer_size()
 
-    def look(self, now: float) -> int:
-        """End the connection of a client that sends or reads too slowly; called by `Edge`.
-
-        Returns how many bytes it has not read.
-        """
+    def look(self, now: float) -> None:
+        """End the connection of a client that sends or reads too slowly; called by `Edge`."""
         response = self._response
         if self._below is not None and self._below.is_closing() and response is not None and not response.complete:
             self.abort()  # TCP has ended but TLS has not: TLS reports that only when the client has read everything
-            return 0
+            return
         if now >= self._deadline_s:
             self._late(now)
             response = self._response
-        waiting = self._unsent_bytes
+        waiting = self.unread_bytes
         if not waiting or (response is not None and not response.complete and not self.write_paused):
             self._backlog = None  # the client has nothing to read, or reads events in time
-            return waiting
+            return
         if self._backlog is None:
             self._backlog = (now, waiting)
         since_s, before = self._backlog
@@ -550,13 +547,11 @@ class ClientProtocol(asyncio.Protocol):
         if now - since_s >= limits.stall_timeout_s:
             if before - waiting < limits.min_rate_bytes_per_s * (now - since_s):
                 self.abort()
-                return 0
             self._backlog = (now, waiting)
-        return waiting
 
     def _late(self, now: float) -> None:
         """Handle a deadline: of lingering, of an idle connection, or of an incomplete request."""
-        if self._receiving_since_s == math.inf and self._unsent_bytes:
+        if self._receiving_since_s == math.inf and self.unread_bytes:
             self._deadline_s = now + LINGER_S  # the client still reads its last answer, fast enough for `look`
         elif self._lingering and self._below is None:
             self.abort()
@@ -573,7 +568,7 @@ class ClientProtocol(asyncio.Protocol):
     def give_way(self) -> None:
         """End this connection, which has no complete request, because another client needs its place."""
         self.edge.waiting.pop(self, None)
-        if self._lingering or self._unsent_bytes:
+        if self._lingering or self.unread_bytes:
             self.abort()
         else:
             self.close()
@@ -588,7 +583,7 @@ class ClientProtocol(asyncio.Protocol):
     def close(self) -> None:
         """Close once everything is written."""
         self.edge.waiting.pop(self, None)
-        if self._below is not None and self._unsent_bytes:  # TLS would not wait until everything is read
+        if self._below is not None and self.unread_bytes:  # TLS would not wait until everything is read
             self._discard_input()
             self._receiving_since_s = math.inf
             self._deadline_s = self.loop.time()

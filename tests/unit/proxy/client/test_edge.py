@@ -210,11 +210,14 @@ class Seat:
         self.gave_way = self.aborted = False
         self.fails, self.unread = fails, unread
 
-    def look(self, now: float) -> int:
+    @property
+    def unread_bytes(self) -> int:
+        return 0 if self.aborted else self.unread
+
+    def look(self, now: float) -> None:
         if self.fails:
             raise RuntimeError("a bug")
         self.looks.append(now)
-        return 0 if self.aborted else self.unread
 
     def give_way(self) -> None:
         self.gave_way = True
