@@ -17,15 +17,20 @@ Report = Callable[[Judged | CacheDoubted], None]
 
 
 class ReportedCircuit(Circuit):
-    """A relay's view of a worker's circuit at the brain."""
+    """A relay's view of a worker's circuit at the brain.
 
-    __slots__ = ("_doubtful", "_report", "_worker_id")
+    The brain's state may come late. So a relay that has told of a trial also tells of its end, whatever the state is by
+    then: a trial without an end would keep requests from the worker for good.
+    """
+
+    __slots__ = ("_doubtful", "_report", "_tries", "_worker_id")
 
     def __init__(self, worker_id: str, report: Report, on_trial: Callable[[float | None], None]) -> None:
         """`on_trial`: called when a request of this relay becomes the trial; the brain tells of all other changes."""
         super().__init__(CircuitConfig(), on_trial)
         self._worker_id, self._report = worker_id, report
         self._doubtful = False
+        self._tries = False  # the brain was told last that a trial has begun
 
     def detach(self) -> None:
         """Report nothing more: another server has the worker's name now."""
@@ -48,12 +53,12 @@ class ReportedCircuit(Circuit):
 
     def success(self) -> None:
         """See `Circuit`."""
-        if self._doubtful:
+        if self._doubtful or self._tries:
             self._report_finding(Finding.SUCCESS)
 
     def inconclusive(self) -> None:
-        """See `Circuit`. The brain may have sent its state before it heard of the trial."""
-        if self.state in (CircuitState.HALF_OPEN, CircuitState.TRIAL):
+        """See `Circuit`."""
+        if self._tries:
             self._report_finding(Finding.INCONCLUSIVE)
 
     def fault(self, now: float, reason: str) -> None:
@@ -67,6 +72,7 @@ class ReportedCircuit(Circuit):
         self._report_finding(Finding.BUSY, retry_after_s)
 
     def _report_finding(self, finding: Finding, retry_after_s: float = 0.0, reason: str = "") -> None:
+        self._tries = finding is Finding.USED
         self._report(Judged(self._worker_id, finding, retry_after_s, reason))
 
 

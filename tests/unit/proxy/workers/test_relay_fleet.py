@@ -194,16 +194,18 @@ async def test_a_relay_sends_no_second_request_beside_a_trial_that_the_brain_has
     assert fleet["d0"].state is WorkerState.UP
 
 
-async def test_the_end_of_a_trial_is_reported_although_an_earlier_state_has_crossed_its_beginning(
-    fleet: RelayFleet, reported: list[Judged]
+@pytest.mark.parametrize("ends", ["success", "inconclusive"])
+@pytest.mark.parametrize("crossing", list(CircuitState))
+async def test_the_end_of_a_trial_is_reported_whatever_state_has_crossed_its_beginning(
+    fleet: RelayFleet, reported: list[Judged], crossing: CircuitState, ends: str
 ) -> None:
-    half_open = standing(D0, circuit=CircuitState.HALF_OPEN, doubtful=True)
-    follow(fleet, half_open, whole=True)
+    follow(fleet, standing(D0, circuit=CircuitState.HALF_OPEN, doubtful=True), whole=True)
     circuit = fleet["d0"].circuit
     circuit.used()
-    follow(fleet, half_open)
-    circuit.inconclusive()
-    assert findings(reported) == [Finding.USED, Finding.INCONCLUSIVE]
+    follow(fleet, standing(D0, circuit=crossing))
+    for _ in range(2):
+        getattr(circuit, ends)()
+    assert findings(reported) == [Finding.USED, Finding[ends.upper()]]
 
 
 def uses(fleet: RelayFleet, now: float, **awaited_since_s: float) -> list[Use]:

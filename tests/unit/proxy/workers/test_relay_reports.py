@@ -94,6 +94,32 @@ async def test_the_trial_of_a_lost_relay_is_repeated() -> None:
 
 
 @with_virtual_time
+async def test_a_trial_of_which_the_brain_hears_late_ends_all_the_same() -> None:
+    """It had stood still for longer than the worker's rest, or the link to the relay is slow."""
+    services = a_router()
+    relay_reports, circuit = reports(services), services.fleet["d1"].circuit
+    sent: list[Judged | CacheDoubted] = []
+    relay = RelayFleet(services.loop, FleetConfig(), sent.append)
+
+    def follow() -> None:
+        relay.follow(Workers(tuple(relay_reports.standings().values()), ()), whole=True)
+
+    relay_reports.judged(Judged("d1", Finding.BUSY))
+    await let_pass(1.0)
+    follow()
+    relay["d1"].circuit.used()
+    relay_reports.judged(Judged("d1", Finding.BUSY))  # of another relay's request from before
+    follow()
+    assert relay["d1"].circuit.state is CircuitState.RESTING
+    relay["d1"].circuit.inconclusive()
+    await let_pass(10.0)
+    for message in sent:
+        assert isinstance(message, Judged)
+        relay_reports.judged(message)
+    assert circuit.state is CircuitState.HALF_OPEN
+
+
+@with_virtual_time
 async def test_requests_under_way_at_relays_add_up_and_end_with_the_relay() -> None:
     services = a_router()
     counts: list[tuple[int, int, int]] = []
