@@ -144,10 +144,11 @@ class Welcome(Message, frozen=True, tag=1):
 
 
 class Farewell(Message, frozen=True, tag=2):
-    """The sender closes the connection, for this `reason`. `epoch`: the largest that it knows."""
+    """The sender, of this `version`, closes the connection, for this `reason`. `epoch`: the largest that it knows."""
 
     epoch: int
     reason: str
+    version: int = VERSION
 
 
 class Beat(Message, frozen=True, tag=3):

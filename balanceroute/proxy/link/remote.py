@@ -27,9 +27,9 @@ from collections.abc import Callable, Set
 from typing import Final
 
 from balanceroute.core.scheduler_config import SchedulerConfig
-from balanceroute.core.types import POOLED, QUEUED, Outcome, RequestSpec
+from balanceroute.core.types import POOLED, QUEUED, Outcome, RejectReason, RequestSpec
 from balanceroute.core.view import ClusterView
-from balanceroute.proxy.admission.decider import Answer, OnAnswer, Refusal, RefusalKind
+from balanceroute.proxy.admission.decider import Answer, OnAnswer, Refusal, RefusalKind, refusal
 from balanceroute.proxy.admission.tickets import Ticket
 from balanceroute.proxy.link.frames import Frames
 from balanceroute.proxy.link.messages import (
@@ -129,6 +129,7 @@ class RemoteBrain:
         self.on_joined: Callable[[], None] = lambda: None
         self.on_bug: Callable[[str], None] = lambda where: None
         self.leaving = False  # new requests are refused here
+        self._cut_off = False  # the brain on this machine is a successor's of another version: there will be no other
         self.tickets: dict[str, Ticket] = {}  # `admission.Tickets.by_id`, set by whoever makes both
         self.epoch = 0
         self.member: int | None = None  # the number of the membership; None: not a member
@@ -157,8 +158,8 @@ class RemoteBrain:
 
     @property
     def draining(self) -> bool:
-        """Whether new requests are refused: this relay leaves, or the brain drains."""
-        return self.leaving or self._view.draining
+        """Whether new requests are refused: this relay leaves, or the brain drains or is of another version."""
+        return self.leaving or self._cut_off or self._view.draining
 
     def configure(self, config: SchedulerConfig) -> None:
         """Use other bounds for this relay's requests; the brain has its own."""
@@ -406,18 +407,25 @@ class RemoteBrain:
                 self._send(Submit(entry.number, ticket.spec))
 
     def _expire(self) -> None:
-        """End the tickets that have waited too long without a brain, as a brain would (`Scheduler.late`).
+        """End the tickets that have waited too long without a brain, as a brain would (`Scheduler.late`); if there will
+        be none, all that wait.
 
         A brain that has stopped may continue later, so it is sent their ends.
         """
         now = self._loop.time()
         queue_limit, pool_limit = now - self.bounds.queue_deadline_s, now - self.bounds.pool_ttl_s
         for ticket in list(self.tickets.values()):
+            if self._cut_off and ticket.phase in (QUEUED, POOLED):
+                self._refuse(ticket, refusal(RejectReason.DRAINING, self.view))
+                continue
             late = ticket.phase is QUEUED and not ticket.requeues and ticket.arrived_s < queue_limit
             if late or (ticket.phase is POOLED and ticket.pooled_s < pool_limit):
-                number = self._open[ticket.id].number
-                self._answer(number, Refusal(RefusalKind.EXPIRED, NO_BRAIN))
-                self._send(Finish(number, Outcome.EXPIRED, "", 0, 0.0))
+                self._refuse(ticket, Refusal(RefusalKind.EXPIRED, NO_BRAIN))
+
+    def _refuse(self, ticket: Ticket, why: Refusal) -> None:
+        number = self._open[ticket.id].number
+        self._answer(number, why)
+        self._send(Finish(number, Outcome.EXPIRED, "", 0, 0.0))
 
     def _closed(self, frames: Frames[FromRelay], reason: str) -> None:
         """The connection is lost."""
@@ -477,6 +485,7 @@ class RemoteBrain:
                 self._welcome(message)
             elif isinstance(message, Farewell):
                 self.epoch = max(self.epoch, message.epoch)
+                self._cut_off = self._reach.near and message.version != VERSION
                 raise LinkError(message.reason)
             elif self.member is None:
                 raise LinkError("the brain has sent a message before its Welcome")
@@ -503,7 +512,7 @@ class RemoteBrain:
             its = f"version {message.version}, epoch {message.epoch}"
             raise LinkError(f"the brain has {its}; this relay needs version {VERSION}, epoch {self.epoch} or later")
         self._retry_s = self._retry_s if message.epoch == self._left_epoch else RETRY_S
-        self._refused_s = RETRY_S
+        self._refused_s, self._cut_off = RETRY_S, False
         self.epoch, self.member, self._joined_s = message.epoch, message.member, self._loop.time()
         self._troubles.clear()
         if self._retry_s == RETRY_S:

@@ -12,7 +12,7 @@ import pytest
 
 from balanceroute.core.scheduler_config import SchedulerConfig
 from balanceroute.core.types import Outcome, Phase, RequestSpec
-from balanceroute.errors import NoHealthyWorkers, QueueFull, QueueTimeout
+from balanceroute.errors import Draining, NoHealthyWorkers, QueueFull, QueueTimeout
 from balanceroute.proxy.link.frames import Frames
 from balanceroute.proxy.link.messages import (
     BEAT_S,
@@ -712,6 +712,43 @@ def test_a_relay_joins_no_brain_that_begins_with(message: FromBrain) -> None:
         await let_pass(STEADY_S)
         assert relay.brain.member == 1
         assert relay.brain.epoch == (7 if isinstance(message, Farewell) else 1)
+        await relay.end()
+
+    in_virtual_time(test)
+
+
+def test_a_relay_whose_successor_is_of_another_version_refuses_at_once_what_waits_for_a_worker() -> None:
+    """After an upgrade no brain of its own version will come."""
+
+    async def test() -> None:
+        reach = RefusingReach(Farewell(1, "not this version", VERSION + 1))
+        reach.near = True
+        relay = Relay(SchedulerConfig(), reach, "r0")
+        for request_id in ("that waits already", "of a connection that is kept"):
+            with pytest.raises(Draining):
+                async with asyncio.timeout(MAX_RETRY_S):
+                    await relay.tickets.submit(RequestSpec(request_id, 1)).prefiller()
+            assert relay.tickets.draining
+        reach.refuses = False  # the operators have gone back to its version
+        await let_pass(MAX_RETRY_S)
+        assert relay.brain.member is not None and not relay.tickets.draining
+        await relay.end()
+
+    in_virtual_time(test)
+
+
+@pytest.mark.parametrize(
+    ("near", "version"), [(False, VERSION + 1), (True, VERSION)], ids=["a brain elsewhere", "another reason"]
+)
+def test_what_waits_for_a_worker_waits_on_where_another_brain_may_come(near: bool, version: int) -> None:
+    async def test() -> None:
+        reach = RefusingReach(Farewell(1, "not this relay", version))
+        reach.near = near
+        relay = Relay(SchedulerConfig(), reach, "r0")
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(5 * MAX_RETRY_S):
+                await relay.tickets.submit(RequestSpec("r", 1)).prefiller()
+        assert not relay.tickets.draining
         await relay.end()
 
     in_virtual_time(test)
