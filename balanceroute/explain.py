@@ -11,7 +11,7 @@ slot, without the worker. The runner-up is its first admission. If it makes none
 """
 
 import math
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from operator import itemgetter
 from typing import Any, Final
@@ -158,10 +158,15 @@ def explain(state: Any, policy_name: str | None = None) -> Explanation:
         state = _decided_by(policy_name, state)
     elif isinstance(state, dict):
         learn_installed(state.get("policy"))
+    with _running_its_policy(state):
+        return _explanation(state)
+
+
+def _running_its_policy(state: Any) -> AbstractContextManager[None]:
+    """A context for a document's policy. Raises: ConfigError: it is one of your own, and raises."""
     name = state.get("policy") if isinstance(state, dict) else None
     ours = not isinstance(name, str) or name in BUILT_IN
-    with nullcontext() if ours else while_it_runs(f"policy {name}"):
-        return _explanation(state)
+    return nullcontext() if ours else while_it_runs(f"policy {name}")
 
 
 def _explanation(state: Any) -> Explanation:
@@ -210,7 +215,13 @@ def outlook(state: Any, policy_name: str) -> Outlook:
 
     Raises: as `explain`.
     """
-    policy, snapshot, now = state_from_dict(_decided_by(policy_name, state))
+    state = _decided_by(policy_name, state)
+    with _running_its_policy(state):
+        return _outlook(state, policy_name)
+
+
+def _outlook(state: Any, policy_name: str) -> Outlook:
+    policy, snapshot, now = state_from_dict(state)
     admissions = _decide(policy, snapshot, now).admissions
     loads = [worker.total_load for worker in snapshot.workers if worker.state is not WorkerState.DOWN]
     return Outlook(

@@ -308,7 +308,7 @@ class Scheduler:
             self._decide(now, admissions, sent_ahead=False)
             if self.config.overlap_requests != 0 and self.policy.waits_for_slots and self.snapshot.pool.size:
                 self._send_ahead(now, admissions)
-        except Exception:
+        except BaseException:  # it may also call `sys.exit`
             for admission in admissions:  # the driver gets none of these admissions
                 self._return_to_pool(self._find(admission.request, DECODING))
             raise

@@ -15,6 +15,6 @@ def call_line(now: float, call: str, args: dict[str, Any], outcome: dict[str, An
     return orjson.dumps({"t": float(now), "call": call, "args": args, **outcome}, option=orjson.OPT_APPEND_NEWLINE)
 
 
-def error_text(error: Exception) -> str:
+def error_text(error: BaseException) -> str:
     """The error of a call: an InvariantError, or any error of a user's own policy."""
     return str(error) if isinstance(error, InvariantError) else described(error)

@@ -142,7 +142,7 @@ def _perform(scheduler: Scheduler, call: str, args: dict[str, Any], now: float, 
         if call not in METHODS:
             raise ValueError(f"unknown call {call!r:.60}")
         return {"answer": getattr(scheduler, call)(**_typed(call, args), now=now)}
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if not (raised or call == "admit" or isinstance(error, InvariantError)):
             raise
         return {"raised": error_text(error)}

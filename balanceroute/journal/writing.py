@@ -189,7 +189,7 @@ class RecordingScheduler(Scheduler):
         self._inside = True
         try:
             answer = method(**args, now=now)
-        except Exception as error:
+        except BaseException as error:
             self._write(method.__name__, now, args, {"raised": error_text(error)})
             raise
         finally:

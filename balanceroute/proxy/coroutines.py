@@ -73,13 +73,13 @@ async def stop_tasks(services: ClientServices) -> None:
 def supervised(services: ClientServices, name: str, run: Callable[[], Awaitable[None]]) -> Coroutine[Any, Any, None]:
     """A coroutine that runs `run` again and again; a bug in it is logged, at most once per `QUIET_S`."""
     services.metrics.tasks_failed.inc(name, by=0)
-    logged_s: dict[type[Exception], float] = {}
+    logged_s: dict[type[BaseException], float] = {}
 
     async def forever() -> None:
         while True:
             try:
                 await run()
-            except Exception as error:
+            except (Exception, SystemExit) as error:  # a user's own policy may call `sys.exit`
                 # a router that has stopped deciding is worse than one that continues after a bug
                 services.metrics.tasks_failed.inc(name)
                 now = services.loop.time()

@@ -253,7 +253,9 @@ def a_scheduler() -> Scheduler:
     return scheduler
 
 
-@pytest.mark.parametrize(("kind", "first", "later", "failures"), [("Fixed", 3.0, 3.0, 0), ("Raises", H, H, 3)])
+@pytest.mark.parametrize(
+    ("kind", "first", "later", "failures"), [("Fixed", 3.0, 3.0, 0), ("Raises", H, H, 3), ("ExitsAlways", H, H, 3)]
+)
 @pytest.mark.anyio
 async def test_a_router_works_without_the_forecasts_of_a_failing_predictor(
     kind: str, first: float, later: float, failures: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -384,6 +386,10 @@ class Exits(Fixed):
 class ExitsWhileLearning(Fixed):
     def observe(self, finished: FinishedRequest) -> None:
         raise SystemExit(0)
+
+
+class ExitsAlways(Exits, ExitsWhileLearning):
+    """As `Raises`."""
 
 
 @pytest.mark.parametrize(

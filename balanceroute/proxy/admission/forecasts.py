@@ -175,7 +175,7 @@ class LiveForecasts(Forecasts):
                 age_tokens=tracker.age_tokens,
                 max_new_tokens=tracker.max_new_tokens,
             )
-        except Exception as error:  # any error of a user's own predictor
+        except (Exception, SystemExit) as error:  # any error of a user's own predictor
             self._failed(error, "first forecasts")
             return float(self._horizon)
         self._failing.discard("first forecasts")
@@ -192,7 +192,7 @@ class LiveForecasts(Forecasts):
             try:
                 renewed = self.forecaster.refresh(due)
                 self._failing.discard("forecasts")
-            except Exception as error:  # any error: decisions continue without a forecast
+            except (Exception, SystemExit) as error:  # any error: decisions continue without a forecast
                 self._failed(error)
                 renewed = self._anchors(len(due))
             for tracker, expected in zip(due, renewed, strict=True):
@@ -254,7 +254,7 @@ class LiveForecasts(Forecasts):
             try:
                 row = self.forecaster.finished(tracker, reason, now)
                 self._failing.discard("observations")
-            except Exception as error:  # any error of a user's own predictor; the row is recorded all the same
+            except (Exception, SystemExit) as error:  # of a user's own predictor; the row is recorded all the same
                 self._failed(error, "observations")
                 row = finished_row(tracker, reason, now)
             self.history.add(row)

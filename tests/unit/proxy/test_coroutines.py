@@ -22,7 +22,7 @@ async def test_a_background_task_that_fails_is_restarted_unless_failures_are_fat
 ) -> None:
     services = a_router()
     services.strict = strict
-    fails = [RuntimeError("a bug"), RuntimeError("another")]
+    fails = [SystemExit("of a policy of one's own"), RuntimeError("a bug")]
     fold = services.metrics.fold
 
     def broken() -> None:
