@@ -49,7 +49,7 @@ from balanceroute.errors import BalanceRouteError
 from balanceroute.proxy.admission.decider import RefusalKind
 from balanceroute.proxy.perimeter.key_use import KeyUse
 
-VERSION: Final = 11
+VERSION: Final = 12
 FAR: Final = "@"  # only in names of relays of other machines, before the run folder's name
 MAX_EPOCH: Final = 2**48  # accepted from a peer: epochs begin at seconds since 1970 at most, and frames carry 2**64
 PROGRESS_S: Final = 0.005
@@ -144,7 +144,10 @@ class Welcome(Message, frozen=True, tag=1):
 
 
 class Farewell(Message, frozen=True, tag=2):
-    """The sender, of this `version`, closes the connection, for this `reason`. `epoch`: the largest that it knows."""
+    """The sender, of this `version`, closes the connection, for this `reason`. `epoch`: the largest that it knows.
+
+    A relay of any version is to read it, so its fields stay as they are.
+    """
 
     epoch: int
     reason: str

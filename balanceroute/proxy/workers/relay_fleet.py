@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Mapping
 
 from balanceroute.core.types import Role, WorkerSpec, WorkerState
-from balanceroute.proxy.link.messages import CacheDoubted, Finding, Judged, Use, Workers
+from balanceroute.proxy.link.messages import CacheDoubted, Finding, Judged, Use, Workers, WorkerStanding
 from balanceroute.proxy.workers.circuit import Circuit, CircuitConfig, CircuitState
 from balanceroute.proxy.workers.fleet import Fleet, FleetConfig, Worker
 
@@ -129,22 +129,25 @@ class RelayFleet(Fleet):
     def follow(self, message: Workers, whole: bool) -> None:
         """Take the brain's list of workers; `whole`: there are no others."""
         for standing in message.changed:
-            worker = self._named(standing.spec)
-            worker.state, worker.drained, worker.leaving = standing.state, standing.withdrawn, False
-            ended_at = standing.ended_at or worker.ended_at  # a new brain knows of no end before its own time
-            if (standing.out and worker.healthy) or ended_at != worker.ended_at:  # not >: clocks are set back, too
-                worker.forget_version()
-            worker.healthy, worker.ended_at = not standing.out, ended_at
-            assert isinstance(worker.circuit, ReportedCircuit)
-            worker.circuit.set_state(CircuitState(standing.circuit), standing.doubtful)
-            self.salt_cache(worker, standing.cache_salt)
-            if worker.cache_salt > standing.cache_salt:  # the brain is a new one, or did not know the server any more
-                self._report(CacheDoubted(worker.id, worker.cache_salt))
+            self._take(self._named(standing.spec), standing)
         named = {standing.spec.id for standing in message.changed}
         for worker in self:
             if worker.id in message.gone or (whole and worker.id not in named):
                 worker.leaving, worker.state = True, WorkerState.DOWN
         self.sweep()
+
+    def _take(self, worker: Worker, standing: WorkerStanding) -> None:
+        """Take the brain's judgement of a worker."""
+        worker.state, worker.drained, worker.leaving = standing.state, standing.withdrawn, False
+        ended_at = standing.ended_at or worker.ended_at  # a new brain knows of no end before its own time
+        if (standing.out and worker.healthy) or ended_at != worker.ended_at:  # not >: clocks are set back, too
+            worker.forget_version()
+        worker.healthy, worker.ended_at = not standing.out, ended_at
+        assert isinstance(worker.circuit, ReportedCircuit)
+        worker.circuit.set_state(CircuitState(standing.circuit), standing.doubtful)
+        self.salt_cache(worker, standing.cache_salt)
+        if worker.cache_salt > standing.cache_salt:  # the brain is a new one, or did not know the server any more
+            self._report(CacheDoubted(worker.id, worker.cache_salt))
 
     def _named(self, spec: WorkerSpec) -> Worker:
         """The worker of this name. The brain of a router that has taken over may describe it otherwise than before;
