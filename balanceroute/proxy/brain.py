@@ -15,6 +15,7 @@ import asyncio
 import logging
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -26,7 +27,7 @@ from typing import Final
 from balanceroute.config import Config
 from balanceroute.config.patience import off_the_loop
 from balanceroute.errors import ConfigError
-from balanceroute.proxy.brain_app import BrainApp, BrainSetup, create_brain_app, reload_brain
+from balanceroute.proxy.brain_app import SOCKET_REMOVED, BrainApp, BrainSetup, create_brain_app, reload_brain
 from balanceroute.proxy.client.services import ClientServices
 from balanceroute.proxy.configured import Configured
 from balanceroute.proxy.link.far import FarListener
@@ -185,6 +186,15 @@ class BrainServer(ChildServer):
         super().__init__(app, config, on_reload, uds=str(app.folder.operators))
         self._setup, self._on_up = setup, on_up
         app.end = self.leave
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen; if somebody empties the run folder meanwhile, another brain is to lead."""
+        try:
+            await super().startup(sockets)
+        except FileNotFoundError as error:
+            log.warning(SOCKET_REMOVED, extra={"lost": [str(error.filename)]})
+            await self.lifespan.shutdown()
+            sys.exit(LOST)
 
     def _begin_drain(self, services: ClientServices) -> None:
         super()._begin_drain(services)

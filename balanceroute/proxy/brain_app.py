@@ -15,6 +15,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Final
 
 from starlette.applications import Starlette
 
@@ -47,6 +48,8 @@ from balanceroute.proxy.telemetry.ticks import until_tick_s
 from balanceroute.proxy.workers.relay_reports import RelayReports
 
 log = logging.getLogger(__name__)
+
+SOCKET_REMOVED: Final = "the brain's socket was removed; another brain is to lead"
 
 
 class BrainApp(RouterApp):
@@ -233,7 +236,7 @@ async def _keep_lead(app: BrainApp) -> None:
     while app.lead.renew():
         lost = [str(path) for path, ours in app.sockets.items() if not is_still(path, ours)]
         if lost:
-            log.warning("the brain's socket was removed; another brain is to lead", extra={"lost": lost})
+            log.warning(SOCKET_REMOVED, extra={"lost": lost})
             app.end()
             break
         await asyncio.sleep(until_tick_s(now_s(), RENEW_S))

@@ -15,8 +15,8 @@ from balanceroute.core.policies import POLICIES
 from balanceroute.errors import ConfigError, InputError
 from balanceroute.plugins import learn_policy
 from balanceroute.prediction import FinishedRequest, Model, save_model
-from balanceroute.proxy.brain import BrainServer
-from balanceroute.proxy.brain_app import BrainApp, BrainSetup, create_brain_app, reload_brain
+from balanceroute.proxy.brain import LOST, BrainServer
+from balanceroute.proxy.brain_app import SOCKET_REMOVED, BrainApp, BrainSetup, create_brain_app, reload_brain
 from balanceroute.proxy.configured import Configured
 from balanceroute.proxy.link.leadership import FileLead
 from balanceroute.proxy.perimeter.perimeter import Perimeter
@@ -64,6 +64,31 @@ async def test_a_brain_that_cannot_listen_for_far_relays_closes_what_it_opened(t
             await server._serve()
         for each in server.servers:
             each.close()
+
+
+@pytest.mark.parametrize("meanwhile", ["link", "operators"])
+async def test_a_brain_leaves_the_lead_to_another_one_where_its_folder_is_emptied_while_it_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, meanwhile: str
+) -> None:
+    folder, chmod = RunFolder(tmp_path / "run"), os.chmod
+    folder.make()
+
+    def emptied(path: str, mode: int) -> None:
+        if path == str(getattr(folder, meanwhile)) and mode == 0o600:
+            os.unlink(path)
+        chmod(path, mode)
+
+    monkeypatch.setattr(os, "chmod", emptied)
+    async with beginning(folder, tmp_path / "journal") as app:
+        server = BrainServer(app, app.config, BrainSetup(LINEAGE))
+        with pytest.raises(SystemExit) as ended:
+            await server._serve()
+    for each in server.servers:
+        each.close()
+    assert ended.value.code == LOST
+    assert [(each.getMessage(), each.levelname) for each in caplog.records if each.name.startswith("balanceroute")] == [
+        (SOCKET_REMOVED, "WARNING")
+    ]
 
 
 class Resigning(FileLead):

@@ -26,6 +26,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -178,7 +179,8 @@ class Hub:
         """Listen on a unix socket at this path, for our user only; replace one that a dead brain has left."""
         self._ledger.adopts = True
         self._server = await self._loop.create_unix_server(self.connected, path)
-        os.chmod(path, 0o600)
+        with suppress(FileNotFoundError):  # somebody has removed it: the server ends as soon as it looks
+            os.chmod(path, 0o600)
         grace_s = self.patience.grace_s if self._relays or self._far is not None else 0.0
         if self._awaited:  # far relays notice only by its silence that the former brain has stopped
             grace_s += self.patience.silent_s
