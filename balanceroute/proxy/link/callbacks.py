@@ -116,8 +116,9 @@ class CallbackListener:
     async def serve(self) -> None:
         """Listen, for our user alone; a socket that a dead relay of this name has left is replaced."""
         self._server = await asyncio.start_unix_server(self._answered, self._path)
-        os.chmod(self._path, 0o600)
-        self._status = self._path.stat()
+        with suppress(FileNotFoundError):  # somebody has removed it already: `watch` listens anew
+            os.chmod(self._path, 0o600)
+            self._status = self._path.stat()
 
     async def watch(self) -> None:
         """Four times per second, listen anew if somebody has removed or replaced the socket; until cancelled."""

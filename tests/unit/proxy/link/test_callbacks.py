@@ -1,13 +1,16 @@
 """What relays ask each other about callbacks, where one of them says what can't be read."""
 
 import asyncio
+import os
 import shutil
 import tempfile
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from balanceroute.proxy.link.callbacks import REFUSED, CallbackListener, OtherRelays
+import pytest
+
+from balanceroute.proxy.link.callbacks import EXPECTED, REFUSED, CallbackListener, OtherRelays
 from tests.waiting import PATIENCE_S
 
 NO_UTF_8 = b"\xa1\xff"  # in msgpack, a text of one byte
@@ -42,6 +45,28 @@ def test_a_caller_that_sends_no_utf_8_only_loses_its_connection() -> None:
         writer.write(framed(b"\x91" + NO_UTF_8))
         assert await reader.read() == b""
         writer.close()
+        listener.close()
+
+    assert on(test) == []
+
+
+def test_a_socket_that_is_removed_while_its_relay_starts_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    chmod = os.chmod
+
+    def removed(path: Path, mode: int) -> None:
+        monkeypatch.setattr(os, "chmod", chmod)
+        path.unlink()
+        chmod(path, mode)
+
+    monkeypatch.setattr(os, "chmod", removed)
+
+    async def test(folder: Path) -> None:
+        listener = CallbackListener(folder / "relay-1", lambda token, body: EXPECTED)
+        await listener.serve()
+        watch = asyncio.get_running_loop().create_task(listener.watch())
+        relays = OtherRelays("relay-0", lambda relay: folder / relay)
+        assert await relays.ask("relay-1.token") == EXPECTED
+        watch.cancel()
         listener.close()
 
     assert on(test) == []
