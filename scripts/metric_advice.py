@@ -43,7 +43,11 @@ ADVICE: dict[str, tuple[str, str]] = {
     ),
     "decode_load_tokens": ("worker", "Apart for minutes while slots are full: see [tuning](tuning.md)."),
     "degraded_workers": ("kind", "Above 0: read `reasons` of `GET /ready`."),
-    "edge_refusals": ("reason", "Rising: a client that breaks HTTP, or an attack; the reason names the limit."),
+    "edge_refusals": (
+        "reason",
+        "Rising: a client that breaks HTTP, or an attack; `overload`: more connections or bytes at once than "
+        "`limits` allow.",
+    ),
     "generated_tokens": ("", "Its rate is tokens/s of the cluster."),
     "internal_errors": ("where", "Any: a bug of the router. Please report it with the traceback in the log."),
     "kv_drains": ("outcome", "Failures rise: prefill KV stays pinned until the engine's timeout; check the decoders."),

@@ -260,9 +260,11 @@ class Edge:
         """
         limits, load = self.limits, self.load
         others = load.others(INCOMING_BYTES) + load.others(SERVED_BYTES)
-        full = self._incoming_bytes + self._served_bytes + more_bytes + others > limits.max_held_bytes
-        if full or self.held.get(holder, 0) > limits.one_holder_bytes(load.relays, others):
+        if self._incoming_bytes + self._served_bytes + more_bytes + others > limits.max_held_bytes:
             raise _no_room()
+        if self.held.get(holder, 0) > limits.one_holder_bytes(load.relays, others):
+            text = "This client's requests and answers hold as many bytes as one client's may; try again shortly."
+            raise EdgeFull(text)
 
     def hold(self, holder: str, size: int) -> None:
         """Count `size` more bytes (or fewer, if negative) of a large body for the client `holder`."""
