@@ -28,7 +28,8 @@ class Auth(Section):
     admin_token: Secret | None = Field(
         None,
         description="Bearer token of the admin routes (/instances, /state, /decisions, /dashboard, /routing/policy, "
-        "/reset_prefix_cache, profiling). Unset: they are open to the router's own machine only.",
+        "/reset_prefix_cache, profiling). Unset: they are open to the router's own machine only, at 127.0.0.1; where "
+        "listen.host is another address, set listen.admin to 127.0.0.1:PORT for them.",
     )
 
 

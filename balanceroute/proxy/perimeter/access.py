@@ -106,7 +106,7 @@ class AdminGate:
 def _check_local(visit: Visit) -> None:
     """Check that the request comes from this machine. Raises: AccessDenied: 403."""
     if not is_loopback(visit.peer):
-        raise _forbidden("is open to the router's own machine only", "not_loopback")
+        raise _forbidden("is open to calls from the router's own machine to 127.0.0.1 only", "not_loopback")
     for name, _ in visit.headers:
         if name in _OF_PROXIES or name.startswith(b"x-forwarded"):
             raise _forbidden("is not open to what comes through a proxy", "proxied")
