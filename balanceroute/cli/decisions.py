@@ -26,7 +26,13 @@ USED: dict[str, Any] = {
 
 
 def decisions(
-    url: Annotated[str, typer.Argument(help="The router, for example http://127.0.0.1:8000.")],
+    url: Annotated[
+        str,
+        typer.Argument(
+            help="The router, for example http://127.0.0.1:8000. For https with a CA of your own set SSL_CERT_FILE to "
+            "its file."
+        ),
+    ],
     last: Annotated[int, typer.Option(min=1, max=MOST, help="How many to print.")] = 20,
     watch: Annotated[
         float,

@@ -7,7 +7,13 @@ import typer
 
 
 def load(
-    url: Annotated[str, typer.Argument(help="Endpoint without /v1, for example http://127.0.0.1:8000.")],
+    url: Annotated[
+        str,
+        typer.Argument(
+            help="Endpoint without /v1, for example http://127.0.0.1:8000. For https with a CA of your own set "
+            "SSL_CERT_FILE to its file."
+        ),
+    ],
     trace: Annotated[str, typer.Option(help="Trace CSV, or heavy_tailed or capped for a generated one.")],
     max_requests: Annotated[int | None, typer.Option(min=1, help="Send only the first N requests.")] = None,
     time_scale: Annotated[
