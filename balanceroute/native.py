@@ -113,6 +113,7 @@ MODULES: Final = (
 CONSTANTS_OF: Final = (  # modules that stay Python, but whose constants mypyc writes into the compiled ones
     "errors",
     "proxy.admission.decider",
+    "proxy.hotpath.events",
     "proxy.link.messages",
     "proxy.link.reach",
     "proxy.wire.json_size",

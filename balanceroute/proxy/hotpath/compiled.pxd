@@ -1,7 +1,7 @@
 # The C types of what `events.py` names, for Cython, which compiles it as `compiled`.
 cimport cython
 
-cdef Py_ssize_t _SIZE_DIGITS, _ID_DIGITS, _MAX_ID, _MAX_OUT_BYTES, _SHORT_TEXT
+cdef Py_ssize_t LARGE_READ_BYTES, _SIZE_DIGITS, _ID_DIGITS, _MAX_ID, _MAX_OUT_BYTES, _SHORT_TEXT
 cdef list _SIZE_LINES
 
 

@@ -37,7 +37,8 @@ from typing import Any, Final
 
 from balanceroute.errors import UpstreamError
 
-SOURCE: Final = "34a62233d9ad92dc"  # digest of this file and compiled.pxd; a test says the new one
+SOURCE: Final = "f1419f2b44e535e2"  # digest of this file and compiled.pxd; a test says the new one
+LARGE_READ_BYTES: Final = 128 * 1024  # a loop's read of as many has filled half of its buffer: more may wait
 _SIZE_DIGITS: Final = 7  # of a chunk, at most: its size fits 32 bits
 _ID_DIGITS: Final = 10  # of a token id, at most
 _MAX_ID: Final = 2**32 - 1  # ids are kept in 32 bits
@@ -60,7 +61,7 @@ class ChunkReader:
     __slots__ = ("_parse", "between_chunks", "take")
 
     def __init__(self, parse: Callable[[bytes], None]) -> None:
-        """`parse` gets the reads that are not just whole chunks in the middle of a body."""
+        """`parse` gets the reads that are large, or not just whole chunks in the middle of a body."""
         self._parse = parse
         self.release()
 
@@ -71,7 +72,7 @@ class ChunkReader:
 
     def data_received(self, data: bytes) -> None:
         """Bytes of the worker."""
-        if self.between_chunks:
+        if self.between_chunks and len(data) < LARGE_READ_BYTES:
             body = unchunked(data)
             if body is not None:
                 self.take(body)

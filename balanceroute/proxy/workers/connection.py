@@ -10,6 +10,9 @@ connection back (`Pool.release`) or closes it.
 where it was, between two chunks, so the parser never sees it (`hotpath.ChunkReader`). A short answer is nearly always
 one read from its status to its end; such an answer never gets a parser (`plain_reply`). The parser gets everything
 else.
+
+**One read per turn.** uvloop reads on within a turn of the loop while a worker fills its buffer, up to 8 MiB. Their
+events would keep all other streams waiting for a second, so nothing is read after a large read until the next turn.
 """
 
 import asyncio
@@ -21,6 +24,7 @@ import httptools
 
 from balanceroute.errors import BadUpstreamReply, ConnectFailed, ConnectionLost, UpstreamError
 from balanceroute.proxy.hotpath import ChunkReader
+from balanceroute.proxy.hotpath.events import LARGE_READ_BYTES
 from balanceroute.proxy.workers.reply import Owner, Reply, Sink
 
 NO_REPLY: Final = "the connection closed before the reply"
@@ -130,6 +134,11 @@ class Connection(asyncio.Protocol):
         if self._transport is not None and not self._transport.is_closing():
             self._transport.resume_reading()
 
+    def _read_on(self) -> None:
+        """Read on in another turn than that of a large read."""
+        if self.reply is None or not self.reply.paused:
+            self.resume()
+
     def abort(self) -> None:
         """Close at once."""
         if self._transport is not None:
@@ -157,6 +166,9 @@ class Connection(asyncio.Protocol):
             self.abort()
             return
         self.reply_begun = True
+        if len(data) >= LARGE_READ_BYTES:
+            self.pause()
+            self.loop.call_soon(self._read_on)
         parser = self._parser
         if parser is None:
             plain = plain_reply(data)

@@ -1,6 +1,9 @@
 """What the consumer of a reply gets: its head, its body by chunks or by a sink, and its end."""
 
 import asyncio
+import os
+import socket
+from contextlib import suppress
 
 import pytest
 
@@ -121,6 +124,69 @@ async def test_a_sink_gets_every_byte_and_one_end(late: bool) -> None:
         await sink.over.wait()
         assert sink.data == b"".join(b"%d," % i for i in range(500))
         assert sink.ends == [None]
+        upstream.close()
+
+
+class Turns(Recorder):
+    """A sink that counts the most bytes that it got in one turn of the loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most_bytes = self._bytes = 0
+
+    def chunk(self, data: bytes) -> None:
+        if not self._bytes:
+            asyncio.get_running_loop().call_soon(self._next_turn)
+        self._bytes += len(data)
+        self.most_bytes = max(self.most_bytes, self._bytes)
+        super().chunk(data)
+
+    def _next_turn(self) -> None:
+        self._bytes = 0
+
+
+@pytest.mark.parametrize("chunk_bytes", [1000, 64_000 - 8], ids=["across-reads", "within-reads"])
+@on_both_loops
+async def test_a_fast_worker_is_read_once_per_turn(chunk_bytes: int) -> None:
+    """All other streams wait for what is read in a turn. Four of the larger chunks fill uvloop's buffer exactly."""
+    sent, attached = chunked(*[b"y" * chunk_bytes] * (2**23 // chunk_bytes)), asyncio.Event()
+
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await read_request(reader)
+        writer.write(CHUNKED_HEAD + chunked(b"x", last=False))
+        await attached.wait()
+        at, descriptor = 0, writer.get_extra_info("socket").fileno()
+        with suppress(BlockingIOError):  # before the router's side of this loop can read
+            while at < len(sent):
+                at += os.write(descriptor, sent[at:])
+        writer.write(sent[at:])
+        await reader.read()
+
+    async with worker(script) as server:
+        upstream = Upstream(server.url)
+        reply, sink = await post(upstream), Turns()
+        reply.attach(sink)
+        (connection,) = upstream._busy
+        assert connection._transport is not None
+        connection._transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**22)
+        attached.set()
+        await sink.over.wait()
+        assert sink.ends == [None] and len(sink.data) == 1 + 2**23 // chunk_bytes * chunk_bytes
+        assert sink.most_bytes <= 2**18
+        upstream.close()
+
+
+@on_both_loops
+async def test_a_consumer_that_stops_after_a_large_read_is_not_read_for() -> None:
+    async with worker(answering(CHUNKED_HEAD + chunked(b"y" * 2**23))) as server:
+        upstream = Upstream(server.url, high_water_bytes=1)
+        reply = await post(upstream)
+        await until(lambda: reply.paused)
+        for _ in range(10):
+            before = reply._parts_bytes
+            await asyncio.sleep(0)
+            assert reply._parts_bytes == before
+        reply.abort()
         upstream.close()
 
 
