@@ -91,9 +91,23 @@ def unwrapped(text: str) -> tuple[str, str, bool]:
         wrapper = json.loads(text)
     except (ValueError, RecursionError):
         return "", text, False
-    found_text = next((wrapper[name] for name in WRAPPERS if isinstance(wrapper.get(name), str)), text)
+    found_texts = [text_in(wrapper.get(name)) for name in WRAPPERS]
+    found_text = next((found for found in found_texts if found is not None), text)
     by_docker = wrapper.keys() - {"attrs"} == DOCKERS  # others leave the line end out
     return str(wrapper.get("stream", "")), found_text, by_docker and not found_text.endswith("\n")
+
+
+def text_in(value: object) -> str | None:
+    """The text that is the value of a wrapper's field; None: it is none.
+
+    journald writes what is not printable, such as colours, as a list of bytes.
+    """
+    if isinstance(value, list):
+        try:
+            return bytes(value).decode(errors="surrogateescape")
+        except (TypeError, ValueError):
+            return None
+    return value if isinstance(value, str) else None
 
 
 def as_text(text: str) -> str:

@@ -367,9 +367,10 @@ def test_this_routers_log_is_recognised_after_a_banner_and_with_prefixes_on_its_
 @pytest.mark.parametrize("wrap", [
     lambda line: {"log": line + "\n", "stream": "stderr", "time": "2026-01-01T00:00:11.0Z"},
     lambda line: {"_PID": "17", "__REALTIME_TIMESTAMP": "1767225611000000", "MESSAGE": line},
-], ids=["docker", "journalctl -o json"])  # fmt: skip
+    lambda line: {"_PID": "17", "MESSAGE": list(b"\x1b[1;36m(APIServer pid=17)\x1b[0;0m " + line.encode())},
+], ids=["docker", "journalctl -o json", "journalctl -o json of coloured lines"])  # fmt: skip
 def test_logs_that_docker_and_journald_have_wrapped_in_json_are_read(
-    wrap: Callable[[str], dict[str, str]], tmp_path: Path
+    wrap: Callable[[str], dict[str, object]], tmp_path: Path
 ) -> None:
     for log, kind in (
         (BANNER + ROUTER, TraceFormat.ROUTER),
@@ -377,6 +378,13 @@ def test_logs_that_docker_and_journald_have_wrapped_in_json_are_read(
     ):
         lines = [json.dumps(wrap(line)) + "\n" for line in log.splitlines()]
         assert convert_trace(written(tmp_path / "container.log", "".join(lines))).format is kind
+
+
+@pytest.mark.parametrize("message", [[300], ["INFO"], [1.5], {}, 7])
+def test_messages_in_journald_s_objects_that_are_no_text_are_passed_over(message: object, tmp_path: Path) -> None:
+    log = vllm_log(("01-01 00:00:00", "Received request a: prompt: 'x', params: (max_tokens=16)"))
+    lines = [json.dumps({"_PID": "17", "MESSAGE": each}) + "\n" for each in (message, *log.splitlines())]
+    assert len(convert_trace(written(tmp_path / "journal.json", "".join(lines))).trace) == 1
 
 
 def test_lines_that_journald_left_out_as_too_long_are_counted(tmp_path: Path) -> None:
