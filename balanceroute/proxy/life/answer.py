@@ -149,11 +149,8 @@ class Answer:
         """
         expected = self.request.prompt_tokens
         if self.request is not self._original and result.prompt_tokens != expected:
-            raise BadUpstreamReply(
-                f"it can't go on from token ids: prefilled {result.prompt_tokens} tokens, not {expected}",
-                worker=worker.id,
-                tier="prefill",
-            )
+            text = f"it can't go on from token ids: prefilled {result.prompt_tokens} tokens, not {expected}"
+            raise worker.failure(BadUpstreamReply, text)
 
     def check_prompt(self, prefiller: str, worker: Worker, read: int) -> None:
         """Check that prefiller and decode worker count the same prompt; with other templates or tokenizers the KV is
@@ -172,11 +169,10 @@ class Answer:
             return
         differs_from.add(worker.id)
         self._is_of_another_prompt = True
-        error = PromptsDiffer(
+        error = worker.failure(
+            PromptsDiffer,
             f"its prompt has {read} tokens, and {len(computed)} at the prefiller: their chat templates, "
             "tokenizers or versions differ",
-            worker=worker.id,
-            tier="decode",
         )
         error.elsewhere = any(one.able and one.id not in differs_from for one in fleet.of(Role.DECODE))
         if prefiller in fleet:

@@ -52,7 +52,7 @@ async def decode(leg: Leg, worker: Worker, grace_s: float) -> bool:
     limits, now = services.config.limits, services.tickets.now()
     leg.decoder_id = worker.id
     streams = answer.request.streams_upstream
-    leg.enter(worker, "decode", now + first_bytes_s(services.config, answer.request), grace_s)
+    leg.enter(worker, now + first_bytes_s(services.config, answer.request), grace_s)
     leg.generates_from_s = now
     tokens, answered = answer.scanner.tokens, False
     leg.kv.cache_salt = worker.cache_salt
@@ -71,7 +71,7 @@ async def decode(leg: Leg, worker: Worker, grace_s: float) -> bool:
         if reply.status != 200:
             raise await _refusal(leg, worker, reply, params)
         if reply.header(b"content-encoding") not in (None, b"identity"):
-            raise BadUpstreamReply("it compressed its reply unasked", worker=worker.id, tier="decode")
+            raise worker.failure(BadUpstreamReply, "it compressed its reply unasked")
         complete = await (_stream(leg, worker, reply) if streams else _whole(leg, worker, reply))
         answered = True
         if complete:
@@ -124,7 +124,7 @@ def first_bytes_s(config: Config, request: ClientRequest) -> float:
 
 async def _refusal(leg: Leg, worker: Worker, reply: Reply, params: bytes) -> UpstreamError:
     """The error for a status other than 200; the leg keeps the parameters if the engine has not seen them."""
-    error = status_error(reply, await reply.read(MAX_ERROR_BYTES, cut=True), worker, "decode")
+    error = status_error(reply, await reply.read(MAX_ERROR_BYTES, cut=True), worker)
     streams = leg.answer.request.streams_upstream
     if isinstance(error, UpstreamStatus) and (error.status < 500 or error.status == 503 or streams):
         leg.kv.refused(params)
@@ -203,7 +203,7 @@ async def _first_events(leg: Leg, worker: Worker, reply: Reply) -> bytes:
             if leg.streaming_from is None:
                 _has_begun(leg, worker)
     if not scanner.begun and (chunk is None or scanner.end is None):
-        raise BadUpstreamReply("its stream holds no event of an answer", worker=worker.id, tier="decode")
+        raise worker.failure(BadUpstreamReply, "its stream holds no event of an answer")
     if not scanner.begun or (scanner.end in _NO_ANSWER and b"data:" not in out):
         return b""
     return out
@@ -237,11 +237,11 @@ def _ended(leg: Leg, worker: Worker, broken: UpstreamError | None) -> bool:
     if broken is not None:
         raise broken
     if end is StreamEnd.MALFORMED:
-        raise BadUpstreamReply(scanner.fault, worker=worker.id, tier="decode")
+        raise worker.failure(BadUpstreamReply, scanner.fault)
     if end is StreamEnd.FOREIGN:
-        raise foreign_reply(worker, "decode", scanner.fault)
+        raise foreign_reply(worker, scanner.fault)
     if end is StreamEnd.OVERSIZED:
-        raise BadUpstreamReply("an event is larger than any answer", worker=worker.id, tier="decode")
+        raise worker.failure(BadUpstreamReply, "an event is larger than any answer")
     return False
 
 
@@ -258,7 +258,7 @@ async def _whole(leg: Leg, worker: Worker, reply: Reply) -> bool:
         upstream_id=leg.upstream_id,
         request_id=leg.id,
     )
-    check_id(worker, "decode", corrected.reply_id, leg.upstream_id)
+    check_id(worker, corrected.reply_id, leg.upstream_id)
     answer.check_prompt(leg.prefiller_id, worker, corrected.prompt_ids)
     if corrected.finish_reason == ABORT:
         raise aborted(worker.id, "decode")
@@ -294,6 +294,4 @@ def _check_is_stream(reply: Reply, worker: Worker) -> None:
     kind = reply.header(b"content-type")
     if kind is not None and not kind.lower().startswith(b"text/event-stream"):
         content_type = kind[:80].decode("latin-1")
-        raise BadUpstreamReply(
-            f"it answered with {content_type}, not a stream of events", worker=worker.id, tier="decode"
-        )
+        raise worker.failure(BadUpstreamReply, f"it answered with {content_type}, not a stream of events")

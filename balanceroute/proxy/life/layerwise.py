@@ -157,7 +157,7 @@ class Layerwise:
             note_growth(leg, tokens)
             if error.tier != "prefill":
                 await leg.suspect_loss(error, worker)
-                await asyncio.sleep(retries.judge(error, worker, "decode", begun=bool(scanner.tokens)))
+                await asyncio.sleep(retries.judge(error, worker, begun=bool(scanner.tokens)))
             elif not isinstance(error, WorkerSilent):  # a silent one may have written half of the KV
                 raise  # judged already, as the last try
         else:
@@ -231,7 +231,7 @@ class Layerwise:
         unknown = all(each.kv_connector is None for each in self._services.fleet.of(Role.DECODE))
         if unknown and self._push is None:
             reason = f"it has asked for no prefill in {GIVE_UP_S:g} s: {_MISTAKEN} (layerwise.callback_url)"
-            self._leg.interrupt(WrongConnector(reason, worker=worker.id, tier="decode"))
+            self._leg.interrupt(worker.failure(WrongConnector, reason))
 
     def _called_back(self, worker: Worker, asked: bytes) -> None:
         if worker.kv_connector is None:
@@ -296,7 +296,7 @@ class Layerwise:
             try:
                 return await self._ask_to_push(prefiller, asked)
             except UpstreamError as error:
-                delay_s = leg.retries.judge(error, prefiller, "prefill", begun=bool(leg.answer.scanner.tokens))
+                delay_s = leg.retries.judge(error, prefiller, begun=bool(leg.answer.scanner.tokens))
                 if not _unseen(error):
                     raise PushFailed(error, delay_s) from error
                 await asyncio.sleep(delay_s)
@@ -323,15 +323,14 @@ class Layerwise:
         leg, patience_s = self._leg, self._services.config.limits.first_byte_timeout_s.prefill
         prefiller.take()
         prefiller.circuit.used()
-        leg.retries.tries("prefill")
+        leg.retries.tries(prefiller)
         try:
             async with asyncio.timeout(patience_s):
                 result = await ask(leg, prefiller, push_body(leg.answer.request, asked))
             has_prefilled(leg, prefiller, result)
             return result
         except TimeoutError:
-            text = f"no answer within {patience_s:g} s"
-            raise UpstreamTimeout(text, worker=prefiller.id, tier="prefill") from None
+            raise prefiller.failure(UpstreamTimeout, f"no answer within {patience_s:g} s") from None
         except asyncio.CancelledError:
             prefiller.circuit.inconclusive()
             raise

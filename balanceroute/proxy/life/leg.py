@@ -178,7 +178,7 @@ class Leg:
         # its state
         self._task: asyncio.Task[Any] | None = None
         self.at_worker = ""  # the id of the worker with a request under way
-        self.last_tried = ("", "")  # the id and role of the worker that the present try, or the last one, went to
+        self.last_tried = ("", "")  # the id and tier of the worker that the present try, or the last one, went to
         self.streaming_from: Worker | None = None  # the decode worker whose tokens come
         self.reply: Reply | None = None  # the decode worker's stream, while it is read
         self.kv_due = False  # its decode worker waits for KV that is being computed: no token can come
@@ -294,9 +294,9 @@ class Leg:
         elif isinstance(error, Rejected):
             self._interruption = error
 
-    def move(self, worker_id: str, role: str) -> None:
+    def move(self, worker: Worker) -> None:
         """Leave a silent worker: that try has failed, and nothing more is read of it."""
-        self.interrupt(WorkerSilent("the worker has fallen silent", worker=worker_id, tier=role))
+        self.interrupt(worker.failure(WorkerSilent, "the worker has fallen silent"))
 
     def interruption(self) -> BalanceRouteError | None:
         """The error of `interrupt`, once; None: the cancellation came from elsewhere, too."""
@@ -371,17 +371,17 @@ class Leg:
         if self._tries > 1:
             self.upstream_id = f"{self.id}-{self._tries}"
 
-    def enter(self, worker: Worker, role: str, deadline_s: float, grace_s: float) -> None:
+    def enter(self, worker: Worker, deadline_s: float, grace_s: float) -> None:
         """Note that a request to this worker is about to be sent; `leave` ends it.
 
         Args: deadline_s: for its first byte. grace_s: how long it continues if the client leaves.
         """
         worker.take()
         worker.circuit.used()
-        self.retries.tries(role)
+        self.retries.tries(worker)
         self.try_deadline_s, self._grace_s = deadline_s, grace_s
         self.at_worker = worker.id
-        self.last_tried = (worker.id, role)
+        self.last_tried = (worker.id, worker.tier)
 
     def note_received(self, worker: Worker) -> None:
         """Note that the worker has the request, so it can be hung up when the client leaves. Raises: ClientGone."""

@@ -131,9 +131,9 @@ class Mover:
         for name in choose([found for _, _, found in stuck.values()], free, config.retry.resume_after_silence_s):
             leg, worker, _ = stuck[name]
             self._moving[name] = worker.id
-            self._services.metrics.moves.inc(worker.spec.role.value)
+            self._services.metrics.moves.inc(worker.tier)
             log.debug("request moved", extra={"request": name, "worker": worker.id})
-            leg.move(worker.id, worker.spec.role.value)
+            leg.move(worker)
 
     def _stuck(self, leg: Leg, worker: Worker, now: float) -> Stuck | None:
         """How long the leg is stuck at this worker; None: it stays."""

@@ -50,7 +50,7 @@ async def try_probe(leg: Leg, worker: Worker) -> PrefillResult | None:
         return await probe(leg, worker)
     except UpstreamError as error:
         leg.check_abandoned(worker)
-        await asyncio.sleep(leg.retries.judge(error, worker, "prefill", begun=bool(leg.answer.scanner.tokens)))
+        await asyncio.sleep(leg.retries.judge(error, worker, begun=bool(leg.answer.scanner.tokens)))
         clear_frames(error)
         return None
 
@@ -61,12 +61,12 @@ async def probe(leg: Leg, worker: Worker) -> PrefillResult:
     leg.new_try()
     deadline_s = services.tickets.now() + services.config.limits.first_byte_timeout_s.prefill
     pins = not request.scores_only
-    leg.enter(worker, "prefill", deadline_s, PROBE_GRACE_S if pins else 0.0)
+    leg.enter(worker, deadline_s, PROBE_GRACE_S if pins else 0.0)
     try:
         result = await ask(leg, worker, probe_body(request) if pins else score_body(request))
         if pins and result.kv_transfer_params is None:
             services.doubt_connector(worker, NO_PARAMETERS.format(services.config.connector))
-            raise NothingPinned("it returned no kv_transfer_params", worker=worker.id, tier="prefill")
+            raise worker.failure(NothingPinned, "it returned no kv_transfer_params")
         has_prefilled(leg, worker, result)
         return result
     except (ConnectionLost, ForeignReply, NoCompletion, ReplyTooLarge):
@@ -98,10 +98,10 @@ def ask(leg: Leg, worker: Worker, body: bytes) -> Awaitable[PrefillResult]:
 async def _result(leg: Leg, worker: Worker, asked: Awaitable[Reply]) -> PrefillResult:
     request, reply = leg.answer.request, await asked
     if reply.status != 200:
-        raise status_error(reply, await reply.read(MAX_ERROR_BYTES, cut=True), worker, "prefill")
+        raise status_error(reply, await reply.read(MAX_ERROR_BYTES, cut=True), worker)
     answer = await reply.read(REPLY_LIMIT)
     result = parse_probe_reply(answer, worker=worker.id, keep=request.prompt_wishes is not None)
-    check_id(worker, "prefill", result.reply_id, leg.upstream_id)
+    check_id(worker, result.reply_id, leg.upstream_id)
     return result
 
 

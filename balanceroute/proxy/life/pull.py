@@ -107,7 +107,7 @@ class Pull:
             lost = error
             note_growth(leg, tokens)
             await leg.suspect_loss(error, worker)
-            await asyncio.sleep(retries.judge(error, worker, "decode", begun=bool(scanner.tokens)))
+            await asyncio.sleep(retries.judge(error, worker, begun=bool(scanner.tokens)))
         else:
             await given_back(leg, worker, tokens)
         try:

@@ -118,24 +118,24 @@ class Retries:
 
     # -- judging
 
-    def judge(self, error: UpstreamError, worker: Worker, tier: str, *, begun: bool) -> float:
+    def judge(self, error: UpstreamError, worker: Worker, *, begun: bool) -> float:
         """Judge a failed try; returns the wait before the next, in seconds.
 
         Args: begun: the answer has tokens already, from any worker.
 
         Raises: `error`, when it was the last try.
         """
-        services = self._services
+        services, tier = self._services, worker.tier
         if isinstance(error, PromptsDiffer) and error.prefiller:
             worker.circuit.inconclusive()
             worker = services.fleet[error.prefiller]
-        circuit, differs = worker.circuit, self._differs(error, worker, tier)
+        circuit, differs = worker.circuit, self._differs(error, worker)
         refused = is_refused(error) and not differs
         if refused or isinstance(error, DeadlineExceeded) or (isinstance(error, PromptsDiffer) and not differs):
             circuit.inconclusive()
             raise error
         if not isinstance(error, CannotConnect):  # which is this process's own lack
-            services.metrics.upstream_errors.inc(worker.id, worker.spec.role.value, error.kind)
+            services.metrics.upstream_errors.inc(worker.id, worker.tier, error.kind)
         fields = {"request": self._request_id, "worker": worker.id, "tier": tier, "error": str(error)}
         log.debug("try failed", extra=fields)
         now = services.tickets.now()
@@ -161,7 +161,7 @@ class Retries:
         self._to_retry.add(tier)
         return self._backoff_s(max(1, failures))
 
-    def _differs(self, error: UpstreamError, worker: Worker, tier: str) -> bool:
+    def _differs(self, error: UpstreamError, worker: Worker) -> bool:
         """Whether the worker has another model, key or chat template than one that has served the request, or its
         like, or no such rank.
         """
@@ -173,7 +173,7 @@ class Retries:
         statuses = (404,) if services.config.auth.worker_api_key is None else (401, 403, 404)
         if not isinstance(error, UpstreamStatus) or error.status not in statuses:
             return False
-        if tier == "decode" and not services.config.decode_first:
+        if worker.tier == "decode" and not services.config.decode_first:
             return True
         worker.served_models.discard(self._model)
         return any(self._model in one.served_models for one in services.fleet.of(worker.spec.role) if one.able)
@@ -206,11 +206,11 @@ class Retries:
             one.circuit.success()
         return True
 
-    def tries(self, tier: str) -> None:
-        """Count a try as a retry if one has failed before it."""
-        if tier in self._to_retry:
-            self._to_retry.discard(tier)
-            self._services.metrics.retries.inc(tier)
+    def tries(self, worker: Worker) -> None:
+        """Count a try as a retry if one has failed before it in this worker's tier."""
+        if worker.tier in self._to_retry:
+            self._to_retry.discard(worker.tier)
+            self._services.metrics.retries.inc(worker.tier)
 
     def _failed(self, tier: str) -> int:
         """Count a failure; returns the failures in a row."""
@@ -236,9 +236,7 @@ class Retries:
         """
         self._fruitless += 1
         if self._fruitless >= MAX_FRUITLESS:
-            raise BadUpstreamReply(
-                "it gives the request back, or its KV is too old, again and again", worker=worker.id, tier="decode"
-            )
+            raise worker.failure(BadUpstreamReply, "it gives the request back, or its KV is too old, again and again")
         return self._backoff_s(self._fruitless)
 
     async def suspect_loss(self, error: UpstreamError, worker: Worker, *, midway: bool) -> None:
@@ -263,13 +261,13 @@ class Retries:
         if not given_up:
             return
         worker.circuit.fault(now, public_reason(error))
-        services.metrics.upstream_errors.inc(worker.id, "decode", error.kind)
+        services.metrics.upstream_errors.inc(worker.id, worker.tier, error.kind)
         services.metrics.given_up_requests.inc()
         fields = {"request": self._request_id, "workers": suspect.workers}
         log.warning("request given up: decode workers die under it", extra=fields)
         where = "under this request's answer" if suspect.midway else "before this request's first token"
         text = f"{len(suspect.workers)} decode workers were lost {where}; it goes to no other"
-        raise DecodersLost(text, worker=worker.id, tier="decode") from error
+        raise worker.failure(DecodersLost, text) from error
 
     @property
     def has_losses(self) -> bool:
@@ -379,11 +377,12 @@ def pushes_back(error: UpstreamError) -> bool:
     return isinstance(error, UpstreamStatus) and error.status in (429, 503)
 
 
-def status_error(reply: Reply, body: bytes, worker: Worker, tier: str) -> UpstreamError:
+def status_error(reply: Reply, body: bytes, worker: Worker) -> UpstreamError:
     """The error for a worker's status other than 200."""
     if reply.status < 400:
-        return BadUpstreamReply(f"it answered with status {reply.status}", worker=worker.id, tier=tier)
-    error = UpstreamStatus(f"status {reply.status}", worker=worker.id, tier=tier, status=reply.status, body=body)
+        return worker.failure(BadUpstreamReply, f"it answered with status {reply.status}")
+    text = f"status {reply.status}"
+    error = UpstreamStatus(text, worker=worker.id, tier=worker.tier, status=reply.status, body=body)
     error.retry_after_s = retry_after_s(reply.header(b"retry-after"))
     return error
 
@@ -401,7 +400,7 @@ def event_error(payload: bytes, worker: Worker) -> UpstreamStatus:
         code = None
     status = code if isinstance(code, int) and 400 <= code <= 599 else 502
     text = f"error event of status {status}"
-    return UpstreamStatus(text, worker=worker.id, tier="decode", status=status, body=payload[:MAX_ERROR_BYTES])
+    return UpstreamStatus(text, worker=worker.id, tier=worker.tier, status=status, body=payload[:MAX_ERROR_BYTES])
 
 
 def public_reason(error: UpstreamError) -> str:

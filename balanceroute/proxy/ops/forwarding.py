@@ -270,6 +270,5 @@ def _checked(answer: Response, worker: Worker) -> Response:
             raise ValueError(f"status {answer.status_code}")
         _json.decode(answer.body)
     except (ValueError, RecursionError) as error:
-        text = f"its answer is no JSON ({error})"
-        raise BadUpstreamReply(text, worker=worker.id, tier=worker.spec.role.value) from None
+        raise worker.failure(BadUpstreamReply, f"its answer is no JSON ({error})") from None
     return answer

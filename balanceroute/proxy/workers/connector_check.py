@@ -37,7 +37,7 @@ def note_connector(worker: Worker, found: str | None, config: Config, conditions
     conditions.hold(CONNECTOR, worker.id, reason)
     if config.decode_first:
         worker.kv_connector = None  # so that the next request is refused, too
-        raise WrongConnector(reason, worker=worker.id, tier="prefill")
+        raise worker.failure(WrongConnector, reason)
     return found
 
 

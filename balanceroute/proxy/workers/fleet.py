@@ -14,11 +14,11 @@ import secrets
 import ssl
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeVar
 
 from balanceroute.config import Config, place_of
 from balanceroute.core.types import Role, WorkerSpec, WorkerState
-from balanceroute.errors import InvalidRequest
+from balanceroute.errors import InvalidRequest, UpstreamError
 from balanceroute.proxy.wire.responses import JSON_TYPE, header_lines
 from balanceroute.proxy.workers.circuit import Circuit, CircuitConfig, CircuitState
 from balanceroute.proxy.workers.connection import NO_REPLY
@@ -38,6 +38,7 @@ _STATE_BY_CIRCUIT = {
     CircuitState.TRIAL: WorkerState.DRAINING,
     CircuitState.OPEN: WorkerState.DOWN,
 }
+_Error = TypeVar("_Error", bound=UpstreamError)
 
 
 class Worker:
@@ -145,6 +146,15 @@ class Worker:
     def headers_of(self, request_id: str, forwarded: bytes) -> bytes:
         """The header lines of a request with a JSON body; `forwarded`: the client's headers that workers get."""
         return b"".join((_JSON_AND_ID, request_id.encode(), b"\r\n", forwarded, self.rank_line))
+
+    @property
+    def tier(self) -> str:
+        """Its role, as errors, logs and metrics have it."""
+        return self.spec.role.value
+
+    def failure(self, kind: type[_Error], text: str) -> _Error:
+        """An error that names this worker."""
+        return kind(text, worker=self.id, tier=self.tier)
 
     def take_peak(self) -> int:
         """The most requests under way since the last call."""

@@ -12,12 +12,12 @@ from balanceroute.proxy.workers.fleet import Worker
 log = logging.getLogger(__name__)
 
 
-def check_id(worker: Worker, tier: str, answer_id: object, sent_id: str) -> None:
+def check_id(worker: Worker, answer_id: object, sent_id: str) -> None:
     """Check an answer's `id`. Raises: ForeignReply: it is another one, although this worker echoes ids."""
     if answers(answer_id, sent_id):
         worker.echoes_ids = True
     elif worker.echoes_ids:
-        raise foreign_reply(worker, tier, "the answer carries the id of another request")
+        raise foreign_reply(worker, "the answer carries the id of another request")
     else:
         learn_id(worker, False)
 
@@ -31,7 +31,7 @@ def learn_id(worker: Worker, echoed: bool) -> None:
         log.info("worker does not echo X-Request-Id, its answers go unchecked", extra={"worker": worker.id})
 
 
-def foreign_reply(worker: Worker, tier: str, text: str) -> ForeignReply:
+def foreign_reply(worker: Worker, text: str) -> ForeignReply:
     """The error for another request's answer; also drops the worker's idle connections."""
     worker.upstream.drop_idle()  # the missing answer may still come on one of them
-    return ForeignReply(text, worker=worker.id, tier=tier)
+    return worker.failure(ForeignReply, text)

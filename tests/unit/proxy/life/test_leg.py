@@ -83,7 +83,7 @@ class Stays:
 
     async def queued(self) -> Event:
         worker = self.leg.services.fleet["d0"]
-        self.leg.enter(worker, "decode", math.inf, self.grace_s)
+        self.leg.enter(worker, math.inf, self.grace_s)
         self.sent.set()
         try:
             await asyncio.Event().wait()

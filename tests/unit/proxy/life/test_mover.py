@@ -21,6 +21,7 @@ from balanceroute.proxy.life.mover import MOST_ENDED, Mover
 from balanceroute.proxy.life.moves import LANES
 from balanceroute.proxy.life.pool_reaper import PERIOD_S, PoolReaper
 from balanceroute.proxy.ops.services import Services
+from balanceroute.proxy.workers.fleet import Worker
 from balanceroute.proxy.workers.silence import ALL_WORKERS, LATE_LOOK_S, SETTLE_S, FrozenGroup
 from tests.unit.proxy.life.legs import DONE, PROMPT_IDS, Client, a_leg, a_request, dispatching, events, probed, whole
 from tests.unit.proxy.life.test_answer import PREFILLED, give
@@ -304,7 +305,7 @@ class Streams:
     async def queued(self) -> Event:
         leg = self.leg
         worker = leg.streaming_from = leg.services.fleet["d0"]
-        leg.enter(worker, "decode", math.inf, 0.0)
+        leg.enter(worker, math.inf, 0.0)
         leg.answer.begin(PREFILLED)
         give(leg.answer, 20)
         self.begun.set()
@@ -380,7 +381,7 @@ class Standing:
     def late(self, now: float) -> bool:
         return now > self.late_s
 
-    def move(self, worker_id: str, role: str) -> None:
+    def move(self, worker: Worker) -> None:
         self.moved += 1
         self.at_worker = ""
 

@@ -68,7 +68,7 @@ async def test_a_clients_error_is_raised_and_not_held_against_the_worker(
     services = a_router(a_config(retry=RETRY, **settings))
     worker = services.fleet["d0" if tier == "decode" else "p0"]
     with pytest.raises(UpstreamStatus):
-        Retries(services, "r", None).judge(a_status(status, tier=tier), worker, tier, begun=False)
+        Retries(services, "r", None).judge(a_status(status, tier=tier), worker, begun=False)
     assert not worker.circuit.doubtful
 
 
@@ -82,11 +82,11 @@ async def test_a_decode_worker_with_another_model_or_key_than_the_prefiller_is_h
     services = a_router(a_config(decoders=2, retry=RETRY, auth=auth))
     first, second = services.fleet["d0"], services.fleet["d1"]
     retries = Retries(services, "r", None)
-    retries.judge(a_status(status), first, "decode", begun=False)
+    retries.judge(a_status(status), first, begun=False)
     assert first.circuit.doubtful
-    retries.judge(a_status(status), second, "decode", begun=False)
+    retries.judge(a_status(status), second, begun=False)
     with pytest.raises(UpstreamStatus):
-        retries.judge(a_status(status), second, "decode", begun=False)
+        retries.judge(a_status(status), second, begun=False)
     assert not first.circuit.doubtful, "no decode worker knows it, so the fault may be the request's"
 
 
@@ -107,7 +107,7 @@ async def test_a_rank_that_its_engine_does_not_have_is_held_to_fail(message: str
     body = b'{"error":{"message":"%s","type":"BadRequestError","param":null,"code":400}}' % message.encode()
     error = UpstreamStatus("status 400", worker="d2", tier="decode", status=400, body=body)
     with nullcontext() if held else pytest.raises(UpstreamStatus):
-        retries.judge(error, worker, "decode", begun=False)
+        retries.judge(error, worker, begun=False)
     assert worker.circuit.doubtful is held
 
 
@@ -133,12 +133,12 @@ async def test_a_worker_with_another_model_or_key_than_one_that_serves_the_model
         worker.has_served("m")
     error = a_status(status, tier=tier)
     with pytest.raises(UpstreamStatus):
-        Retries(services, "r", None, "typo").judge(error, other, tier, begun=False)
+        Retries(services, "r", None, "typo").judge(error, other, begun=False)
     assert not other.circuit.doubtful, "nobody has served that model"
-    Retries(services, "r", None, "m").judge(error, other, tier, begun=False)
+    Retries(services, "r", None, "m").judge(error, other, begun=False)
     assert other.circuit.doubtful and not known.circuit.doubtful
     with pytest.raises(UpstreamStatus):
-        Retries(services, "r", None, "m").judge(error, known, tier, begun=False)
+        Retries(services, "r", None, "m").judge(error, known, begun=False)
     assert not known.circuit.doubtful, "no other worker serves the model"
 
 
@@ -149,7 +149,7 @@ async def test_a_worker_that_serves_no_more_is_no_witness_against_another() -> N
     known.has_served("m")
     known.circuit.open(services.tickets.now(), "status 500")
     with pytest.raises(UpstreamStatus):
-        Retries(services, "r", None, "m").judge(a_status(404, tier="prefill"), other, "prefill", begun=False)
+        Retries(services, "r", None, "m").judge(a_status(404, tier="prefill"), other, begun=False)
     assert not other.circuit.doubtful
 
 
@@ -159,7 +159,7 @@ async def test_an_answer_that_is_too_large_ends_the_request_that_may_have_asked_
     services, retries = some_retries()
     worker = services.fleet["p0" if tier == "prefill" else "d0"]
     with pytest.raises(ReplyTooLarge):
-        retries.judge(ReplyTooLarge("too large", worker=worker.id, tier=tier), worker, tier, begun=False)
+        retries.judge(ReplyTooLarge("too large", worker=worker.id, tier=tier), worker, begun=False)
     assert not worker.circuit.doubtful
 
 
@@ -169,9 +169,9 @@ async def test_a_lack_of_descriptors_is_a_failed_try_but_not_held_against_the_wo
     worker = services.fleet["d0"]
     error = CannotConnect("cannot connect: Too many open files", worker="d0", tier="decode")
     for _ in range(2):
-        retries.judge(error, worker, "decode", begun=False)
+        retries.judge(error, worker, begun=False)
     with pytest.raises(CannotConnect):
-        retries.judge(error, worker, "decode", begun=False)
+        retries.judge(error, worker, begun=False)
     assert not worker.out and not worker.circuit.doubtful
     assert services.metrics.upstream_errors.value("d0", "decode", "connect") == 0
 
@@ -190,11 +190,11 @@ async def test_an_error_that_all_workers_give_is_held_against_none(left: str, st
     elif left == "drained":
         fleet.drain(other)
     error = UpstreamStatus("its own", worker="d0", tier="decode", status=status, body=body)
-    retries.judge(error, erring, "decode", begun=False)
+    retries.judge(error, erring, begun=False)
     assert erring.circuit.doubtful
-    retries.judge(error, other if left == "none" else erring, "decode", begun=False)
+    retries.judge(error, other if left == "none" else erring, begun=False)
     with pytest.raises(UpstreamStatus):
-        retries.judge(error, erring, "decode", begun=False)
+        retries.judge(error, erring, begun=False)
     clear = left != "up" and status < 502 and body == b"{}"
     assert erring.circuit.doubtful is not clear
     assert other.circuit.doubtful is (left == "down" or (left == "none" and not clear))
@@ -213,7 +213,7 @@ async def test_many_requests_that_engines_answer_with_500_leave_half_of_the_tier
     for worker in workers[:3]:
         worker.has_begun(services.tickets.now())
     for worker in workers:
-        Retries(services, "r", None).judge(a_status(status), worker, "decode", begun=False)
+        Retries(services, "r", None).judge(a_status(status), worker, begun=False)
     assert [worker.circuit.doubtful for worker in workers] == blamed, "the last one serves no other request"
 
 
@@ -224,7 +224,7 @@ async def test_a_worker_that_serves_none_but_its_old_requests_is_blamed_whatever
     second.has_begun(services.tickets.now())
     await let_pass(2 * RECENT_S)
     for worker in (first, second):
-        Retries(services, "r", None).judge(a_status(500), worker, "decode", begun=False)
+        Retries(services, "r", None).judge(a_status(500), worker, begun=False)
     assert second.circuit.doubtful
 
 
@@ -244,7 +244,7 @@ async def test_a_worker_that_fails_requests_is_down_with_the_last_failure_and_no
     retries, worker = Retries(services, "r", None), services.fleet["d0"]
     with pytest.raises(UpstreamError):
         for _ in range(services.config.health.failure_threshold):
-            retries.judge(error, worker, "decode", begun=False)
+            retries.judge(error, worker, begun=False)
     assert f"({expected}" in why_not_up(worker) and "prompt" not in why_not_up(worker)
 
 
@@ -252,12 +252,12 @@ async def test_a_worker_that_fails_requests_is_down_with_the_last_failure_and_no
 async def test_an_error_before_the_first_token_does_not_clear_a_worker_that_fails_later() -> None:
     services = a_router(a_config(decoders=2, retry=RETRY))
     retries, worker = Retries(services, "r", None), services.fleet["d1"]
-    retries.judge(a_status(500), services.fleet["d0"], "decode", begun=False)
+    retries.judge(a_status(500), services.fleet["d0"], begun=False)
     retries.grown()
     for _ in range(2):
-        retries.judge(a_status(500), worker, "decode", begun=True)
+        retries.judge(a_status(500), worker, begun=True)
     with pytest.raises(UpstreamStatus):
-        retries.judge(a_status(500), worker, "decode", begun=True)
+        retries.judge(a_status(500), worker, begun=True)
     assert worker.circuit.doubtful
 
 
@@ -266,7 +266,7 @@ async def test_an_error_before_the_first_token_does_not_clear_a_worker_that_fail
 async def test_back_pressure_uses_up_no_try(status: int) -> None:
     services, retries = some_retries()
     waits = [
-        retries.judge(a_status(status), services.fleet["d0"], "decode", begun=False)
+        retries.judge(a_status(status), services.fleet["d0"], begun=False)
         for _ in range(10 * RETRY["max_attempts"])  # type: ignore[call-overload]
     ]
     assert all(0.0 <= wait_s <= RETRY["max_delay_s"] for wait_s in waits)
@@ -281,9 +281,9 @@ async def test_a_failure_is_retried_until_the_last_one_is_raised(error: Upstream
     services, retries = some_retries()
     worker = services.fleet["d0"]
     for _ in range(2):
-        assert 0.0 <= retries.judge(error, worker, "decode", begun=False) <= RETRY["max_delay_s"]
+        assert 0.0 <= retries.judge(error, worker, begun=False) <= RETRY["max_delay_s"]
     with pytest.raises(type(error)):
-        retries.judge(error, worker, "decode", begun=False)
+        retries.judge(error, worker, begun=False)
 
 
 @with_virtual_time
@@ -291,44 +291,44 @@ async def test_failures_count_per_tier_and_lasting_tokens_reset_those_of_decode(
     services, retries = some_retries()
     prefiller, decoder = services.fleet["p0"], services.fleet["d0"]
     for _ in range(2):
-        retries.judge(lost(), prefiller, "prefill", begun=False)
-        retries.judge(lost(), decoder, "decode", begun=False)
+        retries.judge(lost(), prefiller, begun=False)
+        retries.judge(lost(), decoder, begun=False)
     retries.grown()
-    retries.judge(lost(), decoder, "decode", begun=True)
+    retries.judge(lost(), decoder, begun=True)
     with pytest.raises(ConnectionLost):
-        retries.judge(lost(), prefiller, "prefill", begun=True)
+        retries.judge(lost(), prefiller, begun=True)
 
 
 @with_virtual_time
 async def test_an_answered_probe_forgets_the_failures_of_prefill() -> None:
     services, retries = some_retries()
     for _ in range(2):
-        retries.judge(lost(), services.fleet["p0"], "prefill", begun=False)
+        retries.judge(lost(), services.fleet["p0"], begun=False)
     retries.prefilled()
-    retries.judge(lost(), services.fleet["p0"], "prefill", begun=False)
+    retries.judge(lost(), services.fleet["p0"], begun=False)
 
 
 @with_virtual_time
 async def test_a_prefiller_that_pins_nothing_is_retried_once() -> None:
     services, retries = some_retries()
     error = NothingPinned("none", worker="p0", tier="prefill")
-    retries.judge(error, services.fleet["p0"], "prefill", begun=False)
+    retries.judge(error, services.fleet["p0"], begun=False)
     with pytest.raises(NothingPinned):
-        retries.judge(error, services.fleet["p0"], "prefill", begun=False)
+        retries.judge(error, services.fleet["p0"], begun=False)
 
 
 @with_virtual_time
 async def test_a_prefiller_that_pins_nothing_after_other_failures_is_retried_once_as_well() -> None:
     services, retries = some_retries()
-    retries.judge(lost(), services.fleet["p0"], "prefill", begun=False)
-    retries.judge(NothingPinned("none", worker="p0", tier="prefill"), services.fleet["p0"], "prefill", begun=False)
+    retries.judge(lost(), services.fleet["p0"], begun=False)
+    retries.judge(NothingPinned("none", worker="p0", tier="prefill"), services.fleet["p0"], begun=False)
 
 
 @with_virtual_time
 async def test_a_request_past_its_deadline_is_not_held_against_its_worker() -> None:
     services, retries = some_retries()
     with pytest.raises(DeadlineExceeded):
-        retries.judge(DeadlineExceeded("late", worker="d0", tier=""), services.fleet["d0"], "decode", begun=True)
+        retries.judge(DeadlineExceeded("late", worker="d0", tier=""), services.fleet["d0"], begun=True)
     assert not services.fleet["d0"].out
 
 
@@ -346,7 +346,7 @@ async def test_a_refused_request_waits_until_the_queue_deadline_and_names_the_re
     services, retries = some_retries()
     ticket = services.tickets.submit(RequestSpec("r", 10))
     await ticket.prefiller()
-    retries.judge(a_status(503, 7.0), services.fleet["d0"], "decode", begun=False)
+    retries.judge(a_status(503, 7.0), services.fleet["d0"], begun=False)
     with pytest.raises(QueueTimeout, match="answered 503") as refused:
         await retries.wait_for_worker(ticket, ticket.admission())
     assert refused.value.retry_after_s == 7.0
@@ -357,7 +357,7 @@ async def test_a_refused_request_waits_until_the_queue_deadline_and_names_the_re
 async def test_an_answer_that_has_begun_may_wait_beyond_the_queue_deadline() -> None:
     services, retries = some_retries()
     ticket = services.tickets.submit(RequestSpec("r", 10))
-    retries.judge(a_status(503), services.fleet["d0"], "decode", begun=True)
+    retries.judge(a_status(503), services.fleet["d0"], begun=True)
 
     async def freed() -> str:
         await let_pass(2 * services.config.queue.deadline_s)
@@ -372,14 +372,14 @@ async def test_a_loss_caused_by_another_request_does_not_count_as_a_failed_try()
     cause = Retries(services, "other", None)
     for each in (retries, cause):
         await each.suspect_loss(dead(), services.fleet["d0"], midway=False)
-    retries.judge(dead(), services.fleet["d0"], "decode", begun=False)
+    retries.judge(dead(), services.fleet["d0"], begun=False)
     with pytest.raises(DecodersLost):
         for n in range(1, MAX_LOSSES):
             await cause.suspect_loss(dead(), services.fleet[f"d{n}"], midway=False)
     for _ in range(2):  # of three tries, two are left
-        retries.judge(lost(), services.fleet["d2"], "decode", begun=False)
+        retries.judge(lost(), services.fleet["d2"], begun=False)
     with pytest.raises(ConnectionLost):
-        retries.judge(lost(), services.fleet["d2"], "decode", begun=False)
+        retries.judge(lost(), services.fleet["d2"], begun=False)
 
 
 @with_virtual_time

@@ -31,9 +31,9 @@ def a_worker() -> tuple[Worker, Connections]:
 @with_virtual_time
 async def test_a_worker_that_has_echoed_once_must_always() -> None:
     worker, connections = a_worker()
-    check_id(worker, "decode", "cmpl-r1", "r1")
+    check_id(worker, "cmpl-r1", "r1")
     with pytest.raises(ForeignReply) as foreign:
-        check_id(worker, "decode", "cmpl-r2", "r1")
+        check_id(worker, "cmpl-r2", "r1")
     assert (foreign.value.worker, foreign.value.tier) == ("d0", "decode")
     assert connections.dropped == 1
 
@@ -43,7 +43,7 @@ async def test_a_worker_that_never_echoes_ids_is_unchecked_and_logged_once(caplo
     worker, connections = a_worker()
     with caplog.at_level(logging.INFO, "balanceroute.proxy.workers.identity"):
         for echoed in ("own-1", "own-2", None):
-            check_id(worker, "prefill", echoed, "r1")
+            check_id(worker, echoed, "r1")
     assert connections.dropped == 0
     assert [record.message for record in caplog.records] == [
         "worker does not echo X-Request-Id, its answers go unchecked"
@@ -54,6 +54,6 @@ async def test_a_worker_that_never_echoes_ids_is_unchecked_and_logged_once(caplo
 async def test_a_worker_that_begins_to_echo_is_checked_from_then_on() -> None:
     worker, _ = a_worker()
     learn_id(worker, False)
-    check_id(worker, "decode", "cmpl-r1", "r1")
+    check_id(worker, "cmpl-r1", "r1")
     with pytest.raises(ForeignReply):
-        check_id(worker, "decode", "own", "r1")
+        check_id(worker, "own", "r1")
