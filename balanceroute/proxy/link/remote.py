@@ -321,38 +321,40 @@ class RemoteBrain:
         """Find a brain, stay its member, then find the next one; until cancelled."""
         try:
             while True:
-                self._lost.clear()
-                try:
-                    frames, moved = await self._reach.connect(self._connection)
-                except OSError as error:
-                    self._expire()
-                    if not self._reach.near:  # on this machine the next brain is just starting
-                        self._log_trouble(str(error) or type(error).__name__)
-                    if isinstance(error, UntrustedBrain):
-                        self._put_off_refused()
-                        await asyncio.sleep(self._refused_s)
-                    else:
-                        await asyncio.sleep(RETRY_S)
-                    continue
-                self._frames = frames
-                if not frames.open:  # the brain has closed it already
-                    self._reach.try_next_address()
-                    await asyncio.sleep(RETRY_S)
-                    continue
-                if moved():  # another brain has replaced the socket meanwhile, so the peer may be either
-                    frames.abort("another brain listens there")
-                    await self._lost.wait()
-                    continue
-                self._hello()
-                if not await self._stay(frames, moved):
-                    self._reach.try_next_address()
-                self._expire()
-                await asyncio.sleep(max(self._retry_s, self._refused_s))
+                pause_s = await self._try()
+                await asyncio.sleep(pause_s)
         finally:
             if self._frames is not None:
                 if self.member is not None:
                     self._send(Farewell(self.epoch, ENDS))
                 self._frames.close(ENDS)
+
+    async def _try(self) -> float:
+        """Try to find a brain, and stay its member; returns after how many seconds to try again."""
+        self._lost.clear()
+        try:
+            frames, moved = await self._reach.connect(self._connection)
+        except OSError as error:
+            self._expire()
+            if not self._reach.near:  # on this machine the next brain is just starting
+                self._log_trouble(str(error) or type(error).__name__)
+            if not isinstance(error, UntrustedBrain):
+                return RETRY_S
+            self._put_off_refused()
+            return self._refused_s
+        self._frames = frames
+        if not frames.open:  # the brain has closed it already
+            self._reach.try_next_address()
+            return RETRY_S
+        if moved():  # another brain has replaced the socket meanwhile, so the peer may be either
+            frames.abort("another brain listens there")
+            await self._lost.wait()
+            return 0.0
+        self._hello()
+        if not await self._stay(frames, moved):
+            self._reach.try_next_address()
+        self._expire()
+        return max(self._retry_s, self._refused_s)
 
     async def _stay(self, frames: Frames[FromRelay], moved: Moved) -> bool:
         """Wait until the connection is lost; returns whether this relay has been a member over it."""
