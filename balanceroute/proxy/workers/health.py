@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 
 class HealthMonitor:
-    """Checks every worker every `health.interval_s`."""
+    """Checks every worker every `health.interval_s`: `polling` calls it."""
 
     def __init__(
         self,
@@ -57,15 +57,15 @@ class HealthMonitor:
         """
         self._fleet, self._loop, self._config, self._attention = fleet, loop, config, attention
         self._awaited_since_s, self._on_bug = awaited_since_s, on_bug
-        self._polling = Polling(fleet, self._look, self._uncheckable)
+        self.polling = Polling(fleet, self._look, self._uncheckable)
 
     async def run(self) -> None:
         """Check until cancelled."""
-        await self._polling.run(lambda: self._config().health.interval_s)
+        await self.polling.run(lambda: self._config().health.interval_s)
 
     def check_now(self) -> None:
         """Begin to check all workers, except those that are being checked."""
-        self._polling.start()
+        self.polling.start()
 
     async def _look(self, workers: list[Worker]) -> None:
         """Check one URL and judge its workers; repeat while in doubt."""

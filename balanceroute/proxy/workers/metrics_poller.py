@@ -58,7 +58,7 @@ class Page:
 
 
 class MetricsPoller:
-    """Reads every URL's /metrics once per `prefill.poll_interval_s`."""
+    """Reads every URL's /metrics once per `prefill.poll_interval_s`: `polling` calls it."""
 
     def __init__(
         self,
@@ -75,11 +75,11 @@ class MetricsPoller:
         self._fleet, self._ledger, self._metrics, self._drainer = fleet, ledger, metrics, drainer
         self._config, self._on_bug = config, on_bug
         self._divergence, self._conditions = metrics.divergence, metrics.conditions
-        self._polling = Polling(fleet, self._read, self._unreadable)
+        self.polling = Polling(fleet, self._read, self._unreadable)
 
     async def run(self) -> None:
         """Until cancelled."""
-        await self._polling.run(lambda: self._config().prefill.poll_interval_s, spread=True)
+        await self.polling.run(lambda: self._config().prefill.poll_interval_s, spread=True)
 
     async def _read(self, workers: list[Worker]) -> None:
         while asked := still_here(self._fleet, workers):

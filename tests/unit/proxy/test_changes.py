@@ -73,7 +73,7 @@ async def test_the_next_brain_keeps_a_serving_worker_that_is_being_restarted() -
     script(other, "new", ConnectFailed("refused", worker="new", tier="decode"))
     monitor = health_monitor(other)
     for _ in range(9):
-        await monitor._polling.once()
+        await monitor.polling.once()
         other.fleet.sweep()
     assert other.fleet["new"].state is WorkerState.DOWN and not other.fleet["new"].leaving
 

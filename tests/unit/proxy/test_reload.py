@@ -30,7 +30,6 @@ from balanceroute.proxy.ops.steering import with_policy
 from balanceroute.proxy.perimeter.perimeter import Perimeter
 from balanceroute.proxy.reload import check_taken_over
 from balanceroute.proxy.workers.circuit import CircuitState
-from balanceroute.proxy.workers.polling import Polling
 from tests.unit.proxy.reloading import apply
 from tests.unit.proxy.virtual_time import a_config, a_router, let_pass, script, with_virtual_time
 from tests.waiting import PATIENCE_S, block_until
@@ -189,11 +188,11 @@ async def test_a_worker_added_by_a_reload_is_never_dropped_while_its_engine_star
     apply(services, with_decoders(services.config, "d0", "d9"))
     script(services, "d9", ConnectFailed("refused", worker="d9", tier="decode"))
     for _ in range(services.config.lifecycle.join_attempts + 1):
-        await Polling(services.fleet, monitor._look, monitor._uncheckable).once()
+        await monitor.polling.once()
         await let_pass(services.config.lifecycle.join_interval_s)
     services.fleet.sweep()
     script(services, "d9", 200)
-    await Polling(services.fleet, monitor._look, monitor._uncheckable).once()
+    await monitor.polling.once()
     assert services.fleet["d9"].state is WorkerState.UP
 
 
@@ -232,12 +231,12 @@ async def test_a_worker_of_the_file_whose_engine_takes_long_to_start_is_waited_f
     upstream = script(services, "d9", ConnectFailed("refused", worker="d9", tier="decode"))
     monitor = health_monitor(services)
     for _ in range(60):
-        await monitor._polling.once()
+        await monitor.polling.once()
         services.fleet.sweep()
         await let_pass(10.0)
     assert len(upstream.asked) == 60 and not services.fleet["d9"].healthy
     upstream.answers = [200]
-    await monitor._polling.once()
+    await monitor.polling.once()
     assert services.fleet["d9"].state is WorkerState.UP
 
 

@@ -13,7 +13,6 @@ from balanceroute.proxy.ops.services import Services
 from balanceroute.proxy.workers.connection import NO_REPLY
 from balanceroute.proxy.workers.fleet import why_not_up
 from balanceroute.proxy.workers.health import HealthMonitor
-from balanceroute.proxy.workers.polling import Polling
 from tests.unit.proxy.virtual_time import (
     Answer,
     a_config,
@@ -33,13 +32,13 @@ async def seen_healthy(health: dict[str, float] = HEALTH, **config: Any) -> tupl
     """A router and its monitor, after one round in which everybody answered."""
     services = a_router(a_config(health=health, **config))
     monitor = health_monitor(services)
-    await rounds(monitor, services)
+    await rounds(monitor)
     return services, monitor
 
 
-async def rounds(monitor: HealthMonitor, services: Services, count: int = 1) -> None:
+async def rounds(monitor: HealthMonitor, count: int = 1) -> None:
     for _ in range(count):
-        await Polling(services.fleet, monitor._look, monitor._uncheckable).once()
+        await monitor.polling.once()
 
 
 @pytest.mark.parametrize("answer", [500, REFUSED], ids=["5xx", "refused"])
@@ -49,12 +48,12 @@ async def test_a_worker_without_other_progress_goes_down_after_consecutive_failu
 ) -> None:
     services, monitor = await seen_healthy()
     script(services, "d0", answer)
-    await rounds(monitor, services, 2)
+    await rounds(monitor, 2)
     assert services.fleet["d0"].state is WorkerState.UP
-    await rounds(monitor, services)
+    await rounds(monitor)
     assert services.fleet["d0"].state is WorkerState.DOWN
     script(services, "d0", 200)
-    await rounds(monitor, services)
+    await rounds(monitor)
     assert services.fleet["d0"].state is WorkerState.UP
 
 
@@ -74,11 +73,11 @@ async def test_a_refused_port_or_a_dead_engine_means_that_the_process_has_ended(
             monitor._judge(d0, "no answer within 3 s", silent=True)
     else:
         script(services, "d0", answer)
-        await rounds(monitor, services, 4)
+        await rounds(monitor, 4)
     assert d0.state is WorkerState.DOWN and bool(d0.ended_at) == ended
     at = d0.ended_at
     script(services, "d0", 200)
-    await rounds(monitor, services)
+    await rounds(monitor)
     assert d0.state is WorkerState.UP and d0.ended_at == at
 
 
@@ -93,7 +92,7 @@ async def test_a_worker_that_was_never_up_is_down_with_what_its_health_check_fou
 ) -> None:
     services = a_router(a_config(health=HEALTH))
     script(services, "d0", answer)
-    await rounds(health_monitor(services), services)
+    await rounds(health_monitor(services))
     assert why_not_up(services.fleet["d0"]) == expected
     assert [getattr(line, "reason", "") for line in caplog.records if line.msg == "worker unhealthy"] == [expected]
 
@@ -104,9 +103,9 @@ async def test_a_worker_that_only_ever_closes_connections_may_speak_tls(seen: bo
     services = a_router(a_config(health=HEALTH))
     monitor = health_monitor(services)
     if seen:
-        await rounds(monitor, services)
+        await rounds(monitor)
     script(services, "d0", ConnectFailed(f"{NO_REPLY}: reset", worker="d0", tier="decode"))
-    await rounds(monitor, services, 3)
+    await rounds(monitor, 3)
     assert ("its URL must be https://" in why_not_up(services.fleet["d0"])) is not seen
 
 
@@ -125,7 +124,7 @@ async def test_a_worker_that_goes_down_is_down_with_what_its_last_health_check_f
 ) -> None:
     services, monitor = await seen_healthy()
     script(services, "d0", 500, answer)
-    await rounds(monitor, services, 3)
+    await rounds(monitor, 3)
     assert services.fleet["d0"].state is WorkerState.DOWN
     assert why_not_up(services.fleet["d0"]) == expected
 
@@ -134,7 +133,7 @@ async def test_a_worker_that_goes_down_is_down_with_what_its_last_health_check_f
 async def test_a_worker_that_reports_a_dead_engine_is_down_at_once() -> None:
     services, monitor = await seen_healthy()
     script(services, "d0", 503)
-    await rounds(monitor, services)
+    await rounds(monitor)
     assert services.fleet["d0"].state is WorkerState.DOWN
 
 
@@ -144,14 +143,14 @@ async def test_a_silent_worker_gets_no_new_request_after_one_check_and_is_down_a
     worker = services.fleet["d0"]
     script(services, "d0", None)
     began_s = services.ledger.now()
-    looking = asyncio.ensure_future(rounds(monitor, services))
+    looking = asyncio.ensure_future(rounds(monitor))
     await let_pass(HEALTH["timeout_s"] + 0.1)
     assert worker.state is WorkerState.DRAINING and worker.healthy
     await looking
     assert worker.state is WorkerState.DOWN
     assert services.ledger.now() - began_s < 3 * HEALTH["timeout_s"] + 0.5
     script(services, "d0", 200)
-    await rounds(monitor, services)
+    await rounds(monitor)
     assert worker.state is WorkerState.UP
 
 
@@ -161,7 +160,7 @@ async def test_a_rank_that_leaves_during_the_check_of_its_server_is_no_failure_o
     services, monitor = await seen_healthy(decode={"workers": ranks})
     asked = leaving(services, "d0")
     other = script(services, "d1", 200)
-    await rounds(monitor, services)
+    await rounds(monitor)
     assert asked.asked and other.asked and "d0" not in services.fleet
     assert services.fleet["d1"].checks_failed == 0
 
@@ -170,13 +169,13 @@ async def test_a_rank_that_leaves_during_the_check_of_its_server_is_no_failure_o
 async def test_a_hanging_check_of_a_departed_worker_does_not_affect_its_namesake() -> None:
     services, monitor = await seen_healthy()
     script(services, "d0", None)
-    looking = asyncio.ensure_future(rounds(monitor, services))
+    looking = asyncio.ensure_future(rounds(monitor))
     await let_pass(0.1)
     services.fleet.leave(services.fleet["d0"])
     services.fleet.sweep()
     services.fleet.add(WorkerSpec("d0", Role.DECODE, "http://another:1"), join_attempts=3)
     script(services, "d0", 200)
-    await rounds(monitor, services)
+    await rounds(monitor)
     await looking
     view = services.ledger.view()
     assert next(worker.state for worker in view.decoders if worker.id == "d0") is WorkerState.UP
@@ -187,7 +186,7 @@ async def test_a_hanging_check_of_a_departed_worker_does_not_affect_its_namesake
 async def test_one_answer_ends_the_doubts_about_a_worker() -> None:
     services, monitor = await seen_healthy()
     script(services, "d0", None, 200)
-    await rounds(monitor, services)
+    await rounds(monitor)
     assert services.fleet["d0"].state is WorkerState.UP
     assert services.fleet["d0"].checks_failed == 0
 
@@ -198,7 +197,7 @@ async def test_a_worker_without_a_token_since_a_silent_check_gets_no_new_request
     worker = services.fleet["d0"]
     script(services, "d0", None)
     worker.progress_s = services.ledger.now() - 0.01
-    looking = asyncio.ensure_future(rounds(monitor, services))
+    looking = asyncio.ensure_future(rounds(monitor))
     await let_pass(HEALTH["timeout_s"] + 0.1)
     assert worker.state is WorkerState.DRAINING and worker.checks_failed == 0
     await looking
@@ -223,7 +222,7 @@ async def test_a_worker_with_recent_progress_may_miss_a_check_but_not_refuse_it(
             await let_pass(1.0)
 
     working = asyncio.ensure_future(work())
-    await rounds(monitor, services, 10)
+    await rounds(monitor, 10)
     working.cancel()
     assert services.fleet["d0"].state is state
 
@@ -235,7 +234,7 @@ async def test_a_silent_worker_without_progress_on_its_request_is_down() -> None
     script(services, "d0", None)
     for _ in range(3):
         worker.in_use = 1
-        await rounds(monitor, services)
+        await rounds(monitor)
     assert worker.state is WorkerState.DOWN
 
 
@@ -245,9 +244,9 @@ async def test_a_health_timeout_noticed_late_by_a_stalled_loop_does_not_count() 
     script(services, "d0", None)
     for _ in range(5):
         services.loop.call_later(2.0, stand_still, 30.0)  # as if a callback had run for so long
-        await rounds(monitor, services)
+        await rounds(monitor)
     assert services.fleet["d0"].checks_failed == 0
-    await rounds(monitor, services, 3)
+    await rounds(monitor, 3)
     assert services.fleet["d0"].state is WorkerState.DOWN
 
 
@@ -257,7 +256,7 @@ async def test_a_pause_of_the_router_within_the_health_timeout_does_not_count(st
     services = a_router(a_config(health=HEALTH))
     script(services, "d0", None)  # never seen healthy: one verdict would take it out
     services.loop.call_later(0.05, stand_still, stall_s)
-    await rounds(health_monitor(services), services)
+    await rounds(health_monitor(services))
     assert services.fleet["d0"].state is WorkerState.UP
 
 
@@ -265,7 +264,7 @@ async def test_a_pause_of_the_router_within_the_health_timeout_does_not_count(st
 async def test_a_worker_that_was_never_healthy_is_out_at_once() -> None:
     services = a_router(a_config(health=HEALTH))
     script(services, "d0", REFUSED)
-    await rounds(health_monitor(services), services)
+    await rounds(health_monitor(services))
     assert [worker.state for worker in services.fleet] == [WorkerState.UP, WorkerState.DOWN] + [WorkerState.UP] * 2
 
 
@@ -280,10 +279,10 @@ async def test_a_worker_that_joins_and_never_answers_is_dropped_after_its_attemp
     assert services.fleet.sweep() == ["d0"]
     services.fleet.add(spec, join_attempts=2)
     script(services, "d0", REFUSED)
-    await rounds(monitor, services)
+    await rounds(monitor)
     assert not services.fleet["d0"].leaving
     await let_pass(10.0)
-    await rounds(monitor, services)
+    await rounds(monitor)
     assert services.fleet.sweep() == ["d0"] and "d0" not in services.fleet
     logged = [(line.msg, line.reason) for line in caplog.records if hasattr(line, "reason")]
     why = "it has not answered /health yet (refused)"
@@ -299,7 +298,7 @@ async def test_a_health_check_without_a_free_descriptor_does_not_count() -> None
     error = CannotConnect("cannot connect: too many open files", worker="d0", tier="decode")
     services, monitor = await seen_healthy()
     script(services, "d0", error)
-    await rounds(monitor, services, 4)
+    await rounds(monitor, 4)
     assert services.fleet["d0"].state is WorkerState.UP
 
 
@@ -316,7 +315,7 @@ async def test_a_worker_is_stalled_without_any_recent_sign_of_progress(lately: s
     awaited_since_s = {"d0": now - (30.0 if lately != "first request" else 29.9)}
     monitor._awaited_since_s = lambda worker_id: awaited_since_s.get(worker_id, math.inf)
     services.attention.since_s = now - (30.0 if lately != "pause of ours" else 29.9)
-    await rounds(monitor, services)
+    await rounds(monitor)
     assert worker.stalled is (lately is None)
 
 
@@ -328,5 +327,5 @@ async def test_a_worker_without_expected_tokens_is_not_stalled(reason: str) -> N
     if reason != "idle":
         services.fleet["d0"].take()
     await let_pass(100.0)
-    await rounds(monitor, services)
+    await rounds(monitor)
     assert not services.fleet["d0"].stalled

@@ -14,7 +14,6 @@ from balanceroute.proxy.ops.services import Services
 from balanceroute.proxy.telemetry.conditions import METRICS, PREFIX_CACHE
 from balanceroute.proxy.telemetry.divergence import WINDOW
 from balanceroute.proxy.workers.metrics_poller import FULL
-from balanceroute.proxy.workers.polling import Polling
 from tests.unit.proxy.virtual_time import (
     Answer,
     Page,
@@ -61,7 +60,7 @@ REFUSED = ConnectFailed("refused", worker="p0", tier="prefill")
 async def polled(services: Services, times: int = 1) -> None:
     poller = metrics_poller(services)
     for _ in range(times):
-        await Polling(services.fleet, poller._read, poller._unreadable).once()
+        await poller.polling.once()
 
 
 def usage_of(services: Services, name: str = "p0") -> float | None:
@@ -133,7 +132,7 @@ async def test_when_no_prefillers_page_is_readable_they_no_longer_count_as_full(
         script(services, name, REFUSED)
     found = []
     for _ in range(4):
-        await Polling(services.fleet, poller._read, poller._unreadable).once()
+        await poller.polling.once()
         found.append([usage_of(services, name) for name in ("p0", "p1")])
     assert found[0] == [FULL, FULL] and found[-1] == [None, None]
 
