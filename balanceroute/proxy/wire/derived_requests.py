@@ -12,7 +12,7 @@ import orjson
 
 from balanceroute.errors import InvalidRequest
 from balanceroute.proxy.wire.client_request import ClientRequest
-from balanceroute.proxy.wire.fields import as_integer, checked, integer
+from balanceroute.proxy.wire.fields import as_integer, integer
 from balanceroute.proxy.wire.prompts import batch_of, embeds_tokens
 
 MIN_SEED: Final = -(2**63)  # vLLM's bounds of `seed`
@@ -41,14 +41,14 @@ def split(request: ClientRequest) -> list[ClientRequest]:
     seed = request.rest.get("seed")
     if seed is not None and type(seed) is not int:
         seed = integer(request.rest, "seed", least=None)  # engines also read "5"; here it must be an integer to add to
-    if isinstance(seed, int) and not MIN_SEED <= seed <= MAX_SEED - (request.n - 1):
+    if seed is not None and not MIN_SEED <= seed <= MAX_SEED - (request.n - 1):
         raise InvalidRequest(f"seed must be from {MIN_SEED} to {MAX_SEED} for every choice.", param="seed")
     parts = []
     for rest, prompt_json, tokens in _prompts_of(request):
         for k in range(request.n):
             own = {name: value for name, value in rest.items() if name != "n"}
-            if isinstance(own.get("seed"), int):
-                own["seed"] = checked("seed", own["seed"] + k, least=None)
+            if seed is not None:
+                own["seed"] = seed + k
             parts.append(
                 replace(request, rest=own, prompt_json=prompt_json, prompt_tokens=max(1, tokens), n=1, prompts=1)
             )
@@ -109,7 +109,7 @@ def resume(request: ClientRequest, prompt_ids: Sequence[int], generated: Sequenc
 
 
 def cut_alike(request: ClientRequest, prompt_tokens: int | None) -> ClientRequest:
-    """The request with a negative `truncate_prompt_tokens` replaced by `tokens`, or removed (None).
+    """The request with a negative `truncate_prompt_tokens` replaced by `prompt_tokens`, or removed (None).
 
     A negative value means "as many as fit", in some engines "as fit beside `max_tokens`", which the router sets to 1
     for a prefiller. So prefiller and decoder would cut the prompt differently, and the decoder would pull the wrong KV.
