@@ -9,7 +9,7 @@ import logging
 import re
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Final
+from typing import Any
 from urllib.parse import urlsplit
 
 import orjson
@@ -39,8 +39,6 @@ from balanceroute.proxy.workers.places import Places
 Entries = list[tuple[str, dict[str, Any]]]  # URL and further fields of each instance
 Prepare = Callable[[Services, Role, Entries], list[Callable[[], object]]]
 """What would change the workers, once all that is asked for is known to be possible; else raises InvalidRequest."""
-
-_ROLES: Final = {"prefill": Role.PREFILL, "decode": Role.DECODE}
 
 log = logging.getLogger(__name__)
 
@@ -249,7 +247,7 @@ def _instances(body: bytes) -> tuple[Role, Entries]:
     """
     try:
         data = orjson.loads(body)
-        role = _ROLES[data.pop("type")]
+        role = Role(data.pop("type"))
         instances = data.pop("instances")
         entries = instances if isinstance(instances, list) else [instances]
         parsed = []
