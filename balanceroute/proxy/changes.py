@@ -127,15 +127,15 @@ def changes_of(
     added = tuple(spec for spec in staying.values() if spec != configured.get(spec.id))
     return Changes(
         lineage,
-        added,
-        tuple(configured[spec.id] for spec in added if spec.id in configured),
-        tuple(spec for name, spec in sorted(configured.items()) if name not in staying),
-        tuple(worker.id for worker in services.fleet if worker.drained and not worker.leaving),
-        routing.policy if chosen else None,
-        dict(routing.options) if chosen else {},
-        tuple(worker.spec for worker in services.fleet),
-        number,
-        epoch,
+        added=added,
+        replaced=tuple(configured[spec.id] for spec in added if spec.id in configured),
+        removed=tuple(spec for name, spec in sorted(configured.items()) if name not in staying),
+        drained=tuple(worker.id for worker in services.fleet if worker.drained and not worker.leaving),
+        policy=routing.policy if chosen else None,
+        options=dict(routing.options) if chosen else {},
+        workers=tuple(worker.spec for worker in services.fleet),
+        number=number,
+        epoch=epoch,
     )
 
 

@@ -118,15 +118,15 @@ class ClientLimits:
         """
         limits = config.limits
         return cls(
-            most_clients(config),
-            most_clients_here(config),
-            limits.client_header_timeout_s,
-            limits.client_min_rate_bytes_per_s,
-            limits.client_keep_alive_s,
-            limits.client_stall_timeout_s,
-            min(limits.max_body_bytes, limits.max_held_bytes // 2, limits.max_incoming_bytes),
-            limits.max_incoming_bytes,
-            limits.max_held_bytes,
+            max_connections=most_clients(config),
+            max_connections_here=most_clients_here(config),
+            receive_timeout_s=limits.client_header_timeout_s,
+            min_rate_bytes_per_s=limits.client_min_rate_bytes_per_s,
+            keep_alive_s=limits.client_keep_alive_s,
+            stall_timeout_s=limits.client_stall_timeout_s,
+            max_body_bytes=min(limits.max_body_bytes, limits.max_held_bytes // 2, limits.max_incoming_bytes),
+            max_incoming_bytes=limits.max_incoming_bytes,
+            max_held_bytes=limits.max_held_bytes,
         )
 
     def one_holder_bytes(self, relays: int, elsewhere_bytes: int) -> int:

@@ -173,12 +173,12 @@ class RelayFleet(Fleet):
         self._reported_use = in_use
         return tuple(
             Use(
-                worker.id,
-                worker.in_use,
-                worker.take_peak(),
-                worker.id in awaited,
-                _age(now, worker.progress_s),
-                _age(now, awaited.get(worker.id, -math.inf)),
+                worker=worker.id,
+                in_use=worker.in_use,
+                peak=worker.take_peak(),
+                awaits_tokens=worker.id in awaited,
+                progress_age_s=_age(now, worker.progress_s),
+                awaited_age_s=_age(now, awaited.get(worker.id, -math.inf)),
             )
             for worker in reported
         )

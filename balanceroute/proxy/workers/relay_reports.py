@@ -187,13 +187,13 @@ def _note(worker: Worker, relay: str, use: Use, before: Use | None, now: float) 
 def _standing(worker: Worker) -> WorkerStanding:
     circuit = worker.circuit
     return WorkerStanding(
-        worker.spec,
-        worker.state,
-        circuit.state.value,
-        circuit.doubtful,
-        worker.out,
-        worker.cache_salt,
-        worker.ended_at,
-        worker.kv_connector,
-        worker.drained or worker.leaving,
+        spec=worker.spec,
+        state=worker.state,
+        circuit=circuit.state.value,
+        doubtful=circuit.doubtful,
+        out=worker.out,
+        cache_salt=worker.cache_salt,
+        ended_at=worker.ended_at,
+        kv_connector=worker.kv_connector,
+        withdrawn=worker.drained or worker.leaving,
     )
