@@ -124,7 +124,8 @@ class PinRecord:
             self._live = _held(data, self._path, self, named)
             self.left = tuple(self._live.values())
             self._count = max(self._live, default=0)
-            self._begin(data)
+            if not self._rewritten():
+                self._continue_file(data)
         except (OSError, ConfigError) as error:
             self._close_file()
             if isinstance(error, ConfigError):
@@ -267,15 +268,6 @@ class PinRecord:
     def _taken(self) -> ConfigError:
         return ConfigError(f"lifecycle.pins_file = {str(self._path)!r}: another router is using it; each needs its own")
 
-    def _begin(self, data: bytes) -> None:
-        """Write the held pins to a new file, or continue the present one. Raises: OSError."""
-        try:
-            self._rewrite()
-        except OSError as error:
-            if error.errno not in NO_ROOM:
-                raise
-            self._continue_file(data)
-
     def _continue_file(self, data: bytes) -> None:
         """Continue the file, which contains `data`, after its last whole line. Raises: OSError."""
         assert self._file is not None
@@ -295,19 +287,20 @@ class PinRecord:
                 return
             _write(self._file, line)
             self._size += len(line)
-            if self._size > self._limit:
-                self._compact()
+            if self._size > self._limit and not self._rewritten():
+                self._limit = self._size + COMPACT_BYTES  # tried again then
         except OSError as error:
             self._give_up(error)
 
-    def _compact(self) -> None:
-        """Rewrite the file without released pins; later, if there is no room now. Raises: OSError."""
+    def _rewritten(self) -> bool:
+        """Rewrite the file without released pins; False: there is no room for another one now. Raises: OSError."""
         try:
             self._rewrite()
         except OSError as error:
             if error.errno not in NO_ROOM:
                 raise
-            self._limit = self._size + COMPACT_BYTES
+            return False
+        return True
 
     def _rewrite(self) -> None:
         """Replace the file by one with only the held pins. Raises: OSError."""
