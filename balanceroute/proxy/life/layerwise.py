@@ -335,7 +335,7 @@ class Layerwise:
             prefiller.circuit.inconclusive()
             raise
         finally:
-            prefiller.in_use -= 1
+            prefiller.release()
 
 
 def _unseen(error: UpstreamError) -> bool:

@@ -393,7 +393,7 @@ class Leg:
         self._grace_s = 0.0
         self.try_deadline_s = math.inf
         self.at_worker = ""
-        worker.in_use -= 1
+        worker.release()
 
     async def admission(self) -> Worker:
         """Wait for the decode worker. Raises: QueueTimeout.

@@ -225,7 +225,7 @@ class Drainer:
                 self._metrics.upstream_errors.inc(worker.id, Role.DECODE.value, f"drain_{kind}")
             return None if isinstance(error, ConnectFailed) and not error.sent else False
         finally:
-            worker.in_use -= 1
+            worker.release()
 
 
 def _serves(worker: Worker) -> bool:

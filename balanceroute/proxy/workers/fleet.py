@@ -118,10 +118,14 @@ class Worker:
         self.ended_at = 0.0
 
     def take(self) -> None:
-        """Count a request that is about to be sent; the sender decrements `in_use` at its end."""
+        """Count a request that is about to be sent; `release` ends it."""
         self.in_use += 1
         if self.in_use > self.peak_in_use:
             self.peak_in_use = self.in_use
+
+    def release(self) -> None:
+        """Note that a request is over."""
+        self.in_use -= 1
 
     def has_begun(self, now: float) -> None:
         """Note that it has begun to answer a request, so it works."""
