@@ -36,12 +36,12 @@ PAUSE_S: Final = 0.05  # between two tries
 MAX_SOCKET_PATH: Final = 107  # bytes of a unix socket's path on Linux
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RunFolder:
     """Where the processes of one router find each other. The folder outlives them; sockets in it are replaced."""
 
     folder: Path
-    _name: list[str] = field(default_factory=list, init=False, repr=False, compare=False)  # the identity, once known
+    _identity: str = field(default="", init=False, repr=False, compare=False)  # once known
 
     @property
     def link(self) -> Path:
@@ -66,16 +66,15 @@ class RunFolder:
         """
         path = self.folder / "identity"
         try:
-            name = self._name[0] if self._name else _name_in(path)
+            name = self._identity or _name_in(path)
             if not name or is_gone(path):
                 name = name or f"{socket.gethostname()}_{secrets.token_hex(8)}"
                 replace_content(path, name.encode())
-            if not self._name:
-                self._name.append(name)
+            self._identity = name
         except OSError as error:
-            if not self._name:
+            if not self._identity:
                 raise _unusable(self.folder, f"cannot be used: {error.strerror}") from None
-        return self._name[0]
+        return self._identity
 
     @property
     def far(self) -> Path:
