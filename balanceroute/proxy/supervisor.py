@@ -149,9 +149,9 @@ class Supervisor:
         self._owner = owner
         self._from_children, self._to_parent = os.pipe()  # the process ids of children that are up
         self._all_up = False
-        self._signals = 0  # signals to end, so far
+        self._ends = False  # the router ends
         self._postponed = False  # a drain was requested, and waits for a successor
-        self._drains = False  # it drains, and a successor may still take over
+        self._drains = False  # by a drain: needed children are started again, and a successor may still take over
         self._deadline_s = math.inf  # when remaining children are killed
         self._code = 0
         self._trouble = Trouble(log, "no process can be started, tried again")
@@ -187,7 +187,7 @@ class Supervisor:
         for child in self.children:
             if child.due_s <= now:
                 self._start(child)
-        if not self._signals:
+        if not self._ends:
             self._owner.repair()
         if self._trial is not None and now >= self._trial.deadline_s:
             self._trial.give_up()
@@ -216,7 +216,7 @@ class Supervisor:
 
     def _handle_signal(self, number: int) -> None:
         if number == signal.SIGHUP:
-            if not self._signals:
+            if not self._ends:
                 self._reload_asked = True
                 self._begin_reload()
         elif number == signal.SIGIO:
@@ -225,7 +225,7 @@ class Supervisor:
                 self._leave("another router takes over")
             elif self._drains and not (self._owner.accepts or self._owner.has_successor):
                 self._owner.stop_listening()
-            elif self._postponed and not self._signals and not self._owner.has_successor:
+            elif self._postponed and not self._ends and not self._owner.has_successor:
                 self._drain()
         elif number in _ENDING:
             self._asked_to_end(number)
@@ -251,8 +251,7 @@ class Supervisor:
         self._trial = None
 
     def _asked_to_end(self, number: int) -> None:
-        if self._signals:
-            self._signals += 1
+        if self._ends:
             log.warning("ending now", extra={"signal": number})
             self._end(signal.SIGINT, END_S)
         elif self._owner.has_successor and not self._postponed:
@@ -295,7 +294,7 @@ class Supervisor:
 
     def _start_none(self, within_s: float) -> None:
         """From now on, restart only needed children, and kill the remaining ones after `within_s`."""
-        self._signals = max(1, self._signals)
+        self._ends = True
         self._give_up_reload()
         for child in self.children:
             if not (child.needed and self._drains and self._others_run):
@@ -338,14 +337,14 @@ class Supervisor:
         now = time.monotonic()
         child.pid, child.up = None, False
         self._owner.died(child.name)
-        if code == WRONG_CONFIG and not self._all_up and not self._signals:
+        if code == WRONG_CONFIG and not self._all_up and not self._ends:
             self._code = WRONG_CONFIG
             if self._owner.has_predecessor:
                 self._leave(NOT_TAKING_OVER)
             else:
                 self._end(signal.SIGINT, END_S)
-        start_again = child.needed and code and not self._code and self._signals == 1 and self._others_run
-        if self._signals and not start_again:
+        start_again = child.needed and code and self._drains and self._others_run
+        if self._ends and not start_again:
             if not self._others_run:  # a brain that drains would make the successor's relays refuse, too
                 self._end(signal.SIGUSR1 if self._owner.has_successor else signal.SIGUSR2, KILL_S)
             return
