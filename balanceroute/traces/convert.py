@@ -32,6 +32,7 @@ from balanceroute.traces.trace import (
     BLOCK_TOKENS,
     MAX_TIME,
     REQUIRED,
+    Columns,
     Trace,
     checked_blocks,
     csv_rows,
@@ -40,7 +41,6 @@ from balanceroute.traces.trace import (
     left_out,
     text_lines,
     token_count,
-    trace_of,
 )
 
 CLOCK_S = (1e9, 1e10)  # seconds of a clock between 2001 and 2286; as milliseconds, 12 to 115 days after a start
@@ -126,8 +126,7 @@ def convert_trace(
         if is_trace(header):
             raise InputError(f"{path}: is a trace already, which replay and describe read as it is")
         raise unknown(path)
-    arrivals, prompts, outputs, keys = list[float](), list[int](), list[int](), list[str]()
-    prefix: list[tuple[int, ...]] = []
+    columns = Columns()
     without_output = 0
     router_log, vllm_log = RouterLog(), VllmLog()
     readers = READERS | {TraceFormat.ROUTER: router_log.rows, TraceFormat.VLLM: vllm_log.rows}
@@ -139,21 +138,16 @@ def convert_trace(
                 continue
             if prompt < 1:
                 raise InputError(f"{path}: line {line}: {prompt} prompt and {output} output tokens")
-            arrivals.append(arrival)
-            prompts.append(prompt)
-            outputs.append(output)
-            keys.append(key)
-            prefix.append(blocks)
+            columns.add(arrival, prompt, output, key, blocks)
     except InputError:
-        if kind not in READERS or path.half_line is None or not arrivals:
+        if kind not in READERS or path.half_line is None or not columns.arrivals:
             raise  # logs have told half lines from others already
         damaged.append(path.half_line)
     damaged += [*router_log.damaged, *vllm_log.damaged]
-    if without_output and not arrivals:
+    if without_output and not columns.arrivals:
         raise InputError(f"{path}: none of its {without_output:,} requests generated anything")
-    trace = trace_of(path, arrivals, prompts, outputs, keys, prefix)
-    trace = in_order(trace, jitter_s, seed)
-    first = min(arrivals) * 1000.0
+    trace = in_order(columns.trace(path), jitter_s, seed)
+    first = min(columns.arrivals) * 1000.0
     like_seconds = first if kind is TraceFormat.MOONCAKE and CLOCK_S[0] <= first < CLOCK_S[1] else None
     return Conversion(
         trace,

@@ -8,7 +8,7 @@ import math
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from operator import index
 from pathlib import Path
 from typing import Any
@@ -211,37 +211,31 @@ def read_trace(path: str | Path | Source, on_note: Callable[[str], None] | None 
     at_arrival, at_prompt, at_output = (header.index(name) for name in REQUIRED)
     at_key = header.index("prompt_key") if "prompt_key" in header else -1
     at_prefix = header.index(PREFIX_COLUMN) if PREFIX_COLUMN in header else -1
-    arrivals, prompts, outputs, keys = list[float](), list[int](), list[int](), list[str]()
-    prefix: list[tuple[int, ...]] = []
+    columns = Columns()
     try:
         for line, row in rows:
             try:
                 if len(row) != len(header):
                     raise ValueError(f"{len(row)} fields, the header has {len(header)}")
                 arrival = finite(row[at_arrival], "arrival_s", most=MAX_ARRIVAL_S)
-                if arrivals and arrival < arrivals[-1]:
-                    raise ValueError(
-                        f"arrival_s {arrival:g} is before the row above ({arrivals[-1]:g}); sort the rows by it"
-                    )
+                if columns.arrivals and arrival < columns.arrivals[-1]:
+                    above = columns.arrivals[-1]
+                    raise ValueError(f"arrival_s {arrival:g} is before the row above ({above:g}); sort the rows by it")
                 prompt = token_count(row[at_prompt], "prompt_tokens", least=1)
                 output = token_count(row[at_output], "output_tokens", least=1)
-                if at_prefix >= 0:
-                    prefix.append(block_names(row[at_prefix], prompt))
+                prefix = block_names(row[at_prefix], prompt) if at_prefix >= 0 else ()
             except ValueError as error:
                 raise InputError(f"{path}: line {line}: {error}") from error
-            arrivals.append(arrival)
-            prompts.append(prompt)
-            outputs.append(output)
-            keys.append(row[at_key] if at_key >= 0 else "")
+            columns.add(arrival, prompt, output, row[at_key] if at_key >= 0 else "", prefix)
     except InputError:
-        if path.half_line is None or not arrivals:
+        if path.half_line is None or not columns.arrivals:
             raise
         note = left_out([path.half_line])
         if on_note is None:
             warnings.warn(f"{path}: {note}", stacklevel=2)
         else:
             on_note(note)
-    trace = trace_of(path, arrivals, prompts, outputs, keys, prefix)
+    trace = columns.trace(path)
     clock = float(trace.arrival_s[0]) if trace.arrival_s[0] >= CLOCK_STAMPS_S else 0.0
     return replace(trace, arrival_s=np.round(trace.arrival_s - clock, 6)) if clock else trace
 
@@ -293,26 +287,38 @@ def checked_blocks(
     return names
 
 
-def trace_of(
-    path: Source,
-    arrivals: Sequence[float],
-    prompts: Sequence[int],
-    outputs: Sequence[int],
-    keys: Sequence[str],
-    prefix: Sequence[tuple[int, ...]] = (),
-) -> Trace:
-    """Arrays from columns; a trace without a single request is refused."""
-    if not arrivals:
-        raise InputError(f"{path}: no requests in it")
-    if max(arrivals) - min(arrivals) > MAX_ARRIVAL_S:
-        raise InputError(f"{path}: arrivals are up to {max(arrivals) - min(arrivals):g} s apart: too far")
-    return Trace(
-        np.asarray(arrivals, dtype=np.float64),
-        np.asarray(prompts, dtype=np.int64),
-        np.asarray(outputs, dtype=np.int64),
-        np.asarray(keys, dtype=np.str_),
-        tuple(prefix) if any(prefix) else (),
-    )
+@dataclass(slots=True)
+class Columns:
+    """The requests of a file while it is read."""
+
+    arrivals: list[float] = field(default_factory=list)
+    prompts: list[int] = field(default_factory=list)
+    outputs: list[int] = field(default_factory=list)
+    keys: list[str] = field(default_factory=list)
+    prefixes: list[tuple[int, ...]] = field(default_factory=list)
+
+    def add(self, arrival_s: float, prompt_tokens: int, output_tokens: int, key: str, prefix: tuple[int, ...]) -> None:
+        """Add a request."""
+        self.arrivals.append(arrival_s)
+        self.prompts.append(prompt_tokens)
+        self.outputs.append(output_tokens)
+        self.keys.append(key)
+        self.prefixes.append(prefix)
+
+    def trace(self, path: Source) -> Trace:
+        """All of them. Raises: InputError: there is none, or their times are impossible."""
+        if not self.arrivals:
+            raise InputError(f"{path}: no requests in it")
+        span_s = max(self.arrivals) - min(self.arrivals)
+        if span_s > MAX_ARRIVAL_S:
+            raise InputError(f"{path}: arrivals are up to {span_s:g} s apart: too far")
+        return Trace(
+            np.asarray(self.arrivals, dtype=np.float64),
+            np.asarray(self.prompts, dtype=np.int64),
+            np.asarray(self.outputs, dtype=np.int64),
+            np.asarray(self.keys, dtype=np.str_),
+            tuple(self.prefixes) if any(self.prefixes) else (),
+        )
 
 
 def finite(text: str, name: str, *, most: float = MAX_TIME) -> float:
