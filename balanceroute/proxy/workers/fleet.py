@@ -85,12 +85,14 @@ class Worker:
         "spec",
         "stalled",
         "state",
+        "tier",
         "unreached",
         "upstream",
     )
 
     def __init__(self, spec: WorkerSpec, upstream: Connections, circuit: Circuit) -> None:
         self.id, self.spec, self.upstream, self.circuit = spec.id, spec, upstream, circuit
+        self.tier = spec.role.value  # its role, as errors, logs and metrics have it
         self.rank_line = b"" if spec.dp_rank is None else b"x-data-parallel-rank: %d\r\n" % spec.dp_rank
         self.healthy = True
         self.seen_healthy = False
@@ -150,11 +152,6 @@ class Worker:
     def headers_of(self, request_id: str, forwarded: bytes) -> bytes:
         """The header lines of a request with a JSON body; `forwarded`: the client's headers that workers get."""
         return b"".join((_JSON_AND_ID, request_id.encode(), b"\r\n", forwarded, self.rank_line))
-
-    @property
-    def tier(self) -> str:
-        """Its role, as errors, logs and metrics have it."""
-        return self.spec.role.value
 
     def failure(self, kind: type[_Error], text: str) -> _Error:
         """An error that names this worker."""
