@@ -323,7 +323,7 @@ class Layerwise:
         leg, patience_s = self._leg, self._services.config.limits.first_byte_timeout_s.prefill
         prefiller.take()
         prefiller.circuit.used()
-        leg.retries.tries(prefiller)
+        leg.retries.count_try(prefiller)
         try:
             async with asyncio.timeout(patience_s):
                 result = await ask(leg, prefiller, push_body(leg.answer.request, asked))

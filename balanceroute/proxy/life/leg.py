@@ -378,7 +378,7 @@ class Leg:
         """
         worker.take()
         worker.circuit.used()
-        self.retries.tries(worker)
+        self.retries.count_try(worker)
         self.try_deadline_s, self._grace_s = deadline_s, grace_s
         self.at_worker = worker.id
         self.last_tried = (worker.id, worker.tier)

@@ -145,7 +145,7 @@ class Retries:
             self._refused += 1
             self._to_retry.add(tier)
             return self._backoff_s(self._refused)
-        failures = self._failed(tier)
+        failures = self._count_failure(tier)
         last = failures >= services.config.retry.max_attempts or not error.retryable
         own = self._note_own_error(error, worker, differs)
         many_err = own and not differs and self._many_err(worker, now)
@@ -206,13 +206,13 @@ class Retries:
             one.circuit.success()
         return True
 
-    def tries(self, worker: Worker) -> None:
+    def count_try(self, worker: Worker) -> None:
         """Count a try as a retry if one has failed before it in this worker's tier."""
         if worker.tier in self._to_retry:
             self._to_retry.discard(worker.tier)
             self._services.metrics.retries.inc(worker.tier)
 
-    def _failed(self, tier: str) -> int:
+    def _count_failure(self, tier: str) -> int:
         """Count a failure; returns the failures in a row."""
         if tier == "prefill":
             self._prefill_failures += 1
