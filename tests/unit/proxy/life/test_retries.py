@@ -45,8 +45,8 @@ def dead() -> UpstreamStatus:
     return UpstreamStatus("dead", worker="d0", tier="decode", status=500, body=b"EngineDeadError")
 
 
-def some_retries(choices: Choices | None = None) -> tuple[Services, Retries]:
-    services = a_router(a_config(retry=RETRY))
+def some_retries(choices: Choices | None = None, **settings: int) -> tuple[Services, Retries]:
+    services = a_router(a_config(retry={**RETRY, **settings}))
     return services, Retries(services, "r", choices)
 
 
@@ -308,20 +308,28 @@ async def test_an_answered_probe_forgets_the_failures_of_prefill() -> None:
     retries.judge(lost(), services.fleet["p0"], begun=False)
 
 
+NOTHING_PINNED = NothingPinned("none", worker="p0", tier="prefill")
+
+
+@pytest.mark.parametrize("before", [[], [lost()]], ids=["first", "after another failure"])
+@pytest.mark.parametrize("between", [[], [lost()]], ids=["in a row", "with another failure between"])
 @with_virtual_time
-async def test_a_prefiller_that_pins_nothing_is_retried_once() -> None:
-    services, retries = some_retries()
-    error = NothingPinned("none", worker="p0", tier="prefill")
-    retries.judge(error, services.fleet["p0"], begun=False)
-    with pytest.raises(NothingPinned):
+async def test_a_prefiller_that_pins_nothing_is_retried_once(
+    before: list[UpstreamError], between: list[UpstreamError]
+) -> None:
+    services, retries = some_retries(max_attempts=9)
+    for error in (*before, NOTHING_PINNED, *between):
         retries.judge(error, services.fleet["p0"], begun=False)
+    with pytest.raises(NothingPinned):
+        retries.judge(NOTHING_PINNED, services.fleet["p0"], begun=False)
 
 
 @with_virtual_time
-async def test_a_prefiller_that_pins_nothing_after_other_failures_is_retried_once_as_well() -> None:
+async def test_a_prefiller_that_pins_nothing_after_another_prefill_is_retried_once_more() -> None:
     services, retries = some_retries()
-    retries.judge(lost(), services.fleet["p0"], begun=False)
-    retries.judge(NothingPinned("none", worker="p0", tier="prefill"), services.fleet["p0"], begun=False)
+    for _ in range(3):
+        retries.judge(NOTHING_PINNED, services.fleet["p0"], begun=False)
+        retries.prefilled()
 
 
 @with_virtual_time
