@@ -97,9 +97,12 @@ def test_integers_in_anthropic_calls_are_kept_digit_for_digit(number: int) -> No
     assert b'{\\"a\\":%d}' % number in body
 
 
-def test_messages_that_python_reads_again_are_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(large_integers, "_MAX_MESSAGES_BYTES", 1000)
-    body = payloads.decode_body(parse_messages(a_call("1" * 900, 2**64)), KV)
+@pytest.mark.parametrize(("bound", "most"), [("_MAX_MESSAGES_BYTES", 50), ("_MAX_VALUES", 5)])
+def test_messages_that_are_looked_at_and_read_again_are_bounded(
+    monkeypatch: pytest.MonkeyPatch, bound: str, most: int
+) -> None:
+    monkeypatch.setattr(large_integers, bound, most)
+    body = payloads.decode_body(parse_messages(a_call("a", 2**64)), KV)
     assert b'{\\"a\\":%d}' % 2**64 not in body
 
 
