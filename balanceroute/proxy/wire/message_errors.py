@@ -30,9 +30,9 @@ _TYPES: Final = {
 }
 # in the words of vLLM 0.32; of 0.23, which names the output, too; and of 0.11, for the prompt alone and with the output
 _TOO_LONG: Final = re.compile(
-    r"(?:is too large: (?P<limit>\d{1,18})\. This model's )?maximum context length is (?P<most>\d{1,18}) tokens"
-    r"(?:\. However,)?(?: you requested (?P<asked>\d{1,18}) output tokens)?(?: and)? your "
-    r"(?:prompt contains|request has) (?:at least )?(?P<count>\d{1,18}) (?P<unit>input tokens|characters)"
+    r"(?:is too large: (?P<limit>\d{1,19})\. This model's )?maximum context length is (?P<most>\d{1,19}) tokens"
+    r"(?:\. However,)?(?: you requested (?P<asked>\d{1,19}) output tokens)?(?: and)? your "
+    r"(?:prompt contains|request has) (?:at least )?(?P<count>\d{1,19}) (?P<unit>input tokens|characters)"
 )
 # Refused fields whose error makes SDKs continue without them: their tool runners ask for a thread by default
 _DETAILS: Final = {"thread": {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}}

@@ -4,6 +4,7 @@ import orjson
 import pytest
 
 from balanceroute.errors import UpstreamStatus
+from balanceroute.proxy.wire.fields import MAX_INTEGER
 from balanceroute.proxy.wire.message_errors import message_error_body, message_refusal
 from balanceroute.proxy.wire.responses import error_body
 
@@ -47,6 +48,8 @@ LIMIT = "max_tokens=100000 cannot be greater than max_model_len=2048. Please req
         (OUTPUT_TOO.format(3000, "20 characters"), OUTPUT_TOO.format(3000, "20 characters")),
         (OLD, "prompt is too long: 3000 tokens > 2048 maximum"),
         (OLD_OUTPUT_TOO, FEWER.format("100 + 2000")),
+        (OUTPUT_TOO.format(MAX_INTEGER, "100 input tokens"), FEWER.format(f"100 + {MAX_INTEGER}")),
+        (OLD_OUTPUT_TOO.replace(": 2000", f": {MAX_INTEGER}"), FEWER.format(f"100 + {MAX_INTEGER}")),
         (LIMIT, LIMIT),
         (COUNTED.format("9" * 5000), COUNTED.format("9" * 5000)),
     ],
