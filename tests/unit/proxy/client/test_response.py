@@ -10,7 +10,7 @@ import pytest
 
 from balanceroute.errors import InvariantError
 from balanceroute.proxy.client.response import Response, check_headers
-from tests.unit.proxy.client.connections import Connection
+from tests.unit.proxy.client.connections import Connection, a_request
 from tests.unit.proxy.client.listening import listening
 from tests.unit.proxy.virtual_time import let_pass, with_virtual_time
 
@@ -54,6 +54,19 @@ async def test_an_aborted_answer_accepts_no_more_bytes_while_its_buffer_drains()
     connection.write_paused = False
     response.allow()
     assert response.write(b"later") and connection.transport.written.endswith(b"half\r\n")
+
+
+@pytest.mark.parametrize("end", [Response.lost, Response.end, Response.break_off])
+@with_virtual_time
+async def test_nothing_is_counted_any_more_for_an_answer_that_is_over(end: Callable[[Response], None]) -> None:
+    """Its connection has forgotten what it counted, and would count this for the next request."""
+    connection = Connection()
+    response = connection.response()
+    response.start(200, [])
+    response.keep(7, a_request())
+    end(response)
+    response.keep(-7, a_request())
+    assert connection.kept_bytes == 7
 
 
 @with_virtual_time
