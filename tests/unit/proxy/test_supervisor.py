@@ -380,6 +380,17 @@ def test_a_reload_while_a_child_is_being_started_reaches_it_when_it_is_up(runnin
     block_until(lambda: "SIGHUP" in running.events("relay-0"))
 
 
+def test_a_child_that_is_being_started_ends_at_once_when_the_router_drains(running: Running) -> None:
+    """It has no handlers of its own yet, and none of its parent's."""
+    running.up(brain=1, relay_0=1, relay_1=1)
+    (running.folder / "slow-relay-0").touch()
+    os.kill(running.pid("relay-0"), signal.SIGKILL)
+    block_until(lambda: running.events("relay-0").count("starts") == 2)
+    running.process.send_signal(signal.SIGTERM)
+    assert running.process.wait(PATIENCE_S) == 0
+    assert not running.logged("children killed: they have not ended in time")
+
+
 @pytest.mark.parametrize(
     "running", [{"mend_s": 0.05, "agent": ["SIGUSR1", "SIGIO", "SIGCHLD", "SIGHUP", "SIGTERM"]}], indirect=True
 )
