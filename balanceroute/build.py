@@ -79,14 +79,14 @@ def prefiller_spec(worker: Worker) -> WorkerSpec:
 def decoder_spec(worker: DecodeWorker, decode: Decode) -> WorkerSpec:
     """A decode worker as the scheduler knows it; what it does not say itself is said by the section."""
     return WorkerSpec(
-        worker.worker_id,
-        Role.DECODE,
-        worker.url,
-        worker.dp_rank,
-        decode.slots_of(worker),
-        worker.slowdown,
-        decode.barrier_group_of(worker),
-        decode.request_tokens,
+        id=worker.worker_id,
+        role=Role.DECODE,
+        url=worker.url,
+        dp_rank=worker.dp_rank,
+        slots=decode.slots_of(worker),
+        slowdown=worker.slowdown,
+        barrier_group=decode.barrier_group_of(worker),
+        request_tokens=decode.request_tokens,
     )
 
 

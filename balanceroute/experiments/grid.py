@@ -190,14 +190,14 @@ def cell_results(scope: Scope, results: Results, cell: Cell) -> list[CellResult]
             CellResult(
                 cell,
                 method,
-                fmean(rates),
-                stdev(rates) if len(rates) > 1 else None,
-                mean_over(runs, "tpot_p95_s"),
-                mean_over(runs, "wait_p99_s"),
-                mean_over(runs, "wait_max_s"),
-                mean_over(runs, "load_spread_mean"),
-                mean_over(runs, "balance"),
-                fmean(run["throughput_tok_s"] * run["step_time_mean_s"] / full for run in runs),
+                tokens_s=fmean(rates),
+                tokens_s_deviation=stdev(rates) if len(rates) > 1 else None,
+                tpot_p95_s=mean_over(runs, "tpot_p95_s"),
+                wait_p99_s=mean_over(runs, "wait_p99_s"),
+                wait_max_s=mean_over(runs, "wait_max_s"),
+                load_spread=mean_over(runs, "load_spread_mean"),
+                balance=mean_over(runs, "balance"),
+                utilisation=fmean(run["throughput_tok_s"] * run["step_time_mean_s"] / full for run in runs),
                 seeds=len(runs),
             )
         )

@@ -193,10 +193,10 @@ def _summary(ranks: list[RankSummary], groups: list[Group]) -> Summary:
         ranks,
         groups,
         group.overlap_s,
-        group.load_spread_mean,
-        group.load_spread_p99,
-        group.load_spread_of_mean_ratio,
-        group.fit,
+        load_spread_mean=group.load_spread_mean,
+        load_spread_p99=group.load_spread_p99,
+        load_spread_of_mean_ratio=group.load_spread_of_mean_ratio,
+        envelope_fit=group.fit,
     )
 
 

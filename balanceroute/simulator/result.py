@@ -197,13 +197,13 @@ class Recorder:
         )
         return Outcome(
             figures,
-            wait,
-            tpot,
-            np.array(self.prompt_tokens),
-            np.array(self.start_s),
-            np.array(self.loads, dtype=np.int64).reshape(-1, self.setting.n_workers),
-            window,
-            decisions,
+            wait_s=wait,
+            tpot_s=tpot,
+            prompt_tokens=np.array(self.prompt_tokens),
+            step_start_s=np.array(self.start_s),
+            loads=np.array(self.loads, dtype=np.int64).reshape(-1, self.setting.n_workers),
+            window=window,
+            decision_us=decisions,
         )
 
     def _time_of(self, window: slice, duration_s: FloatArray) -> float:

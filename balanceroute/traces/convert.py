@@ -153,11 +153,11 @@ def convert_trace(
         trace,
         kind,
         without_output,
-        vllm_log.estimated,
-        vllm_log.unanswered,
-        tuple(damaged),
-        like_seconds,
-        vllm_log.promptless,
+        estimated=vllm_log.estimated,
+        unanswered=vllm_log.unanswered,
+        damaged=tuple(damaged),
+        like_seconds=like_seconds,
+        promptless=vllm_log.promptless,
     )
 
 
