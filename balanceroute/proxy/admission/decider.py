@@ -14,7 +14,7 @@ or a refusal, with which the request has left. One answer is due after `submit`,
 asks again, and after `request_prefill`. Only plain data crosses: no tracker, no exception, no future.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final, Protocol
@@ -73,20 +73,12 @@ def refusal(reason: RejectReason, view: Callable[[], ClusterView]) -> Refusal:
 
 
 def no_workers(view: ClusterView) -> Refusal:
-    """The refusal of a request that no worker can serve now, with the cause."""
-    prefillers = [prefiller.state for prefiller in view.prefillers]
-    return no_healthy_workers({"prefillers": prefillers, "decode workers": [worker.state for worker in view.decoders]})
-
-
-def no_healthy_workers(states: Mapping[str, Sequence[WorkerState]]) -> Refusal:
-    """The error if a tier has no worker: the tier, and whether its workers are down or drained.
-
-    Args: states: of the workers, by tier.
-    """
+    """The refusal of a request that no worker can serve now: which tier has none, and how many of its workers are down."""
+    prefillers, decoders = [worker.state for worker in view.prefillers], [worker.state for worker in view.decoders]
     causes = [
-        f"none of {len(members)} {tier} is up ({members.count(WorkerState.DOWN)} down)"
-        for tier, members in states.items()
-        if WorkerState.UP not in members
+        f"none of {len(states)} {tier} is up ({states.count(WorkerState.DOWN)} down)"
+        for tier, states in (("prefillers", prefillers), ("decode workers", decoders))
+        if WorkerState.UP not in states
     ]
     why = f": {', '.join(causes)}; GET /ready says more" if causes else ""
     text = f"No healthy worker can serve the request now{why}."

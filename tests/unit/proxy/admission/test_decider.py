@@ -6,9 +6,9 @@ import orjson
 import pytest
 
 from balanceroute.core.types import RejectReason, WorkerState
-from balanceroute.core.view import ClusterView
+from balanceroute.core.view import ClusterView, DecoderView, PrefillerView
 from balanceroute.errors import Draining, NoHealthyWorkers, QueueFull, QueueTimeout
-from balanceroute.proxy.admission.decider import Refusal, RefusalKind, no_healthy_workers, refusal
+from balanceroute.proxy.admission.decider import Refusal, RefusalKind, no_workers, refusal
 
 NOBODY = ClusterView((), (), 0, 0, 0, 0, draining=False)
 
@@ -38,6 +38,8 @@ def test_each_reject_reason_of_the_core_has_its_own_refusal() -> None:
 
 def test_only_a_tier_without_a_worker_is_reported() -> None:
     up, down, draining = WorkerState.UP, WorkerState.DOWN, WorkerState.DRAINING
-    refused = no_healthy_workers({"prefillers": [up, down], "decode workers": [down, draining]})
+    decoders = tuple(DecoderView("d", state, 1, 0, 0, 0, 0, 0, 0.0, 0) for state in (down, draining))
+    prefillers = tuple(PrefillerView("p", state, None, 0, 0, 0) for state in (up, down))
+    refused = no_workers(ClusterView(decoders, prefillers, 0, 0, 0, 0, draining=False))
     assert "none of 2 decode workers is up (1 down)" in refused.text and "prefillers" not in refused.text
     assert refused.retry_after_s == 5.0
