@@ -118,7 +118,8 @@ def lease_api(named: str, account: Path, environ: Mapping[str, str], timeout_s: 
     namespace, _, name = named.rpartition("/")
     try:
         namespace = namespace or (account / "namespace").read_text().strip()
-        (account / "token").read_bytes(), (account / "ca.crt").read_bytes()
+        for file in ("token", "ca.crt"):
+            (account / file).read_bytes()
     except OSError as error:
         raise ConfigError(f"{problem} with a service account: {error.filename}: {error.strerror}") from None
     return LeaseApi(f"https://{host_in_url(host)}:{port}", namespace, name, account, timeout_s)

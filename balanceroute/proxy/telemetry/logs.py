@@ -335,7 +335,10 @@ def configure(level: str, style: str, stream: TextIO | None = None, process: str
     out = stream or sys.stderr
     plain = style == "plain" or (style == "auto" and out.isatty())
     for handler in _root.handlers:
-        handler.close() if isinstance(handler, LineHandler) else handler.flush()
+        if isinstance(handler, LineHandler):
+            handler.close()
+        else:
+            handler.flush()
     lines = PlainFormatter(process) if plain else JsonFormatter(process)
     _root.handlers[:] = [LineHandler(out, lines, shared=bool(process))]
     _root.setLevel(level.upper())
