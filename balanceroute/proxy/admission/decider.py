@@ -73,7 +73,7 @@ def refusal(reason: RejectReason, view: Callable[[], ClusterView]) -> Refusal:
 
 
 def no_workers(view: ClusterView) -> Refusal:
-    """The refusal of a request that no worker can serve now: which tier has none, and how many of its workers are down."""
+    """The refusal of a request that no worker can serve now: which tier has none, and how many of it are down."""
     prefillers, decoders = [worker.state for worker in view.prefillers], [worker.state for worker in view.decoders]
     causes = [
         f"none of {len(states)} {tier} is up ({states.count(WorkerState.DOWN)} down)"
