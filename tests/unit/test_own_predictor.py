@@ -11,11 +11,9 @@ import pytest
 
 import balanceroute
 from balanceroute.config import validate
-from balanceroute.core.knobs import PolicySettings
-from balanceroute.core.policies import make_policy
 from balanceroute.core.scheduler import Scheduler
 from balanceroute.core.scheduler_config import SchedulerConfig
-from balanceroute.core.types import RequestSpec, Role, WorkerSpec
+from balanceroute.core.types import RequestSpec
 from balanceroute.errors import ConfigError
 from balanceroute.prediction import KINDS, FinishedRequest, TwoStage, build_predictor
 from balanceroute.prediction.history import read_rows
@@ -23,6 +21,7 @@ from balanceroute.proxy.admission.forecasts import LiveForecasts, build_forecast
 from balanceroute.testing import RuleBroken, check_predictor
 from balanceroute.testing.__main__ import main as conformance
 from tests.commands import run_command
+from tests.unit.core import builders
 
 ROOT = Path(__file__).parents[2]
 WORKERS = {"prefill": {"workers": [{"url": "http://p:1"}]}, "decode": {"workers": [{"url": "http://d:1"}]}}
@@ -247,10 +246,7 @@ class Raises(Fixed):
 
 def a_scheduler() -> Scheduler:
     bounds = SchedulerConfig(refresh_every_tokens=H // 2)
-    scheduler = Scheduler(make_policy(PolicySettings(policy="br_h", horizon_steps=H)), bounds)
-    scheduler.add_worker(WorkerSpec("p", Role.PREFILL), 0.0)
-    scheduler.add_worker(WorkerSpec("d", Role.DECODE, slots=64), 0.0)
-    return scheduler
+    return builders.a_scheduler("br_h", workers=1, slots=64, config=bounds, horizon_steps=H)
 
 
 @pytest.mark.parametrize(

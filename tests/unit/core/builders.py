@@ -15,15 +15,18 @@ def a_scheduler(
     workers: int = 2,
     slots: int = 2,
     prefillers: int = 1,
+    slowdowns: Sequence[float] = (),
+    request_tokens: int = 0,
     config: SchedulerConfig | None = None,
     **settings: object,
 ) -> Scheduler:
-    """A scheduler with decode workers d0.. and prefillers p0.., all up."""
+    """A scheduler with decode workers d0.. and prefillers p0.., all up. `slowdowns`: of each; empty: of none."""
     scheduler = Scheduler(make_policy(PolicySettings(policy=policy, **settings)), config)  # type: ignore[arg-type]
     for index in range(prefillers):
         scheduler.add_worker(WorkerSpec(f"p{index}", Role.PREFILL), 0.0)
-    for index in range(workers):
-        scheduler.add_worker(WorkerSpec(f"d{index}", Role.DECODE, slots=slots), 0.0)
+    for index, slowdown in enumerate(slowdowns or [1.0] * workers):
+        spec = WorkerSpec(f"d{index}", Role.DECODE, slots=slots, slowdown=slowdown, request_tokens=request_tokens)
+        scheduler.add_worker(spec, 0.0)
     return scheduler
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from balanceroute.core.knobs import PolicySettings
 from balanceroute.core.scheduler import Scheduler
-from balanceroute.core.types import Outcome, RequestSpec, Role, WorkerSpec, WorkerState
+from balanceroute.core.types import Outcome, RequestSpec, WorkerState
 from balanceroute.simulator import Replay, Setting, at_load
 from balanceroute.traces import generate_trace
 from tests.unit.core.builders import a_scheduler, admitted, hold, pool_all
@@ -20,10 +20,8 @@ def loaded(
     policy: str, held: list[list[int]], *, each: int = 0, slowdowns: tuple[float, ...] = (), **settings: object
 ) -> Scheduler:
     """Workers of six slots that hold requests of these sizes; `each` is c."""
-    scheduler = a_scheduler(policy, workers=0, **settings)  # type: ignore[arg-type]
-    for index in range(len(held)):
-        slowdown = slowdowns[index] if slowdowns else 1.0
-        scheduler.add_worker(WorkerSpec(f"d{index}", Role.DECODE, slots=6, slowdown=slowdown, request_tokens=each), 0.0)
+    workers = {"workers": len(held), "slots": 6, "slowdowns": slowdowns, "request_tokens": each}
+    scheduler = a_scheduler(policy, **workers, **settings)  # type: ignore[arg-type]
     hold(scheduler, held)
     return scheduler
 

@@ -7,14 +7,13 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from balanceroute.core.knobs import PolicySettings
 from balanceroute.core.overlap import Overlap
-from balanceroute.core.policies import make_policy
 from balanceroute.core.policy import AdmissionPolicy, Choice
 from balanceroute.core.scheduler import Scheduler
 from balanceroute.core.scheduler_config import SchedulerConfig
 from balanceroute.core.snapshot import ClusterSnapshot
 from balanceroute.core.types import Outcome, RequestSpec, Role, WorkerSpec, WorkerState
+from tests.unit.core import builders
 
 POOLED = ["level_fit", "target_fit", "br_0", "br_h", "pool_fifo"]
 
@@ -22,10 +21,7 @@ POOLED = ["level_fit", "target_fit", "br_0", "br_h", "pool_fifo"]
 def a_scheduler(overlap_requests: int | None, policy: str = "level_fit", workers: int = 2, slots: int = 2) -> Scheduler:
     """Empty workers."""
     config = SchedulerConfig(overlap_requests=overlap_requests)
-    scheduler = Scheduler(make_policy(PolicySettings(policy=policy, hold_s=0.0)), config)
-    for index in range(workers):
-        scheduler.add_worker(WorkerSpec(f"d{index}", Role.DECODE, slots=slots), 0.0)
-    return scheduler
+    return builders.a_scheduler(policy, workers=workers, slots=slots, prefillers=0, config=config, hold_s=0.0)
 
 
 def offer(scheduler: Scheduler, *names: str, now: float = 0.0) -> None:

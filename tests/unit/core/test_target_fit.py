@@ -1,6 +1,7 @@
 """TargetFit in situations small enough to check by hand; the scarce branch has its oracle in tests/property."""
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -20,14 +21,11 @@ def occupied(
     *,
     slots: int,
     policy: str = "target_fit",
-    slowdowns: list[float] | None = None,
+    slowdowns: Sequence[float] = (),
     **settings: object,
 ) -> Scheduler:
     """Workers that hold requests of these sizes."""
-    scheduler = a_scheduler(policy, workers=0, **settings)
-    for index in range(len(loads)):
-        slowdown = slowdowns[index] if slowdowns else 1.0
-        scheduler.add_worker(WorkerSpec(f"d{index}", Role.DECODE, slots=slots, slowdown=slowdown), 0.0)
+    scheduler = a_scheduler(policy, workers=len(loads), slots=slots, slowdowns=slowdowns, **settings)
     hold(scheduler, loads, now=-1e6)
     see_waits(scheduler, 0.0)
     return scheduler

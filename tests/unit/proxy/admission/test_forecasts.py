@@ -11,11 +11,9 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from balanceroute.config import Config, validate
-from balanceroute.core.knobs import PolicySettings
-from balanceroute.core.policies import make_policy
 from balanceroute.core.scheduler import Scheduler
 from balanceroute.core.scheduler_config import SchedulerConfig
-from balanceroute.core.types import Outcome, RequestSpec, Role, WorkerSpec
+from balanceroute.core.types import Outcome, RequestSpec
 from balanceroute.errors import ConfigError, InputError
 from balanceroute.prediction import (
     FinishedRequest,
@@ -30,6 +28,7 @@ from balanceroute.prediction.history import read_rows
 from balanceroute.proxy.admission.forecasts import Forecasts, LiveForecasts, build_forecasts
 from balanceroute.proxy.admission.ledger import Ledger
 from balanceroute.proxy.admission.tickets import Tickets
+from tests.unit.core import builders
 from tests.waiting import PATIENCE_S, until
 
 H = 8
@@ -47,11 +46,8 @@ def a_config(policy: str = "br_h", **predictor: Any) -> Config:
 
 
 def a_scheduler() -> Scheduler:
-    settings = PolicySettings(policy="br_h", horizon_steps=H)
-    scheduler = Scheduler(make_policy(settings), SchedulerConfig(refresh_every_tokens=H // 2))
-    scheduler.add_worker(WorkerSpec("p", Role.PREFILL), 0.0)
-    scheduler.add_worker(WorkerSpec("d", Role.DECODE, slots=64), 0.0)
-    return scheduler
+    bounds = SchedulerConfig(refresh_every_tokens=H // 2)
+    return builders.a_scheduler("br_h", workers=1, slots=64, config=bounds, horizon_steps=H)
 
 
 def decoding(scheduler: Scheduler, request_id: str, *, prompt_tokens: int = 100, limit: int | None = None) -> None:
