@@ -422,7 +422,11 @@ class RelayServer(ChildServer):
         super().drain()
 
     def busy(self, services: ClientServices) -> bool:
-        """Whether requests or drains are under way. A relay that leaves also waits for idle connections: a request may
-        be on its way.
+        """Whether requests or drains are under way. A relay that leaves also waits for connections that are idle, or
+        just being opened: a request may be on its way.
         """
-        return super().busy(services) or (self._app.leaving and bool(self.server_state.connections))
+        return super().busy(services) or (self._app.leaving and (bool(self.server_state.connections) or self._opens()))
+
+    def _opens(self) -> bool:
+        """Whether a connection is accepted, and not among those of the server yet."""
+        return any(isinstance(acceptor, Acceptor) and acceptor.opening for acceptor in self.servers)

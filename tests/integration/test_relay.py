@@ -12,6 +12,7 @@ import pytest
 
 from balanceroute.config import validate
 from balanceroute.proxy import relay as module
+from balanceroute.proxy.client.acceptor import Acceptor
 from balanceroute.proxy.client.relay_loads import Load, RelayLoads
 from balanceroute.proxy.perimeter.perimeter import Perimeter
 from balanceroute.proxy.relay import reload_relay
@@ -156,6 +157,21 @@ async def test_a_relay_that_leaves_waits_for_requests_on_connections_that_are_op
         relay.server.leave()
         assert relay.server.busy(relay.app.services)
         await answered(relay, 2)
+        await until(lambda: relay.server.should_exit)
+
+
+async def test_a_relay_that_leaves_answers_a_request_whose_connection_is_just_being_opened(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with relayed(FAST, count=1) as router:
+        relay, opened = router.relays[0], Acceptor._open
+
+        async def told_to_leave(acceptor: Acceptor, client: socket.socket) -> None:
+            relay.server.leave()
+            await opened(acceptor, client)
+
+        monkeypatch.setattr(Acceptor, "_open", told_to_leave)
+        await answered(relay, 1)
         await until(lambda: relay.server.should_exit)
 
 

@@ -53,6 +53,11 @@ class Acceptor:
             self._resume.cancel()
         self._sock.close()
 
+    @property
+    def opening(self) -> bool:
+        """Whether an accepted connection has no protocol yet."""
+        return bool(self._opening)
+
     async def wait_closed(self) -> None:
         """Wait until every accepted connection has its protocol."""
         await asyncio.gather(*self._opening, return_exceptions=True)
