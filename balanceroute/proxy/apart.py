@@ -11,6 +11,7 @@ import signal
 import time
 from collections.abc import Callable
 from functools import partial
+from select import select
 from typing import Final
 
 from balanceroute.errors import BalanceRouteError, ConfigError
@@ -41,6 +42,11 @@ class Trial:
             os.close(writable)
         self.deadline_s = time.monotonic() + within_s
 
+    def wait(self) -> None:
+        """Wait for the result, or give up when it takes too long; for a parent that has nothing else to do."""
+        if not select([self._result_pipe], [], [], None if math.isinf(self._within_s) else self._within_s)[0]:
+            self.give_up()
+
     def give_up(self) -> None:
         """Kill the process: it has taken too long, or its result is not wanted any more."""
         self._late, self.deadline_s = True, math.inf
@@ -56,7 +62,7 @@ class Trial:
         if result == "done":
             return None
         if self._late:
-            return ConfigError(f"it takes longer than {self._within_s:g} s")
+            return ConfigError(f"to try the configuration takes longer than {self._within_s:g} s")
         return ConfigError(result or "internal error: the process that tried it has died")
 
 

@@ -17,6 +17,7 @@ from typing import BinaryIO, Final
 from balanceroute.config import Config
 from balanceroute.errors import ConfigError
 from balanceroute.proxy.admission.forecasts import build_forecasts
+from balanceroute.proxy.apart import WITHIN_S
 from balanceroute.proxy.brain import BrainCallbacks, run_brain
 from balanceroute.proxy.brain_app import BrainSetup
 from balanceroute.proxy.changes import KeptChanges
@@ -65,7 +66,7 @@ def serve_processes(
         predecessor = _predecessor(config) if take_over else None
         if predecessor is not None:
             held.callback(predecessor.close)
-            try_apart(partial(_try_forecasts, config))
+            try_apart(partial(_try_forecasts, config), WITHIN_S)  # meanwhile the router that runs does not drain
         sockets = [held.enter_context(sock) for sock in listeners(config, predecessor)]
         folder = run_folder(config, sockets[0].getsockname()[1], os.environ)
         folder.make()

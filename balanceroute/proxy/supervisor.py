@@ -437,15 +437,16 @@ def _pause_s(times: int) -> float:
     return min(MAX_PAUSE_S, PAUSE_S * 2.0 ** min(times - 1, 10)) if times > 0 else 0.0  # 2 ** 1024 is no float
 
 
-def try_apart(attempt: Attempt) -> None:
+def try_apart(attempt: Attempt, within_s: float = math.inf) -> None:
     """Try it in another process, and wait for that, for a parent that has no children yet.
 
-    Raises: ConfigError: it fails, or no process can be made.
+    Raises: ConfigError: it fails, takes longer than `within_s`, or no process can be made.
     """
     try:
-        trial = Trial(attempt, partial(_fork_trial, os.getpid()))
+        trial = Trial(attempt, partial(_fork_trial, os.getpid()), within_s)
     except OSError as error:
         raise ConfigError(f"no process can be started to try the configuration: {error.strerror}") from None
+    trial.wait()
     with suppress(ChildProcessError):  # where SIGCHLD is ignored, it says so at the end of the process
         os.waitpid(trial.pid, 0)
     failure = trial.failure()

@@ -59,11 +59,16 @@ def test_an_attempt_for_which_there_is_no_process_is_refused(monkeypatch: pytest
         try_apart(signal.pause)
 
 
+def test_an_attempt_before_the_start_that_hangs_is_given_up() -> None:
+    with pytest.raises(ConfigError, match=r"^to try the configuration takes longer than 0\.2 s$"):
+        try_apart(signal.pause, 0.2)
+
+
 def test_a_hanging_trial_is_killed() -> None:
     trial = Trial(signal.pause, fork, 0.2)
     trial.give_up()
     os.waitpid(trial.pid, 0)
-    assert str(trial.failure()) == "it takes longer than 0.2 s" and trial.deadline_s == math.inf
+    assert str(trial.failure()) == "to try the configuration takes longer than 0.2 s" and trial.deadline_s == math.inf
 
 
 def test_a_trial_that_dies_and_leaves_a_child_does_not_block_its_parent() -> None:

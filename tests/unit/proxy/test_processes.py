@@ -87,6 +87,18 @@ def test_a_router_whose_predictor_cannot_be_used_lets_its_predecessor_go_on(
     assert closed
 
 
+def test_a_router_whose_predictor_takes_too_long_lets_its_predecessor_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[bool] = []
+    predecessor = SimpleNamespace(close=lambda: closed.append(True))
+    monkeypatch.setattr(processes, "_predecessor", lambda config: predecessor)
+    monkeypatch.setattr(processes, "_try_forecasts", lambda config: signal.pause())
+    monkeypatch.setattr(processes, "WITHIN_S", 0.2)
+    config = a_config(listen={"relays": 1})
+    with pytest.raises(ConfigError, match="to try the configuration takes longer than 0.2 s"):
+        serve_processes(config, lambda: config, take_over=True)
+    assert closed
+
+
 @pytest.mark.parametrize(
     ("brains", "needed", "files"),
     [((), ["brain", "brain-2"], ["router"]), (("10.0.0.1:1",), [], ["identity", "router"])],

@@ -349,7 +349,7 @@ def test_a_trial_that_takes_too_long_is_killed(running: Running) -> None:
         (running.folder / name).touch()
     running.process.send_signal(signal.SIGHUP)
     block_until(lambda: running.logged("reload refused"))
-    assert running.logged("reload refused")[0]["error"] == "it takes longer than 0.1 s"
+    assert running.logged("reload refused")[0]["error"] == "to try the configuration takes longer than 0.1 s"
     assert "SIGHUP" not in running.events()
 
 
