@@ -9,7 +9,7 @@ from typing import Any, Final
 import orjson
 
 from balanceroute.errors import BadUpstreamReply, ReplyTooLarge
-from balanceroute.proxy.wire.json_size import excess_of
+from balanceroute.proxy.wire.json_size import MAX_FIELDS, excess_of
 
 MAX_NODES: Final = 2**22  # strings, arrays, objects of a whole answer: 32,000 tokens with 20 logprobs; read in 0.8 s
 MAX_COMMAS: Final = 5_000_000  # between all values of a whole answer, or of an event
@@ -22,6 +22,7 @@ MAX_ERROR_BYTES: Final = 2**20  # vLLM before 0.32 quotes a whole invalid body, 
 MAX_CHOICES: Final = 128  # of an event, though a worker is asked for one
 _MAX_INDEX: Final = 2**16  # of a choice, as `limits.max_choices` may be
 _MAX_NAME: Final = 64  # characters of a finish reason
+_MAX_DETAILS: Final = 256  # values in a part of a usage's details; engines have one to three
 _MAX_DETAIL_DEPTH: Final = 4  # levels below a part of a usage's details; engines have one
 _COUNTS: Final = ("prompt_tokens", "completion_tokens", "total_tokens")
 _DETAILS: Final = ("prompt_tokens_details", "completion_tokens_details")
@@ -56,6 +57,7 @@ def checked_usage(usage: object) -> dict[str, Any]:
         return {}
     if not isinstance(usage, dict):
         raise ValueError(f"usage is {_shown(usage)}")
+    check_fields(usage)
     for name in _COUNTS:
         count = usage.get(name)
         if count is not None and (type(count) is not int or not 0 <= count <= MAX_TOKENS):
@@ -70,16 +72,19 @@ def checked_usage(usage: object) -> dict[str, Any]:
 def _check_details(name: str, details: object) -> None:
     if not isinstance(details, dict):
         raise ValueError(f"usage.{name} is {_shown(details)}")
+    check_fields(details)
     for part, value in details.items():
         name_of_field = f"usage.{name}.{part[:_MAX_NAME]}"
         if part == "cached_tokens" and value is not None:
             token_count(value, name_of_field)
         else:
-            _check_counts(value, name_of_field, _MAX_DETAIL_DEPTH)
+            _check_counts(value, name_of_field, _MAX_DETAIL_DEPTH, _MAX_DETAILS)
 
 
-def _check_counts(value: object, name: str, depth: int) -> None:
-    """Check the numbers in `value`. Raises: ValueError: one is no count, or there are more than `depth` levels.
+def _check_counts(value: object, name: str, depth: int, most: int) -> int:
+    """Check the numbers in `value`; returns how many of `most` values are left.
+
+    Raises: ValueError: one is no count, or there are more than `depth` levels or `most` values.
 
     vLLM's `multimodal_tokens` is an object. Values that are not numbers are ignored: nothing sums them.
     """
@@ -89,17 +94,29 @@ def _check_counts(value: object, name: str, depth: int) -> None:
         if not depth:
             raise ValueError(f"{name} is nested too deeply")
         for inner in value.values() if isinstance(value, dict) else value:
-            _check_counts(inner, name, depth - 1)
+            most = _check_counts(inner, name, depth - 1, most)
+    if most <= 0:
+        raise ValueError(f"{name} holds too many values")
+    return most - 1
+
+
+def check_fields(holder: dict[str, Any]) -> None:
+    """Check how many fields an object of an answer has. Raises: ValueError: too many to look at each."""
+    if len(holder) > MAX_FIELDS:
+        raise ValueError(f"it has {len(holder)} fields")
 
 
 def checked_choice(choice: object) -> dict[str, Any]:
-    """Check the types of a choice's fields, of an event or a whole answer. Raises: ValueError."""
+    """Check the types and the number of a choice's fields, of an event or a whole answer. Raises: ValueError."""
     if not isinstance(choice, dict):
         raise ValueError(f"a choice is {_shown(choice)}")
     for name, kind in _FIELDS:
         value = choice.get(name)
         if value is not None and type(value) is not kind:
             raise ValueError(f"{name} is {_shown(value)}")
+    check_fields(choice)
+    if delta := choice.get("delta"):
+        check_fields(delta)
     index = choice.get("index", 0)
     if type(index) is not int or not 0 <= index < _MAX_INDEX:
         raise ValueError(f"index is {_shown(index)}")

@@ -31,7 +31,15 @@ import orjson
 from balanceroute.proxy.hotpath import EventMatcher
 from balanceroute.proxy.wire.answer_identity import WHOLE, AnswerIdentity, Part
 from balanceroute.proxy.wire.answer_tokens import AnswerTokens
-from balanceroute.proxy.wire.bounds import ABORT, MAX_CHOICES, MAX_COMMAS, checked_choice, checked_usage, is_given_back
+from balanceroute.proxy.wire.bounds import (
+    ABORT,
+    MAX_CHOICES,
+    MAX_COMMAS,
+    check_fields,
+    checked_choice,
+    checked_usage,
+    is_given_back,
+)
 from balanceroute.proxy.wire.closing import event_bytes, event_head, usage_of
 from balanceroute.proxy.wire.event_contents import (
     continues,
@@ -387,6 +395,7 @@ class EventScanner:
         if choices is None:
             return unread
         try:
+            check_fields(event)
             self._check(choices, event.get("usage"))
         except ValueError as error:
             return self._refuse(StreamEnd.MALFORMED, f"an event is no part of an answer ({error})")

@@ -62,6 +62,11 @@ def test_usage_details_may_have_unknown_fields() -> None:
         {"completion_tokens_details": {"reasoning_tokens": 2**63}},
         {"prompt_tokens_details": {"multimodal_tokens": {"image": 2**63}}},
         {"prompt_tokens_details": {"multimodal_tokens": [[[[[[]]]]]]}},
+        # each value would be looked at: a million took a second
+        {"prompt_tokens_details": {"multimodal_tokens": [1] * 257}},
+        {"prompt_tokens_details": {"multimodal_tokens": [[0]] * 129}},
+        {"completion_tokens_details": {f"kind{i}": 1 for i in range(257)}},
+        {f"kind{i}": 1 for i in range(257)},
     ],
 )
 def test_an_impossible_usage_is_refused(usage: Any) -> None:
@@ -78,6 +83,8 @@ def test_an_impossible_usage_is_refused(usage: Any) -> None:
         {"index": "0"},
         {"index": -1},
         {"index": 2**16},
+        {f"field{i}": None for i in range(257)},
+        {"delta": {f"field{i}": None for i in range(257)}},
         {"delta": "x"},
         {"text": 3},
         {"token_ids": 3},

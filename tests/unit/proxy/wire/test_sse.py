@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from balanceroute.proxy.wire.answer_identity import Part
 from balanceroute.proxy.wire.bounds import MAX_CHOICES
+from balanceroute.proxy.wire.json_size import MAX_FIELDS
 from balanceroute.proxy.wire.sse import MAX_IDLE_EVENTS, MAX_LINES, MAX_NODES, EventScanner, StreamEnd
 from tests.unit.proxy.captures import body_of, capture_files
 
@@ -944,13 +945,15 @@ def test_too_many_events_without_a_token_are_malformed(idle: bytes) -> None:
     assert scanner.end is StreamEnd.MALFORMED and "bring no token" in scanner.fault
 
 
-def test_an_event_with_too_many_lines_or_choices_is_malformed() -> None:
-    lines, choices = EventScanner(), EventScanner()
+def test_an_event_with_too_many_lines_choices_or_fields_is_malformed() -> None:
+    lines, choices, fields = EventScanner(), EventScanner(), EventScanner()
     lines.feed(b"data:\n" * (MAX_LINES + 1) + b"\n")
     assert lines.end is StreamEnd.MALFORMED and "lines" in lines.fault
     many = completion("a", [5])
     choices.feed(event(many | {"choices": many["choices"] * (MAX_CHOICES + 1)}))
     assert choices.end is StreamEnd.MALFORMED and "choices" in choices.fault and choices.tokens == 0
+    fields.feed(event(completion("a", [5]) | {f"field{i}": i for i in range(MAX_FIELDS)}))
+    assert fields.end is StreamEnd.MALFORMED and "fields" in fields.fault and fields.tokens == 0
 
 
 @pytest.mark.parametrize(
