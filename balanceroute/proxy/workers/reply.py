@@ -7,6 +7,9 @@ a task; the sink pauses and resumes the reading itself. Bytes that have come are
 gets the bytes first, then the error.
 
 `abort()` closes the socket at once; a vLLM notices and frees the request.
+
+Answers in one piece are kept until they are complete. Those of one worker may take `Owner.max_read_bytes` together, so
+a broken worker does not fill the memory; smaller ones than `SMALL_BYTES` always have room.
 """
 
 import asyncio
@@ -16,6 +19,7 @@ from mypy_extensions import mypyc_attr
 
 from balanceroute.errors import ConnectFailed, ReplyTooLarge, UpstreamError
 
+SMALL_BYTES: Final = 2**20
 _Error = TypeVar("_Error", bound=UpstreamError)
 
 
@@ -46,9 +50,14 @@ class Carrier(Protocol):
 
 
 class Owner(Protocol):
-    """The owner of a reply's connection: `upstream.Upstream`."""
+    """The owner of a reply's connection: `upstream.Upstream`.
+
+    Attributes: `read_bytes`: of all its answers that are being read by `Reply.read`; at most `max_read_bytes`.
+    """
 
     high_water_bytes: int
+    max_read_bytes: int
+    read_bytes: int
 
     def failure(self, kind: type[_Error], text: str) -> _Error:
         """An error that names the worker."""
@@ -153,25 +162,31 @@ class Reply:
 
         `cut`: of a body that is longer than `limit` bytes take the first `limit`, and close the connection.
 
-        Raises: BadUpstreamReply: it broke off. ReplyTooLarge: it is longer than `limit` bytes, and the connection is
-        closed.
+        Raises: BadUpstreamReply: it broke off. ReplyTooLarge: it is longer than `limit` bytes, or all of this worker's
+        that are being read than `max_read_bytes`, and the connection is closed.
         """
         if self.over and self._error is None and self._parts_bytes <= limit:
             return self._take()
         parts = []
-        total = 0
+        total, owner = 0, self._owner
         try:
             while (chunk := await self.next_chunk()) is not None:
                 parts.append(chunk)
                 total += len(chunk)
+                owner.read_bytes += len(chunk)
                 if total > limit and cut:
                     self.abort()
                     return b"".join(parts)[:limit]
                 if total > limit:
-                    raise self._owner.failure(ReplyTooLarge, f"the body is longer than {limit} bytes")
+                    raise owner.failure(ReplyTooLarge, f"the body is longer than {limit} bytes")
+                if total > SMALL_BYTES and owner.read_bytes > owner.max_read_bytes:
+                    text = f"its answers together are longer than {owner.max_read_bytes} bytes"
+                    raise owner.failure(ReplyTooLarge, text)
         except BaseException:
             self.abort()
             raise
+        finally:
+            owner.read_bytes -= total
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def attach(self, sink: Sink) -> None:

@@ -48,6 +48,7 @@ from balanceroute.proxy.workers.reply import Reply
 KEEPALIVE_S: Final = 4.0  # below the 5 s after which uvicorn closes an idle connection
 FRESH_S: Final = 1.0  # a request that can't be repeated uses only connections idle for less
 HIGH_WATER_BYTES: Final = 256 * 1024
+MAX_READ_BYTES: Final = 512 * 2**20  # of all answers that are being read; the longest one may have half of that
 LARGE_BYTES: Final = 256 * 1024  # of a request; to read it costs its worker more than to accept a connection
 MAX_IDLE: Final = 4096  # connections to one worker that wait for a request
 CONNECT_TIMEOUT_S: Final = 5.0
@@ -122,6 +123,7 @@ class Upstream:
         self.port = parts.port or (443 if parts.scheme == "https" else 80)
         self._addresses = Addresses(self.host)
         self.high_water_bytes = high_water_bytes
+        self.read_bytes, self.max_read_bytes = 0, MAX_READ_BYTES
         self._prefix = parts.path.rstrip("/")
         self._ssl: Callable[[], ssl.SSLContext] | None = None
         if parts.scheme == "https":

@@ -8,6 +8,7 @@ from contextlib import suppress
 import pytest
 
 from balanceroute.errors import ReplyTooLarge, UpstreamError
+from balanceroute.proxy.workers.reply import SMALL_BYTES
 from balanceroute.proxy.workers.upstream import Upstream
 from tests.unit.proxy.servers import (
     CHUNKED_HEAD,
@@ -61,6 +62,38 @@ async def test_read_cuts_a_body_above_its_limit_where_its_beginning_is_enough() 
         upstream = Upstream(server.url, worker="p0", tier="prefill")
         assert await (await post(upstream)).read(1000, cut=True) == b"x" * 999 + b"y"
         assert await (await post(upstream)).read(1001, cut=True) == b"x" * 999 + b"yz"
+        upstream.close()
+
+
+@on_both_loops
+async def test_answers_of_one_worker_that_are_read_at_once_are_bounded_together() -> None:
+    """A worker may send the longest answer to each of hundreds of requests; small answers always have room."""
+    size, ends = 2 * SMALL_BYTES, asyncio.Event()
+
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head, _ = await read_request(reader)
+        if b" /small " in head:
+            writer.write(plain(b"x" * SMALL_BYTES))
+            return
+        writer.write(plain(b"x" * size)[:-1])
+        await ends.wait()
+        writer.write(b"x")
+
+    async with worker(script) as server:
+        upstream = Upstream(server.url)
+        upstream.max_read_bytes = 5 * SMALL_BYTES
+
+        async def read(path: str) -> int:
+            return len(await (await upstream.request("POST", path)).read(2**30))
+
+        reads = [asyncio.get_running_loop().create_task(read("/large")) for _ in range(2)]
+        await until(lambda: upstream.read_bytes == 2 * (size - 1))
+        with pytest.raises(ReplyTooLarge, match="its answers together are longer than"):
+            await read("/large")
+        assert await read("/small") == SMALL_BYTES
+        ends.set()
+        assert await asyncio.gather(*reads) == [size, size]
+        assert upstream.read_bytes == 0
         upstream.close()
 
 
