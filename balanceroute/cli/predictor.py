@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from balanceroute.prediction.build import BuiltPredictor
 
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
+MOST_BUCKETS = 64  # as in the configuration
 SUMMARY = "Fit predictors of the remaining output, and measure how good they are."
 app = typer.Typer(no_args_is_help=True, help=SUMMARY, rich_markup_mode=None)
 
@@ -32,7 +33,9 @@ JsonFlag = Annotated[bool, typer.Option("--json", help="Print the result as JSON
 BucketsOption = Annotated[
     int,
     typer.Option(
-        min=0, help="exact_match: where the key is unknown, use prompts of similar size, in so many quantiles."
+        min=0,
+        max=MOST_BUCKETS,
+        help="exact_match: where the key is unknown, use prompts of similar size, in so many quantiles.",
     ),
 ]
 

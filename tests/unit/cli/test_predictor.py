@@ -8,6 +8,8 @@ import pytest
 from typer.testing import CliRunner
 
 from balanceroute.cli import app
+from balanceroute.cli.predictor import MOST_BUCKETS
+from balanceroute.config.sections.routing import Predictor
 from balanceroute.errors import BalanceRouteError
 from balanceroute.prediction import FinishedRequest, History
 
@@ -148,6 +150,16 @@ def test_a_log_is_judged_on_as_it_is(tmp_path: Path) -> None:
 @pytest.mark.parametrize("command", ["fit", "evaluate"])
 def test_help_shows_an_example(command: str) -> None:
     assert "Example: balanceroute predictor" in run(command, "--help")
+
+
+def test_more_size_buckets_than_a_router_accepts_are_refused(trace: Path) -> None:
+    """A bucket is an array: so many would not fit into memory."""
+    accepted = Predictor.model_fields["size_buckets"].metadata
+    assert MOST_BUCKETS in [getattr(bound, "le", None) for bound in accepted]
+    arguments = ["predictor", "evaluate", "--trace", str(trace), "--kind", "exact_match", "--size-buckets"]
+    assert CliRunner().invoke(app, [*arguments, str(MOST_BUCKETS)]).exit_code == 0
+    for buckets in (MOST_BUCKETS + 1, 10**14):
+        assert CliRunner().invoke(app, [*arguments, str(buckets)]).exit_code == 2
 
 
 def test_a_horizon_that_no_router_accepts_is_refused(trace: Path, tmp_path: Path) -> None:
