@@ -106,6 +106,7 @@ def print_table(*parts: Any) -> None:
         "highlight": False,
     }  # names are names, whatever is in them
     console = Console(**plain)
+    console.width = console.width or 80  # COLUMNS=0 says nothing, and rich would print nothing
     for part in parts:
         if isinstance(part, str):
             console.print(part, soft_wrap=True)

@@ -65,6 +65,21 @@ def test_a_table_that_is_a_little_too_wide_stacks_its_heads_and_breaks_no_name(
     assert any("level_fit" in line and "154.1" in line for line in lines)
 
 
+@pytest.mark.parametrize("of_a_terminal", [False, True])
+def test_texts_and_tables_are_printed_where_the_environment_says_zero_columns(
+    of_a_terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "0")
+    if of_a_terminal:
+        monkeypatch.setenv("FORCE_COLOR", "1")
+    table = Table("worker", "state")
+    table.add_row("d0", "up")
+    print_table("policy br_0", table, "1 admitted")
+    lines = plain(capsys.readouterr().out).splitlines()
+    assert (lines[0], lines[-1]) == ("policy br_0", "1 admitted")
+    assert any("d0" in line and "up" in line for line in lines)
+
+
 def test_progress_in_a_log_is_an_occasional_line(capsys: pytest.CaptureFixture[str]) -> None:
     now = [0.0]
     tell = ProgressLines("answers", lambda: now[0])
