@@ -44,11 +44,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 
 from balanceroute.demo.processes import total
 from scripts.chaos_run.aftermath import held_by_router
-from scripts.e2e import messages
 from scripts.e2e.features import DIFFERS, differences, features
 from scripts.e2e.harness import wait_for
 
@@ -309,6 +307,8 @@ def check_greedy(servers: Servers) -> str:
 
 def check_chat(servers: Servers) -> str:
     """A chat stream says what the non-streamed answer says."""
+    import openai  # here, as are the messages: a second of CPU each for whoever imports this module and needs neither
+
     client = openai.OpenAI(base_url=f"{BASE}/v1", api_key="none", timeout=120)
     for seed in range(4):
         asked: dict[str, Any] = {
@@ -408,6 +408,8 @@ def check_features(servers: Servers) -> str:
 
 def check_messages(servers: Servers) -> str:
     """Anthropic's client, sync and async, whole and streamed, with tools."""
+    from scripts.e2e import messages
+
     return messages.compare(
         BASE, f"http://127.0.0.1:{DECODE[1]}", lambda: wait_for("the router holds nothing", nothing_held, 30)
     )

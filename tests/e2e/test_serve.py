@@ -14,14 +14,15 @@ from itertools import product
 from pathlib import Path
 
 import httpx
-import openai
 import pytest
 
 from balanceroute.engine.tokens import FIRST_TRIPLE_ID, continuation, decode
+from tests.at_first_use import AtFirstUse
 from tests.ports import free_base_port
 from tests.processes import Cluster, emulated, listening_port, process, wait_for
 from tests.waiting import PATIENCE_S, block_until
 
+openai = AtFirstUse("openai")
 pytestmark = pytest.mark.e2e
 
 
@@ -51,7 +52,7 @@ def deployment(cluster: Cluster, tmp_path: Path) -> Iterator[Deployment]:
         yield Deployment(url, cluster.prefillers[0], router)
 
 
-async def ask(client: openai.AsyncOpenAI, n: int) -> None:
+async def ask(client: "openai.AsyncOpenAI", n: int) -> None:
     """The n-th of a mixed load, checked token by token."""
     draw = random.Random(n)
     prompt = list(range(FIRST_TRIPLE_ID + n, FIRST_TRIPLE_ID + n + draw.randrange(1, 300)))

@@ -6,13 +6,14 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-import anthropic
 import pytest
 
 from balanceroute.config import digest_of
+from tests.at_first_use import AtFirstUse
 from tests.integration.router import FAST, Router, running
 from tests.integration.test_messages_exchange import ASKED, ENDLESS, client_of
 
+anthropic = AtFirstUse("anthropic")
 pytestmark = pytest.mark.anyio
 
 MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
@@ -62,7 +63,7 @@ async def test_other_paths_keep_openais_error_format() -> None:
             assert body["error"]["code"] == 400 and "request-id" not in headers
 
 
-def asks(client: anthropic.AsyncAnthropic) -> list[Callable[[], Awaitable[Any]]]:
+def asks(client: "anthropic.AsyncAnthropic") -> list[Callable[[], Awaitable[Any]]]:
     """Each way to ask, as something to be refused."""
     return [
         lambda: client.messages.create(**ASKED),
@@ -71,7 +72,7 @@ def asks(client: anthropic.AsyncAnthropic) -> list[Callable[[], Awaitable[Any]]]
     ]
 
 
-async def refusals(client: anthropic.AsyncAnthropic) -> list[tuple[int, str, str | None]]:
+async def refusals(client: "anthropic.AsyncAnthropic") -> list[tuple[int, str, str | None]]:
     """Status, type and retry-after of the refusal of each; the official client names the request from the header."""
     found = []
     for ask in asks(client):

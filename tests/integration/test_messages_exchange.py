@@ -7,16 +7,17 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import anthropic
 import pytest
 
 from balanceroute.config import digest_of
 from balanceroute.emulator import ClusterShape
 from balanceroute.proxy.client import messages_exchange
 from balanceroute.proxy.life.layerwise import Layerwise
+from tests.at_first_use import AtFirstUse
 from tests.integration.router import FAST, Router, running
 from tests.integration.test_proxy_answers import chat
 
+anthropic = AtFirstUse("anthropic")
 pytestmark = pytest.mark.anyio
 
 ASKED: dict[str, Any] = {
@@ -30,7 +31,7 @@ TOOL = {"name": "look_up", "description": "Looks up.", "input_schema": {"type": 
 
 
 @asynccontextmanager
-async def client_of(router: Router, **options: Any) -> AsyncIterator[anthropic.AsyncAnthropic]:
+async def client_of(router: Router, **options: Any) -> AsyncIterator["anthropic.AsyncAnthropic"]:
     options = {"api_key": "k", "max_retries": 0, **options}
     async with anthropic.AsyncAnthropic(base_url=router.url, **options) as client:
         yield client

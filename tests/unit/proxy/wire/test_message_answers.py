@@ -1,11 +1,11 @@
 """Chats' answers as Anthropic's messages, against a real engine's own and against the official client's reading."""
 
 import json
+from functools import cache
 from typing import Any
 
 import orjson
 import pytest
-from anthropic.types import RawMessageStreamEvent
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
@@ -13,10 +13,17 @@ from pydantic import TypeAdapter
 from balanceroute.errors import BadUpstreamReply
 from balanceroute.proxy.wire.message_answers import PING, Counts, MessageStream, message_of
 from balanceroute.proxy.wire.sse import EventScanner, StreamEnd
+from tests.at_first_use import AtFirstUse
 from tests.unit.proxy.captures import body_of, capture_files
 
-EVENTS: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
+types = AtFirstUse("anthropic.types")
 COUNTS = Counts(9, None, 5)
+
+
+@cache
+def official() -> TypeAdapter[Any]:
+    """What the official client reads as an event."""
+    return TypeAdapter(types.RawMessageStreamEvent)
 
 
 def a_stream(counts: Counts = COUNTS) -> EventScanner:
@@ -62,7 +69,7 @@ def events_in(out: bytes) -> list[dict[str, Any]]:
 def read_by_the_client(parts: list[dict[str, Any]]) -> dict[str, Any]:
     """The message that the events make; fails on any that the official client's types do not allow."""
     for part in parts:
-        EVENTS.validate_python(part, strict=True)
+        official().validate_python(part, strict=True)
     message: dict[str, Any] = parts[0]["message"]
     for part in parts[1:]:
         if part["type"] == "content_block_start":
