@@ -4,8 +4,10 @@ import hashlib
 import json
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +23,7 @@ from balanceroute.experiments import (
     figures,
     files_of,
     grid,
+    jobs,
     main_results,
     methods,
     paper,
@@ -67,7 +70,20 @@ def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(figures, "available", lambda: False)
 
 
-@pytest.mark.usefixtures("no_figures")
+@pytest.fixture
+def short_answers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Generated traces whose answers end after a thirtieth of their steps: each simulation takes so much less."""
+
+    def shortened(*args: Any, **kwargs: Any) -> Trace:
+        return generate_trace(*args, **kwargs).with_lengths(0.05, 0.03)
+
+    monkeypatch.setattr(jobs, "generate_trace", shortened)
+    jobs.replayed.cache_clear()
+    yield
+    jobs.replayed.cache_clear()
+
+
+@pytest.mark.usefixtures("no_figures", "short_answers")
 def test_the_report_shows_the_papers_ratios_and_names_synthetic_data(tmp_path: Path) -> None:
     text = reproduce(["main"], replace(TINY, rows=20, seeds=(0,)), tmp_path, n_processes=1)
     assert text == (tmp_path / "REPORT.md").read_text()
@@ -100,6 +116,7 @@ def test_both_stages_run_only_in_the_rows_that_name_them(
     assert stages[1] > 0 and (stages[2] > 0) is both
 
 
+@pytest.mark.usefixtures("short_answers")
 def test_the_subsets_report_has_a_row_per_number_of_candidates(tmp_path: Path) -> None:
     scope = replace(TINY, rows=10, seeds=(0,))
     text = reproduce(["subsets"], scope, tmp_path, n_processes=1)
@@ -327,7 +344,7 @@ def test_the_command_lists_what_it_wrote(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("matplotlib")
-    write_trace(generate_trace("capped", rows=40), tmp_path / "t.csv")
+    a_short_trace(tmp_path / "t.csv")
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "notes.txt").write_text("not of this command")
     arguments = ["reproduce", "main", "--quick", "--jobs", "1", "--json", "--trace", str(tmp_path / "t.csv")]
