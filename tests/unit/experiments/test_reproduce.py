@@ -209,8 +209,12 @@ def test_requests_that_arrive_at_one_time_have_no_load_sweep(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("name", ["main", "scaling", "sensitivity", "bound"])
-def test_requests_that_leave_no_load_spread_have_a_gap_where_it_divides(name: str, tmp_path: Path) -> None:
+def test_requests_that_leave_no_load_spread_have_a_gap_where_it_divides(
+    name: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     """As many equal requests for each worker, all at one time: every policy is level."""
+    if name == "main":  # its figure has the loads, where nothing divides
+        request.getfixturevalue("no_figures")
     text = "arrival_s,prompt_tokens,output_tokens\n" + "0,500,20\n" * 45  # of which 32 are replayed
     (tmp_path / "t.csv").write_text(text)
     scope = replace(TINY, trace=str(tmp_path / "t.csv"), seeds=(0,), widths=(8,))
@@ -370,6 +374,7 @@ def test_without_matplotlib_the_tables_are_written_and_the_report_says_how_to_ge
     assert not [name for name in files_of(["sensitivity"], TINY) if name.endswith((".png", ".svg"))]
 
 
+@pytest.mark.usefixtures("no_figures")
 def test_an_own_policy_is_a_row_of_the_main_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "examples"))
     scope = replace(TINY, trace=a_short_trace(tmp_path / "t.csv"), seeds=(0,), policies=("own_policy:FirstFit",))
