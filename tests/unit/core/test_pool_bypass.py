@@ -8,6 +8,7 @@ from balanceroute.core.knobs import PolicySettings
 from balanceroute.core.policies import make_policy
 from balanceroute.core.types import Outcome, WorkerState
 from balanceroute.errors import ConfigError
+from tests.examples import examples
 from tests.unit.core.builders import a_scheduler, admitted, hold, pool_all
 
 
@@ -46,7 +47,7 @@ def test_br_h_refuses_to_bypass_the_pool() -> None:
         make_policy(PolicySettings(policy="br_h", pool_bypass=True))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     loads=st.lists(st.integers(1, 60), min_size=1, max_size=5),
     prompt_tokens=st.integers(1, 80),

@@ -11,6 +11,7 @@ from balanceroute.core.prefix import PrefixIndex, SharedPrefixes, leading
 from balanceroute.core.scheduler import Scheduler
 from balanceroute.core.scheduler_config import SchedulerConfig
 from balanceroute.core.types import Outcome, RequestSpec, WorkerState
+from tests.examples import examples
 from tests.unit.core.builders import a_scheduler
 
 BLOCK = 100
@@ -183,7 +184,7 @@ def a_prompt(name: str, prefix: tuple[int, ...], prompt_tokens: int) -> RequestS
 arrivals = st.lists(st.tuples(st.integers(1, 2000), st.booleans()), max_size=40)
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(arrivals, st.sampled_from([None, 2]))
 def test_affinity_decides_like_least_tokens_when_no_prefix_is_shared(
     sizes: list[tuple[int, bool]], max_inflight: int | None

@@ -13,6 +13,7 @@ from balanceroute.errors import InvalidRequest
 from balanceroute.proxy.wire.client_request import parse
 from balanceroute.proxy.wire.message_requests import chat_of, parse_messages, tokenize_body
 from balanceroute.proxy.wire.payloads import decode_body, probe_body
+from tests.examples import examples
 
 TOOL = {"name": "look_up", "description": "Looks a word up.", "input_schema": {"properties": {"word": {}}}}
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
@@ -416,7 +417,7 @@ ODD = st.dictionaries(
 )  # in the place of a valid value
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(TURNS, FIELDS, st.integers(1025, 3000), ODD)
 def test_any_body_is_refused_with_a_field_name_or_becomes_a_valid_chat(
     turns: list[Any], fields: dict[str, Any], limit: int, odd: dict[str, Any]

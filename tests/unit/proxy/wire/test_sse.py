@@ -13,6 +13,7 @@ from balanceroute.proxy.wire.answer_identity import Part
 from balanceroute.proxy.wire.bounds import MAX_CHOICES
 from balanceroute.proxy.wire.json_size import MAX_FIELDS
 from balanceroute.proxy.wire.sse import MAX_IDLE_EVENTS, MAX_LINES, MAX_NODES, EventScanner, StreamEnd
+from tests.examples import examples
 from tests.unit.proxy.captures import body_of, capture_files
 
 DONE = b"data: [DONE]\n\n"
@@ -166,7 +167,7 @@ def test_reasoning_beside_an_empty_content_is_matched_without_parsing() -> None:
     assert scanner.matcher.match(other) == other.replace(b"[1]", b"null")
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(STREAMS, st.booleans(), st.data())
 def test_scanner_equals_a_full_parse_of_every_event_for_any_chunking(
     stream: list[tuple[dict[str, Any], bool, bytes]], want_ids: bool, data: st.DataObject
@@ -220,7 +221,7 @@ def test_a_byte_order_mark_at_the_start_of_a_stream_hides_no_token() -> None:
     assert scanner.generated.ids.tolist() == [1, 2, 1, 2]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(
     st.lists(
         st.one_of(

@@ -4,6 +4,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from balanceroute.proxy.workers.foreign import NOBODY, Foreign, ForeignLoad, Occupancy, least_own_slots
+from tests.examples import examples
 
 CAPACITY = {"kv_capacity_tokens": 100_000.0, "kv_block_tokens": 128.0}
 
@@ -48,7 +49,7 @@ def test_one_unreadable_report_changes_nothing_and_two_make_foreign_load_unknown
     assert load.see(report(5), 0, 0, 10.0) == NOBODY  # a first one again
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(300), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.integers(0, 8), min_size=2, max_size=60), st.data())
 def test_our_own_requests_are_never_foreign_for_any_report_delay_within_its_period(
     history: list[int], data: st.DataObject
