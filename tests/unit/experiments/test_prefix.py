@@ -1,6 +1,7 @@
 """`reproduce prefix`: the prefill policies beside what other routers do."""
 
 import csv
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ def test_the_report_has_every_rival_on_every_cache(tmp_path: Path, monkeypatch: 
     trace = tmp_path / "talk.csv"
     write_trace(generate_conversations(30), trace)
     monkeypatch.setattr(prefix, "PREFILLERS", 2)
-    scope = Scope.of(quick=True, trace=str(trace))
+    scope = replace(Scope.of(quick=True, trace=str(trace)), rows=400)
     text = reproduce(["prefix"], scope, tmp_path / "out", n_processes=1)
     *caches, queue, weights = files_of(["prefix"], scope)[1:]
     assert len(caches) == 4
