@@ -114,7 +114,7 @@ def a_cluster(drawn: list[dict], waiting: list[tuple[int, float | None, int]], k
     return scheduler
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(clusters, pools, knobs)
 def test_overdue_requests_go_where_scoring_each_worker_alone_puts_them(
     drawn: list[dict],
@@ -127,7 +127,7 @@ def test_overdue_requests_go_where_scoring_each_worker_alone_puts_them(
     assert ours.admit(20.0) == oracle.admit(20.0)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(clusters, pools, knobs)
 def test_without_a_pool_requests_go_where_scoring_each_worker_alone_puts_them(
     drawn: list[dict],

@@ -20,7 +20,7 @@ from balanceroute.core.snapshot import ClusterSnapshot
 from balanceroute.core.target_fit import TargetFit
 from balanceroute.core.types import RequestSpec, Role, WorkerSpec
 
-MANY = settings(max_examples=250, deadline=None)
+MANY = settings(max_examples=100, deadline=None)
 sizes = st.lists(st.one_of(st.integers(1, 12), st.integers(1, 4_000)), min_size=1, max_size=10)
 margins = st.lists(st.one_of(st.just(0), st.integers(0, 3_000)), min_size=1, max_size=6)
 weights = st.tuples(st.floats(0.1, 4), st.floats(0, 50), st.floats(0, 1))
@@ -182,7 +182,7 @@ def naive_fit(
 full = st.lists(st.integers(1, 2_000), min_size=2, max_size=4)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.one_of([st.lists(full, min_size=n, max_size=n) for n in (1, 2, 4)]), st.data())
 def test_target_fit_chooses_as_specified_when_slots_are_scarce(loads: list[list[int]], data: st.DataObject) -> None:
     """G is a power of two, so that means are exact and a tie is a tie."""
@@ -195,7 +195,7 @@ def test_target_fit_chooses_as_specified_when_slots_are_scarce(loads: list[list[
     assert all(math.isfinite(action.score) for action in admissions)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(
     st.one_of([st.lists(full, min_size=n, max_size=n) for n in (1, 2, 4)]),
     st.integers(0, 1_000) | st.sampled_from([2**n for n in range(12)]),

@@ -451,7 +451,7 @@ def a_document(random: Random, policy: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("policy", sorted(RULES))
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=500, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_a_decision_is_the_one_that_the_text_describes(policy: str, seed: int) -> None:
     check_decision(policy, seed)

@@ -52,7 +52,7 @@ def a_simulation(setting: Setting, policy: str, seed: int, rows: int = 120) -> t
     return simulation, admissions
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     policy=POLICIES,
     overlap=st.one_of(st.none(), st.integers(0, 20)),
@@ -80,7 +80,7 @@ def test_no_more_requests_run_than_slots_nor_are_sent_ahead_than_allowed(
     assert simulation.finished == len(admissions) == 120
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(policy=POLICIES, seed=st.integers(0, 50), slots=st.integers(1, 6))
 def test_an_automatic_overlap_decides_like_no_overlap_where_transfers_take_no_time(
     policy: str, seed: int, slots: int

@@ -62,7 +62,7 @@ class Model:
         kept.move(self.worker, held, tokens, before, int(self.remaining))
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(HORIZON, EVENTS)
 def test_projected_loads_follow_the_definition_after_any_events(
     horizon: int, events: list[tuple[str, int, int, float, bool]]

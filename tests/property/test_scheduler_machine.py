@@ -378,7 +378,7 @@ class DecodeFirstMachine(SchedulerMachine):
             self.end_push(0, sizes[0], fails)
 
 
-CHEAP = settings(max_examples=100, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+CHEAP = settings(max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 TestLiveDriver = SchedulerMachine.TestCase
 TestLiveDriver.settings = CHEAP
 TestLockStepDriver = LockStepMachine.TestCase

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from balanceroute.core import subset
 from balanceroute.core.subset import Score, Subset, best_subset
 
-EXAMPLES = settings(max_examples=500, deadline=None)
+EXAMPLES = settings(max_examples=200, deadline=None)
 Shape = tuple[float, Score]
 
 prompts = st.one_of(st.integers(1, 12), st.integers(1, 5_000))

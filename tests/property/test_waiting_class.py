@@ -14,7 +14,7 @@ TIMES = st.sampled_from([0.0, 1.0, 2.0, 3.0, math.inf])
 EVENTS = st.lists(st.tuples(st.booleans(), st.integers(0, 30), st.integers(1, 6), TIMES), max_size=25)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     EVENTS,
     st.integers(0, 7),

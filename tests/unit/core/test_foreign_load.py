@@ -34,7 +34,7 @@ def actives(worker: int, sizes: list[int], whose: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(("policy", "bypass"), [*((policy, False) for policy in sorted(POLICIES)), ("br_0", True)])
-@settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(30), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(cluster=clusters, waiting=st.lists(st.integers(1, 2_000), min_size=1, max_size=8))
 def test_a_policy_decides_as_if_foreign_requests_were_its_own(
     policy: str, bypass: bool, cluster: list[tuple[list[int], list[int]]], waiting: list[int]
