@@ -13,6 +13,7 @@ from pathlib import Path
 import httpx
 
 from balanceroute.cli.emulate import DECODE_PORT_OFFSET
+from tests.plain_http import PLAIN
 from tests.ports import free_base_port
 from tests.waiting import PATIENCE_S, block_until
 
@@ -44,7 +45,7 @@ def wait_for(url: str, log: Path, running: subprocess.Popen[bytes]) -> None:
     def answers() -> bool:
         assert running.poll() is None, log.read_text()
         try:
-            return httpx.get(url, timeout=PATIENCE_S, trust_env=False).status_code == 200
+            return httpx.get(url, timeout=PATIENCE_S, **PLAIN).status_code == 200
         except httpx.TransportError:
             return False
 
@@ -87,7 +88,7 @@ class Cluster:
 
     def _order(self, kind: str) -> None:
         for url in self.decoders:
-            done = httpx.post(f"{url}/_emulator/fault", json={"kind": kind}, timeout=PATIENCE_S, trust_env=False)
+            done = httpx.post(f"{url}/_emulator/fault", json={"kind": kind}, timeout=PATIENCE_S, **PLAIN)
             assert done.status_code == 200, done.text
 
     def holds_kv(self) -> bool:
@@ -97,7 +98,7 @@ class Cluster:
 
 def _usage(url: str) -> float:
     found = re.search(
-        r"kv_cache_usage_perc\{[^}]*\} (\S+)", httpx.get(f"{url}/metrics", timeout=PATIENCE_S, trust_env=False).text
+        r"kv_cache_usage_perc\{[^}]*\} (\S+)", httpx.get(f"{url}/metrics", timeout=PATIENCE_S, **PLAIN).text
     )
     assert found
     return float(found[1])

@@ -15,6 +15,7 @@ import trustme
 from balanceroute.config.addresses import host_in_url
 from balanceroute.engine.tokens import FIRST_TRIPLE_ID, continuation, decode
 from balanceroute.proxy.brain import LOST
+from tests.plain_http import PLAIN
 from tests.processes import Cluster, complete_lines, listening_port, process
 from tests.waiting import pace, until
 
@@ -154,7 +155,7 @@ async def a_router(
     with process(*serve, log=log, open_files=open_files) as running:
         limits = httpx.Limits(max_connections=None)
         url = f"http://{host_in_url(host)}:{await asyncio.to_thread(listening_port, log, running, logged_before)}"
-        async with httpx.AsyncClient(base_url=url, timeout=None, limits=limits, trust_env=False) as client:
+        async with httpx.AsyncClient(base_url=url, timeout=None, limits=limits, **PLAIN) as client:
             router = Router(log, running, client)
             await until(lambda: len(router.relays) >= relays)
             await router.get("/ready")
@@ -247,7 +248,7 @@ async def keeps_asking(router: Router, number: int, ended: asyncio.Event) -> int
     limits, url = httpx.Limits(max_connections=1), router.client.base_url
     prompt, count = [FIRST_TRIPLE_ID + 1000 + number], 0
     body = {"model": "emulated", "prompt": prompt, "max_tokens": 3, "ignore_eos": True}
-    async with httpx.AsyncClient(base_url=url, timeout=None, limits=limits, trust_env=False) as client:
+    async with httpx.AsyncClient(base_url=url, timeout=None, limits=limits, **PLAIN) as client:
         while not ended.is_set():
             answer = await client.post("/v1/completions", json=body)
             assert answer.status_code == 200, answer.text

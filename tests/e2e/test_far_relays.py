@@ -17,6 +17,7 @@ import pytest
 
 from balanceroute.config.addresses import host_in_url
 from tests.e2e.routers import LONG, Authority, Router, a_folder, a_router, all_end, streams
+from tests.plain_http import PLAIN
 from tests.ports import free_base_port, loopback
 from tests.processes import Cluster, end_group
 from tests.waiting import until
@@ -267,7 +268,7 @@ async def _is_refused(those: Machines, cluster: Cluster, folder: Path, authority
     waiting = asyncio.get_running_loop().create_task(_run_until_cancelled(cluster, folder, flags, port))
     await until(lambda: log.exists() and "this relay cannot join a brain" in log.read_text())
     assert reason in log.read_text()
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False) as client:
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", **PLAIN) as client:
         assert (await client.get("/health")).status_code == 200
         assert (await client.get("/ready")).status_code == 503
     waiting.cancel()

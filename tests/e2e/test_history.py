@@ -12,6 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.plain_http import PLAIN
 from tests.processes import emulated, listening_port, process, wait_for
 from tests.waiting import PATIENCE_S, block_until
 
@@ -34,14 +35,14 @@ class Served:
     def ask(self, n: int = 1) -> None:
         """Ask `n` times, one after the other; the limit is far off."""
         body = {"model": "emulated", "prompt": "say it", "max_tokens": 4000}
-        with httpx.Client(base_url=self.url, trust_env=False, timeout=PATIENCE_S) as client:
+        with httpx.Client(base_url=self.url, **PLAIN, timeout=PATIENCE_S) as client:
             for _ in range(n):
                 reply = client.post("/v1/completions", json=body)
                 assert reply.status_code == 200, reply.text
                 assert reply.json()["usage"]["completion_tokens"] == LENGTH
 
     def metric(self, name: str) -> float:
-        page = httpx.get(f"{self.url}/metrics", timeout=PATIENCE_S, trust_env=False).text
+        page = httpx.get(f"{self.url}/metrics", timeout=PATIENCE_S, **PLAIN).text
         found = re.search(rf"^{re.escape(name)} (\S+)$", page, re.MULTILINE)
         assert found is not None, page
         return float(found[1])

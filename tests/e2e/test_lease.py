@@ -12,6 +12,7 @@ import pytest
 
 from tests.api_server import ApiServer, an_api_server
 from tests.e2e.routers import SLOTS, Authority, Router, a_folder, a_router, all_end, keeps_asking, streams
+from tests.plain_http import PLAIN
 from tests.ports import free_base_port
 from tests.processes import Cluster, end_group, process
 from tests.waiting import PATIENCE_S, until
@@ -102,7 +103,7 @@ def test_a_standby_pod_reloads_other_slots_that_the_leader_refuses_and_leads_wit
                 await until(lambda: second.brains)
                 (port,) = {line["port"] for line in second.logged("listening") if "relay" in line}
                 async with httpx.AsyncClient(
-                    base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE_S, trust_env=False
+                    base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE_S, **PLAIN
                 ) as client:
                     state = await Router(log, running, client).state()
                 assert {worker["slots"] for worker in state["workers"]} == {7}

@@ -8,6 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.plain_http import PLAIN
 from tests.processes import emulated, listening_port, process, wait_for
 from tests.waiting import PATIENCE_S, block_until
 
@@ -26,7 +27,7 @@ def test_the_next_start_frees_kv_that_a_killed_router_left_pinned(tmp_path: Path
         serve += ["--set", f"lifecycle.pins_file={pins}", "--set", f"prefill.kv_pin_s={LEASE_S}"]
 
         def pinned() -> int:
-            state = httpx.get(f"{cluster.prefillers[0]}/_emulator/state", timeout=PATIENCE_S, trust_env=False).json()
+            state = httpx.get(f"{cluster.prefillers[0]}/_emulator/state", timeout=PATIENCE_S, **PLAIN).json()
             assert state["violations"] == 0, state
             return sum(worker.get("pinned", 0) for worker in state["workers"].values())
 
@@ -52,7 +53,7 @@ def test_the_next_start_frees_kv_that_a_killed_router_left_pinned(tmp_path: Path
 
 def pooled(port: int) -> int:
     """Requests that wait for a slot, by the router's own word."""
-    return len(httpx.get(f"http://127.0.0.1:{port}/state", timeout=PATIENCE_S, trust_env=False).json()["waiting"])
+    return len(httpx.get(f"http://127.0.0.1:{port}/state", timeout=PATIENCE_S, **PLAIN).json()["waiting"])
 
 
 def ask(port: int, number: int) -> socket.socket:

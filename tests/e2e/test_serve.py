@@ -18,6 +18,7 @@ import pytest
 
 from balanceroute.engine.tokens import FIRST_TRIPLE_ID, continuation, decode
 from tests.at_first_use import AtFirstUse
+from tests.plain_http import PLAIN
 from tests.ports import free_base_port
 from tests.processes import Cluster, emulated, listening_port, process, wait_for
 from tests.waiting import PATIENCE_S, block_until
@@ -95,30 +96,30 @@ async def ask(client: "openai.AsyncOpenAI", n: int) -> None:
 
 def test_the_official_client_gets_mixed_answers_and_no_request_remains(deployment: Deployment) -> None:
     async def load() -> None:
-        http = httpx.AsyncClient(limits=httpx.Limits(max_connections=None), timeout=PATIENCE_S, trust_env=False)
+        http = httpx.AsyncClient(limits=httpx.Limits(max_connections=None), timeout=PATIENCE_S, **PLAIN)
         async with openai.AsyncOpenAI(
             base_url=f"{deployment.url}/v1", api_key="none", http_client=http, max_retries=0
         ) as client:
             await asyncio.gather(*(ask(client, n) for n in range(80)))
 
     asyncio.run(load())
-    state = httpx.get(f"{deployment.url}/state", timeout=PATIENCE_S, trust_env=False).json()
+    state = httpx.get(f"{deployment.url}/state", timeout=PATIENCE_S, **PLAIN).json()
     assert [len(worker["active"]) for worker in state["workers"]] == [0, 0, 0, 0]
     assert state["waiting"] == [] and state["queued"] == []
     assert all(p["inflight"] == 0 and p["pinned"] == 0 for p in state["prefillers"])
-    state = httpx.get(f"{deployment.worker_url}/_emulator/state", timeout=PATIENCE_S, trust_env=False).json()
+    state = httpx.get(f"{deployment.worker_url}/_emulator/state", timeout=PATIENCE_S, **PLAIN).json()
     assert state["violations"] == 0
 
 
 def test_sigterm_lets_running_streams_finish_and_refuses_new_ones(cluster: Cluster, deployment: Deployment) -> None:
     body = {"model": "emulated", "prompt": "a", "max_tokens": 600, "ignore_eos": True, "stream": True}
-    with httpx.Client(base_url=deployment.url, trust_env=False, timeout=PATIENCE_S) as client:
+    with httpx.Client(base_url=deployment.url, **PLAIN, timeout=PATIENCE_S) as client:
         with client.stream("POST", "/v1/completions", json=body) as stream:
             lines = stream.iter_lines()
             next(lines)
             with (
                 cluster.standing_still(),
-                httpx.Client(base_url=deployment.url, trust_env=False, timeout=PATIENCE_S) as other,
+                httpx.Client(base_url=deployment.url, **PLAIN, timeout=PATIENCE_S) as other,
             ):
                 os.kill(deployment.router.pid, signal.SIGTERM)
                 block_until(lambda: other.get("/ready").status_code == 503)
@@ -131,14 +132,12 @@ def test_sigterm_lets_running_streams_finish_and_refuses_new_ones(cluster: Clust
 
 def test_a_second_sigterm_ends_the_router_now(deployment: Deployment, tmp_path: Path) -> None:
     body = {"model": "emulated", "prompt": "a", "max_tokens": 20_000, "ignore_eos": True, "stream": True}
-    with httpx.Client(base_url=deployment.url, trust_env=False, timeout=PATIENCE_S) as client:
+    with httpx.Client(base_url=deployment.url, **PLAIN, timeout=PATIENCE_S) as client:
         with client.stream("POST", "/v1/completions", json=body) as stream:
             lines = stream.iter_lines()  # kept: a generator that is dropped closes the connection
             next(lines)
             os.kill(deployment.router.pid, signal.SIGTERM)
-            block_until(
-                lambda: httpx.get(f"{deployment.url}/ready", timeout=PATIENCE_S, trust_env=False).status_code == 503
-            )
+            block_until(lambda: httpx.get(f"{deployment.url}/ready", timeout=PATIENCE_S, **PLAIN).status_code == 503)
             assert deployment.router.poll() is None
             os.kill(deployment.router.pid, signal.SIGTERM)
             assert deployment.router.wait(PATIENCE_S) == 0
@@ -239,7 +238,7 @@ def test_sighup_reloads_the_file_and_a_wrong_file_changes_nothing(cluster: Clust
             os.kill(router.pid, signal.SIGHUP)
             block_until(lambda logged=logged: logged in log.read_text(), logged)
         body = {"model": "emulated", "prompt": "a", "max_tokens": 3}
-        assert httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE_S, trust_env=False).status_code == 200
+        assert httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE_S, **PLAIN).status_code == 200
 
 
 @pytest.mark.parametrize("relays", [0, 1])
@@ -258,7 +257,7 @@ def test_a_configuration_file_that_blocks_delays_no_request_and_the_next_sighup_
         os.kill(router.pid, signal.SIGHUP)
         refused = f"{config}, or a file that it names: no answer within 5 s"
         with open_when_read(config):
-            assert httpx.get(f"{url}/ready", timeout=PATIENCE_S, trust_env=False).status_code == 200
+            assert httpx.get(f"{url}/ready", timeout=PATIENCE_S, **PLAIN).status_code == 200
             assert refused not in log.read_text()  # it still waits
             config.unlink()
             config.write_text(text + "queue: {max_queued: 3}\n")
@@ -305,9 +304,7 @@ def test_a_router_whose_standard_streams_are_closed_serves_and_ends_as_any_other
     try:
         url = f"http://127.0.0.1:{port}"
         block_until(lambda: router.poll() is not None or _is_ready(url))
-        answer = httpx.post(
-            f"{url}/v1/completions", json={"prompt": "a", "max_tokens": 2}, timeout=PATIENCE_S, trust_env=False
-        )
+        answer = httpx.post(f"{url}/v1/completions", json={"prompt": "a", "max_tokens": 2}, timeout=PATIENCE_S, **PLAIN)
         assert answer.status_code == 200
         router.send_signal(signal.SIGTERM)
         assert router.wait(PATIENCE_S) == 0
@@ -318,6 +315,6 @@ def test_a_router_whose_standard_streams_are_closed_serves_and_ends_as_any_other
 
 def _is_ready(url: str) -> bool:
     try:
-        return httpx.get(f"{url}/ready", timeout=PATIENCE_S, trust_env=False).status_code == 200
+        return httpx.get(f"{url}/ready", timeout=PATIENCE_S, **PLAIN).status_code == 200
     except httpx.TransportError:
         return False

@@ -26,6 +26,7 @@ from balanceroute.proxy.run_folder import RunFolder
 from balanceroute.proxy.server import Server
 from tests.integration.router import FAST, configuration, patient
 from tests.integration.test_proxy_answers import completion
+from tests.plain_http import PLAIN
 from tests.waiting import until
 
 LINEAGE = 7
@@ -104,7 +105,7 @@ async def a_relay(config: Config, folder: RunFolder, name: str) -> AsyncIterator
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
         async with (
             serving(server, [listener]),
-            httpx.AsyncClient(base_url=url, trust_env=False, timeout=120.0, limits=limits) as client,
+            httpx.AsyncClient(base_url=url, **PLAIN, timeout=120.0, limits=limits) as client,
         ):
             yield Relay(app, client, server)
 

@@ -18,6 +18,7 @@ from balanceroute.proxy.admission.forecasts import Forecasts
 from balanceroute.proxy.app import RouterApp, create_app
 from balanceroute.proxy.ops.services import Services
 from balanceroute.proxy.server import Server
+from tests.plain_http import PLAIN
 from tests.waiting import until
 
 
@@ -187,7 +188,7 @@ async def running(
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=2.0)
         async with (
             served(app, send_buffer_bytes) as url,
-            httpx.AsyncClient(base_url=url, trust_env=False, timeout=120.0, limits=limits) as client,
+            httpx.AsyncClient(base_url=url, **PLAIN, timeout=120.0, limits=limits) as client,
         ):
             yield Router(client, app, cluster, url)
 

@@ -19,6 +19,7 @@ from balanceroute.proxy.perimeter.perimeter import Perimeter
 from balanceroute.proxy.reload import reload
 from tests.integration.router import Router, configuration, patient, running, served
 from tests.integration.test_proxy_answers import completion
+from tests.plain_http import PLAIN
 from tests.unit.proxy.reloading import apply
 from tests.waiting import PATIENCE_S, until
 
@@ -255,9 +256,7 @@ async def test_requests_that_a_worker_runs_for_others_are_reported_as_divergence
 ) -> None:
     async with running(SHAPE, prefill={"poll_interval_s": 0.02}) as router:
         caplog.set_level(logging.WARNING)
-        async with httpx.AsyncClient(
-            base_url=router.cluster.decode_urls[0], trust_env=False, timeout=PATIENCE_S
-        ) as other:
+        async with httpx.AsyncClient(base_url=router.cluster.decode_urls[0], **PLAIN, timeout=PATIENCE_S) as other:
             work = asyncio.ensure_future(other.post("/v1/completions", json=completion(max_tokens=2000)))
             divergence = router.app.services.metrics.divergence
             name = router.cluster.decode_urls[0].removeprefix("http://")
@@ -317,7 +316,7 @@ async def test_rerunning_a_journal_of_live_decisions_gives_the_same_decisions(tm
     async with EmulatedCluster(patient(SHAPE)) as cluster:
         config = configuration(cluster)
         app = create_app(config, journal=tmp_path / "journal", strict=True)
-        async with served(app) as url, httpx.AsyncClient(base_url=url, trust_env=False, timeout=PATIENCE_S) as client:
+        async with served(app) as url, httpx.AsyncClient(base_url=url, **PLAIN, timeout=PATIENCE_S) as client:
             await asyncio.gather(*(client.post("/v1/completions", json=completion()) for _ in range(10)))
     report = rerun(tmp_path / "journal")
     assert report.difference is None and report.admissions == 10

@@ -20,6 +20,7 @@ from balanceroute.emulator.processes import Member, _serve, members_of
 from balanceroute.engine.tokens import continuation, decode
 from balanceroute.errors import ConfigError
 from tests.integration.test_proxy_answers import PROMPT, completion
+from tests.plain_http import PLAIN
 from tests.ports import HOST, free_base_port
 from tests.waiting import PATIENCE_S
 
@@ -52,7 +53,7 @@ async def decoded(client: httpx.AsyncClient, url: str, params: dict[str, Any]) -
 
 
 async def test_kv_crosses_processes_once_and_a_frozen_rank_does_not_stop_the_other() -> None:
-    async with a_cluster(SHAPE, 2) as cluster, httpx.AsyncClient(trust_env=False, timeout=PATIENCE_S) as client:
+    async with a_cluster(SHAPE, 2) as cluster, httpx.AsyncClient(**PLAIN, timeout=PATIENCE_S) as client:
         first, second = cluster.decode_urls
         right = decode(continuation(PROMPT, 5))
         params = await prefilled(client, cluster)

@@ -9,6 +9,7 @@ from balanceroute.emulator import ClusterShape
 from balanceroute.engine.tokens import continuation, decode
 from tests.integration.router import FAST, Router, running
 from tests.integration.test_proxy_answers import PROMPT, PROMPTS, chat, completion, events, texts
+from tests.plain_http import PLAIN
 from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.anyio
@@ -127,7 +128,7 @@ async def test_a_choice_that_fails_later_ends_all_with_an_error_event_and_no_don
 async def test_a_client_that_leaves_mid_stream_ends_every_choice() -> None:
     shape = ClusterShape(prefillers=1, decoders=2, max_num_seqs=4, time_scale=0.1)
     async with running(shape) as router:
-        async with httpx.AsyncClient(base_url=router.url, timeout=PATIENCE_S, trust_env=False) as client:
+        async with httpx.AsyncClient(base_url=router.url, timeout=PATIENCE_S, **PLAIN) as client:
             body = completion(n=6, max_tokens=2000, stream=True)
             async with client.stream("POST", "/v1/completions", json=body) as reply:
                 await anext(reply.aiter_bytes())

@@ -11,6 +11,7 @@ from balanceroute.emulator import ClusterShape, EmulatedCluster
 from balanceroute.proxy.app import RouterApp, create_app
 from tests.integration.router import configuration, patient, running, served
 from tests.integration.test_proxy_answers import completion
+from tests.plain_http import PLAIN
 from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
@@ -27,7 +28,7 @@ def foreign(app: RouterApp) -> list[int]:
 async def test_foreign_load_on_a_decode_worker_diverts_requests_until_it_is_gone(policy: str) -> None:
     async with running(SHAPE, routing={"policy": policy}, **OFTEN) as router:
         busy, quiet = router.cluster.decode
-        async with httpx.AsyncClient(trust_env=False, timeout=None) as direct:
+        async with httpx.AsyncClient(**PLAIN, timeout=None) as direct:
             body = completion(max_tokens=20_000, stream=False)
             tasks = [
                 asyncio.get_running_loop().create_task(
@@ -63,7 +64,7 @@ async def test_two_routers_share_a_cluster_without_queues_at_the_engines() -> No
         async with (
             served(apps[0]) as first,
             served(apps[1]) as second,
-            httpx.AsyncClient(trust_env=False, timeout=120.0) as client,
+            httpx.AsyncClient(**PLAIN, timeout=120.0) as client,
         ):
             done: Counter[str] = Counter()
             ended = asyncio.Event()

@@ -16,6 +16,7 @@ from balanceroute.proxy.admission.forecasts import LiveForecasts
 from tests.integration.router import running
 from tests.integration.test_proxy_answers import PROMPT, chat, completion
 from tests.integration.test_proxy_faults import PAIR, QUICK, inject_everywhere
+from tests.plain_http import PLAIN
 from tests.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.anyio
@@ -55,7 +56,7 @@ async def test_a_request_of_a_client_that_leaves_is_recorded_as_cut_short(tmp_pa
     slow = ClusterShape(prefillers=1, decoders=1, time_scale=0.5)
     async with running(slow, **recording(path)) as router:
         async with (
-            httpx.AsyncClient(base_url=router.url, timeout=PATIENCE_S, trust_env=False) as client,
+            httpx.AsyncClient(base_url=router.url, timeout=PATIENCE_S, **PLAIN) as client,
             client.stream("POST", "/v1/completions", json=completion(max_tokens=2000, stream=True)) as stream,
         ):
             async for _ in stream.aiter_lines():

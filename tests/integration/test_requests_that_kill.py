@@ -16,6 +16,7 @@ from balanceroute.engine.tokens import continuation, decode
 from balanceroute.proxy.app import RouterApp, create_app
 from tests.integration.router import Router, running, served
 from tests.integration.test_proxy_answers import PROMPT, chat, completion, events, texts
+from tests.plain_http import PLAIN
 from tests.security.evil_worker import Answer, Asked, Evil, other, reply, well_decoded, well_prefilled
 from tests.unit.proxy.servers import worker
 from tests.waiting import PATIENCE_S, until
@@ -99,7 +100,7 @@ async def before(
         }
         app = create_app(validate(tree))
         url = await stack.enter_async_context(served(app))
-        client = await stack.enter_async_context(httpx.AsyncClient(base_url=url, trust_env=False, timeout=PATIENCE_S))
+        client = await stack.enter_async_context(httpx.AsyncClient(base_url=url, **PLAIN, timeout=PATIENCE_S))
         yield app, client
 
 

@@ -14,6 +14,7 @@ from balanceroute.proxy.admission.decider import Answer
 from balanceroute.proxy.app import RouterApp, create_app
 from balanceroute.proxy.life.retries import MAX_FRUITLESS
 from tests.integration.router import looked_on, served
+from tests.plain_http import PLAIN
 from tests.unit.proxy.servers import CHUNKED_HEAD, Script, chunked, plain, read_request, worker
 from tests.waiting import PATIENCE_S, pace, until
 
@@ -67,7 +68,7 @@ async def routing(script: Script, **limits: Any) -> AsyncIterator[tuple[RouterAp
         }
         config = validate(tree)
         app = create_app(config, strict=True)
-        async with served(app) as url, httpx.AsyncClient(base_url=url, timeout=PATIENCE_S, trust_env=False) as client:
+        async with served(app) as url, httpx.AsyncClient(base_url=url, timeout=PATIENCE_S, **PLAIN) as client:
             yield app, client
 
 

@@ -16,6 +16,7 @@ import httpx
 from balanceroute.config import validate
 from balanceroute.proxy.app import RouterApp, create_app
 from tests.integration.router import served
+from tests.plain_http import PLAIN
 from tests.unit.proxy.servers import read_request, worker
 from tests.waiting import PATIENCE_S, until
 
@@ -214,7 +215,7 @@ async def attacked(
         app = create_app(validate(tree))
         async with (
             served(app) as url,
-            httpx.AsyncClient(base_url=url, trust_env=False, timeout=PATIENCE_S) as client,
+            httpx.AsyncClient(base_url=url, **PLAIN, timeout=PATIENCE_S) as client,
         ):
             await client.get("/ready")
             yield Attacked(app, client, *evil)

@@ -21,6 +21,7 @@ from balanceroute.proxy.ops.guard import guarded
 from balanceroute.proxy.perimeter.routes import ACCESS, Access, access_of
 from tests.integration.router import Router, Sent, running, sent_to_workers
 from tests.integration.test_proxy_answers import completion
+from tests.plain_http import PLAIN
 from tests.security.peers import PeerTransport
 from tests.unit.proxy.client.connections import Connection, a_request
 from tests.unit.proxy.perimeter.test_keys import entry
@@ -541,7 +542,7 @@ async def test_a_client_refused_at_max_connections_gets_its_request_id() -> None
         ) as busy:
             async for _ in busy.aiter_lines():
                 break
-            async with httpx.AsyncClient(base_url=router.url, timeout=PATIENCE_S, trust_env=False) as other:
+            async with httpx.AsyncClient(base_url=router.url, timeout=PATIENCE_S, **PLAIN) as other:
                 refused = await other.post("/v1/completions", json=completion(), headers={"X-Request-Id": "mine"})
         assert (refused.status_code, refused.headers["x-request-id"]) == (503, "mine")
         await router.settled()

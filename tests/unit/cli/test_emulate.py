@@ -19,6 +19,7 @@ from balanceroute.emulator import ClusterShape, EmulatedCluster, ProcessCluster
 from balanceroute.emulator.cluster import reached_at
 from balanceroute.emulator.processes import members_of
 from tests.commands import run_command
+from tests.plain_http import PLAIN
 from tests.ports import free_base_port
 from tests.waiting import PATIENCE_S
 
@@ -111,7 +112,7 @@ def test_the_command_serves_until_a_signal_and_ends_cleanly_with_a_stream_open(
         assert "emulating 1 prefillers" in first_line, process.stderr.read()
         body = {"prompt": "hello", "max_tokens": 5000, "stream": True}
         with (
-            httpx.Client(timeout=PATIENCE_S, trust_env=False) as client,
+            httpx.Client(timeout=PATIENCE_S, **PLAIN) as client,
             client.stream("POST", f"http://127.0.0.1:{port + DECODE_PORT_OFFSET}/v1/completions", json=body) as reply,
         ):
             assert next(reply.iter_lines()).startswith("data: {")

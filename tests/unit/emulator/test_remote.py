@@ -8,6 +8,7 @@ import pytest
 from balanceroute.emulator import ClusterShape, EmulatedCluster
 from balanceroute.emulator.cluster import Part
 from balanceroute.emulator.connectors import Connector, PinState
+from tests.plain_http import PLAIN
 from tests.unit.emulator.conversation import FAST, decode_ids, probe
 from tests.waiting import PATIENCE_S, until
 
@@ -23,7 +24,7 @@ async def test_kv_claimed_by_an_engine_that_died_is_available_to_another(connect
         part = Part(range(0), range(2), tuple(prefill.prefill_urls))
         async with (
             EmulatedCluster(shape, part=part) as decode,
-            httpx.AsyncClient(timeout=PATIENCE_S, trust_env=False) as client,
+            httpx.AsyncClient(timeout=PATIENCE_S, **PLAIN) as client,
         ):
             params = await probe(prefill, client, PROMPT, max_tokens=1)
             pin = prefill.prefill[0].pins.get(params["remote_request_id"])
