@@ -81,7 +81,7 @@ async def test_two_routers_share_a_cluster_without_queues_at_the_engines() -> No
             async with asyncio.TaskGroup() as crowd:
                 for number in range(16):  # each router alone could fill the cluster twice over
                     for url in (first, second):
-                        crowd.create_task(drive(url, 600 + 40 * number))
+                        crowd.create_task(drive(url, 300 + 20 * number))
                 await until(lambda: queued() >= 6)  # both have filled it, and neither has seen the other yet
                 await until(lambda: queued() == 0)
                 served_before, queues = Counter(done), []
