@@ -1,6 +1,9 @@
-"""Tells loopback addresses, and writes addresses in URLs."""
+"""Tells loopback addresses, and writes addresses in URLs and errors."""
 
 import ipaddress
+from typing import Final
+
+NO_ADDRESS: Final = "there is no such address"
 
 
 def is_loopback(host: str | None) -> bool:

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from balanceroute.config import Config
 from balanceroute.plugins import learn_policy
 from balanceroute.proxy.agreement import Agreed, Agreement
+from balanceroute.proxy.ops.reload_checks import check_fixed
 from balanceroute.proxy.perimeter.perimeter import Perimeter
 from balanceroute.proxy.perimeter.tls import Tls
-from balanceroute.proxy.reload import check_fixed
 
 
 @dataclass(slots=True)

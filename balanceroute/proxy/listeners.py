@@ -7,11 +7,11 @@ from contextlib import suppress
 from typing import Final
 
 from balanceroute.config import Config
-from balanceroute.config.addresses import host_in_url
+from balanceroute.config.addresses import NO_ADDRESS, host_in_url
 from balanceroute.errors import ConfigError
+from balanceroute.proxy.client.acceptor import BACKLOG
 from balanceroute.proxy.handover import Predecessor
 from balanceroute.proxy.run_folder import run_folder
-from balanceroute.proxy.server import BACKLOG, NO_ADDRESS
 
 AT_WORK: Final = "a router with relays runs there; --take-over replaces it"
 

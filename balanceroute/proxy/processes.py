@@ -28,11 +28,11 @@ from balanceroute.proxy.handover import Handover, HandoverState, Predecessor
 from balanceroute.proxy.kept_counts import KeptCounts
 from balanceroute.proxy.link.files import locked
 from balanceroute.proxy.listeners import bound, listeners
+from balanceroute.proxy.ops.reload_checks import asks_another_predictor, check_added, check_taken_over, check_workers
 from balanceroute.proxy.perimeter.key_table import KeyTable, RelayRows
 from balanceroute.proxy.perimeter.perimeter import Perimeter, warn_of_exposures
 from balanceroute.proxy.relay import RelaySetup, run_relay
 from balanceroute.proxy.relay_locks import RelayLocks, relay_name
-from balanceroute.proxy.reload import asks_another_predictor, check_added, check_taken_over, check_workers
 from balanceroute.proxy.run_folder import RunFolder, run_folder
 from balanceroute.proxy.supervisor import Main, Supervisor, be_called, try_apart
 from balanceroute.proxy.telemetry.logs import configure

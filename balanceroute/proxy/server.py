@@ -21,9 +21,10 @@ import uvicorn
 
 from balanceroute import native
 from balanceroute.config import Config
-from balanceroute.config.addresses import host_in_url
+from balanceroute.config.addresses import NO_ADDRESS, host_in_url
 from balanceroute.errors import ConfigError, InputError
 from balanceroute.proxy.app import ClientApp
+from balanceroute.proxy.client.acceptor import BACKLOG
 from balanceroute.proxy.client.edge import limits_of
 from balanceroute.proxy.client.relay_loads import alone
 from balanceroute.proxy.client.services import ClientServices
@@ -33,11 +34,9 @@ from balanceroute.proxy.telemetry.clock import Loop
 
 log = logging.getLogger(__name__)
 
-BACKLOG = 4096  # connections that wait to be accepted
 SWITCH_INTERVAL_S = 0.001  # Python's own is 0.005
 YOUNG_OBJECTS = 20_000  # new objects between two runs of the cyclic garbage collector; Python's default is 700
 PARENT_S = 0.5  # to wait for the parent's signal; the parent has nothing else to do
-NO_ADDRESS = "there is no such address"
 _LOOK_S = 0.05
 _ABORT_S = 3.0
 

@@ -21,6 +21,7 @@ from typing import Final
 
 log = logging.getLogger(__name__)
 
+BACKLOG: Final = 4096  # connections that wait to be accepted
 PAUSE_S: Final = 1.0  # before the next try, if no connection can be accepted
 LEAVE_S: Final = 0.002  # many times the duration of a wakeup
 TAKE_S: Final = 0.02  # short enough that busy relays lose little of their share

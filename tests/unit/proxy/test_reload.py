@@ -3,7 +3,6 @@
 import asyncio
 import math
 import threading
-from dataclasses import replace
 from pathlib import Path
 
 import orjson
@@ -28,7 +27,6 @@ from balanceroute.proxy.app import build_services, health_monitor
 from balanceroute.proxy.ops.admin import state
 from balanceroute.proxy.ops.steering import with_policy
 from balanceroute.proxy.perimeter.perimeter import Perimeter
-from balanceroute.proxy.reload import check_taken_over
 from balanceroute.proxy.workers.circuit import CircuitState
 from tests.unit.proxy.reloading import apply
 from tests.unit.proxy.virtual_time import a_config, a_router, let_pass, script, with_virtual_time
@@ -301,13 +299,6 @@ async def test_a_worker_of_the_file_is_renamed_by_a_reload() -> None:
     renamed = [{"url": services.fleet["d0"].spec.url, "id": "new"}]
     apply(services, a_config(decode={"workers": renamed}))
     assert services.fleet["d0"].leaving and not services.fleet["new"].leaving
-
-
-@pytest.mark.parametrize("server", ["http://d0:1", "http://elsewhere:1"])
-def test_a_worker_may_be_renamed_or_get_another_url_by_a_takeover(server: str) -> None:
-    d0 = next(spec for spec in worker_specs(a_config()) if spec.id == "d0")
-    in_use = [replace(d0, id="former"), d0]  # renamed already, and its former name still has requests
-    check_taken_over(in_use, a_config(decode={"workers": [{"url": server, "id": "d0"}]}))
 
 
 @pytest.mark.parametrize("removed", [False, True])
