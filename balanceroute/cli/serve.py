@@ -175,8 +175,8 @@ def serve(
     if journal is not None:
         journal = _checked_journal(journal, config, config_file)
     if config.listen.relays:
+        from balanceroute.proxy.parent.supervisor import try_apart
         from balanceroute.proxy.processes import serve_processes
-        from balanceroute.proxy.supervisor import try_apart
 
         if predicts(config) and not config.listen.brains:
             try_apart(partial(check_model, config))  # one line here, instead of a brain that dies

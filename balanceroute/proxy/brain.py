@@ -29,11 +29,11 @@ from balanceroute.config.patience import off_the_loop
 from balanceroute.errors import ConfigError
 from balanceroute.proxy.brain_app import SOCKET_REMOVED, BrainApp, BrainSetup, create_brain_app, reload_brain
 from balanceroute.proxy.client.services import ClientServices
-from balanceroute.proxy.configured import Configured
 from balanceroute.proxy.link.far import FarListener
 from balanceroute.proxy.link.leadership import FileLead, Lead
-from balanceroute.proxy.relay_locks import RelayLocks
-from balanceroute.proxy.run_folder import RunFolder
+from balanceroute.proxy.parent.configured import Configured
+from balanceroute.proxy.run_folder.folder import RunFolder
+from balanceroute.proxy.run_folder.relay_locks import RelayLocks
 from balanceroute.proxy.server import ChildServer, Reload
 from balanceroute.proxy.telemetry.clock import now_s
 from balanceroute.proxy.telemetry.ticks import until_tick_s

@@ -26,11 +26,7 @@ from balanceroute.errors import ConfigError, InputError, NoHealthyWorkers
 from balanceroute.plugins import learn_policy
 from balanceroute.proxy.admission.forecasts import Forecasts, build_forecasts
 from balanceroute.proxy.app import RouterApp, build_services, operator_parts, start
-from balanceroute.proxy.changes import FIRST, KeptChanges
-from balanceroute.proxy.configured import Configured
 from balanceroute.proxy.coroutines import start_all, stop
-from balanceroute.proxy.kept_counts import KeptCounts
-from balanceroute.proxy.leader_counts import LeaderCounts
 from balanceroute.proxy.link.far import FarMembers
 from balanceroute.proxy.link.files import is_still
 from balanceroute.proxy.link.hub import Hub
@@ -39,9 +35,13 @@ from balanceroute.proxy.link.messages import FAR, PromptKeys
 from balanceroute.proxy.ops.dashboard import Dashboard
 from balanceroute.proxy.ops.guard import trusted
 from balanceroute.proxy.ops.services import Services
+from balanceroute.proxy.parent.configured import Configured
 from balanceroute.proxy.perimeter.perimeter import Perimeter
 from balanceroute.proxy.reload import reload
-from balanceroute.proxy.run_folder import RunFolder
+from balanceroute.proxy.run_folder.changes import FIRST, KeptChanges
+from balanceroute.proxy.run_folder.folder import RunFolder
+from balanceroute.proxy.run_folder.kept_counts import KeptCounts
+from balanceroute.proxy.run_folder.leader_counts import LeaderCounts
 from balanceroute.proxy.telemetry.clock import now_s
 from balanceroute.proxy.telemetry.process_gauges import all_processes
 from balanceroute.proxy.telemetry.ticks import until_tick_s
@@ -91,14 +91,14 @@ class BrainSetup:
     """What the parent tells a brain of the router.
 
     Attributes:
-        lineage: of the router, as in `changes.py`.
+        lineage: of the router, as in `run_folder/changes.py`.
         journal: the file for every decision. If it exists, a brain has led before, and this one writes a file beside
             it, with its process id at the end of the name. A device or a pipe is written by every brain.
         link: the bound socket at which relays of other machines connect.
         again: the router has been up before, so a brain without a predictor is better than none.
         drains: the relays drain; so does this brain from its start.
         relays: the names of the router's own relays; a drain waits for them.
-        generation: of the router, as in `handover.py`.
+        generation: of the router, as in `parent/handover.py`.
     """
 
     lineage: int

@@ -17,24 +17,24 @@ from typing import BinaryIO, Final
 from balanceroute.config import Config
 from balanceroute.errors import ConfigError
 from balanceroute.proxy.admission.forecasts import build_forecasts
-from balanceroute.proxy.apart import WITHIN_S
 from balanceroute.proxy.brain import BrainCallbacks, run_brain
 from balanceroute.proxy.brain_app import BrainSetup
-from balanceroute.proxy.changes import KeptChanges
 from balanceroute.proxy.client.descriptors import warn_if_few
 from balanceroute.proxy.client.relay_loads import Load, RelayLoads
-from balanceroute.proxy.configured import Configured
-from balanceroute.proxy.handover import Handover, HandoverState, Predecessor
-from balanceroute.proxy.kept_counts import KeptCounts
 from balanceroute.proxy.link.files import locked
-from balanceroute.proxy.listeners import bound, listeners
 from balanceroute.proxy.ops.reload_checks import asks_another_predictor, check_added, check_taken_over, check_workers
+from balanceroute.proxy.parent.configured import Configured
+from balanceroute.proxy.parent.handover import Handover, HandoverState, Predecessor
+from balanceroute.proxy.parent.listeners import bound, listeners
+from balanceroute.proxy.parent.supervisor import Main, Supervisor, be_called, try_apart
+from balanceroute.proxy.parent.trial import WITHIN_S
 from balanceroute.proxy.perimeter.key_table import KeyTable, RelayRows
 from balanceroute.proxy.perimeter.perimeter import Perimeter, warn_of_exposures
 from balanceroute.proxy.relay import RelaySetup, run_relay
-from balanceroute.proxy.relay_locks import RelayLocks, relay_name
-from balanceroute.proxy.run_folder import RunFolder, run_folder
-from balanceroute.proxy.supervisor import Main, Supervisor, be_called, try_apart
+from balanceroute.proxy.run_folder.changes import KeptChanges
+from balanceroute.proxy.run_folder.folder import RunFolder, run_folder
+from balanceroute.proxy.run_folder.kept_counts import KeptCounts
+from balanceroute.proxy.run_folder.relay_locks import RelayLocks, relay_name
 from balanceroute.proxy.telemetry.logs import configure
 from balanceroute.proxy.telemetry.troubles import Trouble
 
@@ -119,7 +119,7 @@ class Processes:
             generation = 1 + max(predecessor.state.generation, relay_locks.newest_generation())
             _continue_key_rates(self._table, predecessor)
         self._handover_state = HandoverState(lineage, generation, decode_first=self.config.decode_first)
-        self.lineage = self._handover_state.lineage  # shared with successors, see `changes.py`
+        self.lineage = self._handover_state.lineage  # shared with successors, see `run_folder/changes.py`
         self._handover: Handover | None = None
         self._was_up = False  # all children have been up
         self._ends = False

@@ -43,9 +43,7 @@ from balanceroute.proxy.client.acceptor import Acceptor
 from balanceroute.proxy.client.descriptors import most_clients, most_clients_here
 from balanceroute.proxy.client.relay_loads import ACCEPTS, Load
 from balanceroute.proxy.client.services import ClientServices
-from balanceroute.proxy.configured import Configured
 from balanceroute.proxy.coroutines import start_all, stop_tasks
-from balanceroute.proxy.kept_counts import CountsFile
 from balanceroute.proxy.link.callbacks import CallbackListener, OtherRelays
 from balanceroute.proxy.link.messages import FAR
 from balanceroute.proxy.link.reach import FarReach, Reach, SocketReach
@@ -55,13 +53,15 @@ from balanceroute.proxy.ops.forwarding import Forwarding
 from balanceroute.proxy.ops.guard import READY, error_response
 from balanceroute.proxy.ops.metaserver import Metaserver
 from balanceroute.proxy.ops.to_brain import ToBrain, through_socket, to_machine
+from balanceroute.proxy.parent.configured import Configured
 from balanceroute.proxy.perimeter.key_table import RelayRows
 from balanceroute.proxy.perimeter.perimeter import Perimeter
 from balanceroute.proxy.perimeter.routes import ACCESS, Access
 from balanceroute.proxy.perimeter.tls import Tls
-from balanceroute.proxy.relay_locks import RelayLocks
 from balanceroute.proxy.relay_services import RelayServices
-from balanceroute.proxy.run_folder import RunFolder
+from balanceroute.proxy.run_folder.folder import RunFolder
+from balanceroute.proxy.run_folder.kept_counts import CountsFile
+from balanceroute.proxy.run_folder.relay_locks import RelayLocks
 from balanceroute.proxy.server import ChildServer
 from balanceroute.proxy.telemetry.metrics import Metrics
 from balanceroute.proxy.telemetry.troubles import Trouble

@@ -13,7 +13,6 @@ from balanceroute.core.scheduler_config import SchedulerConfig
 from balanceroute.errors import ConfigError, NoHealthyWorkers
 from balanceroute.proxy.admission.forecasts import Keys
 from balanceroute.proxy.client.services import ClientServices
-from balanceroute.proxy.kept_counts import CountsFile, Gone
 from balanceroute.proxy.life.pool_reaper import PERIOD_S, PoolReaper
 from balanceroute.proxy.life.suspicion import KNOWN_S, Loss
 from balanceroute.proxy.link.messages import (
@@ -28,8 +27,9 @@ from balanceroute.proxy.link.messages import (
     Workers,
 )
 from balanceroute.proxy.link.remote import LOST, RemoteBrain
-from balanceroute.proxy.relay_locks import RelayLocks
-from balanceroute.proxy.run_folder import RunFolder
+from balanceroute.proxy.run_folder.folder import RunFolder
+from balanceroute.proxy.run_folder.kept_counts import CountsFile, Gone
+from balanceroute.proxy.run_folder.relay_locks import RelayLocks
 from balanceroute.proxy.telemetry.ticks import until_tick_s
 from balanceroute.proxy.telemetry.troubles import Trouble
 from balanceroute.proxy.wire.prompt_blocks import PromptBlocks

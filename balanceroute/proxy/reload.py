@@ -17,11 +17,11 @@ from balanceroute.build import policy_settings, scheduler_config, worker_specs
 from balanceroute.config import Config
 from balanceroute.config.patience import in_time
 from balanceroute.proxy.admission.forecasts import Forecasts, Past, build_forecasts
-from balanceroute.proxy.apart import WITHIN_S
 from balanceroute.proxy.client.descriptors import warn_if_few
 from balanceroute.proxy.coroutines import start_refits
 from balanceroute.proxy.ops.reload_checks import asks_another_predictor, check_added, check_fixed, check_workers
 from balanceroute.proxy.ops.services import Services
+from balanceroute.proxy.parent.trial import WITHIN_S
 from balanceroute.proxy.perimeter.perimeter import Perimeter, warn_of_exposures
 from balanceroute.proxy.workers.connector_check import shortened
 from balanceroute.proxy.workers.places import Places

@@ -201,7 +201,7 @@ class ProcessServer(Server):
         """Listen, then tune the interpreter."""
         if self._on_reload is not None:  # before it can be known to listen: SIGHUP would end it
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._reload)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})  # see `supervisor.py`
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})  # see `parent/supervisor.py`
         await super().startup(sockets=sockets)
         if self.started:
             # Present objects stay: a full collection of these 53,000 objects stopped every

@@ -19,8 +19,8 @@ import pytest
 
 from balanceroute.engine.tokens import FIRST_TRIPLE_ID, continuation, decode
 from balanceroute.journal import rerun
-from balanceroute.proxy.relay_locks import RelayLocks
-from balanceroute.proxy.run_folder import RunFolder
+from balanceroute.proxy.run_folder.folder import RunFolder
+from balanceroute.proxy.run_folder.relay_locks import RelayLocks
 from tests.e2e.routers import (
     LONG,
     PATIENT,

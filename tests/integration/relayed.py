@@ -18,11 +18,11 @@ from balanceroute.emulator import ClusterShape, EmulatedCluster
 from balanceroute.engine.tokens import continuation, decode
 from balanceroute.proxy.brain import BrainServer
 from balanceroute.proxy.brain_app import BrainApp, BrainSetup, create_brain_app
-from balanceroute.proxy.configured import Configured
 from balanceroute.proxy.link.leadership import FileLead
+from balanceroute.proxy.parent.configured import Configured
 from balanceroute.proxy.relay import RelayApp, RelayServer, create_relay_app
-from balanceroute.proxy.relay_locks import RelayLocks, relay_name
-from balanceroute.proxy.run_folder import RunFolder
+from balanceroute.proxy.run_folder.folder import RunFolder
+from balanceroute.proxy.run_folder.relay_locks import RelayLocks, relay_name
 from balanceroute.proxy.server import Server
 from tests.integration.router import FAST, configuration, patient
 from tests.integration.test_proxy_answers import completion

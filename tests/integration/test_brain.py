@@ -15,15 +15,15 @@ from prometheus_client.parser import text_string_to_metric_families
 from balanceroute.config import Config, validate
 from balanceroute.core.types import WorkerState
 from balanceroute.emulator import ClusterShape
-from balanceroute.proxy import kept_counts
 from balanceroute.proxy.brain_app import reload_brain
-from balanceroute.proxy.changes import Changes, KeptChanges
-from balanceroute.proxy.kept_counts import LEADER, KeptCounts
 from balanceroute.proxy.life.suspicion import Suspect
 from balanceroute.proxy.link.remote import RemoteBrain
 from balanceroute.proxy.ops import forwarding, to_brain
 from balanceroute.proxy.perimeter.perimeter import Perimeter
 from balanceroute.proxy.perimeter.routes import ACCESS
+from balanceroute.proxy.run_folder import kept_counts
+from balanceroute.proxy.run_folder.changes import Changes, KeptChanges
+from balanceroute.proxy.run_folder.kept_counts import LEADER, KeptCounts
 from balanceroute.proxy.workers.circuit import CircuitState
 from tests.integration.relayed import SLOW, Relay, a_brain, a_relay, answered, relayed
 from tests.integration.router import FAST, running, sent_to_workers

@@ -17,11 +17,11 @@ from balanceroute.plugins import learn_policy
 from balanceroute.prediction import FinishedRequest, Model, save_model
 from balanceroute.proxy.brain import LOST, BrainServer
 from balanceroute.proxy.brain_app import SOCKET_REMOVED, BrainApp, BrainSetup, create_brain_app, reload_brain
-from balanceroute.proxy.configured import Configured
 from balanceroute.proxy.link.leadership import FileLead
+from balanceroute.proxy.parent.configured import Configured
 from balanceroute.proxy.perimeter.perimeter import Perimeter
-from balanceroute.proxy.relay_locks import RelayLocks
-from balanceroute.proxy.run_folder import RunFolder
+from balanceroute.proxy.run_folder.folder import RunFolder
+from balanceroute.proxy.run_folder.relay_locks import RelayLocks
 from tests.integration.relayed import LINEAGE, a_brain, answered, relayed, serving
 from tests.integration.router import FAST
 from tests.waiting import until

@@ -16,12 +16,12 @@ import pytest
 
 from balanceroute.config import validate
 from balanceroute.engine.tokens import continuation, decode
-from balanceroute.proxy.configured import Configured
-from balanceroute.proxy.kept_counts import KeptCounts
 from balanceroute.proxy.link import callbacks as callbacks_module
+from balanceroute.proxy.parent.configured import Configured
 from balanceroute.proxy.relay import create_relay_app
-from balanceroute.proxy.relay_locks import RelayLocks
-from balanceroute.proxy.run_folder import RunFolder
+from balanceroute.proxy.run_folder.folder import RunFolder
+from balanceroute.proxy.run_folder.kept_counts import KeptCounts
+from balanceroute.proxy.run_folder.relay_locks import RelayLocks
 from balanceroute.proxy.wire.connectors import owner_of
 from tests.integration.relayed import Relay, Relayed, relayed
 from tests.integration.test_layerwise import ONE, SHAPE, ids_of

@@ -16,7 +16,7 @@ from balanceroute.proxy.client.acceptor import Acceptor
 from balanceroute.proxy.client.relay_loads import Load, RelayLoads
 from balanceroute.proxy.perimeter.perimeter import Perimeter
 from balanceroute.proxy.relay import reload_relay
-from balanceroute.proxy.run_folder import RunFolder
+from balanceroute.proxy.run_folder.folder import RunFolder
 from tests.integration.relayed import SLOW, Relayed, a_brain, a_relay, answered, relayed
 from tests.integration.router import FAST
 from tests.integration.test_proxy_answers import completion

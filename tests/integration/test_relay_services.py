@@ -15,18 +15,19 @@ from balanceroute.config import Config, digest_of, with_sections
 from balanceroute.core.types import Role
 from balanceroute.emulator import Connector, EmulatedCluster
 from balanceroute.errors import KeyLimit
-from balanceroute.proxy import kept_counts, relay_services
+from balanceroute.proxy import relay_services
 from balanceroute.proxy.brain_app import reload_brain
 from balanceroute.proxy.client.services import ClientServices
-from balanceroute.proxy.kept_counts import KeptCounts
 from balanceroute.proxy.life.suspicion import Suspect
 from balanceroute.proxy.link.messages import Activity, Counted, Learned, Report
 from balanceroute.proxy.link.remote import NOBODY, RemoteBrain
 from balanceroute.proxy.perimeter.key_use import KeyUse
 from balanceroute.proxy.perimeter.perimeter import Perimeter
-from balanceroute.proxy.relay_locks import RelayLocks
 from balanceroute.proxy.relay_services import COUNTS_S, RelayServices
-from balanceroute.proxy.run_folder import RunFolder
+from balanceroute.proxy.run_folder import kept_counts
+from balanceroute.proxy.run_folder.folder import RunFolder
+from balanceroute.proxy.run_folder.kept_counts import KeptCounts
+from balanceroute.proxy.run_folder.relay_locks import RelayLocks
 from balanceroute.proxy.telemetry.metrics import Metrics
 from balanceroute.proxy.workers import addresses
 from balanceroute.proxy.workers.connector_check import WrongConnector

@@ -20,10 +20,10 @@ from balanceroute.config import Config
 from balanceroute.core.types import Outcome, Phase, RequestSpec, Role, WorkerSpec
 from balanceroute.errors import ConfigError
 from balanceroute.proxy.admission.tickets import Ticket
-from balanceroute.proxy.changes import changes_of
 from balanceroute.proxy.ops.admin import Admin
 from balanceroute.proxy.ops.guard import ERROR_HANDLERS
 from balanceroute.proxy.ops.steering import with_policy
+from balanceroute.proxy.run_folder.changes import changes_of
 from tests.unit.proxy.reloading import apply
 from tests.unit.proxy.virtual_time import VirtualTimeLoop, a_config, a_router
 

@@ -105,7 +105,19 @@ def test_pure_layers_use_no_clock_socket_task_logger_or_global_random_state(fold
 
 
 # the ladder of proxy/: each rung imports only rungs below it; the modules beside the rungs compose them
-RUNGS = ("wire", "telemetry", "perimeter", "admission", "link", "workers", "life", "client", "ops")
+RUNGS = (
+    "wire",
+    "telemetry",
+    "perimeter",
+    "admission",
+    "link",
+    "workers",
+    "life",
+    "client",
+    "ops",
+    "run_folder",
+    "parent",
+)
 
 
 def test_every_rung_of_the_proxy_imports_only_rungs_below_it() -> None:

@@ -16,8 +16,8 @@ from balanceroute.config import Config, load
 from balanceroute.errors import AccessDenied
 from balanceroute.proxy.link.leadership import FileLead
 from balanceroute.proxy.link.lease import LeaseLead
+from balanceroute.proxy.parent.supervisor import KILL_S
 from balanceroute.proxy.perimeter.access import AdminGate, Visit
-from balanceroute.proxy.supervisor import KILL_S
 from tests.api_server import an_api_server
 from tests.waiting import PATIENCE_S, block_until
 

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from balanceroute.proxy import supervisor
+from balanceroute.proxy.parent import supervisor
 
 ROOT = Path(__file__).parents[2]
 LOUD = {"warning", "error", "critical", "exception"}

@@ -23,7 +23,7 @@ class Steering:
     """The handler; `switch` applies a configuration to the router."""
 
     def __init__(self, services: Callable[[], Services], switch: Switch, read: Config) -> None:
-        """`read`: the configuration as it was read; a brain may begin under another policy (`proxy/changes.py`)."""
+        """`read`: as it was read; a brain may begin under another policy (`run_folder/changes.py`)."""
         self._services, self._switch = services, switch
         self._options_of = {read.routing.policy: read.routing.options}  # of policies that were switched away from
 

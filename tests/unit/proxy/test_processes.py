@@ -26,18 +26,18 @@ from balanceroute.errors import ConfigError
 from balanceroute.journal.writing import claim
 from balanceroute.proxy import processes
 from balanceroute.proxy.brain_app import BrainSetup
-from balanceroute.proxy.changes import Changes
 from balanceroute.proxy.client.relay_loads import CONNECTIONS, Load
-from balanceroute.proxy.configured import Configured
-from balanceroute.proxy.handover import HandoverState, Predecessor
 from balanceroute.proxy.link.files import replace_content
+from balanceroute.proxy.parent.configured import Configured
+from balanceroute.proxy.parent.handover import HandoverState, Predecessor
+from balanceroute.proxy.parent.supervisor import Main
 from balanceroute.proxy.perimeter.key_table import PER_MINUTE, REQUESTS, USED
 from balanceroute.proxy.processes import Processes, begin_anew, serve_processes
 from balanceroute.proxy.relay import RelaySetup
-from balanceroute.proxy.relay_locks import RelayLocks
-from balanceroute.proxy.run_folder import RunFolder
-from balanceroute.proxy.supervisor import Main
-from tests.unit.proxy.trials import failure
+from balanceroute.proxy.run_folder.changes import Changes
+from balanceroute.proxy.run_folder.folder import RunFolder
+from balanceroute.proxy.run_folder.relay_locks import RelayLocks
+from tests.unit.proxy.parent.trials import failure
 from tests.unit.proxy.virtual_time import a_config
 from tests.waiting import block_until
 

@@ -12,9 +12,9 @@ import pytest
 
 from balanceroute.proxy import brain
 from balanceroute.proxy.brain_app import BrainSetup
-from balanceroute.proxy.configured import Configured
 from balanceroute.proxy.link.leadership import FileLead
-from balanceroute.proxy.run_folder import RunFolder
+from balanceroute.proxy.parent.configured import Configured
+from balanceroute.proxy.run_folder.folder import RunFolder
 from tests.unit.proxy.virtual_time import a_config
 from tests.waiting import PATIENCE_S
 

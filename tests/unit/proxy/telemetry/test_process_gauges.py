@@ -12,7 +12,7 @@ from balanceroute.proxy.telemetry.process_gauges import process_families, this_p
 
 FAMILY = """
 import json, os
-from balanceroute.proxy.supervisor import be_called
+from balanceroute.proxy.parent.supervisor import be_called
 from balanceroute.proxy.telemetry.process_gauges import all_processes
 
 named, end = os.pipe(), os.pipe()

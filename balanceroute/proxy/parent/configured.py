@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from balanceroute.config import Config
 from balanceroute.plugins import learn_policy
-from balanceroute.proxy.agreement import Agreed, Agreement
 from balanceroute.proxy.ops.reload_checks import check_fixed
+from balanceroute.proxy.parent.shared_config import Agreed, Agreement
 from balanceroute.proxy.perimeter.perimeter import Perimeter
 from balanceroute.proxy.perimeter.tls import Tls
 

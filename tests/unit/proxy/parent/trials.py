@@ -1,10 +1,10 @@
-"""What the supervisor does with an attempt (`proxy/apart.py`), for tests that have no supervisor."""
+"""What the supervisor does with an attempt (`proxy/parent/trial.py`), for tests that have no supervisor."""
 
 import os
 from collections.abc import Callable
 
 from balanceroute.errors import ConfigError
-from balanceroute.proxy.apart import Attempt, Trial
+from balanceroute.proxy.parent.trial import Attempt, Trial
 
 
 def fork(run: Callable[[], None]) -> int:

@@ -1,4 +1,4 @@
-"""A router of small processes: `python -m tests.unit.proxy.supervised FOLDER OPTIONS`, as JSON.
+"""A router of small processes: `python -m tests.unit.proxy.parent.supervised FOLDER OPTIONS`, as JSON.
 
 `brain` only waits. Each relay answers every line on a shared listening socket with its name, its process and the line.
 What happens to a child it appends to FOLDER/events; who has died the parent appends to FOLDER/deaths. While
@@ -31,9 +31,9 @@ from pathlib import Path
 from typing import Any
 
 from balanceroute.errors import ConfigError
-from balanceroute.proxy import supervisor
-from balanceroute.proxy.handover import Handover, HandoverState
-from balanceroute.proxy.supervisor import Main, Supervisor
+from balanceroute.proxy.parent import supervisor
+from balanceroute.proxy.parent.handover import Handover, HandoverState
+from balanceroute.proxy.parent.supervisor import Main, Supervisor
 from balanceroute.proxy.telemetry.clock import Loop
 from balanceroute.proxy.telemetry.logs import configure
 from tests.waiting import block_until, until

@@ -7,11 +7,11 @@ import pytest
 
 from balanceroute.config import Config, KeyEntry, load
 from balanceroute.errors import ConfigError
-from balanceroute.proxy.agreement import Agreed, Agreement
-from tests.unit.proxy.trials import failure
+from balanceroute.proxy.parent.shared_config import Agreed, Agreement
+from tests.unit.proxy.parent.trials import failure
 from tests.unit.proxy.virtual_time import a_config
 
-CONFIGS = sorted((Path(__file__).parents[3] / "configs").glob("*.yaml"))
+CONFIGS = sorted((Path(__file__).parents[4] / "configs").glob("*.yaml"))
 
 
 def put(agreement: Agreement, config: Config, *keys: KeyEntry) -> Agreed:

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from balanceroute.proxy import kept_counts
-from balanceroute.proxy.kept_counts import LEADER, CountsFile, KeptCounts
-from balanceroute.proxy.relay_locks import RelayLocks, relay_name
-from balanceroute.proxy.run_folder import RunFolder
-from tests.unit.proxy.test_relay_locks import living
+from balanceroute.proxy.run_folder import kept_counts
+from balanceroute.proxy.run_folder.folder import RunFolder
+from balanceroute.proxy.run_folder.kept_counts import LEADER, CountsFile, KeptCounts
+from balanceroute.proxy.run_folder.relay_locks import RelayLocks, relay_name
+from tests.unit.proxy.run_folder.test_relay_locks import living
 
 
 def test_counts_of_a_relay_outlive_it_until_a_router_begins_to_count(tmp_path: Path) -> None:

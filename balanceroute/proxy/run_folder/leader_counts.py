@@ -10,11 +10,11 @@ from typing import Any, Final
 
 import orjson
 
-from balanceroute.proxy.kept_counts import LEADER, CountsFile, Gone, KeptCounts
 from balanceroute.proxy.link.files import is_gone
 from balanceroute.proxy.link.leadership import Lead
 from balanceroute.proxy.link.remote import NOBODY
-from balanceroute.proxy.run_folder import RunFolder
+from balanceroute.proxy.run_folder.folder import RunFolder
+from balanceroute.proxy.run_folder.kept_counts import LEADER, CountsFile, Gone, KeptCounts
 from balanceroute.proxy.telemetry.metrics import Metrics
 from balanceroute.proxy.telemetry.ticks import until_tick_s
 

@@ -10,8 +10,8 @@ import pytest
 
 from balanceroute.config import Config
 from balanceroute.errors import ConfigError
-from balanceroute.proxy.listeners import bound, listeners
-from balanceroute.proxy.run_folder import RunFolder
+from balanceroute.proxy.parent.listeners import bound, listeners
+from balanceroute.proxy.run_folder.folder import RunFolder
 from tests.ports import HOST, loopback
 from tests.unit.proxy.virtual_time import a_config
 

@@ -13,7 +13,7 @@ SIGTERM, SIGINT     all children drain (SIGUSR2); a child that the others need e
                     while a successor prepares to take over: nothing, unless the successor ends; then children drain
                     before this router has taken over: all children leave (SIGUSR1), and its predecessor goes on
 the same again      all children end now (SIGINT), or are killed `END_S` later
-SIGHUP              one more child reads the configuration and tries all of it (`apart.py`), while all else goes on; if
+SIGHUP              one more child reads the configuration and tries all of it (`trial.py`), while all else goes on; if
                     it can be used, the children are told to use it
 SIGIO               a child is up, or another router is ready to take over, for which all children leave (SIGUSR1)
 a child dies        it is started again: at once the first time, after ever longer pauses if it dies soon after its
@@ -48,8 +48,8 @@ from functools import partial
 from typing import Final, NoReturn, Protocol
 
 from balanceroute.errors import BalanceRouteError, ConfigError
-from balanceroute.proxy.apart import WITHIN_S, Attempt, Trial
-from balanceroute.proxy.handover import signal_input
+from balanceroute.proxy.parent.handover import signal_input
+from balanceroute.proxy.parent.trial import WITHIN_S, Attempt, Trial
 from balanceroute.proxy.telemetry.process_gauges import NAME
 from balanceroute.proxy.telemetry.troubles import Trouble
 

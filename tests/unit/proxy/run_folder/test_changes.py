@@ -13,10 +13,10 @@ from balanceroute.config import validate
 from balanceroute.core.types import Role, WorkerSpec, WorkerState
 from balanceroute.errors import ConnectFailed
 from balanceroute.proxy.app import health_monitor
-from balanceroute.proxy.changes import LOOK_S, Changes, KeptChanges, changes_of
 from balanceroute.proxy.link.leadership import AnotherLeads
 from balanceroute.proxy.ops.services import Services
 from balanceroute.proxy.ops.steering import with_policy
+from balanceroute.proxy.run_folder.changes import LOOK_S, Changes, KeptChanges, changes_of
 from tests.unit.proxy.virtual_time import a_config, a_router, let_pass, script, with_virtual_time
 
 LINEAGE = 7

@@ -9,9 +9,9 @@ from collections.abc import Callable
 import pytest
 
 from balanceroute.errors import ConfigError, InputError
-from balanceroute.proxy.apart import Attempt, Trial
-from balanceroute.proxy.supervisor import try_apart
-from tests.unit.proxy.trials import failure, fork
+from balanceroute.proxy.parent.supervisor import try_apart
+from balanceroute.proxy.parent.trial import Attempt, Trial
+from tests.unit.proxy.parent.trials import failure, fork
 
 
 def test_a_successful_trial_has_no_effect_on_the_parent() -> None:

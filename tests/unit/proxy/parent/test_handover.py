@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from balanceroute.errors import ConfigError
-from balanceroute.proxy import handover
-from balanceroute.proxy.handover import Handover, HandoverState, Predecessor
-from balanceroute.proxy.run_folder import RunFolder
+from balanceroute.proxy.parent import handover
+from balanceroute.proxy.parent.handover import Handover, HandoverState, Predecessor
+from balanceroute.proxy.run_folder.folder import RunFolder
 from tests.waiting import block_until
 
 STATE = HandoverState(lineage=4711, generation=2, decode_first=True)

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Final
 
 from balanceroute.proxy.link.files import NEW, is_gone, locked, overwritten, replace_content
-from balanceroute.proxy.relay_locks import RelayLocks
-from balanceroute.proxy.run_folder import COUNTS, RELAY_LOCK, RunFolder
+from balanceroute.proxy.run_folder.folder import COUNTS, RELAY_LOCK, RunFolder
+from balanceroute.proxy.run_folder.relay_locks import RelayLocks
 from balanceroute.proxy.telemetry.troubles import Trouble
 
 log = logging.getLogger(__name__)

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from balanceroute.errors import ConfigError
-from balanceroute.proxy.kept_counts import KeptCounts
 from balanceroute.proxy.link.leadership import FileLead
-from balanceroute.proxy.relay_locks import RelayLocks
-from balanceroute.proxy.run_folder import MAX_SOCKET_PATH, RunFolder, run_folder
+from balanceroute.proxy.run_folder.folder import MAX_SOCKET_PATH, RunFolder, run_folder
+from balanceroute.proxy.run_folder.kept_counts import KeptCounts
+from balanceroute.proxy.run_folder.relay_locks import RelayLocks
 from tests.unit.proxy.virtual_time import a_config
 
 

@@ -38,8 +38,8 @@ _MOST_DESCRIPTORS: Final = 16
 
 
 class HandoverState(msgspec.Struct, frozen=True):
-    """The data for a successor. `generation`: its predecessor's number. `lineage`: see `changes.py`. `decode_first`:
-    the order of the tiers.
+    """The data for a successor. `generation`: its predecessor's number. `lineage`: see `run_folder/changes.py`.
+    `decode_first`: the order of the tiers.
     """
 
     lineage: int

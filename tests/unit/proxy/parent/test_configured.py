@@ -10,7 +10,7 @@ import trustme
 
 from balanceroute.core.policies import POLICIES
 from balanceroute.errors import ConfigError
-from balanceroute.proxy.configured import Configured
+from balanceroute.proxy.parent.configured import Configured
 from tests.unit.proxy.virtual_time import a_config
 
 
@@ -75,7 +75,7 @@ def test_a_follower_uses_the_agreed_configuration_and_not_the_current_files(
 def test_a_process_with_the_agreed_configuration_knows_its_own_policy_class(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "examples"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[4] / "examples"))
     name = "own_policy:FirstFit"
     configured = Configured.read(a_config())
     configured.propose(a_config(routing={"policy": name}))

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from balanceroute.errors import ConfigError
-from balanceroute.proxy.handover import HandoverState, Predecessor
+from balanceroute.proxy.parent.handover import HandoverState, Predecessor
 from tests.processes import complete_lines
 from tests.waiting import PATIENCE_S, block_until
 
@@ -29,12 +29,12 @@ class Running:
     def __init__(self, folder: Path, options: dict[str, Any]) -> None:
         self.folder = folder
         self.clients: list[socket.socket] = []
-        command = [sys.executable, "-m", "tests.unit.proxy.supervised", str(folder), json.dumps(options)]
+        command = [sys.executable, "-m", "tests.unit.proxy.parent.supervised", str(folder), json.dumps(options)]
         self.log = folder / "log"
         if "launcher" in options:  # what it leaves to who it starts stays
             command = [sys.executable, "-c", f"{LAUNCHER}{options['launcher']}{START}", *command]
         with self.log.open("wb") as sink:
-            self.process = subprocess.Popen(command, stderr=sink, cwd=Path(__file__).parents[3])
+            self.process = subprocess.Popen(command, stderr=sink, cwd=Path(__file__).parents[4])
 
     def events(self, name: str = "") -> list[str]:
         """What has happened to a child, in its order."""
@@ -432,16 +432,16 @@ def test_a_router_of_an_invalid_configuration_restarts_nothing_while_it_ends(run
 
 
 def test_an_invalid_configuration_ends_all_processes_even_without_a_log(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.unit.proxy.supervised", str(tmp_path), '{"wrong": "relay-1"}']
+    command = [sys.executable, "-m", "tests.unit.proxy.parent.supervised", str(tmp_path), '{"wrong": "relay-1"}']
     with open("/dev/full", "wb") as full:
-        assert subprocess.run(command, stderr=full, cwd=Path(__file__).parents[3], timeout=PATIENCE_S).returncode == 2
+        assert subprocess.run(command, stderr=full, cwd=Path(__file__).parents[4], timeout=PATIENCE_S).returncode == 2
 
 
 def test_the_line_of_an_invalid_configuration_is_one_write(tmp_path: Path) -> None:
     """Else the log line of another process may come between it and its end."""
-    command = [sys.executable, "-m", "tests.unit.proxy.supervised", str(tmp_path), '{"wrong": "relay-1"}']
+    command = [sys.executable, "-m", "tests.unit.proxy.parent.supervised", str(tmp_path), '{"wrong": "relay-1"}']
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # each write is a message
-    with ours, theirs, subprocess.Popen(command, stderr=theirs, cwd=Path(__file__).parents[3]):
+    with ours, theirs, subprocess.Popen(command, stderr=theirs, cwd=Path(__file__).parents[4]):
         theirs.close()
         assert b"balanceroute: relay-1: wrong\n" in list(iter(lambda: ours.recv(2**16), b""))
 

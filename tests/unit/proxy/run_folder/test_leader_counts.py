@@ -9,11 +9,11 @@ import pytest
 
 from balanceroute.core.snapshot import ClusterSnapshot
 from balanceroute.core.view import view_cluster
-from balanceroute.proxy import kept_counts
-from balanceroute.proxy.kept_counts import GONE_S, LEADER, KeptCounts
-from balanceroute.proxy.leader_counts import PERIOD_S, LeaderCounts
-from balanceroute.proxy.relay_locks import RelayLocks
-from balanceroute.proxy.run_folder import RunFolder
+from balanceroute.proxy.run_folder import kept_counts
+from balanceroute.proxy.run_folder.folder import RunFolder
+from balanceroute.proxy.run_folder.kept_counts import GONE_S, LEADER, KeptCounts
+from balanceroute.proxy.run_folder.leader_counts import PERIOD_S, LeaderCounts
+from balanceroute.proxy.run_folder.relay_locks import RelayLocks
 from balanceroute.proxy.telemetry.metrics import Metrics
 from tests.unit.proxy.virtual_time import let_pass, with_virtual_time
 

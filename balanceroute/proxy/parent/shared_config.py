@@ -1,6 +1,6 @@
 """The accepted configuration, in memory that the parent and its children share.
 
-There are two places. The process that tries another configuration (`apart.py`) writes it to the unused place, and the
+There are two places. The process that tries another configuration (`trial.py`) writes it to the unused place, and the
 parent switches to it if the trial succeeds. A reader whose number has changed meanwhile reads again.
 """
 

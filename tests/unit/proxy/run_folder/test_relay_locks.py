@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from balanceroute.errors import ConfigError
-from balanceroute.proxy import relay_locks as module
-from balanceroute.proxy.relay_locks import RelayLocks, relay_name
-from balanceroute.proxy.run_folder import RunFolder
+from balanceroute.proxy.run_folder import relay_locks as module
+from balanceroute.proxy.run_folder.folder import RunFolder
+from balanceroute.proxy.run_folder.relay_locks import RelayLocks, relay_name
 
 
 def test_a_removed_life_file_is_recreated_by_its_relay(tmp_path: Path) -> None:
@@ -45,8 +45,8 @@ def test_an_unreadable_life_file_counts_as_a_living_relay(tmp_path: Path, monkey
 @contextmanager
 def living(folder: RunFolder, relay: str) -> Iterator[subprocess.Popen[str]]:
     """A process that is this relay."""
-    code = "import sys, pathlib, signal; from balanceroute.proxy.relay_locks import RelayLocks\n"
-    code += "from balanceroute.proxy.run_folder import RunFolder\n"
+    code = "import sys, pathlib, signal; from balanceroute.proxy.run_folder.relay_locks import RelayLocks\n"
+    code += "from balanceroute.proxy.run_folder.folder import RunFolder\n"
     code += "RelayLocks(RunFolder(pathlib.Path(sys.argv[1]))).lock(sys.argv[2])\n"
     code += "print('here', flush=True); signal.pause()"
     command = [sys.executable, "-c", code, str(folder.folder), relay]

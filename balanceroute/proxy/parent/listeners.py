@@ -10,8 +10,8 @@ from balanceroute.config import Config
 from balanceroute.config.addresses import NO_ADDRESS, host_in_url
 from balanceroute.errors import ConfigError
 from balanceroute.proxy.client.acceptor import BACKLOG
-from balanceroute.proxy.handover import Predecessor
-from balanceroute.proxy.run_folder import run_folder
+from balanceroute.proxy.parent.handover import Predecessor
+from balanceroute.proxy.run_folder.folder import run_folder
 
 AT_WORK: Final = "a router with relays runs there; --take-over replaces it"
 

@@ -3,7 +3,7 @@
 import time
 
 from balanceroute.proxy.link.files import is_locked
-from balanceroute.proxy.run_folder import PAUSE_S, RELAY_LOCK, TRIES, RunFolder
+from balanceroute.proxy.run_folder.folder import PAUSE_S, RELAY_LOCK, TRIES, RunFolder
 
 
 class RelayLocks:

@@ -41,7 +41,7 @@ class Changes(msgspec.Struct, frozen=True):
     `added`: also workers that differ from the configuration's of the same id, which are in `replaced`. `removed` and
     `replaced`: as the configuration described them; a worker that it describes differently now is as it says.
     `options`: of that policy. `workers`: all that the router has, because workers that leave may still have requests.
-    `number`: of the configuration (`configured.py`). `epoch`: of the brain that wrote this.
+    `number`: of the configuration (`parent/configured.py`). `epoch`: of the brain that wrote this.
     """
 
     lineage: int
