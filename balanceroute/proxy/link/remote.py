@@ -487,7 +487,9 @@ class RemoteBrain:
                 self._welcome(message)
             elif isinstance(message, Farewell):
                 self.epoch = max(self.epoch, message.epoch)
-                self._cut_off = self._reach.near and message.version != VERSION
+                # one that has never joined is itself the successor's: its own brain is yet to lead
+                has_joined = self._joined_s > -math.inf
+                self._cut_off = has_joined and self._reach.near and message.version != VERSION
                 raise LinkError(message.reason)
             elif self.member is None:
                 raise LinkError("the brain has sent a message before its Welcome")

@@ -722,8 +722,11 @@ def test_a_relay_whose_successor_is_of_another_version_refuses_at_once_what_wait
 
     async def test() -> None:
         reach = RefusingReach(Farewell(1, "not this version", VERSION + 1))
-        reach.near = True
+        reach.near, reach.refuses = True, False
         relay = Relay(SchedulerConfig(), reach, "r0")
+        await until(lambda: relay.brain.member is not None)
+        reach.refuses = True
+        reach.brains[-1].abort()
         for request_id in ("that waits already", "of a connection that is kept"):
             with pytest.raises(Draining):
                 async with asyncio.timeout(MAX_RETRY_S):
@@ -738,13 +741,21 @@ def test_a_relay_whose_successor_is_of_another_version_refuses_at_once_what_wait
 
 
 @pytest.mark.parametrize(
-    ("near", "version"), [(False, VERSION + 1), (True, VERSION)], ids=["a brain elsewhere", "another reason"]
+    ("near", "version", "new"),
+    [(False, VERSION + 1, False), (True, VERSION, False), (True, VERSION + 1, True)],
+    ids=["a brain elsewhere", "another reason", "a relay of the successor"],
 )
-def test_what_waits_for_a_worker_waits_on_where_another_brain_may_come(near: bool, version: int) -> None:
+def test_what_waits_for_a_worker_waits_on_where_another_brain_may_come(near: bool, version: int, new: bool) -> None:
+    """Relays of a router that takes over accept clients while the brain that they find is still their predecessor's."""
+
     async def test() -> None:
         reach = RefusingReach(Farewell(1, "not this relay", version))
-        reach.near = near
+        reach.near, reach.refuses = near, new
         relay = Relay(SchedulerConfig(), reach, "r0")
+        if not new:
+            await until(lambda: relay.brain.member is not None)
+            reach.refuses = True
+            reach.brains[-1].abort()
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(5 * MAX_RETRY_S):
                 await relay.tickets.submit(RequestSpec("r", 1)).prefiller()
