@@ -55,6 +55,7 @@ class ClientProtocol(asyncio.Protocol):
     """One connection. At any time it waits for a request, receives one, serves one, or lingers."""
 
     __slots__ = (
+        "_aborted",
         "_advancing",
         "_below",
         "_body",
@@ -99,7 +100,7 @@ class ClientProtocol(asyncio.Protocol):
         self._response: Response | None = None
         self._handler: Handler | None = None
         self._body: Body | None = None  # while it is not complete
-        self._hot = self._advancing = self._lingering = self._ended = self._reading_paused = False
+        self._hot = self._advancing = self._lingering = self._ended = self._reading_paused = self._aborted = False
         self._due = False  # the next turn of the loop goes on with `_raw`
         self._served_bytes = 0  # size of the body whose answer is not complete
         self._held_bytes, self._holder = 0, ""  # of a large body, and the client that the edge counts them for
@@ -523,7 +524,9 @@ class ClientProtocol(asyncio.Protocol):
 
     @property
     def unread_bytes(self) -> int:
-        """Bytes that are written and that the client's socket has not taken."""
+        """Bytes that are written and that the client's socket has not taken; none after `abort`, which drops them."""
+        if self._aborted:  # uvloop counts them for another turn
+            return 0
         below = 0 if self._below is None else self._below.get_write_buffer_size()
         return below + self.transport.get_write_buffer_size()
 
@@ -594,6 +597,7 @@ class ClientProtocol(asyncio.Protocol):
     def abort(self) -> None:
         """Close at once."""
         self.edge.waiting.pop(self, None)
+        self._aborted = True
         self._deadline_s = math.inf
         self.transport.abort()
 

@@ -11,6 +11,7 @@ import pytest
 
 from balanceroute.proxy.client import handshake, protocol
 from tests.unit.proxy.client.listening import listening, served
+from tests.unit.proxy.servers import on_both_loops
 from tests.waiting import pace, until
 
 pytestmark = pytest.mark.anyio
@@ -449,6 +450,20 @@ async def test_unread_bytes_of_an_aborted_answer_are_dropped_after_the_stall_tim
         client.writer.transport.pause_reading()  # type: ignore[attr-defined]
         client.post(b"x" * 2**24, b"x-do: break")
         await until(lambda: not server.connections)
+
+
+@pytest.mark.parametrize("encrypted", [False, True], ids=["plain", "TLS"])
+@on_both_loops
+async def test_what_the_client_of_an_aborted_connection_has_not_read_counts_no_more(encrypted: bool) -> None:
+    """Where clients leave too much unread, no other client is closed for it."""
+    async with listening(encrypted=encrypted) as server:
+        client = await server.connect()
+        client.writer.transport.pause_reading()  # type: ignore[attr-defined]
+        client.send(b"GET /large HTTP/1.1\r\nhost: x\r\n\r\n")
+        await until(lambda: any(connection.unread_bytes for connection in server.connections))
+        (connection,) = server.connections
+        connection.abort()
+        assert not connection.unread_bytes
 
 
 async def test_a_client_that_reads_no_unstreamed_answer_is_disconnected_over_tls_too() -> None:
