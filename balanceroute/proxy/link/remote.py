@@ -417,7 +417,7 @@ class RemoteBrain:
         now = self._loop.time()
         queue_limit, pool_limit = now - self.bounds.queue_deadline_s, now - self.bounds.pool_ttl_s
         for ticket in list(self.tickets.values()):
-            if self._cut_off and ticket.phase in (QUEUED, POOLED):
+            if self._cut_off and (ticket.asking or ticket.phase in (QUEUED, POOLED)):
                 self._refuse(ticket, refusal(RejectReason.DRAINING, self.view))
                 continue
             late = ticket.phase is QUEUED and not ticket.requeues and ticket.arrived_s < queue_limit

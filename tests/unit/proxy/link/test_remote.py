@@ -740,6 +740,28 @@ def test_a_relay_whose_successor_is_of_another_version_refuses_at_once_what_wait
     in_virtual_time(test)
 
 
+def test_a_decode_first_relay_whose_successor_is_of_another_version_refuses_what_waits_for_a_prefiller() -> None:
+    """Else its decode worker would wait for the KV until the queue's deadline."""
+
+    async def test() -> None:
+        reach = RefusingReach(Farewell(1, "not this version", VERSION + 1))
+        reach.near, reach.refuses = True, False
+        relay = Relay(SchedulerConfig(decode_first=True), reach, "r0")
+        await until(lambda: relay.brain.member is not None)
+        ticket = relay.tickets.submit(RequestSpec("r", 1))
+        ticket.answer("d0")
+        assert await ticket.admission() == "d0"
+        ticket.request_prefill()
+        reach.refuses = True
+        reach.brains[-1].abort()
+        with pytest.raises(Draining):
+            async with asyncio.timeout(MAX_RETRY_S):
+                await ticket.prefiller()
+        await relay.end()
+
+    in_virtual_time(test)
+
+
 @pytest.mark.parametrize(
     ("near", "version", "new"),
     [(False, VERSION + 1, False), (True, VERSION, False), (True, VERSION + 1, True)],
