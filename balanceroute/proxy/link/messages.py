@@ -58,8 +58,8 @@ BEAT_S: Final = 1.0
 SILENT_S: Final = 5.0  # a silent process is given up after this time; the death of one is noticed at once
 HEAD_BYTES: Final = 4  # the header of a frame: the length of its body
 MAX_FRAME_BYTES: Final = 64 * 2**20
-"""A Hello of 100,000 streams is half of that: 320 bytes for each. Each request that has yet to get its prefill takes 9
-bytes more for every block of its prompt."""
+"""A Hello of 100,000 streams is half of that: 320 bytes for each. Requests that have yet to get their prefill take 9
+bytes more for every block of their prompts, 18 MiB of them together (`remote.MAX_JOIN_HASHES`)."""
 MAX_COUNT: Final = 2**40  # of tokens, requests or calls: a sum over all that a router may have still fits a frame
 MAX_SECONDS: Final = 1e9  # 30 years
 

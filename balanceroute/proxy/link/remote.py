@@ -24,6 +24,7 @@ import logging
 import math
 import secrets
 from collections.abc import Callable, Set
+from dataclasses import replace
 from typing import Final
 
 from balanceroute.core.scheduler_config import SchedulerConfig
@@ -80,6 +81,7 @@ STEADY_S: Final = 5.0  # memberships of one brain that end sooner, one after ano
 MAX_RETRY_S: Final = 2.0  # between two of those, or between two tries of a relay that is refused
 LOOK_S: Final = 0.25  # between two checks whether the connected brain runs, and is still the one that listens
 NO_BRAIN: Final = "The request waited too long: what decides on it is not there."
+MAX_JOIN_HASHES: Final = 2**21  # of prompts' blocks, 9 bytes each: so that what a relay sends on joining fits a frame
 LOST: Final = "The router has lost its hold on the request; send it again."
 NOBODY: Final = ClusterView((), (), 0, 0, 0, 0, draining=False)
 
@@ -391,7 +393,10 @@ class RemoteBrain:
             log.warning("this relay cannot join a brain", extra={"relay": self._relay, "reason": reason})
 
     def _hello(self) -> None:
-        """Send a brain the relay's name and the state of each of its tickets."""
+        """Send a brain the relay's name and the state of each of its tickets.
+
+        Beyond `MAX_JOIN_HASHES`, tickets go without those of their prompts, whose cached parts are then not known.
+        """
         assert self._frames is not None
         self._unsent_tokens = {}  # the tickets' states in Hello contain these tokens
         self._forget_kept()  # meant for the former brain; this one gets the present state only
@@ -399,14 +404,21 @@ class RemoteBrain:
             entry.tokens = 0
             self.token_counts.write(entry.number, 0)
         now = self._loop.time()
-        opened = [(ticket, self._open[ticket.id]) for ticket in self.tickets.values()]
-        held = [Held(entry.number, entry.turn, ticket.standing(now)) for ticket, entry in opened if entry.submitted]
+        held, unknown, hashes = [], [], MAX_JOIN_HASHES
+        for ticket in self.tickets.values():
+            entry, standing = self._open[ticket.id], ticket.standing(now)
+            if len(standing.spec.prefix) > hashes:
+                standing.spec = replace(standing.spec, prefix=())
+            hashes -= len(standing.spec.prefix)
+            if entry.submitted:
+                held.append(Held(entry.number, entry.turn, standing))
+            else:  # no brain knows it, so it may still be refused
+                entry.submitted = True
+                unknown.append(Submit(entry.number, standing.spec))
         self._frames.send(Hello(VERSION, self._relay, self._process, self.epoch, tuple(held), self.token_counts.fd))
         self._greeted, self._knows_workers = True, False
-        for ticket, entry in opened:
-            if not entry.submitted:  # no brain knows it, so it may still be refused
-                entry.submitted = True
-                self._send(Submit(entry.number, ticket.spec))
+        for message in unknown:
+            self._send(message)
 
     def _expire(self) -> None:
         """End the tickets that have waited too long without a brain, as a brain would (`Scheduler.late`); if there will

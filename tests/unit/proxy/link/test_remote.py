@@ -36,6 +36,7 @@ from balanceroute.proxy.link.messages import (
 from balanceroute.proxy.link.reach import Moved, P, SocketReach, UntrustedBrain
 from balanceroute.proxy.link.remote import MAX_RETRY_S, RETRY_S, STEADY_S
 from balanceroute.proxy.link.token_counts import NOWHERE, PLACES, place_of
+from balanceroute.proxy.wire.prompt_blocks import MAX_BLOCKS
 from tests.unit.proxy.link.brains import Brain, HoldingReach, Relay, Stage, on, with_stage
 from tests.unit.proxy.virtual_time import in_virtual_time, let_pass, stand_still
 from tests.waiting import until
@@ -375,6 +376,21 @@ async def test_all_streams_of_a_full_relay_fit_into_one_hello(stage: Stage) -> N
         held.append(Held(number * PLACES, 2, ticket.standing(relay.tickets.now())))
         assert ticket.spec.prefix is blocks, "a prefill that it needs again is told of them"
     assert PLACES / len(held) * len(frame([Hello(VERSION, "r0", 1, 1, tuple(held))])) < MAX_FRAME_BYTES / 2
+
+
+@with_stage
+async def test_a_relay_joins_with_any_number_of_waiting_choices_of_the_largest_prompts(stage: Stage) -> None:
+    """32 requests of 64 choices each, whose 4 MB of text a relay has once, are 75 MB of hashes to a brain."""
+    relay = stage.relay()  # there is no brain
+    blocks = [2**64 - 1 - n for n in range(MAX_BLOCKS)]
+    for number in range(2048):
+        relay.tickets.submit(RequestSpec(f"{number}", 1_000_000, prefix=blocks, block_tokens=200))
+    for number, entry in enumerate(relay.brain._open.values()):
+        entry.submitted = number % 2 == 0  # a former brain knew them
+    brain = await stage.brain(relays=1)
+    await until(lambda: len(brain.scheduler.snapshot.requests) == 2048)
+    prefixes = [len(request.prefix) for request in brain.scheduler.snapshot.requests.values()]
+    assert prefixes[0] == MAX_BLOCKS and prefixes[-1] == 0
 
 
 @with_stage
