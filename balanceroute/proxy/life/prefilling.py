@@ -102,6 +102,7 @@ async def _result(leg: Leg, worker: Worker, asked: Awaitable[Reply]) -> PrefillR
     answer = await reply.read(REPLY_LIMIT)
     result = parse_probe_reply(answer, worker=worker.id, keep=request.prompt_wishes is not None)
     check_id(worker, result.reply_id, leg.upstream_id)
+    result.reply_id = None  # may be longer than all else that is kept
     return result
 
 

@@ -16,6 +16,7 @@ MAX_COMMAS: Final = 5_000_000  # between all values of a whole answer, or of an 
 MAX_TOKENS: Final = 2**24  # of a prompt or an answer; the longest published context windows hold 10 million
 MAX_RETRY_AFTER_S: Final = 3600.0
 MAX_PARAMS_BYTES: Final = 16 * 2**20  # of kv_transfer_params: the block ids of a prompt of millions of tokens
+MAX_PROMPT_DETAILS_BYTES: Final = 64 * 1024  # of a prefiller's usage, kept as long as the request; engines send some 50
 ABORT: Final = "abort"  # vLLM's finish reason for all its requests when it is stopped (SIGTERM, /pause)
 RECOMPUTED: Final = "recomputed"  # vllm-ascend's stop reason for a request that it gives back
 MAX_ERROR_BYTES: Final = 2**20  # vLLM before 0.32 quotes a whole invalid body, and for each of its faults again

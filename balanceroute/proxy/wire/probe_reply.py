@@ -10,6 +10,7 @@ from balanceroute.errors import NoCompletion
 from balanceroute.proxy.wire.bounds import (
     ABORT,
     MAX_PARAMS_BYTES,
+    MAX_PROMPT_DETAILS_BYTES,
     aborted,
     check_size,
     checked_choice,
@@ -26,8 +27,8 @@ class PrefillResult:
     """A prefiller's answer to a probe.
 
     `kv_transfer_params` is raw JSON, None if nothing was pinned. `prompt_details`: the usage's details of the prompt,
-    such as `cached_tokens`. `reply_id`: the answer's `id`, unchecked. `reply`: the whole answer, if the client has
-    `PromptWishes`; its long lists are `orjson.Fragment`. `reply_bytes`: its size.
+    such as `cached_tokens`. `reply_id`: the answer's `id`, of any length, until it is checked. `reply`: the whole
+    answer, if the client has `PromptWishes`; its long lists are `orjson.Fragment`. `reply_bytes`: its size.
     """
 
     kv_transfer_params: bytes | None
@@ -66,6 +67,8 @@ def parse_probe_reply(body: bytes, *, worker: str, keep: bool = False) -> Prefil
             orjson.dumps(reply)  # checked now: if it can't be serialised, another prefiller may still be asked
         if pinned is not None and len(pinned) > MAX_PARAMS_BYTES:
             raise ValueError(f"kv_transfer_params are larger than {MAX_PARAMS_BYTES} bytes")
+        if details is not None and len(orjson.dumps(details)) > MAX_PROMPT_DETAILS_BYTES:
+            raise ValueError(f"the usage's details of the prompt are larger than {MAX_PROMPT_DETAILS_BYTES} bytes")
         return PrefillResult(
             kv_transfer_params=pinned,
             prompt_tokens=prompt_tokens,

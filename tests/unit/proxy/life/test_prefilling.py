@@ -19,7 +19,7 @@ from balanceroute.proxy.life.leg import Leg
 from balanceroute.proxy.life.prefilling import PROBE_GRACE_S
 from balanceroute.proxy.ops.services import Services
 from balanceroute.proxy.telemetry.conditions import CONNECTOR
-from tests.unit.proxy.life.legs import DONE, a_leg, dispatching, events, idle, probed
+from tests.unit.proxy.life.legs import DONE, WHOLE, a_leg, dispatching, events, idle, probed
 from tests.unit.proxy.virtual_time import (
     Answer,
     Page,
@@ -67,6 +67,18 @@ async def test_an_unusable_prefill_reply_is_a_failure_of_the_prefiller(
     error = await failed(services, page)
     assert type(error) is kind and (error.worker, error.tier) == ("p0", "prefill")
     assert services.metrics.orphaned_kv == orphans
+
+
+@with_virtual_time
+async def test_the_id_of_a_prefillers_answer_is_not_kept() -> None:
+    """It may have 256 MiB, and nothing needs it once it is checked."""
+    services = a_router(a_config(1, 1))
+    script(services, "p0", probed(id_="y" * 1000 + "$ID"))
+    script(services, "d0", WHOLE)
+    leg = a_leg(services)
+    async with dispatching(services):
+        await leg.run()
+    assert leg.answer._counted is not None and leg.answer._counted.reply_id is None
 
 
 @with_virtual_time

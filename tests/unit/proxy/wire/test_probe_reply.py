@@ -1,6 +1,7 @@
 """What prefillers answer to probes, recorded and broken."""
 
 import tracemalloc
+from typing import Any
 
 import orjson
 import pytest
@@ -35,6 +36,14 @@ def test_too_large_transfer_parameters_are_a_bad_reply() -> None:
         "usage": {"prompt_tokens": 3},
         "kv_transfer_params": {"x": "y" * MAX_PARAMS_BYTES},
     }
+    with pytest.raises(BadUpstreamReply, match="larger than"):
+        parse_probe_reply(orjson.dumps(reply), worker="p0")
+
+
+@pytest.mark.parametrize("details", [{"note": "y" * 2**16}, {"y" * 2**16: 1}], ids=["text", "name"])
+def test_too_large_details_of_a_usage_are_a_bad_reply(details: dict[str, Any]) -> None:
+    """They are kept as long as the request, like nothing else that a prefiller may make as long as it likes."""
+    reply = {"choices": [{}], "usage": {"prompt_tokens": 3, "prompt_tokens_details": details}}
     with pytest.raises(BadUpstreamReply, match="larger than"):
         parse_probe_reply(orjson.dumps(reply), worker="p0")
 
