@@ -125,7 +125,8 @@ class Limits(Section):
     )
     client_keep_alive_s: Seconds = Field(
         75.0,
-        description="An idle client connection is closed after this; above the 60 s of common load balancers.",
+        description="A client connection that is idle after an answer is closed after this; above the 60 s of common "
+        "load balancers. One that has sent nothing yet: client_header_timeout_s.",
     )
     client_buffer_bytes: int = Field(
         256 * 1024,
