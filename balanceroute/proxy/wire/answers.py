@@ -187,7 +187,7 @@ class _Choice:
         return more_bytes
 
     def _offsets_of(self, tokens: list[str]) -> list[int]:
-        """Where the next tokens begin: engines count the tokens before, in streams the text that they have sent."""
+        """Where the next tokens begin: engines count the tokens before; in streams some count the text sent."""
         offsets = []
         for token in tokens:
             offsets.append(self._scored_chars)
