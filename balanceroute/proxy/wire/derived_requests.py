@@ -17,6 +17,7 @@ from balanceroute.proxy.wire.prompts import batch_of, embeds_tokens
 
 MIN_SEED: Final = -(2**63)  # vLLM's bounds of `seed`
 MAX_SEED: Final = 2**63 - 1
+NO_SEED: Final = -1  # to vLLM the same as none
 _TRUNCATE: Final = "truncate_prompt_tokens"
 CACHE_SALT: Final = "cache_salt"
 _DONE_BY_IDS: Final = frozenset((_TRUNCATE, "suffix"))  # already applied to the prompt's ids
@@ -47,7 +48,7 @@ def split(request: ClientRequest) -> list[ClientRequest]:
     for rest, prompt_json, tokens in _prompts_of(request):
         for k in range(request.n):
             own = {name: value for name, value in rest.items() if name != "n"}
-            if seed is not None:
+            if seed is not None and seed != NO_SEED:
                 own["seed"] = seed + k
             parts.append(
                 replace(request, rest=own, prompt_json=prompt_json, prompt_tokens=max(1, tokens), n=1, prompts=1)

@@ -108,6 +108,11 @@ def test_a_seed_that_is_written_as_engines_read_it_differs_by_choice(seed: objec
     assert [part.rest["seed"] for part in split(request)] == [5, 6, 7]
 
 
+def test_no_choice_has_a_seed_where_the_seed_is_what_vllm_takes_for_none() -> None:
+    """Counted on from -1, all choices but the first were the same in every answer."""
+    assert [part.rest["seed"] for part in split(a_request(n=3, seed=-1))] == [-1, -1, -1]
+
+
 @pytest.mark.parametrize("seed", [2**63 - 1, 2**64 - 1])
 def test_a_seed_that_leaves_no_room_for_the_next_choice_is_a_bad_request(seed: int) -> None:
     request = parse("completions", b'{"prompt": "a", "n": 2, "seed": %d}' % seed)
