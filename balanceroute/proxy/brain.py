@@ -93,10 +93,8 @@ def _leading_server(
     if waited:
         folder.make(again=True)  # a standby may have checked it days ago
     configured.tls.catch_up()
-    expected = len(RelayLocks(folder).running())
-    if setup.again and not expected:  # somebody has emptied the folder
-        expected = configured.config.listen.relays
-    app = create_brain_app(configured, folder, lead, expected, setup.as_leader(waited))
+    leading = setup.as_leader(waited)
+    app = create_brain_app(configured, folder, lead, relays_awaited(folder, leading), leading)
 
     async def on_reload() -> None:
         await off_the_loop(configured.learn)
@@ -105,6 +103,16 @@ def _leading_server(
             await reload_brain(app, configured.config, configured.perimeter, configured.number)
 
     return BrainServer(app, configured.config, setup, on_reload, (lambda: None) if waited else callbacks.on_up)
+
+
+def relays_awaited(folder: RunFolder, setup: BrainSetup) -> int:
+    """How many relays of this machine a brain that has got the lead waits for.
+
+    After another brain also those of its router that do not seem to run: somebody may have emptied the folder, or one
+    is just being restarted, whose report must not be taken for the last one.
+    """
+    own = setup.relays if setup.again else ()
+    return len({*RelayLocks(folder).running(), *own})
 
 
 def the_lead(config: Config, folder: RunFolder, again: bool = False, drains: bool = False) -> Lead:

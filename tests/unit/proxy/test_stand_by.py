@@ -1,5 +1,6 @@
 """A brain that stands by hears the parent, and loses no signal of it when it takes the lead."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from balanceroute.proxy.brain_app import BrainSetup
 from balanceroute.proxy.link.leadership import FileLead
 from balanceroute.proxy.parent.configured import Configured
 from balanceroute.proxy.run_folder.folder import RunFolder
+from balanceroute.proxy.run_folder.relay_locks import RelayLocks
 from tests.unit.proxy.virtual_time import a_config
 from tests.waiting import PATIENCE_S
 
@@ -117,3 +119,29 @@ def test_a_brain_that_cannot_start_does_not_end_as_one_that_is_not_needed_any_mo
     with pytest.raises(SystemExit) as ended:
         brain.run_brain(Configured.read(a_config()), folder, BrainSetup(1), callbacks)
     assert ended.value.code
+
+
+def test_a_standby_that_leads_waits_for_all_relays_of_its_router(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In an emptied folder no relay seems to run, or only the first one that has restored its lock file. The standby
+    decided at once, gave slots of running requests away, and their streams ended.
+    """
+    awaited: list[int] = []
+    folder, setup = RunFolder(tmp_path / "run"), BrainSetup(1, relays=["relay-0", "relay-1"])
+    callbacks = brain.BrainCallbacks(lambda: None, lambda: None, lambda: None)
+    monkeypatch.setattr(brain, "create_brain_app", lambda *arguments: awaited.append(arguments[3]))
+    monkeypatch.setattr(brain, "BrainServer", lambda *_: None)
+
+    def lead(waited: bool) -> None:
+        configured = Configured.read(a_config())
+        brain._leading_server(configured, folder, FileLead(folder.lead), setup, callbacks, waited)
+
+    folder.make()
+    lead(waited=False)  # the router starts: its relays hold nothing
+    lead(waited=True)
+    for relay in ("relay-0", "relay-0.2"):  # the second is of another router, which takes over or leaves
+        lock = RelayLocks(folder).lock(relay)
+        lead(waited=True)
+        os.close(lock)
+    assert awaited == [0, 2, 2, 3]
