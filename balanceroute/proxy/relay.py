@@ -31,7 +31,6 @@ from starlette.routing import Route
 from balanceroute.build import bounds
 from balanceroute.config import Config
 from balanceroute.errors import ConfigError, NoHealthyWorkers
-from balanceroute.proxy.admission.tickets import Tickets
 from balanceroute.proxy.app import (
     ClientApp,
     drain_left,
@@ -149,14 +148,9 @@ def create_relay_app(configured: Configured, folder: RunFolder, name: str, lock:
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        services = app.services = build_relay(configured, asyncio.get_running_loop(), folder, name, pins, reach)
+        loop = asyncio.get_running_loop()
+        services = app.services = build_relay(configured, loop, folder, name, pins, reach, to_brain)
         app.hot = hot_routes(services)
-
-        def joined() -> None:
-            to_brain.switch_brain()
-            services.joined()
-
-        services.brain.on_joined = joined
         coroutines = _coroutines(services, lock)
         try:
             if metaserver is not None:
@@ -182,7 +176,7 @@ def create_relay_app(configured: Configured, folder: RunFolder, name: str, lock:
 def _coroutines(services: RelayServices, lock: int) -> dict[str, Callable[[], Awaitable[None]]]:
     """The coroutines of a relay, by name. `lock`: see `create_relay_app`."""
     coroutines: dict[str, Callable[[], Awaitable[None]]] = {
-        "link": services.brain.run,
+        "link": partial(services.brain.run, services),
         "pool_reaper": services.look,
         "counts": services.count,
         "run_folder": services.renew_times,
@@ -291,39 +285,34 @@ def build_relay(
     name: str,
     pins: PinRecord | None,
     reach: Reach,
+    to_brain: ToBrain,
 ) -> RelayServices:
     """Make the services of a relay; nothing runs yet."""
     config, perimeter, tls = configured.config, configured.perimeter, configured.tls
-    brain = RemoteBrain(
-        loop, reach, _name_on_link(config, folder, name), bounds(config), lambda void: services.void(void)
-    )
     metrics = Metrics(lambda: NOBODY, config.routing.policy)
+    on_link = _name_on_link(config, folder, name)
+    brain = RemoteBrain(loop, reach, on_link, bounds(config), metrics.tasks_failed.inc)
     counts_file = CountsFile(folder, name)
     metrics.continue_former("relay", counts_file.last())
     fleet = RelayFleet(loop, FleetConfig.of(config, tls.for_workers), brain.report, metrics.forget_worker)
-    tickets = Tickets(brain, loop)
-    brain.tickets = tickets.by_id
     perimeter.apply_limits(loop.time())
     services = RelayServices(
         config=config,
-        tickets=tickets,
+        tickets=brain.tickets,
         fleet=fleet,
         metrics=metrics,
-        drainer=Drainer(fleet, tickets, metrics, config.kv_pin_s),
+        drainer=Drainer(fleet, brain.tickets, metrics, config.kv_pin_s),
         callbacks=Callbacks(config.callback_url, name),
         pins=pins,
         perimeter=perimeter,
         tls=tls,
         brain=brain,
+        to_brain=to_brain,
         folder=folder,
         name=name,
         counts_file=counts_file,
     )
-    brain.on_workers, brain.on_silent, brain.on_welcome = services.name_workers, services.silence, services.welcomed
-    brain.on_keys = lambda message: services.keys_elsewhere(message.relay, message.keys)
-    brain.on_prompt_keys = services.make_keys
-    brain.on_bug = metrics.tasks_failed.inc
-    services.suspicions.on_explained, brain.on_explained = services.send_explained, services.explained
+    services.suspicions.on_explained = services.send_explained
     return services
 
 

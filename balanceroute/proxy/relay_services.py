@@ -27,6 +27,7 @@ from balanceroute.proxy.link.messages import (
     Workers,
 )
 from balanceroute.proxy.link.remote import LOST, RemoteBrain
+from balanceroute.proxy.ops.to_brain import ToBrain
 from balanceroute.proxy.run_folder.folder import RunFolder
 from balanceroute.proxy.run_folder.kept_counts import CountsFile, Gone
 from balanceroute.proxy.run_folder.relay_locks import RelayLocks
@@ -48,10 +49,11 @@ UNKNOWN: Final = "The workers are not known yet, because no process decides for 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class RelayServices(ClientServices):
-    """The services of a relay."""
+    """The services of a relay; the `BrainListener` of its `brain`."""
 
     fleet: RelayFleet
     brain: RemoteBrain
+    to_brain: ToBrain
     folder: RunFolder
     name: str
     counts_file: CountsFile
@@ -174,10 +176,6 @@ class RelayServices(ClientServices):
         now = self.loop.time()
         self.frozen[:] = [FrozenGroup(group.name, group.workers, now - group.age_s) for group in message.groups]
 
-    def welcomed(self, message: Welcome) -> None:
-        """Hash blocks of prompts as the brain's other relays do."""
-        self.prompt_blocks = PromptBlocks(message.block_seed)
-
     def make_keys(self, message: PromptKeys) -> None:
         """Make the keys of prompts as the brain's predictor does."""
         self.keyer = None if message.salt is None else Keys(message.salt, message.by_header)
@@ -201,8 +199,12 @@ class RelayServices(ClientServices):
             self.brain.report(activity)
             self.sent_activity = activity
 
-    def joined(self) -> None:
-        """After joining a brain, send again what is otherwise sent only on change, or may be lost."""
+    def joined(self, welcome: Welcome) -> None:
+        """After joining a brain, send again what is otherwise sent only on change, or may be lost; hash blocks of
+        prompts as its other relays do.
+        """
+        self.prompt_blocks = PromptBlocks(welcome.block_seed)
+        self.to_brain.switch_brain()
         self.sent_activity = None
         self.send_counts()
         explained = self.suspicions.explained_since(self.loop.time() - KNOWN_S)

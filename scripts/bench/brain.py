@@ -1,6 +1,6 @@
 """What the brain alone needs, and how much it knows when it decides: a hub and a ledger before two simulated relays.
 
-    .venv/bin/python scripts/bench/brain.py [--far]
+    .venv/bin/python -m scripts.bench.brain [--far]
 
 144 decode workers of 64 slots are full. Each of their steps, 16 per second, gives every stream one token: 147,456
 tokens/s. 120 requests/s arrive, are prefilled at once and wait among 512; as many streams end. Two relays, in a process
@@ -51,6 +51,7 @@ from balanceroute.proxy.link.remote import RemoteBrain
 from balanceroute.proxy.perimeter.tls import LinkTls, Tls
 from balanceroute.proxy.workers.fleet import Fleet, FleetConfig
 from balanceroute.proxy.workers.relay_reports import RelayReports
+from tests.unit.proxy.link.brains import Heard
 
 WORKERS: Final = 144
 SLOTS: Final = 64
@@ -213,11 +214,9 @@ def play(folder: str, port: int | None, seconds: float, pipe: Connection) -> Non
             reach = FarReach([("127.0.0.1", port)], lambda: tls.relay)
         machine = "" if port is None else f"{FAR}bench"
         names = [f"relay-{n}{machine}" for n in range(RELAYS)]
-        brains = [RemoteBrain(loop, reach, name, SchedulerConfig(), lambda _: None) for name in names]
-        parts = [Tickets(brain, loop) for brain in brains]
-        for brain, tickets in zip(brains, parts, strict=True):
-            brain.tickets = tickets.by_id
-        links = [loop.create_task(brain.run()) for brain in brains]
+        brains = [RemoteBrain(loop, reach, name, SchedulerConfig(), print) for name in names]
+        parts = [brain.tickets for brain in brains]
+        links = [loop.create_task(brain.run(Heard())) for brain in brains]
         life = Life(parts)
         witnesses = await life.begin()
         began_s = loop.time() + 0.5

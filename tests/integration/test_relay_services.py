@@ -36,6 +36,7 @@ from tests.integration.relayed import Relay, a_brain, a_relay, answered, relayed
 from tests.integration.router import FAST, configuration, patient
 from tests.integration.test_proxy_answers import completion
 from tests.integration.test_proxy_faults import PAIR
+from tests.unit.proxy.link.brains import Heard
 from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
@@ -294,12 +295,12 @@ async def test_a_relay_that_was_away_while_a_worker_returned_as_another_version_
         here.note_connector(here.fleet[name], "nixl")
         at_brain = router.brain.services.fleet[name]
         await until(lambda: at_brain.kv_connector == there.fleet[name].kv_connector == "nixl")
-        member, here.brain.on_workers = here.brain.member, lambda message, whole: None  # as if it heard nothing
+        member, here.brain.listener = here.brain.member, Heard()  # as if it heard nothing
         at_brain.kv_connector, at_brain.ended_at = None, 2.0
         there.fleet[name].kv_connector = None
         there.note_connector(there.fleet[name], "mooncake_v1")
         await until(lambda: at_brain.kv_connector == "mooncake_v1")
-        here.brain.on_workers = here.name_workers
+        here.brain.listener = here
         assert here.brain._frames is not None
         here.brain._frames.abort("the network broke")
         await until(lambda: here.brain.member not in (None, member))

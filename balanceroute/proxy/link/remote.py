@@ -12,8 +12,8 @@ brain they are sent within `PROGRESS_S`.
 
 A relay joins no brain whose epoch is smaller than one seen before. A brain that has stopped may have a successor: on
 the same machine that replaces the former's socket, so a member checks whether the socket is still the same
-(`reach.py`). Tickets that a brain can't take over are void: each is refused, and `on_void` ends the stream of its
-request.
+(`reach.py`). Tickets that a brain can't take over are void: each is refused, and the listener ends the stream of
+its request.
 
 `RemoteBrain` is one class with many short methods: each is a call of `decider.Decider` or a message of the brain, and
 what any of them does depends on whether there is a brain.
@@ -25,13 +25,13 @@ import math
 import secrets
 from collections.abc import Callable, Set
 from dataclasses import replace
-from typing import Final
+from typing import Final, Protocol
 
 from balanceroute.core.scheduler_config import SchedulerConfig
 from balanceroute.core.types import POOLED, QUEUED, Outcome, RejectReason, RequestSpec
 from balanceroute.core.view import ClusterView
 from balanceroute.proxy.admission.decider import Answer, OnAnswer, Refusal, RefusalKind, refusal
-from balanceroute.proxy.admission.tickets import Ticket
+from balanceroute.proxy.admission.tickets import Ticket, Tickets
 from balanceroute.proxy.link.frames import Frames
 from balanceroute.proxy.link.messages import (
     BEAT_S,
@@ -70,6 +70,7 @@ from balanceroute.proxy.link.messages import (
 )
 from balanceroute.proxy.link.reach import Moved, Reach, UntrustedBrain
 from balanceroute.proxy.link.token_counts import WrittenCounts
+from balanceroute.proxy.perimeter.key_use import KeyUse
 from balanceroute.proxy.telemetry.ticks import until_tick_s
 
 log = logging.getLogger(__name__)
@@ -100,10 +101,38 @@ class _Open:
         self.tokens = 0
 
 
+class BrainListener(Protocol):
+    """What a relay does with what the brain sends, besides the answers to its tickets: `RelayServices`."""
+
+    def joined(self, welcome: Welcome) -> None:
+        """This relay has become a member."""
+
+    def void(self, request_ids: Set[str]) -> None:
+        """The brain can't take over these requests; called once, with all."""
+
+    def name_workers(self, message: Workers, whole: bool) -> None:
+        """Workers that have changed or left; `whole`: there are no others."""
+
+    def silence(self, message: Silent) -> None:
+        """The groups of workers that are silent together."""
+
+    def explained(self, message: Explained) -> None:
+        """Another relay's request has killed workers."""
+
+    def keys_elsewhere(self, relay: str, keys: tuple[KeyUse, ...]) -> None:
+        """The use of client keys at another relay."""
+
+    def make_keys(self, message: PromptKeys) -> None:
+        """How the predictor's keys of prompts are made."""
+
+
 class RemoteBrain:
     """The brain at the other end of a socket; see `decider.Decider` for its calls. `run` keeps it connected."""
 
     at_once = True
+    on_answer: OnAnswer  # set by `Tickets`, as `collect`
+    collect: Callable[[], None]
+    listener: BrainListener  # set by `run`
 
     def __init__(
         self,
@@ -111,28 +140,16 @@ class RemoteBrain:
         reach: Reach,
         relay: str,
         bounds: SchedulerConfig,
-        on_void: Callable[[Set[str]], None],
+        on_bug: Callable[[str], None],
     ) -> None:
-        """`reach`: the way to the brain. `relay`: this relay's name. `on_void`: called with the ids of all
-        void tickets.
-        """
-        self._loop, self._reach, self._relay, self._on_void = loop, reach, relay, on_void
+        """`reach`: the way to the brain. `relay`: this relay's name. `on_bug`: counts bugs, by where they are."""
+        self._loop, self._reach, self._relay, self._on_bug = loop, reach, relay, on_bug
         self._process = secrets.randbits(48)  # no process id: relays in containers of a cloned machine have the same
         self.bounds = bounds
         self.soon_s, self.silent_s, self.frozen_s = SOON_S, SILENT_S, FROZEN_S
-        self.on_answer: OnAnswer = lambda request_id, answer: None
-        self.collect: Callable[[], None] = lambda: None
-        self.on_workers: Callable[[Workers, bool], None] = lambda message, whole: None  # `whole`: these are all workers
-        self.on_silent: Callable[[Silent], None] = lambda message: None
-        self.on_keys: Callable[[KeysElsewhere], None] = lambda message: None
-        self.on_prompt_keys: Callable[[PromptKeys], None] = lambda message: None
-        self.on_explained: Callable[[Explained], None] = lambda message: None
-        self.on_welcome: Callable[[Welcome], None] = lambda message: None
-        self.on_joined: Callable[[], None] = lambda: None
-        self.on_bug: Callable[[str], None] = lambda where: None
         self.leaving = False  # new requests are refused here
         self._cut_off = False  # the brain on this machine is a successor's of another version: there will be no other
-        self.tickets: dict[str, Ticket] = {}  # `admission.Tickets.by_id`, set by whoever makes both
+        self.tickets = Tickets(self, loop)
         self.epoch = 0
         self.member: int | None = None  # the number of the membership; None: not a member
         self._view = NOBODY
@@ -210,7 +227,7 @@ class RemoteBrain:
         """See `decider.Decider`."""
         entry = self._open.get(request_id)
         if entry is not None:
-            tokens, prefix = entry.tokens, self.tickets[request_id].spec.prefix
+            tokens, prefix = entry.tokens, self.tickets.by_id[request_id].spec.prefix
             self._ask(request_id, lambda number: Requeue(number, tokens, prefix, anew))
 
     def progress(self, request_id: str, tokens: int) -> None:
@@ -319,8 +336,9 @@ class RemoteBrain:
 
     # -- the membership
 
-    async def run(self) -> None:
-        """Find a brain, stay its member, then find the next one; until cancelled."""
+    async def run(self, listener: BrainListener) -> None:
+        """Find a brain, stay its member, then find the next one; until cancelled. `listener`: gets what they send."""
+        self.listener = listener
         try:
             while True:
                 pause_s = await self._try()
@@ -405,7 +423,7 @@ class RemoteBrain:
             self.token_counts.write(entry.number, 0)
         now = self._loop.time()
         held, unknown, hashes = [], [], MAX_JOIN_HASHES
-        for ticket in self.tickets.values():
+        for ticket in self.tickets.by_id.values():
             entry, standing = self._open[ticket.id], ticket.standing(now)
             if len(standing.spec.prefix) > hashes:
                 standing.spec = replace(standing.spec, prefix=())
@@ -428,7 +446,7 @@ class RemoteBrain:
         """
         now = self._loop.time()
         queue_limit, pool_limit = now - self.bounds.queue_deadline_s, now - self.bounds.pool_ttl_s
-        for ticket in list(self.tickets.values()):
+        for ticket in list(self.tickets.by_id.values()):
             if self._cut_off and (ticket.asking or ticket.phase in (QUEUED, POOLED)):
                 self._refuse(ticket, refusal(RejectReason.DRAINING, self.view))
                 continue
@@ -487,7 +505,7 @@ class RemoteBrain:
         except LinkError:
             raise
         except Exception as error:
-            self.on_bug("link")
+            self._on_bug("link")
             if repr(error) not in self._bugs:
                 self._bugs.add(repr(error))
                 log.exception("internal error", extra={"where": "link"})
@@ -513,15 +531,15 @@ class RemoteBrain:
                 self._view, self.relays = message.view, message.relays
             elif isinstance(message, Workers):
                 whole, self._knows_workers = not self._knows_workers, True
-                self.on_workers(message, whole)
+                self.listener.name_workers(message, whole)
             elif isinstance(message, Silent):
-                self.on_silent(message)
+                self.listener.silence(message)
             elif isinstance(message, KeysElsewhere):
-                self.on_keys(message)
+                self.listener.keys_elsewhere(message.relay, message.keys)
             elif isinstance(message, PromptKeys):
-                self.on_prompt_keys(message)
+                self.listener.make_keys(message)
             elif isinstance(message, Explained):
-                self.on_explained(message)
+                self.listener.explained(message)
 
     def _welcome(self, message: Welcome) -> None:
         if message.version != VERSION or message.epoch < self.epoch:
@@ -536,13 +554,12 @@ class RemoteBrain:
         self._tokens_read, self._unsent_tokens = message.reads_tokens, {}
         for entry in self._open.values():
             self._put(entry)
-        self.on_welcome(message)
-        self.on_joined()
+        self.listener.joined(message)
         void = {number: self._ids[number] for number in message.void if number in self._ids}
         for number in void:
             self._answer(number, Refusal(RefusalKind.LOST, LOST))
-        if void:
-            self._on_void(frozenset(void.values()))  # once: after a pause nearly all streams of this relay may be void
+        if void:  # all at once: after a pause nearly all streams of this relay may be void
+            self.listener.void(frozenset(void.values()))
 
     def _answer(self, number: int, answer: Answer, turn: int | None = None) -> None:
         """Pass an answer to its ticket, unless that has made another call since (`turn`).

@@ -7,7 +7,7 @@ import shutil
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from balanceroute.core.policies import PolicySettings, make_policy
 from balanceroute.core.scheduler import Scheduler
@@ -16,7 +16,7 @@ from balanceroute.core.types import Phase, RequestSpec, Role, Standing, WorkerSp
 from balanceroute.proxy.admission.decode_dispatcher import DecodeDispatcher
 from balanceroute.proxy.admission.ledger import Ledger
 from balanceroute.proxy.admission.prefill_dispatcher import PrefillDispatcher
-from balanceroute.proxy.admission.tickets import Ticket, Tickets
+from balanceroute.proxy.admission.tickets import Ticket
 from balanceroute.proxy.link.far import FarMembers
 from balanceroute.proxy.link.frames import Frames
 from balanceroute.proxy.link.hub import Hub, Patience
@@ -28,6 +28,8 @@ from balanceroute.proxy.workers.fleet import Fleet, FleetConfig
 from balanceroute.proxy.workers.relay_reports import RelayReports
 from balanceroute.proxy.workers.silence import FrozenGroup
 from tests.waiting import PATIENCE_S, until
+
+T = TypeVar("T")
 
 
 def _nobody(request_id: str) -> None:
@@ -132,20 +134,35 @@ class HoldingReach(SocketReach):
         self.held.clear()
 
 
+class Heard:
+    """A `BrainListener` that notes what it is told."""
+
+    def __init__(self) -> None:
+        self.messages: list[object] = []
+
+    def note(self, message: Any, *_: object) -> None:
+        self.messages.append(message)
+
+    def messages_of(self, kind: type[T]) -> list[T]:
+        return [each for each in self.messages if isinstance(each, kind)]
+
+    joined = void = name_workers = silence = explained = keys_elsewhere = make_keys = note
+
+
 class Relay:
     """Tickets before a brain that is elsewhere."""
 
     def __init__(self, config: SchedulerConfig, reach: Reach, name: str) -> None:
         loop = asyncio.get_running_loop()
-        self.void: list[str] = []
-        self.brain = RemoteBrain(loop, reach, name, config, self.void.extend)
-        self.tickets = Tickets(self.brain, loop)
-        self.brain.tickets = self.tickets.by_id
+        self.bugs: list[str] = []
+        self.heard = Heard()
+        self.brain = RemoteBrain(loop, reach, name, config, self.bugs.append)
+        self.tickets = self.brain.tickets
         self.restart()
 
     def restart(self) -> None:
         """Look for a brain again."""
-        self._task = asyncio.get_running_loop().create_task(self.brain.run())
+        self._task = asyncio.get_running_loop().create_task(self.brain.run(self.heard))
 
     async def decoding(self, request_id: str, prompt_tokens: int = 10) -> Ticket:
         """A request that is on a decode worker."""

@@ -27,11 +27,11 @@ from balanceroute.proxy.link.messages import (
     Held,
     Hello,
     Judged,
-    KeysElsewhere,
     Learned,
     Prefilled,
     Progress,
     Report,
+    Silent,
     Submit,
     Welcome,
     frame,
@@ -203,17 +203,17 @@ async def test_key_use_is_forwarded_to_relays_that_do_not_share_memory_until_it_
     await stage.brain(relays=4)
     relays = {name: stage.relay(name) for name in ("relay-0", "relay-10", "relay-1.2", "relay-0.2")}
     used: dict[str, dict[str, tuple[KeyUse, ...]]] = {name: {} for name in relays}
-    messages = [0]
+    messages: list[str] = []
 
-    def receive_at(name: str) -> Callable[[KeysElsewhere], None]:
-        def receive(message: KeysElsewhere) -> None:
-            messages[0] += 1
-            used[name][message.relay] = message.keys
+    def receive_at(name: str) -> Callable[[str, tuple[KeyUse, ...]], None]:
+        def receive(relay: str, keys: tuple[KeyUse, ...]) -> None:
+            messages.append(relay)
+            used[name][relay] = keys
 
         return receive
 
     for name, relay in relays.items():
-        relay.brain.on_keys = receive_at(name)
+        relay.heard.keys_elsewhere = receive_at(name)  # type: ignore[method-assign]
     await until(lambda: all(relay.brain.member is not None for relay in relays.values()))
     use = (KeyUse("a", 1, 1, 0),)
     for relay in relays.values():
@@ -224,31 +224,26 @@ async def test_key_use_is_forwarded_to_relays_that_do_not_share_memory_until_it_
     await relays["relay-0"].end()
     one = {"relay-0": (), "relay-10": ()}
     await until(lambda: used["relay-0.2"] == used["relay-1.2"] == one)
-    assert messages == [8 + 4]
+    assert len(messages) == 8 + 4
     relays["relay-10"].brain.report(Activity(1, 0, ()))  # as before, it uses none
     relays["relay-0.2"].brain.report(Activity(1, 0, (), use))
-    await until(lambda: messages != [8 + 4])
-    assert messages == [8 + 4 + 1]
+    await until(lambda: len(messages) != 8 + 4)
+    assert len(messages) == 8 + 4 + 1
 
 
 @with_stage
 async def test_every_relay_hears_of_groups_that_fell_silent_together_and_one_that_joins_at_once(stage: Stage) -> None:
-    brain = await stage.brain()
-    heard: dict[str, list[list[str]]] = {"first": [], "second": []}
+    def groups(relay: Relay) -> list[list[str]]:
+        return [[group.name for group in message.groups] for message in relay.heard.messages_of(Silent)]
 
-    def a_relay(name: str) -> Relay:
-        relay = stage.relay(name)
-        relay.brain.on_silent = lambda message: heard[name].append([group.name for group in message.groups])
-        return relay
-
-    a_relay("first")
-    await until(lambda: heard["first"] == [[]])
+    brain, first = await stage.brain(), stage.relay("first")
+    await until(lambda: groups(first) == [[]])
     brain.frozen.append(FrozenGroup("group", ("d0", "d1"), asyncio.get_running_loop().time()))
-    await until(lambda: heard["first"] == [[], ["group"]])
-    a_relay("second")
-    await until(lambda: heard["second"] == [["group"]])
+    await until(lambda: groups(first) == [[], ["group"]])
+    second = stage.relay("second")
+    await until(lambda: groups(second) == [["group"]])
     brain.frozen.clear()
-    await until(lambda: heard == {"first": [[], ["group"], []], "second": [["group"], []]})
+    await until(lambda: groups(first) == [[], ["group"], []] and groups(second) == [["group"], []])
 
 
 @with_stage
@@ -541,11 +536,8 @@ async def test_the_hub_keeps_checking_after_a_check_that_raised(stage: Stage) ->
 async def test_worker_deaths_explained_by_one_relay_reach_all_others(stage: Stage) -> None:
     await stage.brain(slots=2)
     tells, hears = stage.relay("tells"), stage.relay("hears")
-    received: list[tuple[str, Explained]] = []
-    tells.brain.on_explained = lambda message: received.append(("tells", message))
-    hears.brain.on_explained = lambda message: received.append(("hears", message))
     await until(lambda: tells.brain.member and hears.brain.member)
     explained = Explained(("d0", "d1"), (4.0, 0.5))
     tells.brain.report(explained)
-    await until(lambda: received)
-    assert received == [("hears", explained)]
+    await until(lambda: explained in hears.heard.messages)
+    assert explained not in tells.heard.messages

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import math
 import os
-from collections.abc import Callable, Set
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
@@ -401,7 +401,7 @@ async def test_a_new_brain_adopts_all_running_requests_even_if_it_would_not_admi
     await until(lambda: relay.brain.member is None)
     second = await stage.brain(epoch=2, slots=2)
     waiting = await relay.pooled("w")
-    assert second.active == ["s0", "s1", "s2"] and not relay.void
+    assert second.active == ["s0", "s1", "s2"] and not relay.heard.messages_of(frozenset)
     streams[0].finish(Outcome.FINISHED)
     streams[1].finish(Outcome.FINISHED)
     assert await waiting.admission() == "d0"
@@ -412,16 +412,14 @@ async def test_a_new_brain_adopts_all_running_requests_even_if_it_would_not_admi
 async def test_all_void_streams_are_ended_at_once(stage: Stage) -> None:
     """To look for each among all streams of a relay would take seconds for thousands."""
     brain, away, stays = await stage.brain(slots=2), stage.relay("away"), stage.relay("stays")
-    ended: list[Set[str]] = []
-    away.brain._on_void = ended.append
     for name in ("a", "b"):
         await away.decoding(name)
     waiting = [await stays.pooled(name) for name in ("c", "d")]
     brain.hub.members["away"].frames.abort("the connection breaks")
     for ticket in waiting:
         assert await ticket.admission() == "d0"
-    await until(lambda: bool(ended))
-    assert ended == [{"a", "b"}] and not away.tickets.by_id
+    await until(lambda: away.heard.messages_of(frozenset))
+    assert away.heard.messages_of(frozenset) == [{"a", "b"}] and not away.tickets.by_id
 
 
 @with_stage
@@ -431,8 +429,8 @@ async def test_a_stream_whose_slot_was_reassigned_is_void_and_the_others_go_on(s
     waiting = await stays.pooled("w")
     brain.hub.members["away"].frames.abort("the connection breaks")
     assert await waiting.admission() == "d0"
-    await until(lambda: bool(away.void))
-    assert away.void == ["lost"] and lost.left and lost.phase is Phase.GONE
+    await until(lambda: away.heard.messages_of(frozenset))
+    assert away.heard.messages_of(frozenset) == [{"lost"}] and lost.left and lost.phase is Phase.GONE
     with pytest.raises(NoHealthyWorkers, match="lost its hold"):
         lost.check()
     lost.progress(1)  # what was under way
@@ -595,7 +593,6 @@ def test_a_relay_whose_memberships_end_by_a_bug_rejoins_after_growing_pauses_and
     end: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     tries_s: list[float] = []
-    counted: list[str] = []
 
     class Timed(SocketReach):
         async def connect(self, protocol: Callable[[], P]) -> tuple[P, Moved]:
@@ -609,23 +606,22 @@ def test_a_relay_whose_memberships_end_by_a_bug_rejoins_after_growing_pauses_and
         asyncio.get_running_loop().set_exception_handler(lambda *_: None)
         brain = await stage.brain()
         relay = stage.relay("r0", Timed(stage.path))
-        relay.brain.on_bug = counted.append
         if end == "relay":
-            relay.brain.on_workers = fail
+            relay.heard.name_workers = fail  # type: ignore[method-assign]
         else:
             brain.hub._reports.cache_doubted = fail  # type: ignore[method-assign]
-            relay.brain.on_joined = lambda: relay.brain.report(CacheDoubted("d0", "1"))
+            relay.heard.joined = lambda _: relay.brain.report(CacheDoubted("d0", "1"))  # type: ignore[method-assign]
         await until(lambda: len(tries_s) == 6)
         assert tries_s[5] - tries_s[4] >= 8 * RETRY_S
         await brain.end()
-        relay.brain.on_workers = lambda message, whole: None
+        relay.heard.name_workers = lambda *_: None  # type: ignore[method-assign]
         await stage.brain(epoch=2)
         await until(lambda: relay.brain.epoch == 2 and relay.brain.member is not None)
         found = [vars(line)["epoch"] for line in caplog.records if line.message == "brain found"]
         assert found == [1, 1, 2]
         bugs = [line for line in caplog.records if vars(line).get("where") == "link"]
         assert len(bugs) == (end == "relay")
-        assert len(counted if end == "relay" else brain.bugs) >= 5, "each is counted, and only the first is logged"
+        assert len(relay.bugs if end == "relay" else brain.bugs) >= 5, "each is counted, and only the first is logged"
 
     caplog.set_level(logging.INFO)
     on(test)
