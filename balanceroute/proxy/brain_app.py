@@ -184,10 +184,6 @@ def _connect_hub(app: BrainApp, relays: int, generation: int) -> LeaderCounts:
     if app.read.listen.link is not None:
         far = FarMembers(folder.far, others_led=bool(app.lead.others))
 
-    def under_way(exchanges: int, drains: int, orphans: int) -> None:
-        services.exchanges, services.drainer.elsewhere = exchanges, drains
-        services.metrics.orphaned_elsewhere = orphans
-
     def prompt_keys() -> PromptKeys:
         keys = None if services.forecasts is None else services.forecasts.keys
         return PromptKeys() if keys is None else PromptKeys(keys.salt, keys.by_header)
@@ -196,15 +192,11 @@ def _connect_hub(app: BrainApp, relays: int, generation: int) -> LeaderCounts:
         reports.counts.pop(relay, None)
         services.forget_absent_workers()
 
-    def given_up(counts: bytes) -> None:
-        services.metrics.continue_from(counts)
-        services.forget_absent_workers()
-
     def left(worker_id: str) -> None:
         services.metrics.forget_worker(worker_id)
         reports.forget(worker_id)
 
-    reports = RelayReports(services.fleet, services.loop, services.frozen, under_way, lambda: services.drainer.pin_s)
+    reports = RelayReports(services.fleet, services.loop, services.frozen, services)
     hub = app.hub = Hub(
         services.ledger, reports, services.loop, app.lead.epoch, relays, app.superseded, prompt_keys, far
     )
@@ -213,9 +205,6 @@ def _connect_hub(app: BrainApp, relays: int, generation: int) -> LeaderCounts:
     services.metrics.beside = partial(_counts_of_relays, folder, counted, hub, reports)
     services.metrics.before_page = partial(_store_shown_counts, counted)
     services.metrics.processes = all_processes
-    reports.on_connector, reports.on_connector_doubt = services.note_connector, services.doubt_connector
-    reports.keys_used = services.keys_elsewhere
-    reports.on_given_up = given_up
     services.fleet.on_leave, services.fleet.on_change = left, hub.workers_changed
     return counted
 

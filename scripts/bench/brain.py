@@ -237,7 +237,7 @@ async def linked(policy: str, horizon_steps: int, seconds: float, far: bool = Fa
     with tempfile.TemporaryDirectory() as folder:
         decisions = Decisions(policy, horizon_steps)
         loop = asyncio.get_running_loop()
-        reports = RelayReports(Fleet(decisions.ledger, FleetConfig()), loop, frozen=())
+        reports = RelayReports(Fleet(decisions.ledger, FleetConfig()), loop, (), Heard())
         hub = Hub(decisions.ledger, reports, loop, 1, 0 if far else RELAYS)
         await hub.serve(f"{folder}/link")
         listener = far_listener(hub, folder, loop) if far else None

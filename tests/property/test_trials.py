@@ -61,7 +61,7 @@ class Judge:
     def __init__(self) -> None:
         services = a_router()
         self.worker = services.fleet["d0"]
-        self.reports = RelayReports(services.fleet, services.loop, [])
+        self.reports = RelayReports(services.fleet, services.loop, [], services)
         self.relays = {name: RelayOfOneWorker(services.loop) for name in NAMES}
         self._known: dict[str, WorkerStanding] = {}
         self._judged: set[str] = set()

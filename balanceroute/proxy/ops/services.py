@@ -36,6 +36,20 @@ class Services(ClientServices):
         """Refuse every new request from now on."""
         self.ledger.drain()
 
+    @property
+    def pin_s(self) -> float | None:
+        """How long prefillers keep KV that nobody can drain."""
+        return self.drainer.pin_s
+
+    def relays_hold(self, exchanges: int, drains: int, orphans: int) -> None:
+        """Take the numbers of all relays' client requests, drains and undrainable KV."""
+        self.exchanges, self.drainer.elsewhere, self.metrics.orphaned_elsewhere = exchanges, drains, orphans
+
+    def relay_given_up(self, counts: bytes) -> None:
+        """Go on from the counts of a relay that will not return."""
+        self.metrics.continue_from(counts)
+        self.forget_absent_workers()
+
     def note_connector(self, worker: Worker, connector: str | None) -> None:
         """See `LifeServices`; a shorter KV time may shorten the policy's `max_wait_s`, too."""
         before_s = self.config.max_wait_s

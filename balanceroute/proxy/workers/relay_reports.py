@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Final
+from typing import Final, Protocol
 
 from balanceroute.proxy.link.messages import (
     FAR,
@@ -27,6 +27,29 @@ from balanceroute.proxy.workers.silence import FrozenGroup
 MOST_AWAY: Final = 256  # far relays that have left; more than a router has, because replaced machines never return
 
 
+class ReportListener(Protocol):
+    """What the brain does with reports that concern more than a worker's circuit: `ops/services.Services`."""
+
+    @property
+    def pin_s(self) -> float | None:
+        """How long prefillers keep KV that nobody can drain."""
+
+    def relays_hold(self, exchanges: int, drains: int, orphans: int) -> None:
+        """The numbers of all relays' client requests, drains and undrainable KV."""
+
+    def relay_given_up(self, counts: bytes) -> None:
+        """The counts of a relay that will not return."""
+
+    def keys_elsewhere(self, relay: str, keys: tuple[KeyUse, ...]) -> None:
+        """The use of client keys at a relay."""
+
+    def note_connector(self, worker: Worker, connector: str | None) -> None:
+        """Which connector a worker runs. Raises: WrongConnector."""
+
+    def doubt_connector(self, worker: Worker, reason: str) -> None:
+        """Why a worker may have another connector than the configured one."""
+
+
 class RelayReports:
     """All relays' reports on the workers of one fleet; implements the hub's `Reports`."""
 
@@ -35,19 +58,11 @@ class RelayReports:
         fleet: Fleet,
         loop: asyncio.AbstractEventLoop,
         frozen: Sequence[FrozenGroup],
-        under_way: Callable[[int, int, int], None] = lambda exchanges, drains, orphans: None,
-        pin_s: Callable[[], float | None] = lambda: None,
+        listener: ReportListener,
     ) -> None:
-        """`frozen`: groups of workers that fell silent together, updated by the reaper. `under_way`: called with the
-        numbers of all relays' client requests, drains and orphans. `pin_s`: how long prefillers keep orphans.
-        """
-        self._fleet, self._loop, self._frozen, self._under_way, self._pin_s = fleet, loop, frozen, under_way, pin_s
-        # takes the key use of a relay's clients
-        self.keys_used: Callable[[str, tuple[KeyUse, ...]], None] = lambda relay, keys: None
-        self.on_connector: Callable[[Worker, str | None], None] = lambda worker, connector: None
-        self.on_connector_doubt: Callable[[Worker, str], None] = lambda worker, reason: None
-        # called with the counts of relays that will not return
-        self.on_given_up: Callable[[bytes], None] = lambda counts: None
+        """`frozen`: groups of workers that fell silent together, updated by the reaper."""
+        self._fleet, self._loop, self._frozen, self._listener = fleet, loop, frozen, listener
+        self.keys_used = listener.keys_elsewhere
         self.counts: dict[str, bytes] = {}  # counts of every relay, also of absent ones: a sum must not fall
         self._away: dict[str, None] = {}  # far relays that have left, the first one first
         self._activities: dict[str, Activity] = {}
@@ -96,12 +111,12 @@ class RelayReports:
         """Take a worker's connector."""
         if message.worker in self._fleet:
             with suppress(WrongConnector):  # operators have been told, and the relay has refused its request
-                self.on_connector(self._fleet[message.worker], message.connector)
+                self._listener.note_connector(self._fleet[message.worker], message.connector)
 
     def connector_doubted(self, message: ConnectorDoubted) -> None:
         """Take a relay's doubt of a worker's connector."""
         if message.worker in self._fleet:
-            self.on_connector_doubt(self._fleet[message.worker], message.reason)
+            self._listener.doubt_connector(self._fleet[message.worker], message.reason)
 
     def cache_doubted(self, message: CacheDoubted) -> None:
         """A decode worker may have cached wrong KV: all relays are to use this salt, or a later one."""
@@ -110,7 +125,7 @@ class RelayReports:
 
     def lost(self, relay: str) -> None:
         """Remove a relay that is gone, with its requests under way; a trial among them ends, so another may be made."""
-        activity, pin_s = self._activities.pop(relay, None), self._pin_s()
+        activity, pin_s = self._activities.pop(relay, None), self._listener.pin_s
         if activity is not None and activity.orphans and pin_s is not None:
             self._left_orphans[relay] = self._left_orphans.get(relay, 0) + activity.orphans
             self._loop.call_later(pin_s, self._orphans_dropped, relay, activity.orphans)
@@ -133,7 +148,7 @@ class RelayReports:
             if len(self._away) > MOST_AWAY:
                 first = next(iter(self._away))
                 del self._away[first]
-                self.on_given_up(self.counts.pop(first))
+                self._listener.relay_given_up(self.counts.pop(first))
 
     def _orphans_dropped(self, relay: str, orphans: int) -> None:
         self._drop_orphans(relay, orphans)
@@ -146,7 +161,7 @@ class RelayReports:
 
     def _count(self) -> None:
         activities = self._activities.values()
-        self._under_way(
+        self._listener.relays_hold(
             sum(each.exchanges for each in activities),
             sum(each.drains for each in activities),
             sum(each.orphans for each in activities) + sum(self._left_orphans.values()),

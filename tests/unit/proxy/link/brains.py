@@ -66,7 +66,7 @@ class Brain:
         self.superseded: list[int] = []
         self.frozen: list[FrozenGroup] = []
         self.fleet = Fleet(self.ledger, FleetConfig())
-        reports = RelayReports(self.fleet, loop, self.frozen)
+        reports = RelayReports(self.fleet, loop, self.frozen, Heard())
         self.goes_on = False  # under a larger epoch than it has heard of
         self.hub = Hub(self.ledger, reports, loop, epoch, relays, self._superseded, far=far, patience=patience)
         self.bugs: list[str] = []
@@ -135,7 +135,9 @@ class HoldingReach(SocketReach):
 
 
 class Heard:
-    """A `BrainListener` that notes what it is told."""
+    """A listener of a relay's brain, or of relays' reports, that notes what it is told."""
+
+    pin_s = None
 
     def __init__(self) -> None:
         self.messages: list[object] = []
@@ -147,6 +149,7 @@ class Heard:
         return [each for each in self.messages if isinstance(each, kind)]
 
     joined = void = name_workers = silence = explained = keys_elsewhere = make_keys = note
+    relays_hold = relay_given_up = note_connector = doubt_connector = note
 
 
 class Relay:

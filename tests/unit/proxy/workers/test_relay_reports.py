@@ -23,16 +23,20 @@ from balanceroute.proxy.workers.fleet import FleetConfig, Worker, why_not_up
 from balanceroute.proxy.workers.relay_fleet import RelayFleet
 from balanceroute.proxy.workers.relay_reports import MOST_AWAY, RelayReports
 from balanceroute.proxy.workers.silence import FrozenGroup
+from tests.unit.proxy.link.brains import Heard
 from tests.unit.proxy.virtual_time import a_router, let_pass, with_virtual_time
 
 PIN_S = 60.0
 
 
-def reports(services: Services, counts: list[tuple[int, int, int]] | None = None) -> RelayReports:
-    counts = [] if counts is None else counts
-    return RelayReports(
-        services.fleet, services.loop, services.frozen, lambda *sums: counts.append(sums), lambda: PIN_S
-    )
+def reports(services: Services) -> RelayReports:
+    services.drainer.pin_s = PIN_S
+    return RelayReports(services.fleet, services.loop, services.frozen, services)
+
+
+def counts(services: Services) -> tuple[int, int, int]:
+    """The numbers of all relays' client requests, drains and orphans."""
+    return services.exchanges, services.drainer.elsewhere, services.metrics.orphaned_elsewhere
 
 
 def use(in_use: int, peak: int = 0, *, awaits: bool = False, progress: float | None = None, age_s: float = 0.5) -> Use:
@@ -122,22 +126,22 @@ async def test_a_trial_of_which_the_brain_hears_late_ends_all_the_same() -> None
 @with_virtual_time
 async def test_requests_under_way_at_relays_add_up_and_end_with_the_relay() -> None:
     services = a_router()
-    counts: list[tuple[int, int, int]] = []
-    relay_reports, worker = reports(services, counts), services.fleet["d1"]
+    relay_reports, worker = reports(services), services.fleet["d1"]
     worker.in_use += 1  # a drain of the brain's own
     relay_reports.active("r0", activity(5, use(3, 7, awaits=True)))
+    assert counts(services) == (5, 0, 0)
     relay_reports.active("r1", activity(2, use(2, awaits=True)))
     assert worker.in_use == 6 and worker.take_peak() == 8 and len(worker.awaited) == 2
-    assert counts == [(5, 0, 0), (7, 0, 0)]
+    assert counts(services) == (7, 0, 0)
     relay_reports.active("r0", activity(1, use(1)))
     assert worker.in_use == 4 and len(worker.awaited) == 1
     relay_reports.active("r0", activity(1, use(1, awaits=True)))
     assert len(worker.awaited) == 2
     relay_reports.lost("r1")
-    assert worker.in_use == 2 and counts[-1] == (1, 0, 0)
+    assert worker.in_use == 2 and counts(services) == (1, 0, 0)
     relay_reports.lost("r0")
     relay_reports.lost("r0")
-    assert worker.in_use == 1 and counts[-1] == (0, 0, 0) and len(worker.awaited) == 0
+    assert worker.in_use == 1 and counts(services) == (0, 0, 0) and len(worker.awaited) == 0
 
 
 @with_virtual_time
@@ -165,38 +169,37 @@ async def test_a_readded_worker_starts_without_use_reported_for_its_predecessor(
 
 @with_virtual_time
 async def test_drains_of_relays_add_up_and_end_with_the_relay_but_its_orphans_last_while_they_may_be_pinned() -> None:
-    counts: list[tuple[int, int, int]] = []
-    relay_reports = reports(a_router(), counts)
+    services = a_router()
+    relay_reports = reports(services)
     relay_reports.active("r0", Activity(1, 2, (), orphans=3))
     relay_reports.active("r1", Activity(1, 1, (), orphans=1))
-    assert counts[-1] == (2, 3, 4)
+    assert counts(services) == (2, 3, 4)
     relay_reports.lost("r0")
-    assert counts[-1] == (1, 1, 4)
+    assert counts(services) == (1, 1, 4)
     relay_reports.active("r0", Activity(0, 0, ()))  # another process, after a restart
     relay_reports.active("r0", Activity(0, 0, (), orphans=2))
-    assert counts[-1] == (1, 1, 6)
+    assert counts(services) == (1, 1, 6)
     await let_pass(PIN_S + 1)
-    assert counts[-1] == (1, 1, 3)
+    assert counts(services) == (1, 1, 3)
 
 
 @with_virtual_time
 async def test_orphans_of_a_relay_that_joins_anew_count_once() -> None:
-    counts: list[tuple[int, int, int]] = []
-    relay_reports = reports(a_router(), counts)
+    services = a_router()
+    relay_reports = reports(services)
     for _ in range(3):
         relay_reports.active("r0", Activity(1, 2, (), orphans=3))
-        assert counts[-1] == (1, 2, 3)
+        assert counts(services) == (1, 2, 3)
         relay_reports.lost("r0")
-        assert counts[-1] == (0, 0, 3)
+        assert counts(services) == (0, 0, 3)
     await let_pass(PIN_S + 1)
-    assert counts[-1] == (0, 0, 0)
+    assert counts(services) == (0, 0, 0)
 
 
 def counting(services: Services) -> tuple[RelayReports, Metrics]:
     """Reports whose counts are on the brain's page, and the metrics of a relay that has repeated one prefill."""
     relay_reports, relay = reports(services), Metrics(lambda: NOBODY, "level_fit")
     services.metrics.beside = relay_reports.counts.values
-    relay_reports.on_given_up = services.metrics.continue_from
     relay.retries.inc("prefill")
     return relay_reports, relay
 
@@ -257,10 +260,10 @@ async def test_what_relays_learn_of_a_worker_is_taken_while_there_is_one_of_its_
         heard.append((worker.id, connector))
         raise WrongConnector("why", worker=worker.id, tier="prefill")
 
-    services, heard = a_router(), list[tuple[str, str | None]]()
-    relay_reports = reports(services)
-    relay_reports.on_connector = learned
-    relay_reports.on_connector_doubt = lambda worker, reason: heard.append((worker.id, reason))
+    services, heard, listener = a_router(), list[tuple[str, str | None]](), Heard()
+    relay_reports = RelayReports(services.fleet, services.loop, services.frozen, listener)
+    listener.note_connector = learned
+    listener.doubt_connector = lambda worker, reason: heard.append((worker.id, reason))
     for name in ("d1", "who is this"):
         relay_reports.learned(Learned(name, "nixl"))
         relay_reports.connector_doubted(ConnectorDoubted(name, "why"))
