@@ -197,10 +197,8 @@ def _connect_hub(app: BrainApp, relays: int, generation: int) -> LeaderCounts:
         reports.forget(worker_id)
 
     reports = RelayReports(services.fleet, services.loop, services.frozen, services)
-    hub = app.hub = Hub(
-        services.ledger, reports, services.loop, app.lead.epoch, relays, app.superseded, prompt_keys, far
-    )
-    hub.on_bug = services.metrics.tasks_failed.inc
+    loop, epoch, on_bug = services.loop, app.lead.epoch, services.metrics.tasks_failed.inc
+    hub = app.hub = Hub(services.ledger, reports, loop, epoch, relays, app.superseded, on_bug, prompt_keys, far)
     counted = LeaderCounts(folder, app.lead, services.metrics, inherited, generation)
     services.metrics.beside = partial(_counts_of_relays, folder, counted, hub, reports)
     services.metrics.before_page = partial(_store_shown_counts, counted)

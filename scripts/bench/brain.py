@@ -238,7 +238,7 @@ async def linked(policy: str, horizon_steps: int, seconds: float, far: bool = Fa
         decisions = Decisions(policy, horizon_steps)
         loop = asyncio.get_running_loop()
         reports = RelayReports(Fleet(decisions.ledger, FleetConfig()), loop, (), Heard())
-        hub = Hub(decisions.ledger, reports, loop, 1, 0 if far else RELAYS)
+        hub = Hub(decisions.ledger, reports, loop, 1, 0 if far else RELAYS, lambda _: None, print)
         await hub.serve(f"{folder}/link")
         listener = far_listener(hub, folder, loop) if far else None
         port = None if listener is None else listener.sockets[0].getsockname()[1]

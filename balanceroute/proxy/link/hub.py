@@ -136,7 +136,8 @@ class Hub:
         loop: asyncio.AbstractEventLoop,
         epoch: int,
         relays: int,
-        on_superseded: Callable[[int], int | None] = lambda epoch: None,
+        on_superseded: Callable[[int], int | None],
+        on_bug: Callable[[str], None],
         prompt_keys: Callable[[], PromptKeys] = PromptKeys,
         far: FarMembers | None = None,
         patience: Patience | None = None,
@@ -147,6 +148,7 @@ class Hub:
             epoch: of this leadership.
             relays: how many relays of this machine the hub waits for.
             on_superseded: see "Who leads".
+            on_bug: counts bugs, by where they are.
             prompt_keys: those of the present predictor.
             far: the members of other machines; None: relays of other machines are not accepted.
             patience: how long relays are waited for.
@@ -162,8 +164,7 @@ class Hub:
         self._silent: tuple[str, ...] = ()
         self._send_scheduled = False  # whether `_send_changes` is about to run
         self._ledger, self._loop, self.epoch, self._relays = ledger, loop, epoch, relays
-        self.on_bug: Callable[[str], None] = lambda where: None
-        self._on_superseded = on_superseded
+        self._on_superseded, self._on_bug = on_superseded, on_bug
         self.members: dict[str, Member] = {}  # by the name of the relay
         self._connections: dict[Frames[FromBrain], Member | None] = {}  # None: no Hello yet
         self.requests = MemberRequests(ledger)
@@ -371,7 +372,7 @@ class Hub:
         """End a membership and all requests of the member."""
         member.waiting = []
         for request_id, error in self.requests.release(member):
-            self.on_bug("hub")
+            self._on_bug("hub")
             log.error("internal error", exc_info=error, extra={"where": "hub", "request": request_id})
         self._reports.lost(member.relay)
         self._send_keys(member, ())
@@ -479,7 +480,7 @@ class Hub:
         except (InvariantError, InputError, ValueError) as error:
             raise LinkError(f"a message of relay {member.relay} does not fit its request: {error}") from error
         except Exception as error:  # must not keep `_settle` from the other members
-            self.on_bug("hub")
+            self._on_bug("hub")
             log.exception("internal error", extra={"where": "hub", "relay": member.relay})
             raise LinkError("internal error") from error
 

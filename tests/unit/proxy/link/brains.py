@@ -68,9 +68,10 @@ class Brain:
         self.fleet = Fleet(self.ledger, FleetConfig())
         reports = RelayReports(self.fleet, loop, self.frozen, Heard())
         self.goes_on = False  # under a larger epoch than it has heard of
-        self.hub = Hub(self.ledger, reports, loop, epoch, relays, self._superseded, far=far, patience=patience)
         self.bugs: list[str] = []
-        self.hub.on_bug = self.bugs.append
+        self.hub = Hub(
+            self.ledger, reports, loop, epoch, relays, self._superseded, self.bugs.append, far=far, patience=patience
+        )
         self.fleet.on_change = self.hub.workers_changed
         self._tasks = [loop.create_task(self._decide())]
 
