@@ -1,6 +1,6 @@
 """What the brain alone needs, and how much it knows when it decides: a hub and a ledger before two simulated relays.
 
-    .venv/bin/python -m scripts.bench.brain [--far]
+    .venv/bin/python scripts/bench/brain.py [--far]
 
 144 decode workers of 64 slots are full. Each of their steps, 16 per second, gives every stream one token: 147,456
 tokens/s. 120 requests/s arrive, are prefilled at once and wait among 512; as many streams end. Two relays, in a process
@@ -51,7 +51,6 @@ from balanceroute.proxy.link.remote import RemoteBrain
 from balanceroute.proxy.perimeter.tls import LinkTls, Tls
 from balanceroute.proxy.workers.fleet import Fleet, FleetConfig
 from balanceroute.proxy.workers.relay_reports import RelayReports
-from tests.unit.proxy.link.brains import Heard
 
 WORKERS: Final = 144
 SLOTS: Final = 64
@@ -62,6 +61,18 @@ REQUESTS_PER_S: Final = 120
 RELAYS: Final = 2
 TICK_S: Final = 0.002
 BUSY_S: Final = 0.1  # late by so much, what was measured is another load
+
+
+class Deaf:
+    """A listener of a relay's brain, or of relays' reports, that does nothing."""
+
+    pin_s = None
+
+    def ignore(self, *_: object) -> None:
+        """Do nothing."""
+
+    joined = void = name_workers = silence = explained = keys_elsewhere = make_keys = ignore
+    relays_hold = relay_given_up = note_connector = doubt_connector = ignore
 
 
 class Life:
@@ -216,7 +227,7 @@ def play(folder: str, port: int | None, seconds: float, pipe: Connection) -> Non
         names = [f"relay-{n}{machine}" for n in range(RELAYS)]
         brains = [RemoteBrain(loop, reach, name, SchedulerConfig(), print) for name in names]
         parts = [brain.tickets for brain in brains]
-        links = [loop.create_task(brain.run(Heard())) for brain in brains]
+        links = [loop.create_task(brain.run(Deaf())) for brain in brains]
         life = Life(parts)
         witnesses = await life.begin()
         began_s = loop.time() + 0.5
@@ -237,7 +248,7 @@ async def linked(policy: str, horizon_steps: int, seconds: float, far: bool = Fa
     with tempfile.TemporaryDirectory() as folder:
         decisions = Decisions(policy, horizon_steps)
         loop = asyncio.get_running_loop()
-        reports = RelayReports(Fleet(decisions.ledger, FleetConfig()), loop, (), Heard())
+        reports = RelayReports(Fleet(decisions.ledger, FleetConfig()), loop, (), Deaf())
         hub = Hub(decisions.ledger, reports, loop, 1, 0 if far else RELAYS, lambda _: None, print)
         await hub.serve(f"{folder}/link")
         listener = far_listener(hub, folder, loop) if far else None
