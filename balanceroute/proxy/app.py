@@ -65,12 +65,12 @@ _SMALL_BYTES = 2**20  # bytes of a body: the URLs of ten thousand workers
 class ClientApp(Starlette):
     """A `Site` of the edge: Starlette, and the hot routes, which bypass ASGI.
 
-    `config`: its configuration. `services` and the handlers in `hot` exist between startup and shutdown. `failure`: why
-    the startup failed.
+    `config`: its configuration. `services` and the handlers in `hot` exist between startup and shutdown. `handed_over`:
+    another process accepts clients in place of this one. `failure`: why the startup failed.
     """
 
     services: ClientServices
-    leaving = False
+    handed_over = False
     failure: BalanceRouteError | None = None
 
     def __init__(
@@ -85,6 +85,11 @@ class ClientApp(Starlette):
         self.config, self.tls = config, tls
         self.hot: Mapping[str, Callable[[Request, Response], Handler]] = {}
         self.router.redirect_slashes = False  # Starlette would redirect to the client's Host; see `http_error`
+
+    @property
+    def leaving(self) -> bool:
+        """See `Site`. A client that keeps its connection in a drain might send its next request as that is closed."""
+        return self.handed_over or self.services.tickets.draining
 
     def gate(self, request: Request) -> None:
         """Set the limit of the body (large only for prompts), its holder, and the headers of a refusal."""

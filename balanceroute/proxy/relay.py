@@ -362,7 +362,7 @@ class RelayServer(ChildServer):
 
     async def on_tick(self, counter: int) -> bool:
         """See `uvicorn.Server`; every second."""
-        if not self._app.leaving:
+        if not self._app.handed_over:
             self.load.accept(time.monotonic())
         return await super().on_tick(counter)
 
@@ -387,7 +387,7 @@ class RelayServer(ChildServer):
         self.load.put(ACCEPTS, 0)
         for acceptor in self.servers:
             acceptor.close()
-        self._app.leaving = True
+        self._app.handed_over = True
         services = self._app.services
         services.brain.leaving = False
         log.warning("leaving", extra={"connections": len(self.server_state.connections)})
@@ -414,7 +414,8 @@ class RelayServer(ChildServer):
         """Whether requests or drains are under way. A relay that leaves also waits for connections that are idle, or
         just being opened: a request may be on its way.
         """
-        return super().busy(services) or (self._app.leaving and (bool(self.server_state.connections) or self._opens()))
+        coming = self._app.handed_over and (bool(self.server_state.connections) or self._opens())
+        return super().busy(services) or coming
 
     def _opens(self) -> bool:
         """Whether a connection is accepted, and not among those of the server yet."""

@@ -527,3 +527,13 @@ async def test_kv_whose_lease_is_nearly_over_is_left_to_expire() -> None:
         await router.settled()
         assert services.metrics.drains.value("orphaned") == 1
         assert router.cluster.violations() == {}
+
+
+async def test_a_router_that_drains_closes_each_connection_with_its_answer() -> None:
+    async with running(PAIR) as router:
+        before = await router.client.post("/v1/completions", json=completion(max_tokens=2))
+        assert before.status_code == 200 and "connection" not in before.headers
+        router.app.services.begin_drain()
+        for ask in (router.client.post("/v1/completions", json=completion()), router.client.get("/ready")):
+            refused = await ask
+            assert refused.status_code == 503 and refused.headers["connection"] == "close"

@@ -64,7 +64,9 @@ class Site(Protocol):
 
     @property
     def leaving(self) -> bool:
-        """Whether connections end after their next request, because another process is to serve their clients."""
+        """Whether connections end after their next request: the router drains, or another process is to serve their
+        clients.
+        """
 
     def gate(self, request: Request) -> None:
         """Raises: BalanceRouteError: the request is refused with it."""
