@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from balanceroute.config import Config
 from balanceroute.plugins import learn_policy
 from balanceroute.proxy.ops.reload_checks import check_fixed
-from balanceroute.proxy.parent.shared_config import Agreed, Agreement
+from balanceroute.proxy.parent.shared_config import ConfigWithKeys, SharedConfig
 from balanceroute.proxy.perimeter.perimeter import Perimeter
 from balanceroute.proxy.perimeter.tls import Tls
 
@@ -26,16 +26,16 @@ class Configured:
     config: Config
     perimeter: Perimeter
     tls: Tls
-    agreement: Agreement  # for children that run when it changes
+    shared: SharedConfig  # for children that run when it changes
     number: int = 1  # of the configuration; each reload increments it
 
     @classmethod
     def read(cls, config: Config) -> "Configured":
         """Read the files. Raises: ConfigError: one can't be used."""
         perimeter, tls = Perimeter(config), Tls(config)
-        read = cls(config, perimeter, tls, Agreement())
-        read.agreement.propose(Agreed(config, perimeter.entries))
-        read.agreement.accept()
+        read = cls(config, perimeter, tls, SharedConfig())
+        read.shared.propose(ConfigWithKeys(config, perimeter.entries))
+        read.shared.accept()
         return read
 
     def propose(self, new: Config) -> Perimeter:
@@ -46,24 +46,24 @@ class Configured:
         check_fixed(self.config, new)
         perimeter = Perimeter(new)
         self.tls.reload(new)
-        self.agreement.propose(Agreed(new, perimeter.entries))
+        self.shared.propose(ConfigWithKeys(new, perimeter.entries))
         return perimeter
 
     def accept(self) -> None:
         """In the parent: use the proposed configuration; children may use it from now on."""
-        self.agreement.accept()
+        self.shared.accept()
         self.follow()
 
     def learn(self) -> None:
-        """Import the policy of the agreed configuration, before a brain uses it. It may take seconds.
+        """Import the policy of the accepted configuration, before a brain uses it. It may take seconds.
 
         Raises: ConfigError: it can't be imported any more.
         """
-        learn_policy(self.agreement.get().config.routing.policy)
+        learn_policy(self.shared.get().config.routing.policy)
 
     def follow(self) -> None:
-        """Use the agreed configuration."""
-        agreed = self.agreement.get()
-        self.tls.follow(agreed.config)
-        self.config, self.perimeter = agreed.config, Perimeter(agreed.config, entries=agreed.keys)
-        self.number = agreed.number
+        """Use the accepted configuration."""
+        accepted = self.shared.get()
+        self.tls.follow(accepted.config)
+        self.config, self.perimeter = accepted.config, Perimeter(accepted.config, entries=accepted.keys)
+        self.number = accepted.number

@@ -16,7 +16,7 @@ MOST_BYTES: Final = 2**25  # room for some 100,000 keys; unwritten pages take no
 
 
 @dataclass(frozen=True, slots=True)
-class Agreed:
+class ConfigWithKeys:
     """A configuration, and the contents of its key file; None: it names none."""
 
     config: Config
@@ -24,7 +24,7 @@ class Agreed:
     number: int = field(default=0, compare=False)  # its number, once accepted
 
 
-class Agreement:
+class SharedConfig:
     """The shared memory, made before the fork. One process at a time writes; only the parent accepts."""
 
     def __init__(self, most_bytes: int = MOST_BYTES) -> None:
@@ -32,10 +32,10 @@ class Agreement:
         self._numbers = memoryview(mmap.mmap(-1, 24)).cast("q")  # the number of acceptances; the bytes in each place
         self._places = [mmap.mmap(-1, most_bytes) for _ in range(2)]
 
-    def propose(self, agreed: Agreed) -> None:
+    def propose(self, config: ConfigWithKeys) -> None:
         """Write a configuration for `accept`. Raises: ConfigError: it is too large."""
         number = self._numbers[0] + 1
-        content = pickle.dumps(replace(agreed, number=number))
+        content = pickle.dumps(replace(config, number=number))
         if len(content) > self._most_bytes:
             most = f"accepted are {self._most_bytes}, with all client keys"
             raise ConfigError(f"the configuration takes {len(content)} bytes of memory; {most}")
@@ -47,7 +47,7 @@ class Agreement:
         """Make the last proposed configuration the accepted one."""
         self._numbers[0] += 1
 
-    def get(self) -> Agreed:
+    def get(self) -> ConfigWithKeys:
         """The configuration that was accepted last."""
         while True:
             number = self._numbers[0]
@@ -55,5 +55,5 @@ class Agreement:
             content = self._places[place][: self._numbers[1 + place]]
             if self._numbers[0] == number:
                 found = pickle.loads(content)
-                assert isinstance(found, Agreed)
+                assert isinstance(found, ConfigWithKeys)
                 return found

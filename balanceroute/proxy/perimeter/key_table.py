@@ -19,7 +19,7 @@ from typing import Final
 
 from balanceroute.errors import ConfigError
 
-SLOTS: Final = 2**17  # more keys than `Agreement` has room for; unused pages take no memory
+SLOTS: Final = 2**17  # more keys than `SharedConfig` has room for; unused pages take no memory
 
 IN_FLIGHT: Final = 0
 REQUESTS: Final = 1  # the first of the fields of a rate
