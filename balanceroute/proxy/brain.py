@@ -105,14 +105,14 @@ def _leading_server(
     return BrainServer(app, configured.config, setup, on_reload, (lambda: None) if waited else callbacks.on_up)
 
 
-def relays_awaited(folder: RunFolder, setup: BrainSetup) -> int:
-    """How many relays of this machine a brain that has got the lead waits for.
+def relays_awaited(folder: RunFolder, setup: BrainSetup) -> set[str]:
+    """The relays of this machine that a brain that has got the lead waits for.
 
     After another brain also those of its router that do not seem to run: somebody may have emptied the folder, or one
     is just being restarted, whose report must not be taken for the last one.
     """
     own = setup.relays if setup.again else ()
-    return len({*RelayLocks(folder).running(), *own})
+    return {*RelayLocks(folder).running(), *own}
 
 
 def the_lead(config: Config, folder: RunFolder, again: bool = False, drains: bool = False) -> Lead:

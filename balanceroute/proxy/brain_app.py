@@ -117,10 +117,12 @@ class BrainSetup:
         return replace(self, journal=journal, again=self.again or waited)
 
 
-def create_brain_app(configured: Configured, folder: RunFolder, lead: Lead, relays: int, setup: BrainSetup) -> BrainApp:
+def create_brain_app(
+    configured: Configured, folder: RunFolder, lead: Lead, relays: Collection[str], setup: BrainSetup
+) -> BrainApp:
     """The application of a brain that has the lead, with the changes that operators made under the one before.
 
-    Args: relays: how many relays run; nothing is decided before so many have said what they hold.
+    Args: relays: those of this machine that may run; nothing is decided before they have said what they hold.
 
     Raises: ConfigError: a file of the configuration is wrong.
     """
@@ -175,10 +177,10 @@ def _journalled(services_with: Callable[[Path | None], Services], journal: Path 
         return services_with(None)
 
 
-def _connect_hub(app: BrainApp, relays: int, generation: int) -> LeaderCounts:
+def _connect_hub(app: BrainApp, relays: Collection[str], generation: int) -> LeaderCounts:
     """Make the hub of an application, and connect it with the services; it does not listen yet.
 
-    Args: relays: how many are waited for. generation: of the router. Returns: what brains have counted, this one too.
+    Args: relays: those that are waited for. generation: of the router. Returns: what brains have counted, this one too.
     """
     services, folder, far = app.services, app.folder, None
     if app.read.listen.link is not None:

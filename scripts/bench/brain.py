@@ -58,7 +58,7 @@ STREAMS: Final = WORKERS * SLOTS
 WAITING: Final = 512
 STEPS_PER_S: Final = 16
 REQUESTS_PER_S: Final = 120
-RELAYS: Final = 2
+RELAYS: Final = ("relay-0", "relay-1")
 TICK_S: Final = 0.002
 BUSY_S: Final = 0.1  # late by so much, what was measured is another load
 
@@ -224,8 +224,7 @@ def play(folder: str, port: int | None, seconds: float, pipe: Connection) -> Non
             tls = link_tls(folder)
             reach = FarReach([("127.0.0.1", port)], lambda: tls.relay)
         machine = "" if port is None else f"{FAR}bench"
-        names = [f"relay-{n}{machine}" for n in range(RELAYS)]
-        brains = [RemoteBrain(loop, reach, name, SchedulerConfig(), print) for name in names]
+        brains = [RemoteBrain(loop, reach, f"{name}{machine}", SchedulerConfig(), print) for name in RELAYS]
         parts = [brain.tickets for brain in brains]
         links = [loop.create_task(brain.run(Deaf())) for brain in brains]
         life = Life(parts)
@@ -249,7 +248,7 @@ async def linked(policy: str, horizon_steps: int, seconds: float, far: bool = Fa
         decisions = Decisions(policy, horizon_steps)
         loop = asyncio.get_running_loop()
         reports = RelayReports(Fleet(decisions.ledger, FleetConfig()), loop, (), Deaf())
-        hub = Hub(decisions.ledger, reports, loop, 1, 0 if far else RELAYS, lambda _: None, print)
+        hub = Hub(decisions.ledger, reports, loop, 1, () if far else RELAYS, lambda _: None, print)
         await hub.serve(f"{folder}/link")
         listener = far_listener(hub, folder, loop) if far else None
         port = None if listener is None else listener.sockets[0].getsockname()[1]

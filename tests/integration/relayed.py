@@ -5,7 +5,7 @@ import os
 import shutil
 import socket
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,8 +80,10 @@ async def serving(server: Server, sockets: list[socket.socket] | None = None) ->
 
 
 @asynccontextmanager
-async def a_brain(config: Config, folder: RunFolder, relays: int = 2, again: bool = False) -> AsyncIterator[BrainApp]:
-    """One that leads; `again`: after another one."""
+async def a_brain(
+    config: Config, folder: RunFolder, relays: Collection[str] = ("relay-0", "relay-1"), again: bool = False
+) -> AsyncIterator[BrainApp]:
+    """One that leads, and waits for these relays; `again`: after another one."""
     lead = FileLead(folder.lead)
     await until(lead.take)
     try:
@@ -120,11 +122,9 @@ async def relayed(
         async with AsyncExitStack() as stack:
             cluster = await stack.enter_async_context(EmulatedCluster(patient(shape or FAST)))
             config = configuration(cluster, **overrides)
-            brain = await stack.enter_async_context(a_brain(config, folder, relays=count))
-            relays = [
-                await stack.enter_async_context(a_relay(config, folder, relay_name(number, 1 + number * apart)))
-                for number in range(count)
-            ]
+            names = [relay_name(number, 1 + number * apart) for number in range(count)]
+            brain = await stack.enter_async_context(a_brain(config, folder, relays=names))
+            relays = [await stack.enter_async_context(a_relay(config, folder, name)) for name in names]
             await until(lambda: brain.hub.settled.is_set() and len(brain.hub.members) == count)
             await until(lambda: all(relay.app.services.known.is_set() for relay in relays))
             yield Relayed(config, folder, brain, relays, cluster)

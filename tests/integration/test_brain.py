@@ -190,7 +190,7 @@ async def test_the_next_brain_knows_what_operators_have_changed() -> None:
         await until(lambda: states(relay).get("by-hand") is WorkerState.UP)
         router.brain.end()  # what was answered is kept
         await until(lambda: relay.app.services.brain.member is None)
-        async with a_brain(router.config, router.folder, relays=1) as brain:
+        async with a_brain(router.config, router.folder, relays=["relay-0"]) as brain:
             await until(lambda: states(relay).get("by-hand") is WorkerState.UP)
             assert states(relay)[drained] is WorkerState.DRAINING and brain.services.fleet[drained].drained
             await until(lambda: taken not in states(relay) and added not in states(relay))
@@ -226,7 +226,7 @@ async def test_streams_go_on_at_a_worker_that_leaves_when_another_brain_leads(ta
             await change("remove")
         router.brain.end()
         await until(lambda: relay.app.services.brain.member is None)
-        async with a_brain(config, router.folder, relays=1, again=True) as brain:
+        async with a_brain(config, router.folder, relays=["relay-0"], again=True) as brain:
             await until(brain.hub.settled.is_set)
             assert brain.services.fleet[name].leaving
             await streams
@@ -277,7 +277,7 @@ async def test_the_next_brain_continues_the_counts_that_the_former_one_has_shown
         await until(lambda: relay.app.services.brain.member is None)
         if killed:
             KeptCounts(router.folder).keep(LEADER, shown)
-        async with a_brain(router.config, router.folder, relays=1):
+        async with a_brain(router.config, router.folder, relays=["relay-0"]):
             after = await scraped(relay)
             assert {
                 series: after.get(series) for series, value in before.items() if after.get(series, -1.0) < value
@@ -362,7 +362,7 @@ async def test_no_count_falls_or_doubles_when_files_of_relays_that_are_gone_are_
         assert finished(await scraped(relay)) == 4 and KeptCounts(router.folder).gone() == set()
         router.brain.end()
         await until(lambda: relay.app.services.brain.member is None)
-        async with a_brain(router.config, router.folder, relays=1):
+        async with a_brain(router.config, router.folder, relays=["relay-0"]):
             await until(lambda: relay.app.services.brain.member is not None)
             assert finished(await scraped(relay)) == 4
 

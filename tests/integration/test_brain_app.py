@@ -37,7 +37,7 @@ async def beginning(folder: RunFolder, journal: Path) -> AsyncIterator[BrainApp]
     lead = FileLead(folder.lead)
     assert lead.take()
     try:
-        yield create_brain_app(Configured.read(config), folder, lead, 0, BrainSetup(LINEAGE, journal))
+        yield create_brain_app(Configured.read(config), folder, lead, (), BrainSetup(LINEAGE, journal))
         assert workers_added(journal) == 6
     finally:
         lead.release()
@@ -106,7 +106,7 @@ async def test_a_brain_that_drains_lets_others_lead_at_once_and_ends_after_its_r
     tiers = {tier: {"workers": [{"url": f"http://127.0.0.1:{port}"}]} for port, tier in ((1, "prefill"), (2, "decode"))}
     config, setup = validate(tiers), BrainSetup(LINEAGE, relays=["relay-0"])
     relay = RelayLocks(folder).lock("relay-0")  # it runs, and is about to join again
-    server = BrainServer(create_brain_app(Configured.read(config), folder, lead, 0, setup), config, setup)
+    server = BrainServer(create_brain_app(Configured.read(config), folder, lead, (), setup), config, setup)
     try:
         async with serving(server):
             server.drain()
@@ -126,7 +126,7 @@ async def test_a_brain_leads_without_a_journal_that_cannot_be_opened_any_more(
     assert lead.take()
     setup = BrainSetup(LINEAGE, Path("/dev/full"), again=again).as_leader(waited=False)
     tiers = {tier: {"workers": [{"url": f"http://127.0.0.1:{port}"}]} for port, tier in ((1, "prefill"), (2, "decode"))}
-    app = create_brain_app(Configured.read(validate(tiers)), folder, lead, 0, setup)
+    app = create_brain_app(Configured.read(validate(tiers)), folder, lead, (), setup)
     try:
         async with app.router.lifespan_context(app):
             assert [each.getMessage() for each in caplog.records][:1] == ["leading without the journal"]
@@ -155,9 +155,9 @@ async def test_a_restarted_brain_leads_without_a_broken_predictor_until_a_reload
         router.brain.end()
         await until(lambda: relay.app.services.brain.member is None)
         with pytest.raises(InputError):
-            async with a_brain(config, router.folder, relays=1):
+            async with a_brain(config, router.folder, relays=["relay-0"]):
                 pass
-        async with a_brain(config, router.folder, relays=1, again=True) as brain:
+        async with a_brain(config, router.folder, relays=["relay-0"], again=True) as brain:
             assert brain.services.forecasts is None and "leading without the predictor" in caplog.text
             await answered(relay, 1)
             await reload_brain(brain, config, Perimeter(config))
@@ -194,9 +194,9 @@ async def test_a_restarted_brain_uses_the_default_policy_until_a_reload_can_impo
         router.brain.end()
         await until(lambda: relay.app.services.brain.member is None)
         with pytest.raises(ConfigError):
-            async with a_brain(config, router.folder, relays=1):
+            async with a_brain(config, router.folder, relays=["relay-0"]):
                 pass
-        async with a_brain(config, router.folder, relays=1, again=True) as brain:
+        async with a_brain(config, router.folder, relays=["relay-0"], again=True) as brain:
             assert brain.services.config.routing.policy == "level_fit"
             assert "leading with the default policy" in caplog.text
             await answered(relay, 1)

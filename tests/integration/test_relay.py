@@ -50,7 +50,7 @@ async def test_relays_stay_alive_without_a_brain_and_new_requests_wait_for_one()
         assert ready.status_code == 503 and ready.headers["retry-after"]
         waits = asyncio.gather(*(answered(relay, number) for number in range(8)))
         await until(lambda: len(relay.app.services.tickets.by_id) == 8)
-        async with a_brain(router.config, router.folder, relays=1) as brain:
+        async with a_brain(router.config, router.folder, relays=["relay-0"]) as brain:
             await waits
             await until(lambda: not brain.services.ledger.scheduler.snapshot.requests)
 

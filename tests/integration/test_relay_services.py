@@ -90,7 +90,7 @@ async def test_a_call_that_any_worker_answers_waits_until_a_brain_names_the_work
             relay.client.post("/tokenize", json={"model": "emulated", "prompt": "abc"}),
         )
         await until(lambda: len(waits) == 2)
-        async with a_brain(config, RunFolder(tmp_path), relays=1):
+        async with a_brain(config, RunFolder(tmp_path), relays=["relay-0"]):
             assert [answer.status_code for answer in await asks] == [200, 200]
 
 
@@ -121,7 +121,7 @@ async def test_a_relay_reaches_workers_that_it_has_not_used_yet_while_no_name_se
     async with EmulatedCluster(patient(FAST)) as cluster:
         workers = {"prefill": named(cluster.prefill_urls), "decode": named(cluster.decode_urls)}
         config, folder = configuration(cluster, **workers), RunFolder(tmp_path)
-        async with a_brain(config, folder, relays=1), a_relay(config, folder, "relay-0") as relay:
+        async with a_brain(config, folder, relays=["relay-0"]), a_relay(config, folder, "relay-0") as relay:
             await until(lambda: len(lookups) == 2 * len(cluster.prefill_urls + cluster.decode_urls))
             outage.set()
             await answered(relay, 0)
@@ -149,7 +149,7 @@ async def test_a_restarted_relay_drops_counts_of_workers_that_left_meanwhile(tmp
     before.retries.inc("decode", by=7)
     KeptCounts(folder).keep("relay-0", before.counts())
     async with a_new_relay(tmp_path, deadline_s=60.0) as (config, relay):
-        async with a_brain(config, folder, relays=1):
+        async with a_brain(config, folder, relays=["relay-0"]):
             await until(lambda: b"gone:1" not in KeptCounts(folder).of("relay-0"))
             assert relay.app.services.metrics.retries.value("decode") == 7
 
@@ -388,6 +388,6 @@ async def test_an_idle_relay_sends_each_brain_its_activity_and_counts_only_once(
         assert sent_types == []
         router.brain.end()
         await until(lambda: services.brain.member is None)
-        async with a_brain(router.config, router.folder, relays=1):
+        async with a_brain(router.config, router.folder, relays=["relay-0"]):
             await until(lambda: sorted(sent_types, key=str) == [Activity, Counted])
         await until(lambda: services.brain.member is None)

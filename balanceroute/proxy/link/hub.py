@@ -25,7 +25,7 @@ None: this brain no longer leads, and accepts no members.
 import asyncio
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, Protocol
@@ -135,7 +135,7 @@ class Hub:
         reports: Reports,
         loop: asyncio.AbstractEventLoop,
         epoch: int,
-        relays: int,
+        relays: Collection[str],
         on_superseded: Callable[[int], int | None],
         on_bug: Callable[[str], None],
         prompt_keys: Callable[[], PromptKeys] = PromptKeys,
@@ -146,7 +146,7 @@ class Hub:
 
         Args:
             epoch: of this leadership.
-            relays: how many relays of this machine the hub waits for.
+            relays: the names of the relays of this machine that the hub waits for.
             on_superseded: see "Who leads".
             on_bug: counts bugs, by where they are.
             prompt_keys: those of the present predictor.
@@ -154,7 +154,7 @@ class Hub:
             patience: how long relays are waited for.
         """
         self.patience = patience or Patience()
-        self._far, self._awaited = far, set() if far is None else set(far.names)
+        self._far, self._awaited = far, {*relays, *(() if far is None else far.names)}
         self._dismissed = self._closing = False
         self._refused: set[str] = set()  # reasons for refusing a relay that have been logged
         self._reports, self._block_seed = reports, block_seed()
@@ -163,7 +163,7 @@ class Hub:
         self._judged: set[str] = set()  # workers of which members have assumed a change since then
         self._silent: tuple[str, ...] = ()
         self._send_scheduled = False  # whether `_send_changes` is about to run
-        self._ledger, self._loop, self.epoch, self._relays = ledger, loop, epoch, relays
+        self._ledger, self._loop, self.epoch = ledger, loop, epoch
         self._on_superseded, self._on_bug = on_superseded, on_bug
         self.members: dict[str, Member] = {}  # by the name of the relay
         self._connections: dict[Frames[FromBrain], Member | None] = {}  # None: no Hello yet
@@ -182,8 +182,8 @@ class Hub:
         self._server = await self._loop.create_unix_server(self.connected, path)
         with suppress(FileNotFoundError):  # somebody has removed it: the server ends as soon as it looks
             os.chmod(path, 0o600)
-        grace_s = self.patience.grace_s if self._relays or self._far is not None else 0.0
-        if self._awaited:  # far relays notice only by its silence that the former brain has stopped
+        grace_s = self.patience.grace_s if self._awaited or self._far is not None else 0.0
+        if self._far_awaited:  # far relays notice only by its silence that the former brain has stopped
             grace_s += self.patience.silent_s
         elif self._far is not None and not self._far.known:
             grace_s += self.patience.unknown_s
@@ -233,6 +233,10 @@ class Hub:
         """The members of other machines."""
         return [member for member in self.members.values() if FAR in member.relay]
 
+    @property
+    def _far_awaited(self) -> list[str]:
+        return [relay for relay in self._awaited if FAR in relay]
+
     def _received(self, frames: Frames[FromBrain], body: bytes) -> None:
         for message in read_from_relay(body):
             member = self._connections.get(frames)
@@ -281,7 +285,7 @@ class Hub:
         frames.send(Seen(self._ledger.view(), len(self.members)))
         self._awaited.discard(hello.relay)
         self._keep_far(hello.relay)
-        if len(self.near_members) >= self._relays and not self._awaited and (self._far is None or self._far.known):
+        if not self._awaited and (self._far is None or self._far.known):
             self._settle()
 
     def _refusal(self, frames: Frames[FromBrain], hello: Hello) -> tuple[Farewell, str] | None:
@@ -335,7 +339,7 @@ class Hub:
         If this brain dies before they join, the next one waits for them.
         """
         if self._far is not None and FAR in relay and not self._dismissed:
-            self._far.keep([*self._awaited, *(member.relay for member in self.far_members)])
+            self._far.keep([*self._far_awaited, *(member.relay for member in self.far_members)])
 
     def _settle(self) -> None:
         """All relays have joined, or their time is over: decide from now on."""

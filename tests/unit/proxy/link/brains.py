@@ -5,7 +5,7 @@ import functools
 import inspect
 import shutil
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
@@ -54,7 +54,7 @@ class Brain:
         config: SchedulerConfig,
         epoch: int,
         slots: int,
-        relays: int,
+        relays: Collection[str],
         far: FarMembers | None = None,
         patience: Patience | None = None,
     ) -> None:
@@ -198,7 +198,7 @@ class Stage:
         self,
         epoch: int = 1,
         slots: int = 4,
-        relays: int = 0,
+        relays: Collection[str] = (),
         far: FarMembers | None = None,
         patience: Patience | None = None,
     ) -> Brain:

@@ -144,7 +144,7 @@ async def test_no_slot_is_reassigned_before_all_relays_have_reported(stage: Stag
     await first.end()
     await until(lambda: holder.brain.member is None and waiter.brain.member is None)
     await holder.end()  # it comes later than the other
-    second = await stage.brain(epoch=2, slots=1, relays=2, patience=Patience(grace_s=3600.0))
+    second = await stage.brain(epoch=2, slots=1, relays=("holder", "waiter"), patience=Patience(grace_s=3600.0))
     await until(lambda: waiter.brain.member is not None)
     late = waiter.tickets.submit(RequestSpec("late", 1))
     await asyncio.sleep(0)
@@ -158,8 +158,25 @@ async def test_no_slot_is_reassigned_before_all_relays_have_reported(stage: Stag
 
 
 @with_stage
+async def test_a_relay_that_has_just_started_is_not_taken_for_one_that_has_not_reported_yet(stage: Stage) -> None:
+    """At a takeover, where relays of both routers run."""
+    first, slow = await stage.brain(epoch=1, slots=1), stage.relay("slow")
+    await slow.decoding("held")
+    await first.end()
+    await until(lambda: slow.brain.member is None)
+    await slow.end()
+    second = await stage.brain(epoch=2, slots=1, relays=["slow"], patience=Patience(grace_s=3600.0))
+    new = stage.relay("new")
+    await until(lambda: new.brain.member is not None)
+    assert not second.hub.settled.is_set()
+    slow.restart()
+    await until(second.hub.settled.is_set)
+    assert second.active == ["held"]
+
+
+@with_stage
 async def test_no_worker_is_removed_before_all_relays_have_reported(stage: Stage) -> None:
-    brain = await stage.brain(relays=1, patience=Patience(grace_s=3600.0))
+    brain = await stage.brain(relays=["r0"], patience=Patience(grace_s=3600.0))
     assert not brain.ledger.remove_if_idle("d0")
     stage.relay()
     await brain.hub.settled.wait()
@@ -168,7 +185,7 @@ async def test_no_worker_is_removed_before_all_relays_have_reported(stage: Stage
 
 @with_stage
 async def test_a_missing_relay_is_waited_for_for_a_limited_time(stage: Stage) -> None:
-    brain, relay = await stage.brain(relays=2, patience=Patience(grace_s=0.05)), stage.relay()
+    brain, relay = await stage.brain(relays=("r0", "r1"), patience=Patience(grace_s=0.05)), stage.relay()
     ticket = relay.tickets.submit(RequestSpec("a", 1))
     assert await ticket.prefiller() == "p0" and brain.hub.settled.is_set()
 
@@ -200,8 +217,9 @@ async def test_a_new_relay_is_sent_the_present_view_although_nothing_changes(sta
 
 @with_stage
 async def test_key_use_is_forwarded_to_relays_that_do_not_share_memory_until_it_ends(stage: Stage) -> None:
-    await stage.brain(relays=4)
-    relays = {name: stage.relay(name) for name in ("relay-0", "relay-10", "relay-1.2", "relay-0.2")}
+    names = ("relay-0", "relay-10", "relay-1.2", "relay-0.2")
+    await stage.brain(relays=names)
+    relays = {name: stage.relay(name) for name in names}
     used: dict[str, dict[str, tuple[KeyUse, ...]]] = {name: {} for name in relays}
     messages: list[str] = []
 
@@ -263,7 +281,7 @@ async def test_requests_of_all_relays_wait_at_a_new_brain_in_the_order_of_their_
     def pooled(number: int, name: str, waited_s: float) -> Held:
         return Held(number, 1, Standing(RequestSpec(name, 10), Phase.POOLED, 10, waited_s, prefiller="p0"))
 
-    brain = await stage.brain(slots=1, relays=2, patience=Patience(grace_s=3600.0))
+    brain = await stage.brain(slots=1, relays=("a", "b"), patience=Patience(grace_s=3600.0))
     relays = [await RawRelay().connect(stage) for _ in range(2)]
     relays[0].hello(stream(1, "a0"), pooled(2, "a5", 5.0), pooled(3, "a9", 9.0), relay="a")
     relays[1].hello(pooled(1, "b7", 7.0), pooled(2, "b1", 1.0), relay="b")
@@ -444,7 +462,7 @@ def test_a_message_that_the_brain_fails_on_ends_its_relay_and_not_the_others(
         raise RuntimeError("a bug")
 
     async def test(stage: Stage) -> None:
-        brain = await stage.brain(relays=3, patience=Patience(grace_s=3600.0))
+        brain = await stage.brain(relays=("first", "second", "third"), patience=Patience(grace_s=3600.0))
         monkeypatch.setattr(RelayReports, "judged", fail)
         first, second = await RawRelay().connect(stage), await RawRelay().connect(stage)
         first.hello(relay="first")

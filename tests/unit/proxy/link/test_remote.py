@@ -387,7 +387,7 @@ async def test_a_relay_joins_with_any_number_of_waiting_choices_of_the_largest_p
         relay.tickets.submit(RequestSpec(f"{number}", 1_000_000, prefix=blocks, block_tokens=200))
     for number, entry in enumerate(relay.brain._open.values()):
         entry.submitted = number % 2 == 0  # a former brain knew them
-    brain = await stage.brain(relays=1)
+    brain = await stage.brain(relays=["r0"])
     await until(lambda: len(brain.scheduler.snapshot.requests) == 2048)
     prefixes = [len(request.prefix) for request in brain.scheduler.snapshot.requests.values()]
     assert prefixes[0] == MAX_BLOCKS and prefixes[-1] == 0
@@ -458,7 +458,7 @@ async def test_a_brain_with_certain_lead_continues_above_a_lost_epoch(stage: Sta
     stream = await relay.decoding("s")
     await first.end()
     await until(lambda: relay.brain.member is None)
-    brain = Brain(stage.config, 1, 4, 1)
+    brain = Brain(stage.config, 1, 4, ["r0"])
     brain.goes_on = True
     await brain.hub.serve(stage.path)
     await until(lambda: relay.brain.member is not None)
