@@ -39,6 +39,7 @@ YOUNG_OBJECTS = 20_000  # new objects between two runs of the cyclic garbage col
 PARENT_S = 0.5  # to wait for the parent's signal; the parent has nothing else to do
 _LOOK_S = 0.05
 _ABORT_S = 3.0
+LAST_S = 0.25  # after the last listener is closed: a client that has just connected is about to send its request
 
 Reload = Callable[[], Awaitable[None]]
 
@@ -162,11 +163,24 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop. Unlike uvicorn, a forced end also shuts the application down, within a short time."""
+        if not self.force_exit:
+            await self._answer_last_requests()
         await super().shutdown(sockets=sockets)
         if self.force_exit:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_ABORT_S):
                     await self.lifespan.shutdown()
+
+    async def _answer_last_requests(self) -> None:
+        """Close the listeners, and give clients that have connected by then a moment for their requests. They are
+        answered with `Connection: close`.
+        """
+        for listener in self.servers:
+            listener.close()
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + LAST_S
+        while self.server_state.connections and loop.time() < until_s and not self.force_exit:  # noqa: ASYNC110
+            await asyncio.sleep(_LOOK_S)
 
     def connected(self) -> asyncio.Protocol:
         """Make the protocol of a new connection."""

@@ -12,6 +12,7 @@ import pytest
 
 from balanceroute.config import validate
 from balanceroute.proxy import relay as module
+from balanceroute.proxy import server as server_module
 from balanceroute.proxy.client.acceptor import Acceptor
 from balanceroute.proxy.client.relay_loads import Load, RelayLoads
 from balanceroute.proxy.perimeter.perimeter import Perimeter
@@ -146,6 +147,23 @@ async def test_a_relay_refuses_requests_in_a_drain_until_it_leaves_and_keeps_its
             deadlines.append(server._drain)
             assert brain.leaving is (step == "drain")
         assert deadlines == [server._drain] * 3 and server._drain is not None
+
+
+async def test_the_last_relay_answers_a_client_that_has_connected_before_it_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(server_module, "LAST_S", 60.0)
+    async with relayed(FAST, count=1) as router:
+        server = router.relays[0].server
+        accepted = await asyncio.open_connection(*server.listeners[0].getsockname())
+        await until(lambda: bool(server.server_state.connections))
+        server.drain()
+        await until(lambda: server.listeners[0].fileno() < 0)
+        reader, writer = accepted
+        writer.write(b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n")
+        answer = await reader.read()
+        assert answer.startswith(b"HTTP/1.1 ") and b"connection: close" in answer
+        writer.close()
 
 
 async def test_a_relay_that_leaves_waits_for_requests_on_connections_that_are_open() -> None:

@@ -54,6 +54,11 @@ class Acceptor:
             self._resume.cancel()
         self._sock.close()
 
+    def take_rest(self) -> None:
+        """Take all connections that wait, before a close after which nobody accepts: the kernel would reset them."""
+        while self._sock.fileno() >= 0 and self._accept():
+            pass
+
     @property
     def opening(self) -> bool:
         """Whether an accepted connection has no protocol yet."""

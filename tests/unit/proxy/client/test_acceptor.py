@@ -155,6 +155,20 @@ async def test_connections_not_accepted_before_a_close_are_left_to_other_accepto
     assert taken == ["second"] * 3
 
 
+@pytest.mark.anyio
+async def test_the_last_acceptor_takes_what_waits_before_it_closes(listener: socket.socket) -> None:
+    taken: list[str] = []
+    last = Acceptor(asyncio.get_running_loop(), listener.dup(), lambda: Counting(taken, "last"))
+    waiting = clients(listener, 3)
+    listener.close()
+    last.take_rest()
+    last.close()
+    last.take_rest()  # nothing more
+    await last.wait_closed()
+    await until(lambda: len(taken) == 3)
+    assert {received_by(client) for client in waiting} == {b"here"}
+
+
 class Full:
     """A listening socket of a process without descriptors, as often as that is told."""
 
