@@ -122,10 +122,8 @@ def convert_trace(
     path = Source.of(path)
     kind = guess_format(path) if format == TraceFormat.AUTO else TraceFormat(format)
     if kind is None:
-        _, header = next(text_lines(path))
-        if is_trace(header):
-            raise InputError(f"{path}: is a trace already, which replay and describe read as it is")
-        raise unknown(path)
+        header_of(path, csv_rows(path), REQUIRED, REQUIRED)
+        raise InputError(f"{path}: is a trace already, which replay and describe read as it is")
     columns = Columns()
     without_output = 0
     router_log, vllm_log = RouterLog(), VllmLog()
@@ -177,22 +175,18 @@ def in_order(trace: Trace, jitter_s: float, seed: int) -> Trace:
     )
 
 
-def is_foreign(path: Source) -> bool:
-    """Whether the file is known to be in a form that has to be converted. Raises: InputError as `convert_trace`."""
-    return guess_format(path) is not None
-
-
 def guess_format(path: Source) -> TraceFormat | None:
     """Tell the formats apart: the tables and JSON traces by their first line, the logs by the first line that is of
     either, however many lines of others (a banner, accesses, probes) stand before it.
 
-    None is a table with other columns. Raises: InputError for a file that cannot be read, JSON of something else, or
-    this router's log in a form that says too little.
+    None is a trace's own table, which may lack a column. Raises: InputError for a file that cannot be read, one of
+    something else, or this router's log in a form that says too little.
     """
     lines = log_lines(path)
     begins = list(islice(lines, 1))
     first = begins[0][1].lstrip() if begins else ""
-    if is_trace(first):
+    names = {name.strip(' \r\n"') for name in first.split(",")}
+    if names >= set(REQUIRED):
         return None
     if AZURE[1] in first:
         return TraceFormat.AZURE
@@ -213,14 +207,9 @@ def guess_format(path: Source) -> TraceFormat | None:
                 f"{path}: line {line}: this is the router's plain-text log, which has no dates; "
                 "run the router with log.format: json"
             )
-    if is_json:
+    if first and names.isdisjoint(REQUIRED):
         raise unknown(path)
     return None
-
-
-def is_trace(header: str) -> bool:
-    """Whether a first line is that of a trace's own table."""
-    return set(REQUIRED) <= {name.strip(' \r\n"') for name in header.split(",")}
 
 
 def unknown(path: Source) -> InputError:
@@ -239,7 +228,7 @@ def columns_of(path: Source, columns: tuple[str, ...]) -> Iterator[tuple[int, li
     header = header_of(path, rows, columns, columns)
     places = [header.index(name) for name in columns]
     for line, row in rows:
-        if len(row) < len(header):
+        if len(row) != len(header):  # such as a stamp with a comma, which would shift the columns behind it
             raise InputError(f"{path}: line {line}: {len(row)} fields, the header has {len(header)}")
         yield line, [row[place] for place in places]
 

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from balanceroute.arrays import FloatArray
 from balanceroute.errors import InputError
 from balanceroute.traces.capacity import ReferenceSetting, ideal_capacity
-from balanceroute.traces.convert import convert_trace, is_foreign
+from balanceroute.traces.convert import convert_trace, guess_format
 from balanceroute.traces.source import Source
 from balanceroute.traces.trace import Trace, read_trace
 
@@ -157,9 +157,10 @@ def load_trace(
     if name in PRESETS:
         on_note(f"this is the file {name}, not the generated trace; rename the file to have that")
     source = Source(name)  # one for both: a pipe gives its bytes once
-    if not is_foreign(source):
+    form = guess_format(source)
+    if form is None:
         return read_trace(source, on_note).head(rows)
-    conversion = convert_trace(source)
+    conversion = convert_trace(source, form)
     for note in conversion.notes:
         on_note(note)
     return conversion.trace.head(rows)

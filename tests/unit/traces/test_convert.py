@@ -109,12 +109,27 @@ def test_more_bailian_hashes_than_a_prompt_has_room_for_are_refused(tmp_path: Pa
         convert_trace(written(tmp_path / "b.jsonl", bailian_line(0, list(range(34)))))
 
 
-@pytest.mark.parametrize("header", ["what,ever", "arrival_s;prompt_tokens;output_tokens"], ids=["no", "semicolons"])
-def test_a_file_in_no_known_form_is_refused_with_the_forms_that_are_known(tmp_path: Path, header: str) -> None:
-    with pytest.raises(InputError, match="no known trace: expected a CSV with arrival_s.*--format") as refused:
-        convert_trace(written(tmp_path / "t.csv", f"{header}\n"))
-    for name in set(TraceFormat) - {TraceFormat.AUTO}:
-        assert f"({name})" in str(refused.value)
+@pytest.mark.parametrize(
+    "line",
+    [
+        "what,ever",
+        "arrival_s;prompt_tokens;output_tokens",
+        '10.0.0.5 - - [29/Nov/2026:10:00:01 +0000] "POST /v1/chat/completions HTTP/1.1" 200 5321 "-" "curl" 2.431',
+    ],
+    ids=["no", "semicolons", "accesses"],
+)
+def test_a_file_in_no_known_form_is_refused_with_the_forms_that_are_known(tmp_path: Path, line: str) -> None:
+    for read in (convert_trace, load_trace):
+        with pytest.raises(InputError, match="no known trace: expected a CSV with arrival_s.*--format") as refused:
+            read(str(written(tmp_path / "t.csv", f"{line}\n")))
+        for name in set(TraceFormat) - {TraceFormat.AUTO}:
+            assert f"({name})" in str(refused.value)
+
+
+def test_a_table_that_lacks_some_columns_of_a_trace_is_refused_with_their_names(tmp_path: Path) -> None:
+    for read in (convert_trace, load_trace):
+        with pytest.raises(InputError, match="line 1: no column arrival_s, output_tokens; expected"):
+            read(str(written(tmp_path / "t.csv", "time,prompt_tokens,completion_tokens\n0,5,5\n")))
 
 
 @pytest.mark.parametrize(
@@ -216,6 +231,7 @@ def test_jitter_is_seeded_and_spreads_equal_stamps(tmp_path: Path) -> None:
         (TraceFormat.MOONCAKE, mooncake_line(0, [], prompt=2**31), 1, "input_length '2147483648' is too large"),
         (TraceFormat.BURSTGPT, BURSTGPT + "1e300,m,1,1,2,l\n", 5, "Timestamp '1e300' is too large"),
         (TraceFormat.BURSTGPT, BURSTGPT + "123,m,1,-1,0,l\n", 5, "Response tokens '-1' is below 0"),
+        (TraceFormat.AZURE, AZURE_2023 + "2023-11-16 18:15:46,123,374,44\n", 4, "4 fields, the header has 3"),
         (TraceFormat.AZURE, AZURE_2023 + '"2023-11-16 18:15:46,1,5\n' * 9, 4, "a quote is not closed on its line"),
     ],
 )
