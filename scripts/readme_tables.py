@@ -26,11 +26,15 @@ ALERTS = ROOT / "deploy" / "prometheus-alerts.yaml"
 EXAMPLE = ROOT / "tests" / "data" / "explain_example.json"
 
 
-def settings_table() -> str:
-    """One row per setting."""
-    rows = ["| setting | type | default | meaning |", "|---|---|---|---|"]
-    rows += [f"| `{s.path}` | {s.type} | {s.default} | {s.description} |" for s in describe_settings()]
-    return "\n".join(rows)
+def settings_tables() -> str:
+    """Links to the sections, and a table for each with one row per setting."""
+    tables: dict[str, list[str]] = {}
+    for s in describe_settings():
+        rows = tables.setdefault(s.path.partition(".")[0], [])
+        rows.append(f"| `{s.path}` | {s.type} | {s.default} | {s.description} |")
+    head = ["| setting | type | default | meaning |", "|---|---|---|---|"]
+    links = " · ".join(f"[{name}](#{name})" for name in tables)
+    return "\n\n".join([links, *("\n".join([f"## {name}\n", *head, *rows]) for name, rows in tables.items())])
 
 
 def metric_families() -> list[Metric]:
@@ -112,7 +116,7 @@ def rewritten(text: str, parts: dict[str, str]) -> str:
 def generated() -> dict[str, str]:
     """All parts, by name."""
     return {
-        "settings": settings_table(),
+        "settings": settings_tables(),
         "metrics": metrics_table(),
         "alerts": alerts_table(),
         "explain": explained(),
