@@ -1,7 +1,7 @@
 """HAProxy before relays of two machines, which share the brain of a third: killed under a load, every answer checked.
 
 A machine is a run folder and its processes here. `deploy/haproxy.cfg` is used as it is, with other addresses, and the
-certificates are made by the commands of docs/relays.md. Everything listens on 127.0.0.1 and is ended by process id.
+certificates are made by the commands of docs/machines.md. Everything listens on 127.0.0.1 and is ended by process id.
 
     calm            both machines serve, every answer is right
     kill relays     kill -9 of one machine's processes: streams of its own may be cut short, nothing else fails; back
