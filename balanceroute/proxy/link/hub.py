@@ -183,7 +183,9 @@ class Hub:
         with suppress(FileNotFoundError):  # somebody has removed it: the server ends as soon as it looks
             os.chmod(path, 0o600)
         grace_s = self.patience.grace_s if self._awaited or self._far is not None else 0.0
-        if self._far_awaited:  # far relays notice only by its silence that the former brain has stopped
+        if any(
+            FAR in relay for relay in self._awaited
+        ):  # they notice only by its silence that the former brain stopped
             grace_s += self.patience.silent_s
         elif self._far is not None and not self._far.known:
             grace_s += self.patience.unknown_s
@@ -232,10 +234,6 @@ class Hub:
     def far_members(self) -> list[Member]:
         """The members of other machines."""
         return [member for member in self.members.values() if FAR in member.relay]
-
-    @property
-    def _far_awaited(self) -> list[str]:
-        return [relay for relay in self._awaited if FAR in relay]
 
     def _received(self, frames: Frames[FromBrain], body: bytes) -> None:
         for message in read_from_relay(body):
@@ -339,7 +337,7 @@ class Hub:
         If this brain dies before they join, the next one waits for them.
         """
         if self._far is not None and FAR in relay and not self._dismissed:
-            self._far.keep([*self._far_awaited, *(member.relay for member in self.far_members)])
+            self._far.keep(each for each in (*self._awaited, *self.members) if FAR in each)
 
     def _settle(self) -> None:
         """All relays have joined, or their time is over: decide from now on."""
