@@ -25,6 +25,7 @@ from balanceroute.core.view import ClusterView
 from balanceroute.errors import RETRY_AFTER_S, Draining, NoHealthyWorkers, QueueFull, QueueTimeout, Rejected
 
 NO_WORKERS_RETRY_AFTER_S: Final = 5.0
+MOST_ENDED: Final = 64  # requests, in one turn of the loop; to answer and log each takes some 0.3 ms
 
 
 class RefusalKind(StrEnum):

@@ -17,11 +17,10 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Final
 
 from balanceroute.core.types import Phase, Role, WorkerState
 from balanceroute.core.view import DecoderView, PrefillerView
-from balanceroute.proxy.admission.decider import Refusal, no_workers
+from balanceroute.proxy.admission.decider import MOST_ENDED, Refusal, no_workers
 from balanceroute.proxy.life.leg import Leg
 from balanceroute.proxy.life.moves import Stuck, choose, room
 from balanceroute.proxy.life.services import LifeServices
@@ -29,8 +28,6 @@ from balanceroute.proxy.workers.fleet import Worker
 from balanceroute.proxy.workers.silence import ALL_WORKERS, SETTLE_S, Vitals, frozen_groups
 
 log = logging.getLogger(__name__)
-
-MOST_ENDED: Final = 64  # requests, in one turn of the loop; to answer and log each takes some 0.3 ms
 
 
 class Mover:

@@ -20,9 +20,10 @@ from typing import Final
 
 from balanceroute.core.types import Phase
 from balanceroute.errors import BalanceRouteError, QueueTimeout, UpstreamTimeout
+from balanceroute.proxy.admission.decider import MOST_ENDED
 from balanceroute.proxy.life.errors import TOO_LONG, ClientStalled, DeadlineExceeded
 from balanceroute.proxy.life.leg import Leg
-from balanceroute.proxy.life.mover import MOST_ENDED, Mover, over_turns
+from balanceroute.proxy.life.mover import Mover, over_turns
 from balanceroute.proxy.life.services import LifeServices
 from balanceroute.proxy.telemetry.ticks import until_tick_s
 from balanceroute.proxy.wire.answers import UnreadableEvent

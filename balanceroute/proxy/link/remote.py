@@ -23,14 +23,14 @@ import asyncio
 import logging
 import math
 import secrets
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterator, Set
 from dataclasses import replace
 from typing import Final, Protocol
 
 from balanceroute.core.scheduler_config import SchedulerConfig
 from balanceroute.core.types import POOLED, QUEUED, Outcome, RejectReason, RequestSpec
 from balanceroute.core.view import ClusterView
-from balanceroute.proxy.admission.decider import Answer, OnAnswer, Refusal, RefusalKind, refusal
+from balanceroute.proxy.admission.decider import MOST_ENDED, Answer, OnAnswer, Refusal, RefusalKind, refusal
 from balanceroute.proxy.admission.tickets import Ticket, Tickets
 from balanceroute.proxy.link.frames import Frames
 from balanceroute.proxy.link.messages import (
@@ -163,6 +163,7 @@ class RemoteBrain:
         self._kept: list[tuple[float, Callable[[float], FromRelay]]] = []  # time and message, see `_send_soon`
         self._kept_timer: asyncio.TimerHandle | None = None
         self._looked_s = loop.time()
+        self._expires: asyncio.Handle | None = None  # the next turn of the loop goes on with it
         self._knows_workers = False
         self._greeted = False  # Hello has been sent over the present connection; other messages follow it
         self._lost = asyncio.Event()
@@ -440,19 +441,30 @@ class RemoteBrain:
 
     def _expire(self) -> None:
         """End the tickets that have waited too long without a brain, as a brain would (`Scheduler.late`); if there will
-        be none, all that wait.
+        be none, all that wait. A bounded number in a turn of the loop, as streams go on meanwhile.
 
         A brain that has stopped may continue later, so it is sent their ends.
         """
+        if self._expires is not None:
+            self._expires.cancel()
+            self._expires = None
+        refused = 0
+        for ticket, why in self._too_late():
+            if refused == MOST_ENDED:
+                self._expires = self._loop.call_soon(self._expire)
+                break
+            self._refuse(ticket, why)
+            refused += 1
+
+    def _too_late(self) -> Iterator[tuple[Ticket, Refusal]]:
         now = self._loop.time()
         queue_limit, pool_limit = now - self.bounds.queue_deadline_s, now - self.bounds.pool_ttl_s
         for ticket in list(self.tickets.by_id.values()):
-            if self._cut_off and (ticket.asking or ticket.phase in (QUEUED, POOLED)):
-                self._refuse(ticket, refusal(RejectReason.DRAINING, self.view))
-                continue
             late = ticket.phase is QUEUED and not ticket.requeues and ticket.arrived_s < queue_limit
-            if late or (ticket.phase is POOLED and ticket.pooled_s < pool_limit):
-                self._refuse(ticket, Refusal(RefusalKind.EXPIRED, NO_BRAIN))
+            if self._cut_off and (ticket.asking or ticket.phase in (QUEUED, POOLED)):
+                yield ticket, refusal(RejectReason.DRAINING, self.view)
+            elif late or (ticket.phase is POOLED and ticket.pooled_s < pool_limit):
+                yield ticket, Refusal(RefusalKind.EXPIRED, NO_BRAIN)
 
     def _refuse(self, ticket: Ticket, why: Refusal) -> None:
         number = self._open[ticket.id].number

@@ -14,10 +14,11 @@ from balanceroute.core.types import Outcome, Phase, RequestSpec
 from balanceroute.core.view import ClusterView, view_cluster
 from balanceroute.errors import DecodersLost, NoHealthyWorkers, UpstreamTimeout
 from balanceroute.proxy.admission import ledger
+from balanceroute.proxy.admission.decider import MOST_ENDED
 from balanceroute.proxy.app import health_monitor
 from balanceroute.proxy.life.errors import WorkerSilent
 from balanceroute.proxy.life.leg import Event, Leg
-from balanceroute.proxy.life.mover import MOST_ENDED, Mover
+from balanceroute.proxy.life.mover import Mover
 from balanceroute.proxy.life.moves import LANES
 from balanceroute.proxy.life.pool_reaper import PERIOD_S, PoolReaper
 from balanceroute.proxy.ops.services import Services

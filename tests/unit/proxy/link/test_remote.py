@@ -13,6 +13,7 @@ import pytest
 from balanceroute.core.scheduler_config import SchedulerConfig
 from balanceroute.core.types import Outcome, Phase, RequestSpec
 from balanceroute.errors import Draining, NoHealthyWorkers, QueueFull, QueueTimeout
+from balanceroute.proxy.admission.decider import MOST_ENDED
 from balanceroute.proxy.link.frames import Frames
 from balanceroute.proxy.link.messages import (
     BEAT_S,
@@ -283,6 +284,22 @@ async def test_a_request_that_waits_too_long_for_a_brain_is_refused_and_streams_
     with pytest.raises(QueueTimeout, match="not there"):
         await ticket.prefiller()
     assert list(relay.tickets.by_id) == ["s"] and not stream.left
+
+
+@with_stage
+async def test_requests_that_have_waited_too_long_are_refused_over_many_turns_of_the_loop(stage: Stage) -> None:
+    """In one turn, thousands of them would delay all streams of the relay."""
+    relay = stage.relay()  # there is no brain
+    await relay.end()
+    for number in range(3 * MOST_ENDED):
+        relay.tickets.submit(RequestSpec(f"{number}", 1))
+    relay.brain.configure(SchedulerConfig(queue_deadline_s=-1.0))
+    left = [len(relay.tickets.by_id)]
+    relay.brain._expire()
+    while relay.tickets.by_id:
+        left.append(len(relay.tickets.by_id))
+        await asyncio.sleep(0)
+    assert all(before - after <= MOST_ENDED for before, after in pairwise([*left, 0]))
 
 
 @with_stage
