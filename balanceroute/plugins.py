@@ -25,6 +25,7 @@ from balanceroute.core.policies import POLICIES, make_policy, unknown_policy
 from balanceroute.core.policy import AdmissionPolicy, StageTimer
 from balanceroute.errors import ConfigError, InputError
 
+PACKAGE = Path(__file__).parent
 POLICIES_GROUP = "balanceroute.policies"
 PREDICTORS_GROUP = "balanceroute.predictors"
 CLASS_NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", re.ASCII)
@@ -45,26 +46,33 @@ def of_others(name: str) -> Iterator[None]:
     except (ConfigError, KeyboardInterrupt):  # Ctrl-C is the operator's
         raise
     except BaseException as error:
-        raise ConfigError(f"{name}: {described(error)}") from error
+        raise ConfigError(f"{name}: {described(error)}{place(error)}") from error
 
 
 @contextmanager
 def while_it_runs(what: str) -> Iterator[None]:
-    """A context for a user's code. Raises: ConfigError: one line for any error or exit of it, with the place."""
+    """A context for a user's code. Raises: ConfigError: one line for any error or exit of it, with the place.
+
+    No line of it has raised where an answer of it is not what it should be.
+    """
     try:
         yield
     except (ConfigError, InputError):
         raise
     except (Exception, SystemExit) as error:
-        raise ConfigError(f"{what}: {described(error)} ({raised_at(error)})") from error
+        where = place(error) or "; python -m balanceroute.testing names the rule that it breaks"
+        raise ConfigError(f"{what}: {described(error)}{where}") from error
 
 
-def raised_at(error: BaseException) -> str:
-    """The last line outside this package that led to an error; where there is none, the one that raised it."""
-    frames = extract_tb(error.__traceback__)
-    others = [frame for frame in frames if "balanceroute" not in Path(frame.filename).parts]
-    last = (others or frames)[-1]
-    return f"{Path(last.filename).name}, line {last.lineno}"
+def place(error: BaseException) -> str:
+    """The last line of a user's own that led to an error, in brackets; nothing where there is none."""
+    lines = [
+        f" ({Path(frame.filename).name}, line {frame.lineno})"
+        for frame in extract_tb(error.__traceback__)
+        # compiled modules name their files from the package on
+        if not (PACKAGE.parent / frame.filename).is_relative_to(PACKAGE) and "importlib" not in frame.filename
+    ]
+    return lines[-1] if lines else ""
 
 
 def described(error: BaseException) -> str:

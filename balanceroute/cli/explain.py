@@ -62,10 +62,8 @@ def explain(
         report = rerun(journal)
         show_rerun(journal, report, as_json=as_json)
         raise typer.Exit(1 if report.difference else 0)
-    from balanceroute.explain import explain as explain_state
-
     assert snapshot is not None
-    result = explain_state(state_in(snapshot), policy)
+    result = explained(snapshot, policy)
     if as_json:
         from balanceroute.cli.output import print_json
 
@@ -74,28 +72,38 @@ def explain(
         show_explanation(result)
 
 
+def explained(path: Path, policy: str | None) -> "Explanation":
+    """The decision on a file's state, by this policy if there is one. Raises: InputError that names the file."""
+    from balanceroute.errors import InputError
+    from balanceroute.explain import explain
+
+    try:
+        return explain(state_in(path), policy)
+    except InputError as error:
+        raise InputError(f"{'standard input' if str(path) == '-' else path}: {error}") from error
+
+
 def read_json(path: Path) -> object:
-    """The parsed file, or standard input for `-`. Raises InputError."""
+    """The parsed file, or standard input for `-`. Raises InputError, which does not name it."""
     import json
 
     from balanceroute.bounded import whole
     from balanceroute.errors import InputError
 
-    name = "standard input" if str(path) == "-" else str(path)
     try:
         with open(0, "rb", closefd=False) if str(path) == "-" else path.open("rb") as file:
             text = whole(file).decode("utf-8-sig")
         if not text.strip():
-            raise InputError(f"{name}: nothing in it")
+            raise InputError("nothing in it")
         if text.startswith('{"journal":'):
-            raise InputError(f"{name}: is a journal; explain --journal FILE runs it again")
+            raise InputError("is a journal; explain --journal FILE runs it again")
         return json.loads(text)
     except OSError as error:
-        raise InputError(f"{name}: {error.strerror}") from error
+        raise InputError(error.strerror) from error
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InputError(f"{name}: not JSON ({error})") from error
+        raise InputError(f"not JSON ({error})") from error
     except ValueError:  # the limit on digits that int() has
-        raise InputError(f"{name}: a number of too many digits") from None
+        raise InputError("a number of too many digits") from None
 
 
 def state_in(path: Path) -> object:

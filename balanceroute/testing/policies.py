@@ -27,7 +27,7 @@ from balanceroute.core.snapshot import ClusterSnapshot
 from balanceroute.core.snapshot_json import snapshot_from_dict, snapshot_to_dict
 from balanceroute.core.types import Admit, Outcome, RequestSpec, Role, WorkerSpec, WorkerState
 from balanceroute.errors import BalanceRouteError, InvariantError
-from balanceroute.plugins import NEEDED, raised_at
+from balanceroute.plugins import NEEDED, place
 from balanceroute.testing.rules import RuleBroken, require
 
 LARGEST_PROMPT_TOKENS = 200_000
@@ -46,7 +46,7 @@ def check_policy(make: Callable[[], AdmissionPolicy], *, rounds: int = 60, seed:
         except BalanceRouteError:  # it cannot be made
             raise
         except (Exception, SystemExit) as error:  # the check must not end as a success
-            raise RuleBroken(f"round {number}: rule 1: it raises {error!r} ({raised_at(error)})") from error
+            raise RuleBroken(f"round {number}: rule 1: it raises {error!r}{place(error)}") from error
 
 
 def check_attributes(policy: AdmissionPolicy) -> None:

@@ -2,13 +2,14 @@
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from balanceroute import bounded
-from balanceroute.cli.explain import read_json
+from balanceroute.cli.explain import explained
 from balanceroute.errors import InputError
 from balanceroute.instrumentation.reading import BadStepLog, read
 from balanceroute.journal import rerun
@@ -23,7 +24,7 @@ ZERO = Path("/dev/zero")
 @pytest.mark.parametrize(
     ("reads", "reason"),
     [
-        (read_json, "larger than 1 MiB"),
+        (partial(explained, policy=None), "larger than 1 MiB"),
         (rerun, "a line of it is longer than 1 MiB"),
         (load_model, "it is a pipe or a device"),
         (read_rows, "it is a pipe or a device"),

@@ -288,7 +288,17 @@ def test_a_file_with_a_byte_order_mark_is_read(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", "[]", "3", '{"policy": "br_0"}', '{"policy":"br_0","workers":[{"id":"d","slots":1e99}]}']
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        "3",
+        "{}",
+        '{"error":{"message":"no"}}',
+        '{"policy": "br_0"}',
+        '{"policy":"br_0","workers":[{"id":"d","slots":1e99}]}',
+    ],
 )
 def test_a_bad_file_is_reported_in_one_line_with_exit_code_2(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str
@@ -298,7 +308,7 @@ def test_a_bad_file_is_reported_in_one_line_with_exit_code_2(
     assert run(monkeypatch, str(file)) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err.startswith("balanceroute: ") and captured.err.count("\n") == 1
+    assert captured.err.startswith(f"balanceroute: {file}: ") and captured.err.count("\n") == 1
 
 
 @pytest.mark.parametrize(

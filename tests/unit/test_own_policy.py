@@ -189,6 +189,20 @@ def test_replay_and_explain_report_in_one_line_what_a_policy_raised_and_where(
         assert err.startswith(f"balanceroute: policy {named}: {problem}")
 
 
+class AnswersNothing(ThirdFails):
+    def decide(self, snapshot: ClusterSnapshot, now: float) -> Iterator[Choice]:
+        return None  # type: ignore[return-value]
+
+
+def test_replay_refers_to_the_check_of_rules_where_no_line_of_the_policy_has_raised(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named = f"{__name__}:AnswersNothing"
+    code, _, err = run_command(capsys, monkeypatch, "replay", "--max-requests", "9", "--policy", named)
+    assert code == 2 and err.startswith(f"balanceroute: policy {named}: 'NoneType' object is not iterable; ")
+    assert err.endswith("python -m balanceroute.testing names the rule that it breaks\n")
+
+
 @FAILING
 def test_an_outlook_names_the_policy_that_raised(policy: str, problem: str) -> None:
     """The dashboard's page, which shows it, gets a refusal then: it was an internal error."""

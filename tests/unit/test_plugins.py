@@ -20,7 +20,6 @@ RAISES = {
     "no Unicode": ("raise RuntimeError('\\ud800')", "RuntimeError: \\ud800"),
     "no text": ("raise type('Mute', (Exception,), {'__str__': lambda _: 1 / 0})", "Mute"),
 }
-OF_MODULES = RAISES | {"no Python": ("def (", "line 1)")}
 SETTINGS = {"policy": ("routing", "policy"), "predictor": ("predictor", "kind")}
 
 
@@ -39,15 +38,43 @@ def module(folder: Path, number: int, text: str) -> str:
 
 
 @pytest.mark.parametrize("what", SETTINGS)
-@pytest.mark.parametrize(("statement", "expected"), OF_MODULES.values(), ids=OF_MODULES)
-def test_a_module_that_cannot_be_imported_is_reported_in_one_line(
+@pytest.mark.parametrize(("statement", "expected"), RAISES.values(), ids=RAISES)
+def test_a_module_that_cannot_be_imported_is_reported_in_one_line_with_the_place(
     folder: Path, what: str, statement: str, expected: str
 ) -> None:
     section, key = SETTINGS[what]
-    name = module(folder, 1, f"{statement}\n")
+    name = module(folder, 1, f"import os\n{statement}\n")
     with pytest.raises(ConfigError, match="^[^\n]*$") as refused:
         validate(WORKERS | {section: {key: name}})
-    assert f"{what} {name}: " in str(refused.value) and str(refused.value).endswith(expected)
+    assert f"{what} {name}: " in str(refused.value)
+    assert str(refused.value).endswith(f"{expected} ({name.removesuffix(':Own')}.py, line 2)")
+
+
+@pytest.mark.parametrize("folders", [(), ("balanceroute", "examples")], ids=["elsewhere", "in a checkout"])
+@pytest.mark.parametrize("what", SETTINGS)
+def test_a_missing_import_is_reported_with_the_line_that_asks_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, folders: tuple[str, ...]
+) -> None:
+    folder = tmp_path.joinpath(*folders)
+    folder.mkdir(parents=True, exist_ok=True)
+    monkeypatch.syspath_prepend(str(folder))
+    section, key = SETTINGS[what]
+    name = module(folder, len(folders), "import os\nimport no_such_module\n")
+    file = f"{name.removesuffix(':Own')}.py"
+    with pytest.raises(ConfigError, match=rf"No module named 'no_such_module' .*\({file}, line 2\)$"):
+        validate(WORKERS | {section: {key: name}})
+    with pytest.raises(
+        ConfigError, match=r"No module named 'nor_this' \(is its folder installed, or on PYTHONPATH\?\)$"
+    ):
+        validate(WORKERS | {section: {key: "nor_this:Own"}})
+
+
+@pytest.mark.parametrize("what", SETTINGS)
+def test_a_module_that_is_no_python_is_reported_with_its_line_once(folder: Path, what: str) -> None:
+    section, key = SETTINGS[what]
+    name = module(folder, 8, "def (\n")
+    with pytest.raises(ConfigError, match=rf"^[^(]*\({name.removesuffix(':Own')}\.py, line 1\)$"):
+        validate(WORKERS | {section: {key: name}})
 
 
 @pytest.mark.parametrize("what", SETTINGS)
@@ -59,7 +86,8 @@ def test_a_class_that_cannot_be_created_is_reported_in_one_line(
     name = module(folder, 2, f"class Own:\n    def __init__(self, *_, **__):\n        {statement}\n")
     with pytest.raises(ConfigError, match="^[^\n]*$") as refused:
         build_forecasts(validate(WORKERS | {"routing": {"policy": "br_h"}} | {section: {key: name}}))
-    assert f"{what} {name} with " in str(refused.value) and str(refused.value).endswith(expected)
+    assert f"{what} {name} with " in str(refused.value)
+    assert str(refused.value).endswith(f"{expected} ({name.removesuffix(':Own')}.py, line 3)")
 
 
 @pytest.mark.parametrize("what", SETTINGS)
@@ -71,7 +99,7 @@ def test_an_attribute_that_cannot_be_read_is_reported_in_one_line(folder: Path, 
         3,
         "class Own:\n    def __init__(self, *_, **__): pass\n" + lacking.format("name") + lacking.format("predict"),
     )
-    with pytest.raises(ConfigError, match=f"{what} {name}: ZeroDivisionError: division by zero$"):
+    with pytest.raises(ConfigError, match=rf"{what} {name}: ZeroDivisionError: division by zero \(.*, line \d\)$"):
         build_forecasts(validate(WORKERS | {"routing": {"policy": "br_h"}} | {section: {key: name}}))
 
 
