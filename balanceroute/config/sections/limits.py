@@ -73,10 +73,10 @@ class Limits(Section):
         2 * 2**30,
         ge=2**20,
         le=2**40,
-        description="Most bytes of request bodies that are arriving or being served, and of unstreamed answers that "
-        "are not complete, all together; above it those that arrive get 503. Serving a body takes some three times "
-        "its bytes of memory. One client may have half. As many bytes of answers may be unread; above it the "
-        "connections with most are closed. For all relays on a machine together.",
+        description="Most bytes of request bodies that are arriving or being served, of unstreamed answers that are "
+        "not complete, and of what prefillers have told of requests, all together; above it those that arrive get 503. "
+        "Serving a body takes some three times its bytes of memory. One client may have half. As many bytes of answers "
+        "may be unread; above it the connections with most are closed. For all relays on a machine together.",
     )
     max_choices: int = Field(
         128,

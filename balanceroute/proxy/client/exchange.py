@@ -181,12 +181,12 @@ class Exchange:
     def _outlet_for(self, request: ClientRequest) -> Outlet:
         """The outlet of a single answer."""
         if request.stream:
-            return StreamOutlet(self._response, self._own_headers())
+            return StreamOutlet(self._response, self._own_headers(), self._keep)
         return PartAnswer(request, self._keep)
 
     @property
     def _keep(self) -> Callable[[int], None]:
-        """Counts bytes of an unstreamed answer; does not refer to the exchange, which has the outlets that call it."""
+        """Counts bytes kept for an answer; does not refer to the exchange, which has the outlets that call it."""
         return partial(self._response.keep, request=self._request)
 
     def _translation_of(self, request: ClientRequest) -> Callable[[], Translation] | None:
@@ -235,7 +235,7 @@ class Exchange:
         """Answer a request of several choices: run a leg for each, and merge their answers."""
         request_id = self._head.request_id
         common = fanout.common_part(request, request_id)
-        shared = StreamOutlet(self._response, self._own_headers())
+        shared = StreamOutlet(self._response, self._own_headers(), self._keep)
         answers: list[PartAnswer] = []
         choices = Choices()
         parts = fanout.parts_of(request, self._services.config.limits.max_choices, self._body_bytes)

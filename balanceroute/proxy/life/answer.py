@@ -116,7 +116,7 @@ class Answer:
             error = abs(self.estimated_tokens - result.prompt_tokens) / (result.prompt_tokens or 1)
             self._services.metrics.prompt_estimate_error.observe(error)
             self._services.prompt_estimates.learn(self._original, self.estimated_tokens, result.prompt_tokens)
-        self.outlet.prompt_came(result.reply_bytes)
+        self.outlet.prompt_came(result.kept_bytes)
 
     def cut_prompt(self, tokens: int | None) -> None:
         """Have workers cut the client's prompt to so many tokens, if its limit asks for a cut; None: do not cut."""

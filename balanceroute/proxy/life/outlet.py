@@ -20,7 +20,7 @@ class Outlet(BodyWriter, Protocol):
         """The first bytes are about to come."""
 
     def prompt_came(self, size: int) -> None:
-        """What a prefiller says of the prompt, in `size` bytes, is kept until the answer is complete.
+        """What a prefiller has told of prompt and KV, in `size` bytes, is kept until the answer is complete.
 
         Raises: EdgeFull: there is no room for it.
         """

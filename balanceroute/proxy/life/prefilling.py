@@ -24,6 +24,7 @@ from balanceroute.proxy.workers.reply import Reply
 # To hang up costs (chance to hit the window) x (480 s of pinned KV), to continue half of the prefill's time:
 # with a window of 20 ms between engine and reply (a busy machine) both are equal for a prefill of 4.4 s.
 PROBE_GRACE_S: Final = 5.0
+UNASKED_REPLY_LIMIT: Final = 64 * 2**20  # bytes, where the client asked for nothing of it: ids and KV parameters
 
 
 async def next_prefiller(leg: Leg) -> Worker:
@@ -99,8 +100,9 @@ async def _result(leg: Leg, worker: Worker, asked: Awaitable[Reply]) -> PrefillR
     request, reply = leg.answer.request, await asked
     if reply.status != 200:
         raise status_error(reply, await reply.read(MAX_ERROR_BYTES, cut=True), worker)
-    answer = await reply.read(REPLY_LIMIT)
-    result = parse_probe_reply(answer, worker=worker.id, keep=request.prompt_wishes is not None)
+    asks = request.prompt_wishes is not None
+    answer = await reply.read(REPLY_LIMIT if asks else UNASKED_REPLY_LIMIT)
+    result = parse_probe_reply(answer, worker=worker.id, keep=asks)
     check_id(worker, result.reply_id, leg.upstream_id)
     result.reply_id = None  # may be longer than all else that is kept
     return result

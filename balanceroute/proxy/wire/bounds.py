@@ -12,6 +12,7 @@ from balanceroute.errors import BadUpstreamReply, ReplyTooLarge
 from balanceroute.proxy.wire.json_size import MAX_FIELDS, excess_of
 
 MAX_NODES: Final = 2**22  # strings, arrays, objects of a whole answer: 32,000 tokens with 20 logprobs; read in 0.8 s
+MAX_NODES_UNASKED: Final = 2**18  # of a prefiller's answer, where the client asked for nothing of it; read in 0.1 s
 MAX_COMMAS: Final = 5_000_000  # between all values of a whole answer, or of an event
 MAX_TOKENS: Final = 2**24  # of a prompt or an answer; the longest published context windows hold 10 million
 MAX_RETRY_AFTER_S: Final = 3600.0
@@ -39,9 +40,9 @@ _FIELDS: Final[tuple[tuple[str, type], ...]] = (
 )
 
 
-def check_size(answer: bytes, worker: str, tier: str) -> None:
+def check_size(answer: bytes, worker: str, tier: str, max_nodes: int = MAX_NODES) -> None:
     """Count the values of a whole answer before it is read. Raises: ReplyTooLarge: there are too many."""
-    if excess := excess_of(answer, MAX_NODES, MAX_COMMAS):
+    if excess := excess_of(answer, max_nodes, MAX_COMMAS):
         raise ReplyTooLarge(f"its answer holds {excess}", worker=worker, tier=tier)
 
 

@@ -9,6 +9,8 @@ import orjson
 from balanceroute.errors import NoCompletion
 from balanceroute.proxy.wire.bounds import (
     ABORT,
+    MAX_NODES,
+    MAX_NODES_UNASKED,
     MAX_PARAMS_BYTES,
     MAX_PROMPT_DETAILS_BYTES,
     aborted,
@@ -28,7 +30,7 @@ class PrefillResult:
 
     `kv_transfer_params` is raw JSON, None if nothing was pinned. `prompt_details`: the usage's details of the prompt,
     such as `cached_tokens`. `reply_id`: the answer's `id`, of any length, until it is checked. `reply`: the whole
-    answer, if the client has `PromptWishes`; its long lists are `orjson.Fragment`. `reply_bytes`: its size.
+    answer, if the client has `PromptWishes`; its long lists are `orjson.Fragment`. `kept_bytes`: of all this.
     """
 
     kv_transfer_params: bytes | None
@@ -37,7 +39,7 @@ class PrefillResult:
     prompt_token_ids: "array[int] | None"
     reply_id: Any = None
     reply: dict[str, Any] | None = None
-    reply_bytes: int = 0
+    kept_bytes: int = 0
     prompt_details: dict[str, Any] | None = None
 
 
@@ -47,7 +49,7 @@ def parse_probe_reply(body: bytes, *, worker: str, keep: bool = False) -> Prefil
     Raises: ReplyTooLarge; NoCompletion; BadUpstreamReply: its engine has aborted it. Null `kv_transfer_params` are no
     error here; the caller retries.
     """
-    check_size(body, worker, "prefill")
+    check_size(body, worker, "prefill", MAX_NODES if keep else MAX_NODES_UNASKED)
     try:
         reply = orjson.loads(body)
         usage = checked_usage(reply.get("usage"))
@@ -69,13 +71,14 @@ def parse_probe_reply(body: bytes, *, worker: str, keep: bool = False) -> Prefil
             raise ValueError(f"kv_transfer_params are larger than {MAX_PARAMS_BYTES} bytes")
         if details is not None and len(orjson.dumps(details)) > MAX_PROMPT_DETAILS_BYTES:
             raise ValueError(f"the usage's details of the prompt are larger than {MAX_PROMPT_DETAILS_BYTES} bytes")
+        told = array("I", ids) if ids else None
         return PrefillResult(
             kv_transfer_params=pinned,
             prompt_tokens=prompt_tokens,
             cached_tokens=None if details is None else details.get("cached_tokens"),
-            prompt_token_ids=array("I", ids) if ids else None,
+            prompt_token_ids=told,
             reply=reply if keep else None,
-            reply_bytes=len(body) if keep else 0,
+            kept_bytes=(len(body) if keep else 0) + len(pinned or b"") + (told.itemsize * len(told) if told else 0),
             reply_id=reply.get("id"),
             prompt_details=details,
         )

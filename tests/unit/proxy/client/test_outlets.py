@@ -13,10 +13,14 @@ from tests.unit.proxy.life.legs import a_request, events
 from tests.unit.proxy.virtual_time import let_pass, with_virtual_time
 
 
+def keeping_nothing(more_bytes: int) -> None:
+    raise EdgeFull("no room")
+
+
 @with_virtual_time
 async def test_a_stream_begins_with_its_first_events_and_ends_in_one_write_with_the_last() -> None:
     connection = Connection()
-    outlet = StreamOutlet(connection.response(), [(b"x-request-id", b"r")])
+    outlet = StreamOutlet(connection.response(), [(b"x-request-id", b"r")], keeping_nothing)
     assert outlet.forget()
     outlet.start()
     assert not outlet.forget()
@@ -29,7 +33,7 @@ async def test_a_stream_begins_with_its_first_events_and_ends_in_one_write_with_
 @with_virtual_time
 async def test_legs_that_share_a_response_start_it_once_and_none_of_them_ends_it() -> None:
     connection = Connection()
-    shared = StreamOutlet(connection.response(), [])
+    shared = StreamOutlet(connection.response(), [], keeping_nothing)
     legs = [PartStream(shared), PartStream(shared)]
     for leg in legs:
         leg.start()
@@ -44,7 +48,7 @@ async def test_each_leg_waits_for_a_client_that_reads_too_slowly() -> None:
     connection = Connection()
     connection.write_paused = True
     response = connection.response()
-    shared = StreamOutlet(response, [])
+    shared = StreamOutlet(response, [], keeping_nothing)
     legs = [PartStream(shared), PartStream(shared)]
     for leg in legs:
         leg.start()
@@ -84,12 +88,18 @@ def test_an_answer_that_is_kept_tells_its_bytes_once_they_are_many_and_when_it_d
 
 
 def test_an_answer_without_room_is_refused() -> None:
-    def keep(more_bytes: int) -> None:
-        raise EdgeFull("no room")
-
-    outlet = PartAnswer(a_request(stream=False), keep)
+    outlet = PartAnswer(a_request(stream=False), keeping_nothing)
     with pytest.raises(EdgeFull):
         outlet.whole(b"x" * 2 * LARGE_BYTES)
-    outlet = PartAnswer(a_request(stream=False), keep)
+    outlet = PartAnswer(a_request(stream=False), keeping_nothing)
     with pytest.raises(EdgeFull):
         outlet.write(events(20, text="x" * 2 * LARGE_BYTES))
+
+
+@with_virtual_time
+async def test_a_stream_without_room_for_what_a_prefiller_has_told_is_refused() -> None:
+    whole = StreamOutlet(Connection().response(), [], keeping_nothing)
+    for stream in (whole, PartStream(whole)):
+        stream.prompt_came(LARGE_BYTES)
+        with pytest.raises(EdgeFull):
+            stream.prompt_came(2 * LARGE_BYTES)

@@ -7,7 +7,7 @@ import orjson
 import pytest
 
 from balanceroute.errors import BadUpstreamReply, ReplyTooLarge
-from balanceroute.proxy.wire.bounds import MAX_COMMAS, MAX_PARAMS_BYTES
+from balanceroute.proxy.wire.bounds import MAX_COMMAS, MAX_NODES_UNASKED, MAX_PARAMS_BYTES
 from balanceroute.proxy.wire.probe_reply import parse_probe_reply
 from tests.unit.proxy.captures import body_of, capture_files
 
@@ -22,6 +22,22 @@ def test_a_probe_reply_with_too_many_values_is_not_read() -> None:
     body = b'{"choices":[{}],"usage":{"prompt_tokens":3},"more":[' + b"[]," * MAX_COMMAS + b"1,1]}"
     with pytest.raises(ReplyTooLarge):
         parse_probe_reply(body, worker="p0")
+
+
+def test_only_a_probe_reply_with_something_for_the_client_may_have_very_many_values() -> None:
+    body = b'{"choices":[{}],"usage":{"prompt_tokens":3},"more":[' + b'"",' * MAX_NODES_UNASKED + b"1]}"
+    assert parse_probe_reply(body, worker="p0", keep=True).prompt_tokens == 3
+    with pytest.raises(ReplyTooLarge):
+        parse_probe_reply(body, worker="p0")
+
+
+def test_all_that_is_kept_of_a_probe_reply_is_counted() -> None:
+    params, ids = {"x": "y" * 2**20}, list(range(2**18))
+    reply = orjson.dumps({"choices": [{"prompt_token_ids": ids}], "kv_transfer_params": params})
+    kept_bytes = parse_probe_reply(reply, worker="p0").kept_bytes
+    assert kept_bytes == len(orjson.dumps(params)) + 4 * len(ids)
+    assert parse_probe_reply(reply, worker="p0", keep=True).kept_bytes == kept_bytes + len(reply)
+    assert parse_probe_reply(b'{"choices":[{}]}', worker="p0").kept_bytes == 0
 
 
 def test_a_prompt_of_a_worker_without_usage_has_as_many_tokens_as_ids() -> None:
