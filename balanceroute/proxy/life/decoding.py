@@ -240,8 +240,6 @@ def _ended(leg: Leg, worker: Worker, broken: UpstreamError | None) -> bool:
         raise worker.failure(BadUpstreamReply, scanner.fault)
     if end is StreamEnd.FOREIGN:
         raise foreign_reply(worker, scanner.fault)
-    if end is StreamEnd.OVERSIZED:
-        raise worker.failure(BadUpstreamReply, "an event is larger than any answer")
     return False
 
 

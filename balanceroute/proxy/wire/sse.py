@@ -73,7 +73,6 @@ class StreamEnd(Enum):
     UNFINISHED = "unfinished"  # [DONE] or the end of the bytes without a finish reason: the same
     NO_DONE = "no_done"  # finished, but the bytes end without [DONE]
     ERROR = "error"  # an error event; see `EventScanner.error`
-    OVERSIZED = "oversized"  # an event above the limit
     MISPARSED = "misparsed"  # a later segment begins with a kind of text that can't follow the former one's last
     MALFORMED = "malformed"  # an event that no engine sends on purpose; see `EventScanner.fault`
     FOREIGN = "foreign"  # an event of another request's answer; see `EventScanner.fault`
@@ -344,7 +343,7 @@ class EventScanner:
             if self.end is not None:
                 break
         if self._splitter.oversized and self.end is None:
-            self.end = StreamEnd.OVERSIZED
+            self._refuse(StreamEnd.MALFORMED, "an event is larger than any answer")
         self.matcher.between_events = self.end is None and not self._splitter.partial
         return out[0] if len(out) == 1 else b"".join(out)
 

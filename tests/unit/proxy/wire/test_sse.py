@@ -641,7 +641,7 @@ def test_an_event_above_the_limit_ends_the_stream_and_holds_no_memory() -> None:
     scanner = EventScanner(max_event_bytes=1000)
     for _ in range(30):
         scanner.feed(b"x" * 100)
-    assert scanner.end is StreamEnd.OVERSIZED
+    assert scanner.end is StreamEnd.MALFORMED and "larger" in scanner.fault
     assert scanner.feed(b"y" * 10_000) == b""
 
 
