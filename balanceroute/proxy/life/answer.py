@@ -42,11 +42,11 @@ class Answer:
 
     __slots__ = (
         "_continues_as",
-        "_counted",
         "_estimated",
         "_is_of_another_prompt",
         "_original",
         "_prefilled_ids",
+        "_prompt",
         "_restarts",
         "_services",
         "_translation",
@@ -78,7 +78,7 @@ class Answer:
         self.part, self._translation = part, translation
         self.scanner = NOTHING_YET
         self._continues_as = ""  # the label in `resumes` of a continuation without a token yet; "": there is none
-        self._counted: PrefillResult | None = None  # the prefiller's figures of the client's own prompt
+        self._prompt: PrefillResult  # the figures of the client's own prompt, estimated until a prefiller has them
         self._prefilled_ids: array[int] | None = None  # ids of the last prefilled prompt, if reported
         self._estimated = first is None and has_estimate(request)
         self.estimated_tokens: int
@@ -109,7 +109,7 @@ class Answer:
         Raises: EdgeFull: there is no room for its answer.
         """
         self.cut_prompt(result.prompt_tokens)
-        self._counted = result
+        self._prompt = result
         self.prompt_tokens, self.cached_tokens = result.prompt_tokens, result.cached_tokens
         self.prompt_details, self.prompt_reply = result.prompt_details, result.reply
         if self._estimated:
@@ -189,8 +189,8 @@ class Answer:
             self._services.fleet.doubt_cache(worker)
 
     def begin(self, result: PrefillResult) -> None:
-        """Begin an answer. `result`: the prefiller's figures of the prompt."""
-        request = self.request
+        """Begin an answer. `result`: the figures of its prompt."""
+        request, self._prompt = self.request, result
         self._is_of_another_prompt = False
         prefix = prompt_text(request, result.reply) if request.stream else ""
         self.scanner = EventScanner(
@@ -235,14 +235,7 @@ class Answer:
         """What the client was shown last, where ids may hold more than that; None: they do not."""
         return self.scanner.last_text if parses_calls(self._original) else None
 
-    def resume(
-        self,
-        result: PrefillResult,
-        error: UpstreamError | None,
-        worker_id: str,
-        broken: int = 0,
-        withheld: bool = False,
-    ) -> bool:
+    def resume(self, error: UpstreamError | None, worker_id: str, broken: int = 0, withheld: bool = False) -> bool:
         """Make the request that continues after this worker; False: its limit leaves nothing to generate.
 
         Args: error: how the worker was lost; None: it gave the request back. broken: the number of ids at the answer's
@@ -259,7 +252,7 @@ class Answer:
         cut = scanner.cut(broken, withheld)
         scanner.resume(0 if cut.halved else broken)
         if self._is_of_another_prompt:
-            self._start_again(result, lost)
+            self._start_again(lost)
             return True
         if scanner.tokens == 0:
             self.request = self._original
@@ -268,9 +261,9 @@ class Answer:
         if how.fidelity is Fidelity.INVALID and not isinstance(error, UpstreamStatus):
             text = f"the answer was cut off, and {how.because} is state that another decode worker does not have"
             lost = NotResumable(text, worker=worker_id, tier="decode")
-        prompt_ids = scanner.generated.prompt_ids or result.prompt_token_ids
+        prompt_ids = scanner.generated.prompt_ids or self._prefilled_ids or self._prompt.prompt_token_ids
         if how.fidelity is Fidelity.INVALID or not scanner.generated.exact or prompt_ids is None:
-            self._start_again(result, lost)
+            self._start_again(lost)
             return True
         self._continues_as = how.fidelity.name.lower()
         try:
@@ -279,14 +272,14 @@ class Answer:
             return False
         return True
 
-    def _start_again(self, result: PrefillResult, lost: UpstreamError) -> None:
+    def _start_again(self, lost: UpstreamError) -> None:
         """Start again from the original prompt. Raises: `lost`: the client has seen part of the answer."""
         self._restarts += 1
         if self._restarts > MAX_RESTARTS or not self.outlet.forget():
             raise lost
         self._continues_as = "restarted"
         self.request = self._original
-        self.begin(self._counted or result)  # the last prefill may have been of prompt and answer so far
+        self.begin(self._prompt)
 
     def goes_on(self) -> None:
         """Note that the answer continues after a loss, or is complete."""

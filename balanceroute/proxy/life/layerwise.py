@@ -66,7 +66,7 @@ from balanceroute.proxy.life.leg import (
     clear_frames,
 )
 from balanceroute.proxy.life.prefilling import ask, has_prefilled
-from balanceroute.proxy.life.pull import given_back, note_growth, requeue_rest
+from balanceroute.proxy.life.pull import failed, given_back, requeue_rest
 from balanceroute.proxy.life.retries import pushes_back
 from balanceroute.proxy.wire.client_request import ClientRequest
 from balanceroute.proxy.wire.payloads import push_body
@@ -112,7 +112,7 @@ class PushFailed(BalanceRouteError):
 class Layerwise:
     """The strategy that chooses the decode worker first; the prefill runs beside the decode, in its own task."""
 
-    __slots__ = ("_leg", "_patience", "_push", "_result", "_services", "_worker")
+    __slots__ = ("_leg", "_patience", "_push", "_services", "_worker")
 
     first: ClassVar[Phase] = POOLED
     follows: ClassVar[Transitions] = {
@@ -127,8 +127,7 @@ class Layerwise:
         self._patience: asyncio.TimerHandle  # until the decode worker should have asked
         answer = leg.answer
         answer.cut_prompt(None)  # an estimate: the decode worker is asked before the prompt has been counted
-        self._result = PrefillResult(None, answer.estimated_tokens, None, None, reply=own_echo(answer.request))
-        answer.begin(self._result)
+        answer.begin(PrefillResult(None, answer.estimated_tokens, None, None, reply=own_echo(answer.request)))
 
     async def pooled(self) -> Event:
         """Wait for a slot at a decode worker."""
@@ -138,32 +137,27 @@ class Layerwise:
     async def decoding(self) -> Event:
         """Have the decode worker ask for the KV and generate the answer, or the rest of it."""
         leg, worker = self._leg, self._worker
-        scanner, retries = leg.answer.scanner, leg.retries
-        tokens = scanner.tokens
+        tokens = leg.answer.scanner.tokens
         lost: UpstreamError | None = None
         try:
             if await self._attempt(worker):
                 return COMPLETE
         except PushFailed as failure:
-            leg.check_abandoned(worker)
             lost = failure.error
             clear_frames(failure)
             await asyncio.sleep(failure.delay_s)
         except WrongConnector:
             raise  # no fault of this worker's: out of service, it would be said to be down, and no longer why
         except UpstreamError as error:
-            leg.check_abandoned(worker)
             lost = error
-            note_growth(leg, tokens)
             if error.tier != "prefill":
-                await leg.suspect_loss(error, worker)
-                await asyncio.sleep(retries.judge(error, worker, begun=bool(scanner.tokens)))
+                await failed(leg, worker, error, tokens)
             elif not isinstance(error, WorkerSilent):  # a silent one may have written half of the KV
                 raise  # judged already, as the last try
         else:
             await given_back(leg, worker, tokens)
         try:
-            return await requeue_rest(leg, self._result, lost)
+            return await requeue_rest(leg, lost)
         finally:
             clear_frames(lost)
             lost = None  # errors keep the frames that they passed, such as this one
@@ -277,7 +271,6 @@ class Layerwise:
         if not answer.scanner.begun:
             leg.try_deadline_s = now + first_bytes_s(self._services.config, answer.request)
         if not answer.prompt_tokens:
-            self._result = result
             try:
                 answer.prompt_counted(result)
             except EdgeFull as error:

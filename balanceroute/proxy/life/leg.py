@@ -42,7 +42,7 @@ from typing import Any, ClassVar, Final, Protocol
 from mypy_extensions import mypyc_attr
 
 from balanceroute.core.types import CANCELLED, EXPIRED, FAILED, FINISHED, GONE, UP, Phase, RequestSpec
-from balanceroute.errors import BalanceRouteError, QueueTimeout, Rejected, UpstreamError
+from balanceroute.errors import BalanceRouteError, QueueTimeout, Rejected
 from balanceroute.proxy.admission.tickets import Ticket
 from balanceroute.proxy.life.answer import Answer
 from balanceroute.proxy.life.errors import ClientGone, ClientStalled, WorkerSilent
@@ -413,20 +413,6 @@ class Leg:
                 ticket.put_back()
         finally:
             self.decode_wait_s += self.services.tickets.now() - waiting_since_s
-
-    async def suspect_loss(self, error: UpstreamError, worker: Worker) -> None:
-        """Record the decode worker's death under this request, if it died. Raises: DecodersLost: too many have died.
-
-        Another suspect may use that worker only after this, so it knows of the death.
-        """
-        midway = bool(self.answer.scanner.generated.in_segment)
-        try:
-            await self.retries.suspect_loss(error, worker, midway=midway)
-        except asyncio.CancelledError:
-            worker.circuit.inconclusive()  # otherwise a trial would never be judged
-            raise
-        finally:
-            self.retries.left_worker()
 
     def record(self, pins: PinRecord, prefiller: Worker, result: PrefillResult) -> None:
         """Record the KV that a prefiller has pinned, if any prompt of the same size can drain it.

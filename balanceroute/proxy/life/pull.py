@@ -31,7 +31,6 @@ from balanceroute.proxy.life.leg import (
 from balanceroute.proxy.life.prefilling import next_prefiller, try_probe
 from balanceroute.proxy.life.retries import pushes_back
 from balanceroute.proxy.life.seam import seam_of
-from balanceroute.proxy.wire.probe_reply import PrefillResult
 from balanceroute.proxy.workers.fleet import Worker
 
 # For a decoder to pass a request from its socket to its engine. An idle one needs milliseconds; its first event ends
@@ -43,7 +42,7 @@ DECODE_GRACE_S: Final = 5.0
 class Pull:
     """The strategy of connectors whose decode worker pulls: mooncake_v1, nixl."""
 
-    __slots__ = ("_leg", "_prefiller", "_result", "_worker")
+    __slots__ = ("_leg", "_prefiller", "_worker")
 
     first: ClassVar[Phase] = QUEUED
     follows: ClassVar[Transitions] = {
@@ -57,7 +56,6 @@ class Pull:
         self._leg = leg
         self._prefiller: Worker
         self._worker: Worker
-        self._result: PrefillResult
 
     async def queued(self) -> Event:
         """Wait for a prefiller."""
@@ -80,7 +78,6 @@ class Pull:
         leg.check_abandoned(worker)
         leg.answer.check_prefill(worker, result)
         leg.answer.prefilled(result)
-        self._result = result
         leg.ticket.prefilled(result.prompt_tokens, result.cached_tokens)
         return PREFILLED
 
@@ -92,8 +89,7 @@ class Pull:
     async def decoding(self) -> Event:
         """Have the answer generated, or the rest of it."""
         leg, worker = self._leg, self._worker
-        scanner, retries = leg.answer.scanner, leg.retries
-        tokens, why = scanner.tokens, "recomputed"
+        tokens, why = leg.answer.scanner.tokens, "recomputed"
         lost: UpstreamError | None = None
         try:
             if await decode(leg, worker, DECODE_GRACE_S):
@@ -101,18 +97,16 @@ class Pull:
         except KvTooOld as gone:
             why = "worker_lost" if isinstance(gone, KvLost) else "pulled_late"
             worker.circuit.inconclusive()
-            await asyncio.sleep(retries.count_without_token(worker))
+            await asyncio.sleep(leg.retries.count_without_token(worker))
         except UpstreamError as error:
             leg.check_abandoned(worker)
             lost = error
-            note_growth(leg, tokens)
-            await leg.suspect_loss(error, worker)
-            await asyncio.sleep(retries.judge(error, worker, begun=bool(scanner.tokens)))
+            await failed(leg, worker, error, tokens)
         else:
             await given_back(leg, worker, tokens)
         try:
             leg.check_abandoned(worker)  # no other prefill is begun for a client that has left
-            return await requeue_rest(leg, self._result, lost, why)
+            return await requeue_rest(leg, lost, why)
         finally:
             clear_frames(lost)
             lost = None  # it keeps the frames that it came through, this one among them
@@ -122,6 +116,23 @@ def note_growth(leg: Leg, tokens: int) -> None:
     """Forget earlier failures if a decode that ended early has left more to go on from than the `tokens` before it."""
     if len(leg.answer.ids_to_resume_from) > tokens:
         leg.retries.grown()
+
+
+async def failed(leg: Leg, worker: Worker, error: UpstreamError, tokens: int) -> None:
+    """After a decode that failed; `tokens`: those before it. Waits before the next try.
+
+    Raises: `error`: it was the last try. DecodersLost: too many workers have died under the request.
+    """
+    answer, retries = leg.answer, leg.retries
+    note_growth(leg, tokens)
+    try:
+        await retries.suspect_loss(error, worker, midway=bool(answer.scanner.generated.in_segment))
+    except asyncio.CancelledError:
+        worker.circuit.inconclusive()  # otherwise a trial would never be judged
+        raise
+    finally:
+        retries.left_worker()  # another suspect may go there only now, when the death is known
+    await asyncio.sleep(retries.judge(error, worker, begun=bool(answer.scanner.tokens)))
 
 
 async def given_back(leg: Leg, worker: Worker, tokens: int) -> None:
@@ -136,17 +147,16 @@ async def given_back(leg: Leg, worker: Worker, tokens: int) -> None:
         await asyncio.sleep(leg.retries.given_back(worker))
 
 
-async def requeue_rest(leg: Leg, result: PrefillResult, lost: UpstreamError | None, why: str = "recomputed") -> Event:
+async def requeue_rest(leg: Leg, lost: UpstreamError | None, why: str = "recomputed") -> Event:
     """After a decode that ended early, queue again for the rest of the answer, if any.
 
-    Args: result: of the last prefill. lost: how the worker was lost; None: see `why`. why: another cause, as in the
-    metrics.
+    Args: lost: how the worker was lost; None: see `why`. why: another cause, as in the metrics.
 
     Raises: UpstreamError: the answer can't go on.
     """
     leg.retries.note_waiting()
     seam = await seam_of(leg)
-    if not leg.answer.resume(result, lost, leg.decoder_id, seam.broken, seam.withheld):
+    if not leg.answer.resume(lost, leg.decoder_id, seam.broken, seam.withheld):
         await leg.answer.end_by_length()
         return COMPLETE
     anew = not leg.answer.scanner.tokens

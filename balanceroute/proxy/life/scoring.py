@@ -66,7 +66,6 @@ class Scoring:
             if not services.tickets.decode_first:
                 leg.ticket.prefill_failed()
             return PREFILL_FAILED
-        leg.check_abandoned(self._prefiller)
         leg.answer.prefilled(result)
         if result.reply is None:
             raise InvariantError("the reply with a prompt's scores was not kept")

@@ -64,7 +64,7 @@ async def test_an_uncounted_decode_first_prompt_is_not_truncated_by_its_limit() 
 async def test_a_cut_answer_resumes_from_prompt_and_tokens_with_the_remaining_limit() -> None:
     answer = an_answer(Client())
     give(answer, *range(20, 24))
-    assert answer.resume(PREFILLED, lost(), "d0")
+    assert answer.resume(lost(), "d0")
     asked = orjson.loads(probe_body(answer.request))
     assert asked["prompt"] == [*PROMPT_IDS, 20, 21, 22, 23]
     assert orjson.loads(decode_body(answer.request, b"{}"))["max_tokens"] == 6
@@ -74,7 +74,7 @@ async def test_a_cut_answer_resumes_from_prompt_and_tokens_with_the_remaining_li
 async def test_a_cut_answer_without_a_token_restarts_with_the_original_request() -> None:
     answer = an_answer(Client())
     original = answer.request
-    assert answer.resume(PREFILLED, lost(), "d0") and answer.request is original
+    assert answer.resume(lost(), "d0") and answer.request is original
 
 
 @with_virtual_time
@@ -82,7 +82,7 @@ async def test_a_cut_answer_at_its_token_limit_ends_as_a_worker_would_end_it() -
     client = Client()
     answer = an_answer(client, max_tokens=2, stream_options={"include_usage": True}, model="alias")
     give(answer, 20, 21)
-    assert not answer.resume(PREFILLED, lost(), "d0")
+    assert not answer.resume(lost(), "d0")
     await answer.end_by_length()
     assert client.ended and client.got.endswith(b"data: [DONE]\n\n")
     assert b'"finish_reason":"length"' in client.got and b'"completion_tokens":2' in client.got
@@ -96,7 +96,7 @@ async def test_a_cut_answer_at_its_token_limit_tells_its_usage_where_a_worker_wo
     options = {"include_usage": True, "continuous_usage_stats": continuous}
     answer = an_answer(client, max_tokens=2, stream_options=options)
     give(answer, 20, 21)
-    assert not answer.resume(PREFILLED, lost(), "d0")
+    assert not answer.resume(lost(), "d0")
     await answer.end_by_length()
     finish, usage = (orjson.loads(event) for event in client.got.split(b"data: ")[-3:-1])
     assert finish.get("usage") == (usage["usage"] if continuous else None)
@@ -108,7 +108,7 @@ async def test_a_cut_answer_that_another_worker_cannot_continue_ends_with_the_re
     answer = an_answer(Client(), response_format={"type": "json_object"})
     give(answer, 20)
     with pytest.raises(NotResumable, match="response_format"):
-        answer.resume(PREFILLED, lost(), "d0")
+        answer.resume(lost(), "d0")
 
 
 @with_virtual_time
@@ -117,7 +117,7 @@ async def test_an_engines_own_error_ends_an_answer_that_cannot_be_continued_in_i
     give(answer, 20)
     own = UpstreamStatus("error event", worker="d0", tier="decode", status=500, body=b'{"error": {"code": 500}}')
     with pytest.raises(UpstreamStatus) as raised:
-        answer.resume(PREFILLED, own, "d0")
+        answer.resume(own, "d0")
     assert raised.value is own
 
 
@@ -128,11 +128,11 @@ async def test_an_unsent_answer_restarts_a_limited_number_of_times() -> None:
     answer.begin(PREFILLED)
     for _ in range(MAX_RESTARTS):
         give(answer, 20)
-        assert answer.resume(PREFILLED, lost(), "d0")
+        assert answer.resume(lost(), "d0")
         assert answer.request is request and answer.scanner.tokens == 0
     give(answer, 20)
     with pytest.raises(NotResumable):
-        answer.resume(PREFILLED, lost(), "d0")
+        answer.resume(lost(), "d0")
 
 
 @with_virtual_time
@@ -141,13 +141,13 @@ async def test_a_restart_after_a_resume_reports_the_size_of_the_clients_prompt()
     client = PartAnswer(request)
     answer = an_answer(client, stream=False)
     give(answer, 20, 21)
-    assert answer.resume(PREFILLED, lost(), "d0")
+    assert answer.resume(lost(), "d0")
     answer.scanner.generated.exact = False  # the second worker does not tell its tokens
-    prefilled_last = PrefillResult(b"{}", len(PROMPT_IDS) + 2, 0, [*PROMPT_IDS, 20, 21])
-    assert answer.resume(prefilled_last, lost(), "d1")
+    answer.prefilled(PrefillResult(b"{}", len(PROMPT_IDS) + 2, 0, [*PROMPT_IDS, 20, 21]))
+    assert answer.resume(lost(), "d1")
     assert answer.request is answer._original
     give(answer, 20)
-    assert answer.resume(PREFILLED, lost(), "d2")
+    assert answer.resume(lost(), "d2")
     usage = {"prompt_tokens": len(PROMPT_IDS), "completion_tokens": 1, "total_tokens": len(PROMPT_IDS) + 1}
     choice = {"index": 0, "text": "x", "finish_reason": "stop", "token_ids": [7]}
     event = {"id": "cmpl-r", "object": "text_completion", "created": 1, "model": "m", "choices": [choice]}
@@ -162,14 +162,14 @@ async def test_without_resume_on_worker_loss_a_begun_answer_ends_with_the_loss()
     give(answer, 20)
     assert not answer.may_move
     with pytest.raises(ConnectionLost):
-        answer.resume(PREFILLED, lost(), "d0")
+        answer.resume(lost(), "d0")
 
 
 @with_virtual_time
 async def test_a_recompute_resumes_also_without_resume_on_worker_loss() -> None:
     answer = an_answer(Client(), resume_on_worker_loss=False)
     give(answer, 20)
-    assert answer.resume(PREFILLED, None, "d0")
+    assert answer.resume(None, "d0")
 
 
 @with_virtual_time
@@ -177,17 +177,17 @@ async def test_a_worker_that_refuses_the_resumed_request_does_not_count_as_lost(
     answer = an_answer(Client(), resume_on_worker_loss=False)
     give(answer, 20)
     refused = UpstreamStatus("status 503", worker="d0", tier="decode", status=503, body=b"")
-    assert answer.resume(PREFILLED, refused, "d0")
+    assert answer.resume(refused, "d0")
 
 
 @with_virtual_time
 async def test_a_second_loss_resumes_from_the_clients_prompt_and_not_from_the_last_prefilled_one() -> None:
     answer = an_answer(Client())
     give(answer, 20)
-    assert answer.resume(PREFILLED, lost(), "d0")
-    again = PrefillResult(b"{}", len(PROMPT_IDS) + 1, None, [*PROMPT_IDS, 20])
+    assert answer.resume(lost(), "d0")
+    answer.prefilled(PrefillResult(b"{}", len(PROMPT_IDS) + 1, None, [*PROMPT_IDS, 20]))
     give(answer, 21)
-    assert answer.resume(again, lost(), "d1")
+    assert answer.resume(lost(), "d1")
     assert orjson.loads(probe_body(answer.request))["prompt"] == [*PROMPT_IDS, 20, 21]
 
 
@@ -199,7 +199,7 @@ async def test_a_resumed_prefill_of_another_prompt_is_an_error_but_a_first_one_i
     for count in (1, len(PROMPT_IDS), 99):  # the client's own words: only an engine knows how many tokens they are
         answer.check_prefill(worker, PrefillResult(b"{}", count, None, None))
     give(answer, 20)
-    assert answer.resume(PREFILLED, lost(), "d0")
+    assert answer.resume(lost(), "d0")
     answer.check_prefill(worker, PrefillResult(b"{}", len(PROMPT_IDS) + 1, None, None))
     for count in (1, len(PROMPT_IDS), len(PROMPT_IDS) + 2):
         with pytest.raises(BadUpstreamReply, match=f"prefilled {count} tokens, not 4"):

@@ -179,7 +179,7 @@ async def test_remaining_kv_is_drained_unless_decode_workers_died_under_the_requ
     leg, task = await begun()
     if lost:
         dead = UpstreamStatus("dead", worker="d1", tier="decode", status=500, body=b"EngineDeadError")
-        await leg.suspect_loss(dead, leg.services.fleet["d1"])
+        await leg.retries.suspect_loss(dead, leg.services.fleet["d1"], midway=False)
     leg.kv.params, leg.kv.pinned_s = b'{"x": 1}', leg.services.ledger.now()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):

@@ -78,7 +78,7 @@ async def test_the_id_of_a_prefillers_answer_is_not_kept() -> None:
     leg = a_leg(services)
     async with dispatching(services):
         await leg.run()
-    assert leg.answer._counted is not None and leg.answer._counted.reply_id is None
+    assert leg.answer._prompt.reply_id is None
 
 
 @with_virtual_time
