@@ -106,8 +106,8 @@ class Scheduler:
                 prefiller.cache.clear()  # under a policy without prefixes nothing is recorded of sent prompts
             self.snapshot.shared_prefixes.clear()
         self.config = config
-        self._size_overlap()
         self._hand_out_bounds()
+        self._size_overlap()
         self.prefills.configure(config)
         self._shorten_patience()
 

@@ -340,6 +340,17 @@ def test_an_overlap_that_is_turned_off_ends_at_once() -> None:
     assert [admission.request for admission in scheduler.admit(3.0)] == ["d"]
 
 
+def test_a_reload_sizes_the_overlap_by_the_new_bounds() -> None:
+    scheduler = a_scheduler(None, slots=64)
+    snapshot = scheduler.snapshot
+    snapshot.overlap.see_answer(0.05 * 9, 10)
+    snapshot.overlap.see_first_token(1.55, sent_ahead=False, tokens_per_step=1.0)
+    snapshot.means.answer_tokens, snapshot.means.prompt_tokens, snapshot.means.deviation_tokens = 1200.0, 300.0, 900.0
+    for shared_barrier, sent in ((True, 2), (False, 3)):
+        scheduler.configure(SchedulerConfig(overlap_requests=None, shared_barrier=shared_barrier), 1.0)
+        assert [worker.ahead for worker in snapshot.workers] == [sent, sent]
+
+
 class FailsAtTheSecond(AdmissionPolicy):
     """Decides as another policy does, once."""
 
