@@ -416,16 +416,6 @@ def test_a_standby_moves_obstacles_aside_that_appeared_after_its_start(cluster: 
     with_router(test, cluster, tmp_path, standbys=1)
 
 
-def test_a_removed_record_of_pinned_kv_is_recreated(cluster: Cluster, tmp_path: Path) -> None:
-    async def test(router: Router) -> None:
-        path = tmp_path / "pins-relay-0"
-        path.unlink()
-        await until(lambda: bool(router.logged("pinned KV is recorded again", file=str(path))))
-        assert path.exists()
-
-    with_router(test, cluster, tmp_path)
-
-
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stands still"])
 def test_a_standby_takes_over_and_the_former_brain_exits_when_it_resumes(
     cluster: Cluster, tmp_path: Path, how: signal.Signals

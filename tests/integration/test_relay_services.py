@@ -29,7 +29,7 @@ from balanceroute.proxy.run_folder.folder import RunFolder
 from balanceroute.proxy.run_folder.kept_counts import KeptCounts
 from balanceroute.proxy.run_folder.relay_locks import RelayLocks
 from balanceroute.proxy.telemetry.metrics import Metrics
-from balanceroute.proxy.workers import addresses
+from balanceroute.proxy.workers import addresses, pins
 from balanceroute.proxy.workers.connector_check import WrongConnector
 from balanceroute.proxy.workers.fleet import Worker
 from tests.integration.relayed import Relay, a_brain, a_relay, answered, relayed
@@ -135,12 +135,13 @@ async def test_a_relay_renews_the_times_of_its_run_folder_files(monkeypatch: pyt
         await until(lambda: file.stat().st_mtime > 0)
 
 
-async def test_a_removed_counts_file_of_a_relay_is_recreated() -> None:
+async def test_removed_files_of_a_relay_are_recreated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pins, "MEND_S", 0.05)
     async with relayed(FAST, count=1) as router:
-        file = KeptCounts(router.folder).file("relay-0")
-        await until(file.exists)
-        file.unlink()
-        await until(file.exists)
+        for file in (KeptCounts(router.folder).file("relay-0"), router.folder.pins("relay-0")):
+            await until(file.exists)
+            file.unlink()
+            await until(file.exists)
 
 
 async def test_a_restarted_relay_drops_counts_of_workers_that_left_meanwhile(tmp_path: Path) -> None:
