@@ -15,8 +15,9 @@ class AnswerTokens:
     """The tokens of an answer over all its segments (see `sse.py`).
 
     Attributes:
-        exact: `ids` holds all of `tokens`. prompt_ids: the prompt's ids from the first worker that sent them. earlier:
-        tokens generated in earlier segments. by_ids: a list of token ids has come in this segment.
+        exact: `ids` holds all of `tokens`. prompt_ids: the prompt's ids from the first worker that sent them; of one
+        that has left no token they are forgotten. earlier: tokens generated in earlier segments. by_ids: a list of
+        token ids has come in this segment.
     """
 
     __slots__ = (
@@ -43,6 +44,8 @@ class AnswerTokens:
     def _begin_segment(self) -> None:
         self.earlier = self.tokens
         self.by_ids = False
+        if not self.earlier:
+            self.prompt_ids = None  # the next worker's own are checked
 
     @property
     def tokens(self) -> int:

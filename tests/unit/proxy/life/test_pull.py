@@ -179,6 +179,19 @@ async def test_a_worker_with_another_chat_template_than_all_others_does_not_swal
 
 
 @with_virtual_time
+async def test_each_worker_s_own_prompt_is_checked_also_after_one_that_gave_the_request_back() -> None:
+    services, client = a_router(a_config(1, 1)), Client()
+    script(services, "p0", probed())
+    marker = {"text": "", "token_ids": [], "stop_reason": "recomputed", "prompt_token_ids": PROMPT_IDS}
+    differs = events(20, prompt_token_ids=[*PROMPT_IDS, 8]) + DONE
+    d0 = script(services, "d0", Page(events(20, finish="stop", **marker) + DONE), Page(differs))
+    async with dispatching(services):
+        with pytest.raises(PromptsDiffer):
+            await a_leg(services, client).run()
+    assert len(d0.asked) == 2 and not client.got and idle(services)
+
+
+@with_virtual_time
 async def test_a_prefiller_with_another_chat_template_than_all_others_does_not_swallow_their_requests() -> None:
     services = a_router(a_config(2, 2))
     sick = script(services, "p0", probed(prompt=[*PROMPT_IDS, 8]))
