@@ -194,6 +194,7 @@ class Answer:
         self._is_of_another_prompt = False
         prefix = prompt_text(request, result.reply) if request.stream else ""
         self.scanner = EventScanner(
+            chat=request.endpoint == "chat",
             prefix=prefix,
             want_token_ids=request.return_token_ids,
             want_usage=request.include_usage or request.assembled,
@@ -323,6 +324,6 @@ class Answer:
         """
         scanner = self.scanner
         scanner.end = StreamEnd.NO_DONE
-        usage_event = scanner.missing_usage(chat=self.request.endpoint == "chat")
+        usage_event = scanner.missing_usage()
         if usage_event:
             await write_part(self.outlet, usage_event)

@@ -132,6 +132,7 @@ class EventScanner:
     """
 
     __slots__ = (
+        "_chat",
         "_closing_events",
         "_hide_reasoning",
         "_index",
@@ -172,6 +173,7 @@ class EventScanner:
     def __init__(
         self,
         *,
+        chat: bool = False,
         want_token_ids: bool = False,
         want_usage: bool = False,
         want_continuous_usage: bool = False,
@@ -188,7 +190,7 @@ class EventScanner:
         """Start on the first worker's stream.
 
         Args:
-            want_token_ids, want_usage, want_continuous_usage: what the client asked for.
+            chat, want_token_ids, want_usage, want_continuous_usage: what the client asked for.
             unasked_usage: pass on usages that nobody asked for; engines send them if they are started with
                 `--enable-force-include-usage`.
             hide_reasoning: take reasoning out of the events.
@@ -205,6 +207,7 @@ class EventScanner:
         self.fault = ""
         self.usage: dict[str, Any] | None = None
         self.fingerprint: str | None = None
+        self._chat = chat
         self._want_ids = want_token_ids
         self._want_usage = want_usage
         self._pass_usage = want_usage or unasked_usage
@@ -315,12 +318,12 @@ class EventScanner:
             return len(self.generated.prompt_ids)
         return self._prompt_tokens
 
-    def missing_usage(self, *, chat: bool) -> bytes:
-        """The final usage event by the router's count, if the worker ended without one; else nothing."""
+    def missing_usage(self) -> bytes:
+        """The final usage event by the router's count, if the worker has sent none since the finish; else nothing."""
         if not self._want_usage or self.usage is not None or self.finish_reason is None or self.prompt_tokens is None:
             return b""
         identity = self.identity
-        head = event_head(identity.public_id, identity.created, identity.model, chat=chat)
+        head = event_head(identity.public_id, identity.created, identity.model, chat=self._chat)
         event = {**head, "choices": [], "usage": self.counted_usage()}
         return self._final_usage(event, event_bytes(event))
 
@@ -443,7 +446,7 @@ class EventScanner:
         self.end = StreamEnd.DONE
         if self._translation is not None:
             return self._translation.end()
-        return raw if self._closing_events else b""
+        return self.missing_usage() + raw if self._closing_events else b""
 
     def _final_usage(self, event: dict[str, Any], raw: bytes) -> bytes:
         usage = event.get("usage")

@@ -340,6 +340,16 @@ def test_usage_that_was_not_asked_for_is_dropped() -> None:
     assert scanner.tokens == 5
 
 
+@pytest.mark.parametrize("told", ["before the end", "with the end", "never"])
+def test_usage_that_was_asked_for_comes_once_before_done_wherever_the_worker_has_it(told: str) -> None:
+    scanner = EventScanner(want_usage=True, prompt_tokens=3)
+    counts = usage(3, 2)
+    scanner.feed(event(completion("a", [1])) + (event(counts) if told == "before the end" else b""))
+    end = completion("b", [2], finish_reason="stop") | ({"usage": counts["usage"]} if told == "with the end" else {})
+    *_, last, done = parsed(scanner.feed(event(end) + DONE))
+    assert done == DONE.strip() and last == {**usage(3, 2), "model": "m"} and scanner.usage == last["usage"]
+
+
 def test_continuous_usage_counts_where_no_ids_come() -> None:
     scanner = EventScanner()
     for n in (1, 3, 4):
@@ -377,7 +387,7 @@ def test_usage_requested_only_by_the_router_is_dropped_and_other_usage_passed_on
     assert usages == ([usage(10, 2)["usage"]] * 2 if unasked else [])
     scanner = EventScanner(unasked_usage=unasked, prompt_tokens=10)
     scanner.feed(event(completion("a", [1], finish_reason="length")))
-    assert scanner.missing_usage(chat=False) == b"", "one that nobody has told is made up for nobody"
+    assert scanner.missing_usage() == b"", "one that nobody has told is made up for nobody"
 
 
 @pytest.mark.parametrize(
@@ -820,7 +830,7 @@ def test_a_continuous_usage_does_not_fall_by_tokens_that_were_given_back() -> No
 def test_a_usage_that_no_worker_has_sent_names_the_model_as_the_events_before_it() -> None:
     scanner = EventScanner(want_usage=True, prompt_tokens=3)
     scanner.feed(event(completion("a", [1], finish_reason="length") | {"model": "full/name"}))
-    (made,) = parsed(scanner.missing_usage(chat=False))
+    (made,) = parsed(scanner.missing_usage())
     assert made["model"] == "full/name" and made["usage"]["completion_tokens"] == 1
 
 
@@ -868,7 +878,7 @@ def test_the_kind_of_text_is_known_even_if_the_first_token_has_no_text(kind: str
 def test_without_a_prefillers_count_no_usage_is_made_up() -> None:
     scanner = EventScanner(want_usage=True)
     scanner.feed(event(completion("a", [1], finish_reason="stop")))
-    assert scanner.missing_usage(chat=False) == b""
+    assert scanner.missing_usage() == b""
 
 
 def test_one_choice_of_several_gets_its_index_and_the_common_id() -> None:
