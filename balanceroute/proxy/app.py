@@ -4,7 +4,7 @@ import asyncio
 import logging
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -81,7 +81,18 @@ class ClientApp(Starlette):
         lifespan: Callable[[Starlette], AbstractAsyncContextManager[None]],
     ) -> None:
         handlers: dict[Any, Callable[..., Any]] = {HTTPException: http_error, Exception: internal_error}
-        super().__init__(routes=routes, lifespan=lifespan, exception_handlers=handlers | ERROR_HANDLERS)
+
+        @asynccontextmanager
+        async def noted(app: Starlette) -> AsyncIterator[None]:
+            async with AsyncExitStack() as stack:
+                try:
+                    await stack.enter_async_context(lifespan(app))
+                except BalanceRouteError as error:
+                    self.failure = error
+                    raise
+                yield
+
+        super().__init__(routes=routes, lifespan=noted, exception_handlers=handlers | ERROR_HANDLERS)
         self.config, self.tls = config, tls
         self.hot: Mapping[str, Callable[[Request, Response], Handler]] = {}
         self.router.redirect_slashes = False  # Starlette would redirect to the client's Host; see `http_error`
@@ -143,12 +154,7 @@ def create_app(
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         predictor = forecasts or build_forecasts(config)
         loop = asyncio.get_running_loop()
-        try:
-            services = build_services(config, loop, predictor, strict, journal, perimeter, tls, pins)
-        except BalanceRouteError as error:
-            app.failure = error
-            raise
-        app.services = services
+        services = app.services = build_services(config, loop, predictor, strict, journal, perimeter, tls, pins)
         app.hot = hot_routes(services)
         start(services, dashboard.recorder)
         try:

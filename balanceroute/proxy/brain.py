@@ -32,7 +32,7 @@ from balanceroute.proxy.client.services import ClientServices
 from balanceroute.proxy.link.far import FarListener
 from balanceroute.proxy.link.leadership import FileLead, Lead
 from balanceroute.proxy.parent.configured import Configured
-from balanceroute.proxy.run_folder.folder import RunFolder
+from balanceroute.proxy.run_folder.folder import RunFolder, cannot_listen
 from balanceroute.proxy.run_folder.relay_locks import RelayLocks
 from balanceroute.proxy.server import ChildServer, Reload
 from balanceroute.proxy.telemetry.clock import now_s
@@ -79,7 +79,7 @@ def run_brain(configured: Configured, folder: RunFolder, setup: BrainSetup, call
         callbacks.on_lead()
         server = _leading_server(configured, folder, lead, setup, callbacks, waited)
         server.run()
-        if server.lost or not server.started:  # older versions of uvicorn return where they can't start
+        if server.lost:
             sys.exit(LOST)
         lead.resign()  # not before: the next brain of this run folder is to lead, and no other folder's
     finally:
@@ -196,13 +196,15 @@ class BrainServer(ChildServer):
         app.end = self.leave
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen; if somebody empties the run folder meanwhile, another brain is to lead."""
+        """Listen; if somebody empties the run folder meanwhile, another brain is to lead. Raises: ConfigError."""
         try:
             await super().startup(sockets)
-        except FileNotFoundError as error:
-            log.warning(SOCKET_REMOVED, extra={"lost": [str(error.filename)]})
+        except OSError as error:
             await self.lifespan.shutdown()
-            sys.exit(LOST)
+            if isinstance(error, FileNotFoundError):
+                log.warning(SOCKET_REMOVED, extra={"lost": [str(error.filename)]})
+                sys.exit(LOST)
+            raise cannot_listen(self._app.folder.operators, error) from None
 
     def _begin_drain(self, services: ClientServices) -> None:
         super()._begin_drain(services)

@@ -39,7 +39,7 @@ from balanceroute.proxy.parent.configured import Configured
 from balanceroute.proxy.perimeter.perimeter import Perimeter
 from balanceroute.proxy.reload import reload
 from balanceroute.proxy.run_folder.changes import FIRST, KeptChanges
-from balanceroute.proxy.run_folder.folder import RunFolder
+from balanceroute.proxy.run_folder.folder import RunFolder, cannot_listen
 from balanceroute.proxy.run_folder.kept_counts import KeptCounts
 from balanceroute.proxy.run_folder.leader_counts import LeaderCounts
 from balanceroute.proxy.telemetry.clock import now_s
@@ -146,7 +146,10 @@ def create_brain_app(
         services.keep_changes = lambda: kept.keep(services, app.read)
         services.forget_absent_workers()
         try:
-            await app.hub.serve(str(folder.link))
+            try:
+                await app.hub.serve(str(folder.link))
+            except OSError as error:
+                raise cannot_listen(folder.link, error) from None
             start(services, dashboard.recorder, app.hub.settled)
             _watch(app, counted, kept)
             yield

@@ -58,7 +58,7 @@ from balanceroute.proxy.perimeter.perimeter import Perimeter
 from balanceroute.proxy.perimeter.routes import ACCESS, Access
 from balanceroute.proxy.perimeter.tls import Tls
 from balanceroute.proxy.relay_services import RelayServices
-from balanceroute.proxy.run_folder.folder import RunFolder
+from balanceroute.proxy.run_folder.folder import RunFolder, cannot_listen
 from balanceroute.proxy.run_folder.kept_counts import CountsFile
 from balanceroute.proxy.run_folder.relay_locks import RelayLocks
 from balanceroute.proxy.server import ChildServer
@@ -155,7 +155,10 @@ def create_relay_app(configured: Configured, folder: RunFolder, name: str, lock:
         try:
             if metaserver is not None:
                 listener = CallbackListener(folder.callbacks(name), metaserver.answer)
-                await listener.serve()
+                try:
+                    await listener.serve()
+                except OSError as error:
+                    raise cannot_listen(folder.callbacks(name), error) from None
                 closing.append(listener.close)
                 coroutines["callbacks"] = listener.watch
             start_all(services, coroutines)

@@ -82,9 +82,23 @@ class Server(uvicorn.Server):
         self._drain: asyncio.Task[None] | None = None
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
-        """Run to the end on `telemetry.clock.Loop`."""
-        with asyncio.Runner(loop_factory=Loop) as runner:
-            runner.run(self.serve(sockets=sockets))
+        """Run to the end on `telemetry.clock.Loop`. Raises: `app.failure`; SystemExit: it can't listen."""
+        its_log = logging.getLogger("uvicorn.error")
+        its_log.addFilter(self._is_worth_a_line)
+        try:
+            with asyncio.Runner(loop_factory=Loop) as runner:
+                runner.run(self.serve(sockets=sockets))
+        except SystemExit:  # older versions of uvicorn return instead
+            if self._app.failure is None:
+                raise
+        finally:
+            its_log.removeFilter(self._is_worth_a_line)
+        if self._app.failure is not None:
+            raise self._app.failure
+
+    def _is_worth_a_line(self, record: logging.LogRecord) -> bool:
+        """Whether uvicorn's line says more than the error that ends this process: that one is to be the last line."""
+        return self._app.failure is None and not isinstance(record.msg, OSError)
 
     @property
     def should_exit(self) -> bool:
@@ -293,19 +307,14 @@ class ChildServer(ProcessServer):
 def serve(app: ClientApp, config: Config, on_reload: Reload | None = None) -> None:
     """Run until a signal ends it. Raises: ConfigError: the address cannot be listened on; `app.failure`."""
     server, address = ProcessServer(app, config, on_reload), f"{host_in_url(config.listen.host)}:{config.listen.port}"
-    # the reason of a failed start is the command's last line
-    its_log = logging.getLogger("uvicorn.error")
-    its_log.addFilter(lambda record: app.failure is None and not isinstance(record.msg, OSError))
     try:
         server.run()
     except SystemExit as error:
-        if app.failure is not None:
-            raise app.failure from None
         cause = error.__context__  # uvicorn's own exit
         reason = f": {_reason(cause)}" if isinstance(cause, OSError) else ""
         raise ConfigError(f"listen: cannot listen on {address}{reason}") from None
     if not server.started:  # older versions of uvicorn return instead of exiting
-        raise app.failure or ConfigError(f"listen: cannot start on {address}")
+        raise ConfigError(f"listen: cannot start on {address}")
 
 
 def _reason(error: OSError) -> str:

@@ -51,7 +51,7 @@ async def test_a_brain_that_cannot_listen_for_relays_closes_what_it_opened(tmp_p
     folder = RunFolder(tmp_path)
     folder.link.mkdir()
     async with beginning(folder, tmp_path / "journal") as app:
-        with pytest.raises(OSError):
+        with pytest.raises(ConfigError, match="cannot listen there"):
             async with app.router.lifespan_context(app):
                 pass
 

@@ -16,6 +16,7 @@ import pytest
 
 from balanceroute.config import validate
 from balanceroute.engine.tokens import continuation, decode
+from balanceroute.errors import ConfigError
 from balanceroute.proxy.link import callbacks as callbacks_module
 from balanceroute.proxy.parent.configured import Configured
 from balanceroute.proxy.relay import create_relay_app
@@ -39,7 +40,7 @@ async def test_a_relay_that_cannot_listen_for_callbacks_closes_what_it_opened(tm
     folder.callbacks("relay-0").mkdir()
     with os.fdopen(lock := RelayLocks(folder).lock("relay-0")):
         app = create_relay_app(Configured.read(validate(sections | layerwise)), folder, "relay-0", lock)
-        with pytest.raises(OSError):
+        with pytest.raises(ConfigError, match="cannot listen there"):
             async with app.router.lifespan_context(app):
                 pass
     assert KeptCounts(folder).of("relay-0")  # what it has counted is kept

@@ -177,7 +177,7 @@ class Hub:
         ledger.collect = self.collect
 
     async def serve(self, path: str) -> None:
-        """Listen on a unix socket at this path, for our user only; replace one that a dead brain has left."""
+        """Listen on a unix socket at this path, for our user only; replace a dead brain's. Raises: OSError."""
         self._ledger.adopts = True
         self._server = await self._loop.create_unix_server(self.connected, path)
         with suppress(FileNotFoundError):  # somebody has removed it: the server ends as soon as it looks

@@ -289,5 +289,10 @@ def _is_our_file(path: Path) -> bool:
     return os.access(path, os.R_OK | os.W_OK)
 
 
+def cannot_listen(path: Path, error: OSError) -> ConfigError:
+    """The error for a socket that can't be made: a full disk, no free descriptor, a removed folder."""
+    return ConfigError(f"{path}: cannot listen there: {os.strerror(error.errno or 0)}")
+
+
 def _unusable(folder: Path, why: str) -> ConfigError:
     return ConfigError(f"listen.run_folder = {str(folder)!r}: {why}")

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from balanceroute.errors import ConfigError
 from balanceroute.proxy import brain
 from balanceroute.proxy.brain_app import BrainSetup
 from balanceroute.proxy.link.leadership import FileLead
@@ -112,13 +113,15 @@ def test_a_brain_that_is_restarted_in_a_drain_leads_although_another_pod_has_the
     lead.release()
 
 
-def test_a_brain_that_cannot_start_does_not_end_as_one_that_is_not_needed_any_more(tmp_path: Path) -> None:
-    """In a drain, the parent would not restart it."""
+@pytest.mark.parametrize("name", ["link.sock", "operators.sock"])
+def test_a_brain_that_cannot_listen_ends_with_the_reason_and_no_traceback(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
     folder = RunFolder(tmp_path)
-    callbacks = brain.BrainCallbacks(lambda: None, folder.link.mkdir, lambda: None)
-    with pytest.raises(SystemExit) as ended:
+    callbacks = brain.BrainCallbacks(lambda: None, (tmp_path / name).mkdir, lambda: None)
+    with pytest.raises(ConfigError, match=f"{name}: cannot listen there: "):
         brain.run_brain(Configured.read(a_config()), folder, BrainSetup(1), callbacks)
-    assert ended.value.code
+    assert not [record for record in caplog.records if record.levelname in ("ERROR", "CRITICAL")]
 
 
 def test_a_standby_that_leads_waits_for_all_relays_of_its_router(
