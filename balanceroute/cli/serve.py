@@ -115,7 +115,6 @@ def serve(
     from balanceroute.cli.check_config import check_files, check_model, check_paths, load_without_threads
     from balanceroute.config import (
         assumptions,
-        fallbacks_of,
         from_example_flags,
         load,
         parse_assignment,
@@ -155,8 +154,7 @@ def serve(
     ):
         if value is not None:
             overrides[key] = value
-    fallbacks = fallbacks_of(retry_delay)
-    config = load_without_threads(lambda: load(config_file, os.environ, overrides, fallbacks))
+    config = load_without_threads(lambda: load(config_file, os.environ, overrides))
     check_paths(config)
     check_files(config)
     configure(config.log.level, config.log.format)
@@ -165,7 +163,7 @@ def serve(
     raise_limit()
 
     def read() -> "Config":
-        again = load(config_file, os.environ, overrides, fallbacks)
+        again = load(config_file, os.environ, overrides)
         check_files(again)
         return again
 

@@ -4,7 +4,7 @@ from balanceroute.config.addresses import is_loopback
 from balanceroute.config.client_keys import KeyEntry, digest_of, new_key, read_client_keys
 from balanceroute.config.describe import Setting, describe_settings, effective, effective_json, effective_yaml
 from balanceroute.config.documents import to_yaml
-from balanceroute.config.example_flags import fallbacks_of, from_example_flags
+from balanceroute.config.example_flags import from_example_flags
 from balanceroute.config.loading import (
     assumptions,
     load,
@@ -31,7 +31,6 @@ __all__ = [
     "effective",
     "effective_json",
     "effective_yaml",
-    "fallbacks_of",
     "from_example_flags",
     "is_loopback",
     "load",

@@ -173,6 +173,7 @@ def effective(config: Config) -> dict[str, Any]:
     others = DEFAULTS.keys() - {"policy", *knobs_of(config.routing.policy)}
     data["routing"] = {key: value for key, value in data["routing"].items() if key not in others}
     data["predictor"]["period_steps"] = config.refresh_period_steps
+    data["retry"]["max_delay_s"] = config.retry.longest_delay_s
     for rows, workers in (
         (data["prefill"]["workers"], config.prefill.workers),
         (data["decode"]["workers"], config.decode.workers),

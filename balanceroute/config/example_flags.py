@@ -48,11 +48,6 @@ def from_example_flags(
     return {key: value for key, value in given.items() if value is not None}
 
 
-def fallbacks_of(retry_delay: float | None) -> dict[str, object]:
-    """Settings that follow from these flags where nothing else sets them: no delay is cut below the first one."""
-    return {"retry.max_delay_s": float(retry_delay)} if retry_delay is not None and retry_delay > 2.0 else {}
-
-
 def _url(host: str, port: int, flag: str) -> str:
     """The base URL of a worker; an IPv6 address may come with or without brackets."""
     bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host

@@ -41,24 +41,16 @@ def load(
     path: str | Path | None,
     environ: Mapping[str, str] | None = None,
     overrides: Mapping[str, object] | None = None,
-    fallbacks: Mapping[str, object] | None = None,
 ) -> Config:
     """Build the configuration from a YAML file, an environment and flags; reads the file and nothing global.
 
     Args: path: the YAML, or None for none. environ: usually `os.environ`. overrides: dotted key path to
-    value, as `from_example_flags` and `parse_assignment` give them. fallbacks: the same, for what nothing
-    else sets.
+    value, as `from_example_flags` and `parse_assignment` give them.
     Raises: ConfigError.
     """
     tree, origin = _read(path)
     policy_of_file = _policy(tree)
     sources, problems = _put_layers(tree, environ or {}, overrides or {})
-    for key, value in (fallbacks or {}).items():
-        section, _, name = key.partition(".")
-        beside = tree.get(section) or {}
-        if isinstance(beside, dict) and name not in beside:
-            sources[key] = "command line"
-            _put(tree, key, value, "command line")
     try:
         config = validate(tree, origin, sources)
     except ConfigError as error:

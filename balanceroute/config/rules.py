@@ -72,9 +72,9 @@ def _time_problems(config: "Config") -> Iterator[str]:
             f"pool.ttl_s = {config.pool_ttl_s:g}: accepted is less than the {pin_s:g} s after which a "
             f"{config.connector} prefiller drops the KV (prefill.kv_pin_s)"
         )
-    if config.retry.max_delay_s < config.retry.base_delay_s:
+    if config.retry.longest_delay_s < config.retry.base_delay_s:
         yield (
-            f"retry.max_delay_s = {config.retry.max_delay_s:g}: accepted is at least retry.base_delay_s "
+            f"retry.max_delay_s = {config.retry.longest_delay_s:g}: accepted is at least retry.base_delay_s "
             f"({config.retry.base_delay_s:g})"
         )
 

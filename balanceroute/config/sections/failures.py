@@ -5,6 +5,8 @@ from pydantic import Field
 from balanceroute.config.sections.section import Section
 from balanceroute.config.values import Period, Seconds, SecondsOrZero
 
+USUAL_DELAY_S = 2.0  # the longest one, where nothing else is set
+
 
 class Retry(Section):
     """What happens when a worker fails. 4xx is never retried; 429 and 503 are no failures: the request waits."""
@@ -20,7 +22,9 @@ class Retry(Section):
     base_delay_s: SecondsOrZero = Field(
         0.05, description="Upper end of the random delay before the second try; doubles from try to try."
     )
-    max_delay_s: SecondsOrZero = Field(2.0, description="Upper end of the random delay before any try.")
+    max_delay_s: SecondsOrZero | None = Field(
+        None, description="Upper end of the random delay before any try. Unset: 2, or base_delay_s where that is more."
+    )
     resume_on_worker_loss: bool = Field(
         True,
         description="Continue a stream on another worker from its token ids when its decoder is lost; otherwise the "
@@ -31,6 +35,11 @@ class Retry(Section):
         description="How long a stream stays on a decoder that was judged down only because it is silent: it may just "
         "have paused. If the connection broke, or no token has arrived yet, the request does not wait.",
     )
+
+    @property
+    def longest_delay_s(self) -> float:
+        """`max_delay_s`, or what follows where it is unset."""
+        return max(USUAL_DELAY_S, self.base_delay_s) if self.max_delay_s is None else self.max_delay_s
 
 
 class Health(Section):

@@ -321,7 +321,7 @@ class Retries:
     def _backoff_s(self, failures: int) -> float:
         """Exponential with full jitter."""
         retry = self._services.config.retry
-        return _draws.uniform(0.0, min(retry.max_delay_s, retry.base_delay_s * 2.0 ** (failures - 1)))
+        return _draws.uniform(0.0, min(retry.longest_delay_s, retry.base_delay_s * 2.0 ** (failures - 1)))
 
     # -- what is forgotten
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from balanceroute.config import fallbacks_of, from_example_flags, load
+from balanceroute.config import from_example_flags, load
 from balanceroute.errors import ConfigError
 
 
@@ -44,9 +44,9 @@ def test_all_flags_reach_their_settings() -> None:
         workers=1,
         log_level="DEBUG",
     )
-    config = load(None, {}, overrides, fallbacks_of(5))
+    config = load(None, {}, overrides)
     assert (config.listen.host, config.listen.port, config.log.level) == ("::", 1999, "debug")
-    assert (config.retry.max_attempts, config.retry.base_delay_s, config.retry.max_delay_s) == (1, 5, 5)
+    assert (config.retry.max_attempts, config.retry.base_delay_s, config.retry.longest_delay_s) == (1, 5, 5)
     assert (config.lifecycle.join_attempts, config.lifecycle.join_interval_s) == (9, 1)
     assert config.decode.workers[0].url == "http://localhost:2"
 
@@ -57,8 +57,8 @@ def test_a_longest_delay_that_is_set_holds_beside_the_flag_of_the_first_one(else
     environ = {"BALANCEROUTE_RETRY__MAX_DELAY_S": "30"} if elsewhere == "variable" else {}
     overrides = from_example_flags(prefiller_ports=[1], decoder_ports=[2], retry_delay=5)
     overrides |= {"retry.max_delay_s": 30.0} if elsewhere == "flag" else {}
-    config = load(file, environ, overrides, fallbacks_of(5))
-    assert (config.retry.base_delay_s, config.retry.max_delay_s) == (5, 30)
+    config = load(file, environ, overrides)
+    assert (config.retry.base_delay_s, config.retry.longest_delay_s) == (5, 30)
 
 
 @pytest.mark.parametrize("tries", [0, -1])

@@ -189,7 +189,7 @@ WRONG = [
         "pool.ttl_s = 60: accepted is less than the 30 s after which a nixl",
     ),
     ("pool: {ttl_s: 0}", "pool.ttl_s = 0: accepted is a number, more than 0"),
-    ("retry: {base_delay_s: 5}", "retry.max_delay_s = 2: accepted is at least retry.base_delay_s (5)"),
+    ("retry: {base_delay_s: 5, max_delay_s: 2}", "retry.max_delay_s = 2: accepted is at least retry.base_delay_s (5)"),
     ('listen: {host: "\\0"}', "listen.host = '\\x00': accepted is a host name or an IP address"),
     ("listen: {host: router..example}", "listen.host = 'router..example': accepted is a host name of parts of 1 to 63"),
     ("listen: {admin: '9999'}", "listen.admin = '9999': accepted is HOST:PORT, such as 127.0.0.1:8001"),

@@ -65,6 +65,14 @@ def test_predictions_are_refreshed_every_half_horizon(sections: dict[str, Any], 
     assert a_config(**sections).refresh_period_steps == steps
 
 
+@pytest.mark.parametrize(
+    ("retry", "longest_s"), [({}, 2), ({"base_delay_s": 5}, 5), ({"base_delay_s": 5, "max_delay_s": 30}, 30)]
+)
+def test_the_longest_delay_follows_from_the_first_unless_it_is_set(retry: dict[str, float], longest_s: float) -> None:
+    config = a_config(retry=retry)
+    assert effective(config)["retry"]["max_delay_s"] == config.retry.longest_delay_s == longest_s
+
+
 def test_br_h_without_a_predictor_is_allowed_when_stated() -> None:
     assert a_config(routing={"policy": "br_h"}, predictor={"kind": "none"}).predictor.kind == "none"
 
