@@ -39,7 +39,7 @@ class _Values(yaml.constructor.SafeConstructor):
             )
         try:
             return super().construct_object(node, deep)
-        except (AttributeError, LookupError, TypeError):
+        except (AttributeError, LookupError, TypeError, ValueError):
             kind = node.tag.rpartition(":")[2]
             raise yaml.constructor.ConstructorError(None, None, f"it is no {kind}", node.start_mark) from None
 

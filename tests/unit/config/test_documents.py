@@ -42,7 +42,10 @@ def test_a_yaml_value_that_contains_itself_is_refused(tmp_path: Path, text: str)
 @pytest.mark.parametrize("long", [0, documents.LONG], ids=["long", "short"])
 @pytest.mark.parametrize(
     "value",
-    ["!!bool maybe", "!!timestamp soon", '!!int ""', '!!float ""', "!!map [1]", "!!set [1]", "!!int {a: 1}", "!!seq x"],
+    [
+        *("!!bool maybe", "!!timestamp soon", '!!int ""', '!!float ""', "!!map [1]", "!!set [1]", "!!int {a: 1}"),
+        *("!!seq x", "!!int x", "!!float x", "2026-13-41"),
+    ],
 )
 def test_a_value_that_contradicts_its_yaml_tag_is_reported_with_its_place(
     tmp_path: Path, value: str, long: int, monkeypatch: pytest.MonkeyPatch

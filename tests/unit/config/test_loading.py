@@ -322,7 +322,7 @@ WRONG_FILES = [
     ("listen: {port: 1}\n---\nlog: {}\n", "found another document; accepted is one, without a line ---"),
     ("1: x\n", "c.yaml: line 1, column 1: not valid YAML: the key 1 is not text"),
     ("routing: !!python/object:os.system {}\n", "c.yaml: line 1, column 10: not valid YAML"),
-    ("log: {level: 2024-13-45}\n", "c.yaml: not valid YAML"),
+    ("log: {level: 2024-13-45}\n", "c.yaml: line 1, column 14: not valid YAML: it is no timestamp"),
     ("listen: {port: 80}\n", "c.yaml: prefill.workers: required and missing; accepted is a list of"),
 ]
 
