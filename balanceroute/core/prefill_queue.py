@@ -18,7 +18,7 @@ from balanceroute.core.tracker import RequestTracker
 from balanceroute.core.types import QUEUED
 
 AGEING = 1.0  # `reproduce prefix` measures it
-MOST_AGEING = 0.5  # of the queue's deadline: nobody expires for being long
+MOST_AHEAD = 0.5  # of the queue's deadline: nobody expires for being long
 
 
 class PrefillQueue:
@@ -31,7 +31,7 @@ class PrefillQueue:
 
     def configure(self, ageing: float, deadline_s: float) -> None:
         """Use another `ageing` (seconds of waiting per second of the own prefill) and deadline of arrivals."""
-        self._ageing, self._most_ahead_s = ageing, MOST_AGEING * deadline_s
+        self._ageing, self._most_ahead_s = ageing, MOST_AHEAD * deadline_s
 
     def add(self, tracker: RequestTracker, n_queued: int) -> None:
         """Add a request, as one of `n_queued`. O(1) on average."""

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from balanceroute.core.prefill_queue import MOST_AGEING
+from balanceroute.core.prefill_queue import MOST_AHEAD
 from balanceroute.core.prefill_work import FIRST_S_PER_TOKEN
 from balanceroute.core.scheduler import Scheduler
 from balanceroute.core.scheduler_config import SchedulerConfig
@@ -41,7 +41,7 @@ class Waiting:
     size: int
 
     def place(self, ageing: float) -> tuple[int, float, int]:
-        ahead_s = min(ageing * self.size * FIRST_S_PER_TOKEN, MOST_AGEING * DEADLINE_S)
+        ahead_s = min(ageing * self.size * FIRST_S_PER_TOKEN, MOST_AHEAD * DEADLINE_S)
         return self.priority, self.arrived_s + ahead_s, self.order
 
 
