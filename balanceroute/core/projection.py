@@ -55,22 +55,15 @@ class Projection:
         self._count_cells = self._counts.reshape(-1).data
         self._steps: IntArray = np.arange(horizon_steps, -1, -1, dtype=np.int64)
 
-    def add(self, worker: int, kv_tokens: int, remaining: float, running: bool = True) -> None:
-        """A request of `kv_tokens` (s + a) with c = `remaining` is now active on the worker."""
-        self._put(worker, kv_tokens, remaining, running, 1)
-
-    def remove(self, worker: int, kv_tokens: int, remaining: float, running: bool = True) -> None:
-        """The reverse of `add` with the request's present values."""
-        self._put(worker, -kv_tokens, remaining, running, -1)
-
-    def _put(self, worker: int, kv_tokens: int, remaining: float, running: bool, count: int) -> None:
+    def add(self, worker: int, kv_tokens: int, remaining: float, running: bool = True, count: int = 1) -> None:
+        """A request of `kv_tokens` (s + a) with c = `remaining` is now active on the worker; `count` -1: no longer."""
         column = self.horizon_steps - int(remaining)
         if running:
             cell = worker * self._width + column
-            self._token_cells[cell] += kv_tokens
+            self._token_cells[cell] += count * kv_tokens
             self._count_cells[cell] += count
         else:
-            self._idle_sums[:, worker, column] += (kv_tokens, count)
+            self._idle_sums[:, worker, column] += (count * kv_tokens, count)
             self._idle += count
 
     def grow(self, worker: int, tokens: int) -> None:

@@ -166,7 +166,7 @@ class ClusterSnapshot:
     def release_slot(self, tracker: RequestTracker) -> None:
         """The request releases its slot and its load; `counted` keeps what it has generated."""
         worker = worker_of(tracker)
-        self._unproject(tracker)
+        self._project(tracker, -1)
         tracker.counted = generated = tracker.generated
         worker.load -= tracker.prompt_tokens + generated
         worker.running -= tracker.running
@@ -175,7 +175,7 @@ class ClusterSnapshot:
 
     def run(self, tracker: RequestTracker) -> None:
         """Lock-step: the engine runs the request from its next step on."""
-        self._unproject(tracker)
+        self._project(tracker, -1)
         worker = worker_of(tracker)
         tracker.running, tracker.joined_step = True, worker.steps
         worker.running += 1
@@ -207,30 +207,23 @@ class ClusterSnapshot:
 
     def resize(self, tracker: RequestTracker, prompt_tokens: int) -> None:
         """The exact size of its prompt is known."""
-        self._unproject(tracker)
+        self._project(tracker, -1)
         worker_of(tracker).load += prompt_tokens - tracker.prompt_tokens
         tracker.prompt_tokens = prompt_tokens
         self._project(tracker)
 
     def forecast(self, tracker: RequestTracker, expected_remaining: float) -> None:
         """Renew its c-hat, which counts from now on."""
-        self._unproject(tracker)
+        self._project(tracker, -1)
         tracker.refreshed_remaining, tracker.refreshed_at = expected_remaining, tracker.generated
         self._project(tracker)
 
-    def _project(self, tracker: RequestTracker) -> None:
-        """Project the request over the horizon, as it stands now."""
+    def _project(self, tracker: RequestTracker, count: int = 1) -> None:
+        """Project the request over the horizon as it is now; `count` -1: take it out, before any of that changes."""
         horizon = self.horizon_steps
         if horizon:
             index, remaining = worker_of(tracker).index, tracker.remaining(horizon)
-            self.projection.add(index, tracker.kv_tokens, remaining, tracker.running)
-
-    def _unproject(self, tracker: RequestTracker) -> None:
-        """Take the request out of the projection. Call it before anything that `_project` reads changes."""
-        horizon = self.horizon_steps
-        if horizon:
-            index, remaining = worker_of(tracker).index, tracker.remaining(horizon)
-            self.projection.remove(index, tracker.kv_tokens, remaining, tracker.running)
+            self.projection.add(index, tracker.kv_tokens, remaining, tracker.running, count)
 
     def places_ahead(self, worker: DecodeInstanceState, fixed: int | None) -> int:
         """How many requests a worker may be sent ahead of its slots: `fixed`, or as measured where that is None.

@@ -48,7 +48,7 @@ class Model:
         projection.add(self.worker, self.tokens, self.remaining, self.running)
 
     def remove_from(self, projection: Projection) -> None:
-        projection.remove(self.worker, self.tokens, self.remaining, self.running)
+        projection.add(self.worker, self.tokens, self.remaining, self.running, -1)
 
     def grow(self, kept: Projection, tokens: int) -> None:
         """Generate `tokens`, and tell the projection."""
@@ -115,7 +115,7 @@ def test_projections_that_differ_in_one_request_are_not_equal(kv_tokens: int, re
     assert one.equals(other)
     other.add(1, kv_tokens, remaining, running)
     assert not one.equals(other)
-    other.remove(1, kv_tokens, remaining, running)
+    other.add(1, kv_tokens, remaining, running, -1)
     assert one.equals(other)
 
 
