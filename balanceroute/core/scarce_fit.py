@@ -94,7 +94,7 @@ import numpy as np
 
 from balanceroute.arrays import FloatArray
 from balanceroute.core.fit_rules import MIN_CAP_S, FitRules, TargetFitParams, caps_s, step_alone
-from balanceroute.core.snapshot import ClusterSnapshot, free_slots
+from balanceroute.core.snapshot import ClusterSnapshot
 from balanceroute.core.tracker import DecodeInstanceState
 from balanceroute.core.types import DOWN, UP, WorkerSpec
 from balanceroute.core.workload_means import WorkloadMeans
@@ -179,8 +179,8 @@ class OpenWorker:
 class Loads:
     """The workers while a scarce decision is made; those without a free slot do not change and are summed once.
 
-    Attributes: `changing`, those that had a free slot, and `free`, how many they had; `open`, those that have one;
-    `left`, whether some keep theirs because nothing fits.
+    Attributes: `changing`, those that had a free slot; `open`, those that have one; `left`, whether some keep theirs
+    because nothing fits.
     """
 
     def __init__(self, snapshot: ClusterSnapshot, open_workers: list[DecodeInstanceState], rules: FitRules) -> None:
@@ -194,7 +194,6 @@ class Loads:
                 each.roomiest = each.room == most
         self._fastest, self._may_rise = slower_workers(snapshot, rules)
         self.open = self.changing.copy()
-        self.free = free_slots(open_workers)
         for index in sorted([worker.index for worker in open_workers] + snapshot.down, reverse=True):
             del fixed[index]
         self._count = len(fixed) + len(open_workers)
@@ -272,10 +271,9 @@ class Window:
         self.rules = rules
         self._mean_prompt = means.prompt_tokens or 1.0
         self._request_tokens = snapshot.request_tokens
-        self._mean_cost = self._mean_prompt + self._request_tokens
-        if rules.sees_answers:
-            self._mean_cost = max(self._mean_cost, means.answer_tokens)
-        self._curvature = rules.curvature / self._mean_cost
+        self._mean_request = self._mean_prompt + self._request_tokens
+        self._unit = max(self._mean_request, means.answer_tokens) if rules.sees_answers else self._mean_request
+        self._curvature = rules.curvature / self._unit
         count = int(min(MOST_WINDOW, rules.window_per_slot * snapshot.slots))
         self.trackers = waiting.head(count)
         sizes, ready_s = waiting.arrays()
@@ -297,8 +295,8 @@ class Window:
 
     def _expected(self, snapshot: ClusterSnapshot, wait_s: FloatArray) -> list[int]:
         """See "Room for huge prompts": none before the answers' time is known, or where workers step alone."""
-        rules, stay_s, mean_cost = self.rules, snapshot.mean_stay_s(), self._mean_prompt + self._request_tokens
-        huge = rules.room_from * mean_cost - self._request_tokens
+        rules, stay_s = self.rules, snapshot.mean_stay_s()
+        huge = rules.room_from * self._mean_request - self._request_tokens
         if self._largest < huge or stay_s == math.inf or not snapshot.shared_barrier:
             return []
         departure_s = stay_s * snapshot.n_in_barrier / snapshot.slots
@@ -308,7 +306,7 @@ class Window:
             waited_s = float(wait_s[position])
             left_s = waited_s / float(self._late[position]) - waited_s
             room = rules.room_share * (self.prompts[position] + self._request_tokens)
-            early_s = rules.room_lead * departure_s * room / mean_cost - left_s
+            early_s = rules.room_lead * departure_s * room / self._mean_request - left_s
             if early_s > 0.0:
                 urgent.append((-early_s, position))
         most = max(1, int(rules.room_workers * snapshot.n_in_barrier))
@@ -319,9 +317,7 @@ class Window:
         rules = self.rules
         bonus: FloatArray = self._sizes + self._request_tokens
         bonus *= rules.size_bonus
-        bonus += (
-            rules.mean_bonus + rules.deviation_bonus * means.deviation_tokens / self._mean_prompt
-        ) * self._mean_cost
+        bonus += (rules.mean_bonus + rules.deviation_bonus * means.deviation_tokens / self._mean_prompt) * self._unit
         bonus *= self.age * self.age
         if np.maximum.reduce(self.age) > 1.0:
             bonus += np.where(self.age > 1.0, OVERDUE_BONUS * self.age, 0.0)
@@ -452,10 +448,10 @@ class Fit:
     cost: float
 
 
-def choose_scarce(loads: Loads, window: Window, rounds: int) -> list[Fit]:
-    """Choose a request for each of `rounds` slots; then `swap_passes` times each again, given all the others."""
+def choose_scarce(loads: Loads, window: Window) -> list[Fit]:
+    """Choose a request for each free slot; then `swap_passes` times each again, given all the others."""
     fits: list[Fit] = []
-    while len(fits) < rounds and loads.open:
+    while loads.open and len(fits) < len(window.trackers):
         worker = loads.emptiest()
         fit = None if loads.too_slow(worker, window) else _fit(worker, loads, window)
         if fit is None:

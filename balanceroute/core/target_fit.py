@@ -135,7 +135,7 @@ class TargetFit:
             loads.make_room(snapshot, window)
         if timer:
             timer("prepare")
-        for fit in choose_scarce(loads, window, min(loads.free, len(window.trackers))):
+        for fit in choose_scarce(loads, window):
             stage = 0 if window.age[fit.position] > 1.0 else 2
             yield Choice(window.trackers[fit.position], fit.worker.worker, stage, -fit.cost)
         if timer:
