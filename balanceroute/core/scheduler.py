@@ -336,7 +336,7 @@ class Scheduler:
         """
         self._size_overlap()
         snapshot = self.snapshot
-        if not snapshot.pool.size or not snapshot.has_room or self._may_fill_slots():
+        if not snapshot.has_room or self._may_fill_slots():
             return
         own_slots = [worker.own_slots for worker in snapshot.workers]
         for worker in snapshot.workers:
