@@ -72,6 +72,35 @@ def test_a_journal_is_not_written_over_the_configuration(
     assert path.read_text().startswith("prefill:")
 
 
+REFUSED = {  # flags, and what each line of the answer says
+    "settings": (["--set", "routing.gamma=9", "--relays", "-1"], ["listen.relays = -1", "routing.gamma = 9"]),
+    "no file": (["--config", "/nowhere.yaml"], ["/nowhere.yaml"]),
+    "certificate": (["--set", "tls.cert_file={text}"], ["tls.cert_file: {text} cannot be used: accepted is a cert"]),
+    "ca": (["--set", "tls.worker_ca_file={text}"], ["tls.worker_ca_file: {text} cannot be used: accepted is certific"]),
+    "keys": (["--set", "auth.client_keys={folder}"], ["auth.client_keys: {folder}: cannot be read: Is a directory"]),
+    "pins": (["--set", "lifecycle.pins_file={folder}"], ["lifecycle.pins_file = '{folder}': is a folder; accepted is"]),
+    "journal": (["--journal", "{folder}"], ["{folder}"]),
+    "folder": (["--journal={folder}/none/j"], ["{folder}/none/j: cannot be written: there is no folder {folder}/none"]),
+}
+
+
+@pytest.mark.parametrize("named", REFUSED)
+def test_what_serve_cannot_use_is_refused_at_the_start_in_a_line_each(
+    named: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    flags, expected = REFUSED[named]
+    words = {"text": tmp_path / "text", "folder": tmp_path}
+    words["text"].write_text("no certificate")
+    given = [flag.format_map(words) for flag in flags]
+    workers = ["--prefiller-hosts", "p", "--decoder-hosts", "d", "--max-num-seqs", "8"]
+    code, _, error_text = run_command(capsys, monkeypatch, "serve", *workers, *given)
+    lines = [line for line in error_text.splitlines() if not line.startswith("{")]
+    assert code == 2 and len(lines) == len(expected) and '"level":"error"' not in error_text
+    assert lines[0].startswith("balanceroute: ")
+    for line, reason in zip(lines, expected, strict=True):
+        assert reason.format_map(words) in line
+
+
 @pytest.fixture
 def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """Has `serve` refuse a journal; returns what it prints."""
