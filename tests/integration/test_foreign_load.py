@@ -16,7 +16,7 @@ from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 
-SHAPE = ClusterShape(prefillers=2, decoders=2, max_num_seqs=4, time_scale=0.02)
+SHAPE = ClusterShape(prefillers=2, decoders=2, max_num_seqs=4, time_scale=0.1)
 OFTEN = {"prefill": {"poll_interval_s": 0.1}}
 
 
@@ -29,7 +29,7 @@ async def test_foreign_load_on_a_decode_worker_diverts_requests_until_it_is_gone
     async with running(SHAPE, routing={"policy": policy}, **OFTEN) as router:
         busy, quiet = router.cluster.decode
         async with httpx.AsyncClient(**PLAIN, timeout=None) as direct:
-            body = completion(max_tokens=20_000, stream=False)
+            body = completion(max_tokens=4_000, stream=False)
             tasks = [
                 asyncio.get_running_loop().create_task(
                     direct.post(f"{router.cluster.decode_urls[0]}/v1/completions", json=body)
@@ -81,7 +81,7 @@ async def test_two_routers_share_a_cluster_without_queues_at_the_engines() -> No
             async with asyncio.TaskGroup() as crowd:
                 for number in range(16):  # each router alone could fill the cluster twice over
                     for url in (first, second):
-                        crowd.create_task(drive(url, 300 + 20 * number))
+                        crowd.create_task(drive(url, 60 + 4 * number))
                 await until(lambda: queued() >= 6)  # both have filled it, and neither has seen the other yet
                 await until(lambda: queued() == 0)
                 served_before, queues = Counter(done), []

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -16,7 +17,7 @@ from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 
-SHAPE = ClusterShape(prefillers=2, decoders=3, max_num_seqs=8, time_scale=0.05)
+SHAPE = ClusterShape(prefillers=2, decoders=3, max_num_seqs=8, time_scale=0.5)  # few tokens, for seconds
 # limits far above what is waited for here: whatever ends in time was moved, and was not just late
 SETTINGS: dict[str, Any] = {
     "health": {
@@ -65,15 +66,14 @@ def streams_on_every_decoder(router: Router) -> bool:
 
 @pytest.mark.parametrize("connector", ["mooncake_v1", "mooncake_layerwise"])
 async def test_streams_and_new_requests_of_a_frozen_decode_worker_are_answered_by_the_others(connector: str) -> None:
-    shape = ClusterShape(prefillers=2, decoders=3, max_num_seqs=8, time_scale=0.05, connector=connector)  # type: ignore[arg-type]
-    async with running(shape, **SETTINGS) as router:
-        streams = [ask(router, 6000) for _ in range(6)]
+    async with running(replace(SHAPE, connector=connector), **SETTINGS) as router:  # type: ignore[arg-type]
+        streams = [ask(router, 600) for _ in range(6)]
         await until(lambda: streams_on_every_decoder(router))
         frozen = router.cluster.decode[0]
         await freeze(router, frozen.name)
         fresh = [ask(router, 20) for _ in range(6)]
         assert {text_of(await task) for task in fresh} == {decode(continuation(PROMPT, 20))}
-        assert {text_of(await task) for task in streams} == {decode(continuation(PROMPT, 6000))}
+        assert {text_of(await task) for task in streams} == {decode(continuation(PROMPT, 600))}
         assert moves(router) >= 2
         assert not any(router.app.services.fleet[w].in_use for w in _ids(router)[:1])
         await router.cluster.inject(frozen.name, "clear")  # what it still sends goes nowhere, and it serves again
@@ -91,7 +91,7 @@ async def test_a_stream_that_cannot_be_resumed_stays_on_its_frozen_decode_worker
     async with running(SHAPE, **SETTINGS) as router:
         services = router.app.services
         schema = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object"}}}
-        body = completion(max_tokens=800, stream=True, response_format=schema)
+        body = completion(max_tokens=80, stream=True, response_format=schema)
         task = asyncio.get_running_loop().create_task(router.client.post("/v1/completions", json=body, timeout=300.0))
         await until(lambda: any(leg.streaming_from is not None for leg in services.legs))
         worker = next(leg.decoder_id for leg in services.legs)
@@ -108,7 +108,7 @@ async def test_a_stream_that_cannot_be_resumed_stays_on_its_frozen_decode_worker
 async def test_a_frozen_barrier_moves_no_request_is_named_by_ready_and_continues() -> None:
     async with running(SHAPE, **SETTINGS) as router:
         services = router.app.services
-        streams = [ask(router, 1500) for _ in range(6)]
+        streams = [ask(router, 150) for _ in range(6)]
         await until(lambda: streams_on_every_decoder(router))
         probes = sum(worker.counters["probes"] for worker in router.cluster.prefill)
         await router.cluster.inject("d0", "stop_barrier")
@@ -121,7 +121,7 @@ async def test_a_frozen_barrier_moves_no_request_is_named_by_ready_and_continues
         assert moves(router) == 0
         await router.cluster.inject("d0", "clear")
         await router.cluster.inject("d0", "start_barrier")
-        assert {text_of(await task) for task in streams} == {decode(continuation(PROMPT, 1500))}
+        assert {text_of(await task) for task in streams} == {decode(continuation(PROMPT, 150))}
         assert sum(worker.counters["probes"] for worker in router.cluster.prefill) == probes
         await until(lambda: not services.frozen)
         assert "silent_groups" not in (await router.client.get("/ready")).json()
@@ -139,8 +139,7 @@ async def test_probes_of_a_frozen_prefiller_are_answered_by_the_other_one() -> N
 
 
 async def test_requests_with_only_a_dead_prefiller_get_503_after_the_grace_like_new_ones() -> None:
-    shape = ClusterShape(prefillers=1, decoders=2, max_num_seqs=8, time_scale=0.05)
-    async with running(shape, **SETTINGS) as router:
+    async with running(replace(SHAPE, prefillers=1), **SETTINGS) as router:
         await freeze(router, "p0")
         for reply in await asyncio.gather(*(ask(router, 20) for _ in range(4))):
             assert reply.status_code == 503 and reply.headers["retry-after"]
@@ -156,7 +155,7 @@ async def test_requests_with_only_a_dead_prefiller_get_503_after_the_grace_like_
 async def test_a_stream_that_the_engine_pauses_is_not_lost() -> None:
     """As vllm-ascend's DyntraLB does it: one request stands still beside others that run, longer than any silence."""
     async with running(SHAPE, **SETTINGS) as router:
-        streams = [ask(router, 6000) for _ in range(6)]
+        streams = [ask(router, 600) for _ in range(6)]
         decoders = router.cluster.decode
         await until(lambda: sum(len(worker.rank.running) for worker in decoders) == 6)
         index = next(i for i, worker in enumerate(decoders) if len(worker.rank.running) > 1)
@@ -166,6 +165,6 @@ async def test_a_stream_that_the_engine_pauses_is_not_lost() -> None:
         assert name in decoders[index].rank.paused
         assert router.app.services.fleet[_ids(router)[index]].state == "up"
         await router.cluster.inject(decoders[index].name, "resume")
-        assert {text_of(await task) for task in streams} == {decode(continuation(PROMPT, 6000))}
+        assert {text_of(await task) for task in streams} == {decode(continuation(PROMPT, 600))}
         assert moves(router) == 0
         await router.settled()
