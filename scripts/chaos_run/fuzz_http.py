@@ -24,7 +24,7 @@ from typing import Final
 
 import uvloop
 
-from balanceroute.proxy.client.protocol import MAX_WAITING_BYTES
+from balanceroute.proxy.client.inbox import MAX_WAITING_BYTES
 from scripts.chaos_run.edge_stage import HOT_PATH, Outcome, Stage
 from scripts.chaos_run.fuzzing import Batch, Mutation, cut, double, drop, feed, flip, inserting, reads
 

@@ -16,7 +16,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from balanceroute.proxy.client.head import Request, read_any, read_plain
-from balanceroute.proxy.client.protocol import MAX_WAITING_BYTES
+from balanceroute.proxy.client.inbox import MAX_WAITING_BYTES
 from scripts.chaos_run.edge_stage import Outcome, Stage, Taken
 from scripts.chaos_run.fuzz_http import check, one_input, pieces, same, stream
 

@@ -61,7 +61,8 @@ class PeerTransport(httpx.AsyncBaseTransport):
         loop = asyncio.get_running_loop()
         edge = Edge(self._app, limits_of(lambda: self._config), loop, set(), set(), {})
         tls = ssl.create_default_context() if request.url.scheme == "https" else None
-        connection, transport = ClientProtocol(edge), _Transport(self._peer, tls)
+        transport = _Transport(self._peer, tls)
+        connection = ClientProtocol(edge, None if tls is None else transport)
         connection.connection_made(transport)
         body = await request.aread()
         lines = [b"%b: %b\r\n" % field for field in request.headers.raw if field[0].lower() != b"connection"]

@@ -195,7 +195,7 @@ async def test_buffered_bytes_count_with_incoming_bodies(first: bytes) -> None:
             if number < 2:
                 await until(lambda: server.edge.incoming_bytes > 50_000 * (number + 1))  # noqa: B023
             else:
-                await until(lambda: [each._lingering for each in server.connections].count(True) == number - 1)  # noqa: B023
+                await until(lambda: [each._inbox.dropping for each in server.connections].count(True) == number - 1)  # noqa: B023
         edge = server.edge
         assert 100_000 < edge.incoming_bytes < 101_000
         server.site.going_on.set()

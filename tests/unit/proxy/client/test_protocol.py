@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import pytest
 
-from balanceroute.proxy.client import handshake, protocol
+from balanceroute.proxy.client import handshake, inbox, protocol
 from tests.unit.proxy.client.listening import listening, served
 from tests.unit.proxy.servers import on_both_loops
 from tests.waiting import pace, until
@@ -60,7 +60,7 @@ async def test_many_requests_pipelined_behind_a_completion_are_dropped_and_its_a
         client.send(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n" * 100_000)
         (connection,) = server.connections
         await until(lambda: client.writer.transport.get_write_buffer_size() == 0)
-        assert connection._raw == b""
+        assert connection._inbox.raw == b""
         await served(server)
         client.writer.close()
         await until(lambda: not server.connections)  # although it had sent so much more
@@ -78,7 +78,7 @@ async def test_a_client_that_half_closes_and_reads_nothing_counts_as_gone_at_onc
         await until(lambda: server.site.full)
         client.send(behind)
         (connection,) = server.connections
-        await until(lambda: connection._lingering is bool(behind))
+        await until(lambda: connection._inbox.dropping is bool(behind))
         with socket.socket(fileno=os.dup(client.writer.get_extra_info("socket").fileno())) as below:
             below.shutdown(socket.SHUT_WR)
         await until(lambda: not server.connections)
@@ -139,7 +139,7 @@ async def test_of_a_pipeline_longer_than_may_wait_the_rest_is_read_once_there_is
         await until(lambda: server.site.scopes)
         client.send(request * requests)
         (connection,) = server.connections
-        await until(lambda: server.edge.incoming_bytes > protocol.MAX_WAITING_BYTES)
+        await until(lambda: server.edge.incoming_bytes > inbox.MAX_WAITING_BYTES)
         await served(server)
         assert not connection.transport.is_reading()
         server.site.going_on.set()
@@ -215,7 +215,7 @@ async def test_the_bound_of_bytes_after_the_last_answer_is_none_of_the_requests_
         client.send(b"POST /hot HTTP/1.1\r\nhost: x\r\ncontent-length: 9000\r\nauthorization: Bearer wrong\r\n\r\n")
         assert (await client.answer())[0] == 401
         client.send(b"x" * 4000)
-        await until(lambda: [each._dropped_bytes for each in server.connections] == [4000])
+        await until(lambda: [each._inbox.dropped_bytes for each in server.connections] == [4000])
         client.send(b"x" * 2000)
         await until(lambda: not server.connections)
 
