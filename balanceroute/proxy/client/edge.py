@@ -15,7 +15,6 @@ with more than their part of that close the connections with most of it.
 
 import asyncio
 import logging
-import math
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from email.utils import formatdate
@@ -29,6 +28,7 @@ from balanceroute.proxy.client.descriptors import most_clients, most_clients_her
 from balanceroute.proxy.client.head import Request
 from balanceroute.proxy.client.relay_loads import CONNECTIONS, INCOMING_BYTES, SERVED_BYTES, UNREAD_BYTES, Load, alone
 from balanceroute.proxy.client.response import Response
+from balanceroute.proxy.telemetry.ticks import Looks
 
 log = logging.getLogger(__name__)
 
@@ -186,7 +186,7 @@ class Edge:
         self.held: dict[str, int] = {}
         self.date_line = b""
         self._looking: asyncio.TimerHandle | None = None
-        self._due_s = math.inf  # time of the next check
+        self.looks = Looks()
 
     @property
     def limits(self) -> ClientLimits:
@@ -304,7 +304,7 @@ class Edge:
 
     def _look(self) -> None:
         now, period_s = self.loop.time(), self.period_s
-        stood_still, self._due_s = now > self._due_s + period_s, now + period_s
+        stood_still = self.looks.stood_still(now, 2 * period_s)
         self.date_line = f"date: {formatdate(usegmt=True)}\r\n".encode()
         if not (stood_still and self.connections):  # so that input that waits is not read first
             unread: dict[Connection, int] = {}

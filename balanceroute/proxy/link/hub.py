@@ -70,7 +70,7 @@ from balanceroute.proxy.link.messages import (
 )
 from balanceroute.proxy.link.reach import TRY_S
 from balanceroute.proxy.perimeter.key_use import KeyUse
-from balanceroute.proxy.telemetry.ticks import until_tick_s
+from balanceroute.proxy.telemetry.ticks import Looks, until_tick_s
 from balanceroute.proxy.wire.prompt_blocks import block_seed
 
 log = logging.getLogger(__name__)
@@ -171,7 +171,7 @@ class Hub:
         self._n_joined = 0
         self._seen: Seen | None = None  # as last sent to all members
         self._server: asyncio.Server | None = None
-        self._looked_s = loop.time()
+        self.looks = Looks()
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self.settled = asyncio.Event()
         ledger.collect = self.collect
@@ -432,10 +432,10 @@ class Hub:
         if (prompt_keys := self._prompt_keys()) != self._keys_sent:
             self._keys_sent = prompt_keys
             self._send_all(prompt_keys)
-        paused, self._looked_s = now - self._looked_s > LOOK_S + silent_s / 2, now
+        stood_still = self.looks.stood_still(now, LOOK_S + silent_s / 2)
         for member in list(self.members.values()):
             frames = member.frames
-            if paused:  # this process was stopped, and could not read
+            if stood_still:
                 frames.received_s = now
             if seen != self._seen:
                 frames.send(seen)

@@ -23,6 +23,7 @@ from typing import Final, Protocol
 from balanceroute.errors import ConfigError, NoHealthyWorkers
 from balanceroute.proxy.link.files import is_at, locked
 from balanceroute.proxy.link.messages import MAX_EPOCH
+from balanceroute.proxy.telemetry.ticks import Looks
 from balanceroute.proxy.telemetry.troubles import Trouble
 
 log = logging.getLogger(__name__)
@@ -75,7 +76,8 @@ class FileLead:
         self._path, self._next = path, path.with_name(f"{path.name}.next")
         self._file: int | None = None
         self._sign: tuple[int, int] | None = None  # the leader's file as last seen: which one, touched when
-        self._sign_s = self._looked_s = 0.0  # when that state was first seen, and when it was last checked
+        self._sign_s = 0.0  # when that state was first seen
+        self._looks = Looks()
         self._held = threading.Lock()  # so that the file is not closed while the thread touches it
         self._renewed_s = 0.0
         self._trouble = Trouble(log, "the file of the lead cannot be renewed")
@@ -200,9 +202,8 @@ class FileLead:
         with suppress(FileNotFoundError):
             status = self._path.stat()
             now, sign = time.monotonic(), (status.st_ino, status.st_mtime_ns)
-            if sign != self._sign or now - self._looked_s > LEASE_S:  # otherwise this process may have been stopped
+            if self._looks.stood_still(now, LEASE_S) or sign != self._sign:
                 self._sign, self._sign_s = sign, now
-            self._looked_s = now
             return now - self._sign_s > LEASE_S
         return False
 

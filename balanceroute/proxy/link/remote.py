@@ -71,7 +71,7 @@ from balanceroute.proxy.link.messages import (
 from balanceroute.proxy.link.reach import Moved, Reach, UntrustedBrain
 from balanceroute.proxy.link.token_counts import WrittenCounts
 from balanceroute.proxy.perimeter.key_use import KeyUse
-from balanceroute.proxy.telemetry.ticks import until_tick_s
+from balanceroute.proxy.telemetry.ticks import Looks, until_tick_s
 
 log = logging.getLogger(__name__)
 
@@ -162,7 +162,7 @@ class RemoteBrain:
         self._unsent_tokens: dict[int, int] = {}  # tokens to be sent, by ticket
         self._kept: list[tuple[float, Callable[[float], FromRelay]]] = []  # time and message, see `_send_soon`
         self._kept_timer: asyncio.TimerHandle | None = None
-        self._looked_s = loop.time()
+        self._looks = Looks()
         self._expires: asyncio.Handle | None = None  # the next turn of the loop goes on with it
         self._knows_workers = False
         self._greeted = False  # Hello has been sent over the present connection; other messages follow it
@@ -325,9 +325,8 @@ class RemoteBrain:
     def _look(self, frames: Frames[FromRelay]) -> None:
         """Check that the brain runs, and show it that this relay does; called every `LOOK_S` of a membership."""
         now = self._loop.time()
-        if now - self._looked_s > self.silent_s / 2:  # this process was stopped, so the brain's silence means nothing
+        if self._looks.stood_still(now, LOOK_S + self.silent_s / 2):
             frames.received_s = now
-        self._looked_s = now
         if now - frames.sent_s > BEAT_S:
             frames.send(Beat())
         if now - frames.received_s > self.silent_s:

@@ -21,6 +21,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from balanceroute.proxy.telemetry.ticks import Looks
+
 ALL_WORKERS: Final = "all workers"  # the name of the group of all workers
 LATE_LOOK_S: Final = 0.5  # above what a busy machine delays a timer by, below every timeout that silence is judged by
 SETTLE_S: Final = 1.0  # after a pause of this process, or a worker's death: time to read the sockets' contents
@@ -96,12 +98,11 @@ class Attention:
     """Whether this process has run without pauses. `since_s`: the end of its last pause and of the backlog after it."""
 
     def __init__(self) -> None:
-        self._last_look_s: float | None = None
+        self._looks = Looks()
         self.since_s = float("-inf")
 
     def look(self, now: float, period_s: float) -> bool:
         """Note a look, one per period; returns whether silence that is seen now may be judged."""
-        if self._last_look_s is not None and now - self._last_look_s > period_s + LATE_LOOK_S:
+        if self._looks.stood_still(now, period_s + LATE_LOOK_S):
             self.since_s = now
-        self._last_look_s = now
         return now - self.since_s >= SETTLE_S

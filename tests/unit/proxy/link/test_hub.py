@@ -317,10 +317,10 @@ async def test_a_brain_that_was_stopped_takes_no_relay_for_silent(stage: Stage) 
     await until(lambda: relay.brain.member is not None)
     member = brain.hub.members["r0"]
     stopped_s = 2 * brain.hub.patience.silent_s
-    brain.hub._looked_s -= stopped_s
+    brain.hub.looks.last_s -= stopped_s
     member.frames.received_s -= stopped_s
-    looked_s = brain.hub._looked_s
-    await until(lambda: brain.hub._looked_s > looked_s)
+    looked_s = brain.hub.looks.last_s
+    await until(lambda: brain.hub.looks.last_s > looked_s)
     assert brain.hub.members["r0"] is member and not member.frames.ended_here
 
 

@@ -1,8 +1,8 @@
-"""Looks of all processes come at the same times."""
+"""Looks of all processes come at the same times; a late one tells that the process stood still."""
 
 import pytest
 
-from balanceroute.proxy.telemetry.ticks import until_tick_s
+from balanceroute.proxy.telemetry.ticks import Looks, until_tick_s
 
 
 @pytest.mark.parametrize("period_s", [0.25, 1.0])
@@ -21,3 +21,8 @@ def test_a_process_that_starts_at_any_time_checks_at_the_times_of_the_others() -
     for now in (0.0, 0.1, 5.13, 1e6 + 0.001):
         at_s = now + until_tick_s(now, 0.25)
         assert at_s * 4 == pytest.approx(round(at_s * 4)) and 0.125 <= at_s - now <= 0.375
+
+
+def test_a_look_that_comes_too_late_after_the_last_one_tells_that_the_process_stood_still() -> None:
+    looks = Looks()
+    assert [looks.stood_still(now, 1.0) for now in (50.0, 50.9, 51.9, 53.0, 53.5)] == [False, False, False, True, False]
