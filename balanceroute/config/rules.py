@@ -150,7 +150,7 @@ def own_places(config: "Config") -> frozenset[str]:
     return frozenset(
         place_of(f"http://{host_in_url(host)}:{port}")
         for bound, port in addresses
-        for host in ((bound, "127.0.0.1", "::1") if is_wildcard(bound) else (bound,))
+        for host in (("127.0.0.1", "::1") if is_wildcard(bound) else (bound,))
     )
 
 

@@ -50,8 +50,8 @@ def server_of(url: str) -> str:
 
 
 def place_of(url: str) -> str:
-    """`server_of`, with one name for this machine."""
-    return re.sub("^localhost:", "127.0.0.1:", server_of(url))
+    """`server_of`, with one name for this machine: a connection to 0.0.0.0 or [::] goes there, too."""
+    return re.sub(r"^(localhost|0\.0\.0\.0):", "127.0.0.1:", server_of(url).replace("[::]:", "[::1]:"))
 
 
 def _host(netloc: str) -> str:
@@ -60,7 +60,8 @@ def _host(netloc: str) -> str:
         if server is None or (server["name"] and not _NAME.fullmatch(server["name"])):
             raise ValueError(netloc)
         if server["name"] and "." in server["name"] and server["name"].replace(".", "").isdigit():
-            socket.inet_aton(server["name"])  # not two that a shell has joined, nor one with too large a number
+            # of 127.1, too; not two that a shell has joined, nor one with too large a number
+            return socket.inet_ntoa(socket.inet_aton(server["name"]))
         return server["name"] or f"[{ipaddress.IPv6Address(server['address']).compressed}]"
     except (ValueError, OSError):
         raise ValueError(f"{_ACCEPTED}; HOST is a name of letters, digits, - and _, or an address") from None

@@ -270,6 +270,8 @@ WRONG_WORKERS = [
         "[{url: 'http://localhost:8000'}]",
         "decode.workers[0] = 'http://localhost:8000': this is the router's own address",
     ),
+    ("[{url: 'http://127.1:8000'}]", "decode.workers[0] = 'http://127.0.0.1:8000': this is the router's own address"),
+    ("[{url: 'http://0.0.0.0:8000'}]", "decode.workers[0] = 'http://0.0.0.0:8000': this is the router's own address"),
     ("[{url: 'http://p:1'}]", "decode.workers[0] = 'http://p:1': duplicate of prefill.workers[0]"),
     (
         "[{url: 'http://d:1', id: x}, {url: 'http://d:2', id: x}]",
@@ -294,8 +296,9 @@ def test_a_router_on_all_addresses_refuses_itself_as_a_worker_but_accepts_its_po
     tmp_path: Path,
 ) -> None:
     listen = "listen: {host: '::', port: 9000}\nprefill: {workers: [{url: http://10.0.0.1:9000}]}\n"
-    message = refusal(tmp_path, f"{listen}decode: {{workers: [{{url: 'http://[::1]:9000'}}]}}\n")
-    assert message.count("own address") == 1 and "decode.workers[0]" in message
+    for own in ("[::1]", "[::]", "0.0.0.0", "127.0.0.1", "localhost"):
+        message = refusal(tmp_path, f"{listen}decode: {{workers: [{{url: 'http://{own}:9000'}}]}}\n")
+        assert message.count("own address") == 1 and "decode.workers[0]" in message
 
 
 def test_the_operators_listener_is_no_worker_either(tmp_path: Path) -> None:

@@ -56,6 +56,7 @@ ODD = {
         ("http://Host.Example:9000/", "http://host.example:9000"),
         ("https://h", "https://h"),
         ("http://42:1", "http://42:1"),
+        ("http://127.1:9000", "http://127.0.0.1:9000"),
         ("http://[FE80::1]:9000", "http://[fe80::1]:9000"),
         ("http://h:1/base/", "http://h:1/base"),
         ("http://h:1/a/v1x", "http://h:1/a/v1x"),
