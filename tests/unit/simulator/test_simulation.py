@@ -424,6 +424,16 @@ def test_an_oracle_projects_the_true_future_loads_at_every_step(horizon: int, la
     assert looking.looks > 100
 
 
+@pytest.mark.parametrize("horizon", [1, 20])
+def test_an_oracle_projects_the_true_future_loads_of_requests_that_the_engine_pauses(horizon: int) -> None:
+    trace = generate_trace("heavy_tailed", rows=60, seed=4).with_lengths(1.0, 0.05)
+    setting = Setting(n_workers=3, slots=6, pool=24, engine_balancer_blocks=5.0)
+    looking = Looking(trace, setting, horizon, OracleForecast(TrueLengths(trace), horizon))
+
+    assert looking.run().figures.pauses > 5
+    assert looking.looks > 100
+
+
 @pytest.mark.parametrize("kind", ["survival", "exact_match"])
 @pytest.mark.parametrize("tokens", [1, 5, 20, 30])
 def test_a_predictor_projects_the_true_loads_when_all_outputs_are_equal(kind: str, tokens: int) -> None:
