@@ -270,7 +270,7 @@ def a_case(n: int) -> dict[str, Any]:
     return kinds[n % len(kinds)] | {"stream": n // len(kinds) % 3 > 0}
 
 
-async def test_no_invalid_answer_among_hundreds_of_recomputed_requests_ends_as_complete() -> None:
+async def test_no_invalid_answer_among_150_recomputed_requests_ends_as_complete() -> None:
     shape = ClusterShape(prefillers=2, decoders=4, max_num_seqs=16, time_scale=0.002)
     async with running(shape, **QUICK) as router:
         expected: dict[str, Answer] = {}
@@ -293,10 +293,10 @@ async def test_no_invalid_answer_among_hundreds_of_recomputed_requests_ends_as_c
             if not answer.complete:
                 assert answer.error, "neither complete nor an error"
 
-        await asyncio.gather(*map(one, range(300)))
+        await asyncio.gather(*map(one, range(150)))
         assert wrong == []
         resumes = router.app.services.metrics.resumes
-        assert outcomes["complete"] > 180 and outcomes["error"] > 0
-        assert resumes.value("adjusted") > 25 and resumes.value("approximate") > 10 and resumes.value("restarted") > 20
+        assert outcomes["complete"] > 90 and outcomes["error"] > 0
+        assert resumes.value("adjusted") > 12 and resumes.value("approximate") > 5 and resumes.value("restarted") > 10
         assert router.cluster.violations() == {}
         await router.settled()
