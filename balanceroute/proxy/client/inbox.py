@@ -18,17 +18,18 @@ _BLANK_LINES: Final = re.compile(rb"(?:\r\n)+")
 class Inbox:
     """The bytes in `raw`.
 
-    Attributes: `dropping`: nothing is kept any more. `dropped_bytes`: that came since then.
+    Attributes: `counted_bytes`: as `Edge` has them. `paused`: the socket is not read. `dropping`: none are kept
+    any more. `dropped_bytes`: that came since then.
     """
 
-    __slots__ = ("_counted_bytes", "_edge", "_paused", "_scanned", "_transport", "dropped_bytes", "dropping", "raw")
+    __slots__ = ("_edge", "_scanned", "_transport", "counted_bytes", "dropped_bytes", "dropping", "paused", "raw")
 
     def __init__(self, edge: Edge, transport: asyncio.Transport) -> None:
         self._edge, self._transport = edge, transport
         self.raw = b""
-        self._counted_bytes = 0  # of `raw`, as far as the edge has counted them
+        self.counted_bytes = 0
         self._scanned = 0  # bytes of an incomplete head that were searched for its end
-        self._paused = self.dropping = False
+        self.paused = self.dropping = False
         self.dropped_bytes = 0
 
     def take_head(self) -> Request | None:
@@ -45,14 +46,11 @@ class Inbox:
         self.raw, self._scanned = raw[end:], 0
         return request
 
-    def count(self) -> None:
-        """Count what waits."""
-        self._count(len(self.raw))
-
-    def count_none(self) -> None:
-        """Count nothing, while it is parsed: what becomes part of a body is counted there."""
-        if self._counted_bytes:
-            self._count(0)
+    def count(self, size: int) -> None:
+        """Count so many of the bytes as waiting."""
+        if size != self.counted_bytes:
+            self._edge.incoming_bytes += size - self.counted_bytes
+            self.counted_bytes = size
 
     @property
     def many(self) -> bool:
@@ -61,9 +59,9 @@ class Inbox:
 
     def bound(self) -> None:
         """Read the socket, unless too many bytes wait."""
-        if self.many is not self._paused:
-            self._paused = not self._paused
-            if self._paused:
+        if self.many is not self.paused:
+            self.paused = not self.paused
+            if self.paused:
                 self._transport.pause_reading()
             else:
                 self._transport.resume_reading()
@@ -77,9 +75,4 @@ class Inbox:
     def forget(self) -> None:
         """Drop what has come."""
         self.raw = b""
-        self._count(0)
-
-    def _count(self, size: int) -> None:
-        if size != self._counted_bytes:
-            self._edge.incoming_bytes += size - self._counted_bytes
-            self._counted_bytes = size
+        self.count(0)

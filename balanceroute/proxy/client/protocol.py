@@ -68,6 +68,12 @@ class Awaited(Enum):
     END = auto()  # that the client ends its side, after the last answer; in vain: the connection is aborted
 
 
+REQUEST: Final = Awaited.REQUEST
+REST: Final = Awaited.REST
+NOTHING: Final = Awaited.NOTHING
+END: Final = Awaited.END
+
+
 class ClientProtocol(asyncio.Protocol):
     """One connection."""
 
@@ -99,7 +105,7 @@ class ClientProtocol(asyncio.Protocol):
         self._turn: Turn | None = None  # from a request's head to the end of its answer
         self._ended = False  # the client has ended its side
         self._due = False  # the next turn of the loop goes on with what has come
-        self._awaited, self._since_s, self._deadline_s = Awaited.NOTHING, 0.0, math.inf
+        self._awaited, self._since_s, self._deadline_s = NOTHING, 0.0, math.inf
 
     @property
     def date_line(self) -> bytes:
@@ -121,7 +127,7 @@ class ClientProtocol(asyncio.Protocol):
         self._inbox = Inbox(self.edge, self.transport)
         self._unread = Unread(self.transport, self._below)
         if self.edge.join(self):
-            self._await(Awaited.REQUEST, self.edge.limits.receive_timeout_s)
+            self._await(REQUEST, self.edge.limits.receive_timeout_s)
         else:
             self.abort()
 
@@ -194,33 +200,25 @@ class ClientProtocol(asyncio.Protocol):
         inbox = self._inbox
         if inbox.dropping or self.transport.is_closing():
             return
-        inbox.count_none()
+        if inbox.counted_bytes:  # what becomes part of a body is counted there
+            inbox.count(0)
         while inbox.raw and not self._due and not self.transport.is_closing():
+            turn = self._turn
             try:
-                if not self._take():
+                if turn is not None:
+                    if turn.receiving:
+                        self._take_body(turn)
                     break
+                request = None if self.write_paused else inbox.take_head()
+                if request is None:
+                    break
+                self._open(request)
             except BalanceRouteError as error:
                 # one read may hold thousands of these; and no more is parsed within `_refuse`, whose answer ends here
                 self._advance_soon()
                 self._refuse(error)
         if not inbox.dropping and not self.transport.is_closing():
             self._await_the_rest()
-
-    def _take(self) -> bool:
-        """Take a head, or of a body what has come; returns whether more may be taken.
-
-        Raises: BalanceRouteError: it is refused.
-        """
-        turn = self._turn
-        if turn is not None:
-            if turn.receiving:
-                self._take_body(turn)
-            return False
-        request = None if self.write_paused else self._inbox.take_head()
-        if request is None:
-            return False
-        self._open(request)
-        return True
 
     def _advance_soon(self) -> None:
         """Let others have a turn of the loop before this connection goes on."""
@@ -243,17 +241,17 @@ class ClientProtocol(asyncio.Protocol):
             if between:
                 self.close()
                 return
-        if incomplete and self._awaited is not Awaited.REST:
-            self._await(Awaited.REST, self.edge.limits.receive_timeout_s)
+        if incomplete and self._awaited is not REST:
+            self._await(REST, self.edge.limits.receive_timeout_s)
         if inbox.raw:
             self._keep_waiting()
-        else:
+        elif inbox.paused:
             inbox.bound()
 
     def _keep_waiting(self) -> None:
         """Have bytes wait that cannot be parsed yet, if they may."""
         turn, inbox = self._turn, self._inbox
-        inbox.count()
+        inbox.count(len(inbox.raw))
         if not self.receiving:
             try:
                 self.edge.check_incoming_bytes()
@@ -348,16 +346,12 @@ class ClientProtocol(asyncio.Protocol):
             self.close()
             return
         turn.request.complete = True
-        self._end_receiving(turn)
+        turn.end_receiving()
+        self._await(NOTHING)
         if isinstance(turn.handler, AsgiHandler):
             turn.handler.body_has_come()
         else:
             self._serve(turn)
-
-    def _end_receiving(self, turn: Turn) -> None:
-        """No request is being received any more: it is complete, refused or cut short."""
-        turn.end_receiving()
-        self._await(Awaited.NOTHING)
 
     def _serve(self, turn: Turn) -> None:
         """Run the handler in its own task."""
@@ -392,7 +386,7 @@ class ClientProtocol(asyncio.Protocol):
             nothing_more = not turn.receiving  # an application may answer before the body is complete
             self._turn = None
         if keep_alive:
-            self._await(Awaited.REQUEST, self.edge.limits.keep_alive_s)
+            self._await(REQUEST, self.edge.limits.keep_alive_s)
             if inbox.raw or self._ended:
                 self._advance()
         elif self._below is not None and nothing_more and not (inbox.raw or inbox.dropping):
@@ -419,7 +413,8 @@ class ClientProtocol(asyncio.Protocol):
             inbox.raw = inbox.raw[length:]
         else:
             turn.response.keep_alive = False
-        self._end_receiving(turn)
+        turn.end_receiving()
+        self._await(NOTHING)
         turn.handler.refuse(error)
         if not turn.response.complete:
             turn.response.break_off()
@@ -432,7 +427,8 @@ class ClientProtocol(asyncio.Protocol):
             return
         turn.response.keep_alive = False
         turn.handler.abandoned()
-        self._end_receiving(turn)
+        turn.end_receiving()
+        self._await(NOTHING)
         if turn.response.started:
             turn.response.break_off()
         else:
@@ -440,7 +436,7 @@ class ClientProtocol(asyncio.Protocol):
 
     def _refuse_bytes(self, error: BalanceRouteError) -> None:
         """Answer bytes that are no request, or only the beginning of one."""
-        self._await(Awaited.NOTHING)
+        self._await(NOTHING)
         response = Response(self, head_only=False, http_1_0=False, keep_alive=False)
         if is_messages_path(path_asked(self._inbox.raw)):
             response.refusal = message_refusal
@@ -459,7 +455,7 @@ class ClientProtocol(asyncio.Protocol):
         """Wait for this from now on: the one place where it changes."""
         self._awaited, self._since_s = awaited, self.loop.time()
         self._deadline_s = self._since_s + within_s
-        if awaited is Awaited.NOTHING:
+        if awaited is NOTHING:
             self.edge.waiting.pop(self, None)
         else:
             self.edge.waiting[self] = None
@@ -487,7 +483,7 @@ class ClientProtocol(asyncio.Protocol):
 
     def _late(self, now: float) -> None:
         """What is awaited has not come in time."""
-        if self._awaited is Awaited.REST:
+        if self._awaited is REST:
             limits, received_bytes = self.edge.limits, 0 if self._turn is None else self._turn.incoming_bytes
             patience_s = limits.receive_timeout_s + received_bytes / limits.min_rate_bytes_per_s
             self._deadline_s = self._since_s + patience_s
@@ -495,7 +491,7 @@ class ClientProtocol(asyncio.Protocol):
                 self._refuse(InvalidRequest(f"The request was not sent within {patience_s:.3g} s.", status=408))
         elif self.unread_bytes:
             self._deadline_s = now + LINGER_S  # the client still reads its last answer, fast enough for `look`
-        elif self._awaited is Awaited.END and self._below is None:
+        elif self._awaited is END and self._below is None:
             self.abort()
         else:
             self.close()
@@ -504,7 +500,7 @@ class ClientProtocol(asyncio.Protocol):
 
     def give_way(self) -> None:
         """End this connection, which has no complete request, because another client needs its place."""
-        if self._awaited is Awaited.END or self.unread_bytes:
+        if self._awaited is END or self.unread_bytes:
             self.abort()
         else:
             self.close()
@@ -520,15 +516,15 @@ class ClientProtocol(asyncio.Protocol):
         """Close once everything is written."""
         if self._below is not None and self.unread_bytes:  # TLS would not wait until everything is read
             self._inbox.drop()
-            self._await(Awaited.NOTHING, within_s=0.0)  # but look again
+            self._await(NOTHING, within_s=0.0)  # but look again
         else:
-            self._await(Awaited.NOTHING)
+            self._await(NOTHING)
             self.transport.close()
 
     def abort(self) -> None:
         """Close at once."""
         self._unread.drop()
-        self._await(Awaited.NOTHING)
+        self._await(NOTHING)
         self.transport.abort()
 
     def _linger(self) -> None:
@@ -537,7 +533,7 @@ class ClientProtocol(asyncio.Protocol):
             self.close()
             return
         self._inbox.drop()
-        self._await(Awaited.END, LINGER_S)
+        self._await(END, LINGER_S)
         if self.transport.can_write_eof():
             self.transport.write_eof()
 
