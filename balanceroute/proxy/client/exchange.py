@@ -9,7 +9,6 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any, Final
 
 from mypy_extensions import mypyc_attr
@@ -181,13 +180,8 @@ class Exchange:
     def _outlet_for(self, request: ClientRequest) -> Outlet:
         """The outlet of a single answer."""
         if request.stream:
-            return StreamOutlet(self._response, self._own_headers(), self._keep)
-        return PartAnswer(request, self._keep)
-
-    @property
-    def _keep(self) -> Callable[[int], None]:
-        """Counts bytes kept for an answer; does not refer to the exchange, which has the outlets that call it."""
-        return partial(self._response.keep, request=self._request)
+            return StreamOutlet(self._response, self._own_headers())
+        return PartAnswer(request, self._response.keep)
 
     def _translation_of(self, request: ClientRequest) -> Callable[[], Translation] | None:
         """Makes what writes the events of a single answer in another protocol; None: they stay as they are."""
@@ -235,7 +229,7 @@ class Exchange:
         """Answer a request of several choices: run a leg for each, and merge their answers."""
         request_id = self._head.request_id
         common = fanout.common_part(request, request_id)
-        shared = StreamOutlet(self._response, self._own_headers(), self._keep)
+        shared = StreamOutlet(self._response, self._own_headers())
         answers: list[PartAnswer] = []
         choices = Choices()
         parts = fanout.parts_of(request, self._services.config.limits.max_choices, self._body_bytes)
@@ -244,7 +238,7 @@ class Exchange:
             if request.stream:
                 outlet = PartStream(shared)
             else:
-                outlet = PartAnswer(part, self._keep)
+                outlet = PartAnswer(part, self._response.keep)
                 answers.append(outlet)
             choice = replace(common, index=index)
             first = self._legs[index - index % request.n] if index % request.n else None

@@ -41,8 +41,7 @@ class MessagesExchange(Exchange):
     def _outlet_for(self, request: ClientRequest) -> Outlet:
         if not request.stream:
             return super()._outlet_for(request)
-        headers = self._own_headers()
-        self._outlet = PingedOutlet(self._response, headers, self._keep, self._printed, self._services.loop)
+        self._outlet = PingedOutlet(self._response, self._own_headers(), self._printed, self._services.loop)
         return self._outlet
 
     def _translation_of(self, request: ClientRequest) -> Callable[[], Translation] | None:
@@ -87,15 +86,10 @@ class PingedOutlet(StreamOutlet):
     __slots__ = ("_last", "_loop", "_printed", "_timer")
 
     def __init__(
-        self,
-        response: Response,
-        headers: Headers,
-        keep: Callable[[int], None],
-        printed: Callable[[], int],
-        loop: asyncio.AbstractEventLoop,
+        self, response: Response, headers: Headers, printed: Callable[[], int], loop: asyncio.AbstractEventLoop
     ) -> None:
         """`printed` returns how many tokens have had their text sent."""
-        super().__init__(response, headers, keep)
+        super().__init__(response, headers)
         self._printed, self._loop = printed, loop
         self._last = -1  # its last value
         self._timer: asyncio.TimerHandle | None = None

@@ -26,20 +26,11 @@ LARGE_BYTES: Final = 64 * 1024  # of an answer; a smaller one is not counted
 class StreamOutlet:
     """The outlet of a leg whose answer is streamed to the client as it comes."""
 
-    __slots__ = ("_headers", "_keep", "_response", "drained", "end", "ends_response", "started", "write")
+    __slots__ = ("_headers", "_response", "drained", "end", "ends_response", "started", "write")
 
-    def __init__(
-        self,
-        response: Response,
-        headers: Headers,
-        keep: Callable[[int], None],
-        end: Callable[[bytes], None] | None = None,
-    ) -> None:
-        """`headers`: of this response, beside those of every stream. `keep`: as of `PartAnswer`. `end`: takes the last
-        events in its place.
-        """
+    def __init__(self, response: Response, headers: Headers, end: Callable[[bytes], None] | None = None) -> None:
+        """`headers`: of this response, beside those of every stream. `end`: takes the last events in its place."""
         self._response, self._headers = response, [*SSE_HEADERS, *headers]
-        self._keep = keep
         self.write, self.drained = response.write, response.drained
         self.end = response.end if end is None else end
         self.started, self.ends_response = False, end is None
@@ -53,7 +44,7 @@ class StreamOutlet:
     def prompt_came(self, size: int) -> None:
         """What a prefiller has told is kept for a continuation. Raises: EdgeFull."""
         if size > LARGE_BYTES:
-            self._keep(size)
+            self._response.keep(size)
 
     def whole(self, body: bytes) -> None:
         """Never called for a stream. Raises: InvariantError."""
@@ -70,7 +61,7 @@ class PartStream(StreamOutlet):
     __slots__ = ("_shared",)
 
     def __init__(self, shared: StreamOutlet) -> None:
-        super().__init__(shared._response, (), shared._keep, _not_of_a_part)
+        super().__init__(shared._response, (), _not_of_a_part)
         self._shared = shared
 
     def start(self) -> None:

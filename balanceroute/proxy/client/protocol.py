@@ -373,7 +373,7 @@ class ClientProtocol(asyncio.Protocol):
             response.keep_alive = False
             response.refuse(InvariantError(INTERNAL_ERROR))
 
-    def keep(self, more_bytes: int, request: Request) -> None:
+    def keep(self, more_bytes: int) -> None:
         """Count bytes that are kept of the answer under way like those of its request. Raises: EdgeFull."""
         assert self._turn is not None
         self._turn.keep(more_bytes)

@@ -16,7 +16,6 @@ from collections.abc import Callable
 from typing import Final, Protocol
 
 from balanceroute.errors import BalanceRouteError, InvariantError
-from balanceroute.proxy.client.head import Request
 from balanceroute.proxy.hotpath import PartWriter
 from balanceroute.proxy.wire.responses import Headers, header_lines, refusal
 
@@ -54,8 +53,8 @@ class Connection(Protocol):
     async def drained(self) -> None:
         """Wait until more may be written, or the connection is lost."""
 
-    def keep(self, more_bytes: int, request: Request) -> None:
-        """Count bytes that are kept of the answer to `request`. Raises: EdgeFull."""
+    def keep(self, more_bytes: int) -> None:
+        """Count bytes that are kept of the answer. Raises: EdgeFull."""
 
     def response_done(self, keep_alive: bool) -> None:
         """The response is complete; called once."""
@@ -208,12 +207,13 @@ class Response:
         if not self.gone:
             await self._connection.drained()
 
-    def keep(self, more_bytes: int, request: Request) -> None:
-        """Count so many more bytes (or fewer, if negative) that are kept of the answer to `request`, until the response
-        is complete. Raises: EdgeFull: there is no room for them.
+    def keep(self, more_bytes: int) -> None:
+        """Count so many more bytes (or fewer, if negative) that are kept of the answer, until the response is complete.
+
+        Raises: EdgeFull: there is no room for them.
         """
         if not (self.complete or self.gone):
-            self._connection.keep(more_bytes, request)
+            self._connection.keep(more_bytes)
 
     async def over(self) -> None:
         """Wait until the response is complete, or the client has gone."""

@@ -38,7 +38,7 @@ class Connection:
     async def drained(self) -> None:
         await self.room.wait()
 
-    def keep(self, more_bytes: int, request: Request) -> None:
+    def keep(self, more_bytes: int) -> None:
         self.kept_bytes += more_bytes
 
     def response_done(self, keep_alive: bool) -> None:

@@ -66,14 +66,14 @@ class Echo:
                 response.write(body)
             case b"keep":  # as much of an answer as the body has digits
                 try:
-                    response.keep(int(body), self.request)
+                    response.keep(int(body))
                 except BalanceRouteError as error:
                     self.refuse(error)
                 else:
                     await response.over()
             case b"drop":  # what was kept, before the answer
-                response.keep(len(body), self.request)
-                response.keep(-len(body), self.request)
+                response.keep(len(body))
+                response.keep(-len(body))
                 response.respond(200, [(b"content-length", b"0")], b"")
             case b"fail":
                 raise RuntimeError("a bug")

@@ -20,7 +20,6 @@ from balanceroute.errors import (
 from balanceroute.proxy.admission import decider
 from balanceroute.proxy.admission.forecasts import Keys
 from balanceroute.proxy.client.exchange import Exchange
-from balanceroute.proxy.client.head import Request
 from balanceroute.proxy.ops.services import Services
 from balanceroute.proxy.perimeter.perimeter import Perimeter
 from tests.unit.proxy.client.connections import Connection, a_request
@@ -551,7 +550,7 @@ async def test_an_unstreamed_answer_that_finds_no_room_is_a_503_and_leaves_nothi
 ) -> None:
     services, connection = a_router(a_config(1, 1)), Connection()
 
-    def keep(more_bytes: int, request: Request) -> None:
+    def keep(more_bytes: int) -> None:
         raise EdgeFull("no room")
 
     monkeypatch.setattr(connection, "keep", keep)

@@ -20,7 +20,7 @@ def keeping_nothing(more_bytes: int) -> None:
 @with_virtual_time
 async def test_a_stream_begins_with_its_first_events_and_ends_in_one_write_with_the_last() -> None:
     connection = Connection()
-    outlet = StreamOutlet(connection.response(), [(b"x-request-id", b"r")], keeping_nothing)
+    outlet = StreamOutlet(connection.response(), [(b"x-request-id", b"r")])
     assert outlet.forget()
     outlet.start()
     assert not outlet.forget()
@@ -33,7 +33,7 @@ async def test_a_stream_begins_with_its_first_events_and_ends_in_one_write_with_
 @with_virtual_time
 async def test_legs_that_share_a_response_start_it_once_and_none_of_them_ends_it() -> None:
     connection = Connection()
-    shared = StreamOutlet(connection.response(), [], keeping_nothing)
+    shared = StreamOutlet(connection.response(), [])
     legs = [PartStream(shared), PartStream(shared)]
     for leg in legs:
         leg.start()
@@ -48,7 +48,7 @@ async def test_each_leg_waits_for_a_client_that_reads_too_slowly() -> None:
     connection = Connection()
     connection.write_paused = True
     response = connection.response()
-    shared = StreamOutlet(response, [], keeping_nothing)
+    shared = StreamOutlet(response, [])
     legs = [PartStream(shared), PartStream(shared)]
     for leg in legs:
         leg.start()
@@ -97,9 +97,10 @@ def test_an_answer_without_room_is_refused() -> None:
 
 
 @with_virtual_time
-async def test_a_stream_without_room_for_what_a_prefiller_has_told_is_refused() -> None:
-    whole = StreamOutlet(Connection().response(), [], keeping_nothing)
+async def test_a_stream_has_what_a_prefiller_has_told_counted_with_the_bytes_of_its_request() -> None:
+    connection = Connection()
+    whole = StreamOutlet(connection.response(), [])
     for stream in (whole, PartStream(whole)):
-        stream.prompt_came(LARGE_BYTES)
-        with pytest.raises(EdgeFull):
-            stream.prompt_came(2 * LARGE_BYTES)
+        stream.prompt_came(LARGE_BYTES)  # too small to count
+        stream.prompt_came(2 * LARGE_BYTES)
+    assert connection.kept_bytes == 4 * LARGE_BYTES

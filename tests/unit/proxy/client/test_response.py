@@ -10,7 +10,7 @@ import pytest
 
 from balanceroute.errors import InvariantError
 from balanceroute.proxy.client.response import Response, check_headers
-from tests.unit.proxy.client.connections import Connection, a_request
+from tests.unit.proxy.client.connections import Connection
 from tests.unit.proxy.client.listening import listening
 from tests.unit.proxy.virtual_time import let_pass, with_virtual_time
 
@@ -63,9 +63,9 @@ async def test_nothing_is_counted_any_more_for_an_answer_that_is_over(end: Calla
     connection = Connection()
     response = connection.response()
     response.start(200, [])
-    response.keep(7, a_request())
+    response.keep(7)
     end(response)
-    response.keep(-7, a_request())
+    response.keep(-7)
     assert connection.kept_bytes == 7
 
 
