@@ -36,7 +36,7 @@ RESERVE: Final = 64
 
 
 class Handler(Protocol):
-    """Serves one request. `run` is called when its body is complete."""
+    """Serves one request. `run` is called when its body is complete; of an ASGI application, with its head."""
 
     def check(self) -> None:
         """Judge the request by its head, before its body is read. Raises: BalanceRouteError: it is refused."""
