@@ -320,12 +320,14 @@ class EventScanner:
 
     def missing_usage(self) -> bytes:
         """The final usage event by the router's count, if the worker has sent none since the finish; else nothing."""
-        if not self._want_usage or self.usage is not None or self.finish_reason is None or self.prompt_tokens is None:
+        if not (self._want_usage and self._closing_events) or self.usage is not None:
             return b""
-        identity = self.identity
+        if self.finish_reason is None or self.prompt_tokens is None:
+            return b""
+        identity, self.usage = self.identity, self.counted_usage()
         head = event_head(identity.public_id, identity.created, identity.model, chat=self._chat)
-        event = {**head, "choices": [], "usage": self.counted_usage()}
-        return self._final_usage(event, event_bytes(event))
+        event = {**head, "choices": [], "usage": self.usage}
+        return self._relayed(event, event_bytes(event), False, 0)
 
     def closing_bytes(self) -> bytes:
         """The end of a finished answer whose worker sent no [DONE]: empty, except in another protocol."""

@@ -350,6 +350,16 @@ def test_usage_that_was_asked_for_comes_once_before_done_wherever_the_worker_has
     assert done == DONE.strip() and last == {**usage(3, 2), "model": "m"} and scanner.usage == last["usage"]
 
 
+@pytest.mark.parametrize("with_done", [True, False])
+def test_a_made_usage_counts_each_token_once_over_workers_of_which_the_last_tells_no_ids(with_done: bool) -> None:
+    scanner = EventScanner(want_usage=True, prompt_tokens=3)
+    scanner.feed(event(completion("a", [1])) + event(completion("b", [2])))
+    scanner.resume()
+    out = scanner.feed(event(completion("c", None, finish_reason="stop")) + (DONE if with_done else b""))
+    made = parsed(out)[1] if with_done else parsed(scanner.missing_usage())[0]
+    assert made["usage"] == usage(3, 3)["usage"] and scanner.tokens == 3
+
+
 def test_continuous_usage_counts_where_no_ids_come() -> None:
     scanner = EventScanner()
     for n in (1, 3, 4):
