@@ -22,7 +22,7 @@ from balanceroute.proxy.life.services import LifeServices
 from balanceroute.proxy.life.streaming import write_part
 from balanceroute.proxy.wire.answer_identity import WHOLE, Part
 from balanceroute.proxy.wire.client_request import ClientRequest
-from balanceroute.proxy.wire.closing import ended_by_length
+from balanceroute.proxy.wire.closing import ended_by_length, usage_of
 from balanceroute.proxy.wire.derived_requests import cut_alike, resume
 from balanceroute.proxy.wire.probe_reply import PrefillResult
 from balanceroute.proxy.wire.prompt_echo import prompt_text
@@ -298,21 +298,10 @@ class Answer:
 
     async def end_by_length(self) -> None:
         """End the answer with "length", as a worker would: its limit was reached when the worker was lost."""
-        outlet = self.outlet
-        request = self._original
-        chat, with_usage = request.endpoint == "chat", request.include_usage or request.assembled
-        tokens = self.scanner.generated.in_segment  # the scanner adds those of workers before
-        self.scanner.identity.expect("", checked=False)  # the router's own events have no worker's id
-        out = self.scanner.feed(
-            ended_by_length(
-                request.model,
-                self.prompt_tokens,
-                tokens,
-                chat=chat,
-                with_usage=with_usage,
-                continuous=request.continuous_usage,
-            )
-        )
+        outlet, request, scanner = self.outlet, self._original, self.scanner
+        usage = usage_of(self.prompt_tokens, 0) if request.continuous_usage else None  # tokens are the workers' before
+        scanner.identity.expect("", checked=False)  # the router's own events have no worker's id
+        out = scanner.feed(ended_by_length(request.model, usage, chat=request.endpoint == "chat"))
         if not outlet.started:
             outlet.start()
         await write_last(outlet, out)

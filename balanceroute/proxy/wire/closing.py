@@ -24,17 +24,12 @@ def usage_of(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
     return {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens, "total_tokens": total_tokens}
 
 
-def ended_by_length(
-    model: str | None, prompt_tokens: int, tokens: int, *, chat: bool, with_usage: bool, continuous: bool = False
-) -> bytes:
-    """The last events of an answer that has reached its limit with `tokens`, as a worker would send them.
+def ended_by_length(model: str | None, usage: dict[str, int] | None, *, chat: bool) -> bytes:
+    """The last events of an answer that has reached its limit, as a worker would send them.
 
-    `with_usage`: the client wants a usage. `continuous`: it wants one in each event.
+    `usage`: where the client wants one in each event; the one at the end is the scanner's to add.
     """
     head = event_head("", 0, model, chat=chat)
     part: dict[str, Any] = {"delta": {}} if chat else {"text": ""}
     choice = {"index": 0, **part, "logprobs": None, "finish_reason": "length", "stop_reason": None}
-    usage = usage_of(prompt_tokens, tokens)
-    finish = event_bytes({**head, "choices": [choice], **({"usage": usage} if continuous else {})})
-    last = event_bytes({**head, "choices": [], "usage": usage}) if with_usage else b""
-    return finish + last + DONE_EVENT
+    return event_bytes({**head, "choices": [choice], **({"usage": usage} if usage else {})}) + DONE_EVENT
