@@ -375,11 +375,6 @@ class RelayServer(ChildServer):
         self.on_up()
         if not self.force_exit:
             await asyncio.sleep(PARENT_CLOSES_S)
-            for acceptor in self.servers:
-                if isinstance(acceptor, Acceptor):
-                    acceptor.take_rest()
-                    acceptor.close()
-                    await acceptor.wait_closed()
         await super().shutdown(sockets)
 
     def ahead(self) -> bool:

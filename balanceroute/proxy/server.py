@@ -24,7 +24,7 @@ from balanceroute.config import Config
 from balanceroute.config.addresses import NO_ADDRESS, host_in_url
 from balanceroute.errors import ConfigError, InputError
 from balanceroute.proxy.app import ClientApp
-from balanceroute.proxy.client.acceptor import BACKLOG
+from balanceroute.proxy.client.acceptor import BACKLOG, Acceptor
 from balanceroute.proxy.client.edge import limits_of
 from balanceroute.proxy.client.relay_loads import alone
 from balanceroute.proxy.client.services import ClientServices
@@ -187,11 +187,19 @@ class Server(uvicorn.Server):
 
     async def _answer_last_requests(self) -> None:
         """Close the listeners, and give clients that have connected by then a moment for their requests. They are
-        answered with `Connection: close`.
+        answered with `Connection: close`. The kernel would reset connections that wait at a listener at its end.
         """
-        for listener in self.servers:
-            listener.close()
         loop = asyncio.get_running_loop()
+        for listener in self.servers:
+            last: list[Acceptor] = []
+            with contextlib.suppress(OSError):  # no descriptor is free
+                listening = [_duplicate(sock) for sock in listener.sockets if sock.fileno() >= 0]
+                last += [Acceptor(loop, sock, self.connected) for sock in listening]
+            listener.close()
+            for acceptor in last:
+                acceptor.take_rest()
+                acceptor.close()
+                await acceptor.wait_closed()
         until_s = loop.time() + LAST_S
         while self.server_state.connections and loop.time() < until_s and not self.force_exit:  # noqa: ASYNC110
             await asyncio.sleep(_LOOK_S)
@@ -315,6 +323,13 @@ def serve(app: ClientApp, config: Config, on_reload: Reload | None = None) -> No
         raise ConfigError(f"listen: cannot listen on {address}{reason}") from None
     if not server.started:  # older versions of uvicorn return instead of exiting
         raise ConfigError(f"listen: cannot start on {address}")
+
+
+def _duplicate(listener: socket.socket) -> socket.socket:
+    """A socket of our own that listens there, too."""
+    own = socket.socket(fileno=os.dup(listener.fileno()))
+    own.setblocking(False)
+    return own
 
 
 def _reason(error: OSError) -> str:

@@ -2,6 +2,8 @@
 
 import asyncio
 import signal
+import socket
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -104,6 +106,24 @@ async def test_a_leaving_process_accepts_no_request_after_its_deadline() -> None
     assert not services.ledger.draining
     await let_pass(DRAIN_S)
     assert services.ledger.draining
+
+
+@pytest.mark.anyio
+async def test_connections_that_wait_at_a_listener_when_the_server_ends_are_served() -> None:
+    class Served(asyncio.Protocol):
+        def connection_made(self, transport: Any) -> None:
+            transport.write(b"served")
+            transport.close()
+
+    server = a_server(a_draining_router())
+    server.connected = Served
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server.servers = [SimpleNamespace(sockets=(listener,), close=listener.close)]
+        clients = [socket.create_connection(listener.getsockname()) for _ in range(3)]
+        await server._answer_last_requests()
+    assert [await asyncio.to_thread(client.recv, 10) for client in clients] == [b"served"] * 3
+    for client in clients:
+        client.close()
 
 
 @with_virtual_time
