@@ -28,7 +28,7 @@ from typing import Final
 
 import msgspec
 
-from balanceroute.proxy.link.files import is_gone, is_still
+from balanceroute.proxy.link.files import is_still
 from balanceroute.proxy.link.messages import HEAD_BYTES, MAX_FRAME_BYTES
 from balanceroute.proxy.telemetry.clock import now_s
 from balanceroute.proxy.telemetry.ticks import until_tick_s
@@ -41,7 +41,7 @@ EXPECTED: Final = "expected"
 REFUSED: Final = "refused"
 LATE: Final = "late"
 LOOK_S: Final = 0.25  # between two checks of the socket's file: a decode worker does not call again
-LOOKS: Final = 8  # for a new socket: the run folder may have to be made anew first
+LOOKS: Final = 8  # for a socket: the run folder may have to be made anew first
 PATIENCE_S: Final = 5.0  # for an answer: a decode worker has few threads for its callbacks
 _TOKEN: Final = re.compile(r"relay-[0-9]{1,9}(\.[0-9]{1,9})?\.[A-Za-z0-9_-]{1,64}")
 
@@ -87,12 +87,16 @@ class OtherRelays:
     async def _connected(self, path: Path) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """A connection to that relay. Raises: OSError: there is none.
 
-        A missing socket was removed by somebody, and is made again soon: a killed relay leaves its socket behind.
+        A killed relay leaves its socket behind, which refuses. All else may be over soon: a socket that somebody has
+        removed is made again, clients give descriptors back.
         """
         for _ in range(LOOKS):
-            if not is_gone(path):
-                break
-            await asyncio.sleep(LOOK_S)
+            try:
+                return await asyncio.open_unix_connection(path)
+            except ConnectionRefusedError:
+                raise
+            except OSError:
+                await asyncio.sleep(LOOK_S)
         return await asyncio.open_unix_connection(path)
 
 

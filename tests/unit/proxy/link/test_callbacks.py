@@ -1,6 +1,7 @@
 """What relays ask each other about callbacks, where one of them says what can't be read."""
 
 import asyncio
+import errno
 import os
 import shutil
 import tempfile
@@ -67,6 +68,26 @@ def test_a_socket_that_is_removed_while_its_relay_starts_is_made_anew(monkeypatc
         relays = OtherRelays("relay-0", lambda relay: folder / relay)
         assert await relays.ask("relay-1.token") == EXPECTED
         watch.cancel()
+        listener.close()
+
+    assert on(test) == []
+
+
+def test_a_relay_without_a_free_descriptor_asks_the_other_one_as_soon_as_there_is_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It refused the callback, which does not come again: the request waited for its prefill until it had timed out."""
+    connect = asyncio.open_unix_connection
+
+    async def lacks(path: Path) -> Any:
+        monkeypatch.setattr(asyncio, "open_unix_connection", connect)
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    async def test(folder: Path) -> None:
+        listener = CallbackListener(folder / "relay-1", lambda token, body: EXPECTED)
+        await listener.serve()
+        monkeypatch.setattr(asyncio, "open_unix_connection", lacks)
+        assert await OtherRelays("relay-0", lambda relay: folder / relay).ask("relay-1.token") == EXPECTED
         listener.close()
 
     assert on(test) == []
