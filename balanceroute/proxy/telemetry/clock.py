@@ -5,6 +5,7 @@ clocks stop during a suspend. By them KV would look younger than it is, and deco
 other data by then.
 """
 
+import os
 import time
 from typing import Final
 
@@ -24,6 +25,12 @@ class Loop(uvloop.Loop):
 
     uvloop's own clock gives the time at which the turn began; this one also advances within a turn.
     """
+
+    def __new__(cls) -> "Loop":
+        """Raises: OSError: no descriptor is free, where libuv would abort the process without a word."""
+        for end in os.pipe():
+            os.close(end)
+        return super().__new__(cls)
 
     def time(self) -> float:
         """See `now_s`."""

@@ -1,6 +1,8 @@
 """The router's clock: a machine that is suspended is like a process that is stopped."""
 
 import asyncio
+import subprocess
+import sys
 import time
 
 import pytest
@@ -25,6 +27,24 @@ def test_the_clock_includes_suspended_time_and_timers_still_fire(monkeypatch: py
     monkeypatch.setattr(time, "clock_gettime", lambda clock: read(clock) + suspended_s)
     with asyncio.Runner(loop_factory=Loop) as runner:
         runner.run(suspended())
+
+
+WITHOUT_DESCRIPTORS = """
+import os, resource
+from balanceroute.proxy.telemetry.clock import Loop
+least = os.open("/dev/null", os.O_RDONLY)
+resource.setrlimit(resource.RLIMIT_NOFILE, (least + 1, least + 1))
+try:
+    Loop()
+except OSError as error:
+    print(error.strerror)
+"""
+
+
+def test_a_process_without_a_free_descriptor_can_tell_why_it_has_no_event_loop() -> None:
+    """libuv aborted it: its parent logged that it had died by SIGABRT."""
+    command = [sys.executable, "-c", WITHOUT_DESCRIPTORS]
+    assert subprocess.run(command, capture_output=True, text=True).stdout == "Too many open files\n"
 
 
 def test_the_clock_is_boottime() -> None:
