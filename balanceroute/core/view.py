@@ -59,6 +59,11 @@ class PrefillerView:
     cache_tokens: int = 0
     cache_known: tuple[int | None, int] = (None, 0)
 
+    @property
+    def held(self) -> int:
+        """Our requests whose prompts it computes, or whose KV it keeps."""
+        return self.inflight + self.pinned
+
 
 @dataclass(frozen=True, slots=True)
 class ClusterView:

@@ -173,11 +173,11 @@ async def test_counters_show_that_a_restarted_prefiller_has_a_cold_cache() -> No
         await polled(router)
         await converse(router, "ant", 3)
         warm = next(p for p in ledger.view().prefillers if p.cache_tokens)
-        await until(lambda: bool(ledger.prefiller(warm.id).hit_tokens))  # type: ignore[union-attr]
+        await until(lambda: bool(ledger.prefiller(warm.id).hit_tokens))
         index = [prefiller.id for prefiller in ledger.view().prefillers].index(warm.id)
         await router.cluster.inject(f"p{index}", "stop")
         await router.cluster.inject(f"p{index}", "start")
-        await until(lambda: ledger.prefiller(warm.id).cache_tokens == 0)  # type: ignore[union-attr]
+        await until(lambda: ledger.prefiller(warm.id).cache_tokens == 0)
 
 
 async def test_the_policy_changes_while_requests_are_under_way() -> None:

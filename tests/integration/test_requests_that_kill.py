@@ -171,7 +171,7 @@ async def test_a_waiting_suspect_learns_of_a_workers_death_before_it_is_sent_the
         await until(lambda: len(decoders["d0"].asked) == 2)
         only("d1")
         go_on["d0"].set()
-        await until(lambda: len(decoders["d1"].asked) == 1 and ledger.decoder("d1").active == 2)  # type: ignore[union-attr]
+        await until(lambda: len(decoders["d1"].asked) == 1 and ledger.decoder("d1").active == 2)
         only("d2")
         fleet.undrain(fleet["d1"])  # so that nothing but the death keeps the other from going there
         go_on["d1"].set()

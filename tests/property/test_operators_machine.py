@@ -204,8 +204,8 @@ class OperatorsMachine(RuleBasedStateMachine):
             ledger = self.services.ledger
             for worker in self.services.fleet:
                 if worker.leaving:
-                    decoder, prefiller = ledger.decoder(worker.id), ledger.prefiller(worker.id)
-                    assert (decoder and decoder.active) or (prefiller and prefiller.inflight + prefiller.pinned)
+                    decodes = worker.spec.role is Role.DECODE
+                    assert ledger.decoder(worker.id).active if decodes else ledger.prefiller(worker.id).held
 
         self.do(swept())
 

@@ -276,18 +276,12 @@ class Ledger:
             self.configure(self.scheduler.config)
         self.capacity_changed()
 
-    def remove_if_idle(self, worker_id: str) -> bool:
+    def remove_if_idle(self, worker_id: str, role: Role) -> bool:
         """A worker leaves, if it holds nothing; returns whether it did."""
-        if self.adopts:
-            return False
-        worker = self.decoder(worker_id)
-        if worker is not None and worker.active:
-            return False
-        prefiller = self.prefiller(worker_id)
-        if prefiller is not None and (prefiller.inflight or prefiller.pinned):
+        if self.adopts or (self.decoder(worker_id).active if role is Role.DECODE else self.prefiller(worker_id).held):
             return False
         self.scheduler.remove_worker(worker_id, self.now())
-        if worker is not None:
+        if role is Role.DECODE:
             self.configure(self.scheduler.config)
         return True
 
@@ -310,8 +304,8 @@ class Ledger:
         Args: capacity_tokens: 0: the cache is off; None: unknown. block_tokens: of its blocks. counters: tokens looked
         up and found so far; None: not reported.
         """
-        prefiller, now = self.prefiller(worker_id), self.now()
-        if prefiller is not None and prefiller.cache_known != (capacity_tokens, block_tokens):
+        now = self.now()
+        if self.prefiller(worker_id).cache_known != (capacity_tokens, block_tokens):
             self.scheduler.report_prefix_cache(worker_id, capacity_tokens, now, block_tokens)
         if counters is not None:
             self.scheduler.report_prefix_hits(worker_id, *counters, now)
@@ -356,16 +350,14 @@ class Ledger:
         """A view of the cluster; call `settle` first if loads matter. O(workers)."""
         return view_cluster(self.scheduler.snapshot, self.scheduler.draining)
 
-    def decoder(self, worker_id: str) -> DecoderView | None:
-        """One decode worker; None: there is none of that id."""
+    def decoder(self, worker_id: str) -> DecoderView:
+        """One decode worker. Raises: InvariantError: there is none of that id."""
         snapshot = self.scheduler.snapshot
-        found = (view_decoder(snapshot, worker) for worker in snapshot.workers if worker.spec.id == worker_id)
-        return next(found, None)
+        return view_decoder(snapshot, snapshot.worker(worker_id))
 
-    def prefiller(self, worker_id: str) -> PrefillerView | None:
-        """One prefiller; None: there is none of that id."""
-        prefillers = self.scheduler.snapshot.prefillers
-        return next((view_prefiller(each) for each in prefillers if each.spec.id == worker_id), None)
+    def prefiller(self, worker_id: str) -> PrefillerView:
+        """One prefiller. Raises: InvariantError: there is none of that id."""
+        return view_prefiller(self.scheduler.snapshot.prefiller(worker_id))
 
     def state(self, settings: PolicySettings) -> dict[str, Any]:
         """The document of `/state`, JSON-ready, for `explain`. `settings`: the present ones.

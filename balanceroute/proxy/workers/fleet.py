@@ -243,7 +243,7 @@ class Registry(Protocol):
     def set_worker_state(self, worker_id: str, state: WorkerState) -> None:
         """Set a worker's state."""
 
-    def remove_if_idle(self, worker_id: str) -> bool:
+    def remove_if_idle(self, worker_id: str, role: Role) -> bool:
         """A worker leaves, if it holds nothing; returns whether it did."""
 
 
@@ -403,7 +403,7 @@ class Fleet:
         """Forget the leaving workers that hold nothing any more; returns their ids."""
         gone = []
         for worker in self:
-            if worker.leaving and worker.in_use == 0 and self._ledger.remove_if_idle(worker.id):
+            if worker.leaving and worker.in_use == 0 and self._ledger.remove_if_idle(worker.id, worker.spec.role):
                 self.forget(worker)
                 gone.append(worker.id)
         return gone

@@ -153,13 +153,12 @@ class MetricsPoller:
         counters = None if queried is None or hits is None else (queried, hits)
         block = int(samples.get("kv_block_tokens", 0))
         self._ledger.report_prefix_cache(worker.id, 0 if off else capacity, block, counters)
-        known = self._ledger.prefiller(worker.id)
-        assert known is not None  # the ledger forgets no worker that the fleet knows
+        missed_tokens = self._ledger.prefiller(worker.id).missed_tokens
         wanted = self._config().prefill.wants_prefix_caches and worker.healthy
         if wanted and off:
             reason = "prefix caching is off in the engine: start it with --enable-prefix-caching"
-        elif wanted and known.missed_tokens >= JUDGED_TOKENS:
-            reason = f"of the last {known.missed_tokens} prompt tokens that it should have cached it had none"
+        elif wanted and missed_tokens >= JUDGED_TOKENS:
+            reason = f"of the last {missed_tokens} prompt tokens that it should have cached it had none"
         else:
             self._conditions.clear(PREFIX_CACHE, worker.id)
             return
@@ -176,7 +175,6 @@ class MetricsPoller:
         ledger = self._ledger
         ledger.settle()
         own = ledger.decoder(worker.id)
-        assert own is not None  # the ledger forgets no worker that the fleet knows
         foreign = NOBODY  # as long as relays may have requests there of which this ledger does not know
         if not ledger.adopts:
             requests = max(worker.take_peak(), own.active)  # relays report their use later than they ask for a slot
@@ -195,9 +193,7 @@ class MetricsPoller:
     def _held(self, worker: Worker) -> int:
         if worker.spec.role is Role.DECODE:
             return worker.in_use
-        prefiller = self._ledger.prefiller(worker.id)
-        assert prefiller is not None
-        return prefiller.inflight + prefiller.pinned + self._drainer.pending
+        return self._ledger.prefiller(worker.id).held + self._drainer.pending
 
 
 def _reports_load(worker: Worker, samples: dict[str, float] | None) -> bool:

@@ -92,7 +92,7 @@ class _Nowhere:
     def set_worker_state(self, worker_id: str, state: WorkerState) -> None:
         """Nothing: the state came from the brain."""
 
-    def remove_if_idle(self, worker_id: str) -> bool:
+    def remove_if_idle(self, worker_id: str, role: Role) -> bool:
         """True: the brain has removed the worker already."""
         return True
 

@@ -5,6 +5,7 @@ import pytest
 from balanceroute.core.knobs import PolicySettings
 from balanceroute.core.scheduler_config import SchedulerConfig
 from balanceroute.core.types import Outcome, RequestSpec, Role, WorkerSpec, WorkerState
+from balanceroute.errors import InvariantError
 from balanceroute.explain import explain
 from balanceroute.proxy.admission.decider import Answer, Refusal
 from balanceroute.proxy.admission.ledger import Ledger
@@ -82,13 +83,14 @@ async def test_a_worker_leaves_when_it_holds_nothing_and_no_sooner(role: Role) -
     ticket = tickets.submit(RequestSpec("a", 10))
     await ticket.prefiller()
     if role is Role.PREFILL:
-        assert not ledger.remove_if_idle(worker)
+        assert not ledger.remove_if_idle(worker, role)
     ticket.prefilled(10)
     ledger.admit()
-    assert not ledger.remove_if_idle(worker)
+    assert not ledger.remove_if_idle(worker, role)
     ticket.finish(Outcome.FINISHED)
-    assert ledger.remove_if_idle(worker)
-    assert (ledger.prefiller if role is Role.PREFILL else ledger.decoder)(worker) is None
+    assert ledger.remove_if_idle(worker, role)
+    with pytest.raises(InvariantError):
+        (ledger.prefiller if role is Role.PREFILL else ledger.decoder)(worker)
 
 
 @with_virtual_time
@@ -114,7 +116,7 @@ async def test_joins_and_departures_update_whether_workers_share_a_barrier() -> 
     ledger.configure(SchedulerConfig(shared_barrier=False))
     known.append(ledger.scheduler.snapshot.shared_barrier)
     for name in ("d3", "d2", "d1"):
-        assert ledger.remove_if_idle(name)
+        assert ledger.remove_if_idle(name, Role.DECODE)
         known.append(ledger.scheduler.snapshot.shared_barrier)
     assert known == [True, False, False, True, True, False, False, True]
 

@@ -177,10 +177,10 @@ async def test_a_relay_that_has_just_started_is_not_taken_for_one_that_has_not_r
 @with_stage
 async def test_no_worker_is_removed_before_all_relays_have_reported(stage: Stage) -> None:
     brain = await stage.brain(relays=["r0"], patience=Patience(grace_s=3600.0))
-    assert not brain.ledger.remove_if_idle("d0")
+    assert not brain.ledger.remove_if_idle("d0", Role.DECODE)
     stage.relay()
     await brain.hub.settled.wait()
-    assert brain.ledger.remove_if_idle("d0")
+    assert brain.ledger.remove_if_idle("d0", Role.DECODE)
 
 
 @with_stage

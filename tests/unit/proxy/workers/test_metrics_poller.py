@@ -64,9 +64,7 @@ async def polled(services: Services, times: int = 1) -> None:
 
 
 def usage_of(services: Services, name: str = "p0") -> float | None:
-    known = services.ledger.prefiller(name)
-    assert known is not None
-    return known.kv_usage
+    return services.ledger.prefiller(name).kv_usage
 
 
 @pytest.mark.parametrize(
@@ -200,7 +198,6 @@ async def test_foreign_requests_on_a_decode_worker_take_slots_after_two_reports(
     for _ in range(3):
         await polled(services)
         known = services.ledger.decoder("d0")
-        assert known is not None
         free.append((known.foreign_requests, known.free_slots))
     assert free[0] == (0, 8) and free[-1] == (3, 5)
 
@@ -218,7 +215,7 @@ async def test_requests_whose_relay_has_yet_to_report_its_use_of_their_worker_ar
         script(services, "d0", Page(b'vllm:num_requests_running{engine="0"} %d\n' % requests))
         await polled(services)
         known = ledger.decoder("d0")
-        assert known is not None and (known.active, known.foreign_requests) == (requests, 0)
+        assert (known.active, known.foreign_requests) == (requests, 0)
 
 
 @with_virtual_time
