@@ -86,9 +86,9 @@ class Prefill(Section):
         None,
         ge=1,
         le=65536,
-        description="Most concurrent prefills per prefiller. A huge prompt counts as several: the expected seconds of "
-        "all together are at most those of that many mean prompts. The others wait in the router, short prompts "
-        "first. Set 2 to 4 if huge prompts delay short ones. Unset: KV usage alone decides.",
+        description="Most concurrent prefills per prefiller. A huge prompt counts as several: a prefiller "
+        "gets no other while it has the expected seconds of that many mean prompts. The others wait in the router, "
+        "short prompts first. Set 2 to 4 if huge prompts delay short ones. Unset: KV usage alone decides.",
     )
     kv_pin_s: Seconds | None = Field(
         None,
