@@ -23,9 +23,9 @@ gains little. So `least_cap` is 1/15. Where answers are short departures are man
 short where W is small beside G (512 for 144 workers, say). But how soon a place for a large prompt comes does not
 depend on W, and how many requests a large prompt slows down elsewhere grows with G. So while the pool is full the least
 cap of a request of `large_from` mean requests is R G^2 / W, R being the time of the mean answer, or `max_wait_s` where
-that is less; of a smaller one it is less in proportion. To these, too, what a request costs adds its `patience`. Few
-requests are so large, so the p99 wait hardly grows. With 16 in the pool for each of eight workers this is less than 6.3
-mean waits.
+that is less; of a smaller one it is less in proportion. Before R is known there is no such cap, nor one of outliers. To
+these, too, what a request costs adds its `patience`. Few requests are so large, so the p99 wait hardly grows. With 16
+in the pool for each of eight workers this is less than 6.3 mean waits.
 
 *Outliers.* A usual request is `WorkloadMeans.usual_tokens`, half a mean answer and c. A prompt of k of them that goes
 where no large one ended raises the largest load by k requests, of the n that a worker has. For the time R of its answer
@@ -78,7 +78,7 @@ class FitRules:
     room_from: float = math.inf  # mean requests: room is made ahead for a request of this size
     room_share: float = 0.0  # of what it costs, for which room is made
     room_lead: float = 0.0  # how early that begins, in the times that departures need to make it
-    room_workers: float = 0.0  # the most workers that make room at a time, as a share of all
+    room_workers: float = 0.0  # the most workers that make room at a time, as a share of all; one at least
     room_caps: float = 1.0  # after how many caps it goes anywhere
 
     # Cap: see above.

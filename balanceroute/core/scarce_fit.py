@@ -26,10 +26,10 @@ on average, half way through their growth, and relative to the mean that is T = 
 
 *Stock.* If the level is still too high, waiting prompts become smaller than arriving ones, and larger if it is too low.
 T falls by `stock_share` times the difference, or rises by it, though never above max L. A prompt above `LARGE` mean
-ones counts as that many. A small pool is a weak sample, so the correction is bounded: T is below the mean by no more
-than half a mean prompt, or twice the growth where that is more, and a rise has the bound of a fall. Where answers are
-short the growth is little and departures are many. A bound of the growth alone would not preserve the pool's mix of
-sizes, and all prompts left in it would be admitted at once when slots are plenty, as after an outage.
+ones counts as that many. A small pool is a weak sample, so the correction is bounded: with it T is below the mean by
+no more than half a mean prompt, or twice the growth where that is more, and it raises T by no more than it may lower
+it. Where answers are short the growth is little and departures are many. A bound of the growth alone would not preserve
+the pool's mix of sizes, and all prompts left in it would be admitted at once when slots are plenty, as after an outage.
 
 *Small prompts with long answers.* Over its life a request holds its prompt and half of its answer on average. Where
 answers have nothing to do with prompts that half is the same for all, and where large prompts have the longer answers
