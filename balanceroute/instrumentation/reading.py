@@ -137,11 +137,11 @@ def _rows(path: Path) -> Floats:
     with path.open(encoding="utf-8-sig", errors="replace") as file:
         lines = iter(partial(file.readline, LONGEST_LINE), "")
         if tuple(next(lines, "").rstrip("\n").split(",")) != COLUMNS:
-            raise BadStepLog(f"{path}, line 1: expected the columns {','.join(COLUMNS)}")
+            raise BadStepLog(f"{path}: line 1: expected the columns {','.join(COLUMNS)}")
         broken: int | None = None
         for number, line in enumerate(lines, start=2):
             if broken is not None:
-                raise BadStepLog(f"{path}, line {broken}: expected {len(COLUMNS)} numbers")
+                raise BadStepLog(f"{path}: line {broken}: expected {len(COLUMNS)} numbers")
             values = numbers(line)
             if values:
                 rows.append(values)

@@ -77,9 +77,9 @@ def _rerun(path: Path, file: BinaryIO) -> RerunReport:
             last_s, call, args = float(entry["t"]), str(entry["call"]), dict(entry["args"])
             outcome = _perform(scheduler, call, args, last_s, raised="raised" in entry)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise InputError(f"{path}, line {number}: not a journal entry ({error}){_written_by(version)}") from error
+            raise InputError(f"{path}: line {number}: not a journal entry ({error}){_written_by(version)}") from error
         except InputError as error:
-            raise InputError(f"{path}, line {number}: {error}{_written_by(version)}") from error
+            raise InputError(f"{path}: line {number}: {error}{_written_by(version)}") from error
         first_s = last_s if first_s is None else first_s
         calls += 1
         tokens += sum(args["counts"].values()) if call == "tokens" else 0
@@ -111,9 +111,9 @@ def _begun(path: Path, line: bytes) -> tuple[str, PolicySettings, Scheduler]:
         settings = settings_from_dict(header)
         return str(header["version"]), settings, Scheduler(make_policy(settings), _read_config(header["config"]))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise InputError(f"{path}, line 1: not the header of a journal ({error}){_written_by(version)}") from error
+        raise InputError(f"{path}: line 1: not the header of a journal ({error}){_written_by(version)}") from error
     except InputError as error:
-        raise InputError(f"{path}, line 1: {error}{_written_by(version)}") from error
+        raise InputError(f"{path}: line 1: {error}{_written_by(version)}") from error
 
 
 def _read_config(entry: dict[str, Any]) -> SchedulerConfig:
