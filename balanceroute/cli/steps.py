@@ -15,14 +15,10 @@ def steps(
     Example: BALANCEROUTE_STEP_LOG=logs vllm serve ...; balanceroute steps logs/steps-dp*.csv
     """
     from balanceroute.cli.output import print_json
-    from balanceroute.errors import InputError
-    from balanceroute.instrumentation.reading import BadStepLog, summarise
+    from balanceroute.instrumentation.reading import summarise
     from balanceroute.instrumentation.text import text_of
 
-    try:
-        summary = summarise(files)
-    except BadStepLog as error:
-        raise InputError(str(error)) from error
+    summary = summarise(files)
     if json:
         print_json(summary.as_dict())
     else:

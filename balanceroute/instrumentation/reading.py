@@ -35,6 +35,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from balanceroute.errors import InputError
 from balanceroute.instrumentation.clocks import clock_offset, in_order, with_times
 from balanceroute.instrumentation.step_fit import ENOUGH_STEPS, Fit, Floats, fit_steps
 from balanceroute.instrumentation.step_log import COLUMNS, PREFILL_NAME
@@ -49,10 +50,6 @@ LONGEST_LINE = 1_000_000  # characters; what goes on after that is another line,
 LARGEST = 1e15  # of any field; squares of what is larger would leave the range of a float
 SLOWDOWNS = (0.01, 100.0)  # the least and the most that a configuration accepts
 ROUNDS = 8  # of c; it settles in two or three
-
-
-class BadStepLog(ValueError):
-    """A file that is no step log; the text names file and line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,12 +120,12 @@ class Summary:
 def read(path: Path) -> Floats:
     """A step log as an array, one row per step, columns as in `COLUMNS`. Half a last line is forgiven.
 
-    Raises: BadStepLog.
+    Raises: InputError that names the file, and the line of a bad row.
     """
     try:
         return _rows(path)
     except OSError as error:
-        raise BadStepLog(f"{path}: cannot be read: {error.strerror}") from error
+        raise InputError(f"{path}: cannot be read: {error.strerror}") from error
 
 
 def _rows(path: Path) -> Floats:
@@ -137,11 +134,11 @@ def _rows(path: Path) -> Floats:
     with path.open(encoding="utf-8-sig", errors="replace") as file:
         lines = iter(partial(file.readline, LONGEST_LINE), "")
         if tuple(next(lines, "").rstrip("\n").split(",")) != COLUMNS:
-            raise BadStepLog(f"{path}: line 1: expected the columns {','.join(COLUMNS)}")
+            raise InputError(f"{path}: line 1: expected the columns {','.join(COLUMNS)}")
         broken: int | None = None
         for number, line in enumerate(lines, start=2):
             if broken is not None:
-                raise BadStepLog(f"{path}: line {broken}: expected {len(COLUMNS)} numbers")
+                raise InputError(f"{path}: line {broken}: expected {len(COLUMNS)} numbers")
             values = numbers(line)
             if values:
                 rows.append(values)
@@ -161,13 +158,13 @@ def numbers(line: str) -> list[float]:
 
 
 def summarise(paths: Sequence[Path]) -> Summary:
-    """Read and compare. Raises: BadStepLog, for a file that is there twice, too."""
+    """Read and compare. Raises: InputError, for a file that is there twice, too."""
     logs, notes = list[Log](), list[str]()
     seen = set[str]()
     for path in paths:
         file = os.path.realpath(path)
         if file in seen:
-            raise BadStepLog(f"{path}: is given twice; accepted is one file per DP rank")
+            raise InputError(f"{path}: is given twice; accepted is one file per DP rank")
         seen.add(file)
         steps, repaired = in_order(read(path))
         logs.append((path, steps))

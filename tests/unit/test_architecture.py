@@ -48,7 +48,7 @@ ALLOWED: dict[str, set[str]] = {
     "library": {"core", "plugins", "prediction", "simulator", "experiments", "traces", "errors"},
     "testing": {"core", "parameters", "plugins", "prediction", "errors"},
     "demo": {"core", "loadgen", "traces", "report", "errors"},
-    "instrumentation": set(),
+    "instrumentation": {"errors"},
 }
 PURE_STDLIB_BANS = {"asyncio", "socket", "time", "logging", "random", "threading", "datetime", "os", "io"}
 

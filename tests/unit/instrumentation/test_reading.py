@@ -10,11 +10,11 @@ import pytest
 
 from balanceroute.cli.steps import steps
 from balanceroute.errors import InputError
-from balanceroute.instrumentation.__main__ import main
-from balanceroute.instrumentation.reading import BadStepLog, Group, Summary, read, summarise
+from balanceroute.instrumentation.reading import Group, Summary, read, summarise
 from balanceroute.instrumentation.step_fit import Fit
 from balanceroute.instrumentation.step_log import COLUMNS
 from balanceroute.instrumentation.text import configuration, text_of
+from tests.commands import run_command
 
 HEADER = ",".join(COLUMNS) + "\n"
 
@@ -111,7 +111,7 @@ def test_half_a_last_line_is_forgiven_and_half_a_line_before_it_is_not(tmp_path:
     path.write_text(path.read_text() + "10000")
     assert len(read(path)) == 3
     path.write_text(path.read_text() + "\n1e9,1,1,1,0,0\n")
-    with pytest.raises(BadStepLog, match="line 5"):
+    with pytest.raises(InputError, match="line 5"):
         read(path)
 
 
@@ -125,29 +125,29 @@ def test_a_line_that_is_not_of_a_step_log_is_named_and_hides_no_other(tmp_path: 
     path.write_text(path.read_text() + line)
     assert len(read(path)) == 3, "forgiven as the last one"
     path.write_text(path.read_text() + "\n" + "1e9,1,1,1,0,0\n" * 500)
-    with pytest.raises(BadStepLog, match="line 5: expected 6 numbers"):
+    with pytest.raises(InputError, match="line 5: expected 6 numbers"):
         read(path)
 
 
 def test_the_command_prints_a_table_or_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    files = [str(a_log(tmp_path / name, [1000, 2000, 4000])) for name in ("a.csv", "b.csv")]
-    assert main(files) == 0
+    files = [a_log(tmp_path / name, [1000, 2000, 4000]) for name in ("a.csv", "b.csv")]
+    steps(files)
     text = capsys.readouterr().out
     assert "load spread (max - min): mean 0 tokens" in text
     assert "step = 2.0000 us * L + 15.000 ms" in text
-    assert main([*files, "--json"]) == 0
+    steps(files, json=True)
     assert json.loads(capsys.readouterr().out)["ranks"][1]["file"] == "b.csv"
 
 
 @pytest.mark.parametrize("content", [None, "a,b\n1,2\n"])
 def test_a_file_that_is_not_a_step_log_is_reported_in_one_line_with_exit_code_2(
-    tmp_path: Path, content: str | None, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, content: str | None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "x"
     if content is not None:
         path.write_text(content)
-    assert main([str(path)]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
+    code, _, err = run_command(capsys, monkeypatch, "steps", str(path))
+    assert code == 2 and err.startswith(f"balanceroute: {path}: ") and err.count("\n") == 1
 
 
 def engines(
@@ -279,7 +279,7 @@ def test_a_fit_to_a_step_with_negative_cost_is_reported_as_meaningless(
 
 def test_a_fit_to_noise_is_reported_as_meaningless(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = engines(tmp_path, 1, barrier=False, us_per_token=0.0, noise=0.3)
-    assert main([str(file) for file in files]) == 0
+    steps(files)
     text = capsys.readouterr().out
     assert "this fit means nothing" in text and "no fit means anything" in text
     assert summarise(files).request_tokens is None
@@ -325,7 +325,7 @@ def test_steps_with_decreasing_times_are_read_and_reported(
     found = summary.groups[0].fit
     assert expected is not None and found is not None and found.doubt is None
     assert found.a_us_per_token == pytest.approx(expected.a_us_per_token, rel=0.01)
-    assert main([str(file)]) == 0
+    steps([file])
     assert f"{file.name}: {note}" in capsys.readouterr().out
 
 
@@ -393,7 +393,7 @@ def test_a_cost_below_zero_of_an_empty_step_is_doubted_or_printed_as_zero(
 ) -> None:
     path = a_log(tmp_path / "a", [10_000 + 100 * (step % 97) for step in range(500)])
     bent = rewritten(path, lambda lines: [line.replace(f",{cost}", f",{cost - 20:.4f}") for line, cost in costs(lines)])
-    assert main([str(bent)]) == 0
+    steps([bent])
     text = capsys.readouterr().out
     assert "this fit means nothing: an empty step would take -5.000 ms" in text and "to replay with" not in text
     fits = [Fit(0.1, -0.2, 0.9, 500)]
