@@ -155,8 +155,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("relays", [0, 1])
-@pytest.mark.parametrize("named", REFUSED)
+@pytest.mark.parametrize(("relays", "named"), [*((0, named) for named in REFUSED), (1, "port"), (1, "model")], ids=str)
 def test_a_start_that_fails_says_why_in_one_line_and_ends_in_exit_code_2(
     relays: int, named: str, tmp_path: Path
 ) -> None:
