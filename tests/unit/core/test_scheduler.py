@@ -345,11 +345,12 @@ def trackers() -> set[int]:
     return {id(each) for each in gc.get_objects() if isinstance(each, RequestTracker)}
 
 
-def test_a_requeued_request_is_not_ended_by_the_deadline_of_arrivals() -> None:
+@pytest.mark.parametrize("anew", [False, True])
+def test_a_requeued_request_is_not_ended_by_the_deadline_of_arrivals(anew: bool) -> None:
     scheduler = a_scheduler(workers=1, slots=1, config=SchedulerConfig(queue_deadline_s=5.0))
     into_decode(scheduler)
     scheduler.progress("r", 3, 100.0)
-    scheduler.requeue("r", 100.0)
+    scheduler.requeue("r", 100.0, anew=anew)
     assert scheduler.expire(200.0) == []
 
 
