@@ -324,7 +324,8 @@ def test_a_lost_run_folder_is_recreated_and_streams_go_on(cluster: Cluster, tmp_
         async with a_router(cluster, tmp_path, standbys=1, run_folder=run) as router:
 
             def found_last(relay: str) -> int:
-                return int(router.logged("brain found", relay=relay)[-1]["epoch"])
+                found = router.logged("brain found", relay=relay)
+                return int(found[-1]["epoch"]) if found else 0
 
             for led in (1, 2, 3):  # relays have seen an epoch that the folder has lost
                 os.kill(router.brains[-1], signal.SIGKILL)
