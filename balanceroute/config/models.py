@@ -76,7 +76,10 @@ class Config(Section):
         if port == 0 or is_wildcard(host) or (elsewhere and is_loopback(host)):
             return ""
         scheme = "http" if self.tls.cert_file is None else "https"
-        return normalised_url(f"{scheme}://{host_in_url(host)}:{port}")
+        try:
+            return normalised_url(f"{scheme}://{host_in_url(host)}:{port}")
+        except ValueError:  # fe80::1%eth0, or a name that is not ASCII: listened on, but not put into a URL
+            return ""
 
     @property
     def kv_pin_s(self) -> float | None:

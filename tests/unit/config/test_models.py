@@ -234,6 +234,13 @@ def test_an_address_that_decode_workers_cannot_call_back_is_refused(listen: dict
         a_config(connector="mooncake_layerwise", listen=listen)
 
 
+@pytest.mark.parametrize("host", ["fe80::1%eth0", "b\u00fccher.example", "256.256.256.256"])
+def test_an_address_that_no_url_may_hold_can_be_listened_on_where_nobody_calls_back(host: str) -> None:
+    assert a_config(listen={"host": host}).callback_url == ""
+    with pytest.raises(ConfigError, match=r"layerwise\.callback_url, such as http://"):
+        a_config(connector="mooncake_layerwise", listen={"host": host})
+
+
 def test_a_callback_url_for_a_connector_that_never_calls_back_is_refused() -> None:
     with pytest.raises(ConfigError, match="accepted only with connector mooncake_layerwise"):
         a_config(**REACHED)
