@@ -155,7 +155,7 @@ class RelayFleet(Fleet):
         """
         if spec.id in self:
             worker = self[spec.id]
-            if _place(worker.spec) == _place(spec):
+            if _reached_at(worker.spec) == _reached_at(spec):
                 worker.spec = spec
                 return worker
             assert isinstance(worker.circuit, ReportedCircuit)
@@ -184,7 +184,7 @@ class RelayFleet(Fleet):
         )
 
 
-def _place(spec: WorkerSpec) -> tuple[Role, str, int | None]:
+def _reached_at(spec: WorkerSpec) -> tuple[Role, str, int | None]:
     return spec.role, spec.url, spec.dp_rank
 
 
