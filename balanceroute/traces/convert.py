@@ -135,7 +135,7 @@ def convert_trace(
                 without_output += 1
                 continue
             if prompt < 1:
-                raise InputError(f"{path}: line {line}: {prompt} prompt and {output} output tokens")
+                raise InputError(f"{path}: line {line}: a prompt of {prompt} tokens; accepted are 1 or more")
             columns.add(arrival, prompt, output, key, blocks)
     except InputError:
         if kind not in READERS or path.half_line is None or not columns.arrivals:
@@ -222,21 +222,14 @@ def unknown(path: Source) -> InputError:
     )
 
 
-def columns_of(path: Source, columns: tuple[str, ...]) -> Iterator[tuple[int, list[str]]]:
-    """(line number, the wanted columns) of each CSV row."""
+def read_table(path: Source, columns: tuple[str, str, str], seconds: Callable[[str, str], float]) -> Iterator[Row]:
+    """Rows of a CSV with such columns of arrivals, prompts and outputs; `seconds` reads an arrival of a column."""
+    at, of_prompt, of_output = columns
     rows = csv_rows(path)
     header = header_of(path, rows, columns, columns)
     places = [header.index(name) for name in columns]
     for line, row in rows:
-        if len(row) != len(header):  # such as a stamp with a comma, which would shift the columns behind it
-            raise InputError(f"{path}: line {line}: {len(row)} fields, the header has {len(header)}")
-        yield line, [row[place] for place in places]
-
-
-def read_table(path: Source, columns: tuple[str, str, str], seconds: Callable[[str, str], float]) -> Iterator[Row]:
-    """Rows of a CSV with such columns of arrivals, prompts and outputs; `seconds` reads an arrival of a column."""
-    at, of_prompt, of_output = columns
-    for line, (stamp, prompt, output) in columns_of(path, columns):
+        stamp, prompt, output = (row[place] for place in places)
         try:
             arrival_s = seconds(stamp, at)
             tokens = token_count(prompt, of_prompt, least=0), token_count(output, of_output, least=0)

@@ -215,8 +215,6 @@ def read_trace(path: str | Path | Source, on_note: Callable[[str], None] | None 
     try:
         for line, row in rows:
             try:
-                if len(row) != len(header):
-                    raise ValueError(f"{len(row)} fields, the header has {len(header)}")
                 arrival = finite(row[at_arrival], "arrival_s", most=MAX_ARRIVAL_S)
                 if columns.arrivals and arrival < columns.arrivals[-1]:
                     above = columns.arrivals[-1]
@@ -348,16 +346,20 @@ def token_count(text: str, name: str, *, least: int) -> int:
 
 
 def csv_rows(path: Source) -> Iterator[tuple[int, list[str]]]:
-    """(line number, fields) of each row of a CSV, its header first.
+    """(line number, fields) of each row of a CSV, its header first; all have as many fields.
 
     Every line is parsed by itself: across lines, a quote that is never closed would swallow the rest of the file.
     """
+    width = 0
     for line, text in text_lines(path):
         try:
             fields = next(csv.reader([text], strict=True))
         except csv.Error as error:
             reason = "a quote is not closed on its line" if text.count('"') % 2 else error
             raise InputError(f"{path}: line {line}: {reason}") from error
+        width = width or len(fields)
+        if len(fields) != width:  # such as a stamp with a comma, which would shift the columns behind it
+            raise InputError(f"{path}: line {line}: {len(fields)} fields, the header has {width}")
         yield line, fields
 
 

@@ -203,7 +203,7 @@ def test_jitter_is_seeded_and_spreads_equal_stamps(tmp_path: Path) -> None:
         (TraceFormat.AZURE, AZURE_2023 + "yesterday,5,5\n", 4, "TIMESTAMP 'yesterday'"),
         (TraceFormat.AZURE, AZURE_2023 + "2023-11-16 18:15:46,x,5\n", 4, "ContextTokens 'x'"),
         (TraceFormat.AZURE, AZURE_2023 + "2023-11-16 18:15:46,5\n", 4, "2 fields"),
-        (TraceFormat.AZURE, AZURE_2023 + "2023-11-16 18:15:46,0,5\n", 4, "0 prompt and 5 output tokens"),
+        (TraceFormat.AZURE, AZURE_2023 + "2023-11-16 18:15:46,0,5\n", 4, "a prompt of 0 tokens"),
         (TraceFormat.AZURE, "a,b\n", 1, "no column TIMESTAMP"),
         (TraceFormat.BURSTGPT, BURSTGPT + "x,m,1,1,2,l\n", 5, "Timestamp 'x'"),
         (TraceFormat.MOONCAKE, mooncake_line(0, []) + "{oops\n", 2, "Expecting"),
