@@ -20,8 +20,8 @@ from tests.processes import Cluster, complete_lines, listening_port, process
 from tests.waiting import pace, until
 
 PREFILLERS, RANKS, SLOTS = 2, 2, 4
-SHAPE: Final = (PREFILLERS, RANKS, "--max-num-seqs", str(SLOTS), "--time-scale", "0.3")
-LONG = 400  # tokens: some seconds
+SHAPE: Final = (PREFILLERS, RANKS, "--max-num-seqs", str(SLOTS), "--time-scale", "1.0")
+LONG = 130  # tokens: some seconds, at a pace at which they take little CPU
 # while a cluster stands still (`Cluster.standing_still`), for as long as it may
 PATIENT: Final = ("--set", "health.stall_after_s=600", "--set", "limits.idle_timeout_s=600")
 

@@ -97,9 +97,9 @@ def test_relays_of_other_machines_answer_like_the_brains_own_relays(cluster: Clu
 def test_slots_of_a_dead_relay_machine_become_free_for_the_others(cluster: Cluster, tmp_path: Path) -> None:
     async def test(those: Machines) -> None:
         dies, stays = those.relays
-        lost = streams(dies, 4, 3000)
+        lost = streams(dies, 4, 1000)
         await until(lambda: all(stream.begun for stream in lost))
-        kept = streams(stays, 4, 200, first=50)
+        kept = streams(stays, 4, 70, first=50)
         await until(lambda: all(stream.begun for stream in kept))
         end_group(dies.running)
 
@@ -127,7 +127,7 @@ def test_relays_of_other_machines_survive_the_death_of_the_brain(
     cluster: Cluster, tmp_path: Path, number: signal.Signals, standbys: int
 ) -> None:
     async def test(those: Machines) -> None:
-        begun = [stream for n, router in enumerate(those.relays) for stream in streams(router, 4, 600, first=20 * n)]
+        begun = [stream for n, router in enumerate(those.relays) for stream in streams(router, 4, 200, first=20 * n)]
         await until(lambda: all(stream.begun for stream in begun))
         os.kill(those.brain.brains[-1], number)
         later = [
@@ -150,7 +150,7 @@ def test_far_relays_rejoin_a_brain_machine_that_lost_its_run_folder(
 
     async def run() -> None:
         async with machines(cluster, tmp_path) as those:
-            begun = streams(those.relays[0], 4, 1500)
+            begun = streams(those.relays[0], 4, 500)
             await until(lambda: all(stream.begun for stream in begun))
             end_group(those.brain.running)
             flags = [*those.authority.flags(), "--set", f"listen.link=127.0.0.1:{those.port}"]
@@ -168,7 +168,7 @@ def test_far_relays_rejoin_a_brain_machine_that_lost_its_run_folder(
 def test_a_new_version_takes_over_at_the_brain_s_machine_and_at_the_others(cluster: Cluster, tmp_path: Path) -> None:
     async def run() -> None:
         async with machines(cluster, tmp_path) as those:
-            begun = [stream for n, router in enumerate(those.relays) for stream in streams(router, 3, 600, first=9 * n)]
+            begun = [stream for n, router in enumerate(those.relays) for stream in streams(router, 3, 200, first=9 * n)]
             await until(lambda: all(stream.begun for stream in begun))
             link, brains = f"listen.link=127.0.0.1:{those.port}", f"listen.brains=[127.0.0.1:{those.port}]"
             flags = [*those.authority.flags(), "--take-over", "--set"]
@@ -191,7 +191,7 @@ def test_a_new_version_takes_over_at_the_brain_s_machine_and_at_the_others(clust
 def test_a_machine_that_drains_finishes_its_streams(cluster: Cluster, tmp_path: Path) -> None:
     async def test(those: Machines) -> None:
         drains, stays = those.relays
-        begun = streams(drains, 4, 200)
+        begun = streams(drains, 4, 70)
         await until(lambda: all(stream.begun for stream in begun))
         os.kill(drains.running.pid, signal.SIGTERM)
         assert await all_end(streams(stays, 4, 20, first=100)) == 4
@@ -228,7 +228,7 @@ def test_a_peer_without_a_link_certificate_gets_no_answer_and_does_no_harm(clust
                 writer.transport.abort()
 
     async def test(those: Machines) -> None:
-        begun = streams(those.relays[0], 6, 200)
+        begun = streams(those.relays[0], 6, 70)
         await until(lambda: all(stream.begun for stream in begun))
         stranger = Authority(tmp_path, "stranger").client()
         stranger.check_hostname, stranger.verify_mode = False, ssl.CERT_NONE

@@ -67,7 +67,7 @@ def test_a_second_pod_leads_when_the_first_one_ends(
             other = asyncio.get_running_loop().create_task(second())
             log = folders[1] / "router.log"
             await until(lambda: log.exists() and "who holds the lease" in log.read_text())
-            begun = streams(router, 4, 200 if ends is drain else 3000)  # who is killed ends none
+            begun = streams(router, 4, 70 if ends is drain else 1000)  # who is killed ends none
             await until(lambda: all(stream.begun for stream in begun))
             assert server.spec["holderIdentity"] == holder and '"epoch"' not in log.read_text()
             assert callable(ends)
@@ -124,7 +124,7 @@ def test_a_router_that_takes_over_from_the_leader_keeps_the_lease_beside_a_stand
             holder = server.spec["holderIdentity"]
             with process(*command, log=log):
                 await until(lambda: "who holds the lease" in log.read_text())
-                begun, ended = streams(old, 4, 200), asyncio.Event()
+                begun, ended = streams(old, 4, 70), asyncio.Event()
                 await until(lambda: all(stream.begun for stream in begun))
                 clients = [asyncio.get_running_loop().create_task(keeps_asking(old, n, ended)) for n in range(4)]
                 async with a_router(
@@ -169,7 +169,7 @@ def test_a_brain_of_another_machine_leads_when_it_gets_the_lease(
             other = asyncio.get_running_loop().create_task(second())
             log = folders[1] / "router.log"
             await until(lambda: log.exists() and "who holds the lease" in log.read_text())
-            begun = streams(relays, 4, 3000)
+            begun = streams(relays, 4, 1000)
             await until(lambda: all(stream.begun for stream in begun))
             kill(first)
             later = streams(relays, 3, 20, first=100)

@@ -51,7 +51,7 @@ def test_relays_answer_as_one_router(cluster: Cluster, tmp_path: Path) -> None:
             answer = (await router.client.post("/v1/completions", json=body, headers={"connection": "close"})).json()
             assert answer["choices"][0]["text"] == decode(continuation(prompt, 9)), answer
 
-        begun = streams(router, 30, 40)
+        begun = streams(router, 30, 15)
         await asyncio.gather(*map(unary, range(20)))
         assert await all_end(begun) == 30
         assert (await router.get("/ready")).json()["workers_up"] == {"prefill": PREFILLERS, "decode": RANKS}
@@ -179,7 +179,7 @@ def test_connections_without_free_descriptors_are_refused_and_all_others_served(
         async with a_router(cluster, tmp_path, relays=relays, open_files=160) as router:
             (line,) = router.logged("open files (ulimit -n) are enough for fewer clients than limits.max_connections")
             assert line["clients"] == 40 * max(1, relays)
-            many = streams(router, 150, 80)  # none of the first ends before the last of them has come
+            many = streams(router, 150, 27)  # none of the first ends before the last of them has come
             complete = await all_end(many)
             assert complete == sum(stream.begun for stream in many)
             assert line["clients"] // 2 <= complete < 150
@@ -525,7 +525,7 @@ def test_a_new_router_takes_over_and_no_request_fails(cluster: Cluster, tmp_path
     async def test() -> None:
         port = free_base_port((0,))
         async with a_router(cluster, tmp_path, port=port) as old:
-            begun = streams(old, 4, 200)  # with those of the clients they fit the slots
+            begun = streams(old, 4, 70)  # with those of the clients they fit the slots
             await until(lambda: all(stream.begun for stream in begun))
             ended = asyncio.Event()
             clients = [asyncio.get_running_loop().create_task(keeps_asking(old, n, ended)) for n in range(4)]
@@ -533,7 +533,7 @@ def test_a_new_router_takes_over_and_no_request_fails(cluster: Cluster, tmp_path
                 await until(lambda: old.logged("another router takes over"))
                 await until(lambda: len(old.logged("leaving")) == 2)
                 assert await all_end(begun) == 4
-                begun = streams(new, 6, 100, first=300)
+                begun = streams(new, 6, 40, first=300)
                 await until(lambda: old.running.poll() is not None)  # its clients' connections have ended, too
                 assert old.running.returncode == 0
                 assert await all_end(begun) == 6
