@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 
 SWITCH_INTERVAL_S = 0.001  # Python's own is 0.005
 YOUNG_OBJECTS = 20_000  # new objects between two runs of the cyclic garbage collector; Python's default is 700
+CANNOT_START = 3  # exit code, as uvicorn's
 PARENT_S = 0.5  # to wait for the parent's signal; the parent has nothing else to do
 _LOOK_S = 0.05
 _ABORT_S = 3.0
@@ -82,19 +83,21 @@ class Server(uvicorn.Server):
         self._drain: asyncio.Task[None] | None = None
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
-        """Run to the end on `telemetry.clock.Loop`. Raises: `app.failure`; SystemExit: it can't listen."""
+        """Run to the end on `telemetry.clock.Loop`. Raises: `app.failure`; SystemExit: it can't start."""
         its_log = logging.getLogger("uvicorn.error")
         its_log.addFilter(self._is_worth_a_line)
         try:
             with asyncio.Runner(loop_factory=Loop) as runner:
                 runner.run(self.serve(sockets=sockets))
-        except SystemExit:  # older versions of uvicorn return instead
+        except SystemExit:
             if self._app.failure is None:
                 raise
         finally:
             its_log.removeFilter(self._is_worth_a_line)
         if self._app.failure is not None:
             raise self._app.failure
+        if not self.started:  # older versions of uvicorn return where they can't start
+            sys.exit(CANNOT_START)
 
     def _is_worth_a_line(self, record: logging.LogRecord) -> bool:
         """Whether uvicorn's line says more than the error that ends this process: that one is to be the last line."""
@@ -319,10 +322,9 @@ def serve(app: ClientApp, config: Config, on_reload: Reload | None = None) -> No
         server.run()
     except SystemExit as error:
         cause = error.__context__  # uvicorn's own exit
-        reason = f": {_reason(cause)}" if isinstance(cause, OSError) else ""
-        raise ConfigError(f"listen: cannot listen on {address}{reason}") from None
-    if not server.started:  # older versions of uvicorn return instead of exiting
-        raise ConfigError(f"listen: cannot start on {address}")
+        if isinstance(cause, OSError):
+            raise ConfigError(f"listen: cannot listen on {address}: {_reason(cause)}") from None
+        raise ConfigError(f"listen: cannot start on {address}") from None
 
 
 def _duplicate(listener: socket.socket) -> socket.socket:

@@ -33,7 +33,8 @@ def a_draining_router() -> Services:
 def test_a_router_uses_a_clock_that_includes_suspended_time(monkeypatch: pytest.MonkeyPatch) -> None:
     loops: list[object] = []
 
-    async def serve(*_: object, **__: object) -> None:
+    async def serve(server: Server, **_: object) -> None:
+        server.started = True
         loops.append(asyncio.get_running_loop())
 
     monkeypatch.setattr(Server, "serve", serve)

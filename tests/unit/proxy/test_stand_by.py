@@ -10,9 +10,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import uvicorn
 
 from balanceroute.errors import ConfigError
-from balanceroute.proxy import brain
+from balanceroute.proxy import brain, brain_app
 from balanceroute.proxy.brain_app import BrainSetup
 from balanceroute.proxy.link.leadership import FileLead
 from balanceroute.proxy.parent.configured import Configured
@@ -97,7 +98,7 @@ class Led:
 def test_a_brain_keeps_the_lease_for_the_next_brain_of_its_pod_unless_the_router_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: bool, expected: list[str]
 ) -> None:
-    led, server = Led(), SimpleNamespace(run=lambda: None, lost=lost, started=True)
+    led, server = Led(), SimpleNamespace(run=lambda: None, lost=lost)
     monkeypatch.setattr(brain, "the_lead", lambda *_: led)
     monkeypatch.setattr(brain, "_leading_server", lambda *_: server)
     callbacks = brain.BrainCallbacks(lambda: None, lambda: None, lambda: None)
@@ -122,6 +123,28 @@ def test_a_brain_that_cannot_listen_ends_with_the_reason_and_no_traceback(
     with pytest.raises(ConfigError, match=f"{name}: cannot listen there: "):
         brain.run_brain(Configured.read(a_config()), folder, BrainSetup(1), callbacks)
     assert not [record for record in caplog.records if record.levelname in ("ERROR", "CRITICAL")]
+
+
+@pytest.mark.parametrize("version", ["newest", "lowest"])
+def test_a_brain_that_cannot_start_does_not_end_as_one_that_is_not_needed_any_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
+    """In a drain, the parent would not restart it."""
+
+    async def returns(server: uvicorn.Server, sockets: object = None) -> None:
+        await server.lifespan.startup()
+        server.should_exit = True
+
+    def fails(*_: object) -> None:
+        raise RuntimeError("no thread can be started")
+
+    if version == "lowest":
+        monkeypatch.setattr(uvicorn.Server, "startup", returns)
+    monkeypatch.setattr(brain_app, "start", fails)
+    callbacks = brain.BrainCallbacks(lambda: None, lambda: None, lambda: None)
+    with pytest.raises(SystemExit) as ended:
+        brain.run_brain(Configured.read(a_config()), RunFolder(tmp_path), BrainSetup(1), callbacks)
+    assert ended.value.code
 
 
 def test_a_standby_that_leads_waits_for_all_relays_of_its_router(
