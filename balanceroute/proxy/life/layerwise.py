@@ -274,8 +274,9 @@ class Layerwise:
             try:
                 answer.prompt_counted(result)
             except EdgeFull as error:
-                leg.interrupt(error)
-                return
+                if not answer.outlet.started:  # a stream that has begun goes on
+                    leg.interrupt(error)
+                    return
             answer.scanner.prefilled(result.prompt_tokens, result.prompt_details)
 
     async def _prefill_for(self, asked: bytes) -> PrefillResult:
