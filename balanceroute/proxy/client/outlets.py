@@ -10,7 +10,7 @@ from typing import Final
 
 from mypy_extensions import mypyc_attr
 
-from balanceroute.errors import InvariantError
+from balanceroute.errors import EdgeFull, InvariantError
 from balanceroute.proxy.client.response import Response
 from balanceroute.proxy.life.leg import Leg
 from balanceroute.proxy.wire.answers import AnswerAssembler, with_usage
@@ -42,9 +42,16 @@ class StreamOutlet:
         self.write = self._response.write
 
     def prompt_came(self, size: int) -> None:
-        """What a prefiller has told is kept for a continuation. Raises: EdgeFull."""
+        """What a prefiller has told is kept for a continuation.
+
+        Raises: EdgeFull: there is no room for it. A stream that has begun goes on: decode first, or by another leg.
+        """
         if size > LARGE_BYTES:
-            self._response.keep(size)
+            try:
+                self._response.keep(size)
+            except EdgeFull:
+                if not self._response.started:
+                    raise
 
     def whole(self, body: bytes) -> None:
         """Never called for a stream. Raises: InvariantError."""

@@ -274,9 +274,8 @@ class Layerwise:
             try:
                 answer.prompt_counted(result)
             except EdgeFull as error:
-                if not answer.outlet.started:  # a stream that has begun goes on
-                    leg.interrupt(error)
-                    return
+                leg.interrupt(error)
+                return
             answer.scanner.prefilled(result.prompt_tokens, result.prompt_details)
 
     async def _prefill_for(self, asked: bytes) -> PrefillResult:

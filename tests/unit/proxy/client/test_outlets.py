@@ -104,3 +104,19 @@ async def test_a_stream_has_what_a_prefiller_has_told_counted_with_the_bytes_of_
         stream.prompt_came(LARGE_BYTES)  # too small to count
         stream.prompt_came(2 * LARGE_BYTES)
     assert connection.kept_bytes == 4 * LARGE_BYTES
+
+
+@pytest.mark.parametrize("kind", [StreamOutlet, PartStream])
+@with_virtual_time
+async def test_a_stream_is_refused_for_what_a_prefiller_has_told_only_before_it_begins(
+    monkeypatch: pytest.MonkeyPatch, kind: type[StreamOutlet]
+) -> None:
+    """Decode first, or with several choices, a prefiller's answer may come later than the first tokens."""
+    connection = Connection()
+    monkeypatch.setattr(connection, "keep", keeping_nothing)
+    whole = StreamOutlet(connection.response(), [])
+    stream = whole if kind is StreamOutlet else PartStream(whole)
+    with pytest.raises(EdgeFull):
+        stream.prompt_came(2 * LARGE_BYTES)
+    whole.start()
+    stream.prompt_came(2 * LARGE_BYTES)

@@ -184,24 +184,6 @@ async def test_a_prefiller_lost_after_the_first_token_does_not_end_the_stream() 
 
 
 @with_virtual_time
-async def test_a_stream_that_has_begun_goes_on_though_there_is_no_room_for_what_its_prefiller_tells() -> None:
-    class Full(Client):
-        def prompt_came(self, size: int) -> None:
-            raise EdgeFull("no room")
-
-    services, client = a_pair(Page(events(20, 21, finish=None), ends=False), 1.0, probed()), Full()
-    async with dispatching(services):
-        leg = a_leg(services, client, Layerwise)
-        request = asyncio.ensure_future(leg.run())
-        await let_pass(5.0)
-        assert not request.done() and client.text == " 20 21"
-        assert leg.answer.prompt_tokens == len(PROMPT_IDS)
-        leg.abandon()
-        await asyncio.wait({request})
-    assert idle(services)
-
-
-@with_virtual_time
 async def test_an_internal_error_in_the_prefill_ends_the_request_at_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
