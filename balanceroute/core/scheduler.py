@@ -316,11 +316,13 @@ class Scheduler:
         return admissions
 
     def _decide(self, now: float, admissions: list[Admit], *, sent_ahead: bool) -> None:
-        workers = self.snapshot.workers
+        workers, waits = self.snapshot.workers, self.policy.waits_for_slots
         for choice in self.policy.decide(self.snapshot, now):
             worker = choice.worker
             if worker.index >= len(workers) or workers[worker.index] is not worker:
                 raise InvariantError(f"{self.policy.name} chose {worker.spec.id}, which is no worker of the snapshot")
+            if waits and not worker.free_slots:
+                raise InvariantError(f"{self.policy.name} chose {worker.spec.id}, which has no free slot")
             score = float(choice.score)  # as numpy has it, it could not be written to the journal
             choice.request.sent_ahead = sent_ahead
             self._bind(choice, now)

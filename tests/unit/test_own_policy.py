@@ -53,6 +53,19 @@ class ThirdFails(AdmissionPolicy):
         return choice
 
 
+class FirstWorker(AdmissionPolicy):
+    """Everybody goes there, whether it has room or not."""
+
+    name = "first_worker"
+
+    def __init__(self, waits_for_slots: bool) -> None:
+        self.waits_for_slots = waits_for_slots
+
+    def decide(self, snapshot: ClusterSnapshot, now: float) -> Iterator[Choice]:
+        while len(snapshot.pool):
+            yield Choice(snapshot.pool.front[0], snapshot.workers[0], 1, 0.0)
+
+
 class NoPatience(AdmissionPolicy):
     """Cannot say how long anybody may wait."""
 
@@ -90,6 +103,17 @@ def five_wait(scheduler: Scheduler, slots: int = 3) -> None:
 
 
 FAULTS = pytest.mark.parametrize("fault", ["raises", "exits", "no score", "a stranger", "a copy"])
+
+
+def test_a_policy_that_waits_for_slots_cannot_choose_a_worker_without_one() -> None:
+    scheduler = Scheduler(FirstWorker(waits_for_slots=True), SchedulerConfig())
+    five_wait(scheduler)
+    with pytest.raises(InvariantError, match="first_worker chose d0, which has no free slot"):
+        scheduler.admit(6.0)
+    assert len(scheduler.snapshot.pool) == 5 and not scheduler.snapshot.workers[0].active
+    scheduler = Scheduler(FirstWorker(waits_for_slots=False), SchedulerConfig())
+    five_wait(scheduler)
+    assert [admission.worker for admission in scheduler.admit(6.0)] == ["d0"] * 5
 
 
 @FAULTS
@@ -153,7 +177,8 @@ def test_a_journal_records_what_a_policy_raised_and_reruns(fault: str, tmp_path:
 
 class UnknownStage(ThirdFails):
     def decide(self, snapshot: ClusterSnapshot, now: float) -> Iterator[Choice]:
-        yield Choice(snapshot.pool.front[0], snapshot.workers[0], stage=9, score=1.0)
+        for worker in snapshot.open_workers()[:1]:
+            yield Choice(snapshot.pool.front[0], worker, stage=9, score=1.0)
 
 
 def test_explain_shows_a_choice_in_a_stage_that_it_does_not_know(
