@@ -188,6 +188,11 @@ class Listening:
                 writer.transport.abort()
 
 
+def an_edge(**limits: Any) -> Edge:
+    """One without connections."""
+    return Edge(EchoSite(), lambda: ClientLimits(**limits), asyncio.get_running_loop(), set(), set(), {})
+
+
 @asynccontextmanager
 async def listening(*, encrypted: bool = False, **limits: Any) -> AsyncIterator[Listening]:
     """Serve an `EchoSite` on a free port within 20 s."""

@@ -9,7 +9,7 @@ import pytest
 from balanceroute.errors import EdgeFull
 from balanceroute.proxy.client.edge import RESERVE, ClientLimits, Edge, limits_of
 from balanceroute.proxy.client.relay_loads import Load, RelayLoads
-from tests.unit.proxy.client.listening import Client, EchoSite, listening, served
+from tests.unit.proxy.client.listening import Client, EchoSite, an_edge, listening, served
 from tests.unit.proxy.virtual_time import a_config, let_pass, stand_still, with_virtual_time
 from tests.waiting import until
 
@@ -226,10 +226,6 @@ class Seat:
 
     def abort(self) -> None:
         self.aborted = True
-
-
-def an_edge(**limits: Any) -> Edge:
-    return Edge(EchoSite(), lambda: ClientLimits(**limits), asyncio.get_running_loop(), set(), set(), {})
 
 
 @with_virtual_time
