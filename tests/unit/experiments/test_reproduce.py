@@ -332,7 +332,7 @@ def test_a_bad_trace_is_reported_in_one_line_with_exit_code_2(
     (tmp_path / "bad.csv").write_text("what\n")
     arguments = ["reproduce", "main", "--trace", str(tmp_path / "bad.csv"), "--out", str(tmp_path / "out")]
     code, _, error_text = run_command(capsys, monkeypatch, *arguments)
-    assert code == 2 and "line 1" in error_text
+    assert code == 2 and "bad.csv: no known trace" in error_text
 
 
 @pytest.mark.parametrize("jobs", ["0", "4294967296"])
