@@ -177,8 +177,8 @@ def test_a_journal_records_what_a_policy_raised_and_reruns(fault: str, tmp_path:
 
 class UnknownStage(ThirdFails):
     def decide(self, snapshot: ClusterSnapshot, now: float) -> Iterator[Choice]:
-        for worker in snapshot.open_workers()[:1]:
-            yield Choice(snapshot.pool.front[0], worker, stage=9, score=1.0)
+        if len(snapshot.pool) and (free := snapshot.open_workers()):
+            yield Choice(snapshot.pool.front[0], free[0], stage=9, score=1.0)
 
 
 def test_explain_shows_a_choice_in_a_stage_that_it_does_not_know(
