@@ -7,7 +7,7 @@ kept there, so nothing large is ever pickled, and results come back as the few n
 import os
 import signal
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -15,6 +15,7 @@ from functools import lru_cache
 from multiprocessing import active_children, get_context
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from queue import SimpleQueue
 from threading import Thread, current_thread, main_thread
 from time import perf_counter
 from typing import Any, Protocol
@@ -290,9 +291,13 @@ def run_jobs(
             keep(job, job.run())
     else:
         with worker_processes(workers) as pool:
+            done: SimpleQueue[Future[Any]] = SimpleQueue()
             with signals_held_back():  # an executor starts its processes as it is given work
                 futures = {pool.submit(job.run): job for job in parallel}
-            for future in as_completed(futures):
+                for future in futures:  # not `as_completed`: an interrupt while it locks them all leaves some locked
+                    future.add_done_callback(done.put)
+            for _ in futures:
+                future = done.get()
                 keep(futures[future], future.result())
     for job in alone:
         keep(job, job.run())

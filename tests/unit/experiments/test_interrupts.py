@@ -4,10 +4,13 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import _base
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event, Thread
+from typing import Any
 
 import pytest
 
@@ -110,6 +113,35 @@ def test_a_run_on_several_processes_ends_at_once_and_leaves_none(
 def test_a_process_that_is_killed_is_an_error_not_an_endless_wait() -> None:
     with pytest.raises(BalanceRouteError, match="was killed"):
         run_jobs([Killed(1.0), Killed(2.0)], 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Interrupts(Task):
+    """A task that has the process interrupted that waits for it."""
+
+    cost: float = 1.0
+
+    def run(self) -> None:
+        os.kill(os.getppid(), signal.SIGINT)
+        time.sleep(PATIENCE_S)
+
+
+def test_an_interrupt_leaves_no_future_locked_that_the_end_of_its_process_waits_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`as_completed` locks all futures one by one: an interrupt in between left some locked, and the run hung."""
+
+    def interrupted(self: Any) -> None:
+        self.futures[0]._condition.acquire()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(_base._AcquireFutures, "__enter__", interrupted)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a run in a shell's background ignores it
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run_jobs([Interrupts(1.0), Interrupts(2.0)], 2)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_an_interrupt_that_another_thread_takes_is_raised_when_all_processes_have_been_started() -> None:
