@@ -193,6 +193,7 @@ class BrainServer(ChildServer):
     ) -> None:
         super().__init__(app, config, on_reload, uds=str(app.folder.operators))
         self._setup, self._on_up = setup, on_up
+        self._far: FarListener | None = None  # none of `servers`, whose connections are let in without a certificate
         app.end = self.leave
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -208,11 +209,17 @@ class BrainServer(ChildServer):
 
     def _begin_drain(self, services: ClientServices) -> None:
         super()._begin_drain(services)
-        for listener in self.servers:
-            if isinstance(listener, FarListener):
-                listener.close()
+        if self._far is not None:
+            self._far.close()
         self._app.hub.dismiss_far()
         self._app.lead.resign()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """See `uvicorn.Server`."""
+        if self._far is not None:
+            self._far.close()
+            await self._far.wait_closed()
+        await super().shutdown(sockets)
 
     def leave(self) -> None:
         """End: another brain leads, or is to lead."""
@@ -250,9 +257,8 @@ class BrainServer(ChildServer):
             return {}
         loop, link = asyncio.get_running_loop(), self._setup.link.dup()  # the parent's is for the next brain
         try:
-            far = FarListener(loop, link, lambda: app.tls.link.brain, app.hub.connected, self.connected)
+            self._far = FarListener(loop, link, lambda: app.tls.link.brain, app.hub.connected, self.connected)
         except OSError as error:
             link.close()
             raise ConfigError(f"listen.link: cannot listen on {address}: {error.strerror}") from None
-        self.servers.append(far)  # type: ignore[arg-type]  # it is only closed
         return {"link": address}

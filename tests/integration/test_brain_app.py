@@ -17,6 +17,7 @@ from balanceroute.plugins import learn_policy
 from balanceroute.prediction import FinishedRequest, Model, save_model
 from balanceroute.proxy.brain import LOST, BrainServer
 from balanceroute.proxy.brain_app import SOCKET_REMOVED, BrainApp, BrainSetup, create_brain_app, reload_brain
+from balanceroute.proxy.link.far import FarListener
 from balanceroute.proxy.link.leadership import FileLead
 from balanceroute.proxy.parent.configured import Configured
 from balanceroute.proxy.perimeter.perimeter import Perimeter
@@ -64,6 +65,19 @@ async def test_a_brain_that_cannot_listen_for_far_relays_closes_what_it_opened(t
             await server._serve()
         for each in server.servers:
             each.close()
+
+
+async def test_a_brain_that_ends_answers_nobody_who_waits_at_the_link_without_a_certificate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FarListener, "_accept", lambda self: None)  # who comes, waits
+    async with beginning(RunFolder(tmp_path), tmp_path / "journal") as app:
+        with socket.create_server(("127.0.0.1", 0)) as link:
+            server = BrainServer(app, app.config, BrainSetup(LINEAGE, link=link))
+            async with serving(server):
+                with socket.create_connection(link.getsockname()):
+                    await server._answer_last_requests()
+                    assert not server.server_state.connections
 
 
 @pytest.mark.parametrize("meanwhile", ["link", "operators"])

@@ -32,7 +32,7 @@ Protocols = Callable[[], asyncio.Protocol]
 
 
 class FarListener:
-    """Accepts connections of other machines; it takes the place of an `asyncio.Server` that is only closed."""
+    """Accepts connections of other machines that have a certificate."""
 
     def __init__(
         self,

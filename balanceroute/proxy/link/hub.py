@@ -183,10 +183,8 @@ class Hub:
         with suppress(FileNotFoundError):  # somebody has removed it: the server ends as soon as it looks
             os.chmod(path, 0o600)
         grace_s = self.patience.grace_s if self._awaited or self._far is not None else 0.0
-        if any(
-            FAR in relay for relay in self._awaited
-        ):  # they notice only by its silence that the former brain stopped
-            grace_s += self.patience.silent_s
+        if any(FAR in relay for relay in self._awaited):
+            grace_s += self.patience.silent_s  # by that alone they notice that the former brain has stopped
         elif self._far is not None and not self._far.known:
             grace_s += self.patience.unknown_s
         self._timers["grace"] = self._loop.call_later(grace_s, self._settle)
