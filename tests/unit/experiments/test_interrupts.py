@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import _base
 from dataclasses import dataclass
@@ -117,13 +116,13 @@ def test_a_process_that_is_killed_is_an_error_not_an_endless_wait() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Interrupts(Task):
-    """A task that has the process interrupted that waits for it."""
+    """A task that has the process interrupted that waits for it, and lasts until it is ended."""
 
     cost: float = 1.0
 
     def run(self) -> None:
         os.kill(os.getppid(), signal.SIGINT)
-        time.sleep(PATIENCE_S)
+        signal.pause()
 
 
 def test_an_interrupt_leaves_no_future_locked_that_the_end_of_its_process_waits_for(
