@@ -20,6 +20,7 @@ MAX_PARAMS_BYTES: Final = 16 * 2**20  # of kv_transfer_params: the block ids of 
 MAX_PROMPT_DETAILS_BYTES: Final = 64 * 1024  # of a prefiller's usage, kept as long as the request; engines send some 50
 ABORT: Final = "abort"  # vLLM's finish reason for all its requests when it is stopped (SIGTERM, /pause)
 RECOMPUTED: Final = "recomputed"  # vllm-ascend's stop reason for a request that it gives back
+UNCOUNTED: Final = -1  # cached_tokens of engines whose scheduler has not counted them: what vLLM begins with
 MAX_ERROR_BYTES: Final = 2**20  # vLLM before 0.32 quotes a whole invalid body, and for each of its faults again
 MAX_CHOICES: Final = 128  # of an event, though a worker is asked for one
 _MAX_INDEX: Final = 2**16  # of a choice, as `limits.max_choices` may be
@@ -77,8 +78,9 @@ def _check_details(name: str, details: object) -> None:
     check_fields(details)
     for part, value in details.items():
         name_of_field = f"usage.{name}.{part[:_MAX_NAME]}"
-        if part == "cached_tokens" and value is not None:
-            token_count(value, name_of_field)
+        if part == "cached_tokens":
+            if value not in (None, UNCOUNTED):
+                token_count(value, name_of_field)
         else:
             _check_counts(value, name_of_field, _MAX_DETAIL_DEPTH, _MAX_DETAILS)
 

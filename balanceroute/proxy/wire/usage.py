@@ -6,6 +6,8 @@ Details of the prompt come from the prefiller: a decoder counts pulled KV as cac
 from collections.abc import Iterable
 from typing import Any, Final
 
+from balanceroute.proxy.wire.bounds import UNCOUNTED
+
 _OF_PREFILLERS: Final = "created_cache_tokens"
 
 Details = dict[str, Any]
@@ -14,7 +16,7 @@ Details = dict[str, Any]
 def prompt_details_of(usage: Details) -> Details | None:
     """The details of the prompt in a prefiller's checked usage; None: there are none."""
     details = usage.get("prompt_tokens_details")
-    present = {name: value for name, value in (details or {}).items() if value is not None}
+    present = {name: value for name, value in (details or {}).items() if value is not None and value != UNCOUNTED}
     return present or None
 
 

@@ -52,6 +52,12 @@ def test_usage_details_may_have_unknown_fields() -> None:
     assert checked_usage(usage) is usage
 
 
+def test_cached_tokens_that_an_engine_has_not_counted_do_not_make_its_usage_invalid() -> None:
+    """vLLM's -1: a router that refused it failed requests whose answer was complete."""
+    usage = {"prompt_tokens": 3, "prompt_tokens_details": {"cached_tokens": -1}}
+    assert checked_usage(usage) is usage
+
+
 @pytest.mark.parametrize(
     "usage",
     [
@@ -59,6 +65,7 @@ def test_usage_details_may_have_unknown_fields() -> None:
         {"completion_tokens": -1},
         {"prompt_tokens_details": 3},
         {"prompt_tokens_details": {"cached_tokens": "x"}},
+        {"prompt_tokens_details": {"cached_tokens": -2}},
         {"completion_tokens_details": {"reasoning_tokens": 2**63}},
         {"prompt_tokens_details": {"multimodal_tokens": {"image": 2**63}}},
         {"prompt_tokens_details": {"multimodal_tokens": [[[[[[]]]]]]}},

@@ -377,6 +377,14 @@ def test_cached_tokens_are_those_of_the_prefiller() -> None:
     assert parsed(out)[1]["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
 
 
+def test_a_stream_is_complete_whose_engine_has_not_counted_cached_tokens() -> None:
+    scanner = EventScanner(want_usage=True, prompt_details={"cached_tokens": 4})
+    final = event(usage(10, 1, prompt_tokens_details={"cached_tokens": -1}))
+    out = scanner.feed(event(completion("a", [1], finish_reason="stop")) + final + DONE)
+    assert scanner.end is StreamEnd.DONE
+    assert parsed(out)[1]["usage"]["prompt_tokens_details"] == {"cached_tokens": 4}
+
+
 @pytest.mark.parametrize("details", [{}, {"prompt_tokens_details": {"cached_tokens": 9}}], ids=["at the end", "always"])
 def test_continuous_usage_has_prompt_details_only_when_the_engine_sends_them(details: dict[str, Any]) -> None:
     """vLLM tells them in the last usage, and no others were to be told here."""

@@ -24,6 +24,9 @@ def test_details_are_summed_figure_by_figure() -> None:
         (None, {"cached_tokens": 4}, {"cached_tokens": 4}),
         ({"cached_tokens": 9}, {"cached_tokens": 4}, {"cached_tokens": 4}),
         ({"cached_tokens": 9}, None, {"cached_tokens": 0}),
+        ({"cached_tokens": -1}, None, {"cached_tokens": 0}),
+        ({"cached_tokens": -1}, {"cached_tokens": -1}, {"cached_tokens": 0}),
+        ({"cached_tokens": -1}, {"cached_tokens": 4}, {"cached_tokens": 4}),
         ({"cached_tokens": 9}, {"multimodal_tokens": OF_IMAGES}, {"cached_tokens": 0, "multimodal_tokens": OF_IMAGES}),
         (
             {"cached_tokens": 9, "multimodal_tokens": OF_IMAGES},
@@ -57,4 +60,5 @@ def test_figures_that_a_prefiller_does_not_report_are_left_out() -> None:
         "cached_tokens": 0
     }
     assert prompt_details_of({"prompt_tokens_details": {"cached_tokens": None}}) is None
+    assert prompt_details_of({"prompt_tokens_details": {"cached_tokens": -1}}) is None
     assert prompt_details_of({}) is None
