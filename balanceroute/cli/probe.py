@@ -23,7 +23,12 @@ from balanceroute.proxy.perimeter.tls import Tls
 from balanceroute.proxy.wire.metrics_page import read_samples
 
 ROLES = {"prefill": ("kv_producer", "kv_both"), "decode": ("kv_consumer", "kv_both")}
-CONNECTORS = {"Layerwise": "mooncake_layerwise", "Nixl": "nixl", "Mooncake": "mooncake_v1"}  # the first that is in it
+CONNECTORS = {  # the first that is in an engine's name for it
+    "Layerwise": "mooncake_layerwise",
+    "SfaRemoteD2H": "mooncake_layerwise",
+    "Nixl": "nixl",
+    "Mooncake": "mooncake_v1",
+}
 _PREFIX_CACHING = re.compile(rb'vllm:cache_config_info\{[^}]*enable_prefix_caching="(True|False)"')
 
 

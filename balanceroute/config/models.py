@@ -41,9 +41,9 @@ class Config(Section):
     connector: Connector = Field(
         "mooncake_v1",
         description="How KV gets from prefiller to decoder; the engines' own connector. mooncake_v1: "
-        "MooncakeConnectorV1 of vllm-ascend, the decoder pulls. nixl: NixlConnector of vLLM, the decoder pulls under "
-        "a short lease. mooncake_layerwise: MooncakeLayerwiseConnector of vllm-ascend, the decoder is chosen first "
-        "and requests the prefill.",
+        "MooncakeConnectorV1 or V2 of vllm-ascend, the decoder pulls. nixl: NixlConnector of vLLM, the decoder pulls "
+        "under a short lease. mooncake_layerwise: MooncakeLayerwiseConnector of vllm-ascend, the decoder is chosen "
+        "first and requests the prefill.",
     )
     prefill: Prefill
     decode: Decode

@@ -94,8 +94,9 @@ class Prefill(Section):
         None,
         description="How long a prefiller keeps KV that no decoder has pulled. Set it when the engine's own "
         "setting was changed (VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT, before vllm-ascend 0.18 "
-        "VLLM_NIXL_ABORT_REQUEST_TIMEOUT; kv_lease_duration), and to 120 with vllm-ascend 0.11. Unset: the "
-        "connector's default, 480 for mooncake_v1, 30 for nixl; mooncake_layerwise pins none.",
+        "VLLM_NIXL_ABORT_REQUEST_TIMEOUT; kv_lease_duration of NixlConnector and MooncakeConnectorV2), and to 120 with "
+        "vllm-ascend 0.11. Unset: the connector's default, 480 for mooncake_v1, 30 for nixl; mooncake_layerwise pins "
+        "none.",
     )
 
     @property

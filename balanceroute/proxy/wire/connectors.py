@@ -1,8 +1,8 @@
 """KV connectors: their parameters, and the callbacks of the layerwise one.
 
-Both pulling connectors (vllm-ascend's MooncakeConnectorV1 and vLLM's NixlConnector) use the same messages: a
-prefiller's parameters go to the decoder unchanged, and show which of the two it runs. A layerwise decode worker pulls
-nothing: it gets a URL, and asks there for its prefill.
+The pulling connectors (vllm-ascend's MooncakeConnectorV1 and V2, vLLM's NixlConnector) use the same messages: a
+prefiller's parameters go to the decoder unchanged, and show whose they are. A layerwise decode worker pulls nothing: it
+gets a URL, and asks there for its prefill.
 """
 
 import secrets
@@ -14,7 +14,9 @@ import orjson
 
 _ONLY_OF: Final = {  # keys of kv_transfer_params that only one connector has, from the engines' sources
     "nixl": frozenset(("tp_size", "remote_num_tokens", "remote_blocks_expiry_time", "transfer_mode")),
-    "mooncake_v1": frozenset(("remote_ptp_size", "remote_pcp_size", "last_token_id", "num_prompt_blocks")),
+    "mooncake_v1": frozenset(  # the last one: MooncakeConnectorV2
+        ("remote_ptp_size", "remote_pcp_size", "last_token_id", "num_prompt_blocks", "remote_num_prompt_tokens")
+    ),
 }
 METASERVER_PATH: Final = "/v1/metaserver"
 TOKEN_BYTES: Final = 24

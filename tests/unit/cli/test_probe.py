@@ -133,6 +133,14 @@ async def test_workers_that_match_the_configuration_have_no_problem() -> None:
     ]
 
 
+async def test_a_connector_is_known_by_any_of_the_engines_names_for_it() -> None:
+    names = ("MooncakeConnectorV2", "MooncakeHybridConnector", "SfaRemoteD2HConnector", "MooncakeLayerwiseConnector")
+    async with served(*(a_vllm("kv_both", name, 64) for name in names)) as urls:
+        answers = await asked(urls[:2], urls[2:])
+    others = [[f"its connector is {name}: set connector: mooncake_layerwise, not mooncake_v1"] for name in names[2:]]
+    assert [answer.problems for answer in answers] == [[], [], *others]
+
+
 async def test_each_problem_is_reported_for_its_worker() -> None:
     swapped, small = a_vllm("kv_consumer", "NixlConnector", 64), a_vllm("kv_consumer", "MooncakeConnector", 32)
     lone, locked = a_vllm("", "", 64, model="other"), a_vllm("kv_consumer", "MooncakeConnector", 64, key="secret")

@@ -27,6 +27,7 @@ def test_a_probe_asks_for_one_token_and_its_parameters_are_sent_on() -> None:
     [
         ({"remote_engine_id": "e", "tp_size": 4}, "nixl"),
         ({"remote_engine_id": "e", "remote_ptp_size": 4}, "mooncake_v1"),
+        ({"remote_engine_id": "e", "remote_num_prompt_tokens": 4}, "mooncake_v1"),
         ({"remote_engine_id": "e"}, None),
         ({"tp_size": 4, "remote_ptp_size": 4}, None),
     ],
