@@ -126,7 +126,7 @@ class Recorder:
 def batch_of(scheduler: Any, planned: Any) -> Batch:
     """What a vLLM v1 scheduler has just put together."""
     running = scheduler.running
-    waiting = len(scheduler.waiting) + len(getattr(scheduler, "skipped_waiting", ()))
+    _, waiting = scheduler.get_request_counts()  # over several queues, which each version names otherwise
     return Batch(
         running_reqs=len(running),
         total_tokens=sum(request.num_computed_tokens for request in running),
