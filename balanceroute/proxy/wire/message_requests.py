@@ -439,7 +439,7 @@ def _engine_arguments(value: object, path: str) -> dict[str, Any]:
 _OF_CHAT: Final[dict[str, Callable[[object, str], object]]] = {
     **dict.fromkeys(("min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"), _number),
     **dict.fromkeys(("priority", "min_tokens", "seed"), _integer),
-    **dict.fromkeys(("ignore_eos", "skip_special_tokens"), _flag),
+    **dict.fromkeys(("ignore_eos", "skip_special_tokens", "watermarking"), _flag),
     "cache_salt": _text,
     "chat_template_kwargs": _object,
     "stop_token_ids": _token_ids,
