@@ -58,7 +58,8 @@ ASSEMBLED_FIELDS: Final = frozenset(
     thinking_token_budget include_reasoning chat_template chat_template_kwargs add_generation_prompt
     continue_final_message documents mm_processor_kwargs media_io_kwargs cache_salt store metadata
     service_tier safety_identifier prompt_cache_key verbosity return_token_ids return_tokens_as_token_ids
-    request_id vllm_xargs stream_interval session_id truncation_side logprob_token_ids repetition_detection""".split()
+    request_id vllm_xargs stream_interval session_id truncation_side logprob_token_ids repetition_detection
+    watermarking use_beam_search""".split()
 )
 
 
@@ -220,8 +221,8 @@ def request_of(endpoint: Endpoint, data: dict[str, Any]) -> ClientRequest:
         (prompt_json, tokens, messages), prompts = take_messages(data), 1
     stream = "stream" in data and boolean(data, "stream")
     include_usage, continuous = _stream_options(data, stream) if "stream_options" in data else (False, False)
-    assembled = not stream and ASSEMBLED_FIELDS.issuperset(data)
     wishes = None if _PROMPT_FIELDS.isdisjoint(data) else _prompt_wishes(endpoint, data, stream, prompt_json)
+    assembled = not stream and wishes is None and ASSEMBLED_FIELDS.issuperset(data)
     scores_only = wishes is not None and wishes.echo and integer(data, "max_tokens", least=None) == 0
     limit_field, limit = (None, None) if scores_only else _limit(endpoint, data)
     min_tokens = _min_tokens(endpoint, data, limit) if "min_tokens" in data else 0

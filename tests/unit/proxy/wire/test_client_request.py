@@ -174,9 +174,16 @@ def test_short_and_unknown_unstreamed_requests_stay_unstreamed(fields: dict[str,
     assert "stream" not in load(decode_body(request, KV))
 
 
-@pytest.mark.parametrize("field", ["session_id", "truncation_side", "logprob_token_ids", "repetition_detection"])
+@pytest.mark.parametrize(
+    "field", ["session_id", "truncation_side", "logprob_token_ids", "repetition_detection", "watermarking"]
+)
 def test_fields_that_change_nothing_in_the_form_of_an_answer_leave_it_followed_token_by_token(field: str) -> None:
     assert a_request(max_tokens=500, **{field: None}).assembled and a_request("chat", **{field: None}).assembled
+
+
+@pytest.mark.parametrize("field", [{"echo": False}, {"prompt_logprobs": None}, {"use_beam_search": False}], ids=repr)
+def test_a_field_that_is_switched_off_leaves_an_answer_followed_token_by_token(field: dict[str, Any]) -> None:
+    assert a_request(max_tokens=500, **field).assembled and a_request("chat", **field).assembled
 
 
 @pytest.mark.parametrize("field", ["max_tokens", "n", "priority", "min_tokens"])
