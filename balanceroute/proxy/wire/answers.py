@@ -157,7 +157,7 @@ class _Choice:
             if name == "tool_calls":
                 more_bytes += sum(map(self._add_call, value or ()))
             elif name == "role":
-                self.role = value
+                self.role = value or self.role  # some engines send null after the first event
             else:
                 more_bytes += _append(self.fields, name, value)
         if part.get("logprobs") is not None:

@@ -251,6 +251,13 @@ def test_a_tool_call_without_a_name_is_left_out() -> None:
     assert choice["finish_reason"] == "stop"
 
 
+def test_a_role_that_only_the_first_event_tells_is_in_the_assembled_answer() -> None:
+    wire = event(chat({"role": "assistant", "content": ""}, None)) + event(chat({"role": None, "content": "a"}, None))
+    answer = assemble("chat", wire + event(chat({"role": None, "content": "b"}, None, finish_reason="stop")) + DONE)
+    message = answer["choices"][0]["message"]
+    assert (message["role"], message["content"]) == ("assistant", "ab")
+
+
 def test_fields_that_are_no_texts_have_their_last_value() -> None:
     """Annotations, audio, logprobs of a refusal, and whatever engines may add."""
     logprobs = [
