@@ -299,7 +299,7 @@ def build_relay(
     metrics.continue_former("relay", counts_file.last())
     fleet = RelayFleet(loop, FleetConfig.of(config, tls.for_workers), brain.report, metrics.forget_worker)
     perimeter.apply_limits(loop.time())
-    services = RelayServices(
+    return RelayServices(
         config=config,
         tickets=brain.tickets,
         fleet=fleet,
@@ -315,8 +315,6 @@ def build_relay(
         name=name,
         counts_file=counts_file,
     )
-    services.suspicions.on_explained = services.send_explained
-    return services
 
 
 def reload_relay(services: RelayServices, new: Config, perimeter: Perimeter) -> None:

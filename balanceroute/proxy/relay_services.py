@@ -14,7 +14,8 @@ from balanceroute.errors import ConfigError, NoHealthyWorkers
 from balanceroute.proxy.admission.forecasts import Keys
 from balanceroute.proxy.client.services import ClientServices
 from balanceroute.proxy.life.pool_reaper import PERIOD_S, PoolReaper
-from balanceroute.proxy.life.suspicion import KNOWN_S, Loss
+from balanceroute.proxy.life.services import LifeServices
+from balanceroute.proxy.life.suspicion import KNOWN_S, Loss, Suspicions
 from balanceroute.proxy.link.messages import (
     Activity,
     ConnectorDoubted,
@@ -59,6 +60,10 @@ class RelayServices(ClientServices):
     counts_file: CountsFile
     sent_activity: Activity | None = None  # sent last; None: not to the present brain
     known: asyncio.Event = field(default_factory=asyncio.Event)  # a brain has named the workers
+
+    def __post_init__(self) -> None:
+        LifeServices.__post_init__(self)
+        self.suspicions = Suspicions(self.send_explained)
 
     @property
     def movers(self) -> int:

@@ -166,11 +166,11 @@ class Suspect:
 class Suspicions:
     """All requests of a router that have lost a worker before their first token."""
 
-    def __init__(self) -> None:
-        """Make an empty record."""
+    def __init__(self, on_explained: Callable[[list[Loss]], None] = lambda losses: None) -> None:
+        """Make an empty record. `on_explained`: told of the losses of each request that is given up here."""
+        self._on_explained = on_explained
         self._losses: dict[str, Loss] = {}  # the last death of each worker
         self._alone: dict[str, tuple[Suspect, asyncio.Event]] = {}  # the suspect alone at a worker, and until when
-        self.on_explained: Callable[[list[Loss]], None] = lambda losses: None
 
     def lost(self, suspect: Suspect, worker_id: str, now: float) -> bool:
         """Record a worker's death before this request's first token; returns whether the request is given up.
@@ -209,7 +209,7 @@ class Suspicions:
         losses = suspect.all_losses + suspect.midway
         for each in losses:
             each.explained = True
-        self.on_explained(losses)
+        self._on_explained(losses)
         return True
 
     def explained_since(self, since_s: float) -> list[Loss]:

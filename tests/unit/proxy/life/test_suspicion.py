@@ -184,14 +184,14 @@ def test_two_choices_that_share_a_lost_worker_count_one_loss() -> None:
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_death_caused_by_a_request_of_another_process_is_explained(when: str) -> None:
-    here, there = Suspicions(), Suspicions()
+    here = Suspicions()
     cause, bystander = Suspect(), Suspect()
 
     def tell(losses: list[Loss]) -> None:
         for loss in losses:
             here.explained_elsewhere(loss.worker, loss.at_s)
 
-    there.on_explained = tell
+    there = Suspicions(tell)
     if when == "before":
         here.lost(bystander, "d1", 5.1)
     there.lost(cause, "d0", 0.0)
