@@ -83,8 +83,8 @@ def _instructions(times: int, given: list[str]) -> int:
 class _Ticket:
     """Counts as `admission.tickets.Ticket` does."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, behind: list["_Ticket"]) -> None:
-        self._now, self._behind = loop.time, behind
+    def __init__(self, loop: asyncio.AbstractEventLoop, unsettled: list["_Ticket"]) -> None:
+        self._now, self._unsettled = loop.time, unsettled
         self.last_token_s, self.unreported_tokens = 0.0, 0
         self._at_once = False
 
@@ -93,7 +93,7 @@ class _Ticket:
         if self._at_once:
             raise AssertionError("this ticket's brain is in this process")
         if not self.unreported_tokens:
-            self._behind.append(self)
+            self._unsettled.append(self)
         self.unreported_tokens += tokens
 
 
@@ -146,7 +146,7 @@ async def _relay_events(turns: int, events_per_read: int, route: str) -> None:
     from balanceroute.proxy.workers.upstream import Upstream
 
     loop = asyncio.get_running_loop()
-    behind: list[_Ticket] = []
+    unsettled: list[_Ticket] = []
     with socket.create_server(("127.0.0.1", 0)) as listener:
         upstream = Upstream(f"http://127.0.0.1:{listener.getsockname()[1]}")
         workers, clients, scanners, relays = [], [], [], []
@@ -165,7 +165,7 @@ async def _relay_events(turns: int, events_per_read: int, route: str) -> None:
             response = Response(client, head_only=False, http_1_0=False, keep_alive=True)
             response.start(200, [])
             scanner = _scanner(route)
-            relays.append(loop.create_task(stream_events(reply, scanner, response, _Ticket(loop, behind).progress)))
+            relays.append(loop.create_task(stream_events(reply, scanner, response, _Ticket(loop, unsettled).progress)))
             workers.append(worker)
             clients.append(theirs)
             scanners.append(scanner)
@@ -177,9 +177,9 @@ async def _relay_events(turns: int, events_per_read: int, route: str) -> None:
             counted = (turn + 1) * events_per_read
             while scanners[-1].tokens < counted or scanners[0].tokens < counted:  # noqa: ASYNC110
                 await asyncio.sleep(0)
-            for ticket in behind:
+            for ticket in unsettled:
                 ticket.unreported_tokens = 0
-            behind.clear()
+            unsettled.clear()
             if turn % 20 == 19:
                 await asyncio.sleep(0)
                 for theirs in clients:

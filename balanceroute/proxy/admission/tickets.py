@@ -50,10 +50,10 @@ class Ticket:
     __slots__ = (
         "_answer",
         "_at_once",
-        "_behind",
         "_decider",
         "_now",
         "_tickets",
+        "_unsettled",
         "_waiter",
         "arrived_s",
         "asking",
@@ -81,7 +81,8 @@ class Ticket:
         self.prompt_tokens = spec.prompt_tokens
         self.reported_tokens = self.earlier_tokens = self.requeues = 0
         self._at_once = tickets.decider.at_once
-        self._tickets, self._decider, self._now, self._behind = tickets, tickets.decider, tickets.now, tickets.behind
+        self._tickets, self._unsettled = tickets, tickets.unsettled
+        self._decider, self._now = tickets.decider, tickets.now
         self.arrived_s = now = self._now()
         self.pooled_s = self.last_token_s = 0.0
         self.unreported_tokens = 0
@@ -140,7 +141,7 @@ class Ticket:
             self._decider.progress(self.id, tokens)
             return
         if not self.unreported_tokens:
-            self._behind.append(self)
+            self._unsettled.append(self)
         self.unreported_tokens += tokens
 
     def settle(self) -> None:
@@ -252,7 +253,7 @@ class Tickets:
         self.decider, self.loop, self.decode_first = decider, loop, decider.bounds.decode_first
         self.now = loop.time
         self.by_id: dict[str, Ticket] = {}
-        self.behind: list[Ticket] = []  # tickets that may have unreported tokens; the list object never changes
+        self.unsettled: list[Ticket] = []  # tickets that may have unreported tokens; the list object never changes
         self._arrivals = 0
         decider.on_answer, decider.collect = self.answer, self.settle
 
@@ -270,13 +271,13 @@ class Tickets:
     def settle(self) -> None:
         """Report all new tokens. O(requests with new tokens)."""
         progress = self.decider.progress
-        for ticket in self.behind:
+        for ticket in self.unsettled:
             tokens = ticket.unreported_tokens
             if tokens:
                 ticket.unreported_tokens = 0
                 ticket.reported_tokens += tokens
                 progress(ticket.id, tokens)
-        self.behind.clear()
+        self.unsettled.clear()
 
     # -- for lifecycles
 

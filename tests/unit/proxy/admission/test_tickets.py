@@ -177,7 +177,7 @@ async def test_tokens_are_reported_in_sums_before_every_decision() -> None:
     second.progress(1)
     assert (load(ledger), first.unreported_tokens, second.unreported_tokens) == (20, 6, 1)
     ledger.admit()
-    assert (load(ledger), first.unreported_tokens, second.unreported_tokens, tickets.behind) == (27, 0, 0, [])
+    assert (load(ledger), first.unreported_tokens, second.unreported_tokens, tickets.unsettled) == (27, 0, 0, [])
     first.progress(1)
     ledger.settle()
     ledger.settle()
