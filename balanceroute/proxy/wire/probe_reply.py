@@ -53,8 +53,7 @@ def parse_probe_reply(body: bytes, *, worker: str, keep: bool = False) -> Prefil
     try:
         reply = orjson.loads(body)
         usage = checked_usage(reply.get("usage"))
-        details = prompt_details_of(usage)
-        params = reply.get("kv_transfer_params")
+        details = _checked_details(usage)
         choice = checked_choice(reply["choices"][0])
         if choice.get("finish_reason") == ABORT:
             raise aborted(worker, "prefill")
@@ -62,15 +61,11 @@ def parse_probe_reply(body: bytes, *, worker: str, keep: bool = False) -> Prefil
         prompt_tokens = usage.get("prompt_tokens")
         if prompt_tokens is None:
             prompt_tokens = token_count(len(ids) if ids else 0, "prompt_token_ids")
-        pinned = orjson.dumps(params) if isinstance(params, dict) and params else None
+        pinned = _checked_params(reply.get("kv_transfer_params"))
         if keep:
             for holder in (reply, choice, choice.get("logprobs") or {}):
                 _keep_as_json(holder)
             orjson.dumps(reply)  # checked now: if it can't be serialised, another prefiller may still be asked
-        if pinned is not None and len(pinned) > MAX_PARAMS_BYTES:
-            raise ValueError(f"kv_transfer_params are larger than {MAX_PARAMS_BYTES} bytes")
-        if details is not None and len(orjson.dumps(details)) > MAX_PROMPT_DETAILS_BYTES:
-            raise ValueError(f"the usage's details of the prompt are larger than {MAX_PROMPT_DETAILS_BYTES} bytes")
         told = array("I", ids) if ids else None
         return PrefillResult(
             kv_transfer_params=pinned,
@@ -88,6 +83,22 @@ def parse_probe_reply(body: bytes, *, worker: str, keep: bool = False) -> Prefil
             worker=worker,
             tier="prefill",
         ) from exc
+
+
+def _checked_details(usage: dict[str, Any]) -> dict[str, Any] | None:
+    """The usage's details of the prompt; None: there are none. Raises: ValueError: they are too large to be kept."""
+    details = prompt_details_of(usage)
+    if details is not None and len(orjson.dumps(details)) > MAX_PROMPT_DETAILS_BYTES:
+        raise ValueError(f"the usage's details of the prompt are larger than {MAX_PROMPT_DETAILS_BYTES} bytes")
+    return details
+
+
+def _checked_params(params: object) -> bytes | None:
+    """`kv_transfer_params` as JSON; None: nothing was pinned. Raises: ValueError: they are too large to be sent on."""
+    pinned = orjson.dumps(params) if isinstance(params, dict) and params else None
+    if pinned is not None and len(pinned) > MAX_PARAMS_BYTES:
+        raise ValueError(f"kv_transfer_params are larger than {MAX_PARAMS_BYTES} bytes")
+    return pinned
 
 
 def _keep_as_json(holder: dict[str, Any]) -> None:
