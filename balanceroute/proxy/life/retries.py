@@ -129,9 +129,9 @@ class Retries:
         if isinstance(error, PromptsDiffer) and error.prefiller:
             worker.circuit.inconclusive()
             worker = services.fleet[error.prefiller]
-        circuit, differs = worker.circuit, self._differs(error, worker)
-        refused = is_refused(error) and not differs
-        if refused or isinstance(error, DeadlineExceeded) or (isinstance(error, PromptsDiffer) and not differs):
+        circuit, misconfigured = worker.circuit, self._is_misconfigured(error, worker)
+        refused = is_refused(error) and not misconfigured
+        if refused or isinstance(error, DeadlineExceeded) or (isinstance(error, PromptsDiffer) and not misconfigured):
             circuit.inconclusive()
             raise error
         if not isinstance(error, CannotConnect):  # which is this process's own lack
@@ -147,13 +147,7 @@ class Retries:
             return self._backoff_s(self._refused)
         failures = self._count_failure(tier)
         last = failures >= services.config.retry.max_attempts or not error.retryable
-        own = self._note_own_error(error, worker, differs)
-        many_err = own and not differs and self._many_err(worker, now)
-        cleared = own and last and self._clear_if_all_erred(worker)
-        if many_err or isinstance(error, CannotConnect | ReplyTooLarge):
-            circuit.inconclusive()
-        elif not cleared:
-            circuit.fault(now, public_reason(error))
+        self._blame(error, worker, now, misconfigured=misconfigured, last=last)
         pins_nothing = isinstance(error, NothingPinned)
         if last or (pins_nothing and self._pinned_nothing):  # the second time, the tier's configuration is wrong
             raise error
@@ -161,9 +155,9 @@ class Retries:
         self._to_retry.add(tier)
         return self._backoff_s(max(1, failures))
 
-    def _differs(self, error: UpstreamError, worker: Worker) -> bool:
-        """Whether the worker has another model, key or chat template than one that has served the request, or its
-        like, or no such rank.
+    def _is_misconfigured(self, error: UpstreamError, worker: Worker) -> bool:
+        """Whether the worker was started with another model, key or chat template than one that has served this request
+        or others of its model, or without the rank.
         """
         services = self._services
         if isinstance(error, PromptsDiffer):
@@ -178,9 +172,19 @@ class Retries:
         worker.served_models.discard(self._model)
         return any(self._model in one.served_models for one in services.fleet.of(worker.spec.role) if one.able)
 
-    def _note_own_error(self, error: UpstreamError, worker: Worker, differs: bool) -> bool:
+    def _blame(self, error: UpstreamError, worker: Worker, now: float, *, misconfigured: bool, last: bool) -> None:
+        """Count the failure against the worker, unless its cause may be the request, or this process."""
+        own = self._note_own_error(error, worker, misconfigured)
+        many_err = own and not misconfigured and self._many_err(worker, now)
+        cleared = own and last and self._clear_if_all_erred(worker)
+        if many_err or isinstance(error, CannotConnect | ReplyTooLarge):
+            worker.circuit.inconclusive()
+        elif not cleared:
+            worker.circuit.fault(now, public_reason(error))
+
+    def _note_own_error(self, error: UpstreamError, worker: Worker, misconfigured: bool) -> bool:
         """Note a worker's own error, which the request may have caused; returns whether it is one."""
-        own = differs or (
+        own = misconfigured or (
             isinstance(error, UpstreamStatus) and error.status in (500, 501) and sign_of(error) is Sign.NONE
         )
         if own:
