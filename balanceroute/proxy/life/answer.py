@@ -282,14 +282,14 @@ class Answer:
         self.request = self._original
         self.begin(self._prompt)
 
-    def goes_on(self) -> None:
-        """Note that the answer continues after a loss, or is complete."""
+    def count_resumed(self) -> None:
+        """Count its continuation after a loss, if it has just got a token of it, or is complete."""
         if self._continues_as:
             self._services.metrics.resumes.inc(self._continues_as)
             self._continues_as = ""
 
-    def fails(self, error: BaseException | None) -> None:
-        """Note that it ends with this error."""
+    def count_ended(self, error: BaseException | None) -> None:
+        """Count its end with this error, if it was cut off, or is not continued after a loss."""
         cut_off = isinstance(error, Rejected | UpstreamError) and not isinstance(error, DeadlineExceeded)
         if self._continues_as or (cut_off and self.scanner.tokens and self.scanner.end is not StreamEnd.DONE):
             self._services.metrics.resumes.inc("ended")

@@ -15,6 +15,7 @@ How the stream ends, and what that means:
 import asyncio
 import logging
 import math
+from collections.abc import Awaitable
 from functools import partial
 
 from balanceroute.config import Config
@@ -47,25 +48,15 @@ async def decode(leg: Leg, worker: Worker, grace_s: float) -> bool:
 
     Raises: UpstreamError; ClientStalled; KvTooOld: no request was sent, or its answer was not used.
     """
-    services, answer, params = leg.services, leg.answer, leg.kv.params
+    answer, params, now = leg.answer, leg.kv.params, leg.services.tickets.now()
     assert params is not None
-    limits, now = services.config.limits, services.tickets.now()
     leg.decoder_id = worker.id
     streams = answer.request.streams_upstream
-    leg.enter(worker, now + first_bytes_s(services.config, answer.request), grace_s)
+    leg.enter(worker, now + first_bytes_s(leg.services.config, answer.request), grace_s)
     leg.generates_from_s = now
     tokens, answered = answer.scanner.tokens, False
-    leg.kv.cache_salt = worker.cache_salt
     try:
-        reply = leg.reply = await worker.upstream.request(
-            "POST",
-            answer.request.path,
-            decode_body(answer.request, params, leg.kv.cache_salt + _apart(leg, worker)),
-            worker.headers_of(leg.upstream_id, leg.headers),
-            connect_timeout_s=limits.connect_timeout_s,
-            retry_stale=False,  # a worker that took the request and died looks the same: the KV may be pulled
-            about_to_send=partial(leg.kv.spend, worker, streams),
-        )
+        reply = leg.reply = await _asked(leg, worker, params)
         if streams:
             leg.kv.written(worker)
         if reply.status != 200:
@@ -91,16 +82,36 @@ async def decode(leg: Leg, worker: Worker, grace_s: float) -> bool:
             raise
         return await _interrupted(leg, interruption)
     finally:
-        if leg.reply is not None and answer.scanner.end is not DONE:
-            leg.reply.abort()
-        leg.reply = leg.streaming_from = None
-        leg.kv.answered()
-        if not answered and leg.kv.params is None and answer.scanner.tokens == tokens:
-            # The worker got the parameters, but has not shown that it pulled the KV. With NIXL it has kept that alive.
-            services.drainer.orphan(None if services.config.connector == "nixl" else leg.kv.pinned_s)
-        leg.stalled_since_s = leg.generates_from_s = math.inf
-        leg.idle_s = -math.inf
-        leg.leave(worker)
+        _left(leg, worker, has_pulled=answered or answer.scanner.tokens > tokens)
+
+
+def _asked(leg: Leg, worker: Worker, params: bytes) -> Awaitable[Reply]:
+    """Send the request; awaited, returns the reply's head. No coroutine, which would keep the body until that comes."""
+    request, kv = leg.answer.request, leg.kv
+    kv.cache_salt = worker.cache_salt
+    return worker.upstream.request(
+        "POST",
+        request.path,
+        decode_body(request, params, kv.cache_salt + _apart(leg, worker)),
+        worker.headers_of(leg.upstream_id, leg.headers),
+        connect_timeout_s=leg.services.config.limits.connect_timeout_s,
+        retry_stale=False,  # a worker that took the request and died looks the same: the KV may be pulled
+        about_to_send=partial(kv.spend, worker, request.streams_upstream),
+    )
+
+
+def _left(leg: Leg, worker: Worker, *, has_pulled: bool) -> None:
+    """Release what the try holds. `has_pulled`: a worker that got the parameters has shown that it pulled the KV."""
+    if leg.reply is not None and leg.answer.scanner.end is not DONE:
+        leg.reply.abort()
+    leg.reply = leg.streaming_from = None
+    leg.kv.answered()
+    if not has_pulled and leg.kv.params is None:
+        nixl = leg.services.config.connector == "nixl"  # with it the worker has kept the KV alive
+        leg.services.drainer.orphan(None if nixl else leg.kv.pinned_s)
+    leg.stalled_since_s = leg.generates_from_s = math.inf
+    leg.idle_s = -math.inf
+    leg.leave(worker)
 
 
 def _apart(leg: Leg, worker: Worker) -> str:
@@ -212,7 +223,7 @@ async def _first_events(leg: Leg, worker: Worker, reply: Reply) -> bytes:
 def _has_begun(leg: Leg, worker: Worker) -> None:
     """Note the first tokens: the next one now has a deadline, and earlier refusals are forgotten."""
     leg.ticket.began()  # the prefiller's KV has been pulled
-    leg.answer.goes_on()
+    leg.answer.count_resumed()
     at = worker.progress_s = leg.ticket.last_token_s
     worker.given_back = 0
     leg.streaming_from = worker

@@ -200,18 +200,9 @@ class Leg:
         """
         if self._abandoned:
             raise ClientGone
-        services, answer = self.services, self.answer
-        request = answer.request
-        tokens = answer.estimated_tokens
-        spec = RequestSpec(self.id, tokens, request.priority, self._key, request.effective_limit)
-        if services.knows_prefixes:
-            first = self._first or self
-            if first._blocks is None:
-                first._blocks = services.prompt_blocks.of(request, tokens)
-            spec.prefix, spec.block_tokens = first._blocks
-        self.ticket = services.tickets.submit(spec)
+        self.ticket = self.services.tickets.submit(self._spec())
         self._task = task or asyncio.current_task()
-        services.legs.add(self)
+        self.services.legs.add(self)
         try:
             strategy = self._strategy(self)
             phase = strategy.first
@@ -232,13 +223,24 @@ class Leg:
         except asyncio.CancelledError:
             error = self.interruption()
             if error is None:
-                self.outcome = FINISHED if answer.scanner.end is DONE else CANCELLED
+                self.outcome = FINISHED if self.answer.scanner.end is DONE else CANCELLED
                 raise
             if isinstance(error, QueueTimeout):
                 self.outcome = EXPIRED
             raise error from None
         finally:
             self._close(sys.exc_info()[1])
+
+    def _spec(self) -> RequestSpec:
+        """The request as the scheduler sees it."""
+        request, tokens = self.answer.request, self.answer.estimated_tokens
+        spec = RequestSpec(self.id, tokens, request.priority, self._key, request.effective_limit)
+        if self.services.knows_prefixes:
+            first = self._first or self
+            if first._blocks is None:
+                first._blocks = self.services.prompt_blocks.of(request, tokens)
+            spec.prefix, spec.block_tokens = first._blocks
+        return spec
 
     def _close(self, error: BaseException | None) -> None:
         """Release all resources; `error`: the leg's error, if any."""
@@ -247,9 +249,9 @@ class Leg:
         self.count_tokens()
         self.retries.close()
         if self.outcome is FAILED or self.outcome is EXPIRED:
-            answer.fails(error)
+            answer.count_ended(error)
         if self.outcome is FINISHED:
-            answer.goes_on()  # no further token came
+            answer.count_resumed()  # no further token came
             self.retries.clear_choices()  # after a failure the other choices are abandoned, so none may start now
         if not self.ticket.left:
             self.ticket.finish(self.outcome, answer.scanner.finish_reason or "")
