@@ -162,7 +162,7 @@ class Hub:
         self._standings: dict[str, WorkerStanding] = {}  # as last sent to members
         self._judged: set[str] = set()  # workers of which members have assumed a change since then
         self._silent: tuple[str, ...] = ()
-        self._send_scheduled = False  # whether `_send_changes` is about to run
+        self._send_scheduled = False  # whether `send_workers` is about to run
         self._ledger, self._loop, self.epoch = ledger, loop, epoch
         self._on_superseded, self._on_bug = on_superseded, on_bug
         self.members: dict[str, Member] = {}  # by the name of the relay
@@ -239,7 +239,10 @@ class Hub:
             if isinstance(message, Hello):
                 if member is not None:
                     raise LinkError(f"relay {member.relay} has said Hello already")
-                self._join(frames, message)
+                try:
+                    self._join(frames, message)
+                except Exception as error:
+                    raise self._link_error(message.relay, error) from None
             elif member is None:
                 raise LinkError("a relay speaks before its Hello")
             elif self.settled.is_set():
@@ -381,6 +384,7 @@ class Hub:
 
     def send_workers(self) -> None:
         """Send members the changes of workers now, and the workers that they have judged."""
+        self._send_scheduled = False
         standings, known = self._reports.standings(), self._standings
         changed = tuple(each for name, each in standings.items() if known.get(name) != each or name in self._judged)
         gone = tuple(name for name in known if name not in standings)
@@ -393,11 +397,7 @@ class Hub:
         """Send members the changes of workers at the end of this turn of the loop."""
         if not self._send_scheduled:
             self._send_scheduled = True
-            self._loop.call_soon(self._send_changes)
-
-    def _send_changes(self) -> None:
-        self._send_scheduled = False
-        self.send_workers()
+            self._loop.call_soon(self.send_workers)
 
     def _send_keys(self, member: Member, keys: tuple[KeyUse, ...]) -> None:
         """Send the key use of this member's clients to the other members, if it may have changed.
@@ -475,14 +475,18 @@ class Hub:
                 raise LinkError(message.reason)
             elif not isinstance(message, Beat | Hello):
                 self.requests.call(member, message)
-        except LinkError:
-            raise
-        except (InvariantError, InputError, ValueError) as error:
-            raise LinkError(f"a message of relay {member.relay} does not fit its request: {error}") from error
         except Exception as error:  # must not keep `_settle` from the other members
-            self._on_bug("hub")
-            log.exception("internal error", extra={"where": "hub", "relay": member.relay})
-            raise LinkError("internal error") from error
+            raise self._link_error(member.relay, error) from None
+
+    def _link_error(self, relay: str, error: Exception) -> LinkError:
+        """The error that ends the connection of a relay, a message of which has failed; a bug is counted and logged."""
+        if isinstance(error, LinkError):
+            return error
+        if isinstance(error, InvariantError | InputError | ValueError):
+            return LinkError(f"a message of relay {relay} does not fit its request: {error}")
+        self._on_bug("hub")
+        log.error("internal error", exc_info=error, extra={"where": "hub", "relay": relay})
+        return LinkError("internal error")
 
     def collect(self) -> None:
         """Read the tokens that relays on this machine have written. O(their tickets), cheap per ticket."""

@@ -1,7 +1,5 @@
 """Which member holds which request: what it may claim when it joins, and what is free when it is gone."""
 
-import asyncio
-
 import pytest
 
 from balanceroute.core.policy import AdmissionPolicy
@@ -64,13 +62,13 @@ class FailsAtPatience(AdmissionPolicy):
 
 @with_stage
 async def test_a_request_that_the_brain_fails_to_take_over_is_not_left_behind(stage: Stage) -> None:
-    asyncio.get_running_loop().set_exception_handler(lambda *_: None)
     brain, relay = await stage.brain(), await RawRelay().connect(stage)
     brain.scheduler.policy = FailsAtPatience()
     relay.hello(Held(1, 1, Standing(RequestSpec("a", 10), Phase.POOLED, 10, prefiller="p0")))
     await until(lambda: not relay.frames.open)
     await until(lambda: not brain.hub.members)
     assert not brain.scheduler.snapshot.requests and not brain.scheduler.snapshot.prefillers[0].pinned
+    assert brain.bugs == ["hub"]
 
 
 @with_stage
