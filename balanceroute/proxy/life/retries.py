@@ -174,22 +174,17 @@ class Retries:
 
     def _blame(self, error: UpstreamError, worker: Worker, now: float, *, misconfigured: bool, last: bool) -> None:
         """Count the failure against the worker, unless its cause may be the request, or this process."""
-        own = self._note_own_error(error, worker, misconfigured)
+        own = misconfigured or (
+            isinstance(error, UpstreamStatus) and error.status in (500, 501) and sign_of(error) is Sign.NONE
+        )
+        if own:
+            self._erred.add(worker.id)
         many_err = own and not misconfigured and self._many_err(worker, now)
         cleared = own and last and self._clear_if_all_erred(worker)
         if many_err or isinstance(error, CannotConnect | ReplyTooLarge):
             worker.circuit.inconclusive()
         elif not cleared:
             worker.circuit.fault(now, public_reason(error))
-
-    def _note_own_error(self, error: UpstreamError, worker: Worker, misconfigured: bool) -> bool:
-        """Note a worker's own error, which the request may have caused; returns whether it is one."""
-        own = misconfigured or (
-            isinstance(error, UpstreamStatus) and error.status in (500, 501) and sign_of(error) is Sign.NONE
-        )
-        if own:
-            self._erred.add(worker.id)
-        return own
 
     def _many_err(self, worker: Worker, now: float) -> bool:
         """Note that a worker has erred; returns whether half of its tier had, while it serves other requests."""
