@@ -202,21 +202,15 @@ class _Choice:
         }
 
     def _add_call(self, call: dict[str, Any]) -> int:
-        more_bytes = 0
         index = call.get("index", len(self.calls))
         if not isinstance(index, int):
             raise TypeError("the index of a tool call is no number")
         known = self.calls.setdefault(index, {"function": {}})
-        for name, value in call.items():
-            if name == "function" and value is not None:
-                for key, text in value.items():
-                    if key == "arguments":
-                        more_bytes += _append(known["function"], key, text)
-                    elif text is not None:
-                        known["function"][key] = text
-            elif name != "index" and value is not None:
-                known[name] = value
-        return more_bytes
+        known |= {key: value for key, value in call.items() if value is not None and key not in ("index", "function")}
+        function = {} if call.get("function") is None else call["function"]
+        named = known["function"]
+        named |= {key: value for key, value in function.items() if value is not None and key != "arguments"}
+        return _append(named, "arguments", function["arguments"]) if "arguments" in function else 0
 
     def text(self, index: int, want_ids: bool, prompt_ids: list[int] | None) -> dict[str, Any]:
         """As a choice of /v1/completions."""
