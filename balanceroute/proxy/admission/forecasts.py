@@ -14,8 +14,9 @@ import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -127,6 +128,14 @@ class Forecasts:
         self.history.close()
 
 
+class _Asked(NamedTuple):
+    """A request of a batch, as it was when the predictor was asked."""
+
+    tracker: RequestTracker
+    requeues: int
+    age_tokens: int
+
+
 class LiveForecasts(Forecasts):
     """A predictor with its history."""
 
@@ -200,42 +209,47 @@ class LiveForecasts(Forecasts):
 
     def _ask(self, scheduler: Scheduler, asker: ThreadPoolExecutor) -> None:
         """Run a batch in the thread, one at a time; later due requests wait for the next."""
-        if self._asking or not self._due:
+        if self._asking:
             return
-        trackers, self._due = [tracker for tracker in self._due if tracker.phase is Phase.DECODING], []
-        requeues = [tracker.requeues for tracker in trackers]
-        questions = self.forecaster.questions(trackers)
-        loop = asyncio.get_running_loop()
-
-        def renewed(values: list[float]) -> None:
-            self._asking = False
-            now = loop.time()
-            asked = zip(trackers, requeues, questions.ages.tolist(), values, strict=True)
-            for tracker, requeues_then, age, expected in asked:
-                if tracker.phase is Phase.DECODING and tracker.requeues == requeues_then:
-                    # less the tokens that have come since; at 0 it is due again at once
-                    left = decremented(expected, tracker.age_tokens - age, self._horizon)
-                    scheduler.refresh(tracker.id, left, now)
-
-        def answered(future: "asyncio.Future[Answers]") -> None:
-            if future.cancelled() or self._closed:  # the router ends, or has another predictor
-                return
-            error = future.exception()
-            if error is None:
-                self._failing.discard("forecasts")
-                self.forecaster.count(future.result())
-                renewed(future.result().c_hat.tolist())
-            else:
-                self._failed(error)
-                renewed(self._anchors(len(trackers)))
-            self._ask(scheduler, asker)
-
+        due, self._due = self._due, []
+        batch = [_Asked(each, each.requeues, each.age_tokens) for each in due if each.phase is Phase.DECODING]
+        if not batch:
+            return
+        questions = self.forecaster.questions([asked.tracker for asked in batch])
         self._asking = True
         try:
-            loop.run_in_executor(asker, self.forecaster.answer, questions).add_done_callback(answered)
+            answers = asyncio.get_running_loop().run_in_executor(asker, self.forecaster.answer, questions)
         except RuntimeError as error:  # no thread to be had
             self._failed(error)
-            renewed(self._anchors(len(trackers)))
+            self._renew_batch(scheduler, batch, self._anchors(len(batch)))
+        else:
+            answers.add_done_callback(partial(self._answered, scheduler, asker, batch))
+
+    def _answered(
+        self, scheduler: Scheduler, asker: ThreadPoolExecutor, batch: "list[_Asked]", answers: "asyncio.Future[Answers]"
+    ) -> None:
+        """Take the answers to a batch, and ask the next."""
+        if answers.cancelled() or self._closed:  # the router ends, or has another predictor
+            return
+        error = answers.exception()
+        if error is None:
+            self._failing.discard("forecasts")
+            self.forecaster.count(answers.result())
+            self._renew_batch(scheduler, batch, answers.result().c_hat.tolist())
+        else:
+            self._failed(error)
+            self._renew_batch(scheduler, batch, self._anchors(len(batch)))
+        self._ask(scheduler, asker)
+
+    def _renew_batch(self, scheduler: Scheduler, batch: "list[_Asked]", values: list[float]) -> None:
+        """Renew the forecasts of a batch: less the tokens that have come since; one that is 0 then is due again."""
+        self._asking = False
+        now = asyncio.get_running_loop().time()
+        for asked, expected in zip(batch, values, strict=True):
+            tracker = asked.tracker
+            if tracker.phase is Phase.DECODING and tracker.requeues == asked.requeues:
+                left = decremented(expected, tracker.age_tokens - asked.age_tokens, self._horizon)
+                scheduler.refresh(tracker.id, left, now)
 
     def _anchors(self, n: int) -> list[float]:
         return [float(self._horizon)] * n
