@@ -209,6 +209,27 @@ async def test_trees_are_evaluated_off_the_loop_and_reach_only_requests_that_sti
 
 
 @pytest.mark.anyio
+async def test_the_thread_is_not_asked_about_requests_that_have_all_left(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    slow = Slow()
+    monkeypatch.setattr("balanceroute.proxy.admission.forecasts.build_predictor", lambda *_, **__: slow)
+    scheduler = a_scheduler()
+    forecasts = LiveForecasts(a_config(kind="learned", history=str(tmp_path / "history.sqlite3")))
+    for name in ("first", "leaves", "last"):
+        decoding(scheduler, name)
+        scheduler.progress(name, 4, 0.0)
+        forecasts.renew(scheduler)
+        if name == "leaves":
+            scheduler.finish("leaves", Outcome.FINISHED, 0.0)
+            slow.may_answer.set()
+            await until(lambda: forecasts.forecaster.refreshes == 1)
+    await until(lambda: forecasts.forecaster.refreshes == 2)
+    forecasts.close()
+    assert len(slow.threads) == 2
+
+
+@pytest.mark.anyio
 async def test_a_requeued_request_that_expires_in_the_pool_is_recorded_as_cut_short(tmp_path: Path) -> None:
     path = tmp_path / "history.sqlite3"
     forecasts = LiveForecasts(a_config(kind="exact_match", history=str(path)))
