@@ -1,6 +1,7 @@
-"""How a relay connects to the brain: at a socket of the run folder, or on one of a list of other machines."""
+"""How a relay connects to the brain: at a socket of the run folder, or on one of a list of other machines; and when."""
 
 import asyncio
+import math
 import os
 import ssl
 from collections.abc import Callable, Sequence
@@ -10,6 +11,9 @@ from typing import Final, Protocol, TypeVar
 from balanceroute.config.addresses import host_in_url
 
 TRY_S: Final = 1.5  # for the TLS handshake with a brain of another machine
+RETRY_S: Final = 0.05  # between two tries to connect to a brain
+STEADY_S: Final = 5.0  # memberships of one brain that end sooner, one after another, end by a bug or a peer's fault
+MAX_RETRY_S: Final = 2.0  # between two of those, or between two tries of a relay that is refused
 
 P = TypeVar("P", bound=asyncio.Protocol)
 Moved = Callable[[], bool]
@@ -36,6 +40,53 @@ class Reach(Protocol):
 
     def try_next_address(self) -> None:
         """The brain at this address does not lead; try the next address."""
+
+
+class Pauses:
+    """How long a relay waits before its next try to join a brain.
+
+    Longer after each refusal in a row, because a handshake or a large Hello costs the brain; and while memberships of
+    one brain end soon, one after another.
+    """
+
+    def __init__(self) -> None:
+        self._joined_s = -math.inf
+        self._left_epoch = 0  # of the brain whose last membership was short; 0: it was not
+        self._lost_s = self._refused_s = RETRY_S  # after the loss of a brain, and after a refusal
+
+    @property
+    def next_s(self) -> float:
+        """The pause before the next try."""
+        return max(self._lost_s, self._refused_s)
+
+    @property
+    def growing(self) -> bool:
+        """Whether one brain's memberships end soon, one after another."""
+        return self._lost_s > RETRY_S
+
+    @property
+    def has_joined(self) -> bool:
+        """Whether the relay has ever been a member."""
+        return self._joined_s > -math.inf
+
+    def refused(self) -> None:
+        """A brain has not let it in."""
+        self._refused_s = min(MAX_RETRY_S, 2 * self._refused_s)
+
+    def joined(self, epoch: int, now: float) -> None:
+        """The brain of this epoch has welcomed it."""
+        self._joined_s, self._refused_s = now, RETRY_S
+        if epoch != self._left_epoch:
+            self._lost_s = RETRY_S
+
+    def left(self, epoch: int, now: float) -> bool:
+        """The membership is over; returns whether it was a long one."""
+        if now - self._joined_s > STEADY_S:
+            self._left_epoch, self._lost_s = 0, RETRY_S
+            return True
+        again, self._left_epoch = self._left_epoch == epoch, epoch
+        self._lost_s = min(MAX_RETRY_S, 2 * self._lost_s) if again else RETRY_S
+        return False
 
 
 class SocketReach:

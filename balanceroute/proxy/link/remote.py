@@ -21,7 +21,6 @@ what any of them does depends on whether there is a brain.
 
 import asyncio
 import logging
-import math
 import secrets
 from collections.abc import Callable, Iterator, Set
 from dataclasses import replace
@@ -68,7 +67,7 @@ from balanceroute.proxy.link.messages import (
     Workers,
     read_from_brain,
 )
-from balanceroute.proxy.link.reach import Moved, Reach, UntrustedBrain
+from balanceroute.proxy.link.reach import RETRY_S, Moved, Pauses, Reach, UntrustedBrain
 from balanceroute.proxy.link.token_counts import WrittenCounts
 from balanceroute.proxy.perimeter.key_use import KeyUse
 from balanceroute.proxy.telemetry.ticks import Looks, until_tick_s
@@ -77,9 +76,6 @@ log = logging.getLogger(__name__)
 
 ENDS: Final = "this relay ends"
 FROZEN_S: Final = 2 * BEAT_S  # after this silence the relay itself ends requests that have waited too long
-RETRY_S: Final = 0.05  # between two tries to connect to a brain
-STEADY_S: Final = 5.0  # memberships of one brain that end sooner, one after another, end by a bug or a peer's fault
-MAX_RETRY_S: Final = 2.0  # between two of those, or between two tries of a relay that is refused
 LOOK_S: Final = 0.25  # between two checks whether the connected brain runs, and is still the one that listens
 NO_BRAIN: Final = "The request waited too long: what decides on it is not there."
 MAX_JOIN_HASHES: Final = 2**21  # of prompts' blocks, 9 bytes each: so that what a relay sends on joining fits a frame
@@ -168,10 +164,7 @@ class RemoteBrain:
         self._greeted = False  # Hello has been sent over the present connection; other messages follow it
         self._lost = asyncio.Event()
         self._troubles: set[str] = set()  # reasons for finding no brain that have been logged
-        self._joined_s = -math.inf
-        self._left_epoch = 0  # of the brain whose last membership was short; 0: it was not
-        self._retry_s = RETRY_S  # until the next try after the loss of a brain
-        self._refused_s = RETRY_S  # until the next try after a refusal: a handshake or a large Hello costs the brain
+        self._pauses = Pauses()
         self._bugs: set[str] = set()  # errors that have been logged since the last steady membership
 
     # -- what lifecycles may know
@@ -360,8 +353,8 @@ class RemoteBrain:
                 self._log_trouble(str(error) or type(error).__name__)
             if not isinstance(error, UntrustedBrain):
                 return RETRY_S
-            self._put_off_refused()
-            return self._refused_s
+            self._pauses.refused()
+            return self._pauses.next_s
         self._frames = frames
         if not frames.open:  # the brain has closed it already
             self._reach.try_next_address()
@@ -374,7 +367,7 @@ class RemoteBrain:
         if not await self._stay(frames, moved):
             self._reach.try_next_address()
         self._expire()
-        return max(self._retry_s, self._refused_s)
+        return self._pauses.next_s
 
     async def _stay(self, frames: Frames[FromRelay], moved: Moved) -> bool:
         """Wait until the connection is lost; returns whether this relay has been a member over it."""
@@ -475,13 +468,14 @@ class RemoteBrain:
         if frames is not self._frames:
             return  # a connection that was never used
         if self._greeted and self.member is None and reason != ENDS:
-            self._put_off_refused()
+            self._pauses.refused()
             self._log_trouble(self._refusal(frames, reason))
         elif self.member is not None:
-            if self._retry_s == RETRY_S:
+            if not self._pauses.growing:
                 level, event = (logging.INFO, "brain left") if reason == ENDS else (logging.WARNING, "brain lost")
                 log.log(level, event, extra={"relay": self._relay, "epoch": self.epoch, "reason": reason})
-            self._put_off()
+            if self._pauses.left(self.epoch, self._loop.time()):
+                self._bugs.clear()
         self.member, self._greeted, self._tokens_read = None, False, False
         self._lost.set()
 
@@ -494,19 +488,6 @@ class RemoteBrain:
             return reason
         hint = "" if frames.ended_here else "; the brain's log says why if it has refused this relay"
         return f"{self._reach.name}: {reason}{hint}"
-
-    def _put_off_refused(self) -> None:
-        """Choose the pause after a refusal: it grows until a brain welcomes this relay."""
-        self._refused_s = min(MAX_RETRY_S, 2 * self._refused_s)
-
-    def _put_off(self) -> None:
-        """Choose the pause before the next try: it grows while one brain's memberships end soon, one after another."""
-        if self._loop.time() - self._joined_s > STEADY_S:
-            self._left_epoch, self._retry_s = 0, RETRY_S
-            self._bugs.clear()
-        else:
-            again, self._left_epoch = self._left_epoch == self.epoch, self.epoch
-            self._retry_s = min(MAX_RETRY_S, 2 * self._retry_s) if again else RETRY_S
 
     # -- the answers
 
@@ -529,8 +510,7 @@ class RemoteBrain:
             elif isinstance(message, Farewell):
                 self.epoch = max(self.epoch, message.epoch)
                 # one that has never joined is itself the successor's: its own brain is yet to lead
-                has_joined = self._joined_s > -math.inf
-                self._cut_off = has_joined and self._reach.near and message.version != VERSION
+                self._cut_off = self._pauses.has_joined and self._reach.near and message.version != VERSION
                 raise LinkError(message.reason)
             elif self.member is None:
                 raise LinkError("the brain has sent a message before its Welcome")
@@ -556,11 +536,10 @@ class RemoteBrain:
         if message.version != VERSION or message.epoch < self.epoch:
             its = f"version {message.version}, epoch {message.epoch}"
             raise LinkError(f"the brain has {its}; this relay needs version {VERSION}, epoch {self.epoch} or later")
-        self._retry_s = self._retry_s if message.epoch == self._left_epoch else RETRY_S
-        self._refused_s, self._cut_off = RETRY_S, False
-        self.epoch, self.member, self._joined_s = message.epoch, message.member, self._loop.time()
+        self._pauses.joined(message.epoch, self._loop.time())
+        self.epoch, self.member, self._cut_off = message.epoch, message.member, False
         self._troubles.clear()
-        if self._retry_s == RETRY_S:
+        if not self._pauses.growing:
             log.info("brain found", extra={"relay": self._relay, "epoch": self.epoch, "member": self.member})
         self._tokens_read, self._unsent_tokens = message.reads_tokens, {}
         for entry in self._open.values():

@@ -7,7 +7,15 @@ import pytest
 import trustme
 
 from balanceroute.proxy.link import reach as reach_module
-from balanceroute.proxy.link.reach import FarReach, SocketReach, UntrustedBrain
+from balanceroute.proxy.link.reach import (
+    MAX_RETRY_S,
+    RETRY_S,
+    STEADY_S,
+    FarReach,
+    Pauses,
+    SocketReach,
+    UntrustedBrain,
+)
 from balanceroute.proxy.perimeter.tls import Tls
 from tests.unit.proxy.link.test_far import Machine
 
@@ -78,3 +86,29 @@ async def test_a_brain_that_does_not_answer_is_left_for_the_next_of_the_list(
     for server in (silent, leads):
         server.close()
         await server.wait_closed()
+
+
+def test_pauses_grow_with_each_refusal_until_a_brain_lets_the_relay_in() -> None:
+    pauses, lengths_s = Pauses(), []
+    for _ in range(8):
+        lengths_s.append(pauses.next_s)
+        pauses.refused()
+    assert lengths_s[:3] == [RETRY_S, 2 * RETRY_S, 4 * RETRY_S] and lengths_s[-1] == MAX_RETRY_S
+    assert not pauses.has_joined
+    pauses.joined(1, 0.0)
+    assert pauses.next_s == RETRY_S and pauses.has_joined
+
+
+def test_pauses_grow_while_memberships_of_one_brain_end_soon_and_begin_anew_with_another_or_a_long_one() -> None:
+    pauses = Pauses()
+    for now in range(3):
+        pauses.joined(7, float(now))
+        assert not pauses.left(7, now + 0.5)
+    assert pauses.next_s == 4 * RETRY_S and pauses.growing
+    pauses.joined(8, 3.0)
+    assert pauses.next_s == RETRY_S and not pauses.growing
+    assert not pauses.left(8, 3.5)
+    pauses.joined(8, 4.0)
+    assert pauses.left(8, 4.1 + STEADY_S)
+    pauses.joined(8, 20.0)
+    assert not pauses.left(8, 20.5) and pauses.next_s == RETRY_S

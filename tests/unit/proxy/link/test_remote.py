@@ -34,8 +34,7 @@ from balanceroute.proxy.link.messages import (
     frame,
     read_from_relay,
 )
-from balanceroute.proxy.link.reach import Moved, P, SocketReach, UntrustedBrain
-from balanceroute.proxy.link.remote import MAX_RETRY_S, RETRY_S, STEADY_S
+from balanceroute.proxy.link.reach import MAX_RETRY_S, RETRY_S, STEADY_S, Moved, P, SocketReach, UntrustedBrain
 from balanceroute.proxy.link.token_counts import NOWHERE, PLACES, place_of
 from balanceroute.proxy.wire.prompt_blocks import MAX_BLOCKS
 from tests.unit.proxy.link.brains import Brain, HoldingReach, Relay, Stage, on, with_stage
