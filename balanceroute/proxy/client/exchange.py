@@ -113,8 +113,12 @@ class Exchange:
             self._response.on_last = self._leave_key
             self._request.holder = self._key.holder
         self._head.check()
-        if self._services.tickets.draining:
-            raise refusal(RejectReason.DRAINING, self._services.tickets.view).error()
+        self._check_drain()
+
+    def _check_drain(self) -> None:
+        tickets = self._services.tickets
+        if tickets.draining:
+            raise refusal(RejectReason.DRAINING, tickets.view).error()
 
     def refuse(self, error: BalanceRouteError) -> None:
         """Answer with an error: the request is incomplete, or refused."""
@@ -133,9 +137,8 @@ class Exchange:
         try:
             if response.gone:
                 raise ClientGone
-            if services.tickets.draining:  # the drain has begun since the head came
-                raise refusal(RejectReason.DRAINING, services.tickets.view).error()
-            request = self._in_class(with_priority(self._asked(), self._head.priority))
+            self._check_drain()  # again: it may have begun since the head came
+            request = self._with_bounded_priority(with_priority(self._asked(), self._head.priority))
             self._task = asyncio.current_task(services.loop)  # else a system call before Python 3.12
             response.on_gone = self._on_gone
             try:
@@ -191,8 +194,8 @@ class Exchange:
         """An unstreamed answer as the client gets it."""
         return answer
 
-    def _in_class(self, request: ClientRequest) -> ClientRequest:
-        """The request with its priority bounded by the key, for the router's queues; engines get the client's value."""
+    def _with_bounded_priority(self, request: ClientRequest) -> ClientRequest:
+        """The request with a priority that its key allows, for the router's queues; engines get the client's own."""
         entry = None if self._key is None else self._key.entry
         bounds = self._services.config.limits.priority if entry is None or entry.priority is None else entry.priority
         priority = bounds.clamped(request.priority)
