@@ -66,10 +66,10 @@ def gated(p_finish: float, mean_if_finished: float, horizon_steps: float, left_t
 
     `left_tokens`: what the client's limit leaves to generate; infinite where there is none.
     """
-    if p_finish >= GATE:
+    if p_finish >= GATE and not math.isnan(mean_if_finished):
         window = min(left_tokens, horizon_steps)
         return last_step(composite(p_finish, min(mean_if_finished, window), window))
-    return max(0.0, min(left_tokens - 1.0, horizon_steps))  # also where p_finish is NaN
+    return max(0.0, min(left_tokens - 1.0, horizon_steps))  # also where one of them is NaN
 
 
 def gated_batch(stages: TwoStage, horizon_steps: float, left_tokens: FloatArray | float = math.inf) -> FloatArray:
@@ -79,7 +79,8 @@ def gated_batch(stages: TwoStage, horizon_steps: float, left_tokens: FloatArray 
     steps = (1.0 - p_finish) * window + p_finish * np.minimum(mean, window)
     last = np.ceil(steps - ROUNDING) - 1.0
     anchor = np.minimum(np.subtract(left_tokens, 1.0), horizon_steps)
-    value: FloatArray = np.maximum(np.where(p_finish >= GATE, last, anchor), 0.0)
+    counts = (p_finish >= GATE) & ~np.isnan(last)
+    value: FloatArray = np.maximum(np.where(counts, last, anchor), 0.0)
     return value
 
 

@@ -36,6 +36,11 @@ def test_the_gate_lets_only_likely_finishes_through(p_finish: float, expected: f
     assert gated(p_finish, 10.0, H) == expected
 
 
+def test_a_mean_that_is_no_number_says_nothing_of_a_request_alone_or_in_a_batch() -> None:
+    assert gated(0.9, math.nan, H) == H
+    assert gated_batch(TwoStage(np.array([0.9, 1.0]), np.array([math.nan, 5.0])), H).tolist() == [H, 4.0]
+
+
 @pytest.mark.parametrize(
     ("steps_to_go", "last"), [(1.0, 0.0), (1.4, 1.0), (5.0, 4.0), (5.0 + 1e-9, 4.0), (0.3, 0.0), (0.0, 0.0)]
 )
