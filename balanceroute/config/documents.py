@@ -18,6 +18,7 @@ _HINTS: Final = {
 }  # of the mistakes that are made most
 MAX_DIGITS: Final = 400  # of a number; the largest with a fraction has 309
 MAX_VALUES: Final = 5_000_000  # that a text stands for; 100,000 client keys are a million
+MAX_DEPTH: Final = 64  # of lists and mappings in each other; a configuration has five
 
 
 class _Values(yaml.constructor.SafeConstructor):
@@ -61,6 +62,18 @@ class _Values(yaml.constructor.SafeConstructor):
 
 class _Loader(_Values, yaml.SafeLoader):
     """In Python, which says better what is wrong with a text."""
+
+    _depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        """See PyYAML, whose time grows with the square of the depth."""
+        if self._depth > MAX_DEPTH:
+            mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
+            raise yaml.MarkedYAMLError(problem=f"it is nested more than {MAX_DEPTH} deep", problem_mark=mark)
+        self._depth += 1
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
 
 
 class _Dumper(yaml.SafeDumper):

@@ -55,6 +55,12 @@ def test_a_value_that_contradicts_its_yaml_tag_is_reported_with_its_place(
     assert message.startswith(f"{tmp_path / 'c.yaml'}: line 2, column 4: not valid YAML: ") and "\n" not in message
 
 
+@pytest.mark.parametrize("opened", ["[", "{a: ", "- "], ids=["lists", "mappings", "lists in block style"])
+def test_values_nested_beyond_any_configuration_are_refused_with_their_place(tmp_path: Path, opened: str) -> None:
+    message = refusal(tmp_path / "c.yaml", opened * 1000)
+    assert message.startswith(f"{tmp_path / 'c.yaml'}: line 1, column ") and "it is nested more than 64 deep" in message
+
+
 @pytest.mark.parametrize("long", [0, documents.LONG], ids=["long", "short"])
 @pytest.mark.parametrize("number", ["9" * 5000, "-0x" + "9" * 5000, "1:" + "0:" * 5000 + "0"])
 def test_a_number_of_thousands_of_digits_is_refused_with_its_place(
