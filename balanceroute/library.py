@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from balanceroute.arrays import plain
+from balanceroute.core.bounds import check_number
 from balanceroute.core.knobs import DEFAULTS, Option, PolicySettings, accepted, is_accepted
 from balanceroute.core.policies import BUILT_IN, misplaced, settings_from_dict, settings_to_dict
 from balanceroute.core.policy import AdmissionPolicy
@@ -95,12 +96,18 @@ def simulate(
     is accepted.
     """
     seed, max_requests = plain(seed), plain(max_requests)
-    if max_requests is not None and (not isinstance(max_requests, int) or max_requests < 1):
-        raise InputError(f"max_requests {max_requests}: accepted is a whole number of 1 or more")
+    if not is_accepted("seed", seed):
+        raise InputError(f"seed {seed!r:.60}: accepted is {accepted('seed')}")
+    if max_requests is not None:
+        check_number("max_requests", max_requests, 1, whole=True)
+    if not isinstance(setting, Setting | None):
+        raise InputError(f"setting {setting!r:.60}: accepted is a balanceroute.Setting")
+    if not isinstance(params, Mapping | None):
+        raise InputError(f"params {params!r:.60}: accepted is a mapping of names to values")
     cluster = (setting or Setting()).checked()
     requests = _read(trace, seed).head(max_requests)
     if load is not None:
-        requests = at_load(requests, load, cluster)
+        requests = at_load(requests, plain(load), cluster)
     past = None if train is None else _read(train, seed + 1)
     settings, own = settings_of(policy, params or {}, seed)
     if predictor is None:
@@ -136,7 +143,8 @@ def settings_of(
     if params:
         raise InputError("params: accepted only where policy is a name; PolicySettings and objects have their own")
     if isinstance(policy, PolicySettings):
-        learn_policy(policy.policy)
+        if isinstance(policy.policy, str):  # else the name is refused below
+            learn_policy(policy.policy)
         written = settings_to_dict(replace(policy, seed=seed) if seed else policy)
         written["params"] = {name: plain(value) for name, value in written["params"].items()}
         return settings_from_dict(written), None

@@ -160,7 +160,7 @@ def check_predictor_name(name: str, built_in: tuple[str, ...]) -> None:
     if name not in built_in and load(name, PREDICTORS_GROUP, "predictor") is None:
         others = sorted(installed(PREDICTORS_GROUP))
         known = ", ".join([*built_in, *others])
-        raise ConfigError(f"{name!r} is unknown; accepted are {known}, or module:Class of your own")
+        raise ConfigError(f"predictor {name!r:.60} is unknown; accepted are {known}, or module:Class of your own")
 
 
 def make_predictor(name: str, horizon_steps: int, options: Mapping[str, Option]) -> Any:

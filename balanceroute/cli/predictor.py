@@ -206,14 +206,10 @@ def _fitted(
     size_buckets: int = 0,
     options: "dict[str, Option] | None" = None,
 ) -> "BuiltPredictor":
-    from balanceroute.errors import ConfigError
     from balanceroute.plugins import check_predictor_name
     from balanceroute.prediction import KINDS, LearnedPredictor, build_predictor
 
-    try:
-        check_predictor_name(kind, KINDS[1:])
-    except ConfigError as error:
-        raise ConfigError(f"--kind: {error}") from error
+    check_predictor_name(kind, KINDS[1:])
     predictor = build_predictor(
         kind, horizon, rows=rows, max_rows=max(1, len(rows)), size_buckets=size_buckets, options=options
     )

@@ -95,10 +95,7 @@ def _own(
     model: Path | str | None,
     options: Mapping[str, bool | int | float | str],
 ) -> OwnPredictor:
-    try:
-        check_predictor_name(name, KINDS)
-    except ConfigError as error:
-        raise ConfigError(f"predictor.kind: {error}") from error
+    check_predictor_name(name, KINDS)
     if model is not None:
         raise ConfigError(f"predictor.model: {name} reads its files itself; name them in predictor.options")
     predictor = OwnPredictor(name, make_predictor(name, horizon_steps, options), horizon_steps)

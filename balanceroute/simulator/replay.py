@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from balanceroute.core.knobs import Option, PolicySettings
 from balanceroute.core.policies import BUILT_IN, make_policy
 from balanceroute.core.policy import AdmissionPolicy, StageTimer
-from balanceroute.errors import ConfigError, InputError
+from balanceroute.errors import InputError
 from balanceroute.plugins import check_predictor, check_predictor_name, learn_policy, while_it_runs
 from balanceroute.prediction import KINDS, Forecaster, OwnPredictor, Predictor, build_predictor
 from balanceroute.prediction.build import BuiltPredictor
@@ -40,12 +40,12 @@ class Replay:
     predictor_options: tuple[tuple[str, Option], ...] = ()
 
     def checked(self) -> "Replay":
-        """The replay itself. Raises: InputError that names the first option which nothing would read."""
+        """The replay itself. Raises: InputError or ConfigError that names the first option which nothing would read."""
         learn_policy(self.policy.policy)
         policy = self.own_policy or make_policy(self.policy)
         predictor = self.predictor if isinstance(self.predictor, str) else type(self.predictor).__name__
         if isinstance(self.predictor, str):
-            self._check_name(self.predictor)
+            check_predictor_name(self.predictor, PREDICTORS)
         if predictor != "none" and not policy.horizon_steps and self.policy.policy != "br_h":
             raise InputError(f"predictor {predictor}: changes nothing; {policy.name} does not look ahead, br_h does")
         if self.train is not None and self.predictor in ("none", "oracle"):
@@ -100,13 +100,6 @@ class Replay:
         return " and ".join(found)
 
     @staticmethod
-    def _check_name(predictor: str) -> None:
-        try:
-            check_predictor_name(predictor, PREDICTORS)
-        except ConfigError as error:
-            raise InputError(f"predictor: {error}") from error
-
-    @staticmethod
     def _answering(predictor: Predictor, horizon: int) -> Predictor:
         """The predictor; each answer of a user's own one is checked."""
         if isinstance(predictor, BuiltPredictor):
@@ -119,7 +112,7 @@ class Replay:
         horizon = self.policy.horizon_steps
         if not isinstance(self.predictor, str):
             return PredictorForecast(Forecaster(self._answering(self.predictor, horizon), horizon), learns=True)
-        self._check_name(self.predictor)
+        check_predictor_name(self.predictor, PREDICTORS)
         options = dict(self.predictor_options)
         if options and self.predictor in PREDICTORS:
             raise InputError(f"predictor {self.predictor}: it takes no options, and {', '.join(options)} are given")

@@ -33,7 +33,7 @@ MOST_KV_TOKENS = 10**12
 MOST_OVERLAP = 65_536  # as in the configuration
 SHORTEST_STEP_S = 1e-9
 LATEST_FAILURE_S = 1_000_000_000
-LOADS = (0.001, 1000.0)  # the least and the most of a fraction of ideal capacity
+LOADS = (0.001, 1000)  # the least and the most of a fraction of ideal capacity
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,8 +209,7 @@ def at_load(trace: Trace, load: float, setting: Setting) -> Trace:
 
     Raises: InputError for a load that is none, or a trace whose requests all arrive at one time.
     """
-    if not LOADS[0] <= load <= LOADS[1]:
-        raise InputError(f"load {load:g}: accepted is a fraction of capacity from {LOADS[0]:g} to {LOADS[1]:g}")
+    check_number("load", load, *LOADS, whole=False)
     if len(trace) < 2 or trace.arrival_s[0] == trace.arrival_s[-1]:
         raise InputError(f"load {load:g}: all requests of the trace arrive at one time, so it can be given no load")
     return trace.at_rate(load * ideal_capacity(trace, setting.reference))

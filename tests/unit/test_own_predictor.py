@@ -79,7 +79,7 @@ def test_an_own_predictor_gets_its_options_and_learns_from_the_history() -> None
         ({"kind": "own_predictor:Missing"}, "has no attribute 'Missing'"),
         (
             {"kind": "magic"},
-            "predictor.kind = 'magic': 'magic' is unknown; accepted are none, survival, exact_match, learned",
+            "predictor.kind = 'magic': predictor 'magic' is unknown; accepted are none, survival, exact_match, learned",
         ),
         ({"kind": "survival", "options": {"steps": 1}}, "predictor.options: survival takes none"),
         ({"kind": f"{HERE}:Fixed", "model": "m"}, "predictor.model = 'm': accepted only with predictor.kind survival"),
@@ -213,9 +213,10 @@ def test_a_predictor_object_is_checked_like_a_named_one(predictor: Any, problem:
             "survival: it takes no options",
         ),
         (("replay", "--predictor", OWN, "--predictor-param", "steps"), "accepted is name=value"),
-        (("replay", "--predictor", "magic"), "'magic' is unknown; accepted are none, oracle, survival"),
+        (("replay", "--predictor", "magic"), "balanceroute: predictor 'magic' is unknown; accepted are none, oracle"),
+        (("replay", "--predictor", "no_module:X"), "balanceroute: predictor no_module:X: No module named 'no_module'"),
     ],
-    ids=["fit", "built-in", "no-value", "unknown"],
+    ids=["fit", "built-in", "no-value", "unknown", "no-module"],
 )
 def test_an_invalid_option_value_is_reported_in_one_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], problem: str

@@ -156,7 +156,7 @@ def test_the_series_has_one_row_per_step_and_one_column_per_worker(
         (["--compare", "--figure", "/"], "--figure '/': names no file"),
         (["--compare", "--figure", ".."], "--figure '..': names no file"),
         (["--compare", "--figure", "nowhere/a"], "nowhere/a.png: cannot be written: there is no folder nowhere"),
-        (["--load", "0"], "load 0: accepted is"),
+        (["--load", "0"], "load 0.0: accepted is"),
         (["--load", "nan"], "load nan: accepted is"),
         (["--load", "1", "--max-requests", "1"], "arrive at one time"),
         (["--policy", "br_h", "--predictor", "learned"], "--train"),
