@@ -105,7 +105,7 @@ class History:
         self._max_age_s = max_age_s
         self._batch_s = batch_s
         self._clock = clock
-        self._queue: queue.SimpleQueue[FinishedRequest | threading.Event | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[FinishedRequest | None] = queue.SimpleQueue()  # None: the end
         self.rows = 0
         self.dropped = 0
         self._failing = False
@@ -146,14 +146,6 @@ class History:
         if left_out:
             log.warning("prediction history: left out %d rows that make no sense", left_out)
         return rows
-
-    def flush(self, timeout_s: float = 10.0) -> bool:
-        """Wait until everything added so far is written; True when it is. For shutdown and tests, not for the loop."""
-        if self._writer is None or self._closed:
-            return True
-        written = threading.Event()
-        self._queue.put(written)
-        return written.wait(timeout_s)
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Write what is queued and end the thread; may be called twice."""
@@ -217,22 +209,19 @@ class History:
         since_prune = 0
         ending = False
         while not ending:
-            rows, signals, ending = self._next_batch()
+            rows, ending = self._next_batch()
             if rows:
                 connection = self._store(path, connection, rows)
                 since_prune += len(rows)
             if connection is not None and (since_prune >= min(PRUNE_EVERY_ROWS, self._max_rows) or ending):
                 since_prune = 0
                 self._try_prune(connection)
-            for signal in signals:
-                signal.set()
         if connection is not None:
             connection.close()
 
-    def _next_batch(self) -> tuple[list[FinishedRequest], list[threading.Event], bool]:
-        """Wait for a first row, then collect until the batch is full, its time is over, or someone waits for it."""
+    def _next_batch(self) -> tuple[list[FinishedRequest], bool]:
+        """Wait for a first row, and collect until the batch is full or its time is over; whether it is the last one."""
         rows: list[FinishedRequest] = []
-        signals: list[threading.Event] = []
         deadline: float | None = None
         while len(rows) < BATCH_ROWS:
             wait_s = None if deadline is None else max(0.0, deadline - time.monotonic())
@@ -241,13 +230,10 @@ class History:
             except queue.Empty:
                 break
             if item is None:
-                return rows, signals, True
-            if isinstance(item, threading.Event):
-                signals.append(item)
-                break
+                return rows, True
             rows.append(item)
             deadline = deadline if deadline is not None else time.monotonic() + self._batch_s
-        return rows, signals, False
+        return rows, False
 
     def _store(
         self, path: Path, connection: sqlite3.Connection | None, rows: list[FinishedRequest]
