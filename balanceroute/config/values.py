@@ -10,6 +10,7 @@ from pydantic import AfterValidator, AllowInfNan, BeforeValidator, Field, Secret
 
 from balanceroute.config.urls import normalised_url
 from balanceroute.core.knobs import DAY_S
+from balanceroute.core.policies import KNOBS
 from balanceroute.errors import ConfigError
 from balanceroute.plugins import check_predictor_name, installed, learn_policy
 
@@ -23,18 +24,7 @@ KV_PIN_S: dict[str, tuple[float | None, float]] = {
     "mooncake_layerwise": (None, 1.0),
 }
 PrefillPolicyName = Literal["least_tokens", "prefix_affinity", "round_robin"]
-POLICY_NAMES = (
-    "br_0",
-    "br_h",
-    "target_fit",
-    "level_fit",
-    "join_shortest_queue",
-    "power_of_two",
-    "round_robin",
-    "random",
-    "least_kv",
-    "pool_fifo",
-)
+POLICY_NAMES = tuple(KNOBS)
 PREDICTOR_NAMES = ("none", "survival", "exact_match", "learned")
 OF_YOUR_OWN = "module:Class of your own"
 
