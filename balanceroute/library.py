@@ -55,13 +55,13 @@ class SimulationResult:
     def plot(self, path: str | Path | None = None, *others: "SimulationResult") -> "Figure":
         """The KV load of every worker over 1,500 steps in the middle of the steady window, `others` beside it.
 
-        Args: path: where to write it too, as PNG and SVG; the suffix is replaced. Returns matplotlib's figure.
-        Raises: InputError where matplotlib is not installed.
+        Args: path: where to write it too, as PNG and SVG, with or without either suffix. Returns matplotlib's figure.
+        Raises: InputError where matplotlib is not installed, or no file can be written there.
         """
         panels = [(run.label, run.outcome.segment) for run in (self, *others)]
         figure = figures.draw_load_panels(panels, f"{len(self.trace):,} requests, {self.setting.n_workers} workers")
         if path is not None:
-            figures.save(figure, Path(path))
+            figures.save(figure, figures.stem_of(Path(path)))
         return figure
 
 

@@ -312,26 +312,18 @@ def show_comparison(found: "dict[str, Figures]", title: str) -> None:
 def check_figure(path: Path) -> None:
     """Say before anything is replayed what would keep it from being drawn. Raises: InputError."""
     from balanceroute.cli.output import check_written
-    from balanceroute.errors import InputError
     from balanceroute.experiments import figures
 
     figures.pyplot()  # which may be missing
-    if path.name in ("", ".."):
-        raise InputError(f"--figure {str(path)!r}: names no file")
-    for file in figures.files_at(stem_of(path)):
+    for file in figures.files_at(figures.stem_of(path)):
         check_written(file)
-
-
-def stem_of(path: Path) -> Path:
-    """Where to draw: the suffix of either format is put back, all else is the name."""
-    return path.with_suffix("") if path.suffix.lower() in (".png", ".svg") else path
 
 
 def draw_comparison(found: "dict[str, Figures]", title: str, path: Path) -> None:
     """The comparison as a figure."""
     from balanceroute.experiments import figures
 
-    drawn = figures.comparison(found, f"Every policy on {Path(title).name}", stem_of(path))
+    drawn = figures.comparison(found, f"Every policy on {Path(title).name}", figures.stem_of(path))
     typer.echo(f"figure: {drawn}", err=True)
 
 

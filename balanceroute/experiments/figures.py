@@ -140,6 +140,16 @@ def save(figure: "Figure", stem: Path) -> Path:
     return path
 
 
+def stem_of(path: Path) -> Path:
+    """Where a user wants a figure: the suffix of either format is left out, all else is the name.
+
+    Raises: InputError: it names no file.
+    """
+    if path.name in ("", ".."):
+        raise InputError(f"{str(path)!r}: names no file")
+    return path.with_suffix("") if path.suffix.lower() in (".png", ".svg") else path
+
+
 def files_at(stem: Path) -> tuple[Path, Path]:
     """PNG and SVG of a figure; a dot in its name is part of it, as in `load1.05`."""
     return stem.with_name(f"{stem.name}.png"), stem.with_name(f"{stem.name}.svg")

@@ -67,6 +67,13 @@ def test_a_simulation_needs_one_call_and_plots_itself(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["loads.png", "loads.svg"]
 
 
+@pytest.mark.parametrize("name", ["load1.05", "load1.05.png", "load1.05.SVG"])
+def test_a_plot_may_be_named_with_the_suffix_of_either_format(tmp_path: Path, name: str) -> None:
+    pytest.importorskip("matplotlib")
+    balanceroute.simulate("capped", max_requests=20).plot(tmp_path / name)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["load1.05.png", "load1.05.svg"]
+
+
 def test_the_lowest_panel_of_every_column_labels_its_axis(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     from balanceroute.experiments.figures import draw_load_panels

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from balanceroute.cli.replay import stem_of
 from balanceroute.core.policies import POLICIES
 from tests.commands import exit_code
 
@@ -114,7 +113,6 @@ def test_a_figure_s_name_keeps_its_dots(
     assert run(monkeypatch, *SMALL, "--compare", "--figure", str(tmp_path / "load1.05.svg"), "--json") == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["load1.05.png", "load1.05.svg"]
     assert "load1.05.png" in capsys.readouterr().err
-    assert [stem_of(Path(name)).name for name in ("cmp.v2", "a.png", "b.PNG")] == ["cmp.v2", "a", "b"]
 
 
 def test_a_load_scales_the_arrivals_to_the_capacity_of_the_cluster(
@@ -152,9 +150,9 @@ def test_the_series_has_one_row_per_step_and_one_column_per_worker(
         (["--compare", "--series", "loads.csv"], "leave it out with --compare"),
         (["--series", ""], ".: cannot be written: it is a folder"),
         (["--series", "nowhere/loads.csv"], "nowhere/loads.csv: cannot be written: there is no folder nowhere"),
-        (["--compare", "--figure", ""], "--figure '.': names no file"),
-        (["--compare", "--figure", "/"], "--figure '/': names no file"),
-        (["--compare", "--figure", ".."], "--figure '..': names no file"),
+        (["--compare", "--figure", ""], "'.': names no file"),
+        (["--compare", "--figure", "/"], "'/': names no file"),
+        (["--compare", "--figure", ".."], "'..': names no file"),
         (["--compare", "--figure", "nowhere/a"], "nowhere/a.png: cannot be written: there is no folder nowhere"),
         (["--load", "0"], "load 0.0: accepted is"),
         (["--load", "nan"], "load nan: accepted is"),
