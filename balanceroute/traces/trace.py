@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from balanceroute.bounded import lines
 from balanceroute.errors import InputError
@@ -48,16 +48,22 @@ class Trace:
     prompt_key: NDArray[np.str_]
     prefix: tuple[tuple[int, ...], ...] = ()
 
+    def __post_init__(self) -> None:
+        for name in COLUMNS:  # whoever makes one by hand may give lists, or columns of a data frame
+            object.__setattr__(self, name, np.asarray(getattr(self, name)))
+
     def __len__(self) -> int:
         return len(self.arrival_s)
 
     def checked(self) -> "Trace":
-        """The trace, made by hand of anything that numpy takes for columns, in arrays of the types above.
+        """The trace in arrays of the types above; one made by hand may have others.
 
         Raises: InputError that names the first column which makes no sense.
         """
-        arrival_s, prompts, outputs = (numbers(getattr(self, name), name) for name in REQUIRED)
-        keys = np.array([text_of(key) for key in np.asarray(self.prompt_key).tolist()], dtype=np.str_)
+        for name in REQUIRED:
+            check_numbers(getattr(self, name), name)
+        arrival_s, prompts, outputs = self.arrival_s.astype(np.float64), self.prompt_tokens, self.output_tokens
+        keys = np.array([text_of(key) for key in self.prompt_key.ravel().tolist()], dtype=np.str_)
         rows = len(arrival_s)
         for name, column in zip(COLUMNS, (arrival_s, prompts, outputs, keys), strict=True):
             if column.shape != (rows,):
@@ -65,14 +71,14 @@ class Trace:
         if not rows:
             raise InputError("trace: no requests in it")
         for name, tokens in (("prompt_tokens", prompts), ("output_tokens", outputs)):
-            bounded = tokens.dtype.kind in "iuf" and 1 <= tokens.min() <= tokens.max() <= MAX_TOKENS
-            if not bounded or np.any(tokens % 1):  # a column of a data frame may hold whole numbers as floats
+            # a column of a data frame may hold whole numbers as floats
+            if not 1 <= tokens.min() <= tokens.max() <= MAX_TOKENS or np.any(tokens % 1):
                 raise InputError(f"{name}: accepted are whole numbers from 1 to {MAX_TOKENS}")
         if not np.all((arrival_s >= 0) & (arrival_s <= MAX_ARRIVAL_S)):  # NaN is neither
             raise InputError(f"arrival_s: accepted are numbers from 0 to {MAX_ARRIVAL_S:g}")
         if np.any(np.diff(arrival_s) < 0):
             raise InputError("arrival_s: not in order")
-        checked = Trace(arrival_s.astype(np.float64), prompts.astype(np.int64), outputs.astype(np.int64), keys)
+        checked = Trace(arrival_s, prompts.astype(np.int64), outputs.astype(np.int64), keys)
         return replace(checked, prefix=self._checked_prefix(prompts.tolist()))
 
     def _checked_prefix(self, prompts: list[int]) -> tuple[tuple[int, ...], ...]:
@@ -129,12 +135,10 @@ class Trace:
             return replace(self, arrival_s=self.arrival_s * factor)
 
 
-def numbers(column: ArrayLike, name: str) -> NDArray[Any]:
-    """The column as an array. Raises: InputError where it is none of numbers."""
-    array = np.asarray(column)
-    if array.ndim != 1 or array.dtype.kind not in "iuf":
-        raise InputError(f"{name}: expected a column of numbers, found {array.dtype} of shape {array.shape}")
-    return array
+def check_numbers(column: NDArray[Any], name: str) -> None:
+    """Raises: InputError where the column is none of numbers."""
+    if column.ndim != 1 or column.dtype.kind not in "iuf":
+        raise InputError(f"{name}: expected a column of numbers, found {column.dtype} of shape {column.shape}")
 
 
 def text_of(key: object) -> str:

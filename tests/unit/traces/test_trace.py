@@ -233,6 +233,18 @@ def test_a_key_with_a_line_break_is_not_written(tmp_path: Path, key: str) -> Non
     assert not list(tmp_path.iterdir())
 
 
+def test_unsigned_arrivals_out_of_order_are_refused() -> None:
+    arrivals = np.array([5, 3, 7], dtype=np.uint8)  # of the first two numpy's difference is 254
+    with pytest.raises(InputError, match="^arrival_s: not in order"):
+        replace(a_trace(), arrival_s=arrivals).checked()
+
+
+def test_a_trace_of_lists_is_scaled_as_one_of_arrays() -> None:
+    trace = Trace([0, 1, 3], [20, 30, 40], [3, 4, 5], ["a", "", "b"])  # type: ignore[arg-type]
+    assert trace.with_lengths(2, 3).prompt_tokens.tolist() == [40, 60, 80]
+    assert trace.at_rate(2.0).arrival_s.tolist() == [0.0, 1 / 3, 1.0]
+
+
 def test_a_trace_of_lists_is_written_and_described(tmp_path: Path) -> None:
     trace = Trace([0, 1], [20, 30], [3, 4], ["a", "b,c"])  # type: ignore[arg-type]
     write_trace(trace, tmp_path / "trace.csv")
