@@ -48,8 +48,8 @@ class Replay:
             check_predictor_name(self.predictor, PREDICTORS)
         if predictor != "none" and not policy.horizon_steps and self.policy.policy != "br_h":
             raise InputError(f"predictor {predictor}: changes nothing; {policy.name} does not look ahead, br_h does")
-        if self.train is not None and self.predictor in ("none", "oracle"):
-            raise InputError(f"train: changes nothing; predictor {predictor} learns from no past")
+        if self.train is not None and (not isinstance(self.predictor, str) or self.predictor in ("none", "oracle")):
+            raise InputError(f"train: changes nothing; predictor {predictor} is not fitted here")
         if self.setting.prefix_cache_tokens > 0 < self.setting.prefillers and not any(self.trace.prefix):
             raise InputError(
                 f"prefix cache {self.setting.prefix_cache_tokens}: changes nothing; the trace does not say which "
@@ -125,7 +125,7 @@ class Replay:
         if self.train is not None:
             return PredictorForecast(Forecaster(fitted(self.predictor, self.train, horizon, options), horizon))
         if self.predictor == "learned":
-            raise InputError(f"predictor {self.predictor} needs a trace of the past: --train FILE")
+            raise InputError(f"train: predictor {self.predictor} needs a trace of the past")
         learner = build_predictor(self.predictor, horizon, options=options)
         return PredictorForecast(Forecaster(learner, horizon), learns=True)
 

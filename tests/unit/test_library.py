@@ -124,6 +124,10 @@ def without_answers() -> balanceroute.Trace:
     [
         ({"policy": "br_1"}, "policy 'br_1' is unknown;"),
         ({"policy": "br_0", "params": {"r_max": 0}}, "params.r_max: expected a whole number from 1 to 64"),
+        (
+            {"policy": "br_h", "predictor": balanceroute.SurvivalPredictor(80), "train": "capped"},
+            "train: changes nothing; predictor SurvivalPredictor is not fitted here",
+        ),
         ({"predictor": "magic"}, "predictor 'magic' is unknown; accepted are none, oracle"),
         ({"trace": "no_such_file.csv"}, "no_such_file.csv"),
         ({"policy": balanceroute.PolicySettings(), "params": {"r_max": 4}}, "params: accepted only where"),
@@ -146,6 +150,7 @@ def without_answers() -> balanceroute.Trace:
     ids=[
         "policy",
         "knob",
+        "history-of-an-object",
         "predictor",
         "file",
         "params-twice",
