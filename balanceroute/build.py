@@ -91,7 +91,7 @@ def decoder_spec(worker: DecodeWorker, decode: Decode) -> WorkerSpec:
 
 
 def build_scheduler(
-    config: Config, now: float, stage_timer: StageTimer | None = None, journal: Path | None = None
+    config: Config, now: float, stage_timer: StageTimer | None = None, journal: Path | str | None = None
 ) -> Scheduler:
     """A scheduler with the configured policy and all configured workers, up, at `now`.
 
@@ -101,7 +101,7 @@ def build_scheduler(
     if journal is None:
         scheduler = Scheduler(make_policy(settings, stage_timer), bounds, stage_timer)
     else:
-        scheduler = RecordingScheduler(settings, bounds, journal, stage_timer)
+        scheduler = RecordingScheduler(settings, bounds, Path(journal), stage_timer)
     for spec in worker_specs(config):
         scheduler.add_worker(spec, now)
     return scheduler

@@ -56,6 +56,9 @@ def test_paths_may_be_text(tmp_path: Path) -> None:
     assert (read.arrival_s == trace.arrival_s).all()
     (tmp_path / "m.jsonl").write_text('{"timestamp": 0, "input_length": 7, "output_length": 3, "hash_ids": [1]}\n')
     assert len(balanceroute.convert_trace(str(tmp_path / "m.jsonl")).trace) == 1
+    recording = balanceroute.build_scheduler(validate(WORKERS), 0.0, journal=str(tmp_path / "journal"))
+    assert (tmp_path / "journal").read_bytes().startswith(b'{"journal":')
+    recording.close()  # type: ignore[attr-defined]
 
 
 def test_a_simulation_needs_one_call_and_plots_itself(tmp_path: Path) -> None:
