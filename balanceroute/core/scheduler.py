@@ -167,8 +167,9 @@ class Scheduler:
         """An empty worker leaves. Raises InvariantError while it holds anything: drain it first."""
         self.snapshot.remove_worker(worker_id)
 
-    def set_worker_state(self, worker_id: str, state: WorkerState, now: float) -> None:
-        """Set a worker's state, by health or an operator; its requests stay."""
+    def set_worker_state(self, worker_id: str, state: WorkerState | str, now: float) -> None:
+        """Set a worker's state, by health or an operator; its requests stay. Raises: ValueError: it is none."""
+        state = WorkerState(state)  # its text is as good
         for worker in self.snapshot.workers:
             if worker.spec.id == worker_id:
                 self.snapshot.set_state(worker, state)
@@ -473,8 +474,9 @@ class Scheduler:
 
     # -- leaving ----------------------------------------------------------------------------------------------
 
-    def finish(self, request_id: str, outcome: Outcome, now: float) -> Release:
-        """The request leaves, from whatever phase; everything it held is released."""
+    def finish(self, request_id: str, outcome: Outcome | str, now: float) -> Release:
+        """The request leaves, from whatever phase; everything it held is released. Raises: ValueError: no outcome."""
+        outcome = Outcome(outcome)  # its text is as good
         tracker = self.snapshot.requests.get(request_id)
         if tracker is None:
             raise InvariantError(f"{request_id} is not here: released twice, or never submitted")

@@ -40,6 +40,26 @@ def into_decode(scheduler: Scheduler, request_id: str = "r") -> None:
     scheduler.admit(1.0)
 
 
+def test_outcomes_and_states_may_be_given_as_texts() -> None:
+    scheduler = a_scheduler()
+    into_decode(scheduler)
+    scheduler.progress("r", 5, 2.0)
+    scheduler.finish("r", "finished", 3.0)
+    assert scheduler.snapshot.means.answers == 1  # it was learned from
+    scheduler.set_worker_state("d0", "down", 4.0)
+    assert scheduler.snapshot.down == [0] and scheduler.snapshot.workers[0].state is WorkerState.DOWN
+
+
+@pytest.mark.parametrize(("call", "of"), [("finish", "r"), ("set_worker_state", "d0")])
+def test_a_text_that_is_no_outcome_or_state_is_refused(call: str, of: str) -> None:
+    scheduler = a_scheduler()
+    into_decode(scheduler)
+    with pytest.raises(ValueError, match="'gone away' is not a valid"):
+        getattr(scheduler, call)(of, "gone away", 3.0)
+    scheduler.snapshot.check_invariants()
+    assert "r" in scheduler.snapshot.requests
+
+
 NAN = math.nan
 
 
