@@ -3,7 +3,7 @@
 A class is one `priority`; lower goes first, as in vLLM. Policies look at `front`, the lowest class that waits, and come
 to the next one when it is empty: so no request is admitted while one of a lower class waits, and within a class each
 policy balances as if there were no other. What bounds the wait of a class that others precede is the scheduler's
-business (`Scheduler`, "Priority").
+business (`core.promotion`).
 
 A class keeps three orders over its entries, each by insertion, so that a decision never sorts: waiting order (arrival),
 prompt size (for the best single request of the class), and the time at which an entry has waited too long. Insertion
