@@ -310,7 +310,7 @@ class DecodeWorker(Worker):
 
     def _let_go(self, generation: Generation) -> None:
         plan = generation.plan
-        if generation.stream is None and plan.source and plan.reaction is Reaction.PULL:
+        if generation.stream is None and plan.source:
             plan.source.pull(plan.request_id)
 
     async def _call_metaserver(self, generation: Generation) -> None:

@@ -77,18 +77,20 @@ async def test_a_client_that_leaves_mid_stream_frees_everything(listen: bool) ->
         assert cluster.decode[0].counters["aborted"] == 1
 
 
-async def test_a_client_that_leaves_the_decode_queue_frees_the_prefiller_too() -> None:
+@pytest.mark.parametrize("prompt", [PROMPT, PROMPT[::-1]], ids=["its own", "a drain's"])
+async def test_a_client_that_leaves_the_decode_queue_frees_the_prefiller_too(prompt: list[int]) -> None:
     async with a_cluster(max_num_seqs=1, decoders=1) as (cluster, client):
         busy = asyncio.ensure_future(decode_ids(cluster, client, [300], max_tokens=9000))
         await until(lambda: bool(cluster.decode[0].rank.running))
         params = await probe(cluster, client, PROMPT)
-        queued = asyncio.ensure_future(decode_ids(cluster, client, PROMPT, kv_transfer_params=params))
+        queued = asyncio.ensure_future(decode_ids(cluster, client, prompt, kv_transfer_params=params))
         await until(lambda: bool(cluster.decode[0].rank.waiting))
         for task in (queued, busy):
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task
         await until(cluster.idle)
+        assert cluster.prefill[0].prefiller.expired == 0
 
 
 async def test_unpulled_kv_expires_and_its_late_decode_gets_wrong_tokens() -> None:
