@@ -251,8 +251,7 @@ class Upstream:
 
     async def _connected(self, connect_timeout_s: float) -> Connection:
         """A new connection."""
-        if self._closed:
-            raise self._unsent(ConnectFailed, "the worker has been removed")
+        self._check_not_closed()
         loop = asyncio.get_running_loop()
         limit = FairTimeout(connect_timeout_s)
         try:
@@ -265,7 +264,16 @@ class Upstream:
         except (OSError, ssl.SSLError, UnicodeError) as exc:
             kind = CannotConnect if self._is_shortage_here(exc) else ConnectFailed
             raise self._unsent(kind, f"cannot connect: {reason_of(exc)}") from exc
+        try:
+            self._check_not_closed()  # meanwhile: after `close` nothing must be sent
+        except ConnectFailed:
+            connection.abort()
+            raise
         return connection
+
+    def _check_not_closed(self) -> None:
+        if self._closed:
+            raise self._unsent(ConnectFailed, "the worker has been removed")
 
     def _is_shortage_here(self, error: Exception) -> bool:
         """Whether this machine lacks something for a connection.

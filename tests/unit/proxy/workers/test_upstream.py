@@ -437,6 +437,25 @@ async def test_a_closed_upstream_refuses_requests() -> None:
 
 
 @on_both_loops
+async def test_an_upstream_closed_while_it_connects_sends_nothing() -> None:
+    async with worker(falling_silent()) as server:
+        unsent = 0
+        for turns in range(40):
+            upstream, sent = Upstream(server.url), list[bool]()
+            asking = asyncio.ensure_future(post(upstream, about_to_send=lambda sent=sent: sent.append(True)))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            sent_before = bool(sent)
+            upstream.close()
+            await until(asking.done)
+            with pytest.raises(ConnectFailed) as failed:
+                await asking
+            assert bool(sent) is sent_before is failed.value.sent
+            unsent += not sent_before
+        assert 0 < unsent < 40  # the sweep passed the moment in which the connection is made
+
+
+@on_both_loops
 async def test_a_retired_upstream_refuses_requests_and_reads_replies_under_way_to_their_end() -> None:
     async with worker(answering(CHUNKED_HEAD + chunked(b"b", b"c"))) as server:
         upstream = Upstream(server.url)
