@@ -199,8 +199,6 @@ class Drainer:
 
     async def _pull(self, job: Drain, worker: Worker, left_s: float) -> bool | None:
         """Whether the worker pulled the KV; None when it refused before its engine saw the request."""
-        if job.pin is not None:
-            job.pin.release()
         pulled = await self._ask(job, worker, left_s)
         if pulled is None and job.pin is not None:
             job.pin.hold()
@@ -216,6 +214,7 @@ class Drainer:
                     drain_body(job.request, job.kv_transfer_params),
                     worker.headers_of(job.request_id, job.headers),
                     retry_stale=False,  # the worker may have pulled the KV before the connection broke
+                    about_to_send=None if job.pin is None else job.pin.release,
                 )
                 await reply.read(_REPLY_LIMIT)
             return None if reply.status in (429, 503) else reply.status == 200

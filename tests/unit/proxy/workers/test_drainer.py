@@ -344,26 +344,29 @@ async def test_too_old_kv_is_not_drained_even_if_the_clock_was_set_back(
 
 
 @with_virtual_time
-async def test_a_pin_is_released_before_its_parameters_are_sent_and_restored_if_no_engine_saw_them(
-    tmp_path: Path,
-) -> None:
+async def test_a_pin_is_released_as_its_parameters_are_sent_and_restored_if_no_engine_saw_them(tmp_path: Path) -> None:
     services, record = a_router(), a_record(tmp_path / "pins", 1.0)
+    connecting: list[int] = []
     held: list[int] = []
 
     class Watching(ScriptedUpstream):
-        async def request(self, *given: Any, **options: Any) -> Any:
-            held.append(len(record))
-            return await super().request(*given, **options)
+        async def request(self, *given: Any, about_to_send: Any, **options: Any) -> Any:
+            def watched() -> None:
+                about_to_send()
+                held.append(len(record))
+
+            connecting.append(len(record))
+            return await super().request(*given, about_to_send=watched, **options)
 
     for worker in services.fleet.of(Role.DECODE):
         worker.upstream = Watching(503)  # type: ignore[assignment]
     services.drainer.drain_left(record.left, b"")
     await let_pass(0.1)
-    assert set(held) == {0} and len(record) == 1 and services.drainer.pending == 1
+    assert set(connecting) == {1} and set(held) == {0} and len(record) == 1 and services.drainer.pending == 1
     for worker in services.fleet.of(Role.DECODE):
         worker.upstream = Watching(500)  # type: ignore[assignment]
     await drained(services)
-    assert set(held) == {0} and len(record) == 0 and outcomes(services) == (0, 1, 1)
+    assert set(connecting) == {1} and set(held) == {0} and len(record) == 0 and outcomes(services) == (0, 1, 1)
 
 
 @with_virtual_time
