@@ -60,9 +60,15 @@ def _overlap_requests(config: Config) -> int | None:
 
 def any_waits(barrier_groups: Iterable[str]) -> bool:
     """Whether any decode worker of these groups ("" for none) waits for another; a single one counts as if it did."""
-    groups = list(barrier_groups)
-    named = [group for group in groups if group]
-    return len(set(named)) < len(named) or len(groups) < 2
+    known: set[str] = set()
+    workers = 0
+    for group in barrier_groups:
+        if group in known:
+            return True
+        workers += 1
+        if group:
+            known.add(group)
+    return workers < 2
 
 
 def worker_specs(config: Config) -> list[WorkerSpec]:

@@ -46,14 +46,28 @@ class Projection:
         self.horizon_steps = horizon_steps
         self._width = horizon_steps + 1
         # bucket b lies in column H - b, so that the sums over c >= h are running sums along memory
-        self._sums = np.zeros((2, n_workers, self._width), dtype=np.int64)
-        self._tokens, self._counts = self._sums
-        self._idle_sums = np.zeros_like(self._sums)
+        self._idle_sums = np.zeros((2, n_workers, self._width), dtype=np.int64)
         self._idle = 0
+        self._hold(np.zeros_like(self._idle_sums))
+        self._steps: IntArray = np.arange(horizon_steps, -1, -1, dtype=np.int64)
+
+    def _hold(self, sums: IntArray) -> None:
+        self._sums = sums
+        self._tokens, self._counts = sums
         # scalar access through a memoryview costs a third of numpy's item assignment
         self._token_cells = self._tokens.reshape(-1).data
         self._count_cells = self._counts.reshape(-1).data
-        self._steps: IntArray = np.arange(horizon_steps, -1, -1, dtype=np.int64)
+
+    def add_worker(self) -> None:
+        """A worker without requests joins, as the last one. O(G*H)."""
+        nothing = np.zeros((2, 1, self._width), dtype=np.int64)
+        self._idle_sums = np.concatenate((self._idle_sums, nothing), axis=1)
+        self._hold(np.concatenate((self._sums, nothing), axis=1))
+
+    def remove_worker(self, worker: int) -> None:
+        """A worker without requests leaves; those behind it move up. O(G*H)."""
+        self._idle_sums = np.delete(self._idle_sums, worker, axis=1)
+        self._hold(np.delete(self._sums, worker, axis=1))
 
     def add(self, worker: int, kv_tokens: int, remaining: float, running: bool = True, count: int = 1) -> None:
         """A request of `kv_tokens` (s + a) with c = `remaining` is now active on the worker; `count` -1: no longer."""

@@ -161,7 +161,9 @@ class Scheduler:
     def add_worker(self, spec: WorkerSpec, now: float) -> None:
         """A worker joins, up. Raises: InvariantError: its id is taken. InputError: a value makes no sense."""
         self.snapshot.add_worker(spec.checked())
-        self._size_overlap()  # a driver that asks `has_room` must see its places ahead before the first decision
+        worker = self.snapshot.find_worker(spec.id)
+        if worker is not None:  # a driver that asks `has_room` must see its places ahead before the first decision
+            worker.ahead = self.places_ahead(worker)
 
     def remove_worker(self, worker_id: str, now: float) -> None:
         """An empty worker leaves. Raises InvariantError while it holds anything: drain it first."""
@@ -170,10 +172,10 @@ class Scheduler:
     def set_worker_state(self, worker_id: str, state: WorkerState | str, now: float) -> None:
         """Set a worker's state, by health or an operator; its requests stay. Raises: ValueError: it is none."""
         state = WorkerState(state)  # its text is as good
-        for worker in self.snapshot.workers:
-            if worker.spec.id == worker_id:
-                self.snapshot.set_state(worker, state)
-                return
+        worker = self.snapshot.find_worker(worker_id)
+        if worker is not None:
+            self.snapshot.set_state(worker, state)
+            return
         prefiller = self.snapshot.prefiller(worker_id)
         prefiller.state = state
         if state is DOWN:
@@ -519,8 +521,8 @@ class Scheduler:
         in all.
         """
         spec, phase = standing.spec, standing.phase
-        prefiller = next((p for p in self.snapshot.prefillers if p.spec.id == standing.prefiller), None)
-        worker = next((w for w in self.snapshot.workers if w.spec.id == standing.decoder), None)
+        prefiller = self.snapshot.find_prefiller(standing.prefiller)
+        worker = self.snapshot.find_worker(standing.decoder)
         needs_prefiller = phase is PREFILLING or standing.pushing
         if needs_prefiller and prefiller is None:
             return False

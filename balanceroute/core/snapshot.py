@@ -17,7 +17,10 @@ L_g counts prompt and generated tokens of A_g and is an integer kept by addition
 """
 
 import math
+from bisect import bisect_left, insort
 from collections.abc import Iterator
+from operator import attrgetter
+from typing import Final
 
 import numpy as np
 
@@ -43,6 +46,8 @@ from balanceroute.core.types import (
 from balanceroute.core.workload_means import PLAIN_MEAN_OF, WorkloadMeans
 from balanceroute.errors import InvariantError
 
+_INDEX: Final = attrgetter("index")
+
 
 class ClusterSnapshot:
     """Decode workers, prompt pool, prefillers and queued arrivals at one moment.
@@ -66,8 +71,12 @@ class ClusterSnapshot:
         self.means = WorkloadMeans()
         self.overlap = Overlap()
         self.projection = Projection(0, horizon_steps)
+        self._workers_by_id: dict[str, DecodeInstanceState] = {}
+        self._prefillers_by_id: dict[str, PrefillerBudget] = {}
         self.alike = True  # every worker has slowdown 1 and charges nothing per request, so that tokens are cost
+        self._unlike = 0  # the others
         self.request_tokens = 0.0  # c, the mean over the workers
+        self._all_request_tokens = 0  # the sum
         self.longest_wait_s = math.inf  # a request that waits longer would leave the pool unserved
         self.max_pooled = math.inf  # requests in the pool, and those being prefilled for it
         self.prefilling = 0
@@ -81,63 +90,90 @@ class ClusterSnapshot:
 
     # -- membership -------------------------------------------------------------------------------------------
 
+    def find_worker(self, worker_id: str) -> DecodeInstanceState | None:
+        """The decode worker of that id, if there is one."""
+        return self._workers_by_id.get(worker_id)
+
     def worker(self, worker_id: str) -> DecodeInstanceState:
         """The decode worker of that id. Raises InvariantError when there is none."""
-        for worker in self.workers:
-            if worker.spec.id == worker_id:
-                return worker
-        raise InvariantError(f"no decode worker {worker_id}")
+        worker = self._workers_by_id.get(worker_id)
+        if worker is None:
+            raise InvariantError(f"no decode worker {worker_id}")
+        return worker
+
+    def find_prefiller(self, worker_id: str) -> PrefillerBudget | None:
+        """The prefiller of that id, if there is one."""
+        return self._prefillers_by_id.get(worker_id)
 
     def prefiller(self, worker_id: str) -> PrefillerBudget:
         """The prefiller of that id. Raises InvariantError when there is none."""
-        for prefiller in self.prefillers:
-            if prefiller.spec.id == worker_id:
-                return prefiller
-        raise InvariantError(f"no prefiller {worker_id}")
+        prefiller = self._prefillers_by_id.get(worker_id)
+        if prefiller is None:
+            raise InvariantError(f"no prefiller {worker_id}")
+        return prefiller
 
     def add_worker(self, spec: WorkerSpec) -> None:
         """Take in a worker of either role. Raises InvariantError when its id is taken."""
-        taken = {worker.spec.id for worker in self.workers} | {prefiller.spec.id for prefiller in self.prefillers}
-        if spec.id in taken:
+        if spec.id in self._workers_by_id or spec.id in self._prefillers_by_id:
             raise InvariantError(f"worker {spec.id} is there already")
         if spec.role is Role.DECODE:
-            self.workers.append(DecodeInstanceState(spec, len(self.workers)))
-            self._rebuild_projection()
+            worker = self._workers_by_id[spec.id] = DecodeInstanceState(spec, len(self.workers))
+            self.workers.append(worker)
+            self.projection.add_worker()
+            self._count_state(worker)
+            self._count_costs(spec, 1)
         else:
-            self.prefillers.append(PrefillerBudget(spec))
+            prefiller = self._prefillers_by_id[spec.id] = PrefillerBudget(spec)
+            self.prefillers.append(prefiller)
 
     def remove_worker(self, worker_id: str) -> None:
         """Forget a worker that holds nothing. Raises InvariantError when it still does."""
-        for worker in self.workers:
-            if worker.spec.id == worker_id:
-                if worker.active:
-                    raise InvariantError(f"decode worker {worker_id} still has {len(worker.active)} requests")
-                self.workers.remove(worker)
-                for index, other in enumerate(self.workers):
-                    other.index = index
-                self._rebuild_projection()
-                return
+        worker = self.find_worker(worker_id)
+        if worker is not None:
+            if worker.active:
+                raise InvariantError(f"decode worker {worker_id} still has {len(worker.active)} requests")
+            del self._workers_by_id[worker_id], self.workers[worker.index]
+            self.projection.remove_worker(worker.index)
+            self._forget_state(worker)
+            self._count_costs(worker.spec, -1)
+            for index, other in enumerate(self.workers):
+                other.index = index
+            self.down = [other.index for other in self.workers if other.state is DOWN]
+            return
         prefiller = self.prefiller(worker_id)
         if prefiller.inflight or prefiller.pinned:
             raise InvariantError(f"prefiller {worker_id} still holds {prefiller.inflight + prefiller.pinned} requests")
+        del self._prefillers_by_id[worker_id]
         self.prefillers.remove(prefiller)
 
-    def _rebuild_projection(self) -> None:
-        """A worker came or went: rare, so the rows are recounted."""
-        self._sort_by_state()
-        self.alike = all(worker.spec.slowdown == 1.0 and not worker.spec.request_tokens for worker in self.workers)
-        self.request_tokens = sum([w.spec.request_tokens for w in self.workers]) / max(1, len(self.workers))
-        self.projection = self.recount_projection()
-
     def set_state(self, worker: DecodeInstanceState, state: WorkerState) -> None:
-        """Set a decode worker's state."""
+        """Set a decode worker's state. Without a loop over all workers: hundreds may fail in one moment."""
+        self._forget_state(worker)
         worker.state = state
-        self._sort_by_state()
+        self._count_state(worker)
 
-    def _sort_by_state(self) -> None:
-        self.up = [worker for worker in self.workers if worker.state is UP]
-        self.down = [worker.index for worker in self.workers if worker.state is DOWN]
-        self.slots = sum([worker.spec.slots for worker in self.workers if worker.state is not DOWN])
+    def _count_state(self, worker: DecodeInstanceState) -> None:
+        if worker.state is UP:
+            insort(self.up, worker, key=_INDEX)
+        if worker.state is DOWN:
+            insort(self.down, worker.index)
+        else:
+            self.slots += worker.spec.slots
+
+    def _forget_state(self, worker: DecodeInstanceState) -> None:
+        if worker.state is UP:
+            del self.up[bisect_left(self.up, worker.index, key=_INDEX)]
+        if worker.state is DOWN:
+            self.down.remove(worker.index)
+        else:
+            self.slots -= worker.spec.slots
+
+    def _count_costs(self, spec: WorkerSpec, count: int) -> None:
+        if spec.slowdown != 1.0 or spec.request_tokens:
+            self._unlike += count
+        self._all_request_tokens += count * spec.request_tokens
+        self.alike = not self._unlike
+        self.request_tokens = self._all_request_tokens / max(1, len(self.workers))
 
     def set_horizon(self, horizon_steps: int) -> None:
         """Project over another horizon from now on."""
@@ -359,6 +395,10 @@ class ClusterSnapshot:
         self._expect("pool order", order, sorted(order))
         self._expect("up", self.up, [worker for worker in self.workers if worker.state is UP])
         self._expect("down", self.down, [worker.index for worker in self.workers if worker.state is DOWN])
+        specs = [worker.spec for worker in self.workers]
+        self._expect("slots", self.slots, sum(w.spec.slots for w in self.workers if w.state is not DOWN))
+        self._expect("alike", self.alike, all(spec.slowdown == 1.0 and not spec.request_tokens for spec in specs))
+        self._expect("request tokens", self.request_tokens, sum(s.request_tokens for s in specs) / max(1, len(specs)))
         for worker in self.workers:
             self._check_worker(worker)
         for prefiller in self.prefillers:

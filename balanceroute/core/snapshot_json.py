@@ -211,10 +211,8 @@ def snapshot_from_dict(
     data = _object(data, "snapshot")
     snapshot = ClusterSnapshot(horizon_steps)
     now = _number(data, "now_s", "", default=0.0)
-    workers = _list(data, "workers", "")
-    for index, entry in enumerate(workers):
+    for index, entry in enumerate(_list(data, "workers", "")):
         _read_worker(snapshot, entry, f"workers[{index}]")
-    for index, entry in enumerate(workers):  # last, because each worker that joins causes a recount
         _read_active(snapshot, snapshot.workers[index], entry, f"workers[{index}]")
     snapshot.projection = snapshot.recount_projection()
     waiting = _list(data, "waiting", "", default=[])
@@ -248,7 +246,7 @@ def _read_worker(snapshot: ClusterSnapshot, entry: Any, path: str) -> None:
         slowdown=_slowdown(entry, path),
         request_tokens=_whole(entry, "request_tokens", path, default=0),
     )
-    if any(worker.spec.id == spec.id for worker in snapshot.workers):
+    if snapshot.find_worker(spec.id) is not None:
         raise InputError(f"{path}.id: {spec.id!r} is there twice")
     snapshot.add_worker(spec)
     worker = snapshot.workers[-1]

@@ -253,8 +253,16 @@ class Ledger:
 
     def configure(self, config: SchedulerConfig) -> None:
         """Use other bounds and times from now on; which workers share a barrier follows from their specs."""
-        groups = [worker.spec.barrier_group for worker in self.scheduler.snapshot.workers]
-        self.scheduler.configure(replace(config, shared_barrier=any_waits(groups)), self.now())
+        self.scheduler.configure(replace(config, shared_barrier=self._any_waits()), self.now())
+
+    def _any_waits(self) -> bool:
+        return any_waits(worker.spec.barrier_group for worker in self.scheduler.snapshot.workers)
+
+    def _look_at_barrier(self) -> None:
+        """A decode worker has come or gone: others may share its barrier, or nobody any more. O(workers)."""
+        config = self.scheduler.config
+        if config.shared_barrier is not self._any_waits():
+            self.configure(config)
 
     def reroute(self, settings: PolicySettings, config: SchedulerConfig, forecasts: Forecasts | None) -> None:
         """Use another policy and predictor from now on: bound requests stay, waiting ones are decided anew."""
@@ -273,7 +281,7 @@ class Ledger:
         """A worker joins."""
         self.scheduler.add_worker(spec, self.now())
         if spec.role is Role.DECODE:
-            self.configure(self.scheduler.config)
+            self._look_at_barrier()
         self.capacity_changed()
 
     def remove_if_idle(self, worker_id: str, role: Role) -> bool:
@@ -282,7 +290,7 @@ class Ledger:
             return False
         self.scheduler.remove_worker(worker_id, self.now())
         if role is Role.DECODE:
-            self.configure(self.scheduler.config)
+            self._look_at_barrier()
         return True
 
     def set_worker_state(self, worker_id: str, state: WorkerState) -> None:
