@@ -7,6 +7,7 @@ check again. International host names are written in their ASCII form (xn--...).
 import ipaddress
 import re
 import socket
+from functools import lru_cache
 from typing import Final
 from urllib.parse import urlsplit
 
@@ -43,12 +44,14 @@ def normalised_url(text: str) -> str:
     return f"{parts.scheme}://{_host(parts.netloc)}{'' if port is None else f':{port}'}{_prefix(parts.path)}"
 
 
+@lru_cache(4096)  # of each worker it is asked again and again
 def server_of(url: str) -> str:
     """HOST:PORT of a checked base URL plus its path, if any: the same for all workers of one server."""
     parts = urlsplit(url)
     return f"{host_in_url(parts.hostname or '')}:{parts.port or (443 if parts.scheme == 'https' else 80)}{parts.path}"
 
 
+@lru_cache(4096)
 def place_of(url: str) -> str:
     """`server_of`, with one name for this machine: a connection to 0.0.0.0 or [::] goes there, too."""
     return re.sub(r"^(localhost|0\.0\.0\.0):", "127.0.0.1:", server_of(url).replace("[::]:", "[::1]:"))

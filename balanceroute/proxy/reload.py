@@ -19,10 +19,12 @@ from balanceroute.config.patience import in_time
 from balanceroute.proxy.admission.forecasts import Forecasts, Past, build_forecasts
 from balanceroute.proxy.client.descriptors import warn_if_few
 from balanceroute.proxy.coroutines import start_refits
+from balanceroute.proxy.ops.admin import AT_ONCE
 from balanceroute.proxy.ops.reload_checks import asks_another_predictor, check_added, check_fixed, check_workers
 from balanceroute.proxy.ops.services import Services
 from balanceroute.proxy.parent.trial import WITHIN_S
 from balanceroute.proxy.perimeter.perimeter import Perimeter, warn_of_exposures
+from balanceroute.proxy.telemetry.turns import in_turns
 from balanceroute.proxy.workers.connector_check import shortened
 from balanceroute.proxy.workers.places import Places
 
@@ -50,7 +52,7 @@ async def reload(services: Services, new: Config, perimeter: Perimeter | None = 
     predictor = None
     if makes_predictor(services, new):
         predictor = NewPredictor(await asyncio.to_thread(build_forecasts, new, past_of(services)))
-    apply(services, new, predictor, perimeter, certificates)
+    await apply(services, new, predictor, perimeter, certificates)
 
 
 def past_of(services: Services) -> Past | None:
@@ -58,7 +60,7 @@ def past_of(services: Services) -> Past | None:
     return None if services.forecasts is None else services.forecasts.past()
 
 
-def apply(
+async def apply(
     services: Services, new: Config, predictor: NewPredictor | None, perimeter: Perimeter, certificates: bool
 ) -> list[str]:
     """Switch to `new`; returns what changed, for the log.
@@ -85,7 +87,7 @@ def apply(
     services.reloads += 1
     if predictor is not None or policy_settings(old) != policy_settings(new):
         reroute(services, new, predictor)
-    change_workers(services, old, new)
+    await change_workers(services, old, new)
     services.ledger.capacity_changed()
     log.info("configuration reloaded", extra={"changed": changed})
     warn_of_exposures(old, new)
@@ -134,8 +136,9 @@ def _close(before: Forecasts) -> None:
         before.close()
 
 
-def change_workers(services: Services, old: Config, new: Config) -> None:
-    """Remove workers of the old file that the new one does not name, and add new ones; operators' changes stay.
+async def change_workers(services: Services, old: Config, new: Config) -> None:
+    """Remove workers of the old file that the new one does not name, and add new ones, over several turns of the loop
+    if they are many; operators' changes stay.
 
     A worker that an operator removed comes back if the file describes it differently. New workers of the file are
     waited for, as at the start: an engine may take minutes until it answers. A drained server stays drained under
@@ -145,10 +148,10 @@ def change_workers(services: Services, old: Config, new: Config) -> None:
     wanted = {spec.id: spec for spec in worker_specs(new)}
     of_old_file = {spec.id: spec for spec in worker_specs(old)}
     drained = Places(worker.spec for worker in fleet if worker.drained and not worker.leaving)
-    for worker in fleet:
+    async for worker in in_turns(fleet, AT_ONCE):
         if worker.id in of_old_file and worker.id not in wanted:
             fleet.leave(worker)
-    for spec in wanted.values():
+    async for spec in in_turns(wanted.values(), AT_ONCE):
         if spec.id in fleet and not fleet[spec.id].leaving:
             fleet[spec.id].joining = None
         elif spec != of_old_file.get(spec.id):

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import threading
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from balanceroute.emulator import ClusterShape, EmulatedCluster
 from balanceroute.errors import ConfigError
 from balanceroute.journal import rerun
 from balanceroute.proxy.app import create_app
+from balanceroute.proxy.ops.admin import AT_ONCE
 from balanceroute.proxy.perimeter.perimeter import Perimeter
 from balanceroute.proxy.reload import reload
 from tests.integration.router import Router, configuration, patient, running, served
@@ -72,6 +74,33 @@ async def test_workers_that_join_are_asked_for_their_health_at_once(by_reload: b
             assert (await router.client.post("/instances/add", json={"type": "decode", "instances": urls})).is_success
         names = [url.removeprefix("http://") for url in urls]
         await until(lambda: all(services.fleet[name].state.value == "up" for name in names))
+
+
+@pytest.mark.parametrize("by_reload", [True, False], ids=["by-reload", "by-an-operator"])
+async def test_hundreds_of_workers_join_and_leave_over_several_turns_of_the_loop(by_reload: bool) -> None:
+    """All streams would stand still meanwhile."""
+    count, seen = 5 * AT_ONCE, list[int]()
+    async with running(SHAPE, health={"interval_s": 3600.0}) as router:
+        services, urls = router.app.services, router.cluster.decode_urls
+        new = [f"http://127.0.0.1:{port}" for port in range(1, count + 1)]
+
+        async def change(what: str, there: list[str]) -> None:
+            if by_reload:
+                workers = [{"url": url} for url in (*urls, *there)]
+                await reload(services, configuration(router.cluster, decode={"workers": workers}))
+            else:
+                body = {"type": "decode", "instances": new}
+                assert (await router.client.post(f"/instances/{what}", json=body)).is_success
+
+        for what, there in (("add", new), ("remove", [])):
+            changing = asyncio.ensure_future(change(what, there))
+            while not changing.done():
+                seen.append(sum(not worker.leaving for worker in services.fleet))
+                await asyncio.sleep(0)
+            await changing
+        assert max(seen) == min(seen) + count
+        assert all(abs(after - before) <= AT_ONCE for before, after in pairwise(seen))
+        await until(lambda: len(list(services.fleet)) == min(seen))
 
 
 async def test_a_drained_worker_gets_nothing_new_until_it_is_undrained() -> None:
@@ -278,19 +307,19 @@ async def test_a_reload_changes_bounds_and_workers_and_refuses_what_needs_a_rest
         )
         first = old.decode.workers[0].worker_id
         queue = old.queue.model_copy(update={"max_queued": 7})
-        apply(services, old.model_copy(update={"decode": everyone, "queue": queue}))
+        await apply(services, old.model_copy(update={"decode": everyone, "queue": queue}))
         assert services.ledger.scheduler.config.max_queued == 7
         prompt = "x" * 4096
         assert (await router.client.post("/tokenize", json={"prompt": prompt})).status_code == 200
         limits = old.limits.model_copy(update={"max_body_bytes": 2048})
-        apply(services, services.config.model_copy(update={"limits": limits}))
+        await apply(services, services.config.model_copy(update={"limits": limits}))
         assert (await router.client.post("/tokenize", json={"prompt": prompt})).status_code == 413
         await until(lambda: first not in services.fleet)
         await until(lambda: all(worker.state.value == "up" for worker in services.fleet))
         assert (await router.client.post("/v1/completions", json=completion())).status_code == 200
         listen = old.listen.model_copy(update={"port": 1})
         with pytest.raises(ConfigError, match="listen"):
-            apply(services, services.config.model_copy(update={"listen": listen}))
+            await apply(services, services.config.model_copy(update={"listen": listen}))
 
 
 async def test_a_request_that_any_worker_can_answer_is_passed_on() -> None:

@@ -156,7 +156,7 @@ class OperatorsMachine(RuleBasedStateMachine):
         """Whether it is taken."""
 
         async def applied() -> None:
-            apply(self.services, new)
+            await apply(self.services, new)
 
         before = self.picture()
         try:

@@ -313,10 +313,10 @@ async def test_a_reload_revokes_a_removed_key_and_a_broken_file_changes_nothing(
         ask = lambda key: router.client.post("/v1/completions", json=completion(), headers=bearer(key))  # noqa: E731
         key_file(tmp_path, '{"name": "a"}')
         with pytest.raises(Exception, match="sha256"):
-            apply(services, services.config)
+            await apply(services, services.config)
         assert (await ask(CLIENT)).status_code == 200
         key_file(tmp_path, entry("next", "sk-next"))
-        apply(services, services.config)
+        await apply(services, services.config)
         assert [(await ask(key)).status_code for key in (CLIENT, "sk-next")] == [401, 200]
 
 
@@ -342,19 +342,19 @@ async def test_replacing_keys_under_load_refuses_no_client_with_a_kept_key(tmp_p
         asking_on = [asyncio.ensure_future(ask(key)) for key in (CLIENT, CLIENT, "sk-lent", "sk-lent")]
         for turn in range(20):
             key_file(tmp_path, *((kept, lent), (kept,))[turn % 2])
-            apply(services, services.config)
+            await apply(services, services.config)
             asked_before = len(asked)
             await until(lambda before=asked_before: len(asked) > before)
             (tmp_path / "keys.yaml").write_text("keys: [half")
             with pytest.raises(ConfigError):
-                apply(services, services.config)
+                await apply(services, services.config)
         over = True
         seen = await asyncio.gather(*asking_on)
         assert seen[0] == seen[1] == {200} and seen[2] | seen[3] <= {200, 401}
         await router.settled()
         assert [(key.name, key.in_flight) for key in services.perimeter.keys or ()] == [("kept", 0)]
         key_file(tmp_path, kept, lent)
-        apply(services, services.config)
+        await apply(services, services.config)
         assert [key.in_flight for key in services.perimeter.keys or ()] == [0, 0]
 
 
@@ -390,7 +390,7 @@ async def test_a_new_token_ends_dashboard_sessions_of_the_former_one() -> None:
             assert (await anext(lines)).startswith("data: ")
             config = router.app.services.config
             auth = config.auth.model_copy(update={"admin_token": SecretStr("another")})
-            apply(router.app.services, config.model_copy(update={"auth": auth}))
+            await apply(router.app.services, config.model_copy(update={"auth": auth}))
             async with asyncio.timeout(PATIENCE_S):
                 assert len([line async for line in lines if line]) <= 1  # what was under way
         assert (await router.client.get("/dashboard/stream", headers=headers)).status_code == 401

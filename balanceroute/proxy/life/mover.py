@@ -12,10 +12,9 @@ The reaper calls it several times per second. `workers/silence.py` decides which
     all workers of a role down   requests that wait for one are refused after `queue.no_worker_grace_s`, as new ones are
 """
 
-import asyncio
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 from balanceroute.core.types import Phase, Role, WorkerState
@@ -24,6 +23,7 @@ from balanceroute.proxy.admission.decider import MOST_ENDED, Refusal, no_workers
 from balanceroute.proxy.life.leg import Leg
 from balanceroute.proxy.life.moves import Stuck, choose, room
 from balanceroute.proxy.life.services import LifeServices
+from balanceroute.proxy.telemetry.turns import over_turns
 from balanceroute.proxy.workers.fleet import Worker
 from balanceroute.proxy.workers.silence import ALL_WORKERS, SETTLE_S, Vitals, frozen_groups
 
@@ -169,7 +169,8 @@ class Mover:
                 continue
             waiting = [leg for leg in self._legs if self._needs(role, leg)]
             if waiting:  # a view of many workers is dear
-                over_turns(self._services.loop, waiting, partial(self._refuse, role, no_workers(self._tickets.view())))
+                refuse = partial(self._refuse, role, no_workers(self._tickets.view()))
+                over_turns(self._services.loop, waiting, refuse, MOST_ENDED)
 
     def _refuse(self, role: Role, refusal: Refusal, leg: Leg) -> None:
         """Refuse a leg, if it still waits."""
@@ -186,17 +187,6 @@ class Mover:
         if ticket.phase is Phase.PREFILLING:
             return leg.prefiller_id in self._out_since_s
         return self._awaits_push(leg)
-
-
-def over_turns(loop: asyncio.AbstractEventLoop, legs: list[Leg], end: Callable[[Leg], None]) -> None:
-    """Call `end` for these legs, a bounded number in a turn of the loop: others' streams go on while thousands end.
-
-    Until its turn a leg may have gone on, or have left, when `Leg.interrupt` does nothing.
-    """
-    for leg in legs[:MOST_ENDED]:
-        end(leg)
-    if rest := legs[MOST_ENDED:]:
-        loop.call_soon(over_turns, loop, rest, end)
 
 
 def _any_up(workers: Sequence[DecoderView] | Sequence[PrefillerView]) -> bool:

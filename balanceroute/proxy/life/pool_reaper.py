@@ -23,9 +23,10 @@ from balanceroute.errors import BalanceRouteError, QueueTimeout, UpstreamTimeout
 from balanceroute.proxy.admission.decider import MOST_ENDED
 from balanceroute.proxy.life.errors import TOO_LONG, ClientStalled, DeadlineExceeded
 from balanceroute.proxy.life.leg import Leg
-from balanceroute.proxy.life.mover import Mover, over_turns
+from balanceroute.proxy.life.mover import Mover
 from balanceroute.proxy.life.services import LifeServices
 from balanceroute.proxy.telemetry.ticks import until_tick_s
+from balanceroute.proxy.telemetry.turns import over_turns
 from balanceroute.proxy.wire.answers import UnreadableEvent
 from balanceroute.proxy.wire.bounds import MAX_TOKENS
 from balanceroute.proxy.workers.silence import SETTLE_S
@@ -67,7 +68,7 @@ class PoolReaper:
         if now - self._services.attention.since_s >= SETTLE_S:  # bytes that came during a pause have been read
             self._services.last_look_s = now
         legs = [leg for leg in self._services.legs if leg.wants_look(now, MAX_TOKENS)]
-        over_turns(self._services.loop, legs, partial(self._look_at, now))
+        over_turns(self._services.loop, legs, partial(self._look_at, now), MOST_ENDED)
 
     def _expire_all(self) -> None:
         """Expire what has waited too long, a bounded number in a turn of the loop, as `over_turns` does."""

@@ -27,6 +27,7 @@ from balanceroute.proxy.workers.upstream import Connections, Upstream
 
 log = logging.getLogger(__name__)
 
+MOST_GONE: Final = 64  # workers, in one sweep: to forget each takes some 0.2 ms
 MAX_MODELS: Final = 256  # names of models kept of a worker: some servers take any; vLLM's are its model and adapters
 _MAX_NAME: Final = 256  # characters; a longer name is not kept
 _COUNT_DIGITS: Final = 8  # at the beginning of a salt: how many came before it
@@ -400,12 +401,14 @@ class Fleet:
         self.update(worker)
 
     def sweep(self) -> list[str]:
-        """Forget the leaving workers that hold nothing any more; returns their ids."""
-        gone = []
+        """Forget leaving workers that hold nothing any more, `MOST_GONE` at most; returns their ids."""
+        gone: list[str] = []
         for worker in self:
             if worker.leaving and worker.in_use == 0 and self._ledger.remove_if_idle(worker.id, worker.spec.role):
                 self.forget(worker)
                 gone.append(worker.id)
+                if len(gone) == MOST_GONE:
+                    break
         return gone
 
     def forget(self, worker: Worker) -> None:

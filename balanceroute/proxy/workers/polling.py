@@ -1,7 +1,7 @@
 """Polls every worker URL once per period; one that hangs, or causes an error, does not delay the others.
 
-The URLs of a round are polled at once, or `BATCH` at a time over the period: to ask 160 and to read their answers takes
-many milliseconds, and streams would wait for it.
+The URLs of a round are polled `BATCH` in a turn of the loop, or as many at a time over the period: to ask 160 and to
+read their answers takes many milliseconds, and streams would wait for it.
 """
 
 import asyncio
@@ -9,10 +9,11 @@ from collections.abc import Awaitable, Callable
 from typing import Final, TypeVar
 
 from balanceroute.errors import CannotConnect
+from balanceroute.proxy.telemetry.turns import over_turns
 from balanceroute.proxy.workers.fair_timeout import FairTimeout
 from balanceroute.proxy.workers.fleet import Fleet, Worker
 
-BATCH: Final = 16  # URLs polled in one turn of the loop, where they are spread
+BATCH: Final = 16  # URLs polled in one turn of the loop
 LOOK_S: Final = 5.0  # between two looks, during a long pause, whether a reload has made it shorter
 
 _T = TypeVar("_T")
@@ -65,11 +66,13 @@ class Polling:
     def __init__(self, fleet: Fleet, ask: Ask, on_bug: OnBug) -> None:
         self._fleet, self._ask, self._on_bug = fleet, ask, on_bug
         self._open: dict[str, asyncio.Task[None]] = {}
+        self._closed = False
 
     async def run(self, period_s: Callable[[], float], spread: bool = False) -> None:
         """Poll until cancelled; a period that a reload has changed holds within `LOOK_S`. `spread`: all rounds but the
         first are spread over the period.
         """
+        self._closed = False
         batches = [self._by_url()]
         try:
             while True:
@@ -84,7 +87,8 @@ class Polling:
 
     async def once(self) -> None:
         """One round, to its end."""
-        self.start()
+        for workers in self._by_url():
+            self._begin(workers)
         await asyncio.gather(*self._open.values())
         self._collect()
 
@@ -100,14 +104,16 @@ class Polling:
 
     def _start(self, groups: list[list[Worker]]) -> None:
         self._collect()
-        loop = asyncio.get_running_loop()
-        for workers in groups:
-            url = workers[0].spec.url
-            if url not in self._open:
-                self._open[url] = loop.create_task(self._run(workers))
+        over_turns(asyncio.get_running_loop(), groups, self._begin, BATCH)
+
+    def _begin(self, workers: list[Worker]) -> None:
+        url = workers[0].spec.url
+        if url not in self._open and not self._closed:
+            self._open[url] = asyncio.get_running_loop().create_task(self._run(workers))
 
     async def close(self) -> None:
         """Stop polling."""
+        self._closed = True
         for task in self._open.values():
             task.cancel()
         await asyncio.gather(*self._open.values(), return_exceptions=True)

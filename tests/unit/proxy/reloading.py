@@ -7,10 +7,10 @@ from balanceroute.proxy.ops.services import Services
 from balanceroute.proxy.perimeter.perimeter import Perimeter
 
 
-def apply(services: Services, new: Config) -> list[str]:
+async def apply(services: Services, new: Config) -> list[str]:
     """As `reload.reload`, which reads what may be long beside the loop."""
     reload.check(services, new)
     perimeter, predictor = Perimeter(new), None
     if reload.makes_predictor(services, new):
         predictor = reload.NewPredictor(build_forecasts(new, reload.past_of(services)))
-    return reload.apply(services, new, predictor, perimeter, certificates=True)
+    return await reload.apply(services, new, predictor, perimeter, certificates=True)

@@ -41,7 +41,7 @@ def with_decoders(config: Config, *names: str, slots: int = 64) -> Config:
 @with_virtual_time
 async def test_reloaded_bounds_and_times_take_effect_at_once() -> None:
     services = a_router()
-    changed = apply(services, a_config(queue={"max_queued": 0, "deadline_s": 5.0}, retry={"max_attempts": 9}))
+    changed = await apply(services, a_config(queue={"max_queued": 0, "deadline_s": 5.0}, retry={"max_attempts": 9}))
     assert changed == ["queue", "retry"] and services.config.retry.max_attempts == 9
     assert services.ledger.scheduler.config.queue_deadline_s == 5.0
     with pytest.raises(QueueFull):
@@ -54,15 +54,15 @@ async def test_a_reload_reports_whether_the_client_keys_changed(tmp_path: Path) 
     config = a_config(auth={"client_keys": str(file)})
     file.write_text(f"- {{name: a, sha256: {'a' * 64}}}\n")
     services = a_router(config)
-    assert apply(services, config) == []
+    assert await apply(services, config) == []
     for content in (
         f"- {{name: a, sha256: {'b' * 64}}}\n",
         f"- {{name: a, sha256: {'b' * 64}, max_in_flight: 3}}\n",
         "[]",
     ):
         file.write_text(content)
-        assert apply(services, config) == ["auth.client_keys"]
-        assert apply(services, config) == []
+        assert await apply(services, config) == ["auth.client_keys"]
+        assert await apply(services, config) == []
 
 
 @with_virtual_time
@@ -73,7 +73,7 @@ async def test_a_reload_that_opens_the_router_to_everybody_warns_as_a_start_does
     keys, open_to_all = {"client_keys": str(file), "worker_api_key": "secret"}, {"worker_api_key": "secret"}
     services = a_router(a_config(listen={"host": "0.0.0.0"}, auth=keys))
     for auth in (keys, open_to_all, open_to_all):
-        apply(services, a_config(listen={"host": "0.0.0.0"}, auth=auth))
+        await apply(services, a_config(listen={"host": "0.0.0.0"}, auth=auth))
     texts = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert texts == [
         "whoever can connect uses the workers' key: auth.worker_api_key (or OPENAI_API_KEY) is set without "
@@ -89,7 +89,7 @@ async def test_a_reload_warns_if_open_files_are_not_enough_for_the_connections_t
     monkeypatch.setattr("balanceroute.proxy.client.descriptors.limit", lambda: 65_536)
     services = a_router()
     for most in (20_000, 50_000, 50_000):
-        apply(services, a_config(limits={"max_connections": most}))
+        await apply(services, a_config(limits={"max_connections": most}))
     (record,) = [record for record in caplog.records if record.levelname == "WARNING"]
     assert vars(record)["max_connections"] == 50_000 > vars(record)["clients"]
 
@@ -107,7 +107,7 @@ async def test_a_reload_keeps_what_keys_have_used_and_which_port_is_the_operator
             key.enter(services.loop.time())
 
     enter()
-    apply(services, services.config)
+    await apply(services, services.config)
     with pytest.raises(KeyLimit):
         enter()
     assert services.perimeter.admin_port == 8001
@@ -117,7 +117,7 @@ async def test_a_reload_keeps_what_keys_have_used_and_which_port_is_the_operator
 async def test_a_reload_keeps_kv_times_that_a_workers_connector_has_shortened() -> None:
     services = a_router()
     services.note_connector(services.fleet["p0"], "nixl")
-    changed = apply(services, a_config(queue={"max_queued": 1}))
+    changed = await apply(services, a_config(queue={"max_queued": 1}))
     assert services.config.kv_pin_s == services.drainer.pin_s == KV_PIN_S["nixl"][0]
     assert changed == ["queue"]  # it names none that the file left as it was
 
@@ -148,7 +148,7 @@ async def test_a_reload_that_allows_more_prefills_lets_waiting_requests_go_on() 
     waiting = asyncio.ensure_future(second.prefiller())
     await let_pass(1.0)
     assert not waiting.done()
-    apply(services, a_config(prefill={"max_inflight": 2}))
+    await apply(services, a_config(prefill={"max_inflight": 2}))
     assert await waiting == "p0"
     dispatcher.cancel()
 
@@ -158,7 +158,7 @@ async def test_reloaded_health_and_buffer_limits_apply_to_old_and_new_workers() 
     services = a_router(a_config(health={"failure_threshold": 9}))
     new = with_decoders(services.config, "d0", "d1", "d2", "d9")
     health, limits = Health(failure_threshold=2, open_for_s=5.0), Limits(client_buffer_bytes=4096)
-    apply(services, new.model_copy(update={"health": health, "limits": limits}))
+    await apply(services, new.model_copy(update={"health": health, "limits": limits}))
     for name in ("d0", "d9"):
         worker = services.fleet[name]
         assert worker.upstream.high_water_bytes == 4096
@@ -173,7 +173,7 @@ async def test_reloaded_health_and_buffer_limits_apply_to_old_and_new_workers() 
 async def test_a_reload_adds_and_removes_workers_of_the_file_and_keeps_operator_added_ones() -> None:
     services = a_router()
     services.fleet.add(WorkerSpec("hand", Role.DECODE, "http://hand:1"), join_attempts=3)
-    apply(services, with_decoders(services.config, "d1", "d2", "d9"))
+    await apply(services, with_decoders(services.config, "d1", "d2", "d9"))
     services.fleet.sweep()
     assert {worker.id for worker in services.fleet} == {"p0", "d1", "d2", "d9", "hand"}
     assert not services.fleet["d9"].healthy  # it has to answer first
@@ -183,7 +183,7 @@ async def test_a_reload_adds_and_removes_workers_of_the_file_and_keeps_operator_
 async def test_a_worker_added_by_a_reload_is_never_dropped_while_its_engine_starts() -> None:
     services = a_router()
     monitor = health_monitor(services)
-    apply(services, with_decoders(services.config, "d0", "d9"))
+    await apply(services, with_decoders(services.config, "d0", "d9"))
     script(services, "d9", ConnectFailed("refused", worker="d9", tier="decode"))
     for _ in range(services.config.lifecycle.join_attempts + 1):
         await monitor.polling.once()
@@ -199,7 +199,7 @@ async def test_an_operator_removed_worker_stays_removed_when_the_policy_changes(
     services = a_router()
     services.fleet.leave(services.fleet["d0"])
     services.fleet.sweep()
-    apply(services, with_policy(services.config, "least_kv"))
+    await apply(services, with_policy(services.config, "least_kv"))
     assert services.config.routing.policy == "least_kv" and "d0" not in services.fleet
 
 
@@ -208,13 +208,13 @@ async def test_an_operator_removed_worker_returns_when_the_file_describes_it_dif
     services = a_router()
     services.fleet.leave(services.fleet["d0"])
     services.fleet.sweep()
-    apply(services, with_decoders(services.config, "d0", "d1", "d2"))
+    await apply(services, with_decoders(services.config, "d0", "d1", "d2"))
     assert "d0" not in services.fleet
     larger = [
         {"url": "http://d0:1", "id": "d0", "max_num_seqs": 7},
         *({"url": f"http://d{n}:1", "id": f"d{n}"} for n in (1, 2)),
     ]
-    apply(services, a_config(decode={"workers": larger}))
+    await apply(services, a_config(decode={"workers": larger}))
     assert services.fleet["d0"].spec.slots == 7
 
 
@@ -225,7 +225,7 @@ async def test_a_worker_of_the_file_whose_engine_takes_long_to_start_is_waited_f
     new = with_decoders(services.config, "d0", "d1", "d2", "d9")
     if by_hand:
         services.fleet.add(next(spec for spec in worker_specs(new) if spec.id == "d9"), join_attempts=1)
-    apply(services, new.model_copy(update={"lifecycle": services.config.lifecycle}))
+    await apply(services, new.model_copy(update={"lifecycle": services.config.lifecycle}))
     upstream = script(services, "d9", ConnectFailed("refused", worker="d9", tier="decode"))
     monitor = health_monitor(services)
     for _ in range(60):
@@ -243,9 +243,9 @@ async def test_a_worker_that_is_leaving_stays_when_the_file_names_it_again() -> 
     services = a_router()
     worker = services.fleet["d0"]
     worker.in_use = 1  # so that it can't go at once
-    apply(services, with_decoders(services.config, "d1", "d2"))
+    await apply(services, with_decoders(services.config, "d1", "d2"))
     assert worker.leaving
-    apply(services, with_decoders(services.config, "d0", "d1", "d2"))
+    await apply(services, with_decoders(services.config, "d0", "d1", "d2"))
     worker.in_use = 0
     assert services.fleet.sweep() == [] and services.fleet["d0"] is worker
 
@@ -259,7 +259,7 @@ async def test_an_operator_added_server_changes_its_name_only_after_it_has_left(
     if leaves:
         services.fleet.leave(hand)
     try:
-        apply(services, with_decoders(services.config, "d0", "d9"))
+        await apply(services, with_decoders(services.config, "d0", "d9"))
     except ConfigError as error:
         assert "worker d9: is the server of worker hand, which was added at run time" in str(error)
     assert ("d9" in services.fleet) is accepted and "hand" in services.fleet
@@ -272,7 +272,7 @@ async def test_an_operator_renamed_server_does_not_block_reloads() -> None:
     services.fleet.leave(services.fleet["d0"])
     assert services.fleet.sweep() == ["d0"]
     services.fleet.add(WorkerSpec("hand", Role.DECODE, url), join_attempts=3)
-    apply(services, with_policy(services.config, "least_kv"))
+    await apply(services, with_policy(services.config, "least_kv"))
     assert "d0" not in services.fleet and not services.fleet["hand"].leaving
 
 
@@ -286,10 +286,10 @@ async def test_an_operator_replaced_worker_does_not_block_reloads(
     assert services.fleet.sweep() == ["d0"]
     hand = WorkerSpec("d0", role, services.fleet["d1"].spec.url.replace("d1", "d0"), slots=4)
     services.fleet.add(hand, join_attempts=3)
-    apply(services, with_policy(services.config, "least_kv"))
+    await apply(services, with_policy(services.config, "least_kv"))
     assert services.fleet["d0"].spec == hand and not services.fleet["d0"].leaving
     with pytest.raises(ConfigError, match="worker d0: .*slots from 4 to 9, .*cannot change while it is in use"):
-        apply(services, with_decoders(services.config, "d0", slots=9))
+        await apply(services, with_decoders(services.config, "d0", slots=9))
 
 
 @with_virtual_time
@@ -297,7 +297,7 @@ async def test_a_worker_of_the_file_is_renamed_by_a_reload() -> None:
     services = a_router()
     services.fleet["d0"].in_use = 1
     renamed = [{"url": services.fleet["d0"].spec.url, "id": "new"}]
-    apply(services, a_config(decode={"workers": renamed}))
+    await apply(services, a_config(decode={"workers": renamed}))
     assert services.fleet["d0"].leaving and not services.fleet["new"].leaving
 
 
@@ -310,7 +310,7 @@ async def test_a_drained_server_stays_drained_under_another_name_unless_it_was_r
     if removed:
         services.fleet.leave(d0)
     workers = [{"url": d0.spec.url, "id": "new-0"}, {"url": d1.spec.url, "id": "new-1"}]
-    apply(services, a_config(decode={"workers": workers}))
+    await apply(services, a_config(decode={"workers": workers}))
     assert (services.fleet["new-0"].drained, services.fleet["new-1"].drained) == (not removed, False)
 
 
@@ -334,7 +334,7 @@ async def test_a_reload_that_needs_a_restart_is_refused_as_a_whole(new: Config, 
     services = a_router()
     before, bounds = services.config, services.ledger.scheduler.config
     with pytest.raises(ConfigError, match=named):
-        apply(services, new)
+        await apply(services, new)
     assert services.config is before and services.ledger.scheduler.config == bounds
 
 
@@ -376,11 +376,11 @@ async def test_a_journal_over_a_reload_reruns_to_the_same_decisions(tmp_path: Pa
     for index in range(6):
         scheduler.submit_prefilled(RequestSpec(f"r{index}", 100 + index), 1.0, 3.0)
     scheduler.admit(1.0)
-    apply(services, a_config(queue={"max_queued": 0}))
+    await apply(services, a_config(queue={"max_queued": 0}))
     with pytest.raises(QueueFull):
         await services.tickets.submit(RequestSpec("r", 1)).prefiller()
     for policy in ("br_0", "br_h", "target_fit", "join_shortest_queue"):
-        apply(services, a_config(queue={"max_queued": 0}, routing={"policy": policy, "max_wait_s": math.inf}))
+        await apply(services, a_config(queue={"max_queued": 0}, routing={"policy": policy, "max_wait_s": math.inf}))
         scheduler.submit_prefilled(RequestSpec(policy, 77), 2.0, 2.0)
         assert scheduler.admit(2.0)
     scheduler.close()
@@ -400,7 +400,7 @@ async def test_a_new_policy_keeps_bound_requests_and_decides_on_waiting_ones(bef
         scheduler.submit_prefilled(RequestSpec(f"r{index}", 100 + 50 * index), services.loop.time())
     scheduler.admit(services.loop.time())
     bound = {tracker.id: tracker.worker for tracker in scheduler.snapshot.decoding()}
-    apply(services, a_config(routing={"policy": after, "horizon_steps": 5}, decode={"max_num_seqs": 2}))
+    await apply(services, a_config(routing={"policy": after, "horizon_steps": 5}, decode={"max_num_seqs": 2}))
     snapshot = scheduler.snapshot
     snapshot.check_invariants()
     assert scheduler.policy.name == after and snapshot.horizon_steps == (5 if after == "br_h" else 0)
@@ -428,7 +428,7 @@ async def test_a_new_predictor_learns_from_the_rows_of_the_last_one() -> None:
         scheduler.progress(request, 30, 0.0)
         services.forecasts.finished(scheduler.snapshot.requests[request], "stop")
         scheduler.finish(request, Outcome.FINISHED, 0.0)
-    changed = apply(
+    changed = await apply(
         services, a_config(predictor={"kind": "exact_match"}, routing={"policy": "br_h", "horizon_steps": 40})
     )
     assert changed == ["routing", "predictor"]
@@ -440,7 +440,7 @@ async def test_a_new_predictor_learns_from_the_rows_of_the_last_one() -> None:
     assert tracker.remaining(40) == 29  # 30 tokens to go, the last of them 29 ahead
     scheduler.snapshot.check_invariants()
     assert b"predictor_gate" in services.metrics.exposition()
-    apply(services, a_config(routing={"policy": "br_0"}))
+    await apply(services, a_config(routing={"policy": "br_0"}))
     assert services.forecasts is services.ledger.forecasts is services.keyer is None
     assert b"predictor_gate" not in services.metrics.exposition()
 
@@ -451,7 +451,7 @@ async def test_a_predictor_can_replace_a_bare_history_and_back(tmp_path: Path) -
     config = a_config(predictor=kept)
     services = build_services(config, asyncio.get_running_loop(), build_forecasts(config), True)
     for policy, predicts in (("br_h", True), ("level_fit", False)):
-        apply(services, a_config(predictor=kept, routing={"policy": policy}))
+        await apply(services, a_config(predictor=kept, routing={"policy": policy}))
         assert isinstance(services.forecasts, LiveForecasts) is predicts
         assert (b"predictor_gate" in services.metrics.exposition()) is predicts
         assert b"predictor_history" in services.metrics.exposition()
@@ -465,7 +465,7 @@ async def test_a_predictor_is_made_anew_only_for_other_settings() -> None:
     config = a_config(routing={"policy": "br_h"}, predictor={"kind": "survival"})
     services = build_services(config, asyncio.get_running_loop(), build_forecasts(config), True)
     made = services.forecasts
-    apply(services, config.model_copy(update={"queue": a_config(queue={"max_queued": 1}).queue}))
+    await apply(services, config.model_copy(update={"queue": a_config(queue={"max_queued": 1}).queue}))
     assert services.forecasts is made is not None
 
 
@@ -477,10 +477,10 @@ async def test_a_history_that_could_not_be_opened_at_the_start_is_used_after_a_r
     services = build_services(config, asyncio.get_running_loop(), build_forecasts(config), True)
     assert services.forecasts is not None and services.forecasts.history.path is None
     folder.mkdir()
-    apply(services, config)
+    await apply(services, config)
     made = services.forecasts
     assert made is not None and made.history.path is not None
-    apply(services, config)
+    await apply(services, config)
     assert services.forecasts is made  # it is made anew only if it must be
     made.close()
 
@@ -497,7 +497,7 @@ async def test_a_reload_without_a_predictor_works_when_no_thread_can_be_started(
     services.metrics.include(services.forecasts.metrics)
     monkeypatch.setattr(threading.Thread, "start", start)
     new = a_config(1, 1, routing={"policy": "br_0"})
-    apply(services, new)
+    await apply(services, new)
     assert services.forecasts is None and len([worker for worker in services.fleet if not worker.leaving]) == 2
 
 
@@ -506,7 +506,7 @@ async def test_a_predictor_that_cannot_be_made_changes_nothing(tmp_path: Path) -
     services = a_router()
     before, policy = services.config, services.ledger.scheduler.policy
     with pytest.raises(InputError):
-        apply(
+        await apply(
             services,
             a_config(
                 predictor={"kind": "survival", "model": str(tmp_path / "none.npz")},
@@ -524,7 +524,7 @@ async def test_a_shorter_pool_ttl_shortens_the_patience_of_waiting_requests() ->
     scheduler.submit_prefilled(RequestSpec("r", 100), now)
     (tracker,) = scheduler.snapshot.pool
     assert tracker.overdue_s == pytest.approx(now + 60 * 1.1)  # the mean prompt waits a tenth longer
-    apply(services, a_config(pool={"ttl_s": 20.0}))
+    await apply(services, a_config(pool={"ttl_s": 20.0}))
     assert tracker.overdue_s == pytest.approx(now + 10 * 1.1)
 
 
@@ -536,5 +536,5 @@ async def test_shorter_deadlines_apply_to_waiting_requests_from_their_arrival() 
     scheduler.submit(RequestSpec("queued", 100), services.loop.time())
     await let_pass(10.0)
     assert scheduler.expire(services.loop.time()) == []
-    apply(services, a_config(pool={"ttl_s": 9.0}, queue={"deadline_s": 9.0}))
+    await apply(services, a_config(pool={"ttl_s": 9.0}, queue={"deadline_s": 9.0}))
     assert [release.request for release in scheduler.expire(services.loop.time())] == ["pooled", "queued"]

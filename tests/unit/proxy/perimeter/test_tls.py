@@ -103,7 +103,7 @@ async def test_every_worker_connection_uses_the_certificate_and_after_a_reload_t
         with pytest.raises(ConnectFailed):
             await upstream.request("GET", "/health")
         ca_file(theirs, ca)
-        apply(services, settings)
+        await apply(services, settings)
         assert await (await upstream.request("GET", "/health")).read(100) == b"served"
         services.fleet.close()
 
@@ -173,7 +173,7 @@ async def test_the_page_says_when_each_certificate_expires_that_the_router_shows
     assert expiries(services) == before
     renew("cert_file", second)
     assert expiries(services) == before, "the file is not used yet"
-    apply(services, settings)
+    await apply(services, settings)
     assert expiries(services) == before | {"tls.cert_file": second.timestamp()}
     services.fleet.close()
 

@@ -71,6 +71,27 @@ async def test_after_a_first_round_at_once_many_urls_are_polled_spread_over_the_
 
 
 @with_virtual_time
+async def test_a_round_over_many_urls_begins_over_several_turns_of_the_loop_and_ends_with_its_polling() -> None:
+    asked: list[str] = []
+
+    async def ask(group: list[Worker]) -> None:
+        asked.append(group[0].spec.url)
+
+    polling = Polling(workers(*(f"http://{number}" for number in range(3 * BATCH))), ask, fatal)
+    running = asyncio.ensure_future(polling.run(lambda: 600.0))
+    while len(asked) < 3 * BATCH:
+        before = len(asked)
+        await asyncio.sleep(0)
+        assert len(asked) <= before + BATCH
+    polling.start()
+    running.cancel()
+    await asyncio.wait([running])
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert len(asked) <= 4 * BATCH and not polling._open
+
+
+@with_virtual_time
 async def test_a_period_that_becomes_shorter_does_not_wait_for_the_end_of_the_long_one() -> None:
     asked: Counter[str] = Counter()
     period_s = 600.0

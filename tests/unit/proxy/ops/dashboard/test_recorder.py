@@ -76,7 +76,7 @@ async def test_a_decision_gets_no_runner_up_of_a_policy_that_was_switched_to_sin
     await pooled(router.tickets, "a")
     router.decisions.before()
     router.decisions.after(router.ledger.admit())
-    apply(router, a_config(decoders=2, routing={"policy": after}))
+    await apply(router, a_config(decoders=2, routing={"policy": after}))
     await recorder._find_runners_up()
     (decision,) = router.decisions.rows
     assert decision.runner_up == ("a to d1" if after == "level_fit" else None)
@@ -237,6 +237,6 @@ async def test_only_a_reload_is_shown_as_one_and_not_what_a_workers_connector_ch
     services.note_connector(services.fleet["p0"], "nixl")
     recorder.look()
     assert [event.kind for event in recorder.events] == ["deploy"]
-    apply(services, a_config(queue={"max_queued": 1}))
+    await apply(services, a_config(queue={"max_queued": 1}))
     recorder.look()
     assert [event.kind for event in recorder.events] == ["deploy", "reload"]
