@@ -76,6 +76,23 @@ async def test_workers_that_join_are_asked_for_their_health_at_once(by_reload: b
         await until(lambda: all(services.fleet[name].state.value == "up" for name in names))
 
 
+async def test_a_worker_that_was_removed_cannot_be_undrained_but_the_others_of_its_server_can() -> None:
+    """It gets nothing new until it is added again: 200 would say that it does."""
+    async with running(ClusterShape(prefillers=1, decoders=2, ranks_per_url=2, time_scale=0.02)) as router:
+        fleet, url = router.app.services.fleet, router.cluster.decode_urls[0]
+        first, second = fleet.of(Role.DECODE)
+        first.in_use = 1  # so that it can't go at once
+        for route, instance in (("remove", {"url": url, "dp_rank": 0}), ("drain", {"url": url, "dp_rank": 1})):
+            body = {"type": "decode", "instances": instance}
+            assert (await router.client.post(f"/instances/{route}", json=body)).status_code == 200
+        body = {"type": "decode", "instances": {"url": url, "dp_rank": 0}}
+        reply = await router.client.post("/instances/undrain", json=body)
+        assert reply.status_code == 400 and "was removed, and leaves; add it again" in reply.json()["error"]["message"]
+        reply = await router.client.post("/instances/undrain", json={"type": "decode", "instances": url})
+        assert reply.status_code == 200 and not second.drained and first.leaving
+        first.in_use = 0
+
+
 @pytest.mark.parametrize("by_reload", [True, False], ids=["by-reload", "by-an-operator"])
 async def test_hundreds_of_workers_join_and_leave_over_several_turns_of_the_loop(by_reload: bool) -> None:
     """All streams would stand still meanwhile."""

@@ -115,7 +115,8 @@ class OperatorsMachine(RuleBasedStateMachine):
         if not workers:
             return
         worker = workers[pick % len(workers)]
-        assert self.ask(what, worker.spec.role, {"url": worker.spec.url, "id": worker.id})
+        goes = what != "undrain" or worker.id in self.here
+        assert self.ask(what, worker.spec.role, {"url": worker.spec.url, "id": worker.id}) == goes
         if worker.id not in self.here:
             return
         if what == "remove":

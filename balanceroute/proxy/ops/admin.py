@@ -209,7 +209,7 @@ class Admin:
 
     async def undrain_instances(self, request: Request) -> Response:
         """Give drained workers requests again."""
-        return await self._change(request, partial(_each, act=Fleet.undrain))
+        return await self._change(request, partial(_each, act=Fleet.undrain, of_leaving=False))
 
     async def _change(self, request: Request, prepare: Prepare) -> Response:
         """Change all workers that the request names, or none; over several turns of the loop if they are many."""
@@ -315,11 +315,16 @@ def _spec(decode: Decode, role: Role, url: str, entry: dict[str, Any]) -> Worker
 
 
 async def _each(
-    services: Services, role: Role, entries: Entries, act: Callable[[Fleet, Worker], None]
+    services: Services,
+    role: Role,
+    entries: Entries,
+    act: Callable[[Fleet, Worker], None],
+    of_leaving: bool = True,
 ) -> list[Callable[[], object]]:
     """Functions that `act` on each worker of these servers, or on those with the `dp_rank` and `id` of an entry.
 
-    The scheme of a server may be left out, as in listings. Raises: InvalidRequest: there is no such worker.
+    The scheme of a server may be left out, as in listings. `of_leaving`: also on workers that are leaving.
+    Raises: InvalidRequest: there is no such worker, or only ones that are leaving.
     """
     at_server: dict[str, list[Worker]] = {}
     for worker in services.fleet.of(role):
@@ -334,7 +339,10 @@ async def _each(
             raise InvalidRequest(
                 f"There is no {role.value} worker {_instance_text(url, wanted)}.", status=404, param="instances"
             )
-        acts += [partial(act, services.fleet, worker) for worker in workers]
+        if not of_leaving and all(worker.leaving for worker in workers):
+            text = f"The {role.value} worker {_instance_text(url, wanted)} was removed, and leaves; add it again."
+            raise InvalidRequest(text, param="instances")
+        acts += [partial(act, services.fleet, worker) for worker in workers if of_leaving or not worker.leaving]
     return acts
 
 
