@@ -24,6 +24,7 @@ import logging
 import secrets
 from collections.abc import Callable, Iterator, Set
 from dataclasses import replace
+from functools import partial
 from typing import Final, Protocol
 
 from balanceroute.core.scheduler_config import SchedulerConfig
@@ -71,6 +72,7 @@ from balanceroute.proxy.link.reach import RETRY_S, Moved, Pauses, Reach, Untrust
 from balanceroute.proxy.link.token_counts import WrittenCounts
 from balanceroute.proxy.perimeter.key_use import KeyUse
 from balanceroute.proxy.telemetry.ticks import Looks, until_tick_s
+from balanceroute.proxy.telemetry.turns import over_turns
 
 log = logging.getLogger(__name__)
 
@@ -104,7 +106,7 @@ class BrainListener(Protocol):
         """This relay has become a member."""
 
     def void(self, request_ids: Set[str]) -> None:
-        """The brain can't take over these requests; called once, with all."""
+        """The brain can't take over these requests; called for a bounded number in a turn of the loop."""
 
     def name_workers(self, message: Workers, whole: bool) -> None:
         """Workers that have changed or left; `whole`: there are no others."""
@@ -545,11 +547,19 @@ class RemoteBrain:
         for entry in self._open.values():
             self._put(entry)
         self.listener.joined(message)
-        void = {number: self._ids[number] for number in message.void if number in self._ids}
-        for number in void:
-            self._answer(number, Refusal(RefusalKind.LOST, LOST))
-        if void:  # all at once: after a pause nearly all streams of this relay may be void
-            self.listener.void(frozenset(void.values()))
+        void = [self._ids[number] for number in message.void if number in self._ids]
+        some = [void[at : at + MOST_ENDED] for at in range(0, len(void), MOST_ENDED)]
+        over_turns(self._loop, some, partial(self._void, self._frames), 1)  # nearly all streams may be void
+
+    def _void(self, frames: Frames[FromRelay] | None, request_ids: list[str]) -> None:
+        """End requests that the brain can't take over. `frames`: its connection; another brain may take them over."""
+        if frames is not self._frames:
+            return
+        for request_id in request_ids:
+            entry = self._open.get(request_id)
+            if entry is not None:
+                self._answer(entry.number, Refusal(RefusalKind.LOST, LOST))
+        self.listener.void(frozenset(request_ids))
 
     def _answer(self, number: int, answer: Answer, turn: int | None = None) -> None:
         """Pass an answer to its ticket, unless that has made another call since (`turn`).

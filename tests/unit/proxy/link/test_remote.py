@@ -439,6 +439,30 @@ async def test_all_void_streams_are_ended_at_once(stage: Stage) -> None:
 
 
 @with_stage
+async def test_thousands_of_void_streams_are_ended_over_several_turns_of_the_loop(stage: Stage) -> None:
+    """In one turn, the streams that the relay keeps would stand still meanwhile."""
+    count = 3 * MOST_ENDED
+    brain, away, stays = await stage.brain(slots=count), stage.relay("away"), stage.relay("stays")
+    names = {f"a{number}" for number in range(count)}
+    for name in sorted(names):
+        await away.decoding(name)
+    waiting = [await stays.pooled(f"w{number}") for number in range(count)]
+    left: list[int] = []
+
+    def listen(request_ids: frozenset[str]) -> None:
+        left.append(len(away.tickets.by_id))
+        away.heard.note(request_ids)
+
+    away.heard.void = listen  # type: ignore[method-assign]
+    brain.hub.members["away"].frames.abort("the connection breaks")
+    for ticket in waiting:
+        assert await ticket.admission() == "d0"
+    await until(lambda: not away.tickets.by_id)
+    assert left == [2 * MOST_ENDED, MOST_ENDED, 0]
+    assert set().union(*away.heard.messages_of(frozenset)) == names
+
+
+@with_stage
 async def test_a_stream_whose_slot_was_reassigned_is_void_and_the_others_go_on(stage: Stage) -> None:
     brain, away, stays = await stage.brain(slots=2), stage.relay("away"), stage.relay("stays")
     kept, lost = await away.decoding("kept"), await away.decoding("lost")
