@@ -23,17 +23,18 @@ def check_size(body: bytes) -> None:
 
 def excess_of(json: bytes, max_nodes: int, max_commas: int) -> str:
     """What there is too much of: more than `max_nodes` strings, arrays and objects, or `max_commas`; empty: nothing."""
-    if len(json) <= max_nodes or (_nodes(json) <= max_nodes and json.count(b",") <= max_commas):
+    if len(json) <= max_nodes or (count_nodes(json) <= max_nodes and json.count(b",") <= max_commas):
         return ""  # true of nearly all, even if all of these were values
     plain = json.replace(rb"\\", b"").replace(rb"\"", b"")  # every remaining quote begins or ends a string
     nodes = f"more than {max_nodes} strings, arrays and objects"
     if plain.count(b'"') // 2 > max_nodes:
         return nodes
     outside = b'""'.join(plain.split(b'"')[::2])
-    if _nodes(outside) > max_nodes:
+    if count_nodes(outside) > max_nodes:
         return nodes
     return f"more than {max_commas} values" if outside.count(b",") > max_commas else ""
 
 
-def _nodes(json: bytes) -> int:
+def count_nodes(json: bytes) -> int:
+    """Strings, arrays and objects, if no string contains a quote, [ or {."""
     return json.count(b'"') // 2 + json.count(b"[") + json.count(b"{")

@@ -386,11 +386,28 @@ def test_an_unstreamed_reply_with_too_many_values_is_not_read() -> None:
         b'{"choices":[{"token_ids":5}]}',
         b'{"choices":[{"token_ids":["a"]}]}',
         b'{"choices":[1]}',
+        b'{"choices":[{"text":"\xff","token_ids":[1]}]}',
+        b'{"choices":[{"logprobs":[],"token_ids":[1]}]}',
+        b'{"choices":[{"message":"a","token_ids":[1]}]}',
+        b'{"choices":[{"text":"a","token_ids":[1]}],"more":' + b"[" * 5000 + b"]" * 5000 + b"}",
     ],
 )
 def test_an_unstreamed_reply_that_is_no_completion_is_a_bad_reply(body: bytes) -> None:
     with pytest.raises(BadUpstreamReply):
         correct_answer(client_request.parse("chat", b'{"messages":[{}]}'), body, worker="d0")
+
+
+def test_logprobs_of_an_unstreamed_answer_stay_json() -> None:
+    """As values those of some thousand tokens stopped the event loop for half a second."""
+    logprobs = b'{"content": [ %b]}' % b",".join([b'{"token":"[\\"","logprob":-1.50,"top_logprobs":[{},{}]}'] * 1000)
+    body = b'{"id":"x","choices":[{"index":0,"text":"a","logprobs":%b,"token_ids":[1]}],"usage":null}' % logprobs
+    tracemalloc.start()
+    try:
+        corrected = correct_answer(client_request.parse("completions", b'{"prompt":"x"}'), body, worker="d0")
+        assert tracemalloc.get_traced_memory()[1] < 4 * len(body)
+    finally:
+        tracemalloc.stop()
+    assert corrected.body == body.replace(b'"token_ids":[1]', b'"token_ids":null')
 
 
 def test_an_answer_is_opened_without_making_values_of_its_logprobs() -> None:
