@@ -33,12 +33,12 @@ ROUTER, EMULATOR, DECODERS = 8000, 9000, 9100  # ports that the pages name
 
 
 def blocks() -> list[tuple[str, str, str]]:
-    """(name, language, text) of every block that is to run."""
-    return [
-        (f"{page.relative_to(ROOT)}:{number}", language, text)
-        for page in (README, *DOCS)
-        for number, (language, text) in enumerate(RUNNABLE.findall(page.read_text()), start=1)
-    ]
+    """(name, language, text) of every block that is to run; one that two pages have, once."""
+    names: dict[tuple[str, str], str] = {}
+    for page in (README, *DOCS):
+        for number, block in enumerate(RUNNABLE.findall(page.read_text()), start=1):
+            names.setdefault(block, f"{page.relative_to(ROOT)}:{number}")
+    return [(name, *block) for block, name in names.items()]
 
 
 def test_every_table_is_well_formed() -> None:
