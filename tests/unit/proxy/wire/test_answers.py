@@ -183,7 +183,7 @@ def test_an_answer_tells_what_it_keeps_which_is_far_less_than_its_events(kind: s
             "call": lambda n: chat({"tool_calls": [{"index": 0, "function": word if n else first}]}, [n]),
             "scored": lambda n: chat({"content": " a word"}, [n], **scores),
         }[kind](n)
-        for n in range(2000)
+        for n in range(500)
     ]
     events = b"".join(map(event, parts))
 
