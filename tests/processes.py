@@ -13,9 +13,12 @@ from pathlib import Path
 import httpx
 
 from balanceroute.cli.emulate import DECODE_PORT_OFFSET
+from tests.forked import Forked
 from tests.plain_http import PLAIN
 from tests.ports import free_base_port
 from tests.waiting import PATIENCE_S, block_until
+
+Running = subprocess.Popen[bytes] | Forked
 
 
 @contextmanager
@@ -32,14 +35,25 @@ def process(*arguments: str, log: Path, open_files: int | None = None) -> Iterat
             end_group(running)
 
 
-def end_group(running: subprocess.Popen[bytes]) -> None:
+@contextmanager
+def forked_process(*arguments: str, log: Path) -> Iterator[Forked]:
+    """The same, without an interpreter's start."""
+    running = Forked(arguments, log)
+    try:
+        yield running
+    finally:
+        end_group(running)
+
+
+def end_group(running: Running) -> None:
     """Kill all at once."""
     with suppress(ProcessLookupError):
         os.killpg(running.pid, signal.SIGKILL)
+    running.send_signal(signal.SIGKILL)  # one that has just been forked leads no group yet
     running.wait()
 
 
-def wait_for(url: str, log: Path, running: subprocess.Popen[bytes]) -> None:
+def wait_for(url: str, log: Path, running: Running) -> None:
     """Wait until the URL answers 200. Raises: AssertionError: the process has ended."""
 
     def answers() -> bool:
@@ -52,7 +66,7 @@ def wait_for(url: str, log: Path, running: subprocess.Popen[bytes]) -> None:
     block_until(answers)
 
 
-def listening_port(log: Path, running: subprocess.Popen[bytes], from_character: int = 0) -> int:
+def listening_port(log: Path, running: Running, from_character: int = 0) -> int:
     """Wait until the process says where it listens. Raises: AssertionError: it has ended."""
 
     def listening_line() -> "re.Match[str] | None":
@@ -110,7 +124,8 @@ def emulated(folder: Path, prefillers: int, ranks: int, *flags: str) -> Iterator
     base = free_base_port((*range(prefillers), *range(DECODE_PORT_OFFSET, DECODE_PORT_OFFSET + ranks)))
     config, log = folder / "cluster.yaml", folder / "emulate.log"
     shape = ["--prefill", str(prefillers), "--decode", str(ranks), *flags]
-    with process("emulate", *shape, "--base-port", str(base), "--write-config", str(config), log=log) as running:
+    arguments = ["emulate", *shape, "--base-port", str(base), "--write-config", str(config)]
+    with forked_process(*arguments, log=log) as running:
         urls = tuple(f"http://127.0.0.1:{base + number}" for number in range(prefillers))
         for url in urls:
             wait_for(f"{url}/health", log, running)

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import ssl
-import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,7 +15,7 @@ from balanceroute.config.addresses import host_in_url
 from balanceroute.engine.tokens import FIRST_TRIPLE_ID, continuation, decode
 from balanceroute.proxy.brain import LOST
 from tests.plain_http import PLAIN
-from tests.processes import Cluster, complete_lines, listening_port, process
+from tests.processes import Cluster, Running, forked_process, listening_port, process
 from tests.waiting import pace, until
 
 PREFILLERS, RANKS, SLOTS = 2, 2, 4
@@ -53,20 +52,25 @@ def a_folder(parent: Path, name: str) -> Path:
 class Router:
     """The processes of one router, by what they have logged."""
 
-    def __init__(self, log: Path, running: subprocess.Popen[bytes], client: httpx.AsyncClient) -> None:
+    def __init__(self, log: Path, running: Running, client: httpx.AsyncClient) -> None:
         self.log, self.running, self.client = log, running, client
+        self._lines: list[dict[str, Any]] = []
+        self._read_bytes = 0
+
+    def _read(self) -> None:
+        """Take in the lines that have come since the last time: tests ask every few ms for the lines of an event."""
+        with self.log.open("rb") as log:
+            log.seek(self._read_bytes)
+            text = log.read()
+        whole = text[: text.rfind(b"\n") + 1]  # what is written just now may be seen in part
+        self._read_bytes += len(whole)
+        self._lines += [json.loads(line) for line in whole.splitlines() if line.startswith(b"{")]
 
     def logged(self, event: str, **fields: Any) -> list[dict[str, Any]]:
         """The lines of an event, with these fields."""
-        found = []
-        for line in complete_lines(self.log):
-            if line.startswith("{"):
-                logged_fields = json.loads(line)
-                if logged_fields.get("event") == event and all(
-                    logged_fields.get(name) == value for name, value in fields.items()
-                ):
-                    found.append(logged_fields)
-        return found
+        self._read()
+        wanted = {"event": event, **fields}.items()
+        return [line for line in self._lines if all(line.get(name) == value for name, value in wanted)]
 
     @property
     def relays(self) -> dict[str, int]:
@@ -152,7 +156,8 @@ async def a_router(
     serve = ["serve", "--config", str(cluster.config), "--relays", str(relays), *address, *flags]
     serve += ["--set", f"listen.standbys={standbys}"]
     serve += ["--set", f"listen.run_folder={run_folder or folder}"]
-    with process(*serve, log=log, open_files=open_files) as running:
+    started = forked_process(*serve, log=log) if open_files is None else process(*serve, log=log, open_files=open_files)
+    with started as running:
         limits = httpx.Limits(max_connections=None)
         url = f"http://{host_in_url(host)}:{await asyncio.to_thread(listening_port, log, running, logged_before)}"
         async with httpx.AsyncClient(base_url=url, timeout=None, limits=limits, **PLAIN) as client:

@@ -3,7 +3,6 @@
 import re
 import signal
 import sqlite3
-import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ import httpx
 import pytest
 
 from tests.plain_http import PLAIN
-from tests.processes import emulated, listening_port, process, wait_for
+from tests.processes import Running, emulated, forked_process, listening_port, wait_for
 from tests.waiting import PATIENCE_S, block_until
 
 pytestmark = pytest.mark.e2e
@@ -29,7 +28,7 @@ class Served:
     """A running router."""
 
     url: str
-    router: subprocess.Popen[bytes]
+    router: Running
     log: Path
 
     def ask(self, n: int = 1) -> None:
@@ -65,7 +64,7 @@ def serving(config: Path, history: Path, log: Path) -> Iterator[Served]:
     flags = ["--policy", "br_h", "--host", "127.0.0.1", "--port", "0"]
     settings = ["predictor.kind=exact_match", f"predictor.history={history}"]
     flags += [part for setting in settings for part in ("--set", setting)]
-    with process("serve", "--config", str(config), *flags, log=log) as router:
+    with forked_process("serve", "--config", str(config), *flags, log=log) as router:
         url = f"http://127.0.0.1:{listening_port(log, router)}"
         wait_for(f"{url}/ready", log, router)
         yield Served(url, router, log)

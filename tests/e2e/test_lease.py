@@ -14,7 +14,7 @@ from tests.api_server import ApiServer, an_api_server
 from tests.e2e.routers import SLOTS, Authority, Router, a_folder, a_router, all_end, keeps_asking, streams
 from tests.plain_http import PLAIN
 from tests.ports import free_base_port
-from tests.processes import Cluster, end_group, process
+from tests.processes import Cluster, end_group, forked_process
 from tests.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.e2e
@@ -91,7 +91,7 @@ def test_a_standby_pod_reloads_other_slots_that_the_leader_refuses_and_leads_wit
 
     async def run() -> None:
         async with a_router(replace(cluster, config=file), tmp_path, *flags(server), relays=1) as first:
-            with process(*command, log=log) as running:
+            with forked_process(*command, log=log) as running:
                 second = Router(log, running, first.client)
                 await until(lambda: "who holds the lease" in log.read_text() and bool(second.relays))
                 file.write_text(cluster.config.read_text().replace(f"max_num_seqs: {SLOTS}", "max_num_seqs: 7"))
@@ -122,7 +122,7 @@ def test_a_router_that_takes_over_from_the_leader_keeps_the_lease_beside_a_stand
     async def run() -> None:
         async with a_router(cluster, tmp_path, *flags(server), port=port, relays=1) as old:
             holder = server.spec["holderIdentity"]
-            with process(*command, log=log):
+            with forked_process(*command, log=log):
                 await until(lambda: "who holds the lease" in log.read_text())
                 begun, ended = streams(old, 4, 70), asyncio.Event()
                 await until(lambda: all(stream.begun for stream in begun))

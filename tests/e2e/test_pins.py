@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from tests.plain_http import PLAIN
-from tests.processes import emulated, listening_port, process, wait_for
+from tests.processes import emulated, forked_process, listening_port, wait_for
 from tests.waiting import PATIENCE_S, block_until
 
 pytestmark = pytest.mark.e2e
@@ -31,7 +31,7 @@ def test_the_next_start_frees_kv_that_a_killed_router_left_pinned(tmp_path: Path
             assert state["violations"] == 0, state
             return sum(worker.get("pinned", 0) for worker in state["workers"].values())
 
-        with process(*serve, log=killed_log) as router:
+        with forked_process(*serve, log=killed_log) as router:
             port = listening_port(killed_log, router)
             clients = [ask(port, number) for number in range(REQUESTS)]
             block_until(lambda: pooled(port) == REQUESTS - SLOTS)  # what it has not heard of it can't record
@@ -42,7 +42,7 @@ def test_the_next_start_frees_kv_that_a_killed_router_left_pinned(tmp_path: Path
                 client.close()
         assert pinned() == REQUESTS - SLOTS
         assert pins.stat().st_mode & 0o777 == 0o600 and b"secret" not in pins.read_bytes()
-        with process(*serve, log=next_log) as router:
+        with forked_process(*serve, log=next_log) as router:
             wait_for(f"http://127.0.0.1:{listening_port(next_log, router)}/ready", next_log, router)
             block_until(lambda: pinned() == 0)
             assert f'"drains":{REQUESTS - SLOTS}' in next_log.read_text()

@@ -5,7 +5,6 @@ import re
 import signal
 import socket
 import ssl
-import subprocess
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +17,7 @@ import pytest
 import trustme
 import yaml
 
-from tests.processes import listening_port, process
+from tests.processes import Running, forked_process, listening_port
 from tests.waiting import PATIENCE_S, block_until
 
 pytestmark = pytest.mark.e2e
@@ -55,7 +54,7 @@ class Authority:
 class Served:
     """A router's process, its ports and its log."""
 
-    running: subprocess.Popen[bytes]
+    running: Running
     port: int
     log: Path
 
@@ -84,7 +83,7 @@ class Served:
 def serving(folder: Path, *flags: str, **sections: dict[str, str]) -> Iterator[Served]:
     config, log = folder / "router.yaml", folder / "router.log"
     config.write_text(yaml.safe_dump(WORKERS | sections))
-    with process("serve", "--config", str(config), "--port", "0", *flags, log=log) as running:
+    with forked_process("serve", "--config", str(config), "--port", "0", *flags, log=log) as running:
         yield Served(running, listening_port(log, running), log)
 
 

@@ -1,4 +1,4 @@
-"""The router as a process of its own, as `balanceroute serve` starts it, in front of two workers of the test's.
+"""The router as a process of its own, as `balanceroute serve` makes it, in front of two workers of the test's.
 
 The workers answer at once and remember every request that reached them: what a smuggled request would be seen by.
 """
@@ -7,7 +7,6 @@ import asyncio
 import json
 import os
 import re
-import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +18,7 @@ import orjson
 import yaml
 
 from scripts.chaos_run.aftermath import held_by_router
-from tests.processes import listening_port, process
+from tests.processes import Running, forked_process, listening_port
 from tests.security.wire import Answer, Connection, completion, request
 from tests.unit.proxy.servers import CHUNKED_HEAD, chunked, plain, read_request, worker
 from tests.waiting import PATIENCE_S, block_until
@@ -28,7 +27,7 @@ HOLD = "hold"  # a prompt whose stream has one event and then no other, until it
 FLOOD = "flood"  # a prompt whose every event is of `FLOOD_BYTES`
 FLOOD_BYTES = 4096
 TEXT = "x"  # all that the workers ever say
-_METRICS = b'vllm:kv_cache_usage_perc{engine="0"} 0.1\n'
+_METRICS = b'vllm:kv_cache_usage_perc{engine="0"} 0\n'  # of more, nothing of ours would be the cause: a warning
 _ESTABLISHED, _CLOSE_WAIT = "01", "08"  # in /proc/net/tcp
 
 
@@ -160,7 +159,7 @@ def serving_workers() -> Iterator[Workers]:
 class Edge:
     """A running router, seen from outside."""
 
-    def __init__(self, running: "subprocess.Popen[bytes]", log: Path, workers: Workers) -> None:
+    def __init__(self, running: Running, log: Path, workers: Workers) -> None:
         self.process, self._log, self.workers = running, log, workers
         self._opened: list[Connection] = []
         self.port = listening_port(log, running)
@@ -233,5 +232,5 @@ def serving(workers: Workers, folder: Path, limits: dict[str, Any]) -> Iterator[
     }
     config, log = folder / "router.yaml", folder / "router.log"
     config.write_text(yaml.safe_dump(tree))
-    with process("serve", "--config", str(config), "--host", "127.0.0.1", "--port", "0", log=log) as running:
+    with forked_process("serve", "--config", str(config), "--host", "127.0.0.1", "--port", "0", log=log) as running:
         yield Edge(running, log, workers)
