@@ -425,8 +425,7 @@ def test_an_answer_that_only_rounding_puts_out_of_bounds_keeps_the_rules() -> No
     check_predictor(lambda horizon: Rounds(horizon), horizon_steps=H)
 
 
-def test_the_example_keeps_the_rules_and_the_kit_is_a_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert conformance(["--predictor", OWN]) == 0
+def test_the_kit_is_a_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert conformance(["--predictor", f"{HERE}:Fixed", "steps=2"]) == 0
     assert conformance(["--predictor", f"{HERE}:TooSure"]) == 1
     assert "answers (1.5, 4)" in capsys.readouterr().out
