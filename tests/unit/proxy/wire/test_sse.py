@@ -967,8 +967,8 @@ IDLE = {
 @pytest.mark.parametrize("idle", IDLE.values(), ids=IDLE)
 def test_too_many_events_without_a_token_are_malformed(idle: bytes) -> None:
     scanner = EventScanner()
-    for _ in range(2):
-        scanner.feed(idle * (MAX_IDLE_EVENTS - 1) + event(completion("a", [5])))
+    for before in (MAX_IDLE_EVENTS - 1, 2):  # together too many
+        scanner.feed(idle * before + event(completion("a", [5])))
     assert scanner.end is None and scanner.tokens == 2
     scanner.feed(idle * (MAX_IDLE_EVENTS + 1))
     assert scanner.end is StreamEnd.MALFORMED and "bring no token" in scanner.fault
