@@ -16,7 +16,8 @@ log = logging.getLogger(__name__)
 CONNECTOR: Final = "connector"
 METRICS: Final = "metrics"
 PREFIX_CACHE: Final = "prefix_cache"
-KINDS: Final = (CONNECTOR, METRICS, PREFIX_CACHE)
+SLOTS: Final = "slots"
+KINDS: Final = (CONNECTOR, METRICS, PREFIX_CACHE, SLOTS)
 QUIET_S: Final = 60.0
 _NAMED: Final = 4  # workers named per reason; further ones are only counted
 

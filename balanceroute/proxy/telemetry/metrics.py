@@ -28,6 +28,7 @@ from balanceroute.proxy.hotpath import COMPILED
 from balanceroute.proxy.telemetry.cluster_gauges import cluster_gauges, gauge_by, prefiller_counters
 from balanceroute.proxy.telemetry.conditions import KINDS, Conditions
 from balanceroute.proxy.telemetry.divergence import Divergence
+from balanceroute.proxy.telemetry.engine_slots import EngineSlots
 from balanceroute.proxy.telemetry.forecast_metrics import ForecastCounts, ForecastMetrics
 from balanceroute.proxy.telemetry.instruments import (
     DECISION_SECONDS,
@@ -209,6 +210,7 @@ class Metrics(Collector):
         self._begin_at_zero()
         self.orphaned_kv = self.orphaned_elsewhere = 0  # requests with undrainable KV, here and at relays
         self.divergence = Divergence()
+        self.engine_slots = EngineSlots()
         self.conditions = Conditions()
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(self)
@@ -262,6 +264,7 @@ class Metrics(Collector):
         for family in (*self._counters, *self._former_prefills.values()):
             family.forget_worker(worker_id)
         self.divergence.forget(worker_id)
+        self.engine_slots.forget(worker_id)
         self.conditions.forget(worker_id)
 
     def forget_workers_but(self, known: Collection[str]) -> None:

@@ -19,6 +19,7 @@ _MOST_KV_TOKENS: Final = 2**40  # of one engine, or of a block of it
 _MOST_PER_STEP: Final = 256.0  # tokens of a request
 _MOST_ENGINES: Final = 1024  # of one page
 _MOST_BYTES: Final = 2**18  # bytes of one metric's samples, which may have a kilobyte of labels each
+_FOR_CAPACITY: Final = b'reason="capacity"'
 _OFF: Final = b'enable_prefix_caching="False"'
 _SAMPLE = re.compile(rb"vllm:\w+\{(.*?)\}[ \t]+(\S+)")
 _CACHE = re.compile(rb"vllm:cache_config_info\{(.*)\}")
@@ -31,6 +32,7 @@ def read_samples(text: bytes) -> dict[str, dict[str, float]]:
     """Samples per engine (DP rank as text): KV usage, running and waiting requests, and the figures below.
 
     Invalid values are skipped: a usage that is no ratio, an impossible number of requests or size.
+    `waiting_for_capacity`: waiting requests without those that wait for their KV; newer engines report it.
     `kv_capacity_tokens`, `kv_block_tokens` and `prefix_caching` (0 or 1) come from the labels of `cache_config_info`,
     if it has them; `prefix_cache_queries_total` and `..._hits_total` are tokens. `tokens_per_step`, of a running
     request, exists with speculative decoding: each step yields one token and the accepted ones of its draft.
@@ -42,6 +44,10 @@ def read_samples(text: bytes) -> dict[str, dict[str, float]]:
             match = _SAMPLE.match(line)
             if match is not None and 0.0 <= (value := _number(match[2])) <= _most(name):
                 engines[_engine(match[1])][name.decode()] = value
+    for line in _lines(text, b"num_requests_waiting_by_reason"):
+        match = _SAMPLE.match(line)
+        if match is not None and _FOR_CAPACITY in match[1] and 0.0 <= (value := _number(match[2])) <= _MAX_REQUESTS:
+            engines[_engine(match[1])]["waiting_for_capacity"] = value
     for line in _lines(text, b"cache_config_info"):
         if (labels := _CACHE.match(line)) is not None:
             size = {name: int(value) for name, value in _CACHE_SIZE.findall(labels[1])}

@@ -15,7 +15,8 @@ A prefiller reports its prefix cache's size (`cache_config_info`), and counts to
 operator has set a policy that places prompts by cached prefixes, a prefiller without a cache is a condition, too.
 
 Decoders' reports are compared with the ledger (`reported` in /state), and never replace it: the ledger is exact,
-reports are old. A lasting surplus is foreign load (`foreign.py`), which decisions count.
+reports are old. A lasting surplus is foreign load (`foreign.py`), which decisions count. An engine that shows fewer
+slots than are configured is a condition (`engine_slots.py`).
 
 Pages are read by the router's own client and reader, because the loop that relays streams reads them. For 100 kB, on
 two machines, httpx takes 0.6 to 2.4 ms and prometheus-client's parser 20 to 50 ms; the own ones take 0.02 to 0.06 and
@@ -34,7 +35,7 @@ from balanceroute.core.types import Role, WorkerState
 from balanceroute.core.view import DecoderView
 from balanceroute.errors import BadUpstreamReply, UpstreamError
 from balanceroute.proxy.admission.ledger import Ledger
-from balanceroute.proxy.telemetry.conditions import METRICS, PREFIX_CACHE
+from balanceroute.proxy.telemetry.conditions import METRICS, PREFIX_CACHE, SLOTS
 from balanceroute.proxy.telemetry.metrics import Metrics
 from balanceroute.proxy.wire.metrics_page import of_worker, read_samples
 from balanceroute.proxy.workers.drainer import Drainer
@@ -120,6 +121,8 @@ class MetricsPoller:
         else:
             self._ledger.show_report(worker.id, samples or {})
             self._report_decoder(worker, samples)
+            if samples is not None and (len(page.engines) == 1 or worker.spec.dp_rank is not None):
+                self._note_slots(worker, samples)
         if samples is not None:
             orphans = self._metrics.orphaned_kv + self._metrics.orphaned_elsewhere
             self._divergence.see(worker.id, worker.spec.role, samples, held=self._held(worker), orphans=orphans)
@@ -130,8 +133,9 @@ class MetricsPoller:
         if problem:
             self._metrics.scrapes_failed.inc(worker.id)
         if not (worker.healthy and (page.reached or worker.seen_healthy)):
-            self._conditions.forget(worker.id, (METRICS, PREFIX_CACHE))
+            self._conditions.forget(worker.id, (METRICS, PREFIX_CACHE, SLOTS))
             self._divergence.forget(worker.id)
+            self._metrics.engine_slots.forget(worker.id)
         elif problem:
             self._conditions.hold(METRICS, worker.id, problem)
         else:
@@ -189,6 +193,17 @@ class MetricsPoller:
             load_tokens = own.load_tokens + foreign.tokens
             ledger.report_decoder_memory(worker.id, kv_capacity_tokens(samples, load_tokens, own.ahead))
             ledger.report_tokens_per_step(worker.id, samples.get("tokens_per_step", 1.0))
+
+    def _note_slots(self, worker: Worker, samples: dict[str, float]) -> None:
+        """Tell the operator if the engine has fewer slots than the configuration says."""
+        slots = worker.spec.slots
+        if found := self._metrics.engine_slots.see(worker.id, samples, slots):
+            reason = (
+                f"it runs {found} requests at most, and the others queue in the engine, but max_num_seqs is {slots}"
+            )
+            self._conditions.hold(SLOTS, worker.id, f"{reason} here; set it to the engine's own --max-num-seqs")
+        else:
+            self._conditions.clear(SLOTS, worker.id)
 
     def _held(self, worker: Worker) -> int:
         if worker.spec.role is Role.DECODE:

@@ -9,6 +9,7 @@ vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.25
 vllm:kv_cache_usage_perc{engine="7",model_name="m"} 0.5
 vllm:num_requests_running{engine="0",model_name="m"} 40.0
 vllm:num_requests_waiting_by_reason{engine="0",model_name="m",reason="capacity"} 1.0
+vllm:num_requests_waiting_by_reason{engine="0",model_name="m",reason="deferred"} 2.0
 vllm:kv_cache_usage_perc_other{engine="0"} 1.0
 vllm:cache_config_info{block_size="128",cache_dtype="auto",engine="0",num_gpu_blocks="10",swap_space="4"} 1.0
 vllm:cache_config_info{block_size="16",engine="7",kv_cache_size_tokens="4000",num_gpu_blocks="None"} 1.0
@@ -21,6 +22,7 @@ def test_samples_are_read_per_engine() -> None:
         "0": {
             "kv_cache_usage_perc": 0.25,
             "num_requests_running": 40.0,
+            "waiting_for_capacity": 1.0,
             "kv_block_tokens": 128,
             "kv_capacity_tokens": 1280,
         },

@@ -11,7 +11,7 @@ from balanceroute.proxy.app import metrics_poller
 from balanceroute.proxy.link.messages import Seen, frame
 from balanceroute.proxy.ops.admin import state
 from balanceroute.proxy.ops.services import Services
-from balanceroute.proxy.telemetry.conditions import METRICS, PREFIX_CACHE
+from balanceroute.proxy.telemetry.conditions import METRICS, PREFIX_CACHE, SLOTS
 from balanceroute.proxy.telemetry.divergence import WINDOW
 from balanceroute.proxy.workers.metrics_poller import FULL
 from tests.unit.proxy.virtual_time import (
@@ -259,3 +259,30 @@ async def test_an_impossible_kv_memory_size_counts_as_unknown() -> None:
     assert frame([Seen(services.ledger.view(), 1)])
     assert orjson.loads(orjson.dumps(state(services)))["workers"]
     assert services.ledger.scheduler.snapshot.workers[0].kv_capacity_tokens == 0
+
+
+@pytest.mark.parametrize(("engines", "held"), [(b"0", True), (b"01", False)], ids=["one engine", "two behind one URL"])
+@with_virtual_time
+async def test_a_decode_worker_with_fewer_slots_than_configured_is_degraded_until_it_is_down(
+    engines: bytes, held: bool
+) -> None:
+    """Two engines behind one URL without ranks each have their own slots, of which only the largest number is known."""
+    services = a_router(a_config(1, 1, decode={"max_num_seqs": 64}))
+    page = b"".join(
+        b'vllm:num_requests_running{engine="%(n)c"} 8.0\nvllm:kv_cache_usage_perc{engine="%(n)c"} 0.1\n'
+        b'vllm:num_requests_waiting_by_reason{engine="%(n)c",reason="capacity"} 2.0\n' % {b"n": engine}
+        for engine in engines
+    )
+    script(services, "d0", Page(page))
+    poller = metrics_poller(services)
+    for _ in range(WINDOW):
+        await poller.polling.once()
+    reason = (
+        "d0: it runs 8 requests at most, and the others queue in the engine, but max_num_seqs is 64 here; "
+        "set it to the engine's own --max-num-seqs"
+    )
+    conditions = services.metrics.conditions
+    assert [said for said in conditions.reasons if said.startswith("d0")] == [reason] * held
+    services.fleet["d0"].healthy = False
+    await poller.polling.once()
+    assert conditions.count(SLOTS) == 0
