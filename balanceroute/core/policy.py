@@ -7,6 +7,7 @@ a written snapshot reproduces its decision.
 """
 
 import math
+from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
@@ -40,6 +41,7 @@ class AdmissionPolicy(Protocol):
     horizon_steps: int = 0
     """H of the projection it reads; 0 when the present load is all it needs."""
 
+    @abstractmethod
     def decide(self, snapshot: ClusterSnapshot, now: float) -> Iterator[Choice]:
         """Yield admissions for the present snapshot; each is applied before the next is asked for."""
 

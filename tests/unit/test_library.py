@@ -218,6 +218,15 @@ class FarSighted(balanceroute.AdmissionPolicy):
     name = "far_sighted"
     horizon_steps = -3
 
+    def decide(self, snapshot: balanceroute.ClusterSnapshot, now: float) -> Iterator[balanceroute.Choice]:
+        yield from ()
+
+
+class Undecided(balanceroute.AdmissionPolicy):
+    """A policy whose `decide` was forgotten, or has another name."""
+
+    name = "undecided"
+
 
 @pytest.mark.parametrize(
     ("policy", "problem"),
@@ -252,13 +261,14 @@ def test_an_own_policy_and_its_options_come_from_the_configuration() -> None:
         ({"policy": "own_policy:Missing"}, "has no attribute 'Missing'"),
         ({"policy": "json:JSONDecodeError"}, "JSONDecodeError with options {}:"),
         ({"policy": "json:JSONDecoder"}, "lacks name, waits_for_slots, horizon_steps"),
+        ({"policy": f"{__name__}:Undecided"}, "Can't instantiate abstract class Undecided"),
         ({"policy": OWN, "options": {"patience_s": -1}}, "patience_s must be at least 0, not -1"),
         ({"policy": OWN, "options": {"patience": 1}}, "unexpected keyword argument 'patience'"),
         ({"policy": OWN, "options": {"patience_s": [1]}}, "accepted is a mapping of names to true, false, numbers"),
         ({"policy": "br_0", "options": {"r_max": 1}}, "routing.options: br_0 takes none"),
         ({"policy": "magic"}, "routing.policy = 'magic': accepted is one of br_0, br_h"),
     ],
-    ids=["module", "class", "signature", "shape", "value", "name", "list", "built-in", "unknown"],
+    ids=["module", "class", "signature", "shape", "no decide", "value", "name", "list", "built-in", "unknown"],
 )
 def test_an_own_policy_that_cannot_be_created_is_reported_in_one_line(routing: dict[str, object], problem: str) -> None:
     with pytest.raises(ConfigError, match="^[^\n]*$") as refused:
