@@ -6,12 +6,15 @@ What needs a restart: the listening sockets, whether they speak TLS, the connect
 
 from collections.abc import Iterable
 from dataclasses import fields
+from typing import Final
 
 from balanceroute.build import predicts, worker_specs
 from balanceroute.config import Config
 from balanceroute.core.types import WorkerSpec
 from balanceroute.errors import ConfigError
 from balanceroute.proxy.workers.places import Places
+
+_IN_YAML: Final = {"slots": "max_num_seqs"}  # fields of a `WorkerSpec` whose setting has another name
 
 
 def check_fixed(old: Config, new: Config) -> None:
@@ -38,7 +41,7 @@ def check_workers(in_use: Iterable[WorkerSpec], old: Config, new: Config) -> Non
         spec = wanted.get(used.id)
         if spec is not None and spec != used:
             changes = [
-                f"{field.name} from {before or repr(before)} to {now or repr(now)}"
+                f"{_IN_YAML.get(field.name, field.name)} from {before or repr(before)} to {now or repr(now)}"
                 for field in fields(spec)
                 if (before := getattr(used, field.name)) != (now := getattr(spec, field.name))
             ]

@@ -288,7 +288,7 @@ async def test_an_operator_replaced_worker_does_not_block_reloads(
     services.fleet.add(hand, join_attempts=3)
     await apply(services, with_policy(services.config, "least_kv"))
     assert services.fleet["d0"].spec == hand and not services.fleet["d0"].leaving
-    with pytest.raises(ConfigError, match="worker d0: .*slots from 4 to 9, .*cannot change while it is in use"):
+    with pytest.raises(ConfigError, match="worker d0: .*max_num_seqs from 4 to 9, .*cannot change while it is in use"):
         await apply(services, with_decoders(services.config, "d0", slots=9))
 
 
@@ -324,7 +324,10 @@ async def test_a_drained_server_stays_drained_under_another_name_unless_it_was_r
         ),
         (a_config(listen={"port": 1, "standbys": 0}, queue={"max_queued": 1}), "^listen.port, listen.standbys: cannot"),
         (a_config(lifecycle={"pins_file": "pins"}, queue={"max_queued": 1}), "lifecycle.pins_file"),
-        (a_config(decode={"max_num_seqs": 7}, queue={"max_queued": 1}), "worker d0: slots from [0-9]+ to 7: cannot"),
+        (
+            a_config(decode={"max_num_seqs": 7}, queue={"max_queued": 1}),
+            "worker d0: max_num_seqs from [0-9]+ to 7: cannot",
+        ),
         (a_config(decode={"shared_barrier": False}), "worker d0: barrier_group from decode to '': cannot"),
     ],
     ids=["connector", "callback address", "listen", "record of pins", "slots of a worker in use", "its group"],
