@@ -67,7 +67,7 @@ class Listen(Section):
     run_folder: FilePath | None = Field(
         None,
         description="Folder, of mode 0700, in which the processes of listen.relays find each other and keep their "
-        "records of pinned KV. Unset: balanceroute-PORT in XDG_RUNTIME_DIR, or without that balanceroute-USER-PORT in "
+        "records of pinned KV. Unset: balanceroute-PORT in XDG_RUNTIME_DIR, or without that balanceroute-UID-PORT in "
         "the system's temporary folder.",
     )
 
