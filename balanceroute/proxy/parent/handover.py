@@ -69,7 +69,8 @@ class Handover:
     def look(self) -> bool:
         """Answer all that have connected, the first one as the successor; True: it is ready to take over."""
         try:
-            while True:  # two that connect at one moment may cause one SIGIO
+            # two that connect at one moment may cause one SIGIO; without a free descriptor to accept fails in any case
+            while select([self._listener], (), (), 0.0)[0]:
                 self._accept_successor(self._listener.accept()[0])
         except BlockingIOError:
             pass  # no other one has connected

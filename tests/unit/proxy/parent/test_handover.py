@@ -184,8 +184,10 @@ def test_without_a_free_descriptor_a_successor_waits(
     def none_is_free(*_: object) -> None:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
-    with monkeypatch.context() as patched:
+    with monkeypatch.context() as patched, socket.socket(socket.AF_UNIX) as successor:
         patched.setattr(socket.socket, "accept", none_is_free)
+        assert not old.side.look() and not caplog.records  # nobody has come: a child of ours is up
+        successor.connect(str(old.path))
         assert not old.side.look() and not old.side.has_successor
     assert [record.message for record in caplog.records] == ["another router can't be answered"]
     with monkeypatch.context() as patched, pytest.raises(ConfigError, match="Too many open files"):
